@@ -104,6 +104,33 @@ class GoldenRequests:
                     f"{table.num_embeddings} of table {table.name!r}"
                 )
 
+    def request(self, index: int) -> Self:
+        """Return request `index` alone, as views. Raises IndexError if there is none."""
+        if not 0 <= index < self.num_requests:
+            raise IndexError(f"golden request {index} of {self.num_requests}")
+        first = int(self.num_candidates[:index].sum())
+        last = first + int(self.num_candidates[index])
+        values, lengths, weights = {}, {}, {}
+        for name, feature_lengths in self.lengths.items():
+            # R bags: one per request. Should N equal R, every request has one candidate and both slices are the same.
+            per_request = len(feature_lengths) == self.num_requests
+            bags = slice(index, index + 1) if per_request else slice(first, last)
+            lengths[name] = feature_lengths[bags]
+            start = int(feature_lengths[: bags.start].sum())
+            ids = slice(start, start + int(lengths[name].sum()))
+            values[name] = self.values[name][ids]
+            if name in self.weights:
+                weights[name] = self.weights[name][ids]
+        return type(self)(
+            num_candidates=self.num_candidates[index : index + 1],
+            values=values,
+            lengths=lengths,
+            weights=weights,
+            context_dense=self.context_dense[index : index + 1],
+            candidate_dense=self.candidate_dense[first:last],
+            scores=self.scores[first:last],
+        )
+
 
 def check_golden_header(path: Path, spec: ModelSpec, stated: GoldenEntry, tensors: Mapping[str, TensorInfo]) -> None:
     """Raise SnapshotCorruptError unless a golden file's tensors fit the spec and the manifest; read none of them."""

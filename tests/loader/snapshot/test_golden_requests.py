@@ -1,4 +1,4 @@
-"""Golden requests: what fits a spec, and what is refused."""
+"""Golden requests: what fits a spec, and one request cut out of many."""
 
 from __future__ import annotations
 
@@ -21,6 +21,35 @@ def test_requests_that_fit_their_spec_pass_and_survive_being_stored():
         back = GoldenRequests.from_tensors(golden.to_tensors())
         back.check(SPEC)
         assert back.to_tensors().keys() == golden.to_tensors().keys()
+
+
+def test_one_request_is_its_own_bags_and_all_of_them_make_the_whole():
+    golden = random_golden(SPEC, seed=3, num_requests=7)
+    parts = [golden.request(index) for index in range(7)]
+    for part in parts:
+        part.check(SPEC)
+        assert part.num_requests == 1
+    for name, whole in golden.to_tensors().items():
+        np.testing.assert_array_equal(np.concatenate([part.to_tensors()[name] for part in parts]), whole)
+    with pytest.raises(IndexError, match="golden request 7 of 7"):
+        golden.request(7)
+
+
+def test_one_request_is_right_when_every_request_has_one_candidate():
+    golden = random_golden(SPEC, seed=1, num_requests=4)
+    single = GoldenRequests(
+        num_candidates=np.ones(4, np.int32),
+        lengths={f.name: np.array([1, 0, 2, 1], np.int32) for f in SPEC.features},
+        values={f.name: np.arange(4, dtype=np.int64) for f in SPEC.features},
+        weights={f.name: np.arange(4, dtype=np.float32) for f in SPEC.features if f.weighted},
+        context_dense=golden.context_dense[:4],
+        candidate_dense=np.zeros((4, 3), np.float32),
+        scores=np.arange(4, dtype=np.float32),
+    )
+    single.check(SPEC)
+    assert single.request(2).values["user"].tolist() == [1, 2]
+    assert single.request(2).values["film"].tolist() == [1, 2]
+    assert single.request(2).weights["tag"].tolist() == [1.0, 2.0]
 
 
 def change(field, **features):
