@@ -22,13 +22,7 @@ from safetensors import SafetensorError, safe_open
 from loader.errors import CheckpointError, ExportError, cut
 from loader.snapshot.codecs import Float32Array
 from loader.snapshot.manifest import ModelSpec, TableSpec
-from loader.snapshot.row_source import (
-    FLOAT_DTYPES,
-    RowSource,
-    SafetensorsRows,
-    TensorRows,
-    file_fingerprint,
-)
+from loader.snapshot.row_source import FLOAT_DTYPES, RowSource, TensorRows, file_fingerprint
 
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 _METADATA_CLASSES = {
@@ -45,6 +39,16 @@ _METADATA_CLASSES = {
     ("torch", "Size"),
     ("collections", "OrderedDict"),
 }
+
+Chunk: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+"""The offset of a chunk's first element in its tensor, and the chunk's sizes."""
+# Cells of the grid that all chunks' borders make: many chunks along both dims would need more.
+_MAX_CELLS = 1 << 24
+_METADATA_NAME = ".metadata"
+_MAX_METADATA_BYTES = 1 << 30
+_STATE_DICT_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+# TorchRec: EmbeddingBagCollection and EmbeddingCollection keep a table's rows under these, whatever wraps them.
+_COLLECTIONS = ("embedding_bags", "embeddings")
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -99,12 +103,6 @@ def shortened(names: list[str], limit: int = 20) -> str:
     return f"{names[:limit]}{more}"
 
 
-Chunk: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
-"""The offset of a chunk's first element in its tensor, and the chunk's sizes."""
-# Cells of the grid that all chunks' borders make: many chunks along both dims would need more.
-_MAX_CELLS = 1 << 24
-
-
 def check_chunks(where: str, shape: tuple[int, ...], chunks: Sequence[Chunk]) -> None:
     """Raise CheckpointError unless every element of `shape` is in exactly one chunk.
 
@@ -139,10 +137,6 @@ def check_chunks(where: str, shape: tuple[int, ...], chunks: Sequence[Chunk]) ->
         part = [f"{edges[at]}:{edges[at + 1]}" for edges, at in zip(borders, cell, strict=True)]
         found = f"is in {count[cell]} of its {len(chunks)} chunks" if count[cell] else "is in none of its chunks"
         raise CheckpointError(f"{where} {list(shape)}: the part [{', '.join(part)}] {found}")
-
-
-_METADATA_NAME = ".metadata"
-_MAX_METADATA_BYTES = 1 << 30
 
 
 class _DistributedCheckpoint(Checkpoint):
@@ -264,9 +258,6 @@ def _read_metadata(file: Path) -> Any:
         raise CheckpointError(f"{file}: not the metadata of a distributed checkpoint: {error}") from error
 
 
-_STATE_DICT_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
-
-
 def open_checkpoint(path: str | Path) -> Checkpoint:
     """Open a checkpoint; its form is told by its name and contents.
 
@@ -279,82 +270,65 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         if (at / ".metadata").is_file():
             return _DistributedCheckpoint(at)
         if files := sorted(at.glob("*.safetensors")):
-            return _SafetensorsCheckpoint(at, files)
+            return _MappedCheckpoint(at, _safetensors(files))
         raise CheckpointError(f"{at}: holds neither .safetensors files nor the .metadata of a distributed checkpoint")
     if not at.is_file():
         raise CheckpointError(f"{at}: no such file or folder")
     if at.suffix == ".safetensors":
-        return _SafetensorsCheckpoint(at, [at])
+        return _MappedCheckpoint(at, _safetensors([at]))
     if at.suffix in _STATE_DICT_SUFFIXES:
-        return _StateDictCheckpoint(at)
+        return _MappedCheckpoint(at, _state_dict(at))
     allowed = ", ".join((".safetensors", *_STATE_DICT_SUFFIXES))
     raise CheckpointError(f"{at}: file name must end in one of {allowed}")
 
 
-class _SafetensorsCheckpoint(Checkpoint):
-    """Tensors of one or several safetensors files."""
+class _MappedCheckpoint(Checkpoint):
+    """Tensors of mapped files; `entries` has, for each, the file that it is in and the tensor."""
 
-    def __init__(self, path: Path, files: list[Path]) -> None:
-        found: dict[str, tuple[Path, Any]] = {}
-        for file in files:
-            try:
-                handle: Any = safe_open(str(file), framework="pt")
-                names = list(handle.keys())
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{file}: can't be read as safetensors: {error}") from error
-            for name in names:
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.tensor(name).shape)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._entry(name)[1]
+        return tensor
+
+    def rows(self, name: str) -> RowSource:
+        file, tensor = self._entry(name)
+        try:
+            return TensorRows(tensor, file, name)
+        except ExportError as error:
+            raise CheckpointError(f"{file}: tensor {name!r}: {error}") from error
+
+
+def _safetensors(files: list[Path]) -> dict[str, tuple[Path, torch.Tensor]]:
+    """Map the tensors of one or several safetensors files."""
+    found: dict[str, tuple[Path, torch.Tensor]] = {}
+    for file in files:
+        try:
+            handle: Any = safe_open(str(file), framework="pt")
+            for name in sorted(handle.keys()):
                 if name in found:
                     raise CheckpointError(f"tensor {name!r} is in both {found[name][0]} and {file}")
-                found[name] = file, handle
-        super().__init__(path, found)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._entry(name)[1].get_slice(name).get_shape())
-
-    def tensor(self, name: str) -> torch.Tensor:
-        file, handle = self._entry(name)
-        try:
-            tensor: torch.Tensor = handle.get_tensor(name)
-        except (SafetensorError, OSError, KeyError) as error:
-            raise CheckpointError(f"{file}: tensor {name!r}: {error}") from error
-        return tensor
-
-    def rows(self, name: str) -> RowSource:
-        try:
-            return SafetensorsRows(self._entry(name)[0], name)
-        except ExportError as error:
-            raise CheckpointError(str(error)) from error
+                found[name] = file, handle.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{file}: can't be read as safetensors: {error}") from error
+    return found
 
 
-class _StateDictCheckpoint(Checkpoint):
-    """A state dict written by `torch.save`, mapped. Nested dicts are flattened, their keys joined by dots."""
-
-    def __init__(self, path: Path) -> None:
-        try:
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except pickle.UnpicklingError as error:
-            raise CheckpointError(
-                f"{path}: holds objects other than tensors and plain data, and loading these could run code; "
-                f"save the state_dict alone: {error}"
-            ) from error
-        except (RuntimeError, OSError, EOFError, ValueError, KeyError) as error:
-            raise CheckpointError(f"{path}: can't be read as a state_dict in torch's zip format: {error}") from error
-        if not isinstance(content, Mapping):
-            raise CheckpointError(f"{path}: holds a {type(content).__name__}, expected a state_dict")
-        super().__init__(path, dict(_flattened(content, "")))
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._entry(name).shape)
-
-    def tensor(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._entry(name)
-        return tensor
-
-    def rows(self, name: str) -> RowSource:
-        try:
-            return TensorRows(self.tensor(name), self.path)
-        except ExportError as error:
-            raise CheckpointError(f"{self.path}: tensor {name!r}: {error}") from error
+def _state_dict(path: Path) -> dict[str, tuple[Path, torch.Tensor]]:
+    """Map a state dict written by `torch.save`. Nested dicts are flattened, their keys joined by dots."""
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path}: holds objects other than tensors and plain data, and loading these could run code; "
+            f"save the state_dict alone: {error}"
+        ) from error
+    except (RuntimeError, OSError, EOFError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{path}: can't be read as a state_dict in torch's zip format: {error}") from error
+    if not isinstance(content, Mapping):
+        raise CheckpointError(f"{path}: holds a {type(content).__name__}, expected a state_dict")
+    return {name: (path, tensor) for name, tensor in _flattened(content, "")}
 
 
 def _flattened(content: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -365,10 +339,6 @@ def _flattened(content: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, t
             yield name, value
         elif isinstance(value, Mapping):
             yield from _flattened(value, f"{name}.")
-
-
-# TorchRec: EmbeddingBagCollection and EmbeddingCollection keep a table's rows under these, whatever wraps them.
-_COLLECTIONS = ("embedding_bags", "embeddings")
 
 
 def match_checkpoint(

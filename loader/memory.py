@@ -25,9 +25,21 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
 _libc.munmap.restype = ctypes.c_int
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.restype = ctypes.c_int
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 # Named by the mmap module since Python 3.13; this is Linux's value.
 _MAP_NORESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 _MAP_FAILED = ctypes.c_void_p(-1).value
+
+# madvise(2), since Linux 5.14; the mmap module does not name it.
+_MADV_POPULATE_READ: Final = 22
+_MADV_DONTNEED: Final = 4
+_PIECE_BYTES: Final = 32 << 20
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_MMAP_THRESHOLD_BYTES = 32 << 20
+"""DEFAULT_MMAP_THRESHOLD_MAX of 64-bit machines."""
+# Objects with references to others that are made and not freed until the youngest ones are looked at.
+YOUNG_OBJECTS = 50_000
 
 
 class _MappedPages:
@@ -76,15 +88,6 @@ def map_array(
         "data": (address + offset - first_page, not copy_on_write),
     }
     return np.asarray(_MappedPages(address, size_bytes, interface))
-
-
-# madvise(2), since Linux 5.14; the mmap module does not name it.
-_MADV_POPULATE_READ: Final = 22
-_MADV_DONTNEED: Final = 4
-_PIECE_BYTES: Final = 32 << 20
-
-_libc.madvise.restype = ctypes.c_int
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def populate(array: npt.NDArray[Any], on_bytes: Callable[[int], None] = lambda count: None) -> None:
@@ -137,13 +140,6 @@ def _advise(address: int, size_bytes: int, advice: int) -> None:
     if _libc.madvise(address, size_bytes, advice) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"madvise {advice} of {size_bytes} bytes: {os.strerror(number)}")
-
-
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_MMAP_THRESHOLD_BYTES = 32 << 20
-"""DEFAULT_MMAP_THRESHOLD_MAX of 64-bit machines."""
-# Objects with references to others that are made and not freed until the youngest ones are looked at.
-YOUNG_OBJECTS = 50_000
 
 
 def settle_heap() -> None:

@@ -13,6 +13,16 @@ from typing import Any, Final, Protocol, TypeVar
 
 from loader.errors import ShardrankError
 
+logger = logging.getLogger(__name__)
+PIECE_BYTES: Final = 4 << 20
+"""Paced work tells its progress at least this often: it is what it does between two rests."""
+BACKGROUND_NICENESS: Final = 10
+BACKGROUND_SWITCH_INTERVAL_S: Final = 0.0005
+"""For `sys.setswitchinterval`, where requests share an interpreter with background work: how long they wait for it."""
+_SHORTEST_REST_S: Final = 0.002
+_LONGEST_REST_S: Final = 5.0
+Result = TypeVar("Result")
+
 
 class Progress(Protocol):
     """Called now and then during long work, by one thread at a time."""
@@ -23,17 +33,6 @@ class Progress(Protocol):
 
 def no_progress(what: str, done: int, total: int) -> None:
     """Ignores progress: the default."""
-
-
-logger = logging.getLogger(__name__)
-
-PIECE_BYTES: Final = 4 << 20
-"""Paced work tells its progress at least this often: it is what it does between two rests."""
-BACKGROUND_NICENESS: Final = 10
-BACKGROUND_SWITCH_INTERVAL_S: Final = 0.0005
-"""For `sys.setswitchinterval`, where requests share an interpreter with background work: how long they wait for it."""
-_SHORTEST_REST_S: Final = 0.002
-_LONGEST_REST_S: Final = 5.0
 
 
 class Pace:
@@ -94,9 +93,6 @@ def lower_own_priority(niceness: int = BACKGROUND_NICENESS) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
     except OSError as error:
         logger.warning("background work keeps its priority: %s", error)
-
-
-Result = TypeVar("Result")
 
 
 class CalledOffError(ShardrankError):

@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -26,8 +26,9 @@ from shard_node.errors import (
     RemoteError,
     ShardNodeError,
 )
-from shard_node.node import NodeInfo, Shard
+from shard_node.node import NodeInfo
 from shard_node.wire.address import Address
+from shard_node.wire.client import ShardClient
 
 logger = logging.getLogger(__name__)
 
@@ -100,25 +101,6 @@ def _slice(bags: KeyedBags, first: int, end: int) -> KeyedBags:
     )
 
 
-class ShardReplica(Shard, Protocol):
-    """A connection to one node, as `ShardClient`.
-
-    Attributes:
-        address: where the node is.
-        in_flight: calls that have not returned.
-        connections: made so far; a change means that another process may answer now.
-    """
-
-    address: Address
-    in_flight: int
-    connections: int
-
-    @property
-    def available(self) -> bool:
-        """Whether a call now would be sent, or at least try to connect."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class ReplicaSource:
     """Replicas that come and go.
@@ -130,7 +112,7 @@ class ReplicaSource:
     """
 
     current: Callable[[], tuple[int, Sequence[Address]]]
-    connect: Callable[[Address], ShardReplica]
+    connect: Callable[[Address], ShardClient]
 
 
 @dataclass(slots=True, eq=False)
@@ -145,7 +127,7 @@ class _Member:
         leaves: whether it is closed when they have ended.
     """
 
-    replica: ShardReplica
+    replica: ShardClient
     checked: int = -1
     rests_until: float = float("-inf")
     calls: int = 0
@@ -185,7 +167,7 @@ class ReplicatedShard:
         plan: Plan,
         shard_index: int,
         manifest_identity: str,
-        replicas: Sequence[ShardReplica] | ReplicaSource,
+        replicas: Sequence[ShardClient] | ReplicaSource,
         on_retry: Callable[[str], None] = lambda kind: None,
         clock: Callable[[], float] = time.monotonic,
         hedge_after_s: float = HEDGE_AFTER_S,
@@ -323,7 +305,7 @@ class ReplicatedShard:
         member.rests_until = self._clock() + REST_S
 
     @contextlib.contextmanager
-    def _use(self, member: _Member) -> Iterator[ShardReplica]:
+    def _use(self, member: _Member) -> Iterator[ShardClient]:
         """Keep a replica open while the block runs, even if it leaves meanwhile."""
         member.calls += 1
         try:

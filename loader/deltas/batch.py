@@ -23,6 +23,18 @@ from loader.snapshot.manifest import MAX_EMBEDDING_DIM, MAX_NUM_EMBEDDINGS, RowD
 
 Int64Array = npt.NDArray[np.int64]
 
+MAGIC: Final = b"SRDELTA1"
+DTYPES: Final[tuple[RowDtype, ...]] = ("int8", "int4", "fp16", "fp32")
+MAX_BATCH_ROWS: Final = 8192
+"""Rows of one delta; a publisher cuts what is more."""
+MAX_BATCH_BYTES: Final = 4 << 20
+"""Bytes of one delta's rows and row numbers; at least one row is always allowed."""
+_CHECKSUM_BYTES = 16
+# sequence, delta_base, base_version, published_at, rows, row_bytes, embedding_dim, dtype, bytes of both names, zeros
+_HEADER = struct.Struct("<QQQdIIIHHH6s")
+_BODY_START = len(MAGIC) + _CHECKSUM_BYTES
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}\Z")
+
 
 def encode_rows(table: TableSpec, rows: Any, values: Any) -> tuple[Int64Array, ByteArray]:
     """Encode changed rows of a table: its row numbers, int64 [m], ascending, none twice, and uint8 [m, row_bytes].
@@ -99,20 +111,6 @@ def _last_of_each(numbers: Int64Array) -> Int64Array:
     in_order = numbers[order]
     last: Int64Array = order[np.append(in_order[1:] != in_order[:-1], True)]
     return last
-
-
-MAGIC: Final = b"SRDELTA1"
-DTYPES: Final[tuple[RowDtype, ...]] = ("int8", "int4", "fp16", "fp32")
-MAX_BATCH_ROWS: Final = 8192
-"""Rows of one delta; a publisher cuts what is more."""
-MAX_BATCH_BYTES: Final = 4 << 20
-"""Bytes of one delta's rows and row numbers; at least one row is always allowed."""
-
-_CHECKSUM_BYTES = 16
-# sequence, delta_base, base_version, published_at, rows, row_bytes, embedding_dim, dtype, bytes of both names, zeros
-_HEADER = struct.Struct("<QQQdIIIHHH6s")
-_BODY_START = len(MAGIC) + _CHECKSUM_BYTES
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}\Z")
 
 
 def rows_per_batch(row_bytes: int) -> int:

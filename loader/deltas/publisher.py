@@ -26,133 +26,18 @@ from loader.errors import (
 )
 from loader.registry.fleet import FleetRegistry, PublishedVersion, delta_stream, parse_record
 from loader.registry.opening import open_registry
-from loader.registry.registry import Registry
+from loader.registry.registry import Registry, StreamEntry
 from loader.rollout.plan import read_rollout
 from loader.snapshot.manifest import ModelSpec, TableSpec, read_manifest
 from loader.snapshot.publishing import stream_end
 
 DEFAULT_MAX_STREAM_ENTRIES: Final = 65_536
+DEFAULT_RETRY_S: Final = 30.0
+MAX_PAUSE_S: Final = 1.0
 MAX_REMEMBERED_BYTES: Final = 64 << 20
 """Of what a publisher has appended itself, kept to give it back to a registry that lost its last writes."""
 
 _log = logging.getLogger(__name__)
-
-
-class _DeltaStream:
-    """Appends to the stream that began with `delta_base`. Used by one task at a time; call `find_end` first."""
-
-    def __init__(self, fleet: FleetRegistry, model: str, delta_base: int, max_entries: int) -> None:
-        if max_entries < 1:
-            raise DeltaError(f"max_stream_entries: {max_entries}; at least 1 is needed")
-        self._fleet = fleet
-        self._registry = fleet.registry
-        self._model = model
-        self._delta_base = delta_base
-        self.name = delta_stream(model, delta_base)
-        self._max_entries = max_entries
-        self._first = 0
-        self._mine: deque[tuple[int, bytes]] = deque()
-        self._mine_bytes = 0
-        self.sequence = 0
-
-    async def find_end(self) -> None:
-        """Find out what the next number is.
-
-        Raises DeltaGapError if nodes, or this publisher, know of deltas that the registry has lost and that nobody here
-        can give back: new ones under the same numbers would be taken for those by some nodes and not by others.
-        """
-        known = max(self.sequence, await stream_end(self._fleet, self._model, self._delta_base))
-        # Read after what nodes tell, so that what others append meanwhile is in it.
-        bounds = await self._registry.bounds(self.name)
-        if bounds.last < known and self._mine and self._mine[-1][0] == known:
-            await self._give_back(bounds.last)
-            bounds = await self._registry.bounds(self.name)
-        if 0 < bounds.last < known:
-            raise DeltaGapError(
-                f"stream {self.name} ends with {bounds.last}, but deltas up to {known} were published: the registry "
-                "has lost the others. Publish a snapshot that begins a stream of its own"
-            )
-        self.sequence = max(bounds.last, known)
-        self._first = bounds.first or self.sequence + 1
-
-    async def look(self) -> None:
-        """Find the end anew if it is not where this publisher left it. Raises as `find_end`.
-
-        A registry that lost a whole stream would take any number for its first one.
-        """
-        if (await self._registry.bounds(self.name)).last != self.sequence:
-            await self.find_end()
-
-    async def append(self, sequence: int, payload: bytes) -> bool:
-        """Append the next one; false if somebody else has appended under that number: then call `find_end`.
-
-        May be repeated with the same payload after any failure.
-        """
-        try:
-            await self._registry.append(self.name, sequence, payload)
-        except StreamSequenceError:
-            if not await self._is_there(sequence, payload):
-                return False
-        self.sequence = sequence
-        self._mine.append((sequence, payload))
-        self._mine_bytes += len(payload)
-        while self._mine_bytes > MAX_REMEMBERED_BYTES:
-            self._mine_bytes -= len(self._mine.popleft()[1])
-        return True
-
-    async def make_room(self) -> None:
-        """Drop the oldest entries of a full stream that no held version needs. Raises DeltaError if all are needed."""
-        if self.sequence + 1 - self._first < self._max_entries:
-            return
-        self._first = (await self._registry.bounds(self.name)).first or self.sequence + 1
-        # Some more than one, so that not every append asks.
-        unwanted = self.sequence + 1 - (self._max_entries - max(1, self._max_entries // 16))
-        needed = await self._first_needed()
-        before = min(unwanted, needed)
-        if before > self._first:
-            await self._registry.trim(self.name, before)
-            _log.info("stream %s: dropped what is before delta %d", self.name, before)
-            self._first = before
-        if self.sequence + 1 - self._first >= self._max_entries:
-            raise DeltaError(
-                f"stream {self.name} holds {self.sequence + 1 - self._first} deltas, max_stream_entries is "
-                f"{self._max_entries}, and a version that is held needs all from {needed} on: roll out a snapshot that "
-                "contains them, or allow more"
-            )
-
-    async def _is_there(self, sequence: int, payload: bytes) -> bool:
-        found = await self._registry.read(self.name, sequence - 1, max_entries=1)
-        return bool(found) and (found[0].sequence, found[0].payload) == (sequence, payload)
-
-    async def _give_back(self, last: int) -> None:
-        """Append again what this publisher appended and the registry lost, if nothing is missing in between."""
-        lost = [(sequence, payload) for sequence, payload in self._mine if sequence > last]
-        if any(after[0] != before[0] + 1 for before, after in pairwise(lost)):
-            return
-        if last and lost[0][0] != last + 1:
-            return
-        _log.warning("stream %s: the registry lost deltas %d to %d; given back", self.name, lost[0][0], lost[-1][0])
-        for sequence, payload in lost:
-            try:
-                await self._registry.append(self.name, sequence, payload)
-            except StreamSequenceError:
-                if not await self._is_there(sequence, payload):
-                    return
-
-    async def _first_needed(self) -> int:
-        """Find the first delta that must stay so that every version held, or rolled back to, can be staged anew."""
-        published = [one for one in await self._fleet.versions(self._model) if one.delta_base == self._delta_base]
-        wanted, on_record = await self._fleet.wanted_model(self._model), await read_rollout(self._fleet, self._model)
-        named = set() if wanted is None else set(wanted.named())
-        if on_record is not None:
-            named |= on_record.rollout.named()
-        # Before anything is wanted, whatever is published may become so.
-        held = [one.last_delta for one in published if one.version in named or not named]
-        return min(held, default=self.sequence) + 1
-
-
-DEFAULT_RETRY_S: Final = 30.0
-MAX_PAUSE_S: Final = 1.0
 
 T = TypeVar("T")
 
@@ -196,9 +81,14 @@ class AsyncDeltaPublisher:
         self._monotonic = monotonic
         self._sleep = sleep
         self._one_at_a_time = asyncio.Lock()
+        # Of the version, once it is open.
         self._tables: dict[str, TableSpec] = {}
-        self._stream: _DeltaStream | None = None
         self._delta_base = 0
+        self._stream = ""
+        self._first = 0
+        self._sequence = 0
+        self._mine: deque[tuple[int, bytes]] = deque()
+        self._mine_bytes = 0
 
     async def open(self) -> None:
         """Read what the registry says of the version; `publish` does it if nobody has. Raises as `publish`."""
@@ -226,12 +116,12 @@ class AsyncDeltaPublisher:
             RegistryUnavailableError: the registry did not answer for `retry_s`.
         """
         async with self._one_at_a_time:
-            stream = await self._opened()
+            await self._opened()
             spec = self._tables.get(table)
             if spec is None:
                 raise DeltaFormatError(f"model {self._model!r} has no table {table!r}; tables: {sorted(self._tables)}")
             numbers, stored = await asyncio.to_thread(encode_rows, spec, rows, values)
-            await self._again(stream.look)
+            await self._again(self._look)
             step = rows_per_batch(stored.shape[1])
             for begin in range(0, numbers.size, step):
                 batch = DeltaBatch(
@@ -246,49 +136,48 @@ class AsyncDeltaPublisher:
                     rows=numbers[begin : begin + step],
                     stored=stored[begin : begin + step],
                 )
-                await self._append(stream, batch)
-            return stream.sequence
+                await self._append(batch)
+            return self._sequence
 
     @property
     def sequence(self) -> int:
         """The last delta of the stream that this publisher knows of; 0 before it is open."""
-        return 0 if self._stream is None else self._stream.sequence
+        return self._sequence
 
-    async def _append(self, stream: _DeltaStream, batch: DeltaBatch) -> None:
-        await self._again(stream.make_room)
+    async def _append(self, batch: DeltaBatch) -> None:
+        await self._again(self._make_room)
         payload, sequence = b"", 0
 
         async def attempt() -> bool:
             nonlocal payload, sequence
             # The same bytes as long as it is the same number: then a repeated append is told from somebody else's.
-            if sequence != stream.sequence + 1:
-                sequence = stream.sequence + 1
+            if sequence != self._sequence + 1:
+                sequence = self._sequence + 1
                 payload = replace(batch, sequence=sequence).encode()
-            if await stream.append(sequence, payload):
+            if await self._appended(sequence, payload):
                 return True
-            await stream.find_end()
+            await self._find_end()
             return False
 
         deadline = self._monotonic() + self._retry_s
         while not await self._again(attempt):
             if self._monotonic() >= deadline:
-                raise RegistryConflictError(f"stream {stream.name}: others were faster for {self._retry_s} s")
+                raise RegistryConflictError(f"stream {self._stream}: others were faster for {self._retry_s} s")
 
-    async def _opened(self) -> _DeltaStream:
-        if self._stream is not None:
-            return self._stream
+    async def _opened(self) -> None:
+        if self._tables:
+            return
+        if self._max_stream_entries < 1:
+            raise DeltaError(f"max_stream_entries: {self._max_stream_entries}; at least 1 is needed")
         version = await self._again(lambda: self._fleet.version(self._model, self._base_version))
         if version is None:
             raise DeltaBaseError(
                 f"version {self._base_version} of model {self._model!r} is not published in {self._fleet.name}"
             )
         spec = await self._spec(version)
-        stream = _DeltaStream(self._fleet, self._model, version.delta_base, self._max_stream_entries)
-        await self._again(stream.find_end)
+        self._delta_base, self._stream = version.delta_base, delta_stream(self._model, version.delta_base)
+        await self._again(self._find_end)
         self._tables = {table.name: table for table in spec.tables}
-        self._delta_base = version.delta_base
-        self._stream = stream
-        return stream
 
     async def _spec(self, version: PublishedVersion) -> ModelSpec:
         text = await self._again(lambda: self._fleet.spec(self._model, self._base_version))
@@ -317,6 +206,99 @@ class AsyncDeltaPublisher:
                     raise
             await self._sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
+
+    async def _find_end(self) -> None:
+        """Find out what the next number is.
+
+        Raises DeltaGapError if nodes, or this publisher, know of deltas that the registry has lost and that nobody here
+        can give back: new ones under the same numbers would be taken for those by some nodes and not by others.
+        """
+        known = max(self._sequence, await stream_end(self._fleet, self._model, self._delta_base))
+        # Read after what nodes tell, so that what others append meanwhile is in it.
+        bounds = await self._fleet.registry.bounds(self._stream)
+        if bounds.last < known and self._mine and self._mine[-1][0] == known:
+            await self._give_back(bounds.last)
+            bounds = await self._fleet.registry.bounds(self._stream)
+        if 0 < bounds.last < known:
+            raise DeltaGapError(
+                f"stream {self._stream} ends with {bounds.last}, but deltas up to {known} were published: the registry "
+                "has lost the others. Publish a snapshot that begins a stream of its own"
+            )
+        self._sequence = max(bounds.last, known)
+        self._first = bounds.first or self._sequence + 1
+
+    async def _look(self) -> None:
+        """Find the end anew if it is not where this publisher left it. Raises as `_find_end`.
+
+        A registry that lost a whole stream would take any number for its first one.
+        """
+        if (await self._fleet.registry.bounds(self._stream)).last != self._sequence:
+            await self._find_end()
+
+    async def _appended(self, sequence: int, payload: bytes) -> bool:
+        """Append the next one; false if somebody else has appended under that number: then call `_find_end`.
+
+        May be repeated with the same payload after any failure.
+        """
+        if not await self._put(sequence, payload):
+            return False
+        self._sequence = sequence
+        self._mine.append((sequence, payload))
+        self._mine_bytes += len(payload)
+        while self._mine_bytes > MAX_REMEMBERED_BYTES:
+            self._mine_bytes -= len(self._mine.popleft()[1])
+        return True
+
+    async def _make_room(self) -> None:
+        """Drop the oldest entries of a full stream that no held version needs. Raises DeltaError if all are needed."""
+        if self._sequence + 1 - self._first < self._max_stream_entries:
+            return
+        self._first = (await self._fleet.registry.bounds(self._stream)).first or self._sequence + 1
+        # Some more than one, so that not every append asks.
+        unwanted = self._sequence + 1 - (self._max_stream_entries - max(1, self._max_stream_entries // 16))
+        needed = await self._first_needed()
+        before = min(unwanted, needed)
+        if before > self._first:
+            await self._fleet.registry.trim(self._stream, before)
+            _log.info("stream %s: dropped what is before delta %d", self._stream, before)
+            self._first = before
+        if self._sequence + 1 - self._first >= self._max_stream_entries:
+            raise DeltaError(
+                f"stream {self._stream} holds {self._sequence + 1 - self._first} deltas, max_stream_entries is "
+                f"{self._max_stream_entries}, and a version that is held needs all from {needed} on: roll out a "
+                "snapshot that contains them, or allow more"
+            )
+
+    async def _put(self, sequence: int, payload: bytes) -> bool:
+        """Tell whether an entry is there: put now, or by an earlier try whose outcome was not known."""
+        try:
+            await self._fleet.registry.append(self._stream, sequence, payload)
+        except StreamSequenceError:
+            return await self._fleet.registry.read(self._stream, sequence - 1, 1) == [StreamEntry(sequence, payload)]
+        return True
+
+    async def _give_back(self, last: int) -> None:
+        """Append again what this publisher appended and the registry lost, if nothing is missing in between."""
+        lost = [(sequence, payload) for sequence, payload in self._mine if sequence > last]
+        if any(after[0] != before[0] + 1 for before, after in pairwise(lost)):
+            return
+        if last and lost[0][0] != last + 1:
+            return
+        _log.warning("stream %s: the registry lost deltas %d to %d; given back", self._stream, lost[0][0], lost[-1][0])
+        for sequence, payload in lost:
+            if not await self._put(sequence, payload):
+                return
+
+    async def _first_needed(self) -> int:
+        """Find the first delta that must stay so that every version held, or rolled back to, can be staged anew."""
+        published = [one for one in await self._fleet.versions(self._model) if one.delta_base == self._delta_base]
+        wanted, on_record = await self._fleet.wanted_model(self._model), await read_rollout(self._fleet, self._model)
+        named = set() if wanted is None else set(wanted.named())
+        if on_record is not None:
+            named |= on_record.rollout.named()
+        # Before anything is wanted, whatever is published may become so.
+        held = [one.last_delta for one in published if one.version in named or not named]
+        return min(held, default=self._sequence) + 1
 
 
 class DeltaPublisher:

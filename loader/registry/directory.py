@@ -22,12 +22,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import functools
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Final, ParamSpec, TypeVar
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 from loader.errors import RegistryConflictError, RegistryRecordError, RegistryUnavailableError, StreamSequenceError
 from loader.registry.registry import (
@@ -47,6 +48,9 @@ from loader.snapshot.store import fsync_path, make_folders
 _SUFFIX: Final = "="
 """Ends the name of a key's file. No key has this character, so "a" and "a/b" can both be keys."""
 _ENTRIES_PER_BLOCK: Final = 256
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 class _Area:
@@ -127,65 +131,15 @@ class _Area:
             pause_s = min(2 * pause_s, 0.01)
 
 
-class _Keys:
-    """Keys with revisions. Each file is replaced by one rename, so that readers need no lock."""
-
-    def __init__(self, path: Path, clock: Callable[[], float], lock_timeout_s: float) -> None:
-        self._clock = clock
-        self._area = _Area(path, durable=True, lock_timeout_s=lock_timeout_s)
-
-    def get(self, key: str) -> Entry | None:
-        path = self._area.file_of(key)
-        content = _read_file(path)
-        if content is None:
-            return None
-        revision, separator, value = content.partition(b"\n")
-        if not separator or not revision.isdigit():
-            raise RegistryRecordError(f"{path}: it does not begin with a line that holds a revision")
-        return Entry(value, int(revision))
-
-    def entries(self, prefix: str) -> dict[str, Entry]:
-        found = ((key, self.get(key)) for key in self._area.keys_below(prefix))
-        return {key: entry for key, entry in found if entry is not None}
-
-    def put(self, key: str, value: bytes, expected_revision: int) -> int:
-        with self._area.locked():
-            revision = self._next_revision(self._check(key, expected_revision))
-            self._area.write(self._area.file_of(key), b"%d\n%b" % (revision, value))
-            return revision
-
-    def delete(self, key: str, expected_revision: int) -> None:
-        with self._area.locked():
-            self._check(key, expected_revision)
-            self._area.remove(self._area.file_of(key))
-
-    def _check(self, key: str, expected_revision: int) -> int:
-        entry = self.get(key)
-        revision = entry.revision if entry is not None else 0
-        if revision != expected_revision:
-            raise RegistryConflictError(f"{key} has revision {revision}, not {expected_revision}")
-        return revision
-
-    def _next_revision(self, revision: int) -> int:
-        # The clock's microseconds are above all that was ever given, also if the folder was emptied or set back.
-        path = self._area.path / "~revision"
-        last = _read_file(path) or b""
-        given = max(revision, int(last) if last.isdigit() else 0)
-        following = max(given + 1, int(self._clock() * 1e6))
-        # Not durable: whoever loses it goes on with the clock.
-        self._area.write(path, b"%d" % following, durable=False)
-        return following
-
-
-class _Expiring:
+class _Expiring(_Area):
     """Values with a deadline on the wall clock; none of them has to survive a loss of power."""
 
     def __init__(self, path: Path, clock: Callable[[], float], lock_timeout_s: float) -> None:
+        super().__init__(path, durable=False, lock_timeout_s=lock_timeout_s)
         self._clock = clock
-        self._area = _Area(path, durable=False, lock_timeout_s=lock_timeout_s)
 
     def get(self, key: str) -> bytes | None:
-        head, _, value = (_read_file(self._area.file_of(key)) or b"").partition(b"\n")
+        head, _, value = (_read_file(self.file_of(key)) or b"").partition(b"\n")
         try:
             deadline, ttl_s = map(float, head.split())
         except ValueError:
@@ -194,92 +148,9 @@ class _Expiring:
         # A deadline further off than it can be: the clock was set back. Whoever lives writes it again.
         return value if 0.0 < deadline - self._clock() <= 2 * ttl_s else None
 
-    def all_below(self, prefix: str) -> dict[str, bytes]:
-        """Return all below a prefix that have not expired. Files of the others are removed."""
-        found = {key: self.get(key) for key in self._area.keys_below(prefix)}
-        alive = {key: value for key, value in found.items() if value is not None}
-        if len(alive) < len(found):
-            with self._area.locked():
-                for key in found.keys() - alive.keys():
-                    # It may have been announced again since it was read.
-                    if self.get(key) is None:
-                        self._area.remove(self._area.file_of(key))
-        return alive
-
-    def set(self, key: str, value: bytes, ttl_s: float, *, if_free: bool = False) -> bool:
-        """Write a value; `if_free`, only if there is none or the same one. Tells whether it was written."""
-        with self._area.locked():
-            if if_free and self.get(key) not in (None, value):
-                return False
-            self._area.write(self._area.file_of(key), b"%r %r\n%b" % (self._clock() + ttl_s, ttl_s, value))
-            return True
-
-    def remove(self, key: str, value: bytes | None = None) -> None:
-        """Remove a value; with `value`, only that one."""
-        with self._area.locked():
-            if value is None or self.get(key) == value:
-                self._area.remove(self._area.file_of(key))
-
-
-class _Streams:
-    """Streams, each with a lock of its own. Reading needs none: what is trimmed meanwhile is the lowest entries."""
-
-    def __init__(self, path: Path, lock_timeout_s: float) -> None:
-        self._path = path
-        self._lock_timeout_s = lock_timeout_s
-
-    def append(self, stream: str, sequence: int, payload: bytes) -> None:
-        area = self._area(stream)
-        with area.locked():
-            last = _bounds(area.path).last
-            if last and sequence != last + 1:
-                raise StreamSequenceError(f"stream {stream}: sequence {sequence} after {last}; {last + 1} is next")
-            area.write(_entry_path(area.path, sequence), payload)
-
-    def read(self, stream: str, after: int, max_entries: int, max_bytes: int) -> list[StreamEntry]:
-        folder = self._area(stream).path
-        after = max(after, _read_ends(folder).first - 1)
-        found: list[StreamEntry] = []
-        size = 0
-        for block in _numbers(folder):
-            if block < after // _ENTRIES_PER_BLOCK:
-                continue
-            for sequence in _numbers(folder / f"{block:020d}"):
-                if sequence <= after:
-                    continue
-                payload = _read_file(_entry_path(folder, sequence))
-                size += len(payload or b"")
-                if found and (payload is None or size > max_bytes):
-                    return found
-                if payload is None:
-                    continue
-                found.append(StreamEntry(sequence, payload))
-                if len(found) == max_entries:
-                    return found
-        return found
-
-    def bounds(self, stream: str) -> StreamBounds:
-        area = self._area(stream)
-        if not area.path.is_dir():
-            return StreamBounds(0, 0)
-        with area.locked():
-            return _bounds(area.path)
-
-    def trim(self, stream: str, before: int) -> None:
-        """Drop the entries below `before`, and those that an interrupted trim has left."""
-        area = self._area(stream)
-        if not area.path.is_dir():
-            return
-        with area.locked():
-            now = _bounds(area.path)
-            if now.last == 0:
-                return
-            first = max(now.first, min(before, now.last + 1))
-            area.write(area.path / "ends", b"%d %d" % (first, now.last))
-            _drop_below(area.path, first)
-
-    def _area(self, stream: str) -> _Area:
-        return _Area(self._path / f"{stream}{_SUFFIX}", durable=True, lock_timeout_s=self._lock_timeout_s)
+    def put(self, key: str, value: bytes, ttl_s: float) -> None:
+        """Write a value. Only while `locked`."""
+        self.write(self.file_of(key), b"%r %r\n%b" % (self._clock() + ttl_s, ttl_s, value))
 
 
 def _read_file(path: Path) -> bytes | None:
@@ -341,8 +212,22 @@ def _numbers(folder: Path) -> list[int]:
     return sorted(int(name) for name in names if name.isdigit())
 
 
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
+def _in_thread(
+    work: Callable[Concatenate[DirectoryRegistry, _P], _T],
+) -> Callable[Concatenate[DirectoryRegistry, _P], Coroutine[Any, Any, _T]]:
+    """Make a method that waits for files one of the event loop: it runs in a thread of the registry's."""
+
+    @functools.wraps(work)
+    async def run(registry: DirectoryRegistry, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        if registry._threads is None:
+            raise RegistryUnavailableError(f"registry {registry.name} is closed")
+        call = functools.partial(work, registry, *args, **kwargs)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(registry._threads, call)
+        except OSError as error:
+            raise RegistryUnavailableError(f"registry {registry.name}: {error}") from error
+
+    return run
 
 
 class DirectoryRegistry:
@@ -357,90 +242,157 @@ class DirectoryRegistry:
         `lock_timeout_s` before it is a RegistryUnavailableError.
         """
         self.path = Path(path).absolute()
-        self._keys = _Keys(self.path / "keys", clock, lock_timeout_s)
+        self.url, self.name = self.path.as_uri(), str(self.path)
+        self._clock = clock
+        self._lock_timeout_s = lock_timeout_s
+        self._keys = _Area(self.path / "keys", durable=True, lock_timeout_s=lock_timeout_s)
         self._announced = _Expiring(self.path / "announced", clock, lock_timeout_s)
         self._locks = _Expiring(self.path / "locks", clock, lock_timeout_s)
-        self._streams = _Streams(self.path / "streams", lock_timeout_s)
         # Its own threads: those of the event loop may all be busy with loads, and a heartbeat must not wait for these.
         self._threads: ThreadPoolExecutor | None = ThreadPoolExecutor(4, thread_name_prefix="registry")
 
-    @property
-    def url(self) -> str:
-        """Its URL."""
-        return self.path.as_uri()
-
-    @property
-    def name(self) -> str:
-        """Its path."""
-        return str(self.path)
-
-    async def get(self, key: str) -> Entry | None:
+    @_in_thread
+    def get(self, key: str) -> Entry | None:
         """See `Registry.get`."""
-        return await self._run(self._keys.get, check_key(key))
+        return self._entry(check_key(key))
 
-    async def entries(self, prefix: str) -> dict[str, Entry]:
+    @_in_thread
+    def entries(self, prefix: str) -> dict[str, Entry]:
         """See `Registry.entries`."""
-        return await self._run(self._keys.entries, check_prefix(prefix))
+        found = ((key, self._entry(key)) for key in self._keys.keys_below(check_prefix(prefix)))
+        return {key: entry for key, entry in found if entry is not None}
 
-    async def put(self, key: str, value: bytes, expected_revision: int) -> int:
+    @_in_thread
+    def put(self, key: str, value: bytes, expected_revision: int) -> int:
         """See `Registry.put`."""
         check_value(check_key(key), value)
-        return await self._run(self._keys.put, key, value, expected_revision)
+        with self._keys.locked():
+            self._expect(key, expected_revision)
+            revision = self._next_revision(expected_revision)
+            self._keys.write(self._keys.file_of(key), b"%d\n%b" % (revision, value))
+            return revision
 
-    async def delete(self, key: str, expected_revision: int) -> None:
+    @_in_thread
+    def delete(self, key: str, expected_revision: int) -> None:
         """See `Registry.delete`."""
-        await self._run(self._keys.delete, check_key(key), expected_revision)
+        path = self._keys.file_of(check_key(key))
+        with self._keys.locked():
+            self._expect(key, expected_revision)
+            self._keys.remove(path)
 
-    async def announce(self, key: str, value: bytes, ttl_s: float) -> None:
+    @_in_thread
+    def announce(self, key: str, value: bytes, ttl_s: float) -> None:
         """See `Registry.announce`."""
         check_value(check_key(key), value)
         check_ttl(key, ttl_s)
-        await self._run(self._announced.set, key, value, ttl_s)
+        with self._announced.locked():
+            self._announced.put(key, value, ttl_s)
 
-    async def withdraw(self, key: str) -> None:
+    @_in_thread
+    def withdraw(self, key: str) -> None:
         """See `Registry.withdraw`."""
-        await self._run(self._announced.remove, check_key(key))
+        path = self._announced.file_of(check_key(key))
+        with self._announced.locked():
+            self._announced.remove(path)
 
-    async def announced(self, prefix: str) -> dict[str, bytes]:
-        """See `Registry.announced`."""
-        return await self._run(self._announced.all_below, check_prefix(prefix))
+    @_in_thread
+    def announced(self, prefix: str) -> dict[str, bytes]:
+        """See `Registry.announced`. Files of what has expired are removed."""
+        area = self._announced
+        found = {key: area.get(key) for key in area.keys_below(check_prefix(prefix))}
+        alive = {key: value for key, value in found.items() if value is not None}
+        if len(alive) < len(found):
+            with area.locked():
+                for key in found.keys() - alive.keys():
+                    # It may have been announced again since it was read.
+                    if area.get(key) is None:
+                        area.remove(area.file_of(key))
+        return alive
 
-    async def acquire(self, key: str, owner: str, ttl_s: float) -> bool:
+    @_in_thread
+    def acquire(self, key: str, owner: str, ttl_s: float) -> bool:
         """See `Registry.acquire`."""
         check_owner(check_key(key), owner)
         check_ttl(key, ttl_s)
-        return await self._run(self._locks.set, key, owner.encode(), ttl_s, if_free=True)
+        with self._locks.locked():
+            is_free = self._locks.get(key) in (None, owner.encode())
+            if is_free:
+                self._locks.put(key, owner.encode(), ttl_s)
+            return is_free
 
-    async def release(self, key: str, owner: str) -> None:
+    @_in_thread
+    def release(self, key: str, owner: str) -> None:
         """See `Registry.release`."""
         check_owner(check_key(key), owner)
-        await self._run(self._locks.remove, key, owner.encode())
+        with self._locks.locked():
+            if self._locks.get(key) == owner.encode():
+                self._locks.remove(self._locks.file_of(key))
 
-    async def holder(self, key: str) -> str | None:
+    @_in_thread
+    def holder(self, key: str) -> str | None:
         """See `Registry.holder`."""
-        owner = await self._run(self._locks.get, check_key(key))
+        owner = self._locks.get(check_key(key))
         return owner.decode() if owner is not None else None
 
-    async def append(self, stream: str, sequence: int, payload: bytes) -> None:
+    @_in_thread
+    def append(self, stream: str, sequence: int, payload: bytes) -> None:
         """See `Registry.append`."""
-        check_value(check_key(stream, "stream"), payload)
+        area = self._stream(stream)
+        check_value(stream, payload)
         check_sequence(stream, sequence)
-        await self._run(self._streams.append, stream, sequence, payload)
+        with area.locked():
+            last = _bounds(area.path).last
+            if last and sequence != last + 1:
+                raise StreamSequenceError(f"stream {stream}: sequence {sequence} after {last}; {last + 1} is next")
+            area.write(_entry_path(area.path, sequence), payload)
 
-    async def read(
-        self, stream: str, after: int, max_entries: int = 256, max_bytes: int = 16 << 20
-    ) -> list[StreamEntry]:
-        """See `Registry.read`."""
-        check_read(check_key(stream, "stream"), max_entries, max_bytes)
-        return await self._run(self._streams.read, stream, after, max_entries, max_bytes)
+    @_in_thread
+    def read(self, stream: str, after: int, max_entries: int = 256, max_bytes: int = 16 << 20) -> list[StreamEntry]:
+        """See `Registry.read`. It needs no lock: what is trimmed meanwhile is the lowest entries."""
+        folder = self._stream(stream).path
+        check_read(stream, max_entries, max_bytes)
+        after = max(after, _read_ends(folder).first - 1)
+        found: list[StreamEntry] = []
+        size = 0
+        for block in _numbers(folder):
+            if block < after // _ENTRIES_PER_BLOCK:
+                continue
+            for sequence in _numbers(folder / f"{block:020d}"):
+                if sequence <= after:
+                    continue
+                payload = _read_file(_entry_path(folder, sequence))
+                size += len(payload or b"")
+                if found and (payload is None or size > max_bytes):
+                    return found
+                if payload is None:
+                    continue
+                found.append(StreamEntry(sequence, payload))
+                if len(found) == max_entries:
+                    return found
+        return found
 
-    async def bounds(self, stream: str) -> StreamBounds:
+    @_in_thread
+    def bounds(self, stream: str) -> StreamBounds:
         """See `Registry.bounds`."""
-        return await self._run(self._streams.bounds, check_key(stream, "stream"))
+        area = self._stream(stream)
+        if not area.path.is_dir():
+            return StreamBounds(0, 0)
+        with area.locked():
+            return _bounds(area.path)
 
-    async def trim(self, stream: str, before: int) -> None:
-        """See `Registry.trim`."""
-        await self._run(self._streams.trim, check_key(stream, "stream"), before)
+    @_in_thread
+    def trim(self, stream: str, before: int) -> None:
+        """See `Registry.trim`. It also drops the entries that an interrupted trim has left."""
+        area = self._stream(stream)
+        if not area.path.is_dir():
+            return
+        with area.locked():
+            now = _bounds(area.path)
+            if now.last == 0:
+                return
+            first = max(now.first, min(before, now.last + 1))
+            area.write(area.path / "ends", b"%d %d" % (first, now.last))
+            _drop_below(area.path, first)
 
     async def close(self) -> None:
         """End its threads, once what they do is done."""
@@ -448,11 +400,33 @@ class DirectoryRegistry:
         if threads is not None:
             await asyncio.to_thread(threads.shutdown)
 
-    async def _run(self, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        if self._threads is None:
-            raise RegistryUnavailableError(f"registry {self.name} is closed")
-        loop = asyncio.get_running_loop()
-        try:
-            return await loop.run_in_executor(self._threads, lambda: work(*args, **kwargs))
-        except OSError as error:
-            raise RegistryUnavailableError(f"registry {self.name}: {error}") from error
+    def _entry(self, key: str) -> Entry | None:
+        path = self._keys.file_of(key)
+        content = _read_file(path)
+        if content is None:
+            return None
+        revision, separator, value = content.partition(b"\n")
+        if not separator or not revision.isdigit():
+            raise RegistryRecordError(f"{path}: it does not begin with a line that holds a revision")
+        return Entry(value, int(revision))
+
+    def _expect(self, key: str, expected_revision: int) -> None:
+        entry = self._entry(key)
+        revision = entry.revision if entry is not None else 0
+        if revision != expected_revision:
+            raise RegistryConflictError(f"{key} has revision {revision}, not {expected_revision}")
+
+    def _next_revision(self, revision: int) -> int:
+        # The clock's microseconds are above all that was ever given, also if the folder was emptied or set back.
+        path = self._keys.path / "~revision"
+        last = _read_file(path) or b""
+        given = max(revision, int(last) if last.isdigit() else 0)
+        following = max(given + 1, int(self._clock() * 1e6))
+        # Not durable: whoever loses it goes on with the clock.
+        self._keys.write(path, b"%d" % following, durable=False)
+        return following
+
+    def _stream(self, stream: str) -> _Area:
+        """Return the folder of a stream, which has a lock of its own."""
+        path = self.path / "streams" / f"{check_key(stream, 'stream')}{_SUFFIX}"
+        return _Area(path, durable=True, lock_timeout_s=self._lock_timeout_s)

@@ -26,6 +26,18 @@ COORDINATOR_LOCK = "locks/coordinator"
 STAGING_LOCKS = "locks/staging/"
 SPECS = "specs/"
 
+NodeKind = Literal["shard", "serving"]
+VersionState = Literal["waiting", "staging", "ready", "refused", "draining"]
+NodeId = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:\-]{1,200}$")]
+Version = Annotated[int, Field(ge=1, lt=2**63)]
+LATENCY_BOUNDS_MS: tuple[float, ...] = tuple(round(0.1 * 1.15**step, 4) for step in range(96))
+"""Upper bounds of the buckets of `VersionStats.latency_counts`, 15% apart from 0.1 ms to a minute; one more above."""
+MAX_REASON_CHARACTERS = 2000
+R = TypeVar("R", bound=BaseModel)
+_MAX_ATTEMPTS: Final = 64
+"""How often a change is tried again because somebody else wrote first."""
+_log = logging.getLogger(__name__)
+
 
 def version_key(model: str, version: int) -> str:
     """Return the key of a `PublishedVersion`. Padded, so that versions sort as numbers."""
@@ -57,23 +69,10 @@ def delta_stream(model: str, delta_base: int) -> str:
     return f"deltas/{model}/{delta_base}"
 
 
-NodeKind = Literal["shard", "serving"]
-VersionState = Literal["waiting", "staging", "ready", "refused", "draining"]
-NodeId = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:\-]{1,200}$")]
-Version = Annotated[int, Field(ge=1, lt=2**63)]
-
-LATENCY_BOUNDS_MS: tuple[float, ...] = tuple(round(0.1 * 1.15**step, 4) for step in range(96))
-"""Upper bounds of the buckets of `VersionStats.latency_counts`, 15% apart from 0.1 ms to a minute; one more above."""
-MAX_REASON_CHARACTERS = 2000
-
-
 class Record(BaseModel):
     """Frozen; unknown keys are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
-
-
-R = TypeVar("R", bound=BaseModel)
 
 
 class FleetRecord(Record):
@@ -256,12 +255,6 @@ def parse_record(key: str, value: bytes, schema: type[R]) -> R:
         place = ".".join(map(str, first["loc"])) or "record"
         found = "" if first["type"] == "json_invalid" else f", not {cut(repr(first['input']))}"
         raise RegistryRecordError(f"{key}: {place}: {cut(first['msg'])}{found}") from error
-
-
-_MAX_ATTEMPTS: Final = 64
-"""How often a change is tried again because somebody else wrote first."""
-
-_log = logging.getLogger(__name__)
 
 
 class FleetRegistry:

@@ -61,6 +61,121 @@ from loader.registry.registry import (
 _TLS_FILES: Final = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 """Options of `rediss://`, by the names of redis-py."""
 _OPTIONS: Final = ("fleet", *_TLS_FILES, "password_file")
+_MAX_CONNECTIONS: Final = 16
+_log = logging.getLogger(__name__)
+_FINAL = (AuthenticationError, AuthorizationError, BusyLoadingError)
+
+# TIME makes a script's effects differ from run to run: before Redis 7 it has to be told that effects are replicated.
+# Lua numbers are doubles: microseconds since the epoch fit until the year 2255. They are above all revisions that were
+# ever given, also after Redis has lost its data or its last writes.
+PUT: Final = """
+if redis.replicate_commands then redis.replicate_commands() end
+local there = redis.call('HMGET', KEYS[1], 'revision', 'writer')
+local revision = there[1] or '0'
+if there[2] and there[2] == ARGV[3] then return {1, revision} end
+if revision ~= ARGV[2] then return {0, revision} end
+local time = redis.call('TIME')
+local given = math.max(tonumber(redis.call('GET', KEYS[3]) or '0'), tonumber(revision))
+local following = string.format('%.0f', math.max(given + 1, time[1] * 1000000 + time[2]))
+redis.call('SET', KEYS[3], following)
+redis.call('HSET', KEYS[1], 'value', ARGV[1], 'revision', following, 'writer', ARGV[3])
+redis.call('ZADD', KEYS[2], 0, ARGV[4])
+return {1, following}
+"""
+DELETE: Final = """
+local revision = redis.call('HGET', KEYS[1], 'revision') or '0'
+if revision ~= ARGV[1] then return {0, revision} end
+redis.call('DEL', KEYS[1])
+redis.call('ZREM', KEYS[2], ARGV[2])
+return {1, revision}
+"""
+PAGE: Final = """
+local names = redis.call('ZRANGEBYLEX', KEYS[1], ARGV[2], ARGV[3], 'LIMIT', 0, ARGV[4])
+local found, bytes = {}, 0
+for place, name in ipairs(names) do
+    local value, revision
+    if ARGV[6] == 'key' then
+        local there = redis.call('HMGET', ARGV[1] .. name, 'value', 'revision')
+        value, revision = there[1], there[2]
+    else
+        value = redis.call('GET', ARGV[1] .. name)
+        if not value then redis.call('ZREM', KEYS[1], name) end
+    end
+    if value then
+        bytes = bytes + #value
+        found[#found + 1] = name
+        found[#found + 1] = value
+        found[#found + 1] = revision or ''
+    end
+    if bytes >= tonumber(ARGV[5]) and place < #names then return {name, found} end
+end
+if #names < tonumber(ARGV[4]) then return {'', found} end
+return {names[#names], found}
+"""
+"""Entries or announcements, and the name to go on after; '' after the last one."""
+ANNOUNCE: Final = """
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+redis.call('ZADD', KEYS[2], 0, ARGV[3])
+return 1
+"""
+WITHDRAW: Final = """
+redis.call('DEL', KEYS[1])
+redis.call('ZREM', KEYS[2], ARGV[1])
+return 1
+"""
+ACQUIRE: Final = """
+local owner = redis.call('GET', KEYS[1])
+if owner and owner ~= ARGV[1] then return 0 end
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+return 1
+"""
+RELEASE: Final = """
+if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('DEL', KEYS[1]) end
+return 1
+"""
+APPEND: Final = """
+local ends = redis.call('HMGET', KEYS[2], 'last', 'writer')
+if ends[1] then
+    if ends[1] == ARGV[1] and ends[2] == ARGV[3] then return {1, ends[1]} end
+    if tonumber(ARGV[1]) ~= tonumber(ends[1]) + 1 then return {0, ends[1]} end
+else
+    redis.call('HSET', KEYS[2], 'first', ARGV[1])
+end
+redis.call('XADD', KEYS[1], ARGV[1] .. '-0', 'payload', ARGV[2])
+redis.call('HSET', KEYS[2], 'last', ARGV[1], 'writer', ARGV[3])
+return {1, ARGV[1]}
+"""
+READ: Final = """
+local found, bytes, following = {}, 0, ARGV[1] .. '-0'
+for _ = 1, tonumber(ARGV[2]) do
+    local entry = redis.call('XRANGE', KEYS[1], following, '+', 'COUNT', 1)[1]
+    if not entry then return found end
+    local sequence, payload = string.match(entry[1], '^%d+'), entry[2][2]
+    bytes = bytes + #payload
+    if #found > 0 and bytes > tonumber(ARGV[3]) then return found end
+    found[#found + 1] = sequence
+    found[#found + 1] = payload
+    following = string.format('%.0f', tonumber(sequence) + 1) .. '-0'
+end
+return found
+"""
+TRIM: Final = """
+local ends = redis.call('HMGET', KEYS[2], 'first', 'last')
+if not ends[2] then return 1 end
+local first, last = tonumber(ends[1]), tonumber(ends[2])
+local target = math.min(tonumber(ARGV[1]), last + 1)
+if target <= first then return 1 end
+local step = string.format('%.0f', math.min(target, first + tonumber(ARGV[2])))
+redis.call('XTRIM', KEYS[1], 'MINID', '=', step .. '-0')
+redis.call('HSET', KEYS[2], 'first', step)
+if tonumber(step) < target then return 0 end
+return 1
+"""
+"""Drops so many entries at most; 0 if there are more to drop."""
+PAGE_ENTRIES: Final = 128
+"""Entries that one script reads: Redis does nothing else meanwhile."""
+PAGE_BYTES: Final = 4 << 20
+TRIM_ENTRIES: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,12 +270,6 @@ def _tls(parts: SplitResult, options: dict[str, str]) -> dict[str, Any]:
     return {"ssl_cert_reqs": "required", "ssl_check_hostname": True} | files
 
 
-_MAX_CONNECTIONS: Final = 16
-
-_log = logging.getLogger(__name__)
-_FINAL = (AuthenticationError, AuthorizationError, BusyLoadingError)
-
-
 class _TlsConnection(SSLConnection):
     """Reads its certificates whenever it connects, so that renewed ones count; redis-py reads them once in its life."""
 
@@ -168,130 +277,6 @@ class _TlsConnection(SSLConnection):
         if not self.is_connected:
             self.ssl_context.context = None
         await super().connect()  # type: ignore[no-untyped-call]
-
-
-# TIME makes a script's effects differ from run to run: before Redis 7 it has to be told that effects are replicated.
-# Lua numbers are doubles: microseconds since the epoch fit until the year 2255. They are above all revisions that were
-# ever given, also after Redis has lost its data or its last writes.
-PUT: Final = """
-if redis.replicate_commands then redis.replicate_commands() end
-local there = redis.call('HMGET', KEYS[1], 'revision', 'writer')
-local revision = there[1] or '0'
-if there[2] and there[2] == ARGV[3] then return {1, revision} end
-if revision ~= ARGV[2] then return {0, revision} end
-local time = redis.call('TIME')
-local given = math.max(tonumber(redis.call('GET', KEYS[3]) or '0'), tonumber(revision))
-local following = string.format('%.0f', math.max(given + 1, time[1] * 1000000 + time[2]))
-redis.call('SET', KEYS[3], following)
-redis.call('HSET', KEYS[1], 'value', ARGV[1], 'revision', following, 'writer', ARGV[3])
-redis.call('ZADD', KEYS[2], 0, ARGV[4])
-return {1, following}
-"""
-
-DELETE: Final = """
-local revision = redis.call('HGET', KEYS[1], 'revision') or '0'
-if revision ~= ARGV[1] then return {0, revision} end
-redis.call('DEL', KEYS[1])
-redis.call('ZREM', KEYS[2], ARGV[2])
-return {1, revision}
-"""
-
-PAGE: Final = """
-local names = redis.call('ZRANGEBYLEX', KEYS[1], ARGV[2], ARGV[3], 'LIMIT', 0, ARGV[4])
-local found, bytes = {}, 0
-for place, name in ipairs(names) do
-    local value, revision
-    if ARGV[6] == 'key' then
-        local there = redis.call('HMGET', ARGV[1] .. name, 'value', 'revision')
-        value, revision = there[1], there[2]
-    else
-        value = redis.call('GET', ARGV[1] .. name)
-        if not value then redis.call('ZREM', KEYS[1], name) end
-    end
-    if value then
-        bytes = bytes + #value
-        found[#found + 1] = name
-        found[#found + 1] = value
-        found[#found + 1] = revision or ''
-    end
-    if bytes >= tonumber(ARGV[5]) and place < #names then return {name, found} end
-end
-if #names < tonumber(ARGV[4]) then return {'', found} end
-return {names[#names], found}
-"""
-"""Entries or announcements, and the name to go on after; '' after the last one."""
-
-ANNOUNCE: Final = """
-redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
-redis.call('ZADD', KEYS[2], 0, ARGV[3])
-return 1
-"""
-
-WITHDRAW: Final = """
-redis.call('DEL', KEYS[1])
-redis.call('ZREM', KEYS[2], ARGV[1])
-return 1
-"""
-
-ACQUIRE: Final = """
-local owner = redis.call('GET', KEYS[1])
-if owner and owner ~= ARGV[1] then return 0 end
-redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
-return 1
-"""
-
-RELEASE: Final = """
-if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('DEL', KEYS[1]) end
-return 1
-"""
-
-APPEND: Final = """
-local ends = redis.call('HMGET', KEYS[2], 'last', 'writer')
-if ends[1] then
-    if ends[1] == ARGV[1] and ends[2] == ARGV[3] then return {1, ends[1]} end
-    if tonumber(ARGV[1]) ~= tonumber(ends[1]) + 1 then return {0, ends[1]} end
-else
-    redis.call('HSET', KEYS[2], 'first', ARGV[1])
-end
-redis.call('XADD', KEYS[1], ARGV[1] .. '-0', 'payload', ARGV[2])
-redis.call('HSET', KEYS[2], 'last', ARGV[1], 'writer', ARGV[3])
-return {1, ARGV[1]}
-"""
-
-READ: Final = """
-local found, bytes, following = {}, 0, ARGV[1] .. '-0'
-for _ = 1, tonumber(ARGV[2]) do
-    local entry = redis.call('XRANGE', KEYS[1], following, '+', 'COUNT', 1)[1]
-    if not entry then return found end
-    local sequence, payload = string.match(entry[1], '^%d+'), entry[2][2]
-    bytes = bytes + #payload
-    if #found > 0 and bytes > tonumber(ARGV[3]) then return found end
-    found[#found + 1] = sequence
-    found[#found + 1] = payload
-    following = string.format('%.0f', tonumber(sequence) + 1) .. '-0'
-end
-return found
-"""
-
-TRIM: Final = """
-local ends = redis.call('HMGET', KEYS[2], 'first', 'last')
-if not ends[2] then return 1 end
-local first, last = tonumber(ends[1]), tonumber(ends[2])
-local target = math.min(tonumber(ARGV[1]), last + 1)
-if target <= first then return 1 end
-local step = string.format('%.0f', math.min(target, first + tonumber(ARGV[2])))
-redis.call('XTRIM', KEYS[1], 'MINID', '=', step .. '-0')
-redis.call('HSET', KEYS[2], 'first', step)
-if tonumber(step) < target then return 0 end
-return 1
-"""
-"""Drops so many entries at most; 0 if there are more to drop."""
-
-
-PAGE_ENTRIES: Final = 128
-"""Entries that one script reads: Redis does nothing else meanwhile."""
-PAGE_BYTES: Final = 4 << 20
-TRIM_ENTRIES: Final = 1024
 
 
 class RedisRegistry:
@@ -313,7 +298,7 @@ class RedisRegistry:
         takes longer than `call_timeout_s` in all is a RegistryUnavailableError.
         """
         settings = parse_redis_url(url)
-        self._url, self._name = url, settings.name
+        self.url, self.name = url, settings.name
         self._prefix = f"shardrank:{settings.fleet}:"
         self._call_timeout_s = call_timeout_s
         kinds: dict[str, type[AbstractConnection]] = {"unix": UnixDomainSocketConnection, "rediss": _TlsConnection}
@@ -333,16 +318,6 @@ class RedisRegistry:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._inspected = False
         self._closed = False
-
-    @property
-    def url(self) -> str:
-        """Its URL, with the password."""
-        return self._url
-
-    @property
-    def name(self) -> str:
-        """Its URL, without the password."""
-        return self._name
 
     async def get(self, key: str) -> Entry | None:
         """See `Registry.get`."""
@@ -472,12 +447,12 @@ class RedisRegistry:
 
     async def _run(self, send: Callable[[], Awaitable[Any]], repeatable: bool) -> Any:
         if self._closed:
-            raise RegistryUnavailableError(f"registry {self._name} is closed")
+            raise RegistryUnavailableError(f"registry {self.name} is closed")
         loop = asyncio.get_running_loop()
         if self._loop is None:
             self._loop = loop
         elif self._loop is not loop:
-            raise RuntimeError(f"registry {self._name} belongs to another event loop: open one for each")
+            raise RuntimeError(f"registry {self.name} belongs to another event loop: open one for each")
         task = asyncio.current_task()
         cancels = task.cancelling() if task is not None else 0
         try:
@@ -520,23 +495,23 @@ class RedisRegistry:
         try:
             told = await self._client.info("persistence") | await self._client.info("memory")
         except RedisError as error:
-            _log.info("registry %s: its settings can't be read: %s", self._name, cut(error))
+            _log.info("registry %s: its settings can't be read: %s", self.name, cut(error))
             return
         if not told.get("aof_enabled"):
             _log.warning(
                 "registry %s: appendonly is off: a restart of Redis loses rollouts and deltas; set appendonly to yes",
-                self._name,
+                self.name,
             )
         policy = told.get("maxmemory_policy", "noeviction")
         if told.get("maxmemory") and policy != "noeviction":
             _log.warning(
                 "registry %s: maxmemory-policy is %s: Redis may drop deltas and plans; set it to noeviction",
-                self._name,
+                self.name,
                 policy,
             )
 
     def _unavailable(self, reason: object) -> RegistryUnavailableError:
-        return RegistryUnavailableError(f"registry {self._name}: {cut(reason) or type(reason).__name__}")
+        return RegistryUnavailableError(f"registry {self.name}: {cut(reason) or type(reason).__name__}")
 
 
 def _entry(key: str, value: Any, revision: Any) -> Entry:

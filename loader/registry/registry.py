@@ -15,6 +15,15 @@ MAX_VALUE_BYTES: Final = 8 << 20
 """Longest value of a key or entry of a stream."""
 MAX_KEY_BYTES: Final = 512
 
+REDIS_SCHEMES: Final = ("redis", "rediss", "unix")
+MAX_PART_CHARACTERS: Final = 200
+"""Longest part of a key: a part becomes the name of a file."""
+MAX_TTL_S: Final = 3600.0
+MAX_SEQUENCE: Final = 2**53 - 1
+"""Highest sequence number. Redis computes with doubles in its scripts."""
+_PART = rf"(?!\.{{1,2}}(?:/|\Z))[A-Za-z0-9_.:\-]{{1,{MAX_PART_CHARACTERS}}}"
+_KEY = re.compile(rf"{_PART}(?:/{_PART})*\Z")
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -116,9 +125,6 @@ class Registry(Protocol):
         """End connections. Announcements and locks are left to expire. Idempotent."""
 
 
-REDIS_SCHEMES: Final = ("redis", "rediss", "unix")
-
-
 def without_password(url: str) -> str:
     """Return a URL for messages: what stands for a user and a password becomes `***`."""
     scheme, separator, rest = url.partition("://")
@@ -127,16 +133,6 @@ def without_password(url: str) -> str:
     # Up to the last @ before the first / would let a password with a raw / through: up to the last @ of all.
     _, at, place = rest.rpartition("@")
     return f"{scheme}://{'***@' if at else ''}{place}"
-
-
-MAX_PART_CHARACTERS: Final = 200
-"""Longest part of a key: a part becomes the name of a file."""
-MAX_TTL_S: Final = 3600.0
-MAX_SEQUENCE: Final = 2**53 - 1
-"""Highest sequence number. Redis computes with doubles in its scripts."""
-
-_PART = rf"(?!\.{{1,2}}(?:/|\Z))[A-Za-z0-9_.:\-]{{1,{MAX_PART_CHARACTERS}}}"
-_KEY = re.compile(rf"{_PART}(?:/{_PART})*\Z")
 
 
 def check_key(key: str, what: str = "key") -> str:

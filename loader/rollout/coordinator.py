@@ -28,9 +28,9 @@ from loader.rollout.plan import (
     Rollout,
     advanced,
     changed,
-    decode_rollout,
     encode_rollout,
     forwarded,
+    read_rollout,
     same_wish,
     undone,
     wanted_in_step,
@@ -330,12 +330,10 @@ class Coordinator:
         key, known = rollout_key(model), self._rollouts.get(model)
         if known is not None and await self._fleet.restore_raw(key, encode_rollout(known), known.epoch):
             logger.warning("%s: the registry had lost epoch %d of %s: given back", model, known.epoch, key)
-        entry = await self._fleet.raw(key)
-        if entry is None:
-            return None
-        rollout = decode_rollout(model, entry.value)
-        self._rollouts[model] = rollout
-        return OnRecord(rollout, entry.revision)
+        on_record = await read_rollout(self._fleet, model)
+        if on_record is not None:
+            self._rollouts[model] = on_record.rollout
+        return on_record
 
     async def _read_wanted(self, model: str) -> WantedModel | None:
         """Read what is wanted, given back to the registry first if that has lost it."""

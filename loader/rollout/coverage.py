@@ -27,6 +27,9 @@ from loader.rollout.plan import (
     group_of,
 )
 
+NOTHING = VersionStats()
+_SUMMED = [name for name in VersionStats.model_fields if name != "latency_counts"]
+
 
 @dataclass(frozen=True, slots=True)
 class FleetView:
@@ -287,10 +290,6 @@ def _not_back(view: FleetView, model: str, version: int | None) -> list[Lag]:
     nodes = [node for node in view.shard_nodes() if not node.has(model, version, "refused")]
     # Undone before a single node was there, there is nothing to come back.
     return _without(nodes, model, version) + (_bare_shards(view, model, version) if view.shard_nodes() else [])
-
-
-NOTHING = VersionStats()
-_SUMMED = [name for name in VersionStats.model_fields if name != "latency_counts"]
 
 
 def baseline_of(nodes: Iterable[NodeRecord], rollout: Rollout) -> dict[str, NodeBaseline]:

@@ -38,6 +38,18 @@ RolloutState = Literal["running", "undoing", "done", "refused", "rolled_back", "
 MAX_EVENTS = 200
 MAX_BAKE_S = 7 * 24 * 3600.0
 
+STAGE_SHARDS = "stage_shards"
+STAGE_SERVING = "stage_serving"
+REPLAY = "replay"
+CANARY = "canary"
+FLIP = "flip"
+BAKE = "bake"
+UNFLIP = "unflip"
+RETIRE_SERVING = "retire_serving"
+RETIRE_SHARDS = "retire_shards"
+ROLL = "roll:"
+UNDO_STEPS = (UNFLIP, RETIRE_SERVING, RETIRE_SHARDS)
+
 
 class Event(Record):
     """Something that happened in a rollout, `at` seconds since the epoch."""
@@ -178,19 +190,6 @@ def decode_rollout(model: str, value: bytes) -> Rollout:
     if rollout.model != model:
         raise RegistryRecordError(f"{key}: is of model {rollout.model!r}")
     return rollout
-
-
-STAGE_SHARDS = "stage_shards"
-STAGE_SERVING = "stage_serving"
-REPLAY = "replay"
-CANARY = "canary"
-FLIP = "flip"
-BAKE = "bake"
-UNFLIP = "unflip"
-RETIRE_SERVING = "retire_serving"
-RETIRE_SHARDS = "retire_shards"
-ROLL = "roll:"
-UNDO_STEPS = (UNFLIP, RETIRE_SERVING, RETIRE_SHARDS)
 
 
 def plan_steps(

@@ -50,6 +50,14 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}$")]
 # Lists end at their first bad item, so that a list of a million bad ones costs one error.
 FAIL_FAST = FailFast()
 
+_ID_MASK = (1 << 63) - 1
+MANIFEST_NAME = "manifest.json"
+CHECKSUM_NAME = "manifest.json.sha256"
+MAX_MANIFEST_BYTES = 16 << 20
+# Keys of one JSON object: bounds how many errors the schema can find in one.
+MAX_OBJECT_KEYS = 4096
+_QUOTED_ERRORS = 5
+
 
 class Frozen(BaseModel):
     """Immutable, and an unknown key is an error: a misspelt option must not be ignored."""
@@ -350,9 +358,6 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
         yield from _models_in(inner)
 
 
-_ID_MASK = (1 << 63) - 1
-
-
 def fingerprint_strings(strings: Sequence[str]) -> npt.NDArray[np.int64]:
     """Hashes with XXH3-64 (seed 0) each string's UTF-8 bytes with the top bit cleared, int64 [len(strings)].
 
@@ -384,14 +389,6 @@ def snapshot_file(root: Path, relative_path: str) -> Path:
     if not is_file:
         raise SnapshotCorruptError(f"{path}: not a plain file")
     return path
-
-
-MANIFEST_NAME = "manifest.json"
-CHECKSUM_NAME = "manifest.json.sha256"
-MAX_MANIFEST_BYTES = 16 << 20
-# Keys of one JSON object: bounds how many errors the schema can find in one.
-MAX_OBJECT_KEYS = 4096
-_QUOTED_ERRORS = 5
 
 
 def manifest_texts(manifest: Manifest) -> dict[str, str]:

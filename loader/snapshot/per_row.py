@@ -30,6 +30,11 @@ from loader.snapshot.tensor_files import (
 
 Vocabulary = Sequence[int] | Sequence[str] | npt.NDArray[Any]
 
+MAX_ACCESS_COUNT = 2**32 - 1
+COUNTS_TENSOR = "counts"
+# In a file of several tables: rows that were seen, and how often each. A dense table is one tensor under its name.
+ROWS_SUFFIX, COUNTS_SUFFIX = "/rows", "/counts"
+
 
 def vocabulary_tensors(table: TableSpec, vocabulary: Vocabulary) -> dict[str, npt.NDArray[Any]]:
     """Make the tensors of a vocabulary file: ids in row order, at most `num_embeddings`; rows beyond them have no id.
@@ -132,12 +137,6 @@ def _first_duplicate(ids: npt.NDArray[np.int64]) -> tuple[int, int] | None:
     order = np.argsort(ids, kind="stable")
     same = np.flatnonzero(ids[order[1:]] == ids[order[:-1]])
     return (int(order[same[0]]), int(order[same[0] + 1])) if len(same) else None
-
-
-MAX_ACCESS_COUNT = 2**32 - 1
-COUNTS_TENSOR = "counts"
-# In a file of several tables: rows that were seen, and how often each. A dense table is one tensor under its name.
-ROWS_SUFFIX, COUNTS_SUFFIX = "/rows", "/counts"
 
 
 def access_count_tensors(table: TableSpec, counts: npt.NDArray[Any]) -> dict[str, npt.NDArray[np.uint32]]:

@@ -43,6 +43,12 @@ from loader.snapshot.store import Store, fsync_path, open_export_folder
 _CHUNK_BYTES = 4 << 20
 _QUOTED_PROBLEMS = 5
 
+logger = logging.getLogger(__name__)
+_TRASH_PREFIX = ".trash-"
+"""Before the version in the name of a folder that is being deleted."""
+_GONE_SUFFIX = ".gone"
+"""After it, once files are missing."""
+
 
 @dataclass(frozen=True, slots=True)
 class Publication:
@@ -213,14 +219,6 @@ def _manifest_texts(source: Path, identity: str) -> dict[str, str]:
         raise SnapshotFormatError(f"{source / MANIFEST_NAME}: not UTF-8: {error}") from error
     except OSError as error:
         raise file_error(source, "read", error) from error
-
-
-logger = logging.getLogger(__name__)
-
-_TRASH_PREFIX = ".trash-"
-"""Before the version in the name of a folder that is being deleted."""
-_GONE_SUFFIX = ".gone"
-"""After it, once files are missing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,6 @@ from loader.snapshot.manifest import (
     FileEntry,
     Frozen,
     Manifest,
-    ModelSpec,
     TableFiles,
     TableSpec,
     check_manifest_checksum,
@@ -60,6 +59,9 @@ from loader.snapshot.tensor_files import (
 
 VerifiedFiles: TypeAlias = Literal["all", "rows", "other"]
 
+_DENSE_DTYPES = frozenset({"F32", "BOOL", "U8", "I8", "I16", "I32", "I64"})
+_BLOCK_BYTES = 16 << 20
+
 
 class Snapshot:
     """One immutable version of a model on disk, opened for reading. Made by `Snapshot.open`.
@@ -67,6 +69,7 @@ class Snapshot:
     Attributes:
         path: its folder.
         manifest: what its manifest says.
+        spec, version: of the manifest: what the model is made of, and the version's number.
         identity: SHA-256 (hex) of `manifest.json`, which holds the checksums of all other files.
     """
 
@@ -74,7 +77,7 @@ class Snapshot:
         self, path: Path, manifest: Manifest, identity: str, headers: Mapping[str, Mapping[str, TensorInfo]]
     ) -> None:
         self.path = path
-        self.manifest = manifest
+        self.manifest, self.spec, self.version = manifest, manifest.spec, manifest.version
         self.identity = identity
         self._headers = headers
         self._files = {files.table: files for files in manifest.tables}
@@ -143,16 +146,6 @@ class Snapshot:
         _check_hashes(paths, entries, threads, progress)
         if files != "rows":
             self._check_vocabularies()
-
-    @property
-    def spec(self) -> ModelSpec:
-        """What the model is made of."""
-        return self.manifest.spec
-
-    @property
-    def version(self) -> int:
-        """The version's number."""
-        return self.manifest.version
 
     @property
     def size_bytes(self) -> int:
@@ -311,12 +304,6 @@ def _check_hashes(paths: Mapping[str, Path], entries: Sequence[FileEntry], threa
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-
-
-_DENSE_DTYPES = frozenset({"F32", "BOOL", "U8", "I8", "I16", "I32", "I64"})
-
-
-_BLOCK_BYTES = 16 << 20
 
 
 class VerifyReport(Frozen):

@@ -17,6 +17,10 @@ from safetensors import SafetensorError, safe_open
 from loader.errors import ExportError
 from loader.snapshot.codecs import Float32Array
 
+_SAMPLED_ROWS = 1024
+_NUMPY_DTYPES = (np.float16, np.float32, np.float64)
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
 
 def file_fingerprint(path: Path, name: str) -> str:
     """Fingerprints rows called `name` in a file: its resolved path, size and time of change. Raises ExportError."""
@@ -37,11 +41,6 @@ def sample_fingerprint(num_rows: int, take: Callable[[npt.NDArray[np.int64]], np
     digest = hashlib.sha256(json.dumps([num_rows, rows.dtype.str, rows.shape]).encode())
     digest.update(rows.reshape(-1).view(np.uint8).data)
     return digest.hexdigest()
-
-
-_SAMPLED_ROWS = 1024
-_NUMPY_DTYPES = (np.float16, np.float32, np.float64)
-FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class RowSource(ABC):
@@ -90,9 +89,12 @@ class ArrayRows(RowSource):
 
 
 class TensorRows(RowSource):
-    """Rows of a torch tensor [num_embeddings, dim] of floats, on any device. `file` is what it is mapped from."""
+    """Rows of a torch tensor [num_embeddings, dim] of floats, on any device.
 
-    def __init__(self, tensor: torch.Tensor, file: Path | None = None) -> None:
+    `file` is what it is mapped from, where it is called `name`.
+    """
+
+    def __init__(self, tensor: torch.Tensor, file: Path | None = None, name: str = "") -> None:
         """Raise ExportError if the tensor is not two-dimensional or not of floats."""
         if tensor.ndim != 2 or tensor.dtype not in FLOAT_DTYPES or tensor.layout != torch.strided:
             raise ExportError(
@@ -101,7 +103,7 @@ class TensorRows(RowSource):
             )
         super().__init__(*tensor.shape)
         self._tensor = tensor.detach()
-        self._file = file
+        self._file, self._name = file, name
 
     def blocks(self, first_row: int, max_rows: int) -> Iterator[Float32Array]:
         """Yield one block: a view where the tensor is float32 in host memory, else a converted copy of these rows."""
@@ -117,34 +119,20 @@ class TensorRows(RowSource):
             return values
 
         sample = sample_fingerprint(self.num_embeddings, take)
-        return sample if self._file is None else f"{sample} {file_fingerprint(self._file, '')}"
+        return sample if self._file is None else f"{sample} {file_fingerprint(self._file, self._name)}"
 
 
-class SafetensorsRows(RowSource):
-    """Rows of one tensor [num_embeddings, dim] of a safetensors file; only the asked rows are read."""
+class SafetensorsRows(TensorRows):
+    """Rows of one tensor [num_embeddings, dim] of a safetensors file, which is mapped."""
 
     def __init__(self, path: str | Path, name: str) -> None:
-        """Raise ExportError if the file can't be read, ha no such tensor, or it is not a matrix of floats."""
+        """Raise ExportError if the file can't be read, has no such tensor, or it is not a matrix of floats."""
         try:
             file: Any = safe_open(str(path), framework="pt")
-            self._slice = file.get_slice(name)
+            tensor: torch.Tensor = file.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise ExportError(f"rows: {path}, tensor {name!r}: {error}") from error
-        shape, dtype = self._slice.get_shape(), self._slice.get_dtype()
-        if len(shape) != 2 or dtype not in ("F16", "BF16", "F32", "F64"):
-            raise ExportError(f"rows: {path}, tensor {name!r}: expected floats [rows, dim], got {dtype} {shape}")
-        super().__init__(int(shape[0]), int(shape[1]))
-        self._path, self._name = Path(path), name
-
-    def blocks(self, first_row: int, max_rows: int) -> Iterator[Float32Array]:
-        """Yield one block, read from the file."""
-        last_row = min(first_row + max_rows, self.num_embeddings)
-        block: Float32Array = self._slice[first_row:last_row].to(torch.float32).numpy()
-        yield block
-
-    def fingerprint(self) -> str:
-        """Of the file and the tensor's name."""
-        return file_fingerprint(self._path, self._name)
+        super().__init__(tensor, Path(path), name)
 
 
 class RowsFromBlocks(RowSource):

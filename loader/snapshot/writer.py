@@ -66,6 +66,9 @@ Tensors = Mapping[str, Any]
 
 _WHOLE_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
+# float32 bytes asked of a source at a time.
+BLOCK_BYTES = 16 << 20
+
 
 @dataclass(frozen=True)
 class _Export:
@@ -229,10 +232,6 @@ def _check_limits(what: str, tensors: Tensors, max_bytes: int) -> None:
 def _check_names(what: str, given: set[str], expected: set[str]) -> None:
     if given != expected:
         raise ExportError(f"{what}: missing for tables {sorted(expected - given)}, unknown {sorted(given - expected)}")
-
-
-# float32 bytes asked of a source at a time.
-BLOCK_BYTES = 16 << 20
 
 
 def _save_rows(encode: Callable[[], ByteArray], path: Path) -> None:

@@ -32,8 +32,7 @@ from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
 from serving.observe.calls import VersionCounter
 from serving.observe.metrics import ServingMetrics
-from serving.rank.merge import MergedBatch, merge_bags
-from serving.rank.ranking import Ranking
+from serving.rank.ranking import MergedBatch, Ranking, merge_bags
 from serving.versions.served_model import ranking_parts
 from shard_node.bags import Float32Array
 from shard_node.node import LocalShard

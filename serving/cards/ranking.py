@@ -26,8 +26,7 @@ from serving.models.inputs import RankingInputs, SequenceInput
 from serving.models.ranking_models import RankingModel
 from serving.observe.calls import BatchTimes, VersionCounter
 from serving.observe.metrics import ServingMetrics
-from serving.rank.merge import MergedBatch
-from serving.rank.ranking import Ranking, RankingParts
+from serving.rank.ranking import MergedBatch, Ranking, RankingParts
 from shard_node.bags import Float32Array, KeyedBags
 from shard_node.cuda.card_engine import CardEngine
 from shard_node.cuda.cards import Graph
@@ -38,6 +37,14 @@ from shard_node.node import LocalShard, Shard
 logger = logging.getLogger(__name__)
 
 FLOAT_BYTES = 4
+
+MAX_BATCHES = 64
+MAX_BYTES = 512 << 20
+"""Of a replica's buffers. Its card's replicas share what is left of rows: 1/8 of the device, and 1/32 at the least."""
+MAX_FAILED_CAPTURES = 8
+"""After so many a replica records nothing any more: each may keep some memory of the card for ever."""
+USES_BEFORE_CAPTURE = 1
+"""A class that came once may be the only one of its kind; one that comes again is worth a graph."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -233,15 +240,6 @@ class CardBatch:
         self._extra = layout.extra(most, sent)
         self._scores_on_card = card.tensor(self._scores, 0, (candidates,), torch.float32)
         self._inputs = RankingInputs(columns, shapes.dense_width, shapes.embedding_width, {}, self._extra.owner)
-
-
-MAX_BATCHES = 64
-MAX_BYTES = 512 << 20
-"""Of a replica's buffers. Its card's replicas share what is left of rows: 1/8 of the device, and 1/32 at the least."""
-MAX_FAILED_CAPTURES = 8
-"""After so many a replica records nothing any more: each may keep some memory of the card for ever."""
-USES_BEFORE_CAPTURE = 1
-"""A class that came once may be the only one of its kind; one that comes again is worth a graph."""
 
 
 @dataclass(slots=True, eq=False)

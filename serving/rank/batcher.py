@@ -31,6 +31,10 @@ logger = logging.getLogger(__name__)
 
 Wake: TypeAlias = Callable[[], None]
 
+SHARE_OF_AN_OWNER = 4
+"""One part in so many of the floats is for one owner at most."""
+MAX_WAITING_OF_AN_OWNER = 64
+
 
 @dataclass(slots=True, eq=False)
 class Pending:
@@ -226,11 +230,6 @@ def _settle(settled: Iterable[tuple[Any, Answer | BaseException]]) -> None:
             future.set_exception(outcome)
         else:
             future.set_result(outcome)
-
-
-SHARE_OF_AN_OWNER = 4
-"""One part in so many of the floats is for one owner at most."""
-MAX_WAITING_OF_AN_OWNER = 64
 
 
 class _WaitingLookup(NamedTuple):

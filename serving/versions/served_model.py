@@ -29,8 +29,7 @@ from serving.models.ranking_models import DeviceCopies, DtypeChoice, choose_dtyp
 from serving.observe.calls import VersionCounter
 from serving.observe.metrics import ServingMetrics
 from serving.rank.batcher import Batcher
-from serving.rank.merge import MergedBatch
-from serving.rank.ranking import Ranking, RankingParts
+from serving.rank.ranking import MergedBatch, Ranking, RankingParts
 from serving.rank.replica import LoopReplica, Replica
 from shard_node.bags import Float32Array, KeyedBags
 from shard_node.node import NodeInfo, Shard

@@ -1,4 +1,4 @@
-"""A shard of several nodes answers while one does, and never with the sums of a node that holds something else."""
+"""A shard with several replicas: who is asked, who is refused, and what travels in pieces."""
 
 from __future__ import annotations
 
@@ -8,17 +8,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from loader.snapshot.reader import Snapshot
 from router.errors import ShardUnavailableError
 from router.plan import Plan
-from router.replicas import ReplicatedShard
+from router.replicas import VALUE_BYTES, Cutter, ReplicatedShard, join
 from shard_node.bags import KeyedBags
 from shard_node.errors import DeadlineExceededError
 from shard_node.node import ShardNode
 from shard_node.wire.address import Address
 from shard_node.wire.client import ShardClient
 from shard_node.wire.server import NodeServer
+from shardrank_testing.bags import random_table_bags
+from shardrank_testing.nodes import reference_engine
 from shardrank_testing.snapshots import one_table_spec, write_snapshot
 from shardrank_testing.topologies import Topology, make_node
 
@@ -297,3 +301,30 @@ def test_a_replica_without_the_version_is_asked_once_and_then_last(snapshot, tmp
 def test_a_shard_without_replicas_is_refused(snapshot):
     with pytest.raises(ShardUnavailableError, match="shard 0 has no replica"):
         ReplicatedShard(Topology().plan(snapshot.spec), 0, snapshot.identity, [])
+
+
+@given(st.integers(0, 2**32), st.integers(1, 4000), st.booleans())
+def test_joined_blocks_of_all_pieces_are_those_of_the_whole(seed, piece_bytes, weighted):
+    engine = reference_engine()
+    bags = random_table_bags(np.random.default_rng(seed), engine.layout, 12, 6, weighted)
+    pieces = Cutter(engine.layout, piece_bytes).cut(bags)
+    assert sum(piece.num_bags for piece in pieces) == bags.num_bags
+    for whole, joined in zip(engine.pool(bags), join([engine.pool(piece) for piece in pieces]), strict=True):
+        np.testing.assert_array_equal(joined, whole)
+
+
+@given(st.integers(0, 2**32), st.integers(1, 4000))
+def test_a_piece_of_several_bags_is_within_its_bytes(seed, piece_bytes):
+    layout = reference_engine().layout
+    bags = random_table_bags(np.random.default_rng(seed), layout, 12, 6)
+    for piece in Cutter(layout, piece_bytes).cut(bags):
+        piece.validate()
+        dims = np.array([layout.tables[key].embedding_dim for key in piece.keys])
+        sums = int((4 * dims * piece.bags_per_key).sum())
+        assert piece.num_bags == 1 or sums + piece.num_values * VALUE_BYTES <= piece_bytes
+
+
+def test_what_fits_is_not_touched():
+    layout = reference_engine().layout
+    bags = random_table_bags(np.random.default_rng(1), layout, 12, 6)
+    assert Cutter(layout).cut(bags)[0] is bags

@@ -1,14 +1,15 @@
-"""The full check names the table and row of what `Snapshot.open` lets pass."""
+"""A snapshot is verified in full, or file by file, and reported on."""
 
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from loader.errors import SnapshotResourceError
+from loader.errors import SnapshotCorruptError, SnapshotResourceError
 from loader.snapshot.codecs import codec_for, row_positions
 from loader.snapshot.reader import Snapshot, VerifyReport, verify_snapshot
 from shardrank_testing.exhaustion import file_descriptors_exhausted
@@ -74,3 +75,44 @@ def test_a_snapshot_that_cannot_be_opened_is_a_report_and_not_an_exception(tmp_p
     (path / "manifest.json").write_text("{")
     unreadable = verify_snapshot(path)
     assert (unreadable.ok, unreadable.model, unreadable.version, unreadable.files) == (False, None, None, ())
+
+
+@pytest.fixture
+def path(tmp_path) -> Path:
+    spec = make_spec()
+    return write_snapshot(tmp_path, spec, seed=1, golden=random_golden(spec, 2))[0]
+
+
+def damage(path: Path, kind: str) -> None:
+    """Changes the last byte of a row file, or of the dense model."""
+    file = sorted((path / "tables" / "user").iterdir())[0] if kind == "rows" else path / "dense.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize(("damaged", "blind"), [("rows", "other"), ("other", "rows")])
+def test_damage_is_found_by_who_reads_the_file_and_not_by_who_does_not(path, damaged, blind):
+    damage(path, damaged)
+    for files in ("all", damaged):
+        with pytest.raises(SnapshotCorruptError, match="SHA-256"):
+            Snapshot.open(path, files=files)
+        with pytest.raises(SnapshotCorruptError, match="SHA-256"):
+            Snapshot.open(path, verify=False, files=files).check_content(files)
+    Snapshot.open(path, files=blind).check_content(blind)
+
+
+def test_every_byte_is_hashed_by_one_of_the_two_halves(path):
+    def hashed(files: str) -> int:
+        seen: list[tuple[str, int, int]] = []
+        Snapshot.open(path, files=files, progress=lambda *step: seen.append(step))
+        return seen[-1][2]
+
+    assert hashed("rows") + hashed("other") == hashed("all") == Snapshot.open(path).size_bytes
+
+
+@pytest.mark.parametrize("files", ["rows", "other"])
+def test_a_file_that_is_too_short_is_found_by_everybody(path, files):
+    (path / "dense.safetensors").write_bytes(b"")
+    with pytest.raises(SnapshotCorruptError, match=r"dense\.safetensors: 0 bytes"):
+        Snapshot.open(path, verify=False, files=files)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serving.formats.requests import RankRequest
-from serving.rank.merge import (
+from serving.rank.ranking import (
     _join_by_blocks,
     _join_by_index,
     _runs_alike,

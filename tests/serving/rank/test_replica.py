@@ -1,4 +1,4 @@
-"""Ranking replicas under load and at their end."""
+"""Replicas, on a thread or on the loop of the APIs, answer every request once."""
 
 from __future__ import annotations
 
@@ -7,17 +7,30 @@ import threading
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from loader.snapshot.reader import Snapshot
 from router.plan import Plan
-from serving.errors import NotReadyError, ServingError, ShuttingDownError
+from serving.errors import NotReadyError, ServingError, ShuttingDownError, UnknownIdError
 from serving.limits import RequestLimits
 from serving.rank.service import RankingService
+from serving.versions.loading import ModelSource, load_served_model, load_when_possible
 from serving.versions.served_model import ServedModel
 from shard_node.bags import KeyedBags
 from shard_node.errors import DeadlineExceededError
 from shard_node.node import LocalShard, NodeInfo, ShardNode
-from shardrank_testing.serving_api import MODEL, ApiModel, api_request, ask, ask_in_thread, run
+from shard_node.wire.address import Address
+from shardrank_testing.golden import golden_of
+from shardrank_testing.serving_api import (
+    MODEL,
+    ApiModel,
+    api_request,
+    ask,
+    ask_in_thread,
+    run,
+    running_api,
+    write_api_model,
+)
 from shardrank_testing.topologies import make_node
 
 NUM_WAITING = 100
@@ -147,3 +160,183 @@ def test_a_replica_that_has_ended_makes_its_model_not_ready(api_model, caplog):
     assert "ranking replica rank-films-1-0 ended" in caplog.text
     assert service.generations.all()[0].leases == 0
     service.close()
+
+
+async def loaded(model, limits: RequestLimits | None = None) -> RankingService:
+    service = RankingService(limits, expected_models=[MODEL])
+    await load_when_possible(ModelSource(snapshot=model.path, num_replicas=0, dtype="float32"), service)
+    return service
+
+
+async def closed(service: RankingService) -> None:
+    await asyncio.to_thread(service.close)
+
+
+def batches(service: RankingService) -> tuple[float, float]:
+    """Batches so far, and the requests in them."""
+    text = service.metrics.render().decode()
+    found = {
+        line.split("{")[0]: float(line.split()[-1])
+        for line in text.splitlines()
+        if line.startswith("shardrank_batch_requests_")
+    }
+    return found["shardrank_batch_requests_count"], found["shardrank_batch_requests_sum"]
+
+
+def test_answers_are_the_models_and_no_thread_ranks(api_model):
+    async def main():
+        before = set(threading.enumerate())
+        service = await loaded(api_model)
+        assert not [one.name for one in set(threading.enumerate()) - before if one.name.startswith("rank-")]
+        async with running_api(service) as api:
+            for seed in range(5):
+                request = api_request(seed)
+                answer = await api.http.post(f"/v1/models/{MODEL}:rank", json=request)
+                assert answer.status_code == 200, answer.text
+                np.testing.assert_allclose(answer.json()["scores"], api_model.scores(request), rtol=1e-5, atol=1e-5)
+            body = {"sparse": {"film": [[1], [2]]}}
+            assert (await api.http.post(f"/v1/models/{MODEL}:lookup", json=body)).status_code == 200
+        await closed(service)
+
+    run(main())
+
+
+def test_the_loop_goes_on_between_two_batches(api_model):
+    async def main():
+        service = await loaded(api_model, RequestLimits(max_batch_requests=1))
+        ranked, turns = [], []
+
+        async def ask(seed: int) -> None:
+            await rank(service, api_request(seed))
+            ranked.append(seed)
+
+        async def count() -> None:
+            while len(ranked) < 10:
+                turns.append(len(ranked))
+                await asyncio.sleep(0)
+
+        await asyncio.gather(count(), *(ask(seed) for seed in range(10)))
+        # Somebody else had a turn after each of the batches.
+        assert set(turns) == set(range(10))
+        assert batches(service) == (10, 10)
+        await closed(service)
+
+    run(main())
+
+
+def test_what_has_come_by_one_turn_of_the_loop_is_one_batch_and_a_bad_id_its_own_requests_error(api_model):
+    async def main():
+        service = await loaded(api_model)
+        requests = [api_request(seed) for seed in range(12)]
+        bad = api_request(12)
+        bad["candidates"]["sparse"]["film"][0] = 10**6
+        answers = await asyncio.gather(
+            *(rank(service, request) for request in (*requests, bad, *requests)), return_exceptions=True
+        )
+        assert isinstance(answers.pop(len(requests)), UnknownIdError)
+        for request, answer in zip(requests * 2, answers, strict=True):
+            np.testing.assert_allclose(answer.scores, api_model.scores(request), rtol=1e-5, atol=1e-5)
+        assert batches(service) == (1, 25)
+        await closed(service)
+
+    run(main())
+
+
+def test_threads_that_wait_are_answered_by_the_loop(api_model):
+    async def main():
+        service = await loaded(api_model)
+
+        def from_thread(seed: int) -> np.ndarray:
+            return ask_in_thread(service, api_request(seed)).scores
+
+        answers = await asyncio.gather(*(asyncio.to_thread(from_thread, seed) for seed in range(8)))
+        for seed, scores in enumerate(answers):
+            np.testing.assert_allclose(scores, api_model.scores(api_request(seed)), rtol=1e-5, atol=1e-5)
+        await closed(service)
+
+    run(main())
+
+
+def test_readiness_is_told_while_there_is_always_a_next_batch(api_model):
+    async def main():
+        service = await loaded(api_model, RequestLimits(max_batch_requests=1))
+        stop = False
+
+        async def ask_on(seed: int) -> None:
+            while not stop:
+                await rank(service, api_request(seed))
+
+        asking = [asyncio.create_task(ask_on(seed)) for seed in range(8)]
+        await service.watch.refresh()
+        assert not service.watch.problems()
+        stop = True
+        await asyncio.gather(*asking)
+        await closed(service)
+
+    run(main())
+
+
+def test_what_waits_is_refused_when_the_version_is_closed(api_model):
+    async def main():
+        service = await loaded(api_model)
+        with service.lease(MODEL) as lease:
+            lease.payload._batcher.close("it is being unloaded")
+        with pytest.raises(ShuttingDownError):
+            await rank(service, api_request())
+        await closed(service)
+
+    run(main())
+
+
+def test_golden_requests_are_checked_before_the_loop_ranks(tmp_path):
+    model = write_api_model(tmp_path / "plain")
+    checked = write_api_model(tmp_path / "checked", golden=golden_of(model))
+
+    async def main():
+        service = await loaded(checked)
+        answer = await rank(service, api_request())
+        np.testing.assert_allclose(answer.scores, model.scores(api_request()), rtol=1e-5, atol=1e-5)
+        await closed(service)
+
+    run(main())
+
+
+def test_a_replica_of_a_closed_loop_is_not_alive(api_model):
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    service = RankingService()
+    source = ModelSource(snapshot=api_model.path, num_replicas=0, dtype="float32")
+    served = load_served_model(source, service, loop=loop)
+    (replica,) = served._replicas
+    assert replica.is_alive
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+    assert not replica.is_alive
+
+    async def nothing(ranking) -> None:
+        del ranking
+
+    with pytest.raises(NotReadyError, match="was closed"):
+        replica.call(nothing)
+    served.close()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"shards": ((Address(path="/tmp/a.sock"),),)},
+        {"local_shards": 2},
+        {"memory_budget_bytes": 1000},
+    ],
+)
+def test_rows_that_may_have_to_be_waited_for_are_not_ranked_on_the_loop(tmp_path, other):
+    with pytest.raises(ValidationError, match="num_replicas 0 is for rows in this process's memory"):
+        ModelSource(snapshot=tmp_path, num_replicas=0, **other)
+
+
+def test_without_a_loop_there_is_nothing_to_rank_on(api_model):
+    source = ModelSource(snapshot=api_model.path, num_replicas=0, dtype="float32")
+    with pytest.raises(ServingError, match=r"there is none here; allowed is 1\.\.64"):
+        load_served_model(source, RankingService())

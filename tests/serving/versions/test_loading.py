@@ -1,24 +1,33 @@
-"""A served model whose rows are on shard nodes, in processes of their own."""
+"""A version is loaded, and checked against its golden requests before it may serve."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import logging
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from pydantic import ValidationError
 
+from loader.snapshot.codecs import codec_for
+from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.reader import Snapshot
 from router.errors import ShardUnavailableError
 from router.plan import Plan
+from serving.embedded import Ranker
+from serving.errors import GoldenMismatchError, ModelOutputError
 from serving.limits import RequestLimits
+from serving.models.ranking_models import bfloat16_is_native
 from serving.rank.service import RankingService
-from serving.versions.loading import ModelSource, load_served_model, load_when_possible
+from serving.versions.loading import ModelSource, load_served_model, load_when_possible, local_shards
+from serving.versions.served_model import ServedModel
 from shard_node.wire.address import Address
 from shard_node.wire.server import NodeServer
 from shardrank_testing.golden import golden_of
-from shardrank_testing.serving_api import MODEL, api_request, rank_message, run, running_api, write_api_model
+from shardrank_testing.serving_api import FILMS, MODEL, api_request, rank_message, run, running_api, write_api_model
 from shardrank_testing.topologies import make_node
 
 SHARDS = 2
@@ -134,3 +143,126 @@ def test_a_memory_budget_is_for_rows_in_this_process(api_model):
         ModelSource(snapshot=api_model.path, shards=((Address.parse("127.0.0.1:1"),),), memory_budget_bytes=1)
     with pytest.raises(ValidationError, match="at least one replica"):
         ModelSource(snapshot=api_model.path, shards=((),))
+
+
+@pytest.fixture(scope="module")
+def golden(api_model) -> GoldenRequests:
+    return golden_of(api_model)
+
+
+def load(model, limits=None, **options):
+    service = RankingService(limits)
+    served = load_served_model(ModelSource(snapshot=model.path, **options), service)
+    served.close()
+    return served.description, service.metrics.render().decode()
+
+
+def test_a_version_that_gives_its_golden_scores_is_served(tmp_path, golden):
+    description, metrics = load(write_api_model(tmp_path, golden=golden), dtype="float32")
+    assert description.dense_model.dtype == "float32"
+    assert f'shardrank_dtype_fallback{{model="{MODEL}",version="1"}} 0.0' in metrics
+
+
+@pytest.mark.parametrize("max_batch_candidates", [1, 5, 8])
+def test_golden_requests_are_checked_in_batches_of_any_size(tmp_path, golden, max_batch_candidates):
+    limits = RequestLimits(max_batch_candidates=max_batch_candidates)
+    load(write_api_model(tmp_path, golden=golden), limits, dtype="float32")
+
+
+def test_a_version_that_does_not_give_its_golden_scores_is_refused_with_the_numbers(tmp_path, golden):
+    scores = golden.scores.copy()
+    scores[-1] = (scores[-1] + 0.5) % 1
+    model = write_api_model(tmp_path, golden=dataclasses.replace(golden, scores=scores))
+    with pytest.raises(
+        GoldenMismatchError, match=r"films' version 1: golden scores differ by up to 0\.5, the manifest"
+    ):
+        load(model, dtype="float32")
+
+
+@pytest.mark.skipif(not bfloat16_is_native(), reason="this CPU has no bfloat16")
+def test_bfloat16_serves_only_if_it_gives_the_golden_scores(tmp_path, golden, caplog):
+    model = write_api_model(tmp_path, golden=golden)
+    with caplog.at_level(logging.WARNING):
+        description, metrics = load(model, dtype="auto")
+    tolerance = Snapshot.open(model.path).manifest.golden.tolerance
+    if description.dense_model.dtype == "bfloat16":
+        assert description.dense_model.dtype_fallback == ""
+        assert tolerance > 2**-9
+    else:
+        assert "in bfloat16 golden scores differ by up to" in description.dense_model.dtype_fallback
+        assert "serves in float32" in caplog.text
+        assert f'shardrank_dtype_fallback{{model="{MODEL}",version="1"}} 1.0' in metrics
+
+
+@pytest.mark.skipif(not bfloat16_is_native(), reason="this CPU has no bfloat16")
+def test_without_golden_requests_auto_stays_in_float32_and_says_so(api_model):
+    description, _ = load(api_model, dtype="auto")
+    assert description.dense_model.dtype == "float32"
+    assert "no golden requests" in description.dense_model.dtype_fallback
+    description, _ = load(api_model, dtype="bfloat16")
+    assert description.dense_model.dtype == "bfloat16"
+
+
+def load_with_changed_rows(model, dtype: str, applied_deltas: bool) -> ServedModel:
+    """Serves rows that are not those of the snapshot: all rows of the films are 3."""
+    snapshot = Snapshot.open(model.path)
+    plan = Plan.make(snapshot.spec)
+    node = make_node(snapshot, plan, 0)
+    with node.generations.lease(MODEL, snapshot.version) as lease:
+        tables = lease.payload
+        table = tables.engine.layout.index["films"]
+        stored = codec_for("int8", 8).encode(np.full((FILMS, 8), 3.0, np.float32))
+        tables.engine.write_rows(table, np.arange(FILMS, dtype=np.int64), stored)
+        if applied_deltas:
+            tables.deltas.applied(1, 1.0, FILMS, 1.0)
+    return ServedModel.load(snapshot, plan, local_shards([node]), dtype=dtype, on_close=node.close)
+
+
+def test_scores_of_other_rows_are_accepted_only_if_deltas_account_for_them(tmp_path, golden, caplog):
+    model = write_api_model(tmp_path, golden=golden)
+    with pytest.raises(GoldenMismatchError, match="golden scores differ"):
+        load_with_changed_rows(model, "float32", applied_deltas=False)
+    served = load_with_changed_rows(model, "float32", applied_deltas=True)
+    assert served.checked.difference is None
+    assert served.checked.tolerance == Snapshot.open(model.path).manifest.golden.tolerance
+    assert "since deltas were applied" in caplog.text
+    served.close()
+
+
+def test_the_largest_difference_is_told(tmp_path, golden):
+    scores = golden.scores.copy()
+    scores[0] += 0.02
+    snapshot = Snapshot.open(write_api_model(tmp_path, golden=dataclasses.replace(golden, scores=scores)).path)
+    plan = Plan.make(snapshot.spec)
+    node = make_node(snapshot, plan, 0)
+    served = ServedModel.load(snapshot, plan, local_shards([node]), dtype="float32", num_replicas=2)
+    assert served.checked.difference == pytest.approx(0.02, abs=1e-4)
+    served.close()
+    node.close()
+
+
+@pytest.mark.skipif(not bfloat16_is_native(), reason="this CPU has no bfloat16")
+def test_after_deltas_bfloat16_is_compared_with_float32_over_the_same_rows(tmp_path, golden):
+    tolerance = Snapshot.open(write_api_model(tmp_path, golden=golden).path).manifest.golden.tolerance
+    served = load_with_changed_rows(write_api_model(tmp_path, version=2, golden=golden), "auto", applied_deltas=True)
+    dense = served.description.dense_model
+    # The golden scores are out of reach for both formats; what is judged is only how far they are from each other.
+    assert dense.dtype == "bfloat16" or f"allows {tolerance:.3g}" in dense.dtype_fallback
+    assert served.checked.difference is None
+    asked = load_with_changed_rows(write_api_model(tmp_path, version=3, golden=golden), "float32", applied_deltas=True)
+    assert asked.description.dense_model.dtype == "float32"
+    for one in (served, asked):
+        one.close()
+
+
+def test_a_dense_model_that_gives_nan_fails_the_request_alone(tmp_path, api_model):
+    # Weights so large that some units overflow to +inf and others to -inf.
+    model = write_api_model(tmp_path, scale=1e4)
+    with Ranker.open(model.path, dtype="float32") as ranker:
+        request = api_request(1)
+        request["candidates"]["dense"][0][0] = 3e38
+        request["context"]["dense"] = [3e38, 3e38]
+        assert not torch.isfinite(torch.from_numpy(model.scores(request))).all()
+        with pytest.raises(ModelOutputError, match="not finite"):
+            ranker.rank(request)
+        assert np.isfinite(ranker.rank(api_request(1))["scores"]).all()

@@ -13,8 +13,7 @@ import numpy as np
 from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec, Pooling, RowDtype, TableSpec
 from serving.cards.ranking import CardRanking, CardScorer
 from serving.limits import RequestLimits
-from serving.rank.merge import MergedBatch, merge
-from serving.rank.ranking import Ranking
+from serving.rank.ranking import MergedBatch, Ranking, merge
 from serving.rank.replica import Replica
 from serving.rank.service import RankingService
 from serving.versions.loading import ModelSource, load_served_model

@@ -1,5 +1,8 @@
+"""Long work runs in the background, rests, and can be called off."""
+
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 
@@ -7,7 +10,81 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loader.progress import BACKGROUND_NICENESS, PIECE_BYTES, Pace, lower_own_priority
+from loader.progress import (
+    BACKGROUND_NICENESS,
+    PIECE_BYTES,
+    CalledOffError,
+    Pace,
+    Wish,
+    in_background,
+    lower_own_priority,
+)
+
+
+def test_work_runs_in_a_thread_of_its_own_and_its_result_comes_back():
+    async def main():
+        thread = await in_background(lambda wish: threading.current_thread().name, "staging", lambda result: None)
+        assert thread == "staging"
+        with pytest.raises(ZeroDivisionError):
+            await in_background(lambda wish: 1 // 0, "staging", lambda result: None)
+
+    asyncio.run(main())
+
+
+def test_work_that_is_cancelled_is_called_off_and_has_ended_when_the_caller_goes_on():
+    begun, ended = threading.Event(), threading.Event()
+
+    def work(wish: Wish) -> None:
+        begun.set()
+        try:
+            while True:
+                wish.rest(60.0)
+        finally:
+            ended.set()
+
+    async def main():
+        task = asyncio.create_task(in_background(work, "staging", lambda result: None))
+        await asyncio.to_thread(begun.wait)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert ended.is_set()
+
+    asyncio.run(main())
+
+
+def test_a_result_that_came_although_nobody_waits_is_freed():
+    begun, go_on = threading.Event(), threading.Event()
+    freed: list[str] = []
+
+    def work(wish: Wish) -> str:
+        begun.set()
+        go_on.wait()
+        return "rows"
+
+    async def main():
+        task = asyncio.create_task(in_background(work, "staging", freed.append))
+        await asyncio.to_thread(begun.wait)
+        task.cancel()
+        await asyncio.sleep(0)
+        # Cancelled again while it waits for the thread: that changes nothing.
+        task.cancel()
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert freed == ["rows"]
+
+    asyncio.run(main())
+
+
+def test_progress_ends_work_that_is_not_wanted_any_more():
+    wish, seen = Wish(), []
+    progress = wish.over(lambda *step: seen.append(step))
+    progress("load", 1, 2)
+    wish.call_off()
+    with pytest.raises(CalledOffError):
+        progress("load", 2, 2)
+    assert seen == [("load", 1, 2)]
 
 
 class Worked:
