@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import httptools
 from pydantic import BaseModel, Field
 
-from loader.snapshot.manifest import Frozen
+from loadtest.drill.hostile.messages import Served
 from loadtest.drill.hostile.peer import Http2Peer, call_headers
 from serving.api.grpc.wire import END_HEADERS, HEADERS, frame
 
@@ -24,11 +24,10 @@ FIRST_SOURCE = (127 << 24) + 2
 SOURCES_EACH = 256
 
 
-class AttackConfig(Frozen):
+class AttackConfig(Served):
     """What an attacker is told: where the server is, what it serves, and how much to send.
 
     Attributes:
-        features: of the model, all of candidates, which have `dense` floats each.
         seconds: of a flood.
         repeats: how often a single message is sent.
         refused: how many messages of a kind that must leave nothing behind.
@@ -40,9 +39,6 @@ class AttackConfig(Frozen):
     host: str = "127.0.0.1"
     http_port: int
     grpc_port: int
-    model: str
-    features: tuple[str, ...]
-    dense: int
     seconds: float = Field(gt=0)
     repeats: int = Field(default=3, ge=1)
     refused: int = Field(default=1000, ge=1)

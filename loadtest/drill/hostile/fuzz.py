@@ -16,7 +16,7 @@ import struct
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -27,14 +27,13 @@ from pydantic import BaseModel, Field
 from loader.snapshot.manifest import Frozen
 from loadtest.drill.hostile import messages
 from loadtest.drill.hostile.attacker import AttackConfig, Attacker, EndedError, Responses
-from loadtest.drill.hostile.messages import Body
+from loadtest.drill.hostile.messages import post
 from loadtest.drill.hostile.peer import Http2Peer, call_headers, message
 from loadtest.drill.processes import module_config
 from loadtest.workloads.catalog import BenchShape, bench_workload
 from loadtest.workloads.payloads import Api, Payloads
 from loadtest.workloads.workload import SyntheticWorkload
 from serving.api.grpc.wire import DEFAULT_FRAME_SIZE, END_HEADERS, END_STREAM, HEADERS, PING, frame
-from serving.proto.shardrank.v1 import ranking_pb2
 from shard_node.wire.frame import HEADER, FrameType
 from shard_node.wire.messages import encode_info, encode_pool
 
@@ -194,18 +193,18 @@ class Channel:
 
 
 class Bodies(Channel):
-    """Mutated bodies, each under the head of a request that it shall look like, several ahead on one connection."""
+    """Mutated bodies, each with what puts the head of a request before it, several ahead on one connection."""
 
-    def __init__(self, mutators: Sequence[tuple[Body, Mutator]], model: str) -> None:
+    def __init__(self, mutators: Sequence[tuple[Callable[[bytes], bytes], Mutator]]) -> None:
         super().__init__()
-        self._mutators, self._model = itertools.cycle(mutators), model
+        self._mutators = itertools.cycle(mutators)
         self._waiting: list[bytes] = []
         self._responses = Responses()
 
     def batch(self) -> tuple[bytes, int]:
         """Return requests that are sent ahead."""
-        for like, mutator in itertools.islice(self._mutators, BODIES_EACH):
-            self._waiting.append(replace(like, body=mutator.next()).request(self._model))
+        for request, mutator in itertools.islice(self._mutators, BODIES_EACH):
+            self._waiting.append(request(mutator.next()))
         self.done = False
         return b"".join(self._waiting), BODIES_EACH
 
@@ -355,7 +354,6 @@ class FuzzConfig(Frozen):
 
     Attributes:
         attack: where to, and from where; for `wire` the HTTP port is the shard node's.
-        schema_digest: of packed requests; empty for a server that has none.
         folder: gets the requests that got a wrong answer.
     """
 
@@ -363,7 +361,6 @@ class FuzzConfig(Frozen):
     shape: BenchShape
     surface: Surface
     mutations: int
-    schema_digest: str = ""
     folder: Path
 
 
@@ -393,20 +390,6 @@ def lookups(shape: BenchShape) -> list[bytes]:
     return [('{"sparse":{' + features + '},"timeout_ms":1000,"request_id":"a"}').encode()]
 
 
-def packed(shape: BenchShape, model: str, digest: str) -> list[bytes]:
-    """Small valid rank requests in the packed form."""
-    rng, made = np.random.default_rng(1), []
-    for candidates in (1, 3):
-        lengths = rng.integers(0, 3, candidates * shape.features, dtype=np.int32)
-        request = ranking_pb2.RankRequest(model=model, num_candidates=candidates, timeout_ms=1000)
-        request.packed.schema_digest = digest
-        request.packed.ids = rng.integers(0, shape.rows, int(lengths.sum()), dtype=np.int64).tobytes()
-        request.packed.lengths = lengths.tobytes()
-        request.packed.candidate_dense = rng.standard_normal(candidates * shape.dense, dtype=np.float32).tobytes()
-        made.append(request.SerializeToString())
-    return made
-
-
 def pool_frames(shape: BenchShape, model: str) -> list[bytes]:
     """Small valid frames to a shard node."""
     drawn, rng, made = small(shape), np.random.default_rng(2), []
@@ -426,28 +409,27 @@ def channels(config: FuzzConfig) -> Callable[[], Channel]:
     """Make a channel for each new connection; all of them draw from the same mutators."""
     model, shape, surface = config.attack.model, config.shape, config.surface
     seed = f"{config.attack.seed} {surface}"
+    rank, lookup = (partial(post, path, model, messages.JSON) for path in (messages.HTTP_RANK, messages.HTTP_LOOKUP))
     if surface == "json":
-        pairs = [
-            (Body(messages.HTTP_RANK, b""), Mutator(seed + "r", corpus(shape, "json"))),
-            (Body(messages.HTTP_LOOKUP, b""), Mutator(seed + "l", lookups(shape))),
-        ]
-        return lambda: Bodies(pairs, model)
+        pairs = [(rank, Mutator(seed + "r", corpus(shape, "json"))), (lookup, Mutator(seed + "l", lookups(shape)))]
+        return lambda: Bodies(pairs)
     if surface == "oip-http":
         payloads = Payloads(small(shape), "oip-http", count=CORPUS, timeout_ms=1000)
-        bodies = [Body(messages.HTTP_INFER, one.body, dict(one.headers)) for one in payloads]
         # The length of the header belongs to each body, so each is mutated by itself.
-        found = [(one, Mutator(f"{seed}{number}", [one.body])) for number, one in enumerate(bodies)]
-        return lambda: Bodies(found, model)
+        found = [
+            (partial(post, messages.HTTP_INFER, model, one.headers), Mutator(f"{seed}{number}", [one.body]))
+            for number, one in enumerate(payloads)
+        ]
+        return lambda: Bodies(found)
     if surface == "grpc":
         methods = [
             (messages.GRPC_RANK, Mutator(seed + "m", corpus(shape, "grpc"))),
-            (messages.GRPC_RANK, Mutator(seed + "p", packed(shape, model, config.schema_digest))),
+            (messages.GRPC_RANK, Mutator(seed + "p", corpus(shape, "grpc-packed"))),
             (messages.GRPC_INFER, Mutator(seed + "o", corpus(shape, "oip-grpc"))),
         ]
         return lambda: Calls(methods)
     if surface == "http1-bytes":
-        whole = [Body(messages.HTTP_RANK, body).request(model) for body in corpus(shape, "json")[:4]]
-        whole += [Body(messages.HTTP_LOOKUP, body).request(model) for body in lookups(shape)]
+        whole = [*map(rank, corpus(shape, "json")[:4]), *map(lookup, lookups(shape))]
         http1 = Mutator(seed, [*whole, b"GET /healthz HTTP/1.1\r\nhost: drill\r\naccept: */*\r\n\r\n"])
         return lambda: RawHttp(http1)
     if surface == "http2-bytes":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from functools import partial
 
 import hpack
 import pytest
@@ -23,10 +24,9 @@ from loadtest.drill.hostile.fuzz import (
     blames_server,
     corpus,
     lookups,
-    packed,
     pool_frames,
 )
-from loadtest.drill.hostile.messages import HTTP_RANK, Body
+from loadtest.drill.hostile.messages import HTTP_RANK, JSON, post
 from loadtest.drill.hostile.target import without_id
 from loadtest.workloads.catalog import BenchShape
 from serving.api.grpc import wire
@@ -66,7 +66,7 @@ def test_corpora_are_valid_requests():
     for body in corpus(SHAPE, "json"):
         assert {len(bags) for bags in json.loads(body)["candidates"]["sparse"].values()} <= {1, 2, 3}
     assert all(json.loads(body)["sparse"] for body in lookups(SHAPE))
-    for body in packed(SHAPE, "m", "d"):
+    for body in corpus(SHAPE, "grpc-packed"):
         request = ranking_pb2.RankRequest.FromString(body)
         assert len(request.packed.candidate_dense) == 4 * SHAPE.dense * request.num_candidates
     for frame in pool_frames(SHAPE, "m"):
@@ -95,7 +95,7 @@ def test_responses_are_cut_wherever_they_arrive(sizes, cut):
 
 
 def test_each_answer_is_told_with_the_body_that_got_it():
-    bodies = Bodies([(Body(HTTP_RANK, b""), Mutator("0", [b'{"a": 1}']))], "m")
+    bodies = Bodies([(partial(post, HTTP_RANK, "m", JSON), Mutator("0", [b'{"a": 1}']))])
     data, count = bodies.batch()
     assert data.count(b"POST /v1/models/m:rank HTTP/1.1\r\n") == count
     first = bodies.feed(b"HTTP/1.1 400 x\r\ncontent-length: 0\r\n\r\n")
