@@ -15,7 +15,7 @@ import re
 import struct
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -68,80 +68,49 @@ EDGES = tuple(
     sorted({value for bits in (7, 8, 15, 16, 24, 31, 32, 63, 64) for value in (2**bits - 1, 2**bits)} | {0, 1})
 )
 _DIGITS = re.compile(rb"\d+")
-_MAX_INSERTED = 16
-_MAX_REPEATED = 64
-
-Mutation = Callable[[random.Random, bytearray, Sequence[bytes]], None]
+Mutation = Callable[[random.Random, bytes, int, Sequence[bytes]], tuple[int, int, bytes]]
+"""Takes a request, a place in it and the corpus; gives a range of the request, and what stands there instead."""
 
 
-def flip_bits(rng: random.Random, data: bytearray, corpus: Sequence[bytes]) -> None:
-    """Up to four bits become the other ones."""
-    for _ in range(rng.randint(1, 4)):
-        at = rng.randrange(len(data) * 8)
-        data[at >> 3] ^= 1 << (at & 7)
-
-
-def insert(rng: random.Random, data: bytearray, corpus: Sequence[bytes]) -> None:
-    """Random bytes come in."""
-    at = rng.randint(0, len(data))
-    data[at:at] = rng.randbytes(rng.randint(1, _MAX_INSERTED))
-
-
-def delete(rng: random.Random, data: bytearray, corpus: Sequence[bytes]) -> None:
-    """Delete a range."""
-    at = rng.randrange(len(data))
-    del data[at : at + rng.randint(1, max(1, len(data) // 8))]
-
-
-def repeat(rng: random.Random, data: bytearray, corpus: Sequence[bytes]) -> None:
-    """Repeat a range a few times."""
-    at = rng.randrange(len(data))
-    data[at:at] = data[at : at + rng.randint(1, _MAX_REPEATED)] * rng.randint(1, 4)
-
-
-def splice(rng: random.Random, data: bytearray, corpus: Sequence[bytes]) -> None:
-    """Goes on as another request."""
-    other = rng.choice(corpus)
-    data[rng.randrange(len(data)) :] = other[rng.randrange(len(other)) :]
-
-
-def truncate(rng: random.Random, data: bytearray, corpus: Sequence[bytes]) -> None:
-    """End early."""
-    del data[rng.randrange(len(data)) :]
-
-
-def lie(rng: random.Random, data: bytearray, corpus: Sequence[bytes]) -> None:
+def lie(rng: random.Random, data: bytes, at: int, corpus: Sequence[bytes]) -> tuple[int, int, bytes]:
     """Replace one, two, four or eight bytes, which may be a length, by an edge value."""
     size = rng.choice((1, 2, 4, 8))
-    at = rng.randrange(len(data))
     value = rng.choice(EDGES) & (1 << 8 * size) - 1
-    data[at : at + size] = value.to_bytes(size, rng.choice(("little", "big")))
+    return at, at + size, value.to_bytes(size, rng.choice(("little", "big")))
 
 
-def lie_varint(rng: random.Random, data: bytearray, corpus: Sequence[bytes]) -> None:
-    """Replace a byte by a varint of up to ten bytes."""
-    at = rng.randrange(len(data))
-    data[at : at + 1] = b"\xff" * rng.randint(1, 10) + rng.choice((b"\x01", b"\x7f", b"\x00"))
+def lie_in_text(rng: random.Random, data: bytes, at: int, corpus: Sequence[bytes]) -> tuple[int, int, bytes]:
+    """Replace the next number in digits by an edge value, negative at times."""
+    if (found := _DIGITS.search(data, at)) is None:
+        return at, at, b""
+    return *found.span(), rng.choice((b"%d", b"-%d", b"%d.5", b"%de9")) % rng.choice(EDGES)
 
 
-def lie_in_text(rng: random.Random, data: bytearray, corpus: Sequence[bytes]) -> None:
-    """Replace a number in digits by an edge value, negative at times."""
-    at = rng.randrange(len(data))
-    if (found := _DIGITS.search(data, at)) is not None:
-        data[found.start() : found.end()] = rng.choice((b"%d", b"-%d", b"%d.5", b"%de9")) % rng.choice(EDGES)
+MUTATIONS: Mapping[str, Mutation] = {
+    "flip up to four bits": lambda rng, data, at, corpus: (at, at + 4, _flipped(rng, data[at : at + 4])),
+    "insert": lambda rng, data, at, corpus: (place := at + rng.randint(0, 1), place, rng.randbytes(rng.randint(1, 16))),
+    "delete": lambda rng, data, at, corpus: (at, at + rng.randint(1, max(1, len(data) // 8)), b""),
+    "repeat": lambda rng, data, at, corpus: (at, at, data[at : at + rng.randint(1, 64)] * rng.randint(1, 4)),
+    "go on as another": lambda rng, data, at, corpus: (at, len(data), _end(rng, rng.choice(corpus))),
+    "end early": lambda rng, data, at, corpus: (at, len(data), b""),
+    "lie": lie,
+    "lie in a varint": lambda rng, data, at, corpus: (
+        at,
+        at + 1,
+        b"\xff" * rng.randint(1, 10) + rng.choice((b"\x01", b"\x7f", b"\x00")),
+    ),
+    "lie in text": lie_in_text,
+}
+_MUTATIONS = tuple(MUTATIONS.values())
 
 
-MUTATIONS: tuple[Mutation, ...] = (
-    flip_bits,
-    insert,
-    delete,
-    repeat,
-    splice,
-    truncate,
-    lie,
-    lie_varint,
-    lie_in_text,
-)
+def _flipped(rng: random.Random, data: bytes) -> bytes:
+    bits = sum({1 << rng.randrange(8 * len(data)) for _ in range(rng.randint(1, 4))})
+    return (int.from_bytes(data, "big") ^ bits).to_bytes(len(data), "big")
+
+
+def _end(rng: random.Random, other: bytes) -> bytes:
+    return other[rng.randrange(len(other)) :]
 
 
 class Mutator:
@@ -156,11 +125,12 @@ class Mutator:
         """One more: one to three mutations of one of them."""
         rng = self._random
         whole = rng.choice(self._corpus)
-        data = bytearray(whole[self._keep :])
+        data = whole[self._keep :]
         for _ in range(rng.choice((1, 1, 1, 2, 3))):
             if data:
-                rng.choice(MUTATIONS)(rng, data, self._corpus)
-        return whole[: self._keep] + bytes(data)
+                first, end, instead = rng.choice(_MUTATIONS)(rng, data, rng.randrange(len(data)), self._corpus)
+                data = data[:first] + instead + data[end:]
+        return whole[: self._keep] + data
 
 
 def blames_server(answer: str) -> bool:
@@ -192,47 +162,33 @@ class Channel:
         raise NotImplementedError
 
 
-class Bodies(Channel):
-    """Mutated bodies, each with what puts the head of a request before it, several ahead on one connection."""
+class Requests(Channel):
+    """Mutated requests over HTTP/1.1: bodies, each with what puts a head before it, several ahead on one connection.
 
-    def __init__(self, mutators: Sequence[tuple[Callable[[bytes], bytes], Mutator]]) -> None:
+    With a `last` request, which closes the connection, one is sent before it, and answers to either are the mutated
+    one's.
+    """
+
+    def __init__(self, mutators: Sequence[tuple[Callable[[bytes], bytes], Mutator]], last: bytes = b"") -> None:
         super().__init__()
-        self._mutators = itertools.cycle(mutators)
+        self._mutators, self._last = itertools.cycle(mutators), last
         self._waiting: list[bytes] = []
         self._responses = Responses()
 
     def batch(self) -> tuple[bytes, int]:
         """Return requests that are sent ahead."""
-        for request, mutator in itertools.islice(self._mutators, BODIES_EACH):
-            self._waiting.append(request(mutator.next()))
+        count = 1 if self._last else BODIES_EACH
+        made = [request(mutator.next()) for request, mutator in itertools.islice(self._mutators, count)]
+        self._waiting += made * (2 if self._last else 1)
         self.done = False
-        return b"".join(self._waiting), BODIES_EACH
+        return b"".join(made) + self._last, count
 
     def feed(self, data: bytes) -> list[tuple[str, bytes]]:
         """Return answers, which are in the order of the requests."""
         found = self._responses.feed(data)
         requests, self._waiting = self._waiting[: len(found)], self._waiting[len(found) :]
-        self.done = not self._waiting
+        self.done = not self._waiting and not self._last
         return [(f"HTTP {status}", request) for status, request in zip(found, requests, strict=False)]
-
-
-class RawHttp(Channel):
-    """One mutated request, head and all, and a valid one behind it that closes the connection."""
-
-    def __init__(self, mutator: Mutator) -> None:
-        super().__init__()
-        self._mutator = mutator
-        self._responses = Responses()
-        self._request = b""
-
-    def batch(self) -> tuple[bytes, int]:
-        """Return both requests."""
-        self._request = self._mutator.next()
-        return self._request + LAST_GET, 1
-
-    def feed(self, data: bytes) -> list[tuple[str, bytes]]:
-        """Return answers to either."""
-        return [(f"HTTP {status}", self._request) for status in self._responses.feed(data)]
 
 
 class Calls(Channel):
@@ -412,7 +368,7 @@ def channels(config: FuzzConfig) -> Callable[[], Channel]:
     rank, lookup = (partial(post, path, model, messages.JSON) for path in (messages.HTTP_RANK, messages.HTTP_LOOKUP))
     if surface == "json":
         pairs = [(rank, Mutator(seed + "r", corpus(shape, "json"))), (lookup, Mutator(seed + "l", lookups(shape)))]
-        return lambda: Bodies(pairs)
+        return lambda: Requests(pairs)
     if surface == "oip-http":
         payloads = Payloads(small(shape), "oip-http", count=CORPUS, timeout_ms=1000)
         # The length of the header belongs to each body, so each is mutated by itself.
@@ -420,7 +376,7 @@ def channels(config: FuzzConfig) -> Callable[[], Channel]:
             (partial(post, messages.HTTP_INFER, model, one.headers), Mutator(f"{seed}{number}", [one.body]))
             for number, one in enumerate(payloads)
         ]
-        return lambda: Bodies(found)
+        return lambda: Requests(found)
     if surface == "grpc":
         methods = [
             (messages.GRPC_RANK, Mutator(seed + "m", corpus(shape, "grpc"))),
@@ -431,7 +387,7 @@ def channels(config: FuzzConfig) -> Callable[[], Channel]:
     if surface == "http1-bytes":
         whole = [*map(rank, corpus(shape, "json")[:4]), *map(lookup, lookups(shape))]
         http1 = Mutator(seed, [*whole, b"GET /healthz HTTP/1.1\r\nhost: drill\r\naccept: */*\r\n\r\n"])
-        return lambda: RawHttp(http1)
+        return lambda: Requests([(bytes, http1)], LAST_GET)
     if surface == "http2-bytes":
         http2 = Mutator(seed, [call_frames(messages.GRPC_RANK, body) for body in corpus(shape, "grpc")[:4]])
         return lambda: RawHttp2(http2)
