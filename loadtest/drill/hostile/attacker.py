@@ -204,17 +204,19 @@ class Attacker:
                 left = left[sent:]
         return False
 
-    def exchange(self, sock: socket.socket, data: bytes) -> None:
-        """Send a request over HTTP/1.1 and count its answer, which may come early. Raises EndedError, OSError."""
-        pieces, got = [data], bytearray()
+    def exchange(self, sock: socket.socket, data: bytes, timeout_s: float = ANSWER_TIMEOUT_S) -> None:
+        """Send a request over HTTP/1.1 and count its answer, which may come early.
+
+        Raises EndedError, OSError or ValueError if there was none.
+        """
+        pieces, got, responses = [data], bytearray(), Responses()
 
         def take(part: bytes) -> bool:
             got.extend(part)
-            return b"\r\n\r\n" in got
+            return bool(responses.feed(part))
 
         try:
-            until = time.monotonic() + ANSWER_TIMEOUT_S
-            if not self.pump(sock, lambda: pieces.pop() if pieces else b"", take, until):
+            if not self.pump(sock, lambda: pieces.pop() if pieces else b"", take, time.monotonic() + timeout_s):
                 raise EndedError("no answer")
         except (OSError, EndedError):
             if not got.startswith(b"HTTP/1.1 "):

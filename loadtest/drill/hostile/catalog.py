@@ -127,58 +127,57 @@ def _messages() -> Iterator[Attack]:
             yield Attack(name, one.row, "message", run, one.outcome, one.limit_ms, about=about)
 
 
-def _floods() -> Iterator[Attack]:
-    idle, slow = floods.IDLE_CONNECTIONS, floods.SLOW_CONNECTIONS
-    for name, row, run, least_s in (
-        ("h2-one-byte-data", "4", floods.frames(floods.one_byte_data, 700), 0),
-        ("h2-ended-stream-data", "4", floods.frames(floods.ended_stream_data, 700), 0),
-        ("h2-new-headers", "6", floods.frames(floods.new_headers, 1), 0),
-        ("h2-rapid-reset", "11", floods.frames(floods.rapid_reset, 50), 0),
-        ("h2-made-resets", "11", floods.frames(floods.made_resets, 50), 0),
-        ("h2-ping", "11", floods.same_frame(wire.frame(wire.PING, 0, 0, bytes(8))), 0),
-        ("h2-settings", "11", floods.same_frame(wire.settings({wire.INITIAL_WINDOW_SIZE: 65_535})), 0),
-        (
-            "h2-table-sizes",
-            "11",
-            floods.same_frame(
-                wire.settings({wire.HEADER_TABLE_SIZE: 0}) + wire.settings({wire.HEADER_TABLE_SIZE: 4096})
-            ),
-            0,
-        ),
-        ("h2-window-update", "11", floods.same_frame(wire.window_update(0, 1)), 0),
-        ("h2-empty-data", "11", floods.frames(floods.empty_data, 700), 0),
-        ("h2-continuation", "11", floods.frames(floods.continuation(h2.header(b"a", b"b")), 500), 0),
-        ("h2-empty-continuation", "11", floods.frames(floods.continuation(b""), 500), 0),
-        ("h2-priority", "own", floods.same_frame(wire.frame(wire.PRIORITY, 0, 1, bytes((0, 0, 0, 0, 16)))), 0),
-        ("h2-unknown-frames", "own", floods.same_frame(wire.frame(0x7F, 0, 0, bytes(8))), 0),
-        ("h2-header-bomb", "own", floods.frames(floods.header_bomb, 1), 0),
-        ("http1-pipelined-unread", "3", floods.pipelined(reads=False), SLOW_FLOOD_S),
-        ("h2-reflection-100k", "8", floods.reflection("v1alpha"), 0),
-        ("h2-reflection-v1-100k", "8", floods.reflection("v1"), 0),
-        ("http1-idle", "9", floods.hold("http", idle, floods.nothing), 0),
-        ("h2-idle", "9", floods.hold("grpc", idle, floods.nothing), 0),
-        ("http1-reconnect", "11", floods.reconnect("http", lambda attacker: floods.GET[:-4], waits=False), 0),
-        ("h2-reconnect", "11", floods.reconnect("grpc", floods.call_of_nothing), 0),
-        ("http1-malformed", "13", floods.reconnect("http", lambda attacker: floods.NOT_HTTP), 0),
-        (
-            "http1-unread",
-            "13",
-            floods.hold("http", floods.UNREAD_CONNECTIONS, floods.unread, reads=False),
-            SLOW_FLOOD_S,
-        ),
-        ("http1-small-chunks", "own", floods.endless_body(b"1\r\n \r\n", 500), SLOW_FLOOD_S),
-        ("http1-chunk-extensions", "own", floods.endless_body(b"1;a=" + b"x" * 1000 + b"\r\n \r\n", 10), 0),
-        ("http1-endless-head", "own", floods.endless_head, 0),
-        ("http1-slow-head", "own", floods.hold("http", slow, floods.slow_head), SLOW_FLOOD_S),
-        ("http1-slow-body", "own", floods.hold("http", slow, floods.slow_body), SLOW_FLOOD_S),
-        ("h2-preface-garbage", "own", floods.reconnect("grpc", floods.preface_garbage), 0),
-        ("h2-untaken", "own", floods.untaken, SLOW_FLOOD_S),
-    ):
-        yield Attack(name, row, "flood", run, must_end=True, least_s=least_s)
+# Floods by name, with their row. What waits for a timeout of the server's is in `_SLOW`.
+_IDLE, _SLOW_ONES = floods.IDLE_CONNECTIONS, floods.SLOW_CONNECTIONS
+_TABLE_SIZES = wire.settings({wire.HEADER_TABLE_SIZE: 0}) + wire.settings({wire.HEADER_TABLE_SIZE: 4096})
+_FLOODS: dict[str, tuple[str, floods.Run]] = {
+    "h2-one-byte-data": ("4", floods.frames(floods.one_byte_data, 700)),
+    "h2-ended-stream-data": ("4", floods.frames(floods.ended_stream_data, 700)),
+    "h2-new-headers": ("6", floods.frames(floods.new_headers, 1)),
+    "h2-rapid-reset": ("11", floods.frames(floods.rapid_reset, 50)),
+    "h2-made-resets": ("11", floods.frames(floods.made_resets, 50)),
+    "h2-ping": ("11", floods.same_frame(wire.frame(wire.PING, 0, 0, bytes(8)))),
+    "h2-settings": ("11", floods.same_frame(wire.settings({wire.INITIAL_WINDOW_SIZE: 65_535}))),
+    "h2-table-sizes": ("11", floods.same_frame(_TABLE_SIZES)),
+    "h2-window-update": ("11", floods.same_frame(wire.window_update(0, 1))),
+    "h2-empty-data": ("11", floods.frames(floods.empty_data, 700)),
+    "h2-continuation": ("11", floods.frames(floods.continuation(h2.header(b"a", b"b")), 500)),
+    "h2-empty-continuation": ("11", floods.frames(floods.continuation(b""), 500)),
+    "h2-priority": ("own", floods.same_frame(wire.frame(wire.PRIORITY, 0, 1, bytes((0, 0, 0, 0, 16))))),
+    "h2-unknown-frames": ("own", floods.same_frame(wire.frame(0x7F, 0, 0, bytes(8)))),
+    "h2-header-bomb": ("own", floods.frames(floods.header_bomb, 1)),
+    "http1-pipelined-unread": ("3", floods.pipelined(reads=False)),
+    "h2-reflection-100k": ("8", floods.reflection("v1alpha")),
+    "h2-reflection-v1-100k": ("8", floods.reflection("v1")),
+    "http1-idle": ("9", floods.hold("http", _IDLE, floods.nothing)),
+    "h2-idle": ("9", floods.hold("grpc", _IDLE, floods.nothing)),
+    "http1-reconnect": ("11", floods.reconnect("http", lambda attacker: floods.GET[:-4], waits=False)),
+    "h2-reconnect": ("11", floods.reconnect("grpc", floods.call_of_nothing)),
+    "http1-malformed": ("13", floods.reconnect("http", lambda attacker: floods.NOT_HTTP)),
+    "http1-unread": ("13", floods.hold("http", floods.UNREAD_CONNECTIONS, floods.unread, reads=False)),
+    "http1-small-chunks": ("own", floods.endless_body(b"1\r\n \r\n", 500)),
+    "http1-chunk-extensions": ("own", floods.endless_body(b"1;a=" + b"x" * 1000 + b"\r\n \r\n", 10)),
+    "http1-endless-head": ("own", floods.endless_head),
+    "http1-slow-head": ("own", floods.hold("http", _SLOW_ONES, floods.slow_head)),
+    "http1-slow-body": ("own", floods.hold("http", _SLOW_ONES, floods.slow_body)),
+    "h2-preface-garbage": ("own", floods.reconnect("grpc", floods.preface_garbage)),
+    "h2-untaken": ("own", floods.untaken),
     # Each of these is answered as it asks to be: load, which is to be held back and need not be ended.
-    yield Attack("http1-pipelined", "3", "flood", floods.pipelined(reads=True))
-    yield Attack("http1-reconnect-get", "own", "flood", floods.reconnect("http", lambda attacker: floods.GET))
-    yield Attack("http1-metrics", "10", "flood", floods.metrics)
+    "http1-pipelined": ("3", floods.pipelined(reads=True)),
+    "http1-reconnect-get": ("own", floods.reconnect("http", lambda attacker: floods.GET)),
+    "http1-metrics": ("10", floods.metrics),
+}
+_LOAD = ("http1-pipelined", "http1-reconnect-get", "http1-metrics")
+_SLOW = (
+    *("http1-pipelined-unread", "http1-unread", "http1-small-chunks", "http1-slow-head", "http1-slow-body"),
+    "h2-untaken",
+)
+
+
+def _floods() -> Iterator[Attack]:
+    for name, (row, run) in _FLOODS.items():
+        least_s = SLOW_FLOOD_S if name in _SLOW else 0
+        yield Attack(name, row, "flood", run, must_end=name not in _LOAD, least_s=least_s)
 
 
 def _refusals() -> Iterator[Attack]:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from loadtest.drill.hostile import peer as h2
-from loadtest.drill.hostile.attacker import Attacker, EndedError, Responses, status_of
+from loadtest.drill.hostile.attacker import Attacker, EndedError, status_of
 from loadtest.drill.hostile.messages import (
     GRPC_LOOKUP,
     GRPC_RANK,
@@ -77,21 +77,9 @@ def metrics(attacker: Attacker) -> None:
     """Send GET /metrics, one after the other on one connection."""
 
     def use(sock: socket.socket) -> None:
-        responses = Responses()
-
-        def take(part: bytes) -> bool:
-            statuses = responses.feed(part)
-            for status in statuses:
-                attacker.answered(f"HTTP {status}")
-            return bool(statuses)
-
-        pieces: list[bytes] = []
         while attacker.goes_on():
-            pieces.append(METRICS)
             attacker.tally.messages += 1
-            until = time.monotonic() + GET_TIMEOUT_S
-            if not attacker.pump(sock, lambda: pieces.pop() if pieces else b"", take, until):
-                raise EndedError("no answer")
+            attacker.exchange(sock, METRICS, GET_TIMEOUT_S)
 
     attacker.again(attacker.http, use)
 

@@ -19,6 +19,7 @@ from typing import Literal, TypeAlias
 
 from loader.snapshot.manifest import Frozen
 from loadtest.drill.hostile import peer as h2
+from loadtest.http_connection import post_request
 from serving.formats.protobuf import encode_varint
 
 LIMIT = 16 << 20
@@ -115,10 +116,9 @@ class Message:
 
 
 def post(path: str, model: str, headers: Headers, body: bytes) -> bytes:
-    """Return a request to a path with `{model}` in place of its name, with headers beside host and content-length."""
-    lines = [f"POST {path.format(model=model)} HTTP/1.1", "host: drill", f"content-length: {len(body)}"]
-    lines += [f"{name}: {value}" for name, value in headers]
-    return ("\r\n".join(lines) + "\r\n\r\n").encode() + body
+    """Return a request to a path with `{model}` in place of its name."""
+    made = post_request("drill", 80, path.format(model=model), dict(headers), body)
+    return made.head + b"\r\n" + made.body
 
 
 def filled(unit: bytes, size: int, head: bytes = b"", tail: bytes = b"") -> bytes:
@@ -141,25 +141,27 @@ def id_written(text: str) -> Build:
     return lambda served: f'{{"sparse":{{"{served.features[0]}":[[{text}]]}}}}'.encode()
 
 
+def full_bags(served: Served, count: int) -> list[str]:
+    """Write every feature with as many ids as are allowed in so many bags."""
+    hotness = MAX_IDS // (count * len(served.features))
+    bag = json.dumps(list(range(10_000, 10_000 + hotness)), separators=(",", ":"))
+    return [f'"{name}":[{",".join([bag] * count)}]' for name in served.features]
+
+
 def full_lookup(served: Served, wrong: str = "") -> bytes:
     """Make a lookup of as many ids as are allowed in as many bags as are allowed; `wrong` is its last id."""
-    bags = MAX_FLOATS // DIM // len(served.features)
-    hotness = MAX_IDS // (bags * len(served.features))
-    bag = json.dumps(list(range(10_000, 10_000 + hotness)), separators=(",", ":"))
-    features = [f'"{name}":[{",".join([bag] * bags)}]' for name in served.features]
+    text = ",".join(full_bags(served, MAX_FLOATS // DIM // len(served.features)))
     if wrong:
-        features[-1] = features[-1][: -len("]]")].rpartition(",")[0] + f",{wrong}]]"
-    return ('{"sparse":{' + ",".join(features) + "}}").encode()
+        text = text[: -len("]]")].rpartition(",")[0] + f",{wrong}]]"
+    return ('{"sparse":{' + text + "}}").encode()
 
 
 def full_rank(served: Served, wrong: str = "", candidates: int = 1000) -> bytes:
     """Make a rank request of as many ids as are allowed; `wrong` is the last float of its candidates."""
-    hotness = MAX_IDS // (candidates * len(served.features))
-    bag = json.dumps(list(range(10_000, 10_000 + hotness)), separators=(",", ":"))
-    features = ",".join(f'"{name}":[{",".join([bag] * candidates)}]' for name in served.features)
     row = json.dumps([0.5] * served.dense, separators=(",", ":"))
     last = row[:-1].rpartition(",")[0] + f",{wrong}]" if wrong else row
     dense = ",".join([*[row] * (candidates - 1), last])
+    features = ",".join(full_bags(served, candidates))
     return f'{{"candidates":{{"sparse":{{{features}}},"dense":[{dense}]}}}}'.encode()
 
 
@@ -249,9 +251,7 @@ _INFER: tuple[tuple[str, Build, Headers, float], ...] = (
 )
 
 
-def small_lookup(served: Served) -> bytes:
-    """Make the body of a valid lookup of one id."""
-    return id_written("1")(served)
+SMALL_LOOKUP = id_written("1")
 
 
 def lookup_head(served: Served, *lines: str) -> bytes:
@@ -263,7 +263,7 @@ def lookup_head(served: Served, *lines: str) -> bytes:
 def with_length(*lines: str, hosts: tuple[str, ...] = ("host: drill",)) -> Build:
     """Make a lookup of one id, with these lines in its head."""
     return lambda served: (
-        lookup_head(served, *hosts, f"content-length: {len(small_lookup(served))}", *lines) + small_lookup(served)
+        lookup_head(served, *hosts, f"content-length: {len(SMALL_LOOKUP(served))}", *lines) + SMALL_LOOKUP(served)
     )
 
 
@@ -271,7 +271,7 @@ def chunked(coding: str = "chunked", tail: bytes = b"\r\n") -> Build:
     """Make a lookup of one id in one chunk."""
 
     def build(served: Served) -> bytes:
-        body, head = small_lookup(served), lookup_head(served, "host: drill", f"transfer-encoding: {coding}")
+        body, head = SMALL_LOOKUP(served), lookup_head(served, "host: drill", f"transfer-encoding: {coding}")
         return head + b"%x\r\n%s\r\n0\r\n" % (len(body), body) + tail
 
     return build
