@@ -42,7 +42,7 @@ class Attack:
         kind: `message` is one message, sent a few times; `flood` goes on for `--seconds`; `refused` is a large message
             that is sent `--refused` times and must leave nothing behind.
         run: what the attacking process does.
-        outcome: of messages: refused (4xx and its like), served (200, OK), or whatever the server prefers.
+        outcome: of messages, as `Message` has it.
         limit_ms: of messages: how long the loop may stand.
         must_end: of floods: whether the server must end the source, or refuse it.
         least_s: of floods: how long they last at least, where it is a timeout of seconds that ends the source.
