@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import httptools
 from pydantic import BaseModel, Field
 
-from loader.snapshot.manifest import Frozen
+from loadtest.drill.hostile.messages import Served
 from loadtest.drill.hostile.peer import Http2Peer, call_headers
 from serving.api.grpc.wire import END_HEADERS, HEADERS, frame
 
@@ -24,11 +24,10 @@ FIRST_SOURCE = (127 << 24) + 2
 SOURCES_EACH = 256
 
 
-class AttackConfig(Frozen):
+class AttackConfig(Served):
     """What an attacker is told: where the server is, what it serves, and how much to send.
 
     Attributes:
-        features: of the model, all of candidates, which have `dense` floats each.
         seconds: of a flood.
         repeats: how often a single message is sent.
         refused: how many messages of a kind that must leave nothing behind.
@@ -40,9 +39,6 @@ class AttackConfig(Frozen):
     host: str = "127.0.0.1"
     http_port: int
     grpc_port: int
-    model: str
-    features: tuple[str, ...]
-    dense: int
     seconds: float = Field(gt=0)
     repeats: int = Field(default=3, ge=1)
     refused: int = Field(default=1000, ge=1)
@@ -208,17 +204,19 @@ class Attacker:
                 left = left[sent:]
         return False
 
-    def exchange(self, sock: socket.socket, data: bytes) -> None:
-        """Send a request over HTTP/1.1 and count its answer, which may come early. Raises EndedError, OSError."""
-        pieces, got = [data], bytearray()
+    def exchange(self, sock: socket.socket, data: bytes, timeout_s: float = ANSWER_TIMEOUT_S) -> None:
+        """Send a request over HTTP/1.1 and count its answer, which may come early.
+
+        Raises EndedError, OSError or ValueError if there was none.
+        """
+        pieces, got, responses = [data], bytearray(), Responses()
 
         def take(part: bytes) -> bool:
             got.extend(part)
-            return b"\r\n\r\n" in got
+            return bool(responses.feed(part))
 
         try:
-            until = time.monotonic() + ANSWER_TIMEOUT_S
-            if not self.pump(sock, lambda: pieces.pop() if pieces else b"", take, until):
+            if not self.pump(sock, lambda: pieces.pop() if pieces else b"", take, time.monotonic() + timeout_s):
                 raise EndedError("no answer")
         except (OSError, EndedError):
             if not got.startswith(b"HTTP/1.1 "):

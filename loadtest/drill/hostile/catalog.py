@@ -17,20 +17,17 @@ from functools import partial
 from typing import Literal, TypeAlias
 
 from loadtest.drill.errors import DrillError
-from loadtest.drill.hostile import floods, messages
+from loadtest.drill.hostile import floods
 from loadtest.drill.hostile import peer as h2
 from loadtest.drill.hostile.attacker import AttackConfig, Attacker, EndedError
+from loadtest.drill.hostile.messages import GRPC_RANK, MESSAGE_MS, MESSAGES, Form, Message, Outcome, half_message
 from loadtest.drill.processes import module_config
 from serving.api.grpc import wire
 
 AttackKind: TypeAlias = Literal["message", "flood", "refused"]
-Outcome: TypeAlias = Literal["refused", "served", "any"]
-Form: TypeAlias = Literal["plain", "gzip", "as gzip", "framed"]
 Prepare = Callable[[Attacker], Callable[[], None]]
 """Make ready what is sent again and again."""
 
-MESSAGE_MS = 50.0
-LARGEST_JSON_MS = 100.0
 PAUSE_S = 0.5
 SLOW_FLOOD_S = 10.0
 
@@ -45,7 +42,7 @@ class Attack:
         kind: `message` is one message, sent a few times; `flood` goes on for `--seconds`; `refused` is a large message
             that is sent `--refused` times and must leave nothing behind.
         run: what the attacking process does.
-        outcome: of messages: refused (4xx and its like), served (200, OK), or whatever the server prefers.
+        outcome: of messages, as `Message` has it.
         limit_ms: of messages: how long the loop may stand.
         must_end: of floods: whether the server must end the source, or refuse it.
         least_s: of floods: how long they last at least, where it is a timeout of seconds that ends the source.
@@ -98,152 +95,105 @@ def many_times(prepare: Prepare) -> Callable[[Attacker], None]:
     return run
 
 
-def http_request(build: messages.Build) -> Prepare:
-    """Send a request on a connection of its own, and wait for its answer."""
+def prepared(message: Message, form: Form) -> Prepare:
+    """Send a message on a connection of its own, and wait for its answer."""
 
     def prepare(attacker: Attacker) -> Callable[[], None]:
-        request = build(attacker.config)
+        data = message.encode(attacker.config, form)
+        extra = tuple((name.encode(), value.encode()) for name, value in message.headers)
+        if "gzip" in form:
+            extra = ((b"grpc-encoding", b"gzip"), *extra)
 
-        def once() -> None:
+        def over_http() -> None:
             with contextlib.closing(attacker.http()) as sock:
-                attacker.exchange(sock, request)
+                attacker.exchange(sock, data)
 
-        return once
-
-    return prepare
-
-
-def http_body(build: messages.BuildBody) -> Prepare:
-    """Post a body on a connection of its own, and wait for its answer."""
-    return http_request(lambda config: build(config).request(config.model))
-
-
-def grpc_call(
-    path: str,
-    build: messages.Build,
-    *extra: tuple[bytes, bytes],
-    form: Form = "plain",
-) -> Prepare:
-    """Make a call on a connection of its own, with further headers.
-
-    The message is sent as it is, compressed, as if it were compressed, or with its prefix in it.
-    """
-
-    def prepare(attacker: Attacker) -> Callable[[], None]:
-        body = build(attacker.config)
-        if form == "gzip":
-            body = messages.compressed(body)
-        is_gzip = form in ("gzip", "as gzip")
-        if form != "framed":
-            body = h2.message(body, compressed=is_gzip)
-        headers = ((b"grpc-encoding", b"gzip"), *extra) if is_gzip else extra
-        return lambda: attacker.call(path, body, headers)
+        return partial(attacker.call, message.path, data, extra) if message.is_grpc else over_http
 
     return prepare
 
 
 def _messages() -> Iterator[Attack]:
-    for name, (path, build, row) in messages.MESSAGES.items():
-        # The last entry of a key is the one that counts, so this one is valid.
-        outcome: Outcome = "any" if name == "grpc-lookup-one-feature" else "refused"
-        method = path.rpartition("/")[2]
-        packed, plain = few_times(grpc_call(path, build, form="gzip")), few_times(grpc_call(path, build))
-        yield Attack(name, row, "message", packed, outcome, about=f"{method}, gzip")
-        yield Attack(f"{name}-plain", row, "message", plain, outcome, about=f"{method}, as it is")
-    for name, build in messages.GZIP_BODIES.items():
-        run = few_times(grpc_call(messages.GRPC_INFER, build, form="as gzip"))
-        yield Attack(name, "own", "message", run, "refused", about="what it says is gzip")
-    for name, (body, row, limit_ms) in messages.BODIES.items():
-        yield Attack(name, row, "message", few_times(http_body(body)), "refused", limit_ms)
-    for name, allowed in messages.ALLOWED.items():
-        run = few_times(http_body(allowed))
-        yield Attack(name, "own", "message", run, "any", LARGEST_JSON_MS, about="as much as is allowed")
-    for version in ("v1", "v1alpha"):
-        run = few_times(grpc_call(floods.REFLECTION.format(version), floods.one_reflection, form="framed"))
-        yield Attack(f"grpc-reflection-{version}", "15", "message", run, "served")
-    for name, header, value in (
-        ("nul", b"x-request-id", b"a\0b"),
-        ("lf", b"x-request-id", b"a\nb: c"),
-        ("cr", b"x-request-id", b"a\rb"),
-        ("upper-case", b"X-Request-Id", b"a"),
-    ):
-        call = grpc_call(messages.GRPC_LOOKUP, partial(messages.lookup_of_rows, rows=1), (header, value))
-        yield Attack(f"h2-header-{name}", "12", "message", few_times(call), "refused")
-    for name, (request, row) in messages.HEADS.items():
-        yield Attack(name, row, "message", few_times(http_request(request)), "refused")
-    yield Attack("http1-upgrade-h2c", "14", "message", few_times(http_request(messages.UPGRADE_H2C)), "served")
+    for one in MESSAGES.values():
+        method = one.path.rpartition("/")[2]
+        about = "as much as is allowed" if one.name in ("json-lookup-full", "json-rank-full") else ""
+        forms: dict[str, tuple[Form, str]] = {one.name: (one.form, about)}
+        if one.form == "both":
+            forms = {one.name: ("gzip", f"{method}, gzip"), f"{one.name}-plain": ("plain", f"{method}, as it is")}
+        elif one.form == "as gzip":
+            forms = {one.name: (one.form, "what it says is gzip")}
+        for name, (form, about) in forms.items():
+            run = few_times(prepared(one, form))
+            yield Attack(name, one.row, "message", run, one.outcome, one.limit_ms, about=about)
+
+
+# Floods by name, with their row. What waits for a timeout of the server's is in `_SLOW`.
+_IDLE, _SLOW_ONES = floods.IDLE_CONNECTIONS, floods.SLOW_CONNECTIONS
+_TABLE_SIZES = wire.settings({wire.HEADER_TABLE_SIZE: 0}) + wire.settings({wire.HEADER_TABLE_SIZE: 4096})
+_FLOODS: dict[str, tuple[str, floods.Run]] = {
+    "h2-one-byte-data": ("4", floods.frames(floods.one_byte_data, 700)),
+    "h2-ended-stream-data": ("4", floods.frames(floods.ended_stream_data, 700)),
+    "h2-new-headers": ("6", floods.frames(floods.new_headers, 1)),
+    "h2-rapid-reset": ("11", floods.frames(floods.rapid_reset, 50)),
+    "h2-made-resets": ("11", floods.frames(floods.made_resets, 50)),
+    "h2-ping": ("11", floods.same_frame(wire.frame(wire.PING, 0, 0, bytes(8)))),
+    "h2-settings": ("11", floods.same_frame(wire.settings({wire.INITIAL_WINDOW_SIZE: 65_535}))),
+    "h2-table-sizes": ("11", floods.same_frame(_TABLE_SIZES)),
+    "h2-window-update": ("11", floods.same_frame(wire.window_update(0, 1))),
+    "h2-empty-data": ("11", floods.frames(floods.empty_data, 700)),
+    "h2-continuation": ("11", floods.frames(floods.continuation(h2.header(b"a", b"b")), 500)),
+    "h2-empty-continuation": ("11", floods.frames(floods.continuation(b""), 500)),
+    "h2-priority": ("own", floods.same_frame(wire.frame(wire.PRIORITY, 0, 1, bytes((0, 0, 0, 0, 16))))),
+    "h2-unknown-frames": ("own", floods.same_frame(wire.frame(0x7F, 0, 0, bytes(8)))),
+    "h2-header-bomb": ("own", floods.frames(floods.header_bomb, 1)),
+    "http1-pipelined-unread": ("3", floods.pipelined(reads=False)),
+    "h2-reflection-100k": ("8", floods.reflection("v1alpha")),
+    "h2-reflection-v1-100k": ("8", floods.reflection("v1")),
+    "http1-idle": ("9", floods.hold("http", _IDLE, floods.nothing)),
+    "h2-idle": ("9", floods.hold("grpc", _IDLE, floods.nothing)),
+    "http1-reconnect": ("11", floods.reconnect("http", lambda attacker: floods.GET[:-4], waits=False)),
+    "h2-reconnect": ("11", floods.reconnect("grpc", floods.call_of_nothing)),
+    "http1-malformed": ("13", floods.reconnect("http", lambda attacker: floods.NOT_HTTP)),
+    "http1-unread": ("13", floods.hold("http", floods.UNREAD_CONNECTIONS, floods.unread, reads=False)),
+    "http1-small-chunks": ("own", floods.endless_body(b"1\r\n \r\n", 500)),
+    "http1-chunk-extensions": ("own", floods.endless_body(b"1;a=" + b"x" * 1000 + b"\r\n \r\n", 10)),
+    "http1-endless-head": ("own", floods.endless_head),
+    "http1-slow-head": ("own", floods.hold("http", _SLOW_ONES, floods.slow_head)),
+    "http1-slow-body": ("own", floods.hold("http", _SLOW_ONES, floods.slow_body)),
+    "h2-preface-garbage": ("own", floods.reconnect("grpc", floods.preface_garbage)),
+    "h2-untaken": ("own", floods.untaken),
+    # Each of these is answered as it asks to be: load, which is to be held back and need not be ended.
+    "http1-pipelined": ("3", floods.pipelined(reads=True)),
+    "http1-reconnect-get": ("own", floods.reconnect("http", lambda attacker: floods.GET)),
+    "http1-metrics": ("10", floods.metrics),
+}
+_LOAD = ("http1-pipelined", "http1-reconnect-get", "http1-metrics")
+_SLOW = (
+    *("http1-pipelined-unread", "http1-unread", "http1-small-chunks", "http1-slow-head", "http1-slow-body"),
+    "h2-untaken",
+)
 
 
 def _floods() -> Iterator[Attack]:
-    idle, slow = floods.IDLE_CONNECTIONS, floods.SLOW_CONNECTIONS
-    for name, row, run, least_s in (
-        ("h2-one-byte-data", "4", floods.frames(floods.one_byte_data, 700), 0),
-        ("h2-ended-stream-data", "4", floods.frames(floods.ended_stream_data, 700), 0),
-        ("h2-new-headers", "6", floods.frames(floods.new_headers, 1), 0),
-        ("h2-rapid-reset", "11", floods.frames(floods.rapid_reset, 50), 0),
-        ("h2-made-resets", "11", floods.frames(floods.made_resets, 50), 0),
-        ("h2-ping", "11", floods.same_frame(wire.frame(wire.PING, 0, 0, bytes(8))), 0),
-        ("h2-settings", "11", floods.same_frame(wire.settings({wire.INITIAL_WINDOW_SIZE: 65_535})), 0),
-        (
-            "h2-table-sizes",
-            "11",
-            floods.same_frame(
-                wire.settings({wire.HEADER_TABLE_SIZE: 0}) + wire.settings({wire.HEADER_TABLE_SIZE: 4096})
-            ),
-            0,
-        ),
-        ("h2-window-update", "11", floods.same_frame(wire.window_update(0, 1)), 0),
-        ("h2-empty-data", "11", floods.frames(floods.empty_data, 700), 0),
-        ("h2-continuation", "11", floods.frames(floods.continuation(h2.header(b"a", b"b")), 500), 0),
-        ("h2-empty-continuation", "11", floods.frames(floods.continuation(b""), 500), 0),
-        ("h2-priority", "own", floods.same_frame(wire.frame(wire.PRIORITY, 0, 1, bytes((0, 0, 0, 0, 16)))), 0),
-        ("h2-unknown-frames", "own", floods.same_frame(wire.frame(0x7F, 0, 0, bytes(8))), 0),
-        ("h2-header-bomb", "own", floods.frames(floods.header_bomb, 1), 0),
-        ("http1-pipelined-unread", "3", floods.pipelined(reads=False), SLOW_FLOOD_S),
-        ("h2-reflection-100k", "8", floods.reflection("v1alpha"), 0),
-        ("h2-reflection-v1-100k", "8", floods.reflection("v1"), 0),
-        ("http1-idle", "9", floods.hold("http", idle, floods.nothing), 0),
-        ("h2-idle", "9", floods.hold("grpc", idle, floods.nothing), 0),
-        ("http1-reconnect", "11", floods.reconnect("http", lambda attacker: floods.GET[:-4], waits=False), 0),
-        ("h2-reconnect", "11", floods.reconnect("grpc", floods.call_of_nothing), 0),
-        ("http1-malformed", "13", floods.reconnect("http", lambda attacker: floods.NOT_HTTP), 0),
-        (
-            "http1-unread",
-            "13",
-            floods.hold("http", floods.UNREAD_CONNECTIONS, floods.unread, reads=False),
-            SLOW_FLOOD_S,
-        ),
-        ("http1-small-chunks", "own", floods.endless_body(b"1\r\n \r\n", 500), SLOW_FLOOD_S),
-        ("http1-chunk-extensions", "own", floods.endless_body(b"1;a=" + b"x" * 1000 + b"\r\n \r\n", 10), 0),
-        ("http1-endless-head", "own", floods.endless_head, 0),
-        ("http1-slow-head", "own", floods.hold("http", slow, floods.slow_head), SLOW_FLOOD_S),
-        ("http1-slow-body", "own", floods.hold("http", slow, floods.slow_body), SLOW_FLOOD_S),
-        ("h2-preface-garbage", "own", floods.reconnect("grpc", floods.preface_garbage), 0),
-        ("h2-untaken", "own", floods.untaken, SLOW_FLOOD_S),
-    ):
-        yield Attack(name, row, "flood", run, must_end=True, least_s=least_s)
-    # Each of these is answered as it asks to be: load, which is to be held back and need not be ended.
-    yield Attack("http1-pipelined", "3", "flood", floods.pipelined(reads=True))
-    yield Attack("http1-reconnect-get", "own", "flood", floods.reconnect("http", lambda attacker: floods.GET))
-    yield Attack("http1-metrics", "10", "flood", floods.metrics)
+    for name, (row, run) in _FLOODS.items():
+        least_s = SLOW_FLOOD_S if name in _SLOW else 0
+        yield Attack(name, row, "flood", run, must_end=name not in _LOAD, least_s=least_s)
 
 
 def _refusals() -> Iterator[Attack]:
-    outputs = messages.MESSAGES["grpc-outputs"][1]
-    for name, prepare in (
-        ("refused-grpc-int64", grpc_call(messages.GRPC_INFER, messages.GRPC_INT64, form="gzip")),
-        ("refused-grpc-outputs", grpc_call(messages.GRPC_INFER, outputs, form="gzip")),
-        ("refused-grpc-features", grpc_call(messages.GRPC_LOOKUP, messages.GRPC_FEATURES)),
-        # Half of a message comes before the stream ends.
-        (
-            "refused-grpc-cut-off",
-            grpc_call(messages.GRPC_RANK, messages.half_message, form="framed"),
-        ),
-        ("refused-json-lookup", http_body(messages.BODIES["json-lookup-wrong-end"][0])),
-        ("refused-json-rank", http_body(messages.BODIES["json-rank-wrong-end"][0])),
-        ("refused-oip-json", http_body(messages.BODIES["oip-json-inputs"][0])),
-    ):
-        yield Attack(name, "2", "refused", many_times(prepare), "refused")
+    # Half of a message comes before the stream ends.
+    cut_off = Message("refused-grpc-cut-off", GRPC_RANK, half_message, form="framed")
+    chosen: tuple[tuple[str, Message, Form], ...] = (
+        ("refused-grpc-int64", MESSAGES["grpc-int64-contents"], "gzip"),
+        ("refused-grpc-outputs", MESSAGES["grpc-outputs"], "gzip"),
+        ("refused-grpc-features", MESSAGES["grpc-lookup-features"], "plain"),
+        (cut_off.name, cut_off, "framed"),
+        ("refused-json-lookup", MESSAGES["json-lookup-wrong-end"], "post"),
+        ("refused-json-rank", MESSAGES["json-rank-wrong-end"], "post"),
+        ("refused-oip-json", MESSAGES["oip-json-inputs"], "post"),
+    )
+    for name, message, form in chosen:
+        yield Attack(name, "2", "refused", many_times(prepared(message, form)), "refused")
 
 
 ATTACKS: dict[str, Attack] = {one.name: one for one in (*_messages(), *_floods(), *_refusals())}

@@ -9,8 +9,19 @@ import time
 from collections.abc import Callable, Iterator
 
 from loadtest.drill.hostile import peer as h2
-from loadtest.drill.hostile.attacker import AttackConfig, Attacker, EndedError, Responses, status_of
-from loadtest.drill.hostile.messages import GRPC_LOOKUP, GRPC_RANK, full_answer, lookup_head, lookup_of_rows, sized, tag
+from loadtest.drill.hostile.attacker import Attacker, EndedError, status_of
+from loadtest.drill.hostile.messages import (
+    GRPC_LOOKUP,
+    GRPC_RANK,
+    HTTP_LOOKUP,
+    JSON,
+    REFLECTION,
+    full_answer,
+    lookup_head,
+    lookup_of_rows,
+    post,
+    tag,
+)
 from loadtest.drill.hostile.peer import Http2Peer, call_headers
 from serving.api.grpc import wire
 from serving.api.grpc.wire import END_HEADERS, END_STREAM, frame
@@ -19,7 +30,6 @@ GET = b"GET /healthz HTTP/1.1\r\nhost: drill\r\n\r\n"
 METRICS = b"GET /metrics HTTP/1.1\r\nhost: drill\r\n\r\n"
 NOT_HTTP = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03 not HTTP\r\n\r\n"
 NO_METHOD = "/drill/None"
-REFLECTION = "/grpc.reflection.{}.ServerReflection/ServerReflectionInfo"
 IDLE_CONNECTIONS = 4096
 SLOW_CONNECTIONS = 300
 UNREAD_CONNECTIONS = 64
@@ -67,21 +77,9 @@ def metrics(attacker: Attacker) -> None:
     """Send GET /metrics, one after the other on one connection."""
 
     def use(sock: socket.socket) -> None:
-        responses = Responses()
-
-        def take(part: bytes) -> bool:
-            statuses = responses.feed(part)
-            for status in statuses:
-                attacker.answered(f"HTTP {status}")
-            return bool(statuses)
-
-        pieces: list[bytes] = []
         while attacker.goes_on():
-            pieces.append(METRICS)
             attacker.tally.messages += 1
-            until = time.monotonic() + GET_TIMEOUT_S
-            if not attacker.pump(sock, lambda: pieces.pop() if pieces else b"", take, until):
-                raise EndedError("no answer")
+            attacker.exchange(sock, METRICS, GET_TIMEOUT_S)
 
     attacker.again(attacker.http, use)
 
@@ -184,7 +182,8 @@ def slow_body(attacker: Attacker, turn: int) -> bytes:
 
 def unread(attacker: Attacker, turn: int) -> bytes:
     """Ask for large answers that are not read, more of them than the kernel keeps for a peer."""
-    return full_answer(attacker.config).request(attacker.config.model) if turn < 16 else b""
+    config = attacker.config
+    return post(HTTP_LOOKUP, config.model, JSON, full_answer(config)) if turn < 16 else b""
 
 
 # Over HTTP/2
@@ -338,11 +337,6 @@ def reflection(version: str) -> Run:
             attacker.call(REFLECTION.format(version), h2.message(tag(4, 2) + b"\x01x") * REFLECTED)
 
     return run
-
-
-def one_reflection(config: AttackConfig) -> bytes:
-    """Ask a reflection stream for the services."""
-    return h2.message(sized(7))
 
 
 def preface_garbage(attacker: Attacker) -> bytes:

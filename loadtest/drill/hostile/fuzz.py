@@ -15,8 +15,8 @@ import re
 import struct
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -27,14 +27,13 @@ from pydantic import BaseModel, Field
 from loader.snapshot.manifest import Frozen
 from loadtest.drill.hostile import messages
 from loadtest.drill.hostile.attacker import AttackConfig, Attacker, EndedError, Responses
-from loadtest.drill.hostile.messages import Body
+from loadtest.drill.hostile.messages import post
 from loadtest.drill.hostile.peer import Http2Peer, call_headers, message
 from loadtest.drill.processes import module_config
 from loadtest.workloads.catalog import BenchShape, bench_workload
 from loadtest.workloads.payloads import Api, Payloads
 from loadtest.workloads.workload import SyntheticWorkload
 from serving.api.grpc.wire import DEFAULT_FRAME_SIZE, END_HEADERS, END_STREAM, HEADERS, PING, frame
-from serving.proto.shardrank.v1 import ranking_pb2
 from shard_node.wire.frame import HEADER, FrameType
 from shard_node.wire.messages import encode_info, encode_pool
 
@@ -69,80 +68,49 @@ EDGES = tuple(
     sorted({value for bits in (7, 8, 15, 16, 24, 31, 32, 63, 64) for value in (2**bits - 1, 2**bits)} | {0, 1})
 )
 _DIGITS = re.compile(rb"\d+")
-_MAX_INSERTED = 16
-_MAX_REPEATED = 64
-
-Mutation = Callable[[random.Random, bytearray, Sequence[bytes]], None]
+Mutation = Callable[[random.Random, bytes, int, Sequence[bytes]], tuple[int, int, bytes]]
+"""Takes a request, a place in it and the corpus; gives a range of the request, and what stands there instead."""
 
 
-def flip_bits(rng: random.Random, data: bytearray, corpus: Sequence[bytes]) -> None:
-    """Up to four bits become the other ones."""
-    for _ in range(rng.randint(1, 4)):
-        at = rng.randrange(len(data) * 8)
-        data[at >> 3] ^= 1 << (at & 7)
-
-
-def insert(rng: random.Random, data: bytearray, corpus: Sequence[bytes]) -> None:
-    """Random bytes come in."""
-    at = rng.randint(0, len(data))
-    data[at:at] = rng.randbytes(rng.randint(1, _MAX_INSERTED))
-
-
-def delete(rng: random.Random, data: bytearray, corpus: Sequence[bytes]) -> None:
-    """Delete a range."""
-    at = rng.randrange(len(data))
-    del data[at : at + rng.randint(1, max(1, len(data) // 8))]
-
-
-def repeat(rng: random.Random, data: bytearray, corpus: Sequence[bytes]) -> None:
-    """Repeat a range a few times."""
-    at = rng.randrange(len(data))
-    data[at:at] = data[at : at + rng.randint(1, _MAX_REPEATED)] * rng.randint(1, 4)
-
-
-def splice(rng: random.Random, data: bytearray, corpus: Sequence[bytes]) -> None:
-    """Goes on as another request."""
-    other = rng.choice(corpus)
-    data[rng.randrange(len(data)) :] = other[rng.randrange(len(other)) :]
-
-
-def truncate(rng: random.Random, data: bytearray, corpus: Sequence[bytes]) -> None:
-    """End early."""
-    del data[rng.randrange(len(data)) :]
-
-
-def lie(rng: random.Random, data: bytearray, corpus: Sequence[bytes]) -> None:
+def lie(rng: random.Random, data: bytes, at: int, corpus: Sequence[bytes]) -> tuple[int, int, bytes]:
     """Replace one, two, four or eight bytes, which may be a length, by an edge value."""
     size = rng.choice((1, 2, 4, 8))
-    at = rng.randrange(len(data))
     value = rng.choice(EDGES) & (1 << 8 * size) - 1
-    data[at : at + size] = value.to_bytes(size, rng.choice(("little", "big")))
+    return at, at + size, value.to_bytes(size, rng.choice(("little", "big")))
 
 
-def lie_varint(rng: random.Random, data: bytearray, corpus: Sequence[bytes]) -> None:
-    """Replace a byte by a varint of up to ten bytes."""
-    at = rng.randrange(len(data))
-    data[at : at + 1] = b"\xff" * rng.randint(1, 10) + rng.choice((b"\x01", b"\x7f", b"\x00"))
+def lie_in_text(rng: random.Random, data: bytes, at: int, corpus: Sequence[bytes]) -> tuple[int, int, bytes]:
+    """Replace the next number in digits by an edge value, negative at times."""
+    if (found := _DIGITS.search(data, at)) is None:
+        return at, at, b""
+    return *found.span(), rng.choice((b"%d", b"-%d", b"%d.5", b"%de9")) % rng.choice(EDGES)
 
 
-def lie_in_text(rng: random.Random, data: bytearray, corpus: Sequence[bytes]) -> None:
-    """Replace a number in digits by an edge value, negative at times."""
-    at = rng.randrange(len(data))
-    if (found := _DIGITS.search(data, at)) is not None:
-        data[found.start() : found.end()] = rng.choice((b"%d", b"-%d", b"%d.5", b"%de9")) % rng.choice(EDGES)
+MUTATIONS: Mapping[str, Mutation] = {
+    "flip up to four bits": lambda rng, data, at, corpus: (at, at + 4, _flipped(rng, data[at : at + 4])),
+    "insert": lambda rng, data, at, corpus: (place := at + rng.randint(0, 1), place, rng.randbytes(rng.randint(1, 16))),
+    "delete": lambda rng, data, at, corpus: (at, at + rng.randint(1, max(1, len(data) // 8)), b""),
+    "repeat": lambda rng, data, at, corpus: (at, at, data[at : at + rng.randint(1, 64)] * rng.randint(1, 4)),
+    "go on as another": lambda rng, data, at, corpus: (at, len(data), _end(rng, rng.choice(corpus))),
+    "end early": lambda rng, data, at, corpus: (at, len(data), b""),
+    "lie": lie,
+    "lie in a varint": lambda rng, data, at, corpus: (
+        at,
+        at + 1,
+        b"\xff" * rng.randint(1, 10) + rng.choice((b"\x01", b"\x7f", b"\x00")),
+    ),
+    "lie in text": lie_in_text,
+}
+_MUTATIONS = tuple(MUTATIONS.values())
 
 
-MUTATIONS: tuple[Mutation, ...] = (
-    flip_bits,
-    insert,
-    delete,
-    repeat,
-    splice,
-    truncate,
-    lie,
-    lie_varint,
-    lie_in_text,
-)
+def _flipped(rng: random.Random, data: bytes) -> bytes:
+    bits = sum({1 << rng.randrange(8 * len(data)) for _ in range(rng.randint(1, 4))})
+    return (int.from_bytes(data, "big") ^ bits).to_bytes(len(data), "big")
+
+
+def _end(rng: random.Random, other: bytes) -> bytes:
+    return other[rng.randrange(len(other)) :]
 
 
 class Mutator:
@@ -157,11 +125,12 @@ class Mutator:
         """One more: one to three mutations of one of them."""
         rng = self._random
         whole = rng.choice(self._corpus)
-        data = bytearray(whole[self._keep :])
+        data = whole[self._keep :]
         for _ in range(rng.choice((1, 1, 1, 2, 3))):
             if data:
-                rng.choice(MUTATIONS)(rng, data, self._corpus)
-        return whole[: self._keep] + bytes(data)
+                first, end, instead = rng.choice(_MUTATIONS)(rng, data, rng.randrange(len(data)), self._corpus)
+                data = data[:first] + instead + data[end:]
+        return whole[: self._keep] + data
 
 
 def blames_server(answer: str) -> bool:
@@ -193,47 +162,33 @@ class Channel:
         raise NotImplementedError
 
 
-class Bodies(Channel):
-    """Mutated bodies, each under the head of a request that it shall look like, several ahead on one connection."""
+class Requests(Channel):
+    """Mutated requests over HTTP/1.1: bodies, each with what puts a head before it, several ahead on one connection.
 
-    def __init__(self, mutators: Sequence[tuple[Body, Mutator]], model: str) -> None:
+    With a `last` request, which closes the connection, one is sent before it, and answers to either are the mutated
+    one's.
+    """
+
+    def __init__(self, mutators: Sequence[tuple[Callable[[bytes], bytes], Mutator]], last: bytes = b"") -> None:
         super().__init__()
-        self._mutators, self._model = itertools.cycle(mutators), model
+        self._mutators, self._last = itertools.cycle(mutators), last
         self._waiting: list[bytes] = []
         self._responses = Responses()
 
     def batch(self) -> tuple[bytes, int]:
         """Return requests that are sent ahead."""
-        for like, mutator in itertools.islice(self._mutators, BODIES_EACH):
-            self._waiting.append(replace(like, body=mutator.next()).request(self._model))
+        count = 1 if self._last else BODIES_EACH
+        made = [request(mutator.next()) for request, mutator in itertools.islice(self._mutators, count)]
+        self._waiting += made * (2 if self._last else 1)
         self.done = False
-        return b"".join(self._waiting), BODIES_EACH
+        return b"".join(made) + self._last, count
 
     def feed(self, data: bytes) -> list[tuple[str, bytes]]:
         """Return answers, which are in the order of the requests."""
         found = self._responses.feed(data)
         requests, self._waiting = self._waiting[: len(found)], self._waiting[len(found) :]
-        self.done = not self._waiting
+        self.done = not self._waiting and not self._last
         return [(f"HTTP {status}", request) for status, request in zip(found, requests, strict=False)]
-
-
-class RawHttp(Channel):
-    """One mutated request, head and all, and a valid one behind it that closes the connection."""
-
-    def __init__(self, mutator: Mutator) -> None:
-        super().__init__()
-        self._mutator = mutator
-        self._responses = Responses()
-        self._request = b""
-
-    def batch(self) -> tuple[bytes, int]:
-        """Return both requests."""
-        self._request = self._mutator.next()
-        return self._request + LAST_GET, 1
-
-    def feed(self, data: bytes) -> list[tuple[str, bytes]]:
-        """Return answers to either."""
-        return [(f"HTTP {status}", self._request) for status in self._responses.feed(data)]
 
 
 class Calls(Channel):
@@ -355,7 +310,6 @@ class FuzzConfig(Frozen):
 
     Attributes:
         attack: where to, and from where; for `wire` the HTTP port is the shard node's.
-        schema_digest: of packed requests; empty for a server that has none.
         folder: gets the requests that got a wrong answer.
     """
 
@@ -363,7 +317,6 @@ class FuzzConfig(Frozen):
     shape: BenchShape
     surface: Surface
     mutations: int
-    schema_digest: str = ""
     folder: Path
 
 
@@ -393,20 +346,6 @@ def lookups(shape: BenchShape) -> list[bytes]:
     return [('{"sparse":{' + features + '},"timeout_ms":1000,"request_id":"a"}').encode()]
 
 
-def packed(shape: BenchShape, model: str, digest: str) -> list[bytes]:
-    """Small valid rank requests in the packed form."""
-    rng, made = np.random.default_rng(1), []
-    for candidates in (1, 3):
-        lengths = rng.integers(0, 3, candidates * shape.features, dtype=np.int32)
-        request = ranking_pb2.RankRequest(model=model, num_candidates=candidates, timeout_ms=1000)
-        request.packed.schema_digest = digest
-        request.packed.ids = rng.integers(0, shape.rows, int(lengths.sum()), dtype=np.int64).tobytes()
-        request.packed.lengths = lengths.tobytes()
-        request.packed.candidate_dense = rng.standard_normal(candidates * shape.dense, dtype=np.float32).tobytes()
-        made.append(request.SerializeToString())
-    return made
-
-
 def pool_frames(shape: BenchShape, model: str) -> list[bytes]:
     """Small valid frames to a shard node."""
     drawn, rng, made = small(shape), np.random.default_rng(2), []
@@ -426,30 +365,29 @@ def channels(config: FuzzConfig) -> Callable[[], Channel]:
     """Make a channel for each new connection; all of them draw from the same mutators."""
     model, shape, surface = config.attack.model, config.shape, config.surface
     seed = f"{config.attack.seed} {surface}"
+    rank, lookup = (partial(post, path, model, messages.JSON) for path in (messages.HTTP_RANK, messages.HTTP_LOOKUP))
     if surface == "json":
-        pairs = [
-            (Body(messages.HTTP_RANK, b""), Mutator(seed + "r", corpus(shape, "json"))),
-            (Body(messages.HTTP_LOOKUP, b""), Mutator(seed + "l", lookups(shape))),
-        ]
-        return lambda: Bodies(pairs, model)
+        pairs = [(rank, Mutator(seed + "r", corpus(shape, "json"))), (lookup, Mutator(seed + "l", lookups(shape)))]
+        return lambda: Requests(pairs)
     if surface == "oip-http":
         payloads = Payloads(small(shape), "oip-http", count=CORPUS, timeout_ms=1000)
-        bodies = [Body(messages.HTTP_INFER, one.body, dict(one.headers)) for one in payloads]
         # The length of the header belongs to each body, so each is mutated by itself.
-        found = [(one, Mutator(f"{seed}{number}", [one.body])) for number, one in enumerate(bodies)]
-        return lambda: Bodies(found, model)
+        found = [
+            (partial(post, messages.HTTP_INFER, model, one.headers), Mutator(f"{seed}{number}", [one.body]))
+            for number, one in enumerate(payloads)
+        ]
+        return lambda: Requests(found)
     if surface == "grpc":
         methods = [
             (messages.GRPC_RANK, Mutator(seed + "m", corpus(shape, "grpc"))),
-            (messages.GRPC_RANK, Mutator(seed + "p", packed(shape, model, config.schema_digest))),
+            (messages.GRPC_RANK, Mutator(seed + "p", corpus(shape, "grpc-packed"))),
             (messages.GRPC_INFER, Mutator(seed + "o", corpus(shape, "oip-grpc"))),
         ]
         return lambda: Calls(methods)
     if surface == "http1-bytes":
-        whole = [Body(messages.HTTP_RANK, body).request(model) for body in corpus(shape, "json")[:4]]
-        whole += [Body(messages.HTTP_LOOKUP, body).request(model) for body in lookups(shape)]
+        whole = [*map(rank, corpus(shape, "json")[:4]), *map(lookup, lookups(shape))]
         http1 = Mutator(seed, [*whole, b"GET /healthz HTTP/1.1\r\nhost: drill\r\naccept: */*\r\n\r\n"])
-        return lambda: RawHttp(http1)
+        return lambda: Requests([(bytes, http1)], LAST_GET)
     if surface == "http2-bytes":
         http2 = Mutator(seed, [call_frames(messages.GRPC_RANK, body) for body in corpus(shape, "grpc")[:4]])
         return lambda: RawHttp2(http2)

@@ -214,7 +214,7 @@ def _answer_problems(attack: Attack, seen: Seen) -> Sequence[str]:
         return [f"answered {name} ×{count}" for name, count in wrong.items()]
     found = [f"answered {name}, must be {attack.outcome}" for name in wrong]
     # Some rules of HTTP/1.1 leave nothing to say but the end of the connection, and a 400 may be lost with it.
-    if attack.outcome == "served" or not seen.answers:
+    if attack.outcome == "served" or (attack.outcome != "ended" and not seen.answers):
         found += [f"no answer: {how}" for how in ends]
     return found
 

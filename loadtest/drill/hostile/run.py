@@ -190,7 +190,6 @@ class HostileDrill:
             DrillError: a process of the drill failed.
         """
         config, results = self._config, []
-        digest = await asyncio.to_thread(self._target.schema_digest)
         async with contextlib.AsyncExitStack() as stack:
             node: Attacked | None = None
             if self._target.snapshot is not None:
@@ -208,7 +207,6 @@ class HostileDrill:
                     shape=config.shape,
                     surface=surface,
                     mutations=max(1, round(config.mutations * share)),
-                    schema_digest=digest,
                     folder=self._folder,
                 )
                 results.append(await _fuzzed(what, target))

@@ -23,7 +23,6 @@ from loadtest.servers import serving
 from loadtest.workloads.catalog import BenchShape, bench_spec, bench_workload
 from loadtest.workloads.payloads import APIS, Api, Payloads
 from loadtest.workloads.prepare import write_random_snapshot
-from serving.client import Client
 from serving.fleet.supervisor import shardrank_command
 from serving.proto.inference import open_inference_pb2
 from shard_node.wire.frame import HEADER
@@ -113,11 +112,6 @@ class AttackedServer(Attacked):
     async def stop(self) -> None:
         """Stop the drill's own."""
         await asyncio.to_thread(self._running.close)
-
-    def schema_digest(self) -> str:
-        """Ask for the digest that packed requests have. Raises ClientError."""
-        with Client(f"grpc://{self.host}:{self.grpc_port}", timeout_ms=int(1000 * ASK_TIMEOUT_S)) as client:
-            return client.describe(self.model).schema_digest
 
     def answers(self) -> list[bytes]:
         """Return answers over every API."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 import struct
+from functools import partial
 
 import hpack
 import pytest
@@ -13,20 +15,20 @@ from hypothesis import strategies as st
 from loadtest.drill.hostile import peer as h2
 from loadtest.drill.hostile.attacker import Responses
 from loadtest.drill.hostile.fuzz import (
+    LAST_GET,
     MUTATIONS,
     SHARES,
-    Bodies,
     Calls,
     Mutator,
     RawHttp2,
+    Requests,
     Wire,
     blames_server,
     corpus,
     lookups,
-    packed,
     pool_frames,
 )
-from loadtest.drill.hostile.messages import HTTP_RANK, Body
+from loadtest.drill.hostile.messages import HTTP_RANK, JSON, post
 from loadtest.drill.hostile.target import without_id
 from loadtest.workloads.catalog import BenchShape
 from serving.api.grpc import wire
@@ -55,18 +57,31 @@ def test_mutations_change_most_requests_and_differ():
 
 
 @given(seed=st.integers(0, 2**32), data=st.binary(min_size=1, max_size=100))
-@pytest.mark.parametrize("mutation", MUTATIONS)
-def test_a_mutation_takes_any_request(mutation, seed, data):
-    import random
+@pytest.mark.parametrize("name", list(MUTATIONS))
+def test_a_mutation_takes_any_request(name, seed, data):
+    rng = random.Random(seed)
+    at = rng.randrange(len(data))
+    first, end, instead = MUTATIONS[name](rng, data, at, [data, b"x"])
+    assert at <= first <= end
+    assert len(instead) <= 300
 
-    mutation(random.Random(seed), bytearray(data), [data, b"x"])
+
+def test_up_to_four_bits_are_flipped():
+    rng, data = random.Random(0), bytes(range(20))
+    seen = set()
+    for at in [*range(20)] * 20:
+        first, end, instead = MUTATIONS["flip up to four bits"](rng, data, at, [data])
+        made = data[:first] + instead + data[end:]
+        assert len(made) == len(data)
+        seen.add((int.from_bytes(made, "big") ^ int.from_bytes(data, "big")).bit_count())
+    assert seen == {1, 2, 3, 4}
 
 
 def test_corpora_are_valid_requests():
     for body in corpus(SHAPE, "json"):
         assert {len(bags) for bags in json.loads(body)["candidates"]["sparse"].values()} <= {1, 2, 3}
     assert all(json.loads(body)["sparse"] for body in lookups(SHAPE))
-    for body in packed(SHAPE, "m", "d"):
+    for body in corpus(SHAPE, "grpc-packed"):
         request = ranking_pb2.RankRequest.FromString(body)
         assert len(request.packed.candidate_dense) == 4 * SHAPE.dense * request.num_candidates
     for frame in pool_frames(SHAPE, "m"):
@@ -95,7 +110,7 @@ def test_responses_are_cut_wherever_they_arrive(sizes, cut):
 
 
 def test_each_answer_is_told_with_the_body_that_got_it():
-    bodies = Bodies([(Body(HTTP_RANK, b""), Mutator("0", [b'{"a": 1}']))], "m")
+    bodies = Requests([(partial(post, HTTP_RANK, "m", JSON), Mutator("0", [b'{"a": 1}']))])
     data, count = bodies.batch()
     assert data.count(b"POST /v1/models/m:rank HTTP/1.1\r\n") == count
     first = bodies.feed(b"HTTP/1.1 400 x\r\ncontent-length: 0\r\n\r\n")
@@ -104,6 +119,16 @@ def test_each_answer_is_told_with_the_body_that_got_it():
     assert not bodies.done
     bodies.feed(b"HTTP/1.1 200 x\r\ncontent-length: 0\r\n\r\n" * (count - 1))
     assert bodies.done
+
+
+def test_both_answers_on_a_connection_that_is_closed_are_those_of_the_mutated_request():
+    requests = Requests([(bytes, Mutator("0", [b"GET / HTTP/1.1\r\n\r\n"]))], LAST_GET)
+    data, count = requests.batch()
+    assert count == 1
+    assert data.endswith(LAST_GET)
+    answers = requests.feed(b"HTTP/1.1 400 x\r\ncontent-length: 0\r\n\r\nHTTP/1.1 200 x\r\ncontent-length: 0\r\n\r\n")
+    assert answers == [("HTTP 400", data.removesuffix(LAST_GET)), ("HTTP 200", data.removesuffix(LAST_GET))]
+    assert not requests.done
 
 
 def test_answers_are_compared_without_the_ids_that_a_server_draws():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ CONFIG = AttackConfig(
 
 
 def built(name: str) -> bytes:
-    return messages.MESSAGES[name][1](CONFIG)
+    return messages.MESSAGES[name].build(CONFIG)
 
 
 def infer(name: str) -> open_inference_pb2.ModelInferRequest:
@@ -63,36 +64,51 @@ def test_a_lookup_and_a_rank_request_have_a_million_features():
     assert len(message.candidates.sparse[CONFIG.features[0]].ids) == 1_000_000
 
 
-@pytest.mark.parametrize("name", list(messages.MESSAGES))
+@pytest.mark.parametrize("name", [one.name for one in messages.MESSAGES.values() if one.form == "both"])
 def test_a_message_stays_within_the_limit_in_bytes(name):
     assert 20_000 < len(built(name)) <= LIMIT
 
 
-@pytest.mark.parametrize("name", list(messages.BODIES))
+@pytest.mark.parametrize("name", [one.name for one in messages.MESSAGES.values() if one.form == "post"])
 def test_a_body_stays_within_the_limit_in_bytes_as_it_is_sent(name):
-    body = messages.BODIES[name][0](CONFIG)
-    assert 0 < len(body.body) <= LIMIT
-    head, _, rest = body.request(CONFIG.model).partition(b"\r\n\r\n")
-    assert rest == body.body
+    body = built(name)
+    assert 0 < len(body) <= LIMIT
+    head, _, rest = messages.MESSAGES[name].encode(CONFIG, "post").partition(b"\r\n\r\n")
+    assert rest == body
     assert f"content-length: {len(rest)}".encode() in head
     assert CONFIG.model.encode() in head
 
 
+def test_json_is_as_long_as_it_may_be():
+    short = CONFIG.model_copy(update={"json_bytes": 10_000})
+    for name in ("json-open-lists", "json-keys", "json-one-key", "json-not-utf8", "oip-json-inputs"):
+        assert 7_000 < len(messages.MESSAGES[name].build(short)) <= 10_000
+    assert set(json.loads(messages.MESSAGES["json-one-key"].build(short))["sparse"]) == {CONFIG.features[0]}
+
+
+def test_empty_blocks_of_deflate_hold_nothing():
+    body = built("oip-deflate-empty-blocks")
+    assert len(body) > LIMIT - 100
+    unpacked = zlib.decompressobj()
+    assert unpacked.decompress(body[:1_000_000]) == b""
+    assert not unpacked.eof
+
+
 def test_what_is_wrong_stands_at_the_very_end():
-    lookup = json.loads(messages.full_lookup(CONFIG, '"x"').body)["sparse"]
+    lookup = json.loads(messages.full_lookup(CONFIG, '"x"'))["sparse"]
     assert lookup[CONFIG.features[-1]][-1][-1] == "x"
     ids = [one for bags in lookup.values() for bag in bags for one in bag]
     assert 1_000_000 < len(ids) <= 1 << 20
     assert [one for one in ids if not isinstance(one, int)] == ["x"]
-    rank = json.loads(messages.full_rank(CONFIG, '"x"').body)["candidates"]
+    rank = json.loads(messages.full_rank(CONFIG, '"x"'))["candidates"]
     assert rank["dense"][-1][-1] == "x"
     assert {len(row) for row in rank["dense"]} == {13}
 
 
 def test_what_is_as_large_as_allowed_is_within_the_limits():
-    bags = json.loads(messages.full_lookup(CONFIG).body)["sparse"]
+    bags = json.loads(messages.full_lookup(CONFIG))["sparse"]
     assert sum(map(len, bags.values())) * messages.DIM <= messages.MAX_FLOATS
-    answer = messages.full_answer(CONFIG).body
+    answer = messages.full_answer(CONFIG)
     assert 0.99 < sum(map(len, json.loads(answer)["sparse"].values())) * messages.DIM / messages.MAX_FLOATS <= 1
 
 
@@ -107,9 +123,9 @@ def test_groups_are_as_deep_as_the_message_is_long():
     assert int(opened.sum()) > 7_999_000
 
 
-@pytest.mark.parametrize("name", list(messages.HEADS))
+@pytest.mark.parametrize("name", [one.name for one in messages.MESSAGES.values() if one.form == "raw"])
 def test_a_head_that_is_wrong_is_of_a_lookup_of_the_model(name):
-    request = messages.HEADS[name][0](CONFIG)
+    request = messages.MESSAGES[name].encode(CONFIG, "raw")
     assert request.startswith(b"POST /v1/models/bench-mlp:lookup HTTP/1.1\r\n")
     assert len(request) < LIMIT + 1_000_000
 

@@ -76,6 +76,13 @@ def test_a_message_that_must_be_served_is_not_refused():
     assert problems(attack, answers={"HTTP 400": 3}) == ("answered HTTP 400, must be served",)
 
 
+def test_a_message_that_costs_more_than_a_connection_may_is_refused_or_its_connection_ended():
+    attack = attack_named("oip-deflate-empty-blocks")
+    assert problems(attack, answers={}, ends={"reset": 3}) == ()
+    assert problems(attack, answers={"HTTP 400": 3}) == ()
+    assert problems(attack, answers={"HTTP 200": 3}) == ("answered HTTP 200, must be ended",)
+
+
 @pytest.mark.parametrize("how", [{"ends": {"GOAWAY 11": 4}}, {"answers": {"HTTP 429": 1}}])
 def test_a_flood_whose_source_is_ended_or_refused_passes(how):
     assert problems(FLOOD, **{"answers": {}, "stalls_ms": (500.0,), **how}) == ()
