@@ -25,13 +25,13 @@ import numpy as np
 import torch
 import uvloop
 from rich.console import Console
-from rich.table import Table
 
 from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec, TableSpec
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.row_source import RowsFromBlocks
 from loader.snapshot.writer import export_snapshot
 from loadtest.load.result import processor
+from loadtest.tables import make_table
 from router.feature_schema import FeatureSchema
 from router.id_mapping import IdMapper
 from router.plan import Plan
@@ -298,9 +298,8 @@ async def _check_same_answers(calls: dict[str, Call], batch: Batch) -> None:
 
 def _print(results: list[dict[str, Any]], console: Console) -> None:
     names = list(results[0]["us_per_batch"])
-    table = Table(title="ns per row (ratio to the bare op)")
-    for column in ("dim", "hotness", "batch", *names, "local overhead µs"):
-        table.add_column(column, justify="right")
+    columns = ("dim", "hotness", "batch", *names, "local overhead µs")
+    table = make_table([], columns, title="ns per row (ratio to the bare op)")
     for result in results:
         cells = [f"{result['ns_per_row'][name]:.1f} ({result['ratio_to_bare_op'][name]:.2f}×)" for name in names]
         shape = [str(result[key]) for key in ("embedding_dim", "hotness", "batch")]

@@ -15,7 +15,7 @@ import contextlib
 import subprocess
 import tempfile
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -32,13 +32,15 @@ import loadtest
 from loader.errors import ShardrankError
 from loader.snapshot.manifest import Frozen
 from loadtest.errors import LoadConfigError
+from loadtest.load.closed_loop import Weighed
 from loadtest.load.config import OfferedLoad, bench_load
-from loadtest.load.messages import Scores, Weighed
-from loadtest.load.processes import READY_TIMEOUT_S, Generators, Workers
+from loadtest.load.generator import Generators
 from loadtest.load.result import this_machine, versions
-from loadtest.servers import HOST, Mode, Server, check_scores, in_turn, serving
-from loadtest.serving_cost.limit_process import Compute, Computed, LimitConfig, Score
-from loadtest.serving_cost.result import AgainstBench, Cost, Pair, Saturated, ServingBench, Unloaded, show, show_against
+from loadtest.load.workers import Workers
+from loadtest.rounds import in_turn
+from loadtest.servers import HOST, Mode, Server, check_scores, serving
+from loadtest.serving_limit import LimitConfig, LimitProcess
+from loadtest.tables import Number, Spread, grouped_table, median_of
 from loadtest.workloads.catalog import BenchShape, BenchWorkload, Head, bench_spec
 from loadtest.workloads.cli import same_option
 from loadtest.workloads.payloads import APIS, Api
@@ -51,6 +53,11 @@ CHECKED_REQUESTS = 2
 TOLERANCES = {"float32": 1e-4, "bfloat16": 0.02}
 OLD_APIS: dict[Api, Api] = {"grpc-packed": "grpc"}
 """What the old server is asked in place of an API that it may not have."""
+MAX_CPU_RATIO: dict[Api, float] = {"grpc-packed": 1.25, "grpc": 1.25, "oip-grpc": 1.25, "oip-http": 1.25, "json": 1.6}
+MAX_EXTRA_MS: dict[Mode, float] = {"local": 0.5, "two_shards": 1.0}
+"""What is aimed at: processor time beyond the limit's, and time beyond that of its batch of one request."""
+MAX_RATIO: dict[Api, float] = {"grpc-packed": 1.0, "oip-http": 1.05, "oip-grpc": 1.05, "json": 1.1, "grpc": 1.25}
+"""What is aimed at: processor time of a request, the new server's to the old one's."""
 SERVED_PACKAGES = ("loader", "shard_node", "router", "serving")
 
 Say = Callable[[str], None]
@@ -109,29 +116,139 @@ class BenchConfig(Frozen):
             arguments += ("--profile", str(self.profile_folder / f"profile-{head}.json"))
         return arguments
 
-    def about(self) -> dict[str, Any]:
-        """Fill in what every result tells."""
-        machine = this_machine()
-        return {
-            "began_at": datetime.now(UTC).isoformat(timespec="seconds"),
-            "machine": f"{machine.cpu}, {machine.cores} cores",
-            "versions": {**versions(), "torch": torch.__version__, "numpy": np.__version__},
-            "shape": self.shape,
-            "dtype": self.served_dtype,
-            "server_arguments": self.server_arguments(self.heads[0]),
-            "in_flight": self.in_flight,
-            "seconds": self.seconds,
-            "rounds": self.rounds,
-        }
+
+class Cell(Frozen):
+    """What was asked in a round."""
+
+    round: int
+    head: Head
+    hotness: int
+    api: Api
+
+
+class Saturated(Cell):
+    """One server under full load, and the limit right after it.
+
+    Attributes:
+        cpu_ms: processor time of the server's processes for each request.
+        limit_cpu_ms: that of the same batches without a server.
+        ratio: the one to the other.
+        batch_requests: mean size of the server's batches, and of the limit's.
+        requests_per_s: answered.
+        server_cores, client_cores: processor seconds a second.
+        p50_ms, p99_ms: of requests, under this load.
+    """
+
+    cpu_ms: float
+    limit_cpu_ms: float
+    ratio: float
+    batch_requests: float
+    requests_per_s: float
+    server_cores: float
+    client_cores: float
+    p50_ms: float
+    p99_ms: float
+
+
+class Unloaded(Cell):
+    """One request after the other, and the limit's batches of one.
+
+    Attributes:
+        p50_ms: from sending to answer.
+        limit_ms: median time of a batch of one request without a server.
+        extra_ms: the difference.
+    """
+
+    mode: Mode
+    p50_ms: float
+    limit_ms: float
+    extra_ms: float
+
+
+class Cost(Frozen):
+    """Of one server under full load.
+
+    Attributes:
+        cpu_us: processor time of its processes for each request.
+        requests_per_s: answered.
+        client_cores: processor seconds a second of the client.
+        p50_ms: of requests, under this load.
+    """
+
+    cpu_us: float
+    requests_per_s: float
+    client_cores: float
+    p50_ms: float
+
+
+class Pair(Cell):
+    """Both servers, one right after the other; each was asked in its API."""
+
+    old_api: Api
+    new: Cost
+    old: Cost
+
+    @property
+    def ratio(self) -> float:
+        """Processor time of a request, new to old."""
+        return self.new.cpu_us / self.old.cpu_us
+
+
+class ServingRun(Frozen):
+    """What every run of the benchmark tells.
+
+    Attributes:
+        began_at: wall clock, ISO 8601 with UTC offset.
+        machine: processor and cores.
+        versions: of shardrank, Python and the main libraries.
+        server_arguments: flags of the servers beside those that every run has.
+        in_flight: requests of the client under full load.
+        seconds: that each full load was weighed for.
+    """
+
+    began_at: str
+    machine: str
+    versions: dict[str, str]
+    shape: BenchShape
+    dtype: Literal["float32", "bfloat16"]
+    server_arguments: tuple[str, ...]
+    in_flight: int
+    seconds: float
+    rounds: int = Field(ge=1)
+
+
+class ServingBench(ServingRun):
+    """The document of `--json`: servers against the same batches without one."""
+
+    kind: Literal["serving_bench"] = "serving_bench"
+    format_version: Literal[1] = 1
+    saturated: tuple[Saturated, ...]
+    unloaded: tuple[Unloaded, ...]
+
+
+class AgainstBench(ServingRun):
+    """The document of `--json` with `--against`.
+
+    Attributes:
+        new_commit, old_commit: as `git describe` names what was run, with `-dirty` where files differ from it.
+    """
+
+    kind: Literal["serving_against"] = "serving_against"
+    format_version: Literal[1] = 1
+    new_commit: str
+    old_commit: str
+    pairs: tuple[Pair, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class _Client:
-    """Asks servers of one model."""
+class _Bench:
+    """Everything that is measured of one model, by one client."""
 
     config: BenchConfig
     head: Head
+    snapshot: Path
     generators: Generators
+    say: Say
 
     def load(self, server: Server, hotness: int, api: Api) -> OfferedLoad:
         workload = BenchWorkload(shape=self.config.shape, head=self.head, hotness=hotness)
@@ -144,6 +261,29 @@ class _Client:
     def scores(self, server: Server, hotness: int, api: Api, request: int) -> Float32Array:
         return self.generators.scores(self.load(server, hotness, api), request)
 
+    def told(self, number: int, hotness: int, what: str) -> None:
+        self.say(f"{self.head}, hotness {hotness}, round {number + 1}: {what}")
+
+
+def _of_each_head(config: BenchConfig, folder: Path, say: Say) -> Iterator[_Bench]:
+    with Generators() as generators:
+        for head in config.heads:
+            say(f"{head}: writing {config.shape.rows} rows")
+            snapshot = write_random_snapshot(bench_spec(config.shape, head), folder / "store")
+            yield _Bench(config, head, snapshot, generators, say)
+
+
+def _about(config: BenchConfig) -> dict[str, Any]:
+    machine = this_machine()
+    return {
+        "began_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": f"{machine.cpu}, {machine.cores} cores",
+        "versions": {**versions(), "torch": torch.__version__, "numpy": np.__version__},
+        "dtype": config.served_dtype,
+        "server_arguments": config.server_arguments(config.heads[0]),
+        **{name: getattr(config, name) for name in ("shape", "in_flight", "seconds", "rounds")},
+    }
+
 
 def run_bench(config: BenchConfig, folder: Path, say: Say) -> ServingBench:
     """Measure servers against the same batches without one.
@@ -152,107 +292,87 @@ def run_bench(config: BenchConfig, folder: Path, say: Say) -> ServingBench:
         LoadError: a process ended or a request failed.
         ShardrankError: the snapshots can't be written.
     """
-    about = config.about()
-    saturated: list[Saturated] = []
-    unloaded: list[Unloaded] = []
-    with Generators() as generators:
-        for head in config.heads:
-            say(f"{head}: writing {config.shape.rows} rows")
-            snapshot = write_random_snapshot(bench_spec(config.shape, head), folder / "store")
-            with contextlib.ExitStack() as stack:
-                say(f"{head}: starting servers")
-                limit_config = LimitConfig(
-                    snapshot=str(snapshot), shape=config.shape, head=head, dtype=config.served_dtype
-                )
-                limit = stack.enter_context(
-                    Workers("loadtest.serving_cost.limit_process", limit_config.model_dump_json())
-                )
-                servers: dict[Mode, Server] = {}
-                for mode in dict.fromkeys(("local", *config.modes)):
-                    arguments, log = config.server_arguments(head, mode), folder / f"{head}-{mode}.log"
-                    servers[mode] = stack.enter_context(serving(mode, snapshot, arguments, log))
-                measure = _Measure(_Client(config, head, generators), limit, servers, say)
+    about, saturated, unloaded = _about(config), list[Saturated](), list[Unloaded]()
+    for bench in _of_each_head(config, folder, say):
+        head = bench.head
+        with contextlib.ExitStack() as stack:
+            say(f"{head}: starting servers")
+            limit_config = LimitConfig(bench.snapshot, config.shape, head, config.served_dtype)
+            limit = LimitProcess(stack.enter_context(Workers()), limit_config)
+            servers: dict[Mode, Server] = {}
+            for mode in dict.fromkeys(("local", *config.modes)):
+                arguments, log = config.server_arguments(head, mode), folder / f"{head}-{mode}.log"
+                servers[mode] = stack.enter_context(serving(mode, bench.snapshot, arguments, log))
+            for hotness in config.hotness:
+                _check(bench, limit, servers, hotness)
+            for number in range(config.rounds):
                 for hotness in config.hotness:
-                    measure.check(hotness)
-                for number in range(config.rounds):
-                    for hotness in config.hotness:
-                        saturated += measure.saturated(number, hotness)
-                        unloaded += measure.unloaded(number, hotness)
+                    saturated += _saturated(bench, limit, servers["local"], number, hotness)
+                    unloaded += _unloaded(bench, limit, servers, number, hotness)
     return ServingBench(**about, saturated=tuple(saturated), unloaded=tuple(unloaded))
 
 
-@dataclass(frozen=True, slots=True)
-class _Measure:
-    """One model's servers, its limit and the client."""
+def _check(bench: _Bench, limit: LimitProcess, servers: Mapping[Mode, Server], hotness: int) -> None:
+    """Compare a few answers of every server, over every API, with the limit's scores."""
+    bench.say(f"{bench.head}, hotness {hotness}: comparing scores")
+    for request in range(CHECKED_REQUESTS):
+        expected = limit.score(hotness, request)
+        for api in bench.config.apis:
+            for mode, server in servers.items():
+                scores = bench.scores(server, hotness, api, request)
+                check_scores(f"{mode}, {api}", scores, expected, TOLERANCES[bench.config.served_dtype])
 
-    client: _Client
-    limit: Workers
-    servers: Mapping[Mode, Server]
-    say: Say
 
-    def check(self, hotness: int) -> None:
-        """Compare a few answers of every server, over every API, with the limit's scores."""
-        config, head = self.client.config, self.client.head
-        self.say(f"{head}, hotness {hotness}: comparing scores")
-        for request in range(CHECKED_REQUESTS):
-            told = self.limit.ask([Score(hotness=hotness, request=request)], Scores, READY_TIMEOUT_S)[0]
-            expected = np.array(told.scores, np.float32)
-            for api in config.apis:
-                for mode, server in self.servers.items():
-                    scores = self.client.scores(server, hotness, api, request)
-                    check_scores(f"{mode}, {api}", scores, expected, TOLERANCES[config.served_dtype])
+def _saturated(bench: _Bench, limit: LimitProcess, server: Server, number: int, hotness: int) -> Iterator[Saturated]:
+    """Put full load on over each API, with the limit right after each."""
+    config = bench.config
+    for api in in_turn(config.apis, number):
+        bench.told(number, hotness, f"{api} at {config.in_flight} in flight")
+        before = _batches(server)
+        load = bench.busy(server, hotness, api, config.in_flight, config.seconds)
+        after = _batches(server)
+        batch_requests = max(1.0, (after[0] - before[0]) / (after[1] - before[1]))
+        computed = limit.compute(hotness, batch_requests, config.limit_s)
+        limit_cpu_ms = computed.cpu_s / computed.requests * 1e3
+        yield Saturated(
+            round=number,
+            head=bench.head,
+            hotness=hotness,
+            api=api,
+            cpu_ms=load.cpu_ms,
+            limit_cpu_ms=limit_cpu_ms,
+            ratio=load.cpu_ms / limit_cpu_ms,
+            batch_requests=batch_requests,
+            requests_per_s=load.requests_per_s,
+            server_cores=load.server_cpu_s / load.seconds,
+            client_cores=load.client_cpu_s / load.seconds,
+            p50_ms=load.p50_ms,
+            p99_ms=load.p99_ms,
+        )
 
-    def saturated(self, number: int, hotness: int) -> list[Saturated]:
-        """Put full load on over each API, with the limit right after each."""
-        config, head, server = self.client.config, self.client.head, self.servers["local"]
-        found = []
-        for api in in_turn(config.apis, number):
-            self.say(f"{head}, hotness {hotness}, round {number + 1}: {api} at {config.in_flight} in flight")
-            before = _batches(server)
-            load = self.client.busy(server, hotness, api, config.in_flight, config.seconds)
-            after = _batches(server)
-            batch_requests = max(1.0, (after[0] - before[0]) / (after[1] - before[1]))
-            computed = self._compute(hotness, batch_requests, config.limit_s)
-            cpu_ms = load.server_cpu_s / load.requests * 1e3
-            limit_cpu_ms = computed.cpu_s / computed.requests * 1e3
-            found.append(
-                Saturated(
-                    round=number,
-                    head=head,
-                    hotness=hotness,
-                    api=api,
-                    cpu_ms=cpu_ms,
-                    limit_cpu_ms=limit_cpu_ms,
-                    ratio=cpu_ms / limit_cpu_ms,
-                    batch_requests=batch_requests,
-                    requests_per_s=load.requests / load.seconds,
-                    server_cores=load.server_cpu_s / load.seconds,
-                    client_cores=load.client_cpu_s / load.seconds,
-                    p50_ms=load.p50_ms,
-                    p99_ms=load.p99_ms,
-                )
+
+def _unloaded(
+    bench: _Bench, limit: LimitProcess, servers: Mapping[Mode, Server], number: int, hotness: int
+) -> Iterator[Unloaded]:
+    """Ask one request after the other, over each API and from each server."""
+    config = bench.config
+    if not config.modes:
+        return
+    bench.told(number, hotness, "one request after the other")
+    limit_ms = limit.compute(hotness, 1.0, config.unloaded_s).batch_p50_ms
+    for mode in config.modes:
+        for api in config.apis:
+            p50_ms = bench.busy(servers[mode], hotness, api, 1, config.unloaded_s).p50_ms
+            yield Unloaded(
+                round=number,
+                head=bench.head,
+                hotness=hotness,
+                api=api,
+                mode=mode,
+                p50_ms=p50_ms,
+                limit_ms=limit_ms,
+                extra_ms=p50_ms - limit_ms,
             )
-        return found
-
-    def unloaded(self, number: int, hotness: int) -> list[Unloaded]:
-        """Ask one request after the other, over each API and from each server."""
-        config, head = self.client.config, self.client.head
-        if not config.modes:
-            return []
-        self.say(f"{head}, hotness {hotness}, round {number + 1}: one request after the other")
-        limit_ms = self._compute(hotness, 1.0, config.unloaded_s).batch_p50_ms
-        found = []
-        for mode in config.modes:
-            for api in config.apis:
-                p50_ms = self.client.busy(self.servers[mode], hotness, api, 1, config.unloaded_s).p50_ms
-                cell = {"round": number, "head": head, "hotness": hotness, "api": api, "mode": mode}
-                times = {"p50_ms": p50_ms, "limit_ms": limit_ms, "extra_ms": p50_ms - limit_ms}
-                found.append(Unloaded.model_validate(cell | times))
-        return found
-
-    def _compute(self, hotness: int, batch_requests: float, seconds: float) -> Computed:
-        asked = Compute(hotness=hotness, batch_requests=batch_requests, seconds=seconds)
-        return self.limit.ask([asked], Computed, seconds + READY_TIMEOUT_S)[0]
 
 
 def _batches(server: Server) -> tuple[float, float]:
@@ -292,44 +412,41 @@ def run_against(config: BenchConfig, other: Path, old_apis: Mapping[Api, Api], f
     if missing := [name for name in SERVED_PACKAGES if not (checkouts["old"] / name / "__init__.py").is_file()]:
         raise LoadConfigError(f"{other}: not a checkout of this repository; it has no {missing[0]}/__init__.py")
     config = config.model_copy(update={"profile_folder": None})
-    about, pairs = config.about(), list[Pair]()
-    with Generators() as generators:
-        for head in config.heads:
-            say(f"{head}: writing {config.shape.rows} rows")
-            snapshot = write_random_snapshot(bench_spec(config.shape, head), folder / "store")
-            for number in range(config.rounds):
-                say(f"{head}, round {number + 1}: starting both servers")
-                with contextlib.ExitStack() as stack:
-                    servers: dict[Side, Server] = {}
-                    for side, checkout in checkouts.items():
-                        log = folder / f"{head}-{side}.log"
-                        started = serving("local", snapshot, config.server_arguments(head), log, checkout)
-                        servers[side] = stack.enter_context(started)
-                    pairs += _round(_Client(config, head, generators), number, old_apis, servers, say)
-    new_commit, old_commit = _commit(checkouts["new"]), _commit(checkouts["old"])
-    return AgainstBench(**about, new_commit=new_commit, old_commit=old_commit, pairs=tuple(pairs))
+    about, pairs = _about(config), list[Pair]()
+    for bench in _of_each_head(config, folder, say):
+        for number in range(config.rounds):
+            say(f"{bench.head}, round {number + 1}: starting both servers")
+            with contextlib.ExitStack() as stack:
+                servers: dict[Side, Server] = {}
+                for side, checkout in checkouts.items():
+                    arguments, log = config.server_arguments(bench.head), folder / f"{bench.head}-{side}.log"
+                    servers[side] = stack.enter_context(serving("local", bench.snapshot, arguments, log, checkout))
+                pairs += _pairs(bench, number, old_apis, servers)
+    commits = {f"{side}_commit": _commit(checkout) for side, checkout in checkouts.items()}
+    return AgainstBench(**about, **commits, pairs=tuple(pairs))
 
 
-def _round(
-    client: _Client, number: int, old_apis: Mapping[Api, Api], servers: Mapping[Side, Server], say: Say
-) -> list[Pair]:
+def _pairs(bench: _Bench, number: int, old_apis: Mapping[Api, Api], servers: Mapping[Side, Server]) -> Iterator[Pair]:
     """Every hotness and API on both; in the first round, after their scores were compared."""
-    config, head, found = client.config, client.head, []
-    sides: tuple[Side, ...] = ("new", "old")
-    order = in_turn(sides, number)
+    config = bench.config
+    order: list[Side] = in_turn(("new", "old"), number)
     for hotness in config.hotness:
         for api in config.apis:
             asked: dict[Side, Api] = {"new": api, "old": old_apis.get(api, api)}
             for request in range(CHECKED_REQUESTS if number == 0 else 0):
-                scores = {side: client.scores(servers[side], hotness, asked[side], request) for side in order}
+                scores = {side: bench.scores(servers[side], hotness, asked[side], request) for side in order}
                 check_scores(f"new, {api}", scores["new"], scores["old"], TOLERANCES[config.served_dtype])
             costs: dict[Side, Cost] = {}
             for side in order:
-                say(f"{head}, hotness {hotness}, round {number + 1}: {asked[side]}, {side}")
-                load = client.busy(servers[side], hotness, asked[side], config.in_flight, config.seconds)
-                costs[side] = Cost.of(load)
-            found.append(Pair(round=number, head=head, hotness=hotness, api=api, old_api=asked["old"], **costs))
-    return found
+                bench.told(number, hotness, f"{asked[side]}, {side}")
+                load = bench.busy(servers[side], hotness, asked[side], config.in_flight, config.seconds)
+                costs[side] = Cost(
+                    cpu_us=load.cpu_ms * 1e3,
+                    requests_per_s=load.requests_per_s,
+                    client_cores=load.client_cpu_s / load.seconds,
+                    p50_ms=load.p50_ms,
+                )
+            yield Pair(round=number, head=bench.head, hotness=hotness, api=api, old_api=asked["old"], **costs)
 
 
 def _commit(checkout: Path) -> str:
@@ -338,6 +455,52 @@ def _commit(checkout: Path) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return f"{checkout.name}, not under git"
+
+
+def show(result: ServingBench | AgainstBench, console: Console) -> None:
+    """Print what the benchmark found, beside what is aimed at."""
+    console.print(
+        f"{result.began_at}, {result.machine}, dense model in {result.dtype}, {result.rounds} rounds\n"
+        f"requests: {result.shape.requests}"
+    )
+    under_load = f"{result.in_flight} in flight: processor time of the server for each request"
+    keys = {"head": "head", "hotness": "hotness", "api": "api"}
+    if isinstance(result, AgainstBench):
+        console.print(f"new: {result.new_commit}, old: {result.old_commit}")
+        numbers: dict[str, Number[Pair]] = {
+            "new µs (least–most)": lambda pairs: Spread.of(one.new.cpu_us for one in pairs).shown(0),
+            "old µs (least–most)": lambda pairs: Spread.of(one.old.cpu_us for one in pairs).shown(0),
+            "new /s": lambda pairs: f"{np.median([one.new.requests_per_s for one in pairs]):.0f}",
+            "old /s": lambda pairs: f"{np.median([one.old.requests_per_s for one in pairs]):.0f}",
+            "client cores": lambda pairs: (
+                f"{max(cost.client_cores for one in pairs for cost in (one.new, one.old)):.2f}"
+            ),
+        }
+        keys["old api"] = "old_api"
+        spread = ("new / old", "ratio", "×")
+        title = f"{under_load}, new to old"
+        console.print(grouped_table(title, result.pairs, keys, spread, lambda one: MAX_RATIO[one.api], numbers))
+        return
+    of_load: dict[str, Number[Saturated]] = {
+        "CPU ms": median_of("cpu_ms", 3),
+        "limit ms": median_of("limit_cpu_ms", 3),
+        "requests/s": median_of("requests_per_s", 0),
+        "batch": median_of("batch_requests", 1),
+        "server cores": median_of("server_cores", 2),
+        "client cores": median_of("client_cores", 2),
+        "p50 ms": median_of("p50_ms", 2),
+        "p99 ms": median_of("p99_ms", 2),
+    }
+    spread, title = ("ratio", "ratio", "×"), f"{under_load}, to its limit"
+    console.print(grouped_table(title, result.saturated, keys, spread, lambda one: MAX_CPU_RATIO[one.api], of_load))
+    if result.unloaded:
+        keys = {"head": "head", "hotness": "hotness", "rows": "mode", "api": "api"}
+        times: dict[str, Number[Unloaded]] = {"p50 ms": median_of("p50_ms", 2), "limit ms": median_of("limit_ms", 2)}
+        spread, title = (
+            ("beyond the limit, ms", "extra_ms", ""),
+            "One in flight: p50, and what it is beyond the limit's batch of one",
+        )
+        console.print(grouped_table(title, result.unloaded, keys, spread, lambda one: MAX_EXTRA_MS[one.mode], times))
 
 
 def _old_apis(ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]) -> dict[Api, Api]:
@@ -403,12 +566,11 @@ def main(json_file: Path | None, against: Path | None, old_apis: dict[Api, Api],
         with tempfile.TemporaryDirectory(prefix="bench-serving-") as folder:
             if against is None:
                 result = run_bench(config, Path(folder), console.print)
-                show(result, console)
             else:
                 result = run_against(config, against, old_apis, Path(folder), console.print)
-                show_against(result, console)
     except ShardrankError as error:
         raise click.ClickException(str(error)) from error
+    show(result, console)
     if json_file is not None:
         json_file.write_text(result.model_dump_json(indent=1) + "\n", encoding="utf-8")
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypeAlias, TypeVar
+from typing import Literal, TypeAlias
 
 import numpy as np
 import psutil
@@ -23,7 +23,6 @@ from serving.fleet.process import PARENT_PID_VARIABLE
 from serving.fleet.supervisor import describe_exit, shardrank_command
 from shard_node.bags import Float32Array
 
-One = TypeVar("One")
 Mode: TypeAlias = Literal["local", "two_shards"]
 
 HOST = "127.0.0.1"
@@ -202,12 +201,6 @@ def serving(
         ports = ports_in(log)
         assert ports is not None
         yield Server(*ports, started.process_ids)
-
-
-def in_turn(ones: Sequence[One], number: int) -> list[One]:
-    """Give the order in which a round, from 0, measures: each is first in turn."""
-    first = number % len(ones)
-    return [*ones[first:], *ones[:first]]
 
 
 def check_scores(who: str, found: Float32Array, expected: Float32Array, allowed: float) -> None:

@@ -132,6 +132,6 @@ def compare_cards(
       shardrank loadtest compare-cards --cards 1 --shards 1,2 --replicate-bytes 0 --rounds 10
       shardrank loadtest compare-cards --cards 1 --shards 1,2 --hosts --delay-ms 0.2 --workers 2
     """
-    from loadtest.compare.result import checked_configs, execute
+    from loadtest.compare.run import checked_configs, execute
 
     ctx.exit(execute(*checked_configs(given), store, json_file, html_file))

@@ -9,14 +9,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import psutil
 
 from loadtest.errors import LateAnswerError, RequestFailedError
-from loadtest.load.messages import Busy, Weighed
-from loadtest.load.recorder import OK
+from loadtest.load.config import OfferedLoad
+from loadtest.load.recorder import MAX_CPU_SHARE, OK
 from loadtest.load.senders import GrpcSender, HttpSender, Outgoing, make_sender
 from loadtest.workloads.payloads import Headers, Payloads
 
@@ -24,6 +25,43 @@ ANSWER_TIMEOUT_S = 60.0
 LATE_KINDS = frozenset({"timeout", "http_504", "grpc_deadline_exceeded"})
 """Kinds of failed requests that had too little time."""
 _FAILED = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Weighed:
+    """What a busy server took.
+
+    Attributes:
+        requests: answered right within the seconds.
+        seconds: that it were.
+        server_cpu_s, client_cpu_s: processor time of the server's processes, and of the generator's own.
+        p50_ms, p99_ms: from sending to answer.
+    """
+
+    requests: int
+    seconds: float
+    server_cpu_s: float
+    client_cpu_s: float
+    p50_ms: float
+    p99_ms: float
+
+    @property
+    def requests_per_s(self) -> float:
+        """Answers a second."""
+        return self.requests / self.seconds
+
+    @property
+    def cpu_ms(self) -> float:
+        """Processor time of the server for each answer."""
+        return self.server_cpu_s / self.requests * 1e3
+
+
+def not_busy_because(busy: Weighed) -> tuple[str, ...]:
+    """Say why a closed loop's throughput would be the client's rather than the server's."""
+    share = busy.client_cpu_s / busy.seconds
+    if share <= MAX_CPU_SHARE:
+        return ()
+    return (f"throughput: the client used {share:.0%} of a core; at most {MAX_CPU_SHARE:.0%} is allowed",)
 
 
 def cpu_seconds(process_ids: Iterable[int]) -> float:
@@ -73,8 +111,26 @@ class _ClosedLoop:
             self._failed.set_exception(error)
 
 
-async def keep_busy(asked: Busy, pool: Payloads, headers: Iterator[Headers]) -> Weighed:
+async def keep_busy(
+    load: OfferedLoad,
+    pool: Payloads,
+    headers: Iterator[Headers],
+    *,
+    in_flight: int,
+    warmup_s: float,
+    seconds: float,
+    process_ids: Sequence[int],
+) -> Weighed:
     """Keep a server busy, each request sent with the next of `headers` beside its own.
+
+    Args:
+        load: where requests go.
+        pool: of them.
+        headers: one after the other.
+        in_flight: requests that are always out.
+        warmup_s: before the seconds.
+        seconds: that are counted.
+        process_ids: of the server, weighed at the begin and the end of the seconds.
 
     Raises:
         RequestFailedError: a request failed, or its answer has another number of scores than candidates.
@@ -83,35 +139,35 @@ async def keep_busy(asked: Busy, pool: Payloads, headers: Iterator[Headers]) -> 
     """
     loop = _ClosedLoop(pool)
     sender = await make_sender(
-        asked.load.at,
+        load.at,
         pool,
         loop,
         loop.on_over,
         headers,
-        connections=asked.in_flight,
-        channels=min(asked.load.grpc_channels, asked.in_flight),
+        connections=in_flight,
+        channels=min(load.grpc_channels, in_flight),
         timeout_s=ANSWER_TIMEOUT_S,
     )
     own = (psutil.Process().pid,)
     try:
         await sender.open(ANSWER_TIMEOUT_S)
-        loop.begin(sender, asked.in_flight)
-        await loop.go_on(asked.warmup_s)
-        began, cpu_s, own_s = time.perf_counter(), cpu_seconds(asked.process_ids), cpu_seconds(own)
+        loop.begin(sender, in_flight)
+        await loop.go_on(warmup_s)
+        began, cpu_s, own_s = time.perf_counter(), cpu_seconds(process_ids), cpu_seconds(own)
         loop.is_counting = True
-        await loop.go_on(asked.seconds)
+        await loop.go_on(seconds)
         while not loop.latencies_s:
             await loop.go_on(0.01)
         loop.is_counting = False
-        seconds = time.perf_counter() - began
-        cpu_s, own_s = cpu_seconds(asked.process_ids) - cpu_s, cpu_seconds(own) - own_s
+        took_s = time.perf_counter() - began
+        cpu_s, own_s = cpu_seconds(process_ids) - cpu_s, cpu_seconds(own) - own_s
     finally:
         asyncio.get_running_loop().set_exception_handler(None)
         await sender.close()
     p50, p99 = (np.percentile(loop.latencies_s, (50, 99)) * 1e3).tolist()
     return Weighed(
         requests=len(loop.latencies_s),
-        seconds=seconds,
+        seconds=took_s,
         server_cpu_s=cpu_s,
         client_cpu_s=own_s,
         p50_ms=p50,

@@ -66,8 +66,7 @@ class OfferedLoad(Frozen):
         timeout_ms: after which a request is given up, from its intended time.
         slo_ms: deadline of goodput, from the intended time.
         processes: that send.
-        requests: distinct ones that each process makes ahead, as far as `max_request_bytes` goes.
-        max_request_bytes: of these, in each process.
+        requests: distinct ones that each process makes ahead, as far as 128 MiB go.
         max_in_flight: requests that are out or wait, all processes together.
         max_connections: of HTTP, all processes together.
         grpc_channels: connections of gRPC, all processes together.
@@ -90,7 +89,6 @@ class OfferedLoad(Frozen):
     slo_ms: float = Field(default=60, gt=0, le=MAX_TIMEOUT_MS)
     processes: int = Field(default=1, ge=1, le=64)
     requests: int = Field(default=1024, ge=1, le=1_000_000)
-    max_request_bytes: int = Field(default=128 << 20, ge=1, le=16 << 30)
     max_in_flight: int = Field(default=4096, ge=1, le=1_000_000)
     max_connections: int = Field(default=512, ge=1, le=60_000)
     grpc_channels: int = Field(default=4, ge=1, le=1024)

@@ -1,46 +1,62 @@
-"""A process that measures servers: `python -m loadtest.load.generator`.
+"""Processes that measure servers.
 
-It answers what it reads from stdin, a line each, until that ends. Everything that costs time and can be done ahead is:
-while a run goes on, it writes prepared bytes and reads answers.
+Everything that costs time and can be done ahead is: while a run goes on, they write prepared bytes and read answers.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import resource
-import signal
-import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import lru_cache, partial
 
 import grpc
 import numpy as np
-import uvloop
-from pydantic import BaseModel
+from pydantic import TypeAdapter
 
 from loader.errors import ShardrankError
 from loader.memory import settle_heap
 from loadtest.errors import LateAnswerError, RequestFailedError
-from loadtest.grpc_channels import as_it_is
-from loadtest.load.closed_loop import ANSWER_TIMEOUT_S, keep_busy
-from loadtest.load.config import MAX_TIMEOUT_MS, OTHER_SERVERS_APIS, OfferedLoad
-from loadtest.load.messages import ASKED, Done, Offer, Prepare, Ready, Refused, Scores, ScoresAsked, Status
+from loadtest.load.closed_loop import ANSWER_TIMEOUT_S, Weighed, keep_busy
+from loadtest.load.config import MAX_TIMEOUT_MS, OTHER_SERVERS_APIS, OfferedLoad, RunConfig
 from loadtest.load.open_loop import OpenLoop, arrival_times
-from loadtest.load.recorder import Recorder
-from loadtest.load.senders import make_sender
+from loadtest.load.recorder import Done, LatencyHistogram, Ready, Recorder, make_result
+from loadtest.load.result import LoadResult
+from loadtest.load.senders import as_it_is, host_and_port, make_sender
+from loadtest.load.workers import Workers, event_loop, tell
 from loadtest.workloads.catalog import bench_payloads, bench_workload, open_workload
 from loadtest.workloads.payloads import Headers, Payloads, changing_headers
-from serving.fleet.process import die_with_parent
 from shard_node.bags import Float32Array
 
 STATUS_INTERVAL_S = 0.5
+READY_TIMEOUT_S = 600.0
+# Beyond what was asked for.
+ANSWER_SLACK_S = 120.0
+# Between the order and the begin, for the order to reach every process.
+LEAD_S = 0.3
 
-Say = Callable[[BaseModel], None]
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """How a run gets on in one process, some times a second.
+
+    Attributes:
+        due: requests that are over.
+        ok: of these, answered right.
+        in_flight: requests that are out.
+        recent: latency of right answers since the last status.
+    """
+
+    due: int
+    ok: int
+    in_flight: int
+    recent: LatencyHistogram
+
+
+Say = Callable[[Status], None]
 
 
 def share_of(total: int, process: int, processes: int) -> int:
@@ -81,7 +97,6 @@ def _open_payloads(load: OfferedLoad, process: int) -> tuple[str, Payloads]:
         model=load.model,
         count=load.requests,
         timeout_ms=load.stated_timeout_ms,
-        max_bytes=load.max_request_bytes,
         # Processes that asked the same would find each other's rows in the server's caches.
         seed=load.seed + 2**32 * process,
     )
@@ -93,20 +108,36 @@ def headers_of(varied: bool, seed: int, process: int) -> Iterator[Headers]:
     return changing_headers(varied, seed + 2**32 * process)
 
 
-async def offer(asked: Offer, pool: Payloads, headers: Iterator[Headers], say: Say) -> Done:
-    """Do one run, with connections of its own.
+async def offer(
+    load: OfferedLoad,
+    run: RunConfig,
+    pool: Payloads,
+    headers: Iterator[Headers],
+    say: Say,
+    *,
+    at: float,
+    process: int = 0,
+) -> Done:
+    """Do one process's part of a run, with connections of its own.
+
+    Args:
+        load: what is asked.
+        run: how often.
+        pool: of the requests.
+        headers: that requests are sent with beside their own.
+        say: given a status some times a second.
+        at: the begin, CLOCK_MONOTONIC seconds, which all processes of a machine share.
+        process: its number, from 0.
 
     Raises:
         OSError: the target's name is not known.
         Exception: a defect of the generator.
     """
-    load, run, part = asked.load, asked.run, partial(share_of, process=asked.process, processes=asked.load.processes)
+    part = partial(share_of, process=process, processes=load.processes)
     recorder = Recorder(run.warmup_s, run.until_s, load.slo_ms / 1000)
     loop = OpenLoop(
-        arrival_times(
-            load.arrivals, run.rate, run.until_s, seed=run.seed, process=asked.process, processes=load.processes
-        ),
-        asked.at,
+        arrival_times(load.arrivals, run.rate, run.until_s, seed=run.seed, process=process, processes=load.processes),
+        at,
         len(pool),
         recorder,
         timeout_s=load.timeout_ms / 1000,
@@ -123,9 +154,9 @@ async def offer(asked: Offer, pool: Payloads, headers: Iterator[Headers], say: S
         timeout_s=load.timeout_ms / 1000,
     )
     if load.at.scheme == "grpc":
-        await sender.open(max(asked.at - time.monotonic(), 0))
+        await sender.open(max(at - time.monotonic(), 0))
     status = asyncio.create_task(_say_status(loop, recorder, say))
-    cpu = asyncio.create_task(_cpu_between(asked.at + run.warmup_s, asked.at + run.until_s))
+    cpu = asyncio.create_task(_cpu_between(at + run.warmup_s, at + run.until_s))
     try:
         await loop.run(sender)
         cpu_s = await cpu
@@ -158,7 +189,7 @@ def ask_scores(load: OfferedLoad, pool: Payloads, request: int) -> Float32Array:
         RequestFailedError: there is no answer with finite scores.
     """
     at, asked = load.at, pool[request]
-    host = f"[{at.host}]:{at.port}" if ":" in at.host else f"{at.host}:{at.port}"
+    host = host_and_port(at.host, at.port)
     try:
         if pool.is_grpc:
             with grpc.insecure_channel(host) as channel:
@@ -175,56 +206,71 @@ def ask_scores(load: OfferedLoad, pool: Payloads, request: int) -> Float32Array:
     return scores
 
 
-def answer_lines(answer: Callable[[str], BaseModel]) -> None:
-    """Answer line after line of stdin until it ends. An error of ours is an answer too."""
-    die_with_parent(os.environ)
-    # A terminal's Ctrl-C is for the process that started this one, and so is a mark.
-    for number in (signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
-    for line in sys.stdin:
-        try:
-            told = answer(line)
-        except (ShardrankError, OSError) as error:
-            told = Refused(message=str(error), is_config=getattr(error, "http_status", 400) == 400)
-        say(told)
+def _prepare(load: OfferedLoad, process: int) -> Ready:
+    name, pool = open_payloads(load, process)
+    # What is there by now stays: a collection that walks all requests would delay those that are due.
+    settle_heap()
+    return Ready(requests=len(pool), model=pool.model, workload=name)
 
 
-def say(message: BaseModel) -> None:
-    """Write one line to stdout."""
-    sys.stdout.write(message.model_dump_json() + "\n")
-    sys.stdout.flush()
+def _offer(load: OfferedLoad, run: RunConfig, at: float, process: int) -> Done:
+    _, pool = open_payloads(load, process)
+    headers = headers_of(load.varied, load.seed, process)
+    return event_loop().run(offer(load, run, pool, headers, tell, at=at, process=process))
 
 
-def _answer(runner: asyncio.Runner, line: str) -> BaseModel:
-    asked = ASKED.validate_json(line)
-    process = asked.process if isinstance(asked, Prepare | Offer) else 0
-    name, pool = open_payloads(asked.load, process)
-    if isinstance(asked, ScoresAsked):
-        return Scores(scores=tuple(ask_scores(asked.load, pool, asked.request).tolist()))
-    if isinstance(asked, Prepare):
-        # What is there by now stays: a collection that walks all requests would delay those that are due.
-        settle_heap()
-        return Ready(requests=len(pool), model=pool.model, workload=name)
-    headers = headers_of(asked.load.varied, asked.load.seed, process)
-    if isinstance(asked, Offer):
-        return runner.run(offer(asked, pool, headers, say))
+def _busy(load: OfferedLoad, in_flight: int, warmup_s: float, seconds: float, process_ids: tuple[int, ...]) -> Weighed:
+    _, pool = open_payloads(load)
+    times = {"warmup_s": warmup_s, "seconds": seconds}
+    headers = headers_of(load.varied, load.seed, 0)
     try:
-        return runner.run(keep_busy(asked, pool, headers))
+        return event_loop().run(keep_busy(load, pool, headers, in_flight=in_flight, **times, process_ids=process_ids))
     except LateAnswerError as error:
         raise LateAnswerError(
-            f"{error}; with {asked.in_flight} requests in flight the server needs more time than they have: "
+            f"{error}; with {in_flight} requests in flight the server needs more time than they have: "
             "let fewer be out (--in-flight), or give them longer (--timeout-ms)"
         ) from error
 
 
-def main() -> None:
-    """Run the program."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        answer_lines(partial(_answer, runner))
+def _scores(load: OfferedLoad, request: int) -> list[float]:
+    scores: list[float] = ask_scores(load, open_payloads(load)[1], request).tolist()
+    return scores
 
 
-if __name__ == "__main__":
-    main()
+class Generators(Workers):
+    """Processes that offer loads to servers, keep them busy, and ask for their scores.
+
+    Every method raises as `Workers.call`.
+    """
+
+    def prepare(self, load: OfferedLoad) -> tuple[Ready, ...]:
+        """Have the requests of a load made; they are kept. Raises LoadConfigError if the workload can't be opened."""
+        return self.call(_prepare, [(load, number) for number in range(load.processes)], READY_TIMEOUT_S)
+
+    def offer(
+        self,
+        load: OfferedLoad,
+        run: RunConfig,
+        on_status: Callable[[int, Status], None] = lambda process, status: None,
+    ) -> LoadResult:
+        """Do a run; `on_status` is given each `Status` of a process."""
+        status = TypeAdapter(Status)
+        ready = self.prepare(load)
+        at, began = time.monotonic() + LEAD_S, time.time() + LEAD_S
+        limit_s = LEAD_S + run.until_s + load.timeout_ms / 1000 + ANSWER_SLACK_S
+        parts = [(load, run, at, number) for number in range(load.processes)]
+        done = self.call(_offer, parts, limit_s, lambda number, told: on_status(number, status.validate_python(told)))
+        return make_result(load, run, ready, began, done)
+
+    def busy(
+        self, load: OfferedLoad, in_flight: int, warmup_s: float, seconds: float, process_ids: tuple[int, ...]
+    ) -> Weighed:
+        """Keep a server busy from the first process. A request that fails is a GeneratorError."""
+        self.prepare(load)
+        asked = load, in_flight, warmup_s, seconds, process_ids
+        return self.call(_busy, [asked], warmup_s + seconds + ANSWER_SLACK_S)[0]
+
+    def scores(self, load: OfferedLoad, request: int) -> Float32Array:
+        """Ask for a server's scores, float32 [candidates], of a request of the first process."""
+        self.prepare(load)
+        return np.array(self.call(_scores, [(load, request)], ANSWER_SLACK_S)[0], np.float32)

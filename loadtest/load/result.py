@@ -253,19 +253,6 @@ class SweepResult(Frozen):
     tolerance: Amount
 
 
-Result: TypeAlias = Annotated[LoadResult | SweepResult, Field(discriminator="kind")]
-_ANY_RESULT: TypeAdapter[LoadResult | SweepResult] = TypeAdapter(Result)
-
-
-def read_result(path: Path) -> LoadResult | SweepResult:
-    """Read what `--json` wrote.
-
-    Raises:
-        ResultFileError: no such file, too large, or not such a document.
-    """
-    return read_document(path, _ANY_RESULT, [LoadResult, SweepResult], "not a load test's result")
-
-
 def check_writable(*files: Path | None) -> None:
     """Raise ResultFileError if a file can't be written. An older one stays until there is a new one."""
     for file in files:

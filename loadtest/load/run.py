@@ -18,9 +18,11 @@ from rich.console import Console
 from loader.snapshot.manifest import Frozen, schema_errors
 from loadtest.errors import LoadConfigError
 from loadtest.load.config import OfferedLoad, RunConfig
-from loadtest.load.processes import Generators, stopping_on_signals
+from loadtest.load.generator import Generators
 from loadtest.load.result import LoadResult, Mark, SweepResult, check_writable, write_document
-from loadtest.load.show import line, live_status, outcome_of, show_result
+from loadtest.load.show import live_status, outcome_of, show_result
+from loadtest.load.workers import stopping_on_signals
+from loadtest.tables import line
 from serving.cli.output import stdout_console
 from serving.fleet.process import StopRequestedError
 

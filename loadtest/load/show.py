@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Literal
 
-from rich import box
 from rich.console import Console
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from loadtest.load.config import RunConfig
-from loadtest.load.messages import Status
-from loadtest.load.processes import OnStatus
+from loadtest.load.generator import Status
 from loadtest.load.recorder import DIGITS_OF_A_SECOND, merged
 from loadtest.load.result import LoadResult, Percentiles, SweepResult
+from loadtest.tables import line, make_table
 from loadtest.workloads.payloads import FORMS
 
 PERCENTILES = ("p50_ms", "p90_ms", "p99_ms", "p999_ms", "max_ms")
 
 
 @contextlib.contextmanager
-def live_status(console: Console, run: RunConfig) -> Iterator[OnStatus]:
+def live_status(console: Console, run: RunConfig) -> Iterator[Callable[[int, Status], None]]:
     """Show the latest status of all processes together, on a terminal; elsewhere nothing is shown."""
     began, latest = time.monotonic(), dict[int, Status]()
     live = Live(console=console, transient=True, refresh_per_second=4)
@@ -76,7 +74,7 @@ def _show_run(console: Console, result: LoadResult) -> None:
         f"{result.duration_s:g} s",
     )
     line(console, f"requests are {FORMS[result.varied]}")
-    table = _table(("", "p50", "p90", "p99", "p99.9", "max"))
+    table = make_table([""], ("p50", "p90", "p99", "p99.9", "max"))
     rows = {
         "latency of answers, ms": result.latency,
         "  with failed requests as later": result.latency_of_due,
@@ -85,7 +83,7 @@ def _show_run(console: Console, result: LoadResult) -> None:
     for name, percentiles in rows.items():
         table.add_row(name, *_numbers(percentiles))
     console.print(table)
-    table = _table(("", ""))
+    table = make_table([""], [""])
     table.add_row("due", str(result.due))
     table.add_row("answered", f"{result.answered} ({result.throughput:.1f}/s)")
     table.add_row(f"within {result.slo_ms:g} ms", f"{result.within_slo} ({result.goodput:.1f}/s)")
@@ -104,7 +102,7 @@ def _show_run(console: Console, result: LoadResult) -> None:
 
 def _show_sweep(console: Console, result: SweepResult) -> None:
     line(console, f"requests are {FORMS[result.steps[0].varied]}")
-    table = _table(("rate", "p50", "p99", "p99 of due", "errors", "generator", ""))
+    table = make_table(["rate"], ("p50", "p99", "p99 of due", "errors", "generator", ""))
     for step in result.steps:
         cpu = max(process.cpu_share for process in step.generator.processes)
         table.add_row(
@@ -128,21 +126,9 @@ def _show_sweep(console: Console, result: SweepResult) -> None:
     line(console, f"highest rate with p99 within {result.slo_ms:g} ms: {result.highest_rate:.1f}/s; {why}")
 
 
-def _table(columns: Sequence[str]) -> Table:
-    table = Table(box=box.SIMPLE, show_header=any(columns))
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left", no_wrap=True)
-    return table
-
-
 def _numbers(percentiles: Percentiles) -> list[str]:
     return [_ms(getattr(percentiles, name)) for name in PERCENTILES]
 
 
 def _ms(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
-
-
-def line(console: Console, text: str) -> None:
-    """Print a line as it is."""
-    console.print(text, markup=False, highlight=False, soft_wrap=True)

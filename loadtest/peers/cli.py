@@ -98,8 +98,7 @@ def peers(
     from rich.console import Console
 
     from loadtest.load.run import write_files
-    from loadtest.peers.comparison import ahead, compared, show
-    from loadtest.peers.run import PeersConfig, run_peers
+    from loadtest.peers.run import PeersConfig, ahead, compared, run_peers, show
     from loadtest.workloads.catalog import BenchShape
 
     shape = BenchShape.of(rows, varied=varied)
@@ -107,6 +106,6 @@ def peers(
     with tempfile.TemporaryDirectory(prefix="loadtest-peers-") as folder:
         rounds = run_peers(config, pythons, Path(folder), click.echo)
     comparison = compared(config, rounds)
-    show(Console(width=150), comparison, ahead(config, rounds))
+    show(Console(width=150), comparison, ahead(config, comparison))
     write_files(comparison, json_file, html_file)
     ctx.exit(0 if comparison.valid else 1)

@@ -1,4 +1,4 @@
-"""The peers' comparison itself: the model that all serve, and every server checked and then measured in turn.
+"""The peers' comparison: the model that all serve, every server checked and measured in turn, and what that comes to.
 
 Each is kept busy, asked one request after the other, and offered a rate that it did not choose: a closed loop asks a
 slow server less, so its latencies can't be compared with a fast one's.
@@ -19,20 +19,21 @@ from typing import Literal
 import numpy as np
 import torch
 from pydantic import Field
+from rich.console import Console
 from safetensors.torch import save_file
 
 from loader.snapshot.manifest import Frozen
 from loader.snapshot.row_source import TensorRows
 from loader.snapshot.writer import export_snapshot
 from loadtest.errors import RequestFailedError
-from loadtest.load.closed_loop import cpu_seconds
+from loadtest.load.closed_loop import Weighed, cpu_seconds, not_busy_because
 from loadtest.load.config import OfferedLoad, RunConfig, bench_load
-from loadtest.load.generator import ask_scores, open_payloads
-from loadtest.load.messages import Weighed
-from loadtest.load.processes import Generators
-from loadtest.load.result import LoadResult
+from loadtest.load.generator import Generators, ask_scores, open_payloads
+from loadtest.load.result import LoadResult, Machine, this_machine, versions
 from loadtest.peers.catalog import PEERS, Peer
-from loadtest.servers import HOST, Server, ServerCommand, check_scores, in_turn, running, serving
+from loadtest.report.comparison import Arm, Better, Comparison
+from loadtest.rounds import Measure, compare_rounds, in_turn, show_comparison
+from loadtest.servers import HOST, Server, ServerCommand, check_scores, running, serving
 from loadtest.workloads.catalog import BENCH_SEED, BenchShape, BenchWorkload, bench_requests, bench_spec
 from loadtest.workloads.payloads import Api, candidate_arrays
 from loadtest.workloads.prepare import random_dense
@@ -43,6 +44,30 @@ from shard_node.bags import Float32Array
 ROWS = "rows"
 # Rows are this wide, so that scores differ by much more than a tolerance.
 ROW_DEVIATION = 0.3
+
+SHARDRANK: dict[str, Api] = {"shardrank": "oip-http", "shardrank-grpc": "grpc-packed"}
+"""shardrank's one server, by the name that each of its measured APIs has."""
+CHECKED_REQUESTS = 2
+# Peers compute in float32, but add in another order; shardrank's rows are int8 and its MLP may be bfloat16.
+PEER_TOLERANCE = 1e-4
+SHARDRANK_TOLERANCE = 0.03
+# Few connections would fall unevenly on the processes behind a port, which the kernel chooses by chance.
+CHANNELS = 16
+# Beyond these a request that was offered fails, and counts as later than any other.
+OFFERED_TIMEOUT_MS = 5000.0
+MAX_IN_FLIGHT = 2048
+MAX_CONNECTIONS = 64
+SETTLE_S = 1.0
+WATCH_S = 2.0
+MAX_IDLE_CORES = 0.05
+"""A server that takes more while nothing is asked of it would slow the others down."""
+
+Say = Callable[[str], None]
+MIN_THROUGHPUT_RATIO = 3.0
+MAX_P50_RATIO = 0.6
+MAX_OFFERED_P99_RATIO = 0.5
+"""What is aimed at, to the best peer: throughput, p50 with one request in flight, p99 at an equal rate."""
+TITLES = {"shardrank": "shardrank", "shardrank-grpc": "shardrank, gRPC"}
 
 
 def random_tensors(shape: BenchShape, seed: int) -> dict[str, torch.Tensor]:
@@ -73,26 +98,6 @@ def reference_scores(tensors: dict[str, torch.Tensor], request: WorkloadRequest)
             x = np.maximum(x, 0)
     scores: Float32Array = (1 / (1 + np.exp(-x[:, 0]))).astype(np.float32)
     return scores
-
-
-SHARDRANK: dict[str, Api] = {"shardrank": "oip-http", "shardrank-grpc": "grpc-packed"}
-"""shardrank's one server, by the name that each of its measured APIs has."""
-CHECKED_REQUESTS = 2
-# Peers compute in float32, but add in another order; shardrank's rows are int8 and its MLP may be bfloat16.
-PEER_TOLERANCE = 1e-4
-SHARDRANK_TOLERANCE = 0.03
-# Few connections would fall unevenly on the processes behind a port, which the kernel chooses by chance.
-CHANNELS = 16
-# Beyond these a request that was offered fails, and counts as later than any other.
-OFFERED_TIMEOUT_MS = 5000.0
-MAX_IN_FLIGHT = 2048
-MAX_CONNECTIONS = 64
-SETTLE_S = 1.0
-WATCH_S = 2.0
-MAX_IDLE_CORES = 0.05
-"""A server that takes more while nothing is asked of it would slow the others down."""
-
-Say = Callable[[str], None]
 
 
 class PeersConfig(Frozen):
@@ -313,4 +318,142 @@ class _Measure:
 
 def best_throughput(loads: Sequence[Weighed]) -> float:
     """Give the answers a second of whichever gave most."""
-    return max(one.requests / one.seconds for one in loads)
+    return max(one.requests_per_s for one in loads)
+
+
+def _late(latency_ms: float | None) -> float:
+    """Replace a percentile that failures reach by the time that they were waited for, which is the least it can be."""
+    return OFFERED_TIMEOUT_MS if latency_ms is None else latency_ms
+
+
+_MEASURES: tuple[tuple[str, str, Better, Callable[[PeerRound], float]], ...] = (
+    ("throughput, {in_flight} in flight, hotness {hotness}", "/s", "higher", lambda one: one.full.requests_per_s),
+    ("p50, one in flight, hotness {hotness}", "ms", "lower", lambda one: one.alone.p50_ms),
+    ("p99, one in flight, hotness {hotness}", "ms", "lower", lambda one: one.alone.p99_ms),
+    ("p50, {in_flight} in flight, hotness {hotness}", "ms", "lower", lambda one: one.full.p50_ms),
+    ("p99, {in_flight} in flight, hotness {hotness}", "ms", "lower", lambda one: one.full.p99_ms),
+    ("p50, equal rate, hotness {hotness}", "ms", "lower", lambda one: _late(one.offered.latency_of_due.p50_ms)),
+    ("p99, equal rate, hotness {hotness}", "ms", "lower", lambda one: _late(one.offered.latency_of_due.p99_ms)),
+)
+# Rows in which shardrank is held against the best peer.
+_AHEAD = tuple(_MEASURES[row][0] for row in (0, 1, 2, -1))
+
+
+class Ahead(Frozen):
+    """shardrank against the best peer, of each round the one that was best in it.
+
+    Attributes:
+        hotness: ids a bag.
+        throughput: shardrank's to the best peer's, under full load; the median of the rounds.
+        p50, p99: the same of the latencies with one request in flight; below 1 is faster.
+        offered_p99: the same of the p99 at an equal rate.
+    """
+
+    hotness: int
+    throughput: float
+    p50: float
+    p99: float
+    offered_p99: float
+
+    @property
+    def met(self) -> dict[str, bool]:
+        """Tell which of them are what is aimed at."""
+        return {
+            "throughput": self.throughput >= MIN_THROUGHPUT_RATIO,
+            "p50": self.p50 <= MAX_P50_RATIO,
+            "offered_p99": self.offered_p99 <= MAX_OFFERED_P99_RATIO,
+        }
+
+
+def ahead(config: PeersConfig, comparison: Comparison) -> list[Ahead]:
+    """Compute it for each hotness; shardrank over binary HTTP, as the peers are asked."""
+    values = {one.name: np.array(one.values) for one in comparison.measures}
+    found = []
+    for hotness in config.hotness:
+        ratios: dict[str, float] = {}
+        for field, measure in zip(("throughput", "p50", "p99", "offered_p99"), _AHEAD, strict=True):
+            # [servers, rounds]; the peers come after shardrank's own.
+            table = values[measure.format(in_flight=config.in_flight, hotness=hotness)]
+            peers = table[-len(config.peers) :]
+            ratios[field] = float(np.median(table[0] / (peers.max(0) if field == "throughput" else peers.min(0))))
+        found.append(Ahead(hotness=hotness, **ratios))
+    return found
+
+
+def _measures(config: PeersConfig) -> list[Measure[Mapping[int, PeerRound]]]:
+    """List the rows, of a server's rounds by hotness."""
+
+    def of(hotness: int, value: Callable[[PeerRound], float]) -> Callable[[Mapping[int, PeerRound]], float]:
+        return lambda rounds: value(rounds[hotness])
+
+    return [
+        Measure(name.format(in_flight=config.in_flight, hotness=hotness), unit, better, of(hotness, value))
+        for hotness in config.hotness
+        for name, unit, better, value in _MEASURES
+    ]
+
+
+def compared(config: PeersConfig, rounds: Sequence[PeerRound], machine: Machine | None = None) -> Comparison:
+    """Make the document of `--json` and the page of `--html`.
+
+    Raises:
+        ComparisonError: a server has no rounds.
+    """
+    at = {(one.server, one.round, one.hotness): one for one in rounds}
+    by_server = {
+        name: [{hotness: at[name, turn, hotness] for hotness in config.hotness} for turn in range(config.rounds)]
+        for name in config.servers
+    }
+    shape = config.shape
+    return compare_rounds(
+        [(Arm(name=_title(name)), of_server) for name, of_server in by_server.items()],
+        _measures(config),
+        title="shardrank and what else could serve the model",
+        setup={
+            "model": f"{shape.features} features over one table of {shape.rows} x {shape.embedding_dim}, MLP",
+            "requests": f"{shape.requests}; {shape.dense} dense inputs a candidate",
+            "in flight": str(config.in_flight),
+            "seconds of each load": f"{config.seconds:g}",
+            "processes of each peer": f"{config.workers}, one thread each",
+            "largest batch of a peer": f"{config.batch} requests",
+            "processes of shardrank": str(config.shardrank_workers),
+            "peers": "float32",
+            "shardrank": f"int8 rows, {' '.join(config.shardrank_arguments)}",
+            "equal rates": ", ".join(_rates(config, rounds)),
+        },
+        invalid_because=[
+            f"{_title(one.server)}, hotness {one.hotness}, round {one.round + 1}: {reason}"
+            for one in rounds
+            for reason in (*not_busy_because(one.full), *one.offered.invalid_because)
+        ],
+        machine=machine or this_machine(),
+        versions={**versions(), **{name: PEERS[name].pinned for name in config.peers}},
+    )
+
+
+def _title(name: str) -> str:
+    return TITLES.get(name) or PEERS[name].title
+
+
+def _rates(config: PeersConfig, rounds: Sequence[PeerRound]) -> list[str]:
+    """Return what every server was offered, by hotness: a share of what the best peer had just answered."""
+    share = f"{config.offered_share:.0%} of the best peer's throughput"
+    found = []
+    for hotness in config.hotness:
+        rates = [one.offered.rate for one in rounds if one.hotness == hotness]
+        found.append(f"hotness {hotness}: {min(rates):.0f} to {max(rates):.0f}/s ({share})")
+    return found
+
+
+def show(console: Console, comparison: Comparison, found: Sequence[Ahead]) -> None:
+    """Print every measure of every server, and how far shardrank is ahead."""
+    console.print(f"requests: {comparison.setup['requests']}")
+    show_comparison(console, comparison)
+    for one in found:
+        shown = {name: f"[{'green' if met else 'red'}]{getattr(one, name):.2f}×[/]" for name, met in one.met.items()}
+        console.print(
+            f"hotness {one.hotness}, to the best peer of each round: "
+            f"throughput {shown['throughput']} (aim ≥ {MIN_THROUGHPUT_RATIO:g}×), "
+            f"p50 {shown['p50']} (aim ≤ {MAX_P50_RATIO:g}×), p99 {one.p99:.2f}×, "
+            f"p99 at an equal rate {shown['offered_p99']} (aim ≤ {MAX_OFFERED_P99_RATIO:g}×)"
+        )

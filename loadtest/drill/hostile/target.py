@@ -18,7 +18,7 @@ from loader.snapshot.manifest import Frozen
 from loadtest.drill.errors import DrillError
 from loadtest.drill.hostile.fuzz import pool_frames
 from loadtest.drill.processes import child_process, memory_of
-from loadtest.grpc_channels import as_it_is
+from loadtest.load.senders import as_it_is
 from loadtest.servers import serving
 from loadtest.workloads.catalog import BenchShape, bench_spec, bench_workload
 from loadtest.workloads.payloads import APIS, Api, Payloads

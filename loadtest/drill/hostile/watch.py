@@ -42,7 +42,7 @@ from loadtest.drill.load import (
 from loadtest.drill.oracle import OK, Kind, Verdict
 from loadtest.drill.processes import child_process, module_command, module_config, say_ready, until_ready
 from loadtest.errors import AnswerError
-from loadtest.grpc_channels import CHANNEL_OPTIONS, as_it_is, open_channels
+from loadtest.load.senders import CHANNEL_OPTIONS, as_it_is, open_channels
 from loadtest.workloads.catalog import BenchShape, bench_workload
 from loadtest.workloads.payloads import Api, Payload, Payloads
 

@@ -10,12 +10,17 @@ import pytest
 from rich.console import Console
 
 from loadtest.compare.arms import Budgets, CompareConfig, Dtype, ServedArm
-from loadtest.compare.result import compared_snapshot
-from loadtest.compare.rounds import ArmMeasure, ArmScores, check_agreement, largest_difference, served_dtype
+from loadtest.compare.run import (
+    ArmMeasure,
+    ArmScores,
+    check_agreement,
+    compared_snapshot,
+    largest_difference,
+    served_dtype,
+)
 from loadtest.errors import GeneratorError, ScoresDifferError, ServerFailedError
 from loadtest.load.config import OfferedLoad
-from loadtest.load.generator import open_payloads
-from loadtest.load.processes import Generators
+from loadtest.load.generator import Generators, open_payloads
 from loadtest.workloads.payloads import APIS, Api
 from serving.embedded import Ranker
 

@@ -20,13 +20,12 @@ from loadtest.compare.arms import (
     server_arguments,
 )
 from loadtest.compare.cli import compare_cards
-from loadtest.compare.result import compared_snapshot
-from loadtest.compare.rounds import ArmMeasure
+from loadtest.compare.run import ArmMeasure, compared_snapshot
 from loadtest.errors import CompareStoreError, ServerFailedError
 from loadtest.load.cli import loadtest
 from loadtest.load.config import OfferedLoad
-from loadtest.load.processes import Generators
-from loadtest.servers import in_turn
+from loadtest.load.generator import Generators
+from loadtest.rounds import in_turn
 from router.errors import PlanError
 from serving.cli import main as shardrank
 from shardrank_testing.command_line import flags_of

@@ -9,13 +9,13 @@ import pytest
 from rich.console import Console
 
 from loadtest.compare.arms import CompareConfig
-from loadtest.compare.result import compared, show_comparison
-from loadtest.compare.rounds import Agreed, ArmRound, Measurements
+from loadtest.compare.run import ArmRound, Measurements, compared
+from loadtest.load.closed_loop import Weighed
 from loadtest.load.config import OfferedLoad
-from loadtest.load.messages import Weighed
 from loadtest.load.result import LoadResult
 from loadtest.report.comparison import Comparison
 from loadtest.report.page import html
+from loadtest.rounds import show_comparison
 from shardrank_testing.load_results import QueueLoad
 
 CONFIG = CompareConfig(cards=(1, 2), rounds=3, rate=200)
@@ -44,8 +44,8 @@ def busy(requests: int, *, client_cpu_s: float = 1.0) -> Weighed:
 def rounds(*of_two: ArmRound, config: CompareConfig = CONFIG) -> Measurements:
     """Three rounds of the first arm, and three of the second."""
     one = ArmRound(cold=run(8), warm=run(1), busy=busy(1000))
-    agreed = Agreed(requests=8, dtype="float32", largest_difference=3e-7)
-    return Measurements({config.arms[0]: [one] * 3, config.arms[1]: list(of_two)}, agreed)
+    of_arms = {config.arms[0]: [one] * 3, config.arms[1]: list(of_two)}
+    return Measurements(of_arms, dtype="float32", checked_requests=8, largest_difference=3e-7)
 
 
 def test_a_measure_is_the_ratio_to_one_card_round_by_round():

@@ -19,12 +19,13 @@ from hdrh.histogram import HdrHistogram
 from rich.console import Console
 
 from loadtest.errors import GeneratorError, LoadConfigError
-from loadtest.load import processes, run
+from loadtest.load import recorder, run
 from loadtest.load.config import OfferedLoad, RunConfig
-from loadtest.load.messages import Status
-from loadtest.load.processes import Generators, stopping_on_signals
-from loadtest.load.result import LoadResult, read_result
+from loadtest.load.generator import Generators, Status
+from loadtest.load.result import LoadResult
 from loadtest.load.run import run_load, run_sweep
+from loadtest.load.workers import stopping_on_signals
+from loadtest.report.page import read_reported
 from loadtest.workloads.prepare import prepare_workload
 from serving.fleet.process import StopRequestedError
 from serving.rank.service import RankingService
@@ -99,7 +100,7 @@ def test_the_command_writes_a_result_and_a_page_with_marks(tmp_path: Path):
             text, _ = await process.communicate()
             await seen
             # 1 if this machine was so busy that the generator itself was late, which the result says.
-            result = read_result(tmp_path / "run.json")
+            result = read_reported(tmp_path / "run.json")
             assert isinstance(result, LoadResult)
             assert process.returncode == (0 if result.valid else 1), text.decode()
             check_right(result, 100)
@@ -145,7 +146,7 @@ def _short_steps_of_a_patient_judge():
     """A busy machine makes the generator late, which is not what this test is about."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "MIN_REQUESTS_OF_A_STEP", 50)
-        patch.setattr(processes, "MIN_MAX_LAG_MS", 10_000.0)
+        patch.setattr(recorder, "MIN_MAX_LAG_MS", 10_000.0)
         yield
 
 
@@ -159,7 +160,7 @@ def test_a_process_that_is_killed_ends_the_load_with_an_error():
     with loaded_http_server() as server, Generators() as generators:
         config = config_for(f"http://127.0.0.1:{server.port}")
         kill = generators._processes[0].child.kill
-        with pytest.raises(GeneratorError, match=r"generator, process 0, ended: .*KILL"):
+        with pytest.raises(GeneratorError, match=r"worker process 0 ended: .*KILL"):
             generators.offer(config, RunConfig(rate=50, duration_s=60), lambda process, status: kill())
 
 

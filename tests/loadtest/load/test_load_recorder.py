@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from loadtest.load.recorder import DIGITS, MAX_KINDS, NEVER, OK, RECORDS_PER_FLUSH, Recorder
-from loadtest.load.recorder import merged as merged_times
+from loadtest.load.recorder import MAX_KINDS, NEVER, OK, RECORDS_PER_FLUSH, Recorder
 
 
 def test_what_was_due_in_the_warm_up_is_in_the_seconds_alone():
@@ -12,14 +11,14 @@ def test_what_was_due_in_the_warm_up_is_in_the_seconds_alone():
     recorder.add(1.0, 1.001, 1.005, 1.010, OK)
     recorder.add(2.5, 2.5, 2.5, 2.530, OK)  # too late for the deadline
     records = recorder.records()
-    assert records.latency.histogram.count == records.sent == 2
+    assert records.latency.count == records.sent == 2
     assert records.within_slo == 1
-    assert records.due_by_second == records.ok_by_second == (1, 1, 1)
+    assert records.by_second[:2] == [[1, 1, 1], [1, 1, 1]]
     assert records.latency.min_us == 10_000
     assert records.latency.max_us == 30_000
     assert records.service.min_us == 5_000
     assert records.lag.max_us == 1_000
-    assert merged_times([records.latency_by_second[0]], digits=DIGITS).max_us == 1_000_000
+    assert records.latency_by_second[0].max_us == 1_000_000
 
 
 def test_failures_are_counted_by_kind_and_are_in_no_latency():
@@ -33,19 +32,20 @@ def test_failures_are_counted_by_kind_and_are_in_no_latency():
     assert records.errors == {"timeout": 1, "connect": 2}
     assert records.sent == 2
     assert records.examples == ("connect: refused",)
-    assert records.latency.histogram.count == records.service.histogram.count == 1
-    assert records.lag.histogram.count == 4
-    assert records.due_by_second == (2, 2)
-    assert records.ok_by_second == (0, 1)
-    assert (records.turns_by_second, records.ends_by_second) == ((2, 2), (1, 3))
+    assert records.latency.count == records.service.count == 1
+    assert records.lag.count == 4
+    due, ok, turns, ends = records.by_second
+    assert (due, ok) == ([2, 2], [0, 1])
+    assert (turns, ends) == ([2, 2], [1, 3])
 
 
 def test_what_ends_after_the_run_is_out_at_its_end():
     recorder = Recorder(0.0, 1.5, 1.0)
     recorder.add(1.4, 1.4, 1.4, 2.6, OK)
     records = recorder.records()
-    assert (records.turns_by_second, records.ends_by_second) == ((0, 1), (0, 0))
-    assert records.due_by_second == (0, 1)
+    due, _, turns, ends = records.by_second
+    assert (turns, ends) == ([0, 1], [0, 0])
+    assert due == [0, 1]
 
 
 def test_many_records_are_sorted_in_as_they_come():
@@ -56,7 +56,7 @@ def test_many_records_are_sorted_in_as_they_come():
         recorder.add(begin, begin, begin, begin + 0.001, OK)
     assert recorder.ok == 2 * RECORDS_PER_FLUSH
     records = recorder.records()
-    assert records.latency.histogram.count == sum(records.ok_by_second) == count
+    assert records.latency.count == sum(records.by_second[1]) == count
     assert records.latency.sum_us == pytest.approx(1000 * count, rel=1e-3)
 
 
@@ -66,7 +66,7 @@ def test_the_recent_latency_is_that_since_it_was_last_taken():
     assert recorder.take_recent().max_us == 5000
     recorder.add(0.1, 0.1, 0.1, 0.102, OK)
     assert recorder.take_recent().max_us == 2000
-    assert recorder.take_recent().histogram.count == 0
+    assert recorder.take_recent().count == 0
 
 
 def test_kinds_and_examples_are_limited():

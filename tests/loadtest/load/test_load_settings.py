@@ -15,15 +15,13 @@ from rich.console import Console
 from loadtest.errors import LoadConfigError, ResultFileError
 from loadtest.load.cli import loadtest
 from loadtest.load.config import LoadTarget, OfferedLoad, RunConfig
-from loadtest.load.generator import open_payloads
-from loadtest.load.messages import Status
+from loadtest.load.generator import Status, open_payloads
 from loadtest.load.open_loop import PreciseTimer
-from loadtest.load.processes import MAX_CPU_SHARE, invalid_because
-from loadtest.load.recorder import DIGITS_OF_A_SECOND, LatencyHistogram, recorded
-from loadtest.load.result import GeneratorProcess, Mark, read_result, write_document
+from loadtest.load.recorder import DIGITS_OF_A_SECOND, MAX_CPU_SHARE, LatencyHistogram, invalid_because
+from loadtest.load.result import GeneratorProcess, Mark, write_document
 from loadtest.load.run import marks_within, read_marks
 from loadtest.load.show import live_status, show_result, status_line
-from loadtest.report.page import html
+from loadtest.report.page import html, read_reported
 from loadtest.workloads.payloads import FORMS
 from shardrank_testing.load_results import example_run, example_sweep
 
@@ -123,24 +121,24 @@ def test_a_generator_without_cpu_to_spare_makes_a_run_that_is_not_valid():
 def test_a_result_that_was_written_is_read_back(tmp_path: Path, kind: str):
     path = tmp_path / "result.json"
     write_document(RESULTS[kind], path)
-    assert read_result(path) == RESULTS[kind]
+    assert read_reported(path) == RESULTS[kind]
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"kind": "run"}', '{"kind": "other"}', "[1]"])
 def test_a_file_that_is_no_result_is_refused(tmp_path: Path, text: str):
     path = tmp_path / "result.json"
     path.write_text(text)
-    with pytest.raises(ResultFileError, match=r"result\.json is not a load test's result"):
-        read_result(path)
+    with pytest.raises(ResultFileError, match=r"result\.json is no result of a run, a sweep or a comparison"):
+        read_reported(path)
     with pytest.raises(ResultFileError, match="No such file"):
-        read_result(tmp_path / "missing.json")
+        read_reported(tmp_path / "missing.json")
 
 
 def test_the_live_line_adds_up_the_processes():
     def status(due: int, ok: int, in_flight: int, ms: int) -> Status:
         histogram = LatencyHistogram(DIGITS_OF_A_SECOND)
         histogram.record(np.full(10, ms * 1000))
-        return Status(due=due, ok=ok, in_flight=in_flight, recent=recorded(histogram))
+        return Status(due=due, ok=ok, in_flight=in_flight, recent=histogram)
 
     run = RunConfig(rate=500, warmup_s=2, duration_s=10)
     statuses = [status(100, 99, 3, 4), status(50, 50, 1, 4)]

@@ -9,13 +9,12 @@ import grpc
 import httptools
 import pytest
 import uvloop
+from hdrh.histogram import HdrHistogram
 
 from loadtest.load.config import OfferedLoad, RunConfig
 from loadtest.load.generator import headers_of, offer
-from loadtest.load.messages import Done, Offer, Ready
 from loadtest.load.open_loop import arrival_times
-from loadtest.load.processes import make_result
-from loadtest.load.recorder import LatencyHistogram, merged
+from loadtest.load.recorder import Done, Ready, make_result, merged
 from loadtest.load.result import LoadResult
 from loadtest.workloads.catalog import open_workload
 from loadtest.workloads.payloads import Payloads
@@ -65,16 +64,16 @@ def load(
 
 
 async def offered(load: OfferedLoad, run: RunConfig, pool: Payloads) -> Done:
-    asked = Offer(load=load, run=run, at=time.monotonic() + 0.05)
-    return await offer(asked, pool, headers_of(load.varied, 0, 0), lambda message: None)
+    headers = headers_of(load.varied, 0, 0)
+    return await offer(load, run, pool, headers, lambda status: None, at=time.monotonic() + 0.05)
 
 
 def slower_than(result: LoadResult, ms: float, of: str = "latency") -> int:
     encoded = getattr(result, f"{of}_histogram")
-    histogram = LatencyHistogram()
-    histogram.add(encoded, 1, 600_000_000, 0)
-    ranks = histogram.at_ranks(range(1, encoded.count + 1))
-    return sum(value is not None and value >= ms for value in ranks)
+    decoded = HdrHistogram.decode(encoded.encoded)
+    return sum(
+        one.count_at_value_iterated_to for one in decoded.get_recorded_iterator() if one.value_iterated_to >= ms * 1000
+    )
 
 
 def check_sums(result: LoadResult, due: int) -> None:

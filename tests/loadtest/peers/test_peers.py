@@ -17,15 +17,17 @@ from safetensors.torch import save_file
 
 from loadtest.errors import AnswerError, RequestFailedError, ScoresDifferError, ServerFailedError
 from loadtest.load.cli import loadtest
+from loadtest.load.closed_loop import Weighed
 from loadtest.load.generator import ask_scores, open_payloads
-from loadtest.load.messages import Weighed
 from loadtest.load.result import LoadResult, this_machine
 from loadtest.peers.catalog import PEERS
-from loadtest.peers.comparison import Ahead, ahead, compared
 from loadtest.peers.run import (
+    Ahead,
     PeerRound,
     PeersConfig,
+    ahead,
     best_throughput,
+    compared,
     peer_serving,
     random_tensors,
     reference_scores,
@@ -230,7 +232,7 @@ TABLE = {
 
 
 def test_shardrank_is_held_against_the_peer_that_was_best_in_each_round_and_measure() -> None:
-    (found,) = ahead(CONFIG, rounds_of(CONFIG, TABLE))
+    (found,) = ahead(CONFIG, compared(CONFIG, rounds_of(CONFIG, TABLE)))
     # Best throughputs: 500/s each; best p50: 2 and 2.5 ms. shardrank over gRPC does not count.
     assert found == Ahead(hotness=1, throughput=3.5, p50=0.45, p99=0.45, offered_p99=0.45)
     assert all(found.met.values())

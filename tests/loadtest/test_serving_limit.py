@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -17,13 +18,20 @@ import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadtest.errors import GeneratorError, LateAnswerError, RequestFailedError, ScoresDifferError, WorkloadError
-from loadtest.load.closed_loop import keep_busy
+from loadtest.errors import (
+    GeneratorError,
+    LateAnswerError,
+    LoadError,
+    RequestFailedError,
+    ScoresDifferError,
+    WorkloadError,
+)
+from loadtest.load.closed_loop import Weighed, keep_busy
 from loadtest.load.config import OfferedLoad
-from loadtest.load.messages import Busy, Scores, Weighed
-from loadtest.load.processes import Workers
+from loadtest.load.generator import share_of
+from loadtest.load.workers import Workers
 from loadtest.servers import check_scores
-from loadtest.serving_cost.limit_process import Compute, Computed, Limit, LimitConfig, Score, batch_sizes
+from loadtest.serving_limit import Limit, LimitConfig, LimitProcess, batch_sizes
 from loadtest.workloads.catalog import BenchShape, bench_payloads, bench_spec
 from loadtest.workloads.payloads import Payloads, changing_headers
 from loadtest.workloads.prepare import write_random_snapshot
@@ -43,7 +51,7 @@ def snapshots(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def limit_config(snapshot: Path, head: str) -> LimitConfig:
-    return LimitConfig(snapshot=str(snapshot), shape=SHAPE, head=head, dtype="float32")
+    return LimitConfig(snapshot=snapshot, shape=SHAPE, head=head, dtype="float32")
 
 
 @pytest.mark.parametrize("varied", [True, False])
@@ -51,14 +59,14 @@ def limit_config(snapshot: Path, head: str) -> LimitConfig:
 @pytest.mark.parametrize("hotness", [1, 4])
 def test_the_limit_gives_the_scores_of_a_served_model_for_the_same_request(snapshots, head, hotness, varied) -> None:
     shape = SHAPE.model_copy(update={"candidates": "2-9:5", "varied": varied})
-    config = limit_config(snapshots[head], head).model_copy(update={"shape": shape})
+    config = replace(limit_config(snapshots[head], head), shape=shape)
     limit, pool = Limit(config), bench_payloads(shape, head, hotness, "json", 5)
     assert len({one.num_candidates for one in pool}) > 1
     with Ranker.open(snapshots[head], dtype="float32") as ranker:
         for number in range(5):
             expected = ranker.rank(json.loads(pool[number].body))["scores"]
-            told = asyncio.run(limit.score(Score(hotness=hotness, request=number)))
-            np.testing.assert_allclose(told.scores, expected, rtol=0, atol=1e-6)
+            found = asyncio.run(limit.score(hotness, number))
+            np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
 
 
 @given(mean=st.floats(1, 64))
@@ -70,24 +78,35 @@ def test_batches_of_two_sizes_keep_to_any_mean(mean: float) -> None:
 
 
 def test_the_limit_scores_whole_batches_and_tells_what_they_took(snapshots) -> None:
-    with Workers(
-        "loadtest.serving_cost.limit_process", limit_config(snapshots["mlp"], "mlp").model_dump_json()
-    ) as limit:
-        told = limit.ask([Compute(hotness=1, batch_requests=2.5, seconds=0.05)], Computed, 60)[0]
+    with Workers() as worker:
+        limit = LimitProcess(worker, limit_config(snapshots["mlp"], "mlp"))
+        told = limit.compute(hotness=1, batch_requests=2.5, seconds=0.05)
         assert told.requests >= 2
         assert told.seconds >= 0.05
         assert 0 < told.cpu_s <= told.seconds * (os.cpu_count() or 1) + 0.1
         assert told.batch_p50_ms > 0
-        assert len(limit.ask([Score(hotness=1, request=0)], Scores, 60)[0].scores) == CANDIDATES
-        with pytest.raises(GeneratorError, match="answered 'scores' to"):
-            limit.ask([Score(hotness=1, request=0)], Computed, 60)
+        assert len(limit.score(hotness=1, request=0)) == CANDIDATES
 
 
-def test_a_helper_that_ends_is_told(tmp_path) -> None:
-    config = LimitConfig(snapshot=str(tmp_path / "none" / "1"), shape=SHAPE, head="mlp", dtype="float32")
-    limit = Workers("loadtest.serving_cost.limit_process", config.model_dump_json())
-    with limit, pytest.raises(GeneratorError, match=r"(?s)limit_process, process 0, ended: exit code 1.*none"):
-        limit.ask([Score(hotness=1, request=0)], Scores, 60)
+def test_a_limit_without_its_snapshot_says_so(tmp_path) -> None:
+    config = LimitConfig(tmp_path / "none" / "1", SHAPE, "mlp", "float32")
+    with Workers() as worker, pytest.raises(LoadError, match="none"):
+        LimitProcess(worker, config).score(hotness=1, request=0)
+
+
+def test_a_worker_that_ends_is_told_with_the_end_of_its_log() -> None:
+    with (
+        Workers() as worker,
+        pytest.raises(GeneratorError, match=r"(?s)process 0 ended: exit code 1.*ZeroDivisionError"),
+    ):
+        worker.call(share_of, [(1, 0, 0)], 60)
+
+
+def test_a_call_that_is_not_done_in_time_is_an_error_and_its_answer_is_not_taken_for_the_next_ones() -> None:
+    with Workers(2) as workers:
+        with pytest.raises(GeneratorError, match="share_of was not done within 0 s"):
+            workers.call(share_of, [(100, 0, 2), (100, 1, 2)], 0)
+        assert workers.call(share_of, [(7, 0, 2), (7, 1, 2)], 60) == (4, 3)
 
 
 class CountingServer:
@@ -125,8 +144,8 @@ class CountingServer:
 def weigh(port: int, in_flight: int, pool: Payloads, headers=HEADERS):
     """Keep a server busy for a moment; it is this very process."""
     load = OfferedLoad(target=f"{'grpc' if pool.is_grpc else 'http'}://127.0.0.1:{port}", api=pool.api)
-    asked = Busy(load=load, in_flight=in_flight, warmup_s=0.05, seconds=0.1, process_ids=(os.getpid(),))
-    return keep_busy(asked, pool, headers)
+    times = {"warmup_s": 0.05, "seconds": 0.1}
+    return keep_busy(load, pool, headers, in_flight=in_flight, **times, process_ids=(os.getpid(),))
 
 
 ANSWER = b'{"model": "bench-mlp", "version": 1, "scores": [%s], "order": []}'

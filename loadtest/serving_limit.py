@@ -1,4 +1,4 @@
-"""The limit: the same batches, from raw ids to scores, computed in a process without a server.
+"""The limit of serving: the same batches, from raw ids to scores, computed in a process without a server.
 
 Nothing is received, parsed, queued, joined, counted, sorted or encoded: batches lie ready in memory. What a server
 takes beyond this is what it costs to be one.
@@ -6,25 +6,21 @@ takes beyond this is what it costs to be one.
 
 from __future__ import annotations
 
-import asyncio
-import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import Literal
 
 import numpy as np
 import torch
-import uvloop
-from pydantic import BaseModel, Field, TypeAdapter
 
 from loader.memory import settle_heap
-from loader.snapshot.manifest import Frozen
 from loader.snapshot.reader import Snapshot
 from loadtest.bench_lookup import make_node, make_router
-from loadtest.load.generator import answer_lines
-from loadtest.load.messages import Scores
+from loadtest.load.generator import READY_TIMEOUT_S
+from loadtest.load.workers import Workers, event_loop
 from loadtest.workloads.catalog import BENCH_REQUESTS, BenchShape, Head, bench_requests
 from loadtest.workloads.workload import WorkloadRequest
 from router.feature_schema import FeatureSchema
@@ -40,55 +36,31 @@ from shard_node.node import LocalShard
 DEADLINE_S = 600.0
 
 
-class LimitConfig(Frozen):
-    """What the limit's process is started with."""
+@dataclass(frozen=True, slots=True)
+class LimitConfig:
+    """Which model is computed: of a snapshot's folder, with the benchmark's requests."""
 
-    snapshot: str
+    snapshot: Path
     shape: BenchShape
     head: Head
     dtype: Literal["float32", "bfloat16"]
 
 
-class Compute(Frozen):
-    """To the limit: score batches of so many requests for some time. Answered with `Computed`.
-
-    Attributes:
-        batch_requests: the mean; batches of the next smaller and the next larger size are mixed to it.
-    """
-
-    kind: Literal["compute"] = "compute"
-    hotness: int
-    batch_requests: float = Field(ge=1)
-    seconds: float = Field(gt=0)
-
-
-class Computed(Frozen):
-    """From the limit.
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What batches took.
 
     Attributes:
         requests: scored.
-        cpu_s: processor time of its process meanwhile.
+        cpu_s: processor time of the process meanwhile.
         seconds: of the clock.
         batch_p50_ms: of a batch.
     """
 
-    kind: Literal["computed"] = "computed"
     requests: int
     cpu_s: float
     seconds: float
     batch_p50_ms: float
-
-
-class Score(Frozen):
-    """To the limit: what are the scores of this request of the pool? Answered with `Scores`."""
-
-    kind: Literal["score"] = "score"
-    hotness: int
-    request: int = Field(ge=0)
-
-
-ToLimit: TypeAlias = Annotated[Compute | Score, Field(discriminator="kind")]
-_TO_LIMIT: TypeAdapter[Compute | Score] = TypeAdapter(ToLimit)
 
 
 class Limit:
@@ -99,7 +71,7 @@ class Limit:
     """
 
     def __init__(self, config: LimitConfig) -> None:
-        snapshot = Snapshot.open(Path(config.snapshot), verify=False)
+        snapshot = Snapshot.open(config.snapshot, verify=False)
         self._model, self._version = snapshot.spec.model, snapshot.version
         plan, node = make_node(snapshot, 1)
         schema = RequestSchema(FeatureSchema.of(snapshot.spec), RequestLimits())
@@ -111,21 +83,21 @@ class Limit:
         self._requests = lru_cache(maxsize=4)(draw)
         self._batches = lru_cache(maxsize=8)(self._make_batches)
 
-    async def compute(self, asked: Compute) -> Computed:
+    async def compute(self, hotness: int, batch_requests: float, seconds: float) -> Computed:
         """Score batches in turn, until the time is over."""
-        small = int(asked.batch_requests)
-        batches = {size: self._batches(asked.hotness, size) for size in (small, small + 1)}
+        small = int(batch_requests)
+        batches = {size: self._batches(hotness, size) for size in (small, small + 1)}
         done, taken_s = 0, []
         # Once before the clock, so that every buffer is there.
         await self._scores(batches[small][0])
         began, cpu_began = time.perf_counter(), time.process_time()
         ends = began
-        for number, size in enumerate(batch_sizes(asked.batch_requests)):
+        for number, size in enumerate(batch_sizes(batch_requests)):
             await self._scores(batches[size][number % len(batches[size])])
             begun, ends = ends, time.perf_counter()
             taken_s.append(ends - begun)
             done += size
-            if ends - began >= asked.seconds:
+            if ends - began >= seconds:
                 break
         return Computed(
             requests=done,
@@ -134,10 +106,9 @@ class Limit:
             batch_p50_ms=float(np.median(taken_s)) * 1e3,
         )
 
-    async def score(self, asked: Score) -> Scores:
-        """Score one request of the pool."""
-        batch = _merged([self._requests(asked.hotness)[asked.request]])
-        return Scores(scores=tuple((await self._scores(batch)).tolist()))
+    async def score(self, hotness: int, request: int) -> Float32Array:
+        """Score one request of the pool: float32 [candidates]."""
+        return await self._scores(_merged([self._requests(hotness)[request]]))
 
     async def _scores(self, batch: MergedBatch) -> Float32Array:
         deadline = time.monotonic() + DEADLINE_S
@@ -175,20 +146,36 @@ def _merged(requests: list[WorkloadRequest]) -> MergedBatch:
     )
 
 
-def main() -> None:
-    """Run `python -m loadtest.serving_cost.limit_process CONFIG`."""
+@lru_cache(maxsize=1)
+def _open(config: LimitConfig) -> Limit:
     # As each ranking replica of a server, and with its memory settled like a server's.
     torch.set_num_threads(1)
-    limit = Limit(LimitConfig.model_validate_json(sys.argv[1]))
+    limit = Limit(config)
     settle_heap()
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-
-        def answer(line: str) -> BaseModel:
-            asked = _TO_LIMIT.validate_json(line)
-            return runner.run(limit.compute(asked) if isinstance(asked, Compute) else limit.score(asked))
-
-        answer_lines(answer)
+    return limit
 
 
-if __name__ == "__main__":
-    main()
+def _compute(config: LimitConfig, hotness: int, batch_requests: float, seconds: float) -> Computed:
+    return event_loop().run(_open(config).compute(hotness, batch_requests, seconds))
+
+
+def _score(config: LimitConfig, hotness: int, request: int) -> list[float]:
+    scores: list[float] = event_loop().run(_open(config).score(hotness, request)).tolist()
+    return scores
+
+
+@dataclass(frozen=True, slots=True)
+class LimitProcess:
+    """The limit in a process of its own. Methods raise as `Workers.call`."""
+
+    worker: Workers
+    config: LimitConfig
+
+    def compute(self, hotness: int, batch_requests: float, seconds: float) -> Computed:
+        """Score batches for some time; sizes next to the mean, `batch_requests`, are mixed to it."""
+        asked = self.config, hotness, batch_requests, seconds
+        return self.worker.call(_compute, [asked], seconds + READY_TIMEOUT_S)[0]
+
+    def score(self, hotness: int, request: int) -> Float32Array:
+        """Score one request of the pool: float32 [candidates]."""
+        return np.array(self.worker.call(_score, [(self.config, hotness, request)], READY_TIMEOUT_S)[0], np.float32)
