@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -32,13 +32,12 @@ from loadtest.drill.damage import (
     random_damages,
 )
 from loadtest.drill.fleet import FIRST_VERSION, FleetReport, OracleFleet, OracleFleetConfig, oracle_fleet
-from loadtest.drill.load import Answers, count_kinds, counted, latency_ms, percentile, running_load
+from loadtest.drill.load import Answers, count_kinds, counted, latency_ms, percentile
 from loadtest.drill.oracle import Kind, OracleShape, golden_requests, letter_of
 
 ROWS_PER_FILE = 1024
 EXAMPLES = 3
 WARMUP_S = 2.0
-_KINDS: tuple[DamageKind, ...] = ("truncated", "bit flipped")
 Refusal = Literal["publish", "rollout", "none"]
 
 
@@ -51,6 +50,7 @@ class BrokenDrillConfig(OracleFleetConfig):
         damaged_in_store: of each of these kinds, how many are damaged in the store, after they were published.
     """
 
+    NAME: ClassVar[str] = "broken"
     shape: OracleShape = OracleShape(items=4000, users=2000, tags=200)
     rate: float = Field(default=20.0, gt=0, le=100_000)
     truncations: int = Field(default=200, ge=0, le=1_000_000)
@@ -110,6 +110,33 @@ class _Course:
         self.attempts.append(Attempt(group, what, refused_by, reason))
         self.progress("broken snapshots", len(self.attempts), self.total)
 
+    @contextlib.asynccontextmanager
+    async def exported(self, golden: GoldenRequests | None = None) -> AsyncIterator[Path]:
+        """Export the next version of the letter that is not live, and delete it after the block."""
+        folder = await asyncio.to_thread(
+            self.fleet.export_next, FIRST_VERSION, golden=golden, rows_per_file=ROWS_PER_FILE
+        )
+        yield folder
+        await asyncio.to_thread(shutil.rmtree, folder)
+
+    async def attempt(self, folder: Path) -> tuple[Refusal, str]:
+        """Publish a snapshot and, if that is not refused, roll it out. Returns who refused it, and why."""
+        try:
+            published = await publish(self.fleet.registry, folder, self.fleet.store, clock=time.time)
+        except (ShardrankError, OSError) as error:
+            return "publish", f"{type(error).__name__}: {error}"
+        return await self.roll_out(published.record)
+
+    async def roll_out(self, record: PublishedVersion) -> tuple[Refusal, str]:
+        rollout = await self.fleet.roll_out(record.version)
+        return ("none", "") if rollout.state == "done" else ("rollout", f"{rollout.state}: {rollout.reason}")
+
+    async def published(self) -> tuple[PublishedVersion, Path]:
+        """Publish a sound snapshot; its record, and its folder in the store."""
+        async with self.exported() as source:
+            made = await publish(self.fleet.registry, source, self.fleet.store, clock=time.time)
+        return made.record, made.folder
+
 
 async def run_broken_drill(config: BrokenDrillConfig, folder: Path, progress: Progress = no_progress) -> BrokenReport:
     """Run the drill; stores, logs and answers go into the folder.
@@ -118,99 +145,63 @@ async def run_broken_drill(config: BrokenDrillConfig, folder: Path, progress: Pr
         DrillError: a rollout did not end, or the load failed. What else goes wrong is in the report.
         ShardrankError: the fleet did not come up.
     """
-    async with AsyncExitStack() as stack:
-        fleet = await stack.enter_async_context(oracle_fleet(config, folder, progress))
-        load = await stack.enter_async_context(running_load(fleet.load_config(folder / "broken.answers")))
+    async with oracle_fleet(config, folder, progress) as fleet:
         await asyncio.sleep(WARMUP_S)
-        in_files = config.truncations + config.bit_flips
-        course = _Course(fleet, progress, in_files + 2 * config.damaged_in_store + 2 * len(_forgeries(fleet)) + 3)
+        in_files, forgeries = config.truncations + config.bit_flips, _forgeries(fleet)
+        course = _Course(fleet, progress, in_files + 2 * config.damaged_in_store + 2 * len(forgeries) + 3)
         means = await _full_disk(course, folder)
-        await _damaged_before(config, course)
-        load.check()
-        await _damaged_in_store(config, course)
-        for what, forge in _forgeries(fleet).items():
+        await _damaged(config, course)
+        fleet.load.check()
+        for what, forge in forgeries.items():
             await _forged(course, what, forge)
-        await _wrong_golden_scores(course)
-        load.check()
+        # Sound in itself, but trained to other scores: those of the version that is live.
+        async with course.exported(golden_requests(fleet.writer.spec, letter_of(FIRST_VERSION))) as snapshot:
+            course.add("wrong golden scores", "golden scores of the live version", *await course.attempt(snapshot))
+        fleet.load.check()
         control_begun = time.monotonic()
-        control = await _try(fleet, _export(fleet))
+        async with course.exported() as snapshot:
+            refused_by, _ = await course.attempt(snapshot)
         await asyncio.sleep(WARMUP_S)
-        answers = await load.stop()
-        facts = {
-            **config.facts(load),
-            "disk_full_means": means,
-            "control_went_live": control[0] == "none",
-        }
+        answers = await fleet.load.stop()
+        facts = {**fleet.facts(), "disk_full_means": means, "control_went_live": refused_by == "none"}
         return make_broken_report(course.attempts, answers, control_begun, FIRST_VERSION, facts)
 
 
-def _export(fleet: OracleFleet, golden: GoldenRequests | None = None) -> Path:
-    """Return the next version of the letter that is not live, exported but not published."""
-    return fleet.export_next(FIRST_VERSION, golden=golden, rows_per_file=ROWS_PER_FILE)
-
-
-async def _try(fleet: OracleFleet, folder: Path) -> tuple[Refusal, str]:
-    """Publish a snapshot and, if that is not refused, roll it out. Returns who refused it, and why."""
-    try:
-        published = await publish(fleet.registry, folder, fleet.store, clock=time.time)
-    except (ShardrankError, OSError) as error:
-        return "publish", f"{type(error).__name__}: {error}"
-    return await _roll_out(fleet, published.record.version)
-
-
-async def _roll_out(fleet: OracleFleet, version: int) -> tuple[Refusal, str]:
-    rollout = await fleet.roll_out(version)
-    return ("none", "") if rollout.state == "done" else ("rollout", f"{rollout.state}: {rollout.reason}")
-
-
 async def _full_disk(course: _Course, folder: Path) -> str:
-    """Return a copy into the store, and one whose last file does not fit. Returns how the disk was made full."""
-    fleet = course.fleet
-    snapshot = await asyncio.to_thread(_export, fleet)
-    size_kb = sum(path.stat().st_size for path in snapshot.rglob("*") if path.is_file()) // 1024
-    means = ""
-    for number, room_kb in enumerate((size_kb // 8, size_kb // 2)):
-        disk = folder / f"disk-{number}"
-        disk.mkdir()
-        url = fleet.registry.registry.url
-        result = await publish_to_full_disk(snapshot, url, disk, room_kb)
-        on_record = await fleet.registry.version(fleet.model, fleet.exported)
-        refused = result.refused and on_record is None
-        means = result.means
-        course.add(
-            "disk full while publishing",
-            f"{size_kb} KiB into a store with {room_kb} KiB",
-            "publish" if refused else "none",
-            f"exit code {result.exit_code}: {result.message}; left behind: {list(result.left_behind)}",
-        )
-    shutil.rmtree(snapshot)
+    """Publish to disks on which a first file, and a last one, don't fit. Returns how the disks were made full."""
+    fleet, means = course.fleet, ""
+    async with course.exported() as snapshot:
+        size_kb = sum(path.stat().st_size for path in snapshot.rglob("*") if path.is_file()) // 1024
+        for number, room_kb in enumerate((size_kb // 8, size_kb // 2)):
+            disk = folder / f"disk-{number}"
+            disk.mkdir()
+            url = fleet.registry.registry.url
+            result = await asyncio.to_thread(publish_to_full_disk, snapshot, url, disk, room_kb)
+            on_record = await fleet.registry.version(fleet.model, fleet.exported)
+            means = result.means
+            course.add(
+                "disk full while publishing",
+                f"{size_kb} KiB into a store with {room_kb} KiB",
+                "publish" if result.refused and on_record is None else "none",
+                f"exit code {result.exit_code}: {result.message}; left behind: {list(result.left_behind)}",
+            )
     return means
 
 
-async def _damaged_before(config: BrokenDrillConfig, course: _Course) -> None:
-    """Damage in what training hands over."""
-    snapshot = await asyncio.to_thread(_export, course.fleet)
-    counts = {"truncated": config.truncations, "bit flipped": config.bit_flips}
-    for kind in _KINDS:
-        for damage in random_damages(snapshot, kind, counts[kind], config.seed):
-            with damaged(snapshot, damage):
-                refused_by, reason = await _try(course.fleet, snapshot)
-            course.add(f"{kind} before publishing", str(damage), refused_by, reason)
-    await asyncio.to_thread(shutil.rmtree, snapshot)
-
-
-async def _damaged_in_store(config: BrokenDrillConfig, course: _Course) -> None:
-    """Damage on the store's disk: what was published is sound, what the nodes read is not."""
-    fleet = course.fleet
-    for kind in _KINDS:
+async def _damaged(config: BrokenDrillConfig, course: _Course) -> None:
+    """Damage in what training hands over, and on the store's disk: what was published is sound, what is read is not."""
+    counts: dict[DamageKind, int] = {"truncated": config.truncations, "bit flipped": config.bit_flips}
+    async with course.exported() as snapshot:
+        for kind, count in counts.items():
+            for damage in random_damages(snapshot, kind, count, config.seed):
+                with damaged(snapshot, damage):
+                    course.add(f"{kind} before publishing", str(damage), *await course.attempt(snapshot))
+    for kind in counts:
         for number in range(config.damaged_in_store):
-            source = await asyncio.to_thread(_export, fleet)
-            published = await publish(fleet.registry, source, fleet.store, clock=time.time)
-            damage = random_damages(published.folder, kind, 1, config.seed + 1 + number)[0]
-            with damaged(published.folder, damage):
-                refused_by, reason = await _roll_out(fleet, published.record.version)
-            course.add(f"{kind} in the store", str(damage), refused_by, reason)
-            await asyncio.to_thread(shutil.rmtree, source)
+            record, folder = await course.published()
+            damage = random_damages(folder, kind, 1, config.seed + 1 + number)[0]
+            with damaged(folder, damage):
+                course.add(f"{kind} in the store", str(damage), *await course.roll_out(record))
 
 
 def _forgeries(fleet: OracleFleet) -> dict[str, Callable[[Path], None]]:
@@ -226,40 +217,19 @@ def _forgeries(fleet: OracleFleet) -> dict[str, Callable[[Path], None]]:
     }
 
 
-async def _wrong_golden_scores(course: _Course) -> None:
-    """Sound in itself, but trained to other scores: those of the version that is live."""
-    snapshot = await asyncio.to_thread(
-        _export, course.fleet, golden_requests(course.fleet.writer.spec, letter_of(FIRST_VERSION))
-    )
-    refused_by, reason = await _try(course.fleet, snapshot)
-    course.add("wrong golden scores", "golden scores of the live version", refused_by, reason)
-    await asyncio.to_thread(shutil.rmtree, snapshot)
-
-
 async def _forged(course: _Course, what: str, forge: Callable[[Path], None]) -> None:
     """Handed over by training, and then put on record without the checks of `publish`: nodes check for themselves."""
-    fleet = course.fleet
-    snapshot = await asyncio.to_thread(_export, fleet)
-    forge(snapshot)
-    refused_by, reason = await _try(fleet, snapshot)
-    course.add(what, what, refused_by, reason)
-    await asyncio.to_thread(shutil.rmtree, snapshot)
-    source = await asyncio.to_thread(_export, fleet)
-    published = await publish(fleet.registry, source, fleet.store, clock=time.time)
-    shutil.rmtree(published.folder)
-    forge(source)
-    source.rename(published.folder)
-    await _put_on_record(fleet, published.record, published.folder)
-    refused_by, reason = await _roll_out(fleet, published.record.version)
-    course.add(f"{what}, on record unchecked", what, refused_by, reason)
-
-
-async def _put_on_record(fleet: OracleFleet, record: PublishedVersion, folder: Path) -> None:
-    """Make the record of a version that of the snapshot which lies there now."""
-    await fleet.registry.drop_version(record.model, record.version)
+    async with course.exported() as snapshot:
+        forge(snapshot)
+        course.add(what, what, *await course.attempt(snapshot))
+    record, folder = await course.published()
+    forge(folder)
+    registry = course.fleet.registry
+    await registry.drop_version(record.model, record.version)
     identity = hashlib.sha256((folder / MANIFEST_NAME).read_bytes()).hexdigest()
-    await fleet.registry.put_spec(record.model, record.version, fleet.writer.spec.model_dump_json())
-    await fleet.registry.put_version(record.model_copy(update={"identity": identity}))
+    await registry.put_spec(record.model, record.version, course.fleet.writer.spec.model_dump_json())
+    await registry.put_version(record.model_copy(update={"identity": identity}))
+    course.add(f"{what}, on record unchecked", what, *await course.roll_out(record))
 
 
 def make_broken_report(
@@ -275,7 +245,10 @@ def make_broken_report(
         **count_kinds(answers),
         other_versions=int((before["version"] != version).sum()),
         p99_ms=percentile(latency_ms(answers), 99),
-        groups={group: _group(attempts, group) for group in dict.fromkeys(one.group for one in attempts)},
+        groups={
+            group: _group([one for one in attempts if one.group == group])
+            for group in dict.fromkeys(one.group for one in attempts)
+        },
         **facts,
     )
     problems = [f"accepted: {one.group}: {one.what}" for one in accepted]
@@ -292,8 +265,7 @@ def make_broken_report(
     return report.model_copy(update={"problems": tuple(problems)})
 
 
-def _group(attempts: Sequence[Attempt], group: str) -> GroupResult:
-    own = [one for one in attempts if one.group == group]
+def _group(own: Sequence[Attempt]) -> GroupResult:
     by = [one.refused_by for one in own]
     return GroupResult(
         tried=len(own),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import hashlib
@@ -11,6 +10,7 @@ import os
 import shlex
 import shutil
 import struct
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -167,7 +167,7 @@ class FullDiskResult:
         return self.exit_code != 0 and told and not self.left_behind and "Traceback" not in self.message
 
 
-async def publish_to_full_disk(snapshot: Path, registry: str, folder: Path, size_kb: int) -> FullDiskResult:
+def publish_to_full_disk(snapshot: Path, registry: str, folder: Path, size_kb: int) -> FullDiskResult:
     """Publish a snapshot into an empty folder, which becomes a store with room for `size_kb` KiB.
 
     The disk is a small tmpfs, or where none can be mounted, a limit on the size of files stands in for it.
@@ -175,45 +175,33 @@ async def publish_to_full_disk(snapshot: Path, registry: str, folder: Path, size
     store, model = folder / "store", snapshot.parent.name
     listing = f"ls -1 {shlex.quote(str(store / model))} 2>/dev/null"
     publish = shlex.join([sys.executable, "-m", "serving.cli", "publish", str(snapshot), "--store", str(store)])
-    means = await _means(folder)
+    alone = ["unshare", "--user", "--map-root-user", "--mount"]
+    mount = f"mount -t tmpfs -o size={size_kb}k tmpfs {shlex.quote(str(folder))}"
+    means = "tmpfs" if _run([*alone, "bash", "-c", mount], registry)[0] == 0 else "RLIMIT_FSIZE"
     if means == "tmpfs":
         # The mount is seen by nobody else and ends with the namespace; the listing must be made inside.
-        script = f"mount -t tmpfs -o size={size_kb}k tmpfs {shlex.quote(str(folder))} && {publish}; code=$?"
-        command = ["unshare", "--user", "--map-root-user", "--mount"]
+        script, command = f"{mount} && {publish}; code=$?", alone
     else:
         # Python ignores SIGXFSZ, so the write fails as it would on a full disk, with another error number.
-        script = f"ulimit -f {size_kb // 16}; {publish}; code=$?"
-        command = []
+        script, command = f"ulimit -f {size_kb // 16}; {publish}; code=$?", []
     script += f"; echo; echo LISTING; {listing}; exit $code"
-    code, output = await _run([*command, "bash", "-c", script], registry)
+    code, output = _run([*command, "bash", "-c", script], registry)
     message, _, names = output.rpartition("LISTING\n")
     left = tuple(name for name in names.split() if name.isdecimal())
     return FullDiskResult(means, code, message.strip()[-500:], left)
 
 
-async def _means(folder: Path) -> str:
-    probe = f"mount -t tmpfs -o size=64k tmpfs {shlex.quote(str(folder))}"
-    code, _ = await _run(["unshare", "--user", "--map-root-user", "--mount", "bash", "-c", probe], "")
-    return "tmpfs" if code == 0 else "RLIMIT_FSIZE"
-
-
-async def _run(command: Sequence[str], registry: str) -> tuple[int, str]:
+def _run(command: Sequence[str], registry: str) -> tuple[int, str]:
     try:
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
+        ran = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             env={**os.environ, "SHARDRANK_REGISTRY": registry},
+            timeout=FULL_DISK_TIMEOUT_S,
+            check=False,
         )
     except FileNotFoundError:
         return 127, ""
-    try:
-        output, _ = await asyncio.wait_for(process.communicate(), FULL_DISK_TIMEOUT_S)
-    except BaseException:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-        raise
-    assert process.returncode is not None
-    return process.returncode, output.decode("utf-8", "replace")
+    return ran.returncode, ran.stdout.decode("utf-8", "replace")

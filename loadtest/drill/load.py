@@ -28,12 +28,18 @@ import uvloop
 from pydantic import Field
 
 from loader.snapshot.manifest import Frozen
-from loadtest.drill.errors import LoadProcessError
 from loadtest.drill.oracle import Kind, OracleShape, Question, Verdict, judge, make_questions
-from loadtest.drill.processes import child_process, module_command, module_config, say_ready, until_ready
+from loadtest.drill.processes import (
+    child_process,
+    ended,
+    finished,
+    module_command,
+    module_config,
+    say_ready,
+    until_ready,
+)
 from serving.client import AsyncClient, ClientError, RetryPolicy
 from serving.fleet.process import StopRequestedError, run_until_signalled
-from serving.fleet.supervisor import describe_exit
 
 APIS = ("http rank", "grpc rank", "http lookup", "grpc lookup")
 # Which API request i goes over, i mod 6: two of three are ranked, one of two goes over HTTP.
@@ -277,50 +283,42 @@ async def run_load(config: DrillLoadConfig) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RunningLoad:
-    """A load that asks, as a child process of a drill."""
+    """A load that asks, as a child process of a drill, with its log of answers and that of its errors."""
 
-    config: DrillLoadConfig
     process: asyncio.subprocess.Process
+    path: Path
+    log: Path
 
     def check(self) -> None:
         """Raise LoadProcessError if the load has ended by itself."""
         if self.process.returncode is not None:
-            raise self._ended(self.process.returncode)
+            raise ended(self.process.returncode, self.log)
 
     def answers(self, first: int = 0) -> Answers:
         """Return what was logged so far. Raises LoadProcessError if the load has ended by itself."""
         self.check()
-        return read_answers(self.config.answers, first)
+        return read_answers(self.path, first)
 
     def details(self, max_lines: int = 20) -> list[str]:
         """Return why the first answers that are not right are not."""
-        return read_details(self.config.answers, max_lines)
+        return read_details(self.path, max_lines)
 
     async def stop(self) -> Answers:
         """End it after the answers that are out; return all answers. Raises LoadProcessError if it failed."""
-        if self.process.returncode is None:
-            self.process.terminate()
-        code = await asyncio.wait_for(self.process.wait(), STOP_TIMEOUT_S)
-        if code != 0:
-            raise self._ended(code)
-        return read_answers(self.config.answers)
-
-    def _ended(self, code: int) -> LoadProcessError:
-        return LoadProcessError(f"the load ended: {describe_exit(code)}; its log: {_log_path(self.config.answers)}")
+        self.check()
+        self.process.terminate()
+        async with asyncio.timeout(STOP_TIMEOUT_S):
+            await finished(self.process, self.log)
+        return read_answers(self.path)
 
 
 @contextlib.asynccontextmanager
 async def running_load(config: DrillLoadConfig) -> AsyncIterator[RunningLoad]:
     """Start the load and yield once it asks; it ends with the block. Raises LoadProcessError if it does not begin."""
-    log = _log_path(config.answers)
-    command = module_command("loadtest.drill.load", config, config.answers.with_suffix(".json"))
-    async with child_process(command, log) as process:
+    path, log = config.answers, config.answers.with_suffix(".log")
+    async with child_process(module_command("loadtest.drill.load", config, path.with_suffix(".json")), log) as process:
         await until_ready(process, log)
-        yield RunningLoad(config, process)
-
-
-def _log_path(answers: Path) -> Path:
-    return answers.with_suffix(".log")
+        yield RunningLoad(process, path, log)
 
 
 if __name__ == "__main__":
