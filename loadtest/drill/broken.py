@@ -141,9 +141,7 @@ class _Course:
 async def run_broken_drill(config: BrokenDrillConfig, folder: Path, progress: Progress = no_progress) -> BrokenReport:
     """Run the drill; stores, logs and answers go into the folder.
 
-    Raises:
-        DrillError: a rollout did not end, or the load failed. What else goes wrong is in the report.
-        ShardrankError: the fleet did not come up.
+    Raises DrillError if a rollout does not end, or the load fails. What else goes wrong is in the report.
     """
     async with oracle_fleet(config, folder, progress) as fleet:
         await asyncio.sleep(WARMUP_S)

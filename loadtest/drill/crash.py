@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import random
 import signal
@@ -98,22 +99,14 @@ def crash_cases(
     courses: Sequence[Course], victims: Sequence[Victim], shard_nodes: Sequence[str], workers: Sequence[str]
 ) -> list[CrashCase]:
     """Return all cases; of several processes of a kind, shard nodes or serving processes, each in turn."""
-    names: dict[Victim, Sequence[str]] = {
-        "coordinator": ("coordinator",),
-        "shard-node": shard_nodes,
-        "serving": workers,
-        "redis": ("",),
-        "redis-emptied": ("",),
-    }
-    killed = dict.fromkeys(names, 0)
-    cases = []
-    for course in courses:
-        for step in _STEPS[course]:
-            for victim in victims:
-                of_kind = names[victim]
-                cases.append(CrashCase(course, step, victim, of_kind[killed[victim] % len(of_kind)]))
-                killed[victim] += 1
-    return cases
+    of_kind = {"coordinator": ["coordinator"], "shard-node": shard_nodes, "serving": workers}
+    turns = {victim: itertools.cycle(of_kind.get(victim, [""])) for victim in victims}
+    return [
+        CrashCase(course, step, victim, next(turns[victim]))
+        for course in courses
+        for step in _STEPS[course]
+        for victim in victims
+    ]
 
 
 class CrashDrillConfig(OracleFleetConfig):
@@ -164,10 +157,6 @@ class CrashResult(AnswerCounts):
         live_version: what is wanted live in the end; 0 if nothing is.
     """
 
-    answers: int = 0
-    failed: int = 0
-    mixed: int = 0
-    wrong: int = 0
     course: str
     step: str
     victim: str
@@ -227,10 +216,8 @@ class CrashReport(FleetReport):
 async def run_crash_drill(config: CrashDrillConfig, folder: Path, progress: Progress = no_progress) -> CrashReport:
     """Run the drill; stores, logs and answers go into the folder.
 
-    Raises:
-        DrillError: a process was not started again, a step was never on record, or the load failed. What else goes
-            wrong is in the report.
-        ShardrankError: the fleet did not come up, or a version can't be published.
+    Raises DrillError if a process is not started again, a step is never on record, or the load fails. What else goes
+    wrong is in the report.
     """
     async with oracle_fleet(config, folder, progress) as fleet:
         children = fleet.local.supervisor.children
@@ -330,6 +317,7 @@ async def _kill(fleet: OracleFleet, case: CrashCase) -> None:
 def make_crash_report(cases: Sequence[CrashResult], answers: Answers, facts: Mapping[str, Any]) -> CrashReport:
     """Draw up the report from the cases, and all answers of the drill."""
     results = [one.judged(answers) for one in cases]
+    nodes = [one for one in results if one.victim == "shard-node"]
     settled = np.array([one.settled_s for one in results if one.settled_s is not None])
     ended = [one.ended_in for one in results]
     report = CrashReport(
@@ -342,21 +330,16 @@ def make_crash_report(cases: Sequence[CrashResult], answers: Answers, facts: Map
         settled_s_max=percentile(settled, 100),
         **count_kinds(answers),
         stale=sum(one.stale for one in results),
-        answers_lost_share_shard_node=_lost(results, {"shard-node"}, by_replica=False),
-        answers_lost_share_shard_node_by_replica=_lost(results, {"shard-node"}, by_replica=True),
-        answers_lost_share_redis=_lost(results, {"redis", "redis-emptied"}),
+        answers_lost_share_shard_node=_lost_share([one for one in nodes if one.course != "by-replica"]),
+        answers_lost_share_shard_node_by_replica=_lost_share([one for one in nodes if one.course == "by-replica"]),
+        answers_lost_share_redis=_lost_share([one for one in results if one.victim in REDIS]),
         results=tuple(results),
         **facts,
     )
     return report.model_copy(update={"problems": tuple(_problems(report))})
 
 
-def _lost(results: Sequence[CrashResult], victims: set[str], *, by_replica: bool | None = None) -> float | None:
-    own = [
-        one
-        for one in results
-        if one.victim in victims and (by_replica is None or (one.course == "by-replica") == by_replica)
-    ]
+def _lost_share(own: Sequence[CrashResult]) -> float | None:
     answers = sum(one.answers for one in own)
     return sum(one.failed for one in own) / answers if answers else None
 

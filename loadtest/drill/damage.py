@@ -6,13 +6,14 @@ import contextlib
 import errno
 import hashlib
 import json
+import math
 import os
 import shlex
 import shutil
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +25,6 @@ from loader.snapshot.manifest import CHECKSUM_NAME, MANIFEST_NAME
 DamageKind = Literal["truncated", "bit flipped"]
 FULL_DISK_TIMEOUT_S = 120.0
 _NO_ROOM = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EFBIG))
-_NAN = struct.pack("<f", float("nan"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,15 +83,15 @@ def forge_nan_row(folder: Path, table: str, row_offset: int) -> None:
 
     An int8 row's scale lies behind its codes.
     """
-    document = _read_manifest(folder)
-    files = next(files for files in document["tables"] if files["table"] == table)
-    _forge(folder, document, files["rows"][0]["path"], lambda content: _with_nan(content, row_offset))
+    with _manifest(folder) as document:
+        files = next(files for files in document["tables"] if files["table"] == table)
+        _write_nan(folder, files["rows"][0], row_offset)
 
 
 def forge_nan_weight(folder: Path) -> None:
     """Write a NaN into the dense model's first weight, and make the checksums right again."""
-    document = _read_manifest(folder)
-    _forge(folder, document, document["dense"]["path"], lambda content: _with_nan(content, 0))
+    with _manifest(folder) as document:
+        _write_nan(folder, document["dense"], 0)
 
 
 def delete_table(folder: Path, table: str) -> None:
@@ -101,44 +101,32 @@ def delete_table(folder: Path, table: str) -> None:
 
 def forge_without_table(folder: Path, table: str) -> None:
     """Delete a table with its features from the files and from the manifest, and make its checksum right again."""
-    document = _read_manifest(folder)
-    spec = document["spec"]
-    gone = {name for one in spec["tables"] if one["name"] == table for name in one["feature_names"]}
-    spec["tables"] = [one for one in spec["tables"] if one["name"] != table]
-    spec["features"] = [one for one in spec["features"] if one["name"] not in gone]
-    document["tables"] = [files for files in document["tables"] if files["table"] != table]
-    # Golden requests with features that the model has not would show it at once.
-    document["golden"] = None
     delete_table(folder, table)
-    _write_manifest(folder, document)
+    with _manifest(folder) as document:
+        spec = document["spec"]
+        gone = {name for one in spec["tables"] if one["name"] == table for name in one["feature_names"]}
+        spec["tables"] = [one for one in spec["tables"] if one["name"] != table]
+        spec["features"] = [one for one in spec["features"] if one["name"] not in gone]
+        document["tables"] = [files for files in document["tables"] if files["table"] != table]
+        # Golden requests with features that the model has not would show it at once.
+        document["golden"] = None
 
 
-def _with_nan(content: bytes, offset: int) -> bytes:
-    # A safetensors file: the header's length as uint64, the header, the data.
-    place = 8 + struct.unpack_from("<Q", content)[0] + offset
-    return content[:place] + _NAN + content[place + len(_NAN) :]
+def _write_nan(folder: Path, stated: dict[str, Any], offset: int) -> None:
+    """Write a NaN into the data of a safetensors file, and restate its checksum in what the manifest says of it."""
+    path = folder / stated["path"]
+    content = bytearray(path.read_bytes())
+    # The header's length as uint64, the header, the data.
+    struct.pack_into("<f", content, 8 + struct.unpack_from("<Q", content)[0] + offset, math.nan)
+    path.write_bytes(content)
+    stated["sha256"] = hashlib.sha256(content).hexdigest()
 
 
-def _forge(folder: Path, document: dict[str, Any], path: str, edit: Callable[[bytes], bytes]) -> None:
-    content = edit((folder / path).read_bytes())
-    (folder / path).write_bytes(content)
-    _restate(document, path, {"size_bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()})
-    _write_manifest(folder, document)
-
-
-def _restate(node: Any, path: str, stated: dict[str, Any]) -> None:
-    if isinstance(node, dict) and node.get("path") == path:
-        node.update(stated)
-    for child in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
-        _restate(child, path, stated)
-
-
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    document: dict[str, Any] = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
-    return document
-
-
-def _write_manifest(folder: Path, document: dict[str, Any]) -> None:
+@contextlib.contextmanager
+def _manifest(folder: Path) -> Iterator[dict[str, Any]]:
+    """Give the manifest to be changed; it is written after the block, with its checksum."""
+    document = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
+    yield document
     content = json.dumps(document).encode()
     (folder / MANIFEST_NAME).write_bytes(content)
     digest = hashlib.sha256(content).hexdigest()

@@ -50,36 +50,37 @@ REDIS_START_TIMEOUT_S = 10.0
 Found = TypeVar("Found")
 
 
-class OracleFleetConfig(Frozen):
-    """What runs.
+class FleetShape(Frozen):
+    """What runs, and what it is asked.
 
     Attributes:
         registry: a directory, or a Redis server that the drill starts.
         rate: requests a second.
+    """
+
+    registry: Literal["directory", "redis"] = "directory"
+    shards: int = Field(default=2, ge=1, le=64)
+    replicas: int = Field(default=2, ge=1, le=16)
+    cards: int = Field(default=2, ge=1, le=64)
+    workers: int = Field(default=1, ge=1, le=64)
+    rate: float = Field(default=150.0, gt=0, le=100_000)
+
+
+class OracleFleetConfig(FleetShape):
+    """A drill on a fleet.
+
+    Attributes:
         step_delay_s: how long the coordinator waits between recording a step and doing it.
         NAME: of the drill, and of the file with its answers.
     """
 
     NAME: ClassVar[str] = "drill"
     shape: OracleShape = OracleShape()
-    shards: int = Field(default=2, ge=1, le=64)
-    replicas: int = Field(default=2, ge=1, le=16)
-    cards: int = Field(default=2, ge=1, le=64)
-    workers: int = Field(default=1, ge=1, le=64)
-    registry: Literal["directory", "redis"] = "directory"
-    rate: float = Field(default=150.0, gt=0, le=100_000)
     step_delay_s: float = Field(default=0.0, ge=0, le=60)
 
 
-class FleetReport(Report, AnswerCounts):
+class FleetReport(Report, AnswerCounts, FleetShape):
     """What every drill on a fleet reports: what ran, and how many answers were right."""
-
-    registry: str
-    shards: int
-    replicas: int
-    cards: int
-    workers: int
-    rate: float
 
 
 async def polled(
@@ -116,7 +117,7 @@ class OracleFleet:
 
     def facts(self) -> dict[str, Any]:
         """Return what a report says of what ran, and the details of the load."""
-        ran = self.config.model_dump(include={"registry", "shards", "replicas", "cards", "workers", "rate"})
+        ran = self.config.model_dump(include=set(FleetShape.model_fields))
         return {**ran, "details": tuple(self.load.details())}
 
     def process_ids(self) -> dict[str, int]:
@@ -276,9 +277,7 @@ async def oracle_fleet(
         # The fleet removes its own when it ends.
         stack.callback(_keep_logs, local, folder)
         asked = DrillLoadConfig(
-            host=local.host,
-            http_port=local.http_port,
-            grpc_port=local.grpc_port,
+            addresses=(f"http://{local.host}:{local.http_port}", f"grpc://{local.host}:{local.grpc_port}"),
             shape=config.shape,
             rate=config.rate,
             answers=folder / f"{config.NAME}.answers",

@@ -60,7 +60,6 @@ TIMEOUT_MS = 5000
 CLIENTS_EACH = 4
 # Requests that are out at a time; one beyond is recorded as failed without being sent.
 MAX_IN_FLIGHT = 2048
-FLUSH_INTERVAL_S = 0.1
 STOP_TIMEOUT_S = 90.0
 MAX_DETAILS = 1000
 MAX_DETAIL_CHARS = 300
@@ -71,11 +70,9 @@ Ask = Callable[[int], Awaitable[tuple[int, Callable[[], Verdict]]]]
 
 
 class DrillLoadConfig(Frozen):
-    """What to ask of the oracle, where, how often over all APIs, and where the log goes."""
+    """What to ask of the oracle, over HTTP and gRPC at which addresses, how often in all, and where the log goes."""
 
-    host: str
-    http_port: int = Field(ge=1, le=65535)
-    grpc_port: int = Field(ge=1, le=65535)
+    addresses: tuple[str, str]
     shape: OracleShape
     rate: float = Field(gt=0, le=100_000)
     answers: Path
@@ -83,11 +80,11 @@ class DrillLoadConfig(Frozen):
 
 
 class AnswerLog:
-    """Writes records to a new file; what is flushed can be read by another process at once."""
+    """Writes records to a new file; what was added can be read by another process at once."""
 
     def __init__(self, path: Path, apis: Sequence[str] = APIS) -> None:
-        self._records = path.open("wb")
-        self._details = details_path(path).open("w", encoding="utf-8")
+        self._records = path.open("wb", buffering=0)
+        self._details = details_path(path).open("w", encoding="utf-8", buffering=1)
         self._details_left = MAX_DETAILS
         self._apis = apis
         self._record = np.zeros(1, RECORD)
@@ -101,13 +98,8 @@ class AnswerLog:
             detail = verdict.detail[:MAX_DETAIL_CHARS].replace("\n", " ")
             self._details.write(f"{intended:.3f} {verdict.kind.name.lower()} {self._apis[api]}: {detail}\n")
 
-    def flush(self) -> None:
-        """Make all that was added readable."""
-        self._records.flush()
-        self._details.flush()
-
     def close(self) -> None:
-        """Flush, and end."""
+        """End."""
         self._records.close()
         self._details.close()
 
@@ -138,10 +130,10 @@ class Span(NamedTuple):
 class AnswerCounts(Frozen):
     """How many answers there were, and how many were not right."""
 
-    answers: int
-    failed: int
-    mixed: int
-    wrong: int
+    answers: int = 0
+    failed: int = 0
+    mixed: int = 0
+    wrong: int = 0
 
 
 def count_kinds(answers: Answers) -> dict[str, int]:
@@ -189,38 +181,26 @@ class DrillLoad:
         # What is there by now stays for good: a collection that walks all questions would delay answers.
         gc.freeze()
         say_ready()
-        begin = flushed = time.monotonic()
+        begin = time.monotonic()
         try:
             for number in itertools.count():
                 due = begin + number / self._rate
-                while (wait_s := due - time.monotonic()) > 0:
-                    await asyncio.sleep(min(wait_s, FLUSH_INTERVAL_S))
-                    flushed = self._flush(flushed)
-                self._start(number, due)
-                flushed = self._flush(flushed)
+                # uvloop's timers may be a part of a millisecond early.
+                while (wait_s := due - time.monotonic()) > 0:  # noqa: ASYNC110
+                    await asyncio.sleep(wait_s)
+                api = self._pattern[number % len(self._pattern)]
+                if len(self._out) < MAX_IN_FLIGHT:
+                    task = asyncio.create_task(self._ask(api, number // len(self._pattern), due))
+                    self._out.add(task)
+                    task.add_done_callback(self._ended)
+                else:
+                    now, reason = time.monotonic(), f"{len(self._out)} requests are out already"
+                    self._log.add(api, due, now, now, 0, Verdict(Kind.FAILED, reason))
                 if self._defect is not None:
                     raise self._defect
         finally:
             if self._out:
                 await asyncio.wait(self._out)
-            self._log.flush()
-
-    def _flush(self, flushed: float) -> float:
-        now = time.monotonic()
-        if now - flushed < FLUSH_INTERVAL_S:
-            return flushed
-        self._log.flush()
-        return now
-
-    def _start(self, number: int, due: float) -> None:
-        api = self._pattern[number % len(self._pattern)]
-        if len(self._out) >= MAX_IN_FLIGHT:
-            now = time.monotonic()
-            self._log.add(api, due, now, now, 0, Verdict(Kind.FAILED, f"{len(self._out)} requests are out already"))
-            return
-        task = asyncio.create_task(self._ask(api, number // len(self._pattern), due))
-        self._out.add(task)
-        task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._out.discard(task)
@@ -262,8 +242,6 @@ def oracle_ask(model: str, clients: Sequence[AsyncClient], questions: Sequence[Q
 async def run_load(config: DrillLoadConfig) -> None:
     """Ask the oracle until cancelled."""
     questions = make_questions(config.shape.spec(), config.questions_each)
-    host = f"[{config.host}]" if ":" in config.host else config.host
-    addresses = (f"http://{host}:{config.http_port}", f"grpc://{host}:{config.grpc_port}")
     log = AnswerLog(config.answers)
     async with AsyncExitStack() as stack:
         stack.callback(log.close)
@@ -274,7 +252,7 @@ async def run_load(config: DrillLoadConfig) -> None:
             stack.push_async_callback(client.close)
             return client
 
-        clients = [[opened(address) for _ in range(CLIENTS_EACH)] for address in addresses]
+        clients = [[opened(address) for _ in range(CLIENTS_EACH)] for address in config.addresses]
         asks = [
             oracle_ask(config.shape.model, own, questions[method]) for method in ("rank", "lookup") for own in clients
         ]

@@ -134,9 +134,7 @@ class _Course:
 async def run_swap_drill(config: SwapDrillConfig, folder: Path, progress: Progress = no_progress) -> SwapReport:
     """Run the drill; stores, logs and answers go into the folder.
 
-    Raises:
-        DrillError: a rollout did not end as `done`, or the load failed. What answers say is in the report.
-        ShardrankError: the fleet did not come up, or a version can't be published.
+    Raises DrillError if a rollout does not end as `done`, or the load fails. What answers say is in the report.
     """
     course = _Course()
     async with oracle_fleet(config, folder, progress) as fleet:

@@ -45,9 +45,7 @@ async def serving(store: Path, version: int) -> AsyncIterator[tuple[RankingServi
 
 def config_for(listening: Listening, answers: Path, rate: float = 120) -> DrillLoadConfig:
     return DrillLoadConfig(
-        host=listening.host,
-        http_port=listening.http_port,
-        grpc_port=listening.grpc_port,
+        addresses=(f"http://{listening.host}:{listening.http_port}", f"grpc://{listening.host}:{listening.grpc_port}"),
         shape=SMALL,
         rate=rate,
         answers=answers,
@@ -158,7 +156,7 @@ def test_answers_of_the_wrong_oracle_are_not_taken_for_right(tmp_path: Path):
 def test_a_load_that_can_not_begin_says_why(tmp_path: Path):
     async def main() -> None:
         config = DrillLoadConfig(
-            host="127.0.0.1", http_port=1, grpc_port=1, shape=SMALL, rate=1, answers=tmp_path / "a"
+            addresses=("http://127.0.0.1:1", "grpc://127.0.0.1:1"), shape=SMALL, rate=1, answers=tmp_path / "a"
         )
         (tmp_path / "a").mkdir()
         with pytest.raises(LoadProcessError, match="IsADirectoryError"):
@@ -173,7 +171,6 @@ def test_the_log_can_be_read_while_it_grows_and_a_record_that_is_half_written_is
     log = AnswerLog(path)
     log.add(0, 1.0, 1.5, 2.0, 7, OK)
     log.add(3, 2.0, 2.0, 4.0, 0, Verdict(Kind.FAILED, "no answer within 5 s"))
-    log.flush()
     answers = read_answers(path)
     assert answers.tolist() == [(1.0, 1.5, 2.0, 7, 0, 0), (2.0, 2.0, 4.0, 0, 3, 1)]
     assert read_details(path) == ["2.000 failed grpc lookup: no answer within 5 s"]
