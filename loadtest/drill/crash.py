@@ -276,20 +276,19 @@ async def _until_step(fleet: OracleFleet, case: CrashCase) -> None:
     """Wait until the step is on record. Raises DrillError if the rollout ends without it."""
     is_aborted = case.course != "undo"
 
-    async def on_record() -> bool | None:
+    async def is_on_record() -> bool:
         nonlocal is_aborted
         rollout = await fleet.rollout()
         assert rollout is not None
         if not rollout.active:
             raise DrillError(f"{case}: the rollout ended as {rollout.state} before this step: {rollout.reason}")
-        if is_aborted:
-            return True if rollout.step == case.step else None
-        if rollout.step == ABORTED_IN:
+        if not is_aborted and rollout.step == ABORTED_IN:
             await abort_rollout(fleet.registry, fleet.model, "the drill wants to see it undone")
             is_aborted = True
-        return None
+            return False
+        return is_aborted and rollout.step == case.step
 
-    if not await polled(on_record, ROLLOUT_TIMEOUT_S, STEP_POLL_S):
+    if not await polled(is_on_record, bool, ROLLOUT_TIMEOUT_S, STEP_POLL_S):
         raise DrillError(f"{case}: not on record after {ROLLOUT_TIMEOUT_S:g} s; {await fleet.lag()}")
 
 
@@ -307,10 +306,10 @@ async def _kill(fleet: OracleFleet, case: CrashCase) -> None:
         raise DrillError(f"{case}: it does not run")
     os.kill(killed, signal.SIGKILL)
 
-    async def successor() -> int | None:
-        return None if child.pid == killed else child.pid
+    async def is_back() -> bool:
+        return child.pid not in (None, killed)
 
-    if await polled(successor, RESTART_TIMEOUT_S, STEP_POLL_S) is None:
+    if not await polled(is_back, bool, RESTART_TIMEOUT_S, STEP_POLL_S):
         raise DrillError(f"{case}: not started again after {RESTART_TIMEOUT_S:g} s")
 
 

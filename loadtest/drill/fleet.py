@@ -84,12 +84,15 @@ class FleetReport(Report, AnswerCounts, FleetShape):
 
 
 async def polled(
-    ask: Callable[[], Awaitable[Found | None]], timeout_s: float, interval_s: float = POLL_S
-) -> Found | None:
-    """Ask again and again until there is an answer; None if there is none after `timeout_s`."""
+    ask: Callable[[], Awaitable[Found]],
+    is_enough: Callable[[Found], bool],
+    timeout_s: float,
+    interval_s: float = POLL_S,
+) -> Found:
+    """Ask again and again until the answer is enough, or for `timeout_s`. Returns the last answer."""
     deadline = time.monotonic() + timeout_s
     while True:
-        if (found := await ask()) is not None or time.monotonic() > deadline:
+        if is_enough(found := await ask()) or time.monotonic() > deadline:
             return found
         await asyncio.sleep(interval_s)
 
@@ -163,16 +166,11 @@ class OracleFleet:
     async def roll_out(self, version: int, strategy: Strategy = "beside") -> Rollout:
         """Roll a version out and wait for the end. Raises RolloutTimeoutError."""
         await self.start_rollout(version, strategy)
-
-        async def ended() -> Rollout | None:
-            rollout = await self.rollout()
-            return None if rollout is None or rollout.active else rollout
-
-        if (rollout := await polled(ended, ROLLOUT_TIMEOUT_S)) is not None:
-            return rollout
-        raise RolloutTimeoutError(
-            f"the rollout did not end within {ROLLOUT_TIMEOUT_S:g} s; {await self.lag()}; {await self.rollout()}"
-        )
+        rollout = await polled(self.rollout, lambda one: one is not None and not one.active, ROLLOUT_TIMEOUT_S)
+        if rollout is None or rollout.active:
+            told = f"{await self.lag()}; {rollout}"
+            raise RolloutTimeoutError(f"the rollout did not end within {ROLLOUT_TIMEOUT_S:g} s; {told}")
+        return rollout
 
     async def rollout(self) -> Rollout | None:
         """Return the record of the last rollout. Raises RegistryError."""
@@ -195,15 +193,7 @@ class OracleFleet:
 
     async def until_settled(self, timeout_s: float) -> str:
         """Wait until the fleet is exactly in one version. Returns why it still is not after `timeout_s`, or ""."""
-        lag = ""
-
-        async def settled() -> bool | None:
-            nonlocal lag
-            lag = await self.lag()
-            return None if lag else True
-
-        await polled(settled, timeout_s)
-        return lag
+        return await polled(self.lag, lambda lag: not lag, timeout_s)
 
     async def retries(self) -> dict[str, int]:
         """Return how many lookups the serving processes repeated on another replica, by kind."""

@@ -173,8 +173,7 @@ class DrillLoad:
 
     def __init__(self, asks: Sequence[Ask], pattern: Sequence[int], rate: float, log: AnswerLog) -> None:
         self._asks, self._pattern, self._rate, self._log = asks, pattern, rate, log
-        self._out: set[asyncio.Task[None]] = set()
-        self._defect: BaseException | None = None
+        self._out = 0
 
     async def run(self) -> None:
         """Ask until cancelled; then wait for the answers that are out. Raises what an `ask` raises: a defect."""
@@ -182,35 +181,27 @@ class DrillLoad:
         gc.freeze()
         say_ready()
         begin = time.monotonic()
-        try:
-            for number in itertools.count():
-                due = begin + number / self._rate
-                # uvloop's timers may be a part of a millisecond early.
-                while (wait_s := due - time.monotonic()) > 0:  # noqa: ASYNC110
-                    await asyncio.sleep(wait_s)
-                api = self._pattern[number % len(self._pattern)]
-                if len(self._out) < MAX_IN_FLIGHT:
-                    task = asyncio.create_task(self._ask(api, number // len(self._pattern), due))
-                    self._out.add(task)
-                    task.add_done_callback(self._ended)
-                else:
-                    now, reason = time.monotonic(), f"{len(self._out)} requests are out already"
-                    self._log.add(api, due, now, now, 0, Verdict(Kind.FAILED, reason))
-                if self._defect is not None:
-                    raise self._defect
-        finally:
-            if self._out:
-                await asyncio.wait(self._out)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._out.discard(task)
-        if not task.cancelled():
-            self._defect = self._defect or task.exception()
+        async with asyncio.TaskGroup() as group:
+            with contextlib.suppress(asyncio.CancelledError):
+                for number in itertools.count():
+                    due = begin + number / self._rate
+                    # uvloop's timers may be a part of a millisecond early.
+                    while (wait_s := due - time.monotonic()) > 0:  # noqa: ASYNC110
+                        await asyncio.sleep(wait_s)
+                    turn, place = divmod(number, len(self._pattern))
+                    api = self._pattern[place]
+                    if self._out < MAX_IN_FLIGHT:
+                        self._out += 1
+                        group.create_task(self._ask(api, turn, due))
+                    else:
+                        now, reason = time.monotonic(), f"{self._out} requests are out already"
+                        self._log.add(api, due, now, now, 0, Verdict(Kind.FAILED, reason))
 
     async def _ask(self, api: int, number: int, due: float) -> None:
         sent = time.monotonic()
         version, verdict = await self._asks[api](number)
         self._log.add(api, due, sent, time.monotonic(), version, verdict())
+        self._out -= 1
 
 
 def failed(reason: str) -> tuple[int, Callable[[], Verdict]]:

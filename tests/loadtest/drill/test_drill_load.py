@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,7 @@ from loadtest.drill.load import (
     APIS,
     RECORD,
     AnswerLog,
+    DrillLoad,
     DrillLoadConfig,
     RunningLoad,
     read_answers,
@@ -179,3 +180,30 @@ def test_the_log_can_be_read_while_it_grows_and_a_record_that_is_half_written_is
     assert read_answers(path, 1).tolist() == answers[1:].tolist()
     assert read_answers(path, 2).size == 0
     log.close()
+
+
+def test_a_load_that_is_ended_waits_for_the_answers_that_are_out(tmp_path: Path):
+    async def main() -> None:
+        log, asked = AnswerLog(tmp_path / "a"), asyncio.Event()
+
+        async def ask(number: int) -> tuple[int, Callable[[], Verdict]]:
+            asked.set()
+            await asyncio.sleep(0.05)
+            return 7, lambda: OK
+
+        load = asyncio.create_task(DrillLoad([ask], [0], 1.0, log).run())
+        await asked.wait()
+        load.cancel()
+        await load
+        assert read_answers(tmp_path / "a")["version"].tolist() == [7]
+
+    run(main())
+
+
+def test_a_defect_of_the_load_ends_it(tmp_path: Path):
+    async def ask(number: int) -> tuple[int, Callable[[], Verdict]]:
+        raise KeyError(number)
+
+    with pytest.raises(ExceptionGroup) as told:
+        run(DrillLoad([ask], [0], 1.0, AnswerLog(tmp_path / "a")).run())
+    assert isinstance(told.value.exceptions[0], KeyError)
