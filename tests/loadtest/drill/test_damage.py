@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from loader.registry.opening import open_registry
 from loader.snapshot.reader import verify_snapshot
-from loadtest.drill.broken import Attempt, make_broken_report
-from loadtest.drill.damage import (
+from loadtest.drill.broken import (
+    Attempt,
     Damage,
     DamageKind,
     damaged,
@@ -21,6 +21,7 @@ from loadtest.drill.damage import (
     forge_nan_row,
     forge_nan_weight,
     forge_without_table,
+    make_broken_report,
     publish_to_full_disk,
     random_damages,
 )
