@@ -24,8 +24,8 @@ from redis.backoff import ConstantBackoff
 
 from loader.errors import RegistryUnavailableError
 from loader.progress import Progress, no_progress
-from loader.registry.fleet import FleetRegistry, NodeRecord, WantedModel, rollout_key
-from loader.rollout.plan import Rollout, Strategy, decode_rollout
+from loader.registry.fleet import FleetRegistry, NodeRecord, WantedModel
+from loader.rollout.plan import Rollout, Strategy, read_rollout
 from loader.rollout.requests import start_rollout
 from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.manifest import Frozen
@@ -174,8 +174,8 @@ class OracleFleet:
 
     async def rollout(self) -> Rollout | None:
         """Return the record of the last rollout. Raises RegistryError."""
-        entry = await self.registry.raw(rollout_key(self.model))
-        return None if entry is None else decode_rollout(self.model, entry.value)
+        last = await read_rollout(self.registry, self.model)
+        return None if last is None else last.rollout
 
     async def live_version(self) -> int:
         """Return what is wanted live; 0 if nothing is. Raises RegistryError."""

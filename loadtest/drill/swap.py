@@ -116,8 +116,15 @@ class SwapReport(FleetReport):
 
 
 @dataclass(slots=True)
-class _Course:
-    """What happened when."""
+class SwapCourse:
+    """What happened when.
+
+    Attributes:
+        swaps: in order.
+        apart: when latencies count for neither: while the fleet was cold, and while versions were published on the same
+            machine.
+        memory: after the warm-up and each later swap.
+    """
 
     swaps: list[Swap] = field(default_factory=list)
     apart: list[Span] = field(default_factory=list)
@@ -136,7 +143,7 @@ async def run_swap_drill(config: SwapDrillConfig, folder: Path, progress: Progre
 
     Raises DrillError if a rollout does not end as `done`, or the load fails. What answers say is in the report.
     """
-    course = _Course()
+    course = SwapCourse()
     async with oracle_fleet(config, folder, progress) as fleet:
         await _swap_again_and_again(config, fleet, course, progress)
         facts = {
@@ -146,13 +153,11 @@ async def run_swap_drill(config: SwapDrillConfig, folder: Path, progress: Progre
             "retries": await fleet.retries(),
         }
         answers = await fleet.load.stop()
-        return make_swap_report(
-            answers, course.swaps, course.apart, course.memory, facts, max_ratio_p99=config.max_ratio_p99
-        )
+        return make_swap_report(answers, course, facts, max_ratio_p99=config.max_ratio_p99)
 
 
 async def _swap_again_and_again(
-    config: SwapDrillConfig, fleet: OracleFleet, course: _Course, progress: Progress
+    config: SwapDrillConfig, fleet: OracleFleet, course: SwapCourse, progress: Progress
 ) -> None:
     live = await fleet.live_version()
     warmup_swaps = min(WARMUP_SWAPS, config.swaps - 1)
@@ -180,22 +185,13 @@ async def _swap_again_and_again(
 
 
 def make_swap_report(
-    answers: Answers,
-    swaps: Sequence[Swap],
-    apart: Sequence[Span],
-    memory: Sequence[MemorySample],
-    facts: Mapping[str, Any],
-    *,
-    max_ratio_p99: float = MAX_RATIO_P99,
+    answers: Answers, course: SwapCourse, facts: Mapping[str, Any], *, max_ratio_p99: float = MAX_RATIO_P99
 ) -> SwapReport:
-    """Draw up the report from all answers, the swaps in order, and memory after the warm-up and each later swap.
-
-    `apart` is when latencies count for neither: while the fleet was cold, and while versions were exported and
-    published on the same machine. `facts` are the remaining fields.
-    """
+    """Draw up the report from all answers and what happened when; `facts` are the remaining fields."""
+    swaps, memory = course.swaps, course.memory
     latency = latency_ms(answers)
     during = overlaps(answers, [swap.span for swap in swaps])
-    kept_apart = overlaps(answers, apart) & ~during
+    kept_apart = overlaps(answers, course.apart) & ~during
     steady = ~during & ~kept_apart
     p99_steady, p99_during = percentile(latency[steady], 99), percentile(latency[during], 99)
     durations = [swap.span.end - swap.span.begin for swap in swaps]
