@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from serving.cli import WithExamples
-from serving.cli.output import stdout_console
 
 if TYPE_CHECKING:
     from loadtest.drill.running import Config, Drill
@@ -224,7 +223,7 @@ def hostile(ctx: click.Context, /, lists: bool, quick: bool, skip_fuzz: bool, **
 
     if lists:
         for attack in ATTACKS.values():
-            stdout_console().print(attack, markup=False, highlight=False, soft_wrap=True)
+            click.echo(str(attack))
         return
     if quick:
         given |= {name: value for name, value in QUICK.items() if given[name] is None}

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
+import click
 from pydantic import BaseModel
 
 from loader.progress import Progress
@@ -16,7 +17,6 @@ from loader.snapshot.manifest import Frozen
 from loadtest.drill.errors import DrillError
 from loadtest.load.result import check_writable, write_document
 from loadtest.load.run import INTERRUPTED
-from loadtest.load.show import line
 from serving.cli.output import human_bytes, print_table, progress_bars, stdout_console, table_of
 from serving.fleet.process import StopRequestedError, run_until_signalled
 
@@ -59,10 +59,10 @@ def run_drill(drill: Drill[Config], config: Config, json_file: Path | None, keep
             return INTERRUPTED
     show_report(report)
     for problem in report.problems:
-        line(stdout_console(), f"problem: {problem}")
+        click.echo(f"problem: {problem}")
     for detail in report.details if report.problems else ():
-        line(stdout_console(), f"  {detail}")
-    line(stdout_console(), "not passed" if report.problems else "passed")
+        click.echo(f"  {detail}")
+    click.echo("not passed" if report.problems else "passed")
     if json_file is not None:
         write_document(report, json_file)
     return 1 if report.problems else 0
