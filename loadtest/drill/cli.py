@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from serving.cli import WithExamples
+
+if TYPE_CHECKING:
+    from loadtest.drill.running import Config, Drill
 
 Option = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -28,6 +31,15 @@ def number(name: str, help: str = "", *, kind: type[int] | type[float] = int, me
 def seconds(name: str, help: str) -> Option:
     """Return an option of a time."""
     return number(name, help, kind=float, metavar="S")
+
+
+def rows(size: str, help: str) -> Option:
+    """Return an option of the rows of a table, a part of the settings' `shape`."""
+
+    def as_shape(ctx: click.Context, parameter: click.Parameter, value: int | None) -> dict[str, int] | None:
+        return None if value is None else {size: value}
+
+    return click.option(f"--{size}", "shape", type=int, metavar="N", help=help, callback=as_shape)
 
 
 def options(*chosen: Option) -> Option:
@@ -74,7 +86,7 @@ def fleet_options(workers: int) -> Option:
         number("--replicas", "Default: 2."),
         number("--cards", "Default: 2."),
         number("--workers", f"Default: {workers}."),
-        number("--items", "Rows of the largest table."),
+        rows("items", "Rows of the largest table."),
         click.option(
             "--registry",
             type=click.Choice(["directory", "redis"]),
@@ -99,7 +111,7 @@ def fleet_options(workers: int) -> Option:
 @seconds("--pause-s", "Time without a rollout between two swaps. Default: 3.")
 @number("--max-ratio-p99", "More than this times the steady p99 is a problem. Default: 1.5.", kind=float, metavar="X")
 @click.pass_context
-def swap(ctx: click.Context, /, json_file: Path | None, keep: Path | None, items: int | None, **given: object) -> None:
+def swap(ctx: click.Context, /, **given: Any) -> None:
     """Swap version A for B and back, again and again, under load.
 
     The report has the answers that failed, mixed two versions or were wrong, the 99th percentile of latencies during
@@ -110,11 +122,9 @@ def swap(ctx: click.Context, /, json_file: Path | None, keep: Path | None, items
       shardrank drill swap --swaps 10 --rate 50 --shards 2 --replicas 2 --cards 2
       shardrank drill swap --strategy by-replica --registry redis
     """
-    from loadtest.drill.running import drill_config, run_drill
     from loadtest.drill.swap import SwapDrillConfig, run_swap_drill
 
-    config = drill_config(SwapDrillConfig, {**given, **_shape("items", items)})
-    ctx.exit(run_drill(run_swap_drill, config, json_file, keep))
+    _run(ctx, SwapDrillConfig, run_swap_drill, given)
 
 
 @drill.command()
@@ -137,16 +147,7 @@ def swap(ctx: click.Context, /, json_file: Path | None, keep: Path | None, items
 @seed_option
 @click.option("--step", "only_steps", multiple=True, metavar="NAME", help="Only in this step; repeatable.")
 @click.pass_context
-def crash(
-    ctx: click.Context,
-    /,
-    json_file: Path | None,
-    keep: Path | None,
-    items: int | None,
-    courses: tuple[str, ...],
-    victims: tuple[str, ...],
-    **given: object,
-) -> None:
+def crash(ctx: click.Context, /, **given: Any) -> None:
     """Kill -9 a process at every recorded step of a rollout, under load.
 
     After each kill the fleet must be exactly in the old or the new version within 10 s of the restart. With two
@@ -158,11 +159,8 @@ def crash(
       shardrank drill crash --course beside --step flip
     """
     from loadtest.drill.crash import CrashDrillConfig, run_crash_drill
-    from loadtest.drill.running import drill_config, run_drill
 
-    chosen = {"courses": courses or None, "victims": victims or None}
-    config = drill_config(CrashDrillConfig, {**given, **chosen, **_shape("items", items)})
-    ctx.exit(run_drill(run_crash_drill, config, json_file, keep))
+    _run(ctx, CrashDrillConfig, run_crash_drill, given)
 
 
 @drill.command()
@@ -172,9 +170,7 @@ def crash(
 @number("--damaged-in-store", "Of each of these, how many are damaged after they were published. Default: 5.")
 @seed_option
 @click.pass_context
-def broken(
-    ctx: click.Context, /, json_file: Path | None, keep: Path | None, items: int | None, **given: object
-) -> None:
+def broken(ctx: click.Context, /, **given: Any) -> None:
     """Publish and roll out broken snapshots, under load.
 
     Cut off at random bytes, with single bits flipped, with a full disk, with NaN, with wrong golden scores, without a
@@ -185,10 +181,8 @@ def broken(
       shardrank drill broken --truncations 20 --bit-flips 100 --seed 7
     """
     from loadtest.drill.broken import BrokenDrillConfig, run_broken_drill
-    from loadtest.drill.running import drill_config, run_drill
 
-    config = drill_config(BrokenDrillConfig, {**given, **_shape("items", items)})
-    ctx.exit(run_drill(run_broken_drill, config, json_file, keep))
+    _run(ctx, BrokenDrillConfig, run_broken_drill, given)
 
 
 @drill.command()
@@ -210,20 +204,10 @@ def broken(
 @number("--rate", "Valid requests a second. Default: 40.", kind=float, metavar="R")
 @seconds("--steady-s", "Time without attacks. Default: 15.")
 @seconds("--settle-s", "For memory to come back. Default: 10.")
-@number("--rows", "Of the table. Default: 100,000.")
+@rows("rows", "Of the table. Default: 100,000.")
 @report_options
 @click.pass_context
-def hostile(
-    ctx: click.Context,
-    /,
-    json_file: Path | None,
-    keep: Path | None,
-    lists: bool,
-    quick: bool,
-    skip_fuzz: bool,
-    rows: int | None,
-    **given: object,
-) -> None:
+def hostile(ctx: click.Context, /, lists: bool, quick: bool, skip_fuzz: bool, **given: Any) -> None:
     """Attack a server while valid clients ask it, and send it mutated requests.
 
     Each attack is a process with addresses of its own, from 127.0.0.2 upward, on one core, which is kept busy while the
@@ -236,18 +220,24 @@ def hostile(
     """
     from loadtest.drill.hostile.catalog import ATTACKS
     from loadtest.drill.hostile.run import QUICK, HostileDrillConfig, run_hostile_drill
-    from loadtest.drill.running import drill_config, print_lines, run_drill
 
     if lists:
-        print_lines(map(str, ATTACKS.values()))
+        for attack in ATTACKS.values():
+            click.echo(str(attack))
         return
-    chosen = {name: value for name, value in given.items() if value not in (None, ())}
-    chosen = {**(QUICK if quick else {}), **chosen, **_shape("rows", rows)}
+    if quick:
+        given |= {name: value for name, value in QUICK.items() if given[name] is None}
     if skip_fuzz:
-        chosen["mutations"] = 0
-    config = drill_config(HostileDrillConfig, chosen)
-    ctx.exit(run_drill(run_hostile_drill, config, json_file, keep))
+        given["mutations"] = 0
+    _run(ctx, HostileDrillConfig, run_hostile_drill, given)
 
 
-def _shape(size: str, value: int | None) -> dict[str, object]:
-    return {} if value is None else {"shape": {size: value}}
+def _run(ctx: click.Context, schema: type[Config], drill: Drill[Config], given: dict[str, Any]) -> None:
+    """Run a drill with the options that were given, and end with its exit code."""
+    from loadtest.drill.running import run_drill
+    from loadtest.load.run import checked
+
+    json_file, keep = given.pop("json_file"), given.pop("keep")
+    # An option that may be repeated, and is not there, is an empty tuple.
+    config = checked(schema, {name: value for name, value in given.items() if value != ()})
+    ctx.exit(run_drill(drill, config, json_file, keep))

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import random
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -31,8 +30,15 @@ from loader.rollout.plan import (
 )
 from loader.rollout.requests import abort_rollout
 from loadtest.drill.errors import DrillError
-from loadtest.drill.fleet import ROLLOUT_TIMEOUT_S, FleetReport, OracleFleet, OracleFleetConfig, oracle_fleet
-from loadtest.drill.load import AnswerCounts, Answers, Span, count_kinds, counted, overlaps, percentile, running_load
+from loadtest.drill.fleet import (
+    ROLLOUT_TIMEOUT_S,
+    FleetReport,
+    OracleFleet,
+    OracleFleetConfig,
+    oracle_fleet,
+    polled,
+)
+from loadtest.drill.load import AnswerCounts, Answers, Span, count_kinds, counted, overlaps, percentile
 from loadtest.drill.oracle import Kind
 
 STEP_POLL_S = 0.01
@@ -64,21 +70,20 @@ _STEPS: dict[Course, tuple[str, ...]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class CrashCase:
+class CrashCase(NamedTuple):
     """One kill.
 
     Attributes:
         course: `idle`: no rollout; `beside`: with a canary; `undo`: likewise, aborted in it; `by-replica`.
         step: the step on record when the victim is killed; "" without a rollout.
         victim: what is killed. `redis` comes back with what it had on disk, `redis-emptied` with nothing.
-        child: the process, by its name in the fleet; "" for Redis.
+        process: by its name in the fleet; "" for Redis.
     """
 
     course: Course
     step: str
     victim: Victim
-    child: str
+    process: str
 
     @property
     def strategy(self) -> Strategy:
@@ -87,29 +92,21 @@ class CrashCase:
 
     def __str__(self) -> str:
         at = f" in step {self.step}" if self.step else ""
-        return f"{self.course}: {self.child or self.victim}{at}"
+        return f"{self.course}: {self.process or self.victim}{at}"
 
 
 def crash_cases(
     courses: Sequence[Course], victims: Sequence[Victim], shard_nodes: Sequence[str], workers: Sequence[str]
 ) -> list[CrashCase]:
     """Return all cases; of several processes of a kind, shard nodes or serving processes, each in turn."""
-    names: dict[Victim, Sequence[str]] = {
-        "coordinator": ("coordinator",),
-        "shard-node": shard_nodes,
-        "serving": workers,
-        "redis": ("",),
-        "redis-emptied": ("",),
-    }
-    killed = dict.fromkeys(names, 0)
-    cases = []
-    for course in courses:
-        for step in _STEPS[course]:
-            for victim in victims:
-                of_kind = names[victim]
-                cases.append(CrashCase(course, step, victim, of_kind[killed[victim] % len(of_kind)]))
-                killed[victim] += 1
-    return cases
+    of_kind = {"coordinator": ["coordinator"], "shard-node": shard_nodes, "serving": workers}
+    turns = {victim: itertools.cycle(of_kind.get(victim, [""])) for victim in victims}
+    return [
+        CrashCase(course, step, victim, next(turns[victim]))
+        for course in courses
+        for step in _STEPS[course]
+        for victim in victims
+    ]
 
 
 class CrashDrillConfig(OracleFleetConfig):
@@ -122,6 +119,7 @@ class CrashDrillConfig(OracleFleetConfig):
             it wants is written, or while nodes are at it.
     """
 
+    NAME: ClassVar[str] = "crash"
     workers: int = Field(default=2, ge=1, le=64)
     rate: float = Field(default=100.0, gt=0, le=100_000)
     step_delay_s: float = Field(default=0.15, gt=0, le=60)
@@ -144,34 +142,6 @@ class CrashDrillConfig(OracleFleetConfig):
         return [case for case in cases if not self.only_steps or case.step in self.only_steps]
 
 
-@dataclass(frozen=True, slots=True)
-class CrashCourse:
-    """How one case went. Times are seconds of CLOCK_MONOTONIC.
-
-    Attributes:
-        after_s: how long after the step was seen on record.
-        restarted_at: when its successor was started.
-        settled_at: when the fleet was exactly in one version again; None if that did not come about.
-        watched_until: the end of a time after that in which all answers must be of that version.
-        from_version, to_version: live when it was killed or before the rollout, and what the rollout was to make live.
-        live_version: what is wanted live in the end; 0 if nothing is.
-        rollout_state: how the rollout ended; "" without one.
-        lag: why the fleet is not in one version, if it is not.
-    """
-
-    case: CrashCase
-    after_s: float
-    killed_at: float
-    restarted_at: float
-    settled_at: float | None
-    watched_until: float
-    from_version: int
-    to_version: int
-    live_version: int
-    rollout_state: str
-    lag: str
-
-
 class CrashResult(AnswerCounts):
     """One case in the report, with the requests out between the kill and the end of the case.
 
@@ -182,6 +152,9 @@ class CrashResult(AnswerCounts):
         restart_s: from the kill to the start of the successor.
         settled_s: from the start of the successor until all nodes were exactly in one version; None: never.
         stale: right answers of another version than the last one, of requests that were due once it had settled.
+        lag: why the fleet is not in one version, if it is not.
+        watched: from the kill to the end of a time after settling, in seconds of CLOCK_MONOTONIC.
+        live_version: what is wanted live in the end; 0 if nothing is.
     """
 
     course: str
@@ -193,8 +166,20 @@ class CrashResult(AnswerCounts):
     rollout: str
     restart_s: float
     settled_s: float | None
-    stale: int
+    stale: int = 0
     lag: str
+    watched: Span = Field(exclude=True)
+    live_version: int = Field(exclude=True)
+
+    def judged(self, answers: Answers) -> CrashResult:
+        """Count in the answers of the whole drill."""
+        own = answers[overlaps(answers, [self.watched])]
+        stale = 0
+        if self.settled_s is not None:
+            settled_at = self.watched.begin + self.restart_s + self.settled_s
+            after = own[(own["intended"] >= settled_at) & (own["kind"] == Kind.OK)]
+            stale = int((after["version"] != self.live_version).sum())
+        return self.model_copy(update={**count_kinds(own), "stale": stale})
 
 
 class CrashReport(FleetReport):
@@ -231,37 +216,34 @@ class CrashReport(FleetReport):
 async def run_crash_drill(config: CrashDrillConfig, folder: Path, progress: Progress = no_progress) -> CrashReport:
     """Run the drill; stores, logs and answers go into the folder.
 
-    Raises:
-        DrillError: a process was not started again, a step was never on record, or the load failed. What else goes
-            wrong is in the report.
-        ShardrankError: the fleet did not come up, or a version can't be published.
+    Raises DrillError if a process is not started again, a step is never on record, or the load fails. What else goes
+    wrong is in the report.
     """
-    async with AsyncExitStack() as stack:
-        fleet = await stack.enter_async_context(oracle_fleet(config, folder, progress))
-        load = await stack.enter_async_context(running_load(fleet.load_config(folder / "crash.answers")))
-        cases = config.cases(fleet.names("shard"), fleet.names("serve"))
+    async with oracle_fleet(config, folder, progress) as fleet:
+        children = fleet.local.supervisor.children
+        shard_nodes = [name for name in children if name.startswith("shard-")]
+        cases = config.cases(shard_nodes, [name for name in children if name.startswith("serve-")])
         await asyncio.sleep(WARMUP_S)
-        courses: list[CrashCourse] = []
+        results: list[CrashResult] = []
         draw = random.Random(config.seed)
         for number, case in enumerate(cases):
             progress("kills", number, len(cases))
-            courses.append(await _run_case(fleet, case, config.max_kill_delay_s * draw.random()))
-            load.check()
-            if courses[-1].settled_at is None:
+            results.append(await _run_case(fleet, case, config.max_kill_delay_s * draw.random()))
+            fleet.load.check()
+            if results[-1].settled_s is None:
                 # What a further kill would find says nothing about that kill.
                 break
         progress("kills", len(cases), len(cases))
-        answers = await load.stop()
-        return make_crash_report(courses, answers, {**config.facts(load), "step_delay_s": config.step_delay_s})
+        answers = await fleet.load.stop()
+        return make_crash_report(results, answers, {**fleet.facts(), "step_delay_s": config.step_delay_s})
 
 
-async def _run_case(fleet: OracleFleet, case: CrashCase, delay_s: float) -> CrashCourse:
-    live = await fleet.live_version()
-    version = live
+async def _run_case(fleet: OracleFleet, case: CrashCase, delay_s: float) -> CrashResult:
+    version = live = await fleet.live_version()
     if case.step:
         version = await fleet.publish_next(differs_from=live)
-        canary = {"canary_share": CANARY_SHARE, "bake_s": CANARY_BAKE_S} if case.strategy == "beside" else {}
-        await fleet.start_rollout(version, case.strategy, **canary)
+        canary = (CANARY_SHARE, CANARY_BAKE_S) if case.strategy == "beside" else ()
+        await fleet.start_rollout(version, case.strategy, *canary)
         await _until_step(fleet, case)
     seen_at = time.monotonic()
     await asyncio.sleep(delay_s)
@@ -269,41 +251,45 @@ async def _run_case(fleet: OracleFleet, case: CrashCase, delay_s: float) -> Cras
     await _kill(fleet, case)
     restarted_at = time.monotonic()
     lag = await fleet.until_settled(GIVE_UP_S)
-    settled_at = None if lag else time.monotonic()
+    settled_at = time.monotonic()
     await asyncio.sleep(WATCH_S)
-    rollout = await fleet.rollout()
-    return CrashCourse(
-        case=case,
+    rollout, wanted = await fleet.rollout(), await fleet.live_version()
+    return CrashResult(
+        **case._asdict(),
         after_s=killed_at - seen_at,
-        killed_at=killed_at,
-        restarted_at=restarted_at,
-        settled_at=settled_at,
-        watched_until=time.monotonic(),
-        from_version=live,
-        to_version=version,
-        live_version=await fleet.live_version(),
-        rollout_state=rollout.state if rollout is not None and case.step else "",
+        ended_in="neither" if lag else ended_in(wanted, live, version),
+        rollout=rollout.state if rollout is not None and case.step else "",
+        restart_s=restarted_at - killed_at,
+        settled_s=None if lag else settled_at - restarted_at,
         lag=lag,
+        watched=Span(killed_at, time.monotonic()),
+        live_version=wanted,
     )
+
+
+def ended_in(live: int, before: int, to_version: int) -> str:
+    """Say which version is live after a rollout: `old`, `new` or `neither`. Without one there is only the old one."""
+    return {to_version: "new", before: "old"}.get(live, "neither")
 
 
 async def _until_step(fleet: OracleFleet, case: CrashCase) -> None:
     """Wait until the step is on record. Raises DrillError if the rollout ends without it."""
-    deadline = time.monotonic() + ROLLOUT_TIMEOUT_S
-    aborted = case.course != "undo"
-    while True:
+    is_aborted = case.course != "undo"
+
+    async def is_on_record() -> bool:
+        nonlocal is_aborted
         rollout = await fleet.rollout()
         assert rollout is not None
-        if not aborted and rollout.step == ABORTED_IN:
-            await abort_rollout(fleet.registry, fleet.model, "the drill wants to see it undone")
-            aborted = True
-        elif rollout.step == case.step and aborted and rollout.active:
-            return
         if not rollout.active:
             raise DrillError(f"{case}: the rollout ended as {rollout.state} before this step: {rollout.reason}")
-        if time.monotonic() > deadline:
-            raise DrillError(f"{case}: not on record after {ROLLOUT_TIMEOUT_S:g} s; {await fleet.lag()}")
-        await asyncio.sleep(STEP_POLL_S)
+        if not is_aborted and rollout.step == ABORTED_IN:
+            await abort_rollout(fleet.registry, fleet.model, "the drill wants to see it undone")
+            is_aborted = True
+            return False
+        return is_aborted and rollout.step == case.step
+
+    if not await polled(is_on_record, bool, ROLLOUT_TIMEOUT_S, STEP_POLL_S):
+        raise DrillError(f"{case}: not on record after {ROLLOUT_TIMEOUT_S:g} s; {await fleet.lag()}")
 
 
 async def _kill(fleet: OracleFleet, case: CrashCase) -> None:
@@ -312,49 +298,25 @@ async def _kill(fleet: OracleFleet, case: CrashCase) -> None:
         assert fleet.redis is not None
         await fleet.redis.kill()
         await asyncio.sleep(REDIS_DOWN_S)
-        await fleet.redis.restart(empty=case.victim == "redis-emptied")
+        await fleet.redis.start(empty=case.victim == "redis-emptied")
         return
-    child = fleet.local.supervisor.children[case.child]
+    child = fleet.local.supervisor.children[case.process]
     killed = child.pid
     if killed is None:
         raise DrillError(f"{case}: it does not run")
     os.kill(killed, signal.SIGKILL)
-    deadline = time.monotonic() + RESTART_TIMEOUT_S
-    while child.pid in (None, killed):
-        if time.monotonic() > deadline:
-            raise DrillError(f"{case}: not started again after {RESTART_TIMEOUT_S:g} s")
-        await asyncio.sleep(STEP_POLL_S)
+
+    async def is_back() -> bool:
+        return child.pid not in (None, killed)
+
+    if not await polled(is_back, bool, RESTART_TIMEOUT_S, STEP_POLL_S):
+        raise DrillError(f"{case}: not started again after {RESTART_TIMEOUT_S:g} s")
 
 
-def crash_result(course: CrashCourse, answers: Answers) -> CrashResult:
-    """Judge one case by the answers of the whole drill."""
-    own = answers[overlaps(answers, [Span(course.killed_at, course.watched_until)])]
-    settled_s, stale = None, 0
-    if course.settled_at is not None:
-        settled_s = course.settled_at - course.restarted_at
-        after = own[(own["intended"] >= course.settled_at) & (own["kind"] == Kind.OK)]
-        stale = int((after["version"] != course.live_version).sum())
-    # Without a rollout there is one version, the old one.
-    ended_in = {course.to_version: "new", course.from_version: "old"}.get(course.live_version, "neither")
-    return CrashResult(
-        course=course.case.course,
-        step=course.case.step,
-        victim=course.case.victim,
-        process=course.case.child,
-        after_s=course.after_s,
-        ended_in="neither" if settled_s is None else ended_in,
-        rollout=course.rollout_state,
-        restart_s=course.restarted_at - course.killed_at,
-        settled_s=settled_s,
-        **count_kinds(own),
-        stale=stale,
-        lag=course.lag,
-    )
-
-
-def make_crash_report(courses: Sequence[CrashCourse], answers: Answers, facts: Mapping[str, Any]) -> CrashReport:
+def make_crash_report(cases: Sequence[CrashResult], answers: Answers, facts: Mapping[str, Any]) -> CrashReport:
     """Draw up the report from the cases, and all answers of the drill."""
-    results = [crash_result(course, answers) for course in courses]
+    results = [one.judged(answers) for one in cases]
+    nodes = [one for one in results if one.victim == "shard-node"]
     settled = np.array([one.settled_s for one in results if one.settled_s is not None])
     ended = [one.ended_in for one in results]
     report = CrashReport(
@@ -367,21 +329,16 @@ def make_crash_report(courses: Sequence[CrashCourse], answers: Answers, facts: M
         settled_s_max=percentile(settled, 100),
         **count_kinds(answers),
         stale=sum(one.stale for one in results),
-        answers_lost_share_shard_node=_lost(results, {"shard-node"}, by_replica=False),
-        answers_lost_share_shard_node_by_replica=_lost(results, {"shard-node"}, by_replica=True),
-        answers_lost_share_redis=_lost(results, {"redis", "redis-emptied"}),
+        answers_lost_share_shard_node=_lost_share([one for one in nodes if one.course != "by-replica"]),
+        answers_lost_share_shard_node_by_replica=_lost_share([one for one in nodes if one.course == "by-replica"]),
+        answers_lost_share_redis=_lost_share([one for one in results if one.victim in REDIS]),
         results=tuple(results),
         **facts,
     )
     return report.model_copy(update={"problems": tuple(_problems(report))})
 
 
-def _lost(results: Sequence[CrashResult], victims: set[str], *, by_replica: bool | None = None) -> float | None:
-    own = [
-        one
-        for one in results
-        if one.victim in victims and (by_replica is None or (one.course == "by-replica") == by_replica)
-    ]
+def _lost_share(own: Sequence[CrashResult]) -> float | None:
     answers = sum(one.answers for one in own)
     return sum(one.failed for one in own) / answers if answers else None
 

@@ -1,4 +1,4 @@
-"""A fleet of real processes that serves the oracle, with its trainer and its registry: what all drills run on."""
+"""A fleet of real processes that serves the oracle, its trainer, registry and load: what all drills run on."""
 
 from __future__ import annotations
 
@@ -10,31 +10,33 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import httpx
 import redis.asyncio
 import torch
 from pydantic import Field
+from redis.asyncio.retry import Retry
+from redis.backoff import ConstantBackoff
 
 from loader.errors import RegistryUnavailableError
 from loader.progress import Progress, no_progress
-from loader.registry.fleet import FleetRegistry, NodeRecord, WantedModel, rollout_key
-from loader.rollout.plan import Rollout, Strategy, decode_rollout
+from loader.registry.fleet import FleetRegistry, NodeRecord, WantedModel
+from loader.rollout.plan import Rollout, Strategy, read_rollout
 from loader.rollout.requests import start_rollout
 from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.manifest import Frozen
 from loader.snapshot.publishing import publish, retain
 from loadtest.drill.errors import DrillError, RolloutTimeoutError
-from loadtest.drill.load import AnswerCounts, DrillLoadConfig, RunningLoad
+from loadtest.drill.load import AnswerCounts, DrillLoadConfig, RunningLoad, running_load
 from loadtest.drill.oracle import OracleShape, OracleWriter
 from loadtest.drill.processes import child_process
 from loadtest.drill.running import Report
 from serving.fleet.local_fleet import FleetConfig, LocalFleet, running_fleet
-from serving.fleet.supervisor import SupervisionConfig, describe_exit
+from serving.fleet.supervisor import SupervisionConfig
 
 POLL_S = 0.1
 KEPT_VERSIONS = 3
@@ -45,87 +47,85 @@ ROLLOUT_TIMEOUT_S = 60.0
 READY_TIMEOUT_S = 120.0
 REDIS_START_TIMEOUT_S = 10.0
 
+Found = TypeVar("Found")
 
-class OracleFleetConfig(Frozen):
-    """What runs.
+
+class FleetShape(Frozen):
+    """What runs, and what it is asked.
 
     Attributes:
         registry: a directory, or a Redis server that the drill starts.
         rate: requests a second.
-        step_delay_s: how long the coordinator waits between recording a step and doing it.
     """
 
-    shape: OracleShape = OracleShape()
+    registry: Literal["directory", "redis"] = "directory"
     shards: int = Field(default=2, ge=1, le=64)
     replicas: int = Field(default=2, ge=1, le=16)
     cards: int = Field(default=2, ge=1, le=64)
     workers: int = Field(default=1, ge=1, le=64)
-    registry: Literal["directory", "redis"] = "directory"
     rate: float = Field(default=150.0, gt=0, le=100_000)
+
+
+class OracleFleetConfig(FleetShape):
+    """A drill on a fleet.
+
+    Attributes:
+        step_delay_s: how long the coordinator waits between recording a step and doing it.
+        NAME: of the drill, and of the file with its answers.
+    """
+
+    NAME: ClassVar[str] = "drill"
+    shape: OracleShape = OracleShape()
     step_delay_s: float = Field(default=0.0, ge=0, le=60)
 
-    def facts(self, load: RunningLoad) -> dict[str, Any]:
-        """Return what a report says of what ran, and the details of the load."""
-        ran = self.model_dump(include={"registry", "shards", "replicas", "cards", "workers", "rate"})
-        return {**ran, "details": tuple(load.details())}
 
-
-class FleetReport(Report, AnswerCounts):
+class FleetReport(Report, AnswerCounts, FleetShape):
     """What every drill on a fleet reports: what ran, and how many answers were right."""
 
-    registry: str
-    shards: int
-    replicas: int
-    cards: int
-    workers: int
-    rate: float
+
+async def polled(
+    ask: Callable[[], Awaitable[Found]],
+    is_enough: Callable[[Found], bool],
+    timeout_s: float,
+    interval_s: float = POLL_S,
+) -> Found:
+    """Ask again and again until the answer is enough, or for `timeout_s`. Returns the last answer."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        if is_enough(found := await ask()) or time.monotonic() > deadline:
+            return found
+        await asyncio.sleep(interval_s)
 
 
 @dataclass(slots=True)
 class OracleFleet:
-    """A fleet that serves version 1, or what was rolled out since.
+    """A fleet under load that serves version 1, or what was rolled out since.
 
     Attributes:
+        registry: the drill's own connection.
         source: where versions are exported before they are published.
         exported: the highest version that was exported.
     """
 
     config: OracleFleetConfig
     local: LocalFleet
+    load: RunningLoad
     store: Path
     source: Path
     writer: OracleWriter
-    redis: RedisServer | None = None
+    redis: RedisServer | None
+    registry: FleetRegistry
+    model: str
     exported: int = FIRST_VERSION
 
-    @property
-    def model(self) -> str:
-        """The oracle's name."""
-        return self.config.shape.model
-
-    @property
-    def registry(self) -> FleetRegistry:
-        """The drill's own connection to the registry."""
-        return self.local.registry
+    def facts(self) -> dict[str, Any]:
+        """Return what a report says of what ran, and the details of the load."""
+        ran = self.config.model_dump(include=set(FleetShape.model_fields))
+        return {**ran, "details": tuple(self.load.details())}
 
     def process_ids(self) -> dict[str, int]:
         """Return the ids of all processes that run now, by child name."""
         return {name: child.pid for name, child in self.local.supervisor.children.items() if child.pid is not None}
-
-    def names(self, kind: str) -> list[str]:
-        """Return the names of all children of a kind, `shard` or `serve`."""
-        return [name for name in self.local.supervisor.children if name.startswith(f"{kind}-")]
-
-    def load_config(self, answers: Path) -> DrillLoadConfig:
-        """Return what the load on this fleet asks."""
-        return DrillLoadConfig(
-            host=self.local.host,
-            http_port=self.local.http_port,
-            grpc_port=self.local.grpc_port,
-            shape=self.config.shape,
-            rate=self.config.rate,
-            answers=answers,
-        )
 
     def export_next(
         self, differs_from: int, *, golden: GoldenRequests | None = None, rows_per_file: int | None = None
@@ -150,7 +150,7 @@ class OracleFleet:
         return int(folder.name)
 
     async def start_rollout(
-        self, version: int, strategy: Strategy = "beside", *, canary_share: float | None = None, bake_s: float = 0.0
+        self, version: int, strategy: Strategy = "beside", canary_share: float | None = None, bake_s: float = 0.0
     ) -> None:
         """Ask for a rollout. Arguments and errors are those of `loader.rollout.requests.start_rollout`."""
         await start_rollout(
@@ -160,29 +160,22 @@ class OracleFleet:
             strategy=strategy,
             canary_share=canary_share,
             bake_s=bake_s,
-            clock=time.time,
             rollout_id=secrets.token_hex(16),
         )
 
     async def roll_out(self, version: int, strategy: Strategy = "beside") -> Rollout:
         """Roll a version out and wait for the end. Raises RolloutTimeoutError."""
         await self.start_rollout(version, strategy)
-        deadline = time.monotonic() + ROLLOUT_TIMEOUT_S
-        while True:
-            rollout = await self.rollout()
-            if rollout is not None and not rollout.active:
-                return rollout
-            if time.monotonic() > deadline:
-                told = "there is none" if rollout is None else rollout.model_dump_json(indent=1)
-                raise RolloutTimeoutError(
-                    f"the rollout did not end within {ROLLOUT_TIMEOUT_S:g} s; {await self.lag()}; {told}"
-                )
-            await asyncio.sleep(POLL_S)
+        rollout = await polled(self.rollout, lambda one: one is not None and not one.active, ROLLOUT_TIMEOUT_S)
+        if rollout is None or rollout.active:
+            told = f"{await self.lag()}; {rollout}"
+            raise RolloutTimeoutError(f"the rollout did not end within {ROLLOUT_TIMEOUT_S:g} s; {told}")
+        return rollout
 
     async def rollout(self) -> Rollout | None:
         """Return the record of the last rollout. Raises RegistryError."""
-        entry = await self.registry.raw(rollout_key(self.model))
-        return None if entry is None else decode_rollout(self.model, entry.value)
+        last = await read_rollout(self.registry, self.model)
+        return None if last is None else last.rollout
 
     async def live_version(self) -> int:
         """Return what is wanted live; 0 if nothing is. Raises RegistryError."""
@@ -200,12 +193,7 @@ class OracleFleet:
 
     async def until_settled(self, timeout_s: float) -> str:
         """Wait until the fleet is exactly in one version. Returns why it still is not after `timeout_s`, or ""."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            lag = await self.lag()
-            if not lag or time.monotonic() > deadline:
-                return lag
-            await asyncio.sleep(POLL_S)
+        return await polled(self.lag, lambda lag: not lag, timeout_s)
 
     async def retries(self) -> dict[str, int]:
         """Return how many lookups the serving processes repeated on another replica, by kind."""
@@ -252,10 +240,10 @@ def unsettled(
 async def oracle_fleet(
     config: OracleFleetConfig, folder: Path, progress: Progress = no_progress
 ) -> AsyncIterator[OracleFleet]:
-    """Export version 1 and start a fleet on it, with all its files in a folder; stop it when the block ends.
+    """Export version 1, start a fleet on it and a load on that, with all files in a folder; stop them with the block.
 
     Raises:
-        ShardrankError: it does not come up.
+        ShardrankError: they do not come up.
     """
     # The drill shares its cores with what it watches.
     torch.set_num_threads(1)
@@ -276,12 +264,22 @@ async def oracle_fleet(
 
         progress("starting processes", 0, total)
         local = await stack.enter_async_context(running_fleet(_fleet_config(config, store, registry), on_ready))
-        try:
-            yield OracleFleet(config, local, store, folder / "source", writer, server)
-        finally:
-            # The fleet removes its own when it ends.
-            for log in local.supervisor.run_directory.glob("*.log"):
-                shutil.copy(log, folder)
+        # The fleet removes its own when it ends.
+        stack.callback(_keep_logs, local, folder)
+        asked = DrillLoadConfig(
+            addresses=(f"http://{local.host}:{local.http_port}", f"grpc://{local.host}:{local.grpc_port}"),
+            shape=config.shape,
+            rate=config.rate,
+            answers=folder / f"{config.NAME}.answers",
+        )
+        load = await stack.enter_async_context(running_load(asked))
+        source, model = folder / "source", config.shape.model
+        yield OracleFleet(config, local, load, store, source, writer, server, local.registry, model)
+
+
+def _keep_logs(local: LocalFleet, folder: Path) -> None:
+    for log in local.supervisor.run_directory.glob("*.log"):
+        shutil.copy(log, folder)
 
 
 def _fleet_config(config: OracleFleetConfig, store: Path, registry: str) -> FleetConfig:
@@ -318,32 +316,25 @@ class RedisServer:
         )
         self._running = contextlib.AsyncExitStack()
 
-    async def start(self) -> None:
-        """Start it and wait until it answers. Raises DrillError if it ends or does not answer in time."""
+    async def start(self, *, empty: bool = False) -> None:
+        """Start it with what it has on disk or with nothing, and wait until it answers. Raises DrillError."""
+        if empty:
+            await asyncio.to_thread(shutil.rmtree, self._folder)
         self._folder.mkdir(parents=True, exist_ok=True)
-        process = await self._running.enter_async_context(child_process(self._command, self._log))
-        deadline = time.monotonic() + REDIS_START_TIMEOUT_S
-        async with redis.asyncio.Redis(port=self._port) as client:
-            while True:
-                with contextlib.suppress(redis.exceptions.RedisError):
-                    await client.ping()
-                    return
-                if process.returncode is not None:
-                    code = describe_exit(process.returncode)
-                    raise DrillError(f"{self._command[0]} ended: {code}; its log: {self._log}")
-                if time.monotonic() > deadline:
-                    raise DrillError(f"{self._command[0]} did not answer within {REDIS_START_TIMEOUT_S:g} s")
-                await asyncio.sleep(0.02)
+        await self._running.enter_async_context(child_process(self._command, self._log))
+        # It refuses connections before it listens, and commands while it reads what is on disk.
+        retry = Retry(ConstantBackoff(POLL_S), int(REDIS_START_TIMEOUT_S / POLL_S))
+        errors = [redis.exceptions.RedisError]
+        async with redis.asyncio.Redis(port=self._port, retry=retry, retry_on_error=errors) as client:
+            try:
+                await client.ping()
+            except redis.exceptions.RedisError as error:
+                told = f"did not answer within {REDIS_START_TIMEOUT_S:g} s: {error}; its log: {self._log}"
+                raise DrillError(f"{self._command[0]} {told}") from error
 
     async def kill(self) -> None:
         """SIGKILL it. Does nothing if it does not run."""
         await self._running.aclose()
-
-    async def restart(self, *, empty: bool) -> None:
-        """Start it again after `kill`, with what it had on disk or with nothing. Raises DrillError."""
-        if empty:
-            await asyncio.to_thread(shutil.rmtree, self._folder)
-        await self.start()
 
 
 @contextlib.asynccontextmanager

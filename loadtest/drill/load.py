@@ -28,12 +28,18 @@ import uvloop
 from pydantic import Field
 
 from loader.snapshot.manifest import Frozen
-from loadtest.drill.errors import LoadProcessError
 from loadtest.drill.oracle import Kind, OracleShape, Question, Verdict, judge, make_questions
-from loadtest.drill.processes import child_process, module_command, module_config, say_ready, until_ready
+from loadtest.drill.processes import (
+    child_process,
+    ended,
+    finished,
+    module_command,
+    module_config,
+    say_ready,
+    until_ready,
+)
 from serving.client import AsyncClient, ClientError, RetryPolicy
 from serving.fleet.process import StopRequestedError, run_until_signalled
-from serving.fleet.supervisor import describe_exit
 
 APIS = ("http rank", "grpc rank", "http lookup", "grpc lookup")
 # Which API request i goes over, i mod 6: two of three are ranked, one of two goes over HTTP.
@@ -54,7 +60,6 @@ TIMEOUT_MS = 5000
 CLIENTS_EACH = 4
 # Requests that are out at a time; one beyond is recorded as failed without being sent.
 MAX_IN_FLIGHT = 2048
-FLUSH_INTERVAL_S = 0.1
 STOP_TIMEOUT_S = 90.0
 MAX_DETAILS = 1000
 MAX_DETAIL_CHARS = 300
@@ -65,11 +70,9 @@ Ask = Callable[[int], Awaitable[tuple[int, Callable[[], Verdict]]]]
 
 
 class DrillLoadConfig(Frozen):
-    """What to ask of the oracle, where, how often over all APIs, and where the log goes."""
+    """What to ask of the oracle, over HTTP and gRPC at which addresses, how often in all, and where the log goes."""
 
-    host: str
-    http_port: int = Field(ge=1, le=65535)
-    grpc_port: int = Field(ge=1, le=65535)
+    addresses: tuple[str, str]
     shape: OracleShape
     rate: float = Field(gt=0, le=100_000)
     answers: Path
@@ -77,11 +80,11 @@ class DrillLoadConfig(Frozen):
 
 
 class AnswerLog:
-    """Writes records to a new file; what is flushed can be read by another process at once."""
+    """Writes records to a new file; what was added can be read by another process at once."""
 
     def __init__(self, path: Path, apis: Sequence[str] = APIS) -> None:
-        self._records = path.open("wb")
-        self._details = details_path(path).open("w", encoding="utf-8")
+        self._records = path.open("wb", buffering=0)
+        self._details = details_path(path).open("w", encoding="utf-8", buffering=1)
         self._details_left = MAX_DETAILS
         self._apis = apis
         self._record = np.zeros(1, RECORD)
@@ -95,13 +98,8 @@ class AnswerLog:
             detail = verdict.detail[:MAX_DETAIL_CHARS].replace("\n", " ")
             self._details.write(f"{intended:.3f} {verdict.kind.name.lower()} {self._apis[api]}: {detail}\n")
 
-    def flush(self) -> None:
-        """Make all that was added readable."""
-        self._records.flush()
-        self._details.flush()
-
     def close(self) -> None:
-        """Flush, and end."""
+        """End."""
         self._records.close()
         self._details.close()
 
@@ -132,10 +130,10 @@ class Span(NamedTuple):
 class AnswerCounts(Frozen):
     """How many answers there were, and how many were not right."""
 
-    answers: int
-    failed: int
-    mixed: int
-    wrong: int
+    answers: int = 0
+    failed: int = 0
+    mixed: int = 0
+    wrong: int = 0
 
 
 def count_kinds(answers: Answers) -> dict[str, int]:
@@ -175,56 +173,35 @@ class DrillLoad:
 
     def __init__(self, asks: Sequence[Ask], pattern: Sequence[int], rate: float, log: AnswerLog) -> None:
         self._asks, self._pattern, self._rate, self._log = asks, pattern, rate, log
-        self._out: set[asyncio.Task[None]] = set()
-        self._defect: BaseException | None = None
+        self._out = 0
 
     async def run(self) -> None:
         """Ask until cancelled; then wait for the answers that are out. Raises what an `ask` raises: a defect."""
         # What is there by now stays for good: a collection that walks all questions would delay answers.
         gc.freeze()
         say_ready()
-        begin = flushed = time.monotonic()
-        try:
-            for number in itertools.count():
-                due = begin + number / self._rate
-                while (wait_s := due - time.monotonic()) > 0:
-                    await asyncio.sleep(min(wait_s, FLUSH_INTERVAL_S))
-                    flushed = self._flush(flushed)
-                self._start(number, due)
-                flushed = self._flush(flushed)
-                if self._defect is not None:
-                    raise self._defect
-        finally:
-            if self._out:
-                await asyncio.wait(self._out)
-            self._log.flush()
-
-    def _flush(self, flushed: float) -> float:
-        now = time.monotonic()
-        if now - flushed < FLUSH_INTERVAL_S:
-            return flushed
-        self._log.flush()
-        return now
-
-    def _start(self, number: int, due: float) -> None:
-        api = self._pattern[number % len(self._pattern)]
-        if len(self._out) >= MAX_IN_FLIGHT:
-            now = time.monotonic()
-            self._log.add(api, due, now, now, 0, Verdict(Kind.FAILED, f"{len(self._out)} requests are out already"))
-            return
-        task = asyncio.create_task(self._ask(api, number // len(self._pattern), due))
-        self._out.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._out.discard(task)
-        if not task.cancelled():
-            self._defect = self._defect or task.exception()
+        begin = time.monotonic()
+        async with asyncio.TaskGroup() as group:
+            with contextlib.suppress(asyncio.CancelledError):
+                for number in itertools.count():
+                    due = begin + number / self._rate
+                    # uvloop's timers may be a part of a millisecond early.
+                    while (wait_s := due - time.monotonic()) > 0:  # noqa: ASYNC110
+                        await asyncio.sleep(wait_s)
+                    turn, place = divmod(number, len(self._pattern))
+                    api = self._pattern[place]
+                    if self._out < MAX_IN_FLIGHT:
+                        self._out += 1
+                        group.create_task(self._ask(api, turn, due))
+                    else:
+                        now, reason = time.monotonic(), f"{self._out} requests are out already"
+                        self._log.add(api, due, now, now, 0, Verdict(Kind.FAILED, reason))
 
     async def _ask(self, api: int, number: int, due: float) -> None:
         sent = time.monotonic()
         version, verdict = await self._asks[api](number)
         self._log.add(api, due, sent, time.monotonic(), version, verdict())
+        self._out -= 1
 
 
 def failed(reason: str) -> tuple[int, Callable[[], Verdict]]:
@@ -256,8 +233,6 @@ def oracle_ask(model: str, clients: Sequence[AsyncClient], questions: Sequence[Q
 async def run_load(config: DrillLoadConfig) -> None:
     """Ask the oracle until cancelled."""
     questions = make_questions(config.shape.spec(), config.questions_each)
-    host = f"[{config.host}]" if ":" in config.host else config.host
-    addresses = (f"http://{host}:{config.http_port}", f"grpc://{host}:{config.grpc_port}")
     log = AnswerLog(config.answers)
     async with AsyncExitStack() as stack:
         stack.callback(log.close)
@@ -268,7 +243,7 @@ async def run_load(config: DrillLoadConfig) -> None:
             stack.push_async_callback(client.close)
             return client
 
-        clients = [[opened(address) for _ in range(CLIENTS_EACH)] for address in addresses]
+        clients = [[opened(address) for _ in range(CLIENTS_EACH)] for address in config.addresses]
         asks = [
             oracle_ask(config.shape.model, own, questions[method]) for method in ("rank", "lookup") for own in clients
         ]
@@ -277,50 +252,42 @@ async def run_load(config: DrillLoadConfig) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RunningLoad:
-    """A load that asks, as a child process of a drill."""
+    """A load that asks, as a child process of a drill, with its log of answers and that of its errors."""
 
-    config: DrillLoadConfig
     process: asyncio.subprocess.Process
+    path: Path
+    log: Path
 
     def check(self) -> None:
         """Raise LoadProcessError if the load has ended by itself."""
         if self.process.returncode is not None:
-            raise self._ended(self.process.returncode)
+            raise ended(self.process.returncode, self.log)
 
     def answers(self, first: int = 0) -> Answers:
         """Return what was logged so far. Raises LoadProcessError if the load has ended by itself."""
         self.check()
-        return read_answers(self.config.answers, first)
+        return read_answers(self.path, first)
 
     def details(self, max_lines: int = 20) -> list[str]:
         """Return why the first answers that are not right are not."""
-        return read_details(self.config.answers, max_lines)
+        return read_details(self.path, max_lines)
 
     async def stop(self) -> Answers:
         """End it after the answers that are out; return all answers. Raises LoadProcessError if it failed."""
-        if self.process.returncode is None:
-            self.process.terminate()
-        code = await asyncio.wait_for(self.process.wait(), STOP_TIMEOUT_S)
-        if code != 0:
-            raise self._ended(code)
-        return read_answers(self.config.answers)
-
-    def _ended(self, code: int) -> LoadProcessError:
-        return LoadProcessError(f"the load ended: {describe_exit(code)}; its log: {_log_path(self.config.answers)}")
+        self.check()
+        self.process.terminate()
+        async with asyncio.timeout(STOP_TIMEOUT_S):
+            await finished(self.process, self.log)
+        return read_answers(self.path)
 
 
 @contextlib.asynccontextmanager
 async def running_load(config: DrillLoadConfig) -> AsyncIterator[RunningLoad]:
     """Start the load and yield once it asks; it ends with the block. Raises LoadProcessError if it does not begin."""
-    log = _log_path(config.answers)
-    command = module_command("loadtest.drill.load", config, config.answers.with_suffix(".json"))
-    async with child_process(command, log) as process:
+    path, log = config.answers, config.answers.with_suffix(".log")
+    async with child_process(module_command("loadtest.drill.load", config, path.with_suffix(".json")), log) as process:
         await until_ready(process, log)
-        yield RunningLoad(config, process)
-
-
-def _log_path(answers: Path) -> Path:
-    return answers.with_suffix(".log")
+        yield RunningLoad(process, path, log)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from serving.fleet.supervisor import describe_exit
 
 READY = "ready\n"
 READY_TIMEOUT_S = 120.0
+LOG_TAIL_CHARS = 2000
 
 Config = TypeVar("Config", bound=Frozen)
 
@@ -70,20 +71,21 @@ async def until_ready(process: asyncio.subprocess.Process, log: Path) -> None:
     assert process.stdout is not None
     async with asyncio.timeout(READY_TIMEOUT_S):
         if await process.stdout.readline() != READY.encode():
-            raise LoadProcessError(f"the load did not begin: {tail(log, 2000)}")
+            raise ended(await process.wait(), log)
 
 
 async def finished(process: asyncio.subprocess.Process, log: Path) -> bytes:
     """Wait for the end of a process, and return its output. Raises LoadProcessError if it failed."""
     output, _ = await process.communicate()
     if process.returncode:
-        raise LoadProcessError(f"{log.stem} ended: {describe_exit(process.returncode)}: {tail(log, 2000)}")
+        raise ended(process.returncode, log)
     return output
 
 
-def tail(log: Path, size: int) -> str:
-    """Return the last characters of a log."""
-    return log.read_text(encoding="utf-8", errors="replace")[-size:]
+def ended(code: int, log: Path) -> LoadProcessError:
+    """Make the error of a process that has ended, with the last characters of its log."""
+    tail = log.read_text(encoding="utf-8", errors="replace")[-LOG_TAIL_CHARS:]
+    return LoadProcessError(f"{log.stem} ended: {describe_exit(code)}: {tail}")
 
 
 def memory_of(process_ids: Iterable[int]) -> int:

@@ -5,20 +5,21 @@ from __future__ import annotations
 import contextlib
 import re
 import tempfile
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
 import click
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from loader.progress import Progress
-from loader.snapshot.manifest import Frozen, schema_errors
+from loader.snapshot.manifest import Frozen
 from loadtest.drill.errors import DrillError
+from loadtest.load.result import check_writable, write_document
+from loadtest.load.run import INTERRUPTED
 from serving.cli.output import human_bytes, print_table, progress_bars, stdout_console, table_of
 from serving.fleet.process import StopRequestedError, run_until_signalled
 
-INTERRUPTED = 130
 _UNIT = re.compile(r"_(ms|s|mb)(?:_|$)")
 _TEXT_CHARS = 9
 
@@ -42,22 +43,13 @@ class Report(Frozen):
 Drill = Callable[[Config, Path, Progress], Awaitable[Report]]
 
 
-def drill_config(schema: type[Config], given: dict[str, object]) -> Config:
-    """Return the settings of a command line. Raises click.UsageError, naming the option that does not fit."""
-    try:
-        return schema.model_validate({name: value for name, value in given.items() if value is not None})
-    except ValidationError as error:
-        raise click.UsageError("; ".join(map(str, schema_errors(error, [schema])))) from error
-
-
 def run_drill(drill: Drill[Config], config: Config, json_file: Path | None, keep: Path | None) -> int:
     """Run a drill until it ends or a signal comes, and print its report, or write it to a file too.
 
     `keep` is an empty folder for stores, logs and answers, which stay; None for a temporary one. Returns the exit code:
     0 if it passed, 1 if not, 130 after a signal. Raises ShardrankError if it could not be run to its end.
     """
-    if json_file is not None:
-        _check_writable(json_file)
+    check_writable(json_file)
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(_folder(keep))
         bars = stack.enter_context(progress_bars())
@@ -66,12 +58,13 @@ def run_drill(drill: Drill[Config], config: Config, json_file: Path | None, keep
         except StopRequestedError:
             return INTERRUPTED
     show_report(report)
-    print_lines(f"problem: {problem}" for problem in report.problems)
-    if report.problems:
-        print_lines(f"  {line}" for line in report.details)
-    print_lines(["not passed" if report.problems else "passed"])
+    for problem in report.problems:
+        click.echo(f"problem: {problem}")
+    for detail in report.details if report.problems else ():
+        click.echo(f"  {detail}")
+    click.echo("not passed" if report.problems else "passed")
     if json_file is not None:
-        json_file.write_text(report.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        write_document(report, json_file)
     return 1 if report.problems else 0
 
 
@@ -98,12 +91,6 @@ def show_report(report: Report) -> None:
             stdout_console().print(table)
     facts = {name: getattr(report, name) for name in type(report).model_fields}
     print_table("", ("", ""), [(name, _cell(name, value)) for name, value in facts.items() if _is_shown(value)])
-
-
-def print_lines(lines: Iterable[str]) -> None:
-    """Print lines as they are."""
-    for line in lines:
-        stdout_console().print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _is_shown(value: object) -> bool:
@@ -133,12 +120,3 @@ def _folder(keep: Path | None) -> Iterator[Path]:
     if any(keep.iterdir()):
         raise DrillError(f"--keep {keep}: the folder is not empty")
     yield keep.resolve()
-
-
-def _check_writable(json_file: Path) -> None:
-    """Raise DrillError. An older report stays as it is until there is a new one."""
-    try:
-        with json_file.open("a"):
-            pass
-    except OSError as error:
-        raise DrillError(f"--json {json_file}: {error.strerror or error}") from error

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,18 +20,7 @@ from loader.rollout.plan import Strategy
 from loader.snapshot.publishing import rows_bytes_of
 from loadtest.drill.errors import DrillError
 from loadtest.drill.fleet import FleetReport, OracleFleet, OracleFleetConfig, oracle_fleet
-from loadtest.drill.load import (
-    APIS,
-    Answers,
-    RunningLoad,
-    Span,
-    count_kinds,
-    counted,
-    latency_ms,
-    overlaps,
-    percentile,
-    running_load,
-)
+from loadtest.drill.load import APIS, Answers, Span, count_kinds, counted, latency_ms, overlaps, percentile
 from loadtest.drill.oracle import Kind
 
 MAX_RATIO_P99 = 1.5
@@ -53,6 +42,7 @@ class SwapDrillConfig(OracleFleetConfig):
         max_ratio_p99: p99 during swaps to steady; more is a problem.
     """
 
+    NAME: ClassVar[str] = "swap"
     swaps: int = Field(default=100, ge=1, le=100_000)
     strategy: Strategy = "beside"
     pause_s: float = Field(default=3.0, gt=0, le=600)
@@ -126,8 +116,15 @@ class SwapReport(FleetReport):
 
 
 @dataclass(slots=True)
-class _Course:
-    """What happened when."""
+class SwapCourse:
+    """What happened when.
+
+    Attributes:
+        swaps: in order.
+        apart: when latencies count for neither: while the fleet was cold, and while versions were published on the same
+            machine.
+        memory: after the warm-up and each later swap.
+    """
 
     swaps: list[Swap] = field(default_factory=list)
     apart: list[Span] = field(default_factory=list)
@@ -144,31 +141,24 @@ class _Course:
 async def run_swap_drill(config: SwapDrillConfig, folder: Path, progress: Progress = no_progress) -> SwapReport:
     """Run the drill; stores, logs and answers go into the folder.
 
-    Raises:
-        DrillError: a rollout did not end as `done`, or the load failed. What answers say is in the report.
-        ShardrankError: the fleet did not come up, or a version can't be published.
+    Raises DrillError if a rollout does not end as `done`, or the load fails. What answers say is in the report.
     """
-    async with AsyncExitStack() as stack:
-        fleet = await stack.enter_async_context(oracle_fleet(config, folder, progress))
-        load = await stack.enter_async_context(running_load(fleet.load_config(folder / "swap.answers")))
-        course = await _swap_again_and_again(config, fleet, load, progress)
-        retries = await fleet.retries()
-        answers = await load.stop()
+    course = SwapCourse()
+    async with oracle_fleet(config, folder, progress) as fleet:
+        await _swap_again_and_again(config, fleet, course, progress)
         facts = {
-            **config.facts(load),
+            **fleet.facts(),
             "rows_mb": rows_bytes_of(fleet.writer.spec) / BYTES_PER_MB,
             "strategy": config.strategy,
-            "retries": retries,
+            "retries": await fleet.retries(),
         }
-        return make_swap_report(
-            answers, course.swaps, course.apart, course.memory, facts, max_ratio_p99=config.max_ratio_p99
-        )
+        answers = await fleet.load.stop()
+        return make_swap_report(answers, course, facts, max_ratio_p99=config.max_ratio_p99)
 
 
 async def _swap_again_and_again(
-    config: SwapDrillConfig, fleet: OracleFleet, load: RunningLoad, progress: Progress
-) -> _Course:
-    course = _Course()
+    config: SwapDrillConfig, fleet: OracleFleet, course: SwapCourse, progress: Progress
+) -> None:
     live = await fleet.live_version()
     warmup_swaps = min(WARMUP_SWAPS, config.swaps - 1)
     with course.set_apart():
@@ -187,31 +177,21 @@ async def _swap_again_and_again(
         if rollout.state != "done":
             raise DrillError(f"the rollout of version {version} ended as {rollout.state}: {rollout.reason}")
         live = version
-        load.check()
+        fleet.load.check()
     with course.set_apart():
         course.memory.append(await asyncio.to_thread(sample_memory, config.swaps, fleet.process_ids()))
     progress("swaps", config.swaps, config.swaps)
     await asyncio.sleep(config.pause_s)
-    return course
 
 
 def make_swap_report(
-    answers: Answers,
-    swaps: Sequence[Swap],
-    apart: Sequence[Span],
-    memory: Sequence[MemorySample],
-    facts: Mapping[str, Any],
-    *,
-    max_ratio_p99: float = MAX_RATIO_P99,
+    answers: Answers, course: SwapCourse, facts: Mapping[str, Any], *, max_ratio_p99: float = MAX_RATIO_P99
 ) -> SwapReport:
-    """Draw up the report from all answers, the swaps in order, and memory after the warm-up and each later swap.
-
-    `apart` is when latencies count for neither: while the fleet was cold, and while versions were exported and
-    published on the same machine. `facts` are the remaining fields.
-    """
+    """Draw up the report from all answers and what happened when; `facts` are the remaining fields."""
+    swaps, memory = course.swaps, course.memory
     latency = latency_ms(answers)
     during = overlaps(answers, [swap.span for swap in swaps])
-    kept_apart = overlaps(answers, apart) & ~during
+    kept_apart = overlaps(answers, course.apart) & ~during
     steady = ~during & ~kept_apart
     p99_steady, p99_during = percentile(latency[steady], 99), percentile(latency[during], 99)
     durations = [swap.span.end - swap.span.begin for swap in swaps]
@@ -233,7 +213,10 @@ def make_swap_report(
         "p99_ms_apart": percentile(latency[kept_apart], 99),
         "max_ms": percentile(latency, 100),
         "load_lag_p99_ms": percentile(1e3 * (answers["sent"] - answers["intended"]), 99),
-        "by_api": _by_api(answers, latency, steady, during),
+        "by_api": {
+            name: _of_api(answers[own], latency[own], steady[own], during[own])
+            for name, own in ((name, answers["api"] == number) for number, name in enumerate(APIS))
+        },
         "uss_mb_before": sum(memory[0].uss_mb.values()),
         "uss_mb_after": sum(memory[-1].uss_mb.values()),
         "rss_mb_per_swap": slope_mb_per_swap(memory),
@@ -287,19 +270,15 @@ def slope_mb_per_swap(samples: Sequence[MemorySample]) -> float | None:
     return float(np.polyfit([one.after_swaps for one in later], totals, 1)[0])
 
 
-def _by_api(
+def _of_api(
     answers: Answers, latency: npt.NDArray[np.floating], steady: npt.NDArray[np.bool_], during: npt.NDArray[np.bool_]
-) -> dict[str, dict[str, float | int | None]]:
-    table: dict[str, dict[str, float | int | None]] = {}
-    for number, name in enumerate(APIS):
-        own = answers["api"] == number
-        table[name] = {
-            "answers": int(own.sum()),
-            "not_ok": int((answers["kind"][own] != Kind.OK).sum()),
-            "p99_ms_steady": percentile(latency[own & steady], 99),
-            "p99_ms_during_swap": percentile(latency[own & during], 99),
-        }
-    return table
+) -> dict[str, float | int | None]:
+    return {
+        "answers": len(answers),
+        "not_ok": int((answers["kind"] != Kind.OK).sum()),
+        "p99_ms_steady": percentile(latency[steady], 99),
+        "p99_ms_during_swap": percentile(latency[during], 99),
+    }
 
 
 def _problems(report: SwapReport, max_ratio_p99: float) -> list[str]:

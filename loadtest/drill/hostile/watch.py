@@ -27,7 +27,6 @@ from pydantic import Field
 
 from loader.snapshot.manifest import Frozen
 from loadtest.drill.load import (
-    FLUSH_INTERVAL_S,
     RECORD,
     AnswerLog,
     Answers,
@@ -166,16 +165,12 @@ def probe(config: WatchConfig) -> None:
         return ""
 
     def ask(source: int, once: Callable[[], str]) -> None:
-        flushed = 0.0
         while True:
             sent = time.monotonic()
             problem = once()
             done = time.monotonic()
             with lock:
                 log.add(source, sent, sent, done, 0, Verdict(Kind.FAILED, problem) if problem else OK)
-                if done - flushed > FLUSH_INTERVAL_S:
-                    flushed = done
-                    log.flush()
             time.sleep(max(RECONNECT_S if problem else 0.0, sent + PROBE_INTERVAL_S - done))
 
     say_ready()

@@ -13,14 +13,15 @@ from loadtest.drill.crash import (
     PROCESSES,
     REDIS,
     CrashCase,
-    CrashCourse,
     CrashDrillConfig,
     CrashReport,
+    CrashResult,
     crash_cases,
+    ended_in,
     make_crash_report,
 )
 from loadtest.drill.fleet import unsettled
-from loadtest.drill.load import RECORD
+from loadtest.drill.load import RECORD, Span
 from loadtest.drill.oracle import Kind
 
 NODES = ("shard-0-0", "shard-1-0")
@@ -49,7 +50,7 @@ def test_every_step_of_every_rollout_is_interrupted_by_the_death_of_every_kind_o
         assert {case.step for case in own} == set(steps)
         assert len(own) == len(steps) * len(PROCESSES)
         assert {case.strategy for case in own} == {"by-replica" if course == "by-replica" else "beside"}
-    killed = [case.child for case in cases]
+    killed = [case.process for case in cases]
     assert set(killed) == {"coordinator", *NODES, *WORKERS}
 
 
@@ -61,26 +62,24 @@ def test_redis_is_killed_only_where_it_is_the_registry():
         CrashDrillConfig(victims=("redis",))
 
 
-def course(case: CrashCase, **change: Any) -> CrashCourse:
+def course(case: CrashCase, **change: Any) -> CrashResult:
     settled: dict[str, Any] = {
         "after_s": 0.1,
-        "killed_at": 10.0,
-        "restarted_at": 10.5,
-        "settled_at": 14.0,
-        "watched_until": 15.0,
-        "from_version": 1,
-        "to_version": 2,
-        "live_version": 2,
-        "rollout_state": "done",
+        "ended_in": "new",
+        "rollout": "done",
+        "restart_s": 0.5,
+        "settled_s": 3.5,
         "lag": "",
+        "watched": Span(10.0, 15.0),
+        "live_version": 2,
     }
-    return CrashCourse(case=case, **{**settled, **change})
+    return CrashResult(**case._asdict(), **{**settled, **change})
 
 
 SHARD_NODE = CrashCase("beside", "flip", "shard-node", "shard-0-0")
 
 
-def report_of(*courses: CrashCourse, failed: int = 0, mixed: int = 0, version: int = 2) -> CrashReport:
+def report_of(*courses: CrashResult, failed: int = 0, mixed: int = 0, version: int = 2) -> CrashReport:
     answers = np.zeros(4000, RECORD)
     answers["intended"] = np.linspace(9.0, 16.0, 4000)
     answers["ended"] = answers["intended"] + 0.001
@@ -91,7 +90,7 @@ def report_of(*courses: CrashCourse, failed: int = 0, mixed: int = 0, version: i
 
 
 def test_a_case_that_ends_in_the_new_version_in_time_is_no_problem():
-    report = report_of(course(SHARD_NODE), course(SHARD_NODE, live_version=1, rollout_state="rolled_back"), version=2)
+    report = report_of(course(SHARD_NODE), course(SHARD_NODE, ended_in="old", live_version=1), version=2)
     # The second one's answers are of version 2, though the fleet had settled in 1.
     assert [one.ended_in for one in report.results] == ["new", "old"]
     assert report.results[0].stale == 0
@@ -104,17 +103,22 @@ def test_a_case_that_ends_in_the_new_version_in_time_is_no_problem():
 
 
 def test_a_fleet_that_is_late_or_in_neither_version_is_a_problem():
-    late = report_of(course(SHARD_NODE, settled_at=20.6))
+    late = report_of(course(SHARD_NODE, settled_s=10.1))
     assert late.problems == ("beside, step flip, shard-0-0 killed: settled 10.1 s after the restart, allowed are 10",)
-    never = report_of(course(SHARD_NODE, settled_at=None, lag="serve-0: has nothing"))
+    never = report_of(course(SHARD_NODE, ended_in="neither", settled_s=None, lag="serve-0: has nothing"))
     assert never.ended_neither == 1
     assert never.problems == (
         "beside, step flip, shard-0-0 killed: ended neither in the old nor in the new version: serve-0: has nothing",
     )
-    idle = report_of(course(CrashCase("idle", "", "shard-node", "shard-0-0"), to_version=1, live_version=1), version=1)
-    assert idle.ended_old == 1
-    third = report_of(course(SHARD_NODE, live_version=7), version=7)
-    assert third.ended_neither == 1
+
+
+def test_a_fleet_has_ended_in_the_version_that_is_live_if_that_is_one_of_the_rollout():
+    assert [ended_in(live, before=1, to_version=2) for live in (1, 2, 7, 0)] == ["old", "new", "neither", "neither"]
+    assert ended_in(1, before=1, to_version=1) == "old"
+
+
+def test_what_only_the_judge_needs_is_not_in_the_report():
+    assert {"watched", "live_version"}.isdisjoint(report_of(course(SHARD_NODE)).model_dump()["results"][0])
 
 
 def test_mixed_answers_and_answers_lost_to_a_shard_node_are_problems():

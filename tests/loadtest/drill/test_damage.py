@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from loader.registry.opening import open_registry
 from loader.snapshot.reader import verify_snapshot
-from loadtest.drill.broken import Attempt, make_broken_report
-from loadtest.drill.damage import (
+from loadtest.drill.broken import (
+    Attempt,
     Damage,
     DamageKind,
     damaged,
@@ -21,6 +21,7 @@ from loadtest.drill.damage import (
     forge_nan_row,
     forge_nan_weight,
     forge_without_table,
+    make_broken_report,
     publish_to_full_disk,
     random_damages,
 )
@@ -91,13 +92,13 @@ def test_forgeries_have_right_checksums_and_the_fault_that_they_are_named_after(
 def test_a_version_that_does_not_fit_on_the_disk_leaves_nothing_behind(snapshot: Path, tmp_path: Path):
     disk = tmp_path / "disk"
     disk.mkdir()
-    result = run(publish_to_full_disk(snapshot, str(tmp_path / "registry"), disk, size_kb=24))
+    result = publish_to_full_disk(snapshot, str(tmp_path / "registry"), disk, size_kb=24)
     assert result.refused, result
     assert re.search(r"^error: .*(No space left on device|File too large)", result.message, re.MULTILINE)
     # With room for it the same command passes, so it was the room.
     roomy = tmp_path / "roomy"
     roomy.mkdir()
-    passed = run(publish_to_full_disk(snapshot, str(tmp_path / "registry"), roomy, size_kb=16_000))
+    passed = publish_to_full_disk(snapshot, str(tmp_path / "registry"), roomy, size_kb=16_000)
     assert passed.exit_code == 0, passed
     assert passed.left_behind == ("2",)
     assert not passed.refused
@@ -109,12 +110,12 @@ def test_a_killed_redis_comes_back_with_its_data_or_without(tmp_path: Path):
             registry = open_registry(server.url)
             await registry.put("versions/a", b"1", 0)
             await server.kill()
-            await server.restart(empty=False)
+            await server.start()
             entry = await registry.get("versions/a")
             assert entry is not None
             assert entry.value == b"1"
             await server.kill()
-            await server.restart(empty=True)
+            await server.start(empty=True)
             assert await registry.get("versions/a") is None
             await registry.close()
 

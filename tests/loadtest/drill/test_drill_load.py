@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,7 @@ from loadtest.drill.load import (
     APIS,
     RECORD,
     AnswerLog,
+    DrillLoad,
     DrillLoadConfig,
     RunningLoad,
     read_answers,
@@ -45,9 +46,7 @@ async def serving(store: Path, version: int) -> AsyncIterator[tuple[RankingServi
 
 def config_for(listening: Listening, answers: Path, rate: float = 120) -> DrillLoadConfig:
     return DrillLoadConfig(
-        host=listening.host,
-        http_port=listening.http_port,
-        grpc_port=listening.grpc_port,
+        addresses=(f"http://{listening.host}:{listening.http_port}", f"grpc://{listening.host}:{listening.grpc_port}"),
         shape=SMALL,
         rate=rate,
         answers=answers,
@@ -158,7 +157,7 @@ def test_answers_of_the_wrong_oracle_are_not_taken_for_right(tmp_path: Path):
 def test_a_load_that_can_not_begin_says_why(tmp_path: Path):
     async def main() -> None:
         config = DrillLoadConfig(
-            host="127.0.0.1", http_port=1, grpc_port=1, shape=SMALL, rate=1, answers=tmp_path / "a"
+            addresses=("http://127.0.0.1:1", "grpc://127.0.0.1:1"), shape=SMALL, rate=1, answers=tmp_path / "a"
         )
         (tmp_path / "a").mkdir()
         with pytest.raises(LoadProcessError, match="IsADirectoryError"):
@@ -173,7 +172,6 @@ def test_the_log_can_be_read_while_it_grows_and_a_record_that_is_half_written_is
     log = AnswerLog(path)
     log.add(0, 1.0, 1.5, 2.0, 7, OK)
     log.add(3, 2.0, 2.0, 4.0, 0, Verdict(Kind.FAILED, "no answer within 5 s"))
-    log.flush()
     answers = read_answers(path)
     assert answers.tolist() == [(1.0, 1.5, 2.0, 7, 0, 0), (2.0, 2.0, 4.0, 0, 3, 1)]
     assert read_details(path) == ["2.000 failed grpc lookup: no answer within 5 s"]
@@ -182,3 +180,30 @@ def test_the_log_can_be_read_while_it_grows_and_a_record_that_is_half_written_is
     assert read_answers(path, 1).tolist() == answers[1:].tolist()
     assert read_answers(path, 2).size == 0
     log.close()
+
+
+def test_a_load_that_is_ended_waits_for_the_answers_that_are_out(tmp_path: Path):
+    async def main() -> None:
+        log, asked = AnswerLog(tmp_path / "a"), asyncio.Event()
+
+        async def ask(number: int) -> tuple[int, Callable[[], Verdict]]:
+            asked.set()
+            await asyncio.sleep(0.05)
+            return 7, lambda: OK
+
+        load = asyncio.create_task(DrillLoad([ask], [0], 1.0, log).run())
+        await asked.wait()
+        load.cancel()
+        await load
+        assert read_answers(tmp_path / "a")["version"].tolist() == [7]
+
+    run(main())
+
+
+def test_a_defect_of_the_load_ends_it(tmp_path: Path):
+    async def ask(number: int) -> tuple[int, Callable[[], Verdict]]:
+        raise KeyError(number)
+
+    with pytest.raises(ExceptionGroup) as told:
+        run(DrillLoad([ask], [0], 1.0, AnswerLog(tmp_path / "a")).run())
+    assert isinstance(told.value.exceptions[0], KeyError)

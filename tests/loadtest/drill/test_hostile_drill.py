@@ -7,6 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from loadtest.drill.cli import drill
+from loadtest.drill.hostile.catalog import ATTACKS
 
 
 @pytest.mark.timeout(120)
@@ -44,4 +45,5 @@ def test_half_a_server_is_refused():
 def test_attacks_are_listed():
     result = CliRunner().invoke(drill, ["hostile", "--list"])
     assert result.exit_code == 0
-    assert "h2-rapid-reset" in result.output
+    assert any(line.startswith("h2-rapid-reset ") for line in result.output.splitlines())
+    assert len(result.output.splitlines()) == len(ATTACKS)

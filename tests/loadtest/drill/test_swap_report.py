@@ -13,6 +13,7 @@ from loadtest.drill.oracle import Kind
 from loadtest.drill.swap import (
     MemorySample,
     Swap,
+    SwapCourse,
     SwapReport,
     is_stale,
     make_swap_report,
@@ -52,7 +53,7 @@ def samples(*totals: float) -> list[MemorySample]:
 
 
 def report_of(*records: tuple[Any, ...], memory: tuple[float, ...] = (100.0, 100.0)) -> SwapReport:
-    return make_swap_report(answers_of(*records), SWAPS, [Span(16, 17)], samples(*memory), FACTS)
+    return make_swap_report(answers_of(*records), SwapCourse(SWAPS, [Span(16, 17)], samples(*memory)), FACTS)
 
 
 def steady(count: int = 50, ms: float = 4.0) -> list[tuple[Any, ...]]:
