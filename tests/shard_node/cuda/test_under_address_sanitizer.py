@@ -1,6 +1,6 @@
 """The kernel and engine tests again, with kernels compiled under AddressSanitizer; and that it finds what is wrong.
 
-A process has to be started with the sanitizer's library. Each test here is a run of pytest in a fork of one such process.
+A process has to be started with the sanitizer's library: each test here is a run of pytest in a fork of such a one.
 """
 
 from __future__ import annotations
