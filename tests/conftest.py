@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
-# Of more than 10 s each, the longest first.
+# Of more than 10 s each, the longest first. tests/test_structure.py sees that they are there.
 LONGEST = (
     "serving/fleet/test_up.py",
     "loadtest/drill/test_drills.py",
