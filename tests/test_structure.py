@@ -121,6 +121,11 @@ def test_what_the_architecture_names_exists(name):
         found = getattr(found, part)
 
 
+def test_the_test_files_that_go_first_exist(request):
+    order = request.config.pluginmanager.get_plugin(str(ROOT / "tests" / "conftest.py"))
+    assert [name for name in order.LONGEST if not (ROOT / "tests" / name).exists()] == []
+
+
 @pytest.mark.parametrize("package", ORDER)
 def test_a_package_points_to_the_architecture(package):
     docstring = ast.get_docstring(ast.parse((ROOT / package / "__init__.py").read_text()))

@@ -1,14 +1,16 @@
 """The kernel and engine tests again, with kernels compiled under AddressSanitizer; and that it finds what is wrong.
 
-A process has to be started with the sanitizer's library, so each test here is a run of pytest of its own.
+A process has to be started with the sanitizer's library: each test here is a run of pytest in a fork of such a one.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -88,7 +90,58 @@ def libasan() -> Path:
     pytest.skip("needs libasan.so, which comes with g++")
 
 
-def run_tests(paths: tuple[str, ...], only: str, kernels: Path = KERNEL_SOURCE) -> subprocess.CompletedProcess[str]:
+# Loads the modules once, under the sanitizer, and runs pytest in a fork for each order that it reads.
+PROGRAM = """
+import json
+import os
+import sys
+
+import pytest
+
+sys.path.insert(0, "tests/support")
+import shardrank_testing.deltas
+import shardrank_testing.card_engines
+import shardrank_testing.kernel_arena
+
+for line in sys.stdin:
+    order = json.loads(line)
+    child = os.fork()
+    if not child:
+        for number in (1, 2):
+            os.dup2(os.open(order["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+        os.environ["SHARDRANK_EMULATION_KERNELS"] = order["kernels"]
+        os._exit(pytest.main(order["arguments"]))
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+class Done(NamedTuple):
+    """How a run of tests ended, and all that it wrote."""
+
+    returncode: int
+    output: str
+
+
+class Sanitized(NamedTuple):
+    """A process that runs tests with sanitized kernels."""
+
+    process: subprocess.Popen[str]
+
+    def run_tests(self, folder: Path, paths: tuple[str, ...], only: str, kernels: Path = KERNEL_SOURCE) -> Done:
+        """Runs tests; folder: an empty one, for what they write."""
+        # Not captured, and no handler for signals: what the sanitizer itself writes would be lost with the process.
+        plugins = ("-p", "no:cacheprovider", "-p", "no:faulthandler")
+        arguments = ["-q", "-x", "-s", *plugins, "-m", "not gpu", *paths, *(["-k", only] if only else [])]
+        output = folder / "output"
+        order = {"arguments": arguments, "kernels": str(kernels), "output": str(output)}
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        print(json.dumps(order), file=self.process.stdin, flush=True)
+        return Done(int(self.process.stdout.readline()), output.read_text())
+
+
+@pytest.fixture(scope="module")
+def sanitized() -> Iterator[Sanitized]:
     environment = {
         **os.environ,
         "LD_PRELOAD": str(libasan()),
@@ -96,39 +149,31 @@ def run_tests(paths: tuple[str, ...], only: str, kernels: Path = KERNEL_SOURCE) 
         "ASAN_OPTIONS": f"detect_leaks=0:exitcode={FOUND}",
         "UBSAN_OPTIONS": f"exitcode={FOUND}",
         "SHARDRANK_EMULATION": "address",
-        "SHARDRANK_EMULATION_KERNELS": str(kernels),
     }
-    # Not captured, and no handler for signals: what the sanitizer itself writes would be lost with the process.
-    plugins = ("-p", "no:cacheprovider", "-p", "no:faulthandler")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-s", *plugins, "-m", "not gpu"]
-    return subprocess.run(
-        [*command, *paths, *(["-k", only] if only else [])],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=TIMEOUT_S,
-    )
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM], cwd=ROOT, env=environment, stdin=pipe, stdout=pipe, text=True
+    ) as process:
+        yield Sanitized(process)
 
 
 @pytest.mark.timeout(TIMEOUT_S + 30)
 @pytest.mark.parametrize(("paths", "only"), [(KERNEL_TESTS, ""), (ENGINE_TESTS, ON_CARDS)], ids=["kernels", "engines"])
-def test_nothing_is_read_or_written_outside_its_memory(paths, only):
-    done = run_tests(paths, only)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "passed" in done.stdout
-    assert "skipped" not in done.stdout
+def test_nothing_is_read_or_written_outside_its_memory(sanitized, paths, only, tmp_path):
+    done = sanitized.run_tests(tmp_path, paths, only)
+    assert done.returncode == 0, done.output
+    assert "passed" in done.output
+    assert "skipped" not in done.output
 
 
 @pytest.mark.timeout(TIMEOUT_S + 30)
 @pytest.mark.parametrize("fault", list(FAULTS))
-def test_a_fault_in_the_kernels_is_found(fault, tmp_path):
+def test_a_fault_in_the_kernels_is_found(sanitized, fault, tmp_path):
     right, wrong, tests, found = FAULTS[fault]
     text = KERNEL_SOURCE.read_text()
     assert text.count(right) == 1
     faulty = tmp_path / "faulty.cu"
     faulty.write_text(text.replace(right, wrong))
-    done = run_tests(KERNEL_TESTS, tests, faulty)
-    assert done.returncode == FOUND, done.stdout + done.stderr
-    assert re.search(found, done.stderr), done.stdout + done.stderr
+    done = sanitized.run_tests(tmp_path, KERNEL_TESTS, tests, faulty)
+    assert done.returncode == FOUND, done.output
+    assert re.search(found, done.output), done.output

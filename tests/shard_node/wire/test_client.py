@@ -30,6 +30,7 @@ from shardrank_testing.nodes import (
     film_bags,
     in_every_place,
     node_process,
+    on_each_once,
     on_every_loop,
     reference_engine,
     serving,
@@ -134,7 +135,7 @@ def test_a_call_cancelled_while_connecting_does_not_spoil_the_others(place, tmp_
         np.testing.assert_array_equal(blocks[1], EXPECTED)
 
 
-@in_every_place
+@on_each_once
 def test_a_node_killed_mid_request_fails_it_at_once_and_is_found_again_when_it_is_back(place, tmp_path):
     async def main():
         with node_process(place.address(tmp_path)) as (process, bound):

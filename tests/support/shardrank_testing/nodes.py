@@ -178,6 +178,8 @@ class Place:
 
 EVERY_PLACE = tuple(Place(loop, sock) for loop in ("asyncio", "uvloop") for sock in ("tcp", "unix"))
 in_every_place = pytest.mark.parametrize("place", EVERY_PLACE, ids=str)
+# Every loop and every socket once, for what starts processes.
+on_each_once = pytest.mark.parametrize("place", EVERY_PLACE[1:3], ids=str)
 on_every_loop = pytest.mark.parametrize("place", EVERY_PLACE[1::2], ids=str)
 
 

@@ -1,0 +1,35 @@
+"""The order of test files: the longest first, so that at the end no worker waits for another's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+# Of more than 10 s each, the longest first. tests/test_structure.py sees that they are there.
+LONGEST = (
+    "serving/fleet/test_up.py",
+    "loadtest/drill/test_drills.py",
+    "loadtest/compare/test_compare_hosts.py",
+    "serving/fleet/test_up_rollouts.py",
+    "loadtest/test_bench_serving.py",
+    "shard_node/cuda/test_under_address_sanitizer.py",
+    "loadtest/load/test_load_processes.py",
+    "loadtest/compare/test_compare_cards.py",
+    "serving/versions/test_hot_swap.py",
+    "loadtest/drill/test_hostile_messages.py",
+    "loadtest/drill/test_hostile_drill.py",
+    "serving/cli/test_protection.py",
+    "loadtest/peers/test_peers.py",
+    "serving/cli/test_serve_registered.py",
+    "loadtest/gpu/test_bench_gpu.py",
+    "serving/cli/test_documented_commands.py",
+    "serving/api/test_tls_and_tokens.py",
+)
+_TURNS = {TESTS / name: turn for turn, name in enumerate(LONGEST)}
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: _TURNS.get(item.path, len(LONGEST)))
