@@ -19,7 +19,7 @@ from typing import Literal, TypeAlias
 
 from loader.snapshot.manifest import Frozen
 from loadtest.drill.hostile import peer as h2
-from loadtest.http_connection import post_request
+from loadtest.load.senders import post_request
 from serving.formats.protobuf import encode_varint
 
 LIMIT = 16 << 20
