@@ -31,12 +31,12 @@ from rich.console import Console
 from loader.deltas.publisher import DeltaPublisher
 from loader.registry.fleet import FleetRegistry
 from loader.registry.opening import open_registry
+from loader.snapshot.codecs import codec_for
 from loader.snapshot.publishing import register
 from loader.snapshot.reader import Snapshot
 from loadtest.bench_lookup import MODEL, LookupShape, make_batch, make_node, write_snapshot
 from shard_node.agent.delta_follower import DeltaFollower
 from shard_node.bags import KeyedBags
-from shard_node.engine.arena import row_bytes_of
 from shard_node.node import LoadedTables, ShardNode
 
 WINDOW_S = 1.0
@@ -209,7 +209,7 @@ def main(
     console = Console()
     torch.set_num_threads(1)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    shape = LookupShape(dim, 1, rows * row_bytes_of("int8", dim))
+    shape = LookupShape(dim, 1, rows * codec_for("int8", dim).row_bytes)
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         console.print(f"exporting {rows} rows of dim {dim} …")
         snapshot = Snapshot.open(write_snapshot(Path(folder) / "store", shape), verify=False)

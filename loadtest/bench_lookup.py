@@ -26,6 +26,7 @@ import torch
 import uvloop
 from rich.console import Console
 
+from loader.snapshot.codecs import codec_for
 from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec, TableSpec
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.row_source import RowsFromBlocks
@@ -38,7 +39,7 @@ from router.plan import Plan
 from router.replicas import ReplicatedShard
 from router.router import Router
 from shard_node.bags import Float32Array, Int64Array, KeyedBags
-from shard_node.engine.arena import Arena, allocate_rows, row_bytes_of
+from shard_node.engine.arena import Arena, allocate_rows
 from shard_node.engine.loading import load_tables
 from shard_node.node import LocalShard, Shard, ShardNode
 from shard_node.wire.address import Address
@@ -62,7 +63,7 @@ class LookupShape:
     @property
     def rows_per_table(self) -> int:
         """Count the rows of each table."""
-        return max(1, self.table_bytes // row_bytes_of("int8", self.embedding_dim) // self.num_tables)
+        return max(1, self.table_bytes // codec_for("int8", self.embedding_dim).row_bytes // self.num_tables)
 
     def spec(self) -> ModelSpec:
         """Describe the model: int8 rows, ids that are rows."""
@@ -166,7 +167,7 @@ def remote_router(snapshot: Snapshot, address: Address) -> Router:
 
 def bare_arena(snapshot: Snapshot, shape: LookupShape) -> Arena:
     """Load all tables into one arena, for calling the torch op with nothing around it."""
-    rows = allocate_rows(shape.rows_per_table * shape.num_tables, row_bytes_of("int8", shape.embedding_dim))
+    rows = allocate_rows(shape.rows_per_table * shape.num_tables, codec_for("int8", shape.embedding_dim).row_bytes)
     for number, table in enumerate(snapshot.spec.tables):
         first = number * shape.rows_per_table
         for begin in range(0, shape.rows_per_table, DISTINCT_ROWS):

@@ -15,11 +15,10 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from loader.snapshot.codecs import bucket_shift, num_buckets_used
+from loader.snapshot.codecs import bucket_shift, codec_for, num_buckets_used
 from loader.snapshot.manifest import NUM_BUCKETS, ModelSpec, TableSpec
 from router.errors import PlanError
 from shard_node.bags import Int64Array, KeyedBags, TableLayout
-from shard_node.engine.arena import row_bytes_of
 from shard_node.node import NodeIdentity, Partition, Sharding
 from shard_node.split import Owners
 
@@ -151,7 +150,7 @@ class Plan:
 
 def table_bytes(table: TableSpec) -> int:
     """Count the bytes that a table's rows take as stored."""
-    return table.num_embeddings * row_bytes_of(table.dtype, table.embedding_dim)
+    return table.num_embeddings * codec_for(table.dtype, table.embedding_dim).row_bytes
 
 
 def _spread_buckets(table: TableSpec, num_shards: int) -> npt.NDArray[np.int16]:

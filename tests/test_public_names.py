@@ -43,6 +43,11 @@ def test_what_a_client_needs_loads_no_torch(name: str):
     assert run(f"import sys, shardrank; shardrank.{name}; print('torch' in sys.modules)") == "False\n"
 
 
+def test_the_load_generator_and_the_planner_load_no_torch():
+    modules = "loadtest.load.generator, router.plan, serving.cli.capacity, serving.fleet.supervisor"
+    assert run(f"import sys, {modules}; print('torch' in sys.modules)") == "False\n"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_documents_import_from_the_public_module_only(page: Path):
     blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)

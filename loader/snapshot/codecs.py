@@ -22,7 +22,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from loader.snapshot.manifest import NUM_BUCKETS, Bucketing, RowDtype, TableSpec
 
@@ -47,6 +46,8 @@ class RowCodec:
         if not self._code_bytes:
             with np.errstate(over="ignore"):  # an overflow to inf is found, and named, by first_non_finite
                 return np.ascontiguousarray(rows, dtype=self._float).view(np.uint8)
+        import torch  # which takes a second: processes that only need layouts and ids do without
+
         # from_numpy needs a writable array; a block of a read-only memmap is copied here, block by block.
         weights = torch.from_numpy(np.require(rows, np.float32, ["C_CONTIGUOUS", "WRITEABLE"]))
         ops = torch.ops.quantized

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from loader.progress import Progress, no_progress
+from loader.snapshot.codecs import codec_for
 from loader.snapshot.manifest import Bucketing, ModelSpec
 from loader.snapshot.row_source import RowSource
 from loader.snapshot.store import WORK_FOLDER_PREFIX
@@ -21,7 +22,6 @@ from serving.models.ranking_models import build_model
 from serving.training.dataset import with_bucketing
 from serving.training.trainer import train_version
 from shard_node.bags import Float32Array
-from shard_node.engine.arena import row_bytes_of
 
 # Sums of 100 such rows, and so logits, stay of the order of 1.
 ROW_LIMIT = 0.08
@@ -70,7 +70,7 @@ def random_dense(spec: ModelSpec, seed: int) -> dict[str, torch.Tensor]:
 
 def snapshot_bytes(spec: ModelSpec) -> int:
     """Add up the bytes of all rows as they are stored."""
-    return sum(table.num_embeddings * row_bytes_of(table.dtype, table.embedding_dim) for table in spec.tables)
+    return sum(table.num_embeddings * codec_for(table.dtype, table.embedding_dim).row_bytes for table in spec.tables)
 
 
 def unfinished_bytes(store: Path, model: str) -> int:

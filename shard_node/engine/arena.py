@@ -27,7 +27,6 @@ import numpy.typing as npt
 import torch
 
 from loader.memory import give_back
-from loader.snapshot.codecs import codec_for
 from loader.snapshot.manifest import RowDtype
 from shard_node.bags import Float32Array, Int64Array, KeyedBags, TableLayout
 from shard_node.engine.base import Tier
@@ -124,11 +123,6 @@ def allocate_rows(num_rows: int, row_bytes: int) -> npt.NDArray[np.uint8]:
         # A kernel built without transparent huge pages says EINVAL; small pages hold the same rows.
         logger.info("no huge pages for %d bytes of rows: %s", size_bytes, error)
     return np.frombuffer(memory, np.uint8, count=size_bytes).reshape(num_rows, row_bytes)
-
-
-def row_bytes_of(dtype: RowDtype, embedding_dim: int) -> int:
-    """Bytes of one stored row."""
-    return codec_for(dtype, embedding_dim).row_bytes
 
 
 def _quantised(op: Callable[..., torch.Tensor]) -> Kernel:

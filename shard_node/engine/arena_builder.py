@@ -16,7 +16,7 @@ from loader.snapshot.codecs import bucket_shift, bucket_start_in_file, codec_for
 from loader.snapshot.manifest import NUM_BUCKETS, FileEntry, TableSpec
 from loader.snapshot.reader import Snapshot
 from shard_node.bags import Int64Array, TableLayout
-from shard_node.engine.arena import NO_FILES_SHIFT, NOT_HERE, Arena, Placement, TablePlace, allocate_rows, row_bytes_of
+from shard_node.engine.arena import NO_FILES_SHIFT, NOT_HERE, Arena, Placement, TablePlace, allocate_rows
 from shard_node.engine.base import Tier
 from shard_node.engine.cpu import CpuEngine
 from shard_node.errors import InvalidBagsError, MemoryBudgetError
@@ -59,7 +59,7 @@ class ArenaBuilder:
         self._files = {files.table: files for files in snapshot.manifest.tables}
         self._bucket_rows = np.stack([rows_of_buckets(table) for table in layout.tables])
         rows = np.where(self._cards >= 0, self._bucket_rows, 0).sum(axis=1)
-        self._row_bytes = [row_bytes_of(table.dtype, table.embedding_dim) for table in layout.tables]
+        self._row_bytes = [codec_for(table.dtype, table.embedding_dim).row_bytes for table in layout.tables]
         self.table_bytes = [int(count) * size for count, size in zip(rows.tolist(), self._row_bytes, strict=True)]
         self._arenas: list[Arena] = []
         self._progress = no_progress

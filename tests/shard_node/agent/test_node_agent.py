@@ -13,11 +13,11 @@ import pytest
 
 from loader.errors import SnapshotNotFoundError
 from loader.registry.fleet import FleetRecord, WantedModel, delta_stream
+from loader.snapshot.codecs import codec_for
 from loader.snapshot.publishing import register
 from loader.snapshot.reader import Snapshot
 from shard_node.agent.node_agent import join_fleet
 from shard_node.bags import KeyedBags
-from shard_node.engine.arena import row_bytes_of
 from shard_node.errors import FleetMismatchError
 from shardrank_testing.agents import NodeUnderTest, run, running_node
 from shardrank_testing.bags import random_table_bags
@@ -154,7 +154,7 @@ def test_two_versions_that_do_not_fit_are_refused_and_one_after_the_other_is_not
 
 
 def _tables():
-    return [(table, row_bytes_of(table.dtype, table.embedding_dim)) for table in make_spec().tables]
+    return [(table, codec_for(table.dtype, table.embedding_dim).row_bytes) for table in make_spec().tables]
 
 
 async def append(under: NodeUnderTest, sequence: int) -> None:

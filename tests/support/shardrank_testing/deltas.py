@@ -22,7 +22,6 @@ from router.plan import Plan
 from shard_node.agent.delta_follower import DeltaFollower
 from shard_node.cuda.card_engine import CardEngine
 from shard_node.cuda.card_set import CardSet
-from shard_node.engine.arena import row_bytes_of
 from shard_node.engine.cpu import CpuEngine
 from shard_node.engine.loading import load_tables
 from shard_node.node import LoadedTables
@@ -110,7 +109,7 @@ def stored_rows(engine: CpuEngine | CardEngine, table: str) -> npt.NDArray[np.ui
     spec = engine.layout.tables[number]
     rows = np.arange(spec.num_embeddings, dtype=np.int64)
     arena, slots = engine._placement.locate_rows(number, rows)
-    out = np.zeros((rows.size, row_bytes_of(spec.dtype, spec.embedding_dim)), np.uint8)
+    out = np.zeros((rows.size, codec_for(spec.dtype, spec.embedding_dim).row_bytes), np.uint8)
     for index, one in enumerate(engine._arenas):
         here = arena == index
         if here.any():
