@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from loader.snapshot.manifest import RowDtype
 from loadtest.peers.catalog import PEERS, install_peer, installed_pythons
 from loadtest.workloads.cli import same_option
 from serving.cli import WithExamples
@@ -56,6 +57,13 @@ def _hotness(ctx: click.Context, param: click.Parameter, text: str) -> tuple[int
 @click.option("--batch", type=click.IntRange(1, 64), default=8, show_default=True, help="Largest one of a peer.")
 @click.option("--shardrank-workers", type=click.IntRange(1, 64), default=CORES, help="Default: the cores.")
 @click.option(
+    "--row-dtype",
+    type=click.Choice(["int8", "fp16", "fp32"]),
+    default="int8",
+    show_default=True,
+    help="Of shardrank's rows.",
+)
+@click.option(
     "--dtype",
     type=click.Choice(["auto", "float32", "bfloat16"]),
     default="auto",
@@ -72,6 +80,7 @@ def peers(
     env_dir: Path,
     installs: bool,
     rows: int,
+    row_dtype: RowDtype,
     varied: bool,
     json_file: Path | None,
     html_file: Path | None,
@@ -101,7 +110,7 @@ def peers(
     from loadtest.peers.run import PeersConfig, ahead, compared, run_peers, show
     from loadtest.workloads.catalog import BenchShape
 
-    shape = BenchShape.of(rows, varied=varied)
+    shape = BenchShape.of(rows, row_dtype, varied=varied)
     config = PeersConfig.model_validate({"shape": shape, "peers": tuple(pythons), **measuring})
     with tempfile.TemporaryDirectory(prefix="loadtest-peers-") as folder:
         rounds = run_peers(config, pythons, Path(folder), click.echo)

@@ -48,7 +48,7 @@ ROW_DEVIATION = 0.3
 SHARDRANK: dict[str, Api] = {"shardrank": "oip-http", "shardrank-grpc": "grpc-packed"}
 """shardrank's one server, by the name that each of its measured APIs has."""
 CHECKED_REQUESTS = 2
-# Peers compute in float32, but add in another order; shardrank's rows are int8 and its MLP may be bfloat16.
+# Peers compute in float32, but add in another order; shardrank's rows may be int8 and its MLP bfloat16.
 PEER_TOLERANCE = 1e-4
 SHARDRANK_TOLERANCE = 0.03
 # Few connections would fall unevenly on the processes behind a port, which the kernel chooses by chance.
@@ -78,7 +78,7 @@ def random_tensors(shape: BenchShape, seed: int) -> dict[str, torch.Tensor]:
 
 
 def write_snapshot(shape: BenchShape, tensors: dict[str, torch.Tensor], store: Path) -> Path:
-    """Export the same weights for shardrank, rows in int8. Returns the snapshot's folder. Raises ExportError."""
+    """Export the same weights for shardrank, and return the snapshot's folder. Raises ExportError."""
     dense = {name: tensor for name, tensor in tensors.items() if name != ROWS}
     rows = {ROWS: TensorRows(tensors[ROWS])}
     return export_snapshot(store, bench_spec(shape, "mlp"), rows=rows, dense=dense)
@@ -140,6 +140,11 @@ class PeersConfig(Frozen):
         """List the flags of shardrank's server, beside where it listens and what it serves."""
         dtype = "bfloat16" if choose_dtype(self.dtype) is torch.bfloat16 else "float32"
         return ("--no-verify", "--workers", str(self.shardrank_workers), "--dtype", dtype)
+
+    def tolerance_of(self, name: str) -> float:
+        """Say how far scores may be from the reference; shardrank's no further than a peer's if all is float32."""
+        as_peers = self.shape.row_dtype == "fp32" and self.dtype == "float32"
+        return PEER_TOLERANCE if name not in SHARDRANK or as_peers else SHARDRANK_TOLERANCE
 
     def load(self, name: str, server: Server, hotness: int, timeout_ms: float = 60_000) -> OfferedLoad:
         """Say how a server is asked: the same requests as every other, in its own encoding."""
@@ -269,7 +274,7 @@ def run_peers(config: PeersConfig, pythons: Mapping[str, Path], folder: Path, sa
         generators = stack.enter_context(Generators())
         say("comparing scores with the reference")
         for name in config.servers:
-            most = SHARDRANK_TOLERANCE if name in SHARDRANK else PEER_TOLERANCE
+            most = config.tolerance_of(name)
             with servers.serving(name) as server:
                 for hotness, scores in expected.items():
                     for number, one in enumerate(scores):
@@ -418,7 +423,7 @@ def compared(config: PeersConfig, rounds: Sequence[PeerRound], machine: Machine 
             "largest batch of a peer": f"{config.batch} requests",
             "processes of shardrank": str(config.shardrank_workers),
             "peers": "float32",
-            "shardrank": f"int8 rows, {' '.join(config.shardrank_arguments)}",
+            "shardrank": f"{config.shape.row_dtype} rows, {' '.join(config.shardrank_arguments)}",
             "equal rates": ", ".join(_rates(config, rounds)),
         },
         invalid_because=[

@@ -16,6 +16,7 @@ from loader.snapshot.manifest import (
     FeatureSpec,
     Frozen,
     ModelSpec,
+    RowDtype,
     TableSpec,
     fingerprint_strings,
 )
@@ -241,7 +242,8 @@ class BenchShape(Frozen):
 
     Attributes:
         features: all of candidates.
-        rows: of the table, int8.
+        rows: of the table.
+        row_dtype: number format of them.
         dense: floats of a candidate.
         candidates: of a request, as `parse_candidates` reads it.
         varied: whether bags are ragged, and each request is sent with a `traceparent` and `x-request-id` of its own.
@@ -250,14 +252,16 @@ class BenchShape(Frozen):
     features: int = Field(default=26, ge=1, le=1000)
     embedding_dim: int = Field(default=64, ge=1, le=1024)
     rows: int = Field(default=1_000_000, ge=1, le=2**31)
+    row_dtype: RowDtype = "int8"
     dense: int = Field(default=13, ge=1, le=1000)
     candidates: str = VARIED_CANDIDATES.name
     varied: bool = True
 
     @classmethod
-    def of(cls, rows: int, *, varied: bool) -> BenchShape:
+    def of(cls, rows: int, row_dtype: RowDtype = "int8", *, varied: bool) -> BenchShape:
         """Take the benchmarks' shape; requests that are not varied have 100 candidates."""
-        return cls(rows=rows) if varied else cls(rows=rows, candidates="100", varied=False)
+        shape = cls(rows=rows, row_dtype=row_dtype)
+        return shape if varied else shape.model_copy(update={"candidates": "100", "varied": False})
 
     @property
     def requests(self) -> str:
@@ -281,7 +285,11 @@ def bench_spec(shape: BenchShape, head: Head) -> ModelSpec:
         "dlrm": {"bottom_mlp": [512, 256, shape.embedding_dim], "top_mlp": [512, 256]},
     }
     table = TableSpec(
-        name="rows", num_embeddings=shape.rows, embedding_dim=shape.embedding_dim, feature_names=names, dtype="int8"
+        name="rows",
+        num_embeddings=shape.rows,
+        embedding_dim=shape.embedding_dim,
+        feature_names=names,
+        dtype=shape.row_dtype,
     )
     return ModelSpec(
         model=f"bench-{head}",

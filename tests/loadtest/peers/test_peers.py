@@ -170,8 +170,9 @@ def test_a_peer_that_can_not_start_says_why(tmp_path: Path) -> None:
 def test_the_command_compares_a_real_peer_with_shardrank(tmp_path: Path, environments: Path) -> None:
     json_file, html_file = tmp_path / "peers.json", tmp_path / "peers.html"
     short = ("--seconds", 0.2, "--warmup", 0.1, "--rounds", 1, "--rows", 500, "--hotness", 2, "--in-flight", 4)
+    in_float32 = ("--row-dtype", "fp32", "--dtype", "float32")
     small = ("--peer", "fastapi", "--env-dir", environments, "--workers", 1, "--shardrank-workers", 1)
-    result = run_command(*small, *short, "--json", json_file, "--html", html_file)
+    result = run_command(*small, *short, *in_float32, "--json", json_file, "--html", html_file)
     assert json_file.exists(), result.output
     found = json.loads(json_file.read_text())
     assert result.exit_code == (0 if found["valid"] else 1)
@@ -183,9 +184,16 @@ def test_the_command_compares_a_real_peer_with_shardrank(tmp_path: Path, environ
     assert [one["name"] for one in found["measures"]][-1] == "p99, equal rate, hotness 2"
     assert all(value > 0 for one in found["measures"] for arm in one["values"] for value in arm)
     assert "to the best peer of each round" in result.output
+    assert found["setup"]["shardrank"] == "fp32 rows, --no-verify --workers 1 --dtype float32"
     assert found["setup"]["requests"].startswith("50-500:200 candidates, varied: ragged bags")
     assert "requests: 50-500:200 candidates, varied" in result.output
     assert "FastAPI" in html_file.read_text()
+
+
+def test_shardrank_is_held_to_a_peers_tolerance_where_all_of_it_is_float32() -> None:
+    as_peers = SMALL.model_copy(update={"shape": SHAPE.model_copy(update={"row_dtype": "fp32"}), "dtype": "float32"})
+    assert [config.tolerance_of("shardrank") for config in (SMALL, as_peers)] == [0.03, 1e-4]
+    assert [config.tolerance_of("fastapi") for config in (SMALL, as_peers)] == [1e-4, 1e-4]
 
 
 def test_a_peer_without_an_environment_is_named_with_what_to_do(tmp_path: Path, environments: Path) -> None:
