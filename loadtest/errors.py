@@ -1,4 +1,4 @@
-"""The errors of workloads, load tests, comparisons and reports."""
+"""The errors of workloads, load tests, comparisons, reports and drills; what a drill finds is no error."""
 
 from __future__ import annotations
 
@@ -79,3 +79,15 @@ class HistogramError(ReportError, http_status=400, grpc_status="INVALID_ARGUMENT
 
 class ComparisonError(ReportError, http_status=400, grpc_status="INVALID_ARGUMENT", kind="report_comparison"):
     """Results that can't be compared: other numbers of rounds, no baseline, a ratio to nothing."""
+
+
+class DrillError(ShardrankError, kind="drill"):
+    """A drill can't be run to its end."""
+
+
+class LoadProcessError(DrillError, kind="drill_load"):
+    """A process of the drill has ended by itself, or did not begin in time."""
+
+
+class RolloutTimeoutError(DrillError, kind="drill_rollout_timeout"):
+    """A rollout did not end in the time it was given. The message has its state and who lags."""

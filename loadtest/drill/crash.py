@@ -29,7 +29,6 @@ from loader.rollout.plan import (
     Strategy,
 )
 from loader.rollout.requests import abort_rollout
-from loadtest.drill.errors import DrillError
 from loadtest.drill.fleet import (
     ROLLOUT_TIMEOUT_S,
     FleetReport,
@@ -40,6 +39,7 @@ from loadtest.drill.fleet import (
 )
 from loadtest.drill.load import AnswerCounts, Answers, Span, count_kinds, counted, overlaps, percentile
 from loadtest.drill.oracle import Kind
+from loadtest.errors import DrillError
 
 STEP_POLL_S = 0.01
 CANARY_SHARE = 0.1

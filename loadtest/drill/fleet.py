@@ -30,11 +30,11 @@ from loader.rollout.requests import start_rollout
 from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.manifest import Frozen
 from loader.snapshot.publishing import publish, retain
-from loadtest.drill.errors import DrillError, RolloutTimeoutError
 from loadtest.drill.load import AnswerCounts, DrillLoadConfig, RunningLoad, running_load
 from loadtest.drill.oracle import OracleShape, OracleWriter
 from loadtest.drill.processes import child_process
 from loadtest.drill.running import Report
+from loadtest.errors import DrillError, RolloutTimeoutError
 from serving.fleet.local_fleet import FleetConfig, LocalFleet, running_fleet
 from serving.fleet.supervisor import SupervisionConfig
 

@@ -13,7 +13,7 @@ from typing import TypeVar
 import psutil
 
 from loader.snapshot.manifest import Frozen
-from loadtest.drill.errors import LoadProcessError
+from loadtest.errors import LoadProcessError
 from serving.fleet.process import PARENT_PID_VARIABLE, die_with_parent
 from serving.fleet.supervisor import describe_exit
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from loader.progress import Progress
 from loader.snapshot.manifest import Frozen
-from loadtest.drill.errors import DrillError
+from loadtest.errors import DrillError
 from loadtest.load.result import check_writable, write_document
 from loadtest.load.run import INTERRUPTED
 from serving.cli.output import human_bytes, print_table, progress_bars, stdout_console, table_of

@@ -18,10 +18,10 @@ from pydantic import Field
 from loader.progress import Progress, no_progress
 from loader.rollout.plan import Strategy
 from loader.snapshot.publishing import rows_bytes_of
-from loadtest.drill.errors import DrillError
 from loadtest.drill.fleet import FleetReport, OracleFleet, OracleFleetConfig, oracle_fleet
 from loadtest.drill.load import APIS, Answers, Span, count_kinds, counted, latency_ms, overlaps, percentile
 from loadtest.drill.oracle import Kind
+from loadtest.errors import DrillError
 
 MAX_RATIO_P99 = 1.5
 MAX_GROWTH = 0.1

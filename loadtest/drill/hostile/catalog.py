@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeAlias
 
-from loadtest.drill.errors import DrillError
 from loadtest.drill.hostile import floods
 from loadtest.drill.hostile import peer as h2
 from loadtest.drill.hostile.attacker import AttackConfig, Attacker, EndedError
 from loadtest.drill.hostile.messages import GRPC_RANK, MESSAGE_MS, MESSAGES, Form, Message, Outcome, half_message
 from loadtest.drill.processes import module_config
+from loadtest.errors import DrillError
 from serving.api.grpc import wire
 
 AttackKind: TypeAlias = Literal["message", "flood", "refused"]

@@ -13,7 +13,6 @@ import grpc
 from pydantic import Field
 
 from loader.progress import Progress, no_progress
-from loadtest.drill.errors import DrillError, LoadProcessError
 from loadtest.drill.hostile.attacker import AttackConfig, Tally
 from loadtest.drill.hostile.catalog import ATTACKS, Attack, attack_named
 from loadtest.drill.hostile.fuzz import SHARES, FuzzConfig, FuzzTally
@@ -29,6 +28,7 @@ from loadtest.drill.hostile.report import (
 from loadtest.drill.hostile.target import Attacked, AttackedConfig, AttackedServer, running_node, running_target
 from loadtest.drill.hostile.watch import Watch, WatchConfig, watching
 from loadtest.drill.processes import child_process, finished, module_command
+from loadtest.errors import DrillError, LoadProcessError
 from loadtest.load.result import this_machine
 
 SAMPLE_S = 0.02

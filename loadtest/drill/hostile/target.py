@@ -15,9 +15,9 @@ import psutil
 from pydantic import Field
 
 from loader.snapshot.manifest import Frozen
-from loadtest.drill.errors import DrillError
 from loadtest.drill.hostile.fuzz import pool_frames
 from loadtest.drill.processes import child_process, memory_of
+from loadtest.errors import DrillError
 from loadtest.load.senders import as_it_is
 from loadtest.servers import serving
 from loadtest.workloads.catalog import BenchShape, bench_spec, bench_workload

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from loadtest.drill.errors import LoadProcessError
 from loadtest.drill.load import (
     APIS,
     RECORD,
@@ -23,6 +22,7 @@ from loadtest.drill.load import (
     running_load,
 )
 from loadtest.drill.oracle import OK, Kind, OracleShape, OracleWriter, Verdict
+from loadtest.errors import LoadProcessError
 from serving.rank.service import RankingService
 from serving.server import Listening, ServerConfig, running_server
 from serving.versions.loading import ModelSource, load_served_model
