@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 import gc
 import mmap
+import os
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,17 +16,11 @@ from loader.memory import YOUNG_OBJECTS, give_back, map_array, populate, settle_
 
 
 def resident_bytes(array: np.ndarray) -> int:
-    """Of the mapping in which an array begins, by /proc/self/smaps."""
-    address = array.__array_interface__["data"][0]
-    inside = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        words = line.split()
-        if "-" in words[0] and not words[0].endswith(":"):
-            begin, end = (int(part, 16) for part in words[0].split("-"))
-            inside = begin <= address < end
-        elif inside and words[0] == "Rss:":
-            return int(words[1]) * 1024
-    return 0
+    """Of the pages of an array alone, by the present bits of /proc/self/pagemap: mappings may be joined with others."""
+    first, end = (edge // mmap.PAGESIZE for edge in np.lib.array_utils.byte_bounds(array))
+    with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
+        pages = np.frombuffer(os.pread(pagemap.fileno(), (end - first) * 8, first * 8), np.uint64)
+    return int(np.count_nonzero(pages >> np.uint64(63))) * mmap.PAGESIZE
 
 
 def anonymous(size_bytes: int) -> np.ndarray:

@@ -150,7 +150,7 @@ def test_flags_that_contradict_each_other_are_usage_errors(arguments: tuple[str,
 
 
 def test_a_registry_in_the_environment_does_not_keep_anybody_from_serving_a_snapshot(tmp_path) -> None:
-    arguments = ["serve", "--snapshot", str(tmp_path / "films" / "1")]
+    arguments = ["serve", "--snapshot", str(tmp_path / "films" / "1"), "--http-port", "0", "--grpc-port", "0"]
     result = CliRunner(env={"SHARDRANK_REGISTRY": "r"}).invoke(main, arguments, prog_name="shardrank")
     assert result.exit_code == 1
     assert "no such snapshot folder" in result.output
