@@ -117,7 +117,7 @@ class BenchConfig(Frozen):
         return arguments
 
 
-class Cell(Frozen):
+class AskedInRound(Frozen):
     """What was asked in a round."""
 
     round: int
@@ -126,7 +126,7 @@ class Cell(Frozen):
     api: Api
 
 
-class Saturated(Cell):
+class Saturated(AskedInRound):
     """One server under full load, and the limit right after it.
 
     Attributes:
@@ -150,7 +150,7 @@ class Saturated(Cell):
     p99_ms: float
 
 
-class Unloaded(Cell):
+class Unloaded(AskedInRound):
     """One request after the other, and the limit's batches of one.
 
     Attributes:
@@ -181,7 +181,7 @@ class Cost(Frozen):
     p50_ms: float
 
 
-class Pair(Cell):
+class Pair(AskedInRound):
     """Both servers, one right after the other; each was asked in its API."""
 
     old_api: Api

@@ -19,7 +19,7 @@ from typing import Literal, TypeAlias
 from loadtest.drill.hostile import floods
 from loadtest.drill.hostile import peer as h2
 from loadtest.drill.hostile.attacker import AttackConfig, Attacker, EndedError
-from loadtest.drill.hostile.messages import GRPC_RANK, MESSAGE_MS, MESSAGES, Form, Message, Outcome, half_message
+from loadtest.drill.hostile.messages import GRPC_RANK, MESSAGE_MS, MESSAGES, Form, HostileMessage, Outcome, half_message
 from loadtest.drill.processes import module_config
 from loadtest.errors import DrillError
 from serving.api.grpc import wire
@@ -42,7 +42,7 @@ class Attack:
         kind: `message` is one message, sent a few times; `flood` goes on for `--seconds`; `refused` is a large message
             that is sent `--refused` times and must leave nothing behind.
         run: what the attacking process does.
-        outcome: of messages, as `Message` has it.
+        outcome: of messages, as `HostileMessage` has it.
         limit_ms: of messages: how long the loop may stand.
         must_end: of floods: whether the server must end the source, or refuse it.
         least_s: of floods: how long they last at least, where it is a timeout of seconds that ends the source.
@@ -95,7 +95,7 @@ def many_times(prepare: Prepare) -> Callable[[Attacker], None]:
     return run
 
 
-def prepared(message: Message, form: Form) -> Prepare:
+def prepared(message: HostileMessage, form: Form) -> Prepare:
     """Send a message on a connection of its own, and wait for its answer."""
 
     def prepare(attacker: Attacker) -> Callable[[], None]:
@@ -182,8 +182,8 @@ def _floods() -> Iterator[Attack]:
 
 def _refusals() -> Iterator[Attack]:
     # Half of a message comes before the stream ends.
-    cut_off = Message("refused-grpc-cut-off", GRPC_RANK, half_message, form="framed")
-    chosen: tuple[tuple[str, Message, Form], ...] = (
+    cut_off = HostileMessage("refused-grpc-cut-off", GRPC_RANK, half_message, form="framed")
+    chosen: tuple[tuple[str, HostileMessage, Form], ...] = (
         ("refused-grpc-int64", MESSAGES["grpc-int64-contents"], "gzip"),
         ("refused-grpc-outputs", MESSAGES["grpc-outputs"], "gzip"),
         ("refused-grpc-features", MESSAGES["grpc-lookup-features"], "plain"),

@@ -162,7 +162,7 @@ class Channel:
         raise NotImplementedError
 
 
-class Requests(Channel):
+class MutatedRequests(Channel):
     """Mutated requests over HTTP/1.1: bodies, each with what puts a head before it, several ahead on one connection.
 
     With a `last` request, which closes the connection, one is sent before it, and answers to either are the mutated
@@ -368,7 +368,7 @@ def channels(config: FuzzConfig) -> Callable[[], Channel]:
     rank, lookup = (partial(post, path, model, messages.JSON) for path in (messages.HTTP_RANK, messages.HTTP_LOOKUP))
     if surface == "json":
         pairs = [(rank, Mutator(seed + "r", corpus(shape, "json"))), (lookup, Mutator(seed + "l", lookups(shape)))]
-        return lambda: Requests(pairs)
+        return lambda: MutatedRequests(pairs)
     if surface == "oip-http":
         payloads = Payloads(small(shape), "oip-http", count=CORPUS, timeout_ms=1000)
         # The length of the header belongs to each body, so each is mutated by itself.
@@ -376,7 +376,7 @@ def channels(config: FuzzConfig) -> Callable[[], Channel]:
             (partial(post, messages.HTTP_INFER, model, one.headers), Mutator(f"{seed}{number}", [one.body]))
             for number, one in enumerate(payloads)
         ]
-        return lambda: Requests(found)
+        return lambda: MutatedRequests(found)
     if surface == "grpc":
         methods = [
             (messages.GRPC_RANK, Mutator(seed + "m", corpus(shape, "grpc"))),
@@ -387,7 +387,7 @@ def channels(config: FuzzConfig) -> Callable[[], Channel]:
     if surface == "http1-bytes":
         whole = [*map(rank, corpus(shape, "json")[:4]), *map(lookup, lookups(shape))]
         http1 = Mutator(seed, [*whole, b"GET /healthz HTTP/1.1\r\nhost: drill\r\naccept: */*\r\n\r\n"])
-        return lambda: Requests([(bytes, http1)], LAST_GET)
+        return lambda: MutatedRequests([(bytes, http1)], LAST_GET)
     if surface == "http2-bytes":
         http2 = Mutator(seed, [call_frames(messages.GRPC_RANK, body) for body in corpus(shape, "grpc")[:4]])
         return lambda: RawHttp2(http2)

@@ -76,7 +76,7 @@ Build = Callable[[Served], bytes]
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class HostileMessage:
     """One message.
 
     Attributes:
@@ -424,34 +424,34 @@ _BAD_HEADERS = (
 )
 
 
-def _catalogue() -> Iterator[Message]:
+def _catalogue() -> Iterator[HostileMessage]:
     for name, path, build, row in _GRPC:
         # The last entry of a key is the one that counts, so this one is valid.
         outcome: Outcome = "any" if name == "grpc-lookup-one-feature" else "refused"
-        yield Message(name, path, build, row, outcome=outcome)
+        yield HostileMessage(name, path, build, row, outcome=outcome)
     for name, build in _AS_GZIP:
-        yield Message(name, GRPC_INFER, build, form="as gzip")
+        yield HostileMessage(name, GRPC_INFER, build, form="as gzip")
     for name, path, build in _JSON:
         row = "7" if name.endswith("-wrong-end") else "own"
-        yield Message(name, path, build, row, "post", JSON, limit_ms=LARGEST_JSON_MS)
+        yield HostileMessage(name, path, build, row, "post", JSON, limit_ms=LARGEST_JSON_MS)
     for name, build, headers, limit_ms in _INFER:
         # Decompressing these costs more than a connection may cost that completes nothing.
         outcome = "ended" if name == "oip-deflate-empty-blocks" else "refused"
-        yield Message(name, HTTP_INFER, build, "own", "post", headers, outcome, limit_ms)
+        yield HostileMessage(name, HTTP_INFER, build, "own", "post", headers, outcome, limit_ms)
     # The largest that is allowed: answered, or refused by a limit that a deployment has lowered.
-    yield Message("json-lookup-full", HTTP_LOOKUP, full_lookup, "own", "post", JSON, "any", LARGEST_JSON_MS)
-    yield Message("json-rank-full", HTTP_RANK, full_rank, "own", "post", JSON, "any", LARGEST_JSON_MS)
+    yield HostileMessage("json-lookup-full", HTTP_LOOKUP, full_lookup, "own", "post", JSON, "any", LARGEST_JSON_MS)
+    yield HostileMessage("json-rank-full", HTTP_RANK, full_rank, "own", "post", JSON, "any", LARGEST_JSON_MS)
     for version in ("v1", "v1alpha"):
         path = REFLECTION.format(version)
-        yield Message(
+        yield HostileMessage(
             f"grpc-reflection-{version}", path, lambda served: h2.message(sized(7)), "15", "framed", (), "served"
         )
     for name, *header in _BAD_HEADERS:
-        yield Message(f"h2-header-{name}", GRPC_LOOKUP, lookup_of_rows, "12", "plain", ((header[0], header[1]),))
+        yield HostileMessage(f"h2-header-{name}", GRPC_LOOKUP, lookup_of_rows, "12", "plain", ((header[0], header[1]),))
     for name, build, row in _HEADS:
-        yield Message(name, HTTP_LOOKUP, build, row, "raw")
-    yield Message("http1-upgrade-h2c", HTTP_LOOKUP, _UPGRADE_H2C, "14", "raw", outcome="served")
+        yield HostileMessage(name, HTTP_LOOKUP, build, row, "raw")
+    yield HostileMessage("http1-upgrade-h2c", HTTP_LOOKUP, _UPGRADE_H2C, "14", "raw", outcome="served")
 
 
-MESSAGES: dict[str, Message] = {one.name: one for one in _catalogue()}
+MESSAGES: dict[str, HostileMessage] = {one.name: one for one in _catalogue()}
 """All by name."""

@@ -19,9 +19,9 @@ from loadtest.drill.hostile.fuzz import (
     MUTATIONS,
     SHARES,
     Calls,
+    MutatedRequests,
     Mutator,
     RawHttp2,
-    Requests,
     Wire,
     blames_server,
     corpus,
@@ -110,7 +110,7 @@ def test_responses_are_cut_wherever_they_arrive(sizes, cut):
 
 
 def test_each_answer_is_told_with_the_body_that_got_it():
-    bodies = Requests([(partial(post, HTTP_RANK, "m", JSON), Mutator("0", [b'{"a": 1}']))])
+    bodies = MutatedRequests([(partial(post, HTTP_RANK, "m", JSON), Mutator("0", [b'{"a": 1}']))])
     data, count = bodies.batch()
     assert data.count(b"POST /v1/models/m:rank HTTP/1.1\r\n") == count
     first = bodies.feed(b"HTTP/1.1 400 x\r\ncontent-length: 0\r\n\r\n")
@@ -122,7 +122,7 @@ def test_each_answer_is_told_with_the_body_that_got_it():
 
 
 def test_both_answers_on_a_connection_that_is_closed_are_those_of_the_mutated_request():
-    requests = Requests([(bytes, Mutator("0", [b"GET / HTTP/1.1\r\n\r\n"]))], LAST_GET)
+    requests = MutatedRequests([(bytes, Mutator("0", [b"GET / HTTP/1.1\r\n\r\n"]))], LAST_GET)
     data, count = requests.batch()
     assert count == 1
     assert data.endswith(LAST_GET)
