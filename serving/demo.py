@@ -149,7 +149,7 @@ class Answers:
 
 
 def rank_arguments(request: GoldenRequests, spec: ModelSpec) -> dict[str, Any]:
-    """Turn one request of the training into arguments of `AsyncClient.rank`."""
+    """Turn one request of the training, of a model without dense inputs, into arguments of `AsyncClient.rank`."""
     sides: dict[str, dict[str, Any]] = {"context": {}, "candidate": {}}
     for name, side in ((feature.name, feature.side) for feature in spec.features):
         ids = request.values[name]

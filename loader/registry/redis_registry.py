@@ -283,6 +283,7 @@ class RedisRegistry:
     """A `Registry` in Redis. Belongs to the event loop that it is first used on.
 
     Revisions and expiry go by the clock of Redis, so those of the machines need not agree.
+    Its `url` has the password; `name` is what to tell people.
     """
 
     def __init__(

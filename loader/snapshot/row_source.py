@@ -132,7 +132,10 @@ class SafetensorsRows(TensorRows):
             tensor: torch.Tensor = file.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise ExportError(f"rows: {path}, tensor {name!r}: {error}") from error
-        super().__init__(tensor, Path(path), name)
+        try:
+            super().__init__(tensor, Path(path), name)
+        except ExportError as error:
+            raise ExportError(f"{path}, tensor {name!r}: {error}") from error
 
 
 class RowsFromBlocks(RowSource):

@@ -56,6 +56,9 @@ class Status:
     recent: LatencyHistogram
 
 
+# Made once: that takes as long as a request, on the loop that times them.
+_STATUS = TypeAdapter(Status)
+
 Say = Callable[[Status], None]
 
 
@@ -216,7 +219,11 @@ def _prepare(load: OfferedLoad, process: int) -> Ready:
 def _offer(load: OfferedLoad, run: RunConfig, at: float, process: int) -> Done:
     _, pool = open_payloads(load, process)
     headers = headers_of(load.varied, load.seed, process)
-    return event_loop().run(offer(load, run, pool, headers, tell, at=at, process=process))
+
+    def say(status: Status) -> None:
+        tell(_STATUS.dump_python(status, mode="json"))
+
+    return event_loop().run(offer(load, run, pool, headers, say, at=at, process=process))
 
 
 def _busy(load: OfferedLoad, in_flight: int, warmup_s: float, seconds: float, process_ids: tuple[int, ...]) -> Weighed:
@@ -254,12 +261,11 @@ class Generators(Workers):
         on_status: Callable[[int, Status], None] = lambda process, status: None,
     ) -> LoadResult:
         """Do a run; `on_status` is given each `Status` of a process."""
-        status = TypeAdapter(Status)
         ready = self.prepare(load)
         at, began = time.monotonic() + LEAD_S, time.time() + LEAD_S
         limit_s = LEAD_S + run.until_s + load.timeout_ms / 1000 + ANSWER_SLACK_S
         parts = [(load, run, at, number) for number in range(load.processes)]
-        done = self.call(_offer, parts, limit_s, lambda number, told: on_status(number, status.validate_python(told)))
+        done = self.call(_offer, parts, limit_s, lambda number, told: on_status(number, _STATUS.validate_python(told)))
         return make_result(load, run, ready, began, done)
 
     def busy(

@@ -202,8 +202,8 @@ def event_loop() -> asyncio.Runner:
 
 
 def tell(status: object) -> None:
-    """Tell the process that made this call how it gets on: something that pydantic can write."""
-    _caller().tell("status", TypeAdapter(type(status)).dump_python(status, mode="json"))
+    """Tell the process that made this call how it gets on: something that JSON can say."""
+    _caller().tell("status", status)
 
 
 def work() -> None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from serving.server import Listening, ServerConfig
     from serving.versions.loading import ModelSource
     from serving.versions.serving_node import LocalRows
+    from shard_node.agent.agent import AgentConfig
     from shard_node.agent.node_agent import NodeConfig
     from shard_node.cuda.card_set import CardSet
     from shard_node.node import ShardNode
@@ -366,12 +367,14 @@ def shard_node(ctx: click.Context, /, **options: Any) -> None:
         settings.warn_if_node_is_open(addresses, tls)
         _serve_rows(_load(folder, options), addresses, options["threads"], tls)
         return
-    _node_config(options)  # Refuses what can't be before a card is opened.
+    # What can't be is refused before a card is opened.
+    _node_config(options)
+    record, agent = _fleet_configs(options)
     settings.warn_if_node_is_open(addresses, tls)
     sys.setswitchinterval(BACKGROUND_SWITCH_INTERVAL_S)
     card_set = settings.open_card_set(options)
     node = ShardNode(settings.node_identity(options, *options["shard"]))
-    _run_node(node, lambda: _serve_rows_in_fleet(options, node, card_set, addresses, tls))
+    _run_node(node, lambda: _serve_rows_in_fleet(options, record, agent, node, card_set, addresses, tls))
 
 
 def _load(folder: Path, options: Options) -> ShardNode:
@@ -462,16 +465,30 @@ def _node_config(options: Options, bound: Address | None = None) -> NodeConfig:
     return settings.node_config(options, node_id or "shard", address=address, stage_bytes_per_s=bytes_per_s)
 
 
+def _fleet_configs(options: Options) -> tuple[FleetRecord, AgentConfig]:
+    """Return how the fleet divides rows, and the models that the node follows. Raises UsageError."""
+    from loader.registry.fleet import FleetRecord
+    from shard_node.agent.agent import AgentConfig
+
+    record = config_of(FleetRecord, options, num_shards=options["shard"][1])
+    return record, config_of(AgentConfig, {}, models=options["models"] or None)
+
+
 async def _serve_rows_in_fleet(
-    options: Options, node: ShardNode, card_set: CardSet | None, addresses: Sequence[Address], tls: TlsConfig | None
+    options: Options,
+    record: FleetRecord,
+    agent_config: AgentConfig,
+    node: ShardNode,
+    card_set: CardSet | None,
+    addresses: Sequence[Address],
+    tls: TlsConfig | None,
 ) -> None:
     """Serve what the fleet wants until it is cancelled; then leave the fleet and end what is in flight.
 
     Raises FleetMismatchError if it divides rows otherwise than its fleet, and CardError if the cards fail.
     """
     from loader.memory import settle_heap
-    from loader.registry.fleet import FleetRecord
-    from shard_node.agent.agent import Agent, AgentConfig
+    from shard_node.agent.agent import Agent
     from shard_node.agent.node_agent import NodeActions, watch_cards
 
     index, num_shards = options["shard"]
@@ -480,11 +497,11 @@ async def _serve_rows_in_fleet(
         settings.opened_registry(options["registry"]) as fleet,
         _listening(node, addresses, options["threads"], tls, may_wait=may_wait) as server,
     ):
-        await _join(fleet, config_of(FleetRecord, options, num_shards=num_shards))
+        await _join(fleet, record)
         config = _node_config(options, server.addresses[0])
         partition = partial(settings.partition_of, options, index, num_shards)
         actions = NodeActions(node, fleet, partition, config, card_set=card_set)
-        agent = Agent(fleet, actions, config_of(AgentConfig, {}, models=options["models"] or None))
+        agent = Agent(fleet, actions, agent_config)
         settle_heap()
         running = asyncio.create_task(agent.run())
         watching = asyncio.create_task(watch_cards(node, None if card_set is None else card_set.cards))

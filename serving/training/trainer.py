@@ -311,7 +311,7 @@ def train_version(
     on_stage: Callable[[str], None] = lambda stage: None,
     progress: Progress = no_progress,
 ) -> TrainedVersion:
-    """Train a model and writes it as the next version into a store.
+    """Train a model and write it as the next version into a store.
 
     The seed is that of the split and the training; `bucketing` is how rows lie in their files; `on_stage` is told the
     end of the stages `train` and `export`.

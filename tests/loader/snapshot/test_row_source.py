@@ -92,3 +92,5 @@ def test_whole_numbers_vectors_and_missing_tensors_are_no_rows(tmp_path):
     ):
         with pytest.raises(ExportError):
             make()
+    with pytest.raises(ExportError, match=r"m\.safetensors, tensor 'ids': rows: expected a dense"):
+        SafetensorsRows(tmp_path / "m.safetensors", "ids")

@@ -142,7 +142,9 @@ def test_a_registered_shard_node_opens_the_cards_that_its_flags_name(
 ) -> None:
     opened: list[CardSet] = []
 
-    async def program(options: object, node: ShardNode, card_set: CardSet, *_: object) -> None:
+    async def program(
+        options: object, record: object, agent: object, node: ShardNode, card_set: CardSet, *_: object
+    ) -> None:
         opened.append(card_set)
 
     monkeypatch.setattr("serving.cli.serve._serve_rows_in_fleet", program)

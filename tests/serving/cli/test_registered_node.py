@@ -20,7 +20,7 @@ from loader.snapshot.reader import Snapshot
 from router.plan import Plan
 from router.replicas import ReplicatedShard
 from serving.cli import main
-from serving.cli.serve import _serve_rows_in_fleet, advertised, default_node_id, shard_node
+from serving.cli.serve import _fleet_configs, _serve_rows_in_fleet, advertised, default_node_id, shard_node
 from shard_node.cuda.card_set import CardSet
 from shard_node.errors import CardError
 from shard_node.node import NodeIdentity, ShardNode
@@ -151,7 +151,8 @@ def test_a_node_whose_cards_have_failed_leaves_the_fleet_and_ends_with_their_err
             flags = ["--registry", registry, "--store", str(tmp_path / "store"), "--shard", "0/1", "--cards", "2"]
             flags += ["--replicate-bytes", "0", "--listen", str(address), "--node-id", "a", "--stage-cpu-share", "1"]
             options = shard_node.make_context("shard-node", flags).params
-            program = asyncio.create_task(_serve_rows_in_fleet(options, node, CardSet(cards), [address], None))
+            serving = _serve_rows_in_fleet(options, *_fleet_configs(options), node, CardSet(cards), [address], None)
+            program = asyncio.create_task(serving)
             await until(fleet, is_ready("a", 1))
             cards.fault = "device 0: cudaErrorIllegalAddress"
             with pytest.raises(CardError, match="cudaErrorIllegalAddress"):
@@ -186,12 +187,15 @@ def test_a_node_that_divides_rows_otherwise_ends_with_the_numbers(tmp_path):
         (["--store", "s", "--model", "a", "--model", "b"], "Several --model need --registry"),
         (["--registry", "r", "--store", "s", "--node-id", "a/b"], "node_id: String should match"),
         (["--registry", "r", "--store", "s", "--advertise", "nowhere"], "address 'nowhere' is none of"),
+        (["--registry", "r", "--store", "s", "--model", "a b"], "models"),
+        (["--registry", "r", "--store", "s", "--shard", "0/2000"], "num_shards"),
     ],
 )
 def test_flags_that_do_not_go_together_are_named(arguments, message):
     result = CliRunner().invoke(main, ["shard-node", "--shard", "0/1", "--listen", "unix:/tmp/x", *arguments])
     assert result.exit_code != 0
     assert message in result.output
+    assert "listens on" not in result.output
 
 
 def test_what_listens_everywhere_is_advertised_by_the_name_of_the_host(monkeypatch):
