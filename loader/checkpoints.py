@@ -11,9 +11,10 @@ import math
 import os
 import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path, PurePath, PurePosixPath
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -282,40 +283,53 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     raise CheckpointError(f"{at}: file name must end in one of {allowed}")
 
 
+class _Mapped(NamedTuple):
+    """A tensor of a mapped file: the file, the shape that it states, and what gives the tensor."""
+
+    file: Path
+    shape: tuple[int, ...]
+    take: Callable[[], torch.Tensor]
+
+
 class _MappedCheckpoint(Checkpoint):
-    """Tensors of mapped files; `entries` has, for each, the file that it is in and the tensor."""
+    """Tensors of mapped files; `entries` are `_Mapped`. One that torch has no type for harms no other."""
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.tensor(name).shape)
+        entry: _Mapped = self._entry(name)
+        return entry.shape
 
     def tensor(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._entry(name)[1]
-        return tensor
+        entry: _Mapped = self._entry(name)
+        try:
+            return entry.take()
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{entry.file}: tensor {name!r}: {error}") from error
 
     def rows(self, name: str) -> RowSource:
-        file, tensor = self._entry(name)
+        tensor, file = self.tensor(name), self._entry(name).file
         try:
             return TensorRows(tensor, file, name)
         except ExportError as error:
             raise CheckpointError(f"{file}: tensor {name!r}: {error}") from error
 
 
-def _safetensors(files: list[Path]) -> dict[str, tuple[Path, torch.Tensor]]:
-    """Map the tensors of one or several safetensors files."""
-    found: dict[str, tuple[Path, torch.Tensor]] = {}
+def _safetensors(files: list[Path]) -> dict[str, _Mapped]:
+    """Map one or several safetensors files."""
+    found: dict[str, _Mapped] = {}
     for file in files:
         try:
             handle: Any = safe_open(str(file), framework="pt")
             for name in sorted(handle.keys()):
                 if name in found:
-                    raise CheckpointError(f"tensor {name!r} is in both {found[name][0]} and {file}")
-                found[name] = file, handle.get_tensor(name)
+                    raise CheckpointError(f"tensor {name!r} is in both {found[name].file} and {file}")
+                shape = tuple(handle.get_slice(name).get_shape())
+                found[name] = _Mapped(file, shape, partial(handle.get_tensor, name))
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file}: can't be read as safetensors: {error}") from error
     return found
 
 
-def _state_dict(path: Path) -> dict[str, tuple[Path, torch.Tensor]]:
+def _state_dict(path: Path) -> dict[str, _Mapped]:
     """Map a state dict written by `torch.save`. Nested dicts are flattened, their keys joined by dots."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -328,7 +342,8 @@ def _state_dict(path: Path) -> dict[str, tuple[Path, torch.Tensor]]:
         raise CheckpointError(f"{path}: can't be read as a state_dict in torch's zip format: {error}") from error
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{path}: holds a {type(content).__name__}, expected a state_dict")
-    return {name: (path, tensor) for name, tensor in _flattened(content, "")}
+    tensors = _flattened(content, "")
+    return {name: _Mapped(path, tuple(tensor.shape), tensor.detach) for name, tensor in tensors}
 
 
 def _flattened(content: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, torch.Tensor]]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
+import struct
 import warnings
 
 import numpy as np
@@ -284,6 +286,23 @@ def test_distributed_files_that_are_damaged_or_missing_are_refused(tmp_path):
     (path / ".metadata").write_bytes(b"\x80\x04nonsense")
     with pytest.raises(CheckpointError, match="not the metadata"):
         open_checkpoint(path)
+
+
+def test_a_tensor_that_torch_has_no_type_for_is_refused_by_name_and_harms_no_other(tmp_path):
+    header = {
+        "odd": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]},
+        "w": {"dtype": "F32", "shape": [1, 2], "data_offsets": [3, 11]},
+    }
+    text = json.dumps(header).encode()
+    numbers = np.array([1.5, -2.0], "<f4").tobytes()
+    (tmp_path / "m.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(3) + numbers)
+    checkpoint = open_checkpoint(tmp_path / "m.safetensors")
+    assert checkpoint.names() == ["odd", "w"]
+    assert checkpoint.shape("odd") == (4,)
+    np.testing.assert_array_equal(next(checkpoint.rows("w").blocks(0, 1)), [[1.5, -2.0]])
+    for read in (checkpoint.tensor, checkpoint.rows):
+        with pytest.raises(CheckpointError, match=r"m\.safetensors: tensor 'odd': .*F6_E2M3"):
+            read("odd")
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path):
