@@ -9,14 +9,12 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
-
-import numpy as np
 
 from loader.errors import ShardrankError
 from router.errors import PlanMismatchError, ShardUnavailableError
 from router.plan import Plan
-from shard_node.bags import Float32Array, Int64Array, KeyedBags, TableLayout
+from shard_node.answer import FLOAT32_SUMS, Answer, Forms
+from shard_node.bags import KeyedBags
 from shard_node.errors import (
     CardError,
     DeadlineExceededError,
@@ -32,10 +30,6 @@ from shard_node.wire.client import ShardClient
 
 logger = logging.getLogger(__name__)
 
-# Far below the wire's own limits (64 MiB a frame, 4 Mi values a request), so that a node can work on one piece while
-# the next one travels, and no single request takes much of its memory.
-PIECE_BYTES = 16 << 20
-VALUE_BYTES = 16
 REST_S = 1.0
 # Longer than any healthy lookup of a batch, shorter than a user's patience.
 HEDGE_AFTER_S = 0.1
@@ -54,51 +48,6 @@ _ASK_ANOTHER = (
     DeadlineExceededError,
 )
 _RESTS = (GenerationNotFoundError, PlanMismatchError, DeadlineExceededError, CardError)
-
-Blocks: TypeAlias = list[Float32Array]
-
-
-class Cutter:
-    """Cuts bags of one model into pieces that fit the wire: contiguous runs of bags.
-
-    `piece_bytes` is about what ids out and sums back of one piece take; a single bag may exceed it.
-    """
-
-    def __init__(self, layout: TableLayout, piece_bytes: int = PIECE_BYTES) -> None:
-        self._row_bytes = layout.row_bytes
-        self._most_row_bytes = int(layout.row_bytes.max())
-        self._piece_bytes = piece_bytes
-
-    def cut(self, bags: KeyedBags) -> list[KeyedBags]:
-        """Return the pieces, in order; the bags themselves if they fit in one."""
-        if bags.num_bags * self._most_row_bytes + bags.num_values * VALUE_BYTES <= self._piece_bytes:
-            return [bags]
-        bag_cost = np.repeat(self._row_bytes[bags.keys], bags.bags_per_key) + bags.lengths * VALUE_BYTES
-        end_cost = np.cumsum(bag_cost)
-        edges: list[int] = [0]
-        while edges[-1] < bags.num_bags:
-            spent = int(end_cost[edges[-1] - 1]) if edges[-1] else 0
-            edges.append(max(edges[-1] + 1, int(np.searchsorted(end_cost, spent + self._piece_bytes, side="right"))))
-        return [_slice(bags, first, end) for first, end in itertools.pairwise(edges)]
-
-
-def join(pieces: list[Blocks]) -> Blocks:
-    """Join the blocks of all pieces: for each group, one after the other."""
-    return pieces[0] if len(pieces) == 1 else [np.concatenate(blocks) for blocks in zip(*pieces, strict=True)]
-
-
-def _slice(bags: KeyedBags, first: int, end: int) -> KeyedBags:
-    starts: Int64Array = np.clip(bags.bag_starts(), first, end)
-    counts = np.diff(starts)
-    has_bags = counts > 0
-    value_first, value_end = int(bags.offsets[first]), int(bags.offsets[end])
-    return KeyedBags(
-        bags.keys[has_bags],
-        counts[has_bags],
-        bags.offsets[first : end + 1] - value_first,
-        bags.values[value_first:value_end],
-        None if bags.weights is None else bags.weights[value_first:value_end],
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,10 +135,12 @@ class ReplicatedShard:
         self._on_retry = on_retry
         self._clock = clock
         self._hedge_after_s = hedge_after_s
-        self._cutter = Cutter(plan.layout)
+        self._layout = plan.layout
 
-    async def pool(self, model: str, version: int, bags: KeyedBags, deadline: float) -> Blocks:
-        """As `Shard.pool`. What is too large for a frame travels in pieces.
+    async def pool(
+        self, model: str, version: int, bags: KeyedBags, deadline: float, forms: Forms = FLOAT32_SUMS
+    ) -> Answer:
+        """As `Shard.pool`.
 
         Raises:
             ShardUnavailableError: if every replica failed; the message says what each one said.
@@ -198,8 +149,11 @@ class ReplicatedShard:
         if self._source is not None:
             self._follow()
             self._introduce_newcomers(model, version)
-        pieces = [await self._pool(model, version, piece, deadline) for piece in self._cutter.cut(bags)]
-        return join(pieces)
+
+        def attempt(member: _Member) -> Coroutine[None, None, Answer]:
+            return self._ask(member, model, version, bags, deadline, forms)
+
+        return await self._first_answer(attempt, deadline)
 
     async def connect(self, model: str, version: int, deadline: float) -> None:
         """Connect to every replica there is and ask it what it holds, so that no request has to.
@@ -320,19 +274,20 @@ class ReplicatedShard:
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
 
-    async def _pool(self, model: str, version: int, bags: KeyedBags, deadline: float) -> Blocks:
+    async def _first_answer(
+        self, attempt: Callable[[_Member], Coroutine[None, None, Answer]], deadline: float
+    ) -> Answer:
         waiting = self._order()
-        asked: dict[asyncio.Task[Blocks], _Member] = {}
+        asked: dict[asyncio.Task[Answer], _Member] = {}
         failures: list[str] = []
         try:
             while True:
                 if waiting:
                     member = waiting.pop(0)
-                    attempt = self._ask(member, model, version, bags, deadline)
                     if not waiting and not asked:
                         # The only one left needs no watching: its own deadline ends it.
-                        return await self._last(attempt, failures)
-                    asked[asyncio.create_task(attempt)] = member
+                        return await self._last(attempt(member), failures)
+                    asked[asyncio.create_task(attempt(member))] = member
                 if not asked:
                     raise self._unavailable(failures)
                 left_s = max(0.0, deadline - self._clock())
@@ -359,7 +314,7 @@ class ReplicatedShard:
                     # Looked at, so that asyncio does not report it as forgotten.
                     task.exception()
 
-    async def _last(self, attempt: Coroutine[None, None, Blocks], failures: list[str]) -> Blocks:
+    async def _last(self, attempt: Coroutine[None, None, Answer], failures: list[str]) -> Answer:
         try:
             return await attempt
         except DeadlineExceededError:
@@ -380,18 +335,21 @@ class ReplicatedShard:
         said = "; ".join(failures) or "no node has told that this version is ready there"
         return ShardUnavailableError(f"shard {index} of {count}: no replica answered ({said})")
 
-    async def _ask(self, member: _Member, model: str, version: int, bags: KeyedBags, deadline: float) -> Blocks:
+    async def _ask(
+        self, member: _Member, model: str, version: int, bags: KeyedBags, deadline: float, forms: Forms
+    ) -> Answer:
         with self._use(member) as replica:
             await self._check(member, model, version, deadline)
             try:
-                blocks = await replica.pool(model, version, bags, deadline)
+                answer = await replica.pool(model, version, bags, deadline, forms)
             except GenerationNotFoundError:
                 # What comes back under this number may be another snapshot.
                 member.checked = -1
                 raise
             if not member.is_checked:
                 raise NodeUnavailableError("it reconnected while it was asked, so whoever answered was not checked")
-            return blocks
+            answer.check(self._layout, bags)
+            return answer
 
     async def _told(self, member: _Member) -> NodeInfo:
         with self._use(member) as replica:

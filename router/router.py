@@ -16,13 +16,18 @@ from router.errors import PlanError, ShardUnavailableError
 from router.feature_schema import FeatureSchema
 from router.id_mapping import IdMapper, MappedBags, RejectedIds
 from router.plan import BucketOwners, Plan
-from shard_node.bags import CheckedBags, Float32Array, Int32Array, Int64Array, KeyedBags
+from shard_node.answer import Answer, Forms, add_answers
+from shard_node.bags import CheckedBags, Float32Array, Int32Array, Int64Array, KeyedBags, TableLayout
 from shard_node.errors import NodeUnavailableError
-from shard_node.node import Shard
-from shard_node.split import Part, add, split
+from shard_node.node import LocalShard, Shard
+from shard_node.split import Part, split, whole
 
 # For how long a shard that was down is not asked for rows that others have too.
 REST_S = 1.0
+# Far below the wire's own limits (64 MiB a frame, 4 Mi values a request), so that a node can work on one piece while
+# the next one travels, and no single request takes much of its memory.
+PIECE_BYTES = 16 << 20
+VALUE_BYTES = 16
 
 
 @dataclass(slots=True, eq=False)
@@ -33,13 +38,17 @@ class LookupTimes:
         map_s: ids to rows, features to tables.
         split_s: whose rows they are, and the bags that each shard is asked for.
         shard_wait_s: until all shards have answered; of rows in this process the pooling itself.
-        add_s: the shards' sums added, means divided.
+        add_s: the shards' answers added, means divided.
+        stored_bytes, float16_bytes, float32_bytes: that shards behind sockets answered with, by form.
     """
 
     map_s: float = 0.0
     split_s: float = 0.0
     shard_wait_s: float = 0.0
     add_s: float = 0.0
+    stored_bytes: int = 0
+    float16_bytes: int = 0
+    float32_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,8 +108,53 @@ class _ShardDownError(Exception):
         self.error = error
 
 
+class Cutter:
+    """Cuts parts of one model's bags into pieces that fit the wire: contiguous runs of bags, parts themselves.
+
+    `piece_bytes` is about what ids out and answers back of one piece take; a single bag may exceed it.
+    """
+
+    def __init__(self, layout: TableLayout, piece_bytes: int = PIECE_BYTES) -> None:
+        self._row_bytes = layout.row_bytes
+        self._most_row_bytes = int(layout.row_bytes.max())
+        self._piece_bytes = piece_bytes
+
+    def cut(self, part: Part) -> list[Part]:
+        """Return the pieces, in order; the part itself if it fits in one."""
+        bags = part.bags
+        if bags.num_bags * self._most_row_bytes + bags.num_values * VALUE_BYTES <= self._piece_bytes:
+            return [part]
+        bag_cost = np.repeat(self._row_bytes[bags.keys], bags.bags_per_key) + bags.lengths * VALUE_BYTES
+        end_cost = np.cumsum(bag_cost)
+        edges: list[int] = [0]
+        while edges[-1] < bags.num_bags:
+            spent = int(end_cost[edges[-1] - 1]) if edges[-1] else 0
+            edges.append(max(edges[-1] + 1, int(np.searchsorted(end_cost, spent + self._piece_bytes, side="right"))))
+        return [_piece(part, first, end) for first, end in itertools.pairwise(edges)]
+
+
+def _piece(part: Part, first: int, end: int) -> Part:
+    bags = part.bags
+    starts: Int64Array = np.clip(bags.bag_starts(), first, end)
+    counts = np.diff(starts)
+    has_bags = counts > 0
+    values = slice(int(bags.offsets[first]), int(bags.offsets[end]))
+    piece = KeyedBags(
+        bags.keys[has_bags],
+        counts[has_bags],
+        bags.offsets[first : end + 1] - values.start,
+        bags.values[values],
+        None if bags.weights is None else bags.weights[values],
+    )
+    return Part(part.owner, piece, part.bag_index[first:end], part.positions[values], part.shares_no_bag)
+
+
 class Router:
-    """Looks up batches of one model version over its shards, one for each shard of the plan, in order."""
+    """Looks up batches of one model version over its shards, one for each shard of the plan, in order.
+
+    Attributes:
+        forms: of answers that are taken from shards beside float32 sums.
+    """
 
     def __init__(
         self,
@@ -115,7 +169,11 @@ class Router:
         self.schema = schema
         self.plan = plan
         self._mapper = mapper
+        self.forms = Forms(stored=True)
         self._shards = tuple(shards)
+        # Rows that are all in this process need no split.
+        self._all_rows = shards[0] if len(shards) == 1 and isinstance(shards[0], LocalShard) else None
+        self._cutter = Cutter(plan.layout)
         self._owners = BucketOwners(plan)
         self._has_none = bool(schema.is_none.any())
         self._has_mean = bool(schema.is_mean.any())
@@ -130,6 +188,11 @@ class Router:
         self._turn = itertools.count()
         self._clock = clock
         self._rests_until = [float("-inf")] * len(self._shards)
+
+    @property
+    def waits(self) -> bool:
+        """Whether a lookup may have to wait for a shard that is not in this process."""
+        return self._all_rows is None
 
     def map(self, bags: KeyedBags) -> MappedBags:
         """Map ids, keyed by flat feature index, for whoever pools the rows himself."""
@@ -152,8 +215,8 @@ class Router:
         by_table = self._by_table(by_row)
         mapped_at = self._clock()
         times.map_s = mapped_at - began
-        if len(self._shards) == 1:
-            blocks = await self._shards[0].pool(model, version, by_table, deadline)
+        if self._all_rows is not None:
+            blocks = self._all_rows.node.pool(model, version, by_table)
             began = self._clock()
             times.shard_wait_s = began - mapped_at
         else:
@@ -190,7 +253,7 @@ class Router:
         began = self._clock()
         down: dict[int, ShardrankError] = {}
         while True:
-            parts = split(bags, self._owners.of(bags, self._up, next(self._turn)), range(len(self._shards)))
+            parts = self._parts(bags)
             asked = self._clock()
             times.split_s += asked - began
             # A shard that is down is split to again only if nobody else has the rows that it was asked for.
@@ -198,7 +261,7 @@ class Router:
                 if part.owner in down:
                     raise down[part.owner]
             try:
-                pooled = await self._ask(model, version, parts, deadline)
+                answers = await self._ask(model, version, parts, deadline)
             except _ShardDownError as failure:
                 began = self._clock()
                 times.shard_wait_s += began - asked
@@ -207,14 +270,28 @@ class Router:
                 continue
             answered = self._clock()
             times.shard_wait_s += answered - asked
-            blocks = self._add(bags, parts, pooled)
+            for answer in answers:
+                stored, float16, float32 = answer.bytes_by_form()
+                times.stored_bytes += stored
+                times.float16_bytes += float16
+                times.float32_bytes += float32
+            blocks = add_answers(self.plan.layout, bags, parts, answers)
             times.add_s += self._clock() - answered
             return blocks
 
-    async def _ask(self, model: str, version: int, parts: list[Part], deadline: float) -> list[list[Float32Array]]:
-        async def ask(part: Part) -> list[Float32Array]:
+    def _parts(self, bags: CheckedBags) -> list[Part]:
+        """Divide bags over the shards, into pieces that fit the wire; the longest first."""
+        if len(self._shards) == 1:
+            return self._cutter.cut(whole(bags))
+        owners = self._owners.of(bags, self._up, next(self._turn))
+        parts = split(bags, owners, range(len(self._shards)))
+        parts.sort(key=lambda part: -part.positions.size)
+        return [piece for part in parts for piece in self._cutter.cut(part)]
+
+    async def _ask(self, model: str, version: int, parts: list[Part], deadline: float) -> list[Answer]:
+        async def ask(part: Part) -> Answer:
             try:
-                return await self._shards[part.owner].pool(model, version, part.bags, deadline)
+                return await self._shards[part.owner].pool(model, version, part.bags, deadline, self.forms)
             except (ShardUnavailableError, NodeUnavailableError) as error:
                 raise _ShardDownError(part.owner, error) from error
 
@@ -235,22 +312,6 @@ class Router:
         now = self._clock()
         up = [shard for shard, until in enumerate(self._rests_until) if until <= now] or range(len(self._shards))
         return np.array(up, np.int16)
-
-    def _add(self, bags: KeyedBags, parts: list[Part], pooled: list[list[Float32Array]]) -> list[Float32Array]:
-        layout = self.plan.layout
-        edges = [group.first_table for group in layout.groups] + [len(layout.tables)]
-        bag_edges = bags.bag_starts()[np.searchsorted(bags.keys, edges)].tolist()
-        share_no_bag = all(part.shares_no_bag for part in parts)
-        blocks = []
-        for number, group in enumerate(layout.groups):
-            first, end = bag_edges[number], bag_edges[number + 1]
-            here = []
-            for part, part_blocks in zip(parts, pooled, strict=True):
-                begin, stop = np.searchsorted(part.bag_index, (first, end)).tolist()
-                if begin < stop:
-                    here.append((part.bag_index[begin:stop], part_blocks[number]))
-            blocks.append(add(here, end - first, group.embedding_dim, first, share_no_bag=share_no_bag))
-        return blocks
 
     def _by_table(self, bags: KeyedBags) -> CheckedBags:
         """Join neighbouring features of one table, whose values the id mapping checked, into one segment."""

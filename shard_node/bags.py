@@ -125,6 +125,17 @@ class KeyedBags:
         object.__setattr__(bags, "_value_starts", self._value_starts)
         return bags
 
+    def of_keys(self, chosen: npt.NDArray[np.bool_]) -> KeyedBags:
+        """Return the bags of some keys: bool [S]."""
+        values = chosen.repeat(self.values_per_key())
+        return KeyedBags.from_lengths(
+            self.keys[chosen],
+            self.bags_per_key[chosen],
+            self.lengths[chosen.repeat(self.bags_per_key)],
+            self.values[values],
+            None if self.weights is None else self.weights[values],
+        )
+
     def validate(self) -> None:
         """Check that the arrays describe bags; for input that comes from outside the process.
 
@@ -193,7 +204,7 @@ def first_outside(
     return int(np.flatnonzero(filled)[which]), start + int((unsigned[start:end] >= limits[which]).argmax())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Group:
     """The tables [first_table, end_table) of one embedding_dim and dtype. A pooled answer has one block per group."""
 
@@ -201,6 +212,11 @@ class Group:
     dtype: RowDtype
     first_table: int
     end_table: int
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """Bytes of one stored row."""
+        return codec_for(self.dtype, self.embedding_dim).row_bytes
 
 
 @dataclass(frozen=True)
@@ -236,8 +252,10 @@ class TableLayout:
 
     @cached_property
     def row_bytes(self) -> Int64Array:
-        """int64 [tables], bytes of one pooled row of each."""
-        return np.array([4 * table.embedding_dim for table in self.tables], np.int64)
+        """int64 [tables], bytes that one bag of each takes in an answer at most: as a float32 sum or a stored row."""
+        # Rows travel as stored up to twice as many bytes as float16 sums take, or one for each bag.
+        most = [max(4 * group.embedding_dim, group.row_bytes) for group in self.groups]
+        return np.repeat(np.array(most, np.int64), [group.end_table - group.first_table for group in self.groups])
 
     @cached_property
     def _common_row_bytes(self) -> int | None:
@@ -249,7 +267,7 @@ class TableLayout:
         return [self]
 
     def answer_bytes(self, keys: Int32Array, bags_per_key: npt.NDArray[np.integer[Any]], num_bags: int) -> int:
-        """Bytes of the blocks that answer a request, from its two short arrays alone: before any memory is taken.
+        """Bytes of what answers a request at most, from its two short arrays alone: before any memory is taken.
 
         Args:
             keys: int32 [S], tables.

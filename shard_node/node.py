@@ -10,6 +10,7 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
 
 from loader.snapshot.manifest import NUM_BUCKETS
+from shard_node.answer import FLOAT32_SUMS, Answer, Forms, rounded
 from shard_node.bags import Float32Array, KeyedBags, TableLayout
 from shard_node.engine.base import Engine
 from shard_node.engine.memory import Claim
@@ -253,6 +254,16 @@ class ShardNode:
         finally:
             self.generations.release(generation)
 
+    def answer(self, model: str, version: int, bags: KeyedBags, forms: Forms) -> Answer:
+        """Pools as `pool`, in the forms that whoever asks takes."""
+        generation = self.generations.take(model, version)
+        try:
+            engine = generation.payload.engine
+            answer = engine.answer(bags) if forms.stored else Answer(engine.pool(bags))
+        finally:
+            self.generations.release(generation)
+        return Answer([rounded(sums) for sums in answer.sums], answer.stored) if forms.float16 else answer
+
     def table_layout(self, model: str, version: int) -> TableLayout:
         """Return the layout that numbers the tables of a version. Raises GenerationNotFoundError."""
         return self.generations.payload(model, version).engine.layout
@@ -310,7 +321,9 @@ def _served_version(generation: Generation[LoadedTables]) -> ServedVersion:
 class Shard(Protocol):
     """Pools the bags whose rows a shard owns."""
 
-    async def pool(self, model: str, version: int, bags: KeyedBags, deadline: float) -> list[Float32Array]:
+    async def pool(
+        self, model: str, version: int, bags: KeyedBags, deadline: float, forms: Forms = FLOAT32_SUMS
+    ) -> Answer:
         """Pools on one version of a model.
 
         Args:
@@ -318,9 +331,10 @@ class Shard(Protocol):
             version: the version whose rows are wanted; no other may answer.
             bags: keys are tables in layout order, values are rows.
             deadline: absolute time on the monotonic clock, in seconds.
+            forms: what the answer may have beside float32 sums; it need not have it.
 
         Returns:
-            One float32 block per group of the table layout, as `Engine.pool`.
+            Answer: one that fits the bags.
 
         Raises:
             ShardNodeError: its subclasses say what and with which status.
@@ -346,10 +360,12 @@ class LocalShard:
     def __init__(self, node: ShardNode) -> None:
         self.node = node
 
-    async def pool(self, model: str, version: int, bags: KeyedBags, deadline: float) -> list[Float32Array]:
-        """Pools in the calling thread. The deadline is not looked at: the call can't wait for anything."""
-        del deadline
-        return self.node.pool(model, version, bags)
+    async def pool(
+        self, model: str, version: int, bags: KeyedBags, deadline: float, forms: Forms = FLOAT32_SUMS
+    ) -> Answer:
+        """Pools in the calling thread, into float32 sums. The deadline is not looked at: the call waits for nothing."""
+        del deadline, forms
+        return Answer(self.node.pool(model, version, bags))
 
     async def info(self) -> NodeInfo:
         """Return what the node serves."""

@@ -12,11 +12,14 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from shard_node.bags import Float32Array, Int64Array, KeyedBags
+from shard_node.engine.kernels import pool_rows
 
 # Up to so many owners a pass for each is faster than a sort (measured: 266,240 values cost 0.4 ms a pass, 2 ms sorted).
 MAX_MASKED_OWNERS = 6
+Sums: TypeAlias = npt.NDArray[np.floating[Any]]
 # For each owner: its number, the positions of its values, the bags that they are in, and how many each has (or one).
 Owners: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
 Division: TypeAlias = Iterator[tuple[int, Int64Array, Int64Array, Int64Array | None]]
@@ -30,13 +33,20 @@ class Part:
         owner: its number.
         bags: the bags that have a value there, keys without such a bag left out.
         bag_index: int64 [bags.num_bags], strictly ascending: which bag of the whole each of them is.
+        positions: int64 [bags.num_values]: which value of the whole each of them is.
         shares_no_bag: whether it is known that no other part has a bag of this one.
     """
 
     owner: int
     bags: KeyedBags
     bag_index: Int64Array
+    positions: Int64Array
     shares_no_bag: bool
+
+
+def whole(bags: KeyedBags) -> Part:
+    """Make the one part of bags that have a single owner, number 0."""
+    return Part(0, bags, np.arange(bags.num_bags), np.arange(bags.num_values), shares_no_bag=True)
 
 
 def split(bags: KeyedBags, owner: Owners, owners: range) -> list[Part]:
@@ -51,7 +61,7 @@ def split(bags: KeyedBags, owner: Owners, owners: range) -> list[Part]:
     divide = _divide_by_masks if len(owners) <= MAX_MASKED_OWNERS else _divide_by_sorting
     one_each = filled.size == bags.num_values
     return [
-        Part(number, _part(bags, bag_starts, positions, bag_index, lengths), bag_index, one_each)
+        Part(number, _part(bags, bag_starts, positions, bag_index, lengths), bag_index, positions, one_each)
         for number, positions, bag_index, lengths in divide(bags, filled, owner, owners)
     ]
 
@@ -108,6 +118,15 @@ def _part(
     bag_index: Int64Array,
     lengths: Int64Array | None,
 ) -> KeyedBags:
+    """Take some values of some bags; keys that have none of these are left out.
+
+    Args:
+        bags: the whole.
+        bag_starts: its own.
+        positions: int64 [n], the values to take, bag by bag.
+        bag_index: int64 [b], ascending, the bags that they are in.
+        lengths: int64 [b], how many are in each; None for one in each.
+    """
     if lengths is None:
         offsets = np.arange(bag_index.size + 1, dtype=np.int64)
     else:
@@ -123,7 +142,7 @@ def _part(
 
 
 def add(
-    parts: Sequence[tuple[Int64Array, Float32Array]],
+    parts: Sequence[tuple[Int64Array, Sums]],
     num_bags: int,
     embedding_dim: int,
     first_bag: int = 0,
@@ -133,51 +152,55 @@ def add(
     """Add pooled parts into one block, float32 [num_bags, embedding_dim]; a bag that is in no part is zero.
 
     Args:
-        parts: for each part the bags of the whole that it has (int64 [b], strictly ascending) and their sums
-            (float32 [b, embedding_dim]). A block may be kept as the answer or written to, unless it is read-only.
+        parts: for each part the bags of the whole that it has (int64 [b], strictly ascending) and their sums (float32
+            or float16 [b, embedding_dim]). A block may be kept as the answer or written to, unless it is read-only.
         num_bags: bags of the block.
         embedding_dim: width of the block.
         first_bag: number, in the whole, of the block's first bag.
-        share_no_bag: whether it is known that no bag is in two parts; if not, it is found out.
+        share_no_bag: whether it is known that no bag is in two parts.
     """
-    covered = sum(index.size for index, _ in parts)
-    out: Float32Array | None = None
-    rest = list(parts)
-    for position, (index, block) in enumerate(rest):
-        # A part that has every bag needs no scatter; it can be the sum's first term as it lies.
-        if index.size == num_bags:
-            out = block if block.flags.writeable or len(rest) == 1 else block.copy()
-            del rest[position]
-            break
-    if out is None:
-        disjoint = share_no_bag or (covered <= num_bags and _are_disjoint(parts, num_bags, first_bag))
-        out = np.empty((num_bags, embedding_dim), np.float32)
-        if not disjoint or covered < num_bags:
-            out.fill(0.0)
-        if disjoint:
-            # One item per bag: NumPy puts such whole, in half of the time of rows of numbers.
-            items = _as_items(out)
-            for index, block in rest:
-                np.put(items, index - first_bag if first_bag else index, _as_items(block))
-            return out
-    for index, block in rest:
-        if index.size == num_bags:
-            out += block
-        else:
-            out[index - first_bag] += block
-    return out
+    if len(parts) == 1 and parts[0][0].size == num_bags:
+        return _float32(parts[0][1])
+    if parts and all(index.size == num_bags for index, _ in parts):
+        block = _float32(parts[0][1])
+        out = torch.from_numpy(block if block.flags.writeable else block.copy())
+        for _, sums in parts[1:]:
+            out += torch.from_numpy(sums)
+        whole: Float32Array = out.numpy()
+        return whole
+    if share_no_bag:
+        # One item per bag: NumPy puts such whole, in half of the time of rows of numbers.
+        covered = sum(index.size for index, _ in parts)
+        put = (np.empty if covered == num_bags else np.zeros)((num_bags, embedding_dim), np.float32)
+        for index, sums in parts:
+            np.put(_as_items(put), index - first_bag if first_bag else index, _as_items(_float32(sums)))
+        return put
+    return _add_by_bag(parts, num_bags, embedding_dim, first_bag)
+
+
+def _add_by_bag(
+    parts: Sequence[tuple[Int64Array, Sums]], num_bags: int, embedding_dim: int, first_bag: int
+) -> Float32Array:
+    """Add by the operator that pools rows: parts, one behind the other, are rows, and what is in one bag is added."""
+    bag_of_row = np.concatenate([index for index, _ in parts])
+    rows = torch.empty(bag_of_row.size, embedding_dim)
+    begin = 0
+    for index, sums in parts:
+        rows[begin : begin + index.size] = torch.from_numpy(sums)
+        begin += index.size
+    offsets = np.zeros(num_bags + 1, np.int64)
+    np.cumsum(np.bincount(bag_of_row - first_bag, minlength=num_bags), out=offsets[1:])
+    # Ascending runs, one for each part: a stable sort only has to merge them.
+    return pool_rows("fp32", rows, bag_of_row.argsort(kind="stable"), offsets, None)
+
+
+def _float32(sums: Sums) -> Float32Array:
+    # PyTorch converts twenty times as fast as NumPy.
+    widened: Float32Array = sums if sums.dtype == np.float32 else torch.from_numpy(sums).float().numpy()
+    return widened
 
 
 def _as_items(block: Float32Array) -> npt.NDArray[np.void]:
     """Each row of a block, float32 [b, dim], as one item."""
     contiguous = np.ascontiguousarray(block)
     return contiguous.view(f"V{contiguous.shape[1] * contiguous.itemsize}").reshape(-1)
-
-
-def _are_disjoint(parts: Sequence[tuple[Int64Array, Float32Array]], num_bags: int, first_bag: int) -> bool:
-    if len(parts) == 1:
-        return True
-    seen = np.zeros(num_bags, dtype=bool)
-    for index, _ in parts:
-        seen[index - first_bag] = True
-    return int(np.count_nonzero(seen)) == sum(index.size for index, _ in parts)

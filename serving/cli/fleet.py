@@ -105,8 +105,6 @@ def up(ctx: click.Context, /, **options: Any) -> None:
     from serving.fleet.local_fleet import FleetConfig
 
     settings.warn_if_open(options["host"], Protection.of(options))
-    # Refuses what needs rows in the serving process itself.
-    settings.num_replicas(options["ranking_replicas"], None)
     config = config_of(
         FleetConfig,
         options,

@@ -256,8 +256,8 @@ ranking_options = together(
     option(
         "--ranking-replicas",
         "Ranking replicas of each serving process; each is a thread that scores one batch at a time. With rows on GPUs "
-        "in this process they take turns over the cards. 0: the event loop scores between requests, only with all rows "
-        "in this process's RAM, and the default there. Else 1, or one for each GPU.",
+        "in this process they take turns over the cards. 0: the event loop scores between requests, the default where "
+        "rows are in this process's RAM or on shard nodes. Else 1, or one for each GPU.",
         click.IntRange(0, 64),
     ),
     choice("--dtype", ["auto", "float32", "bfloat16"], _DENSE_DTYPE),

@@ -178,14 +178,13 @@ def _source(options: Options, folder: Path, node_tls: TlsClientConfig | None) ->
     shards = tuple(tuple(map(Address.parse, replicas.split(","))) for replicas in options["shards"])
     budget_bytes = settings.to_bytes(options["memory_budget_gb"])
     card_set = None if shards else settings.open_card_set(options)
-    may_wait = bool(shards) or budget_bytes is not None
     return config_of(
         ModelSource,
         options,
         snapshot=folder,
         shards=shards,
         node_tls=node_tls,
-        num_replicas=settings.num_replicas(options["ranking_replicas"], card_set, may_wait=may_wait),
+        num_replicas=settings.num_replicas(options["ranking_replicas"], card_set, may_block=budget_bytes is not None),
         memory_budget_bytes=budget_bytes,
         card_set=card_set,
     )
@@ -208,7 +207,8 @@ def _serve_in_fleet(options: Options, config: ServerConfig, node_tls: TlsClientC
     fleet = FleetRegistry(open_registry(options["registry"]))
     card_set = settings.open_card_set(options) if options["local"] else None
     named = {"node_id": options["node_id"] or serving_node_id(config.http_port), "node_tls": node_tls}
-    replicas = settings.num_replicas(options["ranking_replicas"], card_set)
+    # Deltas are written to rows in this process while it serves.
+    replicas = settings.num_replicas(options["ranking_replicas"], card_set, may_block=options["local"])
     serving = config_of(ServingConfig, options, num_replicas=replicas, **named)
     local = _local_rows(options, fleet, serving.node_id, card_set) if options["local"] else None
     node = ServingNode(fleet, service, serving, AgentConfig(models=models), local)

@@ -187,16 +187,17 @@ def device_arguments(options: Options) -> list[str]:
     return arguments(options, DEVICE_FLAGS)
 
 
-def num_replicas(asked: int | None, card_set: CardSet | None, *, may_wait: bool = True) -> int:
-    """Choose the number of ranking replicas: as asked, one for each card, none if no row is waited for, else one.
+def num_replicas(asked: int | None, card_set: CardSet | None, *, may_block: bool) -> int:
+    """Choose the number of ranking replicas: as asked, one for each card, none if no row blocks a thread, else one.
 
-    `may_wait` says whether rows may have to be waited for, from a shard node or a disk: then 0 raises UsageError.
+    `may_block` says whether a lookup may block its thread, for a disk or for rows that are written: then 0 raises
+    UsageError, as with cards.
     """
-    if asked == 0 and (may_wait or card_set is not None):
-        raise click.UsageError("--ranking-replicas 0 is only for rows that are all in this process's RAM.")
+    if asked == 0 and (may_block or card_set is not None):
+        raise click.UsageError("--ranking-replicas 0 is only for rows in this process's RAM or on shard nodes.")
     if asked is not None:
         return asked
-    return len(card_set.cards.cards) if card_set is not None else int(may_wait)
+    return len(card_set.cards.cards) if card_set is not None else int(may_block)
 
 
 def read_limits(options: Options) -> RequestLimits:

@@ -4,14 +4,15 @@ A `Replica` is a thread with its own event loop and its own connections to the s
 thread; more replicas, not more threads each, use more cores. PyTorch and the lookup engine release the interpreter's
 lock while they compute, so the event loop of the APIs goes on meanwhile.
 
-A `LoopReplica` has no thread: for rows in this process's memory, batches are scored on the event loop of the APIs. No
-thread has to be woken, and none fights for the interpreter's lock. What arrives while a batch is scored is read in one
-go, and is the next batch. Nothing there may wait.
+A `LoopReplica` has no thread: for rows in this process's memory or on shard nodes, batches are scored on the event loop
+of the APIs. No thread has to be woken, and none fights for the interpreter's lock. What arrives while a batch is scored
+is read in one go, and is the next batch. While shards are waited for, the loop goes on, and one more batch is begun.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Coroutine
@@ -32,8 +33,12 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 STOP_TIMEOUT_S = 10.0
+STOP_POLL_S = 0.1
 # Of the time between two batches, while somebody calls.
 CALL_TURN_S = 0.005
+# Batches of a loop whose rows are being waited for: while one is out the next one forms, and while that one is out too,
+# larger ones do.
+MAX_OUT = 2
 # Errors with these statuses are about the shards or the clock: another try with fewer requests would not help.
 _OF_THE_WHOLE_BATCH = (503, 504)
 
@@ -144,7 +149,10 @@ class Replica(_OnLoop):
 
 
 class LoopReplica(_OnLoop):
-    """Takes batches on a loop that runs in another thread than the caller's. No shard may be behind a socket."""
+    """Takes batches on a loop that runs in another thread than the caller's.
+
+    Rows in this process are never waited for. Of batches that wait for shards, at most two are out.
+    """
 
     def __init__(
         self, ranking: Ranking, batcher: Batcher, loop: asyncio.AbstractEventLoop, clock: Callable[[], float]
@@ -152,13 +160,28 @@ class LoopReplica(_OnLoop):
         super().__init__(batcher, loop, clock)
         self.ranking = ranking
         self._loop_thread = 0
+        self._out: set[asyncio.Task[None]] = set()
+        self._will_be_woken = False
 
     def start(self) -> None:
         """Have the first batch taken as soon as the loop gets to it. From any thread but the loop's."""
         self._loop.call_soon_threadsafe(self._begin)
 
     def join(self) -> None:
-        """Do nothing: once the batcher was closed and no lease is out, nothing is left to wait for."""
+        """Close the connections to shards, after the batcher was closed; no lease is out, so no batch is either."""
+        closing = self.ranking.close()
+        try:
+            closed = asyncio.run_coroutine_threadsafe(closing, self._loop)
+        except RuntimeError:
+            # The loop was closed, and with it all that belonged to it.
+            closing.close()
+            return
+        ends = self._clock() + STOP_TIMEOUT_S
+        # A loop that has stopped closes nothing more.
+        while self._loop.is_running() and threading.get_ident() != self._loop_thread and self._clock() < ends:
+            with contextlib.suppress(TimeoutError):
+                closed.result(STOP_POLL_S)
+                return
 
     def _begin(self) -> None:
         self._loop_thread = threading.get_ident()
@@ -168,24 +191,45 @@ class LoopReplica(_OnLoop):
 
     def _wake(self) -> None:
         if threading.get_ident() == self._loop_thread:
-            self._loop.call_soon(self._turn)
+            self._loop.call_soon(self._woken)
         else:
-            self._loop.call_soon_threadsafe(self._turn)
+            self._loop.call_soon_threadsafe(self._woken)
+
+    def _woken(self) -> None:
+        self._will_be_woken = False
+        self._turn()
 
     def _turn(self) -> None:
+        if self._will_be_woken or len(self._out) == MAX_OUT:
+            return
         batch = self._batcher.take(self._wake)
         if not batch:
+            self._will_be_woken = True
             return
         answering = answer_batch(self.ranking, batch, self._clock)
-        try:
-            answering.send(None)
-        except StopIteration:
-            pass
+        if self.ranking.router.waits:
+            out = self._loop.create_task(answering)
+            self._out.add(out)
+            out.add_done_callback(self._ended)
         else:
-            answering.close()
-            raise ServingError("ranking waited for something on the event loop of the APIs")
+            try:
+                answering.send(None)
+            except StopIteration:
+                pass
+            else:
+                answering.close()
+                raise ServingError("ranking waited for something on the event loop of the APIs")
+        self._go_on()
+
+    def _go_on(self) -> None:
         # Not before the sockets were read, and what they brought was parsed: one turn of the loop for each.
         self._loop.call_soon(self._loop.call_soon, self._turn)
+
+    def _ended(self, out: asyncio.Task[None]) -> None:
+        self._out.discard(out)
+        if not out.cancelled() and (error := out.exception()) is not None:
+            logger.error("handing out the answers of a batch failed", exc_info=error)
+        self._go_on()
 
 
 async def answer_batch(ranking: Ranking, batch: list[Pending], clock: Callable[[], float]) -> None:

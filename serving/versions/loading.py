@@ -48,7 +48,7 @@ class ModelSource(Frozen):
         card_set: the cards that take the rows of this process; None to pool on the CPU.
         card_graphs: rank on cards by CUDA graphs; without, every launch is the host's.
         num_replicas: ranking replicas, each a thread; with cards they take turns over these. 0 for one on the event
-            loop that requests come from: only for rows that never have to be waited for.
+            loop that requests come from: not for rows that a disk or a card may have to be waited for.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -73,9 +73,8 @@ class ModelSource(Frozen):
             raise ValueError("memory_budget_bytes is for rows in this process, but shards were given")
         if self.shards and self.card_set is not None:
             raise ValueError("card_set is for rows in this process, but shards were given")
-        may_wait = self.shards or self.local_shards > 1 or self.memory_budget_bytes is not None
-        if self.num_replicas == 0 and (may_wait or self.card_set is not None):
-            raise ValueError("num_replicas 0 is for rows in this process's memory, all of them, in one shard")
+        if self.num_replicas == 0 and (self.memory_budget_bytes is not None or self.card_set is not None):
+            raise ValueError("num_replicas 0 is for rows in this process's memory, or on shard nodes")
         if any(not replicas for replicas in self.shards):
             raise ValueError("every shard needs the address of at least one replica")
         return self

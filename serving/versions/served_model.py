@@ -84,7 +84,7 @@ class ServedModel:
         """Make a version servable: connect, check it against its golden requests, warm every replica. Blocks.
 
         Ranking replicas are threads; where rows are on cards they take turns over these, by CUDA graphs if
-        `card_graphs`. With a `loop` it ranks in their place, for rows in this process that are never waited for: the
+        `card_graphs`. With a `loop` it ranks in their place, for rows in this process's memory or on shard nodes: the
         event loop that requests come from, which runs in another thread than this one. `on_close` is called when the
         version is unloaded, after its replicas have ended. Raises as `check_version`.
         """
@@ -115,10 +115,20 @@ class ServedModel:
         # The same list: whoever empties it lets go of all that know each other by it.
         takers = cast("list[Replica | LoopReplica]", replicas)
         if loop is not None:
-            on_loop = LoopReplica(ranking(0).using(replicas[0].ranking.parts), batcher, loop, clock)
+            found = replicas[0].ranking.parts
+
+            async def connected_ranking() -> Ranking:
+                own = ranking(0).using(found)
+                await own.connect(clock() + CONNECT_TIMEOUT_S)
+                return own
+
+            try:
+                own = asyncio.run_coroutine_threadsafe(connected_ranking(), loop).result(2 * CONNECT_TIMEOUT_S)
+            finally:
+                _stop(checked_with, replicas)
+            on_loop = LoopReplica(own, batcher, loop, clock)
             on_loop.start()
             takers = [on_loop]
-            _stop(checked_with, replicas)
         metrics.dtype_fallback(spec.model, snapshot.version, fell_back=bool(checked.fallback))
         description = ModelDescription.of(
             snapshot, limits, "bfloat16" if checked.dtype is torch.bfloat16 else "float32", checked.fallback

@@ -65,13 +65,14 @@ class ServingConfig(Frozen):
 
     Attributes:
         node_id: its name, stable over restarts.
+        num_replicas: ranking replicas, each a thread; 0 for one on the event loop that the process serves on.
         stage_cpu_share: of one core, at most, that checking files takes.
     """
 
     node_id: NodeId
     store: Path
     verify: bool = True
-    num_replicas: int = Field(default=1, ge=1, le=64)
+    num_replicas: int = Field(default=1, ge=0, le=64)
     dtype: DtypeChoice = "auto"
     stage_cpu_share: float = Field(default=0.5, gt=0, le=1)
     node_tls: TlsClientConfig | None = None
@@ -251,7 +252,9 @@ class ServingNode:
     async def _load(
         self, published: PublishedVersion, topology: FleetRecord | None, tell: Callable[[float], None]
     ) -> None:
-        work, name = partial(self._load_now, published, topology, tell), f"load-{published.model}-{published.version}"
+        loop = None if self._config.num_replicas else asyncio.get_running_loop()
+        work = partial(self._load_now, published, topology, tell, loop)
+        name = f"load-{published.model}-{published.version}"
         began = time.monotonic()
         served = await in_background(work, name, self._discard, low_priority=False)
         try:
@@ -263,7 +266,12 @@ class ServingNode:
         logger.info("version %d of %s is loaded, in %.1f s", served.version, served.model, taken_s)
 
     def _load_now(
-        self, published: PublishedVersion, topology: FleetRecord | None, tell: Callable[[float], None], wish: Wish
+        self,
+        published: PublishedVersion,
+        topology: FleetRecord | None,
+        tell: Callable[[float], None],
+        loop: asyncio.AbstractEventLoop | None,
+        wish: Wish,
     ) -> ServedModel:
         # OpenMP would give this thread helpers of its own.
         torch.set_num_threads(1)
@@ -293,10 +301,11 @@ class ServingNode:
             plan,
             shards,
             limits=service.limits,
-            num_replicas=config.num_replicas,
+            num_replicas=max(1, config.num_replicas),
             dtype=config.dtype,
             metrics=service.metrics,
             clock=service.clock,
+            loop=loop,
         )
 
     def _discard(self, served: ServedModel) -> None:

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 import numpy as np
 import numpy.typing as npt
 
+from shard_node.answer import Answer
 from shard_node.bags import Float32Array, Int64Array, KeyedBags, TableLayout
 from shard_node.cuda.batch import MAX_BATCH_VALUES, BatchShapes, RowChecks
 from shard_node.cuda.card_rows import ArenaOnCards, CardRows, LookupCounts, WriteOrder
@@ -96,6 +97,10 @@ class CardEngine:
             self._free_pools.put(pool)
         self._rows.lookups.add(tables, bags)
         return blocks
+
+    def answer(self, bags: KeyedBags) -> Answer:
+        """As `Engine.answer`, of sums: rows lie on the cards in another form than the stored one."""
+        return Answer(self.pool(bags))
 
     def lane(self, card: int) -> Lane:
         """Make a lane of a card for a ranking replica, which closes it before the engine is closed."""

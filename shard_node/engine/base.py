@@ -8,6 +8,7 @@ from typing import Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from shard_node.answer import Answer
 from shard_node.bags import Float32Array, Int64Array, KeyedBags, TableLayout
 
 Tier = Literal["ram", "mapped", "card", "hot", "pinned"]
@@ -68,6 +69,13 @@ class Engine(Protocol):
 
         Raises:
             InvalidBagsError: for a row that is outside its table or not on this engine.
+        """
+        ...
+
+    def answer(self, bags: KeyedBags) -> Answer:
+        """Pool as `pool`, or, of bags with one value, give the rows as they are stored where this engine can.
+
+        All of the answer is of one moment between two `write_rows`. Raises as `pool`.
         """
         ...
 

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from shard_node.bags import Float32Array, Int64Array, KeyedBags, TableLayout
+from shard_node.answer import Answer, StoredRows, travel_as_stored
+from shard_node.bags import Float32Array, Group, Int64Array, KeyedBags, TableLayout
 from shard_node.engine.arena import NOT_HERE, Arena, Placement
 from shard_node.engine.base import CardsUse, LookupCount, MemoryUse, Tier
 from shard_node.generation import RowLock
 from shard_node.split import add, split
+
+Of = TypeVar("Of")
 
 
 @dataclass(frozen=True, slots=True)
 class _GroupPlace:
     """A group's arenas. With a single arena nothing is split; if its tables are whole, nothing is looked up either."""
 
-    first_table: int
-    end_table: int
-    embedding_dim: int
+    group: Group
     arenas: range
     whole: bool
 
@@ -49,14 +51,8 @@ class CpuEngine:
         self._arenas = list(arenas)
         self._placement = placement
         self._tiers = tuple(tiers)
-        self._groups = tuple(
-            _GroupPlace(
-                group.first_table,
-                group.end_table,
-                group.embedding_dim,
-                numbers,
-                len(numbers) == 1 and placement.is_whole(group.first_table, group.end_table),
-            )
+        self._places = tuple(
+            _GroupPlace(group, numbers, len(numbers) == 1 and placement.is_whole(group.first_table, group.end_table))
             for group, numbers in zip(layout.groups, group_arenas, strict=True)
         )
         self._num_tables = len(layout.tables)
@@ -72,22 +68,12 @@ class CpuEngine:
 
     def pool(self, bags: KeyedBags) -> list[Float32Array]:
         """As `Engine.pool`."""
-        self._layout.check(bags)
-        values_per_key = bags.values_per_key()
-        self._row_lock.begin_read()
-        try:
-            if len(self._groups) == 1 and bags.offsets.size > 1:
-                blocks = [self._pool_group(self._groups[0], bags, values_per_key)]
-            else:
-                blocks = self._pool_groups(bags, values_per_key)
-        finally:
-            self._row_lock.end_read()
-        with self._counts_lock:
-            if bags.keys.size == self._num_tables:
-                self._counts += values_per_key
-            else:
-                self._counts[bags.keys] += values_per_key
-        return blocks
+        return self._of_groups(bags, self._pool_group)
+
+    def answer(self, bags: KeyedBags) -> Answer:
+        """As `Engine.answer`: rows as stored for bags with one value, sums for the others."""
+        found = self._of_groups(bags, self._answer_group)
+        return Answer([sums for sums, _ in found], [stored for _, stored in found])
 
     def write_rows(self, table: int, rows: Int64Array, stored: npt.NDArray[np.uint8]) -> int:
         """As `Engine.write_rows`. What takes long, finding the rows and their pages, is done before anybody waits."""
@@ -111,35 +97,78 @@ class CpuEngine:
                 self._row_lock.end_write()
         return sum(part_slots.size for _, part_slots, _ in parts)
 
-    def _pool_groups(self, bags: KeyedBags, values_per_key: Int64Array) -> list[Float32Array]:
-        bag_starts = bags.bag_starts()
-        blocks = []
-        for group in self._groups:
-            first, end = np.searchsorted(bags.keys, (group.first_table, group.end_table)).tolist()
-            first_bag, end_bag = int(bag_starts[first]), int(bag_starts[end])
-            if first_bag == end_bag:
-                blocks.append(np.zeros((0, group.embedding_dim), np.float32))
-                continue
-            part = _slice_keys(bags, first, end, first_bag, end_bag)
-            blocks.append(self._pool_group(group, part, values_per_key[first:end]))
-        return blocks
+    def _of_groups(self, bags: KeyedBags, work: Callable[[_GroupPlace, KeyedBags, Int64Array], Of]) -> list[Of]:
+        """Check the bags, and call `work` with each group's, between two writes."""
+        self._layout.check(bags)
+        values_per_key = bags.values_per_key()
+        self._row_lock.begin_read()
+        try:
+            if len(self._places) == 1:
+                found = [work(self._places[0], bags, values_per_key)]
+            else:
+                found = [work(*of_group) for of_group in self._divided(bags, values_per_key)]
+        finally:
+            self._row_lock.end_read()
+        with self._counts_lock:
+            if bags.keys.size == self._num_tables:
+                self._counts += values_per_key
+            else:
+                self._counts[bags.keys] += values_per_key
+        return found
 
-    def _pool_group(self, group: _GroupPlace, bags: KeyedBags, values_per_key: Int64Array) -> Float32Array:
-        if group.whole:
-            slots = self._placement.slots_in_whole(bags, values_per_key)
-            return self._arenas[group.arenas[0]].pool(slots, bags.offsets, bags.weights)
-        if len(group.arenas) == 1:
-            slots = self._placement.slots_in_one(bags, values_per_key)
-            return self._arenas[group.arenas[0]].pool(slots, bags.offsets, bags.weights)
+    def _divided(
+        self, bags: KeyedBags, values_per_key: Int64Array
+    ) -> Iterator[tuple[_GroupPlace, KeyedBags, Int64Array]]:
+        bag_starts = bags.bag_starts()
+        for place in self._places:
+            first, end = np.searchsorted(bags.keys, (place.group.first_table, place.group.end_table)).tolist()
+            part = _slice_keys(bags, first, end, int(bag_starts[first]), int(bag_starts[end]))
+            yield place, part, values_per_key[first:end]
+
+    def _answer_group(
+        self, place: _GroupPlace, bags: KeyedBags, values_per_key: Int64Array
+    ) -> tuple[Float32Array, StoredRows]:
+        is_stored = travel_as_stored(place.group, values_per_key, bags.bags_per_key)
+        if is_stored.all():
+            return np.empty((0, place.group.embedding_dim), np.float32), self._stored(place, bags, values_per_key)
+        if not is_stored.any():
+            return self._pool_group(place, bags, values_per_key), np.empty((0, place.group.row_bytes), np.uint8)
+        stored, others = bags.of_keys(is_stored), bags.of_keys(~is_stored)
+        sums = self._pool_group(place, others, others.values_per_key())
+        return sums, self._stored(place, stored, stored.values_per_key())
+
+    def _stored(self, place: _GroupPlace, bags: KeyedBags, values_per_key: Int64Array) -> StoredRows:
+        """Copy the row of each value as it is stored, uint8 [n, row_bytes]."""
+        if len(place.arenas) == 1:
+            return self._arenas[place.arenas[0]].take(self._slots(place, bags, values_per_key))
+        arena, slots = self._placement.locate(bags, values_per_key)
+        rows = np.empty((slots.size, place.group.row_bytes), np.uint8)
+        for number in place.arenas:
+            here = (arena == number).nonzero()[0]
+            rows[here] = self._arenas[number].take(slots[here])
+        return rows
+
+    def _slots(self, place: _GroupPlace, bags: KeyedBags, values_per_key: Int64Array) -> Int64Array:
+        """Find the slots of rows that are in the group's only arena."""
+        if place.whole:
+            return self._placement.slots_in_whole(bags, values_per_key)
+        return self._placement.slots_in_one(bags, values_per_key)
+
+    def _pool_group(self, place: _GroupPlace, bags: KeyedBags, values_per_key: Int64Array) -> Float32Array:
+        if not bags.num_bags:
+            return np.zeros((0, place.group.embedding_dim), np.float32)
+        if len(place.arenas) == 1:
+            slots = self._slots(place, bags, values_per_key)
+            return self._arenas[place.arenas[0]].pool(slots, bags.offsets, bags.weights)
         arena, slots = self._placement.locate(bags, values_per_key)
         placed = KeyedBags(bags.keys, bags.bags_per_key, bags.offsets, slots, bags.weights)
-        parts = split(placed, arena, group.arenas)
+        parts = split(placed, arena, place.arenas)
         pooled = [
             (part.bag_index, self._arenas[part.owner].pool(part.bags.values, part.bags.offsets, part.bags.weights))
             for part in parts
         ]
         share_no_bag = all(part.shares_no_bag for part in parts)
-        return add(pooled, bags.num_bags, group.embedding_dim, share_no_bag=share_no_bag)
+        return add(pooled, bags.num_bags, place.group.embedding_dim, share_no_bag=share_no_bag)
 
     def memory(self) -> tuple[MemoryUse, ...]:
         """As `Engine.memory`."""

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.manifest import ModelSpec
+from shard_node.answer import Answer
 from shard_node.bags import Float32Array, Int64Array, KeyedBags, TableLayout
 from shard_node.engine.base import CardsUse, LookupCount, MemoryUse
 from shard_node.generation import RowLock
@@ -42,6 +43,10 @@ class ReferenceEngine:
             return self._pool(bags)
         finally:
             self._lock.end_read()
+
+    def answer(self, bags: KeyedBags) -> Answer:
+        """As `Engine.answer`, of sums: its rows are not stored."""
+        return Answer(self.pool(bags))
 
     def write_rows(self, table: int, rows: Int64Array, stored: npt.NDArray[np.uint8]) -> int:
         """As `Engine.write_rows`: every row is here."""

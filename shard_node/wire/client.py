@@ -12,7 +12,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from pydantic import Field
 
 from loader.snapshot.manifest import Frozen
-from shard_node.bags import Float32Array, KeyedBags
+from shard_node.answer import FLOAT32_SUMS, Answer, Forms
+from shard_node.bags import KeyedBags
 from shard_node.errors import (
     DeadlineExceededError,
     FrameTooLargeError,
@@ -27,9 +28,9 @@ from shard_node.wire.connection import FrameConnection
 from shard_node.wire.frame import DEFAULT_MAX_FRAME_BYTES, MAX_BODY_BYTES, MAX_BUDGET_US, Frame, FrameType
 from shard_node.wire.messages import (
     Buffer,
+    decode_answer,
     decode_error,
     decode_info_answer,
-    decode_pooled,
     encode_info,
     encode_pool,
 )
@@ -242,8 +243,10 @@ class ShardClient:
             return True
         return not self._is_closed and self._connecting is None and self._connection is None and not self._num_failures
 
-    async def pool(self, model: str, version: int, bags: KeyedBags, deadline: float) -> list[Float32Array]:
-        """As `Shard.pool`. The blocks are views into the received frame.
+    async def pool(
+        self, model: str, version: int, bags: KeyedBags, deadline: float, forms: Forms = FLOAT32_SUMS
+    ) -> Answer:
+        """As `Shard.pool`, but whether the answer fits the bags is not checked. It is views into the received frame.
 
         The arrays of `bags` must not be changed afterwards, not even when the call has failed: they may still be on
         their way out.
@@ -253,27 +256,24 @@ class ShardClient:
             NodeUnavailableError: there is no connection, or it was lost; a TlsHandshakeError if TLS is why.
             NodeOverloadedError: the node, or this client, has too many requests in flight.
             FrameTooLargeError: request or answer is longer than `max_frame_bytes`.
-            RemoteError: the node failed, or its answer does not fit the request.
+            RemoteError: the node failed, or its answer is malformed.
             ShardNodeError: whatever else the node answered, as the class of its kind.
         """
 
         def encode(request_id: int, budget_us: int) -> list[Buffer]:
-            return encode_pool(request_id, budget_us, model, version, bags)
+            return encode_pool(request_id, budget_us, model, version, bags, forms)
 
-        frame = await self._ask(encode, FrameType.POOLED, deadline)
+        expected = (FrameType.POOLED, FrameType.STORED) if forms.stored else (FrameType.POOLED,)
+        frame = await self._ask(encode, expected, deadline)
         try:
-            blocks = decode_pooled(frame)
+            return decode_answer(frame)
         except WireError as error:
             raise RemoteError(f"{self.address}: malformed answer: {error}") from error
-        num_rows = sum(block.shape[0] for block in blocks)
-        if num_rows != bags.num_bags:
-            raise RemoteError(f"{self.address}: the answer has {num_rows} rows for {bags.num_bags} bags")
-        return blocks
 
     async def info(self) -> NodeInfo:
         """Return what the node serves. Raises as `pool`."""
         deadline = self._clock() + self._limits.info_timeout_ms / 1e3
-        frame = await self._ask(lambda request_id, _: encode_info(request_id), FrameType.INFO_ANSWER, deadline)
+        frame = await self._ask(lambda request_id, _: encode_info(request_id), (FrameType.INFO_ANSWER,), deadline)
         try:
             return decode_info_answer(frame)
         except WireError as error:
@@ -295,7 +295,9 @@ class ShardClient:
         if ended:
             await asyncio.wait(ended)
 
-    async def _ask(self, encode: Callable[[int, int], list[Buffer]], expected: FrameType, deadline: float) -> Frame:
+    async def _ask(
+        self, encode: Callable[[int, int], list[Buffer]], expected: tuple[FrameType, ...], deadline: float
+    ) -> Frame:
         if self.in_flight >= self._limits.max_in_flight:
             raise NodeOverloadedError(
                 f"{self.address}: {self.in_flight} requests in flight, at most {self._limits.max_in_flight} are sent"
@@ -305,7 +307,7 @@ class ShardClient:
             frame = await self._exchange(encode, deadline)
         finally:
             self.in_flight -= 1
-        if frame.header.frame_type == expected:
+        if frame.header.frame_type in expected:
             return frame
         if frame.header.frame_type != FrameType.ERROR:
             raise RemoteError(f"{self.address}: frame type {frame.header.frame_type} is no answer to this request")

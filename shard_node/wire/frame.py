@@ -39,6 +39,7 @@ class FrameType(IntEnum):
     INFO_ANSWER = 4
     ERROR = 5
     GOAWAY = 6
+    STORED = 7
 
 
 class FrameHeader(NamedTuple):

@@ -6,9 +6,10 @@ A body is fields (fixed numbers, then text) and arrays:
 u32 fields_bytes | u32 num_arrays | num_arrays array headers | fields | array data ...
 ```
 
-An array header is `u16 dtype, u16 0, u32 width, u64 rows`; width 0 is a flat array of `rows` elements. Fields and each
-array's data are padded to 8 bytes, so that arrays can be looked at where they were received. docs/wire-protocol.md
-is the whole format, with an example.
+An array header is `u16 dtype, u16 note, u32 width, u64 rows`; width 0 is a flat array of `rows` elements. Fields and
+each array's data are padded to 8 bytes, so that arrays can be looked at where they were received. The note of a POOL
+frame's first array says which forms of an answer its sender takes; every other note is 0. A node that does not know of
+notes answers in float32, which everybody takes. docs/wire-protocol.md is the whole format, with an example.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pydantic import ValidationError
 
 from loader.errors import ShardrankError
 from shard_node import errors
+from shard_node.answer import FLOAT32_SUMS, Answer, Forms
 from shard_node.bags import Float32Array, Int32Array, Int64Array, KeyedBags
 from shard_node.errors import RemoteError, ShardNodeError, WireError
 from shard_node.node import NodeInfo
@@ -33,8 +35,8 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 Array: TypeAlias = npt.NDArray[Any]
 Scalar = TypeVar("Scalar", bound=np.generic)
 
-# One block per group of tables, and no more than 4096 tables: what bounds the work of reading array headers.
-MAX_ARRAYS = 4096
+# Two arrays per group of tables, and no more than 4096 tables: what bounds the work of reading array headers.
+MAX_ARRAYS = 8192
 MAX_MODEL_BYTES = 256
 MAX_ERROR_MESSAGE_BYTES = 4096
 # Arrays up to this size are copied beside the header, into one buffer: cheaper than one more piece to write.
@@ -43,7 +45,9 @@ SMALL_ARRAY_BYTES = 2048
 _INT32 = np.dtype("<i4")
 _INT64 = np.dtype("<i8")
 _FLOAT32 = np.dtype("<f4")
-_DTYPE_OF_CODE: dict[int, np.dtype[Any]] = {1: _INT32, 2: _INT64, 3: _FLOAT32}
+_UINT8 = np.dtype("u1")
+_FLOAT16 = np.dtype("<f2")
+_DTYPE_OF_CODE: dict[int, np.dtype[Any]] = {1: _INT32, 2: _INT64, 3: _FLOAT32, 4: _UINT8, 5: _FLOAT16}
 _CODE_OF_DTYPE = {dtype: code for code, dtype in _DTYPE_OF_CODE.items()}
 
 _BODY = struct.Struct("<II")
@@ -51,6 +55,7 @@ _ARRAY = struct.Struct("<HHIQ")
 _POOL_FIELDS = struct.Struct("<Q")
 _ERROR_FIELDS = struct.Struct("<HHHH")
 _PADDING = bytes(8)
+_TAKES_STORED, _TAKES_FLOAT16 = 1, 2
 
 _ERROR_OF_KIND: dict[str, type[ShardNodeError]] = {
     found.kind: found
@@ -63,7 +68,8 @@ _ERROR_OF_KIND: dict[str, type[ShardNodeError]] = {
 class PoolRequest:
     """A POOL frame as it was received: arrays are views into the frame, not yet checked to describe bags.
 
-    Shapes are those of `KeyedBags`; bags_per_key, offsets and values are int32 or int64.
+    Shapes are those of `KeyedBags`; bags_per_key, offsets and values are int32 or int64. `forms` are those
+    of an answer that its sender takes.
     """
 
     model: str
@@ -73,6 +79,7 @@ class PoolRequest:
     offsets: npt.NDArray[np.integer[Any]]
     values: npt.NDArray[np.integer[Any]]
     weights: Float32Array | None
+    forms: Forms = FLOAT32_SUMS
 
     def bags(self) -> KeyedBags:
         """Return the bags, narrow arrays widened to int64 and the others as they lie; they are not checked."""
@@ -85,10 +92,12 @@ class PoolRequest:
         )
 
 
-def encode_pool(request_id: int, budget_us: int, model: str, version: int, bags: KeyedBags) -> list[Buffer]:
+def encode_pool(
+    request_id: int, budget_us: int, model: str, version: int, bags: KeyedBags, forms: Forms = FLOAT32_SUMS
+) -> list[Buffer]:
     """Encode a POOL frame as buffers to be written one after the other.
 
-    They look into the bags: don't change those.
+    They look into the bags: don't change those. `forms` are taken as an answer, beside float32 sums.
 
     `budget_us` is how long the answer is of use; 0 for no limit, and more than 71 minutes is cut to that.
 
@@ -110,7 +119,8 @@ def encode_pool(request_id: int, budget_us: int, model: str, version: int, bags:
     if len(name) > MAX_MODEL_BYTES:
         raise WireError(f"model has {len(name)} bytes, at most {MAX_MODEL_BYTES} are allowed")
     fields = _POOL_FIELDS.pack(version) + name
-    return _encode(FrameType.POOL, request_id, fields, arrays, min(budget_us, MAX_BUDGET_US))
+    note = _TAKES_STORED * forms.stored | _TAKES_FLOAT16 * forms.float16
+    return _encode(FrameType.POOL, request_id, fields, arrays, min(budget_us, MAX_BUDGET_US), note)
 
 
 def decode_pool(frame: Frame) -> PoolRequest:
@@ -125,6 +135,8 @@ def decode_pool(frame: Frame) -> PoolRequest:
     (version,) = _POOL_FIELDS.unpack_from(fields)
     if len(arrays) not in (4, 5):
         raise WireError(f"POOL num_arrays is {len(arrays)}, allowed are 4 (without weights) and 5")
+    # Notes that this release does not know are of forms that it does not have either.
+    note = _ARRAY.unpack_from(frame.body.data, _BODY.size)[1]
     return PoolRequest(
         _text(fields[_POOL_FIELDS.size :], "POOL model"),
         version,
@@ -133,23 +145,34 @@ def decode_pool(frame: Frame) -> PoolRequest:
         _flat(arrays[2], "POOL offsets", _INT32, _INT64),
         _flat(arrays[3], "POOL values", _INT32, _INT64),
         _flat(arrays[4], "POOL weights", _FLOAT32) if len(arrays) == 5 else None,
+        Forms(bool(note & _TAKES_STORED), bool(note & _TAKES_FLOAT16)),
     )
 
 
-def encode_pooled(request_id: int, blocks: Sequence[Float32Array]) -> list[Buffer]:
-    """Encode a POOLED frame: one block [rows, dim] per group. The buffers look into them: don't change those."""
-    return _encode(FrameType.POOLED, request_id, b"", [np.ascontiguousarray(block, _FLOAT32) for block in blocks])
+def encode_answer(request_id: int, answer: Answer) -> list[Buffer]:
+    """Encode a POOLED frame, sums for each group; or a STORED one, the sums of all groups, then all stored rows.
+
+    The buffers look into the arrays: don't change those.
+    """
+    sums = list(map(np.ascontiguousarray, answer.sums))
+    if answer.stored is None:
+        return _encode(FrameType.POOLED, request_id, b"", sums)
+    return _encode(FrameType.STORED, request_id, b"", [*sums, *map(np.ascontiguousarray, answer.stored)])
 
 
-def decode_pooled(frame: Frame) -> list[Float32Array]:
-    """Read the blocks of a POOLED frame, float32 [rows, dim] each, as views into the frame."""
-    fields, arrays = _decode(frame.body, "POOLED")
+def decode_answer(frame: Frame) -> Answer:
+    """Read a POOLED or STORED frame: its arrays are views into the frame."""
+    what = FrameType(frame.header.frame_type).name
+    fields, arrays = _decode(frame.body, what)
     if len(fields):
-        raise WireError(f"POOLED fields have {len(fields)} bytes, none are allowed")
-    for number, array in enumerate(arrays):
-        if array.dtype != _FLOAT32 or array.ndim != 2:
-            raise WireError(f"POOLED block {number} is {array.ndim}-d {array.dtype}, it must be 2-d float32")
-    return arrays
+        raise WireError(f"{what} fields have {len(fields)} bytes, none are allowed")
+    if what == "POOLED":
+        return Answer(_rows(arrays, "POOLED sums", _FLOAT32, _FLOAT16))
+    if len(arrays) % 2:
+        raise WireError(f"STORED num_arrays is {len(arrays)}, there must be two for each group")
+    half = len(arrays) // 2
+    sums = _rows(arrays[:half], "STORED sums", _FLOAT32, _FLOAT16)
+    return Answer(sums, _rows(arrays[half:], "STORED rows", _UINT8))
 
 
 def encode_info(request_id: int) -> list[Buffer]:
@@ -226,7 +249,7 @@ def _padding(size: int) -> int:
 
 
 def _encode(
-    frame_type: FrameType, request_id: int, fields: bytes, arrays: Sequence[Array], budget_us: int = 0
+    frame_type: FrameType, request_id: int, fields: bytes, arrays: Sequence[Array], budget_us: int = 0, note: int = 0
 ) -> list[Buffer]:
     """Header, fields and arrays as buffers: small arrays joined with what stands before them, large ones as views."""
     sizes = [array.nbytes for array in arrays]
@@ -236,7 +259,8 @@ def _encode(
     joined += _BODY.pack(len(fields), len(arrays))
     for array in arrays:
         width = array.shape[1] if array.ndim == 2 else 0
-        joined += _ARRAY.pack(_CODE_OF_DTYPE[array.dtype], 0, width, array.shape[0])
+        joined += _ARRAY.pack(_CODE_OF_DTYPE[array.dtype], note, width, array.shape[0])
+        note = 0
     joined += fields
     joined += _PADDING[: _padding(fields_end)]
     buffers: list[Buffer] = [joined]
@@ -290,6 +314,14 @@ def _flat(array: npt.NDArray[Scalar], name: str, *allowed: np.dtype[Any]) -> npt
     if array.ndim != 1 or array.dtype not in allowed:
         raise WireError(f"{name} is {array.ndim}-d {array.dtype}, it must be 1-d {' or '.join(map(str, allowed))}")
     return array
+
+
+def _rows(arrays: list[npt.NDArray[Scalar]], name: str, *allowed: np.dtype[Any]) -> list[npt.NDArray[Scalar]]:
+    for number, array in enumerate(arrays):
+        if array.ndim != 2 or array.dtype not in allowed:
+            told = f"{array.ndim}-d {array.dtype}, they must be 2-d {' or '.join(map(str, allowed))}"
+            raise WireError(f"{name} of group {number} are {told}")
+    return arrays
 
 
 def _utf8(text: str, name: str) -> bytes:

@@ -31,10 +31,10 @@ from shard_node.wire.messages import (
     PoolRequest,
     array_section_bytes,
     decode_pool,
+    encode_answer,
     encode_error,
     encode_goaway,
     encode_info_answer,
-    encode_pooled,
 )
 from shard_node.wire.tls import ReloadingContext
 
@@ -167,7 +167,7 @@ class RequestHandler:
         layout = self._node.table_layout(request.model, request.version)
         answer_bytes = (
             HEADER.size
-            + array_section_bytes(len(layout.groups))
+            + array_section_bytes(2 * len(layout.groups))
             + layout.answer_bytes(request.keys, request.bags_per_key, request.offsets.size - 1)
         )
         self._refuse_large_answer(answer_bytes)
@@ -219,8 +219,8 @@ class RequestHandler:
             late_s = -1.0 if deadline is None else self._clock() - deadline
             if late_s >= 0:
                 raise DeadlineExceededError(f"deadline passed {late_s * 1e3:.1f} ms before pooling could start")
-            blocks = self._node.pool(request.model, request.version, request.bags())
-            return self._fitting(encode_pooled(request_id, blocks))
+            answer = self._node.answer(request.model, request.version, request.bags(), request.forms)
+            return self._fitting(encode_answer(request_id, answer))
         except Exception as error:
             return _failure(request_id, error)
 

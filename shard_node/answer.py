@@ -1,0 +1,202 @@
+"""What an owner of rows answers for bags, and how the answers of several owners become one block for each group.
+
+Where bags have hardly more than one value at an owner, adding there saves nothing: the rows travel as they are stored,
+in a quarter of the bytes of float32 sums, and whoever asked pools them with the operator that pools rows in memory. So
+a score that is made of such rows has the same bits wherever the rows lie. Other bags travel as sums, in float32 or
+rounded to float16. Which it is follows for each table from two counts, by `travel_as_stored`; it is never sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from shard_node.bags import Float32Array, Group, Int64Array, KeyedBags, TableLayout
+from shard_node.engine.kernels import as_tensor, pool_rows
+from shard_node.errors import RemoteError
+from shard_node.split import Part, Sums, add
+
+StoredRows: TypeAlias = npt.NDArray[np.uint8]
+
+_FLOAT16_INFINITY = 0x7C00
+
+
+@dataclass(frozen=True, slots=True)
+class Forms:
+    """The forms that an answer may have beside float32 sums, which whoever asks always takes.
+
+    Attributes:
+        stored: rows as they are stored, for tables whose bags have hardly more than one value.
+        float16: sums rounded to float16.
+    """
+
+    stored: bool = False
+    float16: bool = False
+
+
+FLOAT32_SUMS = Forms()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Answer:
+    """What one owner answers: for each group of the table layout up to two arrays, in the order of what was asked for.
+
+    Attributes:
+        sums: float32 or float16 [bags, embedding_dim], of each bag, or, beside `stored`, of those of other tables.
+        stored: uint8 [values, row_bytes], the rows of tables that travel as stored; None if all are among `sums`.
+    """
+
+    sums: Sequence[Sums]
+    stored: Sequence[StoredRows] | None = None
+
+    def bytes_by_form(self) -> tuple[int, int, int]:
+        """Bytes of stored rows, of float16 and of float32 sums."""
+        stored = sum(rows.nbytes for rows in self.stored or ())
+        halves = sum(sums.nbytes for sums in self.sums if sums.dtype == np.float16)
+        return stored, halves, sum(sums.nbytes for sums in self.sums) - halves
+
+    def check(self, layout: TableLayout, bags: KeyedBags) -> None:
+        """Check that it fits what was asked for. Raises RemoteError, naming the group and both shapes."""
+        for what, arrays in (("sums", self.sums), ("stored rows", self.stored)):
+            if arrays is not None and len(arrays) != len(layout.groups):
+                raise RemoteError(f"the answer has {what} of {len(arrays)} groups, the model has {len(layout.groups)}")
+        for number, (group, first, end) in enumerate(group_keys(layout, bags)):
+            counts = bags.bags_per_key[first:end]
+            num_sums = int(np.add.reduce(counts))
+            if self.stored is not None:
+                values = bags.values_per_key()[first:end]
+                is_stored = travel_as_stored(group, values, counts)
+                num_sums -= int(counts.dot(is_stored))
+                _check_shape("stored rows", number, self.stored[number], (int(values.dot(is_stored)), group.row_bytes))
+            _check_shape("sums", number, self.sums[number], (num_sums, group.embedding_dim))
+
+
+def _check_shape(what: str, group: int, array: npt.NDArray[Any], shape: tuple[int, int]) -> None:
+    if array.shape != shape:
+        raise RemoteError(f"the answer's {what} of group {group} are {list(array.shape)}, not {list(shape)}")
+
+
+def travel_as_stored(group: Group, values_per_key: Int64Array, bags_per_key: Int64Array) -> npt.NDArray[np.bool_]:
+    """Tell of each key, a table of the group, whether its rows travel as they are stored: bool [S].
+
+    They do where that takes no more bytes than float16 sums, and where there is no more than one value for each bag.
+    """
+    most = max(group.row_bytes, 2 * group.embedding_dim)
+    is_stored: npt.NDArray[np.bool_] = values_per_key * group.row_bytes <= bags_per_key * most
+    return is_stored
+
+
+def group_keys(layout: TableLayout, bags: KeyedBags) -> Iterator[tuple[Group, int, int]]:
+    """Give each group of tables with its keys [first, end) in bags of tables."""
+    if len(layout.groups) == 1:
+        yield layout.groups[0], 0, bags.keys.size
+        return
+    edges = bags.keys.searchsorted([group.first_table for group in layout.groups] + [len(layout.tables)]).tolist()
+    yield from zip(layout.groups, edges[:-1], edges[1:], strict=True)
+
+
+def rounded(sums: Float32Array) -> Sums:
+    """Round to float16; sums that are too large for that stay what they are."""
+    if not sums.size:
+        return sums
+    half: npt.NDArray[np.float16] = torch.from_numpy(sums).half().numpy()
+    # The largest bits of either sign: below infinity's all are numbers.
+    bits = half.reshape(-1)
+    positive, negative = np.maximum.reduce(bits.view(np.int16)), np.maximum.reduce(bits.view(np.uint16))
+    is_finite = positive < _FLOAT16_INFINITY and negative < _FLOAT16_INFINITY | 0x8000
+    return half if is_finite else sums
+
+
+def add_answers(
+    layout: TableLayout, bags: KeyedBags, parts: Sequence[Part], answers: Sequence[Answer]
+) -> list[Float32Array]:
+    """Add what the owners of parts answered into blocks: float32 [bags, embedding_dim] for each group.
+
+    Stored rows are weighted here, sums were where they come from. Within a bag stored rows are added in the order of
+    the bag's values.
+
+    Args:
+        layout: of the tables.
+        bags: the whole, keys are tables.
+        parts: what `split` made of it.
+        answers: to each part, each checked.
+    """
+    keys_of_parts = [list(group_keys(layout, part.bags)) for part in parts]
+    blocks = []
+    for number, (group, first_key, end_key) in enumerate(group_keys(layout, bags)):
+        first, end = bags.bag_starts()[[first_key, end_key]].tolist()
+        found = _Found([], [], [])
+        for part, answer, keys in zip(parts, answers, keys_of_parts, strict=True):
+            stored = None if answer.stored is None else answer.stored[number]
+            found.take(group, part, keys[number][1:], answer.sums[number], stored)
+        if found.rows:
+            block = found.pool_stored(group, first, end, bags)
+            for index, sums in found.sums:
+                summed = torch.from_numpy(sums).float()
+                torch.from_numpy(block).index_add_(0, torch.from_numpy(index - first), summed)
+        else:
+            share_no_bag = all(part.shares_no_bag for part in parts)
+            block = add(found.sums, end - first, group.embedding_dim, first, share_no_bag=share_no_bag)
+        blocks.append(block)
+    return blocks
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What the owners answered for one group.
+
+    Attributes:
+        rows: uint8 [n, row_bytes], stored rows.
+        values: int64 [n], which value of the whole each of them is.
+        sums: bags of the whole, int64 [b], and float32 or float16 [b, embedding_dim].
+    """
+
+    rows: list[StoredRows]
+    values: list[Int64Array]
+    sums: list[tuple[Int64Array, Sums]]
+
+    def take(self, group: Group, part: Part, keys: tuple[int, int], sums: Sums, stored: StoredRows | None) -> None:
+        """Take in the answer for a part's keys [first, end), which are those of the group."""
+        first, end = keys
+        if first == end:
+            return
+        bags, starts, value_starts = part.bags, part.bags.bag_starts(), part.bags.value_starts()
+        index = part.bag_index[starts[first] : starts[end]]
+        if stored is not None and len(stored):
+            positions = part.positions[value_starts[first] : value_starts[end]]
+            if len(sums):
+                counts, values = bags.bags_per_key[first:end], bags.values_per_key()[first:end]
+                is_stored = travel_as_stored(group, values, counts)
+                positions = positions[is_stored.repeat(values)]
+                index = index[~is_stored.repeat(counts)]
+            self.rows.append(stored)
+            self.values.append(positions)
+        if len(sums):
+            self.sums.append((index, sums))
+
+    def pool_stored(self, group: Group, first: int, end: int, bags: KeyedBags) -> Float32Array:
+        """Pool the stored rows as if they were an arena's, of bags [first, end) of the whole; others give zeros."""
+        rows, values = _joined(self.rows), _joined(self.values)
+        offsets, weights = bags.offsets[first : end + 1], bags.weights
+        first_value, num_values = int(offsets[0]), int(offsets[-1] - offsets[0])
+        if values.size == num_values:
+            # Every value came as its row: they only have to be put into the order of the values.
+            slots = np.empty(num_values, np.int64)
+            slots[values - first_value if first_value else values] = np.arange(num_values)
+            offsets = offsets - first_value if first_value else offsets
+            weights = None if weights is None else weights[first_value : first_value + num_values]
+        else:
+            slots = values.argsort(kind="stable")
+            in_order = values[slots]
+            offsets = in_order.searchsorted(offsets)
+            weights = None if weights is None else weights[in_order]
+        return pool_rows(group.dtype, as_tensor(group.dtype, rows), slots, offsets, weights)
+
+
+def _joined(arrays: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)

@@ -1,0 +1,93 @@
+"""The torch calls that pool stored rows: one for each row dtype, for rows in an arena and for rows that just came."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from loader.snapshot.manifest import RowDtype
+from shard_node.bags import Float32Array, Int64Array
+
+# torch warns, once a process, of memory that is read-only: mapped rows, or offsets that requests of one shape share.
+# It never writes to what it pools.
+warnings.filterwarnings("ignore", message="The given NumPy array is not writable", category=UserWarning)
+
+# Gathered fp16 rows are widened to float32 before they are summed; this bounds the memory that takes.
+FP16_GATHER_BYTES = 8 << 20
+
+Kernel: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+
+
+def _quantised(op: Callable[..., torch.Tensor]) -> Kernel:
+    def pool(
+        rows: torch.Tensor, slots: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None
+    ) -> torch.Tensor:
+        # Positional: scale_grad_by_freq, mode (ignored by the op: it sums), pruned_weights, per_sample_weights,
+        # compressed_indices_mapping, include_last_offset.
+        return op(rows, slots, offsets, False, 0, False, weights, None, True)
+
+    return pool
+
+
+def _pool_fp32(
+    rows: torch.Tensor, slots: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None
+) -> torch.Tensor:
+    return torch.nn.functional.embedding_bag(
+        slots, rows, offsets, mode="sum", per_sample_weights=weights, include_last_offset=True
+    )
+
+
+def _pool_fp16(
+    rows: torch.Tensor, slots: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None
+) -> torch.Tensor:
+    # torch's half embedding_bag rounds its sum to half, which overflows at 65504 and would be rounded once per part.
+    # So rows are widened first, in chunks of whole bags where that fits and of single rows where a bag is longer.
+    chunk = max(1, FP16_GATHER_BYTES // (rows.shape[1] * 4))
+    if slots.numel() <= chunk:
+        return _pool_fp32(rows[slots].float(), torch.arange(slots.numel()), offsets, weights)
+    out = torch.zeros(offsets.numel() - 1, rows.shape[1])
+    bag_of_value = torch.repeat_interleave(torch.diff(offsets))
+    for begin in range(0, slots.numel(), chunk):
+        gathered = rows[slots[begin : begin + chunk]].float()
+        if weights is not None:
+            gathered *= weights[begin : begin + chunk, None]
+        out.index_add_(0, bag_of_value[begin : begin + chunk], gathered)
+    return out
+
+
+_KERNELS: dict[RowDtype, Kernel] = {
+    "int8": _quantised(torch.ops.quantized.embedding_bag_byte_rowwise_offsets.default),
+    "int4": _quantised(torch.ops.quantized.embedding_bag_4bit_rowwise_offsets.default),
+    "fp16": _pool_fp16,
+    "fp32": _pool_fp32,
+}
+
+
+def as_tensor(dtype: RowDtype, rows: npt.NDArray[np.uint8]) -> torch.Tensor:
+    """View stored rows, uint8 [slots, row_bytes], contiguous, as what `pool_rows` reads."""
+    tensor = torch.from_numpy(rows)
+    if dtype in ("fp16", "fp32"):
+        tensor = tensor.view(torch.float16 if dtype == "fp16" else torch.float32)
+    return tensor
+
+
+def pool_rows(
+    dtype: RowDtype, rows: torch.Tensor, slots: Int64Array, offsets: Int64Array, weights: Float32Array | None
+) -> Float32Array:
+    """Sum the rows of each bag, float32 [b, embedding_dim].
+
+    Args:
+        dtype: of the rows.
+        rows: as `as_tensor` gives them, at least one.
+        slots: int64 [n], positions in `rows`; the caller has checked them.
+        offsets: int64 [b + 1], beginning with 0.
+        weights: float32 [n] or None.
+    """
+    factors = None if weights is None else torch.from_numpy(weights)
+    pooled: Float32Array = _KERNELS[dtype](rows, torch.from_numpy(slots), torch.from_numpy(offsets), factors).numpy()
+    return pooled
