@@ -290,7 +290,7 @@ def test_answers_to_requests_that_nobody_made_are_ignored(place, tmp_path):
         async with scripted(place.address(tmp_path), chatty) as address, connected(address) as client:
             return await client.pool(MODEL, VERSION, film_bags([7]), soon())
 
-    np.testing.assert_array_equal(place.run(main())[0], EXPECTED)
+    np.testing.assert_array_equal(place.run(main()).sums[0], EXPECTED)
 
 
 @on_every_loop
