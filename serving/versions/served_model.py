@@ -116,14 +116,9 @@ class ServedModel:
         takers = cast("list[Replica | LoopReplica]", replicas)
         if loop is not None:
             found = replicas[0].ranking.parts
-
-            async def connected_ranking() -> Ranking:
-                own = ranking(0).using(found)
-                await own.connect(clock() + CONNECT_TIMEOUT_S)
-                return own
-
+            connecting = _connected(lambda: ranking(0).using(found), clock)
             try:
-                own = asyncio.run_coroutine_threadsafe(connected_ranking(), loop).result(2 * CONNECT_TIMEOUT_S)
+                own = asyncio.run_coroutine_threadsafe(connecting, loop).result(2 * CONNECT_TIMEOUT_S)
             finally:
                 _stop(checked_with, replicas)
             on_loop = LoopReplica(own, batcher, loop, clock)
@@ -186,6 +181,17 @@ def _started(
         _stop(batcher, replicas)
         raise
     return replicas
+
+
+async def _connected(make: Callable[[], Ranking], clock: Callable[[], float]) -> Ranking:
+    """Make a ranking on the loop that this runs on, and connect it to its shards; if that fails it is closed."""
+    ranking = make()
+    try:
+        await ranking.connect(clock() + CONNECT_TIMEOUT_S)
+    except BaseException:
+        await ranking.close()
+        raise
+    return ranking
 
 
 def _stop(batcher: Batcher, replicas: list[Replica] | list[Replica | LoopReplica]) -> None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 from pydantic import ValidationError
 
 from loader.snapshot.reader import Snapshot
+from router.errors import ShardUnavailableError
 from router.plan import Plan
+from router.replicas import ReplicatedShard
 from serving.errors import NotReadyError, ServingError, ShuttingDownError, UnknownIdError
 from serving.limits import RequestLimits
 from serving.rank.service import RankingService
@@ -18,11 +23,13 @@ from serving.versions.loading import ModelSource, load_served_model, load_when_p
 from serving.versions.served_model import ServedModel
 from shard_node.answer import FLOAT32_SUMS, Answer, Forms
 from shard_node.bags import KeyedBags
-from shard_node.errors import DeadlineExceededError
+from shard_node.errors import DeadlineExceededError, NodeOverloadedError
 from shard_node.node import NodeInfo, ShardNode
 from shard_node.wire.address import Address
+from shard_node.wire.client import ShardClient
+from shard_node.wire.server import NodeServer, ServerLimits
 from shardrank_testing.golden import golden_of
-from shardrank_testing.nodes import NearShard
+from shardrank_testing.nodes import NEVER_S, NearShard, until
 from shardrank_testing.serving_api import (
     MODEL,
     ApiModel,
@@ -331,20 +338,215 @@ def test_a_replica_of_a_closed_loop_is_not_alive(api_model):
     served.close()
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"shards": ((Address(path="/tmp/a.sock"),),)},
-        {"local_shards": 2},
-        {"memory_budget_bytes": 1000},
-    ],
-)
-def test_rows_that_may_have_to_be_waited_for_are_not_ranked_on_the_loop(tmp_path, other):
-    with pytest.raises(ValidationError, match="num_replicas 0 is for rows in this process's memory"):
-        ModelSource(snapshot=tmp_path, num_replicas=0, **other)
+def test_rows_that_a_disk_may_have_to_be_waited_for_are_not_ranked_on_the_loop(tmp_path):
+    with pytest.raises(ValidationError, match="num_replicas 0 is for rows in this process's memory, or on shard nodes"):
+        ModelSource(snapshot=tmp_path, num_replicas=0, memory_budget_bytes=1000)
 
 
 def test_without_a_loop_there_is_nothing_to_rank_on(api_model):
     source = ModelSource(snapshot=api_model.path, num_replicas=0, dtype="float32")
     with pytest.raises(ServingError, match=r"there is none here; allowed is 1\.\.64"):
         load_served_model(source, RankingService())
+
+
+class HeldNode(ShardNode):
+    """A node that answers when it is let go, and fails at those calls that it is told to, by number."""
+
+    def __init__(self, node: ShardNode, fails: tuple[int, ...] = ()) -> None:
+        super().__init__(node.identity)
+        self.generations = node.generations
+        self.go = threading.Event()
+        self.asked: list[int] = []
+        self._fails = fails
+
+    def answer(self, model: str, version: int, bags: KeyedBags, forms: Forms) -> Answer:
+        number = len(self.asked)
+        self.asked.append(bags.num_values)
+        assert self.go.wait(NEVER_S)
+        if number in self._fails:
+            raise NodeOverloadedError(f"call {number} is one too many")
+        return super().answer(model, version, bags, forms)
+
+
+@contextlib.asynccontextmanager
+async def ranked_on_loop(
+    api_model: ApiModel, folder: Path, *nodes: HeldNode
+) -> AsyncIterator[tuple[RankingService, list[NodeServer]]]:
+    """A service that ranks on this loop what nodes behind sockets answer, in their own threads."""
+    # An event loop's own pooling would hold up the test.
+    limits = ServerLimits(max_inline_bytes=0, threads=8)
+    servers = [NodeServer(node, limits) for node in nodes]
+    addresses = [Address(path=f"{folder}/{number}.sock") for number in range(len(nodes))]
+    for server, address in zip(servers, addresses, strict=True):
+        await server.start([address])
+    source = ModelSource(
+        snapshot=api_model.path,
+        num_replicas=0,
+        dtype="float32",
+        replicate_bytes=0,
+        shards=tuple((address,) for address in addresses),
+    )
+    service = RankingService(expected_models=[MODEL])
+    try:
+        await load_when_possible(source, service)
+        yield service, servers
+    finally:
+        for node in nodes:
+            node.go.set()
+        await closed(service)
+        for server in servers:
+            await server.close()
+
+
+def held_nodes(api_model: ApiModel, count: int = 1, fails: tuple[int, ...] = ()) -> list[HeldNode]:
+    snapshot = Snapshot.open(api_model.path)
+    plan = Plan.make(snapshot.spec, count, "hash", 1, 0)
+    return [HeldNode(make_node(snapshot, plan, number), fails) for number in range(count)]
+
+
+def ranking_in_task(service: RankingService, *seeds: int) -> list[asyncio.Task]:
+    return [asyncio.create_task(rank(service, api_request(seed))) for seed in seeds]
+
+
+def assert_scores(api_model: ApiModel, answers: list, seeds: range | list[int]) -> None:
+    for seed, answer in zip(seeds, answers, strict=True):
+        np.testing.assert_allclose(answer.scores, api_model.scores(api_request(seed)), rtol=1e-5, atol=1e-5)
+
+
+async def many_turns() -> None:
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_while_two_batches_wait_for_shards_one_forms_of_all_that_comes(api_model, tmp_path, num_shards):
+    nodes = held_nodes(api_model, num_shards)
+
+    async def main() -> None:
+        before = set(threading.enumerate())
+        async with ranked_on_loop(api_model, tmp_path, *nodes) as (service, _):
+            assert not [one.name for one in set(threading.enumerate()) - before if one.name.startswith("rank-")]
+            asking = ranking_in_task(service, 0)
+            await until(lambda: all(len(node.asked) == 1 for node in nodes))
+            asking += ranking_in_task(service, 1, 2)
+            await until(lambda: all(len(node.asked) == 2 for node in nodes))
+            for seed in range(3, 12):
+                asking += ranking_in_task(service, seed)
+                await many_turns()
+            assert [len(node.asked) for node in nodes] == [2] * num_shards
+            assert not any(task.done() for task in asking)
+            with service.lease(MODEL) as lease:
+                assert lease.payload.num_waiting == 9
+                # The loop goes on meanwhile, so whoever asks for the nodes is told.
+                assert len(await lease.payload.nodes()) == num_shards
+            for node in nodes:
+                node.go.set()
+            assert_scores(api_model, await asyncio.gather(*asking), range(12))
+            assert batches(service) == (3, 12)
+
+    run(main())
+
+
+def test_an_error_of_a_shard_fails_the_batch_that_asked_it_and_no_other(api_model, tmp_path):
+    (node,) = held_nodes(api_model, fails=(0, 3))
+
+    async def main() -> None:
+        async with ranked_on_loop(api_model, tmp_path, node) as (service, _):
+            failing = ranking_in_task(service, 0, 1)
+            await until(lambda: len(node.asked) == 1)
+            others = ranking_in_task(service, 2, 3)
+            await until(lambda: len(node.asked) == 2)
+            waiting = ranking_in_task(service, 4, 5, 6)
+            node.go.set()
+            for answer in await asyncio.gather(*failing, return_exceptions=True):
+                assert isinstance(answer, ShardUnavailableError)
+                assert "call 0 is one too many" in str(answer)
+            assert_scores(api_model, await asyncio.gather(*others, *waiting), range(2, 7))
+            assert batches(service)[1] == 5
+            # Errors take nothing away: there is room for two batches again, and for one after the other.
+            for seed in range(7, 12):
+                (task,) = ranking_in_task(service, seed)
+                if len(node.asked) == 3:
+                    with pytest.raises(ShardUnavailableError, match="call 3 is one too many"):
+                        await task
+                else:
+                    assert_scores(api_model, [await task], [seed])
+
+    run(main())
+
+
+def test_a_bad_id_is_its_own_requests_error_where_shards_are_waited_for(api_model, tmp_path):
+    nodes = held_nodes(api_model, 2)
+
+    async def main() -> None:
+        async with ranked_on_loop(api_model, tmp_path, *nodes) as (service, _):
+            bad = api_request(1)
+            bad["candidates"]["sparse"]["film"][0] = 10**6
+            asking = [
+                *ranking_in_task(service, 0),
+                asyncio.create_task(rank(service, bad)),
+                *ranking_in_task(service, 2),
+            ]
+            await until(lambda: all(node.asked for node in nodes))
+            for node in nodes:
+                node.go.set()
+            first, refused, last = await asyncio.gather(*asking, return_exceptions=True)
+            assert isinstance(refused, UnknownIdError)
+            assert_scores(api_model, [first, last], [0, 2])
+            assert batches(service)[0] == 1
+
+    run(main())
+
+
+def test_closing_a_version_that_the_loop_ranks_ends_its_connections_to_shards(api_model, tmp_path):
+    nodes = held_nodes(api_model, 2)
+
+    async def main() -> None:
+        async with ranked_on_loop(api_model, tmp_path, *nodes) as (service, servers):
+            asking = ranking_in_task(service, 0)
+            await until(lambda: all(node.asked for node in nodes))
+            assert [server.num_connections for server in servers] == [1, 1]
+            closing = asyncio.create_task(closed(service))
+            await until(lambda: not service.generations.models())
+            # It waits for what is out, and nothing more is begun.
+            with pytest.raises(NotReadyError):
+                await rank(service, api_request(1))
+            assert not closing.done()
+            for node in nodes:
+                node.go.set()
+            assert_scores(api_model, await asyncio.gather(*asking), [0])
+            await closing
+            await until(lambda: not any(server.num_connections for server in servers))
+            assert [len(node.asked) for node in nodes] == [1, 1]
+
+    run(main())
+
+
+def test_a_version_whose_shards_went_away_before_the_loop_took_it_leaves_no_connection(api_model, tmp_path):
+    snapshot = Snapshot.open(api_model.path)
+    plan = Plan.make(snapshot.spec, 2, "hash", 1, 0)
+    addresses = [Address(path=f"{tmp_path}/{number}.sock") for number in range(2)]
+    away, asked = Address(path=f"{tmp_path}/away.sock"), []
+
+    def shards(on_retry) -> list[ReplicatedShard]:
+        # The replica that the version is checked with finds both; the one on the loop does not find the second.
+        found = [addresses[0], away] if asked else addresses
+        asked.append(found)
+        return [
+            ReplicatedShard(plan, number, snapshot.identity, [ShardClient(address)], on_retry)
+            for number, address in enumerate(found)
+        ]
+
+    async def main() -> None:
+        servers = [NodeServer(make_node(snapshot, plan, number)) for number in range(2)]
+        for server, address in zip(servers, addresses, strict=True):
+            await server.start([address])
+        loop = asyncio.get_running_loop()
+        with pytest.raises(ShardUnavailableError, match="shard 1 of 2"):
+            await asyncio.to_thread(ServedModel.load, snapshot, plan, shards, dtype="float32", loop=loop)
+        assert len(asked) == 2
+        await until(lambda: not any(server.num_connections for server in servers))
+        for server in servers:
+            await server.close()
+
+    run(main())
