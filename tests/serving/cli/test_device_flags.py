@@ -68,10 +68,19 @@ def test_without_flags_the_options_are_the_engines_own() -> None:
     ]
 
 
-def test_there_is_one_ranking_replica_for_each_card_if_nothing_else_is_said() -> None:
+@pytest.mark.parametrize("may_block", [False, True])
+def test_there_is_one_ranking_replica_for_each_card_if_nothing_else_is_said(may_block: bool) -> None:
     card_set = CardSet(EmulatedCards(4))
-    assert [num_replicas(None, None), num_replicas(None, card_set)] == [1, 4]
-    assert [num_replicas(3, None), num_replicas(3, card_set)] == [3, 3]
+    assert num_replicas(None, card_set, may_block=may_block) == 4
+    assert [num_replicas(3, cards, may_block=may_block) for cards in (None, card_set)] == [3, 3]
+
+
+def test_without_cards_the_event_loop_ranks_unless_a_row_may_block_it() -> None:
+    assert num_replicas(None, None, may_block=False) == num_replicas(0, None, may_block=False) == 0
+    assert num_replicas(None, None, may_block=True) == 1
+    for card_set, may_block in ((None, True), (CardSet(EmulatedCards(1)), False)):
+        with pytest.raises(click.UsageError, match="--ranking-replicas 0 is only for rows in this process's RAM"):
+            num_replicas(0, card_set, may_block=may_block)
 
 
 def test_a_device_that_is_none_is_refused_before_a_child_is_started() -> None:
