@@ -160,19 +160,19 @@ def encode_answer(request_id: int, answer: Answer) -> list[Buffer]:
     return _encode(FrameType.STORED, request_id, b"", [*sums, *map(np.ascontiguousarray, answer.stored)])
 
 
-def decode_answer(frame: Frame) -> Answer:
-    """Read a POOLED or STORED frame: its arrays are views into the frame."""
+def decode_answer(frame: Frame, asked_bytes: int = 0) -> Answer:
+    """Read a POOLED or STORED frame that answers one of so many bytes: its arrays are views into the frame."""
     what = FrameType(frame.header.frame_type).name
     fields, arrays = _decode(frame.body, what)
     if len(fields):
         raise WireError(f"{what} fields have {len(fields)} bytes, none are allowed")
     if what == "POOLED":
-        return Answer(_rows(arrays, "POOLED sums", _FLOAT32, _FLOAT16))
+        return Answer(_rows(arrays, "POOLED sums", _FLOAT32, _FLOAT16), asked_bytes=asked_bytes)
     if len(arrays) % 2:
         raise WireError(f"STORED num_arrays is {len(arrays)}, there must be two for each group")
     half = len(arrays) // 2
     sums = _rows(arrays[:half], "STORED sums", _FLOAT32, _FLOAT16)
-    return Answer(sums, _rows(arrays[half:], "STORED rows", _UINT8))
+    return Answer(sums, _rows(arrays[half:], "STORED rows", _UINT8), asked_bytes)
 
 
 def encode_info(request_id: int) -> list[Buffer]:
