@@ -21,8 +21,6 @@ Round = TypeVar("Round")
 COUNTED = "requests that count in a round"
 """In the setup: of fewer than a thousand, p99.9 is the slowest one."""
 FORM = "requests are"
-COLUMN_WIDTH = 23
-"""On a terminal, of an arm: `2 shards, Unix socket` and the space around it."""
 
 
 def in_turn(ones: Sequence[One], number: int) -> list[One]:
@@ -99,8 +97,12 @@ def show_comparison(console: Console, comparison: Comparison) -> None:
     if FORM in comparison.setup:
         line(console, f"{FORM} {comparison.setup[FORM]}")
     others = [arm for arm in range(len(comparison.arms)) if arm != comparison.baseline]
-    names = max((len(f"{one.name}, {one.unit}") for one in comparison.measures), default=0)
-    beside = max(1, (console.width - names) // COLUMN_WIDTH - 1)
+    alone, *pairs = (
+        console.measure(_side_by_side(comparison, [comparison.baseline, *arm])).maximum
+        for arm in ([], *([arm] for arm in others))
+    )
+    widest = max((pair - alone for pair in pairs), default=1)
+    beside = max(1, (console.width - alone) // max(1, widest))
     for begin in range(0, max(1, len(others)), beside):
         console.print(_side_by_side(comparison, [comparison.baseline, *others[begin : begin + beside]]))
     base = comparison.arms[comparison.baseline].name

@@ -157,8 +157,8 @@ class Words(click.ParamType):  # type: ignore[type-arg]  # likewise
 @memory_budget_option
 @device_options
 @click.option("--replicate-bytes", type=click.IntRange(0), default=0, show_default=True, metavar="N",
-              help="Tables of at most this many bytes are held whole by every shard. 0 divides all, so that small tables "
-              "don't hide what dividing costs; the default of `shardrank up` is 1048576.")  # fmt: skip
+              help="Tables of at most this many bytes are held whole by every shard. 0 divides all, so that small "
+              "tables don't hide what dividing costs; the default of `shardrank up` is 1048576.")  # fmt: skip
 @click.option("--json", "json_file", type=FILE, metavar="FILE", help="Write the comparison to this file.")
 @click.option("--html", "html_file", type=FILE, metavar="FILE", help="Write a page with plots to this file.")
 @click.pass_context

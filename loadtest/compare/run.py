@@ -34,10 +34,10 @@ from serving.training.dataset import with_bucketing
 from shard_node.cuda.card_set import DeviceChoice
 
 _PERCENTILES = {"p50": "p50_ms", "p99": "p99_ms", "p99.9": "p999_ms"}
-_ROLES: dict[Role, str] = {"serve": "serving processes", "nodes": "shard nodes"}
+_ROLES: tuple[Role, ...] = ("serve", "nodes")
 _SPENT: dict[str, Callable[[CpuTime], float]] = {
     "": lambda time: time.all_s,
-    ", in the kernel": lambda time: time.kernel_s,
+    ", kernel": lambda time: time.kernel_s,
 }
 
 
@@ -139,8 +139,8 @@ def _measures(config: CompareConfig, rounds: Mapping[ServedArm, Sequence[ArmRoun
         Measure(f"throughput, {busy}", "/s", "higher", lambda one: one.busy.requests_per_s),
         Measure(f"CPU of a request, {busy}", "ms", "lower", lambda one: one.busy.cpu_ms),
         *(
-            Measure(f"CPU of a request, {where}{part}", "ms", "lower", _cpu_ms(role, spent), everywhere=False)
-            for role, where in (_ROLES if config.shards else {}).items()
+            Measure(f"CPU of a request, {role}{part}", "ms", "lower", _cpu_ms(role, spent), everywhere=False)
+            for role in (_ROLES if config.shards else ())
             for part, spent in _SPENT.items()
         ),
         Measure("bytes of a request, back", "B", "lower", _bytes(*forms), everywhere=False),
