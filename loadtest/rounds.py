@@ -21,6 +21,7 @@ Round = TypeVar("Round")
 COUNTED = "requests that count in a round"
 """In the setup: of fewer than a thousand, p99.9 is the slowest one."""
 FORM = "requests are"
+SHARES = "shares of capacity"
 
 
 def in_turn(ones: Sequence[One], number: int) -> list[One]:
@@ -113,6 +114,8 @@ def show_comparison(console: Console, comparison: Comparison) -> None:
     line(console, f"{medians}, and ratios to {base} {sure}")
     if COUNTED in comparison.setup:
         line(console, f"{COUNTED}: {comparison.setup[COUNTED]}; p99.9 of fewer than 1000 is the slowest one")
+    if SHARES in comparison.setup:
+        line(console, f"{SHARES}: {comparison.setup[SHARES]}")
     for reason in comparison.invalid_because:
         line(console, f"not valid: {reason}")
 

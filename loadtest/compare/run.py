@@ -23,7 +23,7 @@ from loadtest.load.result import LoadResult, check_writable
 from loadtest.load.run import INTERRUPTED, checked, write_files
 from loadtest.load.workers import stopping_on_signals
 from loadtest.report.comparison import Arm, Comparison
-from loadtest.rounds import COUNTED, FORM, Measure, compare_rounds, show_comparison
+from loadtest.rounds import COUNTED, FORM, SHARES, Measure, compare_rounds, show_comparison
 from loadtest.workloads.catalog import FilmsWorkload, open_workload
 from loadtest.workloads.payloads import FORMS, GRPC_APIS
 from loadtest.workloads.prepare import prepare_workload
@@ -214,7 +214,7 @@ def _setup(config: CompareConfig, load: OfferedLoad, measurements: Measurements)
         "rate": f"{config.rate:g}/s",
         "throughput": f"closed loop, {config.in_flight} requests always out",
         "alone": "closed loop, one request always out",
-        "shares of capacity": _shares(config, measurements) if config.shares else None,
+        SHARES: _shares(config, measurements) if config.shares else None,
         "cold": f"the first {config.cold_s:g} s after the server's start",
         "warm": f"{config.duration_s:g} s after {config.warmup_s:g} s of warm-up",
         "serving processes": config.workers,

@@ -224,6 +224,7 @@ def test_the_table_and_the_page_have_every_measure_with_its_interval_and_what_is
     out = io.StringIO()
     show_comparison(Console(file=out, width=200), found)
     assert "requests are varied: ragged bags, headers that change" in out.getvalue()
+    assert "shares of capacity: 50% of the 400/s that 2 cards answered in the rehearsal" in out.getvalue()
     page = html(Comparison.model_validate_json(found.model_dump_json()))
     for text in (out.getvalue(), page):
         for one in found.measures:
