@@ -253,8 +253,8 @@ films_options = together(
 )
 _DENSE_DTYPE = "Number format of the dense model; auto: bfloat16 where the device has it and golden scores allow it."
 _WIRE_DTYPE = (
-    "Number format in which shard nodes send sums of rows; auto: float16 where golden scores allow it. Rows that need no "
-    "adding travel as they are stored, and lose nothing."
+    "Number format in which shard nodes send sums of rows; auto: float16 where golden scores allow it. Rows that need "
+    "no adding travel as they are stored, and lose nothing."
 )
 ranking_options = together(
     option(
