@@ -184,6 +184,7 @@ class Router:
         # Rows that are all in this process need no split.
         self._all_rows = shards[0] if len(shards) == 1 and isinstance(shards[0], LocalShard) else None
         self._cutter = Cutter(plan.layout)
+        self._is_narrow = max(table.num_embeddings for table in plan.layout.tables) <= 2**31
         self._owners = BucketOwners(plan)
         self._has_none = bool(schema.is_none.any())
         self._has_mean = bool(schema.is_mean.any())
@@ -287,10 +288,13 @@ class Router:
             times.add_s += self._clock() - answered
             return blocks
 
-    def _parts(self, bags: CheckedBags) -> list[Part]:
+    def _parts(self, bags: KeyedBags) -> list[Part]:
         """Divide bags over the shards, into pieces that fit the wire; the longest first."""
         if len(self._shards) == 1:
             return self._cutter.cut(whole(bags))
+        if self._is_narrow:
+            # Half of the bytes for all that follows, the wire included.
+            bags = bags.with_values(bags.values.astype(np.int32), bags.weights)
         owners = self._owners.of(bags, self._up, next(self._turn))
         parts = split(bags, owners, range(len(self._shards)))
         parts.sort(key=lambda part: -part.positions.size)

@@ -173,7 +173,9 @@ def _part(
             has_bags = bags_per_key > 0
             keys, bags_per_key = keys[has_bags], bags_per_key[has_bags]
     if offsets is None:
-        offsets = np.arange(bag_index.size + 1, dtype=np.int64)
+        offsets = np.arange(bag_index.size + 1)
+    # Offsets are as narrow as the values: both travel as they are.
+    offsets = offsets.astype(bags.values.dtype, copy=False)
     weights = None if bags.weights is None else bags.weights[positions]
     return KeyedBags(keys, bags_per_key, offsets, bags.values.take(positions), weights)
 

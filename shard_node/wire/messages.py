@@ -82,14 +82,9 @@ class PoolRequest:
     forms: Forms = FLOAT32_SUMS
 
     def bags(self) -> KeyedBags:
-        """Return the bags, narrow arrays widened to int64 and the others as they lie; they are not checked."""
-        return KeyedBags(
-            self.keys,
-            self.bags_per_key.astype(np.int64, copy=False),
-            self.offsets.astype(np.int64, copy=False),
-            self.values.astype(np.int64, copy=False),
-            self.weights,
-        )
+        """Return the bags as they lie, but for numbers of bags, which become int64; they are not checked."""
+        counts = self.bags_per_key.astype(np.int64, copy=False)
+        return KeyedBags(self.keys, counts, self.offsets, self.values, self.weights)  # type: ignore[arg-type]
 
 
 def encode_pool(
@@ -236,6 +231,8 @@ def array_section_bytes(num_arrays: int) -> int:
 
 
 def _narrowed(array: Int64Array) -> Array:
+    if array.dtype == _INT32:
+        return np.ascontiguousarray(array)
     if array.nbytes <= SMALL_ARRAY_BYTES:
         return np.ascontiguousarray(array, _INT64)
     # The bitwise or of all numbers is non-negative and below 2^31 only if each of them is: one pass, no copy.
