@@ -171,15 +171,16 @@ class _Found:
             return
         bags, starts, value_starts = part.bags, part.bags.bag_starts(), part.bags.value_starts()
         index = part.bag_index[starts[first] : starts[end]]
-        if stored is not None and len(stored):
+        if stored is not None and len(sums) < index.size:
             positions = part.positions[value_starts[first] : value_starts[end]]
             if len(sums):
                 counts, values = bags.bags_per_key[first:end], bags.values_per_key()[first:end]
                 is_stored = travel_as_stored(group, values, counts)
                 positions = positions[is_stored.repeat(values)]
                 index = index[~is_stored.repeat(counts)]
-            self.rows.append(stored)
-            self.values.append(positions)
+            if len(stored):
+                self.rows.append(stored)
+                self.values.append(positions)
         if len(sums):
             self.sums.append((index, sums))
 

@@ -207,7 +207,7 @@ def add(
             out += torch.from_numpy(sums)
         whole: Float32Array = out.numpy()
         return whole
-    if share_no_bag:
+    if share_no_bag or not parts:
         # One item per bag: NumPy puts such whole, in half of the time of rows of numbers.
         covered = sum(index.size for index, _ in parts)
         put = (np.empty if covered == num_bags else np.zeros)((num_bags, embedding_dim), np.float32)

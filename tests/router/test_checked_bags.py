@@ -15,19 +15,22 @@ from router.plan import Plan
 from router.router import Router
 from shard_node.bags import CheckedBags, Float32Array, KeyedBags
 from shard_node.errors import InvalidBagsError
-from shard_node.node import LocalShard
+from shard_node.node import LocalShard, ShardNode
 from shardrank_testing.snapshots import make_spec, write_snapshot
 from shardrank_testing.topologies import lookup, make_node
 
 
-class RecordingShard(LocalShard):
-    """A shard in this process that keeps what it was asked for."""
+class RecordingNode(ShardNode):
+    """A node in this process that keeps what it was asked for."""
 
-    asked: list[KeyedBags]
+    def __init__(self, node: ShardNode) -> None:
+        super().__init__(node.identity)
+        self.generations = node.generations
+        self.asked: list[KeyedBags] = []
 
-    async def pool(self, model: str, version: int, bags: KeyedBags, deadline: float) -> list[Float32Array]:
+    def pool(self, model: str, version: int, bags: KeyedBags) -> list[Float32Array]:
         self.asked.append(bags)
-        return await super().pool(model, version, bags, deadline)
+        return super().pool(model, version, bags)
 
 
 @pytest.fixture(scope="module")
@@ -35,19 +38,18 @@ def snapshot(tmp_path_factory: pytest.TempPathFactory) -> Snapshot:
     return Snapshot.open(write_snapshot(tmp_path_factory.mktemp("store"), make_spec())[0])
 
 
-def router_of(spec: ModelSpec, snapshot: Snapshot) -> tuple[Router, RecordingShard]:
+def router_of(spec: ModelSpec, snapshot: Snapshot) -> tuple[Router, RecordingNode]:
     """A router by one description over a node that holds another's tables, in this process."""
     schema = FeatureSchema.of(spec)
-    shard = RecordingShard(make_node(snapshot, Plan.make(snapshot.spec), 0))
-    shard.asked = []
-    return Router(schema, IdMapper(schema, {}), Plan.make(spec), [shard]), shard
+    node = RecordingNode(make_node(snapshot, Plan.make(snapshot.spec), 0))
+    return Router(schema, IdMapper(schema, {}), Plan.make(spec), [LocalShard(node)]), node
 
 
 @pytest.mark.parametrize("policy", ["reject", "default_row", "skip"])
 def test_whatever_ids_are_asked_for_values_that_are_said_to_be_checked_are_rows(snapshot, policy):
     spec = snapshot.spec
     tables = [{**table.model_dump(), "unknown_id": policy} for table in spec.tables]
-    router, shard = router_of(ModelSpec.model_validate({**spec.model_dump(), "tables": tables}), snapshot)
+    router, node = router_of(ModelSpec.model_validate({**spec.model_dump(), "tables": tables}), snapshot)
     rng, num_features = np.random.default_rng(8), len(spec.features)
     for _ in range(30):
         keys = np.sort(rng.permutation(num_features)[: rng.integers(1, num_features + 1)]).astype(np.int32)
@@ -55,7 +57,8 @@ def test_whatever_ids_are_asked_for_values_that_are_said_to_be_checked_are_rows(
         lengths = rng.integers(0, 4, bags_per_key.sum())
         ids = rng.choice([0, 18, 19, 776, 777, 2**40, 2**63 - 1], lengths.sum())
         asyncio.run(lookup(router, snapshot, KeyedBags.from_lengths(keys, bags_per_key, lengths, ids)))
-    for asked in shard.asked:
+    assert len(node.asked) == 30
+    for asked in node.asked:
         assert isinstance(asked, CheckedBags)
         plain = KeyedBags(asked.keys, asked.bags_per_key, asked.offsets, asked.values, asked.weights)
         asked.layout.check(plain)

@@ -1,4 +1,4 @@
-"""A shard with several replicas: who is asked, who is refused, and what travels in pieces."""
+"""A shard with several replicas: who is asked, and who is refused."""
 
 from __future__ import annotations
 
@@ -8,21 +8,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from loader.snapshot.reader import Snapshot
 from router.errors import ShardUnavailableError
 from router.plan import Plan
-from router.replicas import VALUE_BYTES, Cutter, ReplicatedShard, join
+from router.replicas import ReplicatedShard
 from shard_node.bags import KeyedBags
 from shard_node.errors import DeadlineExceededError
 from shard_node.node import ShardNode
 from shard_node.wire.address import Address
 from shard_node.wire.client import ShardClient
 from shard_node.wire.server import NodeServer
-from shardrank_testing.bags import random_table_bags
-from shardrank_testing.nodes import reference_engine
 from shardrank_testing.snapshots import one_table_spec, write_snapshot
 from shardrank_testing.topologies import Topology, make_node
 
@@ -66,8 +62,8 @@ def shard_over(fleet: Fleet, snapshot: Snapshot, plan: Plan, *numbers: int) -> t
 
 
 async def ask(shard: ReplicatedShard, snapshot: Snapshot, timeout_s: float = 30.0) -> np.ndarray:
-    blocks = await shard.pool(snapshot.spec.model, snapshot.version, BAGS, time.monotonic() + timeout_s)
-    return blocks[0]
+    answer = await shard.pool(snapshot.spec.model, snapshot.version, BAGS, time.monotonic() + timeout_s)
+    return answer.sums[0]
 
 
 def run(scenario, folder: Path) -> None:
@@ -263,26 +259,6 @@ def test_every_replica_tells_of_itself_and_one_that_hangs_holds_up_nobody(snapsh
     run(scenario, tmp_path)
 
 
-def test_what_is_too_large_for_a_frame_travels_in_pieces(tmp_path):
-    spec = one_table_spec(100, embedding_dim=4096)
-    path, _ = write_snapshot(tmp_path, spec, seed=1)
-    wide = Snapshot.open(path)
-    plan = Topology().plan(spec)
-    # 6,000 rows of 16 KiB come back: more than one frame may hold.
-    rows = np.arange(6000, dtype=np.int64) % 100
-    bags = KeyedBags.from_lengths(np.array([0], np.int32), np.array([6000], np.int64), np.ones(6000, np.int64), rows)
-    node = make_node(wide, plan, 0)
-
-    async def scenario(fleet: Fleet) -> None:
-        await fleet.start(0, node)
-        shard, _ = shard_over(fleet, wide, plan, 0)
-        blocks = await shard.pool(spec.model, wide.version, bags, time.monotonic() + 60.0)
-        np.testing.assert_array_equal(blocks[0], node.pool(spec.model, wide.version, bags)[0])
-        await shard.close()
-
-    run(scenario, tmp_path)
-
-
 def test_a_replica_without_the_version_is_asked_once_and_then_last(snapshot, tmp_path):
     plan = Topology().plan(snapshot.spec)
 
@@ -301,30 +277,3 @@ def test_a_replica_without_the_version_is_asked_once_and_then_last(snapshot, tmp
 def test_a_shard_without_replicas_is_refused(snapshot):
     with pytest.raises(ShardUnavailableError, match="shard 0 has no replica"):
         ReplicatedShard(Topology().plan(snapshot.spec), 0, snapshot.identity, [])
-
-
-@given(st.integers(0, 2**32), st.integers(1, 4000), st.booleans())
-def test_joined_blocks_of_all_pieces_are_those_of_the_whole(seed, piece_bytes, weighted):
-    engine = reference_engine()
-    bags = random_table_bags(np.random.default_rng(seed), engine.layout, 12, 6, weighted)
-    pieces = Cutter(engine.layout, piece_bytes).cut(bags)
-    assert sum(piece.num_bags for piece in pieces) == bags.num_bags
-    for whole, joined in zip(engine.pool(bags), join([engine.pool(piece) for piece in pieces]), strict=True):
-        np.testing.assert_array_equal(joined, whole)
-
-
-@given(st.integers(0, 2**32), st.integers(1, 4000))
-def test_a_piece_of_several_bags_is_within_its_bytes(seed, piece_bytes):
-    layout = reference_engine().layout
-    bags = random_table_bags(np.random.default_rng(seed), layout, 12, 6)
-    for piece in Cutter(layout, piece_bytes).cut(bags):
-        piece.validate()
-        dims = np.array([layout.tables[key].embedding_dim for key in piece.keys])
-        sums = int((4 * dims * piece.bags_per_key).sum())
-        assert piece.num_bags == 1 or sums + piece.num_values * VALUE_BYTES <= piece_bytes
-
-
-def test_what_fits_is_not_touched():
-    layout = reference_engine().layout
-    bags = random_table_bags(np.random.default_rng(1), layout, 12, 6)
-    assert Cutter(layout).cut(bags)[0] is bags

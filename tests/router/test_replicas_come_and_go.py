@@ -13,6 +13,7 @@ import pytest
 from loader.snapshot.reader import Snapshot
 from router.errors import ShardUnavailableError
 from router.replicas import ReplicaSource, ReplicatedShard
+from shard_node.answer import Answer, Forms
 from shard_node.bags import KeyedBags
 from shard_node.engine.loading import load_tables
 from shard_node.node import NodeInfo, ShardNode
@@ -36,9 +37,9 @@ class WatchedClient(ShardClient):
         self.closed = asyncio.Event()
         self.told = asyncio.Event()
 
-    async def pool(self, model: str, version: int, bags: KeyedBags, deadline: float) -> list[np.ndarray]:
+    async def pool(self, model: str, version: int, bags: KeyedBags, deadline: float, forms: Forms) -> Answer:
         self.pools += 1
-        return await super().pool(model, version, bags, deadline)
+        return await super().pool(model, version, bags, deadline, forms)
 
     async def info(self) -> NodeInfo:
         info = await super().info()
@@ -87,8 +88,8 @@ class Fleet:
         return ReplicatedShard(self.plan, 0, self.snapshot.identity, ReplicaSource(current, connect))
 
     async def ask(self, shard: ReplicatedShard) -> np.ndarray:
-        blocks = await shard.pool(self.snapshot.spec.model, self.snapshot.version, BAGS, time.monotonic() + 30)
-        return blocks[0]
+        answer = await shard.pool(self.snapshot.spec.model, self.snapshot.version, BAGS, time.monotonic() + 30)
+        return answer.sums[0]
 
     async def close(self) -> None:
         for server in self._servers:
@@ -156,10 +157,10 @@ def test_a_replica_that_leaves_while_it_is_asked_answers_first(snapshot, tmp_pat
         entered, go_on = asyncio.Event(), asyncio.Event()
 
         class SlowClient(WatchedClient):
-            async def pool(self, model, version, bags, deadline):
+            async def pool(self, model, version, bags, deadline, forms):
                 entered.set()
                 await go_on.wait()
-                return await super().pool(model, version, bags, deadline)
+                return await super().pool(model, version, bags, deadline, forms)
 
         await fleet.start(0)
         await fleet.start(1)

@@ -125,12 +125,18 @@ def test_every_dtype_gives_the_references_answer(stores, topology, dtype):
         stored.check(router, bags, asyncio.run(lookup(router, stored.snapshot, bags)))
 
 
-@pytest.mark.parametrize(
-    "topology",
-    [Topology(), Topology(shards=2, cards=2), Topology(shards=3, replicate_bytes=4096, replicas=2)],
-    ids=["1x1", "2x2", "3x1 with two replicas"],
-)
-def test_shards_behind_sockets_give_the_same_bits_as_in_process(stores, tmp_path, topology):
+REMOTE = {
+    "1x1": Topology(),
+    "2x2": Topology(shards=2, cards=2),
+    "3x1 with two replicas": Topology(shards=3, replicate_bytes=4096, replicas=2),
+    "partly mapped 2x1": Topology(shards=2, memory_budget_bytes=8000),
+}
+
+
+@pytest.mark.parametrize("topology", REMOTE.values(), ids=REMOTE.keys())
+def test_shards_behind_sockets_give_the_references_answer_and_one_of_them_the_same_bits_as_in_process(
+    stores, tmp_path, topology
+):
     stored = stores["hash", None]
     local = local_router(stored.snapshot, topology)
 
@@ -140,11 +146,40 @@ def test_shards_behind_sockets_give_the_same_bits_as_in_process(stores, tmp_path
                 bags = random_bags(stored, np.random.default_rng(seed), 9, 9)
                 remote = await lookup(router, stored.snapshot, bags)
                 stored.check(router, bags, remote)
-                # A second router takes the same turns, so replicated tables are asked for at the same shards.
-                for ours, theirs in zip(
-                    remote.blocks, (await lookup(local, stored.snapshot, bags)).blocks, strict=True
-                ):
-                    np.testing.assert_array_equal(ours, theirs)
+                if topology.shards == 1:
+                    for ours, theirs in zip(
+                        remote.blocks, (await lookup(local, stored.snapshot, bags)).blocks, strict=True
+                    ):
+                        np.testing.assert_array_equal(ours, theirs)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("topology", REMOTE.values(), ids=REMOTE.keys())
+@pytest.mark.parametrize("hotness", [1, 2])
+def test_rows_that_travel_as_stored_give_the_same_bits_wherever_they_lie(stores, tmp_path, topology, hotness):
+    stored = stores["hash", "int4"]
+    one_node = local_router(stored.snapshot, Topology())
+    # Two int4 rows of 16 numbers take less than a float16 sum; of the narrower tables one does.
+    features = ("user", "film", "history") if hotness == 2 else stored.schema.index
+    keys = np.array(sorted(stored.schema.index[name] for name in features), np.int32)
+    num_bags = 40 * keys.size
+    rng = np.random.default_rng(hotness)
+    bags = KeyedBags.from_lengths(
+        keys,
+        np.full(keys.size, 40),
+        np.full(num_bags, hotness),
+        rng.integers(0, 19, num_bags * hotness),
+        rng.normal(size=num_bags * hotness).astype(np.float32),
+    )
+
+    async def run() -> None:
+        async with remote_router(stored.snapshot, topology, tmp_path) as router:
+            remote = await lookup(router, stored.snapshot, bags)
+        assert remote.times.stored_bytes > 0
+        assert remote.times.float16_bytes == remote.times.float32_bytes == 0
+        for ours, theirs in zip(remote.blocks, (await lookup(one_node, stored.snapshot, bags)).blocks, strict=True):
+            assert ours.tobytes() == theirs.tobytes()
 
     asyncio.run(run())
 
@@ -312,7 +347,7 @@ class DownShard:
     def __init__(self) -> None:
         self.asked = 0
 
-    async def pool(self, model, version, bags, deadline):
+    async def pool(self, model, version, bags, deadline, forms):
         self.asked += 1
         raise ShardUnavailableError("shard 1 of 2: no replica answered")
 
@@ -394,20 +429,21 @@ class SlowMapper(IdMapper):
         return super().map(bags)
 
 
-class SlowShard(LocalShard):
+class SlowNode(ShardNode):
     """Takes 5 s, and then fails as often as it is told to."""
 
     def __init__(self, node: ShardNode, clock: Clock, failures: int = 0) -> None:
-        super().__init__(node)
+        super().__init__(node.identity)
+        self.generations = node.generations
         self._clock = clock
         self._failures = failures
 
-    async def pool(self, model: str, version: int, bags: KeyedBags, deadline: float) -> list[Float32Array]:
+    def pool(self, model: str, version: int, bags: KeyedBags) -> list[Float32Array]:
         self._clock.now += 5.0
         if self._failures:
             self._failures -= 1
             raise ShardUnavailableError("no replica answered")
-        return await super().pool(model, version, bags, deadline)
+        return super().pool(model, version, bags)
 
 
 @pytest.fixture(scope="module")
@@ -419,7 +455,8 @@ def slow_router(snapshot: Snapshot, topology: Topology, failures: int = 0) -> Ro
     clock, plan = Clock(), topology.plan(snapshot.spec)
     schema = FeatureSchema.of(snapshot.spec)
     shards = [
-        SlowShard(make_node(snapshot, plan, shard), clock, failures if shard else 0) for shard in range(topology.shards)
+        LocalShard(SlowNode(make_node(snapshot, plan, shard), clock, failures if shard else 0))
+        for shard in range(topology.shards)
     ]
     return Router(schema, SlowMapper(schema, clock), plan, shards, clock)
 

@@ -100,8 +100,8 @@ def test_a_node_that_is_told_to_end_under_load_leaves_the_fleet_and_fails_no_loo
             async def load() -> None:
                 nonlocal answered
                 while not ended.is_set():
-                    blocks = await shard.pool("films", 1, bags, time.monotonic() + NEVER_S)
-                    answers.add(b"".join(block.tobytes() for block in blocks))
+                    answer = await shard.pool("films", 1, bags, time.monotonic() + NEVER_S)
+                    answers.add(b"".join(block.tobytes() for block in answer.sums))
                     answered += 1
 
             async def stop() -> int:

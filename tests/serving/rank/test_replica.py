@@ -16,11 +16,13 @@ from serving.limits import RequestLimits
 from serving.rank.service import RankingService
 from serving.versions.loading import ModelSource, load_served_model, load_when_possible
 from serving.versions.served_model import ServedModel
+from shard_node.answer import FLOAT32_SUMS, Answer, Forms
 from shard_node.bags import KeyedBags
 from shard_node.errors import DeadlineExceededError
-from shard_node.node import LocalShard, NodeInfo, ShardNode
+from shard_node.node import NodeInfo, ShardNode
 from shard_node.wire.address import Address
 from shardrank_testing.golden import golden_of
+from shardrank_testing.nodes import NearShard
 from shardrank_testing.serving_api import (
     MODEL,
     ApiModel,
@@ -36,7 +38,7 @@ from shardrank_testing.topologies import make_node
 NUM_WAITING = 100
 
 
-class CountingShard(LocalShard):
+class CountingShard(NearShard):
     """Holds its thread in the first lookup until it is let go, and tells how many there were when it is asked."""
 
     def __init__(self, node: ShardNode) -> None:
@@ -45,10 +47,12 @@ class CountingShard(LocalShard):
         self.lookups = 0
         self.lookups_when_asked: list[int] = []
 
-    async def pool(self, model: str, version: int, bags: KeyedBags, deadline: float) -> list[np.ndarray]:
+    async def pool(
+        self, model: str, version: int, bags: KeyedBags, deadline: float, forms: Forms = FLOAT32_SUMS
+    ) -> Answer:
         self.lookups += 1
         self.go.wait()
-        return await super().pool(model, version, bags, deadline)
+        return await super().pool(model, version, bags, deadline, forms)
 
     async def info(self) -> NodeInfo:
         self.lookups_when_asked.append(self.lookups)
@@ -116,12 +120,14 @@ def test_a_replica_that_never_runs_out_of_work_still_tells_what_its_shards_say(a
 def test_a_batch_whose_requests_expired_during_the_lookup_is_not_scored(api_model):
     now = 0.0
 
-    class LateShard(LocalShard):
-        async def pool(self, model: str, version: int, bags: KeyedBags, deadline: float) -> list[np.ndarray]:
+    class LateShard(NearShard):
+        async def pool(
+            self, model: str, version: int, bags: KeyedBags, deadline: float, forms: Forms = FLOAT32_SUMS
+        ) -> Answer:
             nonlocal now
-            blocks = await super().pool(model, version, bags, 1e9)
+            answer = await super().pool(model, version, bags, 1e9, forms)
             now += 10.0
-            return blocks
+            return answer
 
     service = RankingService(clock=lambda: now)
     service.install(served_over(api_model, service, LateShard))
@@ -135,8 +141,10 @@ def test_a_batch_whose_requests_expired_during_the_lookup_is_not_scored(api_mode
 
 
 def test_a_replica_that_has_ended_makes_its_model_not_ready(api_model, caplog):
-    class DeadlyShard(LocalShard):
-        async def pool(self, model: str, version: int, bags: KeyedBags, deadline: float) -> list[np.ndarray]:
+    class DeadlyShard(NearShard):
+        async def pool(
+            self, model: str, version: int, bags: KeyedBags, deadline: float, forms: Forms = FLOAT32_SUMS
+        ) -> Answer:
             raise SystemExit("out of a thread")
 
     before = set(threading.enumerate())

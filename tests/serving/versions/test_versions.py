@@ -31,7 +31,7 @@ from serving.versions.loading import ModelSource, load_served_model
 from serving.versions.served_model import ServedModel
 from serving.versions.served_versions import CanaryChoice, key_hash
 from shard_node.errors import GenerationNotFoundError, GenerationStateError, NodeUnavailableError
-from shard_node.node import LocalShard
+from shardrank_testing.nodes import NearShard
 from shardrank_testing.serving_api import (
     MODEL,
     ApiModel,
@@ -261,8 +261,8 @@ def test_a_version_is_counted_for_what_it_answered_and_scored(api_model, newer):
 def test_a_request_that_fails_in_the_canary_counts_for_the_canary_with_its_latency(api_model, newer):
     now = 0.0
 
-    class AwayShard(LocalShard):
-        async def pool(self, model, version, bags, deadline):
+    class AwayShard(NearShard):
+        async def pool(self, model, version, bags, deadline, forms):
             nonlocal now
             now += 2.0
             raise NodeUnavailableError("it is away")

@@ -115,7 +115,7 @@ def test_a_router_asks_another_node_than_one_whose_cards_have_failed(snapshot, t
         shard = ReplicatedShard(plan_of(2), 0, snapshot.identity, clients, retries.append)
 
         async def ask() -> np.ndarray:
-            return (await shard.pool(SPEC.model, snapshot.version, BAGS, time.monotonic() + 30))[0]
+            return (await shard.pool(SPEC.model, snapshot.version, BAGS, time.monotonic() + 30)).sums[0]
 
         for _ in range(4):
             np.testing.assert_array_equal(await ask(), expected)

@@ -191,7 +191,7 @@ def test_keys_of_other_groups_without_bags_change_nothing(engines):
 @pytest.mark.parametrize("weighted", [False, True])
 def test_fp16_rows_gathered_in_several_chunks_are_the_references(stored, weighted, monkeypatch):
     snapshot, reference = stored
-    monkeypatch.setattr("shard_node.engine.arena.FP16_GATHER_BYTES", 7 * 16)
+    monkeypatch.setattr("shard_node.engine.kernels.FP16_GATHER_BYTES", 7 * 16)
     table = next(number for number, one in enumerate(reference.layout.tables) if one.dtype == "fp16")
     rows = reference.layout.tables[table].num_embeddings
     rng = np.random.default_rng(3)

@@ -7,6 +7,7 @@ import time
 import numpy as np
 import pytest
 
+from shard_node.answer import Answer
 from shard_node.errors import (
     DeadlineExceededError,
     FrameTooLargeError,
@@ -18,7 +19,7 @@ from shard_node.errors import (
 from shard_node.wire.address import Address
 from shard_node.wire.client import ClientLimits, ShardClient
 from shard_node.wire.frame import FrameType, pack_header
-from shard_node.wire.messages import encode_error, encode_info, encode_pooled
+from shard_node.wire.messages import encode_answer, encode_error, encode_info
 from shard_node.wire.server import ServerLimits
 from shardrank_testing.nodes import (
     MODEL,
@@ -78,13 +79,13 @@ def test_the_deadline_ends_a_call_and_a_late_answer_is_dropped(place, tmp_path):
             await gate.wait_entered()
             assert client.in_flight == 0
             gate.opened.set()
-            blocks = await client.pool(MODEL, VERSION, film_bags([7]), soon())
+            answer = await client.pool(MODEL, VERSION, film_bags([7]), soon())
             assert server.num_connections == 1
             with pytest.raises(DeadlineExceededError, match="before sending"):
                 await client.pool(MODEL, VERSION, film_bags([7]), time.monotonic() - 1)
-            return blocks
+            return answer
 
-    np.testing.assert_array_equal(place.run(main())[1], EXPECTED)
+    np.testing.assert_array_equal(place.run(main()).sums[1], EXPECTED)
 
 
 @on_every_loop
@@ -93,7 +94,7 @@ def test_a_deadline_without_end_is_allowed(place, tmp_path):
         async with serving(place.address(tmp_path)) as server, connected(server.addresses[0]) as client:
             return await client.pool(MODEL, VERSION, film_bags([7]), float("inf"))
 
-    np.testing.assert_array_equal(place.run(main())[1], EXPECTED)
+    np.testing.assert_array_equal(place.run(main()).sums[1], EXPECTED)
 
 
 @on_every_loop
@@ -112,11 +113,11 @@ def test_a_cancelled_call_leaves_nothing_behind_and_the_connection_in_use(place,
                 await call
             assert client.in_flight == 0
             gate.opened.set()
-            blocks = await client.pool(MODEL, VERSION, film_bags([7]), soon())
+            answer = await client.pool(MODEL, VERSION, film_bags([7]), soon())
             assert server.num_connections == 1
-            return blocks
+            return answer
 
-    np.testing.assert_array_equal(place.run(main())[1], EXPECTED)
+    np.testing.assert_array_equal(place.run(main()).sums[1], EXPECTED)
 
 
 @on_every_loop
@@ -131,8 +132,8 @@ def test_a_call_cancelled_while_connecting_does_not_spoil_the_others(place, tmp_
             assert server.num_connections == 1
             return results[1:]
 
-    for blocks in place.run(main()):
-        np.testing.assert_array_equal(blocks[1], EXPECTED)
+    for answer in place.run(main()):
+        np.testing.assert_array_equal(answer.sums[1], EXPECTED)
 
 
 @on_each_once
@@ -153,12 +154,12 @@ def test_a_node_killed_mid_request_fails_it_at_once_and_is_found_again_when_it_i
                     back_at = time.monotonic()
                     while True:
                         with contextlib.suppress(NodeUnavailableError):
-                            blocks = await client.pool(MODEL, VERSION, film_bags([7]), soon())
-                            return blocks, time.monotonic() - back_at
+                            answer = await client.pool(MODEL, VERSION, film_bags([7]), soon())
+                            return answer, time.monotonic() - back_at
                         await asyncio.sleep(0.01)
 
-    blocks, resumed_after_s = place.run(main())
-    np.testing.assert_array_equal(blocks[1], EXPECTED)
+    answer, resumed_after_s = place.run(main())
+    np.testing.assert_array_equal(answer.sums[1], EXPECTED)
     assert resumed_after_s < 5
 
 
@@ -209,7 +210,7 @@ def test_while_a_node_is_away_calls_fail_at_once_and_pauses_between_attempts_dou
                 assert client.connections == 1
                 return await client.pool(MODEL, VERSION, film_bags([7]), soon())
 
-    np.testing.assert_array_equal(place.run(main())[1], EXPECTED)
+    np.testing.assert_array_equal(place.run(main()).sums[1], EXPECTED)
     assert pauses == [0.02, 0.04, 0.08, 0.16, 0.32, 0.5, 0.5, 0.5, 0.5]
 
 
@@ -220,18 +221,18 @@ def test_a_connection_that_the_node_ends_is_back_for_the_next_call(place, tmp_pa
 
         async def one_answer(peer) -> None:
             request = await peer.read_frame()
-            peer.write(*encode_pooled(request.header.request_id, [EXPECTED]))
+            peer.write(*encode_answer(request.header.request_id, Answer([EXPECTED])))
             served.append(1)
             await peer.close()
 
         async with scripted(place.address(tmp_path), one_answer) as address, connected(address) as client:
             await client.pool(MODEL, VERSION, film_bags([7]), soon())
             await until(lambda: not client.available)
-            blocks = await client.pool(MODEL, VERSION, film_bags([7]), soon())
-            return blocks, len(served), client.connections
+            answer = await client.pool(MODEL, VERSION, film_bags([7]), soon())
+            return answer, len(served), client.connections
 
-    blocks, served, connections = place.run(main())
-    np.testing.assert_array_equal(blocks[0], EXPECTED)
+    answer, served, connections = place.run(main())
+    np.testing.assert_array_equal(answer.sums[0], EXPECTED)
     assert served == connections == 2
 
 
@@ -259,7 +260,6 @@ def test_a_node_that_accepts_and_says_nothing_costs_a_call_its_deadline_only(pla
         (pack_header(FrameType.ERROR, 1, 8) + b"\xff" * 8, RemoteError, "malformed answer: ERROR num_arrays"),
         (b"".join(encode_info(1)), RemoteError, "frame type 3 is no answer"),
         (b"".join(encode_info(0)), NodeUnavailableError, "frame type 3 without a request id"),
-        (b"".join(encode_pooled(1, [np.ones((2, 8), np.float32)])), RemoteError, "has 2 rows for 1 bags"),
         (b"SHRK\x02" + b"".join(encode_error(1, WireError("only 2 is spoken")))[5:], WireError, "only 2 is spoken"),
     ],
 )
@@ -283,14 +283,14 @@ def test_answers_to_requests_that_nobody_made_are_ignored(place, tmp_path):
     async def main():
         async def chatty(peer) -> None:
             await peer.read_frame()
-            peer.write(*encode_pooled(99, [np.zeros((1, 8), np.float32)]))
-            peer.write(*encode_pooled(1, [EXPECTED]), *encode_pooled(1, [EXPECTED]))
+            peer.write(*encode_answer(99, Answer([np.zeros((1, 8), np.float32)])))
+            peer.write(*encode_answer(1, Answer([EXPECTED])), *encode_answer(1, Answer([EXPECTED])))
             await peer.reader.read()
 
         async with scripted(place.address(tmp_path), chatty) as address, connected(address) as client:
             return await client.pool(MODEL, VERSION, film_bags([7]), soon())
 
-    np.testing.assert_array_equal(place.run(main())[0], EXPECTED)
+    np.testing.assert_array_equal(place.run(main()).sums[0], EXPECTED)
 
 
 @on_every_loop

@@ -8,7 +8,8 @@ import threading
 import numpy as np
 import pytest
 
-from shard_node.wire.messages import Buffer, decode_pooled, encode_pool
+from shard_node.answer import Answer
+from shard_node.wire.messages import Buffer, decode_answer, encode_pool
 from shard_node.wire.server import SPARE_SAVED_S, SPARE_SHARE, RequestHandler, ServerLimits
 from shardrank_testing.nodes import MODEL, VERSION, HookedEngine, film_bags, received, reference_engine, small_node
 
@@ -30,11 +31,11 @@ class Handled:
         self.threads.append(threading.get_ident())
         self.now += self._pooling_s
 
-    async def ask(self, bags) -> list[np.ndarray]:
+    async def ask(self, bags) -> Answer:
         answered: asyncio.Future[list[Buffer]] = asyncio.get_running_loop().create_future()
         frame = received(encode_pool(1, 0, MODEL, VERSION, bags))
         self.handler.handle(frame, None, answered.set_result, lambda: True)
-        return decode_pooled(received(await answered))
+        return decode_answer(received(await answered))
 
     def by_loop(self) -> list[bool]:
         return [one == threading.get_ident() for one in self.threads]
@@ -44,7 +45,7 @@ def pooled_by_loop(limits: ServerLimits, pooling_s: float, requests: list) -> li
     async def main():
         handled = Handled(limits, pooling_s)
         for bags in requests:
-            np.testing.assert_array_equal((await handled.ask(bags))[1], reference_engine().pool(bags)[1])
+            np.testing.assert_array_equal((await handled.ask(bags)).sums[1], reference_engine().pool(bags)[1])
         await handled.handler.close()
         return handled.by_loop()
 

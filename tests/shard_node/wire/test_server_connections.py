@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from shard_node.errors import AddressError, FrameTooLargeError, NodeOverloadedError, NodeUnavailableError, WireError
 from shard_node.wire.address import Address
 from shard_node.wire.frame import FrameType, pack_header
-from shard_node.wire.messages import decode_error, decode_pooled, encode_pool
+from shard_node.wire.messages import decode_answer, decode_error, encode_pool
 from shard_node.wire.server import NodeServer, ServerLimits
 from shardrank_testing.nodes import (
     EVERY_PLACE,
@@ -36,7 +36,7 @@ REQUEST = b"".join(encode_pool(1, 0, MODEL, VERSION, film_bags([7])))
 
 async def assert_serves(peer: RawPeer) -> None:
     peer.write(REQUEST)
-    (block,) = decode_pooled(await peer.read_frame())[1:]
+    (block,) = decode_answer(await peer.read_frame()).sums[1:]
     np.testing.assert_array_equal(block, reference_engine().pool(film_bags([7]))[1])
 
 

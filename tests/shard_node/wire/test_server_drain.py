@@ -55,8 +55,8 @@ def test_draining_under_load_fails_no_request_that_has_another_replica(place, in
                 while after < 20:
                     after += drained.is_set()
                     client = one if one.available else two
-                    blocks = await client.pool(MODEL, VERSION, film_bags([7, 8]), soon())
-                    np.testing.assert_array_equal(blocks[1], expected)
+                    answer = await client.pool(MODEL, VERSION, film_bags([7, 8]), soon())
+                    np.testing.assert_array_equal(answer.sums[1], expected)
                     answered[client] += 1
 
             tasks = [asyncio.create_task(load()) for _ in range(16)]
@@ -97,9 +97,9 @@ def test_a_request_in_flight_is_answered_while_new_ones_are_sent_elsewhere(place
             opened.set()
             return await in_flight, await draining
 
-    blocks, whole = place.run(main())
+    answer, whole = place.run(main())
     assert whole
-    np.testing.assert_array_equal(blocks[1], reference_engine().pool(film_bags([SLOW_ROW]))[1])
+    np.testing.assert_array_equal(answer.sums[1], reference_engine().pool(film_bags([SLOW_ROW]))[1])
 
 
 @on_every_loop

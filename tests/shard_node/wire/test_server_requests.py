@@ -18,7 +18,7 @@ from shard_node.errors import (
 )
 from shard_node.wire.address import Address
 from shard_node.wire.frame import FrameType, pack_header
-from shard_node.wire.messages import decode_error, decode_pooled, encode_pool
+from shard_node.wire.messages import decode_answer, decode_error, encode_pool
 from shard_node.wire.server import ServerLimits
 from shardrank_testing.bags import random_table_bags
 from shardrank_testing.nodes import (
@@ -58,8 +58,8 @@ def test_answers_equal_the_engines_own(place, inline, tmp_path):
         ):
             return await asyncio.gather(*(client.pool(MODEL, VERSION, bags, soon()) for bags in requests))
 
-    for bags, blocks in zip(requests, place.run(main()), strict=True):
-        for ours, theirs in zip(blocks, engine.pool(bags), strict=True):
+    for bags, answer in zip(requests, place.run(main()), strict=True):
+        for ours, theirs in zip(answer.sums, engine.pool(bags), strict=True):
             np.testing.assert_array_equal(ours, theirs)
 
 
@@ -96,8 +96,8 @@ def test_a_slow_request_does_not_hold_up_later_ones_of_its_connection(place, tmp
 
     fast, slow = place.run(main())
     inner = gate.engine.inner
-    np.testing.assert_array_equal(fast[1], inner.pool(film_bags([1, 2], [3]))[1])
-    np.testing.assert_array_equal(slow[1], inner.pool(film_bags([SLOW_ROW]))[1])
+    np.testing.assert_array_equal(fast.sums[1], inner.pool(film_bags([1, 2], [3]))[1])
+    np.testing.assert_array_equal(slow.sums[1], inner.pool(film_bags([SLOW_ROW]))[1])
 
 
 @in_every_place
@@ -114,8 +114,8 @@ def test_large_requests_and_answers_arrive_whole(place, tmp_path):
             return await asyncio.gather(*(client.pool(MODEL, VERSION, bags, soon()) for _ in range(4)))
 
     expected = engine.pool(bags)
-    for blocks in place.run(main()):
-        np.testing.assert_array_equal(blocks[1], expected[1])
+    for answer in place.run(main()):
+        np.testing.assert_array_equal(answer.sums[1], expected[1])
 
 
 def bad_bags() -> list[tuple[KeyedBags, str]]:
@@ -169,8 +169,8 @@ def test_bad_requests_are_refused_by_name_and_harm_no_other_on_the_connection(pl
         assert type(error) is InvalidBagsError, error
         assert message in str(error)
     expected = reference_engine().pool(film_bags([7], [8]))[1]
-    for blocks in answers[1::2]:
-        np.testing.assert_array_equal(blocks[1], expected)
+    for answer in answers[1::2]:
+        np.testing.assert_array_equal(answer.sums[1], expected)
 
 
 @on_every_loop
@@ -192,7 +192,7 @@ def test_malformed_bodies_and_unknown_types_are_answered_and_the_connection_live
     assert "num_arrays is 4294967295" in str(decode_error(malformed))
     assert type(decode_error(unknown)) is WireError
     assert "frame type 99 is not a request" in str(decode_error(unknown))
-    np.testing.assert_array_equal(decode_pooled(pooled)[1], reference_engine().pool(film_bags([7]))[1])
+    np.testing.assert_array_equal(decode_answer(pooled).sums[1], reference_engine().pool(film_bags([7]))[1])
 
 
 @on_every_loop
@@ -297,7 +297,7 @@ def test_an_answer_that_would_be_too_long_is_refused_before_it_is_pooled(place, 
         ):
             with pytest.raises(FrameTooLargeError, match=r"answer has 32\d\d\d bytes, a frame may have at most 8192"):
                 await client.pool(MODEL, VERSION, film_bags(*[[]] * 1000), soon())
-            assert len(await client.pool(MODEL, VERSION, film_bags([1]), soon())) == 2
+            assert len((await client.pool(MODEL, VERSION, film_bags([1]), soon())).sums) == 2
 
     place.run(main())
 

@@ -95,8 +95,8 @@ def router_context(papers: Papers, pair: Pair | None, ca: Authority | None = Non
 
 
 async def ask(client: ShardClient) -> None:
-    blocks = await client.pool(MODEL, VERSION, film_bags([7]), time.monotonic() + NEVER_S)
-    np.testing.assert_array_equal(blocks[1], EXPECTED)
+    answer = await client.pool(MODEL, VERSION, film_bags([7]), time.monotonic() + NEVER_S)
+    np.testing.assert_array_equal(answer.sums[1], EXPECTED)
 
 
 async def refusal(client: ShardClient) -> NodeUnavailableError:
@@ -127,8 +127,8 @@ def test_both_sides_with_certificates_of_the_ca_understand_each_other(place, pap
             await asyncio.gather(*(ask(client) for _ in range(20)))
             assert client.connections == 1
             many = film_bags(*([row % 500 for row in range(300)] for _ in range(2000)))
-            blocks = await client.pool(MODEL, VERSION, many, time.monotonic() + NEVER_S)
-            np.testing.assert_array_equal(blocks[1], reference_engine().pool(many)[1])
+            answer = await client.pool(MODEL, VERSION, many, time.monotonic() + NEVER_S)
+            np.testing.assert_array_equal(answer.sums[1], reference_engine().pool(many)[1])
             assert await server.drain(NEVER_S)
 
     place.run(scenario())

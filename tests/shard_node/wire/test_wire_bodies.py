@@ -11,6 +11,7 @@ from hypothesis.extra import numpy as hnp
 
 from loader.errors import SnapshotNotFoundError
 from shard_node import errors
+from shard_node.answer import Answer, Forms
 from shard_node.bags import KeyedBags
 from shard_node.errors import InvalidBagsError, RemoteError, ShardNodeError, WireError
 from shard_node.wire import messages as wire
@@ -20,7 +21,8 @@ from shardrank_testing.nodes import film_bags, received, small_node
 
 DECODERS = {
     FrameType.POOL: wire.decode_pool,
-    FrameType.POOLED: wire.decode_pooled,
+    FrameType.POOLED: wire.decode_answer,
+    FrameType.STORED: wire.decode_answer,
     FrameType.INFO_ANSWER: wire.decode_info_answer,
     FrameType.ERROR: wire.decode_error,
 }
@@ -68,33 +70,71 @@ def test_values_of_any_size_come_back_and_long_arrays_are_narrow_exactly_when_th
     assert request.values.dtype == (np.int32 if narrow else np.int64)
 
 
-blocks_strategy = st.lists(
-    hnp.arrays(np.float32, st.tuples(st.integers(0, 30), st.integers(1, 70)), elements=st.floats(width=32)), max_size=5
-)
+@given(keyed_bags(), st.booleans(), st.booleans())
+def test_the_forms_that_are_taken_come_back_and_cost_no_byte(bags, stored, float16):
+    plain = b"".join(wire.encode_pool(1, 0, "m", 1, bags))
+    noted = b"".join(wire.encode_pool(1, 0, "m", 1, bags, Forms(stored, float16)))
+    request = wire.decode_pool(received([noted]))
+    assert request.forms == Forms(stored, float16)
+    assert_same_bags(request.bags(), bags)
+    # The note is the second u16 of the first array header, which was 0 before there were forms.
+    note = 24 + 8 + 2
+    assert noted == plain[:note] + struct.pack("<H", stored + 2 * float16) + plain[note + 2 :]
 
 
-@given(blocks_strategy)
-def test_any_blocks_come_back_bit_by_bit_as_aligned_views_of_the_frame(blocks):
-    frame = received(wire.encode_pooled(9, blocks))
-    decoded = wire.decode_pooled(frame)
-    assert [block.shape for block in decoded] == [block.shape for block in blocks]
-    for ours, theirs in zip(decoded, blocks, strict=True):
-        assert ours.tobytes() == theirs.tobytes()
-        assert ours.ctypes.data % 8 == 0 or not ours.size
-        assert np.shares_memory(ours, frame.body) or not ours.size
+def test_notes_that_are_not_known_are_no_error():
+    frame = received(wire.encode_pool(1, 0, "m", 1, film_bags([1]), Forms(float16=True)))
+    frame.body[10:12] = np.array([0x8002], "<u2").view(np.uint8)
+    assert wire.decode_pool(frame).forms == Forms(float16=True)
 
 
-def test_large_arrays_are_written_from_their_own_memory():
-    block = np.ones((100, 64), np.float32)
-    views = [buffer for buffer in wire.encode_pooled(1, [block]) if isinstance(buffer, memoryview)]
+def sums_of(dtype: str) -> st.SearchStrategy[np.ndarray]:
+    width = 8 * np.dtype(dtype).itemsize
+    return hnp.arrays(dtype, st.tuples(st.integers(0, 30), st.integers(1, 70)), elements=st.floats(width=width))
+
+
+any_sums = st.one_of(sums_of("float32"), sums_of("float16"))
+any_rows = hnp.arrays(np.uint8, st.tuples(st.integers(0, 30), st.integers(1, 70)))
+
+
+@st.composite
+def answers(draw: st.DrawFn) -> Answer:
+    """What nodes may answer for 0 to 5 groups: sums of either kind, and stored rows for all groups or for none."""
+    sums = draw(st.lists(any_sums, max_size=5))
+    stored = draw(st.none() | st.lists(any_rows, min_size=len(sums), max_size=len(sums)))
+    return Answer(sums, stored)
+
+
+@given(answers())
+def test_any_answer_comes_back_bit_by_bit_as_aligned_views_of_the_frame(answer):
+    frame = received(wire.encode_answer(9, answer))
+    assert frame.header.frame_type == (FrameType.POOLED if answer.stored is None else FrameType.STORED)
+    decoded = wire.decode_answer(frame)
+    assert (decoded.stored is None) == (answer.stored is None)
+    assert decoded.bytes_by_form() == answer.bytes_by_form()
+    for ours, theirs in ((decoded.sums, answer.sums), (decoded.stored or [], answer.stored or [])):
+        assert [(array.shape, array.dtype) for array in ours] == [(array.shape, array.dtype) for array in theirs]
+        for mine, sent in zip(ours, theirs, strict=True):
+            assert mine.tobytes() == sent.tobytes()
+            assert mine.ctypes.data % 8 == 0 or not mine.size
+            assert np.shares_memory(mine, frame.body) or not mine.size
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.uint8])
+def test_large_arrays_are_written_from_their_own_memory(dtype):
+    block = np.ones((100, 64), dtype)
+    answer = Answer([], [block]) if dtype is np.uint8 else Answer([block])
+    views = [buffer for buffer in wire.encode_answer(1, answer) if isinstance(buffer, memoryview)]
     assert len(views) == 1
-    assert np.shares_memory(np.frombuffer(views[0], np.float32), block)
+    assert np.shares_memory(np.frombuffer(views[0], dtype), block)
 
 
-def test_a_block_that_is_a_strided_view_is_written_right():
+def test_arrays_that_are_strided_views_are_written_right():
     block = np.arange(600, dtype=np.float32).reshape(30, 20)[::2, 3:9]
-    decoded = wire.decode_pooled(received(wire.encode_pooled(1, [block])))
-    np.testing.assert_array_equal(decoded[0], block)
+    rows = np.arange(200, dtype=np.uint8).reshape(20, 10)[3::3, ::2]
+    decoded = wire.decode_answer(received(wire.encode_answer(1, Answer([block], [rows]))))
+    np.testing.assert_array_equal(decoded.sums[0], block)
+    np.testing.assert_array_equal(decoded.stored[0], rows)
 
 
 def test_node_info_comes_back():
@@ -136,7 +176,8 @@ def valid_body(frame_type: FrameType) -> bytes:
     )
     buffers = {
         FrameType.POOL: wire.encode_pool(1, 0, "films", 7, weighted),
-        FrameType.POOLED: wire.encode_pooled(1, [np.ones((3, 5), np.float32), np.zeros((0, 8), np.float32)]),
+        FrameType.POOLED: wire.encode_answer(1, Answer([np.ones((3, 5), np.float32), np.zeros((0, 8), np.float16)])),
+        FrameType.STORED: wire.encode_answer(1, Answer([np.ones((3, 5), np.float32)], [np.ones((4, 9), np.uint8)])),
         FrameType.INFO_ANSWER: wire.encode_info_answer(1, small_node().info()),
         FrameType.ERROR: wire.encode_error(1, InvalidBagsError("row")),
     }[frame_type]
@@ -188,8 +229,8 @@ def array_header(code: int = 1, width: int = 0, rows: int = 1) -> bytes:
     ("body", "message"),
     [
         (b"", "POOL body has 0 bytes, at least 8"),
-        (struct.pack("<II", 8, 2**32 - 1), "num_arrays is 4294967295, at most 4096"),
-        (struct.pack("<II", 8, 4096), "num_arrays is 4096, their headers do not fit"),
+        (struct.pack("<II", 8, 2**32 - 1), "num_arrays is 4294967295, at most 8192"),
+        (struct.pack("<II", 8, 8192), "num_arrays is 8192, their headers do not fit"),
         (struct.pack("<II", 2**32 - 1, 0), "fields_bytes is 4294967295, they do not fit"),
         (struct.pack("<II", 0, 1) + array_header(code=9), "array 0: dtype 9 is none of"),
         (struct.pack("<II", 0, 1) + array_header(rows=2**64 - 1), "array 0: 18446744073709551615 rows of width 0 do"),
@@ -222,9 +263,28 @@ def test_arrays_of_the_wrong_kind_are_refused_by_name():
             wire.decode_pool(pool_body(b"m", *arrays))
     with pytest.raises(WireError, match="POOL model is not UTF-8"):
         wire.decode_pool(pool_body(b"\xff", narrow, narrow, narrow, narrow))
-    flat = frame_of(FrameType.POOLED, b"".join(wire._encode(FrameType.POOLED, 1, b"", [real]))[24:])
-    with pytest.raises(WireError, match="POOLED block 0 is 1-d float32, it must be 2-d float32"):
-        wire.decode_pooled(flat)
+
+
+def answer_body(frame_type: FrameType, *arrays: np.ndarray) -> Frame:
+    return frame_of(frame_type, b"".join(wire._encode(frame_type, 1, b"", arrays))[24:])
+
+
+def test_answers_with_arrays_of_the_wrong_kind_are_refused_naming_the_group():
+    sums, half, rows, whole = (np.zeros((2, 3), dtype) for dtype in (np.float32, np.float16, np.uint8, np.int32))
+    allowed = "they must be 2-d float32 or float16"
+    for frame_type, arrays, message in [
+        (FrameType.POOLED, (sums, sums[0]), f"POOLED sums of group 1 are 1-d float32, {allowed}"),
+        (FrameType.POOLED, (half, rows), f"POOLED sums of group 1 are 2-d uint8, {allowed}"),
+        (FrameType.STORED, (whole, rows), f"STORED sums of group 0 are 2-d int32, {allowed}"),
+        (FrameType.STORED, (sums, half, rows, half), "STORED rows of group 1 are 2-d float16, they must be 2-d uint8"),
+        (FrameType.STORED, (sums, rows[0]), "STORED rows of group 0 are 1-d uint8, they must be 2-d uint8"),
+        (FrameType.STORED, (sums, half, rows), "STORED num_arrays is 3, there must be two for each group"),
+    ]:
+        with pytest.raises(WireError, match=message):
+            wire.decode_answer(answer_body(frame_type, *arrays))
+    fields = frame_of(FrameType.STORED, b"".join(wire._encode(FrameType.STORED, 1, b"more", []))[24:])
+    with pytest.raises(WireError, match="STORED fields have 4 bytes, none are allowed"):
+        wire.decode_answer(fields)
 
 
 def test_what_can_not_be_sent_is_refused_before_it_is():

@@ -8,19 +8,42 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shard_node.bags import KeyedBags
+from loader.snapshot.codecs import codec_for
+from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec, TableSpec
+from shard_node.answer import Answer, Forms, add_answers
+from shard_node.bags import KeyedBags, TableLayout
 from shard_node.errors import GenerationNotFoundError, ShardNodeError
+from shard_node.split import whole
 from shard_node.wire.frame import HEADER, FrameType
 from shard_node.wire.messages import (
     MAX_ARRAYS,
     MAX_ERROR_MESSAGE_BYTES,
     MAX_MODEL_BYTES,
+    _encode,
+    encode_answer,
     encode_error,
     encode_pool,
-    encode_pooled,
 )
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "wire-protocol.md").read_text()
+
+# One group of two int8 tables, and what is stored of it.
+ONE_GROUP = TableLayout.of(
+    ModelSpec(
+        model="films",
+        tables=tuple(
+            TableSpec(name=name, num_embeddings=10, embedding_dim=4, feature_names=(name,), dtype="int8")
+            for name in ("film", "genre")
+        ),
+        features=tuple(FeatureSpec(name=name, side="candidate") for name in ("film", "genre")),
+        dense_model=DenseModelSpec(kind="none"),
+    )
+)
+NOTED_BAGS = KeyedBags.from_lengths(
+    np.array([0, 1], np.int32), np.array([2, 1], np.int64), np.array([1, 1, 3]), np.array([5, 9, 7, 8, 3], np.int64)
+)
+ROWS = np.array([[0.0, 0.25, 0.5, 1.0], [-1.0, -0.5, 0.0, 1.0]], np.float32)
+STORED_ANSWER = Answer([np.array([[0.25, -1, 1.5, 2]], np.float16)], [codec_for("int8", 4).encode(ROWS)])
 
 EXAMPLES = {
     "pool": encode_pool(
@@ -36,7 +59,9 @@ EXAMPLES = {
             np.array([1.0, 0.5, 2.0], np.float32),
         ),
     ),
-    "pooled": encode_pooled(1, [np.array([[0.25, -1], [0, 0]], np.float32), np.array([[3]], np.float32)]),
+    "pooled": encode_answer(1, Answer([np.array([[0.25, -1], [0, 0]], np.float32), np.array([[3]], np.float32)])),
+    "pool-noted": encode_pool(2, 50_000, "films", 7, NOTED_BAGS, Forms(stored=True, float16=True)),
+    "stored": encode_answer(2, STORED_ANSWER),
     "error": encode_error(1, GenerationNotFoundError("version 7 is not here")),
 }
 
@@ -50,6 +75,21 @@ def hex_dump(data: bytes) -> str:
 def test_the_documents_bytes_are_the_codes(name):
     (shown,) = re.findall(rf"```hex {name}\n(.*?)\n```", PAGE, re.DOTALL)
     assert shown == hex_dump(b"".join(EXAMPLES[name]))
+
+
+def test_the_documented_answer_is_one_to_the_documented_request():
+    STORED_ANSWER.check(ONE_GROUP, NOTED_BAGS)
+    (block,) = add_answers(ONE_GROUP, NOTED_BAGS, [whole(NOTED_BAGS)], [STORED_ANSWER])
+    np.testing.assert_allclose(block, [*ROWS, [0.25, -1, 1.5, 2]], atol=1e-2)
+
+
+def test_the_document_names_every_dtype_with_its_code():
+    (row,) = re.findall(r"^\| u16 \| dtype \| (.*) \|$", PAGE, re.MULTILINE)
+    named = dict(one.split(" ")[::-1] for one in row.split(", "))
+    arrays = [np.zeros(1, name) for name in named]
+    sent = b"".join(_encode(FrameType.POOL, 1, b"", arrays))
+    headers = [sent[HEADER.size + 8 + 16 * number :][:2] for number in range(len(arrays))]
+    assert [int.from_bytes(header, "little") for header in headers] == list(map(int, named.values()))
 
 
 def test_the_document_names_every_frame_type_with_its_number():

@@ -20,9 +20,10 @@ import pytest
 import uvloop
 
 from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec, TableSpec
+from shard_node.answer import FLOAT32_SUMS, Answer, Forms
 from shard_node.bags import KeyedBags, TableLayout
 from shard_node.engine.reference import ReferenceEngine
-from shard_node.node import LoadedTables, NodeIdentity, ShardNode
+from shard_node.node import LoadedTables, NodeIdentity, NodeInfo, ShardNode
 from shard_node.wire.address import Address
 from shard_node.wire.client import ShardClient
 from shard_node.wire.frame import HEADER, Frame, FrameReceiver, unpack_header
@@ -80,6 +81,9 @@ class HookedEngine:
             self.hooks[row]()
         return self.inner.pool(bags)
 
+    def answer(self, bags: KeyedBags) -> Answer:
+        return Answer(self.pool(bags))
+
     def memory(self) -> tuple[Any, ...]:
         return self.inner.memory()
 
@@ -91,6 +95,24 @@ class HookedEngine:
 
     def close(self) -> None:
         self.inner.close()
+
+
+class NearShard:
+    """A shard in this process that answers as one behind a socket does; for tests to hold up, or to have fail."""
+
+    def __init__(self, node: ShardNode) -> None:
+        self._node = node
+
+    async def pool(
+        self, model: str, version: int, bags: KeyedBags, deadline: float, forms: Forms = FLOAT32_SUMS
+    ) -> Answer:
+        return self._node.answer(model, version, bags, forms)
+
+    async def info(self) -> NodeInfo:
+        return self._node.info()
+
+    async def close(self) -> None:
+        pass
 
 
 class Gate:

@@ -39,8 +39,11 @@ from serving.rank.service import RankingService, answer, answer_in_thread
 from serving.server import Listening, ServerConfig, running_server
 from serving.versions.loading import ModelSource, load_served_model
 from serving.versions.served_model import ServedModel
+from shard_node.answer import FLOAT32_SUMS, Forms
+from shard_node.answer import Answer as ShardAnswer
 from shard_node.bags import KeyedBags
-from shard_node.node import LocalShard, ShardNode
+from shard_node.node import ShardNode
+from shardrank_testing.nodes import NearShard
 from shardrank_testing.ranking import random_tensors
 from shardrank_testing.snapshots import write_snapshot
 from shardrank_testing.topologies import decoded_tables, make_node
@@ -324,17 +327,19 @@ class Gate:
         await asyncio.to_thread(self.open.wait)
 
 
-class GatedShard(LocalShard):
+class GatedShard(NearShard):
     """A shard in this process that answers when its gate is open."""
 
     def __init__(self, node: ShardNode, gate: Gate) -> None:
         super().__init__(node)
         self._gate = gate
 
-    async def pool(self, model: str, version: int, bags: KeyedBags, deadline: float) -> list[np.ndarray]:
+    async def pool(
+        self, model: str, version: int, bags: KeyedBags, deadline: float, forms: Forms = FLOAT32_SUMS
+    ) -> ShardAnswer:
         if not self._gate.open.is_set():
             await self._gate.pass_through()
-        return await super().pool(model, version, bags, deadline)
+        return await super().pool(model, version, bags, deadline, forms)
 
 
 def gated_model(model: ApiModel, service: RankingService, gate: Gate) -> ServedModel:

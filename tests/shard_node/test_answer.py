@@ -1,0 +1,319 @@
+"""What the owners of rows answer, in whatever form, adds up to what pooling the whole gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec, TableSpec
+from loader.snapshot.reader import Snapshot
+from router.plan import Plan
+from shard_node.answer import FLOAT32_SUMS, Answer, Forms, add_answers, group_keys, rounded, travel_as_stored
+from shard_node.bags import KeyedBags, TableLayout
+from shard_node.engine.base import Engine
+from shard_node.engine.loading import load_tables
+from shard_node.engine.reference import ReferenceEngine
+from shard_node.errors import RemoteError
+from shard_node.node import LoadedTables, ShardNode
+from shard_node.split import Part, split, whole
+from shardrank_testing.snapshots import write_snapshot
+
+MODEL, VERSION = "m", 1
+NUM_ROWS = 700
+SPEC = ModelSpec(
+    model=MODEL,
+    tables=tuple(
+        TableSpec(
+            name=f"{dtype}_{dim}_{name}",
+            num_embeddings=NUM_ROWS,
+            embedding_dim=dim,
+            feature_names=(f"{dtype}_{dim}_{name}",),
+            dtype=dtype,
+        )
+        for dtype in ("int8", "int4", "fp16", "fp32")
+        for dim in (4, 64)
+        for name in "ab"
+    ),
+    features=tuple(
+        FeatureSpec(name=f"{dtype}_{dim}_{name}", side="candidate")
+        for dtype in ("int8", "int4", "fp16", "fp32")
+        for dim in (4, 64)
+        for name in "ab"
+    ),
+    dense_model=DenseModelSpec(kind="none"),
+)
+LAYOUT = TableLayout.of(SPEC)
+EVERY_FORM = [Forms(stored, float16) for stored in (False, True) for float16 in (False, True)]
+
+
+def node_over(engine: Engine, plan: Plan) -> ShardNode:
+    node = ShardNode(plan.identity(0))
+    node.stage(MODEL, VERSION, LoadedTables(engine, "identity", plan.digest))
+    node.flip(MODEL, VERSION)
+    return node
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory) -> Iterator[list[ShardNode]]:
+    """Nodes that all have all rows: on one card, on three, and half of them left in the files."""
+    path, _ = write_snapshot(tmp_path_factory.mktemp("store"), SPEC, seed=4, rows_per_file=256)
+    snapshot, found = Snapshot.open(path), []
+    for cards, budget in ((1, None), (3, None), (2, snapshot.float32_bytes // 8)):
+        plan = Plan.make(SPEC, cards_per_shard=cards)
+        tables = load_tables(snapshot, plan.partition(0), plan.digest, memory_budget_bytes=budget)
+        found.append(node_over(tables.engine, plan))
+    assert {use.tier for use in found[2].info().memory} == {"ram", "mapped"}
+    yield found
+    for node in found:
+        node.close()
+
+
+@st.composite
+def table_bags(draw: st.DrawFn, most: int = 6) -> KeyedBags:
+    """Bags of some tables, each with at most `most` rows: in some tables one each, in others more, or none."""
+    keys = sorted(draw(st.sets(st.integers(0, len(LAYOUT.tables) - 1))))
+    lengths = [draw(st.lists(st.integers(0, draw(st.sampled_from([1, most]))), max_size=5)) for _ in keys]
+    flat = [length for of_key in lengths for length in of_key]
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    weights = rng.normal(size=sum(flat)).astype(np.float32) if draw(st.booleans()) else None
+    return KeyedBags.from_lengths(
+        np.array(keys, np.int32),
+        np.array(list(map(len, lengths)), np.int64),
+        np.array(flat, np.int64),
+        rng.integers(0, NUM_ROWS, sum(flat)),
+        weights,
+    )
+
+
+def parts_of(bags: KeyedBags, num_owners: int, seed: int) -> list[Part]:
+    if num_owners == 1:
+        return [whole(bags)]
+    owner = np.random.default_rng(seed).integers(0, num_owners, bags.num_values).astype(np.uint8)
+    return split(bags, owner, range(num_owners))
+
+
+def bags_of_group(part: Part, number: int) -> np.ndarray:
+    """Which bags of the whole are those of a part's group."""
+    _, first, end = list(group_keys(LAYOUT, part.bags))[number]
+    starts = part.bags.bag_starts()
+    return part.bag_index[starts[first] : starts[end]]
+
+
+def rounding_of_float16(bags: KeyedBags, parts: list[Part], answers: list[Answer], exact: Engine) -> list[np.ndarray]:
+    """How far rounding the sums of parts to float16 can take each sum of the whole, [bags, dim] for each group."""
+    far = [np.zeros(block.shape) for block in exact.pool(bags)]
+    for number, (_, first, _) in enumerate(group_keys(LAYOUT, bags)):
+        first_bag = bags.bag_starts()[first]
+        for part, answer in zip(parts, answers, strict=True):
+            if answer.sums[number].dtype == np.float16:
+                # Half of the last of 11 bits; below 2^-14 the last bit is 2^-24.
+                sums = np.abs(exact.pool(part.bags)[number])
+                far[number][bags_of_group(part, number) - first_bag] += np.maximum(sums * 2.0**-11, 2.0**-25)
+    return far
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    bags=table_bags(),
+    num_owners=st.integers(1, 5),
+    seed=st.integers(0, 2**32),
+    forms=st.lists(st.sampled_from(EVERY_FORM), min_size=5, max_size=5),
+)
+def test_answers_of_any_owners_in_any_forms_add_up_to_the_pooled_whole(nodes, bags, num_owners, seed, forms):
+    parts = parts_of(bags, num_owners, seed)
+    answers = [nodes[(part.owner + seed) % 3].answer(MODEL, VERSION, part.bags, forms[part.owner]) for part in parts]
+    for part, answer in zip(parts, answers, strict=True):
+        answer.check(LAYOUT, part.bags)
+        assert (answer.stored is not None) == forms[part.owner].stored
+        assert forms[part.owner].float16 or all(sums.dtype == np.float32 for sums in answer.sums)
+        size = sum(answer.bytes_by_form())
+        assert size <= LAYOUT.answer_bytes(part.bags.keys, part.bags.bags_per_key, part.bags.num_bags)
+    exact = nodes[0].generations.payload(MODEL, VERSION).engine
+    expected = exact.pool(bags)
+    far = rounding_of_float16(bags, parts, answers, exact)
+    for number, block in enumerate(add_answers(LAYOUT, bags, parts, answers)):
+        assert block.dtype == np.float32
+        assert block.shape == expected[number].shape
+        assert (np.abs(block - expected[number]) <= far[number] + 1e-4).all()
+        if all(not answer.sums[number].size for answer in answers):
+            # Pooled by the operator that pools rows in memory, in the order of the values.
+            assert block.tobytes() == expected[number].tobytes()
+
+
+@given(bags=table_bags(most=1), num_owners=st.integers(1, 5), seed=st.integers(0, 2**32))
+def test_of_bags_with_one_row_only_stored_rows_travel_and_no_bit_is_lost(nodes, bags, num_owners, seed):
+    parts = parts_of(bags, num_owners, seed)
+    answers = [nodes[part.owner % 3].answer(MODEL, VERSION, part.bags, Forms(True, True)) for part in parts]
+    assert sum(sum(answer.bytes_by_form()[1:]) for answer in answers) == 0
+    assert sum(len(rows) for answer in answers for rows in answer.stored) == bags.num_values
+    expected = nodes[0].pool(MODEL, VERSION, bags)
+    for ours, theirs in zip(add_answers(LAYOUT, bags, parts, answers), expected, strict=True):
+        assert ours.tobytes() == theirs.tobytes()
+
+
+def bags_of(lengths: dict[int, list[int]]) -> KeyedBags:
+    """Bags of tables, by their number, with rows 0, 1, 2, and so on."""
+    flat = [length for of_key in lengths.values() for length in of_key]
+    return KeyedBags.from_lengths(
+        np.array(list(lengths), np.int32),
+        np.array(list(map(len, lengths.values())), np.int64),
+        np.array(flat, np.int64),
+        np.arange(sum(flat), dtype=np.int64),
+    )
+
+
+@pytest.mark.parametrize(
+    "lengths", [{0: [0, 0], 1: [40]}, {0: [40], 1: [0, 0]}, {0: [0], 1: []}, {0: [0], 9: [40, 40]}]
+)
+def test_a_table_whose_bags_are_all_empty_gives_zeros_beside_one_that_travels_as_sums(nodes, lengths):
+    bags = bags_of(lengths)
+    answer = nodes[0].answer(MODEL, VERSION, bags, Forms(stored=True))
+    answer.check(LAYOUT, bags)
+    added = add_answers(LAYOUT, bags, [whole(bags)], [answer])
+    for ours, theirs in zip(added, nodes[0].pool(MODEL, VERSION, bags), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("num_owners", [1, 2, 3])
+def test_a_group_that_nobody_has_a_value_of_gives_zeros(nodes, num_owners):
+    # The other group's bags are divided over the owners, so that some are known to share bags.
+    bags = bags_of({0: [0, 0, 0], 15: [40, 40]})
+    owner = (np.arange(bags.num_values) % num_owners).astype(np.uint8)
+    parts = split(bags, owner, range(num_owners))
+    answers = [nodes[0].answer(MODEL, VERSION, part.bags, Forms(stored=True)) for part in parts]
+    added = add_answers(LAYOUT, bags, parts, answers)
+    np.testing.assert_array_equal(added[0], np.zeros((3, 4)))
+    np.testing.assert_allclose(added[-1], nodes[0].pool(MODEL, VERSION, bags)[-1], rtol=1e-5, atol=1e-5)
+
+
+def test_nobody_asked_gives_zeros(nodes):
+    bags = bags_of({0: [0, 0], 15: [0]})
+    for ours, theirs in zip(add_answers(LAYOUT, bags, [], []), nodes[0].pool(MODEL, VERSION, bags), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@given(
+    hnp.arrays(
+        np.float32,
+        hnp.array_shapes(min_dims=2, max_dims=2, min_side=0, max_side=9),
+        elements=st.one_of(
+            st.floats(-70_000, 70_000, width=32),
+            st.sampled_from(
+                [0.0, -0.0, 65504.0, -65504.0, 65519.996, 65520.0, -65520.0, 1e-8, np.inf, -np.inf, np.nan]
+            ),
+        ),
+    )
+)
+def test_sums_are_rounded_to_the_nearest_float16_unless_one_is_too_large(sums):
+    before = sums.tobytes()
+    answered = rounded(sums)
+    with np.errstate(over="ignore"):
+        expected = sums.astype(np.float16)
+    if sums.size and np.isfinite(expected).all():
+        assert answered.dtype == np.float16
+        assert answered.tobytes() == expected.tobytes()
+    else:
+        assert answered is sums
+    assert sums.tobytes() == before
+
+
+def test_sums_that_are_too_large_for_float16_travel_in_float32_and_others_do_not():
+    rows = {table.name: np.full((NUM_ROWS, table.embedding_dim), 40_000.0, np.float32) for table in LAYOUT.tables}
+    node = node_over(ReferenceEngine(SPEC, rows), Plan.make(SPEC))
+    first, last = 0, len(LAYOUT.tables) - 1
+    bags = bags_of({first: [1, 2], last: [1, 1]})
+    answer = node.answer(MODEL, VERSION, bags, Forms(float16=True))
+    assert answer.sums[0].dtype == np.float32
+    assert answer.sums[-1].dtype == np.float16
+    # Another part of the same group, with smaller sums, may be in float16 beside it.
+    parts = split(bags, np.array([0, 0, 1, 1, 0], np.uint8), range(2))
+    answers = [node.answer(MODEL, VERSION, part.bags, Forms(float16=True)) for part in parts]
+    assert {one.sums[0].dtype for one in answers} == {np.dtype(np.float16)}
+    added = add_answers(LAYOUT, bags, parts, answers)
+    assert added[0].tolist() == [[40_000.0] * 4, [80_000.0] * 4]
+    assert added[-1].tolist() == [[40_000.0] * 64] * 2
+    parts = split(bags, np.array([1, 0, 0, 1, 0], np.uint8), range(2))
+    answers = [node.answer(MODEL, VERSION, part.bags, Forms(float16=True)) for part in parts]
+    assert [one.sums[0].dtype for one in answers] == [np.float32, np.float16]
+    assert add_answers(LAYOUT, bags, parts, answers)[0].tolist() == [[40_000.0] * 4, [80_000.0] * 4]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 400), st.integers(0, 200)), max_size=6),
+    st.sampled_from(range(len(LAYOUT.groups))),
+)
+def test_rows_travel_as_stored_where_that_takes_no_more_bytes_than_float16_sums_or_one_row_a_bag(counts, number):
+    group = LAYOUT.groups[number]
+    values, bags = (np.array([one[which] for one in counts], np.int64) for which in (0, 1))
+    for (num_values, num_bags), is_stored in zip(counts, travel_as_stored(group, values, bags), strict=True):
+        sums_bytes = num_bags * 2 * group.embedding_dim
+        assert is_stored == (num_values * group.row_bytes <= sums_bytes or num_values <= num_bags)
+
+
+def arrays_of(nodes: list[ShardNode], bags: KeyedBags) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    answer = nodes[0].answer(MODEL, VERSION, bags, Forms(stored=True))
+    return list(answer.sums), list(answer.stored)
+
+
+# Groups 0 (fp16, dim 4) and 1 (fp32, dim 4): in each one table with a row for each bag, one with many.
+MIXED = bags_of({0: [1, 1, 1], 1: [30, 30], 2: [1], 3: [30]})
+
+
+@pytest.mark.parametrize(
+    ("which", "number", "change", "message"),
+    [
+        ("sums", 0, lambda one: one[:-1], r"the answer's sums of group 0 are \[1, 4\], not \[2, 4\]"),
+        ("sums", 1, lambda one: np.repeat(one, 2, axis=0), r"the answer's sums of group 1 are \[2, 4\], not \[1, 4\]"),
+        ("sums", 0, lambda one: one[:, :3], r"the answer's sums of group 0 are \[2, 3\], not \[2, 4\]"),
+        ("sums", 7, lambda one: np.zeros((1, 64), np.float32), r"sums of group 7 are \[1, 64\], not \[0, 64\]"),
+        ("stored", 0, lambda one: one[:-1], r"the answer's stored rows of group 0 are \[2, 8\], not \[3, 8\]"),
+        ("stored", 1, lambda one: one[:, :12], r"the answer's stored rows of group 1 are \[1, 12\], not \[1, 16\]"),
+        ("stored", 1, lambda one: np.repeat(one, 3, axis=0), r"stored rows of group 1 are \[3, 16\], not \[1, 16\]"),
+    ],
+)
+def test_an_answer_of_another_shape_is_refused_naming_the_group(nodes, which, number, change, message):
+    sums, stored = arrays_of(nodes, MIXED)
+    Answer(sums, stored).check(LAYOUT, MIXED)
+    changed = sums if which == "sums" else stored
+    changed[number] = change(changed[number])
+    with pytest.raises(RemoteError, match=message):
+        Answer(sums, stored).check(LAYOUT, MIXED)
+
+
+def test_an_answer_of_another_number_of_groups_is_refused(nodes):
+    sums, stored = arrays_of(nodes, MIXED)
+    with pytest.raises(RemoteError, match="the answer has sums of 7 groups, the model has 8"):
+        Answer(sums[:-1], stored).check(LAYOUT, MIXED)
+    with pytest.raises(RemoteError, match="the answer has stored rows of 9 groups, the model has 8"):
+        Answer(sums, [*stored, stored[0]]).check(LAYOUT, MIXED)
+    with pytest.raises(RemoteError, match="the answer has sums of 0 groups, the model has 8"):
+        Answer([]).check(LAYOUT, MIXED)
+
+
+def test_sums_of_all_bags_are_refused_where_rows_travel_as_stored_and_the_other_way_round(nodes):
+    sums, stored = arrays_of(nodes, MIXED)
+    pooled = nodes[0].answer(MODEL, VERSION, MIXED, FLOAT32_SUMS)
+    pooled.check(LAYOUT, MIXED)
+    with pytest.raises(RemoteError, match=r"sums of group 0 are \[5, 4\], not \[2, 4\]"):
+        Answer(pooled.sums, stored).check(LAYOUT, MIXED)
+    with pytest.raises(RemoteError, match=r"sums of group 0 are \[2, 4\], not \[5, 4\]"):
+        Answer(sums).check(LAYOUT, MIXED)
+
+
+@given(bags=table_bags(), others=table_bags(), forms=st.sampled_from(EVERY_FORM))
+def test_an_answer_to_something_else_is_refused_unless_it_has_the_same_shapes(nodes, bags, others, forms):
+    ours, theirs = (nodes[0].answer(MODEL, VERSION, one, forms) for one in (bags, others))
+
+    def shapes(answer: Answer) -> list[tuple[int, ...]]:
+        return [array.shape for array in (*answer.sums, *(answer.stored or ()))]
+
+    if shapes(ours) == shapes(theirs):
+        theirs.check(LAYOUT, bags)
+    else:
+        with pytest.raises(RemoteError, match="of group"):
+            theirs.check(LAYOUT, bags)
