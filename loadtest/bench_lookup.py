@@ -173,7 +173,7 @@ def bare_arena(snapshot: Snapshot, shape: LookupShape) -> Arena:
         for begin in range(0, shape.rows_per_table, DISTINCT_ROWS):
             count = min(DISTINCT_ROWS, shape.rows_per_table - begin)
             rows[first + begin : first + begin + count] = snapshot.read_rows(table.name, begin, count)
-    return Arena("int8", shape.embedding_dim, rows, 0, "ram")
+    return Arena("int8", shape.embedding_dim, rows, {0: rows.nbytes}, "ram")
 
 
 def float32_table(shape: LookupShape) -> torch.nn.EmbeddingBag:

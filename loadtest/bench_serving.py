@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import tempfile
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -24,7 +23,6 @@ from typing import Any, Literal, get_args
 import click
 import numpy as np
 import torch
-from prometheus_client.parser import text_string_to_metric_families
 from pydantic import Field
 from rich.console import Console
 
@@ -38,7 +36,7 @@ from loadtest.load.generator import Generators
 from loadtest.load.result import this_machine, versions
 from loadtest.load.workers import Workers
 from loadtest.rounds import in_turn
-from loadtest.servers import HOST, Mode, Server, check_scores, serving
+from loadtest.servers import Mode, Server, check_scores, serving, summed
 from loadtest.serving_limit import LimitConfig, LimitProcess
 from loadtest.tables import Number, Spread, grouped_table, median_of
 from loadtest.workloads.catalog import BenchShape, BenchWorkload, Head, bench_spec
@@ -377,16 +375,11 @@ def _unloaded(
 
 def _batches(server: Server) -> tuple[float, float]:
     """Return requests in batches, and batches, so far."""
-    with urllib.request.urlopen(f"http://{HOST}:{server.http_port}/metrics", timeout=60) as response:
-        text = response.read().decode()
-    found = {
-        one.name: one.value
-        for family in text_string_to_metric_families(text)
-        if family.name == "shardrank_batch_requests"
-        for one in family.samples
-        if not one.name.endswith("_bucket")
-    }
-    return found.get("shardrank_batch_requests_sum", 0.0), found.get("shardrank_batch_requests_count", 0.0)
+    text = server.metrics()
+    requests, batches = (
+        sum(summed(text, f"shardrank_batch_requests_{of}").values(), start=0.0) for of in ("sum", "count")
+    )
+    return requests, batches
 
 
 def run_against(config: BenchConfig, other: Path, old_apis: Mapping[Api, Api], folder: Path, say: Say) -> AgainstBench:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 import psutil
+from prometheus_client.parser import text_string_to_metric_families
 
 from loadtest.errors import ScoresDifferError, ServerFailedError
 from loadtest.workloads.payloads import GRPC_APIS, Encoding
@@ -28,6 +30,7 @@ Mode: TypeAlias = Literal["local", "two_shards"]
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 60.0
+METRICS_TIMEOUT_S = 60.0
 POLL_S = 0.05
 LOG_TAIL_BYTES = 2000
 ANY_PORTS = ("--http-port", "0", "--grpc-port", "0")
@@ -55,6 +58,29 @@ class Server:
     def target(self, api: Encoding) -> str:
         """Say where requests of an API go."""
         return f"grpc://{HOST}:{self.grpc_port}" if api in GRPC_APIS else f"http://{HOST}:{self.http_port}"
+
+    def metrics(self) -> str:
+        """Read its Prometheus metrics; those of several workers are added up by whichever answers."""
+        with urllib.request.urlopen(f"http://{HOST}:{self.http_port}/metrics", timeout=METRICS_TIMEOUT_S) as response:
+            text: str = response.read().decode()
+        return text
+
+
+def summed(metrics: str, sample: str, label: str = "") -> dict[str, float]:
+    """Add up a metric's samples by the value of a label, `""` for those that don't have it.
+
+    Args:
+        metrics: in Prometheus' text format.
+        sample: its name, such as `shardrank_requests_total`; one that is not there has no values.
+        label: its name.
+    """
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(metrics):
+        for one in family.samples:
+            if one.name == sample:
+                value = one.labels.get(label, "")
+                found[value] = found.get(value, 0.0) + one.value
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from router.errors import PlanError, ShardUnavailableError
 from router.feature_schema import FeatureSchema
 from router.id_mapping import IdMapper, MappedBags, RejectedIds
 from router.plan import BucketOwners, Plan
-from shard_node.answer import Answer, Forms, add_answers
+from shard_node.answer import EXACT, Answer, Forms, add_answers
 from shard_node.bags import CheckedBags, Float32Array, Int32Array, Int64Array, KeyedBags, TableLayout
 from shard_node.errors import NodeUnavailableError
 from shard_node.node import LocalShard, Shard
@@ -39,16 +39,31 @@ class LookupTimes:
         split_s: whose rows they are, and the bags that each shard is asked for.
         shard_wait_s: until all shards have answered; of rows in this process the pooling itself.
         add_s: the shards' answers added, means divided.
-        stored_bytes, float16_bytes, float32_bytes: that shards behind sockets answered with, by form.
+        request_bytes: that shards behind sockets were asked with.
+        stored_bytes, float16_bytes, float32_bytes: that they answered with, by form.
     """
 
     map_s: float = 0.0
     split_s: float = 0.0
     shard_wait_s: float = 0.0
     add_s: float = 0.0
+    request_bytes: int = 0
     stored_bytes: int = 0
     float16_bytes: int = 0
     float32_bytes: int = 0
+
+    def count(self, answer: Answer) -> None:
+        """Count what an answer took on the wire; nothing if it came through no socket."""
+        if answer.asked_bytes:
+            stored, float16, float32 = answer.bytes_by_form()
+            self.request_bytes += answer.asked_bytes
+            self.stored_bytes += stored
+            self.float16_bytes += float16
+            self.float32_bytes += float32
+
+    def wire_bytes(self) -> tuple[int, int, int, int]:
+        """Bytes asked with, then answered with by form: stored rows, float16 sums, float32 sums."""
+        return self.request_bytes, self.stored_bytes, self.float16_bytes, self.float32_bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -150,11 +165,7 @@ def _piece(part: Part, first: int, end: int) -> Part:
 
 
 class Router:
-    """Looks up batches of one model version over its shards, one for each shard of the plan, in order.
-
-    Attributes:
-        forms: of answers that are taken from shards beside float32 sums.
-    """
+    """Looks up batches of one model version over its shards, one for each shard of the plan, in order."""
 
     def __init__(
         self,
@@ -169,11 +180,11 @@ class Router:
         self.schema = schema
         self.plan = plan
         self._mapper = mapper
-        self.forms = Forms(stored=True)
         self._shards = tuple(shards)
         # Rows that are all in this process need no split.
         self._all_rows = shards[0] if len(shards) == 1 and isinstance(shards[0], LocalShard) else None
         self._cutter = Cutter(plan.layout)
+        self._is_narrow = max(table.num_embeddings for table in plan.layout.tables) <= 2**31
         self._owners = BucketOwners(plan)
         self._has_none = bool(schema.is_none.any())
         self._has_mean = bool(schema.is_mean.any())
@@ -198,12 +209,13 @@ class Router:
         """Map ids, keyed by flat feature index, for whoever pools the rows himself."""
         return self._mapper.map(bags)
 
-    async def lookup(self, model: str, version: int, bags: KeyedBags, deadline: float) -> Embeddings:
+    async def lookup(
+        self, model: str, version: int, bags: KeyedBags, deadline: float, forms: Forms = EXACT
+    ) -> Embeddings:
         """Map, split, fan out and add.
 
         Keys of `bags` are flat feature indices, values raw ids. Every shard must answer with this version; `deadline`
-        is
-        as of `Shard.pool`.
+        and `forms` are as of `Shard.pool`.
 
         Raises:
             RouterError, ShardNodeError: if a shard can't answer.
@@ -220,7 +232,7 @@ class Router:
             began = self._clock()
             times.shard_wait_s = began - mapped_at
         else:
-            blocks = await self._pool(model, version, by_table, deadline, times)
+            blocks = await self._pool(model, version, by_table, deadline, forms, times)
             began = self._clock()
         if bags.keys.size == len(self.schema.features):
             starts = by_row.bag_starts()
@@ -248,7 +260,7 @@ class Router:
             await shard.close()
 
     async def _pool(
-        self, model: str, version: int, bags: CheckedBags, deadline: float, times: LookupTimes
+        self, model: str, version: int, bags: CheckedBags, deadline: float, forms: Forms, times: LookupTimes
     ) -> list[Float32Array]:
         began = self._clock()
         down: dict[int, ShardrankError] = {}
@@ -261,7 +273,7 @@ class Router:
                 if part.owner in down:
                     raise down[part.owner]
             try:
-                answers = await self._ask(model, version, parts, deadline)
+                answers = await self._ask(model, version, parts, deadline, forms)
             except _ShardDownError as failure:
                 began = self._clock()
                 times.shard_wait_s += began - asked
@@ -271,27 +283,27 @@ class Router:
             answered = self._clock()
             times.shard_wait_s += answered - asked
             for answer in answers:
-                stored, float16, float32 = answer.bytes_by_form()
-                times.stored_bytes += stored
-                times.float16_bytes += float16
-                times.float32_bytes += float32
+                times.count(answer)
             blocks = add_answers(self.plan.layout, bags, parts, answers)
             times.add_s += self._clock() - answered
             return blocks
 
-    def _parts(self, bags: CheckedBags) -> list[Part]:
+    def _parts(self, bags: KeyedBags) -> list[Part]:
         """Divide bags over the shards, into pieces that fit the wire; the longest first."""
         if len(self._shards) == 1:
             return self._cutter.cut(whole(bags))
+        if self._is_narrow:
+            # Half of the bytes for all that follows, the wire included.
+            bags = bags.with_values(bags.values.astype(np.int32), bags.weights)
         owners = self._owners.of(bags, self._up, next(self._turn))
         parts = split(bags, owners, range(len(self._shards)))
         parts.sort(key=lambda part: -part.positions.size)
         return [piece for part in parts for piece in self._cutter.cut(part)]
 
-    async def _ask(self, model: str, version: int, parts: list[Part], deadline: float) -> list[Answer]:
+    async def _ask(self, model: str, version: int, parts: list[Part], deadline: float, forms: Forms) -> list[Answer]:
         async def ask(part: Part) -> Answer:
             try:
-                return await self._shards[part.owner].pool(model, version, part.bags, deadline, self.forms)
+                return await self._shards[part.owner].pool(model, version, part.bags, deadline, forms)
             except (ShardUnavailableError, NodeUnavailableError) as error:
                 raise _ShardDownError(part.owner, error) from error
 

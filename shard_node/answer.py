@@ -40,6 +40,8 @@ class Forms:
 
 
 FLOAT32_SUMS = Forms()
+EXACT = Forms(stored=True)
+"""What loses nothing: rows as they are stored, and float32 sums."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,10 +51,12 @@ class Answer:
     Attributes:
         sums: float32 or float16 [bags, embedding_dim], of each bag, or, beside `stored`, of those of other tables.
         stored: uint8 [values, row_bytes], the rows of tables that travel as stored; None if all are among `sums`.
+        asked_bytes: length of the frame that it answers; 0 if it came through no socket.
     """
 
     sums: Sequence[Sums]
     stored: Sequence[StoredRows] | None = None
+    asked_bytes: int = 0
 
     def bytes_by_form(self) -> tuple[int, int, int]:
         """Bytes of stored rows, of float16 and of float32 sums."""

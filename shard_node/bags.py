@@ -23,13 +23,16 @@ Int32Array: TypeAlias = npt.NDArray[np.int32]
 Float32Array: TypeAlias = npt.NDArray[np.float32]
 
 _INT64 = np.dtype(np.int64)
+_INT32 = np.dtype(np.int32)
 _FORM = (
-    ("keys", np.dtype(np.int32)),
-    ("bags_per_key", _INT64),
-    ("offsets", _INT64),
-    ("values", _INT64),
-    ("weights", np.dtype(np.float32)),
+    ("keys", (_INT32,)),
+    ("bags_per_key", (_INT64,)),
+    ("offsets", (_INT64, _INT32)),
+    ("values", (_INT64, _INT32)),
+    ("weights", (np.dtype(np.float32),)),
 )
+# No more rows than this can be named by int32 numbers.
+_INT32_ROWS = np.uint64(2**31)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,7 +45,8 @@ class KeyedBags:
     Attributes:
         keys: int32 [S], strictly ascending.
         bags_per_key: int64 [S], how many bags each key has.
-        offsets: int64 [B + 1], bag b holds values[offsets[b] : offsets[b + 1]]; B = bags_per_key.sum().
+        offsets: int64 [B + 1], bag b holds values[offsets[b] : offsets[b + 1]]; B = bags_per_key.sum(). At a shard
+            offsets and values may be int32, as they travel.
         values: int64 [n].
         weights: float32 [n], the factor of each value, or None for all ones.
     """
@@ -106,7 +110,7 @@ class KeyedBags:
         starts = self._value_starts
         if starts is None:
             bag_starts = self._bag_starts
-            starts = self.offsets[self.bag_starts() if bag_starts is None else bag_starts]
+            starts = self.offsets[self.bag_starts() if bag_starts is None else bag_starts].astype(np.int64, copy=False)
             object.__setattr__(self, "_value_starts", starts)
         return starts
 
@@ -124,6 +128,13 @@ class KeyedBags:
         object.__setattr__(bags, "_bag_starts", self._bag_starts)
         object.__setattr__(bags, "_value_starts", self._value_starts)
         return bags
+
+    def wide(self) -> KeyedBags:
+        """Return the same bags with int64 offsets and values."""
+        if self.values.dtype == _INT64 and self.offsets.dtype == _INT64:
+            return self
+        offsets, values = (array.astype(np.int64) for array in (self.offsets, self.values))
+        return KeyedBags(self.keys, self.bags_per_key, offsets, values, self.weights)
 
     def of_keys(self, chosen: npt.NDArray[np.bool_]) -> KeyedBags:
         """Return the bags of some keys: bool [S]."""
@@ -186,6 +197,7 @@ def first_outside(
         (segment, position) of the first one, or None. If all is well this costs one pass over the values.
     """
     starts, ends = value_starts[:-1], value_starts[1:]
+    limits = _as_unsigned_limits(values, limits)
     filled = starts < ends
     if not filled.all():
         # reduceat gives an element, not a neutral value, for an empty segment: such keys are left out.
@@ -195,13 +207,25 @@ def first_outside(
     elif not values.size:
         return None
     # As unsigned numbers, negative values are larger than any limit: the largest of a key decides for both bounds.
-    unsigned = values.view(np.uint64)
+    unsigned = _as_unsigned(values)
     wrong = np.maximum.reduceat(unsigned, starts) >= limits
     if not wrong.any():
         return None
     which = int(wrong.argmax())
     start, end = int(starts[which]), int(ends[filled][which])
     return int(np.flatnonzero(filled)[which]), start + int((unsigned[start:end] >= limits[which]).argmax())
+
+
+def _as_unsigned(values: npt.NDArray[np.signedinteger[Any]]) -> npt.NDArray[np.unsignedinteger[Any]]:
+    """View int32 or int64 numbers as unsigned ones: negative ones become larger than any row."""
+    return values.view(np.uint32 if values.dtype == _INT32 else np.uint64)
+
+
+def _as_unsigned_limits(
+    values: npt.NDArray[np.signedinteger[Any]], limits: npt.NDArray[np.uint64]
+) -> npt.NDArray[np.uint64]:
+    """Bound limits by where negative int32 numbers begin as unsigned ones, if these values are int32."""
+    return np.minimum(limits, _INT32_ROWS) if values.dtype == _INT32 else limits
 
 
 @dataclass(frozen=True)
@@ -309,10 +333,10 @@ class TableLayout:
         if bags.weights is not None:
             arrays = (*arrays, bags.weights)
         # The torch ops read flat memory of these dtypes without asking.
-        for array, (name, dtype) in zip(arrays, _FORM, strict=False):
-            if array.ndim != 1 or array.dtype != dtype or not array.flags.c_contiguous:
+        for array, (name, dtypes) in zip(arrays, _FORM, strict=False):
+            if array.ndim != 1 or array.dtype not in dtypes or not array.flags.c_contiguous:
                 told = f"{array.dtype} {list(array.shape)}"
-                raise InvalidBagsError(f"{name} must be flat and contiguous {dtype}, got {told}")
+                raise InvalidBagsError(f"{name} must be flat and contiguous {dtypes[0]}, got {told}")
         if tables is None and isinstance(bags, CheckedBags) and bags.offsets.size:
             is_equal = bags.layout is self._equals[0] or bags.layout == self
             ends = int(bags.offsets[-1]), int(bags.bag_starts()[-1])
@@ -380,7 +404,8 @@ class TableLayout:
         limits = self._num_embeddings[keys if tables is None else tables]
         if limits.size == 1 or (limits == limits[0]).all():
             # One limit for all: as an unsigned number, a negative value is above it too.
-            return not num_values or bool(np.maximum.reduce(bags.values.view(np.uint64)) < limits[0])
+            limit = _as_unsigned_limits(bags.values, limits[:1])[0]
+            return not num_values or bool(np.maximum.reduce(_as_unsigned(bags.values)) < limit)
         return first_outside(bags.values, bags.value_starts(), limits) is None
 
     def _check_keys(self, keys: Int32Array) -> None:

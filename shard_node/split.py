@@ -6,7 +6,7 @@ bags that have a value there; `add` puts the pooled parts back. Used by the rout
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -20,8 +20,14 @@ from shard_node.engine.kernels import pool_rows
 # Up to so many owners a pass for each is faster than a sort (measured: 266,240 values cost 0.4 ms a pass, 2 ms sorted).
 MAX_MASKED_OWNERS = 6
 Sums: TypeAlias = npt.NDArray[np.floating[Any]]
-# For each owner: its number, the positions of its values, the bags that they are in, and how many each has (or one).
+# More values a bag than these are counted; fewer are looked at one by one (measured: at 1 a bag in half of the time).
+MANY_VALUES = 2
+# Of the bags; with a value at an owner.
+NEARLY_ALL = 7 / 8
+# For each owner: its number, the positions of its values, the bags that they are in, and their offsets; None for one
+# value in each bag.
 Owners: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
+OfMask: TypeAlias = Callable[[npt.NDArray[np.bool_], Int64Array], tuple[Int64Array, Int64Array | None]]
 Division: TypeAlias = Iterator[tuple[int, Int64Array, Int64Array, Int64Array | None]]
 
 
@@ -31,7 +37,7 @@ class Part:
 
     Attributes:
         owner: its number.
-        bags: the bags that have a value there, keys without such a bag left out.
+        bags: the bags that have a value there, keys without such a bag left out; or all bags.
         bag_index: int64 [bags.num_bags], strictly ascending: which bag of the whole each of them is.
         positions: int64 [bags.num_values]: which value of the whole each of them is.
         shares_no_bag: whether it is known that no other part has a bag of this one.
@@ -52,43 +58,78 @@ def whole(bags: KeyedBags) -> Part:
 def split(bags: KeyedBags, owner: Owners, owners: range) -> list[Part]:
     """Split bags by the owner of each value (uint8 or uint16 [n], each in `owners`).
 
-    Returns one part for each owner that has a value, by owner. Within a bag values keep their order.
+    Returns one part for each owner that has a value, by owner. Within a bag values keep their order. A part has all of
+    the bags, empty ones too, if hardly any would be left out; else those that have a value there.
     """
     filled = bags.lengths.nonzero()[0]
     if not filled.size:
         return []
-    bag_starts = bags.bag_starts()
     divide = _divide_by_masks if len(owners) <= MAX_MASKED_OWNERS else _divide_by_sorting
     one_each = filled.size == bags.num_values
+    bag_starts = bags.bag_starts()
     return [
-        Part(number, _part(bags, bag_starts, positions, bag_index, lengths), bag_index, positions, one_each)
-        for number, positions, bag_index, lengths in divide(bags, filled, owner, owners)
+        Part(number, _part(bags, bag_starts, positions, bag_index, offsets), bag_index, positions, one_each)
+        for number, positions, bag_index, offsets in divide(bags, filled, owner, owners)
     ]
 
 
 def _divide_by_masks(bags: KeyedBags, filled: Int64Array, owner: Owners, owners: range) -> Division:
     """One pass over the values for each owner: the fastest way if there are few."""
-    one_each = filled.size == bags.num_values
-    all_filled = filled.size == bags.num_bags
-    num_left = bags.num_values
-    if not one_each:
-        starts, left = (bags.offsets[:-1], bags.lengths) if all_filled else (bags.offsets[filled], bags.lengths[filled])
+    of_mask = _values_counted(bags, filled) if bags.num_values > MANY_VALUES * filled.size else _runs(bags, filled)
     for number in owners:
         mask = owner == number
         positions = mask.nonzero()[0]
-        if not positions.size:
-            continue
-        num_left -= positions.size
+        if positions.size:
+            yield number, positions, *of_mask(mask, positions)
+
+
+def _runs(bags: KeyedBags, filled: Int64Array) -> OfMask:
+    """Find the bags of an owner's values where each has few: a bag begins wherever the next value is another's."""
+    one_each = filled.size == bags.num_values
+    bag_of_value = filled if one_each else filled.repeat(bags.lengths[filled])
+
+    def of_mask(mask: npt.NDArray[np.bool_], positions: Int64Array) -> tuple[Int64Array, Int64Array | None]:
+        del mask
+        bag_of_each = bag_of_value.take(positions)
         if one_each:
-            yield number, positions, positions if all_filled else filled[positions], None
-            continue
+            return bag_of_each, None
+        starts = _changes(bag_of_each).nonzero()[0]
+        if starts.size == positions.size:
+            return bag_of_each, None
+        return bag_of_each.take(starts), np.append(starts, positions.size)
+
+    return of_mask
+
+
+def _values_counted(bags: KeyedBags, filled: Int64Array) -> OfMask:
+    """Count an owner's values in each bag, where each has many."""
+    all_filled = filled.size == bags.num_bags
+    starts = bags.offsets[:-1] if all_filled else bags.offsets[filled]
+    left = bags.lengths if all_filled else bags.lengths[filled]
+    num_left = bags.num_values
+
+    def of_mask(mask: npt.NDArray[np.bool_], positions: Int64Array) -> tuple[Int64Array, Int64Array]:
+        nonlocal left, num_left
+        num_left -= positions.size
         # Counting is the slowest pass. What nobody before had is the last one's; it needs no counting.
         counts = np.add.reduceat(mask.view(np.uint8), starts, dtype=np.int64) if num_left else left
         if num_left:
             left = left - counts
-        has_values = counts.nonzero()[0]
-        whole = has_values.size == filled.size
-        yield number, positions, filled if whole else filled[has_values], counts if whole else counts[has_values]
+        index, num_counted = filled, int(np.count_nonzero(counts))
+        if num_counted >= NEARLY_ALL * bags.num_bags:
+            # To leave a few bags out would take longer than to pool nothing for them and to add zeros.
+            index = np.arange(bags.num_bags)
+            if not all_filled:
+                of_filled, counts = counts, np.zeros(bags.num_bags, np.int64)
+                counts[filled] = of_filled
+        elif num_counted < filled.size:
+            has_values = counts.nonzero()[0]
+            index, counts = filled[has_values], counts[has_values]
+        offsets = np.zeros(counts.size + 1, np.int64)
+        np.add.accumulate(counts, out=offsets[1:])
+        return index, offsets
+
+    return of_mask
 
 
 def _divide_by_sorting(bags: KeyedBags, filled: Int64Array, owner: Owners, owners: range) -> Division:
@@ -98,17 +139,22 @@ def _divide_by_sorting(bags: KeyedBags, filled: Int64Array, owner: Owners, owner
     bag_of_value = np.repeat(filled, bags.lengths[filled])[order]
     sorted_owner = owner[order]
     # A new bag of a part begins wherever the owner or the bag changes.
-    begins = np.empty(order.size, dtype=bool)
-    begins[0] = True
-    np.logical_or(bag_of_value[1:] != bag_of_value[:-1], sorted_owner[1:] != sorted_owner[:-1], out=begins[1:])
-    starts = np.flatnonzero(begins)
-    lengths = np.diff(starts, append=order.size)
+    starts = np.flatnonzero(_changes(bag_of_value) | _changes(sorted_owner))
     present, first = np.unique(sorted_owner[starts], return_index=True)
     edges = [*first.tolist(), starts.size]
+    starts = np.append(starts, order.size)
     for number, begin, end in zip(present.tolist(), edges[:-1], edges[1:], strict=True):
-        first_value = int(starts[begin])
-        positions = order[first_value : first_value + int(lengths[begin:end].sum())]
-        yield number, positions, bag_of_value[starts[begin:end]], lengths[begin:end]
+        offsets = starts[begin : end + 1] - starts[begin]
+        positions = order[starts[begin] : starts[end]]
+        yield number, positions, bag_of_value[starts[begin:end]], offsets
+
+
+def _changes(numbers: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.bool_]:
+    """Tell of each number whether it is another than the one before: bool [n], n > 0."""
+    changes = np.empty(numbers.size, np.bool_)
+    changes[0] = True
+    np.not_equal(numbers[1:], numbers[:-1], out=changes[1:])
+    return changes
 
 
 def _part(
@@ -116,27 +162,20 @@ def _part(
     bag_starts: Int64Array,
     positions: Int64Array,
     bag_index: Int64Array,
-    lengths: Int64Array | None,
+    offsets: Int64Array | None,
 ) -> KeyedBags:
-    """Take some values of some bags; keys that have none of these are left out.
-
-    Args:
-        bags: the whole.
-        bag_starts: its own.
-        positions: int64 [n], the values to take, bag by bag.
-        bag_index: int64 [b], ascending, the bags that they are in.
-        lengths: int64 [b], how many are in each; None for one in each.
-    """
-    if lengths is None:
-        offsets = np.arange(bag_index.size + 1, dtype=np.int64)
+    if bag_index.size == bags.num_bags:
+        keys, bags_per_key = bags.keys, bags.bags_per_key
     else:
-        offsets = np.zeros(bag_index.size + 1, dtype=np.int64)
-        np.cumsum(lengths, out=offsets[1:])
-    edges = bag_index.searchsorted(bag_starts)
-    keys, bags_per_key = bags.keys, edges[1:] - edges[:-1]
-    if not bags_per_key.all():
-        has_bags = bags_per_key > 0
-        keys, bags_per_key = keys[has_bags], bags_per_key[has_bags]
+        edges = bag_index.searchsorted(bag_starts)
+        keys, bags_per_key = bags.keys, edges[1:] - edges[:-1]
+        if not bags_per_key.all():
+            has_bags = bags_per_key > 0
+            keys, bags_per_key = keys[has_bags], bags_per_key[has_bags]
+    if offsets is None:
+        offsets = np.arange(bag_index.size + 1)
+    # Offsets are as narrow as the values: both travel as they are.
+    offsets = offsets.astype(bags.values.dtype, copy=False)
     weights = None if bags.weights is None else bags.weights[positions]
     return KeyedBags(keys, bags_per_key, offsets, bags.values.take(positions), weights)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Self, TypeAlias
@@ -11,7 +13,7 @@ from pydantic import Field, model_validator
 from loader.snapshot.manifest import Frozen
 from loadtest.compare.hosts import Host
 from loadtest.load.config import MAX_RATE, MAX_RUN_S
-from loadtest.servers import ServerCommand
+from loadtest.servers import HOST, ServerCommand
 from serving.fleet.supervisor import shardrank_command
 from shard_node.node import Sharding
 
@@ -19,11 +21,15 @@ MAX_ARMS = 16
 MAX_CARDS = 64
 MAX_SHARDS = 64
 MAX_WORKERS = 64
+MAX_SHARE = 100
 MAX_DELAY_MS = 1000.0
 NODE_PORT = 7000
 """Of shard nodes on hosts; each host has all ports for itself."""
 
 Dtype: TypeAlias = Literal["float32", "bfloat16"]
+Transport: TypeAlias = Literal["unix", "tcp"]
+TRANSPORTS: dict[Transport, str] = {"unix": "Unix socket", "tcp": "TCP"}
+"""How shard processes are asked, as names of arms say it."""
 
 
 class ServedArm(Frozen):
@@ -32,16 +38,21 @@ class ServedArm(Frozen):
     Attributes:
         cards: of the serving process, or of each shard process.
         shards: shard processes; None for rows in the serving process.
+        transport: between these and the serving process; of no meaning without.
     """
 
     cards: int = Field(ge=1, le=MAX_CARDS)
     shards: int | None = Field(default=None, ge=1, le=MAX_SHARDS)
+    transport: Transport = "unix"
 
     @property
     def name(self) -> str:
-        """Write it as `2 cards`, or `2 shards of 1 card`."""
+        """Write it as `2 cards`, `2 shards, Unix socket`, or `2 shards of 4 cards, TCP`."""
         cards = _counted(self.cards, "card")
-        return cards if self.shards is None else f"{_counted(self.shards, 'shard')} of {cards}"
+        if self.shards is None:
+            return cards
+        each = "" if self.cards == 1 else f" of {cards}"
+        return f"{_counted(self.shards, 'shard')}{each}, {TRANSPORTS[self.transport]}"
 
 
 class Budgets(Frozen):
@@ -53,7 +64,8 @@ class Budgets(Frozen):
         pinned_memory_gb: of an arm, all its processes that hold rows together.
         memory_budget_gb: RAM for rows, likewise; None for no bound.
         peer_access: of cards.
-        replicate_bytes: tables of at most so many bytes are held whole by every shard.
+        replicate_bytes: tables of at most so many bytes are held whole by every shard; by default none, so that what
+            dividing rows costs is not hidden by small tables.
     """
 
     device: str = "auto"
@@ -62,37 +74,41 @@ class Budgets(Frozen):
     hot_gb: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     memory_budget_gb: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     peer_access: Literal["auto", "required"] = "auto"
-    replicate_bytes: int = Field(default=1 << 20, ge=0)
+    replicate_bytes: int = Field(default=0, ge=0)
 
 
 class CompareConfig(Frozen):
     """Which arms, and how each is measured.
 
     Attributes:
-        cards: each number of them is an arm; the first one is what the others are compared to.
-        shards: with each number of them; empty for rows in the serving process.
+        cards: each number of them in the serving process is an arm; the first one is what the others are compared to.
+        shards: each number of them is an arm with each of the transports; each shard has the first number of cards.
+        transports: between shards and the serving process; None for Unix sockets, or TCP with `hosts`.
         rounds: how often every arm is measured.
         rate: requests a second, cold and warm.
         cold_s: of sending from a server's start.
-        warmup_s, duration_s: of the warm measures after that; only the duration counts.
+        warmup_s, duration_s: of each measure after that; only the duration counts.
         in_flight: requests that are always out while the throughput is measured, in a closed loop.
+        shares: percent of the smallest capacity of all arms that each is offered, in an open loop; empty for none.
         budgets: of every arm.
         sharding: how rows are divided over shards and cards.
         workers: serving processes of every arm; without shards each holds all rows.
         dtype: of the dense model; `auto` is the server's choice.
-        hosts: each shard process in a network namespace of its own, asked over TCP; without, over Unix sockets.
+        hosts: each shard process in a network namespace of its own.
         delay_ms: that the network between hosts adds to a round trip; None to leave it as it is.
         seed: of the times; round i of every arm has the same.
     """
 
     cards: tuple[int, ...] = Field(default=(1, 2, 4), min_length=1)
     shards: tuple[int, ...] = ()
+    transports: tuple[Transport, ...] | None = Field(default=None, min_length=1)
     rounds: int = Field(default=6, ge=1, le=1000)
     rate: float = Field(default=50.0, gt=0, le=MAX_RATE)
     cold_s: float = Field(default=2.0, gt=0, le=MAX_RUN_S)
     warmup_s: float = Field(default=2.0, ge=0, le=MAX_RUN_S)
     duration_s: float = Field(default=10.0, gt=0, le=MAX_RUN_S)
     in_flight: int = Field(default=32, ge=1, le=4096)
+    shares: tuple[int, ...] = (30, 60, 80)
     budgets: Budgets = Budgets()
     sharding: Sharding = "hash"
     workers: int = Field(default=1, ge=1, le=MAX_WORKERS)
@@ -106,15 +122,25 @@ class CompareConfig(Frozen):
         arms = self.arms
         if len(set(arms)) != len(arms) or not 2 <= len(arms) <= MAX_ARMS:
             raise ValueError(
-                f"cards: {list(self.cards)} and shards: {list(self.shards)} are {len(arms)} arms; a comparison has 2 "
-                f"to {MAX_ARMS} different ones"
+                f"cards: {list(self.cards)}, and shards: {list(self.shards)} with each transport, are {len(arms)} "
+                f"arms; a comparison has 2 to {MAX_ARMS} different ones"
             )
+        if self.transports is not None and not self.shards:
+            raise ValueError(f"transports: {list(self.transports)} are between shards, of which there are none")
+        return self
+
+    @model_validator(mode="after")
+    def _shares_fit(self) -> Self:
+        if len(set(self.shares)) != len(self.shares) or any(not 1 <= one <= MAX_SHARE for one in self.shares):
+            raise ValueError(f"shares: {list(self.shares)} are not different percents from 1 to {MAX_SHARE}")
         return self
 
     @model_validator(mode="after")
     def _hosts_fit(self) -> Self:
         if self.hosts and not self.shards:
             raise ValueError("hosts: there are none without shards")
+        if self.hosts and self.transports not in (None, ("tcp",)):
+            raise ValueError(f"transports: {list(self.transports or ())}; hosts are asked over tcp alone")
         if self.delay_ms is not None and not self.hosts:
             raise ValueError(f"delay_ms: {self.delay_ms:g} is of the network between hosts; it needs hosts")
         return self
@@ -122,38 +148,50 @@ class CompareConfig(Frozen):
     @property
     def arms(self) -> tuple[ServedArm, ...]:
         """List the arms in the order of the table; the first is the baseline."""
-        return tuple(
-            ServedArm(cards=cards, shards=shards) for shards in (self.shards or (None,)) for cards in self.cards
+        transports: tuple[Transport, ...] = self.transports or (("tcp",) if self.hosts else ("unix",))
+        return (
+            *(ServedArm(cards=cards) for cards in self.cards),
+            *(
+                ServedArm(cards=self.cards[0], shards=shards, transport=transport)
+                for shards in self.shards
+                for transport in transports
+            ),
         )
 
 
 def server_commands(
     arm: ServedArm, config: CompareConfig, snapshot: Path, folder: Path, hosts: Sequence[Host] = ()
 ) -> tuple[ServerCommand, ...]:
-    """List what is started for an arm, in this order; the last one serves."""
-    log = folder / "server.log"
-    if not hosts:
-        arguments = server_arguments(arm, config, snapshot, folder / "registry")
-        return (ServerCommand("server", shardrank_command(*arguments), log),)
-    addresses = [f"{host.address}:{NODE_PORT}" for host in hosts]
-    nodes = [
-        ServerCommand(
-            f"shard {number}",
-            host.inside(shardrank_command(*node_arguments(arm, config, snapshot, number, addresses[number]))),
-            folder / f"shard-{number}.log",
-        )
-        for number, host in enumerate(hosts)
-    ]
-    asks = shardrank_command(*asking_arguments(arm, config, snapshot, addresses))
-    return (*nodes, ServerCommand("server", asks, log))
+    """List what is started for an arm, in this order: its shard nodes, and last what serves.
+
+    Args:
+        arm: which.
+        config: of all arms.
+        snapshot: its folder.
+        folder: for logs and sockets, of this start alone.
+        hosts: of each shard; without, shards are on this machine.
+    """
+    addresses = node_addresses(arm, folder, hosts)
+    commands = []
+    for number, address in enumerate(addresses):
+        line = shardrank_command(*node_arguments(arm, config, snapshot, number, address))
+        line = hosts[number].inside(line) if hosts else line
+        commands.append(ServerCommand(f"shard {number}", line, folder / f"shard-{number}.log"))
+    serves = shardrank_command(*serve_arguments(arm, config, snapshot, addresses))
+    return (*commands, ServerCommand("server", serves, folder / "server.log"))
 
 
-def server_arguments(arm: ServedArm, config: CompareConfig, snapshot: Path, registry: Path) -> tuple[str, ...]:
-    """Make the arguments of `serve`, or of `up` for shards, which alone use the registry's folder."""
-    flags = _divided(arm, config, snapshot) | _rows(arm, config) | _serving(config)
-    if arm.shards is None:
-        return ("serve", *_given(flags | {"shutdown-delay-s": 0}))
-    return ("up", *_given(flags | {"shards": arm.shards, "registry": registry}))
+def node_addresses(arm: ServedArm, folder: Path, hosts: Sequence[Host] = ()) -> tuple[str, ...]:
+    """Choose where an arm's shard nodes listen, the first one's first."""
+    if hosts:
+        return tuple(f"{host.address}:{NODE_PORT}" for host in hosts)
+    shards = range(arm.shards or 0)
+    if arm.transport == "unix":
+        return tuple(f"unix:{folder / f'{number}.sock'}" for number in shards)
+    # All are held until all are chosen. If another program takes one before its node does, the node ends and says why.
+    with contextlib.ExitStack() as stack:
+        held = [stack.enter_context(socket.create_server((HOST, 0))) for _ in shards]
+        return tuple(f"{HOST}:{one.getsockname()[1]}" for one in held)
 
 
 def node_arguments(arm: ServedArm, config: CompareConfig, snapshot: Path, shard: int, address: str) -> tuple[str, ...]:
@@ -162,11 +200,12 @@ def node_arguments(arm: ServedArm, config: CompareConfig, snapshot: Path, shard:
     return ("shard-node", *_given(_divided(arm, config, snapshot) | _rows(arm, config) | own))
 
 
-def asking_arguments(
-    arm: ServedArm, config: CompareConfig, snapshot: Path, addresses: Sequence[str]
+def serve_arguments(
+    arm: ServedArm, config: CompareConfig, snapshot: Path, addresses: Sequence[str] = ()
 ) -> tuple[str, ...]:
-    """Make the arguments of `serve` for shard nodes at these addresses, the first one's first."""
-    flags = _divided(arm, config, snapshot) | _serving(config) | {"shutdown-delay-s": 0}
+    """Make the arguments of `serve`, which holds rows itself or asks shard nodes at these addresses."""
+    rows = {} if addresses else _rows(arm, config)
+    flags = _divided(arm, config, snapshot) | rows | _serving(config)
     return ("serve", *_given(flags), *(text for address in addresses for text in ("--shard", address)))
 
 
@@ -199,7 +238,7 @@ def _part(total: float | None, parts: int) -> float | None:
 
 
 def _serving(config: CompareConfig) -> dict[str, object]:
-    return {"http-port": 0, "grpc-port": 0, "workers": config.workers, "dtype": config.dtype}
+    return {"http-port": 0, "grpc-port": 0, "workers": config.workers, "dtype": config.dtype, "shutdown-delay-s": 0}
 
 
 def _given(flags: Mapping[str, object]) -> tuple[str, ...]:

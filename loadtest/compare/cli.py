@@ -9,9 +9,10 @@ import click
 
 from loadtest.workloads.cli import request_options, workload_options
 from serving.cli import WithExamples
-from serving.cli.options import FiniteRange, device_options, memory_budget_option, replicate_option, sharding_option
+from serving.cli.options import FiniteRange, device_options, memory_budget_option, sharding_option
 
 MAX_CARDS = 64
+MAX_SHARE = 100
 MAX_RATE = 200_000
 MAX_S = 3600
 MAX_IN_FLIGHT = 4096
@@ -20,38 +21,73 @@ FILE = click.Path(path_type=Path, dir_okay=False)
 
 
 class Numbers(click.ParamType):  # type: ignore[type-arg]  # generic in newer releases only
-    """`1,2,4`: whole numbers from 1 to 64, which is as many cards or shards as a server takes."""
+    """`1,2,4`: whole numbers from 1 to a largest one."""
 
     name = "numbers"
+
+    def __init__(self, most: int, *, may_be_empty: bool = False) -> None:
+        self._most, self._may_be_empty = most, may_be_empty
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
         """Return the numbers, in their order."""
         if isinstance(value, tuple):
             return value
+        if value == "" and self._may_be_empty:
+            return ()
         parts = str(value).split(",")
         if not all(
-            part.isascii() and part.isdigit() and len(part) < 3 and 1 <= int(part) <= MAX_CARDS for part in parts
+            part.isascii() and part.isdigit() and len(part) < 4 and 1 <= int(part) <= self._most for part in parts
         ):
-            wanted = f"numbers from 1 to {MAX_CARDS} with commas between, such as 1,2,4"
+            wanted = f"numbers from 1 to {self._most} with commas between, such as 1,2,4"
             self.fail(f"{value!r}: expected {wanted}", param, ctx)
         return tuple(map(int, parts))
 
 
+class Words(click.ParamType):  # type: ignore[type-arg]  # likewise
+    """`unix,tcp`: some of a few words."""
+
+    name = "words"
+
+    def __init__(self, *allowed: str) -> None:
+        self._allowed = allowed
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
+        """Return the words, in their order."""
+        if isinstance(value, tuple):
+            return value
+        parts = tuple(str(value).split(","))
+        if not set(parts) <= set(self._allowed):
+            self.fail(f"{value!r}: expected some of {','.join(self._allowed)} with commas between", param, ctx)
+        return parts
+
+
 @click.command(cls=WithExamples)
 @click.option(
-    "--cards", type=Numbers(), default="1,2,4", show_default=True, metavar="N,...", help="The first is the baseline."
+    "--cards",
+    type=Numbers(MAX_CARDS),
+    default="1,2,4",
+    show_default=True,
+    metavar="N,...",
+    help="In the serving process; each number is an arm, and the first is the baseline.",
 )
 @click.option(
     "--shards",
-    type=Numbers(),
+    type=Numbers(MAX_CARDS),
     metavar="N,...",
-    help="Each number of cards with each of these: shard processes on Unix sockets, as `shardrank up` starts them. "
-    "Default: rows in the serving process.",
+    help="Further arms: each of these numbers of shard processes, with the first number of cards each, over each "
+    "--transport.",
+)
+@click.option(
+    "--transport",
+    "transports",
+    type=Words("unix", "tcp"),
+    metavar="unix,tcp",
+    help="Between the serving process and the shards: Unix sockets, TCP over loopback. Default: unix.",
 )
 @click.option(
     "--hosts",
     is_flag=True,
-    help="Each shard process in a network namespace of its own, asked over TCP. Needs root's rights.",
+    help="Each shard process in a network namespace of its own, asked over tcp. Needs root's rights.",
 )
 @click.option(
     "--delay-ms",
@@ -82,14 +118,22 @@ class Numbers(click.ParamType):  # type: ignore[type-arg]  # generic in newer re
     default=32,
     show_default=True,
     metavar="N",
-    help="Requests that are always out while the throughput is measured.",
+    help="Requests that are always out while throughput, CPU and bytes of a request are measured.",
+)
+@click.option(
+    "--shares",
+    type=Numbers(MAX_SHARE, may_be_empty=True),
+    default="30,60,80",
+    show_default=True,
+    metavar="PERCENT,...",
+    help="Offer every arm these shares of what the slowest arm answers in a rehearsal. '' to leave that out.",
 )
 @click.option("--cold", "cold_s", type=FiniteRange(0, MAX_S, min_open=True), default=2.0, show_default=True,
               metavar="S", help="From a server's start.")  # fmt: skip
 @click.option("--warmup", "warmup_s", type=FiniteRange(0, MAX_S), default=2.0, show_default=True, metavar="S",
-              help="After that; not counted.")  # fmt: skip
+              help="Of each measure after that; not counted.")  # fmt: skip
 @click.option("--duration", "duration_s", type=FiniteRange(0, MAX_S, min_open=True), default=10.0, show_default=True,
-              metavar="S", help="Of the warm measure, after the warm-up.")  # fmt: skip
+              metavar="S", help="Of each of these measures, after the warm-up.")  # fmt: skip
 @click.option(
     "--api",
     type=click.Choice(["json", "oip-http", "grpc", "grpc-packed", "oip-grpc"]),
@@ -106,31 +150,36 @@ class Numbers(click.ParamType):  # type: ignore[type-arg]  # generic in newer re
 @click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, show_default=True, metavar="N",
               help="Of rows, requests, their times and the bootstrap.")  # fmt: skip
 @click.option("--workers", type=click.IntRange(1, 64), default=1, show_default=True, metavar="N",
-              help="Serving processes of each server. Without --shards each holds all rows.")  # fmt: skip
+              help="Serving processes of each server. In arms without shards each holds all rows.")  # fmt: skip
 @click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16"]), default="auto", show_default=True,
               help="Number format of the dense model.")  # fmt: skip
 @sharding_option
 @memory_budget_option
 @device_options
-@replicate_option
+@click.option("--replicate-bytes", type=click.IntRange(0), default=0, show_default=True, metavar="N",
+              help="Tables of at most this many bytes are held whole by every shard. 0 divides all, so that small "
+              "tables don't hide what dividing costs; the default of `shardrank up` is 1048576.")  # fmt: skip
 @click.option("--json", "json_file", type=FILE, metavar="FILE", help="Write the comparison to this file.")
 @click.option("--html", "html_file", type=FILE, metavar="FILE", help="Write a page with plots to this file.")
 @click.pass_context
 def compare_cards(
     ctx: click.Context, /, store: Path | None, json_file: Path | None, html_file: Path | None, **given: Any
 ) -> None:
-    """Measure the same load on several numbers of cards, or of shards, as ratios to the first.
+    """Measure what rows on several cards, or in shard processes, cost against rows in the serving process.
 
-    The same model, requests, times and memory budgets for each. In every round each arm's server is started anew, asked
-    cold, warm and as fast as it answers, and ended, in turning order. --card-memory-gb and --hot-gb are of each card;
-    the shards of an arm divide --memory-budget-gb and --pinned-memory-gb evenly. In the first round all must give the
-    same scores. The exit code is 1 if a run can't be believed.
+    The same model, requests, times and memory budgets for each arm, as ratios to the first number of cards. In every
+    round each arm's server is started anew and asked: cold and warm at --rate; one request after the other; as fast as
+    it answers, for the processor time and the bytes of a request; and at --shares of the slowest arm's capacity. Arms
+    take turns. --card-memory-gb and --hot-gb are of each card; the shards of an arm divide --memory-budget-gb and
+    --pinned-memory-gb evenly. In the first round all must give the same scores. The exit code is 1 if a run can't be
+    believed.
 
     Examples:
+      shardrank loadtest compare-cards --cards 1,2,4,8 --shards 1,2,4 --transport unix,tcp --html many.html
       shardrank loadtest compare-cards --cards 1,2,4 --workload dlrm-v2:0.001 --rate 50 --html cards.html
       shardrank loadtest compare-cards --cards 1,2 --device cuda --rate 500 --in-flight 64 --json cards.json
-      shardrank loadtest compare-cards --cards 1 --shards 1,2 --replicate-bytes 0 --rounds 10
-      shardrank loadtest compare-cards --cards 1 --shards 1,2 --hosts --delay-ms 0.2 --workers 2
+      shardrank loadtest compare-cards --cards 1 --shards 2 --rounds 10 --shares 60 --workers 2
+      shardrank loadtest compare-cards --cards 1 --shards 1,2 --hosts --delay-ms 0.2
     """
     from loadtest.compare.run import checked_configs, execute
 

@@ -1,239 +1,44 @@
-"""Compare cards: every arm is measured in every round, and what that comes to.
-
-Each time an arm's server is started anew: it is asked cold, warm and as fast as it answers, and ended. So what differs
-from one start to the next (which memory the kernel gives, which core a thread begins on) is in the rounds, over which
-confidence intervals are drawn, and not frozen in a ratio; there is a cold measure in every round; and an arm never
-shares memory and cores with the servers of the others. In the first round all arms must give the same scores of a few
-requests.
-"""
+"""Compare cards and shards: from settings to a model that is served, measured, and compared arm by arm."""
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import tempfile
-import urllib.error
-import urllib.request
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 
-import numpy as np
-from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 
 from loader.progress import Progress, no_progress
 from loader.snapshot.manifest import Frozen, ModelSpec
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.store import Store
-from loadtest.compare.arms import Budgets, CompareConfig, Dtype, ServedArm, server_commands
-from loadtest.compare.hosts import check_hosts, running_hosts
-from loadtest.errors import CompareStoreError, ScoresDifferError, ServerFailedError
-from loadtest.load.closed_loop import LATE_KINDS, Weighed, not_busy_because
-from loadtest.load.config import OfferedLoad, RunConfig
-from loadtest.load.generator import Generators
+from loadtest.compare.arms import TRANSPORTS, Budgets, CompareConfig, ServedArm
+from loadtest.compare.hosts import check_hosts
+from loadtest.compare.measure import ASKED, TOLERANCES, ArmRound, Measurements, measure_rounds, rates_of
+from loadtest.errors import CompareStoreError
+from loadtest.load.closed_loop import LATE_KINDS, CpuTime, Role, not_busy_because
+from loadtest.load.config import OfferedLoad
 from loadtest.load.result import LoadResult, check_writable
-from loadtest.load.run import INTERRUPTED, checked, offered, write_files
+from loadtest.load.run import INTERRUPTED, checked, write_files
 from loadtest.load.workers import stopping_on_signals
 from loadtest.report.comparison import Arm, Comparison
-from loadtest.rounds import COUNTED, FORM, Measure, compare_rounds, in_turn, show_comparison
-from loadtest.servers import HOST, LOG_TAIL_BYTES, Server, check_scores, ports_in, running
-from loadtest.tables import line
+from loadtest.rounds import COUNTED, FORM, SHARES, Measure, compare_rounds, show_comparison
 from loadtest.workloads.catalog import FilmsWorkload, open_workload
 from loadtest.workloads.payloads import FORMS, GRPC_APIS
 from loadtest.workloads.prepare import prepare_workload
 from router.plan import Plan
 from serving.cli.output import progress_bars, stdout_console
-from serving.client import Client, ClientError
 from serving.fleet.process import StopRequestedError
 from serving.training.dataset import with_bucketing
-from shard_node.bags import Float32Array
 from shard_node.cuda.card_set import DeviceChoice
 
-CHECKED_REQUESTS = 8
-ASK_TIMEOUT_S = 5.0
-REHEARSAL_S = 1.0
-TOLERANCES: dict[Dtype, float] = {"float32": 1e-5, "bfloat16": 0.01}
-"""Of scores, which are between 0 and 1. Where rows are divided otherwise, parts of a sum are added in another order; in
-bfloat16, a sum whose last bit differs may become the next number, 0.4% away, at the input of every layer. Measured with
-random models, whose scores spread by 0.03 to 0.05: up to 3e-7 between arms in float32 and 0.0016 in bfloat16."""
-
-_DTYPE: TypeAdapter[Dtype] = TypeAdapter(Dtype)
 _PERCENTILES = {"p50": "p50_ms", "p99": "p99_ms", "p99.9": "p999_ms"}
-
-
-@dataclass(frozen=True, slots=True)
-class ArmScores:
-    """What an arm's server answered: scores, float32 [candidates], and the dtype of its dense model."""
-
-    dtype: Dtype
-    scores: tuple[Float32Array, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ArmRound:
-    """What was measured of an arm in a round: from its server's start, after the warm-up, and kept busy."""
-
-    cold: LoadResult
-    warm: LoadResult
-    busy: Weighed
-
-
-@dataclass(frozen=True, slots=True)
-class Measurements:
-    """What was measured, and what all arms answered alike in the first round.
-
-    Attributes:
-        rounds: of each arm, in the order of the table.
-        dtype: of all arms' dense models.
-        checked_requests: whose scores were compared.
-        largest_difference: of scores, to the first arm's.
-    """
-
-    rounds: dict[ServedArm, list[ArmRound]]
-    dtype: Dtype
-    checked_requests: int
-    largest_difference: float
-
-
-def served_dtype(arm: ServedArm, http_port: int, model: str) -> Dtype:
-    """Ask in which dtype a server computes its dense model. Raises ServerFailedError if it does not say."""
-    address = f"http://{HOST}:{http_port}"
-    try:
-        with Client(address, timeout_ms=int(1000 * ASK_TIMEOUT_S)) as client:
-            description = client.describe(model)
-        return _DTYPE.validate_python(description.dense_model.dtype)
-    except (ClientError, ValidationError) as error:
-        message = f"the server with {arm.name} does not describe its model at {address}: {error}"
-        raise ServerFailedError(message) from error
-
-
-def check_agreement(first: ServedArm, expected: ArmScores, arm: ServedArm, found: ArmScores) -> None:
-    """Compare an arm's answers with the first one's. Raises ScoresDifferError, naming arm, request and difference."""
-    if found.dtype != expected.dtype:
-        raise ScoresDifferError(
-            f"{arm.name}: its dense model is computed in {found.dtype}, that of {first.name} in {expected.dtype}; "
-            "choose one with --dtype"
-        )
-    for number, (one, other) in enumerate(zip(expected.scores, found.scores, strict=True)):
-        who = f"{arm.name} against {first.name} in {expected.dtype}, request {number}"
-        check_scores(who, other, one, TOLERANCES[expected.dtype])
-
-
-def largest_difference(answers: Sequence[ArmScores]) -> float:
-    """Find the largest difference between the first arm's scores and any other's."""
-    first = answers[0].scores
-    pairs = itertools.chain.from_iterable(zip(first, arm.scores, strict=True) for arm in answers[1:])
-    return max((float(np.abs(other - one).max()) for one, other in pairs), default=0.0)
-
-
-@dataclass(slots=True)
-class ArmMeasure:
-    """Measure one server after the other, asked by the same processes with the same requests."""
-
-    config: CompareConfig
-    load: OfferedLoad
-    generators: Generators
-    snapshot: Path
-    folder: Path
-    console: Console
-    _starts: int = field(default=0, init=False)
-
-    def rehearse(self, arm: ServedArm) -> None:
-        """Start a server and ask it a little; nothing is kept."""
-        with self.serving(arm) as server:
-            load = self._load(server)
-            self._run(load, RunConfig(rate=self.config.rate, warmup_s=0, duration_s=REHEARSAL_S, seed=0))
-            self.generators.busy(load, self.config.in_flight, 0.0, REHEARSAL_S, server.process_ids)
-
-    def arm(self, arm: ServedArm, number: int) -> tuple[ArmRound, ArmScores | None]:
-        """Measure an arm in a round, from 0.
-
-        Scores are asked in the first round alone, and last, so that no measure of such a round has seen other requests
-        than those of the others. Raises LoadError.
-        """
-        config, seed = self.config, self.config.seed + 2 * number
-        cold = RunConfig(rate=config.rate, warmup_s=0, duration_s=config.cold_s, seed=seed)
-        warm = RunConfig(rate=config.rate, warmup_s=config.warmup_s, duration_s=config.duration_s, seed=seed + 1)
-        with self.serving(arm) as server:
-            load = self._load(server)
-            runs = self._run(load, cold), self._run(load, warm)
-            busy = self.generators.busy(load, config.in_flight, config.warmup_s, config.duration_s, server.process_ids)
-            return ArmRound(*runs, busy), self._scores(arm, server) if number == 0 else None
-
-    def _scores(self, arm: ServedArm, server: Server) -> ArmScores:
-        load = self._load(server)
-        ready = self.generators.prepare(load)[0]
-        asked = range(min(CHECKED_REQUESTS, ready.requests))
-        scores = tuple(self.generators.scores(load, number) for number in asked)
-        return ArmScores(served_dtype(arm, server.http_port, ready.model), scores)
-
-    def _load(self, server: Server) -> OfferedLoad:
-        return self.load.model_copy(update={"target": server.target(self.load.spoken)})
-
-    def _run(self, load: OfferedLoad, run: RunConfig) -> LoadResult:
-        return offered(self.generators, load, run, self.console)
-
-    @contextlib.contextmanager
-    def serving(self, arm: ServedArm) -> Iterator[Server]:
-        """Start an arm's server, with hosts of its own if it has some, and end it with the block."""
-        self._starts += 1
-        folder = self.folder / f"{self._starts}"
-        folder.mkdir()
-        config = self.config
-        with contextlib.ExitStack() as stack:
-            count = arm.shards if config.hosts else None
-            hosts = stack.enter_context(running_hosts(count, config.delay_ms)) if count else ()
-            commands = server_commands(arm, config, self.snapshot, folder, hosts)
-            log = commands[-1].log
-            started = stack.enter_context(running(arm.name, commands, lambda: _why_not_ready(log)))
-            ports = ports_in(log)
-            assert ports is not None
-            yield Server(*ports, started.process_ids)
-            started.check()
-
-
-def _why_not_ready(log: Path) -> str:
-    if (ports := ports_in(log)) is None:
-        return "it has not said where it serves"
-    try:
-        with urllib.request.urlopen(f"http://{HOST}:{ports[0]}/readyz", timeout=ASK_TIMEOUT_S):
-            return ""
-    except urllib.error.HTTPError as error:
-        return error.read(LOG_TAIL_BYTES).decode("utf-8", "replace") or str(error)
-    except OSError as error:
-        return str(error)
-
-
-def measure_rounds(
-    config: CompareConfig, load: OfferedLoad, snapshot: Path, folder: Path, console: Console
-) -> Measurements:
-    """Measure all rounds.
-
-    Before the first one the first arm's server is started and asked once, and that is thrown away: what the first
-    start on a machine pays, reading files from the disk for example, would be in one arm alone.
-
-    Raises:
-        LoadError: a server ended, or did not get ready; arms disagree; hosts can't be made; a load can't be run.
-    """
-    first = config.arms[0]
-    found: dict[ServedArm, list[ArmRound]] = {arm: [] for arm in config.arms}
-    scores: dict[ServedArm, ArmScores] = {}
-    with Generators(load.processes) as generators:
-        measure = ArmMeasure(config, load, generators, snapshot, folder, console)
-        line(console, f"rehearsal: {first.name}")
-        measure.rehearse(first)
-        for number in range(config.rounds):
-            for arm in in_turn(config.arms, number):
-                line(console, f"round {number + 1} of {config.rounds}: {arm.name}")
-                of_arm, answered = measure.arm(arm, number)
-                found[arm].append(of_arm)
-                if answered is not None:
-                    scores[arm] = answered
-                    check_agreement(first, scores[first], arm, answered)
-    expected = scores[first]
-    return Measurements(found, expected.dtype, len(expected.scores), largest_difference(list(scores.values())))
+_ROLES: tuple[Role, ...] = ("serve", "nodes")
+_SPENT: dict[str, Callable[[CpuTime], float]] = {
+    "": lambda time: time.all_s,
+    ", kernel": lambda time: time.kernel_s,
+}
 
 
 def compared_snapshot(config: CompareConfig, load: OfferedLoad, store: Path, progress: Progress = no_progress) -> Path:
@@ -286,8 +91,9 @@ def _check_same(folder: Path, found: ModelSpec, wanted: ModelSpec, workload: str
 def compared(config: CompareConfig, load: OfferedLoad, measurements: Measurements) -> Comparison:
     """Compute ratios to the first arm.
 
-    Of requests at a rate, warm and cold: p50, p99 and p99.9 of all that were due, and right answers a second. Of a
-    server that is kept busy: answers a second, and what one costs.
+    Of requests at a rate, warm and cold: p50, p99 and p99.9 of all that were due, and right answers a second. Of one
+    request after the other, and at each share of capacity: p50 and p99. Of a server that is kept busy: answers a
+    second, and what one costs in processor time and in bytes to and from shards.
 
     Raises:
         ComparisonError: arms have other numbers of rounds, or there are none.
@@ -299,10 +105,10 @@ def compared(config: CompareConfig, load: OfferedLoad, measurements: Measurement
             (Arm(name=arm.name, runs=tuple(_runs(of_arm, "warm")), cold_runs=tuple(_runs(of_arm, "cold"))), of_arm)
             for arm, of_arm in rounds.items()
         ],
-        _measures(config),
+        _measures(config, rounds),
         title=f"{_listed(arm.name for arm in config.arms)}: {load.workload}",
         setup=_setup(config, load, measurements),
-        invalid_because=_reasons(rounds),
+        invalid_because=_reasons(config, rounds),
         machine=run.machine,
         versions=run.versions,
         seed=config.seed,
@@ -313,7 +119,7 @@ def _runs(of_arm: Sequence[ArmRound], phase: str) -> list[LoadResult]:
     return [getattr(one, phase) for one in of_arm]
 
 
-def _measures(config: CompareConfig) -> list[Measure[ArmRound]]:
+def _measures(config: CompareConfig, rounds: Mapping[ServedArm, Sequence[ArmRound]]) -> list[Measure[ArmRound]]:
     found: list[Measure[ArmRound]] = []
     for phase in ("warm", "cold"):
         for name, percentile in _PERCENTILES.items():
@@ -321,25 +127,62 @@ def _measures(config: CompareConfig) -> list[Measure[ArmRound]]:
             found.append(Measure(f"{name}, {phase}", "ms", "lower", value))
         throughput = attrgetter(f"{phase}.throughput")
         found.append(Measure(f"throughput at {config.rate:g}/s, {phase}", "/s", "higher", throughput))
+    for name in ("p50", "p99"):
+        found.append(Measure(f"{name}, 1 in flight", "ms", "lower", attrgetter(f"alone.{name}_ms")))
+    for place, share in enumerate(config.shares):
+        for name in ("p50", "p99"):
+            found.append(Measure(f"{name} at {share}% of capacity", "ms", "lower", _at_share(place, f"{name}_ms")))
     busy = f"{config.in_flight} in flight"
+    forms = {form for of_arm in rounds.values() for one in of_arm for form in one.wire} - {ASKED}
     return [
         *found,
         Measure(f"throughput, {busy}", "/s", "higher", lambda one: one.busy.requests_per_s),
         Measure(f"CPU of a request, {busy}", "ms", "lower", lambda one: one.busy.cpu_ms),
+        *(
+            Measure(f"CPU of a request, {role}{part}", "ms", "lower", _cpu_ms(role, spent), everywhere=False)
+            for role in (_ROLES if config.shards else ())
+            for part, spent in _SPENT.items()
+        ),
+        Measure("bytes of a request, back", "B", "lower", _bytes(*forms), everywhere=False),
+        *(
+            Measure(f"bytes of a request, back as {form}", "B", "lower", _bytes(form), everywhere=False)
+            for form in sorted(forms)
+        ),
+        Measure("bytes of a request, to shards", "B", "lower", _bytes(ASKED), everywhere=False),
     ]
 
 
-def _reasons(rounds: Mapping[ServedArm, Sequence[ArmRound]]) -> list[str]:
+def _at_share(place: int, percentile: str) -> Callable[[ArmRound], float | None]:
+    return lambda one: getattr(one.shares[place].latency_of_due, percentile)
+
+
+def _cpu_ms(role: Role, spent: Callable[[CpuTime], float]) -> Callable[[ArmRound], float]:
+    return lambda one: spent(one.busy.server_cpu.get(role, CpuTime())) / one.busy.requests * 1e3
+
+
+def _bytes(*forms: str) -> Callable[[ArmRound], float]:
+    return lambda one: sum(one.wire.get(form, 0.0) for form in forms)
+
+
+def _reasons(config: CompareConfig, rounds: Mapping[ServedArm, Sequence[ArmRound]]) -> list[str]:
     return [
         f"{arm.name}, round {number}, {where}"
         for arm, of_arm in rounds.items()
         for number, one in enumerate(of_arm, 1)
         for where in (
-            *(f"cold: {reason}" for reason in (*one.cold.invalid_because, *_why_failed(one.cold))),
-            *(f"warm: {reason}" for reason in (*one.warm.invalid_because, *_why_failed(one.warm))),
+            *(f"{name}: {reason}" for name, run in _named_runs(config, one) for reason in _why_not_believed(run)),
             *not_busy_because(one.busy),
         )
     ]
+
+
+def _named_runs(config: CompareConfig, one: ArmRound) -> list[tuple[str, LoadResult]]:
+    at_shares = zip(config.shares, one.shares, strict=True)
+    return [("cold", one.cold), ("warm", one.warm), *((f"{share}% of capacity", run) for share, run in at_shares)]
+
+
+def _why_not_believed(run: LoadResult) -> list[str]:
+    return [*run.invalid_because, *_why_failed(run)]
 
 
 def _why_failed(run: LoadResult) -> list[str]:
@@ -350,8 +193,8 @@ def _why_failed(run: LoadResult) -> list[str]:
     advice = ""
     if all(kind in LATE_KINDS for kind in run.errors):
         advice = (
-            f": not answered within {run.timeout_ms:g} ms. Offer less (--rate), give requests longer (--timeout-ms), "
-            "or make them smaller (--candidates)"
+            f": not answered within {run.timeout_ms:g} ms. Offer less (--rate, --shares), give requests longer "
+            "(--timeout-ms), or make them smaller (--candidates)"
         )
     return [f"{sum(run.errors.values())} of {run.due} requests failed ({kinds}){advice}"]
 
@@ -361,7 +204,6 @@ def _setup(config: CompareConfig, load: OfferedLoad, measurements: Measurements)
     rounds, dtype = measurements.rounds, measurements.dtype
     run = next(iter(rounds.values()))[0].warm
     budgets = config.budgets
-    several = any(arm.shards is not None for arm in config.arms)
     given: dict[str, object] = {
         "workload": run.workload,
         "model": run.model,
@@ -371,13 +213,15 @@ def _setup(config: CompareConfig, load: OfferedLoad, measurements: Measurements)
         "arrivals": run.arrivals,
         "rate": f"{config.rate:g}/s",
         "throughput": f"closed loop, {config.in_flight} requests always out",
+        "alone": "closed loop, one request always out",
+        SHARES: _shares(config, measurements) if config.shares else None,
         "cold": f"the first {config.cold_s:g} s after the server's start",
         "warm": f"{config.duration_s:g} s after {config.warmup_s:g} s of warm-up",
         "serving processes": config.workers,
         "dense model in": dtype if config.dtype == dtype else f"{dtype} ({config.dtype})",
         "same scores": f"of {measurements.checked_requests} requests, to {measurements.largest_difference:.2g}; "
         f"allowed is {TOLERANCES[dtype]:g}",
-        "rows": _where(config) if several else "in each serving process",
+        "rows": _where(config),
         "network": _network(config) if config.hosts else None,
         "sharding": config.sharding,
         "device": budgets.device,
@@ -386,7 +230,7 @@ def _setup(config: CompareConfig, load: OfferedLoad, measurements: Measurements)
         "pinned host memory, all processes": _gb(budgets.pinned_memory_gb),
         "RAM for rows, all processes": _gb(budgets.memory_budget_gb),
         "peer access": budgets.peer_access,
-        "replicated tables": f"up to {budgets.replicate_bytes} bytes" if several else None,
+        "replicated tables": f"up to {budgets.replicate_bytes} bytes" if config.shards else None,
         COUNTED: f"{_about(rounds, 'warm')} warm, {_about(rounds, 'cold')} cold",
         "timeout": f"{load.timeout_ms:g} ms",
         "seed of the requests": load.seed,
@@ -395,8 +239,21 @@ def _setup(config: CompareConfig, load: OfferedLoad, measurements: Measurements)
 
 
 def _where(config: CompareConfig) -> str:
-    asked = "on hosts of their own (network namespaces), asked over TCP" if config.hosts else "asked over Unix sockets"
-    return f"in shard processes, {asked}"
+    if not config.shards:
+        return "in each serving process"
+    asked = " and ".join(dict.fromkeys(TRANSPORTS[arm.transport] for arm in config.arms if arm.shards is not None))
+    where = "on hosts of their own (network namespaces)" if config.hosts else "on this machine"
+    return f"in each serving process; or in shard processes {where}, asked over {asked}"
+
+
+def _shares(config: CompareConfig, measurements: Measurements) -> str:
+    slowest = min(measurements.capacity, key=measurements.capacity.__getitem__)
+    rates = ", ".join(f"{rate:g}" for rate in rates_of(config.shares, measurements.capacity))
+    shares = ", ".join(map(str, config.shares))
+    return (
+        f"{shares}% of the {measurements.capacity[slowest]:.0f}/s that {slowest.name} answered in the rehearsal, the "
+        f"least of all arms: {rates}/s, open loop"
+    )
 
 
 def _network(config: CompareConfig) -> str:

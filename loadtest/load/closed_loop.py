@@ -11,6 +11,7 @@ import itertools
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import numpy as np
 import psutil
@@ -26,6 +27,22 @@ LATE_KINDS = frozenset({"timeout", "http_504", "grpc_deadline_exceeded"})
 """Kinds of failed requests that had too little time."""
 _FAILED = 1
 
+Role: TypeAlias = Literal["serve", "nodes"]
+"""Of a server's processes: those that run `shard-node`, and all others."""
+
+
+@dataclass(frozen=True, slots=True)
+class CpuTime:
+    """Processor time of some processes, in their own code and in the kernel."""
+
+    user_s: float = 0.0
+    kernel_s: float = 0.0
+
+    @property
+    def all_s(self) -> float:
+        """Add both up."""
+        return self.user_s + self.kernel_s
+
 
 @dataclass(frozen=True, slots=True)
 class Weighed:
@@ -34,16 +51,22 @@ class Weighed:
     Attributes:
         requests: answered right within the seconds.
         seconds: that it were.
-        server_cpu_s, client_cpu_s: processor time of the server's processes, and of the generator's own.
+        server_cpu: processor time of the server's processes by role; a role that none has is not there.
+        client_cpu_s: that of the generator's own process.
         p50_ms, p99_ms: from sending to answer.
     """
 
     requests: int
     seconds: float
-    server_cpu_s: float
+    server_cpu: dict[Role, CpuTime]
     client_cpu_s: float
     p50_ms: float
     p99_ms: float
+
+    @property
+    def server_cpu_s(self) -> float:
+        """Processor time of all of the server's processes."""
+        return sum(one.all_s for one in self.server_cpu.values())
 
     @property
     def requests_per_s(self) -> float:
@@ -64,10 +87,19 @@ def not_busy_because(busy: Weighed) -> tuple[str, ...]:
     return (f"throughput: the client used {share:.0%} of a core; at most {MAX_CPU_SHARE:.0%} is allowed",)
 
 
+def cpu_by_role(process_ids: Iterable[int]) -> dict[Role, CpuTime]:
+    """Add up the processor time that processes have used so far, by what they run. Raises psutil.NoSuchProcess."""
+    found: dict[Role, CpuTime] = {}
+    for process in map(psutil.Process, process_ids):
+        role: Role = "nodes" if "shard-node" in process.cmdline() else "serve"
+        before, times = found.get(role, CpuTime()), process.cpu_times()
+        found[role] = CpuTime(before.user_s + times.user, before.kernel_s + times.system)
+    return found
+
+
 def cpu_seconds(process_ids: Iterable[int]) -> float:
-    """Add up the processor time that processes have used so far, user and system. Raises psutil.NoSuchProcess."""
-    times = [psutil.Process(one).cpu_times() for one in process_ids]
-    return sum(one.user + one.system for one in times)
+    """Add up the processor time that processes have used so far. Raises psutil.NoSuchProcess."""
+    return sum(one.all_s for one in cpu_by_role(process_ids).values())
 
 
 class _ClosedLoop:
@@ -153,14 +185,14 @@ async def keep_busy(
         await sender.open(ANSWER_TIMEOUT_S)
         loop.begin(sender, in_flight)
         await loop.go_on(warmup_s)
-        began, cpu_s, own_s = time.perf_counter(), cpu_seconds(process_ids), cpu_seconds(own)
+        began, cpu, own_s = time.perf_counter(), cpu_by_role(process_ids), cpu_seconds(own)
         loop.is_counting = True
         await loop.go_on(seconds)
         while not loop.latencies_s:
             await loop.go_on(0.01)
         loop.is_counting = False
         took_s = time.perf_counter() - began
-        cpu_s, own_s = cpu_seconds(process_ids) - cpu_s, cpu_seconds(own) - own_s
+        after, own_s = cpu_by_role(process_ids), cpu_seconds(own) - own_s
     finally:
         asyncio.get_running_loop().set_exception_handler(None)
         await sender.close()
@@ -168,7 +200,10 @@ async def keep_busy(
     return Weighed(
         requests=len(loop.latencies_s),
         seconds=took_s,
-        server_cpu_s=cpu_s,
+        server_cpu={
+            role: CpuTime(one.user_s - cpu[role].user_s, one.kernel_s - cpu[role].kernel_s)
+            for role, one in after.items()
+        },
         client_cpu_s=own_s,
         p50_ms=p50,
         p99_ms=p99,

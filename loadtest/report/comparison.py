@@ -58,9 +58,9 @@ class ComparedMeasure(Frozen):
         name: such as `p99, warm`.
         unit: of the values, such as `ms` or `/s`.
         better: which way is good.
-        values: `[arms][rounds]`, above 0.
+        values: `[arms][rounds]`, at least 0.
         middle: of each arm, the median of its rounds.
-        ratios: of each arm, to the baseline's; the baseline's own is 1.
+        ratios: of each arm, to the baseline's; the baseline's own is 1. Empty where some arm has nothing of it.
     """
 
     name: str = Field(min_length=1)
@@ -124,7 +124,7 @@ class Comparison(Frozen):
         if self.baseline >= arms:
             raise ValueError(f"baseline: {self.baseline}; there are {arms} arms")
         for one in self.measures:
-            shapes = [len(one.values), len(one.middle), len(one.ratios)]
+            shapes = [len(one.values), len(one.middle), len(one.ratios) or arms]
             if shapes != [arms] * 3 or {len(rounds) for rounds in one.values} != {self.rounds}:
                 raise ValueError(f"measures: {one.name} has values for other than {arms} arms and {self.rounds} rounds")
         return self
@@ -138,11 +138,12 @@ _T_975 = (
 
 
 def measured(
-    name: str, unit: str, better: Better, values: Sequence[Sequence[float]], *, seed: int = 0
+    name: str, unit: str, better: Better, values: Sequence[Sequence[float]], *, seed: int = 0, everywhere: bool = True
 ) -> ComparedMeasure:
     """Compute a measure's ratios to the first arm.
 
-    Values are `[arms][rounds]`; round i of one arm goes with round i of every other.
+    Values are `[arms][rounds]`; round i of one arm goes with round i of every other. Of a measure that need not be
+    `everywhere`, values may be 0; then it has no ratios.
 
     Raises:
         ComparisonError: if arms have other numbers of rounds, or a value is not above 0 (a percentile that is not
@@ -154,16 +155,18 @@ def measured(
             f"{name}: arms have {[len(one) for one in values]} rounds; all must have as many, at least 1"
         )
     table = np.asarray(values, np.float64)
-    if not (np.isfinite(table).all() and (table > 0).all()):
+    if not (np.isfinite(table).all() and ((table > 0) | ((table == 0) & (not everywhere))).all()):
         raise ComparisonError(f"{name}: {table.tolist()}; ratios need values above 0 in every round")
-    logs = np.log(table / table[0])
+    ratios: tuple[Ratio, ...] = ()
+    if table.all():
+        ratios = (Ratio(value=1.0), *(_ratio(one, seed) for one in np.log(table / table[0])[1:]))
     return ComparedMeasure(
         name=name,
         unit=unit,
         better=better,
         values=tuple(tuple(map(float, one)) for one in values),
         middle=tuple(np.median(table, axis=1).tolist()),
-        ratios=(Ratio(value=1.0), *(_ratio(one, seed) for one in logs[1:])),
+        ratios=ratios,
     )
 
 

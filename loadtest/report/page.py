@@ -431,7 +431,7 @@ def _ratios_table(comparison: Comparison, fields: Fields) -> Element:
         row: list[Shown] = [own.text("name"), own.text("unit")]
         for arm in range(len(comparison.arms)):
             value = _measure(one, own, "middle", arm)
-            row.append(value if arm == comparison.baseline else _with_ratio(value, one, own, arm))
+            row.append(value if arm == comparison.baseline or not one.ratios else _with_ratio(value, one, own, arm))
         rows.append(row)
     return table(["", "unit", *[arm.name for arm in comparison.arms]], rows, "wide")
 

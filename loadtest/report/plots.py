@@ -377,19 +377,20 @@ def ratio_plot(comparison: Comparison) -> Element:
     """Draw a row for each measure and arm: its ratio to the baseline, with the interval; 1 is a line."""
     base = comparison.arms[comparison.baseline].name
     others = [index for index in range(len(comparison.arms)) if index != comparison.baseline]
-    ratios = [one.ratios[arm] for one in comparison.measures for arm in others]
+    measures = [one for one in comparison.measures if one.ratios]
+    ratios = [one.ratios[arm] for one in measures for arm in others]
     ends = [end for one in ratios for end in (one.value, one.low, one.high) if end is not None]
     longest = max(len(arm.name) for arm in comparison.arms)
     left = min(40 + LETTER * longest, LONG_WIDTH / 3)
     # Each measure's name has a row of its own, above its arms.
-    rows = len(comparison.measures) * (len(others) + 1) + 0.5
+    rows = len(measures) * (len(others) + 1) + 0.5
     frame = Box(left, 48.0, LONG_WIDTH - left - 190, ROW * rows)
     drawn = picture(LONG_WIDTH, frame.bottom + 40, "Ratios to the baseline")
     panel = Panel(drawn, frame, log_around(np.array([1.0, *ends])), linear(0.0, rows))
     panel.axes("", f"ratio to {base}")
     panel.vertical(1.0, "one", base)
     y = frame.top
-    for one in comparison.measures:
+    for one in measures:
         y += ROW
         drawn.append(written_at(10, y, one.name, "strong"))
         for arm in others:

@@ -40,6 +40,9 @@ from serving.training.interactions import Interactions, offsets_of, positions_in
 from shard_node.bags import Float32Array, Int64Array, KeyedBags
 
 PROFILE = "profile"
+MAX_HOTNESS = 1000
+
+Head: TypeAlias = Literal["mlp", "dlrm"]
 
 
 class FilmsWorkload:
@@ -141,7 +144,8 @@ class FilmsWorkload:
 
 
 CATALOG_WORKLOADS = ("dlrm-v2", "merlin-tiny")
-WORKLOADS_TEXT = "dlrm-v2[:SCALE], merlin-tiny[:SCALE], films[:profile]"
+BENCH_HEADS: dict[str, Head] = {"bench-mlp": "mlp", "bench-dlrm": "dlrm"}
+WORKLOADS_TEXT = "dlrm-v2[:SCALE], merlin-tiny[:SCALE], bench-mlp[:HOTNESS], bench-dlrm[:HOTNESS], films[:profile]"
 _NUMBER = re.compile(r"(?:\d+\.?\d*|\.\d+)(?:e-?\d+)?")
 
 
@@ -158,16 +162,17 @@ def open_workload(
     """Open the workload of that name.
 
     Args:
-        text: `dlrm-v2` or `merlin-tiny`, with the share of the rows such as `dlrm-v2:0.01`; `films`, or `films:profile`
-            for a model trained with `--profile`.
+        text: `dlrm-v2` or `merlin-tiny`, with the share of the rows such as `dlrm-v2:0.01`; `bench-mlp` or
+            `bench-dlrm`, the benchmarks' one table, with the ids of a bag such as `bench-mlp:20`; `films`, or
+            `films:profile` for a model trained with `--profile`.
         ids: as `parse_ids` reads it; None for the workload's own.
         candidates: as `parse_candidates` reads it; None for the workload's own.
-        context_features: of dlrm-v2 and merlin-tiny, how many features, those with the most ids first, come once a
+        context_features: of all but films, how many features, those with the most ids first, come once a
             request (a user's histories) instead of once a candidate. The server's model must have been prepared so.
         movielens: folder with the files of MovieLens 100K, for `films`.
         split_seed: of its ratings; the trainer's.
-        varied: whether dlrm-v2 and merlin-tiny have ragged bags and 50 to 500 candidates, where `candidates` is None;
-            not, their bags and numbers of candidates are the published ones. Requests of films are always as they were.
+        varied: whether all but films have ragged bags and 50 to 500 candidates, where `candidates` is None; not, their
+            bags and numbers of candidates are the published ones. Requests of films are always as they were.
 
     Raises:
         WorkloadError: naming what is not known or does not belong together.
@@ -176,10 +181,19 @@ def open_workload(
     """
     name, _, rest = text.partition(":")
     counts = None if candidates is None else parse_candidates(candidates)
+    chosen_ids = None if ids is None else parse_ids(ids)
     if name in CATALOG_WORKLOADS:
         scale = _scale(text, rest) if ":" in text else 1.0
-        chosen_ids = None if ids is None else parse_ids(ids)
-        return _catalog_workload(name, scale, chosen_ids, counts, context_features, varied)
+        found = catalog_model(name, scale=scale)
+        own_ids: IdDistribution = Zipf(found.zipf) if found.zipf else Uniform()
+        text, spec, hotness = f"{name}:{scale:.12g}", found.spec, found.hotness
+        return _drawn(text, spec, hotness, chosen_ids or own_ids, counts, context_features, varied)
+    if name in BENCH_HEADS:
+        spec = bench_spec(BenchShape(), BENCH_HEADS[name])
+        hotness = dict.fromkeys(
+            (feature.name for feature in spec.features), _hotness(text, rest if ":" in text else "1")
+        )
+        return _drawn(text, spec, hotness, chosen_ids or Uniform(), counts, context_features, varied)
     if text in ("films", f"films:{PROFILE}"):
         if ids is not None or context_features:
             raise WorkloadError(f"workload {text!r}: its ids and features are those of its ratings; none can be chosen")
@@ -196,23 +210,27 @@ def _scale(text: str, rest: str) -> float:
     return float(rest)
 
 
-def _catalog_workload(
-    model: str,
-    scale: float,
-    ids: IdDistribution | None,
+def _hotness(text: str, rest: str) -> int:
+    if not rest.isascii() or not rest.isdigit() or not 1 <= int(rest[:5]) <= MAX_HOTNESS:
+        raise WorkloadError(f"workload: {text!r}: {rest!r} is not a whole number of ids from 1 to {MAX_HOTNESS}")
+    return int(rest)
+
+
+def _drawn(
+    text: str,
+    spec: ModelSpec,
+    hotness: Mapping[str, int],
+    ids: IdDistribution,
     candidates: CandidateCounts | None,
     context_features: int,
     varied: bool,
 ) -> SyntheticWorkload:
-    """Open a model of `serving.cli.capacity`; ids and candidates are by default what it was published with."""
-    found = catalog_model(model, scale=scale)
-    ids = ids or (Zipf(found.zipf) if found.zipf else Uniform())
+    spec = _with_context(spec, hotness, context_features)
     candidates = candidates or (VARIED_CANDIDATES if varied else MLPERF_CANDIDATES)
-    spec = _with_context(found.spec, found.hotness, context_features)
     bags = "ragged bags" if varied else "fixed bags"
-    chosen = f"{model}:{scale:.12g}, ids {ids.name}, candidates {candidates.name}, {bags}"
-    name = f"{chosen}, context features {context_features}" if context_features else chosen
-    return SyntheticWorkload(name, spec, found.hotness, ids, candidates, ragged=varied)
+    name = f"{text}, ids {ids.name}, candidates {candidates.name}, {bags}"
+    name = f"{name}, context features {context_features}" if context_features else name
+    return SyntheticWorkload(name, spec, hotness, ids, candidates, ragged=varied)
 
 
 def _with_context(spec: ModelSpec, hotness: Mapping[str, int], count: int) -> ModelSpec:
@@ -229,8 +247,6 @@ def _with_context(spec: ModelSpec, hotness: Mapping[str, int], count: int) -> Mo
     )
     return spec.model_copy(update={"features": features})
 
-
-Head: TypeAlias = Literal["mlp", "dlrm"]
 
 BENCH_REQUESTS = 64
 BENCH_SEED = 11

@@ -15,6 +15,7 @@ Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 WORKLOAD_HELP = (
     "dlrm-v2[:SCALE] or merlin-tiny[:SCALE], SCALE being the share of the rows, such as dlrm-v2:0.01; "
+    "bench-mlp[:HOTNESS] or bench-dlrm[:HOTNESS], the benchmarks' one table of a million rows, such as bench-mlp:20; "
     "films, or films:profile for a model trained with --profile."
 )
 

@@ -110,7 +110,8 @@ def up(ctx: click.Context, /, **options: Any) -> None:
         options,
         **_what(options),
         shard_node_arguments=settings.arguments(options, _MEMORY) + settings.device_arguments(options),
-        serve_arguments=settings.arguments(options, ["ranking_replicas", "dtype"]) + settings.front_arguments(options),
+        serve_arguments=settings.arguments(options, ["ranking_replicas", "dtype", "wire_dtype"])
+        + settings.front_arguments(options),
         log_level=ctx.find_root().params.get("log_level", "info"),
     )
     _run(config, settings.scheme(options))

@@ -252,6 +252,10 @@ films_options = together(
     count("--seed", "Of the split, the training, and of what is generated.", 0, 2**32 - 1, 0),
 )
 _DENSE_DTYPE = "Number format of the dense model; auto: bfloat16 where the device has it and golden scores allow it."
+_WIRE_DTYPE = (
+    "Number format in which shard nodes send sums of rows; auto: float16 where golden scores allow it. Rows that need "
+    "no adding travel as they are stored, and lose nothing."
+)
 ranking_options = together(
     option(
         "--ranking-replicas",
@@ -261,6 +265,7 @@ ranking_options = together(
         click.IntRange(0, 64),
     ),
     choice("--dtype", ["auto", "float32", "bfloat16"], _DENSE_DTYPE),
+    choice("--wire-dtype", ["auto", "float32", "float16"], _WIRE_DTYPE),
     assignments("--limit NAME=VALUE", "A limit, such as max_candidates=500; docs/api.md lists them."),
     option("--limits", "Limits as a JSON or TOML file; --limit overrides it.", EXISTING_FILE, name="limits_file"),
 )

@@ -291,7 +291,7 @@ def worker_arguments(options: Options, folder: Path | None, worker: int = 0) -> 
     Without a snapshot's folder it is one of a fleet. Node ids differ, and so do profiles: counts can't share a file.
     """
     told = ["--verify" if options["verify"] else "--no-verify", *settings.front_arguments(options)]
-    told += settings.arguments(options, ["ranking_replicas", "dtype", "shutdown_delay_s"])
+    told += settings.arguments(options, ["ranking_replicas", "dtype", "wire_dtype", "shutdown_delay_s"])
     if options["profile"] is not None:
         path = options["profile"].absolute()
         told += ["--profile", str(path.with_stem(f"{path.stem}-{worker}"))]

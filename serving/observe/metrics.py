@@ -36,6 +36,7 @@ _SECONDS = (
 )
 _BATCH_REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128)
 _BATCH_CANDIDATES = (1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+WIRE_FORMS = ("stored", "float16", "float32")
 _LOOK = (0.5, 1.0, 1.5, 4.0)
 
 
@@ -94,10 +95,27 @@ class ServingMetrics:
             ("model", "version"),
             multiprocess_mode="livemax",
         )
+        self._wire_fallbacks = gauge(
+            "shardrank_wire_fallback",
+            "1 if shards answer with float32 sums because float16 ones missed the golden tolerance.",
+            ("model", "version"),
+            multiprocess_mode="livemax",
+        )
+        answer_bytes = counter(
+            "shardrank_shard_answer_bytes",
+            "Bytes of rows and sums that shards behind sockets answered with: rows as stored, float16 or float32 sums.",
+            ("model", "form"),
+        )
+        request_bytes = counter(
+            "shardrank_shard_request_bytes", "Bytes of rows' numbers and bags that shards were asked for.", ("model",)
+        )
         self._version_requests = counter(
             "shardrank_version_requests",
             "Requests by the version that answered or failed them; ok or error.",
             ("model", "version", "outcome"),
+        )
+        self._of_wire = cache(
+            lambda model: (request_bytes.labels(model), *(answer_bytes.labels(model, form) for form in WIRE_FORMS))
         )
         # Looking a child up by its labels takes longer than counting, so those that requests need are kept.
         self._of_status, self._of_outcome = cache(requests.labels), cache(self._version_requests.labels)
@@ -132,6 +150,9 @@ class ServingMetrics:
         seconds: tuple[float, ...] = (times.merge_s, times.lookup_s, times.rank_s, times.answer_s)
         if times.lookup is not None:
             stages, seconds = BATCH_STAGES, (*times.seconds(), times.lookup_s)
+            if times.lookup.request_bytes:
+                for count, size in zip(self._of_wire(model), times.lookup.wire_bytes(), strict=True):
+                    count.inc(size)
         self._kept.append((self._of_stages(stages, model, method), seconds))
         if times.num_candidates:
             self._kept.append((self._sizes(model), (times.num_requests, times.num_candidates)))
@@ -154,6 +175,10 @@ class ServingMetrics:
         """Say whether a version serves in another dtype than was asked for."""
         self._fallbacks.labels(model, str(version)).set(float(fell_back))
 
+    def wire_fallback(self, model: str, version: int, *, fell_back: bool) -> None:
+        """Say whether shards answer with other sums than were asked for."""
+        self._wire_fallbacks.labels(model, str(version)).set(float(fell_back))
+
     def forget_version(self, model: str, version: int) -> None:
         """Drop what is told of one version. With several workers on one port their files keep it."""
         if MULTIPROCESS_VARIABLE in os.environ:
@@ -162,6 +187,7 @@ class ServingMetrics:
         for outcome in get_args(Outcome):
             self._version_requests.remove(model, str(version), outcome)
         self._fallbacks.remove(model, str(version))
+        self._wire_fallbacks.remove(model, str(version))
 
     def _make_observations(self) -> None:
         """Put what is kept into the histograms: whoever reads one calls it before."""

@@ -29,6 +29,7 @@ from serving.models.ranking_models import CPU, DeviceCopies
 from serving.observe.calls import BatchTimes, VersionCounter
 from serving.observe.metrics import ServingMetrics
 from serving.rank.batcher import Pending
+from shard_node.answer import EXACT, Forms
 from shard_node.bags import Float32Array, Int64Array, KeyedBags
 from shard_node.errors import DeadlineExceededError
 from shard_node.node import NodeInfo, Shard
@@ -193,12 +194,18 @@ def rank_order(scores: Float32Array, candidate_starts: Int64Array, request_of_ca
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankingParts:
-    """What replicas of one version share, only read: `models` has the dense model, as it serves, on each device."""
+    """What replicas of one version share, only read.
+
+    Attributes:
+        models: the dense model, as it serves, on each device.
+        forms: of the answers of shards.
+    """
 
     version: int
     schema: RequestSchema
     models: DeviceCopies
     assembler: InputAssembler
+    forms: Forms = EXACT
 
 
 class Ranking:
@@ -312,7 +319,8 @@ class Ranking:
         DeadlineExceededError before scoring if the time is over, RouterError or ShardNodeError if the lookup failed.
         """
         began = self._clock()
-        embeddings = await self.router.lookup(self._model_name, self.parts.version, batch.bags, deadline)
+        parts = self.parts
+        embeddings = await self.router.lookup(self._model_name, parts.version, batch.bags, deadline, parts.forms)
         routed = self._clock()
         if routed >= deadline:
             raise DeadlineExceededError("the deadline passed while the rows were looked up")

@@ -21,7 +21,7 @@ from router.replicas import ReplicaSource, ReplicatedShard
 from serving.errors import ServingError
 from serving.models.ranking_models import DtypeChoice
 from serving.rank.service import RankingService
-from serving.versions.served_model import ServedModel, ShardsFactory
+from serving.versions.served_model import ServedModel, ShardsFactory, WireDtypeChoice
 from shard_node.cuda.card_set import CardSet
 from shard_node.engine.loading import load_tables
 from shard_node.node import LocalShard, Sharding, ShardNode
@@ -66,6 +66,7 @@ class ModelSource(Frozen):
     verify: bool = True
     num_replicas: int = Field(default=1, ge=0, le=64)
     dtype: DtypeChoice = "auto"
+    wire_dtype: WireDtypeChoice = "auto"
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -121,6 +122,7 @@ def load_served_model(
             limits=service.limits,
             num_replicas=max(1, source.num_replicas),
             dtype=source.dtype,
+            wire_dtype=source.wire_dtype,
             card_graphs=source.card_graphs,
             metrics=service.metrics,
             clock=clock,

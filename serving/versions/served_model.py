@@ -6,9 +6,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import numpy as np
 import torch
@@ -31,12 +31,15 @@ from serving.observe.metrics import ServingMetrics
 from serving.rank.batcher import Batcher
 from serving.rank.ranking import MergedBatch, Ranking, RankingParts
 from serving.rank.replica import LoopReplica, Replica
+from shard_node.answer import Forms
 from shard_node.bags import Float32Array, KeyedBags
 from shard_node.node import NodeInfo, Shard
 
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+WireDtypeChoice: TypeAlias = Literal["auto", "float32", "float16"]
+"""Number format of sums that shards send: `auto` is float16 where the golden scores allow it."""
 OnRetry: TypeAlias = Callable[[str], None]
 ShardsFactory: TypeAlias = Callable[[OnRetry], Sequence[Shard]]
 """Makes one replica's own connections to all shards of the plan; called on the replica's event loop."""
@@ -44,6 +47,8 @@ ShardsFactory: TypeAlias = Callable[[OnRetry], Sequence[Shard]]
 INFO_TIMEOUT_S = 2.0
 CONNECT_TIMEOUT_S = 5.0
 GOLDEN_TIMEOUT_S = 30.0
+DELTA_TRIES = 3
+HALVES = Forms(stored=True, float16=True)
 
 
 class ServedModel:
@@ -75,6 +80,7 @@ class ServedModel:
         limits: RequestLimits | None = None,
         num_replicas: int = 1,
         dtype: DtypeChoice = "auto",
+        wire_dtype: WireDtypeChoice = "auto",
         card_graphs: bool = True,
         metrics: ServingMetrics | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -108,7 +114,7 @@ class ServedModel:
         checked_with = batcher if loop is None else Batcher(limits, clock)
         replicas = _started(f"rank-{spec.model}-{snapshot.version}", num_replicas, checked_with, ranking, clock)
         try:
-            checked = check_version(snapshot, parts, replicas, dtype, clock)
+            checked = check_version(snapshot, parts, replicas, dtype, wire_dtype, clock)
         except BaseException:
             _stop(checked_with, replicas)
             raise
@@ -125,6 +131,7 @@ class ServedModel:
             on_loop.start()
             takers = [on_loop]
         metrics.dtype_fallback(spec.model, snapshot.version, fell_back=bool(checked.fallback))
+        metrics.wire_fallback(spec.model, snapshot.version, fell_back=bool(checked.wire_fallback))
         description = ModelDescription.of(
             snapshot, limits, "bfloat16" if checked.dtype is torch.bfloat16 else "float32", checked.fallback
         )
@@ -209,6 +216,7 @@ class CheckedVersion:
 
     Attributes:
         fallback: why it does not serve with the dtype that was asked for; "" if it does.
+        wire_fallback: why sums of shards travel in float32 although float16 was asked for; "" if they don't.
         difference: the largest one from a golden score. None without golden requests, and once deltas were applied to
             the version: then its scores are meant to be others.
         tolerance: what the manifest allows; None without golden requests.
@@ -216,6 +224,7 @@ class CheckedVersion:
 
     dtype: torch.dtype
     fallback: str = ""
+    wire_fallback: str = ""
     difference: float | None = None
     tolerance: float | None = None
 
@@ -232,13 +241,14 @@ def check_version(
     parts: RankingParts,
     replicas: Sequence[Replica],
     asked: DtypeChoice,
+    wire_asked: WireDtypeChoice,
     clock: Callable[[], float],
 ) -> CheckedVersion:
-    """Check the golden scores, choose the number format, and warm every replica. Blocks.
+    """Check the golden scores, choose the number formats, and warm every replica. Blocks.
 
     As long as its rows are those of the snapshot, a version must give its golden scores within the tolerance. Once
     deltas were applied to them, the difference is told in the log, and only what does not depend on the rows is asked
-    for: every id has one, scores are finite, and bfloat16 is close to float32.
+    for: every id has one, scores are finite, and bfloat16, and float16 sums of shards, are close to float32.
 
     Golden requests go through every replica, in the number format that it will serve with. The replicas are started,
     have no requests yet, and use `parts`, which are in float32.
@@ -255,15 +265,20 @@ def check_version(
         return ranking.device
 
     wanted, golden = choose_dtype(asked, _on_all(replicas, connect)[0]), snapshot.golden()
+    has_remote = replicas[0].ranking.router.waits
     if golden is not None and snapshot.manifest.golden is not None:
         check = _GoldenCheck(snapshot, parts, replicas, golden, snapshot.manifest.golden.tolerance, clock)
-        checked = check.run(wanted)
-    elif wanted is torch.bfloat16 and asked == "auto":
-        checked = CheckedVersion(torch.float32, "there are no golden requests to check bfloat16 with")
+        checked = check.run(wanted, halves=has_remote and wire_asked != "float32")
     else:
-        checked = CheckedVersion(wanted)
-        if wanted is not torch.float32:
-            _use(replicas, ranking_parts(snapshot, parts.schema, wanted))
+        no_golden = "there are no golden requests to check {} with"
+        fallback = no_golden.format("bfloat16") if wanted is torch.bfloat16 and asked == "auto" else ""
+        wire_fallback = no_golden.format("float16") if has_remote and wire_asked == "auto" else ""
+        checked = CheckedVersion(torch.float32 if fallback else wanted, fallback, wire_fallback)
+        if checked.dtype is not torch.float32:
+            parts = ranking_parts(snapshot, parts.schema, wanted)
+        if wire_asked == "float16":
+            parts = replace(parts, forms=HALVES)
+        _use(replicas, parts)
 
     async def warm(ranking: Ranking) -> None:
         ranking.warm(golden)
@@ -294,20 +309,25 @@ class _GoldenCheck:
     def name(self) -> str:
         return f"model {self.snapshot.spec.model!r} version {self.snapshot.version}"
 
-    def run(self, wanted: torch.dtype) -> CheckedVersion:
-        first, dtype, fallback = self.replicas[0], torch.float32, ""
-        difference = self.difference(first)
+    def run(self, wanted: torch.dtype, *, halves: bool) -> CheckedVersion:
+        parts, dtype, fallback, wire_fallback = self.parts, torch.float32, "", ""
+        difference = self.difference(self.replicas[0])
         as_exported = self.is_as_exported(difference)
         if wanted is not torch.float32:
-            parts = ranking_parts(self.snapshot, self.parts.schema, wanted)
-            fallback = self.why_not(parts)
+            in_dtype = ranking_parts(self.snapshot, self.parts.schema, wanted)
+            fallback = self.why_not(in_dtype, "bfloat16", "the dense model is computed in float32")
             if not fallback:
-                dtype = wanted
+                parts, dtype = in_dtype, wanted
                 _use(self.replicas, parts)
+        if halves:
+            with_halves = replace(parts, forms=HALVES)
+            wire_fallback = self.why_not(with_halves, "float16 sums of shards", "shards answer in float32")
+            if not wire_fallback:
+                _use(self.replicas, with_halves)
         # One after the other: others serve meanwhile.
         difference = max(difference, *map(self.difference, self.replicas))
         as_exported = as_exported and self.is_as_exported(difference)
-        return CheckedVersion(dtype, fallback, difference if as_exported else None, self.tolerance)
+        return CheckedVersion(dtype, fallback, wire_fallback, difference if as_exported else None, self.tolerance)
 
     def is_as_exported(self, difference: float) -> bool:
         """Tell whether the difference is within the tolerance. Raises GoldenMismatchError if no delta explains it."""
@@ -322,23 +342,27 @@ class _GoldenCheck:
         logger.warning(after, self.name, difference, self.tolerance)
         return False
 
-    def why_not(self, parts: RankingParts) -> str:
-        """Say why a number format is not used; "" if it gives the golden scores, or, after deltas, those of float32."""
+    def why_not(self, parts: RankingParts, what: str, instead: str) -> str:
+        """Say why a number format is not used; "" if it gives the golden scores, or, after deltas, the present ones."""
         difference = self.difference(self.replicas[0], parts)
         if difference > self.tolerance and self.has_deltas():
-            difference = self.difference(self.replicas[0], parts, to_own=True)
+            # Where two lookups are compared, a delta may have come between them.
+            for _ in range(DELTA_TRIES):
+                difference = self.difference(self.replicas[0], parts, to_own=True)
+                if difference <= self.tolerance:
+                    break
         if difference <= self.tolerance:
             return ""
-        reason = f"in bfloat16 golden scores differ by up to {difference:.3g}, the manifest allows {self.tolerance:.3g}"
-        logger.warning("%s serves in float32: %s", self.name, reason)
+        reason = f"with {what} golden scores differ by up to {difference:.3g}, the manifest allows {self.tolerance:.3g}"
+        logger.warning("%s: %s: %s", self.name, instead, reason)
         return reason
 
     def difference(self, replica: Replica, other: RankingParts | None = None, *, to_own: bool = False) -> float:
         """Find the largest difference between a replica's scores and the golden ones.
 
         Between batches it rests for as long as the last one took: others serve meanwhile. With `to_own` the scores of
-        another dense model are compared to those of the replica's own, of the very same rows: where deltas are applied
-        meanwhile, a second lookup would give others.
+        other parts are compared to those of the replica's own, of the very same rows if their forms allow it: where
+        deltas are applied meanwhile, a second lookup would give others.
         """
         name, version, clock = self.snapshot.spec.model, self.snapshot.version, self.clock
 
@@ -348,9 +372,13 @@ class _GoldenCheck:
                 began = clock()
                 deadline = began + GOLDEN_TIMEOUT_S
                 if to_own:
-                    embeddings = await own.router.lookup(name, version, batch.bags, deadline)
-                    scores, rejected = ranking.score_rows(batch, embeddings), embeddings.rejected
-                    expected = own.score_rows(batch, embeddings)
+                    forms = own.parts.forms
+                    embeddings = await own.router.lookup(name, version, batch.bags, deadline, forms)
+                    expected, rejected = own.score_rows(batch, embeddings), embeddings.rejected
+                    if ranking.parts.forms != forms:
+                        forms = ranking.parts.forms
+                        embeddings = await own.router.lookup(name, version, batch.bags, deadline, forms)
+                    scores = ranking.score_rows(batch, embeddings)
                 else:
                     expected = exported
                     scores, rejected = await ranking.score(batch, deadline)

@@ -41,7 +41,7 @@ from serving.errors import NotReadyError
 from serving.models.ranking_models import DtypeChoice
 from serving.rank.service import RankingService
 from serving.versions.loading import local_shards, replicated_shards
-from serving.versions.served_model import ServedModel
+from serving.versions.served_model import ServedModel, WireDtypeChoice
 from shard_node.agent.agent import Agent, AgentConfig
 from shard_node.agent.node_agent import NodeActions
 from shard_node.engine.memory import available_memory_bytes, total_memory_bytes
@@ -74,6 +74,7 @@ class ServingConfig(Frozen):
     verify: bool = True
     num_replicas: int = Field(default=1, ge=0, le=64)
     dtype: DtypeChoice = "auto"
+    wire_dtype: WireDtypeChoice = "auto"
     stage_cpu_share: float = Field(default=0.5, gt=0, le=1)
     node_tls: TlsClientConfig | None = None
 
@@ -303,6 +304,7 @@ class ServingNode:
             limits=service.limits,
             num_replicas=max(1, config.num_replicas),
             dtype=config.dtype,
+            wire_dtype=config.wire_dtype,
             metrics=service.metrics,
             clock=service.clock,
             loop=loop,

@@ -82,6 +82,7 @@ class CardEngine:
 
     def pool(self, bags: KeyedBags) -> list[Float32Array]:
         """As `Engine.pool`. Waits while as many calls as the engine has lanes of its own are under way."""
+        bags = bags.wide()
         self._rows.checks.check(bags)
         if not bags.num_bags:
             return [np.zeros((0, group.embedding_dim), np.float32) for group in self._layout.groups]

@@ -1,7 +1,7 @@
 """Arenas: contiguous rows of one (embedding_dim, dtype), pooled by one torch call.
 
-An arena is either RAM that one card holds (in huge pages where the kernel gives them: random rows of a 2 GB table cost
-a third less) or one row file of the snapshot, read where it lies through the page cache.
+An arena is either RAM (in huge pages where the kernel gives them: random rows of a 2 GB table cost a third less), for
+the cards of one CPU node alike, or one row file of the snapshot, read where it lies through the page cache.
 
 A placement tells where each row lies: from (table, row) to (arena, slot), by a fixed number of vector operations.
 Every table is a run of cells, one for each bucket (of each row file, if the table is left in the mapped snapshot). A
@@ -10,13 +10,14 @@ cell says which arena holds its rows and at which slot they begin:
     cell = first_cell[table] + ((row >> file_shift) << 8) + ((row >> bucket_shift) & 255)
     arena, slot = cell_arena[cell], cell_base[cell] + (row >> slot_shift)
 
-A table that one card holds whole is laid out in row order there, so its slot is just base + row.
+A table that a node holds whole is laid out in row order there, so its slot is just base + row.
 """
 
 from __future__ import annotations
 
 import logging
 import mmap
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,14 +38,20 @@ HUGE_PAGE_BYTES = 2 << 20
 class Arena:
     """Rows of one width and dtype, and the call that pools them.
 
-    `rows`, uint8 [slots, row_bytes], contiguous, are kept and not copied; read-only ones can't be written later. `card`
-    is the card that the arena belongs to.
+    `rows`, uint8 [slots, row_bytes], contiguous, are kept and not copied; read-only ones can't be written later.
+    `bytes_of_cards` says whose they are: in RAM, cards lie side by side.
     """
 
-    def __init__(self, dtype: RowDtype, embedding_dim: int, rows: npt.NDArray[np.uint8], card: int, tier: Tier) -> None:
-        self.card = card
+    def __init__(
+        self,
+        dtype: RowDtype,
+        embedding_dim: int,
+        rows: npt.NDArray[np.uint8],
+        bytes_of_cards: Mapping[int, int],
+        tier: Tier,
+    ) -> None:
+        self.bytes_of_cards = bytes_of_cards
         self.tier = tier
-        self.size_bytes = rows.nbytes
         self._dtype: RowDtype = dtype
         self._embedding_dim = embedding_dim
         self._bytes = rows
@@ -105,6 +112,7 @@ def allocate_rows(num_rows: int, row_bytes: int) -> npt.NDArray[np.uint8]:
 NOT_HERE = np.uint16(2**16 - 1)
 NO_FILES_SHIFT = 63
 FAR = np.int64(-(2**62))
+NARROW_FAR = -(2**30)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -147,6 +155,10 @@ class Placement:
         self._cell_base = np.concatenate([place.cell_base for place in places])
         # Where there is only one arena to look in, a place that is not here is told by a base below all that is added.
         self._base_or_far = np.where(self._cell_arena == NOT_HERE, FAR, self._cell_base)
+        # Rows that travel as int32 stay so, if all slots fit.
+        self._narrow_base = None
+        if int(self._cell_base.max(initial=0)) + max(one.num_embeddings for one in layout.tables) < -NARROW_FAR:
+            self._narrow_base = np.maximum(self._base_or_far, NARROW_FAR).astype(np.int32)
         self._file_shift = np.array([place.file_shift for place in places], np.int64)
         self._bucket_shift = np.array([place.bucket_shift for place in places], np.int64)
         self._slot_shift = np.array([place.slot_shift for place in places], np.int64)
@@ -183,7 +195,13 @@ class Placement:
 
     def slots_in_one(self, bags: KeyedBags, values_per_key: Int64Array) -> Int64Array:
         """Find the slots as `locate`, where one arena has all rows that these tables have here."""
-        slots = self._base_or_far.take(self._cells(bags, values_per_key))
+        base = self._base_or_far
+        if bags.values.dtype != base.dtype:
+            if self._narrow_base is None:
+                bags = bags.wide()
+            else:
+                base = self._narrow_base
+        slots = base.take(self._cells(bags, values_per_key))
         slots += bags.values >> self._per_value(self._slot_shift, bags, values_per_key)
         if slots.size and np.minimum.reduce(slots) < 0:
             raise self._not_here(bags, values_per_key, int((slots < 0).argmax()))
@@ -191,7 +209,7 @@ class Placement:
 
     def _cells(self, bags: KeyedBags, values_per_key: Int64Array) -> Int64Array:
         rows = bags.values
-        cell = (rows >> self._per_value(self._bucket_shift, bags, values_per_key)) & 255
+        cell = (rows >> self._per_value(self._bucket_shift, bags, values_per_key)) & rows.dtype.type(255)
         if self._cut_by_files and (self._file_shift[bags.keys] < NO_FILES_SHIFT).any():
             cell += (rows >> self._per_value(self._file_shift, bags, values_per_key)) << 8
         first = self._per_value(self._first_cell, bags, values_per_key)
@@ -216,7 +234,7 @@ class Placement:
 
     def _per_value(self, by_table: Int64Array, bags: KeyedBags, values_per_key: Int64Array) -> Int64Array:
         # Most models treat all tables alike; then one number serves all values and nothing is repeated.
-        chosen = by_table[bags.keys]
+        chosen = by_table[bags.keys].astype(bags.values.dtype, copy=False)
         if chosen.size == 1 or (chosen.size and (chosen == chosen[0]).all()):
             return chosen[:1]
         return np.repeat(chosen, values_per_key)

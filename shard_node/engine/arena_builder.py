@@ -80,47 +80,45 @@ class ArenaBuilder:
         group_arenas: list[range] = []
         for group in self._layout.groups:
             first_arena = len(self._arenas)
-            by_card = self._allocate(group.first_table, group.end_table, tiers)
+            filling = self._allocate(group.first_table, group.end_table, tiers)
             for number in range(group.first_table, group.end_table):
                 in_ram = tiers[number] == "ram"
-                places.append(self._place_in_ram(number, by_card) if in_ram else self._place_mapped(number))
+                places.append(self._place_in_ram(number, filling) if in_ram else self._place_mapped(number))
             group_arenas.append(range(first_arena, len(self._arenas)))
         return CpuEngine(self._layout, self._arenas, group_arenas, Placement(self._layout, places), tiers)
 
-    def _allocate(self, first_table: int, end_table: int, tiers: Sequence[Tier]) -> dict[int, _Filling]:
+    def _allocate(self, first_table: int, end_table: int, tiers: Sequence[Tier]) -> _Filling:
+        """Allocate one arena for a group's rows in RAM, whichever cards they are for: RAM is one memory."""
         in_ram = np.array([tier == "ram" for tier in tiers[first_table:end_table]])[:, None]
         cards = np.where(in_ram, self._cards[first_table:end_table], -1)
         rows = self._bucket_rows[first_table:end_table]
-        table = self._layout.tables[first_table]
-        by_card: dict[int, _Filling] = {}
-        for card in np.unique(cards[(cards >= 0) & (rows > 0)]).tolist():
-            memory = allocate_rows(int(rows[cards == card].sum()), self._row_bytes[first_table])
-            by_card[card] = _Filling(len(self._arenas), memory)
-            self._arenas.append(Arena(table.dtype, table.embedding_dim, memory, card, "ram"))
-        return by_card
+        table, row_bytes = self._layout.tables[first_table], self._row_bytes[first_table]
+        used = np.unique(cards[(cards >= 0) & (rows > 0)]).tolist()
+        bytes_of_cards = {card: int(rows[cards == card].sum()) * row_bytes for card in used}
+        filling = _Filling(len(self._arenas), allocate_rows(sum(bytes_of_cards.values()) // row_bytes, row_bytes))
+        if used:
+            self._arenas.append(Arena(table.dtype, table.embedding_dim, filling.rows, bytes_of_cards, "ram"))
+        return filling
 
-    def _place_in_ram(self, number: int, by_card: dict[int, _Filling]) -> TablePlace:
+    def _place_in_ram(self, number: int, filling: _Filling) -> TablePlace:
         table, cards = self._layout.tables[number], self._cards[number]
         used = self._bucket_rows[number] > 0
         arena = np.full(NUM_BUCKETS, NOT_HERE, np.uint16)
         starts = np.zeros(NUM_BUCKETS, np.int64)
         shift = bucket_shift(table.bucketing, table.num_embeddings)
-        cards_used = np.unique(cards[used]).tolist()
-        if len(cards_used) == 1 and cards_used[0] >= 0:
-            filling = by_card[cards_used[0]]
+        if (cards[used] >= 0).all():
             arena[:], starts[:] = filling.number, filling.next_slot
             self._copy_in_row_order(table, filling.rows[filling.next_slot :][: table.num_embeddings])
             filling.next_slot += table.num_embeddings
             return TablePlace(NO_FILES_SHIFT, shift, 0, arena, starts)
         here = np.flatnonzero(used & (cards >= 0)).tolist()
         for bucket in here:
-            filling = by_card[int(cards[bucket])]
             arena[bucket], starts[bucket] = filling.number, filling.next_slot
             filling.next_slot += int(self._bucket_rows[number, bucket])
         filled = starts.copy()
         for run in self._runs(table, here):
             slot, count = int(filled[run.bucket]), run.end - run.begin
-            self._copy(run, by_card[int(cards[run.bucket])].rows[slot : slot + count])
+            self._copy(run, filling.rows[slot : slot + count])
             filled[run.bucket] += count
         self._tell()
         if table.bucketing == "hash":
@@ -152,7 +150,8 @@ class ArenaBuilder:
                 )
             self._bring_in(table, index, source, here.tolist())
             arena[index, here] = len(self._arenas)
-            self._arenas.append(Arena(table.dtype, table.embedding_dim, source, int(cards[here[0]]), "mapped"))
+            card = int(cards[here[0]])
+            self._arenas.append(Arena(table.dtype, table.embedding_dim, source, {card: source.nbytes}, "mapped"))
             first_row = index * files.rows_per_file
             if table.bucketing == "hash":
                 for bucket in here.tolist():

@@ -174,7 +174,8 @@ class CpuEngine:
         """As `Engine.memory`."""
         totals: dict[tuple[int, Tier], int] = {}
         for arena in self._arenas:
-            totals[arena.card, arena.tier] = totals.get((arena.card, arena.tier), 0) + arena.size_bytes
+            for card, size_bytes in arena.bytes_of_cards.items():
+                totals[card, arena.tier] = totals.get((card, arena.tier), 0) + size_bytes
         return tuple(MemoryUse(card, tier, size) for (card, tier), size in sorted(totals.items()))
 
     def rows_looked_up(self) -> tuple[LookupCount, ...]:

@@ -49,7 +49,7 @@ def _pool_fp16(
     # So rows are widened first, in chunks of whole bags where that fits and of single rows where a bag is longer.
     chunk = max(1, FP16_GATHER_BYTES // (rows.shape[1] * 4))
     if slots.numel() <= chunk:
-        return _pool_fp32(rows[slots].float(), torch.arange(slots.numel()), offsets, weights)
+        return _pool_fp32(rows[slots].float(), torch.arange(slots.numel(), dtype=offsets.dtype), offsets, weights)
     out = torch.zeros(offsets.numel() - 1, rows.shape[1])
     bag_of_value = torch.repeat_interleave(torch.diff(offsets))
     for begin in range(0, slots.numel(), chunk):
@@ -84,10 +84,12 @@ def pool_rows(
     Args:
         dtype: of the rows.
         rows: as `as_tensor` gives them, at least one.
-        slots: int64 [n], positions in `rows`; the caller has checked them.
-        offsets: int64 [b + 1], beginning with 0.
+        slots: int64 or int32 [n], positions in `rows`; the caller has checked them.
+        offsets: int64 or int32 [b + 1], beginning with 0.
         weights: float32 [n] or None.
     """
+    # The operators want one dtype of both.
+    offsets = offsets.astype(slots.dtype, copy=False)
     factors = None if weights is None else torch.from_numpy(weights)
     pooled: Float32Array = _KERNELS[dtype](rows, torch.from_numpy(slots), torch.from_numpy(offsets), factors).numpy()
     return pooled

@@ -264,16 +264,16 @@ class ShardClient:
             return encode_pool(request_id, budget_us, model, version, bags, forms)
 
         expected = (FrameType.POOLED, FrameType.STORED) if forms.stored else (FrameType.POOLED,)
-        frame = await self._ask(encode, expected, deadline)
+        asked_bytes, frame = await self._ask(encode, expected, deadline)
         try:
-            return decode_answer(frame)
+            return decode_answer(frame, asked_bytes)
         except WireError as error:
             raise RemoteError(f"{self.address}: malformed answer: {error}") from error
 
     async def info(self) -> NodeInfo:
         """Return what the node serves. Raises as `pool`."""
         deadline = self._clock() + self._limits.info_timeout_ms / 1e3
-        frame = await self._ask(lambda request_id, _: encode_info(request_id), (FrameType.INFO_ANSWER,), deadline)
+        _, frame = await self._ask(lambda request_id, _: encode_info(request_id), (FrameType.INFO_ANSWER,), deadline)
         try:
             return decode_info_answer(frame)
         except WireError as error:
@@ -297,18 +297,19 @@ class ShardClient:
 
     async def _ask(
         self, encode: Callable[[int, int], list[Buffer]], expected: tuple[FrameType, ...], deadline: float
-    ) -> Frame:
+    ) -> tuple[int, Frame]:
+        """Send a request, and wait for one of the expected frames. Returns the request's bytes as well."""
         if self.in_flight >= self._limits.max_in_flight:
             raise NodeOverloadedError(
                 f"{self.address}: {self.in_flight} requests in flight, at most {self._limits.max_in_flight} are sent"
             )
         self.in_flight += 1
         try:
-            frame = await self._exchange(encode, deadline)
+            asked_bytes, frame = await self._exchange(encode, deadline)
         finally:
             self.in_flight -= 1
         if frame.header.frame_type in expected:
-            return frame
+            return asked_bytes, frame
         if frame.header.frame_type != FrameType.ERROR:
             raise RemoteError(f"{self.address}: frame type {frame.header.frame_type} is no answer to this request")
         try:
@@ -317,7 +318,7 @@ class ShardClient:
             raise RemoteError(f"{self.address}: malformed answer: {malformed}") from malformed
         raise error
 
-    async def _exchange(self, encode: Callable[[int, int], list[Buffer]], deadline: float) -> Frame:
+    async def _exchange(self, encode: Callable[[int, int], list[Buffer]], deadline: float) -> tuple[int, Frame]:
         connection = self._usable() or await self._connect(deadline - self._clock())
         await connection.writable(deadline - self._clock())
         request_id = connection.next_request_id()
@@ -328,7 +329,7 @@ class ShardClient:
         size = sum(map(len, buffers))
         if size > self._limits.max_frame_bytes:
             raise FrameTooLargeError(f"request has {size} bytes, at most {self._limits.max_frame_bytes} are sent")
-        return await connection.exchange(request_id, buffers, timeout_s)
+        return size, await connection.exchange(request_id, buffers, timeout_s)
 
     def _usable(self) -> ClientConnection | None:
         connection = self._connection

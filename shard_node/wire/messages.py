@@ -82,14 +82,9 @@ class PoolRequest:
     forms: Forms = FLOAT32_SUMS
 
     def bags(self) -> KeyedBags:
-        """Return the bags, narrow arrays widened to int64 and the others as they lie; they are not checked."""
-        return KeyedBags(
-            self.keys,
-            self.bags_per_key.astype(np.int64, copy=False),
-            self.offsets.astype(np.int64, copy=False),
-            self.values.astype(np.int64, copy=False),
-            self.weights,
-        )
+        """Return the bags as they lie, but for numbers of bags, which become int64; they are not checked."""
+        counts = self.bags_per_key.astype(np.int64, copy=False)
+        return KeyedBags(self.keys, counts, self.offsets, self.values, self.weights)  # type: ignore[arg-type]
 
 
 def encode_pool(
@@ -160,19 +155,19 @@ def encode_answer(request_id: int, answer: Answer) -> list[Buffer]:
     return _encode(FrameType.STORED, request_id, b"", [*sums, *map(np.ascontiguousarray, answer.stored)])
 
 
-def decode_answer(frame: Frame) -> Answer:
-    """Read a POOLED or STORED frame: its arrays are views into the frame."""
+def decode_answer(frame: Frame, asked_bytes: int = 0) -> Answer:
+    """Read a POOLED or STORED frame that answers one of so many bytes: its arrays are views into the frame."""
     what = FrameType(frame.header.frame_type).name
     fields, arrays = _decode(frame.body, what)
     if len(fields):
         raise WireError(f"{what} fields have {len(fields)} bytes, none are allowed")
     if what == "POOLED":
-        return Answer(_rows(arrays, "POOLED sums", _FLOAT32, _FLOAT16))
+        return Answer(_rows(arrays, "POOLED sums", _FLOAT32, _FLOAT16), asked_bytes=asked_bytes)
     if len(arrays) % 2:
         raise WireError(f"STORED num_arrays is {len(arrays)}, there must be two for each group")
     half = len(arrays) // 2
     sums = _rows(arrays[:half], "STORED sums", _FLOAT32, _FLOAT16)
-    return Answer(sums, _rows(arrays[half:], "STORED rows", _UINT8))
+    return Answer(sums, _rows(arrays[half:], "STORED rows", _UINT8), asked_bytes)
 
 
 def encode_info(request_id: int) -> list[Buffer]:
@@ -236,6 +231,8 @@ def array_section_bytes(num_arrays: int) -> int:
 
 
 def _narrowed(array: Int64Array) -> Array:
+    if array.dtype == _INT32:
+        return np.ascontiguousarray(array)
     if array.nbytes <= SMALL_ARRAY_BYTES:
         return np.ascontiguousarray(array, _INT64)
     # The bitwise or of all numbers is non-negative and below 2^31 only if each of them is: one pass, no copy.

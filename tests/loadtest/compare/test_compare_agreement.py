@@ -10,14 +10,8 @@ import pytest
 from rich.console import Console
 
 from loadtest.compare.arms import Budgets, CompareConfig, Dtype, ServedArm
-from loadtest.compare.run import (
-    ArmMeasure,
-    ArmScores,
-    check_agreement,
-    compared_snapshot,
-    largest_difference,
-    served_dtype,
-)
+from loadtest.compare.measure import ArmMeasure, ArmScores, check_agreement, largest_difference, served_dtype
+from loadtest.compare.run import compared_snapshot
 from loadtest.errors import GeneratorError, ScoresDifferError, ServerFailedError
 from loadtest.load.config import OfferedLoad
 from loadtest.load.generator import Generators, open_payloads

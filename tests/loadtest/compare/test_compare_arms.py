@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -15,12 +16,14 @@ from loadtest.compare.arms import (
     Budgets,
     CompareConfig,
     ServedArm,
-    asking_arguments,
+    node_addresses,
     node_arguments,
-    server_arguments,
+    serve_arguments,
+    server_commands,
 )
-from loadtest.compare.cli import compare_cards
-from loadtest.compare.run import ArmMeasure, compared_snapshot
+from loadtest.compare.cli import Numbers, compare_cards
+from loadtest.compare.measure import ArmMeasure
+from loadtest.compare.run import compared_snapshot
 from loadtest.errors import CompareStoreError, ServerFailedError
 from loadtest.load.cli import loadtest
 from loadtest.load.config import OfferedLoad
@@ -43,24 +46,50 @@ def by_flag(arguments: tuple[str, ...]) -> tuple[str, dict[str, str]]:
 
 
 def flags(arm: ServedArm, **config: object) -> tuple[str, dict[str, str]]:
-    return by_flag(server_arguments(arm, CompareConfig.model_validate(config), SNAPSHOT, Path("r")))
+    """Of the process that holds rows: a shard node, or the one that serves."""
+    checked = CompareConfig.model_validate(config)
+    if arm.shards is None:
+        return by_flag(serve_arguments(arm, checked, SNAPSHOT))
+    return by_flag(node_arguments(arm, checked, SNAPSHOT, arm.shards - 1, "unix:1.sock"))
 
 
-def test_arms_are_the_cards_with_each_number_of_shards_and_the_first_is_the_baseline():
-    assert [arm.name for arm in CompareConfig(cards=(1, 2, 4)).arms] == ["1 card", "2 cards", "4 cards"]
-    arms = CompareConfig(cards=(1, 2), shards=(1, 3)).arms
-    assert [arm.name for arm in arms] == [
-        "1 shard of 1 card",
-        "1 shard of 2 cards",
-        "3 shards of 1 card",
-        "3 shards of 2 cards",
+def names(**config: object) -> list[str]:
+    return [arm.name for arm in CompareConfig.model_validate(config).arms]
+
+
+def test_arms_are_the_cards_and_then_the_shards_over_each_transport_and_the_first_is_the_baseline():
+    assert names(cards=(1, 2, 4)) == ["1 card", "2 cards", "4 cards"]
+    assert names(cards=(1, 2), shards=(1, 3), transports=("unix", "tcp")) == [
+        "1 card",
+        "2 cards",
+        "1 shard, Unix socket",
+        "1 shard, TCP",
+        "3 shards, Unix socket",
+        "3 shards, TCP",
     ]
+
+
+def test_shards_have_the_first_number_of_cards_and_are_asked_over_unix_sockets_or_by_hosts_over_tcp():
+    assert names(cards=(4, 1), shards=(2,)) == ["4 cards", "1 card", "2 shards of 4 cards, Unix socket"]
+    assert names(cards=(1,), shards=(2,), hosts=True) == ["1 card", "2 shards, TCP"]
+    assert names(cards=(1,), shards=(2,), hosts=True, transports=("tcp",)) == ["1 card", "2 shards, TCP"]
+
+
+def test_the_whole_table_of_single_against_many_fits():
+    assert len(names(cards=(1, 2, 4, 8), shards=(1, 2, 4), transports=("unix", "tcp"))) == 10
 
 
 @pytest.mark.parametrize("arms", [{"cards": (1,)}, {"cards": (2, 2)}, {"cards": tuple(range(1, 18))}])
 def test_one_arm_the_same_arm_twice_or_too_many_are_refused(arms: dict[str, tuple[int, ...]]):
     with pytest.raises(ValidationError, match="2 to 16 different ones"):
         CompareConfig(**arms)
+
+
+def test_shares_of_capacity_may_be_left_out():
+    shares = Numbers(100, may_be_empty=True).convert("", None, None)
+    assert CompareConfig(shares=shares).shares == ()
+    with pytest.raises(click.BadParameter, match="'': expected numbers from 1 to 64"):
+        Numbers(64).convert("", None, None)
 
 
 def test_each_arm_is_measured_once_in_a_round_and_each_is_first_in_turn():
@@ -76,9 +105,9 @@ def test_cards_keep_their_memory_and_shards_divide_the_hosts():
     assert command == "serve"
     assert alone["--cards"] == "4"
     command, divided = flags(ServedArm(cards=2, shards=2), budgets=budgets)
-    assert command == "up"
-    assert (divided["--shards"], divided["--registry"]) == ("2", "r")
-    for same in ("--card-memory-gb", "--hot-gb", "--device", "--http-port", "--snapshot"):
+    assert command == "shard-node"
+    assert divided["--shard"] == "1/2"
+    for same in ("--card-memory-gb", "--hot-gb", "--device", "--snapshot"):
         assert alone[same] == divided[same]
     for flag, of_all in (("--pinned-memory-gb", 8), ("--memory-budget-gb", 6)):
         assert float(alone[flag]) == 2 * float(divided[flag]) == of_all
@@ -96,15 +125,46 @@ def test_serving_processes_that_hold_all_rows_each_divide_every_budget_and_those
 
 def test_sharding_workers_and_number_format_reach_every_process_that_has_to_know():
     config = CompareConfig(cards=(1, 2), shards=(2,), hosts=True, sharding="table", workers=3, dtype="float32")
-    arm = config.arms[0]
-    serve, up = (flags(one, **config.model_dump())[1] for one in (ServedArm(cards=1), arm))
+    arm = config.arms[-1]
+    alone = flags(config.arms[0], **config.model_dump())[1]
     _, node = by_flag(node_arguments(arm, config, SNAPSHOT, 1, "198.18.0.3:7000"))
-    *asks, last, address = asking_arguments(arm, config, SNAPSHOT, ["198.18.0.1:7000", "198.18.0.3:7000"])
+    *asks, last, address = serve_arguments(arm, config, SNAPSHOT, ["198.18.0.1:7000", "198.18.0.3:7000"])
     assert (last, address) == ("--shard", "198.18.0.3:7000")
-    for told in (serve, up, by_flag(tuple(asks))[1]):
+    asking = by_flag(tuple(asks))[1]
+    for told in (alone, asking):
         assert (told["--sharding"], told["--workers"], told["--dtype"]) == ("table", "3", "float32")
     assert (node["--shard"], node["--listen"], node["--sharding"]) == ("1/2", "198.18.0.3:7000", "table")
     assert not {"--workers", "--dtype"} & node.keys()
+    # Who asks has no rows: what rows may take is of the nodes alone.
+    assert not {"--device", "--pinned-memory-gb"} & asking.keys()
+
+
+def test_tables_are_divided_however_small_they_are_unless_it_is_asked_for():
+    arm = ServedArm(cards=1, shards=2)
+    assert flags(arm)[1]["--replicate-bytes"] == "0"
+    assert flags(arm, budgets=Budgets(replicate_bytes=4096))[1]["--replicate-bytes"] == "4096"
+
+
+def test_shard_nodes_are_started_before_what_serves_which_is_told_where_they_listen(tmp_path: Path):
+    config = CompareConfig(cards=(1,), shards=(2,), transports=("unix", "tcp"))
+    for arm in config.arms:
+        *nodes, serves = server_commands(arm, config, SNAPSHOT, tmp_path)
+        assert [one.name for one in (*nodes, serves)][: len(nodes)] == ["shard 0", "shard 1"][: arm.shards or 0]
+        assert serves.name == "server"
+        listen = [one.line[one.line.index("--listen") + 1] for one in nodes]
+        asked = [address for flag, address in zip(serves.line, serves.line[1:], strict=False) if flag == "--shard"]
+        assert listen == asked
+        assert len({one.log for one in (*nodes, serves)}) == len(nodes) + 1
+
+
+def test_nodes_listen_on_sockets_of_their_start_or_on_free_ports_of_this_machine(tmp_path: Path):
+    unix, tcp = (ServedArm(cards=1, shards=3, transport=transport) for transport in ("unix", "tcp"))
+    assert node_addresses(unix, tmp_path) == tuple(f"unix:{tmp_path}/{number}.sock" for number in range(3))
+    addresses = node_addresses(tcp, tmp_path)
+    assert len(set(addresses)) == 3
+    for address in addresses:
+        assert re.fullmatch(r"127\.0\.0\.1:\d+", address)
+    assert node_addresses(ServedArm(cards=2), tmp_path) == ()
 
 
 @pytest.mark.parametrize("arm", [ServedArm(cards=1), ServedArm(cards=1, shards=2)])
@@ -154,6 +214,12 @@ def test_rows_are_written_in_the_order_that_the_sharding_needs_and_another_order
         (["--cards", "1"], "2 to 16 different ones"),
         (["--cards", "1,65"], "'1,65': expected numbers from 1 to 64"),
         (["--slo-ms", "2000"], "slo_ms: 2000 is more than timeout_ms"),
+        (["--transport", "tcp"], "transports: ['tcp'] are between shards, of which there are none"),
+        (["--shards", "2", "--transport", "tcp,shm"], "'tcp,shm': expected some of unix,tcp"),
+        (["--shards", "2", "--transport", "tcp,tcp"], "2 to 16 different ones"),
+        (["--shards", "2", "--hosts", "--transport", "unix"], "hosts are asked over tcp alone"),
+        (["--shares", "30,101"], "'30,101': expected numbers from 1 to 100"),
+        (["--shares", "30,30"], "shares: [30, 30] are not different percents from 1 to 100"),
         (["--hosts"], "hosts: there are none without shards"),
         (["--shards", "1,2", "--delay-ms", "1"], "delay_ms: 1 is of the network between hosts"),
     ],
@@ -166,4 +232,6 @@ def test_settings_that_do_not_fit_are_refused_before_anything_is_started(argumen
 
 def test_the_command_is_one_of_loadtests():
     assert isinstance(loadtest, click.Group)
-    assert {"--cards", "--shards", "--rounds", "--device", "--json", "--html"} <= flags_of(loadtest, "compare-cards")
+    assert {"--cards", "--shards", "--transport", "--shares", "--rounds", "--device", "--json", "--html"} <= flags_of(
+        loadtest, "compare-cards"
+    )

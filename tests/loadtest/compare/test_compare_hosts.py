@@ -37,7 +37,7 @@ from shardrank_testing.processes import Program, running, wait_until
 
 TINY = ("--workload", "merlin-tiny:0.0001", "--candidates", "3", "--requests", "20", "--device", "cpu")
 SHORT = ("--rounds", "1", "--rate", "20", "--cold", "0.5", "--warmup", "0", "--duration", "0.5", "--in-flight", "4")
-SHARDS = ("--cards", "1", "--shards", "1,2", "--replicate-bytes", "0", "--hosts")
+SHARDS = ("--cards", "1", "--shards", "2", "--shares", "", "--hosts")
 COMPARE = ("loadtest", "compare-cards", *SHARDS, *TINY, *SHORT, "--timeout-ms", "10000")
 ECHO = """
 import socket, sys
@@ -188,7 +188,7 @@ def test_shards_on_hosts_are_compared_and_give_the_same_scores(tmp_path: Path):
     assert isinstance(found, Comparison), process.stderr
     # 1 if this machine was so busy that the generator itself was late, which the comparison says.
     assert process.returncode == (0 if found.valid else 1), process.stderr
-    assert [arm.name for arm in found.arms] == ["1 shard of 1 card", "2 shards of 1 card"]
+    assert [arm.name for arm in found.arms] == ["1 card", "2 shards, TCP"]
     assert [(run.due, run.errors) for arm in found.arms for run in (*arm.cold_runs, *arm.runs)] == [(10, {})] * 4
     assert found.setup["serving processes"] == "2"
     assert found.setup["network"] == "a veth pair for each host, no delay made"
@@ -197,9 +197,9 @@ def test_shards_on_hosts_are_compared_and_give_the_same_scores(tmp_path: Path):
 
 @needs_hosts
 def test_ctrl_c_ends_a_comparison_and_leaves_no_host(tmp_path: Path):
-    with running(*COMPARE, "--store", str(tmp_path)) as program:
+    with running(*COMPARE, "--shards", "1", "--store", str(tmp_path)) as program:
         process_id = program.process.pid
-        program.read_until("rehearsal")
+        program.read_until("round 1 of 1: 1 shard, TCP")
         wait_until(lambda: nodes_on(program) == 1, "a shard node runs on its host")
         assert left_of(process_id) == [f"shardrank-{process_id}-0", f"sr{process_id}-0"]
         assert program.stop(signal.SIGINT) == 130, program.output
@@ -208,9 +208,9 @@ def test_ctrl_c_ends_a_comparison_and_leaves_no_host(tmp_path: Path):
 
 @needs_hosts
 def test_of_a_comparison_that_was_killed_no_process_is_left_and_its_hosts_are_found_by_name(tmp_path: Path):
-    with running(*COMPARE, "--store", str(tmp_path)) as program:
+    with running(*COMPARE, "--shards", "1", "--store", str(tmp_path)) as program:
         process_id = program.process.pid
-        program.read_until("rehearsal")
+        program.read_until("round 1 of 1: 1 shard, TCP")
         try:
             # Long before that, a node has asked the kernel to be killed with its parent.
             wait_until(lambda: is_listening(program), "a shard node listens on its host")

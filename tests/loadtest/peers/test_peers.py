@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from loadtest.errors import AnswerError, RequestFailedError, ScoresDifferError, ServerFailedError
 from loadtest.load.cli import loadtest
-from loadtest.load.closed_loop import Weighed
+from loadtest.load.closed_loop import CpuTime, Weighed
 from loadtest.load.generator import ask_scores, open_payloads
 from loadtest.load.result import LoadResult, this_machine
 from loadtest.peers.catalog import PEERS
@@ -211,7 +211,9 @@ def test_hotness_is_a_list_of_different_numbers(text: str) -> None:
 
 def weighed(requests: int, p50_ms: float, client_cpu_s: float = 0.1) -> Weighed:
     times = {"p50_ms": p50_ms, "p99_ms": 2 * p50_ms}
-    return Weighed(requests=requests, seconds=2.0, server_cpu_s=1.0, client_cpu_s=client_cpu_s, **times)
+    return Weighed(
+        requests=requests, seconds=2.0, server_cpu={"serve": CpuTime(1.0)}, client_cpu_s=client_cpu_s, **times
+    )
 
 
 def offered(p99_ms: float | None, why: tuple[str, ...] = ()) -> LoadResult:

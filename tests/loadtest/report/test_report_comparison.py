@@ -38,6 +38,14 @@ def test_every_arm_is_compared_to_the_first():
     assert [one.value for one in found.ratios] == pytest.approx([1.0, 0.5, 1.5])
 
 
+def test_a_measure_that_some_arm_has_nothing_of_has_values_and_no_ratios():
+    found = measured("bytes", "B", "lower", [[0.0, 0.0], [4.0, 6.0]], everywhere=False)
+    assert (found.middle, found.ratios) == ((0.0, 5.0), ())
+    assert measured("bytes", "B", "lower", [[2.0], [4.0]], everywhere=False).ratios[1].value == pytest.approx(2)
+    with pytest.raises(ComparisonError, match="ratios need values above 0"):
+        measured("bytes", "B", "lower", [[-1.0], [4.0]], everywhere=False)
+
+
 def test_one_round_has_no_interval():
     found = two_arms([10.0], [8.0])
     assert (found.low, found.high, found.certain) == (None, None, False)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from loadtest.errors import WorkloadError
-from loadtest.workloads.catalog import open_workload
+from loadtest.workloads.catalog import BenchShape, bench_spec, open_workload
 from loadtest.workloads.distributions import Fixed, Uniform
 from loadtest.workloads.workload import SyntheticWorkload, features_of
 from serving.cli.capacity import DLRM_V2_HOTNESS, DLRM_V2_ROWS
@@ -79,6 +79,17 @@ def test_scale_is_the_share_of_the_rows():
     ]
 
 
+def test_the_benchmarks_table_is_asked_for_as_many_ids_a_bag_as_its_name_says():
+    workload = open_workload("bench-mlp:20")
+    assert workload.spec == bench_spec(BenchShape(), "mlp")
+    assert workload.name == "bench-mlp:20, ids uniform, candidates 50-500:200, ragged bags"
+    _, features = request_of(workload)
+    lengths = np.concatenate([feature.lengths for feature in features.values()])
+    assert lengths.mean() == pytest.approx(20, rel=0.1)
+    request, _ = request_of(open_workload("bench-dlrm", candidates="4", varied=False))
+    assert request.bags.num_values == 4 * 26
+
+
 def test_everything_that_was_chosen_is_in_the_name():
     workload = open_workload("dlrm-v2:0.01", ids="zipf:1.2", candidates="100", context_features=2)
     assert workload.name == "dlrm-v2:0.01, ids zipf:1.2, candidates 100, ragged bags, context features 2"
@@ -102,6 +113,12 @@ def test_context_features_are_those_with_the_most_ids_and_come_once():
 )
 def test_an_unknown_workload_or_scale_is_refused(text):
     with pytest.raises(WorkloadError, match="workload"):
+        open_workload(text)
+
+
+@pytest.mark.parametrize("text", ["bench-mlp:", "bench-mlp:0", "bench-mlp:1001", "bench-dlrm:1.5"])
+def test_ids_of_a_benchmarks_bag_are_a_whole_number(text):
+    with pytest.raises(WorkloadError, match="is not a whole number of ids from 1 to 1000"):
         open_workload(text)
 
 
