@@ -13,6 +13,7 @@ from loader.snapshot.reader import Snapshot
 from router.errors import ShardUnavailableError
 from router.plan import Plan
 from router.replicas import ReplicatedShard
+from shard_node.answer import Answer, Forms
 from shard_node.bags import KeyedBags
 from shard_node.errors import DeadlineExceededError
 from shard_node.node import ShardNode
@@ -269,6 +270,39 @@ def test_a_replica_without_the_version_is_asked_once_and_then_last(snapshot, tmp
         for _ in range(20):
             await ask(shard, snapshot)
         assert retries == ["generation_not_found"]
+        await shard.close()
+
+    run(scenario, tmp_path)
+
+
+class ForgetfulNode(ShardNode):
+    """Holds the right rows, and leaves the last bag out of its answers."""
+
+    def __init__(self, node: ShardNode) -> None:
+        super().__init__(node.identity)
+        self.generations = node.generations
+
+    def answer(self, model: str, version: int, bags: KeyedBags, forms: Forms) -> Answer:
+        answer = super().answer(model, version, bags, forms)
+        return Answer([sums[:-1] for sums in answer.sums], answer.stored)
+
+
+def test_an_answer_that_does_not_fit_the_bags_is_refused_and_another_replica_asked(snapshot, tmp_path):
+    plan = Topology().plan(snapshot.spec)
+    expected = make_node(snapshot, plan, 0).pool(snapshot.spec.model, snapshot.version, BAGS)[0]
+
+    async def scenario(fleet: Fleet) -> None:
+        await fleet.start(0, ForgetfulNode(make_node(snapshot, plan, 0)))
+        alone, retries = shard_over(fleet, snapshot, plan, 0)
+        with pytest.raises(ShardUnavailableError, match=r"sums of group 0 are \[1, 8\], not \[2, 8\]"):
+            await ask(alone, snapshot)
+        assert retries == ["remote"]
+        await alone.close()
+        await fleet.start(1, make_node(snapshot, plan, 0))
+        shard, retries = shard_over(fleet, snapshot, plan, 0, 1)
+        for _ in range(4):
+            np.testing.assert_array_equal(await ask(shard, snapshot), expected)
+        assert set(retries) == {"remote"}
         await shard.close()
 
     run(scenario, tmp_path)

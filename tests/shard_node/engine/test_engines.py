@@ -9,23 +9,27 @@ import numpy as np
 import pytest
 import torch
 
+from loader.snapshot.codecs import codec_for
 from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec, TableSpec
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.row_source import rows_of
 from loader.snapshot.writer import export_snapshot
 from router.plan import Plan
+from shard_node.answer import add_answers, group_keys, travel_as_stored
 from shard_node.bags import KeyedBags, TableLayout
 from shard_node.engine.base import Engine
 from shard_node.engine.loading import load_tables
 from shard_node.engine.reference import ReferenceEngine
 from shard_node.errors import InvalidBagsError
+from shard_node.split import whole
 from shardrank_testing.bags import assert_blocks_equal, random_table_bags
 from shardrank_testing.card_engines import OnCards, engine_params
-from shardrank_testing.snapshots import write_snapshot
+from shardrank_testing.snapshots import random_tables, write_snapshot
 from shardrank_testing.topologies import decoded_tables
 
 DTYPES = ["int8", "int4", "fp16", "fp32"]
 ROWS_PER_FILE = 256
+SEED = 1
 
 
 def spec_of(dtypes: list[str], bucketing: str = "hash", rows: tuple[int, ...] = (1, 255, 700, 1500)) -> ModelSpec:
@@ -67,8 +71,19 @@ ENGINES: dict[str, Callable[[Snapshot], Engine]] = {
 @pytest.fixture(scope="module", params=["hash", "range"])
 def stored(request, tmp_path_factory) -> tuple[Snapshot, ReferenceEngine]:
     spec = spec_of(DTYPES, request.param)
-    path, tables = write_snapshot(tmp_path_factory.mktemp("store"), spec, seed=1, rows_per_file=ROWS_PER_FILE)
+    path, tables = write_snapshot(tmp_path_factory.mktemp("store"), spec, SEED, rows_per_file=ROWS_PER_FILE)
     return Snapshot.open(path), ReferenceEngine(spec, decoded_tables(spec, tables))
+
+
+@pytest.fixture(scope="module")
+def rows_as_stored(stored) -> dict[str, np.ndarray]:
+    """The encoded rows of each table, uint8 [num_embeddings, row_bytes]."""
+    snapshot, _ = stored
+    tables = random_tables(snapshot.spec, SEED)
+    return {
+        table.name: codec_for(table.dtype, table.embedding_dim).encode(tables[table.name])
+        for table in snapshot.spec.tables
+    }
 
 
 @pytest.fixture(scope="module", params=[*ENGINES, *engine_params()])
@@ -88,6 +103,49 @@ def test_pooled_bags_are_the_references(engines, weighted, max_bags, max_hotness
     for _ in range(3):
         bags = random_table_bags(rng, reference.layout, max_bags, max_hotness, weighted)
         assert_blocks_equal(engine.pool(bags), reference.pool(bags), scale=3.0 * max(1, max_hotness))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(("max_bags", "max_hotness"), [(8, 1), (6, 3), (6, 20), (3, 0), (0, 0)])
+def test_an_answer_fits_what_was_asked_for_and_gives_the_references_sums(engines, weighted, max_bags, max_hotness):
+    engine, reference = engines
+    rng = np.random.default_rng(max_bags * 7919 + max_hotness)
+    for _ in range(3):
+        bags = random_table_bags(rng, reference.layout, max_bags, max_hotness, weighted)
+        answer = engine.answer(bags)
+        answer.check(engine.layout, bags)
+        blocks = add_answers(engine.layout, bags, [whole(bags)], [answer])
+        assert_blocks_equal(blocks, reference.pool(bags), scale=3.0 * max(1, max_hotness))
+
+
+def test_rows_in_an_answer_are_those_of_the_values_as_they_are_stored(engines, rows_as_stored):
+    engine, _ = engines
+    layout = engine.layout
+    bags = random_table_bags(np.random.default_rng(6), layout, 40, 2)
+    answer = engine.answer(bags)
+    if answer.stored is None:
+        # Rows lie on cards in another form than the stored one.
+        assert engine.cards() is not None
+        return
+    values_per_key, starts = bags.values_per_key(), bags.value_starts()
+    travelled = 0
+    for (group, first, end), rows in zip(group_keys(layout, bags), answer.stored, strict=True):
+        is_stored = travel_as_stored(group, values_per_key[first:end], bags.bags_per_key[first:end])
+        expected = [
+            rows_as_stored[layout.tables[bags.keys[key]].name][bags.values[starts[key] : starts[key + 1]]]
+            for key in (first + np.flatnonzero(is_stored)).tolist()
+        ]
+        np.testing.assert_array_equal(rows, np.concatenate([np.empty((0, group.row_bytes), np.uint8), *expected]))
+        travelled += len(rows)
+    assert 0 < travelled < bags.num_values
+
+
+def test_a_row_outside_its_table_is_refused_in_an_answer_too(engines):
+    engine, _ = engines
+    one = np.ones(1, np.int64)
+    bags = KeyedBags.from_lengths(np.zeros(1, np.int32), one, one, 2**40 * one)
+    with pytest.raises(InvalidBagsError, match=rf"row {2**40} \(value 0\) is not in"):
+        engine.answer(bags)
 
 
 def test_a_batch_of_2048_bags_is_the_references(engines):

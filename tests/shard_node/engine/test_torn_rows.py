@@ -1,4 +1,4 @@
-"""Threads pool while rows are rewritten: every pooled row is wholly one of the two patterns, never a bit of each."""
+"""Threads pool and answer while rows are rewritten: a row is wholly one of the two patterns, never a bit of each."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from shard_node.answer import add_answers
 from shard_node.bags import KeyedBags
 from shard_node.engine.base import Engine
 from shard_node.engine.reference import ReferenceEngine
+from shard_node.split import whole
 from shardrank_testing.card_engines import OnCards, engine_params
 from shardrank_testing.deltas import delta_spec, encoded, export_state, load_version
 from shardrank_testing.topologies import decoded_tables
@@ -50,9 +52,15 @@ def test_no_pooled_row_is_torn_and_no_pool_sees_half_a_write(kind, tmp_path):
     seen: set[float] = set()
     pools = [0, 0]
 
+    def pooled(number: int) -> np.ndarray:
+        if number == 0:
+            return engine.pool(bags)[0]
+        # One row for each bag: where an engine can, it copies them, and what is pooled later is the copy.
+        return add_answers(engine.layout, bags, [whole(bags)], [engine.answer(bags)])[0]
+
     def read(number: int) -> None:
         while not done.is_set():
-            values = np.unique(engine.pool(bags)[0])
+            values = np.unique(pooled(number))
             pools[number] += 1
             seen.update(values.tolist())
             if values.size != 1:
