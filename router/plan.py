@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +20,11 @@ from loader.snapshot.codecs import bucket_shift, codec_for, num_buckets_used
 from loader.snapshot.manifest import NUM_BUCKETS, ModelSpec, TableSpec
 from router.errors import PlanError
 from shard_node.bags import Int64Array, KeyedBags, TableLayout
-from shard_node.node import NodeIdentity, Partition, Sharding
-from shard_node.split import Owners
+from shard_node.partition import NodeIdentity, Partition, Sharding
+
+if TYPE_CHECKING:
+    # What splits also adds, by PyTorch.
+    from shard_node.split import Owners
 
 REPLICATED = -1
 MAX_SHARDS = 1024

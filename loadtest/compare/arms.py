@@ -15,7 +15,7 @@ from loadtest.compare.hosts import Host
 from loadtest.load.config import MAX_RATE, MAX_RUN_S
 from loadtest.servers import HOST, ServerCommand
 from serving.fleet.supervisor import shardrank_command
-from shard_node.node import Sharding
+from shard_node.partition import Sharding
 
 MAX_ARMS = 16
 MAX_CARDS = 64

@@ -30,7 +30,7 @@ from loadtest.gpu.rows import (
 from loadtest.gpu.timing import Timing, clock_name, time_graphs, time_in_turns
 from shard_node.cuda.cards import Card, Cards, Memory, Stream
 from shard_node.cuda.kernel_params import OutDtype, RowFormat
-from shard_node.node import Partition
+from shard_node.partition import Partition
 from shard_node.planning.card_plan import PLACE_BYTES, CardBudget, CardPlan
 from shard_node.planning.cost_model import SYSTEMS, BagLoad, CardSystem, Traffic, batch_time
 from shard_node.planning.hotness import Hotness

@@ -27,7 +27,7 @@ from router.plan import DEFAULT_REPLICATE_BYTES, Plan, table_bytes
 from serving.errors import LookupProfileError, ModelNotFoundError
 from shard_node.bags import TableLayout
 from shard_node.cuda.kernel_params import RowFormat
-from shard_node.node import Sharding
+from shard_node.partition import Sharding
 from shard_node.planning.card_plan import CARD, HOST, HOT, CardBudget, CardPlan
 from shard_node.planning.cost_model import BagLoad, BatchTime, CardSystem, Traffic, batch_time, table_sizes
 from shard_node.planning.hotness import Hotness

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from serving.limits import RequestLimits
     from shard_node.agent.node_agent import NodeConfig
     from shard_node.cuda.card_set import CardOptions, CardSet
-    from shard_node.node import NodeIdentity, Partition
+    from shard_node.partition import NodeIdentity, Partition
     from shard_node.wire.address import Address
     from shard_node.wire.tls import TlsClientConfig, TlsConfig
 
@@ -319,7 +319,7 @@ def partition_of(options: Options, index: int, num_shards: int, spec: ModelSpec)
 
 def node_identity(options: Options, index: int, num_shards: int) -> NodeIdentity:
     """Return which shard of how many a process holds."""
-    from shard_node.node import NodeIdentity
+    from shard_node.partition import NodeIdentity
 
     return config_of(NodeIdentity, options, shard_index=index, num_shards=num_shards, num_cards=options["cards"])
 

@@ -32,7 +32,8 @@ from shard_node.engine.loading import prepare_load
 from shard_node.engine.memory import RowMemory, available_memory_bytes, total_memory_bytes
 from shard_node.errors import CardError, FleetMismatchError
 from shard_node.generation import Generation
-from shard_node.node import LoadedTables, Partition, ShardNode
+from shard_node.node import LoadedTables, ShardNode
+from shard_node.partition import Partition
 from shard_node.planning.hotness import ObservedCounts
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from shard_node.cuda.kernel_params import (
     round_up,
 )
 from shard_node.errors import InvalidBagsError
-from shard_node.node import Partition
+from shard_node.partition import Partition
 
 BoolArray = npt.NDArray[np.bool_]
 

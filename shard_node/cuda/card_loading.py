@@ -26,7 +26,8 @@ from shard_node.cuda.uploads import NUM_UPLOADS, Upload
 from shard_node.engine.arena_builder import layout_for, not_finite, runs_of
 from shard_node.engine.memory import Claim, MemoryClaim, RowMemory
 from shard_node.errors import InvalidBagsError
-from shard_node.node import DeltaPosition, LoadedTables, Partition
+from shard_node.node import DeltaPosition, LoadedTables
+from shard_node.partition import Partition
 from shard_node.planning.card_plan import CardBudget, CardPlan
 from shard_node.planning.hotness import Hotness, ObservedCounts, RowCounts
 

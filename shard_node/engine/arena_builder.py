@@ -20,7 +20,7 @@ from shard_node.engine.arena import NO_FILES_SHIFT, NOT_HERE, Arena, Placement, 
 from shard_node.engine.base import Tier
 from shard_node.engine.cpu import CpuEngine
 from shard_node.errors import InvalidBagsError, MemoryBudgetError
-from shard_node.node import Partition
+from shard_node.partition import Partition
 
 ByteArray = npt.NDArray[np.uint8]
 

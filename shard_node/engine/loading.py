@@ -10,7 +10,8 @@ from loader.snapshot.reader import Snapshot
 from shard_node.engine.arena_builder import ArenaBuilder, layout_for
 from shard_node.engine.base import Tier
 from shard_node.engine.memory import Claim, MemoryClaim, RowMemory
-from shard_node.node import DeltaPosition, LoadedTables, Partition
+from shard_node.node import DeltaPosition, LoadedTables
+from shard_node.partition import Partition
 
 if TYPE_CHECKING:
     from shard_node.cuda.card_set import CardSet

@@ -18,7 +18,7 @@ import numpy as np
 from shard_node.bags import Int64Array, TableLayout
 from shard_node.cuda.kernel_params import MAX_CARDS, RowFormat, max_slots
 from shard_node.errors import InvalidBagsError, MemoryBudgetError
-from shard_node.node import Partition
+from shard_node.partition import Partition
 from shard_node.planning.hotness import Hotness, RowHotness
 
 # Tiers of one card's rows of a table, from the hottest on.

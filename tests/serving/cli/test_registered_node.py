@@ -23,7 +23,8 @@ from serving.cli import main
 from serving.cli.serve import _fleet_configs, _serve_rows_in_fleet, advertised, default_node_id, shard_node
 from shard_node.cuda.card_set import CardSet
 from shard_node.errors import CardError
-from shard_node.node import NodeIdentity, ShardNode
+from shard_node.node import ShardNode
+from shard_node.partition import NodeIdentity
 from shard_node.wire.address import Address
 from shard_node.wire.client import ShardClient
 from shardrank_testing.bags import random_table_bags

@@ -19,7 +19,8 @@ from router.router import Embeddings, Router
 from serving.models.inputs import InputAssembler, RankingInputs, find_runs, padded_sequence
 from shard_node.bags import KeyedBags
 from shard_node.engine.reference import ReferenceEngine
-from shard_node.node import LoadedTables, LocalShard, NodeIdentity, ShardNode
+from shard_node.node import LoadedTables, LocalShard, ShardNode
+from shard_node.partition import NodeIdentity
 from shardrank_testing.ranking import ranking_spec
 
 ROWS = 20

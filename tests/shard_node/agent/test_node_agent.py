@@ -311,7 +311,8 @@ import sys, time
 from pathlib import Path
 from loader.snapshot.reader import Snapshot
 from loader.registry.fleet import PublishedVersion
-from shard_node.node import NodeIdentity, ShardNode
+from shard_node.node import ShardNode
+from shard_node.partition import NodeIdentity
 from shard_node.engine.memory import RowMemory
 from shard_node.agent.node_agent import stage_tables
 from router.plan import Plan

@@ -26,7 +26,8 @@ from shard_node.cuda.places import Placer
 from shard_node.engine.memory import RowMemory
 from shard_node.engine.reference import ReferenceEngine
 from shard_node.errors import MemoryBudgetError
-from shard_node.node import NodeIdentity, ShardNode
+from shard_node.node import ShardNode
+from shard_node.partition import NodeIdentity
 from shardrank_testing.agents import NodeUnderTest, plan_of, published, run, running_node
 from shardrank_testing.bags import assert_blocks_equal, random_table_bags
 from shardrank_testing.deltas import (

@@ -23,7 +23,7 @@ from shard_node.cuda.kernel_params import (
 )
 from shard_node.cuda.places import Placer
 from shard_node.errors import MemoryBudgetError
-from shard_node.node import Partition
+from shard_node.partition import Partition
 from shard_node.planning import card_plan
 from shard_node.planning.card_plan import CardBudget, CardPlan, TableSplit
 from shard_node.planning.hotness import Hotness

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from shard_node.engine.arena import HUGE_PAGE_BYTES, allocate_rows
 from shard_node.engine.loading import choose_tiers
 from shard_node.errors import InvalidBagsError
-from shard_node.node import Partition
+from shard_node.partition import Partition
 
 GIB = 1 << 30
 

@@ -12,7 +12,7 @@ from loader.snapshot.manifest import TableSpec
 from shard_node.cuda.kernel_params import hot_owner, owners_of, pinned_owner
 from shard_node.cuda.places import Placer
 from shard_node.errors import InvalidBagsError, MemoryBudgetError
-from shard_node.node import Partition
+from shard_node.partition import Partition
 from shard_node.planning import card_plan
 from shard_node.planning.card_plan import CARD, HOST, HOT, CardBudget, CardPlan, TableSplit
 from shard_node.planning.hotness import Hotness

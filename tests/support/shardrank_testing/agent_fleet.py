@@ -23,7 +23,8 @@ from shard_node.agent.agent import Agent, AgentConfig
 from shard_node.agent.node_agent import NodeActions, NodeConfig, join_fleet
 from shard_node.agent.stagings import StagingConfig
 from shard_node.cuda.card_set import CardSet
-from shard_node.node import NodeIdentity, Partition, ShardNode
+from shard_node.node import ShardNode
+from shard_node.partition import NodeIdentity, Partition
 from shard_node.wire.address import Address
 from shard_node.wire.server import NodeServer
 from shardrank_testing.serving_api import MODEL, ApiModel

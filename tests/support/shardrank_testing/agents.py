@@ -20,7 +20,8 @@ from shard_node.agent.agent import Agent, AgentConfig
 from shard_node.agent.node_agent import NodeActions, NodeConfig
 from shard_node.agent.stagings import StagingConfig
 from shard_node.cuda.card_set import CardSet
-from shard_node.node import NodeIdentity, Partition, ShardNode
+from shard_node.node import ShardNode
+from shard_node.partition import NodeIdentity, Partition
 
 NEVER_S = 60.0
 PROMPT = AgentConfig(unannounce_grace_s=0.5, staging=StagingConfig(jitter_s=0.0))

@@ -23,7 +23,8 @@ from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec, Tab
 from shard_node.answer import FLOAT32_SUMS, Answer, Forms
 from shard_node.bags import KeyedBags, TableLayout
 from shard_node.engine.reference import ReferenceEngine
-from shard_node.node import LoadedTables, NodeIdentity, NodeInfo, ShardNode
+from shard_node.node import LoadedTables, NodeInfo, ShardNode
+from shard_node.partition import NodeIdentity
 from shard_node.wire.address import Address
 from shard_node.wire.client import ShardClient
 from shard_node.wire.frame import HEADER, Frame, FrameReceiver, unpack_header
