@@ -70,13 +70,13 @@ class Answer:
             if arrays is not None and len(arrays) != len(layout.groups):
                 raise RemoteError(f"the answer has {what} of {len(arrays)} groups, the model has {len(layout.groups)}")
         for number, (group, first, end) in enumerate(group_keys(layout, bags)):
-            counts = bags.bags_per_key[first:end]
-            num_sums = int(np.add.reduce(counts))
+            starts = bags.bag_starts()
+            num_values, num_sums = 0, int(starts[end] - starts[first])
             if self.stored is not None:
-                values = bags.values_per_key()[first:end]
+                counts, values = bags.bags_per_key[first:end], bags.values_per_key()[first:end]
                 is_stored = travel_as_stored(group, values, counts)
-                num_sums -= int(counts.dot(is_stored))
-                _check_shape("stored rows", number, self.stored[number], (int(values.dot(is_stored)), group.row_bytes))
+                num_values, num_sums = int(values.dot(is_stored)), num_sums - int(counts.dot(is_stored))
+                _check_shape("stored rows", number, self.stored[number], (num_values, group.row_bytes))
             _check_shape("sums", number, self.sums[number], (num_sums, group.embedding_dim))
 
 
