@@ -26,6 +26,7 @@ from router.errors import PlanError, ShardUnavailableError
 from router.feature_schema import FeatureSchema
 from router.id_mapping import IdMapper, MappedBags, hashed_rows
 from router.router import Router
+from shard_node.answer import Forms
 from shard_node.bags import Float32Array, KeyedBags
 from shard_node.node import LocalShard, ShardNode
 from shardrank_testing.snapshots import make_spec, write_snapshot
@@ -151,6 +152,30 @@ def test_shards_behind_sockets_give_the_references_answer_and_one_of_them_the_sa
                         remote.blocks, (await lookup(local, stored.snapshot, bags)).blocks, strict=True
                     ):
                         np.testing.assert_array_equal(ours, theirs)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("forms", [Forms(), Forms(float16=True), Forms(stored=True), Forms(stored=True, float16=True)])
+def test_shards_answer_in_the_forms_that_a_lookup_takes_and_their_bytes_are_counted(stores, tmp_path, forms):
+    stored = stores["hash", None]
+
+    async def run() -> None:
+        async with remote_router(stored.snapshot, Topology(shards=2, cards=2), tmp_path) as router:
+            for seed, max_hotness in enumerate((1, 2, 9, 9)):
+                bags = random_bags(stored, np.random.default_rng(seed), 9, max_hotness)
+                exact = await lookup(router, stored.snapshot, bags, forms=Forms())
+                embeddings = await lookup(router, stored.snapshot, bags, forms=forms)
+                asked, rows, float16, float32 = embeddings.times.wire_bytes()
+                assert asked > 0
+                assert rows == 0 or forms.stored
+                assert rows > 0 or not forms.stored or max_hotness == 9
+                assert float16 == 0 or forms.float16
+                assert float32 == 0 or not forms.float16
+                assert (float16 + float32 > 0) == (max_hotness > 1 or not forms.stored)
+                for ours, theirs in zip(embeddings.blocks, exact.blocks, strict=True):
+                    # Each of two shards' sums, of at most 9 rows of numbers below 8, to half of its last of 11 bits.
+                    np.testing.assert_allclose(ours, theirs, atol=2 * 72 * 2**-11 if forms.float16 else 1e-4)
 
     asyncio.run(run())
 

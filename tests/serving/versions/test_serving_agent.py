@@ -10,7 +10,6 @@ import numpy as np
 
 from loader.deltas.publisher import AsyncDeltaPublisher
 from loader.registry.fleet import Canary
-from serving.rank.replica import Replica
 from serving.versions.served_model import check_version
 from shardrank_testing.agent_fleet import agent_fleet, with_live
 from shardrank_testing.serving_api import (
@@ -112,13 +111,13 @@ def test_the_canary_gets_its_share_and_applied_says_when_it_is_set(versions, sto
 def test_a_load_and_what_serves_afterwards_keep_the_priority_of_the_process(versions, store, folder, monkeypatch):
     niceness: dict[str, int] = {}
 
-    def spying_check(snapshot, parts, replicas: list[Replica], asked, clock):
+    def spying_check(*arguments):
         own = threading.get_native_id()
         niceness["load"] = os.getpriority(os.PRIO_PROCESS, own)
         for thread in threading.enumerate():
             if thread.name.startswith("rank-"):
                 niceness[thread.name] = os.getpriority(os.PRIO_PROCESS, thread.native_id)
-        return check_version(snapshot, parts, replicas, asked, clock)
+        return check_version(*arguments)
 
     monkeypatch.setattr("serving.versions.served_model.check_version", spying_check)
 

@@ -125,7 +125,7 @@ class AgentFleet:
         """A serving process that has not begun to load; with `local` it has rows of its own, on cards if there are."""
         service = RankingService(limits, expected_models=models)
         name = f"serve-{len(self.servings)}"
-        config = ServingConfig(node_id=name, store=self.store, dtype="float32", num_replicas=2)
+        config = ServingConfig(node_id=name, store=self.store, dtype="float32", wire_dtype="float32", num_replicas=2)
         agent = QUICK.model_copy(update={"models": models})
         # It closes its registry when it leaves.
         fleet = FleetRegistry(open_registry(self.fleet.registry.url))

@@ -19,6 +19,7 @@ from router.id_mapping import IdMapper
 from router.plan import Plan
 from router.replicas import ReplicatedShard
 from router.router import Router
+from shard_node.answer import EXACT, Forms
 from shard_node.bags import KeyedBags
 from shard_node.engine.loading import load_tables
 from shard_node.node import LocalShard, Shard, ShardNode
@@ -121,6 +122,6 @@ def expected_feature(
     return out
 
 
-def lookup(router: Router, snapshot: Snapshot, bags: KeyedBags, timeout_s: float = 60.0):
+def lookup(router: Router, snapshot: Snapshot, bags: KeyedBags, timeout_s: float = 60.0, forms: Forms = EXACT):
     """One lookup, as a coroutine."""
-    return router.lookup(snapshot.spec.model, snapshot.version, bags, time.monotonic() + timeout_s)
+    return router.lookup(snapshot.spec.model, snapshot.version, bags, time.monotonic() + timeout_s, forms)
