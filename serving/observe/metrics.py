@@ -101,22 +101,12 @@ class ServingMetrics:
             ("model", "version"),
             multiprocess_mode="livemax",
         )
-        answer_bytes = counter(
-            "shardrank_shard_answer_bytes",
-            "Bytes of rows and sums that shards behind sockets answered with: rows as stored, float16 or float32 sums.",
-            ("model", "form"),
-        )
-        request_bytes = counter(
-            "shardrank_shard_request_bytes", "Bytes of rows' numbers and bags that shards were asked for.", ("model",)
-        )
         self._version_requests = counter(
             "shardrank_version_requests",
             "Requests by the version that answered or failed them; ok or error.",
             ("model", "version", "outcome"),
         )
-        self._of_wire = cache(
-            lambda model: (request_bytes.labels(model), *(answer_bytes.labels(model, form) for form in WIRE_FORMS))
-        )
+        self._of_wire = _wire_counters(registry)
         # Looking a child up by its labels takes longer than counting, so those that requests need are kept.
         self._of_status, self._of_outcome = cache(requests.labels), cache(self._version_requests.labels)
         self._of_stages = cache(
@@ -217,6 +207,23 @@ class ServingMetrics:
         if self._state is not None:
             registry.register(self._state)
         return generate_latest(registry)
+
+
+def _wire_counters(registry: CollectorRegistry) -> Callable[[str], tuple[Counter, ...]]:
+    """Make what gives a model's counters, in the order of `LookupTimes.wire_bytes`."""
+    asked = Counter(
+        "shardrank_shard_request_bytes",
+        "Bytes that shards behind sockets were asked with.",
+        ("model",),
+        registry=registry,
+    )
+    answered = Counter(
+        "shardrank_shard_answer_bytes",
+        "Bytes that shards behind sockets answered with: rows as they are stored, float16 or float32 sums.",
+        ("model", "form"),
+        registry=registry,
+    )
+    return cache(lambda model: (asked.labels(model), *(answered.labels(model, form) for form in WIRE_FORMS)))
 
 
 def observe_all(histogram: Histogram, values: list[float]) -> None:
