@@ -189,8 +189,8 @@ def test_bfloat16_serves_only_if_it_gives_the_golden_scores(tmp_path, golden, ca
         assert description.dense_model.dtype_fallback == ""
         assert tolerance > 2**-9
     else:
-        assert "in bfloat16 golden scores differ by up to" in description.dense_model.dtype_fallback
-        assert "serves in float32" in caplog.text
+        assert "with bfloat16 golden scores differ by up to" in description.dense_model.dtype_fallback
+        assert "the dense model is computed in float32" in caplog.text
         assert f'shardrank_dtype_fallback{{model="{MODEL}",version="1"}} 1.0' in metrics
 
 
@@ -201,6 +201,50 @@ def test_without_golden_requests_auto_stays_in_float32_and_says_so(api_model):
     assert "no golden requests" in description.dense_model.dtype_fallback
     description, _ = load(api_model, dtype="bfloat16")
     assert description.dense_model.dtype == "bfloat16"
+
+
+async def loaded_over_shards(model, folder: Path, **options) -> tuple[ServedModel, str, int]:
+    """Serves from two shard nodes and asks once: the version, the metrics, and the bytes of float16 sums."""
+    fleet, service = Fleet(model, folder), RankingService(RequestLimits(), expected_models=[MODEL])
+    for shard in range(SHARDS):
+        await fleet.start(shard)
+    source = fleet.source.model_copy(update=options)
+    served = await asyncio.to_thread(load_served_model, source, service, loop=asyncio.get_running_loop())
+    service.install(served)
+    async with running_api(service) as api:
+        answer = await api.http.post(f"/v1/models/{MODEL}:rank", json=api_request(1))
+        np.testing.assert_allclose(answer.json()["scores"], model.scores(api_request(1)), rtol=1e-3)
+        metrics = (await api.http.get("/metrics")).text
+    await asyncio.to_thread(service.close)
+    for shard in range(SHARDS):
+        await fleet.stop(shard)
+    name = f'shardrank_shard_answer_bytes_total{{form="float16",model="{MODEL}"}}'
+    return served, metrics, int(float(next(line for line in metrics.splitlines() if name in line).split()[-1]))
+
+
+@pytest.mark.parametrize("num_replicas", [0, 1])
+def test_shards_send_float16_sums_if_these_give_the_golden_scores(tmp_path, golden, num_replicas):
+    model = write_api_model(tmp_path, golden=golden)
+    served, metrics, size = run(loaded_over_shards(model, tmp_path, num_replicas=num_replicas))
+    assert served.checked.wire_fallback == ""
+    assert f'shardrank_wire_fallback{{model="{MODEL}",version="1"}} 0.0' in metrics
+    assert size > 0
+
+
+def test_shards_send_float32_sums_where_float16_misses_the_golden_scores(tmp_path, golden, caplog):
+    model = write_api_model(tmp_path, golden=golden, golden_tolerance=2e-6)
+    served, metrics, size = run(loaded_over_shards(model, tmp_path))
+    assert "with float16 sums of shards golden scores differ by up to" in served.checked.wire_fallback
+    assert "shards answer in float32" in caplog.text
+    assert f'shardrank_wire_fallback{{model="{MODEL}",version="1"}} 1.0' in metrics
+    assert size == 0
+
+
+@pytest.mark.parametrize(("wire_dtype", "halves"), [("auto", False), ("float32", False), ("float16", True)])
+def test_without_golden_requests_shards_send_float16_sums_only_if_told(api_model, tmp_path, wire_dtype, halves):
+    served, _, size = run(loaded_over_shards(api_model, tmp_path, wire_dtype=wire_dtype))
+    assert ("no golden requests" in served.checked.wire_fallback) == (wire_dtype == "auto")
+    assert (size > 0) == halves
 
 
 def load_with_changed_rows(model, dtype: str, applied_deltas: bool) -> ServedModel:

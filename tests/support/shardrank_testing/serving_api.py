@@ -212,6 +212,7 @@ def write_api_model(
     golden: GoldenRequests | None = None,
     scale: float = 1.0,
     spec: ModelSpec | None = None,
+    **export: Any,
 ) -> ApiModel:
     """Exports the model, or one with another spec; its dense weights are of the order of `scale`."""
     spec = spec or api_spec()
@@ -224,6 +225,7 @@ def write_api_model(
         vocabularies={"cities": CITIES},
         version=version,
         golden=golden,
+        **export,
     )
     return ApiModel(path, spec, decoded_tables(spec, tables), tensors)
 

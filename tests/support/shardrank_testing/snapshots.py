@@ -179,6 +179,7 @@ def write_snapshot(
     golden: GoldenRequests | None = None,
     version: int | None = None,
     rows_per_file: int | None = None,
+    golden_tolerance: float = 0.05,
 ) -> tuple[Path, dict[str, Float32Array]]:
     """Exports the spec with random rows into the store at `store_path`.
 
@@ -196,6 +197,7 @@ def write_snapshot(
         golden=golden,
         version=version,
         rows_per_file=rows_per_file,
+        golden_tolerance=golden_tolerance,
     )
     return path, tables
 
