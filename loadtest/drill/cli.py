@@ -67,8 +67,8 @@ def drill() -> None:
 
     In all but `hostile` the fleet serves oracle models: every row has 1.0 in dimension 0 in version A and 1024.0 in
     version B, so a bag of n ids must answer exactly n or 1024 n, and its score tells which dense model made it. A load
-    in a process of its own asks at a fixed rate over HTTP and gRPC and checks every answer. Exit code 1 if anything was
-    not as it must be.
+    asks over HTTP and gRPC, in all but `upgrade` at a fixed rate and from a process of its own, and checks every
+    answer. Exit code 1 if anything was not as it must be.
 
     Examples:
       shardrank drill swap --swaps 100 --json swap.json
