@@ -12,7 +12,6 @@ that one's in alternation, and their ratio.
 from __future__ import annotations
 
 import contextlib
-import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -26,17 +25,24 @@ import torch
 from pydantic import Field
 from rich.console import Console
 
-import loadtest
 from loader.errors import ShardrankError
 from loader.snapshot.manifest import Frozen
-from loadtest.errors import LoadConfigError
 from loadtest.load.closed_loop import Weighed
 from loadtest.load.config import OfferedLoad, bench_load
 from loadtest.load.generator import Generators
 from loadtest.load.result import this_machine, versions
 from loadtest.load.workers import Workers
 from loadtest.rounds import in_turn
-from loadtest.servers import Mode, Server, check_scores, serving, summed
+from loadtest.servers import (
+    THIS_CHECKOUT,
+    Mode,
+    Server,
+    check_scores,
+    checked_checkout,
+    commit_of,
+    serving,
+    summed,
+)
 from loadtest.serving_limit import LimitConfig, LimitProcess
 from loadtest.tables import Number, Spread, grouped_table, median_of
 from loadtest.workloads.catalog import BenchShape, BenchWorkload, Head, bench_spec
@@ -56,7 +62,6 @@ MAX_EXTRA_MS: dict[Mode, float] = {"local": 0.5, "two_shards": 1.0}
 """What is aimed at: processor time beyond the limit's, and time beyond that of its batch of one request."""
 MAX_RATIO: dict[Api, float] = {"grpc-packed": 1.0, "oip-http": 1.05, "oip-grpc": 1.05, "json": 1.1, "grpc": 1.25}
 """What is aimed at: processor time of a request, the new server's to the old one's."""
-SERVED_PACKAGES = ("loader", "shard_node", "router", "serving")
 
 Say = Callable[[str], None]
 Side = Literal["new", "old"]
@@ -400,10 +405,7 @@ def run_against(config: BenchConfig, other: Path, old_apis: Mapping[Api, Api], f
         LoadError: `other` is no checkout, a process ended, a request failed, or the servers' scores differ.
         ShardrankError: the snapshots can't be written.
     """
-    checkouts: dict[Side, Path] = {"new": Path(loadtest.__file__).resolve().parents[1], "old": other.resolve()}
-    # Where one is missing, Python would take that of another checkout, such as the installed one.
-    if missing := [name for name in SERVED_PACKAGES if not (checkouts["old"] / name / "__init__.py").is_file()]:
-        raise LoadConfigError(f"{other}: not a checkout of this repository; it has no {missing[0]}/__init__.py")
+    checkouts: dict[Side, Path] = {"new": THIS_CHECKOUT, "old": checked_checkout(other)}
     config = config.model_copy(update={"profile_folder": None})
     about, pairs = _about(config), list[Pair]()
     for bench in _of_each_head(config, folder, say):
@@ -415,7 +417,7 @@ def run_against(config: BenchConfig, other: Path, old_apis: Mapping[Api, Api], f
                     arguments, log = config.server_arguments(bench.head), folder / f"{bench.head}-{side}.log"
                     servers[side] = stack.enter_context(serving("local", bench.snapshot, arguments, log, checkout))
                 pairs += _pairs(bench, number, old_apis, servers)
-    commits = {f"{side}_commit": _commit(checkout) for side, checkout in checkouts.items()}
+    commits = {f"{side}_commit": commit_of(checkout) for side, checkout in checkouts.items()}
     return AgainstBench(**about, **commits, pairs=tuple(pairs))
 
 
@@ -440,14 +442,6 @@ def _pairs(bench: _Bench, number: int, old_apis: Mapping[Api, Api], servers: Map
                     p50_ms=load.p50_ms,
                 )
             yield Pair(round=number, head=bench.head, hotness=hotness, api=api, old_api=asked["old"], **costs)
-
-
-def _commit(checkout: Path) -> str:
-    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return f"{checkout.name}, not under git"
 
 
 def show(result: ServingBench | AgainstBench, console: Console) -> None:

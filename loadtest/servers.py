@@ -19,7 +19,7 @@ import numpy as np
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from loadtest.errors import ScoresDifferError, ServerFailedError
+from loadtest.errors import LoadConfigError, ScoresDifferError, ServerFailedError
 from loadtest.workloads.payloads import GRPC_APIS, Encoding
 from serving.fleet.process import PARENT_PID_VARIABLE
 from serving.fleet.supervisor import describe_exit, shardrank_command
@@ -34,6 +34,9 @@ METRICS_TIMEOUT_S = 60.0
 POLL_S = 0.05
 LOG_TAIL_BYTES = 2000
 ANY_PORTS = ("--http-port", "0", "--grpc-port", "0")
+THIS_CHECKOUT = Path(__file__).resolve().parents[1]
+"""Whose code runs here."""
+SERVED_PACKAGES = ("loader", "shard_node", "router", "serving")
 _PORTS = re.compile(r"HTTP: http://[^:]+:(\d+).*?gRPC: [^:]+:(\d+)", re.DOTALL)
 _MODE_ARGUMENTS: dict[Mode, tuple[str, ...]] = {
     "local": ("serve", "--shutdown-delay-s", "0"),
@@ -227,6 +230,23 @@ def serving(
         ports = ports_in(log)
         assert ports is not None
         yield Server(*ports, started.process_ids)
+
+
+def checked_checkout(folder: Path) -> Path:
+    """Make the folder of another checkout of this repository absolute. Raises LoadConfigError if it is none."""
+    # Where one is missing, Python would take that of another checkout, such as the installed one.
+    if missing := [name for name in SERVED_PACKAGES if not (folder / name / "__init__.py").is_file()]:
+        raise LoadConfigError(f"{folder}: not a checkout of this repository; it has no {missing[0]}/__init__.py")
+    return folder.resolve()
+
+
+def commit_of(checkout: Path) -> str:
+    """Name what a checkout holds as `git describe` does, with `-dirty` where files differ from the commit."""
+    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return f"{checkout.name}, not under git"
 
 
 def check_scores(who: str, found: Float32Array, expected: Float32Array, allowed: float) -> None:

@@ -1,4 +1,4 @@
-"""`shardrank drill`: proof, on this machine, that swaps, crashes, broken snapshots and hostile peers cost no answer."""
+"""`shardrank drill`: proof here that swaps, crashes, upgrades, broken snapshots and attacks cost no answer."""
 
 from __future__ import annotations
 
@@ -63,17 +63,18 @@ seed_option = number("--seed", "Of all that is drawn. Default: 0.")
 
 @click.group(cls=DrillGroup)
 def drill() -> None:
-    """Put a real fleet on this machine through swaps, crashes and broken snapshots, or a server through attacks.
+    """Put a real fleet through swaps, crashes, broken snapshots and upgrades, or a server through attacks.
 
     In all but `hostile` the fleet serves oracle models: every row has 1.0 in dimension 0 in version A and 1024.0 in
     version B, so a bag of n ids must answer exactly n or 1024 n, and its score tells which dense model made it. A load
-    in a process of its own asks at a fixed rate over HTTP and gRPC and checks every answer. Exit code 1 if anything was
-    not as it must be.
+    asks over HTTP and gRPC, in all but `upgrade` at a fixed rate and from a process of its own, and checks every
+    answer. Exit code 1 if anything was not as it must be.
 
     Examples:
       shardrank drill swap --swaps 100 --json swap.json
       shardrank drill crash --registry redis --json crash.json
       shardrank drill broken --json broken.json
+      shardrank drill upgrade --old ../old-release --json upgrade.json
       shardrank drill hostile --json hostile.json
     """
 
@@ -183,6 +184,49 @@ def broken(ctx: click.Context, /, **given: Any) -> None:
     from loadtest.drill.broken import BrokenDrillConfig, run_broken_drill
 
     _run(ctx, BrokenDrillConfig, run_broken_drill, given)
+
+
+@drill.command()
+@click.option(
+    "--old",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    required=True,
+    metavar="FOLDER",
+    help="Checkout of this repository whose release runs before.",
+)
+@click.option(
+    "--transport",
+    "transports",
+    type=click.Choice(["unix", "tcp"]),
+    multiple=True,
+    help="Between serving processes and shard nodes; repeatable. Default: both, one after the other.",
+)
+@click.option(
+    "--order",
+    "orders",
+    type=click.Choice(["nodes-first", "serving-first"]),
+    multiple=True,
+    help="What is upgraded first; repeatable. Default: both, one after the other.",
+)
+@seconds("--settle-s", "Under load after each step. Default: 3.")
+@number("--in-flight", "Requests that are always out. Default: 2.")
+@rows("items", "Rows of the largest table.")
+@report_options
+@click.pass_context
+def upgrade(ctx: click.Context, /, **given: Any) -> None:
+    """Replace an old release's processes by this one's, one after the other, under load.
+
+    Two shards of two replicas and two serving processes. The load leaves a serving process before it is replaced. At
+    the end a node of each shard is killed with kill -9 and started again. No request may fail or be answered wrongly.
+
+    Examples:
+      git worktree add --detach ../old-release v0.1.0
+      shardrank drill upgrade --old ../old-release --json upgrade.json
+      shardrank drill upgrade --old ../old-release --transport tcp --order serving-first
+    """
+    from loadtest.drill.upgrade import UpgradeDrillConfig, run_upgrade_drill
+
+    _run(ctx, UpgradeDrillConfig, run_upgrade_drill, given)
 
 
 @drill.command()

@@ -21,7 +21,7 @@ Odd versions are A, even ones B.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -213,20 +213,22 @@ class Question:
     arguments: Mapping[str, Any]
 
 
-def make_questions(spec: ModelSpec, num_each: int, seed: int = 0) -> dict[Method, list[Question]]:
-    """Draw `num_each` questions of each method, the same ones for the same seed."""
+def make_questions(
+    spec: ModelSpec, num_each: int, seed: int = 0, single: Collection[str] = ()
+) -> dict[Method, list[Question]]:
+    """Draw `num_each` questions of each method, the same for the same seed; bags of `single` features have one id."""
     rng = np.random.default_rng(seed)
     return {
-        "rank": [rank_question(spec, rng) for _ in range(num_each)],
-        "lookup": [lookup_question(spec, rng) for _ in range(num_each)],
+        "rank": [rank_question(spec, rng, single) for _ in range(num_each)],
+        "lookup": [lookup_question(spec, rng, single) for _ in range(num_each)],
     }
 
 
-def rank_question(spec: ModelSpec, rng: np.random.Generator) -> Question:
-    """All features, 1 to 16 candidates, 1 to 8 ids a bag."""
+def rank_question(spec: ModelSpec, rng: np.random.Generator, single: Collection[str] = ()) -> Question:
+    """All features, 1 to 16 candidates, 1 to 8 ids a bag, or one where the feature is `single`."""
     candidates = int(rng.integers(1, MAX_CANDIDATES + 1))
     bags = {
-        feature.name: _random_bags(spec, feature.name, 1 if feature.side == "context" else candidates, rng)
+        feature.name: _random_bags(spec, feature.name, 1 if feature.side == "context" else candidates, rng, single)
         for feature in spec.features
     }
     counts = np.stack(
@@ -245,12 +247,12 @@ def rank_question(spec: ModelSpec, rng: np.random.Generator) -> Question:
     )
 
 
-def lookup_question(spec: ModelSpec, rng: np.random.Generator) -> Question:
-    """One to all features, 1 to 4 bags each, 1 to 8 ids a bag."""
+def lookup_question(spec: ModelSpec, rng: np.random.Generator, single: Collection[str] = ()) -> Question:
+    """One to all features, 1 to 4 bags each, 1 to 8 ids a bag, or one where the feature is `single`."""
     names = [feature.name for feature in spec.features]
     chosen = rng.permutation(len(names))[: rng.integers(1, len(names) + 1)]
     bags = {
-        names[index]: _random_bags(spec, names[index], int(rng.integers(1, MAX_LOOKUP_BAGS + 1)), rng)
+        names[index]: _random_bags(spec, names[index], int(rng.integers(1, MAX_LOOKUP_BAGS + 1)), rng, single)
         for index in chosen.tolist()
     }
     sums = np.concatenate([_bag_sums(spec, name, own) for name, own in bags.items()])
@@ -264,9 +266,11 @@ def lookup_question(spec: ModelSpec, rng: np.random.Generator) -> Question:
     )
 
 
-def _random_bags(spec: ModelSpec, feature: str, num_bags: int, rng: np.random.Generator) -> list[list[int]]:
-    rows = spec.table_of(feature).num_embeddings
-    return [rng.integers(0, rows, int(rng.integers(1, MAX_HOTNESS + 1))).tolist() for _ in range(num_bags)]
+def _random_bags(
+    spec: ModelSpec, feature: str, num_bags: int, rng: np.random.Generator, single: Collection[str]
+) -> list[list[int]]:
+    rows, most = spec.table_of(feature).num_embeddings, 1 if feature in single else MAX_HOTNESS
+    return [rng.integers(0, rows, int(rng.integers(1, most + 1))).tolist() for _ in range(num_bags)]
 
 
 def _bag_sums(spec: ModelSpec, feature: str, bags: list[list[int]]) -> Float32Array:

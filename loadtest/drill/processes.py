@@ -25,18 +25,26 @@ Config = TypeVar("Config", bound=Frozen)
 
 
 @contextlib.asynccontextmanager
-async def child_process(command: Sequence[str], log: Path) -> AsyncIterator[asyncio.subprocess.Process]:
+async def child_process(
+    command: Sequence[str], log: Path, checkout: Path | None = None
+) -> AsyncIterator[asyncio.subprocess.Process]:
     """Run a command whose errors go to `log`; it is killed when the block ends, or with this process.
+
+    With `checkout`, the absolute folder of a repository, that one's code is run, and its output goes to `log` too.
 
     A terminal's Ctrl-C is for the drill alone, which ends its processes when it has what it wants.
     """
+    environment = {**os.environ, PARENT_PID_VARIABLE: str(os.getpid())}
+    if checkout is not None:
+        environment["PYTHONPATH"] = str(checkout)
     with log.open("ab") as errors:
         process = await asyncio.create_subprocess_exec(
             *command,
             stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE if checkout is None else errors,
             stderr=errors,
-            env={**os.environ, PARENT_PID_VARIABLE: str(os.getpid())},
+            env=environment,
+            cwd=checkout,
             start_new_session=True,
         )
     try:
