@@ -94,6 +94,7 @@ class CompareConfig(Frozen):
         sharding: how rows are divided over shards and cards.
         workers: serving processes of every arm; without shards each holds all rows.
         dtype: of the dense model; `auto` is the server's choice.
+        wire_dtype: of sums that shards send, likewise.
         hosts: each shard process in a network namespace of its own.
         delay_ms: that the network between hosts adds to a round trip; None to leave it as it is.
         seed: of the times; round i of every arm has the same.
@@ -113,6 +114,7 @@ class CompareConfig(Frozen):
     sharding: Sharding = "hash"
     workers: int = Field(default=1, ge=1, le=MAX_WORKERS)
     dtype: Literal["auto"] | Dtype = "auto"
+    wire_dtype: Literal["auto", "float32", "float16"] = "auto"
     hosts: bool = False
     delay_ms: float | None = Field(default=None, gt=0, le=MAX_DELAY_MS, allow_inf_nan=False)
     seed: int = Field(default=0, ge=0, lt=2**31)
@@ -238,7 +240,14 @@ def _part(total: float | None, parts: int) -> float | None:
 
 
 def _serving(config: CompareConfig) -> dict[str, object]:
-    return {"http-port": 0, "grpc-port": 0, "workers": config.workers, "dtype": config.dtype, "shutdown-delay-s": 0}
+    return {
+        "http-port": 0,
+        "grpc-port": 0,
+        "workers": config.workers,
+        "dtype": config.dtype,
+        "wire-dtype": config.wire_dtype,
+        "shutdown-delay-s": 0,
+    }
 
 
 def _given(flags: Mapping[str, object]) -> tuple[str, ...]:

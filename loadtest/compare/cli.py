@@ -153,6 +153,8 @@ class Words(click.ParamType):  # type: ignore[type-arg]  # likewise
               help="Serving processes of each server. In arms without shards each holds all rows.")  # fmt: skip
 @click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16"]), default="auto", show_default=True,
               help="Number format of the dense model.")  # fmt: skip
+@click.option("--wire-dtype", type=click.Choice(["auto", "float32", "float16"]), default="auto", show_default=True,
+              help="Number format of sums that shards send.")  # fmt: skip
 @sharding_option
 @memory_budget_option
 @device_options

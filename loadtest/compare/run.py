@@ -218,6 +218,7 @@ def _setup(config: CompareConfig, load: OfferedLoad, measurements: Measurements)
         "cold": f"the first {config.cold_s:g} s after the server's start",
         "warm": f"{config.duration_s:g} s after {config.warmup_s:g} s of warm-up",
         "serving processes": config.workers,
+        "sums of shards in": config.wire_dtype if config.shards else None,
         "dense model in": dtype if config.dtype == dtype else f"{dtype} ({config.dtype})",
         "same scores": f"of {measurements.checked_requests} requests, to {measurements.largest_difference:.2g}; "
         f"allowed is {TOLERANCES[dtype]:g}",
