@@ -15,7 +15,7 @@ from loader.snapshot.reader import Snapshot
 from loader.snapshot.store import Store
 from loadtest.compare.arms import TRANSPORTS, Budgets, CompareConfig, ServedArm
 from loadtest.compare.hosts import check_hosts
-from loadtest.compare.measure import ASKED, TOLERANCES, ArmRound, Measurements, measure_rounds, rates_of
+from loadtest.compare.measure import ASKED, ArmRound, Measurements, measure_rounds, rates_of, tolerance_of
 from loadtest.errors import CompareStoreError
 from loadtest.load.closed_loop import LATE_KINDS, CpuTime, Role, not_busy_because
 from loadtest.load.config import OfferedLoad
@@ -221,7 +221,7 @@ def _setup(config: CompareConfig, load: OfferedLoad, measurements: Measurements)
         "sums of shards in": config.wire_dtype if config.shards else None,
         "dense model in": dtype if config.dtype == dtype else f"{dtype} ({config.dtype})",
         "same scores": f"of {measurements.checked_requests} requests, to {measurements.largest_difference:.2g}; "
-        f"allowed is {TOLERANCES[dtype]:g}",
+        f"allowed is {tolerance_of(config, dtype):g}",
         "rows": _where(config),
         "network": _network(config) if config.hosts else None,
         "sharding": config.sharding,

@@ -19,6 +19,7 @@ from loadtest.workloads.payloads import APIS, Api
 from serving.embedded import Ranker
 
 ONE, TWO = ServedArm(cards=1), ServedArm(cards=2)
+CONFIG = CompareConfig(cards=(1, 2))
 
 
 def answered(*scores: list[float], dtype: Dtype = "float32") -> ArmScores:
@@ -30,7 +31,7 @@ EXPECTED = answered([0.5, 0.25], [0.125, 0.75, 0.5])
 
 def test_scores_that_differ_by_rounding_agree():
     found = answered([0.5, 0.25 + 6e-7], [0.125, 0.75 - 2e-7, 0.5])
-    check_agreement(ONE, EXPECTED, TWO, found)
+    check_agreement(ONE, EXPECTED, TWO, found, CONFIG)
     assert largest_difference([EXPECTED, found]) == pytest.approx(6e-7, rel=0.1)
 
 
@@ -50,19 +51,31 @@ def test_another_score_ends_the_comparison_and_the_message_names_arm_request_and
     second: list[float], message: str
 ):
     with pytest.raises(ScoresDifferError, match=message):
-        check_agreement(ONE, EXPECTED, TWO, answered([0.5, 0.25], second))
+        check_agreement(ONE, EXPECTED, TWO, answered([0.5, 0.25], second), CONFIG)
 
 
 def test_bfloat16_may_differ_by_its_own_rounding_and_by_no_more():
     expected = answered([0.5], dtype="bfloat16")
-    check_agreement(ONE, expected, TWO, answered([0.5035], dtype="bfloat16"))
+    check_agreement(ONE, expected, TWO, answered([0.5035], dtype="bfloat16"), CONFIG)
     with pytest.raises(ScoresDifferError, match=r"in bfloat16, .*allowed is 0\.01"):
-        check_agreement(ONE, expected, TWO, answered([0.52], dtype="bfloat16"))
+        check_agreement(ONE, expected, TWO, answered([0.52], dtype="bfloat16"), CONFIG)
+
+
+@pytest.mark.parametrize(("wire_dtype", "agree"), [("float32", False), ("float16", True), ("auto", True)])
+def test_shards_may_differ_by_the_rounding_of_float16_sums_where_they_may_send_such(wire_dtype, agree):
+    config = CompareConfig(cards=(1,), shards=(2,), wire_dtype=wire_dtype)
+    first, shards = config.arms
+    found = answered([0.5004])
+    if agree:
+        check_agreement(first, answered([0.5]), shards, found, config)
+    else:
+        with pytest.raises(ScoresDifferError, match=r"allowed is 1e-05"):
+            check_agreement(first, answered([0.5]), shards, found, config)
 
 
 def test_an_arm_that_computes_in_another_number_format_is_no_equal():
     with pytest.raises(ScoresDifferError, match="2 cards: its dense model is computed in bfloat16, that of 1 card in"):
-        check_agreement(ONE, answered([0.5]), TWO, answered([0.5], dtype="bfloat16"))
+        check_agreement(ONE, answered([0.5]), TWO, answered([0.5], dtype="bfloat16"), CONFIG)
 
 
 def test_a_server_gives_the_models_scores_over_every_api_and_says_its_number_format(tmp_path: Path):
