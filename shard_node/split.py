@@ -6,7 +6,7 @@ bags that have a value there; `add` puts the pooled parts back. Used by the rout
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -27,7 +27,6 @@ NEARLY_ALL = 7 / 8
 # For each owner: its number, the positions of its values, the bags that they are in, and their offsets; None for one
 # value in each bag.
 Owners: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
-OfMask: TypeAlias = Callable[[npt.NDArray[np.bool_], Int64Array], tuple[Int64Array, Int64Array | None]]
 Division: TypeAlias = Iterator[tuple[int, Int64Array, Int64Array, Int64Array | None]]
 
 
@@ -64,7 +63,10 @@ def split(bags: KeyedBags, owner: Owners, owners: range) -> list[Part]:
     filled = bags.lengths.nonzero()[0]
     if not filled.size:
         return []
-    divide = _divide_by_masks if len(owners) <= MAX_MASKED_OWNERS else _divide_by_sorting
+    if len(owners) > MAX_MASKED_OWNERS:
+        divide = _divide_by_sorting
+    else:
+        divide = _divide_by_counting if bags.num_values > MANY_VALUES * filled.size else _divide_by_runs
     one_each = filled.size == bags.num_values
     bag_starts = bags.bag_starts()
     return [
@@ -73,43 +75,39 @@ def split(bags: KeyedBags, owner: Owners, owners: range) -> list[Part]:
     ]
 
 
-def _divide_by_masks(bags: KeyedBags, filled: Int64Array, owner: Owners, owners: range) -> Division:
-    """One pass over the values for each owner: the fastest way if there are few."""
-    of_mask = _values_counted(bags, filled) if bags.num_values > MANY_VALUES * filled.size else _runs(bags, filled)
+def _masks(owner: Owners, owners: range) -> Iterator[tuple[int, npt.NDArray[np.bool_], Int64Array]]:
+    """Give each owner that has values, whether each value is its, and their positions: a pass for each owner."""
     for number in owners:
         mask = owner == number
         positions = mask.nonzero()[0]
         if positions.size:
-            yield number, positions, *of_mask(mask, positions)
+            yield number, mask, positions
 
 
-def _runs(bags: KeyedBags, filled: Int64Array) -> OfMask:
-    """Find the bags of an owner's values where each has few: a bag begins wherever the next value is another's."""
-    one_each = filled.size == bags.num_values
-    bag_of_value = filled if one_each else filled.repeat(bags.lengths[filled])
+def _bag_of_value(bags: KeyedBags, filled: Int64Array) -> Int64Array:
+    """Find the bag of each value, int64 [n]."""
+    return filled if filled.size == bags.num_values else filled.repeat(bags.lengths[filled])
 
-    def of_mask(mask: npt.NDArray[np.bool_], positions: Int64Array) -> tuple[Int64Array, Int64Array | None]:
-        del mask
+
+def _divide_by_runs(bags: KeyedBags, filled: Int64Array, owner: Owners, owners: range) -> Division:
+    """For few owners, and few values in each bag: a bag begins wherever the next value is another's."""
+    bag_of_value = _bag_of_value(bags, filled)
+    for number, _, positions in _masks(owner, owners):
         bag_of_each = bag_of_value.take(positions)
-        if one_each:
-            return bag_of_each, None
-        starts = _changes(bag_of_each).nonzero()[0]
+        starts = positions if bag_of_value is filled else _changes(bag_of_each).nonzero()[0]
         if starts.size == positions.size:
-            return bag_of_each, None
-        return bag_of_each.take(starts), np.append(starts, positions.size)
+            yield number, positions, bag_of_each, None
+        else:
+            yield number, positions, bag_of_each.take(starts), np.append(starts, positions.size)
 
-    return of_mask
 
-
-def _values_counted(bags: KeyedBags, filled: Int64Array) -> OfMask:
-    """Count an owner's values in each bag, where each has many."""
+def _divide_by_counting(bags: KeyedBags, filled: Int64Array, owner: Owners, owners: range) -> Division:
+    """For few owners, and many values in each bag: an owner's are counted."""
     all_filled = filled.size == bags.num_bags
     starts = bags.offsets[:-1] if all_filled else bags.offsets[filled]
     left = bags.lengths if all_filled else bags.lengths[filled]
     num_left = bags.num_values
-
-    def of_mask(mask: npt.NDArray[np.bool_], positions: Int64Array) -> tuple[Int64Array, Int64Array]:
-        nonlocal left, num_left
+    for number, mask, positions in _masks(owner, owners):
         num_left -= positions.size
         # Counting is the slowest pass. What nobody before had is the last one's; it needs no counting.
         counts = np.add.reduceat(mask.view(np.uint8), starts, dtype=np.int64) if num_left else left
@@ -127,16 +125,14 @@ def _values_counted(bags: KeyedBags, filled: Int64Array) -> OfMask:
             index, counts = filled[has_values], counts[has_values]
         offsets = np.zeros(counts.size + 1, np.int64)
         np.add.accumulate(counts, out=offsets[1:])
-        return index, offsets
-
-    return of_mask
+        yield number, positions, index, offsets
 
 
 def _divide_by_sorting(bags: KeyedBags, filled: Int64Array, owner: Owners, owners: range) -> Division:
     """One stable sort of 16-bit keys, which is a radix sort: linear, whatever the number of owners."""
     del owners
     order = np.argsort(owner, kind="stable")
-    bag_of_value = np.repeat(filled, bags.lengths[filled])[order]
+    bag_of_value = _bag_of_value(bags, filled)[order]
     sorted_owner = owner[order]
     # A new bag of a part begins wherever the owner or the bag changes.
     starts = np.flatnonzero(_changes(bag_of_value) | _changes(sorted_owner))
