@@ -73,7 +73,7 @@ class Engine(Protocol):
         ...
 
     def answer(self, bags: KeyedBags) -> Answer:
-        """Pool as `pool`, or, of bags with one value, give the rows as they are stored where this engine can.
+        """Pool as `pool`, or give the rows of tables that `travel_as_stored`, as they are, where this engine can.
 
         All of the answer is of one moment between two `write_rows`. Raises as `pool`.
         """

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from shard_node.answer import Answer, StoredRows, travel_as_stored
+from shard_node.answer import Answer, StoredRows, group_keys, travel_as_stored
 from shard_node.bags import Float32Array, Group, Int64Array, KeyedBags, TableLayout
 from shard_node.engine.arena import NOT_HERE, Arena, Placement
 from shard_node.engine.base import CardsUse, LookupCount, MemoryUse, Tier
@@ -71,7 +71,7 @@ class CpuEngine:
         return self._of_groups(bags, self._pool_group)
 
     def answer(self, bags: KeyedBags) -> Answer:
-        """As `Engine.answer`: rows as stored for bags with one value, sums for the others."""
+        """As `Engine.answer`: rows of tables that travel as stored, sums of the others."""
         found = self._of_groups(bags, self._answer_group)
         return Answer([sums for sums, _ in found], [stored for _, stored in found])
 
@@ -103,10 +103,10 @@ class CpuEngine:
         values_per_key = bags.values_per_key()
         self._row_lock.begin_read()
         try:
-            if len(self._places) == 1:
-                found = [work(self._places[0], bags, values_per_key)]
-            else:
-                found = [work(*of_group) for of_group in self._divided(bags, values_per_key)]
+            found = [
+                work(place, _slice_keys(bags, first, end), values_per_key[first:end])
+                for place, (_, first, end) in zip(self._places, group_keys(self._layout, bags), strict=True)
+            ]
         finally:
             self._row_lock.end_read()
         with self._counts_lock:
@@ -115,15 +115,6 @@ class CpuEngine:
             else:
                 self._counts[bags.keys] += values_per_key
         return found
-
-    def _divided(
-        self, bags: KeyedBags, values_per_key: Int64Array
-    ) -> Iterator[tuple[_GroupPlace, KeyedBags, Int64Array]]:
-        bag_starts = bags.bag_starts()
-        for place in self._places:
-            first, end = np.searchsorted(bags.keys, (place.group.first_table, place.group.end_table)).tolist()
-            part = _slice_keys(bags, first, end, int(bag_starts[first]), int(bag_starts[end]))
-            yield place, part, values_per_key[first:end]
 
     def _answer_group(
         self, place: _GroupPlace, bags: KeyedBags, values_per_key: Int64Array
@@ -198,10 +189,11 @@ class CpuEngine:
             arena.free()
 
 
-def _slice_keys(bags: KeyedBags, first: int, end: int, first_bag: int, end_bag: int) -> KeyedBags:
+def _slice_keys(bags: KeyedBags, first: int, end: int) -> KeyedBags:
     # Keys of other groups must go even if they have no bags: what follows counts by key.
     if first == 0 and end == bags.keys.size:
         return bags
+    first_bag, end_bag = bags.bag_starts()[[first, end]].tolist()
     first_value, end_value = int(bags.offsets[first_bag]), int(bags.offsets[end_bag])
     return KeyedBags(
         bags.keys[first:end],
