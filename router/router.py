@@ -130,16 +130,16 @@ class Cutter:
     """
 
     def __init__(self, layout: TableLayout, piece_bytes: int = PIECE_BYTES) -> None:
-        self._row_bytes = layout.row_bytes
-        self._most_row_bytes = int(layout.row_bytes.max())
+        self._bag_bytes = layout.bag_bytes
+        self._most_bag_bytes = int(layout.bag_bytes.max())
         self._piece_bytes = piece_bytes
 
     def cut(self, part: Part) -> list[Part]:
         """Return the pieces, in order; the part itself if it fits in one."""
         bags = part.bags
-        if bags.num_bags * self._most_row_bytes + bags.num_values * VALUE_BYTES <= self._piece_bytes:
+        if bags.num_bags * self._most_bag_bytes + bags.num_values * VALUE_BYTES <= self._piece_bytes:
             return [part]
-        bag_cost = np.repeat(self._row_bytes[bags.keys], bags.bags_per_key) + bags.lengths * VALUE_BYTES
+        bag_cost = np.repeat(self._bag_bytes[bags.keys], bags.bags_per_key) + bags.lengths * VALUE_BYTES
         end_cost = np.cumsum(bag_cost)
         edges: list[int] = [0]
         while edges[-1] < bags.num_bags:

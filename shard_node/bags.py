@@ -275,15 +275,15 @@ class TableLayout:
         return np.array([table.num_embeddings for table in self.tables], np.uint64)
 
     @cached_property
-    def row_bytes(self) -> Int64Array:
+    def bag_bytes(self) -> Int64Array:
         """int64 [tables], bytes that one bag of each takes in an answer at most: as a float32 sum or a stored row."""
         # Rows travel as stored up to twice as many bytes as float16 sums take, or one for each bag.
         most = [max(4 * group.embedding_dim, group.row_bytes) for group in self.groups]
         return np.repeat(np.array(most, np.int64), [group.end_table - group.first_table for group in self.groups])
 
     @cached_property
-    def _common_row_bytes(self) -> int | None:
-        return int(self.row_bytes[0]) if (self.row_bytes == self.row_bytes[0]).all() else None
+    def _common_bag_bytes(self) -> int | None:
+        return int(self.bag_bytes[0]) if (self.bag_bytes == self.bag_bytes[0]).all() else None
 
     @cached_property
     def _equals(self) -> list[TableLayout]:
@@ -302,8 +302,8 @@ class TableLayout:
             InvalidBagsError: where tables differ in width, for a key that is no table, or a count of bags that is not
                 within 0..num_bags. Where they don't, neither is looked at, and `check` refuses it later.
         """
-        if self._common_row_bytes is not None:
-            return self._common_row_bytes * max(num_bags, 0)
+        if self._common_bag_bytes is not None:
+            return self._common_bag_bytes * max(num_bags, 0)
         if keys.size != bags_per_key.size:
             raise InvalidBagsError(f"keys has {keys.size} entries, bags_per_key {bags_per_key.size}")
         if not keys.size:
@@ -313,7 +313,7 @@ class TableLayout:
         # A negative count is a huge unsigned one.
         if int(np.maximum.reduce(counts.view(np.uint64))) > max(num_bags, 0):
             raise InvalidBagsError(f"bags_per_key must be within 0..{num_bags}, the bags that offsets describes")
-        return int(np.dot(self.row_bytes[keys], counts))
+        return int(np.dot(self.bag_bytes[keys], counts))
 
     def check(self, bags: KeyedBags, tables: Int64Array | None = None) -> None:
         """Everything that `KeyedBags.validate` checks, that arrays are flat, keys tables, and values rows of them.

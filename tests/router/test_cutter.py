@@ -59,7 +59,7 @@ def test_a_piece_of_several_bags_is_within_its_bytes(seed, piece_bytes):
     bags = random_table_bags(np.random.default_rng(seed), layout, 12, 6)
     for piece in Cutter(layout, piece_bytes).cut(whole(bags)):
         piece.bags.validate()
-        answer = int((layout.row_bytes[piece.bags.keys] * piece.bags.bags_per_key).sum())
+        answer = int((layout.bag_bytes[piece.bags.keys] * piece.bags.bags_per_key).sum())
         assert piece.bags.num_bags == 1 or answer + piece.bags.num_values * VALUE_BYTES <= piece_bytes
 
 
