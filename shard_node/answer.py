@@ -23,6 +23,8 @@ from shard_node.split import Part, Sums, add
 
 StoredRows: TypeAlias = npt.NDArray[np.uint8]
 
+WIRE_FORMS = ("stored", "float16", "float32")
+"""Of what answers take on the wire, in the order of `Answer.bytes_by_form`."""
 _FLOAT16_INFINITY = 0x7C00
 
 
@@ -42,6 +44,8 @@ class Forms:
 FLOAT32_SUMS = Forms()
 EXACT = Forms(stored=True)
 """What loses nothing: rows as they are stored, and float32 sums."""
+HALVES = Forms(stored=True, float16=True)
+"""What takes the fewest bytes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,7 +63,7 @@ class Answer:
     asked_bytes: int = 0
 
     def bytes_by_form(self) -> tuple[int, int, int]:
-        """Bytes of stored rows, of float16 and of float32 sums."""
+        """Bytes in each of `WIRE_FORMS`: of stored rows, of float16 and of float32 sums."""
         stored = sum(rows.nbytes for rows in self.stored or ())
         halves = sum(sums.nbytes for sums in self.sums if sums.dtype == np.float16)
         return stored, halves, sum(sums.nbytes for sums in self.sums) - halves

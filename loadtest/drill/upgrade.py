@@ -35,6 +35,7 @@ from loadtest.errors import DrillError
 from loadtest.servers import HOST, THIS_CHECKOUT, checked_checkout, commit_of, summed
 from serving.client import AsyncClient, RetryPolicy
 from serving.fleet.supervisor import describe_exit, shardrank_command
+from shard_node.answer import WIRE_FORMS
 from shard_node.wire.address import Address
 from shard_node.wire.client import ShardClient
 
@@ -42,7 +43,6 @@ Release: TypeAlias = Literal["old", "new"]
 Order: TypeAlias = Literal["nodes-first", "serving-first"]
 
 SHARDS = REPLICAS = SERVERS = 2
-FORMS = ("stored", "float16", "float32")
 SINGLE = ("user", "topic", "tag")
 """Features whose bags have one id, so that rows of their tables travel as they are stored, and others as sums."""
 QUESTIONS_EACH = 128
@@ -321,7 +321,7 @@ async def run_upgrade_drill(
                             step=f"{what} {name}".strip(),
                             nodes=fleet.mix(fleet.nodes),
                             serving=fleet.mix(fleet.ports),
-                            **{f"{form}_bytes": spent[form] for form in FORMS},
+                            **{f"{form}_bytes": spent[form] for form in WIRE_FORMS},
                             **load.take(),
                         )
                     )

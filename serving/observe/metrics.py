@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 
 from serving.errors import HistogramLayoutError
 from serving.observe.calls import AFTER_BATCH, BEFORE_BATCH, IN_BATCH, BatchTimes, Call, Outcome
+from shard_node.answer import WIRE_FORMS
 
 MULTIPROCESS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 KEEP_UP_S = 0.5
@@ -36,7 +37,6 @@ _SECONDS = (
 )
 _BATCH_REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128)
 _BATCH_CANDIDATES = (1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-WIRE_FORMS = ("stored", "float16", "float32")
 _LOOK = (0.5, 1.0, 1.5, 4.0)
 
 

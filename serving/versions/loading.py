@@ -121,14 +121,14 @@ def load_served_model(
             plan,
             shards,
             limits=service.limits,
-            num_replicas=max(1, source.num_replicas),
+            num_replicas=source.num_replicas,
             dtype=source.dtype,
             wire_dtype=source.wire_dtype,
             card_graphs=source.card_graphs,
             metrics=service.metrics,
             clock=clock,
             on_close=closing.close,
-            loop=loop if source.num_replicas == 0 else None,
+            loop=loop,
         )
     except BaseException:
         closing.close()

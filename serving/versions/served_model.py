@@ -31,7 +31,7 @@ from serving.observe.metrics import ServingMetrics
 from serving.rank.batcher import Batcher
 from serving.rank.ranking import MergedBatch, Ranking, RankingParts
 from serving.rank.replica import LoopReplica, Replica
-from shard_node.answer import Forms
+from shard_node.answer import HALVES
 from shard_node.bags import Float32Array, KeyedBags
 from shard_node.node import NodeInfo, Shard
 
@@ -48,7 +48,6 @@ INFO_TIMEOUT_S = 2.0
 CONNECT_TIMEOUT_S = 5.0
 GOLDEN_TIMEOUT_S = 30.0
 DELTA_TRIES = 3
-HALVES = Forms(stored=True, float16=True)
 
 
 class ServedModel:
@@ -90,9 +89,9 @@ class ServedModel:
         """Make a version servable: connect, check it against its golden requests, warm every replica. Blocks.
 
         Ranking replicas are threads; where rows are on cards they take turns over these, by CUDA graphs if
-        `card_graphs`. With a `loop` it ranks in their place, for rows in this process's memory or on shard nodes: the
-        event loop that requests come from, which runs in another thread than this one. `on_close` is called when the
-        version is unloaded, after its replicas have ended. Raises as `check_version`.
+        `card_graphs`. With `num_replicas` 0 `loop` ranks in their place, for rows in this process's memory or on shard
+        nodes: the event loop that requests come from, which runs in another thread than this one. `on_close` is called
+        when the version is unloaded, after its replicas have ended. Raises as `check_version`.
         """
         spec, limits, metrics = snapshot.spec, limits or RequestLimits(), metrics or ServingMetrics()
         schema = RequestSchema(FeatureSchema.of(spec), limits)
@@ -111,8 +110,8 @@ class ServedModel:
             return CardRanking(parts, router, connected, metrics, counter, scorer, clock)
 
         # What ranks on the loop of the APIs is checked on a thread, so that the loop goes on meanwhile.
-        checked_with = batcher if loop is None else Batcher(limits, clock)
-        replicas = _started(f"rank-{spec.model}-{snapshot.version}", num_replicas, checked_with, ranking, clock)
+        checked_with = batcher if num_replicas else Batcher(limits, clock)
+        replicas = _started(f"rank-{spec.model}-{snapshot.version}", num_replicas or 1, checked_with, ranking, clock)
         try:
             checked = check_version(snapshot, parts, replicas, dtype, wire_dtype, clock)
         except BaseException:
@@ -120,7 +119,8 @@ class ServedModel:
             raise
         # The same list: whoever empties it lets go of all that know each other by it.
         takers = cast("list[Replica | LoopReplica]", replicas)
-        if loop is not None:
+        if num_replicas == 0:
+            assert loop is not None
             found = replicas[0].ranking.parts
             connecting = _connected(lambda: ranking(0).using(found), clock)
             try:

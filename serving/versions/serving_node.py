@@ -253,8 +253,7 @@ class ServingNode:
     async def _load(
         self, published: PublishedVersion, topology: FleetRecord | None, tell: Callable[[float], None]
     ) -> None:
-        loop = None if self._config.num_replicas else asyncio.get_running_loop()
-        work = partial(self._load_now, published, topology, tell, loop)
+        work = partial(self._load_now, published, topology, tell, asyncio.get_running_loop())
         name = f"load-{published.model}-{published.version}"
         began = time.monotonic()
         served = await in_background(work, name, self._discard, low_priority=False)
@@ -271,7 +270,7 @@ class ServingNode:
         published: PublishedVersion,
         topology: FleetRecord | None,
         tell: Callable[[float], None],
-        loop: asyncio.AbstractEventLoop | None,
+        loop: asyncio.AbstractEventLoop,
         wish: Wish,
     ) -> ServedModel:
         # OpenMP would give this thread helpers of its own.
@@ -302,7 +301,7 @@ class ServingNode:
             plan,
             shards,
             limits=service.limits,
-            num_replicas=max(1, config.num_replicas),
+            num_replicas=config.num_replicas,
             dtype=config.dtype,
             wire_dtype=config.wire_dtype,
             metrics=service.metrics,

@@ -543,7 +543,9 @@ def test_a_version_whose_shards_went_away_before_the_loop_took_it_leaves_no_conn
             await server.start([address])
         loop = asyncio.get_running_loop()
         with pytest.raises(ShardUnavailableError, match="shard 1 of 2"):
-            await asyncio.to_thread(ServedModel.load, snapshot, plan, shards, dtype="float32", loop=loop)
+            await asyncio.to_thread(
+                ServedModel.load, snapshot, plan, shards, num_replicas=0, dtype="float32", loop=loop
+            )
         assert len(asked) == 2
         await until(lambda: not any(server.num_connections for server in servers))
         for server in servers:
