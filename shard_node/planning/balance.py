@@ -53,7 +53,7 @@ class Owners:
         picked = list(chosen)
         return Owners(self.load[picked], self.free[picked], self.used[picked])
 
-    def set(self, chosen: Sequence[int], owners: Owners) -> None:
+    def put(self, chosen: Sequence[int], owners: Owners) -> None:
         """Take over what `of` returned, as it was changed since."""
         picked = list(chosen)
         self.load[picked], self.free[picked], self.used[picked] = owners.load, owners.free, owners.used
@@ -143,7 +143,7 @@ class _Run:
         place = owners.load.argsort(kind="stable").argsort(kind="stable")[owner]
         owner = owner[np.lexsort((np.where(turn & 1, -place, place), (turn + 0.5) / counts[owner]))]
         taken = np.bincount(owner, self.sizes, counts.size).astype(np.int64)
-        owners.give(np.arange(counts.size), np.bincount(owner, self.loads, counts.size), taken)
+        owners.give(np.arange(counts.size), np.bincount(owner, self.loads, counts.size).astype(np.float64), taken)
         dealt: Int16Array = owner.astype(np.int16)
         return dealt
 
