@@ -76,6 +76,10 @@ class RowHotness(ABC):
         """
 
     @abstractmethod
+    def lookups_by_bucket(self, first_level: int = 0) -> Float64Array:
+        """Return how often the rows of each bucket are looked up, float64 [buckets], hotter levels left out."""
+
+    @abstractmethod
     def rows(self) -> Int64Array:
         """Count the rows of each level, int64 [levels]; together `num_embeddings`."""
 
@@ -111,6 +115,14 @@ class RankedRows(RowHotness):
         for owner in range(num_owners):
             by_owner[:, owner] = np.diff(below[:, owner_of_bucket == owner].sum(axis=1))
         return by_owner
+
+    def lookups_by_bucket(self, first_level: int = 0) -> Float64Array:
+        """As `RowHotness.lookups_by_bucket`: each edge adds what a row above it is looked up less."""
+        lookups = np.where(np.arange(self.lookups.size) < first_level, 0.0, self.lookups)
+        steps = -np.diff(lookups, prepend=0.0, append=0.0)
+        by_bucket: Float64Array = steps @ RowBuckets.of(self.table).rows_below(self._edges)
+        # What cancels out but for rounding is nothing.
+        return np.maximum(by_bucket, 0.0)
 
     def rows(self) -> Int64Array:
         """As `RowHotness.rows`: what lies between edges."""
@@ -159,6 +171,16 @@ class CountedRows(RowHotness):
             flat += owners.take(buckets.of_rows(np.arange(first, end)))
             by_owner += np.bincount(flat, minlength=by_owner.size).reshape(by_owner.shape)
         return by_owner[:, :num_owners]
+
+    def lookups_by_bucket(self, first_level: int = 0) -> Float64Array:
+        """As `RowHotness.lookups_by_bucket`, as counted."""
+        lookups = np.where(np.arange(self.lookups.size) < first_level, 0.0, self.lookups)
+        buckets = RowBuckets.of(self.table)
+        by_bucket = np.zeros(buckets.count)
+        for first, end in self._pieces():
+            of_rows = buckets.of_rows(np.arange(first, end))
+            by_bucket += np.bincount(of_rows, lookups[self.levels(first, end)], buckets.count)
+        return by_bucket
 
     def rows(self) -> Int64Array:
         """As `RowHotness.rows`."""
