@@ -12,7 +12,7 @@ import binascii
 import hashlib
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -23,12 +23,15 @@ from pydantic import Field, ValidationError, model_validator
 
 from loader.snapshot.manifest import (
     FAIL_FAST,
+    MAX_COLUMN_SLICES,
     MAX_EMBEDDING_DIM,
     MAX_NUM_EMBEDDINGS,
+    MAX_PLAN_BYTES,
     MAX_TABLES,
     NUM_BUCKETS,
     Bucketing,
     Frozen,
+    ModelSpec,
     Name,
     schema_errors,
 )
@@ -43,8 +46,7 @@ slices of its columns, the rows of each divided."""
 FORMAT_VERSION = 1
 MAX_SHARDS = 1024
 MAX_CARDS_PER_SHARD = 64
-MAX_PLAN_BYTES = 64 << 20
-MAX_SLICES = 64
+MAX_RANKS = MAX_SHARDS * MAX_CARDS_PER_SHARD
 # Of the ranks of 4,096 buckets, that can't be made smaller, as base64.
 _MAX_PACKED = 4 * -(-(2 * max(NUM_BUCKETS.values()) + 64) // 3)
 
@@ -59,7 +61,7 @@ class RanksOfBuckets(Frozen):
             empty.
     """
 
-    ranks: Annotated[tuple[int, ...], FAIL_FAST] = Field(min_length=1, max_length=MAX_SHARDS * MAX_CARDS_PER_SHARD)
+    ranks: Annotated[tuple[int, ...], FAIL_FAST] = Field(min_length=1, max_length=MAX_RANKS)
     packed: str = Field(default="", max_length=_MAX_PACKED, pattern=r"^[A-Za-z0-9+/]*={0,2}$")
 
     @classmethod
@@ -70,6 +72,11 @@ class RanksOfBuckets(Frozen):
             return cls(ranks=(int(ranks[0]),))
         packed = zlib.compress(numbers.astype("<u2").tobytes(), 9)
         return cls(ranks=tuple(ranks.tolist()), packed=base64.b64encode(packed).decode())
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether each of several ranks has all rows."""
+        return len(self.ranks) > 1 and not self.packed
 
     def rank_of_bucket(self, count: int) -> npt.NDArray[np.int32]:
         """Return int32 [count]. Raises PlanError if it is not the ranks of so many buckets."""
@@ -117,9 +124,9 @@ class TablePlan(Frozen):
     bucketing: Bucketing
     sharding_type: ShardingType
     column_dims: Annotated[tuple[Annotated[int, Field(ge=1, le=MAX_EMBEDDING_DIM)], ...], FAIL_FAST] = Field(
-        default=(), max_length=MAX_SLICES
+        default=(), max_length=MAX_COLUMN_SLICES
     )
-    slices: Annotated[tuple[RanksOfBuckets, ...], FAIL_FAST] = Field(min_length=1, max_length=MAX_SLICES)
+    slices: Annotated[tuple[RanksOfBuckets, ...], FAIL_FAST] = Field(min_length=1, max_length=MAX_COLUMN_SLICES)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -136,11 +143,6 @@ class TablePlan(Frozen):
     def num_buckets(self) -> int:
         """Buckets of each of its slices."""
         return NUM_BUCKETS[self.bucketing]
-
-    @property
-    def stored_names(self) -> tuple[str, ...]:
-        """Names of the stored tables: its own, or those of its slices."""
-        return tuple(f"{self.table}@{one}" for one in range(len(self.slices))) if self.column_dims else (self.table,)
 
 
 class PlanFile(Frozen):
@@ -209,6 +211,36 @@ class PlanFile(Frozen):
         head = ",\n ".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in sorted(document.items()))
         return f'{{{head},\n "tables": [\n  {tables}\n ]}}\n'
 
+    def sliced(self, spec: ModelSpec) -> ModelSpec:
+        """Return a model with its tables' columns sliced as the plan says, as `export` stores it."""
+        dims = {table.table: table.column_dims for table in self.tables}
+        return with_columns(spec, dims)
+
+    def check_fits(self, spec: ModelSpec) -> None:
+        """Raise PlanError unless it is a plan of this model, sliced as the plan says."""
+        if self.model != spec.model:
+            raise PlanError(f"plan: model is {self.model!r}, allowed here is {spec.model!r}")
+        planned, names = [one.table for one in self.tables], [one.name for one in spec.tables]
+        if planned != names:
+            different = next(
+                ((one, name) for one, name in zip(planned, names, strict=False) if one != name),
+                (f"{len(planned)} tables", f"{len(names)} tables"),
+            )
+            raise PlanError(f"plan: tables has {different[0]!r}, allowed here is {different[1]!r}")
+        for one, table in zip(self.tables, spec.tables, strict=True):
+            for field in ("num_embeddings", "bucketing", "column_dims"):
+                told, found = getattr(one, field), getattr(table, field)
+                if told != found:
+                    raise PlanError(f"plan: table {one.table!r}: {field} is {told!r}, allowed here is {found!r}")
+
+    def ranks_of(self, spec: ModelSpec) -> dict[str, RanksOfBuckets]:
+        """Return who owns each stored table of the model that it fits, by name."""
+        return {
+            stored.name: ranks
+            for one, table in zip(self.tables, spec.tables, strict=True)
+            for stored, ranks in zip(table.slices, one.slices, strict=True)
+        }
+
     @cached_property
     def content_digest(self) -> str:
         """SHA-256 (hex) of everything but `digest`: of its JSON with sorted keys and no spaces."""
@@ -222,7 +254,8 @@ class PlanFile(Frozen):
 
     def _check_table(self, where: str, table: TablePlan) -> None:
         """Raise PlanError unless what the ranks say is what the kind of division says."""
-        for name, one in zip(table.stored_names, table.slices, strict=True):
+        for number, one in enumerate(table.slices):
+            name = f"{table.table}, slice {number}" if table.column_dims else table.table
             if one.ranks[-1] >= self.num_ranks:
                 raise PlanError(f"{where}: table {name!r}: rank is {one.ranks[-1]}, allowed is 0..{self.num_ranks - 1}")
             shards = np.unique(np.array(one.ranks) // self.cards_per_shard)
@@ -241,3 +274,14 @@ class PlanFile(Frozen):
                 one.rank_of_bucket(table.num_buckets)
             except PlanError as error:
                 raise PlanError(f"{where}: table {name!r}: {error}") from error
+
+
+def with_columns(spec: ModelSpec, dims: Mapping[str, tuple[int, ...]]) -> ModelSpec:
+    """Return a model with these tables' columns sliced so, and all others whole. Raises PlanError if that can't be."""
+    document = spec.model_dump()
+    for table in document["tables"]:
+        table["column_dims"] = dims.get(table["name"], ())
+    try:
+        return ModelSpec.model_validate(document)
+    except ValidationError as error:
+        raise PlanError(f"plan: {'; '.join(map(str, schema_errors(error, [ModelSpec])))}") from error

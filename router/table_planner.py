@@ -20,8 +20,8 @@ from loader.snapshot.buckets import RowBuckets
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.manifest import ModelSpec, TableSpec
 from router.errors import PlanError
-from router.plan_file import PlanFile, RanksOfBuckets, ShardingType, TablePlan
-from shard_node.bags import TableLayout
+from router.plan_file import PlanFile, RanksOfBuckets, ShardingType, TablePlan, with_columns
+from shard_node.bags import Int64Array, TableLayout
 from shard_node.cuda.kernel_params import RowFormat
 from shard_node.planning.balance import Int16Array, Owners, deal
 from shard_node.planning.card_plan import PLACE_BYTES, CardBudget
@@ -149,14 +149,6 @@ def column_dims(table: TableSpec, slices: int) -> tuple[int, ...]:
     return (table.embedding_dim // slices,) * slices if slices > 1 else ()
 
 
-def with_columns(spec: ModelSpec, dims: Mapping[str, tuple[int, ...]]) -> ModelSpec:
-    """Return the model with these tables' columns sliced so, and all others whole. Raises ValidationError."""
-    document = spec.model_dump()
-    for table in document["tables"]:
-        table["column_dims"] = dims.get(table["name"], ())
-    return ModelSpec.model_validate(document)
-
-
 @dataclass(frozen=True, slots=True)
 class _Costs:
     """Microseconds that an id, a byte of a row and a byte of an answer take of a shard."""
@@ -235,17 +227,17 @@ class _Packing:
 
     def place(self, option: Option, bound_us: float) -> Placed | None:
         """Place a table so, each slice on the shards with the least load; None, and nothing is placed, if it can't."""
-        owners, shards = self.owners, []
+        owners, placed = self.owners, list[Int64Array]()
         for _ in range(option.slices):
             fits = np.flatnonzero((owners.free >= option.size_bytes) & (owners.load + option.load_us <= bound_us))
             if fits.size < option.spread:
-                for chosen in shards:
-                    owners.give(np.array(chosen), -option.load_us, -option.size_bytes)
+                for chosen in placed:
+                    owners.give(chosen, -option.load_us, -option.size_bytes)
                 return None
             chosen = fits[np.lexsort((owners.used[fits], owners.load[fits]))[: option.spread]]
             owners.give(chosen, option.load_us, option.size_bytes)
-            shards.append(tuple(sorted(chosen.tolist())))
-        return Placed(option, tuple(shards))
+            placed.append(chosen)
+        return Placed(option, tuple(tuple(sorted(one.tolist())) for one in placed))
 
 
 class TablePlanner:
@@ -431,7 +423,7 @@ class _Dealing:
         """Return the card of each bucket of what a shard has, int16 [buckets]: bytes are even, then loads."""
         cards = Owners.empty([UNBOUNDED] * self._fleet.cards)
         found: dict[int, Int16Array] = {}
-        whole, parts = [], []
+        whole, parts = list[int](), list[int]()
         for number, piece in enumerate(self._pieces):
             if shard not in piece.shards:
                 continue

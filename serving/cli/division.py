@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal, Self
 
 import numpy as np
@@ -21,7 +21,7 @@ from shard_node.bags import TableLayout
 from shard_node.errors import MemoryBudgetError
 from shard_node.planning.card_plan import CARD, HOST, HOT, CardPlan
 from shard_node.planning.cost_model import BYTES_PER_US, INDEX_BYTES, BagLoad, Traffic, batch_time
-from shard_node.planning.hotness import Float64Array, RowHotness
+from shard_node.planning.hotness import Float64Array, Hotness, RowHotness
 
 Way = Literal["per table", "all row_wise", "all table_wise"]
 PURE: dict[Way, ShardingType] = {"all row_wise": "row_wise", "all table_wise": "table_wise"}
@@ -136,6 +136,16 @@ def _candidates(planner: TablePlanner) -> Iterator[tuple[Way, PlanFile]]:
         yield way, planner.pure(kind)
 
 
+@dataclass(frozen=True)
+class _Known(Hotness):
+    """Hotness that was worked out already: counts are read once for all shards."""
+
+    rows: tuple[RowHotness, ...] = ()
+
+    def of(self, layout: TableLayout) -> tuple[RowHotness, ...]:
+        return self.rows
+
+
 class _Timing:
     """One plan's placement on every shard."""
 
@@ -144,8 +154,9 @@ class _Timing:
     ) -> None:
         self._file = file
         self._fleet = fleet
-        self._plan = plan = Plan.of_file(spec, file)
-        self._loads, rows = workload.of_stored(plan.spec, plan.layout)
+        self._spec = file.sliced(spec)
+        self._plan = plan = Plan.of_file(self._spec, file, fleet.shards, fleet.cards)
+        self._loads, rows = workload.of_stored(self._spec, plan.layout)
         self._totals = np.array([float(_lookups(one) @ one.rows()) for one in rows])
         self._is_copy = np.array([one[0] == REPLICATED for one in plan.shard_of_bucket])
         self._placements: list[CardPlan] = []
@@ -164,7 +175,7 @@ class _Timing:
         """Return where each table is."""
         tiers = np.array([one.tier_rows.sum(axis=1) for one in self._placements]).sum(axis=0) > 0
         layout, found = self._plan.layout, []
-        for table, spec in zip(self._file.tables, self._plan.spec.tables, strict=True):
+        for table, spec in zip(self._file.tables, self._spec.tables, strict=True):
             here = np.any([tiers[layout.index[one.name]] for one in spec.slices], axis=0)
             found.append(
                 TablePlacement(
@@ -200,9 +211,10 @@ class _Timing:
         plan, budget = self._plan, self._fleet.budget
         partition = plan.partition(shard)
         try:
-            return CardPlan.of_rows(plan.layout, partition, budget, rows), 0
+            return CardPlan.make(plan.layout, partition, budget, _Known(rows=rows)), 0
         except MemoryBudgetError:
-            placed = CardPlan.of_rows(plan.layout, partition, replace(budget, pinned_bytes=UNBOUNDED), rows)
+            unbounded = replace(budget, pinned_bytes=UNBOUNDED)
+            placed = CardPlan.make(plan.layout, partition, unbounded, _Known(rows=rows))
             return placed, placed.pinned_bytes - budget.pinned_bytes
 
     def _share(self, placed: CardPlan, card: int | None = None) -> Float64Array:
@@ -250,8 +262,3 @@ def _card_bytes(placed: CardPlan) -> Float64Array:
     """Return the bytes of the rows in each card's buckets, wherever they are, and of places: float64 [cards]."""
     sizes: Float64Array = placed.tier_rows.sum(axis=2).T @ placed.strides + float(placed.places_bytes)
     return sizes
-
-
-def layout_loads(layout: TableLayout, loads: tuple[BagLoad, ...]) -> dict[str, BagLoad]:
-    """Return loads by table."""
-    return {table.name: load for table, load in zip(layout.tables, loads, strict=True)}

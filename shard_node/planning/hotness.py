@@ -105,22 +105,32 @@ class RankedRows(RowHotness):
 
     def rows_by_owner(self, owner_of_bucket: npt.NDArray[np.int16], num_owners: int) -> Int64Array:
         """As `RowHotness.rows_by_owner`, from how many rows below each edge a bucket has."""
-        by_owner = np.zeros((self._edges.size - 1, num_owners), np.int64)
         first = int(owner_of_bucket[0])
         if (owner_of_bucket == first).all():
+            by_owner = np.zeros((self._edges.size - 1, num_owners), np.int64)
             if first >= 0:
                 by_owner[:, first] = self.rows()
             return by_owner
-        below = RowBuckets.of(self.table).rows_below(self._edges)
-        for owner in range(num_owners):
-            by_owner[:, owner] = np.diff(below[:, owner_of_bucket == owner].sum(axis=1))
-        return by_owner
+        buckets, is_owned = RowBuckets.of(self.table), owner_of_bucket[:, None] == np.arange(num_owners)
+        if buckets.slot_shift:
+            runs, is_below = buckets.runs_below(self._edges)
+            below = runs[:, None] * np.count_nonzero(is_owned, axis=0)
+            # Sums of up to 4,096 ones are exact.
+            below += (is_below.astype(np.float32) @ is_owned.astype(np.float32)).astype(np.int64)
+        else:
+            below = buckets.rows_below(self._edges) @ is_owned.astype(np.int64)
+        by_level: Int64Array = np.diff(below, axis=0)
+        return by_level
 
     def lookups_by_bucket(self, first_level: int = 0) -> Float64Array:
         """As `RowHotness.lookups_by_bucket`: each edge adds what a row above it is looked up less."""
         lookups = np.where(np.arange(self.lookups.size) < first_level, 0.0, self.lookups)
-        steps = -np.diff(lookups, prepend=0.0, append=0.0)
-        by_bucket: Float64Array = steps @ RowBuckets.of(self.table).rows_below(self._edges)
+        steps, buckets = -np.diff(lookups, prepend=0.0, append=0.0), RowBuckets.of(self.table)
+        if buckets.slot_shift:
+            runs, is_below = buckets.runs_below(self._edges)
+            by_bucket = float(steps @ runs) + steps @ is_below.astype(np.float64)
+        else:
+            by_bucket = steps @ buckets.rows_below(self._edges)
         # What cancels out but for rounding is nothing.
         return np.maximum(by_bucket, 0.0)
 
