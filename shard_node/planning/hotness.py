@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -88,18 +88,33 @@ class RowHotness(ABC):
         """uint16 [end_row - first_row], the level of each row."""
 
 
+class Head(NamedTuple):
+    """The first rows of a table, and the share of its lookups that is theirs alone."""
+
+    rows: int
+    share: float
+
+
 class RankedRows(RowHotness):
     """Rows whose numbers are their ranks: row 0 is the hottest. Closed forms, no memory per row.
 
-    Row r (from 0) is looked up in proportion to (r + 1) ** -zipf; with 0 all rows are alike.
+    Row r (from 0) is looked up in proportion to (r + 1) ** -zipf; with 0 all rows are alike. With a head only its rows
+    are, for its share of the lookups, and the others go to all rows of the table alike.
     """
 
-    def __init__(self, table: TableSpec, lookups_per_sample: float, zipf: float) -> None:
+    def __init__(self, table: TableSpec, lookups_per_sample: float, zipf: float, head: Head | None = None) -> None:
         self.table = table
-        self._edges = _rank_edges(table.num_embeddings if zipf else 1)
-        self._edges[-1] = table.num_embeddings
+        first = table.num_embeddings if head is None else min(head.rows, table.num_embeddings)
+        self._edges = _rank_edges(first if zipf else 1)
+        self._edges[-1] = first
         mass = np.diff(power_law_sums(self._edges, zipf))
-        lookups = lookups_per_sample * mass / mass.sum() / np.diff(self._edges)
+        mass /= mass.sum()
+        if head is not None:
+            mass *= head.share
+            if first < table.num_embeddings:
+                self._edges, mass = np.append(self._edges, table.num_embeddings), np.append(mass, 0.0)
+            mass += (1 - head.share) * np.diff(self._edges) / table.num_embeddings
+        lookups = lookups_per_sample * mass / np.diff(self._edges)
         # Differences of sums are rounded; what is nearly alike must not seem to rise.
         self.lookups = np.minimum.accumulate(lookups)
 
@@ -222,11 +237,13 @@ class Hotness:
             follows from the lookups per sample of these tables.
         lookups_per_sample: of a table, all its features together; by default one a feature.
         zipf: of tables without counts, the exponent of the power law of their row numbers; 0: all alike.
+        head: of tables without counts, the rows that the power law is of; None for all.
     """
 
     counts: Mapping[str, RowCounts] = field(default_factory=dict)
     lookups_per_sample: Mapping[str, float] = field(default_factory=dict)
     zipf: float = 0.0
+    head: Head | None = None
 
     def of(self, layout: TableLayout) -> tuple[RowHotness, ...]:
         """Return the levels of each table, in layout order.
@@ -244,7 +261,7 @@ class Hotness:
 
     def _ranked(self, table: TableSpec, samples: float) -> RankedRows:
         zipf = _checked(table, "zipf", self.zipf)
-        return RankedRows(table, samples * self._lookups(table), zipf)
+        return RankedRows(table, samples * self._lookups(table), zipf, self.head)
 
     def _lookups(self, table: TableSpec) -> float:
         lookups = self.lookups_per_sample.get(table.name, len(table.feature_names))

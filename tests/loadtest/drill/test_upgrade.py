@@ -24,8 +24,7 @@ from loadtest.drill.upgrade import (
 )
 from loadtest.errors import LoadConfigError
 from loadtest.servers import THIS_CHECKOUT
-from shard_node.answer import travel_as_stored
-from shard_node.bags import TableLayout
+from shard_node.bags import TableLayout, travel_as_stored
 
 CONFIG = UpgradeDrillConfig(old=THIS_CHECKOUT)
 
