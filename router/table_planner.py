@@ -17,7 +17,6 @@ from typing import NamedTuple
 import numpy as np
 
 from loader.snapshot.buckets import RowBuckets
-from loader.snapshot.codecs import codec_for
 from loader.snapshot.manifest import ModelSpec, TableSpec
 from router.errors import PlanError
 from router.plan_file import PlanFile, RanksOfBuckets, ShardingType, TablePlan, with_columns
@@ -27,6 +26,7 @@ from shard_node.planning.balance import Int16Array, Owners, deal
 from shard_node.planning.card_plan import PLACE_BYTES, CardBudget
 from shard_node.planning.cost_model import BYTES_PER_US, INDEX_BYTES, SECTOR_BYTES, BagLoad, CardSystem, sector_bytes
 from shard_node.planning.hotness import Float64Array, Hotness, RowHotness
+from shard_node.planning.network_cost import HotRows, Network, shards_hit
 
 SUM_ITEM_BYTES = 2
 """Of one element of a sum between shard and router: float16, the default where golden scores allow it."""
@@ -37,8 +37,8 @@ HOT_SHARE = 1 / 16
 WHOLE_SHARE = 1 / 8
 """A table of up to this share of a card lies whole on one card: it needs no places there."""
 UNBOUNDED = 1 << 60
-_BISECTIONS = 16
-_SLACK = 1.02
+_BISECTIONS = 24
+_SLACK = 1.001
 _TINY = 1e-9
 
 
@@ -50,7 +50,7 @@ class PlannedFleet(NamedTuple):
         cards: of each.
         budget: what one version may take of a node.
         system: the nodes' bandwidths.
-        network_gb_per_s: of one node, one direction.
+        network: between router and nodes.
         replicate_bytes: tables of at most this size go to every shard.
     """
 
@@ -58,7 +58,7 @@ class PlannedFleet(NamedTuple):
     cards: int
     budget: CardBudget
     system: CardSystem
-    network_gb_per_s: float
+    network: Network
     replicate_bytes: int
 
 
@@ -87,31 +87,18 @@ class Workload:
         )
         return [self.loads[table_of[table.name]] for table in layout.tables], hotness.of(layout)
 
-    def near_levels(self, spec: ModelSpec) -> dict[str, int]:
-        """Return how many of each table's levels, the hottest, are at the router: whole levels, most hits per byte."""
-        layout = TableLayout.of(spec)
-        rows = self.hotness.of(layout)
-        strides = [codec_for(table.dtype, table.embedding_dim).row_bytes for table in layout.tables]
-        table = np.repeat(np.arange(len(rows)), [one.lookups.size for one in rows])
-        lookups = np.concatenate([one.lookups for one in rows])
-        size = np.concatenate([one.rows() for one in rows]) * np.array(strides)[table]
-        order = np.argsort(-lookups / np.array(strides)[table], kind="stable")
-        taken = order[(np.cumsum(size[order]) <= self.near_bytes) & (lookups[order] > 0)]
-        levels = np.bincount(table[taken], minlength=len(rows)).tolist()
-        return {one.name: levels[number] for number, one in enumerate(layout.tables)}
+    def near(self, layout: TableLayout, rows: Sequence[RowHotness]) -> HotRows | None:
+        """Return which rows are at the router; None if it has room for none."""
+        return HotRows.choose(layout, rows, size_bytes=self.near_bytes) if self.near_bytes else None
 
-    def without_near(self, spec: ModelSpec) -> tuple[Workload, dict[str, int]]:
-        """Return what is left for shards, and the levels of each table that are at the router."""
-        if not self.near_bytes:
-            return self, {table.name: 0 for table in spec.tables}
-        levels, loads = self.near_levels(spec), dict(self.loads)
+    def without_near(self, spec: ModelSpec) -> Mapping[str, BagLoad]:
+        """Return what shards are asked of each table of the model; bags that are empty then are left out later."""
         layout = TableLayout.of(spec)
-        for table, rows in zip(layout.tables, self.hotness.of(layout), strict=True):
-            by_level = rows.lookups * rows.rows()
-            left = float(by_level[levels[table.name] :].sum()) / max(float(by_level.sum()), _TINY)
-            load = loads[table.name]
-            loads[table.name] = load._replace(values=load.values * left, longest_bag=load.longest_bag * left)
-        return replace(self, loads=loads), levels
+        near = self.near(layout, self.hotness.of(layout))
+        if near is None:
+            return self.loads
+        left = {table.name: 1 - hit for table, hit in zip(layout.tables, near.hit_rates.tolist(), strict=True)}
+        return {name: load._replace(values=load.values * left[name]) for name, load in self.loads.items()}
 
 
 class Option(NamedTuple):
@@ -121,8 +108,9 @@ class Option(NamedTuple):
         kind: as TorchRec names it.
         slices: how many slices of its columns.
         spread: shards that each slice's rows are divided over; 1 for whole slices.
-        load_us: of one slice on each of these shards.
+        load_us: of one slice, of the cards of each of these shards.
         size_bytes: of one slice on each of these shards.
+        cost_us: what the table adds to the time of a batch if all shards are busy alike, the network included.
     """
 
     kind: ShardingType
@@ -130,11 +118,7 @@ class Option(NamedTuple):
     spread: int
     load_us: float
     size_bytes: int
-
-    @property
-    def total_us(self) -> float:
-        """Of all slices and shards."""
-        return self.slices * self.spread * self.load_us
+    cost_us: float
 
 
 class Placed(NamedTuple):
@@ -151,55 +135,61 @@ def column_dims(table: TableSpec, slices: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Costs:
-    """Microseconds that an id, a byte of a row and a byte of an answer take of a shard."""
+    """Microseconds that an id takes on its way to a card, and a byte of memory and of the network."""
 
     fleet: PlannedFleet
     id_us: float
-    network_byte_us: float
     memory_byte_us: float
+    network_byte_us: float
 
     @classmethod
     def of(cls, fleet: PlannedFleet) -> _Costs:
-        system = fleet.system
-        network = 1 / (fleet.network_gb_per_s * BYTES_PER_US)
-        ids = INDEX_BYTES * (network + system.host.copied_bytes(1) / (system.host.gb_per_s * BYTES_PER_US))
-        return cls(fleet, ids, network, 1 / (system.hbm_gb_per_s * BYTES_PER_US))
+        host = fleet.system.host
+        return cls(
+            fleet,
+            INDEX_BYTES * host.copied_bytes(1) / (host.gb_per_s * BYTES_PER_US),
+            1 / (fleet.system.hbm_gb_per_s * BYTES_PER_US),
+            1 / (fleet.network.gb_per_s * BYTES_PER_US),
+        )
 
-    def lookup_us(self, table: TableSpec) -> float:
-        """Of one id, and reading its row and place."""
-        row = RowFormat.of(table.dtype, table.embedding_dim)
+    def lookup_us(self, table: TableSpec, dim: int) -> float:
+        """Of one id on a card: the id itself, its place and a row of so many columns."""
+        row = RowFormat.of(table.dtype, dim)
         return self.id_us + (sector_bytes(row) + SECTOR_BYTES) * self.memory_byte_us
 
-    def load_us(self, table: TableSpec, load: BagLoad, slices: int, spread: int) -> float:
-        """Of one slice on each of `spread` shards."""
-        if not load.values:
-            return 0.0
-        dim = table.embedding_dim // slices
-        row_us = (sector_bytes(RowFormat.of(table.dtype, dim)) + SECTOR_BYTES) * self.memory_byte_us
-        bags = load.bags * (1 - (1 - 1 / spread) ** (load.values / load.bags)) if load.bags else 0.0
-        sum_us = self.id_us + SUM_ITEM_BYTES * dim * self.network_byte_us
-        return load.values / spread * (self.id_us + row_us) + bags * sum_us
+    def option(self, kind: ShardingType, table: TableSpec, load: BagLoad, slices: int, spread: int) -> Option:
+        """Reckon one way: `slices` of the columns, the rows of each over `spread` shards, or copied to all."""
+        dim, is_copy = table.embedding_dim // slices, kind == "data_parallel"
+        length = load.values / load.bags if load.bags else 0.0
+        # How many shards have an id of a bag; copies take turns.
+        hit = load.bags * (min(1.0, length) if is_copy or spread == 1 else shards_hit(spread, length))
+        sent = INDEX_BYTES * (load.values + hit) + SUM_ITEM_BYTES * dim * hit
+        load_us = (load.values * self.lookup_us(table, dim) + hit * self.id_us) / spread
+        size = table.num_embeddings * (RowFormat.of(table.dtype, dim).stride + PLACE_BYTES)
+        return Option(
+            kind,
+            slices,
+            spread,
+            load_us,
+            size if is_copy else -(-size // spread),
+            slices * (spread * load_us / self.fleet.shards + sent * self.network_byte_us),
+        )
 
     def options(self, table: TableSpec, load: BagLoad) -> list[Option]:
         """Return the ways to divide a table, the cheapest first; among equals the one that takes fewest bytes."""
         shards = self.fleet.shards
-        size = _size_bytes(table, 1)
+        whole = self.option("table_wise", table, load, 1, 1)
         if shards == 1:
-            return [Option("table_wise", 1, 1, self.load_us(table, load, 1, 1), size)]
-        whole_us = self.load_us(table, load, 1, 1)
-        replicated = Option("data_parallel", 1, shards, whole_us / shards, size)
-        if size <= self.fleet.replicate_bytes:
+            return [whole]
+        replicated = self.option("data_parallel", table, load, 1, shards)
+        if replicated.size_bytes <= self.fleet.replicate_bytes:
             return [replicated]
-        found = [Option("table_wise", 1, 1, whole_us, size), replicated]
-        found.append(Option("row_wise", 1, shards, self.load_us(table, load, 1, shards), -(-size // shards)))
+        found = [whole, replicated, self.option("row_wise", table, load, 1, shards)]
         for slices in _slice_counts(table, shards):
-            size = _size_bytes(table, slices)
-            found.append(Option("column_wise", slices, 1, self.load_us(table, load, slices, 1), size))
-            if shards % slices == 0 and (spread := shards // slices) > 1:
-                found.append(
-                    Option("grid_shard", slices, spread, self.load_us(table, load, slices, spread), -(-size // spread))
-                )
-        return sorted(found, key=lambda one: (one.total_us, one.size_bytes * one.slices * one.spread))
+            found.append(self.option("column_wise", table, load, slices, 1))
+            if shards % slices == 0 and shards > slices:
+                found.append(self.option("grid_shard", table, load, slices, shards // slices))
+        return sorted(found, key=lambda one: (one.cost_us, one.size_bytes * one.slices * one.spread))
 
 
 def _slice_counts(table: TableSpec, shards: int) -> Iterator[int]:
@@ -210,11 +200,6 @@ def _slice_counts(table: TableSpec, shards: int) -> Iterator[int]:
         yield slices
 
 
-def _size_bytes(table: TableSpec, slices: int) -> int:
-    stride = RowFormat.of(table.dtype, table.embedding_dim // slices).stride
-    return table.num_embeddings * (stride + PLACE_BYTES)
-
-
 def _row_bytes(table: TableSpec) -> int:
     return RowFormat.of(table.dtype, table.embedding_dim).stride + PLACE_BYTES
 
@@ -222,11 +207,13 @@ def _row_bytes(table: TableSpec) -> int:
 class _Packing:
     """Shards as tables are packed onto them."""
 
-    def __init__(self, shards: int, free_bytes: int) -> None:
+    def __init__(self, shards: int, free_bytes: int, mean_us: float, mean_bytes: float) -> None:
         self.owners = Owners.empty([free_bytes] * shards)
+        self._mean_us = max(mean_us, _TINY)
+        self._mean_bytes = max(mean_bytes, 1.0)
 
     def place(self, option: Option, bound_us: float) -> Placed | None:
-        """Place a table so, each slice on the shards with the least load; None, and nothing is placed, if it can't."""
+        """Place a table so, each slice on the shards that have the least; None, and nothing is placed, if it can't."""
         owners, placed = self.owners, list[Int64Array]()
         for _ in range(option.slices):
             fits = np.flatnonzero((owners.free >= option.size_bytes) & (owners.load + option.load_us <= bound_us))
@@ -234,7 +221,10 @@ class _Packing:
                 for chosen in placed:
                     owners.give(chosen, -option.load_us, -option.size_bytes)
                 return None
-            chosen = fits[np.lexsort((owners.used[fits], owners.load[fits]))[: option.spread]]
+            # What weighs more of the table, load or bytes, weighs more in the choice.
+            crowd = owners.load[fits] * (option.load_us / self._mean_us**2)
+            crowd += owners.used[fits] * (option.size_bytes / self._mean_bytes**2)
+            chosen = fits[np.lexsort((owners.load[fits], crowd))[: option.spread]]
             owners.give(chosen, option.load_us, option.size_bytes)
             placed.append(chosen)
         return Placed(option, tuple(tuple(sorted(one.tolist())) for one in placed))
@@ -246,19 +236,24 @@ class TablePlanner:
     def __init__(self, spec: ModelSpec, fleet: PlannedFleet, workload: Workload) -> None:
         self._spec = with_columns(spec, {})
         self._fleet = fleet
-        self._workload, self._near = workload.without_near(self._spec)
+        self._workload = workload
+        loads = workload.without_near(self._spec)
         self._costs = _Costs.of(fleet)
-        self._options = [self._costs.options(table, self._workload.loads[table.name]) for table in spec.tables]
+        self._options = [self._costs.options(table, loads[table.name]) for table in spec.tables]
         budget = fleet.budget
         self._shard_bytes = int(sum(budget.card_bytes) * (1 - HOT_SHARE)) + budget.pinned_bytes
-        cheapest = [options[0].total_us for options in self._options]
-        self._total_us = sum(cheapest)
         # The costliest first, in time or in bytes: what is large has the least choice.
+        self._total_us = sum(options[0].load_us * options[0].slices * options[0].spread for options in self._options)
+        self._total_bytes = sum(table.num_embeddings * _row_bytes(table) for table in spec.tables)
         weights = [
-            max(us / max(self._total_us, _TINY), _size_bytes(table, 1) / max(self._shard_bytes, 1))
-            for us, table in zip(cheapest, spec.tables, strict=True)
+            max(
+                options[0].load_us * options[0].slices * options[0].spread / max(self._total_us, _TINY),
+                table.num_embeddings * _row_bytes(table) / max(self._shard_bytes, 1),
+            )
+            for table, options in zip(spec.tables, self._options, strict=True)
         ]
-        self._order = sorted(range(len(weights)), key=lambda number: -weights[number])
+        rows = [table.num_embeddings for table in spec.tables]
+        self._order = sorted(range(len(weights)), key=lambda number: (-weights[number], -rows[number]))
 
     def best(self) -> PlanFile:
         """Return the plan with the lowest bound on the time of a shard.
@@ -271,32 +266,55 @@ class TablePlanner:
                 f"{len(self._options)} tables do not fit on {self._fleet.shards} shards of {self._shard_bytes} bytes, "
                 "whichever way each of them is divided"
             )
+        # Of all bounds that can be kept, the one with which the slowest shard and the network together take least.
         low, high = self._total_us / self._fleet.shards, 2 * self._total_us + _TINY
         for _ in range(_BISECTIONS):
             bound = (max(low, _TINY) * high) ** 0.5
             packed = self._packed(bound)
-            low, high, best = (bound, high, best) if packed is None else (low, bound, packed)
+            if packed is None:
+                low = bound
+                continue
+            high = bound
+            best = min(best, packed, key=self._time_us)
             if high <= low * _SLACK:
                 break
         budget = self._fleet.budget
-        return self._file(best, int(min(budget.card_bytes) * WHOLE_SHARE), sum(budget.card_bytes) + budget.pinned_bytes)
+        return self._file(
+            best,
+            int(min(budget.card_bytes) * WHOLE_SHARE),
+            sum(budget.card_bytes) + budget.pinned_bytes,
+            counted=True,
+        )
+
+    def _time_us(self, placed: Sequence[Placed]) -> float:
+        """Return the time of the slowest shard, and of the network."""
+        load, network = np.zeros(self._fleet.shards), 0.0
+        for option, of_slices in placed:
+            for shards in of_slices:
+                load[list(shards)] += option.load_us
+            network += option.cost_us - option.load_us * option.slices * option.spread / self._fleet.shards
+        return float(load.max()) + network
 
     def pure(self, kind: ShardingType) -> PlanFile:
         """Return the plan that divides every table alike, but for small ones, which are on every shard.
 
         Capacity is left out of account, so that what does not fit can be told. Whole tables lie on one card each.
         """
-        packing, placed = _Packing(self._fleet.shards, UNBOUNDED), {}
+        packing, placed = self._packing(UNBOUNDED), {}
         for number in self._order:
             options = self._options[number]
             found = packing.place(next((one for one in options if one.kind == kind), options[0]), np.inf)
             assert found is not None
             placed[number] = found
-        return self._file([placed[number] for number in range(len(placed))], UNBOUNDED, UNBOUNDED)
+        return self._file([placed[number] for number in range(len(placed))], UNBOUNDED, UNBOUNDED, counted=False)
+
+    def _packing(self, free_bytes: int) -> _Packing:
+        shards = self._fleet.shards
+        return _Packing(shards, free_bytes, self._total_us / shards, self._total_bytes / shards)
 
     def _packed(self, bound_us: float) -> list[Placed] | None:
         """Place every table in the cheapest way that keeps to a bound; None if there is one that can't."""
-        packing, placed = _Packing(self._fleet.shards, self._shard_bytes), {}
+        packing, placed = self._packing(self._shard_bytes), {}
         for number in self._order:
             tried = (packing.place(option, bound_us) for option in self._options[number])
             if (found := next((one for one in tried if one is not None), None)) is None:
@@ -304,7 +322,7 @@ class TablePlanner:
             placed[number] = found
         return [placed[number] for number in range(len(placed))]
 
-    def _file(self, placed: Sequence[Placed], whole_bytes: int, shard_bytes: int) -> PlanFile:
+    def _file(self, placed: Sequence[Placed], whole_bytes: int, shard_bytes: int, *, counted: bool) -> PlanFile:
         """Give buckets to shards, and to cards, where a whole table of up to so many bytes lies on one."""
         tables, fleet = self._spec.tables, self._fleet
         dims = {table.name: column_dims(table, one.option.slices) for table, one in zip(tables, placed, strict=True)}
@@ -314,8 +332,7 @@ class TablePlanner:
             for table, (option, of_slices) in zip(spec.tables, placed, strict=True)
             for slice_of, shards in zip(table.slices, of_slices, strict=True)
         ]
-        near = {stored.name: self._near[table.name] for table in spec.tables for stored in table.slices}
-        dealing = _Dealing(pieces, spec, fleet, self._workload, self._costs, near, shard_bytes)
+        dealing = _Dealing(pieces, spec, fleet, self._workload, self._costs, shard_bytes, counted=counted)
         ranks = iter(dealing.ranks(whole_bytes))
         return PlanFile.of(
             spec.model,
@@ -354,18 +371,19 @@ class _Dealing:
         fleet: PlannedFleet,
         workload: Workload,
         costs: _Costs,
-        near: Mapping[str, int],
         shard_bytes: int,
+        *,
+        counted: bool,
     ) -> None:
         self._pieces = pieces
         self._fleet = fleet
         self._costs = costs
-        self._near = near
+        self._counted = counted
         self._shard_bytes = shard_bytes
-        layout = TableLayout.of(spec)
-        loads, rows = workload.of_stored(spec, layout)
-        self._values = {table.name: load.values for table, load in zip(layout.tables, loads, strict=True)}
-        self._rows = {table.name: one for table, one in zip(layout.tables, rows, strict=True)}
+        self._layout = layout = TableLayout.of(spec)
+        self._asked, self._rows = workload.of_stored(spec, layout)
+        near = workload.near(layout, self._rows)
+        self._missed = [None] * len(layout.tables) if near is None else near.missed
         self._sizes = [RowBuckets.of(piece.table).rows_per_bucket() * _row_bytes(piece.table) for piece in pieces]
         self._loads: dict[int, Float64Array] = {}
         self._shard_of_bucket = self._to_shards()
@@ -390,12 +408,14 @@ class _Dealing:
     def _bucket_loads(self, number: int) -> Float64Array:
         """Return what each bucket of a piece costs whoever has it, float64 [buckets], without the router's own rows."""
         if number not in self._loads:
-            table = self._pieces[number].table
-            by_bucket = self._rows[table.name].lookups_by_bucket(self._near[table.name])
-            if not by_bucket.any():
-                by_bucket = self._sizes[number].astype(np.float64)
-            us = self._values[table.name] * self._costs.lookup_us(table)
-            self._loads[number] = by_bucket * (us / float(by_bucket.sum()))
+            table, sizes = self._pieces[number].table, self._sizes[number]
+            at = self._layout.index[table.name]
+            us = self._asked[at].values * self._costs.lookup_us(table, table.embedding_dim)
+            rows, missed = self._rows[at], self._missed[at]
+            total = float(rows.lookups @ rows.rows())
+            is_counted = bool(total) and self._counted
+            by_bucket = rows.lookups_by_bucket(missed) if is_counted else sizes.astype(np.float64)
+            self._loads[number] = by_bucket * (us / (total if is_counted else float(sizes.sum())))
         return self._loads[number]
 
     def _to_shards(self) -> list[Int16Array]:
@@ -427,9 +447,8 @@ class _Dealing:
         for number, piece in enumerate(self._pieces):
             if shard not in piece.shards:
                 continue
-            is_whole = len(piece.shards) == 1 or piece.kind == "data_parallel"
-            size = int(self._sizes[number].sum())
-            (whole if is_whole and size <= whole_bytes else parts).append(number)
+            is_whole = len(piece.shards) == 1 and int(self._sizes[number].sum()) <= whole_bytes
+            (whole if is_whole or piece.kind == "data_parallel" else parts).append(number)
         for number in sorted(whole, key=lambda one: -int(self._sizes[one].sum())):
             card = int(np.lexsort((cards.load, cards.used))[0])
             cards.give(card, self._pieces[number].load_us, int(self._sizes[number].sum()))

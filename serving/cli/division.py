@@ -12,16 +12,18 @@ from typing import Literal, Self
 
 import numpy as np
 
+from loader.snapshot.buckets import RowBuckets
 from loader.snapshot.manifest import Frozen, ModelSpec
 from router.errors import PlanError
-from router.plan import REPLICATED, Plan
+from router.plan import Plan
 from router.plan_file import PlanFile, ShardingType
 from router.table_planner import SUM_ITEM_BYTES, UNBOUNDED, PlannedFleet, TablePlanner, Workload
-from shard_node.bags import TableLayout
+from shard_node.bags import Int64Array, TableLayout
 from shard_node.errors import MemoryBudgetError
 from shard_node.planning.card_plan import CARD, HOST, HOT, CardPlan
-from shard_node.planning.cost_model import BYTES_PER_US, INDEX_BYTES, BagLoad, Traffic, batch_time
+from shard_node.planning.cost_model import BagLoad, Traffic, batch_time, tier_shares
 from shard_node.planning.hotness import Float64Array, Hotness, RowHotness
+from shard_node.planning.network_cost import AskedShards, BatchBags, NetworkBytes, NetworkTime, SentLookups, WireForm
 
 Way = Literal["per table", "all row_wise", "all table_wise"]
 PURE: dict[Way, ShardingType] = {"all row_wise": "row_wise", "all table_wise": "table_wise"}
@@ -36,7 +38,6 @@ class ShardTime(Frozen):
         left_over_bytes: of rows that fit nowhere; their time is that of rows in pinned memory.
         lookups: of the batch.
         cards_us: ids to the card, launches and pooling.
-        network_us: ids in or sums out, whichever takes longer, and the latency.
     """
 
     shard: int
@@ -44,12 +45,6 @@ class ShardTime(Frozen):
     left_over_bytes: int
     lookups: float
     cards_us: float
-    network_us: float
-
-    @property
-    def total_us(self) -> float:
-        """Of both, one after the other."""
-        return self.cards_us + self.network_us
 
 
 class Division(Frozen):
@@ -57,12 +52,18 @@ class Division(Frozen):
 
     way: Way
     kinds: dict[ShardingType, int]
+    network: NetworkTime
     shards: tuple[ShardTime, ...]
 
     @property
     def slowest(self) -> ShardTime:
         """The shard that takes longest."""
-        return max(self.shards, key=lambda one: one.total_us)
+        return max(self.shards, key=lambda one: one.cards_us)
+
+    @property
+    def total_us(self) -> float:
+        """Of the network, and then of the slowest shard."""
+        return self.network.alone_us + self.slowest.cards_us
 
     @property
     def left_over_bytes(self) -> int:
@@ -112,7 +113,7 @@ class FleetPlan(Frozen):
     ranks: tuple[RankUse, ...]
 
     @classmethod
-    def make(cls, spec: ModelSpec, fleet: PlannedFleet, workload: Workload, network_us: float) -> tuple[Self, PlanFile]:
+    def make(cls, spec: ModelSpec, fleet: PlannedFleet, workload: Workload) -> tuple[Self, PlanFile]:
         """Choose a plan and compare it.
 
         Raises PlanError: no way to divide the tables fits.
@@ -120,10 +121,10 @@ class FleetPlan(Frozen):
         planner = TablePlanner(spec, fleet, workload)
         found: list[tuple[PlanFile, Division, _Timing]] = []
         for way, file in _candidates(planner):
-            timing = _Timing(file, spec, fleet, workload, network_us)
+            timing = _Timing(file, spec, fleet, workload)
             found.append((file, timing.division(way), timing))
         # A table may be divided alike with all others if nothing is better; what does not fit is no choice.
-        file, best, timing = min(found, key=lambda one: (one[1].left_over_bytes > 0, one[1].slowest.total_us))
+        file, best, timing = min(found, key=lambda one: (one[1].left_over_bytes > 0, one[1].total_us))
         if best.left_over_bytes:
             raise PlanError(f"{best.left_over_bytes} bytes of rows are left over, whichever way tables are divided")
         ways = (best.model_copy(update={"way": "per table"}), *(one for _, one, _ in found if one.way != "per table"))
@@ -149,31 +150,39 @@ class _Known(Hotness):
 class _Timing:
     """One plan's placement on every shard."""
 
-    def __init__(
-        self, file: PlanFile, spec: ModelSpec, fleet: PlannedFleet, workload: Workload, network_us: float
-    ) -> None:
+    def __init__(self, file: PlanFile, spec: ModelSpec, fleet: PlannedFleet, workload: Workload) -> None:
         self._file = file
         self._fleet = fleet
         self._spec = file.sliced(spec)
         self._plan = plan = Plan.of_file(self._spec, file, fleet.shards, fleet.cards)
         self._loads, rows = workload.of_stored(self._spec, plan.layout)
-        self._totals = np.array([float(_lookups(one) @ one.rows()) for one in rows])
-        self._is_copy = np.array([one[0] == REPLICATED for one in plan.shard_of_bucket])
+        near = workload.near(plan.layout, rows)
+        self._missed = None if near is None else near.missed
+        # Counted once for all shards, which takes longer than all else.
+        by_rank = [self._rows_by_rank(number, one) for number, one in enumerate(rows)]
+        by_shard = [one.reshape(len(one), fleet.shards, fleet.cards).sum(axis=2) for one in by_rank]
+        sent = SentLookups.of(rows, plan.shard_of_bucket, by_shard, near)
+        batch = BatchBags.of(self._loads)
+        self._asked = AskedShards.of(batch, sent)
+        network = NetworkBytes.of(plan.layout, batch, sent, WireForm(SUM_ITEM_BYTES, stored=False))
+        self._network = NetworkTime.of(float(network.out.sum()), float(network.back.sum()), fleet.network)
+        self._is_copy = sent.takes_turns
         self._placements: list[CardPlan] = []
         self._times = []
         for shard in range(fleet.shards):
-            placed, left_over = self._placed(shard, rows)
+            here = [one[:, shard * fleet.cards : (shard + 1) * fleet.cards] for one in by_rank]
+            placed, left_over = self._placed(shard, rows, here)
             self._placements.append(placed)
-            self._times.append(self._time(shard, placed, left_over, network_us))
+            self._times.append(self._time(shard, placed, left_over))
 
     def division(self, way: Way) -> Division:
         """Return the times."""
         kinds = Counter(table.sharding_type for table in self._file.tables)
-        return Division(way=way, kinds=dict(kinds), shards=tuple(self._times))
+        return Division(way=way, kinds=dict(kinds), network=self._network, shards=tuple(self._times))
 
     def tables(self) -> tuple[TablePlacement, ...]:
         """Return where each table is."""
-        tiers = np.array([one.tier_rows.sum(axis=1) for one in self._placements]).sum(axis=0) > 0
+        tiers = np.sum([one.tier_rows.sum(axis=1) for one in self._placements], axis=0) > 0
         layout, found = self._plan.layout, []
         for table, spec in zip(self._file.tables, self._spec.tables, strict=True):
             here = np.any([tiers[layout.index[one.name]] for one in spec.slices], axis=0)
@@ -189,76 +198,75 @@ class _Timing:
         return tuple(found)
 
     def ranks(self) -> tuple[RankUse, ...]:
-        """Return what each card of the fleet has."""
+        """Return what each card of the fleet has; its lookups are those of rows in its buckets."""
+        values = np.array([load.values for load in self._loads])
         found = []
-        total = sum(load.values for load in self._loads)
         for shard, placed in enumerate(self._placements):
-            by_card = np.array([self._share(placed, card) for card in range(self._fleet.cards)])
-            by_card = by_card @ np.array([load.values for load in self._loads]) / max(total, 1e-300)
-            sizes = _card_bytes(placed)
-            for card in range(self._fleet.cards):
+            lookups = values @ self._share(placed).sum(axis=2) / max(float(values.sum()), 1e-300)
+            for card, size_bytes in enumerate(_card_bytes(placed).tolist()):
                 found.append(
                     RankUse(
                         rank=shard * self._fleet.cards + card,
-                        size_bytes=int(sizes[card]),
-                        lookup_share=float(by_card[card]),
+                        size_bytes=int(size_bytes),
+                        lookup_share=float(lookups[card]),
                     )
                 )
         return tuple(found)
 
-    def _placed(self, shard: int, rows: tuple[RowHotness, ...]) -> tuple[CardPlan, int]:
+    def _rows_by_rank(self, number: int, rows: RowHotness) -> Int64Array:
+        """Count the rows of each level of a table on each card of the fleet, int64 [levels, ranks]."""
+        ranks, num_ranks = self._plan.ranks[number], self._file.num_ranks
+        if ranks.is_copied:
+            by_rank = np.zeros((rows.lookups.size, num_ranks), np.int64)
+            by_rank[:, list(ranks.ranks)] = rows.rows()[:, None]
+            return by_rank
+        owners = ranks.rank_of_bucket(RowBuckets.of(rows.table).count)
+        return rows.rows_by_owner(owners, num_ranks)
+
+    def _placed(self, shard: int, rows: tuple[RowHotness, ...], level_rows: list[Int64Array]) -> tuple[CardPlan, int]:
         """Place a shard's rows; what is left over is put into pinned memory that is not there, and told in bytes."""
-        plan, budget = self._plan, self._fleet.budget
-        partition = plan.partition(shard)
+        layout, budget, known = self._plan.layout, self._fleet.budget, _Known(rows=rows)
+        partition = self._plan.partition(shard)
         try:
-            return CardPlan.make(plan.layout, partition, budget, _Known(rows=rows)), 0
+            return CardPlan.make(layout, partition, budget, known, level_rows), 0
         except MemoryBudgetError:
-            unbounded = replace(budget, pinned_bytes=UNBOUNDED)
-            placed = CardPlan.make(plan.layout, partition, unbounded, _Known(rows=rows))
+            placed = CardPlan.make(layout, partition, replace(budget, pinned_bytes=UNBOUNDED), known, level_rows)
             return placed, placed.pinned_bytes - budget.pinned_bytes
 
-    def _share(self, placed: CardPlan, card: int | None = None) -> Float64Array:
-        """Return the share of each table's lookups that go to a shard, or to one of its cards: float64 [tables].
+    def _share(self, placed: CardPlan) -> Float64Array:
+        """Return the share of each table's lookups that go to each tier of a shard: float64 [tables, cards, 3].
 
         A table on every shard is looked up on each of them in turn.
         """
-        counts = [one.sum(axis=1) if card is None else one[:, card] for one in placed.level_rows]
-        share = np.array([float(_lookups(rows) @ count) for rows, count in zip(placed.hotness, counts, strict=True)])
-        share /= self._totals
+        share = tier_shares(placed, self._missed)
         share[self._is_copy] /= self._fleet.shards
         return share
 
-    def _time(self, shard: int, placed: CardPlan, left_over: int, network_us: float) -> ShardTime:
-        share = self._share(placed)
-        loads, ids, sums = [], 0.0, 0.0
-        for table, load, part, is_copy in zip(
-            placed.layout.tables, self._loads, share.tolist(), self._is_copy.tolist(), strict=True
-        ):
-            # Of a bag of L ids none is here with a chance of (1 - share) ** L; of a copy's bags each is here or not.
-            length = load.values / load.bags if load.bags else 0.0
-            bags = load.bags * (part if is_copy else 1 - (1 - min(1.0, part)) ** length)
-            values = load.values * part
-            ids += INDEX_BYTES * (values + bags)
-            sums += SUM_ITEM_BYTES * table.embedding_dim * bags
-            asked = part if is_copy else float(part > 0)
-            loads.append(BagLoad(load.values * asked, bags, load.longest_bag if part else 0.0))
-        time = batch_time(Traffic.of(placed, loads, self._fleet.system), self._fleet.system)
+    def _time(self, shard: int, placed: CardPlan, left_over: int) -> ShardTime:
+        """Reckon a batch on one shard's cards: which share of each table is there, the placement says itself."""
+        values, bags = self._asked.values[:, shard], self._asked.hit[:, shard]
+        loads = [
+            BagLoad(
+                load.values * bool(here) / (self._fleet.shards if is_copy else 1),
+                bags_here,
+                load.longest_bag * bool(here),
+            )
+            for load, here, bags_here, is_copy in zip(
+                self._loads, values.tolist(), bags.tolist(), self._is_copy.tolist(), strict=True
+            )
+        ]
+        system = self._fleet.system
+        time = batch_time(Traffic.of(placed, loads, system, SUM_ITEM_BYTES, self._missed), system)
         return ShardTime(
             shard=shard,
             card_bytes=int(_card_bytes(placed).max()),
             left_over_bytes=left_over,
-            lookups=float(np.array([load.values for load in self._loads]) @ share),
+            lookups=float(values.sum()),
             cards_us=time.alone_us,
-            network_us=network_us + (ids + sums) / (self._fleet.network_gb_per_s * BYTES_PER_US),
         )
 
 
-def _lookups(rows: RowHotness) -> Float64Array:
-    """Return how often a row of each level is looked up; alike, if none ever is."""
-    return rows.lookups if rows.lookups.any() else np.ones_like(rows.lookups)
-
-
-def _card_bytes(placed: CardPlan) -> Float64Array:
-    """Return the bytes of the rows in each card's buckets, wherever they are, and of places: float64 [cards]."""
-    sizes: Float64Array = placed.tier_rows.sum(axis=2).T @ placed.strides + float(placed.places_bytes)
+def _card_bytes(placed: CardPlan) -> Int64Array:
+    """Return the bytes of the rows in each card's buckets, wherever they are, and of places: int64 [cards]."""
+    sizes: Int64Array = placed.tier_rows.sum(axis=2).T @ placed.strides + placed.places_bytes
     return sizes

@@ -88,7 +88,14 @@ class CardPlan:
     tier_rows: Int64Array
 
     @classmethod
-    def make(cls, layout: TableLayout, partition: Partition, budget: CardBudget, hotness: Hotness) -> CardPlan:
+    def make(
+        cls,
+        layout: TableLayout,
+        partition: Partition,
+        budget: CardBudget,
+        hotness: Hotness,
+        level_rows: Sequence[Int64Array] | None = None,
+    ) -> CardPlan:
         """Decides where rows go. The same inputs give the same plan.
 
         Args:
@@ -96,6 +103,7 @@ class CardPlan:
             partition: the card of each bucket; -1 for another node's.
             budget: what may be taken.
             hotness: how often rows are looked up.
+            level_rows: as the attribute, where it is known already.
 
         Raises:
             InvalidBagsError: partition, budget or hotness are of another model or number of cards.
@@ -105,12 +113,13 @@ class CardPlan:
         """
         _check(layout, partition, budget)
         rows, num_cards = hotness.of(layout), partition.num_cards
-        level_rows = tuple(
-            table.rows_by_owner(of_bucket, num_cards)
-            for table, of_bucket in zip(rows, partition.card_of_bucket, strict=True)
-        )
+        if level_rows is None:
+            level_rows = [
+                table.rows_by_owner(of_bucket, num_cards)
+                for table, of_bucket in zip(rows, partition.card_of_bucket, strict=True)
+            ]
         tier_rows = _Filling(layout, rows, level_rows, num_cards).fill(budget)
-        return cls(layout, partition, rows, level_rows, tier_rows)
+        return cls(layout, partition, rows, tuple(level_rows), tier_rows)
 
     @property
     def num_cards(self) -> int:

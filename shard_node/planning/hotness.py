@@ -67,17 +67,20 @@ class RowHotness(ABC):
     lookups: Float64Array
 
     @abstractmethod
-    def rows_by_owner(self, owner_of_bucket: npt.NDArray[np.int16], num_owners: int) -> Int64Array:
+    def rows_by_owner(self, owner_of_bucket: npt.NDArray[np.integer], num_owners: int) -> Int64Array:
         """Count the rows of each level that each owner has, int64 [levels, num_owners].
 
         Args:
-            owner_of_bucket: int16 [buckets]; -1 for a bucket that is not counted.
+            owner_of_bucket: [buckets]; -1 for a bucket that is not counted.
             num_owners: owners are 0 .. num_owners - 1.
         """
 
     @abstractmethod
-    def lookups_by_bucket(self, first_level: int = 0) -> Float64Array:
-        """Return how often the rows of each bucket are looked up, float64 [buckets], hotter levels left out."""
+    def lookups_by_bucket(self, missed: Float64Array | None = None) -> Float64Array:
+        """Return how often the rows of each bucket are looked up, float64 [buckets].
+
+        `missed`, float64 [levels], is the share of each level's lookups that counts; by default all do.
+        """
 
     @abstractmethod
     def rows(self) -> Int64Array:
@@ -118,7 +121,7 @@ class RankedRows(RowHotness):
         # Differences of sums are rounded; what is nearly alike must not seem to rise.
         self.lookups = np.minimum.accumulate(lookups)
 
-    def rows_by_owner(self, owner_of_bucket: npt.NDArray[np.int16], num_owners: int) -> Int64Array:
+    def rows_by_owner(self, owner_of_bucket: npt.NDArray[np.integer], num_owners: int) -> Int64Array:
         """As `RowHotness.rows_by_owner`, from how many rows below each edge a bucket has."""
         first = int(owner_of_bucket[0])
         if (owner_of_bucket == first).all():
@@ -137,9 +140,9 @@ class RankedRows(RowHotness):
         by_level: Int64Array = np.diff(below, axis=0)
         return by_level
 
-    def lookups_by_bucket(self, first_level: int = 0) -> Float64Array:
+    def lookups_by_bucket(self, missed: Float64Array | None = None) -> Float64Array:
         """As `RowHotness.lookups_by_bucket`: each edge adds what a row above it is looked up less."""
-        lookups = np.where(np.arange(self.lookups.size) < first_level, 0.0, self.lookups)
+        lookups = self.lookups if missed is None else self.lookups * missed
         steps, buckets = -np.diff(lookups, prepend=0.0, append=0.0), RowBuckets.of(self.table)
         if buckets.slot_shift:
             runs, is_below = buckets.runs_below(self._edges)
@@ -186,7 +189,7 @@ class CountedRows(RowHotness):
         self._rows = by_key[present]
         self.lookups = _count_of_key(present)
 
-    def rows_by_owner(self, owner_of_bucket: npt.NDArray[np.int16], num_owners: int) -> Int64Array:
+    def rows_by_owner(self, owner_of_bucket: npt.NDArray[np.integer], num_owners: int) -> Int64Array:
         """As `RowHotness.rows_by_owner`, as counted."""
         by_owner = np.zeros((self._rows.size, num_owners + 1), np.int64)
         buckets = RowBuckets.of(self.table)
@@ -197,9 +200,9 @@ class CountedRows(RowHotness):
             by_owner += np.bincount(flat, minlength=by_owner.size).reshape(by_owner.shape)
         return by_owner[:, :num_owners]
 
-    def lookups_by_bucket(self, first_level: int = 0) -> Float64Array:
+    def lookups_by_bucket(self, missed: Float64Array | None = None) -> Float64Array:
         """As `RowHotness.lookups_by_bucket`, as counted."""
-        lookups = np.where(np.arange(self.lookups.size) < first_level, 0.0, self.lookups)
+        lookups = self.lookups if missed is None else self.lookups * missed
         buckets = RowBuckets.of(self.table)
         by_bucket = np.zeros(buckets.count)
         for first, end in self._pieces():
