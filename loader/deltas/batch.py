@@ -287,8 +287,8 @@ class DeltaBatch:
         ):
             stated = cut(" + ".join(map(str, self.column_dims)))
             raise DeltaFormatError(
-                f"{self.name}: {self.embedding_dim} columns in slices of {stated}; 2 to {MAX_COLUMN_SLICES} slices that "
-                "add up to them are allowed, or none"
+                f"{self.name}: {self.embedding_dim} columns in slices of {stated}; allowed are none, or 2 to "
+                f"{MAX_COLUMN_SLICES} that add up to them"
             )
         row_bytes = sum(codec.row_bytes for codec in _codecs(self.dtype, self.slice_dims))
         if self.stored.dtype != np.uint8 or self.stored.shape != (self.rows.size, row_bytes):

@@ -197,9 +197,9 @@ def runs_with(**changes) -> OutputRuns:
         ({"modes": np.array([0])}, "these must be flat and of one length"),
         ({"out_offsets": np.array([-1, 100])}, "out_offsets must not be negative"),
         ({"out_strides": np.array([3, 16])}, "out_strides not below the table's embedding_dim"),
-        ({"out_elements": 10}, "key 0: its last bag ends at element .* of 10"),
-        ({"out_strides": np.array([2**62, 16])}, "key 0: its last bag ends at element"),
-        ({"out_offsets": np.array([0, 190])}, "key 1: its last bag ends at element"),
+        ({"out_elements": 10}, "run 0: its last bag ends at element .* of 10"),
+        ({"out_strides": np.array([2**62, 16])}, "run 0: its last bag ends at element"),
+        ({"out_offsets": np.array([0, 190])}, "run 1: its last bag ends at element"),
     ],
 )
 def test_runs_that_would_write_outside_their_output_are_refused(changes, message):
