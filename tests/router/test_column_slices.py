@@ -111,7 +111,7 @@ def sliced_specs(draw: st.DrawFn) -> ModelSpec:
     sharding=st.sampled_from([None, "table"]),
     seed=st.integers(0, 2**32 - 1),
 )
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 def test_any_slicing_on_any_shards_and_cards_gives_the_references_answer(spec, shards, cards, sharding, seed):
     rng = np.random.default_rng(seed)
     with tempfile.TemporaryDirectory() as folder:
@@ -168,10 +168,10 @@ def test_ids_are_mapped_once_and_their_rows_asked_of_every_slice(tmp_path):
     spec = ModelSpec(**{**dict(spec), "tables": tables})
     whole = ModelSpec(**{**dict(spec), "tables": [TableSpec(**{**dict(one), "column_dims": ()}) for one in tables]})
     found = []
-    for number, one in enumerate((spec, whole)):
+    for number, given in enumerate((spec, whole)):
         # Stored exactly, so that slices make no difference but where they are.
-        exact = [TableSpec(**{**dict(table), "dtype": "fp32"}) for table in one.tables]
-        one = ModelSpec(**{**dict(one), "tables": exact})
+        exact = [TableSpec(**{**dict(table), "dtype": "fp32"}) for table in given.tables]
+        one = ModelSpec(**{**dict(given), "tables": exact})
         path, _ = write_snapshot(tmp_path / str(number), one, vocabularies={"film": np.arange(100) * 7})
         snapshot = Snapshot.open(path)
         schema = FeatureSchema.of(one)
