@@ -168,10 +168,10 @@ def test_ids_are_mapped_once_and_their_rows_asked_of_every_slice(tmp_path):
     spec = ModelSpec(**{**dict(spec), "tables": tables})
     whole = ModelSpec(**{**dict(spec), "tables": [TableSpec(**{**dict(one), "column_dims": ()}) for one in tables]})
     found = []
-    for number, given in enumerate((spec, whole)):
+    for number, as_given in enumerate((spec, whole)):
         # Stored exactly, so that slices make no difference but where they are.
-        exact = [TableSpec(**{**dict(table), "dtype": "fp32"}) for table in given.tables]
-        one = ModelSpec(**{**dict(given), "tables": exact})
+        exact = [TableSpec(**{**dict(table), "dtype": "fp32"}) for table in as_given.tables]
+        one = ModelSpec(**{**dict(as_given), "tables": exact})
         path, _ = write_snapshot(tmp_path / str(number), one, vocabularies={"film": np.arange(100) * 7})
         snapshot = Snapshot.open(path)
         schema = FeatureSchema.of(one)
