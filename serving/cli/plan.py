@@ -17,7 +17,9 @@ from serving.cli.snapshots import read_description
 if TYPE_CHECKING:
     from loader.snapshot.manifest import ModelSpec, RowDtype
     from serving.cli.capacity import CapacityPlan, LookupProfile
+    from serving.cli.network import NetworkOptions
     from shard_node.planning.cost_model import CardSystem
+    from shard_node.planning.hotness import Head
 
 MANIFEST_NAME = "manifest.json"
 MAX_TABLES = 8
@@ -64,6 +66,11 @@ SYSTEM_NAMES = ("a100", "h100", "h200", "gb200")
 @opts.option(
     "--zipf S", "Row r is looked up in proportion to r^-S. Default: as published, else 0.", opts.FiniteRange(0, 8)
 )
+@opts.option(
+    "--head ROWS:SHARE",
+    "Only the first ROWS of a table follow --zipf, for that share of the lookups; the others go to all rows alike.",
+)
+@opts.network_options
 @opts.option("--dtype", "Of stored rows. Default: the model's; published models have int8.", click.Choice(DTYPES))
 @opts.option("--hbm-gb-per-s GB", "What a copy within a card reaches.", opts.FiniteRange(1))
 @opts.option("--nvlink-gb-per-s GB", "Line rate between cards, one direction.", opts.FiniteRange(1))
@@ -89,6 +96,8 @@ def plan(**options: Any) -> None:
     profile = profile.with_hotness(spec, {name: _number(name, text) for name, text in options["hotness"]})
     if options["zipf"] is not None:
         profile = replace(profile, zipf=options["zipf"], counts={})
+    if options["head"] is not None:
+        profile = replace(profile, head=_head(options["head"]))
     buckets = min(NUM_BUCKETS[table.bucketing] for table in spec.tables)
     if options["shards"] > buckets and options["sharding"] != "table":
         raise click.UsageError(f"--shards: rows are divided by {buckets} buckets, so into as many shards at most.")
@@ -101,6 +110,7 @@ def plan(**options: Any) -> None:
         card_memory_gb=options["card_memory_gb"] or system.card_memory_gb,
         peer_access=not options["no_peer_access"],
         candidates=options["batch"],
+        network=_network(options) if options["shards"] > 1 else None,
     )
     found = CapacityPlan.make(spec, profile, node)
     if options["as_json"]:
@@ -114,6 +124,27 @@ def _number(name: str, text: str) -> float:
         return float(text)
     except ValueError:
         raise click.UsageError(f"--hotness {name}={text}: {text!r} is not a number.") from None
+
+
+def _head(text: str) -> Head:
+    from shard_node.planning.hotness import Head
+
+    rows, _, share = text.partition(":")
+    try:
+        found = Head(int(rows), float(share))
+    except ValueError:
+        found = Head(0, 0.0)
+    if not (1 <= found.rows < 2**48 and 0 <= found.share <= 1):
+        raise click.UsageError(f"--head {text}: {text!r} is not ROWS:SHARE, such as 5000:0.85.")
+    return found
+
+
+def _network(options: Options) -> NetworkOptions:
+    from serving.cli.network import NetworkOptions
+    from shard_node.planning.network_cost import Network
+
+    network = Network(gb_per_s=options["network_gb_per_s"], latency_us=options["network_us"])
+    return config_of(NetworkOptions, options, network=network)
 
 
 def _system(options: Options) -> CardSystem:
@@ -180,6 +211,8 @@ def _stored_as(spec: ModelSpec, dtype: RowDtype) -> ModelSpec:
 
 def print_plan(plan: CapacityPlan) -> None:
     """Print all but the smaller tables."""
+    from serving.cli.network import print_network
+
     _print_head(plan)
     by_free = sorted(plan.cards, key=lambda one: one.free_bytes)
     ends = {" (fullest)": by_free[0], " (emptiest)": by_free[-1]} if len(by_free) > 1 else {"": by_free[0]}
@@ -201,6 +234,8 @@ def print_plan(plan: CapacityPlan) -> None:
     print_table("Ways to a row", ("tier", "#rows", "#bytes", "#lookups", "#bytes a batch"), tiers)
     _print_tables(plan)
     _print_time(plan)
+    if plan.network is not None and plan.options.network is not None:
+        print_network(plan.network, plan.options.shards, plan.options.network.network)
     needed = f"every row on cards needs {human_bytes(plan.all_on_cards_bytes)} of each"
     if plan.fits_on_cards:
         click.echo(f"fits: every row is on cards ({needed})")

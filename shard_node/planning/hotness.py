@@ -32,6 +32,7 @@ _KEY_OF_ONE = int(np.float32(1).view(np.uint32)) >> _DROPPED_BITS
 _NUM_KEYS = (int(np.float32(2**32).view(np.uint32)) >> _DROPPED_BITS) - _KEY_OF_ONE + 2
 # Rank ranges of a power law: this many for each doubling of the rank, ranks below the first apart.
 _EDGES_PER_DOUBLING = 8
+_HEAD_EDGES_PER_DOUBLING = 64
 _EXACT_RANKS = 1 << 12
 
 
@@ -108,7 +109,9 @@ class RankedRows(RowHotness):
     def __init__(self, table: TableSpec, lookups_per_sample: float, zipf: float, head: Head | None = None) -> None:
         self.table = table
         first = table.num_embeddings if head is None else min(head.rows, table.num_embeddings)
-        self._edges = _rank_edges(first if zipf else 1)
+        # The levels of a head are few, and how many of its rows are worth having is what is asked of it.
+        per_doubling = _EDGES_PER_DOUBLING if head is None else _HEAD_EDGES_PER_DOUBLING
+        self._edges = _rank_edges(first if zipf else 1, per_doubling)
         self._edges[-1] = first
         mass = np.diff(power_law_sums(self._edges, zipf))
         mass /= mass.sum()
@@ -295,10 +298,10 @@ def power_law_sums(ranks: Int64Array, exponent: float) -> Float64Array:
     return sums
 
 
-def _rank_edges(num_rows: int) -> Int64Array:
-    """0, 1, 2, ... and then eight for each doubling, up to num_rows: int64, ascending, none twice."""
-    doublings = int(num_rows).bit_length() * _EDGES_PER_DOUBLING
-    edges = np.ceil(2.0 ** (np.arange(doublings + 1) / _EDGES_PER_DOUBLING)).astype(np.int64)
+def _rank_edges(num_rows: int, per_doubling: int) -> Int64Array:
+    """0, 1, 2, ... and then so many for each doubling, up to num_rows: int64, ascending, none twice."""
+    doublings = int(num_rows).bit_length() * per_doubling
+    edges = np.ceil(2.0 ** (np.arange(doublings + 1) / per_doubling)).astype(np.int64)
     unique: Int64Array = np.unique(np.concatenate([[0], np.minimum(edges, num_rows), [num_rows]]))
     return unique
 

@@ -142,7 +142,6 @@ class HotRows:
         rows, each = np.concatenate(levels).astype(np.float64), np.concatenate([one.lookups for one in hotness])
         order = np.argsort(-each / row_bytes[table], kind="stable")
         total = float(rows @ each)
-        taken = np.zeros_like(rows)
         # Of each level, in order: what is left of every bound once those before it are in.
         bounds = ((num_rows, 1.0 * rows), (size_bytes, rows * row_bytes[table]), (hit_rate * total, rows * each))
         shares = np.ones_like(rows)
@@ -309,7 +308,7 @@ class NetworkBytes:
 
 
 class AskedShards(NamedTuple):
-    """What shards are asked in the mean, float64 [tables, shards]: values, bags with any, the chance of any such bag."""
+    """Asked of shards, in the mean, float64 [tables, shards]: values, bags with any, the chance of such a bag."""
 
     values: Float64Array
     hit: Float64Array
