@@ -59,12 +59,14 @@ class Plan:
 
     @classmethod
     def of_file(
-        cls, spec: ModelSpec, file: PlanFile, num_shards: int, cards_per_shard: int, sharding: Sharding = "hash"
+        cls, spec: ModelSpec, file: PlanFile, num_shards: int, cards_per_shard: int | None, sharding: Sharding = "hash"
     ) -> Plan:
         """Take a plan from a file, for a fleet of so many shards and cards that would else be divided by `sharding`.
 
-        Raises PlanError: the file is of another model, other tables, or another number of shards or cards.
+        `cards_per_shard` is None for a router, which need not know it. Raises PlanError: the file is of another model,
+        other tables, or another number of shards or cards.
         """
+        cards_per_shard = cards_per_shard or file.cards_per_shard
         if cards_per_shard != file.cards_per_shard:
             raise PlanError(f"plan: cards_per_shard is {file.cards_per_shard}, allowed here is {cards_per_shard}")
         return cls._of_file(spec, file, num_shards, cards_per_shard, sharding)
@@ -89,22 +91,23 @@ class Plan:
         snapshot: Snapshot,
         num_shards: int,
         sharding: Sharding = "hash",
-        cards_per_shard: int = 1,
+        cards_per_shard: int | None = None,
         replicate_bytes: int = DEFAULT_REPLICATE_BYTES,
         file: PlanFile | None = None,
     ) -> Plan:
-        """Plan a version: by the plan file that is given, else by the one in the snapshot, else as `make`.
+        """Plan a version: by the file that is given, if it is of this model, else by the snapshot's, else as `make`.
 
         The snapshot's own is taken if it is for so many shards. If it is for another number of cards, a shard divides
-        what is its own over the cards it has: routers, which do not know them, agree all the same.
+        what is its own over the cards it has: routers, which do not know them (None), agree all the same.
 
         Raises:
             PlanError: as `of_file` and `make`.
             SnapshotCorruptError: the snapshot's plan can't be read.
         """
         spec = snapshot.spec
-        if file is not None:
+        if file is not None and file.model == spec.model:
             return cls.of_file(spec, file, num_shards, cards_per_shard, sharding)
+        cards_per_shard = cards_per_shard or 1
         text = snapshot.plan_text()
         carried = None if text is None else PlanFile.parse(f"{snapshot.path}: plan", text)
         if carried is not None and carried.num_shards == num_shards:

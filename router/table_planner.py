@@ -10,7 +10,7 @@ The costs steer; which plan is taken is decided by `PlannedTimes`, the engine's 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ from shard_node.planning.balance import Int16Array, Owners, deal
 from shard_node.planning.card_plan import PLACE_BYTES, CardBudget
 from shard_node.planning.cost_model import BYTES_PER_US, INDEX_BYTES, SECTOR_BYTES, BagLoad, CardSystem, sector_bytes
 from shard_node.planning.hotness import Float64Array, Hotness, RowHotness
-from shard_node.planning.network_cost import HotRows, Network, shards_hit
+from shard_node.planning.network_cost import BatchBags, HotRows, Network, shards_hit
 
 SUM_ITEM_BYTES = 2
 """Of one element of a sum between shard and router: float16, the default where golden scores allow it."""
@@ -62,43 +62,67 @@ class PlannedFleet(NamedTuple):
     replicate_bytes: int
 
 
+class TableLookups(NamedTuple):
+    """What a batch asks of one table.
+
+    Attributes:
+        load: ids and bags.
+        lengths: ids of a bag, and how many bags have as many.
+    """
+
+    load: BagLoad
+    lengths: tuple[tuple[float, float], ...]
+
+    def less(self, hit_rate: float) -> TableLookups:
+        """Return what is left without the lookups that hot rows at the router answer."""
+        load = self.load._replace(values=self.load.values * (1 - hit_rate))
+        return TableLookups(load, tuple((length * (1 - hit_rate), bags) for length, bags in self.lengths))
+
+    def bags_hit(self, shards: int) -> float:
+        """Return how many bags shards are asked for, all together, if so many share the rows."""
+        return sum(
+            bags * (shards_hit(shards, length) if shards > 1 else min(1.0, length)) for length, bags in self.lengths
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Workload:
     """What is looked up.
 
     Attributes:
-        loads: by table of the model, what a batch asks of it.
+        lookups: by table of the model, what a batch asks of it.
         hotness: how often its rows are looked up, by table of the model.
-        near_bytes: of the router's own copies of the hottest rows, as stored; those draw no load on shards.
+        near: tells which rows the router has itself; None for none. They draw no load on shards.
     """
 
-    loads: Mapping[str, BagLoad]
+    lookups: Mapping[str, TableLookups]
     hotness: Hotness
-    near_bytes: int = 0
+    near: Callable[[TableLayout, Sequence[RowHotness]], HotRows | None] = lambda layout, rows: None
 
-    def of_stored(self, spec: ModelSpec, layout: TableLayout) -> tuple[list[BagLoad], tuple[RowHotness, ...]]:
-        """Return loads and hotness in layout order: slices of a table are looked up like it."""
+    def of_stored(
+        self, spec: ModelSpec, layout: TableLayout
+    ) -> tuple[list[BagLoad], BatchBags, tuple[RowHotness, ...]]:
+        """Return loads, bags and hotness in layout order: slices of a table are looked up like it."""
         table_of = {stored.name: table.name for table in spec.tables for stored in table.slices}
-        counts, lookups = self.hotness.counts, self.hotness.lookups_per_sample
+        counts, per_sample = self.hotness.counts, self.hotness.lookups_per_sample
         hotness = replace(
             self.hotness,
             counts={stored: counts[name] for stored, name in table_of.items() if name in counts},
-            lookups_per_sample={stored: lookups[name] for stored, name in table_of.items() if name in lookups},
+            lookups_per_sample={stored: per_sample[name] for stored, name in table_of.items() if name in per_sample},
         )
-        return [self.loads[table_of[table.name]] for table in layout.tables], hotness.of(layout)
+        lookups = [self.lookups[table_of[table.name]] for table in layout.tables]
+        flat = [(number, *one) for number, asked in enumerate(lookups) for one in asked.lengths or ((0.0, 0.0),)]
+        table, lengths, bags = (np.array(column) for column in zip(*flat, strict=True))
+        return [one.load for one in lookups], BatchBags(len(lookups), table, lengths, bags), hotness.of(layout)
 
-    def near(self, layout: TableLayout, rows: Sequence[RowHotness]) -> HotRows | None:
-        """Return which rows are at the router; None if it has room for none."""
-        return HotRows.choose(layout, rows, size_bytes=self.near_bytes) if self.near_bytes else None
-
-    def without_near(self, spec: ModelSpec) -> Mapping[str, BagLoad]:
-        """Return what shards are asked of each table of the model; bags that are empty then are left out later."""
+    def at_shards(self, spec: ModelSpec) -> Mapping[str, TableLookups]:
+        """Return what shards are asked of each table of the model."""
         layout = TableLayout.of(spec)
         near = self.near(layout, self.hotness.of(layout))
         if near is None:
-            return self.loads
-        left = {table.name: 1 - hit for table, hit in zip(layout.tables, near.hit_rates.tolist(), strict=True)}
-        return {name: load._replace(values=load.values * left[name]) for name, load in self.loads.items()}
+            return self.lookups
+        hits = {table.name: hit for table, hit in zip(layout.tables, near.hit_rates.tolist(), strict=True)}
+        return {name: one.less(hits[name]) for name, one in self.lookups.items()}
 
 
 class Option(NamedTuple):
@@ -157,14 +181,13 @@ class _Costs:
         row = RowFormat.of(table.dtype, dim)
         return self.id_us + (sector_bytes(row) + SECTOR_BYTES) * self.memory_byte_us
 
-    def option(self, kind: ShardingType, table: TableSpec, load: BagLoad, slices: int, spread: int) -> Option:
+    def option(self, kind: ShardingType, table: TableSpec, asked: TableLookups, slices: int, spread: int) -> Option:
         """Reckon one way: `slices` of the columns, the rows of each over `spread` shards, or copied to all."""
         dim, is_copy = table.embedding_dim // slices, kind == "data_parallel"
-        length = load.values / load.bags if load.bags else 0.0
-        # How many shards have an id of a bag; copies take turns.
-        hit = load.bags * (min(1.0, length) if is_copy or spread == 1 else shards_hit(spread, length))
-        sent = INDEX_BYTES * (load.values + hit) + SUM_ITEM_BYTES * dim * hit
-        load_us = (load.values * self.lookup_us(table, dim) + hit * self.id_us) / spread
+        # Copies take turns.
+        values, hit = asked.load.values, asked.bags_hit(1 if is_copy else spread)
+        sent = INDEX_BYTES * (values + hit) + SUM_ITEM_BYTES * dim * hit
+        load_us = (values * self.lookup_us(table, dim) + hit * self.id_us) / spread
         size = table.num_embeddings * (RowFormat.of(table.dtype, dim).stride + PLACE_BYTES)
         return Option(
             kind,
@@ -175,20 +198,20 @@ class _Costs:
             slices * (spread * load_us / self.fleet.shards + sent * self.network_byte_us),
         )
 
-    def options(self, table: TableSpec, load: BagLoad) -> list[Option]:
+    def options(self, table: TableSpec, asked: TableLookups) -> list[Option]:
         """Return the ways to divide a table, the cheapest first; among equals the one that takes fewest bytes."""
         shards = self.fleet.shards
-        whole = self.option("table_wise", table, load, 1, 1)
+        whole = self.option("table_wise", table, asked, 1, 1)
         if shards == 1:
             return [whole]
-        replicated = self.option("data_parallel", table, load, 1, shards)
+        replicated = self.option("data_parallel", table, asked, 1, shards)
         if replicated.size_bytes <= self.fleet.replicate_bytes:
             return [replicated]
-        found = [whole, replicated, self.option("row_wise", table, load, 1, shards)]
+        found = [whole, replicated, self.option("row_wise", table, asked, 1, shards)]
         for slices in _slice_counts(table, shards):
-            found.append(self.option("column_wise", table, load, slices, 1))
+            found.append(self.option("column_wise", table, asked, slices, 1))
             if shards % slices == 0 and shards > slices:
-                found.append(self.option("grid_shard", table, load, slices, shards // slices))
+                found.append(self.option("grid_shard", table, asked, slices, shards // slices))
         return sorted(found, key=lambda one: (one.cost_us, one.size_bytes * one.slices * one.spread))
 
 
@@ -237,9 +260,9 @@ class TablePlanner:
         self._spec = with_columns(spec, {})
         self._fleet = fleet
         self._workload = workload
-        loads = workload.without_near(self._spec)
+        lookups = workload.at_shards(self._spec)
         self._costs = _Costs.of(fleet)
-        self._options = [self._costs.options(table, loads[table.name]) for table in spec.tables]
+        self._options = [self._costs.options(table, lookups[table.name]) for table in spec.tables]
         budget = fleet.budget
         self._shard_bytes = int(sum(budget.card_bytes) * (1 - HOT_SHARE)) + budget.pinned_bytes
         # The costliest first, in time or in bytes: what is large has the least choice.
@@ -381,7 +404,7 @@ class _Dealing:
         self._counted = counted
         self._shard_bytes = shard_bytes
         self._layout = layout = TableLayout.of(spec)
-        self._asked, self._rows = workload.of_stored(spec, layout)
+        self._asked, _, self._rows = workload.of_stored(spec, layout)
         near = workload.near(layout, self._rows)
         self._missed = [None] * len(layout.tables) if near is None else near.missed
         self._sizes = [RowBuckets.of(piece.table).rows_per_bucket() * _row_bytes(piece.table) for piece in pieces]

@@ -5,7 +5,7 @@ The ways are compared by the engine's own placement on every shard, and the netw
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, Self
@@ -18,16 +18,19 @@ from router.errors import PlanError
 from router.plan import Plan
 from router.plan_file import PlanFile, ShardingType
 from router.table_planner import SUM_ITEM_BYTES, UNBOUNDED, PlannedFleet, TablePlanner, Workload
+from serving.cli.output import human_bytes, print_table
 from shard_node.bags import Int64Array, TableLayout
+from shard_node.cuda.kernel_params import RowFormat
 from shard_node.errors import MemoryBudgetError
 from shard_node.planning.card_plan import CARD, HOST, HOT, CardPlan
 from shard_node.planning.cost_model import BagLoad, Traffic, batch_time, tier_shares
 from shard_node.planning.hotness import Float64Array, Hotness, RowHotness
-from shard_node.planning.network_cost import AskedShards, BatchBags, NetworkBytes, NetworkTime, SentLookups, WireForm
+from shard_node.planning.network_cost import AskedShards, NetworkBytes, NetworkTime, SentLookups, WireForm
 
 Way = Literal["per table", "all row_wise", "all table_wise"]
 PURE: dict[Way, ShardingType] = {"all row_wise": "row_wise", "all table_wise": "table_wise"}
 KERNELS = ("hot", "card", "pinned")
+MAX_LINES = 16
 
 
 class ShardTime(Frozen):
@@ -82,6 +85,7 @@ class TablePlacement(Frozen):
 
     Attributes:
         compute_kernel: the tiers that its rows are in, the hottest first.
+        size_bytes: of one copy of its rows on cards.
     """
 
     table: str
@@ -89,6 +93,7 @@ class TablePlacement(Frozen):
     compute_kernel: str
     column_dims: tuple[int, ...]
     ranks: tuple[tuple[int, ...], ...]
+    size_bytes: int
 
 
 class RankUse(Frozen):
@@ -137,6 +142,53 @@ def _candidates(planner: TablePlanner) -> Iterator[tuple[Way, PlanFile]]:
         yield way, planner.pure(kind)
 
 
+def print_division(plan: FleetPlan) -> None:
+    """Print the ways side by side, then the tables of the plan, those alike in one line, and the fullest ranks."""
+    ways = []
+    for one in plan.ways:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(one.kinds.items(), key=lambda each: -each[1]))
+        fits = "" if not one.left_over_bytes else human_bytes(one.left_over_bytes)
+        times = ("", "", "does not fit")
+        if not fits:
+            times = (f"{one.slowest.cards_us:.1f}", f"{one.network.alone_us:.1f}", f"{one.total_us:.1f}")
+        ways.append((one.way, kinds, human_bytes(max(each.card_bytes for each in one.shards)), fits, *times))
+    columns = ("tables", "kinds", "#fullest card", "#left over", "#slowest shard us", "#network us", "#together us")
+    print_table("Ways to divide tables", columns, ways)
+    print_table(*_param_lines(plan))
+    by_size = sorted(plan.ranks, key=lambda one: -one.size_bytes)
+    by_lookups = sorted(plan.ranks, key=lambda one: -one.lookup_share)
+    ends = {"fullest": by_size[0], "emptiest": by_size[-1], "most lookups": by_lookups[0], "fewest": by_lookups[-1]}
+    print_table(
+        f"Ranks, of {len(plan.ranks)}",
+        ("", "#rank", "#rows and places", "#lookups"),
+        [(what, one.rank, human_bytes(one.size_bytes), f"{one.lookup_share:.2%}") for what, one in ends.items()],
+    )
+
+
+def _param_lines(plan: FleetPlan) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]]:
+    """Return title, columns and lines of the plan, the largest tables first, those alike in one line."""
+    lines: dict[tuple[str, ...], list[TablePlacement]] = defaultdict(list)
+    for one in sorted(plan.tables, key=lambda each: -each.size_bytes):
+        kind = one.sharding_type + (f" {'+'.join(map(str, one.column_dims))}" if one.column_dims else "")
+        is_copy = one.sharding_type == "data_parallel"
+        ranks = "one card of each shard" if is_copy else "; ".join(map(_told, one.ranks))
+        lines[kind, one.compute_kernel, ranks].append(one)
+    rows = list[tuple[str, ...]]()
+    for (kind, kernel, ranks), alike in list(lines.items())[:MAX_LINES]:
+        name = alike[0].table + (f" and {len(alike) - 1} more" if len(alike) > 1 else "")
+        rows.append((name, kind, kernel, ranks, human_bytes(sum(one.size_bytes for one in alike))))
+    title = f"Plan {plan.digest[:12]}" + (f", {MAX_LINES} of {len(lines)} lines" if len(lines) > MAX_LINES else "")
+    return title, ("param", "sharding type", "compute kernel", "ranks", "#bytes"), rows
+
+
+def _told(ranks: tuple[int, ...]) -> str:
+    """Write `3`, `0..7` or `0, 8, 16, ... (32)`."""
+    if len(ranks) > 2 and ranks == tuple(range(ranks[0], ranks[-1] + 1)):
+        return f"{ranks[0]}..{ranks[-1]}"
+    shown = ", ".join(map(str, ranks[:4]))
+    return shown if len(ranks) <= 4 else f"{shown}, ... ({len(ranks)})"
+
+
 @dataclass(frozen=True)
 class _Known(Hotness):
     """Hotness that was worked out already: counts are read once for all shards."""
@@ -155,14 +207,13 @@ class _Timing:
         self._fleet = fleet
         self._spec = file.sliced(spec)
         self._plan = plan = Plan.of_file(self._spec, file, fleet.shards, fleet.cards)
-        self._loads, rows = workload.of_stored(self._spec, plan.layout)
+        self._loads, batch, rows = workload.of_stored(self._spec, plan.layout)
         near = workload.near(plan.layout, rows)
         self._missed = None if near is None else near.missed
         # Counted once for all shards, which takes longer than all else.
         by_rank = [self._rows_by_rank(number, one) for number, one in enumerate(rows)]
         by_shard = [one.reshape(len(one), fleet.shards, fleet.cards).sum(axis=2) for one in by_rank]
         sent = SentLookups.of(rows, plan.shard_of_bucket, by_shard, near)
-        batch = BatchBags.of(self._loads)
         self._asked = AskedShards.of(batch, sent)
         network = NetworkBytes.of(plan.layout, batch, sent, WireForm(SUM_ITEM_BYTES, stored=False))
         self._network = NetworkTime.of(float(network.out.sum()), float(network.back.sum()), fleet.network)
@@ -193,6 +244,9 @@ class _Timing:
                     compute_kernel="+".join(KERNELS[tier] for tier in (HOT, CARD, HOST) if here[tier]),
                     column_dims=table.column_dims,
                     ranks=tuple(one.ranks for one in table.slices),
+                    size_bytes=sum(
+                        one.num_embeddings * RowFormat.of(one.dtype, one.embedding_dim).stride for one in spec.slices
+                    ),
                 )
             )
         return tuple(found)

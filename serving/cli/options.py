@@ -226,6 +226,13 @@ network_options = together(
     numbers("--compare-hit-rates H,...", "Print for each whether to replicate or to shard.", 0, 1, "0,0.5,0.85,0.99"),
     numbers("--compare-hot-rows N,...", "The same, for so many of the hottest rows at the router.", 0, 2**48),
 )  # fmt: skip
+plan_option = option(
+    "--plan",
+    "A plan file of `shardrank plan --out`, in place of --sharding. Default: the one in the snapshot, if it is for as "
+    "many shards.",
+    EXISTING_FILE,
+    name="plan_file",
+)
 _REPLICATE = "Tables of at most this many bytes are held whole by every shard."
 replicate_option = count("--replicate-bytes", _REPLICATE, 0, default=DEFAULT_REPLICATE_BYTES)
 memory_budget_option = gigabytes(

@@ -75,19 +75,27 @@ SYSTEM_NAMES = ("a100", "h100", "h200", "gb200")
 @opts.option("--hbm-gb-per-s GB", "What a copy within a card reaches.", opts.FiniteRange(1))
 @opts.option("--nvlink-gb-per-s GB", "Line rate between cards, one direction.", opts.FiniteRange(1))
 @opts.option("--host-gb-per-s GB", "Line rate from host to card, one direction.", opts.FiniteRange(1))
+@opts.switch("--compare", "Choose for each table how it is divided, and compare with dividing all tables alike.")
+@opts.option("--out", "Choose for each table, and write the plan to FILE, for `--plan`.", opts.WRITABLE_FILE)
 @opts.json_flag("the plan")
-def plan(**options: Any) -> None:
+def plan(compare: bool, out: Path | None, **options: Any) -> None:
     """Reckon what a model takes on a node of cards.
 
     Prints bytes by card and tier, how tables are split, what does not fit, and the least time that a batch's lookups
     take: the engine's own placement, and bandwidths of docs/nvlink.md. Nothing is measured, and no card is needed.
     Exit code 1 if the model can't be served so at all.
 
+    How tables are divided over shards is --sharding's to say, or with --compare or --out chosen for each table: whole
+    on a shard, by rows, by columns, by both, or copied to every shard, by the time of the slowest shard and of the
+    network, and by how often rows are looked up. docs/plan.md is about it.
+
     Examples:
       shardrank plan --model dlrm-v2 --cards 8 --card-memory-gb 80
       shardrank plan --model shop.json --cards 2 --hotness history=50 --zipf 1.05
       shardrank plan --model models/shop/3 --system gb200 --versions 2 --json
       shardrank plan --model textbook --dtype fp32 --shards 16 --cards 1 --batch 65536
+      shardrank plan --model merlin-jumbo --shards 4 --cards 8 --compare
+      shardrank plan --model models/shop/3 --shards 2 --cards 4 --out plan.json
     """
     from loader.snapshot.manifest import NUM_BUCKETS
     from serving.cli.capacity import CapacityOptions, CapacityPlan
@@ -112,7 +120,12 @@ def plan(**options: Any) -> None:
         candidates=options["batch"],
         network=_network(options) if options["shards"] > 1 else None,
     )
-    found = CapacityPlan.make(spec, profile, node)
+    if compare or out is not None:
+        found, file = CapacityPlan.per_table(spec, profile, node)
+        if out is not None:
+            out.write_text(file.to_json(), encoding="utf-8")
+    else:
+        found = CapacityPlan.make(spec, profile, node)
     if options["as_json"]:
         print_json(found)
     else:
@@ -211,9 +224,12 @@ def _stored_as(spec: ModelSpec, dtype: RowDtype) -> ModelSpec:
 
 def print_plan(plan: CapacityPlan) -> None:
     """Print all but the smaller tables."""
+    from serving.cli.division import print_division
     from serving.cli.network import print_network
 
     _print_head(plan)
+    if plan.division is not None:
+        print_division(plan.division)
     by_free = sorted(plan.cards, key=lambda one: one.free_bytes)
     ends = {" (fullest)": by_free[0], " (emptiest)": by_free[-1]} if len(by_free) > 1 else {"": by_free[0]}
     cards = [
