@@ -14,6 +14,7 @@ from typing import Any
 
 from loader.registry.fleet import FleetRegistry, NodeRecord, PublishedVersion, VersionReport, WantedModel
 from loader.registry.opening import open_registry
+from loader.snapshot.reader import Snapshot
 from router.plan import Plan
 from shard_node.agent.agent import Agent, AgentConfig
 from shard_node.agent.node_agent import NodeActions, NodeConfig
