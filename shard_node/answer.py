@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shard_node.bags import Float32Array, Group, Int64Array, KeyedBags, TableLayout, travel_as_stored
+from shard_node.bags import Float32Array, Group, Int64Array, KeyedBags, TableLayout
 from shard_node.engine.kernels import as_tensor, pool_rows
 from shard_node.errors import RemoteError
 from shard_node.split import Part, Sums, add
@@ -87,6 +87,16 @@ class Answer:
 def _check_shape(what: str, group: int, array: npt.NDArray[Any], shape: tuple[int, int]) -> None:
     if array.shape != shape:
         raise RemoteError(f"the answer's {what} of group {group} are {list(array.shape)}, not {list(shape)}")
+
+
+def travel_as_stored(group: Group, values_per_key: Int64Array, bags_per_key: Int64Array) -> npt.NDArray[np.bool_]:
+    """Tell of each key, a table of the group, whether its rows travel as they are stored: bool [S].
+
+    They do where that takes no more bytes than float16 sums, and where there is no more than one value for each bag.
+    """
+    most = max(group.row_bytes, 2 * group.embedding_dim)
+    is_stored: npt.NDArray[np.bool_] = values_per_key * group.row_bytes <= bags_per_key * most
+    return is_stored
 
 
 def group_keys(layout: TableLayout, bags: KeyedBags) -> Iterator[tuple[Group, int, int]]:

@@ -243,16 +243,6 @@ class Group:
         return codec_for(self.dtype, self.embedding_dim).row_bytes
 
 
-def travel_as_stored(group: Group, values_per_key: Int64Array, bags_per_key: Int64Array) -> npt.NDArray[np.bool_]:
-    """Tell of each key, a table of the group, whether its rows travel as they are stored: bool [S].
-
-    They do where that takes no more bytes than float16 sums, and where there is no more than one value for each bag.
-    """
-    most = max(group.row_bytes, 2 * group.embedding_dim)
-    is_stored: npt.NDArray[np.bool_] = values_per_key * group.row_bytes <= bags_per_key * most
-    return is_stored
-
-
 @dataclass(frozen=True)
 class TableLayout:
     """All stored tables of a model in layout order, and their groups; a table's place is its number on the wire.

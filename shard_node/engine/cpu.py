@@ -10,8 +10,8 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from shard_node.answer import Answer, StoredRows, group_keys
-from shard_node.bags import Float32Array, Group, Int64Array, KeyedBags, TableLayout, travel_as_stored
+from shard_node.answer import Answer, StoredRows, group_keys, travel_as_stored
+from shard_node.bags import Float32Array, Group, Int64Array, KeyedBags, TableLayout
 from shard_node.engine.arena import NOT_HERE, Arena, Placement
 from shard_node.engine.base import CardsUse, LookupCount, MemoryUse, Tier
 from shard_node.generation import RowLock

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from pydantic import Field
 
 from loader.snapshot.manifest import Frozen
-from shard_node.bags import Group, Int64Array, TableLayout, travel_as_stored
+from shard_node.bags import Int64Array, TableLayout
 from shard_node.planning.cost_model import BYTES_PER_US, BagLoad
 from shard_node.planning.hotness import Float64Array, RowHotness
 from shard_node.wire.frame import HEADER
@@ -151,7 +151,7 @@ class HotRows:
             shares[order] = np.minimum(
                 shares[order], np.divide(left, ordered, out=np.ones_like(left), where=ordered > left).clip(0, 1)
             )
-        taken = rows * shares if hit_rate < 1 else np.floor(rows * shares)
+        taken = rows * shares if hit_rate < 1 else np.floor(rows * shares + 1e-9)
         ends = np.cumsum([one.size for one in levels])[:-1]
         by_table = np.split(taken, ends)
         lookups = np.array([float(one @ level.lookups) for one, level in zip(by_table, hotness, strict=True)])
@@ -273,46 +273,46 @@ class NetworkBytes:
         """Reckon a batch of bags of each table, in layout order, whose ids are drawn independently of each other."""
         num_shards = sent.shares.shape[1]
         asked = AskedShards.of(batch, sent)
-        values, hit = asked.values, asked.hit
         filled, all_bags = batch.num_filled, batch.by_table(batch.bags)
-        hit_a_bag = float(hit.sum() / filled) if filled else 0.0
-        bags, is_there = hit, asked.is_there
-        if num_shards == 1 and not sent.hits.any():
-            # Rows of one owner need no split: every bag is asked for, empty ones too.
-            bags, is_there = all_bags[:, None], (all_bags > 0).astype(np.float64)[:, None]
-        elif _sends_all(values, filled, num_shards + bool(sent.hits.any())):
-            sends_all = hit.sum(axis=0) >= NEARLY_ALL * all_bags.sum()
-            bags = np.where(sends_all, all_bags[:, None], hit)
-            is_there = np.where(sends_all, 1.0, is_there)
-        num_keys, num_values, num_bags = is_there.sum(axis=0), values.sum(axis=0), bags.sum(axis=0)
+        sends_all = _chance_of_all_bags(
+            asked, all_bags, filled, num_shards, is_split=num_shards > 1 or bool(sent.hits.any())
+        )
+        answer = _answer_bytes(layout, batch, sent, form, np.zeros(num_shards))
+        answer_to_all = _answer_bytes(layout, batch, sent, form, np.ones(num_shards))
+        num_bags = (1 - sends_all) * asked.hit.sum(axis=0) + sends_all * all_bags.sum()
+        num_keys = (1 - sends_all) * asked.is_there.sum(axis=0) + sends_all * np.count_nonzero(all_bags)
+        num_values = asked.values.sum(axis=0)
         is_used = 1 - np.prod(1 - asked.is_there, axis=0)
-        item = _id_bytes(layout, num_shards, num_values)
+        ids, offsets = (_item_bytes(layout, num_shards, count) for count in (num_values, num_bags + 1))
         arrays = 5 if form.weighted else 4
         fields = BODY_BYTES + ARRAY_BYTES * arrays + POOL_FIELD_BYTES + form.model_bytes
-        out = HEADER.size + fields + -fields % 8 + MEAN_PADDING * arrays
-        stored, sums = _answer_bytes(layout, values, bags, form)
         answered = len(layout.groups) * (2 if form.stored else 1)
-        back = HEADER.size + BODY_BYTES + ARRAY_BYTES * answered
         return cls(
             values=num_values,
             bags=num_bags,
-            shards_hit=hit_a_bag,
-            ids=num_values * (item + 4 * form.weighted),
-            offsets=(num_bags + is_used) * item,
+            shards_hit=float(asked.hit.sum() / filled) if filled else 0.0,
+            ids=num_values * (ids + 4 * form.weighted),
+            offsets=(num_bags + is_used) * offsets,
             keys=num_keys * np.where(8 * num_keys > SMALL_ARRAY_BYTES, 8, 12),
-            framing_out=is_used * out,
-            stored=stored,
-            sums=sums,
-            framing_back=is_used * back,
+            framing_out=is_used * (HEADER.size + fields + -fields % 8 + MEAN_PADDING * arrays),
+            stored=(1 - sends_all) * answer.stored + sends_all * answer_to_all.stored,
+            sums=(1 - sends_all) * answer.sums + sends_all * answer_to_all.sums,
+            framing_back=is_used * (HEADER.size + BODY_BYTES + ARRAY_BYTES * answered),
         )
 
 
 class AskedShards(NamedTuple):
-    """Asked of shards, in the mean, float64 [tables, shards]: values, bags with any, the chance of such a bag."""
+    """What shards are asked in the mean.
+
+    Attributes:
+        values, hit, is_there: float64 [tables, shards]: values, bags that have one, the chance of any such bag.
+        num_values: of the whole batch, hot rows at the router included.
+    """
 
     values: Float64Array
     hit: Float64Array
     is_there: Float64Array
+    num_values: float
 
     @classmethod
     def of(cls, batch: BatchBags, sent: SentLookups) -> AskedShards:
@@ -322,7 +322,12 @@ class AskedShards(NamedTuple):
         turns = np.where(sent.takes_turns, sent.shares.shape[1], 1)[:, None]
         left = np.clip(1 - sent.shares * turns, 0, 1)
         hit = batch.bags[:, None] * (1 - left[batch.table] ** batch.lengths[:, None])
-        return cls(num_values * sent.shares, batch.by_table(hit) / turns, (1 - left**num_values) / turns)
+        return cls(
+            num_values * sent.shares,
+            batch.by_table(hit) / turns,
+            (1 - left**num_values) / turns,
+            float(num_values.sum()),
+        )
 
     def loads(self, shard: int, loads: Sequence[BagLoad]) -> tuple[BagLoad, ...]:
         """Return what one shard is asked of each table, of loads of all shards together."""
@@ -334,36 +339,79 @@ class AskedShards(NamedTuple):
         )
 
 
-def _sends_all(values: Float64Array, filled: float, num_owners: int) -> bool:
-    return num_owners <= MAX_MASKED_OWNERS and float(values.sum()) > MANY_VALUES * filled
+def _chance_of_all_bags(
+    asked: AskedShards, all_bags: Float64Array, filled: float, num_shards: int, *, is_split: bool
+) -> Float64Array:
+    """float64 [shards], the chance that a shard is sent all bags, empty ones too, rather than those with a value there.
+
+    Rows of one owner need no split. Else it is where a count that varies from batch to batch is large enough.
+    """
+    if not is_split:
+        return np.ones(num_shards)
+    owners = num_shards + bool(asked.values.sum() < asked.num_values)
+    if owners > MAX_MASKED_OWNERS or asked.num_values <= MANY_VALUES * filled:
+        return np.zeros(num_shards)
+    variance = (asked.hit - _ratio(asked.hit**2, np.broadcast_to(all_bags[:, None], asked.hit.shape))).sum(axis=0)
+    return _chance_not_negative(asked.hit.sum(axis=0) - NEARLY_ALL * all_bags.sum(), variance)
 
 
-def _id_bytes(layout: TableLayout, num_shards: int, num_values: Float64Array) -> Float64Array:
-    """float64 [shards], of a row's number and of an offset: int32 where every row of the model fits it.
+def _chance_not_negative(mean: Float64Array, variance: Float64Array) -> Float64Array:
+    """Return the chance that a sum of many parts is at least 0: of a normal distribution, to 3 digits."""
+    certain = (mean >= -1e-9 * np.abs(mean).max(initial=1.0)).astype(np.float64)
+    z = np.divide(mean, np.sqrt(np.maximum(variance, 0)), out=np.zeros_like(mean), where=variance > 1e-6)
+    z = np.clip(z, -8, 8)
+    chance: Float64Array = np.where(variance > 1e-6, (1 + np.tanh(0.7978846 * (z + 0.044715 * z**3))) / 2, certain)
+    return chance
 
-    Of one shard they are narrowed when they are sent, which short arrays are not.
+
+def _item_bytes(layout: TableLayout, num_shards: int, count: Float64Array) -> Float64Array:
+    """float64 [shards], of a row's number or an offset: int32 where every row of the model fits it.
+
+    For one shard they are narrowed when they are sent, which is not done to short arrays.
     """
     narrow = max(table.num_embeddings for table in layout.tables) <= 2**31
-    is_short = (num_values * 8 <= SMALL_ARRAY_BYTES) & (num_shards == 1)
+    is_short = (count * 8 <= SMALL_ARRAY_BYTES) & (num_shards == 1)
     return np.where(narrow & ~is_short, 4.0, 8.0)
 
 
+class _AnswerBytes(NamedTuple):
+    """float64 [shards]: rows as they are stored, and sums."""
+
+    stored: Float64Array
+    sums: Float64Array
+
+
 def _answer_bytes(
-    layout: TableLayout, values: Float64Array, bags: Float64Array, form: WireForm
-) -> tuple[Float64Array, Float64Array]:
-    """float64 [shards] each: bytes of rows that travel as they are stored, and of sums."""
-    stored, sums = np.zeros(values.shape[1]), np.zeros(values.shape[1])
-    for group in layout.groups:
-        tables = slice(group.first_table, group.end_table)
-        is_stored = _travels_as_stored(group, values[tables], bags[tables]) & form.stored
-        stored += (values[tables] * is_stored).sum(axis=0) * group.row_bytes
-        sums += (bags[tables] * ~is_stored).sum(axis=0) * group.embedding_dim * form.sum_item_bytes
-    return stored, sums
+    layout: TableLayout, batch: BatchBags, sent: SentLookups, form: WireForm, sends_all: Float64Array
+) -> _AnswerBytes:
+    """Bytes of answers about bags with a value at a shard, or, where `sends_all` is 1, about all bags.
 
-
-def _travels_as_stored(group: Group, values: Float64Array, bags: Float64Array) -> npt.NDArray[np.bool_]:
-    # Counts are whole numbers there; here they are means, of which one value a bag may be off in the last bit.
-    return travel_as_stored(group, values - 1e-9 * bags, bags)  # type: ignore[arg-type]
+    The rows of a table travel as stored if its values take no more bytes than `most` for each bag (`travel_as_stored`).
+    A bag has X values at a shard, X binomial in its length; whether all together pass is taken as normally distributed.
+    """
+    row = _of_tables(layout, [group.row_bytes for group in layout.groups])[:, None]
+    dims = _of_tables(layout, [group.embedding_dim for group in layout.groups])[:, None]
+    most = np.maximum(row, 2 * dims)
+    turns = np.where(sent.takes_turns, sent.shares.shape[1], 1)[:, None]
+    share = np.clip(sent.shares * turns, 0, 1)[batch.table]
+    lengths, bags = batch.lengths[:, None], batch.bags[:, None]
+    is_asked = np.maximum(1 - (1 - share) ** lengths, sends_all)
+    values = lengths * share
+    most_k, row_k = most[batch.table], row[batch.table]
+    mean = most_k * is_asked - row_k * values
+    variance = (
+        most_k**2 * is_asked * (1 - is_asked)
+        + row_k**2 * values * (1 - share)
+        - 2 * most_k * row_k * values * (1 - is_asked)
+    )
+    # Lengths vary from batch to batch as they do within one.
+    means = batch.by_table(bags * mean)
+    counts = np.broadcast_to(batch.by_table(batch.bags)[:, None], means.shape)
+    spread = batch.by_table(bags * (variance + mean**2)) - _ratio(means**2, counts)
+    is_stored = _chance_not_negative(means, spread) * form.stored
+    stored = (batch.by_table(bags * values) / turns * is_stored * row).sum(axis=0)
+    sums = (batch.by_table(bags * is_asked) / turns * (1 - is_stored) * dims * form.sum_item_bytes).sum(axis=0)
+    return _AnswerBytes(stored, sums)
 
 
 class Network(Frozen):
@@ -439,4 +487,4 @@ def _of_tables(layout: TableLayout, of_groups: Sequence[int]) -> Float64Array:
 
 
 def _ratio(part: Float64Array, whole: Float64Array) -> Float64Array:
-    return np.divide(part, whole, out=np.zeros_like(whole), where=whole > 0)
+    return np.divide(part, whole, out=np.zeros(whole.shape), where=whole > 0)

@@ -13,8 +13,8 @@ from hypothesis.extra import numpy as hnp
 from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec, TableSpec
 from loader.snapshot.reader import Snapshot
 from router.plan import Plan
-from shard_node.answer import FLOAT32_SUMS, Answer, Forms, add_answers, group_keys, rounded
-from shard_node.bags import KeyedBags, TableLayout, travel_as_stored
+from shard_node.answer import FLOAT32_SUMS, Answer, Forms, add_answers, group_keys, rounded, travel_as_stored
+from shard_node.bags import KeyedBags, TableLayout
 from shard_node.engine.base import Engine
 from shard_node.engine.loading import load_tables
 from shard_node.engine.reference import ReferenceEngine

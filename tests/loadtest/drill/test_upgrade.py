@@ -24,7 +24,8 @@ from loadtest.drill.upgrade import (
 )
 from loadtest.errors import LoadConfigError
 from loadtest.servers import THIS_CHECKOUT
-from shard_node.bags import TableLayout, travel_as_stored
+from shard_node.answer import travel_as_stored
+from shard_node.bags import TableLayout
 
 CONFIG = UpgradeDrillConfig(old=THIS_CHECKOUT)
 

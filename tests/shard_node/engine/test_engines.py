@@ -15,8 +15,8 @@ from loader.snapshot.reader import Snapshot
 from loader.snapshot.row_source import rows_of
 from loader.snapshot.writer import export_snapshot
 from router.plan import Plan
-from shard_node.answer import add_answers, group_keys
-from shard_node.bags import KeyedBags, TableLayout, travel_as_stored
+from shard_node.answer import add_answers, group_keys, travel_as_stored
+from shard_node.bags import KeyedBags, TableLayout
 from shard_node.engine.base import Engine
 from shard_node.engine.loading import load_tables
 from shard_node.engine.reference import ReferenceEngine
