@@ -289,7 +289,7 @@ def run_demo(config: DemoConfig, console: Console, *, once: bool, json_file: Pat
                 store,
                 seed=config.seed,
                 epochs=config.epochs,
-                bucketing="range" if config.sharding == "range" else "hash",
+                bucketing="range" if config.sharding == "range" else "mixed",
                 on_stage=on_stage,
                 progress=bars,
             )

@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
 
-from loader.snapshot.manifest import NUM_BUCKETS
 from shard_node.errors import InvalidBagsError
 
 Sharding = Literal["hash", "range", "table"]
@@ -19,17 +18,17 @@ Sharding = Literal["hash", "range", "table"]
 class Partition:
     """The rows that one node holds, by bucket.
 
-    `card_of_bucket`, int16 [tables in layout order, 256], is the card that holds a bucket, -1 for another node's.
+    `card_of_bucket`, int16 [buckets] for each table in layout order, is the card that holds a bucket, -1 for another
+    node's.
     """
 
     num_cards: int
-    card_of_bucket: npt.NDArray[np.int16]
+    card_of_bucket: tuple[npt.NDArray[np.int16], ...]
 
     def __post_init__(self) -> None:
-        if self.card_of_bucket.ndim != 2 or self.card_of_bucket.shape[1] != NUM_BUCKETS:
-            raise InvalidBagsError(f"card_of_bucket must be [tables, {NUM_BUCKETS}], got {self.card_of_bucket.shape}")
-        if self.card_of_bucket.min() < -1 or self.card_of_bucket.max() >= self.num_cards:
-            raise InvalidBagsError(f"card_of_bucket must be within -1..{self.num_cards - 1}")
+        for cards in self.card_of_bucket:
+            if cards.min() < -1 or cards.max() >= self.num_cards:
+                raise InvalidBagsError(f"card_of_bucket must be within -1..{self.num_cards - 1}")
 
 
 class Message(BaseModel):

@@ -24,7 +24,6 @@ from pydantic_core import ErrorDetails
 from loader.errors import SnapshotCorruptError, SnapshotFormatError, SnapshotPathError, cut, file_error
 
 FORMAT_VERSION = 1
-NUM_BUCKETS = 256
 MAX_NUM_EMBEDDINGS = 2**32 - 1
 MAX_EMBEDDING_DIM = 4096
 MAX_TABLES = 4096
@@ -40,7 +39,8 @@ MAX_STRING_ID_BYTES = 1024
 
 RowDtype = Literal["int8", "int4", "fp16", "fp32"]
 Pooling = Literal["sum", "mean", "none"]
-Bucketing = Literal["hash", "range"]
+Bucketing = Literal["mixed", "hash", "range"]
+NUM_BUCKETS: dict[Bucketing, int] = {"mixed": 4096, "hash": 256, "range": 256}
 UnknownId = Literal["reject", "default_row", "skip"]
 Side = Literal["context", "candidate"]
 
@@ -101,7 +101,7 @@ class TableSpec(Frozen):
     feature_names: Annotated[tuple[Name, ...], FAIL_FAST] = Field(min_length=1, max_length=MAX_FEATURES)
     pooling: Pooling = "sum"
     dtype: RowDtype = "int8"
-    bucketing: Bucketing = "hash"
+    bucketing: Bucketing = "mixed"
     id_mapping: IdMapping = IdentityMapping()
     unknown_id: UnknownId = "reject"
     default_row: int = Field(default=0, ge=0)
@@ -250,8 +250,8 @@ class Manifest(Frozen):
             expected = -(-table.num_embeddings // files.rows_per_file)
             if len(files.rows) != expected:
                 raise ValueError(f"table {table.name!r}: {len(files.rows)} row files, expected {expected}")
-            if table.bucketing == "hash" and files.rows_per_file % NUM_BUCKETS:
-                raise ValueError(f"table {table.name!r}: rows_per_file must be a multiple of {NUM_BUCKETS}")
+            if table.bucketing != "range" and files.rows_per_file % (least := NUM_BUCKETS[table.bucketing]):
+                raise ValueError(f"table {table.name!r}: rows_per_file must be a multiple of {least}")
             if files.rows_per_file & (files.rows_per_file - 1):
                 raise ValueError(f"table {table.name!r}: rows_per_file must be a power of two")
             if (table.id_mapping.kind == "vocabulary") != (files.vocabulary is not None):

@@ -27,7 +27,8 @@ from loader.errors import (
     file_error,
 )
 from loader.progress import Progress, no_progress
-from loader.snapshot.codecs import ByteArray, codec_for, row_at_position, row_positions, rows_in_file
+from loader.snapshot.buckets import RowBuckets, rows_in_file
+from loader.snapshot.codecs import ByteArray, codec_for
 from loader.snapshot.golden import GoldenRequests, check_golden_header
 from loader.snapshot.manifest import (
     MAX_DENSE_BYTES,
@@ -180,7 +181,7 @@ class Snapshot:
             file_index, local_row = divmod(row, rows_per_file)
             count = min(last_row - row, rows_per_file - local_row)
             local_rows = np.arange(local_row, local_row + count, dtype=np.int64)
-            positions = row_positions(table_spec, rows_per_file, file_index, local_rows)
+            positions = RowBuckets.of(table_spec).in_file(rows_per_file, file_index).positions(local_rows)
             rows[row - first_row : row - first_row + count] = self.rows_file(table, file_index)[positions]
             row += count
         return rows
@@ -375,7 +376,7 @@ def _check_rows(snapshot: Snapshot, table: TableSpec, files: TableFiles, progres
         for start in range(0, len(stored), block_rows):
             bad = codec.first_non_finite(stored[start : start + block_rows])
             if bad is not None:
-                row = row_at_position(table, files.rows_per_file, file_index, start + bad)
+                row = RowBuckets.of(table).in_file(files.rows_per_file, file_index).row_at(start + bad)
                 problems.append(f"{entry.path}: table {table.name!r}, row {row}: decodes to NaN or inf")
                 break
         done += len(stored)

@@ -25,15 +25,8 @@ from safetensors import SafetensorError
 
 from loader.errors import ExportError, NonFiniteRowError, SnapshotFormatError
 from loader.progress import Progress, no_progress
-from loader.snapshot.codecs import (
-    ByteArray,
-    Float32Array,
-    RowCodec,
-    codec_for,
-    default_rows_per_file,
-    row_positions,
-    rows_in_file,
-)
+from loader.snapshot.buckets import MIN_ROWS_PER_FILE, RowBuckets, default_rows_per_file
+from loader.snapshot.codecs import ByteArray, Float32Array, RowCodec, codec_for
 from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.manifest import (
     FORMAT_VERSION,
@@ -193,9 +186,10 @@ def _rows_per_file(table: TableSpec, rows_per_file: int | None) -> int:
     """Return the given rows per file, checked, or the table's default."""
     if rows_per_file is None:
         row_bytes = codec_for(table.dtype, table.embedding_dim).row_bytes
-        rows_per_file = default_rows_per_file(table.num_embeddings, row_bytes)
-    if not NUM_BUCKETS <= rows_per_file < 2**63 or rows_per_file & (rows_per_file - 1):
-        raise ExportError(f"rows_per_file: {rows_per_file} is not a power of two of at least {NUM_BUCKETS}")
+        rows_per_file = default_rows_per_file(table, row_bytes)
+    if not MIN_ROWS_PER_FILE <= rows_per_file < 2**63 or rows_per_file & (rows_per_file - 1):
+        raise ExportError(f"rows_per_file: {rows_per_file} is not a power of two of at least {MIN_ROWS_PER_FILE}")
+    rows_per_file = max(rows_per_file, NUM_BUCKETS[table.bucketing])
     if (num_files := -(-table.num_embeddings // rows_per_file)) > MAX_ROW_FILES:
         limit = f"at most {MAX_ROW_FILES} are allowed: give more rows_per_file"
         raise ExportError(f"table {table.name!r}: rows_per_file {rows_per_file} makes {num_files} files; {limit}")
@@ -244,7 +238,8 @@ def _encode_file(
     """Return all stored rows of one file, uint8 [rows, row_bytes], in bucket order."""
     codec = codec_for(table.dtype, table.embedding_dim)
     first_row = file_index * rows_per_file
-    num_rows = rows_in_file(table.num_embeddings, rows_per_file, file_index)
+    order = RowBuckets.of(table).in_file(rows_per_file, file_index)
+    num_rows = order.num_rows
     block_rows = max(1, BLOCK_BYTES // (4 * table.embedding_dim))
     stored = np.empty((num_rows, codec.row_bytes), np.uint8)
     for start in range(0, num_rows, block_rows):
@@ -258,7 +253,7 @@ def _encode_file(
                 )
             encoded = _encode_block(table, codec, block, first_row + position)
             local_rows = np.arange(position, position + len(block), dtype=np.int64)
-            stored[row_positions(table, rows_per_file, file_index, local_rows)] = encoded
+            stored[order.positions(local_rows)] = encoded
             position += len(block)
         if position != stop:
             raise ExportError(f"table {table.name!r}: the source ended at row {first_row + position}")
@@ -315,7 +310,8 @@ def export_snapshot(
         metadata: free text about the training run, kept in the manifest.
         last_delta: sequence number of the last delta whose rows are in `rows` already, kept in the manifest.
         delta_base: the version that began the stream in which `last_delta` counts; by default this one.
-        rows_per_file: of all tables, a power of two of at least 256; by default files have at most 256 MiB.
+        rows_per_file: of all tables, a power of two of at least 256; files of `mixed` tables have at least 4,096. By
+            default files have at most 256 MiB.
         clock: gives the time of creation.
         progress: told the rows written per table.
 

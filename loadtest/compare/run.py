@@ -62,7 +62,7 @@ def compared_snapshot(config: CompareConfig, load: OfferedLoad, store: Path, pro
             movielens=load.movielens,
             # What is trained on ratings must not learn those that are asked for.
             seed=load.split_seed if isinstance(workload, FilmsWorkload) else load.seed,
-            bucketing="range" if config.sharding == "range" else "hash",
+            bucketing="range" if config.sharding == "range" else "mixed",
             progress=progress,
         )
     else:
@@ -77,7 +77,7 @@ def compared_snapshot(config: CompareConfig, load: OfferedLoad, store: Path, pro
 
 def _check_same(folder: Path, found: ModelSpec, wanted: ModelSpec, workload: str) -> None:
     # Rows may lie in another order: which is right depends on the sharding.
-    found, wanted = with_bucketing(found, "hash"), with_bucketing(wanted, "hash")
+    found, wanted = with_bucketing(found, "mixed"), with_bucketing(wanted, "mixed")
     for what in ("tables", "features"):
         there, asked = getattr(found, what), getattr(wanted, what)
         if there != asked:

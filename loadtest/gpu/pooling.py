@@ -12,6 +12,7 @@ from itertools import product
 import numpy as np
 import torch
 
+from loader.snapshot.buckets import RowBuckets
 from loadtest.gpu.parts import BenchSize, Row, Work
 from loadtest.gpu.rows import (
     ROW_MULTIPLE,
@@ -121,7 +122,7 @@ def _plan(dim: int, share_on_card: float) -> CardPlan:
     stride = RowFormat.of("int8", dim).stride
     on_card = round(PLAN_ROWS * share_on_card)
     budget = CardBudget((on_card * stride + PLAN_ROWS * PLACE_BYTES,), (PLAN_ROWS - on_card) * stride)
-    partition = Partition(1, np.zeros((1, 256), np.int16))
+    partition = Partition(1, (np.zeros(RowBuckets.of(layout.tables[0]).count, np.int16),))
     return CardPlan.make(layout, partition, budget, Hotness())
 
 

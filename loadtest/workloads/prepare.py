@@ -118,7 +118,7 @@ def prepare_workload(
     movielens: Path | None = None,
     seed: int = 0,
     epochs: int | None = None,
-    bucketing: Bucketing = "hash",
+    bucketing: Bucketing = "mixed",
     progress: Progress = no_progress,
 ) -> tuple[Path, ModelSpec]:
     """Write the next version of a workload's model: `films` is trained on its ratings, any other one is random.

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from loader.snapshot.codecs import num_buckets_used
+from loader.snapshot.buckets import RowBuckets
 from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, Frozen, ModelSpec, RowDtype, TableSpec
 from router.plan import DEFAULT_REPLICATE_BYTES, Plan, table_bytes
@@ -391,10 +391,10 @@ def _fullest_shard(fleet: Plan) -> int:
     """Return the shard with the most bytes of rows, as stored."""
     sizes = np.zeros(fleet.num_shards)
     for table, owners in zip(fleet.layout.tables, fleet.shard_of_bucket, strict=True):
-        used = num_buckets_used(table)
-        held = np.bincount(np.maximum(owners[:used], 0), minlength=fleet.num_shards)
+        rows = RowBuckets.of(table).rows_per_bucket()
+        held = np.bincount(np.maximum(owners, 0), rows, minlength=fleet.num_shards)
         # What is on every shard makes none fuller than another.
-        sizes += held * (table_bytes(table) / used) * bool(owners[0] >= 0)
+        sizes += held * (table_bytes(table) / table.num_embeddings) * bool(owners[0] >= 0)
     return int(sizes.argmax())
 
 

@@ -89,8 +89,9 @@ def plan(**options: Any) -> None:
     profile = profile.with_hotness(spec, {name: _number(name, text) for name, text in options["hotness"]})
     if options["zipf"] is not None:
         profile = replace(profile, zipf=options["zipf"], counts={})
-    if options["shards"] > NUM_BUCKETS and options["sharding"] != "table":
-        raise click.UsageError(f"--shards: rows are divided by {NUM_BUCKETS} buckets, so into as many shards at most.")
+    buckets = min(NUM_BUCKETS[table.bucketing] for table in spec.tables)
+    if options["shards"] > buckets and options["sharding"] != "table":
+        raise click.UsageError(f"--shards: rows are divided by {buckets} buckets, so into as many shards at most.")
     system = _system(options)
     node = config_of(
         CapacityOptions,

@@ -34,7 +34,7 @@ MAX_DESCRIPTION_BYTES = 16 << 20
 @opts.choice("--dtype", ["int8", "int4", "fp16", "fp32"], "Number format of the rows.")
 @opts.count("--dim", "Width of every table.", 2, 512, 16)
 @opts.switch("--profile", "Also use age, occupation, zip code, and two dense inputs of a film.")
-@opts.choice("--bucketing", ["hash", "range"], "Order of the rows in their files: what the same --sharding needs.")
+@opts.choice("--bucketing", ["mixed", "hash", "range"], "Order of rows in their files: --sharding range needs range.")
 def train(
     store: Path,
     movielens: Path | None,
@@ -42,7 +42,7 @@ def train(
     epochs: int | None,
     seed: int,
     dim: int,
-    bucketing: Literal["hash", "range"],
+    bucketing: Literal["mixed", "hash", "range"],
     **described: Any,
 ) -> None:
     """Train the demo's model and write it into a store.

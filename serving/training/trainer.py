@@ -307,7 +307,7 @@ def train_version(
     seed: int,
     epochs: int | None = None,
     options: FilmsOptions | None = None,
-    bucketing: Bucketing = "hash",
+    bucketing: Bucketing = "mixed",
     on_stage: Callable[[str], None] = lambda stage: None,
     progress: Progress = no_progress,
 ) -> TrainedVersion:

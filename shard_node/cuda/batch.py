@@ -14,9 +14,8 @@ from typing import NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
-from loader.snapshot.codecs import bucket_shift
-from loader.snapshot.manifest import NUM_BUCKETS
 from shard_node.bags import Int64Array, KeyedBags, TableLayout
+from shard_node.buckets import BucketCells
 from shard_node.cuda.kernel_params import (
     MAX_LANES,
     MODES,
@@ -368,10 +367,11 @@ class RowChecks:
 
     def __init__(self, layout: TableLayout, partition: Partition) -> None:
         self.layout = layout
-        self._is_here: BoolArray = np.asarray(partition.card_of_bucket >= 0)
-        self._is_divided: BoolArray = np.asarray(~self._is_here.all(axis=1))
+        is_here = [cards >= 0 for cards in partition.card_of_bucket]
+        self._is_divided: BoolArray = np.array([not one.all() for one in is_here])
         self._any_divided = bool(self._is_divided.any())
-        self._shift = np.array([bucket_shift(one.bucketing, one.num_embeddings) for one in layout.tables], np.int64)
+        self._cells = BucketCells(layout, ~self._is_divided)
+        self._is_here: BoolArray = self._cells.spread(is_here, 0, np.bool_)
 
     def check(self, bags: KeyedBags, tables: Int64Array | None = None) -> None:
         """Check a batch, as `TableLayout.check`, and that each row is on this node.
@@ -391,13 +391,14 @@ class RowChecks:
         """Bool [n], which of a table's rows are on this node; None for all."""
         if not self._is_divided[table]:
             return None
-        here: BoolArray = self._is_here[table][(rows >> self._shift[table]) & (NUM_BUCKETS - 1)]
+        here: BoolArray = self._is_here[self._cells.of_rows(table, rows)]
         return here
 
     def _check_here(self, bags: KeyedBags, tables: Int64Array) -> None:
-        table = np.repeat(tables, bags.values_per_key())
-        here = self._is_here[table, (bags.values >> self._shift[table]) & (NUM_BUCKETS - 1)]
+        values_per_key = bags.values_per_key()
+        by_table = KeyedBags(tables.astype(np.int32), bags.bags_per_key, bags.offsets, bags.values)
+        here = self._is_here[self._cells.of(by_table, values_per_key)]
         if not here.all():
             wrong = int(here.argmin())
-            name = self.layout.tables[int(table[wrong])].name
+            name = self.layout.tables[int(np.repeat(tables, values_per_key)[wrong])].name
             raise InvalidBagsError(f"row {int(bags.values[wrong])} of table {name!r} is not on this node")

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from loader.progress import PIECE_BYTES, Progress, no_progress
-from loader.snapshot.codecs import bucket_start_in_file, codec_for, rows_at_positions, rows_in_file
-from loader.snapshot.manifest import TableFiles, TableSpec
+from loader.snapshot.buckets import FileOrder, RowBuckets, rows_in_file
+from loader.snapshot.codecs import codec_for
 from loader.snapshot.reader import Snapshot
 from shard_node.bags import Int64Array, TableLayout
 from shard_node.cuda.card_engine import CardEngine
@@ -23,7 +21,7 @@ from shard_node.cuda.cards import Cards
 from shard_node.cuda.kernel_params import CHUNK_BYTES, ByteArray, RowFormat, UInt32Array, owners_of, round_up
 from shard_node.cuda.places import PIECE_ROWS, Placer
 from shard_node.cuda.uploads import NUM_UPLOADS, Upload
-from shard_node.engine.arena_builder import layout_for, not_finite, runs_of
+from shard_node.engine.arena_builder import layout_for, not_finite
 from shard_node.engine.memory import Claim, MemoryClaim, RowMemory
 from shard_node.errors import InvalidBagsError
 from shard_node.node import DeltaPosition, LoadedTables
@@ -32,8 +30,6 @@ from shard_node.planning.card_plan import CardBudget, CardPlan
 from shard_node.planning.hotness import Hotness, ObservedCounts, RowCounts
 
 logger = logging.getLogger(__name__)
-
-Spans = list[tuple[int, int]]
 
 UPLOAD_BYTES = PIECE_BYTES
 NUMBER_BYTES = 4
@@ -255,7 +251,7 @@ class CardFill:
     def _table(self, arena: ArenaOnCards, number: int) -> None:
         table = self._plan.layout.tables[number]
         files = self._files[table.name]
-        buckets: list[int] = np.flatnonzero(self._plan.partition.card_of_bucket[number] >= 0).tolist()
+        is_here = self._plan.partition.card_of_bucket[number] >= 0
         pieces = self._placer.pieces(number, min(PIECE_ROWS, files.rows_per_file))
         places = np.empty(min(files.rows_per_file, table.num_embeddings), np.uint32)
         for index in range(len(files.rows)):
@@ -266,8 +262,8 @@ class CardFill:
                 places[placed : placed + piece.size] = piece
                 placed += piece.size
             self._send_places(arena, number, index * files.rows_per_file, places[:num_rows])
-            if buckets:
-                self._file(arena, number, index, places[:num_rows], buckets)
+            order = RowBuckets.of(table).in_file(files.rows_per_file, index)
+            self._file(arena, number, index, places[:num_rows], order, order.positions_of(is_here))
 
     def _send_places(self, arena: ArenaOnCards, number: int, first_row: int, places: UInt32Array) -> None:
         step = self._upload_bytes // NUMBER_BYTES
@@ -280,14 +276,24 @@ class CardFill:
                 upload.send(card, 0, piece.nbytes, target)
                 upload.used(card)
 
-    def _file(self, arena: ArenaOnCards, number: int, index: int, places: UInt32Array, buckets: list[int]) -> None:
+    def _file(
+        self,
+        arena: ArenaOnCards,
+        number: int,
+        index: int,
+        places: UInt32Array,
+        order: FileOrder,
+        positions: Int64Array,
+    ) -> None:
         table = self._plan.layout.tables[number]
         files = self._files[table.name]
         codec = codec_for(table.dtype, table.embedding_dim)
         source = self._snapshot.rows_file(table.name, index)
-        for spans in _pieces(_spans_of_buckets(table, files, index, buckets), self._rows_per_piece(arena)):
-            stored = _joined([source[begin:end] for begin, end in spans])
-            rows = _joined([rows_at_positions(table, files.rows_per_file, index, *span) for span in spans])
+        items, step = source.view(f"V{source.shape[1]}").reshape(-1), self._rows_per_piece(arena)
+        for first in range(0, positions.size, step):
+            piece = positions[first : first + step]
+            stored = items.take(piece).view(np.uint8).reshape(piece.size, -1)
+            rows = order.rows_at(piece)
             bad = codec.first_non_finite(stored)
             if bad is not None:
                 raise not_finite(self._snapshot, table.name, files.rows[index], int(rows[bad]))
@@ -349,34 +355,3 @@ class CardFill:
     def _tell(self) -> None:
         self._told_bytes = self._done_bytes
         self._progress("load", self._done_bytes, self._total_bytes)
-
-
-def _spans_of_buckets(table: TableSpec, files: TableFiles, index: int, buckets: list[int]) -> Spans:
-    """Where, in one file, the rows of these buckets lie."""
-    places = [
-        tuple(bucket_start_in_file(table, files.rows_per_file, index, bucket) for bucket in run)
-        for run in runs_of(buckets)
-    ]
-    return [(begin, end) for begin, end in places if begin < end]
-
-
-def _pieces(spans: Spans, num_rows: int) -> Iterator[Spans]:
-    """Return the spans, joined and cut so that each piece has at most num_rows rows."""
-    piece: Spans = []
-    left = num_rows
-    for first, end in spans:
-        begin = first
-        while begin < end:
-            cut = min(end, begin + left)
-            piece.append((begin, cut))
-            left -= cut - begin
-            begin = cut
-            if not left:
-                yield piece
-                piece, left = [], num_rows
-    if piece:
-        yield piece
-
-
-def _joined(parts: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)

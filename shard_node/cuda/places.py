@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from loader.snapshot.codecs import bucket_shift
-from loader.snapshot.manifest import NUM_BUCKETS
+from loader.snapshot.buckets import RowBuckets
 from shard_node.bags import Group, Int64Array
 from shard_node.cuda.kernel_params import (
     NOT_HERE,
@@ -130,7 +129,7 @@ class _Walk:
         cards = plan.num_cards
         self._num_cards = cards
         self._hotness: RowHotness = plan.hotness[table]
-        self._shift = bucket_shift(spec.bucketing, spec.num_embeddings)
+        self._buckets = RowBuckets.of(spec)
         self._tiers = _Tiers.of(plan.level_rows[table], plan.tier_rows[table])
         # Key and owner of another node's rows: as of a card more.
         card_of_bucket = plan.partition.card_of_bucket[table].astype(np.int64)
@@ -144,8 +143,7 @@ class _Walk:
 
     def place(self, first: int, end: int) -> UInt32Array:
         """uint32 [end - first], the places of these rows."""
-        buckets = (np.arange(first, end, dtype=np.int64) >> self._shift) & (NUM_BUCKETS - 1)
-        card = self._card_of_bucket[buckets]
+        card = self._card_of_bucket[self._buckets.of_rows(np.arange(first, end))]
         tier = self._tier_of(card, self._hotness.levels(first, end))
         owner = self._owner_of[tier.astype(np.uint16) * np.uint16(self._num_cards + 1) + card]
         rank, counts = _ranks(owner, self._next_slot)

@@ -7,10 +7,9 @@ A placement tells where each row lies: from (table, row) to (arena, slot), by a 
 Every table is a run of cells, one for each bucket (of each row file, if the table is left in the mapped snapshot). A
 cell says which arena holds its rows and at which slot they begin:
 
-    cell = first_cell[table] + ((row >> file_shift) << 8) + ((row >> bucket_shift) & 255)
     arena, slot = cell_arena[cell], cell_base[cell] + (row >> slot_shift)
 
-A table that a node holds whole is laid out in row order there, so its slot is just base + row.
+A table that a node holds whole is laid out in row order there: it has one cell, and its slot is base + row.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ import numpy.typing as npt
 from loader.memory import give_back
 from loader.snapshot.manifest import RowDtype
 from shard_node.bags import Float32Array, Int64Array, KeyedBags, TableLayout
+from shard_node.buckets import ALL_BITS, BucketCells, per_value
 from shard_node.engine.base import Tier
 from shard_node.engine.kernels import as_tensor, pool_rows
 from shard_node.errors import InvalidBagsError
@@ -110,7 +110,6 @@ def allocate_rows(num_rows: int, row_bytes: int) -> npt.NDArray[np.uint8]:
 
 
 NOT_HERE = np.uint16(2**16 - 1)
-NO_FILES_SHIFT = 63
 FAR = np.int64(-(2**62))
 NARROW_FAR = -(2**30)
 
@@ -120,15 +119,14 @@ class TablePlace:
     """Where one table's rows lie.
 
     Attributes:
-        file_shift: log2 of the rows in a cell row of 256 cells; 63 if the table is not cut by files.
-        bucket_shift: bucket = (row >> bucket_shift) & 255.
+        files_shift: log2 of the rows of a file, if there are cells for each file; `ALL_BITS` if not.
         slot_shift: slot = base + (row >> slot_shift).
-        cell_arena: uint16 [cells], `NOT_HERE` for rows of another node.
-        cell_base: int64 [cells].
+        cell_arena: uint16 [files, cells], `NOT_HERE` for rows of another node. One cell if the table lies whole and in
+            row order in one arena, else one for each bucket.
+        cell_base: int64 [files, cells].
     """
 
-    file_shift: int
-    bucket_shift: int
+    files_shift: int
     slot_shift: int
     cell_arena: npt.NDArray[np.uint16]
     cell_base: Int64Array
@@ -136,12 +134,7 @@ class TablePlace:
     @property
     def whole(self) -> bool:
         """Whether one arena holds all rows in row order."""
-        return (
-            self.slot_shift == 0
-            and self.cell_arena[0] != NOT_HERE
-            and bool((self.cell_arena == self.cell_arena[0]).all())
-            and bool((self.cell_base == self.cell_base[0]).all())
-        )
+        return self.cell_arena.size == 1
 
 
 class Placement:
@@ -149,23 +142,24 @@ class Placement:
 
     def __init__(self, layout: TableLayout, places: list[TablePlace]) -> None:
         self._layout = layout
-        sizes = [place.cell_arena.size for place in places]
-        self._first_cell = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64)
-        self._cell_arena = np.concatenate([place.cell_arena for place in places])
-        self._cell_base = np.concatenate([place.cell_base for place in places])
+        # For tables held whole (by group) the row needs only its table's base.
+        self._whole = np.array([place.whole for place in places])
+        self._cells = BucketCells(layout, self._whole, [place.cell_arena.shape[0] for place in places])
+        arenas = [place.cell_arena.reshape(-1) for place in places]
+        bases = [place.cell_base.reshape(-1) for place in places]
+        self._cell_arena = self._cells.spread(arenas, int(NOT_HERE), np.uint16)
+        self._cell_base = self._cells.spread(bases, 0, np.int64)
         # Where there is only one arena to look in, a place that is not here is told by a base below all that is added.
         self._base_or_far = np.where(self._cell_arena == NOT_HERE, FAR, self._cell_base)
         # Rows that travel as int32 stay so, if all slots fit.
         self._narrow_base = None
         if int(self._cell_base.max(initial=0)) + max(one.num_embeddings for one in layout.tables) < -NARROW_FAR:
             self._narrow_base = np.maximum(self._base_or_far, NARROW_FAR).astype(np.int32)
-        self._file_shift = np.array([place.file_shift for place in places], np.int64)
-        self._bucket_shift = np.array([place.bucket_shift for place in places], np.int64)
+        self._files_shift = np.array([place.files_shift for place in places], np.int64)
+        self._cells_per_file = np.array([place.cell_arena.shape[1] for place in places], np.int64)
         self._slot_shift = np.array([place.slot_shift for place in places], np.int64)
-        self._cut_by_files = bool((self._file_shift < NO_FILES_SHIFT).any())
-        # For tables held whole (by group) the row needs only its table's base.
-        self._whole = np.array([place.whole for place in places])
-        self._whole_base = np.array([place.cell_base[0] for place in places], np.int64)
+        self._cut_by_files = bool((self._files_shift < ALL_BITS).any())
+        self._whole_base = np.array([place.cell_base[0, 0] for place in places], np.int64)
         self._whole_tables_begin_at_0 = not self._whole_base.any()
 
     def is_whole(self, first_table: int, end_table: int) -> bool:
@@ -183,14 +177,13 @@ class Placement:
 
     def locate(self, bags: KeyedBags, values_per_key: Int64Array) -> tuple[npt.NDArray[np.uint16], Int64Array]:
         """Find each row's arena (uint16 [n]) and slot (int64 [n]). Raises InvalidBagsError if it is not here."""
-        rows = bags.values
-        cell = self._cells(bags, values_per_key)
+        cell = self._cell_of(bags, values_per_key)
         arena = self._cell_arena.take(cell)
         is_elsewhere = arena == NOT_HERE
         if is_elsewhere.any():
             raise self._not_here(bags, values_per_key, int(is_elsewhere.argmax()))
         slots = self._cell_base.take(cell)
-        slots += rows >> self._per_value(self._slot_shift, bags, values_per_key)
+        slots += bags.values >> per_value(self._slot_shift, bags, values_per_key)
         return arena, slots
 
     def slots_in_one(self, bags: KeyedBags, values_per_key: Int64Array) -> Int64Array:
@@ -201,20 +194,17 @@ class Placement:
                 bags = bags.wide()
             else:
                 base = self._narrow_base
-        slots = base.take(self._cells(bags, values_per_key))
-        slots += bags.values >> self._per_value(self._slot_shift, bags, values_per_key)
+        slots = base.take(self._cell_of(bags, values_per_key))
+        slots += bags.values >> per_value(self._slot_shift, bags, values_per_key)
         if slots.size and np.minimum.reduce(slots) < 0:
             raise self._not_here(bags, values_per_key, int((slots < 0).argmax()))
         return slots
 
-    def _cells(self, bags: KeyedBags, values_per_key: Int64Array) -> Int64Array:
-        rows = bags.values
-        cell = (rows >> self._per_value(self._bucket_shift, bags, values_per_key)) & rows.dtype.type(255)
-        if self._cut_by_files and (self._file_shift[bags.keys] < NO_FILES_SHIFT).any():
-            cell += (rows >> self._per_value(self._file_shift, bags, values_per_key)) << 8
-        first = self._per_value(self._first_cell, bags, values_per_key)
-        if first.size > 1 or first.any():
-            cell += first
+    def _cell_of(self, bags: KeyedBags, values_per_key: Int64Array) -> Int64Array:
+        cell = self._cells.of(bags, values_per_key)
+        if self._cut_by_files and (self._files_shift[bags.keys] < ALL_BITS).any():
+            file = bags.values >> per_value(self._files_shift, bags, values_per_key)
+            cell += file * per_value(self._cells_per_file, bags, values_per_key)
         return cell
 
     def _not_here(self, bags: KeyedBags, values_per_key: Int64Array, position: int) -> InvalidBagsError:
@@ -224,17 +214,9 @@ class Placement:
 
     def locate_rows(self, table: int, rows: Int64Array) -> tuple[npt.NDArray[np.uint16], Int64Array]:
         """Find the arena (uint16 [n], `NOT_HERE` for another node's) and slot (int64 [n]) of rows of one table."""
-        cell = (rows >> self._bucket_shift[table]) & 255
-        if self._file_shift[table] < NO_FILES_SHIFT:
-            cell += (rows >> self._file_shift[table]) << 8
-        cell += self._first_cell[table]
+        cell = self._cells.of_rows(table, rows)
+        if self._files_shift[table] < ALL_BITS:
+            cell += (rows >> self._files_shift[table]) * self._cells_per_file[table]
         slots = self._cell_base[cell]
         slots += rows >> self._slot_shift[table]
         return self._cell_arena[cell], slots
-
-    def _per_value(self, by_table: Int64Array, bags: KeyedBags, values_per_key: Int64Array) -> Int64Array:
-        # Most models treat all tables alike; then one number serves all values and nothing is repeated.
-        chosen = by_table[bags.keys].astype(bags.values.dtype, copy=False)
-        if chosen.size == 1 or (chosen.size and (chosen == chosen[0]).all()):
-            return chosen[:1]
-        return np.repeat(chosen, values_per_key)

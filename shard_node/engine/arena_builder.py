@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -12,29 +11,20 @@ import numpy.typing as npt
 from loader.errors import SnapshotCorruptError, file_error
 from loader.memory import populate
 from loader.progress import PIECE_BYTES, Progress, no_progress
-from loader.snapshot.codecs import bucket_shift, bucket_start_in_file, codec_for, row_at_position
-from loader.snapshot.manifest import NUM_BUCKETS, FileEntry, TableSpec
+from loader.snapshot.buckets import FileOrder, RowBuckets
+from loader.snapshot.codecs import codec_for
+from loader.snapshot.manifest import FileEntry, TableSpec
 from loader.snapshot.reader import Snapshot
 from shard_node.bags import Int64Array, TableLayout
-from shard_node.engine.arena import NO_FILES_SHIFT, NOT_HERE, Arena, Placement, TablePlace, allocate_rows
+from shard_node.buckets import ALL_BITS
+from shard_node.engine.arena import NOT_HERE, Arena, Placement, TablePlace, allocate_rows
 from shard_node.engine.base import Tier
 from shard_node.engine.cpu import CpuEngine
 from shard_node.errors import InvalidBagsError, MemoryBudgetError
 from shard_node.partition import Partition
 
 ByteArray = npt.NDArray[np.uint8]
-
-
-class _Run(NamedTuple):
-    """Rows [begin, end) of a table's row file: those of one bucket."""
-
-    table: TableSpec
-    file: int
-    source: ByteArray
-    is_checked: bool
-    bucket: int
-    begin: int
-    end: int
+BoolArray = npt.NDArray[np.bool_]
 
 
 @dataclass(slots=True)
@@ -57,13 +47,14 @@ class ArenaBuilder:
         self._layout = layout
         self._cards = partition.card_of_bucket
         self._files = {files.table: files for files in snapshot.manifest.tables}
-        self._bucket_rows = np.stack([rows_of_buckets(table) for table in layout.tables])
-        rows = np.where(self._cards >= 0, self._bucket_rows, 0).sum(axis=1)
+        self._buckets = [RowBuckets.of(table) for table in layout.tables]
+        self._bucket_rows = [one.rows_per_bucket() for one in self._buckets]
+        rows = [int(one[cards >= 0].sum()) for one, cards in zip(self._bucket_rows, self._cards, strict=True)]
         self._row_bytes = [codec_for(table.dtype, table.embedding_dim).row_bytes for table in layout.tables]
-        self.table_bytes = [int(count) * size for count, size in zip(rows.tolist(), self._row_bytes, strict=True)]
+        self.table_bytes = [count * size for count, size in zip(rows, self._row_bytes, strict=True)]
         self._arenas: list[Arena] = []
         self._progress = no_progress
-        self._total_bytes = self._done_bytes = self._told_bytes = 0
+        self._total_bytes = self._done_bytes = 0
         self._mapped_bytes = self._populated_bytes = 0
 
     def build(self, tiers: Sequence[Tier], progress: Progress) -> CpuEngine:
@@ -89,150 +80,121 @@ class ArenaBuilder:
 
     def _allocate(self, first_table: int, end_table: int, tiers: Sequence[Tier]) -> _Filling:
         """Allocate one arena for a group's rows in RAM, whichever cards they are for: RAM is one memory."""
-        in_ram = np.array([tier == "ram" for tier in tiers[first_table:end_table]])[:, None]
-        cards = np.where(in_ram, self._cards[first_table:end_table], -1)
-        rows = self._bucket_rows[first_table:end_table]
         table, row_bytes = self._layout.tables[first_table], self._row_bytes[first_table]
-        used = np.unique(cards[(cards >= 0) & (rows > 0)]).tolist()
-        bytes_of_cards = {card: int(rows[cards == card].sum()) * row_bytes for card in used}
+        bytes_of_cards: dict[int, int] = {}
+        for number in range(first_table, end_table):
+            if tiers[number] != "ram":
+                continue
+            cards, rows = self._cards[number], self._bucket_rows[number]
+            is_here = cards >= 0
+            of_cards = np.bincount(cards[is_here], rows[is_here]).astype(np.int64)
+            for card in np.flatnonzero(of_cards).tolist():
+                bytes_of_cards[card] = bytes_of_cards.get(card, 0) + int(of_cards[card]) * row_bytes
         filling = _Filling(len(self._arenas), allocate_rows(sum(bytes_of_cards.values()) // row_bytes, row_bytes))
-        if used:
-            self._arenas.append(Arena(table.dtype, table.embedding_dim, filling.rows, bytes_of_cards, "ram"))
+        if bytes_of_cards:
+            by_card = dict(sorted(bytes_of_cards.items()))
+            self._arenas.append(Arena(table.dtype, table.embedding_dim, filling.rows, by_card, "ram"))
         return filling
 
     def _place_in_ram(self, number: int, filling: _Filling) -> TablePlace:
-        table, cards = self._layout.tables[number], self._cards[number]
-        used = self._bucket_rows[number] > 0
-        arena = np.full(NUM_BUCKETS, NOT_HERE, np.uint16)
-        starts = np.zeros(NUM_BUCKETS, np.int64)
-        shift = bucket_shift(table.bucketing, table.num_embeddings)
-        if (cards[used] >= 0).all():
-            arena[:], starts[:] = filling.number, filling.next_slot
-            self._copy_in_row_order(table, filling.rows[filling.next_slot :][: table.num_embeddings])
-            filling.next_slot += table.num_embeddings
-            return TablePlace(NO_FILES_SHIFT, shift, 0, arena, starts)
-        here = np.flatnonzero(used & (cards >= 0)).tolist()
-        for bucket in here:
-            arena[bucket], starts[bucket] = filling.number, filling.next_slot
-            filling.next_slot += int(self._bucket_rows[number, bucket])
-        filled = starts.copy()
-        for run in self._runs(table, here):
-            slot, count = int(filled[run.bucket]), run.end - run.begin
-            self._copy(run, filling.rows[slot : slot + count])
-            filled[run.bucket] += count
-        self._tell()
-        if table.bucketing == "hash":
-            return TablePlace(NO_FILES_SHIFT, shift, 8, arena, starts)
-        # In a range bucket the row itself counts up, from the bucket's first row.
-        return TablePlace(NO_FILES_SHIFT, shift, 0, arena, starts - (np.arange(NUM_BUCKETS, dtype=np.int64) << shift))
-
-    def _copy_in_row_order(self, table: TableSpec, target: ByteArray) -> None:
-        """Copy a whole table, undoing the bucket order of `hash` files: bucket b's rows are b, b + 256, ..."""
+        table, rows, is_here = self._layout.tables[number], self._bucket_rows[number], self._cards[number] >= 0
+        buckets = self._buckets[number]
+        if is_here[rows > 0].all():
+            # In row order, so that a lookup needs no bucket.
+            one_arena, one_base = np.full((1, 1), filling.number, np.uint16), np.full((1, 1), filling.next_slot)
+            place = TablePlace(ALL_BITS, 0, one_arena, one_base)
+            is_here = rows > 0
+        else:
+            starts = filling.next_slot + np.cumsum(np.where(is_here, rows, 0)) - np.where(is_here, rows, 0)
+            arena = np.where(is_here, np.uint16(filling.number), NOT_HERE)
+            base = np.where(is_here, starts - buckets.first_slots(), 0)
+            place = TablePlace(ALL_BITS, buckets.slot_shift, arena[None], base[None])
         rows_per_file = self._files[table.name].rows_per_file
-        for run in self._runs(table, range(NUM_BUCKETS)):
-            part = target[run.file * rows_per_file :][: run.source.shape[0]]
-            self._copy(run, part[run.bucket :: NUM_BUCKETS] if table.bucketing == "hash" else part[run.begin : run.end])
+        for index in range(len(self._files[table.name].rows)):
+            self._fill(table, index, buckets.in_file(rows_per_file, index), is_here, place, filling.rows)
+        filling.next_slot += int(rows[is_here].sum())
         self._tell()
+        return place
+
+    def _fill(
+        self, table: TableSpec, index: int, order: FileOrder, is_here: BoolArray, place: TablePlace, target: ByteArray
+    ) -> None:
+        """Copy the rows of the buckets here from one row file to their slots, a piece at a time."""
+        source = self._snapshot.rows_file(table.name, index)
+        positions = order.positions_of(is_here)
+        if not positions.size:
+            return
+        # One item per row: NumPy copies such whole, several times faster than bytes.
+        items, slots_of = source.view(f"V{source.shape[1]}").reshape(-1), target.view(f"V{target.shape[1]}").reshape(-1)
+        for begin, end in _pieces(0, positions.size, source.shape[1]):
+            piece = positions[begin:end]
+            rows, stored = order.rows_at(piece), items.take(piece)
+            self._check(table, index, stored.view(np.uint8).reshape(piece.size, -1), rows)
+            base = place.cell_base[0]
+            if not place.whole:
+                base = base.take(order.buckets.of_rows(rows))
+            rows >>= place.slot_shift
+            rows += base
+            slots_of[rows] = stored
+            self._done_bytes += stored.nbytes
+            self._tell()
 
     def _place_mapped(self, number: int) -> TablePlace:
         """Leaves a table in its row files: one arena for each, on the card of its first bucket here."""
         table, cards = self._layout.tables[number], self._cards[number]
-        files = self._files[table.name]
-        here = np.flatnonzero(cards >= 0)
-        file_shift = files.rows_per_file.bit_length() - 1
-        arena = np.full((len(files.rows), NUM_BUCKETS), NOT_HERE, np.uint16)
-        base = np.zeros((len(files.rows), NUM_BUCKETS), np.int64)
-        for index in range(len(files.rows) if here.size else 0):
+        files, buckets = self._files[table.name], self._buckets[number]
+        is_here = cards >= 0
+        arena = np.full((len(files.rows), buckets.count), NOT_HERE, np.uint16)
+        base = np.zeros((len(files.rows), buckets.count), np.int64)
+        for index in range(len(files.rows) if is_here.any() else 0):
             source = self._snapshot.rows_file(table.name, index, copy_on_write=True)
             if len(self._arenas) == NOT_HERE:
                 raise MemoryBudgetError(
                     f"table {table.name!r}: a node has at most {NOT_HERE} arenas (row files mapped)"
                 )
-            self._bring_in(table, index, source, here.tolist())
-            arena[index, here] = len(self._arenas)
-            card = int(cards[here[0]])
+            order = buckets.in_file(files.rows_per_file, index)
+            self._bring_in(table, index, source, order, is_here)
+            arena[index, is_here] = len(self._arenas)
+            card = int(cards[is_here.argmax()])
             self._arenas.append(Arena(table.dtype, table.embedding_dim, source, {card: source.nbytes}, "mapped"))
-            first_row = index * files.rows_per_file
-            if table.bucketing == "hash":
-                for bucket in here.tolist():
-                    start = bucket_start_in_file(table, files.rows_per_file, index, bucket)
-                    base[index, bucket] = start - (first_row >> 8)
+            if buckets.slot_shift:
+                base[index] = order.starts[:-1] - (order.first_row >> buckets.slot_shift)
             else:
-                base[index, :] = -first_row
-        shift = bucket_shift(table.bucketing, table.num_embeddings)
-        slot_shift = 8 if table.bucketing == "hash" else 0
-        return TablePlace(file_shift, shift, slot_shift, arena.reshape(-1), base.reshape(-1))
+                base[index] = -order.first_row
+        return TablePlace(files.rows_per_file.bit_length() - 1, buckets.slot_shift, arena, base)
 
-    def _bring_in(self, table: TableSpec, index: int, source: ByteArray, here: list[int]) -> None:
+    def _bring_in(self, table: TableSpec, index: int, source: ByteArray, order: FileOrder, is_here: BoolArray) -> None:
         """Check rows that stay in a mapped file, and bring their pages into memory, as far as that holds them."""
         files = self._files[table.name]
-        for first, end in runs_of(here):
-            begin = bucket_start_in_file(table, files.rows_per_file, index, first)
-            stop = bucket_start_in_file(table, files.rows_per_file, index, end)
-            for piece_begin, piece_end in _pieces(begin, stop, source.shape[1]):
-                piece = source[piece_begin:piece_end]
+        edges = np.flatnonzero(np.diff(is_here, prepend=False, append=False))
+        for first, end in order.starts[edges].reshape(-1, 2).tolist():
+            for begin, stop in _pieces(first, end, source.shape[1]):
+                piece = source[begin:stop]
                 try:
                     populate(piece)
                 except OSError as error:
                     raise file_error(self._snapshot.path / files.rows[index].path, "read", error) from error
-                self._check(table, index, source, piece_begin, piece_end)
+                self._check(table, index, piece, order.rows_at(np.arange(begin, stop)))
                 self._populated_bytes += piece.nbytes
                 self._progress("bring in mapped rows", self._populated_bytes, self._mapped_bytes)
 
-    def _runs(self, table: TableSpec, here: Iterable[int]) -> Iterator[_Run]:
-        """Find the buckets' runs of each row file; a small file is checked at once: its runs are too short."""
-        files = self._files[table.name]
-        for index in range(len(files.rows)):
-            source = self._snapshot.rows_file(table.name, index)
-            is_checked = source.nbytes <= PIECE_BYTES
-            if is_checked:
-                self._check(table, index, source, 0, source.shape[0])
-            for bucket in here:
-                begin = bucket_start_in_file(table, files.rows_per_file, index, bucket)
-                end = bucket_start_in_file(table, files.rows_per_file, index, bucket + 1)
-                if begin < end:
-                    yield _Run(table, index, source, is_checked, bucket, begin, end)
-
-    def _copy(self, run: _Run, target: ByteArray) -> None:
-        for begin, end in _pieces(run.begin, run.end, run.source.shape[1]):
-            if not run.is_checked:
-                self._check(run.table, run.file, run.source, begin, end)
-            target[begin - run.begin : end - run.begin] = run.source[begin:end]
-            self._done_bytes += (end - begin) * run.source.shape[1]
-            if self._done_bytes - self._told_bytes >= PIECE_BYTES:
-                self._tell()
-
-    def _check(self, table: TableSpec, index: int, source: ByteArray, begin: int, end: int) -> None:
-        bad = codec_for(table.dtype, table.embedding_dim).first_non_finite(source[begin:end])
+    def _check(self, table: TableSpec, index: int, stored: ByteArray, rows: Int64Array) -> None:
+        bad = codec_for(table.dtype, table.embedding_dim).first_non_finite(stored)
         if bad is not None:
-            files = self._files[table.name]
-            row = row_at_position(table, files.rows_per_file, index, begin + bad)
-            raise not_finite(self._snapshot, table.name, files.rows[index], row)
+            raise not_finite(self._snapshot, table.name, self._files[table.name].rows[index], int(rows[bad]))
 
     def _tell(self) -> None:
-        self._told_bytes = self._done_bytes
         self._progress("load", self._done_bytes, self._total_bytes)
 
 
 def layout_for(snapshot: Snapshot, partition: Partition) -> TableLayout:
     """Return the layout of a snapshot's tables. Raises InvalidBagsError unless the partition has as many tables."""
     layout = TableLayout.of(snapshot.spec)
-    if partition.card_of_bucket.shape[0] != len(layout.tables):
+    if len(partition.card_of_bucket) != len(layout.tables):
         raise InvalidBagsError(
-            f"the partition is for {partition.card_of_bucket.shape[0]} tables, the model has {len(layout.tables)}"
+            f"the partition is for {len(partition.card_of_bucket)} tables, the model has {len(layout.tables)}"
         )
     return layout
-
-
-def rows_of_buckets(table: TableSpec) -> Int64Array:
-    """Count the rows of a table in each bucket, int64 [256]."""
-    rows = table.num_embeddings
-    buckets = np.arange(NUM_BUCKETS + 1, dtype=np.int64)
-    if table.bucketing == "hash":
-        rounded_up: Int64Array = -((buckets[:-1] - rows) // NUM_BUCKETS)
-        return rounded_up.clip(min=0)
-    edges: Int64Array = np.minimum(buckets << bucket_shift("range", rows), rows)
-    return np.diff(edges)
 
 
 def not_finite(snapshot: Snapshot, table: str, entry: FileEntry, row: int) -> SnapshotCorruptError:
@@ -244,11 +206,3 @@ def _pieces(begin: int, end: int, row_bytes: int) -> Iterator[tuple[int, int]]:
     rows = max(1, PIECE_BYTES // row_bytes)
     for first in range(begin, end, rows):
         yield first, min(first + rows, end)
-
-
-def runs_of(buckets: list[int]) -> Iterator[tuple[int, int]]:
-    """Give ascending numbers as [first, end) of what follows one another."""
-    edges = np.flatnonzero(np.diff(buckets) != 1) + 1 if buckets else np.zeros(0, np.int64)
-    for part in np.split(np.array(buckets, np.int64), edges):
-        if part.size:
-            yield int(part[0]), int(part[-1]) + 1

@@ -106,7 +106,7 @@ class CardPlan:
         _check(layout, partition, budget)
         rows, num_cards = hotness.of(layout), partition.num_cards
         level_rows = tuple(
-            np.column_stack([table.rows_by_bucket()[:, of_bucket == card].sum(axis=1) for card in range(num_cards)])
+            table.rows_by_owner(of_bucket, num_cards)
             for table, of_bucket in zip(rows, partition.card_of_bucket, strict=True)
         )
         tier_rows = _Filling(layout, rows, level_rows, num_cards).fill(budget)
@@ -283,9 +283,9 @@ def _places_bytes(layout: TableLayout) -> int:
 def _check(layout: TableLayout, partition: Partition, budget: CardBudget) -> None:
     if not 1 <= partition.num_cards <= MAX_CARDS:
         raise MemoryBudgetError(f"{partition.num_cards} cards; allowed: 1 to {MAX_CARDS}")
-    if partition.card_of_bucket.shape[0] != len(layout.tables):
+    if len(partition.card_of_bucket) != len(layout.tables):
         raise InvalidBagsError(
-            f"the partition is for {partition.card_of_bucket.shape[0]} tables, the model has {len(layout.tables)}"
+            f"the partition is for {len(partition.card_of_bucket)} tables, the model has {len(layout.tables)}"
         )
     if len(budget.card_bytes) != partition.num_cards:
         raise InvalidBagsError(

@@ -179,7 +179,7 @@ def tier_shares(plan: CardPlan) -> Float64Array:
     shares = np.zeros((len(plan.hotness), plan.num_cards, NUM_TIERS))
     for table, rows in enumerate(plan.hotness):
         lookups = rows.lookups if rows.lookups.any() else np.ones_like(rows.lookups)
-        total = float(lookups @ rows.rows_by_bucket().sum(axis=1))
+        total = float(lookups @ rows.rows())
         for card in range(plan.num_cards):
             here = plan.level_rows[table][:, card]
             ranks = np.concatenate([[0], np.cumsum(here)])

@@ -9,15 +9,15 @@ counts below 64 are kept apart, and larger ones if they differ by more than 3%.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from loader.snapshot.codecs import bucket_shift
-from loader.snapshot.manifest import NUM_BUCKETS, TableSpec
+from loader.snapshot.buckets import RowBuckets
+from loader.snapshot.manifest import TableSpec
 from shard_node.bags import Int64Array, TableLayout
 from shard_node.errors import InvalidBagsError
 
@@ -67,8 +67,17 @@ class RowHotness(ABC):
     lookups: Float64Array
 
     @abstractmethod
-    def rows_by_bucket(self) -> Int64Array:
-        """int64 [levels, 256], rows of each level and bucket; together `num_embeddings`."""
+    def rows_by_owner(self, owner_of_bucket: npt.NDArray[np.int16], num_owners: int) -> Int64Array:
+        """Count the rows of each level that each owner has, int64 [levels, num_owners].
+
+        Args:
+            owner_of_bucket: int16 [buckets]; -1 for a bucket that is not counted.
+            num_owners: owners are 0 .. num_owners - 1.
+        """
+
+    @abstractmethod
+    def rows(self) -> Int64Array:
+        """Count the rows of each level, int64 [levels]; together `num_embeddings`."""
 
     @abstractmethod
     def levels(self, first_row: int, end_row: int) -> UInt16Array:
@@ -90,17 +99,22 @@ class RankedRows(RowHotness):
         # Differences of sums are rounded; what is nearly alike must not seem to rise.
         self.lookups = np.minimum.accumulate(lookups)
 
-    def rows_by_bucket(self) -> Int64Array:
-        """int64 [levels, 256], from how many rows below each edge a bucket has."""
-        rows, edges = self.table.num_embeddings, self._edges[:, None]
-        buckets = np.arange(NUM_BUCKETS, dtype=np.int64)
-        if self.table.bucketing == "hash":
-            below = np.maximum(edges - buckets + (NUM_BUCKETS - 1), 0) // NUM_BUCKETS
-        else:
-            shift = bucket_shift("range", rows)
-            below = np.clip(edges - (buckets << shift), 0, 1 << shift)
-        by_bucket: Int64Array = np.diff(below, axis=0)
-        return by_bucket
+    def rows_by_owner(self, owner_of_bucket: npt.NDArray[np.int16], num_owners: int) -> Int64Array:
+        """As `RowHotness.rows_by_owner`, from how many rows below each edge a bucket has."""
+        by_owner = np.zeros((self._edges.size - 1, num_owners), np.int64)
+        first = int(owner_of_bucket[0])
+        if (owner_of_bucket == first).all():
+            if first >= 0:
+                by_owner[:, first] = self.rows()
+            return by_owner
+        below = RowBuckets.of(self.table).rows_below(self._edges)
+        for owner in range(num_owners):
+            by_owner[:, owner] = np.diff(below[:, owner_of_bucket == owner].sum(axis=1))
+        return by_owner
+
+    def rows(self) -> Int64Array:
+        """As `RowHotness.rows`: what lies between edges."""
+        return np.diff(self._edges)
 
     def levels(self, first_row: int, end_row: int) -> UInt16Array:
         """uint16 [n], constant between edges."""
@@ -111,7 +125,8 @@ class RankedRows(RowHotness):
 class CountedRows(RowHotness):
     """Rows with an access count each.
 
-    Counts are kept, not copied, so that they may be mapped, or estimates. They are read twice, front to back.
+    Counts are kept, not copied, so that they may be mapped, or estimates. They are read front to back: for the levels,
+    and whenever they are asked for by owner.
 
     Raises:
         InvalidBagsError: an array of another dtype or shape.
@@ -125,26 +140,37 @@ class CountedRows(RowHotness):
             )
         self.table = table
         self._counts = counts
-        by_key = np.zeros((_NUM_KEYS, NUM_BUCKETS), np.int64)
-        shift = bucket_shift(table.bucketing, table.num_embeddings)
-        for first in range(0, table.num_embeddings, _PIECE_ROWS):
-            end = min(first + _PIECE_ROWS, table.num_embeddings)
-            buckets = (np.arange(first, end, dtype=np.int64) >> shift) & (NUM_BUCKETS - 1)
-            flat = self._keys(first, end).astype(np.int64) * NUM_BUCKETS + buckets
-            by_key += np.bincount(flat, minlength=by_key.size).reshape(by_key.shape)
-        present = np.flatnonzero(by_key.any(axis=1))[::-1]
+        by_key = np.zeros(_NUM_KEYS, np.int64)
+        for first, end in self._pieces():
+            by_key += np.bincount(self._keys(first, end), minlength=_NUM_KEYS)
+        present = np.flatnonzero(by_key)[::-1]
         self._level_of_key = np.zeros(_NUM_KEYS, np.uint16)
         self._level_of_key[present] = np.arange(present.size)
-        self._rows_by_bucket = by_key[present]
+        self._rows = by_key[present]
         self.lookups = _count_of_key(present)
 
-    def rows_by_bucket(self) -> Int64Array:
-        """int64 [levels, 256], as counted."""
-        return self._rows_by_bucket
+    def rows_by_owner(self, owner_of_bucket: npt.NDArray[np.int16], num_owners: int) -> Int64Array:
+        """As `RowHotness.rows_by_owner`, as counted."""
+        by_owner = np.zeros((self._rows.size, num_owners + 1), np.int64)
+        buckets = RowBuckets.of(self.table)
+        owners = np.where(owner_of_bucket < 0, num_owners, owner_of_bucket).astype(np.int64)
+        for first, end in self._pieces():
+            flat = self.levels(first, end).astype(np.int64) * (num_owners + 1)
+            flat += owners.take(buckets.of_rows(np.arange(first, end)))
+            by_owner += np.bincount(flat, minlength=by_owner.size).reshape(by_owner.shape)
+        return by_owner[:, :num_owners]
+
+    def rows(self) -> Int64Array:
+        """As `RowHotness.rows`."""
+        return self._rows
 
     def levels(self, first_row: int, end_row: int) -> UInt16Array:
         """uint16 [n], from the counts."""
         return self._level_of_key[self._keys(first_row, end_row)]
+
+    def _pieces(self) -> Iterator[tuple[int, int]]:
+        for first in range(0, self.table.num_embeddings, _PIECE_ROWS):
+            yield first, min(first + _PIECE_ROWS, self.table.num_embeddings)
 
     def _keys(self, first_row: int, end_row: int) -> UInt32Array:
         """0 for what was never looked up, else 1 and on: the count's exponent and first digits, ascending with it."""
@@ -195,7 +221,7 @@ class Hotness:
     def _samples(self, counted: Sequence[CountedRows]) -> float:
         """How many samples the counts stand for: what makes them comparable with lookups per sample."""
         lookups = sum(self._lookups(rows.table) for rows in counted)
-        total = sum(float(rows.rows_by_bucket().sum(axis=1) @ rows.lookups) for rows in counted)
+        total = sum(float(rows.rows() @ rows.lookups) for rows in counted)
         return total / lookups if lookups and total else 1.0
 
 

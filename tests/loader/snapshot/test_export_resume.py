@@ -31,7 +31,7 @@ from loader.snapshot.store import Store, fsync_path
 from loader.snapshot.writer import export_snapshot
 from shardrank_testing.snapshots import make_spec, one_table_spec, random_tables
 
-SPEC = make_spec()
+SPEC = make_spec(bucketing="hash")
 TABLES = random_tables(SPEC, seed=11)
 # user 4, film 4, genre 1, tag 2, city 2: the order in which they are written
 NUM_ROW_FILES = 13

@@ -15,13 +15,15 @@ import torch
 
 from loader.errors import ExportError, NonFiniteRowError, SnapshotExistsError
 from loader.snapshot import writer
-from loader.snapshot.codecs import bucket_shift, bucket_start_in_file, codec_for
+from loader.snapshot.buckets import RowBuckets
+from loader.snapshot.codecs import codec_for
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.row_source import RowsFromBlocks, RowSource, rows_of
 from loader.snapshot.writer import export_snapshot
 from shardrank_testing.snapshots import (
     make_spec,
     one_table_spec,
+    plain_buckets,
     random_golden,
     random_rows,
     rewrite_manifest,
@@ -31,32 +33,39 @@ from shardrank_testing.snapshots import (
 DENSE = {"weight": torch.zeros(1)}
 
 
-@pytest.mark.parametrize("num_embeddings", [1, 255, 256, 257, 1000])
-@pytest.mark.parametrize("bucketing", ["hash", "range"])
+@pytest.mark.parametrize(
+    ("num_embeddings", "bucketing", "rows_per_file"),
+    [(rows, bucketing, 256) for bucketing in ("hash", "range") for rows in (1, 255, 256, 257, 1000)]
+    + [(rows, "mixed", 4096) for rows in (1, 300, 4095, 4096, 4097, 13_000)],
+)
 @pytest.mark.parametrize("dtype", ["int8", "int4", "fp16", "fp32"])
-def test_rows_of_every_dtype_order_and_odd_size_come_back_bit_for_bit(tmp_path, dtype, bucketing, num_embeddings):
+def test_rows_of_every_dtype_order_and_odd_size_come_back_bit_for_bit(
+    tmp_path, dtype, bucketing, num_embeddings, rows_per_file
+):
     spec = one_table_spec(num_embeddings, 6, dtype=dtype, bucketing=bucketing)
-    path, tables = write_snapshot(tmp_path, spec, rows_per_file=256)
+    path, tables = write_snapshot(tmp_path, spec, rows_per_file=rows_per_file)
     snapshot = Snapshot.open(path)
     expected = codec_for(dtype, 6).encode(tables["items"])
     np.testing.assert_array_equal(snapshot.read_rows("items", 0, num_embeddings), expected)
     first, last = num_embeddings // 3, num_embeddings - num_embeddings // 5
     np.testing.assert_array_equal(snapshot.read_rows("items", first, last - first), expected[first:last])
-    assert len(snapshot.manifest.tables[0].rows) == -(-num_embeddings // 256)
+    assert len(snapshot.manifest.tables[0].rows) == -(-num_embeddings // rows_per_file)
 
 
-@pytest.mark.parametrize("bucketing", ["hash", "range"])
-def test_the_rows_of_one_bucket_are_one_contiguous_run_of_each_file(tmp_path, bucketing):
-    spec = one_table_spec(2500, 4, dtype="fp32", bucketing=bucketing)
-    path, tables = write_snapshot(tmp_path, spec, rows_per_file=1024)
-    snapshot = Snapshot.open(path)
-    shift = bucket_shift(bucketing, 2500)
+@pytest.mark.parametrize(
+    ("bucketing", "num_rows", "rows_per_file"), [("mixed", 10_000, 4096), ("hash", 2500, 1024), ("range", 2500, 1024)]
+)
+def test_the_rows_of_one_bucket_are_one_contiguous_run_of_each_file(tmp_path, bucketing, num_rows, rows_per_file):
+    spec = one_table_spec(num_rows, 4, dtype="fp32", bucketing=bucketing)
+    path, tables = write_snapshot(tmp_path, spec, rows_per_file=rows_per_file)
+    snapshot, buckets = Snapshot.open(path), RowBuckets.of(spec.tables[0])
+    bucket_of = plain_buckets(spec.tables[0])
     for bucket in (0, 1, 77, 195, 255):
         runs = []
         for file_index in range(3):
-            start, stop = (bucket_start_in_file(spec.tables[0], 1024, file_index, bucket + end) for end in (0, 1))
+            start, stop = buckets.in_file(rows_per_file, file_index).starts[bucket : bucket + 2]
             runs.append(snapshot.rows_file("items", file_index)[start:stop])
-        expected = tables["items"][(np.arange(2500) >> shift) & 255 == bucket]
+        expected = tables["items"][bucket_of == bucket]
         np.testing.assert_array_equal(np.concatenate(runs).view("<f4"), expected)
 
 

@@ -10,7 +10,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from loader.errors import SnapshotCorruptError, SnapshotResourceError
-from loader.snapshot.codecs import codec_for, row_positions
+from loader.snapshot.buckets import RowBuckets
+from loader.snapshot.codecs import codec_for
 from loader.snapshot.reader import Snapshot, VerifyReport, verify_snapshot
 from shardrank_testing.exhaustion import file_descriptors_exhausted
 from shardrank_testing.snapshots import make_spec, one_table_spec, random_golden, rewrite_manifest, write_snapshot
@@ -42,7 +43,7 @@ def test_a_stored_row_that_is_not_finite_is_named(tmp_path, dtype, bucketing):
     path, _ = write_snapshot(tmp_path, spec, rows_per_file=256)
     relative = "tables/items/rows-00002-of-00004.safetensors"
     rows = load_file(path / relative)["rows"]
-    position = row_positions(spec.tables[0], 256, 2, np.array([601 - 512]))[0]
+    position = RowBuckets.of(spec.tables[0]).in_file(256, 2).positions(np.array([601 - 512]))[0]
     bytes_of_nan = np.array([np.nan], "<f4" if dtype in ("int8", "fp32") else "<f2").view(np.uint8)
     rows[position, codec_for(dtype, 4).row_bytes - len(bytes_of_nan) :] = bytes_of_nan
     save_file({"rows": rows}, path / relative)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from loader.errors import SnapshotCorruptError, SnapshotError
 from loader.registry.fleet import PublishedVersion
+from loader.snapshot.buckets import RowBuckets
 from loader.snapshot.reader import Snapshot
 from shard_node.agent.node_agent import share_of, stage_tables
 from shard_node.engine.loading import load_tables
@@ -106,11 +107,13 @@ def test_a_row_file_cut_off_anywhere_is_refused(copy, data):
 
 @pytest.mark.parametrize("budget", [None, 0], ids=["in ram", "left in mapped files"])
 def test_a_row_with_a_scale_that_is_not_a_number_is_refused_by_table_and_row(copy, budget):
-    # Of table film, dim 16 in int8: the scale is bytes 16 to 20 of a row of 24, and row 700 lies in its third file.
-    path = sorted((copy / "tables" / "film").iterdir())[2]
+    # Of table film, dim 16 in int8: the scale is bytes 16 to 20 of a row of 24.
+    (path,) = (copy / "tables" / "film").iterdir()
     content = bytearray(path.read_bytes())
-    rows = Snapshot.open(copy).rows_file("film", 2)
-    position = 700 // 256 * 0 + int(np.flatnonzero(np.arange(rows.shape[0]) == (700 - 512))[0])
+    snapshot = Snapshot.open(copy)
+    (table,) = (one for one in snapshot.spec.tables if one.name == "film")
+    rows = snapshot.rows_file("film", 0)
+    position = int(RowBuckets.of(table).in_file(4096, 0).positions(np.array([700]))[0])
     start = len(content) - rows.nbytes + position * 24
     content[start + 16 : start + 20] = np.float32(np.nan).tobytes()
     path.write_bytes(content)

@@ -151,7 +151,7 @@ def test_what_was_counted_places_the_next_versions_rows():
     hot = np.array([3, 333, 998])
     observe_rows(counts, np.concatenate([np.arange(1000), hot, hot]))
     budget = CardBudget((places_bytes(layout) + 16 * 103,) * 2, 16 * 1000, hot_bytes=16 * 3)
-    plan = CardPlan.make(layout, round_robin(1, 2), budget, Hotness(counts.counts()))
+    plan = CardPlan.make(layout, round_robin(layout, 2), budget, Hotness(counts.counts()))
     assert np.flatnonzero(owners_of(Placer(plan).places(0), 2) == 2).tolist() == hot.tolist()
 
 
@@ -163,7 +163,7 @@ def test_estimates_place_rows_as_an_array_of_the_same_numbers_does():
     assert isinstance(estimates["items"], SketchedCounts)
     budget = CardBudget((places_bytes(layout) + 16 * 1000,) * 4, 16 * 50_000)
     plans = [
-        CardPlan.make(layout, round_robin(1, 4), budget, Hotness({"items": one}))
+        CardPlan.make(layout, round_robin(layout, 4), budget, Hotness({"items": one}))
         for one in (estimates["items"], estimates["items"][:])
     ]
     np.testing.assert_array_equal(Placer(plans[0]).places(0), Placer(plans[1]).places(0))

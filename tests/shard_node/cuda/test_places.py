@@ -28,16 +28,7 @@ from shard_node.planning import card_plan
 from shard_node.planning.card_plan import CardBudget, CardPlan, TableSplit
 from shard_node.planning.hotness import Hotness
 from shardrank_testing.card_plans import make_plan, one_table_layout, plan_inputs, strides
-
-
-def buckets_of(table):
-    rows = np.arange(table.num_embeddings)
-    if table.bucketing == "hash":
-        return rows % 256
-    width = 1
-    while -(-table.num_embeddings // width) > 256:
-        width *= 2
-    return rows // width
+from shardrank_testing.snapshots import plain_buckets
 
 
 @settings(deadline=None)
@@ -62,7 +53,7 @@ def test_every_row_is_on_its_buckets_card_or_in_a_shared_tier_or_has_the_code_th
         places = placer.places(number)
         assert places.shape == (table.num_embeddings,)
         assert places.dtype == np.uint32
-        card = plan.partition.card_of_bucket[number][buckets_of(table)]
+        card = plan.partition.card_of_bucket[number][plain_buckets(table)]
         np.testing.assert_array_equal(places == NOT_HERE, card < 0)
         owners = owners_of(places, plan.num_cards)
         alone = owners < plan.num_cards
@@ -140,7 +131,7 @@ def test_an_owner_takes_the_fewest_bits_that_hold_all_owners_and_the_codes(num_c
 def test_a_table_with_more_rows_than_a_place_can_say_leaves_the_coldest_to_pinned_memory():
     rows = 2**30 + 5
     layout = one_table_layout(rows)
-    partition = Partition(1, np.zeros((1, 256), np.int16))
+    partition = Partition(1, (np.zeros(4096, np.int16),))
     hotness = Hotness()
     with pytest.raises(MemoryBudgetError, match=r"6 rows are left over.* at most 1073741823 rows of one table"):
         CardPlan.make(layout, partition, CardBudget((2**40,), 0), hotness)
@@ -173,10 +164,10 @@ def test_no_owner_has_more_slots_of_a_table_than_a_place_can_say(inputs, limit):
 def test_row_numbers_near_2_to_the_32_are_placed():
     # Only some rows are asked for. The last ones count as the first of their level, which are on cards.
     rows = 2**32 - 1
-    layout = one_table_layout(rows)
+    layout = one_table_layout(rows, bucketing="hash")
     # Every second row is on this node.
     buckets = np.arange(256)
-    partition = Partition(64, np.where(buckets % 2, -1, buckets // 2 % 64).astype(np.int16)[None])
+    partition = Partition(64, (np.where(buckets % 2, -1, buckets // 2 % 64).astype(np.int16),))
     budget = CardBudget((4 * rows + 16 * 2**25,) * 64, 2**40, 16 * 2**18)
     plan = CardPlan.make(layout, partition, budget, Hotness(zipf=1.05))
     card_rows = 64 * (2**25 - 2**18)

@@ -24,7 +24,7 @@ from shard_node.errors import InvalidBagsError
 from shard_node.split import whole
 from shardrank_testing.bags import assert_blocks_equal, random_table_bags
 from shardrank_testing.card_engines import OnCards, engine_params
-from shardrank_testing.snapshots import random_tables, write_snapshot
+from shardrank_testing.snapshots import random_tables, sharding_of, write_snapshot
 from shardrank_testing.topologies import decoded_tables
 
 DTYPES = ["int8", "int4", "fp16", "fp32"]
@@ -54,7 +54,7 @@ def spec_of(dtypes: list[str], bucketing: str = "hash", rows: tuple[int, ...] = 
 
 
 def load(snapshot: Snapshot, cards: int, sharding: str | None = None, budget: int | None = None) -> Engine:
-    plan = Plan.make(snapshot.spec, sharding=sharding or snapshot.spec.tables[0].bucketing, cards_per_shard=cards)
+    plan = Plan.make(snapshot.spec, sharding=sharding or sharding_of(snapshot.spec), cards_per_shard=cards)
     return load_tables(snapshot, plan.partition(0), plan.digest, memory_budget_bytes=budget).engine
 
 
@@ -196,7 +196,7 @@ def test_lookups_are_counted_by_table(engines):
 
 def test_a_partition_refuses_rows_of_another_node(stored):
     snapshot, _ = stored
-    sharding = snapshot.spec.tables[0].bucketing
+    sharding = sharding_of(snapshot.spec)
     plan = Plan.make(snapshot.spec, num_shards=2, sharding=sharding, replicate_bytes=0)
     engine = load_tables(snapshot, plan.partition(1), plan.digest).engine
     table = next(number for number, one in enumerate(engine.layout.tables) if one.num_embeddings == 1500)

@@ -42,7 +42,7 @@ def test_allocated_rows_are_zero_contiguous_and_writable(size):
 
 @pytest.mark.parametrize(
     ("cards", "message"),
-    [(np.zeros((1, 255), np.int16), r"must be \[tables, 256\]"), (np.full((1, 256), 2, np.int16), r"within -1\.\.1")],
+    [((np.full(256, 2, np.int16),), r"within -1\.\.1"), ((np.full(4096, -2, np.int16),), r"within -1\.\.1")],
 )
 def test_a_partition_that_names_no_card_is_refused(cards, message):
     with pytest.raises(InvalidBagsError, match=message):

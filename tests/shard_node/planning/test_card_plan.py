@@ -25,8 +25,14 @@ from shardrank_testing.card_plans import (
     round_robin,
     strides,
 )
+from shardrank_testing.snapshots import plain_buckets
 
 ROW = 16  # bytes of an int8 row of dim 8 on a card
+
+TEN_ROWS = one_table_layout(10)
+TWO_TABLES = layout_of(
+    [TableSpec(name=name, num_embeddings=10, embedding_dim=8, feature_names=(f"f.{name}",)) for name in ("a", "b")]
+)
 
 
 def one_table_plan(rows, card_rows, pinned_rows, *, num_cards=1, counts=None, **more):
@@ -35,7 +41,7 @@ def one_table_plan(rows, card_rows, pinned_rows, *, num_cards=1, counts=None, **
     hotness = Hotness() if counts is None else Hotness({"items": counts})
     card_bytes = (places_bytes(layout) + ROW * card_rows,) * num_cards
     budget = CardBudget(card_bytes, ROW * pinned_rows, **{"peer_access": True} | more)
-    return CardPlan.make(layout, round_robin(1, num_cards), budget, hotness)
+    return CardPlan.make(layout, round_robin(layout, num_cards), budget, hotness)
 
 
 @settings(deadline=None)
@@ -74,14 +80,7 @@ def test_no_row_is_in_a_nearer_tier_than_a_hotter_one(inputs):
     places = [Placer(plan).places(number) for number in range(len(plan.layout.tables))]
     owners = np.concatenate([owners_of(one, plan.num_cards) for one in places]).astype(int)
     card = np.concatenate(
-        [
-            plan.partition.card_of_bucket[number][
-                np.arange(table.num_embeddings) % 256
-                if table.bucketing == "hash"
-                else np.arange(table.num_embeddings) >> max(0, (table.num_embeddings - 1).bit_length() - 8)
-            ]
-            for number, table in enumerate(plan.layout.tables)
-        ]
+        [plan.partition.card_of_bucket[number][plain_buckets(table)] for number, table in enumerate(plan.layout.tables)]
     )
     tier = np.select([owners == hot_owner(plan.num_cards), owners < plan.num_cards], [HOT, CARD], default=HOST)
 
@@ -107,9 +106,7 @@ def test_within_a_level_the_lower_row_of_a_card_is_nearer(inputs):
         levels = plan.hotness[number].levels(0, table.num_embeddings).astype(int)
         owners = owners_of(placer.places(number), plan.num_cards).astype(int)
         rows = np.arange(table.num_embeddings)
-        buckets = rows % 256
-        if table.bucketing == "range":
-            buckets = rows >> max(0, (table.num_embeddings - 1).bit_length() - 8)
+        buckets = plain_buckets(table)
         # Owners from the nearest on: hot, its own, pinned, none.
         rank = {hot_owner(plan.num_cards): 0, pinned_owner(plan.num_cards): 2, plan.num_cards + 2: 3}
         tier = np.array([rank.get(int(owner), 1) for owner in owners])
@@ -142,7 +139,7 @@ def test_without_peer_access_no_row_is_on_only_one_of_several_cards(inputs):
 @given(inputs=plan_inputs())
 def test_nothing_is_hot_on_one_card(inputs):
     layout, partition, budget, hotness = inputs
-    one = Partition(1, np.minimum(partition.card_of_bucket, 0))
+    one = Partition(1, tuple(np.minimum(cards, 0) for cards in partition.card_of_bucket))
     plan = CardPlan.make(layout, one, CardBudget(budget.card_bytes[:1], budget.pinned_bytes, budget.hot_bytes), hotness)
     assert not plan.tier_rows[:, :, HOT].any()
 
@@ -169,9 +166,9 @@ def test_what_stays_free_beside_all_rows_is_for_hot_ones():
 
 def test_copies_drive_no_row_off_the_cards_even_where_a_table_may_not_be_hot_as_a_whole(monkeypatch):
     monkeypatch.setattr(card_plan, "max_slots", lambda num_cards: 70)
-    layout = one_table_layout(100)
+    layout = one_table_layout(100, bucketing="hash")
     # Rows 0 to 59 are card 0's.
-    partition = Partition(2, np.where(np.arange(256) < 60, 0, 1).astype(np.int16)[None])
+    partition = Partition(2, (np.where(np.arange(256) < 60, 0, 1).astype(np.int16),))
     budget = CardBudget((places_bytes(layout) + 74 * ROW, places_bytes(layout) + 200 * ROW), 0)
     plan = CardPlan.make(layout, partition, budget, Hotness())
     assert plan.splits[0].hot_rows > 14
@@ -200,21 +197,21 @@ def test_of_tables_alike_the_one_with_more_lookups_per_byte_is_nearer():
 
     layout = layout_of([table("wide", 100, 120), table("small", 100, 8), table("shared", 300, 8, 5)])
     budget = CardBudget((places_bytes(layout) + 350 * ROW,), 1000 * ROW)
-    plan = CardPlan.make(layout, round_robin(3, 1), budget, Hotness())
+    plan = CardPlan.make(layout, round_robin(layout, 1), budget, Hotness())
     of = {one.name: split for one, split in zip(layout.tables, plan.splits, strict=True)}
     assert of == {
         "shared": TableSplit(0, 300, 0),
         "small": TableSplit(0, 50, 50),
         "wide": TableSplit(0, 0, 100),
     }
-    plan = CardPlan.make(layout, round_robin(3, 1), budget, Hotness(lookups_per_sample={"wide": 1000.0}))
+    plan = CardPlan.make(layout, round_robin(layout, 1), budget, Hotness(lookups_per_sample={"wide": 1000.0}))
     assert plan.splits[layout.index["wide"]] == TableSplit(0, 43, 57)
 
 
 def test_two_thousand_million_rows_are_planned_without_one_being_looked_at():
     layout = one_table_layout(2_000_000_000, 128)
     budget = CardBudget((50 * 10**9,) * 8, 0)
-    plan = CardPlan.make(layout, round_robin(1, 8), budget, Hotness(zipf=1.05))
+    plan = CardPlan.make(layout, round_robin(layout, 8), budget, Hotness(zipf=1.05))
     assert plan.tier_rows.sum() == 2_000_000_000
     for card in range(8):
         assert 50 * 10**9 - 4 * 144 < plan.bytes(card).total <= 50 * 10**9
@@ -234,7 +231,7 @@ def test_rows_that_do_not_fit_are_refused_with_the_numbers():
         match=r"rows take 16000 bytes, beside 4000 of places .* \[4160, 4160\] and pinned memory 1600: 14080 bytes of "
         "880 rows are left over",
     ):
-        CardPlan.make(layout, round_robin(1, 2), budget, Hotness())
+        CardPlan.make(layout, round_robin(layout, 2), budget, Hotness())
 
 
 @settings(deadline=None)
@@ -252,25 +249,24 @@ def test_a_plan_takes_just_the_pinned_memory_that_it_needs_and_is_refused_with_l
 def test_a_card_without_room_for_places_is_refused_with_the_numbers():
     layout = one_table_layout(1000)
     with pytest.raises(MemoryBudgetError, match="card 1 may take 3999 bytes, but the places of all rows take 4000"):
-        CardPlan.make(layout, round_robin(1, 2), CardBudget((4000, 3999), 0), Hotness())
+        CardPlan.make(layout, round_robin(layout, 2), CardBudget((4000, 3999), 0), Hotness())
 
 
 @pytest.mark.parametrize(
     ("partition", "budget", "message"),
     [
-        (round_robin(2, 2), CardBudget((10**6,) * 2, 0), "the partition is for 2 tables, the model has 1"),
-        (round_robin(1, 2), CardBudget((10**6,), 0), "card_bytes is for 1 cards, the partition for 2"),
-        (round_robin(1, 1), CardBudget((10**6,), -1), "bytes can't be negative"),
-        (round_robin(1, 1), CardBudget((10**6,), 0, -1), "bytes can't be negative"),
+        (round_robin(TWO_TABLES, 2), CardBudget((10**6,) * 2, 0), "the partition is for 2 tables, the model has 1"),
+        (round_robin(TEN_ROWS, 2), CardBudget((10**6,), 0), "card_bytes is for 1 cards, the partition for 2"),
+        (round_robin(TEN_ROWS, 1), CardBudget((10**6,), -1), "bytes can't be negative"),
+        (round_robin(TEN_ROWS, 1), CardBudget((10**6,), 0, -1), "bytes can't be negative"),
     ],
 )
 def test_a_plan_of_parts_that_do_not_fit_each_other_is_refused(partition, budget, message):
-    layout = one_table_layout(10)
     with pytest.raises(InvalidBagsError, match=message):
-        CardPlan.make(layout, partition, budget, Hotness())
+        CardPlan.make(TEN_ROWS, partition, budget, Hotness())
 
 
 def test_more_cards_than_the_kernel_knows_are_refused():
     layout = one_table_layout(10)
     with pytest.raises(MemoryBudgetError, match="65 cards; allowed: 1 to 64"):
-        CardPlan.make(layout, round_robin(1, 65), CardBudget((10**6,) * 65, 0), Hotness())
+        CardPlan.make(layout, round_robin(layout, 65), CardBudget((10**6,) * 65, 0), Hotness())

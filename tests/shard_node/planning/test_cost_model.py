@@ -96,8 +96,9 @@ def test_shares_are_those_of_counting_every_row_at_its_place(layout, data):
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
     # Counts below 64 are levels of their own, so that nothing is averaged.
     counts = {one.name: rng.integers(0, 64, one.num_embeddings, np.uint32) for one in layout.tables}
-    partition = round_robin(len(layout.tables), num_cards)
-    partition.card_of_bucket[:, ::7] = -1
+    partition = round_robin(layout, num_cards)
+    for cards in partition.card_of_bucket:
+        cards[::7] = -1
     total = sum(table_sizes(one.num_embeddings, one.embedding_dim, one.dtype).on_cards for one in layout.tables)
     room = 4 * sum(one.num_embeddings for one in layout.tables)
     budget = CardBudget((room + total // (2 * num_cards),) * num_cards, total, total // 20)
@@ -145,7 +146,7 @@ def test_more_memory_for_hot_rows_never_moves_more(zipf, num_cards, rows):
     moved = []
     for share in (0.0, 0.01, 0.1, 0.5, 1.0):
         budget = CardBudget((AMPLE,) * num_cards, 0, int(share * rows * 80))
-        plan = CardPlan.make(layout, round_robin(1, num_cards), budget, Hotness(zipf=zipf))
+        plan = CardPlan.make(layout, round_robin(layout, num_cards), budget, Hotness(zipf=zipf))
         moved.append(Traffic.of(plan, loads_of(layout), H100).peer_bytes.sum())
     assert all(after <= before + 1e-6 for before, after in pairwise(moved))
     assert moved[-1] == pytest.approx(0, abs=1e-6)
@@ -153,7 +154,7 @@ def test_more_memory_for_hot_rows_never_moves_more(zipf, num_cards, rows):
 
 def test_uniform_ids_over_cards_are_at_peers_but_for_one_of_n():
     layout = one_table_layout(256 * 100, 128)
-    plan = CardPlan.make(layout, round_robin(1, 8), CardBudget((AMPLE,) * 8, 0, 0), Hotness())
+    plan = CardPlan.make(layout, round_robin(layout, 8), CardBudget((AMPLE,) * 8, 0, 0), Hotness())
     traffic = Traffic.of(plan, [BagLoad(8000.0, 400.0, 20.0)], H100)
     np.testing.assert_allclose(traffic.own, 1000)
     np.testing.assert_allclose(traffic.peer, 7000)
@@ -167,9 +168,9 @@ def test_uniform_ids_over_cards_are_at_peers_but_for_one_of_n():
 
 
 def test_a_shard_is_asked_only_for_its_own_rows():
-    layout = one_table_layout(256 * 10, 16)
-    partition = round_robin(1, 2)
-    partition.card_of_bucket[:, 64:] = -1
+    layout = one_table_layout(256 * 10, 16, bucketing="hash")
+    partition = round_robin(layout, 2)
+    partition.card_of_bucket[0][64:] = -1
     plan = CardPlan.make(layout, partition, CardBudget((AMPLE,) * 2, 0), Hotness())
     traffic = Traffic.of(plan, loads_of(layout), H100)
     np.testing.assert_allclose(traffic.hot + traffic.own + traffic.peer, 250)
@@ -180,7 +181,7 @@ def test_a_shard_is_asked_only_for_its_own_rows():
 def test_a_table_that_nobody_looks_up_costs_nothing(dtype):
     layout = one_table_layout(1000, 16, dtype)
     plan = CardPlan.make(
-        layout, round_robin(1, 2), CardBudget((AMPLE,) * 2, 0), Hotness(lookups_per_sample={"items": 0})
+        layout, round_robin(layout, 2), CardBudget((AMPLE,) * 2, 0), Hotness(lookups_per_sample={"items": 0})
     )
     traffic = Traffic.of(plan, [BagLoad(0, 0, 0)], H100)
     assert traffic.hbm_bytes.sum() == traffic.peer_bytes.sum() == traffic.upload_bytes == traffic.launches == 0
@@ -191,13 +192,13 @@ def test_a_launch_is_counted_for_each_arena_that_is_read():
     tables = [one_table_layout(100, dim, dtype).tables[0] for dim, dtype in [(8, "int8"), (8, "int8"), (16, "fp16")]]
     tables = [one.model_copy(update={"name": f"t{i}", "feature_names": (f"f{i}",)}) for i, one in enumerate(tables)]
     layout = layout_of(tables)
-    plan = CardPlan.make(layout, round_robin(3, 1), CardBudget((AMPLE,), 0), Hotness())
+    plan = CardPlan.make(layout, round_robin(layout, 1), CardBudget((AMPLE,), 0), Hotness())
     assert Traffic.of(plan, loads_of(layout), H100).launches == 2
 
 
 def test_a_load_is_needed_for_every_table():
     layout = one_table_layout(100)
-    plan = CardPlan.make(layout, round_robin(1, 1), CardBudget((AMPLE,), 0), Hotness())
+    plan = CardPlan.make(layout, round_robin(layout, 1), CardBudget((AMPLE,), 0), Hotness())
     with pytest.raises(InvalidBagsError, match="2 loads for 1 tables"):
         Traffic.of(plan, loads_of(layout) * 2, H100)
 
@@ -211,7 +212,7 @@ def test_rows_in_flight_are_those_of_the_kernel():
 def plan_of(num_cards, *, card_bytes=AMPLE, pinned=0, hot=0, zipf=0.0, rows=256 * 1000):
     layout = one_table_layout(rows, 128)
     budget = CardBudget((card_bytes,) * num_cards, pinned, hot)
-    return CardPlan.make(layout, round_robin(1, num_cards), budget, Hotness(zipf=zipf))
+    return CardPlan.make(layout, round_robin(layout, num_cards), budget, Hotness(zipf=zipf))
 
 
 def test_one_card_that_has_all_rows_takes_what_its_memory_takes():

@@ -11,7 +11,7 @@ from shard_node.errors import InvalidBagsError
 from shard_node.planning import hotness as hotness_module
 from shard_node.planning.hotness import Hotness, power_law_sums
 from shardrank_testing.card_plans import hotnesses, layout_of, layouts, one_table_layout
-from shardrank_testing.snapshots import one_table_spec
+from shardrank_testing.snapshots import num_buckets, one_table_spec, plain_buckets
 
 
 @st.composite
@@ -26,14 +26,17 @@ def levels_of_tables(draw):
 def test_levels_are_counted_as_they_are_given_row_by_row(inputs):
     layout, hotness = inputs
     for table, rows in zip(layout.tables, hotness.of(layout), strict=True):
-        numbers = np.arange(table.num_embeddings)
-        shift = 0 if table.bucketing == "hash" else max(0, (table.num_embeddings - 1).bit_length() - 8)
         levels = rows.levels(0, table.num_embeddings)
         assert levels.dtype == np.uint16
         assert levels.shape == (table.num_embeddings,)
-        found = np.zeros((rows.lookups.size, 256), np.int64)
-        np.add.at(found, (levels.astype(int), (numbers >> shift) % 256), 1)
-        np.testing.assert_array_equal(rows.rows_by_bucket(), found)
+        owner_of_bucket = (
+            np.random.default_rng(table.num_embeddings).integers(-1, 3, num_buckets(table)).astype(np.int16)
+        )
+        for owners in (owner_of_bucket, np.zeros_like(owner_of_bucket), np.full_like(owner_of_bucket, -1)):
+            found = np.zeros((rows.lookups.size, 4), np.int64)
+            np.add.at(found, (levels.astype(int), owners[plain_buckets(table)]), 1)
+            np.testing.assert_array_equal(rows.rows_by_owner(owners, 3), found[:, :3])
+        np.testing.assert_array_equal(rows.rows(), np.bincount(levels, minlength=rows.lookups.size))
         assert (np.diff(rows.lookups) <= 0).all()
         assert (rows.lookups >= 0).all()
 
@@ -68,10 +71,13 @@ def test_a_level_has_the_counts_of_nearly_one_size(counts):
 
 def test_counts_longer_than_a_piece_are_counted_whole(monkeypatch):
     counts = np.random.default_rng(0).integers(0, 50, 1000).astype(np.uint32)
-    whole = Hotness({"items": counts}).of(one_table_layout(1000))[0].rows_by_bucket()
+    whole = Hotness({"items": counts}).of(one_table_layout(1000))[0]
+    owners = (np.arange(4096) % 3).astype(np.int16)
+    whole = whole.rows(), whole.rows_by_owner(owners, 3)
     monkeypatch.setattr(hotness_module, "_PIECE_ROWS", 37)
-    pieces = Hotness({"items": counts}).of(one_table_layout(1000))[0].rows_by_bucket()
-    np.testing.assert_array_equal(whole, pieces)
+    pieces = Hotness({"items": counts}).of(one_table_layout(1000))[0]
+    np.testing.assert_array_equal(whole[0], pieces.rows())
+    np.testing.assert_array_equal(whole[1], pieces.rows_by_owner(owners, 3))
 
 
 @settings(deadline=None)

@@ -17,6 +17,7 @@ from shard_node.cuda.kernel_params import RowFormat
 from shard_node.engine.loading import load_tables
 from shardrank_testing.card_sets import card_factory
 from shardrank_testing.emulated_cards import EmulatedCards
+from shardrank_testing.snapshots import sharding_of
 
 Tiers = Literal["hot", "peers", "pinned", "every tier"]
 Kind = Literal["emulated", "as late as can be", "no peer access", "logical", "devices"]
@@ -56,7 +57,7 @@ class OnCards:
 
     def load(self, snapshot: Snapshot, sharding: str | None = None) -> CardEngine:
         """An engine with all rows of a snapshot."""
-        sharding = sharding or snapshot.spec.tables[0].bucketing
+        sharding = sharding or sharding_of(snapshot.spec)
         plan = Plan.make(snapshot.spec, sharding=sharding, cards_per_shard=self.num_cards)
         engine = load_tables(snapshot, plan.partition(0), plan.digest, card_set=self.card_set(snapshot.spec)).engine
         assert isinstance(engine, CardEngine)

@@ -13,7 +13,7 @@ from shard_node.cuda.kernel_params import RowFormat
 from shard_node.partition import Partition
 from shard_node.planning.card_plan import CardBudget, CardPlan
 from shard_node.planning.hotness import Hotness
-from shardrank_testing.snapshots import DEFAULT_DENSE_MODEL
+from shardrank_testing.snapshots import DEFAULT_DENSE_MODEL, num_buckets
 
 DTYPES: tuple[RowDtype, ...] = ("int8", "int4", "fp16", "fp32")
 
@@ -39,10 +39,10 @@ def one_table_layout(num_embeddings: int, embedding_dim: int = 8, dtype: RowDtyp
     return layout_of([table])
 
 
-def round_robin(num_tables: int, num_cards: int) -> Partition:
+def round_robin(layout: TableLayout, num_cards: int) -> Partition:
     """Bucket b of every table on card b % num_cards."""
-    buckets = (np.arange(256) % num_cards).astype(np.int16)
-    return Partition(num_cards, np.tile(buckets, (num_tables, 1)))
+    buckets = [np.arange(num_buckets(table)) for table in layout.tables]
+    return Partition(num_cards, tuple((one % num_cards).astype(np.int16) for one in buckets))
 
 
 def places_bytes(layout: TableLayout) -> int:
@@ -64,7 +64,7 @@ def layouts(draw: st.DrawFn, max_rows: int = 1500) -> TableLayout:
             num_embeddings=draw(st.integers(1, max_rows)),
             embedding_dim=draw(st.sampled_from([2, 4, 8, 10, 16, 64])),
             dtype=draw(st.sampled_from(DTYPES)),
-            bucketing=draw(st.sampled_from(["hash", "range"])),
+            bucketing=draw(st.sampled_from(["mixed", "hash", "range"])),
             feature_names=tuple(f"f{number}.{feature}" for feature in range(draw(st.integers(1, 2)))),
         )
         for number in range(draw(st.integers(1, 4)))
@@ -79,7 +79,7 @@ def plan_inputs(draw: st.DrawFn) -> tuple[TableLayout, Partition, CardBudget, Ho
     num_cards = draw(st.integers(1, 8))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     first = draw(st.sampled_from([0, -1]))
-    cards = rng.integers(first, num_cards, (len(layout.tables), 256)).astype(np.int16)
+    cards = tuple(rng.integers(first, num_cards, num_buckets(one)).astype(np.int16) for one in layout.tables)
     total = sum(one.num_embeddings * stride for one, stride in zip(layout.tables, strides(layout), strict=True))
     card_bytes = [places_bytes(layout) + int(total * share) for share in rng.uniform(0, draw(SHARES), num_cards)]
     budget = CardBudget(

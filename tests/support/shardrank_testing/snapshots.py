@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import xxhash
 
 from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.manifest import (
@@ -28,6 +29,7 @@ from loader.snapshot.manifest import (
 from loader.snapshot.per_row import Vocabulary
 from loader.snapshot.row_source import rows_of
 from loader.snapshot.writer import export_snapshot
+from shard_node.partition import Sharding
 
 Float32Array = npt.NDArray[np.float32]
 DEFAULT_DENSE_MODEL = DenseModelSpec(kind="mlp")
@@ -55,10 +57,10 @@ def make_spec(
     | table | rows x dim | dtype | bucketing | features (pooling) |
     |---|---|---|---|---|
     | user | 1000 x 16 | int8 | hash | user (sum), context |
-    | film | 777 x 16 | int8 | hash | film (sum), candidate; history (none), context: a shared table |
+    | film | 777 x 16 | int8 | mixed | film (sum), candidate; history (none), context: a shared table |
     | genre | 19 x 8 | fp32 | range | genre (mean), candidate |
     | tag | 257 x 8 | int4 | range | tag (sum, weighted), candidate; liked_tag (sum, weighted), context |
-    | city | 300 x 4 | fp16 | hash | city (sum), context |
+    | city | 300 x 4 | fp16 | mixed | city (sum), context |
 
     Args:
         model: its name.
@@ -91,10 +93,10 @@ def make_spec(
         model=model,
         tables=(
             table("user", 1000, 16, "int8", "hash", ("user",)),
-            table("film", 777, 16, "int8", "hash", ("film", "history")),
+            table("film", 777, 16, "int8", "mixed", ("film", "history")),
             table("genre", 19, 8, "fp32", "range", ("genre",), "mean"),
             table("tag", 257, 8, "int4", "range", ("tag", "liked_tag")),
-            table("city", 300, 4, "fp16", "hash", ("city",)),
+            table("city", 300, 4, "fp16", "mixed", ("city",)),
         ),
         features=(
             FeatureSpec(name="user", side="context"),
@@ -225,3 +227,30 @@ def rewrite_manifest(snapshot_path: Path, edit: Callable[[dict[str, Any]], None]
     path.write_text(json.dumps(document))
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     (snapshot_path / "manifest.json.sha256").write_text(f"{digest}  manifest.json\n")
+
+
+def plain_bucket(table: TableSpec, row: int) -> int:
+    """The bucket of a row by the formulas of docs/snapshot-format.md, in whole numbers of any size."""
+    if table.bucketing == "hash":
+        return row % 256
+    if table.bucketing == "range":
+        return row >> max(0, (table.num_embeddings - 1).bit_length() - 8)
+    mixed = ((row >> 12) + xxhash.xxh3_64_intdigest(table.name.encode())) * 0xFF51AFD7ED558CCD % 2**64
+    mixed = (mixed ^ (mixed >> 32)) * 0xC4CEB9FE1A85EC53 % 2**64
+    return (row ^ (mixed >> 52)) % 4096
+
+
+def plain_buckets(table: TableSpec, rows: Iterable[int] | None = None) -> np.ndarray:
+    """The buckets of some rows, or of all, int64 [n]."""
+    rows = range(table.num_embeddings) if rows is None else rows
+    return np.array([plain_bucket(table, int(row)) for row in rows], np.int64)
+
+
+def num_buckets(table: TableSpec) -> int:
+    """How many buckets a table has."""
+    return 4096 if table.bucketing == "mixed" else 256
+
+
+def sharding_of(spec: ModelSpec) -> Sharding:
+    """How a plan divides tables that are all stored like the first one."""
+    return "range" if spec.tables[0].bucketing == "range" else "hash"

@@ -26,6 +26,7 @@ from shard_node.node import LocalShard, Shard, ShardNode
 from shard_node.wire.address import Address
 from shard_node.wire.client import ShardClient
 from shard_node.wire.server import NodeServer
+from shardrank_testing.snapshots import sharding_of
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Topology:
         return Plan.make(
             spec,
             num_shards=self.shards,
-            sharding=self.sharding or spec.tables[0].bucketing,
+            sharding=self.sharding or sharding_of(spec),
             cards_per_shard=self.cards,
             replicate_bytes=self.replicate_bytes,
         )

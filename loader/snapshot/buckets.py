@@ -1,0 +1,191 @@
+"""Which bucket of its table a row is in, and where in a file the rows of a bucket lie: closed forms, no index.
+
+A plan gives whole buckets to shards and cards, so any number of them can load just its share of a snapshot.
+
+| bucketing | buckets | bucket of a row | number of the row within it |
+|---|---|---|---|
+| mixed | 4,096 | `(row ^ h(row >> 12)) & 4095` | `row >> 12` |
+| hash | 256 | `row & 255` | `row >> 8` |
+| range | 256 | `row >> s`, s the smallest that leaves 256 buckets | `row - (bucket << s)` |
+
+`h` is a 64-bit mix (multiply, shift, multiply) with a seed for each table, the XXH3 of its name. So each run of 4,096
+rows has one row of every bucket, and which row that is changes from run to run: rows in order of popularity are spread
+evenly however buckets are divided. `hash` is the same without the mix. docs/snapshot-format.md has examples. File i of
+a table holds rows [i * rows_per_file, (i + 1) * rows_per_file) in bucket order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from loader.snapshot.manifest import NUM_BUCKETS, Bucketing, TableSpec
+
+Int64Array = npt.NDArray[np.int64]
+UInt64Array = npt.NDArray[np.uint64]
+
+MIXED_BITS = 12
+HASH_BITS = 8
+# Of a murmur finaliser: odd numbers whose products spread every bit.
+MIX_FACTORS = (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53)
+FILE_BYTES = 256 << 20
+MIN_ROWS_PER_FILE = 256
+
+
+def mix(blocks: Int64Array, seed: int) -> Int64Array:
+    """Mix the numbers of runs of 4,096 rows, int64 [n], with a table's seed: int64 [n], each below 4,096."""
+    mixed = blocks.astype(np.uint64)
+    mixed += np.uint64(seed)
+    mixed *= np.uint64(MIX_FACTORS[0])
+    mixed ^= mixed >> np.uint64(32)
+    mixed *= np.uint64(MIX_FACTORS[1])
+    mixed >>= np.uint64(64 - MIXED_BITS)
+    return mixed.view(np.int64)
+
+
+def table_seed(table: str) -> int:
+    """Return the seed of a table's mix: the XXH3 (64 bits) of its name in UTF-8."""
+    return xxhash.xxh3_64_intdigest(table.encode())
+
+
+@dataclass(frozen=True, slots=True)
+class RowBuckets:
+    """The buckets of one table's rows. Made by `RowBuckets.of`.
+
+    Attributes:
+        num_rows: of the table.
+        count: buckets; a power of two.
+        bucket_shift: bucket = ((row ^ mix) >> bucket_shift) & (count - 1).
+        slot_shift: (row >> slot_shift) counts the rows of a bucket, from `first_slots` on.
+        seed: of the mix; None if there is none.
+    """
+
+    num_rows: int
+    count: int
+    bucket_shift: int
+    slot_shift: int
+    seed: int | None
+
+    @classmethod
+    def of(cls, table: TableSpec) -> Self:
+        """Return the buckets of a table."""
+        seed = table_seed(table.name) if table.bucketing == "mixed" else None
+        return cls.made(table.bucketing, table.num_embeddings, seed)
+
+    @classmethod
+    @lru_cache(maxsize=4096)
+    def made(cls, bucketing: Bucketing, num_rows: int, seed: int | None) -> Self:
+        """Return the buckets of so many rows."""
+        count = NUM_BUCKETS[bucketing]
+        if bucketing == "range":
+            return cls(num_rows, count, max(0, (num_rows - 1).bit_length() - HASH_BITS), 0, None)
+        return cls(num_rows, count, 0, HASH_BITS if bucketing == "hash" else MIXED_BITS, seed)
+
+    def of_rows(self, rows: Int64Array) -> Int64Array:
+        """Return the bucket of each row, int64 [n]."""
+        mixed = rows if self.seed is None else rows ^ mix(rows >> MIXED_BITS, self.seed)
+        buckets: Int64Array = (mixed >> self.bucket_shift) & (self.count - 1)
+        return buckets
+
+    def rows_below(self, edges: Int64Array) -> Int64Array:
+        """Count, for each edge, int64 [m], the rows below it in each bucket: int64 [m, count]."""
+        buckets = np.arange(self.count, dtype=np.int64)
+        if not self.slot_shift:
+            # Where there are fewer rows than buckets a shift of 0 leaves one for each bucket.
+            clipped: Int64Array = np.clip(edges[:, None] - (buckets << self.bucket_shift), 0, 1 << self.bucket_shift)
+            return clipped
+        full, part = edges >> self.slot_shift, edges & (self.count - 1)
+        mixes = np.zeros_like(full) if self.seed is None else mix(full, self.seed)
+        below: Int64Array = full[:, None] + ((buckets ^ mixes[:, None]) < part[:, None])
+        return below
+
+    def rows_per_bucket(self) -> Int64Array:
+        """Count the rows of each bucket, int64 [count]."""
+        per_bucket: Int64Array = self.rows_below(np.array([self.num_rows]))[0]
+        return per_bucket
+
+    def first_slots(self) -> Int64Array:
+        """Return what (row >> slot_shift) is for the first row of each bucket, int64 [count]."""
+        if self.slot_shift:
+            return np.zeros(self.count, np.int64)
+        return np.arange(self.count, dtype=np.int64) << self.bucket_shift
+
+    def in_file(self, rows_per_file: int, file_index: int) -> FileOrder:
+        """Return the order of the rows in one of the table's files."""
+        first_row = file_index * rows_per_file
+        num_rows = min(rows_per_file, self.num_rows - first_row)
+        below = self.rows_below(np.array([first_row, first_row + num_rows]))
+        starts = np.zeros(self.count + 1, np.int64)
+        np.cumsum(below[1] - below[0], out=starts[1:])
+        return FileOrder(self, first_row, num_rows, starts)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FileOrder:
+    """Where in one row file each row lies. Made by `RowBuckets.in_file`.
+
+    Attributes:
+        buckets: of the table.
+        first_row: of the file, if rows are taken in order.
+        num_rows: of the file.
+        starts: int64 [count + 1], the position of the first row of each bucket, then `num_rows`.
+    """
+
+    buckets: RowBuckets
+    first_row: int
+    num_rows: int
+    starts: Int64Array
+
+    def positions(self, local_rows: Int64Array) -> Int64Array:
+        """Find the positions of rows, int64 [n], that are counted from the file's first row in row order."""
+        if not self.buckets.slot_shift:
+            return local_rows
+        positions: Int64Array = self.starts.take(self.buckets.of_rows(local_rows + self.first_row))
+        positions += local_rows >> self.buckets.slot_shift
+        return positions
+
+    def positions_of(self, chosen: npt.NDArray[np.bool_]) -> Int64Array:
+        """Return the positions of all rows of the chosen buckets, bool [count], ascending: int64 [n]."""
+        firsts, counts = self.starts[:-1][chosen], np.diff(self.starts)[chosen]
+        shifts = firsts - (np.cumsum(counts) - counts)
+        positions: Int64Array = np.arange(int(counts.sum()), dtype=np.int64) + np.repeat(shifts, counts)
+        return positions
+
+    def rows_at(self, positions: Int64Array) -> Int64Array:
+        """Find the row at each position, int64 [n], ascending."""
+        buckets = self.buckets
+        if not buckets.slot_shift:
+            return positions + self.first_row
+        edges = positions.searchsorted(self.starts)
+        bucket = np.repeat(np.arange(buckets.count), np.diff(edges))
+        block = positions - self.starts.take(bucket)
+        block += self.first_row >> buckets.slot_shift
+        rows = block << buckets.slot_shift
+        rows += bucket if buckets.seed is None else bucket ^ mix(block, buckets.seed)
+        return rows
+
+    def row_at(self, position: int) -> int:
+        """Find the row at one position."""
+        return int(self.rows_at(np.array([position]))[0])
+
+
+def rows_in_file(num_embeddings: int, rows_per_file: int, file_index: int) -> int:
+    """Return the rows of file `file_index`; all files but the last are full."""
+    return min(rows_per_file, num_embeddings - file_index * rows_per_file)
+
+
+def default_rows_per_file(table: TableSpec, row_bytes: int) -> int:
+    """Pick the largest power of two whose rows fit 256 MiB; at most what one file of all rows needs.
+
+    Each file begins with a whole run of buckets, so it has at least as many rows as there are buckets.
+    """
+    # Large enough for few files, small enough to hold one in memory and to redo after an interruption.
+    least = NUM_BUCKETS[table.bucketing]
+    largest = max(least, 1 << ((FILE_BYTES // row_bytes).bit_length() - 1))
+    needed = max(least, 1 << (table.num_embeddings - 1).bit_length())
+    return min(largest, needed)
