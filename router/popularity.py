@@ -5,10 +5,10 @@ of each the counts of its keys are added to those of the candidates, and of all 
 frequent are kept. That is nearly exact: whoever belongs to the top is rarely forgotten, and what happens to be seen
 once makes room for the next. A count halves over `HALF_LIFE` × capacity lookups.
 
-A shift of popularity is seen by the share of an epoch's lookups that go to the top as it was known when the epoch
-began. If it falls clearly, counts from before keep only (share / share as it was) ** `TRUST` of their weight: nearly
-all after a small shift, next to nothing after a complete one. docs/decisions/hot-rows-are-learned-in-epochs.md has
-the measured figures.
+A shift of popularity is seen by the share of lookups that go to the top as it is known. If it falls clearly, over two
+quarters of an epoch, the epoch ends, and counts from before keep only (share / share as it was) ** `TRUST` of their
+weight: nearly all after a small shift, next to nothing after a complete one.
+docs/decisions/hot-rows-are-learned-in-epochs.md has the measured figures.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ TRUST = 4
 MIN_EPOCH = 256
 """Lookups of an epoch at least, whatever the capacity: fewer tell nothing of a shift."""
 
-# A fall of the hit rate is a shift if it is more than chance explains, and more than is worth forgetting for.
-_STANDARD_ERRORS = 4.0
+# A fall of the hit rate over two quarters of an epoch is a shift, if each is more than chance explains, and more than
+# is worth forgetting for.
+_STANDARD_ERRORS = 3.0
 _LEAST_FALL = 0.02
-_SMOOTHING = 0.25
+_SMOOTHING = 0.125
 
 
 class Popularity:
@@ -60,12 +61,11 @@ class Popularity:
         self.shifts = 0
         """How many shifts were seen."""
         self.hit_rate = math.nan
-        """Share of the last epoch's lookups that went to the top as it was known before; NaN after the first."""
-        self._longest = max(capacity, MIN_EPOCH)
-        self._epoch = MIN_EPOCH
-        self._waiting = np.empty(self._epoch, np.int64)
+        """Share of late of the lookups that go to the top as it is known; NaN before the second epoch."""
+        self._longest = max(-(-capacity // 4) * 4, MIN_EPOCH)
+        self._waiting = np.empty(MIN_EPOCH, np.int64)
         self._num_waiting = 0
-        self._usual = math.nan
+        self._was_low = False
         # Candidates in order of their keys.
         self._keys = np.empty(0, np.int64)
         self._counts = np.empty(0, np.float32)
@@ -82,13 +82,17 @@ class Popularity:
         Args:
             keys: int64 [n], table << 32 | row; any n, in any order.
         """
+        quarter = self._waiting.size // 4
         while keys.size:
-            taken = keys[: self._epoch - self._num_waiting]
+            taken = keys[: quarter - self._num_waiting % quarter]
             self._waiting[self._num_waiting :][: taken.size] = taken
             self._num_waiting += taken.size
             keys = keys[taken.size :]
-            if self._num_waiting == self._epoch:
-                self._end_epoch()
+            if self._num_waiting % quarter == 0:
+                trust = self._trust(self._waiting[: self._num_waiting][-quarter:]) if self.epochs else 1.0
+                if trust < 1 or self._num_waiting == self._waiting.size:
+                    self._end_epoch(trust)
+                    quarter = self._waiting.size // 4
 
     def top(self, count: int) -> Int64Array:
         """Return the hottest keys, int64 [at most count], hottest first; none before the first epoch has ended.
@@ -104,16 +108,29 @@ class Popularity:
             return np.arange(size if count > 0 else 0)
         return np.argpartition(self._counts, size - count)[size - count :]
 
-    def _end_epoch(self) -> None:
-        keys, counts = np.unique(self._waiting, return_counts=True)
-        at = np.searchsorted(self._keys, keys)
-        known = np.zeros(keys.size, np.bool_)
-        within = at < self._keys.size
-        known[within] = self._keys[at[within]] == keys[within]
-        at = at[known]
-        if self.epochs:
-            self.hit_rate = float(counts[known][self._is_hot[at]].sum()) / self._epoch
-        self._counts *= np.float32(0.5 ** (self._epoch / (HALF_LIFE * self.capacity)) * self._trust())
+    def _trust(self, quarter: Int64Array) -> float:
+        """Return what counts so far are still worth, by the hit rate of the top that they gave: 1 without a shift.
+
+        The lookups in which a shift begins are a mixture, of which the first that are low may consist. The next
+        ones tell how much has changed.
+        """
+        at, _ = self._find(quarter)
+        rate = int(self._is_hot[at].sum()) / quarter.size
+        usual = rate if math.isnan(self.hit_rate) else self.hit_rate
+        chance = math.sqrt(max(usual * (1 - usual), rate * (1 - rate)) / quarter.size)
+        is_low = usual - rate > max(_STANDARD_ERRORS * chance, _LEAST_FALL)
+        if is_low and self._was_low:
+            self.shifts += 1
+            self._was_low, self.hit_rate = False, rate
+            return float((rate / usual) ** TRUST)
+        self._was_low = is_low
+        self.hit_rate = usual if is_low else usual + _SMOOTHING * (rate - usual)
+        return 1.0
+
+    def _end_epoch(self, trust: float) -> None:
+        keys, counts = np.unique(self._waiting[: self._num_waiting], return_counts=True)
+        at, known = self._find(keys)
+        self._counts *= np.float32(0.5 ** (self._num_waiting / (HALF_LIFE * self.capacity)) * trust)
         self._counts[at] += counts[known].astype(np.float32)
         self._keep_most_frequent(
             np.concatenate([self._keys, keys[~known]]),
@@ -121,24 +138,16 @@ class Popularity:
         )
         self.epochs += 1
         self._num_waiting = 0
-        if self._epoch < self._longest:
-            self._epoch = min(2 * self._epoch, self._longest)
-            self._waiting = np.empty(self._epoch, np.int64)
+        if self._waiting.size < self._longest:
+            self._waiting = np.empty(min(2 * self._waiting.size, self._longest), np.int64)
 
-    def _trust(self) -> float:
-        """Return what counts so far are still worth, by the hit rate of the top that they gave."""
-        rate, usual = self.hit_rate, self._usual
-        if math.isnan(rate):
-            return 1.0
-        if math.isnan(usual):
-            usual = rate
-        chance = math.sqrt(max(usual * (1 - usual), rate * (1 - rate)) / self._epoch)
-        if usual - rate > max(_STANDARD_ERRORS * chance, _LEAST_FALL):
-            self.shifts += 1
-            self._usual = rate
-            return float((rate / usual) ** TRUST)
-        self._usual = usual + _SMOOTHING * (rate - usual)
-        return 1.0
+    def _find(self, keys: Int64Array) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
+        """Return where those of the keys are that are candidates, int64 [m], and which these are, bool [n]."""
+        at = np.searchsorted(self._keys, keys)
+        known = np.zeros(keys.size, np.bool_)
+        within = at < self._keys.size
+        known[within] = self._keys[at[within]] == keys[within]
+        return at[known], known
 
     def _keep_most_frequent(self, keys: Int64Array, counts: npt.NDArray[np.float32]) -> None:
         if (surplus := keys.size - CANDIDATES * self._longest) > 0:
