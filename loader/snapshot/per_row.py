@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import safetensors.numpy
 
 from loader.errors import ExportError, SnapshotCorruptError, cut
 from loader.snapshot.manifest import MAX_STRING_ID_BYTES, ModelSpec, TableSpec, VocabularyMapping, fingerprint_strings
@@ -157,12 +158,38 @@ def access_count_tensors(table: TableSpec, counts: npt.NDArray[Any]) -> dict[str
     return {COUNTS_TENSOR: np.ascontiguousarray(array, dtype=np.uint32)}
 
 
+def write_access_counts(path: Path, lookups: Mapping[str, tuple[npt.NDArray[Any], npt.NDArray[Any]]]) -> None:
+    """Write how often rows were looked up, as `read_access_counts` reads it; whole or not at all.
+
+    Numbers are rounded, to 1 at least. If one is too large for uint32, all of all tables are divided by the same.
+
+    Args:
+        path: of the safetensors file.
+        lookups: by table, rows that were seen, integers [n], none twice, and how often each: numbers [n] above 0.
+
+    Raises:
+        OSError: the file can't be written.
+    """
+    most = max((float(counts.max()) for _, counts in lookups.values() if counts.size), default=1.0)
+    scale = min(1.0, MAX_ACCESS_COUNT / most)
+    tensors: dict[str, npt.NDArray[Any]] = {}
+    for table, (rows, counts) in lookups.items():
+        told = np.clip(np.rint(np.multiply(counts, scale, dtype=np.float64)), 1, MAX_ACCESS_COUNT)
+        tensors |= {
+            f"{table}{ROWS_SUFFIX}": np.ascontiguousarray(rows, dtype=np.uint32),
+            f"{table}{COUNTS_SUFFIX}": told.astype(np.uint32),
+        }
+    part = path.with_name(f"{path.name}.part")
+    safetensors.numpy.save_file(tensors, part)
+    part.replace(path)
+
+
 def read_access_counts(path: Path, spec: ModelSpec) -> dict[str, npt.NDArray[Any]]:
     """Return what `export_snapshot` takes as `access_counts` for a model, from disk. Raises ExportError.
 
     `path` is a folder with a `<table>.npy` of whole numbers [num_embeddings] for each table with counts, which are
     mapped; or a safetensors file that has, for each, a tensor `<table>` of the same, or `<table>/rows` and
-    `<table>/counts` of the rows that were seen, as `shard_node` saves what it observed.
+    `<table>/counts` of the rows that were seen, as `write_access_counts` writes them.
     """
     tables = {table.name: table for table in spec.tables}
     found = _read_folder(path) if path.is_dir() else _read_file(path, tables)

@@ -18,7 +18,7 @@ from shard_node.wire.frame import HEADER, FrameType
 from shard_node.wire.messages import (
     MAX_ARRAYS,
     MAX_ERROR_MESSAGE_BYTES,
-    MAX_MODEL_BYTES,
+    MAX_NAME_BYTES,
     _encode,
     encode_answer,
     encode_error,
@@ -100,7 +100,7 @@ def test_the_document_names_every_frame_type_with_its_number():
 def test_the_documents_numbers_are_the_codes():
     assert f"header of {HEADER.size} bytes" in PAGE
     assert f"number of arrays, at most {MAX_ARRAYS}" in PAGE
-    assert f"at most {MAX_MODEL_BYTES} bytes" in PAGE
+    assert f"at most {MAX_NAME_BYTES} bytes" in PAGE
     assert f"at most {MAX_ERROR_MESSAGE_BYTES} bytes" in PAGE
 
 
