@@ -32,6 +32,7 @@ from loader.snapshot.tensor_files import (
 Vocabulary = Sequence[int] | Sequence[str] | npt.NDArray[Any]
 
 MAX_ACCESS_COUNT = 2**32 - 1
+_PIECE_VALUES = 1 << 22
 COUNTS_TENSOR = "counts"
 # In a file of several tables: rows that were seen, and how often each. A dense table is one tensor under its name.
 ROWS_SUFFIX, COUNTS_SUFFIX = "/rows", "/counts"
@@ -200,14 +201,41 @@ def read_access_counts(path: Path, spec: ModelSpec) -> dict[str, npt.NDArray[Any
     return found
 
 
+def count_trace(path: Path, table: TableSpec) -> npt.NDArray[np.uint32]:
+    """Count the lookups of a trace: uint32 [num_embeddings], how often each row is in it.
+
+    `path` is an .npy file of row numbers, integers [n], in any order; it is mapped, and read once.
+
+    Raises:
+        ExportError: it can't be read, has other numbers, more than 2^32 - 1 of them, or rows outside the table.
+    """
+    rows = _mapped(path)
+    if rows.ndim != 1 or rows.dtype.kind not in "iu" or rows.size > MAX_ACCESS_COUNT:
+        told = f"{rows.dtype} {list(rows.shape)}"
+        raise ExportError(f"{path}: a trace of table {table.name!r} must be integers [n], n below 2^32; got {told}")
+    counts = np.zeros(table.num_embeddings, np.uint32)
+    for first in range(0, rows.size, _PIECE_VALUES):
+        piece = rows[first : first + _PIECE_VALUES]
+        low, high = int(piece.min()), int(piece.max())
+        if low < 0 or high >= table.num_embeddings:
+            row = low if low < 0 else high
+            raise ExportError(f"{path}: row {row} is not within table {table.name!r} of {table.num_embeddings} rows")
+        np.add.at(counts, piece.astype(np.int64, copy=False), np.uint32(1))
+    return counts
+
+
 def _read_folder(path: Path) -> dict[str, npt.NDArray[Any]]:
     found: dict[str, npt.NDArray[Any]] = {}
     for file in sorted(path.glob("*.npy")):
-        try:
-            found[file.stem] = np.lib.format.open_memmap(file, mode="r")  # Maps numbers, and never takes a pickle.
-        except (OSError, ValueError, EOFError) as error:
-            raise ExportError(f"{file}: not an array that can be read: {cut(error)}") from error
+        found[file.stem] = _mapped(file)
     return found
+
+
+def _mapped(file: Path) -> npt.NDArray[Any]:
+    try:
+        return np.lib.format.open_memmap(file, mode="r")  # Maps numbers, and never takes a pickle.
+    except (OSError, ValueError, EOFError) as error:
+        raise ExportError(f"{file}: not an array that can be read: {cut(error)}") from error
 
 
 def _read_file(path: Path, tables: Mapping[str, TableSpec]) -> dict[str, npt.NDArray[Any]]:
