@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,9 @@ from serving.cli.settings import Options, config_of
 from serving.cli.snapshots import read_description
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from loader.snapshot.manifest import ModelSpec, RowDtype
     from serving.cli.capacity import CapacityPlan, LookupProfile
     from serving.cli.network import NetworkOptions
@@ -71,6 +75,13 @@ SYSTEM_NAMES = ("a100", "h100", "h200", "gb200")
     "Only the first ROWS of a table follow --zipf, for that share of the lookups; the others go to all rows alike.",
 )
 @opts.network_options
+    "--counts",
+    "How often rows are looked up: what `shardrank counts` wrote, or a folder of <table>.npy. Default: the snapshot's.",
+    opts.EXISTING,
+)
+@opts.assignments(
+    "--trace TABLE=FILE", "In place of --counts: a table's lookups one after the other, an .npy file of row numbers."
+)
 @opts.option("--dtype", "Of stored rows. Default: the model's; published models have int8.", click.Choice(DTYPES))
 @opts.option("--hbm-gb-per-s GB", "What a copy within a card reaches.", opts.FiniteRange(1))
 @opts.option("--nvlink-gb-per-s GB", "Line rate between cards, one direction.", opts.FiniteRange(1))
@@ -93,6 +104,8 @@ def plan(compare: bool, out: Path | None, **options: Any) -> None:
       shardrank plan --model dlrm-v2 --cards 8 --card-memory-gb 80
       shardrank plan --model shop.json --cards 2 --hotness history=50 --zipf 1.05
       shardrank plan --model models/shop/3 --system gb200 --versions 2 --json
+      shardrank plan --model shop.json --counts shop-counts.safetensors
+      shardrank plan --model shop.json --trace items=clicked-items.npy --trace users=users.npy
       shardrank plan --model textbook --dtype fp32 --shards 16 --cards 1 --batch 65536
       shardrank plan --model merlin-jumbo --shards 4 --cards 8 --compare
       shardrank plan --model models/shop/3 --shards 2 --cards 4 --out plan.json
@@ -106,6 +119,10 @@ def plan(compare: bool, out: Path | None, **options: Any) -> None:
         profile = replace(profile, zipf=options["zipf"], counts={})
     if options["head"] is not None:
         profile = replace(profile, head=_head(options["head"]))
+    if counts := _counted(spec, options):
+        slices = {table.name: table.slices for table in spec.tables}
+        by_stored = {stored.name: one for name, one in counts.items() for stored in slices[name]}
+        profile = replace(profile, counts=by_stored)
     buckets = min(NUM_BUCKETS[table.bucketing] for table in spec.tables)
     if options["shards"] > buckets and options["sharding"] != "table":
         raise click.UsageError(f"--shards: rows are divided by {buckets} buckets, so into as many shards at most.")
@@ -158,6 +175,22 @@ def _network(options: Options) -> NetworkOptions:
 
     network = Network(gb_per_s=options["network_gb_per_s"], latency_us=options["network_us"])
     return config_of(NetworkOptions, options, network=network)
+
+
+def _counted(spec: ModelSpec, options: Options) -> Mapping[str, npt.NDArray[np.uint32]]:
+    """Return how often rows of tables are looked up, if that was given. Raises UsageError, ExportError."""
+    from loader.snapshot.per_row import access_count_tensors, count_trace, read_access_counts
+
+    counts, traces = options["counts"], options["trace"]
+    if counts is not None and traces:
+        raise click.UsageError("--counts and --trace were counted over different batches: give one of them.")
+    tables = {table.name: table for table in spec.tables}
+    if unknown := sorted({name for name, _ in traces} - tables.keys()):
+        raise click.UsageError(f"--trace: unknown tables {unknown}; the model has {sorted(tables)}.")
+    if counts is None:
+        return {name: count_trace(Path(file), tables[name]) for name, file in traces}
+    read = read_access_counts(counts, spec)
+    return {name: access_count_tensors(tables[name], one)["counts"] for name, one in read.items()}
 
 
 def _system(options: Options) -> CardSystem:
