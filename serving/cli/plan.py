@@ -75,6 +75,7 @@ SYSTEM_NAMES = ("a100", "h100", "h200", "gb200")
     "Only the first ROWS of a table follow --zipf, for that share of the lookups; the others go to all rows alike.",
 )
 @opts.network_options
+@opts.option(
     "--counts",
     "How often rows are looked up: what `shardrank counts` wrote, or a folder of <table>.npy. Default: the snapshot's.",
     opts.EXISTING,
