@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from loader.snapshot.manifest import ModelSpec, RowDtype
+    from router.plan_file import PlanFile
     from serving.cli.capacity import CapacityPlan, LookupProfile
     from serving.cli.network import NetworkOptions
     from shard_node.planning.cost_model import CardSystem
@@ -141,13 +142,20 @@ def plan(compare: bool, out: Path | None, **options: Any) -> None:
     if compare or out is not None:
         found, file = CapacityPlan.per_table(spec, profile, node)
         if out is not None:
-            out.write_text(file.to_json(), encoding="utf-8")
+            _write(out, file)
     else:
         found = CapacityPlan.make(spec, profile, node)
     if options["as_json"]:
         print_json(found)
     else:
         print_plan(found)
+
+
+def _write(out: Path, file: PlanFile) -> None:
+    try:
+        out.write_text(file.to_json(), encoding="utf-8")
+    except OSError as error:
+        raise click.UsageError(f"--out {out}: {error.strerror or error}") from error
 
 
 def _number(name: str, text: str) -> float:
