@@ -18,7 +18,7 @@ from shard_node.cuda.card_engine import CardEngine
 from shard_node.cuda.card_rows import ArenaOnCards, finder_bytes
 from shard_node.cuda.card_set import CardClaim, CardSet
 from shard_node.cuda.cards import Cards
-from shard_node.cuda.kernel_params import CHUNK_BYTES, ByteArray, RowFormat, UInt32Array, owners_of, round_up
+from shard_node.cuda.kernel_params import CHUNK_BYTES, NOT_HERE, ByteArray, RowFormat, UInt32Array, owners_of, round_up
 from shard_node.cuda.places import PIECE_ROWS, Placer
 from shard_node.cuda.uploads import NUM_UPLOADS, Upload
 from shard_node.engine.arena_builder import layout_for, not_finite
@@ -26,7 +26,7 @@ from shard_node.engine.memory import Claim, MemoryClaim, RowMemory
 from shard_node.errors import InvalidBagsError
 from shard_node.node import DeltaPosition, LoadedTables
 from shard_node.partition import Partition
-from shard_node.planning.card_plan import CardBudget, CardPlan
+from shard_node.planning.card_plan import BUCKET_BYTES, CardBudget, CardPlan
 from shard_node.planning.hotness import Hotness, ObservedCounts, RowCounts
 
 logger = logging.getLogger(__name__)
@@ -105,7 +105,9 @@ class CardTableLoad:
         self._upload_bytes = upload_bytes
         budget = _budget(card_set, memory_budget_bytes)
         self.plan = CardPlan.make(layout, partition, budget, _hotness(snapshot, layout, observed or {}))
-        beside = sum(finder_bytes(group.end_table - group.first_table, partition.num_cards) for group in layout.groups)
+        # The plan counts the entries of buckets as places, which arenas have beside their tables.
+        beside = sum(finder_bytes(self.plan, range(group.first_table, group.end_table)) for group in layout.groups)
+        beside -= sum(one.buckets for one in self.plan.places) * BUCKET_BYTES
         self.card_bytes = tuple(self.plan.bytes(card).total + beside for card in range(partition.num_cards))
         self.pinned_bytes = self.plan.pinned_bytes
 
@@ -254,6 +256,9 @@ class CardFill:
         is_here = self._plan.partition.card_of_bucket[number] >= 0
         pieces = self._placer.pieces(number, min(PIECE_ROWS, files.rows_per_file))
         places = np.empty(min(files.rows_per_file, table.num_embeddings), np.uint32)
+        found, by_bucket = self._plan.places[number], np.empty(0, np.uint32)
+        if found.buckets:
+            by_bucket = np.empty(found.rows, np.uint32)
         for index in range(len(files.rows)):
             num_rows = rows_in_file(table.num_embeddings, files.rows_per_file, index)
             placed = 0
@@ -261,18 +266,34 @@ class CardFill:
                 _, piece = next(pieces)
                 places[placed : placed + piece.size] = piece
                 placed += piece.size
-            self._send_places(arena, number, index * files.rows_per_file, places[:num_rows])
+            first_row = index * files.rows_per_file
+            if found.buckets:
+                self._put_by_bucket(number, first_row, places[:num_rows], by_bucket)
+            elif found.rows:
+                self._send_places(arena, number, first_row, places[:num_rows])
             order = RowBuckets.of(table).in_file(files.rows_per_file, index)
             self._file(arena, number, index, places[:num_rows], order, order.positions_of(is_here))
+        if found.buckets:
+            self._send_places(arena, number, 0, by_bucket)
 
-    def _send_places(self, arena: ArenaOnCards, number: int, first_row: int, places: UInt32Array) -> None:
+    def _put_by_bucket(self, number: int, first_row: int, places: UInt32Array, by_bucket: UInt32Array) -> None:
+        """Put places in row order, from `first_row` on, where those of their buckets lie, but for other nodes'."""
+        buckets, begins = RowBuckets.of(self._plan.layout.tables[number]), self._placer.bucket_places(number)
+        for first in range(0, places.size, PIECE_ROWS):
+            piece = places[first : first + PIECE_ROWS]
+            here = np.flatnonzero(piece != NOT_HERE)
+            rows = here + (first_row + first)
+            at = begins[buckets.of_rows(rows)] + (rows >> buckets.slot_shift).view(np.uint64)
+            by_bucket[at.view(np.int64)] = piece[here]
+
+    def _send_places(self, arena: ArenaOnCards, number: int, first_place: int, places: UInt32Array) -> None:
         step = self._upload_bytes // NUMBER_BYTES
         for first in range(0, places.size, step):
             piece = places[first : first + step]
             upload = self._next_upload()
             upload.reserve(piece.nbytes).view(np.uint32)[:] = piece
             for card in range(self._num_cards):
-                target = arena.places_address(card, number - arena.group.first_table, first_row + first)
+                target = arena.places_address(card, number - arena.group.first_table, first_place + first)
                 upload.send(card, 0, piece.nbytes, target)
                 upload.used(card)
 
