@@ -82,7 +82,7 @@ class ArenaOnCards:
                 held.callback(host.free)
             params = []
             for card in self._cards:
-                places = take(card, max(4, 4 * int(self._first_place[-1])))
+                places = take(card, 4 * int(self._first_place[-1]))
                 finders = take(card, finder_bytes(placer.plan, numbers))
                 owners = [*own, take(card, hot_bytes), host.address if host is not None else 0]
                 params.append(self._params(places, finders, owners))
