@@ -185,7 +185,7 @@ def test_without_peer_access_no_row_is_on_one_card_only(snapshot):
 
 
 def test_a_card_that_can_not_even_hold_the_places_is_an_error_before_anything_is_taken(snapshot):
-    # All but 5,000 bytes of rows can be pinned, so one table has to be divided, and its places are more than a card has.
+    # All but 5,000 bytes of rows can be pinned, so one table has to be divided; its places are more than a card has.
     options = CardOptions(card_memory_gb=2.7e-6, pinned_memory_gb=63.5e-6, hot_gb=0)
     with pytest.raises(MemoryBudgetError, match="may take 2700 bytes, but places take"):
         prepare(snapshot, CardSet(EmulatedCards(2), options))
