@@ -133,8 +133,8 @@ def _number(name: str, text: str) -> float:
 
 
 def _counted(spec: ModelSpec, options: Options) -> Mapping[str, npt.NDArray[np.uint32]]:
-    """Return how often rows of tables are looked up, if that was given. Raises UsageError, ExportError."""
-    from loader.snapshot.per_row import access_count_tensors, count_trace, read_access_counts
+    """Return how often rows of stored tables are looked up, if that was given. Raises UsageError, ExportError."""
+    from loader.snapshot.per_row import COUNTS_TENSOR, access_count_tensors, count_trace, read_access_counts
 
     counts, traces = options["counts"], options["trace"]
     if counts is not None and traces:
@@ -142,10 +142,11 @@ def _counted(spec: ModelSpec, options: Options) -> Mapping[str, npt.NDArray[np.u
     tables = {table.name: table for table in spec.tables}
     if unknown := sorted({name for name, _ in traces} - tables.keys()):
         raise click.UsageError(f"--trace: unknown tables {unknown}; the model has {sorted(tables)}.")
-    if counts is None:
-        return {name: count_trace(Path(file), tables[name]) for name, file in traces}
-    read = read_access_counts(counts, spec)
-    return {name: access_count_tensors(tables[name], one)["counts"] for name, one in read.items()}
+    found = {name: count_trace(Path(file), tables[name]) for name, file in traces}
+    if counts is not None:
+        read = read_access_counts(counts, spec)
+        found = {name: access_count_tensors(tables[name], one)[COUNTS_TENSOR] for name, one in read.items()}
+    return {one.name: found[name] for name in found for one in tables[name].slices}
 
 
 def _system(options: Options) -> CardSystem:
@@ -198,12 +199,12 @@ def _of_snapshot(folder: Path) -> tuple[ModelSpec, LookupProfile]:
     snapshot = Snapshot.open(folder, verify=False)
     golden = snapshot.golden()
     profile = LookupProfile() if golden is None else LookupProfile.of_requests(golden)
-    counts = {table.name: snapshot.access_counts(table.name) for table in snapshot.spec.tables}
+    counts = {table.name: snapshot.access_counts(table.name) for table in snapshot.spec.stored_tables}
     return snapshot.spec, replace(profile, counts={name: one for name, one in counts.items() if one is not None})
 
 
 def _stored_as(spec: ModelSpec, dtype: RowDtype) -> ModelSpec:
-    odd = [table.name for table in spec.tables if dtype == "int4" and table.embedding_dim % 2]
+    odd = [table.name for table in spec.stored_tables if dtype == "int4" and table.embedding_dim % 2]
     if odd:
         raise click.UsageError(f"--dtype int4 needs an even embedding_dim, which these tables do not have: {odd}.")
     tables = tuple(table.model_copy(update={"dtype": dtype}) for table in spec.tables)
