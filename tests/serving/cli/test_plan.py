@@ -132,6 +132,18 @@ def test_given_counts_or_a_trace_decide_what_is_hot(tmp_path: Path, given: str) 
     assert {one.tier: one.lookup_share for one in planned(*arguments, *more, "--zipf", "1").tiers}["hot"] == 0.75
 
 
+def test_a_trace_of_a_table_counts_for_all_its_slices(tmp_path: Path) -> None:
+    document = pooled_spec().model_dump()
+    (sliced,) = (table for table in document["tables"] if table["name"] == "user")
+    sliced["column_dims"] = (sliced["embedding_dim"] - 4, 4)
+    (tmp_path / "films.json").write_text(ModelSpec.model_validate(document).model_dump_json())
+    np.save(tmp_path / "users.npy", np.full(10, 500))
+    idle = [part for one in make_spec().features if one.name != "user" for part in ("--hotness", f"{one.name}=0")]
+    arguments = ("--model", str(tmp_path / "films.json"), "--cards", "2", "--hot-gb", str(64e-9), *idle)
+    plan = planned(*arguments, "--trace", f"user={tmp_path / 'users.npy'}")
+    assert {one.tier: one.lookup_share for one in plan.tiers}["hot"] == 1
+
+
 @pytest.mark.parametrize(
     ("trace", "problem"),
     [
