@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,9 @@ from serving.cli.settings import Options, config_of
 from serving.cli.snapshots import read_description
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from loader.snapshot.manifest import ModelSpec, RowDtype
     from serving.cli.capacity import CapacityPlan, LookupProfile
     from shard_node.planning.cost_model import CardSystem
@@ -64,6 +68,14 @@ SYSTEM_NAMES = ("a100", "h100", "h200", "gb200")
 @opts.option(
     "--zipf S", "Row r is looked up in proportion to r^-S. Default: as published, else 0.", opts.FiniteRange(0, 8)
 )
+@opts.option(
+    "--counts",
+    "How often rows are looked up: what `shardrank counts` wrote, or a folder of <table>.npy. Default: the snapshot's.",
+    opts.EXISTING,
+)
+@opts.assignments(
+    "--trace TABLE=FILE", "In place of --counts: a table's lookups one after the other, an .npy file of row numbers."
+)
 @opts.option("--dtype", "Of stored rows. Default: the model's; published models have int8.", click.Choice(DTYPES))
 @opts.option("--hbm-gb-per-s GB", "What a copy within a card reaches.", opts.FiniteRange(1))
 @opts.option("--nvlink-gb-per-s GB", "Line rate between cards, one direction.", opts.FiniteRange(1))
@@ -80,6 +92,8 @@ def plan(**options: Any) -> None:
       shardrank plan --model dlrm-v2 --cards 8 --card-memory-gb 80
       shardrank plan --model shop.json --cards 2 --hotness history=50 --zipf 1.05
       shardrank plan --model models/shop/3 --system gb200 --versions 2 --json
+      shardrank plan --model shop.json --counts shop-counts.safetensors
+      shardrank plan --model shop.json --trace items=clicked-items.npy --trace users=users.npy
       shardrank plan --model textbook --dtype fp32 --shards 16 --cards 1 --batch 65536
     """
     from loader.snapshot.manifest import NUM_BUCKETS
@@ -89,6 +103,8 @@ def plan(**options: Any) -> None:
     profile = profile.with_hotness(spec, {name: _number(name, text) for name, text in options["hotness"]})
     if options["zipf"] is not None:
         profile = replace(profile, zipf=options["zipf"], counts={})
+    if counts := _counted(spec, options):
+        profile = replace(profile, counts=counts)
     buckets = min(NUM_BUCKETS[table.bucketing] for table in spec.tables)
     if options["shards"] > buckets and options["sharding"] != "table":
         raise click.UsageError(f"--shards: rows are divided by {buckets} buckets, so into as many shards at most.")
@@ -114,6 +130,23 @@ def _number(name: str, text: str) -> float:
         return float(text)
     except ValueError:
         raise click.UsageError(f"--hotness {name}={text}: {text!r} is not a number.") from None
+
+
+def _counted(spec: ModelSpec, options: Options) -> Mapping[str, npt.NDArray[np.uint32]]:
+    """Return how often rows of stored tables are looked up, if that was given. Raises UsageError, ExportError."""
+    from loader.snapshot.per_row import COUNTS_TENSOR, access_count_tensors, count_trace, read_access_counts
+
+    counts, traces = options["counts"], options["trace"]
+    if counts is not None and traces:
+        raise click.UsageError("--counts and --trace were counted over different batches: give one of them.")
+    tables = {table.name: table for table in spec.tables}
+    if unknown := sorted({name for name, _ in traces} - tables.keys()):
+        raise click.UsageError(f"--trace: unknown tables {unknown}; the model has {sorted(tables)}.")
+    found = {name: count_trace(Path(file), tables[name]) for name, file in traces}
+    if counts is not None:
+        read = read_access_counts(counts, spec)
+        found = {name: access_count_tensors(tables[name], one)[COUNTS_TENSOR] for name, one in read.items()}
+    return {one.name: found[name] for name in found for one in tables[name].slices}
 
 
 def _system(options: Options) -> CardSystem:
