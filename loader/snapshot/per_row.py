@@ -190,8 +190,8 @@ def read_access_counts(path: Path, spec: ModelSpec) -> dict[str, npt.NDArray[Any
 
     `path` is a folder with a `<table>.npy` of whole numbers [num_embeddings] for each table with counts, which are
     mapped; or a safetensors file that has, for each, a tensor `<table>` of the same, or `<table>/rows` and
-    `<table>/counts` of the rows that were seen, as `write_access_counts` writes them. What is named after a slice of
-    a table is the table's: every slice is looked up as often, so one of them is enough.
+    `<table>/counts` of the rows that were seen, as `write_access_counts` writes them. What is named after a slice of a
+    table is the table's: every slice is looked up as often, so one of them is enough.
     """
     tables = {table.name: table for table in spec.tables}
     sliced = {one.name: table for table in spec.tables if table.column_dims for one in table.slices}

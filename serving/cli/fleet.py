@@ -35,6 +35,7 @@ _SCOPES = (
 @opts.cards_option(2)
 @opts.device_option("cpu")
 @opts.sharding_option
+@opts.plan_option
 @opts.switch("--local", "Everything in this process, nothing serialised between router and rows.")
 @opts.port_options
 @opts.switch("--once", "Stop after the report.")
@@ -75,6 +76,7 @@ def demo(ctx: click.Context, /, once: bool, json_file: Path | None, **options: A
 @opts.cards_option(1)
 @opts.count("--workers", "Serving processes on one HTTP and one gRPC port.", 1, 64, 1)
 @opts.sharding_option
+@opts.plan_option
 @opts.replicate_option
 @opts.memory_budget_option
 @opts.device_options

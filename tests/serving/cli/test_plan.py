@@ -15,6 +15,7 @@ from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.per_row import write_access_counts
 from serving.cli import main
 from serving.cli.capacity import CATALOG, CapacityPlan
+from serving.cli.division import print_division
 from serving.cli.plan import MANIFEST_NAME, SYSTEM_NAMES
 from shard_node.planning.cost_model import SYSTEMS
 from shardrank_testing.snapshots import make_spec, write_snapshot
@@ -181,8 +182,13 @@ def test_counts_and_a_trace_are_not_both_taken(tmp_path: Path) -> None:
         (("--model", "dlrm-v2:2"), 2, "above 0 and at most 1"),
         (("--model", "dlrm-v2", "--hotness", "f0=many"), 2, "'many' is not a number"),
         (("--model", "dlrm-v2", "--hotness", "nobody=3"), 1, "has no such feature"),
-        (("--model", "dlrm-v2", "--sharding", "range", "--shards", "2"), 1, "is stored with 'hash'"),
-        (("--model", "dlrm-v2", "--shards", "300"), 2, "256 buckets"),
+        (("--model", "dlrm-v2", "--sharding", "range", "--shards", "2"), 1, "is stored with 'mixed'"),
+        (
+            ("--model", "dlrm-v2", "--shards", "2", "--cards", "1", "--card-memory-gb", "4", "--compare"),
+            1,
+            "do not fit on 2 shards",
+        ),
+        (("--model", "merlin-tiny", "--out", "/nowhere/plan.json"), 2, "--out /nowhere/plan.json: No such file"),
         (("--model", "dlrm-v2", "--system", "z80"), 2, "is not one of"),
         (("--model", "dlrm-v2", "--card-memory-gb", "nan"), 2, "nan is not a finite number"),
         (("--model", "dlrm-v2", "--pinned-memory-gb", "inf"), 2, "inf is not a finite number"),
@@ -196,6 +202,28 @@ def test_what_can_not_be_planned_says_why(arguments: tuple[str, ...], code: int,
     result = run(*arguments)
     assert result.exit_code == code
     assert problem in result.output
+
+
+def test_a_plan_per_table_places_what_whole_tables_do_not_and_takes_less_time_than_dividing_all_rows(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    # A hundredth of its rows on cards of a hundredth of the memory: two tables are larger than a card.
+    arguments = ("--model", "merlin-jumbo:0.01", "--shards", "4", "--cards", "8", "--card-memory-gb", "0.8",
+                 "--pinned-memory-gb", "0.16", "--compare")  # fmt: skip
+    division = planned(*arguments).division
+    assert division is not None
+    chosen, by_row, whole = division.ways
+    assert (chosen.way, by_row.way, whole.way) == ("per table", "all row_wise", "all table_wise")
+    assert chosen.left_over_bytes == 0
+    assert whole.left_over_bytes > 0
+    assert chosen.total_us < by_row.total_us
+    assert chosen.busiest_to_mean < 1.1
+    assert len(division.tables) == 1022
+    assert [one.rank for one in division.ranks] == list(range(32))
+    print_division(division)
+    output = capsys.readouterr().out
+    assert re.search(r"all table_wise .* does not fit", output)
+    assert re.search(r"t74 +table_wise +\S+ +\d+\.\.\d+", output)
 
 
 def test_int4_is_refused_for_tables_of_an_odd_dim(tmp_path: Path) -> None:
