@@ -162,10 +162,14 @@ def read_access_counts(path: Path, spec: ModelSpec) -> dict[str, npt.NDArray[Any
 
     `path` is a folder with a `<table>.npy` of whole numbers [num_embeddings] for each table with counts, which are
     mapped; or a safetensors file that has, for each, a tensor `<table>` of the same, or `<table>/rows` and
-    `<table>/counts` of the rows that were seen, as `shard_node` saves what it observed.
+    `<table>/counts` of the rows that were seen, as `shard_node` saves what it observed. What is named after a slice of
+    a table is the table's: every slice is looked up as often, so one of them is enough.
     """
     tables = {table.name: table for table in spec.tables}
-    found = _read_folder(path) if path.is_dir() else _read_file(path, tables)
+    sliced = {one.name: table for table in spec.tables if table.column_dims for one in table.slices}
+    found = _read_folder(path) if path.is_dir() else _read_file(path, {**sliced, **tables})
+    for name in [name for name in sliced if name in found]:
+        found.setdefault(sliced[name].name, found.pop(name))
     if unknown := sorted(set(found) - set(tables)):
         raise ExportError(f"{path}: access counts of {cut(unknown)}; the model's tables are {cut(sorted(tables))}")
     if not found:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +27,7 @@ from safetensors import SafetensorError
 from loader.errors import ExportError, NonFiniteRowError, SnapshotFormatError
 from loader.progress import Progress, no_progress
 from loader.snapshot.buckets import MIN_ROWS_PER_FILE, RowBuckets, default_rows_per_file
-from loader.snapshot.codecs import ByteArray, Float32Array, RowCodec, codec_for
+from loader.snapshot.codecs import ByteArray, Float32Array, codec_for
 from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.manifest import (
     FORMAT_VERSION,
@@ -78,7 +79,7 @@ class _Export:
     delta_base: int | None
 
     def rows_paths(self, table: TableSpec) -> list[str]:
-        """Return where a table's row files lie in the snapshot, in order."""
+        """Return where a stored table's row files lie in the snapshot, in order."""
         num_files = -(-table.num_embeddings // self.rows_per_file[table.name])
         return [f"tables/{table.name}/rows-{index:05d}-of-{num_files:05d}.safetensors" for index in range(num_files)]
 
@@ -103,15 +104,21 @@ class _Export:
 
     def manifest(self, created_at: datetime, entries: Mapping[str, FileEntry]) -> Manifest:
         """Return the manifest, given every file by its path."""
+        # What a table has once lies in the table's own folder, and stands in the manifest with its first slice.
+        named = {table.slices[0].name: table.name for table in self.spec.tables}
+
+        def once(path: str, stored: TableSpec) -> FileEntry | None:
+            return entries.get(path.format(named[stored.name])) if stored.name in named else None
+
         tables = tuple(
             TableFiles(
                 table=table.name,
                 rows_per_file=self.rows_per_file[table.name],
                 rows=tuple(entries[path] for path in self.rows_paths(table)),
-                vocabulary=entries.get(_VOCABULARY_PATH.format(table.name)),
-                access_counts=entries.get(_ACCESS_COUNTS_PATH.format(table.name)),
+                vocabulary=once(_VOCABULARY_PATH, table),
+                access_counts=once(_ACCESS_COUNTS_PATH, table),
             )
-            for table in self.spec.tables
+            for table in self.spec.stored_tables
         )
         golden = self.golden and GoldenEntry(
             file=entries[_GOLDEN_PATH],
@@ -133,7 +140,7 @@ class _Export:
 
     def check_manifest(self) -> None:
         """Raise ExportError if no reader would take the manifest, found out by a draft before rows are written."""
-        paths = [*self.files, *(path for table in self.spec.tables for path in self.rows_paths(table))]
+        paths = [*self.files, *(path for table in self.spec.stored_tables for path in self.rows_paths(table))]
         unknown = {path: FileEntry(path=path, size_bytes=2**63 - 1, sha256="0" * 64) for path in paths}
         try:
             text = self.manifest(datetime.max.replace(tzinfo=UTC), unknown).to_json().encode()
@@ -183,9 +190,9 @@ def _small_files(
 
 
 def _rows_per_file(table: TableSpec, rows_per_file: int | None) -> int:
-    """Return the given rows per file, checked, or the table's default."""
+    """Return the given rows per file, checked, or the table's default; the same for all of its slices."""
     if rows_per_file is None:
-        row_bytes = codec_for(table.dtype, table.embedding_dim).row_bytes
+        row_bytes = sum(codec_for(one.dtype, one.embedding_dim).row_bytes for one in table.slices)
         rows_per_file = default_rows_per_file(table, row_bytes)
     if not MIN_ROWS_PER_FILE <= rows_per_file < 2**63 or rows_per_file & (rows_per_file - 1):
         raise ExportError(f"rows_per_file: {rows_per_file} is not a power of two of at least {MIN_ROWS_PER_FILE}")
@@ -228,20 +235,44 @@ def _check_names(what: str, given: set[str], expected: set[str]) -> None:
         raise ExportError(f"{what}: missing for tables {sorted(expected - given)}, unknown {sorted(given - expected)}")
 
 
-def _save_rows(encode: Callable[[], ByteArray], path: Path) -> None:
-    safetensors.numpy.save_file({"rows": encode()}, path)
+def _save_rows(encoded: dict[str, ByteArray], table: str, path: Path) -> None:
+    safetensors.numpy.save_file({"rows": encoded.pop(table)}, path)
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """A stored table, and which columns of its table's rows it has."""
+
+    table: TableSpec
+    columns: slice
+
+    @classmethod
+    def all_of(cls, table: TableSpec) -> list[Self]:
+        ends = list(accumulate(table.slice_dims))
+        return [cls(one, slice(end - one.embedding_dim, end)) for one, end in zip(table.slices, ends, strict=True)]
 
 
 def _encode_file(
-    table: TableSpec, source: RowSource, rows_per_file: int, file_index: int, progress: Progress
-) -> ByteArray:
-    """Return all stored rows of one file, uint8 [rows, row_bytes], in bucket order."""
-    codec = codec_for(table.dtype, table.embedding_dim)
+    table: TableSpec,
+    slices: Sequence[_Slice],
+    source: RowSource,
+    rows_per_file: int,
+    file_index: int,
+    progress: Progress,
+) -> dict[str, ByteArray]:
+    """Return all stored rows of one file of some slices, by name, uint8 [rows, row_bytes], in bucket order.
+
+    The source, of which some can be read only once, is asked for all of them at a time.
+    """
     first_row = file_index * rows_per_file
-    order = RowBuckets.of(table).in_file(rows_per_file, file_index)
-    num_rows = order.num_rows
+    # By name: slices of a `mixed` table have seeds of their own.
+    orders = [RowBuckets.of(one.table).in_file(rows_per_file, file_index) for one in slices]
+    num_rows = min(rows_per_file, table.num_embeddings - first_row)
     block_rows = max(1, BLOCK_BYTES // (4 * table.embedding_dim))
-    stored = np.empty((num_rows, codec.row_bytes), np.uint8)
+    stored = {
+        one.table.name: np.empty((num_rows, codec_for(one.table.dtype, one.table.embedding_dim).row_bytes), np.uint8)
+        for one in slices
+    }
     for start in range(0, num_rows, block_rows):
         position, stop = start, min(start + block_rows, num_rows)
         for block in source.blocks(first_row + start, stop - start):
@@ -251,9 +282,11 @@ def _encode_file(
                     f"table {table.name!r}: the source gave a block {block.dtype} {list(block.shape)}, "
                     f"expected float32 [at most {stop - position}, {table.embedding_dim}]"
                 )
-            encoded = _encode_block(table, codec, block, first_row + position)
+            _check_finite(table, block, first_row + position)
             local_rows = np.arange(position, position + len(block), dtype=np.int64)
-            stored[order.positions(local_rows)] = encoded
+            for one, order in zip(slices, orders, strict=True):
+                encoded = _encode_block(one.table, block[:, one.columns], first_row + position)
+                stored[one.table.name][order.positions(local_rows)] = encoded
             position += len(block)
         if position != stop:
             raise ExportError(f"table {table.name!r}: the source ended at row {first_row + position}")
@@ -261,11 +294,15 @@ def _encode_file(
     return stored
 
 
-def _encode_block(table: TableSpec, codec: RowCodec, block: Float32Array, first_row: int) -> ByteArray:
+def _check_finite(table: TableSpec, block: Float32Array, first_row: int) -> None:
     finite = np.isfinite(block)
     if not finite.all():
         row = first_row + int(np.argmin(finite.all(axis=1)))
         raise NonFiniteRowError(f"table {table.name!r}, row {row}: holds NaN or inf")
+
+
+def _encode_block(table: TableSpec, block: Float32Array, first_row: int) -> ByteArray:
+    codec = codec_for(table.dtype, table.embedding_dim)
     encoded = codec.encode(block)
     if (bad := codec.first_non_finite(encoded)) is not None:
         raise NonFiniteRowError(
@@ -327,7 +364,7 @@ def export_snapshot(
     if not 0 < golden_tolerance < math.inf:
         raise ExportError(f"golden_tolerance: {golden_tolerance} is not a positive number")
     _check_rows(spec, rows)
-    file_rows = {table.name: _rows_per_file(table, rows_per_file) for table in spec.tables}
+    file_rows = {one.name: _rows_per_file(table, rows_per_file) for table in spec.tables for one in table.slices}
     files = _small_files(spec, dense, vocabularies or {}, golden, access_counts or {})
     one = _Export(spec, version, file_rows, files, golden, golden_tolerance, metadata or {}, last_delta, delta_base)
     one.check_manifest()
@@ -347,17 +384,22 @@ def _write_row_files(
 ) -> dict[str, FileEntry]:
     """Write the row files that are not finished yet, one after the other, and give all by path.
 
-    Memory is bounded by one file plus a few blocks of `BLOCK_BYTES`.
+    Memory is bounded by one file, of all slices, plus a few blocks of `BLOCK_BYTES`.
     """
     entries = {}
     for table in export.spec.tables:
-        rows_per_file = export.rows_per_file[table.name]
-        for file_index, path in enumerate(export.rows_paths(table)):
-            if folder.is_finished(path):
+        slices, source = _Slice.all_of(table), rows[table.name]
+        rows_per_file = export.rows_per_file[slices[0].table.name]
+        for file_index, paths in enumerate(zip(*(export.rows_paths(one.table) for one in slices), strict=True)):
+            missing = [one for one, path in zip(slices, paths, strict=True) if not folder.is_finished(path)]
+            if missing:
+                encoded = _encode_file(table, missing, source, rows_per_file, file_index, progress)
+            else:
+                encoded = {}
                 done = min((file_index + 1) * rows_per_file, table.num_embeddings)
                 progress(f"table {table.name}", done, table.num_embeddings)
-            encode = partial(_encode_file, table, rows[table.name], rows_per_file, file_index, progress)
-            entries[path] = folder.write(path, partial(_save_rows, encode))
+            for one, path in zip(slices, paths, strict=True):
+                entries[path] = folder.write(path, partial(_save_rows, encoded, one.table.name))
     return entries
 
 

@@ -279,7 +279,7 @@ class ModelSize(Frozen):
     @classmethod
     def of(cls, spec: ModelSpec) -> Self:
         """Add up the tables."""
-        sizes = [table_sizes(one.num_embeddings, one.embedding_dim, one.dtype) for one in spec.tables]
+        sizes = [table_sizes(one.num_embeddings, one.embedding_dim, one.dtype) for one in spec.stored_tables]
         codes, stored, on_cards, places = (sum(column) for column in zip(*sizes, strict=True))
         return cls(
             float32_bytes=sum(4 * one.num_embeddings * one.embedding_dim for one in spec.tables),

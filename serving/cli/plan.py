@@ -197,12 +197,12 @@ def _of_snapshot(folder: Path) -> tuple[ModelSpec, LookupProfile]:
     snapshot = Snapshot.open(folder, verify=False)
     golden = snapshot.golden()
     profile = LookupProfile() if golden is None else LookupProfile.of_requests(golden)
-    counts = {table.name: snapshot.access_counts(table.name) for table in snapshot.spec.tables}
+    counts = {table.name: snapshot.access_counts(table.name) for table in snapshot.spec.stored_tables}
     return snapshot.spec, replace(profile, counts={name: one for name, one in counts.items() if one is not None})
 
 
 def _stored_as(spec: ModelSpec, dtype: RowDtype) -> ModelSpec:
-    odd = [table.name for table in spec.tables if dtype == "int4" and table.embedding_dim % 2]
+    odd = [table.name for table in spec.stored_tables if dtype == "int4" and table.embedding_dim % 2]
     if odd:
         raise click.UsageError(f"--dtype int4 needs an even embedding_dim, which these tables do not have: {odd}.")
     tables = tuple(table.model_copy(update={"dtype": dtype}) for table in spec.tables)

@@ -75,17 +75,18 @@ class CpuEngine:
         found = self._of_groups(bags, self._answer_group)
         return Answer([sums for sums, _ in found], [stored for _, stored in found])
 
-    def write_rows(self, table: int, rows: Int64Array, stored: npt.NDArray[np.uint8]) -> int:
+    def write_rows(self, table: int | tuple[int, ...], rows: Int64Array, stored: npt.NDArray[np.uint8]) -> int:
         """As `Engine.write_rows`. What takes long, finding the rows and their pages, is done before anybody waits."""
-        self._layout.check_rows(table, rows, stored)
-        arena, slots = self._placement.locate_rows(table, rows)
         parts: list[tuple[Arena, Int64Array, npt.NDArray[np.uint8]]] = []
-        for number in np.unique(arena).tolist():
-            if number == NOT_HERE:
-                continue
-            here = arena == number
-            whole = bool(here.all())
-            parts.append((self._arenas[number], slots if whole else slots[here], stored if whole else stored[here]))
+        for one, of_table in self._layout.rows_by_table(table, rows, stored):
+            arena, slots = self._placement.locate_rows(one, rows)
+            for number in np.unique(arena).tolist():
+                if number == NOT_HERE:
+                    continue
+                here = arena == number
+                whole = bool(here.all())
+                at, values = (slots, of_table) if whole else (slots[here], of_table[here])
+                parts.append((self._arenas[number], at, values))
         with self._one_writer:
             for part, part_slots, _ in parts:
                 part.touch(part_slots)

@@ -251,6 +251,13 @@ def num_buckets(table: TableSpec) -> int:
     return 4096 if table.bucketing == "mixed" else 256
 
 
+def with_slices(spec: ModelSpec, slices: Mapping[str, tuple[int, ...]]) -> ModelSpec:
+    """The model with some of its tables cut into slices of so many columns; their widths follow."""
+    changes = {name: {"column_dims": dims, "embedding_dim": sum(dims)} for name, dims in slices.items()}
+    tables = [TableSpec(**{**dict(table), **changes.get(table.name, {})}) for table in spec.tables]
+    return ModelSpec(**{**dict(spec), "tables": tuple(tables)})
+
+
 def sharding_of(spec: ModelSpec) -> Sharding:
     """How a plan divides tables that are all stored like the first one."""
     return "range" if spec.tables[0].bucketing == "range" else "hash"
