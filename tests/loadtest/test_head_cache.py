@@ -14,7 +14,7 @@ from loadtest.head_cache import QUOTED, closed_form, draw_ids, main, simulated
 def test_drawn_hit_rates_are_within_their_standard_errors_of_the_closed_form(seed):
     for one in simulated(seed):
         assert abs(one.hit_rate - one.closed_form) <= 4 * one.standard_error
-        assert one.moved_bytes == (65_536 * 40 - one.hits) * 512
+        assert one.moved_bytes == pytest.approx((65_536 * 40 - one.hits) * 512)
         assert one.moved_ms == pytest.approx(one.moved_bytes / 1e8)
 
 
