@@ -277,14 +277,12 @@ class NodeActions:
         await self._followers.close()
 
     def _observed(self, model: str) -> ObservedCounts | None:
-        """How often rows of the live version were looked up, if it is on cards and was asked."""
+        """How often rows of the live version were looked up, for cards, if it was asked."""
         if self._card_set is None:
             return None
-        from shard_node.cuda.card_engine import CardEngine
-
         for one in self._node.generations.all():
-            if (one.model, one.state) == (model, "live") and isinstance(one.payload.engine, CardEngine):
-                return one.payload.engine.observed_counts()
+            if (one.model, one.state) == (model, "live") and one.payload.engine.access.total:
+                return one.payload.engine.access.counts()
         return None
 
     def _held(self) -> dict[tuple[str, int], Generation[LoadedTables]]:

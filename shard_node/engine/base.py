@@ -8,6 +8,7 @@ from typing import Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from shard_node.access_counts import AccessCounts
 from shard_node.answer import Answer
 from shard_node.bags import Float32Array, Int64Array, KeyedBags, TableLayout
 
@@ -103,6 +104,11 @@ class Engine(Protocol):
 
     def rows_looked_up(self) -> tuple[LookupCount, ...]:
         """Counters by table and tier."""
+        ...
+
+    @property
+    def access(self) -> AccessCounts:
+        """How often each row was looked up here. What is answered before it gets here, by hot rows, is not in it."""
         ...
 
     def cards(self) -> CardsUse | None:

@@ -10,6 +10,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from shard_node.access_counts import AccessCounts
 from shard_node.answer import Answer, StoredRows, group_keys, travel_as_stored
 from shard_node.bags import Float32Array, Group, Int64Array, KeyedBags, TableLayout
 from shard_node.engine.arena import NOT_HERE, Arena, Placement
@@ -58,6 +59,7 @@ class CpuEngine:
         self._num_tables = len(layout.tables)
         self._counts = np.zeros(self._num_tables, np.int64)
         self._counts_lock = threading.Lock()
+        self._access = AccessCounts(layout)
         self._row_lock = RowLock()
         self._one_writer = threading.Lock()
 
@@ -114,6 +116,7 @@ class CpuEngine:
                 self._counts += values_per_key
             else:
                 self._counts[bags.keys] += values_per_key
+        self._access.observe(bags.keys, values_per_key, bags.values)
         return found
 
     def _answer_group(
@@ -177,6 +180,11 @@ class CpuEngine:
             LookupCount(table.name, tier, count)
             for table, tier, count in zip(self._layout.tables, self._tiers, counts, strict=True)
         )
+
+    @property
+    def access(self) -> AccessCounts:
+        """As `Engine.access`."""
+        return self._access
 
     def cards(self) -> CardsUse | None:
         """Return None: it pools on the CPU."""

@@ -14,10 +14,10 @@ from loader.deltas.publisher import AsyncDeltaPublisher
 from loader.registry.directory import DirectoryRegistry
 from loader.snapshot.publishing import register
 from loader.snapshot.reader import Snapshot
+from shard_node.access_counts import SAMPLE_EVERY
 from shard_node.agent.delta_follower import FollowerConfig
 from shard_node.agent.node_agent import share_of, stage_tables
 from shard_node.bags import KeyedBags, TableLayout
-from shard_node.cuda.access_counts import SAMPLE_EVERY
 from shard_node.cuda.card_engine import POOLS_PER_CARD
 from shard_node.cuda.card_loading import CardTableLoad
 from shard_node.cuda.card_set import CardMemory, CardOptions, CardSet

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loader.snapshot.per_row import read_access_counts
+from shard_node import access_counts as access_counts_module
+from shard_node.access_counts import AccessCounts, SketchedCounts
 from shard_node.bags import TableLayout
-from shard_node.cuda import access_counts as access_counts_module
-from shard_node.cuda.access_counts import AccessCounts, SketchedCounts
 from shard_node.cuda.kernel_params import owners_of
 from shard_node.cuda.places import Placer
 from shard_node.errors import InvalidBagsError

@@ -1,9 +1,12 @@
 """How often rows are looked up, observed while they are served: for the placement of the next version.
 
-One batch in 64 is counted, and of a large one a random part, so that it costs the batch well under a millisecond.
+One batch in 256 is counted, and of a large one a random part, so that it costs the batch well under a millisecond.
 Memory is bounded: the smallest tables have one counter for each row; the largest share a count-min sketch (Cormode and
 Muthukrishnan, 2005), in which a row has two counters by two hashes, of which the smaller one is nearer the truth. What
 other rows added by chance, in the mean, is taken off, so that what is hardly ever looked up counts as nothing.
+
+Every engine has its `AccessCounts`. Whoever answers lookups in an engine's place, as a tier of hot rows before it does,
+observes those in one of its own, by `AccessCounts.observe`: no count is of all lookups, only their sum is.
 """
 
 from __future__ import annotations
@@ -23,8 +26,8 @@ from shard_node.planning.hotness import RowCounts
 UInt32Array = npt.NDArray[np.uint32]
 UInt64Array = npt.NDArray[np.uint64]
 
-SAMPLE_EVERY = 64
-MAX_VALUES = 16_384
+SAMPLE_EVERY = 256
+MAX_VALUES = 4_096
 """Values of one batch that are counted."""
 MAX_BYTES = 64 << 20
 MIN_SKETCH_COUNTERS = 1 << 10
@@ -132,6 +135,7 @@ class AccessCounts:
         self._turn = threading.Lock()
         self._counting = threading.Lock()
         self._position = self._chosen = 0
+        self._lookups = 0
         rows = np.array([table.num_embeddings for table in layout.tables], np.int64)
         self._by_row = _counted_by_row(rows, max_bytes // _COUNTER_BYTES)
         ends = np.cumsum(np.where(self._by_row, rows, 0))
@@ -151,15 +155,24 @@ class AccessCounts:
         """Of all counts. Halved whenever the counters are."""
         return self._total
 
-    def observe(self, tables: Int64Array, values_per_key: Int64Array, values: npt.NDArray[np.integer]) -> None:
-        """Tells of a batch, which is counted or not. Never waits for another thread's batch to be counted.
+    @property
+    def lookups(self) -> int:
+        """Values of all batches that were told of, counted or not: `lookups / total` is what a count stands for."""
+        return self._lookups
+
+    def observe(
+        self, tables: npt.NDArray[np.integer], values_per_key: Int64Array, values: npt.NDArray[np.integer]
+    ) -> None:
+        """Tell of a batch, which is counted or not. Never waits for another thread's batch to be counted.
+
+        Tell of every batch, a small one too: what is left out is missing in `lookups`.
 
         Args:
-            tables: int64 [S], the table of each key, by its number in the layout; one may be there twice.
+            tables: integers [S], the table of each key, by its number in the layout; one may be there twice.
             values_per_key: int64 [S].
             values: integers [n], the rows, key by key; the caller has checked that they are in their tables.
         """
-        if not self._is_chosen() or not values.size or not self._counting.acquire(blocking=False):
+        if not self._is_chosen(values.size) or not values.size or not self._counting.acquire(blocking=False):
             return
         try:
             amount = 1
@@ -171,7 +184,7 @@ class AccessCounts:
                 rows, table = values[at], tables[np.searchsorted(ends, at, side="right")]
             else:
                 table = np.repeat(tables, values_per_key)
-            self._count(table, rows, amount)
+            self._count(table.astype(np.int64, copy=False), rows, amount)
         finally:
             self._counting.release()
 
@@ -202,9 +215,10 @@ class AccessCounts:
         safetensors.numpy.save_file(tensors, part)
         part.replace(path)
 
-    def _is_chosen(self) -> bool:
+    def _is_chosen(self, num_values: int) -> bool:
         """One batch of each `sample_every`, at a random place: a fixed one would meet periodic traffic out of step."""
         with self._turn:
+            self._lookups += num_values
             if self._position == 0:
                 self._chosen = int(self._rng.integers(self._sample_every))
             chosen = self._position == self._chosen
