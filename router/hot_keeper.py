@@ -241,8 +241,9 @@ class HotRowsKeeper:
 
     async def _keep(self, shards: Sequence[ReplicatedShard], registry: Registry | None) -> None:
         self.rows.deltas = DeltaPosition(self._delta_base, await self._sequence(shards, follows=registry is not None))
-        following = self._watch(shards)
-        if registry is not None:
+        if registry is None:
+            following = self._watch(shards)
+        else:
             following = DeltaFollower(registry, self._model, self._version, self.rows).run()
         tasks = [asyncio.create_task(one) for one in (following, self._choose(shards), self._tell())]
         try:

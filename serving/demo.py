@@ -75,6 +75,7 @@ class DemoConfig(Frozen):
     host: str
     http_port: int
     grpc_port: int
+    serve_arguments: tuple[str, ...] = ()
 
 
 class DemoReport(Frozen):
@@ -370,6 +371,7 @@ async def _serving(
                     replicate_bytes=REPLICATE_BYTES,
                     host=config.host,
                     shard_node_arguments=("--device", config.device),
+                    serve_arguments=config.serve_arguments,
                 )
 
                 def on_ready(name: str) -> None:

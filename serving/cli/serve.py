@@ -82,6 +82,7 @@ _PROFILE = (
 @opts.front_options
 @opts.count("--workers", "Serving processes that share the ports; each holds all rows, if it holds any.", 1, 64, 1)
 @opts.ranking_options
+@opts.hot_rows_options
 @opts.verify_option
 @opts.option(
     "--shutdown-delay-s S",
@@ -125,6 +126,7 @@ def serve(ctx: click.Context, /, **options: Any) -> None:
     if options["shards"] and (wrong := sorted(given & {"memory_budget_gb", *settings.DEVICE_FLAGS})):
         verb = "is" if len(wrong) == 1 else "are"
         raise click.UsageError(f"{settings.flags(wrong)} {verb} for rows in this process; shard nodes have their own.")
+    settings.hot_rows(options, all_here=options["local"] if in_fleet else not options["shards"])
     folder = None if in_fleet else settings.member_folder(options)
     if options["probe_port"] is None:
         # Of several workers the supervisor says it, once.
@@ -187,6 +189,7 @@ def _source(options: Options, folder: Path, node_tls: TlsClientConfig | None) ->
         num_replicas=settings.num_replicas(options["ranking_replicas"], card_set, may_block=budget_bytes is not None),
         memory_budget_bytes=budget_bytes,
         card_set=card_set,
+        hot_rows=settings.hot_rows(options, all_here=not shards),
     )
 
 
@@ -209,9 +212,11 @@ def _serve_in_fleet(options: Options, config: ServerConfig, node_tls: TlsClientC
     named = {"node_id": options["node_id"] or serving_node_id(config.http_port), "node_tls": node_tls}
     # Deltas are written to rows in this process while it serves.
     replicas = settings.num_replicas(options["ranking_replicas"], card_set, may_block=options["local"])
-    serving = config_of(ServingConfig, options, num_replicas=replicas, **named)
+    hot_rows = settings.hot_rows(options, all_here=options["local"])
+    serving = config_of(ServingConfig, options, num_replicas=replicas, hot_rows=hot_rows, **named)
     local = _local_rows(options, fleet, serving.node_id, card_set) if options["local"] else None
-    node = ServingNode(fleet, service, serving, AgentConfig(models=models), local)
+    reopen = partial(open_registry, options["registry"])
+    node = ServingNode(fleet, service, serving, AgentConfig(models=models), local, reopen)
 
     def on_listening(listening: Listening) -> None:
         node.address = options["advertise"] or advertised_url(listening, settings.scheme(options))
@@ -292,6 +297,7 @@ def worker_arguments(options: Options, folder: Path | None, worker: int = 0) -> 
     """
     told = ["--verify" if options["verify"] else "--no-verify", *settings.front_arguments(options)]
     told += settings.arguments(options, ["ranking_replicas", "dtype", "wire_dtype", "shutdown_delay_s"])
+    told += settings.hot_rows_arguments(options)
     if options["profile"] is not None:
         path = options["profile"].absolute()
         told += ["--profile", str(path.with_stem(f"{path.stem}-{worker}"))]
