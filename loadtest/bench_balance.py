@@ -169,8 +169,8 @@ async def run(path: Path, hot_rows: int, zipf: float, requests: int, rounds: int
     local = [LocalShard(make_node(snapshot, plan, shard)) for shard in range(16)]
     for hot in (0, hot_rows):
         found.append(await measure(snapshot, plan, local, hot, zipf, requests, rounds))
-    for one in local:
-        await asyncio.to_thread(one.node.close)
+    for shard_here in local:
+        await asyncio.to_thread(shard_here.node.close)
     return found
 
 
