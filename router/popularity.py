@@ -1,9 +1,9 @@
 """Which rows are the hottest, learned while lookups go by: counts of candidates that age, and are forgotten by shifts.
 
-Lookups are counted in epochs of as many as rows are wanted (`capacity`), or fewer at first and after a shift. At its
-end the counts of its keys are added to those of the candidates, and of all the `CANDIDATES` × capacity most frequent
-are kept. That is nearly exact: whoever belongs to the top is rarely forgotten, and what happens to be seen once makes
-room for the next. A count halves over `HALF_LIFE` × capacity lookups.
+Lookups are counted in epochs of as many as rows are wanted (`capacity`), and fewer at first. At an epoch's end the
+counts of its keys are added to those of the candidates, and of all the `CANDIDATES` × capacity most frequent are kept.
+That is nearly exact: whoever belongs to the top is rarely forgotten, and what happens to be seen once makes room for
+the next. A count halves over `HALF_LIFE` × capacity lookups.
 
 A shift of popularity is seen by the share of lookups that go to the top as it is known. If it falls clearly, over two
 quarters of an epoch, the epoch ends, and counts from before keep only (share / share as it was) ** `TRUST` of their
@@ -62,7 +62,7 @@ class Popularity:
         """How many shifts were seen."""
         self.hit_rate = math.nan
         """Share of late of the lookups that go to the top as it is known; NaN before the second epoch."""
-        self._longest = max(-(-capacity // 16) * 16, MIN_EPOCH)
+        self._longest = max(-(-capacity // 4) * 4, MIN_EPOCH)
         self._waiting = np.empty(MIN_EPOCH, np.int64)
         self._num_waiting = 0
         self._was_low = False
@@ -138,10 +138,8 @@ class Popularity:
         )
         self.epochs += 1
         self._num_waiting = 0
-        # After a shift what is new is wanted soon, as at the beginning.
-        size = min(2 * self._waiting.size, self._longest) if trust == 1 else max(self._longest // 4, MIN_EPOCH)
-        if size != self._waiting.size:
-            self._waiting = np.empty(size, np.int64)
+        if self._waiting.size < self._longest:
+            self._waiting = np.empty(min(2 * self._waiting.size, self._longest), np.int64)
 
     def _find(self, keys: Int64Array) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
         """Return where those of the keys are that are candidates, int64 [m], and which these are, bool [n]."""

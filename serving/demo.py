@@ -77,6 +77,7 @@ class DemoConfig(Frozen):
     host: str
     http_port: int
     grpc_port: int
+    serve_arguments: tuple[str, ...] = ()
 
 
 class DemoReport(Frozen):
@@ -376,6 +377,7 @@ async def _serving(
                     plan_file=config.plan_file,
                     host=config.host,
                     shard_node_arguments=("--device", config.device),
+                    serve_arguments=config.serve_arguments,
                 )
 
                 def on_ready(name: str) -> None:

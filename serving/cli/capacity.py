@@ -35,7 +35,7 @@ from shard_node.partition import Sharding
 from shard_node.planning.card_plan import CARD, HOST, HOT, CardBudget, CardPlan
 from shard_node.planning.cost_model import BagLoad, BatchTime, CardSystem, Traffic, batch_time, table_sizes
 from shard_node.planning.hotness import Head, Hotness
-from shard_node.planning.network_cost import AskedShards, BatchBags, HotRows, Network
+from shard_node.planning.network_cost import BatchBags, HotRows, Network
 
 GB = 1_000_000_000
 MAX_BATCH = 10_000_000
@@ -428,9 +428,13 @@ class CapacityPlan(Frozen):
         lookups = {table.name: load.values for table, load in zip(layout.tables, loads, strict=True)}
         hotness = Hotness(profile.counts, lookups, profile.zipf, profile.head)
         plan = CardPlan.make(layout, fleet.partition(shard), budget, hotness)
-        asked = loads, profile.bags(spec, layout, options.requests, options.candidates)
-        hot = None if options.network is None else options.network.hot_rows(layout, plan.hotness)
-        traffic = Traffic.of(plan, loads, options.system, missed=None if hot is None else hot.missed)
+        network, hot, fleet_lookups, part = options.network, None, None, loads
+        if network is not None:
+            batch = profile.bags(spec, layout, options.requests, options.candidates)
+            fleet_lookups = FleetLookups(fleet, plan.hotness, loads, batch, options.system)
+            hot = network.hot_rows(layout, plan.hotness)
+            part = fleet_lookups.part(hot, shard)
+        traffic = Traffic.of(plan, part, options.system, missed=None if hot is None else hot.missed)
         return cls(
             model=spec.model,
             options=options,
@@ -455,32 +459,22 @@ class CapacityPlan(Frozen):
                 host_line_bytes=float(traffic.host_line_bytes.max()),
             ),
             time=batch_time(traffic, options.system),
-            network=None if options.network is None else _network(fleet, plan, hotness, asked, options),
+            network=None if fleet_lookups is None else _network(fleet, plan, hotness, fleet_lookups, options),
         )
 
 
 def _network(
-    fleet: Plan,
-    placed: CardPlan,
-    hotness: Hotness,
-    asked: tuple[tuple[BagLoad, ...], BatchBags],
-    options: CapacityOptions,
+    fleet: Plan, placed: CardPlan, hotness: Hotness, lookups: FleetLookups, options: CapacityOptions
 ) -> NetworkUse:
     """Reckon the network of a fleet whose fullest shard has been placed."""
     assert options.network is not None
-    loads = asked[0]
-    lookups = FleetLookups(fleet, placed.hotness, *asked, options.system)
-    fullest, plans = _fullest_shard(fleet), {}
+    plans = {_fullest_shard(fleet): placed}
 
     def time(hot: HotRows | None, shard: int) -> ShardTime:
         if shard not in plans:
-            partition = fleet.partition(shard)
-            plans[shard] = (
-                placed if shard == fullest else CardPlan.make(fleet.layout, partition, options.budget, hotness)
-            )
-        own = AskedShards.of(lookups.batch, lookups.sent(hot)).loads(shard, loads)
-        part = [whole._replace(bags=one.bags) for whole, one in zip(loads, own, strict=True)]
-        traffic = Traffic.of(plans[shard], part, options.system, missed=None if hot is None else hot.missed)
+            plans[shard] = CardPlan.make(fleet.layout, fleet.partition(shard), options.budget, hotness)
+        missed = None if hot is None else hot.missed
+        traffic = Traffic.of(plans[shard], lookups.part(hot, shard), options.system, missed=missed)
         found = batch_time(traffic, options.system)
         return ShardTime(shard=shard, total_us=found.alone_us, bound=found.bound)
 

@@ -224,6 +224,11 @@ class FleetLookups:
         """Return which lookups go to which shard."""
         return SentLookups.of(self.hotness, self._owners, self._rows, hot)
 
+    def part(self, hot: HotRows | None, shard: int) -> tuple[BagLoad, ...]:
+        """Return what is asked of each table, with only those bags of which a shard has a row."""
+        own = AskedShards.of(self.batch, self.sent(hot)).loads(shard, self.loads)
+        return tuple(whole._replace(bags=one.bags) for whole, one in zip(self.loads, own, strict=True))
+
     def resident_us(self, loads: Sequence[BagLoad]) -> float:
         """Return the time of lookups whose rows all lie in the memory of the card that pools them."""
         return batch_time(Traffic.resident(self.layout, loads, self._system), self._system).alone_us

@@ -308,6 +308,20 @@ ranking_options = together(
 )
 
 
+_HOT_ROWS = (
+    "What is held: learning, the rows looked up most of late; static, those that the snapshot's access counts name."
+)
+hot_rows_options = together(
+    gigabytes(
+        "--hot-rows-gb",
+        "Copies of the hottest rows in each serving process, of rows on shard nodes: memory for one version's, index "
+        "included, in 10^9 bytes. 0: none.",
+        0.0,
+    ),
+    choice("--hot-rows", ["learning", "static"], _HOT_ROWS),
+)
+
+
 def device_option(default: str) -> Option:
     """Declare `--device`."""
     return option(

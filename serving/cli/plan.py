@@ -187,8 +187,8 @@ def _network(options: Options) -> NetworkOptions:
 
 
 def _counted(spec: ModelSpec, options: Options) -> Mapping[str, npt.NDArray[np.uint32]]:
-    """Return how often rows of tables are looked up, if that was given. Raises UsageError, ExportError."""
-    from loader.snapshot.per_row import access_count_tensors, count_trace, read_access_counts
+    """Return how often rows of stored tables are looked up, if that was given. Raises UsageError, ExportError."""
+    from loader.snapshot.per_row import COUNTS_TENSOR, access_count_tensors, count_trace, read_access_counts
 
     counts, traces = options["counts"], options["trace"]
     if counts is not None and traces:
@@ -196,10 +196,11 @@ def _counted(spec: ModelSpec, options: Options) -> Mapping[str, npt.NDArray[np.u
     tables = {table.name: table for table in spec.tables}
     if unknown := sorted({name for name, _ in traces} - tables.keys()):
         raise click.UsageError(f"--trace: unknown tables {unknown}; the model has {sorted(tables)}.")
-    if counts is None:
-        return {name: count_trace(Path(file), tables[name]) for name, file in traces}
-    read = read_access_counts(counts, spec)
-    return {name: access_count_tensors(tables[name], one)["counts"] for name, one in read.items()}
+    found = {name: count_trace(Path(file), tables[name]) for name, file in traces}
+    if counts is not None:
+        read = read_access_counts(counts, spec)
+        found = {name: access_count_tensors(tables[name], one)[COUNTS_TENSOR] for name, one in read.items()}
+    return {one.name: found[name] for name in found for one in tables[name].slices}
 
 
 def _system(options: Options) -> CardSystem:

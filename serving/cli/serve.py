@@ -84,6 +84,7 @@ _PROFILE = (
 @opts.front_options
 @opts.count("--workers", "Serving processes that share the ports; each holds all rows, if it holds any.", 1, 64, 1)
 @opts.ranking_options
+@opts.hot_rows_options
 @opts.verify_option
 @opts.option(
     "--shutdown-delay-s S",
@@ -127,6 +128,7 @@ def serve(ctx: click.Context, /, **options: Any) -> None:
     if options["shards"] and (wrong := sorted(given & {"memory_budget_gb", *settings.DEVICE_FLAGS})):
         verb = "is" if len(wrong) == 1 else "are"
         raise click.UsageError(f"{settings.flags(wrong)} {verb} for rows in this process; shard nodes have their own.")
+    settings.hot_rows(options, all_here=options["local"] if in_fleet else not options["shards"])
     folder = None if in_fleet else settings.member_folder(options)
     if options["probe_port"] is None:
         # Of several workers the supervisor says it, once.
@@ -190,6 +192,7 @@ def _source(options: Options, folder: Path, node_tls: TlsClientConfig | None) ->
         num_replicas=settings.num_replicas(options["ranking_replicas"], card_set, may_block=budget_bytes is not None),
         memory_budget_bytes=budget_bytes,
         card_set=card_set,
+        hot_rows=settings.hot_rows(options, all_here=not shards),
     )
 
 
@@ -213,9 +216,11 @@ def _serve_in_fleet(options: Options, config: ServerConfig, node_tls: TlsClientC
     plan = settings.read_plan(options, models or ())
     # Deltas are written to rows in this process while it serves.
     replicas = settings.num_replicas(options["ranking_replicas"], card_set, may_block=options["local"])
-    serving = config_of(ServingConfig, options, num_replicas=replicas, plan=plan, **named)
+    hot_rows = settings.hot_rows(options, all_here=options["local"])
+    serving = config_of(ServingConfig, options, num_replicas=replicas, plan=plan, hot_rows=hot_rows, **named)
     local = _local_rows(options, plan, fleet, serving.node_id, card_set) if options["local"] else None
-    node = ServingNode(fleet, service, serving, AgentConfig(models=models), local)
+    reopen = partial(open_registry, options["registry"])
+    node = ServingNode(fleet, service, serving, AgentConfig(models=models), local, reopen)
 
     def on_listening(listening: Listening) -> None:
         node.address = options["advertise"] or advertised_url(listening, settings.scheme(options))
@@ -298,6 +303,7 @@ def worker_arguments(options: Options, folder: Path | None, worker: int = 0) -> 
     """
     told = ["--verify" if options["verify"] else "--no-verify", *settings.front_arguments(options)]
     told += settings.arguments(options, ["ranking_replicas", "dtype", "wire_dtype", "shutdown_delay_s", "plan_file"])
+    told += settings.hot_rows_arguments(options)
     if options["profile"] is not None:
         path = options["profile"].absolute()
         told += ["--profile", str(path.with_stem(f"{path.stem}-{worker}"))]

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from loader.registry.fleet import FleetRegistry
     from loader.snapshot.reader import Snapshot
+    from router.hot_rows import HotRowsConfig
     from router.plan import Plan
     from router.plan_file import PlanFile
     from serving.limits import RequestLimits
@@ -39,6 +40,7 @@ Config = TypeVar("Config", bound="BaseModel")
 MAX_LIMITS_FILE_BYTES = 1 << 20
 DEVICE_FLAGS = ("device", "card_memory_gb", "pinned_memory_gb", "hot_gb", "peer_access")
 """Names of the options, for commands that pass them on or allow them only with rows."""
+_HOT_ROWS = ("hot_rows_gb", "hot_rows")
 _TLS = ("tls_cert", "tls_key", "tls_client_ca")
 _NODE_TLS = ("node_ca", "node_cert", "node_key")
 _FLAGS = {"shards": "--shard", "models": "--model", "plan_file": "--plan"}
@@ -199,6 +201,26 @@ def num_replicas(asked: int | None, card_set: CardSet | None, *, may_block: bool
     if asked is not None:
         return asked
     return len(card_set.cards.cards) if card_set is not None else int(may_block)
+
+
+def hot_rows(options: Options, *, all_here: bool) -> HotRowsConfig | None:
+    """Return what is held of rows on shard nodes; None for nothing. Raises UsageError where all rows are here."""
+    size_bytes = to_bytes(options["hot_rows_gb"])
+    if not size_bytes:
+        return None
+    if all_here:
+        raise click.UsageError(
+            "--hot-rows-gb holds copies of rows that are on shard nodes; here all rows are in this process, "
+            "where a copy would save nothing."
+        )
+    from router.hot_rows import HotRowsConfig
+
+    return HotRowsConfig(size_bytes=size_bytes, policy=options["hot_rows"])
+
+
+def hot_rows_arguments(options: Options) -> list[str]:
+    """Return the flags that give a child process the same hot rows; none if there are none."""
+    return arguments(options, _HOT_ROWS) if options["hot_rows_gb"] else []
 
 
 def read_limits(options: Options) -> RequestLimits:

@@ -16,6 +16,7 @@ import torch
 from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.reader import Snapshot
 from router.feature_schema import FeatureSchema
+from router.hot_rows import HotRows
 from router.id_mapping import IdMapper, RejectedIds
 from router.plan import Plan
 from router.router import Router
@@ -90,13 +91,15 @@ class ServedModel:
         clock: Callable[[], float] = time.monotonic,
         on_close: Callable[[], None] = lambda: None,
         loop: asyncio.AbstractEventLoop | None = None,
+        hot: HotRows | None = None,
     ) -> ServedModel:
         """Make a version servable: connect, check it against its golden requests, warm every replica. Blocks.
 
         Ranking replicas are threads; where rows are on cards they take turns over these, by CUDA graphs if
         `card_graphs`. With `num_replicas` 0 `loop` ranks in their place, for rows in this process's memory or on shard
         nodes: the event loop that requests come from, which runs in another thread than this one. `on_close` is called
-        when the version is unloaded, after its replicas have ended. Raises as `check_version`.
+        when the version is unloaded, after its replicas have ended. `hot` are copies of rows of shard nodes, used by
+        all replicas. Raises as `check_version`.
         """
         spec, limits, metrics = snapshot.spec, limits or RequestLimits(), metrics or ServingMetrics()
         schema = RequestSchema(FeatureSchema.of(spec), limits)
@@ -110,7 +113,7 @@ class ServedModel:
         def ranking(number: int) -> Ranking:
             connected = shards(partial(metrics.shard_retry, spec.model))
             nodes.update(dict.fromkeys(shard.node for shard in connected if isinstance(shard, LocalShard)))
-            router = Router(schema.features, mapper, plan, connected)
+            router = Router(schema.features, mapper, plan, connected, hot=hot)
             scorer = scorer_on_card(connected, spec.model, snapshot.version, number, limits, card_graphs)
             if scorer is None:
                 return Ranking(parts, router, connected, metrics, counter, clock)

@@ -13,6 +13,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,9 +32,13 @@ from loader.registry.fleet import (
     VersionReport,
     WantedModel,
 )
+from loader.registry.registry import Registry
 from loader.snapshot.manifest import Frozen
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.store import Store
+from router.errors import HotRowsError
+from router.hot_keeper import HotKeepers
+from router.hot_rows import HotRowsConfig
 from router.plan import Plan
 from router.plan_file import PlanFile
 from router.replica_directory import ReplicaDirectory
@@ -41,8 +46,8 @@ from router.replicas import ReplicaSource
 from serving.errors import NotReadyError
 from serving.models.ranking_models import DtypeChoice
 from serving.rank.service import RankingService
-from serving.versions.loading import local_shards, replicated_shards
-from serving.versions.served_model import ServedModel, WireDtypeChoice
+from serving.versions.loading import local_shards, no_retry, replicated_shards
+from serving.versions.served_model import ServedModel, ShardsFactory, WireDtypeChoice
 from shard_node.agent.agent import Agent, AgentConfig
 from shard_node.agent.node_agent import NodeActions
 from shard_node.engine.memory import available_memory_bytes, total_memory_bytes
@@ -69,6 +74,7 @@ class ServingConfig(Frozen):
         num_replicas: ranking replicas, each a thread; 0 for one on the event loop that the process serves on.
         stage_cpu_share: of one core, at most, that checking files takes.
         plan: how rows of its model are divided, in place of what the fleet's record and the snapshot say.
+        hot_rows: of each version, copies of the hottest rows in this process; None for none.
     """
 
     node_id: NodeId
@@ -80,6 +86,7 @@ class ServingConfig(Frozen):
     stage_cpu_share: float = Field(default=0.5, gt=0, le=1)
     node_tls: TlsClientConfig | None = None
     plan: PlanFile | None = None
+    hot_rows: HotRowsConfig | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +102,11 @@ class ServingNode:
     """Runs until `leave`, and does what its agent asks for. Belongs to one event loop, that of the registry.
 
     If no models are named in `agent_config`, those that are wanted at the start are the ones without which the process
-    is not ready. Without `local` rows they are on shard nodes. `address` is where it is asked, HTTP; to be set before
-    `load`. Raises TlsConfigError if a file of `config.node_tls` can't be read or does not fit.
+    is not ready. Without `local` rows they are on shard nodes, and `open_registry` opens the registry once more for
+    each version whose hot rows are copied here. `address` is where it is asked, HTTP; to be set before `load`.
+
+    Raises TlsConfigError if a file of `config.node_tls` can't be read or does not fit, HotRowsError if there are to be
+    hot rows, but all rows are local.
     """
 
     def __init__(
@@ -106,7 +116,13 @@ class ServingNode:
         config: ServingConfig,
         agent_config: AgentConfig,
         local: LocalRows | None = None,
+        open_registry: Callable[[], Registry] | None = None,
     ) -> None:
+        if config.hot_rows is not None and local is not None:
+            raise HotRowsError("hot rows are copies of rows on shard nodes, but all rows are in this process")
+        self._hot = None
+        if config.hot_rows is not None:
+            self._hot = HotKeepers(config.hot_rows, open_registry, service.metrics.hot_rows)
         self.address = ""
         self._fleet, self._service, self._config = fleet, service, config
         self._models = agent_config.models
@@ -286,6 +302,9 @@ class ServingNode:
         snapshot = Snapshot.open(folder, verify=config.verify, files="other", progress=paced)
         _check_identity(snapshot, published.identity, "was published")
         wish.check()
+        shards: ShardsFactory
+        closing = ExitStack()
+        hot = None
         if self._local is not None:
             model, version = published.model, published.version
             with self._local.node.generations.lease(model, version) as lease:
@@ -302,19 +321,29 @@ class ServingNode:
                 replicate_bytes=topology.replicate_bytes,
                 file=config.plan,
             )
-            shards = replicated_shards(snapshot, plan, partial(self._replicas, snapshot), service.clock)
-        return ServedModel.load(
-            snapshot,
-            plan,
-            shards,
-            limits=service.limits,
-            num_replicas=config.num_replicas,
-            dtype=config.dtype,
-            wire_dtype=config.wire_dtype,
-            metrics=service.metrics,
-            clock=service.clock,
-            loop=loop,
-        )
+            shards = replicated = replicated_shards(snapshot, plan, partial(self._replicas, snapshot), service.clock)
+            if self._hot is not None:
+                keeper = self._hot.start(snapshot, plan, partial(replicated, no_retry))
+                closing.callback(keeper.close)
+                hot = keeper.rows
+        try:
+            return ServedModel.load(
+                snapshot,
+                plan,
+                shards,
+                limits=service.limits,
+                num_replicas=config.num_replicas,
+                dtype=config.dtype,
+                wire_dtype=config.wire_dtype,
+                metrics=service.metrics,
+                clock=service.clock,
+                on_close=closing.close,
+                loop=loop,
+                hot=hot,
+            )
+        except BaseException:
+            closing.close()
+            raise
 
     def _discard(self, served: ServedModel) -> None:
         """Free a version that nobody used, in a thread of its own."""

@@ -78,10 +78,18 @@ class CpuEngine:
         return Answer([sums for sums, _ in found], [stored for _, stored in found])
 
     def write_rows(self, table: int | tuple[int, ...], rows: Int64Array, stored: npt.NDArray[np.uint8]) -> int:
-        """As `Engine.write_rows`. What takes long, finding the rows and their pages, is done before anybody waits."""
+        """As `Engine.write_rows`."""
+        return self.write_together([(one, rows, part) for one, part in self._layout.rows_by_table(table, rows, stored)])
+
+    def write_together(self, writes: Sequence[tuple[int, Int64Array, npt.NDArray[np.uint8]]]) -> int:
+        """Replace rows of several tables, each with rows of its own, between the same two lookups.
+
+        Each write is a table, its rows, and these as stored, as `Engine.write_rows` takes them, and checked. What takes
+        long, finding the rows and their pages, is done before anybody waits. Returns how many are here.
+        """
         parts: list[tuple[Arena, Int64Array, npt.NDArray[np.uint8]]] = []
-        for one, of_table in self._layout.rows_by_table(table, rows, stored):
-            arena, slots = self._placement.locate_rows(one, rows)
+        for table, rows, of_table in writes:
+            arena, slots = self._placement.locate_rows(table, rows)
             for number in np.unique(arena).tolist():
                 if number == NOT_HERE:
                     continue

@@ -258,7 +258,9 @@ class Traffic:
         host = np.repeat(shares[:, :, HOST].sum(axis=1)[:, None], plan.num_cards, axis=1)
         ids_bytes = float((INDEX_BYTES * (values * here + bags)).sum())
         dims = np.array([table.embedding_dim for table in tables])
-        fixed = ids_bytes + float(SECTOR_BYTES * (values @ here) + sum_item_bytes * (bags @ dims))
+        # A table that lies whole at one owner has no places to be read.
+        placed = np.array([one.rows > 0 for one in plan.places])
+        fixed = ids_bytes + float(SECTOR_BYTES * ((values * placed) @ here) + sum_item_bytes * (bags @ dims))
         by_owner = (values * sectors) @ own
         peer_bytes = np.repeat(by_owner[None, :], plan.num_cards, axis=0)
         np.fill_diagonal(peer_bytes, 0.0)

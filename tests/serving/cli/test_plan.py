@@ -133,6 +133,18 @@ def test_given_counts_or_a_trace_decide_what_is_hot(tmp_path: Path, given: str) 
     assert {one.tier: one.lookup_share for one in planned(*arguments, *more, "--zipf", "1").tiers}["hot"] == 0.75
 
 
+def test_a_trace_of_a_table_counts_for_all_its_slices(tmp_path: Path) -> None:
+    document = pooled_spec().model_dump()
+    (sliced,) = (table for table in document["tables"] if table["name"] == "user")
+    sliced["column_dims"] = (sliced["embedding_dim"] - 4, 4)
+    (tmp_path / "films.json").write_text(ModelSpec.model_validate(document).model_dump_json())
+    np.save(tmp_path / "users.npy", np.full(10, 500))
+    idle = [part for one in make_spec().features if one.name != "user" for part in ("--hotness", f"{one.name}=0")]
+    arguments = ("--model", str(tmp_path / "films.json"), "--cards", "2", "--hot-gb", str(64e-9), *idle)
+    plan = planned(*arguments, "--trace", f"user={tmp_path / 'users.npy'}")
+    assert {one.tier: one.lookup_share for one in plan.tiers}["hot"] == 1
+
+
 @pytest.mark.parametrize(
     ("trace", "problem"),
     [
@@ -250,3 +262,111 @@ def test_readmes_plan_is_what_the_command_prints() -> None:
     assert shown is not None
     result = run(*shlex.split(shown[1])[2:])
     assert [line.rstrip() for line in result.output.splitlines()] == shown[2].splitlines()
+
+
+STEP = (
+    "--model", "textbook", "--dtype", "fp32", "--shards", "16", "--cards", "1", "--batch", "65536",
+    "--network-gb-per-s", "100", "--zipf", "1.1", "--head", "5000:0.85",
+)  # fmt: skip
+
+
+def test_a_step_moves_the_textbooks_bytes_at_its_hit_rates() -> None:
+    given = (0.0, 0.5, 0.85, 0.99, 0.5762, 0.7514, 0.85035)
+    network = planned(*STEP, "--compare-hit-rates", ",".join(map(str, given))).network
+    assert network is not None
+    assert [one.hit_rate for one in network.compared] == pytest.approx(given)
+    moved = [(round(one.moved_bytes / 1e6, 1), round(one.moved_us / 1e3, 2)) for one in network.compared]
+    assert moved == [
+        (1342.2, 13.42), (671.1, 6.71), (201.3, 2.01), (13.4, 0.13), (568.8, 5.69), (333.7, 3.34), (200.9, 2.01)
+    ]  # fmt: skip
+
+
+def test_hot_rows_have_the_hit_rates_of_the_closed_form() -> None:
+    network = planned(*STEP, "--compare-hit-rates", "", "--compare-hot-rows", "100,1000,5000").network
+    assert network is not None
+    for one, rows in zip(network.compared, (100, 1000, 5000), strict=True):
+        assert one.hot_rows == rows
+        assert one.hit_rate == pytest.approx(closed_form(rows), abs=1e-4)
+        assert one.hot_bytes == rows * 512
+
+
+def closed_form(rows: int) -> float:
+    harmonic = np.cumsum(np.arange(1, 5001) ** -1.1)
+    return 0.85 * float(harmonic[rows - 1] / harmonic[-1])
+
+
+def test_a_request_takes_the_slowest_shard_and_the_network() -> None:
+    plan = planned("--model", "dlrm-v2", "--shards", "4", "--cards", "2", "--replicate-bytes", "0")
+    network = plan.network
+    assert network is not None
+    time = network.time
+    assert network.request_us == pytest.approx(network.slowest_us + time.out_us + time.back_us + 20)
+    assert network.slowest_us >= plan.time.alone_us
+    assert network.bound == "network bandwidth"
+    # 12.5 GB/s: 80 ps a byte.
+    sent = network.ids_bytes + network.offsets_bytes + network.keys_bytes + network.sums_bytes + network.framing_bytes
+    assert time.out_us + time.back_us == pytest.approx(sent * 80e-6)
+    slow = planned("--model", "dlrm-v2", "--shards", "4", "--cards", "2", "--network-us", "5000").network
+    assert slow is not None
+    assert slow.bound == "network latency"
+    assert slow.crossover_hit_rate is None
+    near = ("--network-gb-per-s", "1000000", "--network-us", "0")
+    fast = planned("--model", "dlrm-v2", "--shards", "4", "--cards", "2", *near).network
+    assert fast is not None
+    assert not fast.bound.startswith("network")
+    assert fast.crossover_hit_rate == 0
+
+
+def test_hot_rows_at_the_router_spare_the_network_and_the_shards() -> None:
+    arguments = ("--model", "dlrm-v2", "--shards", "4", "--cards", "2", "--zipf", "1.05", "--replicate-bytes", "0")
+    without, some, told = (planned(*arguments, *more) for more in ((), ("--hot-rows-gb", "0.5"), ("--hit-rate", "0.9")))
+    assert without.network is not None
+    assert some.network is not None
+    assert told.network is not None
+    assert some.network.hot_bytes <= 0.5e9
+    assert 0.5 < some.network.hit_rate < 1
+    assert told.network.hit_rate == pytest.approx(0.9)
+    for one in (some, told):
+        assert one.network is not None
+        assert one.network.request_us < without.network.request_us / 2
+        assert one.network.shards_hit < without.network.shards_hit
+        assert one.batch.card_memory_bytes < without.batch.card_memory_bytes
+    assert planned("--model", "dlrm-v2").network is None
+
+
+def test_the_crossover_and_the_bytes_of_a_batch_are_printed_as_reckoned() -> None:
+    network, text = planned(*STEP).network, run(*STEP).output
+    assert network is not None
+    assert f"crossover: from a hit rate of {network.crossover_hit_rate:.4f} on" in text
+    assert f"a bag is asked of {network.shards_hit:.3g} of them" in text
+    assert f"request {network.request_us:.1f} us" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (("--head", "many"), "'many' is not ROWS:SHARE, such as 5000:0.85"),
+        (("--head", "0:0.5"), "is not ROWS:SHARE"),
+        (("--head", "10:1.5"), "is not ROWS:SHARE"),
+        (("--hit-rate", "2"), "2.0 is not in the range"),
+        (("--compare-hit-rates", "0.5,x"), "is not numbers from 0 to 1 with commas between"),
+        (("--compare-hit-rates", "0.5,nan"), "is not numbers from 0 to 1"),
+        (("--compare-hot-rows", "-1"), "is not numbers from 0 to"),
+        (("--network-gb-per-s", "0"), "is not in the range"),
+        (("--network-us", "inf"), "is not in the range"),
+    ],
+)
+def test_what_the_network_can_not_be_says_why(arguments: tuple[str, ...], problem: str) -> None:
+    result = run("--model", "textbook", "--shards", "2", *arguments)
+    assert result.exit_code == 2
+    assert problem in " ".join(result.output.split())
+
+
+def test_the_pages_network_is_what_the_command_prints() -> None:
+    page = (ROOT / "docs/plan.md").read_text(encoding="utf-8")
+    shown = re.search(
+        r"^```\n(shardrank plan --model textbook .*?)\n```\n\n```\n(.*?)^```$", page, re.MULTILINE | re.DOTALL
+    )
+    assert shown is not None
+    lines = [line.rstrip() for line in run(*shlex.split(shown[1].replace("\\\n", " "))[2:]).output.splitlines()]
+    assert lines[next(at for at, line in enumerate(lines) if line.startswith("Between")) :] == shown[2].splitlines()

@@ -282,7 +282,7 @@ def test_an_agent_stages_flips_and_retires_versions_on_cards_and_tells_what_they
 
 def finder_bytes_of(layout: TableLayout, num_cards: int) -> int:
     """For each table its number of rows and first place, and where its rows begin at each owner."""
-    return len(layout.tables) * (16 + 8 * (num_cards + 2))
+    return len(layout.tables) * (32 + 8 * (num_cards + 2))
 
 
 def test_the_rows_that_a_live_version_is_asked_for_are_hot_in_the_next_one(tmp_path):
