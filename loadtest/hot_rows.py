@@ -39,7 +39,7 @@ class HotRowsConfig(Frozen):
     shifts: tuple[float, ...] = (1.0, 0.2)
     before: int = 200
     after: int = 60
-    seeds: tuple[int, ...] = (101, 102, 103)
+    seeds: tuple[int, ...] = (201, 202, 203)
 
 
 class Steady(Frozen):
@@ -263,7 +263,7 @@ def _numbers(text: str) -> tuple[float, ...]:
 @click.option("--shifts", default="1,0.2", show_default=True, help="Parts of the rows that change places.")
 @click.option("--before", type=click.IntRange(1, 10_000), default=200, show_default=True, help="Lookups, × capacity.")
 @click.option("--after", type=click.IntRange(1, 10_000), default=60, show_default=True, help="Lookups, × capacity.")
-@click.option("--seeds", default="101,102,103", show_default=True)
+@click.option("--seeds", default="201,202,203", show_default=True)
 @click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write the result here.")
 def main(
     rows: int, zipf: str, capacities: str, shifts: str, before: int, after: int, seeds: str, json_file: Path | None

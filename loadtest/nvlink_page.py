@@ -11,13 +11,16 @@ import click
 import numpy as np
 
 from loader.snapshot.manifest import RowDtype
+from loadtest.head_cache import BAG_IDS, BAGS, NETWORK_GB_PER_S, ROW_BYTES, simulated
 from serving.cli.capacity import CapacityOptions, CapacityPlan, LookupProfile, catalog_model
 from shard_node.cuda.kernel_params import RowFormat
 from shard_node.planning.cost_model import SYSTEMS, line_bytes, mean_pieces, read_bytes, sector_bytes, table_sizes
 from shard_node.planning.hotness import power_law_sums
+from shard_node.planning.network_cost import moved_bytes
 
 DTYPES: tuple[RowDtype, ...] = ("int4", "int8", "fp16", "fp32")
 TEXTBOOK_ROWS, TEXTBOOK_HOSTS = 2_000_000_000, 16
+CACHE_SEED, FEWER_IDS = 0, 20_000
 ROWS_OF_CURVE, EXPONENTS = 40_000_000, (0.0, 0.8, 0.95, 1.05, 1.2)
 MODELS: tuple[tuple[str, RowDtype, float], ...] = (
     ("dlrm-v2", "int8", 0.0), ("dlrm-v2", "int8", 1.05), ("dlrm-v2", "fp16", 0.0), ("merlin-tiny", "int8", 1.05),
@@ -61,6 +64,37 @@ def _textbook_sizes() -> Rows:
         yield dtype, terabytes[0], host, *terabytes[1:], f"{one.places / 1e9:.1f} GB"
 
 
+def _head_cache() -> Rows:
+    int8 = RowFormat.of("int8", 128)
+    sizes = int8.code_bytes, sector_bytes(int8), line_bytes(int8, SYSTEMS["h100"].peer)
+    for one in simulated(CACHE_SEED):
+        misses = BAGS * BAG_IDS - one.hits
+        of_int8 = (f"{misses * size / 1e6:.1f} MB" for size in sizes)
+        rates = f"{one.hit_rate:.5f}", f"{one.closed_form:.5f}"
+        moved = f"{one.moved_bytes / 1e6:.1f} MB", f"{one.closed_form_bytes / 1e6:.1f} MB", f"{one.moved_ms:.2f}"
+        yield one.rows, *rates, *moved, *of_int8
+
+
+def _quoted_cache() -> Rows:
+    for one in simulated(CACHE_SEED):
+        if one.quoted is not None:
+            moved = f"{moved_bytes(BAGS * BAG_IDS, ROW_BYTES, one.quoted) / 1e6:.1f} MB"
+            off = f"{one.quoted - one.closed_form:+.5f}"
+            errors = (f"{(one.quoted - one.closed_form) / error:+.1f}" for error in _standard_errors(one.closed_form))
+            yield one.rows, f"{one.quoted:g}", moved, f"{one.closed_form:.5f}", off, *errors
+
+
+def _standard_errors(hit_rate: float) -> tuple[float, ...]:
+    """Of hit rates drawn from a step's ids, and from 20,000."""
+    return tuple((hit_rate * (1 - hit_rate) / count) ** 0.5 for count in (BAGS * BAG_IDS, FEWER_IDS))
+
+
+def _replicate_or_shard() -> Rows:
+    for hit_rate in (0.0, 0.5, 0.85, 0.99):
+        moved = moved_bytes(BAGS * BAG_IDS, ROW_BYTES, hit_rate)
+        yield f"{hit_rate:g}", f"{moved / 1e6:.1f} MB", f"{moved / NETWORK_GB_PER_S / 1e6:.2f}"
+
+
 def _predictions() -> Rows:
     for system in ("h100", "gb200"):
         for name, dtype, zipf in MODELS:
@@ -96,6 +130,9 @@ TABLES: dict[str, Callable[[], Rows]] = {
     "systems": _systems,
     "rows": _rows,
     "textbook-sizes": _textbook_sizes,
+    "head-cache": _head_cache,
+    "quoted-cache": _quoted_cache,
+    "replicate-or-shard": _replicate_or_shard,
     "predictions": _predictions,
     "hot-share": _hot_share,
     "replication": _replication,

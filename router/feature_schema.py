@@ -2,14 +2,18 @@
 
 Features stand in the order of their tables (`TableLayout`), so that a batch's values for one arena are one contiguous
 run, and neighbouring features of one table become one segment of a shard's request without moving a value.
+
+A feature of a table that is stored in slices of its columns is looked up in every slice: its `Lookups`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +23,54 @@ from shard_node.bags import Int32Array, Int64Array, TableLayout
 
 
 @dataclass(frozen=True)
+class Lookups:
+    """What is asked for the features: each one's rows of the table that it is looked up in, or of every slice of it.
+
+    They stand in the order of stored tables, and those of one table in that of the features. Where no table is sliced,
+    they are the features, number by number.
+
+    Attributes:
+        feature: int32 [L], the flat index of the feature.
+        table: int32 [L], the stored table, in layout order; ascending.
+        column: int64 [L], where its columns begin in the feature's embedding.
+        group: int64 [L], the group of tables that it is in.
+        group_starts: int64 [groups + 1], the first lookup of each group of the layout, then L.
+        of_feature: of each feature its lookups, in column order.
+    """
+
+    feature: Int32Array
+    table: Int32Array
+    column: Int64Array
+    group: Int64Array
+    group_starts: Int64Array
+    of_feature: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, layout: TableLayout, slices: Sequence[tuple[int, ...]]) -> Lookups:
+        """Derive them from the stored tables of each feature, in flat order, each feature's in column order."""
+        found = sorted(
+            (table, feature, number) for feature, tables in enumerate(slices) for number, table in enumerate(tables)
+        )
+        place = {(feature, number): at for at, (_, feature, number) in enumerate(found)}
+        starts = [[0, *accumulate(layout.tables[table].embedding_dim for table in tables)] for tables in slices]
+        table = np.array([table for table, _, _ in found], np.int32)
+        edges = [group.first_table for group in layout.groups] + [len(layout.tables)]
+        group_starts = np.searchsorted(table, edges).astype(np.int64)
+        return cls(
+            feature=np.array([feature for _, feature, _ in found], np.int32),
+            table=table,
+            column=np.array([starts[feature][number] for _, feature, number in found], np.int64),
+            group=np.searchsorted(group_starts, np.arange(table.size), side="right") - 1,
+            group_starts=group_starts,
+            of_feature=tuple(
+                tuple(place[feature, number] for number in range(len(tables))) for feature, tables in enumerate(slices)
+            ),
+        )
+
+
+@dataclass(frozen=True)
 class FeatureSchema:
-    """A model's features in flat order, and its tables in layout order."""
+    """A model's features in flat order, and its stored tables in layout order."""
 
     spec: ModelSpec
     layout: TableLayout
@@ -30,7 +80,7 @@ class FeatureSchema:
     def of(cls, spec: ModelSpec) -> FeatureSchema:
         """Sorts the model's features by table; those of one table keep the model's order."""
         layout = TableLayout.of(spec)
-        number = {name: layout.index[table.name] for table in spec.tables for name in table.feature_names}
+        number = {name: layout.slices[table.name][0] for table in spec.tables for name in table.feature_names}
         return cls(spec, layout, tuple(sorted(spec.features, key=lambda feature: number[feature.name])))
 
     @cached_property
@@ -45,9 +95,18 @@ class FeatureSchema:
 
     @cached_property
     def table_index(self) -> Int32Array:
-        """int32 [F], the table of each feature, in layout order; ascending."""
-        names = [self.spec.table_of(feature.name).name for feature in self.features]
-        return np.array([self.layout.index[name] for name in names], np.int32)
+        """int32 [F], the table of each feature, or its first slice, in layout order; ascending."""
+        return np.array([slices[0] for slices in self._slices], np.int32)
+
+    @cached_property
+    def lookups(self) -> Lookups:
+        """What is asked of stored tables for the features."""
+        return Lookups.of(self.layout, self._slices)
+
+    @cached_property
+    def _slices(self) -> list[tuple[int, ...]]:
+        """Of each feature, the stored tables that it is looked up in, in column order."""
+        return [self.layout.slices[self.spec.table_of(feature.name).name] for feature in self.features]
 
     @cached_property
     def is_none(self) -> npt.NDArray[np.bool_]:
@@ -58,12 +117,6 @@ class FeatureSchema:
     def is_mean(self) -> npt.NDArray[np.bool_]:
         """Bool [F], True for features whose sum is divided by the bag's length."""
         return np.array([self.spec.pooling_of(feature.name) == "mean" for feature in self.features])
-
-    @cached_property
-    def group_starts(self) -> Int64Array:
-        """int64 [groups + 1], the first flat index of each group of the layout, then F."""
-        edges = [group.first_table for group in self.layout.groups] + [len(self.layout.tables)]
-        return np.searchsorted(self.table_index, edges).astype(np.int64)
 
     @cached_property
     def string_features(self) -> frozenset[str]:

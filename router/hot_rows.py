@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -203,14 +203,15 @@ class HotSet:
         """Pool what `bags_of` gave, in the forms that whoever asks takes."""
         return self._engine.answer(bags) if forms.stored else Answer(self._engine.pool(bags))
 
-    def write_rows(self, table: int, rows: Int64Array, stored: StoredRows) -> int:
-        """As `Engine.write_rows`, of those rows that are here."""
-        at, is_here = self._index.find(rows + (np.int64(table) << TABLE_SHIFT))
-        if not is_here.any():
-            return 0
-        numbers = self._index.numbers(at[is_here]).astype(np.int64)
-        self.is_filled[numbers] = True
-        return self._engine.write_rows(table, numbers - self._starts[table], stored[is_here])
+    def write_rows(self, rows: Int64Array, of_tables: Sequence[tuple[int, StoredRows]]) -> int:
+        """Replace those rows that are here, of several tables together: tables, each with the rows as stored."""
+        writes: list[tuple[int, Int64Array, StoredRows]] = []
+        for table, stored in of_tables:
+            at, is_here = self._index.find(rows + (np.int64(table) << TABLE_SHIFT))
+            numbers = self._index.numbers(at[is_here]).astype(np.int64)
+            self.is_filled[numbers] = True
+            writes.append((table, numbers - self._starts[table], stored[is_here]))
+        return self._engine.write_together(writes) if any(one[1].size for one in writes) else 0
 
     def take(self, group: int, numbers: Int64Array) -> StoredRows:
         """Copy rows of one group by the numbers of their keys, int64 [m]: uint8 [m, row_bytes]. Nobody may write."""
@@ -336,12 +337,13 @@ class HotRows:
             self._sample_bytes = 0
         return samples
 
-    def write_rows(self, table: int, rows: Int64Array, stored: StoredRows) -> int:
+    def write_rows(self, table: int | tuple[int, ...], rows: Int64Array, stored: StoredRows) -> int:
         """As `Engine.write_rows`, to the rows in use and to those that are being filled in."""
+        of_tables = self.layout.rows_by_table(table, rows, stored)
         with self._writing:
             if self._pending is not None:
-                self._pending.write_rows(table, rows, stored)
-            return self._current.write_rows(table, rows, stored)
+                self._pending.write_rows(rows, of_tables)
+            return self._current.write_rows(rows, of_tables)
 
     def begin(self, keys: Int64Array) -> HotSet:
         """Begin to fill a set with rows, int64 [n] keys, ascending. What the set in use has of them is copied."""

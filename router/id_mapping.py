@@ -140,7 +140,7 @@ class IdMapper:
         seeds = [table.id_mapping.seed if isinstance(table.id_mapping, HashMapping) else 0 for table in tables]
         self._seed = np.array(seeds, np.uint64)
         wanted = [table.name for table in schema.spec.tables if isinstance(table.id_mapping, VocabularyMapping)]
-        self._vocabulary = VocabularyIndex({schema.layout.index[name]: vocabularies[name] for name in wanted})
+        self._vocabulary = VocabularyIndex({schema.layout.slices[name][0]: vocabularies[name] for name in wanted})
 
     def map(self, bags: KeyedBags) -> MappedBags:
         """Map raw ids, keyed by flat feature index, to rows of their features' tables.

@@ -1,9 +1,9 @@
 """Which rows are the hottest, learned while lookups go by: counts of candidates that age, and are forgotten by shifts.
 
-Lookups are counted in epochs of as many as rows are wanted (`capacity`; fewer while the first are learned). At the end
-of each the counts of its keys are added to those of the candidates, and of all the `CANDIDATES` × capacity most
-frequent are kept. That is nearly exact: whoever belongs to the top is rarely forgotten, and what happens to be seen
-once makes room for the next. A count halves over `HALF_LIFE` × capacity lookups.
+Lookups are counted in epochs of as many as rows are wanted (`capacity`), and fewer at first. At an epoch's end the
+counts of its keys are added to those of the candidates, and of all the `CANDIDATES` × capacity most frequent are kept.
+That is nearly exact: whoever belongs to the top is rarely forgotten, and what happens to be seen once makes room for
+the next. A count halves over `HALF_LIFE` × capacity lookups.
 
 A shift of popularity is seen by the share of lookups that go to the top as it is known. If it falls clearly, over two
 quarters of an epoch, the epoch ends, and counts from before keep only (share / share as it was) ** `TRUST` of their

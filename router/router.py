@@ -74,9 +74,10 @@ class Embeddings:
     Attributes:
         schema: the model's features.
         keys: int32 [S], flat indices of the features, ascending.
+        lookups: int32 [S], what was looked up for them, of `schema.lookups`; more than S where tables are sliced.
         blocks: one for each group of the table layout, float32 [rows, embedding_dim]: the rows of the group's
-            features in flat order. A pooled feature has one row for each bag, one with pooling `none` one for each id.
-        row_starts: int64 [S], the row, in its group's block, at which each feature begins.
+            lookups in order. A pooled feature has one row for each bag, one with pooling `none` one for each id.
+        row_starts: int64 [S], the row, in its group's block, at which each of `lookups` begins.
         num_rows: int64 [S], how many rows each feature has.
         bags: the rows that were asked for, by feature, after `skip` has left out unknown ids.
         rejected: ids that have no row, under `unknown_id: reject`; what is here for their bags must not be used.
@@ -85,6 +86,7 @@ class Embeddings:
 
     schema: FeatureSchema
     keys: Int32Array
+    lookups: Int32Array
     blocks: list[Float32Array]
     row_starts: Int64Array
     num_rows: Int64Array
@@ -93,14 +95,16 @@ class Embeddings:
     times: LookupTimes = field(default_factory=LookupTimes)
 
     def feature(self, index: int) -> Float32Array:
-        """Return a view of one feature by its flat index, float32 [bags, embedding_dim].
+        """Return one feature by its flat index, float32 [bags, embedding_dim]: a view, or its slices side by side.
 
         With pooling `none` it is [ids, embedding_dim]. KeyError if it was not asked for.
         """
-        segment = self._segment(index)
-        group = int(np.searchsorted(self.schema.group_starts, index, side="right")) - 1
-        start = int(self.row_starts[segment])
-        return self.blocks[group][start : start + int(self.num_rows[segment])]
+        num_rows, lookups = int(self.num_rows[self._segment(index)]), self.schema.lookups
+        slices: list[Float32Array] = []
+        for number in lookups.of_feature[index]:
+            start = int(self.row_starts[np.searchsorted(self.lookups, number)])
+            slices.append(self.blocks[int(lookups.group[number])][start : start + num_rows])
+        return slices[0] if len(slices) == 1 else np.concatenate(slices, axis=1)
 
     def lengths(self, index: int) -> Int64Array:
         """Count the ids of each bag of a feature, int64 [bags]. KeyError if the feature was not asked for."""
@@ -197,14 +201,13 @@ class Router:
         self._owners = BucketOwners(plan)
         self._has_none = bool(schema.is_none.any())
         self._has_mean = bool(schema.is_mean.any())
-        # Of each feature, the group of tables that it is in.
-        features = np.arange(len(schema.features))
-        self._group_of_feature = np.searchsorted(schema.group_starts, features, side="right") - 1
-        # A rank request has all features. What follows from that alone is worked out once: the feature that each one's
-        # group begins with, and the first feature of each table.
-        self._first_in_group = schema.group_starts[self._group_of_feature]
-        self._firsts = _first_of_each(schema.table_index)
-        self._tables = schema.table_index[self._firsts]
+        lookups = self._lookups = schema.lookups
+        self._is_sliced = lookups.feature.size > len(schema.features)
+        # A rank request has all features. What follows from that alone is worked out once: the lookup that each one's
+        # group begins with, and the first lookup of each table.
+        self._first_in_group = lookups.group_starts[lookups.group]
+        self._firsts = _first_of_each(lookups.table)
+        self._tables = lookups.table[self._firsts]
         self._turn = itertools.count()
         self._clock = clock
         self._rests_until = [float("-inf")] * len(self._shards)
@@ -243,7 +246,8 @@ class Router:
         mapped = self._mapper.map(bags)
         by_feature = mapped.bags
         by_row = _one_bag_per_id(by_feature, self.schema.is_none) if self._has_none else by_feature
-        by_table = self._by_table(by_row)
+        by_lookup = _of_lookups(by_row, self._lookups.feature) if self._is_sliced else by_row
+        by_table = self._by_table(by_lookup)
         mapped_at = self._clock()
         times.map_s = mapped_at - began
         if self._all_rows is not None:
@@ -253,14 +257,17 @@ class Router:
         else:
             blocks = await self._pool(model, version, by_table, deadline, forms, times)
             began = self._clock()
-        if bags.keys.size == len(self.schema.features):
-            starts = by_row.bag_starts()
+        if by_lookup.keys.size == self._lookups.feature.size:
+            starts = by_lookup.bag_starts()
             row_starts = starts[:-1] - starts[self._first_in_group]
         else:
-            row_starts = self._starts_in_group(by_row)
+            row_starts = self._starts_in_group(by_lookup)
+        if self._has_mean:
+            self._divide_means(blocks, by_lookup)
         embeddings = Embeddings(
             schema=self.schema,
             keys=bags.keys,
+            lookups=by_lookup.keys,
             blocks=blocks,
             row_starts=row_starts,
             num_rows=by_row.bags_per_key,
@@ -268,8 +275,6 @@ class Router:
             rejected=mapped.rejected,
             times=times,
         )
-        if self._has_mean:
-            self._divide_means(embeddings)
         times.add_s += self._clock() - began
         return embeddings
 
@@ -378,13 +383,13 @@ class Router:
         return np.array(up, np.int16)
 
     def _by_table(self, bags: KeyedBags) -> CheckedBags:
-        """Join neighbouring features of one table, whose values the id mapping checked, into one segment."""
-        if bags.keys.size == len(self.schema.features):
+        """Join neighbouring lookups in one table, whose values the id mapping checked, into one segment."""
+        if bags.keys.size == self._lookups.feature.size:
             firsts, tables = self._firsts, self._tables
         else:
-            by_feature = self.schema.table_index[bags.keys]
-            firsts = _first_of_each(by_feature)
-            tables = by_feature[firsts]
+            by_lookup = self._lookups.table[bags.keys]
+            firsts = _first_of_each(by_lookup)
+            tables = by_lookup[firsts]
         counts = bags.bags_per_key
         if firsts.size < counts.size:
             counts = np.add.reduceat(counts, firsts)
@@ -393,22 +398,21 @@ class Router:
     def _starts_in_group(self, bags: KeyedBags) -> Int64Array:
         """int64 [S], the row of its group's block at which each key begins."""
         starts = bags.bag_starts()
-        first_key = np.searchsorted(bags.keys, self.schema.group_starts)
-        return starts[:-1] - starts[first_key[self._group_of_feature[bags.keys]]]
+        first_key = np.searchsorted(bags.keys, self._lookups.group_starts)
+        return starts[:-1] - starts[first_key[self._lookups.group[bags.keys]]]
 
-    def _divide_means(self, embeddings: Embeddings) -> None:
+    def _divide_means(self, blocks: list[Float32Array], bags: KeyedBags) -> None:
         # A mean is a sum divided once, by the length of the whole bag. Runs of mean features are divided together.
-        mean = self.schema.is_mean[embeddings.keys]
-        group_of = self._group_of_feature[embeddings.keys]
+        mean = self.schema.is_mean[self._lookups.feature[bags.keys]]
+        group_of = self._lookups.group[bags.keys]
         for number in np.unique(group_of[mean]).tolist():
-            block = embeddings.blocks[number]
+            block = blocks[number]
             if not block.flags.writeable:
-                block = embeddings.blocks[number] = block.copy()
+                block = blocks[number] = block.copy()
             here = group_of == number
-            bags = np.repeat(mean[here], embeddings.num_rows[here])
             lengths = np.ones(block.shape[0], np.float32)
-            of_bags = np.repeat(mean & here, embeddings.bags.bags_per_key)
-            lengths[bags] = np.maximum(embeddings.bags.lengths[of_bags], 1)
+            of_bags = np.repeat(mean & here, bags.bags_per_key)
+            lengths[np.repeat(mean[here], bags.bags_per_key[here])] = np.maximum(bags.lengths[of_bags], 1)
             block /= lengths[:, None]
 
 
@@ -417,6 +421,32 @@ def _first_of_each(ascending: Int32Array) -> Int64Array:
     begins = np.ones(ascending.size, np.bool_)
     np.not_equal(ascending[1:], ascending[:-1], out=begins[1:])
     return np.flatnonzero(begins)
+
+
+def _of_lookups(bags: KeyedBags, feature: Int32Array) -> KeyedBags:
+    """Repeat the bags of each feature for each lookup of it, int32 [L]: keys become numbers of lookups."""
+    segment_of = np.full(int(feature.max()) + 1, -1, np.int64)
+    segment_of[bags.keys] = np.arange(bags.keys.size)
+    segments = segment_of[feature]
+    keys = np.flatnonzero(segments >= 0).astype(np.int32)
+    segments = segments[keys]
+    bags_per_key = bags.bags_per_key[segments]
+    values = _ranges(bags.value_starts()[segments], bags.values_per_key()[segments])
+    return KeyedBags.from_lengths(
+        keys,
+        bags_per_key,
+        bags.lengths[_ranges(bags.bag_starts()[segments], bags_per_key)],
+        bags.values[values],
+        None if bags.weights is None else bags.weights[values],
+    )
+
+
+def _ranges(starts: Int64Array, counts: Int64Array) -> Int64Array:
+    """int64, the numbers [start, start + count) of each, one after the other."""
+    ends = np.cumsum(counts)
+    numbers = np.arange(int(ends[-1]) if ends.size else 0)
+    numbers += np.repeat(starts - (ends - counts), counts)
+    return numbers
 
 
 def _one_bag_per_id(bags: KeyedBags, is_none: npt.NDArray[np.bool_]) -> KeyedBags:

@@ -12,29 +12,31 @@ observes those in one of its own, by `AccessCounts.observe`: no count is of all 
 from __future__ import annotations
 
 import threading
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import safetensors.numpy
 
-from loader.snapshot.per_row import COUNTS_SUFFIX, ROWS_SUFFIX
+from loader.errors import cut
 from shard_node.bags import Int64Array, TableLayout
 from shard_node.errors import InvalidBagsError
 from shard_node.planning.hotness import RowCounts
 
 UInt32Array = npt.NDArray[np.uint32]
 UInt64Array = npt.NDArray[np.uint64]
+Float64Array = npt.NDArray[np.float64]
 
 SAMPLE_EVERY = 256
 MAX_VALUES = 4_096
 """Values of one batch that are counted."""
 MAX_BYTES = 64 << 20
+MAX_PART_ROWS = 1 << 18
+"""Rows whose counts are told at a time: a megabyte, and a few milliseconds in which no batch is counted."""
 MIN_SKETCH_COUNTERS = 1 << 10
 
 _COUNTER_BYTES = 4
 _HALVE_AT = 2**31
-_PIECE_ROWS = 1 << 20
 _LINE_ROWS = 16
 # Odd numbers for multiply-shift hashing (Dietzfelbinger et al., 1997): golden ratio, and a constant of splitmix64.
 _FACTORS = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9))
@@ -97,6 +99,54 @@ class SketchedCounts:
     def __getitem__(self, rows: slice) -> UInt32Array:
         first, end, _ = rows.indices(self.shape[0])
         return self._sketch.read(self._table, first, max(first, end))
+
+
+@dataclass(frozen=True, slots=True)
+class CountedPart:
+    """How often some rows of a table that follow one another were looked up, as counted in one place.
+
+    Attributes:
+        table: its name.
+        num_tables: of the model, numbered in layout order.
+        num_embeddings: rows of this one.
+        first_row: of the part.
+        counts: uint32 [n], of its rows.
+        lookups: values that this place was told of, of all tables.
+        total: what was counted of them: a count stands for `lookups / total` lookups.
+    """
+
+    table: str
+    num_tables: int
+    num_embeddings: int
+    first_row: int
+    counts: UInt32Array
+    lookups: int
+    total: int
+
+
+def merged_lookups(parts: Sequence[CountedPart]) -> Float64Array:
+    """Add what was counted of the same rows in several places: of shards, of replicas, of tiers of hot rows.
+
+    Places count different shares of their batches, and halve their counts at times of their own, so each count is
+    taken for the lookups that it stands for.
+
+    Args:
+        parts: of one table, from the same row on; at least one.
+
+    Returns:
+        float64 [n], lookups of each row that all parts have.
+
+    Raises:
+        InvalidBagsError: parts of different tables or rows.
+    """
+    whose = {(one.table, one.num_tables, one.num_embeddings, one.first_row) for one in parts}
+    if len(whose) > 1:
+        raise InvalidBagsError(f"counts of different rows can't be added: {cut(sorted(whose))}")
+    num_rows = min(one.counts.size for one in parts)
+    merged = np.zeros(num_rows, np.float64)
+    for one in parts:
+        merged += one.counts[:num_rows] * (one.lookups / max(one.total, 1))
+    return merged
 
 
 class AccessCounts:
@@ -201,19 +251,28 @@ class AccessCounts:
                 found[table.name] = counters[self._first[number] :][: table.num_embeddings]
         return found
 
-    def save(self, path: Path) -> None:
-        """Write the rows that were seen, as `shardrank export --access-counts` reads them; whole or not at all.
+    def part(self, table: int, first_row: int, max_rows: int = MAX_PART_ROWS) -> CountedPart:
+        """Return what was counted of at most so many rows of a table, by its number; counting goes on meanwhile.
 
         Raises:
-            OSError: the file can't be written.
+            InvalidBagsError: no such table or row, or a number of rows that is not within 1 to MAX_PART_ROWS.
         """
-        tensors: dict[str, UInt32Array] = {}
-        for name, counts in self.counts().items():
-            rows, seen = _seen(counts)
-            tensors |= {f"{name}{ROWS_SUFFIX}": rows, f"{name}{COUNTS_SUFFIX}": seen}
-        part = path.with_name(f"{path.name}.part")
-        safetensors.numpy.save_file(tensors, part)
-        part.replace(path)
+        tables = self._layout.tables
+        if not 0 <= table < len(tables):
+            raise InvalidBagsError(f"table {table} is not within 0..{len(tables) - 1}")
+        name, num_rows = tables[table].name, tables[table].num_embeddings
+        if not 0 <= first_row < num_rows:
+            raise InvalidBagsError(f"table {name!r}: first row {first_row} is not within 0..{num_rows - 1}")
+        if not 1 <= max_rows <= MAX_PART_ROWS:
+            raise InvalidBagsError(f"table {name!r}: {max_rows} rows are not within 1..{MAX_PART_ROWS}")
+        end_row = min(first_row + max_rows, num_rows)
+        with self._counting:
+            lookups, total = self._lookups, self._total
+            if self._sketch is not None and not self._by_row[table]:
+                counts = self._sketch.read(table, first_row, end_row)
+            else:
+                counts = self._counters[self._first[table] :][first_row:end_row].copy()
+        return CountedPart(name, len(tables), num_rows, first_row, counts, lookups, total)
 
     def _is_chosen(self, num_values: int) -> bool:
         """One batch of each `sample_every`, at a random place: a fixed one would meet periodic traffic out of step."""
@@ -256,14 +315,3 @@ def _zeros(*shape: int) -> UInt32Array:
     zeros = np.empty(shape, np.uint32)
     zeros.fill(0)
     return zeros
-
-
-def _seen(counts: RowCounts) -> tuple[UInt32Array, UInt32Array]:
-    """Return the rows, uint32 [n], whose counts, uint32 [n], are not 0."""
-    rows, seen = [np.zeros(0, np.uint32)], [np.zeros(0, np.uint32)]
-    for first in range(0, counts.shape[0], _PIECE_ROWS):
-        piece = counts[first : first + _PIECE_ROWS]
-        at = np.flatnonzero(piece)
-        rows.append((first + at).astype(np.uint32))
-        seen.append(piece[at])
-    return np.concatenate(rows), np.concatenate(seen)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -245,30 +245,50 @@ class Group:
 
 @dataclass(frozen=True)
 class TableLayout:
-    """All tables of a model in layout order, and their groups; a table's place is its number on the wire.
+    """All stored tables of a model in layout order, and their groups; a table's place is its number on the wire.
 
     Tables of one (embedding_dim, dtype) are neighbours, so that all their bags are one contiguous run of a batch, are
-    pooled in one call per arena, and come back as one block.
+    pooled in one call per arena, and come back as one block. A slice of a wide table is a table here like any other.
+
+    Attributes:
+        tables, groups: as above.
+        sliced: name of each table that is stored in slices, with their numbers in column order.
     """
 
     tables: tuple[TableSpec, ...]
     groups: tuple[Group, ...]
+    sliced: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     @classmethod
     def of(cls, spec: ModelSpec) -> TableLayout:
-        """Sorts the model's tables by (embedding_dim, dtype); within a group they keep the model's order."""
-        tables = tuple(sorted(spec.tables, key=lambda table: (table.embedding_dim, table.dtype)))
+        """Sorts the stored tables by (embedding_dim, dtype); within a group they keep the model's order."""
+        tables = tuple(sorted(spec.stored_tables, key=lambda table: (table.embedding_dim, table.dtype)))
         edges = [
             0,
             *(end for end in range(1, len(tables)) if _kind(tables[end]) != _kind(tables[end - 1])),
             len(tables),
         ]
-        return cls(tables, tuple(Group(*_kind(tables[first]), first, end) for first, end in pairwise(edges)))
+        number = {table.name: at for at, table in enumerate(tables)}
+        sliced = tuple(
+            (table.name, tuple(number[one.name] for one in table.slices)) for table in spec.tables if table.column_dims
+        )
+        groups = tuple(Group(*_kind(tables[first]), first, end) for first, end in pairwise(edges))
+        return cls(tables, groups, sliced)
 
     @cached_property
     def index(self) -> dict[str, int]:
-        """Table name to its number in layout order."""
+        """Stored table's name to its number in layout order."""
         return {table.name: number for number, table in enumerate(self.tables)}
+
+    @cached_property
+    def slices(self) -> dict[str, tuple[int, ...]]:
+        """Name of a table of the model to the numbers of what it is stored as, in column order; one if it is whole."""
+        numbers: dict[str, tuple[int, ...]] = {name: (number,) for name, number in self.index.items()}
+        for name, parts in self.sliced:
+            for number in parts:
+                del numbers[self.tables[number].name]
+            numbers[name] = parts
+        return numbers
 
     @cached_property
     def _num_embeddings(self) -> npt.NDArray[np.uint64]:
@@ -361,13 +381,36 @@ class TableLayout:
             f"of table {table.name!r}"
         )
 
-    def check_rows(self, table: int, rows: Int64Array, stored: npt.NDArray[np.uint8]) -> None:
-        """Check what `Engine.write_rows` is given.
+    def rows_by_table(
+        self, table: int | tuple[int, ...], rows: Int64Array, stored: npt.NDArray[np.uint8]
+    ) -> list[tuple[int, npt.NDArray[np.uint8]]]:
+        """Check what `Engine.write_rows` is given, and cut it into the rows of each table, contiguous.
 
         Raises InvalidBagsError, naming table, row and limit, or the array.
         """
+        if not isinstance(table, tuple):
+            self._check_rows(table, rows, stored)
+            return [(table, stored)]
+        for one in table:
+            self._check_table(one)
+        specs = [self.tables[one] for one in table]
+        ends = list(accumulate(codec_for(one.dtype, one.embedding_dim).row_bytes for one in specs))
+        if not ends or len(set(table)) != len(table) or stored.shape != (rows.size, ends[-1]):
+            raise InvalidBagsError(
+                f"tables {[one.name for one in specs]}: stored must be uint8 {[rows.size, *ends[-1:]]} for tables that "
+                f"are all different, got {stored.dtype} {list(stored.shape)}"
+            )
+        parts = [np.ascontiguousarray(part) for part in np.split(stored, ends[:-1], axis=1)]
+        for one, part in zip(table, parts, strict=True):
+            self._check_rows(one, rows, part)
+        return list(zip(table, parts, strict=True))
+
+    def _check_table(self, table: int) -> None:
         if not 0 <= table < len(self.tables):
             raise InvalidBagsError(f"{table} is no table, tables are 0..{len(self.tables) - 1}")
+
+    def _check_rows(self, table: int, rows: Int64Array, stored: npt.NDArray[np.uint8]) -> None:
+        self._check_table(table)
         spec = self.tables[table]
         where = f"table {spec.name!r}"
         if rows.ndim != 1 or rows.dtype != np.int64:

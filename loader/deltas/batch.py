@@ -1,4 +1,4 @@
-"""Encode changed rows of one table as a delta: the same row bytes that an export would store.
+"""Encode changed rows of one table as a delta: the same row bytes that an export would store, slices side by side.
 
 The format is documented in docs/deltas.md. Numbers are little-endian.
 """
@@ -8,7 +8,9 @@ from __future__ import annotations
 import math
 import re
 import struct
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Final
 
 import numpy as np
@@ -18,8 +20,8 @@ import xxhash
 
 from loader.errors import DeltaFormatError, cut
 from loader.registry.registry import MAX_SEQUENCE
-from loader.snapshot.codecs import ByteArray, Float32Array, codec_for
-from loader.snapshot.manifest import MAX_EMBEDDING_DIM, MAX_NUM_EMBEDDINGS, RowDtype, TableSpec
+from loader.snapshot.codecs import ByteArray, Float32Array, RowCodec, codec_for
+from loader.snapshot.manifest import MAX_COLUMN_SLICES, MAX_EMBEDDING_DIM, MAX_NUM_EMBEDDINGS, RowDtype, TableSpec
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -30,14 +32,17 @@ MAX_BATCH_ROWS: Final = 8192
 MAX_BATCH_BYTES: Final = 4 << 20
 """Bytes of one delta's rows and row numbers; at least one row is always allowed."""
 _CHECKSUM_BYTES = 16
-# sequence, delta_base, base_version, published_at, rows, row_bytes, embedding_dim, dtype, bytes of both names, zeros
-_HEADER = struct.Struct("<QQQdIIIHHH6s")
+# sequence, delta_base, base_version, published_at, rows, row_bytes, embedding_dim, dtype, bytes of both names, column
+# slices, zeros
+_HEADER = struct.Struct("<QQQdIIIHHHH4s")
 _BODY_START = len(MAGIC) + _CHECKSUM_BYTES
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}\Z")
 
 
 def encode_rows(table: TableSpec, rows: Any, values: Any) -> tuple[Int64Array, ByteArray]:
     """Encode changed rows of a table: its row numbers, int64 [m], ascending, none twice, and uint8 [m, row_bytes].
+
+    Of a table that is stored in slices, the stored rows of all of them lie side by side, in column order.
 
     Args:
         table: the table.
@@ -67,11 +72,24 @@ def encode_rows(table: TableSpec, rows: Any, values: Any) -> tuple[Int64Array, B
     if (numbers[1:] <= numbers[:-1]).any():
         last = _last_of_each(numbers)
         numbers, floats = numbers[last], floats[last]
-    codec = codec_for(table.dtype, table.embedding_dim)
-    stored = codec.encode(floats) if numbers.size else np.zeros((0, codec.row_bytes), np.uint8)
-    if (bad := codec.first_non_finite(stored)) is not None:
-        raise DeltaFormatError(f"{where}: row {numbers[bad]} has values that {table.dtype} can't hold")
-    return numbers, stored
+    slices: list[ByteArray] = []
+    for codec, columns in zip(
+        _codecs(table.dtype, table.slice_dims), np.split(floats, _cuts(table.slice_dims), axis=1), strict=True
+    ):
+        stored = codec.encode(columns) if numbers.size else np.zeros((0, codec.row_bytes), np.uint8)
+        if (bad := codec.first_non_finite(stored)) is not None:
+            raise DeltaFormatError(f"{where}: row {numbers[bad]} has values that {table.dtype} can't hold")
+        slices.append(stored)
+    return numbers, slices[0] if len(slices) == 1 else np.concatenate(slices, axis=1)
+
+
+def _codecs(dtype: RowDtype, dims: Sequence[int]) -> list[RowCodec]:
+    return [codec_for(dtype, dim) for dim in dims]
+
+
+def _cuts(sizes: Iterable[int]) -> list[int]:
+    """Return where all but the first of some neighbours begin."""
+    return list(accumulate(sizes))[:-1]
 
 
 def _row_numbers(where: str, rows: Any) -> Int64Array:
@@ -127,6 +145,8 @@ class DeltaBatch:
         base_version: the version that its publisher trains on from.
         sequence: its place in the stream, from 1 on.
         published_at: by the publisher's clock, in seconds since the epoch.
+        embedding_dim: of the table; `column_dims` of its slices, whose stored rows lie side by side in `stored`. They
+            change together: a delta is of whole rows.
     """
 
     model: str
@@ -139,6 +159,12 @@ class DeltaBatch:
     embedding_dim: int
     rows: Int64Array
     stored: ByteArray
+    column_dims: tuple[int, ...] = ()
+
+    @property
+    def slice_dims(self) -> tuple[int, ...]:
+        """Columns of each slice; of a table that is stored whole, its one `embedding_dim`."""
+        return self.column_dims or (self.embedding_dim,)
 
     @property
     def name(self) -> str:
@@ -160,8 +186,10 @@ class DeltaBatch:
             DTYPES.index(self.dtype),
             len(self.model.encode()),
             len(self.table.encode()),
-            bytes(6),
+            len(self.column_dims),
+            bytes(4),
         )
+        header += struct.pack(f"<{len(self.column_dims)}I", *self.column_dims)
         padding = bytes(-(len(header) + len(names)) % 8)
         body = b"".join([header, names, padding, self.rows.astype("<i8", copy=False).tobytes(), self.stored.tobytes()])
         return MAGIC + _checksum(body) + body
@@ -176,10 +204,21 @@ class DeltaBatch:
             raise DeltaFormatError(f"{len(payload)} bytes that begin with {payload[:8]!r} are no delta")
         if _checksum(memoryview(payload)[_BODY_START:]) != payload[len(MAGIC) : _BODY_START]:
             raise DeltaFormatError(f"a delta of {len(payload)} bytes does not have the checksum that it states")
-        sequence, base, trained_from, published_at, count, row_bytes, dim, dtype, model_bytes, table_bytes, _ = (
-            _HEADER.unpack_from(payload, _BODY_START)
-        )
-        names = _BODY_START + _HEADER.size
+        (
+            sequence,
+            base,
+            trained_from,
+            published_at,
+            count,
+            row_bytes,
+            dim,
+            dtype,
+            model_bytes,
+            table_bytes,
+            num_slices,
+            _,
+        ) = _HEADER.unpack_from(payload, _BODY_START)
+        names = _BODY_START + _HEADER.size + 4 * num_slices
         rows = names + model_bytes + table_bytes
         rows += -(rows - _BODY_START) % 8
         stored = rows + 8 * count
@@ -203,23 +242,30 @@ class DeltaBatch:
             embedding_dim=dim,
             rows=np.frombuffer(payload, "<i8", count, rows),
             stored=np.frombuffer(payload, np.uint8, count * row_bytes, stored).reshape(count, row_bytes),
+            column_dims=struct.unpack_from(f"<{num_slices}I", payload, _BODY_START + _HEADER.size),
         )
         batch._check()
         return batch
 
-    def check_table(self, table: TableSpec) -> None:
-        """Raise DeltaFormatError unless these are rows that this table has, stored as it stores them, all finite."""
-        where = f"{self.name}: table {table.name!r}"
-        if (self.dtype, self.embedding_dim) != (table.dtype, table.embedding_dim):
+    def check_table(self, *slices: TableSpec) -> None:
+        """Raise DeltaFormatError unless these are rows that a table has, stored as it stores them, all finite.
+
+        `slices` are what the table is stored as, in column order: itself, if it is stored whole.
+        """
+        where = f"{self.name}: table {self.table!r}"
+        dims, table = tuple(one.embedding_dim for one in slices), slices[0]
+        if (self.dtype, self.slice_dims) != (table.dtype, dims):
             raise DeltaFormatError(
-                f"{where} has {table.dtype} rows of {table.embedding_dim}, the delta {self.dtype} of "
-                f"{self.embedding_dim}"
+                f"{where} has {table.dtype} rows of {' + '.join(map(str, dims))}, the delta {self.dtype} of "
+                f"{' + '.join(map(str, self.slice_dims))}"
             )
         if self.rows[-1] >= table.num_embeddings:
             raise DeltaFormatError(f"{where}: row {self.rows[-1]} is not in 0..{table.num_embeddings - 1}")
-        bad = codec_for(self.dtype, self.embedding_dim).first_non_finite(self.stored)
-        if bad is not None:
-            raise DeltaFormatError(f"{where}: row {self.rows[bad]} holds NaN or inf")
+        codecs = _codecs(self.dtype, dims)
+        parts = np.split(self.stored, _cuts(codec.row_bytes for codec in codecs), axis=1)
+        for codec, stored in zip(codecs, parts, strict=True):
+            if (bad := codec.first_non_finite(stored)) is not None:
+                raise DeltaFormatError(f"{where}: row {self.rows[bad]} holds NaN or inf")
 
     def _check(self) -> None:
         for what, name in (("model", self.model), ("table", self.table)):
@@ -234,11 +280,21 @@ class DeltaBatch:
             raise DeltaFormatError(f"{self.name}: published_at {self.published_at} is no time")
         if not 1 <= self.embedding_dim <= MAX_EMBEDDING_DIM:
             raise DeltaFormatError(f"{self.name}: embedding_dim {self.embedding_dim} is not in 1..{MAX_EMBEDDING_DIM}")
-        row_bytes = codec_for(self.dtype, self.embedding_dim).row_bytes
+        if self.column_dims and (
+            not 2 <= len(self.column_dims) <= MAX_COLUMN_SLICES
+            or min(self.column_dims) < 1
+            or sum(self.column_dims) != self.embedding_dim
+        ):
+            stated = cut(" + ".join(map(str, self.column_dims)))
+            raise DeltaFormatError(
+                f"{self.name}: {self.embedding_dim} columns in slices of {stated}; allowed are none, or 2 to "
+                f"{MAX_COLUMN_SLICES} that add up to them"
+            )
+        row_bytes = sum(codec.row_bytes for codec in _codecs(self.dtype, self.slice_dims))
         if self.stored.dtype != np.uint8 or self.stored.shape != (self.rows.size, row_bytes):
             raise DeltaFormatError(
                 f"{self.name}: stored rows are {self.stored.dtype} {list(self.stored.shape)}, {self.rows.size} rows of "
-                f"{self.dtype} x {self.embedding_dim} are uint8 {[self.rows.size, row_bytes]}"
+                f"{self.dtype} x {' + '.join(map(str, self.slice_dims))} are uint8 {[self.rows.size, row_bytes]}"
             )
         most = rows_per_batch(row_bytes)
         if not 1 <= self.rows.size <= most:

@@ -133,6 +133,7 @@ class AsyncDeltaPublisher:
                     table=table,
                     dtype=spec.dtype,
                     embedding_dim=spec.embedding_dim,
+                    column_dims=spec.column_dims,
                     rows=numbers[begin : begin + step],
                     stored=stored[begin : begin + step],
                 )

@@ -26,6 +26,7 @@ from loader.errors import SnapshotCorruptError, SnapshotFormatError, SnapshotPat
 FORMAT_VERSION = 1
 MAX_NUM_EMBEDDINGS = 2**32 - 1
 MAX_EMBEDDING_DIM = 4096
+MAX_COLUMN_SLICES = 32
 MAX_TABLES = 4096
 MAX_FEATURES = 4096
 MAX_DENSE_INPUTS = 65_536
@@ -34,6 +35,9 @@ MAX_ROW_FILES = 65_536
 # Bytes of all tensors of a file that is read into memory as a whole.
 MAX_DENSE_BYTES = 8 << 30
 MAX_GOLDEN_BYTES = 256 << 20
+MAX_PLAN_BYTES = 64 << 20
+PLAN_TENSOR = "plan"
+"""The text of the plan file, as uint8."""
 # Bytes of UTF-8 of one string id; together at most this many times the ids of a vocabulary.
 MAX_STRING_ID_BYTES = 1024
 
@@ -46,6 +50,7 @@ Side = Literal["context", "candidate"]
 
 # A name becomes a folder, a metric label and a JSON key: no separators, no leading dot.
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}$")]
+MAX_NAME_LENGTH = 128
 
 # Lists end at their first bad item, so that a list of a million bad ones costs one error.
 FAIL_FAST = FailFast()
@@ -93,6 +98,9 @@ class TableSpec(Frozen):
 
     `feature_names` are the features looked up in it (several may share it). `pooling` is the default of its features.
     `unknown_id` says what an id without a row gets: an error, `default_row`'s vector, or nothing (left out of its bag).
+
+    `column_dims` cuts a wide table into slices of so many columns each, which are stored, quantised and placed like
+    tables of their own (`slices`); features still see one table of `embedding_dim`. Empty: it is stored whole.
     """
 
     name: Name
@@ -105,6 +113,9 @@ class TableSpec(Frozen):
     id_mapping: IdMapping = IdentityMapping()
     unknown_id: UnknownId = "reject"
     default_row: int = Field(default=0, ge=0)
+    column_dims: Annotated[tuple[Annotated[int, Field(ge=1, le=MAX_EMBEDDING_DIM)], ...], FAIL_FAST] = Field(
+        default=(), max_length=MAX_COLUMN_SLICES
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -116,7 +127,39 @@ class TableSpec(Frozen):
             raise ValueError(f"table {self.name!r}: int4 rows need an even embedding_dim, got {self.embedding_dim}")
         if len(set(self.feature_names)) != len(self.feature_names):
             raise ValueError(f"table {self.name!r}: feature_names has duplicates: {list(self.feature_names)}")
+        if self.column_dims:
+            self._check_column_dims()
         return self
+
+    @property
+    def slice_dims(self) -> tuple[int, ...]:
+        """Return the columns of each slice, in order; of a table that is stored whole, its one `embedding_dim`."""
+        return self.column_dims or (self.embedding_dim,)
+
+    @property
+    def slices(self) -> tuple[TableSpec, ...]:
+        """Return the tables that it is stored as, in column order: `<name>.c0`, `<name>.c1`, ...; or itself, if whole.
+
+        Each has all rows, in the same order of ids, and `slice_dims` of the columns.
+        """
+        if not self.column_dims:
+            return (self,)
+        fields = {name: getattr(self, name) for name in type(self).model_fields}
+        return tuple(
+            TableSpec(**{**fields, "name": f"{self.name}.c{number}", "embedding_dim": dim, "column_dims": ()})
+            for number, dim in enumerate(self.column_dims)
+        )
+
+    def _check_column_dims(self) -> None:
+        where = f"table {self.name!r}: column_dims {list(self.column_dims)}"
+        if len(self.column_dims) < 2:
+            raise ValueError(f"{where}: at least 2 slices, or none for a table that is stored whole")
+        if (total := sum(self.column_dims)) != self.embedding_dim:
+            raise ValueError(f"{where}: they add up to {total}, embedding_dim is {self.embedding_dim}")
+        if self.dtype == "int4" and any(dim % 2 for dim in self.column_dims):
+            raise ValueError(f"{where}: slices of int4 rows need an even number of columns")
+        if len(self.name) + len(f".c{len(self.column_dims) - 1}") > MAX_NAME_LENGTH:
+            raise ValueError(f"{where}: names of slices, the table's and '.c0', pass {MAX_NAME_LENGTH} characters")
 
 
 class FeatureSpec(Frozen):
@@ -160,6 +203,8 @@ class ModelSpec(Frozen):
     @model_validator(mode="after")
     def _check(self) -> Self:
         _refuse_duplicates("table", [table.name for table in self.tables])
+        if any(table.column_dims for table in self.tables):
+            self._check_stored_tables()
         feature_names = [feature.name for feature in self.features]
         _refuse_duplicates("feature", feature_names)
         placed = [name for table in self.tables for name in table.feature_names]
@@ -172,6 +217,18 @@ class ModelSpec(Frozen):
             if feature.weighted and self.pooling_of(feature.name) != "sum":
                 raise ValueError(f"feature {feature.name!r}: weights need pooling sum")
         return self
+
+    @property
+    def stored_tables(self) -> tuple[TableSpec, ...]:
+        """Return the tables as they are stored and placed: each one's `slices`, in the order of `tables`."""
+        return tuple(stored for table in self.tables for stored in table.slices)
+
+    def _check_stored_tables(self) -> None:
+        stored = [table.name for table in self.stored_tables]
+        if len(stored) > MAX_TABLES:
+            raise ValueError(f"column_dims make {len(stored)} stored tables; at most {MAX_TABLES} are allowed")
+        # A slice named like a sliced table would be told apart by nobody who reads a metric.
+        _refuse_duplicates("table", [*stored, *(table.name for table in self.tables if table.column_dims)])
 
     @cached_property
     def _table_by_feature(self) -> dict[str, TableSpec]:
@@ -203,9 +260,10 @@ class FileEntry(Frozen):
 
 
 class TableFiles(Frozen):
-    """Where one table's rows lie. File i holds rows [i * rows_per_file, (i + 1) * rows_per_file), in bucket order.
+    """Where a stored table's rows lie. File i holds rows [i * rows_per_file, (i + 1) * rows_per_file), in bucket order.
 
-    `access_counts` says how often each row was looked up, if that is known.
+    `access_counts` says how often each row was looked up, if that is known. What a table has once, vocabulary and
+    access counts, stands with the first of its slices.
     """
 
     table: Name
@@ -229,6 +287,7 @@ class Manifest(Frozen):
 
     `last_delta` is the sequence number of the last delta whose rows are in the tables already; None if there is none.
     It counts in the stream of deltas that began with the version `delta_base`; None stands for this version itself.
+    `plan` says which shard and card own which rows, for fleets of the number of shards that it is for.
     """
 
     format_version: Literal[1] = 1
@@ -238,15 +297,18 @@ class Manifest(Frozen):
     tables: Annotated[tuple[TableFiles, ...], FAIL_FAST] = Field(max_length=MAX_TABLES)
     dense: FileEntry
     golden: GoldenEntry | None = None
+    plan: FileEntry | None = None
     metadata: dict[str, str] = Field(default_factory=dict)
     last_delta: int | None = Field(default=None, ge=0, lt=2**63)
     delta_base: int | None = Field(default=None, ge=1, lt=2**63)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if [files.table for files in self.tables] != [table.name for table in self.spec.tables]:
-            raise ValueError("tables and spec.tables must name the same tables in the same order")
-        for files, table in zip(self.tables, self.spec.tables, strict=True):
+        stored = self.spec.stored_tables
+        if [files.table for files in self.tables] != [table.name for table in stored]:
+            raise ValueError("tables and spec.tables must name the same tables, or slices of them, in the same order")
+        firsts = {table.slices[0].name for table in self.spec.tables}
+        for files, table in zip(self.tables, stored, strict=True):
             expected = -(-table.num_embeddings // files.rows_per_file)
             if len(files.rows) != expected:
                 raise ValueError(f"table {table.name!r}: {len(files.rows)} row files, expected {expected}")
@@ -254,10 +316,14 @@ class Manifest(Frozen):
                 raise ValueError(f"table {table.name!r}: rows_per_file must be a multiple of {least}")
             if files.rows_per_file & (files.rows_per_file - 1):
                 raise ValueError(f"table {table.name!r}: rows_per_file must be a power of two")
-            if (table.id_mapping.kind == "vocabulary") != (files.vocabulary is not None):
+            is_first = table.name in firsts
+            if (table.id_mapping.kind == "vocabulary" and is_first) != (files.vocabulary is not None):
                 raise ValueError(
                     f"table {table.name!r}: a vocabulary file goes with the vocabulary mapping, and only with it"
+                    f"{'' if is_first else ', and with the first slice'}"
                 )
+            if files.access_counts is not None and not is_first:
+                raise ValueError(f"table {table.name!r}: access counts go with the table's first slice")
         if self.delta_base is not None:
             if self.last_delta is None:
                 raise ValueError("delta_base needs last_delta: which of its deltas the tables contain already")
@@ -279,7 +345,7 @@ class Manifest(Frozen):
         entries: list[FileEntry | None] = []
         for table in self.tables:
             entries += (*table.rows, table.vocabulary, table.access_counts)
-        entries += (self.dense, self.golden.file if self.golden is not None else None)
+        entries += (self.dense, self.golden.file if self.golden is not None else None, self.plan)
         return tuple(entry for entry in entries if entry is not None)
 
     def to_json(self) -> str:

@@ -116,7 +116,7 @@ async def register(
 
 def rows_bytes_of(spec: ModelSpec) -> int:
     """Return the bytes of all rows of one copy."""
-    return sum(codec_for(one.dtype, one.embedding_dim).row_bytes * one.num_embeddings for one in spec.tables)
+    return sum(codec_for(one.dtype, one.embedding_dim).row_bytes * one.num_embeddings for one in spec.stored_tables)
 
 
 async def stream_end(fleet: FleetRegistry, model: str, delta_base: int) -> int:

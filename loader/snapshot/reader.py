@@ -32,6 +32,8 @@ from loader.snapshot.codecs import ByteArray, codec_for
 from loader.snapshot.golden import GoldenRequests, check_golden_header
 from loader.snapshot.manifest import (
     MAX_DENSE_BYTES,
+    MAX_PLAN_BYTES,
+    PLAN_TENSOR,
     FileEntry,
     Frozen,
     Manifest,
@@ -82,7 +84,13 @@ class Snapshot:
         self.identity = identity
         self._headers = headers
         self._files = {files.table: files for files in manifest.tables}
-        self._tables = {table.name: table for table in manifest.spec.tables}
+        self._tables = {table.name: table for table in manifest.spec.stored_tables}
+        # What a table has once lies with its first slice: found by the table's name, and by each slice's.
+        self._first_slice = {
+            name: table.slices[0].name
+            for table in manifest.spec.tables
+            for name in (table.name, *(one.name for one in table.slices))
+        }
 
     @classmethod
     def open(
@@ -161,16 +169,19 @@ class Snapshot:
     def rows_file(self, table: str, file_index: int, *, copy_on_write: bool = False) -> ByteArray:
         """Return the stored rows of one row file, uint8 [rows, row_bytes] in bucket order, mapped and not copied.
 
-        Keeps no file descriptor; unmapped when the last array over it is gone. Read-only; with `copy_on_write` it can
-        be written to, pages that are written become memory of this process, and the file is never changed. Raises as
-        `map_tensor`.
+        `table` is a stored one: of a sliced table, a slice. Keeps no file descriptor; unmapped when the last array over
+        it is gone. Read-only; with `copy_on_write` it can be written to, pages that are written become memory of this
+        process, and the file is never changed. Raises as `map_tensor`.
         """
         entry = self._files[table].rows[file_index]
         info = self._headers[entry.path]["rows"]
         return map_tensor(self.path / entry.path, info, np.uint8, copy_on_write=copy_on_write)
 
     def read_rows(self, table: str, first_row: int, num_rows: int) -> ByteArray:
-        """Return a copy of rows [first_row, first_row + num_rows) in row order, uint8 [num_rows, row_bytes]."""
+        """Return a copy of rows [first_row, first_row + num_rows) in row order, uint8 [num_rows, row_bytes].
+
+        `table` is a stored one: of a sliced table, a slice.
+        """
         table_spec, rows_per_file = self._tables[table], self._files[table].rows_per_file
         last_row = first_row + num_rows
         if not 0 <= first_row <= last_row <= table_spec.num_embeddings:
@@ -194,15 +205,18 @@ class Snapshot:
     def vocabulary_strings(self, table: str) -> list[str] | None:
         """Read the strings of a vocabulary in row order; None for an integer one. Raises KeyError as `vocabulary`."""
         entry = self._vocabulary_entry(table)
-        if not id_type_is_string(self._tables[table]):
+        if not id_type_is_string(self._tables[self._first_slice[table]]):
             return None
         path = self.path / entry.path
         tensors = load_numpy(path, self._headers[entry.path])
         return decode_strings(path, tensors["ids"], tensors)
 
     def access_counts(self, table: str) -> npt.NDArray[np.uint32] | None:
-        """Map how often each row of a table was looked up, read-only uint32 [num_embeddings]; None if not known."""
-        entry = self._files[table].access_counts
+        """Map how often each row was looked up, read-only uint32 [num_embeddings]; None if not known.
+
+        `table` may also be a slice: each is looked up as often as its table.
+        """
+        entry = self._files[self._first_slice[table]].access_counts
         if entry is None:
             return None
         return map_tensor(self.path / entry.path, self._headers[entry.path][COUNTS_TENSOR], np.uint32)
@@ -226,14 +240,20 @@ class Snapshot:
             raise SnapshotCorruptError(f"{path}: {cut(error, 1000)}") from error
         return golden
 
+    def plan_text(self) -> bytes | None:
+        """Read the text of the plan file that the snapshot carries, if it does; the router knows what it says."""
+        if (entry := self.manifest.plan) is None:
+            return None
+        return load_numpy(self.path / entry.path, self._headers[entry.path])[PLAN_TENSOR].tobytes()
+
     def _vocabulary_entry(self, table: str) -> FileEntry:
-        entry = self._files[table].vocabulary
+        entry = self._files[self._first_slice[table]].vocabulary
         if entry is None:
             raise KeyError(f"table {table!r} has no vocabulary")
         return entry
 
     def _check_headers(self) -> None:
-        for table, files in zip(self.spec.tables, self.manifest.tables, strict=True):
+        for table, files in zip(self.spec.stored_tables, self.manifest.tables, strict=True):
             self._check_table_headers(table, files)
         dense = self._headers[self.manifest.dense.path]
         path = self.path / self.manifest.dense.path
@@ -242,6 +262,12 @@ class Snapshot:
             if info.dtype not in _DENSE_DTYPES:
                 where = f"{path}: tensor {cut(repr(name))}"
                 raise SnapshotCorruptError(f"{where} is {info.dtype}; allowed: {sorted(_DENSE_DTYPES)}")
+        if (plan := self.manifest.plan) is not None:
+            header, path = self._headers[plan.path], self.path / plan.path
+            expect_at_most(path, header, MAX_PLAN_BYTES)
+            expect_tensors(
+                path, header, {PLAN_TENSOR: ("U8", header[PLAN_TENSOR].shape if PLAN_TENSOR in header else ())}
+            )
         if (golden := self.manifest.golden) is not None:
             path = self.path / golden.file.path
             check_golden_header(path, self.spec, golden, self._headers[golden.file.path])
@@ -345,7 +371,7 @@ def verify_snapshot(path: str | Path, *, threads: int = 2, progress: Progress = 
         return report
     checks = ["manifest, paths, sizes, SHA-256, dtypes, shapes, vocabularies and golden requests of every file"]
     problems: list[str] = []
-    for table, files in zip(snapshot.spec.tables, snapshot.manifest.tables, strict=True):
+    for table, files in zip(snapshot.spec.stored_tables, snapshot.manifest.tables, strict=True):
         found = _check_rows(snapshot, table, files, progress)
         problems.extend(found)
         if not found:

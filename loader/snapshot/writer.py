@@ -8,12 +8,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -26,15 +27,17 @@ from safetensors import SafetensorError
 from loader.errors import ExportError, NonFiniteRowError, SnapshotFormatError
 from loader.progress import Progress, no_progress
 from loader.snapshot.buckets import MIN_ROWS_PER_FILE, RowBuckets, default_rows_per_file
-from loader.snapshot.codecs import ByteArray, Float32Array, RowCodec, codec_for
+from loader.snapshot.codecs import ByteArray, Float32Array, codec_for
 from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.manifest import (
     FORMAT_VERSION,
     MAX_DENSE_BYTES,
     MAX_GOLDEN_BYTES,
     MAX_MANIFEST_BYTES,
+    MAX_PLAN_BYTES,
     MAX_ROW_FILES,
     NUM_BUCKETS,
+    PLAN_TENSOR,
     FileEntry,
     GoldenEntry,
     Manifest,
@@ -52,6 +55,7 @@ from loader.snapshot.tensor_files import MAX_HEADER_BYTES, MAX_TENSOR_DIMS
 
 _DENSE_PATH = "dense.safetensors"
 _GOLDEN_PATH = "golden.safetensors"
+_PLAN_PATH = "plan.safetensors"
 _VOCABULARY_PATH = "tables/{}/vocabulary.safetensors"
 _ACCESS_COUNTS_PATH = "tables/{}/access-counts.safetensors"
 # A safetensors file's tensors by name: all of torch, or all of NumPy.
@@ -78,7 +82,7 @@ class _Export:
     delta_base: int | None
 
     def rows_paths(self, table: TableSpec) -> list[str]:
-        """Return where a table's row files lie in the snapshot, in order."""
+        """Return where a stored table's row files lie in the snapshot, in order."""
         num_files = -(-table.num_embeddings // self.rows_per_file[table.name])
         return [f"tables/{table.name}/rows-{index:05d}-of-{num_files:05d}.safetensors" for index in range(num_files)]
 
@@ -103,15 +107,21 @@ class _Export:
 
     def manifest(self, created_at: datetime, entries: Mapping[str, FileEntry]) -> Manifest:
         """Return the manifest, given every file by its path."""
+        # What a table has once lies in the table's own folder, and stands in the manifest with its first slice.
+        named = {table.slices[0].name: table.name for table in self.spec.tables}
+
+        def once(path: str, stored: TableSpec) -> FileEntry | None:
+            return entries.get(path.format(named[stored.name])) if stored.name in named else None
+
         tables = tuple(
             TableFiles(
                 table=table.name,
                 rows_per_file=self.rows_per_file[table.name],
                 rows=tuple(entries[path] for path in self.rows_paths(table)),
-                vocabulary=entries.get(_VOCABULARY_PATH.format(table.name)),
-                access_counts=entries.get(_ACCESS_COUNTS_PATH.format(table.name)),
+                vocabulary=once(_VOCABULARY_PATH, table),
+                access_counts=once(_ACCESS_COUNTS_PATH, table),
             )
-            for table in self.spec.tables
+            for table in self.spec.stored_tables
         )
         golden = self.golden and GoldenEntry(
             file=entries[_GOLDEN_PATH],
@@ -126,6 +136,7 @@ class _Export:
             tables=tables,
             dense=entries[_DENSE_PATH],
             golden=golden,
+            plan=entries.get(_PLAN_PATH),
             metadata=dict(self.metadata),
             last_delta=self.last_delta,
             delta_base=self.delta_base,
@@ -133,7 +144,7 @@ class _Export:
 
     def check_manifest(self) -> None:
         """Raise ExportError if no reader would take the manifest, found out by a draft before rows are written."""
-        paths = [*self.files, *(path for table in self.spec.tables for path in self.rows_paths(table))]
+        paths = [*self.files, *(path for table in self.spec.stored_tables for path in self.rows_paths(table))]
         unknown = {path: FileEntry(path=path, size_bytes=2**63 - 1, sha256="0" * 64) for path in paths}
         try:
             text = self.manifest(datetime.max.replace(tzinfo=UTC), unknown).to_json().encode()
@@ -163,6 +174,7 @@ def _small_files(
     vocabularies: Mapping[str, Vocabulary],
     golden: GoldenRequests | None,
     access_counts: Mapping[str, npt.NDArray[Any]],
+    plan: bytes | None,
 ) -> dict[str, Tensors]:
     tables = {table.name: table for table in spec.tables}
     mapped = {table.name for table in spec.tables if table.id_mapping.kind == "vocabulary"}
@@ -175,6 +187,9 @@ def _small_files(
         files[_ACCESS_COUNTS_PATH.format(name)] = access_count_tensors(tables[name], counts)
     files[_DENSE_PATH] = {name: _dense_tensor(name, tensor) for name, tensor in dense.items()}
     _check_limits("dense", files[_DENSE_PATH], MAX_DENSE_BYTES)
+    if plan is not None:
+        files[_PLAN_PATH] = {PLAN_TENSOR: np.frombuffer(plan, np.uint8)}
+        _check_limits("plan", files[_PLAN_PATH], MAX_PLAN_BYTES)
     if golden is not None:
         golden.check(spec)
         files[_GOLDEN_PATH] = golden.to_tensors()
@@ -183,9 +198,9 @@ def _small_files(
 
 
 def _rows_per_file(table: TableSpec, rows_per_file: int | None) -> int:
-    """Return the given rows per file, checked, or the table's default."""
+    """Return the given rows per file, checked, or the table's default; the same for all of its slices."""
     if rows_per_file is None:
-        row_bytes = codec_for(table.dtype, table.embedding_dim).row_bytes
+        row_bytes = sum(codec_for(one.dtype, one.embedding_dim).row_bytes for one in table.slices)
         rows_per_file = default_rows_per_file(table, row_bytes)
     if not MIN_ROWS_PER_FILE <= rows_per_file < 2**63 or rows_per_file & (rows_per_file - 1):
         raise ExportError(f"rows_per_file: {rows_per_file} is not a power of two of at least {MIN_ROWS_PER_FILE}")
@@ -228,20 +243,44 @@ def _check_names(what: str, given: set[str], expected: set[str]) -> None:
         raise ExportError(f"{what}: missing for tables {sorted(expected - given)}, unknown {sorted(given - expected)}")
 
 
-def _save_rows(encode: Callable[[], ByteArray], path: Path) -> None:
-    safetensors.numpy.save_file({"rows": encode()}, path)
+def _save_rows(encoded: dict[str, ByteArray], table: str, path: Path) -> None:
+    safetensors.numpy.save_file({"rows": encoded.pop(table)}, path)
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """A stored table, and which columns of its table's rows it has."""
+
+    table: TableSpec
+    columns: slice
+
+    @classmethod
+    def all_of(cls, table: TableSpec) -> list[Self]:
+        ends = list(accumulate(table.slice_dims))
+        return [cls(one, slice(end - one.embedding_dim, end)) for one, end in zip(table.slices, ends, strict=True)]
 
 
 def _encode_file(
-    table: TableSpec, source: RowSource, rows_per_file: int, file_index: int, progress: Progress
-) -> ByteArray:
-    """Return all stored rows of one file, uint8 [rows, row_bytes], in bucket order."""
-    codec = codec_for(table.dtype, table.embedding_dim)
+    table: TableSpec,
+    slices: Sequence[_Slice],
+    source: RowSource,
+    rows_per_file: int,
+    file_index: int,
+    progress: Progress,
+) -> dict[str, ByteArray]:
+    """Return all stored rows of one file of some slices, by name, uint8 [rows, row_bytes], in bucket order.
+
+    The source, of which some can be read only once, is asked for all of them at a time.
+    """
     first_row = file_index * rows_per_file
-    order = RowBuckets.of(table).in_file(rows_per_file, file_index)
-    num_rows = order.num_rows
+    # By name: slices of a `mixed` table have seeds of their own.
+    orders = [RowBuckets.of(one.table).in_file(rows_per_file, file_index) for one in slices]
+    num_rows = min(rows_per_file, table.num_embeddings - first_row)
     block_rows = max(1, BLOCK_BYTES // (4 * table.embedding_dim))
-    stored = np.empty((num_rows, codec.row_bytes), np.uint8)
+    stored = {
+        one.table.name: np.empty((num_rows, codec_for(one.table.dtype, one.table.embedding_dim).row_bytes), np.uint8)
+        for one in slices
+    }
     for start in range(0, num_rows, block_rows):
         position, stop = start, min(start + block_rows, num_rows)
         for block in source.blocks(first_row + start, stop - start):
@@ -251,9 +290,11 @@ def _encode_file(
                     f"table {table.name!r}: the source gave a block {block.dtype} {list(block.shape)}, "
                     f"expected float32 [at most {stop - position}, {table.embedding_dim}]"
                 )
-            encoded = _encode_block(table, codec, block, first_row + position)
+            _check_finite(table, block, first_row + position)
             local_rows = np.arange(position, position + len(block), dtype=np.int64)
-            stored[order.positions(local_rows)] = encoded
+            for one, order in zip(slices, orders, strict=True):
+                encoded = _encode_block(one.table, block[:, one.columns], first_row + position)
+                stored[one.table.name][order.positions(local_rows)] = encoded
             position += len(block)
         if position != stop:
             raise ExportError(f"table {table.name!r}: the source ended at row {first_row + position}")
@@ -261,11 +302,15 @@ def _encode_file(
     return stored
 
 
-def _encode_block(table: TableSpec, codec: RowCodec, block: Float32Array, first_row: int) -> ByteArray:
+def _check_finite(table: TableSpec, block: Float32Array, first_row: int) -> None:
     finite = np.isfinite(block)
     if not finite.all():
         row = first_row + int(np.argmin(finite.all(axis=1)))
         raise NonFiniteRowError(f"table {table.name!r}, row {row}: holds NaN or inf")
+
+
+def _encode_block(table: TableSpec, block: Float32Array, first_row: int) -> ByteArray:
+    codec = codec_for(table.dtype, table.embedding_dim)
     encoded = codec.encode(block)
     if (bad := codec.first_non_finite(encoded)) is not None:
         raise NonFiniteRowError(
@@ -285,6 +330,7 @@ def export_snapshot(
     access_counts: Mapping[str, npt.NDArray[Any]] | None = None,
     golden: GoldenRequests | None = None,
     golden_tolerance: float = 0.05,
+    plan: bytes | None = None,
     version: int | None = None,
     metadata: Mapping[str, str] | None = None,
     last_delta: int | None = None,
@@ -306,6 +352,7 @@ def export_snapshot(
         access_counts: for any of the tables, how often each row was looked up: whole numbers [num_embeddings].
         golden: requests with the scores that training computed.
         golden_tolerance: largest |served - expected| that a server may accept.
+        plan: the text of a plan file, for fleets that it fits.
         version: the version's number; by default the next free one.
         metadata: free text about the training run, kept in the manifest.
         last_delta: sequence number of the last delta whose rows are in `rows` already, kept in the manifest.
@@ -327,8 +374,8 @@ def export_snapshot(
     if not 0 < golden_tolerance < math.inf:
         raise ExportError(f"golden_tolerance: {golden_tolerance} is not a positive number")
     _check_rows(spec, rows)
-    file_rows = {table.name: _rows_per_file(table, rows_per_file) for table in spec.tables}
-    files = _small_files(spec, dense, vocabularies or {}, golden, access_counts or {})
+    file_rows = {one.name: _rows_per_file(table, rows_per_file) for table in spec.tables for one in table.slices}
+    files = _small_files(spec, dense, vocabularies or {}, golden, access_counts or {}, plan)
     one = _Export(spec, version, file_rows, files, golden, golden_tolerance, metadata or {}, last_delta, delta_base)
     one.check_manifest()
     target = store.path / spec.model / str(version)
@@ -347,17 +394,22 @@ def _write_row_files(
 ) -> dict[str, FileEntry]:
     """Write the row files that are not finished yet, one after the other, and give all by path.
 
-    Memory is bounded by one file plus a few blocks of `BLOCK_BYTES`.
+    Memory is bounded by one file, of all slices, plus a few blocks of `BLOCK_BYTES`.
     """
     entries = {}
     for table in export.spec.tables:
-        rows_per_file = export.rows_per_file[table.name]
-        for file_index, path in enumerate(export.rows_paths(table)):
-            if folder.is_finished(path):
+        slices, source = _Slice.all_of(table), rows[table.name]
+        rows_per_file = export.rows_per_file[slices[0].table.name]
+        for file_index, paths in enumerate(zip(*(export.rows_paths(one.table) for one in slices), strict=True)):
+            missing = [one for one, path in zip(slices, paths, strict=True) if not folder.is_finished(path)]
+            if missing:
+                encoded = _encode_file(table, missing, source, rows_per_file, file_index, progress)
+            else:
+                encoded = {}
                 done = min((file_index + 1) * rows_per_file, table.num_embeddings)
                 progress(f"table {table.name}", done, table.num_embeddings)
-            encode = partial(_encode_file, table, rows[table.name], rows_per_file, file_index, progress)
-            entries[path] = folder.write(path, partial(_save_rows, encode))
+            for one, path in zip(slices, paths, strict=True):
+                entries[path] = folder.write(path, partial(_save_rows, encoded, one.table.name))
     return entries
 
 

@@ -22,6 +22,7 @@ from rich.console import Console
 
 from loadtest.compare.arms import CompareConfig, Dtype, ServedArm, server_commands
 from loadtest.compare.hosts import running_hosts
+from loadtest.compare.wire import ServedWire, WirePredictor
 from loadtest.errors import ScoresDifferError, ServerFailedError
 from loadtest.load.closed_loop import Weighed
 from loadtest.load.config import OfferedLoad, RunConfig
@@ -29,7 +30,7 @@ from loadtest.load.generator import Generators
 from loadtest.load.result import LoadResult
 from loadtest.load.run import offered
 from loadtest.rounds import in_turn
-from loadtest.servers import HOST, LOG_TAIL_BYTES, Server, check_scores, ports_in, running, summed
+from loadtest.servers import HOST, LOG_TAIL_BYTES, Server, check_scores, ports_in, running
 from loadtest.tables import line
 from serving.client import Client, ClientError
 from shard_node.bags import Float32Array
@@ -44,8 +45,6 @@ random models, whose scores spread by 0.03 to 0.05: up to 3e-7 between arms in f
 HALVES_TOLERANCE = 1e-3
 """Where shards are told to send float16 sums: these differ by one part in 2048. Measured: up to 3e-5 in float32."""
 
-ASKED = "asked"
-"""Of bytes on the wire: those of questions to shards. Others are named by the form in which shards send back."""
 _DTYPE: TypeAdapter[Dtype] = TypeAdapter(Dtype)
 
 
@@ -68,6 +67,7 @@ class ArmRound:
         shares: at each of the shares of capacity.
         busy: kept busy.
         wire: bytes between serving process and shards for each request that was answered while busy; see `wire_bytes`.
+        predicted: the same, as `WirePredictor` reckons them.
     """
 
     cold: LoadResult
@@ -76,6 +76,7 @@ class ArmRound:
     shares: tuple[LoadResult, ...]
     busy: Weighed
     wire: Mapping[str, float]
+    predicted: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,23 +101,6 @@ class Measurements:
 def rates_of(shares: Sequence[int], capacity: Mapping[ServedArm, float]) -> tuple[float, ...]:
     """Give shares, in percent, of the smallest capacity, in requests a second of three digits."""
     return tuple(float(f"{share / 100 * min(capacity.values()):.3g}") for share in shares)
-
-
-def wire_bytes(before: str, after: str) -> dict[str, float]:
-    """Compare a serving process's metrics: bytes to and from shards for each request answered in between.
-
-    By the form in which shards sent rows or sums (such as `float16`), and `ASKED` for what they were asked. Empty where
-    none were sent, as with rows in the serving process.
-    """
-
-    def grown(sample: str, label: str) -> dict[str, float]:
-        old, new = summed(before, sample, label), summed(after, sample, label)
-        return {value: count - old.get(value, 0.0) for value, count in new.items()}
-
-    sent = grown("shardrank_shard_answer_bytes_total", "form")
-    sent[ASKED] = sum(grown("shardrank_shard_request_bytes_total", "").values())
-    answered = grown("shardrank_requests_total", "status").get("ok", 0.0)
-    return {form: size / answered for form, size in sent.items() if size and answered}
 
 
 def served_dtype(arm: ServedArm, http_port: int, model: str) -> Dtype:
@@ -169,6 +153,7 @@ class ArmMeasure:
     folder: Path
     console: Console
     _starts: int = field(default=0, init=False)
+    _predictor: WirePredictor | None = field(default=None, init=False)
 
     def rehearse(self, arm: ServedArm) -> float:
         """Start a server and keep it busy for a moment. Returns its answers a second. Raises LoadError."""
@@ -195,9 +180,16 @@ class ArmMeasure:
             )
             before = server.metrics()
             busy = self._busy(server, config.in_flight, config.warmup_s, config.duration_s)
-            wire = wire_bytes(before, server.metrics())
+            wire = ServedWire.between(before, server.metrics())
             scores = self._scores(arm, server) if number == 0 else None
-            return ArmRound(*runs, alone, shares, busy, wire), scores
+            return ArmRound(*runs, alone, shares, busy, wire.sent, self._predicted(arm, wire)), scores
+
+    def _predicted(self, arm: ServedArm, wire: ServedWire) -> dict[str, float]:
+        if arm.shards is None:
+            return {}
+        if self._predictor is None:
+            self._predictor = WirePredictor(self.config, self.load, self.snapshot)
+        return self._predictor.of(arm, wire)
 
     def _scores(self, arm: ServedArm, server: Server) -> ArmScores:
         load = self._load(server)

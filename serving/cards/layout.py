@@ -121,10 +121,11 @@ class CardLayout:
         self.context_dense_column = width
         self.context_stride = padded_width(width + self.shapes.context_dense_width)
         self.expansions = self._find_expansions()
-        self._tables = schema.table_index.astype(np.int64)
-        self._modes = np.where(
-            schema.is_none, MODES["none"], np.where(schema.is_mean, MODES["mean"], MODES["sum"])
-        ).astype(np.int64)
+        self._tables = schema.lookups.table.astype(np.int64)
+        self._keys = schema.lookups.feature.astype(np.int64)
+        self._is_sliced = self._keys.size > self.num_features
+        modes = np.where(schema.is_none, MODES["none"], np.where(schema.is_mean, MODES["mean"], MODES["sum"]))
+        self._modes = modes[self._keys].astype(np.int64)
 
     def size(self, most: BatchClass) -> BatchSize:
         """Say what the largest batch of a class takes."""
@@ -132,7 +133,7 @@ class CardLayout:
         return BatchSize(bags, most.num_values, self.weighted, self.extra_bytes(most))
 
     def runs(self, most: BatchClass) -> OutputRuns:
-        """Say where each feature's bags go."""
+        """Say where each feature's bags go: one run for each lookup, so that slices lie side by side."""
         places, dense = self.output_places(most), self.shapes.dense_width
         number = {index: place for (index, _, _), place in zip(self.sequences, places.sequences, strict=True)}
         offsets, strides = [], []
@@ -147,8 +148,10 @@ class CardLayout:
                 offsets.append(dense + self.shapes.offsets[feature.name])
                 strides.append(self.shapes.padded_width)
         out_dtype = OUT_DTYPES[self.dtype]
-        starts, steps = np.array([offsets, strides], np.int64)
-        return OutputRuns(self._tables, self._modes, starts, steps, out_dtype, places.total)
+        starts, steps = np.array([offsets, strides], np.int64)[:, self._keys]
+        starts += self._schema.lookups.column
+        keys = self._keys if self._is_sliced else None
+        return OutputRuns(self._tables, self._modes, starts, steps, out_dtype, places.total, keys)
 
     def output_places(self, most: BatchClass) -> OutputPlaces:
         """Place the parts of the output for the largest batch of a class."""

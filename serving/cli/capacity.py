@@ -24,18 +24,25 @@ from loader.snapshot.buckets import RowBuckets
 from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, Frozen, ModelSpec, RowDtype, TableSpec
 from router.plan import DEFAULT_REPLICATE_BYTES, Plan, table_bytes
+from router.plan_file import PlanFile, with_columns
+from router.table_planner import PlannedFleet, TableLookups, Workload
+from serving.cli.division import FleetPlan
+from serving.cli.network import FleetLookups, NetworkOptions, NetworkUse, ShardTime
 from serving.errors import LookupProfileError, ModelNotFoundError
 from shard_node.bags import TableLayout
 from shard_node.cuda.kernel_params import RowFormat
 from shard_node.partition import Sharding
 from shard_node.planning.card_plan import CARD, HOST, HOT, CardBudget, CardPlan
 from shard_node.planning.cost_model import BagLoad, BatchTime, CardSystem, Traffic, batch_time, table_sizes
-from shard_node.planning.hotness import Hotness
+from shard_node.planning.hotness import Head, Hotness
+from shard_node.planning.network_cost import BatchBags, HotRows, Network
 
 GB = 1_000_000_000
 MAX_BATCH = 10_000_000
 MAX_HOTNESS = 1_000_000
 MERLIN_ZIPF = 1.05
+# Of one shard there is no network to ask about; what is cheapest then does not depend on it.
+DEFAULT_NETWORK_GB_PER_S = 12.5
 DLRM_V2_ROWS = (
     40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956, 405_282, 10,
     2_209, 11_938, 155, 4, 976, 14, 40_000_000, 40_000_000, 40_000_000, 590_152, 12_973, 108, 36,
@@ -167,12 +174,14 @@ class LookupProfile:
         hotness: by feature, ids in a bag in the mean; 1 for a feature that is not there.
         longest: by feature, ids of the longest bag; `hotness` for a feature that is not there.
         zipf: exponent of the power law of row numbers, 0 for uniform; of tables without counts.
+        head: the rows that the power law is of; None for all of a table.
         counts: by table, uint32 [num_embeddings], observed lookups of each row.
     """
 
     hotness: Mapping[str, float] = field(default_factory=dict)
     longest: Mapping[str, float] = field(default_factory=dict)
     zipf: float = 0.0
+    head: Head | None = None
     counts: Mapping[str, npt.NDArray[np.uint32]] = field(default_factory=dict)
 
     @classmethod
@@ -213,6 +222,34 @@ class LookupProfile:
             found.append(BagLoad(values, bags, longest))
         return tuple(found)
 
+    def workload(self, spec: ModelSpec, requests: float, candidates: float) -> Workload:
+        """Return what a batch asks of a model's tables, sliced or not."""
+        whole = with_columns(spec, {})
+        layout = TableLayout.of(whole)
+        loads, bags = self.loads(whole, layout, requests, candidates), self.bags(whole, layout, requests, candidates)
+        found = {}
+        for number, (table, load) in enumerate(zip(layout.tables, loads, strict=True)):
+            of_table = bags.table == number
+            lengths = zip(bags.lengths[of_table].tolist(), bags.bags[of_table].tolist(), strict=True)
+            found[table.name] = TableLookups(load, tuple(lengths))
+        per_sample = {name: one.load.values for name, one in found.items()}
+        # What a sliced table has once stands with its first slice.
+        first = {table.slices[0].name: table.name for table in spec.tables}
+        counts = {first[name]: one for name, one in self.counts.items() if name in first}
+        return Workload(found, Hotness(counts, per_sample, self.zipf, self.head))
+
+    def bags(self, spec: ModelSpec, layout: TableLayout, requests: float, candidates: float) -> BatchBags:
+        """Count the batch's bags of each table by their length: those of a feature are all as long as their mean."""
+        table, lengths, bags = [], [], []
+        for number, one in enumerate(layout.tables):
+            for name in one.feature_names:
+                times = requests if spec.feature(name).side == "context" else candidates
+                ids, is_pooled = self.hotness.get(name, 1.0), spec.pooling_of(name) != "none"
+                table.append(number)
+                lengths.append(ids if is_pooled else 1.0)
+                bags.append(times if is_pooled else times * ids)
+        return BatchBags(len(layout.tables), np.array(table), np.array(lengths), np.array(bags))
+
 
 class CapacityOptions(Frozen):
     """The node and the batch to plan for. 1 GB is 10^9 bytes.
@@ -223,6 +260,7 @@ class CapacityOptions(Frozen):
         hot_gb: of each card, for one version's copies of hot rows; None as the engine chooses.
         replicate_bytes: tables of at most this size go to every shard.
         candidates: of a batch, all requests together.
+        network: to the shards, and hot rows at the router; None for a single node.
     """
 
     system: CardSystem
@@ -237,6 +275,7 @@ class CapacityOptions(Frozen):
     peer_access: bool = True
     requests: int = Field(default=1, ge=1, le=MAX_BATCH)
     candidates: int = Field(default=500, ge=1, le=MAX_BATCH)
+    network: NetworkOptions | None = None
 
     @property
     def budget(self) -> CardBudget:
@@ -261,7 +300,7 @@ class ModelSize(Frozen):
     @classmethod
     def of(cls, spec: ModelSpec) -> Self:
         """Add up the tables."""
-        sizes = [table_sizes(one.num_embeddings, one.embedding_dim, one.dtype) for one in spec.tables]
+        sizes = [table_sizes(one.num_embeddings, one.embedding_dim, one.dtype) for one in spec.stored_tables]
         codes, stored, on_cards, places = (sum(column) for column in zip(*sizes, strict=True))
         return cls(
             float32_bytes=sum(4 * one.num_embeddings * one.embedding_dim for one in spec.tables),
@@ -344,22 +383,58 @@ class CapacityPlan(Frozen):
     tables: tuple[TableUse, ...]
     batch: BatchUse
     time: BatchTime
+    network: NetworkUse | None = None
+    division: FleetPlan | None = None
 
     @classmethod
-    def make(cls, spec: ModelSpec, profile: LookupProfile, options: CapacityOptions) -> Self:
-        """Plan a model.
+    def per_table(cls, spec: ModelSpec, profile: LookupProfile, options: CapacityOptions) -> tuple[Self, PlanFile]:
+        """Choose how each table is divided, and plan a model so.
+
+        Raises as `make`.
+        """
+        network = options.network or NetworkOptions(network=Network(gb_per_s=DEFAULT_NETWORK_GB_PER_S, latency_us=0.0))
+        fleet = PlannedFleet(
+            options.shards, options.cards, options.budget, options.system, network.network, options.replicate_bytes
+        )
+        workload = replace(profile.workload(spec, options.requests, options.candidates), near=network.hot_rows)
+        division, file = FleetPlan.make(spec, fleet, workload)
+        sliced = file.sliced(spec)
+        first = {table.name: table.slices[0].name for table in spec.tables}
+        counts = {
+            stored.name: profile.counts[first[table.name]]
+            for table in sliced.tables
+            if first[table.name] in profile.counts
+            for stored in table.slices
+        }
+        plan = Plan.of_file(sliced, file, options.shards, options.cards)
+        made = cls.make(sliced, replace(profile, counts=counts), options, plan)
+        return made.model_copy(update={"division": division}), file
+
+    @classmethod
+    def make(
+        cls, spec: ModelSpec, profile: LookupProfile, options: CapacityOptions, plan_of_tables: Plan | None = None
+    ) -> Self:
+        """Plan a model: by a plan of its tables, or as `options.sharding` says.
 
         Raises:
             MemoryBudgetError: it can't be served on such nodes at all, with the numbers.
             PlanError: it can't be sharded so.
         """
-        fleet = Plan.make(spec, options.shards, options.sharding, options.cards, options.replicate_bytes)
+        fleet = plan_of_tables or Plan.make(
+            spec, options.shards, options.sharding, options.cards, options.replicate_bytes
+        )
         shard, budget, layout = _fullest_shard(fleet), options.budget, fleet.layout
         loads = profile.loads(spec, layout, options.requests, options.candidates)
         lookups = {table.name: load.values for table, load in zip(layout.tables, loads, strict=True)}
-        hotness = Hotness(profile.counts, lookups, profile.zipf)
+        hotness = Hotness(profile.counts, lookups, profile.zipf, profile.head)
         plan = CardPlan.make(layout, fleet.partition(shard), budget, hotness)
-        traffic = Traffic.of(plan, loads, options.system)
+        network, hot, fleet_lookups, part = options.network, None, None, loads
+        if network is not None:
+            batch = profile.bags(spec, layout, options.requests, options.candidates)
+            fleet_lookups = FleetLookups(fleet, plan.hotness, loads, batch, options.system)
+            hot = network.hot_rows(layout, plan.hotness)
+            part = fleet_lookups.part(hot, shard)
+        traffic = Traffic.of(plan, part, options.system, missed=None if hot is None else hot.missed)
         return cls(
             model=spec.model,
             options=options,
@@ -384,7 +459,26 @@ class CapacityPlan(Frozen):
                 host_line_bytes=float(traffic.host_line_bytes.max()),
             ),
             time=batch_time(traffic, options.system),
+            network=None if fleet_lookups is None else _network(fleet, plan, hotness, fleet_lookups, options),
         )
+
+
+def _network(
+    fleet: Plan, placed: CardPlan, hotness: Hotness, lookups: FleetLookups, options: CapacityOptions
+) -> NetworkUse:
+    """Reckon the network of a fleet whose fullest shard has been placed."""
+    assert options.network is not None
+    plans = {_fullest_shard(fleet): placed}
+
+    def time(hot: HotRows | None, shard: int) -> ShardTime:
+        if shard not in plans:
+            plans[shard] = CardPlan.make(fleet.layout, fleet.partition(shard), options.budget, hotness)
+        missed = None if hot is None else hot.missed
+        traffic = Traffic.of(plans[shard], lookups.part(hot, shard), options.system, missed=missed)
+        found = batch_time(traffic, options.system)
+        return ShardTime(shard=shard, total_us=found.alone_us, bound=found.bound)
+
+    return NetworkUse.make(lookups, options.network, time)
 
 
 def _fullest_shard(fleet: Plan) -> int:

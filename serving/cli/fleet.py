@@ -35,6 +35,7 @@ _SCOPES = (
 @opts.cards_option(2)
 @opts.device_option("cpu")
 @opts.sharding_option
+@opts.plan_option
 @opts.switch("--local", "Everything in this process, nothing serialised between router and rows.")
 @opts.hot_rows_options
 @opts.port_options
@@ -79,6 +80,7 @@ def demo(ctx: click.Context, /, once: bool, json_file: Path | None, **options: A
 @opts.cards_option(1)
 @opts.count("--workers", "Serving processes on one HTTP and one gRPC port.", 1, 64, 1)
 @opts.sharding_option
+@opts.plan_option
 @opts.replicate_option
 @opts.memory_budget_option
 @opts.device_options

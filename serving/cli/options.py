@@ -18,6 +18,10 @@ Option: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 DEFAULT_REPLICATE_BYTES = 1 << 20
 DEFAULT_PINNED_GB = 16.0
 
+DEFAULT_NETWORK_GB_PER_S = 12.5
+DEFAULT_NETWORK_US = 20.0
+"""100 Gb/s Ethernet, and a round trip through a switch and two kernels: assumed."""
+
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -116,6 +120,21 @@ def choice(flag: str, values: Sequence[str], text: str, default: str | None = No
     return option(flag, text, click.Choice(values), default or values[0])
 
 
+def numbers(flag: str, text: str, low: float, high: float, default: str | None = None) -> Option:
+    """Declare an option for numbers from `low` to `high` with commas between; the command gets a tuple of floats."""
+
+    def listed(given: str) -> tuple[float, ...]:
+        try:
+            found = tuple(float(part) for part in given.split(",")) if given else ()
+        except ValueError:
+            found = (math.nan,)
+        if not all(low <= one <= high for one in found):
+            raise click.BadParameter(f"{given!r} is not numbers from {low:g} to {high:g} with commas between.")
+        return found
+
+    return option(flag, text, listed, default)
+
+
 def assignments(flag: str, text: str) -> Option:
     """Declare a repeatable option for `NAME=VALUE`, both not empty; the command gets pairs."""
     metavar = flag.partition(" ")[2]
@@ -195,6 +214,24 @@ sharding_option = choice(
     ["hash", "range", "table"],
     "What a shard owns: rows by hash, contiguous ranges of rows, or whole tables. hash and range need tables exported "
     "with that bucketing, except those that --replicate-bytes or a single shard leaves whole.",
+)
+network_options = together(
+    option("--network-gb-per-s GB", "Of the router's line to the shards, one direction.",
+           FiniteRange(0, min_open=True), DEFAULT_NETWORK_GB_PER_S),
+    option("--network-us US", "A round trip between router and shard, unloaded.", FiniteRange(0, 1e6),
+           DEFAULT_NETWORK_US),
+    gigabytes("--hot-rows-gb", "Of the router's process, for the hottest rows, which it looks up itself.", 0.0),
+    option("--hit-rate H", "Share of all lookups that such rows shall answer, in place of --hot-rows-gb.",
+           FiniteRange(0, 1)),
+    numbers("--compare-hit-rates H,...", "Print for each whether to replicate or to shard.", 0, 1, "0,0.5,0.85,0.99"),
+    numbers("--compare-hot-rows N,...", "The same, for so many of the hottest rows at the router.", 0, 2**48),
+)  # fmt: skip
+plan_option = option(
+    "--plan",
+    "A plan file of `shardrank plan --out`, in place of --sharding. Default: the one in the snapshot, if it is for as "
+    "many shards.",
+    EXISTING_FILE,
+    name="plan_file",
 )
 _REPLICATE = "Tables of at most this many bytes are held whole by every shard."
 replicate_option = count("--replicate-bytes", _REPLICATE, 0, default=DEFAULT_REPLICATE_BYTES)

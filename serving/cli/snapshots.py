@@ -91,6 +91,12 @@ def train(
 @opts.option("--golden", "Requests with training's scores; see docs/snapshot-format.md.", opts.EXISTING_FILE)
 @opts.option("--golden-tolerance X", "How far a server's scores may be from them.", opts.ABOVE_ZERO, 0.05)
 @opts.assignments("--metadata KEY=TEXT", "Free text about the training run.")
+@opts.option(
+    "--plan",
+    "A plan file of `shardrank plan --out` for this model: columns are sliced as it says, and the snapshot carries it.",
+    opts.EXISTING_FILE,
+    name="plan_file",
+)
 @opts.count("--rows-per-file", "A power of two; default: such that row files have at most 256 MiB.", 256)
 def export(store: Path, checkpoint: Path, description: Path, **options: Any) -> None:
     r"""Write a trained model into a store as the next version.
@@ -107,8 +113,13 @@ def export(store: Path, checkpoint: Path, description: Path, **options: Any) -> 
     from loader.snapshot.per_row import read_access_counts
     from loader.snapshot.reader import Snapshot
     from loader.snapshot.writer import export_snapshot
+    from router.plan_file import PlanFile
 
-    spec = read_description(description)
+    spec, plan = read_description(description), None
+    if options["plan_file"] is not None:
+        plan = PlanFile.read(options["plan_file"])
+        spec = plan.sliced(spec)
+        plan.check_fits(spec)
     rows, dense = _match(checkpoint, spec, options["dense_prefix"], options["table_key"])
     counts, golden = options["access_counts"], options["golden"]
     with progress_bars() as bars:
@@ -121,6 +132,7 @@ def export(store: Path, checkpoint: Path, description: Path, **options: Any) -> 
             access_counts=None if counts is None else read_access_counts(counts, spec),
             golden=None if golden is None else _read_golden(golden),
             metadata=dict(options["metadata"]),
+            plan=None if plan is None else plan.to_json().encode(),
             progress=bars,
             **{name: options[name] for name in ("golden_tolerance", "version", "rows_per_file")},
         )
@@ -269,20 +281,26 @@ def inspect(as_json: bool, **named: Any) -> None:
 
 
 def _inspection(snapshot: Snapshot) -> dict[str, Any]:
-    """Return what `--json` prints. `size_bytes` is of a table's row files; `access_counts`, whether it has them."""
+    """Return what `--json` prints. `files` and `size_bytes` are of a table's row files, those of all slices together.
+
+    `access_counts` says whether it has them, `column_dims` how many columns each slice has, of a table stored in some.
+    """
     spec, manifest = snapshot.spec, snapshot.manifest
     shown = ("name", "num_embeddings", "embedding_dim", "dtype", "pooling")
+    stored = {files.table: files for files in manifest.tables}
+    of_tables = [(table, [stored[one.name] for one in table.slices]) for table in spec.tables]
     tables = [
         {name: getattr(table, name) for name in shown}
         | {
             "id_mapping": table.id_mapping.kind,
             "unknown_id": table.unknown_id,
             "bucketing": table.bucketing,
-            "files": len(files.rows),
-            "size_bytes": sum(entry.size_bytes for entry in files.rows),
-            "access_counts": files.access_counts is not None,
+            "files": sum(len(files.rows) for files in slices),
+            "size_bytes": sum(entry.size_bytes for files in slices for entry in files.rows),
+            "access_counts": slices[0].access_counts is not None,
+            "column_dims": table.column_dims,
         }
-        for table, files in zip(spec.tables, manifest.tables, strict=True)
+        for table, slices in of_tables
     ]
     features = [
         {
@@ -318,8 +336,12 @@ def _print_inspection(snapshot: Snapshot, found: dict[str, Any]) -> None:
     click.echo(f"identity {snapshot.identity}")
     click.echo(f"{human_bytes(snapshot.size_bytes)} in all; the rows take {saved:.1f} times less than as float32")
     columns = ("table", "#rows", "#dim", "dtype", "pooling", "ids", "unknown id", "bucketing", "#files", "#size")
-    # The columns are the keys of a table in the document, in their order, but the last one.
-    rows = [(*list(one.values())[:-2], human_bytes(one["size_bytes"])) for one in tables]
+    # The columns are the keys of a table in the document, in their order, but the last ones.
+    rows = []
+    for one in tables:
+        slices = " + ".join(map(str, one["column_dims"]))
+        dim = f"{one['embedding_dim']} = {slices}" if slices else one["embedding_dim"]
+        rows.append((*list((one | {"embedding_dim": dim}).values())[:-3], human_bytes(one["size_bytes"])))
     print_table("Tables", columns, rows)
     print_table(
         "Features",

@@ -1,9 +1,9 @@
 """What every ranking model reads, `[dense | embeddings | zeros]` with one row a candidate, and how it is assembled.
 
 The matrix is padded to a multiple of 32 columns, which the bfloat16 matrix units want; models that begin with the
-concatenation read it as it is. A lookup answers with one block per (embedding_dim, dtype) group: feature after feature,
-each with all its bags. Features that are neighbours in both orders, on one side, form a run, and a run is written by
-one strided copy, which converts to the model's number format on the way.
+concatenation read it as it is. A lookup answers with one block per (embedding_dim, dtype) group: feature after feature
+(or slice after slice of features of sliced tables), each with all its bags. Those that are neighbours in both orders,
+on one side, form a run, and a run is written by one strided copy, which converts to the model's number format.
 """
 
 from __future__ import annotations
@@ -152,36 +152,37 @@ warnings.filterwarnings("ignore", message="The given NumPy array is not writ", c
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Pooled features of one side and embedding_dim that are neighbours in their block and in the columns."""
+    """Lookups for pooled features, of one side and embedding_dim, that are neighbours in block and columns."""
 
     block: int
     side: Side
-    first_feature: int
-    num_features: int
+    first: int
+    count: int
     dim: int
     column: int
 
 
 def find_runs(spec: ModelSpec, schema: FeatureSchema) -> tuple[Run, ...]:
-    """Split the pooled features, in flat order, into the fewest runs."""
-    shapes = InputShapes.of(spec)
-    block_of_feature = np.searchsorted(schema.group_starts, np.arange(len(schema.features)), side="right") - 1
+    """Split the lookups for pooled features, in order, into the fewest runs."""
+    shapes, lookups = InputShapes.of(spec), schema.lookups
     runs: list[Run] = []
-    for index, feature in enumerate(schema.features):
+    for number, index in enumerate(lookups.feature.tolist()):
+        feature = schema.features[index]
         if feature.name in shapes.sequence_dims:
             continue
-        block, dim = int(block_of_feature[index]), spec.table_of(feature.name).embedding_dim
-        column = shapes.dense_width + shapes.offsets[feature.name]
+        block = int(lookups.group[number])
+        dim = schema.layout.groups[block].embedding_dim
+        column = shapes.dense_width + shapes.offsets[feature.name] + int(lookups.column[number])
         last = runs[-1] if runs else None
         if (
             last is not None
             and (last.block, last.side) == (block, feature.side)
-            and last.first_feature + last.num_features == index
-            and last.column + last.num_features * dim == column
+            and last.first + last.count == number
+            and last.column + last.count * dim == column
         ):
-            runs[-1] = replace(last, num_features=last.num_features + 1)
+            runs[-1] = replace(last, count=last.count + 1)
         else:
-            runs.append(Run(block, feature.side, index, 1, dim, column))
+            runs.append(Run(block, feature.side, number, 1, dim, column))
     return tuple(runs)
 
 
@@ -239,14 +240,14 @@ class InputAssembler:
         blocks = list(map(torch.from_numpy, embeddings.blocks))
         for run in self.runs:
             # The run is rows [F, bags, D] of its block, from `start` on; it is read as [bags, F, D].
-            block, start = blocks[run.block], int(embeddings.row_starts[run.first_feature]) * run.dim
-            dim, width = run.dim, run.num_features * run.dim
+            block, start = blocks[run.block], int(embeddings.row_starts[run.first]) * run.dim
+            dim, width = run.dim, run.count * run.dim
             if run.side == "context":
-                shape = (num_requests, run.num_features, dim)
+                shape = (num_requests, run.count, dim)
                 rows = block.as_strided(shape, (dim, num_requests * dim, 1), start).to(self.dtype).flatten(1)
                 torch.index_select(rows, 0, owner, out=columns[:, run.column : run.column + width])
             else:
-                shape = (num_candidates, run.num_features, dim)
+                shape = (num_candidates, run.count, dim)
                 target = columns.as_strided(shape, (columns.stride(0), dim, 1), run.column)
                 target.copy_(block.as_strided(shape, (dim, num_candidates * dim, 1), start))
         sequences: dict[str, SequenceInput] = {}

@@ -20,6 +20,7 @@ from loader.snapshot.reader import Snapshot
 from router.hot_keeper import HotKeepers
 from router.hot_rows import HotRowsConfig
 from router.plan import DEFAULT_REPLICATE_BYTES, Plan
+from router.plan_file import PlanFile
 from router.replicas import ReplicaSource, ReplicatedShard
 from serving.errors import ServingError
 from serving.models.ranking_models import DtypeChoice
@@ -48,6 +49,7 @@ class ModelSource(Frozen):
         local_shards: how many shards the rows in this process are divided over; one is right for all but tests.
         cards: of each shard.
         sharding, replicate_bytes: how tables are divided, and which ones are on every shard; as all nodes were told.
+        plan: in place of these, and of what the snapshot carries, if that is for as many shards.
         memory_budget_bytes: RAM for rows in this process; None to hold all of them.
         card_set: the cards that take the rows of this process; None to pool on the CPU.
         card_graphs: rank on cards by CUDA graphs; without, every launch is the host's.
@@ -64,6 +66,7 @@ class ModelSource(Frozen):
     cards: int = Field(default=1, ge=1, le=64)
     sharding: Sharding = "hash"
     replicate_bytes: int = Field(default=DEFAULT_REPLICATE_BYTES, ge=0)
+    plan: PlanFile | None = None
     memory_budget_bytes: int | None = Field(default=None, ge=0)
     card_set: CardSet | None = None
     card_graphs: bool = True
@@ -107,7 +110,8 @@ def load_served_model(
         raise ServingError("num_replicas 0 ranks on an event loop, and there is none here; allowed is 1..64")
     snapshot = Snapshot.open(source.snapshot, verify=source.verify, progress=progress)
     count, clock = len(source.shards) or source.local_shards, service.clock
-    plan = Plan.make(snapshot.spec, count, source.sharding, source.cards, source.replicate_bytes)
+    cards = None if source.shards else source.cards
+    plan = Plan.of_snapshot(snapshot, count, source.sharding, cards, source.replicate_bytes, source.plan)
     nodes, closing, hot = list[ShardNode](), ExitStack(), None
     try:
         shards: ShardsFactory

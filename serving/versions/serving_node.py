@@ -33,13 +33,14 @@ from loader.registry.fleet import (
     WantedModel,
 )
 from loader.registry.registry import Registry
-from loader.snapshot.manifest import Frozen, ModelSpec
+from loader.snapshot.manifest import Frozen
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.store import Store
 from router.errors import HotRowsError
 from router.hot_keeper import HotKeepers
 from router.hot_rows import HotRowsConfig
 from router.plan import Plan
+from router.plan_file import PlanFile
 from router.replica_directory import ReplicaDirectory
 from router.replicas import ReplicaSource
 from serving.errors import NotReadyError
@@ -72,6 +73,7 @@ class ServingConfig(Frozen):
         node_id: its name, stable over restarts.
         num_replicas: ranking replicas, each a thread; 0 for one on the event loop that the process serves on.
         stage_cpu_share: of one core, at most, that checking files takes.
+        plan: how rows of its model are divided, in place of what the fleet's record and the snapshot say.
         hot_rows: of each version, copies of the hottest rows in this process; None for none.
     """
 
@@ -83,6 +85,7 @@ class ServingConfig(Frozen):
     wire_dtype: WireDtypeChoice = "auto"
     stage_cpu_share: float = Field(default=0.5, gt=0, le=1)
     node_tls: TlsClientConfig | None = None
+    plan: PlanFile | None = None
     hot_rows: HotRowsConfig | None = None
 
 
@@ -92,7 +95,7 @@ class LocalRows:
 
     node: ShardNode
     actions: NodeActions
-    plan_of: Callable[[ModelSpec], Plan]
+    plan_of: Callable[[Snapshot], Plan]
 
 
 class ServingNode:
@@ -307,12 +310,16 @@ class ServingNode:
             with self._local.node.generations.lease(model, version) as lease:
                 rows = f"is of the rows of version {version} of model {model!r} that are in this process"
                 _check_identity(snapshot, lease.payload.manifest_identity, rows)
-            plan = self._local.plan_of(snapshot.spec)
+            plan = self._local.plan_of(snapshot)
             shards = local_shards([self._local.node])
         else:
             assert topology is not None
-            plan = Plan.make(
-                snapshot.spec, topology.num_shards, topology.sharding, replicate_bytes=topology.replicate_bytes
+            plan = Plan.of_snapshot(
+                snapshot,
+                topology.num_shards,
+                topology.sharding,
+                replicate_bytes=topology.replicate_bytes,
+                file=config.plan,
             )
             shards = replicated = replicated_shards(snapshot, plan, partial(self._replicas, snapshot), service.clock)
             if self._hot is not None:

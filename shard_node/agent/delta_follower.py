@@ -144,18 +144,18 @@ class DeltaFollower:
                 written += self._engine.write_rows(table, batch.rows[begin:end], batch.stored[begin:end])
             self._position.applied(batch.sequence, batch.published_at, written, self._clock())
 
-    def _check(self, batch: DeltaBatch, sequence: int) -> int:
-        """Return the number of the table that it is for."""
+    def _check(self, batch: DeltaBatch, sequence: int) -> int | tuple[int, ...]:
+        """Return the number of the table that it is for; of one that is stored in slices, the number of each."""
         if (batch.model, batch.delta_base) != (self._model, self._delta_base):
             raise DeltaBaseError(f"{self._where} follows {self._stream}, in which {batch.name} must not be")
         if batch.sequence != sequence:
             raise DeltaFormatError(f"{self._where}: {batch.name} lies at {sequence} of {self._stream}")
         layout = self._engine.layout
-        table = layout.index.get(batch.table)
-        if table is None:
+        slices = layout.slices.get(batch.table)
+        if slices is None:
             raise DeltaFormatError(f"{self._where}: {batch.name} is for table {batch.table!r}, which it does not have")
-        batch.check_table(layout.tables[table])
-        return table
+        batch.check_table(*(layout.tables[number] for number in slices))
+        return slices if batch.column_dims else slices[0]
 
     async def _round(self, executor: ThreadPoolExecutor) -> float:
         """Look at the stream once. Returns the pause after it, in seconds."""

@@ -42,10 +42,10 @@ RUN_DTYPE = np.dtype(RunParams)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OutputRuns:
-    """One run for each key of the batches to come; several keys may share a table.
+    """What is pooled of the batches to come: one run for each key, or several, which pool its bags from several tables.
 
-    Bag i of key k is written to elements out_offsets[k] + i * out_strides[k] and on, embedding_dim of them. With mode
-    `none` that is said of its values in place of its bags.
+    Bag i of run k's key is written to elements out_offsets[k] + i * out_strides[k] and on, embedding_dim of them. With
+    mode `none` that is said of its values in place of its bags. Several runs may share a table.
 
     Attributes:
         tables: int64 [S], numbers in the layout.
@@ -54,6 +54,8 @@ class OutputRuns:
         out_strides: int64 [S].
         out_dtype: of every element.
         out_elements: of the whole output.
+        keys: int64 [S], the number of each run's key in the batch; every key has a run. None: one run for each key, in
+            order.
     """
 
     tables: Int64Array
@@ -62,6 +64,11 @@ class OutputRuns:
     out_strides: Int64Array
     out_dtype: OutDtype
     out_elements: int
+    keys: Int64Array | None = None
+
+    def of_keys(self, by_key: Int64Array) -> Int64Array:
+        """Pick what is known of each run's key, int64 [S], from what is known of all keys."""
+        return by_key if self.keys is None else by_key[self.keys]
 
     @property
     def out_bytes(self) -> int:
@@ -159,6 +166,8 @@ class RunTable:
 
     Attributes:
         runs: as given.
+        tables: int64 [keys], the table of each key's first run.
+        further: round by round, the keys that have one more run, bool [keys], and the tables of these runs, int64.
         arena: int64 [S], of each run.
         is_none: bool [S], the runs with mode `none`; None if there are none.
         constant: `RUN_DTYPE` [S], what never changes of the runs.
@@ -167,6 +176,7 @@ class RunTable:
     def __init__(self, shapes: BatchShapes, runs: OutputRuns) -> None:
         self.shapes = shapes
         self.runs = runs
+        (_, self.tables), *self.further = _runs_in_rounds(runs)
         self.arena = shapes.arena_of_table[runs.tables]
         is_none = runs.modes == MODES["none"]
         self.is_none = is_none if is_none.any() else None
@@ -188,10 +198,11 @@ class RunTable:
 
     def spans(self, bags: KeyedBags) -> tuple[Int64Array, Int64Array]:
         """Each run's first bag and how many it has, int64 [S]; with mode `none`, values."""
-        first, num = bags.bag_starts()[:-1], bags.bags_per_key
+        of_keys = self.runs.of_keys
+        first, num = of_keys(bags.bag_starts()[:-1]), of_keys(bags.bags_per_key)
         if self.is_none is not None:
-            first = np.where(self.is_none, bags.value_starts()[:-1], first)
-            num = np.where(self.is_none, bags.values_per_key(), num)
+            first = np.where(self.is_none, of_keys(bags.value_starts()[:-1]), first)
+            num = np.where(self.is_none, of_keys(bags.values_per_key()), num)
         return first, num
 
     def blocks(self, bags: KeyedBags) -> Blocks:
@@ -207,11 +218,22 @@ class RunTable:
 
     def most_blocks(self, size: BatchSize) -> tuple[int, ...]:
         """For each arena, the blocks of the largest batch of a size."""
-        counts = -(-size.bags_per_key // self._per_block)
+        counts = -(-self.runs.of_keys(size.bags_per_key) // self._per_block)
         if self.is_none is not None:
             # However the values are divided among these runs, each rounds up once.
             counts = np.where(self.is_none, -(-size.num_values // self._per_block), counts)
         return tuple(np.bincount(self.arena, counts, len(self.shapes.arenas)).astype(np.int64).tolist())
+
+
+def _runs_in_rounds(runs: OutputRuns) -> list[tuple[BoolArray, Int64Array]]:
+    """Return the keys, bool [keys], that have a first run, a second one and so on, and the tables of these runs."""
+    if runs.keys is None:
+        return [(np.ones(runs.tables.size, np.bool_), runs.tables)]
+    order = np.argsort(runs.keys, kind="stable")
+    counts = np.bincount(runs.keys)
+    first = np.cumsum(counts) - counts
+    chosen = [counts > number for number in range(int(counts.max(initial=1)))]
+    return [(one, runs.tables[order[first[one] + number]]) for number, one in enumerate(chosen)]
 
 
 class BatchLayout:
@@ -315,7 +337,7 @@ def check_runs(layout: TableLayout, runs: OutputRuns, size: BatchSize) -> None:
         "modes": runs.modes.shape,
         "out_offsets": runs.out_offsets.shape,
         "out_strides": runs.out_strides.shape,
-        "bags_per_key": size.bags_per_key.shape,
+        **({"bags_per_key": size.bags_per_key.shape} if runs.keys is None else {"keys": runs.keys.shape}),
     }
     if len(set(shapes.values())) != 1 or len(shapes["tables"]) != 1:
         raise InvalidBagsError(f"these must be flat and of one length: {shapes}")
@@ -324,16 +346,20 @@ def check_runs(layout: TableLayout, runs: OutputRuns, size: BatchSize) -> None:
     _check_range("tables", runs.tables, len(layout.tables))
     _check_range("modes", runs.modes, len(MODES))
     _check_range("bags_per_key", size.bags_per_key, MAX_BATCH_VALUES)
+    if runs.keys is not None:
+        _check_range("keys", runs.keys, size.bags_per_key.size)
+        if np.unique(runs.keys).size != size.bags_per_key.size:
+            raise InvalidBagsError(f"keys must name each of the {size.bags_per_key.size} keys of bags_per_key")
     dims = np.array([table.embedding_dim for table in layout.tables], np.int64)[runs.tables]
-    most = np.where(runs.modes == MODES["none"], size.num_values, size.bags_per_key)
+    most = np.where(runs.modes == MODES["none"], size.num_values, runs.of_keys(size.bags_per_key))
     used = most > 0
     if (runs.out_offsets[used] < 0).any() or ((runs.out_strides < dims) & (most > 1)).any():
         raise InvalidBagsError("out_offsets must not be negative, out_strides not below the table's embedding_dim")
     # As Python integers: a product of two int64 could wrap around.
-    for key in np.flatnonzero(used).tolist():
-        end = int(runs.out_offsets[key]) + (int(most[key]) - 1) * int(runs.out_strides[key]) + int(dims[key])
+    for run in np.flatnonzero(used).tolist():
+        end = int(runs.out_offsets[run]) + (int(most[run]) - 1) * int(runs.out_strides[run]) + int(dims[run])
         if end > runs.out_elements:
-            raise InvalidBagsError(f"key {key}: its last bag ends at element {end} of {runs.out_elements}")
+            raise InvalidBagsError(f"run {run}: its last bag ends at element {end} of {runs.out_elements}")
 
 
 def _check_range(name: str, numbers: Int64Array, limit: int) -> None:

@@ -107,7 +107,7 @@ class CardEngine:
         """Make a lane of a card for a ranking replica, which closes it before the engine is closed."""
         return Lane(self._rows, card)
 
-    def write_rows(self, table: int, rows: Int64Array, stored: npt.NDArray[np.uint8]) -> int:
+    def write_rows(self, table: int | tuple[int, ...], rows: Int64Array, stored: npt.NDArray[np.uint8]) -> int:
         """As `Engine.write_rows`. Returns when the rows are on their way: every later `pool` sees them.
 
         Raises:

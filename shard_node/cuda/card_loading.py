@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from loader.progress import PIECE_BYTES, Progress, no_progress
-from loader.snapshot.buckets import FileOrder, RowBuckets, rows_in_file
+from loader.snapshot.buckets import FileOrder, RowBuckets
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.reader import Snapshot
 from shard_node.bags import Int64Array, TableLayout
@@ -18,7 +19,16 @@ from shard_node.cuda.card_engine import CardEngine
 from shard_node.cuda.card_rows import ArenaOnCards, finder_bytes
 from shard_node.cuda.card_set import CardClaim, CardSet
 from shard_node.cuda.cards import Cards
-from shard_node.cuda.kernel_params import CHUNK_BYTES, ByteArray, RowFormat, UInt32Array, owners_of, round_up
+from shard_node.cuda.kernel_params import (
+    CHUNK_BYTES,
+    NOT_HERE,
+    ByteArray,
+    RowFormat,
+    UInt32Array,
+    UInt64Array,
+    owners_of,
+    round_up,
+)
 from shard_node.cuda.places import PIECE_ROWS, Placer
 from shard_node.cuda.uploads import NUM_UPLOADS, Upload
 from shard_node.engine.arena_builder import layout_for, not_finite
@@ -26,7 +36,7 @@ from shard_node.engine.memory import Claim, MemoryClaim, RowMemory
 from shard_node.errors import InvalidBagsError
 from shard_node.node import DeltaPosition, LoadedTables
 from shard_node.partition import Partition
-from shard_node.planning.card_plan import CardBudget, CardPlan
+from shard_node.planning.card_plan import BUCKET_BYTES, CardBudget, CardPlan
 from shard_node.planning.hotness import Hotness, ObservedCounts, RowCounts
 
 logger = logging.getLogger(__name__)
@@ -105,7 +115,9 @@ class CardTableLoad:
         self._upload_bytes = upload_bytes
         budget = _budget(card_set, memory_budget_bytes)
         self.plan = CardPlan.make(layout, partition, budget, _hotness(snapshot, layout, observed or {}))
-        beside = sum(finder_bytes(group.end_table - group.first_table, partition.num_cards) for group in layout.groups)
+        # The plan counts the entries of buckets as places, which arenas have beside their tables.
+        beside = sum(finder_bytes(self.plan, range(group.first_table, group.end_table)) for group in layout.groups)
+        beside -= sum(one.buckets for one in self.plan.places) * BUCKET_BYTES
         self.card_bytes = tuple(self.plan.bytes(card).total + beside for card in range(partition.num_cards))
         self.pinned_bytes = self.plan.pinned_bytes
 
@@ -183,6 +195,29 @@ def _hotness(snapshot: Snapshot, layout: TableLayout, observed: ObservedCounts) 
     return Hotness(known)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _PlacesByBucket:
+    """Places of a node's rows of one table, uint32 [rows]; `begins`, uint64 [buckets], is `Placer.bucket_places`."""
+
+    buckets: RowBuckets
+    begins: UInt64Array
+    places: UInt32Array
+
+    def at(self, rows: Int64Array) -> Int64Array:
+        """Find where the places of rows of this node lie, int64 [n]."""
+        at = self.begins[self.buckets.of_rows(rows)] + (rows >> self.buckets.slot_shift).view(np.uint64)
+        return at.view(np.int64)
+
+    def of(self, rows: Int64Array) -> UInt32Array:
+        """Return the places of rows of this node, uint32 [n]."""
+        return self.places[self.at(rows)]
+
+
+def _in_order(places: UInt32Array, first_row: int, rows: Int64Array) -> UInt32Array:
+    """Return the places of rows, uint32 [n], where they are in row order from `first_row` on."""
+    return places[rows - first_row]
+
+
 class CardFill:
     """Fills the arenas of one plan, one after the other: rows are checked, laid out anew, and sent where they belong.
 
@@ -249,30 +284,50 @@ class CardFill:
                 upload.free()
 
     def _table(self, arena: ArenaOnCards, number: int) -> None:
+        """Send the places of a table's rows, by which cards put rows where they belong, then rows file by file."""
         table = self._plan.layout.tables[number]
-        files = self._files[table.name]
+        files, buckets = self._files[table.name], RowBuckets.of(table)
         is_here = self._plan.partition.card_of_bucket[number] >= 0
+        by_bucket = self._places_by_bucket(number) if self._plan.places[number].buckets else None
+        if by_bucket is not None:
+            self._send_places(arena, number, 0, by_bucket.places)
         pieces = self._placer.pieces(number, min(PIECE_ROWS, files.rows_per_file))
-        places = np.empty(min(files.rows_per_file, table.num_embeddings), np.uint32)
+        in_order = np.empty(min(files.rows_per_file, table.num_embeddings), np.uint32)
         for index in range(len(files.rows)):
-            num_rows = rows_in_file(table.num_embeddings, files.rows_per_file, index)
+            order = buckets.in_file(files.rows_per_file, index)
+            positions = order.positions_of(is_here)
+            if by_bucket is not None:
+                self._file(arena, number, index, order, positions, by_bucket.of)
+                continue
             placed = 0
-            while placed < num_rows:
+            while placed < order.num_rows:
                 _, piece = next(pieces)
-                places[placed : placed + piece.size] = piece
+                in_order[placed : placed + piece.size] = piece
                 placed += piece.size
-            self._send_places(arena, number, index * files.rows_per_file, places[:num_rows])
-            order = RowBuckets.of(table).in_file(files.rows_per_file, index)
-            self._file(arena, number, index, places[:num_rows], order, order.positions_of(is_here))
+            if self._plan.places[number].rows:
+                self._send_places(arena, number, order.first_row, in_order[:placed])
+            self._file(arena, number, index, order, positions, partial(_in_order, in_order, order.first_row))
 
-    def _send_places(self, arena: ArenaOnCards, number: int, first_row: int, places: UInt32Array) -> None:
+    def _places_by_bucket(self, number: int) -> _PlacesByBucket:
+        """Return the places of this node's rows of a table, each where those of its bucket lie."""
+        found = _PlacesByBucket(
+            RowBuckets.of(self._plan.layout.tables[number]),
+            self._placer.bucket_places(number),
+            np.empty(self._plan.places[number].rows, np.uint32),
+        )
+        for first, piece in self._placer.pieces(number):
+            here = np.flatnonzero(piece != NOT_HERE)
+            found.places[found.at(here + first)] = piece[here]
+        return found
+
+    def _send_places(self, arena: ArenaOnCards, number: int, first_place: int, places: UInt32Array) -> None:
         step = self._upload_bytes // NUMBER_BYTES
         for first in range(0, places.size, step):
             piece = places[first : first + step]
             upload = self._next_upload()
             upload.reserve(piece.nbytes).view(np.uint32)[:] = piece
             for card in range(self._num_cards):
-                target = arena.places_address(card, number - arena.group.first_table, first_row + first)
+                target = arena.places_address(card, number - arena.group.first_table, first_place + first)
                 upload.send(card, 0, piece.nbytes, target)
                 upload.used(card)
 
@@ -281,9 +336,9 @@ class CardFill:
         arena: ArenaOnCards,
         number: int,
         index: int,
-        places: UInt32Array,
         order: FileOrder,
         positions: Int64Array,
+        places_of: Callable[[Int64Array], UInt32Array],
     ) -> None:
         table = self._plan.layout.tables[number]
         files = self._files[table.name]
@@ -298,7 +353,7 @@ class CardFill:
             if bad is not None:
                 raise not_finite(self._snapshot, table.name, files.rows[index], int(rows[bad]))
             local = number - arena.group.first_table
-            self._send_rows(arena, local, rows, stored, places[rows - index * files.rows_per_file])
+            self._send_rows(arena, local, rows, stored, places_of(rows))
             self._done_bytes += stored.nbytes
             if self._done_bytes - self._told_bytes >= min(PIECE_BYTES, self._upload_bytes):
                 self._tell()

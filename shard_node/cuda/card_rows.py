@@ -1,7 +1,8 @@
 """Rows of one generation on cards: their memory, what finds them there, and the order of row writes and lookups.
 
 An arena holds all tables of one (embedding_dim, dtype). On each card lie its own rows, its copies of the hot rows, the
-places of all rows (4 bytes each), and, per table, where its places and its rows begin; pinned rows lie on the host.
+places of this node's rows (4 bytes each; none for a table that lies whole at one owner), and, per table, where its
+places and its rows begin; pinned rows lie on the host.
 Nothing here decides where a row goes: `Placer` does.
 """
 
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from loader.snapshot.buckets import RowBuckets
 from shard_node.access_counts import AccessCounts
 from shard_node.bags import Group, Int64Array, KeyedBags, TableLayout
 from shard_node.cuda.batch import BatchShapes, RowChecks
@@ -32,6 +34,7 @@ from shard_node.cuda.kernel_params import (
 )
 from shard_node.cuda.places import Placer
 from shard_node.generation import RowLock
+from shard_node.planning.card_plan import BUCKET_BYTES, CardPlan
 
 
 class ArenaOnCards:
@@ -56,11 +59,13 @@ class ArenaOnCards:
 
     def __init__(self, cards: Cards, group: Group, placer: Placer) -> None:
         self.group = group
-        tables = placer.plan.layout.tables[group.first_table : group.end_table]
+        numbers = range(group.first_table, group.end_table)
+        self._placer, self._tables = placer, placer.plan.layout.tables[group.first_table : group.end_table]
         self.format = RowFormat.of(group.dtype, group.embedding_dim)
         self._cards = cards.cards
-        self._first_place = np.zeros(len(tables) + 1, np.int64)
-        np.cumsum([table.num_embeddings for table in tables], out=self._first_place[1:])
+        places_of = placer.plan.places[group.first_table : group.end_table]
+        self._first_place = np.zeros(len(places_of) + 1, np.int64)
+        np.cumsum([one.rows for one in places_of], out=self._first_place[1:])
         *own_bytes, hot_bytes, host_bytes = placer.rows_bytes(group)
         with ExitStack() as held:
 
@@ -77,17 +82,17 @@ class ArenaOnCards:
                 held.callback(host.free)
             params = []
             for card in self._cards:
-                places = take(card, max(4, 4 * int(self._first_place[-1])))
-                finders = take(card, finder_bytes(len(tables), len(self._cards)))
+                places = take(card, 4 * int(self._first_place[-1]))
+                finders = take(card, finder_bytes(placer.plan, numbers))
                 owners = [*own, take(card, hot_bytes), host.address if host is not None else 0]
                 params.append(self._params(places, finders, owners))
             self.params: tuple[ArenaParams, ...] = tuple(params)
-            self._upload_finders(cards, placer.starts(group))
+            self._upload_finders(cards)
             self._held = held.pop_all()
 
-    def places_address(self, card: int, table: int, first_row: int = 0) -> int:
-        """Return the address, on a card, of the place (uint32) of a row; those of its table's later rows follow."""
-        return int(self.params[card].places) + 4 * (int(self._first_place[table]) + first_row)
+    def places_address(self, card: int, table: int, first: int = 0) -> int:
+        """Return the address, on a card, of one of a table's places (uint32); the later ones follow."""
+        return int(self.params[card].places) + 4 * (int(self._first_place[table]) + first)
 
     def write(
         self, card: int, table: int, numbers: int, stored: int, num_rows: int, stream: Stream, *, writes_host: bool
@@ -118,25 +123,42 @@ class ArenaOnCards:
         self._held.close()
 
     def _params(self, places: int, finders: int, rows: Sequence[int]) -> ArenaParams:
-        num_tables = self._first_place.size - 1
+        num_tables, num_cards = self._first_place.size - 1, len(self._cards)
+        starts = finders + num_tables * ctypes.sizeof(TableParams)
         params = ArenaParams(
             places=places,
             tables=finders,
-            starts=finders + num_tables * ctypes.sizeof(TableParams),
+            starts=starts,
+            buckets=starts + 8 * num_tables * (num_cards + 2),
             num_tables=num_tables,
-            num_cards=len(self._cards),
-            owner_bits=owner_bits(len(self._cards)),
+            num_cards=num_cards,
+            owner_bits=owner_bits(num_cards),
             row_stride=self.format.stride,
             embedding_dim=self.group.embedding_dim,
         )
         params.rows[: len(rows)] = rows
         return params
 
-    def _upload_finders(self, cards: Cards, starts: UInt64Array) -> None:
-        tables = np.zeros(self._first_place.size - 1, np.dtype(TableParams))
-        tables["first_place"] = self._first_place[:-1]
-        tables["num_rows"] = np.diff(self._first_place)
-        content = tables.tobytes() + np.ascontiguousarray(starts, np.uint64).tobytes()
+    def _finders(self) -> bytes:
+        """Return TableParams of each table, where its rows begin at each owner, and the places of buckets."""
+        tables, begins = (TableParams * len(self._tables))(), list[UInt64Array]()
+        num_buckets = 0
+        for number, (table, found) in enumerate(zip(self._tables, tables, strict=True)):
+            buckets, places = RowBuckets.of(table), self._placer.plan.places[self.group.first_table + number]
+            found.first_place, found.num_rows = int(self._first_place[number]), table.num_embeddings
+            found.owner_after = 0 if places.only_owner is None else places.only_owner + 1
+            if places.buckets:
+                found.bucket_after = num_buckets + 1
+                found.seed = buckets.seed or 0
+                log2_count = buckets.count.bit_length() - 1
+                found.shifts = buckets.bucket_shift | buckets.slot_shift << 8 | log2_count << 16
+                begins.append(self._placer.bucket_places(self.group.first_table + number))
+                num_buckets += places.buckets
+        starts = np.ascontiguousarray(self._placer.starts(self.group), np.uint64)
+        return bytes(tables) + starts.tobytes() + b"".join(one.tobytes() for one in begins)
+
+    def _upload_finders(self, cards: Cards) -> None:
+        content = self._finders()
         pinned = cards.allocate_pinned(len(content))
         try:
             pinned.array[:] = np.frombuffer(content, np.uint8)
@@ -148,9 +170,10 @@ class ArenaOnCards:
             pinned.free()
 
 
-def finder_bytes(num_tables: int, num_cards: int) -> int:
-    """Return what an arena takes of each card beside rows and places: where each table's begin."""
-    return num_tables * (ctypes.sizeof(TableParams) + 8 * (num_cards + 2))
+def finder_bytes(plan: CardPlan, tables: range) -> int:
+    """Return what an arena of these tables takes of each card beside rows and places: where each table's begin."""
+    buckets = sum(plan.places[number].buckets for number in tables) * BUCKET_BYTES
+    return len(tables) * (ctypes.sizeof(TableParams) + 8 * (plan.num_cards + 2)) + buckets
 
 
 class Reader:

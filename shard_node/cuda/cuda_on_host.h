@@ -109,6 +109,10 @@ inline unsigned int load_if(bool wanted, const unsigned int* address, unsigned i
     return wanted ? *address : otherwise;
 }
 
+inline unsigned long long load_if(bool wanted, const unsigned long long* address, unsigned long long otherwise) {
+    return wanted ? *address : otherwise;
+}
+
 inline unsigned long long atomicAdd(unsigned long long* address, unsigned long long value) {
     return __atomic_fetch_add(address, value, __ATOMIC_RELAXED);
 }

@@ -30,6 +30,9 @@ MAX_OWNERS = MAX_CARDS + 2
 NOT_HERE = 0xFFFFFFFF
 """The place of a row that another node holds."""
 
+NO_BUCKET = 2**63
+"""Where the places of a bucket begin that another node holds: no sum of places comes near it."""
+
 THREADS_PER_BLOCK = 256
 CHUNK_BYTES = 16
 """What one thread loads of a row at a time; rows are aligned to it."""
@@ -52,12 +55,24 @@ WRITE_KERNEL = "write_rows"
 
 
 class TableParams(ctypes.Structure):
-    """One table of an arena, 16 bytes.
+    """One table of an arena, 32 bytes: how the place of a row is found. Three ways.
 
-    first_place: index, in the arena's places, of its row 0. num_rows: rows of the whole table.
+    owner_after: 1 + the owner of all rows; then the slot of a row is its number, and there are no places. 0: there are.
+    bucket_after: 1 + the index, in the arena's buckets, of the table's first bucket. 0: places are in the order of
+    rows, from first_place on.
+    first_place: index, in the arena's places, of row 0; what a bucket says is counted from there, too.
+    num_rows: rows of the whole table.
+    seed, shifts: as `RowBuckets`; shifts has bucket_shift, slot_shift << 8 and log2(count) << 16.
     """
 
-    _fields_ = (("first_place", ctypes.c_uint64), ("num_rows", ctypes.c_uint32), ("_pad", ctypes.c_uint32))
+    _fields_ = (
+        ("first_place", ctypes.c_uint64),
+        ("seed", ctypes.c_uint64),
+        ("num_rows", ctypes.c_uint32),
+        ("owner_after", ctypes.c_uint32),
+        ("bucket_after", ctypes.c_uint32),
+        ("shifts", ctypes.c_uint32),
+    )
 
 
 class ArenaParams(ctypes.Structure):
@@ -68,6 +83,8 @@ class ArenaParams(ctypes.Structure):
     places: uint32 [places]: slot << owner_bits | owner, or `NOT_HERE`.
     tables: TableParams [num_tables].
     starts: uint64 [num_tables, num_cards + 2]: the byte, behind `rows[owner]`, at which a table's slot 0 lies.
+    buckets: uint64 [...], of each bucket of each table with `bucket_after`: the place of a row of it is at
+    first_place + buckets[bucket] + (row >> slot_shift), modulo 2^64; `NO_BUCKET` for another node's.
     """
 
     _fields_ = (
@@ -75,6 +92,7 @@ class ArenaParams(ctypes.Structure):
         ("places", ctypes.c_uint64),
         ("tables", ctypes.c_uint64),
         ("starts", ctypes.c_uint64),
+        ("buckets", ctypes.c_uint64),
         ("num_tables", ctypes.c_uint32),
         ("num_cards", ctypes.c_uint32),
         ("owner_bits", ctypes.c_uint32),

@@ -29,6 +29,12 @@ constexpr u32 NOT_HERE = 0xFFFFFFFFu;
 // In place of a place, behind the end of a bag.
 constexpr u32 NO_VALUE = 0xFFFFFFFEu;
 constexpr u32 NO_RUN = 0xFFFFFFFFu;
+constexpr u64 NO_BUCKET = 1ull << 63;
+
+// The mix of `mixed` buckets (loader/snapshot/buckets.py).
+constexpr u32 MIXED_BITS = 12;
+constexpr u64 MIX_FACTOR_0 = 0xFF51AFD7ED558CCDull;
+constexpr u64 MIX_FACTOR_1 = 0xC4CEB9FE1A85EC53ull;
 
 constexpr u32 MODE_MEAN = 1;
 constexpr u32 MODE_NONE = 2;
@@ -41,8 +47,11 @@ constexpr int NOT_HERE_COUNTER = 1;
 
 struct TableParams {
     u64 first_place;
+    u64 seed;
     u32 num_rows;
-    u32 _pad;
+    u32 owner_after;
+    u32 bucket_after;
+    u32 shifts;
 };
 
 struct ArenaParams {
@@ -50,6 +59,7 @@ struct ArenaParams {
     const u32* places;
     const TableParams* tables;
     const u64* starts;
+    const u64* buckets;
     u32 num_tables;
     u32 num_cards;
     u32 owner_bits;
@@ -148,6 +158,13 @@ __device__ __forceinline__ uint2 load_if(bool wanted, const uint2* address) {
 __device__ __forceinline__ u32 load_if(bool wanted, const u32* address, u32 otherwise) {
     asm volatile("{.reg .pred p; setp.ne.u32 p, %1, 0; @p ld.global.nc.u32 %0, [%2];}"
                  : "+r"(otherwise)
+                 : "r"(static_cast<u32>(wanted)), "l"(address));
+    return otherwise;
+}
+
+__device__ __forceinline__ u64 load_if(bool wanted, const u64* address, u64 otherwise) {
+    asm volatile("{.reg .pred p; setp.ne.u32 p, %1, 0; @p ld.global.nc.u64 %0, [%2];}"
+                 : "+l"(otherwise)
                  : "r"(static_cast<u32>(wanted)), "l"(address));
     return otherwise;
 }
@@ -317,8 +334,31 @@ __device__ __forceinline__ void store(const BatchParams& batch, i64 element, u32
 // Pooling
 
 __device__ __forceinline__ TableParams load_table(const ArenaParams& arena, u32 number) {
-    const uint4 words = __ldg(reinterpret_cast<const uint4*>(arena.tables + number));
-    return {static_cast<u64>(words.y) << 32 | words.x, words.z, words.w};
+    const uint4* words = reinterpret_cast<const uint4*>(arena.tables + number);
+    const uint4 a = __ldg(words), b = __ldg(words + 1);
+    return {static_cast<u64>(a.y) << 32 | a.x, static_cast<u64>(a.w) << 32 | a.z, b.x, b.y, b.z, b.w};
+}
+
+// Which of the arena's `buckets` says where the places of the row's bucket begin.
+__device__ __forceinline__ u32 bucket_of(const TableParams& table, u32 row) {
+    const u32 slot_shift = table.shifts >> 8 & 0xFFu;
+    u32 mixed = row;
+    if (slot_shift == MIXED_BITS) {
+        u64 mix = (static_cast<u64>(row >> MIXED_BITS) + table.seed) * MIX_FACTOR_0;
+        mix = (mix ^ mix >> 32) * MIX_FACTOR_1;
+        mixed ^= static_cast<u32>(mix >> (64 - MIXED_BITS));
+    }
+    const u32 mask = (1u << (table.shifts >> 16)) - 1u;
+    return table.bucket_after - 1u + (mixed >> (table.shifts & 0xFFu) & mask);
+}
+
+// The place of a row of the table; `otherwise` if there is none to be found, or it is not wanted.
+__device__ __forceinline__ u32 find_place(
+    const ArenaParams& arena, const TableParams& table, const u32* places, bool wanted, u32 row, u32 otherwise) {
+    if (table.owner_after) return wanted ? row << arena.owner_bits | (table.owner_after - 1u) : otherwise;
+    if (!table.bucket_after) return load_if(wanted, places + row, otherwise);
+    const u64 begin = load_if(wanted, arena.buckets + (wanted ? bucket_of(table, row) : 0u), NO_BUCKET);
+    return load_if(begin != NO_BUCKET, places + (begin + (row >> (table.shifts >> 8 & 0xFFu))), otherwise);
 }
 
 // Whether there is a row at the place: it is not another node's, nor behind the end of a bag.
@@ -335,12 +375,13 @@ __device__ __forceinline__ u64 row_at(const ArenaParams& arena, u32 table, u32 p
 // Counts a bag's values that have no row. Rare: pooling only notes that there is something to count, and one thread of
 // the bag reads its values once more.
 __device__ __forceinline__ void count_bad(
-    const BatchParams& batch, u32 first, u32 end, const u32* places, u32 num_rows) {
+    const ArenaParams& arena, const BatchParams& batch, u32 first, u32 end, const TableParams& table,
+    const u32* places) {
 #pragma unroll 1
     for (u32 i = first; i < end; ++i) {
         const u32 value = __ldg(batch.values + i);
-        const bool is_row = value < num_rows;
-        if (!is_row || __ldg(places + value) == NOT_HERE) {
+        const bool is_row = value < table.num_rows;
+        if (find_place(arena, table, places, is_row, value, NOT_HERE) == NOT_HERE) {
             atomicAdd(batch.counters + (is_row ? NOT_HERE_COUNTER : OUTSIDE_COUNTER), 1ull);
         }
     }
@@ -392,7 +433,7 @@ __device__ __forceinline__ void pool(const ArenaParams& arena, const BatchParams
         for (int i = 0; i < ROWS_IN_FLIGHT; ++i) {
             const bool is_value = first + i < end;
             const bool is_row = is_value && values[i] < table.num_rows;
-            next_places[i] = load_if(is_row, places + values[i], is_value ? NOT_HERE : NO_VALUE);
+            next_places[i] = find_place(arena, table, places, is_row, values[i], is_value ? NOT_HERE : NO_VALUE);
         }
     };
     load_values(position);
@@ -422,7 +463,7 @@ __device__ __forceinline__ void pool(const ArenaParams& arena, const BatchParams
         }
     }
 
-    if (is_bad && chunk_number == 0) count_bad(batch, end - length, end, places, table.num_rows);
+    if (is_bad && chunk_number == 0) count_bad(arena, batch, end - length, end, table, places);
 
     const float factor = run.w == MODE_MEAN && length ? 1.0f / static_cast<float>(length) : 1.0f;
 #pragma unroll
@@ -467,7 +508,7 @@ extern "C" __global__ void __launch_bounds__(THREADS_PER_BLOCK)
     const u32 number = __ldg(write.numbers + row);
     const TableParams table = load_table(arena, write.table);
     if (number >= table.num_rows) return;
-    const u32 place = __ldg(arena.places + table.first_place + number);
+    const u32 place = find_place(arena, table, arena.places + table.first_place, true, number, NOT_HERE);
     if (!has_row(place)) return;
     const u32 owner = place & ((1u << arena.owner_bits) - 1u);
     const bool on_host = owner == arena.num_cards + 1u;

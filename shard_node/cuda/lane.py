@@ -163,19 +163,23 @@ class Slot:
         """Packs a batch into pinned memory, after what is still to be read from there has been.
 
         Args:
-            bags: one key for each run, in their order.
+            bags: one key for each run, in their order; or those that the runs name.
 
         Raises:
             InvalidBagsError: the arrays do not describe bags, a row is outside its table or on another node, or the
                 batch is larger than the slot.
         """
-        tables = self._runs.runs.tables
-        self._lane.rows.checks.check(bags, tables)
+        parts = [(bags, self._runs.tables)]
+        self._lane.rows.checks.check(*parts[0])
+        for keys, tables in self._runs.further:
+            parts.append((bags.of_keys(keys), tables))
+            self._lane.rows.checks.check(*parts[-1])
         check_fits(bags, self._size)
         blocks = self._runs.blocks(bags)
         self._lane.wait()
         self._views.pack(bags, blocks)
-        self._lane.rows.lookups.add(tables, bags)
+        for part, tables in parts:
+            self._lane.rows.lookups.add(tables, part)
 
     def enqueue(self) -> None:
         """Put the copy up and the launches on the stream. Within `Lane.launch`, or while a graph is captured."""

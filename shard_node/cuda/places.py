@@ -11,6 +11,7 @@ import numpy.typing as npt
 from loader.snapshot.buckets import RowBuckets
 from shard_node.bags import Group, Int64Array
 from shard_node.cuda.kernel_params import (
+    NO_BUCKET,
     NOT_HERE,
     RowFormat,
     UInt8Array,
@@ -50,7 +51,7 @@ class Placer:
     def pieces(self, table: int, piece_rows: int = PIECE_ROWS) -> Iterator[tuple[int, UInt32Array]]:
         """Return the same in row order, a piece at a time: (first row, uint32 [rows of the piece])."""
         num_rows = self.plan.layout.tables[table].num_embeddings
-        owner = self._only_owner(table)
+        owner = self.plan.places[table].only_owner
         walk = None if owner is not None else _Walk(self.plan, table)
         for first in range(0, num_rows, piece_rows):
             end = min(first + piece_rows, num_rows)
@@ -59,6 +60,18 @@ class Placer:
             else:
                 slots = np.arange(first, end, dtype=np.uint32)
                 yield first, encode_places(np.array(owner), slots, self._num_cards)
+
+    def bucket_places(self, table: int) -> UInt64Array:
+        """Say where the places of each bucket begin, of a table with `TablePlaces.buckets`: uint64 [buckets].
+
+        The place of a row is number (entry + (row >> slot_shift)) modulo 2^64 of the table's; `NO_BUCKET` for another
+        node's. The table's places lie by bucket, and within one by row.
+        """
+        buckets = RowBuckets.of(self.plan.layout.tables[table])
+        is_here = self.plan.partition.card_of_bucket[table] >= 0
+        rows = np.where(is_here, buckets.rows_per_bucket(), 0)
+        begins = (np.cumsum(rows) - rows - buckets.first_slots()).view(np.uint64)
+        return np.where(is_here, begins, np.uint64(NO_BUCKET))
 
     def starts(self, group: Group) -> UInt64Array:
         """uint64 [tables of the group, num_cards + 2]: the byte, of an owner's rows, at which a table's slot 0 lies."""
@@ -77,12 +90,6 @@ class Placer:
         slots = self.plan.slots[group.first_table : group.end_table]
         sizes: UInt64Array = slots.astype(np.uint64) * np.uint64(stride)
         return sizes
-
-    def _only_owner(self, table: int) -> int | None:
-        """Return the owner that has all rows of a table, if there is one: its slots are then the row numbers."""
-        slots = self.plan.slots[table]
-        owner = int(slots.argmax())
-        return owner if int(slots[owner]) == self.plan.layout.tables[table].num_embeddings else None
 
 
 @dataclass(frozen=True, slots=True)

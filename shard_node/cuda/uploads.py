@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 
@@ -139,17 +140,20 @@ class RowWriter:
             self.free()
             raise
 
-    def write(self, table: int, rows: Int64Array, stored: ByteArray) -> int:
+    def write(self, table: int | tuple[int, ...], rows: Int64Array, stored: ByteArray) -> int:
         """As `Engine.write_rows`."""
         checks = self._rows.checks
-        checks.layout.check_rows(table, rows, stored)
-        here = checks.here(table, rows)
-        if here is not None and not here.all():
-            rows, stored = rows[here], stored[here]
-        if rows.size:
+        parts: list[tuple[int, Int64Array, ByteArray]] = []
+        for number, of_table in checks.layout.rows_by_table(table, rows, stored):
+            here = checks.here(number, rows)
+            if here is None or here.all():
+                parts.append((number, rows, of_table))
+            elif here.any():
+                parts.append((number, rows[here], of_table[here]))
+        if parts and rows.size:
             with self._one_writer:
-                self._write(table, rows, stored)
-        return rows.size
+                self._write(parts)
+        return sum(numbers.size for _, numbers, _ in parts)
 
     def free(self) -> None:
         """Wait for what is under way, and give the buffers back. Idempotent."""
@@ -157,25 +161,34 @@ class RowWriter:
         for upload in uploads:
             upload.free()
 
-    def _write(self, table: int, rows: Int64Array, stored: ByteArray) -> None:
+    def _write(self, parts: list[tuple[int, Int64Array, ByteArray]]) -> None:
         shapes, order = self._rows.shapes, self._rows.order
-        arena = self._rows.arenas[int(shapes.arena_of_table[table])]
-        number = int(shapes.table_in_arena[table])
-        stored_at = round_up(4 * rows.size)
-        size_bytes = stored_at + rows.size * arena.format.stride
+        arenas = [self._rows.arenas[int(shapes.arena_of_table[table])] for table, _, _ in parts]
+        # Of each part the rows' numbers, then the rows; all are multiples of 16 bytes.
+        sizes = [
+            (round_up(4 * rows.size), rows.size * arena.format.stride)
+            for arena, (_, rows, _) in zip(arenas, parts, strict=True)
+        ]
+        edges = [0, *accumulate(size for pair in sizes for size in pair)]
+        starts, size_bytes = list(zip(edges[:-1:2], edges[1::2], strict=True)), edges[-1]
         # The one that was sent the longest ago.
         upload = self._uploads.pop(0)
         self._uploads.append(upload)
         array = upload.reserve(size_bytes)
-        np.copyto(array[: 4 * rows.size].view(np.uint32), rows, casting="unsafe")
-        arena.format.relay(stored, array[stored_at:].reshape(rows.size, arena.format.stride))
+        for arena, (_, rows, stored), (rows_at, stored_at) in zip(arenas, parts, starts, strict=True):
+            np.copyto(array[rows_at : rows_at + 4 * rows.size].view(np.uint32), rows, casting="unsafe")
+            stride = arena.format.stride
+            arena.format.relay(stored, array[stored_at : stored_at + rows.size * stride].reshape(rows.size, stride))
         addresses = [upload.send(card, 0, size_bytes) for card in range(len(order.streams))]
 
         def put() -> None:
             for card, address in enumerate(addresses):
-                arena.write(
-                    card, number, address, address + stored_at, rows.size, order.streams[card], writes_host=card == 0
-                )
+                stream, writes_host = order.streams[card], card == 0
+                for arena, (table, rows, _), (rows_at, stored_at) in zip(arenas, parts, starts, strict=True):
+                    number = int(shapes.table_in_arena[table])
+                    arena.write(
+                        card, number, address + rows_at, address + stored_at, rows.size, stream, writes_host=writes_host
+                    )
 
         try:
             order.write(put)

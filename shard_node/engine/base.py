@@ -61,18 +61,19 @@ class RowWriter(Protocol):
         """The tables, in the order in which `KeyedBags.keys` numbers them."""
         ...
 
-    def write_rows(self, table: int, rows: Int64Array, stored: npt.NDArray[np.uint8]) -> int:
+    def write_rows(self, table: int | tuple[int, ...], rows: Int64Array, stored: npt.NDArray[np.uint8]) -> int:
         """Replace rows, between pooling: a `pool` sees all of these rows as they were before, or all as they are now.
 
         Pooling waits for it, so hand over as few rows as can be copied in a millisecond.
 
         Args:
-            table: its number in the layout.
+            table: its number in the layout; or those of several, such as the slices of a wide one, whose rows of the
+                same numbers change together.
             rows: int64 [n], ascending, none twice; those that another node holds are left out.
-            stored: uint8 [n, row_bytes], as the table's codec encodes them.
+            stored: uint8 [n, row_bytes], as the table's codec encodes them; of several tables, side by side.
 
         Returns:
-            How many of the rows are on this engine.
+            How many of the rows are on this engine, those of several tables added up.
 
         Raises:
             InvalidBagsError: no such table or row, or arrays of another shape or dtype. Nothing was written then.

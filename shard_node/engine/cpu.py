@@ -77,17 +77,26 @@ class CpuEngine:
         found = self._of_groups(bags, self._answer_group)
         return Answer([sums for sums, _ in found], [stored for _, stored in found])
 
-    def write_rows(self, table: int, rows: Int64Array, stored: npt.NDArray[np.uint8]) -> int:
-        """As `Engine.write_rows`. What takes long, finding the rows and their pages, is done before anybody waits."""
-        self._layout.check_rows(table, rows, stored)
-        arena, slots = self._placement.locate_rows(table, rows)
+    def write_rows(self, table: int | tuple[int, ...], rows: Int64Array, stored: npt.NDArray[np.uint8]) -> int:
+        """As `Engine.write_rows`."""
+        return self.write_together([(one, rows, part) for one, part in self._layout.rows_by_table(table, rows, stored)])
+
+    def write_together(self, writes: Sequence[tuple[int, Int64Array, npt.NDArray[np.uint8]]]) -> int:
+        """Replace rows of several tables, each with rows of its own, between the same two lookups.
+
+        Each write is a table, its rows, and these as stored, as `Engine.write_rows` takes them, and checked. What takes
+        long, finding the rows and their pages, is done before anybody waits. Returns how many are here.
+        """
         parts: list[tuple[Arena, Int64Array, npt.NDArray[np.uint8]]] = []
-        for number in np.unique(arena).tolist():
-            if number == NOT_HERE:
-                continue
-            here = arena == number
-            whole = bool(here.all())
-            parts.append((self._arenas[number], slots if whole else slots[here], stored if whole else stored[here]))
+        for table, rows, of_table in writes:
+            arena, slots = self._placement.locate_rows(table, rows)
+            for number in np.unique(arena).tolist():
+                if number == NOT_HERE:
+                    continue
+                here = arena == number
+                whole = bool(here.all())
+                at, values = (slots, of_table) if whole else (slots[here], of_table[here])
+                parts.append((self._arenas[number], at, values))
         with self._one_writer:
             for part, part_slots, _ in parts:
                 part.touch(part_slots)

@@ -22,12 +22,16 @@ class ReferenceEngine:
 
     Args:
         spec: the model.
-        tables: table name to its decoded rows, float32 [num_embeddings, embedding_dim]; copied.
+        tables: name of each of the model's tables to its decoded rows, float32 [num_embeddings, embedding_dim]; copied.
     """
 
     def __init__(self, spec: ModelSpec, tables: Mapping[str, Float32Array]) -> None:
         self._layout = TableLayout.of(spec)
-        self._tables = [tables[table.name].copy() for table in self._layout.tables]
+        columns: dict[str, Float32Array] = {}
+        for table in spec.tables:
+            cut = np.split(tables[table.name], list(itertools.accumulate(table.slice_dims))[:-1], axis=1)
+            columns |= {one.name: part.copy() for one, part in zip(table.slices, cut, strict=True)}
+        self._tables = [columns[table.name] for table in self._layout.tables]
         self._lock = RowLock()
         self._counts = [0] * len(self._tables)
         self._access = AccessCounts(self._layout, sample_every=1)
@@ -51,17 +55,17 @@ class ReferenceEngine:
         """As `Engine.answer`, of sums: its rows are not stored."""
         return Answer(self.pool(bags))
 
-    def write_rows(self, table: int, rows: Int64Array, stored: npt.NDArray[np.uint8]) -> int:
+    def write_rows(self, table: int | tuple[int, ...], rows: Int64Array, stored: npt.NDArray[np.uint8]) -> int:
         """As `Engine.write_rows`: every row is here."""
-        self._layout.check_rows(table, rows, stored)
-        spec = self._layout.tables[table]
-        values = codec_for(spec.dtype, spec.embedding_dim).decode(stored)
+        parts = self._layout.rows_by_table(table, rows, stored)
         self._lock.begin_write()
         try:
-            self._tables[table][rows] = values
+            for number, part in parts:
+                spec = self._layout.tables[number]
+                self._tables[number][rows] = codec_for(spec.dtype, spec.embedding_dim).decode(part)
         finally:
             self._lock.end_write()
-        return rows.size
+        return rows.size * len(parts)
 
     def _pool(self, bags: KeyedBags) -> list[Float32Array]:
         starts = bags.bag_starts()

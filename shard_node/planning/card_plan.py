@@ -14,7 +14,9 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
+from loader.snapshot.buckets import RowBuckets
 from shard_node.bags import Int64Array, TableLayout
 from shard_node.cuda.kernel_params import MAX_CARDS, RowFormat, max_slots
 from shard_node.errors import InvalidBagsError, MemoryBudgetError
@@ -26,6 +28,7 @@ HOT, CARD, HOST = range(3)
 NUM_TIERS = 3
 
 PLACE_BYTES = 4
+BUCKET_BYTES = 8
 # Of a card, for hot rows, where not everything fits on the cards.
 DEFAULT_HOT_SHARE = 16
 
@@ -57,6 +60,27 @@ class TableSplit(NamedTuple):
     host_rows: int
 
 
+class TablePlaces(NamedTuple):
+    """How the rows of one table are found on cards.
+
+    Attributes:
+        only_owner: of all rows of the table, whose slots then are the row numbers; None if there are places.
+        rows: places on each card; 0 with an only owner.
+        buckets: entries on each card that say where the places of a bucket begin, if there is a place for each row that
+            this node holds. 0: there is one for each row of the table, in the order of rows, which is less for a table
+            that the node holds whole, or a small one.
+    """
+
+    only_owner: int | None
+    rows: int
+    buckets: int
+
+    @property
+    def bytes(self) -> int:
+        """Of places and entries, on each card."""
+        return self.rows * PLACE_BYTES + self.buckets * BUCKET_BYTES
+
+
 class CardBytes(NamedTuple):
     """Bytes on one card: copies of hot rows, rows of its own, places."""
 
@@ -79,6 +103,7 @@ class CardPlan:
         level_rows: for each table, int64 [levels, cards]: its rows of each level in each card's buckets.
         tier_rows: int64 [tables, cards, 3]: of the rows in each card's buckets, those that are hot, that the card alone
             holds, and that are in pinned memory.
+        places: how rows of each table are found.
     """
 
     layout: TableLayout
@@ -86,9 +111,17 @@ class CardPlan:
     hotness: tuple[RowHotness, ...]
     level_rows: tuple[Int64Array, ...]
     tier_rows: Int64Array
+    places: tuple[TablePlaces, ...]
 
     @classmethod
-    def make(cls, layout: TableLayout, partition: Partition, budget: CardBudget, hotness: Hotness) -> CardPlan:
+    def make(
+        cls,
+        layout: TableLayout,
+        partition: Partition,
+        budget: CardBudget,
+        hotness: Hotness,
+        level_rows: Sequence[Int64Array] | None = None,
+    ) -> CardPlan:
         """Decides where rows go. The same inputs give the same plan.
 
         Args:
@@ -96,6 +129,7 @@ class CardPlan:
             partition: the card of each bucket; -1 for another node's.
             budget: what may be taken.
             hotness: how often rows are looked up.
+            level_rows: as the attribute, where it is known already.
 
         Raises:
             InvalidBagsError: partition, budget or hotness are of another model or number of cards.
@@ -105,12 +139,27 @@ class CardPlan:
         """
         _check(layout, partition, budget)
         rows, num_cards = hotness.of(layout), partition.num_cards
-        level_rows = tuple(
-            table.rows_by_owner(of_bucket, num_cards)
-            for table, of_bucket in zip(rows, partition.card_of_bucket, strict=True)
+        if level_rows is None:
+            level_rows = [
+                table.rows_by_owner(of_bucket, num_cards)
+                for table, of_bucket in zip(rows, partition.card_of_bucket, strict=True)
+            ]
+        # A table that lies whole at one owner needs no places, and which do is known when rows are given out. So at
+        # first only those have places that are not whole on this node, then each that turned out to be divided.
+        have_places = np.array(
+            [one.sum() < table.num_embeddings for table, one in zip(layout.tables, level_rows, strict=True)]
         )
-        tier_rows = _Filling(layout, rows, level_rows, num_cards).fill(budget)
-        return cls(layout, partition, rows, level_rows, tier_rows)
+        while True:
+            places = _places(layout, level_rows, have_places)
+            tier_rows = _Filling(layout, rows, level_rows, num_cards, places).fill(budget)
+            slots = _slots(tier_rows)
+            is_divided = slots.max(axis=1) < [table.num_embeddings for table in layout.tables]
+            if not (is_divided & ~have_places).any():
+                break
+            have_places |= is_divided
+        only = np.where(have_places, -1, slots.argmax(axis=1)).tolist()
+        places = tuple(one._replace(only_owner=None if at < 0 else at) for one, at in zip(places, only, strict=True))
+        return cls(layout, partition, rows, tuple(level_rows), tier_rows, places)
 
     @property
     def num_cards(self) -> int:
@@ -125,8 +174,7 @@ class CardPlan:
     @cached_property
     def slots(self) -> Int64Array:
         """int64 [tables, num_cards + 2], slots that each table has at each owner."""
-        hot, host = self.tier_rows[:, :, HOT].sum(axis=1), self.tier_rows[:, :, HOST].sum(axis=1)
-        return np.column_stack([self.tier_rows[:, :, CARD], hot, host])
+        return _slots(self.tier_rows)
 
     @cached_property
     def strides(self) -> Int64Array:
@@ -136,7 +184,7 @@ class CardPlan:
     @property
     def places_bytes(self) -> int:
         """Of the places of all tables, on each card."""
-        return _places_bytes(self.layout)
+        return sum(one.bytes for one in self.places)
 
     @property
     def pinned_bytes(self) -> int:
@@ -153,7 +201,12 @@ class _Filling:
     """The rows of all tables and levels, the hottest per byte first, as they are given to tiers."""
 
     def __init__(
-        self, layout: TableLayout, rows: Sequence[RowHotness], level_rows: Sequence[Int64Array], num_cards: int
+        self,
+        layout: TableLayout,
+        rows: Sequence[RowHotness],
+        level_rows: Sequence[Int64Array],
+        num_cards: int,
+        places: Sequence[TablePlaces],
     ) -> None:
         self._table_stride = strides = _strides(layout)
         table = np.repeat(np.arange(len(rows)), [one.lookups.size for one in rows])
@@ -164,7 +217,7 @@ class _Filling:
         self._stride = strides[self._table]
         self._looked_up = lookups[order] > 0
         self._left = np.concatenate(level_rows)[order]
-        self._places_bytes = _places_bytes(layout)
+        self._places_bytes = sum(one.bytes for one in places)
         self._tiers = np.zeros((len(rows), num_cards, NUM_TIERS), np.int64)
         self._num_cards = num_cards
         self._max_slots = max_slots(num_cards)
@@ -174,8 +227,8 @@ class _Filling:
         free = np.array(budget.card_bytes, np.int64) - self._places_bytes
         if free.min() < 0:
             raise MemoryBudgetError(
-                f"card {int(free.argmin())} may take {min(budget.card_bytes)} bytes, but the places of all rows take "
-                f"{self._places_bytes}, {PLACE_BYTES} for each row of the model on each card"
+                f"card {int(free.argmin())} may take {min(budget.card_bytes)} bytes, but places take "
+                f"{self._places_bytes}, {PLACE_BYTES} for each row of this shard on each card"
             )
         hot_bytes = 0
         if self._num_cards > 1:
@@ -276,8 +329,22 @@ def _strides(layout: TableLayout) -> Int64Array:
     return np.array([RowFormat.of(one.dtype, one.embedding_dim).stride for one in layout.tables], np.int64)
 
 
-def _places_bytes(layout: TableLayout) -> int:
-    return PLACE_BYTES * sum(table.num_embeddings for table in layout.tables)
+def _places(
+    layout: TableLayout, level_rows: Sequence[Int64Array], have_places: npt.NDArray[np.bool_]
+) -> tuple[TablePlaces, ...]:
+    """Return what the tables with places take for them; others take nothing."""
+    found = []
+    for table, of_level, has_places in zip(layout.tables, level_rows, have_places.tolist(), strict=True):
+        in_order = TablePlaces(None, table.num_embeddings, 0)
+        by_bucket = TablePlaces(None, int(of_level.sum()), RowBuckets.of(table).count)
+        least = min(in_order, by_bucket, key=lambda one: one.bytes)
+        found.append(least if has_places else TablePlaces(None, 0, 0))
+    return tuple(found)
+
+
+def _slots(tier_rows: Int64Array) -> Int64Array:
+    hot, host = tier_rows[:, :, HOT].sum(axis=1), tier_rows[:, :, HOST].sum(axis=1)
+    return np.column_stack([tier_rows[:, :, CARD], hot, host])
 
 
 def _check(layout: TableLayout, partition: Partition, budget: CardBudget) -> None:

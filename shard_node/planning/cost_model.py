@@ -18,6 +18,7 @@ import numpy as np
 from pydantic import Field
 
 from loader.snapshot.manifest import Frozen, RowDtype
+from shard_node.bags import TableLayout
 from shard_node.cuda.kernel_params import CHUNK_BYTES, RowFormat
 from shard_node.errors import InvalidBagsError
 from shard_node.planning.card_plan import CARD, HOST, HOT, NUM_TIERS, PLACE_BYTES, CardPlan
@@ -169,17 +170,23 @@ def line_bytes(row: RowFormat, link: Link) -> float:
     return sector_bytes(row) + link.header_bytes * mean_pieces(row.stride, read_bytes(row), link.packet_bytes)
 
 
-def tier_shares(plan: CardPlan) -> Float64Array:
+def tier_shares(plan: CardPlan, missed: Sequence[Float64Array] | None = None) -> Float64Array:
     """Which share of each table's lookups goes to which card's part of which tier.
+
+    Args:
+        plan: where rows are.
+        missed: of each table float64 [levels], the share of each level's lookups that reach the shard at all, where hot
+            rows at the router answer others.
 
     Returns:
         float64 [tables, cards, 3] in the order hot, card, host. A table's shares add up to 1, or to less where
-        other shards hold some of its rows. Of a level that a tier's bound cuts, every row counts alike.
+        other shards, or the router, hold some of its rows. Of a level that a tier's bound cuts, every row counts alike.
     """
     shares = np.zeros((len(plan.hotness), plan.num_cards, NUM_TIERS))
     for table, rows in enumerate(plan.hotness):
         lookups = rows.lookups if rows.lookups.any() else np.ones_like(rows.lookups)
         total = float(lookups @ rows.rows())
+        lookups = lookups if missed is None else lookups * missed[table]
         for card in range(plan.num_cards):
             here = plan.level_rows[table][:, card]
             ranks = np.concatenate([[0], np.cumsum(here)])
@@ -219,7 +226,14 @@ class Traffic:
     launches: int
 
     @classmethod
-    def of(cls, plan: CardPlan, loads: Sequence[BagLoad], system: CardSystem, sum_item_bytes: int = 2) -> Traffic:
+    def of(
+        cls,
+        plan: CardPlan,
+        loads: Sequence[BagLoad],
+        system: CardSystem,
+        sum_item_bytes: int = 2,
+        missed: Sequence[Float64Array] | None = None,
+    ) -> Traffic:
         """Reckons a batch.
 
         Args:
@@ -227,11 +241,12 @@ class Traffic:
             loads: what the batch asks of each table, in layout order, on all shards together.
             system: packets and latencies.
             sum_item_bytes: of one element of a pooled sum: 2 for bf16 and fp16, 4 for fp32.
+            missed: as of `tier_shares`.
         """
         tables = plan.layout.tables
         if len(loads) != len(tables):
             raise InvalidBagsError(f"{len(loads)} loads for {len(tables)} tables")
-        shares = tier_shares(plan)
+        shares = tier_shares(plan, missed)
         values, bags, longest = np.array(loads, np.float64).reshape(len(tables), 3).T
         rows = [RowFormat.of(table.dtype, table.embedding_dim) for table in tables]
         sectors = np.array([sector_bytes(row) for row in rows])
@@ -243,7 +258,9 @@ class Traffic:
         host = np.repeat(shares[:, :, HOST].sum(axis=1)[:, None], plan.num_cards, axis=1)
         ids_bytes = float((INDEX_BYTES * (values * here + bags)).sum())
         dims = np.array([table.embedding_dim for table in tables])
-        fixed = ids_bytes + float(SECTOR_BYTES * (values @ here) + sum_item_bytes * (bags @ dims))
+        # A table that lies whole at one owner has no places to be read.
+        placed = np.array([one.rows > 0 for one in plan.places])
+        fixed = ids_bytes + float(SECTOR_BYTES * ((values * placed) @ here) + sum_item_bytes * (bags @ dims))
         by_owner = (values * sectors) @ own
         peer_bytes = np.repeat(by_owner[None, :], plan.num_cards, axis=0)
         np.fill_diagonal(peer_bytes, 0.0)
@@ -260,6 +277,34 @@ class Traffic:
             upload_bytes=ids_bytes,
             chain_us=_chain_us(longest * here, _share_of(peer, here[:, None]), _share_of(host, here[:, None]), system),
             launches=sum(bool(values[group.first_table : group.end_table].any()) for group in plan.layout.groups),
+        )
+
+    @classmethod
+    def resident(
+        cls, layout: TableLayout, loads: Sequence[BagLoad], system: CardSystem, sum_item_bytes: int = 2
+    ) -> Traffic:
+        """Reckon a batch as if every row lay in the memory of the one card that pools it, however large that must be.
+
+        Arguments are as of `of`.
+        """
+        values, bags, longest = np.array(loads, np.float64).reshape(len(layout.tables), 3).T
+        sectors = np.array([sector_bytes(RowFormat.of(one.dtype, one.embedding_dim)) for one in layout.tables])
+        dims = np.array([table.embedding_dim for table in layout.tables])
+        ids_bytes = float((INDEX_BYTES * (values + bags)).sum())
+        none, far = np.zeros(1), np.zeros((len(layout.tables), 1))
+        return cls(
+            hot=np.array([values.sum()]),
+            own=none,
+            peer=none,
+            host=none,
+            hbm_bytes=np.array([ids_bytes + float(values @ (SECTOR_BYTES + sectors) + sum_item_bytes * (bags @ dims))]),
+            peer_bytes=np.zeros((1, 1)),
+            peer_line_bytes=none,
+            host_bytes=none,
+            host_line_bytes=none,
+            upload_bytes=ids_bytes,
+            chain_us=_chain_us(longest, far, far, system),
+            launches=sum(bool(values[group.first_table : group.end_table].any()) for group in layout.groups),
         )
 
 

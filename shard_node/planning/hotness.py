@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,7 @@ _KEY_OF_ONE = int(np.float32(1).view(np.uint32)) >> _DROPPED_BITS
 _NUM_KEYS = (int(np.float32(2**32).view(np.uint32)) >> _DROPPED_BITS) - _KEY_OF_ONE + 2
 # Rank ranges of a power law: this many for each doubling of the rank, ranks below the first apart.
 _EDGES_PER_DOUBLING = 8
+_HEAD_EDGES_PER_DOUBLING = 64
 _EXACT_RANKS = 1 << 12
 
 
@@ -67,12 +68,19 @@ class RowHotness(ABC):
     lookups: Float64Array
 
     @abstractmethod
-    def rows_by_owner(self, owner_of_bucket: npt.NDArray[np.int16], num_owners: int) -> Int64Array:
+    def rows_by_owner(self, owner_of_bucket: npt.NDArray[np.integer], num_owners: int) -> Int64Array:
         """Count the rows of each level that each owner has, int64 [levels, num_owners].
 
         Args:
-            owner_of_bucket: int16 [buckets]; -1 for a bucket that is not counted.
+            owner_of_bucket: [buckets]; -1 for a bucket that is not counted.
             num_owners: owners are 0 .. num_owners - 1.
+        """
+
+    @abstractmethod
+    def lookups_by_bucket(self, missed: Float64Array | None = None) -> Float64Array:
+        """Return how often the rows of each bucket are looked up, float64 [buckets].
+
+        `missed`, float64 [levels], is the share of each level's lookups that counts; by default all do.
         """
 
     @abstractmethod
@@ -84,33 +92,68 @@ class RowHotness(ABC):
         """uint16 [end_row - first_row], the level of each row."""
 
 
+class Head(NamedTuple):
+    """The first rows of a table, and the share of its lookups that is theirs alone."""
+
+    rows: int
+    share: float
+
+
 class RankedRows(RowHotness):
     """Rows whose numbers are their ranks: row 0 is the hottest. Closed forms, no memory per row.
 
-    Row r (from 0) is looked up in proportion to (r + 1) ** -zipf; with 0 all rows are alike.
+    Row r (from 0) is looked up in proportion to (r + 1) ** -zipf; with 0 all rows are alike. With a head only its rows
+    are, for its share of the lookups, and the others go to all rows of the table alike.
     """
 
-    def __init__(self, table: TableSpec, lookups_per_sample: float, zipf: float) -> None:
+    def __init__(self, table: TableSpec, lookups_per_sample: float, zipf: float, head: Head | None = None) -> None:
         self.table = table
-        self._edges = _rank_edges(table.num_embeddings if zipf else 1)
-        self._edges[-1] = table.num_embeddings
+        first = table.num_embeddings if head is None else min(head.rows, table.num_embeddings)
+        # The levels of a head are few, and how many of its rows are worth having is what is asked of it.
+        per_doubling = _EDGES_PER_DOUBLING if head is None else _HEAD_EDGES_PER_DOUBLING
+        self._edges = _rank_edges(first if zipf else 1, per_doubling)
+        self._edges[-1] = first
         mass = np.diff(power_law_sums(self._edges, zipf))
-        lookups = lookups_per_sample * mass / mass.sum() / np.diff(self._edges)
+        mass /= mass.sum()
+        if head is not None:
+            mass *= head.share
+            if first < table.num_embeddings:
+                self._edges, mass = np.append(self._edges, table.num_embeddings), np.append(mass, 0.0)
+            mass += (1 - head.share) * np.diff(self._edges) / table.num_embeddings
+        lookups = lookups_per_sample * mass / np.diff(self._edges)
         # Differences of sums are rounded; what is nearly alike must not seem to rise.
         self.lookups = np.minimum.accumulate(lookups)
 
-    def rows_by_owner(self, owner_of_bucket: npt.NDArray[np.int16], num_owners: int) -> Int64Array:
+    def rows_by_owner(self, owner_of_bucket: npt.NDArray[np.integer], num_owners: int) -> Int64Array:
         """As `RowHotness.rows_by_owner`, from how many rows below each edge a bucket has."""
-        by_owner = np.zeros((self._edges.size - 1, num_owners), np.int64)
         first = int(owner_of_bucket[0])
         if (owner_of_bucket == first).all():
+            by_owner = np.zeros((self._edges.size - 1, num_owners), np.int64)
             if first >= 0:
                 by_owner[:, first] = self.rows()
             return by_owner
-        below = RowBuckets.of(self.table).rows_below(self._edges)
-        for owner in range(num_owners):
-            by_owner[:, owner] = np.diff(below[:, owner_of_bucket == owner].sum(axis=1))
-        return by_owner
+        buckets, is_owned = RowBuckets.of(self.table), owner_of_bucket[:, None] == np.arange(num_owners)
+        if buckets.slot_shift:
+            runs, is_below = buckets.runs_below(self._edges)
+            below = runs[:, None] * np.count_nonzero(is_owned, axis=0)
+            # Sums of up to 4,096 ones are exact.
+            below += (is_below.astype(np.float32) @ is_owned.astype(np.float32)).astype(np.int64)
+        else:
+            below = buckets.rows_below(self._edges) @ is_owned.astype(np.int64)
+        by_level: Int64Array = np.diff(below, axis=0)
+        return by_level
+
+    def lookups_by_bucket(self, missed: Float64Array | None = None) -> Float64Array:
+        """As `RowHotness.lookups_by_bucket`: each edge adds what a row above it is looked up less."""
+        lookups = self.lookups if missed is None else self.lookups * missed
+        steps, buckets = -np.diff(lookups, prepend=0.0, append=0.0), RowBuckets.of(self.table)
+        if buckets.slot_shift:
+            runs, is_below = buckets.runs_below(self._edges)
+            by_bucket = float(steps @ runs) + steps @ is_below.astype(np.float64)
+        else:
+            by_bucket = steps @ buckets.rows_below(self._edges)
+        # What cancels out but for rounding is nothing.
+        return np.maximum(by_bucket, 0.0)
 
     def rows(self) -> Int64Array:
         """As `RowHotness.rows`: what lies between edges."""
@@ -149,7 +192,7 @@ class CountedRows(RowHotness):
         self._rows = by_key[present]
         self.lookups = _count_of_key(present)
 
-    def rows_by_owner(self, owner_of_bucket: npt.NDArray[np.int16], num_owners: int) -> Int64Array:
+    def rows_by_owner(self, owner_of_bucket: npt.NDArray[np.integer], num_owners: int) -> Int64Array:
         """As `RowHotness.rows_by_owner`, as counted."""
         by_owner = np.zeros((self._rows.size, num_owners + 1), np.int64)
         buckets = RowBuckets.of(self.table)
@@ -159,6 +202,16 @@ class CountedRows(RowHotness):
             flat += owners.take(buckets.of_rows(np.arange(first, end)))
             by_owner += np.bincount(flat, minlength=by_owner.size).reshape(by_owner.shape)
         return by_owner[:, :num_owners]
+
+    def lookups_by_bucket(self, missed: Float64Array | None = None) -> Float64Array:
+        """As `RowHotness.lookups_by_bucket`, as counted."""
+        lookups = self.lookups if missed is None else self.lookups * missed
+        buckets = RowBuckets.of(self.table)
+        by_bucket = np.zeros(buckets.count)
+        for first, end in self._pieces():
+            of_rows = buckets.of_rows(np.arange(first, end))
+            by_bucket += np.bincount(of_rows, lookups[self.levels(first, end)], buckets.count)
+        return by_bucket
 
     def rows(self) -> Int64Array:
         """As `RowHotness.rows`."""
@@ -190,11 +243,13 @@ class Hotness:
             follows from the lookups per sample of these tables.
         lookups_per_sample: of a table, all its features together; by default one a feature.
         zipf: of tables without counts, the exponent of the power law of their row numbers; 0: all alike.
+        head: of tables without counts, the rows that the power law is of; None for all.
     """
 
     counts: Mapping[str, RowCounts] = field(default_factory=dict)
     lookups_per_sample: Mapping[str, float] = field(default_factory=dict)
     zipf: float = 0.0
+    head: Head | None = None
 
     def of(self, layout: TableLayout) -> tuple[RowHotness, ...]:
         """Return the levels of each table, in layout order.
@@ -212,7 +267,7 @@ class Hotness:
 
     def _ranked(self, table: TableSpec, samples: float) -> RankedRows:
         zipf = _checked(table, "zipf", self.zipf)
-        return RankedRows(table, samples * self._lookups(table), zipf)
+        return RankedRows(table, samples * self._lookups(table), zipf, self.head)
 
     def _lookups(self, table: TableSpec) -> float:
         lookups = self.lookups_per_sample.get(table.name, len(table.feature_names))
@@ -243,10 +298,10 @@ def power_law_sums(ranks: Int64Array, exponent: float) -> Float64Array:
     return sums
 
 
-def _rank_edges(num_rows: int) -> Int64Array:
-    """0, 1, 2, ... and then eight for each doubling, up to num_rows: int64, ascending, none twice."""
-    doublings = int(num_rows).bit_length() * _EDGES_PER_DOUBLING
-    edges = np.ceil(2.0 ** (np.arange(doublings + 1) / _EDGES_PER_DOUBLING)).astype(np.int64)
+def _rank_edges(num_rows: int, per_doubling: int) -> Int64Array:
+    """0, 1, 2, ... and then so many for each doubling, up to num_rows: int64, ascending, none twice."""
+    doublings = int(num_rows).bit_length() * per_doubling
+    edges = np.ceil(2.0 ** (np.arange(doublings + 1) / per_doubling)).astype(np.int64)
     unique: Int64Array = np.unique(np.concatenate([[0], np.minimum(edges, num_rows), [num_rows]]))
     return unique
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from loadtest.head_cache import simulated
 from loadtest.nvlink_page import TABLES, capacity, main
 from shard_node.cuda.kernel_params import RowFormat
 from shard_node.errors import MemoryBudgetError
@@ -33,10 +34,26 @@ def test_the_pages_tables_are_what_its_command_makes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "figure", ["1.024 TB", "64.0 GB", "0.256 TB", "0.128 TB", "1342.2 MB", "568.8 MB", "333.7 MB", "200.9 MB"]
+    "figure",
+    ["1.024 TB", "64.0 GB", "0.256 TB", "0.128 TB", "1342.2 MB", "671.1 MB", "201.3 MB", "13.4 MB", "13.42", "2.01"],
 )
 def test_the_textbooks_figures_are_on_the_page(figure):
     assert figure in TEXT
+
+
+def test_what_is_said_of_quoted_hit_rates_is_so():
+    for one in simulated(0):
+        if one.quoted is not None:
+            assert one.quoted * 20_000 == pytest.approx(round(one.quoted * 20_000))
+            of_fewer = (one.closed_form * (1 - one.closed_form) / 20_000) ** 0.5
+            assert 0 < one.quoted - one.closed_form < of_fewer
+            more_bytes = (one.quoted - one.closed_form) / (1 - one.closed_form)
+            assert 0.001 < more_bytes < 0.007
+    far = {one.rows: (one.quoted - one.closed_form) / one.standard_error for one in simulated(0) if one.quoted}
+    assert round(far[1000]) == 6
+    # The table that would explain each by uniform ids that fall into the head.
+    rows = [0.15 * one.rows / (one.quoted - one.closed_form) for one in simulated(0) if one.quoted]
+    assert max(rows) > 20 * min(rows)
 
 
 def test_what_is_said_of_rows_is_so():
@@ -67,4 +84,4 @@ def test_what_is_said_of_copies_is_so():
     without, few = (capacity("dlrm-v2", "h100", "int8", 1.05, size) for size in (0.0, 0.1))
     assert peer_share(few) / peer_share(without) == pytest.approx(1 / 6, rel=0.1)
     uniform = capacity("dlrm-v2", "h100", "int8", 0.0, 0.0)
-    assert without.time.lookups_per_s < uniform.time.lookups_per_s / 3
+    assert without.time.lookups_per_s / uniform.time.lookups_per_s == pytest.approx(4 / 5, abs=0.05)

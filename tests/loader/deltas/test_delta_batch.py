@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from loader.deltas.batch import MAX_BATCH_BYTES, MAX_BATCH_ROWS, DeltaBatch, encode_rows, rows_per_batch
 from loader.errors import DeltaFormatError
-from loader.snapshot.codecs import codec_for
 from loader.snapshot.manifest import TableSpec
 from shardrank_testing.deltas import delta_spec, encoded, make_batch
 
@@ -24,7 +23,8 @@ FIELDS = [name for name in DeltaBatch.__slots__ if name not in ("rows", "stored"
 @st.composite
 def batches(draw) -> DeltaBatch:
     dtype = draw(st.sampled_from(["int8", "int4", "fp16", "fp32"]))
-    dim = 2 * draw(st.integers(1, 40))
+    column_dims = tuple(2 * dim for dim in draw(st.lists(st.integers(1, 20), min_size=2, max_size=6) | st.just([])))
+    dim = sum(column_dims) or 2 * draw(st.integers(1, 40))
     rows = np.array(sorted(draw(st.sets(st.integers(0, 2**32 - 2), min_size=1, max_size=50))), np.int64)
     values = np.random.default_rng(draw(st.integers(0, 2**32))).normal(size=(rows.size, dim)).astype(np.float32)
     name = st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,20}", fullmatch=True)
@@ -38,7 +38,20 @@ def batches(draw) -> DeltaBatch:
         dtype=dtype,
         embedding_dim=dim,
         rows=rows,
-        stored=codec_for(dtype, dim).encode(values),
+        stored=encode_rows(delta_table(dtype, dim, column_dims), rows, values)[1],
+        column_dims=column_dims,
+    )
+
+
+def delta_table(dtype, dim, column_dims=()) -> TableSpec:
+    """A table that has every row."""
+    return TableSpec(
+        name="t",
+        num_embeddings=2**32 - 1,
+        embedding_dim=dim,
+        feature_names=("f",),
+        dtype=dtype,
+        column_dims=column_dims,
     )
 
 
@@ -225,3 +238,50 @@ def test_what_is_no_row_of_the_table_is_refused_by_name(rows, values, message):
 def test_a_value_that_the_dtype_can_not_hold_is_refused(dtype, values):
     with pytest.raises(DeltaFormatError, match=rf"row 9 has values that {dtype} can't hold"):
         encode_rows(table_of(dtype), [2, 9], np.array([[0] * 4, values], np.float32))
+
+
+def sliced_batch(column_dims=(4, 6), **changes) -> tuple[TableSpec, DeltaBatch]:
+    table = delta_table("int8", sum(column_dims), column_dims)
+    values = np.random.default_rng(3).normal(size=(2, table.embedding_dim)).astype(np.float32)
+    rows, stored = encode_rows(table, [3, 5], values)
+    fields = {"table": "t", "embedding_dim": table.embedding_dim, "rows": rows, "stored": stored}
+    return table, replace(small_batch(), dtype="int8", **{**fields, "column_dims": column_dims, **changes})
+
+
+def test_a_delta_of_a_sliced_table_has_the_rows_of_all_slices_side_by_side():
+    table, batch = sliced_batch()
+    values = np.random.default_rng(3).normal(size=(2, 10)).astype(np.float32)
+    first, second = (encoded(one, part) for one, part in zip(table.slices, np.split(values, [4], axis=1), strict=True))
+    np.testing.assert_array_equal(batch.stored, np.concatenate([first, second], axis=1))
+    read = DeltaBatch.decode(batch.encode())
+    read.check_table(*table.slices)
+    assert read.column_dims == (4, 6)
+
+
+def test_a_delta_is_only_of_a_table_that_is_cut_alike():
+    table, batch = sliced_batch()
+    others = (delta_table("int8", 10), delta_table("int8", 10, (6, 4)), delta_table("int8", 10, (4, 4, 2)))
+    for other in others:
+        with pytest.raises(DeltaFormatError, match=r"has int8 rows of .*, the delta int8 of 4 \+ 6"):
+            batch.check_table(*other.slices)
+    stored = batch.stored.copy()
+    stored[1, -4:] = np.array([np.nan], "<f4").view(np.uint8)
+    with pytest.raises(DeltaFormatError, match="row 5 holds NaN or inf"):
+        replace(batch, stored=stored).check_table(*table.slices)
+
+
+@pytest.mark.parametrize("column_dims", [(10,), (4, 7), (10, 0), (1,) * 33])
+def test_slices_that_do_not_make_up_a_row_are_refused_by_both_ends(column_dims):
+    _, batch = sliced_batch()
+    bad = replace(batch, column_dims=column_dims)
+    with pytest.raises(DeltaFormatError, match="columns in slices of"):
+        bad.encode()
+    body = bytearray(batch.encode()[24:])
+    struct.pack_into("<2I", body, 56, 3, 6)
+    with pytest.raises(DeltaFormatError, match=r"10 columns in slices of 3 \+ 6"):
+        DeltaBatch.decode(b"SRDELTA1" + xxhash.xxh3_128_intdigest(bytes(body)).to_bytes(16, "little") + bytes(body))
+
+
+def test_a_delta_of_a_whole_table_has_the_bytes_that_it_had_before_there_were_slices():
+    payload = small_batch().encode()
+    assert payload[24 + 50 : 24 + 56] == bytes(6)

@@ -10,8 +10,9 @@ import pytest
 from rich.console import Console
 
 from loadtest.compare.arms import CompareConfig
-from loadtest.compare.measure import ASKED, ArmRound, Measurements, rates_of, wire_bytes
+from loadtest.compare.measure import ArmRound, Measurements, rates_of
 from loadtest.compare.run import compared
+from loadtest.compare.wire import ASKED, wire_bytes
 from loadtest.load.closed_loop import CpuTime, Role, Weighed
 from loadtest.load.config import OfferedLoad
 from loadtest.load.result import LoadResult

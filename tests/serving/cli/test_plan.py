@@ -12,8 +12,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 from loader.snapshot.manifest import ModelSpec
+from loader.snapshot.per_row import write_access_counts
 from serving.cli import main
 from serving.cli.capacity import CATALOG, CapacityPlan
+from serving.cli.division import print_division
 from serving.cli.plan import MANIFEST_NAME, SYSTEM_NAMES
 from shard_node.planning.cost_model import SYSTEMS
 from shardrank_testing.snapshots import make_spec, write_snapshot
@@ -109,6 +111,68 @@ def test_a_snapshots_access_counts_decide_what_is_hot(tmp_path: Path) -> None:
     assert {one.tier: one.lookup_share for one in planned(*arguments, "--zipf", "0").tiers}["hot"] < 0.01
 
 
+@pytest.mark.parametrize("given", ["file", "folder", "trace"])
+def test_given_counts_or_a_trace_decide_what_is_hot(tmp_path: Path, given: str) -> None:
+    told = np.zeros(1000, np.uint32)
+    told[7] = 1000
+    folder, _ = write_snapshot(tmp_path / "store", make_spec(dtype="int8"), access_counts={"user": told})
+    idle = [part for one in make_spec().features if one.name != "user" for part in ("--hotness", f"{one.name}=0")]
+    arguments = ("--model", str(folder), "--cards", "2", "--hot-gb", str(32e-9), *idle)
+    if given == "file":
+        write_access_counts(tmp_path / "counts", {"user": (np.array([3, 500]), np.array([1, 3]))})
+        more = ("--counts", str(tmp_path / "counts"))
+    elif given == "folder":
+        (tmp_path / "counts").mkdir()
+        np.save(tmp_path / "counts" / "user.npy", np.bincount([3, 500, 500, 500], minlength=1000))
+        more = ("--counts", str(tmp_path / "counts"))
+    else:
+        np.save(tmp_path / "users.npy", np.array([500, 3, 500, 500]))
+        more = ("--trace", f"user={tmp_path / 'users.npy'}")
+    assert {one.tier: one.lookup_share for one in planned(*arguments, *more).tiers}["hot"] == 0.75
+    # A told skew is of tables that have no counts.
+    assert {one.tier: one.lookup_share for one in planned(*arguments, *more, "--zipf", "1").tiers}["hot"] == 0.75
+
+
+def test_a_trace_of_a_table_counts_for_all_its_slices(tmp_path: Path) -> None:
+    document = pooled_spec().model_dump()
+    (sliced,) = (table for table in document["tables"] if table["name"] == "user")
+    sliced["column_dims"] = (sliced["embedding_dim"] - 4, 4)
+    (tmp_path / "films.json").write_text(ModelSpec.model_validate(document).model_dump_json())
+    np.save(tmp_path / "users.npy", np.full(10, 500))
+    idle = [part for one in make_spec().features if one.name != "user" for part in ("--hotness", f"{one.name}=0")]
+    arguments = ("--model", str(tmp_path / "films.json"), "--cards", "2", "--hot-gb", str(64e-9), *idle)
+    plan = planned(*arguments, "--trace", f"user={tmp_path / 'users.npy'}")
+    assert {one.tier: one.lookup_share for one in plan.tiers}["hot"] == 1
+
+
+@pytest.mark.parametrize(
+    ("trace", "problem"),
+    [
+        ("user=outside.npy", "row 1000 is not within table 'user' of 1000 rows"),
+        ("user=negative.npy", "row -1 is not within"),
+        ("user=floats.npy", "must be integers [n]"),
+        ("user=missing.npy", "not an array that can be read"),
+        ("nobody=outside.npy", "unknown tables ['nobody']"),
+    ],
+)
+def test_traces_that_do_not_fit_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trace: str, problem: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, rows in (("outside", [3, 1000]), ("negative", [3, -1]), ("floats", [0.5])):
+        np.save(f"{name}.npy", np.array(rows))
+    Path("films.json").write_text(pooled_spec().model_dump_json())
+    result = run("--model", "films.json", "--trace", trace)
+    assert result.exit_code in (1, 2)
+    assert problem in result.output
+
+
+def test_counts_and_a_trace_are_not_both_taken(tmp_path: Path) -> None:
+    result = run("--model", "dlrm-v2", "--counts", str(tmp_path), "--trace", "t0=x.npy")
+    assert result.exit_code == 2
+    assert "give one of them" in result.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "problem"),
     [
@@ -118,8 +182,13 @@ def test_a_snapshots_access_counts_decide_what_is_hot(tmp_path: Path) -> None:
         (("--model", "dlrm-v2:2"), 2, "above 0 and at most 1"),
         (("--model", "dlrm-v2", "--hotness", "f0=many"), 2, "'many' is not a number"),
         (("--model", "dlrm-v2", "--hotness", "nobody=3"), 1, "has no such feature"),
-        (("--model", "dlrm-v2", "--sharding", "range", "--shards", "2"), 1, "is stored with 'hash'"),
-        (("--model", "dlrm-v2", "--shards", "300"), 2, "256 buckets"),
+        (("--model", "dlrm-v2", "--sharding", "range", "--shards", "2"), 1, "is stored with 'mixed'"),
+        (
+            ("--model", "dlrm-v2", "--shards", "2", "--cards", "1", "--card-memory-gb", "4", "--compare"),
+            1,
+            "do not fit on 2 shards",
+        ),
+        (("--model", "merlin-tiny", "--out", "/nowhere/plan.json"), 2, "--out /nowhere/plan.json: No such file"),
         (("--model", "dlrm-v2", "--system", "z80"), 2, "is not one of"),
         (("--model", "dlrm-v2", "--card-memory-gb", "nan"), 2, "nan is not a finite number"),
         (("--model", "dlrm-v2", "--pinned-memory-gb", "inf"), 2, "inf is not a finite number"),
@@ -133,6 +202,28 @@ def test_what_can_not_be_planned_says_why(arguments: tuple[str, ...], code: int,
     result = run(*arguments)
     assert result.exit_code == code
     assert problem in result.output
+
+
+def test_a_plan_per_table_places_what_whole_tables_do_not_and_takes_less_time_than_dividing_all_rows(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    # A hundredth of its rows on cards of a hundredth of the memory: two tables are larger than a card.
+    arguments = ("--model", "merlin-jumbo:0.01", "--shards", "4", "--cards", "8", "--card-memory-gb", "0.8",
+                 "--pinned-memory-gb", "0.16", "--compare")  # fmt: skip
+    division = planned(*arguments).division
+    assert division is not None
+    chosen, by_row, whole = division.ways
+    assert (chosen.way, by_row.way, whole.way) == ("per table", "all row_wise", "all table_wise")
+    assert chosen.left_over_bytes == 0
+    assert whole.left_over_bytes > 0
+    assert chosen.total_us < by_row.total_us
+    assert chosen.busiest_to_mean < 1.1
+    assert len(division.tables) == 1022
+    assert [one.rank for one in division.ranks] == list(range(32))
+    print_division(division)
+    output = capsys.readouterr().out
+    assert re.search(r"all table_wise .* does not fit", output)
+    assert re.search(r"t74 +table_wise +\S+ +\d+\.\.\d+", output)
 
 
 def test_int4_is_refused_for_tables_of_an_odd_dim(tmp_path: Path) -> None:
@@ -159,3 +250,111 @@ def test_readmes_plan_is_what_the_command_prints() -> None:
     assert shown is not None
     result = run(*shlex.split(shown[1])[2:])
     assert [line.rstrip() for line in result.output.splitlines()] == shown[2].splitlines()
+
+
+STEP = (
+    "--model", "textbook", "--dtype", "fp32", "--shards", "16", "--cards", "1", "--batch", "65536",
+    "--network-gb-per-s", "100", "--zipf", "1.1", "--head", "5000:0.85",
+)  # fmt: skip
+
+
+def test_a_step_moves_the_textbooks_bytes_at_its_hit_rates() -> None:
+    given = (0.0, 0.5, 0.85, 0.99, 0.5762, 0.7514, 0.85035)
+    network = planned(*STEP, "--compare-hit-rates", ",".join(map(str, given))).network
+    assert network is not None
+    assert [one.hit_rate for one in network.compared] == pytest.approx(given)
+    moved = [(round(one.moved_bytes / 1e6, 1), round(one.moved_us / 1e3, 2)) for one in network.compared]
+    assert moved == [
+        (1342.2, 13.42), (671.1, 6.71), (201.3, 2.01), (13.4, 0.13), (568.8, 5.69), (333.7, 3.34), (200.9, 2.01)
+    ]  # fmt: skip
+
+
+def test_hot_rows_have_the_hit_rates_of_the_closed_form() -> None:
+    network = planned(*STEP, "--compare-hit-rates", "", "--compare-hot-rows", "100,1000,5000").network
+    assert network is not None
+    for one, rows in zip(network.compared, (100, 1000, 5000), strict=True):
+        assert one.hot_rows == rows
+        assert one.hit_rate == pytest.approx(closed_form(rows), abs=1e-4)
+        assert one.hot_bytes == rows * 512
+
+
+def closed_form(rows: int) -> float:
+    harmonic = np.cumsum(np.arange(1, 5001) ** -1.1)
+    return 0.85 * float(harmonic[rows - 1] / harmonic[-1])
+
+
+def test_a_request_takes_the_slowest_shard_and_the_network() -> None:
+    plan = planned("--model", "dlrm-v2", "--shards", "4", "--cards", "2", "--replicate-bytes", "0")
+    network = plan.network
+    assert network is not None
+    time = network.time
+    assert network.request_us == pytest.approx(network.slowest_us + time.out_us + time.back_us + 20)
+    assert network.slowest_us >= plan.time.alone_us
+    assert network.bound == "network bandwidth"
+    # 12.5 GB/s: 80 ps a byte.
+    sent = network.ids_bytes + network.offsets_bytes + network.keys_bytes + network.sums_bytes + network.framing_bytes
+    assert time.out_us + time.back_us == pytest.approx(sent * 80e-6)
+    slow = planned("--model", "dlrm-v2", "--shards", "4", "--cards", "2", "--network-us", "5000").network
+    assert slow is not None
+    assert slow.bound == "network latency"
+    assert slow.crossover_hit_rate is None
+    near = ("--network-gb-per-s", "1000000", "--network-us", "0")
+    fast = planned("--model", "dlrm-v2", "--shards", "4", "--cards", "2", *near).network
+    assert fast is not None
+    assert not fast.bound.startswith("network")
+    assert fast.crossover_hit_rate == 0
+
+
+def test_hot_rows_at_the_router_spare_the_network_and_the_shards() -> None:
+    arguments = ("--model", "dlrm-v2", "--shards", "4", "--cards", "2", "--zipf", "1.05", "--replicate-bytes", "0")
+    without, some, told = (planned(*arguments, *more) for more in ((), ("--hot-rows-gb", "0.5"), ("--hit-rate", "0.9")))
+    assert without.network is not None
+    assert some.network is not None
+    assert told.network is not None
+    assert some.network.hot_bytes <= 0.5e9
+    assert 0.5 < some.network.hit_rate < 1
+    assert told.network.hit_rate == pytest.approx(0.9)
+    for one in (some, told):
+        assert one.network is not None
+        assert one.network.request_us < without.network.request_us / 2
+        assert one.network.shards_hit < without.network.shards_hit
+        assert one.batch.card_memory_bytes < without.batch.card_memory_bytes
+    assert planned("--model", "dlrm-v2").network is None
+
+
+def test_the_crossover_and_the_bytes_of_a_batch_are_printed_as_reckoned() -> None:
+    network, text = planned(*STEP).network, run(*STEP).output
+    assert network is not None
+    assert f"crossover: from a hit rate of {network.crossover_hit_rate:.4f} on" in text
+    assert f"a bag is asked of {network.shards_hit:.3g} of them" in text
+    assert f"request {network.request_us:.1f} us" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (("--head", "many"), "'many' is not ROWS:SHARE, such as 5000:0.85"),
+        (("--head", "0:0.5"), "is not ROWS:SHARE"),
+        (("--head", "10:1.5"), "is not ROWS:SHARE"),
+        (("--hit-rate", "2"), "2.0 is not in the range"),
+        (("--compare-hit-rates", "0.5,x"), "is not numbers from 0 to 1 with commas between"),
+        (("--compare-hit-rates", "0.5,nan"), "is not numbers from 0 to 1"),
+        (("--compare-hot-rows", "-1"), "is not numbers from 0 to"),
+        (("--network-gb-per-s", "0"), "is not in the range"),
+        (("--network-us", "inf"), "is not in the range"),
+    ],
+)
+def test_what_the_network_can_not_be_says_why(arguments: tuple[str, ...], problem: str) -> None:
+    result = run("--model", "textbook", "--shards", "2", *arguments)
+    assert result.exit_code == 2
+    assert problem in " ".join(result.output.split())
+
+
+def test_the_pages_network_is_what_the_command_prints() -> None:
+    page = (ROOT / "docs/plan.md").read_text(encoding="utf-8")
+    shown = re.search(
+        r"^```\n(shardrank plan --model textbook .*?)\n```\n\n```\n(.*?)^```$", page, re.MULTILINE | re.DOTALL
+    )
+    assert shown is not None
+    lines = [line.rstrip() for line in run(*shlex.split(shown[1].replace("\\\n", " "))[2:]).output.splitlines()]
+    assert lines[next(at for at, line in enumerate(lines) if line.startswith("Between")) :] == shown[2].splitlines()

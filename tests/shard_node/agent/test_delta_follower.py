@@ -10,12 +10,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from loader.deltas.batch import DeltaBatch
 from loader.deltas.publisher import AsyncDeltaPublisher
-from loader.errors import DeltaGapError, RegistryUnavailableError
+from loader.errors import DeltaFormatError, DeltaGapError, RegistryUnavailableError
 from loader.registry.fleet import delta_stream
 from loader.registry.opening import open_registry
 from loader.registry.registry import StreamBounds, StreamEntry
 from shard_node.agent.delta_follower import FollowerConfig
+from shardrank_testing.card_engines import OnCards, engine_params
 from shardrank_testing.deltas import (
     MODEL,
     assert_stored,
@@ -25,14 +27,16 @@ from shardrank_testing.deltas import (
     load_version,
     make_batch,
     register_version,
+    stored_rows,
 )
 from shardrank_testing.registries import REGISTRY_KINDS, registry_of
-from shardrank_testing.snapshots import random_rows, random_tables
+from shardrank_testing.snapshots import random_rows, random_tables, with_slices
 
 SPEC = delta_spec(rows=500)
 STREAM = delta_stream(MODEL, 1)
 TIMEOUT_S = 30.0
 FAST = FollowerConfig(poll_s=0.002, retry_s=0.002, look_at_end_s=0.01)
+ON_CARDS = (OnCards(1, "peers"), OnCards(4, "every tier"))
 TABLES = {table.name: table for table in SPEC.tables}
 
 
@@ -342,3 +346,52 @@ def test_a_follower_that_is_cancelled_has_stopped_writing_when_it_ends(tmp_path)
         assert scene.tables.deltas.sequence == 1
 
     play("directory", tmp_path, scenario)
+
+
+@pytest.mark.parametrize("how", ["ram", "two cards", "mapped", *engine_params(ON_CARDS, ())], ids=str)
+def test_deltas_of_a_sliced_table_reach_all_of_its_slices(how, tmp_path):
+    spec = with_slices(SPEC, {"int8": (12, 4, 12), "int4": (2, 6), "fp32": (1, 3)})
+    state, rng = random_tables(spec, 5), np.random.default_rng(2)
+    snapshot = export_state(tmp_path, spec, state, 1)
+    if isinstance(how, OnCards):
+        tables = load_version(snapshot, card_set=how.card_set(spec))
+    else:
+        tables = load_version(snapshot, cards=2 if how == "two cards" else 1, budget=0 if how == "mapped" else None)
+    entries = []
+    for sequence in range(1, 13):
+        table = spec.tables[sequence % len(spec.tables)]
+        rows = np.sort(rng.choice(table.num_embeddings, 60, replace=False))
+        state[table.name][rows] = random_rows(rng, 60, table.embedding_dim)
+        batch = make_batch(spec, table.name, sequence, rows, state[table.name][rows])
+        entries.append(StreamEntry(sequence, batch.encode()))
+    follower = follow(None, snapshot, tables)
+    follower.apply(entries)
+    assert_stored(tables.engine, export_state(tmp_path, spec, state, 2))
+    # What training publishes is of the table; a slice is no table of it.
+    with pytest.raises(DeltaFormatError, match=r"for table 'int8\.c0', which it does not have"):
+        follower.apply(
+            [StreamEntry(13, replace(make_batch(spec, "int8", 13, [1], np.zeros((1, 28))), table="int8.c0").encode())]
+        )
+    tables.close()
+
+
+def test_a_publisher_cuts_rows_into_slices_by_what_is_published(tmp_path):
+    spec = with_slices(SPEC, {"int8": (12, 4, 12)})
+
+    async def scenario(scene):
+        snapshot = export_state(tmp_path / "sliced", spec, random_tables(spec, 5), 2)
+        await register_version(scene.registry, snapshot)
+        publisher = AsyncDeltaPublisher(scene.registry, MODEL, 2)
+        values = random_rows(scene.rng, 4, 28)
+        assert await publisher.publish("int8", [1, 5, 9, 400], values) == 1
+        entries = await scene.registry.read(delta_stream(MODEL, 2), 0, 4)
+        batch = DeltaBatch.decode(entries[0].payload)
+        assert (batch.table, batch.column_dims, batch.stored.shape) == ("int8", (12, 4, 12), (4, 28 + 3 * 8))
+        tables = load_version(snapshot)
+        follow(scene.registry, snapshot, tables).apply(entries)
+        found = np.concatenate(
+            [stored_rows(tables.engine, one.name)[[1, 5, 9, 400]] for one in spec.tables[0].slices], axis=1
+        )
+        np.testing.assert_array_equal(found, batch.stored)
+
+    play(REGISTRY_KINDS[0], tmp_path, scenario)

@@ -197,9 +197,9 @@ def runs_with(**changes) -> OutputRuns:
         ({"modes": np.array([0])}, "these must be flat and of one length"),
         ({"out_offsets": np.array([-1, 100])}, "out_offsets must not be negative"),
         ({"out_strides": np.array([3, 16])}, "out_strides not below the table's embedding_dim"),
-        ({"out_elements": 10}, "key 0: its last bag ends at element .* of 10"),
-        ({"out_strides": np.array([2**62, 16])}, "key 0: its last bag ends at element"),
-        ({"out_offsets": np.array([0, 190])}, "key 1: its last bag ends at element"),
+        ({"out_elements": 10}, "run 0: its last bag ends at element .* of 10"),
+        ({"out_strides": np.array([2**62, 16])}, "run 0: its last bag ends at element"),
+        ({"out_offsets": np.array([0, 190])}, "run 1: its last bag ends at element"),
     ],
 )
 def test_runs_that_would_write_outside_their_output_are_refused(changes, message):
@@ -207,3 +207,28 @@ def test_runs_that_would_write_outside_their_output_are_refused(changes, message
     check_runs(LAYOUT, runs_with(), size)
     with pytest.raises(InvalidBagsError, match=message):
         check_runs(LAYOUT, runs_with(**changes), size)
+
+
+def test_a_key_may_have_several_runs_and_each_has_one():
+    size = BatchSize(np.array([4, 4]), 3)
+    runs = {
+        "tables": np.array([0, 1, 2]),
+        "modes": np.array([0, 2, 0]),
+        "out_offsets": np.array([0, 64, 128]),
+        "out_strides": np.array([16, 16, 16]),
+    }
+    table = RunTable(SHAPES, runs_with(**runs, keys=np.array([1, 0, 1])))
+    check_runs(LAYOUT, table.runs, size)
+    assert table.tables.tolist() == [1, 0]
+    assert [(keys.tolist(), tables.tolist()) for keys, tables in table.further] == [([False, True], [2])]
+    bags = KeyedBags.from_lengths(
+        np.array([0, 1], np.int32), np.array([1, 2]), np.array([1, 0, 2]), np.array([5, 6, 7])
+    )
+    assert table.spans(bags)[0].tolist() == [1, 0, 1]
+    for keys, message in (
+        (np.array([1, 2, 1]), r"keys must be within 0\.\.1"),
+        (np.array([1, 1, 1]), "keys must name each of the 2 keys"),
+        (np.array([1, 0]), "of one length"),
+    ):
+        with pytest.raises(InvalidBagsError, match=message):
+            check_runs(LAYOUT, runs_with(**runs, keys=keys), size)

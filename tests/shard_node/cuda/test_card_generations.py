@@ -132,7 +132,7 @@ def test_a_version_with_no_room_beside_the_live_one_is_refused_and_fits_once_tha
     cards = EmulatedCards(2, total_bytes=32 << 20)
     card_set = CardSet(cards, MIXED, CardMemory(cards, reserve_bytes=0))
     node, bags, memory = node_of(2), some_bags(), RowMemory()
-    partition, digest = plan_of(SPEC, 2)
+    partition, digest = plan_of(second, 2)
     node.stage(MODEL, 1, load_version(first, card_set=card_set))
     node.flip(MODEL, 1)
     for _ in range(2 * POOLS_PER_CARD):
@@ -282,7 +282,7 @@ def test_an_agent_stages_flips_and_retires_versions_on_cards_and_tells_what_they
 
 def finder_bytes_of(layout: TableLayout, num_cards: int) -> int:
     """For each table its number of rows and first place, and where its rows begin at each owner."""
-    return len(layout.tables) * (16 + 8 * (num_cards + 2))
+    return len(layout.tables) * (32 + 8 * (num_cards + 2))
 
 
 def test_the_rows_that_a_live_version_is_asked_for_are_hot_in_the_next_one(tmp_path):

@@ -131,7 +131,7 @@ def test_what_loading_takes_is_to_the_byte_what_it_said_before(snapshot):
     rows = tables.engine.memory()
     for card in range(3):
         in_rows = sum(use.size_bytes for use in rows if use.card == card and use.tier != "pinned")
-        assert one.card_bytes[card] == one.plan.bytes(card).total + 4 * (16 + 8 * 5)
+        assert one.card_bytes[card] == one.plan.bytes(card).total + 4 * (32 + 8 * 5)
         assert in_rows == one.plan.bytes(card).total
     assert [use.size_bytes for use in rows if use.tier == "pinned"] == [one.pinned_bytes]
     tables.close()
@@ -185,8 +185,24 @@ def test_without_peer_access_no_row_is_on_one_card_only(snapshot):
 
 
 def test_a_card_that_can_not_even_hold_the_places_is_an_error_before_anything_is_taken(snapshot):
-    with pytest.raises(MemoryBudgetError, match="but the places of all rows take 11368"):
-        prepare(snapshot, CardSet(EmulatedCards(2), CardOptions(card_memory_gb=11e-6)))
+    # All but 5,000 bytes of rows can be pinned, so one table has to be divided; its places are more than a card has.
+    options = CardOptions(card_memory_gb=2.7e-6, pinned_memory_gb=63.5e-6, hot_gb=0)
+    with pytest.raises(MemoryBudgetError, match="may take 2700 bytes, but places take"):
+        prepare(snapshot, CardSet(EmulatedCards(2), options))
+
+
+def test_tables_that_lie_whole_at_one_owner_have_no_places_and_answer_all_the_same(written):
+    snapshot, tables = written
+    # Room for every copy of every row: all tables are hot in full.
+    loaded = load(snapshot, CardSet(EmulatedCards(2), CardOptions(card_memory_gb=1e-3)))
+    engine = loaded.engine
+    assert [one.only_owner for one in engine.plan.places] == [2] * len(engine.plan.places)
+    # A kernel that read a place would read from address 0.
+    assert [params.places for arena in engine._arenas for params in arena.params] == [0] * 2 * len(engine._arenas)
+    bags = random_table_bags(np.random.default_rng(7), engine.layout, 60, 6)
+    expected = ReferenceEngine(SPEC, decoded_tables(SPEC, tables)).pool(bags)
+    assert_blocks_equal(engine.pool(bags), expected, scale=10.0)
+    loaded.close()
 
 
 def test_a_plan_for_another_number_of_cards_is_refused(snapshot):
@@ -202,7 +218,7 @@ def test_rows_of_another_node_are_on_no_card(tmp_path, bucketing):
     plan = Plan.make(spec, 3, bucketing, 2, 0)
     held = []
     for shard in range(3):
-        card_set = CardSet(EmulatedCards(2), CardOptions(card_memory_gb=16e-6, pinned_memory_gb=1e-3, hot_gb=1e-6))
+        card_set = CardSet(EmulatedCards(2), CardOptions(card_memory_gb=13e-6, pinned_memory_gb=1e-3, hot_gb=1e-6))
         one = CardTableLoad(snapshot, plan.partition(shard), plan.digest, card_set, upload_bytes=SMALL_UPLOAD_BYTES)
         tables = one.run(one.take(RowMemory()))
         assert tiers_of(tables) >= {"card", "hot", "pinned"}

@@ -28,7 +28,7 @@ from shard_node.planning import card_plan
 from shard_node.planning.card_plan import CardBudget, CardPlan, TableSplit
 from shard_node.planning.hotness import Hotness
 from shardrank_testing.card_plans import make_plan, one_table_layout, plan_inputs, strides
-from shardrank_testing.snapshots import plain_buckets
+from shardrank_testing.snapshots import num_buckets, plain_buckets
 
 
 @settings(deadline=None)
@@ -77,10 +77,31 @@ def test_bytes_as_planned_are_the_bytes_of_the_rows_that_are_placed(inputs):
     for card in range(plan.num_cards):
         assert plan.bytes(card).card == placed[card]
         assert plan.bytes(card).hot == placed[hot_owner(plan.num_cards)]
-        assert plan.bytes(card).places == 4 * sum(table.num_embeddings for table in plan.layout.tables)
+        assert plan.bytes(card).places == sum(least_places_bytes(plan, number) for number in range(len(row_strides)))
     assert plan.pinned_bytes == placed[pinned_owner(plan.num_cards)]
     for owner in range(plan.num_cards + 2):
         assert sum(placer.rows_bytes(group)[owner] for group in plan.layout.groups) == placed[owner]
+
+
+def least_places_bytes(plan, number):
+    """None for a table at one owner; else 4 for each row, or 4 for each row here and 8 for each bucket."""
+    if plan.places[number].only_owner is not None:
+        return 0
+    table = plan.layout.tables[number]
+    here = int((plan.partition.card_of_bucket[number][plain_buckets(table)] >= 0).sum())
+    return min(4 * table.num_embeddings, 4 * here + 8 * num_buckets(table))
+
+
+@settings(deadline=None)
+@given(inputs=plan_inputs())
+def test_a_table_without_places_has_each_row_at_the_slot_of_its_number(inputs):
+    plan = make_plan(inputs)
+    for number, table in enumerate(plan.layout.tables):
+        owner = plan.places[number].only_owner
+        if owner is not None:
+            places = Placer(plan).places(number)
+            assert (owners_of(places, plan.num_cards) == owner).all()
+            assert slots_of(places, plan.num_cards).tolist() == list(range(table.num_embeddings))
 
 
 @settings(deadline=None)
@@ -168,7 +189,7 @@ def test_row_numbers_near_2_to_the_32_are_placed():
     # Every second row is on this node.
     buckets = np.arange(256)
     partition = Partition(64, (np.where(buckets % 2, -1, buckets // 2 % 64).astype(np.int16),))
-    budget = CardBudget((4 * rows + 16 * 2**25,) * 64, 2**40, 16 * 2**18)
+    budget = CardBudget((4 * 2**31 + 8 * 256 + 16 * 2**25,) * 64, 2**40, 16 * 2**18)
     plan = CardPlan.make(layout, partition, budget, Hotness(zipf=1.05))
     card_rows = 64 * (2**25 - 2**18)
     assert plan.splits == (TableSplit(2**18, card_rows, 2**31 - 2**18 - card_rows),)

@@ -196,7 +196,8 @@ def test_of_tables_alike_the_one_with_more_lookups_per_byte_is_nearer():
         return TableSpec(name=name, num_embeddings=rows, embedding_dim=dim, feature_names=names)
 
     layout = layout_of([table("wide", 100, 120), table("small", 100, 8), table("shared", 300, 8, 5)])
-    budget = CardBudget((places_bytes(layout) + 350 * ROW,), 1000 * ROW)
+    # Only one of them is divided, and has places.
+    budget = CardBudget((4 * 100 + 350 * ROW,), 1000 * ROW)
     plan = CardPlan.make(layout, round_robin(layout, 1), budget, Hotness())
     of = {one.name: split for one, split in zip(layout.tables, plan.splits, strict=True)}
     assert of == {
@@ -228,8 +229,8 @@ def test_rows_that_do_not_fit_are_refused_with_the_numbers():
     budget = CardBudget((4000 + 160, 4000 + 160), 1600)
     with pytest.raises(
         MemoryBudgetError,
-        match=r"rows take 16000 bytes, beside 4000 of places .* \[4160, 4160\] and pinned memory 1600: 14080 bytes of "
-        "880 rows are left over",
+        match=r"rows take 16000 bytes, beside 0 of places .* \[4160, 4160\] and pinned memory 1600: 6336 bytes of "
+        "396 rows are left over",
     ):
         CardPlan.make(layout, round_robin(layout, 2), budget, Hotness())
 
@@ -248,8 +249,8 @@ def test_a_plan_takes_just_the_pinned_memory_that_it_needs_and_is_refused_with_l
 
 def test_a_card_without_room_for_places_is_refused_with_the_numbers():
     layout = one_table_layout(1000)
-    with pytest.raises(MemoryBudgetError, match="card 1 may take 3999 bytes, but the places of all rows take 4000"):
-        CardPlan.make(layout, round_robin(layout, 2), CardBudget((4000, 3999), 0), Hotness())
+    with pytest.raises(MemoryBudgetError, match="card 1 may take 3999 bytes, but places take 4000"):
+        CardPlan.make(layout, round_robin(layout, 2), CardBudget((4000, 3999), 600 * ROW), Hotness())
 
 
 @pytest.mark.parametrize(

@@ -98,8 +98,8 @@ class AgentFleet:
         name, topology = f"shard-{shard}-{replica}", self.topology
         address = Address(path=str(self.folder / f"{name}.sock"))
 
-        def plan_of(spec: ModelSpec) -> tuple[Partition, str]:
-            plan = plan_by(topology, spec)
+        def plan_of(snapshot: Snapshot) -> tuple[Partition, str]:
+            plan = plan_by(topology, snapshot.spec)
             return plan.partition(shard), plan.digest
 
         await join_fleet(self.fleet, topology)
@@ -176,12 +176,12 @@ class AgentFleet:
         node = ShardNode(NodeIdentity(shard_index=0, num_shards=1, num_cards=cards, sharding="hash"))
         config = NodeConfig(node_id=name, address="", store=self.store, replicate_bytes=0)
 
-        def plan_of(spec: ModelSpec) -> tuple[Partition, str]:
-            plan = plan_by(topology, spec, cards)
+        def plan_of(snapshot: Snapshot) -> tuple[Partition, str]:
+            plan = plan_by(topology, snapshot.spec, cards)
             return plan.partition(0), plan.digest
 
         actions = NodeActions(node, fleet, plan_of, config, card_set=card_set)
-        return LocalRows(node, actions, lambda spec: plan_by(topology, spec, cards))
+        return LocalRows(node, actions, lambda snapshot: plan_by(topology, snapshot.spec, cards))
 
 
 def plan_by(topology: FleetRecord, spec: ModelSpec, cards: int = 1) -> Plan:

@@ -89,8 +89,8 @@ def engine_params(emulated: tuple[OnCards, ...] = CARD_ENGINES, real: tuple[OnCa
 
 def options_for(spec: ModelSpec, num_cards: int, tiers: Tiers) -> CardOptions:
     """Budgets that put the rows of a model into some tiers."""
-    rows = sum(one.num_embeddings * RowFormat.of(one.dtype, one.embedding_dim).stride for one in spec.tables)
-    places = sum(4 * one.num_embeddings for one in spec.tables)
+    rows = sum(one.num_embeddings * RowFormat.of(one.dtype, one.embedding_dim).stride for one in spec.stored_tables)
+    places = sum(4 * one.num_embeddings for one in spec.stored_tables)
     own = -(-rows // num_cards)
     card, hot, pinned = {
         "hot": (places + rows, rows, 0),

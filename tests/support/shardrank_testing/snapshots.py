@@ -182,6 +182,7 @@ def write_snapshot(
     version: int | None = None,
     rows_per_file: int | None = None,
     golden_tolerance: float = 0.05,
+    plan: bytes | None = None,
 ) -> tuple[Path, dict[str, Float32Array]]:
     """Exports the spec with random rows into the store at `store_path`.
 
@@ -200,6 +201,7 @@ def write_snapshot(
         version=version,
         rows_per_file=rows_per_file,
         golden_tolerance=golden_tolerance,
+        plan=plan,
     )
     return path, tables
 
@@ -249,6 +251,13 @@ def plain_buckets(table: TableSpec, rows: Iterable[int] | None = None) -> np.nda
 def num_buckets(table: TableSpec) -> int:
     """How many buckets a table has."""
     return 4096 if table.bucketing == "mixed" else 256
+
+
+def with_slices(spec: ModelSpec, slices: Mapping[str, tuple[int, ...]]) -> ModelSpec:
+    """The model with some of its tables cut into slices of so many columns; their widths follow."""
+    changes = {name: {"column_dims": dims, "embedding_dim": sum(dims)} for name, dims in slices.items()}
+    tables = [TableSpec(**{**dict(table), **changes.get(table.name, {})}) for table in spec.tables]
+    return ModelSpec(**{**dict(spec), "tables": tuple(tables)})
 
 
 def sharding_of(spec: ModelSpec) -> Sharding:

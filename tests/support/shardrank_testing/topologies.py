@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -22,6 +23,7 @@ from router.replicas import ReplicatedShard
 from router.router import Router
 from shard_node.answer import EXACT, Forms
 from shard_node.bags import Int64Array, KeyedBags, TableLayout
+from shard_node.cuda.card_set import CardSet
 from shard_node.engine.loading import load_tables
 from shard_node.node import LocalShard, Shard, ShardNode
 from shard_node.wire.address import Address
@@ -51,9 +53,17 @@ class Topology:
         )
 
 
-def make_node(snapshot: Snapshot, plan: Plan, shard: int, memory_budget_bytes: int | None = None) -> ShardNode:
+def make_node(
+    snapshot: Snapshot,
+    plan: Plan,
+    shard: int,
+    memory_budget_bytes: int | None = None,
+    card_set: CardSet | None = None,
+) -> ShardNode:
     node = ShardNode(plan.identity(shard))
-    tables = load_tables(snapshot, plan.partition(shard), plan.digest, memory_budget_bytes=memory_budget_bytes)
+    tables = load_tables(
+        snapshot, plan.partition(shard), plan.digest, memory_budget_bytes=memory_budget_bytes, card_set=card_set
+    )
     node.stage(snapshot.spec.model, snapshot.version, tables)
     node.flip(snapshot.spec.model, snapshot.version)
     return node
@@ -104,8 +114,11 @@ def decoded_tables(spec: ModelSpec, tables: dict[str, np.ndarray]) -> dict[str, 
     """What rows are worth once stored: the dtype's own rounding is no error of whoever serves them."""
     out = {}
     for table in spec.tables:
-        codec = codec_for(table.dtype, table.embedding_dim)
-        out[table.name] = codec.decode(codec.encode(tables[table.name]))
+        cuts = list(itertools.accumulate(table.slice_dims))[:-1]
+        columns = np.split(tables[table.name], cuts, axis=1)
+        codecs = [codec_for(table.dtype, dim) for dim in table.slice_dims]
+        stored = [codec.decode(codec.encode(one)) for codec, one in zip(codecs, columns, strict=True)]
+        out[table.name] = np.concatenate(stored, axis=1)
     return out
 
 

@@ -1,0 +1,248 @@
+"""Bytes that sharded lookups send: closed forms, frames of real splits, and where shares and hot rows come from."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from loader.snapshot.manifest import TableSpec
+from shard_node import split as split_module
+from shard_node.answer import Answer, Forms, travel_as_stored
+from shard_node.bags import KeyedBags
+from shard_node.planning import network_cost
+from shard_node.planning.cost_model import SYSTEMS, BagLoad, Traffic, batch_time
+from shard_node.planning.hotness import Head, Hotness
+from shard_node.planning.network_cost import (
+    AskedShards,
+    BatchBags,
+    HotRows,
+    Network,
+    NetworkBytes,
+    NetworkTime,
+    SentLookups,
+    WireForm,
+    crossover_hit_rate,
+    moved_bytes,
+    shards_hit,
+)
+from shard_node.split import split, whole
+from shard_node.wire import messages
+from shard_node.wire.messages import encode_answer, encode_pool
+from shardrank_testing.card_plans import hotnesses, layout_of, layouts, one_table_layout
+from shardrank_testing.snapshots import num_buckets
+
+MODEL = "shop"
+LOOKUPS, ROW_BYTES = 65_536 * 40, 512
+
+
+def layout_like(*tables, rows=10_000):
+    return layout_of(
+        [
+            TableSpec(name=f"t{number}", num_embeddings=rows, embedding_dim=dim, dtype=dtype, feature_names=(f"f{number}",))  # noqa: E501
+            for number, (dim, dtype) in enumerate(tables)
+        ]
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("hit_rate", "megabytes"), [(0, 1342.2), (0.5, 671.1), (0.85, 201.3), (0.99, 13.4)])
+def test_a_step_of_the_textbook_moves_its_bytes(hit_rate, megabytes):
+    moved = moved_bytes(LOOKUPS, ROW_BYTES, hit_rate)
+    assert round(moved / 1e6, 1) == megabytes
+    assert NetworkTime.of(0, moved, Network(gb_per_s=100, latency_us=0)).alone_us == pytest.approx(moved / 1e5)
+
+
+@pytest.mark.parametrize(("shards", "ids", "hit_rate"), [(1, 7, 0), (4, 1, 0), (4, 40, 0.9), (16, 20, 0.5), (3, 5, 1)])
+def test_shards_hit_by_a_bag_are_as_many_as_random_bags_hit(shards, ids, hit_rate):
+    rng = np.random.default_rng(5)
+    drawn = np.where(rng.random((20_000, ids)) < hit_rate, -1, rng.integers(0, shards, (20_000, ids)))
+    hit = np.mean([(drawn == shard).any(axis=1) for shard in range(shards)]) * shards
+    assert shards_hit(shards, ids, hit_rate) == pytest.approx(hit, rel=0.02)
+
+
+def drawn_bags(layout, rng, hotness, num_bags, *, ragged):
+    lengths = [rng.integers(0 if ragged else ids, ids + 1, num_bags) for ids in hotness]
+    counts = np.full(len(lengths), num_bags)
+    flat = np.concatenate(lengths)
+    values = rng.integers(0, layout.tables[0].num_embeddings, int(flat.sum()))
+    return lengths, KeyedBags.from_lengths(np.arange(len(lengths), dtype=np.int32), counts, flat, values)
+
+
+def answer_of(layout, bags, forms):
+    """An answer of the shape that an engine gives, without its rows."""
+    sums, stored = [], []
+    dtype = np.float16 if forms.float16 else np.float32
+    for group in layout.groups:
+        here = (bags.keys >= group.first_table) & (bags.keys < group.end_table)
+        values, counts = bags.values_per_key()[here], bags.bags_per_key[here]
+        is_stored = travel_as_stored(group, values, counts) & forms.stored
+        sums.append(np.zeros((int(counts[~is_stored].sum()), group.embedding_dim), dtype))
+        stored.append(np.zeros((int(values[is_stored].sum()), group.row_bytes), np.uint8))
+    return Answer(sums, stored if forms.stored else None)
+
+
+def frame_bytes(buffers):
+    return sum(len(one) for one in buffers)
+
+
+TABLES = {
+    "one": [(128, "int8")],
+    "int8 of two dims": [(16, "int8"), (64, "int8"), (64, "int8")],
+    "many": [(32, "int8")] * 20,
+    "all dtypes": [(64, "int4"), (64, "int8"), (32, "fp16"), (16, "fp32")],
+}
+
+
+@pytest.mark.parametrize("forms", [Forms(stored=True, float16=True), Forms(stored=True), Forms(float16=True)])
+@pytest.mark.parametrize("tables", TABLES)
+@pytest.mark.parametrize("hotness", [1, 2, 20])
+@pytest.mark.parametrize("shards", [1, 2, 4, 8])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_bytes_are_those_of_real_frames_of_real_splits(shards, hotness, tables, forms, ragged):
+    found, out, back = reckoned_and_sent(shards, hotness, tables, forms, ragged=ragged, num_draws=6)
+    assert found.out.sum() == pytest.approx(out, rel=0.01)
+    # With ragged bags some tables are near to where rows travel as stored, on either side of it from batch to batch.
+    assert found.back.sum() == pytest.approx(back, rel=0.06 if ragged else 0.015)
+
+
+@pytest.mark.parametrize("forms", [Forms(stored=True, float16=True), Forms(stored=True)])
+@pytest.mark.parametrize("tables", TABLES)
+def test_where_the_form_of_an_answer_changes_from_batch_to_batch_the_mean_is_near(tables, forms):
+    # Of three ids on two shards 7/8 of all bags have one, from which on all bags are sent.
+    found, out, back = reckoned_and_sent(2, 3, tables, forms, ragged=False, num_draws=30)
+    assert found.out.sum() == pytest.approx(out, rel=0.02)
+    assert found.back.sum() == pytest.approx(back, rel=0.06)
+
+
+def reckoned_and_sent(shards, hotness, tables, forms, *, ragged, num_draws):
+    """What is reckoned, and the bytes of frames, out and back, in the mean over some batches."""
+    layout = layout_like(*TABLES[tables])
+    rng = np.random.default_rng(17)
+    out, back, all_lengths = 0, 0, []
+    for _ in range(num_draws):
+        lengths, bags = drawn_bags(layout, rng, [hotness] * len(layout.tables), 150, ragged=ragged)
+        all_lengths.append(lengths)
+        parts = [whole(bags)]
+        if shards > 1:
+            bags = bags.with_values(bags.values.astype(np.int32), None)
+            parts = split(bags, rng.integers(0, shards, bags.num_values).astype(np.uint8), range(shards))
+        for part in parts:
+            out += frame_bytes(encode_pool(1, 0, MODEL, 3, part.bags, forms))
+            back += frame_bytes(encode_answer(1, answer_of(layout, part.bags, forms)))
+    form = WireForm(2 if forms.float16 else 4, forms.stored, model_bytes=len(MODEL))
+    batch = BatchBags.counted([np.concatenate(of_table) for of_table in zip(*all_lengths, strict=True)], num_draws)
+    found = NetworkBytes.of(layout, batch, SentLookups.evenly(len(layout.tables), shards), form)
+    return found, out / num_draws, back / num_draws
+
+
+def test_what_is_taken_from_elsewhere_is_as_it_is_there():
+    assert (network_cost.MAX_MASKED_OWNERS, network_cost.MANY_VALUES, network_cost.NEARLY_ALL) == (
+        split_module.MAX_MASKED_OWNERS,
+        split_module.MANY_VALUES,
+        split_module.NEARLY_ALL,
+    )
+    assert network_cost.SMALL_ARRAY_BYTES == messages.SMALL_ARRAY_BYTES
+    # The textbook's step is divided evenly: 16 shards, 40 ids a bag.
+    layout = one_table_layout(10_000, 128, "fp32")
+    batch = BatchBags.of([BagLoad(LOOKUPS, 65_536, 40)])
+    found = NetworkBytes.of(layout, batch, SentLookups.evenly(1, 16, 0.85), WireForm(4, stored=False))
+    assert found.shards_hit == pytest.approx(shards_hit(16, 40, 0.85))
+    assert found.sums.sum() == pytest.approx(65_536 * shards_hit(16, 40, 0.85) * 512)
+    assert found.ids.sum() == pytest.approx(4 * LOOKUPS * 0.15)
+
+
+def hotness_of(layout, zipf=0.0, head=None, lookups=None):
+    return Hotness(zipf=zipf, head=head, lookups_per_sample=lookups or {}).of(layout)
+
+
+def owners_of(layout, num_shards):
+    return tuple((np.arange(num_buckets(one)) % num_shards).astype(np.int16) for one in layout.tables)
+
+
+def sent_of(rows, owners, num_shards, hot=None):
+    by_shard = [one.rows_by_owner(of_table, num_shards) for one, of_table in zip(rows, owners, strict=True)]
+    return SentLookups.of(rows, owners, by_shard, hot)
+
+
+@settings(deadline=None)
+@given(layout=layouts(), data=st.data())
+def test_every_lookup_goes_to_one_shard_or_is_answered_by_the_router(layout, data):
+    rows = data.draw(hotnesses(layout, np.random.default_rng(3))).of(layout)
+    shards = data.draw(st.integers(1, 5))
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    owners = [rng.integers(0, shards, num_buckets(one)).astype(np.int16) for one in layout.tables]
+    owners[0] = np.full_like(owners[0], -1)
+    hot = HotRows.choose(layout, rows, size_bytes=data.draw(st.integers(0, 10_000)))
+    sent = sent_of(rows, owners, shards, hot)
+    assert sent.takes_turns.tolist() == [True] + [False] * (len(owners) - 1)
+    looked_up = [one.lookups.any() for one in rows]
+    np.testing.assert_allclose(sent.hits[looked_up], hot.hit_rates[looked_up], atol=1e-9)
+
+
+def test_a_table_on_every_shard_is_asked_of_one_shard_a_batch():
+    layout = layout_like((8, "int8"), (8, "int8"))
+    rows = hotness_of(layout)
+    owners = owners_of(layout, 4)
+    sent = sent_of(rows, (np.full_like(owners[0], -1), owners[1]), 4)
+    batch = BatchBags.of([BagLoad(1000, 100, 10)] * 2)
+    asked = AskedShards.of(batch, sent)
+    np.testing.assert_allclose(asked.values.sum(axis=1), 1000)
+    assert asked.hit[0].sum() == pytest.approx(100)
+    assert asked.is_there[0].sum() == pytest.approx(1)
+    assert asked.hit[1].sum() == pytest.approx(100 * shards_hit(4, 10), rel=1e-3)
+    assert [load.values for load in asked.loads(2, [BagLoad(1000, 100, 10)] * 2)] == pytest.approx([250, 250], rel=1e-2)
+
+
+def test_hot_rows_are_the_hottest_for_their_bytes_within_the_bound():
+    layout = layout_like((8, "int8"), (128, "int8"), rows=100)
+    counts = {"t0": np.arange(100, dtype=np.uint32), "t1": np.arange(100, dtype=np.uint32)}
+    rows = Hotness(counts).of(layout)
+    by_rows = HotRows.choose(layout, rows, num_rows=10)
+    # Rows of t1 have 136 bytes, of t0 16.
+    assert by_rows.rows.tolist() == [10, 0]
+    assert by_rows.size_bytes == 160
+    assert by_rows.hit_rate == pytest.approx(sum(range(90, 100)) / 4950 / 2, rel=0.01)
+    assert HotRows.choose(layout, rows, size_bytes=0).hit_rate == 0
+    everything = HotRows.choose(layout, rows, size_bytes=100 * (16 + 136))
+    assert everything.hit_rate == pytest.approx(1)
+    assert all((one == 0).all() for one in everything.missed)
+    half = HotRows.choose(layout, rows, hit_rate=0.5)
+    assert half.hit_rate == pytest.approx(0.5)
+    assert half.size_bytes < everything.size_bytes / 8
+
+
+@pytest.mark.parametrize("rows", [100, 1000, 5000])
+def test_a_head_has_its_share_of_the_lookups(rows):
+    layout = one_table_layout(2_000_000_000, 128, "fp32")
+    found = HotRows.choose(layout, hotness_of(layout, 1.1, Head(5000, 0.85)), num_rows=rows)
+    harmonic = np.cumsum(np.arange(1, 5001) ** -1.1)
+    assert found.hit_rate == pytest.approx(0.85 * harmonic[rows - 1] / harmonic[-1] + 0.15 * rows / 2e9, abs=1e-5)
+
+
+def test_a_head_larger_than_its_table_is_the_table():
+    layout = one_table_layout(300)
+    rows = hotness_of(layout, 1.1, Head(5000, 0.85))[0]
+    assert rows.rows().sum() == 300
+    assert HotRows.choose(layout, [rows], num_rows=300).hit_rate == pytest.approx(1)
+
+
+def test_of_two_budgets_the_larger_binds():
+    network = Network(gb_per_s=1, latency_us=10)
+    few, many, none = (NetworkTime.of(size, size, network) for size in (1000, 100_000, 0))
+    assert (few.bound, few.alone_us, few.busy_us) == ("latency", 12, 1)
+    assert (many.bound, many.alone_us) == ("bandwidth", 210)
+    assert none.alone_us == 0
+
+
+def test_the_crossover_is_where_both_take_as_long():
+    assert crossover_hit_rate(lambda hit_rate: 100 * (1 - hit_rate) + 5, 30) == pytest.approx(0.75)
+    assert crossover_hit_rate(lambda hit_rate: 100 * (1 - hit_rate) + 5, 200) == 0
+    assert crossover_hit_rate(lambda hit_rate: 100 * (1 - hit_rate) + 5, 5) is None
+
+
+def test_resident_rows_take_the_time_of_a_card_that_has_all():
+    layout = one_table_layout(1000, 128, "int8")
+    traffic = Traffic.resident(layout, [BagLoad(4000, 100, 40)], SYSTEMS["h100"])
+    assert traffic.hbm_bytes[0] == 4000 * (160 + 32 + 4) + 100 * (4 + 2 * 128)
+    assert batch_time(traffic, SYSTEMS["h100"]).peer_us == 0
