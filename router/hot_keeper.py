@@ -30,6 +30,7 @@ from router.plan import BucketOwners, Plan
 from router.popularity import Popularity
 from router.replicas import ReplicatedShard
 from router.router import Cutter
+from shard_node.access_counts import MAX_BYTES, MIN_SKETCH_COUNTERS
 from shard_node.agent.delta_follower import DeltaFollower
 from shard_node.answer import Answer, group_keys
 from shard_node.bags import Int64Array, KeyedBags, TableLayout
@@ -58,6 +59,7 @@ MAX_SAMPLE_BYTES: Final = 8 << 20
 CLOSE_TIMEOUT_S: Final = 10.0
 _LOOK_S: Final = 0.02
 _COUNTED_ROWS: Final = 1 << 20
+_COUNTER_BYTES: Final = 4
 _BUILD_BYTES = 40
 """For each row, while an index is built."""
 _LEARN_BYTES = 180
@@ -94,11 +96,13 @@ class HotBudget:
         self._row_bytes = np.array(widths, np.int64)
         learns = config.policy == "learning"
         self.sample_bytes = min(MAX_SAMPLE_BYTES, config.size_bytes // 8) if learns else 0
+        self.access_bytes = min(max(config.size_bytes // 16, 4 * _COUNTER_BYTES * MIN_SKETCH_COUNTERS), MAX_BYTES)
+        """Of counters of what is looked up."""
         self.capacity = self._most(int(self._row_bytes.mean()))
         """How many rows of mean width fit."""
         if not self.capacity:
-            needed = self._bytes(1, int(self._row_bytes.mean()))
-            raise HotRowsError(f"hot rows: {config.size_bytes} bytes have no room for one row, which takes {needed}")
+            needed = self._bytes(1, int(self._row_bytes.mean())) + config.size_bytes - self._limit
+            raise HotRowsError(f"hot rows: {config.size_bytes} bytes have no room for one row; {needed} have")
 
     @property
     def most_rows(self) -> int:
@@ -117,7 +121,7 @@ class HotBudget:
 
     @property
     def _limit(self) -> int:
-        return self._config.size_bytes - self.sample_bytes
+        return self._config.size_bytes - self.sample_bytes - self.access_bytes
 
     def _most(self, row_bytes: int) -> int:
         most = max(1, self._limit // row_bytes)
@@ -181,7 +185,7 @@ class HotRowsKeeper:
         self._budget = HotBudget(config, plan.layout)
         self._claim, self._on_status = claim, on_status
         self._sleep, self._clock = sleep, clock
-        self.rows = HotRows(plan.layout, self._budget.sample_bytes)
+        self.rows = HotRows(plan.layout, self._budget.sample_bytes, self._budget.access_bytes)
         self._told = self.rows.counts
         self._used: list[HotSet] = []
         self._said = ""

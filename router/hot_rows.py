@@ -20,6 +20,7 @@ import numpy.typing as npt
 from pydantic import Field
 
 from loader.snapshot.manifest import Frozen
+from shard_node.access_counts import MAX_BYTES, AccessCounts
 from shard_node.answer import Answer, Forms
 from shard_node.bags import CheckedBags, Int32Array, Int64Array, KeyedBags, TableLayout
 from shard_node.buckets import ALL_BITS
@@ -253,9 +254,9 @@ class HotLookup:
     at: Int64Array
     is_hit: BoolArray
 
-    def part(self, part: Part) -> Part:
-        """Return the part that has the hits, as the set answers it."""
-        return replace(part, bags=self.hot.bags_of(part, self.at.take(part.positions)))
+    def answer(self, part: Part, forms: Forms) -> Answer:
+        """Pool the part of the batch that has the hits, in the forms that whoever asks takes."""
+        return self.hot.answer(self.hot.bags_of(part, self.at.take(part.positions)), forms)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -272,13 +273,16 @@ class HotRows:
     Args:
         layout: the model's tables.
         max_sample_bytes: of keys that wait to be learned from; 0 if nobody learns.
+        max_access_bytes: of `access`.
 
     Attributes:
+        access: how often each row was looked up here; nodes never hear of these lookups.
         deltas: how far its rows are along their stream of deltas.
     """
 
-    def __init__(self, layout: TableLayout, max_sample_bytes: int = 0) -> None:
+    def __init__(self, layout: TableLayout, max_sample_bytes: int = 0, max_access_bytes: int = MAX_BYTES) -> None:
         self.layout = layout
+        self.access = AccessCounts(layout, max_bytes=max_access_bytes)
         self.deltas = DeltaPosition()
         self._lock = threading.Lock()
         self._writing = threading.Lock()
@@ -328,6 +332,8 @@ class HotRows:
             if self._sample_bytes + found.keys.nbytes <= self._max_sample_bytes:
                 self._samples.append(found.keys)
                 self._sample_bytes += found.keys.nbytes
+        if hits is not None:
+            self.access.observe(hits.bags.keys, hits.bags.values_per_key(), hits.bags.values)
 
     def take_samples(self) -> list[Int64Array]:
         """Return the keys, int64 [n], of whole batches that were looked up since the last call, or of some of them."""

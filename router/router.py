@@ -346,7 +346,7 @@ class Router:
         else:
             np.putmask(owners, found.is_hit, num_shards)
             parts = split(bags, owners, range(num_shards + 1))
-            hot = [found.part(parts.pop())] if parts and parts[-1].owner == num_shards else []
+            hot = [parts.pop()] if parts and parts[-1].owner == num_shards else []
         parts.sort(key=lambda part: -part.positions.size)
         return [piece for part in parts for piece in self._cutter.cut(part)] + hot
 
@@ -358,7 +358,7 @@ class Router:
                 if part is not parts[0]:
                     # Shards are at work meanwhile: a call to one of several replicas begins in the loop's next turn.
                     await asyncio.sleep(0)
-                return found.hot.answer(part.bags, forms)
+                return found.answer(part, forms)
             try:
                 return await self._shards[part.owner].pool(model, version, part.bags, deadline, forms)
             except (ShardUnavailableError, NodeUnavailableError) as error:

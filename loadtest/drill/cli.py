@@ -88,6 +88,7 @@ def fleet_options(workers: int) -> Option:
         number("--cards", "Default: 2."),
         number("--workers", f"Default: {workers}."),
         rows("items", "Rows of the largest table."),
+        number("--hot-rows-gb", "Copies of hot rows in each serving process. Default: 0.", kind=float, metavar="GB"),
         click.option(
             "--registry",
             type=click.Choice(["directory", "redis"]),

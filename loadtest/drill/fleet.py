@@ -56,6 +56,7 @@ class FleetShape(Frozen):
     Attributes:
         registry: a directory, or a Redis server that the drill starts.
         rate: requests a second.
+        hot_rows_gb: for copies of the hottest rows in each serving process, which learn; 0 for none.
     """
 
     registry: Literal["directory", "redis"] = "directory"
@@ -64,6 +65,7 @@ class FleetShape(Frozen):
     cards: int = Field(default=2, ge=1, le=64)
     workers: int = Field(default=1, ge=1, le=64)
     rate: float = Field(default=150.0, gt=0, le=100_000)
+    hot_rows_gb: float = Field(default=0.0, ge=0, le=1000)
 
 
 class OracleFleetConfig(FleetShape):
@@ -195,10 +197,21 @@ class OracleFleet:
         """Wait until the fleet is exactly in one version. Returns why it still is not after `timeout_s`, or ""."""
         return await polled(self.lag, lambda lag: not lag, timeout_s)
 
+    async def hot_counts(self) -> dict[str, int]:
+        """Return how many rows the serving processes looked up where hot rows are held, and how many of them were."""
+        text, found = await self._metrics(), {}
+        for name in ("lookups", "hits"):
+            counts = re.findall(rf"^shardrank_hot_{name}_total\{{.*\}} ([0-9.e+]+)$", text, re.M)
+            found[f"hot_{name}"] = sum(int(float(one)) for one in counts)
+        return found
+
+    async def _metrics(self) -> str:
+        async with httpx.AsyncClient(timeout=10) as client:
+            return (await client.get(f"http://{self.local.host}:{self.local.http_port}/metrics")).text
+
     async def retries(self) -> dict[str, int]:
         """Return how many lookups the serving processes repeated on another replica, by kind."""
-        async with httpx.AsyncClient(timeout=10) as client:
-            text = (await client.get(f"http://{self.local.host}:{self.local.http_port}/metrics")).text
+        text = await self._metrics()
         found: dict[str, int] = {}
         for kind, count in re.findall(r'^shardrank_shard_retries_total\{kind="([^"]+)".*\} ([0-9.e+]+)$', text, re.M):
             found[kind] = found.get(kind, 0) + int(float(count))
@@ -299,9 +312,13 @@ def _fleet_config(config: OracleFleetConfig, store: Path, registry: str) -> Flee
         # What is killed again and again on purpose shall not be taken for a process that can't live.
         supervision=SupervisionConfig(ready_timeout_s=READY_TIMEOUT_S, healthy_after_s=1.0),
         # Scores are compared to a hundred-thousandth.
-        serve_arguments=("--dtype", "float32"),
+        serve_arguments=("--dtype", "float32", *_hot_rows(config)),
         coordinator_arguments=delay,
     )
+
+
+def _hot_rows(config: FleetShape) -> tuple[str, ...]:
+    return ("--hot-rows-gb", str(config.hot_rows_gb)) if config.hot_rows_gb else ()
 
 
 class RedisServer:

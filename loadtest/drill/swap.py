@@ -85,6 +85,7 @@ class SwapReport(FleetReport):
         rss_mb_by_process: first and last sample of each process.
         rows_mb: of one copy of one version.
         retries: lookups that serving processes repeated on another replica, by kind.
+        hot_lookups, hot_hits: rows that were looked up where hot rows are held, and those that were hot.
     """
 
     swaps: int
@@ -113,6 +114,8 @@ class SwapReport(FleetReport):
     rows_mb: float
     strategy: str
     retries: dict[str, int]
+    hot_lookups: int = 0
+    hot_hits: int = 0
 
 
 @dataclass(slots=True)
@@ -151,6 +154,7 @@ async def run_swap_drill(config: SwapDrillConfig, folder: Path, progress: Progre
             "rows_mb": rows_bytes_of(fleet.writer.spec) / BYTES_PER_MB,
             "strategy": config.strategy,
             "retries": await fleet.retries(),
+            **await fleet.hot_counts(),
         }
         answers = await fleet.load.stop()
         return make_swap_report(answers, course, facts, max_ratio_p99=config.max_ratio_p99)

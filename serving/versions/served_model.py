@@ -146,7 +146,7 @@ class ServedModel:
             snapshot, limits, "bfloat16" if checked.dtype is torch.bfloat16 else "float32", checked.fallback
         )
         engines = [node.generations.payload(spec.model, snapshot.version).engine for node in nodes]
-        access = [engine.access for engine in engines]
+        access = [engine.access for engine in engines] + ([] if hot is None else [hot.access])
         return cls(schema, description, batcher, takers, on_close, counter, checked, access)
 
     @property

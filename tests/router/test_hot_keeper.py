@@ -151,7 +151,7 @@ def bags_of(users: Int64Array) -> KeyedBags:
 
 def test_static_rows_are_those_of_the_counts_as_the_nodes_have_them(snapshots, tmp_path):
     async def scenario(nodes: Nodes, stack: AsyncExitStack) -> None:
-        config = HotRowsConfig(size_bytes=9_000, policy="static")
+        config = HotRowsConfig(size_bytes=26_000, policy="static")
         keeper = await nodes.keep(stack, nodes.keepers(config))
         users, films = held(keeper.rows.current, "user"), held(keeper.rows.current, "film")
         # The ten users that count 50, and the films that count most: those of the lowest numbers.
@@ -167,7 +167,7 @@ def test_static_rows_are_those_of_the_counts_as_the_nodes_have_them(snapshots, t
 
 def test_without_counts_nothing_is_held_and_the_log_says_so(snapshots, tmp_path, caplog):
     async def scenario(nodes: Nodes, stack: AsyncExitStack) -> None:
-        keeper = await nodes.keep(stack, nodes.keepers(HotRowsConfig(size_bytes=9_000, policy="static")))
+        keeper = await nodes.keep(stack, nodes.keepers(HotRowsConfig(size_bytes=26_000, policy="static")))
         assert keeper.rows.current.keys.size == 0
         assert "no access counts" in caplog.text
 
@@ -180,7 +180,7 @@ def test_deltas_before_and_after_the_rows_were_read_are_in_them(snapshots, tmp_p
         last = await nodes.publish("film", [3], 2.0)
         await nodes.follow(stack, (0, 0), (0, 1), (1, 0), (1, 1))
         await until(lambda: all(sequence_of(node) == last for node in nodes.nodes.values()))
-        keeper = await nodes.keep(stack, nodes.keepers(HotRowsConfig(size_bytes=20_000, policy="static")))
+        keeper = await nodes.keep(stack, nodes.keepers(HotRowsConfig(size_bytes=40_000, policy="static")))
         users = held(keeper.rows.current, "user")
         np.testing.assert_allclose(users[7], 1.0, atol=1e-6)
         np.testing.assert_array_equal(users[207], exported(nodes.snapshot, "user", 207))
@@ -207,7 +207,7 @@ def test_a_node_that_lags_behind_the_tier_is_not_read_from(snapshots, tmp_path):
         await nodes.follow(stack, (0, 1), (1, 1))
         await until(lambda: sequence_of(nodes.nodes[0, 1]) == sequence_of(nodes.nodes[1, 1]) == last)
         for _ in range(3):
-            keeper = await nodes.keep(stack, nodes.keepers(HotRowsConfig(size_bytes=20_000, policy="static")))
+            keeper = await nodes.keep(stack, nodes.keepers(HotRowsConfig(size_bytes=40_000, policy="static")))
             users = held(keeper.rows.current, "user")
             for row in (7, 107, 207):
                 np.testing.assert_allclose(users[row], 5.0, atol=1e-6)
@@ -278,7 +278,7 @@ def test_what_is_looked_up_most_is_learned_and_the_next_version_begins_with_it(s
 
 def test_without_a_registry_rows_are_held_only_until_a_node_applies_a_delta(snapshots, tmp_path, caplog):
     async def scenario(nodes: Nodes, stack: AsyncExitStack) -> None:
-        config = HotRowsConfig(size_bytes=20_000, policy="static")
+        config = HotRowsConfig(size_bytes=40_000, policy="static")
         keeper = await nodes.keep(stack, nodes.keepers(config, registry=False))
         assert keeper.rows.current.keys.size
         await nodes.publish("user", [7], 5.0)
@@ -293,7 +293,7 @@ def test_a_shard_without_nodes_leaves_the_tier_empty_and_is_tried_again(snapshot
     async def scenario(nodes: Nodes, stack: AsyncExitStack) -> None:
         there, nodes.addresses[1, 0] = dict(nodes.addresses), Address.parse(f"unix:{tmp_path}/nobody.sock")
         nodes.addresses[1, 1] = nodes.addresses[1, 0]
-        keeper = await nodes.keep(stack, nodes.keepers(HotRowsConfig(size_bytes=20_000, policy="static")))
+        keeper = await nodes.keep(stack, nodes.keepers(HotRowsConfig(size_bytes=40_000, policy="static")))
         assert not keeper.rows.current.keys.size
         (tmp_path / "nobody.sock").symlink_to(there[1, 0].path)
         await until(lambda: bool(keeper.rows.current.keys.size))
@@ -303,10 +303,10 @@ def test_a_shard_without_nodes_leaves_the_tier_empty_and_is_tried_again(snapshot
 
 def test_its_memory_is_claimed_before_and_given_back_after(snapshots, tmp_path):
     async def scenario(nodes: Nodes, stack: AsyncExitStack) -> None:
-        memory = RowMemory(cap_bytes=30_000)
-        keepers = nodes.keepers(HotRowsConfig(size_bytes=20_000, policy="static"), memory=memory)
+        memory = RowMemory(cap_bytes=50_000)
+        keepers = nodes.keepers(HotRowsConfig(size_bytes=40_000, policy="static"), memory=memory)
         keeper = await nodes.keep(stack, keepers)
-        assert memory.held_bytes == 20_000
+        assert memory.held_bytes == 40_000
         with pytest.raises(MemoryBudgetError):
             await nodes.keep(stack, keepers)
         await asyncio.to_thread(keeper.close)
@@ -320,9 +320,9 @@ def test_its_memory_is_claimed_before_and_given_back_after(snapshots, tmp_path):
 def test_a_budget_holds_no_more_than_fits_with_a_second_set_beside_it_if_it_learns(policy):
     hottest = np.arange(1000, dtype=np.int64) + (LAYOUT.index["user"] << TABLE_SHIFT)
     before = 0
-    for size_bytes in (1_000, 5_000, 20_000, 100_000):
+    for size_bytes in (20_000, 27_000, 40_000, 120_000):
         keys = HotBudget(HotRowsConfig(size_bytes=size_bytes, policy=policy), LAYOUT).fitting(hottest)
-        assert before <= keys.size < hottest.size or size_bytes == 100_000
+        assert before <= keys.size < hottest.size or size_bytes == 120_000
         assert HotSet(LAYOUT, keys).size_bytes * (2 if policy == "learning" else 1) <= size_bytes + 1_000
         before = keys.size
     with pytest.raises(HotRowsError, match="no room for one row"):

@@ -170,6 +170,7 @@ def test_lookups_and_hits_are_counted_by_table_and_keys_wait_only_as_far_as_ther
     counts = hot.counts
     assert counts.hits[genre] == counts.lookups[genre] > 0
     assert counts.hits[user] == 0 < counts.lookups[user]
+    assert hot.access.lookups == counts.hits.sum()
     samples = hot.take_samples()
     assert [one.size for one in samples] == [bags.num_values, bags.num_values]
     assert hot.take_samples() == []
