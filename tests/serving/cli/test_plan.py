@@ -176,7 +176,7 @@ def test_counts_and_a_trace_are_not_both_taken(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "problem"),
     [
-        (("--model", "merlin-colossal"), 1, "error: card 0 may take 80000000000 bytes, but the places of all rows"),
+        (("--model", "merlin-colossal"), 1, "rows are left over. Give more pinned memory"),
         (("--model", "merlin-jumbo"), 1, "rows are left over. Give more pinned memory"),
         (("--model", "lunch"), 2, "no such file, and the catalog has only dlrm-v2"),
         (("--model", "dlrm-v2:2"), 2, "above 0 and at most 1"),
