@@ -35,6 +35,7 @@ from loader.snapshot.codecs import codec_for
 from loader.snapshot.publishing import register
 from loader.snapshot.reader import Snapshot
 from loadtest.bench_lookup import MODEL, LookupShape, make_batch, make_node, write_snapshot
+from router.plan import Plan
 from shard_node.agent.delta_follower import DeltaFollower
 from shard_node.bags import KeyedBags
 from shard_node.node import LoadedTables, ShardNode
@@ -138,7 +139,7 @@ def measure(
     url: str, snapshot: Snapshot, shape: LookupShape, rows_per_s: int, seconds: float, batch: int, hotness: int
 ) -> dict[str, Any]:
     """Take turns for about `seconds` of each kind of window."""
-    _, node = make_node(snapshot, 1)
+    node = make_node(snapshot, Plan.make(snapshot.spec))
     rng = np.random.default_rng(0)
     batches = [make_batch(shape, rng, batch, hotness).bags for _ in range(BATCHES)]
     taken: dict[bool, list[float]] = {False: [], True: []}

@@ -104,13 +104,12 @@ def write_snapshot(store: Path, shape: LookupShape) -> Path:
     return export_snapshot(store, shape.spec(), rows=rows, dense={"unused": torch.zeros(1)})
 
 
-def make_node(snapshot: Snapshot, num_cards: int) -> tuple[Plan, ShardNode]:
-    """Load the whole model on one node."""
-    plan = Plan.make(snapshot.spec, cards_per_shard=num_cards)
-    node = ShardNode(plan.identity(0))
-    node.stage(snapshot.spec.model, snapshot.version, load_tables(snapshot, plan.partition(0), plan.digest))
+def make_node(snapshot: Snapshot, plan: Plan, shard: int = 0) -> ShardNode:
+    """Load one shard of the model on a node."""
+    node = ShardNode(plan.identity(shard))
+    node.stage(snapshot.spec.model, snapshot.version, load_tables(snapshot, plan.partition(shard), plan.digest))
     node.flip(snapshot.spec.model, snapshot.version)
-    return plan, node
+    return node
 
 
 def make_router(snapshot: Snapshot, plan: Plan, shard: Shard) -> Router:
@@ -121,19 +120,19 @@ def make_router(snapshot: Snapshot, plan: Plan, shard: Shard) -> Router:
 
 def local_router(snapshot: Snapshot, num_cards: int) -> Router:
     """Make the embedded default: the node is in this process."""
-    plan, node = make_node(snapshot, num_cards)
-    return make_router(snapshot, plan, LocalShard(node))
+    plan = Plan.make(snapshot.spec, cards_per_shard=num_cards)
+    return make_router(snapshot, plan, LocalShard(make_node(snapshot, plan)))
 
 
 @contextmanager
-def node_process(snapshot_path: Path) -> Iterator[Address]:
-    """Run a shard node in a process of its own behind a Unix socket, one card, one thread."""
+def node_process(snapshot_path: Path, shard: int = 0, num_shards: int = 1) -> Iterator[Address]:
+    """Run one shard's node in a process of its own behind a Unix socket, one card, one thread."""
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-"))
         address = f"unix:{folder}/node.sock"
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(snapshot_path, address, theirs), daemon=True)
+        process = context.Process(target=_serve, args=(snapshot_path, shard, num_shards, address, theirs), daemon=True)
         process.start()
         try:
             if not ours.poll(SERVER_START_TIMEOUT_S):
@@ -145,9 +144,10 @@ def node_process(snapshot_path: Path) -> Iterator[Address]:
             process.join()
 
 
-def _serve(snapshot_path: Path, address: str, ready: Connection) -> None:
+def _serve(snapshot_path: Path, shard: int, num_shards: int, address: str, ready: Connection) -> None:
     torch.set_num_threads(1)
-    _, node = make_node(Snapshot.open(snapshot_path, verify=False), 1)
+    snapshot = Snapshot.open(snapshot_path, verify=False)
+    node = make_node(snapshot, Plan.make(snapshot.spec, num_shards), shard)
 
     async def run() -> None:
         server = NodeServer(node)

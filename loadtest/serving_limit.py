@@ -24,6 +24,7 @@ from loadtest.load.workers import Workers, event_loop
 from loadtest.workloads.catalog import BENCH_REQUESTS, BenchShape, Head, bench_requests
 from loadtest.workloads.workload import WorkloadRequest
 from router.feature_schema import FeatureSchema
+from router.plan import Plan
 from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
 from serving.observe.calls import VersionCounter
@@ -73,7 +74,8 @@ class Limit:
     def __init__(self, config: LimitConfig) -> None:
         snapshot = Snapshot.open(config.snapshot, verify=False)
         self._model, self._version = snapshot.spec.model, snapshot.version
-        plan, node = make_node(snapshot, 1)
+        plan = Plan.make(snapshot.spec)
+        node = make_node(snapshot, plan)
         schema = RequestSchema(FeatureSchema.of(snapshot.spec), RequestLimits())
         parts = ranking_parts(snapshot, schema, torch.bfloat16 if config.dtype == "bfloat16" else torch.float32)
         shard = LocalShard(node)

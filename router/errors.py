@@ -19,3 +19,7 @@ class PlanMismatchError(RouterError, http_status=503, grpc_status="UNAVAILABLE",
 
 class ShardUnavailableError(RouterError, http_status=503, grpc_status="UNAVAILABLE", kind="shard_unavailable"):
     """No replica of a shard answered. The message says what each one said."""
+
+
+class HotRowsError(RouterError, http_status=400, grpc_status="INVALID_ARGUMENT", kind="hot_rows"):
+    """A tier of hot rows that can't be as it is asked for."""

@@ -1,9 +1,9 @@
 """The plan: which shard owns which rows, and on which of its cards they lie.
 
-A plan is a pure function of the model and a few numbers, so router and shard nodes compute it for themselves and only
-compare digests. Rows are divided by bucket (`hash`, `range`: the table's own bucketing decides which rows a bucket
-has, `mixed` going with `hash`) or by whole tables (`table`). Small tables are replicated to every shard: their bags
-add no fan-out.
+A plan is either read from a plan file, which says it for each table, or a pure function of the model and a few numbers.
+So router and shard nodes have it for themselves and only compare digests. By numbers, rows are divided by bucket
+(`hash`, `range`: the table's own bucketing decides which rows a bucket has, `mixed` going with `hash`) or by whole
+tables (`table`). Small tables are replicated to every shard: their bags add no fan-out.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from loader.snapshot.buckets import RowBuckets
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.manifest import ModelSpec, TableSpec
 from router.errors import PlanError
+from router.plan_file import MAX_CARDS_PER_SHARD, MAX_SHARDS, PlanFile, RanksOfBuckets
 from shard_node.bags import KeyedBags, TableLayout
 from shard_node.buckets import BucketCells
 from shard_node.partition import NodeIdentity, Partition, Sharding
 
 if TYPE_CHECKING:
-    # What splits also adds, by PyTorch.
+    # Both take PyTorch, which takes a second.
+    from loader.snapshot.reader import Snapshot
     from shard_node.split import Owners
 
 REPLICATED = -1
-MAX_SHARDS = 1024
-MAX_CARDS_PER_SHARD = 64
 DEFAULT_REPLICATE_BYTES = 1 << 20
 
 
@@ -43,8 +43,10 @@ class Plan:
         layout: the model's tables.
         num_shards: shards of the fleet.
         cards_per_shard: cards of each shard node.
-        sharding: how tables are divided.
+        sharding: how tables are divided, where no plan file says it.
         shard_of_bucket: int16 [buckets] for each table in layout order, the shard that owns a bucket, or `REPLICATED`.
+        file: the plan file that says so, if there is one.
+        ranks: of such a file, who owns each table, in layout order.
     """
 
     layout: TableLayout
@@ -52,6 +54,65 @@ class Plan:
     cards_per_shard: int
     sharding: Sharding
     shard_of_bucket: tuple[npt.NDArray[np.int16], ...]
+    file: PlanFile | None = None
+    ranks: tuple[RanksOfBuckets, ...] = ()
+
+    @classmethod
+    def of_file(
+        cls, spec: ModelSpec, file: PlanFile, num_shards: int, cards_per_shard: int | None, sharding: Sharding = "hash"
+    ) -> Plan:
+        """Take a plan from a file, for a fleet of so many shards and cards that would else be divided by `sharding`.
+
+        `cards_per_shard` is None for a router, which need not know it. Raises PlanError: the file is of another model,
+        other tables, or another number of shards or cards.
+        """
+        cards_per_shard = cards_per_shard or file.cards_per_shard
+        if cards_per_shard != file.cards_per_shard:
+            raise PlanError(f"plan: cards_per_shard is {file.cards_per_shard}, allowed here is {cards_per_shard}")
+        return cls._of_file(spec, file, num_shards, cards_per_shard, sharding)
+
+    @classmethod
+    def _of_file(
+        cls, spec: ModelSpec, file: PlanFile, num_shards: int, cards_per_shard: int, sharding: Sharding
+    ) -> Plan:
+        """As `of_file`, but for any number of cards."""
+        file.check_fits(spec)
+        if num_shards != file.num_shards:
+            raise PlanError(f"plan: num_shards is {file.num_shards}, allowed here is {num_shards}")
+        layout = TableLayout.of(spec)
+        ranks_of = file.ranks_of(spec)
+        ranks = tuple(ranks_of[table.name] for table in layout.tables)
+        owners = tuple(_shard_of_rank(file, table, one) for table, one in zip(layout.tables, ranks, strict=True))
+        return cls(layout, num_shards, cards_per_shard, sharding, owners, file, ranks)
+
+    @classmethod
+    def of_snapshot(
+        cls,
+        snapshot: Snapshot,
+        num_shards: int,
+        sharding: Sharding = "hash",
+        cards_per_shard: int | None = None,
+        replicate_bytes: int = DEFAULT_REPLICATE_BYTES,
+        file: PlanFile | None = None,
+    ) -> Plan:
+        """Plan a version: by the file that is given, if it is of this model, else by the snapshot's, else as `make`.
+
+        The snapshot's own is taken if it is for so many shards. If it is for another number of cards, a shard divides
+        what is its own over the cards it has: routers, which do not know them (None), agree all the same.
+
+        Raises:
+            PlanError: as `of_file` and `make`.
+            SnapshotCorruptError: the snapshot's plan can't be read.
+        """
+        spec = snapshot.spec
+        if file is not None and file.model == spec.model:
+            return cls.of_file(spec, file, num_shards, cards_per_shard, sharding)
+        cards_per_shard = cards_per_shard or 1
+        text = snapshot.plan_text()
+        carried = None if text is None else PlanFile.parse(f"{snapshot.path}: plan", text)
+        if carried is not None and carried.num_shards == num_shards:
+            return cls._of_file(spec, carried, num_shards, cards_per_shard, sharding)
+        return cls.make(spec, num_shards, sharding, cards_per_shard, replicate_bytes)
 
     @classmethod
     def make(
@@ -107,7 +168,9 @@ class Plan:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 (hex) of who owns what; router and shard nodes must agree on it."""
+        """SHA-256 (hex) of who owns what; router and shard nodes must agree on it. Of a plan file it is the file's."""
+        if self.file is not None:
+            return self.file.digest
         digest = hashlib.sha256(f"{self.num_shards}\n{self.sharding}\n".encode())
         for table in self.layout.tables:
             digest.update(f"{table.name}\n{table.num_embeddings}\n{table.bucketing}\n".encode())
@@ -128,10 +191,13 @@ class Plan:
     def partition(self, shard_index: int) -> Partition:
         """Return the buckets that a shard holds, and the card of each.
 
-        A table divided over shards is divided over the shard's cards as well, in runs of its buckets; one that the
-        shard holds whole because it is small or because tables are placed whole goes to the emptiest card.
+        A plan file says it, if it is for so many cards. Else a table divided over shards is divided over the shard's
+        cards as well; one that the shard holds whole because it is small or because tables are placed whole goes to
+        the emptiest card.
         """
         _check_index(shard_index, self.num_shards)
+        if self.file is not None and self.file.cards_per_shard == self.cards_per_shard:
+            return self._planned_partition(shard_index)
         cards: list[npt.NDArray[np.int16]] = [np.zeros(0, np.int16)] * len(self.layout.tables)
         loads = [0] * self.cards_per_shard
         tables = self.layout.tables
@@ -149,10 +215,27 @@ class Plan:
                 cards[number][mine] = _spread_over_cards(table, mine, self.cards_per_shard)
         return Partition(self.cards_per_shard, tuple(cards))
 
+    def _planned_partition(self, shard_index: int) -> Partition:
+        cards = []
+        for owners, ranks in zip(self.shard_of_bucket, self.ranks, strict=True):
+            if owners[0] == REPLICATED:
+                cards.append(np.full(owners.size, ranks.ranks[shard_index] % self.cards_per_shard, np.int16))
+                continue
+            card_of_bucket = ranks.rank_of_bucket(owners.size) % self.cards_per_shard
+            cards.append(np.where(owners == shard_index, card_of_bucket, -1).astype(np.int16))
+        return Partition(self.cards_per_shard, tuple(cards))
+
 
 def table_bytes(table: TableSpec) -> int:
     """Count the bytes that a table's rows take as stored."""
     return table.num_embeddings * codec_for(table.dtype, table.embedding_dim).row_bytes
+
+
+def _shard_of_rank(file: PlanFile, table: TableSpec, ranks: RanksOfBuckets) -> npt.NDArray[np.int16]:
+    if ranks.is_copied:
+        return _all_buckets(table, REPLICATED)
+    shards = ranks.rank_of_bucket(RowBuckets.of(table).count) // file.cards_per_shard
+    return shards.astype(np.int16)
 
 
 def _all_buckets(table: TableSpec, owner: int) -> npt.NDArray[np.int16]:

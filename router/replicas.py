@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from loader.errors import ShardrankError
 from router.errors import PlanMismatchError, ShardUnavailableError
 from router.plan import Plan
-from shard_node.answer import FLOAT32_SUMS, Answer, Forms
+from shard_node.answer import EXACT, FLOAT32_SUMS, Answer, Forms
 from shard_node.bags import KeyedBags
 from shard_node.errors import (
     CardError,
@@ -24,7 +24,7 @@ from shard_node.errors import (
     RemoteError,
     ShardNodeError,
 )
-from shard_node.node import NodeInfo
+from shard_node.node import NodeInfo, ServedVersion
 from shard_node.wire.address import Address
 from shard_node.wire.client import ShardClient
 
@@ -154,6 +154,38 @@ class ReplicatedShard:
             return self._ask(member, model, version, bags, deadline, forms)
 
         return await self._first_answer(attempt, deadline)
+
+    async def pool_at(
+        self, model: str, version: int, bags: KeyedBags, deadline: float, sequence: int
+    ) -> tuple[Answer, int]:
+        """Pool as `pool`, in exact forms, on a node that has applied its deltas up to `sequence`.
+
+        Returns the answer, and the last delta that the node had applied when it was there. What the node told before
+        and after came from the process that answered, so no row is older than `sequence`.
+
+        Raises:
+            ShardUnavailableError: if no replica can, or none is so far; the message says what each one said.
+        """
+        self._follow()
+        failures: list[str] = []
+        for member in self._order():
+            try:
+                with self._use(member) as replica:
+                    await self._check(member, model, version, deadline)
+                    before = _served(await replica.info(), model, version).delta_sequence
+                    if before < sequence:
+                        failures.append(f"{replica.address} has applied delta {before}, wanted is {sequence}")
+                        continue
+                    answer = await replica.pool(model, version, bags, deadline, EXACT)
+                    after = _served(await replica.info(), model, version).delta_sequence
+                if not member.is_checked:
+                    raise NodeUnavailableError("it reconnected while it was asked, so whoever answered was not checked")
+                answer.check(self._layout, bags)
+            except _ASK_ANOTHER as error:
+                self._failed(member, error, failures)
+            else:
+                return answer, after
+        raise self._unavailable(failures)
 
     async def connect(self, model: str, version: int, deadline: float) -> None:
         """Connect to every replica there is and ask it what it holds, so that no request has to.
@@ -400,10 +432,7 @@ class ReplicatedShard:
                 f"the node is shard {theirs[0]} of {theirs[1]} ({theirs[2]}), "
                 f"wanted is {mine[0]} of {mine[1]} ({mine[2]})"
             )
-        served = next((one for one in info.versions if (one.model, one.version) == (model, version)), None)
-        if served is None:
-            here = [f"{one.model} {one.version}" for one in info.versions]
-            raise GenerationNotFoundError(f"the node has no version {version} of model {model!r}; it has {here}")
+        served = _served(info, model, version)
         if served.manifest_identity != self._manifest_identity:
             raise PlanMismatchError(
                 f"the node's version {version} of model {model!r} is another snapshot: its manifest has SHA-256 "
@@ -414,3 +443,12 @@ class ReplicatedShard:
                 f"the node divides model {model!r} by another plan: {served.plan_digest[:12]}…, wanted is "
                 f"{self._plan_digest[:12]}…"
             )
+
+
+def _served(info: NodeInfo, model: str, version: int) -> ServedVersion:
+    """Return what a node tells of a version. Raises GenerationNotFoundError if it does not have it."""
+    served = next((one for one in info.versions if (one.model, one.version) == (model, version)), None)
+    if served is None:
+        here = [f"{one.model} {one.version}" for one in info.versions]
+        raise GenerationNotFoundError(f"the node has no version {version} of model {model!r}; it has {here}")
+    return served

@@ -12,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from loader.errors import ShardrankError
-from router.errors import PlanError, ShardUnavailableError
+from router.errors import HotRowsError, PlanError, ShardUnavailableError
 from router.feature_schema import FeatureSchema
+from router.hot_rows import HotLookup, HotRows
 from router.id_mapping import IdMapper, MappedBags, RejectedIds
 from router.plan import BucketOwners, Plan
 from shard_node.answer import EXACT, Answer, Forms, add_answers
@@ -169,7 +170,11 @@ def _piece(part: Part, first: int, end: int) -> Part:
 
 
 class Router:
-    """Looks up batches of one model version over its shards, one for each shard of the plan, in order."""
+    """Looks up batches of one model version over its shards, one for each shard of the plan, in order.
+
+    `hot` are copies of rows in this process: what is looked up of them is pooled here, while shards are asked for the
+    others.
+    """
 
     def __init__(
         self,
@@ -178,15 +183,19 @@ class Router:
         plan: Plan,
         shards: Sequence[Shard],
         clock: Callable[[], float] = time.monotonic,
+        hot: HotRows | None = None,
     ) -> None:
         if len(shards) != plan.num_shards:
             raise PlanError(f"the plan has {plan.num_shards} shards, but {len(shards)} were given")
+        self._hot = hot
         self.schema = schema
         self.plan = plan
         self._mapper = mapper
         self._shards = tuple(shards)
         # Rows that are all in this process need no split.
         self._all_rows = shards[0] if len(shards) == 1 and isinstance(shards[0], LocalShard) else None
+        if hot is not None and self._all_rows is not None:
+            raise HotRowsError("hot rows are copies of rows on shard nodes, but all rows are in this process")
         self._cutter = Cutter(plan.layout)
         self._is_narrow = max(table.num_embeddings for table in plan.layout.tables) <= 2**31
         self._owners = BucketOwners(plan)
@@ -207,6 +216,16 @@ class Router:
     def waits(self) -> bool:
         """Whether a lookup may have to wait for a shard that is not in this process."""
         return self._all_rows is None
+
+    @property
+    def hot_lookups(self) -> int:
+        """Rows that were looked up where hot rows are held; 0 without such."""
+        return 0 if self._hot is None else int(self._hot.counts.lookups.sum())
+
+    @property
+    def hot_hits(self) -> int:
+        """How many of these were hot."""
+        return 0 if self._hot is None else int(self._hot.counts.hits.sum())
 
     def map(self, bags: KeyedBags) -> MappedBags:
         """Map ids, keyed by flat feature index, for whoever pools the rows himself."""
@@ -267,10 +286,30 @@ class Router:
     async def _pool(
         self, model: str, version: int, bags: CheckedBags, deadline: float, forms: Forms, times: LookupTimes
     ) -> list[Float32Array]:
+        if self._hot is None:
+            return (await self._pool_with(None, model, version, bags, deadline, forms, times))[0]
+        with self._hot.used() as hot:
+            began = self._clock()
+            found = hot.find(bags)
+            times.split_s += self._clock() - began
+            blocks, parts = await self._pool_with(found, model, version, bags, deadline, forms, times)
+            self._hot.looked_up(bags, found, next((part for part in parts if part.owner == len(self._shards)), None))
+            return blocks
+
+    async def _pool_with(
+        self,
+        found: HotLookup | None,
+        model: str,
+        version: int,
+        bags: CheckedBags,
+        deadline: float,
+        forms: Forms,
+        times: LookupTimes,
+    ) -> tuple[list[Float32Array], list[Part]]:
         began = self._clock()
         down: dict[int, ShardrankError] = {}
         while True:
-            parts = self._parts(bags)
+            parts = self._parts(bags, found)
             asked = self._clock()
             times.split_s += asked - began
             # A shard that is down is split to again only if nobody else has the rows that it was asked for.
@@ -278,7 +317,7 @@ class Router:
                 if part.owner in down:
                     raise down[part.owner]
             try:
-                answers = await self._ask(model, version, parts, deadline, forms)
+                answers = await self._ask(found, model, version, parts, deadline, forms)
             except _ShardDownError as failure:
                 began = self._clock()
                 times.shard_wait_s += began - asked
@@ -291,22 +330,35 @@ class Router:
                 times.count(answer)
             blocks = add_answers(self.plan.layout, bags, parts, answers)
             times.add_s += self._clock() - answered
-            return blocks
+            return blocks, parts
 
-    def _parts(self, bags: KeyedBags) -> list[Part]:
-        """Divide bags over the shards, into pieces that fit the wire; the longest first."""
-        if len(self._shards) == 1:
+    def _parts(self, bags: KeyedBags, found: HotLookup | None) -> list[Part]:
+        """Divide bags over the shards, into pieces that fit the wire; the longest first, and last what is hot."""
+        num_shards = len(self._shards)
+        if num_shards == 1 and found is None:
             return self._cutter.cut(whole(bags))
         if self._is_narrow:
             # Half of the bytes for all that follows, the wire included.
             bags = bags.with_values(bags.values.astype(np.int32), bags.weights)
         owners = self._owners.of(bags, self._up, next(self._turn))
-        parts = split(bags, owners, range(len(self._shards)))
+        if found is None:
+            parts, hot = split(bags, owners, range(num_shards)), []
+        else:
+            np.putmask(owners, found.is_hit, num_shards)
+            parts = split(bags, owners, range(num_shards + 1))
+            hot = [found.part(parts.pop())] if parts and parts[-1].owner == num_shards else []
         parts.sort(key=lambda part: -part.positions.size)
-        return [piece for part in parts for piece in self._cutter.cut(part)]
+        return [piece for part in parts for piece in self._cutter.cut(part)] + hot
 
-    async def _ask(self, model: str, version: int, parts: list[Part], deadline: float, forms: Forms) -> list[Answer]:
+    async def _ask(
+        self, found: HotLookup | None, model: str, version: int, parts: list[Part], deadline: float, forms: Forms
+    ) -> list[Answer]:
         async def ask(part: Part) -> Answer:
+            if found is not None and part.owner == len(self._shards):
+                if part is not parts[0]:
+                    # Shards are at work meanwhile: a call to one of several replicas begins in the loop's next turn.
+                    await asyncio.sleep(0)
+                return found.hot.answer(part.bags, forms)
             try:
                 return await self._shards[part.owner].pool(model, version, part.bags, deadline, forms)
             except (ShardUnavailableError, NodeUnavailableError) as error:

@@ -23,6 +23,7 @@ from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.manifest import Frozen, ModelSpec
 from loader.snapshot.reader import Snapshot
 from router.plan import Plan
+from router.plan_file import PlanFile
 from serving.cli.output import human_bytes, progress_bars, table_of
 from serving.client import AsyncClient, ClientError, Ragged, RetryPolicy
 from serving.errors import ServingError
@@ -71,10 +72,12 @@ class DemoConfig(Frozen):
     cards: int
     device: str
     sharding: Literal["hash", "range", "table"]
+    plan_file: Path | None = None
     local: bool
     host: str
     http_port: int
     grpc_port: int
+    serve_arguments: tuple[str, ...] = ()
 
 
 class DemoReport(Frozen):
@@ -295,7 +298,9 @@ def run_demo(config: DemoConfig, console: Console, *, once: bool, json_file: Pat
             )
             expected = expectation(version)
             on_stage("expect")
-        plan = Plan.make(version.trained.spec, config.shards, config.sharding, config.cards, REPLICATE_BYTES)
+        snapshot = Snapshot.open(version.folder, verify=False)
+        file = None if config.plan_file is None else PlanFile.read(config.plan_file)
+        plan = Plan.of_snapshot(snapshot, config.shards, config.sharding, config.cards, REPLICATE_BYTES, file)
         console.print(placement_line(plan), markup=False, highlight=False, soft_wrap=True)
 
         async def serve() -> int:
@@ -346,6 +351,7 @@ async def _serving(
                     card_set=card_set,
                     sharding=config.sharding,
                     replicate_bytes=REPLICATE_BYTES,
+                    plan=None if config.plan_file is None else PlanFile.read(config.plan_file),
                 )
                 service = RankingService()
                 stack.push_async_callback(asyncio.to_thread, service.close)
@@ -368,8 +374,10 @@ async def _serving(
                     cards=config.cards,
                     sharding=config.sharding,
                     replicate_bytes=REPLICATE_BYTES,
+                    plan_file=config.plan_file,
                     host=config.host,
                     shard_node_arguments=("--device", config.device),
+                    serve_arguments=config.serve_arguments,
                 )
 
                 def on_ready(name: str) -> None:

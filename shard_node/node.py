@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, replace
 from typing import Protocol
 
+from shard_node.access_counts import CountedPart
 from shard_node.answer import FLOAT32_SUMS, Answer, Forms, rounded
 from shard_node.bags import Float32Array, KeyedBags, TableLayout
 from shard_node.engine.base import Engine
@@ -225,6 +226,10 @@ class ShardNode:
         finally:
             self.generations.release(generation)
         return Answer([rounded(sums) for sums in answer.sums], answer.stored) if forms.float16 else answer
+
+    def counts(self, model: str, version: int, table: int, first_row: int, max_rows: int) -> CountedPart:
+        """Return how often rows of a table were looked up. Raises as `AccessCounts.part`, GenerationNotFoundError."""
+        return self.generations.payload(model, version).engine.access.part(table, first_row, max_rows)
 
     def table_layout(self, model: str, version: int) -> TableLayout:
         """Return the layout that numbers the tables of a version. Raises GenerationNotFoundError."""

@@ -99,10 +99,18 @@ class RowBuckets:
             # Where there are fewer rows than buckets a shift of 0 leaves one for each bucket.
             clipped: Int64Array = np.clip(edges[:, None] - (buckets << self.bucket_shift), 0, 1 << self.bucket_shift)
             return clipped
-        full, part = edges >> self.slot_shift, edges & (self.count - 1)
-        mixes = np.zeros_like(full) if self.seed is None else mix(full, self.seed)
-        below: Int64Array = full[:, None] + ((buckets ^ mixes[:, None]) < part[:, None])
+        runs, is_below = self.runs_below(edges)
+        below: Int64Array = runs[:, None] + is_below
         return below
+
+    def runs_below(self, edges: Int64Array) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
+        """Count, for each edge, the whole runs of buckets below it, int64 [m], and look into the run that it is in.
+
+        Of that, bool [m, count]: whether the row of each bucket is below the edge. Not for `range`, which has no runs.
+        """
+        runs, part = edges >> self.slot_shift, (edges & (self.count - 1)).astype(np.int16)
+        mixes = np.zeros(runs.size, np.int16) if self.seed is None else mix(runs, self.seed).astype(np.int16)
+        return runs, (np.arange(self.count, dtype=np.int16) ^ mixes[:, None]) < part[:, None]
 
     def rows_per_bucket(self) -> Int64Array:
         """Count the rows of each bucket, int64 [count]."""

@@ -35,6 +35,9 @@ MAX_ROW_FILES = 65_536
 # Bytes of all tensors of a file that is read into memory as a whole.
 MAX_DENSE_BYTES = 8 << 30
 MAX_GOLDEN_BYTES = 256 << 20
+MAX_PLAN_BYTES = 64 << 20
+PLAN_TENSOR = "plan"
+"""The text of the plan file, as uint8."""
 # Bytes of UTF-8 of one string id; together at most this many times the ids of a vocabulary.
 MAX_STRING_ID_BYTES = 1024
 
@@ -284,6 +287,7 @@ class Manifest(Frozen):
 
     `last_delta` is the sequence number of the last delta whose rows are in the tables already; None if there is none.
     It counts in the stream of deltas that began with the version `delta_base`; None stands for this version itself.
+    `plan` says which shard and card own which rows, for fleets of the number of shards that it is for.
     """
 
     format_version: Literal[1] = 1
@@ -293,6 +297,7 @@ class Manifest(Frozen):
     tables: Annotated[tuple[TableFiles, ...], FAIL_FAST] = Field(max_length=MAX_TABLES)
     dense: FileEntry
     golden: GoldenEntry | None = None
+    plan: FileEntry | None = None
     metadata: dict[str, str] = Field(default_factory=dict)
     last_delta: int | None = Field(default=None, ge=0, lt=2**63)
     delta_base: int | None = Field(default=None, ge=1, lt=2**63)
@@ -340,7 +345,7 @@ class Manifest(Frozen):
         entries: list[FileEntry | None] = []
         for table in self.tables:
             entries += (*table.rows, table.vocabulary, table.access_counts)
-        entries += (self.dense, self.golden.file if self.golden is not None else None)
+        entries += (self.dense, self.golden.file if self.golden is not None else None, self.plan)
         return tuple(entry for entry in entries if entry is not None)
 
     def to_json(self) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import safetensors.numpy
 
 from loader.errors import ExportError, SnapshotCorruptError, cut
 from loader.snapshot.manifest import MAX_STRING_ID_BYTES, ModelSpec, TableSpec, VocabularyMapping, fingerprint_strings
@@ -31,6 +32,7 @@ from loader.snapshot.tensor_files import (
 Vocabulary = Sequence[int] | Sequence[str] | npt.NDArray[Any]
 
 MAX_ACCESS_COUNT = 2**32 - 1
+_PIECE_VALUES = 1 << 22
 COUNTS_TENSOR = "counts"
 # In a file of several tables: rows that were seen, and how often each. A dense table is one tensor under its name.
 ROWS_SUFFIX, COUNTS_SUFFIX = "/rows", "/counts"
@@ -157,13 +159,39 @@ def access_count_tensors(table: TableSpec, counts: npt.NDArray[Any]) -> dict[str
     return {COUNTS_TENSOR: np.ascontiguousarray(array, dtype=np.uint32)}
 
 
+def write_access_counts(path: Path, lookups: Mapping[str, tuple[npt.NDArray[Any], npt.NDArray[Any]]]) -> None:
+    """Write how often rows were looked up, as `read_access_counts` reads it; whole or not at all.
+
+    Numbers are rounded, to 1 at least. If one is too large for uint32, all of all tables are divided by the same.
+
+    Args:
+        path: of the safetensors file.
+        lookups: by table, rows that were seen, integers [n], none twice, and how often each: numbers [n] above 0.
+
+    Raises:
+        OSError: the file can't be written.
+    """
+    most = max((float(counts.max()) for _, counts in lookups.values() if counts.size), default=1.0)
+    scale = min(1.0, MAX_ACCESS_COUNT / most)
+    tensors: dict[str, npt.NDArray[Any]] = {}
+    for table, (rows, counts) in lookups.items():
+        told = np.clip(np.rint(np.multiply(counts, scale, dtype=np.float64)), 1, MAX_ACCESS_COUNT)
+        tensors |= {
+            f"{table}{ROWS_SUFFIX}": np.ascontiguousarray(rows, dtype=np.uint32),
+            f"{table}{COUNTS_SUFFIX}": told.astype(np.uint32),
+        }
+    part = path.with_name(f"{path.name}.part")
+    safetensors.numpy.save_file(tensors, part)
+    part.replace(path)
+
+
 def read_access_counts(path: Path, spec: ModelSpec) -> dict[str, npt.NDArray[Any]]:
     """Return what `export_snapshot` takes as `access_counts` for a model, from disk. Raises ExportError.
 
     `path` is a folder with a `<table>.npy` of whole numbers [num_embeddings] for each table with counts, which are
     mapped; or a safetensors file that has, for each, a tensor `<table>` of the same, or `<table>/rows` and
-    `<table>/counts` of the rows that were seen, as `shard_node` saves what it observed. What is named after a slice of
-    a table is the table's: every slice is looked up as often, so one of them is enough.
+    `<table>/counts` of the rows that were seen, as `write_access_counts` writes them. What is named after a slice of a
+    table is the table's: every slice is looked up as often, so one of them is enough.
     """
     tables = {table.name: table for table in spec.tables}
     sliced = {one.name: table for table in spec.tables if table.column_dims for one in table.slices}
@@ -177,14 +205,41 @@ def read_access_counts(path: Path, spec: ModelSpec) -> dict[str, npt.NDArray[Any
     return found
 
 
+def count_trace(path: Path, table: TableSpec) -> npt.NDArray[np.uint32]:
+    """Count the lookups of a trace: uint32 [num_embeddings], how often each row is in it.
+
+    `path` is an .npy file of row numbers, integers [n], in any order; it is mapped, and read once.
+
+    Raises:
+        ExportError: it can't be read, has other numbers, more than 2^32 - 1 of them, or rows outside the table.
+    """
+    rows = _mapped(path)
+    if rows.ndim != 1 or rows.dtype.kind not in "iu" or rows.size > MAX_ACCESS_COUNT:
+        told = f"{rows.dtype} {list(rows.shape)}"
+        raise ExportError(f"{path}: a trace of table {table.name!r} must be integers [n], n below 2^32; got {told}")
+    counts = np.zeros(table.num_embeddings, np.uint32)
+    for first in range(0, rows.size, _PIECE_VALUES):
+        piece = rows[first : first + _PIECE_VALUES]
+        low, high = int(piece.min()), int(piece.max())
+        if low < 0 or high >= table.num_embeddings:
+            row = low if low < 0 else high
+            raise ExportError(f"{path}: row {row} is not within table {table.name!r} of {table.num_embeddings} rows")
+        np.add.at(counts, piece.astype(np.int64, copy=False), np.uint32(1))
+    return counts
+
+
 def _read_folder(path: Path) -> dict[str, npt.NDArray[Any]]:
     found: dict[str, npt.NDArray[Any]] = {}
     for file in sorted(path.glob("*.npy")):
-        try:
-            found[file.stem] = np.lib.format.open_memmap(file, mode="r")  # Maps numbers, and never takes a pickle.
-        except (OSError, ValueError, EOFError) as error:
-            raise ExportError(f"{file}: not an array that can be read: {cut(error)}") from error
+        found[file.stem] = _mapped(file)
     return found
+
+
+def _mapped(file: Path) -> npt.NDArray[Any]:
+    try:
+        return np.lib.format.open_memmap(file, mode="r")  # Maps numbers, and never takes a pickle.
+    except (OSError, ValueError, EOFError) as error:
+        raise ExportError(f"{file}: not an array that can be read: {cut(error)}") from error
 
 
 def _read_file(path: Path, tables: Mapping[str, TableSpec]) -> dict[str, npt.NDArray[Any]]:

@@ -32,6 +32,8 @@ from loader.snapshot.codecs import ByteArray, codec_for
 from loader.snapshot.golden import GoldenRequests, check_golden_header
 from loader.snapshot.manifest import (
     MAX_DENSE_BYTES,
+    MAX_PLAN_BYTES,
+    PLAN_TENSOR,
     FileEntry,
     Frozen,
     Manifest,
@@ -238,6 +240,12 @@ class Snapshot:
             raise SnapshotCorruptError(f"{path}: {cut(error, 1000)}") from error
         return golden
 
+    def plan_text(self) -> bytes | None:
+        """Read the text of the plan file that the snapshot carries, if it does; the router knows what it says."""
+        if (entry := self.manifest.plan) is None:
+            return None
+        return load_numpy(self.path / entry.path, self._headers[entry.path])[PLAN_TENSOR].tobytes()
+
     def _vocabulary_entry(self, table: str) -> FileEntry:
         entry = self._files[self._first_slice[table]].vocabulary
         if entry is None:
@@ -254,6 +262,12 @@ class Snapshot:
             if info.dtype not in _DENSE_DTYPES:
                 where = f"{path}: tensor {cut(repr(name))}"
                 raise SnapshotCorruptError(f"{where} is {info.dtype}; allowed: {sorted(_DENSE_DTYPES)}")
+        if (plan := self.manifest.plan) is not None:
+            header, path = self._headers[plan.path], self.path / plan.path
+            expect_at_most(path, header, MAX_PLAN_BYTES)
+            expect_tensors(
+                path, header, {PLAN_TENSOR: ("U8", header[PLAN_TENSOR].shape if PLAN_TENSOR in header else ())}
+            )
         if (golden := self.manifest.golden) is not None:
             path = self.path / golden.file.path
             check_golden_header(path, self.spec, golden, self._headers[golden.file.path])

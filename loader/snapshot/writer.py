@@ -34,8 +34,10 @@ from loader.snapshot.manifest import (
     MAX_DENSE_BYTES,
     MAX_GOLDEN_BYTES,
     MAX_MANIFEST_BYTES,
+    MAX_PLAN_BYTES,
     MAX_ROW_FILES,
     NUM_BUCKETS,
+    PLAN_TENSOR,
     FileEntry,
     GoldenEntry,
     Manifest,
@@ -53,6 +55,7 @@ from loader.snapshot.tensor_files import MAX_HEADER_BYTES, MAX_TENSOR_DIMS
 
 _DENSE_PATH = "dense.safetensors"
 _GOLDEN_PATH = "golden.safetensors"
+_PLAN_PATH = "plan.safetensors"
 _VOCABULARY_PATH = "tables/{}/vocabulary.safetensors"
 _ACCESS_COUNTS_PATH = "tables/{}/access-counts.safetensors"
 # A safetensors file's tensors by name: all of torch, or all of NumPy.
@@ -133,6 +136,7 @@ class _Export:
             tables=tables,
             dense=entries[_DENSE_PATH],
             golden=golden,
+            plan=entries.get(_PLAN_PATH),
             metadata=dict(self.metadata),
             last_delta=self.last_delta,
             delta_base=self.delta_base,
@@ -170,6 +174,7 @@ def _small_files(
     vocabularies: Mapping[str, Vocabulary],
     golden: GoldenRequests | None,
     access_counts: Mapping[str, npt.NDArray[Any]],
+    plan: bytes | None,
 ) -> dict[str, Tensors]:
     tables = {table.name: table for table in spec.tables}
     mapped = {table.name for table in spec.tables if table.id_mapping.kind == "vocabulary"}
@@ -182,6 +187,9 @@ def _small_files(
         files[_ACCESS_COUNTS_PATH.format(name)] = access_count_tensors(tables[name], counts)
     files[_DENSE_PATH] = {name: _dense_tensor(name, tensor) for name, tensor in dense.items()}
     _check_limits("dense", files[_DENSE_PATH], MAX_DENSE_BYTES)
+    if plan is not None:
+        files[_PLAN_PATH] = {PLAN_TENSOR: np.frombuffer(plan, np.uint8)}
+        _check_limits("plan", files[_PLAN_PATH], MAX_PLAN_BYTES)
     if golden is not None:
         golden.check(spec)
         files[_GOLDEN_PATH] = golden.to_tensors()
@@ -322,6 +330,7 @@ def export_snapshot(
     access_counts: Mapping[str, npt.NDArray[Any]] | None = None,
     golden: GoldenRequests | None = None,
     golden_tolerance: float = 0.05,
+    plan: bytes | None = None,
     version: int | None = None,
     metadata: Mapping[str, str] | None = None,
     last_delta: int | None = None,
@@ -343,6 +352,7 @@ def export_snapshot(
         access_counts: for any of the tables, how often each row was looked up: whole numbers [num_embeddings].
         golden: requests with the scores that training computed.
         golden_tolerance: largest |served - expected| that a server may accept.
+        plan: the text of a plan file, for fleets that it fits.
         version: the version's number; by default the next free one.
         metadata: free text about the training run, kept in the manifest.
         last_delta: sequence number of the last delta whose rows are in `rows` already, kept in the manifest.
@@ -365,7 +375,7 @@ def export_snapshot(
         raise ExportError(f"golden_tolerance: {golden_tolerance} is not a positive number")
     _check_rows(spec, rows)
     file_rows = {one.name: _rows_per_file(table, rows_per_file) for table in spec.tables for one in table.slices}
-    files = _small_files(spec, dense, vocabularies or {}, golden, access_counts or {})
+    files = _small_files(spec, dense, vocabularies or {}, golden, access_counts or {}, plan)
     one = _Export(spec, version, file_rows, files, golden, golden_tolerance, metadata or {}, last_delta, delta_base)
     one.check_manifest()
     target = store.path / spec.model / str(version)

@@ -24,12 +24,13 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loader.errors import ShardrankError
+from serving.api.access_counts import counts_asked, told_counts
 from serving.api.bodies import OPEN_INFERENCE, defect_reply, error_reply, read_body
 from serving.api.tokens import Scope as Right
 from serving.api.tokens import Tokens
 from serving.description import ModelDescription
 from serving.errors import MalformedRequestError, MethodNotAllowedError, NoSuchRouteError, RepositoryControlError
-from serving.formats.infer import parse_version
+from serving.formats.infer import BINARY, parse_version
 from serving.formats.schema import OUTPUTS, TensorSpec
 from serving.observe.metrics import CONTENT_TYPE
 from serving.rank.service import RankingService
@@ -291,6 +292,14 @@ class _Documents:
         add("/v1/models", models, "The live version of every model", counted="models", response_model=ModelsDocument)
         what, responses = "What a model takes and is made of", {404: _ERRORS[404]}
         add(_MODEL, model, what, response_model=ModelDescription, responses=responses)
+
+        async def counts(request: Request) -> Response:
+            asked = counts_asked(request.path_params["model"], request.query_params)
+            with service.lease(asked.model, asked.version or None) as lease:
+                return Response(await asyncio.to_thread(told_counts, lease.payload.access, asked), media_type=BINARY)
+
+        what = "How often rows were looked up in this process's own memory, as frames of docs/wire-protocol.md"
+        add(f"{_MODEL}/access-counts", counts, what, takes_body=True, right="admin", response_class=Response)
 
     def add_inference(self) -> None:
         """Add the paths of the Open Inference Protocol."""

@@ -28,6 +28,7 @@ COMMANDS = {
     "train": "snapshots",
     "export": "snapshots",
     "plan": "plan",
+    "counts": "counts",
     "inspect": "snapshots",
     "verify": "snapshots",
     "publish": "rollout",

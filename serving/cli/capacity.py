@@ -24,6 +24,9 @@ from loader.snapshot.buckets import RowBuckets
 from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, Frozen, ModelSpec, RowDtype, TableSpec
 from router.plan import DEFAULT_REPLICATE_BYTES, Plan, table_bytes
+from router.plan_file import PlanFile, with_columns
+from router.table_planner import PlannedFleet, TableLookups, Workload
+from serving.cli.division import FleetPlan
 from serving.cli.network import FleetLookups, NetworkOptions, NetworkUse, ShardTime
 from serving.errors import LookupProfileError, ModelNotFoundError
 from shard_node.bags import TableLayout
@@ -32,12 +35,14 @@ from shard_node.partition import Sharding
 from shard_node.planning.card_plan import CARD, HOST, HOT, CardBudget, CardPlan
 from shard_node.planning.cost_model import BagLoad, BatchTime, CardSystem, Traffic, batch_time, table_sizes
 from shard_node.planning.hotness import Head, Hotness
-from shard_node.planning.network_cost import BatchBags, HotRows
+from shard_node.planning.network_cost import BatchBags, HotRows, Network
 
 GB = 1_000_000_000
 MAX_BATCH = 10_000_000
 MAX_HOTNESS = 1_000_000
 MERLIN_ZIPF = 1.05
+# Of one shard there is no network to ask about; what is cheapest then does not depend on it.
+DEFAULT_NETWORK_GB_PER_S = 12.5
 DLRM_V2_ROWS = (
     40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956, 405_282, 10,
     2_209, 11_938, 155, 4, 976, 14, 40_000_000, 40_000_000, 40_000_000, 590_152, 12_973, 108, 36,
@@ -217,6 +222,22 @@ class LookupProfile:
             found.append(BagLoad(values, bags, longest))
         return tuple(found)
 
+    def workload(self, spec: ModelSpec, requests: float, candidates: float) -> Workload:
+        """Return what a batch asks of a model's tables, sliced or not."""
+        whole = with_columns(spec, {})
+        layout = TableLayout.of(whole)
+        loads, bags = self.loads(whole, layout, requests, candidates), self.bags(whole, layout, requests, candidates)
+        found = {}
+        for number, (table, load) in enumerate(zip(layout.tables, loads, strict=True)):
+            of_table = bags.table == number
+            lengths = zip(bags.lengths[of_table].tolist(), bags.bags[of_table].tolist(), strict=True)
+            found[table.name] = TableLookups(load, tuple(lengths))
+        per_sample = {name: one.load.values for name, one in found.items()}
+        # What a sliced table has once stands with its first slice.
+        first = {table.slices[0].name: table.name for table in spec.tables}
+        counts = {first[name]: one for name, one in self.counts.items() if name in first}
+        return Workload(found, Hotness(counts, per_sample, self.zipf, self.head))
+
     def bags(self, spec: ModelSpec, layout: TableLayout, requests: float, candidates: float) -> BatchBags:
         """Count the batch's bags of each table by their length: those of a feature are all as long as their mean."""
         table, lengths, bags = [], [], []
@@ -363,16 +384,45 @@ class CapacityPlan(Frozen):
     batch: BatchUse
     time: BatchTime
     network: NetworkUse | None = None
+    division: FleetPlan | None = None
 
     @classmethod
-    def make(cls, spec: ModelSpec, profile: LookupProfile, options: CapacityOptions) -> Self:
-        """Plan a model.
+    def per_table(cls, spec: ModelSpec, profile: LookupProfile, options: CapacityOptions) -> tuple[Self, PlanFile]:
+        """Choose how each table is divided, and plan a model so.
+
+        Raises as `make`.
+        """
+        network = options.network or NetworkOptions(network=Network(gb_per_s=DEFAULT_NETWORK_GB_PER_S, latency_us=0.0))
+        fleet = PlannedFleet(
+            options.shards, options.cards, options.budget, options.system, network.network, options.replicate_bytes
+        )
+        workload = replace(profile.workload(spec, options.requests, options.candidates), near=network.hot_rows)
+        division, file = FleetPlan.make(spec, fleet, workload)
+        sliced = file.sliced(spec)
+        first = {table.name: table.slices[0].name for table in spec.tables}
+        counts = {
+            stored.name: profile.counts[first[table.name]]
+            for table in sliced.tables
+            if first[table.name] in profile.counts
+            for stored in table.slices
+        }
+        plan = Plan.of_file(sliced, file, options.shards, options.cards)
+        made = cls.make(sliced, replace(profile, counts=counts), options, plan)
+        return made.model_copy(update={"division": division}), file
+
+    @classmethod
+    def make(
+        cls, spec: ModelSpec, profile: LookupProfile, options: CapacityOptions, plan_of_tables: Plan | None = None
+    ) -> Self:
+        """Plan a model: by a plan of its tables, or as `options.sharding` says.
 
         Raises:
             MemoryBudgetError: it can't be served on such nodes at all, with the numbers.
             PlanError: it can't be sharded so.
         """
-        fleet = Plan.make(spec, options.shards, options.sharding, options.cards, options.replicate_bytes)
+        fleet = plan_of_tables or Plan.make(
+            spec, options.shards, options.sharding, options.cards, options.replicate_bytes
+        )
         shard, budget, layout = _fullest_shard(fleet), options.budget, fleet.layout
         loads = profile.loads(spec, layout, options.requests, options.candidates)
         lookups = {table.name: load.values for table, load in zip(layout.tables, loads, strict=True)}

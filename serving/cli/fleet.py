@@ -35,7 +35,9 @@ _SCOPES = (
 @opts.cards_option(2)
 @opts.device_option("cpu")
 @opts.sharding_option
+@opts.plan_option
 @opts.switch("--local", "Everything in this process, nothing serialised between router and rows.")
+@opts.hot_rows_options
 @opts.port_options
 @opts.switch("--once", "Stop after the report.")
 @opts.option("--json", "Also write the report as JSON.", opts.WRITABLE_FILE, name="json_file")
@@ -57,7 +59,10 @@ def demo(ctx: click.Context, /, once: bool, json_file: Path | None, **options: A
     """
     from serving.demo import DemoConfig, run_demo
 
-    config = config_of(DemoConfig, options | ({"shards": 1} if options["local"] else {}))
+    settings.hot_rows(options, all_here=options["local"])
+    serve_arguments = tuple(settings.hot_rows_arguments(options))
+    more = {"shards": 1} if options["local"] else {}
+    config = config_of(DemoConfig, options, serve_arguments=serve_arguments, **more)
     ctx.exit(run_demo(config, stdout_console(), once=once, json_file=json_file))
 
 
@@ -75,6 +80,7 @@ def demo(ctx: click.Context, /, once: bool, json_file: Path | None, **options: A
 @opts.cards_option(1)
 @opts.count("--workers", "Serving processes on one HTTP and one gRPC port.", 1, 64, 1)
 @opts.sharding_option
+@opts.plan_option
 @opts.replicate_option
 @opts.memory_budget_option
 @opts.device_options
@@ -84,6 +90,7 @@ def demo(ctx: click.Context, /, once: bool, json_file: Path | None, **options: A
 @opts.tokens_option
 @opts.front_options
 @opts.ranking_options
+@opts.hot_rows_options
 @opts.verify_option
 @click.pass_context
 def up(ctx: click.Context, /, **options: Any) -> None:
@@ -111,6 +118,7 @@ def up(ctx: click.Context, /, **options: Any) -> None:
         **_what(options),
         shard_node_arguments=settings.arguments(options, _MEMORY) + settings.device_arguments(options),
         serve_arguments=settings.arguments(options, ["ranking_replicas", "dtype", "wire_dtype"])
+        + settings.hot_rows_arguments(options)
         + settings.front_arguments(options),
         log_level=ctx.find_root().params.get("log_level", "info"),
     )

@@ -226,6 +226,13 @@ network_options = together(
     numbers("--compare-hit-rates H,...", "Print for each whether to replicate or to shard.", 0, 1, "0,0.5,0.85,0.99"),
     numbers("--compare-hot-rows N,...", "The same, for so many of the hottest rows at the router.", 0, 2**48),
 )  # fmt: skip
+plan_option = option(
+    "--plan",
+    "A plan file of `shardrank plan --out`, in place of --sharding. Default: the one in the snapshot, if it is for as "
+    "many shards.",
+    EXISTING_FILE,
+    name="plan_file",
+)
 _REPLICATE = "Tables of at most this many bytes are held whole by every shard."
 replicate_option = count("--replicate-bytes", _REPLICATE, 0, default=DEFAULT_REPLICATE_BYTES)
 memory_budget_option = gigabytes(
@@ -298,6 +305,20 @@ ranking_options = together(
     choice("--wire-dtype", ["auto", "float32", "float16"], _WIRE_DTYPE),
     assignments("--limit NAME=VALUE", "A limit, such as max_candidates=500; docs/api.md lists them."),
     option("--limits", "Limits as a JSON or TOML file; --limit overrides it.", EXISTING_FILE, name="limits_file"),
+)
+
+
+_HOT_ROWS = (
+    "What is held: learning, the rows looked up most of late; static, those that the snapshot's access counts name."
+)
+hot_rows_options = together(
+    gigabytes(
+        "--hot-rows-gb",
+        "Copies of the hottest rows in each serving process, of rows on shard nodes: memory for one version's, index "
+        "included, in 10^9 bytes. 0: none.",
+        0.0,
+    ),
+    choice("--hot-rows", ["learning", "static"], _HOT_ROWS),
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,11 @@ from serving.cli.settings import Options, config_of
 from serving.cli.snapshots import read_description
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from loader.snapshot.manifest import ModelSpec, RowDtype
+    from router.plan_file import PlanFile
     from serving.cli.capacity import CapacityPlan, LookupProfile
     from serving.cli.network import NetworkOptions
     from shard_node.planning.cost_model import CardSystem
@@ -71,23 +76,41 @@ SYSTEM_NAMES = ("a100", "h100", "h200", "gb200")
     "Only the first ROWS of a table follow --zipf, for that share of the lookups; the others go to all rows alike.",
 )
 @opts.network_options
+@opts.option(
+    "--counts",
+    "How often rows are looked up: what `shardrank counts` wrote, or a folder of <table>.npy. Default: the snapshot's.",
+    opts.EXISTING,
+)
+@opts.assignments(
+    "--trace TABLE=FILE", "In place of --counts: a table's lookups one after the other, an .npy file of row numbers."
+)
 @opts.option("--dtype", "Of stored rows. Default: the model's; published models have int8.", click.Choice(DTYPES))
 @opts.option("--hbm-gb-per-s GB", "What a copy within a card reaches.", opts.FiniteRange(1))
 @opts.option("--nvlink-gb-per-s GB", "Line rate between cards, one direction.", opts.FiniteRange(1))
 @opts.option("--host-gb-per-s GB", "Line rate from host to card, one direction.", opts.FiniteRange(1))
+@opts.switch("--compare", "Choose for each table how it is divided, and compare with dividing all tables alike.")
+@opts.option("--out", "Choose for each table, and write the plan to FILE, for `--plan`.", opts.WRITABLE_FILE)
 @opts.json_flag("the plan")
-def plan(**options: Any) -> None:
+def plan(compare: bool, out: Path | None, **options: Any) -> None:
     """Reckon what a model takes on a node of cards.
 
     Prints bytes by card and tier, how tables are split, what does not fit, and the least time that a batch's lookups
     take: the engine's own placement, and bandwidths of docs/nvlink.md. Nothing is measured, and no card is needed.
     Exit code 1 if the model can't be served so at all.
 
+    How tables are divided over shards is --sharding's to say, or with --compare or --out chosen for each table: whole
+    on a shard, by rows, by columns, by both, or copied to every shard, by the time of the slowest shard and of the
+    network, and by how often rows are looked up. docs/plan.md is about it.
+
     Examples:
       shardrank plan --model dlrm-v2 --cards 8 --card-memory-gb 80
       shardrank plan --model shop.json --cards 2 --hotness history=50 --zipf 1.05
       shardrank plan --model models/shop/3 --system gb200 --versions 2 --json
+      shardrank plan --model shop.json --counts shop-counts.safetensors
+      shardrank plan --model shop.json --trace items=clicked-items.npy --trace users=users.npy
       shardrank plan --model textbook --dtype fp32 --shards 16 --cards 1 --batch 65536
+      shardrank plan --model merlin-jumbo --shards 4 --cards 8 --compare
+      shardrank plan --model models/shop/3 --shards 2 --cards 4 --out plan.json
     """
     from loader.snapshot.manifest import NUM_BUCKETS
     from serving.cli.capacity import CapacityOptions, CapacityPlan
@@ -98,6 +121,10 @@ def plan(**options: Any) -> None:
         profile = replace(profile, zipf=options["zipf"], counts={})
     if options["head"] is not None:
         profile = replace(profile, head=_head(options["head"]))
+    if counts := _counted(spec, options):
+        slices = {table.name: table.slices for table in spec.tables}
+        by_stored = {stored.name: one for name, one in counts.items() for stored in slices[name]}
+        profile = replace(profile, counts=by_stored)
     buckets = min(NUM_BUCKETS[table.bucketing] for table in spec.tables)
     if options["shards"] > buckets and options["sharding"] != "table":
         raise click.UsageError(f"--shards: rows are divided by {buckets} buckets, so into as many shards at most.")
@@ -112,11 +139,23 @@ def plan(**options: Any) -> None:
         candidates=options["batch"],
         network=_network(options) if options["shards"] > 1 else None,
     )
-    found = CapacityPlan.make(spec, profile, node)
+    if compare or out is not None:
+        found, file = CapacityPlan.per_table(spec, profile, node)
+        if out is not None:
+            _write(out, file)
+    else:
+        found = CapacityPlan.make(spec, profile, node)
     if options["as_json"]:
         print_json(found)
     else:
         print_plan(found)
+
+
+def _write(out: Path, file: PlanFile) -> None:
+    try:
+        out.write_text(file.to_json(), encoding="utf-8")
+    except OSError as error:
+        raise click.UsageError(f"--out {out}: {error.strerror or error}") from error
 
 
 def _number(name: str, text: str) -> float:
@@ -145,6 +184,23 @@ def _network(options: Options) -> NetworkOptions:
 
     network = Network(gb_per_s=options["network_gb_per_s"], latency_us=options["network_us"])
     return config_of(NetworkOptions, options, network=network)
+
+
+def _counted(spec: ModelSpec, options: Options) -> Mapping[str, npt.NDArray[np.uint32]]:
+    """Return how often rows of stored tables are looked up, if that was given. Raises UsageError, ExportError."""
+    from loader.snapshot.per_row import COUNTS_TENSOR, access_count_tensors, count_trace, read_access_counts
+
+    counts, traces = options["counts"], options["trace"]
+    if counts is not None and traces:
+        raise click.UsageError("--counts and --trace were counted over different batches: give one of them.")
+    tables = {table.name: table for table in spec.tables}
+    if unknown := sorted({name for name, _ in traces} - tables.keys()):
+        raise click.UsageError(f"--trace: unknown tables {unknown}; the model has {sorted(tables)}.")
+    found = {name: count_trace(Path(file), tables[name]) for name, file in traces}
+    if counts is not None:
+        read = read_access_counts(counts, spec)
+        found = {name: access_count_tensors(tables[name], one)[COUNTS_TENSOR] for name, one in read.items()}
+    return {one.name: found[name] for name in found for one in tables[name].slices}
 
 
 def _system(options: Options) -> CardSystem:
@@ -211,9 +267,12 @@ def _stored_as(spec: ModelSpec, dtype: RowDtype) -> ModelSpec:
 
 def print_plan(plan: CapacityPlan) -> None:
     """Print all but the smaller tables."""
+    from serving.cli.division import print_division
     from serving.cli.network import print_network
 
     _print_head(plan)
+    if plan.division is not None:
+        print_division(plan.division)
     by_free = sorted(plan.cards, key=lambda one: one.free_bytes)
     ends = {" (fullest)": by_free[0], " (emptiest)": by_free[-1]} if len(by_free) > 1 else {"": by_free[0]}
     cards = [

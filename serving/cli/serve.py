@@ -21,6 +21,7 @@ from serving.cli.settings import Options, Protection, config_of
 
 if TYPE_CHECKING:
     from loader.registry.fleet import FleetRecord, FleetRegistry
+    from router.plan_file import PlanFile
     from serving.rank.service import RankingService
     from serving.server import Listening, ServerConfig
     from serving.versions.loading import ModelSource
@@ -70,6 +71,7 @@ _PROFILE = (
 @opts.assignments("--max-staleness MODEL=SECONDS", f"With --registry: {_STALENESS}")
 @opts.cards_option(1)
 @opts.sharding_option
+@opts.plan_option
 @opts.replicate_option
 @opts.memory_budget_option
 @opts.device_options
@@ -82,6 +84,7 @@ _PROFILE = (
 @opts.front_options
 @opts.count("--workers", "Serving processes that share the ports; each holds all rows, if it holds any.", 1, 64, 1)
 @opts.ranking_options
+@opts.hot_rows_options
 @opts.verify_option
 @opts.option(
     "--shutdown-delay-s S",
@@ -125,6 +128,7 @@ def serve(ctx: click.Context, /, **options: Any) -> None:
     if options["shards"] and (wrong := sorted(given & {"memory_budget_gb", *settings.DEVICE_FLAGS})):
         verb = "is" if len(wrong) == 1 else "are"
         raise click.UsageError(f"{settings.flags(wrong)} {verb} for rows in this process; shard nodes have their own.")
+    settings.hot_rows(options, all_here=options["local"] if in_fleet else not options["shards"])
     folder = None if in_fleet else settings.member_folder(options)
     if options["probe_port"] is None:
         # Of several workers the supervisor says it, once.
@@ -184,9 +188,11 @@ def _source(options: Options, folder: Path, node_tls: TlsClientConfig | None) ->
         snapshot=folder,
         shards=shards,
         node_tls=node_tls,
+        plan=settings.read_plan(options, [folder.parent.name]),
         num_replicas=settings.num_replicas(options["ranking_replicas"], card_set, may_block=budget_bytes is not None),
         memory_budget_bytes=budget_bytes,
         card_set=card_set,
+        hot_rows=settings.hot_rows(options, all_here=not shards),
     )
 
 
@@ -207,11 +213,14 @@ def _serve_in_fleet(options: Options, config: ServerConfig, node_tls: TlsClientC
     fleet = FleetRegistry(open_registry(options["registry"]))
     card_set = settings.open_card_set(options) if options["local"] else None
     named = {"node_id": options["node_id"] or serving_node_id(config.http_port), "node_tls": node_tls}
+    plan = settings.read_plan(options, models or ())
     # Deltas are written to rows in this process while it serves.
     replicas = settings.num_replicas(options["ranking_replicas"], card_set, may_block=options["local"])
-    serving = config_of(ServingConfig, options, num_replicas=replicas, **named)
-    local = _local_rows(options, fleet, serving.node_id, card_set) if options["local"] else None
-    node = ServingNode(fleet, service, serving, AgentConfig(models=models), local)
+    hot_rows = settings.hot_rows(options, all_here=options["local"])
+    serving = config_of(ServingConfig, options, num_replicas=replicas, plan=plan, hot_rows=hot_rows, **named)
+    local = _local_rows(options, plan, fleet, serving.node_id, card_set) if options["local"] else None
+    reopen = partial(open_registry, options["registry"])
+    node = ServingNode(fleet, service, serving, AgentConfig(models=models), local, reopen)
 
     def on_listening(listening: Listening) -> None:
         node.address = options["advertise"] or advertised_url(listening, settings.scheme(options))
@@ -219,15 +228,17 @@ def _serve_in_fleet(options: Options, config: ServerConfig, node_tls: TlsClientC
     _answer(options, service, config, load=node.load, on_listening=on_listening, leave=node.leave)
 
 
-def _local_rows(options: Options, fleet: FleetRegistry, node_id: str, card_set: CardSet | None) -> LocalRows:
+def _local_rows(
+    options: Options, plan: PlanFile | None, fleet: FleetRegistry, node_id: str, card_set: CardSet | None
+) -> LocalRows:
     """Rows in this process: one shard that has them all, whatever a fleet of shard nodes would say."""
     from serving.versions.serving_node import LocalRows
     from shard_node.agent.node_agent import NodeActions
     from shard_node.node import ShardNode
 
     node, config = ShardNode(settings.node_identity(options, 0, 1)), settings.node_config(options, node_id)
-    actions = NodeActions(node, fleet, partial(settings.partition_of, options, 0, 1), config, card_set=card_set)
-    return LocalRows(node, actions, partial(settings.plan_of, options, 1))
+    actions = NodeActions(node, fleet, partial(settings.partition_of, options, plan, 0, 1), config, card_set=card_set)
+    return LocalRows(node, actions, partial(settings.plan_of, options, plan, 1))
 
 
 def staleness_limits(pairs: tuple[tuple[str, str], ...], models: tuple[str, ...]) -> dict[str, float]:
@@ -291,7 +302,8 @@ def worker_arguments(options: Options, folder: Path | None, worker: int = 0) -> 
     Without a snapshot's folder it is one of a fleet. Node ids differ, and so do profiles: counts can't share a file.
     """
     told = ["--verify" if options["verify"] else "--no-verify", *settings.front_arguments(options)]
-    told += settings.arguments(options, ["ranking_replicas", "dtype", "wire_dtype", "shutdown_delay_s"])
+    told += settings.arguments(options, ["ranking_replicas", "dtype", "wire_dtype", "shutdown_delay_s", "plan_file"])
+    told += settings.hot_rows_arguments(options)
     if options["profile"] is not None:
         path = options["profile"].absolute()
         told += ["--profile", str(path.with_stem(f"{path.stem}-{worker}"))]
@@ -316,6 +328,7 @@ def worker_arguments(options: Options, folder: Path | None, worker: int = 0) -> 
 @opts.tls_options("CAs of routers: only who shows a certificate of theirs is let in. Needed with --tls-cert.")
 @opts.cards_option(1)
 @opts.sharding_option
+@opts.plan_option
 @opts.replicate_option
 @opts.memory_budget_option
 @opts.device_options
@@ -386,7 +399,8 @@ def _load(folder: Path, options: Options) -> ShardNode:
     card_set = settings.open_card_set(options)
     snapshot = Snapshot.open(folder, verify=options["verify"])
     index, num_shards = options["shard"]
-    partition, digest = settings.partition_of(options, index, num_shards, snapshot.spec)
+    file = settings.read_plan(options, [snapshot.spec.model])
+    partition, digest = settings.partition_of(options, file, index, num_shards, snapshot)
     budget_bytes = settings.to_bytes(options["memory_budget_gb"])
     tables = load_tables(snapshot, partition, digest, memory_budget_bytes=budget_bytes, card_set=card_set)
     node = ShardNode(settings.node_identity(options, index, num_shards))
@@ -491,7 +505,7 @@ async def _serve_rows_in_fleet(
     from shard_node.agent.agent import Agent
     from shard_node.agent.node_agent import NodeActions, watch_cards
 
-    index, num_shards = options["shard"]
+    (index, num_shards), plan = options["shard"], settings.read_plan(options)
     may_wait = options["memory_budget_gb"] is not None or card_set is not None
     async with (
         settings.opened_registry(options["registry"]) as fleet,
@@ -499,7 +513,7 @@ async def _serve_rows_in_fleet(
     ):
         await _join(fleet, record)
         config = _node_config(options, server.addresses[0])
-        partition = partial(settings.partition_of, options, index, num_shards)
+        partition = partial(settings.partition_of, options, plan, index, num_shards)
         actions = NodeActions(node, fleet, partition, config, card_set=card_set)
         agent = Agent(fleet, actions, agent_config)
         settle_heap()

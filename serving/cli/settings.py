@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from loader.registry.fleet import FleetRegistry
-    from loader.snapshot.manifest import ModelSpec
+    from loader.snapshot.reader import Snapshot
+    from router.hot_rows import HotRowsConfig
     from router.plan import Plan
+    from router.plan_file import PlanFile
     from serving.limits import RequestLimits
     from shard_node.agent.node_agent import NodeConfig
     from shard_node.cuda.card_set import CardOptions, CardSet
@@ -38,9 +40,10 @@ Config = TypeVar("Config", bound="BaseModel")
 MAX_LIMITS_FILE_BYTES = 1 << 20
 DEVICE_FLAGS = ("device", "card_memory_gb", "pinned_memory_gb", "hot_gb", "peer_access")
 """Names of the options, for commands that pass them on or allow them only with rows."""
+_HOT_ROWS = ("hot_rows_gb", "hot_rows")
 _TLS = ("tls_cert", "tls_key", "tls_client_ca")
 _NODE_TLS = ("node_ca", "node_cert", "node_key")
-_FLAGS = {"shards": "--shard", "models": "--model"}
+_FLAGS = {"shards": "--shard", "models": "--model", "plan_file": "--plan"}
 
 
 def config_of(schema: type[Config], options: Options, prefix: str = "", /, **more: Any) -> Config:
@@ -200,6 +203,26 @@ def num_replicas(asked: int | None, card_set: CardSet | None, *, may_block: bool
     return len(card_set.cards.cards) if card_set is not None else int(may_block)
 
 
+def hot_rows(options: Options, *, all_here: bool) -> HotRowsConfig | None:
+    """Return what is held of rows on shard nodes; None for nothing. Raises UsageError where all rows are here."""
+    size_bytes = to_bytes(options["hot_rows_gb"])
+    if not size_bytes:
+        return None
+    if all_here:
+        raise click.UsageError(
+            "--hot-rows-gb holds copies of rows that are on shard nodes; here all rows are in this process, "
+            "where a copy would save nothing."
+        )
+    from router.hot_rows import HotRowsConfig
+
+    return HotRowsConfig(size_bytes=size_bytes, policy=options["hot_rows"])
+
+
+def hot_rows_arguments(options: Options) -> list[str]:
+    """Return the flags that give a child process the same hot rows; none if there are none."""
+    return arguments(options, _HOT_ROWS) if options["hot_rows_gb"] else []
+
+
 def read_limits(options: Options) -> RequestLimits:
     """Return the limits of a file (JSON, or TOML by its name), overridden by `--limit` and `--trusted-proxy`.
 
@@ -304,16 +327,32 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def plan_of(options: Options, num_shards: int, spec: ModelSpec) -> Plan:
-    """Return how a model's rows are divided. Raises PlanError."""
+def read_plan(options: Options, models: Collection[str] = ()) -> PlanFile | None:
+    """Return the plan file that was named. Raises PlanError if it can't be read or, told models, is of none of them."""
+    from router.errors import PlanError
+    from router.plan_file import PlanFile
+
+    path: Path | None = options["plan_file"]
+    file = None if path is None else PlanFile.read(path)
+    if file is not None and models and file.model not in models:
+        raise PlanError(f"{path}: model is {file.model!r}, allowed here is {' or '.join(map(repr, sorted(models)))}")
+    return file
+
+
+def plan_of(options: Options, file: PlanFile | None, num_shards: int, snapshot: Snapshot) -> Plan:
+    """Return how a version's rows are divided: by a file, if that is of its model. Raises as `Plan.of_snapshot`."""
     from router.plan import Plan
 
-    return Plan.make(spec, num_shards, options["sharding"], options["cards"], options["replicate_bytes"])
+    return Plan.of_snapshot(
+        snapshot, num_shards, options["sharding"], options["cards"], options["replicate_bytes"], file
+    )
 
 
-def partition_of(options: Options, index: int, num_shards: int, spec: ModelSpec) -> tuple[Partition, str]:
-    """Return which rows of a model are a shard's, and the digest of the plan that says so. Raises PlanError."""
-    plan = plan_of(options, num_shards, spec)
+def partition_of(
+    options: Options, file: PlanFile | None, index: int, num_shards: int, snapshot: Snapshot
+) -> tuple[Partition, str]:
+    """Return which rows of a version are a shard's, and the digest of the plan that says so. Raises as `plan_of`."""
+    plan = plan_of(options, file, num_shards, snapshot)
     return plan.partition(index), plan.digest
 
 

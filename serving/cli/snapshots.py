@@ -91,6 +91,12 @@ def train(
 @opts.option("--golden", "Requests with training's scores; see docs/snapshot-format.md.", opts.EXISTING_FILE)
 @opts.option("--golden-tolerance X", "How far a server's scores may be from them.", opts.ABOVE_ZERO, 0.05)
 @opts.assignments("--metadata KEY=TEXT", "Free text about the training run.")
+@opts.option(
+    "--plan",
+    "A plan file of `shardrank plan --out` for this model: columns are sliced as it says, and the snapshot carries it.",
+    opts.EXISTING_FILE,
+    name="plan_file",
+)
 @opts.count("--rows-per-file", "A power of two; default: such that row files have at most 256 MiB.", 256)
 def export(store: Path, checkpoint: Path, description: Path, **options: Any) -> None:
     r"""Write a trained model into a store as the next version.
@@ -107,8 +113,13 @@ def export(store: Path, checkpoint: Path, description: Path, **options: Any) -> 
     from loader.snapshot.per_row import read_access_counts
     from loader.snapshot.reader import Snapshot
     from loader.snapshot.writer import export_snapshot
+    from router.plan_file import PlanFile
 
-    spec = read_description(description)
+    spec, plan = read_description(description), None
+    if options["plan_file"] is not None:
+        plan = PlanFile.read(options["plan_file"])
+        spec = plan.sliced(spec)
+        plan.check_fits(spec)
     rows, dense = _match(checkpoint, spec, options["dense_prefix"], options["table_key"])
     counts, golden = options["access_counts"], options["golden"]
     with progress_bars() as bars:
@@ -121,6 +132,7 @@ def export(store: Path, checkpoint: Path, description: Path, **options: Any) -> 
             access_counts=None if counts is None else read_access_counts(counts, spec),
             golden=None if golden is None else _read_golden(golden),
             metadata=dict(options["metadata"]),
+            plan=None if plan is None else plan.to_json().encode(),
             progress=bars,
             **{name: options[name] for name in ("golden_tolerance", "version", "rows_per_file")},
         )

@@ -12,6 +12,7 @@ import errno
 import math
 import socket
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -37,7 +38,9 @@ from loader.snapshot.manifest import Frozen
 from loader.snapshot.publishing import register
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.store import Store
+from router.errors import PlanError
 from router.plan import REPLICATED, Plan
+from router.plan_file import PlanFile
 from serving.errors import FleetError
 from serving.fleet.supervisor import (
     ChildSpec,
@@ -71,6 +74,7 @@ class FleetConfig(Frozen):
             has live; the first time, with the store's latest.
         registry: its URL or folder; None for the folder `.registry` in the store.
         replicas, cards: nodes of each shard, and cards of each node.
+        plan_file: says how its model's rows are divided, in place of sharding and of what the snapshot carries.
         workers: serving processes on one HTTP and one gRPC port; port 0 is any free one.
     """
 
@@ -83,6 +87,7 @@ class FleetConfig(Frozen):
     cards: int = Field(default=1, ge=1, le=64)
     sharding: Literal["hash", "range", "table"] = "hash"
     replicate_bytes: int = Field(default=1 << 20, ge=0)
+    plan_file: Path | None = None
     workers: int = Field(default=1, ge=1, le=64)
     host: str = "127.0.0.1"
     http_port: int = Field(default=8080, ge=0, le=65535)
@@ -106,6 +111,18 @@ class FleetConfig(Frozen):
     def registry_url(self) -> str:
         """Returns the registry that was named, or the store's own."""
         return str(self.store.resolve() / STORE_REGISTRY) if self.registry is None else self.registry
+
+    @property
+    def plan_arguments(self) -> list[str]:
+        """The flag by which children find the plan file."""
+        return [] if self.plan_file is None else ["--plan", str(self.plan_file.resolve())]
+
+    def read_plan(self) -> PlanFile | None:
+        """Read the plan file. Raises PlanError if it can't be read, or is of a model that is not served."""
+        file = None if self.plan_file is None else PlanFile.read(self.plan_file)
+        if file is not None and file.model not in self.models:
+            raise PlanError(f"{self.plan_file}: model is {file.model!r}, allowed here are {list(self.models)}")
+        return file
 
     @property
     def shard_nodes(self) -> dict[str, int]:
@@ -142,6 +159,10 @@ def placement_line(plan: Plan) -> str:
     rest: list[str] = []
     for table, owners in zip(plan.layout.tables, plan.shard_of_bucket, strict=True):
         (whole if owners[0] == REPLICATED else rest).append(table.name)
+    if plan.file is not None:
+        kinds = Counter(table.sharding_type for table in plan.file.tables)
+        told = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+        return f"by plan {plan.digest[:12]} over {plan.num_shards} shards: {told}"
     how = "whole on one shard each" if plan.sharding == "table" else f"split over {plan.num_shards} shards"
     return f"on every shard: {_quoted(whole)}; {how}: {_quoted(rest)}"
 
@@ -189,7 +210,9 @@ async def _begin(fleet: FleetRegistry, config: FleetConfig, clock: Callable[[], 
     for model in config.models:
         chosen = await _choose(fleet, config, model, wanted.get(model), nodes)
         snapshot = await asyncio.to_thread(Snapshot.open, store.snapshot_path(model, chosen), verify=False)
-        plan = Plan.make(snapshot.spec, config.shards, config.sharding, config.cards, config.replicate_bytes)
+        plan = Plan.of_snapshot(
+            snapshot, config.shards, config.sharding, config.cards, config.replicate_bytes, config.read_plan()
+        )
         found.append((snapshot, Beginning(model, chosen, plan, store.latest(model))))
     await _write_fleet_record(fleet, config, nodes)
     for snapshot, one in found:
@@ -416,7 +439,8 @@ async def running_fleet(
         folder, environment = supervisor.run_directory, {REGISTRY_VARIABLE: config.registry_url}
         first, workers = _node_specs(config, fleet, folder, environment), config.worker_names
         await supervisor.start(first, on_ready)
-        arguments = [[*config.store_arguments, *config.serve_arguments, "--node-id", name] for name in workers]
+        same = [*config.store_arguments, *config.plan_arguments, *config.serve_arguments]
+        arguments = [[*same, "--node-id", name] for name in workers]
         probes = [partial(ask_node, fleet, name, config.models) for name in workers]
         await supervisor.start(worker_specs(folder, ports, arguments, config.log_level, environment, probes), on_ready)
         yield LocalFleet(connectable_host(config.host), ports.http, ports.grpc, supervisor, fleet)
@@ -432,7 +456,7 @@ def _node_specs(
     ask = partial(ask_lock, fleet, COORDINATOR_LOCK)
     specs = [ChildSpec(COORDINATOR, command(*owner), ask, environment)]
     same = [*config.store_arguments, "--cards", str(config.cards), "--sharding", config.sharding]
-    same += ["--replicate-bytes", str(config.replicate_bytes), *config.shard_node_arguments]
+    same += ["--replicate-bytes", str(config.replicate_bytes), *config.plan_arguments, *config.shard_node_arguments]
     for name, shard in config.shard_nodes.items():
         listen = Address(path=socket_path(run_directory, f"{name}.sock"))
         own = ("--node-id", name, "--shard", f"{shard}/{config.shards}", "--listen", str(listen))

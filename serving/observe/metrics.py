@@ -10,6 +10,7 @@ import asyncio
 import os
 from collections import defaultdict, deque
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache, partial
 from typing import get_args
 
@@ -18,6 +19,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
+from router.hot_keeper import HotStatus
 from serving.errors import HistogramLayoutError
 from serving.observe.calls import AFTER_BATCH, BEFORE_BATCH, IN_BATCH, BatchTimes, Call, Outcome
 from shard_node.answer import WIRE_FORMS
@@ -107,6 +109,7 @@ class ServingMetrics:
             ("model", "version", "outcome"),
         )
         self._of_wire = _wire_counters(registry)
+        self._hot = _HotMetrics(registry)
         # Looking a child up by its labels takes longer than counting, so those that requests need are kept.
         self._of_status, self._of_outcome = cache(requests.labels), cache(self._version_requests.labels)
         self._of_stages = cache(
@@ -169,6 +172,10 @@ class ServingMetrics:
         """Say whether shards answer with other sums than were asked for."""
         self._wire_fallbacks.labels(model, str(version)).set(float(fell_back))
 
+    def hot_rows(self, status: HotStatus) -> None:
+        """Say what a version's tier of hot rows holds, and count what it counted since it told last."""
+        self._hot.tell(status)
+
     def forget_version(self, model: str, version: int) -> None:
         """Drop what is told of one version. With several workers on one port their files keep it."""
         if MULTIPROCESS_VARIABLE in os.environ:
@@ -178,6 +185,7 @@ class ServingMetrics:
             self._version_requests.remove(model, str(version), outcome)
         self._fallbacks.remove(model, str(version))
         self._wire_fallbacks.remove(model, str(version))
+        self._hot.forget(model, str(version))
 
     def _make_observations(self) -> None:
         """Put what is kept into the histograms: whoever reads one calls it before."""
@@ -224,6 +232,37 @@ def _wire_counters(registry: CollectorRegistry) -> Callable[[str], tuple[Counter
         registry=registry,
     )
     return cache(lambda model: (asked.labels(model), *(answered.labels(model, form) for form in WIRE_FORMS)))
+
+
+class _HotMetrics:
+    """Counters and gauges of tiers of hot rows."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        version = ("model", "version")
+        gauge, counter = partial(Gauge, registry=registry), partial(Counter, registry=registry)
+        self._lookups = counter(
+            "shardrank_hot_lookups", "Rows that were looked up where hot rows are held.", ("model", "table")
+        )
+        self._hits = counter("shardrank_hot_hits", "How many of these were hot.", ("model", "table"))
+        self._gauges = (
+            gauge("shardrank_hot_rows", "Rows held.", version, multiprocess_mode="livesum"),
+            gauge("shardrank_hot_bytes", "Bytes of rows held and their index.", version, multiprocess_mode="livesum"),
+            gauge("shardrank_hot_sequence", "Last delta applied to them.", version, multiprocess_mode="livemin"),
+        )
+
+    def tell(self, status: HotStatus) -> None:
+        labels = status.model, str(status.version)
+        for one, value in zip(self._gauges, (status.rows, status.size_bytes, status.sequence), strict=True):
+            one.labels(*labels).set(value)
+        for table, lookups, hits in zip(status.tables, status.lookups.tolist(), status.hits.tolist(), strict=True):
+            if lookups:
+                self._lookups.labels(status.model, table).inc(lookups)
+                self._hits.labels(status.model, table).inc(hits)
+
+    def forget(self, model: str, version: str) -> None:
+        for one in self._gauges:
+            with suppress(KeyError):
+                one.remove(model, version)
 
 
 def observe_all(histogram: Histogram, values: list[float]) -> None:

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -16,12 +17,15 @@ from loader.errors import ShardrankError
 from loader.progress import Progress, no_progress
 from loader.snapshot.manifest import Frozen
 from loader.snapshot.reader import Snapshot
+from router.hot_keeper import HotKeepers
+from router.hot_rows import HotRowsConfig
 from router.plan import DEFAULT_REPLICATE_BYTES, Plan
+from router.plan_file import PlanFile
 from router.replicas import ReplicaSource, ReplicatedShard
 from serving.errors import ServingError
 from serving.models.ranking_models import DtypeChoice
 from serving.rank.service import RankingService
-from serving.versions.served_model import ServedModel, ShardsFactory, WireDtypeChoice
+from serving.versions.served_model import OnRetry, ServedModel, ShardsFactory, WireDtypeChoice
 from shard_node.cuda.card_set import CardSet
 from shard_node.engine.loading import load_tables
 from shard_node.node import LocalShard, ShardNode
@@ -45,6 +49,7 @@ class ModelSource(Frozen):
         local_shards: how many shards the rows in this process are divided over; one is right for all but tests.
         cards: of each shard.
         sharding, replicate_bytes: how tables are divided, and which ones are on every shard; as all nodes were told.
+        plan: in place of these, and of what the snapshot carries, if that is for as many shards.
         memory_budget_bytes: RAM for rows in this process; None to hold all of them.
         card_set: the cards that take the rows of this process; None to pool on the CPU.
         card_graphs: rank on cards by CUDA graphs; without, every launch is the host's.
@@ -61,6 +66,7 @@ class ModelSource(Frozen):
     cards: int = Field(default=1, ge=1, le=64)
     sharding: Sharding = "hash"
     replicate_bytes: int = Field(default=DEFAULT_REPLICATE_BYTES, ge=0)
+    plan: PlanFile | None = None
     memory_budget_bytes: int | None = Field(default=None, ge=0)
     card_set: CardSet | None = None
     card_graphs: bool = True
@@ -68,6 +74,7 @@ class ModelSource(Frozen):
     num_replicas: int = Field(default=1, ge=0, le=64)
     dtype: DtypeChoice = "auto"
     wire_dtype: WireDtypeChoice = "auto"
+    hot_rows: HotRowsConfig | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -77,6 +84,8 @@ class ModelSource(Frozen):
             raise ValueError("card_set is for rows in this process, but shards were given")
         if self.num_replicas == 0 and (self.memory_budget_bytes is not None or self.card_set is not None):
             raise ValueError("num_replicas 0 is for rows in this process's memory, or on shard nodes")
+        if self.hot_rows is not None and not self.shards:
+            raise ValueError("hot_rows are copies of rows on shard nodes, but no shards were given")
         if any(not replicas for replicas in self.shards):
             raise ValueError("every shard needs the address of at least one replica")
         return self
@@ -101,16 +110,23 @@ def load_served_model(
         raise ServingError("num_replicas 0 ranks on an event loop, and there is none here; allowed is 1..64")
     snapshot = Snapshot.open(source.snapshot, verify=source.verify, progress=progress)
     count, clock = len(source.shards) or source.local_shards, service.clock
-    plan = Plan.make(snapshot.spec, count, source.sharding, source.cards, source.replicate_bytes)
-    nodes, closing = list[ShardNode](), ExitStack()
+    cards = None if source.shards else source.cards
+    plan = Plan.of_snapshot(snapshot, count, source.sharding, cards, source.replicate_bytes, source.plan)
+    nodes, closing, hot = list[ShardNode](), ExitStack(), None
     try:
+        shards: ShardsFactory
         if source.shards:
             tls = None if source.node_tls is None else client_context(source.node_tls)
 
             def replicas(index: int) -> list[ShardClient]:
                 return [ShardClient(address, clock=clock, tls=tls) for address in source.shards[index]]
 
-            shards = replicated_shards(snapshot, plan, replicas, clock)
+            shards = replicated = replicated_shards(snapshot, plan, replicas, clock)
+            if source.hot_rows is not None:
+                keepers = HotKeepers(source.hot_rows, on_status=service.metrics.hot_rows)
+                keeper = keepers.start(snapshot, plan, partial(replicated, no_retry))
+                closing.callback(keeper.close)
+                hot = keeper.rows
         else:
             for index in range(count):
                 nodes.append(_load_node(snapshot, plan, index, source, progress))
@@ -129,6 +145,7 @@ def load_served_model(
             clock=clock,
             on_close=closing.close,
             loop=loop,
+            hot=hot,
         )
     except BaseException:
         closing.close()
@@ -183,9 +200,13 @@ def replicated_shards(
     plan: Plan,
     replicas: Callable[[int], ReplicaSource | list[ShardClient]],
     clock: Callable[[], float],
-) -> ShardsFactory:
+) -> Callable[[OnRetry], list[ReplicatedShard]]:
     """Make shards on nodes; `replicas` gives those of a shard by its index."""
     return lambda on_retry: [
         ReplicatedShard(plan, index, snapshot.identity, replicas(index), on_retry, clock)
         for index in range(plan.num_shards)
     ]
+
+
+def no_retry(kind: str) -> None:
+    """Count no retry: for what is no request's."""

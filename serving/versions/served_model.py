@@ -16,6 +16,7 @@ import torch
 from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.reader import Snapshot
 from router.feature_schema import FeatureSchema
+from router.hot_rows import HotRows
 from router.id_mapping import IdMapper, RejectedIds
 from router.plan import Plan
 from router.router import Router
@@ -31,9 +32,10 @@ from serving.observe.metrics import ServingMetrics
 from serving.rank.batcher import Batcher
 from serving.rank.ranking import MergedBatch, Ranking, RankingParts
 from serving.rank.replica import LoopReplica, Replica
+from shard_node.access_counts import AccessCounts
 from shard_node.answer import HALVES
 from shard_node.bags import Float32Array, KeyedBags
-from shard_node.node import NodeInfo, Shard
+from shard_node.node import LocalShard, NodeInfo, Shard, ShardNode
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +53,10 @@ DELTA_TRIES = 3
 
 
 class ServedModel:
-    """A version with its schema, its queue and its ranking replicas. Made by `load`; `submit` is `Batcher.submit`."""
+    """A version with its schema, its queue and its ranking replicas. Made by `load`; `submit` is `Batcher.submit`.
+
+    `access` has the counts of lookups that this process answers itself, without a shard node.
+    """
 
     def __init__(
         self,
@@ -62,10 +67,11 @@ class ServedModel:
         on_close: Callable[[], None],
         counter: VersionCounter,
         checked: CheckedVersion,
+        access: Sequence[AccessCounts],
     ) -> None:
         self.model, self.version = description.model, description.version
         self.schema, self.description = schema, description
-        self.counter, self.checked = counter, checked
+        self.counter, self.checked, self.access = counter, checked, access
         self.submit = batcher.submit
         self._batcher, self._replicas, self._on_close = batcher, replicas, on_close
 
@@ -85,13 +91,15 @@ class ServedModel:
         clock: Callable[[], float] = time.monotonic,
         on_close: Callable[[], None] = lambda: None,
         loop: asyncio.AbstractEventLoop | None = None,
+        hot: HotRows | None = None,
     ) -> ServedModel:
         """Make a version servable: connect, check it against its golden requests, warm every replica. Blocks.
 
         Ranking replicas are threads; where rows are on cards they take turns over these, by CUDA graphs if
         `card_graphs`. With `num_replicas` 0 `loop` ranks in their place, for rows in this process's memory or on shard
         nodes: the event loop that requests come from, which runs in another thread than this one. `on_close` is called
-        when the version is unloaded, after its replicas have ended. Raises as `check_version`.
+        when the version is unloaded, after its replicas have ended. `hot` are copies of rows of shard nodes, used by
+        all replicas. Raises as `check_version`.
         """
         spec, limits, metrics = snapshot.spec, limits or RequestLimits(), metrics or ServingMetrics()
         schema = RequestSchema(FeatureSchema.of(spec), limits)
@@ -99,11 +107,13 @@ class ServedModel:
         is_none = schema.features.is_none
         batcher, counter = Batcher(limits, clock, is_none if is_none.any() else None), VersionCounter()
         vocabularies = (one.name for one in spec.tables if one.id_mapping.kind == "vocabulary")
+        nodes: dict[ShardNode, None] = {}
         mapper = IdMapper(schema.features, {name: snapshot.vocabulary(name) for name in vocabularies})
 
         def ranking(number: int) -> Ranking:
             connected = shards(partial(metrics.shard_retry, spec.model))
-            router = Router(schema.features, mapper, plan, connected)
+            nodes.update(dict.fromkeys(shard.node for shard in connected if isinstance(shard, LocalShard)))
+            router = Router(schema.features, mapper, plan, connected, hot=hot)
             scorer = scorer_on_card(connected, spec.model, snapshot.version, number, limits, card_graphs)
             if scorer is None:
                 return Ranking(parts, router, connected, metrics, counter, clock)
@@ -135,7 +145,9 @@ class ServedModel:
         description = ModelDescription.of(
             snapshot, limits, "bfloat16" if checked.dtype is torch.bfloat16 else "float32", checked.fallback
         )
-        return cls(schema, description, batcher, takers, on_close, counter, checked)
+        engines = [node.generations.payload(spec.model, snapshot.version).engine for node in nodes]
+        access = [engine.access for engine in engines]
+        return cls(schema, description, batcher, takers, on_close, counter, checked, access)
 
     @property
     def num_waiting(self) -> int:

@@ -13,6 +13,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,17 +32,22 @@ from loader.registry.fleet import (
     VersionReport,
     WantedModel,
 )
-from loader.snapshot.manifest import Frozen, ModelSpec
+from loader.registry.registry import Registry
+from loader.snapshot.manifest import Frozen
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.store import Store
+from router.errors import HotRowsError
+from router.hot_keeper import HotKeepers
+from router.hot_rows import HotRowsConfig
 from router.plan import Plan
+from router.plan_file import PlanFile
 from router.replica_directory import ReplicaDirectory
 from router.replicas import ReplicaSource
 from serving.errors import NotReadyError
 from serving.models.ranking_models import DtypeChoice
 from serving.rank.service import RankingService
-from serving.versions.loading import local_shards, replicated_shards
-from serving.versions.served_model import ServedModel, WireDtypeChoice
+from serving.versions.loading import local_shards, no_retry, replicated_shards
+from serving.versions.served_model import ServedModel, ShardsFactory, WireDtypeChoice
 from shard_node.agent.agent import Agent, AgentConfig
 from shard_node.agent.node_agent import NodeActions
 from shard_node.engine.memory import available_memory_bytes, total_memory_bytes
@@ -67,6 +73,8 @@ class ServingConfig(Frozen):
         node_id: its name, stable over restarts.
         num_replicas: ranking replicas, each a thread; 0 for one on the event loop that the process serves on.
         stage_cpu_share: of one core, at most, that checking files takes.
+        plan: how rows of its model are divided, in place of what the fleet's record and the snapshot say.
+        hot_rows: of each version, copies of the hottest rows in this process; None for none.
     """
 
     node_id: NodeId
@@ -77,6 +85,8 @@ class ServingConfig(Frozen):
     wire_dtype: WireDtypeChoice = "auto"
     stage_cpu_share: float = Field(default=0.5, gt=0, le=1)
     node_tls: TlsClientConfig | None = None
+    plan: PlanFile | None = None
+    hot_rows: HotRowsConfig | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +95,18 @@ class LocalRows:
 
     node: ShardNode
     actions: NodeActions
-    plan_of: Callable[[ModelSpec], Plan]
+    plan_of: Callable[[Snapshot], Plan]
 
 
 class ServingNode:
     """Runs until `leave`, and does what its agent asks for. Belongs to one event loop, that of the registry.
 
     If no models are named in `agent_config`, those that are wanted at the start are the ones without which the process
-    is not ready. Without `local` rows they are on shard nodes. `address` is where it is asked, HTTP; to be set before
-    `load`. Raises TlsConfigError if a file of `config.node_tls` can't be read or does not fit.
+    is not ready. Without `local` rows they are on shard nodes, and `open_registry` opens the registry once more for
+    each version whose hot rows are copied here. `address` is where it is asked, HTTP; to be set before `load`.
+
+    Raises TlsConfigError if a file of `config.node_tls` can't be read or does not fit, HotRowsError if there are to be
+    hot rows, but all rows are local.
     """
 
     def __init__(
@@ -103,7 +116,13 @@ class ServingNode:
         config: ServingConfig,
         agent_config: AgentConfig,
         local: LocalRows | None = None,
+        open_registry: Callable[[], Registry] | None = None,
     ) -> None:
+        if config.hot_rows is not None and local is not None:
+            raise HotRowsError("hot rows are copies of rows on shard nodes, but all rows are in this process")
+        self._hot = None
+        if config.hot_rows is not None:
+            self._hot = HotKeepers(config.hot_rows, open_registry, service.metrics.hot_rows)
         self.address = ""
         self._fleet, self._service, self._config = fleet, service, config
         self._models = agent_config.models
@@ -283,31 +302,48 @@ class ServingNode:
         snapshot = Snapshot.open(folder, verify=config.verify, files="other", progress=paced)
         _check_identity(snapshot, published.identity, "was published")
         wish.check()
+        shards: ShardsFactory
+        closing = ExitStack()
+        hot = None
         if self._local is not None:
             model, version = published.model, published.version
             with self._local.node.generations.lease(model, version) as lease:
                 rows = f"is of the rows of version {version} of model {model!r} that are in this process"
                 _check_identity(snapshot, lease.payload.manifest_identity, rows)
-            plan = self._local.plan_of(snapshot.spec)
+            plan = self._local.plan_of(snapshot)
             shards = local_shards([self._local.node])
         else:
             assert topology is not None
-            plan = Plan.make(
-                snapshot.spec, topology.num_shards, topology.sharding, replicate_bytes=topology.replicate_bytes
+            plan = Plan.of_snapshot(
+                snapshot,
+                topology.num_shards,
+                topology.sharding,
+                replicate_bytes=topology.replicate_bytes,
+                file=config.plan,
             )
-            shards = replicated_shards(snapshot, plan, partial(self._replicas, snapshot), service.clock)
-        return ServedModel.load(
-            snapshot,
-            plan,
-            shards,
-            limits=service.limits,
-            num_replicas=config.num_replicas,
-            dtype=config.dtype,
-            wire_dtype=config.wire_dtype,
-            metrics=service.metrics,
-            clock=service.clock,
-            loop=loop,
-        )
+            shards = replicated = replicated_shards(snapshot, plan, partial(self._replicas, snapshot), service.clock)
+            if self._hot is not None:
+                keeper = self._hot.start(snapshot, plan, partial(replicated, no_retry))
+                closing.callback(keeper.close)
+                hot = keeper.rows
+        try:
+            return ServedModel.load(
+                snapshot,
+                plan,
+                shards,
+                limits=service.limits,
+                num_replicas=config.num_replicas,
+                dtype=config.dtype,
+                wire_dtype=config.wire_dtype,
+                metrics=service.metrics,
+                clock=service.clock,
+                on_close=closing.close,
+                loop=loop,
+                hot=hot,
+            )
+        except BaseException:
+            closing.close()
+            raise
 
     def _discard(self, served: ServedModel) -> None:
         """Free a version that nobody used, in a thread of its own."""

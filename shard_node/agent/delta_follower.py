@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from pydantic import Field
 
@@ -26,7 +26,8 @@ from loader.progress import ended
 from loader.registry.fleet import delta_stream
 from loader.registry.registry import Registry, StreamEntry
 from loader.snapshot.manifest import Frozen
-from shard_node.node import LoadedTables
+from shard_node.engine.base import RowWriter
+from shard_node.node import DeltaPosition, LoadedTables
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,18 @@ class FollowerConfig(Frozen):
 DEFAULT_CONFIG: Final = FollowerConfig()
 
 
+class FollowedRows(Protocol):
+    """Rows that follow a stream of deltas, and how far they are: `LoadedTables`, or copies of some rows."""
+
+    @property
+    def engine(self) -> RowWriter:
+        """Where rows are written."""
+
+    @property
+    def deltas(self) -> DeltaPosition:
+        """Told by the follower; where it begins."""
+
+
 class DeltaFollower:
     """Follows one stream for one generation. How far it is, and what holds it up, is told by `tables.deltas`.
 
@@ -72,7 +85,7 @@ class DeltaFollower:
         registry: Registry,
         model: str,
         version: int,
-        tables: LoadedTables,
+        tables: FollowedRows,
         clock: Callable[[], float] = time.time,
         sleep: Callable[[float], Coroutine[Any, Any, None]] = asyncio.sleep,
         config: FollowerConfig = DEFAULT_CONFIG,

@@ -24,7 +24,7 @@ from loader.registry.fleet import (
     WantedModel,
     cut_reason,
 )
-from loader.snapshot.manifest import Frozen, ModelSpec
+from loader.snapshot.manifest import Frozen
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.store import Store
 from shard_node.agent.delta_follower import Followers, catch_up
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 _LOOK_S = 0.02
 ENOUGH_FAULTS = 2
 """Of cards, in a row: what a card does not get over, it also answers when it is asked again."""
-PlanOf = Callable[[ModelSpec], tuple[Partition, str]]
+PlanOf = Callable[[Snapshot], tuple[Partition, str]]
 """The buckets of a model that a shard holds, and the digest of the plan that says so."""
 
 
@@ -90,7 +90,7 @@ def stage_tables(
         raise SnapshotCorruptError(
             f"{folder}: identity (SHA-256 of its manifest) is {snapshot.identity}, published was {published.identity}"
         )
-    partition, plan_digest = plan_of(snapshot.spec)
+    partition, plan_digest = plan_of(snapshot)
     load = prepare_load(
         snapshot,
         partition,
@@ -277,14 +277,12 @@ class NodeActions:
         await self._followers.close()
 
     def _observed(self, model: str) -> ObservedCounts | None:
-        """How often rows of the live version were looked up, if it is on cards and was asked."""
+        """How often rows of the live version were looked up, for cards, if it was asked."""
         if self._card_set is None:
             return None
-        from shard_node.cuda.card_engine import CardEngine
-
         for one in self._node.generations.all():
-            if (one.model, one.state) == (model, "live") and isinstance(one.payload.engine, CardEngine):
-                return one.payload.engine.observed_counts()
+            if (one.model, one.state) == (model, "live") and one.payload.engine.access.total:
+                return one.payload.engine.access.counts()
         return None
 
     def _held(self) -> dict[tuple[str, int], Generation[LoadedTables]]:

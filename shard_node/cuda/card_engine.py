@@ -10,6 +10,7 @@ from contextlib import ExitStack
 import numpy as np
 import numpy.typing as npt
 
+from shard_node.access_counts import AccessCounts
 from shard_node.answer import Answer
 from shard_node.bags import Float32Array, Int64Array, KeyedBags, TableLayout
 from shard_node.cuda.batch import MAX_BATCH_VALUES, BatchShapes, RowChecks
@@ -21,7 +22,6 @@ from shard_node.cuda.uploads import RowWriter
 from shard_node.engine.base import CardsUse, LookupCount, MemoryUse
 from shard_node.errors import InvalidBagsError
 from shard_node.planning.card_plan import CardPlan
-from shard_node.planning.hotness import RowCounts
 
 _COUNTER_BYTES = 16
 POOLS_PER_CARD = 2
@@ -136,10 +136,10 @@ class CardEngine:
             LookupCount(table.name, "card", count) for table, count in zip(self._layout.tables, counts, strict=True)
         )
 
-    def observed_counts(self) -> dict[str, RowCounts]:
-        """By table, how often each row was seen to be looked up; empty before the first batch that was counted."""
-        access = self._rows.lookups.access
-        return access.counts() if access.total else {}
+    @property
+    def access(self) -> AccessCounts:
+        """As `Engine.access`: what is pooled by lanes is in it too."""
+        return self._rows.lookups.access
 
     def counters(self) -> tuple[int, int]:
         """Values that kernels found outside their table, and values whose row is on no card of this node.

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from loader.snapshot.buckets import RowBuckets
+from shard_node.access_counts import AccessCounts
 from shard_node.bags import Group, Int64Array, KeyedBags, TableLayout
-from shard_node.cuda.access_counts import AccessCounts
 from shard_node.cuda.batch import BatchShapes, RowChecks
 from shard_node.cuda.cards import Card, CardEvent, Cards, Memory, Stream
 from shard_node.cuda.kernel_params import (

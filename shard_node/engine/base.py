@@ -8,6 +8,7 @@ from typing import Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from shard_node.access_counts import AccessCounts
 from shard_node.answer import Answer
 from shard_node.bags import Float32Array, Int64Array, KeyedBags, TableLayout
 
@@ -52,31 +53,12 @@ class CardsUse:
     not_here: int
 
 
-class Engine(Protocol):
-    """Pools bags from the rows that it holds. Thread-safe: all but `close` may run in several threads at once."""
+class RowWriter(Protocol):
+    """Holds rows that can be replaced while they are looked up. Thread-safe."""
 
     @property
     def layout(self) -> TableLayout:
         """The tables, in the order in which `KeyedBags.keys` numbers them."""
-        ...
-
-    def pool(self, bags: KeyedBags) -> list[Float32Array]:
-        """Sum the rows of each bag. Keys are tables, values are rows that this engine holds.
-
-        Returns:
-            One float32 block per group of the layout, [bags of the group's tables, embedding_dim], bags in the order
-            given. An empty bag gives zeros; a group without bags gives [0, embedding_dim].
-
-        Raises:
-            InvalidBagsError: for a row that is outside its table or not on this engine.
-        """
-        ...
-
-    def answer(self, bags: KeyedBags) -> Answer:
-        """Pool as `pool`, or give the rows of tables that `travel_as_stored`, as they are, where this engine can.
-
-        All of the answer is of one moment between two `write_rows`. Raises as `pool`.
-        """
         ...
 
     def write_rows(self, table: int | tuple[int, ...], rows: Int64Array, stored: npt.NDArray[np.uint8]) -> int:
@@ -98,12 +80,40 @@ class Engine(Protocol):
         """
         ...
 
+
+class Engine(RowWriter, Protocol):
+    """Pools bags from the rows that it holds. Thread-safe: all but `close` may run in several threads at once."""
+
+    def pool(self, bags: KeyedBags) -> list[Float32Array]:
+        """Sum the rows of each bag. Keys are tables, values are rows that this engine holds.
+
+        Returns:
+            One float32 block per group of the layout, [bags of the group's tables, embedding_dim], bags in the order
+            given. An empty bag gives zeros; a group without bags gives [0, embedding_dim].
+
+        Raises:
+            InvalidBagsError: for a row that is outside its table or not on this engine.
+        """
+        ...
+
+    def answer(self, bags: KeyedBags) -> Answer:
+        """Pool as `pool`, or give the rows of tables that `travel_as_stored`, as they are, where this engine can.
+
+        All of the answer is of one moment between two `write_rows`. Raises as `pool`.
+        """
+        ...
+
     def memory(self) -> tuple[MemoryUse, ...]:
         """Bytes held, by card and tier."""
         ...
 
     def rows_looked_up(self) -> tuple[LookupCount, ...]:
         """Counters by table and tier."""
+        ...
+
+    @property
+    def access(self) -> AccessCounts:
+        """How often each row was looked up here. What is answered before it gets here, by hot rows, is not in it."""
         ...
 
     def cards(self) -> CardsUse | None:

@@ -10,6 +10,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from shard_node.access_counts import AccessCounts
 from shard_node.answer import Answer, StoredRows, group_keys, travel_as_stored
 from shard_node.bags import Float32Array, Group, Int64Array, KeyedBags, TableLayout
 from shard_node.engine.arena import NOT_HERE, Arena, Placement
@@ -58,6 +59,7 @@ class CpuEngine:
         self._num_tables = len(layout.tables)
         self._counts = np.zeros(self._num_tables, np.int64)
         self._counts_lock = threading.Lock()
+        self._access = AccessCounts(layout)
         self._row_lock = RowLock()
         self._one_writer = threading.Lock()
 
@@ -76,10 +78,18 @@ class CpuEngine:
         return Answer([sums for sums, _ in found], [stored for _, stored in found])
 
     def write_rows(self, table: int | tuple[int, ...], rows: Int64Array, stored: npt.NDArray[np.uint8]) -> int:
-        """As `Engine.write_rows`. What takes long, finding the rows and their pages, is done before anybody waits."""
+        """As `Engine.write_rows`."""
+        return self.write_together([(one, rows, part) for one, part in self._layout.rows_by_table(table, rows, stored)])
+
+    def write_together(self, writes: Sequence[tuple[int, Int64Array, npt.NDArray[np.uint8]]]) -> int:
+        """Replace rows of several tables, each with rows of its own, between the same two lookups.
+
+        Each write is a table, its rows, and these as stored, as `Engine.write_rows` takes them, and checked. What takes
+        long, finding the rows and their pages, is done before anybody waits. Returns how many are here.
+        """
         parts: list[tuple[Arena, Int64Array, npt.NDArray[np.uint8]]] = []
-        for one, of_table in self._layout.rows_by_table(table, rows, stored):
-            arena, slots = self._placement.locate_rows(one, rows)
+        for table, rows, of_table in writes:
+            arena, slots = self._placement.locate_rows(table, rows)
             for number in np.unique(arena).tolist():
                 if number == NOT_HERE:
                     continue
@@ -115,6 +125,7 @@ class CpuEngine:
                 self._counts += values_per_key
             else:
                 self._counts[bags.keys] += values_per_key
+        self._access.observe(bags.keys, values_per_key, bags.values)
         return found
 
     def _answer_group(
@@ -178,6 +189,11 @@ class CpuEngine:
             LookupCount(table.name, tier, count)
             for table, tier, count in zip(self._layout.tables, self._tiers, counts, strict=True)
         )
+
+    @property
+    def access(self) -> AccessCounts:
+        """As `Engine.access`."""
+        return self._access
 
     def cards(self) -> CardsUse | None:
         """Return None: it pools on the CPU."""

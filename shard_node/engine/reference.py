@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.manifest import ModelSpec
+from shard_node.access_counts import AccessCounts
 from shard_node.answer import Answer
 from shard_node.bags import Float32Array, Int64Array, KeyedBags, TableLayout
 from shard_node.engine.base import CardsUse, LookupCount, MemoryUse
@@ -33,6 +34,7 @@ class ReferenceEngine:
         self._tables = [columns[table.name] for table in self._layout.tables]
         self._lock = RowLock()
         self._counts = [0] * len(self._tables)
+        self._access = AccessCounts(self._layout, sample_every=1)
 
     @property
     def layout(self) -> TableLayout:
@@ -47,6 +49,7 @@ class ReferenceEngine:
             return self._pool(bags)
         finally:
             self._lock.end_read()
+            self._access.observe(bags.keys, bags.values_per_key(), bags.values)
 
     def answer(self, bags: KeyedBags) -> Answer:
         """As `Engine.answer`, of sums: its rows are not stored."""
@@ -96,6 +99,11 @@ class ReferenceEngine:
             LookupCount(table.name, "ram", count)
             for table, count in zip(self._layout.tables, self._counts, strict=True)
         )
+
+    @property
+    def access(self) -> AccessCounts:
+        """As `Engine.access`, of every batch."""
+        return self._access
 
     def cards(self) -> CardsUse | None:
         """None: it pools on the CPU."""

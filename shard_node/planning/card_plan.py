@@ -114,7 +114,14 @@ class CardPlan:
     places: tuple[TablePlaces, ...]
 
     @classmethod
-    def make(cls, layout: TableLayout, partition: Partition, budget: CardBudget, hotness: Hotness) -> CardPlan:
+    def make(
+        cls,
+        layout: TableLayout,
+        partition: Partition,
+        budget: CardBudget,
+        hotness: Hotness,
+        level_rows: Sequence[Int64Array] | None = None,
+    ) -> CardPlan:
         """Decides where rows go. The same inputs give the same plan.
 
         Args:
@@ -122,6 +129,7 @@ class CardPlan:
             partition: the card of each bucket; -1 for another node's.
             budget: what may be taken.
             hotness: how often rows are looked up.
+            level_rows: as the attribute, where it is known already.
 
         Raises:
             InvalidBagsError: partition, budget or hotness are of another model or number of cards.
@@ -131,10 +139,11 @@ class CardPlan:
         """
         _check(layout, partition, budget)
         rows, num_cards = hotness.of(layout), partition.num_cards
-        level_rows = tuple(
-            table.rows_by_owner(of_bucket, num_cards)
-            for table, of_bucket in zip(rows, partition.card_of_bucket, strict=True)
-        )
+        if level_rows is None:
+            level_rows = [
+                table.rows_by_owner(of_bucket, num_cards)
+                for table, of_bucket in zip(rows, partition.card_of_bucket, strict=True)
+            ]
         # A table that lies whole at one owner needs no places, and which do is known when rows are given out. So at
         # first only those have places that are not whole on this node, then each that turned out to be divided.
         have_places = np.array(
@@ -150,7 +159,7 @@ class CardPlan:
             have_places |= is_divided
         only = np.where(have_places, -1, slots.argmax(axis=1)).tolist()
         places = tuple(one._replace(only_owner=None if at < 0 else at) for one, at in zip(places, only, strict=True))
-        return cls(layout, partition, rows, level_rows, tier_rows, places)
+        return cls(layout, partition, rows, tuple(level_rows), tier_rows, places)
 
     @property
     def num_cards(self) -> int:

@@ -68,12 +68,19 @@ class RowHotness(ABC):
     lookups: Float64Array
 
     @abstractmethod
-    def rows_by_owner(self, owner_of_bucket: npt.NDArray[np.int16], num_owners: int) -> Int64Array:
+    def rows_by_owner(self, owner_of_bucket: npt.NDArray[np.integer], num_owners: int) -> Int64Array:
         """Count the rows of each level that each owner has, int64 [levels, num_owners].
 
         Args:
-            owner_of_bucket: int16 [buckets]; -1 for a bucket that is not counted.
+            owner_of_bucket: [buckets]; -1 for a bucket that is not counted.
             num_owners: owners are 0 .. num_owners - 1.
+        """
+
+    @abstractmethod
+    def lookups_by_bucket(self, missed: Float64Array | None = None) -> Float64Array:
+        """Return how often the rows of each bucket are looked up, float64 [buckets].
+
+        `missed`, float64 [levels], is the share of each level's lookups that counts; by default all do.
         """
 
     @abstractmethod
@@ -117,18 +124,36 @@ class RankedRows(RowHotness):
         # Differences of sums are rounded; what is nearly alike must not seem to rise.
         self.lookups = np.minimum.accumulate(lookups)
 
-    def rows_by_owner(self, owner_of_bucket: npt.NDArray[np.int16], num_owners: int) -> Int64Array:
+    def rows_by_owner(self, owner_of_bucket: npt.NDArray[np.integer], num_owners: int) -> Int64Array:
         """As `RowHotness.rows_by_owner`, from how many rows below each edge a bucket has."""
-        by_owner = np.zeros((self._edges.size - 1, num_owners), np.int64)
         first = int(owner_of_bucket[0])
         if (owner_of_bucket == first).all():
+            by_owner = np.zeros((self._edges.size - 1, num_owners), np.int64)
             if first >= 0:
                 by_owner[:, first] = self.rows()
             return by_owner
-        below = RowBuckets.of(self.table).rows_below(self._edges)
-        for owner in range(num_owners):
-            by_owner[:, owner] = np.diff(below[:, owner_of_bucket == owner].sum(axis=1))
-        return by_owner
+        buckets, is_owned = RowBuckets.of(self.table), owner_of_bucket[:, None] == np.arange(num_owners)
+        if buckets.slot_shift:
+            runs, is_below = buckets.runs_below(self._edges)
+            below = runs[:, None] * np.count_nonzero(is_owned, axis=0)
+            # Sums of up to 4,096 ones are exact.
+            below += (is_below.astype(np.float32) @ is_owned.astype(np.float32)).astype(np.int64)
+        else:
+            below = buckets.rows_below(self._edges) @ is_owned.astype(np.int64)
+        by_level: Int64Array = np.diff(below, axis=0)
+        return by_level
+
+    def lookups_by_bucket(self, missed: Float64Array | None = None) -> Float64Array:
+        """As `RowHotness.lookups_by_bucket`: each edge adds what a row above it is looked up less."""
+        lookups = self.lookups if missed is None else self.lookups * missed
+        steps, buckets = -np.diff(lookups, prepend=0.0, append=0.0), RowBuckets.of(self.table)
+        if buckets.slot_shift:
+            runs, is_below = buckets.runs_below(self._edges)
+            by_bucket = float(steps @ runs) + steps @ is_below.astype(np.float64)
+        else:
+            by_bucket = steps @ buckets.rows_below(self._edges)
+        # What cancels out but for rounding is nothing.
+        return np.maximum(by_bucket, 0.0)
 
     def rows(self) -> Int64Array:
         """As `RowHotness.rows`: what lies between edges."""
@@ -167,7 +192,7 @@ class CountedRows(RowHotness):
         self._rows = by_key[present]
         self.lookups = _count_of_key(present)
 
-    def rows_by_owner(self, owner_of_bucket: npt.NDArray[np.int16], num_owners: int) -> Int64Array:
+    def rows_by_owner(self, owner_of_bucket: npt.NDArray[np.integer], num_owners: int) -> Int64Array:
         """As `RowHotness.rows_by_owner`, as counted."""
         by_owner = np.zeros((self._rows.size, num_owners + 1), np.int64)
         buckets = RowBuckets.of(self.table)
@@ -177,6 +202,16 @@ class CountedRows(RowHotness):
             flat += owners.take(buckets.of_rows(np.arange(first, end)))
             by_owner += np.bincount(flat, minlength=by_owner.size).reshape(by_owner.shape)
         return by_owner[:, :num_owners]
+
+    def lookups_by_bucket(self, missed: Float64Array | None = None) -> Float64Array:
+        """As `RowHotness.lookups_by_bucket`, as counted."""
+        lookups = self.lookups if missed is None else self.lookups * missed
+        buckets = RowBuckets.of(self.table)
+        by_bucket = np.zeros(buckets.count)
+        for first, end in self._pieces():
+            of_rows = buckets.of_rows(np.arange(first, end))
+            by_bucket += np.bincount(of_rows, lookups[self.levels(first, end)], buckets.count)
+        return by_bucket
 
     def rows(self) -> Int64Array:
         """As `RowHotness.rows`."""

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pydantic import Field
 
 from loader.snapshot.manifest import Frozen
+from shard_node.access_counts import CountedPart
 from shard_node.answer import FLOAT32_SUMS, Answer, Forms
 from shard_node.bags import KeyedBags
 from shard_node.errors import (
@@ -28,9 +29,12 @@ from shard_node.wire.connection import FrameConnection
 from shard_node.wire.frame import DEFAULT_MAX_FRAME_BYTES, MAX_BODY_BYTES, MAX_BUDGET_US, Frame, FrameType
 from shard_node.wire.messages import (
     Buffer,
+    CountsRequest,
     decode_answer,
+    decode_counts_answer,
     decode_error,
     decode_info_answer,
+    encode_counts,
     encode_info,
     encode_pool,
 )
@@ -278,6 +282,27 @@ class ShardClient:
             return decode_info_answer(frame)
         except WireError as error:
             raise RemoteError(f"{self.address}: malformed answer: {error}") from error
+
+    async def counts(self, request: CountsRequest, deadline: float) -> CountedPart:
+        """Return how often rows of a table were looked up here. Raises as `pool`.
+
+        It has at least one row, and fewer than were asked for at the end of the table.
+        """
+
+        def encode(request_id: int, budget_us: int) -> list[Buffer]:
+            return encode_counts(request_id, budget_us, request)
+
+        _, frame = await self._ask(encode, (FrameType.COUNTS_ANSWER,), deadline)
+        try:
+            part = decode_counts_answer(frame)
+        except WireError as error:
+            raise RemoteError(f"{self.address}: malformed answer: {error}") from error
+        if part.first_row != request.first_row or part.counts.size > request.max_rows:
+            told = f"{part.counts.size} rows from {part.first_row} on"
+            raise RemoteError(
+                f"{self.address}: counts of {told}, asked for {request.max_rows} from {request.first_row}"
+            )
+        return part
 
     async def close(self) -> None:
         """Cuts every connection and makes no new one; calls in flight fail with NodeUnavailableError. Idempotent."""

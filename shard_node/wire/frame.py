@@ -40,6 +40,8 @@ class FrameType(IntEnum):
     ERROR = 5
     GOAWAY = 6
     STORED = 7
+    COUNTS = 8
+    COUNTS_ANSWER = 9
 
 
 class FrameHeader(NamedTuple):

@@ -25,6 +25,7 @@ from pydantic import ValidationError
 
 from loader.errors import ShardrankError
 from shard_node import errors
+from shard_node.access_counts import CountedPart
 from shard_node.answer import FLOAT32_SUMS, Answer, Forms
 from shard_node.bags import Float32Array, Int32Array, Int64Array, KeyedBags
 from shard_node.errors import RemoteError, ShardNodeError, WireError
@@ -37,7 +38,7 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 
 # Two arrays per group of tables, and no more than 4096 tables: what bounds the work of reading array headers.
 MAX_ARRAYS = 8192
-MAX_MODEL_BYTES = 256
+MAX_NAME_BYTES = 256
 MAX_ERROR_MESSAGE_BYTES = 4096
 # Arrays up to this size are copied beside the header, into one buffer: cheaper than one more piece to write.
 SMALL_ARRAY_BYTES = 2048
@@ -53,6 +54,8 @@ _CODE_OF_DTYPE = {dtype: code for code, dtype in _DTYPE_OF_CODE.items()}
 _BODY = struct.Struct("<II")
 _ARRAY = struct.Struct("<HHIQ")
 _POOL_FIELDS = struct.Struct("<Q")
+_COUNTS_FIELDS = struct.Struct("<QIIQ")
+_COUNTS_ANSWER_FIELDS = struct.Struct("<IIQQQQ")
 _ERROR_FIELDS = struct.Struct("<HHHH")
 _PADDING = bytes(8)
 _TAKES_STORED, _TAKES_FLOAT16 = 1, 2
@@ -87,6 +90,20 @@ class PoolRequest:
         return KeyedBags(self.keys, counts, self.offsets, self.values, self.weights)  # type: ignore[arg-type]
 
 
+@dataclass(frozen=True, slots=True)
+class CountsRequest:
+    """A COUNTS frame: asks how often rows of a table were looked up, from `first_row` on, at most `max_rows` of them.
+
+    `table` is a number in layout order.
+    """
+
+    model: str
+    version: int
+    table: int
+    first_row: int
+    max_rows: int
+
+
 def encode_pool(
     request_id: int, budget_us: int, model: str, version: int, bags: KeyedBags, forms: Forms = FLOAT32_SUMS
 ) -> list[Buffer]:
@@ -100,8 +117,6 @@ def encode_pool(
         WireError: for a version that is not within 0..2^64-1, or a model name that is too long or not Unicode text.
         FrameTooLargeError: if the frame's length can't be stated.
     """
-    if not 0 <= version < 2**64:
-        raise WireError(f"version {version} is not within 0..2^64-1")
     arrays: list[Array] = [
         np.ascontiguousarray(bags.keys, _INT32),
         _narrowed(bags.bags_per_key),
@@ -110,10 +125,7 @@ def encode_pool(
     ]
     if bags.weights is not None:
         arrays.append(np.ascontiguousarray(bags.weights, _FLOAT32))
-    name = _utf8(model, "model")
-    if len(name) > MAX_MODEL_BYTES:
-        raise WireError(f"model has {len(name)} bytes, at most {MAX_MODEL_BYTES} are allowed")
-    fields = _POOL_FIELDS.pack(version) + name
+    fields = _POOL_FIELDS.pack(_checked_version(version)) + _model_name(model)
     note = _TAKES_STORED * forms.stored | _TAKES_FLOAT16 * forms.float16
     return _encode(FrameType.POOL, request_id, fields, arrays, min(budget_us, MAX_BUDGET_US), note)
 
@@ -121,19 +133,13 @@ def encode_pool(
 def decode_pool(frame: Frame) -> PoolRequest:
     """Read a POOL frame. Raises WireError, naming the field that is malformed; so do all that decode."""
     fields, arrays = _decode(frame.body, "POOL")
-    if len(fields) < _POOL_FIELDS.size:
-        raise WireError(f"POOL fields have {len(fields)} bytes, at least {_POOL_FIELDS.size} are needed")
-    if len(fields) > _POOL_FIELDS.size + MAX_MODEL_BYTES:
-        raise WireError(
-            f"POOL model has {len(fields) - _POOL_FIELDS.size} bytes, at most {MAX_MODEL_BYTES} are allowed"
-        )
-    (version,) = _POOL_FIELDS.unpack_from(fields)
+    (version,), model = _numbers_and_name(fields, _POOL_FIELDS, "POOL", "model")
     if len(arrays) not in (4, 5):
         raise WireError(f"POOL num_arrays is {len(arrays)}, allowed are 4 (without weights) and 5")
     # Notes that this release does not know are of forms that it does not have either.
     note = _ARRAY.unpack_from(frame.body.data, _BODY.size)[1]
     return PoolRequest(
-        _text(fields[_POOL_FIELDS.size :], "POOL model"),
+        model,
         version,
         _flat(arrays[0], "POOL keys", _INT32),
         _flat(arrays[1], "POOL bags_per_key", _INT32, _INT64),
@@ -191,6 +197,52 @@ def decode_info_answer(frame: Frame) -> NodeInfo:
         raise WireError(f"INFO_ANSWER fields are not a NodeInfo: {error}") from error
 
 
+def encode_counts(request_id: int, budget_us: int, request: CountsRequest) -> list[Buffer]:
+    """Encode a COUNTS frame.
+
+    Raises:
+        WireError: for a number that its field can't state, or a model name as of `encode_pool`.
+    """
+    for field, bits in (("table", 32), ("max_rows", 32), ("first_row", 64)):
+        if not 0 <= (number := getattr(request, field)) < 2**bits:
+            raise WireError(f"{field} {number} is not within 0..2^{bits}-1")
+    numbers = _checked_version(request.version), request.table, request.max_rows, request.first_row
+    fields = _COUNTS_FIELDS.pack(*numbers) + _model_name(request.model)
+    return _encode(FrameType.COUNTS, request_id, fields, [], min(budget_us, MAX_BUDGET_US))
+
+
+def decode_counts(frame: Frame) -> CountsRequest:
+    """Read a COUNTS frame."""
+    fields, arrays = _decode(frame.body, "COUNTS")
+    if arrays:
+        raise WireError(f"COUNTS num_arrays is {len(arrays)}, none are allowed")
+    (version, table, max_rows, first_row), model = _numbers_and_name(fields, _COUNTS_FIELDS, "COUNTS", "model")
+    return CountsRequest(model, version, table, first_row, max_rows)
+
+
+def encode_counts_answer(request_id: int, part: CountedPart) -> list[Buffer]:
+    """Encode a COUNTS_ANSWER frame: a part with its counts, which are below 2^31."""
+    numbers = part.num_tables, 0, part.num_embeddings, part.first_row, part.lookups, part.total
+    fields = _COUNTS_ANSWER_FIELDS.pack(*numbers) + _utf8(part.table, "table")
+    return _encode(FrameType.COUNTS_ANSWER, request_id, fields, [part.counts.view(np.int32)])
+
+
+def decode_counts_answer(frame: Frame) -> CountedPart:
+    """Read a COUNTS_ANSWER frame."""
+    what = "COUNTS_ANSWER"
+    fields, arrays = _decode(frame.body, what)
+    numbers, table = _numbers_and_name(fields, _COUNTS_ANSWER_FIELDS, what, "table")
+    num_tables, _, num_embeddings, first_row, lookups, total = numbers
+    if len(arrays) != 1:
+        raise WireError(f"{what} num_arrays is {len(arrays)}, there must be 1")
+    counts = _flat(arrays[0], f"{what} counts", _INT32)
+    if counts.size and int(counts.min()) < 0:
+        raise WireError(f"{what} counts have {int(counts.min())}, none may be negative")
+    if not counts.size or first_row + counts.size > num_embeddings:
+        raise WireError(f"{what} counts of {counts.size} rows from {first_row} on, of {num_embeddings}")
+    return CountedPart(table, num_tables, num_embeddings, first_row, counts.view(np.uint32), lookups, total)
+
+
 def encode_goaway() -> list[Buffer]:
     """Encode a GOAWAY frame: the node takes no new requests on this connection, and answers those in flight."""
     return [pack_header(FrameType.GOAWAY, 0, 0)]
@@ -228,6 +280,28 @@ def decode_error(frame: Frame) -> ShardNodeError:
 def array_section_bytes(num_arrays: int) -> int:
     """Bytes of a body without fields beside its arrays' data, at most: counts, array headers, padding."""
     return _BODY.size + (_ARRAY.size + 8) * num_arrays
+
+
+def _checked_version(version: int) -> int:
+    if not 0 <= version < 2**64:
+        raise WireError(f"version {version} is not within 0..2^64-1")
+    return version
+
+
+def _model_name(model: str) -> bytes:
+    name = _utf8(model, "model")
+    if len(name) > MAX_NAME_BYTES:
+        raise WireError(f"model has {len(name)} bytes, at most {MAX_NAME_BYTES} are allowed")
+    return name
+
+
+def _numbers_and_name(fields: memoryview, numbers: struct.Struct, what: str, name: str) -> tuple[tuple[Any, ...], str]:
+    """Read fields that are some numbers and a name, the rest of them."""
+    if len(fields) < numbers.size:
+        raise WireError(f"{what} fields have {len(fields)} bytes, at least {numbers.size} are needed")
+    if (name_bytes := len(fields) - numbers.size) > MAX_NAME_BYTES:
+        raise WireError(f"{what} {name} has {name_bytes} bytes, at most {MAX_NAME_BYTES} are allowed")
+    return numbers.unpack_from(fields), _text(fields[numbers.size :], f"{what} {name}")
 
 
 def _narrowed(array: Int64Array) -> Array:

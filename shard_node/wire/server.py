@@ -9,11 +9,13 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from pydantic import Field
 
 from loader.errors import ShardrankError
 from loader.snapshot.manifest import Frozen
+from shard_node.access_counts import MAX_PART_ROWS
 from shard_node.errors import (
     DeadlineExceededError,
     FrameTooLargeError,
@@ -27,11 +29,15 @@ from shard_node.wire.address import Address, Listener, listen
 from shard_node.wire.connection import FrameConnection
 from shard_node.wire.frame import DEFAULT_MAX_FRAME_BYTES, HEADER, MAX_BODY_BYTES, Frame, FrameType
 from shard_node.wire.messages import (
+    MAX_NAME_BYTES,
     Buffer,
+    CountsRequest,
     PoolRequest,
     array_section_bytes,
+    decode_counts,
     decode_pool,
     encode_answer,
+    encode_counts_answer,
     encode_error,
     encode_goaway,
     encode_info_answer,
@@ -47,6 +53,8 @@ SPARE_SAVED_S = 0.005
 # What the kernel keeps of a Unix socket's unread bytes, 208 KB by default, is less than the answer to a batch: both
 # ends would wake up for each piece of it. The kernel may allow less; TCP's buffers grow by themselves.
 UNIX_SEND_BUFFER_BYTES = 1 << 20
+# Of an answer with access counts, beside the counts: its numbers and a name.
+_COUNTS_ANSWER_BYTES = HEADER.size + array_section_bytes(1) + 64 + MAX_NAME_BYTES
 
 
 class ServerLimits(Frozen):
@@ -143,10 +151,15 @@ class RequestHandler:
                 self._handle_pool(frame, deadline, answer, is_wanted)
             elif frame.header.frame_type == FrameType.INFO:
                 answer(self._fitting(encode_info_answer(request_id, self._node.info())))
+            elif frame.header.frame_type == FrameType.COUNTS:
+                asked = decode_counts(frame)
+                size_bytes = _COUNTS_ANSWER_BYTES + 4 * min(asked.max_rows, MAX_PART_ROWS)
+                self._refuse_large_answer(size_bytes)
+                self._in_thread(request_id, partial(self._counts, request_id, asked), size_bytes, answer)
             else:
                 raise WireError(
-                    f"frame type {frame.header.frame_type} is not a request, "
-                    f"requests are {FrameType.POOL:d} (POOL) and {FrameType.INFO:d} (INFO)"
+                    f"frame type {frame.header.frame_type} is not a request, requests are {FrameType.POOL:d} (POOL), "
+                    f"{FrameType.INFO:d} (INFO) and {FrameType.COUNTS:d} (COUNTS)"
                 )
         except Exception as error:
             answer(_failure(request_id, error))
@@ -178,22 +191,26 @@ class RequestHandler:
             answer(self._pool(request_id, request, deadline, is_wanted))
             self._spare_time.spend(self._clock() - begun)
         else:
-            size_bytes = frame.body.size + answer_bytes
-            self._admit(size_bytes)
-            future = asyncio.get_running_loop().run_in_executor(
-                self._executor, self._pool, request_id, request, deadline, is_wanted
-            )
+            work = partial(self._pool, request_id, request, deadline, is_wanted)
+            self._in_thread(request_id, work, frame.body.size + answer_bytes, answer)
 
-            def finished(done: asyncio.Future[Answer]) -> None:
-                self.in_flight -= 1
-                self.in_flight_bytes -= size_bytes
-                if done.cancelled():
-                    error = NodeOverloadedError("the node is closing, the request was not started")
-                    answer(encode_error(request_id, error))
-                else:
-                    answer(done.result())
+    def _in_thread(
+        self, request_id: int, work: Callable[[], Answer], size_bytes: int, answer: Callable[[Answer], None]
+    ) -> None:
+        """Have a thread work on a request that takes so many bytes; `work` raises nothing."""
+        self._admit(size_bytes)
+        future = asyncio.get_running_loop().run_in_executor(self._executor, work)
 
-            future.add_done_callback(finished)
+        def finished(done: asyncio.Future[Answer]) -> None:
+            self.in_flight -= 1
+            self.in_flight_bytes -= size_bytes
+            if done.cancelled():
+                error = NodeOverloadedError("the node is closing, the request was not started")
+                answer(encode_error(request_id, error))
+            else:
+                answer(done.result())
+
+        future.add_done_callback(finished)
 
     def _admit(self, size_bytes: int) -> None:
         """Count a request that goes to a thread. Raises NodeOverloadedError."""
@@ -221,6 +238,14 @@ class RequestHandler:
                 raise DeadlineExceededError(f"deadline passed {late_s * 1e3:.1f} ms before pooling could start")
             answer = self._node.answer(request.model, request.version, request.bags(), request.forms)
             return self._fitting(encode_answer(request_id, answer))
+        except Exception as error:
+            return _failure(request_id, error)
+
+    def _counts(self, request_id: int, asked: CountsRequest) -> Answer:
+        """Tell access counts; what fails becomes an ERROR frame. Runs in any thread: estimates take milliseconds."""
+        try:
+            part = self._node.counts(asked.model, asked.version, asked.table, asked.first_row, asked.max_rows)
+            return self._fitting(encode_counts_answer(request_id, part))
         except Exception as error:
             return _failure(request_id, error)
 

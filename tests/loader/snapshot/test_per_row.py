@@ -14,7 +14,12 @@ from hypothesis import strategies as st
 from loader.errors import ExportError, SnapshotCorruptError
 from loader.snapshot import per_row
 from loader.snapshot.manifest import VocabularyMapping, fingerprint_strings
-from loader.snapshot.per_row import access_count_tensors, read_access_counts, vocabulary_tensors
+from loader.snapshot.per_row import (
+    access_count_tensors,
+    read_access_counts,
+    vocabulary_tensors,
+    write_access_counts,
+)
 from loader.snapshot.publishing import _put_in_store
 from loader.snapshot.reader import Snapshot, verify_snapshot
 from shardrank_testing.snapshots import make_spec, one_table_spec, restate_file, rewrite_manifest, write_snapshot
@@ -275,3 +280,37 @@ def test_two_strings_whose_fingerprints_collide_are_refused_by_name(monkeypatch)
 def test_a_vocabulary_goes_with_the_vocabulary_mapping_and_only_with_it(tmp_path):
     with pytest.raises(ExportError, match=r"vocabularies: missing for tables \['items'\]"):
         write_snapshot(tmp_path, one_table_spec(300, id_mapping=VocabularyMapping()))
+
+
+def test_lookups_that_are_written_are_read_as_whole_counts(tmp_path):
+    spec = make_spec()
+    first, second = spec.tables[:2]
+    file = tmp_path / "counts.safetensors"
+    write_access_counts(
+        file,
+        {
+            first.name: (np.array([0, 7]), np.array([0.2, 12.6])),
+            second.name: (np.zeros(0, np.uint32), np.zeros(0, np.float32)),
+        },
+    )
+    read = read_access_counts(file, spec)
+    assert [path.name for path in tmp_path.iterdir()] == ["counts.safetensors"]
+    assert {name: np.flatnonzero(counts).tolist() for name, counts in read.items()} == {
+        first.name: [0, 7],
+        second.name: [],
+    }
+    assert read[first.name][[0, 7]].tolist() == [1, 13]
+
+
+def test_lookups_that_pass_32_bits_are_all_divided_by_the_same(tmp_path):
+    spec = make_spec()
+    first, second = spec.tables[:2]
+    file = tmp_path / "counts.safetensors"
+    most = 4.0 * 2**32
+    write_access_counts(
+        file,
+        {first.name: (np.array([3]), np.array([most])), second.name: (np.array([4, 5]), np.array([most / 2, 1.0]))},
+    )
+    read = read_access_counts(file, spec)
+    assert read[first.name][3] == 2**32 - 1
+    assert read[second.name][[4, 5]].tolist() == [2**31, 1]

@@ -30,6 +30,7 @@ def test_the_openapi_page_describes_every_route_with_its_body_answers_and_an_exa
         "/v1/models/{model}:lookup",
         "/v1/models",
         "/v1/models/{model}",
+        "/v1/models/{model}/access-counts",
         "/healthz",
         "/readyz",
         "/metrics",

@@ -12,8 +12,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 from loader.snapshot.manifest import ModelSpec
+from loader.snapshot.per_row import write_access_counts
 from serving.cli import main
 from serving.cli.capacity import CATALOG, CapacityPlan
+from serving.cli.division import print_division
 from serving.cli.plan import MANIFEST_NAME, SYSTEM_NAMES
 from shard_node.planning.cost_model import SYSTEMS
 from shardrank_testing.snapshots import make_spec, write_snapshot
@@ -109,6 +111,68 @@ def test_a_snapshots_access_counts_decide_what_is_hot(tmp_path: Path) -> None:
     assert {one.tier: one.lookup_share for one in planned(*arguments, "--zipf", "0").tiers}["hot"] < 0.01
 
 
+@pytest.mark.parametrize("given", ["file", "folder", "trace"])
+def test_given_counts_or_a_trace_decide_what_is_hot(tmp_path: Path, given: str) -> None:
+    told = np.zeros(1000, np.uint32)
+    told[7] = 1000
+    folder, _ = write_snapshot(tmp_path / "store", make_spec(dtype="int8"), access_counts={"user": told})
+    idle = [part for one in make_spec().features if one.name != "user" for part in ("--hotness", f"{one.name}=0")]
+    arguments = ("--model", str(folder), "--cards", "2", "--hot-gb", str(32e-9), *idle)
+    if given == "file":
+        write_access_counts(tmp_path / "counts", {"user": (np.array([3, 500]), np.array([1, 3]))})
+        more = ("--counts", str(tmp_path / "counts"))
+    elif given == "folder":
+        (tmp_path / "counts").mkdir()
+        np.save(tmp_path / "counts" / "user.npy", np.bincount([3, 500, 500, 500], minlength=1000))
+        more = ("--counts", str(tmp_path / "counts"))
+    else:
+        np.save(tmp_path / "users.npy", np.array([500, 3, 500, 500]))
+        more = ("--trace", f"user={tmp_path / 'users.npy'}")
+    assert {one.tier: one.lookup_share for one in planned(*arguments, *more).tiers}["hot"] == 0.75
+    # A told skew is of tables that have no counts.
+    assert {one.tier: one.lookup_share for one in planned(*arguments, *more, "--zipf", "1").tiers}["hot"] == 0.75
+
+
+def test_a_trace_of_a_table_counts_for_all_its_slices(tmp_path: Path) -> None:
+    document = pooled_spec().model_dump()
+    (sliced,) = (table for table in document["tables"] if table["name"] == "user")
+    sliced["column_dims"] = (sliced["embedding_dim"] - 4, 4)
+    (tmp_path / "films.json").write_text(ModelSpec.model_validate(document).model_dump_json())
+    np.save(tmp_path / "users.npy", np.full(10, 500))
+    idle = [part for one in make_spec().features if one.name != "user" for part in ("--hotness", f"{one.name}=0")]
+    arguments = ("--model", str(tmp_path / "films.json"), "--cards", "2", "--hot-gb", str(64e-9), *idle)
+    plan = planned(*arguments, "--trace", f"user={tmp_path / 'users.npy'}")
+    assert {one.tier: one.lookup_share for one in plan.tiers}["hot"] == 1
+
+
+@pytest.mark.parametrize(
+    ("trace", "problem"),
+    [
+        ("user=outside.npy", "row 1000 is not within table 'user' of 1000 rows"),
+        ("user=negative.npy", "row -1 is not within"),
+        ("user=floats.npy", "must be integers [n]"),
+        ("user=missing.npy", "not an array that can be read"),
+        ("nobody=outside.npy", "unknown tables ['nobody']"),
+    ],
+)
+def test_traces_that_do_not_fit_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trace: str, problem: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, rows in (("outside", [3, 1000]), ("negative", [3, -1]), ("floats", [0.5])):
+        np.save(f"{name}.npy", np.array(rows))
+    Path("films.json").write_text(pooled_spec().model_dump_json())
+    result = run("--model", "films.json", "--trace", trace)
+    assert result.exit_code in (1, 2)
+    assert problem in result.output
+
+
+def test_counts_and_a_trace_are_not_both_taken(tmp_path: Path) -> None:
+    result = run("--model", "dlrm-v2", "--counts", str(tmp_path), "--trace", "t0=x.npy")
+    assert result.exit_code == 2
+    assert "give one of them" in result.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "problem"),
     [
@@ -120,6 +184,12 @@ def test_a_snapshots_access_counts_decide_what_is_hot(tmp_path: Path) -> None:
         (("--model", "dlrm-v2", "--hotness", "nobody=3"), 1, "has no such feature"),
         (("--model", "dlrm-v2", "--sharding", "range", "--shards", "2"), 1, "is stored with 'mixed'"),
         (("--model", "dlrm-v2", "--shards", "1025"), 2, "1025 is not in the range"),
+        (
+            ("--model", "dlrm-v2", "--shards", "2", "--cards", "1", "--card-memory-gb", "4", "--compare"),
+            1,
+            "do not fit on 2 shards",
+        ),
+        (("--model", "merlin-tiny", "--out", "/nowhere/plan.json"), 2, "--out /nowhere/plan.json: No such file"),
         (("--model", "dlrm-v2", "--system", "z80"), 2, "is not one of"),
         (("--model", "dlrm-v2", "--card-memory-gb", "nan"), 2, "nan is not a finite number"),
         (("--model", "dlrm-v2", "--pinned-memory-gb", "inf"), 2, "inf is not a finite number"),
@@ -133,6 +203,28 @@ def test_what_can_not_be_planned_says_why(arguments: tuple[str, ...], code: int,
     result = run(*arguments)
     assert result.exit_code == code
     assert problem in result.output
+
+
+def test_a_plan_per_table_places_what_whole_tables_do_not_and_takes_less_time_than_dividing_all_rows(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    # A hundredth of its rows on cards of a hundredth of the memory: two tables are larger than a card.
+    arguments = ("--model", "merlin-jumbo:0.01", "--shards", "4", "--cards", "8", "--card-memory-gb", "0.8",
+                 "--pinned-memory-gb", "0.16", "--compare")  # fmt: skip
+    division = planned(*arguments).division
+    assert division is not None
+    chosen, by_row, whole = division.ways
+    assert (chosen.way, by_row.way, whole.way) == ("per table", "all row_wise", "all table_wise")
+    assert chosen.left_over_bytes == 0
+    assert whole.left_over_bytes > 0
+    assert chosen.total_us < by_row.total_us
+    assert chosen.busiest_to_mean < 1.1
+    assert len(division.tables) == 1022
+    assert [one.rank for one in division.ranks] == list(range(32))
+    print_division(division)
+    output = capsys.readouterr().out
+    assert re.search(r"all table_wise .* does not fit", output)
+    assert re.search(r"t74 +table_wise +\S+ +\d+\.\.\d+", output)
 
 
 def test_int4_is_refused_for_tables_of_an_odd_dim(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from router.hot_rows import HotRowsConfig
 from shardrank_testing.agent_fleet import AgentFleet, agent_fleet
 from shardrank_testing.golden import golden_of
 from shardrank_testing.serving_api import (
@@ -101,13 +102,14 @@ async def swap(fleet: AgentFleet, old: int | None, new: int, serving: str = "ser
             await fleet.until_state(node, MODEL, old, None)
 
 
-def test_flips_under_load_fail_nothing_and_mix_nothing(versions, short_folder):
+@pytest.mark.parametrize("hot_rows", [None, HotRowsConfig(size_bytes=200_000)], ids=["no hot rows", "hot rows"])
+def test_flips_under_load_fail_nothing_and_mix_nothing(versions, short_folder, hot_rows):
     async def main() -> None:
         store = versions[1].path.parent.parent
         async with agent_fleet(short_folder, store) as fleet:
             for model in versions.values():
                 await fleet.publish(model.path)
-            node, service = fleet.serving()
+            node, service = fleet.serving(hot_rows=hot_rows)
             async with running_api(service) as api:
                 assert (await api.http.get("/readyz")).status_code == 503
                 loading = asyncio.create_task(node.load())

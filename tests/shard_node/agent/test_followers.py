@@ -25,7 +25,7 @@ from shardrank_testing.snapshots import make_spec, write_snapshot
 def tables(tmp_path: Path) -> LoadedTables:
     folder, _ = write_snapshot(tmp_path / "store", make_spec("films"), seed=1, version=1)
     snapshot = Snapshot.open(folder)
-    return load_tables(snapshot, *plan_of(snapshot.spec))
+    return load_tables(snapshot, *plan_of(snapshot))
 
 
 def following() -> list[asyncio.Task[None]]:

@@ -317,8 +317,8 @@ from shard_node.engine.memory import RowMemory
 from shard_node.agent.node_agent import stage_tables
 from router.plan import Plan
 
-def plan_of(spec):
-    plan = Plan.make(spec, cards_per_shard=2)
+def plan_of(snapshot):
+    plan = Plan.make(snapshot.spec, cards_per_shard=2)
     return plan.partition(0), plan.digest
 
 def rss_mb():

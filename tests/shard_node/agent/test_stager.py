@@ -60,7 +60,7 @@ def test_a_sound_version_is_staged_as_it_would_be_loaded(pristine, budget):
     tables = stage(pristine, memory=memory, memory_budget_bytes=budget, progress=share_of(shares.append))
     snapshot = Snapshot.open(pristine)
     bags = random_table_bags(np.random.default_rng(1), tables.engine.layout, 50, 5)
-    expected = load_tables(snapshot, *plan_of(snapshot.spec)).engine.pool(bags)
+    expected = load_tables(snapshot, *plan_of(snapshot)).engine.pool(bags)
     assert_blocks_equal(tables.engine.pool(bags), expected, scale=1.0)
     assert tables.manifest_identity == snapshot.identity
     assert shares == sorted(shares)

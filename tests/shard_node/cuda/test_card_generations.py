@@ -14,10 +14,10 @@ from loader.deltas.publisher import AsyncDeltaPublisher
 from loader.registry.directory import DirectoryRegistry
 from loader.snapshot.publishing import register
 from loader.snapshot.reader import Snapshot
+from shard_node.access_counts import SAMPLE_EVERY
 from shard_node.agent.delta_follower import FollowerConfig
 from shard_node.agent.node_agent import share_of, stage_tables
 from shard_node.bags import KeyedBags, TableLayout
-from shard_node.cuda.access_counts import SAMPLE_EVERY
 from shard_node.cuda.card_engine import POOLS_PER_CARD
 from shard_node.cuda.card_loading import CardTableLoad
 from shard_node.cuda.card_set import CardMemory, CardOptions, CardSet
@@ -132,7 +132,7 @@ def test_a_version_with_no_room_beside_the_live_one_is_refused_and_fits_once_tha
     cards = EmulatedCards(2, total_bytes=32 << 20)
     card_set = CardSet(cards, MIXED, CardMemory(cards, reserve_bytes=0))
     node, bags, memory = node_of(2), some_bags(), RowMemory()
-    partition, digest = plan_of(SPEC, 2)
+    partition, digest = plan_of(second, 2)
     node.stage(MODEL, 1, load_version(first, card_set=card_set))
     node.flip(MODEL, 1)
     for _ in range(2 * POOLS_PER_CARD):

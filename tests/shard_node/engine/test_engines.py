@@ -15,6 +15,7 @@ from loader.snapshot.reader import Snapshot
 from loader.snapshot.row_source import rows_of
 from loader.snapshot.writer import export_snapshot
 from router.plan import Plan
+from shard_node.access_counts import SAMPLE_EVERY
 from shard_node.answer import add_answers, group_keys, travel_as_stored
 from shard_node.bags import KeyedBags, TableLayout
 from shard_node.engine.base import Engine
@@ -265,3 +266,21 @@ def test_the_layout_keeps_tables_of_one_width_and_dtype_together():
     layout = TableLayout.of(spec_of(["int8", "fp32"]))
     seen = [(group.embedding_dim, group.dtype, group.end_table - group.first_table) for group in layout.groups]
     assert seen == [(4, "fp32", 2), (4, "int8", 2), (16, "fp32", 1), (16, "int8", 1), (64, "fp32", 1), (64, "int8", 1)]
+
+
+def test_the_cpu_engine_counts_which_rows_it_pools(tmp_path):
+    spec = spec_of(["int8"])
+    snapshot = Snapshot.open(write_snapshot(tmp_path, spec)[0])
+    engine = load(snapshot, cards=2)
+    table = engine.layout.index["int8_16_255"]
+    bags = KeyedBags.from_lengths(np.array([table], np.int32), np.array([2]), np.array([2, 1]), np.array([7, 7, 200]))
+    for _ in range(SAMPLE_EVERY):
+        engine.pool(bags)
+    for _ in range(SAMPLE_EVERY):
+        engine.answer(bags)
+    assert engine.access.lookups == 6 * SAMPLE_EVERY
+    counts = engine.access.counts()
+    assert {name: np.flatnonzero(one[:]).tolist() for name, one in counts.items() if one[:].any()} == {
+        "int8_16_255": [7, 200]
+    }
+    assert counts["int8_16_255"][[7, 200]].tolist() == [4, 2]

@@ -25,6 +25,8 @@ DECODERS = {
     FrameType.STORED: wire.decode_answer,
     FrameType.INFO_ANSWER: wire.decode_info_answer,
     FrameType.ERROR: wire.decode_error,
+    FrameType.COUNTS: wire.decode_counts,
+    FrameType.COUNTS_ANSWER: wire.decode_counts_answer,
 }
 
 
@@ -181,6 +183,8 @@ def valid_body(frame_type: FrameType) -> bytes:
         FrameType.STORED: wire.encode_answer(1, Answer([np.ones((3, 5), np.float32)], [np.ones((4, 9), np.uint8)])),
         FrameType.INFO_ANSWER: wire.encode_info_answer(1, small_node().info()),
         FrameType.ERROR: wire.encode_error(1, InvalidBagsError("row")),
+        FrameType.COUNTS: wire.encode_counts(1, 0, wire.CountsRequest("films", 7, 1, 0, 10)),
+        FrameType.COUNTS_ANSWER: wire.encode_counts_answer(1, small_node().counts("films", 7, 1, 0, 10)),
     }[frame_type]
     return b"".join(buffers)[24:]
 

@@ -10,6 +10,7 @@ import pytest
 
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec, TableSpec
+from shard_node.access_counts import MAX_PART_ROWS
 from shard_node.answer import Answer, Forms, add_answers
 from shard_node.bags import KeyedBags, TableLayout
 from shard_node.errors import GenerationNotFoundError, ShardNodeError
@@ -18,7 +19,7 @@ from shard_node.wire.frame import HEADER, FrameType
 from shard_node.wire.messages import (
     MAX_ARRAYS,
     MAX_ERROR_MESSAGE_BYTES,
-    MAX_MODEL_BYTES,
+    MAX_NAME_BYTES,
     _encode,
     encode_answer,
     encode_error,
@@ -99,8 +100,9 @@ def test_the_document_names_every_frame_type_with_its_number():
 
 def test_the_documents_numbers_are_the_codes():
     assert f"header of {HEADER.size} bytes" in PAGE
+    assert f"1 to {MAX_PART_ROWS:,}" in PAGE
     assert f"number of arrays, at most {MAX_ARRAYS}" in PAGE
-    assert f"at most {MAX_MODEL_BYTES} bytes" in PAGE
+    assert f"at most {MAX_NAME_BYTES} bytes" in PAGE
     assert f"at most {MAX_ERROR_MESSAGE_BYTES} bytes" in PAGE
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from loader.registry.opening import open_registry
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.publishing import register
 from loader.snapshot.reader import Snapshot
+from router.hot_rows import HotRowsConfig
 from router.plan import Plan
 from serving.limits import RequestLimits
 from serving.rank.service import RankingService
@@ -96,8 +98,8 @@ class AgentFleet:
         name, topology = f"shard-{shard}-{replica}", self.topology
         address = Address(path=str(self.folder / f"{name}.sock"))
 
-        def plan_of(spec: ModelSpec) -> tuple[Partition, str]:
-            plan = plan_by(topology, spec)
+        def plan_of(snapshot: Snapshot) -> tuple[Partition, str]:
+            plan = plan_by(topology, snapshot.spec)
             return plan.partition(shard), plan.digest
 
         await join_fleet(self.fleet, topology)
@@ -121,15 +123,25 @@ class AgentFleet:
         local: bool = False,
         limits: RequestLimits | None = None,
         card_set: CardSet | None = None,
+        hot_rows: HotRowsConfig | None = None,
     ) -> tuple[ServingNode, RankingService]:
         """A serving process that has not begun to load; with `local` it has rows of its own, on cards if there are."""
         service = RankingService(limits, expected_models=models)
         name = f"serve-{len(self.servings)}"
-        config = ServingConfig(node_id=name, store=self.store, dtype="float32", wire_dtype="float32", num_replicas=2)
+        config = ServingConfig(
+            node_id=name,
+            store=self.store,
+            dtype="float32",
+            wire_dtype="float32",
+            num_replicas=2,
+            hot_rows=hot_rows,
+        )
         agent = QUICK.model_copy(update={"models": models})
         # It closes its registry when it leaves.
-        fleet = FleetRegistry(open_registry(self.fleet.registry.url))
-        node = ServingNode(fleet, service, config, agent, self._local(fleet, name, card_set) if local else None)
+        reopen = partial(open_registry, self.fleet.registry.url)
+        fleet = FleetRegistry(reopen())
+        local_rows = self._local(fleet, name, card_set) if local else None
+        node = ServingNode(fleet, service, config, agent, local_rows, reopen)
         self.servings.append((node, service))
         return node, service
 
@@ -164,12 +176,12 @@ class AgentFleet:
         node = ShardNode(NodeIdentity(shard_index=0, num_shards=1, num_cards=cards, sharding="hash"))
         config = NodeConfig(node_id=name, address="", store=self.store, replicate_bytes=0)
 
-        def plan_of(spec: ModelSpec) -> tuple[Partition, str]:
-            plan = plan_by(topology, spec, cards)
+        def plan_of(snapshot: Snapshot) -> tuple[Partition, str]:
+            plan = plan_by(topology, snapshot.spec, cards)
             return plan.partition(0), plan.digest
 
         actions = NodeActions(node, fleet, plan_of, config, card_set=card_set)
-        return LocalRows(node, actions, lambda spec: plan_by(topology, spec, cards))
+        return LocalRows(node, actions, lambda snapshot: plan_by(topology, snapshot.spec, cards))
 
 
 def plan_by(topology: FleetRecord, spec: ModelSpec, cards: int = 1) -> Plan:

@@ -14,7 +14,7 @@ from typing import Any
 
 from loader.registry.fleet import FleetRegistry, NodeRecord, PublishedVersion, VersionReport, WantedModel
 from loader.registry.opening import open_registry
-from loader.snapshot.manifest import ModelSpec
+from loader.snapshot.reader import Snapshot
 from router.plan import Plan
 from shard_node.agent.agent import Agent, AgentConfig
 from shard_node.agent.node_agent import NodeActions, NodeConfig
@@ -283,7 +283,7 @@ async def running_node(
         node.close()
 
 
-def plan_of(spec: ModelSpec, num_cards: int = 1) -> tuple[Partition, str]:
+def plan_of(snapshot: Snapshot, num_cards: int = 1) -> tuple[Partition, str]:
     """Of a fleet of one shard."""
-    plan = Plan.make(spec, cards_per_shard=num_cards)
+    plan = Plan.of_snapshot(snapshot, 1, cards_per_shard=num_cards)
     return plan.partition(0), plan.digest

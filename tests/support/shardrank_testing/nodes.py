@@ -20,6 +20,7 @@ import pytest
 import uvloop
 
 from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec, TableSpec
+from shard_node.access_counts import AccessCounts
 from shard_node.answer import FLOAT32_SUMS, Answer, Forms
 from shard_node.bags import KeyedBags, TableLayout
 from shard_node.engine.reference import ReferenceEngine
@@ -90,6 +91,10 @@ class HookedEngine:
 
     def rows_looked_up(self) -> tuple[Any, ...]:
         return self.inner.rows_looked_up()
+
+    @property
+    def access(self) -> AccessCounts:
+        return self.inner.access
 
     def cards(self) -> Any:
         return self.inner.cards()

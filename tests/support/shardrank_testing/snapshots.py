@@ -182,6 +182,7 @@ def write_snapshot(
     version: int | None = None,
     rows_per_file: int | None = None,
     golden_tolerance: float = 0.05,
+    plan: bytes | None = None,
 ) -> tuple[Path, dict[str, Float32Array]]:
     """Exports the spec with random rows into the store at `store_path`.
 
@@ -200,6 +201,7 @@ def write_snapshot(
         version=version,
         rows_per_file=rows_per_file,
         golden_tolerance=golden_tolerance,
+        plan=plan,
     )
     return path, tables
 

@@ -16,12 +16,13 @@ from loader.snapshot.codecs import codec_for
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.reader import Snapshot
 from router.feature_schema import FeatureSchema
+from router.hot_rows import TABLE_SHIFT, HotRows
 from router.id_mapping import IdMapper
 from router.plan import Plan
 from router.replicas import ReplicatedShard
 from router.router import Router
 from shard_node.answer import EXACT, Forms
-from shard_node.bags import KeyedBags
+from shard_node.bags import Int64Array, KeyedBags, TableLayout
 from shard_node.cuda.card_set import CardSet
 from shard_node.engine.loading import load_tables
 from shard_node.node import LocalShard, Shard, ShardNode
@@ -68,24 +69,26 @@ def make_node(
     return node
 
 
-def make_router(snapshot: Snapshot, plan: Plan, shards: list[Shard]) -> Router:
+def make_router(snapshot: Snapshot, plan: Plan, shards: list[Shard], hot: HotRows | None = None) -> Router:
     schema = FeatureSchema.of(snapshot.spec)
     vocabularies = {
         table.name: snapshot.vocabulary(table.name)
         for table in snapshot.spec.tables
         if table.id_mapping.kind == "vocabulary"
     }
-    return Router(schema, IdMapper(schema, vocabularies), plan, shards)
+    return Router(schema, IdMapper(schema, vocabularies), plan, shards, hot=hot)
 
 
-def local_router(snapshot: Snapshot, topology: Topology) -> Router:
+def local_router(snapshot: Snapshot, topology: Topology, hot: HotRows | None = None) -> Router:
     plan = topology.plan(snapshot.spec)
     nodes = [make_node(snapshot, plan, shard, topology.memory_budget_bytes) for shard in range(plan.num_shards)]
-    return make_router(snapshot, plan, [LocalShard(node) for node in nodes])
+    return make_router(snapshot, plan, [LocalShard(node) for node in nodes], hot)
 
 
 @asynccontextmanager
-async def remote_router(snapshot: Snapshot, topology: Topology, folder: Path) -> AsyncIterator[Router]:
+async def remote_router(
+    snapshot: Snapshot, topology: Topology, folder: Path, hot: HotRows | None = None
+) -> AsyncIterator[Router]:
     """The same over Unix sockets, in this process's loop."""
     plan = topology.plan(snapshot.spec)
     servers: list[NodeServer] = []
@@ -99,7 +102,7 @@ async def remote_router(snapshot: Snapshot, topology: Topology, folder: Path) ->
                 servers.append(server)
                 clients.append(ShardClient(server.addresses[0]))
             shards.append(ReplicatedShard(plan, shard, snapshot.identity, clients))
-        router = make_router(snapshot, plan, shards)
+        router = make_router(snapshot, plan, shards, hot)
         yield router
     finally:
         for shard in shards:
@@ -139,3 +142,27 @@ def expected_feature(
 def lookup(router: Router, snapshot: Snapshot, bags: KeyedBags, timeout_s: float = 60.0, forms: Forms = EXACT):
     """One lookup, as a coroutine."""
     return router.lookup(snapshot.spec.model, snapshot.version, bags, time.monotonic() + timeout_s, forms)
+
+
+def hot_keys(layout: TableLayout, rows: dict[str, list[int]]) -> Int64Array:
+    """Keys of rows by table, ascending."""
+    keys = [(layout.index[table] << TABLE_SHIFT) + row for table, own in rows.items() for row in own]
+    return np.unique(np.array(keys, np.int64))
+
+
+def hold(hot: HotRows, snapshot: Snapshot, keys: Int64Array) -> None:
+    """Have a tier hold these rows, as the snapshot has them."""
+    pending = hot.begin(keys)
+    tables = {
+        number: snapshot.read_rows(one.name, 0, one.num_embeddings) for number, one in enumerate(hot.layout.tables)
+    }
+    for group, numbers in pending.groups_of(np.arange(keys.size)):
+        own = keys[numbers]
+        stored = [
+            tables[number][own[own >> TABLE_SHIFT == number] & 0xFFFFFFFF] for number in np.unique(own >> TABLE_SHIFT)
+        ]
+        hot.put(pending, group, numbers, np.concatenate(stored))
+    before = hot.use(pending)
+    while before.users:
+        time.sleep(0.001)
+    before.close()

@@ -1,37 +1,42 @@
 """How often rows are looked up, observed while they are served: for the placement of the next version.
 
-One batch in 64 is counted, and of a large one a random part, so that it costs the batch well under a millisecond.
+One batch in 256 is counted, and of a large one a random part, so that it costs the batch well under a millisecond.
 Memory is bounded: the smallest tables have one counter for each row; the largest share a count-min sketch (Cormode and
 Muthukrishnan, 2005), in which a row has two counters by two hashes, of which the smaller one is nearer the truth. What
 other rows added by chance, in the mean, is taken off, so that what is hardly ever looked up counts as nothing.
+
+Every engine has its `AccessCounts`. Whoever answers lookups in an engine's place, as a tier of hot rows before it does,
+observes those in one of its own, by `AccessCounts.observe`: no count is of all lookups, only their sum is.
 """
 
 from __future__ import annotations
 
 import threading
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import safetensors.numpy
 
-from loader.snapshot.per_row import COUNTS_SUFFIX, ROWS_SUFFIX
+from loader.errors import cut
 from shard_node.bags import Int64Array, TableLayout
 from shard_node.errors import InvalidBagsError
 from shard_node.planning.hotness import RowCounts
 
 UInt32Array = npt.NDArray[np.uint32]
 UInt64Array = npt.NDArray[np.uint64]
+Float64Array = npt.NDArray[np.float64]
 
-SAMPLE_EVERY = 64
-MAX_VALUES = 16_384
+SAMPLE_EVERY = 256
+MAX_VALUES = 4_096
 """Values of one batch that are counted."""
 MAX_BYTES = 64 << 20
+MAX_PART_ROWS = 1 << 18
+"""Rows whose counts are told at a time: a megabyte, and a few milliseconds in which no batch is counted."""
 MIN_SKETCH_COUNTERS = 1 << 10
 
 _COUNTER_BYTES = 4
 _HALVE_AT = 2**31
-_PIECE_ROWS = 1 << 20
 _LINE_ROWS = 16
 # Odd numbers for multiply-shift hashing (Dietzfelbinger et al., 1997): golden ratio, and a constant of splitmix64.
 _FACTORS = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9))
@@ -96,6 +101,54 @@ class SketchedCounts:
         return self._sketch.read(self._table, first, max(first, end))
 
 
+@dataclass(frozen=True, slots=True)
+class CountedPart:
+    """How often some rows of a table that follow one another were looked up, as counted in one place.
+
+    Attributes:
+        table: its name.
+        num_tables: of the model, numbered in layout order.
+        num_embeddings: rows of this one.
+        first_row: of the part.
+        counts: uint32 [n], of its rows.
+        lookups: values that this place was told of, of all tables.
+        total: what was counted of them: a count stands for `lookups / total` lookups.
+    """
+
+    table: str
+    num_tables: int
+    num_embeddings: int
+    first_row: int
+    counts: UInt32Array
+    lookups: int
+    total: int
+
+
+def merged_lookups(parts: Sequence[CountedPart]) -> Float64Array:
+    """Add what was counted of the same rows in several places: of shards, of replicas, of tiers of hot rows.
+
+    Places count different shares of their batches, and halve their counts at times of their own, so each count is
+    taken for the lookups that it stands for.
+
+    Args:
+        parts: of one table, from the same row on; at least one.
+
+    Returns:
+        float64 [n], lookups of each row that all parts have.
+
+    Raises:
+        InvalidBagsError: parts of different tables or rows.
+    """
+    whose = {(one.table, one.num_tables, one.num_embeddings, one.first_row) for one in parts}
+    if len(whose) > 1:
+        raise InvalidBagsError(f"counts of different rows can't be added: {cut(sorted(whose))}")
+    num_rows = min(one.counts.size for one in parts)
+    merged = np.zeros(num_rows, np.float64)
+    for one in parts:
+        merged += one.counts[:num_rows] * (one.lookups / max(one.total, 1))
+    return merged
+
+
 class AccessCounts:
     """Counts of one generation's lookups, by row. Thread-safe.
 
@@ -132,6 +185,7 @@ class AccessCounts:
         self._turn = threading.Lock()
         self._counting = threading.Lock()
         self._position = self._chosen = 0
+        self._lookups = 0
         rows = np.array([table.num_embeddings for table in layout.tables], np.int64)
         self._by_row = _counted_by_row(rows, max_bytes // _COUNTER_BYTES)
         ends = np.cumsum(np.where(self._by_row, rows, 0))
@@ -151,15 +205,24 @@ class AccessCounts:
         """Of all counts. Halved whenever the counters are."""
         return self._total
 
-    def observe(self, tables: Int64Array, values_per_key: Int64Array, values: npt.NDArray[np.integer]) -> None:
-        """Tells of a batch, which is counted or not. Never waits for another thread's batch to be counted.
+    @property
+    def lookups(self) -> int:
+        """Values of all batches that were told of, counted or not: `lookups / total` is what a count stands for."""
+        return self._lookups
+
+    def observe(
+        self, tables: npt.NDArray[np.integer], values_per_key: Int64Array, values: npt.NDArray[np.integer]
+    ) -> None:
+        """Tell of a batch, which is counted or not. Never waits for another thread's batch to be counted.
+
+        Tell of every batch, a small one too: what is left out is missing in `lookups`.
 
         Args:
-            tables: int64 [S], the table of each key, by its number in the layout; one may be there twice.
+            tables: integers [S], the table of each key, by its number in the layout; one may be there twice.
             values_per_key: int64 [S].
             values: integers [n], the rows, key by key; the caller has checked that they are in their tables.
         """
-        if not self._is_chosen() or not values.size or not self._counting.acquire(blocking=False):
+        if not self._is_chosen(values.size) or not values.size or not self._counting.acquire(blocking=False):
             return
         try:
             amount = 1
@@ -171,7 +234,7 @@ class AccessCounts:
                 rows, table = values[at], tables[np.searchsorted(ends, at, side="right")]
             else:
                 table = np.repeat(tables, values_per_key)
-            self._count(table, rows, amount)
+            self._count(table.astype(np.int64, copy=False), rows, amount)
         finally:
             self._counting.release()
 
@@ -188,23 +251,33 @@ class AccessCounts:
                 found[table.name] = counters[self._first[number] :][: table.num_embeddings]
         return found
 
-    def save(self, path: Path) -> None:
-        """Write the rows that were seen, as `shardrank export --access-counts` reads them; whole or not at all.
+    def part(self, table: int, first_row: int, max_rows: int = MAX_PART_ROWS) -> CountedPart:
+        """Return what was counted of at most so many rows of a table, by its number; counting goes on meanwhile.
 
         Raises:
-            OSError: the file can't be written.
+            InvalidBagsError: no such table or row, or a number of rows that is not within 1 to MAX_PART_ROWS.
         """
-        tensors: dict[str, UInt32Array] = {}
-        for name, counts in self.counts().items():
-            rows, seen = _seen(counts)
-            tensors |= {f"{name}{ROWS_SUFFIX}": rows, f"{name}{COUNTS_SUFFIX}": seen}
-        part = path.with_name(f"{path.name}.part")
-        safetensors.numpy.save_file(tensors, part)
-        part.replace(path)
+        tables = self._layout.tables
+        if not 0 <= table < len(tables):
+            raise InvalidBagsError(f"table {table} is not within 0..{len(tables) - 1}")
+        name, num_rows = tables[table].name, tables[table].num_embeddings
+        if not 0 <= first_row < num_rows:
+            raise InvalidBagsError(f"table {name!r}: first row {first_row} is not within 0..{num_rows - 1}")
+        if not 1 <= max_rows <= MAX_PART_ROWS:
+            raise InvalidBagsError(f"table {name!r}: {max_rows} rows are not within 1..{MAX_PART_ROWS}")
+        end_row = min(first_row + max_rows, num_rows)
+        with self._counting:
+            lookups, total = self._lookups, self._total
+            if self._sketch is not None and not self._by_row[table]:
+                counts = self._sketch.read(table, first_row, end_row)
+            else:
+                counts = self._counters[self._first[table] :][first_row:end_row].copy()
+        return CountedPart(name, len(tables), num_rows, first_row, counts, lookups, total)
 
-    def _is_chosen(self) -> bool:
+    def _is_chosen(self, num_values: int) -> bool:
         """One batch of each `sample_every`, at a random place: a fixed one would meet periodic traffic out of step."""
         with self._turn:
+            self._lookups += num_values
             if self._position == 0:
                 self._chosen = int(self._rng.integers(self._sample_every))
             chosen = self._position == self._chosen
@@ -242,14 +315,3 @@ def _zeros(*shape: int) -> UInt32Array:
     zeros = np.empty(shape, np.uint32)
     zeros.fill(0)
     return zeros
-
-
-def _seen(counts: RowCounts) -> tuple[UInt32Array, UInt32Array]:
-    """Return the rows, uint32 [n], whose counts, uint32 [n], are not 0."""
-    rows, seen = [np.zeros(0, np.uint32)], [np.zeros(0, np.uint32)]
-    for first in range(0, counts.shape[0], _PIECE_ROWS):
-        piece = counts[first : first + _PIECE_ROWS]
-        at = np.flatnonzero(piece)
-        rows.append((first + at).astype(np.uint32))
-        seen.append(piece[at])
-    return np.concatenate(rows), np.concatenate(seen)

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loader.snapshot.per_row import read_access_counts
+from shard_node import access_counts as access_counts_module
+from shard_node.access_counts import MAX_PART_ROWS, AccessCounts, SketchedCounts, merged_lookups
 from shard_node.bags import TableLayout
-from shard_node.cuda import access_counts as access_counts_module
-from shard_node.cuda.access_counts import AccessCounts, SketchedCounts
 from shard_node.cuda.kernel_params import owners_of
 from shard_node.cuda.places import Placer
 from shard_node.errors import InvalidBagsError
@@ -170,33 +169,45 @@ def test_estimates_place_rows_as_an_array_of_the_same_numbers_does():
 
 
 @pytest.mark.parametrize("max_bytes", [SMALLEST_BYTES, 1 << 20])
-def test_what_is_saved_is_what_export_reads(tmp_path, max_bytes):
-    spec = make_spec()
-    layout = TableLayout.of(spec)
+@pytest.mark.parametrize("max_rows", [1, 333, MAX_PART_ROWS])
+def test_parts_are_the_whole_whether_counted_by_row_or_sketched(max_bytes, max_rows):
+    layout = one_table_layout(2000 if max_rows == 1 else 20_000)
     counts = counting_all(layout, max_bytes=max_bytes)
-    for number, table in enumerate(layout.tables[:3]):
-        observe_rows(counts, np.random.default_rng(number).integers(0, table.num_embeddings, 100), number)
-    counts.save(tmp_path / "seen.safetensors")
-    assert [path.name for path in tmp_path.iterdir()] == ["seen.safetensors"]
-    read = read_access_counts(tmp_path / "seen.safetensors", spec)
-    found = counts.counts()
-    for table in layout.tables:
-        np.testing.assert_array_equal(read[table.name], found[table.name][:])
+    num_rows = layout.tables[0].num_embeddings
+    observe_rows(counts, np.random.default_rng(1).integers(0, num_rows, 3000))
+    parts = [counts.part(0, first, max_rows) for first in range(0, num_rows, max_rows)]
+    np.testing.assert_array_equal(np.concatenate([part.counts for part in parts]), counts.counts()["items"][:])
+    assert {(part.table, part.num_tables, part.num_embeddings) for part in parts} == {("items", 1, num_rows)}
+    assert {(part.lookups, part.total) for part in parts} == {(3000, 3000)}
 
 
-def test_estimates_are_saved_as_they_are_read(tmp_path):
-    spec = make_spec()
-    layout = TableLayout.of(spec)
-    wide = spec.model_copy(
-        update={"tables": tuple(one.model_copy(update={"num_embeddings": 9000}) for one in spec.tables)}
-    )
-    counts = counting_all(TableLayout.of(wide), max_bytes=SMALLEST_BYTES)
-    observe_rows(counts, np.random.default_rng(1).integers(0, 9000, 100), 2)
-    counts.save(tmp_path / "seen")
-    read = read_access_counts(tmp_path / "seen", wide)
-    name = layout.tables[2].name
-    assert isinstance(counts.counts()[name], SketchedCounts)
-    np.testing.assert_array_equal(read[name], counts.counts()[name][:])
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [((1, 0, 5), "table 1 is not within 0..0"), ((-1, 0, 5), "table -1 "), ((0, 100, 5), "first row 100 is not"),
+     ((0, 0, 0), "0 rows are not within"), ((0, 0, MAX_PART_ROWS + 1), "rows are not within")],
+)  # fmt: skip
+def test_parts_that_are_not_there_are_refused(asked, message):
+    with pytest.raises(InvalidBagsError, match=message):
+        counting_all(one_table_layout(100)).part(*asked)
+
+
+def test_what_several_places_counted_is_added_as_the_lookups_that_it_stands_for(monkeypatch):
+    monkeypatch.setattr(access_counts_module, "_HALVE_AT", 1000)
+    layout = one_table_layout(4)
+    # One place counts one batch in four, one all and halves them many times, one was never asked.
+    sampled, halved, idle = counting_all(layout, sample_every=4), counting_all(layout), counting_all(layout)
+    for _ in range(400):
+        observe_rows(sampled, [0] * 3 + [1])
+        observe_rows(halved, [2] * 9 + [1])
+    merged = merged_lookups([one.part(0, 0) for one in (sampled, halved, idle)])
+    np.testing.assert_allclose(merged, [1200, 800, 3600, 0], rtol=0.1)
+    assert (sampled.lookups, halved.lookups, idle.lookups) == (1600, 4000, 0)
+
+
+def test_counts_of_other_tables_are_not_added():
+    one, other = (counting_all(one_table_layout(rows)).part(0, 0) for rows in (4, 5))
+    with pytest.raises(InvalidBagsError, match="counts of different rows can't be added"):
+        merged_lookups([one, other])
 
 
 def test_threads_count_beside_each_other_without_waiting():

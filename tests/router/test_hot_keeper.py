@@ -1,0 +1,329 @@
+"""A tier holds the rows that it should, never older than it is itself, and what goes wrong leaves it empty."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from loader.deltas.publisher import AsyncDeltaPublisher
+from loader.registry.opening import open_registry
+from loader.snapshot.codecs import codec_for
+from loader.snapshot.reader import Snapshot
+from router.errors import HotRowsError
+from router.feature_schema import FeatureSchema
+from router.hot_keeper import HotBudget, HotKeepers, HotRowsKeeper, HotStatus
+from router.hot_rows import TABLE_SHIFT, HotRowsConfig, HotSet
+from router.plan import Plan
+from router.replicas import ReplicatedShard
+from shard_node.agent.delta_follower import Followers
+from shard_node.bags import Int64Array, KeyedBags, TableLayout
+from shard_node.engine.memory import RowMemory
+from shard_node.errors import MemoryBudgetError
+from shard_node.node import ShardNode
+from shard_node.wire.address import Address
+from shard_node.wire.client import ShardClient
+from shard_node.wire.server import NodeServer
+from shardrank_testing.deltas import register_version
+from shardrank_testing.snapshots import make_spec, write_snapshot
+from shardrank_testing.topologies import hot_keys, lookup, make_node, make_router
+
+TIMEOUT_S = 60.0
+SPEC = make_spec(bucketing="mixed")
+MODEL = SPEC.model
+LAYOUT = TableLayout.of(SPEC)
+TABLES = {table.name: table for table in SPEC.tables}
+ROOMY = HotRowsConfig(size_bytes=1 << 20)
+COUNTS = {
+    "user": np.where(np.arange(1000) % 100 == 7, 50, 0),
+    "film": np.arange(777)[::-1] // 100,
+}
+
+
+class Nodes:
+    """Two shards of two nodes each behind sockets; which of them follow deltas is the test's to say."""
+
+    def __init__(self, folder: Path, snapshot: Snapshot) -> None:
+        self.snapshot = snapshot
+        self.plan = Plan.make(snapshot.spec, 2, "hash", replicate_bytes=0)
+        self.registry = open_registry(folder / "registry")
+        self.publisher = AsyncDeltaPublisher(self.registry, MODEL, snapshot.version)
+        self.nodes: dict[tuple[int, int], ShardNode] = {}
+        self.addresses: dict[tuple[int, int], Address] = {}
+        self._folder = folder
+        self._followers: list[Followers] = []
+
+    async def start(self, stack: AsyncExitStack) -> None:
+        for shard, replica in np.ndindex(2, 2):
+            node = make_node(self.snapshot, self.plan, shard)
+            server = NodeServer(node)
+            await server.start([Address.parse(f"unix:{self._folder}/{shard}-{replica}.sock")])
+            stack.push_async_callback(server.close)
+            self.nodes[shard, replica], self.addresses[shard, replica] = node, server.addresses[0]
+        await register_version(self.registry, self.snapshot)
+        stack.push_async_callback(self.registry.close)
+
+    async def follow(self, stack: AsyncExitStack, *names: tuple[int, int]) -> None:
+        for name in names:
+            followers = Followers(self.registry)
+            payload = self.nodes[name].generations.payload(MODEL, self.snapshot.version)
+            await followers.settle(MODEL, {self.snapshot.version: payload})
+            stack.push_async_callback(followers.close)
+
+    async def publish(self, table: str, rows: list[int], value: float) -> int:
+        values = np.full((len(rows), TABLES[table].embedding_dim), value, np.float32)
+        return await self.publisher.publish(table, np.array(rows), values)
+
+    def connect(self) -> list[ReplicatedShard]:
+        return [
+            ReplicatedShard(
+                self.plan,
+                shard,
+                self.snapshot.identity,
+                [ShardClient(self.addresses[shard, replica]) for replica in range(2)],
+            )
+            for shard in range(2)
+        ]
+
+    def keepers(self, config: HotRowsConfig = ROOMY, *, registry: bool = True, **more) -> HotKeepers:
+        return HotKeepers(config, partial(open_registry, self._folder / "registry") if registry else None, **more)
+
+    async def keep(self, stack: AsyncExitStack, keepers: HotKeepers) -> HotRowsKeeper:
+        keeper = await asyncio.to_thread(keepers.start, self.snapshot, self.plan, self.connect)
+        stack.push_async_callback(asyncio.to_thread, keeper.close)
+        return keeper
+
+
+@pytest.fixture(scope="module")
+def snapshots(tmp_path_factory):
+    counted, _ = write_snapshot(tmp_path_factory.mktemp("c"), SPEC, seed=1, access_counts=COUNTS)
+    plain, _ = write_snapshot(tmp_path_factory.mktemp("p"), SPEC, seed=1)
+    return {True: Snapshot.open(counted), False: Snapshot.open(plain)}
+
+
+def play(snapshot: Snapshot, folder: Path, scenario) -> None:
+    @asynccontextmanager
+    async def running() -> AsyncIterator[tuple[Nodes, AsyncExitStack]]:
+        async with AsyncExitStack() as stack:
+            nodes = Nodes(folder, snapshot)
+            await nodes.start(stack)
+            yield nodes, stack
+
+    async def run() -> None:
+        async with asyncio.timeout(TIMEOUT_S), running() as (nodes, stack):
+            await scenario(nodes, stack)
+
+    asyncio.run(run())
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    while not is_so():  # noqa: ASYNC110  # other threads have no events for a test
+        await asyncio.sleep(0.01)
+
+
+def held(hot: HotSet, table: str) -> dict[int, np.ndarray]:
+    """The rows of a table that a set has, decoded."""
+    number = LAYOUT.index[table]
+    chosen = np.flatnonzero(hot.keys >> TABLE_SHIFT == number)
+    rows = {}
+    for group, numbers in hot.groups_of(chosen):
+        spec = TABLES[table]
+        values = codec_for(spec.dtype, spec.embedding_dim).decode(hot.take(group, numbers))
+        rows |= dict(zip((hot.keys[numbers] & 0xFFFFFFFF).tolist(), values, strict=True))
+    return rows
+
+
+def exported(snapshot: Snapshot, table: str, row: int) -> np.ndarray:
+    spec = TABLES[table]
+    return codec_for(spec.dtype, spec.embedding_dim).decode(snapshot.read_rows(table, row, 1))[0]
+
+
+def bags_of(users: Int64Array) -> KeyedBags:
+    """Feature `user` alone, one id a bag."""
+    keys = np.array([FeatureSchema.of(SPEC).index["user"]], np.int32)
+    return KeyedBags.from_lengths(keys, np.array([users.size]), np.ones(users.size, np.int64), users)
+
+
+def test_static_rows_are_those_of_the_counts_as_the_nodes_have_them(snapshots, tmp_path):
+    async def scenario(nodes: Nodes, stack: AsyncExitStack) -> None:
+        config = HotRowsConfig(size_bytes=9_000, policy="static")
+        keeper = await nodes.keep(stack, nodes.keepers(config))
+        users, films = held(keeper.rows.current, "user"), held(keeper.rows.current, "film")
+        # The ten users that count 50, and the films that count most: those of the lowest numbers.
+        assert sorted(users) == list(range(7, 1000, 100))
+        assert 0 < len(films) < 100
+        assert all(row < 100 for row in films)
+        for table, rows in (("user", users), ("film", films)):
+            for row, values in rows.items():
+                np.testing.assert_array_equal(values, exported(nodes.snapshot, table, row))
+
+    play(snapshots[True], tmp_path, scenario)
+
+
+def test_without_counts_nothing_is_held_and_the_log_says_so(snapshots, tmp_path, caplog):
+    async def scenario(nodes: Nodes, stack: AsyncExitStack) -> None:
+        keeper = await nodes.keep(stack, nodes.keepers(HotRowsConfig(size_bytes=9_000, policy="static")))
+        assert keeper.rows.current.keys.size == 0
+        assert "no access counts" in caplog.text
+
+    play(snapshots[False], tmp_path, scenario)
+
+
+def test_deltas_before_and_after_the_rows_were_read_are_in_them(snapshots, tmp_path):
+    async def scenario(nodes: Nodes, stack: AsyncExitStack) -> None:
+        await nodes.publish("user", [7, 107], 1.0)
+        last = await nodes.publish("film", [3], 2.0)
+        await nodes.follow(stack, (0, 0), (0, 1), (1, 0), (1, 1))
+        await until(lambda: all(sequence_of(node) == last for node in nodes.nodes.values()))
+        keeper = await nodes.keep(stack, nodes.keepers(HotRowsConfig(size_bytes=20_000, policy="static")))
+        users = held(keeper.rows.current, "user")
+        np.testing.assert_allclose(users[7], 1.0, atol=1e-6)
+        np.testing.assert_array_equal(users[207], exported(nodes.snapshot, "user", 207))
+        np.testing.assert_allclose(held(keeper.rows.current, "film")[3], 2.0, atol=1e-6)
+        last = await nodes.publish("user", [7, 8, 207], 3.0)
+        await until(lambda: keeper.rows.deltas.sequence == last)
+        users = held(keeper.rows.current, "user")
+        np.testing.assert_allclose(users[7], 3.0, atol=1e-6)
+        np.testing.assert_allclose(users[107], 1.0, atol=1e-6)
+        np.testing.assert_allclose(users[207], 3.0, atol=1e-6)
+        assert 8 not in users
+
+    play(snapshots[True], tmp_path, scenario)
+
+
+def sequence_of(node: ShardNode) -> int:
+    return node.info().versions[0].delta_sequence
+
+
+def test_a_node_that_lags_behind_the_tier_is_not_read_from(snapshots, tmp_path):
+    async def scenario(nodes: Nodes, stack: AsyncExitStack) -> None:
+        last = await nodes.publish("user", [7, 107, 207], 5.0)
+        # The first node of each shard never hears of it.
+        await nodes.follow(stack, (0, 1), (1, 1))
+        await until(lambda: sequence_of(nodes.nodes[0, 1]) == sequence_of(nodes.nodes[1, 1]) == last)
+        for _ in range(3):
+            keeper = await nodes.keep(stack, nodes.keepers(HotRowsConfig(size_bytes=20_000, policy="static")))
+            users = held(keeper.rows.current, "user")
+            for row in (7, 107, 207):
+                np.testing.assert_allclose(users[row], 5.0, atol=1e-6)
+
+    play(snapshots[True], tmp_path, scenario)
+
+
+def test_rows_are_never_older_than_the_tier_while_deltas_and_sets_come_and_go(snapshots, tmp_path):
+    async def scenario(nodes: Nodes, stack: AsyncExitStack) -> None:
+        await nodes.follow(stack, (0, 0), (0, 1), (1, 0), (1, 1))
+        keeper = await nodes.keep(stack, nodes.keepers())
+        rows, rng = list(range(0, 1000, 50)), np.random.default_rng(1)
+        written = {row: [(0, 0.0)] for row in rows}
+        router = make_router(nodes.snapshot, nodes.plan, nodes.connect(), keeper.rows)
+        stack.push_async_callback(router.close)
+        seen: set[int] = set()
+        for turn in range(60):
+            chosen = rng.choice(rows, 5, replace=False).tolist()
+            sequence = await nodes.publish("user", chosen, float(turn + 1))
+            for row in chosen:
+                written[row].append((sequence, float(turn + 1)))
+            # Others are looked up in every third turn: sets change.
+            hot = np.repeat(np.array(rows[turn // 20 * 5 :][:10], np.int64), 80)
+            await lookup(router, nodes.snapshot, bags_of(hot))
+            before = keeper.rows.deltas.sequence
+            with keeper.rows.used() as found:
+                for row, values in held(found, "user").items():
+                    if row in written:
+                        least = [value for number, value in written[row] if number <= before][-1]
+                        assert least == 0.0 or values[0] >= least - 1e-6
+                        seen.add(row)
+            await asyncio.sleep(0.02)
+        assert len(seen) >= 10
+        assert router.hot_hits > 0
+
+    play(snapshots[False], tmp_path, scenario)
+
+
+def test_what_is_looked_up_most_is_learned_and_the_next_version_begins_with_it(snapshots, tmp_path):
+    async def scenario(nodes: Nodes, stack: AsyncExitStack) -> None:
+        told: list[HotStatus] = []
+        keepers = nodes.keepers(on_status=told.append)
+        keeper = await nodes.keep(stack, keepers)
+        assert keeper.rows.current.keys.size == 0
+        router = make_router(nodes.snapshot, nodes.plan, nodes.connect(), keeper.rows)
+        stack.push_async_callback(router.close)
+        users = np.repeat(np.arange(5, 15), 100)
+        expected = (await lookup(router, nodes.snapshot, bags_of(users))).blocks
+        learned = hot_keys(LAYOUT, {"user": list(range(5, 15))})
+        while keeper.rows.current.keys.size < learned.size:
+            found = (await lookup(router, nodes.snapshot, bags_of(users))).blocks
+            for ours, theirs in zip(found, expected, strict=True):
+                np.testing.assert_array_equal(ours, theirs)
+            await asyncio.sleep(0.02)
+        await lookup(router, nodes.snapshot, bags_of(users))
+        assert router.hot_hits >= users.size
+        np.testing.assert_array_equal(keeper.rows.current.keys, learned)
+        assert router.hot_lookups % users.size == 0
+        keeper.tell()
+        assert sum(int(one.lookups.sum()) for one in told) == router.hot_lookups
+        assert sum(int(one.hits.sum()) for one in told) == router.hot_hits
+        assert told[-1].rows == learned.size
+        after = await nodes.keep(stack, keepers)
+        np.testing.assert_array_equal(after.rows.current.keys, learned)
+
+    play(snapshots[False], tmp_path, scenario)
+
+
+def test_without_a_registry_rows_are_held_only_until_a_node_applies_a_delta(snapshots, tmp_path, caplog):
+    async def scenario(nodes: Nodes, stack: AsyncExitStack) -> None:
+        config = HotRowsConfig(size_bytes=20_000, policy="static")
+        keeper = await nodes.keep(stack, nodes.keepers(config, registry=False))
+        assert keeper.rows.current.keys.size
+        await nodes.publish("user", [7], 5.0)
+        await nodes.follow(stack, (0, 0), (0, 1), (1, 0), (1, 1))
+        await until(lambda: not keeper.rows.current.keys.size)
+        assert "row updates" in caplog.text
+
+    play(snapshots[True], tmp_path, scenario)
+
+
+def test_a_shard_without_nodes_leaves_the_tier_empty_and_is_tried_again(snapshots, tmp_path):
+    async def scenario(nodes: Nodes, stack: AsyncExitStack) -> None:
+        there, nodes.addresses[1, 0] = dict(nodes.addresses), Address.parse(f"unix:{tmp_path}/nobody.sock")
+        nodes.addresses[1, 1] = nodes.addresses[1, 0]
+        keeper = await nodes.keep(stack, nodes.keepers(HotRowsConfig(size_bytes=20_000, policy="static")))
+        assert not keeper.rows.current.keys.size
+        (tmp_path / "nobody.sock").symlink_to(there[1, 0].path)
+        await until(lambda: bool(keeper.rows.current.keys.size))
+
+    play(snapshots[True], tmp_path, scenario)
+
+
+def test_its_memory_is_claimed_before_and_given_back_after(snapshots, tmp_path):
+    async def scenario(nodes: Nodes, stack: AsyncExitStack) -> None:
+        memory = RowMemory(cap_bytes=30_000)
+        keepers = nodes.keepers(HotRowsConfig(size_bytes=20_000, policy="static"), memory=memory)
+        keeper = await nodes.keep(stack, keepers)
+        assert memory.held_bytes == 20_000
+        with pytest.raises(MemoryBudgetError):
+            await nodes.keep(stack, keepers)
+        await asyncio.to_thread(keeper.close)
+        assert memory.held_bytes == 0
+        assert not keeper.rows.current.keys.size
+
+    play(snapshots[True], tmp_path, scenario)
+
+
+@pytest.mark.parametrize("policy", ["static", "learning"])
+def test_a_budget_holds_no_more_than_fits_with_a_second_set_beside_it_if_it_learns(policy):
+    hottest = np.arange(1000, dtype=np.int64) + (LAYOUT.index["user"] << TABLE_SHIFT)
+    before = 0
+    for size_bytes in (1_000, 5_000, 20_000, 100_000):
+        keys = HotBudget(HotRowsConfig(size_bytes=size_bytes, policy=policy), LAYOUT).fitting(hottest)
+        assert before <= keys.size < hottest.size or size_bytes == 100_000
+        assert HotSet(LAYOUT, keys).size_bytes * (2 if policy == "learning" else 1) <= size_bytes + 1_000
+        before = keys.size
+    with pytest.raises(HotRowsError, match="no room for one row"):
+        HotBudget(HotRowsConfig(size_bytes=10, policy=policy), LAYOUT)

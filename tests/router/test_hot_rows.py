@@ -1,0 +1,237 @@
+"""Hot rows are found exactly, and a lookup with them gives what it gives without."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from loader.snapshot.reader import Snapshot
+from router.errors import HotRowsError
+from router.feature_schema import FeatureSchema
+from router.hot_rows import TABLE_SHIFT, HotIndex, HotRows, HotRowsConfig, index_bytes, set_bytes
+from shard_node.answer import HALVES, Forms
+from shard_node.bags import KeyedBags, TableLayout
+from shardrank_testing.snapshots import make_spec, write_snapshot
+from shardrank_testing.topologies import Topology, hold, hot_keys, local_router, lookup, remote_router
+
+DTYPES = ["int8", "int4", "fp16", "fp32"]
+KEYS = st.integers(0, 40).flatmap(lambda table: st.integers(0, 2**32 - 1).map(lambda row: (table << TABLE_SHIFT) + row))
+# Every 2^k-th row from somewhere on: what a multiplicative hash may take badly.
+PROGRESSIONS = st.builds(
+    lambda first, shift, count: [first + (number << shift) for number in range(count)],
+    st.integers(0, 2**40),
+    st.integers(0, 30),
+    st.integers(1, 300),
+)
+
+
+@given(st.one_of(st.lists(KEYS, max_size=300), PROGRESSIONS), st.lists(KEYS, max_size=50))
+def test_the_index_finds_exactly_the_keys_that_a_dictionary_has(keys, others):
+    ascending = np.unique(np.array(keys, np.int64))
+    numbers = {key: number for number, key in enumerate(ascending.tolist())}
+    index = HotIndex(ascending)
+    # Neighbours of what is there are the likeliest to be taken for it.
+    sought = np.array([*keys, *others, *(key + 1 for key in keys), *keys], np.int64)
+    at, is_here = index.find(sought)
+    assert is_here.tolist() == [key in numbers for key in sought.tolist()]
+    assert index.numbers(at[is_here]).tolist() == [numbers[key] for key in sought.tolist() if key in numbers]
+
+
+@given(st.integers(0, 100_000))
+def test_an_index_takes_no_more_than_is_counted_for_it(num_keys):
+    keys = np.arange(num_keys, dtype=np.int64) * 7
+    assert HotIndex(keys).size_bytes <= index_bytes(num_keys) + 12 * 64
+
+
+class Stored:
+    def __init__(self, folder, dtype):
+        self.spec = make_spec(bucketing="mixed", dtype=dtype)
+        path, _ = write_snapshot(folder, self.spec, seed=3, rows_per_file=4096)
+        self.snapshot = Snapshot.open(path)
+        self.schema = FeatureSchema.of(self.spec)
+        self.layout = TableLayout.of(self.spec)
+
+    def hot(self, rng: np.random.Generator, share: float) -> HotRows:
+        """A tier of a random share of each table's rows."""
+        hot = HotRows(self.layout)
+        rows = {
+            table.name: np.flatnonzero(rng.random(table.num_embeddings) < share).tolist() for table in self.spec.tables
+        }
+        hold(hot, self.snapshot, hot_keys(self.layout, rows))
+        return hot
+
+    def bags(self, rng: np.random.Generator, max_bags: int, lengths: tuple[int, int]) -> KeyedBags:
+        count = len(self.schema.features)
+        bags_per_key = rng.integers(0, max_bags + 1, count)
+        own = rng.integers(lengths[0], lengths[1] + 1, int(bags_per_key.sum()))
+        bags = KeyedBags.from_lengths(
+            np.arange(count, dtype=np.int32), bags_per_key, own, np.zeros(int(own.sum()), np.int64)
+        )
+        limits = [self.spec.table_of(feature.name).num_embeddings for feature in self.schema.features]
+        values = (rng.random(bags.num_values) * np.repeat(limits, bags.values_per_key())).astype(np.int64)
+        weighted = np.repeat([feature.weighted for feature in self.schema.features], bags.values_per_key())
+        weights = np.where(weighted, rng.normal(size=values.size), 1.0).astype(np.float32)
+        return bags.with_values(values, weights)
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory):
+    return {dtype: Stored(tmp_path_factory.mktemp("store"), dtype) for dtype in [None, *DTYPES]}
+
+
+def expected_hits(stored: Stored, hot: HotRows, bags: KeyedBags) -> int:
+    tables = np.repeat(stored.schema.table_index[bags.keys], bags.values_per_key()).astype(np.int64)
+    return int(np.isin((tables << TABLE_SHIFT) + bags.values, hot.current.keys).sum())
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    dtype=st.sampled_from([None, *DTYPES]),
+    shards=st.integers(2, 8),
+    replicate_bytes=st.sampled_from([0, 5000]),
+    share=st.sampled_from([0.0, 0.02, 0.5, 1.0]),
+    max_hotness=st.integers(0, 9),
+    seed=st.integers(0, 2**32),
+)
+def test_drawn_hot_sets_give_the_answer_without_them(stores, dtype, shards, replicate_bytes, share, max_hotness, seed):
+    stored, rng = stores[dtype], np.random.default_rng(seed)
+    topology = Topology(shards=shards, replicate_bytes=replicate_bytes)
+    hot = stored.hot(rng, share)
+    bags = stored.bags(rng, 5, (0, max_hotness))
+    router = local_router(stored.snapshot, topology, hot)
+    with_hot = asyncio.run(lookup(router, stored.snapshot, bags))
+    without = asyncio.run(lookup(local_router(stored.snapshot, topology), stored.snapshot, bags))
+    for ours, theirs in zip(with_hot.blocks, without.blocks, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-4)
+    assert router.hot_lookups == bags.num_values
+    assert router.hot_hits == expected_hits(stored, hot, bags)
+
+
+@pytest.mark.parametrize("dtype", [None, *DTYPES])
+@pytest.mark.parametrize(
+    "topology",
+    [Topology(), Topology(shards=2, cards=2), Topology(shards=3, replicas=2, replicate_bytes=4096)],
+    ids=["1x1", "2x2", "3x1 with two replicas"],
+)
+def test_rows_that_travel_as_stored_give_the_same_bits_with_hot_rows(stores, tmp_path, dtype, topology):
+    stored, rng = stores[dtype], np.random.default_rng(5)
+
+    async def run() -> None:
+        hot = HotRows(stored.layout)
+        async with remote_router(stored.snapshot, topology, tmp_path, hot) as router:
+            for share in (0.0, 0.1, 0.6, 1.0):
+                bags = stored.bags(rng, 40, (1, 1))
+                without = await lookup(router, stored.snapshot, bags)
+                keys = stored.hot(rng, share).current.keys
+                hold(hot, stored.snapshot, keys)
+                found = await lookup(router, stored.snapshot, bags)
+                for ours, theirs in zip(found.blocks, without.blocks, strict=True):
+                    assert ours.tobytes() == theirs.tobytes()
+                assert found.times.stored_bytes < without.times.stored_bytes or share == 0.0
+                assert (found.times.request_bytes == 0) == (share == 1.0)
+                hold(hot, stored.snapshot, keys[:0])
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("forms", [Forms(), Forms(stored=True), HALVES])
+@pytest.mark.parametrize("lengths", [(0, 3), (2, 9)])
+def test_sums_with_hot_rows_are_those_without_up_to_rounding_in_every_form(stores, tmp_path, forms, lengths):
+    stored, rng = stores[None], np.random.default_rng(6)
+
+    async def run() -> None:
+        hot = stored.hot(rng, 0.4)
+        exact = local_router(stored.snapshot, Topology(shards=2))
+        async with remote_router(stored.snapshot, Topology(shards=2, replicas=2), tmp_path, hot) as router:
+            for _ in range(4):
+                bags = stored.bags(rng, 9, lengths)
+                found = await lookup(router, stored.snapshot, bags, forms=forms)
+                expected = await lookup(exact, stored.snapshot, bags)
+                for ours, theirs in zip(found.blocks, expected.blocks, strict=True):
+                    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=0.08 if forms.float16 else 1e-4)
+
+    asyncio.run(run())
+
+
+def test_lookups_and_hits_are_counted_by_table_and_keys_wait_only_as_far_as_there_is_room(stores):
+    stored, rng = stores[None], np.random.default_rng(7)
+    bags = stored.bags(rng, 6, (1, 4))
+    hot = HotRows(stored.layout, max_sample_bytes=2 * 8 * bags.num_values)
+    hold(hot, stored.snapshot, hot_keys(stored.layout, {"genre": list(range(19)), "film": [0, 1]}))
+    router = local_router(stored.snapshot, Topology(shards=2), hot)
+    for _ in range(5):
+        asyncio.run(lookup(router, stored.snapshot, bags))
+    genre, user = stored.layout.index["genre"], stored.layout.index["user"]
+    counts = hot.counts
+    assert counts.hits[genre] == counts.lookups[genre] > 0
+    assert counts.hits[user] == 0 < counts.lookups[user]
+    samples = hot.take_samples()
+    assert [one.size for one in samples] == [bags.num_values, bags.num_values]
+    assert hot.take_samples() == []
+
+
+def test_a_row_update_reaches_the_set_in_use_and_the_one_that_is_filled_where_it_wins(stores):
+    stored = stores["fp32"]
+    hot = HotRows(stored.layout)
+    table = stored.layout.index["city"]
+    hold(hot, stored.snapshot, hot_keys(stored.layout, {"city": [3, 5]}))
+    pending = hot.begin(hot_keys(stored.layout, {"city": [5, 9]}))
+    old = {row: stored.snapshot.read_rows("city", row, 1) for row in (3, 5, 9)}
+    new = np.frombuffer(np.full((4, 4), 7.0, np.float32).tobytes(), np.uint8).reshape(4, 16)
+    assert hot.write_rows(table, np.array([2, 3, 5, 9]), new) == 2
+    numbers = np.array([0, 1])
+    group = next(group for group, _ in pending.groups_of(numbers))
+    # What was read before the update came must not undo it.
+    hot.put(pending, group, numbers, np.concatenate([old[5], old[9]]))
+    hot.use(pending).close()
+    assert hot.current.take(group, numbers).tobytes() == new[:2].tobytes()
+
+
+def test_a_set_takes_what_is_counted_for_it(stores):
+    stored = stores["int8"]
+    hot = stored.hot(np.random.default_rng(8), 0.5).current
+    widths = [table.num_embeddings for table in stored.layout.tables]
+    assert hot.keys.size < sum(widths)
+    rows = sum(use.size_bytes for use in hot._engine.memory())
+    assert hot.size_bytes <= set_bytes(hot.keys.size, rows) + 12 * 64
+
+
+def test_hot_rows_are_refused_where_all_rows_are_in_this_process(stores):
+    stored = stores[None]
+    with pytest.raises(HotRowsError, match="all rows are in this process"):
+        local_router(stored.snapshot, Topology(), HotRows(stored.layout))
+
+
+def test_lookups_go_on_while_sets_change(stores):
+    stored, rng = stores["int8"], np.random.default_rng(9)
+    hot = HotRows(stored.layout)
+    router = local_router(stored.snapshot, Topology(shards=2), hot)
+    bags = stored.bags(rng, 20, (1, 1))
+    expected = asyncio.run(lookup(local_router(stored.snapshot, Topology(shards=2)), stored.snapshot, bags)).blocks
+
+    async def run() -> None:
+        for share, _ in itertools.product((0.0, 0.3, 1.0), range(3)):
+            keys = stored.hot(rng, share).current.keys
+            changing = asyncio.to_thread(hold, hot, stored.snapshot, keys)
+            change = asyncio.create_task(changing)
+            while not change.done():
+                # A lookup of which all rows are hot waits for nothing.
+                await asyncio.sleep(0)
+                found = await lookup(router, stored.snapshot, bags)
+                for ours, theirs in zip(found.blocks, expected, strict=True):
+                    np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)
+            await change
+
+    asyncio.run(run())
+
+
+def test_a_size_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="size_bytes"):
+        HotRowsConfig(size_bytes=0)
+    with pytest.raises(ValueError, match="policy"):
+        HotRowsConfig(size_bytes=1, policy="lru")

@@ -1,0 +1,183 @@
+"""The planner divides each table by the time of the slowest shard, and gives buckets to shards by counted load."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from loader.snapshot.buckets import RowBuckets
+from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec, TableSpec
+from router.errors import PlanError
+from router.plan import Plan
+from router.plan_file import PlanFile
+from router.table_planner import PlannedFleet, TableLookups, TablePlanner, Workload
+from shard_node.bags import TableLayout
+from shard_node.planning.card_plan import CardBudget
+from shard_node.planning.cost_model import SYSTEMS, BagLoad
+from shard_node.planning.hotness import Hotness
+from shard_node.planning.network_cost import HotRows, Network
+
+GB = 10**9
+
+
+def spec_of(*tables: tuple[int, int], bucketing: str = "mixed") -> ModelSpec:
+    """Tables of so many rows and columns."""
+    return ModelSpec(
+        model="m",
+        tables=tuple(
+            TableSpec(
+                name=f"t{number}",
+                num_embeddings=rows,
+                embedding_dim=dim,
+                feature_names=(f"f{number}",),
+                bucketing=bucketing,
+            )
+            for number, (rows, dim) in enumerate(tables)
+        ),
+        features=tuple(FeatureSpec(name=f"f{number}", side="candidate") for number in range(len(tables))),
+        dense_model=DenseModelSpec(kind="mlp"),
+    )
+
+
+def fleet_of(shards: int, cards: int = 1, card_gb: float = 80.0, network: float = 12.5, replicate: int = 1 << 20):
+    budget = CardBudget((int(card_gb * GB),) * cards, 0)
+    return PlannedFleet(shards, cards, budget, SYSTEMS["h100"], Network(gb_per_s=network, latency_us=20), replicate)
+
+
+def workload_of(spec: ModelSpec, *hotness: float, zipf: float = 1.05, candidates: float = 500, **more) -> Workload:
+    lookups = {
+        table.name: TableLookups(BagLoad(ids * candidates, candidates, ids), ((ids, candidates),))
+        for table, ids in zip(spec.tables, hotness, strict=True)
+    }
+    per_sample = {name: one.load.values for name, one in lookups.items()}
+    return Workload(lookups, Hotness(more.pop("counts", {}), per_sample, zipf), **more)
+
+
+def planned(spec: ModelSpec, fleet: PlannedFleet, workload: Workload) -> PlanFile:
+    return TablePlanner(spec, fleet, workload).best()
+
+
+def lookups_by_shard(spec: ModelSpec, file: PlanFile, probability: np.ndarray) -> np.ndarray:
+    """What shards draw of the one table and its slices, from each row's own probability."""
+    plan = Plan.of_file(file.sliced(spec), file, file.num_shards, file.cards_per_shard)
+    drawn = np.zeros(file.num_shards)
+    for table, owners in zip(plan.layout.tables, plan.shard_of_bucket, strict=True):
+        bucket = RowBuckets.of(table).of_rows(np.arange(probability.size))
+        drawn += np.bincount(owners[bucket], probability, file.num_shards)
+    return drawn
+
+
+@pytest.mark.parametrize("bucketing", ["mixed", "hash"])
+@pytest.mark.parametrize("shards", [4, 16])
+def test_rows_in_order_of_popularity_draw_the_same_from_every_shard_but_for_the_routers_own(shards, bucketing):
+    rows, near = 40_000_000, 10_000
+    spec = spec_of((rows, 32), bucketing=bucketing)
+    probability = np.arange(1, rows + 1, dtype=np.float64) ** -1.05
+    probability /= probability.sum()
+    # Counts of a trace in which the router has answered its own rows.
+    counts = np.rint(probability * 1e9)
+    counts[:near] = 0
+    # Too large for one shard, so that it must be divided, and too narrow for slices.
+    fleet = fleet_of(shards, card_gb=rows * 80 / GB / shards)
+    file = planned(spec, fleet, workload_of(spec, 40, counts={"t0": counts.astype(np.uint32)}))
+    assert file.tables[0].sharding_type == "row_wise"
+    probability[:near] = 0
+    drawn = lookups_by_shard(spec, file, probability)
+    assert drawn.max() <= 1.1 * drawn.mean()
+
+
+@pytest.mark.parametrize("shards", [4, 16])
+def test_a_closed_form_balances_like_counts(shards):
+    rows = 40_000_000
+    spec = spec_of((rows, 128))
+
+    def near(layout, hotness):
+        return HotRows.choose(layout, hotness, num_rows=10_000)
+
+    fleet = fleet_of(shards, card_gb=rows * 200 / GB / shards)
+    file = planned(spec, fleet, workload_of(spec, 40, near=near))
+    assert file.tables[0].sharding_type == "grid_shard"
+    probability = np.arange(1, rows + 1, dtype=np.float64) ** -1.05
+    probability[:10_000] = 0
+    drawn = lookups_by_shard(spec, file, probability)
+    assert drawn.max() <= 1.1 * drawn.mean()
+
+
+def test_counts_of_any_order_are_balanced():
+    rng = np.random.default_rng(3)
+    counts = rng.permutation((1e6 * np.arange(1, 200_001) ** -0.9).astype(np.uint32))
+    counts[counts > counts.sum() / 64] = 0
+    spec = spec_of((200_000, 32))
+    file = planned(spec, fleet_of(8, card_gb=0.004, replicate=0), workload_of(spec, 20, counts={"t0": counts}))
+    assert file.tables[0].sharding_type == "row_wise"
+    drawn = lookups_by_shard(spec, file, counts.astype(np.float64))
+    assert drawn.max() <= 1.02 * drawn.mean()
+
+
+def test_small_tables_are_on_every_shard_and_others_whole_where_they_fit():
+    spec = spec_of((100, 32), *[(1_000_000, 64)] * 8)
+    file = planned(spec, fleet_of(4), workload_of(spec, 1, *[20] * 8))
+    assert [one.sharding_type for one in file.tables] == ["data_parallel"] + ["table_wise"] * 8
+    assert sorted(Counter(one.slices[0].ranks for one in file.tables[1:]).values()) == [2, 2, 2, 2]
+
+
+def test_a_table_that_no_shard_can_hold_is_divided():
+    spec = spec_of((100_000_000, 128))
+    assert planned(spec, fleet_of(4, card_gb=5), workload_of(spec, 40)).tables[0].sharding_type != "table_wise"
+
+
+def test_one_busy_table_is_copied_if_there_is_room_and_else_divided_by_what_the_network_takes():
+    spec = spec_of((10_000_000, 256))
+    roomy = planned(spec, fleet_of(4), workload_of(spec, 200))
+    assert roomy.tables[0].sharding_type == "data_parallel"
+    # Too large for a shard. Sums of few ids are dearer than the ids: by column, or by column and row.
+    tight = fleet_of(4, card_gb=1.5)
+    assert planned(spec, tight, workload_of(spec, 8)).tables[0].sharding_type in ("column_wise", "grid_shard")
+    # A bag of one id is on one shard whichever way rows are divided: by row, ids are sent once.
+    assert planned(spec, tight, workload_of(spec, 1)).tables[0].sharding_type == "row_wise"
+
+
+def test_what_fits_in_no_way_is_refused():
+    spec = spec_of((100_000_000, 128))
+    with pytest.raises(PlanError, match="1 tables do not fit on 2 shards of"):
+        planned(spec, fleet_of(2, card_gb=5), workload_of(spec, 40))
+
+
+def test_all_tables_divided_alike_is_left_to_choose_by_name():
+    spec = spec_of((100, 32), (1_000_000, 64), (2_000_000, 128))
+    planner = TablePlanner(spec, fleet_of(4, 2), workload_of(spec, 1, 20, 20))
+    for kind in ("row_wise", "table_wise"):
+        assert [one.sharding_type for one in planner.pure(kind).tables] == ["data_parallel", kind, kind]
+    assert all(len(one.slices[0].ranks) == 1 for one in planner.pure("table_wise").tables[1:])
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    tables=st.lists(st.tuples(st.integers(1, 300_000), st.sampled_from([16, 64, 128, 256])), min_size=1, max_size=6),
+    hotness=st.lists(st.sampled_from([0.0, 1.0, 5.0, 80.0]), min_size=6, max_size=6),
+    bucketing=st.sampled_from(["mixed", "hash", "range"]),
+    shards=st.sampled_from([1, 3, 4]),
+    cards=st.sampled_from([1, 4]),
+    replicate=st.sampled_from([0, 1 << 20]),
+)
+def test_any_models_plan_is_a_valid_file_and_the_same_each_time(tables, hotness, bucketing, shards, cards, replicate):
+    spec = spec_of(*tables, bucketing=bucketing)
+    needed = sum(rows * (dim + 32) for rows, dim in tables) / GB
+    fleet = fleet_of(shards, cards, card_gb=max(needed * 2 / shards / cards, 1e-4), replicate=replicate)
+    workload = workload_of(spec, *hotness[: len(tables)])
+    try:
+        file = planned(spec, fleet, workload)
+    except PlanError:
+        # A model that fits in all need not fit in parts: then it says so.
+        return
+    assert PlanFile.parse("plan", file.to_json().encode()) == file
+    assert planned(spec, fleet, workload) == file
+    plan = Plan.of_file(file.sliced(spec), file, shards, cards)
+    for number, table in enumerate(TableLayout.of(file.sliced(spec)).tables):
+        assert plan.layout.tables[number] == table
+        cards_of = np.stack([plan.partition(shard).card_of_bucket[number] for shard in range(shards)])
+        assert ((cards_of >= 0).sum(axis=0) == (shards if plan.shard_of_bucket[number][0] < 0 else 1)).all()
