@@ -132,14 +132,10 @@ class ServedModel:
         if num_replicas == 0:
             assert loop is not None
             found = replicas[0].ranking.parts
-            connecting = _connected(lambda: ranking(0).using(found), clock)
             try:
-                own = asyncio.run_coroutine_threadsafe(connecting, loop).result(2 * CONNECT_TIMEOUT_S)
+                takers = [_on_loop(lambda: ranking(0).using(found), batcher, loop, clock)]
             finally:
                 _stop(checked_with, replicas)
-            on_loop = LoopReplica(own, batcher, loop, clock)
-            on_loop.start()
-            takers = [on_loop]
         metrics.dtype_fallback(spec.model, snapshot.version, fell_back=bool(checked.fallback))
         metrics.wire_fallback(spec.model, snapshot.version, fell_back=bool(checked.wire_fallback))
         description = ModelDescription.of(
@@ -200,6 +196,16 @@ def _started(
         _stop(batcher, replicas)
         raise
     return replicas
+
+
+def _on_loop(
+    make: Callable[[], Ranking], batcher: Batcher, loop: asyncio.AbstractEventLoop, clock: Callable[[], float]
+) -> LoopReplica:
+    """Start a replica on a loop that runs in another thread. Blocks until it is connected to its shards."""
+    own = asyncio.run_coroutine_threadsafe(_connected(make, clock), loop).result(2 * CONNECT_TIMEOUT_S)
+    replica = LoopReplica(own, batcher, loop, clock)
+    replica.start()
+    return replica
 
 
 async def _connected(make: Callable[[], Ranking], clock: Callable[[], float]) -> Ranking:

@@ -176,13 +176,14 @@ def test_counts_and_a_trace_are_not_both_taken(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "problem"),
     [
-        (("--model", "merlin-colossal"), 1, "rows are left over. Give more pinned memory"),
+        (("--model", "merlin-colossal"), 1, "error: rows take 6374656048000 bytes"),
         (("--model", "merlin-jumbo"), 1, "rows are left over. Give more pinned memory"),
         (("--model", "lunch"), 2, "no such file, and the catalog has only dlrm-v2"),
         (("--model", "dlrm-v2:2"), 2, "above 0 and at most 1"),
         (("--model", "dlrm-v2", "--hotness", "f0=many"), 2, "'many' is not a number"),
         (("--model", "dlrm-v2", "--hotness", "nobody=3"), 1, "has no such feature"),
         (("--model", "dlrm-v2", "--sharding", "range", "--shards", "2"), 1, "is stored with 'mixed'"),
+        (("--model", "dlrm-v2", "--shards", "1025"), 2, "1025 is not in the range"),
         (
             (
                 "--model",

@@ -244,5 +244,5 @@ def test_the_crossover_is_where_both_take_as_long():
 def test_resident_rows_take_the_time_of_a_card_that_has_all():
     layout = one_table_layout(1000, 128, "int8")
     traffic = Traffic.resident(layout, [BagLoad(4000, 100, 40)], SYSTEMS["h100"])
-    assert traffic.hbm_bytes[0] == 4000 * (160 + 32 + 4) + 100 * (4 + 2 * 128)
+    assert traffic.hbm_bytes[0] == 4000 * (160 + 4) + 100 * (4 + 2 * 128)
     assert batch_time(traffic, SYSTEMS["h100"]).peer_us == 0
