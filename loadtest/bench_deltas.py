@@ -3,7 +3,8 @@
 A trainer in a process of its own publishes changed rows through a real registry; a shard node's engine in this process
 applies them with its follower, in a thread, while the main thread looks rows up without a pause. Windows with and
 without deltas take turns in one run, so that both see the same noise; between them nothing is measured until what was
-published is applied.
+published is applied. With `--hot-rows-gb` the lookups, and the rows that are updated, are those of a router's tier of
+hot rows: copies of the table's first rows, as many as fit.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
@@ -35,10 +38,14 @@ from loader.snapshot.codecs import codec_for
 from loader.snapshot.publishing import register
 from loader.snapshot.reader import Snapshot
 from loadtest.bench_lookup import MODEL, LookupShape, make_batch, make_node, write_snapshot
+from router.hot_keeper import HotBudget
+from router.hot_rows import HotRows, HotRowsConfig
 from router.plan import Plan
-from shard_node.agent.delta_follower import DeltaFollower
-from shard_node.bags import KeyedBags
-from shard_node.node import LoadedTables, ShardNode
+from shard_node.agent.delta_follower import DeltaFollower, FollowedRows
+from shard_node.answer import EXACT
+from shard_node.bags import KeyedBags, TableLayout
+from shard_node.node import DeltaPosition
+from shard_node.split import whole
 
 WINDOW_S = 1.0
 PUBLISHES_PER_S = 10
@@ -89,7 +96,7 @@ def _trainer(url: str, rows: int, dim: int, rows_per_s: int) -> Iterator[tuple[E
 
 
 @contextmanager
-def _following(url: str, snapshot: Snapshot, tables: LoadedTables) -> Iterator[None]:
+def _following(url: str, snapshot: Snapshot, tables: FollowedRows) -> Iterator[None]:
     """Apply deltas in an event loop of its own, as a shard node's does."""
     ended = threading.Event()
 
@@ -113,17 +120,35 @@ def _following(url: str, snapshot: Snapshot, tables: LoadedTables) -> Iterator[N
             work.result(WAIT_S)
 
 
-def _look_up(node: ShardNode, version: int, batches: list[KeyedBags], seconds: float) -> list[float]:
+def _look_up(pool: Callable[[KeyedBags], object], batches: list[KeyedBags], seconds: float) -> list[float]:
     """Look up without a pause; give the seconds that each lookup took."""
     taken: list[float] = []
     end = time.perf_counter() + seconds
     while (begin := time.perf_counter()) < end:
-        node.pool(MODEL, version, batches[len(taken) % len(batches)])
+        pool(batches[len(taken) % len(batches)])
         taken.append(time.perf_counter() - begin)
     return taken
 
 
-def _wait_until_applied(tables: LoadedTables, idle: Event) -> None:
+def _hot_rows(snapshot: Snapshot, layout: TableLayout, hot_rows_gb: float) -> HotRows:
+    """Make a tier of the table's first rows, as the snapshot has them."""
+    budget = HotBudget(HotRowsConfig(size_bytes=int(hot_rows_gb * 1e9), policy="static"), layout)
+    keys = budget.fitting(np.arange(layout.tables[0].num_embeddings, dtype=np.int64))
+    hot = HotRows(layout)
+    hot.deltas = DeltaPosition(*snapshot.manifest.delta_start)
+    pending = hot.begin(keys)
+    hot.put(pending, 0, np.arange(keys.size), snapshot.read_rows(TABLE, 0, keys.size))
+    hot.use(pending).close()
+    return hot
+
+
+def _pool_hot(hot: HotRows, bags: KeyedBags) -> None:
+    """Look up rows that are all hot, as a router does."""
+    with hot.used() as rows:
+        rows.find(bags).answer(whole(bags), EXACT)
+
+
+def _wait_until_applied(tables: FollowedRows, idle: Event) -> None:
     deadline = time.monotonic() + WAIT_S
     if not idle.wait(WAIT_S):
         raise TimeoutError(f"the trainer did not stop within {WAIT_S} s")
@@ -136,26 +161,38 @@ def _wait_until_applied(tables: LoadedTables, idle: Event) -> None:
 
 
 def measure(
-    url: str, snapshot: Snapshot, shape: LookupShape, rows_per_s: int, seconds: float, batch: int, hotness: int
+    url: str,
+    snapshot: Snapshot,
+    shape: LookupShape,
+    rows_per_s: int,
+    seconds: float,
+    batch: int,
+    hotness: int,
+    hot_rows_gb: float = 0.0,
 ) -> dict[str, Any]:
-    """Take turns for about `seconds` of each kind of window."""
+    """Take turns for about `seconds` of each kind of window; in the result `rows` are those that are looked up."""
     node = make_node(snapshot, Plan.make(snapshot.spec))
     rng = np.random.default_rng(0)
-    batches = [make_batch(shape, rng, batch, hotness).bags for _ in range(BATCHES)]
+    pool: Callable[[KeyedBags], object] = partial(node.pool, MODEL, snapshot.version)
     taken: dict[bool, list[float]] = {False: [], True: []}
     applied, applied_s, staleness = 0, 0.0, 0.0
     with node.generations.lease(MODEL, snapshot.version) as lease:
-        tables = lease.payload
+        tables: FollowedRows = lease.payload
+        if hot_rows_gb:
+            tables = hot = _hot_rows(snapshot, lease.payload.engine.layout, hot_rows_gb)
+            pool = partial(_pool_hot, hot)
+            shape = replace(shape, table_bytes=hot.current.keys.size * lease.payload.engine.layout.groups[0].row_bytes)
+        batches = [make_batch(shape, rng, batch, hotness).bags for _ in range(BATCHES)]
         follower = _following(url, snapshot, tables)
         with _trainer(url, shape.rows_per_table, shape.embedding_dim, rows_per_s) as (publishing, idle), follower:
-            _look_up(node, snapshot.version, batches, WINDOW_S / 2)
+            _look_up(pool, batches, WINDOW_S / 2)
             for window in range(2 * max(1, round(seconds / WINDOW_S))):
                 with_deltas = window % 2 == 1
                 if with_deltas:
                     idle.clear()
                     publishing.set()
                 before, began = tables.deltas.snapshot().rows, time.perf_counter()
-                taken[with_deltas] += _look_up(node, snapshot.version, batches, WINDOW_S)
+                taken[with_deltas] += _look_up(pool, batches, WINDOW_S)
                 if with_deltas:
                     applied += tables.deltas.snapshot().rows - before
                     applied_s += time.perf_counter() - began
@@ -168,6 +205,7 @@ def measure(
     return {
         "rows_per_s_wanted": rows_per_s,
         "rows_per_s_applied": applied / applied_s,
+        "rows": shape.rows_per_table,
         "deltas_applied": progress.batches,
         "deltas_refused": progress.refused,
         "staleness_s_largest": staleness,
@@ -195,6 +233,7 @@ async def _register(url: str, snapshot: Snapshot) -> None:
 @click.option("--rows", type=click.IntRange(min=1), default=2_000_000, show_default=True, help="Of the table.")
 @click.option("--batch", type=click.IntRange(min=1), default=64, show_default=True, help="Bags of a lookup.")
 @click.option("--hotness", type=click.IntRange(min=1), default=20, show_default=True, help="Rows of a bag.")
+@click.option("--hot-rows-gb", type=click.FloatRange(min=0), default=0.0, show_default=True, help="A tier's memory.")
 @click.option("--registry", help="URL of an empty registry; by default a directory of its own.")
 def main(
     json_path: Path | None,
@@ -204,6 +243,7 @@ def main(
     rows: int,
     batch: int,
     hotness: int,
+    hot_rows_gb: float,
     registry: str | None,
 ) -> None:
     """Run the benchmark."""
@@ -216,7 +256,8 @@ def main(
         snapshot = Snapshot.open(write_snapshot(Path(folder) / "store", shape), verify=False)
         url = registry or f"{folder}/registry"
         asyncio.run(_register(url, snapshot))
-        result = measure(url, snapshot, shape, min(rows_per_s, rows * PUBLISHES_PER_S), seconds, batch, hotness)
+        rows_per_s = min(rows_per_s, rows * PUBLISHES_PER_S)
+        result = measure(url, snapshot, shape, rows_per_s, seconds, batch, hotness, hot_rows_gb)
     console.print_json(data=result)
     if json_path is not None:
         setup = {
@@ -224,6 +265,7 @@ def main(
             "rows": rows,
             "batch": batch,
             "hotness": hotness,
+            "hot_rows_gb": hot_rows_gb,
             "registry": "given" if registry else "directory",
         }
         head = {"benchmark": "bench_deltas", "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}

@@ -8,16 +8,13 @@ lookups with and without a tier, of the same ids in turns, at chosen hit rates.
 
 from __future__ import annotations
 
-import asyncio
 import json
-import multiprocessing
 import os
 import tempfile
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +28,7 @@ from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, Frozen, ModelS
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.row_source import RowsFromBlocks
 from loader.snapshot.writer import export_snapshot
-from loadtest.bench_lookup import DISTINCT_ROWS, SERVER_START_TIMEOUT_S, distinct_rows
+from loadtest.bench_lookup import DISTINCT_ROWS, distinct_rows, node_process
 from loadtest.head_cache import BAG_IDS, BAGS, NETWORK_GB_PER_S, ROW_BYTES, closed_form, draw_ids
 from router.feature_schema import FeatureSchema
 from router.hot_keeper import HotBudget, HotRowsKeeper
@@ -43,12 +40,9 @@ from router.router import Router
 from serving.cli.output import print_table
 from shard_node.answer import EXACT
 from shard_node.bags import Int64Array, KeyedBags
-from shard_node.engine.loading import load_tables
 from shard_node.engine.memory import RowMemory
-from shard_node.node import ShardNode
 from shard_node.wire.address import Address
 from shard_node.wire.client import ShardClient
-from shard_node.wire.server import NodeServer
 
 MODEL = "hot"
 CACHED = (100, 1000, 5000)
@@ -97,39 +91,13 @@ class Tables:
         return export_snapshot(store, spec, rows=rows, dense={"unused": torch.zeros(1)})
 
 
-def _serve(path: Path, num_shards: int, index: int, address: str, ready: Connection) -> None:
-    torch.set_num_threads(1)
-    snapshot = Snapshot.open(path, verify=False)
-    plan = _plan(snapshot, num_shards)
-    node = ShardNode(plan.identity(index))
-    node.stage(MODEL, snapshot.version, load_tables(snapshot, plan.partition(index), plan.digest))
-    node.flip(MODEL, snapshot.version)
-
-    async def run() -> None:
-        server = NodeServer(node)
-        await server.start([Address.parse(address)])
-        ready.send("ready")
-        await asyncio.Event().wait()
-
-    uvloop.run(run())
-
-
-def _plan(snapshot: Snapshot, num_shards: int) -> Plan:
-    return Plan.make(snapshot.spec, num_shards, replicate_bytes=0)
-
-
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """Shard nodes that run.
-
-    Attributes:
-        processes: their ids.
-    """
+    """Shard nodes that run, as child processes, one for each shard."""
 
     snapshot: Snapshot
     plan: Plan
     addresses: tuple[Address, ...]
-    processes: tuple[int, ...]
 
     def connect(self) -> list[ReplicatedShard]:
         """Make connections of one's own to all of them."""
@@ -140,7 +108,7 @@ class Shards:
 
     def cpu_s(self) -> float:
         """Seconds of processor time that the nodes have taken."""
-        used = [psutil.Process(one).cpu_times() for one in self.processes]
+        used = [one.cpu_times() for one in psutil.Process().children()]
         return sum(one.user + one.system for one in used)
 
     @contextmanager
@@ -183,24 +151,9 @@ def running_shards(tables: Tables, num_shards: int) -> Iterator[Shards]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hot-")))
         path = tables.export(folder / "store")
-        context = multiprocessing.get_context("spawn")
-        waiting, processes, addresses = [], [], []
-        for index in range(num_shards):
-            address = f"unix:{folder}/{index}.sock"
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(path, num_shards, index, address, theirs), daemon=True)
-            process.start()
-            stack.callback(process.join)
-            stack.callback(process.terminate)
-            waiting.append(ours)
-            processes.append(process.pid or 0)
-            addresses.append(Address.parse(address))
-        for ours in waiting:
-            if not ours.poll(SERVER_START_TIMEOUT_S):
-                raise TimeoutError(f"a shard node was not ready within {SERVER_START_TIMEOUT_S} s")
-            ours.recv()
+        nodes = [stack.enter_context(node_process(path, index, num_shards)) for index in range(num_shards)]
         snapshot = Snapshot.open(path, verify=False)
-        yield Shards(snapshot, _plan(snapshot, num_shards), tuple(addresses), tuple(processes))
+        yield Shards(snapshot, Plan.make(snapshot.spec, num_shards), tuple(nodes))
 
 
 class BookRow(Frozen):
