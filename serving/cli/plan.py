@@ -307,7 +307,7 @@ def _print_head(plan: CapacityPlan) -> None:
     click.echo(
         f"{plan.model}: {tables}, {_human_count(plan.num_rows)} rows; as float32 "
         f"{human_bytes(size.float32_bytes)}, stored {human_bytes(size.stored_bytes)}{codes}, on cards "
-        f"{human_bytes(size.on_cards_bytes)} and {human_bytes(size.places_bytes)} of places on each"
+        f"{human_bytes(size.on_cards_bytes)}"
     )
     of_shards = f"shard {plan.shard_index} of {options.shards} (the fullest): " if options.shards > 1 else ""
     versions = f", for {options.versions} versions side by side" if options.versions > 1 else ""

@@ -57,7 +57,8 @@ def test_cards_hold_no_more_than_they_may_and_every_lookup_goes_somewhere(change
 def test_the_textbook_table_takes_64_gb_on_each_of_16_hosts():
     plan = planned("textbook", "fp32", cards=1, shards=16, candidates=65_536)
     assert plan.cards[0].own_bytes == 64_000_000_000
-    assert plan.cards[0].places_bytes == 8_000_000_000
+    # A place for each row of this host, and 8 bytes for each bucket.
+    assert plan.cards[0].places_bytes == 4 * 125_000_000 + 8 * 4096
     assert plan.size.code_bytes == plan.size.float32_bytes == 1_024_000_000_000
     assert plan.batch.lookups == 65_536 * 40
     assert planned("textbook", "int8", cards=8).size.code_bytes == 256_000_000_000
