@@ -71,7 +71,7 @@ class Balance:
 
 
 @dataclass(frozen=True, slots=True)
-class Arm:
+class BalanceArm:
     """A router, and which row has which rank for it."""
 
     router: Router
@@ -95,14 +95,16 @@ def hot_rows_of(snapshot: Snapshot, plan: Plan, rows: Int64Array) -> HotRows:
     return tier
 
 
-def make_arm(snapshot: Snapshot, plan: Plan, shards: Sequence[Shard], hot_rows: int, scatter: RowScatter | None) -> Arm:
+def make_arm(
+    snapshot: Snapshot, plan: Plan, shards: Sequence[Shard], hot_rows: int, scatter: RowScatter | None
+) -> BalanceArm:
     """Make a router over the shards, with copies of the most popular rows."""
     schema, hot = FeatureSchema.of(snapshot.spec), None
     if hot_rows:
         ranks = np.arange(hot_rows)
         rows = ranks if scatter is None else scatter.rows(ranks, np.zeros(hot_rows, np.int64))
         hot = hot_rows_of(snapshot, plan, rows)
-    return Arm(Router(schema, IdMapper(schema, {}), plan, shards, hot=hot), scatter)
+    return BalanceArm(Router(schema, IdMapper(schema, {}), plan, shards, hot=hot), scatter)
 
 
 async def looked_up(shards: Sequence[Shard]) -> Int64Array:

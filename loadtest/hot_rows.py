@@ -30,7 +30,7 @@ AIM_CAPACITIES = 10
 SHOWN = (1, 2, 5, 10, 20, 40)
 
 
-class HotRowsConfig(Frozen):
+class PolicyConfig(Frozen):
     """What is compared. Numbers of lookups are multiples of a policy's capacity."""
 
     num_rows: int = 1_000_000
@@ -72,15 +72,15 @@ class Shifted(Frozen):
         return back if back < len(behind) else None
 
 
-class HotRowsResult(Frozen):
+class PolicyResult(Frozen):
     """The document of `--json`."""
 
-    config: HotRowsConfig
+    config: PolicyConfig
     steady: tuple[Steady, ...]
     shifted: tuple[Shifted, ...]
 
 
-class Lookups:
+class DrawnLookups:
     """Draws rows by Zipf's law, and knows what share of lookups goes to which."""
 
     def __init__(self, rng: np.random.Generator, num_rows: int, exponent: float) -> None:
@@ -105,7 +105,7 @@ class Lookups:
         share[self._row_of_rank] = self._share_of_rank
         return 100 * float(share[rows].sum())
 
-    def shifted(self, part: float) -> Lookups:
+    def shifted(self, part: float) -> DrawnLookups:
         """Return lookups of which a part of the rows, chosen at random, have changed places with one another."""
         other = copy.copy(self)
         ranks = np.flatnonzero(self._rng.random(self._row_of_rank.size) < part)
@@ -153,11 +153,11 @@ def _largest(values: Int64Array, count: int) -> Int64Array:
     return np.argpartition(values, values.size - count)[values.size - count :]
 
 
-def compare(config: HotRowsConfig, exponent: float, capacity: int) -> tuple[Steady, list[Shifted]]:
+def compare(config: PolicyConfig, exponent: float, capacity: int) -> tuple[Steady, list[Shifted]]:
     """Run all policies over the same lookups, for each seed; return the means."""
     steady, after = [], []
     for seed in config.seeds:
-        lookups = Lookups(np.random.default_rng([seed, capacity]), config.num_rows, exponent)
+        lookups = DrawnLookups(np.random.default_rng([seed, capacity]), config.num_rows, exponent)
         learning, lru = Popularity(capacity), Lru(config.num_rows, capacity)
         for _ in range(config.before):
             rows = lookups.draw(capacity)
@@ -202,7 +202,7 @@ def compare(config: HotRowsConfig, exponent: float, capacity: int) -> tuple[Stea
 
 
 def _behind_after(
-    lookups: Lookups, policies: Sequence[Lru | Popularity | Counted], capacity: int, times: int
+    lookups: DrawnLookups, policies: Sequence[Lru | Popularity | Counted], capacity: int, times: int
 ) -> list[list[float]]:
     """Return points behind the top-k of each policy, after 0, 1, 2, ... × capacity lookups."""
     best = lookups.hit_rate(lookups.top(capacity))
@@ -216,7 +216,7 @@ def _behind_after(
     return found
 
 
-def show(console: Console, result: HotRowsResult) -> None:
+def show(console: Console, result: PolicyResult) -> None:
     """Print both tables."""
     config = result.config
     words = ("zipf", "capacity")
@@ -257,7 +257,7 @@ def _numbers(text: str) -> tuple[float, ...]:
 
 
 @click.command(help=__doc__.split("\n\n", maxsplit=1)[0])
-@click.option("--rows", type=click.IntRange(100, 100_000_000), default=HotRowsConfig().num_rows, show_default=True)
+@click.option("--rows", type=click.IntRange(100, 100_000_000), default=PolicyConfig().num_rows, show_default=True)
 @click.option("--zipf", default="1.1,0.6", show_default=True, help="Exponents.")
 @click.option("--capacities", default="1000,10000,100000", show_default=True, help="Rows that a policy holds.")
 @click.option("--shifts", default="1,0.2", show_default=True, help="Parts of the rows that change places.")
@@ -269,7 +269,7 @@ def main(
     rows: int, zipf: str, capacities: str, shifts: str, before: int, after: int, seeds: str, json_file: Path | None
 ) -> None:
     """Compare the policies."""
-    config = HotRowsConfig(
+    config = PolicyConfig(
         num_rows=rows,
         exponents=_numbers(zipf),
         capacities=tuple(map(int, _numbers(capacities))),
@@ -283,7 +283,7 @@ def main(
     if wrong_shift := [one for one in config.shifts if not 0 < one <= 1]:
         raise click.BadParameter(f"{wrong_shift[0]:g} is not in (0, 1]", param_hint="--shifts")
     found = [compare(config, exponent, one) for exponent in config.exponents for one in config.capacities]
-    result = HotRowsResult(
+    result = PolicyResult(
         config=config,
         steady=tuple(steady for steady, _ in found),
         shifted=tuple(one for _, shifted in found for one in shifted),

@@ -61,7 +61,11 @@ def _textbook_sizes() -> Rows:
         one = table_sizes(TEXTBOOK_ROWS, 128, dtype)
         host = f"{one.codes / TEXTBOOK_HOSTS / 1e9:.1f} GB"
         terabytes = [f"{size / 1e12:.3f} TB" for size in (one.codes, one.stored, one.on_cards)]
-        yield dtype, terabytes[0], host, *terabytes[1:], f"{one.places / 1e9:.1f} GB"
+        options = CapacityOptions(
+            system=SYSTEMS["h100"], cards=1, card_memory_gb=80, pinned_memory_gb=0, shards=TEXTBOOK_HOSTS
+        )
+        found = CapacityPlan.make(catalog_model("textbook", dtype).spec, LookupProfile(), options)
+        yield dtype, terabytes[0], host, *terabytes[1:], f"{found.cards[0].places_bytes / 1e9:.2f} GB"
 
 
 def _head_cache() -> Rows:

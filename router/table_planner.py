@@ -26,7 +26,7 @@ from shard_node.planning.balance import Int16Array, Owners, deal
 from shard_node.planning.card_plan import PLACE_BYTES, CardBudget
 from shard_node.planning.cost_model import BYTES_PER_US, INDEX_BYTES, SECTOR_BYTES, BagLoad, CardSystem, sector_bytes
 from shard_node.planning.hotness import Float64Array, Hotness, RowHotness
-from shard_node.planning.network_cost import BatchBags, HotRows, Network, shards_hit
+from shard_node.planning.network_cost import BatchBags, NearRows, Network, shards_hit
 
 SUM_ITEM_BYTES = 2
 """Of one element of a sum between shard and router: float16, the default where golden scores allow it."""
@@ -86,7 +86,7 @@ class TableLookups(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class AskedLookups:
     """What is looked up.
 
     Attributes:
@@ -97,7 +97,7 @@ class Workload:
 
     lookups: Mapping[str, TableLookups]
     hotness: Hotness
-    near: Callable[[TableLayout, Sequence[RowHotness]], HotRows | None] = lambda layout, rows: None
+    near: Callable[[TableLayout, Sequence[RowHotness]], NearRows | None] = lambda layout, rows: None
 
     def of_stored(
         self, spec: ModelSpec, layout: TableLayout
@@ -145,7 +145,7 @@ class Option(NamedTuple):
     cost_us: float
 
 
-class Placed(NamedTuple):
+class DividedTable(NamedTuple):
     """How one table is divided: by which option, and the shards of each of its slices."""
 
     option: Option
@@ -235,7 +235,7 @@ class _Packing:
         self._mean_us = max(mean_us, _TINY)
         self._mean_bytes = max(mean_bytes, 1.0)
 
-    def place(self, option: Option, bound_us: float) -> Placed | None:
+    def place(self, option: Option, bound_us: float) -> DividedTable | None:
         """Place a table so, each slice on the shards that have the least; None, and nothing is placed, if it can't."""
         owners, placed = self.owners, list[Int64Array]()
         for _ in range(option.slices):
@@ -250,13 +250,13 @@ class _Packing:
             chosen = fits[np.lexsort((owners.load[fits], crowd))[: option.spread]]
             owners.give(chosen, option.load_us, option.size_bytes)
             placed.append(chosen)
-        return Placed(option, tuple(tuple(sorted(one.tolist())) for one in placed))
+        return DividedTable(option, tuple(tuple(sorted(one.tolist())) for one in placed))
 
 
 class TablePlanner:
     """Plans of one model on one fleet."""
 
-    def __init__(self, spec: ModelSpec, fleet: PlannedFleet, workload: Workload) -> None:
+    def __init__(self, spec: ModelSpec, fleet: PlannedFleet, workload: AskedLookups) -> None:
         self._spec = with_columns(spec, {})
         self._fleet = fleet
         self._workload = workload
@@ -309,7 +309,7 @@ class TablePlanner:
             counted=True,
         )
 
-    def _time_us(self, placed: Sequence[Placed]) -> float:
+    def _time_us(self, placed: Sequence[DividedTable]) -> float:
         """Return the time of the slowest shard, and of the network."""
         load, network = np.zeros(self._fleet.shards), 0.0
         for option, of_slices in placed:
@@ -335,7 +335,7 @@ class TablePlanner:
         shards = self._fleet.shards
         return _Packing(shards, free_bytes, self._total_us / shards, self._total_bytes / shards)
 
-    def _packed(self, bound_us: float) -> list[Placed] | None:
+    def _packed(self, bound_us: float) -> list[DividedTable] | None:
         """Place every table in the cheapest way that keeps to a bound; None if there is one that can't."""
         packing, placed = self._packing(self._shard_bytes), {}
         for number in self._order:
@@ -345,7 +345,7 @@ class TablePlanner:
             placed[number] = found
         return [placed[number] for number in range(len(placed))]
 
-    def _file(self, placed: Sequence[Placed], whole_bytes: int, shard_bytes: int, *, counted: bool) -> PlanFile:
+    def _file(self, placed: Sequence[DividedTable], whole_bytes: int, shard_bytes: int, *, counted: bool) -> PlanFile:
         """Give buckets to shards, and to cards, where a whole table of up to so many bytes lies on one."""
         tables, fleet = self._spec.tables, self._fleet
         dims = {table.name: column_dims(table, one.option.slices) for table, one in zip(tables, placed, strict=True)}
@@ -392,7 +392,7 @@ class _Dealing:
         pieces: Sequence[_Piece],
         spec: ModelSpec,
         fleet: PlannedFleet,
-        workload: Workload,
+        workload: AskedLookups,
         costs: _Costs,
         shard_bytes: int,
         *,

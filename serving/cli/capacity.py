@@ -25,7 +25,7 @@ from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, Frozen, ModelSpec, RowDtype, TableSpec
 from router.plan import DEFAULT_REPLICATE_BYTES, Plan, table_bytes
 from router.plan_file import PlanFile, with_columns
-from router.table_planner import PlannedFleet, TableLookups, Workload
+from router.table_planner import AskedLookups, PlannedFleet, TableLookups
 from serving.cli.division import FleetPlan
 from serving.cli.network import FleetLookups, NetworkOptions, NetworkUse, ShardTime
 from serving.errors import LookupProfileError, ModelNotFoundError
@@ -35,7 +35,7 @@ from shard_node.partition import Sharding
 from shard_node.planning.card_plan import CARD, HOST, HOT, CardBudget, CardPlan
 from shard_node.planning.cost_model import BagLoad, BatchTime, CardSystem, Traffic, batch_time, table_sizes
 from shard_node.planning.hotness import Head, Hotness
-from shard_node.planning.network_cost import BatchBags, HotRows, Network
+from shard_node.planning.network_cost import BatchBags, NearRows, Network
 
 GB = 1_000_000_000
 MAX_BATCH = 10_000_000
@@ -222,7 +222,7 @@ class LookupProfile:
             found.append(BagLoad(values, bags, longest))
         return tuple(found)
 
-    def workload(self, spec: ModelSpec, requests: float, candidates: float) -> Workload:
+    def workload(self, spec: ModelSpec, requests: float, candidates: float) -> AskedLookups:
         """Return what a batch asks of a model's tables, sliced or not."""
         whole = with_columns(spec, {})
         layout = TableLayout.of(whole)
@@ -236,7 +236,7 @@ class LookupProfile:
         # What a sliced table has once stands with its first slice.
         first = {table.slices[0].name: table.name for table in spec.tables}
         counts = {first[name]: one for name, one in self.counts.items() if name in first}
-        return Workload(found, Hotness(counts, per_sample, self.zipf, self.head))
+        return AskedLookups(found, Hotness(counts, per_sample, self.zipf, self.head))
 
     def bags(self, spec: ModelSpec, layout: TableLayout, requests: float, candidates: float) -> BatchBags:
         """Count the batch's bags of each table by their length: those of a feature are all as long as their mean."""
@@ -470,7 +470,7 @@ def _network(
     assert options.network is not None
     plans = {_fullest_shard(fleet): placed}
 
-    def time(hot: HotRows | None, shard: int) -> ShardTime:
+    def time(hot: NearRows | None, shard: int) -> ShardTime:
         if shard not in plans:
             plans[shard] = CardPlan.make(fleet.layout, fleet.partition(shard), options.budget, hotness)
         missed = None if hot is None else hot.missed

@@ -17,7 +17,7 @@ from loader.snapshot.manifest import Frozen, ModelSpec
 from router.errors import PlanError
 from router.plan import Plan
 from router.plan_file import PlanFile, ShardingType
-from router.table_planner import SUM_ITEM_BYTES, UNBOUNDED, PlannedFleet, TablePlanner, Workload
+from router.table_planner import SUM_ITEM_BYTES, UNBOUNDED, AskedLookups, PlannedFleet, TablePlanner
 from serving.cli.output import human_bytes, print_table
 from shard_node.bags import Int64Array, TableLayout
 from shard_node.cuda.kernel_params import RowFormat
@@ -33,7 +33,7 @@ KERNELS = ("hot", "card", "pinned")
 MAX_LINES = 16
 
 
-class ShardTime(Frozen):
+class ShardUse(Frozen):
     """What one shard has and does in a batch.
 
     Attributes:
@@ -56,10 +56,10 @@ class Division(Frozen):
     way: Way
     kinds: dict[ShardingType, int]
     network: NetworkTime
-    shards: tuple[ShardTime, ...]
+    shards: tuple[ShardUse, ...]
 
     @property
-    def slowest(self) -> ShardTime:
+    def slowest(self) -> ShardUse:
         """The shard that takes longest."""
         return max(self.shards, key=lambda one: one.cards_us)
 
@@ -118,7 +118,7 @@ class FleetPlan(Frozen):
     ranks: tuple[RankUse, ...]
 
     @classmethod
-    def make(cls, spec: ModelSpec, fleet: PlannedFleet, workload: Workload) -> tuple[Self, PlanFile]:
+    def make(cls, spec: ModelSpec, fleet: PlannedFleet, workload: AskedLookups) -> tuple[Self, PlanFile]:
         """Choose a plan and compare it.
 
         Raises PlanError: no way to divide the tables fits.
@@ -202,7 +202,7 @@ class _Known(Hotness):
 class _Timing:
     """One plan's placement on every shard."""
 
-    def __init__(self, file: PlanFile, spec: ModelSpec, fleet: PlannedFleet, workload: Workload) -> None:
+    def __init__(self, file: PlanFile, spec: ModelSpec, fleet: PlannedFleet, workload: AskedLookups) -> None:
         self._file = file
         self._fleet = fleet
         self._spec = file.sliced(spec)
@@ -296,7 +296,7 @@ class _Timing:
         share[self._is_copy] /= self._fleet.shards
         return share
 
-    def _time(self, shard: int, placed: CardPlan, left_over: int) -> ShardTime:
+    def _time(self, shard: int, placed: CardPlan, left_over: int) -> ShardUse:
         """Reckon a batch on one shard's cards: which share of each table is there, the placement says itself."""
         values, bags = self._asked.values[:, shard], self._asked.hit[:, shard]
         loads = [
@@ -311,7 +311,7 @@ class _Timing:
         ]
         system = self._fleet.system
         time = batch_time(Traffic.of(placed, loads, system, SUM_ITEM_BYTES, self._missed), system)
-        return ShardTime(
+        return ShardUse(
             shard=shard,
             card_bytes=int(_card_bytes(placed).max()),
             left_over_bytes=left_over,

@@ -22,7 +22,7 @@ from shard_node.planning.hotness import Float64Array, RowHotness
 from shard_node.planning.network_cost import (
     AskedShards,
     BatchBags,
-    HotRows,
+    NearRows,
     Network,
     NetworkBytes,
     NetworkTime,
@@ -54,11 +54,11 @@ class NetworkOptions(Frozen):
     compare_hit_rates: tuple[float, ...] = Field(default=(), max_length=MAX_COMPARED)
     compare_hot_rows: tuple[float, ...] = Field(default=(), max_length=MAX_COMPARED)
 
-    def hot_rows(self, layout: TableLayout, hotness: Sequence[RowHotness]) -> HotRows | None:
+    def hot_rows(self, layout: TableLayout, hotness: Sequence[RowHotness]) -> NearRows | None:
         """Choose what the router looks up itself; None for nothing."""
         if self.hit_rate is not None:
-            return HotRows.choose(layout, hotness, hit_rate=self.hit_rate)
-        return HotRows.choose(layout, hotness, size_bytes=self.hot_rows_gb * GB) if self.hot_rows_gb else None
+            return NearRows.choose(layout, hotness, hit_rate=self.hit_rate)
+        return NearRows.choose(layout, hotness, size_bytes=self.hot_rows_gb * GB) if self.hot_rows_gb else None
 
 
 class HitRateUse(Frozen):
@@ -128,7 +128,7 @@ class NetworkUse(Frozen):
 
     @classmethod
     def make(
-        cls, lookups: FleetLookups, options: NetworkOptions, shard_time: Callable[[HotRows | None, int], ShardTime]
+        cls, lookups: FleetLookups, options: NetworkOptions, shard_time: Callable[[NearRows | None, int], ShardTime]
     ) -> Self:
         """Reckon a batch.
 
@@ -148,7 +148,7 @@ class NetworkUse(Frozen):
         at_crossover = None if found is None else lookups.at(found, options.network)
         more = (lookups.at(rate, options.network) for rate in options.compare_hit_rates)
         of_rows = (
-            lookups.compared(HotRows.choose(lookups.layout, lookups.hotness, num_rows=rows), options.network)
+            lookups.compared(NearRows.choose(lookups.layout, lookups.hotness, num_rows=rows), options.network)
             for rows in options.compare_hot_rows
         )
         return cls(
@@ -220,11 +220,11 @@ class FleetLookups:
         self.all_bytes = int(sizes.sum())
         self.shard_bytes = int(held.max() + sizes[[bool(owners[0] < 0) for owners in self._owners]].sum())
 
-    def sent(self, hot: HotRows | None) -> SentLookups:
+    def sent(self, hot: NearRows | None) -> SentLookups:
         """Return which lookups go to which shard."""
         return SentLookups.of(self.hotness, self._owners, self._rows, hot)
 
-    def part(self, hot: HotRows | None, shard: int) -> tuple[BagLoad, ...]:
+    def part(self, hot: NearRows | None, shard: int) -> tuple[BagLoad, ...]:
         """Return what is asked of each table, with only those bags of which a shard has a row."""
         own = AskedShards.of(self.batch, self.sent(hot)).loads(shard, self.loads)
         return tuple(whole._replace(bags=one.bags) for whole, one in zip(self.loads, own, strict=True))
@@ -235,9 +235,9 @@ class FleetLookups:
 
     def at(self, hit_rate: float, network: Network) -> HitRateUse:
         """Reckon the batch with as many of the hottest rows at the router as have this hit rate."""
-        return self.compared(HotRows.choose(self.layout, self.hotness, hit_rate=hit_rate), network)
+        return self.compared(NearRows.choose(self.layout, self.hotness, hit_rate=hit_rate), network)
 
-    def compared(self, hot: HotRows, network: Network) -> HitRateUse:
+    def compared(self, hot: NearRows, network: Network) -> HitRateUse:
         """Reckon the batch with hot rows at the router."""
         sent = self.sent(hot)
         moved = NetworkBytes.of(self.layout, self.batch, sent, OF_CARDS)

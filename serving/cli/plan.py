@@ -122,9 +122,7 @@ def plan(compare: bool, out: Path | None, **options: Any) -> None:
     if options["head"] is not None:
         profile = replace(profile, head=_head(options["head"]))
     if counts := _counted(spec, options):
-        slices = {table.name: table.slices for table in spec.tables}
-        by_stored = {stored.name: one for name, one in counts.items() for stored in slices[name]}
-        profile = replace(profile, counts=by_stored)
+        profile = replace(profile, counts=counts)
     buckets = min(NUM_BUCKETS[table.bucketing] for table in spec.tables)
     if options["shards"] > buckets and options["sharding"] != "table":
         raise click.UsageError(f"--shards: rows are divided by {buckets} buckets, so into as many shards at most.")

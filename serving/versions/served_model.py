@@ -106,9 +106,8 @@ class ServedModel:
         parts = ranking_parts(snapshot, schema, torch.float32)
         is_none = schema.features.is_none
         batcher, counter = Batcher(limits, clock, is_none if is_none.any() else None), VersionCounter()
-        vocabularies = (one.name for one in spec.tables if one.id_mapping.kind == "vocabulary")
         nodes: dict[ShardNode, None] = {}
-        mapper = IdMapper(schema.features, {name: snapshot.vocabulary(name) for name in vocabularies})
+        mapper = id_mapper(snapshot, schema.features)
 
         def ranking(number: int) -> Ranking:
             connected = shards(partial(metrics.shard_retry, spec.model))
@@ -132,21 +131,17 @@ class ServedModel:
         if num_replicas == 0:
             assert loop is not None
             found = replicas[0].ranking.parts
-            connecting = _connected(lambda: ranking(0).using(found), clock)
             try:
-                own = asyncio.run_coroutine_threadsafe(connecting, loop).result(2 * CONNECT_TIMEOUT_S)
+                takers = [_on_loop(lambda: ranking(0).using(found), batcher, loop, clock)]
             finally:
                 _stop(checked_with, replicas)
-            on_loop = LoopReplica(own, batcher, loop, clock)
-            on_loop.start()
-            takers = [on_loop]
         metrics.dtype_fallback(spec.model, snapshot.version, fell_back=bool(checked.fallback))
         metrics.wire_fallback(spec.model, snapshot.version, fell_back=bool(checked.wire_fallback))
         description = ModelDescription.of(
             snapshot, limits, "bfloat16" if checked.dtype is torch.bfloat16 else "float32", checked.fallback
         )
-        engines = [node.generations.payload(spec.model, snapshot.version).engine for node in nodes]
-        access = [engine.access for engine in engines] + ([] if hot is None else [hot.access])
+        access = [node.generations.payload(spec.model, snapshot.version).engine.access for node in nodes]
+        access += [] if hot is None else [hot.access]
         return cls(schema, description, batcher, takers, on_close, counter, checked, access)
 
     @property
@@ -181,6 +176,12 @@ class ServedModel:
         self._on_close()
 
 
+def id_mapper(snapshot: Snapshot, schema: FeatureSchema) -> IdMapper:
+    """Make what maps a snapshot's ids to rows, with its vocabularies."""
+    names = (one.name for one in snapshot.spec.tables if one.id_mapping.kind == "vocabulary")
+    return IdMapper(schema, {name: snapshot.vocabulary(name) for name in names})
+
+
 def _started(
     name: str, count: int, batcher: Batcher, ranking: Callable[[int], Ranking], clock: Callable[[], float]
 ) -> list[Replica]:
@@ -200,6 +201,16 @@ def _started(
         _stop(batcher, replicas)
         raise
     return replicas
+
+
+def _on_loop(
+    make: Callable[[], Ranking], batcher: Batcher, loop: asyncio.AbstractEventLoop, clock: Callable[[], float]
+) -> LoopReplica:
+    """Start a replica on a loop that runs in another thread. Blocks until it is connected to its shards."""
+    own = asyncio.run_coroutine_threadsafe(_connected(make, clock), loop).result(2 * CONNECT_TIMEOUT_S)
+    replica = LoopReplica(own, batcher, loop, clock)
+    replica.start()
+    return replica
 
 
 async def _connected(make: Callable[[], Ranking], clock: Callable[[], float]) -> Ranking:

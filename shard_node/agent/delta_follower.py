@@ -26,7 +26,7 @@ from loader.progress import ended
 from loader.registry.fleet import delta_stream
 from loader.registry.registry import Registry, StreamEntry
 from loader.snapshot.manifest import Frozen
-from shard_node.engine.base import RowWriter
+from shard_node.engine.base import WritableRows
 from shard_node.node import DeltaPosition, LoadedTables
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class FollowedRows(Protocol):
     """Rows that follow a stream of deltas, and how far they are: `LoadedTables`, or copies of some rows."""
 
     @property
-    def engine(self) -> RowWriter:
+    def engine(self) -> WritableRows:
         """Where rows are written."""
 
     @property

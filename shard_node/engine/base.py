@@ -53,7 +53,7 @@ class CardsUse:
     not_here: int
 
 
-class RowWriter(Protocol):
+class WritableRows(Protocol):
     """Holds rows that can be replaced while they are looked up. Thread-safe."""
 
     @property
@@ -81,7 +81,7 @@ class RowWriter(Protocol):
         ...
 
 
-class Engine(RowWriter, Protocol):
+class Engine(WritableRows, Protocol):
     """Pools bags from the rows that it holds. Thread-safe: all but `close` may run in several threads at once."""
 
     def pool(self, bags: KeyedBags) -> list[Float32Array]:

@@ -100,7 +100,7 @@ class BatchBags:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class HotRows:
+class NearRows:
     """The hottest rows of a model, which the router has, and answers for.
 
     Attributes:
@@ -126,7 +126,7 @@ class HotRows:
         num_rows: float = np.inf,
         size_bytes: float = np.inf,
         hit_rate: float = 1.0,
-    ) -> HotRows:
+    ) -> NearRows:
         """Take rows by lookups for each byte, the hottest first, until the first of three bounds.
 
         Args:
@@ -190,7 +190,7 @@ class SentLookups:
         hotness: Sequence[RowHotness],
         shard_of_bucket: Sequence[Int16Array],
         rows_by_shard: Sequence[Int64Array],
-        hot: HotRows | None = None,
+        hot: NearRows | None = None,
     ) -> SentLookups:
         """Find the shares of a plan.
 

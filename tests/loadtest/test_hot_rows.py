@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadtest.hot_rows import HotRowsResult, Lookups, Lru, Shifted, main
+from loadtest.hot_rows import DrawnLookups, Lru, PolicyResult, Shifted, main
 
 
 @given(st.lists(st.lists(st.integers(0, 29), max_size=40), max_size=8), st.integers(1, 12))
@@ -28,7 +28,7 @@ def test_lru_holds_what_a_cache_that_moves_each_row_to_its_front_holds(batches, 
 
 
 def test_a_hit_rate_is_what_is_drawn():
-    lookups = Lookups(np.random.default_rng(0), 5_000, 1.1)
+    lookups = DrawnLookups(np.random.default_rng(0), 5_000, 1.1)
     drawn = lookups.draw(200_000)
     assert lookups.hit_rate(np.arange(5_000)) == pytest.approx(100)
     for rows in (lookups.top(50), np.arange(2_500)):
@@ -37,7 +37,7 @@ def test_a_hit_rate_is_what_is_drawn():
 
 @pytest.mark.parametrize("part", [0.2, 1.0])
 def test_a_shift_moves_its_part_of_the_rows_and_leaves_the_law(part):
-    lookups = Lookups(np.random.default_rng(0), 5_000, 0.6)
+    lookups = DrawnLookups(np.random.default_rng(0), 5_000, 0.6)
     shifted = lookups.shifted(part)
     moved = (lookups.top(5_000) != shifted.top(5_000)).mean()
     assert moved == pytest.approx(part, abs=0.03)
@@ -57,7 +57,7 @@ def test_the_learning_policy_is_close_to_the_best_and_lru_is_not(tmp_path: Path)
     arguments = [f"--{name}={value}" for name, value in options.items()]
     done = CliRunner().invoke(main, arguments, env={"COLUMNS": "200"})
     assert done.exit_code == 0, done.output
-    result = HotRowsResult.model_validate_json(file.read_text())
+    result = PolicyResult.model_validate_json(file.read_text())
     (steady,) = result.steady
     assert steady.learning_behind <= 1 < 5 < steady.lru_behind
     complete, some = result.shifted

@@ -61,7 +61,7 @@ def test_what_is_said_of_rows_is_so():
     assert f"{shares[0]:.2f} of fp32's bytes in memory and {shares[1]:.2f} on NVLink, not 0.25" in PROSE
     sizes = table_sizes(10**9, 128, "int8")
     alone, shared = sizes.places / sizes.on_cards, 8 * sizes.places / sizes.on_cards
-    assert f"which is {alone:.1%} beside such int8 rows on one card, but {shared:.0%} beside a card's own" in PROSE
+    assert f"{alone:.1%} beside such int8 rows on one card, but {shared:.0%} beside a card's own" in PROSE
 
 
 def test_what_is_said_of_the_nodes_is_so():

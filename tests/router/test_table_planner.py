@@ -14,12 +14,12 @@ from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec, Tab
 from router.errors import PlanError
 from router.plan import Plan
 from router.plan_file import PlanFile
-from router.table_planner import PlannedFleet, TableLookups, TablePlanner, Workload
+from router.table_planner import AskedLookups, PlannedFleet, TableLookups, TablePlanner
 from shard_node.bags import TableLayout
 from shard_node.planning.card_plan import CardBudget
 from shard_node.planning.cost_model import SYSTEMS, BagLoad
 from shard_node.planning.hotness import Hotness
-from shard_node.planning.network_cost import HotRows, Network
+from shard_node.planning.network_cost import NearRows, Network
 
 GB = 10**9
 
@@ -48,16 +48,16 @@ def fleet_of(shards: int, cards: int = 1, card_gb: float = 80.0, network: float 
     return PlannedFleet(shards, cards, budget, SYSTEMS["h100"], Network(gb_per_s=network, latency_us=20), replicate)
 
 
-def workload_of(spec: ModelSpec, *hotness: float, zipf: float = 1.05, candidates: float = 500, **more) -> Workload:
+def workload_of(spec: ModelSpec, *hotness: float, zipf: float = 1.05, candidates: float = 500, **more) -> AskedLookups:
     lookups = {
         table.name: TableLookups(BagLoad(ids * candidates, candidates, ids), ((ids, candidates),))
         for table, ids in zip(spec.tables, hotness, strict=True)
     }
     per_sample = {name: one.load.values for name, one in lookups.items()}
-    return Workload(lookups, Hotness(more.pop("counts", {}), per_sample, zipf), **more)
+    return AskedLookups(lookups, Hotness(more.pop("counts", {}), per_sample, zipf), **more)
 
 
-def planned(spec: ModelSpec, fleet: PlannedFleet, workload: Workload) -> PlanFile:
+def planned(spec: ModelSpec, fleet: PlannedFleet, workload: AskedLookups) -> PlanFile:
     return TablePlanner(spec, fleet, workload).best()
 
 
@@ -96,7 +96,7 @@ def test_a_closed_form_balances_like_counts(shards):
     spec = spec_of((rows, 128))
 
     def near(layout, hotness):
-        return HotRows.choose(layout, hotness, num_rows=10_000)
+        return NearRows.choose(layout, hotness, num_rows=10_000)
 
     fleet = fleet_of(shards, card_gb=rows * 200 / GB / shards)
     file = planned(spec, fleet, workload_of(spec, 40, near=near))

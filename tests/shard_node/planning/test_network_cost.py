@@ -17,7 +17,7 @@ from shard_node.planning.hotness import Head, Hotness
 from shard_node.planning.network_cost import (
     AskedShards,
     BatchBags,
-    HotRows,
+    NearRows,
     Network,
     NetworkBytes,
     NetworkTime,
@@ -173,7 +173,7 @@ def test_every_lookup_goes_to_one_shard_or_is_answered_by_the_router(layout, dat
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
     owners = [rng.integers(0, shards, num_buckets(one)).astype(np.int16) for one in layout.tables]
     owners[0] = np.full_like(owners[0], -1)
-    hot = HotRows.choose(layout, rows, size_bytes=data.draw(st.integers(0, 10_000)))
+    hot = NearRows.choose(layout, rows, size_bytes=data.draw(st.integers(0, 10_000)))
     sent = sent_of(rows, owners, shards, hot)
     assert sent.takes_turns.tolist() == [True] + [False] * (len(owners) - 1)
     looked_up = [one.lookups.any() for one in rows]
@@ -198,16 +198,16 @@ def test_hot_rows_are_the_hottest_for_their_bytes_within_the_bound():
     layout = layout_like((8, "int8"), (128, "int8"), rows=100)
     counts = {"t0": np.arange(100, dtype=np.uint32), "t1": np.arange(100, dtype=np.uint32)}
     rows = Hotness(counts).of(layout)
-    by_rows = HotRows.choose(layout, rows, num_rows=10)
+    by_rows = NearRows.choose(layout, rows, num_rows=10)
     # Rows of t1 have 136 bytes, of t0 16.
     assert by_rows.rows.tolist() == [10, 0]
     assert by_rows.size_bytes == 160
     assert by_rows.hit_rate == pytest.approx(sum(range(90, 100)) / 4950 / 2, rel=0.01)
-    assert HotRows.choose(layout, rows, size_bytes=0).hit_rate == 0
-    everything = HotRows.choose(layout, rows, size_bytes=100 * (16 + 136))
+    assert NearRows.choose(layout, rows, size_bytes=0).hit_rate == 0
+    everything = NearRows.choose(layout, rows, size_bytes=100 * (16 + 136))
     assert everything.hit_rate == pytest.approx(1)
     assert all((one == 0).all() for one in everything.missed)
-    half = HotRows.choose(layout, rows, hit_rate=0.5)
+    half = NearRows.choose(layout, rows, hit_rate=0.5)
     assert half.hit_rate == pytest.approx(0.5)
     assert half.size_bytes < everything.size_bytes / 8
 
@@ -215,7 +215,7 @@ def test_hot_rows_are_the_hottest_for_their_bytes_within_the_bound():
 @pytest.mark.parametrize("rows", [100, 1000, 5000])
 def test_a_head_has_its_share_of_the_lookups(rows):
     layout = one_table_layout(2_000_000_000, 128, "fp32")
-    found = HotRows.choose(layout, hotness_of(layout, 1.1, Head(5000, 0.85)), num_rows=rows)
+    found = NearRows.choose(layout, hotness_of(layout, 1.1, Head(5000, 0.85)), num_rows=rows)
     harmonic = np.cumsum(np.arange(1, 5001) ** -1.1)
     assert found.hit_rate == pytest.approx(0.85 * harmonic[rows - 1] / harmonic[-1] + 0.15 * rows / 2e9, abs=1e-5)
 
@@ -224,7 +224,7 @@ def test_a_head_larger_than_its_table_is_the_table():
     layout = one_table_layout(300)
     rows = hotness_of(layout, 1.1, Head(5000, 0.85))[0]
     assert rows.rows().sum() == 300
-    assert HotRows.choose(layout, [rows], num_rows=300).hit_rate == pytest.approx(1)
+    assert NearRows.choose(layout, [rows], num_rows=300).hit_rate == pytest.approx(1)
 
 
 def test_of_two_budgets_the_larger_binds():
@@ -244,5 +244,5 @@ def test_the_crossover_is_where_both_take_as_long():
 def test_resident_rows_take_the_time_of_a_card_that_has_all():
     layout = one_table_layout(1000, 128, "int8")
     traffic = Traffic.resident(layout, [BagLoad(4000, 100, 40)], SYSTEMS["h100"])
-    assert traffic.hbm_bytes[0] == 4000 * (160 + 32 + 4) + 100 * (4 + 2 * 128)
+    assert traffic.hbm_bytes[0] == 4000 * (160 + 4) + 100 * (4 + 2 * 128)
     assert batch_time(traffic, SYSTEMS["h100"]).peer_us == 0
