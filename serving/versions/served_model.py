@@ -106,9 +106,8 @@ class ServedModel:
         parts = ranking_parts(snapshot, schema, torch.float32)
         is_none = schema.features.is_none
         batcher, counter = Batcher(limits, clock, is_none if is_none.any() else None), VersionCounter()
-        vocabularies = (one.name for one in spec.tables if one.id_mapping.kind == "vocabulary")
         nodes: dict[ShardNode, None] = {}
-        mapper = IdMapper(schema.features, {name: snapshot.vocabulary(name) for name in vocabularies})
+        mapper = id_mapper(snapshot, schema.features)
 
         def ranking(number: int) -> Ranking:
             connected = shards(partial(metrics.shard_retry, spec.model))
@@ -141,8 +140,8 @@ class ServedModel:
         description = ModelDescription.of(
             snapshot, limits, "bfloat16" if checked.dtype is torch.bfloat16 else "float32", checked.fallback
         )
-        engines = [node.generations.payload(spec.model, snapshot.version).engine for node in nodes]
-        access = [engine.access for engine in engines] + ([] if hot is None else [hot.access])
+        access = [node.generations.payload(spec.model, snapshot.version).engine.access for node in nodes]
+        access += [] if hot is None else [hot.access]
         return cls(schema, description, batcher, takers, on_close, counter, checked, access)
 
     @property
@@ -175,6 +174,12 @@ class ServedModel:
         """End the replicas and free what they hold. Not from a replica's own thread; no lease may be out."""
         _stop(self._batcher, self._replicas)
         self._on_close()
+
+
+def id_mapper(snapshot: Snapshot, schema: FeatureSchema) -> IdMapper:
+    """Make what maps a snapshot's ids to rows, with its vocabularies."""
+    names = (one.name for one in snapshot.spec.tables if one.id_mapping.kind == "vocabulary")
+    return IdMapper(schema, {name: snapshot.vocabulary(name) for name in names})
 
 
 def _started(

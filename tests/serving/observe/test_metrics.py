@@ -13,6 +13,7 @@ from prometheus_client import Histogram
 
 from loader.registry.fleet import LATENCY_BOUNDS_MS, VersionStats
 from router.errors import ShardUnavailableError
+from router.hot_keeper import HotStatus
 from router.router import LookupTimes
 from serving.errors import (
     ClientGoneError,
@@ -199,3 +200,22 @@ def test_threads_lose_no_count():
     stats = counter.stats()
     assert (stats.requests, stats.errors, sum(stats.latency_counts)) == (2000, 1000, 2000)
     assert (stats.score_count, stats.score_sum, stats.score_square_sum) == (6000, 6000.0, 6000.0)
+
+
+def test_hot_rows_are_counted_by_table_and_their_gauges_go_with_their_version():
+    metrics = ServingMetrics()
+    for _ in range(2):
+        counts = np.array([5, 0]), np.array([3, 0])
+        metrics.hot_rows(HotStatus("m", 1, ("a", "b"), 7, 700, 9, *counts))
+    told = metrics.render().decode()
+    assert 'shardrank_hot_lookups_total{model="m",table="a"} 10.0' in told
+    assert 'shardrank_hot_hits_total{model="m",table="a"} 6.0' in told
+    assert 'table="b"' not in told
+    for name, value in (("rows", "7.0"), ("bytes", "700.0"), ("sequence", "9.0")):
+        assert f'shardrank_hot_{name}{{model="m",version="1"}} {value}' in told
+    metrics.dtype_fallback("m", 1, fell_back=False)
+    metrics.wire_fallback("m", 1, fell_back=False)
+    metrics.forget_version("m", 1)
+    told = metrics.render().decode()
+    assert "shardrank_hot_rows{" not in told
+    assert "shardrank_hot_lookups_total{" in told

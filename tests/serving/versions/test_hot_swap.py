@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -126,6 +127,9 @@ def test_flips_under_load_fail_nothing_and_mix_nothing(versions, short_folder, h
                 assert min(load.answers[1], load.answers[2]) >= 40
                 assert set(readiness) == {STATUS_OK}
                 assert [one.version for one in service.generations.all()] == [1]
+                told = service.metrics.render().decode()
+                assert ("shardrank_hot_hits_total{" in told) == (hot_rows is not None)
+                assert re.findall(r"shardrank_hot_rows\{.*version=\"(\d+)\"", told) == ["1"] * (hot_rows is not None)
 
     run(main())
 
