@@ -11,7 +11,7 @@ import click
 import numpy as np
 
 from loader.snapshot.manifest import RowDtype
-from loadtest.head_cache import BAG_IDS, BAGS, NETWORK_GB_PER_S, ROW_BYTES, simulated
+from loadtest.hot.head_cache import BAG_IDS, BAGS, NETWORK_GB_PER_S, ROW_BYTES, simulated
 from serving.cli.capacity import CapacityOptions, CapacityPlan, LookupProfile, catalog_model
 from shard_node.cuda.kernel_params import RowFormat
 from shard_node.planning.cost_model import SYSTEMS, line_bytes, mean_pieces, read_bytes, sector_bytes, table_sizes

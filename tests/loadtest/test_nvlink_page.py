@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from loadtest.head_cache import simulated
+from loadtest.hot.head_cache import simulated
 from loadtest.nvlink_page import TABLES, capacity, main
 from shard_node.cuda.kernel_params import RowFormat
 from shard_node.errors import MemoryBudgetError

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadtest.hot_rows import DrawnLookups, Lru, PolicyResult, Shifted, main
+from loadtest.hot.policies import DrawnLookups, Lru, PolicyResult, Shifted, main
 
 
 @given(st.lists(st.lists(st.integers(0, 29), max_size=40), max_size=8), st.integers(1, 12))

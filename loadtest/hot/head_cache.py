@@ -1,4 +1,4 @@
-"""The textbook's cache of the hottest rows, simulated: `python -m loadtest.head_cache`.
+"""The textbook's cache of the hottest rows, simulated: `python -m loadtest.hot.head_cache`.
 
 A step looks up 65,536 bags of 40 ids in one table. An id is, with probability 0.85, from a head of 5,000 rows by a
 power law of exponent 1.1, else any row of the table alike. A static cache holds the first k rows of the head: its hit

@@ -1,9 +1,9 @@
-"""What a tier of hot rows does at a real router: `python -m loadtest.hot_shards book|cost [--json FILE]`.
+"""What a tier of hot rows does at a real router: `python -m loadtest.hot.shards book|cost [--json FILE]`.
 
 Shard nodes are processes behind Unix sockets; the router, with a tier that its keeper fills from these nodes, is in
-this process. `book` drives the textbook's cache, whose ids `loadtest.head_cache` draws, through the router in several
-batches, and takes hit rates from the router's counters; what the textbook moves is misses × 512 bytes. `cost` times
-lookups with and without a tier, of the same ids in turns, at chosen hit rates.
+this process. `book` drives the textbook's cache, whose ids `loadtest.hot.head_cache` draws, through the router in
+several batches, and takes hit rates from the router's counters; what the textbook moves is misses × 512 bytes. `cost`
+times lookups with and without a tier, of the same ids in turns, at chosen hit rates.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from loader.snapshot.reader import Snapshot
 from loader.snapshot.row_source import RowsFromBlocks
 from loader.snapshot.writer import export_snapshot
 from loadtest.bench_lookup import DISTINCT_ROWS, distinct_rows, node_process
-from loadtest.head_cache import BAG_IDS, BAGS, NETWORK_GB_PER_S, ROW_BYTES, closed_form, draw_ids
+from loadtest.hot.head_cache import BAG_IDS, BAGS, NETWORK_GB_PER_S, ROW_BYTES, closed_form, draw_ids
 from router.feature_schema import FeatureSchema
 from router.hot_keeper import HotBudget, HotRowsKeeper
 from router.hot_rows import TABLE_SHIFT, HotRowsConfig

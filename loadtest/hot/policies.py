@@ -1,4 +1,4 @@
-"""Which policy holds the hottest rows best: `python -m loadtest.hot_rows [--json FILE]`.
+"""Which policy holds the hottest rows best: `python -m loadtest.hot.policies [--json FILE]`.
 
 LRU, the static top-k and the learning policy (`router.popularity`) see the same lookups of a table whose rows are
 looked up by Zipf's law, then a shift of popularity: some rows, or all, change places at random. A hit rate is the share

@@ -1,4 +1,4 @@
-"""Measure how evenly shards are asked: `python -m loadtest.bench_balance [--json FILE]`.
+"""Measure how evenly shards are asked: `python -m loadtest.hot.balance [--json FILE]`.
 
 One table whose rows are in order of popularity, as a vocabulary gives them: row r is looked up in proportion to
 (r + 1) ^ -S. Over four shards as processes, and over sixteen in this process, the same ranks are looked up twice: as

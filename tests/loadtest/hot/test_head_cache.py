@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from loadtest import head_cache
-from loadtest.head_cache import QUOTED, closed_form, draw_ids, main, simulated
+from loadtest.hot.head_cache import QUOTED, closed_form, draw_ids, main, simulated
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
