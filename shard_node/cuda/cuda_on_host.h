@@ -6,6 +6,7 @@
 
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -86,8 +87,27 @@ void launch(void (*kernel)(Params...), unsigned int blocks_x, unsigned int block
 // ---------------------------------------------------------------------------------------------------------------------
 // Intrinsics
 
+namespace cuda_on_host {
+// Loads of kernels from an address range, for tests that count them.
+inline std::atomic<std::uintptr_t> watched_begin{0}, watched_end{0};
+inline std::atomic<std::uint64_t> watched_loads{0};
+
+inline void note_load(const void* address) {
+    const std::uintptr_t at = reinterpret_cast<std::uintptr_t>(address);
+    if (at >= watched_begin && at < watched_end) ++watched_loads;
+}
+}  // namespace cuda_on_host
+
+extern "C" void watch_loads(std::uintptr_t begin, std::uintptr_t end) {
+    cuda_on_host::watched_begin = begin;
+    cuda_on_host::watched_end = end;
+    cuda_on_host::watched_loads = 0;
+}
+extern "C" std::uint64_t loads_watched() { return cuda_on_host::watched_loads; }
+
 template <class T>
 inline T __ldg(const T* address) {
+    cuda_on_host::note_load(address);
     return *address;
 }
 
@@ -99,18 +119,18 @@ inline T* keep_whole(T* pointer) {
 // What is not wanted is poison, so that a use of it is seen.
 template <class T>
 inline T load_if(bool wanted, const T* address) {
-    if (wanted) return *address;
+    if (wanted) return __ldg(address);
     T poison;
     std::memset(&poison, 0xA5, sizeof poison);
     return poison;
 }
 
 inline unsigned int load_if(bool wanted, const unsigned int* address, unsigned int otherwise) {
-    return wanted ? *address : otherwise;
+    return wanted ? __ldg(address) : otherwise;
 }
 
 inline unsigned long long load_if(bool wanted, const unsigned long long* address, unsigned long long otherwise) {
-    return wanted ? *address : otherwise;
+    return wanted ? __ldg(address) : otherwise;
 }
 
 inline unsigned long long atomicAdd(unsigned long long* address, unsigned long long value) {

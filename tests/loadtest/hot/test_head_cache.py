@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from loadtest import head_cache
+from loadtest.hot import head_cache
 from loadtest.hot.head_cache import QUOTED, closed_form, draw_ids, main, simulated
 
 

@@ -7,7 +7,7 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from loadtest import hot_shards
+from loadtest.hot import shards as hot_shards
 
 
 def test_the_textbooks_step_has_the_hit_rates_of_the_closed_form_and_moves_its_misses(tmp_path):

@@ -13,7 +13,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -38,6 +38,9 @@ class HostKernels:
 
     def __init__(self, library: Path) -> None:
         loaded = ctypes.CDLL(str(library))
+        self._watch, self._watched = loaded.watch_loads, loaded.loads_watched
+        self._watch.argtypes, self._watch.restype = (ctypes.c_size_t, ctypes.c_size_t), None
+        self._watched.argtypes, self._watched.restype = (), ctypes.c_uint64
         self._entries = {kernel: loaded[f"launch_{kernel}"] for kernel in KERNELS}
         self.param_sizes: dict[str, tuple[int, ...]] = {}
         for kernel, entry in self._entries.items():
@@ -52,6 +55,14 @@ class HostKernels:
         held = [ctypes.create_string_buffer(one, len(one)) for one in params]
         pointers = (ctypes.c_void_p * len(held))(*(ctypes.addressof(one) for one in held))
         self._entries[kernel](grid[0], grid[1], THREADS_PER_BLOCK, pointers)
+
+    def loads_from(self, address: int, size_bytes: int, work: Callable[[], object]) -> int:
+        """How many loads from a range of memory kernels make while `work` runs."""
+        self._watch(address, address + size_bytes)
+        work()
+        count = int(self._watched())
+        self._watch(0, 0)
+        return count
 
 
 def host_compiler() -> str:

@@ -164,38 +164,7 @@ class KernelArena:
 
     def pool(self, card: int, runs: Sequence[Run], shape: LaunchShape | None = None) -> Pooled:
         """Pools the bags, one after another into the output."""
-        shape = shape or LaunchShape()
-        lanes_log2 = (
-            min((self.format.chunks - 1).bit_length(), MAX_LANES.bit_length() - 1)
-            if shape.lanes_log2 is None
-            else shape.lanes_log2
-        )
-        batch = _Batch(self, runs, shape, THREADS_PER_BLOCK >> lanes_log2)
-        on = self.cards.cards[card]
-        values, weights, offsets, run_params, blocks, counters = (
-            send(self.cards, on, array) for array in batch.arrays()
-        )
-        out = send(self.cards, on, np.full(batch.out_bytes, UNTOUCHED, np.uint8))
-        params = BatchParams(
-            values=values.address,
-            weights=weights.address,
-            offsets=offsets.address,
-            runs=run_params.address,
-            blocks=blocks.address,
-            out=out.address,
-            counters=counters.address,
-            num_blocks=len(batch.blocks),
-            rotation=shape.rotation,
-            out_dtype=OUT_DTYPES[shape.out_dtype],
-            lanes_log2=lanes_log2,
-        )
-        grid = (len(batch.blocks), -(-self.format.chunks // (1 << lanes_log2)))
-        stream = on.stream()
-        on.launch(POOL_KERNELS[self.dtype], grid, (self.params[card], params), stream)
-        stream.synchronize()
-        raw = fetch(self.cards, on, out)
-        outside, not_here = fetch(self.cards, on, counters).view(np.uint64).tolist()
-        return Pooled(batch.read(raw), raw, outside, not_here)
+        return pool_bags(self.cards, card, self.params[card], self.format, runs, shape)
 
     def write(self, card: int, table: int, rows: npt.NDArray[np.integer], relaid: ByteArray, writes_host: bool) -> None:
         """One launch of the kernel that writes rows."""
@@ -231,6 +200,45 @@ class KernelArena:
         return np.array(out).reshape(-1, self.dim)
 
 
+def pool_bags(
+    cards: Cards,
+    card: int,
+    arena: ArenaParams,
+    fmt: RowFormat,
+    runs: Sequence[Run],
+    shape: LaunchShape | None = None,
+) -> Pooled:
+    """One launch on a card that pools bags of an arena's tables, one after another into the output."""
+    shape = shape or LaunchShape()
+    lanes_log2 = (
+        min((fmt.chunks - 1).bit_length(), MAX_LANES.bit_length() - 1) if shape.lanes_log2 is None else shape.lanes_log2
+    )
+    batch = _Batch(fmt.embedding_dim, runs, shape, THREADS_PER_BLOCK >> lanes_log2)
+    on = cards.cards[card]
+    values, weights, offsets, run_params, blocks, counters = (send(cards, on, array) for array in batch.arrays())
+    out = send(cards, on, np.full(batch.out_bytes, UNTOUCHED, np.uint8))
+    params = BatchParams(
+        values=values.address,
+        weights=weights.address,
+        offsets=offsets.address,
+        runs=run_params.address,
+        blocks=blocks.address,
+        out=out.address,
+        counters=counters.address,
+        num_blocks=len(batch.blocks),
+        rotation=shape.rotation,
+        out_dtype=OUT_DTYPES[shape.out_dtype],
+        lanes_log2=lanes_log2,
+    )
+    grid = (len(batch.blocks), -(-fmt.chunks // (1 << lanes_log2)))
+    stream = on.stream()
+    on.launch(POOL_KERNELS[fmt.dtype], grid, (arena, params), stream)
+    stream.synchronize()
+    raw = fetch(cards, on, out)
+    outside, not_here = fetch(cards, on, counters).view(np.uint64).tolist()
+    return Pooled(batch.read(raw), raw, outside, not_here)
+
+
 @dataclass
 class LaunchShape:
     """What may be chosen of a launch. gap: untouched elements behind each bag. idle_blocks: with nothing to do."""
@@ -245,7 +253,7 @@ class LaunchShape:
 
 @dataclass
 class _Batch:
-    arena: KernelArena
+    dim: int
     runs: Sequence[Run]
     shape: LaunchShape
     bags_per_block: int
@@ -254,7 +262,7 @@ class _Batch:
 
     def __post_init__(self) -> None:
         self._storage = np.dtype(_OUT_STORAGE[self.shape.out_dtype])
-        self._stride = self.arena.dim + self.shape.gap
+        self._stride = self.dim + self.shape.gap
         self._params = (RunParams * max(1, len(self.runs)))()
         self.blocks, bags, values, written = [], 0, 0, 0
         for number, run in enumerate(self.runs):
@@ -301,9 +309,9 @@ class _Batch:
         """float32 [bags, dim] of the output's bytes. Asserts that nothing beside the bags was written."""
         items = raw.view(self._storage)
         rows = items[self.shape.first :].reshape(self._written, self._stride)
-        beside = np.concatenate([items[: self.shape.first], rows[:, self.arena.dim :].reshape(-1)])
+        beside = np.concatenate([items[: self.shape.first], rows[:, self.dim :].reshape(-1)])
         assert (beside.view(np.uint8) == UNTOUCHED).all()
-        pooled = rows[:, : self.arena.dim]
+        pooled = rows[:, : self.dim]
         if self.shape.out_dtype == "bf16":
             return (pooled.astype(np.uint32) << 16).view(np.float32)
         return pooled.astype(np.float32)
