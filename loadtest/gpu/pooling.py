@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import product
 
@@ -32,7 +32,7 @@ from loadtest.gpu.timing import Timing, clock_name, time_graphs, time_in_turns
 from shard_node.cuda.cards import Card, Cards, Memory, Stream
 from shard_node.cuda.kernel_params import OutDtype, RowFormat
 from shard_node.partition import Partition
-from shard_node.planning.card_plan import PLACE_BYTES, CardBudget, CardPlan
+from shard_node.planning.card_plan import PLACE_BYTES, CardBudget, CardPlan, TablePlaces
 from shard_node.planning.cost_model import SYSTEMS, BagLoad, CardSystem, Traffic, batch_time
 from shard_node.planning.hotness import Hotness
 
@@ -123,7 +123,9 @@ def _plan(dim: int, share_on_card: float) -> CardPlan:
     on_card = round(PLAN_ROWS * share_on_card)
     budget = CardBudget((on_card * stride + PLAN_ROWS * PLACE_BYTES,), (PLAN_ROWS - on_card) * stride)
     partition = Partition(1, (np.zeros(RowBuckets.of(layout.tables[0]).count, np.int16),))
-    return CardPlan.make(layout, partition, budget, Hotness())
+    plan = CardPlan.make(layout, partition, budget, Hotness())
+    # What is measured finds each row by its place, as a table on several cards is found.
+    return replace(plan, places=(TablePlaces(None, PLAN_ROWS, 0),))
 
 
 KERNEL_NOTES = (

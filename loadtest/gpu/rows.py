@@ -202,7 +202,7 @@ class RowsOnCard(OwnedMemory):
                 self.card.tensor(places, 4 * first, (count,), torch.int32).copy_(place)
         starts = np.zeros(num_cards + 2, np.uint64)
         return Placed(
-            places, self.own(self.upload(bytes(TableParams(0, rows)))), self.own(self.upload(starts.tobytes()))
+            places, self.own(self.upload(bytes(TableParams(num_rows=rows)))), self.own(self.upload(starts.tobytes()))
         )
 
     def upload(self, content: bytes) -> Memory:
@@ -222,9 +222,16 @@ class RowsOnCard(OwnedMemory):
             owners[owner] = self._memory.address + owner * (self.card_rows // num_cards) * self.stride
         owners[pinned_owner(num_cards)] = self._pinned.address if self._pinned is not None else 0
         return ArenaParams(
-            owners, placed.places.address, placed.tables.address, placed.starts.address,
-            1, num_cards, owner_bits(num_cards), self.stride, self.embedding_dim,
-        )  # fmt: skip
+            rows=owners,
+            places=placed.places.address,
+            tables=placed.tables.address,
+            starts=placed.starts.address,
+            num_tables=1,
+            num_cards=num_cards,
+            owner_bits=owner_bits(num_cards),
+            row_stride=self.stride,
+            embedding_dim=self.embedding_dim,
+        )
 
     def stored(self, rows: npt.NDArray[np.int64], num_cards: int) -> npt.NDArray[np.uint8]:
         """Read the bytes of rows, uint8 [n, stride], without the places."""

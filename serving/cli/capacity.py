@@ -444,7 +444,7 @@ class CapacityPlan(Frozen):
             shard_index=shard,
             cards=tuple(_card_use(plan, card, budget) for card in range(options.cards)),
             pinned_bytes=plan.pinned_bytes,
-            all_on_cards_bytes=int((plan.tier_rows.sum(axis=2).T @ plan.strides).max()) + plan.places_bytes,
+            all_on_cards_bytes=plan.all_on_cards_bytes,
             fits_on_cards=not plan.tier_rows[:, :, HOST].any(),
             tiers=_tiers(plan, traffic),
             tables=_tables(plan, layout, loads),

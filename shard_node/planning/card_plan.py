@@ -187,6 +187,14 @@ class CardPlan:
         return sum(one.bytes for one in self.places)
 
     @property
+    def all_on_cards_bytes(self) -> int:
+        """Of the fullest card, if each row were on its own card alone: rows and places."""
+        rows = self.tier_rows.sum(axis=2)
+        is_divided = rows.max(axis=1) < [table.num_embeddings for table in self.layout.tables]
+        places = _places(self.layout, self.level_rows, is_divided)
+        return int((rows.T @ self.strides).max()) + sum(one.bytes for one in places)
+
+    @property
     def pinned_bytes(self) -> int:
         """Of the rows in the host's pinned memory."""
         return int(self.slots[:, self.num_cards + 1] @ self.strides)
