@@ -23,7 +23,7 @@ def test_copies_of_the_hottest_rows_make_shards_even(tmp_path, num_shards):
 
     async def main() -> None:
         found = {hot: await measure(snapshot, plan, shards, hot, 1.05, 100, 1) for hot in (0, 1000)}
-        # Smaller tables are on every shard. The first of 60,000 rows draws a tenth of the lookups, a thousand seven tenths.
+        # A smaller table is on every shard. Of 60,000 rows the first draws a tenth of the lookups, 1,000 seven tenths.
         assert found[0].hit_rate == 0
         assert found[1000].hit_rate == pytest.approx(0.71, abs=0.02)
         assert found[0].busiest > 1.2
