@@ -11,6 +11,8 @@ observes those in one of its own, by `AccessCounts.observe`: no count is of all 
 
 from __future__ import annotations
 
+import math
+import mmap
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -311,7 +313,13 @@ def _counted_by_row(rows: Int64Array, max_counters: int) -> npt.NDArray[np.bool_
 
 
 def _zeros(*shape: int) -> UInt32Array:
-    """Zeros that are in memory already: else the first batches would wait for thousands of page faults."""
-    zeros = np.empty(shape, np.uint32)
+    """Zeros that are in memory already: else the first batches would wait for thousands of page faults.
+
+    Mapped, so that all of it goes back to the system with its version: among what is allocated for a moment while the
+    next version is loaded, it would keep holes in the heap.
+    """
+    count = math.prod(shape)
+    memory = mmap.mmap(-1, max(1, _COUNTER_BYTES * count), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    zeros = np.frombuffer(memory, np.uint32, count).reshape(shape)
     zeros.fill(0)
     return zeros

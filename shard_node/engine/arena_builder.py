@@ -25,6 +25,8 @@ from shard_node.partition import Partition
 
 ByteArray = npt.NDArray[np.uint8]
 BoolArray = npt.NDArray[np.bool_]
+# Of rows that are gathered at a time: what that takes beside them stays small, and within a processor's cache.
+FILL_BYTES = 1 << 20
 
 
 @dataclass(slots=True)
@@ -126,7 +128,7 @@ class ArenaBuilder:
             return
         # One item per row: NumPy copies such whole, several times faster than bytes.
         items, slots_of = source.view(f"V{source.shape[1]}").reshape(-1), target.view(f"V{target.shape[1]}").reshape(-1)
-        for begin, end in _pieces(0, positions.size, source.shape[1]):
+        for begin, end in _pieces(0, positions.size, source.shape[1], FILL_BYTES):
             piece = positions[begin:end]
             rows, stored = order.rows_at(piece), items.take(piece)
             self._check(table, index, stored.view(np.uint8).reshape(piece.size, -1), rows)
@@ -202,7 +204,7 @@ def not_finite(snapshot: Snapshot, table: str, entry: FileEntry, row: int) -> Sn
     return SnapshotCorruptError(f"{snapshot.path / entry.path}: table {table!r}, row {row}: decodes to NaN or inf")
 
 
-def _pieces(begin: int, end: int, row_bytes: int) -> Iterator[tuple[int, int]]:
-    rows = max(1, PIECE_BYTES // row_bytes)
+def _pieces(begin: int, end: int, row_bytes: int, piece_bytes: int = PIECE_BYTES) -> Iterator[tuple[int, int]]:
+    rows = max(1, piece_bytes // row_bytes)
     for first in range(begin, end, rows):
         yield first, min(first + rows, end)
