@@ -40,6 +40,7 @@ class DenseModelDescription(Frozen):
     kind: str
     dtype: Literal["float32", "bfloat16"] = Field(description="what it is computed in")
     dtype_fallback: str = Field(default="", description="why it is not the dtype that was asked for; empty if it is")
+    outputs: tuple[str, ...] = Field(default=(), description="names of the outputs that an answer has beside scores")
 
 
 class ModelDescription(Frozen):
@@ -82,6 +83,11 @@ class ModelDescription(Frozen):
                 TableDescription(id_mapping=one.id_mapping.kind, **one.model_dump(include=same)) for one in spec.tables
             ),
             dense_inputs=spec.dense_inputs,
-            dense_model=DenseModelDescription(kind=spec.dense_model.kind, dtype=dtype, dtype_fallback=dtype_fallback),
+            dense_model=DenseModelDescription(
+                kind=spec.dense_model.kind,
+                dtype=dtype,
+                dtype_fallback=dtype_fallback,
+                outputs=tuple(spec.dense_model.outputs),
+            ),
             limits=limits,
         )

@@ -349,7 +349,7 @@ def _print_inspection(snapshot: Snapshot, found: dict[str, Any]) -> None:
         [(*list(one.values())[:-1], "yes" if one["weighted"] else "no") for one in found["features"]],
     )
     click.echo(f"Dense inputs: {spec.dense_inputs.context} of the context, {spec.dense_inputs.candidate} a candidate")
-    click.echo(f"Dense model: {spec.dense_model.kind} {dict(spec.dense_model.config)}")
+    click.echo(f"Dense model: {spec.dense_model.kind} {spec.dense_model.model_dump(exclude={'kind'})}")
     if golden is None:
         click.echo("Golden requests: none")
     else:
