@@ -49,12 +49,13 @@ from loadtest.workloads.catalog import BenchShape, BenchWorkload, Head, bench_sp
 from loadtest.workloads.cli import same_option
 from loadtest.workloads.payloads import APIS, Api
 from loadtest.workloads.prepare import write_random_snapshot
-from serving.models.ranking_models import choose_dtype
+from serving.models.layers import NumberFormat
+from serving.models.ranking_models import DtypeChoice, choose_dtype
 from shard_node.bags import Float32Array
 
 CHECKED_REQUESTS = 2
 # Scores are between 0 and 1. The server's batches are of other sizes, so sums are rounded otherwise.
-TOLERANCES = {"float32": 1e-4, "bfloat16": 0.02}
+TOLERANCES: dict[NumberFormat, float] = {"float32": 1e-4, "bfloat16": 0.02, "int8": 0.03}
 OLD_APIS: dict[Api, Api] = {"grpc-packed": "grpc"}
 """What the old server is asked in place of an API that it may not have."""
 MAX_CPU_RATIO: dict[Api, float] = {"grpc-packed": 1.25, "grpc": 1.25, "oip-grpc": 1.25, "oip-http": 1.25, "json": 1.6}
@@ -89,7 +90,7 @@ class BenchConfig(Frozen):
     hotness: tuple[int, ...] = Field(default=(1, 20), min_length=1)
     apis: tuple[Api, ...] = Field(default=("grpc-packed", "grpc", "oip-http", "json"), min_length=1)
     modes: tuple[Mode, ...] = ("local", "two_shards")
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: DtypeChoice = "auto"
     in_flight: int = Field(default=32, ge=1, le=1024)
     rounds: int = Field(default=5, ge=1, le=100)
     warmup_s: float = Field(default=1.0, ge=0)
@@ -106,9 +107,9 @@ class BenchConfig(Frozen):
         return self.model_copy(update={"heads": self.heads[:1], **short})
 
     @property
-    def served_dtype(self) -> Literal["float32", "bfloat16"]:
+    def served_dtype(self) -> NumberFormat:
         """Name what servers compute their dense model in."""
-        return "bfloat16" if choose_dtype(self.dtype) is torch.bfloat16 else "float32"
+        return choose_dtype(self.dtype)
 
     def server_arguments(self, head: Head, mode: Mode = "local") -> tuple[str, ...]:
         """List the flags of a server, beside where it listens and what it serves."""
@@ -213,7 +214,7 @@ class ServingRun(Frozen):
     machine: str
     versions: dict[str, str]
     shape: BenchShape
-    dtype: Literal["float32", "bfloat16"]
+    dtype: NumberFormat
     server_arguments: tuple[str, ...]
     in_flight: int
     seconds: float
@@ -520,7 +521,7 @@ def _old_apis(ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]
 @click.option("--rounds", type=click.IntRange(1, 100), help="Default: 5, with --quick 1.")
 @click.option("--seconds", type=click.FloatRange(0.1), help="Of each full load. Default: 5, with --quick 2.")
 @click.option("--in-flight", type=click.IntRange(1, 1024), default=32, show_default=True)
-@click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16"]), default="auto", show_default=True)
+@click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "int8"]), default="auto", show_default=True)
 @click.option("--workers", type=click.IntRange(1, 64), default=1, show_default=True, help="Processes of each server.")
 @click.option("--ranking-replicas", type=click.IntRange(1, 64), help="Of each process. Default: the server's.")
 @click.option(

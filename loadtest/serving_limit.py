@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
@@ -27,6 +26,7 @@ from router.feature_schema import FeatureSchema
 from router.plan import Plan
 from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
+from serving.models.layers import NumberFormat
 from serving.observe.calls import VersionCounter
 from serving.observe.metrics import ServingMetrics
 from serving.rank.ranking import MergedBatch, Ranking, merge_bags
@@ -44,7 +44,7 @@ class LimitConfig:
     snapshot: Path
     shape: BenchShape
     head: Head
-    dtype: Literal["float32", "bfloat16"]
+    dtype: NumberFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Limit:
         plan = Plan.make(snapshot.spec)
         node = make_node(snapshot, plan)
         schema = RequestSchema(FeatureSchema.of(snapshot.spec), RequestLimits())
-        parts = ranking_parts(snapshot, schema, torch.bfloat16 if config.dtype == "bfloat16" else torch.float32)
+        parts = ranking_parts(snapshot, schema, config.dtype)
         shard = LocalShard(node)
         self._router = make_router(snapshot, plan, shard)
         self._ranking = Ranking(parts, self._router, [shard], ServingMetrics(), VersionCounter())

@@ -10,6 +10,7 @@ from loader.snapshot.manifest import DenseInputs, Frozen, Pooling, RowDtype, Sid
 from loader.snapshot.reader import Snapshot
 from router.feature_schema import FeatureSchema
 from serving.limits import RequestLimits
+from serving.models.layers import NumberFormat
 
 
 class FeatureDescription(Frozen):
@@ -38,7 +39,7 @@ class DenseModelDescription(Frozen):
     """The ranking model."""
 
     kind: str
-    dtype: Literal["float32", "bfloat16"] = Field(description="what it is computed in")
+    dtype: NumberFormat = Field(description="what it is computed in; int8: the layers that gain by it")
     dtype_fallback: str = Field(default="", description="why it is not the dtype that was asked for; empty if it is")
     outputs: tuple[str, ...] = Field(default=(), description="names of the outputs that an answer has beside scores")
 
@@ -58,7 +59,7 @@ class ModelDescription(Frozen):
 
     @classmethod
     def of(
-        cls, snapshot: Snapshot, limits: RequestLimits, dtype: Literal["float32", "bfloat16"], dtype_fallback: str
+        cls, snapshot: Snapshot, limits: RequestLimits, dtype: NumberFormat, dtype_fallback: str
     ) -> ModelDescription:
         """Describe a version whose dense model is computed in `dtype`, and why that is not what was asked for."""
         spec = snapshot.spec

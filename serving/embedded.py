@@ -61,7 +61,7 @@ class Ranker:
             sharding: how tables are divided.
             device: where rows lie, as `--device` of `shardrank serve` has it.
             card_options: what the rows may take of the cards, if that is not the CPU.
-            dtype: of the dense model; `auto` is bfloat16 where the device has it and golden requests bear it out.
+            dtype: of the dense model; `auto` is the fastest that the device has and golden requests bear out.
             num_replicas: ranking replicas, each a thread; on cards they take turns over these.
             memory_budget_bytes: RAM for rows; what does not fit stays in the mapped files, or, with cards, is refused.
                 None: all in RAM, or, with cards, as much pinned memory as `card_options` says.

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
@@ -38,7 +37,7 @@ from loadtest.workloads.catalog import BENCH_SEED, BenchShape, BenchWorkload, be
 from loadtest.workloads.payloads import Api, candidate_arrays
 from loadtest.workloads.prepare import random_dense
 from loadtest.workloads.workload import WorkloadRequest
-from serving.models.ranking_models import choose_dtype
+from serving.models.ranking_models import DtypeChoice, choose_dtype
 from shard_node.bags import Float32Array
 
 ROWS = "rows"
@@ -127,7 +126,7 @@ class PeersConfig(Frozen):
     workers: int = Field(default=2, ge=1, le=64)
     batch: int = Field(default=8, ge=1, le=64)
     shardrank_workers: int = Field(default=2, ge=1, le=64)
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: DtypeChoice = "auto"
     offered_share: float = Field(default=0.6, gt=0, lt=1)
 
     @property
@@ -138,7 +137,7 @@ class PeersConfig(Frozen):
     @property
     def shardrank_arguments(self) -> tuple[str, ...]:
         """List the flags of shardrank's server, beside where it listens and what it serves."""
-        dtype = "bfloat16" if choose_dtype(self.dtype) is torch.bfloat16 else "float32"
+        dtype = choose_dtype(self.dtype)
         return ("--no-verify", "--workers", str(self.shardrank_workers), "--dtype", dtype)
 
     def tolerance_of(self, name: str) -> float:

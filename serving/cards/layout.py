@@ -1,7 +1,7 @@
 """Where a batch's rows go on a card: straight into the ranking model's input, and what is sent along with the ids.
 
-One output holds the input matrix `[N, padded width]`, one row a request of all that its candidates share, and the rows
-of sequences as they come. One section behind the batch's ids holds dense inputs and which request a candidate is of.
+One output holds both input matrices, with a row a candidate and a row a request, and the rows of sequences as they
+come. One section behind the batch's ids holds dense inputs and which request a candidate is of.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from loader.snapshot.manifest import ModelSpec
 from router.feature_schema import FeatureSchema
-from serving.models.inputs import InputShapes, padded_width
+from serving.models.inputs import InputShapes
 from shard_node.cuda.batch import BatchSize, OutputRuns
 from shard_node.cuda.kernel_params import MODES, OutDtype
 
@@ -63,16 +63,8 @@ def candidate_classes(most: int) -> list[int]:
     return classes
 
 
-class Expansion(NamedTuple):
-    """Columns that a request's candidates share, from `source` of the request's row to `column` of the input."""
-
-    source: int
-    column: int
-    width: int
-
-
 class OutputPlaces(NamedTuple):
-    """Where the context [R, stride] and sequences [values, dim] begin, in elements, behind the input matrix."""
+    """Where the context's matrix and sequences [values, dim] begin, in elements, behind the candidates' matrix."""
 
     context: int
     sequences: tuple[int, ...]
@@ -95,9 +87,6 @@ class CardLayout:
     """Places and runs of one model in one number format, float32 or bfloat16. Immutable.
 
     Attributes:
-        context_stride: columns of a request's row: its pooled features, its dense inputs from `context_dense_column`
-            on, and padding.
-        expansions: from a request's row to the input matrix.
         sequences: (flat index, name, dim) of each sequence feature.
     """
 
@@ -112,15 +101,6 @@ class CardLayout:
             if feature.name in self.shapes.sequence_dims
         )
         self._schema = schema
-        self._in_row: dict[str, int] = {}
-        width = 0
-        for name, dim in zip(self.shapes.features, self.shapes.dims, strict=True):
-            if spec.feature(name).side == "context":
-                self._in_row[name] = width
-                width += dim
-        self.context_dense_column = width
-        self.context_stride = padded_width(width + self.shapes.context_dense_width)
-        self.expansions = self._find_expansions()
         self._tables = schema.lookups.table.astype(np.int64)
         self._keys = schema.lookups.feature.astype(np.int64)
         self._is_sliced = self._keys.size > self.num_features
@@ -134,19 +114,19 @@ class CardLayout:
 
     def runs(self, most: BatchClass) -> OutputRuns:
         """Say where each feature's bags go: one run for each lookup, so that slices lie side by side."""
-        places, dense = self.output_places(most), self.shapes.dense_width
+        places, context, candidate = self.output_places(most), self.shapes.context, self.shapes.candidate
         number = {index: place for (index, _, _), place in zip(self.sequences, places.sequences, strict=True)}
         offsets, strides = [], []
         for index, feature in enumerate(self._schema.features):
             if index in number:
                 offsets.append(number[index])
                 strides.append(self.shapes.sequence_dims[feature.name])
-            elif feature.name in self._in_row:
-                offsets.append(places.context + self._in_row[feature.name])
-                strides.append(self.context_stride)
+            elif feature.side == "context":
+                offsets.append(places.context + context.offsets[feature.name])
+                strides.append(context.padded_width)
             else:
-                offsets.append(dense + self.shapes.offsets[feature.name])
-                strides.append(self.shapes.padded_width)
+                offsets.append(candidate.offsets[feature.name])
+                strides.append(candidate.padded_width)
         out_dtype = OUT_DTYPES[self.dtype]
         starts, steps = np.array([offsets, strides], np.int64)[:, self._keys]
         starts += self._schema.lookups.column
@@ -155,8 +135,8 @@ class CardLayout:
 
     def output_places(self, most: BatchClass) -> OutputPlaces:
         """Place the parts of the output for the largest batch of a class."""
-        context = _round_up(most.num_candidates * self.shapes.padded_width, ALIGNED_ELEMENTS)
-        end = context + _round_up(most.num_requests * self.context_stride, ALIGNED_ELEMENTS)
+        context = _round_up(most.num_candidates * self.shapes.candidate.padded_width, ALIGNED_ELEMENTS)
+        end = context + _round_up(most.num_requests * self.shapes.context.padded_width, ALIGNED_ELEMENTS)
         sequences = []
         for _, _, dim in self.sequences:
             sequences.append(end)
@@ -181,22 +161,10 @@ class CardLayout:
         requests, candidates = most.num_requests, most.num_candidates
         return [
             (torch.int64, (candidates,)),
-            (torch.float32, (requests, self.shapes.context_dense_width)),
-            (torch.float32, (candidates, self.shapes.candidate_dense_width)),
+            (torch.float32, (requests, self.shapes.context.dense_width)),
+            (torch.float32, (candidates, self.shapes.candidate.dense_width)),
             (torch.int64, (len(self.sequences), 2, requests)),
         ]
-
-    def _find_expansions(self) -> tuple[Expansion, ...]:
-        shapes = self.shapes
-        parts = [Expansion(self.context_dense_column, 0, shapes.context_dense_width)]
-        for name, source in self._in_row.items():
-            columns = shapes.embedding_columns(name)
-            column, width, last = shapes.dense_width + columns.start, columns.stop - columns.start, parts[-1]
-            if (last.source + last.width, last.column + last.width) == (source, column):
-                parts[-1] = last._replace(width=last.width + width)
-            else:
-                parts.append(Expansion(source, column, width))
-        return tuple(part for part in parts if part.width)
 
 
 def _round_up(count: int, multiple: int) -> int:

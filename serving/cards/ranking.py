@@ -191,17 +191,12 @@ class CardBatch:
         self._card.copy_to_host(self._down, 0, self._scores.address, FLOAT_BYTES * count, self._lane.stream)
 
     def _score(self, inputs: RankingInputs) -> None:
-        shapes, columns, owner = self._layout.shapes, inputs.columns, inputs.request_of_candidate
-        num_candidates = columns.shape[0]
-        if shapes.context_dense_width:
-            first = self._layout.context_dense_column
-            self._context[:, first : first + shapes.context_dense_width].copy_(self._extra.context_dense)
-        if shapes.candidate_dense_width:
-            target = columns[:, shapes.context_dense_width : shapes.dense_width]
+        shapes, num_candidates = self._layout.shapes, inputs.candidates.shape[0]
+        if shapes.context.dense_width:
+            inputs.context[:, shapes.context.dense_columns].copy_(self._extra.context_dense)
+        if shapes.candidate.dense_width:
+            target = inputs.candidates[:, shapes.candidate.dense_columns]
             target.copy_(self._extra.candidate_dense[:num_candidates])
-        for one in self._layout.expansions:
-            shared = self._context[:, one.source : one.source + one.width]
-            torch.index_select(shared, 0, owner, out=columns[:, one.column : one.column + one.width])
         torch.sigmoid(self._model(inputs), out=self._scores_on_card[:num_candidates])
 
     def _inputs_of(self, batch: MergedBatch) -> RankingInputs:
@@ -219,7 +214,8 @@ class CardBatch:
             sequences[name] = SequenceInput(padded.masked_fill_(~mask[:, :, None], 0), mask)
         return replace(
             self._inputs,
-            columns=self._inputs.columns[:num_candidates],
+            context=self._inputs.context,
+            candidates=self._inputs.candidates[:num_candidates],
             sequences=sequences,
             request_of_candidate=self._extra.owner[:num_candidates],
         )
@@ -229,9 +225,10 @@ class CardBatch:
         card, layout, most, slot = self._card, self._layout, self.most, self._slot
         output, shapes, candidates = layout.output_places(most), layout.shapes, most.num_candidates
         out = self._out = card.tensor(slot.out, 0, (output.total,), layout.dtype)
-        columns = out[: candidates * shapes.padded_width].view(candidates, shapes.padded_width)
-        context = out[output.context : output.context + most.num_requests * layout.context_stride]
-        self._context = context.view(most.num_requests, layout.context_stride)
+        widths = shapes.candidate.padded_width, shapes.context.padded_width
+        columns = out[: candidates * widths[0]].view(candidates, widths[0])
+        context = out[output.context : output.context + most.num_requests * widths[1]]
+        context = context.view(most.num_requests, widths[1])
         self._sequence_rows = [
             out[first : first + most.num_values * dim].view(most.num_values, dim)
             for first, (_, _, dim) in zip(output.sequences, layout.sequences, strict=True)
@@ -239,7 +236,7 @@ class CardBatch:
         sent = card.tensor(slot.batch, slot.extra_at, (layout.extra_bytes(most),), torch.uint8)
         self._extra = layout.extra(most, sent)
         self._scores_on_card = card.tensor(self._scores, 0, (candidates,), torch.float32)
-        self._inputs = RankingInputs(columns, shapes.dense_width, shapes.embedding_width, {}, self._extra.owner)
+        self._inputs = RankingInputs(context, columns, {}, self._extra.owner)
 
 
 @dataclass(slots=True, eq=False)

@@ -288,7 +288,10 @@ films_options = together(
     count("--epochs", "Passes over the data; default: the trainer's own.", 1, 1000),
     count("--seed", "Of the split, the training, and of what is generated.", 0, 2**32 - 1, 0),
 )
-_DENSE_DTYPE = "Number format of the dense model; auto: bfloat16 where the device has it and golden scores allow it."
+_DENSE_DTYPE = (
+    "Number format of the dense model; auto: the fastest that the device has (int8, bfloat16, float32) and golden "
+    "scores allow."
+)
 _WIRE_DTYPE = (
     "Number format in which shard nodes send sums of rows; auto: float16 where golden scores allow it. Rows that need "
     "no adding travel as they are stored, and lose nothing."
@@ -301,7 +304,7 @@ ranking_options = together(
         "rows are in this process's RAM or on shard nodes. Else 1, or one for each GPU.",
         click.IntRange(0, 64),
     ),
-    choice("--dtype", ["auto", "float32", "bfloat16"], _DENSE_DTYPE),
+    choice("--dtype", ["auto", "float32", "bfloat16", "int8"], _DENSE_DTYPE),
     choice("--wire-dtype", ["auto", "float32", "float16"], _WIRE_DTYPE),
     assignments("--limit NAME=VALUE", "A limit, such as max_candidates=500; docs/api.md lists them."),
     option("--limits", "Limits as a JSON or TOML file; --limit overrides it.", EXISTING_FILE, name="limits_file"),

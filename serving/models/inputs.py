@@ -1,9 +1,10 @@
-"""What every ranking model reads, `[dense | embeddings | zeros]` with one row a candidate, and how it is assembled.
+"""What every ranking model reads: one matrix with a row a request and one with a row a candidate, and their assembly.
 
-The matrix is padded to a multiple of 32 columns, which the bfloat16 matrix units want; models that begin with the
-concatenation read it as it is. A lookup answers with one block per (embedding_dim, dtype) group: feature after feature
-(or slice after slice of features of sliced tables), each with all its bags. Those that are neighbours in both orders,
-on one side, form a run, and a run is written by one strided copy, which converts to the model's number format.
+Each side's matrix is `[embeddings | dense | zeros]`: its pooled features in the spec's order, its dense inputs, and
+padding to a multiple of 32 columns, which matrix units want. Context columns are never written for each candidate:
+models multiply them once a request. A lookup answers with one block per (embedding_dim, dtype) group: feature after
+feature (or slice after slice of features of sliced tables), each with all its bags. Those that are neighbours in both
+orders form a run, and a run is written by one strided copy, which converts to the model's number format.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Final
 
 import numpy as np
 import torch
@@ -22,7 +24,9 @@ from router.feature_schema import FeatureSchema
 from router.router import Embeddings
 from shard_node.bags import Float32Array, Int64Array
 
-COLUMN_MULTIPLE = 32
+COLUMN_MULTIPLE: Final = 32
+MIN_ROWS: Final = 16
+"""Rows of candidates are rounded up to a multiple of it, of more for larger batches."""
 
 
 def padded_width(width: int) -> int:
@@ -30,54 +34,117 @@ def padded_width(width: int) -> int:
     return -(-width // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
 
 
+def rounded_rows(count: int) -> int:
+    """Round a number of candidates up to its class: by 16 up to 256, by at most an eighth beyond; 0 stays 0.
+
+    oneDNN prepares a product for each new number of rows, at some 0.4 ms a layer: classes are few enough to be kept.
+    """
+    step = max(MIN_ROWS, (1 << count.bit_length()) >> 4)
+    return -(-count // step) * step
+
+
+@dataclass(frozen=True)
+class SideShapes:
+    """The columns of one side's matrix.
+
+    Attributes:
+        features, dims: the side's pooled features, in the order of `spec.features`, and the embedding_dim of each.
+        offsets: first column of each.
+        embedding_width, dense_width: columns of embeddings, then of dense inputs.
+        width, padded_width: all columns that carry something; all columns.
+    """
+
+    features: tuple[str, ...]
+    dims: tuple[int, ...]
+    offsets: Mapping[str, int]
+    embedding_width: int
+    dense_width: int
+    width: int
+    padded_width: int
+
+    @classmethod
+    def of(cls, dims: Mapping[str, int], dense_width: int) -> SideShapes:
+        """Lay out features with these embedding_dims, and dense inputs."""
+        embeddings = sum(dims.values())
+        width = embeddings + dense_width
+        return cls(
+            features=tuple(dims),
+            dims=tuple(dims.values()),
+            offsets=dict(zip(dims, accumulate(dims.values(), initial=0), strict=False)),
+            embedding_width=embeddings,
+            dense_width=dense_width,
+            width=width,
+            padded_width=padded_width(width),
+        )
+
+    @property
+    def dense_columns(self) -> slice:
+        """Find the columns of the dense inputs."""
+        return slice(self.embedding_width, self.width)
+
+    def columns_of(self, feature: str) -> slice:
+        """Find the columns of a pooled feature of this side. Raises KeyError."""
+        start = self.offsets[feature]
+        return slice(start, start + self.dims[self.features.index(feature)])
+
+
 @dataclass(frozen=True)
 class InputShapes:
     """Where each input of a model lies. Derived from its description.
 
     Attributes:
-        context_dense_width, candidate_dense_width: Kc and Kd, dense inputs of a request and of each candidate.
-        features, dims: the pooled features, in the order of `spec.features`, and the embedding_dim of each.
-        offsets: first column of each pooled feature within the embeddings.
+        context, candidate: the two matrices' columns.
+        features, dims: the pooled features of both sides, in the order of `spec.features`, and their embedding_dims.
         sequence_dims: embedding_dim of each feature with pooling none.
-        dense_width, embedding_width, width: Kc + Kd; W, the sum of `dims`; all columns that carry something.
-        padded_width: the columns of the matrix.
     """
 
-    context_dense_width: int
-    candidate_dense_width: int
+    context: SideShapes
+    candidate: SideShapes
     features: tuple[str, ...]
     dims: tuple[int, ...]
-    offsets: Mapping[str, int]
     sequence_dims: Mapping[str, int]
-    dense_width: int
-    embedding_width: int
-    width: int
-    padded_width: int
 
     @classmethod
     def of(cls, spec: ModelSpec) -> InputShapes:
         """Derive the shapes of a model's inputs."""
         dims = {feature.name: spec.table_of(feature.name).embedding_dim for feature in spec.features}
         pooled = {name: dim for name, dim in dims.items() if spec.pooling_of(name) != "none"}
-        context, candidate, embeddings = spec.dense_inputs.context, spec.dense_inputs.candidate, sum(pooled.values())
-        width = context + candidate + embeddings
+        of_side: dict[Side, dict[str, int]] = {"context": {}, "candidate": {}}
+        for name, dim in pooled.items():
+            of_side[spec.feature(name).side][name] = dim
         return cls(
-            context_dense_width=context,
-            candidate_dense_width=candidate,
+            context=SideShapes.of(of_side["context"], spec.dense_inputs.context),
+            candidate=SideShapes.of(of_side["candidate"], spec.dense_inputs.candidate),
             features=tuple(pooled),
             dims=tuple(pooled.values()),
-            offsets=dict(zip(pooled, accumulate(pooled.values(), initial=0), strict=False)),
             sequence_dims={name: dim for name, dim in dims.items() if name not in pooled},
-            dense_width=context + candidate,
-            embedding_width=embeddings,
-            width=width,
-            padded_width=padded_width(width),
         )
 
-    def embedding_columns(self, feature: str) -> slice:
-        """Find the columns of a pooled feature within `RankingInputs.embeddings`. Raises KeyError."""
-        start = self.offsets[feature]
-        return slice(start, start + self.dims[self.features.index(feature)])
+    def side(self, side: Side) -> SideShapes:
+        """Get one side's columns."""
+        return self.context if side == "context" else self.candidate
+
+    @property
+    def dense_width(self) -> int:
+        """Count the dense inputs of both sides."""
+        return self.context.dense_width + self.candidate.dense_width
+
+    @property
+    def embedding_width(self) -> int:
+        """Count the columns of embeddings of both sides."""
+        return self.context.embedding_width + self.candidate.embedding_width
+
+    def embedding_order(self) -> tuple[Int64Array, Int64Array]:
+        """Find where the context's, and the candidates', columns of embeddings stand among those of `features`."""
+        starts = dict(zip(self.features, accumulate(self.dims, initial=0), strict=False))
+        context, candidate = (
+            np.concatenate(
+                [np.arange(dim) + starts[name] for name, dim in zip(side.features, side.dims, strict=True)]
+                or [np.zeros(0, np.int64)]
+            )
+            for side in (self.context, self.candidate)
+        )
+        return context, candidate
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,59 +157,36 @@ class SequenceInput:
 
 @dataclass(frozen=True, slots=True)
 class RankingInputs:
-    """A batch of candidates of R requests.
+    """A batch of N candidates of R requests.
 
     Attributes:
-        columns: [N, padded width], each candidate's dense inputs (context, then candidate), its pooled embeddings in
-            the order of `InputShapes.features` (context features repeated for each candidate), zeros.
+        context: [R, padded width of the context], what all candidates of a request share.
+        candidates: [N, padded width of the candidates].
         sequences: the sequence features by name.
         request_of_candidate: int64 [N], which of the R requests a candidate belongs to.
+        is_ordered: whether that is known to be ascending.
     """
 
-    columns: Tensor
-    dense_width: int
-    embedding_width: int
+    context: Tensor
+    candidates: Tensor
     sequences: Mapping[str, SequenceInput]
     request_of_candidate: Tensor
-
-    @classmethod
-    def of_parts(
-        cls,
-        dense: Tensor,
-        embeddings: Tensor,
-        request_of_candidate: Tensor,
-        sequences: Mapping[str, SequenceInput] | None = None,
-    ) -> RankingInputs:
-        """Put dense inputs [N, Kc + Kd] and embeddings [N, W] side by side (a copy; gradients flow through)."""
-        width = dense.shape[1] + embeddings.shape[1]
-        padding = dense.new_zeros(dense.shape[0], padded_width(width) - width)
-        return cls(
-            torch.cat([dense, embeddings, padding], dim=1),
-            dense.shape[1],
-            embeddings.shape[1],
-            sequences or {},
-            request_of_candidate,
-        )
-
-    @property
-    def dense(self) -> Tensor:
-        """View the dense inputs, [N, Kc + Kd]."""
-        return self.columns[:, : self.dense_width]
-
-    @property
-    def embeddings(self) -> Tensor:
-        """View the embeddings, [N, W]."""
-        return self.columns[:, self.dense_width : self.dense_width + self.embedding_width]
+    is_ordered: bool = False
 
     def on(self, device: torch.device) -> RankingInputs:
         """Copy the inputs to another device; themselves if they are there."""
-        if self.columns.device == device:
+        if self.candidates.device == device:
             return self
         sequences = {
             name: SequenceInput(one.rows.to(device), one.mask.to(device)) for name, one in self.sequences.items()
         }
-        owner = self.request_of_candidate.to(device)
-        return replace(self, columns=self.columns.to(device), sequences=sequences, request_of_candidate=owner)
+        return replace(
+            self,
+            context=self.context.to(device),
+            candidates=self.candidates.to(device),
+            sequences=sequences,
+            request_of_candidate=self.request_of_candidate.to(device),
+        )
 
 
 # A block that came through a socket is read-only memory. torch has no read-only tensors and says so, once in a
@@ -172,7 +216,7 @@ def find_runs(spec: ModelSpec, schema: FeatureSchema) -> tuple[Run, ...]:
             continue
         block = int(lookups.group[number])
         dim = schema.layout.groups[block].embedding_dim
-        column = shapes.dense_width + shapes.offsets[feature.name] + int(lookups.column[number])
+        column = shapes.side(feature.side).offsets[feature.name] + int(lookups.column[number])
         last = runs[-1] if runs else None
         if (
             last is not None
@@ -186,11 +230,24 @@ def find_runs(spec: ModelSpec, schema: FeatureSchema) -> tuple[Run, ...]:
     return tuple(runs)
 
 
-@dataclass(slots=True)
-class ColumnBuffer:
-    """Memory [most candidates so far, padded width] for the columns of one batch after the other."""
+class InputBuffer:
+    """Memory for the matrices of one batch after the other, as large as the largest so far."""
 
-    memory: Tensor
+    def __init__(self, shapes: InputShapes, dtype: torch.dtype) -> None:
+        self._memory = {side: torch.empty(0, shapes.side(side).padded_width, dtype=dtype) for side in SIDES}
+        self._widths = {side: shapes.side(side).width for side in SIDES}
+
+    def rows(self, side: Side, count: int) -> Tensor:
+        """Get that many rows of one side's matrix: padding is zeros, the rest is what the last batch left."""
+        memory = self._memory[side]
+        if count > memory.shape[0]:
+            memory = self._memory[side] = memory.new_empty(count, memory.shape[1])
+            # Memory that was never written may hold NaN, which a zero weight does not remove.
+            memory[:, self._widths[side] :].zero_()
+        return memory[:count]
+
+
+SIDES: Final[tuple[Side, Side]] = ("context", "candidate")
 
 
 class InputAssembler:
@@ -206,9 +263,9 @@ class InputAssembler:
             if feature.name in self.shapes.sequence_dims
         )
 
-    def buffer(self) -> ColumnBuffer:
+    def buffer(self) -> InputBuffer:
         """Make a buffer for `assemble`."""
-        return ColumnBuffer(torch.empty(0, self.shapes.padded_width, dtype=self.dtype))
+        return InputBuffer(self.shapes, self.dtype)
 
     def assemble(
         self,
@@ -216,44 +273,40 @@ class InputAssembler:
         request_of_candidate: Int64Array,
         context_dense: Float32Array,
         candidate_dense: Float32Array,
-        buffer: ColumnBuffer | None = None,
+        buffer: InputBuffer | None = None,
     ) -> RankingInputs:
         """Build the inputs of R requests' N candidates, in the assembler's dtype.
 
         Embeddings are the batch's lookup of all features: context features have R bags, candidate features N.
-        `request_of_candidate` is int64 [N], ascending, dense inputs float32 [R, Kc] and [N, Kd]. Without a buffer the
-        columns have memory of their own.
+        `request_of_candidate` is int64 [N], ascending, dense inputs float32 [R, Kc] and [N, Kd]. The candidates' matrix
+        has `rounded_rows(N)` rows: those behind N are zeros, of the last request. Without a buffer both matrices have
+        memory of their own.
         """
-        num_requests, num_candidates = context_dense.shape[0], candidate_dense.shape[0]
-        shapes, buffer, owner = self.shapes, buffer or self.buffer(), torch.from_numpy(request_of_candidate)
-        if num_candidates > buffer.memory.shape[0]:
-            buffer.memory = buffer.memory.new_empty(num_candidates, shapes.padded_width)
-            # Memory that was never written may hold NaN, which a zero weight does not remove.
-            buffer.memory[:, shapes.width :].zero_()
-        columns = buffer.memory[:num_candidates]
+        counts: dict[Side, int] = {"context": context_dense.shape[0], "candidate": candidate_dense.shape[0]}
+        buffer, num_candidates = buffer or self.buffer(), counts["candidate"]
+        context = buffer.rows("context", counts["context"])
+        candidates = buffer.rows("candidate", rounded_rows(num_candidates))
+        candidates[num_candidates:].zero_()
+        matrices: dict[Side, Tensor] = {"context": context, "candidate": candidates}
         # Dense inputs may lie in the bytes of a request, which nobody may write: torch warns of tensors over such.
-        if context := shapes.context_dense_width:
-            dense = torch.from_numpy(context_dense.copy()).to(self.dtype)
-            torch.index_select(dense, 0, owner, out=columns[:, :context])
-        if shapes.candidate_dense_width:
-            columns[:, context : shapes.dense_width].copy_(torch.from_numpy(candidate_dense.copy()))
+        if self.shapes.context.dense_width:
+            context[:, self.shapes.context.dense_columns].copy_(torch.from_numpy(context_dense.copy()))
+        if self.shapes.candidate.dense_width:
+            target = candidates[:num_candidates, self.shapes.candidate.dense_columns]
+            target.copy_(torch.from_numpy(candidate_dense.copy()))
         blocks = list(map(torch.from_numpy, embeddings.blocks))
         for run in self.runs:
             # The run is rows [F, bags, D] of its block, from `start` on; it is read as [bags, F, D].
-            block, start = blocks[run.block], int(embeddings.row_starts[run.first]) * run.dim
-            dim, width = run.dim, run.count * run.dim
-            if run.side == "context":
-                shape = (num_requests, run.count, dim)
-                rows = block.as_strided(shape, (dim, num_requests * dim, 1), start).to(self.dtype).flatten(1)
-                torch.index_select(rows, 0, owner, out=columns[:, run.column : run.column + width])
-            else:
-                shape = (num_candidates, run.count, dim)
-                target = columns.as_strided(shape, (columns.stride(0), dim, 1), run.column)
-                target.copy_(block.as_strided(shape, (dim, num_candidates * dim, 1), start))
+            matrix, bags, dim = matrices[run.side], counts[run.side], run.dim
+            shape, start = (bags, run.count, dim), int(embeddings.row_starts[run.first]) * dim
+            target = matrix.as_strided(shape, (matrix.stride(0), dim, 1), run.column)
+            target.copy_(blocks[run.block].as_strided(shape, (dim, bags * dim, 1), start))
         sequences: dict[str, SequenceInput] = {}
         for index, name in self._sequences:
             sequences[name] = padded_sequence(embeddings.feature(index), embeddings.lengths(index), self.dtype)
-        return RankingInputs(columns, shapes.dense_width, shapes.embedding_width, sequences, owner)
+        owner = np.full(candidates.shape[0], context.shape[0] - 1, np.int64)
+        owner[:num_candidates] = request_of_candidate
+        return RankingInputs(context, candidates, sequences, torch.from_numpy(owner), is_ordered=True)
 
 
 def padded_sequence(rows: Float32Array, lengths: Int64Array, dtype: torch.dtype) -> SequenceInput:

@@ -1,13 +1,15 @@
-"""The ranking models: their layers, building and loading them, their number format, their copies on devices."""
+"""The ranking models: their arithmetic, building and loading them, their number format, their copies on devices."""
 
 from __future__ import annotations
 
 import copy
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
@@ -16,160 +18,107 @@ from loader.snapshot.manifest import ModelSpec
 from serving.errors import RankingModelError
 from serving.models.config import DcnV2Config, DlrmConfig, MlpConfig, TargetAttentionConfig, parse_dense_model
 from serving.models.inputs import InputShapes, RankingInputs, SequenceInput
+from serving.models.layers import (
+    Columns,
+    Linear,
+    LogitHead,
+    Mlp,
+    NumberFormat,
+    Shared,
+    bfloat16_is_native,
+    input_dtype,
+    int8_is_faster,
+)
 
 CPU = torch.device("cpu")
-# Candidate-history pairs worked on at once: bounds the memory of a batch with long histories to some 100 MB.
-MAX_PAIRS = 1 << 18
-_NO_SCALARS: list[Any] = []
-PackedLayer: TypeAlias = tuple[Tensor, Tensor | None, str]
-"""Weight in oneDNN's own order, bias, and what follows: `relu` or `none`."""
+MAX_PAIRS: Final = 1 << 18
+"""Candidate-history pairs worked on at once: bounds the memory of a batch with long histories to some 100 MB."""
+BLOCK_ROWS: Final = 16
+"""Candidates in a block, where requests have different numbers of them: a request's last block is filled up."""
 
 
-def pack_layers(layers: Sequence[nn.Linear], num_relu: int) -> tuple[PackedLayer, ...]:
-    """Copy layers for which `can_pack` is true into the form in which they score fastest; ReLU follows the first.
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Candidates in blocks, each of one request: what a request shares is multiplied by whole blocks.
 
-    A plain product puts its weights in oneDNN's order each time anew, which costs 4 to 6 %. PyTorch's compiler packs
-    weights with the same operators (torch/_inductor/fx_passes/mkldnn_fusion.py).
-    """
-    reorder = torch.ops.mkldnn._reorder_linear_weight
-    return tuple(
-        (
-            reorder(one.weight.detach()),
-            None if one.bias is None else one.bias.detach(),
-            "relu" if number < num_relu else "none",
-        )
-        for number, one in enumerate(layers)
-    )
-
-
-def can_pack(weight: Tensor) -> bool:
-    """Tell whether products with these weights can be made ready: on this CPU, by this build of PyTorch."""
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return False
-    if not (hasattr(torch.ops.mkldnn, "_linear_pointwise") and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")):
-        return False
-    if weight.dtype is torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return weight.dtype is torch.float32
-
-
-class Mlp(nn.Module):
-    """Linear layers with ReLU between them.
-
-    Tensors are named `layers.{i}.weight` [out, in] and `layers.{i}.bias` [out]. `sizes` has the output size of each.
+    Attributes:
+        request: int64 [B], which of the requests each block is of.
+        size: S, the rows of a block.
+        rows: int64 [B * S], the candidate of each row; None where blocks are the candidates as they lie.
+        back: int64 [N], the row of each candidate.
     """
 
-    def __init__(self, input_width: int, sizes: Sequence[int], *, relu_at_end: bool) -> None:
-        super().__init__()
-        widths = [input_width, *sizes]
-        self.layers = nn.ModuleList(nn.Linear(widths[i], widths[i + 1]) for i in range(len(sizes)))
-        self.output_width = widths[-1]
-        # ReLU after each of these; what follows has none.
-        self._num_relu = len(sizes) if relu_at_end else len(sizes) - 1
-        self._packed: tuple[PackedLayer, ...] | None = None
+    request: Tensor
+    size: int
+    rows: Tensor | None = None
+    back: Tensor | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map [..., input_width] to [..., sizes[-1]]."""
-        if self._packed is not None and not torch.is_grad_enabled():
-            linear = torch.ops.mkldnn._linear_pointwise.default
-            for weight, bias, activation in self._packed:
-                x = linear(x, weight, bias, activation, _NO_SCALARS, "")
-            return x
-        for number, layer in enumerate(self.layers):
-            x = layer(x)
-            if number < self._num_relu:
-                x = F.relu_(x)
-        return x
+    @classmethod
+    def of(cls, inputs: RankingInputs, max_size: int) -> Blocks:
+        """Divide a batch's candidates into blocks of at most `max_size`.
 
-    def pad_input(self, width: int) -> None:
-        """Widen the first layer by columns of zeros, so that it can read an input with padding at its end."""
-        widen(self.linears[0], in_features=width)
+        Candidates that are not in the order of their requests, as where a card has them, are blocks of their own.
+        """
+        owner, num_requests = inputs.request_of_candidate, inputs.context.shape[0]
+        if not inputs.is_ordered or not owner.numel():
+            return cls(owner, 1)
+        counts = torch.bincount(owner, minlength=num_requests)
+        most = int(counts.max())
+        if most <= max_size and most * num_requests == owner.numel():
+            return cls(torch.arange(num_requests), most)
+        size = min(BLOCK_ROWS, max_size)
+        blocks = (counts + (size - 1)) // size
+        request = torch.repeat_interleave(blocks)
+        starts, firsts = counts.cumsum(0) - counts, blocks.cumsum(0) - blocks
+        # Behind a request's last candidate a block goes on with others, whose results nobody reads.
+        first_rows = starts[request] + size * (torch.arange(request.numel()) - firsts[request])
+        rows = (first_rows[:, None] + torch.arange(size)).clamp_(max=owner.numel() - 1).flatten()
+        back = torch.arange(owner.numel()) + (size * firsts - starts)[owner]
+        return cls(request, size, rows, back)
 
-    def pack(self) -> None:
-        """Make it ready to score where it is, for calls without gradients: its weights must not change after that."""
-        layers = self.linears
-        if can_pack(layers[0].weight):
-            self._packed = pack_layers(layers, self._num_relu)
+    def split(self, x: Tensor) -> Tensor:
+        """Put candidates [N, ...] into blocks [B, S, ...]."""
+        x = x if self.rows is None else x.index_select(0, self.rows)
+        return torch.unflatten(x, 0, (self.request.numel(), self.size))
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out what is packed: a copy may be meant for another device."""
-        return {**self.__dict__, "_packed": None}
+    def shared(self, x: Tensor) -> Tensor:
+        """Give each block what its request has: [R, ...] to [B, ...]; themselves where it is the same."""
+        return x if self.request.numel() == x.shape[0] and self.rows is None and self.size > 1 else x[self.request]
 
-    @property
-    def linears(self) -> list[nn.Linear]:
-        """List the layers."""
-        return [layer for layer in self.layers if isinstance(layer, nn.Linear)]
-
-
-class LogitHead(Mlp):
-    """Linear layers with ReLU between them that end in one logit, float32 whatever the weights' format is.
-
-    The last product is made in float32: as bfloat16, candidates whose logits differ by less than one part in 256 would
-    tie. It is one column, so it costs next to nothing.
-    """
-
-    def __init__(self, input_width: int, hidden: Sequence[int]) -> None:
-        super().__init__(input_width, [*hidden, 1], relu_at_end=False)
-        self._last: tuple[Tensor, Tensor] | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map [N, input_width] to float32 [N]."""
-        if self._packed is not None and self._last is not None and not torch.is_grad_enabled():
-            linear = torch.ops.mkldnn._linear_pointwise.default
-            for weight, bias, activation in self._packed:
-                x = linear(x, weight, bias, activation, _NO_SCALARS, "")
-            return F.linear(x.float(), *self._last).squeeze(1)
-        *hidden, last = self.layers
-        for layer in hidden:
-            x = F.relu_(layer(x))
-        assert isinstance(last, nn.Linear)
-        return F.linear(x.float(), last.weight.float(), last.bias.float()).squeeze(1)
-
-    def pack(self) -> None:
-        """Pack the hidden layers; the last one is kept in float32."""
-        *hidden, last = self.linears
-        if can_pack(last.weight):
-            self._packed = pack_layers(hidden, len(hidden))
-            self._last = last.weight.detach().float(), last.bias.detach().float()
-
-
-def widen(linear: nn.Linear, *, in_features: int | None = None, out_features: int | None = None) -> None:
-    """Add inputs and outputs at the end, with zero weights; for serving only."""
-    more_in = 0 if in_features is None else in_features - linear.in_features
-    more_out = 0 if out_features is None else out_features - linear.out_features
-    linear.in_features += more_in
-    linear.out_features += more_out
-    linear.weight = nn.Parameter(F.pad(linear.weight.detach(), (0, more_in, 0, more_out)), requires_grad=False)
-    if linear.bias is not None:
-        linear.bias = nn.Parameter(F.pad(linear.bias.detach(), (0, more_out)), requires_grad=False)
+    def join(self, x: Tensor) -> Tensor:
+        """Put blocks [B, S, ...] back into candidates [N, ...]."""
+        x = x.flatten(0, 1)
+        return x if self.back is None else x.index_select(0, self.back)
 
 
 class RankingModel(nn.Module):
-    """A dense part: from a batch's inputs to one logit a candidate."""
+    """A dense part: from a batch's inputs to one logit a candidate. What depends on the context is computed once."""
 
     def __init__(self, shapes: InputShapes) -> None:
         super().__init__()
         self.shapes = shapes
-        # How many columns of the inputs the first layer reads: those that carry something, until `pad_inputs`.
-        self.columns_read = shapes.width
+        self.number_format: NumberFormat = "float32"
 
     @property
     def dtype(self) -> torch.dtype:
-        """Tell the number format of the weights, which the inputs must share."""
-        return next(self.parameters()).dtype
+        """Tell the dtype of the inputs."""
+        return input_dtype(self.number_format)
 
     @abstractmethod
     def forward(self, inputs: RankingInputs) -> Tensor:
         """Give logits, float32 [N]."""
 
-    def pad_inputs(self) -> None:
-        """Widen the layers that read the inputs' columns as they lie to the padded width; for serving only."""
+    def pack(self, number_format: NumberFormat) -> None:
+        """Make it ready to score, on the device that it is on; after that its weights must not change.
 
-    def pack(self) -> None:
-        """Make it ready to score on the device that it is on; after that its weights must not change."""
-        for module in self.modules():
-            if isinstance(module, Mlp):
-                module.pack()
+        Of a model without a layer that gains by int8, `number_format` says afterwards what it is in instead.
+        """
+        layers = [module for module in self.modules() if isinstance(module, Linear)]
+        for layer in layers:
+            layer.pack(number_format)
+        if number_format == "int8" and not any(layer.is_int8 for layer in layers):
+            number_format = "bfloat16" if bfloat16_is_native() else "float32"
+        self.number_format = number_format
 
     def score(self, inputs: RankingInputs) -> Tensor:
         """Give sigmoid(logit): float32 [N] within (0, 1), without gradients."""
@@ -179,91 +128,150 @@ class RankingModel(nn.Module):
             return torch.sigmoid(self.forward(inputs))
 
 
+def _of_inputs(shapes: InputShapes) -> tuple[Columns, Columns]:
+    """Find the columns of both matrices in weights over [context dense | candidate dense | embeddings]."""
+    found = []
+    dense_at = 0
+    for side, embeddings in zip((shapes.context, shapes.candidate), shapes.embedding_order(), strict=True):
+        dense = np.arange(dense_at, dense_at + side.dense_width)
+        padding = np.full(side.padded_width - side.width, -1)
+        found.append(np.concatenate([embeddings + shapes.dense_width, dense, padding]))
+        dense_at += side.dense_width
+    return found[0], found[1]
+
+
 class MlpRanking(RankingModel):
     """logit = MLP(concat(dense, embeddings))."""
 
     def __init__(self, config: MlpConfig, shapes: InputShapes) -> None:
         super().__init__(shapes)
-        self.mlp = LogitHead(shapes.width, config.hidden)
+        context, rows = _of_inputs(shapes)
+        width = shapes.dense_width + shapes.embedding_width
+        self.mlp = LogitHead(width, config.hidden, context=context, rows=rows)
 
     def forward(self, inputs: RankingInputs) -> Tensor:
         """Give logits [N]."""
-        return self.mlp.forward(inputs.columns[:, : self.columns_read])
+        return self.mlp.forward(inputs.candidates, Shared(inputs.context, inputs.request_of_candidate))
 
-    def pad_inputs(self) -> None:
-        """Widen the first layer."""
-        self.columns_read = self.shapes.padded_width
-        self.mlp.pad_input(self.columns_read)
+
+class DenseBottom(Mlp):
+    """An MLP over the dense inputs: of the context alone once a request, else its first layer's part of them."""
+
+    def __init__(self, shapes: InputShapes, sizes: tuple[int, ...]) -> None:
+        context, candidate = shapes.context.dense_width, shapes.candidate.dense_width
+        columns = np.arange(context + candidate)
+        super().__init__(
+            context + candidate,
+            sizes,
+            relu_at_end=True,
+            context=columns[:context] if candidate else None,
+            rows=columns[context:] if candidate else None,
+        )
+        self.is_shared = not candidate
+        self._columns = shapes.context.dense_columns, shapes.candidate.dense_columns
+
+    def of(self, inputs: RankingInputs) -> Tensor:
+        """Give [R, width] if it is shared by a request's candidates, else [N, width]."""
+        context = inputs.context[:, self._columns[0]]
+        if self.is_shared:
+            return self.forward(context)
+        candidates = inputs.candidates[:, self._columns[1]]
+        return self.forward(candidates, Shared(context, inputs.request_of_candidate))
 
 
 class Dlrm(RankingModel):
     """logit = top(concat(b, <v_i, v_j> for i < j)), with b = bottom(dense) and v = (b, e_1, ..., e_F).
 
-    Pairs come row by row of the upper triangle, TorchRec's order. Without dense inputs there is no b.
+    Pairs come row by row of the upper triangle, TorchRec's order. Without dense inputs there is no b. Products of two
+    vectors of the context are made once a request.
     """
-
-    pairs: Tensor
 
     def __init__(self, config: DlrmConfig, shapes: InputShapes) -> None:
         super().__init__(shapes)
-        self.num_features = len(shapes.features)
         self.dim = shapes.dims[0]
-        self.bottom = Mlp(shapes.dense_width, config.bottom_mlp, relu_at_end=True) if shapes.dense_width else None
-        num_vectors = self.num_features + (self.bottom is not None)
-        first, second = torch.triu_indices(num_vectors, num_vectors, offset=1)
-        self.register_buffer("pairs", first * num_vectors + second, persistent=False)
-        width = first.numel() + (self.dim if self.bottom is not None else 0)
-        self.top = LogitHead(width, config.top_mlp)
+        self.bottom = DenseBottom(shapes, config.bottom_mlp) if shapes.dense_width else None
+        first = self.bottom is not None
+        of_side = [
+            [first + shapes.features.index(name) for name in side.features]
+            for side in (shapes.context, shapes.candidate)
+        ]
+        if self.bottom is not None:
+            of_side[0 if self.bottom.is_shared else 1].insert(0, 0)
+        self.num_shared, self.num_own = map(len, of_side)
+        count = self.num_shared + self.num_own
+        column = np.zeros((count, count), np.int64)
+        upper = np.triu_indices(count, 1)
+        column[upper] = np.arange(upper[0].size) + (self.dim if first else 0)
+        column += column.T
+        shared, own = (np.array(side, np.int64) for side in of_side)
+        pairs = [np.triu_indices(side.size, 1) for side in (shared, own)]
+        self.shared_pairs, self.own_pairs = (
+            nn.Buffer(torch.from_numpy(one[0] * side.size + one[1]), persistent=False)
+            for one, side in zip(pairs, (shared, own), strict=True)
+        )
+        bottom = np.arange(self.dim if first else 0)
+        is_shared = self.bottom is not None and self.bottom.is_shared
+        context = [bottom[: self.dim * is_shared], column[shared[pairs[0][0]], shared[pairs[0][1]]]]
+        rows = [bottom[self.dim * is_shared :], column[own[pairs[1][0]], own[pairs[1][1]]]]
+        rows.append(column[own[:, None], shared[None, :]].reshape(-1))
+        self.top = LogitHead(
+            upper[0].size + bottom.size, config.top_mlp, context=np.concatenate(context), rows=np.concatenate(rows)
+        )
 
     def forward(self, inputs: RankingInputs) -> Tensor:
         """Give logits [N]."""
-        vectors = inputs.embeddings.view(inputs.columns.shape[0], self.num_features, self.dim)
-        bottom = None if self.bottom is None else self.bottom(inputs.dense)
-        if bottom is not None:
-            vectors = torch.cat([bottom.unsqueeze(1), vectors], dim=1)
-        # [N, V, D] to [N, V * (V - 1) / 2].
-        x = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1).index_select(1, self.pairs)
-        return self.top.forward(x if bottom is None else torch.cat([bottom, x], dim=1))
+        bottom = None if self.bottom is None else self.bottom.of(inputs)
+        # [R, C, D] and [N, K, D].
+        shared = self._vectors(inputs.context[:, : self.shapes.context.embedding_width], bottom, is_shared=True)
+        own = self._vectors(inputs.candidates[:, : self.shapes.candidate.embedding_width], bottom, is_shared=False)
+        blocks = Blocks.of(inputs, own.shape[0])
+        context = torch.bmm(shared, shared.transpose(1, 2)).flatten(1).index_select(1, self.shared_pairs)
+        rows = torch.bmm(own, own.transpose(1, 2)).flatten(1).index_select(1, self.own_pairs)
+        crossed = torch.bmm(blocks.split(own).flatten(1, 2), blocks.shared(shared).transpose(1, 2))
+        crossed = blocks.join(torch.unflatten(crossed, 1, (blocks.size, self.num_own))).flatten(1)
+        rows = torch.cat([rows, crossed], dim=1)
+        if self.bottom is not None and bottom is not None:
+            if self.bottom.is_shared:
+                context = torch.cat([bottom, context], dim=1)
+            else:
+                rows = torch.cat([bottom, rows], dim=1)
+        return self.top.forward(rows, Shared(context, inputs.request_of_candidate))
+
+    def _vectors(self, embeddings: Tensor, bottom: Tensor | None, *, is_shared: bool) -> Tensor:
+        vectors = torch.unflatten(embeddings, 1, (embeddings.shape[1] // self.dim, self.dim))
+        if self.bottom is None or bottom is None or self.bottom.is_shared is not is_shared:
+            return vectors
+        return torch.cat([bottom.unsqueeze(1), vectors], dim=1)
 
 
 class CrossLayers(nn.Module):
     """x_{l+1} = x_0 * (W_l x_l + b_l) + x_l, with W_l = U_l V_l^T where a rank is given.
 
     Tensors are named `full.{l}.weight` [width, width] and `full.{l}.bias` [width], or `down.{l}.weight` [rank, width]
-    (V^T), `up.{l}.weight` [width, rank] (U) and `up.{l}.bias`.
+    (V^T), `up.{l}.weight` [width, rank] (U) and `up.{l}.bias`. The first product reads the context's columns once a
+    request; `context` and `rows` say which these and the candidates' are, and in which order x has them all.
     """
 
-    def __init__(self, width: int, num_layers: int, low_rank: int | None) -> None:
+    def __init__(self, width: int, num_layers: int, low_rank: int | None, context: Columns, rows: Columns) -> None:
         super().__init__()
         self.low_rank = low_rank
-        layers = range(num_layers)
+        order = np.concatenate([context, rows])
+
+        sides = [(None, order) if layer else (context, rows) for layer in range(num_layers)]
         if low_rank is None:
-            self.full = nn.ModuleList(nn.Linear(width, width) for _ in layers)
+            self.full = nn.ModuleList(Linear(width, width, context=c, rows=r, outputs=order) for c, r in sides)
         else:
-            self.down = nn.ModuleList(nn.Linear(width, low_rank, bias=False) for _ in layers)
-            self.up = nn.ModuleList(nn.Linear(low_rank, width) for _ in layers)
+            self.down = nn.ModuleList(Linear(width, low_rank, bias=False, context=c, rows=r) for c, r in sides)
+            self.up = nn.ModuleList(Linear(low_rank, width, outputs=order) for _ in sides)
 
-    def forward(self, x0: Tensor) -> Tensor:
-        """Map [N, width] to [N, width]."""
-        x = x0
-        if self.low_rank is None:
-            for full in self.full:
-                x = torch.addcmul(x, x0, full(x))
-        else:
-            for down, up in zip(self.down, self.up, strict=True):
-                x = torch.addcmul(x, x0, up(down(x)))
+    def forward(self, rows: Tensor, shared: Shared) -> Tensor:
+        """Map candidates [N, Kd], with the context [R, Kc] that they share, to [N, Kc + Kd]."""
+        x = x0 = torch.cat([shared.context.index_select(0, shared.owner), rows], dim=1)
+        for number in range(len(self.full if self.low_rank is None else self.down)):
+            read = (x, None) if number else (rows, shared)
+            product = self.full[number](*read) if self.low_rank is None else self.up[number](self.down[number](*read))
+            x = torch.addcmul(x, x0, product)
         return x
-
-    def pad(self, width: int) -> None:
-        """Widen every layer by columns that stay zero."""
-        for name, layers in self.named_children():
-            for layer in layers.children():
-                assert isinstance(layer, nn.Linear)
-                widen(
-                    layer,
-                    in_features=None if name == "up" else width,
-                    out_features=None if name == "down" else width,
-                )
 
 
 class DcnV2(RankingModel):
@@ -271,25 +279,33 @@ class DcnV2(RankingModel):
 
     def __init__(self, config: DcnV2Config, shapes: InputShapes) -> None:
         super().__init__(shapes)
-        self.bottom = Mlp(shapes.dense_width, config.bottom_mlp, relu_at_end=True) if config.bottom_mlp else None
-        width = shapes.width if self.bottom is None else self.bottom.output_width + shapes.embedding_width
-        self.cross = CrossLayers(width, config.num_cross_layers, config.low_rank)
-        self.deep = LogitHead(width, config.deep)
+        self.bottom = DenseBottom(shapes, config.bottom_mlp) if config.bottom_mlp else None
+        if self.bottom is None:
+            width = shapes.dense_width + shapes.embedding_width
+            context, rows = _of_inputs(shapes)
+        else:
+            output = np.arange(self.bottom.output_width)
+            width = output.size + shapes.embedding_width
+            context, rows = (order + output.size for order in shapes.embedding_order())
+            if self.bottom.is_shared:
+                context = np.concatenate([context, output])
+            else:
+                rows = np.concatenate([rows, output])
+        self.cross = CrossLayers(width, config.num_cross_layers, config.low_rank, context, rows)
+        self.deep = LogitHead(width, config.deep, rows=np.concatenate([context, rows]))
 
     def forward(self, inputs: RankingInputs) -> Tensor:
         """Give logits [N]."""
-        if self.bottom is None:
-            x0 = inputs.columns[:, : self.columns_read]
-        else:
-            x0 = torch.cat([self.bottom(inputs.dense), inputs.embeddings], dim=1)
-        return self.deep.forward(self.cross.forward(x0))
-
-    def pad_inputs(self) -> None:
-        """Widen the cross layers and the first deep layer, unless a bottom MLP stands between them and the columns."""
-        if self.bottom is None:
-            self.columns_read = self.shapes.padded_width
-            self.cross.pad(self.columns_read)
-            self.deep.pad_input(self.columns_read)
+        context, rows = inputs.context, inputs.candidates
+        if self.bottom is not None:
+            bottom = self.bottom.of(inputs)
+            context = context[:, : self.shapes.context.embedding_width]
+            rows = rows[:, : self.shapes.candidate.embedding_width]
+            if self.bottom.is_shared:
+                context = torch.cat([context, bottom], dim=1)
+            else:
+                rows = torch.cat([rows, bottom], dim=1)
+        return self.deep.forward(self.cross.forward(rows, Shared(context, inputs.request_of_candidate)))
 
 
 class AttentionUnit(nn.Module):
@@ -303,47 +319,41 @@ class AttentionUnit(nn.Module):
         super().__init__()
         self.dim = dim
         self.max_pairs = MAX_PAIRS
-        self.first = nn.Linear(4 * dim, hidden[0])
+        self.first = Linear(4 * dim, hidden[0])
         self.rest = Mlp(hidden[0], [*hidden[1:], 1], relu_at_end=False)
 
-    def forward(self, queries: Tensor, history: SequenceInput, owner: Tensor) -> Tensor:
+    def forward(self, queries: Tensor, history: SequenceInput, inputs: RankingInputs) -> Tensor:
         """Give the softmax-weighted sum of each candidate's history [N, D]; zeros where that is empty.
 
-        Queries are [N, D], histories those of R requests, `owner` is int64 [N], which request a candidate belongs to.
+        Queries are [N, D], `history` those of R requests.
         """
         longest = history.mask.shape[1]
-        if longest == 0:
+        if longest == 0 or not queries.shape[0]:
             return torch.zeros_like(queries)
         of_q, of_k, of_difference, of_product = torch.split(self.first.weight, self.dim, dim=1)
         per_candidate = F.linear(queries, of_q + of_difference, self.first.bias)
         per_row = F.linear(history.rows, of_k - of_difference)
-        chunk = max(1, self.max_pairs // longest)
+        blocks = Blocks.of(inputs, max(1, self.max_pairs // longest))
+        chunk = max(1, self.max_pairs // (longest * blocks.size))
+        parts = (blocks.split(queries), blocks.split(per_candidate), blocks.request)
         attended = [
-            self._attend(q, partial, per_row, of_product, history, request)
-            for q, partial, request in zip(
-                *(torch.split(tensor, chunk) for tensor in (queries, per_candidate, owner)), strict=True
-            )
+            self._attend(q, partial, of_product, history.rows[request], per_row[request], history.mask[request])
+            for q, partial, request in zip(*(torch.split(part, chunk) for part in parts), strict=True)
         ]
-        return attended[0] if len(attended) == 1 else torch.cat(attended)
+        return blocks.join(attended[0] if len(attended) == 1 else torch.cat(attended))
 
     def _attend(
-        self,
-        queries: Tensor,
-        per_candidate: Tensor,
-        per_row: Tensor,
-        of_product: Tensor,
-        history: SequenceInput,
-        owner: Tensor,
+        self, queries: Tensor, per_candidate: Tensor, of_product: Tensor, keys: Tensor, per_row: Tensor, mask: Tensor
     ) -> Tensor:
-        keys = history.rows.index_select(0, owner)
-        mask = history.mask.index_select(0, owner)
-        hidden = F.linear(keys * queries.unsqueeze(1), of_product)
-        hidden = hidden + per_row.index_select(0, owner) + per_candidate.unsqueeze(1)
-        weights = self.rest(F.relu_(hidden)).squeeze(2).float()
+        """Attend in blocks: queries [B, S, D] over keys [B, L, D] that the S of a block share."""
+        hidden = F.linear(queries.unsqueeze(2) * keys.unsqueeze(1), of_product)
+        hidden = hidden + per_row.unsqueeze(1) + per_candidate.unsqueeze(2)
+        weights = self.rest(F.relu_(hidden)).squeeze(3).float()
         # The finite minimum, not -inf: the softmax of a history without rows would be NaN, and so its gradient.
-        weights = weights.masked_fill(~mask, torch.finfo(weights.dtype).min)
-        weights = torch.softmax(weights, dim=1).masked_fill(~mask, 0.0).to(keys.dtype)
-        return torch.bmm(weights.unsqueeze(1), keys).squeeze(1)
+        ended = ~mask.unsqueeze(1)
+        weights = weights.masked_fill(ended, torch.finfo(weights.dtype).min)
+        weights = torch.softmax(weights, dim=2).masked_fill(ended, 0.0).to(keys.dtype)
+        return torch.bmm(weights, keys)
 
 
 class TargetAttention(RankingModel):
@@ -352,16 +362,20 @@ class TargetAttention(RankingModel):
     def __init__(self, config: TargetAttentionConfig, shapes: InputShapes) -> None:
         super().__init__(shapes)
         self.history_feature = config.history_feature
-        self.target_columns = shapes.embedding_columns(config.target_feature)
+        self.target_columns = shapes.candidate.columns_of(config.target_feature)
         dim = shapes.sequence_dims[config.history_feature]
         self.attention = AttentionUnit(dim, config.attention_hidden)
-        self.mlp = LogitHead(shapes.width + dim, config.hidden)
+        context, rows = _of_inputs(shapes)
+        width = shapes.dense_width + shapes.embedding_width
+        rows = np.concatenate([rows, np.arange(width, width + dim)])
+        self.mlp = LogitHead(width + dim, config.hidden, context=context, rows=rows)
 
     def forward(self, inputs: RankingInputs) -> Tensor:
         """Give logits [N]."""
-        queries = inputs.embeddings[:, self.target_columns]
-        attended = self.attention(queries, inputs.sequences[self.history_feature], inputs.request_of_candidate)
-        return self.mlp.forward(torch.cat([inputs.columns[:, : self.shapes.width], attended], dim=1))
+        queries = inputs.candidates[:, self.target_columns]
+        attended = self.attention(queries, inputs.sequences[self.history_feature], inputs)
+        rows = torch.cat([inputs.candidates, attended], dim=1)
+        return self.mlp.forward(rows, Shared(inputs.context, inputs.request_of_candidate))
 
 
 class DeviceCopies:
@@ -375,13 +389,14 @@ class DeviceCopies:
         """Get the model on `cpu`, or on a CUDA device with its index: one object for all, not to be changed."""
         with self._lock:
             if device not in self._by_device:
-                made = copy.deepcopy(self._by_device[CPU]).to(device)
-                made.pack()
+                original = self._by_device[CPU]
+                made = copy.deepcopy(original).to(device)
+                made.pack(original.number_format)
                 self._by_device[device] = made
             return self._by_device[device]
 
 
-DtypeChoice: TypeAlias = Literal["auto", "float32", "bfloat16"]
+DtypeChoice: TypeAlias = Literal["auto", "float32", "bfloat16", "int8"]
 _MODELS: dict[str, Callable[[Any, InputShapes], RankingModel]] = {
     "mlp": MlpRanking,
     "dlrm": Dlrm,
@@ -396,8 +411,8 @@ def build_model(spec: ModelSpec) -> RankingModel:
     return _MODELS[config.kind](config, InputShapes.of(spec))
 
 
-def load_model(spec: ModelSpec, tensors: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) -> RankingModel:
-    """Load a model that is ready to score, with its weights in `dtype`: float32 or bfloat16.
+def load_model(spec: ModelSpec, tensors: Mapping[str, Tensor], number_format: NumberFormat = "float32") -> RankingModel:
+    """Load a model that is ready to score in a number format.
 
     Raises RankingModelError, naming the tensors that are missing, unknown, not finite floats or of another shape.
     """
@@ -407,9 +422,8 @@ def load_model(spec: ModelSpec, tensors: Mapping[str, Tensor], dtype: torch.dtyp
     _check_tensors(spec, tensors, expected)
     model = build_model(spec)
     model.load_state_dict(dict(tensors), strict=True)
-    model.pad_inputs()
-    model = model.to(dtype).requires_grad_(False).eval()
-    model.pack()
+    model.requires_grad_(False).eval()
+    model.pack(number_format)
     return model
 
 
@@ -430,27 +444,32 @@ def _check_tensors(spec: ModelSpec, tensors: Mapping[str, Tensor], expected: Map
             raise RankingModelError(f"{prefix}: tensor {name!r} holds NaN or inf")
 
 
-def bfloat16_is_native() -> bool:
-    """Tell whether this CPU multiplies bfloat16 matrices in hardware; emulated, they would be slower than float32."""
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return False
-    capabilities = torch.cpu.get_capabilities()
-    if capabilities["architecture"] != "x86_64":
-        return True
-    # On x86 oneDNN counts any AVX-512 as support, which includes emulation.
-    return bool(capabilities["avx512_bf16"] or capabilities["amx_bf16"])
+def choose_dtype(choice: DtypeChoice, device: torch.device = CPU) -> NumberFormat:
+    """Choose the number format of the ranking model on a device.
 
-
-def choose_dtype(choice: DtypeChoice, device: torch.device = CPU) -> torch.dtype:
-    """Choose the number format of the ranking model on a device: `auto` is bfloat16 where that has it.
-
-    GPUs of compute capability 8.0 and above do. Raises RankingModelError if bfloat16 is asked for and there is none.
+    `auto` goes by what the processor has and nothing else, so that all processes of a fleet of equal machines choose
+    the same: int8 where `int8_is_faster`, then bfloat16 where that is native, which GPUs of compute capability 8.0 and
+    above have. Raises RankingModelError if what is asked for is not there.
     """
     if choice == "float32":
-        return torch.float32
+        return "float32"
     is_gpu = device.type == "cuda"
+    if choice == "int8" and is_gpu:
+        raise RankingModelError("dtype 'int8': dense layers count in int8 on CPUs only; use 'auto' or 'bfloat16'")
+    if choice == "int8" or (choice == "auto" and not is_gpu and int8_is_faster()):
+        return "int8"
     native = torch.cuda.get_device_capability(device) >= (8, 0) if is_gpu else bfloat16_is_native()
     if choice == "bfloat16" and not native:
         what = "GPU" if is_gpu else "CPU"
         raise RankingModelError(f"dtype 'bfloat16': this {what} has no bfloat16; use 'auto' or 'float32'")
-    return torch.bfloat16 if native else torch.float32
+    return "bfloat16" if native else "float32"
+
+
+def formats_to_try(wanted: NumberFormat) -> tuple[NumberFormat, ...]:
+    """List the number formats narrower than float32 that a version may serve in, the wanted one first.
+
+    Where golden requests do not bear the first out, the next one is tried.
+    """
+    if wanted == "int8":
+        return ("int8", "bfloat16") if bfloat16_is_native() else ("int8",)
+    return ("bfloat16",) if wanted == "bfloat16" else ()

@@ -25,6 +25,7 @@ from serving.formats.bags import place_of
 from serving.formats.requests import FeatureEmbeddings, LookupAnswer, LookupRequest, RankAnswer, RankRequest
 from serving.formats.schema import RequestSchema
 from serving.models.inputs import InputAssembler
+from serving.models.layers import NumberFormat
 from serving.models.ranking_models import CPU, DeviceCopies
 from serving.observe.calls import BatchTimes, VersionCounter
 from serving.observe.metrics import ServingMetrics
@@ -207,6 +208,11 @@ class RankingParts:
     assembler: InputAssembler
     forms: Forms = EXACT
 
+    @property
+    def dtype(self) -> NumberFormat:
+        """Tell the number format that the dense model is computed in."""
+        return self.models.on(CPU).number_format
+
 
 class Ranking:
     """Ranks batches with one router. Belongs to the event loop that the router's shards belong to."""
@@ -356,7 +362,8 @@ class Ranking:
                 embeddings, batch.request_of_candidate, batch.context_dense, batch.candidate_dense, self._columns
             )
             scores: Float32Array = self._dense.score(inputs.on(self.device)).cpu().numpy()
-        return scores
+        # What a batch was rounded up by is nobody's.
+        return scores[: batch.request_of_candidate.size]
 
     def _tell_times(self, times: BatchTimes, answering: float, waiting: Sequence[Pending], method: str) -> None:
         times.ended = self._clock()

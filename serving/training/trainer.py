@@ -25,7 +25,7 @@ from loader.snapshot.row_source import rows_of
 from loader.snapshot.writer import export_snapshot
 from router.feature_schema import FeatureSchema
 from router.id_mapping import IdMapper
-from serving.models.inputs import InputShapes, RankingInputs, SequenceInput
+from serving.models.inputs import InputShapes, RankingInputs, SequenceInput, SideShapes
 from serving.models.ranking_models import build_model
 from serving.training.dataset import (
     FilmsDataset,
@@ -173,16 +173,22 @@ class RankingNetwork(nn.Module):
 
     def inputs(self, batch: RowBatch) -> RankingInputs:
         """Make the ranking model's inputs."""
-        owner = batch.request_of_candidate
+        sequences = {name: self._sequence(name, *batch.bags[name]) for name in self.shapes.sequence_dims}
+        # Context features have a bag a request; without any of them nobody reads more rows than this.
+        shared = [batch.bags[name][1].numel() - 1 for name in (*self.shapes.context.features, *sequences)]
+        num_requests = max(shared, default=int(batch.request_of_candidate.max()) + 1)
+        context = self._matrix(self.shapes.context, batch, torch.empty(num_requests, 0))
+        candidates = self._matrix(self.shapes.candidate, batch, batch.candidate_dense)
+        return RankingInputs(context, candidates, sequences, batch.request_of_candidate)
+
+    def _matrix(self, side: SideShapes, batch: RowBatch, dense: Tensor) -> Tensor:
         pooled = []
-        for name in self.shapes.features:
+        for name in side.features:
             rows, offsets = batch.bags[name]
             mode = self.spec.pooling_of(name)
-            embeddings = F.embedding_bag(rows, self._table(name), offsets, mode=mode, include_last_offset=True)
-            pooled.append(embeddings[owner] if self.spec.feature(name).side == "context" else embeddings)
-        embeddings = F.dropout(torch.cat(pooled, dim=1), DROPOUT, self.training)
-        sequences = {name: self._sequence(name, *batch.bags[name]) for name in self.shapes.sequence_dims}
-        return RankingInputs.of_parts(batch.candidate_dense, embeddings, owner, sequences)
+            pooled.append(F.embedding_bag(rows, self._table(name), offsets, mode=mode, include_last_offset=True))
+        embeddings = F.dropout(torch.cat([*pooled, dense[:, :0]], dim=1), DROPOUT, self.training)
+        return F.pad(torch.cat([embeddings, dense], dim=1), (0, side.padded_width - side.width))
 
     def _table(self, feature: str) -> Tensor:
         rows: Tensor = self.tables[self.spec.table_of(feature).name]

@@ -26,7 +26,14 @@ from serving.errors import GoldenMismatchError, NotReadyError
 from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
 from serving.models.inputs import InputAssembler
-from serving.models.ranking_models import DeviceCopies, DtypeChoice, choose_dtype, load_model
+from serving.models.layers import NumberFormat
+from serving.models.ranking_models import (
+    DeviceCopies,
+    DtypeChoice,
+    choose_dtype,
+    formats_to_try,
+    load_model,
+)
 from serving.observe.calls import VersionCounter
 from serving.observe.metrics import ServingMetrics
 from serving.rank.batcher import Batcher
@@ -103,7 +110,7 @@ class ServedModel:
         """
         spec, limits, metrics = snapshot.spec, limits or RequestLimits(), metrics or ServingMetrics()
         schema = RequestSchema(FeatureSchema.of(spec), limits)
-        parts = ranking_parts(snapshot, schema, torch.float32)
+        parts = ranking_parts(snapshot, schema, "float32")
         is_none = schema.features.is_none
         batcher, counter = Batcher(limits, clock, is_none if is_none.any() else None), VersionCounter()
         nodes: dict[ShardNode, None] = {}
@@ -137,9 +144,7 @@ class ServedModel:
                 _stop(checked_with, replicas)
         metrics.dtype_fallback(spec.model, snapshot.version, fell_back=bool(checked.fallback))
         metrics.wire_fallback(spec.model, snapshot.version, fell_back=bool(checked.wire_fallback))
-        description = ModelDescription.of(
-            snapshot, limits, "bfloat16" if checked.dtype is torch.bfloat16 else "float32", checked.fallback
-        )
+        description = ModelDescription.of(snapshot, limits, checked.dtype, checked.fallback)
         access = [node.generations.payload(spec.model, snapshot.version).engine.access for node in nodes]
         access += [] if hot is None else [hot.access]
         return cls(schema, description, batcher, takers, on_close, counter, checked, access)
@@ -245,17 +250,17 @@ class CheckedVersion:
         tolerance: what the manifest allows; None without golden requests.
     """
 
-    dtype: torch.dtype
+    dtype: NumberFormat
     fallback: str = ""
     wire_fallback: str = ""
     difference: float | None = None
     tolerance: float | None = None
 
 
-def ranking_parts(snapshot: Snapshot, schema: RequestSchema, dtype: torch.dtype) -> RankingParts:
+def ranking_parts(snapshot: Snapshot, schema: RequestSchema, dtype: NumberFormat) -> RankingParts:
     """Load the dense model of a snapshot in a number format. Raises RankingModelError."""
     model = load_model(snapshot.spec, snapshot.dense_tensors(), dtype)
-    assembler = InputAssembler(snapshot.spec, schema.features, dtype)
+    assembler = InputAssembler(snapshot.spec, schema.features, model.dtype)
     return RankingParts(snapshot.version, schema, DeviceCopies(model), assembler)
 
 
@@ -294,11 +299,12 @@ def check_version(
         checked = check.run(wanted, halves=has_remote and wire_asked != "float32")
     else:
         no_golden = "there are no golden requests to check {} with"
-        fallback = no_golden.format("bfloat16") if wanted is torch.bfloat16 and asked == "auto" else ""
+        fallback = no_golden.format(wanted) if wanted != "float32" and asked == "auto" else ""
         wire_fallback = no_golden.format("float16") if has_remote and wire_asked == "auto" else ""
-        checked = CheckedVersion(torch.float32 if fallback else wanted, fallback, wire_fallback)
-        if checked.dtype is not torch.float32:
+        checked = CheckedVersion("float32" if fallback else wanted, fallback, wire_fallback)
+        if checked.dtype != "float32":
             parts = ranking_parts(snapshot, parts.schema, wanted)
+            checked = replace(checked, dtype=parts.dtype)
         if wire_asked == "float16":
             parts = replace(parts, forms=HALVES)
         _use(replicas, parts)
@@ -332,16 +338,21 @@ class _GoldenCheck:
     def name(self) -> str:
         return f"model {self.snapshot.spec.model!r} version {self.snapshot.version}"
 
-    def run(self, wanted: torch.dtype, *, halves: bool) -> CheckedVersion:
-        parts, dtype, fallback, wire_fallback = self.parts, torch.float32, "", ""
+    def run(self, wanted: NumberFormat, *, halves: bool) -> CheckedVersion:
+        dtype: NumberFormat = "float32"
+        parts, fallbacks, wire_fallback = self.parts, list[str](), ""
         difference = self.difference(self.replicas[0])
         as_exported = self.is_as_exported(difference)
-        if wanted is not torch.float32:
-            in_dtype = ranking_parts(self.snapshot, self.parts.schema, wanted)
-            fallback = self.why_not(in_dtype, "bfloat16", "the dense model is computed in float32")
+        for tried in formats_to_try(wanted):
+            in_dtype = ranking_parts(self.snapshot, self.parts.schema, tried)
+            if in_dtype.dtype != tried and in_dtype.dtype != "bfloat16":
+                break
+            fallback = self.why_not(in_dtype, in_dtype.dtype, "the dense model is computed in a wider number format")
             if not fallback:
-                parts, dtype = in_dtype, wanted
+                parts, dtype = in_dtype, in_dtype.dtype
                 _use(self.replicas, parts)
+                break
+            fallbacks.append(fallback)
         if halves:
             with_halves = replace(parts, forms=HALVES)
             wire_fallback = self.why_not(with_halves, "float16 sums of shards", "shards answer in float32")
@@ -350,7 +361,8 @@ class _GoldenCheck:
         # One after the other: others serve meanwhile.
         difference = max(difference, *map(self.difference, self.replicas))
         as_exported = as_exported and self.is_as_exported(difference)
-        return CheckedVersion(dtype, fallback, wire_fallback, difference if as_exported else None, self.tolerance)
+        own_difference = difference if as_exported else None
+        return CheckedVersion(dtype, "; ".join(fallbacks), wire_fallback, own_difference, self.tolerance)
 
     def is_as_exported(self, difference: float) -> bool:
         """Tell whether the difference is within the tolerance. Raises GoldenMismatchError if no delta explains it."""

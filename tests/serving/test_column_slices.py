@@ -173,22 +173,18 @@ def sliced_models(draw: st.DrawFn) -> ModelSpec:
 def test_every_column_of_the_models_input_is_written_once_wherever_slices_lie(spec):
     """By the runs of the assembler and, on cards, by the runs of the kernel."""
     schema = FeatureSchema.of(spec)
-    width = sum(spec.table_of(one.name).embedding_dim for one in spec.features)
-    first = spec.dense_inputs.context + spec.dense_inputs.candidate
-    columns = [
-        column for one in find_runs(spec, schema) for column in range(one.column, one.column + one.count * one.dim)
-    ]
-    assert sorted(columns) == list(range(first, first + width))
     layout = CardLayout(spec, schema, torch.float32)
-    most = BatchClass.of(5, 2, 100)
+    shapes, most = layout.shapes, BatchClass.of(5, 2, 100)
+    columns = {"context": [], "candidate": []}
+    for one in find_runs(spec, schema):
+        columns[one.side].extend(range(one.column, one.column + one.count * one.dim))
     runs = layout.runs(most)
     check_runs(schema.layout, runs, layout.size(most))
-    places, context, written = layout.output_places(most), [], []
+    places, on_cards = layout.output_places(most), {"context": [], "candidate": []}
     for table, offset, stride in zip(runs.tables, runs.out_offsets, runs.out_strides, strict=True):
         dim = schema.layout.tables[table].embedding_dim
-        in_row = offset >= places.context
-        assert stride == (layout.context_stride if in_row else layout.shapes.padded_width)
-        (context if in_row else written).extend(range(offset, offset + dim))
-    shared = [column for one in layout.expansions for column in range(one.column, one.column + one.width)]
-    assert sorted([*written, *(column for column in shared if column >= first)]) == list(range(first, first + width))
-    assert len(set(context)) == len(context)
+        side, first = ("context", places.context) if offset >= places.context else ("candidate", 0)
+        assert stride == shapes.side(side).padded_width
+        on_cards[side].extend(range(offset - first, offset - first + dim))
+    for side in ("context", "candidate"):
+        assert sorted(columns[side]) == sorted(on_cards[side]) == list(range(shapes.side(side).embedding_width))

@@ -155,7 +155,7 @@ def test_a_version_is_warm_as_far_as_its_dense_model_has_room(shop, monkeypatch,
         forward = model.forward
 
         def forward_with_room(inputs):
-            if inputs.columns.shape[0] > room:
+            if inputs.candidates.shape[0] > room:
                 raise torch.OutOfMemoryError("CUDA out of memory")
             return forward(inputs)
 

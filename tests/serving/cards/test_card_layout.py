@@ -69,16 +69,15 @@ def test_every_element_of_the_output_is_written_by_one_bag_at_most(kind, most):
         bag = runs.out_offsets[key] + np.arange(bags) * runs.out_strides[key]
         written[bag[:, None] + np.arange(features.layout.tables[table].embedding_dim)] += 1
     assert written.max() == 1
-    columns = written[: most.num_candidates * layout.shapes.padded_width].reshape(most.num_candidates, -1)
-    shared = np.zeros(layout.shapes.padded_width, bool)
-    for one in layout.expansions:
-        shared[one.column : one.column + one.width] = True
-    # Each column is a dense input, shared by a request's candidates, or pooled for each; the rest stays zero.
-    dense = np.arange(layout.shapes.padded_width) < layout.shapes.dense_width
-    pooled = columns.all(axis=0)
-    assert not (pooled & (shared | dense)).any()
-    used = np.arange(layout.shapes.padded_width) < layout.shapes.width
-    np.testing.assert_array_equal(pooled | shared | dense, used)
+    places, shapes = layout.output_places(most), layout.shapes
+    for first, rows, side in (
+        (0, most.num_candidates, shapes.candidate),
+        (places.context, most.num_requests, shapes.context),
+    ):
+        matrix = written[first : first + rows * side.padded_width].reshape(rows, side.padded_width)
+        # Embeddings are pooled into place; dense inputs are copied there, and what is behind them stays zero.
+        assert matrix[:, : side.embedding_width].all()
+        assert not matrix[:, side.embedding_width :].any()
 
 
 @pytest.mark.parametrize("dense", [(0, 0), (1, 0), (0, 1), (13, 7)])
@@ -102,15 +101,11 @@ def test_what_is_sent_along_is_aligned_and_lies_one_after_the_other(dense, most)
     assert layout.size(most).extra_bytes == size_bytes
 
 
-def test_context_columns_that_are_neighbours_are_expanded_together():
-    layout = layout_of("mlp")
-    # In the spec's order: user, film, history, friend, genre, seen, tag, liked, city behind 2 + 3 dense inputs.
-    widths = {"user": 8, "film": 16, "history": 16, "friend": 8, "genre": 8, "seen": 16, "tag": 12, "liked": 12}
-    starts = dict(zip(widths, (5 + np.cumsum([0, *widths.values()])[:-1]).tolist(), strict=True))
-    assert [(one.column, one.width) for one in layout.expansions] == [
-        (0, 2),
-        (starts["user"], 8),
-        (starts["history"], 16 + 8),
-        (starts["liked"], 12),
-    ]
-    assert layout.context_dense_column == 8 + 16 + 8 + 12
+@pytest.mark.parametrize("dense", [(0, 0), (1, 0), (13, 7)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_vectors_of_whole_16_bytes_begin_at_whole_16_bytes_whatever_the_dense_inputs(dense, dtype):
+    layout = layout_of("dlrm", dense, dtype)
+    runs = layout.runs(BatchClass.of(40, 3, 200))
+    size = dtype.itemsize
+    dims = [layout.shapes.dims[0] * size, *(np.array(runs.out_offsets) * size), *(np.array(runs.out_strides) * size)]
+    assert all(one % ALIGNED_BYTES == 0 for one in dims)

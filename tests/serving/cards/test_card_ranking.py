@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from loader.snapshot.reader import Snapshot
 from serving.cards.layout import BatchClass
@@ -95,7 +94,7 @@ def test_any_number_of_dense_inputs_has_its_columns(tmp_path, rng, dense):
 @pytest.mark.parametrize("on", engine_params((TWO,), (OnCards(2, "peers", "logical"),)))
 def test_in_bfloat16_scores_are_those_of_a_bfloat16_model_on_the_cpu(paths, on_cpu, rng, kind, on):
     with served_on(paths[kind], on) as served:
-        parts = ranking_parts(Snapshot.open(paths[kind]), served.schema, torch.bfloat16)
+        parts = ranking_parts(Snapshot.open(paths[kind]), served.schema, "bfloat16")
         for candidates in CANDIDATES * 2:
             batch = shop_batch(served, rng, candidates)
 
@@ -113,7 +112,7 @@ def test_a_replica_that_goes_on_with_another_dense_model_scores_with_that_one(pa
         batch = shop_batch(served, rng, [6])
         before = score(served, batch)
         scorer = ranking_of(served).scorer
-        parts = ranking_parts(Snapshot.open(paths["mlp"]), served.schema, torch.bfloat16)
+        parts = ranking_parts(Snapshot.open(paths["mlp"]), served.schema, "bfloat16")
 
         async def work(ranking: Ranking) -> None:
             ranking.use(parts)

@@ -16,7 +16,7 @@ from router.feature_schema import FeatureSchema
 from router.id_mapping import IdMapper
 from router.plan import Plan
 from router.router import Embeddings, Router
-from serving.models.inputs import InputAssembler, RankingInputs, find_runs, padded_sequence
+from serving.models.inputs import InputAssembler, RankingInputs, find_runs, padded_sequence, rounded_rows
 from shard_node.bags import KeyedBags
 from shard_node.engine.reference import ReferenceEngine
 from shard_node.node import LoadedTables, LocalShard, ShardNode
@@ -90,23 +90,24 @@ def test_batches_that_share_a_buffer_are_those_with_memory_of_their_own():
         buffer = buffer or assembler.buffer()
         own, owner, context, candidate = assemble(spec, embeddings, candidates, rng, torch.float32)
         shared = assembler.assemble(embeddings, owner, context, candidate, buffer)
-        assert torch.equal(shared.columns, own.columns)
-        assert not shared.columns[:, assembler.shapes.width :].any()
-        # What a batch leaves is of no later one.
-        shared.columns[:, : assembler.shapes.width] = float("nan")
+        for side, found, expected in (
+            (assembler.shapes.context, shared.context, own.context),
+            (assembler.shapes.candidate, shared.candidates, own.candidates),
+        ):
+            assert torch.equal(found, expected)
+            assert not found[:, side.width :].any()
+            # What a batch leaves is of no later one.
+            found[:, : side.width] = float("nan")
 
 
-def expected_columns(
-    spec: ModelSpec, embeddings: Embeddings, owner: np.ndarray, context: np.ndarray, candidate: np.ndarray
-) -> np.ndarray:
+def expected_columns(spec: ModelSpec, embeddings: Embeddings, side: str, dense: np.ndarray) -> np.ndarray:
     rows = []
-    for n, request in enumerate(owner):
-        row = [*context[request], *candidate[n]]
+    for number, floats in enumerate(dense):
+        row = []
         for feature in spec.features:
-            if spec.pooling_of(feature.name) != "none":
-                pooled = embeddings.feature(embeddings.schema.index[feature.name])
-                row.extend(pooled[request if feature.side == "context" else n])
-        rows.append(row)
+            if feature.side == side and spec.pooling_of(feature.name) != "none":
+                row.extend(embeddings.feature(embeddings.schema.index[feature.name])[number])
+        rows.append([*row, *floats])
     return np.array(rows, np.float32)
 
 
@@ -136,14 +137,18 @@ def test_every_column_holds_its_own_feature_of_its_own_request(
     spec, rng = spec_of(features, dense), np.random.default_rng(seed)
     embeddings = look_up(spec, candidates, 3, rng)
     inputs, owner, context, candidate = assemble(spec, embeddings, candidates, rng, dtype)
-    expected = torch.from_numpy(expected_columns(spec, embeddings, owner, context, candidate)).to(dtype)
-    carried = expected.reshape(len(owner), -1).shape[1]
-    assert inputs.columns.dtype == dtype
-    assert inputs.columns.shape[1] % 32 == 0
-    assert torch.equal(inputs.columns[:, :carried], expected.reshape(len(owner), -1))
-    assert not inputs.columns[:, carried:].any()
-    assert inputs.request_of_candidate.tolist() == owner.tolist()
-    assert inputs.dense.shape[1] == sum(dense)
+    for side, matrix, floats in (("context", inputs.context, context), ("candidate", inputs.candidates, candidate)):
+        expected = torch.from_numpy(expected_columns(spec, embeddings, side, floats)).to(dtype).reshape(len(floats), -1)
+        rows, carried = expected.shape
+        assert matrix.dtype == dtype
+        assert matrix.shape[1] % 32 == 0
+        assert torch.equal(matrix[:rows, :carried], expected)
+        assert not matrix[:, carried:].any()
+        assert not matrix[rows:].any()
+    assert len(inputs.context) == len(candidates)
+    assert len(inputs.candidates) == rounded_rows(len(owner)) == 16 * -(-len(owner) // 16)
+    last = len(candidates) - 1
+    assert inputs.request_of_candidate.tolist() == owner.tolist() + [last] * (len(inputs.candidates) - len(owner))
     assert set(inputs.sequences) == {f"f{i}" for i, (_, pooling, _) in enumerate(features) if pooling == "none"}
 
 
@@ -195,4 +200,14 @@ def test_blocks_in_read_only_memory_are_read_as_they_are() -> None:
     for block in embeddings.blocks:
         block.flags.writeable = False
     inputs, *_ = assemble(spec, embeddings, [2, 1], rng, torch.float32)
-    assert torch.equal(inputs.columns, expected.columns)
+    assert torch.equal(inputs.context, expected.context)
+    assert torch.equal(inputs.candidates, expected.candidates)
+
+
+def test_numbers_of_candidates_are_rounded_up_by_an_eighth_at_most_to_few_classes() -> None:
+    rounded = [rounded_rows(count) for count in range(4097)]
+    assert rounded[0] == 0
+    assert all(count <= one and one % 16 == 0 for count, one in enumerate(rounded))
+    assert all(one - count < max(16, count / 8 + 1) for count, one in enumerate(rounded))
+    assert rounded == sorted(rounded)
+    assert len(set(rounded)) < 80

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.reader import Snapshot
@@ -18,6 +17,7 @@ from router.id_mapping import IdMapper
 from router.plan import Plan
 from router.router import Router
 from serving.models.inputs import InputAssembler
+from serving.models.layers import NumberFormat
 from serving.models.ranking_models import load_model
 from serving.training.dataset import FilmsDataset, FilmsOptions, films_spec
 from serving.training.trainer import GOLDEN_TOLERANCES, export_trained, train
@@ -54,7 +54,7 @@ def keyed_bags(schema: FeatureSchema, requests: GoldenRequests) -> KeyedBags:
     )
 
 
-def served_scores(snapshot: Snapshot, num_shards: int, dtype: torch.dtype) -> tuple[np.ndarray, GoldenRequests]:
+def served_scores(snapshot: Snapshot, num_shards: int, dtype: NumberFormat) -> tuple[np.ndarray, GoldenRequests]:
     spec, requests = snapshot.spec, snapshot.golden()
     assert requests is not None
     schema = FeatureSchema.of(spec)
@@ -62,26 +62,27 @@ def served_scores(snapshot: Snapshot, num_shards: int, dtype: torch.dtype) -> tu
     vocabularies = {t.name: snapshot.vocabulary(t.name) for t in spec.tables if t.id_mapping.kind == "vocabulary"}
     router = Router(schema, IdMapper(schema, vocabularies), plan, local_shards(snapshot, plan))
     embeddings = asyncio.run(router.lookup("films", 1, keyed_bags(schema, requests), math.inf))
-    inputs = InputAssembler(spec, schema, dtype).assemble(
+    model = load_model(spec, snapshot.dense_tensors(), dtype)
+    inputs = InputAssembler(spec, schema, model.dtype).assemble(
         embeddings,
         np.repeat(np.arange(requests.num_requests), requests.num_candidates),
         requests.context_dense,
         requests.candidate_dense,
     )
-    return load_model(spec, snapshot.dense_tensors(), dtype).score(inputs).numpy(), requests
+    return model.score(inputs).numpy()[: requests.scores.size], requests
 
 
 @pytest.mark.parametrize("kind", ["target_attention", "dlrm", "dcn_v2", "mlp"])
 @pytest.mark.parametrize("num_shards", [1, 3])
 def test_float32_rows_give_the_float32_scores(kind: str, num_shards: int, tmp_path: Path) -> None:
     options = FilmsOptions.model_validate({"kind": kind, "dtype": "fp32", "profile": True})
-    scores, golden = served_scores(exported(tmp_path, options), num_shards, torch.float32)
+    scores, golden = served_scores(exported(tmp_path, options), num_shards, "float32")
     np.testing.assert_allclose(scores, golden.scores, atol=1e-5)
 
 
 @pytest.mark.parametrize("row_dtype", ["int8", "int4", "fp16"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_quantised_rows_stay_within_the_golden_tolerance(row_dtype: str, dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_quantised_rows_stay_within_the_golden_tolerance(row_dtype: str, dtype: NumberFormat, tmp_path: Path) -> None:
     snapshot = exported(tmp_path, FilmsOptions.model_validate({"dtype": row_dtype}))
     assert snapshot.manifest.golden is not None
     assert snapshot.manifest.golden.tolerance == GOLDEN_TOLERANCES[row_dtype]

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec, TableSpec
-from serving.models.inputs import InputShapes, RankingInputs, SequenceInput
+from serving.models.inputs import InputShapes, RankingInputs, SequenceInput, SideShapes
 from serving.models.ranking_models import RankingModel, build_model
 
 DIM = 4
@@ -65,12 +65,49 @@ def random_inputs(
         name: SequenceInput(torch.randn(*mask.shape, dim, generator=draw) * mask.unsqueeze(2), mask)
         for name, dim in shapes.sequence_dims.items()
     }
-    return RankingInputs.of_parts(
-        torch.randn(len(owner), shapes.dense_width, generator=draw),
-        torch.randn(len(owner), shapes.embedding_width, generator=draw),
-        owner,
-        sequences,
-    )
+    context = random_matrix(shapes.context, len(candidates), draw)
+    return RankingInputs(context, random_matrix(shapes.candidate, len(owner), draw), sequences, owner, is_ordered=True)
+
+
+def random_matrix(side: SideShapes, rows: int, draw: torch.Generator) -> torch.Tensor:
+    """One side's matrix: standard normal, and zeros in the padding."""
+    matrix = torch.zeros(rows, side.padded_width)
+    matrix[:, : side.width] = torch.randn(rows, side.width, generator=draw)
+    return matrix
+
+
+def as_trained(spec: ModelSpec, inputs: RankingInputs) -> tuple[np.ndarray, np.ndarray]:
+    """Each candidate's dense inputs [N, Kc + Kd], and its embeddings [N, W] in the spec's order, in float64."""
+    shapes = InputShapes.of(spec)
+    owner = inputs.request_of_candidate.numpy()
+    context, candidates = inputs.context.double().numpy()[owner], inputs.candidates.double().numpy()
+    dense = [context[:, shapes.context.dense_columns], candidates[:, shapes.candidate.dense_columns]]
+    embeddings = [
+        context[:, shapes.context.columns_of(name)]
+        if name in shapes.context.offsets
+        else candidates[:, shapes.candidate.columns_of(name)]
+        for name in shapes.features
+    ]
+    return np.concatenate(dense, axis=1), np.concatenate(embeddings, axis=1)
+
+
+def inputs_of(
+    spec: ModelSpec,
+    dense: torch.Tensor,
+    embeddings: torch.Tensor,
+    owner: torch.Tensor,
+    sequences: Mapping[str, SequenceInput],
+) -> RankingInputs:
+    """Inputs from what `as_trained` gives, in float32; each request has a candidate at least."""
+    shapes = InputShapes.of(spec)
+    first = torch.searchsorted(owner, torch.arange(int(owner.max()) + 1))
+    dense_parts = torch.split(dense, [shapes.context.dense_width, shapes.candidate.dense_width], dim=1)
+    matrices = []
+    sides = (shapes.context, shapes.candidate)
+    for side, order, floats in zip(sides, shapes.embedding_order(), dense_parts, strict=True):
+        matrix = torch.cat([embeddings[:, torch.from_numpy(order)], floats], dim=1)
+        matrices.append(torch.nn.functional.pad(matrix, (0, side.padded_width - side.width)))
+    return RankingInputs(matrices[0][first], matrices[1], sequences, owner, is_ordered=True)
 
 
 def only_request(inputs: RankingInputs, index: int) -> RankingInputs:
@@ -83,7 +120,8 @@ def only_request(inputs: RankingInputs, index: int) -> RankingInputs:
             sequence.rows[index : index + 1, :length], sequence.mask[index : index + 1, :length]
         )
     owner = torch.zeros(int(chosen.sum()), dtype=torch.int64)
-    return RankingInputs.of_parts(inputs.dense[chosen], inputs.embeddings[chosen], owner, sequences)
+    context, candidates = inputs.context[index : index + 1], inputs.candidates[chosen]
+    return RankingInputs(context, candidates, sequences, owner, is_ordered=True)
 
 
 def random_tensors(spec: ModelSpec, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -111,7 +149,8 @@ def numpy_mlp(
 def converted(inputs: RankingInputs, dtype: torch.dtype) -> RankingInputs:
     """The same inputs in another floating-point type."""
     sequences = {name: SequenceInput(one.rows.to(dtype), one.mask) for name, one in inputs.sequences.items()}
-    return dataclasses.replace(inputs, columns=inputs.columns.to(dtype), sequences=sequences)
+    context, candidates = inputs.context.to(dtype), inputs.candidates.to(dtype)
+    return dataclasses.replace(inputs, context=context, candidates=candidates, sequences=sequences)
 
 
 def compare_dtypes(reference: RankingModel, model: RankingModel, inputs: RankingInputs) -> float:

@@ -32,7 +32,7 @@ from router.plan import Plan
 from serving.formats.json_reader import JsonCodec, encode_request
 from serving.formats.requests import Answer, Buffer, Encoded, Method
 from serving.limits import RequestLimits
-from serving.models.inputs import RankingInputs, SequenceInput
+from serving.models.inputs import SequenceInput
 from serving.models.ranking_models import build_model
 from serving.proto.shardrank.v1 import ranking_pb2, ranking_pb2_grpc
 from serving.rank.service import RankingService, answer, answer_in_thread
@@ -44,7 +44,7 @@ from shard_node.answer import Answer as ShardAnswer
 from shard_node.bags import KeyedBags
 from shard_node.node import ShardNode
 from shardrank_testing.nodes import NearShard
-from shardrank_testing.ranking import random_tensors
+from shardrank_testing.ranking import inputs_of, random_tensors
 from shardrank_testing.snapshots import write_snapshot
 from shardrank_testing.topologies import decoded_tables, make_node
 
@@ -194,7 +194,8 @@ class ApiModel:
         dense = np.array([[*context["dense"], *one] for one in candidates["dense"]], np.float32)
         history = self.tables["films"][context["sparse"]["history"]].astype(np.float32)
         sequence = SequenceInput(torch.from_numpy(history)[None], torch.ones(1, len(history), dtype=torch.bool))
-        inputs = RankingInputs.of_parts(
+        inputs = inputs_of(
+            self.spec,
             torch.from_numpy(dense),
             torch.from_numpy(np.stack(rows).astype(np.float32)),
             torch.zeros(count, dtype=torch.int64),
