@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Self, TypeAlias, get_args
+from typing import Annotated, Any, Final, Literal, NamedTuple, Self, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +42,7 @@ MAX_FEATURES = 4096
 MAX_DENSE_INPUTS = 65_536
 MAX_PROGRAM_INPUTS = 1024
 MAX_OUTPUTS = 64
+PROGRAM_PATH: Final = "dense.pt2"
 RESERVED_OUTPUTS = frozenset({"score", "scores", "order"})
 # Row files of one table: 16 TiB of files of the default size.
 MAX_ROW_FILES = 65_536
@@ -209,6 +210,17 @@ class DenseModelSpec(Frozen):
         return {}
 
 
+class SideInput(Frozen):
+    """All columns of a side: its pooled features in the spec's order, its dense inputs, zeros up to a multiple of 32.
+
+    Float [N, columns]; of the context with `per` request [R, columns]. It is what servers assemble: nothing is copied.
+    """
+
+    source: Literal["side"] = "side"
+    side: Side
+    per: Per = "candidate"
+
+
 class PooledInput(Frozen):
     """Pooled embeddings of features of one side, one behind the other: float [N, sum of their embedding_dim].
 
@@ -254,7 +266,8 @@ class RequestOfCandidate(Frozen):
 
 
 InputSource: TypeAlias = Annotated[
-    PooledInput | SequenceSource | ContextFloats | CandidateFloats | RequestOfCandidate, Field(discriminator="source")
+    SideInput | PooledInput | SequenceSource | ContextFloats | CandidateFloats | RequestOfCandidate,
+    Field(discriminator="source"),
 ]
 
 
@@ -275,7 +288,7 @@ class ExportedModelSpec(Frozen):
     """
 
     kind: Literal["exported"] = "exported"
-    file: Literal["dense.pt2"] = "dense.pt2"
+    file: Literal["dense.pt2"] = PROGRAM_PATH
     inputs: dict[Name, InputSource] = Field(min_length=1, max_length=MAX_PROGRAM_INPUTS)
     outputs: dict[OutputName, OutputSpec] = Field(min_length=1, max_length=MAX_OUTPUTS)
 
@@ -435,6 +448,9 @@ class Manifest(Frozen):
                 )
             if files.access_counts is not None and not is_first:
                 raise ValueError(f"table {table.name!r}: access counts go with the table's first slice")
+        is_program = isinstance(self.spec.dense_model, ExportedModelSpec)
+        if is_program != (self.dense.path == PROGRAM_PATH):
+            raise ValueError(f"dense: {self.dense.path!r}; {PROGRAM_PATH!r} goes with an exported model, only with it")
         if self.delta_base is not None:
             if self.last_delta is None:
                 raise ValueError("delta_base needs last_delta: which of its deltas the tables contain already")
