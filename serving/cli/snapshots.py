@@ -395,7 +395,8 @@ def verify(
 
     Exits with 0 if it may be served, with 1 and the reason if not. Checks the manifest, every file's size and
     SHA-256, dtypes and shapes, every row for NaN and inf, that the dense model can be built, and the golden requests:
-    it loads the version in this process and compares its scores with those that training computed.
+    it loads the version in this process and compares its scores with those that training computed, with the dense
+    model in float32, and then in each narrower number format that this machine has.
 
     Examples:
       shardrank verify --store models --model films
@@ -461,11 +462,19 @@ def _verify(
     try:
         # In float32, so that what is measured is the rows' quantisation alone; a server checks its own dtype as well.
         source = ModelSource(snapshot=folder, verify=False, dtype="float32", trust_exported=trust_exported)
-        load_served_model(source, service, progress).close()
+        served = load_served_model(source, service, progress)
+        try:
+            differences = served.golden_differences(snapshot)
+        finally:
+            served.close()
     except ShardrankError as error:
         return refused(f"{error.kind}: {error}"), True
     finally:
         service.close()
     scored = f"golden requests: {entry.num_requests} with {entry.num_candidates} candidates"
     scored += f" and outputs {list(described.outputs)}" if described.outputs else ""
-    return with_check(f"{scored}, every score within {entry.tolerance:g}"), True
+    report = with_check(f"{scored}, every score within {entry.tolerance:g}")
+    for number_format, difference in differences.items():
+        serves = "" if difference <= entry.tolerance else ": a server falls back to a wider format"
+        report = with_check(f"dense model in {number_format}: golden scores differ by up to {difference:.3g}{serves}")
+    return report, True

@@ -6,6 +6,7 @@ in the order of the inputs, and on the CPU its weights in that of oneDNN's kerne
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, NamedTuple, Protocol, TypeAlias
@@ -21,10 +22,12 @@ NumberFormat: TypeAlias = Literal["float32", "bfloat16", "int8"]
 Columns: TypeAlias = npt.NDArray[np.int64]
 """For each column that is read the column of the trained weights, or -1 for one that is always zero."""
 
-MIN_INT8_INPUTS: Final = 128
+MIN_INT8_INPUTS: Final = 512
 MIN_INT8_OUTPUTS: Final = 128
-"""Below, quantising the inputs and scaling the sums costs what the product gains: 0.4 ns an input, and an output, for
-4.4 ps a multiplication (measured with AVX-512 VNNI)."""
+"""Below, quantising the inputs and scaling the sums costs what the product gains. Measured with AVX-512 VNNI, against
+bfloat16, 832 rows: 1,696 to 256 in 2.72 ms for 3.49; 416 to 256 in 0.72 for 0.79, and 112 rows in 0.136 for 0.128."""
+INT8_ROWS: Final = 256
+"""Rows are worked on so many at a time, in memory that stays in the cache."""
 INT8_MOST: Final = 127.0
 SMALLEST_SCALED: Final = 1e-30
 _NO_SCALARS: list[Any] = []
@@ -87,11 +90,28 @@ class PackedProduct:
         return F.relu_(y) if relu else y
 
 
+class _Scratch(threading.local):
+    """Memory for what a product works out on the way, one for each thread: fresh memory would cost a third more."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[int, torch.dtype], Tensor] = {}
+
+    def take(self, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        """Get memory for INT8_ROWS rows at most, as whoever took that width and dtype last has left it."""
+        kept = self._kept.get((width, dtype))
+        if kept is None:
+            kept = self._kept[width, dtype] = torch.empty(INT8_ROWS, width, dtype=dtype)
+        return kept if rows == INT8_ROWS else kept[:rows]
+
+
+_SCRATCH = _Scratch()
+
+
 class Int8Product:
     """Sums of int8 products in int32: a scale for each row of weights and, found anew, for each row of inputs.
 
-    Both are symmetric: value = code * scale, with codes in -127..127. The result has the inputs' dtype. There
-    must be two inputs or more: of one `_int_mm` makes nonsense (torch 2.13).
+    Both are symmetric: value = code * scale, with codes in -127..127. The result has the inputs' dtype. There must be
+    two inputs or more: of one `_int_mm` makes nonsense (torch 2.13).
     """
 
     def __init__(self, weight: Tensor) -> None:
@@ -101,19 +121,36 @@ class Int8Product:
 
     def __call__(self, x: Tensor, bias: Tensor | None, relu: bool) -> Tensor:
         """Give the product."""
-        y = self._sums(x)
-        if bias is not None:
-            y.add_(bias)
-        return (F.relu_(y) if relu else y).to(x.dtype)
+        if x.shape[0] <= INT8_ROWS:
+            return self._product(x, bias, relu).to(x.dtype, copy=True)
+        return torch.cat([self._product(rows, bias, relu).to(x.dtype, copy=True) for rows in torch.split(x, INT8_ROWS)])
 
     def plus(self, x: Tensor, more: Tensor, relu: bool) -> Tensor:
         """Give the product and more."""
-        return self(x, more, relu)
+        parts = zip(torch.split(x, INT8_ROWS), torch.split(more, INT8_ROWS), strict=True)
+        return torch.cat([self._product(rows, own, relu).to(x.dtype, copy=True) for rows, own in parts])
 
-    def _sums(self, x: Tensor) -> Tensor:
-        largest = x.abs().amax(1, keepdim=True).float().clamp_(min=SMALLEST_SCALED)
-        codes = (x * (INT8_MOST / largest)).round_().to(torch.int8)
-        return (torch._int_mm(codes, self._codes) * (largest / INT8_MOST)).mul_(self._scales)
+    def _product(self, x: Tensor, more: Tensor | None, relu: bool) -> Tensor:
+        """Give the product of INT8_ROWS rows at most, in float32 and in memory that the next one overwrites."""
+        (rows, width), outputs = x.shape, self._scales.numel()
+        scaled, codes = _SCRATCH.take(rows, width, torch.float32), _SCRATCH.take(rows, width, torch.int8)
+        largest = _largest(x).clamp_(min=SMALLEST_SCALED)
+        codes.copy_(scaled.copy_(x).mul_(INT8_MOST / largest).round_())
+        sums = torch._int_mm(codes, self._codes, out=_SCRATCH.take(rows, outputs, torch.int32))
+        y = _SCRATCH.take(rows, outputs, torch.float32)
+        torch.mul(sums, largest / INT8_MOST, out=y).mul_(self._scales)
+        if more is not None:
+            y.add_(more)
+        return F.relu_(y) if relu else y
+
+
+def _largest(x: Tensor) -> Tensor:
+    """Find the largest magnitude of each row, float32 [N, 1]."""
+    if x.dtype is torch.bfloat16:
+        # Without their signs, floats are in the order of their bits, and whole numbers are compared much faster.
+        bits = torch.bitwise_and(x.view(torch.int16), 0x7FFF, out=_SCRATCH.take(x.shape[0], x.shape[1], torch.int16))
+        return bits.amax(1, keepdim=True).view(torch.bfloat16).float()
+    return torch.abs(x, out=_SCRATCH.take(x.shape[0], x.shape[1], torch.float32)).amax(1, keepdim=True)
 
 
 def can_pack(weight: Tensor) -> bool:

@@ -62,6 +62,8 @@ class Blocks:
         owner, num_requests = inputs.request_of_candidate, inputs.context.shape[0]
         if not inputs.is_ordered or not owner.numel():
             return cls(owner, 1)
+        if num_requests == 1 and owner.numel() <= max_size:
+            return cls(owner[:1], owner.numel())
         counts = torch.bincount(owner, minlength=num_requests)
         most = int(counts.max())
         if most <= max_size and most * num_requests == owner.numel():

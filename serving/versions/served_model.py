@@ -185,6 +185,25 @@ class ServedModel:
             )
         return told
 
+    def golden_differences(self, snapshot: Snapshot) -> dict[NumberFormat, float]:
+        """Find the largest difference from a golden score in each number format that this machine has. Blocks.
+
+        Formats that would be another one for this model are left out. Raises GoldenMismatchError for a score that is
+        not finite.
+        """
+        golden, entry, replicas = snapshot.golden(), snapshot.manifest.golden, cast("list[Replica]", self._replicas)
+        if golden is None or entry is None:
+            return {}
+        check = _GoldenCheck(snapshot, replicas[0].ranking.parts, replicas, golden, entry.tolerance, time.monotonic)
+        if isinstance(snapshot.spec.dense_model, ExportedModelSpec):
+            return {replicas[0].ranking.parts.dtype: check.difference(replicas[0])}
+        found: dict[NumberFormat, float] = {}
+        for number_format in ("float32", *formats_to_try("int8")):
+            parts = ranking_parts(snapshot, self.schema, number_format)
+            if parts.dtype == number_format:
+                found[number_format] = check.difference(replicas[0], parts)
+        return found
+
     def close(self) -> None:
         """End the replicas and free what they hold. Not from a replica's own thread; no lease may be out."""
         _stop(self._batcher, self._replicas)

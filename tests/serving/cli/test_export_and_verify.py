@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from loader.snapshot.reader import Snapshot
 from serving.cli import main
+from serving.models.layers import bfloat16_is_native
 
 SPEC: dict[str, Any] = {
     "model": "shop",
@@ -225,6 +226,10 @@ def test_train_writes_a_version_whose_golden_scores_hold_and_verify_notices_when
     assert f"wrote {folder}" in trained.output
     good = json.loads(run("verify", "--store", tmp_path, "--json").stdout)
     assert (good["ok"], good["golden_checked"]) == (True, True)
+    told = [check for check in good["checks"] if check.startswith("dense model in ")]
+    assert told[0].startswith("dense model in float32: golden scores differ by up to 0.0")
+    # It has no layer that gains by int8, so that is no format of its own.
+    assert [check.split()[3] for check in told] == ["float32:", *(["bfloat16:"] if bfloat16_is_native() else [])]
     rewrite_manifest(folder, lambda manifest: manifest["golden"].update(tolerance=1e-9))
     bad = run("verify", "--store", tmp_path)
     assert bad.exit_code == 1

@@ -146,7 +146,7 @@ def test_every_column_holds_its_own_feature_of_its_own_request(
         assert not matrix[:, carried:].any()
         assert not matrix[rows:].any()
     assert len(inputs.context) == len(candidates)
-    assert len(inputs.candidates) == rounded_rows(len(owner)) == 16 * -(-len(owner) // 16)
+    assert len(inputs.candidates) == rounded_rows(len(owner)) == 8 * -(-len(owner) // 8)
     last = len(candidates) - 1
     assert inputs.request_of_candidate.tolist() == owner.tolist() + [last] * (len(inputs.candidates) - len(owner))
     assert set(inputs.sequences) == {f"f{i}" for i, (_, pooling, _) in enumerate(features) if pooling == "none"}
@@ -204,10 +204,10 @@ def test_blocks_in_read_only_memory_are_read_as_they_are() -> None:
     assert torch.equal(inputs.candidates, expected.candidates)
 
 
-def test_numbers_of_candidates_are_rounded_up_by_an_eighth_at_most_to_few_classes() -> None:
+def test_numbers_of_candidates_are_rounded_up_by_a_sixteenth_at_most_to_few_classes() -> None:
     rounded = [rounded_rows(count) for count in range(4097)]
     assert rounded[0] == 0
-    assert all(count <= one and one % 16 == 0 for count, one in enumerate(rounded))
-    assert all(one - count < max(16, count / 8 + 1) for count, one in enumerate(rounded))
+    assert all(count <= one and one % 8 == 0 for count, one in enumerate(rounded))
+    assert all(one - count < max(8, count / 16 + 1) for count, one in enumerate(rounded))
     assert rounded == sorted(rounded)
-    assert len(set(rounded)) < 80
+    assert len(set(rounded)) < 112

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serving.models.layers import (
+    INT8_ROWS,
     Int8Product,
     Linear,
     LogitHead,
@@ -100,7 +101,7 @@ def test_int8_counts_as_faster_with_vnni_alone(monkeypatch, vnni, amx, faster) -
 def test_only_wide_layers_gain_by_int8() -> None:
     assert gains_by_int8(1677, 256)
     assert not gains_by_int8(1677, 64)
-    assert not gains_by_int8(64, 256)
+    assert not gains_by_int8(416, 256)
 
 
 @settings(max_examples=60, deadline=None)
@@ -119,6 +120,19 @@ def test_int8_sums_are_within_the_rounding_of_both_factors(rows, inputs, outputs
     bound = 0.5 * (step_x * weight.abs().sum(1) + step_w * x.abs().sum(1, keepdim=True) + inputs * step_x * step_w)
     assert found.dtype == x.dtype
     assert ((found - expected).abs() <= bound * 1.01 + 1e-5).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_are_quantised_each_by_itself_however_many_there_are(dtype):
+    torch.manual_seed(3)
+    x, more, made = torch.randn(3 * INT8_ROWS + 5, 24).to(dtype), torch.randn(3 * INT8_ROWS + 5, 6), None
+    x *= torch.logspace(-6, 6, len(x))[:, None].to(dtype)
+    made = Int8Product(torch.randn(6, 24))
+    together = made.plus(x, more, True)
+    chosen = [0, 1, INT8_ROWS - 1, INT8_ROWS, 2 * INT8_ROWS + 7, len(x) - 1]
+    for one in chosen:
+        alone = made.plus(x[one : one + 1], more[one : one + 1], True)
+        assert torch.equal(together[one : one + 1], alone)
 
 
 @pytest.mark.parametrize("product", [PlainProduct, PackedProduct, Int8Product])

@@ -354,7 +354,7 @@ def test_candidates_in_any_order_and_in_blocks_score_the_same(kind, counts):
 @pytest.mark.parametrize("kind", ["mlp", "dcn_v2"])
 def test_wide_layers_in_int8_are_close_to_float32(kind):
     config = {"hidden": [256, 128]} if kind == "mlp" else {"num_cross_layers": 2, "deep": [256]}
-    spec = ranking_spec(kind, config, dense=(200, 300))
+    spec = ranking_spec(kind, config, dense=(200, 600))
     tensors, inputs = random_tensors(spec), random_inputs(spec, [20, 30])
     narrow = load_model(spec, tensors, "int8")
     assert any(isinstance(one._ready.rows, Int8Product) for one in narrow.modules() if isinstance(one, Linear))
