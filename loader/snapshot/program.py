@@ -52,6 +52,8 @@ _WORDS = re.compile(
 )
 # Everything else would be found by walking through PyTorch's modules, such as `torch.load`.
 _TARGET = re.compile(r"(?:torch\.ops\.|_operator\.|math\.|torch\.sym_)[\w.]+|#[\w.:#]+")
+# What zipfile says of an archive that is not as it should be; a name that is no UTF-8 is a ValueError.
+_NOT_READ = (zipfile.BadZipFile, OSError, EOFError, NotImplementedError, RuntimeError, ValueError, OverflowError)
 _INSTRUCTION = "save it with loader.snapshot.program.program_bytes, or `shardrank export --program`"
 
 
@@ -72,7 +74,7 @@ class ProgramArchive:
         self._where, self._content = where, content
         try:
             self._zip = zipfile.ZipFile(io.BytesIO(content))
-        except (zipfile.BadZipFile, ValueError, OverflowError) as error:
+        except _NOT_READ as error:
             raise self._refused(f"it is no zip archive: {error}") from error
         self.members = self._named()
         self.kind: ProgramKind = "program" if _PROGRAM in self.members else "package"
@@ -104,7 +106,7 @@ class ProgramArchive:
         """Read a member. Raises UnsafeProgramError if its bytes are not what the directory says."""
         try:
             return self._zip.read(self.members[name])
-        except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError, RuntimeError) as error:
+        except _NOT_READ as error:
             raise self._refused(f"{name}: {error}") from error
 
     def package_metadata(self) -> dict[str, str]:
