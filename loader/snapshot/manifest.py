@@ -525,21 +525,24 @@ def _follows_from_another(one: ErrorDetails, found: list[ErrorDetails]) -> bool:
     )
 
 
+def _tags_of(schema: type[BaseModel]) -> tuple[Any, ...]:
+    fields = (schema.model_fields.get(name) for name in ("kind", "source"))
+    return tuple(tag for field in fields if field is not None for tag in get_args(field.annotation))
+
+
 def _allowed_keys(place: Iterable[int | str], schemas: tuple[type[BaseModel], ...]) -> list[str]:
     """Return the keys of the object at `place`, in the order of its schema."""
     for part in place:
         if isinstance(part, int):
             continue
         fields = [schema.model_fields[part].annotation for schema in schemas if part in schema.model_fields]
-        # A part that is no field is the tag by which pydantic names the member of a union.
-        schemas = (
-            tuple(inner for annotation in fields for inner in _models_in(annotation))
-            if fields
-            else tuple(
-                one
-                for one in schemas
-                if "kind" in one.model_fields and part in get_args(one.model_fields["kind"].annotation)
-            )
+        if fields:
+            schemas = tuple(inner for annotation in fields for inner in _models_in(annotation))
+            continue
+        # A part that is no field is the tag by which pydantic names the member of a union, or a key of a mapping.
+        tags = {one: _tags_of(one) for one in schemas}
+        schemas = tuple(one for one in schemas if part in tags[one]) or tuple(
+            one for one in schemas if not tags[one] or all(tags.values())
         )
     return list(dict.fromkeys(name for schema in schemas for name in schema.model_fields))
 
