@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from loader.snapshot.manifest import FeatureSpec, ModelSpec, TableSpec, schema_errors
+from loader.snapshot.manifest import FeatureSpec, ModelSpec, TableSpec
+from loader.snapshot.schema_errors import schema_errors
 
 DOCUMENT: dict[str, Any] = {
     "model": "shop",
