@@ -202,6 +202,10 @@ def _pack_products(graph: GraphModule, held: Sequence[Tensor]) -> None:
         return nodes.get_attr(name)
 
     for node in list(nodes.nodes):
+        if node.target is aten._assert_tensor_metadata.default:
+            # What it asserts was checked with the arguments.
+            nodes.erase_node(node)
+            continue
         if node.target not in (aten.linear.default, aten.addmm.default):
             continue
         if node.target is aten.linear.default:
