@@ -17,6 +17,7 @@ from pydantic import Field
 
 from loader.memory import settle_heap
 from loader.snapshot.manifest import Frozen
+from serving.api.dealing import Place
 from serving.api.grpc.services import GrpcServer
 from serving.api.http_server import HttpServer, running_admin
 from serving.api.listening import Addresses
@@ -44,6 +45,7 @@ class ServerConfig(Frozen):
         drain_timeout_s: how long requests in flight may take after that.
         tls: what clients of all these ports must speak; None for plain text. A worker's private probe port never does.
         tokens: the file of those who are let in, as of `serving.api.tokens`; None to let everybody in.
+        place: among workers that share both ports; None to share them with nobody.
     """
 
     host: str = "127.0.0.1"
@@ -54,6 +56,7 @@ class ServerConfig(Frozen):
     drain_timeout_s: float = Field(default=10.0, gt=0, le=600)
     tls: TlsConfig | None = None
     tokens: Path | None = None
+    place: Place | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +78,8 @@ async def running_server(service: RankingService, config: ServerConfig) -> Async
     grpc = GrpcServer(service, *_protection(service, config, "grpc"), addresses)
     watching: asyncio.Future[tuple[None, None]] | None = None
     try:
-        http_port = await http.start(config.host, config.http_port)
-        grpc_port = await grpc.start(config.host, config.grpc_port)
+        http_port = await http.start(config.host, config.http_port, config.place)
+        grpc_port = await grpc.start(config.host, config.grpc_port, config.place)
         # Only now, so that whoever is told that the process is ready can connect.
         await service.watch.refresh()
         watching = asyncio.gather(service.watch.run(), service.metrics.keep_up())

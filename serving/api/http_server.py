@@ -16,6 +16,7 @@ import uvicorn
 import uvloop
 from starlette.types import ASGIApp
 
+from serving.api.dealing import Place
 from serving.api.documents import create_probes
 from serving.api.http import HttpApp, answer_whole
 from serving.api.http_gate import Gates
@@ -67,9 +68,9 @@ class HttpServer:
         self._drain_timeout_s = drain_timeout_s
         self._ticking: asyncio.Task[None] | None = None
 
-    async def start(self, host: str, port: int) -> int:
-        """Listen. Returns the port, which is a free one if 0 was asked for. Raises ListenError."""
-        bound = self._gates.listen(host, port, "HTTP")
+    async def start(self, host: str, port: int, place: Place | None = None) -> int:
+        """Listen, as `Front.listen` does. Returns the port. Raises ListenError."""
+        bound = self._gates.listen(host, port, "HTTP", place)
         self._ticking = asyncio.create_task(self._tick())
         return bound
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Generic, TypeVar
 
+from serving.api.dealing import Dealer, Place
 from serving.errors import ListenError, OverloadedError
 from serving.limits import RequestLimits
 from shard_node.wire.tls import SHUTDOWN_TIMEOUT_S, Handshake, handshake
@@ -229,6 +230,7 @@ class Front(abc.ABC, Generic[Made]):
         self.addresses, self.ssl, self.handshake_timeout_s = addresses, ssl, handshake_timeout_s
         self.handshake_cost_s = 0.0 if ssl is None else HANDSHAKE_S
         self.open: set[Made] = set()
+        self._dealer: Dealer | None = None
         self._max_connections = max_connections
         self.port = 0
         self._socket: socket.socket | None = None
@@ -276,6 +278,7 @@ class Front(abc.ABC, Generic[Made]):
         self.addresses.opened(address)
         made = self.new_connection(address)
         self.open.add(made)
+        self._count()
         return made
 
     def lose(self, connection: Made) -> None:
@@ -286,6 +289,7 @@ class Front(abc.ABC, Generic[Made]):
     def leave(self, connection: Made) -> None:
         """Have a connection not count any more, which may still have its last bytes sent."""
         self.open.discard(connection)
+        self._count()
         if not self.open:
             self._all_closed.set()
 
@@ -296,8 +300,11 @@ class Front(abc.ABC, Generic[Made]):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._all_closed.wait(), timeout_s)
 
-    def listen(self, host: str, port: int, api: str) -> int:
-        """Listen, on a free port for 0; other processes may too. Returns the port. Raises ListenError."""
+    def listen(self, host: str, port: int, api: str, place: Place | None = None) -> int:
+        """Listen, on a free port for 0; other processes may too. Returns the port. Raises ListenError.
+
+        Processes that have a `place` share their connections evenly.
+        """
         try:
             family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             is_dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
@@ -308,6 +315,12 @@ class Front(abc.ABC, Generic[Made]):
             raise ListenError(f"can't listen for {api} on {host}:{port}: {error}") from error
         listener.setblocking(False)
         self._socket, self.port = listener, listener.getsockname()[1]
+        if place is not None:
+            try:
+                self._dealer = Dealer(place, self.port, self._take_in)
+            except BaseException:
+                listener.close()
+                raise
         self._watch()
         return self.port
 
@@ -323,6 +336,9 @@ class Front(abc.ABC, Generic[Made]):
             with listener, contextlib.suppress(OSError):
                 while True:
                     self._take_in(listener.accept()[0])
+        if self._dealer is not None:
+            await self._dealer.close()
+            self._dealer = None
         if self._connecting:
             _, late = await asyncio.wait(self._connecting, timeout=min(timeout_s, LAST_HANDSHAKE_S))
             for task in late:
@@ -351,7 +367,12 @@ class Front(abc.ABC, Generic[Made]):
                 loop.remove_reader(listener)
                 loop.call_later(_EXHAUSTED_PAUSE_S, self._watch)
                 return
-            self._take_in(connection)
+            if self._dealer is None or not self._dealer.give(connection):
+                self._take_in(connection)
+
+    def _count(self) -> None:
+        if self._dealer is not None:
+            self._dealer.count(len(self.open))
 
     def _take_in(self, connection: socket.socket) -> None:
         """Refuse a connection before it costs anything, or have it made."""

@@ -118,6 +118,7 @@ def serve(ctx: click.Context, /, **options: Any) -> None:
       shardrank serve --snapshot models/films/3 --workers 4 --limit max_candidates=500 --host 0.0.0.0
       shardrank serve --snapshot models/films/3 --host 0.0.0.0 --tls-cert api.crt --tls-key api.key --tokens tokens.json
     """
+    from serving.api.dealing import Place
     from serving.server import ServerConfig
 
     in_fleet, given = settings.belongs_to_fleet(ctx, _FLEET_ONLY), settings.given_flags(ctx)
@@ -125,7 +126,7 @@ def serve(ctx: click.Context, /, **options: Any) -> None:
         named = settings.flags(wrong)
         raise click.UsageError(f"{named}: with --registry only for --local rows; shard nodes have their own.")
     protection = Protection.of(options)
-    config = config_of(ServerConfig, options, tls=protection.tls)
+    config = config_of(ServerConfig, options, tls=protection.tls, place=Place.here())
     if options["shards"] and (wrong := sorted(given & {"memory_budget_gb", *settings.DEVICE_FLAGS})):
         verb = "is" if len(wrong) == 1 else "are"
         raise click.UsageError(f"{settings.flags(wrong)} {verb} for rows in this process; shard nodes have their own.")

@@ -41,6 +41,7 @@ from loader.snapshot.store import Store
 from router.errors import PlanError
 from router.plan import REPLICATED, Plan
 from router.plan_file import PlanFile
+from serving.api.dealing import WORKER_VARIABLE, Place
 from serving.errors import FleetError
 from serving.fleet.supervisor import (
     ChildSpec,
@@ -366,9 +367,11 @@ def worker_specs(
 
     `arguments` has each worker's flags of `shardrank serve`, but ports; `probes` what else each must say, if anything.
     """
-    on_exit = None
+    on_exit, places = None, [dict[str, str]() for _ in ports.probes]
     if len(ports.probes) > 1:
-        metrics = run_directory / "metrics"
+        metrics, sharing = run_directory / "metrics", run_directory / "connections"
+        sharing.mkdir(mode=0o700, exist_ok=True)
+        places = [{WORKER_VARIABLE: str(Place(worker, len(places), sharing))} for worker in range(len(places))]
         metrics.mkdir(mode=0o700, exist_ok=True)
         environment = {**environment, "PROMETHEUS_MULTIPROC_DIR": str(metrics)}
         # A dead process' gauges must not be added up with those of the living.
@@ -381,7 +384,7 @@ def worker_specs(
                 *("--http-port", str(ports.http), "--grpc-port", str(ports.grpc), "--probe-port", str(probe_port)),
             ),
             probe=partial(_ask_worker, probes[worker : worker + 1], probe_port),
-            environment=environment,
+            environment={**environment, **places[worker]},
             on_exit=on_exit,
         )
         for worker, probe_port in enumerate(ports.probes)

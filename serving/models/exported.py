@@ -36,7 +36,7 @@ from loader.snapshot.program import Program, ProgramArchive, program_bytes
 from serving.errors import ProgramHardwareError, RankingModelError, UntrustedProgramError
 from serving.models.inputs import InputShapes, RankingInputs, SequenceInput, SideShapes
 from serving.models.layers import NumberFormat, can_pack
-from serving.models.ranking_models import AttentionUnit, RankingModel
+from serving.models.ranking_models import RankingModel
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -544,10 +544,6 @@ class _BuiltIn(nn.Module):
         super().__init__()
         self.model = model
         self._sequence = next(iter(model.shapes.sequence_dims), None)
-        for module in model.modules():
-            if isinstance(module, AttentionUnit):
-                # A program has no loop whose turns depend on the sizes: all pairs are worked on at once.
-                module.max_pairs = 1 << 62
 
     def forward(
         self,
@@ -560,7 +556,7 @@ class _BuiltIn(nn.Module):
         sequences = {}
         if self._sequence is not None and rows is not None and mask is not None:
             sequences[self._sequence] = SequenceInput(rows, mask)
-        return self.model.forward(RankingInputs(context, candidates, sequences, request_of_candidate))
+        return self.model.forward(RankingInputs(context, candidates, sequences, request_of_candidate, is_ordered=True))
 
 
 def exported_copy(spec: ModelSpec, model: RankingModel) -> tuple[ModelSpec, ExportedProgram]:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from itertools import islice
 from typing import TypeAlias, cast
 
+from serving.api.dealing import Place
 from serving.api.grpc.connection import Connection, Exchange
 from serving.api.grpc.wire import ConnectionLimits, ErrorCode, FloodError, HeaderList, Http2Error
 from serving.api.listening import (
@@ -289,10 +290,10 @@ class Http2Listener(Front[Http2Protocol]):
         self._waiting: deque[Http2Protocol] = deque()
         self._turn = self._turn_ends = 0.0
 
-    def start(self, host: str, port: int, api: str) -> int:
+    def start(self, host: str, port: int, api: str, place: Place | None = None) -> int:
         """Listen, see `listen`."""
         self.loop = asyncio.get_running_loop()
-        return self.listen(host, port, api)
+        return self.listen(host, port, api, place)
 
     async def stop(self, grace_s: float) -> None:
         """Take in what has connected, then nothing more; end connections as streams do, or when the time is over."""

@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from serving.api import documents
+from serving.api.dealing import Place
 from serving.api.grpc.calls import GrpcCall, GrpcMethod, GrpcMethods, streamed
 from serving.api.grpc.listener import Http2Listener
 from serving.api.grpc.wire import ConnectionLimits
@@ -86,9 +87,9 @@ class GrpcServer:
         )
         self._watcher: asyncio.Task[None] | None = None
 
-    async def start(self, host: str, port: int) -> int:
-        """Listen. Returns the port, a free one if 0 was asked for. Raises ListenError if it can't be bound."""
-        bound = self._listener.start(host, port, "gRPC")
+    async def start(self, host: str, port: int, place: Place | None = None) -> int:
+        """Listen, as `Front.listen` does. Returns the port. Raises ListenError."""
+        bound = self._listener.start(host, port, "gRPC", place)
         self._watcher = asyncio.create_task(self._health.watch())
         return bound
 
