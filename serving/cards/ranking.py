@@ -421,7 +421,7 @@ class CardRanking(Ranking):
         if times is not None:
             times.lookup_s, times.rank_s = ready - began, self._clock() - ready
         self._metrics.card_batch(self._model_name, is_graph=packed.is_graph)
-        return scores, mapped.rejected
+        return scores[None, :], mapped.rejected
 
     def warm(self, golden: GoldenRequests | None) -> None:
         """Make buffers and graphs for the usual classes of batches: as golden requests have, or one id a feature."""

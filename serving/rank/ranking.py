@@ -234,6 +234,7 @@ class Ranking:
         self._counter = counter
         self._clock = clock
         self._model_name = parts.schema.features.spec.model
+        self._output_names = tuple(parts.schema.features.spec.dense_model.outputs)
         Ranking.use(self, parts)
 
     def using(self, parts: RankingParts) -> Self:
@@ -290,18 +291,19 @@ class Ranking:
     def _outcomes(
         self, requests: Sequence[RankRequest], batch: MergedBatch, scores: Float32Array, rejected: RejectedIds
     ) -> list[RankAnswer | Exception]:
-        order = rank_order(scores, batch.candidate_starts, batch.request_of_candidate)
+        order = rank_order(scores[0], batch.candidate_starts, batch.request_of_candidate)
         starts = batch.candidate_starts.tolist()
-        model, version = self._model_name, self.parts.version
+        model, version, names = self._model_name, self.parts.version, self._output_names
         outcomes: list[RankAnswer | Exception] = []
         for request, start, end in zip(requests, starts[:-1], starts[1:], strict=True):
             best = order[start:end][: request.top_k]
-            outcomes.append(RankAnswer(model, version, scores[start:end], best, request.request_id))
+            named = dict(zip(names, scores[1:, start:end], strict=True)) if names else {}
+            outcomes.append(RankAnswer(model, version, scores[0, start:end], best, request.request_id, outputs=named))
         # A sum is finite only if all of them are, and one number is asked faster than many.
-        if not rejected.feature.size and math.isfinite(np.add.reduce(scores)):
-            self._counter.scored(scores)
+        if not rejected.feature.size and math.isfinite(np.add.reduce(scores, axis=None)):
+            self._counter.scored(scores[0])
             return outcomes
-        finite = np.logical_and.reduceat(np.isfinite(scores), batch.candidate_starts[:-1])
+        finite = np.logical_and.reduceat(np.isfinite(scores).all(axis=0), batch.candidate_starts[:-1])
         for number in np.flatnonzero(~finite).tolist():
             outcomes[number] = ModelOutputError(f"model {model!r} version {version} gave a score that is not finite")
         if len(rejected):
@@ -313,7 +315,7 @@ class Ranking:
             for number, which in zip(*np.unique(owner, return_index=True), strict=True):
                 outcomes[number] = unknown_id(self.parts.schema, requests[number], rejected, which, int(bag[which]))
         is_answered = np.array([isinstance(one, RankAnswer) for one in outcomes])
-        self._counter.scored(scores[is_answered[batch.request_of_candidate]])
+        self._counter.scored(scores[0, is_answered[batch.request_of_candidate]])
         return outcomes
 
     async def score(
@@ -321,8 +323,9 @@ class Ranking:
     ) -> tuple[Float32Array, RejectedIds]:
         """Score a batch until `deadline`, in monotonic seconds, and tell `times` how long the parts took.
 
-        Returns float32 [N], and the ids that have no row; the scores of candidates that use one mean nothing. Raises
-        DeadlineExceededError before scoring if the time is over, RouterError or ShardNodeError if the lookup failed.
+        Returns float32 [1 + outputs, N], the scores and below them what the model names, and the ids that have no row;
+        what candidates get that use one means nothing. Raises DeadlineExceededError before scoring if the time is over,
+        RouterError or ShardNodeError if the lookup failed.
         """
         began = self._clock()
         parts = self.parts
@@ -356,14 +359,14 @@ class Ranking:
         return answer
 
     def score_rows(self, batch: MergedBatch, embeddings: Embeddings) -> Float32Array:
-        """Score a batch whose rows were looked up: float32 [N]."""
+        """Score a batch whose rows were looked up: float32 [1 + outputs, N], as `RankingModel.scores`."""
         with torch.inference_mode():
             inputs = self.parts.assembler.assemble(
                 embeddings, batch.request_of_candidate, batch.context_dense, batch.candidate_dense, self._columns
             )
-            scores: Float32Array = self._dense.score(inputs.on(self.device)).cpu().numpy()
+            scores: Float32Array = self._dense.scores(inputs.on(self.device)).cpu().numpy()
         # What a batch was rounded up by is nobody's.
-        return scores[: batch.request_of_candidate.size]
+        return scores[:, : batch.request_of_candidate.size]
 
     def _tell_times(self, times: BatchTimes, answering: float, waiting: Sequence[Pending], method: str) -> None:
         times.ended = self._clock()

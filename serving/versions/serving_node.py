@@ -74,6 +74,7 @@ class ServingConfig(Frozen):
         num_replicas: ranking replicas, each a thread; 0 for one on the event loop that the process serves on.
         stage_cpu_share: of one core, at most, that checking files takes.
         plan: how rows of its model are divided, in place of what the fleet's record and the snapshot say.
+        trust_exported: run exported programs of this store, which are code.
         hot_rows: of each version, copies of the hottest rows in this process; None for none.
     """
 
@@ -87,6 +88,7 @@ class ServingConfig(Frozen):
     node_tls: TlsClientConfig | None = None
     plan: PlanFile | None = None
     hot_rows: HotRowsConfig | None = None
+    trust_exported: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,6 +342,7 @@ class ServingNode:
                 on_close=closing.close,
                 loop=loop,
                 hot=hot,
+                trust_exported=config.trust_exported,
             )
         except BaseException:
             closing.close()
