@@ -339,7 +339,8 @@ class LocalShard:
     ) -> Answer:
         """Pools in the calling thread, into float32 sums. The deadline is not looked at: the call waits for nothing."""
         del deadline, forms
-        return Answer(self.node.pool(model, version, bags))
+        sequence = self.node.sequence(model, version)
+        return Answer(self.node.pool(model, version, bags), sequence=sequence)
 
     async def info(self) -> NodeInfo:
         """Return what the node serves."""

@@ -86,7 +86,9 @@ def write_step(folder: Path, step: int, tensors: Mapping[str, torch.Tensor]) -> 
             os.fsync(file.fileno())
         unfinished.rename(path)
         fsync_path(folder)
-        for old in sorted(folder.glob("[0-9]*.safetensors"))[:-KEPT_STEPS]:
+        # By age: of an earlier fleet that used this store there may be steps of higher numbers.
+        others = sorted((one.stat().st_mtime_ns, one) for one in folder.glob("[0-9]*.safetensors") if one != path)
+        for _, old in others[: 1 - KEPT_STEPS]:
             old.unlink(missing_ok=True)
     except OSError as error:
         with contextlib.suppress(OSError):

@@ -31,7 +31,7 @@ from serving.models.ranking_models import CPU, DeviceCopies
 from serving.observe.calls import BatchTimes, VersionCounter
 from serving.observe.metrics import ServingMetrics
 from serving.rank.batcher import Pending
-from shard_node.answer import EXACT, Forms
+from shard_node.answer import EXACT, UNKNOWN_SEQUENCE, Forms
 from shard_node.bags import Float32Array, Int64Array, KeyedBags
 from shard_node.errors import DeadlineExceededError
 from shard_node.node import NodeInfo, Shard
@@ -202,7 +202,8 @@ class RankingParts:
         models: the dense model, as it serves, on each device.
         forms: of the answers of shards.
         dense_step: of its weights; 0 for those of the snapshot.
-        min_sequence: the delta that every row must be of, or a later one, to be scored with these weights.
+        min_sequence: the delta that every row must be of, or a later one, to be scored with these weights; those of the
+            snapshot go with whatever is there.
     """
 
     version: int
@@ -211,7 +212,7 @@ class RankingParts:
     assembler: InputAssembler
     forms: Forms = EXACT
     dense_step: int = 0
-    min_sequence: int = 0
+    min_sequence: int = UNKNOWN_SEQUENCE
 
     @property
     def dtype(self) -> NumberFormat:

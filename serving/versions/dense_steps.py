@@ -76,11 +76,7 @@ class DenseSteps:
         is_silent = False
         while True:
             try:
-                served = versions()
-                for gone in self.refused.keys() - {(one.model, one.version) for one in served}:
-                    del self.refused[gone]
-                for one in served:
-                    await self.look(one)
+                await self._look_at_all(versions())
                 is_silent = False
             except Exception as error:  # a fault of ours must not end the following for good
                 if not is_silent:
@@ -88,6 +84,13 @@ class DenseSteps:
                     logger.warning("dense weights are those that answer: %s", error, exc_info=trace)
                 is_silent = True
             await asyncio.sleep(LOOK_S * random.uniform(0.75, 1.25))
+
+    async def _look_at_all(self, versions: list[ServedModel]) -> None:
+        # Here, and not in `run`, whose frame would keep retired versions until the next look.
+        for gone in self.refused.keys() - {(one.model, one.version) for one in versions}:
+            del self.refused[gone]
+        for one in versions:
+            await self.look(one)
 
     def _take(self, served: ServedModel, record: DenseStep) -> None:
         # OpenMP would give this thread helpers of its own.

@@ -160,7 +160,8 @@ def encode_answer(request_id: int, answer: Answer, *, tell_sequence: bool = Fals
     With `tell_sequence` its field is the answer's sequence. The buffers look into the arrays: don't change those.
     """
     sums = list(map(np.ascontiguousarray, answer.sums))
-    fields = _SEQUENCE_FIELD.pack(answer.sequence) if tell_sequence else b""
+    is_told = tell_sequence and answer.sequence != UNKNOWN_SEQUENCE
+    fields = _SEQUENCE_FIELD.pack(answer.sequence) if is_told else b""
     if answer.stored is None:
         return _encode(FrameType.POOLED, request_id, fields, sums)
     return _encode(FrameType.STORED, request_id, fields, [*sums, *map(np.ascontiguousarray, answer.stored)])
