@@ -10,10 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, NamedTuple, Self, TypeAlias, get_args
+from typing import Annotated, Any, Final, Literal, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -29,9 +29,9 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-from pydantic_core import ErrorDetails
 
 from loader.errors import SnapshotCorruptError, SnapshotFormatError, SnapshotPathError, cut, file_error
+from loader.snapshot.schema_errors import quoted_errors
 
 FORMAT_VERSION = 1
 MAX_NUM_EMBEDDINGS = 2**32 - 1
@@ -78,7 +78,6 @@ CHECKSUM_NAME = "manifest.json.sha256"
 MAX_MANIFEST_BYTES = 16 << 20
 # Keys of one JSON object: bounds how many errors the schema can find in one.
 MAX_OBJECT_KEYS = 4096
-_QUOTED_ERRORS = 5
 
 
 class Frozen(BaseModel):
@@ -485,72 +484,6 @@ def _refuse_duplicates(what: str, names: list[Any]) -> None:
         raise ValueError(f"duplicate {what}: {duplicates[0]!r}")
 
 
-class SchemaError(NamedTuple):
-    """One mistake: where, what is wrong, and the value that was found."""
-
-    place: tuple[int | str, ...]
-    problem: str
-    value: object
-
-    def __str__(self) -> str:
-        return f"{'.'.join(map(str, self.place)) or 'document'}: {self.problem}"
-
-
-def schema_errors(
-    error: ValidationError, schemas: Iterable[type[BaseModel]], elsewhere: Iterable[str] = ()
-) -> Iterator[SchemaError]:
-    """Return the mistakes in a document; an unknown key comes with those that are allowed there.
-
-    `schemas` are the model that was validated, or those of a union told apart by `kind`; `elsewhere` are fields of them
-    that are no keys of the document.
-    """
-    found = error.errors(include_url=False, include_context=False)
-    roots, hidden = tuple(schemas), frozenset(elsewhere)
-    for one in found:
-        if _follows_from_another(one, found):
-            continue
-        problem = one["msg"]
-        if one["type"] == "extra_forbidden":
-            *place, key = one["loc"]
-            allowed = [name for name in _allowed_keys(place, roots) if name not in hidden]
-            problem = f"unknown key {key!r:.80}; allowed are {allowed}"
-        yield SchemaError(one["loc"], problem, one["input"])
-
-
-def _follows_from_another(one: ErrorDetails, found: list[ErrorDetails]) -> bool:
-    """Tells whether a list is only said to be too short because validation stopped at one of its bad items."""
-    place = one["loc"]
-    return one["type"] in ("too_short", "too_long") and any(
-        len(other["loc"]) > len(place) and other["loc"][: len(place)] == place for other in found
-    )
-
-
-def _allowed_keys(place: Iterable[int | str], schemas: tuple[type[BaseModel], ...]) -> list[str]:
-    """Return the keys of the object at `place`, in the order of its schema."""
-    for part in place:
-        if isinstance(part, int):
-            continue
-        fields = [schema.model_fields[part].annotation for schema in schemas if part in schema.model_fields]
-        # A part that is no field is the tag by which pydantic names the member of a union.
-        schemas = (
-            tuple(inner for annotation in fields for inner in _models_in(annotation))
-            if fields
-            else tuple(
-                one
-                for one in schemas
-                if "kind" in one.model_fields and part in get_args(one.model_fields["kind"].annotation)
-            )
-        )
-    return list(dict.fromkeys(name for schema in schemas for name in schema.model_fields))
-
-
-def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for inner in get_args(annotation):
-        yield from _models_in(inner)
-
-
 def fingerprint_strings(strings: Sequence[str]) -> npt.NDArray[np.int64]:
     """Hashes with XXH3-64 (seed 0) each string's UTF-8 bytes with the top bit cleared, int64 [len(strings)].
 
@@ -627,16 +560,6 @@ def check_manifest_checksum(root: Path, identity: str) -> None:
     stated = _read_bounded(snapshot_file(root, CHECKSUM_NAME), 4096)
     if stated != _checksum_line(identity).encode():
         raise SnapshotCorruptError(f"{root / MANIFEST_NAME}: SHA-256 is not the one in {CHECKSUM_NAME}")
-
-
-def quoted_errors(error: ValidationError) -> str:
-    """Return the first errors of a document that does not fit its schema, each with its place, in bounded length."""
-    found = error.errors(include_url=False, include_context=False, include_input=False)
-    quoted = [
-        f"{cut('.'.join(map(str, one['loc'])) or 'document')}: {cut(one['msg'], 300)}" for one in found[:_QUOTED_ERRORS]
-    ]
-    more = f"; and {len(found) - _QUOTED_ERRORS} more" if len(found) > _QUOTED_ERRORS else ""
-    return "; ".join(quoted) + more
 
 
 def _bounded_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -48,6 +48,7 @@ _EXPRESSION = re.compile(r"[\w\s+\-*/%(),<>=&|~']{0,10000}")
 _SYMBOL = re.compile(r"[sunz]+\d+|\d+")
 _WORDS = re.compile(
     "Symbol|positive|integer|nonnegative|negative|nonzero|finite|real|True|False|Integer|Add|Mul|Pow|Mod|Max|Min|"
+    "GreaterThan|LessThan|StrictGreaterThan|StrictLessThan|Equality|Unequality|"
     "FloorDiv|CeilDiv|CleanDiv|PythonMod|ModularIndexing|Where|Eq|Ne|Le|Lt|Ge|Gt|And|Or|Not|int_oo|oo"
 )
 # Everything else would be found by walking through PyTorch's modules, such as `torch.load`.

@@ -48,11 +48,11 @@ from loader.snapshot.manifest import (
     TableSpec,
     manifest_texts,
     parse_manifest,
-    quoted_errors,
 )
 from loader.snapshot.per_row import Vocabulary, access_count_tensors, vocabulary_tensors
 from loader.snapshot.program import Program, program_bytes
 from loader.snapshot.row_source import FLOAT_DTYPES, RowSource
+from loader.snapshot.schema_errors import quoted_errors
 from loader.snapshot.store import ExportFolder, Store, open_export_folder
 from loader.snapshot.tensor_files import MAX_HEADER_BYTES, MAX_TENSOR_DIMS
 

@@ -223,7 +223,8 @@ def read_description(path: Path) -> ModelSpec:
     from pydantic import ValidationError
 
     from loader.errors import ExportError
-    from loader.snapshot.manifest import ExportedModelSpec, ModelSpec, schema_errors
+    from loader.snapshot.manifest import ExportedModelSpec, ModelSpec
+    from loader.snapshot.schema_errors import schema_errors
     from serving.models.config import parse_dense_model
     from serving.models.exported import check_bindings
 

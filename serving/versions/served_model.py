@@ -22,7 +22,7 @@ from router.hot_rows import HotRows
 from router.id_mapping import IdMapper, RejectedIds
 from router.plan import Plan
 from router.router import Router
-from serving.cards.ranking import CardRanking, scorer_on_card
+from serving.cards.ranking import CardRanking, CardScorer, scorer_on_card
 from serving.description import ModelDescription
 from serving.errors import GoldenMismatchError, NotReadyError, RankingModelError
 from serving.formats.schema import RequestSchema
@@ -127,12 +127,7 @@ class ServedModel:
             connected = shards(partial(metrics.shard_retry, spec.model))
             nodes.update(dict.fromkeys(shard.node for shard in connected if isinstance(shard, LocalShard)))
             router = Router(schema.features, mapper, plan, connected, hot=hot)
-            scorer = scorer_on_card(connected, spec.model, snapshot.version, number, limits, card_graphs)
-            if scorer is not None and isinstance(spec.dense_model, ExportedModelSpec):
-                scorer.close()
-                raise RankingModelError(
-                    f"model {spec.model!r}: an exported program is run on the CPU; keep its rows in RAM, not on cards"
-                )
+            scorer = _scorer(connected, snapshot, number, limits, card_graphs)
             if scorer is None:
                 return Ranking(parts, router, connected, metrics, counter, clock)
             return CardRanking(parts, router, connected, metrics, counter, scorer, clock)
@@ -245,6 +240,18 @@ class ServedModel:
         """End the replicas and free what they hold. Not from a replica's own thread; no lease may be out."""
         _stop(self._batcher, self._replicas)
         self._on_close()
+
+
+def _scorer(
+    shards: Sequence[Shard], snapshot: Snapshot, replica: int, limits: RequestLimits, card_graphs: bool
+) -> CardScorer | None:
+    """Make what scores on a card, if rows are on cards. Raises RankingModelError for a program, which runs on CPUs."""
+    model = snapshot.spec.model
+    scorer = scorer_on_card(shards, model, snapshot.version, replica, limits, card_graphs)
+    if scorer is not None and isinstance(snapshot.spec.dense_model, ExportedModelSpec):
+        scorer.close()
+        raise RankingModelError(f"model {model!r}: an exported program is run on the CPU, but its rows are on cards")
+    return scorer
 
 
 def id_mapper(snapshot: Snapshot, schema: FeatureSchema) -> IdMapper:
