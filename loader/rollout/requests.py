@@ -232,6 +232,8 @@ class VersionStatus(_Part):
     leases: int
     memory_bytes: int
     delta_sequence: int
+    dense_step: int
+    dense_refused: str
     golden_difference: float | None
     golden_tolerance: float | None
 

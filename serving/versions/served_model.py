@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar, cast
@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, cast
 import numpy as np
 import torch
 
+from loader.registry.fleet import DenseStep
 from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.manifest import ExportedModelSpec
 from loader.snapshot.reader import Snapshot
@@ -84,6 +85,7 @@ class ServedModel:
         self.counter, self.checked, self.access = counter, checked, access
         self.submit = batcher.submit
         self._batcher, self._replicas, self._on_close = batcher, replicas, on_close
+        self._dense_step = 0
 
     @classmethod
     def load(
@@ -147,6 +149,7 @@ class ServedModel:
                 takers = [_on_loop(lambda: ranking(0).using(found), batcher, loop, clock)]
             finally:
                 _stop(checked_with, replicas)
+        metrics.dense_step(spec.model, snapshot.version, 0)
         metrics.dtype_fallback(spec.model, snapshot.version, fell_back=bool(checked.fallback))
         metrics.wire_fallback(spec.model, snapshot.version, fell_back=bool(checked.wire_fallback))
         description = ModelDescription.of(snapshot, limits, checked.dtype, checked.fallback)
@@ -179,6 +182,40 @@ class ServedModel:
                 f"no node of shard {min(asked - have)} that answers has version {self.version} of model {self.model!r}"
             )
         return told
+
+    @property
+    def dense_step(self) -> int:
+        """The newest step of dense weights that it may answer with; 0 for those of the snapshot."""
+        return self._dense_step
+
+    def change_dense(self, snapshot: Snapshot, tensors: Mapping[str, torch.Tensor], record: DenseStep) -> None:
+        """Answer with other dense weights, checked, as soon as rows have the deltas that they need. Blocks.
+
+        What answers now goes on until then, and for rows of replicas that lag.
+
+        Raises:
+            RankingModelError: the tensors are not those of the model.
+            GoldenMismatchError: golden scores drift further than the record states, or are not finite.
+            NotReadyError, RouterError, ShardNodeError: it can't be checked now.
+        """
+        replicas = cast("list[Replica]", self._replicas)
+        own = replicas[0].ranking.parts
+        model = load_model(snapshot.spec, tensors, own.dtype)
+        parts = replace(own, models=DeviceCopies(model), dense_step=record.step, min_sequence=record.sequence)
+        golden = snapshot.golden()
+        if golden is not None:
+            check = _GoldenCheck(snapshot, own, replicas, golden, record.max_drift, time.monotonic)
+            if (drift := check.difference(replicas[0], parts, to_own=True)) > record.max_drift:
+                raise GoldenMismatchError(
+                    f"golden scores are up to {drift:.3g} from those of dense step {own.dense_step}, of the same rows; "
+                    f"max_drift is {record.max_drift:g}"
+                )
+
+        async def offer(ranking: Ranking) -> None:
+            ranking.offer(parts)
+
+        _on_all(replicas, offer)
+        self._dense_step = record.step
 
     def golden_differences(self, snapshot: Snapshot) -> dict[NumberFormat, float]:
         """Find the largest difference from a golden score in each number format that this machine has. Blocks.
@@ -466,7 +503,7 @@ class _GoldenCheck:
                     scores = ranking.score_rows(batch, embeddings)
                 else:
                     expected = exported
-                    scores, rejected = await ranking.score(batch, deadline)
+                    scores, rejected, _ = await ranking.score(batch, deadline)
                 largest = max(largest, self.batch_difference(scores, expected, rejected))
                 await asyncio.sleep(clock() - began)
             return largest
