@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from loader.snapshot.golden import GoldenRequests as GoldenRequests
     from loader.snapshot.manifest import DenseInputs as DenseInputs
     from loader.snapshot.manifest import DenseModelSpec as DenseModelSpec
+    from loader.snapshot.manifest import ExportedModelSpec as ExportedModelSpec
     from loader.snapshot.manifest import FeatureSpec as FeatureSpec
     from loader.snapshot.manifest import HashMapping as HashMapping
     from loader.snapshot.manifest import IdentityMapping as IdentityMapping
@@ -61,6 +62,8 @@ if TYPE_CHECKING:
     from serving.client.features import RankResult as RankResult
     from serving.embedded import Ranker as Ranker
     from serving.limits import RequestLimits as RequestLimits
+    from serving.models.exported import check_program as check_program
+    from serving.models.exported import export_program as export_program
     from serving.models.ranking_models import build_model as build_model
     from shard_node.cuda.card_set import CardOptions as CardOptions
 
@@ -75,7 +78,8 @@ _NAMES = {
     "loader.registry.registry": "Registry",
     "loader.snapshot.golden": "GoldenRequests",
     "loader.snapshot.manifest": (
-        "DenseInputs DenseModelSpec FeatureSpec HashMapping IdentityMapping ModelSpec TableSpec VocabularyMapping"
+        "DenseInputs DenseModelSpec ExportedModelSpec FeatureSpec HashMapping IdentityMapping ModelSpec TableSpec "
+        "VocabularyMapping"
     ),
     "loader.snapshot.row_source": "ArrayRows RowsFromBlocks SafetensorsRows TensorRows",
     "loader.snapshot.reader": "Snapshot verify_snapshot",
@@ -89,6 +93,7 @@ _NAMES = {
     "serving.client.features": "LookupResult Ragged RankResult",
     "serving.embedded": "Ranker",
     "serving.limits": "RequestLimits",
+    "serving.models.exported": "check_program export_program",
     "serving.models.ranking_models": "build_model",
     "shard_node.cuda.card_set": "CardOptions",
 }

@@ -23,6 +23,7 @@ from loader.snapshot.reader import Snapshot, verify_snapshot
 from loader.snapshot.row_source import rows_of
 from loader.snapshot.writer import export_snapshot
 from serving.cli import main as command
+from serving.cli.serve import _source, serve, worker_arguments
 from serving.client.client import AsyncClient
 from serving.embedded import Ranker
 from serving.errors import GoldenMismatchError, RankingModelError, UntrustedProgramError
@@ -185,6 +186,20 @@ def test_a_store_that_is_not_trusted_is_refused_and_the_command_says_so(folder: 
     assert "ok: exported program: nothing in it is pickled" in accepted.output
     assert "dense model: exported takes ['context', 'candidates', 'request_of_candidate']" in accepted.output
     assert "and outputs ['click', 'buy'], every score within 0.0001" in accepted.output
+
+
+def test_every_serving_process_is_told_that_the_store_is_trusted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    configs: list[Any] = []
+    monkeypatch.setattr("serving.cli.fleet._run", lambda config, scheme: configs.append(config))
+    for flags in ([], ["--trust-exported"]):
+        static = serve.make_context("serve", ["--snapshot", str(folder), *flags]).params
+        member = serve.make_context("serve", ["--registry", "r", "--store", str(folder.parent.parent), *flags]).params
+        assert _source(static, folder, None).trust_exported is bool(flags)
+        for told in (worker_arguments(static, folder), worker_arguments(member, None)):
+            assert ("--trust-exported" in told) is bool(flags)
+        assert CliRunner().invoke(command, ["up", "--snapshot", str(folder), *flags]).exit_code == 0
+        assert ("--trust-exported" in configs[-1].serve_arguments) is bool(flags)
+        assert "--trust-exported" not in configs[-1].shard_node_arguments
 
 
 def test_a_program_is_exported_from_the_command_line(trained: TrainedTasks, tmp_path: Path) -> None:
