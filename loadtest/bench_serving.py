@@ -45,8 +45,8 @@ from loadtest.servers import (
 )
 from loadtest.serving_limit import LimitConfig, LimitProcess
 from loadtest.tables import Number, Spread, grouped_table, median_of
-from loadtest.workloads.catalog import BenchShape, BenchWorkload, Head, bench_spec
-from loadtest.workloads.cli import same_option
+from loadtest.workloads.catalog import BenchShape, BenchWorkload, Head, SideSplit, bench_spec
+from loadtest.workloads.cli import same_option, side_split_option
 from loadtest.workloads.payloads import APIS, Api
 from loadtest.workloads.prepare import write_random_snapshot
 from serving.models.layers import NumberFormat
@@ -517,6 +517,7 @@ def _old_apis(ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]
     help="Where the rows are when one request is in flight. Repeatable. Default: both.",
 )
 @click.option("--rows", type=click.IntRange(1), default=1_000_000, show_default=True, help="Of the one table.")
+@side_split_option("candidates")
 @same_option
 @click.option("--rounds", type=click.IntRange(1, 100), help="Default: 5, with --quick 1.")
 @click.option("--seconds", type=click.FloatRange(0.1), help="Of each full load. Default: 5, with --quick 2.")
@@ -563,9 +564,11 @@ def main(json_file: Path | None, against: Path | None, old_apis: dict[Api, Api],
         json_file.write_text(result.model_dump_json(indent=1) + "\n", encoding="utf-8")
 
 
-def bench_config(*, quick: bool, rows: int, varied: bool, **options: Any) -> BenchConfig:
+def bench_config(
+    *, quick: bool, rows: int, varied: bool, side_split: SideSplit = "candidates", **options: Any
+) -> BenchConfig:
     """Take what the flags ask for; what is not given is the default of the full or the quick form."""
-    config = BenchConfig(shape=BenchShape.of(rows, varied=varied))
+    config = BenchConfig(shape=BenchShape.of(rows, varied=varied, side_split=side_split))
     given = {name: value for name, value in options.items() if value not in (None, ())}
     if quick:
         config = config.quick()

@@ -16,7 +16,7 @@ from loadtest.workloads.payloads import GRPC_APIS, Encoding
 from serving.limits import RequestLimits
 
 APIS_BY_SCHEME: dict[str, tuple[Encoding, ...]] = {"http": ("json", "oip-http"), "grpc": GRPC_APIS}
-OTHER_SERVERS_APIS: tuple[Encoding, ...] = ("flat", "tensors")
+OTHER_SERVERS_APIS: tuple[Encoding, ...] = ("flat", "flat-once", "tensors", "tensors-once")
 DEFAULT_PORTS = {"http": 80}
 MAX_RUN_S = 3600.0
 MAX_RATE = 200_000.0

@@ -76,7 +76,7 @@ def open_payloads(load: OfferedLoad, process: int = 0) -> tuple[str, Payloads]:
     return _open_payloads(load.model_copy(update=changed), process)
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=32)
 def _open_payloads(load: OfferedLoad, process: int) -> tuple[str, Payloads]:
     api, wanted = load.api or "json", load.workload
     if not isinstance(wanted, str):

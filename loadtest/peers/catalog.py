@@ -8,10 +8,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 from loadtest.errors import PeerEnvironmentError
 
+if TYPE_CHECKING:
+    from loadtest.workloads.payloads import Encoding
+
+Form: TypeAlias = Literal["all columns for each candidate", "context once"]
+FORMS: tuple[Form, ...] = get_args(Form)
 PIP_TIMEOUT_S = 1800.0
 _LOG_TAIL = 2000
 
@@ -33,6 +38,13 @@ class Peer:
     path: str
     body: Literal["flat", "tensors"]
     package: str
+
+    @property
+    def forms(self) -> dict[Form, Encoding]:
+        """List the ways to ask it: with all columns for each candidate, or with the context sent once."""
+        if self.body == "flat":
+            return {FORMS[0]: "flat", FORMS[1]: "flat-once"}
+        return {FORMS[0]: "tensors", FORMS[1]: "tensors-once"}
 
     @property
     def script(self) -> Path:

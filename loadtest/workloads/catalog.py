@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, Self, TypeAlias
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from loader.snapshot.manifest import (
     DenseInputs,
@@ -253,36 +253,66 @@ BENCH_SEED = 11
 MAX_BENCH_BYTES = 1 << 30
 
 
+SideSplit: TypeAlias = Literal["product", "candidates"]
+"""Which inputs of the benchmarks' model come once a request."""
+VARIED_AROUND_100 = {"candidates": "50-150:100", "varied": True}
+EQUAL_REQUESTS = {"candidates": "100", "varied": False}
+"""What changes in a shape so that requests are alike, and so that they vary around these."""
+
+
 class BenchShape(Frozen):
     """Of the model that the benchmarks serve, one table that all features share, and of every request.
 
     Attributes:
-        features: all of candidates.
+        features: of which the first `context_features` come once a request, the others once a candidate.
         rows: of the table.
         row_dtype: number format of them.
-        dense: floats of a candidate.
+        dense: floats, of which `context_dense` come once a request.
         candidates: of a request, as `parse_candidates` reads it.
         varied: whether bags are ragged, and each request is sent with a `traceparent` and `x-request-id` of its own.
     """
 
     features: int = Field(default=26, ge=1, le=1000)
+    context_features: int = Field(default=0, ge=0, le=999)
     embedding_dim: int = Field(default=64, ge=1, le=1024)
     rows: int = Field(default=1_000_000, ge=1, le=2**31)
     row_dtype: RowDtype = "int8"
     dense: int = Field(default=13, ge=1, le=1000)
+    context_dense: int = Field(default=0, ge=0, le=1000)
     candidates: str = VARIED_CANDIDATES.name
     varied: bool = True
 
+    @model_validator(mode="after")
+    def _has_candidates(self) -> Self:
+        if self.context_features >= self.features or self.context_dense > self.dense:
+            raise ValueError(
+                f"context_features, context_dense: {self.context_features} and {self.context_dense}; fewer than "
+                f"{self.features} features and at most {self.dense} dense inputs can be the context's"
+            )
+        return self
+
     @classmethod
-    def of(cls, rows: int, row_dtype: RowDtype = "int8", *, varied: bool) -> BenchShape:
-        """Take the benchmarks' shape; requests that are not varied have 100 candidates."""
+    def of(
+        cls, rows: int, row_dtype: RowDtype = "int8", *, varied: bool, side_split: SideSplit = "candidates"
+    ) -> BenchShape:
+        """Take the benchmarks' shape; requests that are not varied have 100 candidates.
+
+        `product` has 20 of the 26 features and, in the same proportion, 10 of the 13 dense inputs once a request, as a
+        product service sends a user and what may be shown; `candidates` has all of them once a candidate.
+        """
         shape = cls(rows=rows, row_dtype=row_dtype)
-        return shape if varied else shape.model_copy(update={"candidates": "100", "varied": False})
+        if side_split == "product":
+            shape = shape.model_copy(update={"context_features": 20, "context_dense": 10})
+        return shape if varied else shape.model_copy(update=EQUAL_REQUESTS)
 
     @property
     def requests(self) -> str:
         """Say what results say of the requests."""
-        return f"{self.candidates} candidates, {FORMS[self.varied]}"
+        own = self.features - self.context_features, self.dense - self.context_dense
+        of_context = (self.context_features, self.context_dense)
+        split = f"{of_context[0]} features and {of_context[1]} floats once a request, " if any(of_context) else ""
+        each = f"{own[0]} and {own[1]} a candidate, " if split else ""
+        return f"{self.candidates} candidates, {split}{each}{FORMS[self.varied]}"
 
 
 class BenchWorkload(Frozen):
@@ -310,8 +340,11 @@ def bench_spec(shape: BenchShape, head: Head) -> ModelSpec:
     return ModelSpec(
         model=f"bench-{head}",
         tables=(table,),
-        features=tuple(FeatureSpec(name=name, side="candidate") for name in names),
-        dense_inputs=DenseInputs(candidate=shape.dense),
+        features=tuple(
+            FeatureSpec(name=name, side="context" if number < shape.context_features else "candidate")
+            for number, name in enumerate(names)
+        ),
+        dense_inputs=DenseInputs(context=shape.context_dense, candidate=shape.dense - shape.context_dense),
         dense_model=DenseModelSpec(kind=head, config=layers[head]),
     )
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from serving.cli import WithExamples
 from serving.cli.output import human_bytes, progress_bars
+
+if TYPE_CHECKING:
+    from loadtest.workloads.catalog import SideSplit
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
@@ -29,6 +32,18 @@ def same_option(function: Decorated) -> Decorated:
         help="Varied requests, the default, have ragged bags and another `traceparent` and `x-request-id` each time; "
         "the same ones have bags of one length and heads that are alike.",
     )(function)
+
+
+def side_split_option(default: SideSplit) -> Callable[[Decorated], Decorated]:
+    """Add `--workload`: which inputs of the benchmarks' model come once a request."""
+    return click.option(
+        "--workload",
+        "side_split",
+        type=click.Choice(("product", "candidates")),
+        default=default,
+        show_default=True,
+        help="product: 20 of the 26 features and 10 of the 13 floats come once a request; candidates: none.",
+    )
 
 
 def workload_options(function: Decorated) -> Decorated:

@@ -2,7 +2,7 @@
 
 Each API has a function that encodes a request, and one that reads the scores of an answer. The formats are those of
 docs/api.md, serving/proto/shardrank/v1/ranking.proto and docs/open-inference-protocol.md; `flat` and `tensors` are what
-other servers are asked with (`loadtest.peers`).
+other servers are asked with (`loadtest.peers`), with the context's columns in each candidate's, or once a request.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import math
 import random
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, TypeAlias, get_args
 
 import msgspec
@@ -31,7 +32,9 @@ from shard_node.bags import Float32Array, Int32Array, Int64Array
 Api: TypeAlias = Literal["json", "oip-http", "grpc", "grpc-packed", "oip-grpc"]
 APIS: tuple[Api, ...] = get_args(Api)
 GRPC_APIS: tuple[Api, ...] = ("grpc", "grpc-packed", "oip-grpc")
-Encoding: TypeAlias = Literal["json", "oip-http", "grpc", "grpc-packed", "oip-grpc", "flat", "tensors"]
+Encoding: TypeAlias = Literal[
+    "json", "oip-http", "grpc", "grpc-packed", "oip-grpc", "flat", "flat-once", "tensors", "tensors-once"
+]
 
 Headers: TypeAlias = tuple[tuple[str, str], ...]
 """Names in lower case, and values."""
@@ -46,7 +49,7 @@ FORMS = {True: "varied: ragged bags, headers that change", False: "not varied (-
 """What results say of requests that are `varied` or not."""
 
 _BINARY: Headers = (("content-type", "application/octet-stream"),)
-_FLAT_HEADER = struct.Struct("<4I")
+_FLAT_HEADER = struct.Struct("<7I")
 _RANK_METHOD = "/shardrank.v1.RankingService/Rank"
 
 
@@ -331,26 +334,69 @@ def _read_oip_grpc(answer: bytes) -> ScoreList:
     return _read_flat(message.raw_output_contents[names.index(SCORES)])
 
 
-def candidate_arrays(request: WorkloadRequest) -> tuple[Int64Array, Int32Array, Float32Array]:
-    """Lay out a request whose features are all of candidates, candidate by candidate.
+@dataclass(frozen=True, slots=True, eq=False)
+class SideArrays:
+    """The context's part of a request, or the candidates', row by row: 1 row, or one for each candidate.
 
-    Returns:
-        (ids, int64 [n]; the number of ids in each bag, int32 [candidates, features]; dense inputs, float32
-        [candidates, dense]).
+    Attributes:
+        ids: int64 [n], all bags of a row side by side.
+        lengths: int32 [rows, features], the ids of each bag.
+        dense: float32 [rows, dense].
     """
-    bags, candidates = request.bags, request.num_candidates
-    lengths = bags.lengths.reshape(-1, candidates)
-    candidate = np.repeat(np.tile(np.arange(candidates), len(lengths)), bags.lengths)
-    ids = bags.values[np.argsort(candidate, kind="stable")]
-    return ids, np.ascontiguousarray(lengths.T, np.int32), request.candidate_dense
+
+    ids: Int64Array
+    lengths: Int32Array
+    dense: Float32Array
+
+    @classmethod
+    def of(cls, features: Sequence[FeatureBags], dense: Float32Array) -> SideArrays:
+        """Lay out features that have a bag for each row of `dense`."""
+        rows = len(dense)
+        lengths = np.array([one.lengths for one in features], np.int64).reshape(len(features), rows)
+        row = np.repeat(np.tile(np.arange(rows), len(features)), lengths.ravel())
+        ids = np.concatenate([np.zeros(0, np.int64), *(one.values for one in features)])
+        return cls(ids[np.argsort(row, kind="stable")], np.ascontiguousarray(lengths.T, np.int32), dense)
 
 
-def _encode_flat(workload: Workload, request: WorkloadRequest, model: str, timeout_ms: int | None) -> Encoded:
-    """Little-endian: four uint32 (candidates, features, ids, dense inputs), then the arrays of `candidate_arrays`."""
-    del workload, model, timeout_ms
-    ids, lengths, dense = candidate_arrays(request)
-    header = _FLAT_HEADER.pack(*lengths.shape, ids.size, dense.shape[1])
-    return header + packed_bytes(ids, "<i8") + packed_bytes(lengths, "<i4") + packed_bytes(dense, "<f4"), _BINARY
+def side_arrays(workload: Workload, request: WorkloadRequest, *, once: bool) -> tuple[SideArrays, SideArrays]:
+    """Lay out a request's context and its candidates; if not `once`, the candidates have the context's columns too.
+
+    Then the context has no columns. A candidate's features stay in the model's order, its dense inputs are
+    `[context | candidate]`.
+    """
+    features = list(features_of(workload.schema, request))
+    if once:
+        context = SideArrays.of([one for one in features if one.is_context], request.context_dense[None])
+        return context, SideArrays.of([one for one in features if not one.is_context], request.candidate_dense)
+    count = request.num_candidates
+    spread = [
+        replace(one, values=np.tile(one.values, count), lengths=np.repeat(one.lengths, count))
+        if one.is_context
+        else one
+        for one in features
+    ]
+    context_dense = np.broadcast_to(request.context_dense, (count, request.context_dense.size))
+    dense = np.concatenate([context_dense, request.candidate_dense], 1)
+    return SideArrays.of([], np.zeros((1, 0), np.float32)), SideArrays.of(spread, dense)
+
+
+def _encode_flat(
+    workload: Workload, request: WorkloadRequest, model: str, timeout_ms: int | None, *, once: bool
+) -> Encoded:
+    """Little-endian: seven uint32 (candidates; features, ids and dense inputs of the context, then of a candidate).
+
+    Behind them ids (int64), lengths (int32) and dense inputs (float32) of the context, then of the candidates, as
+    `SideArrays` has them.
+    """
+    del model, timeout_ms
+    sides = side_arrays(workload, request, once=once)
+    sizes = [size for one in sides for size in (one.lengths.shape[1], one.ids.size, one.dense.shape[1])]
+    parts = [
+        packed_bytes(array, dtype)
+        for one in sides
+        for array, dtype in ((one.ids, "<i8"), (one.lengths, "<i4"), (one.dense, "<f4"))
+    ]
+    return b"".join([_FLAT_HEADER.pack(request.num_candidates, *sizes), *parts]), _BINARY
 
 
 def _read_flat(answer: bytes) -> ScoreList:
@@ -359,14 +405,23 @@ def _read_flat(answer: bytes) -> ScoreList:
     return np.frombuffer(answer, "<f4")
 
 
-def _encode_tensors(workload: Workload, request: WorkloadRequest, model: str, timeout_ms: int | None) -> Encoded:
-    """Return an infer request with tensors `ids`, `lengths`, `dense`, each a batch of one request."""
-    del workload, model, timeout_ms
-    ids, lengths, dense = candidate_arrays(request)
+def _encode_tensors(
+    workload: Workload, request: WorkloadRequest, model: str, timeout_ms: int | None, *, once: bool
+) -> Encoded:
+    """Return an infer request with tensors `ids`, `lengths`, `dense`, each a batch of one request.
+
+    If `once`, also with `context_ids`, `context_lengths` and `context_dense`.
+    """
+    del model, timeout_ms
+    context, candidates = side_arrays(workload, request, once=once)
     named: list[tuple[str, str, npt.NDArray[Any]]] = [
-        ("ids", "INT64", ids),
-        ("lengths", "INT32", lengths),
-        ("dense", "FP32", dense),
+        (f"{prefix}{name}", datatype, array)
+        for prefix, side in (("", candidates), ("context_", context))[: 1 + once]
+        for name, datatype, array in (
+            ("ids", "INT64", side.ids),
+            ("lengths", "INT32", side.lengths),
+            ("dense", "FP32", side.dense),
+        )
     ]
     return _infer_body([(name, datatype, [1, *one.shape], one.tobytes()) for name, datatype, one in named], None)
 
@@ -386,6 +441,8 @@ _FORMS: dict[Encoding, _Form] = {
     "grpc": _Form(_RANK_METHOD, _encode_grpc, _read_grpc),
     "grpc-packed": _Form(_RANK_METHOD, _encode_packed, _read_grpc),
     "oip-grpc": _Form("/inference.GRPCInferenceService/ModelInfer", _encode_oip_grpc, _read_oip_grpc),
-    "flat": _Form("/rank", _encode_flat, _read_flat),
-    "tensors": _Form("/v2/models/rank/infer", _encode_tensors, _read_oip_http),
+    "flat": _Form("/rank", partial(_encode_flat, once=False), _read_flat),
+    "flat-once": _Form("/rank", partial(_encode_flat, once=True), _read_flat),
+    "tensors": _Form("/v2/models/rank/infer", partial(_encode_tensors, once=False), _read_oip_http),
+    "tensors-once": _Form("/v2/models/rank/infer", partial(_encode_tensors, once=True), _read_oip_http),
 }

@@ -24,7 +24,10 @@ max_batch_size: {max_batch}
 input [
   {{ name: "ids", data_type: TYPE_INT64, dims: [-1], allow_ragged_batch: true }},
   {{ name: "lengths", data_type: TYPE_INT32, dims: [-1, -1], allow_ragged_batch: true }},
-  {{ name: "dense", data_type: TYPE_FP32, dims: [-1, -1], allow_ragged_batch: true }}
+  {{ name: "dense", data_type: TYPE_FP32, dims: [-1, -1], allow_ragged_batch: true }},
+  {{ name: "context_ids", data_type: TYPE_INT64, dims: [-1], allow_ragged_batch: true, optional: true }},
+  {{ name: "context_lengths", data_type: TYPE_INT32, dims: [-1, -1], allow_ragged_batch: true, optional: true }},
+  {{ name: "context_dense", data_type: TYPE_FP32, dims: [-1, -1], allow_ragged_batch: true, optional: true }}
 ]
 output [{{ name: "scores", data_type: TYPE_FP32, dims: [-1] }}]
 instance_group [{{ count: {workers}, kind: KIND_CPU }}]
