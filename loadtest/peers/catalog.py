@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import venv
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -76,6 +76,30 @@ PEERS = {
         Peer("triton", "Triton", "/v2/models/rank/infer", "tensors", "nvidia-pytriton"),
     )
 }
+
+
+@dataclass(frozen=True, slots=True)
+class FormTrial:
+    """Both forms of a peer under full load, in turn, before the rounds.
+
+    Attributes:
+        requests_per_s: by form, the median of its loads.
+    """
+
+    peer: str
+    hotness: int
+    requests_per_s: Mapping[Form, float]
+
+    @property
+    def better(self) -> Form:
+        """Name the form in which the peer is measured."""
+        return max(self.requests_per_s, key=self.requests_per_s.__getitem__)
+
+    @property
+    def told(self) -> str:
+        """Say what each form gave, and which is taken."""
+        gave = ", ".join(f"{form} {value:.0f}/s" for form, value in self.requests_per_s.items())
+        return f"{gave}; taken: {self.better}"
 
 
 def install_peer(peer: Peer, environments: Path, say: Callable[[str], None]) -> None:

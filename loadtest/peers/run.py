@@ -30,7 +30,7 @@ from loadtest.load.closed_loop import Weighed, cpu_seconds, not_busy_because
 from loadtest.load.config import OfferedLoad, RunConfig, bench_load
 from loadtest.load.generator import Generators, ask_scores, open_payloads
 from loadtest.load.result import LoadResult, Machine, this_machine, versions
-from loadtest.peers.catalog import FORMS, PEERS, Form, Peer
+from loadtest.peers.catalog import FORMS, PEERS, Form, FormTrial, Peer
 from loadtest.report.comparison import Arm, Better, Comparison
 from loadtest.rounds import Measure, compare_rounds, in_turn, show_comparison
 from loadtest.servers import HOST, Server, ServerCommand, check_scores, running, serving
@@ -213,30 +213,6 @@ class PeerRound:
     alone: Weighed
     offered: LoadResult
     repeats: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class FormTrial:
-    """Both forms of a peer under full load, in turn, before the rounds.
-
-    Attributes:
-        requests_per_s: by form, the median of its loads.
-    """
-
-    peer: str
-    hotness: int
-    requests_per_s: Mapping[Form, float]
-
-    @property
-    def better(self) -> Form:
-        """Name the form in which the peer is measured."""
-        return max(self.requests_per_s, key=self.requests_per_s.__getitem__)
-
-    @property
-    def told(self) -> str:
-        """Say what each form gave, and which is taken."""
-        gave = ", ".join(f"{form} {value:.0f}/s" for form, value in self.requests_per_s.items())
-        return f"{gave}; taken: {self.better}"
 
 
 @contextlib.contextmanager

@@ -11,8 +11,8 @@ from rich.console import Console
 
 from loadtest.load.closed_loop import Weighed, not_busy_because
 from loadtest.load.result import Machine, this_machine, versions
-from loadtest.peers.catalog import PEERS
-from loadtest.peers.run import TITLES, Bench, FormTrial, PeersConfig, Say, about, peers_bench
+from loadtest.peers.catalog import PEERS, FormTrial
+from loadtest.peers.run import TITLES, Bench, PeersConfig, Say, about, peers_bench
 from loadtest.report.comparison import Arm, Comparison
 from loadtest.rounds import Measure, compare_rounds, in_turn, show_comparison
 from loadtest.workloads.catalog import EQUAL_REQUESTS, VARIED_AROUND_100

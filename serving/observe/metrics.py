@@ -103,15 +103,7 @@ class ServingMetrics:
             ("model", "version"),
             multiprocess_mode="livemax",
         )
-        self._dense_steps = gauge(
-            "shardrank_dense_step",
-            "The newest set of dense weights that answers; 0 for the snapshot's own.",
-            ("model", "version"),
-            multiprocess_mode="livemin",
-        )
-        self._dense_refusals = counter(
-            "shardrank_dense_steps_refused", "Sets of dense weights that must not answer.", ("model", "version")
-        )
+        self._dense = _DenseMetrics(registry)
         self._version_requests = counter(
             "shardrank_version_requests",
             "Requests by the version that answered or failed them; ok or error.",
@@ -183,11 +175,11 @@ class ServingMetrics:
 
     def dense_step(self, model: str, version: int, step: int) -> None:
         """Say which set of dense weights a version has."""
-        self._dense_steps.labels(model, str(version)).set(step)
+        self._dense.steps.labels(model, str(version)).set(step)
 
     def dense_refused(self, model: str, version: int) -> None:
         """Count a set of dense weights that was refused."""
-        self._dense_refusals.labels(model, str(version)).inc()
+        self._dense.refusals.labels(model, str(version)).inc()
 
     def hot_rows(self, status: HotStatus) -> None:
         """Say what a version's tier of hot rows holds, and count what it counted since it told last."""
@@ -202,8 +194,8 @@ class ServingMetrics:
             self._version_requests.remove(model, str(version), outcome)
         self._fallbacks.remove(model, str(version))
         self._wire_fallbacks.remove(model, str(version))
-        self._dense_steps.remove(model, str(version))
-        self._dense_refusals.remove(model, str(version))
+        self._dense.steps.remove(model, str(version))
+        self._dense.refusals.remove(model, str(version))
         self._hot.forget(model, str(version))
 
     def _make_observations(self) -> None:
@@ -251,6 +243,25 @@ def _wire_counters(registry: CollectorRegistry) -> Callable[[str], tuple[Counter
         registry=registry,
     )
     return cache(lambda model: (asked.labels(model), *(answered.labels(model, form) for form in WIRE_FORMS)))
+
+
+class _DenseMetrics:
+    """What is told of dense steps."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.steps = Gauge(
+            "shardrank_dense_step",
+            "The newest set of dense weights that answers; 0 for the snapshot's own.",
+            ("model", "version"),
+            multiprocess_mode="livemin",
+            registry=registry,
+        )
+        self.refusals = Counter(
+            "shardrank_dense_steps_refused",
+            "Sets of dense weights that must not answer.",
+            ("model", "version"),
+            registry=registry,
+        )
 
 
 class _HotMetrics:
