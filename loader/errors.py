@@ -60,6 +60,10 @@ class SnapshotCorruptError(SnapshotError):
     """A file is missing, or its size, SHA-256, dtype or shape is not what the manifest says."""
 
 
+class UnsafeProgramError(SnapshotError, kind="unsafe_program"):
+    """A file of an exported program that PyTorch would not read without pickle, or that is no such file."""
+
+
 class SnapshotResourceError(SnapshotError, http_status=503, grpc_status="UNAVAILABLE", kind="snapshot_resource"):
     """File descriptors or memory ran out while a snapshot was read. It may be sound: try again when there is room."""
 

@@ -115,7 +115,8 @@ class Limit:
     async def _scores(self, batch: MergedBatch) -> Float32Array:
         deadline = time.monotonic() + DEADLINE_S
         embeddings = await self._router.lookup(self._model, self._version, batch.bags, deadline)
-        return self._ranking.score_rows(batch, embeddings)
+        scores: Float32Array = self._ranking.score_rows(batch, embeddings)[0]
+        return scores
 
     def _make_batches(self, hotness: int, size: int) -> list[MergedBatch]:
         """Every request of the pool once or twice, in batches of `size`."""

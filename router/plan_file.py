@@ -33,8 +33,8 @@ from loader.snapshot.manifest import (
     Frozen,
     ModelSpec,
     Name,
-    schema_errors,
 )
+from loader.snapshot.schema_errors import schema_errors
 from router.errors import PlanError
 
 UInt16Array = npt.NDArray[np.uint16]

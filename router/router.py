@@ -17,7 +17,7 @@ from router.feature_schema import FeatureSchema
 from router.hot_rows import HotLookup, HotRows
 from router.id_mapping import IdMapper, MappedBags, RejectedIds
 from router.plan import BucketOwners, Plan
-from shard_node.answer import EXACT, Answer, Forms, add_answers
+from shard_node.answer import EXACT, NEWEST_SEQUENCE, UNKNOWN_SEQUENCE, Answer, Forms, add_answers
 from shard_node.bags import CheckedBags, Float32Array, Int32Array, Int64Array, KeyedBags, TableLayout
 from shard_node.errors import NodeUnavailableError
 from shard_node.node import LocalShard, Shard
@@ -82,6 +82,7 @@ class Embeddings:
         bags: the rows that were asked for, by feature, after `skip` has left out unknown ids.
         rejected: ids that have no row, under `unknown_id: reject`; what is here for their bags must not be used.
         times: where the time went.
+        sequence: every row is of this delta or a later one.
     """
 
     schema: FeatureSchema
@@ -93,6 +94,7 @@ class Embeddings:
     bags: KeyedBags
     rejected: RejectedIds
     times: LookupTimes = field(default_factory=LookupTimes)
+    sequence: int = UNKNOWN_SEQUENCE
 
     def feature(self, index: int) -> Float32Array:
         """Return one feature by its flat index, float32 [bags, embedding_dim]: a view, or its slices side by side.
@@ -227,6 +229,11 @@ class Router:
         """How many of these were hot."""
         return 0 if self._hot is None else int(self._hot.counts.hits.sum())
 
+    def local_sequence(self, model: str, version: int) -> int:
+        """Tell the last delta that is applied to rows that are all in this process."""
+        assert self._all_rows is not None
+        return self._all_rows.node.sequence(model, version)
+
     def map(self, bags: KeyedBags) -> MappedBags:
         """Map ids, keyed by flat feature index, for whoever pools the rows himself."""
         return self._mapper.map(bags)
@@ -251,11 +258,12 @@ class Router:
         mapped_at = self._clock()
         times.map_s = mapped_at - began
         if self._all_rows is not None:
+            sequence = self.local_sequence(model, version)
             blocks = self._all_rows.node.pool(model, version, by_table)
             began = self._clock()
             times.shard_wait_s = began - mapped_at
         else:
-            blocks = await self._pool(model, version, by_table, deadline, forms, times)
+            blocks, sequence = await self._pool(model, version, by_table, deadline, forms, times)
             began = self._clock()
         if by_lookup.keys.size == self._lookups.feature.size:
             starts = by_lookup.bag_starts()
@@ -274,6 +282,7 @@ class Router:
             bags=by_feature,
             rejected=mapped.rejected,
             times=times,
+            sequence=sequence,
         )
         times.add_s += self._clock() - began
         return embeddings
@@ -285,16 +294,19 @@ class Router:
 
     async def _pool(
         self, model: str, version: int, bags: CheckedBags, deadline: float, forms: Forms, times: LookupTimes
-    ) -> list[Float32Array]:
+    ) -> tuple[list[Float32Array], int]:
         if self._hot is None:
-            return (await self._pool_with(None, model, version, bags, deadline, forms, times))[0]
+            blocks, _, sequence = await self._pool_with(None, model, version, bags, deadline, forms, times)
+            return blocks, sequence
         with self._hot.used() as hot:
             began = self._clock()
+            hot_sequence = self._hot.deltas.sequence
             found = hot.find(bags)
             times.split_s += self._clock() - began
-            blocks, parts = await self._pool_with(found, model, version, bags, deadline, forms, times)
-            self._hot.looked_up(bags, found, next((part for part in parts if part.owner == len(self._shards)), None))
-            return blocks
+            blocks, parts, sequence = await self._pool_with(found, model, version, bags, deadline, forms, times)
+            hits = next((part for part in parts if part.owner == len(self._shards)), None)
+            self._hot.looked_up(bags, found, hits)
+            return blocks, sequence if hits is None else min(sequence, hot_sequence)
 
     async def _pool_with(
         self,
@@ -305,7 +317,8 @@ class Router:
         deadline: float,
         forms: Forms,
         times: LookupTimes,
-    ) -> tuple[list[Float32Array], list[Part]]:
+    ) -> tuple[list[Float32Array], list[Part], int]:
+        """Give the blocks, the parts that they were added from, and the least delta that shards had applied."""
         began = self._clock()
         down: dict[int, ShardrankError] = {}
         while True:
@@ -330,7 +343,8 @@ class Router:
                 times.count(answer)
             blocks = add_answers(self.plan.layout, bags, parts, answers)
             times.add_s += self._clock() - answered
-            return blocks, parts
+            told = (one.sequence for one, part in zip(answers, parts, strict=True) if part.owner < len(self._shards))
+            return blocks, parts, min(told, default=NEWEST_SEQUENCE)
 
     def _parts(self, bags: KeyedBags, found: HotLookup | None) -> list[Part]:
         """Divide bags over the shards, into pieces that fit the wire; the longest first, and last what is hot."""

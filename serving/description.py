@@ -41,6 +41,7 @@ class DenseModelDescription(Frozen):
     kind: str
     dtype: NumberFormat = Field(description="what it is computed in; int8: the layers that gain by it")
     dtype_fallback: str = Field(default="", description="why it is not the dtype that was asked for; empty if it is")
+    outputs: tuple[str, ...] = Field(default=(), description="names of the outputs that an answer has beside scores")
 
 
 class ModelDescription(Frozen):
@@ -83,6 +84,11 @@ class ModelDescription(Frozen):
                 TableDescription(id_mapping=one.id_mapping.kind, **one.model_dump(include=same)) for one in spec.tables
             ),
             dense_inputs=spec.dense_inputs,
-            dense_model=DenseModelDescription(kind=spec.dense_model.kind, dtype=dtype, dtype_fallback=dtype_fallback),
+            dense_model=DenseModelDescription(
+                kind=spec.dense_model.kind,
+                dtype=dtype,
+                dtype_fallback=dtype_fallback,
+                outputs=tuple(spec.dense_model.outputs),
+            ),
             limits=limits,
         )

@@ -50,6 +50,7 @@ class Ranker:
         num_replicas: int = 1,
         memory_budget_bytes: int | None = None,
         verify: bool = True,
+        trust_exported: bool = False,
         limits: RequestLimits | None = None,
     ) -> Ranker:
         """Load a version from its folder and check it against its golden requests.
@@ -66,6 +67,7 @@ class Ranker:
             memory_budget_bytes: RAM for rows; what does not fit stays in the mapped files, or, with cards, is refused.
                 None: all in RAM, or, with cards, as much pinned memory as `card_options` says.
             verify: check every file's SHA-256.
+            trust_exported: run an exported program, which is code and can do whatever this process can.
             limits: of requests and batches.
 
         Raises:
@@ -80,6 +82,7 @@ class Ranker:
             memory_budget_bytes=memory_budget_bytes,
             card_set=CardSet.open(device, cards, card_options),
             verify=verify,
+            trust_exported=trust_exported,
             num_replicas=num_replicas,
             dtype=dtype,
         )

@@ -26,6 +26,10 @@ StoredRows: TypeAlias = npt.NDArray[np.uint8]
 WIRE_FORMS = ("stored", "float16", "float32")
 """Of what answers take on the wire, in the order of `Answer.bytes_by_form`."""
 _FLOAT16_INFINITY = 0x7C00
+UNKNOWN_SEQUENCE = -1
+"""Before any delta, and before the rows of any snapshot: nothing may rely on it."""
+NEWEST_SEQUENCE = 2**63 - 1
+"""Of an answer that no row is in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +60,14 @@ class Answer:
         sums: float32 or float16 [bags, embedding_dim], of each bag, or, beside `stored`, of those of other tables.
         stored: uint8 [values, row_bytes], the rows of tables that travel as stored; None if all are among `sums`.
         asked_bytes: length of the frame that it answers; 0 if it came through no socket.
+        sequence: the last delta that the owner had applied before it looked at its rows; UNKNOWN_SEQUENCE from a node
+            of a release that does not tell.
     """
 
     sums: Sequence[Sums]
     stored: Sequence[StoredRows] | None = None
     asked_bytes: int = 0
+    sequence: int = UNKNOWN_SEQUENCE
 
     def bytes_by_form(self) -> tuple[int, int, int]:
         """Bytes in each of `WIRE_FORMS`: of stored rows, of float16 and of float32 sums."""

@@ -222,10 +222,17 @@ class ShardNode:
         generation = self.generations.take(model, version)
         try:
             engine = generation.payload.engine
+            # Before the rows: they may be newer than it says, and never older.
+            sequence = generation.payload.deltas.sequence
             answer = engine.answer(bags) if forms.stored else Answer(engine.pool(bags))
         finally:
             self.generations.release(generation)
-        return Answer([rounded(sums) for sums in answer.sums], answer.stored) if forms.float16 else answer
+        sums = [rounded(one) for one in answer.sums] if forms.float16 else answer.sums
+        return Answer(sums, answer.stored, sequence=sequence)
+
+    def sequence(self, model: str, version: int) -> int:
+        """Return the last delta that is applied to a version. Raises GenerationNotFoundError."""
+        return self.generations.payload(model, version).deltas.sequence
 
     def counts(self, model: str, version: int, table: int, first_row: int, max_rows: int) -> CountedPart:
         """Return how often rows of a table were looked up. Raises as `AccessCounts.part`, GenerationNotFoundError."""
@@ -332,7 +339,8 @@ class LocalShard:
     ) -> Answer:
         """Pools in the calling thread, into float32 sums. The deadline is not looked at: the call waits for nothing."""
         del deadline, forms
-        return Answer(self.node.pool(model, version, bags))
+        sequence = self.node.sequence(model, version)
+        return Answer(self.node.pool(model, version, bags), sequence=sequence)
 
     async def info(self) -> NodeInfo:
         """Return what the node serves."""

@@ -8,13 +8,14 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, Self, TypeVar
 
 from loader.deltas.batch import DeltaBatch, encode_rows, rows_per_batch
+from loader.deltas.dense import DEFAULT_MAX_DRIFT, checked_tensors, steps_folder, write_step
 from loader.errors import (
     DeltaBaseError,
     DeltaError,
@@ -24,12 +25,13 @@ from loader.errors import (
     RegistryUnavailableError,
     StreamSequenceError,
 )
-from loader.registry.fleet import FleetRegistry, PublishedVersion, delta_stream, parse_record
+from loader.registry.fleet import DenseStep, FleetRegistry, PublishedVersion, delta_stream, parse_record
 from loader.registry.opening import open_registry
 from loader.registry.registry import Registry, StreamEntry
 from loader.rollout.plan import read_rollout
 from loader.snapshot.manifest import ModelSpec, TableSpec, read_manifest
 from loader.snapshot.publishing import stream_end
+from loader.snapshot.reader import Snapshot
 
 DEFAULT_MAX_STREAM_ENTRIES: Final = 65_536
 DEFAULT_RETRY_S: Final = 30.0
@@ -139,6 +141,74 @@ class AsyncDeltaPublisher:
                 )
                 await self._append(batch)
             return self._sequence
+
+    async def publish_dense(
+        self,
+        step: int,
+        tensors: Mapping[str, Any],
+        *,
+        sequence: int | None = None,
+        max_drift: float = DEFAULT_MAX_DRIFT,
+    ) -> int:
+        """Publish a whole set of dense weights. Durable when it returns; the same weights again change nothing.
+
+        Serving processes answer with it once the rows of all shards that they ask have the deltas it was trained with.
+
+        Args:
+            step: of training, from 1 on; higher than that of all steps published before.
+            tensors: of the names and shapes of the version's own; arrays or tensors on any device.
+            sequence: the last delta of rows that the weights were trained with; None for the last of the stream.
+            max_drift: how far a golden score may be from what the weights before give: a step beyond is refused.
+
+        Returns:
+            The sequence number that rows must have.
+
+        Raises:
+            DeltaFormatError: other names or shapes, a value that is not finite, or a number that can't be.
+            DeltaBaseError: the version is not published, or not in the store.
+            DeltaError: there is no store, or the dense model is an exported program.
+            RegistryConflictError: that step, or a later one, was published before.
+            SnapshotError: the store can't be read or written.
+            RegistryUnavailableError: the registry did not answer for `retry_s`.
+        """
+        if not 1 <= step < 2**63:
+            raise DeltaFormatError(f"dense step {step} is not within 1..2^63-1")
+        if not 0 < max_drift <= 1:
+            raise DeltaFormatError(f"max_drift {max_drift} is not above 0 and at most 1")
+        if self._store is None:
+            raise DeltaError("dense weights lie in the store: give the publisher `store`")
+        store, model, version = self._store, self._model, self._base_version
+        async with self._one_at_a_time:
+            await self._opened()
+            await self._again(self._look)
+            sequence = self._sequence if sequence is None else sequence
+            if not 0 <= sequence <= self._sequence:
+                raise DeltaFormatError(f"sequence {sequence} is not within 0..{self._sequence}, the last delta")
+            newest = await self._again(lambda: self._fleet.dense_step(model, version))
+            if newest is not None and step < newest.step:
+                raise RegistryConflictError(f"dense step {newest.step} is published; {step} must be higher")
+
+            def written() -> tuple[str, int]:
+                snapshot = Snapshot.open(store / model / str(version), verify=False)
+                return write_step(steps_folder(store, model, version), step, checked_tensors(snapshot, tensors))
+
+            sha256, size_bytes = await asyncio.to_thread(written)
+            if newest is not None and step == newest.step:
+                if sha256 != newest.sha256:
+                    raise RegistryConflictError(f"dense step {step} is published with other weights")
+                return newest.sequence
+            record = DenseStep(
+                model=model,
+                version=version,
+                step=step,
+                sequence=sequence,
+                sha256=sha256,
+                size_bytes=size_bytes,
+                max_drift=max_drift,
+                published_at=self._clock(),
+            )
+            await self._again(lambda: self._fleet.put_dense_step(record))
+            return sequence
 
     @property
     def sequence(self) -> int:
@@ -336,16 +406,14 @@ class DeltaPublisher:
 
         Raises DeltaError if another thread closes it meanwhile; then the rows may be published or not.
         """
-        with self._lock:
-            if self._closed:
-                raise DeltaError("the publisher is closed")
-            publishing = self._start(self._publisher.publish(table, rows, values))
-        try:
-            return publishing.result()
-        except concurrent.futures.CancelledError:
-            raise DeltaError(
-                f"the publisher was closed while it published to table {table!r}; these rows may be published or not"
-            ) from None
+        return self._result(self._publisher.publish(table, rows, values), f"rows of table {table!r}")
+
+    def publish_dense(self, step: int, tensors: Mapping[str, Any], **options: Any) -> int:
+        """Publish dense weights as `AsyncDeltaPublisher.publish_dense` does; wait until they are durable.
+
+        Raises DeltaError if another thread closes it meanwhile; then they may be published or not.
+        """
+        return self._result(self._publisher.publish_dense(step, tensors, **options), f"dense step {step}")
 
     @property
     def sequence(self) -> int:
@@ -388,6 +456,19 @@ class DeltaPublisher:
             await asyncio.wait(others)
         if self._registry is not None:
             await self._registry.close()
+
+    def _result(self, work: Coroutine[Any, Any, T], what: str) -> T:
+        with self._lock:
+            if self._closed:
+                work.close()
+                raise DeltaError("the publisher is closed")
+            publishing = self._start(work)
+        try:
+            return publishing.result()
+        except concurrent.futures.CancelledError:
+            raise DeltaError(
+                f"the publisher was closed while it published {what}; they may be published or not"
+            ) from None
 
     def _start(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)

@@ -25,6 +25,7 @@ NODES = "nodes/"
 COORDINATOR_LOCK = "locks/coordinator"
 STAGING_LOCKS = "locks/staging/"
 SPECS = "specs/"
+DENSE = "dense/"
 
 NodeKind = Literal["shard", "serving"]
 VersionState = Literal["waiting", "staging", "ready", "refused", "draining"]
@@ -64,6 +65,11 @@ def spec_key(model: str, version: int) -> str:
     return f"{SPECS}{model}/{version:020d}"
 
 
+def dense_key(model: str, version: int) -> str:
+    """Return the key of a version's `DenseStep`."""
+    return f"{DENSE}{model}/{version:020d}"
+
+
 def delta_stream(model: str, delta_base: int) -> str:
     """Return the stream of changed rows that began with a version."""
     return f"deltas/{model}/{delta_base}"
@@ -100,6 +106,27 @@ class PublishedVersion(Record):
     delta_base: Version
     last_delta: int = Field(ge=0)
     rows_bytes: int = Field(ge=0)
+    published_at: float
+
+
+class DenseStep(Record):
+    """The newest set of dense weights of a published version, which lies in the store. See docs/deltas.md.
+
+    Attributes:
+        step: of training; each is higher than the one before.
+        sequence: the last delta of rows that training had published before: rows must have it.
+        sha256, size_bytes: of the file.
+        max_drift: how far a golden score may be from what the weights before give, of the same rows.
+        published_at: seconds since the epoch.
+    """
+
+    model: Name
+    version: Version
+    step: int = Field(ge=1, lt=2**63)
+    sequence: int = Field(ge=0, lt=2**63)
+    sha256: str
+    size_bytes: int = Field(ge=0)
+    max_drift: float = Field(gt=0)
     published_at: float
 
 
@@ -176,6 +203,8 @@ class VersionReport(Record):
         golden_tolerance: what the manifest allows.
         delta_sequence: the last delta that is applied, contained ones included; shard nodes only.
         delta_published_at: when that was published, in seconds since the epoch; None if none was applied here.
+        dense_step: of the dense weights that answer, 0 for the snapshot's; serving processes only.
+        dense_refused: which step is not taken, and why; "" if none was refused since.
     """
 
     model: Name
@@ -191,6 +220,8 @@ class VersionReport(Record):
     golden_tolerance: float | None = None
     delta_sequence: int = 0
     delta_published_at: float | None = None
+    dense_step: int = 0
+    dense_refused: Annotated[str, Field(max_length=MAX_REASON_CHARACTERS)] = ""
     stats: VersionStats | None = None
 
 
@@ -364,8 +395,33 @@ class FleetRegistry:
     async def drop_version(self, model: str, version: int) -> bool:
         """Take a version, and its spec, off record. False if it was not there."""
         dropped = await self._drop(version_key(model, version))
+        await self._drop(dense_key(model, version))
         await self._drop(spec_key(model, version))
         return dropped
+
+    async def dense_step(self, model: str, version: int) -> DenseStep | None:
+        """Read the newest dense weights of a version; None if they are those of its snapshot."""
+        key = dense_key(model, version)
+        entry = await self.registry.get(key)
+        return None if entry is None else _dense_step(key, entry.value)
+
+    async def put_dense_step(self, record: DenseStep) -> None:
+        """Make a step the newest. The same one again changes nothing.
+
+        Raises RegistryConflictError if that step, or a later one, is on record.
+        """
+        key = dense_key(record.model, record.version)
+        newest: DenseStep | None = None
+
+        def following(entry: Entry | None) -> bytes | None:
+            nonlocal newest
+            newest = None if entry is None else _dense_step(key, entry.value)
+            return _encode(record) if newest is None or newest.step < record.step else None
+
+        if await self._change(key, following) or newest is None:
+            return
+        if newest.model_copy(update={"published_at": record.published_at}) != record:
+            raise RegistryConflictError(f"{key}: dense step {newest.step} is on record; {record.step} must be higher")
 
     async def put_spec(self, model: str, version: int, spec_json: str) -> None:
         """Put the JSON of a version's `ModelSpec` on record. Raises RegistryConflictError if there is another one."""
@@ -491,6 +547,10 @@ def _placed(key: str, value: bytes, schema: type[R], key_of: Callable[[R], str])
 
 def _wanted(key: str, value: bytes) -> WantedModel:
     return _placed(key, value, WantedModel, lambda record: wanted_key(record.model))
+
+
+def _dense_step(key: str, value: bytes) -> DenseStep:
+    return _placed(key, value, DenseStep, lambda record: dense_key(record.model, record.version))
 
 
 def _version(key: str, value: bytes) -> PublishedVersion:

@@ -34,7 +34,8 @@ from loader.rollout.plan import (
     undone,
     wanted_in_step,
 )
-from loader.snapshot.manifest import Frozen, schema_errors
+from loader.snapshot.manifest import Frozen
+from loader.snapshot.schema_errors import schema_errors
 
 MAX_ATTEMPTS = 16
 
@@ -231,6 +232,8 @@ class VersionStatus(_Part):
     leases: int
     memory_bytes: int
     delta_sequence: int
+    dense_step: int
+    dense_refused: str
     golden_difference: float | None
     golden_tolerance: float | None
 

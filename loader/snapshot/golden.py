@@ -17,6 +17,7 @@ from loader.snapshot.tensor_files import TensorInfo, expect_at_most, expect_tens
 _FLAT = ("num_candidates", "context_dense", "candidate_dense", "scores")
 _DTYPES = {"I32": "int32", "I64": "int64", "F32": "float32"}
 _BY_FEATURE = ("values", "lengths", "weights")
+_BY_NAME = (*_BY_FEATURE, "outputs")
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class GoldenRequests:
         context_dense: float32 [R, dense_inputs.context].
         candidate_dense: float32 [N, dense_inputs.candidate].
         scores: float32 [N], the expected scores.
+        outputs: per output that the model names, float32 [N].
     """
 
     num_candidates: npt.NDArray[np.int32]
@@ -42,6 +44,7 @@ class GoldenRequests:
     candidate_dense: npt.NDArray[np.float32]
     scores: npt.NDArray[np.float32]
     weights: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict)
+    outputs: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict)
 
     @property
     def num_requests(self) -> int:
@@ -49,19 +52,19 @@ class GoldenRequests:
         return len(self.num_candidates)
 
     def to_tensors(self) -> dict[str, npt.NDArray[Any]]:
-        """Return named arrays for a safetensors file: per-feature ones are named `values/<feature>` and so on."""
+        """Return named arrays for a safetensors file, such as `values/<feature>` and `outputs/<output>`."""
         tensors: dict[str, npt.NDArray[Any]] = {name: getattr(self, name) for name in _FLAT}
-        for kind in _BY_FEATURE:
+        for kind in _BY_NAME:
             tensors |= {f"{kind}/{feature}": array for feature, array in getattr(self, kind).items()}
         return {name: np.ascontiguousarray(array) for name, array in tensors.items()}
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, npt.NDArray[Any]]) -> Self:
         """Read back what `to_tensors` gave. Raises ExportError for a missing or unknown name."""
-        fields: dict[str, Any] = {kind: {} for kind in _BY_FEATURE}
+        fields: dict[str, Any] = {kind: {} for kind in _BY_NAME}
         for name, array in tensors.items():
             kind, _, feature = name.partition("/")
-            if feature and kind in _BY_FEATURE:
+            if feature and kind in _BY_NAME:
                 fields[kind][feature] = array
             elif name in _FLAT:
                 fields[name] = array
@@ -83,6 +86,8 @@ class GoldenRequests:
                 raise ExportError(
                     f"golden requests: {kind}: expected the features {sorted(expected)}, got {sorted(given)}"
                 )
+        if (named := sorted(spec.dense_model.outputs)) != sorted(self.outputs):
+            raise ExportError(f"golden requests: outputs: expected {named}, got {sorted(self.outputs)}")
         tensors = self.to_tensors()
         num_ids = {name: int(self.lengths[name].sum(dtype=np.int64)) for name in names}
         shapes = _expected(spec, len(counts), int(counts.sum(dtype=np.int64)), num_ids)
@@ -129,6 +134,7 @@ class GoldenRequests:
             context_dense=self.context_dense[index : index + 1],
             candidate_dense=self.candidate_dense[first:last],
             scores=self.scores[first:last],
+            outputs={name: values[first:last] for name, values in self.outputs.items()},
         )
 
 
@@ -149,6 +155,7 @@ def _expected(
         "candidate_dense": ("F32", (candidates, spec.dense_inputs.candidate)),
         "scores": ("F32", (candidates,)),
     }
+    expected |= {f"outputs/{name}": ("F32", (candidates,)) for name in spec.dense_model.outputs}
     for feature in spec.features:
         expected[f"lengths/{feature.name}"] = ("I32", (requests if feature.side == "context" else candidates,))
         expected[f"values/{feature.name}"] = ("I64", (num_ids[feature.name],))

@@ -10,18 +10,28 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
+from typing import Annotated, Any, Final, Literal, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
-from pydantic import BaseModel, ConfigDict, FailFast, Field, JsonValue, ValidationError, model_validator
-from pydantic_core import ErrorDetails
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    FailFast,
+    Field,
+    JsonValue,
+    Tag,
+    ValidationError,
+    model_validator,
+)
 
 from loader.errors import SnapshotCorruptError, SnapshotFormatError, SnapshotPathError, cut, file_error
+from loader.snapshot.schema_errors import quoted_errors
 
 FORMAT_VERSION = 1
 MAX_NUM_EMBEDDINGS = 2**32 - 1
@@ -30,6 +40,10 @@ MAX_COLUMN_SLICES = 32
 MAX_TABLES = 4096
 MAX_FEATURES = 4096
 MAX_DENSE_INPUTS = 65_536
+MAX_PROGRAM_INPUTS = 1024
+MAX_OUTPUTS = 64
+PROGRAM_PATH: Final = "dense.pt2"
+RESERVED_OUTPUTS = frozenset({"score", "scores", "order"})
 # Row files of one table: 16 TiB of files of the default size.
 MAX_ROW_FILES = 65_536
 # Bytes of all tensors of a file that is read into memory as a whole.
@@ -51,6 +65,9 @@ Side = Literal["context", "candidate"]
 # A name becomes a folder, a metric label and a JSON key: no separators, no leading dot.
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}$")]
 MAX_NAME_LENGTH = 128
+OutputName: TypeAlias = Annotated[Name, Field(max_length=64)]
+# Whether a program gets a thing of the context once for each request, or with each candidate.
+Per: TypeAlias = Literal["request", "candidate"]
 
 # Lists end at their first bad item, so that a list of a million bad ones costs one error.
 FAIL_FAST = FailFast()
@@ -61,7 +78,6 @@ CHECKSUM_NAME = "manifest.json.sha256"
 MAX_MANIFEST_BYTES = 16 << 20
 # Keys of one JSON object: bounds how many errors the schema can find in one.
 MAX_OBJECT_KEYS = 4096
-_QUOTED_ERRORS = 5
 
 
 class Frozen(BaseModel):
@@ -182,10 +198,117 @@ class DenseInputs(Frozen):
 
 
 class DenseModelSpec(Frozen):
-    """The ranking model: its kind and that kind's typed config, which `serving.models` validates."""
+    """A built-in ranking model: its kind and that kind's typed config, which `serving.models` validates."""
 
     kind: Name
     config: dict[str, JsonValue] = Field(default_factory=dict)
+
+    @property
+    def outputs(self) -> Mapping[str, OutputSpec]:
+        """Return the outputs that it names: none."""
+        return {}
+
+
+class SideInput(Frozen):
+    """All columns of a side: its pooled features in the spec's order, its dense inputs, zeros up to a multiple of 32.
+
+    Float [N, columns]; of the context with `per` request [R, columns]. It is what servers assemble: nothing is copied.
+    """
+
+    source: Literal["side"] = "side"
+    side: Side
+    per: Per = "candidate"
+
+
+class PooledInput(Frozen):
+    """Pooled embeddings of features of one side, one behind the other: float [N, sum of their embedding_dim].
+
+    Of the context with `per` request: [R, sum], one row for each of R requests, which `request_of_candidate` counts;
+    with `per` candidate each candidate has its request's.
+    """
+
+    source: Literal["pooled"] = "pooled"
+    features: Annotated[tuple[Name, ...], FAIL_FAST] = Field(min_length=1, max_length=MAX_FEATURES)
+    per: Per = "candidate"
+
+
+class SequenceSource(Frozen):
+    """A context feature with pooling none.
+
+    Its `part`: `rows`, float [N or R, L, embedding_dim], zeros behind the last; `lengths`, int64 [N or R]; or `mask`,
+    bool [N or R, L], False behind the last. L is the longest sequence of the batch.
+    """
+
+    source: Literal["sequence"] = "sequence"
+    feature: Name
+    part: Literal["rows", "lengths", "mask"] = "rows"
+    per: Per = "candidate"
+
+
+class ContextFloats(Frozen):
+    """The request's dense inputs: float [N or R, Kc]."""
+
+    source: Literal["context_floats"] = "context_floats"
+    per: Per = "candidate"
+
+
+class CandidateFloats(Frozen):
+    """Each candidate's dense inputs: float [N, Kd]."""
+
+    source: Literal["candidate_floats"] = "candidate_floats"
+
+
+class RequestOfCandidate(Frozen):
+    """Which of the batch's R requests each candidate belongs to: int64 [N]."""
+
+    source: Literal["request_of_candidate"] = "request_of_candidate"
+
+
+InputSource: TypeAlias = Annotated[
+    SideInput | PooledInput | SequenceSource | ContextFloats | CandidateFloats | RequestOfCandidate,
+    Field(discriminator="source"),
+]
+
+
+class OutputSpec(Frozen):
+    """What is made of an output of the program: its `activation`, and its `weight` within the score to order by."""
+
+    activation: Literal["none", "sigmoid", "softplus", "exp"] = "none"
+    weight: float = Field(default=1.0, gt=-3e38, lt=3e38)
+
+
+class ExportedModelSpec(Frozen):
+    """A `torch.export` program, or a package that AOTInductor made of one.
+
+    Attributes:
+        inputs: by the name of the program's argument, what it gets.
+        outputs: by name, what each output means, in the order in which the program returns them; a program that returns
+            a dict has these keys. Each is a float [N] or [N, 1].
+    """
+
+    kind: Literal["exported"] = "exported"
+    file: Literal["dense.pt2"] = PROGRAM_PATH
+    inputs: dict[Name, InputSource] = Field(min_length=1, max_length=MAX_PROGRAM_INPUTS)
+    outputs: dict[OutputName, OutputSpec] = Field(min_length=1, max_length=MAX_OUTPUTS)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if taken := sorted(RESERVED_OUTPUTS & self.outputs.keys()):
+            raise ValueError(f"outputs: {taken} are names of what every answer has; call them otherwise")
+        if not any(one.weight for one in self.outputs.values()):
+            raise ValueError("outputs: every weight is 0, so that there is no score to order by")
+        return self
+
+
+def _dense_model_kind(described: Any) -> str:
+    kind = described.get("kind") if isinstance(described, dict) else getattr(described, "kind", None)
+    return "exported" if kind == "exported" else "built-in"
+
+
+AnyDenseModel: TypeAlias = Annotated[
+    Annotated[ExportedModelSpec, Tag("exported")] | Annotated[DenseModelSpec, Tag("built-in")],
+    Discriminator(_dense_model_kind),
+]
 
 
 class ModelSpec(Frozen):
@@ -198,7 +321,7 @@ class ModelSpec(Frozen):
     tables: Annotated[tuple[TableSpec, ...], FAIL_FAST] = Field(min_length=1, max_length=MAX_TABLES)
     features: Annotated[tuple[FeatureSpec, ...], FAIL_FAST] = Field(min_length=1, max_length=MAX_FEATURES)
     dense_inputs: DenseInputs = DenseInputs()
-    dense_model: DenseModelSpec
+    dense_model: AnyDenseModel
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -324,6 +447,9 @@ class Manifest(Frozen):
                 )
             if files.access_counts is not None and not is_first:
                 raise ValueError(f"table {table.name!r}: access counts go with the table's first slice")
+        is_program = isinstance(self.spec.dense_model, ExportedModelSpec)
+        if is_program != (self.dense.path == PROGRAM_PATH):
+            raise ValueError(f"dense: {self.dense.path!r}; {PROGRAM_PATH!r} goes with an exported model, only with it")
         if self.delta_base is not None:
             if self.last_delta is None:
                 raise ValueError("delta_base needs last_delta: which of its deltas the tables contain already")
@@ -356,72 +482,6 @@ class Manifest(Frozen):
 def _refuse_duplicates(what: str, names: list[Any]) -> None:
     if duplicates := [name for name, count in Counter(names).items() if count > 1]:
         raise ValueError(f"duplicate {what}: {duplicates[0]!r}")
-
-
-class SchemaError(NamedTuple):
-    """One mistake: where, what is wrong, and the value that was found."""
-
-    place: tuple[int | str, ...]
-    problem: str
-    value: object
-
-    def __str__(self) -> str:
-        return f"{'.'.join(map(str, self.place)) or 'document'}: {self.problem}"
-
-
-def schema_errors(
-    error: ValidationError, schemas: Iterable[type[BaseModel]], elsewhere: Iterable[str] = ()
-) -> Iterator[SchemaError]:
-    """Return the mistakes in a document; an unknown key comes with those that are allowed there.
-
-    `schemas` are the model that was validated, or those of a union told apart by `kind`; `elsewhere` are fields of them
-    that are no keys of the document.
-    """
-    found = error.errors(include_url=False, include_context=False)
-    roots, hidden = tuple(schemas), frozenset(elsewhere)
-    for one in found:
-        if _follows_from_another(one, found):
-            continue
-        problem = one["msg"]
-        if one["type"] == "extra_forbidden":
-            *place, key = one["loc"]
-            allowed = [name for name in _allowed_keys(place, roots) if name not in hidden]
-            problem = f"unknown key {key!r:.80}; allowed are {allowed}"
-        yield SchemaError(one["loc"], problem, one["input"])
-
-
-def _follows_from_another(one: ErrorDetails, found: list[ErrorDetails]) -> bool:
-    """Tells whether a list is only said to be too short because validation stopped at one of its bad items."""
-    place = one["loc"]
-    return one["type"] in ("too_short", "too_long") and any(
-        len(other["loc"]) > len(place) and other["loc"][: len(place)] == place for other in found
-    )
-
-
-def _allowed_keys(place: Iterable[int | str], schemas: tuple[type[BaseModel], ...]) -> list[str]:
-    """Return the keys of the object at `place`, in the order of its schema."""
-    for part in place:
-        if isinstance(part, int):
-            continue
-        fields = [schema.model_fields[part].annotation for schema in schemas if part in schema.model_fields]
-        # A part that is no field is the tag by which pydantic names the member of a union.
-        schemas = (
-            tuple(inner for annotation in fields for inner in _models_in(annotation))
-            if fields
-            else tuple(
-                one
-                for one in schemas
-                if "kind" in one.model_fields and part in get_args(one.model_fields["kind"].annotation)
-            )
-        )
-    return list(dict.fromkeys(name for schema in schemas for name in schema.model_fields))
-
-
-def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for inner in get_args(annotation):
-        yield from _models_in(inner)
 
 
 def fingerprint_strings(strings: Sequence[str]) -> npt.NDArray[np.int64]:
@@ -500,16 +560,6 @@ def check_manifest_checksum(root: Path, identity: str) -> None:
     stated = _read_bounded(snapshot_file(root, CHECKSUM_NAME), 4096)
     if stated != _checksum_line(identity).encode():
         raise SnapshotCorruptError(f"{root / MANIFEST_NAME}: SHA-256 is not the one in {CHECKSUM_NAME}")
-
-
-def quoted_errors(error: ValidationError) -> str:
-    """Return the first errors of a document that does not fit its schema, each with its place, in bounded length."""
-    found = error.errors(include_url=False, include_context=False, include_input=False)
-    quoted = [
-        f"{cut('.'.join(map(str, one['loc'])) or 'document')}: {cut(one['msg'], 300)}" for one in found[:_QUOTED_ERRORS]
-    ]
-    more = f"; and {len(found) - _QUOTED_ERRORS} more" if len(found) > _QUOTED_ERRORS else ""
-    return "; ".join(quoted) + more
 
 
 def _bounded_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

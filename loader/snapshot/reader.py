@@ -34,6 +34,7 @@ from loader.snapshot.manifest import (
     MAX_DENSE_BYTES,
     MAX_PLAN_BYTES,
     PLAN_TENSOR,
+    PROGRAM_PATH,
     FileEntry,
     Frozen,
     Manifest,
@@ -50,6 +51,7 @@ from loader.snapshot.per_row import (
     decode_strings,
     id_type_is_string,
 )
+from loader.snapshot.program import ProgramArchive
 from loader.snapshot.store import hash_file
 from loader.snapshot.tensor_files import (
     TensorInfo,
@@ -134,7 +136,7 @@ class Snapshot:
         paths = {entry.path: snapshot_file(root, entry.path) for entry in manifest.files()}
         check_manifest_checksum(root, identity)
         _check_sizes(paths, manifest)
-        headers = {relative: read_header(at) for relative, at in paths.items()}
+        headers = {relative: read_header(at) for relative, at in paths.items() if relative != PROGRAM_PATH}
         snapshot = cls(root, manifest, identity, headers)
         snapshot._check_headers()  # before anything is read as a whole, or hashed
         if verify:
@@ -222,10 +224,17 @@ class Snapshot:
         return map_tensor(self.path / entry.path, self._headers[entry.path][COUNTS_TENSOR], np.uint32)
 
     def dense_tensors(self) -> dict[str, torch.Tensor]:
-        """Return the dense model's tensors by name, in memory."""
+        """Return the dense model's tensors by name, in memory; none of an exported program, which has them itself."""
         path = self.manifest.dense.path
+        if path == PROGRAM_PATH:
+            return {}
         arrays = load_numpy(self.path / path, self._headers[path])
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+    @property
+    def program_path(self) -> Path:
+        """Return where an exported program lies."""
+        return self.path / PROGRAM_PATH
 
     def golden(self) -> GoldenRequests | None:
         """Read the golden requests, if the snapshot has any. Raises SnapshotCorruptError if they do not fit."""
@@ -255,13 +264,7 @@ class Snapshot:
     def _check_headers(self) -> None:
         for table, files in zip(self.spec.stored_tables, self.manifest.tables, strict=True):
             self._check_table_headers(table, files)
-        dense = self._headers[self.manifest.dense.path]
-        path = self.path / self.manifest.dense.path
-        expect_at_most(path, dense, MAX_DENSE_BYTES)
-        for name, info in dense.items():
-            if info.dtype not in _DENSE_DTYPES:
-                where = f"{path}: tensor {cut(repr(name))}"
-                raise SnapshotCorruptError(f"{where} is {info.dtype}; allowed: {sorted(_DENSE_DTYPES)}")
+        self._check_dense_header()
         if (plan := self.manifest.plan) is not None:
             header, path = self._headers[plan.path], self.path / plan.path
             expect_at_most(path, header, MAX_PLAN_BYTES)
@@ -271,6 +274,20 @@ class Snapshot:
         if (golden := self.manifest.golden) is not None:
             path = self.path / golden.file.path
             check_golden_header(path, self.spec, golden, self._headers[golden.file.path])
+
+    def _check_dense_header(self) -> None:
+        entry = self.manifest.dense
+        path = self.path / entry.path
+        if entry.path == PROGRAM_PATH:
+            if entry.size_bytes > MAX_DENSE_BYTES:
+                raise SnapshotCorruptError(f"{path}: {entry.size_bytes} bytes; at most {MAX_DENSE_BYTES} are allowed")
+            return
+        dense = self._headers[entry.path]
+        expect_at_most(path, dense, MAX_DENSE_BYTES)
+        for name, info in dense.items():
+            if info.dtype not in _DENSE_DTYPES:
+                where = f"{path}: tensor {cut(repr(name))}"
+                raise SnapshotCorruptError(f"{where} is {info.dtype}; allowed: {sorted(_DENSE_DTYPES)}")
 
     def _check_table_headers(self, table: TableSpec, files: TableFiles) -> None:
         row_bytes = codec_for(table.dtype, table.embedding_dim).row_bytes
@@ -379,7 +396,13 @@ def verify_snapshot(path: str | Path, *, threads: int = 2, progress: Progress = 
     for name, tensor in snapshot.dense_tensors().items():
         if not bool(tensor.isfinite().all()):
             problems.append(f"{snapshot.manifest.dense.path}: tensor {name!r} holds NaN or inf")
-    if not problems:
+    if snapshot.manifest.dense.path == PROGRAM_PATH:
+        try:
+            ProgramArchive.read(snapshot.program_path)
+            checks.append("exported program: nothing in it is pickled")
+        except SnapshotError as error:
+            problems.append(f"{error.kind}: {error}")
+    elif not problems:
         checks.append("dense tensors: all values are finite")
     return VerifyReport(
         path=str(path),

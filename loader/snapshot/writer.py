@@ -38,6 +38,8 @@ from loader.snapshot.manifest import (
     MAX_ROW_FILES,
     NUM_BUCKETS,
     PLAN_TENSOR,
+    PROGRAM_PATH,
+    ExportedModelSpec,
     FileEntry,
     GoldenEntry,
     Manifest,
@@ -46,10 +48,11 @@ from loader.snapshot.manifest import (
     TableSpec,
     manifest_texts,
     parse_manifest,
-    quoted_errors,
 )
 from loader.snapshot.per_row import Vocabulary, access_count_tensors, vocabulary_tensors
+from loader.snapshot.program import Program, program_bytes
 from loader.snapshot.row_source import FLOAT_DTYPES, RowSource
+from loader.snapshot.schema_errors import quoted_errors
 from loader.snapshot.store import ExportFolder, Store, open_export_folder
 from loader.snapshot.tensor_files import MAX_HEADER_BYTES, MAX_TENSOR_DIMS
 
@@ -134,7 +137,7 @@ class _Export:
             version=self.version,
             created_at=created_at.astimezone(UTC).isoformat(timespec="seconds"),
             tables=tables,
-            dense=entries[_DENSE_PATH],
+            dense=entries[PROGRAM_PATH if isinstance(self.spec.dense_model, ExportedModelSpec) else _DENSE_PATH],
             golden=golden,
             plan=entries.get(_PLAN_PATH),
             metadata=dict(self.metadata),
@@ -170,7 +173,7 @@ def _check_rows(spec: ModelSpec, rows: Mapping[str, RowSource]) -> None:
 
 def _small_files(
     spec: ModelSpec,
-    dense: Mapping[str, torch.Tensor],
+    dense: Mapping[str, torch.Tensor] | Program,
     vocabularies: Mapping[str, Vocabulary],
     golden: GoldenRequests | None,
     access_counts: Mapping[str, npt.NDArray[Any]],
@@ -185,8 +188,7 @@ def _small_files(
         files[_VOCABULARY_PATH.format(name)] = vocabulary_tensors(tables[name], vocabulary)
     for name, counts in access_counts.items():
         files[_ACCESS_COUNTS_PATH.format(name)] = access_count_tensors(tables[name], counts)
-    files[_DENSE_PATH] = {name: _dense_tensor(name, tensor) for name, tensor in dense.items()}
-    _check_limits("dense", files[_DENSE_PATH], MAX_DENSE_BYTES)
+    files |= _dense_file(spec, dense)
     if plan is not None:
         files[_PLAN_PATH] = {PLAN_TENSOR: np.frombuffer(plan, np.uint8)}
         _check_limits("plan", files[_PLAN_PATH], MAX_PLAN_BYTES)
@@ -195,6 +197,22 @@ def _small_files(
         files[_GOLDEN_PATH] = golden.to_tensors()
         _check_limits("golden requests", files[_GOLDEN_PATH], MAX_GOLDEN_BYTES)
     return files
+
+
+def _dense_file(spec: ModelSpec, dense: Mapping[str, torch.Tensor] | Program) -> dict[str, Tensors]:
+    is_program = isinstance(spec.dense_model, ExportedModelSpec)
+    if isinstance(dense, Mapping):
+        if is_program:
+            raise ExportError("dense: the spec's dense_model is exported: expected a program, got tensors")
+        tensors = {name: _dense_tensor(name, tensor) for name, tensor in dense.items()}
+        _check_limits("dense", tensors, MAX_DENSE_BYTES)
+        return {_DENSE_PATH: tensors}
+    if not is_program:
+        raise ExportError(f"dense: the spec's dense_model is {spec.dense_model.kind}: expected tensors, got a program")
+    content = program_bytes(dense)
+    if len(content) > MAX_DENSE_BYTES:
+        raise ExportError(f"dense: {len(content)} bytes; at most {MAX_DENSE_BYTES} are allowed")
+    return {PROGRAM_PATH: {PROGRAM_PATH: np.frombuffer(content, np.uint8)}}
 
 
 def _rows_per_file(table: TableSpec, rows_per_file: int | None) -> int:
@@ -325,7 +343,7 @@ def export_snapshot(
     spec: ModelSpec,
     *,
     rows: Mapping[str, RowSource],
-    dense: Mapping[str, torch.Tensor],
+    dense: Mapping[str, torch.Tensor] | Program,
     vocabularies: Mapping[str, Vocabulary] | None = None,
     access_counts: Mapping[str, npt.NDArray[Any]] | None = None,
     golden: GoldenRequests | None = None,
@@ -347,7 +365,9 @@ def export_snapshot(
         store_path: the store's folder; made if it is not there.
         spec: what the model is made of.
         rows: a source for every table, by name.
-        dense: the dense model's tensors. Floats are stored as float32, whole numbers and bools as they are.
+        dense: the dense model's tensors. Floats are stored as float32, whole numbers and bools as they are. For the
+            kind `exported` a program, or the file or bytes of one or of a package that AOTInductor made; its sample
+            inputs are left out. `serving.models.exported.check_program` says beforehand whether it would serve.
         vocabularies: for every table with vocabulary mapping, its ids in row order.
         access_counts: for any of the tables, how often each row was looked up: whole numbers [num_embeddings].
         golden: requests with the scores that training computed.
@@ -415,7 +435,9 @@ def _write_row_files(
 
 def _save(tensors: Tensors, path: Path) -> None:
     values: dict[str, Any] = dict(tensors)
-    if all(isinstance(value, torch.Tensor) for value in values.values()):
+    if PROGRAM_PATH in values and path.name == PROGRAM_PATH:
+        path.write_bytes(values[PROGRAM_PATH].tobytes())
+    elif all(isinstance(value, torch.Tensor) for value in values.values()):
         safetensors.torch.save_file(values, path)
     else:
         safetensors.numpy.save_file(values, path)

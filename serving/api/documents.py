@@ -31,7 +31,7 @@ from serving.api.tokens import Tokens
 from serving.description import ModelDescription
 from serving.errors import MalformedRequestError, MethodNotAllowedError, NoSuchRouteError, RepositoryControlError
 from serving.formats.infer import BINARY, parse_version
-from serving.formats.schema import OUTPUTS, TensorSpec
+from serving.formats.schema import RequestSchema, TensorSpec
 from serving.observe.metrics import CONTENT_TYPE
 from serving.rank.service import RankingService
 from serving.versions.served_model import ServedModel
@@ -152,6 +152,10 @@ class RankDocument(BaseModel):
     version: int = Field(description="the version that gave every score")
     scores: list[float] = Field(description="in the order of the candidates")
     order: list[int] = Field(description="positions by descending score, at most top_k")
+    dense_step: int = Field(description="of the dense weights that gave every score; 0 for the version's own")
+    outputs: dict[str, list[float]] | None = Field(
+        default=None, description="by name, in the order of the candidates; of a model that names its outputs"
+    )
     request_id: str | None = None
 
 
@@ -484,27 +488,27 @@ def model_metadata(service: RankingService, model: str, version: str) -> Documen
     Raises ModelNotFoundError and NotReadyError as `RankingService.lease`, InvalidFieldError for a version that is no
     positive integer, and AmbiguousInputsError if the model can't be called by this protocol.
     """
-    inputs = _inputs(service, model, version)
+    schema = _schema(service, model, version)
     return {
         "name": model,
         "versions": [str(one.version) for one in _generations(service) if one.model == model],
         "platform": PLATFORM,
-        "inputs": [_tensor(one) for one in inputs],
-        "outputs": [_tensor(one) for one in OUTPUTS],
+        "inputs": [_tensor(one) for one in schema.inputs.values()],
+        "outputs": [_tensor(one) for one in schema.outputs.values()],
     }
 
 
 def model_config(service: RankingService, model: str, version: str) -> Document:
     """Return the configuration of a model version, as far as a ranking model has one. Raises as `model_metadata`."""
-    inputs = _inputs(service, model, version)
+    schema = _schema(service, model, version)
     return {
         "name": model,
         "platform": PLATFORM,
         "backend": SERVER_NAME,
         # Requests are joined by this server's own batcher, whatever their shapes; clients don't batch for it.
         "max_batch_size": 0,
-        "input": [_configured(one) | ({"optional": True} if one.optional else {}) for one in inputs],
-        "output": [_configured(one) for one in OUTPUTS],
+        "input": [_configured(one) | ({"optional": True} if one.optional else {}) for one in schema.inputs.values()],
+        "output": [_configured(one) for one in schema.outputs.values()],
         "model_transaction_policy": {"decoupled": False},
     }
 
@@ -550,9 +554,9 @@ def _generations(service: RankingService, states: tuple[str, ...] = _READY_STATE
     return sorted(found, key=lambda one: (one.model, one.version))
 
 
-def _inputs(service: RankingService, model: str, version: str) -> list[TensorSpec]:
+def _schema(service: RankingService, model: str, version: str) -> RequestSchema:
     with service.lease(model, parse_version(version)) as lease:
-        return list(lease.payload.schema.inputs.values())
+        return lease.payload.schema
 
 
 def _tensor(spec: TensorSpec) -> Document:

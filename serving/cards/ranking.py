@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 from loader.snapshot.golden import GoldenRequests
-from router.id_mapping import RejectedIds
 from router.router import Router
 from serving.cards.layout import BatchClass, CardLayout, candidate_classes, rounded_candidates
 from serving.limits import RequestLimits
@@ -26,7 +25,7 @@ from serving.models.inputs import RankingInputs, SequenceInput
 from serving.models.ranking_models import RankingModel
 from serving.observe.calls import BatchTimes, VersionCounter
 from serving.observe.metrics import ServingMetrics
-from serving.rank.ranking import MergedBatch, Ranking, RankingParts
+from serving.rank.ranking import MergedBatch, Ranking, RankingParts, Scored
 from shard_node.bags import Float32Array, KeyedBags
 from shard_node.cuda.card_engine import CardEngine
 from shard_node.cuda.cards import Graph
@@ -400,20 +399,24 @@ class CardRanking(Ranking):
     ) -> None:
         super().__init__(parts, router, shards, metrics, counter, clock, scorer.device)
         self.scorer = scorer
-        self._model = self._on_card(parts)
+        self._models: dict[RankingParts, CardModel] = {}
 
     def use(self, parts: RankingParts) -> None:
-        """Go on with another dense model."""
+        """Go on with another dense model, and no other."""
         super().use(parts)
-        self._model = self._on_card(parts)
+        self._models = {}
 
-    async def score(
-        self, batch: MergedBatch, deadline: float, times: BatchTimes | None = None
-    ) -> tuple[Float32Array, RejectedIds]:
+    def offer(self, parts: RankingParts) -> None:
+        """See `Ranking`."""
+        super().offer(parts)
+        self._models = {one: model for one, model in self._models.items() if one in self._steps}
+
+    async def score(self, batch: MergedBatch, deadline: float, times: BatchTimes | None = None) -> Scored:
         """Score as `Ranking.score` does. Raises MemoryBudgetError too, where a batch of that size has no room."""
         began = self._clock()
         mapped = self.router.map(batch.bags)
-        packed = self.scorer.pack(self._model, batch, mapped.bags)
+        chosen = self.choose(self.router.local_sequence(self._model_name, self.parts.version))
+        packed = self.scorer.pack(self._on_card(chosen), batch, mapped.bags)
         ready = self._clock()
         if ready >= deadline:
             raise DeadlineExceededError("the deadline passed while the batch was packed")
@@ -421,12 +424,12 @@ class CardRanking(Ranking):
         if times is not None:
             times.lookup_s, times.rank_s = ready - began, self._clock() - ready
         self._metrics.card_batch(self._model_name, is_graph=packed.is_graph)
-        return scores, mapped.rejected
+        return Scored(scores[None, :], mapped.rejected, chosen.dense_step)
 
     def warm(self, golden: GoldenRequests | None) -> None:
         """Make buffers and graphs for the usual classes of batches: as golden requests have, or one id a feature."""
         context_ids, candidate_ids = usual_ids(self.parts, golden)
-        self.scorer.warm(self._model, context_ids, candidate_ids)
+        self.scorer.warm(self._on_card(self.parts), context_ids, candidate_ids)
 
     async def close(self) -> None:
         """Free the lane, give the rows back, and close the router."""
@@ -436,9 +439,12 @@ class CardRanking(Ranking):
             await super().close()
 
     def _on_card(self, parts: RankingParts) -> CardModel:
-        features = parts.schema.features
-        layout = CardLayout(features.spec, features, parts.assembler.dtype)
-        return CardModel(layout, parts.models.on(self.scorer.device))
+        found = self._models.get(parts)
+        if found is None:
+            features = parts.schema.features
+            layout = CardLayout(features.spec, features, parts.assembler.dtype)
+            found = self._models[parts] = CardModel(layout, parts.models.on(self.scorer.device))
+        return found
 
 
 def usual_ids(parts: RankingParts, golden: GoldenRequests | None) -> tuple[float, float]:

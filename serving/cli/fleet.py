@@ -92,6 +92,7 @@ def demo(ctx: click.Context, /, once: bool, json_file: Path | None, **options: A
 @opts.ranking_options
 @opts.hot_rows_options
 @opts.verify_option
+@opts.trust_exported_option
 @click.pass_context
 def up(ctx: click.Context, /, **options: Any) -> None:
     """Run a whole fleet on this machine.
@@ -119,6 +120,7 @@ def up(ctx: click.Context, /, **options: Any) -> None:
         shard_node_arguments=settings.arguments(options, _MEMORY) + settings.device_arguments(options),
         serve_arguments=settings.arguments(options, ["ranking_replicas", "dtype", "wire_dtype"])
         + settings.hot_rows_arguments(options)
+        + (["--trust-exported"] if options["trust_exported"] else [])
         + settings.front_arguments(options),
         log_level=ctx.find_root().params.get("log_level", "info"),
     )

@@ -268,6 +268,11 @@ verify_option = option(
     "Compare every file's SHA-256 before serving; leave it out only for a local store that you trust.",
     default=True,
 )
+trust_exported_option = switch(
+    "--trust-exported",
+    "Run exported programs (dense.pt2). They are code and can do whatever this process can: only for a store to which "
+    "nobody writes whom you do not trust. Without, a version that has one is refused.",
+)
 port_options = together(
     option("--host", "Address to listen on.", default="127.0.0.1"),
     option("--http-port", "HTTP port; 0 takes a free one.", PORT, 8080),

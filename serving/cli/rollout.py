@@ -497,9 +497,11 @@ def _nodes_table(status: RolloutStatus) -> Table:
             staged = f"{100 * one.progress:.0f}%" if one.state == "staging" else ""
             size = human_bytes(one.memory_bytes) if one.memory_bytes else ""
             golden = "" if one.golden_difference is None else f"{one.golden_difference:.2g}"
-            counts = one.delta_sequence or "", one.leases or ""
-            rows.append((name, shard, one.version, state, staged, *counts, size, golden, Text(one.reason)))
-    columns = ("node", "shard", "#version", "state", "#staged", "#deltas", "#leases", "#rows", "#golden", "reason")
+            counts = one.delta_sequence or "", one.dense_step or "", one.leases or ""
+            reason = Text("; ".join(filter(None, (one.reason, one.dense_refused))))
+            rows.append((name, shard, one.version, state, staged, *counts, size, golden, reason))
+    numbers = ("#version", "state", "#staged", "#deltas", "#dense", "#leases", "#rows", "#golden")
+    columns = ("node", "shard", *numbers, "reason")
     return table_of("", columns, rows, overflow="fold")
 
 

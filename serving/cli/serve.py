@@ -86,6 +86,7 @@ _PROFILE = (
 @opts.ranking_options
 @opts.hot_rows_options
 @opts.verify_option
+@opts.trust_exported_option
 @opts.option(
     "--shutdown-delay-s S",
     "After SIGTERM, how long requests are still taken while /readyz says that the process is not ready.",
@@ -305,6 +306,7 @@ def worker_arguments(options: Options, folder: Path | None, worker: int = 0) -> 
     told = ["--verify" if options["verify"] else "--no-verify", *settings.front_arguments(options)]
     told += settings.arguments(options, ["ranking_replicas", "dtype", "wire_dtype", "shutdown_delay_s", "plan_file"])
     told += settings.hot_rows_arguments(options)
+    told += ["--trust-exported"] if options["trust_exported"] else []
     if options["profile"] is not None:
         path = options["profile"].absolute()
         told += ["--profile", str(path.with_stem(f"{path.stem}-{worker}"))]

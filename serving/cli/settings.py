@@ -53,7 +53,7 @@ def config_of(schema: type[Config], options: Options, prefix: str = "", /, **mor
     """
     from pydantic import ValidationError
 
-    from loader.snapshot.manifest import schema_errors
+    from loader.snapshot.schema_errors import schema_errors
 
     values = {name: options[name] for name in schema.model_fields.keys() & options if options[name] is not None} | more
     try:

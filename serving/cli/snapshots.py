@@ -77,6 +77,12 @@ def train(
     required=True,
 )
 @opts.option("--model", "The model's description, JSON.", opts.EXISTING_FILE, required=True, name="description")
+@opts.option(
+    "--program",
+    "For a description of the kind `exported`: the file of torch.export.save, or a package of AOTInductor. It is "
+    "loaded and tried, as a server does: export only what you trust.",
+    opts.EXISTING_FILE,
+)
 @opts.out_store_option
 @opts.count("--version", "The version; default: the next free one.")
 @opts.assignments("--table-key TABLE=KEY", "The checkpoint's key of a table that is not found by TorchRec's names.")
@@ -102,7 +108,8 @@ def export(store: Path, checkpoint: Path, description: Path, **options: Any) -> 
     r"""Write a trained model into a store as the next version.
 
     Rows are quantised as the description says, in bounded memory; NaN and inf are refused by table and row. An
-    export that was interrupted goes on where it stopped when it is run again. Nothing in the checkpoint is executed.
+    export that was interrupted goes on where it stopped when it is run again. Nothing in the checkpoint is executed;
+    a --program is.
 
     Examples:
       shardrank export --checkpoint model.safetensors --model films.json --store models
@@ -120,7 +127,7 @@ def export(store: Path, checkpoint: Path, description: Path, **options: Any) -> 
         plan = PlanFile.read(options["plan_file"])
         spec = plan.sliced(spec)
         plan.check_fits(spec)
-    rows, dense = _match(checkpoint, spec, options["dense_prefix"], options["table_key"])
+    rows, dense = _match(checkpoint, spec, options["dense_prefix"], options["table_key"], options["program"])
     counts, golden = options["access_counts"], options["golden"]
     with progress_bars() as bars:
         folder = export_snapshot(
@@ -141,12 +148,14 @@ def export(store: Path, checkpoint: Path, description: Path, **options: Any) -> 
 
 
 def _match(
-    path: Path, spec: ModelSpec, dense_prefix: str | None, table_keys: tuple[tuple[str, str], ...]
-) -> tuple[dict[str, RowSource], dict[str, Tensor]]:
+    path: Path, spec: ModelSpec, dense_prefix: str | None, table_keys: tuple[tuple[str, str], ...], program: Path | None
+) -> tuple[dict[str, RowSource], dict[str, Tensor] | Path]:
     """Return the tables' rows and a dense model that can be built. Raises ExportError, CheckpointError."""
     from loader.checkpoints import match_checkpoint, open_checkpoint
-    from loader.errors import CheckpointError
+    from loader.errors import CheckpointError, ExportError
 
+    if (program is None) == (spec.dense_model.kind == "exported"):
+        raise ExportError("--program goes with a dense_model of kind exported, and only with it")
     _check_tables("--table-key", spec, [table for table, _ in table_keys])
     opened = open_checkpoint(path)
     keys = opened.names()
@@ -156,6 +165,11 @@ def _match(
         if dense_prefix is None or any(key.startswith(dense_prefix) for key in keys):
             raise
         raise CheckpointError(f"{error}{_suggested_prefix(spec, keys, dense_prefix)}") from error
+    if program is not None:
+        from serving.models.exported import check_program
+
+        check_program(spec, program)
+        return rows, program
     _check_dense_model(spec, dense, keys, dense_prefix)
     return rows, dense
 
@@ -209,8 +223,10 @@ def read_description(path: Path) -> ModelSpec:
     from pydantic import ValidationError
 
     from loader.errors import ExportError
-    from loader.snapshot.manifest import ModelSpec, schema_errors
+    from loader.snapshot.manifest import ExportedModelSpec, ModelSpec
+    from loader.snapshot.schema_errors import schema_errors
     from serving.models.config import parse_dense_model
+    from serving.models.exported import check_bindings
 
     if (size := path.stat().st_size) > MAX_DESCRIPTION_BYTES:
         raise ExportError(f"{path}: {size} bytes, at most {MAX_DESCRIPTION_BYTES} are read")
@@ -218,7 +234,10 @@ def read_description(path: Path) -> ModelSpec:
         spec = ModelSpec.model_validate_json(path.read_bytes(), strict=True)
     except ValidationError as error:
         raise ExportError(f"{path}: {'; '.join(map(str, schema_errors(error, [ModelSpec])))}") from error
-    parse_dense_model(spec)
+    if isinstance(spec.dense_model, ExportedModelSpec):
+        check_bindings(spec)
+    else:
+        parse_dense_model(spec)
     return spec
 
 
@@ -349,7 +368,7 @@ def _print_inspection(snapshot: Snapshot, found: dict[str, Any]) -> None:
         [(*list(one.values())[:-1], "yes" if one["weighted"] else "no") for one in found["features"]],
     )
     click.echo(f"Dense inputs: {spec.dense_inputs.context} of the context, {spec.dense_inputs.candidate} a candidate")
-    click.echo(f"Dense model: {spec.dense_model.kind} {dict(spec.dense_model.config)}")
+    click.echo(f"Dense model: {spec.dense_model.kind} {spec.dense_model.model_dump(exclude={'kind'})}")
     if golden is None:
         click.echo("Golden requests: none")
     else:
@@ -367,9 +386,12 @@ def _print_inspection(snapshot: Snapshot, found: dict[str, Any]) -> None:
 @opts.snapshot_options
 @opts.option("--golden/--no-golden", "Re-score its golden requests through the path that serves.", default=True)
 @opts.hash_threads_option
+@opts.trust_exported_option
 @opts.json_flag("the result")
 @click.pass_context
-def verify(ctx: click.Context, /, golden: bool, threads: int, as_json: bool, **named: Any) -> None:
+def verify(
+    ctx: click.Context, /, golden: bool, threads: int, trust_exported: bool, as_json: bool, **named: Any
+) -> None:
     """Check a snapshot in full.
 
     Exits with 0 if it may be served, with 1 and the reason if not. Checks the manifest, every file's size and
@@ -383,7 +405,7 @@ def verify(ctx: click.Context, /, golden: bool, threads: int, as_json: bool, **n
     """
     folder = snapshot_folder(**named)
     with progress_bars() as bars:
-        found, scored = _verify(folder, golden=golden, threads=threads, progress=bars)
+        found, scored = _verify(folder, golden=golden, threads=threads, trust_exported=trust_exported, progress=bars)
     if as_json:
         print_json(found.model_dump(mode="json") | {"golden_checked": scored})
     else:
@@ -397,10 +419,14 @@ def verify(ctx: click.Context, /, golden: bool, threads: int, as_json: bool, **n
     ctx.exit(0 if found.ok else 1)
 
 
-def _verify(folder: Path, *, golden: bool, threads: int, progress: Progress) -> tuple[VerifyReport, bool]:
+def _verify(
+    folder: Path, *, golden: bool, threads: int, trust_exported: bool, progress: Progress
+) -> tuple[VerifyReport, bool]:
     """Check files, then scores; tell also whether golden requests were scored. Raises nothing."""
     from loader.errors import CheckpointError, ShardrankError, SnapshotError
+    from loader.snapshot.manifest import ExportedModelSpec
     from loader.snapshot.reader import Snapshot, verify_snapshot
+    from serving.models.exported import load_exported
     from serving.rank.service import RankingService
     from serving.versions.loading import ModelSource, load_served_model
 
@@ -415,12 +441,19 @@ def _verify(folder: Path, *, golden: bool, threads: int, progress: Progress) -> 
         return report.model_copy(update={"ok": False, "problems": (problem,)})
 
     snapshot = Snapshot.open(folder, verify=False)
-    tensors = snapshot.dense_tensors()
+    tensors, described = snapshot.dense_tensors(), snapshot.spec.dense_model
     try:
-        _check_dense_model(snapshot.spec, tensors, tensors.keys())
+        if isinstance(described, ExportedModelSpec):
+            load_exported(snapshot.spec, snapshot.program_path, trusted=trust_exported)
+            built = f"takes {list(described.inputs)} and gives {list(described.outputs)}"
+        else:
+            _check_dense_model(snapshot.spec, tensors, tensors.keys())
+            built = f"is built from its {len(tensors)} tensors"
     except CheckpointError as error:
         return refused(f"{SnapshotError.kind}: {snapshot.manifest.dense.path}: {error}"), False
-    report = with_check(f"dense model: {snapshot.spec.dense_model.kind} is built from its {len(tensors)} tensors")
+    except ShardrankError as error:
+        return refused(f"{error.kind}: {error}"), False
+    report = with_check(f"dense model: {described.kind} {built}")
     entry = snapshot.manifest.golden
     if not golden:
         return report, False
@@ -429,7 +462,8 @@ def _verify(folder: Path, *, golden: bool, threads: int, progress: Progress) -> 
     service = RankingService()
     try:
         # In float32, so that what is measured is the rows' quantisation alone; a server checks its own dtype as well.
-        served = load_served_model(ModelSource(snapshot=folder, verify=False, dtype="float32"), service, progress)
+        source = ModelSource(snapshot=folder, verify=False, dtype="float32", trust_exported=trust_exported)
+        served = load_served_model(source, service, progress)
         try:
             differences = served.golden_differences(snapshot)
         finally:
@@ -439,6 +473,7 @@ def _verify(folder: Path, *, golden: bool, threads: int, progress: Progress) -> 
     finally:
         service.close()
     scored = f"golden requests: {entry.num_requests} with {entry.num_candidates} candidates"
+    scored += f" and outputs {list(described.outputs)}" if described.outputs else ""
     report = with_check(f"{scored}, every score within {entry.tolerance:g}")
     for number_format, difference in differences.items():
         serves = "" if difference <= entry.tolerance else ": a server falls back to a wider format"

@@ -8,7 +8,7 @@ rest by the server.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, TypeAlias, TypeVar
 
@@ -56,6 +56,8 @@ class RankResult:
         scores: float32 [N], in the order of the candidates.
         order: int64 [N or top_k], positions of the candidates by descending score; equal scores by position.
         request_id: of the request.
+        dense_step: of the dense model's weights that gave every score; 0 for those of the version itself.
+        outputs: float32 [N] for each output that the model names; none of a built-in model.
     """
 
     model: str
@@ -63,6 +65,8 @@ class RankResult:
     scores: Float32Array
     order: Int64Array
     request_id: str
+    dense_step: int = 0
+    outputs: Mapping[str, Float32Array] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -233,7 +237,8 @@ def read_rank(data: bytes) -> RankResult:
     answer = read_message(ranking_pb2.RankResponse, data)
     # The library hands out the buffer of a repeated field.
     scores, order = np.array(answer.scores, np.float32), np.array(answer.order, np.int64)
-    return RankResult(answer.model, answer.version, scores, order, answer.request_id)
+    outputs = {name: np.array(one.values, np.float32) for name, one in answer.outputs.items()}
+    return RankResult(answer.model, answer.version, scores, order, answer.request_id, answer.dense_step, outputs)
 
 
 def read_lookup(data: bytes) -> LookupResult:

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import UNSET, UnsetType
 
+from loader.snapshot.manifest import MAX_OUTPUTS
 from serving.errors import (
     BodyTooLargeError,
     CountMismatchError,
@@ -62,7 +63,7 @@ from serving.formats.schema import (
     LENGTHS_SUFFIX,
     MAX_NAME_CHARS,
     MAX_NAMES_SHOWN,
-    OUTPUT_NAMES,
+    ORDER,
     SCORES,
     WEIGHTS_SUFFIX,
     RequestSchema,
@@ -74,7 +75,7 @@ from shard_node.bags import Float32Array
 BINARY = "application/octet-stream"
 HEADER_LENGTH = "inference-header-content-length"
 MAX_INPUTS = 16_384
-MAX_OUTPUTS = 16
+MAX_ASKED_OUTPUTS = 2 + MAX_OUTPUTS
 MAX_VERSION_CHARS = 19
 _PREFIX, _COUNT = secrets.token_hex(8), itertools.count()
 
@@ -114,7 +115,6 @@ class Output(msgspec.Struct, gc=False):
 
 _Parameters = TypeVar("_Parameters", Parameters, TensorParameters)
 _NO_PARAMETERS = Parameters()
-_ALL_OUTPUTS = [Output(name) for name in OUTPUT_NAMES]
 
 
 class InferRequest:
@@ -131,12 +131,9 @@ class InferRequest:
     ) -> None:
         if parameters.sequence_id:
             raise UnsupportedExtensionError("parameters.sequence_id", "requests here belong to no sequence")
-        if len(outputs) > MAX_OUTPUTS:
-            raise LimitExceededError("outputs", "outputs", MAX_OUTPUTS, len(outputs), "outputs")
+        if len(outputs) > MAX_ASKED_OUTPUTS:
+            raise LimitExceededError("outputs", "outputs", MAX_ASKED_OUTPUTS, len(outputs), "outputs")
         for one in outputs:
-            if one.name not in OUTPUT_NAMES:
-                problem = f"there is no output {one.name[:MAX_NAME_CHARS]!r}; there are {list(OUTPUT_NAMES)}"
-                raise InvalidFieldError("outputs", problem)
             if one.parameters is not None:
                 one.parameters.check("outputs")
         if len({one.name for one in outputs}) != len(outputs):
@@ -151,7 +148,7 @@ class InferRequest:
         )  # fmt: skip
         self._is_binary = bool(parameters.binary_data_output)
         self._inputs = inputs
-        self._outputs = outputs or _ALL_OUTPUTS
+        self._outputs = outputs
 
     def encode(self, answer: Answer) -> Encoded:
         """See `Unparsed`."""
@@ -160,17 +157,22 @@ class InferRequest:
     def _answers(self, answer: Answer) -> Iterator[tuple[Output, str, npt.NDArray[Any]]]:
         """Each output with its datatype and elements, little-endian."""
         ranked = cast(RankAnswer, answer)
-        for one in self._outputs:
-            if one.name == SCORES:
-                yield one, "FP32", ranked.scores.astype("<f4", copy=False)
-            else:
+        for one in self._outputs or map(Output, (SCORES, ORDER, *ranked.outputs)):
+            if one.name == ORDER:
                 yield one, "INT64", ranked.order.astype("<i8", copy=False)
+            else:
+                values = ranked.scores if one.name == SCORES else ranked.outputs[one.name]
+                yield one, "FP32", values.astype("<f4", copy=False)
 
     def parse(self, schema: RequestSchema) -> RankRequest:
         """See `Unparsed`. Raises AmbiguousInputsError for a model that can't be called by this protocol."""
         given, required, limits = self._inputs, schema.required_inputs, schema.limits
         if given.keys() != required:
             _check_names(schema, given)
+        for one in self._outputs:
+            if one.name not in schema.outputs:
+                problem = f"there is no output {one.name[:MAX_NAME_CHARS]!r}; there are {list(schema.outputs)}"
+                raise InvalidFieldError("outputs", problem)
         has_optional = len(given) > len(required)
         layout = FeatureCounts(schema, schema.keys, input_path)
         ragged, weighted = list[Tensor](), list[tuple[Tensor, int]]()
@@ -276,7 +278,7 @@ class _Body(msgspec.Struct, gc=False, kw_only=True):
 _ENCODER, _BODY = msgspec.json.Encoder(), msgspec.json.Decoder(_Body)
 _BRACE, _BRACKET, _COMMA = (ord(one) for one in "{[,")
 # The objects of an input and of its parameters; of an output, of its parameters, and of the request and its own.
-_MAX_OBJECTS = 2 * MAX_INPUTS + 2 * MAX_OUTPUTS + 2
+_MAX_OBJECTS = 2 * MAX_INPUTS + 2 * MAX_ASKED_OUTPUTS + 2
 _NESTED = re.compile(rb"\s*\[\s*\[")
 _ELEMENTS: dict[str, Any] = {
     "INT64": Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)],
@@ -340,7 +342,8 @@ class _HttpRequest(InferRequest):
                 output["data"] = values.tolist()
             outputs.append(output)
         document = {"id": _answer_id(answer), "model_name": answer.model, "model_version": str(answer.version)}
-        header = _ENCODER.encode(document | {"outputs": outputs})
+        parameters = {"dense_step": cast(RankAnswer, answer).dense_step}
+        header = _ENCODER.encode(document | {"parameters": parameters, "outputs": outputs})
         if not tensors:
             return Encoded(header)
         return Encoded(b"".join((header, *tensors)), BINARY, ((HEADER_LENGTH, str(len(header))),))
@@ -431,6 +434,7 @@ _PARAMETER = tags_of(inference.InferParameter)
 _CONTENTS_OF = {"INT32": "int_contents", "INT64": "int64_contents", "FP32": "fp32_contents", "BYTES": "bytes_contents"}
 _NO_DATA = memoryview(b"")
 _MAX_SHAPE_DIMS = 8
+_INT64_PARAM = inference.InferParameter.INT64_PARAM_FIELD_NUMBER
 
 
 class InferGrpcCodec:
@@ -481,7 +485,11 @@ class InferGrpcCodec:
 class _GrpcRequest(InferRequest):
     def encode(self, answer: Answer) -> Encoded:
         """Write a message, whose raw contents are in the order of its outputs."""
-        parts = [encode_message(answer.model.encode(), str(answer.version).encode(), _answer_id(answer).encode())]
+        # A number within a `oneof` is written even if it is 0.
+        step = encode_varint(_INT64_PARAM << 3) + encode_varint(cast(RankAnswer, answer).dense_step)
+        parameters = encode_message(b"dense_step", step)
+        texts = answer.model.encode(), str(answer.version).encode(), _answer_id(answer).encode()
+        parts = [encode_message(*texts, parameters)]
         raw = []
         for one, datatype, values in self._answers(answer):
             tensor = encode_message(one.name.encode(), datatype.encode(), encode_varint(values.size))

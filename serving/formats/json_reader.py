@@ -354,9 +354,12 @@ def rank_document(answer: RankAnswer) -> dict[str, Any]:
     document: dict[str, Any] = {
         "model": answer.model,
         "version": answer.version,
+        "dense_step": answer.dense_step,
         "scores": answer.scores.tolist(),
         "order": answer.order.tolist(),
     }
+    if answer.outputs:
+        document["outputs"] = {name: values.tolist() for name, values in answer.outputs.items()}
     if answer.request_id:
         document["request_id"] = answer.request_id
     return document

@@ -321,7 +321,15 @@ class _Features:
 def encode_rank(answer: RankAnswer) -> bytes:
     """Encode a RankResponse."""
     scores, order = packed_bytes(answer.scores, "<f4"), packed_bytes(answer.order, "<u4")
-    return encode_message(answer.model.encode(), answer.version, scores, order, answer.request_id.encode())
+    fields = answer.model.encode(), answer.version, scores, order, answer.request_id.encode(), answer.dense_step
+    encoded = encode_message(*fields)
+    if not answer.outputs:
+        return encoded
+    outputs = (
+        encode_field(7, encode_message(name.encode(), encode_message(packed_bytes(values, "<f4"))))
+        for name, values in answer.outputs.items()
+    )
+    return b"".join((encoded, *outputs))
 
 
 def encode_lookup(answer: LookupAnswer) -> bytes:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 from serving.formats.schema import RequestSchema
@@ -79,6 +79,8 @@ class RankAnswer:
     Attributes:
         scores: float32 [N], in the order of the candidates.
         order: int64 [min(top_k, N)], positions of the candidates by descending score; equal scores by position.
+        dense_step: of the dense model's weights that gave every score; 0 for those of the snapshot itself.
+        outputs: float32 [N] for each output that the model names, in its order; none of a built-in model.
     """
 
     model: str
@@ -86,6 +88,8 @@ class RankAnswer:
     scores: Float32Array
     order: Int64Array
     request_id: str = ""
+    dense_step: int = 0
+    outputs: Mapping[str, Float32Array] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

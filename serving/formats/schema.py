@@ -59,10 +59,6 @@ class TensorSpec(NamedTuple):
     optional: bool = False
 
 
-OUTPUTS = (TensorSpec(SCORES, "FP32", (VARIES,)), TensorSpec(ORDER, "INT64", (VARIES,)))
-OUTPUT_NAMES = tuple(one.name for one in OUTPUTS)
-
-
 class RequestSchema:
     """The features and dense inputs that a request must bring, in the flat order of `FeatureSchema`.
 
@@ -76,6 +72,7 @@ class RequestSchema:
         name_sets: the features that may stand in each part.
         candidate_names: candidate features in flat order.
         embedding_dims: int64 [F], width of each feature's embeddings.
+        outputs: of the Open Inference Protocol by name, as metadata list them.
         num_context_dense, num_candidate_dense: Kc, dense values of a request; Kd, those of a candidate.
     """
 
@@ -91,6 +88,9 @@ class RequestSchema:
         self.name_sets = {part: frozenset(self.names_of(part)) for part in PARTS}
         self.candidate_names = self.names_of("candidates")
         self.embedding_dims: Int64Array = np.array([spec.table_of(name).embedding_dim for name in self.names], np.int64)
+        specs = TensorSpec(SCORES, "FP32", (VARIES,)), TensorSpec(ORDER, "INT64", (VARIES,))
+        named = (TensorSpec(name, "FP32", (VARIES,)) for name in spec.dense_model.outputs)
+        self.outputs = {one.name: one for one in (*specs, *named)}
         self.num_context_dense, self.num_candidate_dense = spec.dense_inputs.context, spec.dense_inputs.candidate
 
     @cached_property

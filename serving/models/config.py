@@ -7,7 +7,8 @@ from typing import Annotated, Literal, TypeAlias, get_args
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from loader.snapshot.manifest import Frozen, ModelSpec, schema_errors
+from loader.snapshot.manifest import DenseModelSpec, Frozen, ModelSpec
+from loader.snapshot.schema_errors import schema_errors
 from serving.errors import RankingModelError
 
 MAX_LAYERS = 32
@@ -75,6 +76,8 @@ def parse_dense_model(spec: ModelSpec) -> DenseModelConfig:
     Raises RankingModelError, naming the model, the option, its value and what is allowed.
     """
     described = spec.dense_model
+    if not isinstance(described, DenseModelSpec):
+        raise RankingModelError(f"model {spec.model!r}: dense_model {described.kind!r} is no built-in model")
     if "kind" in described.config:
         raise RankingModelError(
             f"model {spec.model!r}: dense_model.config must not have 'kind', it stands beside config"

@@ -62,12 +62,14 @@ class Blocks:
         owner, num_requests = inputs.request_of_candidate, inputs.context.shape[0]
         if not inputs.is_ordered or not owner.numel():
             return cls(owner, 1)
-        if num_requests == 1 and owner.numel() <= max_size:
+        if not torch.compiler.is_exporting() and num_requests == 1 and owner.numel() <= max_size:
             return cls(owner[:1], owner.numel())
-        counts = torch.bincount(owner, minlength=num_requests)
-        most = int(counts.max())
-        if most <= max_size and most * num_requests == owner.numel():
-            return cls(torch.arange(num_requests), most)
+        counts = owner.new_zeros(num_requests).index_add_(0, owner, torch.ones_like(owner))
+        # A program has one form for all batches.
+        if not torch.compiler.is_exporting():
+            most = int(counts.max())
+            if most <= max_size and most * num_requests == owner.numel():
+                return cls(torch.arange(num_requests), most)
         size = min(BLOCK_ROWS, max_size)
         blocks = (counts + (size - 1)) // size
         request = torch.repeat_interleave(blocks)
@@ -85,7 +87,7 @@ class Blocks:
 
     def shared(self, x: Tensor) -> Tensor:
         """Give each block what its request has: [R, ...] to [B, ...]; themselves where it is the same."""
-        return x if self.request.numel() == x.shape[0] and self.rows is None and self.size > 1 else x[self.request]
+        return x if self.rows is None and self.size > 1 and self.request.numel() == x.shape[0] else x[self.request]
 
     def join(self, x: Tensor) -> Tensor:
         """Put blocks [B, S, ...] back into candidates [N, ...]."""
@@ -110,14 +112,15 @@ class RankingModel(nn.Module):
     def forward(self, inputs: RankingInputs) -> Tensor:
         """Give logits, float32 [N]."""
 
-    def pack(self, number_format: NumberFormat) -> None:
+    def pack(self, number_format: NumberFormat, *, portable: bool = False) -> None:
         """Make it ready to score, on the device that it is on; after that its weights must not change.
 
+        With `portable` it is ready to be exported, too: by PyTorch's own operators.
         Of a model without a layer that gains by int8, `number_format` says afterwards what it is in instead.
         """
         layers = [module for module in self.modules() if isinstance(module, Linear)]
         for layer in layers:
-            layer.pack(number_format)
+            layer.pack(number_format, portable=portable)
         if number_format == "int8" and not any(layer.is_int8 for layer in layers):
             number_format = "bfloat16" if bfloat16_is_native() else "float32"
         self.number_format = number_format
@@ -128,6 +131,10 @@ class RankingModel(nn.Module):
             return torch.sigmoid(self.forward(inputs))
         with torch.inference_mode():
             return torch.sigmoid(self.forward(inputs))
+
+    def scores(self, inputs: RankingInputs) -> Tensor:
+        """Give the score, and below it each output that the model names: float32 [1 + outputs, N], no gradients."""
+        return self.score(inputs).unsqueeze(0)
 
 
 def _of_inputs(shapes: InputShapes) -> tuple[Columns, Columns]:
@@ -336,11 +343,17 @@ class AttentionUnit(nn.Module):
         per_candidate = F.linear(queries, of_q + of_difference, self.first.bias)
         per_row = F.linear(history.rows, of_k - of_difference)
         blocks = Blocks.of(inputs, max(1, self.max_pairs // longest))
-        chunk = max(1, self.max_pairs // (longest * blocks.size))
         parts = (blocks.split(queries), blocks.split(per_candidate), blocks.request)
+        # A program works on all pairs at once: it has no loop whose turns depend on the batch.
+        chunk = max(1, self.max_pairs // (longest * blocks.size))
+        chunks = (
+            [parts]
+            if torch.compiler.is_exporting()
+            else zip(*(torch.split(part, chunk) for part in parts), strict=True)
+        )
         attended = [
             self._attend(q, partial, of_product, history.rows[request], per_row[request], history.mask[request])
-            for q, partial, request in zip(*(torch.split(part, chunk) for part in parts), strict=True)
+            for q, partial, request in chunks
         ]
         return blocks.join(attended[0] if len(attended) == 1 else torch.cat(attended))
 

@@ -103,6 +103,15 @@ class ServingMetrics:
             ("model", "version"),
             multiprocess_mode="livemax",
         )
+        self._dense_steps = gauge(
+            "shardrank_dense_step",
+            "The newest set of dense weights that answers; 0 for the snapshot's own.",
+            ("model", "version"),
+            multiprocess_mode="livemin",
+        )
+        self._dense_refusals = counter(
+            "shardrank_dense_steps_refused", "Sets of dense weights that must not answer.", ("model", "version")
+        )
         self._version_requests = counter(
             "shardrank_version_requests",
             "Requests by the version that answered or failed them; ok or error.",
@@ -172,6 +181,14 @@ class ServingMetrics:
         """Say whether shards answer with other sums than were asked for."""
         self._wire_fallbacks.labels(model, str(version)).set(float(fell_back))
 
+    def dense_step(self, model: str, version: int, step: int) -> None:
+        """Say which set of dense weights a version has."""
+        self._dense_steps.labels(model, str(version)).set(step)
+
+    def dense_refused(self, model: str, version: int) -> None:
+        """Count a set of dense weights that was refused."""
+        self._dense_refusals.labels(model, str(version)).inc()
+
     def hot_rows(self, status: HotStatus) -> None:
         """Say what a version's tier of hot rows holds, and count what it counted since it told last."""
         self._hot.tell(status)
@@ -185,6 +202,8 @@ class ServingMetrics:
             self._version_requests.remove(model, str(version), outcome)
         self._fallbacks.remove(model, str(version))
         self._wire_fallbacks.remove(model, str(version))
+        self._dense_steps.remove(model, str(version))
+        self._dense_refusals.remove(model, str(version))
         self._hot.forget(model, str(version))
 
     def _make_observations(self) -> None:

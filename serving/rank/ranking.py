@@ -10,13 +10,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, Self, TypeAlias, cast
+from typing import Any, NamedTuple, Self, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from loader.snapshot.golden import GoldenRequests
+from router.errors import ShardUnavailableError
 from router.id_mapping import RejectedIds
 from router.replicas import ReplicatedShard
 from router.router import Embeddings, Router
@@ -30,7 +31,7 @@ from serving.models.ranking_models import CPU, DeviceCopies
 from serving.observe.calls import BatchTimes, VersionCounter
 from serving.observe.metrics import ServingMetrics
 from serving.rank.batcher import Pending
-from shard_node.answer import EXACT, Forms
+from shard_node.answer import EXACT, UNKNOWN_SEQUENCE, Forms
 from shard_node.bags import Float32Array, Int64Array, KeyedBags
 from shard_node.errors import DeadlineExceededError
 from shard_node.node import NodeInfo, Shard
@@ -200,6 +201,9 @@ class RankingParts:
     Attributes:
         models: the dense model, as it serves, on each device.
         forms: of the answers of shards.
+        dense_step: of its weights; 0 for those of the snapshot.
+        min_sequence: the delta that every row must be of, or a later one, to be scored with these weights; those of the
+            snapshot go with whatever is there.
     """
 
     version: int
@@ -207,6 +211,8 @@ class RankingParts:
     models: DeviceCopies
     assembler: InputAssembler
     forms: Forms = EXACT
+    dense_step: int = 0
+    min_sequence: int = UNKNOWN_SEQUENCE
 
     @property
     def dtype(self) -> NumberFormat:
@@ -214,8 +220,29 @@ class RankingParts:
         return self.models.on(CPU).number_format
 
 
+class Scored(NamedTuple):
+    """What a batch came to.
+
+    Attributes:
+        scores: float32 [1 + outputs, N], the scores and below them what the model names.
+        rejected: the ids that have no row.
+        dense_step: of the weights that gave all of it.
+    """
+
+    scores: Float32Array
+    rejected: RejectedIds
+    dense_step: int = 0
+
+
 class Ranking:
-    """Ranks batches with one router. Belongs to the event loop that the router's shards belong to."""
+    """Ranks batches with one router. Belongs to the event loop that the router's shards belong to.
+
+    Dense weights change while it serves: a batch is scored with the newest step whose deltas all of its rows have. The
+    one before is kept for rows of replicas that lag.
+
+    Attributes:
+        parts: the newest that a batch was scored with.
+    """
 
     def __init__(
         self,
@@ -234,6 +261,7 @@ class Ranking:
         self._counter = counter
         self._clock = clock
         self._model_name = parts.schema.features.spec.model
+        self._output_names = tuple(parts.schema.features.spec.dense_model.outputs)
         Ranking.use(self, parts)
 
     def using(self, parts: RankingParts) -> Self:
@@ -243,10 +271,27 @@ class Ranking:
         return other
 
     def use(self, parts: RankingParts) -> None:
-        """Go on with another dense model."""
+        """Go on with another dense model, and no other."""
         self.parts = parts
-        self._dense = parts.models.on(self.device)
+        self._steps = [parts]
         self._columns = parts.assembler.buffer()
+
+    def offer(self, parts: RankingParts) -> None:
+        """Score with another step of the same model's weights as soon as rows have the deltas that it needs."""
+        self._steps = [parts, self.parts]
+
+    def choose(self, sequence: int) -> RankingParts:
+        """Find what rows of a delta may be scored with. Raises ShardUnavailableError if they are older than all."""
+        for parts in self._steps:
+            if parts.min_sequence <= sequence:
+                if parts.dense_step > self.parts.dense_step:
+                    self.parts = parts
+                return parts
+        oldest = self._steps[-1]
+        raise ShardUnavailableError(
+            f"model {self._model_name!r} version {oldest.version}: rows are of delta {sequence}, dense step "
+            f"{oldest.dense_step} needs {oldest.min_sequence}; the shard's replica lags too far behind"
+        )
 
     def warm(self, golden: GoldenRequests | None) -> None:
         """Do beforehand what batches like the golden requests need once. Here: nothing."""
@@ -281,27 +326,30 @@ class Ranking:
         requests = cast(list[RankRequest], list(map(_REQUEST, waiting)))
         batch = merge(requests)
         times = BatchTimes(len(requests), int(batch.candidate_starts[-1]), merge_s=self._clock() - began)
-        scores, rejected = await self.score(batch, max(map(_DEADLINE, waiting)), times)
-        scored = self._clock()
-        outcomes = self._outcomes(requests, batch, scores, rejected)
-        self._tell_times(times, scored, waiting, "rank")
+        scored = await self.score(batch, max(map(_DEADLINE, waiting)), times)
+        scored_at = self._clock()
+        outcomes = self._outcomes(requests, batch, scored)
+        self._tell_times(times, scored_at, waiting, "rank")
         return outcomes
 
     def _outcomes(
-        self, requests: Sequence[RankRequest], batch: MergedBatch, scores: Float32Array, rejected: RejectedIds
+        self, requests: Sequence[RankRequest], batch: MergedBatch, scored: Scored
     ) -> list[RankAnswer | Exception]:
-        order = rank_order(scores, batch.candidate_starts, batch.request_of_candidate)
+        scores, rejected, dense_step = scored
+        order = rank_order(scores[0], batch.candidate_starts, batch.request_of_candidate)
         starts = batch.candidate_starts.tolist()
-        model, version = self._model_name, self.parts.version
+        model, version, names = self._model_name, self.parts.version, self._output_names
         outcomes: list[RankAnswer | Exception] = []
         for request, start, end in zip(requests, starts[:-1], starts[1:], strict=True):
             best = order[start:end][: request.top_k]
-            outcomes.append(RankAnswer(model, version, scores[start:end], best, request.request_id))
+            named = dict(zip(names, scores[1:, start:end], strict=True)) if names else {}
+            own, request_id = scores[0, start:end], request.request_id
+            outcomes.append(RankAnswer(model, version, own, best, request_id, outputs=named, dense_step=dense_step))
         # A sum is finite only if all of them are, and one number is asked faster than many.
-        if not rejected.feature.size and math.isfinite(np.add.reduce(scores)):
-            self._counter.scored(scores)
+        if not rejected.feature.size and math.isfinite(np.add.reduce(scores, axis=None)):
+            self._counter.scored(scores[0])
             return outcomes
-        finite = np.logical_and.reduceat(np.isfinite(scores), batch.candidate_starts[:-1])
+        finite = np.logical_and.reduceat(np.isfinite(scores).all(axis=0), batch.candidate_starts[:-1])
         for number in np.flatnonzero(~finite).tolist():
             outcomes[number] = ModelOutputError(f"model {model!r} version {version} gave a score that is not finite")
         if len(rejected):
@@ -313,16 +361,14 @@ class Ranking:
             for number, which in zip(*np.unique(owner, return_index=True), strict=True):
                 outcomes[number] = unknown_id(self.parts.schema, requests[number], rejected, which, int(bag[which]))
         is_answered = np.array([isinstance(one, RankAnswer) for one in outcomes])
-        self._counter.scored(scores[is_answered[batch.request_of_candidate]])
+        self._counter.scored(scores[0, is_answered[batch.request_of_candidate]])
         return outcomes
 
-    async def score(
-        self, batch: MergedBatch, deadline: float, times: BatchTimes | None = None
-    ) -> tuple[Float32Array, RejectedIds]:
+    async def score(self, batch: MergedBatch, deadline: float, times: BatchTimes | None = None) -> Scored:
         """Score a batch until `deadline`, in monotonic seconds, and tell `times` how long the parts took.
 
-        Returns float32 [N], and the ids that have no row; the scores of candidates that use one mean nothing. Raises
-        DeadlineExceededError before scoring if the time is over, RouterError or ShardNodeError if the lookup failed.
+        What candidates get that use an id without a row means nothing. Raises DeadlineExceededError before scoring if
+        the time is over, RouterError or ShardNodeError if the lookup failed.
         """
         began = self._clock()
         parts = self.parts
@@ -330,10 +376,11 @@ class Ranking:
         routed = self._clock()
         if routed >= deadline:
             raise DeadlineExceededError("the deadline passed while the rows were looked up")
-        scores = self.score_rows(batch, embeddings)
+        chosen = self.choose(embeddings.sequence)
+        scores = self.score_rows(batch, embeddings, chosen)
         if times is not None:
             times.lookup, times.lookup_s, times.rank_s = embeddings.times, routed - began, self._clock() - routed
-        return scores, embeddings.rejected
+        return Scored(scores, embeddings.rejected, chosen.dense_step)
 
     async def lookup(self, waiting: Pending) -> LookupAnswer:
         """Look embeddings up, and tell the request the times. Raises UnknownIdError for an id without a row."""
@@ -355,15 +402,16 @@ class Ranking:
         self._tell_times(times, routed, [waiting], "lookup")
         return answer
 
-    def score_rows(self, batch: MergedBatch, embeddings: Embeddings) -> Float32Array:
-        """Score a batch whose rows were looked up: float32 [N]."""
+    def score_rows(self, batch: MergedBatch, embeddings: Embeddings, parts: RankingParts | None = None) -> Float32Array:
+        """Score a batch whose rows were looked up: float32 [1 + outputs, N], as `RankingModel.scores`."""
+        parts = parts or self.parts
         with torch.inference_mode():
-            inputs = self.parts.assembler.assemble(
+            inputs = parts.assembler.assemble(
                 embeddings, batch.request_of_candidate, batch.context_dense, batch.candidate_dense, self._columns
             )
-            scores: Float32Array = self._dense.score(inputs.on(self.device)).cpu().numpy()
+            scores: Float32Array = parts.models.on(self.device).scores(inputs.on(self.device)).cpu().numpy()
         # What a batch was rounded up by is nobody's.
-        return scores[: batch.request_of_candidate.size]
+        return scores[:, : batch.request_of_candidate.size]
 
     def _tell_times(self, times: BatchTimes, answering: float, waiting: Sequence[Pending], method: str) -> None:
         times.ended = self._clock()

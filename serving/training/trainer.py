@@ -144,13 +144,13 @@ class RequestBatches:
 
 
 class RankingNetwork(nn.Module):
-    """Looks rows up in plain torch, pools them, and runs the ranking model that serves."""
+    """Looks rows up in plain torch, pools them, and runs the ranking model that serves, or one that is given."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, ranking: nn.Module | None = None) -> None:
         super().__init__()
         self.spec = spec
         self.shapes = InputShapes.of(spec)
-        self.ranking = build_model(spec)
+        self.ranking = build_model(spec) if ranking is None else ranking
         self.tables = nn.ParameterDict(
             {
                 table.name: nn.Parameter(torch.randn(table.num_embeddings, table.embedding_dim) * INITIAL_SCALE)

@@ -55,6 +55,7 @@ class ModelSource(Frozen):
         card_graphs: rank on cards by CUDA graphs; without, every launch is the host's.
         num_replicas: ranking replicas, each a thread; with cards they take turns over these. 0 for one on the event
             loop that requests come from: not for rows that a disk or a card may have to be waited for.
+        trust_exported: run exported programs, which are code; without, a version that has one is refused.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -75,6 +76,7 @@ class ModelSource(Frozen):
     dtype: DtypeChoice = "auto"
     wire_dtype: WireDtypeChoice = "auto"
     hot_rows: HotRowsConfig | None = None
+    trust_exported: bool = False
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -146,6 +148,7 @@ def load_served_model(
             on_close=closing.close,
             loop=loop,
             hot=hot,
+            trust_exported=source.trust_exported,
         )
     except BaseException:
         closing.close()

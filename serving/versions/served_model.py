@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar, cast
@@ -13,23 +13,27 @@ from typing import Any, Literal, TypeAlias, TypeVar, cast
 import numpy as np
 import torch
 
+from loader.registry.fleet import DenseStep
 from loader.snapshot.golden import GoldenRequests
+from loader.snapshot.manifest import ExportedModelSpec
 from loader.snapshot.reader import Snapshot
 from router.feature_schema import FeatureSchema
 from router.hot_rows import HotRows
 from router.id_mapping import IdMapper, RejectedIds
 from router.plan import Plan
 from router.router import Router
-from serving.cards.ranking import CardRanking, scorer_on_card
+from serving.cards.ranking import CardRanking, CardScorer, scorer_on_card
 from serving.description import ModelDescription
-from serving.errors import GoldenMismatchError, NotReadyError
+from serving.errors import GoldenMismatchError, NotReadyError, RankingModelError
 from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
+from serving.models.exported import load_exported
 from serving.models.inputs import InputAssembler
 from serving.models.layers import NumberFormat
 from serving.models.ranking_models import (
     DeviceCopies,
     DtypeChoice,
+    RankingModel,
     choose_dtype,
     formats_to_try,
     load_model,
@@ -81,6 +85,7 @@ class ServedModel:
         self.counter, self.checked, self.access = counter, checked, access
         self.submit = batcher.submit
         self._batcher, self._replicas, self._on_close = batcher, replicas, on_close
+        self._dense_step = 0
 
     @classmethod
     def load(
@@ -99,6 +104,7 @@ class ServedModel:
         on_close: Callable[[], None] = lambda: None,
         loop: asyncio.AbstractEventLoop | None = None,
         hot: HotRows | None = None,
+        trust_exported: bool = False,
     ) -> ServedModel:
         """Make a version servable: connect, check it against its golden requests, warm every replica. Blocks.
 
@@ -106,11 +112,12 @@ class ServedModel:
         `card_graphs`. With `num_replicas` 0 `loop` ranks in their place, for rows in this process's memory or on shard
         nodes: the event loop that requests come from, which runs in another thread than this one. `on_close` is called
         when the version is unloaded, after its replicas have ended. `hot` are copies of rows of shard nodes, used by
-        all replicas. Raises as `check_version`.
+        all replicas. Exported programs are only run with `trust_exported`. Raises as `check_version`, and as
+        `load_exported`.
         """
         spec, limits, metrics = snapshot.spec, limits or RequestLimits(), metrics or ServingMetrics()
         schema = RequestSchema(FeatureSchema.of(spec), limits)
-        parts = ranking_parts(snapshot, schema, "float32")
+        parts = ranking_parts(snapshot, schema, "float32", trust_exported=trust_exported)
         is_none = schema.features.is_none
         batcher, counter = Batcher(limits, clock, is_none if is_none.any() else None), VersionCounter()
         nodes: dict[ShardNode, None] = {}
@@ -120,7 +127,7 @@ class ServedModel:
             connected = shards(partial(metrics.shard_retry, spec.model))
             nodes.update(dict.fromkeys(shard.node for shard in connected if isinstance(shard, LocalShard)))
             router = Router(schema.features, mapper, plan, connected, hot=hot)
-            scorer = scorer_on_card(connected, spec.model, snapshot.version, number, limits, card_graphs)
+            scorer = _scorer(connected, snapshot, number, limits, card_graphs)
             if scorer is None:
                 return Ranking(parts, router, connected, metrics, counter, clock)
             return CardRanking(parts, router, connected, metrics, counter, scorer, clock)
@@ -142,6 +149,7 @@ class ServedModel:
                 takers = [_on_loop(lambda: ranking(0).using(found), batcher, loop, clock)]
             finally:
                 _stop(checked_with, replicas)
+        metrics.dense_step(spec.model, snapshot.version, 0)
         metrics.dtype_fallback(spec.model, snapshot.version, fell_back=bool(checked.fallback))
         metrics.wire_fallback(spec.model, snapshot.version, fell_back=bool(checked.wire_fallback))
         description = ModelDescription.of(snapshot, limits, checked.dtype, checked.fallback)
@@ -175,6 +183,40 @@ class ServedModel:
             )
         return told
 
+    @property
+    def dense_step(self) -> int:
+        """The newest step of dense weights that it may answer with; 0 for those of the snapshot."""
+        return self._dense_step
+
+    def change_dense(self, snapshot: Snapshot, tensors: Mapping[str, torch.Tensor], record: DenseStep) -> None:
+        """Answer with other dense weights, checked, as soon as rows have the deltas that they need. Blocks.
+
+        What answers now goes on until then, and for rows of replicas that lag.
+
+        Raises:
+            RankingModelError: the tensors are not those of the model.
+            GoldenMismatchError: golden scores drift further than the record states, or are not finite.
+            NotReadyError, RouterError, ShardNodeError: it can't be checked now.
+        """
+        replicas = cast("list[Replica]", self._replicas)
+        own = replicas[0].ranking.parts
+        model = load_model(snapshot.spec, tensors, own.dtype)
+        parts = replace(own, models=DeviceCopies(model), dense_step=record.step, min_sequence=record.sequence)
+        golden = snapshot.golden()
+        if golden is not None:
+            check = _GoldenCheck(snapshot, own, replicas, golden, record.max_drift, time.monotonic)
+            if (drift := check.difference(replicas[0], parts, to_own=True)) > record.max_drift:
+                raise GoldenMismatchError(
+                    f"golden scores are up to {drift:.3g} from those of dense step {own.dense_step}, of the same rows; "
+                    f"max_drift is {record.max_drift:g}"
+                )
+
+        async def offer(ranking: Ranking) -> None:
+            ranking.offer(parts)
+
+        _on_all(replicas, offer)
+        self._dense_step = record.step
+
     def golden_differences(self, snapshot: Snapshot) -> dict[NumberFormat, float]:
         """Find the largest difference from a golden score in each number format that this machine has. Blocks.
 
@@ -185,6 +227,8 @@ class ServedModel:
         if golden is None or entry is None:
             return {}
         check = _GoldenCheck(snapshot, replicas[0].ranking.parts, replicas, golden, entry.tolerance, time.monotonic)
+        if isinstance(snapshot.spec.dense_model, ExportedModelSpec):
+            return {replicas[0].ranking.parts.dtype: check.difference(replicas[0])}
         found: dict[NumberFormat, float] = {}
         for number_format in ("float32", *formats_to_try("int8")):
             parts = ranking_parts(snapshot, self.schema, number_format)
@@ -196,6 +240,18 @@ class ServedModel:
         """End the replicas and free what they hold. Not from a replica's own thread; no lease may be out."""
         _stop(self._batcher, self._replicas)
         self._on_close()
+
+
+def _scorer(
+    shards: Sequence[Shard], snapshot: Snapshot, replica: int, limits: RequestLimits, card_graphs: bool
+) -> CardScorer | None:
+    """Make what scores on a card, if rows are on cards. Raises RankingModelError for a program, which runs on CPUs."""
+    model = snapshot.spec.model
+    scorer = scorer_on_card(shards, model, snapshot.version, replica, limits, card_graphs)
+    if scorer is not None and isinstance(snapshot.spec.dense_model, ExportedModelSpec):
+        scorer.close()
+        raise RankingModelError(f"model {model!r}: an exported program is run on the CPU, but its rows are on cards")
+    return scorer
 
 
 def id_mapper(snapshot: Snapshot, schema: FeatureSchema) -> IdMapper:
@@ -274,9 +330,18 @@ class CheckedVersion:
     tolerance: float | None = None
 
 
-def ranking_parts(snapshot: Snapshot, schema: RequestSchema, dtype: NumberFormat) -> RankingParts:
-    """Load the dense model of a snapshot in a number format. Raises RankingModelError."""
-    model = load_model(snapshot.spec, snapshot.dense_tensors(), dtype)
+def ranking_parts(
+    snapshot: Snapshot, schema: RequestSchema, dtype: NumberFormat, *, trust_exported: bool = False
+) -> RankingParts:
+    """Load the dense model of a snapshot in a number format; an exported program, which must be trusted, in its own.
+
+    Raises RankingModelError, and as `load_exported`.
+    """
+    model: RankingModel
+    if isinstance(snapshot.spec.dense_model, ExportedModelSpec):
+        model = load_exported(snapshot.spec, snapshot.program_path, trusted=trust_exported)
+    else:
+        model = load_model(snapshot.spec, snapshot.dense_tensors(), dtype)
     assembler = InputAssembler(snapshot.spec, schema.features, model.dtype)
     return RankingParts(snapshot.version, schema, DeviceCopies(model), assembler)
 
@@ -309,7 +374,10 @@ def check_version(
         await ranking.connect(deadline)
         return ranking.device
 
-    wanted, golden = choose_dtype(asked, _on_all(replicas, connect)[0]), snapshot.golden()
+    device, golden = _on_all(replicas, connect)[0], snapshot.golden()
+    is_exported = isinstance(snapshot.spec.dense_model, ExportedModelSpec)
+    # A program is in the number format that it was exported in.
+    wanted = "float32" if is_exported else choose_dtype(asked, device)
     has_remote = replicas[0].ranking.router.waits
     if golden is not None and snapshot.manifest.golden is not None:
         check = _GoldenCheck(snapshot, parts, replicas, golden, snapshot.manifest.golden.tolerance, clock)
@@ -318,8 +386,8 @@ def check_version(
         no_golden = "there are no golden requests to check {} with"
         fallback = no_golden.format(wanted) if wanted != "float32" and asked == "auto" else ""
         wire_fallback = no_golden.format("float16") if has_remote and wire_asked == "auto" else ""
-        checked = CheckedVersion("float32" if fallback else wanted, fallback, wire_fallback)
-        if checked.dtype != "float32":
+        checked = CheckedVersion(parts.dtype if fallback or is_exported else wanted, fallback, wire_fallback)
+        if checked.dtype != parts.dtype:
             parts = ranking_parts(snapshot, parts.schema, wanted)
             checked = replace(checked, dtype=parts.dtype)
         if wire_asked == "float16":
@@ -330,6 +398,8 @@ def check_version(
         ranking.warm(golden)
 
     _on_all(replicas, warm)
+    if is_exported and asked not in ("auto", own := parts.dtype):
+        checked = replace(checked, fallback=f"an exported program is computed as it was exported, in {own}")
     return checked
 
 
@@ -356,7 +426,7 @@ class _GoldenCheck:
         return f"model {self.snapshot.spec.model!r} version {self.snapshot.version}"
 
     def run(self, wanted: NumberFormat, *, halves: bool) -> CheckedVersion:
-        dtype: NumberFormat = "float32"
+        dtype = self.parts.dtype
         parts, fallbacks, wire_fallback = self.parts, list[str](), ""
         difference = self.difference(self.replicas[0])
         as_exported = self.is_as_exported(difference)
@@ -433,7 +503,7 @@ class _GoldenCheck:
                     scores = ranking.score_rows(batch, embeddings)
                 else:
                     expected = exported
-                    scores, rejected = await ranking.score(batch, deadline)
+                    scores, rejected, _ = await ranking.score(batch, deadline)
                 largest = max(largest, self.batch_difference(scores, expected, rejected))
                 await asyncio.sleep(clock() - began)
             return largest
@@ -460,7 +530,10 @@ class _GoldenCheck:
 
 
 def golden_batches(schema: RequestSchema, golden: GoldenRequests) -> Iterator[tuple[MergedBatch, np.ndarray]]:
-    """Divide golden requests into batches of about `max_batch_candidates`, with their expected scores float32 [N]."""
+    """Divide golden requests into batches of about `max_batch_candidates`, each with its expected scores.
+
+    These are float32 [1 + outputs, N], as `RankingModel.scores` gives them.
+    """
     counts = golden.num_candidates.astype(np.int64)
     ends = np.cumsum(counts)
     # A request is in the batch that its first candidate falls into.
@@ -477,7 +550,9 @@ def golden_batches(schema: RequestSchema, golden: GoldenRequests) -> Iterator[tu
             golden.context_dense[first:end],
             golden.candidate_dense[candidates],
         )
-        yield batch, golden.scores[candidates]
+        # In the model's own order of its outputs.
+        expected = [golden.scores, *(golden.outputs[name] for name in schema.features.spec.dense_model.outputs)]
+        yield batch, np.stack([one[candidates] for one in expected])
 
 
 def _bags(schema: RequestSchema, golden: GoldenRequests, requests: slice, candidates: slice) -> KeyedBags:

@@ -46,6 +46,7 @@ from router.replicas import ReplicaSource
 from serving.errors import NotReadyError
 from serving.models.ranking_models import DtypeChoice
 from serving.rank.service import RankingService
+from serving.versions.dense_steps import DenseSteps
 from serving.versions.loading import local_shards, no_retry, replicated_shards
 from serving.versions.served_model import ServedModel, ShardsFactory, WireDtypeChoice
 from shard_node.agent.agent import Agent, AgentConfig
@@ -74,6 +75,7 @@ class ServingConfig(Frozen):
         num_replicas: ranking replicas, each a thread; 0 for one on the event loop that the process serves on.
         stage_cpu_share: of one core, at most, that checking files takes.
         plan: how rows of its model are divided, in place of what the fleet's record and the snapshot say.
+        trust_exported: run exported programs of this store, which are code.
         hot_rows: of each version, copies of the hottest rows in this process; None for none.
     """
 
@@ -87,6 +89,7 @@ class ServingConfig(Frozen):
     node_tls: TlsClientConfig | None = None
     plan: PlanFile | None = None
     hot_rows: HotRowsConfig | None = None
+    trust_exported: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +131,7 @@ class ServingNode:
         self._models = agent_config.models
         self._node_tls = None if config.node_tls is None else client_context(config.node_tls)
         self._local = local
+        self._dense = DenseSteps(fleet, config.store, service.metrics)
         self._memory: tuple[float, int] = (float("-inf"), 0)
         self._tasks: list[asyncio.Task[None]] = []
         self.directory = ReplicaDirectory(service.clock)
@@ -136,6 +140,7 @@ class ServingNode:
     async def load(self) -> None:
         """Begin, and return once each expected model is live. The process is in the fleet until `leave`."""
         self._tasks = [asyncio.create_task(self.agent.run(), name="agent")]
+        self._tasks.append(asyncio.create_task(self._dense.run(self._served), name="follow dense steps"))
         if self._local is None:
             self._tasks.append(asyncio.create_task(self._watch_nodes(), name="watch nodes"))
         while not self._is_live():  # noqa: ASYNC110  # what is wanted and what is live have no event
@@ -232,6 +237,8 @@ class ServingNode:
                 "golden_difference": served.checked.difference,
                 "golden_tolerance": served.checked.tolerance,
                 "stats": served.counter.stats(),
+                "dense_step": served.dense_step,
+                "dense_refused": "" if (refused := self._dense.refused.get(key)) is None else refused.reason,
             }
             found.append(report.model_copy(update=told))
         return found
@@ -277,6 +284,8 @@ class ServingNode:
         began = time.monotonic()
         served = await in_background(work, name, self._discard, low_priority=False)
         try:
+            # A version that comes back answers with the dense weights that it had.
+            await self._dense.look(served)
             self._service.install_staged(served)
         except BaseException:
             self._discard(served)
@@ -340,6 +349,7 @@ class ServingNode:
                 on_close=closing.close,
                 loop=loop,
                 hot=hot,
+                trust_exported=config.trust_exported,
             )
         except BaseException:
             closing.close()
@@ -354,6 +364,9 @@ class ServingNode:
                 self._service.metrics.forget_version(served.model, served.version)
 
         threading.Thread(target=discard, name=f"discard-{served.model}-{served.version}").start()
+
+    def _served(self) -> list[ServedModel]:
+        return [one.payload for one in self._service.generations.all() if one.state != "draining"]
 
     def _here(self) -> set[tuple[str, int]]:
         return {(one.model, one.version) for one in self._service.generations.all() if one.state != "draining"}

@@ -8,8 +8,9 @@ u32 fields_bytes | u32 num_arrays | num_arrays array headers | fields | array da
 
 An array header is `u16 dtype, u16 note, u32 width, u64 rows`; width 0 is a flat array of `rows` elements. Fields and
 each array's data are padded to 8 bytes, so that arrays can be looked at where they were received. The note of a POOL
-frame's first array says which forms of an answer its sender takes; every other note is 0. A node that does not know of
-notes answers in float32, which everybody takes. docs/wire-protocol.md is the whole format, with an example.
+frame's first array says what its sender takes in an answer: forms of it, and the number of the last applied delta as
+its field; every other note is 0. A node that does not know of notes answers in float32 and without a field, which
+everybody takes. docs/wire-protocol.md is the whole format, with an example.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from pydantic import ValidationError
 from loader.errors import ShardrankError
 from shard_node import errors
 from shard_node.access_counts import CountedPart
-from shard_node.answer import FLOAT32_SUMS, Answer, Forms
+from shard_node.answer import FLOAT32_SUMS, UNKNOWN_SEQUENCE, Answer, Forms
 from shard_node.bags import Float32Array, Int32Array, Int64Array, KeyedBags
 from shard_node.errors import RemoteError, ShardNodeError, WireError
 from shard_node.node import NodeInfo
@@ -58,7 +59,8 @@ _COUNTS_FIELDS = struct.Struct("<QIIQ")
 _COUNTS_ANSWER_FIELDS = struct.Struct("<IIQQQQ")
 _ERROR_FIELDS = struct.Struct("<HHHH")
 _PADDING = bytes(8)
-_TAKES_STORED, _TAKES_FLOAT16 = 1, 2
+_SEQUENCE_FIELD = struct.Struct("<Q")
+_TAKES_STORED, _TAKES_FLOAT16, _TAKES_SEQUENCE = 1, 2, 4
 
 _ERROR_OF_KIND: dict[str, type[ShardNodeError]] = {
     found.kind: found
@@ -83,6 +85,7 @@ class PoolRequest:
     values: npt.NDArray[np.integer[Any]]
     weights: Float32Array | None
     forms: Forms = FLOAT32_SUMS
+    takes_sequence: bool = False
 
     def bags(self) -> KeyedBags:
         """Return the bags as they lie, but for numbers of bags, which become int64; they are not checked."""
@@ -126,7 +129,7 @@ def encode_pool(
     if bags.weights is not None:
         arrays.append(np.ascontiguousarray(bags.weights, _FLOAT32))
     fields = _POOL_FIELDS.pack(_checked_version(version)) + _model_name(model)
-    note = _TAKES_STORED * forms.stored | _TAKES_FLOAT16 * forms.float16
+    note = _TAKES_SEQUENCE | _TAKES_STORED * forms.stored | _TAKES_FLOAT16 * forms.float16
     return _encode(FrameType.POOL, request_id, fields, arrays, min(budget_us, MAX_BUDGET_US), note)
 
 
@@ -147,33 +150,38 @@ def decode_pool(frame: Frame) -> PoolRequest:
         _flat(arrays[3], "POOL values", _INT32, _INT64),
         _flat(arrays[4], "POOL weights", _FLOAT32) if len(arrays) == 5 else None,
         Forms(bool(note & _TAKES_STORED), bool(note & _TAKES_FLOAT16)),
+        bool(note & _TAKES_SEQUENCE),
     )
 
 
-def encode_answer(request_id: int, answer: Answer) -> list[Buffer]:
+def encode_answer(request_id: int, answer: Answer, *, tell_sequence: bool = False) -> list[Buffer]:
     """Encode a POOLED frame, sums for each group; or a STORED one, the sums of all groups, then all stored rows.
 
-    The buffers look into the arrays: don't change those.
+    With `tell_sequence` its field is the answer's sequence. The buffers look into the arrays: don't change those.
     """
     sums = list(map(np.ascontiguousarray, answer.sums))
+    is_told = tell_sequence and answer.sequence != UNKNOWN_SEQUENCE
+    fields = _SEQUENCE_FIELD.pack(answer.sequence) if is_told else b""
     if answer.stored is None:
-        return _encode(FrameType.POOLED, request_id, b"", sums)
-    return _encode(FrameType.STORED, request_id, b"", [*sums, *map(np.ascontiguousarray, answer.stored)])
+        return _encode(FrameType.POOLED, request_id, fields, sums)
+    return _encode(FrameType.STORED, request_id, fields, [*sums, *map(np.ascontiguousarray, answer.stored)])
 
 
 def decode_answer(frame: Frame, asked_bytes: int = 0) -> Answer:
     """Read a POOLED or STORED frame that answers one of so many bytes: its arrays are views into the frame."""
     what = FrameType(frame.header.frame_type).name
     fields, arrays = _decode(frame.body, what)
-    if len(fields):
-        raise WireError(f"{what} fields have {len(fields)} bytes, none are allowed")
+    if len(fields) not in (0, _SEQUENCE_FIELD.size):
+        raise WireError(f"{what} fields have {len(fields)} bytes, allowed are 0 and {_SEQUENCE_FIELD.size}")
+    sequence = _SEQUENCE_FIELD.unpack(fields)[0] if len(fields) else UNKNOWN_SEQUENCE
     if what == "POOLED":
-        return Answer(_rows(arrays, "POOLED sums", _FLOAT32, _FLOAT16), asked_bytes=asked_bytes)
+        sums = _rows(arrays, "POOLED sums", _FLOAT32, _FLOAT16)
+        return Answer(sums, asked_bytes=asked_bytes, sequence=sequence)
     if len(arrays) % 2:
         raise WireError(f"STORED num_arrays is {len(arrays)}, there must be two for each group")
     half = len(arrays) // 2
     sums = _rows(arrays[:half], "STORED sums", _FLOAT32, _FLOAT16)
-    return Answer(sums, _rows(arrays[half:], "STORED rows", _UINT8), asked_bytes)
+    return Answer(sums, _rows(arrays[half:], "STORED rows", _UINT8), asked_bytes, sequence)
 
 
 def encode_info(request_id: int) -> list[Buffer]:

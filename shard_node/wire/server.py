@@ -237,7 +237,7 @@ class RequestHandler:
             if late_s >= 0:
                 raise DeadlineExceededError(f"deadline passed {late_s * 1e3:.1f} ms before pooling could start")
             answer = self._node.answer(request.model, request.version, request.bags(), request.forms)
-            return self._fitting(encode_answer(request_id, answer))
+            return self._fitting(encode_answer(request_id, answer, tell_sequence=request.takes_sequence))
         except Exception as error:
             return _failure(request_id, error)
 

@@ -325,7 +325,7 @@ def test_closing_ends_what_another_thread_is_publishing_with_an_error(tmp_path, 
         publishing = thread.submit(publisher.publish, "int8", [1], ONES)
         assert begun.wait(TIMEOUT_S)
         publisher.close()
-        with pytest.raises(DeltaError, match="closed while it published to table 'int8'; these rows may be"):
+        with pytest.raises(DeltaError, match="closed while it published rows of table 'int8'; they may be"):
             publishing.result(TIMEOUT_S)
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from loader.snapshot.manifest import FeatureSpec, ModelSpec, TableSpec, schema_errors
+from loader.snapshot.manifest import FeatureSpec, ModelSpec, TableSpec
+from loader.snapshot.schema_errors import schema_errors
 
 DOCUMENT: dict[str, Any] = {
     "model": "shop",
@@ -54,6 +55,16 @@ def test_an_unknown_key_is_named_with_those_that_are_allowed_and_nothing_else_is
     place, _, problem = error.partition(": ")
     assert place.startswith(".".join(map(str, path[:-1])))
     assert problem == f"unknown key {path[-1]!r}; allowed are {allowed}"
+
+
+def test_an_unknown_key_of_an_argument_of_a_program_is_named_with_those_of_its_source() -> None:
+    described = {"kind": "exported", "inputs": {"x": {"source": "pooled", "features": ["item"]}}, "outputs": {"y": {}}}
+    document = copy.deepcopy(DOCUMENT) | {"dense_model": described}
+    document["dense_model"]["inputs"]["x"]["side"] = "candidate"
+    with pytest.raises(ValidationError) as caught:
+        ModelSpec.model_validate(document)
+    (error,) = schema_errors(caught.value, [ModelSpec])
+    assert error.problem == "unknown key 'side'; allowed are ['source', 'features', 'per']"
 
 
 def test_a_list_is_not_said_to_be_short_when_one_of_its_items_is_bad() -> None:

@@ -108,7 +108,7 @@ def test_a_class_of_batches_that_can_not_be_recorded_is_scored_without_a_graph(s
     rng = np.random.default_rng(0)
     with served_on(shop, OnCards(2, "peers")) as served, served_on(shop, None) as reference:
         ranking = ranking_of(served)
-        model, scorer, calls = ranking._model.model, ranking.scorer, itertools.count()
+        model, scorer, calls = ranking._on_card(ranking.parts).model, ranking.scorer, itertools.count()
         forward = model.forward
 
         def no_room_to_record(inputs):
@@ -151,7 +151,7 @@ def test_after_too_many_failures_nothing_is_recorded_any_more(shop, monkeypatch,
 def test_a_version_is_warm_as_far_as_its_dense_model_has_room(shop, monkeypatch, caplog):
     with served_on(shop, OnCards(2, "peers"), RequestLimits(max_batch_candidates=256)) as served:
         ranking = ranking_of(served)
-        model, room = ranking._model.model, 96
+        model, room = ranking._on_card(ranking.parts).model, 96
         forward = model.forward
 
         def forward_with_room(inputs):

@@ -290,7 +290,7 @@ def test_a_dense_model_without_room_to_work_is_an_error_of_the_batch(shop, monke
     rng = np.random.default_rng(0)
     with served_on(shop, ON[0]) as served:
         batch = shop_batch(served, rng, [500])
-        model = ranking_of(served)._model.model
+        model = (on_card := ranking_of(served)).parts.models.on(on_card.device)
 
         def forward(inputs: object) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory")

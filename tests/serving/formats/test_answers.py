@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from router.feature_schema import FeatureSchema
+from serving.client.features import read_rank
 from serving.formats.infer import InferGrpcCodec, InferHttpCodec
 from serving.formats.json_reader import JsonCodec
 from serving.formats.json_text import PIECE_FLOATS
@@ -33,7 +34,13 @@ NAMES = st.text(st.characters(codec="utf-8"), min_size=1, max_size=8)
 def rank_answers(draw: st.DrawFn) -> RankAnswer:
     scores = draw(hnp.arrays(np.float32, st.integers(1, 40), elements=FLOATS))
     order = np.argsort(-scores, kind="stable")[: draw(st.integers(1, 40))]
-    return RankAnswer(draw(NAMES), draw(st.integers(1, 2**63 - 1)), scores, order, draw(st.just("") | NAMES))
+    outputs = {
+        name: draw(hnp.arrays(np.float32, scores.size, elements=FLOATS))
+        for name in draw(st.sets(NAMES.filter(lambda name: name not in ("scores", "order")), max_size=3))
+    }
+    numbers = st.integers(1, 2**63 - 1)
+    request_id, step = draw(st.just("") | NAMES), draw(st.just(0) | numbers)
+    return RankAnswer(draw(NAMES), draw(numbers), scores, order, request_id, step, outputs)
 
 
 @st.composite
@@ -47,12 +54,23 @@ def lookup_answers(draw: st.DrawFn) -> LookupAnswer:
     return LookupAnswer(draw(NAMES), draw(st.integers(1, 2**63 - 1)), embeddings, draw(st.just("") | NAMES))
 
 
+def bits(answer: RankAnswer) -> dict[str, bytes]:
+    return {name: values.tobytes() for name, values in answer.outputs.items()}
+
+
 @given(rank_answers())
 def test_scores_read_back_from_a_message(answer):
     read = ranking_pb2.RankResponse.FromString(encode_rank(answer))
     assert (read.model, read.version, read.request_id) == (answer.model, answer.version, answer.request_id)
     assert np.array(read.scores, "f4").tobytes() == answer.scores.tobytes()
     assert list(read.order) == answer.order.tolist()
+    assert read.dense_step == answer.dense_step
+    assert {name: np.array(one.values, "f4").tobytes() for name, one in read.outputs.items()} == bits(answer)
+    ranked = read_rank(encode_rank(answer))
+    assert (ranked.dense_step, {name: values.tobytes() for name, values in ranked.outputs.items()}) == (
+        answer.dense_step,
+        bits(answer),
+    )
 
 
 @given(lookup_answers())
@@ -78,6 +96,9 @@ def test_json_answers_read_back_to_the_same_float32(ranked, looked_up):
     )
     assert np.array(read["scores"], "f4").tobytes() == ranked.scores.tobytes()
     assert read["order"] == ranked.order.tolist()
+    assert read["dense_step"] == ranked.dense_step
+    outputs = read.get("outputs", {})
+    assert {name: np.array(values, "f4").tobytes() for name, values in outputs.items()} == bits(ranked)
     encoded = codec.encode(looked_up)
     read = json.loads(b"".join((encoded.body, *encoded.more)))
     for name, feature in looked_up.embeddings.items():
@@ -98,7 +119,9 @@ def infer_message(outputs: list[str]) -> bytes:
 
 
 def expected_output(answer: RankAnswer, name: str) -> tuple[str, Any]:
-    return ("FP32", answer.scores) if name == "scores" else ("INT64", answer.order)
+    if name == "order":
+        return "INT64", answer.order
+    return "FP32", answer.scores if name == "scores" else answer.outputs[name]
 
 
 def is_id(found: str, answer: RankAnswer) -> bool:
@@ -115,7 +138,9 @@ def test_an_inference_message_reads_back(answer, outputs):
     read = open_inference_pb2.ModelInferResponse.FromString(unparsed.encode(answer).body)
     assert (read.model_name, read.model_version) == (answer.model, str(answer.version))
     assert is_id(read.id, answer)
-    names = outputs or ["scores", "order"]
+    names = outputs or ["scores", "order", *answer.outputs]
+    assert read.parameters["dense_step"].int64_param == answer.dense_step
+    assert read.parameters["dense_step"].HasField("int64_param")
     assert [one.name for one in read.outputs] == names
     for output, raw in zip(read.outputs, read.raw_output_contents, strict=True):
         datatype, values = expected_output(answer, output.name)
@@ -131,7 +156,8 @@ def test_an_inference_body_reads_back(answer, outputs, binary):
     header, tail = json.loads(encoded.body[:length]), encoded.body[length:]
     assert is_id(header["id"], answer)
     assert header["model_version"] == str(answer.version)
-    assert [one["name"] for one in header["outputs"]] == (outputs or ["scores", "order"])
+    assert header["parameters"] == {"dense_step": answer.dense_step}
+    assert [one["name"] for one in header["outputs"]] == (outputs or ["scores", "order", *answer.outputs])
     for output in header["outputs"]:
         datatype, values = expected_output(answer, output["name"])
         assert (output["datatype"], output["shape"]) == (datatype, [values.size])

@@ -140,7 +140,7 @@ MESSAGES = [
     ),
     Hostile("packed empty strings", RANK, packed_with(string_ids=[""] * 8_000_000), FIELDS, 4 * MIB),
     Hostile("8 M empty outputs", INFER, full(field(6, b"")), FIELDS, 4 * MIB),
-    Hostile("17 outputs", INFER, lambda: HEAD + field(6, field(1, b"scores")) * 17, "17 outputs, more than the limit"),
+    Hostile("67 outputs", INFER, lambda: HEAD + field(6, field(1, b"scores")) * 67, "67 outputs, more than the limit"),
     Hostile("8 M empty inputs", INFER, full(field(5, b"")), "inputs.: it is given twice"),
     Hostile(
         "a million inputs",

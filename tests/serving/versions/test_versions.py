@@ -391,7 +391,7 @@ def test_what_a_version_took_is_free_when_it_is_retired_and_waits_for_no_garbage
             (served,) = [one.payload for one in service.generations.all() if one.version == 1]
             (replica,) = served._replicas
             ranking = replica.ranking
-            parts = (served, replica, ranking, ranking.router, ranking._dense, ranking.parts.assembler)
+            parts = (served, replica, ranking, ranking.router, ranking.parts.models, ranking.parts.assembler)
             watched = {type(one).__name__: weakref.ref(one) for one in parts}
             del served, replica, ranking, parts
             service.flip(MODEL, 2)

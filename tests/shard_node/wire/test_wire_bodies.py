@@ -11,7 +11,7 @@ from hypothesis.extra import numpy as hnp
 
 from loader.errors import SnapshotNotFoundError
 from shard_node import errors
-from shard_node.answer import Answer, Forms
+from shard_node.answer import UNKNOWN_SEQUENCE, Answer, Forms
 from shard_node.bags import KeyedBags
 from shard_node.errors import InvalidBagsError, RemoteError, ShardNodeError, WireError
 from shard_node.wire import messages as wire
@@ -80,9 +80,10 @@ def test_the_forms_that_are_taken_come_back_and_cost_no_byte(bags, stored, float
     request = wire.decode_pool(received([noted]))
     assert request.forms == Forms(stored, float16)
     assert_same_bags(request.bags(), bags)
-    # The note is the second u16 of the first array header, which was 0 before there were forms.
+    # The note is the second u16 of the first array header; a sequence is always taken.
     note = 24 + 8 + 2
-    assert noted == plain[:note] + struct.pack("<H", stored + 2 * float16) + plain[note + 2 :]
+    assert noted == plain[:note] + struct.pack("<H", 4 + stored + 2 * float16) + plain[note + 2 :]
+    assert request.takes_sequence
 
 
 def test_notes_that_are_not_known_are_no_error():
@@ -288,7 +289,7 @@ def test_answers_with_arrays_of_the_wrong_kind_are_refused_naming_the_group():
         with pytest.raises(WireError, match=message):
             wire.decode_answer(answer_body(frame_type, *arrays))
     fields = frame_of(FrameType.STORED, b"".join(wire._encode(FrameType.STORED, 1, b"more", []))[24:])
-    with pytest.raises(WireError, match="STORED fields have 4 bytes, none are allowed"):
+    with pytest.raises(WireError, match="STORED fields have 4 bytes, allowed are 0 and 8"):
         wire.decode_answer(fields)
 
 
@@ -299,3 +300,18 @@ def test_what_can_not_be_sent_is_refused_before_it_is():
         wire.encode_pool(1, 0, "m" * 257, 1, film_bags([1]))
     with pytest.raises(WireError, match="not Unicode"):
         wire.encode_pool(1, 0, "\ud800", 1, film_bags([1]))
+
+
+@pytest.mark.parametrize("stored", [None, [np.zeros((1, 12), np.uint8)]], ids=["POOLED", "STORED"])
+def test_the_sequence_comes_back_if_it_is_taken_and_else_is_not_known(stored):
+    answer = Answer([np.ones((2, 4), np.float32)], stored, sequence=2**62 + 1)
+    assert wire.decode_answer(received(wire.encode_answer(1, answer, tell_sequence=True))).sequence == 2**62 + 1
+    assert wire.decode_answer(received(wire.encode_answer(1, answer))).sequence == UNKNOWN_SEQUENCE
+    unknown = Answer(answer.sums, stored)
+    assert wire.decode_answer(received(wire.encode_answer(1, unknown, tell_sequence=True))).sequence == UNKNOWN_SEQUENCE
+
+
+def test_a_node_that_was_not_asked_for_a_sequence_tells_none():
+    frame = received(wire.encode_pool(1, 0, "m", 1, film_bags([1])))
+    frame.body[10:12] = np.array([1], "<u2").view(np.uint8)
+    assert not wire.decode_pool(frame).takes_sequence

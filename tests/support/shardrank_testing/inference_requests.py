@@ -51,8 +51,9 @@ def tensors_of(spec: ModelSpec, request: dict[str, Any]) -> list[Tensor]:
         if weights is not None:
             flat_weights = [one for bag in weights for one in bag] if nested else weights
             tensors.append(Tensor(f"{feature.name}.weights", "FP32", np.array(flat_weights, np.float32)))
-    tensors.append(Tensor("context.dense", "FP32", np.array(request["context"]["dense"], np.float32)))
-    tensors.append(Tensor("candidates.dense", "FP32", np.array(request["candidates"]["dense"], np.float32)))
+    for part in ("context", "candidates"):
+        if "dense" in request[part]:
+            tensors.append(Tensor(f"{part}.dense", "FP32", np.array(request[part]["dense"], np.float32)))
     return tensors
 
 

@@ -229,15 +229,40 @@ Global___RankRequest: _TypeAlias = RankRequest  # noqa: Y015
 class RankResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class OutputsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> Global___Output: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: Global___Output | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     MODEL_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     SCORES_FIELD_NUMBER: _builtins.int
     ORDER_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    DENSE_STEP_FIELD_NUMBER: _builtins.int
+    OUTPUTS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     version: _builtins.int
     """The version that gave every score."""
     request_id: _builtins.str
+    dense_step: _builtins.int
+    """Of the dense model's weights that gave every score; 0 for those of the version itself."""
     @_builtins.property
     def scores(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """In the order of the candidates."""
@@ -245,6 +270,10 @@ class RankResponse(_message.Message):
     @_builtins.property
     def order(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Positions of the candidates by descending score; equal scores by position."""
+
+    @_builtins.property
+    def outputs(self) -> _containers.MessageMap[_builtins.str, Global___Output]:
+        """By name, of a model that names its outputs."""
 
     def __init__(
         self,
@@ -254,14 +283,38 @@ class RankResponse(_message.Message):
         scores: _abc.Iterable[_builtins.float] | None = ...,
         order: _abc.Iterable[_builtins.int] | None = ...,
         request_id: _builtins.str = ...,
+        dense_step: _builtins.int = ...,
+        outputs: _abc.Mapping[_builtins.str, Global___Output] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "order", b"order", "request_id", b"request_id", "scores", b"scores", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dense_step", b"dense_step", "model", b"model", "order", b"order", "outputs", b"outputs", "request_id", b"request_id", "scores", b"scores", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RankResponse: _TypeAlias = RankResponse  # noqa: Y015
+
+@_typing.final
+class Output(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VALUES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """In the order of the candidates."""
+
+    def __init__(
+        self,
+        *,
+        values: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Output: _TypeAlias = Output  # noqa: Y015
 
 @_typing.final
 class LookupRequest(_message.Message):
@@ -604,21 +657,27 @@ class DenseModelInfo(_message.Message):
     KIND_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     DTYPE_FALLBACK_FIELD_NUMBER: _builtins.int
+    OUTPUTS_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
     dtype: _builtins.str
     """"float32" or "bfloat16": what it is computed in."""
     dtype_fallback: _builtins.str
     """Why it is not computed in the dtype that was asked for; empty if it is."""
+    @_builtins.property
+    def outputs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the outputs that an answer has beside its scores."""
+
     def __init__(
         self,
         *,
         kind: _builtins.str = ...,
         dtype: _builtins.str = ...,
         dtype_fallback: _builtins.str = ...,
+        outputs: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "dtype_fallback", b"dtype_fallback", "kind", b"kind"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "dtype_fallback", b"dtype_fallback", "kind", b"kind", "outputs", b"outputs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,120 @@
+"""Dense weights that change between snapshots: files beside a version, `<store>/<model>/dense-steps/<version>/`.
+
+A step is a safetensors file with the names and shapes of the version's own dense tensors. Its name has the step and the
+beginning of its SHA-256, so that no other content ever gets it; it is written under another one, flushed and renamed.
+The registry's `DenseStep` says which file is the newest step. See docs/deltas.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+from loader.errors import DeltaError, DeltaFormatError, file_error
+from loader.registry.fleet import DenseStep
+from loader.snapshot.manifest import MAX_DENSE_BYTES, ExportedModelSpec
+from loader.snapshot.reader import Snapshot
+from loader.snapshot.store import fsync_path
+
+KEPT_STEPS: Final = 4
+"""Files of a version that stay: a process may still be reading one that is not the newest."""
+DEFAULT_MAX_DRIFT: Final = 0.25
+
+
+def steps_folder(store: Path, model: str, version: int) -> Path:
+    """Locate the files of a version's steps."""
+    return store / model / "dense-steps" / str(version)
+
+
+def _file_name(step: int, sha256: str) -> str:
+    return f"{step:020d}-{sha256[:16]}.safetensors"
+
+
+def checked_tensors(snapshot: Snapshot, tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Make float32 tensors in memory of weights for a version: arrays or tensors on any device.
+
+    Raises:
+        DeltaFormatError: names or shapes are not those of the version, or a value is not finite.
+        DeltaError: the version's dense model is an exported program, which has its weights itself.
+    """
+    what = f"dense weights of {snapshot.spec.model!r} version {snapshot.version}"
+    if isinstance(snapshot.spec.dense_model, ExportedModelSpec):
+        raise DeltaError(f"{what}: it is an exported program, which has its weights itself: publish a version")
+    own = snapshot.dense_tensors()
+    if missing := sorted(own.keys() - tensors.keys()):
+        raise DeltaFormatError(f"{what}: missing tensors: {missing}")
+    if unknown := sorted(tensors.keys() - own.keys()):
+        raise DeltaFormatError(f"{what}: unknown tensors: {unknown}; it has: {sorted(own)}")
+    found = {}
+    for name, expected in own.items():
+        given = tensors[name]
+        made = given.detach() if isinstance(given, torch.Tensor) else torch.from_numpy(np.asarray(given))
+        if made.shape != expected.shape:
+            raise DeltaFormatError(f"{what}: tensor {name!r} has shape {list(made.shape)}, not {list(expected.shape)}")
+        if made.is_floating_point() != expected.is_floating_point():
+            raise DeltaFormatError(f"{what}: tensor {name!r} is {made.dtype}, the version has {expected.dtype}")
+        made = made.to(device="cpu", dtype=expected.dtype).contiguous()
+        if not bool(torch.isfinite(made).all()):
+            raise DeltaFormatError(f"{what}: tensor {name!r} holds NaN or inf")
+        found[name] = made
+    return found
+
+
+def write_step(folder: Path, step: int, tensors: Mapping[str, torch.Tensor]) -> tuple[str, int]:
+    """Write a step's file durably, and drop those before the last few. Returns SHA-256 (hex) and size in bytes.
+
+    Raises SnapshotError if the store can't be written.
+    """
+    content = save(dict(tensors))
+    sha256 = hashlib.sha256(content).hexdigest()
+    path = folder / _file_name(step, sha256)
+    unfinished = path.with_name(f".{path.name}-{os.getpid()}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with unfinished.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.rename(path)
+        fsync_path(folder)
+        # By age: of an earlier fleet that used this store there may be steps of higher numbers.
+        others = sorted((one.stat().st_mtime_ns, one) for one in folder.glob("[0-9]*.safetensors") if one != path)
+        for _, old in others[: 1 - KEPT_STEPS]:
+            old.unlink(missing_ok=True)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
+        raise file_error(path, "write", error) from error
+    return sha256, len(content)
+
+
+def read_step(store: Path, record: DenseStep) -> dict[str, torch.Tensor]:
+    """Read a step's tensors.
+
+    Raises SnapshotError if the file can't be read, DeltaFormatError if it is not what was published.
+    """
+    path = steps_folder(store, record.model, record.version) / _file_name(record.step, record.sha256)
+    if record.size_bytes > 2 * MAX_DENSE_BYTES:
+        raise DeltaFormatError(f"{path}: {record.size_bytes} bytes, at most {2 * MAX_DENSE_BYTES} are read")
+    try:
+        content = path.read_bytes()
+    except (OSError, MemoryError) as error:
+        raise file_error(path, "read", error) from error
+    if len(content) != record.size_bytes or hashlib.sha256(content).hexdigest() != record.sha256:
+        raise DeltaFormatError(
+            f"{path}: {len(content)} bytes of SHA-256 {hashlib.sha256(content).hexdigest()}; published were "
+            f"{record.size_bytes} of {record.sha256}"
+        )
+    try:
+        return load(content)
+    except SafetensorError as error:
+        raise DeltaFormatError(f"{path}: {error}") from error

@@ -1,0 +1,248 @@
+"""Look into `dense.pt2` before PyTorch reads it: what would need pickle is refused, and nothing is left to guess.
+
+A `torch.export` archive is a zip file of JSON and raw tensors, in which four things may be pickled: weights, constants,
+custom objects and sample inputs (torch/export/pt2_archive/_package.py; of the last, torch/_export/serde/serialize.py
+tries `weights_only` first and goes on without). Here members are counted, named and compared with what an archive may
+have. PyTorch never sees the file itself: it gets a copy made of the members that were found right, with sample inputs
+left out, so that no second reader of zip files can find other members than this one. A package that AOTInductor
+compiled has machine code in their place. Both are code: `serving.models.exported` runs them only from trusted stores.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+
+from loader.errors import ExportError, UnsafeProgramError, cut
+from loader.snapshot.manifest import MAX_DENSE_BYTES
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+
+ProgramKind: TypeAlias = Literal["program", "package"]
+
+Program: TypeAlias = "ExportedProgram | Path | bytes"
+"""A program, or the file or the bytes of one, or of a package."""
+
+MAX_MEMBERS: Final = 65_536
+MAX_JSON_BYTES: Final = 64 << 20
+_PROGRAM: Final = "models/model.json"
+_SAMPLE_INPUTS: Final = "data/sample_inputs/model.pt"
+_CONFIGS: Final = {
+    "weights": "data/weights/model_weights_config.json",
+    "constants": "data/constants/model_constants_config.json",
+}
+_PREFIXES: Final = {"weights": "weight_", "constants": "tensor_"}
+_PACKAGE: Final = "data/aotinductor/model/"
+_FRAME = frozenset({"archive_format", "archive_version", "byteorder", "version", ".data/version"})
+_FRAME_WRITTEN_BY_TORCH = frozenset({"byteorder", "version", ".data/version", ".data/serialization_id"})
+_TENSOR = re.compile(r"data/(?:weights/weight|constants/tensor)_\d{1,6}")
+_PACKAGE_FILE = re.compile(r"data/aotinductor/model/[\w.\-]{1,200}\.(?:so|cpp|h|o|json|bin)")
+# Sizes are told as text that sympy evaluates: nothing but these words, symbols such as s92, numbers and operators.
+_EXPRESSION = re.compile(r"[\w\s+\-*/%(),<>=&|~']{0,10000}")
+_SYMBOL = re.compile(r"[sunz]+\d+|\d+")
+_WORDS = re.compile(
+    "Symbol|positive|integer|nonnegative|negative|nonzero|finite|real|True|False|Integer|Add|Mul|Pow|Mod|Max|Min|"
+    "GreaterThan|LessThan|StrictGreaterThan|StrictLessThan|Equality|Unequality|"
+    "FloorDiv|CeilDiv|CleanDiv|PythonMod|ModularIndexing|Where|Eq|Ne|Le|Lt|Ge|Gt|And|Or|Not|int_oo|oo"
+)
+# Everything else would be found by walking through PyTorch's modules, such as `torch.load`.
+_TARGET = re.compile(r"(?:torch\.ops\.|_operator\.|math\.|torch\.sym_)[\w.]+|#[\w.:#]+")
+# What zipfile says of an archive that is not as it should be; a name that is no UTF-8 is a ValueError.
+_NOT_READ = (zipfile.BadZipFile, OSError, EOFError, NotImplementedError, RuntimeError, ValueError, OverflowError)
+_INSTRUCTION = "save it with loader.snapshot.program.program_bytes, or `shardrank export --program`"
+
+
+class ProgramArchive:
+    """The members of a `dense.pt2`, checked.
+
+    Attributes:
+        kind: `program` for one of `torch.export`, `package` for one that AOTInductor compiled.
+        members: names behind the archive's root folder, with their place in the zip file.
+    """
+
+    def __init__(self, content: bytes, where: str, *, drop_sample_inputs: bool = False) -> None:
+        """Read the directory of an archive, and check it.
+
+        `where` names it in errors. With `drop_sample_inputs` these may be there, and are not read: for what comes from
+        training. Raises UnsafeProgramError.
+        """
+        self._where, self._content = where, content
+        try:
+            self._zip = zipfile.ZipFile(io.BytesIO(content))
+        except _NOT_READ as error:
+            raise self._refused(f"it is no zip archive: {error}") from error
+        self.members = self._named()
+        self.kind: ProgramKind = "program" if _PROGRAM in self.members else "package"
+        if self.kind == "program":
+            self._check_program(drop_sample_inputs=drop_sample_inputs)
+        else:
+            self._check_package()
+
+    @classmethod
+    def read(cls, path: Path) -> ProgramArchive:
+        """Read a file. Raises UnsafeProgramError; OSError if it can't be read."""
+        if (size := path.stat().st_size) > MAX_DENSE_BYTES:
+            raise UnsafeProgramError(f"{path}: {size} bytes; at most {MAX_DENSE_BYTES} are allowed")
+        return cls(path.read_bytes(), str(path))
+
+    def rebuilt(self) -> bytes:
+        """Write an archive of the members that were checked, and none of the sample inputs. For a program."""
+        # Here and below: it takes a second and a half to import, which nodes of rows can do without.
+        from torch.export.pt2_archive._package import PT2ArchiveWriter
+
+        buffer = io.BytesIO()
+        with PT2ArchiveWriter(buffer) as archive:
+            for name in self.members:
+                if name not in _FRAME_WRITTEN_BY_TORCH:
+                    archive.write_bytes(name, b"" if name == _SAMPLE_INPUTS else self.member(name))
+        return buffer.getvalue()
+
+    def member(self, name: str) -> bytes:
+        """Read a member. Raises UnsafeProgramError if its bytes are not what the directory says."""
+        try:
+            return self._zip.read(self.members[name])
+        except _NOT_READ as error:
+            raise self._refused(f"{name}: {error}") from error
+
+    def package_metadata(self) -> dict[str, str]:
+        """Return what a package says of the hardware that it was made for, such as `AOTI_CPU_ISA`."""
+        found: dict[str, str] = {}
+        for name in self.members:
+            if name.endswith("_metadata.json"):
+                stated = self._json(name)
+                found |= {key: value for key, value in stated.items() if isinstance(value, str)}
+        return found
+
+    def _named(self) -> dict[str, zipfile.ZipInfo]:
+        infos = self._zip.infolist()
+        if not 0 < len(infos) <= MAX_MEMBERS:
+            raise self._refused(f"{len(infos)} members; 1 to {MAX_MEMBERS} are allowed")
+        root, members = infos[0].filename.partition("/")[0], dict[str, zipfile.ZipInfo]()
+        for info in infos:
+            folder, _, name = info.filename.partition("/")
+            if folder != root or not name or info.filename != info.orig_filename:
+                raise self._refused(f"member {cut(repr(info.filename), 200)} lies outside of its folder {root[:80]!r}")
+            if name in members:
+                raise self._refused(f"member {cut(name, 200)} is there twice")
+            if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size or info.flag_bits & 1:
+                raise self._refused(f"member {cut(name, 200)} is compressed or encrypted; PyTorch writes it plain")
+            members[name] = info
+        if sum(info.file_size for info in infos) > len(self._content):
+            raise self._refused("its members overlap")
+        return members
+
+    def _check_program(self, *, drop_sample_inputs: bool) -> None:
+        sample = self.members.get(_SAMPLE_INPUTS)
+        if sample is not None and sample.file_size and not drop_sample_inputs:
+            raise self._refused(f"{_SAMPLE_INPUTS}: sample inputs are pickled; {_INSTRUCTION}, which leaves them out")
+        stated = set[str]()
+        for kind, config in _CONFIGS.items():
+            if f"data/{kind}/model.pt" in self.members:
+                raise self._refused(f"data/{kind}/model.pt: {kind} of the older format are pickled")
+            if config not in self.members:
+                raise self._refused(f"{config} is missing")
+            stated |= self._check_payloads(kind, self._json(config))
+        for name in self.members:
+            if name not in _FRAME | _FRAME_WRITTEN_BY_TORCH | stated | {_PROGRAM, _SAMPLE_INPUTS, *_CONFIGS.values()}:
+                raise self._refused(f"member {cut(name, 200)} is none that a program has")
+        if missing := sorted(stated - self.members.keys()):
+            raise self._refused(f"{missing[0]} is missing")
+        self._check_graph(self._json(_PROGRAM))
+
+    def _check_payloads(self, kind: str, config: Mapping[str, Any]) -> set[str]:
+        """Return the members that a config names, none of which is pickled."""
+        payloads, found = config.get("config"), set[str]()
+        if not isinstance(payloads, dict):
+            raise self._refused(f"{_CONFIGS[kind]}: no config of {kind}")
+        for name, one in payloads.items():
+            path = one.get("path_name") if isinstance(one, dict) else None
+            what = f"{_CONFIGS[kind]}: {cut(repr(name), 200)}"
+            if isinstance(path, str) and path.startswith(("custom_obj_", "opaque_obj_")):
+                raise self._refused(f"{what} is a custom object, which is pickled")
+            if not isinstance(path, str) or not _TENSOR.fullmatch(f"data/{kind}/{path}"):
+                raise self._refused(f"{what} lies in {cut(repr(path), 200)}, not in {_PREFIXES[kind]}<number>")
+            if one.get("use_pickle") is not False:
+                raise self._refused(f"{what} is pickled; only plain tensors are read")
+            if not isinstance(one.get("tensor_meta"), dict):
+                raise self._refused(f"{what} has no tensor_meta")
+            found.add(f"data/{kind}/{path}")
+        return found
+
+    def _check_graph(self, program: Mapping[str, Any]) -> None:
+        """Refuse expressions and targets that PyTorch would evaluate, or import, beyond what programs need."""
+        waiting: list[Any] = [program]
+        while waiting:
+            one = waiting.pop()
+            if isinstance(one, list):
+                waiting += one
+            elif isinstance(one, dict):
+                waiting += one.values()
+                expression, target = one.get("expr_str"), one.get("target") if "inputs" in one else None
+                if isinstance(expression, str) and not _is_arithmetic(expression):
+                    raise self._refused(f"{_PROGRAM}: expression {cut(repr(expression), 200)} is no arithmetic")
+                if isinstance(target, str) and not _TARGET.fullmatch(target):
+                    raise self._refused(f"{_PROGRAM}: operator {cut(repr(target), 200)} is none of torch.ops")
+
+    def _check_package(self) -> None:
+        if not any(name.startswith(_PACKAGE) for name in self.members):
+            raise self._refused(f"it has neither {_PROGRAM} nor {_PACKAGE}")
+        for name, info in self.members.items():
+            if name not in _FRAME | _FRAME_WRITTEN_BY_TORCH and not _PACKAGE_FILE.fullmatch(name):
+                raise self._refused(f"member {cut(name, 200)} is none that a package has")
+            if name.endswith(".json") and info.file_size > MAX_JSON_BYTES:
+                raise self._refused(f"{name}: {info.file_size} bytes; at most {MAX_JSON_BYTES} are read")
+
+    def _json(self, name: str) -> dict[str, Any]:
+        if (size := self.members[name].file_size) > MAX_JSON_BYTES:
+            raise self._refused(f"{name}: {size} bytes; at most {MAX_JSON_BYTES} are read")
+        try:
+            found = json.loads(self.member(name))
+        except (ValueError, RecursionError) as error:
+            raise self._refused(f"{name}: not JSON: {cut(error, 200)}") from error
+        if not isinstance(found, dict):
+            raise self._refused(f"{name}: not a JSON object")
+        return found
+
+    def _refused(self, problem: str) -> UnsafeProgramError:
+        return UnsafeProgramError(f"{self._where}: {problem}")
+
+
+def _is_arithmetic(expression: str) -> bool:
+    if not _EXPRESSION.fullmatch(expression):
+        return False
+    return all(_WORDS.fullmatch(word) or _SYMBOL.fullmatch(word) for word in re.findall(r"\w+", expression))
+
+
+def program_bytes(program: Program) -> bytes:
+    """Give the bytes of `dense.pt2`: of a program, or of a file of one or of a package.
+
+    Sample inputs are left out unread. Raises ExportError for what no server would read.
+    """
+    where = "the program"
+    if isinstance(program, Path):
+        content, where = _content_of(program), str(program)
+    elif isinstance(program, bytes):
+        content = program
+    else:
+        import torch.export
+
+        buffer = io.BytesIO()
+        torch.export.save(program, buffer)
+        content = buffer.getvalue()
+    try:
+        archive = ProgramArchive(content, where, drop_sample_inputs=True)
+        return archive.rebuilt() if archive.kind == "program" else content
+    except UnsafeProgramError as error:
+        raise ExportError(str(error)) from error
+
+
+def _content_of(path: Path) -> bytes:
+    if (size := path.stat().st_size) > MAX_DENSE_BYTES:
+        raise ExportError(f"{path}: {size} bytes; at most {MAX_DENSE_BYTES} are allowed")
+    return path.read_bytes()

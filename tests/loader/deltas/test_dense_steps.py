@@ -1,0 +1,212 @@
+"""Dense weights published between snapshots: refused by name, written once, read as they were published."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+
+from loader.deltas.dense import KEPT_STEPS, checked_tensors, read_step, steps_folder
+from loader.deltas.publisher import AsyncDeltaPublisher, DeltaPublisher
+from loader.errors import DeltaError, DeltaFormatError, RegistryConflictError, SnapshotError
+from loader.registry.fleet import FleetRegistry
+from loader.registry.opening import open_registry
+from shardrank_testing.deltas import MODEL, delta_spec, export_state, register_version
+from shardrank_testing.registries import REGISTRY_KINDS, registry_of
+from shardrank_testing.snapshots import random_tables
+
+SPEC = delta_spec(("fp32",))
+
+
+@pytest.fixture(params=REGISTRY_KINDS)
+def url(request, tmp_path):
+    folder = tmp_path / "registry"
+    folder.mkdir()
+    with registry_of(request.param, folder) as at:
+        yield at
+
+
+@pytest.fixture
+def snapshot(tmp_path):
+    return export_state(tmp_path / "store", SPEC, random_tables(SPEC, 0), 1)
+
+
+@pytest.fixture
+def store(snapshot):
+    return snapshot.path.parent.parent
+
+
+def weights(snapshot, value: float) -> dict[str, torch.Tensor]:
+    return {name: torch.full_like(tensor, value) for name, tensor in snapshot.dense_tensors().items()}
+
+
+def with_fleet(url, snapshot, scenario):
+    async def run():
+        registry = open_registry(url)
+        try:
+            await register_version(registry, snapshot)
+            return await scenario(FleetRegistry(registry))
+        finally:
+            await registry.close()
+
+    return asyncio.run(run())
+
+
+def test_a_step_is_on_record_with_the_last_delta_and_read_as_it_was_published(url, snapshot, store):
+    async def scenario(fleet):
+        publisher = AsyncDeltaPublisher(fleet.registry, MODEL, 1, store, clock=lambda: 12.5)
+        assert await fleet.dense_step(MODEL, 1) is None
+        assert await publisher.publish_dense(10, weights(snapshot, 0.5)) == 0
+        await publisher.publish("fp32", [3], np.ones((1, 4), np.float32))
+        given = {name: tensor.double().numpy() for name, tensor in weights(snapshot, 0.25).items()}
+        assert await publisher.publish_dense(20, given, max_drift=0.1) == 1
+        record = await fleet.dense_step(MODEL, 1)
+        assert (record.step, record.sequence, record.max_drift, record.published_at) == (20, 1, 0.1, 12.5)
+        found = read_step(store, record)
+        assert found.keys() == given.keys()
+        assert all(torch.equal(found[name], torch.from_numpy(given[name]).float()) for name in given)
+
+    with_fleet(url, snapshot, scenario)
+
+
+def test_the_same_weights_again_change_nothing_and_others_or_earlier_steps_are_refused(url, snapshot, store):
+    async def scenario(fleet):
+        publisher = AsyncDeltaPublisher(fleet.registry, MODEL, 1, store)
+        await publisher.publish_dense(7, weights(snapshot, 0.5))
+        before = await fleet.dense_step(MODEL, 1)
+        assert await publisher.publish_dense(7, weights(snapshot, 0.5)) == 0
+        with pytest.raises(RegistryConflictError, match="dense step 7 is published with other weights"):
+            await publisher.publish_dense(7, weights(snapshot, 0.75))
+        with pytest.raises(RegistryConflictError, match="dense step 7 is published; 6 must be higher"):
+            await publisher.publish_dense(6, weights(snapshot, 0.5))
+        assert await fleet.dense_step(MODEL, 1) == before
+        read_step(store, before)
+
+    with_fleet(url, snapshot, scenario)
+
+
+def test_a_step_that_another_publisher_was_faster_with_is_refused(url, snapshot, store):
+    async def scenario(fleet):
+        publisher = AsyncDeltaPublisher(fleet.registry, MODEL, 1, store)
+        await publisher.publish_dense(1, weights(snapshot, 0.5))
+        record = await fleet.dense_step(MODEL, 1)
+        await fleet.put_dense_step(record.model_copy(update={"step": 5}))
+        with pytest.raises(RegistryConflictError, match="dense step 5 is on record; 3 must be higher"):
+            await fleet.put_dense_step(record.model_copy(update={"step": 3}))
+
+    with_fleet(url, snapshot, scenario)
+
+
+def broken(name: str):
+    def change(tensors):
+        first = next(iter(tensors))
+        if name == "missing":
+            del tensors[first]
+        elif name == "unknown":
+            tensors["more"] = torch.zeros(1)
+        elif name == "shape":
+            tensors[first] = tensors[first][:-1]
+        elif name == "dtype":
+            tensors[first] = tensors[first].long()
+        else:
+            tensors[first].view(-1)[-1] = float(name)
+        return tensors
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("how", "problem"),
+    [
+        ("missing", r"missing tensors: \["),
+        ("unknown", r"unknown tensors: \['more'\]; it has"),
+        ("shape", r"has shape \[.*\], not \["),
+        ("dtype", "is torch.int64, the version has torch.float32"),
+        ("nan", "holds NaN or inf"),
+        ("-inf", "holds NaN or inf"),
+        ("1e39", "holds NaN or inf"),
+    ],
+)
+def test_weights_that_are_not_the_versions_are_refused_by_name_and_nothing_is_published(
+    url, snapshot, store, how, problem
+):
+    async def scenario(fleet):
+        publisher = AsyncDeltaPublisher(fleet.registry, MODEL, 1, store)
+        tensors = {name: tensor.double() for name, tensor in weights(snapshot, 0.5).items()}
+        with pytest.raises(DeltaFormatError, match=problem):
+            await publisher.publish_dense(1, broken(how)(tensors))
+        assert await fleet.dense_step(MODEL, 1) is None
+        assert not steps_folder(store, MODEL, 1).exists()
+
+    with_fleet(url, snapshot, scenario)
+
+
+@pytest.mark.parametrize(
+    ("step", "options", "problem"),
+    [
+        (0, {}, "dense step 0 is not within 1"),
+        (1, {"sequence": 1}, r"sequence 1 is not within 0\.\.0"),
+        (1, {"sequence": -1}, "sequence -1 is not within"),
+        (1, {"max_drift": 0.0}, "max_drift 0.0 is not above 0"),
+        (1, {"max_drift": float("nan")}, "max_drift nan is not above 0"),
+    ],
+)
+def test_numbers_that_can_not_be_are_refused(url, snapshot, store, step, options, problem):
+    with _opened(url, snapshot, store) as publisher, pytest.raises(DeltaFormatError, match=problem):
+        publisher.publish_dense(step, weights(snapshot, 0.5), **options)
+
+
+def _opened(url, snapshot, store) -> DeltaPublisher:
+    with_fleet(url, snapshot, lambda fleet: asyncio.sleep(0))
+    return DeltaPublisher(url, MODEL, 1, store)
+
+
+def test_a_publisher_without_a_store_says_what_it_lacks(url, snapshot):
+    with _opened(url, snapshot, None) as publisher, pytest.raises(DeltaError, match="give the publisher `store`"):
+        publisher.publish_dense(1, weights(snapshot, 0.5))
+
+
+def test_only_the_last_files_stay_and_a_damaged_one_is_refused(url, snapshot, store):
+    async def scenario(fleet):
+        publisher = AsyncDeltaPublisher(fleet.registry, MODEL, 1, store)
+        for step in range(1, KEPT_STEPS + 4):
+            await publisher.publish_dense(step, weights(snapshot, step / 100))
+        files = sorted(steps_folder(store, MODEL, 1).iterdir())
+        assert [int(file.name.split("-")[0]) for file in files] == list(range(4, KEPT_STEPS + 4))
+        record = await fleet.dense_step(MODEL, 1)
+        content = bytearray(files[-1].read_bytes())
+        content[-1] ^= 1
+        files[-1].write_bytes(content)
+        with pytest.raises(DeltaFormatError, match=r"bytes of SHA-256 .*; published were"):
+            read_step(store, record)
+        files[-1].unlink()
+        with pytest.raises(SnapshotError, match="missing"):
+            read_step(store, record)
+
+    with_fleet(url, snapshot, scenario)
+
+
+def test_tensors_of_any_kind_become_float32_in_memory(snapshot):
+    given = {
+        name: tensor.bfloat16().t().contiguous().t() if tensor.ndim == 2 else tensor
+        for name, tensor in weights(snapshot, 2.0).items()
+    }
+    found = checked_tensors(snapshot, given)
+    assert {one.dtype for one in found.values()} == {torch.float32}
+    assert all(one.is_contiguous() and bool((one == 2.0).all()) for one in found.values())
+
+
+def test_steps_of_an_earlier_fleet_in_the_same_store_do_not_cost_a_new_one_its_file(url, snapshot, store):
+    async def scenario(fleet):
+        folder = steps_folder(store, MODEL, 1)
+        folder.mkdir(parents=True)
+        for step in range(100, 110):
+            (folder / f"{step:020d}-{'0' * 16}.safetensors").write_bytes(b"old")
+        publisher = AsyncDeltaPublisher(fleet.registry, MODEL, 1, store)
+        await publisher.publish_dense(1, weights(snapshot, 0.5))
+        read_step(store, await fleet.dense_step(MODEL, 1))
+        assert len(list(folder.iterdir())) == KEPT_STEPS
+
+    with_fleet(url, snapshot, scenario)

@@ -1,0 +1,432 @@
+"""Exported programs: what is checked before one may score, and that it scores as the module that it was made of."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import zipfile
+from collections.abc import Callable
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from loader.errors import ExportError, UnsafeProgramError
+from loader.snapshot.manifest import ExportedModelSpec, ModelSpec
+from loader.snapshot.program import ProgramArchive, program_bytes
+from serving.errors import ProgramHardwareError, RankingModelError, UntrustedProgramError
+from serving.models.exported import check_bindings, export_program, exported_copy, load_exported
+from serving.models.inputs import RankingInputs
+from serving.models.ranking_models import build_model, load_model
+from shardrank_testing.ranking import CONFIGS, DIM, converted, only_request, random_inputs, random_tensors, ranking_spec
+
+INPUTS: dict[str, Any] = {
+    "user": {"source": "pooled", "features": ["user"], "per": "request"},
+    "items": {"source": "pooled", "features": ["film", "genre"]},
+    "rows": {"source": "sequence", "feature": "history"},
+    "lengths": {"source": "sequence", "feature": "history", "part": "lengths"},
+    "mask": {"source": "sequence", "feature": "history", "part": "mask", "per": "request"},
+    "context": {"source": "context_floats"},
+    "candidates": {"source": "candidate_floats"},
+    "owner": {"source": "request_of_candidate"},
+}
+OUTPUTS = {"click": {"activation": "sigmoid", "weight": 1}, "buy": {"activation": "softplus", "weight": 4}}
+
+
+class TwoTasks(nn.Module):
+    """Reads everything that there is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4 * DIM + 5, 8)
+        self.heads = nn.ModuleDict({"click": nn.Linear(8, 1), "buy": nn.Linear(8, 1)})
+
+    def forward(
+        self, user: Tensor, items: Tensor, rows: Tensor, lengths: Tensor, mask: Tensor, context: Tensor,
+        candidates: Tensor, owner: Tensor,
+    ) -> dict[str, Tensor]:  # fmt: skip
+        history = rows.sum(1) / lengths.clamp(min=1).unsqueeze(1)
+        is_new = (~mask.any(1)).to(items.dtype)[owner].unsqueeze(1)
+        x = torch.cat([user[owner], items, history + is_new, context, candidates], dim=1)
+        hidden = torch.relu(self.first(x))
+        return {name: head(hidden).squeeze(1) for name, head in self.heads.items()}
+
+
+def described(inputs: dict[str, Any] = INPUTS, outputs: dict[str, Any] = OUTPUTS) -> ModelSpec:
+    spec = ranking_spec("target_attention")
+    return spec.model_copy(update={"dense_model": ExportedModelSpec(inputs=inputs, outputs=outputs)})
+
+
+def two_tasks(dtype: torch.dtype = torch.float32) -> TwoTasks:
+    torch.manual_seed(3)
+    return TwoTasks().to(dtype).eval()
+
+
+def saved(tmp_path: Path, content: bytes) -> Path:
+    (tmp_path / "dense.pt2").write_bytes(content)
+    return tmp_path / "dense.pt2"
+
+
+def expected_of(module: TwoTasks, inputs: RankingInputs) -> Tensor:
+    owner, history = inputs.request_of_candidate, inputs.sequences["history"]
+    found = module(
+        inputs.context[:, :DIM], inputs.candidates[:, : 2 * DIM], history.rows[owner],
+        history.mask.sum(1)[owner], history.mask, inputs.context[:, DIM : DIM + 2][owner],
+        inputs.candidates[:, 2 * DIM : 2 * DIM + 3], owner,
+    )  # fmt: skip
+    click, buy = torch.sigmoid(found["click"].float()), torch.nn.functional.softplus(found["buy"].float())
+    return torch.stack([click + 4 * buy, click, buy]).detach()
+
+
+# What it computes
+
+
+@pytest.fixture(scope="module")
+def program() -> bytes:
+    return program_bytes(export_program(described(), two_tasks()))
+
+
+@pytest.fixture(scope="module")
+def program_file(program, tmp_path_factory) -> Path:
+    return saved(tmp_path_factory.mktemp("file"), program)
+
+
+@pytest.fixture(scope="module")
+def loaded(program, tmp_path_factory):
+    return load_exported(described(), saved(tmp_path_factory.mktemp("program"), program), trusted=True)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 6)), min_size=1, max_size=5), st.integers(0, 99))
+def test_a_program_gives_the_outputs_of_its_module_and_their_weighted_sum(loaded, requests, seed):
+    inputs = random_inputs(described(), [count for count, _ in requests], [length for _, length in requests], seed)
+    torch.testing.assert_close(loaded.scores(inputs), expected_of(two_tasks(), inputs), rtol=1e-5, atol=1e-5)
+
+
+def test_requests_alone_get_what_they_get_together(loaded):
+    inputs = random_inputs(described(), [4, 1, 30], [2, 0, 5])
+    alone = torch.cat([loaded.scores(only_request(inputs, number)) for number in range(3)], dim=1)
+    torch.testing.assert_close(loaded.scores(inputs), alone, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("number_format", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_built_in_model_scores_the_same_as_a_program(kind, number_format, tmp_path):
+    spec = ranking_spec(kind)
+    model = load_model(spec, random_tensors(spec))
+    model.pack(number_format, portable=True)
+    exported, program = exported_copy(spec, model)
+    copied = load_exported(exported, saved(tmp_path, program_bytes(program)), trusted=True)
+    assert (copied.number_format, copied.dtype) == (number_format, model.dtype)
+    built_in = load_model(spec, random_tensors(spec), number_format)
+    for candidates, lengths in (([1], [0]), ([5, 1, 20], [3, 0, 1]), ([16], [7])):
+        inputs = converted(random_inputs(spec, candidates, lengths), model.dtype)
+        tolerance = 1e-5 if number_format == "float32" else 2e-2
+        for found in copied.scores(inputs):
+            torch.testing.assert_close(found, built_in.score(inputs), rtol=0, atol=tolerance)
+
+
+# What is refused
+
+
+def test_a_program_is_not_read_unless_its_store_is_trusted(tmp_path):
+    path = tmp_path / "dense.pt2"  # is not even there
+    with pytest.raises(UntrustedProgramError, match=r"dense.pt2 is a program, .*mark it with --trust-exported"):
+        load_exported(described(), path, trusted=False)
+
+
+class Trace:
+    """Unpickled, it makes a folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
+        return os.mkdir, (self.path,)
+
+
+def pickled(path: Path) -> bytes:
+    buffer = BytesIO()
+    torch.save(Trace(path), buffer)
+    return buffer.getvalue()
+
+
+def rewritten(program: bytes, change: Callable[[dict[str, bytes]], None]) -> bytes:
+    """The archive with other members."""
+    with zipfile.ZipFile(BytesIO(program)) as archive:
+        members = {name.partition("/")[2]: archive.read(name) for name in archive.namelist()}
+    change(members)
+    buffer = BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name, content in members.items():
+            archive.writestr(f"archive/{name}", content)
+    return buffer.getvalue()
+
+
+def with_payload(kind: str, path_name: str, trace: Path, raw: Callable[[Path], bytes] = pickled) -> Any:
+    def change(members: dict[str, bytes]) -> None:
+        config = json.loads(members[f"data/{kind}/model_{kind}_config.json"])
+        payload = {"path_name": path_name, "is_param": False, "use_pickle": True, "tensor_meta": None}
+        config["config"]["more"] = payload
+        members[f"data/{kind}/model_{kind}_config.json"] = json.dumps(config).encode()
+        members[f"data/{kind}/{path_name}"] = raw(trace)
+
+    return change
+
+
+def with_member(name: str, trace: Path) -> Any:
+    return lambda members: members.update({name: pickled(trace)})
+
+
+MALICIOUS: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "weights": (lambda trace: with_payload("weights", "weight_9", trace), "'more' is pickled"),
+    "constants": (lambda trace: with_payload("constants", "tensor_9", trace), "'more' is pickled"),
+    "custom objects": (lambda trace: with_payload("constants", "custom_obj_0", trace), "is a custom object"),
+    "opaque objects": (
+        lambda trace: with_payload("constants", "opaque_obj_0", trace, lambda path: pickle.dumps(Trace(path))),
+        "is a custom object",
+    ),
+    "sample inputs": (lambda trace: with_member("data/sample_inputs/model.pt", trace), "sample inputs are pickled"),
+    "weights of the older format": (lambda trace: with_member("data/weights/model.pt", trace), "older format"),
+    "constants of the older format": (lambda trace: with_member("data/constants/model.pt", trace), "older format"),
+    "another member": (lambda trace: with_member("serialized_state_dict.pt", trace), "none that a program has"),
+}
+
+
+@pytest.mark.parametrize("where", MALICIOUS)
+def test_a_pickle_in_an_archive_is_refused_and_does_not_run(where, program, tmp_path):
+    trace = tmp_path / "trace"
+    change, says = MALICIOUS[where]
+    path = saved(tmp_path, rewritten(program, change(trace)))
+    with pytest.raises(UnsafeProgramError, match=says):
+        load_exported(described(), path, trusted=True)
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize("where", ["weights", "constants", "opaque objects", "sample inputs"])
+def test_pytorch_itself_would_have_run_it(where, program, tmp_path):
+    """The archives of the test above are such as PyTorch unpickles: else they would prove nothing."""
+    trace = tmp_path / "trace"
+    content = rewritten(program, MALICIOUS[where][0](trace))
+    # What it makes of it afterwards is its own affair.
+    with contextlib.suppress(Exception):
+        torch.export.load(BytesIO(content))
+    assert trace.exists()
+
+
+def test_a_file_with_sample_inputs_is_written_without_them(tmp_path):
+    buffer = BytesIO()
+    torch.export.save(export_program(described(), two_tasks()), buffer)
+    assert b"sample_inputs" in buffer.getvalue()
+    with pytest.raises(UnsafeProgramError, match="sample inputs are pickled"):
+        ProgramArchive(buffer.getvalue(), "dense.pt2")
+    archive = ProgramArchive(program_bytes(saved(tmp_path, buffer.getvalue())), "dense.pt2")
+    assert archive.member("data/sample_inputs/model.pt") == b""
+
+
+def in_graph(change: Callable[[str], str]) -> Callable[[dict[str, bytes]], None]:
+    def changed(members: dict[str, bytes]) -> None:
+        text = members["models/model.json"].decode()
+        assert change(text) != text
+        members["models/model.json"] = change(text).encode()
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (in_graph(lambda text: text.replace("torch.ops.aten.relu.default", "torch.load")), "is none of torch.ops"),
+        (
+            in_graph(lambda text: text.replace("Symbol('", "__import__('os').mkdir('", 1)),
+            "is no arithmetic",
+        ),
+        (lambda members: members.pop("data/weights/weight_0"), "weight_0 is missing"),
+        (lambda members: members.update({"models/other.json": b"{}"}), "none that a program has"),
+        (lambda members: members.update({"models/model.json": b"[" * 100_000}), "not JSON"),
+    ],
+)
+def test_what_pytorch_would_evaluate_or_miss_is_refused(program, change, says):
+    with pytest.raises(UnsafeProgramError, match=says):
+        ProgramArchive(rewritten(program, change), "dense.pt2")
+
+
+def test_an_archive_that_two_readers_could_read_differently_is_refused(program):
+    buffer = BytesIO(program)
+    with zipfile.ZipFile(buffer, "a") as archive, pytest.warns(UserWarning, match="Duplicate"):
+        archive.writestr(archive.namelist()[0], b"other")
+    with pytest.raises(UnsafeProgramError, match="is there twice"):
+        ProgramArchive(buffer.getvalue(), "dense.pt2")
+    buffer = BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/models/model.json", b"0" * 10_000)
+    with pytest.raises(UnsafeProgramError, match="is compressed"):
+        ProgramArchive(buffer.getvalue(), "dense.pt2")
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_a_damaged_archive_is_refused_by_name_or_read_as_it_was(program_file, data):
+    """Whatever is flipped: nothing but the one error, and nothing that PyTorch would have to unpickle."""
+    damaged = bytearray(program_file.read_bytes())
+    for position in data.draw(st.lists(st.integers(0, len(damaged) - 1), min_size=1, max_size=4)):
+        damaged[position] ^= 1 << data.draw(st.integers(0, 7))
+    try:
+        archive = ProgramArchive(bytes(damaged), "dense.pt2")
+        rebuilt = archive.rebuilt()
+    except UnsafeProgramError:
+        return
+    ProgramArchive(rebuilt, "rebuilt")
+
+
+class Wrong(nn.Module):
+    """One output of one argument, in several wrong ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.norm = nn.BatchNorm1d(DIM)
+
+    def forward(self, items: Tensor) -> Any:
+        if self.way == "statistics":
+            return (items - items.mean(0)).sum(1)
+        if self.way == "fixed":
+            return items.reshape(16, DIM).sum(1)
+        if self.way == "conditions":
+            return items.reshape(-1, 2, DIM).sum(2).reshape(-1)
+        if self.way == "scalar":
+            return items.sum()
+        if self.way == "nan":
+            return items.log().sum(1)
+        if self.way == "two":
+            return items.sum(1), items.sum(1)
+        if self.way == "names":
+            return {"buy": items.sum(1)}
+        return items.sum(1)
+
+
+ITEMS = {"items": {"source": "pooled", "features": ["film"]}}
+CLICK = {"click": {}}
+
+
+@pytest.mark.parametrize(
+    ("way", "says"),
+    [
+        ("statistics", "output the score of a candidate changes by"),
+        ("fixed", "argument 'items', dim 0 is always 16; it is the number of candidates, which varies"),
+        ("conditions", "the exported program fails: RuntimeError: shape"),
+        ("scalar", r"output 'click' is \[\]; it must have one value a candidate"),
+        ("nan", "is not finite for inputs drawn at random"),
+        ("two", r"returns 2 outputs; the description names \['click'\]"),
+        ("names", r"the program returns \['buy'\]; the description names \['click'\]"),
+    ],
+)
+def test_a_program_that_does_not_fit_is_refused_with_the_reason(way, says, tmp_path):
+    spec = described(ITEMS, CLICK)
+    path = saved(tmp_path, program_bytes(export_program(spec, Wrong(way))))
+    with pytest.raises(RankingModelError, match=says):
+        load_exported(spec, path, trusted=True)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "says"),
+    [
+        ({"things": ITEMS["items"]}, "argument 'items' that inputs do not say"),
+        ({**ITEMS, "more": {"source": "candidate_floats"}}, "no argument 'more', which inputs say"),
+        ({"items": {"source": "pooled", "features": ["film", "genre"]}}, "argument 'items', dim 1 is 4; it gets 8"),
+        ({"items": {"source": "sequence", "feature": "history"}}, "has 2 dims; it gets"),
+        ({"items": {"source": "request_of_candidate"}}, "is torch.float32; it gets torch.int64"),
+    ],
+)
+def test_arguments_are_bound_by_name_and_checked(inputs, says, tmp_path):
+    path = saved(tmp_path, program_bytes(export_program(described(ITEMS, CLICK), Wrong(""))))
+    with pytest.raises(RankingModelError, match=says):
+        load_exported(described(inputs, CLICK), path, trusted=True)
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ({"source": "pooled", "features": ["nobody"]}, "'nobody' is none of the pooled features"),
+        ({"source": "pooled", "features": ["user", "film"]}, "are of both sides"),
+        ({"source": "pooled", "features": ["film"], "per": "request"}, "can't come per request"),
+        ({"source": "sequence", "feature": "film"}, "'film' is no sequence"),
+    ],
+)
+def test_a_description_names_what_the_model_has(source, says):
+    with pytest.raises(RankingModelError, match=says):
+        check_bindings(described({"x": source}, CLICK))
+
+
+def test_weights_that_are_not_finite_are_refused(tmp_path):
+    module = two_tasks()
+    with torch.no_grad():
+        module.first.weight[0, 0] = float("nan")
+    path = saved(tmp_path, program_bytes(export_program(described(), module)))
+    with pytest.raises(RankingModelError, match=r"tensor 'first.weight' holds NaN or inf"):
+        load_exported(described(), path, trusted=True)
+
+
+def test_what_is_no_program_is_refused_at_export():
+    with pytest.raises(ExportError, match="it is no zip archive"):
+        program_bytes(b"not a program")
+
+
+# Compiled packages
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory):
+    """What AOTInductor compiles of it: needs a C++ compiler, and half a minute."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        get_cpp_compiler()
+    except Exception as error:
+        pytest.skip(f"no C++ compiler: {error}")
+    path = tmp_path_factory.mktemp("package") / "dense.pt2"
+    torch._inductor.aoti_compile_and_package(export_program(described(), two_tasks()), package_path=str(path))
+    return path.read_bytes()
+
+
+def test_a_compiled_package_gives_the_outputs_of_its_module(package, tmp_path):
+    model = load_exported(described(), saved(tmp_path, program_bytes(package)), trusted=True)
+    for candidates, lengths in (([1], [0]), ([5, 1, 20], [3, 0, 1]), ([100], [7])):
+        inputs = random_inputs(described(), candidates, lengths)
+        torch.testing.assert_close(model.scores(inputs), expected_of(two_tasks(), inputs), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("AOTI_DEVICE_KEY", "cuda", "is for device 'cuda'; programs are run on 'cpu'"),
+        ("AOTI_CPU_ISA", "AVX512 AMX_OF_TOMORROW", r"needs the CPU capabilities \['AMX_OF_TOMORROW'\]"),
+        ("AOTI_MACHINE", "riscv64", "is for AOTI_MACHINE 'riscv64'"),
+        ("AOTI_PLATFORM", "win32", "is for AOTI_PLATFORM 'win32'"),
+    ],
+)
+def test_a_package_of_other_hardware_is_refused(key, value, says, tmp_path):
+    buffer = BytesIO()
+    stated = {"AOTI_DEVICE_KEY": "cpu", "AOTI_PLATFORM": "linux", "AOTI_MACHINE": os.uname().machine}
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("p/data/aotinductor/model/a.wrapper_metadata.json", json.dumps({**stated, key: value}))
+        archive.writestr("p/data/aotinductor/model/a.wrapper.so", b"never loaded")
+    with pytest.raises(ProgramHardwareError, match=says):
+        load_exported(described(), saved(tmp_path, buffer.getvalue()), trusted=True)
+
+
+def test_a_module_in_training_mode_is_exported_in_eval_mode(tmp_path):
+    spec = ranking_spec("mlp")
+    model = build_model(spec).train()
+    exported, program = exported_copy(spec, model)
+    copied = load_exported(exported, saved(tmp_path, program_bytes(program)), trusted=True)
+    inputs = random_inputs(spec, [7])
+    np.testing.assert_allclose(copied.score(inputs), model.eval().score(inputs), atol=1e-6)

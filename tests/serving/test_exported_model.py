@@ -1,0 +1,278 @@
+"""A version whose dense model is a program of two tasks: exported, checked, refused without trust, and asked by all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.numpy import save_file as save_arrays
+from safetensors.torch import save_file
+
+from loader.errors import ExportError, SnapshotCorruptError, SnapshotFormatError
+from loader.snapshot.golden import GoldenRequests
+from loader.snapshot.manifest import MANIFEST_NAME, ExportedModelSpec
+from loader.snapshot.reader import Snapshot, verify_snapshot
+from loader.snapshot.row_source import rows_of
+from loader.snapshot.writer import export_snapshot
+from serving.cli import main as command
+from serving.client.client import AsyncClient
+from serving.embedded import Ranker
+from serving.errors import GoldenMismatchError, RankingModelError, UntrustedProgramError
+from serving.models.exported import export_program
+from serving.proto.inference import open_inference_pb2_grpc
+from serving.rank.service import RankingService
+from serving.training.dataset import evaluation_requests, films_vocabularies
+from serving.training.multi_task import (
+    TASKS,
+    OfInputs,
+    TrainedTasks,
+    eager_outputs,
+    export_tasks,
+    served_outputs,
+    train_tasks,
+    with_outputs,
+)
+from serving.versions.loading import ModelSource, load_served_model
+from shard_node.cuda.card_set import CardOptions, CardSet
+from shardrank_testing.emulated_cards import EmulatedCards
+from shardrank_testing.inference_requests import json_body, message_of, tensors_of
+from shardrank_testing.movielens import small_interactions
+from shardrank_testing.serving_api import rank_message, run, running_api
+
+MODEL = "films_mmoe"
+TRUSTED = {"trust_exported": True}
+
+
+@pytest.fixture(scope="module")
+def trained() -> TrainedTasks:
+    return train_tasks(small_interactions(), seed=0, epochs=3)
+
+
+@pytest.fixture(scope="module")
+def folder(trained: TrainedTasks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return export_tasks(trained, tmp_path_factory.mktemp("store"))
+
+
+@pytest.fixture(scope="module")
+def service(folder: Path) -> Iterator[RankingService]:
+    with closing(RankingService(expected_models=[MODEL])) as made:
+        made.install(load_served_model(ModelSource(snapshot=folder, **TRUSTED), made))
+        yield made
+
+
+def request_of(trained: TrainedTasks, number: int) -> dict[str, Any]:
+    one = trained.test.requests.request(number)
+    bags = {name: np.split(ids, np.cumsum(one.lengths[name])[:-1]) for name, ids in one.values.items()}
+    return {
+        "context": {"sparse": {name: bags[name][0].tolist() for name in ("user_id", "history")}},
+        "candidates": {"sparse": {name: [bag.tolist() for bag in bags[name]] for name in ("film_id", "genre")}},
+    }
+
+
+def written(trained: TrainedTasks, store: Path, golden: GoldenRequests | None = None, **more: Any) -> Path:
+    """The same version with something else."""
+    spec, ranking = more.pop("spec", trained.spec), trained.network.ranking
+    assert isinstance(ranking, OfInputs)
+    given = {
+        "rows": {name: rows_of(rows.detach().numpy()) for name, rows in trained.network.tables.items()},
+        "vocabularies": films_vocabularies(trained.dataset.interactions, spec),
+        "golden": golden,
+        "golden_tolerance": 1e-4,
+    }
+    dense = more.pop("dense", None)
+    return export_snapshot(store, spec, dense=dense or export_program(trained.spec, ranking.mmoe), **given, **more)
+
+
+def test_what_is_served_is_what_training_computes(trained: TrainedTasks, folder: Path) -> None:
+    served, answers = served_outputs(folder, trained.test.requests)
+    np.testing.assert_allclose(served, eager_outputs(trained, trained.test.requests), atol=1e-5)
+    for answer in answers:
+        outputs = {task: np.array(answer["outputs"][task], np.float32) for task in TASKS}  # type: ignore[index]
+        expected = 0.2 * outputs["click"] + 0.8 * outputs["buy"]
+        np.testing.assert_allclose(answer["scores"], expected, rtol=1e-6)
+        scores = np.array(answer["scores"], np.float32)
+        assert answer["order"] == np.argsort(-scores, kind="stable").tolist()
+
+
+def test_every_api_gives_the_same_bits_of_every_output(trained: TrainedTasks, service: RankingService) -> None:
+    async def main() -> None:
+        async with running_api(service) as api:
+            address = f"grpc://{api.listening.host}:{api.listening.grpc_port}"
+            oip = open_inference_pb2_grpc.GRPCInferenceServiceStub(api.channel)
+            async with AsyncClient(address) as client:
+                for number in range(4):
+                    request = request_of(trained, number)
+                    http = (await api.http.post(f"/v1/models/{MODEL}:rank", json=request)).json()
+                    expected = {name: np.array(values, "f4").tobytes() for name, values in http["outputs"].items()}
+                    assert (list(expected), http["dense_step"]) == (list(TASKS), 0)
+                    assert Ranker(service, MODEL).rank(request) == http
+                    by_name = await api.stub.Rank(rank_message(request | {"model": MODEL}, MODEL))
+                    assert {
+                        name: np.array(one.values, "f4").tobytes() for name, one in by_name.outputs.items()
+                    } == expected
+                    packed = await client.rank(
+                        MODEL, context=request["context"]["sparse"], candidates=request["candidates"]["sparse"]
+                    )
+                    assert {name: values.tobytes() for name, values in packed.outputs.items()} == expected
+                    tensors = tensors_of(trained.spec, request)
+                    answer = await oip.ModelInfer(message_of(tensors, MODEL))
+                    raw = {
+                        one.name: content
+                        for one, content in zip(answer.outputs, answer.raw_output_contents, strict=True)
+                    }
+                    assert {name: raw[name] for name in TASKS} == expected
+                    infer = await api.http.post(f"/v2/models/{MODEL}/infer", content=json_body(tensors))
+                    found = {one["name"]: one["data"] for one in infer.json()["outputs"]}
+                    assert {name: np.array(found[name], "f4").tobytes() for name in TASKS} == expected
+                    assert list(found) == ["scores", "order", *TASKS]
+
+    run(main())
+
+
+def test_outputs_are_named_by_descriptions_and_asked_for_by_name(trained: TrainedTasks, folder: Path) -> None:
+    async def main() -> None:
+        with closing(RankingService(expected_models=[MODEL])) as service:
+            service.install(load_served_model(ModelSource(snapshot=folder, **TRUSTED), service))
+            async with running_api(service) as api:
+                model = (await api.http.get(f"/v1/models/{MODEL}")).json()["dense_model"]
+                assert (model["kind"], model["outputs"], model["dtype"]) == ("exported", list(TASKS), "float32")
+                metadata = (await api.http.get(f"/v2/models/{MODEL}")).json()
+                assert [one["name"] for one in metadata["outputs"]] == ["scores", "order", *TASKS]
+                tensors = tensors_of(trained.spec, request_of(trained, 0))
+                body = json_body(tensors, outputs=[{"name": "buy"}])
+                answer = (await api.http.post(f"/v2/models/{MODEL}/infer", content=body)).json()
+                assert [one["name"] for one in answer["outputs"]] == ["buy"]
+                wrong = json_body(tensors, outputs=[{"name": "sold"}])
+                refused = await api.http.post(f"/v2/models/{MODEL}/infer", content=wrong)
+                assert refused.status_code == 400
+                assert "there is no output 'sold'; there are ['scores', 'order', 'click', 'buy']" in refused.text
+
+    run(main())
+
+
+def test_requests_of_many_callers_are_joined_and_each_gets_its_own(
+    trained: TrainedTasks, service: RankingService
+) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    ranker = Ranker(service, MODEL)
+    requests = [request_of(trained, number) for number in range(24)]
+    alone = [ranker.rank(one) for one in requests]
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(ranker.rank, requests))
+    for one, other in zip(alone, together, strict=True):
+        for task in TASKS:
+            np.testing.assert_allclose(one["outputs"][task], other["outputs"][task], atol=1e-6)
+
+
+def test_a_store_that_is_not_trusted_is_refused_and_the_command_says_so(folder: Path) -> None:
+    with pytest.raises(UntrustedProgramError, match="mark it with --trust-exported"):
+        Ranker.open(folder)
+    verify = ["verify", "--snapshot", str(folder)]
+    refused = CliRunner().invoke(command, verify)
+    assert refused.exit_code == 1
+    assert "bad: untrusted_program: " in refused.output
+    accepted = CliRunner().invoke(command, [*verify, "--trust-exported"])
+    assert accepted.exit_code == 0, accepted.output
+    assert "ok: exported program: nothing in it is pickled" in accepted.output
+    assert "dense model: exported takes ['context', 'candidates', 'request_of_candidate']" in accepted.output
+    assert "and outputs ['click', 'buy'], every score within 0.0001" in accepted.output
+
+
+def test_a_program_is_exported_from_the_command_line(trained: TrainedTasks, tmp_path: Path) -> None:
+    ranking = trained.network.ranking
+    assert isinstance(ranking, OfInputs)
+    torch.export.save(export_program(trained.spec, ranking.mmoe), tmp_path / "mmoe.pt2")
+    tables = {f"embedding_bags.{name}.weight": rows.detach() for name, rows in trained.network.tables.items()}
+    save_file(tables, tmp_path / "rows.safetensors")
+    (tmp_path / "films.json").write_text(trained.spec.model_dump_json())
+    (tmp_path / "users.txt").write_text("".join(f"{one}\n" for one in trained.dataset.interactions.users.ids.tolist()))
+    golden = with_outputs(trained, evaluation_requests(trained.dataset, trained.spec, 4).requests)
+    save_arrays(golden.to_tensors(), tmp_path / "golden.safetensors")
+    arguments = [
+        "export", "--checkpoint", tmp_path / "rows.safetensors", "--model", tmp_path / "films.json",
+        "--store", tmp_path / "models", "--vocabulary", f"users={tmp_path / 'users.txt'}",
+        "--golden", tmp_path / "golden.safetensors", "--golden-tolerance", "0.001",
+    ]  # fmt: skip
+    without = CliRunner().invoke(command, list(map(str, arguments)))
+    assert "--program goes with a dense_model of kind exported" in without.output
+    result = CliRunner().invoke(command, [*map(str, arguments), "--program", str(tmp_path / "mmoe.pt2")])
+    assert result.exit_code == 0, result.output
+    with Ranker.open(tmp_path / "models" / MODEL / "1", **TRUSTED) as ranker:
+        assert list(ranker.rank(request_of(trained, 0))["outputs"]) == list(TASKS)
+
+
+def test_golden_outputs_decide_too(trained: TrainedTasks, tmp_path: Path) -> None:
+    golden = with_outputs(trained, evaluation_requests(trained.dataset, trained.spec, 4).requests)
+    wrong = replace(golden, outputs=dict(golden.outputs, buy=golden.outputs["buy"] + np.float32(0.01)))
+    with pytest.raises(GoldenMismatchError, match=r"golden scores differ by up to 0\.01"):
+        Ranker.open(written(trained, tmp_path, wrong), **TRUSTED)
+    with pytest.raises(ExportError, match=r"golden requests: outputs: expected \['buy', 'click'\], got \['click'\]"):
+        written(trained, tmp_path, replace(golden, outputs={"click": golden.outputs["click"]}))
+
+
+def test_tensors_and_programs_are_not_taken_for_one_another(trained: TrainedTasks, tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="expected a program, got tensors"):
+        written(trained, tmp_path, dense={"weight": torch.ones(1)})
+    built_in = {"kind": "mlp", "config": {"hidden": [4]}}
+    spec = trained.spec.model_validate(trained.spec.model_dump() | {"dense_model": built_in})
+    with pytest.raises(ExportError, match="expected tensors, got a program"):
+        written(trained, tmp_path, spec=spec)
+
+
+def test_a_changed_program_is_found_by_its_checksum_and_a_manifest_that_names_another_file(folder: Path) -> None:
+    program = folder / "dense.pt2"
+    before = program.read_bytes()
+    assert verify_snapshot(folder).ok
+    try:
+        program.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
+        with pytest.raises(SnapshotCorruptError, match=r"dense.pt2: SHA-256 is "):
+            Snapshot.open(folder)
+    finally:
+        program.write_bytes(before)
+    text = (folder / MANIFEST_NAME).read_text()
+    try:
+        (folder / MANIFEST_NAME).write_text(text.replace('"path": "dense.pt2"', '"path": "dense.safetensors"'))
+        with pytest.raises(SnapshotFormatError, match="goes with an exported model, only with it"):
+            Snapshot.open(folder)
+    finally:
+        (folder / MANIFEST_NAME).write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"outputs": {}}, "outputs"),
+        ({"outputs": {"scores": {}}}, "are names of what every answer has"),
+        ({"outputs": {"click": {"weight": 0}}}, "there is no score to order by"),
+        ({"file": "../dense.pt2"}, "dense.pt2"),
+        ({"inputs": {"x": {"source": "everything"}}}, "inputs.x"),
+        ({"config": {}}, "config"),
+    ],
+)
+def test_a_description_of_a_program_is_checked(trained: TrainedTasks, changed: dict[str, Any], says: str) -> None:
+    described = json.loads(trained.spec.model_dump_json())
+    described["dense_model"] |= changed
+    with pytest.raises(ValueError, match=says):
+        type(trained.spec).model_validate(described)
+
+
+def test_a_description_is_the_same_after_it_was_written_as_json(trained: TrainedTasks) -> None:
+    again = type(trained.spec).model_validate_json(trained.spec.model_dump_json(), strict=True)
+    assert again == trained.spec
+    assert isinstance(again.dense_model, ExportedModelSpec)
+
+
+def test_rows_on_cards_refuse_a_program(folder: Path) -> None:
+    card_set = CardSet(EmulatedCards(1), CardOptions(card_memory_gb=1e-2))
+    source = ModelSource(snapshot=folder, card_set=card_set, **TRUSTED)
+    with closing(RankingService()) as service, pytest.raises(RankingModelError, match="is run on the CPU"):
+        load_served_model(source, service)
