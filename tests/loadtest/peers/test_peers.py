@@ -151,8 +151,8 @@ def test_a_batch_of_different_requests_is_scored_by_the_peers_model_as_each_alon
     tensors, encoding = random_tensors(PRODUCT, 3), PEERS["fastapi"].forms[form]
     save_file(tensors, tmp_path / "weights")
     drawn = [(bench_workload(PRODUCT, "mlp", hotness), hotness) for hotness in (1, 4)]
-    requests = [(of, one) for of, hotness in drawn for one in bench_requests(PRODUCT, "mlp", hotness, 3)]
-    bodies = [one.body for _, hotness in drawn for one in bench_payloads(PRODUCT, "mlp", hotness, encoding, 3)]
+    requests = [(of, one) for of, hotness in drawn for one in bench_requests(PRODUCT, "mlp", hotness, 9)]
+    bodies = [one.body for _, hotness in drawn for one in bench_payloads(PRODUCT, "mlp", hotness, encoding, 9)]
     assert any((one.bags.lengths == 0).any() for _, one in requests)
     threads = torch.get_num_threads()
     scorer = torch_model.Scorer(str(tmp_path / "weights"))
