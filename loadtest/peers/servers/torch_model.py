@@ -97,7 +97,10 @@ class Scorer:
             self._model = TorchRanking({name: file.get_tensor(name) for name in file.keys()}).eval()  # noqa: SIM118
 
     def scores(self, requests: Sequence[tuple[Parts, Parts]]) -> list[npt.NDArray[np.float32]]:
-        """float32 [N] of each request, context and candidates, scored together."""
+        """float32 [N] of each request, context and candidates, scored together; each alone where forms differ."""
+        if len({candidates[1].shape[1] for _, candidates in requests}) > 1:
+            # What is left of a load that was ended may wait beside the next one's requests.
+            return [self.scores([one])[0] for one in requests]
         counts = [len(candidates[2]) for _, candidates in requests]
         if len(requests) == 1:
             sides = requests[0]

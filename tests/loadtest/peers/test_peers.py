@@ -142,17 +142,20 @@ def test_the_tensor_body_has_the_same_numbers_as_the_flat_one(flat: Encoding, te
     assert flat_body[28:] == data[of_candidates:] + data[:of_candidates]
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("forms", [FORMS[:1], FORMS[1:], FORMS])
 def test_a_batch_of_different_requests_is_scored_by_the_peers_model_as_each_alone(
-    tmp_path: Path, monkeypatch, form: Form
+    tmp_path: Path, monkeypatch, forms: tuple[Form, ...]
 ) -> None:
     monkeypatch.syspath_prepend(PEERS["fastapi"].script.parent)
     torch_model = importlib.import_module("torch_model")
-    tensors, encoding = random_tensors(PRODUCT, 3), PEERS["fastapi"].forms[form]
+    tensors = random_tensors(PRODUCT, 3)
     save_file(tensors, tmp_path / "weights")
-    drawn = [(bench_workload(PRODUCT, "mlp", hotness), hotness) for hotness in (1, 4)]
-    requests = [(of, one) for of, hotness in drawn for one in bench_requests(PRODUCT, "mlp", hotness, 9)]
-    bodies = [one.body for _, hotness in drawn for one in bench_payloads(PRODUCT, "mlp", hotness, encoding, 9)]
+    drawn = [(form, hotness, bench_workload(PRODUCT, "mlp", hotness)) for form in forms for hotness in (1, 4)]
+    requests = [(of, one) for _, hotness, of in drawn for one in bench_requests(PRODUCT, "mlp", hotness, 9)]
+    encodings = PEERS["fastapi"].forms
+    bodies = [
+        one.body for form, hotness, _ in drawn for one in bench_payloads(PRODUCT, "mlp", hotness, encodings[form], 9)
+    ]
     assert any((one.bags.lengths == 0).any() for _, one in requests)
     threads = torch.get_num_threads()
     scorer = torch_model.Scorer(str(tmp_path / "weights"))
