@@ -167,7 +167,7 @@ class InferRequest:
     def parse(self, schema: RequestSchema) -> RankRequest:
         """See `Unparsed`. Raises AmbiguousInputsError for a model that can't be called by this protocol."""
         given, required, limits = self._inputs, schema.required_inputs, schema.limits
-        if given.keys() != required:
+        if not required <= given.keys() <= schema.inputs.keys():
             _check_names(schema, given)
         for one in self._outputs:
             if one.name not in schema.outputs:

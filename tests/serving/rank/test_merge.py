@@ -8,6 +8,7 @@ from serving.formats.requests import RankRequest
 from serving.rank.ranking import (
     _join_by_blocks,
     _join_by_index,
+    _join_by_segments,
     _runs_alike,
     merge,
     merge_bags,
@@ -75,14 +76,15 @@ def test_merged_bags_are_those_of_the_obvious_loop(batch):
 
 
 @given(batches() | batches_of_like_features())
-def test_both_ways_of_merging_give_the_same(batch):
+def test_all_ways_of_merging_give_the_same(batch):
     bags = np.array([one.bags_per_key for one in batch])
     values = np.array([one.values_per_key() for one in batch])
-    runs = _runs_alike(bags, values)
     for per_segment, arrays in ((bags, [one.lengths for one in batch]), (values, [one.values for one in batch])):
-        by_blocks, by_index = _join_by_blocks(per_segment, runs)(arrays), _join_by_index(per_segment)(arrays)
-        assert by_blocks.dtype == by_index.dtype
-        assert by_blocks.tolist() == by_index.tolist()
+        by_index = _join_by_index(per_segment)(arrays)
+        for other in (_join_by_blocks(per_segment, _runs_alike(per_segment)), _join_by_segments(per_segment)):
+            found = other(arrays)
+            assert found.dtype == by_index.dtype
+            assert found.tolist() == by_index.tolist()
 
 
 alike = st.integers(1, 6).flatmap(
