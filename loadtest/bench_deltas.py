@@ -144,7 +144,7 @@ def _hot_rows(snapshot: Snapshot, layout: TableLayout, hot_rows_gb: float) -> Ho
 
 def _pool_hot(hot: HotRows, bags: KeyedBags) -> None:
     """Look up rows that are all hot, as a router does."""
-    with hot.used() as rows:
+    with hot.used() as (rows, _):
         rows.find(bags).answer(whole(bags), EXACT)
 
 

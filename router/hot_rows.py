@@ -311,13 +311,16 @@ class HotRows:
         return HotCounts(lookups, hits)
 
     @contextmanager
-    def used(self) -> Iterator[HotSet]:
-        """Give the set for one batch of lookups: its rows stay while the block runs."""
+    def used(self) -> Iterator[tuple[HotSet, int]]:
+        """Give the set for one batch of lookups, and a delta that all of its rows have: they stay while the block runs.
+
+        Both are of one moment: of deltas that are applied after another set is in use, this one never hears.
+        """
         with self._lock:
-            hot = self._current
+            hot, sequence = self._current, self.deltas.sequence
             hot.users += 1
         try:
-            yield hot
+            yield hot, sequence
         finally:
             with self._lock:
                 hot.users -= 1

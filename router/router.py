@@ -258,8 +258,7 @@ class Router:
         mapped_at = self._clock()
         times.map_s = mapped_at - began
         if self._all_rows is not None:
-            sequence = self.local_sequence(model, version)
-            blocks = self._all_rows.node.pool(model, version, by_table)
+            blocks, sequence = self._all_rows.node.pool_with_sequence(model, version, by_table)
             began = self._clock()
             times.shard_wait_s = began - mapped_at
         else:
@@ -298,9 +297,8 @@ class Router:
         if self._hot is None:
             blocks, _, sequence = await self._pool_with(None, model, version, bags, deadline, forms, times)
             return blocks, sequence
-        with self._hot.used() as hot:
+        with self._hot.used() as (hot, hot_sequence):
             began = self._clock()
-            hot_sequence = self._hot.deltas.sequence
             found = hot.find(bags)
             times.split_s += self._clock() - began
             blocks, parts, sequence = await self._pool_with(found, model, version, bags, deadline, forms, times)

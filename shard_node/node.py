@@ -211,9 +211,15 @@ class ShardNode:
 
     def pool(self, model: str, version: int, bags: KeyedBags) -> list[Float32Array]:
         """Pools on one version, under a lease. Returns and raises as `Engine.pool`, and GenerationNotFoundError."""
+        return self.pool_with_sequence(model, version, bags)[0]
+
+    def pool_with_sequence(self, model: str, version: int, bags: KeyedBags) -> tuple[list[Float32Array], int]:
+        """Pools as `pool`, and tells the last delta that those rows had before they were looked at."""
+        # One lease for both: under the same number rows may be staged anew, and then they begin with an earlier delta.
         generation = self.generations.take(model, version)
         try:
-            return generation.payload.engine.pool(bags)
+            sequence = generation.payload.deltas.sequence
+            return generation.payload.engine.pool(bags), sequence
         finally:
             self.generations.release(generation)
 
@@ -339,8 +345,8 @@ class LocalShard:
     ) -> Answer:
         """Pools in the calling thread, into float32 sums. The deadline is not looked at: the call waits for nothing."""
         del deadline, forms
-        sequence = self.node.sequence(model, version)
-        return Answer(self.node.pool(model, version, bags), sequence=sequence)
+        sums, sequence = self.node.pool_with_sequence(model, version, bags)
+        return Answer(sums, sequence=sequence)
 
     async def info(self) -> NodeInfo:
         """Return what the node serves."""

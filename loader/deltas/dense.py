@@ -69,14 +69,19 @@ def checked_tensors(snapshot: Snapshot, tensors: Mapping[str, Any]) -> dict[str,
     return found
 
 
-def write_step(folder: Path, step: int, tensors: Mapping[str, torch.Tensor]) -> tuple[str, int]:
-    """Write a step's file durably, and drop those before the last few. Returns SHA-256 (hex) and size in bytes.
+def write_step(
+    folder: Path, step: int, tensors: Mapping[str, torch.Tensor], accepted: DenseStep | None = None
+) -> tuple[str, int]:
+    """Write a step's file durably, and drop those before the last few, but for what serving processes begin with.
+
+    Returns SHA-256 (hex) and size in bytes.
 
     Raises SnapshotError if the store can't be written.
     """
     content = save(dict(tensors))
     sha256 = hashlib.sha256(content).hexdigest()
     path = folder / _file_name(step, sha256)
+    kept = {path} if accepted is None else {path, folder / _file_name(accepted.step, accepted.sha256)}
     unfinished = path.with_name(f".{path.name}-{os.getpid()}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -87,7 +92,7 @@ def write_step(folder: Path, step: int, tensors: Mapping[str, torch.Tensor]) -> 
         unfinished.rename(path)
         fsync_path(folder)
         # By age: of an earlier fleet that used this store there may be steps of higher numbers.
-        others = sorted((one.stat().st_mtime_ns, one) for one in folder.glob("[0-9]*.safetensors") if one != path)
+        others = sorted((one.stat().st_mtime_ns, one) for one in folder.glob("[0-9]*.safetensors") if one not in kept)
         for _, old in others[: 1 - KEPT_STEPS]:
             old.unlink(missing_ok=True)
     except OSError as error:

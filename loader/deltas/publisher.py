@@ -188,9 +188,12 @@ class AsyncDeltaPublisher:
             if newest is not None and step < newest.step:
                 raise RegistryConflictError(f"dense step {newest.step} is published; {step} must be higher")
 
+            accepted = await self._again(lambda: self._fleet.dense_step(model, version, accepted=True))
+
             def written() -> tuple[str, int]:
                 snapshot = Snapshot.open(store / model / str(version), verify=False)
-                return write_step(steps_folder(store, model, version), step, checked_tensors(snapshot, tensors))
+                own = checked_tensors(snapshot, tensors)
+                return write_step(steps_folder(store, model, version), step, own, accepted)
 
             sha256, size_bytes = await asyncio.to_thread(written)
             if newest is not None and step == newest.step:

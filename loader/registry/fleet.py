@@ -26,6 +26,7 @@ COORDINATOR_LOCK = "locks/coordinator"
 STAGING_LOCKS = "locks/staging/"
 SPECS = "specs/"
 DENSE = "dense/"
+ACCEPTED_DENSE = "dense-accepted/"
 
 NodeKind = Literal["shard", "serving"]
 VersionState = Literal["waiting", "staging", "ready", "refused", "draining"]
@@ -65,9 +66,9 @@ def spec_key(model: str, version: int) -> str:
     return f"{SPECS}{model}/{version:020d}"
 
 
-def dense_key(model: str, version: int) -> str:
-    """Return the key of a version's `DenseStep`."""
-    return f"{DENSE}{model}/{version:020d}"
+def dense_key(model: str, version: int, *, accepted: bool = False) -> str:
+    """Return the key of a version's newest `DenseStep`, or of the newest that a serving process has accepted."""
+    return f"{ACCEPTED_DENSE if accepted else DENSE}{model}/{version:020d}"
 
 
 def delta_stream(model: str, delta_base: int) -> str:
@@ -203,7 +204,7 @@ class VersionReport(Record):
         golden_tolerance: what the manifest allows.
         delta_sequence: the last delta that is applied, contained ones included; shard nodes only.
         delta_published_at: when that was published, in seconds since the epoch; None if none was applied here.
-        dense_step: of the dense weights that answer, 0 for the snapshot's; serving processes only.
+        dense_step: of the newest dense weights that may answer, 0 for the snapshot's; serving processes only.
         dense_refused: which step is not taken, and why; "" if none was refused since.
     """
 
@@ -396,14 +397,25 @@ class FleetRegistry:
         """Take a version, and its spec, off record. False if it was not there."""
         dropped = await self._drop(version_key(model, version))
         await self._drop(dense_key(model, version))
+        await self._drop(dense_key(model, version, accepted=True))
         await self._drop(spec_key(model, version))
         return dropped
 
-    async def dense_step(self, model: str, version: int) -> DenseStep | None:
-        """Read the newest dense weights of a version; None if they are those of its snapshot."""
-        key = dense_key(model, version)
+    async def dense_step(self, model: str, version: int, *, accepted: bool = False) -> DenseStep | None:
+        """Read the newest dense weights of a version, or those accepted last; None if they are its snapshot's."""
+        key = dense_key(model, version, accepted=accepted)
         entry = await self.registry.get(key)
-        return None if entry is None else _dense_step(key, entry.value)
+        return None if entry is None else _dense_step(key, entry.value, accepted=accepted)
+
+    async def accept_dense_step(self, record: DenseStep) -> None:
+        """Note that a serving process has checked a step, and answers with it. An earlier one changes nothing."""
+        key = dense_key(record.model, record.version, accepted=True)
+
+        def following(entry: Entry | None) -> bytes | None:
+            last = None if entry is None else _dense_step(key, entry.value, accepted=True)
+            return _encode(record) if last is None or last.step < record.step else None
+
+        await self._change(key, following)
 
     async def put_dense_step(self, record: DenseStep) -> None:
         """Make a step the newest. The same one again changes nothing.
@@ -549,8 +561,8 @@ def _wanted(key: str, value: bytes) -> WantedModel:
     return _placed(key, value, WantedModel, lambda record: wanted_key(record.model))
 
 
-def _dense_step(key: str, value: bytes) -> DenseStep:
-    return _placed(key, value, DenseStep, lambda record: dense_key(record.model, record.version))
+def _dense_step(key: str, value: bytes, *, accepted: bool = False) -> DenseStep:
+    return _placed(key, value, DenseStep, lambda record: dense_key(record.model, record.version, accepted=accepted))
 
 
 def _version(key: str, value: bytes) -> PublishedVersion:

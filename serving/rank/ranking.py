@@ -292,6 +292,20 @@ class Ranking:
         """Score with another step of the same model's weights as soon as rows have the deltas that it needs."""
         self._steps = [parts, self.parts]
 
+    async def has_taken(self) -> bool:
+        """Tell whether the step that was offered last answers; where no batch has shown it, the nodes are asked.
+
+        Raises as `nodes`.
+        """
+        offered = self._steps[0]
+        if offered is not self.parts:
+            key = self._model_name, offered.version
+            told = [one for _, info in await self.nodes() for one in info.versions if (one.model, one.version) == key]
+            # Another may have been offered meanwhile.
+            if offered is self._steps[0] and all(one.delta_sequence >= offered.min_sequence for one in told):
+                self.parts = offered
+        return self._steps[0] is self.parts
+
     def choose(self, sequence: int) -> RankingParts:
         """Find what rows of a delta may be scored with. Raises ShardUnavailableError if they are older than all."""
         for parts in self._steps:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
-from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -14,11 +15,14 @@ import torch
 
 from loader.deltas.dense import checked_tensors, read_step
 from loader.errors import RegistryError, ShardrankError
+from loader.progress import ended
 from loader.registry.fleet import DenseStep, FleetRegistry, cut_reason
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.store import Store
 from serving.observe.metrics import ServingMetrics
 from serving.versions.served_model import ServedModel
+from shard_node.errors import GenerationNotFoundError
+from shard_node.generation import Generations
 
 logger = logging.getLogger(__name__)
 
@@ -49,34 +53,62 @@ class DenseSteps:
         self._fleet, self._store, self._metrics = fleet, store, metrics
 
     async def look(self, served: ServedModel) -> None:
-        """Have a version go on with the newest step, if there is one that it does not have. Raises RegistryError."""
+        """Have a version go on with the newest step, if there is one that it does not have. Raises RegistryError.
+
+        One that begins takes what others have accepted last, as it is: they have compared it with the weights before
+        it, from which those of the snapshot may be far by now. What came after that is compared with it.
+        """
         key = served.model, served.version
-        record = await self._fleet.dense_step(*key)
-        if record is None or record.step <= served.dense_step:
+        newest = await self._newer(*key, served.dense_step)
+        if newest is None:
             return
-        if (before := self.refused.get(key)) is not None and before.record == record:
+        accepted = None if served.dense_step else await self._fleet.dense_step(*key, accepted=True)
+        # One that can't be read now is waited for; a file that is damaged is not.
+        if accepted and not await self._try(served, accepted, math.inf) and not self._is_refused(accepted):
             return
+        if newest.step > served.dense_step and await self._try(served, newest, newest.max_drift):
+            await self._fleet.accept_dense_step(newest)
+
+    async def _newer(self, model: str, version: int, step: int) -> DenseStep | None:
+        newest = await self._fleet.dense_step(model, version)
+        return None if newest is None or newest.step <= step or self._is_refused(newest) else newest
+
+    def _is_refused(self, record: DenseStep) -> bool:
+        before = self.refused.get((record.model, record.version))
+        return before is not None and before.record == record
+
+    async def _try(self, served: ServedModel, record: DenseStep, max_drift: float) -> bool:
+        key = served.model, served.version
         try:
-            await asyncio.to_thread(self._take, served, record)
+            if not await served.takes_dense():
+                return False
+            taking = asyncio.ensure_future(asyncio.to_thread(self._take, served, record, max_drift))
+            try:
+                await asyncio.shield(taking)
+            except asyncio.CancelledError:
+                # Its replicas must not end under a check, which would wait for them for good.
+                await ended(taking)
+                raise
         except ShardrankError as error:
             if error.http_status in (503, 504):
                 logger.warning("dense step %d of %s %d can't be taken yet: %s", record.step, *key, error)
-                return
+                return False
             reason = cut_reason(f"dense step {record.step}: {error.kind}: {error}")
             self.refused[key] = RefusedStep(record, reason)
             self._metrics.dense_refused(*key)
             logger.error("%s %d goes on with dense step %d: %s", *key, served.dense_step, reason)
-        else:
-            self.refused.pop(key, None)
-            self._metrics.dense_step(*key, record.step)
-            logger.info("dense step %d of %s %d is offered, rows from delta %d on", record.step, *key, record.sequence)
+            return False
+        self.refused.pop(key, None)
+        self._metrics.dense_step(*key, record.step)
+        logger.info("dense step %d of %s %d is offered, rows from delta %d on", record.step, *key, record.sequence)
+        return True
 
-    async def run(self, versions: Callable[[], list[ServedModel]]) -> None:
+    async def run(self, generations: Generations[ServedModel]) -> None:
         """Look for new steps of what is served, until cancelled."""
         is_silent = False
         while True:
             try:
-                await self._look_at_all(versions())
+                await self._look_at_all(generations)
                 is_silent = False
             except Exception as error:  # a fault of ours must not end the following for good
                 if not is_silent:
@@ -85,17 +117,23 @@ class DenseSteps:
                 is_silent = True
             await asyncio.sleep(LOOK_S * random.uniform(0.75, 1.25))
 
-    async def _look_at_all(self, versions: list[ServedModel]) -> None:
-        # Here, and not in `run`, whose frame would keep retired versions until the next look.
-        for gone in self.refused.keys() - {(one.model, one.version) for one in versions}:
+    async def _look_at_all(self, generations: Generations[ServedModel]) -> None:
+        # Nothing here keeps versions that are retired while another one is looked at.
+        here = [one for one in generations.all() if one.state != "draining"]
+        steps = {(one.model, one.version): one.payload.dense_step for one in here}
+        del here
+        for gone in self.refused.keys() - steps.keys():
             del self.refused[gone]
-        for one in versions:
-            await self.look(one)
+        for key, step in steps.items():
+            if await self._newer(*key, step) is not None:
+                # Leased until its new weights are checked, which its replicas do; it may be withdrawn by now.
+                with suppress(GenerationNotFoundError), generations.lease(*key) as lease:
+                    await self.look(lease.payload)
 
-    def _take(self, served: ServedModel, record: DenseStep) -> None:
+    def _take(self, served: ServedModel, record: DenseStep, max_drift: float) -> None:
         # OpenMP would give this thread helpers of its own.
         torch.set_num_threads(1)
         tensors = read_step(self._store, record)
         folder = Store(self._store).snapshot_path(served.model, served.version)
         snapshot = Snapshot.open(folder, verify=False)
-        served.change_dense(snapshot, checked_tensors(snapshot, tensors), record)
+        served.change_dense(snapshot, checked_tensors(snapshot, tensors), record, max_drift)

@@ -188,14 +188,24 @@ class ServedModel:
         """The newest step of dense weights that it may answer with; 0 for those of the snapshot."""
         return self._dense_step
 
-    def change_dense(self, snapshot: Snapshot, tensors: Mapping[str, torch.Tensor], record: DenseStep) -> None:
+    async def takes_dense(self) -> bool:
+        """Tell whether the step before answers: one that comes earlier would take its place, and wait in its turn.
+
+        Raises NotReadyError, RouterError or ShardNodeError if it can't be known now.
+        """
+        asked = [asyncio.wrap_future(replica.call(Ranking.has_taken)) for replica in self._replicas]
+        return all(await asyncio.gather(*asked))
+
+    def change_dense(
+        self, snapshot: Snapshot, tensors: Mapping[str, torch.Tensor], record: DenseStep, max_drift: float
+    ) -> None:
         """Answer with other dense weights, checked, as soon as rows have the deltas that they need. Blocks.
 
         What answers now goes on until then, and for rows of replicas that lag.
 
         Raises:
             RankingModelError: the tensors are not those of the model.
-            GoldenMismatchError: golden scores drift further than the record states, or are not finite.
+            GoldenMismatchError: a golden score drifts further than `max_drift`, or is not finite.
             NotReadyError, RouterError, ShardNodeError: it can't be checked now.
         """
         replicas = cast("list[Replica]", self._replicas)
@@ -204,11 +214,11 @@ class ServedModel:
         parts = replace(own, models=DeviceCopies(model), dense_step=record.step, min_sequence=record.sequence)
         golden = snapshot.golden()
         if golden is not None:
-            check = _GoldenCheck(snapshot, own, replicas, golden, record.max_drift, time.monotonic)
-            if (drift := check.difference(replicas[0], parts, to_own=True)) > record.max_drift:
+            check = _GoldenCheck(snapshot, own, replicas, golden, max_drift, time.monotonic)
+            if (drift := check.difference(replicas[0], parts, to_own=True)) > max_drift:
                 raise GoldenMismatchError(
                     f"golden scores are up to {drift:.3g} from those of dense step {own.dense_step}, of the same rows; "
-                    f"max_drift is {record.max_drift:g}"
+                    f"max_drift is {max_drift:g}"
                 )
 
         async def offer(ranking: Ranking) -> None:

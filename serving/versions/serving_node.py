@@ -140,7 +140,7 @@ class ServingNode:
     async def load(self) -> None:
         """Begin, and return once each expected model is live. The process is in the fleet until `leave`."""
         self._tasks = [asyncio.create_task(self.agent.run(), name="agent")]
-        self._tasks.append(asyncio.create_task(self._dense.run(self._served), name="follow dense steps"))
+        self._tasks.append(asyncio.create_task(self._dense.run(self._service.generations), name="follow dense steps"))
         if self._local is None:
             self._tasks.append(asyncio.create_task(self._watch_nodes(), name="watch nodes"))
         while not self._is_live():  # noqa: ASYNC110  # what is wanted and what is live have no event
@@ -364,9 +364,6 @@ class ServingNode:
                 self._service.metrics.forget_version(served.model, served.version)
 
         threading.Thread(target=discard, name=f"discard-{served.model}-{served.version}").start()
-
-    def _served(self) -> list[ServedModel]:
-        return [one.payload for one in self._service.generations.all() if one.state != "draining"]
 
     def _here(self) -> set[tuple[str, int]]:
         return {(one.model, one.version) for one in self._service.generations.all() if one.state != "draining"}

@@ -232,8 +232,7 @@ def test_rows_are_never_older_than_the_tier_while_deltas_and_sets_come_and_go(sn
             # Others are looked up in every third turn: sets change.
             hot = np.repeat(np.array(rows[turn // 20 * 5 :][:10], np.int64), 80)
             await lookup(router, nodes.snapshot, bags_of(hot))
-            before = keeper.rows.deltas.sequence
-            with keeper.rows.used() as found:
+            with keeper.rows.used() as (found, before):
                 for row, values in held(found, "user").items():
                     if row in written:
                         least = [value for number, value in written[row] if number <= before][-1]

@@ -193,6 +193,28 @@ def test_a_row_update_reaches_the_set_in_use_and_the_one_that_is_filled_where_it
     assert hot.current.take(group, numbers).tobytes() == new[:2].tobytes()
 
 
+def test_a_set_in_use_tells_a_delta_that_its_rows_have_whatever_comes_after_it_was_taken(stores):
+    stored = stores["fp32"]
+    hot, keys = HotRows(stored.layout), hot_keys(stored.layout, {"city": [3]})
+    hold(hot, stored.snapshot, keys)
+    hot.deltas.applied(7, 1.0, 0, 1.0)
+    numbers = np.array([0])
+    with hot.used() as (taken, sequence):
+        group = next(group for group, _ in taken.groups_of(numbers))
+        rows = taken.take(group, numbers).tobytes()
+        replaced = hot.use(hot.begin(keys))
+        assert hot.write_rows(stored.layout.index["city"], np.array([3]), np.full((1, 16), 1, np.uint8)) == 1
+        hot.deltas.applied(8, 2.0, 1, 2.0)
+        # Delta 8 reached the set that came after, and nothing that is looked up in this one may count as having it.
+        assert replaced is taken
+        assert taken.take(group, numbers).tobytes() == rows
+        assert sequence == 7
+        with hot.used() as (current, newer):
+            assert current.take(group, numbers).tobytes() == bytes([1] * 16)
+            assert newer == 8
+    replaced.close()
+
+
 def test_a_set_takes_what_is_counted_for_it(stores):
     stored = stores["int8"]
     hot = stored.hot(np.random.default_rng(8), 0.5).current

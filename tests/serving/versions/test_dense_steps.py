@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from loader.deltas.dense import steps_folder
+from loader.deltas.dense import KEPT_STEPS, steps_folder, write_step
 from loader.deltas.publisher import AsyncDeltaPublisher
 from router.errors import ShardUnavailableError
 from serving.rank.ranking import Ranking
@@ -162,6 +162,65 @@ def test_a_version_that_comes_back_answers_with_the_step_it_had(versions, store,
                 answer = await asked(api)
             assert answer["dense_step"] == 9
             np.testing.assert_allclose(np.array(answer["scores"]), expected(model, 0, 2), rtol=1e-3, atol=1e-4)
+
+    run(main())
+
+
+def test_a_process_that_joins_late_takes_what_others_accepted_however_far_from_the_snapshot(versions, store, folder):
+    model = versions[1]
+
+    async def main() -> None:
+        async with agent_fleet(folder, store, shards=1, replicas=0) as fleet:
+            await with_live(fleet, versions, local=True)
+            publisher = AsyncDeltaPublisher(fleet.fleet.registry, MODEL, 1, store)
+            await publisher.publish_dense(9, tensors_of(model, 2), max_drift=1.0)
+            await until_step(fleet, 9)
+            # No drift at all from the step before, and far more than this from the snapshot's weights.
+            await publisher.publish_dense(10, tensors_of(model, 2), max_drift=1e-6)
+            await until_step(fleet, 10)
+            wild = {name: -30 * tensor for name, tensor in model.tensors.items()}
+            await publisher.publish_dense(11, wild, max_drift=0.01)
+            await fleet.until("serve-0", lambda told: "dense step 11" in told.report(MODEL, 1).dense_refused)
+            # Refused steps do not cost the accepted one its file.
+            for step in range(12, 12 + KEPT_STEPS):
+                wilder = {name: tensor * step for name, tensor in wild.items()}
+                await publisher.publish_dense(step, wilder, max_drift=0.01)
+            node, service = fleet.serving(local=True)
+            await node.load()
+            async with running_api(service) as api:
+                answer = await asked(api)
+            assert answer["dense_step"] == 10
+            np.testing.assert_allclose(np.array(answer["scores"]), expected(model, 0, 2), rtol=1e-3, atol=1e-4)
+
+    run(main())
+
+
+def test_a_step_that_waits_for_rows_is_not_replaced_by_the_next_which_comes_after_it(versions, store, folder):
+    model = versions[1]
+
+    async def main() -> None:
+        async with agent_fleet(folder, store, shards=1, replicas=0) as fleet:
+            _, service = await with_live(fleet, versions, local=True)
+            served = service.generations.payload(MODEL, 1)
+            publisher = AsyncDeltaPublisher(fleet.fleet.registry, MODEL, 1, store)
+            await publisher.publish_dense(1, tensors_of(model, 0), max_drift=1.0)
+            await until_step(fleet, 1)
+            # A step whose delta is still to come.
+            sha256, size_bytes = write_step(steps_folder(store, MODEL, 1), 2, tensors_of(model, 1))
+            first = await fleet.fleet.dense_step(MODEL, 1)
+            changes = {"step": 2, "sequence": 1, "sha256": sha256, "size_bytes": size_bytes}
+            await fleet.fleet.put_dense_step(first.model_copy(update=changes))
+            await until_step(fleet, 2)
+            assert not await served.takes_dense()
+            await publisher.publish_dense(3, tensors_of(model, 2), sequence=0, max_drift=1.0)
+            async with running_api(service) as api:
+                assert (await asked(api))["dense_step"] == 1
+                assert not await served.takes_dense()
+                assert served.dense_step == 2
+                # Nobody asks meanwhile: what the nodes tell is enough.
+                await publisher.publish("films", [1], films(1)[:1])
+                await until_step(fleet, 3)
+                assert (await asked(api))["dense_step"] == 3
 
     run(main())
 
