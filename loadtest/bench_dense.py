@@ -80,7 +80,7 @@ def is_mixed(scores: npt.NDArray[np.float32], step: int, min_delta: int) -> bool
 
 
 @dataclass(slots=True)
-class Seen:
+class Answered:
     """What was answered: latencies of windows with updates and without, in seconds."""
 
     latencies_s: dict[bool, list[float]] = field(default_factory=lambda: {True: [], False: []})
@@ -133,7 +133,9 @@ def training(registry: str, store: Path, rows_per_s: int, every_s: float) -> Ite
         thread.join(30)
 
 
-async def ask_until(client: AsyncClient, ends: float, trainer: Trainer, seen: Seen, rng: np.random.Generator) -> None:
+async def ask_until(
+    client: AsyncClient, ends: float, trainer: Trainer, seen: Answered, rng: np.random.Generator
+) -> None:
     """Ask one request after the other until the clock says `ends`, and judge each answer."""
     is_updated = trainer.publishing.is_set()
     while (began := time.monotonic()) < ends:
@@ -151,7 +153,7 @@ async def ask_until(client: AsyncClient, ends: float, trainer: Trainer, seen: Se
 
 async def measure(options: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Run a fleet under load, with and without updates in turn, and say what was seen."""
-    store, registry, seen = folder / "store", str(folder / "registry"), Seen()
+    store, registry, seen = folder / "store", str(folder / "registry"), Answered()
     export_snapshot(store, spec(), rows={TABLE: rows_of(np.zeros((ROWS, 2), np.float32))}, dense=tensors_of(0))
     config = FleetConfig(
         store=store,

@@ -38,7 +38,7 @@ BLOCK_ROWS: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
+class CandidateBlocks:
     """Candidates in blocks, each of one request: what a request shares is multiplied by whole blocks.
 
     Attributes:
@@ -54,7 +54,7 @@ class Blocks:
     back: Tensor | None = None
 
     @classmethod
-    def of(cls, inputs: RankingInputs, max_size: int) -> Blocks:
+    def of(cls, inputs: RankingInputs, max_size: int) -> CandidateBlocks:
         """Divide a batch's candidates into blocks of at most `max_size`.
 
         Candidates that are not in the order of their requests, as where a card has them, are blocks of their own.
@@ -233,7 +233,7 @@ class Dlrm(RankingModel):
         # [R, C, D] and [N, K, D].
         shared = self._vectors(inputs.context[:, : self.shapes.context.embedding_width], bottom, is_shared=True)
         own = self._vectors(inputs.candidates[:, : self.shapes.candidate.embedding_width], bottom, is_shared=False)
-        blocks = Blocks.of(inputs, own.shape[0])
+        blocks = CandidateBlocks.of(inputs, own.shape[0])
         context = torch.bmm(shared, shared.transpose(1, 2)).flatten(1).index_select(1, self.shared_pairs)
         rows = torch.bmm(own, own.transpose(1, 2)).flatten(1).index_select(1, self.own_pairs)
         crossed = torch.bmm(blocks.split(own).flatten(1, 2), blocks.shared(shared).transpose(1, 2))
@@ -342,7 +342,7 @@ class AttentionUnit(nn.Module):
         of_q, of_k, of_difference, of_product = torch.split(self.first.weight, self.dim, dim=1)
         per_candidate = F.linear(queries, of_q + of_difference, self.first.bias)
         per_row = F.linear(history.rows, of_k - of_difference)
-        blocks = Blocks.of(inputs, max(1, self.max_pairs // longest))
+        blocks = CandidateBlocks.of(inputs, max(1, self.max_pairs // longest))
         parts = (blocks.split(queries), blocks.split(per_candidate), blocks.request)
         # A program works on all pairs at once: it has no loop whose turns depend on the batch.
         chunk = max(1, self.max_pairs // (longest * blocks.size))
