@@ -28,9 +28,9 @@ class RecordingNode(ShardNode):
         self.generations = node.generations
         self.asked: list[KeyedBags] = []
 
-    def pool(self, model: str, version: int, bags: KeyedBags) -> list[Float32Array]:
+    def pool_with_sequence(self, model: str, version: int, bags: KeyedBags) -> tuple[list[Float32Array], int]:
         self.asked.append(bags)
-        return super().pool(model, version, bags)
+        return super().pool_with_sequence(model, version, bags)
 
 
 @pytest.fixture(scope="module")

@@ -463,12 +463,12 @@ class SlowNode(ShardNode):
         self._clock = clock
         self._failures = failures
 
-    def pool(self, model: str, version: int, bags: KeyedBags) -> list[Float32Array]:
+    def pool_with_sequence(self, model: str, version: int, bags: KeyedBags) -> tuple[list[Float32Array], int]:
         self._clock.now += 5.0
         if self._failures:
             self._failures -= 1
             raise ShardUnavailableError("no replica answered")
-        return super().pool(model, version, bags)
+        return super().pool_with_sequence(model, version, bags)
 
 
 @pytest.fixture(scope="module")
