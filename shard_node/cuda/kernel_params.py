@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import Literal, Self, TypeAlias
+from typing import Final, Literal, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.manifest import RowDtype
-from shard_node.errors import InvalidBagsError
+from shard_node.errors import DeviceChoiceError, InvalidBagsError
 
 ByteArray = npt.NDArray[np.uint8]
 UInt8Array = npt.NDArray[np.uint8]
@@ -52,6 +52,60 @@ MODES: dict[Mode, int] = {"sum": 0, "mean": 1, "none": 2}
 
 POOL_KERNELS: dict[RowDtype, str] = {dtype: f"pool_{dtype}" for dtype in ("int8", "int4", "fp16", "fp32")}
 WRITE_KERNEL = "write_rows"
+
+SWITCH_VALUES: Final[dict[str, tuple[int, ...]]] = {
+    "bags_per_lane_group": (1, 2, 4),
+    "lane_groups_per_bag": (1, 2, 4),
+    "absolute_bases": (0, 1),
+    "l2_fetch_bytes": (0, 32, 64, 128),
+}
+"""What each field of `KernelSwitches` may be."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSwitches:
+    """What kernels can be made to do in another way, to measure whether it is better. The product runs the defaults.
+
+    Attributes:
+        bags_per_lane_group: neighbouring bags of a run that the same threads walk one after the other, with rows of
+            several on their way at a time: for bags of one row or a few.
+        lane_groups_per_bag: how many groups of threads share the rows of a bag, for bags of a hundred and more. Sums
+            are then added in another order.
+        absolute_bases: `ArenaParams.starts` are addresses in place of offsets behind an owner's rows.
+        l2_fetch_bytes: what a miss of the L2 cache reads of memory at the most (a hint), for all that this process does
+            on the device from then on; 0: as it is.
+
+    Raises:
+        DeviceChoiceError: naming the switch and what it may be.
+    """
+
+    bags_per_lane_group: int = 1
+    lane_groups_per_bag: int = 1
+    absolute_bases: bool = False
+    l2_fetch_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value, allowed = getattr(self, field.name), SWITCH_VALUES[field.name]
+            if value not in allowed:
+                raise DeviceChoiceError(f"kernel switch {field.name}={value} is none of {', '.join(map(str, allowed))}")
+        if self.bags_per_lane_group > 1 and self.lane_groups_per_bag > 1:
+            raise DeviceChoiceError(
+                f"kernel switches bags_per_lane_group={self.bags_per_lane_group} and lane_groups_per_bag="
+                f"{self.lane_groups_per_bag}: one of them must be 1"
+            )
+
+    def defines(self) -> tuple[str, ...]:
+        """Return options of a compiler, for those that are not as `kernels.cu` has them by itself."""
+        return tuple(
+            f"-D{field.name.upper()}={int(value)}"
+            for field in fields(self)
+            if (value := getattr(self, field.name)) != field.default and field.name != "l2_fetch_bytes"
+        )
+
+    def bags_per_block(self, lanes_log2: int) -> int:
+        """Return how many bags a thread block has, of 2^lanes_log2 threads each, or of several times as many."""
+        return (THREADS_PER_BLOCK >> lanes_log2) * self.bags_per_lane_group // self.lane_groups_per_bag
 
 
 class TableParams(ctypes.Structure):

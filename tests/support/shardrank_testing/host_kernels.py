@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 import shard_node.cuda
-from shard_node.cuda.kernel_params import POOL_KERNELS, THREADS_PER_BLOCK, WRITE_KERNEL
+from shard_node.cuda.kernel_params import POOL_KERNELS, THREADS_PER_BLOCK, WRITE_KERNEL, KernelSwitches
 
 SOURCE_FOLDER = Path(shard_node.cuda.__file__).parent
 KERNEL_SOURCE = SOURCE_FOLDER / "kernels.cu"
@@ -83,17 +83,18 @@ def under_address_sanitizer() -> bool:
     return mode == "address"
 
 
-def host_kernels() -> HostKernels:
-    """The kernels for this process, compiled at most once for each state of the source."""
+def host_kernels(switches: KernelSwitches | None = None) -> HostKernels:
+    """The kernels for this process, compiled at most once for each state of the source, and each way to compile it."""
     source = Path(os.environ.get("SHARDRANK_EMULATION_KERNELS") or KERNEL_SOURCE)
-    return _loaded(host_compiler(), source, under_address_sanitizer())
+    return _loaded(host_compiler(), source, under_address_sanitizer(), (switches or KernelSwitches()).defines())
 
 
 @functools.cache
-def _loaded(compiler: str, source: Path, sanitized: bool) -> HostKernels:
+def _loaded(compiler: str, source: Path, sanitized: bool, defines: tuple[str, ...]) -> HostKernels:
     entries = "".join(f"CUDA_ON_HOST_KERNEL({kernel})\n" for kernel in KERNELS)
     unit = f'#define SHARDRANK_ON_HOST\n#include "{source}"\n{entries}'
-    command = [compiler, *FLAGS, *(SANITIZER_FLAGS if sanitized else ()), "-I", str(SOURCE_FOLDER), "-x", "c++", "-"]
+    command = [compiler, *FLAGS, *defines, *(SANITIZER_FLAGS if sanitized else ()), "-I", str(SOURCE_FOLDER)]
+    command += ["-x", "c++", "-"]
     # Not the sanitizer that this process may run under: the compiler is not to be checked.
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     version = subprocess.run(

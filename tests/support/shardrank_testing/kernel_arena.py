@@ -213,7 +213,7 @@ def pool_bags(
     lanes_log2 = (
         min((fmt.chunks - 1).bit_length(), MAX_LANES.bit_length() - 1) if shape.lanes_log2 is None else shape.lanes_log2
     )
-    batch = _Batch(fmt.embedding_dim, runs, shape, THREADS_PER_BLOCK >> lanes_log2)
+    batch = _Batch(fmt.embedding_dim, runs, shape, cards.switches.bags_per_block(lanes_log2))
     on = cards.cards[card]
     values, weights, offsets, run_params, blocks, counters = (send(cards, on, array) for array in batch.arrays())
     out = send(cards, on, np.full(batch.out_bytes, UNTOUCHED, np.uint8))
