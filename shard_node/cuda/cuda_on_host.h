@@ -111,10 +111,7 @@ inline T __ldg(const T* address) {
     return *address;
 }
 
-template <class T>
-inline T* keep_whole(T* pointer) {
-    return pointer;
-}
+inline unsigned long long keep_whole(unsigned long long address) { return address; }
 
 // What is not wanted is poison, so that a use of it is seen.
 template <class T>

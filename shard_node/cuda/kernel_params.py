@@ -113,14 +113,15 @@ class TableParams(ctypes.Structure):
 
     owner_after: 1 + the owner of all rows; then the slot of a row is its number, and there are no places. 0: there are.
     bucket_after: 1 + the index, in the arena's buckets, of the table's first bucket. 0: places are in the order of
-    rows, from first_place on.
-    first_place: index, in the arena's places, of row 0; what a bucket says is counted from there, too.
+    rows, from `begin` on.
+    begin: index, in the arena's places, of the table's first; what a bucket says is counted from there, too. With
+    owner_after: the byte, behind `rows[owner]`, at which row 0 lies.
     num_rows: rows of the whole table.
     seed, shifts: as `RowBuckets`; shifts has bucket_shift, slot_shift << 8 and log2(count) << 16.
     """
 
     _fields_ = (
-        ("first_place", ctypes.c_uint64),
+        ("begin", ctypes.c_uint64),
         ("seed", ctypes.c_uint64),
         ("num_rows", ctypes.c_uint32),
         ("owner_after", ctypes.c_uint32),
@@ -138,7 +139,7 @@ class ArenaParams(ctypes.Structure):
     tables: TableParams [num_tables].
     starts: uint64 [num_tables, num_cards + 2]: the byte, behind `rows[owner]`, at which a table's slot 0 lies.
     buckets: uint64 [...], of each bucket of each table with `bucket_after`: the place of a row of it is at
-    first_place + buckets[bucket] + (row >> slot_shift), modulo 2^64; `NO_BUCKET` for another node's.
+    begin + buckets[bucket] + (row >> slot_shift), modulo 2^64; `NO_BUCKET` for another node's.
     """
 
     _fields_ = (

@@ -46,7 +46,7 @@ constexpr int OUTSIDE_COUNTER = 0;
 constexpr int NOT_HERE_COUNTER = 1;
 
 struct TableParams {
-    u64 first_place;
+    u64 begin;
     u64 seed;
     u32 num_rows;
     u32 owner_after;
@@ -124,12 +124,11 @@ __device__ __forceinline__ u32 floats_to_bfloats(float low, float high) {
     return pair;
 }
 
-// The pointer, of which the compiler then knows nothing: it is kept whole in registers, and an element's address is one
-// instruction, not the sum of all that the pointer was made of.
-template <class T>
-__device__ __forceinline__ T* keep_whole(T* pointer) {
-    asm volatile("" : "+l"(pointer));
-    return pointer;
+// The address, of which the compiler then knows nothing: it is kept whole in registers, and an element's address is one
+// instruction, not the sum of all that this one was made of.
+__device__ __forceinline__ u64 keep_whole(u64 address) {
+    asm volatile("" : "+l"(address));
+    return address;
 }
 
 // Loads through the read-only path, if `wanted`; otherwise the value is of no use, or `otherwise`. A predicated
@@ -352,38 +351,81 @@ __device__ __forceinline__ u32 bucket_of(const TableParams& table, u32 row) {
     return table.bucket_after - 1u + (mixed >> (table.shifts & 0xFFu) & mask);
 }
 
-// The place of a row of the table; `otherwise` if there is none to be found, or it is not wanted.
-__device__ __forceinline__ u32 find_place(
-    const ArenaParams& arena, const TableParams& table, const u32* places, bool wanted, u32 row, u32 otherwise) {
-    if (table.owner_after) return wanted ? row << arena.owner_bits | (table.owner_after - 1u) : otherwise;
-    if (!table.bucket_after) return load_if(wanted, places + row, otherwise);
-    const u64 begin = load_if(wanted, arena.buckets + (wanted ? bucket_of(table, row) : 0u), NO_BUCKET);
-    return load_if(begin != NO_BUCKET, places + (begin + (row >> (table.shifts >> 8 & 0xFFu))), otherwise);
+// Where the table begins: address of its first place; of row 0 itself if all rows have one owner, as there are no
+// places then.
+__device__ __forceinline__ u64 begin_of(const ArenaParams& arena, const TableParams& table) {
+    return table.owner_after ? reinterpret_cast<u64>(arena.rows[table.owner_after - 1u]) + table.begin
+                             : reinterpret_cast<u64>(arena.places + table.begin);
+}
+
+// The places of rows of the table that begins at `begin`; of an only owner, which needs none, the rows' numbers. What
+// it was before if there is none to be found, or it is not wanted. In steps, so that the loads of all rows of a step are
+// on their way at once.
+template <int N>
+__device__ __forceinline__ void find_places(
+    const ArenaParams& arena, const TableParams& table, u64 begin, const bool (&wanted)[N], const u32 (&rows)[N],
+    u32 (&places)[N]) {
+    if (table.owner_after) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) places[i] = wanted[i] ? rows[i] : places[i];
+        return;
+    }
+    const u32* const first = reinterpret_cast<const u32*>(begin);
+    if (!table.bucket_after) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) places[i] = load_if(wanted[i], first + rows[i], places[i]);
+        return;
+    }
+    u64 begins[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        begins[i] = load_if(wanted[i], arena.buckets + (wanted[i] ? bucket_of(table, rows[i]) : 0u), NO_BUCKET);
+    }
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        const u64 at = begins[i] + (rows[i] >> (table.shifts >> 8 & 0xFFu));
+        places[i] = load_if(begins[i] != NO_BUCKET, first + at, places[i]);
+    }
 }
 
 // Whether there is a row at the place: it is not another node's, nor behind the end of a bag.
 __device__ __forceinline__ bool has_row(u32 place) { return place < NO_VALUE; }
 
-// Address of the row at a place. A number, since of a place without a row it may be none.
-__device__ __forceinline__ u64 row_at(const ArenaParams& arena, u32 table, u32 place) {
-    const u32 owner = place & ((1u << arena.owner_bits) - 1u);
-    const u32 slot = place >> arena.owner_bits;
-    const u64 start = __ldg(arena.starts + (table * (arena.num_cards + 2u) + owner));
-    return reinterpret_cast<u64>(arena.rows[owner]) + (start + static_cast<u64>(slot) * arena.row_stride);
+__device__ __forceinline__ u32 owner_at(const ArenaParams& arena, u32 place) {
+    return place & ((1u << arena.owner_bits) - 1u);
+}
+
+// Addresses of the rows at places as `find_places` gives them. Numbers, since of a place without a row it may be none.
+template <int N>
+__device__ __forceinline__ void rows_at(
+    const ArenaParams& arena, u32 number, const TableParams& table, u64 begin, const u32 (&places)[N], u64 (&rows)[N]) {
+    if (table.owner_after) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) rows[i] = begin + static_cast<u64>(places[i]) * arena.row_stride;
+        return;
+    }
+    const u64* const starts = arena.starts + number * (arena.num_cards + 2u);
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        const u32 place = has_row(places[i]) ? places[i] : 0u;
+        const u32 owner = owner_at(arena, place);
+        const u64 start = __ldg(starts + owner);
+        rows[i] = reinterpret_cast<u64>(arena.rows[owner]) +
+                  (start + static_cast<u64>(place >> arena.owner_bits) * arena.row_stride);
+    }
 }
 
 // Counts a bag's values that have no row. Rare: pooling only notes that there is something to count, and one thread of
 // the bag reads its values once more.
 __device__ __forceinline__ void count_bad(
-    const ArenaParams& arena, const BatchParams& batch, u32 first, u32 end, const TableParams& table,
-    const u32* places) {
+    const ArenaParams& arena, const BatchParams& batch, u32 first, u32 end, const TableParams& table, u64 begin) {
 #pragma unroll 1
     for (u32 i = first; i < end; ++i) {
         const u32 value = __ldg(batch.values + i);
         const bool is_row = value < table.num_rows;
-        if (find_place(arena, table, places, is_row, value, NOT_HERE) == NOT_HERE) {
-            atomicAdd(batch.counters + (is_row ? NOT_HERE_COUNTER : OUTSIDE_COUNTER), 1ull);
-        }
+        u32 place[] = {NOT_HERE};
+        find_places(arena, table, begin, {is_row}, {value}, place);
+        if (place[0] == NOT_HERE) atomicAdd(batch.counters + (is_row ? NOT_HERE_COUNTER : OUTSIDE_COUNTER), 1ull);
     }
 }
 
@@ -411,7 +453,7 @@ __device__ __forceinline__ void pool(const ArenaParams& arena, const BatchParams
     const u32 length = end - position;
 
     const TableParams table = load_table(arena, run.x);
-    const u32* places = keep_whole(arena.places + table.first_place);
+    const u64 begin = keep_whole(begin_of(arena, table));
     const u32 chunk_offset = chunk_number * CHUNK_BYTES;
     const u32 tail_offset = Rows::tail_offset(arena.embedding_dim);
 
@@ -429,12 +471,14 @@ __device__ __forceinline__ void pool(const ArenaParams& arena, const BatchParams
         for (int i = 0; i < ROWS_IN_FLIGHT; ++i) values[i] = load_if(first + i < end, batch.values + first + i, 0);
     };
     const auto load_places = [&](u32 first) {
+        bool is_row[ROWS_IN_FLIGHT];
 #pragma unroll
         for (int i = 0; i < ROWS_IN_FLIGHT; ++i) {
             const bool is_value = first + i < end;
-            const bool is_row = is_value && values[i] < table.num_rows;
-            next_places[i] = find_place(arena, table, places, is_row, values[i], is_value ? NOT_HERE : NO_VALUE);
+            is_row[i] = is_value && values[i] < table.num_rows;
+            next_places[i] = is_value ? NOT_HERE : NO_VALUE;
         }
+        find_places(arena, table, begin, is_row, values, next_places);
     };
     load_values(position);
     load_places(position);
@@ -445,13 +489,14 @@ __device__ __forceinline__ void pool(const ArenaParams& arena, const BatchParams
         typename Rows::Tail tails[ROWS_IN_FLIGHT];
         u32 weights[ROWS_IN_FLIGHT];
         bool here[ROWS_IN_FLIGHT];
+        u64 rows[ROWS_IN_FLIGHT];
+        rows_at(arena, run.x, table, begin, next_places, rows);
 #pragma unroll
         for (int i = 0; i < ROWS_IN_FLIGHT; ++i) {
             here[i] = has_row(next_places[i]);
             is_bad |= next_places[i] == NOT_HERE;
-            const u64 row = row_at(arena, run.x, here[i] ? next_places[i] : 0);
-            chunks[i] = load_if(here[i], reinterpret_cast<const uint4*>(row + chunk_offset));
-            tails[i] = Rows::load_tail(here[i], row, tail_offset);
+            chunks[i] = load_if(here[i], reinterpret_cast<const uint4*>(rows[i] + chunk_offset));
+            tails[i] = Rows::load_tail(here[i], rows[i], tail_offset);
             const u64 weight = reinterpret_cast<u64>(batch.weights) + (position + i) * sizeof(float);
             weights[i] = load_if(here[i] && batch.weights, reinterpret_cast<const u32*>(weight), ONE);
         }
@@ -463,7 +508,7 @@ __device__ __forceinline__ void pool(const ArenaParams& arena, const BatchParams
         }
     }
 
-    if (is_bad && chunk_number == 0) count_bad(arena, batch, end - length, end, table, places);
+    if (is_bad && chunk_number == 0) count_bad(arena, batch, end - length, end, table, begin);
 
     const float factor = run.w == MODE_MEAN && length ? 1.0f / static_cast<float>(length) : 1.0f;
 #pragma unroll
@@ -508,12 +553,16 @@ extern "C" __global__ void __launch_bounds__(THREADS_PER_BLOCK)
     const u32 number = __ldg(write.numbers + row);
     const TableParams table = load_table(arena, write.table);
     if (number >= table.num_rows) return;
-    const u32 place = find_place(arena, table, arena.places + table.first_place, true, number, NOT_HERE);
-    if (!has_row(place)) return;
-    const u32 owner = place & ((1u << arena.owner_bits) - 1u);
+    const u64 begin = begin_of(arena, table);
+    u32 place[] = {NOT_HERE};
+    find_places(arena, table, begin, {true}, {number}, place);
+    if (!has_row(place[0])) return;
+    const u32 owner = table.owner_after ? table.owner_after - 1u : owner_at(arena, place[0]);
     const bool on_host = owner == arena.num_cards + 1u;
     if (on_host ? !write.writes_host : owner != write.card && owner != arena.num_cards) return;
 
-    const u64 target = row_at(arena, write.table, place) + (index % chunks) * CHUNK_BYTES;
-    *reinterpret_cast<uint4*>(target) = __ldg(reinterpret_cast<const uint4*>(write.stored) + index);
+    u64 target[1];
+    rows_at(arena, write.table, table, begin, place, target);
+    *reinterpret_cast<uint4*>(target[0] + (index % chunks) * CHUNK_BYTES) =
+        __ldg(reinterpret_cast<const uint4*>(write.stored) + index);
 }

@@ -16,7 +16,8 @@ DTYPES = ["int8", "int4", "fp16", "fp32"]
 # From one chunk to several column tiles; odd multiples of 4, and what fills no chunk.
 DIMS = [4, 12, 16, 20, 36, 64, 68, 100, 128, 132, 192, 260, 512]
 ODD_DIMS = {"int8": [1, 3, 7, 17, 31], "int4": [2, 6, 34, 62], "fp16": [1, 5, 9, 15], "fp32": [1, 3, 5, 7]}
-ROW_COUNTS = (1, 7, 300)
+ROW_COUNTS = (1, 7, 300, 200)
+"""The last table lies whole at one owner."""
 
 
 @pytest.fixture(params=["emulated", pytest.param("logical", marks=pytest.mark.gpu)])
@@ -30,6 +31,8 @@ def make_arena(cards, dtype, dim, rng, row_counts=ROW_COUNTS, lost=0.0) -> Kerne
     owners = [rng.integers(0, len(cards.cards) + 2, count) for count in row_counts]
     for one in owners:
         one[rng.random(one.size) < lost] = NOWHERE
+    if row_counts == ROW_COUNTS:
+        owners[-1][:] = rng.integers(0, len(cards.cards) + 2)
     tables = [rng.standard_normal((count, dim)).astype(np.float32) for count in row_counts]
     return KernelArena(cards, dtype, tables, owners)
 

@@ -93,7 +93,7 @@ class KernelArena:
         cards: where.
         tables: of each, its rows, float32 [n, dim].
         owners: of each, int [n]: a card, num_cards for a hot row, num_cards + 1 for a pinned one, or
-            `NOWHERE`.
+            `NOWHERE`. What is there of the places of a table with an only owner is `NOT_HERE`, as nobody is to look.
     """
 
     def __init__(
@@ -137,11 +137,14 @@ class KernelArena:
         places = []
         for owners, slots in zip(self.owners, self.slots, strict=True):
             coded = slots.astype(np.uint32) << np.uint32(bits) | np.maximum(owners, 0).astype(np.uint32)
-            places.append(np.where(owners == NOWHERE, NOT_HERE, coded))
+            is_read = (owners != NOWHERE) & (owners != owners[0]).any()
+            places.append(np.where(is_read, coded, NOT_HERE))
         sizes = [one.size for one in places]
         tables = (TableParams * len(sizes))()
-        for number, size in enumerate(sizes):
-            tables[number] = TableParams(first_place=sum(sizes[:number]), num_rows=size)
+        for number, owners in enumerate(self.owners):
+            tables[number] = TableParams(begin=sum(sizes[:number]), num_rows=owners.size)
+            if (only := owners[0]) >= 0 and (owners == only).all():
+                tables[number].begin, tables[number].owner_after = int(self.starts[number, only]), only + 1
         self._held += (
             memories := [
                 send(self.cards, card, array)
