@@ -131,6 +131,11 @@ __device__ __forceinline__ u64 keep_whole(u64 address) {
     return address;
 }
 
+template <class T>
+__device__ __forceinline__ void store_to(T* address, const T& value) {
+    *address = value;
+}
+
 // Loads through the read-only path, if `wanted`; otherwise the value is of no use, or `otherwise`. A predicated
 // instruction, where an `if` would become a branch in which the thread waits; volatile, so that the loads of several
 // rows stay together, ahead of what uses them; and with a value in either case, since a register that is only written
@@ -283,13 +288,13 @@ __device__ __forceinline__ void store_floats(float* out, u32 left, const float (
     if (left >= N && aligned(out, 16)) {
 #pragma unroll
         for (int i = 0; i < N; i += 4) {
-            *reinterpret_cast<float4*>(out + i) =
-                make_float4(values[i], values[i + 1], values[i + 2], values[i + 3]);
+            store_to(reinterpret_cast<float4*>(out + i),
+                     make_float4(values[i], values[i + 1], values[i + 2], values[i + 3]));
         }
     } else {
 #pragma unroll
         for (int i = 0; i < N; ++i) {
-            if (static_cast<u32>(i) < left) out[i] = values[i];
+            if (static_cast<u32>(i) < left) store_to(out + i, values[i]);
         }
     }
 }
@@ -306,15 +311,18 @@ __device__ __forceinline__ void store_16_bits(u16* out, u32 left, const float (&
         if constexpr (N >= 8) {
 #pragma unroll
             for (int i = 0; i < N / 2; i += 4) {
-                *reinterpret_cast<uint4*>(out + 2 * i) = make_uint4(pairs[i], pairs[i + 1], pairs[i + 2], pairs[i + 3]);
+                store_to(reinterpret_cast<uint4*>(out + 2 * i),
+                         make_uint4(pairs[i], pairs[i + 1], pairs[i + 2], pairs[i + 3]));
             }
         } else {
-            *reinterpret_cast<uint2*>(out) = make_uint2(pairs[0], pairs[1]);
+            store_to(reinterpret_cast<uint2*>(out), make_uint2(pairs[0], pairs[1]));
         }
     } else {
 #pragma unroll
         for (int i = 0; i < N; ++i) {
-            if (static_cast<u32>(i) < left) out[i] = static_cast<u16>(i % 2 ? pairs[i / 2] >> 16 : pairs[i / 2]);
+            if (static_cast<u32>(i) < left) {
+                store_to(out + i, static_cast<u16>(i % 2 ? pairs[i / 2] >> 16 : pairs[i / 2]));
+            }
         }
     }
 }
@@ -359,8 +367,8 @@ __device__ __forceinline__ u64 begin_of(const ArenaParams& arena, const TablePar
 }
 
 // The places of rows of the table that begins at `begin`; of an only owner, which needs none, the rows' numbers. What
-// it was before if there is none to be found, or it is not wanted. In steps, so that the loads of all rows of a step are
-// on their way at once.
+// it was before if there is none to be found, or it is not wanted. In steps, so that a step's loads are on their way
+// together.
 template <int N>
 __device__ __forceinline__ void find_places(
     const ArenaParams& arena, const TableParams& table, u64 begin, const bool (&wanted)[N], const u32 (&rows)[N],
@@ -563,6 +571,6 @@ extern "C" __global__ void __launch_bounds__(THREADS_PER_BLOCK)
 
     u64 target[1];
     rows_at(arena, write.table, table, begin, place, target);
-    *reinterpret_cast<uint4*>(target[0] + (index % chunks) * CHUNK_BYTES) =
-        __ldg(reinterpret_cast<const uint4*>(write.stored) + index);
+    store_to(reinterpret_cast<uint4*>(target[0] + (index % chunks) * CHUNK_BYTES),
+             __ldg(reinterpret_cast<const uint4*>(write.stored) + index));
 }

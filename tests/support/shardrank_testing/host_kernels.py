@@ -30,6 +30,7 @@ FLAGS = ("-std=c++17", "-O2", "-g1", "-fPIC", "-shared", "-Wno-unknown-pragmas")
 # Checks make a unit large: -O2 takes twice the time to compile it, and finds no more.
 SANITIZER_FLAGS = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
 MAX_PARAMS = 8
+STORE_BYTES = (2, 4, 8, 16)
 COMPILE_TIMEOUT_S = 100
 
 
@@ -38,9 +39,10 @@ class HostKernels:
 
     def __init__(self, library: Path) -> None:
         loaded = ctypes.CDLL(str(library))
-        self._watch, self._watched = loaded.watch_loads, loaded.loads_watched
+        self._watch, self._loads, self._stores = loaded.watch, loaded.loads_watched, loaded.stores_watched
         self._watch.argtypes, self._watch.restype = (ctypes.c_size_t, ctypes.c_size_t), None
-        self._watched.argtypes, self._watched.restype = (), ctypes.c_uint64
+        self._loads.argtypes, self._loads.restype = (), ctypes.c_uint64
+        self._stores.argtypes, self._stores.restype = (ctypes.c_size_t,), ctypes.c_uint64
         self._entries = {kernel: loaded[f"launch_{kernel}"] for kernel in KERNELS}
         self.param_sizes: dict[str, tuple[int, ...]] = {}
         for kernel, entry in self._entries.items():
@@ -60,9 +62,17 @@ class HostKernels:
         """How many loads from a range of memory kernels make while `work` runs."""
         self._watch(address, address + size_bytes)
         work()
-        count = int(self._watched())
+        count = int(self._loads())
         self._watch(0, 0)
         return count
+
+    def stores_to(self, address: int, size_bytes: int, work: Callable[[], object]) -> dict[int, int]:
+        """How many stores of each size, in bytes, kernels make to a range of memory while `work` runs."""
+        self._watch(address, address + size_bytes)
+        work()
+        counts = {size: int(self._stores(size)) for size in STORE_BYTES}
+        self._watch(0, 0)
+        return {size: count for size, count in counts.items() if count}
 
 
 def host_compiler() -> str:
