@@ -1,11 +1,13 @@
 // What kernels.cu needs of CUDA C++, for a host compiler: each thread of a grid gets its turn, one after the other.
 //
-// For tests without a GPU. Kernels that pass nothing between threads give the same answer so. Vector types have the
-// card's alignment, so that -fsanitize=undefined finds a load that would be misaligned there. Compile kernels.cu after
-// `#define SHARDRANK_ON_HOST`, and name after it each kernel that is to be launched: CUDA_ON_HOST_KERNEL(pool_int8)
+// For tests without a GPU. Kernels in which no thread takes anything from a later one give the same answer so. Vector
+// types have the card's alignment, so that -fsanitize=undefined finds a load that would be misaligned there. Compile
+// kernels.cu after `#define SHARDRANK_ON_HOST`, and name after it each kernel that is to be launched:
+// CUDA_ON_HOST_KERNEL(pool_int8)
 
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -17,6 +19,8 @@
 #define __forceinline__ inline
 #define __grid_constant__
 #define __launch_bounds__(...)
+// One block runs at a time in a thread of the host.
+#define __shared__ static thread_local
 
 struct alignas(8) uint2 {
     unsigned int x, y;
@@ -107,6 +111,11 @@ extern "C" void watch(std::uintptr_t begin, std::uintptr_t end) {
 }
 extern "C" std::uint64_t loads_watched() { return cuda_on_host::watched_loads; }
 extern "C" std::uint64_t stores_watched(std::size_t size_bytes) { return cuda_on_host::watched_stores[size_bytes]; }
+
+using std::min;
+
+// Earlier threads have come by, and later ones leave nothing that is waited for.
+inline void __syncthreads() {}
 
 template <class T>
 inline T __ldg(const T* address) {

@@ -59,7 +59,7 @@ SWITCH_VALUES: Final[dict[str, tuple[int, ...]]] = {
     "absolute_bases": (0, 1),
     "l2_fetch_bytes": (0, 32, 64, 128),
 }
-"""What each field of `KernelSwitches` may be."""
+"""What each field of `KernelSwitches` may be; first, what it is if nothing is said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,17 +95,31 @@ class KernelSwitches:
                 f"{self.lane_groups_per_bag}: one of them must be 1"
             )
 
+    def turned(self) -> dict[str, int]:
+        """Return those that are not as the product has them."""
+        values = {field.name: int(getattr(self, field.name)) for field in fields(self)}
+        return {name: value for name, value in values.items() if value != SWITCH_VALUES[name][0]}
+
+    def __str__(self) -> str:
+        return " ".join(f"{name}={value}" for name, value in self.turned().items()) or "defaults"
+
     def defines(self) -> tuple[str, ...]:
         """Return options of a compiler, for those that are not as `kernels.cu` has them by itself."""
-        return tuple(
-            f"-D{field.name.upper()}={int(value)}"
-            for field in fields(self)
-            if (value := getattr(self, field.name)) != field.default and field.name != "l2_fetch_bytes"
-        )
+        return tuple(f"-D{name.upper()}={value}" for name, value in self.turned().items() if name != "l2_fetch_bytes")
+
+    def starts(self, offsets: UInt64Array, rows: Sequence[int]) -> UInt64Array:
+        """Return `ArenaParams.starts` of a card, from offsets uint64 [tables, owners] behind its `rows`, by owner."""
+        return offsets + np.array(rows[: offsets.shape[1]], np.uint64) if self.absolute_bases else offsets
 
     def bags_per_block(self, lanes_log2: int) -> int:
         """Return how many bags a thread block has, of 2^lanes_log2 threads each, or of several times as many."""
         return (THREADS_PER_BLOCK >> lanes_log2) * self.bags_per_lane_group // self.lane_groups_per_bag
+
+
+EACH_SWITCH: Final = tuple(
+    KernelSwitches(**{name: value}) for name, values in SWITCH_VALUES.items() for value in values[1:]
+)
+"""One switch turned in each, to be compared with the defaults."""
 
 
 class TableParams(ctypes.Structure):
@@ -137,7 +151,8 @@ class ArenaParams(ctypes.Structure):
     hot rows, and, at num_cards + 1, the host's pinned rows. 0 where an owner has none.
     places: uint32 [places]: slot << owner_bits | owner, or `NOT_HERE`.
     tables: TableParams [num_tables].
-    starts: uint64 [num_tables, num_cards + 2]: the byte, behind `rows[owner]`, at which a table's slot 0 lies.
+    starts: uint64 [num_tables, num_cards + 2]: the byte, behind `rows[owner]`, at which a table's slot 0 lies; or its
+    address (`KernelSwitches.starts`).
     buckets: uint64 [...], of each bucket of each table with `bucket_after`: the place of a row of it is at
     begin + buckets[bucket] + (row >> slot_shift), modulo 2^64; `NO_BUCKET` for another node's.
     """

@@ -134,6 +134,7 @@ class KernelArena:
 
     def _params(self, card: Card) -> ArenaParams:
         bits = owner_bits(self.num_cards)
+        rows = [*(memory.address for memory in self.own), self.hot[card.number].address, self.pinned.address]
         places = []
         for owners, slots in zip(self.owners, self.slots, strict=True):
             coded = slots.astype(np.uint32) << np.uint32(bits) | np.maximum(owners, 0).astype(np.uint32)
@@ -148,7 +149,11 @@ class KernelArena:
         self._held += (
             memories := [
                 send(self.cards, card, array)
-                for array in (np.concatenate(places).astype(np.uint32), _bytes_of(tables), self.starts)
+                for array in (
+                    np.concatenate(places).astype(np.uint32),
+                    _bytes_of(tables),
+                    self.cards.switches.starts(self.starts, rows),
+                )
             ]
         )
         params = ArenaParams(
@@ -161,8 +166,7 @@ class KernelArena:
             row_stride=self.format.stride,
             embedding_dim=self.dim,
         )
-        params.rows[: self.num_cards] = [memory.address for memory in self.own]
-        params.rows[self.num_cards : self.num_cards + 2] = [self.hot[card.number].address, self.pinned.address]
+        params.rows[: len(rows)] = rows
         return params
 
     def pool(self, card: int, runs: Sequence[Run], shape: LaunchShape | None = None) -> Pooled:
