@@ -36,6 +36,8 @@ constexpr int ROWS_IN_FLIGHT = 4;
 #define ABSOLUTE_BASES 0
 #endif
 static_assert(BAGS_PER_LANE_GROUP == 1 || LANE_GROUPS_PER_BAG == 1, "a group has several bags, or shares one");
+// Of a multiprocessor: these two take a few registers more than there are for as many blocks as without them.
+constexpr int FEWER_BLOCKS = BAGS_PER_LANE_GROUP > 1 || LANE_GROUPS_PER_BAG > 1;
 
 constexpr u32 NOT_HERE = 0xFFFFFFFFu;
 // In place of a place, behind the end of a bag.
@@ -593,22 +595,22 @@ __device__ __forceinline__ void pool(const ArenaParams& arena, const BatchParams
     while (BAGS_PER_LANE_GROUP > 1 && bag < end_bag);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS_PER_BLOCK, Int8Rows::MIN_BLOCKS)
+extern "C" __global__ void __launch_bounds__(THREADS_PER_BLOCK, Int8Rows::MIN_BLOCKS - FEWER_BLOCKS)
     pool_int8(const __grid_constant__ ArenaParams arena, const __grid_constant__ BatchParams batch) {
     pool<Int8Rows>(arena, batch);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS_PER_BLOCK, Int4Rows::MIN_BLOCKS)
+extern "C" __global__ void __launch_bounds__(THREADS_PER_BLOCK, Int4Rows::MIN_BLOCKS - FEWER_BLOCKS)
     pool_int4(const __grid_constant__ ArenaParams arena, const __grid_constant__ BatchParams batch) {
     pool<Int4Rows>(arena, batch);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS_PER_BLOCK, Fp16Rows::MIN_BLOCKS)
+extern "C" __global__ void __launch_bounds__(THREADS_PER_BLOCK, Fp16Rows::MIN_BLOCKS - FEWER_BLOCKS)
     pool_fp16(const __grid_constant__ ArenaParams arena, const __grid_constant__ BatchParams batch) {
     pool<Fp16Rows>(arena, batch);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS_PER_BLOCK, Fp32Rows::MIN_BLOCKS)
+extern "C" __global__ void __launch_bounds__(THREADS_PER_BLOCK, Fp32Rows::MIN_BLOCKS - FEWER_BLOCKS)
     pool_fp32(const __grid_constant__ ArenaParams arena, const __grid_constant__ BatchParams batch) {
     pool<Fp32Rows>(arena, batch);
 }
