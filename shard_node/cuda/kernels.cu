@@ -595,25 +595,15 @@ __device__ __forceinline__ void pool(const ArenaParams& arena, const BatchParams
     while (BAGS_PER_LANE_GROUP > 1 && bag < end_bag);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS_PER_BLOCK, Int8Rows::MIN_BLOCKS - FEWER_BLOCKS)
-    pool_int8(const __grid_constant__ ArenaParams arena, const __grid_constant__ BatchParams batch) {
-    pool<Int8Rows>(arena, batch);
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS_PER_BLOCK, Int4Rows::MIN_BLOCKS - FEWER_BLOCKS)
-    pool_int4(const __grid_constant__ ArenaParams arena, const __grid_constant__ BatchParams batch) {
-    pool<Int4Rows>(arena, batch);
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS_PER_BLOCK, Fp16Rows::MIN_BLOCKS - FEWER_BLOCKS)
-    pool_fp16(const __grid_constant__ ArenaParams arena, const __grid_constant__ BatchParams batch) {
-    pool<Fp16Rows>(arena, batch);
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS_PER_BLOCK, Fp32Rows::MIN_BLOCKS - FEWER_BLOCKS)
-    pool_fp32(const __grid_constant__ ArenaParams arena, const __grid_constant__ BatchParams batch) {
-    pool<Fp32Rows>(arena, batch);
-}
+#define POOL_KERNEL(name, Rows)                                                                          \
+    extern "C" __global__ void __launch_bounds__(THREADS_PER_BLOCK, Rows::MIN_BLOCKS - FEWER_BLOCKS)     \
+        name(const __grid_constant__ ArenaParams arena, const __grid_constant__ BatchParams batch) {     \
+        pool<Rows>(arena, batch);                                                                        \
+    }
+POOL_KERNEL(pool_int8, Int8Rows)
+POOL_KERNEL(pool_int4, Int4Rows)
+POOL_KERNEL(pool_fp16, Fp16Rows)
+POOL_KERNEL(pool_fp32, Fp32Rows)
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Row writes

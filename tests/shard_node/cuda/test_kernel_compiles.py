@@ -107,7 +107,10 @@ def test_the_table_of_registers_has_every_kernel_and_every_switch():
 def test_a_kernel_that_does_not_keep_to_registers_is_told_apart(compiler, tmp_path):
     source = tmp_path / "kernels.cu"
     text = KERNEL_SOURCE.read_text()
-    squeezed = text.replace("Int4Rows::MIN_BLOCKS - FEWER_BLOCKS)", "8)")
+    squeezed = text.replace(
+        "ELEMENTS = 32;\n    static constexpr int MIN_BLOCKS = 2;",
+        "ELEMENTS = 32;\n    static constexpr int MIN_BLOCKS = 8;",
+    )
     assert squeezed != text
     source.write_text(squeezed)
     report = resources(compiler, source, "sm_90", tmp_path)
