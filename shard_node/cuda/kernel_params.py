@@ -6,10 +6,10 @@ Pointers are addresses in the unified address space, which every card and the ho
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import Final, Literal, Self, TypeAlias
+from typing import Any, Final, Literal, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -95,6 +95,19 @@ class KernelSwitches:
                 f"{self.lane_groups_per_bag}: one of them must be 1"
             )
 
+    @classmethod
+    def of(cls, values: Mapping[str, int]) -> Self:
+        """Turn switches by their names.
+
+        Raises:
+            DeviceChoiceError: naming the switch, and which there are or what it may be.
+        """
+        for name in values:
+            if name not in SWITCH_VALUES:
+                raise DeviceChoiceError(f"kernel switch {name!r} is none of {', '.join(SWITCH_VALUES)}")
+        chosen: dict[str, Any] = dict(values)
+        return cls(**chosen)
+
     def turned(self) -> dict[str, int]:
         """Return those that are not as the product has them."""
         values = {field.name: int(getattr(self, field.name)) for field in fields(self)}
@@ -117,7 +130,7 @@ class KernelSwitches:
 
 
 EACH_SWITCH: Final = tuple(
-    KernelSwitches(**{name: value}) for name, values in SWITCH_VALUES.items() for value in values[1:]
+    KernelSwitches.of({name: value}) for name, values in SWITCH_VALUES.items() for value in values[1:]
 )
 """One switch turned in each, to be compared with the defaults."""
 

@@ -133,9 +133,15 @@ def test_switches_decide_how_many_bags_a_thread_block_has():
 @pytest.mark.parametrize("name", sorted(SWITCH_VALUES))
 def test_a_switch_with_a_value_that_it_has_not_is_refused(name):
     for value in SWITCH_VALUES[name]:
-        assert getattr(KernelSwitches(**{name: value}), name) == value
+        assert KernelSwitches.of({name: value}).turned() == ({name: value} if value != SWITCH_VALUES[name][0] else {})
     with pytest.raises(DeviceChoiceError, match=rf"kernel switch {name}=3 is none of {SWITCH_VALUES[name][0]}, "):
-        KernelSwitches(**{name: 3})
+        KernelSwitches.of({name: 3})
+
+
+def test_a_switch_that_there_is_not_is_refused():
+    with pytest.raises(DeviceChoiceError, match="kernel switch 'bags' is none of bags_per_lane_group, lane_groups_per"):
+        KernelSwitches.of({"bags": 2})
+    assert KernelSwitches.of({}) == KernelSwitches()
 
 
 def test_switches_that_do_not_go_together_are_refused():
