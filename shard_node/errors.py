@@ -86,7 +86,7 @@ class PeerAccessError(ShardNodeError, http_status=409, grpc_status="FAILED_PRECO
 
 
 class DeviceChoiceError(ShardNodeError, http_status=400, grpc_status="INVALID_ARGUMENT", kind="device_choice"):
-    """Devices that can't be read, that are not there, or that do not fit the number of cards."""
+    """Devices that can't be read, that are not there, or do not fit the number of cards; or no switch of kernels."""
 
 
 class CardsUnavailableError(ShardNodeError, http_status=503, grpc_status="UNAVAILABLE", kind="cards_unavailable"):

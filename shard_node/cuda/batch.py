@@ -22,8 +22,8 @@ from shard_node.cuda.kernel_params import (
     NO_RUN,
     OUT_BYTES,
     POOL_KERNELS,
-    THREADS_PER_BLOCK,
     ByteArray,
+    KernelSwitches,
     OutDtype,
     RowFormat,
     RunParams,
@@ -94,20 +94,20 @@ class BatchSize:
 
 
 class ArenaShape(NamedTuple):
-    """The kernel that pools an arena, log2 of the threads of a bag, and the column tiles of a row (gridDim.y)."""
+    """The kernel that pools an arena: log2 of the threads of a row, its column tiles (gridDim.y), a block's bags."""
 
     kernel: str
     lanes_log2: int
     column_tiles: int
-
-    @property
-    def bags_per_block(self) -> int:
-        """Of a thread block."""
-        return THREADS_PER_BLOCK >> self.lanes_log2
+    bags_per_block: int
 
 
 class BatchShapes:
     """What batches need to know of a layout, in arrays that are made once.
+
+    Args:
+        layout: the tables.
+        switches: that the kernels were compiled with; None: as the product runs them.
 
     Attributes:
         layout: the tables.
@@ -118,8 +118,9 @@ class BatchShapes:
         bags_per_block: int64 [arenas].
     """
 
-    def __init__(self, layout: TableLayout) -> None:
+    def __init__(self, layout: TableLayout, switches: KernelSwitches | None = None) -> None:
         self.layout = layout
+        bags_per_block = (switches or KernelSwitches()).bags_per_block
         sizes = [group.end_table - group.first_table for group in layout.groups]
         self.arena_of_table = np.repeat(np.arange(len(sizes), dtype=np.int64), sizes)
         self.table_in_arena = np.concatenate([np.arange(size, dtype=np.uint32) for size in sizes])
@@ -128,7 +129,8 @@ class BatchShapes:
         for group in layout.groups:
             chunks = RowFormat.of(group.dtype, group.embedding_dim).chunks
             lanes_log2 = min((chunks - 1).bit_length(), MAX_LANES.bit_length() - 1)
-            arenas.append(ArenaShape(POOL_KERNELS[group.dtype], lanes_log2, -(-chunks // (1 << lanes_log2))))
+            column_tiles = -(-chunks // (1 << lanes_log2))
+            arenas.append(ArenaShape(POOL_KERNELS[group.dtype], lanes_log2, column_tiles, bags_per_block(lanes_log2)))
         self.arenas = tuple(arenas)
         self.bags_per_block = np.array([arena.bags_per_block for arena in arenas], np.int64)
 

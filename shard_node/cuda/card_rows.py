@@ -139,32 +139,34 @@ class ArenaOnCards:
         params.rows[: len(rows)] = rows
         return params
 
-    def _finders(self) -> bytes:
+    def _finders(self) -> tuple[bytes, UInt64Array, bytes]:
         """Return TableParams of each table, where its rows begin at each owner, and the places of buckets."""
         tables, begins = (TableParams * len(self._tables))(), list[UInt64Array]()
+        starts = np.ascontiguousarray(self._placer.starts(self.group), np.uint64)
         num_buckets = 0
         for number, (table, found) in enumerate(zip(self._tables, tables, strict=True)):
             buckets, places = RowBuckets.of(table), self._placer.plan.places[self.group.first_table + number]
-            found.first_place, found.num_rows = int(self._first_place[number]), table.num_embeddings
-            found.owner_after = 0 if places.only_owner is None else places.only_owner + 1
-            if places.buckets:
+            found.begin, found.num_rows = int(self._first_place[number]), table.num_embeddings
+            if places.only_owner is not None:
+                found.begin, found.owner_after = int(starts[number, places.only_owner]), places.only_owner + 1
+            elif places.buckets:
                 found.bucket_after = num_buckets + 1
                 found.seed = buckets.seed or 0
                 log2_count = buckets.count.bit_length() - 1
                 found.shifts = buckets.bucket_shift | buckets.slot_shift << 8 | log2_count << 16
                 begins.append(self._placer.bucket_places(self.group.first_table + number))
                 num_buckets += places.buckets
-        starts = np.ascontiguousarray(self._placer.starts(self.group), np.uint64)
-        return bytes(tables) + starts.tobytes() + b"".join(one.tobytes() for one in begins)
+        return bytes(tables), starts, b"".join(one.tobytes() for one in begins)
 
     def _upload_finders(self, cards: Cards) -> None:
-        content = self._finders()
-        pinned = cards.allocate_pinned(len(content))
+        tables, offsets, buckets = self._finders()
+        pinned = cards.allocate_pinned(len(tables) + offsets.nbytes + len(buckets))
         try:
-            pinned.array[:] = np.frombuffer(content, np.uint8)
             for card, params in zip(self._cards, self.params, strict=True):
+                starts = cards.switches.starts(offsets, params.rows)
+                pinned.array[:] = np.frombuffer(tables + starts.tobytes() + buckets, np.uint8)
                 stream = card.stream()
-                card.copy_to_card(params.tables, pinned, 0, len(content), stream)
+                card.copy_to_card(params.tables, pinned, 0, pinned.size_bytes, stream)
                 stream.synchronize()
         finally:
             pinned.free()

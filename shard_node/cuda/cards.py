@@ -16,6 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from shard_node.cuda.kernel_params import KernelSwitches
+
 
 class Memory(Protocol):
     """Bytes of one card. Not zeroed.
@@ -143,6 +145,10 @@ class Cards(Protocol):
     @property
     def peer_access(self) -> bool:
         """Whether every card reads every other's memory. If not, no row may be on only one card."""
+
+    @property
+    def switches(self) -> KernelSwitches:
+        """How their kernels were compiled."""
 
     @property
     def name(self) -> str:

@@ -1,11 +1,13 @@
 // What kernels.cu needs of CUDA C++, for a host compiler: each thread of a grid gets its turn, one after the other.
 //
-// For tests without a GPU. Kernels that pass nothing between threads give the same answer so. Vector types have the
-// card's alignment, so that -fsanitize=undefined finds a load that would be misaligned there. Compile kernels.cu after
-// `#define SHARDRANK_ON_HOST`, and name after it each kernel that is to be launched: CUDA_ON_HOST_KERNEL(pool_int8)
+// For tests without a GPU. Kernels in which no thread takes anything from a later one give the same answer so. Vector
+// types have the card's alignment, so that -fsanitize=undefined finds a load that would be misaligned there. Compile
+// kernels.cu after `#define SHARDRANK_ON_HOST`, and name after it each kernel that is to be launched:
+// CUDA_ON_HOST_KERNEL(pool_int8)
 
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -17,6 +19,8 @@
 #define __forceinline__ inline
 #define __grid_constant__
 #define __launch_bounds__(...)
+// One block runs at a time in a thread of the host.
+#define __shared__ static thread_local
 
 struct alignas(8) uint2 {
     unsigned int x, y;
@@ -88,33 +92,45 @@ void launch(void (*kernel)(Params...), unsigned int blocks_x, unsigned int block
 // Intrinsics
 
 namespace cuda_on_host {
-// Loads of kernels from an address range, for tests that count them.
+// Loads of kernels from an address range, and stores into it by their bytes, for tests that count them.
+constexpr std::size_t MAX_STORE_BYTES = 16;
 inline std::atomic<std::uintptr_t> watched_begin{0}, watched_end{0};
-inline std::atomic<std::uint64_t> watched_loads{0};
+inline std::atomic<std::uint64_t> watched_loads{0}, watched_stores[MAX_STORE_BYTES + 1]{};
 
-inline void note_load(const void* address) {
+inline bool is_watched(const void* address) {
     const std::uintptr_t at = reinterpret_cast<std::uintptr_t>(address);
-    if (at >= watched_begin && at < watched_end) ++watched_loads;
+    return at >= watched_begin && at < watched_end;
 }
 }  // namespace cuda_on_host
 
-extern "C" void watch_loads(std::uintptr_t begin, std::uintptr_t end) {
+extern "C" void watch(std::uintptr_t begin, std::uintptr_t end) {
     cuda_on_host::watched_begin = begin;
     cuda_on_host::watched_end = end;
     cuda_on_host::watched_loads = 0;
+    for (auto& count : cuda_on_host::watched_stores) count = 0;
 }
 extern "C" std::uint64_t loads_watched() { return cuda_on_host::watched_loads; }
+extern "C" std::uint64_t stores_watched(std::size_t size_bytes) { return cuda_on_host::watched_stores[size_bytes]; }
+
+using std::min;
+
+// Earlier threads have come by, and later ones leave nothing that is waited for.
+inline void __syncthreads() {}
 
 template <class T>
 inline T __ldg(const T* address) {
-    cuda_on_host::note_load(address);
+    if (cuda_on_host::is_watched(address)) ++cuda_on_host::watched_loads;
     return *address;
 }
 
 template <class T>
-inline T* keep_whole(T* pointer) {
-    return pointer;
+inline void store_to(T* address, const T& value) {
+    static_assert(sizeof(T) <= cuda_on_host::MAX_STORE_BYTES, "counted by its size");
+    if (cuda_on_host::is_watched(address)) ++cuda_on_host::watched_stores[sizeof(T)];
+    *address = value;
 }
+
+inline unsigned long long keep_whole(unsigned long long address) { return address; }
 
 // What is not wanted is poison, so that a use of it is seen.
 template <class T>

@@ -27,7 +27,14 @@ import torch
 from cupy.cuda import compiler, driver, nvrtc, runtime
 
 from shard_node.cuda.cards import CardEvent, Cards, Graph, Memory, PinnedMemory, Stream
-from shard_node.cuda.kernel_params import MAX_CARDS, POOL_KERNELS, THREADS_PER_BLOCK, WRITE_KERNEL, pointers_to
+from shard_node.cuda.kernel_params import (
+    MAX_CARDS,
+    POOL_KERNELS,
+    THREADS_PER_BLOCK,
+    WRITE_KERNEL,
+    KernelSwitches,
+    pointers_to,
+)
 from shard_node.errors import CardError, CardsUnavailableError, DeviceChoiceError, MemoryBudgetError
 
 logger = logging.getLogger(__name__)
@@ -78,8 +85,12 @@ def usable_devices() -> int:
     return count
 
 
-def open_cupy_cards(devices: Sequence[int]) -> Cards:
+def open_cupy_cards(devices: Sequence[int], switches: KernelSwitches | None = None) -> Cards:
     """Open a card on each of these devices, which may be named several times: contexts, kernels, peer access.
+
+    Args:
+        devices: of each card.
+        switches: of the kernels; None: as the product runs them.
 
     Raises:
         CardsUnavailableError: this process can't use a GPU, or one is too old.
@@ -97,13 +108,15 @@ def open_cupy_cards(devices: Sequence[int]) -> Cards:
                 f"device {device} ({torch.cuda.get_device_name(device)}) has compute capability "
                 f"{'.'.join(map(str, capability))}; the kernels need {'.'.join(map(str, OLDEST_CAPABILITY))} or newer"
             )
-    opened = {index: _Device(index) for index in dict.fromkeys(devices)}
-    return _CupyCards([_CupyCard(number, opened[index]) for number, index in enumerate(devices)])
+    switches = switches or KernelSwitches()
+    opened = {index: _Device(index, switches) for index in dict.fromkeys(devices)}
+    return _CupyCards([_CupyCard(number, opened[index]) for number, index in enumerate(devices)], switches)
 
 
 class _CupyCards:
-    def __init__(self, cards: Sequence[_CupyCard]) -> None:
+    def __init__(self, cards: Sequence[_CupyCard], switches: KernelSwitches) -> None:
         self.cards = tuple(cards)
+        self.switches = switches
         devices = list(dict.fromkeys(card.device for card in cards))
         self.peer_access = _enable_peer_access(devices)
         kinds = Counter(torch.cuda.get_device_name(device.index) for device in devices)
@@ -260,13 +273,15 @@ class _Device:
         CardError: CUDA failed, or the kernels do not compile.
     """
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, switches: KernelSwitches) -> None:
         self.index = index
         self.torch_device = torch.device("cuda", index)
         with self.current("opening it"):
             self.total_bytes = int(runtime.memGetInfo()[1])
+            if switches.l2_fetch_bytes:
+                runtime.deviceSetLimit(runtime.cudaLimitMaxL2FetchGranularity, switches.l2_fetch_bytes)
             # Kept, as the code is unloaded with the last of them.
-            self._functions = _compiled(index)
+            self._functions = _compiled(index, switches)
         self.kernels: dict[str, int] = {name: int(function.ptr) for name, function in self._functions.items()}
         self.spare_events: deque[int] = deque()
         self.spare_streams: dict[int, deque[int]] = {}  # by priority
@@ -326,9 +341,10 @@ class _Device:
             raise CardError(f"device {self.index}: unused memory can't be given back: {error}") from error
 
 
-def _compiled(device: int) -> dict[str, Any]:
+def _compiled(device: int, switches: KernelSwitches) -> dict[str, Any]:
     """Compile the kernels for the current device, or take them from CuPy's cache on disk: objects with a CUfunction."""
-    module = cupy.RawModule(code=_SOURCE.read_text(encoding="utf-8"), options=("-std=c++17",), backend="nvrtc")
+    options = ("-std=c++17", *switches.defines())
+    module = cupy.RawModule(code=_SOURCE.read_text(encoding="utf-8"), options=options, backend="nvrtc")
     try:
         return {name: module.get_function(name).kernel for name in _KERNELS}
     except (compiler.CompileException, OSError, RuntimeError) as error:

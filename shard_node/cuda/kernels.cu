@@ -3,8 +3,8 @@
 // What the kernels take, and how rows are laid out, is described, field by field, in kernel_params.py.
 //
 // One thread owns CHUNK_BYTES of the rows of one bag and walks the bag alone, with several rows on their way at a time.
-// Nothing is passed between threads, so the same source also runs on the host (cuda_on_host.h), one thread after the
-// other. Needs no CUDA header: NVRTC compiles it as it is.
+// Nothing is passed between threads, or only from one to a later one, so the same source also runs on the host
+// (cuda_on_host.h), one thread after the other. Needs no CUDA header: NVRTC compiles it as it is.
 //
 // Rows, places and batches are loaded through the read-only path. Nobody writes them while a launch reads them: row
 // writes and uploads are other launches, ordered by events.
@@ -24,6 +24,20 @@ constexpr u32 THREADS_PER_BLOCK = 256;
 constexpr u32 CHUNK_BYTES = 16;
 // Of one bag, that a thread has on their way at a time.
 constexpr int ROWS_IN_FLIGHT = 4;
+
+// Switches (KernelSwitches in kernel_params.py says what they do).
+#ifndef BAGS_PER_LANE_GROUP
+#define BAGS_PER_LANE_GROUP 1
+#endif
+#ifndef LANE_GROUPS_PER_BAG
+#define LANE_GROUPS_PER_BAG 1
+#endif
+#ifndef ABSOLUTE_BASES
+#define ABSOLUTE_BASES 0
+#endif
+static_assert(BAGS_PER_LANE_GROUP == 1 || LANE_GROUPS_PER_BAG == 1, "a group has several bags, or shares one");
+// Of a multiprocessor: these two take a few registers more than there are for as many blocks as without them.
+constexpr int FEWER_BLOCKS = BAGS_PER_LANE_GROUP > 1 || LANE_GROUPS_PER_BAG > 1;
 
 constexpr u32 NOT_HERE = 0xFFFFFFFFu;
 // In place of a place, behind the end of a bag.
@@ -46,7 +60,7 @@ constexpr int OUTSIDE_COUNTER = 0;
 constexpr int NOT_HERE_COUNTER = 1;
 
 struct TableParams {
-    u64 first_place;
+    u64 begin;
     u64 seed;
     u32 num_rows;
     u32 owner_after;
@@ -124,12 +138,16 @@ __device__ __forceinline__ u32 floats_to_bfloats(float low, float high) {
     return pair;
 }
 
-// The pointer, of which the compiler then knows nothing: it is kept whole in registers, and an element's address is one
-// instruction, not the sum of all that the pointer was made of.
+// The address, of which the compiler then knows nothing: it is kept whole in registers, and an element's address is one
+// instruction, not the sum of all that this one was made of.
+__device__ __forceinline__ u64 keep_whole(u64 address) {
+    asm volatile("" : "+l"(address));
+    return address;
+}
+
 template <class T>
-__device__ __forceinline__ T* keep_whole(T* pointer) {
-    asm volatile("" : "+l"(pointer));
-    return pointer;
+__device__ __forceinline__ void store_to(T* address, const T& value) {
+    *address = value;
 }
 
 // Loads through the read-only path, if `wanted`; otherwise the value is of no use, or `otherwise`. A predicated
@@ -284,13 +302,13 @@ __device__ __forceinline__ void store_floats(float* out, u32 left, const float (
     if (left >= N && aligned(out, 16)) {
 #pragma unroll
         for (int i = 0; i < N; i += 4) {
-            *reinterpret_cast<float4*>(out + i) =
-                make_float4(values[i], values[i + 1], values[i + 2], values[i + 3]);
+            store_to(reinterpret_cast<float4*>(out + i),
+                     make_float4(values[i], values[i + 1], values[i + 2], values[i + 3]));
         }
     } else {
 #pragma unroll
         for (int i = 0; i < N; ++i) {
-            if (static_cast<u32>(i) < left) out[i] = values[i];
+            if (static_cast<u32>(i) < left) store_to(out + i, values[i]);
         }
     }
 }
@@ -307,15 +325,18 @@ __device__ __forceinline__ void store_16_bits(u16* out, u32 left, const float (&
         if constexpr (N >= 8) {
 #pragma unroll
             for (int i = 0; i < N / 2; i += 4) {
-                *reinterpret_cast<uint4*>(out + 2 * i) = make_uint4(pairs[i], pairs[i + 1], pairs[i + 2], pairs[i + 3]);
+                store_to(reinterpret_cast<uint4*>(out + 2 * i),
+                         make_uint4(pairs[i], pairs[i + 1], pairs[i + 2], pairs[i + 3]));
             }
         } else {
-            *reinterpret_cast<uint2*>(out) = make_uint2(pairs[0], pairs[1]);
+            store_to(reinterpret_cast<uint2*>(out), make_uint2(pairs[0], pairs[1]));
         }
     } else {
 #pragma unroll
         for (int i = 0; i < N; ++i) {
-            if (static_cast<u32>(i) < left) out[i] = static_cast<u16>(i % 2 ? pairs[i / 2] >> 16 : pairs[i / 2]);
+            if (static_cast<u32>(i) < left) {
+                store_to(out + i, static_cast<u16>(i % 2 ? pairs[i / 2] >> 16 : pairs[i / 2]));
+            }
         }
     }
 }
@@ -352,39 +373,123 @@ __device__ __forceinline__ u32 bucket_of(const TableParams& table, u32 row) {
     return table.bucket_after - 1u + (mixed >> (table.shifts & 0xFFu) & mask);
 }
 
-// The place of a row of the table; `otherwise` if there is none to be found, or it is not wanted.
-__device__ __forceinline__ u32 find_place(
-    const ArenaParams& arena, const TableParams& table, const u32* places, bool wanted, u32 row, u32 otherwise) {
-    if (table.owner_after) return wanted ? row << arena.owner_bits | (table.owner_after - 1u) : otherwise;
-    if (!table.bucket_after) return load_if(wanted, places + row, otherwise);
-    const u64 begin = load_if(wanted, arena.buckets + (wanted ? bucket_of(table, row) : 0u), NO_BUCKET);
-    return load_if(begin != NO_BUCKET, places + (begin + (row >> (table.shifts >> 8 & 0xFFu))), otherwise);
+// Where the table begins: address of its first place; of row 0 itself if all rows have one owner, as there are no
+// places then.
+__device__ __forceinline__ u64 begin_of(const ArenaParams& arena, const TableParams& table) {
+    return table.owner_after ? reinterpret_cast<u64>(arena.rows[table.owner_after - 1u]) + table.begin
+                             : reinterpret_cast<u64>(arena.places + table.begin);
+}
+
+// The places of rows of the table that begins at `begin`; of an only owner, which needs none, the rows' numbers. What
+// it was before if there is none to be found, or it is not wanted. In steps, so that a step's loads are on their way
+// together.
+template <int N>
+__device__ __forceinline__ void find_places(
+    const ArenaParams& arena, const TableParams& table, u64 begin, const bool (&wanted)[N], const u32 (&rows)[N],
+    u32 (&places)[N]) {
+    if (table.owner_after) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) places[i] = wanted[i] ? rows[i] : places[i];
+        return;
+    }
+    const u32* const first = reinterpret_cast<const u32*>(begin);
+    if (!table.bucket_after) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) places[i] = load_if(wanted[i], first + rows[i], places[i]);
+        return;
+    }
+    u64 begins[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        begins[i] = load_if(wanted[i], arena.buckets + (wanted[i] ? bucket_of(table, rows[i]) : 0u), NO_BUCKET);
+    }
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        const u64 at = begins[i] + (rows[i] >> (table.shifts >> 8 & 0xFFu));
+        places[i] = load_if(begins[i] != NO_BUCKET, first + at, places[i]);
+    }
 }
 
 // Whether there is a row at the place: it is not another node's, nor behind the end of a bag.
 __device__ __forceinline__ bool has_row(u32 place) { return place < NO_VALUE; }
 
-// Address of the row at a place. A number, since of a place without a row it may be none.
-__device__ __forceinline__ u64 row_at(const ArenaParams& arena, u32 table, u32 place) {
-    const u32 owner = place & ((1u << arena.owner_bits) - 1u);
-    const u32 slot = place >> arena.owner_bits;
-    const u64 start = __ldg(arena.starts + (table * (arena.num_cards + 2u) + owner));
-    return reinterpret_cast<u64>(arena.rows[owner]) + (start + static_cast<u64>(slot) * arena.row_stride);
+__device__ __forceinline__ u32 owner_at(const ArenaParams& arena, u32 place) {
+    return place & ((1u << arena.owner_bits) - 1u);
+}
+
+// Addresses of the rows at places as `find_places` gives them. Numbers, since of a place without a row it may be none.
+template <int N>
+__device__ __forceinline__ void rows_at(
+    const ArenaParams& arena, u32 number, const TableParams& table, u64 begin, const u32 (&places)[N], u64 (&rows)[N]) {
+    if (table.owner_after) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) rows[i] = begin + static_cast<u64>(places[i]) * arena.row_stride;
+        return;
+    }
+    const u64* const starts = arena.starts + number * (arena.num_cards + 2u);
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        const u32 place = has_row(places[i]) ? places[i] : 0u;
+        const u32 owner = owner_at(arena, place);
+        const u64 start = __ldg(starts + owner);
+        rows[i] = (ABSOLUTE_BASES ? 0 : reinterpret_cast<u64>(arena.rows[owner])) +
+                  (start + static_cast<u64>(place >> arena.owner_bits) * arena.row_stride);
+    }
 }
 
 // Counts a bag's values that have no row. Rare: pooling only notes that there is something to count, and one thread of
 // the bag reads its values once more.
 __device__ __forceinline__ void count_bad(
-    const ArenaParams& arena, const BatchParams& batch, u32 first, u32 end, const TableParams& table,
-    const u32* places) {
+    const ArenaParams& arena, const BatchParams& batch, uint2 span, const TableParams& table, u64 begin) {
 #pragma unroll 1
-    for (u32 i = first; i < end; ++i) {
+    for (u32 i = span.x; i < span.y; ++i) {
         const u32 value = __ldg(batch.values + i);
         const bool is_row = value < table.num_rows;
-        if (find_place(arena, table, places, is_row, value, NOT_HERE) == NOT_HERE) {
-            atomicAdd(batch.counters + (is_row ? NOT_HERE_COUNTER : OUTSIDE_COUNTER), 1ull);
-        }
+        u32 place[] = {NOT_HERE};
+        find_places(arena, table, begin, {is_row}, {value}, place);
+        if (place[0] == NOT_HERE) atomicAdd(batch.counters + (is_row ? NOT_HERE_COUNTER : OUTSIDE_COUNTER), 1ull);
     }
+}
+
+// Half of a run: table, first, num, mode; or out_offset and out_stride. Not kept by the compiler for the next time.
+__device__ __forceinline__ uint4 load_run(const BatchParams& batch, u32 number, u32 half) {
+    return load_if(true, reinterpret_cast<const uint4*>(batch.runs + number) + half);
+}
+
+// Where a bag's values begin; with mode none, each value is a bag.
+__device__ __forceinline__ u32 begin_of_bag(const BatchParams& batch, const uint4& run, u32 bag) {
+    return run.w == MODE_NONE ? run.y + bag : __ldg(batch.offsets + run.y + bag);
+}
+
+// Of a bag's values, the first, and the end, of those that a lane group adds up.
+__device__ __forceinline__ uint2 share_of_bag(const BatchParams& batch, const uint4& run, u32 bag, u32 group) {
+    const u32 begin = begin_of_bag(batch, run, bag), end = begin_of_bag(batch, run, bag + 1);
+    if (LANE_GROUPS_PER_BAG == 1) return make_uint2(begin, end);
+    const u32 size = (end - begin + LANE_GROUPS_PER_BAG - 1) / LANE_GROUPS_PER_BAG;
+    const u32 first = min(begin + group % LANE_GROUPS_PER_BAG * size, end);
+    return make_uint2(first, min(first + size, end));
+}
+
+// Adds what the lane groups of a bag have summed, each of its part, to the sums of the last of them, the only one to be
+// told true. A thread takes only what earlier ones have left, so that a host may run one after the other.
+template <int N>
+__device__ __forceinline__ bool join_lane_groups(u32 lanes_log2, u32 group, float (&sums)[N], float& biases) {
+    __shared__ float parts[N + 1][THREADS_PER_BLOCK];
+    const bool is_last = group % LANE_GROUPS_PER_BAG == LANE_GROUPS_PER_BAG - 1;
+    if (!is_last) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) parts[i][threadIdx.x] = sums[i];
+        parts[N][threadIdx.x] = biases;
+    }
+    __syncthreads();  // Threads without a bag or a column have ended, and are not waited for.
+    if (!is_last) return false;
+#pragma unroll
+    for (int other = 1; other < LANE_GROUPS_PER_BAG; ++other) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) sums[i] += parts[i][threadIdx.x - (other << lanes_log2)];
+        biases += parts[N][threadIdx.x - (other << lanes_log2)];
+    }
+    return true;
 }
 
 template <class Rows>
@@ -395,23 +500,20 @@ __device__ __forceinline__ void pool(const ArenaParams& arena, const BatchParams
     if (work.x == NO_RUN) return;
 
     const u32 lane = threadIdx.x & ((1u << batch.lanes_log2) - 1u);
-    const u32 bag = work.y + (threadIdx.x >> batch.lanes_log2);
+    const u32 group = threadIdx.x >> batch.lanes_log2;
+    u32 bag = work.y + group / LANE_GROUPS_PER_BAG * BAGS_PER_LANE_GROUP;
     const u32 chunk_number = (blockIdx.y << batch.lanes_log2) + lane;
     const u32 column = chunk_number * Rows::ELEMENTS;
-    // table, first, num, mode
-    const uint4 run = __ldg(reinterpret_cast<const uint4*>(batch.runs + work.x));
+    const uint4 run = load_run(batch, work.x, 0);
     if (bag >= run.z || column >= arena.embedding_dim) return;
 
-    u32 position = run.y + bag;
-    u32 end = position + 1;
-    if (run.w != MODE_NONE) {
-        end = __ldg(batch.offsets + position + 1);
-        position = __ldg(batch.offsets + position);
-    }
-    const u32 length = end - position;
+    const u32 end_bag = BAGS_PER_LANE_GROUP == 1 ? bag + 1 : min(bag + BAGS_PER_LANE_GROUP, run.z);
+    uint2 share = share_of_bag(batch, run, bag, group);
+    u32 position = share.x;
+    const u32 end = BAGS_PER_LANE_GROUP == 1 ? share.y : begin_of_bag(batch, run, end_bag);
 
     const TableParams table = load_table(arena, run.x);
-    const u32* places = keep_whole(arena.places + table.first_place);
+    const u64 begin = keep_whole(begin_of(arena, table));
     const u32 chunk_offset = chunk_number * CHUNK_BYTES;
     const u32 tail_offset = Rows::tail_offset(arena.embedding_dim);
 
@@ -421,6 +523,26 @@ __device__ __forceinline__ void pool(const ArenaParams& arena, const BatchParams
     float biases = 0.0f;
     bool is_bad = false;  // whether some value has no row here
 
+    const auto finish_bag = [&] {
+        // Loaded only now, or again: until here they would take registers from the rows in flight.
+        const uint4 run = load_run(batch, work.x, 0), out = load_run(batch, work.x, 1);
+        if (is_bad && chunk_number == 0) count_bad(arena, batch, share_of_bag(batch, run, bag, group), table, begin);
+        if (LANE_GROUPS_PER_BAG > 1 && !join_lane_groups(batch.lanes_log2, group, sums, biases)) return;
+        const u32 length =
+            run.w == MODE_MEAN ? begin_of_bag(batch, run, bag + 1) - begin_of_bag(batch, run, bag) : 0;
+        const float factor = length ? 1.0f / static_cast<float>(length) : 1.0f;
+#pragma unroll
+        for (int i = 0; i < Rows::ELEMENTS; ++i) sums[i] = (sums[i] + biases) * factor;
+        const i64 out_offset = static_cast<i64>(static_cast<u64>(out.y) << 32 | out.x);
+        const i64 out_stride = static_cast<i64>(static_cast<u64>(out.w) << 32 | out.z);
+        store(batch, out_offset + static_cast<i64>(bag) * out_stride + column, arena.embedding_dim - column, sums);
+        if (++bag == end_bag) return;
+#pragma unroll
+        for (int i = 0; i < Rows::ELEMENTS; ++i) sums[i] = 0.0f;
+        biases = 0.0f;
+        share = share_of_bag(batch, run, bag, group);
+    };
+
     // Three stages: while rows are on their way, so are the places of the next rows and the values after those.
     u32 values[ROWS_IN_FLIGHT];
     u32 next_places[ROWS_IN_FLIGHT];
@@ -429,12 +551,14 @@ __device__ __forceinline__ void pool(const ArenaParams& arena, const BatchParams
         for (int i = 0; i < ROWS_IN_FLIGHT; ++i) values[i] = load_if(first + i < end, batch.values + first + i, 0);
     };
     const auto load_places = [&](u32 first) {
+        bool is_row[ROWS_IN_FLIGHT];
 #pragma unroll
         for (int i = 0; i < ROWS_IN_FLIGHT; ++i) {
             const bool is_value = first + i < end;
-            const bool is_row = is_value && values[i] < table.num_rows;
-            next_places[i] = find_place(arena, table, places, is_row, values[i], is_value ? NOT_HERE : NO_VALUE);
+            is_row[i] = is_value && values[i] < table.num_rows;
+            next_places[i] = is_value ? NOT_HERE : NO_VALUE;
         }
+        find_places(arena, table, begin, is_row, values, next_places);
     };
     load_values(position);
     load_places(position);
@@ -445,13 +569,14 @@ __device__ __forceinline__ void pool(const ArenaParams& arena, const BatchParams
         typename Rows::Tail tails[ROWS_IN_FLIGHT];
         u32 weights[ROWS_IN_FLIGHT];
         bool here[ROWS_IN_FLIGHT];
+        u64 rows[ROWS_IN_FLIGHT];
+        rows_at(arena, run.x, table, begin, next_places, rows);
 #pragma unroll
         for (int i = 0; i < ROWS_IN_FLIGHT; ++i) {
             here[i] = has_row(next_places[i]);
             is_bad |= next_places[i] == NOT_HERE;
-            const u64 row = row_at(arena, run.x, here[i] ? next_places[i] : 0);
-            chunks[i] = load_if(here[i], reinterpret_cast<const uint4*>(row + chunk_offset));
-            tails[i] = Rows::load_tail(here[i], row, tail_offset);
+            chunks[i] = load_if(here[i], reinterpret_cast<const uint4*>(rows[i] + chunk_offset));
+            tails[i] = Rows::load_tail(here[i], rows[i], tail_offset);
             const u64 weight = reinterpret_cast<u64>(batch.weights) + (position + i) * sizeof(float);
             weights[i] = load_if(here[i] && batch.weights, reinterpret_cast<const u32*>(weight), ONE);
         }
@@ -459,41 +584,26 @@ __device__ __forceinline__ void pool(const ArenaParams& arena, const BatchParams
         load_values(position + 2 * ROWS_IN_FLIGHT);
 #pragma unroll
         for (int i = 0; i < ROWS_IN_FLIGHT; ++i) {
+            if (BAGS_PER_LANE_GROUP > 1) {
+                while (position + i == share.y && bag + 1 < end_bag) finish_bag();
+            }
             if (here[i]) Rows::add(sums, biases, chunks[i], tails[i], __uint_as_float(weights[i]));
         }
     }
 
-    if (is_bad && chunk_number == 0) count_bad(arena, batch, end - length, end, table, places);
-
-    const float factor = run.w == MODE_MEAN && length ? 1.0f / static_cast<float>(length) : 1.0f;
-#pragma unroll
-    for (int i = 0; i < Rows::ELEMENTS; ++i) sums[i] = (sums[i] + biases) * factor;
-
-    // Loaded only now: until here they would take registers from the rows in flight.
-    const i64 out_offset = __ldg(&batch.runs[work.x].out_offset);
-    const i64 out_stride = __ldg(&batch.runs[work.x].out_stride);
-    store(batch, out_offset + static_cast<i64>(bag) * out_stride + column, arena.embedding_dim - column, sums);
+    do finish_bag();
+    while (BAGS_PER_LANE_GROUP > 1 && bag < end_bag);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS_PER_BLOCK, Int8Rows::MIN_BLOCKS)
-    pool_int8(const __grid_constant__ ArenaParams arena, const __grid_constant__ BatchParams batch) {
-    pool<Int8Rows>(arena, batch);
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS_PER_BLOCK, Int4Rows::MIN_BLOCKS)
-    pool_int4(const __grid_constant__ ArenaParams arena, const __grid_constant__ BatchParams batch) {
-    pool<Int4Rows>(arena, batch);
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS_PER_BLOCK, Fp16Rows::MIN_BLOCKS)
-    pool_fp16(const __grid_constant__ ArenaParams arena, const __grid_constant__ BatchParams batch) {
-    pool<Fp16Rows>(arena, batch);
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS_PER_BLOCK, Fp32Rows::MIN_BLOCKS)
-    pool_fp32(const __grid_constant__ ArenaParams arena, const __grid_constant__ BatchParams batch) {
-    pool<Fp32Rows>(arena, batch);
-}
+#define POOL_KERNEL(name, Rows)                                                                          \
+    extern "C" __global__ void __launch_bounds__(THREADS_PER_BLOCK, Rows::MIN_BLOCKS - FEWER_BLOCKS)     \
+        name(const __grid_constant__ ArenaParams arena, const __grid_constant__ BatchParams batch) {     \
+        pool<Rows>(arena, batch);                                                                        \
+    }
+POOL_KERNEL(pool_int8, Int8Rows)
+POOL_KERNEL(pool_int4, Int4Rows)
+POOL_KERNEL(pool_fp16, Fp16Rows)
+POOL_KERNEL(pool_fp32, Fp32Rows)
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Row writes
@@ -508,12 +618,16 @@ extern "C" __global__ void __launch_bounds__(THREADS_PER_BLOCK)
     const u32 number = __ldg(write.numbers + row);
     const TableParams table = load_table(arena, write.table);
     if (number >= table.num_rows) return;
-    const u32 place = find_place(arena, table, arena.places + table.first_place, true, number, NOT_HERE);
-    if (!has_row(place)) return;
-    const u32 owner = place & ((1u << arena.owner_bits) - 1u);
+    const u64 begin = begin_of(arena, table);
+    u32 place[] = {NOT_HERE};
+    find_places(arena, table, begin, {true}, {number}, place);
+    if (!has_row(place[0])) return;
+    const u32 owner = table.owner_after ? table.owner_after - 1u : owner_at(arena, place[0]);
     const bool on_host = owner == arena.num_cards + 1u;
     if (on_host ? !write.writes_host : owner != write.card && owner != arena.num_cards) return;
 
-    const u64 target = row_at(arena, write.table, place) + (index % chunks) * CHUNK_BYTES;
-    *reinterpret_cast<uint4*>(target) = __ldg(reinterpret_cast<const uint4*>(write.stored) + index);
+    u64 target[1];
+    rows_at(arena, write.table, table, begin, place, target);
+    store_to(reinterpret_cast<uint4*>(target[0] + (index % chunks) * CHUNK_BYTES),
+             __ldg(reinterpret_cast<const uint4*>(write.stored) + index));
 }

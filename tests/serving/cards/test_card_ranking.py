@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec, TableSpec
 from loader.snapshot.reader import Snapshot
 from serving.cards.layout import BatchClass
 from serving.limits import RequestLimits
@@ -28,6 +29,7 @@ from shardrank_testing.card_ranking import (
     shop_spec,
     write_shop,
 )
+from shardrank_testing.host_kernels import host_kernels
 
 ON = (
     OnCards(1, "peers"),
@@ -105,6 +107,33 @@ def test_in_bfloat16_scores_are_those_of_a_bfloat16_model_on_the_cpu(paths, on_c
             # The same rows, rounded to 8 bits of mantissa at the same places; sums before that in another order.
             np.testing.assert_allclose(of_cards, of_cpu, atol=0.02)
             np.testing.assert_allclose(of_cards, score(on_cpu[kind], batch), atol=0.05)
+
+
+@pytest.mark.parametrize("dense", [(0, 13), (13, 7), (1, 0)])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dtype", ["int8", "int4", "fp16"])
+def test_pooled_bfloat16_vectors_are_stored_in_pieces_of_16_bytes(tmp_path, rng, dtype, dim, dense):
+    sides = {"user": "context", "friend": "context", "film": "candidate", "genre": "candidate", "tag": "candidate"}
+    tables = {
+        name: TableSpec(name=f"{name}s", num_embeddings=50, embedding_dim=dim, feature_names=(name,), dtype=dtype)
+        for name in sides
+    }
+    spec = ModelSpec(
+        model="dlrm",
+        tables=tuple(tables.values()),
+        features=tuple(FeatureSpec(name=name, side=side) for name, side in sides.items()),
+        dense_inputs=DenseInputs(context=dense[0], candidate=dense[1]),
+        dense_model=DenseModelSpec(kind="dlrm", config={"bottom_mlp": [8, dim], "top_mlp": [8]}),
+    )
+    with served_on(write_shop(tmp_path, spec), TWO, dtype="bfloat16") as served:
+        batch = shop_batch(served, rng, [3, 4])
+        score(served, batch)
+        (made,) = (one for one in ranking_of(served).scorer._batches.values() if one.num_uses)
+        stores = host_kernels().stores_to(
+            made._slot.out.address, made._slot.out.size_bytes, lambda: score(served, batch)
+        )
+    assert made.num_uses == 2
+    assert stores == {16: (2 * 2 + 3 * 7) * dim * 2 // 16}
 
 
 def test_a_replica_that_goes_on_with_another_dense_model_scores_with_that_one(paths, rng):

@@ -15,6 +15,7 @@ from shard_node.bags import KeyedBags
 from shard_node.cuda.batch import BatchSize
 from shard_node.cuda.card_engine import POOLS_PER_CARD, CardEngine
 from shard_node.cuda.card_set import CardMemory, CardOptions, CardSet
+from shard_node.cuda.kernel_params import EACH_SWITCH
 from shard_node.engine.loading import load_tables
 from shard_node.engine.reference import ReferenceEngine
 from shard_node.errors import InvalidBagsError, MemoryBudgetError
@@ -68,6 +69,19 @@ def test_more_threads_than_lanes_pool_at_once_and_each_gets_its_own_bags(engine,
         for one in [threads.submit(pool, seed) for seed in range(num_threads)]:
             one.result(TIMEOUT_S)
     assert engine.counters() == (0, 0)
+
+
+@pytest.mark.parametrize("switches", [one for one in EACH_SWITCH if one.defines()], ids=str)
+def test_an_engine_answers_the_same_with_every_switch_of_its_kernels(stored, switches):
+    snapshot, reference = stored
+    card_set = CardSet(EmulatedCards(3, switches=switches), options_for(SPEC, 3, "every tier"))
+    engine = load_version(snapshot, card_set=card_set).engine
+    rng = np.random.default_rng(3)
+    for longest in (1, 4, 120):
+        bags = random_table_bags(rng, engine.layout, 300, longest, weighted=True)
+        assert_blocks_equal(engine.pool(bags), reference.pool(bags), scale=12.0 + longest)
+    assert_stored(engine, snapshot)
+    engine.close()
 
 
 def test_answers_are_the_callers_own(engine):

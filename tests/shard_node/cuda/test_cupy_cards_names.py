@@ -110,6 +110,8 @@ def test_a_launch_passes_its_arguments_in_the_order_that_the_driver_has_them():
     assert names == ["stream", "event", "flags"]
     _, names = parameters(cupy_cuda.runtime.deviceCanAccessPeer)
     assert names == ["device", "peerDevice"]
+    _, names = parameters(cupy_cuda.runtime.deviceSetLimit)
+    assert names == ["limit", "value"]
 
 
 def test_the_numbers_of_cudas_constants_are_those_that_its_documentation_has():
@@ -117,6 +119,7 @@ def test_the_numbers_of_cudas_constants_are_those_that_its_documentation_has():
     constants = (runtime.memcpyDefault, runtime.streamNonBlocking, runtime.eventDisableTiming)
     assert constants == (4, 1, 2)
     assert (runtime.hostAllocPortable, runtime.hostAllocMapped) == (1, 2)
+    assert runtime.cudaLimitMaxL2FetchGranularity == 5
 
 
 def test_what_cupy_makes_without_a_device_can_be_made_as_it_is():

@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,9 +14,11 @@ from loader.snapshot.codecs import codec_for
 from loader.snapshot.manifest import FeatureSpec, ModelSpec, TableSpec
 from loader.snapshot.reader import Snapshot
 from router.plan import Plan
-from shard_node.cuda.card_engine import CardEngine
+from shard_node.bags import KeyedBags
+from shard_node.cuda.card_engine import POOLS_PER_CARD, CardEngine
 from shard_node.cuda.card_loading import CardTableLoad
 from shard_node.cuda.card_set import CardOptions, CardSet
+from shard_node.cuda.kernel_params import hot_owner, pinned_owner
 from shard_node.engine.memory import RowMemory
 from shard_node.partition import Partition
 from shardrank_testing.card_plans import DTYPES
@@ -131,17 +134,57 @@ def loads_of_places(engine: CardEngine, table: int, rows: np.ndarray) -> int:
     return host_kernels().loads_from(begin, size_bytes, lambda: pool_rows(engine, 0, table, rows))
 
 
-def test_no_place_is_read_of_a_table_that_lies_whole_at_one_owner(tmp_path):
-    spec = model_of(table_of("whole", 5000), table_of("divided", 5000))
+def loads_by_lookups(engine: CardEngine, table: int, rows: np.ndarray) -> tuple[int, int]:
+    """How many places, and how many of the bytes at which rows begin, kernels read to pool rows, through the engine."""
+    (arena,) = engine._arenas
+    num_cards = engine.plan.num_cards
+    bags = KeyedBags(
+        np.array([table], np.int32), np.array([rows.size]), np.arange(rows.size + 1), rows.astype(np.int64)
+    )
+    # The engine's own lanes take turns, and each card has its own places.
+    turns = POOLS_PER_CARD * num_cards
+
+    def loads_from(addresses: list[int], size_bytes: int) -> int:
+        def every_lane() -> None:
+            for _ in range(turns):
+                engine.pool(bags)
+
+        loads = sum(host_kernels().loads_from(address, size_bytes, every_lane) for address in addresses)
+        assert loads % turns == 0
+        return loads // turns
+
+    return (
+        loads_from(
+            [arena.places_address(card, 0) for card in range(num_cards)],
+            4 * sum(one.rows for one in engine.plan.places),
+        ),
+        loads_from([params.starts for params in arena.params], 8 * len(engine.layout.tables) * (num_cards + 2)),
+    )
+
+
+@pytest.mark.parametrize("owner", ["card", "hot", "pinned"])
+def test_neither_place_nor_start_is_read_of_a_table_that_lies_whole_at_one_owner(tmp_path, owner):
+    spec = model_of(table_of("whole", 600), table_of("divided", 5000))
     snapshot = Snapshot.open(write_snapshot(tmp_path, spec, seed=1, rows_per_file=4096)[0])
     tables = Plan.make(spec).layout.tables
     owners = {"whole": np.zeros(4096), "divided": np.arange(4096) % 2}
     cards = tuple(owners[one.name].astype(np.int16) for one in tables)
-    rows = np.arange(0, 5000, 7)
-    engine = load(snapshot, Partition(2, cards), AMPLE)
-    read = {one.name: loads_of_places(engine, number, rows) for number, one in enumerate(tables)}
+    options, wanted = {
+        "card": (AMPLE, 0),
+        # Rows of both tables are looked up equally often, as far as is known: those of the smaller one more each.
+        "hot": (CardOptions(card_memory_gb=1.0, hot_gb=600 * 16 / 1e9, pinned_memory_gb=1.0), hot_owner(2)),
+        "pinned": (CardOptions(card_memory_gb=4 * 5000 / 1e9, hot_gb=0.0, pinned_memory_gb=1.0), pinned_owner(2)),
+    }[owner]
+    engine = load(snapshot, Partition(2, cards), options)
+    whole = [one.name for one in tables].index("whole")
+    assert engine.plan.places[whole].only_owner == wanted
+    rows = np.arange(0, 600, 7)
     # A row of one chunk is one thread's.
-    assert read == {"whole": 0, "divided": rows.size}
+    assert loads_by_lookups(engine, whole, rows) == (0, 0)
+    if (divided := engine.plan.places[1 - whole]).only_owner is None:
+        assert divided.rows == 5000
+        places, starts = loads_by_lookups(engine, 1 - whole, rows)
+        assert (places, starts >= rows.size) == (rows.size, True)
     engine.close()
 
 

@@ -11,13 +11,15 @@ import pytest
 
 from shard_node.cuda import kernel_params
 from shard_node.cuda.kernel_params import (
+    EACH_SWITCH,
     ArenaParams,
     BatchParams,
+    KernelSwitches,
     RunParams,
     TableParams,
     WriteParams,
 )
-from shardrank_testing.device_compilers import resources
+from shardrank_testing.device_compilers import ARCHITECTURES, resources
 from shardrank_testing.host_kernels import HOST_HEADER, KERNEL_SOURCE, KERNELS, host_compiler, host_kernels
 
 STRUCTURES = (TableParams, ArenaParams, RunParams, BatchParams, WriteParams)
@@ -27,6 +29,8 @@ BY_VALUE = {
 }
 # 65,536 registers of a multiprocessor, for as many thread blocks at once as keep enough loads on their way.
 MAX_REGISTERS = {"pool_int8": 80, "pool_int4": 128, "pool_fp16": 64, "pool_fp32": 64, "write_rows": 32}
+# With one thread block fewer (FEWER_BLOCKS).
+MAX_REGISTERS_OF_GROUPS = {"pool_int8": 128, "pool_int4": 128, "pool_fp16": 80, "pool_fp32": 80, "write_rows": 32}
 # What every device and compiler has room for.
 MAX_PARAMETER_BYTES = 4096
 
@@ -70,7 +74,7 @@ def asserting_source(tmp_path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("compiler", ["nvcc", "nvrtc"])
 def test_kernels_keep_to_registers(compiler, architecture, asserting_source, tmp_path, capsys):
     report = resources(compiler, asserting_source, architecture, tmp_path)
@@ -82,11 +86,31 @@ def test_kernels_keep_to_registers(compiler, architecture, asserting_source, tmp
     assert {kernel for kernel, taken in report.items() if taken.registers > MAX_REGISTERS[kernel]} == set()
 
 
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("switches", [one for one in EACH_SWITCH if one.defines()], ids=str)
+def test_kernels_keep_to_registers_with_every_switch(switches, architecture, tmp_path):
+    report = resources("nvrtc", KERNEL_SOURCE, architecture, tmp_path, switches)
+    limits = MAX_REGISTERS if switches.absolute_bases else MAX_REGISTERS_OF_GROUPS
+    assert {kernel: taken.local_bytes for kernel, taken in report.items()} == dict.fromkeys(KERNELS, 0)
+    assert {kernel for kernel, taken in report.items() if taken.registers > limits[kernel]} == set()
+
+
+def test_the_table_of_registers_has_every_kernel_and_every_switch():
+    pages = sorted((Path(__file__).parents[3] / "docs" / "measurements").glob("*-kernel-registers.md"))
+    rows = [line.strip("| ").split(" | ") for line in pages[-1].read_text().splitlines() if " | sm_" in line]
+    ways = [str(one) for one in (KernelSwitches(), *EACH_SWITCH) if one == KernelSwitches() or one.defines()]
+    assert [row[:2] for row in rows] == [[way, architecture] for way in ways for architecture in ARCHITECTURES]
+    assert {len(row) for row in rows} == {2 + len(KERNELS)}
+
+
 @pytest.mark.parametrize("compiler", ["nvcc", "nvrtc"])
 def test_a_kernel_that_does_not_keep_to_registers_is_told_apart(compiler, tmp_path):
     source = tmp_path / "kernels.cu"
     text = KERNEL_SOURCE.read_text()
-    squeezed = text.replace("Int4Rows::MIN_BLOCKS)", "8)")
+    squeezed = text.replace(
+        "ELEMENTS = 32;\n    static constexpr int MIN_BLOCKS = 2;",
+        "ELEMENTS = 32;\n    static constexpr int MIN_BLOCKS = 8;",
+    )
     assert squeezed != text
     source.write_text(squeezed)
     report = resources(compiler, source, "sm_90", tmp_path)

@@ -10,8 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loader.snapshot.codecs import codec_for
-from shard_node.cuda.kernel_params import ArenaParams, BatchParams, RowFormat, WriteParams, pointers_to
-from shard_node.errors import InvalidBagsError
+from shard_node.cuda.kernel_params import (
+    SWITCH_VALUES,
+    ArenaParams,
+    BatchParams,
+    KernelSwitches,
+    RowFormat,
+    WriteParams,
+    pointers_to,
+)
+from shard_node.errors import DeviceChoiceError, InvalidBagsError
 from shardrank_testing.card_plans import DTYPES
 from shardrank_testing.rows_on_cards import restored
 
@@ -107,6 +115,38 @@ def test_rows_of_another_shape_or_dtype_are_refused(bad):
         fmt.relay(bad)
     with pytest.raises(InvalidBagsError, match=r"out must be uint8 \[2, 80\], got"):
         fmt.relay(np.zeros((2, 72), np.uint8), bad)
+
+
+def test_switches_as_the_product_has_them_change_nothing_of_the_source():
+    assert KernelSwitches().defines() == ()
+    assert KernelSwitches(l2_fetch_bytes=64).defines() == ()
+    switches = KernelSwitches(bags_per_lane_group=4, absolute_bases=True)
+    assert switches.defines() == ("-DBAGS_PER_LANE_GROUP=4", "-DABSOLUTE_BASES=1")
+
+
+def test_switches_decide_how_many_bags_a_thread_block_has():
+    shares = [KernelSwitches(), KernelSwitches(bags_per_lane_group=4), KernelSwitches(lane_groups_per_bag=4)]
+    assert [one.bags_per_block(2) for one in shares] == [64, 256, 16]
+    assert [one.bags_per_block(5) for one in shares] == [8, 32, 2]
+
+
+@pytest.mark.parametrize("name", sorted(SWITCH_VALUES))
+def test_a_switch_with_a_value_that_it_has_not_is_refused(name):
+    for value in SWITCH_VALUES[name]:
+        assert KernelSwitches.of({name: value}).turned() == ({name: value} if value != SWITCH_VALUES[name][0] else {})
+    with pytest.raises(DeviceChoiceError, match=rf"kernel switch {name}=3 is none of {SWITCH_VALUES[name][0]}, "):
+        KernelSwitches.of({name: 3})
+
+
+def test_a_switch_that_there_is_not_is_refused():
+    with pytest.raises(DeviceChoiceError, match="kernel switch 'bags' is none of bags_per_lane_group, lane_groups_per"):
+        KernelSwitches.of({"bags": 2})
+    assert KernelSwitches.of({}) == KernelSwitches()
+
+
+def test_switches_that_do_not_go_together_are_refused():
+    with pytest.raises(DeviceChoiceError, match="one of them must be 1"):
+        KernelSwitches(bags_per_lane_group=2, lane_groups_per_bag=4)
 
 
 KINDS = (ArenaParams, BatchParams, WriteParams)

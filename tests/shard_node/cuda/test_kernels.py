@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from loader.snapshot.codecs import codec_for
+from shard_node.cuda.kernel_params import EACH_SWITCH, KernelSwitches
 from shardrank_testing.card_sets import CardFactory, card_factory
 from shardrank_testing.kernel_arena import NOWHERE, KernelArena, LaunchShape, Run
 
@@ -16,13 +17,25 @@ DTYPES = ["int8", "int4", "fp16", "fp32"]
 # From one chunk to several column tiles; odd multiples of 4, and what fills no chunk.
 DIMS = [4, 12, 16, 20, 36, 64, 68, 100, 128, 132, 192, 260, 512]
 ODD_DIMS = {"int8": [1, 3, 7, 17, 31], "int4": [2, 6, 34, 62], "fp16": [1, 5, 9, 15], "fp32": [1, 3, 5, 7]}
-ROW_COUNTS = (1, 7, 300)
+ROW_COUNTS = (1, 7, 300, 200)
+"""The last table lies whole at one owner."""
 
 
-@pytest.fixture(params=["emulated", pytest.param("logical", marks=pytest.mark.gpu)])
-def cards(request) -> CardFactory:
+KINDS = ["emulated", pytest.param("logical", marks=pytest.mark.gpu)]
+COMPILED = [one for one in EACH_SWITCH if one.defines()]
+with_each_switch = pytest.mark.parametrize("switches", [KernelSwitches(), *COMPILED], ids=str, indirect=True)
+"""For tests whose kernels are to be compiled in every way that there is."""
+
+
+@pytest.fixture
+def switches(request) -> KernelSwitches:
+    return getattr(request, "param", KernelSwitches())
+
+
+@pytest.fixture(params=KINDS)
+def cards(request, switches) -> CardFactory:
     """What kernels compute does not depend on when they run, nor on how cards are dealt to devices."""
-    return card_factory(request.param)
+    return card_factory(request.param, switches)
 
 
 def make_arena(cards, dtype, dim, rng, row_counts=ROW_COUNTS, lost=0.0) -> KernelArena:
@@ -30,6 +43,8 @@ def make_arena(cards, dtype, dim, rng, row_counts=ROW_COUNTS, lost=0.0) -> Kerne
     owners = [rng.integers(0, len(cards.cards) + 2, count) for count in row_counts]
     for one in owners:
         one[rng.random(one.size) < lost] = NOWHERE
+    if row_counts == ROW_COUNTS:
+        owners[-1][:] = rng.integers(0, len(cards.cards) + 2)
     tables = [rng.standard_normal((count, dim)).astype(np.float32) for count in row_counts]
     return KernelArena(cards, dtype, tables, owners)
 
@@ -76,6 +91,7 @@ def test_every_card_pools_the_same_rows_whoever_has_them(cards, dtype, num_cards
         np.testing.assert_array_equal(arena.pool(card, runs).raw, first.raw)
 
 
+@with_each_switch
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("hotness", [0, 1, 2, 3, 4, 5, 7, 8, 9, 100, 1000])
 def test_bags_of_every_hotness_pool_as_numpy_does(cards, dtype, hotness):
@@ -146,6 +162,7 @@ def test_numbers_halfway_too_small_and_too_large_are_rounded_as_torch_rounds_the
     np.testing.assert_array_equal(pooled.out, torch.from_numpy(numbers).to(dtype).float().numpy())
 
 
+@with_each_switch
 @pytest.mark.parametrize("num_rows", [1, 7, 300])
 def test_values_outside_their_table_pool_as_zeros_and_are_counted(cards, num_rows):
     rng = np.random.default_rng(num_rows)
@@ -161,6 +178,7 @@ def test_values_outside_their_table_pool_as_zeros_and_are_counted(cards, num_row
         assert (pooled.outside, pooled.not_here) == (17, 0)
 
 
+@with_each_switch
 def test_rows_of_other_nodes_pool_as_zeros_and_are_counted(cards):
     rows = np.ones((6, 36), np.float32)
     owners = np.array([0, NOWHERE, 1, 2, 3, NOWHERE])
@@ -171,6 +189,7 @@ def test_rows_of_other_nodes_pool_as_zeros_and_are_counted(cards):
     assert (pooled.outside, pooled.not_here) == (0, 4)
 
 
+@with_each_switch
 def test_mean_divides_by_the_whole_bag_whoever_has_its_rows(cards):
     arena = KernelArena(cards(1), "fp32", [np.full((3, 4), 6.0, np.float32)], [np.array([0, NOWHERE, NOWHERE])])
     pooled = arena.pool(0, [Run(0, [np.array([0, 1, 2]), np.array([0, 0]), np.array([2]), np.empty(0, int)], "mean")])
@@ -193,6 +212,7 @@ def test_a_launch_of_idle_blocks_alone_writes_nothing(cards):
     assert pooled.out.shape == (0, 16)
 
 
+@with_each_switch
 @pytest.mark.parametrize(("dtype", "dim"), [("int8", 132), ("int4", 260), ("fp16", 100), ("fp32", 132), ("fp32", 4096)])
 def test_however_a_row_is_cut_into_lanes_and_column_tiles_the_bits_are_the_same(cards, dtype, dim):
     rng = np.random.default_rng(dim)
@@ -223,12 +243,12 @@ def test_sums_do_not_overflow_in_fp16_rows(cards):
     assert arena.pool(0, [Run(0, [np.arange(1000) % 4])]).out.tolist() == [[6.0e7] * 8]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_any_batch_over_any_cards_pools_as_numpy_does(data):
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data(), switches=st.just(KernelSwitches()) | st.sampled_from(COMPILED))
+def test_any_batch_over_any_cards_pools_as_numpy_does(data, switches):
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
     num_cards = data.draw(st.integers(1, 8))
-    cards = card_factory("emulated")(num_cards)
+    cards = card_factory("emulated", switches)(num_cards)
     dtype = data.draw(st.sampled_from(DTYPES))
     dim = data.draw(st.integers(1, 70)) * (2 if dtype == "int4" else 1)
     row_counts = data.draw(st.lists(st.integers(1, 60), min_size=1, max_size=4))
@@ -244,3 +264,25 @@ def test_any_batch_over_any_cards_pools_as_numpy_does(data):
     assert_pooled(arena, pooled, runs, 20)
     lost = sum((arena.owners[run.table][bag] == NOWHERE).sum() for run in runs for bag in run.bags)
     assert (pooled.outside, pooled.not_here) == (0, lost)
+
+
+@pytest.mark.parametrize("switches", COMPILED, ids=str, indirect=True)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("hotness", [1, 3, 150])
+def test_a_switch_changes_no_bit_or_else_only_the_order_of_sums(kind, switches, hotness):
+    answers = []
+    for how in (KernelSwitches(), switches, switches):
+        rng = np.random.default_rng(hotness)
+        arena = make_arena(card_factory(kind, how)(3), "int8", 64, rng, lost=0.1)
+        # More bags than a thread block has, some empty, and one less than fills the last lane group.
+        lengths = np.minimum(rng.integers(0, 2 * hotness + 1, 1023), hotness)
+        runs = [Run(table, [rng.integers(0, 200, size) for size in lengths], "mean") for table in (2, 3)]
+        answers.append(arena.pool(1, runs, LaunchShape(rotation=5)))
+    default, once, again = answers
+    np.testing.assert_array_equal(once.raw, again.raw)
+    assert (once.outside, once.not_here) == (default.outside, default.not_here)
+    assert default.not_here > 0
+    if switches.lane_groups_per_bag > 1:
+        np.testing.assert_allclose(once.out, default.out, rtol=1e-5, atol=1e-5)
+    else:
+        np.testing.assert_array_equal(once.raw, default.raw)

@@ -41,8 +41,8 @@ class Fault(NamedTuple):
 OVERFLOW = "AddressSanitizer: heap-buffer-overflow"
 FAULTS = {
     "a row read one chunk too late": Fault(
-        "reinterpret_cast<const uint4*>(row + chunk_offset)",
-        "reinterpret_cast<const uint4*>(row + chunk_offset + CHUNK_BYTES)",
+        "reinterpret_cast<const uint4*>(rows[i] + chunk_offset)",
+        "reinterpret_cast<const uint4*>(rows[i] + chunk_offset + CHUNK_BYTES)",
         "test_each_row_alone",
         OVERFLOW,
     ),

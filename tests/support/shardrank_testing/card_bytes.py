@@ -66,7 +66,7 @@ class KernelCopy:
         """Copies between two addresses; either may be on another card, or on the host."""
         num_rows, stream = size_bytes // CHUNK_BYTES, card.stream()
         rows = np.arange(num_rows, dtype=np.uint32)
-        table = np.frombuffer(bytes(TableParams(first_place=0, num_rows=num_rows)), np.uint8)
+        table = np.frombuffer(bytes(TableParams(num_rows=num_rows)), np.uint8)
         held = [
             on_card(card, cards, array, stream)
             for array in (rows << np.uint32(owner_bits(1)), table, np.zeros(3, np.uint64), rows)

@@ -1,4 +1,8 @@
-"""Compilers for real cards, which need no card themselves: nvcc, or NVRTC from its wheel."""
+"""Compilers for real cards, which need no card themselves: nvcc, or NVRTC from its wheel.
+
+`python -m shardrank_testing.device_compilers` prints the table of docs/measurements: what NVRTC and its assembler make
+of the kernels, by themselves and with each switch.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,17 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import pytest
 
+from shard_node.cuda.kernel_params import EACH_SWITCH, KernelSwitches
+from shardrank_testing.host_kernels import KERNEL_SOURCE, KERNELS
+
+ARCHITECTURES = ("sm_80", "sm_90")
 CompilerName = Literal["nvcc", "nvrtc"]
 TIMEOUT_S = 100
 OPTIONS_OF_CUPY = (b"-ftz=true", b"--device-as-default-execution-space")
@@ -27,34 +36,55 @@ _REPORT = re.compile(
 
 @dataclass(frozen=True)
 class Resources:
-    """What a kernel takes, as the assembler says. local_bytes: stack and spills, of each thread."""
+    """What a kernel takes, as the assembler says: of each thread, but for shared memory, which is a thread block's."""
 
     registers: int
-    local_bytes: int
+    stack_bytes: int
+    spill_store_bytes: int
+    spill_load_bytes: int
+    shared_bytes: int
+
+    @property
+    def local_bytes(self) -> int:
+        """What is not in registers: 0, as it is to be."""
+        return self.stack_bytes + self.spill_store_bytes + self.spill_load_bytes
 
 
-def resources(compiler: CompilerName, source: Path, architecture: str, folder: Path) -> dict[str, Resources]:
+def resources(
+    compiler: CompilerName, source: Path, architecture: str, folder: Path, switches: KernelSwitches | None = None
+) -> dict[str, Resources]:
     """Compiles for `sm_..` and reads the resource report, by kernel. Skips the test where there is no such compiler.
 
     Raises:
         RuntimeError: the source does not compile; with what the compiler says.
     """
-    log = _nvcc(source, architecture, folder) if compiler == "nvcc" else _nvrtc(source, architecture)
+    defines = (switches or KernelSwitches()).defines()
+    log = _nvcc(source, architecture, folder, defines) if compiler == "nvcc" else _nvrtc(source, architecture, defines)
     return {
         found["kernel"]: Resources(
             int(found["registers"]),
-            sum(int(found[name]) for name in ("stack", "stores", "loads"))
-            + sum(map(int, re.findall(r"(\d+) bytes lmem", found["rest"]))),
+            *(int(found[name]) for name in ("stack", "stores", "loads")),
+            sum(map(int, re.findall(r"(\d+) bytes smem", found["rest"]))),
         )
         for found in _REPORT.finditer(log)
     }
 
 
-def _nvcc(source: Path, architecture: str, folder: Path) -> str:
+def _nvcc(source: Path, architecture: str, folder: Path, defines: tuple[str, ...]) -> str:
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         pytest.skip("no nvcc; NVRTC compiles the same source")
-    command = [nvcc, f"-arch={architecture}", "-std=c++17", "-Xptxas", "-v", "-cubin", "-o", str(folder / "kernels")]
+    command = [
+        nvcc,
+        f"-arch={architecture}",
+        "-std=c++17",
+        *defines,
+        "-Xptxas",
+        "-v",
+        "-cubin",
+        "-o",
+        str(folder / "kernels"),
+    ]
     done = subprocess.run(
         [*command, str(source)], capture_output=True, text=True, check=False, timeout=TIMEOUT_S, cwd=folder
     )
@@ -63,14 +93,20 @@ def _nvcc(source: Path, architecture: str, folder: Path) -> str:
     return done.stderr
 
 
-def _nvrtc(source: Path, architecture: str) -> str:
+def _nvrtc(source: Path, architecture: str, defines: tuple[str, ...]) -> str:
     # NVRTC opens its other library by name, which is found only if it has been opened by path before.
     libraries = _nvrtc_libraries()
     held = ctypes.CDLL(str(libraries["libnvrtc-builtins"]), mode=ctypes.RTLD_GLOBAL)
     nvrtc = ctypes.CDLL(str(libraries["libnvrtc"]))
     program = ctypes.c_void_p()
     _ok(nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.read_bytes(), b"kernels.cu", 0, None, None))
-    options = (f"--gpu-architecture={architecture}".encode(), b"-std=c++17", b"--ptxas-options=-v", *OPTIONS_OF_CUPY)
+    options = (
+        f"--gpu-architecture={architecture}".encode(),
+        b"-std=c++17",
+        b"--ptxas-options=-v",
+        *OPTIONS_OF_CUPY,
+        *map(str.encode, defines),
+    )
     failed = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
     size = ctypes.c_size_t()
     _ok(nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size)))
@@ -100,3 +136,23 @@ def _nvrtc_libraries() -> dict[str, Path]:
 def _ok(result: int) -> None:
     if result:
         raise RuntimeError(f"NVRTC: error {result}")
+
+
+def table() -> str:
+    """What NVRTC's assembler says of the kernels with each switch, a row for each way to compile and architecture."""
+    lines = [f"| switches | for | {' | '.join(KERNELS)} |", f"|---|---|{'---|' * len(KERNELS)}"]
+    for switches in (KernelSwitches(), *(one for one in EACH_SWITCH if one.defines())):
+        for architecture in ARCHITECTURES:
+            found = resources("nvrtc", KERNEL_SOURCE, architecture, Path.cwd(), switches)
+            lines.append(f"| {switches} | {architecture} | {' | '.join(_cell(found[one]) for one in KERNELS)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(taken: Resources) -> str:
+    spilled = f"{taken.stack_bytes}, {taken.spill_store_bytes}, {taken.spill_load_bytes}"
+    shared = f"; {taken.shared_bytes} B shared" if taken.shared_bytes else ""
+    return f"{taken.registers} ({spilled}){shared}"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(table())

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from shard_node.cuda.cards import CardEvent, Graph, Memory, PinnedMemory, Stream
-from shard_node.cuda.kernel_params import MAX_CARDS
+from shard_node.cuda.kernel_params import MAX_CARDS, KernelSwitches
 from shard_node.errors import CardError
 from shardrank_testing.emulated_memory import AddressSpace, EmulatedMemory, EmulatedPinnedMemory, EmulationError
 from shardrank_testing.host_kernels import HostKernels, host_kernels
@@ -312,6 +312,7 @@ class EmulatedCards:
         num_devices: over which cards are dealt round; None: each card is a device of its own.
         pinned_bytes: pinned memory of the host.
         deferred: work runs only when it is waited for.
+        switches: of the kernels.
 
     Attributes:
         kept_for_later: by device, what stands for memory that torch keeps.
@@ -327,11 +328,13 @@ class EmulatedCards:
         num_devices: int | None = None,
         pinned_bytes: int = DEFAULT_PINNED_BYTES,
         deferred: bool = False,
+        switches: KernelSwitches | None = None,
     ) -> None:
         if not 1 <= num_cards <= MAX_CARDS:
             raise ValueError(f"num_cards must be 1..{MAX_CARDS}, got {num_cards}")
         devices = num_cards if num_devices is None else num_devices
-        self.kernels: HostKernels = host_kernels()
+        self.switches = switches or KernelSwitches()
+        self.kernels: HostKernels = host_kernels(self.switches)
         self.peer_access = peer_access
         self._deferred = deferred
         self._lock = threading.RLock()

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 import shard_node.cuda
-from shard_node.cuda.kernel_params import POOL_KERNELS, THREADS_PER_BLOCK, WRITE_KERNEL
+from shard_node.cuda.kernel_params import POOL_KERNELS, THREADS_PER_BLOCK, WRITE_KERNEL, KernelSwitches
 
 SOURCE_FOLDER = Path(shard_node.cuda.__file__).parent
 KERNEL_SOURCE = SOURCE_FOLDER / "kernels.cu"
@@ -30,6 +30,7 @@ FLAGS = ("-std=c++17", "-O2", "-g1", "-fPIC", "-shared", "-Wno-unknown-pragmas")
 # Checks make a unit large: -O2 takes twice the time to compile it, and finds no more.
 SANITIZER_FLAGS = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
 MAX_PARAMS = 8
+STORE_BYTES = (2, 4, 8, 16)
 COMPILE_TIMEOUT_S = 100
 
 
@@ -38,9 +39,10 @@ class HostKernels:
 
     def __init__(self, library: Path) -> None:
         loaded = ctypes.CDLL(str(library))
-        self._watch, self._watched = loaded.watch_loads, loaded.loads_watched
+        self._watch, self._loads, self._stores = loaded.watch, loaded.loads_watched, loaded.stores_watched
         self._watch.argtypes, self._watch.restype = (ctypes.c_size_t, ctypes.c_size_t), None
-        self._watched.argtypes, self._watched.restype = (), ctypes.c_uint64
+        self._loads.argtypes, self._loads.restype = (), ctypes.c_uint64
+        self._stores.argtypes, self._stores.restype = (ctypes.c_size_t,), ctypes.c_uint64
         self._entries = {kernel: loaded[f"launch_{kernel}"] for kernel in KERNELS}
         self.param_sizes: dict[str, tuple[int, ...]] = {}
         for kernel, entry in self._entries.items():
@@ -60,9 +62,17 @@ class HostKernels:
         """How many loads from a range of memory kernels make while `work` runs."""
         self._watch(address, address + size_bytes)
         work()
-        count = int(self._watched())
+        count = int(self._loads())
         self._watch(0, 0)
         return count
+
+    def stores_to(self, address: int, size_bytes: int, work: Callable[[], object]) -> dict[int, int]:
+        """How many stores of each size, in bytes, kernels make to a range of memory while `work` runs."""
+        self._watch(address, address + size_bytes)
+        work()
+        counts = {size: int(self._stores(size)) for size in STORE_BYTES}
+        self._watch(0, 0)
+        return {size: count for size, count in counts.items() if count}
 
 
 def host_compiler() -> str:
@@ -83,17 +93,18 @@ def under_address_sanitizer() -> bool:
     return mode == "address"
 
 
-def host_kernels() -> HostKernels:
-    """The kernels for this process, compiled at most once for each state of the source."""
+def host_kernels(switches: KernelSwitches | None = None) -> HostKernels:
+    """The kernels for this process, compiled at most once for each state of the source, and each way to compile it."""
     source = Path(os.environ.get("SHARDRANK_EMULATION_KERNELS") or KERNEL_SOURCE)
-    return _loaded(host_compiler(), source, under_address_sanitizer())
+    return _loaded(host_compiler(), source, under_address_sanitizer(), (switches or KernelSwitches()).defines())
 
 
 @functools.cache
-def _loaded(compiler: str, source: Path, sanitized: bool) -> HostKernels:
+def _loaded(compiler: str, source: Path, sanitized: bool, defines: tuple[str, ...]) -> HostKernels:
     entries = "".join(f"CUDA_ON_HOST_KERNEL({kernel})\n" for kernel in KERNELS)
     unit = f'#define SHARDRANK_ON_HOST\n#include "{source}"\n{entries}'
-    command = [compiler, *FLAGS, *(SANITIZER_FLAGS if sanitized else ()), "-I", str(SOURCE_FOLDER), "-x", "c++", "-"]
+    command = [compiler, *FLAGS, *defines, *(SANITIZER_FLAGS if sanitized else ()), "-I", str(SOURCE_FOLDER)]
+    command += ["-x", "c++", "-"]
     # Not the sanitizer that this process may run under: the compiler is not to be checked.
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     version = subprocess.run(

@@ -93,7 +93,7 @@ class KernelArena:
         cards: where.
         tables: of each, its rows, float32 [n, dim].
         owners: of each, int [n]: a card, num_cards for a hot row, num_cards + 1 for a pinned one, or
-            `NOWHERE`.
+            `NOWHERE`. What is there of the places of a table with an only owner is `NOT_HERE`, as nobody is to look.
     """
 
     def __init__(
@@ -134,18 +134,26 @@ class KernelArena:
 
     def _params(self, card: Card) -> ArenaParams:
         bits = owner_bits(self.num_cards)
+        rows = [*(memory.address for memory in self.own), self.hot[card.number].address, self.pinned.address]
         places = []
         for owners, slots in zip(self.owners, self.slots, strict=True):
             coded = slots.astype(np.uint32) << np.uint32(bits) | np.maximum(owners, 0).astype(np.uint32)
-            places.append(np.where(owners == NOWHERE, NOT_HERE, coded))
+            is_read = (owners != NOWHERE) & (owners != owners[0]).any()
+            places.append(np.where(is_read, coded, NOT_HERE))
         sizes = [one.size for one in places]
         tables = (TableParams * len(sizes))()
-        for number, size in enumerate(sizes):
-            tables[number] = TableParams(first_place=sum(sizes[:number]), num_rows=size)
+        for number, owners in enumerate(self.owners):
+            tables[number] = TableParams(begin=sum(sizes[:number]), num_rows=owners.size)
+            if (only := owners[0]) >= 0 and (owners == only).all():
+                tables[number].begin, tables[number].owner_after = int(self.starts[number, only]), only + 1
         self._held += (
             memories := [
                 send(self.cards, card, array)
-                for array in (np.concatenate(places).astype(np.uint32), _bytes_of(tables), self.starts)
+                for array in (
+                    np.concatenate(places).astype(np.uint32),
+                    _bytes_of(tables),
+                    self.cards.switches.starts(self.starts, rows),
+                )
             ]
         )
         params = ArenaParams(
@@ -158,8 +166,7 @@ class KernelArena:
             row_stride=self.format.stride,
             embedding_dim=self.dim,
         )
-        params.rows[: self.num_cards] = [memory.address for memory in self.own]
-        params.rows[self.num_cards : self.num_cards + 2] = [self.hot[card.number].address, self.pinned.address]
+        params.rows[: len(rows)] = rows
         return params
 
     def pool(self, card: int, runs: Sequence[Run], shape: LaunchShape | None = None) -> Pooled:
@@ -213,7 +220,7 @@ def pool_bags(
     lanes_log2 = (
         min((fmt.chunks - 1).bit_length(), MAX_LANES.bit_length() - 1) if shape.lanes_log2 is None else shape.lanes_log2
     )
-    batch = _Batch(fmt.embedding_dim, runs, shape, THREADS_PER_BLOCK >> lanes_log2)
+    batch = _Batch(fmt.embedding_dim, runs, shape, cards.switches.bags_per_block(lanes_log2))
     on = cards.cards[card]
     values, weights, offsets, run_params, blocks, counters = (send(cards, on, array) for array in batch.arrays())
     out = send(cards, on, np.full(batch.out_bytes, UNTOUCHED, np.uint8))
