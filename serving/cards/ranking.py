@@ -73,7 +73,6 @@ class CardBatch:
         self._card = lane.card
         self._layout = layout = model.layout
         self._model = model.model
-        self._pooling: Graph | None = None
         self._ranking: Graph | None = None
         with ExitStack() as undo:
             self._slot = lane.prepare(layout.runs(most), layout.size(most))
@@ -96,7 +95,7 @@ class CardBatch:
     @property
     def is_captured(self) -> bool:
         """Tell whether its work is recorded, as far as it can be."""
-        return self._pooling is not None
+        return self._slot.is_captured
 
     @property
     def is_graph(self) -> bool:
@@ -128,7 +127,7 @@ class CardBatch:
         keys = np.arange(num_keys, dtype=np.int32)
         bags = KeyedBags(keys, np.zeros(num_keys, np.int64), np.zeros(1, np.int64), nothing)
         self._slot.fill(bags)
-        self._lane.launch(self._pool)
+        self._lane.launch(self._slot.enqueue)
         if not self._layout.sequences:
             self._rank()
         self._lane.stream.synchronize()
@@ -140,10 +139,9 @@ class CardBatch:
         out as long as a batch has them, so a model with some has only the first. Raises CardError, MemoryBudgetError if
         it can't be recorded; batches are scored as before.
         """
-        stream = self._lane.stream
         try:
-            ranking = None if self._layout.sequences else self._card.capture(stream, self._rank)
-            self._pooling = self._card.capture(stream, self._slot.enqueue)
+            ranking = None if self._layout.sequences else self._card.capture(self._lane.stream, self._rank)
+            self._slot.capture()
         except BaseException:
             self.can_capture = False
             raise
@@ -155,7 +153,7 @@ class CardBatch:
         Raises MemoryBudgetError if the dense model's work has no room.
         """
         stream = self._lane.stream
-        self._lane.launch(self._pool)
+        self._lane.launch(self._slot.enqueue)
         if self._ranking is not None:
             self._ranking.replay(stream)
         else:
@@ -166,16 +164,10 @@ class CardBatch:
 
     def free(self) -> None:
         """Give the buffers back; nothing may be under way. Idempotent."""
-        self._pooling = self._ranking = None
+        self._ranking = None
         self._slot.close()
         self._scores.free()
         self._down.free()
-
-    def _pool(self) -> None:
-        if self._pooling is None:
-            self._slot.enqueue()
-        else:
-            self._pooling.replay(self._lane.stream)
 
     def _rank(self, batch: MergedBatch | None = None) -> None:
         """Put the dense model's work on the stream: of the batch's own size, or, for None, of the class's."""

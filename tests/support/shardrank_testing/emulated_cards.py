@@ -174,8 +174,6 @@ class EmulatedGraph:
             raise EmulationError(f"{stream!r} is no stream of an emulated card")
         if stream is not self._record.stream:
             raise EmulationError("a graph must be replayed on the stream that it was captured on")
-        # torch's part of the work happens during the call, so all before it has to have happened.
-        stream.synchronize()
         record = _Record(self._record.stream, self._record.work, replayed_on=stream)
         with _recording(record):
             self._work()
@@ -236,6 +234,7 @@ class EmulatedCard:
             self._check_reach(target, size_bytes)
             self._check_reach(pinned, size_bytes)
             ctypes.memmove(target, pinned, size_bytes)
+            self._cards.bytes_up.append(size_bytes)
 
         self._put(stream, ("to card", target, pinned, size_bytes), run)
 
@@ -315,6 +314,7 @@ class EmulatedCards:
 
     Attributes:
         kept_for_later: by device, what stands for memory that torch keeps.
+        bytes_up: of each copy to a card that has happened, in order.
         fault: what all that is asked of them is answered with, as CUDA does after a kernel has failed; "" for none.
     """
 
@@ -337,6 +337,7 @@ class EmulatedCards:
         self._lock = threading.RLock()
         totals: dict[int | None, int] = dict.fromkeys(range(devices), total_bytes)
         self.space = AddressSpace(totals | {None: pinned_bytes})
+        self.bytes_up: list[int] = []
         self.fault = ""
         self.kept_for_later: dict[int, list[EmulatedMemory]] = {}
         self._cards = tuple(EmulatedCard(self, number, number % devices) for number in range(num_cards))
