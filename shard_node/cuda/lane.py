@@ -1,7 +1,7 @@
 """Lanes: one stream of one card, on which batches are pooled one after another, and what batches lie in.
 
-A slot has fixed addresses and launch shapes for all batches up to a size, so that its launches can be captured in a graph
-once and replayed; the copy before them is of what each batch takes. A lane is used by one thread at a time.
+A slot has fixed addresses and launch shapes for all batches up to a size, so that its launches can be captured in a
+graph once and replayed; the copy before them is of what each batch takes. A lane is used by one thread at a time.
 """
 
 from __future__ import annotations

@@ -199,8 +199,9 @@ class EmulatedCard:
         return self._cards.space.free_bytes(self.device_index)
 
     def give_back_unused(self) -> None:
-        for memory in self._cards.kept_for_later.pop(self.device_index, []):
-            memory.free()
+        with self._cards.space.frees.alone():
+            for memory in self._cards.kept_for_later.pop(self.device_index, []):
+                memory.free()
 
     def allocate(self, size_bytes: int) -> EmulatedMemory:
         _refuse_in_capture("allocate memory")
@@ -282,7 +283,7 @@ class EmulatedCard:
         if not isinstance(stream, EmulatedStream) or stream.card != self.number:
             raise EmulationError(f"{stream!r} is no stream of card {self.number}")
         record = _Record(stream, [])
-        with _recording(record):
+        with _recording(record), self._cards.space.frees.alone():
             work()
         return EmulatedGraph(work, record)
 
