@@ -121,15 +121,16 @@ class CardBatch:
             np.subtract(offsets[1:], offsets[:-1], out=target[1, :num_requests])
 
     def run_empty(self) -> None:
-        """Run the work of the whole class without a batch. Raises MemoryBudgetError if the dense model has no room."""
+        """Run the work of the whole class without a batch, by its graphs if there are any.
+
+        Raises MemoryBudgetError if the dense model has no room.
+        """
         num_keys = self._layout.num_features
         nothing = np.zeros(0, np.int64)
         keys = np.arange(num_keys, dtype=np.int32)
         bags = KeyedBags(keys, np.zeros(num_keys, np.int64), np.zeros(1, np.int64), nothing)
         self._slot.fill(bags)
-        self._lane.launch(self._slot.enqueue)
-        if not self._layout.sequences:
-            self._rank()
+        self._put(None)
         self._lane.stream.synchronize()
 
     def capture(self) -> None:
@@ -152,13 +153,8 @@ class CardBatch:
 
         Raises MemoryBudgetError if the dense model's work has no room.
         """
-        stream = self._lane.stream
-        self._lane.launch(self._slot.enqueue)
-        if self._ranking is not None:
-            self._ranking.replay(stream)
-        else:
-            self._rank(batch if self._layout.sequences else None)
-        stream.synchronize()
+        self._put(batch)
+        self._lane.stream.synchronize()
         self.num_uses += 1
         return self._host_scores[: batch.candidate_dense.shape[0]].copy()
 
@@ -168,6 +164,16 @@ class CardBatch:
         self._slot.close()
         self._scores.free()
         self._down.free()
+
+    def _put(self, batch: MergedBatch | None) -> None:
+        """Put the work on the stream: of the batch that was filled in, or, for None, what all of the class share."""
+        self._lane.launch(self._slot.enqueue)
+        if self._ranking is not None:
+            self._ranking.replay(self._lane.stream)
+        elif not self._layout.sequences:
+            self._rank()
+        elif batch is not None:
+            self._rank(batch)
 
     def _rank(self, batch: MergedBatch | None = None) -> None:
         """Put the dense model's work on the stream: of the batch's own size, or, for None, of the class's."""
@@ -309,10 +315,12 @@ class CardScorer:
         if self._deserves_graph(found):
             try:
                 found.run_empty()
+                self._capture(found)
+                # A graph's first launch takes it to the card; one that fails does so before the version is live.
+                found.run_empty()
             except MemoryBudgetError:
                 self._batches.pop((model, most)).free()
                 raise
-            self._capture(found)
 
     def _make(self, model: CardModel, most: BatchClass) -> CardBatch:
         made = self._batches[model, most] = CardBatch(self.lane, model, most)
