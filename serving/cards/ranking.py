@@ -73,7 +73,6 @@ class CardBatch:
         self._card = lane.card
         self._layout = layout = model.layout
         self._model = model.model
-        self._pooling: Graph | None = None
         self._ranking: Graph | None = None
         with ExitStack() as undo:
             self._slot = lane.prepare(layout.runs(most), layout.size(most))
@@ -96,7 +95,7 @@ class CardBatch:
     @property
     def is_captured(self) -> bool:
         """Tell whether its work is recorded, as far as it can be."""
-        return self._pooling is not None
+        return self._slot.is_captured
 
     @property
     def is_graph(self) -> bool:
@@ -122,15 +121,16 @@ class CardBatch:
             np.subtract(offsets[1:], offsets[:-1], out=target[1, :num_requests])
 
     def run_empty(self) -> None:
-        """Run the work of the whole class without a batch. Raises MemoryBudgetError if the dense model has no room."""
+        """Run the work of the whole class without a batch, by its graphs if there are any.
+
+        Raises MemoryBudgetError if the dense model has no room.
+        """
         num_keys = self._layout.num_features
         nothing = np.zeros(0, np.int64)
         keys = np.arange(num_keys, dtype=np.int32)
         bags = KeyedBags(keys, np.zeros(num_keys, np.int64), np.zeros(1, np.int64), nothing)
         self._slot.fill(bags)
-        self._lane.launch(self._pool)
-        if not self._layout.sequences:
-            self._rank()
+        self._put(None)
         self._lane.stream.synchronize()
 
     def capture(self) -> None:
@@ -140,10 +140,9 @@ class CardBatch:
         out as long as a batch has them, so a model with some has only the first. Raises CardError, MemoryBudgetError if
         it can't be recorded; batches are scored as before.
         """
-        stream = self._lane.stream
         try:
-            ranking = None if self._layout.sequences else self._card.capture(stream, self._rank)
-            self._pooling = self._card.capture(stream, self._slot.enqueue)
+            ranking = None if self._layout.sequences else self._card.capture(self._lane.stream, self._rank)
+            self._slot.capture()
         except BaseException:
             self.can_capture = False
             raise
@@ -154,28 +153,27 @@ class CardBatch:
 
         Raises MemoryBudgetError if the dense model's work has no room.
         """
-        stream = self._lane.stream
-        self._lane.launch(self._pool)
-        if self._ranking is not None:
-            self._ranking.replay(stream)
-        else:
-            self._rank(batch if self._layout.sequences else None)
-        stream.synchronize()
+        self._put(batch)
+        self._lane.stream.synchronize()
         self.num_uses += 1
         return self._host_scores[: batch.candidate_dense.shape[0]].copy()
 
     def free(self) -> None:
         """Give the buffers back; nothing may be under way. Idempotent."""
-        self._pooling = self._ranking = None
+        self._ranking = None
         self._slot.close()
         self._scores.free()
         self._down.free()
 
-    def _pool(self) -> None:
-        if self._pooling is None:
-            self._slot.enqueue()
-        else:
-            self._pooling.replay(self._lane.stream)
+    def _put(self, batch: MergedBatch | None) -> None:
+        """Put the work on the stream: of the batch that was filled in, or, for None, what all of the class share."""
+        self._lane.launch(self._slot.enqueue)
+        if self._ranking is not None:
+            self._ranking.replay(self._lane.stream)
+        elif not self._layout.sequences:
+            self._rank()
+        elif batch is not None:
+            self._rank(batch)
 
     def _rank(self, batch: MergedBatch | None = None) -> None:
         """Put the dense model's work on the stream: of the batch's own size, or, for None, of the class's."""
@@ -317,10 +315,12 @@ class CardScorer:
         if self._deserves_graph(found):
             try:
                 found.run_empty()
+                self._capture(found)
+                # A graph's first launch takes it to the card; one that fails does so before the version is live.
+                found.run_empty()
             except MemoryBudgetError:
                 self._batches.pop((model, most)).free()
                 raise
-            self._capture(found)
 
     def _make(self, model: CardModel, most: BatchClass) -> CardBatch:
         made = self._batches[model, most] = CardBatch(self.lane, model, most)

@@ -407,6 +407,9 @@ class DeviceCopies:
                 original = self._by_device[CPU]
                 made = copy.deepcopy(original).to(device)
                 made.pack(original.number_format)
+                if device.type == "cuda":
+                    # It was made on this thread's stream; who scores with it does so on another one.
+                    torch.cuda.current_stream(device).synchronize()
                 self._by_device[device] = made
             return self._by_device[device]
 

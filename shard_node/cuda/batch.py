@@ -1,4 +1,4 @@
-"""A batch on its way to a card: values, weights, offsets, runs and blocks, packed one after another for a single copy.
+"""A batch on its way to a card: offsets, runs, blocks, values and weights, packed so that what it takes is one copy.
 
 Packing is a fixed number of vector operations, whatever the number of keys, bags and values; values and offsets go from
 int64 to uint32 on their way into pinned memory, in one pass.
@@ -17,6 +17,7 @@ import numpy.typing as npt
 from shard_node.bags import Int64Array, KeyedBags, TableLayout
 from shard_node.buckets import BucketCells
 from shard_node.cuda.kernel_params import (
+    CHUNK_BYTES,
     MAX_LANES,
     MODES,
     NO_RUN,
@@ -38,6 +39,8 @@ BoolArray = npt.NDArray[np.bool_]
 MAX_BATCH_VALUES = 2**31 - 1
 """Positions are uint32 on cards, and kernels look some way ahead of the last one, which must not wrap around."""
 RUN_DTYPE = np.dtype(RunParams)
+GAP_BYTES = 1 << 15
+"""Between two parts of a batch, such a gap is sent along: it takes the bus less time than one more copy does."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -241,6 +244,10 @@ def _runs_in_rounds(runs: OutputRuns) -> list[tuple[BoolArray, Int64Array]]:
 class BatchLayout:
     """Where each part of a batch begins in its buffer, in bytes; all are aligned to 16.
 
+    Each has one place for all batches up to a size, as a graph knows addresses. Offsets lie at the end of their part
+    and values at the beginning of theirs, with all between that is always sent whole: so one range of bytes is all that
+    a batch takes, however large it is. Only weights, which values push apart, may need a second one.
+
     Args:
         num_values: uint32 values, and float32 weights if `weighted`.
         num_bags: bags; there is one more offset.
@@ -262,21 +269,32 @@ class BatchLayout:
         self.num_values, self.num_bags, self.num_runs = num_values, num_bags, num_runs
         self.num_blocks, self.weighted, self.extra_bytes = num_blocks, weighted, extra_bytes
         sizes = (
-            4 * num_values,
-            4 * num_values if weighted else 0,
             4 * (num_bags + 1),
             RUN_DTYPE.itemsize * num_runs,
             *(8 * blocks for blocks in num_blocks),
             extra_bytes,
+            4 * num_values,
+            4 * num_values if weighted else 0,
         )
         edges = [0, *accumulate(map(round_up, sizes))]
-        self.values_at, self.weights_at, self.offsets_at, self.runs_at, *self.blocks_at = edges[:-2]
-        self.extra_at, self.size_bytes = edges[-2:]
+        self.offsets_at, self.runs_at, *self.blocks_at = edges[:-4]
+        self.extra_at, self.values_at, self.weights_at, self.size_bytes = edges[-4:]
 
     @classmethod
     def tight(cls, bags: KeyedBags, blocks: Blocks) -> Self:
         """For one batch and no larger one."""
         return cls(bags.num_values, bags.num_bags, blocks.num.size, blocks.counts, bags.weights is not None)
+
+    def used(self, bags: KeyedBags) -> tuple[tuple[int, int], ...]:
+        """Say which bytes a batch takes, that fits: one range [first, end) or, with weights, up to two."""
+        first = self.offsets_at + 4 * (self.num_bags - bags.num_bags) // CHUNK_BYTES * CHUNK_BYTES
+        end = self.values_at + 4 * bags.num_values
+        if not self.weighted or not bags.num_values:
+            return ((first, end),)
+        weights_end = self.weights_at + 4 * bags.num_values
+        if self.weights_at - end <= GAP_BYTES:
+            return ((first, weights_end),)
+        return (first, end), (self.weights_at, weights_end)
 
 
 class BatchViews:
@@ -289,6 +307,7 @@ class BatchViews:
 
     def __init__(self, array: ByteArray, layout: BatchLayout) -> None:
         values, weighted = 4 * layout.num_values, layout.weighted
+        self._has_bags: BoolArray = np.zeros(layout.num_runs, np.bool_)
         self.values: UInt32Array = _view(array, layout.values_at, values).view(np.uint32)
         self.weights = _view(array, layout.weights_at, values).view(np.float32) if weighted else None
         self.offsets: UInt32Array = _view(array, layout.offsets_at, 4 * (layout.num_bags + 1)).view(np.uint32)
@@ -302,17 +321,19 @@ class BatchViews:
     def write_constant(self, runs: RunTable) -> None:
         """Write what never changes of the runs, and no bags. Once is enough, if `pack` is for the same runs."""
         self.runs[:] = runs.constant
+        self._has_bags = self.runs["mode"] != MODES["none"]
         for target in self.blocks:
             target[:, 0] = NO_RUN
 
     def pack(self, bags: KeyedBags, blocks: Blocks) -> None:
         """Write what changes from batch to batch. The batch is known to fit."""
-        num_values, num_offsets = bags.num_values, bags.offsets.size
+        num_values, first_offset = bags.num_values, self.offsets.size - bags.offsets.size
         np.copyto(self.values[:num_values], bags.values, casting="unsafe")
-        np.copyto(self.offsets[:num_offsets], bags.offsets, casting="unsafe")
+        np.copyto(self.offsets[first_offset:], bags.offsets, casting="unsafe")
         if self.weights is not None:
             self.weights[:num_values] = 1.0 if bags.weights is None else bags.weights
-        self.runs["first"] = blocks.first
+        # A run's first bag is where its offset lies, its first value, with mode `none`, is not.
+        self.runs["first"] = blocks.first + first_offset * self._has_bags
         self.runs["num"] = blocks.num
         for target, first, end in zip(self.blocks, blocks.edges[:-1], blocks.edges[1:], strict=True):
             target[: end - first, 0] = blocks.run[first:end]

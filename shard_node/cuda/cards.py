@@ -8,8 +8,11 @@ before. Addresses are valid on every card with access to its peers, and pinned m
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 import numpy as np
@@ -17,6 +20,9 @@ import numpy.typing as npt
 import torch
 
 from shard_node.cuda.kernel_params import KernelSwitches
+from shard_node.errors import CardError
+
+logger = logging.getLogger(__name__)
 
 
 class Memory(Protocol):
@@ -31,7 +37,10 @@ class Memory(Protocol):
     size_bytes: int
 
     def free(self) -> None:
-        """Give it back. Nothing that uses it may be under way. Idempotent. Memory that nobody holds ends by itself."""
+        """Give it back. Nothing that uses it may be under way. Idempotent. Memory that nobody holds ends by itself.
+
+        While a graph is captured anywhere it is only noted, and given back when that has ended.
+        """
 
 
 class PinnedMemory(Memory, Protocol):
@@ -156,3 +165,60 @@ class Cards(Protocol):
 
     def allocate_pinned(self, size_bytes: int) -> PinnedMemory:
         """Raise MemoryBudgetError if the host has not as much."""
+
+
+class DeferredFrees:
+    """Keeps what gives memory and graphs back apart from captures of graphs. Thread-safe.
+
+    Freeing memory may wait for the device, and ending a graph changes what torch knows of all of them: either breaks a
+    capture that is under way. But a free comes whenever a reference count falls to zero or garbage is collected: in the
+    middle of a capture, or in a thread that holds what a capture waits for. So it is queued and never waits: frees are
+    done, in order, by whoever finds that there is no capture, or else by the thread whose capture ends.
+    """
+
+    def __init__(self) -> None:
+        # Not re-entrant: what holds it is in the middle of what no free may come into, also not of its own thread.
+        self._alone = threading.Lock()
+        self._thread: int | None = None
+        self._queue: deque[Callable[[], object]] = deque()
+
+    def free(self, action: Callable[[], object]) -> None:
+        """Do it now, or after the capture that is under way. What it raises is logged: whoever does it can't help."""
+        self._queue.append(action)
+        self.settle()
+
+    def settle(self) -> None:
+        """Do all that is queued, unless a capture, or another thread that is at it, is going to."""
+        # Once more after the lock was given back: somebody may have come who could not take it.
+        while self._queue and self._alone.acquire(blocking=False):
+            try:
+                self._work_off()
+            finally:
+                self._alone.release()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Hold frees back within, as a capture must. Waits for other threads that are within.
+
+        Raises:
+            CardError: this thread is within already.
+        """
+        if self._thread == threading.get_ident():
+            raise CardError("this can't be done while a graph is captured")
+        try:
+            with self._alone:
+                self._work_off()
+                self._thread = threading.get_ident()
+                try:
+                    yield
+                finally:
+                    self._thread = None
+        finally:
+            self.settle()
+
+    def _work_off(self) -> None:
+        while self._queue:
+            try:
+                self._queue.popleft()()
+            except Exception:
+                logger.exception("what was given back could not be freed")

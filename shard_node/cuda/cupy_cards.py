@@ -11,11 +11,11 @@ import ctypes
 import gc
 import logging
 import math
-import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, TypeVar
@@ -26,7 +26,7 @@ import numpy.typing as npt
 import torch
 from cupy.cuda import compiler, driver, nvrtc, runtime
 
-from shard_node.cuda.cards import CardEvent, Cards, Graph, Memory, PinnedMemory, Stream
+from shard_node.cuda.cards import CardEvent, Cards, DeferredFrees, Graph, Memory, PinnedMemory, Stream
 from shard_node.cuda.kernel_params import (
     MAX_CARDS,
     POOL_KERNELS,
@@ -52,9 +52,12 @@ _NOT_READY: Final = 600
 _PEER_ACCESS_ALREADY_ENABLED: Final = 704
 _SOURCE: Final = Path(__file__).with_name("kernels.cu")
 _KERNELS: Final = (*POOL_KERNELS.values(), WRITE_KERNEL)
-# Held by a capture, of which there may be one at a time in a process, and while memory of a device or pinned memory is
-# given back: that waits for the whole device, which nothing may do while one of its streams is captured.
-_CAPTURING: Final = threading.RLock()
+# There may be one capture at a time in a process, and no memory or graph may end beside it.
+_FREES: Final = DeferredFrees()
+# Handles that nobody holds, by device, and those of streams by priority. They are never destroyed: torch keeps memory
+# and workspaces by a stream's handle, and CUDA may give a new stream the handle of a destroyed one.
+_SPARE_EVENTS: Final[dict[int, deque[int]]] = {}
+_SPARE_STREAMS: Final[dict[int, dict[int, deque[int]]]] = {}
 # torch's allocator goes on asking a graph whose capture could not be ended, so such a one is never let go.
 _broken_graphs: list[torch.cuda.CUDAGraph] = []
 
@@ -267,7 +270,7 @@ def _cuda_status(error: CardError) -> int | None:
 
 
 class _Device:
-    """One device, shared by its logical cards: kernels, and handles of events and streams that nobody holds.
+    """One device, shared by its logical cards: kernels, memory, and handles of events and streams that nobody holds.
 
     Raises:
         CardError: CUDA failed, or the kernels do not compile.
@@ -283,10 +286,8 @@ class _Device:
             # Kept, as the code is unloaded with the last of them.
             self._functions = _compiled(index, switches)
         self.kernels: dict[str, int] = {name: int(function.ptr) for name, function in self._functions.items()}
-        self.spare_events: deque[int] = deque()
-        self.spare_streams: dict[int, deque[int]] = {}  # by priority
-        # At the end of the process CUDA may be gone before.
-        weakref.finalize(self, _destroy_spares, index, self.spare_events, self.spare_streams).atexit = False
+        self.spare_events = _SPARE_EVENTS.setdefault(index, deque())
+        self.spare_streams = _SPARE_STREAMS.setdefault(index, {})
 
     def current(self, action: str) -> _Current:
         """Return a context within which the device is current; `action` is for the message of CardError."""
@@ -294,38 +295,44 @@ class _Device:
 
     def allocate(self, size_bytes: int) -> _CupyMemory:
         """By cudaMalloc, outside of every pool, so that peers have access."""
-        try:
-            try:
-                address = self._malloc(size_bytes)
-            except CardError as error:
-                if _cuda_status(error) != _OUT_OF_MEMORY:
-                    raise
-                self.give_back_unused()
-                address = self._malloc(size_bytes)
-        except CardError as error:
-            if _cuda_status(error) != _OUT_OF_MEMORY:
-                raise
+
+        def make() -> int:
+            with self.current(f"allocating {size_bytes} bytes"):
+                return int(runtime.malloc(size_bytes))
+
+        address = self._address_of_new(make) if size_bytes else 0
+        if address is None:
             raise MemoryBudgetError(
                 f"{size_bytes} bytes can't be allocated on device {self.index}: {self.free_bytes()} of "
                 f"{self.total_bytes} are free"
-            ) from error
+            )
         return _CupyMemory(_free, self, address, size_bytes)
-
-    def _malloc(self, size_bytes: int) -> int:
-        with self.current(f"allocating {size_bytes} bytes"):
-            return int(runtime.malloc(size_bytes)) if size_bytes else 0
 
     def allocate_pinned(self, size_bytes: int) -> _CupyPinnedMemory:
         """By cudaHostAlloc, for all devices."""
         flags = runtime.hostAllocPortable | runtime.hostAllocMapped
-        try:
+
+        def make() -> int:
             with self.current(f"allocating {size_bytes} bytes of pinned memory"):
-                address = int(runtime.hostAlloc(size_bytes, flags)) if size_bytes else 0
-        except CardError as error:
-            if _cuda_status(error) != _OUT_OF_MEMORY:
-                raise
-            raise MemoryBudgetError(f"the host can't lock {size_bytes} bytes of memory for cards") from error
+                return int(runtime.hostAlloc(size_bytes, flags))
+
+        address = self._address_of_new(make) if size_bytes else 0
+        if address is None:
+            raise MemoryBudgetError(f"the host can't lock {size_bytes} bytes of memory for cards")
         return _CupyPinnedMemory(_free_pinned, self, address, size_bytes)
+
+    def _address_of_new(self, make: Callable[[], int]) -> int | None:
+        """Make memory, of what is freed by now and, if that is not enough, of all that is kept; None if it isn't."""
+        _FREES.settle()
+        for again in (False, True):
+            try:
+                return make()
+            except CardError as error:
+                if _cuda_status(error) != _OUT_OF_MEMORY:
+                    raise
+            if not again:
+                self.give_back_unused()
+        return None
 
     def free_bytes(self) -> int:
         """Return what torch's allocator keeps for later counts as used."""
@@ -333,9 +340,9 @@ class _Device:
             return int(runtime.memGetInfo()[0])
 
     def give_back_unused(self) -> None:
-        """Has torch's allocator let go of what it keeps for later, on all devices. Waits for them."""
+        """Has torch's allocator let go of what it keeps for later, on all devices. Waits for them, and for captures."""
         try:
-            with _CAPTURING, self.current("giving back unused memory"):
+            with _FREES.alone(), self.current("giving back unused memory"):
                 torch.cuda.empty_cache()
         except RuntimeError as error:
             raise CardError(f"device {self.index}: unused memory can't be given back: {error}") from error
@@ -351,15 +358,6 @@ def _compiled(device: int, switches: KernelSwitches) -> dict[str, Any]:
         raise CardError(f"device {device}: the kernels can't be compiled: {error}") from error
 
 
-def _destroy_spares(index: int, events: deque[int], streams: dict[int, deque[int]]) -> None:
-    with _Current(index, "ending events and streams"):
-        while events:
-            runtime.eventDestroy(events.pop())
-        for spare in streams.values():
-            while spare:
-                runtime.streamDestroy(spare.pop())
-
-
 class _CupyMemory:
     """Bytes that are given back by `free`, or when nobody holds them any more. Address 0 for no bytes."""
 
@@ -367,7 +365,7 @@ class _CupyMemory:
         self, release: Callable[[_Device, int, int], None], device: _Device, address: int, size_bytes: int
     ) -> None:
         self.address, self.size_bytes = address, size_bytes
-        self._release = weakref.finalize(self, release, device, address, size_bytes)
+        self._release = weakref.finalize(self, _FREES.free, partial(release, device, address, size_bytes))
         self._release.atexit = False
 
     @property
@@ -375,7 +373,7 @@ class _CupyMemory:
         return not self._release.alive
 
     def free(self) -> None:
-        """Wait for the device, as cudaFree and cudaFreeHost do."""
+        """Wait for the device, as cudaFree and cudaFreeHost do; but not for a capture, which does this at its end."""
         self._release()
 
 
@@ -396,13 +394,13 @@ class _CupyPinnedMemory(_CupyMemory):
 
 def _free(device: _Device, address: int, size_bytes: int) -> None:
     if address:
-        with _CAPTURING, device.current(f"freeing {size_bytes} bytes"):
+        with device.current(f"freeing {size_bytes} bytes"):
             runtime.free(address)
 
 
 def _free_pinned(device: _Device, address: int, size_bytes: int) -> None:
     if address:
-        with _CAPTURING, device.current(f"freeing {size_bytes} bytes of pinned memory"):
+        with device.current(f"freeing {size_bytes} bytes of pinned memory"):
             runtime.freeHost(address)
 
 
@@ -455,8 +453,8 @@ class _CupyEvent:
 class _CupyStream:
     """Work of one card, in order. It neither waits for the default stream nor is waited for by it.
 
-    Its handle is used again when nobody holds the stream any more: by the handle torch keeps memory for later, and
-    workspaces for ever, so new handles with every version would take more and more of the card.
+    Its handle is used again when nobody holds the stream any more: new ones with every version would take more and more
+    of the card, by what torch keeps for each.
 
     Attributes:
         for_torch: the same stream.
@@ -506,19 +504,16 @@ class _CupyGraph:
     """A torch graph, as the memory of models comes from torch's allocator, which must know of a capture."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, captured_on: _CupyStream) -> None:
-        self._graph = graph
         self._captured_on = captured_on
-
-    def __del__(self) -> None:
-        # Not beside a capture: torch keeps a list of a device's graphs without a lock.
-        with _CAPTURING:
-            del self._graph
+        # Ends where this list is emptied: torch keeps one of a device's graphs without a lock.
+        self._graph = [graph]
+        weakref.finalize(self, _FREES.free, self._graph.clear).atexit = False
 
     def replay(self, stream: Stream) -> None:
         if stream is not self._captured_on:
             raise CardError("a graph must be replayed on the stream that it was captured on")
         with torch.cuda.stream(self._captured_on.for_torch):
-            self._graph.replay()
+            self._graph[0].replay()
 
 
 def _capture(on: _CupyStream, work: Callable[[], None]) -> _CupyGraph:
@@ -527,7 +522,7 @@ def _capture(on: _CupyStream, work: Callable[[], None]) -> _CupyGraph:
     Raises:
         CardError: `work` did what can't be captured.
     """
-    with _CAPTURING, _no_collection(), torch.cuda.stream(on.for_torch):
+    with _FREES.alone(), _no_collection(), torch.cuda.stream(on.for_torch):
         if not on.graphs:  # The allocator does not take up a pool again that no graph uses any more.
             on.graph_pool = torch.cuda.graph_pool_handle()
         # Has cuBLAS take new workspaces for what comes, so that those of a graph lie in the graphs' own memory. A graph

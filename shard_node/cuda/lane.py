@@ -1,13 +1,14 @@
 """Lanes: one stream of one card, on which batches are pooled one after another, and what batches lie in.
 
-A slot has fixed addresses and launch shapes for all batches up to a size, so that what it enqueues can be captured in a
-graph once and replayed. A lane is used by one thread at a time.
+A slot has fixed addresses and launch shapes for all batches up to a size, so that its launches can be captured in a
+graph once and replayed; the copy before them is of what each batch takes. A lane is used by one thread at a time.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +25,7 @@ from shard_node.cuda.batch import (
     check_runs,
 )
 from shard_node.cuda.card_rows import CardRows
-from shard_node.cuda.cards import Memory, PinnedMemory
+from shard_node.cuda.cards import Graph, Memory, PinnedMemory
 from shard_node.cuda.kernel_params import CHUNK_BYTES, MODES, OUT_DTYPES, BatchParams, OutDtype
 from shard_node.cuda.uploads import Upload, capacity_for
 
@@ -66,7 +67,7 @@ class Lane:
         return slot
 
     def launch(self, work: Callable[[], None]) -> None:
-        """Run `work`, in which lookups are put on the stream: `Slot.enqueue`, or a graph's replay.
+        """Run `work`, in which lookups are put on the stream: `Slot.enqueue`.
 
         All that one `work` looks up sees every row write whole or not at all. It holds row writes up only while it
         runs, not while the card does what it was told.
@@ -138,7 +139,9 @@ class Slot:
         layout = BatchLayout(
             size.num_values, num_bags, runs.size, runs.most_blocks(size), size.weighted, size.extra_bytes
         )
-        self._size_bytes = layout.size_bytes
+        self._layout = layout
+        self._used: tuple[tuple[int, int], ...] = ((0, layout.size_bytes),)
+        self._graph: Graph | None = None
         self._pinned = lane.rows.cards.allocate_pinned(layout.size_bytes)
         memories: list[Memory] = []
         try:
@@ -153,6 +156,11 @@ class Slot:
         self._views = BatchViews(self._pinned.array, layout)
         self._views.write_constant(runs)
         self._launches = lane.launches(layout, self.batch.address, self.out.address, runs.runs.out_dtype)
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether its launches are a graph."""
+        return self._graph is not None
 
     @property
     def extra(self) -> npt.NDArray[np.uint8]:
@@ -178,17 +186,28 @@ class Slot:
         blocks = self._runs.blocks(bags)
         self._lane.wait()
         self._views.pack(bags, blocks)
+        self._used = self._layout.used(bags)
         for part, tables in parts:
             self._lane.rows.lookups.add(tables, part)
 
     def enqueue(self) -> None:
-        """Put the copy up and the launches on the stream. Within `Lane.launch`, or while a graph is captured."""
-        self._lane.card.copy_to_card(self.batch.address, self._pinned, 0, self._size_bytes, self._lane.stream)
-        self._lane.put(self._launches)
+        """Put the copy up of what the batch takes, and the launches, on the stream. Within `Lane.launch`."""
+        card, stream = self._lane.card, self._lane.stream
+        for first, end in self._used:
+            card.copy_to_card(self.batch.address + first, self._pinned, first, end - first, stream)
+        if self._graph is None:
+            self._lane.put(self._launches)
+        else:
+            self._graph.replay(stream)
+
+    def capture(self) -> None:
+        """Record the launches, which have been enqueued once: from then on they are one. Raises as `Card.capture`."""
+        self._graph = self._lane.card.capture(self._lane.stream, partial(self._lane.put, self._launches))
 
     def close(self) -> None:
-        """Wait for the lane, and give the memory back. Graphs that were captured of it end before. Idempotent."""
+        """Wait for the lane, and give the memory back. Idempotent."""
         self._lane.stream.synchronize()
+        self._graph = None
         self._lane.forget(self)
         for memory in (self.out, self.batch, self._pinned):
             memory.free()

@@ -387,6 +387,16 @@ def test_each_device_has_one_copy_and_the_original_stays_where_it_is():
     assert not any(parameter.requires_grad for parameter in found[0].parameters())
 
 
+@pytest.mark.gpu
+def test_a_copy_on_a_gpu_is_whole_for_work_on_every_stream():
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU here")
+    spec = ranking_spec("dlrm")
+    copies = DeviceCopies(load_model(spec, random_tensors(spec)))
+    copies.on(torch.device("cuda", 0))
+    assert torch.cuda.current_stream(0).query()
+
+
 def test_inputs_go_to_a_device_whole_or_stay_as_they_are():
     inputs = random_inputs(ranking_spec("target_attention"), [2, 3])
     assert inputs.on(CPU) is inputs

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from shard_node.bags import KeyedBags, TableLayout
 from shard_node.cuda.batch import (
+    GAP_BYTES,
     BatchLayout,
     BatchShapes,
     BatchSize,
@@ -61,10 +62,12 @@ def batches(draw: st.DrawFn) -> tuple[KeyedBags, OutputRuns]:
     return bags, runs_of(tables, modes)
 
 
-def pack(bags: KeyedBags, table: RunTable, layout: BatchLayout | None = None) -> BatchViews:
+def pack(
+    bags: KeyedBags, table: RunTable, layout: BatchLayout | None = None, buffer: np.ndarray | None = None
+) -> BatchViews:
     blocks = table.blocks(bags)
     layout = layout or BatchLayout.tight(bags, blocks)
-    views = BatchViews(np.full(layout.size_bytes, 0xEE, np.uint8), layout)
+    views = BatchViews(np.full(layout.size_bytes, 0xEE, np.uint8) if buffer is None else buffer, layout)
     views.write_constant(table)
     for target in views.blocks:
         # As a larger batch before may have left it.
@@ -132,6 +135,39 @@ def test_a_smaller_batch_fits_the_blocks_of_a_size_and_leaves_the_rest_idle(batc
     expected = [1.0] * bags.num_values if bags.weights is None else bags.weights.tolist()
     assert views.weights[: bags.num_values].tolist() == expected
     assert views.extra.size == extra
+    # Offsets lie at the end, and runs say where: a run of bags names its first offset, one of values its first value.
+    skipped = views.offsets.size - bags.offsets.size
+    assert views.offsets[skipped:].tolist() == bags.offsets.tolist()
+    none = runs.modes == MODES["none"]
+    first = np.where(none, bags.value_starts()[:-1], bags.bag_starts()[:-1] + skipped)
+    assert views.runs["first"].tolist() == first.tolist()
+
+
+@given(batches(), st.integers(0, 50), st.integers(0, 20_000), st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_what_a_batch_takes_of_its_buffer_is_all_that_packing_writes_and_little_more(
+    batch, more_bags, more_values, weighted
+):
+    bags, runs = batch
+    weighted = weighted or bags.weights is not None
+    table = RunTable(SHAPES, runs)
+    size = BatchSize(bags.bags_per_key + more_bags, bags.num_values + more_values, weighted)
+    layout = BatchLayout(size.num_values, int(size.bags_per_key.sum()), table.size, table.most_blocks(size), weighted)
+    used = layout.used(bags)
+    assert 1 <= len(used) <= 1 + weighted
+    assert all(0 <= first < end <= layout.size_bytes and first % 16 == 0 for first, end in used)
+    written = np.zeros(layout.size_bytes, np.bool_)
+    for fill in (0x00, 0xEE):
+        buffer = np.full(layout.size_bytes, fill, np.uint8)
+        pack(bags, table, layout, buffer)
+        written |= buffer != fill
+    for first, end in used:
+        written[first:end] = False
+    assert not written.any()
+    # All blocks and runs, and of offsets, values and weights those of the batch; and what is not worth a second copy.
+    parts = 4 * bags.offsets.size + 4 * bags.num_values * (1 + weighted) + layout.values_at - layout.runs_at
+    taken = sum(end - first for first, end in used)
+    assert taken <= parts + 32 + (GAP_BYTES + 16 if weighted and len(used) == 1 else 0)
 
 
 @given(st.integers(0, 100), st.integers(0, 100), st.integers(0, 9), st.lists(st.integers(0, 9), max_size=4))
@@ -139,12 +175,12 @@ def test_sections_are_aligned_apart_and_inside(num_values, num_bags, num_runs, n
     for weighted in (False, True):
         layout = BatchLayout(num_values, num_bags, num_runs, tuple(num_blocks), weighted, 5)
         sections = [
-            (layout.values_at, 4 * num_values),
-            (layout.weights_at, 4 * num_values * weighted),
             (layout.offsets_at, 4 * (num_bags + 1)),
             (layout.runs_at, 32 * num_runs),
             *((at, 8 * count) for at, count in zip(layout.blocks_at, num_blocks, strict=True)),
             (layout.extra_at, 5),
+            (layout.values_at, 4 * num_values),
+            (layout.weights_at, 4 * num_values * weighted),
         ]
         ends = [first + size for first, size in sections]
         assert all(first % 16 == 0 for first, _ in sections)

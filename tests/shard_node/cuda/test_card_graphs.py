@@ -151,6 +151,60 @@ def test_work_goes_on_in_other_threads_while_a_graph_is_captured(cards):
     np.testing.assert_array_equal(down.array.view(np.float32), numbers(1000, 2) * 2)
 
 
+@pytest.mark.parametrize("in_another_thread", [False, True])
+def test_what_ends_while_a_graph_is_captured_is_freed_when_that_has_ended(cards, in_another_thread):
+    """By a call or as nobody holds it any more, in the capturing thread or in one that this waits for."""
+    made = cards(1)
+    card, stream, size = made.cards[0], made.cards[0].stream(), 256 << 20
+    work, up, down = doubled_on(made, card, stream, 1000)
+    work()
+    stream.synchronize()
+    ending = [card.allocate(size), card.capture(stream, work), made.allocate_pinned(1 << 20), card.allocate(size)]
+    called = ending[-1]
+    held = card.free_bytes()
+
+    def ends():
+        called.free()
+        ending.clear()
+
+    def work_meanwhile():
+        work()
+        if in_another_thread:
+            thread = threading.Thread(target=ends)
+            thread.start()
+            thread.join()
+        else:
+            ends()
+        work()
+
+    graph = card.capture(stream, work_meanwhile)
+    assert card.free_bytes() >= held + 2 * size
+    up.array.view(np.float32)[:] = numbers(1000, 4)
+    graph.replay(stream)
+    stream.synchronize()
+    np.testing.assert_array_equal(down.array.view(np.float32), numbers(1000, 4) * 2)
+
+
+def test_unused_memory_is_not_given_back_within_a_capture(cards):
+    made = cards(1)
+    card, stream = made.cards[0], made.cards[0].stream()
+    work, *buffers = doubled_on(made, card, stream, 1000)
+    work()
+    stream.synchronize()
+
+    def gives_back():
+        work()
+        card.give_back_unused()
+
+    with pytest.raises(Exception, match="can't be done while a graph is captured"):
+        card.capture(stream, gives_back)
+    card.give_back_unused()
+    graph = card.capture(stream, work)
+    graph.replay(stream)
+    stream.synchronize()
+    del buffers
+
+
 def test_a_capture_that_fails_leaves_the_stream_usable(cards):
     made = cards(1)
     card, stream = made.cards[0], made.cards[0].stream()

@@ -141,6 +141,7 @@ def test_every_name_of_torch_is_there():
             assert f"def {name.removeprefix('torch._C.')}() -> None: ..." in stub
         else:
             resolve(name)
+    assert all(callable(getattr(torch.cuda.CUDAGraph, name)) for name in ("capture_begin", "capture_end", "replay"))
     begin = inspect.signature(torch.cuda.CUDAGraph.capture_begin).parameters
     assert {"pool", "capture_error_mode"} <= set(begin)
     assert list(inspect.signature(torch.cuda.ExternalStream.__new__).parameters)[1:3] == ["stream_ptr", "device"]

@@ -127,13 +127,57 @@ def test_a_captured_batch_is_replayed_for_every_other_one(stored, where):
     rng = np.random.default_rng(3)
     run(lane, slot, feature_bags(rng, layout, runs, size, True))
     lane.stream.synchronize()
-    graph = lane.card.capture(lane.stream, slot.enqueue)
+    slot.capture()
     for weighted in (True, False, True):
         bags = feature_bags(rng, layout, runs, size, weighted)
         fill_out(lane, slot)
-        slot.fill(bags)
-        lane.launch(lambda: graph.replay(lane.stream))
+        run(lane, slot, bags)
         assert_out(lane, slot, runs, stored[1], bags)
+    lane.close()
+    engine.close()
+
+
+def full_bags(num_keys: int, bags_per_key: int, hotness: int, weighted: bool = False) -> KeyedBags:
+    """The same number of bags, and of values in each, for every key."""
+    num_bags = num_keys * bags_per_key
+    weights = np.full(num_bags * hotness, 0.5, np.float32) if weighted else None
+    keys = np.arange(num_keys, dtype=np.int32)
+    return KeyedBags.from_lengths(
+        keys, np.full(num_keys, bags_per_key), np.full(num_bags, hotness), np.arange(num_bags * hotness) % 7, weights
+    )
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize(("hotness", "weighted"), [(1, False), (20, False), (20, True)])
+def test_a_batch_of_half_a_slots_size_sends_half_the_bytes(stored, hotness, weighted, captured):
+    engine = OnCards(2, "peers").load(stored[0])
+    cards = engine.card_set.cards
+    assert isinstance(cards, EmulatedCards)
+    tables = [0, 1, 2, 3, 4]
+    size = BatchSize(np.full(5, 2000), 5 * 2000 * hotness, weighted)
+    runs = runs_in_columns(engine.layout, tables, ["sum"] * 5, size)
+    lane = engine.lane(0)
+    slot = lane.prepare(runs, size)
+    sent, copies = [], []
+    for bags_per_key in (2000, 1000, 500, 0):
+        bags = full_bags(5, bags_per_key, hotness, weighted)
+        cards.bytes_up.clear()
+        fill_out(lane, slot)
+        run(lane, slot, bags)
+        assert_out(lane, slot, runs, stored[1], bags)
+        sent.append(sum(cards.bytes_up))
+        copies.append(len(cards.bytes_up))
+        if captured and not slot.is_captured:
+            slot.capture()
+    whole, half, quarter, nothing = sent
+    assert whole <= slot.batch.size_bytes
+    # Blocks, up to a byte a bag, and runs go up whole.
+    fixed = 5 * 2000 + 32 * 5 + 200
+    assert whole / 2 <= half <= whole / 2 + fixed
+    assert whole / 4 <= quarter <= whole / 4 + fixed
+    assert nothing <= fixed
+    # One copy, and a second one for weights, which values push apart.
+    assert copies == ([1, 2, 2, 1] if weighted else [1, 1, 1, 1])
     lane.close()
     engine.close()
 

@@ -174,8 +174,6 @@ class EmulatedGraph:
             raise EmulationError(f"{stream!r} is no stream of an emulated card")
         if stream is not self._record.stream:
             raise EmulationError("a graph must be replayed on the stream that it was captured on")
-        # torch's part of the work happens during the call, so all before it has to have happened.
-        stream.synchronize()
         record = _Record(self._record.stream, self._record.work, replayed_on=stream)
         with _recording(record):
             self._work()
@@ -201,8 +199,9 @@ class EmulatedCard:
         return self._cards.space.free_bytes(self.device_index)
 
     def give_back_unused(self) -> None:
-        for memory in self._cards.kept_for_later.pop(self.device_index, []):
-            memory.free()
+        with self._cards.space.frees.alone():
+            for memory in self._cards.kept_for_later.pop(self.device_index, []):
+                memory.free()
 
     def allocate(self, size_bytes: int) -> EmulatedMemory:
         _refuse_in_capture("allocate memory")
@@ -236,6 +235,7 @@ class EmulatedCard:
             self._check_reach(target, size_bytes)
             self._check_reach(pinned, size_bytes)
             ctypes.memmove(target, pinned, size_bytes)
+            self._cards.bytes_up.append(size_bytes)
 
         self._put(stream, ("to card", target, pinned, size_bytes), run)
 
@@ -283,7 +283,7 @@ class EmulatedCard:
         if not isinstance(stream, EmulatedStream) or stream.card != self.number:
             raise EmulationError(f"{stream!r} is no stream of card {self.number}")
         record = _Record(stream, [])
-        with _recording(record):
+        with _recording(record), self._cards.space.frees.alone():
             work()
         return EmulatedGraph(work, record)
 
@@ -316,6 +316,7 @@ class EmulatedCards:
 
     Attributes:
         kept_for_later: by device, what stands for memory that torch keeps.
+        bytes_up: of each copy to a card that has happened, in order.
         fault: what all that is asked of them is answered with, as CUDA does after a kernel has failed; "" for none.
     """
 
@@ -340,6 +341,7 @@ class EmulatedCards:
         self._lock = threading.RLock()
         totals: dict[int | None, int] = dict.fromkeys(range(devices), total_bytes)
         self.space = AddressSpace(totals | {None: pinned_bytes})
+        self.bytes_up: list[int] = []
         self.fault = ""
         self.kept_for_later: dict[int, list[EmulatedMemory]] = {}
         self._cards = tuple(EmulatedCard(self, number, number % devices) for number in range(num_cards))

@@ -7,10 +7,12 @@ import ctypes
 import threading
 import weakref
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
+from shard_node.cuda.cards import DeferredFrees
 from shard_node.errors import MemoryBudgetError
 
 # cudaMalloc aligns to it.
@@ -37,7 +39,11 @@ class Extent:
 
 
 class AddressSpace:
-    """All live allocations, and how much each device (or, for None, pinned memory) has left."""
+    """All live allocations, and how much each device (or, for None, pinned memory) has left.
+
+    Attributes:
+        frees: by which memory is given back, and beside which nothing is captured.
+    """
 
     def __init__(self, totals: dict[int | None, int]) -> None:
         self._totals = totals
@@ -45,6 +51,7 @@ class AddressSpace:
         self._addresses: list[int] = []
         self._extents: dict[int, Extent] = {}
         self._lock = threading.Lock()
+        self.frees = DeferredFrees()
 
     def free_bytes(self, device: int | None) -> int:
         with self._lock:
@@ -63,6 +70,7 @@ class AddressSpace:
             raise ValueError(f"size_bytes must be at least 0, got {size_bytes}")
         if size_bytes == 0:
             return 0
+        self.frees.settle()
         with self._lock:
             left = self._totals[device] - self._used[device]
             if size_bytes > left:
@@ -106,7 +114,8 @@ class EmulatedMemory:
     def __init__(self, space: AddressSpace, device: int | None, size_bytes: int) -> None:
         self._address = space.allocate(device, size_bytes)
         self._size_bytes = size_bytes
-        self._release = weakref.finalize(self, space.release, self._address) if self._address else None
+        release = partial(space.release, self._address)
+        self._release = weakref.finalize(self, space.frees.free, release) if self._address else None
 
     @property
     def address(self) -> int:

@@ -1,0 +1,72 @@
+"""A dense model's work on a device needs nothing of the host, so that a CUDA graph can record it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from serving.models.inputs import InputShapes, RankingInputs, SequenceInput
+from serving.models.ranking_models import build_model
+from shardrank_testing.card_ranking import DENSE, shop_spec
+
+DEVICE = torch.device("meta")
+"""Stands for a card: it refuses what would have to wait for a value, and work with tensors of another device."""
+
+
+class OfTheHost(TorchDispatchMode):
+    """Notes operations that read a tensor in the host's memory, a copy from there among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        tensors = [one for one in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        if any(one.device.type == "cpu" for one in tensors):
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def inputs_on_device(spec, dtype, num_requests, num_candidates=32, longest=5):
+    shapes = InputShapes.of(spec)
+
+    def zeros(*shape, dtype=dtype):
+        return torch.zeros(shape, dtype=dtype, device=DEVICE)
+
+    return RankingInputs(
+        zeros(num_requests, shapes.context.padded_width),
+        zeros(num_candidates, shapes.candidate.padded_width),
+        {
+            name: SequenceInput(zeros(num_requests, longest, dim), zeros(num_requests, longest, dtype=torch.bool))
+            for name, dim in shapes.sequence_dims.items()
+        },
+        zeros(num_candidates, dtype=torch.int64),
+    )
+
+
+@pytest.mark.parametrize("number_format", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dense", [(2, 3), (3, 0)])
+@pytest.mark.parametrize("kind", DENSE)
+def test_a_models_work_neither_waits_for_the_device_nor_reads_the_host(kind, dense, number_format):
+    spec = shop_spec(kind, dense=dense)
+    with torch.inference_mode():
+        model = build_model(spec).to(DEVICE)
+        model.pack(number_format)
+        for num_requests in (1, 4):
+            inputs = inputs_on_device(spec, model.dtype, num_requests)
+            with OfTheHost() as mode:
+                logits = model(inputs)
+            assert mode.found == []
+            assert (logits.device, logits.dtype, logits.shape) == (DEVICE, torch.float32, (32,))
+
+
+def test_what_waits_for_the_device_or_reads_the_host_is_found():
+    on_device = torch.zeros(4, device=DEVICE)
+    with pytest.raises(RuntimeError):
+        int(on_device.max())
+    with pytest.raises(RuntimeError):
+        on_device + torch.ones(4)
+    with OfTheHost() as mode:
+        torch.tensor([1, 2]).to(DEVICE)
+    assert mode.found
