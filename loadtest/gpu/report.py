@@ -33,11 +33,14 @@ SECTORS, HITS = "lts__t_sectors_op_read.sum", "lts__t_sector_hit_rate.pct"
 WARPS, ISSUE = "sm__warps_active.avg.pct_of_peak_sustained_active", "smsp__issue_active.avg.per_cycle_active"
 STALLED = "smsp__average_warps_issue_stalled_long_scoreboard_per_issue_active.ratio"
 DURATION, REGISTERS = "gpu__time_duration.sum", "launch__registers_per_thread"
+SCALES = {"us": 1e3, "usecond": 1e3, "ms": 1e6, "msecond": 1e6, "s": 1e9, "second": 1e9,
+          "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9}  # fmt: skip
+"""Of the units that ncu may write in place of ns and byte."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Hardware counters of one launch, by ncu's names; without `dim` if the file's name has none."""
+    """Hardware counters of one launch, by ncu's names, in ns and bytes; without `dim` if the file's name has none."""
 
     dim: int | None
     kernel: str
@@ -55,7 +58,7 @@ class Launch:
     def limit(self) -> str:
         """Say which of its resources was the limit, as far as the counters tell."""
         if self.counters.get(PEAK, 0) >= FULL_MEMORY:
-            return "memory is at its peak: fewer bytes a row, or none of it"
+            return "memory is at its peak: only fewer bytes a row would help"
         if self.counters.get(ISSUE, 0) >= FULL_ISSUE:
             return "issue is full: fewer instructions a row"
         if self.counters.get(WARPS, 100) < FEW_WARPS:
@@ -75,30 +78,27 @@ class PytestRun:
 
     name: str
     seconds: float
-    tests: int
+    passed: int
     failed: list[str]
     skipped: Counter[str]
 
     @classmethod
     def read(cls, path: Path) -> PytestRun:
         """Read a file of pytest's `--junitxml`."""
-        failed: list[str] = []
-        skipped: Counter[str] = Counter()
-        # Of our own machine, and a hostile file could do no more than be refused.
+        passed, failed, skipped = 0, [], Counter[str]()
         suite = ElementTree.parse(path).getroot().find("testsuite")
         if suite is None:
             raise ElementTree.ParseError("no testsuite in it")
-        cases = suite.findall("testcase")
-        for case in cases:
-            name = f"{case.get('classname')}::{case.get('name')}"
-            for outcome in case:
-                # The first line says what; of a crash, pytest's `message` is cut within its first line.
+        for case in suite.findall("testcase"):
+            outcomes = [one for one in case if one.tag in ("skipped", "failure", "error")]
+            passed += not outcomes
+            for outcome in outcomes:
                 reason = (outcome.get("message") or outcome.text or "").strip().partition("\n")[0]
                 if outcome.tag == "skipped":
                     skipped[reason] += 1
-                elif outcome.tag in ("failure", "error"):
-                    failed.append(f"`{name}`: {reason}")
-        return cls(path.name, float(suite.get("time", 0)), len(cases), failed, skipped)
+                else:
+                    failed.append(f"`{case.get('classname')}::{case.get('name')}`: {reason}")
+        return cls(path.name, float(suite.get("time", 0)), passed, failed, skipped)
 
 
 @dataclass(slots=True)
@@ -153,7 +153,7 @@ class Found:
 
 
 def read_launches(path: Path) -> list[Launch]:
-    """Read what `ncu --csv --print-units base --metrics ...` told among its other output: one counter a line."""
+    """Read what `ncu --csv --metrics ...` told among its other output: one counter a line."""
     lines = path.read_text(encoding="utf-8").splitlines()
     begin = next((number for number, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
     dim = _DIM.search(path.stem)
@@ -162,7 +162,7 @@ def read_launches(path: Path) -> list[Launch]:
         launch = launches.setdefault(row["ID"], Launch(int(dim[1]) if dim else None, row["Kernel Name"], {}))
         value = row["Metric Value"].replace(",", "")
         if re.fullmatch(r"\d+(\.\d+)?(e[+-]?\d+)?", value):  # What a device can't count is "n/a".
-            launch.counters[row["Metric Name"]] = float(value)
+            launch.counters[row["Metric Name"]] = float(value) * SCALES.get(row["Metric Unit"], 1.0)
     return list(launches.values())
 
 
@@ -233,11 +233,13 @@ def page(found: Found) -> str:
         lines += ["", *(f"- {part.name}: {part.error}" for part in bench.parts.values() if part.error)]
         lines += [f"- {part.name}: {note}" for part in bench.parts.values() for note in part.notes]
     launches = [[MISSING if one.dim is None else str(one.dim), one.kernel, *one.figures()] for one in found.launches]
-    tests = [[one.name, str(one.tests), str(one.tests - len(one.failed) - one.skipped.total()), str(len(one.failed)),
-              str(one.skipped.total()), f"{one.seconds:.0f}"] for one in found.tests]  # fmt: skip
+    tests = [
+        [one.name, *map(str, (one.passed, len(one.failed), one.skipped.total())), f"{one.seconds:.0f}"]
+        for one in found.tests
+    ]
     for title, columns, rows in (
         ("Hardware counters, 65,536 bags of 20", ["dim", "kernel", *LAUNCH_COLUMNS], launches),
-        ("Tests", ["run", "tests", "passed", "failed", "skipped", "seconds"], tests),
+        ("Tests", ["run", "passed", "failed", "skipped", "seconds"], tests),
         ("Memcheck", ["run", "errors", "invalid accesses told"], found.memchecks),
         ("Steps", ["script", "step", "exit status", "seconds", "limit"], found.steps),
     ):
