@@ -3,7 +3,7 @@
 Parts, each in a process of its own, so that one that fails or hangs takes nothing of the others with it: `copy`, the
 device's copy bandwidth, which is the ceiling; `kernel`, the pooling kernel at every size that matters, with logical
 cards and rows in pinned memory; `compare`, nn.EmbeddingBag and gather-then-sum on the same rows; `ranking`, one
-request end to end in local mode; `sanitizer`, the device's tests under compute-sanitizer.
+request end to end in local mode.
 
 Every answer is compared with a reference before it is timed. The file is written again as rows come in: whatever ends
 the run, what was measured until then is in it. It ends within 8 minutes; exit code 1 if a part failed.
@@ -33,7 +33,6 @@ try:
     import torch
 
     import shard_node.cuda
-    from loadtest.gpu import sanitizer
     from loadtest.gpu.parts import FORMAT, FULL, QUICK, BenchPart, BenchReport, BenchSize, Work, run_part, wait_or_kill
     from loadtest.gpu.pooling import measure_copies, measure_kernel, measure_others
     from loadtest.gpu.tables import show
@@ -43,7 +42,7 @@ except ImportError as missing:
     raise SystemExit(f"bench_gpu: {missing}. It needs what pyproject.toml names: pip install '.[cuda]'") from missing
 
 # Shares of the time; what a part leaves is divided among those after it.
-SHARES = {"copy": 20.0, "kernel": 130.0, "compare": 50.0, "ranking": 110.0, "sanitizer": 60.0}
+SHARES = {"copy": 20.0, "kernel": 130.0, "compare": 50.0, "ranking": 110.0}
 SECONDS = 440.0
 START_S = 10.0
 """For a part's process to begin."""
@@ -59,9 +58,6 @@ OpenCards = Callable[[int], Cards]
 
 def measure(work: Work, name: str, opened: OpenCards, size: BenchSize) -> None:
     """Measure one part."""
-    if name == "sanitizer":
-        sanitizer.measure(work)
-        return
     cards = opened(1)
     work.ran_on(describe(cards))
     if name == "ranking":

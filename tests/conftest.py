@@ -1,7 +1,10 @@
-"""The order of test files: the longest first, so that at the end no worker waits for another's."""
+"""The order of test files, the longest first, so that no worker waits for another's at the end; and lost devices."""
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -24,6 +27,7 @@ LONGEST = (
     "loadtest/peers/test_peers.py",
     "serving/cli/test_serve_registered.py",
     "loadtest/gpu/test_bench_gpu.py",
+    "loadtest/gpu/test_gpu_recipe.py",
     "serving/cli/test_documented_commands.py",
     "serving/api/test_tls_and_tokens.py",
 )
@@ -33,3 +37,19 @@ _TURNS = {TESTS / name: turn for turn, name in enumerate(LONGEST)}
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: _TURNS.get(item.path, len(LONGEST)))
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Ends a worker whose device is lost: CUDA answers all with that error from then on. Another worker starts anew."""
+    done = yield
+    torch = sys.modules.get("torch")
+    if torch is not None and item.get_closest_marker("gpu") and "PYTEST_XDIST_WORKER" in os.environ:
+        try:
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
+        except RuntimeError as error:
+            print(f"{item.nodeid}: the device is lost: {error}", file=sys.__stderr__, flush=True)
+            # The test's reports are sent, that it is over is not: xdist takes this one for crashed, and no other.
+            os._exit(1)
+    return done

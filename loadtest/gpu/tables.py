@@ -92,17 +92,19 @@ def judge(report: BenchReport) -> list[Row]:
 MISSING = "-"
 
 
+Content = tuple[str, list[str], list[list[str]]]
+"""Title, columns and lines of a table."""
+
+
+def contents(report: BenchReport) -> list[Content]:
+    """Make the parts' tables, then how far each part came, then the aims; without lines where nothing was measured."""
+    makers = (_copies, _kernel, _shares, _compared, _requests, _parts, _aims)
+    return [make(report) for make in makers]
+
+
 def show(report: BenchReport, console: Console) -> None:
-    """Print the parts' tables, then how far each part came, then the aims."""
-    for title, columns, rows in (
-        _copies(report),
-        _kernel(report),
-        _shares(report),
-        _compared(report),
-        _requests(report),
-        _parts(report),
-        _aims(report),
-    ):
+    """Print all tables that have lines."""
+    for title, columns, rows in contents(report):
         if rows:
             _print(console, title, columns, rows)
     for part in report.parts.values():
@@ -125,9 +127,6 @@ def _number(value: Any, digits: int = 2) -> str:
 
 def _rows(report: BenchReport, part: str) -> list[Row]:
     return report.parts[part].rows if part in report.parts else []
-
-
-Content = tuple[str, list[str], list[list[str]]]
 
 
 def _copies(report: BenchReport) -> Content:

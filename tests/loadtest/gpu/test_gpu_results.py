@@ -14,7 +14,6 @@ from rich.console import Console
 
 from loadtest.bench_gpu import SHARES, _command, _size, _size_options, allowance, main, run_apart
 from loadtest.gpu.parts import BenchPart, BenchReport, BenchReportError, Work, run_part
-from loadtest.gpu.sanitizer import SanitizerError, measure
 from loadtest.gpu.tables import judge, show
 
 HEAD = {"benchmark": "bench_gpu", "format": 1}
@@ -156,47 +155,6 @@ def test_a_parts_process_is_told_every_size():
     assert parameters["add"]
     size = _size(True, **sizes)
     assert (size.table_bytes, size.dims, size.hotness, size.batches) == (500_000_000, (64, 32), (7,), (100, 200))
-
-
-def sanitized(script: str, budget_s: float = 20.0) -> tuple[BenchPart, SanitizerError | None]:
-    part = BenchPart("sanitizer", budget_s, "running")
-    work = Work(BenchReport(None), part, lambda: 0.0, lambda _: None)
-    try:
-        measure(work, [sys.executable, "-c", script])
-    except SanitizerError as error:
-        return part, error
-    return part, None
-
-
-def test_a_clean_sanitizer_run_is_reported():
-    part, error = sanitized("print('5 passed in 3 s'); print('========= ERROR SUMMARY: 0 errors')")
-    assert error is None
-    assert (part.facts["errors"], part.facts["tests_passed"]) == (0, 5)
-
-
-@pytest.mark.parametrize(
-    ("script", "message"),
-    [
-        ("print('========= ERROR SUMMARY: 2 errors'); raise SystemExit(99)", "memcheck found 2 errors"),
-        ("print('1 failed, 2 passed'); raise SystemExit(1)", "ended with 1"),
-        ("print('4 skipped'); print('========= ERROR SUMMARY: 0 errors')", "no test ran"),
-    ],
-)
-def test_what_the_sanitizer_finds_is_an_error(script, message):
-    _, error = sanitized(script)
-    assert message in str(error)
-
-
-def test_a_sanitizer_run_that_is_too_long_is_stopped():
-    part, error = sanitized("import time; print('ok', flush=True); time.sleep(600)", budget_s=1.0)
-    assert error is None
-    assert part.status == "stopped"
-
-
-def test_what_the_sanitizer_told_before_it_was_stopped_is_an_error():
-    part, error = sanitized("import time; print('========= Invalid __global__ read of size 4'); time.sleep(600)", 1.0)
-    assert "memcheck found 1 errors" in str(error)
-    assert part.facts["exit_code"] is None
 
 
 def kernel_row(**fields):
