@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -261,7 +263,8 @@ class SlowStore:
 
     def __init__(self, fleet: FleetRegistry, store: Path, service: RankingService) -> None:
         self.now = 1000.0
-        self.served = service.generations.payload(MODEL, 1)
+        self.generations = service.generations
+        self.served = self.generations.payload(MODEL, 1)
         self.steps = DenseSteps(fleet, store, service.metrics, lambda: self.now)
         self._fleet, self._store = fleet, store
 
@@ -308,6 +311,7 @@ def with_slow_store(versions, store, folder, scenario) -> None:
         finally:
             await asyncio.to_thread(service.close)
             await registry.close()
+            shutil.rmtree(steps_folder(store, MODEL, 1))
 
     run(main())
 
@@ -353,5 +357,29 @@ def test_a_step_whose_file_is_damaged_is_refused_at_once(versions, store, folder
     async def scenario(slow: SlowStore, path: Path) -> None:
         put_in_place(path, damaged=True)
         assert (await slow.look_after(0)).startswith("dense step 1: delta_format: ")
+
+    with_slow_store(versions, store, folder, scenario)
+
+
+def test_a_version_is_not_retired_while_a_step_is_checked_on_it_though_the_process_ends(versions, store, folder):
+    async def scenario(slow: SlowStore, path: Path) -> None:
+        # Whoever reads the file waits until it is written.
+        os.mkfifo(path)
+        following = asyncio.create_task(slow.steps.run(slow.generations))
+        file = await asyncio.to_thread(path.open, "wb")
+        retiring = slow.generations.retire(MODEL, 1)
+        following.cancel()
+        for _ in range(5):
+            await asyncio.sleep(0)
+            following.cancel()
+        assert not following.done()
+        assert (retiring.state, retiring.leases) == ("draining", 1)
+        with file:
+            await asyncio.to_thread(file.write, path.with_suffix(".later").read_bytes())
+        with pytest.raises(asyncio.CancelledError):
+            await following
+        assert await asyncio.to_thread(retiring.retired.wait, 30)
+        # The check came to its end, on replicas that were there for it.
+        assert slow.served.dense_step == 1
 
     with_slow_store(versions, store, folder, scenario)
