@@ -24,6 +24,7 @@ from serving.rank.service import RankingService
 from serving.versions.dense_steps import READ_FOR_S, DenseSteps
 from shardrank_testing.agent_fleet import agent_fleet, with_live
 from shardrank_testing.deltas import register_version
+from shardrank_testing.registries import registry_of
 from shardrank_testing.serving_api import FILMS, MODEL, ApiModel, api_request, run, running_api, served_service
 
 REQUEST = api_request(1)
@@ -173,6 +174,41 @@ def test_a_version_that_comes_back_answers_with_the_step_it_had(versions, store,
             np.testing.assert_allclose(np.array(answer["scores"]), expected(model, 0, 2), rtol=1e-3, atol=1e-4)
 
     run(main())
+
+
+def test_a_fleet_over_redis_answers_with_a_step_and_a_rollback_brings_it_back(versions, store, folder):
+    async def main(url: str) -> None:
+        async with agent_fleet(folder, store, shards=1, replicas=2, registry=url) as fleet:
+            _, service = await with_live(fleet, versions)
+            publisher = AsyncDeltaPublisher(fleet.fleet.registry, MODEL, 1, store)
+            async with running_api(service) as api:
+                sequence = await publisher.publish("films", np.arange(FILMS), films(1))
+                assert await publisher.publish_dense(7, tensors_of(versions[1], 1), max_drift=1.0) == sequence
+                await until_step(fleet, 7)
+
+                async def ask_until(version: int, step: int) -> np.ndarray:
+                    while True:
+                        answer = await asked(api)
+                        if (answer["version"], answer["dense_step"]) == (version, step):
+                            return np.array(answer["scores"])
+                        await asyncio.sleep(0.01)
+
+                np.testing.assert_allclose(await ask_until(1, 7), expected(versions[1], 1, 1), rtol=1e-3, atol=1e-4)
+                await fleet.want(MODEL, hold=(1, 2), serve=(1, 2))
+                await fleet.until_state("serve-0", MODEL, 2, "ready")
+                await fleet.want(MODEL, live=2)
+                # Steps are of one version: the other one answers with its own weights.
+                np.testing.assert_allclose(await ask_until(2, 0), expected(versions[2], 0, 0), rtol=1e-3, atol=1e-4)
+                # Version 1 is gone from the process, and is loaded anew.
+                await fleet.want(MODEL, serve=(2,))
+                await fleet.until_state("serve-0", MODEL, 1, None)
+                await fleet.want(MODEL, serve=(1, 2))
+                await fleet.until_state("serve-0", MODEL, 1, "ready")
+                await fleet.want(MODEL, live=1)
+                np.testing.assert_allclose(await ask_until(1, 7), expected(versions[1], 1, 1), rtol=1e-3, atol=1e-4)
+
+    with registry_of("redis", folder) as url:
+        run(main(url))
 
 
 def test_a_process_that_joins_late_takes_what_others_accepted_however_far_from_the_snapshot(versions, store, folder):
@@ -367,14 +403,13 @@ def test_a_version_is_not_retired_while_a_step_is_checked_on_it_though_the_proce
         os.mkfifo(path)
         following = asyncio.create_task(slow.steps.run(slow.generations))
         file = await asyncio.to_thread(path.open, "wb")
-        retiring = slow.generations.retire(MODEL, 1)
-        following.cancel()
-        for _ in range(5):
-            await asyncio.sleep(0)
-            following.cancel()
-        assert not following.done()
-        assert (retiring.state, retiring.leases) == ("draining", 1)
         with file:
+            retiring = slow.generations.retire(MODEL, 1)
+            for _ in range(5):
+                following.cancel()
+                await asyncio.sleep(0)
+            assert not following.done()
+            assert (retiring.state, retiring.leases) == ("draining", 1)
             await asyncio.to_thread(file.write, path.with_suffix(".later").read_bytes())
         with pytest.raises(asyncio.CancelledError):
             await following
