@@ -164,7 +164,7 @@ async def measure(options: dict[str, Any], folder: Path) -> dict[str, Any]:
         replicate_bytes=0,
         http_port=0,
         grpc_port=0,
-        serve_arguments=("--dtype", "float32"),
+        serve_arguments=("--dtype", "float32", "--hot-rows-gb", str(0.01 if options["hot_rows"] else 0)),
     )
     async with AsyncExitStack() as stack:
         fleet = await stack.enter_async_context(running_fleet(config, lambda name: None))
@@ -216,6 +216,7 @@ async def measure(options: dict[str, Any], folder: Path) -> dict[str, Any]:
 @click.option("--in-flight", type=click.IntRange(1, 256), default=8, show_default=True)
 @click.option("--shards", type=click.IntRange(1, 16), default=2, show_default=True)
 @click.option("--replicas", type=click.IntRange(1, 8), default=2, show_default=True)
+@click.option("--hot-rows", is_flag=True, help="Keep copies of hot rows in the serving process.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False))
 def main(json_file: Path | None, **options: Any) -> None:
     """Ask a fleet while rows and dense weights change; exits with 1 if an answer was mixed, or failed."""

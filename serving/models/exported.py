@@ -36,7 +36,7 @@ from loader.snapshot.program import Program, ProgramArchive, program_bytes
 from serving.errors import ProgramHardwareError, RankingModelError, UntrustedProgramError
 from serving.models.inputs import InputShapes, RankingInputs, SequenceInput, SideShapes
 from serving.models.layers import NumberFormat, can_pack
-from serving.models.ranking_models import RankingModel
+from serving.models.ranking_models import BLOCK_ROWS, MAX_PAIRS, RankingModel
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -64,12 +64,13 @@ _FORMATS: dict[torch.dtype, NumberFormat] = {torch.float32: "float32", torch.bfl
 
 
 class ExportedRanking(RankingModel):
-    """A dense part that is a program. Made by `load_exported`; it serves on the CPU."""
+    """A dense part that is a program, on the CPU, called with at most `max_pairs` at once. Made by `load_exported`."""
 
     def __init__(self, spec: ModelSpec, bindings: Sequence[Binding], run: Run, dtype: torch.dtype) -> None:
         """Take a program whose arguments get `bindings`, floats in `dtype`."""
         super().__init__(InputShapes.of(spec))
         self.number_format = _FORMATS[dtype]
+        self.max_pairs = MAX_PAIRS
         self._bindings, self._run = tuple(bindings), run
         self._outputs = tuple(_exported(spec).outputs.values())
 
@@ -84,16 +85,19 @@ class ExportedRanking(RankingModel):
     def scores(self, inputs: RankingInputs) -> Tensor:
         """Give that sum, and below it each output after its activation: float32 [1 + outputs, N], without gradients."""
         with torch.inference_mode():
-            inputs = _with_rows(inputs)
-            found = self._run([bind(inputs) for bind in self._bindings])
-            count = inputs.candidates.shape[0]
-            rows = torch.zeros(1 + len(self._outputs), count)
-            for number, (output, told) in enumerate(zip(found, self._outputs, strict=True), start=1):
-                if output.numel() != count:
-                    raise RankingModelError(f"output {number} of the program has {output.numel()} values for {count}")
-                rows[number] = _ACTIVATIONS[told.activation](output.reshape(count).float())
-                rows[0].add_(rows[number], alpha=told.weight)
-            return rows
+            parts = [self._scores(part) for part in _divided(_with_rows(inputs), self.max_pairs)]
+            return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def _scores(self, inputs: RankingInputs) -> Tensor:
+        found = self._run([bind(inputs) for bind in self._bindings])
+        count = inputs.candidates.shape[0]
+        rows = torch.zeros(1 + len(self._outputs), count)
+        for number, (output, told) in enumerate(zip(found, self._outputs, strict=True), start=1):
+            if output.numel() != count:
+                raise RankingModelError(f"output {number} of the program has {output.numel()} values for {count}")
+            rows[number] = _ACTIVATIONS[told.activation](output.reshape(count).float())
+            rows[0].add_(rows[number], alpha=told.weight)
+        return rows
 
     def pack(self, number_format: NumberFormat, *, portable: bool = False) -> None:
         """Do nothing: a program is in the number format that it was exported in."""
@@ -483,6 +487,19 @@ def _with_rows(inputs: RankingInputs) -> RankingInputs:
     return replace(inputs, sequences={**inputs.sequences, **filled})
 
 
+def _divided(inputs: RankingInputs, max_pairs: int) -> Iterator[RankingInputs]:
+    """Divide a batch into neighbouring candidates, with their requests, that make at most `max_pairs` pairs."""
+    owner = inputs.request_of_candidate
+    longest = max((one.mask.shape[1] for one in inputs.sequences.values()), default=0)
+    # Copies of built-in models fill up each request's last block.
+    most_rows = owner.numel() + (BLOCK_ROWS - 1) * inputs.context.shape[0]
+    if most_rows * longest <= max_pairs or not inputs.is_ordered or not owner.numel():
+        return iter((inputs,))
+    filled = torch.arange(owner.numel()) + (BLOCK_ROWS - 1) * owner
+    part = filled // max(1, max_pairs // longest)
+    return inputs.split(torch.unique_consecutive(part, return_counts=True)[1].tolist())
+
+
 # The trial
 
 
@@ -491,7 +508,7 @@ def _check_by_trial(spec: ModelSpec, model: ExportedRanking) -> None:
     inputs = _trial_inputs(model.shapes, model.dtype)
     together = model.scores(inputs)
     names = ["the score", *(repr(name) for name in _exported(spec).outputs)]
-    alone = torch.cat([model.scores(one) for one in _each_alone(inputs)], dim=1)
+    alone = torch.cat([model.scores(one) for one in inputs.split(TRIAL_CANDIDATES)], dim=1)
     for name, one, other in zip(names, together, alone, strict=True):
         if not bool(one.isfinite().all()) or not bool(other.isfinite().all()):
             raise RankingModelError(f"model {spec.model!r}: output {name} is not finite for inputs drawn at random")
@@ -518,20 +535,6 @@ def _trial_inputs(shapes: InputShapes, dtype: torch.dtype) -> RankingInputs:
     owner = torch.repeat_interleave(torch.arange(requests), torch.tensor(TRIAL_CANDIDATES))
     context, rows = matrix(shapes.context, requests), matrix(shapes.candidate, candidates)
     return RankingInputs(context, rows, sequences, owner, is_ordered=True)
-
-
-def _each_alone(inputs: RankingInputs) -> Iterator[RankingInputs]:
-    for number in range(inputs.context.shape[0]):
-        chosen, own = inputs.request_of_candidate == number, slice(number, number + 1)
-        sequences = {name: SequenceInput(one.rows[own], one.mask[own]) for name, one in inputs.sequences.items()}
-        owner = torch.zeros(int(chosen.sum()), dtype=torch.int64)
-        yield replace(
-            inputs,
-            context=inputs.context[own],
-            candidates=inputs.candidates[chosen],
-            sequences=sequences,
-            request_of_candidate=owner,
-        )
 
 
 # Built-in models as programs

@@ -10,7 +10,7 @@ orders form a run, and a run is written by one strided copy, which converts to t
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Final
@@ -187,6 +187,21 @@ class RankingInputs:
             sequences=sequences,
             request_of_candidate=self.request_of_candidate.to(device),
         )
+
+    def split(self, counts: Sequence[int]) -> Iterator[RankingInputs]:
+        """Divide an ordered batch into so many candidates each, with their requests and no others."""
+        first, owner = 0, self.request_of_candidate
+        for count in counts:
+            own = slice(first, first + count)
+            of = slice(int(owner[first]), int(owner[first + count - 1]) + 1)
+            yield replace(
+                self,
+                context=self.context[of],
+                candidates=self.candidates[own],
+                sequences={name: SequenceInput(one.rows[of], one.mask[of]) for name, one in self.sequences.items()},
+                request_of_candidate=owner[own] - of.start,
+            )
+            first += count
 
 
 # A block that came through a socket is read-only memory. torch has no read-only tensors and says so, once in a

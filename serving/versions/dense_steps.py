@@ -6,6 +6,8 @@ import asyncio
 import logging
 import math
 import random
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +30,10 @@ logger = logging.getLogger(__name__)
 
 LOOK_S: Final = 0.25
 """Between two looks for new steps; each is up to a quarter earlier or later."""
+READ_FOR_S: Final = 30.0
+"""For so long a step is tried again whose file can't be read: on a shared file system it may be seen late."""
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 8.0
+"""Between two such tries, doubled each time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,19 +44,33 @@ class RefusedStep:
     reason: str
 
 
+@dataclass(slots=True)
+class _Unread:
+    """A step whose file could not be read: until when it is tried, and when next. In seconds of the clock."""
+
+    record: DenseStep
+    until: float
+    again_at: float
+    pause_s: float = FIRST_PAUSE_S
+
+
 class DenseSteps:
     """Brings each served version the newest dense weights of its own. Belongs to the event loop of the registry.
 
     A step that must not answer is refused once, by name, in the log, metrics and what the process announces; what
-    answered before goes on. One that can't be read now is tried again.
+    answered before goes on. One whose file can't be read is tried again for `READ_FOR_S` before it is refused, and one
+    that there is no room for, or no node to check it with, for as long as it is the newest.
 
     Attributes:
         refused: by model and version, what was refused since the last step that was taken.
     """
 
-    def __init__(self, fleet: FleetRegistry, store: Path, metrics: ServingMetrics) -> None:
+    def __init__(
+        self, fleet: FleetRegistry, store: Path, metrics: ServingMetrics, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.refused: dict[tuple[str, int], RefusedStep] = {}
-        self._fleet, self._store, self._metrics = fleet, store, metrics
+        self._unread: dict[tuple[str, int], _Unread] = {}
+        self._fleet, self._store, self._metrics, self._clock = fleet, store, metrics, clock
 
     async def look(self, served: ServedModel) -> None:
         """Have a version go on with the newest step, if there is one that it does not have. Raises RegistryError.
@@ -77,8 +97,23 @@ class DenseSteps:
         before = self.refused.get((record.model, record.version))
         return before is not None and before.record == record
 
+    def _is_read_later(self, record: DenseStep, *, failed: bool = False) -> bool:
+        """Tell whether a step is tried at a later time; one whose file could not be read now, for a while."""
+        key, now = (record.model, record.version), self._clock()
+        unread = self._unread.get(key)
+        if unread is None or unread.record != record:
+            if not failed:
+                return False
+            unread = self._unread[key] = _Unread(record, now + READ_FOR_S, now)
+        if failed:
+            unread.again_at = min(now + unread.pause_s, unread.until)
+            unread.pause_s = min(2 * unread.pause_s, MAX_PAUSE_S)
+        return now < unread.again_at
+
     async def _try(self, served: ServedModel, record: DenseStep, max_drift: float) -> bool:
         key = served.model, served.version
+        if self._is_read_later(record):
+            return False
         try:
             if not await served.takes_dense():
                 return False
@@ -90,7 +125,9 @@ class DenseSteps:
                 await ended(taking)
                 raise
         except ShardrankError as error:
-            if error.http_status in (503, 504):
+            # What the file system refused has its OSError as cause; a file that is not what was published has none.
+            is_unread = isinstance(error.__cause__, OSError)
+            if error.http_status in (503, 504) or (is_unread and self._is_read_later(record, failed=True)):
                 logger.warning("dense step %d of %s %d can't be taken yet: %s", record.step, *key, error)
                 return False
             reason = cut_reason(f"dense step {record.step}: {error.kind}: {error}")
@@ -99,6 +136,7 @@ class DenseSteps:
             logger.error("%s %d goes on with dense step %d: %s", *key, served.dense_step, reason)
             return False
         self.refused.pop(key, None)
+        self._unread.pop(key, None)
         self._metrics.dense_step(*key, record.step)
         logger.info("dense step %d of %s %d is offered, rows from delta %d on", record.step, *key, record.sequence)
         return True
@@ -122,8 +160,9 @@ class DenseSteps:
         here = [one for one in generations.all() if one.state != "draining"]
         steps = {(one.model, one.version): one.payload.dense_step for one in here}
         del here
-        for gone in self.refused.keys() - steps.keys():
-            del self.refused[gone]
+        for known in (self.refused, self._unread):
+            for gone in known.keys() - steps.keys():
+                del known[gone]
         for key, step in steps.items():
             if await self._newer(*key, step) is not None:
                 # Leased until its new weights are checked, which its replicas do; it may be withdrawn by now.

@@ -131,7 +131,7 @@ class ServingNode:
         self._models = agent_config.models
         self._node_tls = None if config.node_tls is None else client_context(config.node_tls)
         self._local = local
-        self._dense = DenseSteps(fleet, config.store, service.metrics)
+        self._dense = DenseSteps(fleet, config.store, service.metrics, service.clock)
         self._memory: tuple[float, int] = (float("-inf"), 0)
         self._tasks: list[asyncio.Task[None]] = []
         self.directory = ReplicaDirectory(service.clock)

@@ -7,7 +7,7 @@ import json
 import os
 import pickle
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from loader.snapshot.program import ProgramArchive, program_bytes
 from serving.errors import ProgramHardwareError, RankingModelError, UntrustedProgramError
 from serving.models.exported import check_bindings, export_program, exported_copy, load_exported
 from serving.models.inputs import RankingInputs
-from serving.models.ranking_models import build_model, load_model
+from serving.models.ranking_models import BLOCK_ROWS, MAX_PAIRS, build_model, load_model
 from shardrank_testing.ranking import CONFIGS, DIM, converted, only_request, random_inputs, random_tensors, ranking_spec
 
 INPUTS: dict[str, Any] = {
@@ -132,6 +132,33 @@ def test_a_built_in_model_scores_the_same_as_a_program(kind, number_format, tmp_
         tolerance = 1e-5 if number_format == "float32" else 2e-2
         for found in copied.scores(inputs):
             torch.testing.assert_close(found, built_in.score(inputs), rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("max_pairs", [MAX_PAIRS, 40, 3])
+def test_a_program_is_called_with_so_many_pairs_of_candidates_and_history_at_once(max_pairs, tmp_path):
+    spec = ranking_spec("target_attention")
+    built_in = load_model(spec, random_tensors(spec))
+    model = load_model(spec, random_tensors(spec))
+    model.pack("float32", portable=True)
+    exported, program = exported_copy(spec, model)
+    copied = load_exported(exported, saved(tmp_path, program_bytes(program)), trusted=True)
+    copied.max_pairs, run = max_pairs, copied._run
+    called: list[tuple[int, int, int]] = []
+
+    def told(arguments: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        of = dict(zip(exported.dense_model.inputs, arguments, strict=True))
+        called.append((of["candidates"].shape[0], of["context"].shape[0], of["rows"].shape[1]))
+        return run(arguments)
+
+    copied._run = told
+    for candidates, lengths in (([1], [0]), ([5, 1, 20], [3, 0, 1]), ([1] * 30, [7] * 30), ([64], [9])):
+        called.clear()
+        inputs = random_inputs(spec, candidates, lengths)
+        torch.testing.assert_close(copied.scores(inputs)[0], built_in.score(inputs), rtol=0, atol=1e-5)
+        assert sum(count for count, _, _ in called) == sum(candidates)
+        # Candidates of one request are put into blocks, whose last is filled up.
+        assert all((count + (BLOCK_ROWS - 1) * (of - 1)) * rows <= max(max_pairs, rows) for count, of, rows in called)
+        assert max_pairs < MAX_PAIRS or len(called) == 1
 
 
 # What is refused

@@ -202,17 +202,20 @@ async def with_live(
 
 
 @asynccontextmanager
-async def agent_fleet(folder: Path, store: Path, shards: int = 2, replicas: int = 2) -> AsyncIterator[AgentFleet]:
-    """A fleet with its shard nodes, and without serving processes; a directory is its registry.
+async def agent_fleet(
+    folder: Path, store: Path, shards: int = 2, replicas: int = 2, registry: str | None = None
+) -> AsyncIterator[AgentFleet]:
+    """A fleet with its shard nodes, and without serving processes.
 
     Args:
         folder: for sockets and the registry; its path must be short.
         store: where versions lie.
         shards: of the fleet.
         replicas: of each shard.
+        registry: its URL; None for a directory in `folder`.
     """
     topology = FleetRecord(num_shards=shards, sharding="hash", replicate_bytes=0)
-    running = AgentFleet(folder, store, topology, FleetRegistry(open_registry(folder / "registry")))
+    running = AgentFleet(folder, store, topology, FleetRegistry(open_registry(registry or folder / "registry")))
     try:
         for shard in range(shards):
             for replica in range(replicas):

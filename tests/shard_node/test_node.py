@@ -1,0 +1,134 @@
+"""What a shard node tells of rows that it pooled: no later delta than they have, and that of the same generation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from router.plan import Plan
+from shard_node.answer import EXACT, FLOAT32_SUMS, Forms, add_answers
+from shard_node.bags import KeyedBags, TableLayout
+from shard_node.errors import GenerationNotFoundError, InvalidBagsError
+from shard_node.node import LoadedTables, ShardNode
+from shard_node.split import whole
+from shardrank_testing.deltas import delta_spec, encoded, export_state, load_version
+
+SPEC = delta_spec(("fp32",), rows=4)
+MODEL, VERSION = SPEC.model, 1
+WAIT_S = 30.0
+BAGS = KeyedBags.from_lengths(np.array([0], np.int32), np.array([4]), np.ones(4, np.int64), np.arange(4))
+
+
+def rows(sequence: int) -> np.ndarray:
+    """What rows hold after so many deltas."""
+    return np.full((4, 4), sequence, np.float32)
+
+
+def apply(tables: LoadedTables, sequence: int) -> None:
+    """As a follower does: the rows first, then the number."""
+    tables.engine.write_rows(0, np.arange(4), encoded(SPEC.tables[0], rows(sequence)))
+    tables.deltas.applied(sequence, 0.0, 4, 0.0)
+
+
+@pytest.fixture
+def tables(tmp_path) -> Callable[[], LoadedTables]:
+    snapshot = export_state(tmp_path, SPEC, {"fp32": rows(0)}, VERSION)
+    return lambda: load_version(snapshot)
+
+
+@pytest.fixture
+def node(tables) -> Iterator[ShardNode]:
+    found = ShardNode(Plan.make(SPEC).identity(0))
+    found.stage(MODEL, VERSION, tables())
+    found.flip(MODEL, VERSION)
+    yield found
+    found.close()
+
+
+def meanwhile(monkeypatch, loaded: LoadedTables, happens: Callable[[], None]) -> None:
+    """Has something happen once, when the rows are about to be looked at."""
+    pool, answer = loaded.engine.pool, loaded.engine.answer
+    left = [happens]
+
+    def after(look):
+        def looked(bags):
+            if left:
+                left.pop()()
+            return look(bags)
+
+        return looked
+
+    monkeypatch.setattr(loaded.engine, "pool", after(pool))
+    monkeypatch.setattr(loaded.engine, "answer", after(answer))
+
+
+def pooled(node: ShardNode) -> tuple[np.ndarray, int]:
+    (sums,), sequence = node.pool_with_sequence(MODEL, VERSION, BAGS)
+    return sums, sequence
+
+
+def answered(node: ShardNode, forms: Forms = FLOAT32_SUMS) -> tuple[np.ndarray, int]:
+    answer = node.answer(MODEL, VERSION, BAGS, forms)
+    return add_answers(TableLayout.of(SPEC), BAGS, [whole(BAGS)], [answer])[0], answer.sequence
+
+
+def answered_as_stored(node: ShardNode) -> tuple[np.ndarray, int]:
+    return answered(node, EXACT)
+
+
+WAYS = pytest.mark.parametrize("ask", [pooled, answered, answered_as_stored])
+
+
+@WAYS
+def test_rows_come_with_the_last_delta_that_is_applied_to_them(node, ask):
+    loaded = node.generations.payload(MODEL, VERSION)
+    for sequence in (0, 1, 7):
+        if sequence:
+            apply(loaded, sequence)
+        sums, told = ask(node)
+        np.testing.assert_array_equal(sums, rows(sequence))
+        assert told == sequence == node.sequence(MODEL, VERSION)
+
+
+@WAYS
+def test_a_delta_that_comes_while_rows_are_looked_at_is_not_told(node, monkeypatch, ask):
+    loaded = node.generations.payload(MODEL, VERSION)
+    apply(loaded, 3)
+    meanwhile(monkeypatch, loaded, lambda: apply(loaded, 4))
+    sums, told = ask(node)
+    # Rows may be newer than what is told, never older.
+    np.testing.assert_array_equal(sums, rows(4))
+    assert told == 3
+
+
+@WAYS
+def test_rows_and_their_delta_are_of_one_generation_though_its_number_is_given_anew(node, tables, monkeypatch, ask):
+    loaded = node.generations.payload(MODEL, VERSION)
+    apply(loaded, 5)
+    retiring = []
+
+    def staged_anew() -> None:
+        # Whoever looks at rows keeps them: they are not freed, and no others take their number.
+        retiring.append(node.retire(MODEL, VERSION))
+        assert (retiring[0].state, retiring[0].leases) == ("draining", 1)
+
+    meanwhile(monkeypatch, loaded, staged_anew)
+    sums, told = ask(node)
+    np.testing.assert_array_equal(sums, rows(5))
+    assert told == 5
+    assert retiring[0].retired.wait(WAIT_S)
+    node.stage(MODEL, VERSION, tables())
+    sums, told = ask(node)
+    np.testing.assert_array_equal(sums, rows(0))
+    assert told == 0
+
+
+def test_a_lookup_that_fails_keeps_no_generation(node):
+    with pytest.raises(GenerationNotFoundError, match="version 2 of model"):
+        node.pool_with_sequence(MODEL, 2, BAGS)
+    with pytest.raises(InvalidBagsError):
+        node.pool_with_sequence(MODEL, VERSION, BAGS.with_values(np.full(4, 99), None))
+    assert [one.leases for one in node.generations.all()] == [0]
+    assert node.retire(MODEL, VERSION).retired.wait(WAIT_S)
