@@ -457,13 +457,14 @@ class _CupyStream:
     of the card, by what torch keeps for each.
 
     Attributes:
+        device_index: of its device.
         for_torch: the same stream.
         graphs: that were captured on it and are still there. They share memory.
         graph_pool: where torch's allocator takes it from.
     """
 
     def __init__(self, device: _Device, priority: int) -> None:
-        self._device = device
+        self._device, self.device_index = device, device.index
         spare = device.spare_streams.setdefault(priority, deque())
         try:
             self.pointer = spare.popleft()
@@ -543,6 +544,9 @@ def _capture(on: _CupyStream, work: Callable[[], None]) -> _CupyGraph:
         except BaseException as error:
             # Nobody knows what state it is in: neither this graph nor its pool is used again.
             _broken_graphs.append(graph)
+            # A capture that CUDA gave up ends in torch's allocator only by this; before, that gives nothing back.
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(on.device_index, on.graph_pool)
             on.graphs.clear()
             on.keep_handle()
             if isinstance(error, RuntimeError):

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from shard_node.errors import CardError
 from shardrank_testing.card_bytes import KernelCopy, numbers
+from shardrank_testing.emulated_memory import EmulationError
 
 
 def doubled_on(made, card, stream, count):
@@ -205,7 +207,8 @@ def test_unused_memory_is_not_given_back_within_a_capture(cards):
     del buffers
 
 
-def test_a_capture_that_fails_leaves_the_stream_usable(cards):
+@pytest.mark.parametrize("is_cudas", [False, True])
+def test_a_capture_that_fails_leaves_the_stream_usable(cards, is_cudas):
     made = cards(1)
     card, stream = made.cards[0], made.cards[0].stream()
     work, up, down = doubled_on(made, card, stream, 1000)
@@ -214,10 +217,13 @@ def test_a_capture_that_fails_leaves_the_stream_usable(cards):
 
     def fails():
         work()
+        if is_cudas:
+            stream.synchronize()
         raise KeyError("not a CUDA error")
 
-    with pytest.raises(KeyError):
+    with pytest.raises((CardError, EmulationError) if is_cudas else KeyError):
         card.capture(stream, fails)
+    card.give_back_unused()
     up.array.view(np.float32)[:] = numbers(1000, 3)
     work()
     stream.synchronize()

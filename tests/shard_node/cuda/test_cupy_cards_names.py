@@ -132,13 +132,16 @@ def test_what_cupy_makes_without_a_device_can_be_made_as_it_is():
 
 
 def test_every_name_of_torch_is_there():
-    names, _ = uses({"torch"})
+    names, calls = uses({"torch"})
     assert "torch.cuda.CUDAGraph" in names
     # A torch without CUDA has no more of these than that they are told of.
     stub = Path(torch._C.__file__).parent.joinpath("_C", "__init__.pyi").read_text(encoding="utf-8")
     for name in names:
         if name.startswith("torch._C._cuda_"):
-            assert f"def {name.removeprefix('torch._C.')}() -> None: ..." in stub
+            said = re.search(rf"^def {name.removeprefix('torch._C.')}\(([^)]*)\) -> None: ...", stub, re.MULTILINE)
+            assert said, name
+            counts = {len(node.args) for called, node in calls if called == name}
+            assert counts == {said[1].count(": ")}
         else:
             resolve(name)
     assert all(callable(getattr(torch.cuda.CUDAGraph, name)) for name in ("capture_begin", "capture_end", "replay"))
