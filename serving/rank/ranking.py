@@ -288,6 +288,9 @@ class Ranking:
         self._steps = [parts]
         self._columns = parts.assembler.buffer()
 
+    async def prepare(self, parts: RankingParts) -> None:
+        """Do beforehand what batches need once that another step is to score; others are scored meanwhile."""
+
     def offer(self, parts: RankingParts) -> None:
         """Score with another step of the same model's weights as soon as rows have the deltas that it needs."""
         self._steps = [parts, self.parts]
