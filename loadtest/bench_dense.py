@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import tempfile
 import threading
 import time
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import httpx
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -151,6 +153,13 @@ async def ask_until(
             seen.mixed.append(f"step {answer.dense_step}: {answer.scores.tolist()}")
 
 
+async def hot_hits(address: str) -> int:
+    """Ask a serving process how many rows it looked up among its hot ones."""
+    async with httpx.AsyncClient(timeout=10) as client:
+        text = (await client.get(f"http://{address}/metrics")).text
+    return sum(int(float(one)) for one in re.findall(r"^shardrank_hot_hits_total\{.*\} ([0-9.e+]+)$", text, re.M))
+
+
 async def measure(options: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Run a fleet under load, with and without updates in turn, and say what was seen."""
     store, registry, seen = folder / "store", str(folder / "registry"), Answered()
@@ -192,11 +201,13 @@ async def measure(options: dict[str, Any], folder: Path) -> dict[str, Any]:
             click.echo(
                 f"{windows} windows, {sum(map(len, seen.latencies_s.values()))} answers, {len(seen.mixed)} mixed"
             )
+        hits = await hot_hits(f"{fleet.host}:{fleet.http_port}")
     with_updates, without = (np.percentile(np.array(seen.latencies_s[one]) * 1e3, [50, 99]) for one in (True, False))
     return {
         **options,
         "machine": str(this_machine()),
         "answers": {"with updates": len(seen.latencies_s[True]), "without": len(seen.latencies_s[False])},
+        "hot rows looked up": hits,
         "mixed": len(seen.mixed),
         "failed": len(seen.failed),
         "details": [*seen.mixed[:5], *seen.failed[:5], *filter(None, [trainer.failure])],

@@ -21,5 +21,9 @@ class ShardUnavailableError(RouterError, http_status=503, grpc_status="UNAVAILAB
     """No replica of a shard answered. The message says what each one said."""
 
 
+class ReplicaLagsError(RouterError, http_status=503, grpc_status="UNAVAILABLE", kind="replica_lags"):
+    """A replica's rows are older than the dense weights need that they are ranked with; another one is asked."""
+
+
 class HotRowsError(RouterError, http_status=400, grpc_status="INVALID_ARGUMENT", kind="hot_rows"):
     """A tier of hot rows that can't be as it is asked for."""

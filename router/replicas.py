@@ -11,9 +11,9 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 
 from loader.errors import ShardrankError
-from router.errors import PlanMismatchError, ShardUnavailableError
+from router.errors import PlanMismatchError, ReplicaLagsError, ShardUnavailableError
 from router.plan import Plan
-from shard_node.answer import EXACT, FLOAT32_SUMS, Answer, Forms
+from shard_node.answer import EXACT, FLOAT32_SUMS, UNKNOWN_SEQUENCE, Answer, Forms
 from shard_node.bags import KeyedBags
 from shard_node.errors import (
     CardError,
@@ -45,9 +45,10 @@ _ASK_ANOTHER = (
     RemoteError,
     CardError,
     PlanMismatchError,
+    ReplicaLagsError,
     DeadlineExceededError,
 )
-_RESTS = (GenerationNotFoundError, PlanMismatchError, DeadlineExceededError, CardError)
+_RESTS = (GenerationNotFoundError, PlanMismatchError, ReplicaLagsError, DeadlineExceededError, CardError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +110,10 @@ class ReplicatedShard:
         on_retry: told the kind of the error after which another replica is asked.
         clock: monotonic seconds; deadlines are on it.
         hedge_after_s: how long one replica is waited for alone.
+
+    Attributes:
+        min_sequence: the delta that rows must be of, or a later one, to be of use. A replica that is not so far counts
+            as one that failed; where all of them are behind, one of their answers is given all the same.
     """
 
     def __init__(
@@ -135,6 +140,7 @@ class ReplicatedShard:
         self._on_retry = on_retry
         self._clock = clock
         self._hedge_after_s = hedge_after_s
+        self.min_sequence = UNKNOWN_SEQUENCE
         self._layout = plan.layout
 
     async def pool(
@@ -150,10 +156,23 @@ class ReplicatedShard:
             self._follow()
             self._introduce_newcomers(model, version)
 
-        def attempt(member: _Member) -> Coroutine[None, None, Answer]:
-            return self._ask(member, model, version, bags, deadline, forms)
+        behind: list[Answer] = []
 
-        return await self._first_answer(attempt, deadline)
+        async def attempt(member: _Member) -> Answer:
+            answer = await self._ask(member, model, version, bags, deadline, forms)
+            if answer.sequence < self.min_sequence:
+                behind.append(answer)
+                raise ReplicaLagsError(
+                    f"{member.replica.address} has applied delta {answer.sequence}, wanted is {self.min_sequence}"
+                )
+            return answer
+
+        try:
+            return await self._first_answer(attempt, deadline)
+        except ShardUnavailableError:
+            if not behind:
+                raise
+            return max(behind, key=lambda answer: answer.sequence)
 
     async def pool_at(
         self, model: str, version: int, bags: KeyedBags, deadline: float, sequence: int

@@ -6,11 +6,12 @@ that scores, in a bounded set of buffers and graphs by batch sizes. Lookups of t
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
@@ -287,8 +288,7 @@ class CardScorer:
         Arguments are how many ids a request's context, and one candidate, usually have. Raises MemoryBudgetError if not
         even the smallest class has room.
         """
-        for key in [key for key in self._batches if key[0] is not model]:
-            self._batches.pop(key).free()
+        self.keep([model])
         for count in candidate_classes(self.limits.max_batch_candidates):
             most = BatchClass.of(count, 1, math.ceil(context_ids + candidate_ids * count))
             if len(self._batches) >= self.max_batches or self._size_bytes() >= self.max_bytes:
@@ -300,6 +300,28 @@ class CardScorer:
                     raise
                 logger.warning("batches of %d candidates and more find room when they come, or none: %s", count, error)
                 return
+
+    def keep(self, models: Collection[CardModel]) -> None:
+        """Let go of the buffers of all models but these."""
+        for key in [key for key in self._batches if key[0] not in models]:
+            self._batches.pop(key).free()
+
+    def classes_of(self, model: CardModel) -> list[BatchClass]:
+        """List those that have buffers for a model, the latest used first."""
+        return [most for of, most in reversed(self._batches) if of is model]
+
+    def warm_beside(self, model: CardModel, most: BatchClass) -> bool:
+        """Make buffers and a graph of a class for a model that comes beside another; False where it has its half."""
+        own = [batch for (of, _), batch in self._batches.items() if of is model]
+        if 2 * len(own) >= self.max_batches or 2 * sum(one.size_bytes for one in own) >= self.max_bytes:
+            return False
+        try:
+            self._warm_class(model, most)
+        except MemoryBudgetError as error:
+            logger.warning("batches of another dense step find room when they come, or none: %s", error)
+            return False
+        self._trim()
+        return True
 
     def close(self) -> None:
         """Free all buffers and the lane, once."""
@@ -336,9 +358,12 @@ class CardScorer:
             while self._batches:
                 self._batches.popitem()[1].free()
             made = self._make(model, most)
+        self._trim()
+        return made
+
+    def _trim(self) -> None:
         while len(self._batches) > 1 and (len(self._batches) > self.max_batches or self._size_bytes() > self.max_bytes):
             self._batches.popitem(last=False)[1].free()
-        return made
 
     def _deserves_graph(self, batch: CardBatch) -> bool:
         if not self.use_graphs or batch.is_captured or not batch.can_capture:
@@ -406,10 +431,21 @@ class CardRanking(Ranking):
         super().use(parts)
         self._models = {}
 
+    async def prepare(self, parts: RankingParts) -> None:
+        """Make buffers and graphs of the classes that are in use, the latest first, for up to half of the room."""
+        model = self._on_card(parts)
+        for most in self.scorer.classes_of(self._on_card(self.parts)):
+            began = self._clock()
+            if not self.scorer.warm_beside(model, most):
+                return
+            # Others are scored meanwhile.
+            await asyncio.sleep(self._clock() - began)
+
     def offer(self, parts: RankingParts) -> None:
-        """See `Ranking`."""
+        """As `Ranking.offer`; nothing stays on the card of steps that can't answer any more."""
         super().offer(parts)
         self._models = {one: model for one, model in self._models.items() if one in self._steps}
+        self.scorer.keep(self._models.values())
 
     async def score(self, batch: MergedBatch, deadline: float, times: BatchTimes | None = None) -> Scored:
         """Score as `Ranking.score` does. Raises MemoryBudgetError too, where a batch of that size has no room."""

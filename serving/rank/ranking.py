@@ -288,9 +288,15 @@ class Ranking:
         self._steps = [parts]
         self._columns = parts.assembler.buffer()
 
+    async def prepare(self, parts: RankingParts) -> None:
+        """Do beforehand what batches need once that another step is to score; others are scored meanwhile."""
+
     def offer(self, parts: RankingParts) -> None:
         """Score with another step of the same model's weights as soon as rows have the deltas that it needs."""
         self._steps = [parts, self.parts]
+        for shard in self._shards:
+            if isinstance(shard, ReplicatedShard):
+                shard.min_sequence = self.parts.min_sequence
 
     async def has_taken(self) -> bool:
         """Tell whether the step that was offered last answers; where no batch has shown it, the nodes are asked.

@@ -222,6 +222,7 @@ class ServedModel:
                 )
 
         async def offer(ranking: Ranking) -> None:
+            await ranking.prepare(parts)
             ranking.offer(parts)
 
         _on_all(replicas, offer)

@@ -308,6 +308,48 @@ def test_an_answer_that_does_not_fit_the_bags_is_refused_and_another_replica_ask
     run(scenario, tmp_path)
 
 
+def lagging(snapshot: Snapshot, plan: Plan, sequence: int) -> ShardNode:
+    """A node that has applied so many deltas, and no more."""
+    node = make_node(snapshot, plan, 0)
+    node.generations.payload(snapshot.spec.model, snapshot.version).deltas.applied(sequence, 0.0, 1, 0.0)
+    return node
+
+
+def test_a_replica_whose_rows_are_too_old_is_asked_last_for_a_while(snapshot, tmp_path):
+    plan = Topology().plan(snapshot.spec)
+
+    async def scenario(fleet: Fleet) -> None:
+        for number, sequence in enumerate((2, 3)):
+            await fleet.start(number, lagging(snapshot, plan, sequence))
+        shard, retries = shard_over(fleet, snapshot, plan, 0, 1)
+        shard.min_sequence = 3
+        for _ in range(6):
+            answer = await shard.pool(snapshot.spec.model, snapshot.version, BAGS, time.monotonic() + 30)
+            assert answer.sequence == 3
+        assert retries
+        assert set(retries) == {"replica_lags"}
+        await shard.close()
+
+    run(scenario, tmp_path)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_where_all_replicas_lag_one_of_them_answers_and_tells_so(snapshot, tmp_path, count):
+    plan = Topology().plan(snapshot.spec)
+
+    async def scenario(fleet: Fleet) -> None:
+        for number in range(count):
+            await fleet.start(number, lagging(snapshot, plan, 2))
+        shard, retries = shard_over(fleet, snapshot, plan, *range(count))
+        shard.min_sequence = 3
+        answer = await shard.pool(snapshot.spec.model, snapshot.version, BAGS, time.monotonic() + 30)
+        assert answer.sequence == 2
+        assert retries == ["replica_lags"] * count
+        await shard.close()
+
+    run(scenario, tmp_path)
+
+
 def test_a_shard_without_replicas_is_refused(snapshot):
     with pytest.raises(ShardUnavailableError, match="shard 0 has no replica"):
         ReplicatedShard(Topology().plan(snapshot.spec), 0, snapshot.identity, [])

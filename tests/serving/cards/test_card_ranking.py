@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from loader.registry.fleet import DenseStep
 from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec, TableSpec
 from loader.snapshot.reader import Snapshot
 from serving.cards.layout import BatchClass
@@ -155,6 +156,53 @@ def test_a_replica_that_goes_on_with_another_dense_model_scores_with_that_one(pa
         assert (before != after).any()
         np.testing.assert_allclose(after, before, atol=0.05)
         assert set(scorer.classes) <= buffers | {BatchClass.of(6, 1, batch.bags.num_values)}
+
+
+def test_a_dense_step_answers_by_graphs_from_its_first_batch_on_and_older_ones_leave_nothing(paths, rng):
+    snapshot = Snapshot.open(paths["mlp"])
+    with served_on(paths["mlp"], TWO, RequestLimits(max_batch_candidates=128)) as served:
+        scorer = ranking_of(served).scorer
+        batches = [shop_batch(served, rng, candidates) for candidates in ([5], [100], [20, 20])]
+        for batch in batches * 2:
+            score(served, batch)
+        in_use = set(scorer.classes)
+        for step in (1, 2, 3):
+            tensors = {name: tensor * (1 + step / 100) for name, tensor in snapshot.dense_tensors().items()}
+            record = DenseStep(
+                model=snapshot.spec.model,
+                version=snapshot.version,
+                step=step,
+                sequence=0,
+                sha256="0" * 64,
+                size_bytes=1,
+                max_drift=1.0,
+                published_at=1.0,
+            )
+            served.change_dense(snapshot, tensors, record, 1.0)
+            graphs, replays = num_graphs(scorer), num_replays(scorer)
+            for batch in batches:
+                score(served, batch)
+            assert (num_graphs(scorer), num_replays(scorer)) == (graphs, replays + len(batches))
+            # Of the step before, and of this one.
+            assert graphs == 2 * len(in_use)
+            assert set(scorer.classes) == in_use
+            assert len({model for model, _ in scorer._batches}) == 2
+
+
+def test_a_step_gets_buffers_for_no_more_than_half_of_the_room(paths, rng):
+    with served_on(paths["mlp"], TWO, RequestLimits(max_batch_candidates=256)) as served:
+        ranking = ranking_of(served)
+        ranking.scorer.max_batches = len(ranking.scorer.classes)
+        latest = [*ranking.scorer.classes][: -1 - len(ranking.scorer.classes) // 2 : -1]
+        parts = ranking_parts(Snapshot.open(paths["mlp"]), served.schema, "float32")
+
+        async def work(ranking: Ranking) -> None:
+            await ranking.prepare(parts)
+
+        ask(served._replicas[0], work)
+        made = [most for model, most in ranking.scorer._batches if model is ranking._models[parts]]
+        assert made == latest
+        assert len(ranking.scorer.classes) <= ranking.scorer.max_batches
 
 
 def test_weights_that_a_batch_leaves_out_are_ones(paths, on_cpu, rng):

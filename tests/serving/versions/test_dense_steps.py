@@ -22,6 +22,7 @@ from router.errors import ShardUnavailableError
 from serving.rank.ranking import Ranking
 from serving.rank.service import RankingService
 from serving.versions.dense_steps import READ_FOR_S, DenseSteps
+from shard_node.node import DeltaProgress
 from shardrank_testing.agent_fleet import agent_fleet, with_live
 from shardrank_testing.deltas import register_version
 from shardrank_testing.registries import registry_of
@@ -121,6 +122,31 @@ def test_a_step_waits_for_rows_and_goes_back_for_a_replica_that_lags(versions, s
                 return found
 
             assert await asyncio.wrap_future(served._replicas[0].call(choose)) == [0, 4, 4, 0, 0, 4, 5]
+
+    run(main())
+
+
+def test_a_replica_too_far_behind_for_both_steps_costs_no_request_while_another_one_is_there(versions, store, folder):
+    async def main() -> None:
+        async with agent_fleet(folder, store, shards=1, replicas=2) as fleet:
+            _, service = await with_live(fleet, versions)
+            publisher = AsyncDeltaPublisher(fleet.fleet.registry, MODEL, 1, store)
+            async with running_api(service) as api:
+                for step in (1, 2):
+                    await publisher.publish("films", np.arange(FILMS), films(step))
+                    await publisher.publish_dense(step, tensors_of(versions[1], step), max_drift=1.0)
+                    await until_step(fleet, step)
+                    while (await asked(api))["dense_step"] != step:  # noqa: ASYNC110  # no event tells it
+                        await asyncio.sleep(0.01)
+                # As if it had been started again: it has its snapshot's rows, and begins to replay the stream.
+                running = fleet.nodes["shard-0-1"]
+                running.task.cancel()
+                await asyncio.wait([running.task])
+                running.node.generations.payload(MODEL, 1).deltas._now = DeltaProgress()
+                answers = [await asked(api) for _ in range(20)]
+                assert {one["dense_step"] for one in answers} == {2}
+                text = (await api.http.get("/metrics")).text
+                assert 'shardrank_shard_retries_total{kind="replica_lags",model="films"}' in text
 
     run(main())
 
