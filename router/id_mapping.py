@@ -137,7 +137,8 @@ class IdMapper:
         # Tables that all have as many rows as each other need no bounds by feature.
         self._common_size = sizes.pop() if len(sizes) == 1 else None
         self._default_row = np.array([table.default_row for table in tables], np.int64)
-        seeds = [table.id_mapping.seed if isinstance(table.id_mapping, HashMapping) else 0 for table in tables]
+        mappings = [(feature.name, table.id_mapping) for feature, table in zip(schema.features, tables, strict=True)]
+        seeds = [one.seed_of(name) if isinstance(one, HashMapping) else 0 for name, one in mappings]
         self._seed = np.array(seeds, np.uint64)
         wanted = [table.name for table in schema.spec.tables if isinstance(table.id_mapping, VocabularyMapping)]
         self._vocabulary = VocabularyIndex({schema.layout.slices[name][0]: vocabularies[name] for name in wanted})

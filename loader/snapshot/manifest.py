@@ -93,10 +93,19 @@ class IdentityMapping(Frozen):
 
 
 class HashMapping(Frozen):
-    """row = floor(top32(splitmix64(id + seed)) * num_embeddings / 2^32). No id is unknown."""
+    """row = floor(top32(splitmix64(id + seed)) * num_embeddings / 2^32). No id is unknown.
+
+    With `salt` per_feature each feature of the table has a seed of its own (`seed_of`), so that equal ids of different
+    features are in the same row by chance only. By default they share it: as a history and the item that it lists must.
+    """
 
     kind: Literal["hash"] = "hash"
     seed: int = Field(default=0, ge=0, lt=2**63)
+    salt: Literal["none", "per_feature"] = "none"
+
+    def seed_of(self, feature: str) -> int:
+        """Return the seed that a feature's ids are hashed with: below 2^63."""
+        return self.seed if self.salt == "none" else self.seed ^ int(fingerprint_strings([feature])[0])
 
 
 class VocabularyMapping(Frozen):

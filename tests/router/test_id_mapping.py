@@ -56,6 +56,35 @@ def test_splitmix64_gives_the_published_sequence():
     ]
 
 
+def shared_table(rows: int, salt: str) -> FeatureSchema:
+    mapping = HashMapping(seed=5, salt=salt)
+    shared = TableSpec(
+        name="t", num_embeddings=rows, embedding_dim=4, feature_names=("city", "shop"), id_mapping=mapping
+    )
+    features = tuple(FeatureSpec(name=name, side="candidate") for name in ("city", "shop"))
+    return FeatureSchema.of(
+        ModelSpec(model="m", tables=(shared,), features=features, dense_model=DenseModelSpec(kind="mlp"))
+    )
+
+
+def test_features_with_a_salt_of_their_own_share_rows_by_chance_alone():
+    ids, rows = list(range(20_000)), 100
+    for salt, expected in (("none", 1.0), ("per_feature", 1 / rows)):
+        schema = shared_table(rows, salt)
+        mapped = IdMapper(schema, {}).map(bags_of([ids], [ids])).bags.values.reshape(2, -1)
+        assert (mapped[0] == mapped[1]).mean() == pytest.approx(expected, abs=0.003)
+        for feature, found in zip(("city", "shop"), mapped, strict=True):
+            seed = HashMapping(seed=5, salt=salt).seed_of(feature)
+            alone = hashed_rows(np.array(ids), np.array([seed], np.uint64), np.array([rows], np.uint64))
+            np.testing.assert_array_equal(found, alone)
+
+
+def test_a_salted_seed_is_the_documented_one():
+    (fingerprint,) = fingerprint_strings(["shop"]).tolist()
+    assert HashMapping(seed=5, salt="per_feature").seed_of("shop") == 5 ^ fingerprint
+    assert HashMapping(seed=5).seed_of("shop") == 5
+
+
 @given(st.lists(st.integers(0, 2**63 - 1), min_size=1), st.integers(1, 2**32 - 1), st.integers(0, 2**63 - 1))
 def test_hashed_rows_follow_the_documented_formula_and_stay_inside_the_table(ids, rows, seed):
     got = hashed_rows(np.array(ids, np.int64), np.array([seed], np.uint64), np.array([rows], np.uint64))
