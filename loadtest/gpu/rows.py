@@ -329,7 +329,9 @@ class Bags(OwnedMemory):
         layout = one_table_layout(rows.embedding_dim, rows.card_rows)
         (self._shape,) = BatchShapes(layout, rows.cards.switches).arenas
         dims = {f"feature_{number}": rows.embedding_dim for number in range(PRODUCT_FEATURES)}
-        shapes = SideShapes.of(dims if columns == "product" else {"feature_0": rows.embedding_dim}, PRODUCT_DENSE_INPUTS)
+        shapes = SideShapes.of(
+            dims if columns == "product" else {"feature_0": rows.embedding_dim}, PRODUCT_DENSE_INPUTS
+        )
         starts = list(shapes.offsets.values())
         self._width = shapes.padded_width if columns == "product" else rows.embedding_dim
         self._candidates = -(-batch // len(starts))

@@ -54,7 +54,7 @@ def one_thread():
 
 @pytest.fixture(params=CARDS)
 def opened(request):
-    return card_factory(request.param)
+    return lambda num_cards, switches=None: card_factory(request.param, switches)(num_cards)
 
 
 def run(names, opened, tmp_path, size=TINY) -> BenchReport:
