@@ -14,7 +14,7 @@ LIBRARIES = ("asmjit", "fbgemm", "fbgemm_gpu_config", "fbgemm_gpu_tbe_cache", "f
 """In the order in which they need each other; of `fbgemm_gpu` 1.6.0, which is built for torch 2.11."""
 ROW_ALIGNMENT = 16
 # Numbers of FBGEMM: SparseType for what rows are and what is written, EmbeddingLocation, PoolingMode.
-_INT8, _ON_DEVICE, _SUM = 2, 0, 0
+_INT8, _ON_DEVICE, _ON_HOST, _SUM = 2, 0, 3, 0
 _OUT: dict[OutDtype, int] = {"fp32": 0, "fp16": 1}
 _SCALE_BIAS_BYTES = 4
 _PIECE_ROWS = 1 << 21
@@ -52,7 +52,8 @@ class Table(OwnedMemory):
                 laid[:, _SCALE_BIAS_BYTES : _SCALE_BIAS_BYTES + self._dim] = codes
                 laid[:, _SCALE_BIAS_BYTES + self._dim :] = 0
             self._no_bytes = torch.empty(0, dtype=torch.uint8, device=device)
-            self._placements = torch.tensor([_ON_DEVICE], dtype=torch.int32, device=device)
+            placement = _ON_DEVICE if device.type == "cuda" else _ON_HOST
+            self._placements = torch.tensor([placement], dtype=torch.int32, device=device)
             self._begin = torch.zeros(1, dtype=torch.int64, device=device)
             self._types = torch.tensor([_INT8], dtype=torch.uint8, device=device)
             self._columns = torch.tensor([0, self._dim], dtype=torch.int32, device=device)

@@ -128,7 +128,7 @@ class OwnedMemory(ExitStack):
 
 
 NO_PLACES = 0
-"""In place of a number of logical cards: one, that has all rows, so that none has a place, and the host's are not there."""
+"""In place of a number of logical cards: one that has all rows, so that none has a place; without the host's."""
 
 
 @dataclass(slots=True)
@@ -283,7 +283,7 @@ class RowsOnCard(OwnedMemory):
         return codes.to(torch.float32).mul_(scale_bias[:, :1]).add_(scale_bias[:, 1:]).to(dtype)
 
     def parts(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """View codes, uint8 [count, dim], and scales and biases, float32 [count, 2], of the card's rows from `first`."""
+        """View codes, uint8 [count, dim], and scale and bias, float32 [count, 2], of the card's rows from `first`."""
         begin, column = first * self.stride, self._tail // 4
         stored = self.card.tensor(self.memory, begin, (count, self.stride), torch.uint8)
         floats = self.card.tensor(self.memory, begin, (count, self.stride // 4), torch.float32)
@@ -299,7 +299,7 @@ TORCH_DTYPES: dict[OutDtype, torch.dtype] = {"fp32": torch.float32, "fp16": torc
 PRODUCT_FEATURES, PRODUCT_DENSE_INPUTS = 26, 13
 """Of DLRM-v2: a candidate's row of the dense model's input is `[26 features | 13 dense inputs | zeros]`."""
 Columns = Literal["product", "dense"]
-"""How bags are written: into the columns of that input, each feature's bags below each other; or one after the other."""
+"""How bags are written: into the columns of that input, a feature's bags below each other; or one after the other."""
 
 
 class WrongPoolingError(AssertionError):
@@ -414,7 +414,8 @@ class Bags(OwnedMemory):
         what = f"dim {rows.embedding_dim}, hotness {self.hotness}, batch {self.batch}, {num_cards} cards"
         if unwritten or beyond or any(refused):
             raise WrongPoolingError(
-                f"{what}: {unwritten} elements not finite, {beyond} written beside the bags, {refused[0]} values taken for out of range, "
+                f"{what}: {unwritten} elements not finite, {beyond} written beside the bags, "
+                f"{refused[0]} values taken for out of range, "
                 f"{refused[1]} for not here"
             )
         expected = rows.reference(bags, num_cards)

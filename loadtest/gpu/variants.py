@@ -100,7 +100,7 @@ def _alone(rows: RowsOnCard, shape: tuple[int, int, int], size: BenchSize) -> tu
     with ExitStack() as stack:
         bags = _bags(stack, rows, shape)
         ceiling: Ceiling = stack.enter_context(ceiling_of(rows, bags.num_values, shape[0], SETS))
-        pieces = {TURNED: partial(bags.launch_all, shape[2]), **ceiling.work()}
+        pieces: dict[str, Callable[[], None]] = {TURNED: partial(bags.launch_all, shape[2]), **ceiling.work()}
         timings: dict[str, Timing] = time_graphs(rows.card, rows.stream, pieces, SETS, size.cell_s)
     return timings[TURNED].median_s, timings[ceiling.best(timings)].median_s
 
