@@ -1,9 +1,9 @@
 """The CUDA engine measured on a GPU: `python -m loadtest.bench_gpu --json FILE [--quick]`.
 
 Parts, each in a process of its own, so that one that fails or hangs takes nothing of the others with it: `copy`, the
-device's copy bandwidth, which is the ceiling; `kernel`, the pooling kernel at every size that matters, with logical
-cards and rows in pinned memory; `compare`, nn.EmbeddingBag and gather-then-sum on the same rows; `ranking`, one
-request end to end in local mode.
+device's copy bandwidth, and how fast it reads rows at random; `kernel`, the pooling kernel at every size that matters,
+with logical cards and rows in pinned memory; `compare`, nn.EmbeddingBag, gather-then-sum and FBGEMM on the same rows;
+`variants`, the kernels' switches, each in turns with the defaults; `ranking`, one request end to end in local mode.
 
 Every answer is compared with a reference before it is timed. The file is written again as rows come in: whatever ends
 the run, what was measured until then is in it. It ends within 8 minutes; exit code 1 if a part failed.
@@ -33,16 +33,19 @@ try:
     import torch
 
     import shard_node.cuda
+    from loadtest.gpu import variants
     from loadtest.gpu.parts import FORMAT, FULL, QUICK, BenchPart, BenchReport, BenchSize, Work, run_part, wait_or_kill
     from loadtest.gpu.pooling import measure_copies, measure_kernel, measure_others
     from loadtest.gpu.tables import show
     from shard_node.cuda.card_set import DeviceChoice, open_cards
     from shard_node.cuda.cards import Cards
+    from shard_node.cuda.kernel_params import SWITCH_VALUES, KernelSwitches
+    from shard_node.errors import DeviceChoiceError
 except ImportError as missing:
     raise SystemExit(f"bench_gpu: {missing}. It needs what pyproject.toml names: pip install '.[cuda]'") from missing
 
 # Shares of the time; what a part leaves is divided among those after it.
-SHARES = {"copy": 20.0, "kernel": 130.0, "compare": 50.0, "ranking": 110.0}
+SHARES = {"copy": 20.0, "kernel": 130.0, "compare": 50.0, "variants": 50.0, "ranking": 110.0}
 SECONDS = 440.0
 START_S = 10.0
 """For a part's process to begin."""
@@ -52,8 +55,8 @@ PACKAGES = ("numpy", "cupy-cuda13x", "cupy-cuda12x", "nvidia-cuda-nvrtc", "trito
 _ASKED = "name,driver_version,memory.total,pstate,clocks.sm,clocks.mem,clocks.max.sm,power.limit,temperature.gpu"
 _ASKED_WITHIN_S = 20
 Command = Callable[[str, Path, float], list[str]]
-OpenCards = Callable[[int], Cards]
-"""Opens so many logical cards."""
+OpenCards = Callable[..., Cards]
+"""Opens so many logical cards, with the kernels' `switches` if they are given."""
 
 
 def measure(work: Work, name: str, opened: OpenCards, size: BenchSize) -> None:
@@ -65,6 +68,8 @@ def measure(work: Work, name: str, opened: OpenCards, size: BenchSize) -> None:
         from loadtest.gpu import ranking
 
         ranking.measure(work, opened, size)
+    elif name == "variants":
+        variants.measure(work, opened, size)
     else:
         {"copy": measure_copies, "kernel": measure_kernel, "compare": measure_others}[name](work, cards, size)
 
@@ -76,6 +81,7 @@ def describe(cards: Cards) -> dict[str, Any]:
     return {
         "cards": cards.name,
         "num_cards": len(cards.cards),
+        "switches": str(cards.switches),
         "peer_access": cards.peer_access,
         "device": _properties(device) if device.type == "cuda" else {"name": f"emulated, {platform.machine()}"},
         "nvidia_smi": _nvidia_smi(),
@@ -170,9 +176,9 @@ def allowance(names: Sequence[str], seconds_left: float) -> float:
     return max(1.0, seconds_left) * SHARES[names[0]] / sum(SHARES[name] for name in names)
 
 
-def open_on(device: str, num_cards: int) -> Cards:
+def open_on(device: str, num_cards: int, switches: KernelSwitches | None = None) -> Cards:
     """Open logical cards on the device."""
-    cards = open_cards(DeviceChoice.parse(device), num_cards)
+    cards = open_cards(DeviceChoice.parse(device), num_cards, switches)
     if cards is None:
         raise click.UsageError(f"--device {device}: the bench needs a CUDA device, as in cuda:0")
     return cards
@@ -188,6 +194,15 @@ def open_on(device: str, num_cards: int) -> Cards:
 @click.option("--dim", "dims", type=click.IntRange(4, 512), multiple=True, help="Instead of 128 and 64; repeatable.")
 @click.option("--hotness", type=click.IntRange(1, 1000), multiple=True, help="Rows of a bag, likewise.")
 @click.option("--batch", "batches", type=click.IntRange(1, 1 << 20), multiple=True, help="Bags of a launch, likewise.")
+@click.option(
+    "--switch", "turned", multiple=True, metavar="NAME=VALUE", help=f"Of {', '.join(SWITCH_VALUES)}; repeatable."
+)
+@click.option(
+    "--fbgemm",
+    type=click.Path(path_type=Path, file_okay=False),
+    envvar="SHARDRANK_FBGEMM",
+    help="Folder of FBGEMM's libraries; by default fbgemm_gpu in Python's own.",
+)
 @click.option("--one-process", is_flag=True, help="Run the parts in this process: for profilers.")
 @click.option("--add", is_flag=True, help="Keep what the file already has of other parts.")
 def main(
@@ -196,6 +211,7 @@ def main(
     names: tuple[str, ...],
     device: str,
     seconds: float,
+    turned: tuple[str, ...],
     one_process: bool,
     add: bool,
     **sizes: Any,
@@ -203,6 +219,8 @@ def main(
     """Run the bench."""
     console = Console(width=140)
     size = _size(quick, **sizes)
+    switches = _switches(turned)
+    opens = partial(open_on, device, switches=switches) if switches.turned() else partial(open_on, device)
     chosen = [name for name in SHARES if not names or name in names]
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         path = json_path or Path(folder) / "result.json"
@@ -214,25 +232,41 @@ def main(
             raise click.UsageError(f"--json {path}: can't be written: {error.strerror}") from error
         if one_process:
             say = partial(console.print, markup=False, highlight=False)
-            run_here(report, chosen, seconds, partial(open_on, device), size, say)
+            run_here(report, chosen, seconds, opens, size, say)
         else:
-            options = [f"--device={device}", *_size_options(quick, **sizes)]
+            options = [f"--device={device}", *(f"--switch={one}" for one in turned), *_size_options(quick, **sizes)]
             report = run_apart(report, path, chosen, seconds, partial(_command, options))
             show(report, console)
     sys.exit(1 if report.failed(chosen) else 0)
 
 
-def _size(quick: bool, table_gb: float | None, **several: tuple[int, ...]) -> BenchSize:
+def _switches(turned: Sequence[str]) -> KernelSwitches:
+    values: dict[str, int] = {}
+    for one in turned:
+        name, _, value = one.partition("=")
+        if not value.isdecimal():
+            raise click.UsageError(f"--switch {one}: it must be NAME=VALUE, as in bags_per_lane_group=2")
+        values[name] = int(value)
+    try:
+        return KernelSwitches.of(values)
+    except DeviceChoiceError as error:
+        raise click.UsageError(f"--switch: {error}") from error
+
+
+def _size(quick: bool, table_gb: float | None, fbgemm: Path | None, **several: tuple[int, ...]) -> BenchSize:
     given: dict[str, Any] = {name: values for name, values in several.items() if values}
     if table_gb is not None:
         given["table_bytes"] = int(table_gb * 1e9)
+    if fbgemm is not None:
+        given["fbgemm"] = fbgemm
     return replace(QUICK if quick else FULL, **given)
 
 
-def _size_options(quick: bool, table_gb: float | None, **several: tuple[int, ...]) -> list[str]:
+def _size_options(quick: bool, table_gb: float | None, fbgemm: Path | None, **several: tuple[int, ...]) -> list[str]:
     """Return the same on the command line of a part."""
     options = ["--quick"] if quick else []
     options += [] if table_gb is None else [f"--table-gb={table_gb}"]
+    options += [] if fbgemm is None else [f"--fbgemm={fbgemm}"]
     names = {"dims": "dim", "hotness": "hotness", "batches": "batch"}
     return options + [f"--{names[field]}={value}" for field, values in several.items() for value in values]
 

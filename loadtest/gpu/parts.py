@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable
@@ -41,6 +42,7 @@ class BenchSize:
         max_batch_candidates: that requests in flight are joined up to.
         requests: timed in each configuration of the ranking part.
         throughput_s: for which requests are kept in flight there.
+        fbgemm: folder of FBGEMM's libraries.
     """
 
     table_bytes: int = 20_000_000_000
@@ -62,6 +64,7 @@ class BenchSize:
     max_batch_candidates: int = 2048
     requests: int = 300
     throughput_s: float = 1.0
+    fbgemm: Path = Path(sys.prefix) / "fbgemm_gpu"
 
 
 FULL = BenchSize()

@@ -46,6 +46,11 @@ class Launch:
     kernel: str
     counters: dict[str, float]
 
+    @property
+    def ceiling(self) -> bool:
+        """Tell whether it is not the engine's, but reads as many rows at random and does nothing else."""
+        return self.kernel.startswith("gather")
+
     def figures(self) -> list[str]:
         """Give what a reader judges it by; bytes are by row looked up."""
 
@@ -174,11 +179,19 @@ def explain(aim: Row, bench: BenchReport, launches: Sequence[Launch]) -> str:
     if worst is not None and "mean_stage_ms" in worst:
         return ", ".join(f"{stage} {ms:.3f} ms" for stage, ms in worst["mean_stage_ms"].items())
     dim = _DIM.search(str(aim.get("worst_at")))
-    launch = next((one for one in launches if dim and one.dim == int(dim[1])), None)
+    same = [one for one in launches if dim and one.dim == int(dim[1])]
+    launch = next((one for one in same if not one.ceiling), None)
     if launch is None:
         return "not counted"
+    beside = "; of random reads alone: ".join(
+        _named(one) for one in [launch, *[one for one in same if one.ceiling][:1]]
+    )
+    return f"{launch.limit()} ({beside})"
+
+
+def _named(launch: Launch) -> str:
     named = zip(LAUNCH_COLUMNS, launch.figures(), strict=True)
-    return f"{launch.limit()} ({', '.join(f'{name} {figure}' for name, figure in named if figure != MISSING)})"
+    return ", ".join(f"{name} {figure}" for name, figure in named if figure != MISSING)
 
 
 def aim_lines(bench: BenchReport, launches: Sequence[Launch]) -> tuple[list[list[str]], list[str]]:

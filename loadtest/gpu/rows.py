@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec, TableSpec
+from serving.models.inputs import SideShapes
 from shard_node.bags import TableLayout
 from shard_node.cuda.batch import BatchShapes
 from shard_node.cuda.cards import Card, Cards, Memory, PinnedMemory, Stream
@@ -126,11 +127,15 @@ class OwnedMemory(ExitStack):
         memory.free()
 
 
+NO_PLACES = 0
+"""In place of a number of logical cards: one that has all rows, so that none has a place; without the host's."""
+
+
 @dataclass(slots=True)
 class Placed:
     """The table as a number of logical cards hold it; the host's rows are behind all of theirs."""
 
-    places: Memory
+    places: Memory | None
     tables: Memory
     starts: Memory
 
@@ -142,23 +147,31 @@ class RowsOnCard(OwnedMemory):
     allocation. So the same bytes are the table of any number of logical cards.
     """
 
-    def __init__(self, cards: Cards, card: Card, embedding_dim: int, table_bytes: int, host_bytes: int) -> None:
-        super().__init__(card.stream())
-        self.card, self.embedding_dim = card, embedding_dim
+    def __init__(
+        self,
+        cards: Cards,
+        card: Card,
+        embedding_dim: int,
+        table_bytes: int,
+        host_bytes: int,
+        stream: Stream | None = None,
+    ) -> None:
+        super().__init__(stream or card.stream())
+        self.cards, self.card, self.embedding_dim = cards, card, embedding_dim
         self.format = RowFormat.of("int8", embedding_dim)
         self.stride, self._tail = self.format.stride, self.format.tail_offset
         self.card_rows = -(-table_bytes // (self.format.row_bytes * ROW_MULTIPLE)) * ROW_MULTIPLE
         self.host_rows = min(host_bytes // self.stride, self.card_rows // 2)
         self.generator = torch.Generator(card.torch_device).manual_seed(embedding_dim)
         self._placed: dict[int, Placed] = {}
-        self._memory = self.own(card.allocate(self.card_rows * self.stride))
+        self.memory = self.own(card.allocate(self.card_rows * self.stride))
         self._pinned: PinnedMemory | None = None
         try:
             self._fill()
             if self.host_rows:
                 self._pinned = self.own(cards.allocate_pinned(self.host_rows * self.stride))
                 # The last of the card's rows: slot i of the host is then no row that slot i of a card is.
-                source = self._memory.address + (self.card_rows - self.host_rows) * self.stride
+                source = self.memory.address + (self.card_rows - self.host_rows) * self.stride
                 card.copy_to_host(self._pinned, 0, source, self._pinned.size_bytes, self.stream)
                 self.stream.synchronize()
         except BaseException:
@@ -172,21 +185,26 @@ class RowsOnCard(OwnedMemory):
             for first in range(0, self.card_rows, rows_a_piece):
                 rows = min(rows_a_piece, self.card_rows - first)
                 begin = first * self.stride
-                codes = self.card.tensor(self._memory, begin, (rows * self.stride,), torch.uint8)
+                codes = self.card.tensor(self.memory, begin, (rows * self.stride,), torch.uint8)
                 codes.random_(0, 256, generator=self.generator)
-                floats = self.card.tensor(self._memory, begin, (rows, self.stride // 4), torch.float32)
+                floats = self.card.tensor(self.memory, begin, (rows, self.stride // 4), torch.float32)
                 random = torch.rand((2, rows), device=self.card.torch_device, generator=self.generator)
                 floats[:, first_float] = random[0].add(0.5).div(255)
                 floats[:, first_float + 1] = random[1].sub(0.5)
         self.stream.synchronize()
 
     def placed(self, num_cards: int) -> Placed:
-        """Place all rows over `num_cards` logical cards; made once."""
+        """Place all rows over `num_cards` logical cards, or `NO_PLACES`; made once."""
         if num_cards not in self._placed:
             self._placed[num_cards] = self._place(num_cards)
         return self._placed[num_cards]
 
     def _place(self, num_cards: int) -> Placed:
+        offsets = np.zeros((1, max(1, num_cards) + 2), np.uint64)
+        starts = self.own(self.upload(self.cards.switches.starts(offsets, list(self._owners(num_cards))).tobytes()))
+        if num_cards == NO_PLACES:
+            table = TableParams(num_rows=self.card_rows, owner_after=1)
+            return Placed(None, self.own(self.upload(bytes(table))), starts)
         bits, rows = owner_bits(num_cards), self.card_rows + self.host_rows
         places = self.own(self.card.allocate(4 * rows))
         device = self.card.torch_device
@@ -200,10 +218,16 @@ class RowsOnCard(OwnedMemory):
                 # int64 to int32 keeps the low 32 bits, which is what the kernel reads as uint32.
                 place = torch.where(row < self.card_rows, on_card, on_host).to(torch.int32)
                 self.card.tensor(places, 4 * first, (count,), torch.int32).copy_(place)
-        starts = np.zeros(num_cards + 2, np.uint64)
-        return Placed(
-            places, self.own(self.upload(bytes(TableParams(num_rows=rows)))), self.own(self.upload(starts.tobytes()))
-        )
+        return Placed(places, self.own(self.upload(bytes(TableParams(num_rows=rows)))), starts)
+
+    def _owners(self, num_cards: int) -> ctypes.Array[ctypes.c_uint64]:
+        """Say where the rows of each owner begin."""
+        num_cards = max(1, num_cards)
+        owners = (ctypes.c_uint64 * MAX_OWNERS)()
+        for owner in range(num_cards):
+            owners[owner] = self.memory.address + owner * (self.card_rows // num_cards) * self.stride
+        owners[pinned_owner(num_cards)] = self._pinned.address if self._pinned is not None else 0
+        return owners
 
     def upload(self, content: bytes) -> Memory:
         """Copy this content to memory of the card."""
@@ -216,14 +240,11 @@ class RowsOnCard(OwnedMemory):
 
     def arena(self, num_cards: int) -> ArenaParams:
         """Fill in the kernel's parameters."""
-        placed = self.placed(num_cards)
-        owners = (ctypes.c_uint64 * MAX_OWNERS)()
-        for owner in range(num_cards):
-            owners[owner] = self._memory.address + owner * (self.card_rows // num_cards) * self.stride
-        owners[pinned_owner(num_cards)] = self._pinned.address if self._pinned is not None else 0
+        placed, owners = self.placed(num_cards), self._owners(num_cards)
+        num_cards = max(1, num_cards)
         return ArenaParams(
             rows=owners,
-            places=placed.places.address,
+            places=placed.places.address if placed.places is not None else 0,
             tables=placed.tables.address,
             starts=placed.starts.address,
             num_tables=1,
@@ -237,9 +258,10 @@ class RowsOnCard(OwnedMemory):
         """Read the bytes of rows, uint8 [n, stride], without the places."""
         found = np.empty((rows.size, self.stride), np.uint8)
         on_card = rows < self.card_rows
+        num_cards = max(1, num_cards)
         slots = rows[on_card] % num_cards * (self.card_rows // num_cards) + rows[on_card] // num_cards
         with self.card.torch_stream(self.stream):
-            table = self.card.tensor(self._memory, 0, (self.card_rows, self.stride), torch.uint8)
+            table = self.card.tensor(self.memory, 0, (self.card_rows, self.stride), torch.uint8)
             found[on_card] = table[torch.from_numpy(slots).to(self.card.torch_device)].cpu().numpy()
         if self._pinned is not None:
             host = self._pinned.array.reshape(self.host_rows, self.stride)
@@ -257,18 +279,27 @@ class RowsOnCard(OwnedMemory):
 
     def floats(self, first: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Dequantise the card's rows `first` and on, as one logical card has them: [count, dim]."""
-        begin = first * self.stride
-        stored = self.card.tensor(self._memory, begin, (count, self.stride), torch.uint8)
-        scale_bias = self.card.tensor(self._memory, begin, (count, self.stride // 4), torch.float32)
-        column = self._tail // 4
-        scale, bias = scale_bias[:, column, None], scale_bias[:, column + 1, None]
-        return stored[:, : self.embedding_dim].to(torch.float32).mul_(scale).add_(bias).to(dtype)
+        codes, scale_bias = self.parts(first, count)
+        return codes.to(torch.float32).mul_(scale_bias[:, :1]).add_(scale_bias[:, 1:]).to(dtype)
+
+    def parts(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """View codes, uint8 [count, dim], and scale and bias, float32 [count, 2], of the card's rows from `first`."""
+        begin, column = first * self.stride, self._tail // 4
+        stored = self.card.tensor(self.memory, begin, (count, self.stride), torch.uint8)
+        floats = self.card.tensor(self.memory, begin, (count, self.stride // 4), torch.float32)
+        return stored[:, : self.embedding_dim], floats[:, column : column + 2]
 
 
 CHECKED_BAGS = 64
 TOLERANCE: dict[OutDtype, float] = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 1e-2}
 """Of the norm of a checked bag, against the reference in float64."""
 TORCH_DTYPES: dict[OutDtype, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+PRODUCT_FEATURES, PRODUCT_DENSE_INPUTS = 26, 13
+"""Of DLRM-v2: a candidate's row of the dense model's input is `[26 features | 13 dense inputs | zeros]`."""
+Columns = Literal["product", "dense"]
+"""How bags are written: into the columns of that input, a feature's bags below each other; or one after the other."""
 
 
 class WrongPoolingError(AssertionError):
@@ -278,24 +309,44 @@ class WrongPoolingError(AssertionError):
 class Bags(OwnedMemory):
     """Batches of `batch` bags of `hotness` rows, one for each of `num_sets` input sets.
 
-    The sets lie one after the other in `values`, int32 [at least num_sets * batch * hotness] on the card.
+    The sets lie one after the other in `values`, int32 [at least num_sets * batch * hotness] on the card. With the
+    product's columns each of its features has an equal share of the bags, as so many candidates.
     """
 
     def __init__(
-        self, rows: RowsOnCard, values: Memory, batch: int, hotness: int, num_sets: int, out_dtype: OutDtype = "fp32"
+        self,
+        rows: RowsOnCard,
+        values: Memory,
+        batch: int,
+        hotness: int,
+        num_sets: int,
+        out_dtype: OutDtype = "fp32",
+        columns: Columns = "dense",
     ) -> None:
         super().__init__(rows.stream)
         self.rows, self.batch, self.hotness, self.num_sets, self.out_dtype = rows, batch, hotness, num_sets, out_dtype
         self._values = values
-        (self._shape,) = BatchShapes(one_table_layout(rows.embedding_dim, rows.card_rows)).arenas
-        self._grid = (-(-batch // self._shape.bags_per_block), self._shape.column_tiles)
-        blocks = np.zeros((self._grid[0], 2), np.uint32)
-        blocks[:, 1] = np.arange(self._grid[0]) * self._shape.bags_per_block
+        layout = one_table_layout(rows.embedding_dim, rows.card_rows)
+        (self._shape,) = BatchShapes(layout, rows.cards.switches).arenas
+        dims = {f"feature_{number}": rows.embedding_dim for number in range(PRODUCT_FEATURES)}
+        shapes = SideShapes.of(
+            dims if columns == "product" else {"feature_0": rows.embedding_dim}, PRODUCT_DENSE_INPUTS
+        )
+        starts = list(shapes.offsets.values())
+        self._width = shapes.padded_width if columns == "product" else rows.embedding_dim
+        self._candidates = -(-batch // len(starts))
+        runs, blocks = [], []
+        for number, first in enumerate(range(0, batch, self._candidates)):
+            count = min(self._candidates, batch - first)
+            runs.append(bytes(RunParams(0, first, count, MODES["sum"], starts[number], self._width)))
+            firsts = np.arange(0, count, self._shape.bags_per_block, dtype=np.uint32)
+            blocks.append(np.stack((np.full_like(firsts, number), firsts), axis=1))
+        self._num_runs = len(runs)
+        self._grid = (sum(map(len, blocks)), self._shape.column_tiles)
         offsets = np.arange(0, (batch + 1) * hotness, hotness, dtype=np.uint32)
-        run = RunParams(0, 0, batch, MODES["sum"], 0, rows.embedding_dim)
-        uploads = (blocks.tobytes(), offsets.tobytes(), bytes(run), bytes(16))
+        uploads = (np.concatenate(blocks).tobytes(), offsets.tobytes(), b"".join(runs), bytes(16))
         self._blocks, self._offsets, self._runs, self._counters = (self.own(rows.upload(one)) for one in uploads)
-        self._out = self.own(rows.card.allocate(batch * rows.embedding_dim * OUT_BYTES[out_dtype]))
+        self._out = self.own(rows.card.allocate(self._candidates * self._width * OUT_BYTES[out_dtype]))
         self._arenas: dict[int, ArenaParams] = {}
 
     @property
@@ -309,8 +360,14 @@ class Bags(OwnedMemory):
         return self.rows.card.tensor(self._values, first, (self.num_values,), torch.int32)
 
     def out(self) -> torch.Tensor:
-        """View where launches write, [batch, dim]."""
-        shape = (self.batch, self.rows.embedding_dim)
+        """Return what launches have written, [batch, dim]."""
+        dim = self.rows.embedding_dim
+        features = self._matrix()[:, : self._num_runs * dim].view(self._candidates, self._num_runs, dim)
+        return features.transpose(0, 1).reshape(-1, dim)[: self.batch]
+
+    def _matrix(self) -> torch.Tensor:
+        """View where launches write, [candidates, columns]."""
+        shape = (self._candidates, self._width)
         return self.rows.card.tensor(self._out, 0, shape, TORCH_DTYPES[self.out_dtype])
 
     def launch(self, num_cards: int, number: int) -> None:
@@ -342,20 +399,23 @@ class Bags(OwnedMemory):
         counters = rows.card.tensor(self._counters, 0, (2,), torch.int64)
         with rows.card.torch_stream(rows.stream):
             counters.zero_()
-            self.out().fill_(float("nan"))
+            self._matrix().fill_(float("nan"))
         self.launch(num_cards, number)
         chosen = np.random.default_rng(seed).integers(0, self.batch, min(CHECKED_BAGS, self.batch))
         chosen[0], chosen[-1] = 0, self.batch - 1
         with rows.card.torch_stream(rows.stream):
-            unwritten = int((~torch.isfinite(self.out())).sum())
+            pooled_all = self.out()
+            unwritten = int((~torch.isfinite(pooled_all)).sum())
+            beyond = int((~torch.isnan(self._matrix())).sum()) - int((~torch.isnan(pooled_all)).sum())
             refused = counters.tolist()
             there = torch.from_numpy(chosen).to(rows.card.torch_device)
-            pooled = self.out()[there].cpu().to(torch.float64).numpy()
+            pooled = pooled_all[there].cpu().to(torch.float64).numpy()
             bags = self.set_of(number).view(self.batch, self.hotness)[there].cpu().numpy().astype(np.int64)
         what = f"dim {rows.embedding_dim}, hotness {self.hotness}, batch {self.batch}, {num_cards} cards"
-        if unwritten or any(refused):
+        if unwritten or beyond or any(refused):
             raise WrongPoolingError(
-                f"{what}: {unwritten} elements not finite, {refused[0]} values taken for out of range, "
+                f"{what}: {unwritten} elements not finite, {beyond} written beside the bags, "
+                f"{refused[0]} values taken for out of range, "
                 f"{refused[1]} for not here"
             )
         expected = rows.reference(bags, num_cards)
@@ -366,8 +426,10 @@ class Bags(OwnedMemory):
         return largest
 
 
-def asked_bytes(rows: RowsOnCard, hotness: int, batch: int) -> dict[str, float]:
-    """Count bytes that one launch asks for in sectors of 32, each row as often as it is looked up; sums are fp32.
+def asked_bytes(
+    rows: RowsOnCard, hotness: int, batch: int, out_dtype: OutDtype = "fp32", places: bool = True
+) -> dict[str, float]:
+    """Count bytes that one launch asks for in sectors of 32, each row as often as it is looked up.
 
     A row: the sectors that its codes, scale and bias touch, in the mean over where a row begins in a sector. A place:
     one sector each, since rows are at random. Ids, offsets and pooled bags are contiguous and count as they are.
@@ -375,8 +437,8 @@ def asked_bytes(rows: RowsOnCard, hotness: int, batch: int) -> dict[str, float]:
     num_rows = hotness * batch
     parts = {
         "rows": sector_bytes(rows.format) * num_rows,
-        "places": float(SECTOR_BYTES * num_rows),
+        "places": float(SECTOR_BYTES * num_rows * places),
         "ids_and_offsets": 4.0 * (num_rows + batch + 1),
-        "pooled": float(batch * rows.embedding_dim * OUT_BYTES["fp32"]),
+        "pooled": float(batch * rows.embedding_dim * OUT_BYTES[out_dtype]),
     }
     return {**parts, "all": sum(parts.values())}

@@ -10,9 +10,11 @@ from rich.console import Console
 from rich.table import Table
 
 from loadtest.gpu.parts import BenchReport, Row
-from loadtest.gpu.pooling import BAG, GATHER, OURS
+from loadtest.gpu.pooling import AIM_HOTNESS, BAG, GATHER, OURS, TBE
 
 LARGE_BATCH = 8192
+AIM_BATCH = 65536
+COPY_SHARE = 0.85
 Figure = tuple[float, str]
 
 
@@ -44,31 +46,57 @@ def _where(row: Row, *keys: str) -> str:
     return ", ".join(f"{key} {row[key]}" for key in keys)
 
 
-def _large_uniform(report: BenchReport) -> list[Row]:
+def _large(report: BenchReport) -> list[Row]:
+    """Find what the aims of the kernel are about: bags of 20 and more, as the product writes them."""
     return [
         row
         for row in _right_rows(report, "kernel")
-        if row["ids"] == "uniform" and row["share_on_card"] == 1 and row["batch"] >= LARGE_BATCH
+        if row["ids"] == "uniform"
+        and row["share_on_card"] == 1
+        and row["columns"] == "product"
+        and row["hotness"] >= AIM_HOTNESS
+        and row["batch"] >= AIM_BATCH
     ]
+
+
+def _at(row: Row) -> str:
+    """Say where a figure is from, and what bounds it: the ceiling, and the kernel."""
+    at = _where(row, "dim", "hotness", "batch", "out_dtype")
+    return f"{at}: ceiling {row['ceiling_us']:.1f} us, kernel {row['us_per_launch']:.1f} us"
+
+
+def _shares_of_ceiling(report: BenchReport) -> list[Figure]:
+    return [(row["share_of_ceiling"], _at(row)) for row in _large(report) if not row["places"]]
 
 
 def _shares_of_copy(report: BenchReport) -> list[Figure]:
-    rows = [row for row in _large_uniform(report) if row["logical_cards"] == 1 and row["share_of_copy"] is not None]
-    return [(row["share_of_copy"], _where(row, "dim", "hotness", "batch")) for row in rows]
-
-
-def _ratios_of_8_cards(report: BenchReport) -> list[Figure]:
-    rows = [row for row in _large_uniform(report) if row["logical_cards"] == 8 and row["ratio_to_one_card"] is not None]
-    return [(row["ratio_to_one_card"], _where(row, "dim", "hotness", "batch")) for row in rows]
-
-
-def _times_embedding_bag(report: BenchReport) -> list[Figure]:
-    rows = [
-        row
-        for row in _right_rows(report, "compare")
-        if row["dtype"] == "fp16" and row["batch"] >= LARGE_BATCH and BAG in row["times"]
+    """Take configurations whose ceiling allows the bound."""
+    return [
+        (row["share_of_copy"], _at(row))
+        for row in _large(report)
+        if not row["places"] and (row["ceiling_share_of_copy"] or 0.0) >= COPY_SHARE
     ]
-    return [(row["times"][BAG], _where(row, "dim", "hotness", "batch")) for row in rows]
+
+
+def _ratios_of_cards(report: BenchReport) -> list[Figure]:
+    rows = [row for row in _large(report) if row["logical_cards"] > 1 and row["ratio_to_one_card"] is not None]
+    return [(row["ratio_to_one_card"], _where(row, "dim", "hotness", "batch", "logical_cards")) for row in rows]
+
+
+def _times_of(name: str, dim: int | None = None) -> Callable[[BenchReport], list[Figure]]:
+    """Make what finds another's time by the kernel's."""
+
+    def figures(report: BenchReport) -> list[Figure]:
+        return [
+            (row["times"][name], _where(row, "dim", "hotness", "batch"))
+            for row in _right_rows(report, "compare")
+            if row["dtype"] == "fp16"
+            and row["batch"] >= LARGE_BATCH
+            and name in row["times"]
+            and dim in (None, row["dim"])
+        ]
+
+    return figures
 
 
 def _dlrm_medians(report: BenchReport) -> list[Figure]:
@@ -77,9 +105,12 @@ def _dlrm_medians(report: BenchReport) -> list[Figure]:
 
 
 AIMS = (
-    Aim("share of the copy bandwidth, in sectors, uniform ids, batch >= 8192", 0.85, True, _shares_of_copy),
-    Aim("8 logical cards, time by that of one, uniform ids, batch >= 8192", 1.05, False, _ratios_of_8_cards),
-    Aim("nn.EmbeddingBag fp16, its time by the kernel's, batch >= 8192", 2.0, True, _times_embedding_bag),
+    Aim("int8 by the random-gather ceiling, hotness >= 20, 65,536 bags", 0.9, True, _shares_of_ceiling),
+    Aim("share of the copy bandwidth in sectors, there, where the ceiling has it", COPY_SHARE, True, _shares_of_copy),
+    Aim("2, 4, 8 logical cards, time by that of one with places, there", 1.05, False, _ratios_of_cards),
+    Aim("nn.EmbeddingBag fp16, its time by the kernel's, dim 64, batch >= 8192", 1.3, True, _times_of(BAG, 64)),
+    Aim("nn.EmbeddingBag fp16, its time by the kernel's, dim 128, batch >= 8192", 1.8, True, _times_of(BAG, 128)),
+    Aim("FBGEMM's TBE, int8, fp16 out, its time by the kernel's, batch >= 8192", 1.0, True, _times_of(TBE)),
     Aim("a request of 500 candidates, DLRM-v2, local mode with graphs, median ms", 2.0, False, _dlrm_medians),
 )
 
@@ -98,7 +129,7 @@ Content = tuple[str, list[str], list[list[str]]]
 
 def contents(report: BenchReport) -> list[Content]:
     """Make the parts' tables, then how far each part came, then the aims; without lines where nothing was measured."""
-    makers = (_copies, _kernel, _shares, _compared, _requests, _parts, _aims)
+    makers = (_copies, _kernel, _shares, _compared, _variants, _requests, _parts, _aims)
     return [make(report) for make in makers]
 
 
@@ -135,22 +166,29 @@ def _copies(report: BenchReport) -> Content:
 
 
 def _kernel(report: BenchReport) -> Content:
-    """One line for each size and kind of ids: one card, then the ratios of more."""
-    cells: dict[tuple[Any, ...], dict[int, Row]] = {}
+    """One line for each size, kind of ids and output: without places, then the ratios of logical cards with them."""
+    cells: dict[tuple[Any, ...], list[Row]] = {}
     for row in _rows(report, "kernel"):
         if row["share_on_card"] == 1:
-            key = tuple(row[name] for name in ("ids", "dim", "hotness", "batch"))
-            cells.setdefault(key, {})[row["logical_cards"]] = row
-    more = sorted({count for cell in cells.values() for count in cell} - {1})
+            key = tuple(row[name] for name in ("ids", "dim", "hotness", "batch", "out_dtype", "columns"))
+            cells.setdefault(key, []).append(row)
+    more = sorted({row["logical_cards"] for cell in cells.values() for row in cell if row["places"]})
     lines = []
     for key, cell in cells.items():
-        one = cell.get(1, {})
-        figures = [_number(one.get("us_per_launch"), 1), _number(one.get("ns_per_row"), 3)]
-        figures += [_number(one.get("predicted_ns_per_row"), 3), _number(one.get("gb_per_s_all"), 0)]
-        figures += [_number(one.get("share_of_copy"))]
-        lines.append([*map(str, key), *figures, *(_number(cell.get(n, {}).get("ratio_to_one_card"), 3) for n in more)])
-    columns = ["ids", "dim", "hotness", "batch", "us", "ns/row", "predicted", "GB/s", "of copy"]
-    return "kernel, int8, all rows on the card", [*columns, *(f"{count} cards" for count in more)], lines
+        bare = next((row for row in cell if not row["places"]), {})
+        placed = {row["logical_cards"]: row for row in cell if row["places"]}
+        figures = [_number(bare.get("us_per_launch"), 1), _number(bare.get("ceiling_us"), 1)]
+        figures += [_number(bare.get("share_of_ceiling")), _number(bare.get("ns_per_row"), 3)]
+        figures += [_number(bare.get("predicted_ns_per_row"), 3), _number(bare.get("gb_per_s_stored"), 0)]
+        figures += [_number(bare.get("gb_per_s_all"), 0), _number(bare.get("share_of_copy"))]
+        first = placed.get(more[0], {}) if more else {}
+        figures += [_number(first.get("ratio_to_no_places"), 3)]
+        lines.append(
+            [*map(str, key), *figures, *(_number(placed.get(n, {}).get("ratio_to_one_card"), 3) for n in more[1:])]
+        )
+    columns = ["ids", "dim", "hotness", "batch", "out", "columns", "us", "ceiling us", "of ceiling", "ns/row"]
+    columns += ["predicted", "stored GB/s", "GB/s", "of copy", "places"]
+    return "kernel, int8, all rows on the card", [*columns, *(f"{count} cards" for count in more[1:])], lines
 
 
 def _shares(report: BenchReport) -> Content:
@@ -173,10 +211,20 @@ def _compared(report: BenchReport) -> Content:
     for row in _rows(report, "compare"):
         key = [row["dtype"], *(str(row[name]) for name in ("dim", "hotness", "batch"))]
         times = row["times"]
-        figures = [_number(row["ns_per_row"][OURS], 3), *(_number(times.get(name)) for name in (BAG, GATHER))]
+        figures = [_number(row["ns_per_row"][OURS], 3), *(_number(times.get(name)) for name in (BAG, GATHER, TBE))]
         lines.append([*key, *figures])
-    columns = ["dtype", "dim", "hotness", "batch", "ns/row", "EmbeddingBag", "torch gather"]
+    columns = ["dtype", "dim", "hotness", "batch", "ns/row", "EmbeddingBag", "torch gather", "FBGEMM"]
     return "beside others: shardrank's int8, then their time by its", columns, lines
+
+
+def _variants(report: BenchReport) -> Content:
+    columns = ["switch", "dim", "hotness", "batch", "logical_cards"]
+    lines = [
+        [*(str(row[name]) for name in columns), _number(row["us_per_launch"], 1), _number(row["default_us"], 1),
+         _number(row["times"], 3)]
+        for row in _rows(report, "variants")
+    ]  # fmt: skip
+    return "switches of the kernels, their time by the defaults'", [*columns, "us", "defaults us", "times"], lines
 
 
 def _requests(report: BenchReport) -> Content:

@@ -14,6 +14,8 @@ import torch
 from shard_node.cuda.cards import Card, Stream
 
 GROUP, MAX_ROUNDS = 5, 200
+LEAST_LAUNCHES, LONG_S = 32, 0.02
+"""Of one graph, unless it takes longer: the gap between an event and a graph is then nothing beside it."""
 Name = TypeVar("Name", str, int)
 
 
@@ -61,18 +63,19 @@ def clock_name(card: Card) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds of one launch: median of the rounds, and the range of the middle 80% of them."""
+    """Seconds of one launch: median of the rounds, of `launches` each, and the range of the middle 80% of them."""
 
     median_s: float
     low_s: float
     high_s: float
     rounds: int
+    launches: int = 1
 
     @classmethod
     def of(cls, seconds: list[float], launches: int = 1) -> Timing:
         """Summarize the seconds of rounds of `launches` each."""
         low, median, high = np.percentile(np.array(seconds) / launches, (10, 50, 90)).tolist()
-        return cls(median, low, high, len(seconds))
+        return cls(median, low, high, len(seconds), launches)
 
     @property
     def spread(self) -> float:
@@ -124,10 +127,24 @@ def time_in_turns(
 def time_graphs(
     card: Card, stream: Stream, work: Mapping[Name, Callable[[], None]], launches: int, seconds: float
 ) -> dict[Name, Timing]:
-    """Capture each piece of work as a graph, and time their replays as `time_in_turns`."""
-    replays: dict[Name, Callable[[], None]] = {}
-    for name, one in work.items():
+    """Capture each piece of work as a graph, so often that it has LEAST_LAUNCHES, and time replays in turns."""
+    longest_s = 0.0
+    watch = Stopwatch(card, stream)
+    for one in work.values():
         one()  # Once before, as captures demand.
         stream.synchronize()
-        replays[name] = partial(card.capture(stream, one).replay, stream)
-    return time_in_turns(card, stream, replays, launches, seconds)
+        with card.torch_stream(stream):
+            watch.start()
+            one()
+            watch.stop()
+        longest_s = max(longest_s, watch.seconds())
+    times = max(1, min(-(-LEAST_LAUNCHES // launches), int(LONG_S / max(longest_s, 1e-9))))
+    replays: dict[Name, Callable[[], None]] = {}
+    for name, one in work.items():
+        replays[name] = partial(card.capture(stream, partial(_repeat, one, times)).replay, stream)
+    return time_in_turns(card, stream, replays, launches * times, seconds)
+
+
+def _repeat(one: Callable[[], None], times: int) -> None:
+    for _ in range(times):
+        one()

@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -162,6 +163,13 @@ class Cards(Protocol):
     @property
     def name(self) -> str:
         """What they are, for people: `8 x NVIDIA H100 80GB HBM3`."""
+
+    def load_kernels(self, source: Path, kernels: Sequence[str]) -> None:
+        """Compile a source beside the engine's; all cards launch these kernels of it from then on. Idempotent.
+
+        Raises:
+            CardError: it does not compile.
+        """
 
     def allocate_pinned(self, size_bytes: int) -> PinnedMemory:
         """Raise MemoryBudgetError if the host has not as much."""

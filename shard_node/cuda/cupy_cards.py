@@ -126,6 +126,10 @@ class _CupyCards:
         named = " + ".join(f"{count} x {kind}" for kind, count in kinds.items())
         self.name = named if len(devices) == len(cards) else f"{len(cards)} logical cards on {named}"
 
+    def load_kernels(self, source: Path, kernels: Sequence[str]) -> None:
+        for device in {card.device for card in self.cards}:
+            device.load_kernels(source, kernels, self.switches)
+
     def allocate_pinned(self, size_bytes: int) -> _CupyPinnedMemory:
         return self.cards[0].device.allocate_pinned(size_bytes)
 
@@ -284,10 +288,17 @@ class _Device:
             if switches.l2_fetch_bytes:
                 runtime.deviceSetLimit(runtime.cudaLimitMaxL2FetchGranularity, switches.l2_fetch_bytes)
             # Kept, as the code is unloaded with the last of them.
-            self._functions = _compiled(index, switches)
+            self._functions = _compiled(index, _SOURCE, _KERNELS, switches)
         self.kernels: dict[str, int] = {name: int(function.ptr) for name, function in self._functions.items()}
         self.spare_events = _SPARE_EVENTS.setdefault(index, deque())
         self.spare_streams = _SPARE_STREAMS.setdefault(index, {})
+
+    def load_kernels(self, source: Path, kernels: Sequence[str], switches: KernelSwitches) -> None:
+        if not self.kernels.keys() >= set(kernels):
+            with self.current(f"compiling {source.name}"):
+                compiled = _compiled(self.index, source, kernels, switches)
+            self._functions |= compiled
+            self.kernels |= {name: int(function.ptr) for name, function in compiled.items()}
 
     def current(self, action: str) -> _Current:
         """Return a context within which the device is current; `action` is for the message of CardError."""
@@ -348,12 +359,12 @@ class _Device:
             raise CardError(f"device {self.index}: unused memory can't be given back: {error}") from error
 
 
-def _compiled(device: int, switches: KernelSwitches) -> dict[str, Any]:
+def _compiled(device: int, source: Path, kernels: Sequence[str], switches: KernelSwitches) -> dict[str, Any]:
     """Compile the kernels for the current device, or take them from CuPy's cache on disk: objects with a CUfunction."""
     options = ("-std=c++17", *switches.defines())
-    module = cupy.RawModule(code=_SOURCE.read_text(encoding="utf-8"), options=options, backend="nvrtc")
+    module = cupy.RawModule(code=source.read_text(encoding="utf-8"), options=options, backend="nvrtc")
     try:
-        return {name: module.get_function(name).kernel for name in _KERNELS}
+        return {name: module.get_function(name).kernel for name in kernels}
     except (compiler.CompileException, OSError, RuntimeError) as error:
         raise CardError(f"device {device}: the kernels can't be compiled: {error}") from error
 

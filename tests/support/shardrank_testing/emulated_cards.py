@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -214,7 +215,7 @@ class EmulatedCard:
 
     def launch(self, kernel: str, grid: tuple[int, int], params: Sequence[ctypes.Structure], stream: Stream) -> None:
         copied = [bytes(one) for one in params]
-        sizes = self._cards.kernels.param_sizes[kernel]
+        sizes = self._cards.kernels_with(kernel).param_sizes[kernel]
         if tuple(map(len, copied)) != sizes:
             raise EmulationError(f"{kernel} takes structures of {sizes} bytes, not {tuple(map(len, copied))}")
         if not (0 < grid[0] < 2**31 and 0 < grid[1] < 2**16):
@@ -224,7 +225,7 @@ class EmulatedCard:
         def run() -> None:
             for address in addresses:
                 self._check_reach(address, 0)
-            self._cards.kernels.launch(kernel, grid, copied)
+            self._cards.kernels_with(kernel).launch(kernel, grid, copied)
 
         self._put(stream, ("launch", kernel, grid, *copied), run)
 
@@ -336,6 +337,7 @@ class EmulatedCards:
         devices = num_cards if num_devices is None else num_devices
         self.switches = switches or KernelSwitches()
         self.kernels: HostKernels = host_kernels(self.switches)
+        self._loaded: dict[str, HostKernels] = {}
         self.peer_access = peer_access
         self._deferred = deferred
         self._lock = threading.RLock()
@@ -353,6 +355,14 @@ class EmulatedCards:
     @property
     def name(self) -> str:
         return f"{len(self._cards)} x emulated card"
+
+    def load_kernels(self, source: Path, kernels: Sequence[str]) -> None:
+        loaded = host_kernels(self.switches, source, tuple(kernels))
+        self._loaded |= dict.fromkeys(kernels, loaded)
+
+    def kernels_with(self, kernel: str) -> HostKernels:
+        """The library that has this kernel."""
+        return self._loaded.get(kernel, self.kernels)
 
     def allocate_pinned(self, size_bytes: int) -> EmulatedPinnedMemory:
         _refuse_in_capture("allocate pinned memory")

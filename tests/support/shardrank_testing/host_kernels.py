@@ -37,13 +37,13 @@ COMPILE_TIMEOUT_S = 100
 class HostKernels:
     """The kernels of one shared library."""
 
-    def __init__(self, library: Path) -> None:
+    def __init__(self, library: Path, kernels: Sequence[str]) -> None:
         loaded = ctypes.CDLL(str(library))
         self._watch, self._loads, self._stores = loaded.watch, loaded.loads_watched, loaded.stores_watched
         self._watch.argtypes, self._watch.restype = (ctypes.c_size_t, ctypes.c_size_t), None
         self._loads.argtypes, self._loads.restype = (), ctypes.c_uint64
         self._stores.argtypes, self._stores.restype = (ctypes.c_size_t,), ctypes.c_uint64
-        self._entries = {kernel: loaded[f"launch_{kernel}"] for kernel in KERNELS}
+        self._entries = {kernel: loaded[f"launch_{kernel}"] for kernel in kernels}
         self.param_sizes: dict[str, tuple[int, ...]] = {}
         for kernel, entry in self._entries.items():
             entry.argtypes = (ctypes.c_uint, ctypes.c_uint, ctypes.c_uint, ctypes.c_void_p)
@@ -93,15 +93,23 @@ def under_address_sanitizer() -> bool:
     return mode == "address"
 
 
-def host_kernels(switches: KernelSwitches | None = None) -> HostKernels:
-    """The kernels for this process, compiled at most once for each state of the source, and each way to compile it."""
-    source = Path(os.environ.get("SHARDRANK_EMULATION_KERNELS") or KERNEL_SOURCE)
-    return _loaded(host_compiler(), source, under_address_sanitizer(), (switches or KernelSwitches()).defines())
+def host_kernels(
+    switches: KernelSwitches | None = None, source: Path | None = None, kernels: tuple[str, ...] = KERNELS
+) -> HostKernels:
+    """The kernels for this process, compiled at most once for each state of the source, and each way to compile it.
+
+    source: of other kernels than the engine's.
+    """
+    source = source or Path(os.environ.get("SHARDRANK_EMULATION_KERNELS") or KERNEL_SOURCE)
+    defines = (switches or KernelSwitches()).defines()
+    return _loaded(host_compiler(), source, kernels, under_address_sanitizer(), defines)
 
 
 @functools.cache
-def _loaded(compiler: str, source: Path, sanitized: bool, defines: tuple[str, ...]) -> HostKernels:
-    entries = "".join(f"CUDA_ON_HOST_KERNEL({kernel})\n" for kernel in KERNELS)
+def _loaded(
+    compiler: str, source: Path, kernels: tuple[str, ...], sanitized: bool, defines: tuple[str, ...]
+) -> HostKernels:
+    entries = "".join(f"CUDA_ON_HOST_KERNEL({kernel})\n" for kernel in kernels)
     unit = f'#define SHARDRANK_ON_HOST\n#include "{source}"\n{entries}'
     command = [compiler, *FLAGS, *defines, *(SANITIZER_FLAGS if sanitized else ()), "-I", str(SOURCE_FOLDER)]
     command += ["-x", "c++", "-"]
@@ -135,4 +143,4 @@ def _loaded(compiler: str, source: Path, sanitized: bool, defines: tuple[str, ..
             made.unlink()
             raise RuntimeError(f"g++ can't compile {source}:\n{done.stderr}")
         made.replace(library)
-    return HostKernels(library)
+    return HostKernels(library, kernels)
