@@ -218,9 +218,11 @@ def test_counters_name_what_the_limit_was(counters, limit):
 def bench_with_misses(path: Path) -> BenchReport:
     """One aim missed by the kernel at dim 128, one by requests, one met."""
     row = {"dim": 128, "ids": "uniform", "hotness": 20, "batch": 65536, "share_on_card": 1.0, "correct": True}
+    row |= {"out_dtype": "bf16", "columns": "product", "us_per_launch": 100.0, "ceiling_us": 70.0}
+    row |= {"share_of_copy": 0.6, "ceiling_share_of_copy": 0.7}
     kernel = [
-        {**row, "logical_cards": 1, "share_of_copy": 0.61, "ratio_to_one_card": 1.0},
-        {**row, "logical_cards": 8, "share_of_copy": 0.60, "ratio_to_one_card": 1.02},
+        {**row, "logical_cards": 1, "places": False, "share_of_ceiling": 0.7, "ratio_to_one_card": 0.9},
+        {**row, "logical_cards": 8, "places": True, "share_of_ceiling": 0.6, "ratio_to_one_card": 1.02},
     ]
     request = {"model": "dlrm", "candidates": 500, "graphs": True, "logical_cards": 1, "dtype": "bfloat16"}
     stages = {"queue": 0.01, "lookup": 0.4, "rank": 2.1}
