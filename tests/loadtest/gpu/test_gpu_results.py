@@ -14,6 +14,7 @@ from rich.console import Console
 
 from loadtest.bench_gpu import SHARES, _command, _size, _size_options, allowance, main, run_apart
 from loadtest.gpu.parts import BenchPart, BenchReport, BenchReportError, Work, run_part
+from loadtest.gpu.pooling import BAG, TBE
 from loadtest.gpu.tables import judge, show
 
 HEAD = {"benchmark": "bench_gpu", "format": 1}
@@ -144,11 +145,13 @@ def test_the_command_line_writes_what_failed_and_ends_with_1(tmp_path):
 
 
 def test_a_parts_process_is_told_every_size():
-    sizes = {"table_gb": 0.5, "dims": (64, 32), "hotness": (7,), "batches": (100, 200)}
-    command = _command(["--device=cuda:1", *_size_options(True, **sizes)], "kernel", Path("result.json"), 12.0)
+    sizes = {"table_gb": 0.5, "fbgemm": Path("libraries"), "dims": (64, 32), "hotness": (7,), "batches": (100, 200)}
+    options = ["--device=cuda:1", "--switch=absolute_bases=1", *_size_options(True, **sizes)]
+    command = _command(options, "kernel", Path("result.json"), 12.0)
     parameters = main.make_context("bench", command[command.index("loadtest.bench_gpu") + 1 :]).params
     told = {name: parameters[name] for name in sizes}
     assert told == sizes
+    assert parameters["turned"] == ("absolute_bases=1",)
     assert (parameters["names"], parameters["device"], parameters["seconds"]) == (("kernel",), "cuda:1", 12.0)
     assert parameters["quick"]
     assert parameters["one_process"]
@@ -158,25 +161,33 @@ def test_a_parts_process_is_told_every_size():
 
 
 def kernel_row(**fields):
-    row = {"dim": 128, "ids": "uniform", "hotness": 20, "batch": 8192, "share_on_card": 1.0, "logical_cards": 1}
-    return {**row, "share_of_copy": 0.9, "ratio_to_one_card": 1.0, "correct": True, **fields}
+    row = {"dim": 128, "ids": "uniform", "hotness": 20, "batch": 65536, "share_on_card": 1.0, "logical_cards": 1}
+    row |= {"out_dtype": "bf16", "columns": "product", "places": False, "us_per_launch": 80.0, "ceiling_us": 76.0}
+    row |= {"share_of_ceiling": 0.95, "ceiling_share_of_copy": 0.9, "share_of_copy": 0.88, "ratio_to_one_card": 1.0}
+    return {**row, "correct": True, **fields}
 
 
 def test_aims_are_judged_by_their_worst_figure():
     rows = [
         kernel_row(),
-        kernel_row(hotness=1, share_of_copy=0.7),
-        kernel_row(batch=256, share_of_copy=0.1),
+        kernel_row(dim=64, share_of_ceiling=0.76, us_per_launch=100.0, share_of_copy=0.6, ceiling_share_of_copy=0.8),
+        kernel_row(hotness=1, share_of_ceiling=0.1),
+        kernel_row(batch=256, share_of_ceiling=0.1),
+        kernel_row(columns="dense", share_of_ceiling=0.1),
         kernel_row(ids="zipf", share_of_copy=1.4),
-        kernel_row(logical_cards=8, ratio_to_one_card=1.04),
-        kernel_row(logical_cards=8, ratio_to_one_card=1.9, correct=False),
+        kernel_row(places=True, share_of_ceiling=0.1),
+        kernel_row(places=True, logical_cards=8, ratio_to_one_card=1.04),
+        kernel_row(places=True, logical_cards=8, ratio_to_one_card=1.9, correct=False),
     ]
-    copy, cards, bag, request = judge(BenchReport(None, {}, {"kernel": BenchPart("kernel", rows=rows)}))
-    assert (copy["worst"], copy["best"], copy["met"], copy["met_in"], copy["configurations"]) == (0.7, 0.9, False, 1, 2)
-    assert copy["worst_at"] == "dim 128, hotness 1, batch 8192"
+    same = {"dtype": "fp16", "hotness": 20, "batch": 65536, "correct": True}
+    compared = [{**same, "dim": 64, "times": {BAG: 1.2, TBE: 1.1}}, {**same, "dim": 128, "times": {BAG: 1.9}}]
+    parts = {"kernel": BenchPart("kernel", rows=rows), "compare": BenchPart("compare", rows=compared)}
+    ceiling, copy, cards, bag_64, bag_128, tbe, request = judge(BenchReport(None, {}, parts))
+    assert (ceiling["worst"], ceiling["best"], ceiling["met_in"], ceiling["configurations"]) == (0.76, 0.95, 1, 2)
+    assert ceiling["worst_at"].endswith("batch 65536, out_dtype bf16: ceiling 76.0 us, kernel 100.0 us")
+    assert (copy["worst"], copy["met"], copy["configurations"]) == (0.88, True, 1)
     assert (cards["worst"], cards["met"]) == (1.04, True)
-    assert bag["met"] is None
-    assert request["met"] is None
+    assert [one["met"] for one in (bag_64, bag_128, tbe, request)] == [False, True, True, None]
 
 
 def test_an_empty_result_says_that_nothing_was_measured():
