@@ -1,8 +1,8 @@
-// Reads rows at random, as the pooling kernels do, but knows by itself where each one lies: no ids, places or offsets are
-// loaded, and next to nothing is written. What it reaches is the most that pooling could.
+// Reads rows at random, as the pooling kernels do, but knows by itself where each one lies: no ids, places or offsets
+// are loaded, and next to nothing is written. What it reaches is the most that pooling could.
 //
-// A lane group reads rows_per_group rows, one after the other, IN_FLIGHT to a step of the loop; each of its threads reads 16 bytes of
-// a row, and, where there is one, the row's tail of 8 bytes. What GatherParams holds is described in ceiling.py.
+// A lane group reads rows_per_group rows, one after the other, IN_FLIGHT to a step of the loop; each of its threads
+// reads 16 bytes of a row, and, where there is one, the row's tail of 8 bytes. GatherParams: see ceiling.py.
 
 #ifdef SHARDRANK_ON_HOST
 #include "cuda_on_host.h"
