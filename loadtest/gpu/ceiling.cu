@@ -1,8 +1,8 @@
-// Reads rows at random, as the pooling kernels do, but knows by itself where each one lies: no ids, places or offsets are
-// loaded, and next to nothing is written. What it reaches is the most that pooling could.
+// Reads rows at random, as the pooling kernels do, but knows by itself where each one lies: no ids, places or offsets
+// are loaded, and next to nothing is written. What it reaches is the most that pooling could.
 //
-// A lane group reads rows_per_group rows, one after the other, IN_FLIGHT at a time; each of its threads reads 16 bytes of
-// a row, and, where there is one, the row's tail of 8 bytes. What GatherParams holds is described in ceiling.py.
+// A lane group reads rows_per_group rows, one after the other, IN_FLIGHT to a step of the loop; each of its threads
+// reads 16 bytes of a row, and, where there is one, the row's tail of 8 bytes. GatherParams: see ceiling.py.
 
 #ifdef SHARDRANK_ON_HOST
 #include "cuda_on_host.h"
@@ -35,6 +35,30 @@ __device__ __forceinline__ u32 mixed(u32 x) {
     return x ^ x >> 16;
 }
 
+#ifndef SHARDRANK_ON_HOST
+// Volatile, so that the loads of several rows stay together, ahead of what uses them; the tail's by a predicate, since a
+// branch would part them.
+__device__ __forceinline__ uint4 load(const uint4* address) {
+    uint4 v;
+    asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(address));
+    return v;
+}
+
+__device__ __forceinline__ uint2 load_tail(bool wanted, const uint2* address) {
+    uint2 v;
+    asm volatile("{.reg .pred p; setp.ne.u32 p, %2, 0; mov.u32 %0, 0; mov.u32 %1, 0; "
+                 "@p ld.global.nc.v2.u32 {%0, %1}, [%3];}"
+                 : "=&r"(v.x), "=&r"(v.y)
+                 : "r"(static_cast<u32>(wanted)), "l"(address));
+    return v;
+}
+#else
+inline uint4 load(const uint4* address) { return __ldg(address); }
+inline uint2 load_tail(bool wanted, const uint2* address) { return wanted ? __ldg(address) : make_uint2(0, 0); }
+#endif
+
 template <int IN_FLIGHT>
 __device__ __forceinline__ void gather(const GatherParams& params) {
     const u32 thread = blockIdx.x * THREADS_PER_BLOCK + threadIdx.x;
@@ -54,9 +78,8 @@ __device__ __forceinline__ void gather(const GatherParams& params) {
             const u32 read = params.first + begin + (done + i < count ? done + i : done);
             const u64 row = static_cast<u64>(mixed(read)) * params.num_rows >> 32;
             const u64 address = params.rows + row * params.row_stride;
-            chunks[i] = __ldg(reinterpret_cast<const uint4*>(address + lane * CHUNK_BYTES));
-            tails[i] = make_uint2(0, 0);
-            if (params.tail_offset) tails[i] = __ldg(reinterpret_cast<const uint2*>(address + params.tail_offset));
+            chunks[i] = load(reinterpret_cast<const uint4*>(address + lane * CHUNK_BYTES));
+            tails[i] = load_tail(params.tail_offset != 0, reinterpret_cast<const uint2*>(address + params.tail_offset));
         }
 #pragma unroll
         for (int i = 0; i < IN_FLIGHT; ++i) {

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from loadtest.gpu.ceiling import GATHER_KERNELS, GatheredRows, RandomGather, WrongCeilingError, rows_read
+from loadtest.gpu.ceiling import GATHER_KERNELS, SOURCE, GatheredRows, RandomGather, WrongCeilingError, rows_read
+from shardrank_testing.device_compilers import ARCHITECTURES, resources
 from shardrank_testing.emulated_cards import EmulatedCards
 
 NUM_ROWS = 300
@@ -50,6 +51,15 @@ def test_another_row_is_found(monkeypatch):
         monkeypatch.setattr("loadtest.gpu.ceiling.rows_read", lambda reads, n: rows_read(reads + np.uint64(1), n))
         with pytest.raises(WrongCeilingError, match="gather_4"):
             made.check(0)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_device_compiler_leaves_room_for_48_warps_and_spills_nothing(architecture, tmp_path):
+    taken = resources("nvrtc", SOURCE, architecture, tmp_path)
+    assert set(taken) == set(GATHER_KERNELS.values())
+    for kernel in taken.values():
+        assert kernel.local_bytes == 0
+        assert kernel.registers <= 40
 
 
 def test_the_layouts_of_int8_rows_have_the_strides_in_question():
