@@ -221,7 +221,7 @@ def main(
     size = _size(quick, **sizes)
     switches = _switches(turned)
     opens = partial(open_on, device, switches=switches) if switches.turned() else partial(open_on, device)
-    chosen = [name for name in SHARES if not names or name in names]
+    chosen = [name for name in SHARES if name in names or (not names and name != "variants")]
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         path = json_path or Path(folder) / "result.json"
         report = BenchReport.read(path) if add and path.exists() else BenchReport(path)
