@@ -31,17 +31,17 @@ if TYPE_CHECKING:
     from loader.snapshot.manifest import DenseModelSpec as DenseModelSpec
     from loader.snapshot.manifest import ExportedModelSpec as ExportedModelSpec
     from loader.snapshot.manifest import FeatureSpec as FeatureSpec
-    from loader.snapshot.manifest import HashMapping as HashMapping
-    from loader.snapshot.manifest import IdentityMapping as IdentityMapping
     from loader.snapshot.manifest import ModelSpec as ModelSpec
-    from loader.snapshot.manifest import TableSpec as TableSpec
-    from loader.snapshot.manifest import VocabularyMapping as VocabularyMapping
     from loader.snapshot.reader import Snapshot as Snapshot
     from loader.snapshot.reader import verify_snapshot as verify_snapshot
     from loader.snapshot.row_source import ArrayRows as ArrayRows
     from loader.snapshot.row_source import RowsFromBlocks as RowsFromBlocks
     from loader.snapshot.row_source import SafetensorsRows as SafetensorsRows
     from loader.snapshot.row_source import TensorRows as TensorRows
+    from loader.snapshot.tables import HashMapping as HashMapping
+    from loader.snapshot.tables import IdentityMapping as IdentityMapping
+    from loader.snapshot.tables import TableSpec as TableSpec
+    from loader.snapshot.tables import VocabularyMapping as VocabularyMapping
     from loader.snapshot.writer import export_snapshot as export_snapshot
     from router.id_mapping import hashed_rows as hashed_rows
     from serving.client.client import AsyncClient as AsyncClient

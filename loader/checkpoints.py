@@ -22,8 +22,9 @@ from safetensors import SafetensorError, safe_open
 
 from loader.errors import CheckpointError, ExportError, cut
 from loader.snapshot.codecs import Float32Array
-from loader.snapshot.manifest import ModelSpec, TableSpec
+from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.row_source import FLOAT_DTYPES, RowSource, TensorRows, file_fingerprint
+from loader.snapshot.tables import TableSpec
 
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 _METADATA_CLASSES = {

@@ -28,8 +28,9 @@ import numpy.typing as npt
 import torch
 
 from loader.deltas.publisher import DeltaPublisher
-from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec, TableSpec
+from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec
 from loader.snapshot.row_source import rows_of
+from loader.snapshot.tables import TableSpec
 from loader.snapshot.writer import export_snapshot
 from loadtest.load.result import this_machine
 from serving.client import AsyncClient, ClientError

@@ -22,8 +22,9 @@ import click
 import numpy as np
 import torch
 
-from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec, TableSpec
+from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec
 from loader.snapshot.row_source import ArrayRows
+from loader.snapshot.tables import TableSpec
 from loader.snapshot.writer import export_snapshot
 from serving.formats.json_reader import JsonCodec
 from serving.models.exported import exported_copy

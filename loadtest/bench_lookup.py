@@ -27,9 +27,10 @@ import uvloop
 from rich.console import Console
 
 from loader.snapshot.codecs import codec_for
-from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec, TableSpec
+from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.row_source import RowsFromBlocks
+from loader.snapshot.tables import TableSpec
 from loader.snapshot.writer import export_snapshot
 from loadtest.load.result import processor
 from loadtest.tables import make_table

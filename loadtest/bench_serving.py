@@ -26,7 +26,7 @@ from pydantic import Field
 from rich.console import Console
 
 from loader.errors import ShardrankError
-from loader.snapshot.manifest import Frozen
+from loader.snapshot.tables import Frozen
 from loadtest.load.closed_loop import Weighed
 from loadtest.load.config import OfferedLoad, bench_load
 from loadtest.load.generator import Generators

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 import numpy as np
 
-from loader.snapshot.manifest import RowDtype
+from loader.snapshot.tables import RowDtype
 from loadtest.hot.head_cache import BAG_IDS, BAGS, NETWORK_GB_PER_S, ROW_BYTES, simulated
 from serving.cli.capacity import CapacityOptions, CapacityPlan, LookupProfile, catalog_model
 from shard_node.cuda.kernel_params import RowFormat

@@ -10,7 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from loader.snapshot.manifest import Frozen
+from loader.snapshot.tables import Frozen
 
 One = TypeVar("One")
 Number = Callable[[Sequence[One]], str]

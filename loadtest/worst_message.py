@@ -22,7 +22,8 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec, TableSpec, VocabularyMapping
+from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec
+from loader.snapshot.tables import TableSpec, VocabularyMapping
 from loadtest.drill.hostile import messages
 from loadtest.drill.hostile.messages import MESSAGES, Served, filled, sized
 from loadtest.workloads.payloads import Encoding, Payload, Payloads

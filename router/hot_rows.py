@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from loader.snapshot.manifest import Frozen
+from loader.snapshot.tables import Frozen
 from shard_node.access_counts import MAX_BYTES, AccessCounts
 from shard_node.answer import Answer, Forms
 from shard_node.bags import CheckedBags, Int32Array, Int64Array, KeyedBags, TableLayout

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from loader.snapshot.manifest import HashMapping, VocabularyMapping
+from loader.snapshot.tables import HashMapping, VocabularyMapping
 from router.feature_schema import FeatureSchema
 from shard_node.bags import Int32Array, Int64Array, KeyedBags, first_outside
 

@@ -19,7 +19,8 @@ import numpy.typing as npt
 
 from loader.snapshot.buckets import RowBuckets
 from loader.snapshot.codecs import codec_for
-from loader.snapshot.manifest import ModelSpec, TableSpec
+from loader.snapshot.manifest import ModelSpec
+from loader.snapshot.tables import TableSpec
 from router.errors import PlanError
 from router.plan_file import MAX_CARDS_PER_SHARD, MAX_SHARDS, PlanFile, RanksOfBuckets
 from shard_node.bags import KeyedBags, TableLayout

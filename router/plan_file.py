@@ -21,20 +21,18 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, ValidationError, model_validator
 
-from loader.snapshot.manifest import (
+from loader.snapshot.manifest import MAX_PLAN_BYTES, MAX_TABLES, ModelSpec
+from loader.snapshot.schema_errors import schema_errors
+from loader.snapshot.tables import (
     FAIL_FAST,
     MAX_COLUMN_SLICES,
     MAX_EMBEDDING_DIM,
     MAX_NUM_EMBEDDINGS,
-    MAX_PLAN_BYTES,
-    MAX_TABLES,
     NUM_BUCKETS,
     Bucketing,
     Frozen,
-    ModelSpec,
     Name,
 )
-from loader.snapshot.schema_errors import schema_errors
 from router.errors import PlanError
 
 UInt16Array = npt.NDArray[np.uint16]

@@ -17,7 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 from loader.snapshot.buckets import RowBuckets
-from loader.snapshot.manifest import ModelSpec, TableSpec
+from loader.snapshot.manifest import ModelSpec
+from loader.snapshot.tables import TableSpec
 from router.errors import PlanError
 from router.plan_file import PlanFile, RanksOfBuckets, ShardingType, TablePlan, with_columns
 from shard_node.bags import Int64Array, TableLayout

@@ -20,8 +20,9 @@ from rich.console import Console
 
 from loader.progress import Progress, no_progress
 from loader.snapshot.golden import GoldenRequests
-from loader.snapshot.manifest import Frozen, ModelSpec
+from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.reader import Snapshot
+from loader.snapshot.tables import Frozen
 from router.plan import Plan
 from router.plan_file import PlanFile
 from serving.cli.output import human_bytes, progress_bars, table_of

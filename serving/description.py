@@ -6,8 +6,9 @@ from typing import Literal
 
 from pydantic import Field
 
-from loader.snapshot.manifest import DenseInputs, Frozen, Pooling, RowDtype, Side, UnknownId
+from loader.snapshot.manifest import DenseInputs, Side
 from loader.snapshot.reader import Snapshot
+from loader.snapshot.tables import Frozen, Pooling, RowDtype, UnknownId
 from router.feature_schema import FeatureSchema
 from serving.limits import RequestLimits
 from serving.models.layers import NumberFormat

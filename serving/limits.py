@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from loader.snapshot.manifest import Frozen
+from loader.snapshot.tables import Frozen
 
 MAX_ID = 2**63 - 1
 

@@ -16,7 +16,7 @@ import uvloop
 from pydantic import Field
 
 from loader.memory import settle_heap
-from loader.snapshot.manifest import Frozen
+from loader.snapshot.tables import Frozen
 from serving.api.dealing import Place
 from serving.api.grpc.services import GrpcServer
 from serving.api.http_server import HttpServer, running_admin

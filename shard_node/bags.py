@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from loader.snapshot.codecs import codec_for
-from loader.snapshot.manifest import ModelSpec, RowDtype, TableSpec
+from loader.snapshot.manifest import ModelSpec
+from loader.snapshot.tables import RowDtype, TableSpec
 from shard_node.errors import InvalidBagsError
 
 Int64Array: TypeAlias = npt.NDArray[np.int64]

@@ -21,7 +21,7 @@ import xxhash
 from loader.errors import DeltaFormatError, cut
 from loader.registry.registry import MAX_SEQUENCE
 from loader.snapshot.codecs import ByteArray, Float32Array, RowCodec, codec_for
-from loader.snapshot.manifest import MAX_COLUMN_SLICES, MAX_EMBEDDING_DIM, MAX_NUM_EMBEDDINGS, RowDtype, TableSpec
+from loader.snapshot.tables import MAX_COLUMN_SLICES, MAX_EMBEDDING_DIM, MAX_NUM_EMBEDDINGS, RowDtype, TableSpec
 
 Int64Array = npt.NDArray[np.int64]
 

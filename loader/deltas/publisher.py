@@ -29,9 +29,10 @@ from loader.registry.fleet import DenseStep, FleetRegistry, PublishedVersion, de
 from loader.registry.opening import open_registry
 from loader.registry.registry import Registry, StreamEntry
 from loader.rollout.plan import read_rollout
-from loader.snapshot.manifest import ModelSpec, TableSpec, read_manifest
+from loader.snapshot.manifest import ModelSpec, read_manifest
 from loader.snapshot.publishing import stream_end
 from loader.snapshot.reader import Snapshot
+from loader.snapshot.tables import TableSpec
 
 DEFAULT_MAX_STREAM_ENTRIES: Final = 65_536
 DEFAULT_RETRY_S: Final = 30.0

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from loader.errors import RegistryConflictError, RegistryRecordError, cut
 from loader.registry.registry import Entry, Registry
-from loader.snapshot.manifest import Name
+from loader.snapshot.tables import Name
 
 FLEET = "fleet"
 VERSIONS = "versions/"

@@ -35,7 +35,7 @@ from loader.rollout.plan import (
     undone,
     wanted_in_step,
 )
-from loader.snapshot.manifest import Frozen
+from loader.snapshot.tables import Frozen
 
 logger = logging.getLogger(__name__)
 

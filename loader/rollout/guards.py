@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pydantic import Field
 
 from loader.registry.fleet import LATENCY_BOUNDS_MS, NodeRecord, Record, VersionStats
-from loader.snapshot.manifest import Frozen
+from loader.snapshot.tables import Frozen
 
 MAX_FALSE_ALARM = 1e-4
 _P99 = 0.99

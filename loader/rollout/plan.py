@@ -29,7 +29,7 @@ from loader.registry.fleet import (
     rollout_key,
 )
 from loader.rollout.guards import GuardLimits
-from loader.snapshot.manifest import Name
+from loader.snapshot.tables import Name
 
 Strategy = Literal["beside", "by-replica"]
 Outcome = Literal["refused", "rolled_back", "aborted"]

@@ -34,8 +34,8 @@ from loader.rollout.plan import (
     undone,
     wanted_in_step,
 )
-from loader.snapshot.manifest import Frozen
 from loader.snapshot.schema_errors import schema_errors
+from loader.snapshot.tables import Frozen
 
 MAX_ATTEMPTS = 16
 

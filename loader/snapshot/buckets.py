@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from loader.snapshot.manifest import NUM_BUCKETS, Bucketing, TableSpec
+from loader.snapshot.tables import NUM_BUCKETS, Bucketing, TableSpec
 
 Int64Array = npt.NDArray[np.int64]
 UInt64Array = npt.NDArray[np.uint64]

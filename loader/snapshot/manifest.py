@@ -10,19 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
-import xxhash
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Discriminator,
-    FailFast,
     Field,
     JsonValue,
     Tag,
@@ -32,13 +26,10 @@ from pydantic import (
 
 from loader.errors import SnapshotCorruptError, SnapshotFormatError, SnapshotPathError, cut, file_error
 from loader.snapshot.schema_errors import quoted_errors
+from loader.snapshot.tables import FAIL_FAST, MAX_FEATURES, NUM_BUCKETS, Frozen, Name, Pooling, TableSpec
 
 FORMAT_VERSION = 1
-MAX_NUM_EMBEDDINGS = 2**32 - 1
-MAX_EMBEDDING_DIM = 4096
-MAX_COLUMN_SLICES = 32
 MAX_TABLES = 4096
-MAX_FEATURES = 4096
 MAX_DENSE_INPUTS = 65_536
 MAX_PROGRAM_INPUTS = 1024
 MAX_OUTPUTS = 64
@@ -55,136 +46,18 @@ PLAN_TENSOR = "plan"
 # Bytes of UTF-8 of one string id; together at most this many times the ids of a vocabulary.
 MAX_STRING_ID_BYTES = 1024
 
-RowDtype = Literal["int8", "int4", "fp16", "fp32"]
-Pooling = Literal["sum", "mean", "none"]
-Bucketing = Literal["mixed", "hash", "range"]
-NUM_BUCKETS: dict[Bucketing, int] = {"mixed": 4096, "hash": 256, "range": 256}
-UnknownId = Literal["reject", "default_row", "skip"]
 Side = Literal["context", "candidate"]
 
-# A name becomes a folder, a metric label and a JSON key: no separators, no leading dot.
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}$")]
-MAX_NAME_LENGTH = 128
 OutputName: TypeAlias = Annotated[Name, Field(max_length=64)]
 # Whether a program gets a thing of the context once for each request, or with each candidate.
 Per: TypeAlias = Literal["request", "candidate"]
 
-# Lists end at their first bad item, so that a list of a million bad ones costs one error.
-FAIL_FAST = FailFast()
 
-_ID_MASK = (1 << 63) - 1
 MANIFEST_NAME = "manifest.json"
 CHECKSUM_NAME = "manifest.json.sha256"
 MAX_MANIFEST_BYTES = 16 << 20
 # Keys of one JSON object: bounds how many errors the schema can find in one.
 MAX_OBJECT_KEYS = 4096
-
-
-class Frozen(BaseModel):
-    """Immutable, and an unknown key is an error: a misspelt option must not be ignored."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class IdentityMapping(Frozen):
-    """The id is the row: 0 <= id < num_embeddings."""
-
-    kind: Literal["identity"] = "identity"
-
-
-class HashMapping(Frozen):
-    """row = floor(top32(splitmix64(id + seed)) * num_embeddings / 2^32). No id is unknown.
-
-    With `salt` per_feature each feature of the table has a seed of its own (`seed_of`), so that equal ids of different
-    features are in the same row by chance only. By default they share it: as a history and the item that it lists must.
-    """
-
-    kind: Literal["hash"] = "hash"
-    seed: int = Field(default=0, ge=0, lt=2**63)
-    salt: Literal["none", "per_feature"] = "none"
-
-    def seed_of(self, feature: str) -> int:
-        """Return the seed that a feature's ids are hashed with: below 2^63."""
-        return self.seed if self.salt == "none" else self.seed ^ int(fingerprint_strings([feature])[0])
-
-
-class VocabularyMapping(Frozen):
-    """An id's position in a stored list is its row. String ids are stored and looked up by a 63-bit fingerprint."""
-
-    kind: Literal["vocabulary"] = "vocabulary"
-    id_type: Literal["integer", "string"] = "integer"
-
-
-IdMapping = Annotated[IdentityMapping | HashMapping | VocabularyMapping, Field(discriminator="kind")]
-
-
-class TableSpec(Frozen):
-    """One embedding table.
-
-    `feature_names` are the features looked up in it (several may share it). `pooling` is the default of its features.
-    `unknown_id` says what an id without a row gets: an error, `default_row`'s vector, or nothing (left out of its bag).
-
-    `column_dims` cuts a wide table into slices of so many columns each, which are stored, quantised and placed like
-    tables of their own (`slices`); features still see one table of `embedding_dim`. Empty: it is stored whole.
-    """
-
-    name: Name
-    num_embeddings: int = Field(ge=1, le=MAX_NUM_EMBEDDINGS)
-    embedding_dim: int = Field(ge=1, le=MAX_EMBEDDING_DIM)
-    feature_names: Annotated[tuple[Name, ...], FAIL_FAST] = Field(min_length=1, max_length=MAX_FEATURES)
-    pooling: Pooling = "sum"
-    dtype: RowDtype = "int8"
-    bucketing: Bucketing = "mixed"
-    id_mapping: IdMapping = IdentityMapping()
-    unknown_id: UnknownId = "reject"
-    default_row: int = Field(default=0, ge=0)
-    column_dims: Annotated[tuple[Annotated[int, Field(ge=1, le=MAX_EMBEDDING_DIM)], ...], FAIL_FAST] = Field(
-        default=(), max_length=MAX_COLUMN_SLICES
-    )
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.default_row >= self.num_embeddings:
-            raise ValueError(
-                f"table {self.name!r}: default_row {self.default_row} is not below num_embeddings {self.num_embeddings}"
-            )
-        if self.dtype == "int4" and self.embedding_dim % 2:
-            raise ValueError(f"table {self.name!r}: int4 rows need an even embedding_dim, got {self.embedding_dim}")
-        if len(set(self.feature_names)) != len(self.feature_names):
-            raise ValueError(f"table {self.name!r}: feature_names has duplicates: {list(self.feature_names)}")
-        if self.column_dims:
-            self._check_column_dims()
-        return self
-
-    @property
-    def slice_dims(self) -> tuple[int, ...]:
-        """Return the columns of each slice, in order; of a table that is stored whole, its one `embedding_dim`."""
-        return self.column_dims or (self.embedding_dim,)
-
-    @property
-    def slices(self) -> tuple[TableSpec, ...]:
-        """Return the tables that it is stored as, in column order: `<name>.c0`, `<name>.c1`, ...; or itself, if whole.
-
-        Each has all rows, in the same order of ids, and `slice_dims` of the columns.
-        """
-        if not self.column_dims:
-            return (self,)
-        fields = {name: getattr(self, name) for name in type(self).model_fields}
-        return tuple(
-            TableSpec(**{**fields, "name": f"{self.name}.c{number}", "embedding_dim": dim, "column_dims": ()})
-            for number, dim in enumerate(self.column_dims)
-        )
-
-    def _check_column_dims(self) -> None:
-        where = f"table {self.name!r}: column_dims {list(self.column_dims)}"
-        if len(self.column_dims) < 2:
-            raise ValueError(f"{where}: at least 2 slices, or none for a table that is stored whole")
-        if (total := sum(self.column_dims)) != self.embedding_dim:
-            raise ValueError(f"{where}: they add up to {total}, embedding_dim is {self.embedding_dim}")
-        if self.dtype == "int4" and any(dim % 2 for dim in self.column_dims):
-            raise ValueError(f"{where}: slices of int4 rows need an even number of columns")
-        if len(self.name) + len(f".c{len(self.column_dims) - 1}") > MAX_NAME_LENGTH:
-            raise ValueError(f"{where}: names of slices, the table's and '.c0', pass {MAX_NAME_LENGTH} characters")
 
 
 class FeatureSpec(Frozen):
@@ -491,15 +364,6 @@ class Manifest(Frozen):
 def _refuse_duplicates(what: str, names: list[Any]) -> None:
     if duplicates := [name for name, count in Counter(names).items() if count > 1]:
         raise ValueError(f"duplicate {what}: {duplicates[0]!r}")
-
-
-def fingerprint_strings(strings: Sequence[str]) -> npt.NDArray[np.int64]:
-    """Hashes with XXH3-64 (seed 0) each string's UTF-8 bytes with the top bit cleared, int64 [len(strings)].
-
-    Source of the hash: https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md.
-    """
-    digest = xxhash.xxh3_64_intdigest
-    return np.fromiter((digest(text.encode()) & _ID_MASK for text in strings), np.int64, count=len(strings))
 
 
 def snapshot_file(root: Path, relative_path: str) -> Path:

@@ -19,7 +19,8 @@ import numpy.typing as npt
 import safetensors.numpy
 
 from loader.errors import ExportError, SnapshotCorruptError, cut
-from loader.snapshot.manifest import MAX_STRING_ID_BYTES, ModelSpec, TableSpec, VocabularyMapping, fingerprint_strings
+from loader.snapshot.manifest import MAX_STRING_ID_BYTES, ModelSpec
+from loader.snapshot.tables import TableSpec, VocabularyMapping, fingerprint_strings
 from loader.snapshot.tensor_files import (
     TensorInfo,
     expect_at_most,

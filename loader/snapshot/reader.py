@@ -36,10 +36,8 @@ from loader.snapshot.manifest import (
     PLAN_TENSOR,
     PROGRAM_PATH,
     FileEntry,
-    Frozen,
     Manifest,
     TableFiles,
-    TableSpec,
     check_manifest_checksum,
     read_manifest,
     snapshot_file,
@@ -53,6 +51,7 @@ from loader.snapshot.per_row import (
 )
 from loader.snapshot.program import ProgramArchive
 from loader.snapshot.store import hash_file
+from loader.snapshot.tables import Frozen, TableSpec
 from loader.snapshot.tensor_files import (
     TensorInfo,
     expect_at_most,

@@ -36,7 +36,6 @@ from loader.snapshot.manifest import (
     MAX_MANIFEST_BYTES,
     MAX_PLAN_BYTES,
     MAX_ROW_FILES,
-    NUM_BUCKETS,
     PLAN_TENSOR,
     PROGRAM_PATH,
     ExportedModelSpec,
@@ -45,7 +44,6 @@ from loader.snapshot.manifest import (
     Manifest,
     ModelSpec,
     TableFiles,
-    TableSpec,
     manifest_texts,
     parse_manifest,
 )
@@ -54,6 +52,7 @@ from loader.snapshot.program import Program, program_bytes
 from loader.snapshot.row_source import FLOAT_DTYPES, RowSource
 from loader.snapshot.schema_errors import quoted_errors
 from loader.snapshot.store import ExportFolder, Store, open_export_folder
+from loader.snapshot.tables import NUM_BUCKETS, TableSpec
 from loader.snapshot.tensor_files import MAX_HEADER_BYTES, MAX_TENSOR_DIMS
 
 _DENSE_PATH = "dense.safetensors"

@@ -10,7 +10,7 @@ from typing import Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
-from loader.snapshot.manifest import Frozen
+from loader.snapshot.tables import Frozen
 from loadtest.compare.hosts import Host
 from loadtest.load.config import MAX_RATE, MAX_RUN_S
 from loadtest.servers import HOST, ServerCommand

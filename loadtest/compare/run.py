@@ -10,9 +10,10 @@ from pathlib import Path
 from rich.console import Console
 
 from loader.progress import Progress, no_progress
-from loader.snapshot.manifest import Frozen, ModelSpec
+from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.store import Store
+from loader.snapshot.tables import Frozen
 from loadtest.compare.arms import TRANSPORTS, Budgets, CompareConfig, ServedArm
 from loadtest.compare.hosts import check_hosts
 from loadtest.compare.measure import ArmRound, Measurements, measure_rounds, rates_of, tolerance_of

@@ -28,8 +28,9 @@ from loader.errors import ShardrankError
 from loader.progress import Progress, no_progress
 from loader.registry.fleet import PublishedVersion
 from loader.snapshot.golden import GoldenRequests
-from loader.snapshot.manifest import CHECKSUM_NAME, MANIFEST_NAME, Frozen
+from loader.snapshot.manifest import CHECKSUM_NAME, MANIFEST_NAME
 from loader.snapshot.publishing import publish
+from loader.snapshot.tables import Frozen
 from loadtest.drill.fleet import FIRST_VERSION, FleetReport, OracleFleet, OracleFleetConfig, oracle_fleet
 from loadtest.drill.load import Answers, count_kinds, counted, latency_ms, percentile
 from loadtest.drill.oracle import Kind, OracleShape, golden_requests, letter_of

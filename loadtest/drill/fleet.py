@@ -28,8 +28,8 @@ from loader.registry.fleet import FleetRegistry, NodeRecord, WantedModel
 from loader.rollout.plan import Rollout, Strategy, read_rollout
 from loader.rollout.requests import start_rollout
 from loader.snapshot.golden import GoldenRequests
-from loader.snapshot.manifest import Frozen
 from loader.snapshot.publishing import publish, retain
+from loader.snapshot.tables import Frozen
 from loadtest.drill.load import AnswerCounts, DrillLoadConfig, RunningLoad, running_load
 from loadtest.drill.oracle import OracleShape, OracleWriter
 from loadtest.drill.processes import child_process

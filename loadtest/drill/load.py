@@ -27,7 +27,7 @@ import numpy.typing as npt
 import uvloop
 from pydantic import Field
 
-from loader.snapshot.manifest import Frozen
+from loader.snapshot.tables import Frozen
 from loadtest.drill.oracle import Kind, OracleShape, Question, Verdict, judge, make_questions
 from loadtest.drill.processes import (
     child_process,

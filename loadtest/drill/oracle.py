@@ -33,8 +33,9 @@ import torch
 from pydantic import Field
 
 from loader.snapshot.golden import GoldenRequests
-from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, Frozen, ModelSpec, RowDtype, Side, TableSpec
+from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec, Side
 from loader.snapshot.row_source import RowSource, rows_of
+from loader.snapshot.tables import Frozen, RowDtype, TableSpec
 from loader.snapshot.writer import export_snapshot
 
 Float32Array = npt.NDArray[np.float32]

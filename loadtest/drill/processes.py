@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import psutil
 
-from loader.snapshot.manifest import Frozen
+from loader.snapshot.tables import Frozen
 from loadtest.errors import LoadProcessError
 from serving.fleet.process import PARENT_PID_VARIABLE, die_with_parent
 from serving.fleet.supervisor import describe_exit

@@ -13,7 +13,7 @@ import click
 from pydantic import BaseModel
 
 from loader.progress import Progress
-from loader.snapshot.manifest import Frozen
+from loader.snapshot.tables import Frozen
 from loadtest.errors import DrillError
 from loadtest.load.result import check_writable, write_document
 from loadtest.load.run import INTERRUPTED

@@ -24,7 +24,7 @@ from pydantic import Field
 
 from loader.errors import ShardrankError
 from loader.progress import Progress, no_progress
-from loader.snapshot.manifest import Frozen
+from loader.snapshot.tables import Frozen
 from loadtest.compare.arms import Transport
 from loadtest.drill.fleet import FIRST_VERSION, READY_TIMEOUT_S, REPLICATE_BYTES, polled
 from loadtest.drill.load import API_PATTERN, MAX_DETAIL_CHARS, TIMEOUT_MS, AnswerCounts, Ask, counted, oracle_ask

@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec, TableSpec
+from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec
+from loader.snapshot.tables import TableSpec
 from serving.models.inputs import SideShapes
 from shard_node.bags import TableLayout
 from shard_node.cuda.batch import BatchShapes

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import click
 import numpy as np
 
-from loader.snapshot.manifest import Frozen
+from loader.snapshot.tables import Frozen
 from serving.cli.output import print_json, print_table
 from shard_node.bags import Int64Array
 from shard_node.planning.hotness import Float64Array

@@ -18,7 +18,7 @@ import click
 import numpy as np
 from rich.console import Console
 
-from loader.snapshot.manifest import Frozen
+from loader.snapshot.tables import Frozen
 from loadtest.tables import line, make_table
 from loadtest.workloads.distributions import Zipf
 from router.popularity import Int64Array, Popularity

@@ -24,9 +24,10 @@ import psutil
 import torch
 import uvloop
 
-from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, Frozen, ModelSpec, RowDtype, TableSpec
+from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.row_source import RowsFromBlocks
+from loader.snapshot.tables import Frozen, RowDtype, TableSpec
 from loader.snapshot.writer import export_snapshot
 from loadtest.bench_lookup import DISTINCT_ROWS, distinct_rows, node_process
 from loadtest.hot.head_cache import BAG_IDS, BAGS, NETWORK_GB_PER_S, ROW_BYTES, closed_form, draw_ids

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
-from loader.snapshot.manifest import Frozen
+from loader.snapshot.tables import Frozen
 from loadtest.load.result import Arrivals
 from loadtest.workloads.catalog import BENCH_REQUESTS, BENCH_SEED, BenchWorkload
 from loadtest.workloads.payloads import GRPC_APIS, Encoding

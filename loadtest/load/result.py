@@ -20,8 +20,8 @@ from typing import Annotated, Literal, TypeAlias, TypeVar
 import psutil
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
-from loader.snapshot.manifest import Frozen
 from loader.snapshot.schema_errors import schema_errors
+from loader.snapshot.tables import Frozen
 from loadtest.errors import ResultFileError
 from loadtest.workloads.payloads import Encoding
 

@@ -15,8 +15,8 @@ import click
 from pydantic import BaseModel, ValidationError
 from rich.console import Console
 
-from loader.snapshot.manifest import Frozen
 from loader.snapshot.schema_errors import schema_errors
+from loader.snapshot.tables import Frozen
 from loadtest.errors import LoadConfigError
 from loadtest.load.config import OfferedLoad, RunConfig
 from loadtest.load.generator import Generators

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from loader.snapshot.manifest import RowDtype
+from loader.snapshot.tables import RowDtype
 from loadtest.peers.catalog import PEERS, install_peer, installed_pythons
 from loadtest.workloads.cli import same_option, side_split_option
 from serving.cli import WithExamples

@@ -22,8 +22,8 @@ from pydantic import Field
 from rich.console import Console
 from safetensors.torch import save_file
 
-from loader.snapshot.manifest import Frozen
 from loader.snapshot.row_source import TensorRows
+from loader.snapshot.tables import Frozen
 from loader.snapshot.writer import export_snapshot
 from loadtest.errors import RequestFailedError
 from loadtest.load.closed_loop import Weighed, cpu_seconds, not_busy_because

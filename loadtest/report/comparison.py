@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, model_validator
 
-from loader.snapshot.manifest import Frozen
+from loader.snapshot.tables import Frozen
 from loadtest.errors import ComparisonError
 from loadtest.load.result import LoadResult, Machine
 from loadtest.workloads.payloads import FORMS

@@ -10,16 +10,8 @@ from typing import Literal, Self, TypeAlias
 import numpy as np
 from pydantic import Field, model_validator
 
-from loader.snapshot.manifest import (
-    DenseInputs,
-    DenseModelSpec,
-    FeatureSpec,
-    Frozen,
-    ModelSpec,
-    RowDtype,
-    TableSpec,
-    fingerprint_strings,
-)
+from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec
+from loader.snapshot.tables import Frozen, RowDtype, TableSpec, fingerprint_strings
 from loadtest.errors import WorkloadError
 from loadtest.workloads.distributions import (
     MLPERF_CANDIDATES,

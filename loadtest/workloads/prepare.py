@@ -12,9 +12,10 @@ import torch
 
 from loader.progress import Progress, no_progress
 from loader.snapshot.codecs import codec_for
-from loader.snapshot.manifest import Bucketing, ModelSpec
+from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.row_source import RowSource
 from loader.snapshot.store import WORK_FOLDER_PREFIX
+from loader.snapshot.tables import Bucketing
 from loader.snapshot.writer import export_snapshot
 from loadtest.errors import PrepareError
 from loadtest.workloads.catalog import FilmsWorkload, open_workload

@@ -20,7 +20,7 @@ from typing import Annotated, Final, Literal, Self, TypeAlias
 from pydantic import Field, StringConstraints, ValidationError, model_validator
 
 from loader.file_backed import FileBacked
-from loader.snapshot.manifest import Frozen
+from loader.snapshot.tables import Frozen
 from serving.errors import PermissionDeniedError, ServingError, TokensFileError, UnauthenticatedError
 
 Scope: TypeAlias = Literal["rank", "describe", "admin"]

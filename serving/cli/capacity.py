@@ -22,7 +22,8 @@ from pydantic import Field
 
 from loader.snapshot.buckets import RowBuckets
 from loader.snapshot.golden import GoldenRequests
-from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, Frozen, ModelSpec, RowDtype, TableSpec
+from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec
+from loader.snapshot.tables import Frozen, RowDtype, TableSpec
 from router.plan import DEFAULT_REPLICATE_BYTES, Plan, table_bytes
 from router.plan_file import PlanFile, with_columns
 from router.table_planner import AskedLookups, PlannedFleet, TableLookups

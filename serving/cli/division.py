@@ -13,7 +13,8 @@ from typing import Literal, Self
 import numpy as np
 
 from loader.snapshot.buckets import RowBuckets
-from loader.snapshot.manifest import Frozen, ModelSpec
+from loader.snapshot.manifest import ModelSpec
+from loader.snapshot.tables import Frozen
 from router.errors import PlanError
 from router.plan import Plan
 from router.plan_file import PlanFile, ShardingType

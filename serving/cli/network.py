@@ -12,7 +12,7 @@ import click
 import numpy as np
 from pydantic import Field
 
-from loader.snapshot.manifest import Frozen
+from loader.snapshot.tables import Frozen
 from router.plan import Plan
 from serving.cli.output import human_bytes, print_table
 from shard_node.bags import TableLayout

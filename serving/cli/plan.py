@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from loader.snapshot.manifest import ModelSpec, RowDtype
+    from loader.snapshot.manifest import ModelSpec
+    from loader.snapshot.tables import RowDtype
     from router.plan_file import PlanFile
     from serving.cli.capacity import CapacityPlan, LookupProfile
     from serving.cli.network import NetworkOptions
@@ -112,7 +113,7 @@ def plan(compare: bool, out: Path | None, **options: Any) -> None:
       shardrank plan --model merlin-jumbo --shards 4 --cards 8 --compare
       shardrank plan --model models/shop/3 --shards 2 --cards 4 --out plan.json
     """
-    from loader.snapshot.manifest import NUM_BUCKETS
+    from loader.snapshot.tables import NUM_BUCKETS
     from serving.cli.capacity import CapacityOptions, CapacityPlan
 
     spec, profile = planned_model(options["model"], options["dtype"])

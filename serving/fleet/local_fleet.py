@@ -34,10 +34,10 @@ from loader.registry.fleet import (
 )
 from loader.registry.opening import open_registry
 from loader.rollout.plan import decode_rollout
-from loader.snapshot.manifest import Frozen
 from loader.snapshot.publishing import register
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.store import Store
+from loader.snapshot.tables import Frozen
 from router.errors import PlanError
 from router.plan import REPLICATED, Plan
 from router.plan_file import PlanFile

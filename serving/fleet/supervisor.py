@@ -19,7 +19,7 @@ from typing import Literal, TypeAlias
 from pydantic import Field
 
 from loader.errors import RegistryError
-from loader.snapshot.manifest import Frozen
+from loader.snapshot.tables import Frozen
 from serving.errors import ChildFailedError, FleetError
 from serving.fleet.process import PARENT_PID_VARIABLE
 

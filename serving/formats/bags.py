@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from loader.snapshot.manifest import fingerprint_strings
+from loader.snapshot.tables import fingerprint_strings
 from serving.errors import (
     CountMismatchError,
     InvalidFieldError,

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import simdjson
 
-from loader.snapshot.manifest import fingerprint_strings
+from loader.snapshot.tables import fingerprint_strings
 from serving.errors import (
     BadRequestError,
     BodyTooLargeError,

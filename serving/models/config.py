@@ -7,8 +7,9 @@ from typing import Annotated, Literal, TypeAlias, get_args
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from loader.snapshot.manifest import DenseModelSpec, Frozen, ModelSpec
+from loader.snapshot.manifest import DenseModelSpec, ModelSpec
 from loader.snapshot.schema_errors import schema_errors
+from loader.snapshot.tables import Frozen
 from serving.errors import RankingModelError
 
 MAX_LAYERS = 32

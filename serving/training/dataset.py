@@ -17,20 +17,17 @@ import numpy.typing as npt
 from pydantic import Field
 
 from loader.snapshot.golden import GoldenRequests
-from loader.snapshot.manifest import (
+from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec
+from loader.snapshot.per_row import Vocabulary
+from loader.snapshot.tables import (
     Bucketing,
-    DenseInputs,
-    DenseModelSpec,
-    FeatureSpec,
     Frozen,
     HashMapping,
-    ModelSpec,
     RowDtype,
     TableSpec,
     VocabularyMapping,
     fingerprint_strings,
 )
-from loader.snapshot.per_row import Vocabulary
 from serving.training.interactions import Interactions, TrainingError, offsets_of, positions_in
 from shard_node.bags import Float32Array, Int64Array
 

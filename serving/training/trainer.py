@@ -19,9 +19,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from loader.progress import Progress, no_progress
 from loader.snapshot.golden import GoldenRequests
-from loader.snapshot.manifest import Bucketing, ModelSpec, RowDtype, VocabularyMapping, fingerprint_strings
+from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.per_row import Vocabulary
 from loader.snapshot.row_source import rows_of
+from loader.snapshot.tables import Bucketing, RowDtype, VocabularyMapping, fingerprint_strings
 from loader.snapshot.writer import export_snapshot
 from router.feature_schema import FeatureSchema
 from router.id_mapping import IdMapper

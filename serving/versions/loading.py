@@ -15,8 +15,8 @@ from pydantic import ConfigDict, Field, model_validator
 
 from loader.errors import ShardrankError
 from loader.progress import Progress, no_progress
-from loader.snapshot.manifest import Frozen
 from loader.snapshot.reader import Snapshot
+from loader.snapshot.tables import Frozen
 from router.hot_keeper import HotKeepers
 from router.hot_rows import HotRowsConfig
 from router.plan import DEFAULT_REPLICATE_BYTES, Plan

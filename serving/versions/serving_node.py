@@ -33,9 +33,9 @@ from loader.registry.fleet import (
     WantedModel,
 )
 from loader.registry.registry import Registry
-from loader.snapshot.manifest import Frozen
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.store import Store
+from loader.snapshot.tables import Frozen
 from router.errors import HotRowsError
 from router.hot_keeper import HotKeepers
 from router.hot_rows import HotRowsConfig

@@ -27,7 +27,7 @@ from loader.registry.fleet import (
     epoch_of,
     rollout_key,
 )
-from loader.snapshot.manifest import Frozen, Name
+from loader.snapshot.tables import Frozen, Name
 from shard_node.agent.stagings import StagingConfig, Stagings
 
 logger = logging.getLogger(__name__)

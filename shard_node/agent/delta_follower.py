@@ -25,7 +25,7 @@ from loader.errors import (
 from loader.progress import ended
 from loader.registry.fleet import delta_stream
 from loader.registry.registry import Registry, StreamEntry
-from loader.snapshot.manifest import Frozen
+from loader.snapshot.tables import Frozen
 from shard_node.engine.base import WritableRows
 from shard_node.node import DeltaPosition, LoadedTables
 

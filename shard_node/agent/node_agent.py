@@ -24,9 +24,9 @@ from loader.registry.fleet import (
     WantedModel,
     cut_reason,
 )
-from loader.snapshot.manifest import Frozen
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.store import Store
+from loader.snapshot.tables import Frozen
 from shard_node.agent.delta_follower import Followers, catch_up
 from shard_node.engine.loading import prepare_load
 from shard_node.engine.memory import RowMemory, available_memory_bytes, total_memory_bytes

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from loader.errors import RegistryError
 from loader.registry.fleet import STAGING_LOCKS, FleetRegistry, VersionReport, WantedModel, cut_reason
-from loader.snapshot.manifest import Frozen
+from loader.snapshot.tables import Frozen
 from shard_node.errors import StagingBusyError
 
 logger = logging.getLogger(__name__)

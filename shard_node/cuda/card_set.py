@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias, cast
 
 from pydantic import Field
 
-from loader.snapshot.manifest import Frozen
+from loader.snapshot.tables import Frozen
 from shard_node.cuda.cards import Card, Cards
 from shard_node.cuda.kernel_params import MAX_CARDS, KernelSwitches
 from shard_node.errors import (

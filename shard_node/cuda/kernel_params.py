@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loader.snapshot.codecs import codec_for
-from loader.snapshot.manifest import RowDtype
+from loader.snapshot.tables import RowDtype
 from shard_node.errors import DeviceChoiceError, InvalidBagsError
 
 ByteArray = npt.NDArray[np.uint8]

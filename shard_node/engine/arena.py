@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loader.memory import give_back
-from loader.snapshot.manifest import RowDtype
+from loader.snapshot.tables import RowDtype
 from shard_node.bags import Float32Array, Int64Array, KeyedBags, TableLayout
 from shard_node.buckets import ALL_BITS, BucketCells, per_value
 from shard_node.engine.base import Tier

@@ -13,8 +13,9 @@ from loader.memory import populate
 from loader.progress import PIECE_BYTES, Progress, no_progress
 from loader.snapshot.buckets import FileOrder, RowBuckets
 from loader.snapshot.codecs import codec_for
-from loader.snapshot.manifest import FileEntry, TableSpec
+from loader.snapshot.manifest import FileEntry
 from loader.snapshot.reader import Snapshot
+from loader.snapshot.tables import TableSpec
 from shard_node.bags import Int64Array, TableLayout
 from shard_node.buckets import ALL_BITS
 from shard_node.engine.arena import NOT_HERE, Arena, Placement, TablePlace, allocate_rows

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from loader.snapshot.manifest import RowDtype
+from loader.snapshot.tables import RowDtype
 from shard_node.bags import Float32Array, Int64Array
 
 # torch warns, once a process, of memory that is read-only: mapped rows, or offsets that requests of one shape share.

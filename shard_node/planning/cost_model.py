@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import numpy as np
 from pydantic import Field
 
-from loader.snapshot.manifest import Frozen, RowDtype
+from loader.snapshot.tables import Frozen, RowDtype
 from shard_node.bags import TableLayout
 from shard_node.cuda.kernel_params import CHUNK_BYTES, RowFormat
 from shard_node.errors import InvalidBagsError

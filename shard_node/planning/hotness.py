@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loader.snapshot.buckets import RowBuckets
-from loader.snapshot.manifest import TableSpec
+from loader.snapshot.tables import TableSpec
 from shard_node.bags import Int64Array, TableLayout
 from shard_node.errors import InvalidBagsError
 

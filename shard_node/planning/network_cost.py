@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from loader.snapshot.manifest import Frozen
+from loader.snapshot.tables import Frozen
 from shard_node.bags import Int64Array, TableLayout
 from shard_node.planning.cost_model import BYTES_PER_US, BagLoad
 from shard_node.planning.hotness import Float64Array, RowHotness

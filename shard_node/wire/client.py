@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from pydantic import Field
 
-from loader.snapshot.manifest import Frozen
+from loader.snapshot.tables import Frozen
 from shard_node.access_counts import CountedPart
 from shard_node.answer import FLOAT32_SUMS, Answer, Forms
 from shard_node.bags import KeyedBags

@@ -14,7 +14,7 @@ from functools import partial
 from pydantic import Field
 
 from loader.errors import ShardrankError
-from loader.snapshot.manifest import Frozen
+from loader.snapshot.tables import Frozen
 from shard_node.access_counts import MAX_PART_ROWS
 from shard_node.errors import (
     DeadlineExceededError,

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final, Self
 from pydantic import model_validator
 
 from loader.file_backed import LOOK_INTERVAL_S, FileBacked
-from loader.snapshot.manifest import Frozen
+from loader.snapshot.tables import Frozen
 from shard_node.errors import (
     ExpiredCertificateError,
     MissingCertificateError,

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from loader.snapshot.manifest import VocabularyMapping
+from loader.snapshot.tables import VocabularyMapping
 from shardrank_testing.snapshots import make_spec, random_golden, write_snapshot
 
 

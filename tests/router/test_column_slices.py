@@ -12,8 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from loader.snapshot.manifest import ModelSpec, RowDtype, TableSpec
+from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.reader import Snapshot
+from loader.snapshot.tables import RowDtype, TableSpec
 from router.feature_schema import FeatureSchema
 from router.plan import Plan
 from router.router import Router

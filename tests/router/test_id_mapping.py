@@ -7,15 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loader.snapshot.manifest import (
-    DenseModelSpec,
-    FeatureSpec,
-    HashMapping,
-    ModelSpec,
-    TableSpec,
-    VocabularyMapping,
-    fingerprint_strings,
-)
+from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec
+from loader.snapshot.tables import HashMapping, TableSpec, VocabularyMapping, fingerprint_strings
 from router.feature_schema import FeatureSchema
 from router.id_mapping import UNKNOWN, IdMapper, VocabularyIndex, hashed_rows, splitmix64
 from shard_node.bags import KeyedBags

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loader.snapshot.buckets import RowBuckets
-from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec, TableSpec
+from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec
+from loader.snapshot.tables import TableSpec
 from router.errors import PlanError
 from router.plan import REPLICATED, BucketOwners, Plan, table_bytes
 from shard_node.bags import KeyedBags

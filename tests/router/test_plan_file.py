@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from loader.errors import SnapshotCorruptError
 from loader.snapshot.buckets import RowBuckets
-from loader.snapshot.manifest import NUM_BUCKETS, ModelSpec
+from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.reader import Snapshot
+from loader.snapshot.tables import NUM_BUCKETS
 from router.errors import PlanError
 from router.feature_schema import FeatureSchema
 from router.plan import REPLICATED, Plan

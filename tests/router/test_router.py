@@ -12,16 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from loader.snapshot.manifest import (
-    DenseModelSpec,
-    FeatureSpec,
-    HashMapping,
-    IdentityMapping,
-    ModelSpec,
-    TableSpec,
-    VocabularyMapping,
-)
+from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec
 from loader.snapshot.reader import Snapshot
+from loader.snapshot.tables import HashMapping, IdentityMapping, TableSpec, VocabularyMapping
 from router.errors import PlanError, ShardUnavailableError
 from router.feature_schema import FeatureSchema
 from router.id_mapping import IdMapper, MappedBags, hashed_rows

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec, TableSpec
+from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec
 from loader.snapshot.reader import Snapshot
+from loader.snapshot.tables import TableSpec
 from router.plan import Plan
 from shard_node.answer import FLOAT32_SUMS, Answer, Forms, add_answers, group_keys, rounded, travel_as_stored
 from shard_node.bags import KeyedBags, TableLayout

@@ -24,7 +24,7 @@ import numpy as np
 import uvloop
 from pydantic import BaseModel, Field
 
-from loader.snapshot.manifest import Frozen
+from loader.snapshot.tables import Frozen
 from loadtest.drill.hostile import messages
 from loadtest.drill.hostile.attacker import AttackConfig, Attacker, EndedError, Responses
 from loadtest.drill.hostile.messages import post

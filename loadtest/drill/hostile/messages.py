@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeAlias
 
-from loader.snapshot.manifest import Frozen
+from loader.snapshot.tables import Frozen
 from loadtest.drill.hostile import peer as h2
 from loadtest.load.senders import post_request
 from serving.formats.protobuf import encode_varint

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from loader.snapshot.manifest import Frozen
+from loader.snapshot.tables import Frozen
 from loadtest.drill.hostile.catalog import Attack
 from loadtest.drill.running import Report
 

@@ -14,7 +14,7 @@ import grpc
 import psutil
 from pydantic import Field
 
-from loader.snapshot.manifest import Frozen
+from loader.snapshot.tables import Frozen
 from loadtest.drill.hostile.fuzz import pool_frames
 from loadtest.drill.processes import child_process, memory_of
 from loadtest.errors import DrillError

@@ -25,7 +25,7 @@ import numpy as np
 import uvloop
 from pydantic import Field
 
-from loader.snapshot.manifest import Frozen
+from loader.snapshot.tables import Frozen
 from loadtest.drill.load import (
     RECORD,
     AnswerLog,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from loader.deltas.batch import MAX_BATCH_BYTES, MAX_BATCH_ROWS, DeltaBatch, encode_rows, rows_per_batch
 from loader.errors import DeltaFormatError
-from loader.snapshot.manifest import TableSpec
+from loader.snapshot.tables import TableSpec
 from shardrank_testing.deltas import delta_spec, encoded, make_batch
 
 FIELDS = [name for name in DeltaBatch.__slots__ if name not in ("rows", "stored")]

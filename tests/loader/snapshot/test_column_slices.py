@@ -12,11 +12,12 @@ from pydantic import ValidationError
 
 from loader.errors import ExportError, NonFiniteRowError, SnapshotFormatError
 from loader.snapshot.codecs import codec_for
-from loader.snapshot.manifest import ModelSpec, TableSpec
+from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.per_row import read_access_counts
 from loader.snapshot.publishing import rows_bytes_of
 from loader.snapshot.reader import Snapshot, verify_snapshot
 from loader.snapshot.row_source import RowsFromBlocks, RowSource, rows_of
+from loader.snapshot.tables import TableSpec
 from loader.snapshot.writer import export_snapshot
 from shardrank_testing.snapshots import make_spec, random_tables, rewrite_manifest, with_slices, write_snapshot
 

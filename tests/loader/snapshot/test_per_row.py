@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from loader.errors import ExportError, SnapshotCorruptError
 from loader.snapshot import per_row
-from loader.snapshot.manifest import VocabularyMapping, fingerprint_strings
 from loader.snapshot.per_row import (
     access_count_tensors,
     read_access_counts,
@@ -22,6 +21,7 @@ from loader.snapshot.per_row import (
 )
 from loader.snapshot.publishing import _put_in_store
 from loader.snapshot.reader import Snapshot, verify_snapshot
+from loader.snapshot.tables import VocabularyMapping, fingerprint_strings
 from shardrank_testing.snapshots import make_spec, one_table_spec, restate_file, rewrite_manifest, write_snapshot
 
 COUNTS_PATH = "tables/items/access-counts.safetensors"

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from loader.snapshot.manifest import FeatureSpec, ModelSpec, TableSpec
+from loader.snapshot.manifest import FeatureSpec, ModelSpec
 from loader.snapshot.schema_errors import schema_errors
+from loader.snapshot.tables import TableSpec
 
 DOCUMENT: dict[str, Any] = {
     "model": "shop",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from loader.snapshot.manifest import Frozen
+from loader.snapshot.tables import Frozen
 from loadtest.drill.running import Report, show_report
 
 

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from loader.registry.fleet import DenseStep
-from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec, TableSpec
+from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec
 from loader.snapshot.reader import Snapshot
+from loader.snapshot.tables import TableSpec
 from serving.cards.layout import BatchClass
 from serving.limits import RequestLimits
 from serving.rank.ranking import Ranking

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec, TableSpec
+from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec
+from loader.snapshot.tables import TableSpec
 from serving.rank.service import RankingService
 from serving.versions.loading import ModelSource, load_served_model
 from shardrank_testing.ranking import random_tensors

@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from loader.errors import ShardrankError
-from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec, TableSpec
+from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec
+from loader.snapshot.tables import TableSpec
 from router.feature_schema import FeatureSchema
 from serving.errors import (
     AmbiguousInputsError,

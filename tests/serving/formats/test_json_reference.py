@@ -10,15 +10,8 @@ import numpy as np
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from loader.snapshot.manifest import (
-    DenseInputs,
-    DenseModelSpec,
-    FeatureSpec,
-    ModelSpec,
-    TableSpec,
-    VocabularyMapping,
-    fingerprint_strings,
-)
+from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec
+from loader.snapshot.tables import TableSpec, VocabularyMapping, fingerprint_strings
 from router.feature_schema import FeatureSchema
 from serving.errors import BadRequestError
 from serving.formats.schema import RequestSchema

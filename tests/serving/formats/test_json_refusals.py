@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec, TableSpec, VocabularyMapping
+from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec
+from loader.snapshot.tables import TableSpec, VocabularyMapping
 from router.feature_schema import FeatureSchema
 from serving.errors import (
     BadRequestError,

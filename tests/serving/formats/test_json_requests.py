@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec, TableSpec, fingerprint_strings
+from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec
+from loader.snapshot.tables import TableSpec, fingerprint_strings
 from router.feature_schema import FeatureSchema
 from serving.errors import BadRequestError, InvalidFieldError, LimitExceededError
 from serving.formats.json_reader import MAX_KEPT_BYTES, JsonCodec

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec, TableSpec
+from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec
+from loader.snapshot.tables import TableSpec
 from serving.errors import RankingModelError
 from serving.models.config import DcnV2Config, MlpConfig, parse_dense_model
 from serving.models.ranking_models import build_model

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from loader.snapshot.manifest import fingerprint_strings
+from loader.snapshot.tables import fingerprint_strings
 from serving.models.ranking_models import build_model
 from serving.training.dataset import (
     HISTORY_LIMIT,

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loader.snapshot.codecs import codec_for
-from loader.snapshot.manifest import FeatureSpec, ModelSpec, TableSpec
+from loader.snapshot.manifest import FeatureSpec, ModelSpec
 from loader.snapshot.reader import Snapshot
+from loader.snapshot.tables import TableSpec
 from router.plan import Plan
 from shard_node.bags import KeyedBags
 from shard_node.cuda.card_engine import POOLS_PER_CARD, CardEngine

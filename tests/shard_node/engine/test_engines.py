@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from loader.snapshot.codecs import codec_for
-from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec, TableSpec
+from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.row_source import rows_of
+from loader.snapshot.tables import TableSpec
 from loader.snapshot.writer import export_snapshot
 from router.plan import Plan
 from shard_node.access_counts import SAMPLE_EVERY

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 
-from loader.snapshot.manifest import TableSpec
+from loader.snapshot.tables import TableSpec
 from shard_node.cuda.kernel_params import hot_owner, owners_of, pinned_owner
 from shard_node.cuda.places import Placer
 from shard_node.errors import InvalidBagsError, MemoryBudgetError

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loader.snapshot.manifest import TableSpec
+from loader.snapshot.tables import TableSpec
 from shard_node import split as split_module
 from shard_node.answer import Answer, Forms, travel_as_stored
 from shard_node.bags import KeyedBags

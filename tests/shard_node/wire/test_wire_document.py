@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from loader.snapshot.codecs import codec_for
-from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec, TableSpec
+from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec
+from loader.snapshot.tables import TableSpec
 from shard_node.access_counts import MAX_PART_ROWS
 from shard_node.answer import Answer, Forms, add_answers
 from shard_node.bags import KeyedBags, TableLayout

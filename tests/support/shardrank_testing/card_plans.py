@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from hypothesis import strategies as st
 
-from loader.snapshot.manifest import FeatureSpec, ModelSpec, RowDtype, TableSpec
+from loader.snapshot.manifest import FeatureSpec, ModelSpec
+from loader.snapshot.tables import RowDtype, TableSpec
 from shard_node.bags import TableLayout
 from shard_node.cuda.kernel_params import RowFormat
 from shard_node.partition import Partition

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec, Pooling, RowDtype, TableSpec
+from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec
+from loader.snapshot.tables import Pooling, RowDtype, TableSpec
 from serving.cards.ranking import CardRanking, CardScorer
 from serving.limits import RequestLimits
 from serving.rank.ranking import MergedBatch, Ranking, merge

@@ -13,10 +13,11 @@ from loader.deltas.batch import DeltaBatch, encode_rows
 from loader.registry.fleet import FleetRegistry
 from loader.registry.registry import Registry
 from loader.snapshot.codecs import codec_for
-from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec, RowDtype, TableSpec
+from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec
 from loader.snapshot.publishing import register
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.row_source import rows_of
+from loader.snapshot.tables import RowDtype, TableSpec
 from loader.snapshot.writer import export_snapshot
 from router.plan import Plan
 from shard_node.agent.delta_follower import DeltaFollower

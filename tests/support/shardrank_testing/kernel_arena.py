@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loader.snapshot.codecs import codec_for
-from loader.snapshot.manifest import RowDtype
+from loader.snapshot.tables import RowDtype
 from shard_node.cuda.cards import Card, Cards, Memory
 from shard_node.cuda.kernel_params import (
     MAX_LANES,

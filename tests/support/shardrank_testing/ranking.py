@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec, TableSpec
+from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec
+from loader.snapshot.tables import TableSpec
 from serving.models.inputs import InputShapes, RankingInputs, SequenceInput, SideShapes
 from serving.models.ranking_models import RankingModel, build_model
 

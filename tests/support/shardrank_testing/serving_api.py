@@ -17,16 +17,9 @@ import torch
 
 from loader.registry.fleet import VersionStats
 from loader.snapshot.golden import GoldenRequests
-from loader.snapshot.manifest import (
-    DenseInputs,
-    DenseModelSpec,
-    FeatureSpec,
-    HashMapping,
-    ModelSpec,
-    TableSpec,
-    VocabularyMapping,
-)
+from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec
 from loader.snapshot.reader import Snapshot
+from loader.snapshot.tables import HashMapping, TableSpec, VocabularyMapping
 from router.id_mapping import hashed_rows
 from router.plan import Plan
 from serving.formats.json_reader import JsonCodec, encode_request

@@ -14,20 +14,10 @@ import torch
 import xxhash
 
 from loader.snapshot.golden import GoldenRequests
-from loader.snapshot.manifest import (
-    Bucketing,
-    DenseInputs,
-    DenseModelSpec,
-    FeatureSpec,
-    HashMapping,
-    ModelSpec,
-    Pooling,
-    RowDtype,
-    TableSpec,
-    VocabularyMapping,
-)
+from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec
 from loader.snapshot.per_row import Vocabulary
 from loader.snapshot.row_source import rows_of
+from loader.snapshot.tables import Bucketing, HashMapping, Pooling, RowDtype, TableSpec, VocabularyMapping
 from loader.snapshot.writer import export_snapshot
 from shard_node.partition import Sharding
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from loader.snapshot.manifest import fingerprint_strings
+from loader.snapshot.tables import fingerprint_strings
 from loadtest.workloads.payloads import HEADER_LENGTH, Api, Payload
 from loadtest.workloads.workload import Workload, WorkloadRequest
 from router.feature_schema import FeatureSchema
