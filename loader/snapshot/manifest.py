@@ -26,7 +26,17 @@ from pydantic import (
 
 from loader.errors import SnapshotCorruptError, SnapshotFormatError, SnapshotPathError, cut, file_error
 from loader.snapshot.schema_errors import quoted_errors
-from loader.snapshot.tables import FAIL_FAST, MAX_FEATURES, NUM_BUCKETS, Frozen, Name, Pooling, TableSpec
+from loader.snapshot.tables import (
+    FAIL_FAST,
+    MAX_FEATURES,
+    NUM_BUCKETS,
+    AnyTable,
+    DividedTable,
+    Frozen,
+    Name,
+    Pooling,
+    TableSpec,
+)
 
 FORMAT_VERSION = 1
 MAX_TABLES = 4096
@@ -196,12 +206,17 @@ AnyDenseModel: TypeAlias = Annotated[
 class ModelSpec(Frozen):
     """Everything about a model that does not change from one training run to the next.
 
-    `features` fixes the order in which pooled embeddings enter the dense model.
+    `features` fixes the order in which pooled embeddings enter the dense model. `tables` are those that are stored,
+    the parts of `divided` ones among them.
     """
 
     model: Name
     tables: Annotated[tuple[TableSpec, ...], FAIL_FAST] = Field(min_length=1, max_length=MAX_TABLES)
     features: Annotated[tuple[FeatureSpec, ...], FAIL_FAST] = Field(min_length=1, max_length=MAX_FEATURES)
+    # Left out where there is none, so that releases that know none can read the model.
+    divided: Annotated[tuple[DividedTable, ...], FAIL_FAST] = Field(
+        default=(), max_length=MAX_TABLES, exclude_if=lambda tables: not tables
+    )
     dense_inputs: DenseInputs = DenseInputs()
     dense_model: AnyDenseModel
 
@@ -210,9 +225,10 @@ class ModelSpec(Frozen):
         _refuse_duplicates("table", [table.name for table in self.tables])
         if any(table.column_dims for table in self.tables):
             self._check_stored_tables()
+        self._check_divided()
         feature_names = [feature.name for feature in self.features]
         _refuse_duplicates("feature", feature_names)
-        placed = [name for table in self.tables for name in table.feature_names]
+        placed = [name for table in self.logical_tables for name in table.feature_names]
         _refuse_duplicates("feature_names entry", placed)
         if missing := sorted(set(feature_names) - set(placed)):
             raise ValueError(f"features without a table: {missing}")
@@ -228,6 +244,63 @@ class ModelSpec(Frozen):
         """Return the tables as they are stored and placed: each one's `slices`, in the order of `tables`."""
         return tuple(stored for table in self.tables for stored in table.slices)
 
+    def __copy__(self) -> Self:
+        """Copy the fields alone: what was derived from them may not be true of a copy with other ones."""
+        copied = super().__copy__()
+        for name in copied.__dict__.keys() - type(self).model_fields.keys():
+            del copied.__dict__[name]
+        return copied
+
+    @property
+    def logical_tables(self) -> tuple[AnyTable, ...]:
+        """Return the tables as features see them: `tables`, with each divided one in the place of its first part."""
+        return self._logical_tables
+
+    @cached_property
+    def _logical_tables(self) -> tuple[AnyTable, ...]:
+        found: dict[str, AnyTable] = {}
+        for table in self.tables:
+            one = self._divided_of.get(table.name, table)
+            found.setdefault(one.name, one)
+        return tuple(found.values())
+
+    def parts(self, table: AnyTable) -> tuple[TableSpec, ...]:
+        """Return the tables that are stored for one, each perhaps in slices: its parts, or itself."""
+        return tuple(self._tables[name] for name in table.parts) if isinstance(table, DividedTable) else (table,)
+
+    def divided_of(self, table: str) -> DividedTable | None:
+        """Return the divided table that a table is a part of, if it is of one."""
+        return self._divided_of.get(table)
+
+    def projections(self) -> dict[str, tuple[int, int]]:
+        """Return the shape [columns, embedding_dim] of each projection, by the name of its part."""
+        return {
+            part.name: (part.embedding_dim, one.embedding_dim)
+            for one in self.divided
+            for part in self.parts(one)
+            if part.embedding_dim < one.embedding_dim
+        }
+
+    @cached_property
+    def _tables(self) -> dict[str, TableSpec]:
+        return {table.name: table for table in self.tables}
+
+    @cached_property
+    def _divided_of(self) -> dict[str, DividedTable]:
+        return {part: one for one in self.divided for part in one.parts}
+
+    def _check_divided(self) -> None:
+        _refuse_duplicates("divided table", [one.name for one in self.divided])
+        _refuse_duplicates("part of a divided table", [part for one in self.divided for part in one.parts])
+        for one in self.divided:
+            if unknown := sorted(set(one.parts) - self._tables.keys()):
+                raise ValueError(f"divided table {one.name!r}: parts {unknown} are no tables")
+            if one.name in self._tables and one.parts != (one.name,):
+                raise ValueError(f"divided table {one.name!r}: its name is that of a table which is not its only part")
+            one.check_parts(self.parts(one))
+        if isinstance(self.dense_model, ExportedModelSpec) and (projected := self.projections()):
+            raise ValueError(f"projections of {sorted(projected)}: an exported program can't hold them")
+
     def _check_stored_tables(self) -> None:
         stored = [table.name for table in self.stored_tables]
         if len(stored) > MAX_TABLES:
@@ -236,8 +309,8 @@ class ModelSpec(Frozen):
         _refuse_duplicates("table", [*stored, *(table.name for table in self.tables if table.column_dims)])
 
     @cached_property
-    def _table_by_feature(self) -> dict[str, TableSpec]:
-        return {name: table for table in self.tables for name in table.feature_names}
+    def _table_by_feature(self) -> dict[str, AnyTable]:
+        return {name: table for table in self.logical_tables for name in table.feature_names}
 
     @cached_property
     def _feature_by_name(self) -> dict[str, FeatureSpec]:
@@ -247,7 +320,7 @@ class ModelSpec(Frozen):
         """Return the feature of that name. Raises KeyError."""
         return self._feature_by_name[name]
 
-    def table_of(self, feature_name: str) -> TableSpec:
+    def table_of(self, feature_name: str) -> AnyTable:
         """Return the table that a feature is looked up in. Raises KeyError."""
         return self._table_by_feature[feature_name]
 
@@ -268,7 +341,8 @@ class TableFiles(Frozen):
     """Where a stored table's rows lie. File i holds rows [i * rows_per_file, (i + 1) * rows_per_file), in bucket order.
 
     `access_counts` says how often each row was looked up, if that is known. What a table has once, vocabulary and
-    access counts, stands with the first of its slices.
+    access counts, stands with the first of its slices; vocabulary and `row_classes` of a divided table with its first
+    part.
     """
 
     table: Name
@@ -276,6 +350,7 @@ class TableFiles(Frozen):
     rows: Annotated[tuple[FileEntry, ...], FAIL_FAST] = Field(min_length=1, max_length=MAX_ROW_FILES)
     vocabulary: FileEntry | None = None
     access_counts: FileEntry | None = None
+    row_classes: FileEntry | None = Field(default=None, exclude_if=lambda entry: entry is None)
 
 
 class GoldenEntry(Frozen):
@@ -313,6 +388,7 @@ class Manifest(Frozen):
         if [files.table for files in self.tables] != [table.name for table in stored]:
             raise ValueError("tables and spec.tables must name the same tables, or slices of them, in the same order")
         firsts = {table.slices[0].name for table in self.spec.tables}
+        logical = {self.spec.parts(one)[0].slices[0].name: one for one in self.spec.logical_tables}
         for files, table in zip(self.tables, stored, strict=True):
             expected = -(-table.num_embeddings // files.rows_per_file)
             if len(files.rows) != expected:
@@ -321,14 +397,7 @@ class Manifest(Frozen):
                 raise ValueError(f"table {table.name!r}: rows_per_file must be a multiple of {least}")
             if files.rows_per_file & (files.rows_per_file - 1):
                 raise ValueError(f"table {table.name!r}: rows_per_file must be a power of two")
-            is_first = table.name in firsts
-            if (table.id_mapping.kind == "vocabulary" and is_first) != (files.vocabulary is not None):
-                raise ValueError(
-                    f"table {table.name!r}: a vocabulary file goes with the vocabulary mapping, and only with it"
-                    f"{'' if is_first else ', and with the first slice'}"
-                )
-            if files.access_counts is not None and not is_first:
-                raise ValueError(f"table {table.name!r}: access counts go with the table's first slice")
+            self._check_once(table.name, files, table.name in firsts, logical.get(table.name))
         is_program = isinstance(self.spec.dense_model, ExportedModelSpec)
         if is_program != (self.dense.path == PROGRAM_PATH):
             raise ValueError(f"dense: {self.dense.path!r}; {PROGRAM_PATH!r} goes with an exported model, only with it")
@@ -339,6 +408,22 @@ class Manifest(Frozen):
                 raise ValueError(f"delta_base: {self.delta_base} is later than version {self.version}")
         _refuse_duplicates("file path", [entry.path for entry in self.files()])
         return self
+
+    def _check_once(self, name: str, files: TableFiles, is_first: bool, logical: AnyTable | None) -> None:
+        """Check what a table has once; `logical` is the table that this is the first part and slice of, if it is."""
+        has_vocabulary = logical is not None and logical.id_mapping.kind == "vocabulary"
+        if has_vocabulary != (files.vocabulary is not None):
+            raise ValueError(
+                f"table {name!r}: a vocabulary file goes with the vocabulary mapping, and only with it"
+                f"{'' if logical is not None else ', and with the first slice or part'}"
+            )
+        if files.access_counts is not None and not is_first:
+            raise ValueError(f"table {name!r}: access counts go with the table's first slice")
+        has_classes = isinstance(logical, DividedTable) and logical.num_classes > 1
+        if has_classes != (files.row_classes is not None):
+            raise ValueError(
+                f"table {name!r}: row classes go with the first part of a table that is divided by popularity"
+            )
 
     @property
     def delta_start(self) -> tuple[int, int]:
@@ -352,7 +437,7 @@ class Manifest(Frozen):
         """Return every file of the snapshot but the manifest itself."""
         entries: list[FileEntry | None] = []
         for table in self.tables:
-            entries += (*table.rows, table.vocabulary, table.access_counts)
+            entries += (*table.rows, table.vocabulary, table.access_counts, table.row_classes)
         entries += (self.dense, self.golden.file if self.golden is not None else None, self.plan)
         return tuple(entry for entry in entries if entry is not None)
 

@@ -20,7 +20,7 @@ import safetensors.numpy
 
 from loader.errors import ExportError, SnapshotCorruptError, cut
 from loader.snapshot.manifest import MAX_STRING_ID_BYTES, ModelSpec
-from loader.snapshot.tables import TableSpec, VocabularyMapping, fingerprint_strings
+from loader.snapshot.tables import AnyTable, TableSpec, VocabularyMapping, fingerprint_strings
 from loader.snapshot.tensor_files import (
     TensorInfo,
     expect_at_most,
@@ -39,7 +39,7 @@ COUNTS_TENSOR = "counts"
 ROWS_SUFFIX, COUNTS_SUFFIX = "/rows", "/counts"
 
 
-def vocabulary_tensors(table: TableSpec, vocabulary: Vocabulary) -> dict[str, npt.NDArray[Any]]:
+def vocabulary_tensors(table: AnyTable, vocabulary: Vocabulary) -> dict[str, npt.NDArray[Any]]:
     """Make the tensors of a vocabulary file: ids in row order, at most `num_embeddings`; rows beyond them have no id.
 
     Raises ExportError for a wrong type, a negative or too large an id, too many ids, a duplicate, or two strings whose
@@ -70,12 +70,12 @@ def vocabulary_tensors(table: TableSpec, vocabulary: Vocabulary) -> dict[str, np
     return {"ids": ids, "strings": np.frombuffer(b"".join(encoded), np.uint8), "offsets": offsets}
 
 
-def id_type_is_string(table: TableSpec) -> bool:
+def id_type_is_string(table: AnyTable) -> bool:
     """Tells whether the table's vocabulary is of strings."""
     return isinstance(table.id_mapping, VocabularyMapping) and table.id_mapping.id_type == "string"
 
 
-def check_vocabulary_header(path: Path, table: TableSpec, tensors: Mapping[str, TensorInfo]) -> None:
+def check_vocabulary_header(path: Path, table: AnyTable, tensors: Mapping[str, TensorInfo]) -> None:
     """Raise SnapshotCorruptError if dtypes or shapes in a vocabulary file do not fit the table."""
     length = length_of(tensors, "ids")
     if "ids" in tensors and not 1 <= length <= table.num_embeddings:
@@ -112,7 +112,7 @@ def decode_strings(path: Path, ids: npt.NDArray[np.int64], tensors: Mapping[str,
     return strings
 
 
-def _integer_ids(table: TableSpec, vocabulary: Vocabulary) -> npt.NDArray[np.int64]:
+def _integer_ids(table: AnyTable, vocabulary: Vocabulary) -> npt.NDArray[np.int64]:
     try:
         array = np.asarray(vocabulary)
     except (ValueError, OverflowError) as error:
@@ -127,7 +127,7 @@ def _integer_ids(table: TableSpec, vocabulary: Vocabulary) -> npt.NDArray[np.int
     return np.ascontiguousarray(array, dtype=np.int64)
 
 
-def _refuse_duplicates(table: TableSpec, ids: npt.NDArray[np.int64], names: Sequence[str] | npt.NDArray[Any]) -> None:
+def _refuse_duplicates(table: AnyTable, ids: npt.NDArray[np.int64], names: Sequence[str] | npt.NDArray[Any]) -> None:
     pair = _first_duplicate(ids)
     if pair is None:
         return

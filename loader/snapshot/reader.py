@@ -50,8 +50,9 @@ from loader.snapshot.per_row import (
     id_type_is_string,
 )
 from loader.snapshot.program import ProgramArchive
+from loader.snapshot.row_classes import RowClasses, check_classes_header
 from loader.snapshot.store import hash_file
-from loader.snapshot.tables import Frozen, TableSpec
+from loader.snapshot.tables import AnyTable, DividedTable, Frozen, TableSpec
 from loader.snapshot.tensor_files import (
     TensorInfo,
     expect_at_most,
@@ -92,6 +93,14 @@ class Snapshot:
             for table in manifest.spec.tables
             for name in (table.name, *(one.name for one in table.slices))
         }
+        spec = manifest.spec
+        # By the names of tables as features see them, of their parts, and of slices: the first slice of the first part.
+        self._logical: dict[str, AnyTable] = {}
+        self._first_of: dict[str, str] = {}
+        for table in spec.logical_tables:
+            parts = spec.parts(table)
+            for name in (table.name, *(name for part in parts for name in (part.name, *(s.name for s in part.slices)))):
+                self._logical[name], self._first_of[name] = table, parts[0].slices[0].name
 
     @classmethod
     def open(
@@ -165,7 +174,7 @@ class Snapshot:
     @property
     def float32_bytes(self) -> int:
         """Bytes that the tables' rows would take as float32."""
-        return sum(4 * table.num_embeddings * table.embedding_dim for table in self.spec.tables)
+        return sum(4 * table.num_embeddings * table.embedding_dim for table in self.spec.logical_tables)
 
     def rows_file(self, table: str, file_index: int, *, copy_on_write: bool = False) -> ByteArray:
         """Return the stored rows of one row file, uint8 [rows, row_bytes] in bucket order, mapped and not copied.
@@ -199,14 +208,17 @@ class Snapshot:
         return rows
 
     def vocabulary(self, table: str) -> npt.NDArray[np.int64]:
-        """Map the ids of a table's vocabulary in row order, read-only int64 [V]. Raises KeyError if it has none."""
+        """Map the ids of a table's vocabulary in row order, read-only int64 [V]. Raises KeyError if it has none.
+
+        `table` is one as features see it.
+        """
         entry = self._vocabulary_entry(table)
         return map_tensor(self.path / entry.path, self._headers[entry.path]["ids"], np.int64)
 
     def vocabulary_strings(self, table: str) -> list[str] | None:
         """Read the strings of a vocabulary in row order; None for an integer one. Raises KeyError as `vocabulary`."""
         entry = self._vocabulary_entry(table)
-        if not id_type_is_string(self._tables[self._first_slice[table]]):
+        if not id_type_is_string(self._logical[table]):
             return None
         path = self.path / entry.path
         tensors = load_numpy(path, self._headers[entry.path])
@@ -221,6 +233,20 @@ class Snapshot:
         if entry is None:
             return None
         return map_tensor(self.path / entry.path, self._headers[entry.path][COUNTS_TENSOR], np.uint32)
+
+    def row_classes(self, table: str) -> RowClasses:
+        """Map in which part of a divided table each row lies. Raises KeyError if it has no classes.
+
+        Raises SnapshotCorruptError if they do not count what they should; reading them in full is what that takes.
+        """
+        entry, divided = self._files[self._first_of[table]].row_classes, self._logical[table]
+        if entry is None or not isinstance(divided, DividedTable):
+            raise KeyError(f"table {table!r} has no row classes")
+        path, header = self.path / entry.path, self._headers[entry.path]
+        tensors = {
+            name: map_tensor(path, info, np.uint8 if info.dtype == "U8" else np.uint32) for name, info in header.items()
+        }
+        return RowClasses.of_tensors(path, divided, self.spec.parts(divided), tensors)
 
     def dense_tensors(self) -> dict[str, torch.Tensor]:
         """Return the dense model's tensors by name, in memory; none of an exported program, which has them itself."""
@@ -255,14 +281,14 @@ class Snapshot:
         return load_numpy(self.path / entry.path, self._headers[entry.path])[PLAN_TENSOR].tobytes()
 
     def _vocabulary_entry(self, table: str) -> FileEntry:
-        entry = self._files[self._first_slice[table]].vocabulary
+        entry = self._files[self._first_of[table]].vocabulary
         if entry is None:
             raise KeyError(f"table {table!r} has no vocabulary")
         return entry
 
     def _check_headers(self) -> None:
         for table, files in zip(self.spec.stored_tables, self.manifest.tables, strict=True):
-            self._check_table_headers(table, files)
+            self._check_table_headers(table, files, self._logical[table.name])
         self._check_dense_header()
         if (plan := self.manifest.plan) is not None:
             header, path = self._headers[plan.path], self.path / plan.path
@@ -288,7 +314,7 @@ class Snapshot:
                 where = f"{path}: tensor {cut(repr(name))}"
                 raise SnapshotCorruptError(f"{where} is {info.dtype}; allowed: {sorted(_DENSE_DTYPES)}")
 
-    def _check_table_headers(self, table: TableSpec, files: TableFiles) -> None:
+    def _check_table_headers(self, table: TableSpec, files: TableFiles, logical: AnyTable) -> None:
         row_bytes = codec_for(table.dtype, table.embedding_dim).row_bytes
         for file_index, entry in enumerate(files.rows):
             rows = rows_in_file(table.num_embeddings, files.rows_per_file, file_index)
@@ -296,7 +322,10 @@ class Snapshot:
             expect_tensors(self.path / entry.path, self._headers[entry.path], expected)
         if files.vocabulary is not None:
             path = self.path / files.vocabulary.path
-            check_vocabulary_header(path, table, self._headers[files.vocabulary.path])
+            check_vocabulary_header(path, logical, self._headers[files.vocabulary.path])
+        if files.row_classes is not None and isinstance(logical, DividedTable):
+            path, parts = self.path / files.row_classes.path, self.spec.parts(logical)
+            check_classes_header(path, logical, parts, self._headers[files.row_classes.path])
         if files.access_counts is not None:
             path = self.path / files.access_counts.path
             counts = {COUNTS_TENSOR: ("U32", (table.num_embeddings,))}
@@ -307,6 +336,8 @@ class Snapshot:
             if files.vocabulary is not None:
                 check_vocabulary_ids(self.path / files.vocabulary.path, self.vocabulary(files.table))
                 self.vocabulary_strings(files.table)
+            if files.row_classes is not None:
+                self.row_classes(files.table)
 
 
 def _check_sizes(paths: Mapping[str, Path], manifest: Manifest) -> None:

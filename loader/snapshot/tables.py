@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,7 @@ MAX_NUM_EMBEDDINGS = 2**32 - 1
 MAX_EMBEDDING_DIM = 4096
 MAX_COLUMN_SLICES = 32
 MAX_FEATURES = 4096
+MAX_PARTS = 8
 RowDtype = Literal["int8", "int4", "fp16", "fp32"]
 Pooling = Literal["sum", "mean", "none"]
 Bucketing = Literal["mixed", "hash", "range"]
@@ -132,6 +133,89 @@ class TableSpec(Frozen):
             raise ValueError(f"{where}: slices of int4 rows need an even number of columns")
         if len(self.name) + len(f".c{len(self.column_dims) - 1}") > MAX_NAME_LENGTH:
             raise ValueError(f"{where}: names of slices, the table's and '.c0', pass {MAX_NAME_LENGTH} characters")
+
+
+class DividedTable(Frozen):
+    """A table whose rows lie in several stored tables, its `parts`: what these give for an id is added.
+
+    Divided by `popularity` each row lies in one part: the hottest rows in the first, the next in the second, and so on,
+    as the snapshot's row classes say. `pruned` rows lie nowhere: they read the last row of the last part. By
+    `quotient_remainder` (Shi et al., "Compositional Embeddings Using Complementary Partitions", 2019) an id has a row
+    in each of two parts, id // buckets and id % buckets, which are added or, with `combine` multiply, multiplied.
+
+    Features see rows of `embedding_dim`; a part of fewer columns has a projection, a tensor of the dense model called
+    `projection_name(part)`: float32 [columns, embedding_dim]. A part's own mapping is from rows to rows.
+    """
+
+    name: Name
+    num_embeddings: int = Field(ge=1, le=MAX_NUM_EMBEDDINGS)
+    embedding_dim: int = Field(ge=1, le=MAX_EMBEDDING_DIM)
+    feature_names: Annotated[tuple[Name, ...], FAIL_FAST] = Field(min_length=1, max_length=MAX_FEATURES)
+    pooling: Pooling = "sum"
+    id_mapping: IdMapping = IdentityMapping()
+    unknown_id: UnknownId = "reject"
+    default_row: int = Field(default=0, ge=0)
+    parts: Annotated[tuple[Name, ...], FAIL_FAST] = Field(min_length=1, max_length=MAX_PARTS)
+    by: Literal["popularity", "quotient_remainder"] = "popularity"
+    pruned: int = Field(default=0, ge=0, le=MAX_NUM_EMBEDDINGS)
+    buckets: int | None = Field(default=None, ge=1, le=MAX_NUM_EMBEDDINGS)
+    combine: Literal["add", "multiply"] = "add"
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        where = f"divided table {self.name!r}"
+        if self.default_row >= self.num_embeddings:
+            raise ValueError(f"{where}: default_row {self.default_row} is not below its {self.num_embeddings} rows")
+        if (self.by == "quotient_remainder") != (self.buckets is not None):
+            raise ValueError(f"{where}: buckets go with by quotient_remainder, and only with it")
+        if self.by == "quotient_remainder" and (len(self.parts) != 2 or self.pruned):
+            raise ValueError(f"{where}: by quotient_remainder it has 2 parts and nothing pruned, got {self.parts}")
+        if self.by == "popularity" and self.combine != "add":
+            raise ValueError(f"{where}: combine {self.combine!r} goes with by quotient_remainder only")
+        return self
+
+    @property
+    def num_classes(self) -> int:
+        """Count the classes of rows: one for each part, and one more if rows are pruned; 1 by quotient_remainder."""
+        return 1 if self.by == "quotient_remainder" else len(self.parts) + (self.pruned > 0)
+
+    def class_rows(self, parts: Sequence[TableSpec]) -> tuple[int, ...]:
+        """Return how many of the rows are in each class, given its parts: the pruned ones last."""
+        rows = [part.num_embeddings for part in parts]
+        if self.pruned:
+            rows[-1] -= 1
+            rows.append(self.pruned)
+        return tuple(rows)
+
+    def check_parts(self, parts: Sequence[TableSpec]) -> None:
+        """Raise ValueError unless these are tables that it can be divided into."""
+        where = f"divided table {self.name!r}"
+        for part in parts:
+            if part.id_mapping.kind != "identity" or part.column_dims:
+                raise ValueError(f"{where}: part {part.name!r} must have the identity mapping and no column_dims")
+            if part.feature_names != self.feature_names:
+                raise ValueError(f"{where}: part {part.name!r} must have its features {list(self.feature_names)}")
+            if part.embedding_dim > self.embedding_dim:
+                limit = f"embedding_dim is {self.embedding_dim}"
+                raise ValueError(f"{where}: part {part.name!r} has {part.embedding_dim} columns, {limit}")
+        rows = [part.num_embeddings for part in parts]
+        if self.buckets is not None:
+            expected = [-(-self.num_embeddings // self.buckets), min(self.buckets, self.num_embeddings)]
+            if rows != expected:
+                raise ValueError(f"{where}: parts of {rows} rows; {self.buckets} buckets need {expected}")
+        elif sum(self.class_rows(parts)) != self.num_embeddings or min(self.class_rows(parts)) < 0:
+            raise ValueError(
+                f"{where}: parts of {rows} rows and {self.pruned} pruned; num_embeddings is {self.num_embeddings}"
+            )
+
+
+AnyTable: TypeAlias = TableSpec | DividedTable
+"""A table as features see it."""
+
+
+def projection_name(part: str) -> str:
+    """Return the name of the dense tensor that makes a part's rows as wide as its table: no dots but the first."""
+    return f"projections.{part.replace('.', '/')}"
 
 
 def fingerprint_strings(strings: Sequence[str]) -> npt.NDArray[np.int64]:

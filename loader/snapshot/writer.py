@@ -49,6 +49,7 @@ from loader.snapshot.manifest import (
 )
 from loader.snapshot.per_row import Vocabulary, access_count_tensors, vocabulary_tensors
 from loader.snapshot.program import Program, program_bytes
+from loader.snapshot.row_classes import RowClasses
 from loader.snapshot.row_source import FLOAT_DTYPES, RowSource
 from loader.snapshot.schema_errors import quoted_errors
 from loader.snapshot.store import ExportFolder, Store, open_export_folder
@@ -60,6 +61,7 @@ _GOLDEN_PATH = "golden.safetensors"
 _PLAN_PATH = "plan.safetensors"
 _VOCABULARY_PATH = "tables/{}/vocabulary.safetensors"
 _ACCESS_COUNTS_PATH = "tables/{}/access-counts.safetensors"
+_ROW_CLASSES_PATH = "tables/{}/row-classes.safetensors"
 # A safetensors file's tensors by name: all of torch, or all of NumPy.
 Tensors = Mapping[str, Any]
 
@@ -109,10 +111,12 @@ class _Export:
 
     def manifest(self, created_at: datetime, entries: Mapping[str, FileEntry]) -> Manifest:
         """Return the manifest, given every file by its path."""
-        # What a table has once lies in the table's own folder, and stands in the manifest with its first slice.
-        named = {table.slices[0].name: table.name for table in self.spec.tables}
+        # What a table has once lies in the table's own folder, and stands in the manifest with its first slice, or with
+        # that of its first part.
+        own = {table.slices[0].name: table.name for table in self.spec.tables}
+        logical = {self.spec.parts(one)[0].slices[0].name: one.name for one in self.spec.logical_tables}
 
-        def once(path: str, stored: TableSpec) -> FileEntry | None:
+        def once(path: str, stored: TableSpec, named: Mapping[str, str]) -> FileEntry | None:
             return entries.get(path.format(named[stored.name])) if stored.name in named else None
 
         tables = tuple(
@@ -120,8 +124,9 @@ class _Export:
                 table=table.name,
                 rows_per_file=self.rows_per_file[table.name],
                 rows=tuple(entries[path] for path in self.rows_paths(table)),
-                vocabulary=once(_VOCABULARY_PATH, table),
-                access_counts=once(_ACCESS_COUNTS_PATH, table),
+                vocabulary=once(_VOCABULARY_PATH, table, logical),
+                access_counts=once(_ACCESS_COUNTS_PATH, table, own),
+                row_classes=once(_ROW_CLASSES_PATH, table, logical),
             )
             for table in self.spec.stored_tables
         )
@@ -176,15 +181,22 @@ def _small_files(
     vocabularies: Mapping[str, Vocabulary],
     golden: GoldenRequests | None,
     access_counts: Mapping[str, npt.NDArray[Any]],
+    row_classes: Mapping[str, RowClasses],
     plan: bytes | None,
 ) -> dict[str, Tensors]:
     tables = {table.name: table for table in spec.tables}
-    mapped = {table.name for table in spec.tables if table.id_mapping.kind == "vocabulary"}
+    logical = {table.name: table for table in spec.logical_tables}
+    mapped = {name for name, table in logical.items() if table.id_mapping.kind == "vocabulary"}
+    divided = {table.name: table for table in spec.divided if table.num_classes > 1}
     _check_names("vocabularies", set(vocabularies), mapped)
     _check_names("access_counts", set(access_counts), set(access_counts) & set(tables))
+    _check_names("row_classes", set(row_classes), set(divided))
     files: dict[str, Tensors] = {}
     for name, vocabulary in vocabularies.items():
-        files[_VOCABULARY_PATH.format(name)] = vocabulary_tensors(tables[name], vocabulary)
+        files[_VOCABULARY_PATH.format(name)] = vocabulary_tensors(logical[name], vocabulary)
+    for name, classes in row_classes.items():
+        classes.check(divided[name], spec.parts(divided[name]))
+        files[_ROW_CLASSES_PATH.format(name)] = classes.tensors()
     for name, counts in access_counts.items():
         files[_ACCESS_COUNTS_PATH.format(name)] = access_count_tensors(tables[name], counts)
     files |= _dense_file(spec, dense)
@@ -345,6 +357,7 @@ def export_snapshot(
     dense: Mapping[str, torch.Tensor] | Program,
     vocabularies: Mapping[str, Vocabulary] | None = None,
     access_counts: Mapping[str, npt.NDArray[Any]] | None = None,
+    row_classes: Mapping[str, RowClasses] | None = None,
     golden: GoldenRequests | None = None,
     golden_tolerance: float = 0.05,
     plan: bytes | None = None,
@@ -363,12 +376,13 @@ def export_snapshot(
     Args:
         store_path: the store's folder; made if it is not there.
         spec: what the model is made of.
-        rows: a source for every table, by name.
+        rows: a source for every table, by name; of a divided table for each of its parts.
         dense: the dense model's tensors. Floats are stored as float32, whole numbers and bools as they are. For the
             kind `exported` a program, or the file or bytes of one or of a package that AOTInductor made; its sample
             inputs are left out. `serving.models.exported.check_program` says beforehand whether it would serve.
         vocabularies: for every table with vocabulary mapping, its ids in row order.
         access_counts: for any of the tables, how often each row was looked up: whole numbers [num_embeddings].
+        row_classes: for every table that is divided by popularity, or pruned, the part that each row lies in.
         golden: requests with the scores that training computed.
         golden_tolerance: largest |served - expected| that a server may accept.
         plan: the text of a plan file, for fleets that it fits.
@@ -394,7 +408,7 @@ def export_snapshot(
         raise ExportError(f"golden_tolerance: {golden_tolerance} is not a positive number")
     _check_rows(spec, rows)
     file_rows = {one.name: _rows_per_file(table, rows_per_file) for table in spec.tables for one in table.slices}
-    files = _small_files(spec, dense, vocabularies or {}, golden, access_counts or {}, plan)
+    files = _small_files(spec, dense, vocabularies or {}, golden, access_counts or {}, row_classes or {}, plan)
     one = _Export(spec, version, file_rows, files, golden, golden_tolerance, metadata or {}, last_delta, delta_base)
     one.check_manifest()
     target = store.path / spec.model / str(version)

@@ -1,0 +1,182 @@
+"""Say in which part of a divided table each row lies, and as which row there: a chain of bitmaps with ranks.
+
+Bitmap 0 has a bit for each row of the table: set, the row is of class 0. Bitmap 1 has one for each row that is left,
+in order: set, it is of class 1; and so on. What is left at last is the last class. A row's place within its class is
+the number of rows of that class before it: for every 512 bits the number of ones before them is stored as uint32, so
+that a bitmap takes 1.0625 bits a row (the layout is that of Jacobson, "Space-efficient Static Trees and Graphs", 1989,
+with one level).
+
+In `row-classes.safetensors` bitmap i is the tensors `bits.i`, U8 [64 * blocks], low bits first, and `ranks.i`, U32
+[blocks].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from loader.errors import ExportError, SnapshotCorruptError
+from loader.snapshot.tables import DividedTable, TableSpec
+from loader.snapshot.tensor_files import TensorInfo, expect_tensors
+
+BLOCK_BITS = 512
+_BLOCK_BYTES = BLOCK_BITS // 8
+_WORDS = BLOCK_BITS // 64
+# Row b has, word by word, the bits that stand before bit b of a block: 32 KiB.
+_BEFORE = np.packbits(np.tri(BLOCK_BITS, BLOCK_BITS, -1, np.uint8), axis=1, bitorder="little").view(np.uint64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankedBits:
+    """A bitmap that counts: how many bits before one are set.
+
+    Attributes:
+        words: uint64 [blocks, 8], bit b of block k is bit b % 64 of word b // 64; behind the last bit zeros.
+        ranks: uint32 [blocks], ones before each block.
+        size: bits.
+    """
+
+    words: npt.NDArray[np.uint64]
+    ranks: npt.NDArray[np.uint32]
+    size: int
+
+    @classmethod
+    def of(cls, bits: npt.NDArray[np.bool_]) -> Self:
+        """Pack bool [size], below 2^32 of them."""
+        packed = np.zeros(-(-bits.size // BLOCK_BITS) * _BLOCK_BYTES, np.uint8)
+        packed[: -(-bits.size // 8)] = np.packbits(bits, bitorder="little")
+        words = packed.view(np.uint64).reshape(-1, _WORDS)
+        return cls(words, _ranks(words), bits.size)
+
+    def to_bool(self) -> npt.NDArray[np.bool_]:
+        """Unpack: bool [size]."""
+        flat = np.unpackbits(self.words.view(np.uint8).reshape(-1), count=self.size, bitorder="little")
+        return flat.view(np.bool_)
+
+    @property
+    def num_ones(self) -> int:
+        """Count the bits that are set."""
+        if not self.ranks.size:
+            return 0
+        return int(self.ranks[-1]) + int(np.bitwise_count(self.words[-1]).sum())
+
+    @property
+    def size_bytes(self) -> int:
+        """Count the bytes of bits and ranks."""
+        return self.words.nbytes + self.ranks.nbytes
+
+
+def _ranks(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint32]:
+    ones = np.bitwise_count(words).sum(axis=1, dtype=np.uint32)
+    ranks = np.zeros(ones.size, np.uint32)
+    np.cumsum(ones[:-1], out=ranks[1:], dtype=np.uint32)
+    return ranks
+
+
+def find_bits(
+    words: npt.NDArray[np.uint64],
+    ranks: npt.NDArray[np.uint32],
+    block: npt.NDArray[np.int64],
+    bit: npt.NDArray[np.int64],
+) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64]]:
+    """Look bits up, [n] each by its block and its place within it (0..511), of one bitmap or of several joined.
+
+    Returns:
+        Whether each is set, bool [n], and how many before it in its bitmap are, int64 [n].
+    """
+    own = words[block]
+    before = np.bitwise_count(own & _BEFORE[bit]).sum(axis=1, dtype=np.int64)
+    word = np.take_along_axis(own, (bit >> 6)[:, None], axis=1)[:, 0]
+    is_set = (word >> (bit & 63).view(np.uint64)) & np.uint64(1)
+    return is_set.astype(np.bool_), before + ranks[block]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowClasses:
+    """The classes of a table's rows: `bitmaps`, one fewer than there are classes."""
+
+    bitmaps: tuple[RankedBits, ...]
+
+    @classmethod
+    def of(cls, classes: npt.NDArray[np.integer[Any]], num_classes: int) -> Self:
+        """Make them from the class of each row, [num_embeddings], 0..num_classes-1."""
+        bitmaps = []
+        for number in range(num_classes - 1):
+            is_of = classes == number
+            bitmaps.append(RankedBits.of(is_of))
+            classes = classes[~is_of]
+        return cls(tuple(bitmaps))
+
+    def classes(self) -> npt.NDArray[np.uint8]:
+        """Return the class of each row, uint8 [num_embeddings]."""
+        found = np.full(self.bitmaps[0].size, len(self.bitmaps), np.uint8)
+        left = np.arange(found.size)
+        for number, bitmap in enumerate(self.bitmaps):
+            is_of = bitmap.to_bool()
+            found[left[is_of]] = number
+            left = left[~is_of]
+        return found
+
+    def find(self, rows: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+        """Return of rows [n], all within the table, the class, uint8 [n], and the place within it, int64 [n]."""
+        classes, places = np.full(rows.size, len(self.bitmaps), np.uint8), rows.copy()
+        left = np.arange(rows.size)
+        for number, bitmap in enumerate(self.bitmaps):
+            row = places[left]
+            is_of, before = find_bits(bitmap.words, bitmap.ranks, row >> 9, row & (BLOCK_BITS - 1))
+            places[left] = np.where(is_of, before, row - before)
+            classes[left[is_of]] = number
+            left = left[~is_of]
+        return classes, places
+
+    def check(self, table: DividedTable, parts: Sequence[TableSpec]) -> None:
+        """Raise ExportError unless there are as many rows of each class as the parts have."""
+        sizes = [self.bitmaps[0].size if self.bitmaps else table.num_embeddings]
+        ones = [bitmap.num_ones for bitmap in self.bitmaps]
+        for count in ones:
+            sizes.append(sizes[-1] - count)
+        found, expected = (*ones, sizes[-1]), table.class_rows(parts)
+        if [one.size for one in self.bitmaps] != sizes[:-1] or sizes[0] != table.num_embeddings or found != expected:
+            raise ExportError(f"divided table {table.name!r}: classes of {found} rows; its parts have {expected}")
+
+    def tensors(self) -> dict[str, npt.NDArray[Any]]:
+        """Make the tensors of `row-classes.safetensors`."""
+        found: dict[str, npt.NDArray[Any]] = {}
+        for number, one in enumerate(self.bitmaps):
+            found |= {f"bits.{number}": one.words.reshape(-1).view(np.uint8), f"ranks.{number}": one.ranks}
+        return found
+
+    @classmethod
+    def of_tensors(
+        cls, path: Path, table: DividedTable, parts: Sequence[TableSpec], tensors: Mapping[str, npt.NDArray[Any]]
+    ) -> Self:
+        """Make them from a file's tensors, mapped or not. Raises SnapshotCorruptError if they are not the table's."""
+        bitmaps, size = [], table.num_embeddings
+        for number, rows in enumerate(table.class_rows(parts)[:-1]):
+            words = tensors[f"bits.{number}"].view(np.uint64).reshape(-1, _WORDS)
+            bitmap = RankedBits(words, tensors[f"ranks.{number}"], size)
+            # Of an empty bitmap there is no last block.
+            tail = np.unpackbits(words[-1:].view(np.uint8), bitorder="little")[(size - 1) % BLOCK_BITS + 1 :]
+            if not np.array_equal(bitmap.ranks, _ranks(words)) or bitmap.num_ones != rows or tail.any():
+                raise SnapshotCorruptError(f"{path}: bitmap {number} does not count the {rows} rows of its class")
+            bitmaps.append(bitmap)
+            size -= rows
+        return cls(tuple(bitmaps))
+
+
+def check_classes_header(
+    path: Path, table: DividedTable, parts: Sequence[TableSpec], tensors: Mapping[str, TensorInfo]
+) -> None:
+    """Raise SnapshotCorruptError if dtypes or shapes in a file of row classes do not fit the table."""
+    expected: dict[str, tuple[str, tuple[int, ...]]] = {}
+    size = table.num_embeddings
+    for number, rows in enumerate(table.class_rows(parts)[:-1]):
+        blocks = -(-size // BLOCK_BITS)
+        expected |= {f"bits.{number}": ("U8", (_BLOCK_BYTES * blocks,)), f"ranks.{number}": ("U32", (blocks,))}
+        size -= rows
+    expect_tensors(path, tensors, expected)
