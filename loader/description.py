@@ -1,0 +1,434 @@
+"""Describe a model as a person writes it, and make of it what is stored: each way to make a table smaller, in a word.
+
+A description has all that `ModelSpec` has, and for each table what makes it smaller: `num_embeddings` auto, blocks of
+rows by popularity, a dtype for hot rows and one for cold ones, a projection, quotient and remainder. Pruning is asked
+for when a snapshot is exported. All of them come to the same: a table is stored as a few parts, whose rows are added.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, Self
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field, model_validator
+
+from loader.errors import ExportError
+from loader.snapshot.codecs import Float32Array
+from loader.snapshot.manifest import MAX_TABLES, AnyDenseModel, DenseInputs, FeatureSpec, ModelSpec
+from loader.snapshot.per_row import MAX_ACCESS_COUNT
+from loader.snapshot.row_classes import RowClasses
+from loader.snapshot.row_source import RowSource
+from loader.snapshot.tables import (
+    FAIL_FAST,
+    MAX_COLUMN_SLICES,
+    MAX_EMBEDDING_DIM,
+    MAX_FEATURES,
+    MAX_NUM_EMBEDDINGS,
+    MAX_PARTS,
+    Bucketing,
+    DividedTable,
+    Frozen,
+    HashMapping,
+    IdentityMapping,
+    Name,
+    Pooling,
+    RowDtype,
+    TableSpec,
+    UnknownId,
+    VocabularyMapping,
+)
+
+PrunedRow = Literal["mean", "zeros"]
+"""What ids of pruned rows get: the mean of these rows, or zeros."""
+Counts = Mapping[str, npt.NDArray[np.integer[Any]]]
+"""How often each row was looked up, [num_embeddings], by the name of the table as features see it."""
+
+# Rows of a source that are looked through at a time.
+_CHUNK_ROWS = 1 << 16
+
+
+class QuotientRemainderMapping(Frozen):
+    """Ids 0 <= id < num_embeddings; each has two rows, id // buckets and id % buckets of tables of their own."""
+
+    kind: Literal["quotient_remainder"] = "quotient_remainder"
+    buckets: int = Field(ge=1, le=MAX_NUM_EMBEDDINGS)
+    combine: Literal["add", "multiply"] = "add"
+
+
+class Block(Frozen):
+    """A share of a table's rows, the hottest that no block before has; without one, all that are left.
+
+    `dim` and `dtype` are the table's where they are not given.
+    """
+
+    share: float | None = Field(default=None, gt=0, lt=1)
+    dim: int | None = Field(default=None, ge=1, le=MAX_EMBEDDING_DIM)
+    dtype: RowDtype | None = None
+
+
+class DtypeByPopularity(Frozen):
+    """Number formats of the hottest rows, `hot_share` of them, and of all others."""
+
+    hot: RowDtype
+    cold: RowDtype
+    hot_share: float = Field(gt=0, lt=1)
+
+
+class TableDescription(Frozen):
+    """A table as a person describes it; what `TableSpec` has as well means the same.
+
+    Attributes:
+        num_embeddings: rows; `auto` is the smallest number that ids can be hashed to such that at most
+            `max_collision_share` of the lookups share their row with another id.
+        dtype: of all rows, or by popularity.
+        blocks: rows by popularity, the hottest first, with dims and dtypes of their own.
+        project_to: the columns that features get, through a projection, of rows of `embedding_dim`.
+    """
+
+    name: Name
+    num_embeddings: Annotated[int, Field(ge=1, le=MAX_NUM_EMBEDDINGS)] | Literal["auto"]
+    embedding_dim: int = Field(ge=1, le=MAX_EMBEDDING_DIM)
+    feature_names: Annotated[tuple[Name, ...], FAIL_FAST] = Field(min_length=1, max_length=MAX_FEATURES)
+    max_collision_share: float = Field(default=0.05, gt=0, lt=1)
+    pooling: Pooling = "sum"
+    dtype: RowDtype | DtypeByPopularity = "int8"
+    bucketing: Bucketing = "mixed"
+    id_mapping: Annotated[
+        IdentityMapping | HashMapping | VocabularyMapping | QuotientRemainderMapping, Field(discriminator="kind")
+    ] = IdentityMapping()
+    unknown_id: UnknownId = "reject"
+    default_row: int = Field(default=0, ge=0)
+    column_dims: Annotated[tuple[Annotated[int, Field(ge=1, le=MAX_EMBEDDING_DIM)], ...], FAIL_FAST] = Field(
+        default=(), max_length=MAX_COLUMN_SLICES
+    )
+    blocks: Annotated[tuple[Block, ...], FAIL_FAST] = Field(default=(), max_length=MAX_PARTS)
+    project_to: int | None = Field(default=None, ge=1, le=MAX_EMBEDDING_DIM)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        where = f"table {self.name!r}"
+        if self.num_embeddings == "auto" and not isinstance(self.id_mapping, HashMapping):
+            raise ValueError(f"{where}: num_embeddings auto goes with id_mapping hash, not {self.id_mapping.kind}")
+        if self.blocks:
+            if not isinstance(self.dtype, str):
+                raise ValueError(f"{where}: blocks have dtypes of their own; dtype by popularity is two blocks more")
+            if any(one.share is None for one in self.blocks[:-1]) or self.blocks[-1].share is not None:
+                raise ValueError(f"{where}: every block but the last needs a share, the last has what is left")
+            if (total := sum(one.share or 0 for one in self.blocks)) >= 1:
+                raise ValueError(f"{where}: blocks have {total:g} of the rows without the last; it must be below 1")
+            if (widest := max(one.dim or 0 for one in self.blocks)) > self.width:
+                raise ValueError(f"{where}: a block has {widest} columns, features get {self.width}")
+        if self.project_to is not None and self.project_to <= self.embedding_dim:
+            raise ValueError(f"{where}: project_to {self.project_to} is not above embedding_dim {self.embedding_dim}")
+        if (ways := self._ways()) and self.column_dims:
+            raise ValueError(f"{where}: column_dims goes with a table that is stored whole, not with {ways[0]}")
+        if isinstance(self.id_mapping, QuotientRemainderMapping) and len(ways) > 1:
+            raise ValueError(f"{where}: id_mapping quotient_remainder does not go with {ways[1]}")
+        return self
+
+    def _ways(self) -> list[str]:
+        """Name what divides it into parts."""
+        found = ["id_mapping quotient_remainder"] * isinstance(self.id_mapping, QuotientRemainderMapping)
+        found += ["dtype by popularity"] * (not isinstance(self.dtype, str))
+        return found + ["blocks"] * bool(self.blocks) + ["project_to"] * (self.project_to is not None)
+
+    @property
+    def width(self) -> int:
+        """Return the columns that features get."""
+        return self.project_to or self.embedding_dim
+
+    def compiled(self, kept: int | None = None) -> tuple[tuple[TableSpec, ...], DividedTable | None]:
+        """Return the tables that it is stored as, and how it is divided into them, if it is.
+
+        Args:
+            kept: how many rows are left, of a table that is pruned.
+
+        Raises:
+            ExportError: `num_embeddings` is still auto, more rows are kept than there are, or a block has none.
+            ValueError: what `TableSpec` or `DividedTable` refuse.
+        """
+        rows = self.num_embeddings
+        if isinstance(rows, str):
+            raise ExportError(f"table {self.name!r}: num_embeddings is auto: give a trace of the ids that come")
+        pruned = 0 if kept is None else rows - kept
+        seen = {name: getattr(self, name) for name in ("name", "feature_names", "pooling", "unknown_id", "default_row")}
+        if not self._ways() and not pruned:
+            same = {name: getattr(self, name) for name in ("embedding_dim", "dtype", "bucketing", "column_dims")}
+            return (TableSpec(num_embeddings=rows, id_mapping=self.id_mapping, **seen, **same),), None
+        if self.column_dims:
+            raise ExportError(f"table {self.name!r}: column_dims goes with a table that is stored whole, not pruned")
+        mapping, more = self.id_mapping, dict[str, Any]()
+        if isinstance(mapping, QuotientRemainderMapping):
+            if pruned:
+                raise ExportError(
+                    f"table {self.name!r}: by quotient_remainder a row is of many ids: none is pruned"
+                )
+            shapes = [("q", -(-rows // mapping.buckets), Block()), ("r", min(rows, mapping.buckets), Block())]
+            more = {"by": "quotient_remainder", "buckets": mapping.buckets, "combine": mapping.combine}
+            mapping = IdentityMapping()
+        else:
+            blocks = self._blocks()
+            sizes = _block_rows(self.name, rows - pruned, blocks)
+            sizes[-1] += pruned > 0
+            shapes = [(f"b{number}", *one) for number, one in enumerate(zip(sizes, blocks, strict=True))]
+        parts = tuple(
+            self._part(self.name if len(shapes) == 1 else f"{self.name}.{suffix}", size, block)
+            for suffix, size, block in shapes
+        )
+        divided = DividedTable(
+            num_embeddings=rows,
+            embedding_dim=self.width,
+            id_mapping=mapping,
+            parts=tuple(part.name for part in parts),
+            pruned=pruned,
+            **seen,
+            **more,
+        )
+        return parts, divided
+
+    def _part(self, name: str, rows: int, block: Block) -> TableSpec:
+        assert isinstance(self.dtype, str) or block.dtype is not None
+        return TableSpec(
+            name=name,
+            num_embeddings=rows,
+            embedding_dim=block.dim or self.embedding_dim,
+            dtype=block.dtype or self.dtype,
+            feature_names=self.feature_names,
+            pooling=self.pooling,
+            bucketing=self.bucketing,
+        )
+
+    def _blocks(self) -> tuple[Block, ...]:
+        if isinstance(self.dtype, DtypeByPopularity):
+            return Block(share=self.dtype.hot_share, dtype=self.dtype.hot), Block(dtype=self.dtype.cold)
+        return self.blocks or (Block(),)
+
+
+def _block_rows(table: str, rows: int, blocks: Sequence[Block]) -> list[int]:
+    sizes = [max(1, round((block.share or 0) * rows)) for block in blocks[:-1]]
+    sizes.append(rows - sum(sizes))
+    if sizes[-1] < 1:
+        raise ExportError(f"table {table!r}: {len(blocks)} blocks of {rows} rows: the last would have {sizes[-1]}")
+    return sizes
+
+
+class ModelDescription(Frozen):
+    """A model as a person describes it: `ModelSpec`, with tables as `TableDescription` says."""
+
+    model: Name
+    tables: Annotated[tuple[TableDescription, ...], FAIL_FAST] = Field(min_length=1, max_length=MAX_TABLES)
+    features: Annotated[tuple[FeatureSpec, ...], FAIL_FAST] = Field(min_length=1, max_length=MAX_FEATURES)
+    dense_inputs: DenseInputs = DenseInputs()
+    dense_model: AnyDenseModel
+
+    def compiled(self, kept: Mapping[str, int] | None = None) -> ModelSpec:
+        """Return the model as it is stored; `kept` is how many rows are left of tables that are pruned.
+
+        Raises ExportError as `TableDescription.compiled`, ValueError as `ModelSpec`.
+        """
+        made = [table.compiled((kept or {}).get(table.name)) for table in self.tables]
+        return ModelSpec(
+            model=self.model,
+            tables=tuple(part for parts, _ in made for part in parts),
+            features=self.features,
+            divided=tuple(divided for _, divided in made if divided is not None),
+            dense_inputs=self.dense_inputs,
+            dense_model=self.dense_model,
+        )
+
+
+def kept_rows(table: str, counts: npt.NDArray[np.integer[Any]], keep_share: float = 1.0) -> int:
+    """Return how many of the hottest rows have `keep_share` of all lookups; with 1, all that were looked up at all.
+
+    Raises ExportError for a share that is not in (0, 1], or a table of which nothing would be left.
+    """
+    if not 0 < keep_share <= 1:
+        raise ExportError(f"keep_share: {keep_share:g} is not above 0 and at most 1")
+    total = int(counts.sum(dtype=np.uint64))
+    if not total:
+        raise ExportError(f"table {table!r}: no row of it was looked up: pruned, it would be empty")
+    if keep_share == 1:
+        return int(np.count_nonzero(counts))
+    hottest = np.cumsum(np.sort(counts)[::-1], dtype=np.uint64)
+    return int(np.searchsorted(hottest, keep_share * total)) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """What the parts of a model's divided tables are made of: their rows, and which row is in which part.
+
+    Attributes:
+        rows: a source for every stored table, by name.
+        row_classes: of every table that has classes.
+        access_counts: of stored tables, as far as counts were given.
+    """
+
+    rows: Mapping[str, RowSource]
+    row_classes: Mapping[str, RowClasses]
+    access_counts: Mapping[str, npt.NDArray[np.uint32]] = field(default_factory=dict)
+
+
+def divide(
+    spec: ModelSpec,
+    rows: Mapping[str, RowSource],
+    counts: Counts,
+    *,
+    row_classes: Mapping[str, RowClasses] | None = None,
+    pruned_row: PrunedRow = "mean",
+) -> Division:
+    """Make the parts' rows from those of the tables that they are parts of.
+
+    Args:
+        spec: of the model, compiled.
+        rows: by table, as features see it. Parts that are trained as such (narrower ones, quotient and remainder) are
+            given themselves, by name, in the order of their rows.
+        counts: of the tables whose rows are divided by popularity.
+        row_classes: for those that training has divided already.
+        pruned_row: what ids of pruned rows get.
+
+    Raises:
+        ExportError: rows or counts are missing, of another table, or of another size.
+    """
+    given, classes = dict(row_classes or {}), dict[str, RowClasses]()
+    found, split = dict[str, RowSource](), dict[str, npt.NDArray[np.uint32]]()
+    names = {table.name for table in spec.logical_tables}
+    if unknown := sorted(set(counts) - names):
+        raise ExportError(f"counts: unknown tables {unknown}; the model has {sorted(names)}")
+    for table in spec.logical_tables:
+        if (own := counts.get(table.name)) is not None and own.shape != (table.num_embeddings,):
+            raise ExportError(f"table {table.name!r}: counts {list(own.shape)}, expected [{table.num_embeddings}]")
+        parts = spec.parts(table)
+        if not isinstance(table, DividedTable):
+            found[table.name] = _source(rows, table.name)
+            split |= {} if own is None else {table.name: _as_uint32(own)}
+            continue
+        of_rows = None
+        if table.num_classes > 1:
+            made = given.get(table.name) or classes_by_counts(table, parts, own)
+            made.check(table, parts)
+            classes[table.name], of_rows = made, made.classes()
+        for number, part in enumerate(parts):
+            source = rows.get(part.name)
+            if source is None or (of_rows is not None and source.num_embeddings != part.num_embeddings):
+                whole = _source(rows, table.name)
+                if of_rows is None or whole.embedding_dim != part.embedding_dim:
+                    raise ExportError(f"rows: missing for part {part.name!r}, which is not cut out of {table.name!r}")
+                source = _PartRows(whole, of_rows, number, table, part, pruned_row)
+            found[part.name] = source
+        if own is not None:
+            split |= _part_counts(table, parts, own, of_rows)
+    return Division(found, classes, split)
+
+
+def _source(rows: Mapping[str, RowSource], table: str) -> RowSource:
+    if table not in rows:
+        raise ExportError(f"rows: missing for table {table!r}; given are {sorted(rows)}")
+    return rows[table]
+
+
+def classes_by_counts(
+    table: DividedTable, parts: Sequence[TableSpec], counts: npt.NDArray[np.integer[Any]] | None
+) -> RowClasses:
+    """Give the hottest rows to the first part, the next to the second, and so on; of equals the first is the hotter.
+
+    Raises ExportError without counts, or if a row is to be kept that nobody asked for while others are not.
+    """
+    if counts is None:
+        raise ExportError(f"table {table.name!r} is divided by popularity: counts of its rows are needed")
+    order = np.argsort(-counts.astype(np.int64), kind="stable")
+    classes = np.empty(table.num_embeddings, np.uint8)
+    sizes = table.class_rows(parts)
+    classes[order] = np.repeat(np.arange(len(sizes), dtype=np.uint8), sizes)
+    return RowClasses.of(classes, len(sizes))
+
+
+def _as_uint32(counts: npt.NDArray[np.integer[Any]] | npt.NDArray[np.float64]) -> npt.NDArray[np.uint32]:
+    return np.minimum(counts, MAX_ACCESS_COUNT).astype(np.uint32)
+
+
+def _part_counts(
+    table: DividedTable,
+    parts: Sequence[TableSpec],
+    counts: npt.NDArray[np.integer[Any]],
+    classes: npt.NDArray[np.uint8] | None,
+) -> dict[str, npt.NDArray[np.uint32]]:
+    if table.buckets is not None:
+        ids = np.arange(counts.size)
+        rows = ids // table.buckets, ids % table.buckets
+        return {
+            part.name: _as_uint32(np.bincount(of, counts, part.num_embeddings))
+            for part, of in zip(parts, rows, strict=True)
+        }
+    if classes is None:
+        return {parts[0].name: _as_uint32(counts)}
+    found = [counts[classes == number].astype(np.uint64) for number in range(len(parts))]
+    if table.pruned:
+        found[-1] = np.append(found[-1], counts[classes == len(parts)].sum(dtype=np.uint64))
+    return {part.name: _as_uint32(one) for part, one in zip(parts, found, strict=True)}
+
+
+class _PartRows(RowSource):
+    """The rows of one class of another source, in order.
+
+    Behind them, in the last part of a pruned table, stands the row of all that are pruned.
+    """
+
+    def __init__(
+        self,
+        source: RowSource,
+        classes: npt.NDArray[np.uint8],
+        number: int,
+        table: DividedTable,
+        part: TableSpec,
+        pruned_row: PrunedRow,
+    ) -> None:
+        super().__init__(part.num_embeddings, part.embedding_dim)
+        if source.num_embeddings != table.num_embeddings:
+            rows = f"{source.num_embeddings} rows"
+            raise ExportError(f"table {table.name!r}: the source has {rows}, num_embeddings is {table.num_embeddings}")
+        self._source, self._classes, self._number = source, classes, number
+        self._pruned_row = pruned_row
+        self._has_default = bool(table.pruned) and part.name == table.parts[-1]
+        ones = np.add.reduceat(classes == number, np.arange(0, classes.size, _CHUNK_ROWS), dtype=np.int64)
+        self._chunk_ends = np.cumsum(ones)
+
+    def blocks(self, first_row: int, max_rows: int) -> Iterator[Float32Array]:
+        """Yield the rows of the class among each chunk of the source's; as of `RowSource`."""
+        end = min(first_row + max_rows, self.num_embeddings)
+        row, chunk = first_row, int(np.searchsorted(self._chunk_ends, first_row, side="right"))
+        while row < end and chunk < self._chunk_ends.size:
+            before = int(self._chunk_ends[chunk - 1]) if chunk else 0
+            taken = self._of_class(chunk, self._number)[row - before : end - before]
+            row, chunk = row + len(taken), chunk + 1
+            if len(taken):
+                yield taken
+        if row < end:
+            assert self._has_default
+            yield self._default_row()
+
+    def fingerprint(self) -> str:
+        """Of the source, and of which of its rows these are."""
+        own = hashlib.sha256(self._classes.data).hexdigest()
+        return f"{self._source.fingerprint()} {own} {self._number} {self._pruned_row}"
+
+    def _of_class(self, chunk: int, number: int) -> Float32Array:
+        first = chunk * _CHUNK_ROWS
+        is_of = self._classes[first : first + _CHUNK_ROWS] == number
+        found, at = [np.empty((0, self.embedding_dim), np.float32)], 0
+        for block in self._source.blocks(first, is_of.size):
+            found.append(block[is_of[at : at + len(block)]])
+            at += len(block)
+        return np.concatenate(found)
+
+    def _default_row(self) -> Float32Array:
+        total, count = np.zeros(self.embedding_dim), 0
+        if self._pruned_row == "mean":
+            for chunk in range(self._chunk_ends.size):
+                rows = self._of_class(chunk, self._number + 1)
+                total += rows.sum(axis=0, dtype=np.float64)
+                count += len(rows)
+        return (total / max(count, 1)).astype(np.float32)[None, :]
