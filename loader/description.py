@@ -164,9 +164,7 @@ class TableDescription(Frozen):
         mapping, more = self.id_mapping, dict[str, Any]()
         if isinstance(mapping, QuotientRemainderMapping):
             if pruned:
-                raise ExportError(
-                    f"table {self.name!r}: by quotient_remainder a row is of many ids: none is pruned"
-                )
+                raise ExportError(f"table {self.name!r}: by quotient_remainder a row is of many ids: none is pruned")
             shapes = [("q", -(-rows // mapping.buckets), Block()), ("r", min(rows, mapping.buckets), Block())]
             more = {"by": "quotient_remainder", "buckets": mapping.buckets, "combine": mapping.combine}
             mapping = IdentityMapping()

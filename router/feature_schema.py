@@ -3,7 +3,7 @@
 Features stand in the order of their tables (`TableLayout`), so that a batch's values for one arena are one contiguous
 run, and neighbouring features of one table become one segment of a shard's request without moving a value.
 
-A feature of a table that is stored in slices of its columns is looked up in every slice: its `Lookups`.
+A feature of a table that is stored in slices of its columns, or in parts, is looked up in all of them: its `Lookups`.
 """
 
 from __future__ import annotations
@@ -19,52 +19,57 @@ import numpy as np
 import numpy.typing as npt
 
 from loader.snapshot.manifest import FeatureSpec, ModelSpec
+from loader.snapshot.tables import DividedTable
 from shard_node.bags import Int32Array, Int64Array, TableLayout
 
 
 @dataclass(frozen=True)
 class Lookups:
-    """What is asked for the features: each one's rows of the table that it is looked up in, or of every slice of it.
+    """What is asked for the features: each one's rows of the table that it is looked up in, or of every part and slice.
 
-    They stand in the order of stored tables, and those of one table in that of the features. Where no table is sliced,
-    they are the features, number by number.
+    They stand in the order of stored tables, and those of one table in that of the features. Where no table is sliced
+    or divided, they are the features, number by number.
 
     Attributes:
         feature: int32 [L], the flat index of the feature.
         table: int32 [L], the stored table, in layout order; ascending.
-        column: int64 [L], where its columns begin in the feature's embedding.
+        part: int64 [L], the number of the part of a divided table; 0 of others. Parts of a feature are added.
+        column: int64 [L], where its columns begin in the part's rows.
         group: int64 [L], the group of tables that it is in.
         group_starts: int64 [groups + 1], the first lookup of each group of the layout, then L.
-        of_feature: of each feature its lookups, in column order.
+        of_feature: of each feature its lookups, part by part in column order.
     """
 
     feature: Int32Array
     table: Int32Array
+    part: Int64Array
     column: Int64Array
     group: Int64Array
     group_starts: Int64Array
     of_feature: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, layout: TableLayout, slices: Sequence[tuple[int, ...]]) -> Lookups:
-        """Derive them from the stored tables of each feature, in flat order, each feature's in column order."""
-        found = sorted(
-            (table, feature, number) for feature, tables in enumerate(slices) for number, table in enumerate(tables)
-        )
-        place = {(feature, number): at for at, (_, feature, number) in enumerate(found)}
-        starts = [[0, *accumulate(layout.tables[table].embedding_dim for table in tables)] for tables in slices]
-        table = np.array([table for table, _, _ in found], np.int32)
+    def of(cls, layout: TableLayout, stored: Sequence[Sequence[tuple[int, ...]]]) -> Lookups:
+        """Derive them from the stored tables of each feature, in flat order: of each part its slices."""
+        found = []
+        for number, parts in enumerate(stored):
+            for place, tables in enumerate(parts):
+                columns = accumulate((layout.tables[table].embedding_dim for table in tables), initial=0)
+                found += [(one, number, place, column) for one, column in zip(tables, columns, strict=False)]
+        found.sort()
+        table, feature, part, column = np.array(found, np.int64).reshape(-1, 4).T
+        order = np.lexsort((column, part, feature))
         edges = [group.first_table for group in layout.groups] + [len(layout.tables)]
         group_starts = np.searchsorted(table, edges).astype(np.int64)
+        counts = np.bincount(feature, minlength=len(stored))
         return cls(
-            feature=np.array([feature for _, feature, _ in found], np.int32),
-            table=table,
-            column=np.array([starts[feature][number] for _, feature, number in found], np.int64),
+            feature=feature.astype(np.int32),
+            table=table.astype(np.int32),
+            part=part.copy(),
+            column=column.copy(),
             group=np.searchsorted(group_starts, np.arange(table.size), side="right") - 1,
             group_starts=group_starts,
-            of_feature=tuple(
-                tuple(place[feature, number] for number in range(len(tables))) for feature, tables in enumerate(slices)
-            ),
+            of_feature=tuple(tuple(one.tolist()) for one in np.split(order, np.cumsum(counts)[:-1])),
         )
 
 
@@ -80,7 +85,8 @@ class FeatureSchema:
     def of(cls, spec: ModelSpec) -> FeatureSchema:
         """Sorts the model's features by table; those of one table keep the model's order."""
         layout = TableLayout.of(spec)
-        number = {name: layout.slices[table.name][0] for table in spec.tables for name in table.feature_names}
+        first = {table.name: layout.slices[spec.parts(table)[0].name][0] for table in spec.logical_tables}
+        number = {name: first[table.name] for table in spec.logical_tables for name in table.feature_names}
         return cls(spec, layout, tuple(sorted(spec.features, key=lambda feature: number[feature.name])))
 
     @cached_property
@@ -95,18 +101,27 @@ class FeatureSchema:
 
     @cached_property
     def table_index(self) -> Int32Array:
-        """int32 [F], the table of each feature, or its first slice, in layout order; ascending."""
-        return np.array([slices[0] for slices in self._slices], np.int32)
+        """int32 [F], the table of each feature, or its first part and slice, in layout order; ascending."""
+        return np.array([parts[0][0] for parts in self._stored], np.int32)
 
     @cached_property
     def lookups(self) -> Lookups:
         """What is asked of stored tables for the features."""
-        return Lookups.of(self.layout, self._slices)
+        return Lookups.of(self.layout, self._stored)
 
     @cached_property
-    def _slices(self) -> list[tuple[int, ...]]:
-        """Of each feature, the stored tables that it is looked up in, in column order."""
-        return [self.layout.slices[self.spec.table_of(feature.name).name] for feature in self.features]
+    def _stored(self) -> list[list[tuple[int, ...]]]:
+        """Of each feature, part by part, the stored tables that it is looked up in, in column order."""
+        return [
+            [self.layout.slices[part.name] for part in self.spec.parts(self.spec.table_of(feature.name))]
+            for feature in self.features
+        ]
+
+    @cached_property
+    def is_product(self) -> npt.NDArray[np.bool_]:
+        """Bool [F], True for features whose parts are multiplied, id by id, before they are pooled."""
+        tables = [self.spec.table_of(feature.name) for feature in self.features]
+        return np.array([isinstance(table, DividedTable) and table.combine == "multiply" for table in tables])
 
     @cached_property
     def is_none(self) -> npt.NDArray[np.bool_]:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
+from loader.snapshot.reader import Snapshot
+from loader.snapshot.row_classes import RowClasses
 from loader.snapshot.tables import HashMapping, VocabularyMapping
 from router.feature_schema import FeatureSchema
+from router.parts import PartRows
 from shard_node.bags import Int32Array, Int64Array, KeyedBags, first_outside
 
 UNKNOWN = -1
@@ -121,11 +125,23 @@ class MappedBags:
 class IdMapper:
     """Maps the raw ids of one model version.
 
-    `vocabularies` has int64 [V] ids by table name, for tables with the vocabulary mapping; a position is a row.
+    Args:
+        schema: the model's features.
+        vocabularies: int64 [V] ids by table name, for tables with the vocabulary mapping; a position is a row.
+        row_classes: of divided tables that have such, by name.
+
+    Attributes:
+        parts: where rows of divided tables lie; None of a model without such.
     """
 
-    def __init__(self, schema: FeatureSchema, vocabularies: Mapping[str, Int64Array]) -> None:
+    def __init__(
+        self,
+        schema: FeatureSchema,
+        vocabularies: Mapping[str, Int64Array],
+        row_classes: Mapping[str, RowClasses] | None = None,
+    ) -> None:
         self._schema = schema
+        self.parts = PartRows(schema, row_classes or {}) if schema.spec.divided else None
         tables = [schema.spec.table_of(feature.name) for feature in schema.features]
         kinds = {"identity": _IDENTITY, "hash": _HASH, "vocabulary": _VOCABULARY}
         policies = {"reject": _REJECT, "default_row": _DEFAULT_ROW, "skip": _SKIP}
@@ -140,11 +156,22 @@ class IdMapper:
         mappings = [(feature.name, table.id_mapping) for feature, table in zip(schema.features, tables, strict=True)]
         seeds = [one.seed_of(name) if isinstance(one, HashMapping) else 0 for name, one in mappings]
         self._seed = np.array(seeds, np.uint64)
-        wanted = [table.name for table in schema.spec.tables if isinstance(table.id_mapping, VocabularyMapping)]
-        self._vocabulary = VocabularyIndex({schema.layout.slices[name][0]: vocabularies[name] for name in wanted})
+        numbers = zip(tables, schema.table_index.tolist(), strict=True)
+        wanted = {number: table.name for table, number in numbers if isinstance(table.id_mapping, VocabularyMapping)}
+        self._vocabulary = VocabularyIndex({number: vocabularies[name] for number, name in wanted.items()})
+
+    @classmethod
+    def of_snapshot(cls, snapshot: Snapshot, schema: FeatureSchema) -> Self:
+        """Make what maps a snapshot's ids, with its vocabularies and the classes of its rows. Raises SnapshotError."""
+        tables, divided = snapshot.spec.logical_tables, snapshot.spec.divided
+        return cls(
+            schema,
+            {one.name: snapshot.vocabulary(one.name) for one in tables if one.id_mapping.kind == "vocabulary"},
+            {one.name: snapshot.row_classes(one.name) for one in divided if one.num_classes > 1},
+        )
 
     def map(self, bags: KeyedBags) -> MappedBags:
-        """Map raw ids, keyed by flat feature index, to rows of their features' tables.
+        """Map raw ids, keyed by flat feature index, to rows of their features' tables; of divided ones see `parts`.
 
         Ids unknown under `skip` are left out of their bags.
         """
@@ -206,15 +233,12 @@ class IdMapper:
         refused = policy == _REJECT
         rejected = self._rejected(bags, positions[refused], segment[refused])
         skipped = positions[policy == _SKIP]
+        found = bags.with_values(rows, bags.weights)
         if not skipped.size:
-            return MappedBags(bags.with_values(rows, bags.weights), rejected)
+            return MappedBags(found, rejected)
         keep = np.ones(rows.size, dtype=bool)
         keep[skipped] = False
-        kept_before = np.zeros(rows.size + 1, np.int64)
-        np.cumsum(keep, out=kept_before[1:])
-        weights = None if bags.weights is None else bags.weights[keep]
-        kept = KeyedBags(bags.keys, bags.bags_per_key, kept_before[bags.offsets], rows[keep], weights)
-        return MappedBags(kept, rejected)
+        return MappedBags(found.kept(keep), rejected)
 
     def _rejected(self, bags: KeyedBags, positions: Int64Array, segment: Int64Array) -> RejectedIds:
         # One id is enough to refuse a bag.

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from loader.errors import ShardrankError
+from loader.snapshot.tables import DividedTable
 from router.errors import HotRowsError, PlanError, ShardUnavailableError
 from router.feature_schema import FeatureSchema
 from router.hot_rows import HotLookup, HotRows
@@ -19,6 +21,7 @@ from router.id_mapping import IdMapper, MappedBags, RejectedIds
 from router.plan import BucketOwners, Plan
 from shard_node.answer import EXACT, NEWEST_SEQUENCE, UNKNOWN_SEQUENCE, Answer, Forms, add_answers
 from shard_node.bags import CheckedBags, Float32Array, Int32Array, Int64Array, KeyedBags, TableLayout
+from shard_node.engine.kernels import pool_rows
 from shard_node.errors import NodeUnavailableError
 from shard_node.node import LocalShard, Shard
 from shard_node.split import Part, split, whole
@@ -74,15 +77,18 @@ class Embeddings:
     Attributes:
         schema: the model's features.
         keys: int32 [S], flat indices of the features, ascending.
-        lookups: int32 [S], what was looked up for them, of `schema.lookups`; more than S where tables are sliced.
+        lookups: int32 [S], what was looked up for them, of `schema.lookups`; more than S where tables are sliced or
+            divided.
         blocks: one for each group of the table layout, float32 [rows, embedding_dim]: the rows of the group's
             lookups in order. A pooled feature has one row for each bag, one with pooling `none` one for each id.
         row_starts: int64 [S], the row, in its group's block, at which each of `lookups` begins.
-        num_rows: int64 [S], how many rows each feature has.
+        num_rows: int64 [S], how many rows each feature has in its blocks.
         bags: the rows that were asked for, by feature, after `skip` has left out unknown ids.
         rejected: ids that have no row, under `unknown_id: reject`; what is here for their bags must not be used.
         times: where the time went.
         sequence: every row is of this delta or a later one.
+        products: by flat index, float32 [rows, embedding_dim] of features whose parts are multiplied: their blocks have
+            a row for each id, of each part.
     """
 
     schema: FeatureSchema
@@ -95,18 +101,33 @@ class Embeddings:
     rejected: RejectedIds
     times: LookupTimes = field(default_factory=LookupTimes)
     sequence: int = UNKNOWN_SEQUENCE
+    products: Mapping[int, Float32Array] = field(default_factory=dict)
 
-    def feature(self, index: int) -> Float32Array:
-        """Return one feature by its flat index, float32 [bags, embedding_dim]: a view, or its slices side by side.
+    def feature(self, index: int, projections: Mapping[str, Float32Array] | None = None) -> Float32Array:
+        """Return one feature by its flat index, float32 [bags, embedding_dim]: a view, or made of slices and parts.
 
-        With pooling `none` it is [ids, embedding_dim]. KeyError if it was not asked for.
+        With pooling `none` it is [ids, embedding_dim]. `projections` are float32 [columns, embedding_dim] by the name
+        of the part. KeyError if it was not asked for, or a projection is missing.
         """
+        if index in self.products:
+            return self.products[index]
+        stored, spec = self.stored(index), self.schema.spec
+        table = spec.table_of(self.schema.features[index].name)
+        if isinstance(table, DividedTable):
+            needed = spec.projections()
+            parts = zip(table.parts, stored, strict=True)
+            stored = [rows @ (projections or {})[part] if part in needed else rows for part, rows in parts]
+            return stored[0] if len(stored) == 1 else np.add.reduce(stored)
+        return stored[0] if len(stored) == 1 else np.concatenate(stored, axis=1)
+
+    def stored(self, index: int) -> list[Float32Array]:
+        """Return what was looked up for a feature, a view for each of its lookups. KeyError if it was not asked for."""
         num_rows, lookups = int(self.num_rows[self._segment(index)]), self.schema.lookups
-        slices: list[Float32Array] = []
+        found = []
         for number in lookups.of_feature[index]:
             start = int(self.row_starts[np.searchsorted(self.lookups, number)])
-            slices.append(self.blocks[int(lookups.group[number])][start : start + num_rows])
-        return slices[0] if len(slices) == 1 else np.concatenate(slices, axis=1)
+            found.append(self.blocks[int(lookups.group[number])][start : start + num_rows])
+        return found
 
     def lengths(self, index: int) -> Int64Array:
         """Count the ids of each bag of a feature, int64 [bags]. KeyError if the feature was not asked for."""
@@ -119,6 +140,23 @@ class Embeddings:
         if segment == self.keys.size or int(self.keys[segment]) != index:
             raise KeyError(self.schema.features[index].name)
         return segment
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LookedUp:
+    """What is looked up for a batch.
+
+    Attributes:
+        mapped: rows of the features' tables, and ids that have none.
+        num_rows: int64 [S], how many rows each feature has in what is answered.
+        whole: the bags of all lookups, before parts of divided tables have left out what is not theirs: bag lengths.
+        rows: the same bags, with the rows of stored tables. Keys are numbers of lookups.
+    """
+
+    mapped: MappedBags
+    num_rows: Int64Array
+    whole: KeyedBags
+    rows: KeyedBags
 
 
 class _ShardDownError(Exception):
@@ -201,10 +239,13 @@ class Router:
         self._cutter = Cutter(plan.layout)
         self._is_narrow = max(table.num_embeddings for table in plan.layout.tables) <= 2**31
         self._owners = BucketOwners(plan)
-        self._has_none = bool(schema.is_none.any())
+        self._has_rows = bool((schema.is_none | schema.is_product).any())
         self._has_mean = bool(schema.is_mean.any())
+        # Features whose rows come one by one: of those pooled `none`, and of those that are made of products.
+        self._by_row = schema.is_none | schema.is_product
+        self._has_products = bool(schema.is_product.any())
         lookups = self._lookups = schema.lookups
-        self._is_sliced = lookups.feature.size > len(schema.features)
+        self._is_repeated = lookups.feature.size > len(schema.features)
         # A rank request has all features. What follows from that alone is worked out once: the lookup that each one's
         # group begins with, and the first lookup of each table.
         self._first_in_group = lookups.group_starts[lookups.group]
@@ -238,6 +279,20 @@ class Router:
         """Map ids, keyed by flat feature index, for whoever pools the rows himself."""
         return self._mapper.map(bags)
 
+    def look_ups(self, bags: KeyedBags) -> LookedUp:
+        """Map ids, keyed by flat feature index, to the rows of all lookups, for whoever pools them himself."""
+        mapped = self._mapper.map(bags)
+        by_feature, parts = mapped.bags, self._mapper.parts
+        found = by_feature if parts is None else parts.find(by_feature)
+        by_row = _one_bag_per_id(found, self._by_row) if self._has_rows else found
+        whole = _of_lookups(by_row, self._lookups.feature) if self._is_repeated else by_row
+        rows = whole if parts is None else parts.take(whole)
+        if self._has_products and rows.weights is not None:
+            # Weights are for the products.
+            of_product = np.repeat(self.schema.is_product[self._lookups.feature[rows.keys]], rows.values_per_key())
+            rows = rows.with_values(rows.values, np.where(of_product, np.float32(1), rows.weights))
+        return LookedUp(mapped, by_row.bags_per_key, whole, rows)
+
     async def lookup(
         self, model: str, version: int, bags: KeyedBags, deadline: float, forms: Forms = EXACT
     ) -> Embeddings:
@@ -250,10 +305,8 @@ class Router:
             RouterError, ShardNodeError: if a shard can't answer.
         """
         times, began = LookupTimes(), self._clock()
-        mapped = self._mapper.map(bags)
-        by_feature = mapped.bags
-        by_row = _one_bag_per_id(by_feature, self.schema.is_none) if self._has_none else by_feature
-        by_lookup = _of_lookups(by_row, self._lookups.feature) if self._is_sliced else by_row
+        asked = self.look_ups(bags)
+        mapped, by_lookup = asked.mapped, asked.rows
         by_table = self._by_table(by_lookup)
         mapped_at = self._clock()
         times.map_s = mapped_at - began
@@ -270,19 +323,21 @@ class Router:
         else:
             row_starts = self._starts_in_group(by_lookup)
         if self._has_mean:
-            self._divide_means(blocks, by_lookup)
+            self._divide_means(blocks, asked.whole)
         embeddings = Embeddings(
             schema=self.schema,
             keys=bags.keys,
             lookups=by_lookup.keys,
             blocks=blocks,
             row_starts=row_starts,
-            num_rows=by_row.bags_per_key,
-            bags=by_feature,
+            num_rows=asked.num_rows,
+            bags=mapped.bags,
             rejected=mapped.rejected,
             times=times,
             sequence=sequence,
         )
+        if self._has_products:
+            embeddings = replace(embeddings, products=_products(embeddings))
         times.add_s += self._clock() - began
         return embeddings
 
@@ -426,6 +481,30 @@ class Router:
             of_bags = np.repeat(mean & here, bags.bags_per_key)
             lengths[np.repeat(mean[here], bags.bags_per_key[here])] = np.maximum(bags.lengths[of_bags], 1)
             block /= lengths[:, None]
+
+
+def _products(embeddings: Embeddings) -> dict[int, Float32Array]:
+    """Multiply the parts of features that are made of products, id by id, and pool: float32 [bags, embedding_dim]."""
+    schema, bags = embeddings.schema, embeddings.bags
+    bag_starts, value_starts = bags.bag_starts(), bags.value_starts()
+    found = {}
+    for segment, key in enumerate(bags.keys.tolist()):
+        if not schema.is_product[key]:
+            continue
+        quotients, remainders = embeddings.stored(key)
+        rows = quotients * remainders
+        if not schema.is_none[key]:
+            first, end = int(value_starts[segment]), int(value_starts[segment + 1])
+            offsets = bags.offsets[int(bag_starts[segment]) : int(bag_starts[segment + 1]) + 1] - first
+            weights = None if bags.weights is None else bags.weights[first:end]
+            if rows.shape[0]:
+                rows = pool_rows("fp32", torch.from_numpy(rows), np.arange(end - first), offsets, weights)
+            else:
+                rows = np.zeros((offsets.size - 1, rows.shape[1]), np.float32)
+            if schema.is_mean[key]:
+                rows /= np.maximum(np.diff(offsets), 1).astype(np.float32)[:, None]
+        found[key] = rows
+    return found
 
 
 def _first_of_each(ascending: Int32Array) -> Int64Array:

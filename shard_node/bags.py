@@ -130,6 +130,13 @@ class KeyedBags:
         object.__setattr__(bags, "_value_starts", self._value_starts)
         return bags
 
+    def kept(self, chosen: npt.NDArray[np.bool_]) -> KeyedBags:
+        """Return the same bags with some of their values alone: bool [n]."""
+        kept_before = np.zeros(chosen.size + 1, np.int64)
+        np.cumsum(chosen, out=kept_before[1:])
+        weights = None if self.weights is None else self.weights[chosen]
+        return KeyedBags(self.keys, self.bags_per_key, kept_before[self.offsets], self.values[chosen], weights)
+
     def wide(self) -> KeyedBags:
         """Return the same bags with int64 offsets and values."""
         if self.values.dtype == _INT64 and self.offsets.dtype == _INT64:

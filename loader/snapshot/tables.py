@@ -195,7 +195,8 @@ class DividedTable(Frozen):
                 raise ValueError(f"{where}: part {part.name!r} must have the identity mapping and no column_dims")
             if part.feature_names != self.feature_names:
                 raise ValueError(f"{where}: part {part.name!r} must have its features {list(self.feature_names)}")
-            if part.embedding_dim > self.embedding_dim:
+            is_narrow = part.embedding_dim < self.embedding_dim
+            if part.embedding_dim > self.embedding_dim or (is_narrow and self.combine == "multiply"):
                 limit = f"embedding_dim is {self.embedding_dim}"
                 raise ValueError(f"{where}: part {part.name!r} has {part.embedding_dim} columns, {limit}")
         rows = [part.num_embeddings for part in parts]

@@ -116,8 +116,7 @@ class WirePredictor:
             split_seed=load.split_seed,
             varied=load.varied,
         )
-        names = [table.name for table in self._spec.tables if table.id_mapping.kind == "vocabulary"]
-        mapper = IdMapper(self._schema, {name: stored.vocabulary(name) for name in names})
+        mapper = IdMapper.of_snapshot(stored, self._schema)
         rng = np.random.default_rng(load.seed)
         requests = [workload.request(rng) for _ in range(min(SAMPLED_REQUESTS, load.requests))]
         self._num_requests = len(requests)

@@ -276,7 +276,7 @@ def _random_bags(
 
 def _bag_sums(spec: ModelSpec, feature: str, bags: list[list[int]]) -> Float32Array:
     """float32 [bags, dim], of the rows' patterns; whole numbers below 2^24 even times 1024, so exact in any order."""
-    table = spec.table_of(feature)
+    (table,) = spec.parts(spec.table_of(feature))
     starts = np.cumsum([0] + [len(bag) for bag in bags[:-1]])
     rows = np.array([one for bag in bags for one in bag], np.int64)
     sums: Float32Array = np.add.reduceat(patterns(table, rows), starts, axis=0)

@@ -211,7 +211,14 @@ warnings.filterwarnings("ignore", message="The given NumPy array is not writ", c
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Lookups for pooled features, of one side and embedding_dim, that are neighbours in block and columns."""
+    """Lookups for pooled features, of one side and embedding_dim, that are neighbours in block and columns.
+
+    Attributes:
+        block, first, count: the group of tables, the first of the lookups, how many they are.
+        side, column: where they go: the matrix, and its first column.
+        dim, width: columns of their rows, and of what they become: more by their `projections`, the names of the parts.
+        adds: whether they are added to what other parts have brought.
+    """
 
     block: int
     side: Side
@@ -219,30 +226,54 @@ class Run:
     count: int
     dim: int
     column: int
+    width: int
+    projections: tuple[str, ...] = ()
+    adds: bool = False
 
 
 def find_runs(spec: ModelSpec, schema: FeatureSchema) -> tuple[Run, ...]:
-    """Split the lookups for pooled features, in order, into the fewest runs."""
-    shapes, lookups = InputShapes.of(spec), schema.lookups
+    """Split the lookups for pooled features, in order, into the fewest runs: those that add come last.
+
+    Products are not among them: they are pooled already.
+    """
+    shapes, lookups, projections = InputShapes.of(spec), schema.lookups, spec.projections()
     runs: list[Run] = []
+    # Of each feature, the part that is written first, to which the others are added.
+    first_parts: dict[int, int] = {}
     for number, index in enumerate(lookups.feature.tolist()):
         feature = schema.features[index]
-        if feature.name in shapes.sequence_dims:
+        if feature.name in shapes.sequence_dims or schema.is_product[index]:
             continue
+        part = int(lookups.part[number])
+        name = spec.parts(spec.table_of(feature.name))[part].name
         block = int(lookups.group[number])
         dim = schema.layout.groups[block].embedding_dim
-        column = shapes.side(feature.side).offsets[feature.name] + int(lookups.column[number])
+        own = Run(
+            block=block,
+            side=feature.side,
+            first=number,
+            count=1,
+            dim=dim,
+            column=shapes.side(feature.side).offsets[feature.name] + int(lookups.column[number]),
+            width=projections[name][1] if name in projections else dim,
+            projections=(name,) if name in projections else (),
+            adds=first_parts.setdefault(index, part) != part,
+        )
         last = runs[-1] if runs else None
-        if (
-            last is not None
-            and (last.block, last.side) == (block, feature.side)
-            and last.first + last.count == number
-            and last.column + last.count * dim == column
-        ):
-            runs[-1] = replace(last, count=last.count + 1)
+        if last is not None and _are_neighbours(last, own):
+            runs[-1] = replace(last, count=last.count + 1, projections=last.projections + own.projections)
         else:
-            runs.append(Run(block, feature.side, number, 1, dim, column))
-    return tuple(runs)
+            runs.append(own)
+    return tuple(sorted(runs, key=lambda run: run.adds))
+
+
+def _are_neighbours(run: Run, other: Run) -> bool:
+    same = (run.block, run.side, run.adds, bool(run.projections), run.width)
+    return (
+        same == (other.block, other.side, other.adds, bool(other.projections), other.width)
+        and run.first + run.count == other.first
+        and run.column + run.count * run.width == other.column
+    )
 
 
 class InputBuffer:
@@ -272,6 +303,11 @@ class InputAssembler:
         self.shapes = InputShapes.of(spec)
         self.dtype = dtype
         self.runs = find_runs(spec, schema)
+        self._products = tuple(
+            (index, feature.side, self.shapes.side(feature.side).columns_of(feature.name))
+            for index, feature in enumerate(schema.features)
+            if schema.is_product[index] and not schema.is_none[index]
+        )
         self._sequences = tuple(
             (index, feature.name)
             for index, feature in enumerate(schema.features)
@@ -289,13 +325,14 @@ class InputAssembler:
         context_dense: Float32Array,
         candidate_dense: Float32Array,
         buffer: InputBuffer | None = None,
+        projections: Mapping[str, Tensor] | None = None,
     ) -> RankingInputs:
         """Build the inputs of R requests' N candidates, in the assembler's dtype.
 
         Embeddings are the batch's lookup of all features: context features have R bags, candidate features N.
         `request_of_candidate` is int64 [N], ascending, dense inputs float32 [R, Kc] and [N, Kd]. The candidates' matrix
         has `rounded_rows(N)` rows: those behind N are zeros, of the last request. Without a buffer both matrices have
-        memory of their own.
+        memory of their own. `projections` are the ranking model's, float32 by part.
         """
         counts: dict[Side, int] = {"context": context_dense.shape[0], "candidate": candidate_dense.shape[0]}
         buffer, num_candidates = buffer or self.buffer(), counts["candidate"]
@@ -313,12 +350,23 @@ class InputAssembler:
         for run in self.runs:
             # The run is rows [F, bags, D] of its block, from `start` on; it is read as [bags, F, D].
             matrix, bags, dim = matrices[run.side], counts[run.side], run.dim
-            shape, start = (bags, run.count, dim), int(embeddings.row_starts[run.first]) * dim
-            target = matrix.as_strided(shape, (matrix.stride(0), dim, 1), run.column)
-            target.copy_(blocks[run.block].as_strided(shape, (dim, bags * dim, 1), start))
+            start = int(embeddings.row_starts[run.first]) * dim
+            source = blocks[run.block].as_strided((bags, run.count, dim), (dim, bags * dim, 1), start)
+            if run.projections:
+                own = torch.stack([(projections or {})[part] for part in run.projections])
+                source = torch.bmm(source.transpose(0, 1), own).transpose(0, 1)
+            target = matrix.as_strided(source.shape, (matrix.stride(0), run.width, 1), run.column)
+            if run.adds:
+                target.add_(source)
+            else:
+                target.copy_(source)
+        for index, side, columns in self._products:
+            matrices[side][: counts[side], columns].copy_(torch.from_numpy(embeddings.products[index]))
         sequences: dict[str, SequenceInput] = {}
+        of_parts = {name: matrix.numpy() for name, matrix in (projections or {}).items()}
         for index, name in self._sequences:
-            sequences[name] = padded_sequence(embeddings.feature(index), embeddings.lengths(index), self.dtype)
+            rows = embeddings.feature(index, of_parts)
+            sequences[name] = padded_sequence(rows, embeddings.lengths(index), self.dtype)
         owner = np.full(candidates.shape[0], context.shape[0] - 1, np.int64)
         owner[:num_candidates] = request_of_candidate
         return RankingInputs(context, candidates, sequences, torch.from_numpy(owner), is_ordered=True)

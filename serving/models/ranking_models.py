@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from loader.snapshot.manifest import ModelSpec
+from loader.snapshot.tables import projection_name
 from serving.errors import RankingModelError
 from serving.models.config import DcnV2Config, DlrmConfig, MlpConfig, TargetAttentionConfig, parse_dense_model
 from serving.models.inputs import InputShapes, RankingInputs, SequenceInput
@@ -96,12 +97,23 @@ class CandidateBlocks:
 
 
 class RankingModel(nn.Module):
-    """A dense part: from a batch's inputs to one logit a candidate. What depends on the context is computed once."""
+    """A dense part: from a batch's inputs to one logit a candidate. What depends on the context is computed once.
+
+    Attributes:
+        projections: of parts that are narrower than their table, float32 [columns, embedding_dim]: what assembles the
+            inputs multiplies rows by them.
+    """
 
     def __init__(self, shapes: InputShapes) -> None:
         super().__init__()
         self.shapes = shapes
         self.number_format: NumberFormat = "float32"
+        self.projections = nn.ParameterDict()
+
+    @property
+    def projections_by_part(self) -> dict[str, Tensor]:
+        """Get the projections by the names of the parts."""
+        return {name.replace("/", "."): matrix.detach() for name, matrix in self.projections.items()}
 
     @property
     def dtype(self) -> torch.dtype:
@@ -426,7 +438,12 @@ _MODELS: dict[str, Callable[[Any, InputShapes], RankingModel]] = {
 def build_model(spec: ModelSpec) -> RankingModel:
     """Build an untrained model in float32, as its description says. Raises RankingModelError if that is not valid."""
     config = parse_dense_model(spec)
-    return _MODELS[config.kind](config, InputShapes.of(spec))
+    model = _MODELS[config.kind](config, InputShapes.of(spec))
+    for part, (columns, dim) in spec.projections().items():
+        name = projection_name(part).removeprefix("projections.")
+        # As large as the rows were: each of the columns adds to all of the dims.
+        model.projections[name] = nn.Parameter(torch.randn(columns, dim) / columns**0.5)
+    return model
 
 
 def load_model(spec: ModelSpec, tensors: Mapping[str, Tensor], number_format: NumberFormat = "float32") -> RankingModel:

@@ -231,6 +231,11 @@ class RankingParts:
         """Tell the number format that the dense model is computed in."""
         return self.models.on(CPU).number_format
 
+    @property
+    def projections(self) -> dict[str, torch.Tensor]:
+        """Get the dense model's projections by part, on the CPU."""
+        return self.models.on(CPU).projections_by_part
+
 
 class Scored(NamedTuple):
     """What a batch came to.
@@ -422,10 +427,11 @@ class Ranking:
         routed = self._clock()
         if len(embeddings.rejected):
             raise unknown_id(self.parts.schema, request, embeddings.rejected, 0, int(embeddings.rejected.bag[0]))
-        features = self.parts.schema.features
+        features, projections = self.parts.schema.features, self.parts.projections
+        of_parts = {name: matrix.numpy() for name, matrix in projections.items()}
         found = {
             features.features[key].name: FeatureEmbeddings(
-                embeddings.feature(key), embeddings.lengths(key) if features.is_none[key] else None
+                embeddings.feature(key, of_parts), embeddings.lengths(key) if features.is_none[key] else None
             )
             for key in request.bags.keys.tolist()
         }
@@ -439,7 +445,12 @@ class Ranking:
         parts = parts or self.parts
         with torch.inference_mode():
             inputs = parts.assembler.assemble(
-                embeddings, batch.request_of_candidate, batch.context_dense, batch.candidate_dense, self._columns
+                embeddings,
+                batch.request_of_candidate,
+                batch.context_dense,
+                batch.candidate_dense,
+                self._columns,
+                parts.projections,
             )
             scores: Float32Array = parts.models.on(self.device).scores(inputs.on(self.device)).cpu().numpy()
         # What a batch was rounded up by is nobody's.

@@ -121,7 +121,7 @@ class ServedModel:
         is_none = schema.features.is_none
         batcher, counter = Batcher(limits, clock, is_none if is_none.any() else None), VersionCounter()
         nodes: dict[ShardNode, None] = {}
-        mapper = id_mapper(snapshot, schema.features)
+        mapper = IdMapper.of_snapshot(snapshot, schema.features)
 
         def ranking(number: int) -> Ranking:
             connected = shards(partial(metrics.shard_retry, spec.model))
@@ -263,12 +263,6 @@ def _scorer(
         scorer.close()
         raise RankingModelError(f"model {model!r}: an exported program is run on the CPU, but its rows are on cards")
     return scorer
-
-
-def id_mapper(snapshot: Snapshot, schema: FeatureSchema) -> IdMapper:
-    """Make what maps a snapshot's ids to rows, with its vocabularies."""
-    names = (one.name for one in snapshot.spec.tables if one.id_mapping.kind == "vocabulary")
-    return IdMapper(schema, {name: snapshot.vocabulary(name) for name in names})
 
 
 def _started(

@@ -71,12 +71,7 @@ def make_node(
 
 def make_router(snapshot: Snapshot, plan: Plan, shards: list[Shard], hot: HotRows | None = None) -> Router:
     schema = FeatureSchema.of(snapshot.spec)
-    vocabularies = {
-        table.name: snapshot.vocabulary(table.name)
-        for table in snapshot.spec.tables
-        if table.id_mapping.kind == "vocabulary"
-    }
-    return Router(schema, IdMapper(schema, vocabularies), plan, shards, hot=hot)
+    return Router(schema, IdMapper.of_snapshot(snapshot, schema), plan, shards, hot=hot)
 
 
 def local_router(snapshot: Snapshot, topology: Topology, hot: HotRows | None = None) -> Router:

@@ -1,0 +1,168 @@
+"""Features of divided tables: the router adds what the parts give, however ids become rows and rows are divided."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from loader.snapshot.row_classes import RowClasses
+from router.errors import RouterError
+from router.feature_schema import FeatureSchema
+from router.parts import PartRows
+from shard_node.bags import KeyedBags
+from shardrank_testing.divided import Twins, describe, write_twins
+from shardrank_testing.snapshots import make_spec
+from shardrank_testing.topologies import Topology, local_router, lookup, remote_router
+
+BLOCKS = [{"share": 0.1}, {"share": 0.3, "dim": 6, "dtype": "fp16"}, {"dim": 2, "dtype": "int4"}]
+HOT_AND_COLD = {"dtype": {"hot": "fp16", "cold": "int4", "hot_share": 0.2}}
+LEVERS = {
+    "user": [{}, HOT_AND_COLD, {"blocks": BLOCKS}, {"id_mapping": {"kind": "hash", "salt": "per_feature"}}],
+    "film": [
+        {},
+        HOT_AND_COLD,
+        {"blocks": BLOCKS},
+        {"id_mapping": {"kind": "quotient_remainder", "buckets": 30}},
+        {"id_mapping": {"kind": "quotient_remainder", "buckets": 30, "combine": "multiply"}},
+        {"embedding_dim": 4, "project_to": 16},
+    ],
+    "genre": [{}, {"id_mapping": {"kind": "quotient_remainder", "buckets": 4, "combine": "multiply"}}, HOT_AND_COLD],
+    "tag": [
+        {},
+        {"id_mapping": {"kind": "quotient_remainder", "buckets": 17, "combine": "multiply"}},
+        {"blocks": [{"share": 0.5, "dtype": "fp32"}, {"dim": 4}]},
+    ],
+    "city": [{}, {"embedding_dim": 2, "project_to": 8}],
+}
+EVERYTHING = {name: ways[-1] for name, ways in LEVERS.items()} | {"film": LEVERS["film"][4]}
+
+
+def random_bags(twins: Twins, rng: np.random.Generator, features: list[int], most: int = 5) -> KeyedBags:
+    schema = FeatureSchema.of(twins.divided.spec)
+    bags_per_key = rng.integers(0, 5, len(features))
+    lengths = rng.integers(0, most + 1, int(bags_per_key.sum()))
+    values_per_key = np.diff(np.append(0, np.cumsum(lengths))[np.append(0, np.cumsum(bags_per_key))])
+    limits = [schema.spec.table_of(schema.features[key].name).num_embeddings for key in features]
+    values = (rng.random(int(lengths.sum())) * np.repeat(limits, values_per_key)).astype(np.int64)
+    weighted = np.repeat([schema.features[key].weighted for key in features], values_per_key)
+    weights = np.where(weighted, rng.normal(size=values.size), 1.0).astype(np.float32)
+    return KeyedBags.from_lengths(np.array(features, np.int32), bags_per_key, lengths, values, weights)
+
+
+def by_name(snapshot, router, bags: KeyedBags, projections=None) -> dict[str, np.ndarray]:
+    embeddings = asyncio.run(lookup(router, snapshot, bags))
+    names = [router.schema.features[key].name for key in bags.keys.tolist()]
+    return {name: embeddings.feature(key, projections) for name, key in zip(names, bags.keys.tolist(), strict=True)} | {
+        f"{name} lengths": embeddings.lengths(key) for name, key in zip(names, bags.keys.tolist(), strict=True)
+    }
+
+
+def in_order_of(twins: Twins, bags: KeyedBags) -> KeyedBags:
+    """The same bags with the flat indices of the twin, whose tables lie in another order."""
+    schema, other = FeatureSchema.of(twins.divided.spec), FeatureSchema.of(twins.whole.spec)
+    keys = [other.index[schema.features[key].name] for key in bags.keys.tolist()]
+    segments, bag_starts, value_starts = np.argsort(keys), bags.bag_starts(), bags.value_starts()
+    lengths = [bags.lengths[bag_starts[one] : bag_starts[one + 1]] for one in segments]
+    places = [np.arange(value_starts[one], value_starts[one + 1]) for one in segments]
+    order = np.concatenate([*places, np.zeros(0, np.int64)]).astype(np.int64)
+    return KeyedBags.from_lengths(
+        np.sort(np.array(keys, np.int32)),
+        bags.bags_per_key[segments],
+        np.concatenate([*lengths, np.zeros(0, np.int64)]).astype(np.int64),
+        bags.values[order],
+        bags.weights[order],
+    )
+
+
+def assert_alike(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert found.keys() == expected.keys()
+    for name, one in found.items():
+        np.testing.assert_allclose(one, expected[name], rtol=1e-4, atol=1e-4, err_msg=name)
+
+
+@given(
+    levers=st.fixed_dictionaries({name: st.sampled_from(ways) for name, ways in LEVERS.items()}),
+    pruned=st.booleans(),
+    shards=st.sampled_from([1, 3]),
+    seed=st.integers(0, 2**32 - 1),
+)
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+def test_any_levers_give_what_whole_tables_of_the_same_rows_give(levers, pruned, shards, seed):
+    rng = np.random.default_rng(seed)
+    cut = ("user", "film") if pruned else ()
+    # Parts that are trained as such bring no row for those that are pruned.
+    cut = tuple(name for name in cut if levers[name] in ({}, HOT_AND_COLD))
+    with tempfile.TemporaryDirectory() as folder:
+        twins = write_twins(Path(folder), describe(make_spec(), levers), pruned=cut, seed=seed)
+        topology = Topology(shards, 2, "table" if shards > 1 else None, replicate_bytes=4096 if seed % 2 else 0)
+        router, plain = local_router(twins.divided, topology), local_router(twins.whole, Topology())
+        count = len(router.schema.features)
+        some = sorted(rng.choice(count, int(rng.integers(1, count + 1)), replace=False).tolist())
+        for features in (list(range(count)), some):
+            bags = random_bags(twins, rng, features)
+            found = by_name(twins.divided, router, bags, twins.projections)
+            assert_alike(found, by_name(twins.whole, plain, in_order_of(twins, bags)))
+
+
+def test_parts_behind_sockets_give_what_whole_tables_give(tmp_path):
+    twins = write_twins(tmp_path, describe(make_spec(), EVERYTHING), pruned=("user",))
+    plain = local_router(twins.whole, Topology())
+
+    async def scenario():
+        found = []
+        async with remote_router(twins.divided, Topology(3, 2, "table"), tmp_path) as router:
+            for most in (1, 6):  # One row a bag travels as stored, more as sums.
+                bags = random_bags(twins, np.random.default_rng(most), list(range(len(router.schema.features))), most)
+                found.append((bags, router.schema, await lookup(router, twins.divided, bags)))
+        return found
+
+    for bags, schema, embeddings in asyncio.run(scenario()):
+        expected = by_name(twins.whole, plain, in_order_of(twins, bags))
+        for key in bags.keys.tolist():
+            name = schema.features[key].name
+            actual = embeddings.feature(key, twins.projections)
+            np.testing.assert_allclose(actual, expected[name], rtol=1e-4, atol=1e-4, err_msg=name)
+
+
+def test_ids_that_were_seen_give_the_same_bits_after_pruning_and_others_the_default_row(tmp_path):
+    spec = make_spec()
+    twins = write_twins(tmp_path, describe(spec, {}), pruned=("user", "film", "genre", "tag", "city"))
+    kept = {name: np.flatnonzero(counts) for name, counts in twins.counts.items()}
+    router, plain = local_router(twins.divided, Topology()), local_router(twins.whole, Topology())
+    schema = router.schema
+    keys = np.arange(len(schema.features), dtype=np.int32)
+    of_keys = [schema.spec.table_of(one.name).name for one in schema.features]
+    for wanted in ("seen", "pruned"):
+        rng = np.random.default_rng(4)
+        ids = {
+            name: own if wanted == "seen" else np.setdiff1d(np.arange(twins.counts[name].size), own)
+            for name, own in kept.items()
+        }
+        values = np.concatenate([rng.choice(ids[name], 12) for name in of_keys])
+        ones = np.ones(values.size, np.float32)
+        bags = KeyedBags.from_lengths(keys, np.full(keys.size, 4), np.full(4 * keys.size, 3), values, ones)
+        found = by_name(twins.divided, router, bags)
+        # The twin's float32 rows are what the others are worth, and these operators add in one order.
+        expected = by_name(twins.whole, plain, in_order_of(twins, bags))
+        for name, one in found.items():
+            np.testing.assert_allclose(one, expected[name], rtol=1e-5, atol=1e-5, err_msg=name)
+    whole = write_twins(tmp_path / "not pruned", describe(spec, {}))
+    assert {one.name for one in whole.divided.spec.divided} == set()
+    values = np.concatenate([np.random.default_rng(5).choice(kept[name], 12) for name in of_keys])
+    bags = KeyedBags.from_lengths(keys, np.full(keys.size, 4), np.full(4 * keys.size, 3), values)
+    same_rows = by_name(whole.divided, local_router(whole.divided, Topology()), bags)
+    for name, one in by_name(twins.divided, router, bags).items():
+        assert one.tobytes() == same_rows[name].tobytes(), name
+
+
+def test_classes_of_other_tables_are_refused_by_name(tmp_path):
+    twins = write_twins(tmp_path, describe(make_spec(), {"film": HOT_AND_COLD}))
+    schema = FeatureSchema.of(twins.divided.spec)
+    with pytest.raises(RouterError, match=r"row classes of \['user'\] were given; the model needs \['film'\]"):
+        PartRows(schema, {"user": RowClasses.of(np.zeros(3, np.uint8), 2)})

@@ -1,0 +1,147 @@
+"""Models with divided tables, and their twins: the same rows in whole float32 tables, worked out by plain loops."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from loader.description import ModelDescription, PrunedRow, divide, kept_rows
+from loader.snapshot.codecs import Float32Array, codec_for
+from loader.snapshot.manifest import ModelSpec
+from loader.snapshot.reader import Snapshot
+from loader.snapshot.row_source import rows_of
+from loader.snapshot.tables import DividedTable, TableSpec, projection_name
+from loader.snapshot.writer import export_snapshot
+from shardrank_testing.snapshots import random_rows
+
+
+@dataclass(frozen=True)
+class Twins:
+    """A model with divided tables, and what it must answer like.
+
+    `rows` is what each row of a table is worth to a feature, float32 [num_embeddings, embedding_dim], by table.
+    """
+
+    divided: Snapshot
+    whole: Snapshot
+    rows: dict[str, Float32Array]
+    counts: dict[str, np.ndarray]
+    projections: dict[str, Float32Array]
+
+
+def describe(spec: ModelSpec, levers: Mapping[str, Mapping[str, Any]]) -> ModelDescription:
+    """The spec as a description, with words for some of its tables."""
+    fields = spec.model_dump(mode="json")
+    fields["tables"] = [one | dict(levers.get(one["name"], {})) for one in fields["tables"]]
+    return ModelDescription.model_validate(fields)
+
+
+def write_twins(
+    folder: Path,
+    description: ModelDescription,
+    *,
+    pruned: tuple[str, ...] = (),
+    pruned_row: PrunedRow = "mean",
+    dense: Mapping[str, torch.Tensor] | None = None,
+    seed: int = 0,
+    version: int | None = None,
+) -> Twins:
+    """Export both. Half of the rows of `pruned` tables were never looked up. `dense` is without projections."""
+    # Rows are the same whatever is pruned.
+    rng, draw = np.random.default_rng(seed), np.random.default_rng([seed, 1])
+    counts = {}
+    for table in description.tables:
+        seen = draw.integers(1, 50, table.num_embeddings)
+        if table.name in pruned:
+            seen *= draw.random(seen.size) < 0.5
+            seen[0] = 1
+        counts[table.name] = seen
+    spec = description.compiled({name: kept_rows(name, counts[name]) for name in pruned})
+    given = {}
+    for table in spec.logical_tables:
+        parts = spec.parts(table)
+        is_cut = isinstance(table, DividedTable) and table.buckets is None
+        if is_cut and all(part.embedding_dim == table.embedding_dim for part in parts):
+            given[table.name] = random_rows(rng, table.num_embeddings, table.embedding_dim)
+        else:
+            given |= {part.name: random_rows(rng, part.num_embeddings, part.embedding_dim) for part in parts}
+    sources = {name: rows_of(rows) for name, rows in given.items()}
+    division = divide(spec, sources, counts, pruned_row=pruned_row)
+    projections = {
+        part: rng.standard_normal(shape, np.float32) / np.float32(4) for part, shape in spec.projections().items()
+    }
+    weights = {"weight": torch.zeros(1)} if dense is None else dict(dense)
+    tensors = {projection_name(part): torch.from_numpy(one) for part, one in projections.items()}
+    path = export_snapshot(
+        folder / "divided",
+        spec,
+        rows=division.rows,
+        dense=weights | tensors,
+        row_classes=division.row_classes,
+        access_counts=division.access_counts,
+        version=version,
+    )
+    rows = {
+        table.name: worth(spec, table, given, counts[table.name], projections, pruned_row)
+        for table in spec.logical_tables
+    }
+    whole = [
+        {**one.model_dump(), "dtype": "fp32", "embedding_dim": rows[one.name].shape[1]}
+        | {"blocks": (), "project_to": None, "id_mapping": table_mapping(one)}
+        for one in description.tables
+    ]
+    twin = ModelDescription.model_validate({**description.model_dump(), "tables": whole}).compiled()
+    plain = export_snapshot(
+        folder / "whole", twin, rows={name: rows_of(one) for name, one in rows.items()}, dense=weights, version=version
+    )
+    return Twins(Snapshot.open(path), Snapshot.open(plain), rows, counts, projections)
+
+
+def table_mapping(table: Any) -> dict[str, Any]:
+    kind = table.id_mapping.kind
+    return {"kind": "identity"} if kind == "quotient_remainder" else table.id_mapping.model_dump()
+
+
+def worth(
+    spec: ModelSpec,
+    table: TableSpec | DividedTable,
+    given: Mapping[str, Float32Array],
+    counts: np.ndarray,
+    projections: Mapping[str, Float32Array],
+    pruned_row: PrunedRow,
+) -> Float32Array:
+    """What each row is worth once stored, projected and combined."""
+
+    def stored(part: TableSpec, rows: Float32Array) -> Float32Array:
+        codec = codec_for(part.dtype, part.embedding_dim)
+        decoded = codec.decode(codec.encode(rows))
+        return decoded @ projections[part.name] if part.name in projections else decoded
+
+    parts = spec.parts(table)
+    if not isinstance(table, DividedTable):
+        return stored(parts[0], given[table.name])
+    ids = np.arange(table.num_embeddings)
+    if table.buckets is not None:
+        quotients, remainders = (stored(part, given[part.name]) for part in parts)
+        first, second = quotients[ids // table.buckets], remainders[ids % table.buckets]
+        return first * second if table.combine == "multiply" else first + second
+    hottest = sorted(ids.tolist(), key=lambda row: (-int(counts[row]), row))
+    out = np.zeros((ids.size, table.embedding_dim), np.float32)
+    begin = 0
+    for number, part in enumerate(parts):
+        size = part.num_embeddings - (1 if table.pruned and number == len(parts) - 1 else 0)
+        own = sorted(hottest[begin : begin + size])
+        begin += size
+        is_given = part.name in given and given[part.name].shape[0] == part.num_embeddings
+        rows = given[part.name] if is_given else given[table.name][own]
+        out[own] = stored(part, rows[:size])
+    if table.pruned:
+        rest = hottest[begin:]
+        mean = given[table.name][rest].mean(axis=0, keepdims=True, dtype=np.float64).astype(np.float32)
+        out[rest] = stored(parts[-1], mean if pruned_row == "mean" else np.zeros_like(mean))
+    return out
