@@ -1,0 +1,63 @@
+"""A model with every lever from rows to scores: it scores like its twin, whose whole tables have the same rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from serving.rank.ranking import MergedBatch
+from serving.versions.served_model import ServedModel
+from shardrank_testing.card_ranking import DENSE, score, served_on, shop_batch, shop_spec
+from shardrank_testing.divided import Twins, describe, write_twins
+from shardrank_testing.ranking import random_tensors
+
+LEVERS = {
+    "users": {"blocks": [{"share": 0.2, "dtype": "fp16"}, {"share": 0.3, "dim": 4}, {"dim": 2}]},
+    "films": {"dtype": {"hot": "fp16", "cold": "int4", "hot_share": 0.1}},
+    "genres": {"id_mapping": {"kind": "quotient_remainder", "buckets": 5, "combine": "multiply"}},
+    "tags": {"id_mapping": {"kind": "quotient_remainder", "buckets": 16}},
+    "cities": {"embedding_dim": 3},
+}
+
+
+def shop_twins(folder: Path, kind: str, levers: dict | None = None, **how) -> Twins:
+    spec = shop_spec(kind)
+    found = dict(LEVERS if levers is None else levers)
+    if "cities" in found:
+        found["cities"] = {"embedding_dim": 3, "project_to": spec.table_of("city").embedding_dim}
+    return write_twins(folder, describe(spec, found), dense=random_tensors(spec, 5), version=1, **how)
+
+
+def batches_of(served: ServedModel) -> list[MergedBatch]:
+    """The same requests for every model of that shape."""
+    rng = np.random.default_rng(3)
+    return [shop_batch(served, rng, counts) for counts in ((1,), (7, 3), (5, 1, 20))]
+
+
+@pytest.mark.parametrize("kind", DENSE)
+def test_divided_tables_give_the_scores_of_whole_ones_with_the_same_rows(tmp_path, kind):
+    twins = shop_twins(tmp_path, kind, pruned=("films",))
+    assert [one.name for one in twins.divided.spec.divided] == list(LEVERS)
+    with (
+        served_on(twins.divided.path, None) as own,
+        served_on(twins.divided.path, None, local_shards=3, cards=2, sharding="table", replicate_bytes=0) as sharded,
+        served_on(twins.whole.path, None) as whole,
+    ):
+        expected = [score(whole, batch) for batch in batches_of(whole)]
+        for served in (own, sharded):
+            for batch, scores in zip(batches_of(served), expected, strict=True):
+                np.testing.assert_allclose(score(served, batch), scores, rtol=1e-4, atol=1e-5)
+
+
+def test_sequences_of_projected_and_multiplied_rows_score_like_whole_ones(tmp_path):
+    for films in (
+        {"embedding_dim": 5, "project_to": 16},
+        {"id_mapping": {"kind": "quotient_remainder", "buckets": 20, "combine": "multiply"}},
+        {"blocks": [{"share": 0.5}, {"dim": 3, "dtype": "fp32"}]},
+    ):
+        twins = shop_twins(tmp_path / str(len(str(films))), "target_attention", {"films": films})
+        with served_on(twins.divided.path, None) as own, served_on(twins.whole.path, None) as whole:
+            for batch, same in zip(batches_of(own), batches_of(whole), strict=True):
+                np.testing.assert_allclose(score(own, batch), score(whole, same), rtol=1e-4, atol=1e-5)
