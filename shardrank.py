@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from loader.deltas.publisher import AsyncDeltaPublisher as AsyncDeltaPublisher
     from loader.deltas.publisher import DeltaPublisher as DeltaPublisher
+    from loader.description import ModelDescription as ModelDescription
+    from loader.description import kept_rows as kept_rows
     from loader.errors import CheckpointError as CheckpointError
     from loader.errors import DeltaBaseError as DeltaBaseError
     from loader.errors import DeltaError as DeltaError
@@ -69,6 +71,7 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "loader.deltas.publisher": "AsyncDeltaPublisher DeltaPublisher",
+    "loader.description": "ModelDescription kept_rows",
     "loader.errors": (
         "CheckpointError DeltaBaseError DeltaError DeltaFormatError ExportError NonFiniteRowError RegistryError "
         "RegistryUnavailableError ShardrankError SnapshotCorruptError SnapshotError SnapshotExistsError "
@@ -77,10 +80,8 @@ _NAMES = {
     "loader.registry.opening": "open_registry",
     "loader.registry.registry": "Registry",
     "loader.snapshot.golden": "GoldenRequests",
-    "loader.snapshot.manifest": (
-        "DenseInputs DenseModelSpec ExportedModelSpec FeatureSpec HashMapping IdentityMapping ModelSpec TableSpec "
-        "VocabularyMapping"
-    ),
+    "loader.snapshot.manifest": "DenseInputs DenseModelSpec ExportedModelSpec FeatureSpec ModelSpec",
+    "loader.snapshot.tables": "HashMapping IdentityMapping TableSpec VocabularyMapping",
     "loader.snapshot.row_source": "ArrayRows RowsFromBlocks SafetensorsRows TensorRows",
     "loader.snapshot.reader": "Snapshot verify_snapshot",
     "loader.snapshot.writer": "export_snapshot",

@@ -376,13 +376,13 @@ def export_snapshot(
     Args:
         store_path: the store's folder; made if it is not there.
         spec: what the model is made of.
-        rows: a source for every table, by name; of a divided table for each of its parts.
+        rows: a source for every table, by name.
         dense: the dense model's tensors. Floats are stored as float32, whole numbers and bools as they are. For the
             kind `exported` a program, or the file or bytes of one or of a package that AOTInductor made; its sample
             inputs are left out. `serving.models.exported.check_program` says beforehand whether it would serve.
         vocabularies: for every table with vocabulary mapping, its ids in row order.
         access_counts: for any of the tables, how often each row was looked up: whole numbers [num_embeddings].
-        row_classes: for every table that is divided by popularity, or pruned, the part that each row lies in.
+        row_classes: for every table divided by popularity, or pruned, the part that each row lies in.
         golden: requests with the scores that training computed.
         golden_tolerance: largest |served - expected| that a server may accept.
         plan: the text of a plan file, for fleets that it fits.
@@ -390,8 +390,7 @@ def export_snapshot(
         metadata: free text about the training run, kept in the manifest.
         last_delta: sequence number of the last delta whose rows are in `rows` already, kept in the manifest.
         delta_base: the version that began the stream in which `last_delta` counts; by default this one.
-        rows_per_file: of all tables, a power of two of at least 256; files of `mixed` tables have at least 4,096. By
-            default files have at most 256 MiB.
+        rows_per_file: a power of two of at least 256, 4,096 of `mixed` tables; by default files have up to 256 MiB.
         clock: gives the time of creation.
         progress: told the rows written per table.
 
