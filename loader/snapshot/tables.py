@@ -49,7 +49,8 @@ class HashMapping(Frozen):
 
     kind: Literal["hash"] = "hash"
     seed: int = Field(default=0, ge=0, lt=2**63)
-    salt: Literal["none", "per_feature"] = "none"
+    # Left out where there is none, so that releases that know none can read the model.
+    salt: Literal["none", "per_feature"] = Field(default="none", exclude_if=lambda salt: salt == "none")
 
     def seed_of(self, feature: str) -> int:
         """Return the seed that a feature's ids are hashed with: below 2^63."""

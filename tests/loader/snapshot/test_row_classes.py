@@ -1,0 +1,286 @@
+"""Which part of a divided table a row lies in, and as which row there: a mapping, a file, and what is refused of it."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
+
+from loader.description import ModelDescription, divide
+from loader.errors import ExportError, SnapshotCorruptError, SnapshotFormatError
+from loader.snapshot.reader import Snapshot, verify_snapshot
+from loader.snapshot.row_classes import RankedBits, RowClasses
+from loader.snapshot.row_source import rows_of
+from loader.snapshot.tables import DividedTable, HashMapping
+from loader.snapshot.writer import export_snapshot
+from shardrank_testing.snapshots import one_table_spec, random_rows, restate_file, rewrite_manifest, write_snapshot
+
+CLASSES = "tables/item/row-classes.safetensors"
+ROWS, KEPT = 2000, 1700
+
+
+@st.composite
+def row_classes(draw):
+    """The class of each row, uint8 [n], and how many classes there are; some may be empty, and one may have all."""
+    size = draw(st.sampled_from([1, 2, 511, 512, 513, 1023, 1025, 3000]))
+    num_classes = draw(st.integers(2, 5))
+    weights = np.array(draw(st.lists(st.integers(0, 3), min_size=num_classes, max_size=num_classes)), np.float64)
+    weights[draw(st.integers(0, num_classes - 1))] += 1
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    return rng.choice(num_classes, size, p=weights / weights.sum()).astype(np.uint8), num_classes
+
+
+@settings(deadline=None, max_examples=60)
+@given(row_classes(), st.integers(0, 2**32))
+def test_a_rows_place_is_the_number_of_rows_of_its_class_before_it(made, seed):
+    classes, num_classes = made
+    found = RowClasses.of(classes, num_classes)
+    np.testing.assert_array_equal(found.classes(), classes)
+    # In any order, and some twice.
+    rows = np.random.default_rng(seed).integers(0, classes.size, 700)
+    places = np.empty(classes.size, np.int64)
+    for number in range(num_classes):
+        is_of = classes == number
+        places[is_of] = np.cumsum(is_of)[is_of] - 1
+    which, place = found.find(rows)
+    np.testing.assert_array_equal(which, classes[rows])
+    np.testing.assert_array_equal(place, places[rows])
+    left = classes
+    for number, bitmap in enumerate(found.bitmaps):
+        assert bitmap.num_ones == np.count_nonzero(left == number)
+        left = left[left != number]
+
+
+@pytest.mark.parametrize("size", [0, 1, 511, 512, 513])
+def test_bits_are_counted_up_to_the_end_of_a_block_and_beyond(size):
+    for bits in (np.zeros(size, np.bool_), np.ones(size, np.bool_)):
+        packed = RankedBits.of(bits)
+        assert (packed.num_ones, packed.size) == (bits.sum(), size)
+        np.testing.assert_array_equal(packed.to_bool(), bits)
+
+
+def test_a_bitmap_takes_one_bit_and_a_sixteenth_a_row():
+    assert RankedBits.of(np.zeros(512 * 1000, np.bool_)).size_bytes * 8 == 1.0625 * 512 * 1000
+    # The second has bits for those rows only that the first leaves.
+    chained = RowClasses.of(np.repeat(np.array([0, 1, 2], np.uint8), 512 * 100), 3)
+    assert [one.size_bytes * 8 for one in chained.bitmaps] == [1.0625 * 51_200 * 3, 1.0625 * 51_200 * 2]
+
+
+def test_a_table_of_one_class_has_no_bitmaps_and_every_row_is_its_own_place():
+    which, place = RowClasses.of(np.zeros(9, np.uint8), 1).find(np.array([8, 0, 3]))
+    assert (which.tolist(), place.tolist()) == ([0, 0, 0], [8, 0, 3])
+
+
+@settings(deadline=None, max_examples=40)
+@given(row_classes())
+def test_what_a_file_has_is_what_was_written(tmp_path_factory, made):
+    classes, num_classes = made
+    sizes = [int(np.count_nonzero(classes == number)) for number in range(num_classes)]
+    written = RowClasses.of(classes, num_classes)
+    # A table may have a class without rows in its last part only, so of others just the sizes are given.
+    read = RowClasses.of_tensors("f", _Sizes(classes.size, sizes), (), written.tensors())
+    np.testing.assert_array_equal(read.classes(), classes)
+
+
+class _Sizes:
+    """As much of a divided table as tells the sizes of its classes."""
+
+    def __init__(self, num_embeddings, sizes):
+        self.num_embeddings, self._sizes = num_embeddings, sizes
+
+    def class_rows(self, _parts):
+        return tuple(self._sizes)
+
+
+def blocks_description(model: str = "small") -> ModelDescription:
+    return ModelDescription.model_validate(
+        {
+            "model": model,
+            "tables": [
+                {
+                    "name": "item",
+                    "num_embeddings": ROWS,
+                    "embedding_dim": 8,
+                    "feature_names": ["item"],
+                    "blocks": [{"share": 0.1, "dtype": "fp16"}, {"dtype": "int4"}],
+                }
+            ],
+            "features": [{"name": "item", "side": "candidate"}],
+            "dense_model": {"kind": "mlp"},
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """A snapshot of a table in two blocks, 300 of whose rows are pruned, and its classes."""
+    spec = blocks_description().compiled({"item": KEPT})
+    rng = np.random.default_rng(0)
+    counts = rng.permutation(np.append(rng.integers(1, 1000, KEPT), np.zeros(ROWS - KEPT, np.int64)))
+    division = divide(spec, {"item": rows_of(random_rows(rng, ROWS, 8))}, {"item": counts})
+    path = export_snapshot(
+        tmp_path_factory.mktemp("store"),
+        spec,
+        rows=division.rows,
+        dense={},
+        row_classes=division.row_classes,
+        access_counts=division.access_counts,
+    )
+    return path, division
+
+
+def test_a_snapshot_has_the_classes_that_it_was_exported_with(exported):
+    path, division = exported
+    snapshot = Snapshot.open(path)
+    for name in ("item", "item.b0", "item.b1"):
+        np.testing.assert_array_equal(snapshot.row_classes(name).classes(), division.row_classes["item"].classes())
+    for name in ("item.b0", "item.b1"):
+        np.testing.assert_array_equal(snapshot.access_counts(name), division.access_counts[name])
+    assert isinstance(snapshot.spec.table_of("item"), DividedTable)
+    assert verify_snapshot(path).ok
+    bits = 8 * sum(one.size_bytes for one in snapshot.row_classes("item").bitmaps)
+    assert bits == 1.0625 * 512 * (-(-ROWS // 512) + -(-(ROWS - 170) // 512))
+
+
+@pytest.fixture
+def damaged(exported, tmp_path):
+    """Make a copy whose file of row classes has other tensors, stated as a forger would."""
+    path, _ = exported
+
+    def made(change):
+        copy = tmp_path / "small" / "1"
+        copy.mkdir(parents=True)
+        for file in path.rglob("*"):
+            target = copy / file.relative_to(path)
+            if file.is_dir():
+                target.mkdir()
+            else:
+                target.write_bytes(file.read_bytes())
+        tensors = load_file(copy / CLASSES)
+        change(tensors)
+        save_file(tensors, copy / CLASSES)
+        restate_file(copy, CLASSES)
+        return copy
+
+    return made
+
+
+def flip_a_bit(tensors):
+    tensors["bits.0"][7] ^= 1
+
+
+def exchange_two_bits(tensors):
+    # As many ones as before in the table, not in each block.
+    bits = np.unpackbits(tensors["bits.0"], bitorder="little")
+    first, last = np.flatnonzero(bits[:512])[0], np.flatnonzero(bits[512:ROWS] == 0)[0] + 512
+    bits[[first, last]] = bits[[last, first]]
+    tensors["bits.0"][:] = np.packbits(bits, bitorder="little")
+
+
+def wrong_rank(tensors):
+    tensors["ranks.1"][2] += 1
+
+
+def bits_behind_the_end(tensors):
+    # One fewer within the table: the count alone would not tell.
+    bits = np.unpackbits(tensors["bits.0"], bitorder="little")
+    bits[np.flatnonzero(bits[1536:ROWS])[0] + 1536] = 0
+    bits[ROWS] = 1
+    tensors["bits.0"][:] = np.packbits(bits, bitorder="little")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (flip_a_bit, "bitmap 0 does not count the 170 rows of its class"),
+        (exchange_two_bits, "bitmap 0 does not count"),
+        (wrong_rank, "bitmap 1 does not count the 1530 rows"),
+        (bits_behind_the_end, "bitmap 0 does not count"),
+    ],
+)
+def test_classes_that_do_not_count_what_they_should_are_refused_by_file(damaged, change, message):
+    copy = damaged(change)
+    with pytest.raises(SnapshotCorruptError, match=rf"item/row-classes.safetensors: {message}"):
+        Snapshot.open(copy)
+    # Who trusts the store is told when they are read.
+    with pytest.raises(SnapshotCorruptError, match=message):
+        Snapshot.open(copy, verify=False).row_classes("item")
+    with pytest.raises(SnapshotCorruptError, match=message):
+        Snapshot.open(copy, files="other")
+    Snapshot.open(copy, files="rows")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors.pop("ranks.1"), r"has no tensor 'ranks.1'"),
+        (lambda tensors: tensors.update({"bits.2": np.zeros(64, np.uint8)}), r"has the tensors \['bits.2'\] besides"),
+        (lambda tensors: tensors.update({"bits.1": tensors["bits.1"][:64]}), r"'bits.1' is U8 \[64\], expected U8 "),
+        (lambda tensors: tensors.update({"ranks.0": tensors["ranks.0"].astype(np.int64)}), r"is I64 \[4\], expected U"),
+    ],
+)
+def test_a_file_of_other_tensors_is_refused_by_its_header(damaged, change, message):
+    copy = damaged(change)
+    for verify in (True, False):
+        with pytest.raises(SnapshotCorruptError, match=rf"item/row-classes.safetensors: .*{message}"):
+            Snapshot.open(copy, verify=verify)
+
+
+def test_a_flipped_bit_is_told_by_its_checksum(damaged):
+    copy = damaged(lambda tensors: None)
+    content = bytearray((copy / CLASSES).read_bytes())
+    content[-1] ^= 4
+    (copy / CLASSES).write_bytes(content)
+    with pytest.raises(SnapshotCorruptError, match=r"item/row-classes.safetensors: SHA-256"):
+        Snapshot.open(copy)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda one: one["tables"][0].pop("row_classes"), "row classes go with the first part"),
+        (lambda one: one["tables"][1].update(row_classes=one["tables"][0]["row_classes"]), "row classes go with the"),
+        (lambda one: one["spec"]["divided"][0].update(pruned=299), "num_embeddings is 2000"),
+        (lambda one: one["spec"]["divided"][0].update(parts=["item.b0", "item.b9"]), r"parts \['item.b9'\] are no"),
+        (lambda one: one["spec"]["divided"][0].update(parts=["item.b0", "item.b0"]), "duplicate part of a divided"),
+        (lambda one: one["spec"]["divided"][0].update(name="item.b0"), "that of a table which is not its only part"),
+        (lambda one: one["spec"]["divided"][0].update(parts=["item.b0"] * 9), "at most 8"),
+        (lambda one: one["spec"]["divided"][0].update(combine="multiply"), "goes with by quotient_remainder only"),
+        (lambda one: one["spec"]["divided"][0].update(by="quotient_remainder"), "buckets go with"),
+    ],
+)
+def test_a_manifest_that_divides_a_table_otherwise_than_its_parts_do_is_refused(damaged, edit, message):
+    copy = damaged(lambda tensors: None)
+    rewrite_manifest(copy, edit)
+    with pytest.raises(SnapshotFormatError, match=message):
+        Snapshot.open(copy)
+
+
+def test_classes_that_are_missing_unknown_or_of_another_size_are_not_exported(tmp_path, exported):
+    spec, division = Snapshot.open(exported[0]).spec, exported[1]
+    of_others = RowClasses.of((np.arange(ROWS) % 3).astype(np.uint8), 3)
+    for given, message in (
+        ({}, r"row_classes: missing for tables \['item'\]"),
+        ({**division.row_classes, "item.b0": of_others}, r"unknown \['item.b0'\]"),
+        ({"item": of_others}, r"'item': classes of \(667, 667, 666\) rows; its parts have \(170, 1530, 300\)"),
+        ({"item": RowClasses.of(of_others.classes()[:-1], 3)}, "its parts have"),
+        ({"item": RowClasses.of(np.zeros(ROWS, np.uint8), 1)}, "its parts have"),
+    ):
+        with pytest.raises(ExportError, match=message):
+            export_snapshot(tmp_path, spec, rows=division.rows, dense={}, row_classes=given)
+
+
+def test_a_manifest_without_divided_tables_says_nothing_of_them(tmp_path):
+    # So that releases that know none can read it.
+    spec = one_table_spec(300, id_mapping=HashMapping(seed=3))
+    path, _ = write_snapshot(tmp_path, spec)
+    document = json.loads((path / "manifest.json").read_text())
+    assert "divided" not in document["spec"]
+    assert "row_classes" not in document["tables"][0]
+    assert document["spec"]["tables"][0]["id_mapping"] == {"kind": "hash", "seed": 3}
+    assert "divided" not in json.loads(spec.model_dump_json())
+    assert Snapshot.open(path).spec == spec
