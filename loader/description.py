@@ -148,12 +148,14 @@ class TableDescription(Frozen):
             kept: how many rows are left, of a table that is pruned.
 
         Raises:
-            ExportError: `num_embeddings` is still auto, more rows are kept than there are, or a block has none.
+            ExportError: `num_embeddings` is still auto, `kept` is not 1 to `num_embeddings`, or a block has no row.
             ValueError: what `TableSpec` or `DividedTable` refuse.
         """
         rows = self.num_embeddings
         if isinstance(rows, str):
             raise ExportError(f"table {self.name!r}: num_embeddings is auto: give a trace of the ids that come")
+        if kept is not None and not 1 <= kept <= rows:
+            raise ExportError(f"table {self.name!r}: {kept} rows are kept; allowed is 1 to num_embeddings {rows}")
         pruned = 0 if kept is None else rows - kept
         seen = {name: getattr(self, name) for name in ("name", "feature_names", "pooling", "unknown_id", "default_row")}
         if not self._ways() and not pruned:
@@ -226,8 +228,10 @@ class ModelDescription(Frozen):
     def compiled(self, kept: Mapping[str, int] | None = None) -> ModelSpec:
         """Return the model as it is stored; `kept` is how many rows are left of tables that are pruned.
 
-        Raises ExportError as `TableDescription.compiled`, ValueError as `ModelSpec`.
+        Raises ExportError as `TableDescription.compiled` and for an unknown table, ValueError as `ModelSpec`.
         """
+        if unknown := sorted((kept or {}).keys() - (names := {table.name for table in self.tables})):
+            raise ExportError(f"kept: unknown tables {unknown}; the model has {sorted(names)}")
         made = [table.compiled((kept or {}).get(table.name)) for table in self.tables]
         return ModelSpec(
             model=self.model,
@@ -242,10 +246,11 @@ class ModelDescription(Frozen):
 def kept_rows(table: str, counts: npt.NDArray[np.integer[Any]], keep_share: float = 1.0) -> int:
     """Return how many of the hottest rows have `keep_share` of all lookups; with 1, all that were looked up at all.
 
-    Raises ExportError for a share that is not in (0, 1], or a table of which nothing would be left.
+    Raises ExportError for a share that is not in (0, 1], a table of which nothing would be left, or what is no count.
     """
     if not 0 < keep_share <= 1:
         raise ExportError(f"keep_share: {keep_share:g} is not above 0 and at most 1")
+    _check_counts(table, counts, counts.size)
     total = int(counts.sum(dtype=np.uint64))
     if not total:
         raise ExportError(f"table {table!r}: no row of it was looked up: pruned, it would be empty")
@@ -253,6 +258,14 @@ def kept_rows(table: str, counts: npt.NDArray[np.integer[Any]], keep_share: floa
         return int(np.count_nonzero(counts))
     hottest = np.cumsum(np.sort(counts)[::-1], dtype=np.uint64)
     return int(np.searchsorted(hottest, keep_share * total)) + 1
+
+
+def _check_counts(table: str, counts: npt.NDArray[Any], rows: int) -> None:
+    if counts.shape != (rows,) or counts.dtype.kind not in "iu":
+        found = f"{counts.dtype} {list(counts.shape)}"
+        raise ExportError(f"table {table!r}: counts are {found}, expected whole numbers [{rows}]")
+    if counts.dtype.kind == "i" and int(counts.min()) < 0:
+        raise ExportError(f"table {table!r}: row {int(counts.argmin())} has count {counts.min()}, which is below 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,25 +296,30 @@ def divide(
     Args:
         spec: of the model, compiled.
         rows: by table, as features see it. Parts that are trained as such (narrower ones, quotient and remainder) are
-            given themselves, by name, in the order of their rows.
+            given themselves, by name, in the order of their rows. Of a table whose only part has its name, what has
+            as many rows as the table is the table's.
         counts: of the tables whose rows are divided by popularity.
         row_classes: for those that training has divided already.
         pruned_row: what ids of pruned rows get.
 
     Raises:
-        ExportError: rows or counts are missing, of another table, or of another size.
+        ExportError: rows, counts or classes are missing, of another table, or of another size; or rows of a table are
+            given of which nothing is made.
     """
-    given, classes = dict(row_classes or {}), dict[str, RowClasses]()
+    given, classes, used = dict(row_classes or {}), dict[str, RowClasses](), set[str]()
     found, split = dict[str, RowSource](), dict[str, npt.NDArray[np.uint32]]()
     names = {table.name for table in spec.logical_tables}
     if unknown := sorted(set(counts) - names):
         raise ExportError(f"counts: unknown tables {unknown}; the model has {sorted(names)}")
+    if unknown := sorted(given.keys() - {one.name for one in spec.divided if one.num_classes > 1}):
+        raise ExportError(f"row_classes: of tables {unknown}, which are not divided by popularity")
     for table in spec.logical_tables:
-        if (own := counts.get(table.name)) is not None and own.shape != (table.num_embeddings,):
-            raise ExportError(f"table {table.name!r}: counts {list(own.shape)}, expected [{table.num_embeddings}]")
+        if (own := counts.get(table.name)) is not None:
+            _check_counts(table.name, own, table.num_embeddings)
         parts = spec.parts(table)
         if not isinstance(table, DividedTable):
             found[table.name] = _source(rows, table.name)
+            used.add(table.name)
             split |= {} if own is None else {table.name: _as_uint32(own)}
             continue
         of_rows = None
@@ -310,16 +328,27 @@ def divide(
             made.check(table, parts)
             classes[table.name], of_rows = made, made.classes()
         for number, part in enumerate(parts):
-            source = rows.get(part.name)
-            if source is None or (of_rows is not None and source.num_embeddings != part.num_embeddings):
-                whole = _source(rows, table.name)
+            source, name = _own_rows(rows, table, part), part.name
+            if source is None:
+                whole, name = _source(rows, table.name), table.name
                 if of_rows is None or whole.embedding_dim != part.embedding_dim:
                     raise ExportError(f"rows: missing for part {part.name!r}, which is not cut out of {table.name!r}")
                 source = _PartRows(whole, of_rows, number, table, part, pruned_row)
             found[part.name] = source
+            used.add(name)
         if own is not None:
             split |= _part_counts(table, parts, own, of_rows)
+    if unused := sorted(rows.keys() - used):
+        raise ExportError(f"rows: {unused} are no tables of the model, or their parts are given themselves")
     return Division(found, classes, split)
+
+
+def _own_rows(rows: Mapping[str, RowSource], table: DividedTable, part: TableSpec) -> RowSource | None:
+    """Return the rows that are given for a part itself, if they are."""
+    source = rows.get(part.name)
+    if source is None or part.name != table.name or not table.pruned:
+        return source
+    return source if part.num_embeddings == source.num_embeddings != table.num_embeddings else None
 
 
 def _source(rows: Mapping[str, RowSource], table: str) -> RowSource:
@@ -333,7 +362,7 @@ def classes_by_counts(
 ) -> RowClasses:
     """Give the hottest rows to the first part, the next to the second, and so on; of equals the first is the hotter.
 
-    Raises ExportError without counts, or if a row is to be kept that nobody asked for while others are not.
+    Raises ExportError without counts.
     """
     if counts is None:
         raise ExportError(f"table {table.name!r} is divided by popularity: counts of its rows are needed")

@@ -263,7 +263,7 @@ def test_a_manifest_that_divides_a_table_otherwise_than_its_parts_do_is_refused(
 def test_classes_that_are_missing_unknown_or_of_another_size_are_not_exported(tmp_path, exported):
     spec, division = Snapshot.open(exported[0]).spec, exported[1]
     of_others = RowClasses.of((np.arange(ROWS) % 3).astype(np.uint8), 3)
-    for given, message in (
+    for classes, message in (
         ({}, r"row_classes: missing for tables \['item'\]"),
         ({**division.row_classes, "item.b0": of_others}, r"unknown \['item.b0'\]"),
         ({"item": of_others}, r"'item': classes of \(667, 667, 666\) rows; its parts have \(170, 1530, 300\)"),
@@ -271,7 +271,7 @@ def test_classes_that_are_missing_unknown_or_of_another_size_are_not_exported(tm
         ({"item": RowClasses.of(np.zeros(ROWS, np.uint8), 1)}, "its parts have"),
     ):
         with pytest.raises(ExportError, match=message):
-            export_snapshot(tmp_path, spec, rows=division.rows, dense={}, row_classes=given)
+            export_snapshot(tmp_path, spec, rows=division.rows, dense={}, row_classes=classes)
 
 
 def test_a_manifest_without_divided_tables_says_nothing_of_them(tmp_path):

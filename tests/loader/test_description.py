@@ -1,0 +1,348 @@
+"""A description's levers: what they are compiled to, how rows are divided, and what is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from loader import description
+from loader.description import ModelDescription, TableDescription, divide, kept_rows
+from loader.errors import ExportError
+from loader.snapshot.manifest import ModelSpec
+from loader.snapshot.row_classes import RowClasses
+from loader.snapshot.row_source import RowsFromBlocks, RowSource, rows_of
+from loader.snapshot.tables import DividedTable, TableSpec, projection_name
+
+ROWS = 100
+BLOCKS = [{"share": 0.05, "dtype": "fp16"}, {"share": 0.25, "dim": 4}, {"dim": 2}]
+COMPOSED = {"kind": "quotient_remainder", "buckets": 7}
+
+
+def table(**fields: Any) -> TableDescription:
+    base = {"name": "item", "num_embeddings": ROWS, "embedding_dim": 8, "feature_names": ["item"], "dtype": "fp32"}
+    return TableDescription.model_validate({**base, **fields})
+
+
+def spec_of(kept: int | None = None, **fields: Any) -> ModelSpec:
+    model = {
+        "model": "m",
+        "tables": [table(**fields).model_dump()],
+        "features": [{"name": "item", "side": "candidate"}],
+        "dense_model": {"kind": "mlp"},
+    }
+    return ModelDescription.model_validate(model).compiled(None if kept is None else {"item": kept})
+
+
+def shapes(parts: tuple[TableSpec, ...]) -> list[tuple[str, int, int, str]]:
+    return [(one.name, one.num_embeddings, one.embedding_dim, one.dtype) for one in parts]
+
+
+@pytest.mark.parametrize(
+    ("fields", "kept", "expected"),
+    [
+        ({"blocks": BLOCKS}, None, [("item.b0", 5, 8, "fp16"), ("item.b1", 25, 4, "fp32"), ("item.b2", 70, 2, "fp32")]),
+        # Shares are of the rows that are left, and the last part has a row more, which all that are pruned read.
+        ({"blocks": BLOCKS}, 60, [("item.b0", 3, 8, "fp16"), ("item.b1", 15, 4, "fp32"), ("item.b2", 43, 2, "fp32")]),
+        (
+            {"dtype": {"hot": "fp16", "cold": "int4", "hot_share": 0.1}},
+            None,
+            [("item.b0", 10, 8, "fp16"), ("item.b1", 90, 8, "int4")],
+        ),
+        ({"project_to": 32}, None, [("item", 100, 8, "fp32")]),
+        ({}, 80, [("item", 81, 8, "fp32")]),
+        ({"id_mapping": COMPOSED}, None, [("item.q", 15, 8, "fp32"), ("item.r", 7, 8, "fp32")]),
+        # With more buckets than ids the remainder is the id.
+        ({"id_mapping": {**COMPOSED, "buckets": 200}}, None, [("item.q", 1, 8, "fp32"), ("item.r", 100, 8, "fp32")]),
+    ],
+)
+def test_a_lever_becomes_stored_tables(fields, kept, expected):
+    spec = spec_of(kept, **fields)
+    assert shapes(spec.tables) == expected
+    (divided,) = spec.logical_tables
+    assert isinstance(divided, DividedTable)
+    assert (divided.name, divided.num_embeddings, divided.parts) == ("item", 100, tuple(one[0] for one in expected))
+    assert divided.pruned == (0 if kept is None else 100 - kept)
+    assert divided.embedding_dim == fields.get("project_to", 8)
+    assert ModelSpec.model_validate_json(spec.model_dump_json(), strict=True) == spec
+
+
+def test_a_table_without_a_lever_is_stored_as_it_is_described():
+    plain = spec_of(bucketing="range", pooling="mean", column_dims=(5, 3))
+    assert plain.divided == ()
+    assert plain == spec_of(kept=ROWS, bucketing="range", pooling="mean", column_dims=(5, 3))
+    assert TableSpec(**table().model_dump(include=set(TableSpec.model_fields))) == spec_of().tables[0]
+
+
+def test_narrower_parts_have_projections_to_what_features_get():
+    spec = spec_of(blocks=BLOCKS, project_to=16)
+    assert spec.projections() == {"item.b0": (8, 16), "item.b1": (4, 16), "item.b2": (2, 16)}
+    assert [projection_name(part) for part in spec.projections()][1] == "projections.item/b1"
+    assert spec_of(blocks=BLOCKS).projections() == {"item.b1": (4, 8), "item.b2": (2, 8)}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"dtype": {"hot": "fp16", "cold": "int4", "hot_share": 2}}, r"hot_share\n.*less than 1"),
+        ({"dtype": {"hot": "fp16", "cold": "int2", "hot_share": 0.5}}, r"cold\n.*'int8', 'int4', 'fp16' or 'fp32'"),
+        ({"id_mapping": {**COMPOSED, "buckets": 0}}, r"buckets\n.*greater than or equal to 1"),
+        ({"id_mapping": {**COMPOSED, "combine": "max"}}, r"combine\n.*'add' or 'multiply'"),
+        ({"blocks": [{"share": 0.5}]}, "every block but the last needs a share, the last has what is left"),
+        ({"blocks": [{"dim": 4}, {"dim": 2}]}, "every block but the last needs a share"),
+        ({"blocks": [{"share": 0.5}, {"share": 0.5}, {}]}, "blocks have 1 of the rows without the last"),
+        ({"blocks": [{"share": 1.5}, {}]}, r"blocks.0.share\n.*less than 1"),
+        ({"blocks": [{"share": 0.5, "dim": 9}, {}]}, "a block has 9 columns, features get 8"),
+        ({"blocks": [{"share": 0.01}] * 8 + [{}]}, "at most 8"),
+        ({"blocks": BLOCKS, "dtype": {"hot": "fp16", "cold": "int4", "hot_share": 0.5}}, "blocks have dtypes of their"),
+        ({"project_to": 8}, "project_to 8 is not above embedding_dim 8"),
+        ({"num_embeddings": "auto", "id_mapping": {"kind": "vocabulary"}}, "auto goes with id_mapping hash, not voc"),
+        ({"num_embeddings": "many"}, r"num_embeddings.*\n.*valid integer"),
+        ({"column_dims": (5, 3), "blocks": BLOCKS}, "stored whole, not with blocks"),
+        ({"column_dims": (5, 3), "id_mapping": COMPOSED}, "not with id_mapping quotient_remainder"),
+        ({"blocks": BLOCKS, "id_mapping": COMPOSED}, "quotient_remainder does not go with blocks"),
+        ({"project_to": 16, "id_mapping": COMPOSED}, "quotient_remainder does not go with project_to"),
+        ({"share": 0.5}, r"share\n.*not permitted"),
+    ],
+)
+def test_a_description_that_makes_no_sense_is_refused_by_name(fields, message):
+    with pytest.raises(ValidationError, match=message):
+        table(**fields)
+
+
+@pytest.mark.parametrize(
+    ("kept", "fields", "message"),
+    [
+        (None, {"num_embeddings": "auto", "id_mapping": {"kind": "hash"}}, "num_embeddings is auto: give a trace"),
+        (101, {}, "101 rows are kept; allowed is 1 to num_embeddings 100"),
+        (0, {}, "0 rows are kept"),
+        (2, {"blocks": BLOCKS}, "3 blocks of 2 rows: the last would have 0"),
+        (50, {"column_dims": (5, 3)}, "column_dims goes with a table that is stored whole, not pruned"),
+        (50, {"id_mapping": COMPOSED}, "by quotient_remainder a row is of many ids: none is pruned"),
+    ],
+)
+def test_what_can_not_be_compiled_is_refused_by_name(kept, fields, message):
+    with pytest.raises(ExportError, match=f"'item': {message}"):
+        spec_of(kept, **fields)
+
+
+def test_rows_kept_of_a_table_that_is_not_there_are_refused():
+    model = {"model": "m", "features": [{"name": "item", "side": "candidate"}], "dense_model": {"kind": "mlp"}}
+    described = ModelDescription.model_validate({**model, "tables": [table().model_dump()]})
+    with pytest.raises(ExportError, match=r"kept: unknown tables \['items'\]; the model has \['item'\]"):
+        described.compiled({"items": 5})
+
+
+def test_the_fewest_rows_that_have_a_share_of_all_lookups_are_kept():
+    counts = np.array([0, 70, 0, 20, 9, 1])
+    assert [kept_rows("item", counts, share) for share in (0.5, 0.7, 0.71, 0.9, 0.99, 0.995, 1)] == [
+        1,
+        1,
+        2,
+        2,
+        3,
+        4,
+        4,
+    ]
+    big = np.full(3, 2**32 - 1, np.uint32)
+    assert kept_rows("item", big, 0.5) == 2
+
+
+@pytest.mark.parametrize(
+    ("counts", "share", "message"),
+    [
+        (np.zeros(5, np.int64), 1.0, "no row of it was looked up: pruned, it would be empty"),
+        (np.ones(5, np.int64), 0.0, "keep_share: 0 is not above 0 and at most 1"),
+        (np.ones(5, np.int64), 1.5, "keep_share: 1.5"),
+        (np.array([3, -1]), 1.0, "row 1 has count -1, which is below 0"),
+        (np.ones(5), 1.0, r"counts are float64 \[5\], expected whole numbers \[5\]"),
+        (np.ones((5, 1), np.int64), 1.0, r"counts are int64 \[5, 1\]"),
+    ],
+)
+def test_counts_that_can_not_prune_are_refused(counts, share, message):
+    with pytest.raises(ExportError, match=message):
+        kept_rows("item", counts, share)
+
+
+def read(source: RowSource, max_rows: int) -> np.ndarray:
+    """All rows of a source, asked for in pieces, as an export does."""
+    found = [
+        np.concatenate(list(source.blocks(first, max_rows))) for first in range(0, source.num_embeddings, max_rows)
+    ]
+    return np.concatenate(found)
+
+
+def expected_parts(rows: np.ndarray, classes: np.ndarray, parts: int, default: np.ndarray) -> list[np.ndarray]:
+    found = [rows[classes == number] for number in range(parts)]
+    return [*found[:-1], np.concatenate([found[-1], default[None]])]
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    data=st.data(),
+    size=st.integers(20, 300),
+    kind=st.sampled_from(["array", "float64", "tensor", "memmap"]),
+    pruned_row=st.sampled_from(["mean", "zeros"]),
+)
+def test_parts_have_the_rows_of_their_class_in_order_and_behind_them_that_of_the_pruned(
+    tmp_path_factory, data, size, kind, pruned_row
+):
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    rows = rng.standard_normal((size, 8)).astype(np.float32)
+    counts = rng.integers(0, 4, size)
+    counts[0] += 1
+    kept = max(kept_rows("item", counts), 4)
+    spec = spec_of(kept, num_embeddings=size, blocks=[{"share": 0.2}, {"share": 0.3}, {"dtype": "fp16"}])
+    sources: dict[str, Any] = {"array": rows, "float64": rows.astype(np.float64), "tensor": torch.from_numpy(rows)}
+    if kind == "memmap":
+        path = tmp_path_factory.mktemp("rows") / "rows.npy"
+        np.save(path, rows)
+        sources["memmap"] = np.load(path, mmap_mode="r")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(description, "_CHUNK_ROWS", data.draw(st.sampled_from([1, 7, 64, 1 << 16])))
+        division = divide(spec, {"item": rows_of(sources[kind])}, {"item": counts}, pruned_row=pruned_row)
+        step = data.draw(st.sampled_from([1, 5, 33, 1000]))
+        made = [read(division.rows[part.name], step) for part in spec.tables]
+    pruned = size - kept
+    classes = np.empty(size, np.uint8)
+    sizes = [one.num_embeddings for one in spec.tables]
+    sizes[-1] -= pruned > 0
+    classes[np.argsort(-counts, kind="stable")] = np.repeat(np.arange(4), [*sizes, pruned])
+    np.testing.assert_array_equal(division.row_classes["item"].classes(), classes)
+    of_pruned = rows[classes == 3]
+    default = of_pruned.mean(axis=0, dtype=np.float64) if pruned_row == "mean" and pruned else np.zeros(8)
+    expected = expected_parts(rows, classes, 3, default.astype(np.float32))
+    if not pruned:
+        expected[-1] = expected[-1][:-1]
+    for found, wanted in zip(made, expected, strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-6)
+        np.testing.assert_array_equal(found[: len(wanted) - (pruned > 0)], wanted[: len(wanted) - (pruned > 0)])
+    told = division.access_counts
+    assert sum(int(told[part.name].sum()) for part in spec.tables) == counts.sum()
+    np.testing.assert_array_equal(told["item.b0"], counts[classes == 0])
+    assert not pruned or told["item.b2"][-1] == counts[classes == 3].sum()
+
+
+def test_a_table_of_which_one_row_is_pruned_is_cut_though_its_part_has_as_many_rows():
+    rows, counts = np.arange(40, dtype=np.float32).reshape(5, 8), np.array([3, 0, 9, 1, 4])
+    division = divide(spec_of(4, num_embeddings=5), {"item": rows_of(rows)}, {"item": counts})
+    np.testing.assert_array_equal(read(division.rows["item"], 5), rows[[0, 2, 3, 4, 1]])
+    assert division.access_counts["item"].tolist() == [3, 9, 1, 4, 0]
+
+
+def test_a_part_that_was_trained_as_such_is_taken_as_it_is():
+    rng = np.random.default_rng(0)
+    spec, counts = spec_of(60, blocks=BLOCKS), rng.permutation(ROWS)
+    parts = {one.name: rng.standard_normal((one.num_embeddings, one.embedding_dim)) for one in spec.tables}
+    classes = RowClasses.of((np.arange(ROWS) % 10 // 6 * 3).astype(np.uint8), 4)  # of another training
+    with pytest.raises(ExportError, match=r"classes of \(60, 0, 0, 40\) rows; its parts have \(3, 15, 42, 40\)"):
+        divide(spec, {name: rows_of(rows) for name, rows in parts.items()}, {}, row_classes={"item": classes})
+    made = divide(spec, {name: rows_of(rows) for name, rows in parts.items()}, {"item": counts})
+    again = divide(spec, {k: rows_of(v) for k, v in parts.items()}, {}, row_classes=made.row_classes)
+    for name, rows in parts.items():
+        np.testing.assert_array_equal(read(again.rows[name], 9), rows.astype(np.float32))
+    assert again.access_counts == {}
+
+
+def test_a_pruned_table_that_is_projected_is_cut_in_its_own_width():
+    rows, counts = np.arange(40, dtype=np.float32).reshape(10, 4), np.arange(10)
+    spec = spec_of(5, num_embeddings=10, embedding_dim=4, project_to=8)
+    assert spec.projections() == {"item": (4, 8)}
+    made = read(divide(spec, {"item": rows_of(rows)}, {"item": counts}).rows["item"], 4)
+    np.testing.assert_array_equal(made, np.vstack([rows[5:], rows[:5].mean(axis=0)]))
+
+
+def test_counts_of_quotients_and_remainders_are_those_of_their_ids():
+    spec = spec_of(id_mapping=COMPOSED)
+    counts = np.random.default_rng(0).integers(0, 50, ROWS)
+    rows = {one.name: rows_of(np.zeros((one.num_embeddings, 8), np.float32)) for one in spec.tables}
+    told = divide(spec, rows, {"item": counts}).access_counts
+    for number in range(15):
+        assert told["item.q"][number] == counts[7 * number : 7 * number + 7].sum()
+    for number in range(7):
+        assert told["item.r"][number] == counts[number::7].sum()
+
+
+@pytest.mark.parametrize(
+    ("rows", "counts", "classes", "message"),
+    [
+        ({"item": (ROWS, 8)}, {}, {}, "divided by popularity: counts of its rows are needed"),
+        ({"item": (ROWS, 8)}, {"items": ROWS}, {}, r"counts: unknown tables \['items'\]; the model has \['item'\]"),
+        ({"item": (ROWS, 8)}, {"item": ROWS - 1}, {}, r"'item': counts are int64 \[99\], expected whole numbers \[100"),
+        ({"item": (ROWS - 1, 8)}, {"item": ROWS}, {}, "'item': the source has 99 rows, num_embeddings is 100"),
+        ({"item": (ROWS, 6)}, {"item": ROWS}, {}, r"missing for part 'item.b0', which is not cut out of 'item'"),
+        ({}, {"item": ROWS}, {}, r"rows: missing for table 'item'; given are \[\]"),
+        ({"item": (ROWS, 8), "other": (3, 8)}, {"item": ROWS}, {}, r"rows: \['other'\] are no tables of the model"),
+        (
+            {"item": (ROWS, 8), "item.b0": (50, 8), "item.b1": (50, 8)},
+            {"item": ROWS},
+            {},
+            r"rows: \['item'\] are .*or their parts are given themselves",
+        ),
+        ({"item": (ROWS, 8)}, {"item": ROWS}, {"other": ROWS}, r"row_classes: of tables \['other'\], which are not di"),
+    ],
+)
+def test_what_does_not_fit_the_model_is_refused_by_name(rows, counts, classes, message):
+    spec = spec_of(blocks=[{"share": 0.5}, {}])
+    with pytest.raises(ExportError, match=message):
+        divide(
+            spec,
+            {name: rows_of(np.zeros(shape, np.float32)) for name, shape in rows.items()},
+            {name: np.arange(size) for name, size in counts.items()},
+            row_classes={name: RowClasses.of(np.arange(size) % 2, 2) for name, size in classes.items()},
+        )
+
+
+def test_narrower_blocks_are_not_cut_out_of_the_whole_table():
+    rows = {"item": rows_of(np.zeros((ROWS, 8), np.float32))}
+    with pytest.raises(ExportError, match=r"missing for part 'item.b1', which is not cut out of 'item'"):
+        divide(spec_of(blocks=BLOCKS), rows, {"item": np.arange(ROWS)})
+
+
+def test_rows_that_can_be_read_only_once_are_not_cut_into_parts():
+    made = divide(
+        spec_of(blocks=[{"share": 0.5}, {}]),
+        {"item": RowsFromBlocks([np.ones((ROWS, 8), np.float32)], ROWS, 8)},
+        {"item": np.arange(ROWS)},
+    )
+    assert read(made.rows["item.b0"], 200).shape == (50, 8)
+    with pytest.raises(ExportError, match="an iterator of blocks is read only once"):
+        read(made.rows["item.b1"], 200)
+
+
+def test_other_classes_or_another_row_for_the_pruned_are_another_export():
+    rows, counts = rows_of(np.zeros((ROWS, 8), np.float32)), np.arange(ROWS)
+    prints = {
+        divide(spec_of(50), {"item": rows}, {"item": told}, pruned_row=row).rows["item"].fingerprint()
+        for told in (counts, counts[::-1])
+        for row in ("mean", "zeros")
+    }
+    assert len(prints) == 4
+
+
+@settings(max_examples=50)
+@given(st.integers(1, 3_000_000_000), st.integers(1, 50_000_000), st.integers(0, 2**32))
+def test_no_two_ids_share_both_rows(num_ids, buckets, seed):
+    ids = np.unique(np.random.default_rng(seed).integers(0, num_ids, 2000))
+    pairs = np.stack([ids // buckets, ids % buckets], axis=1)
+    assert np.unique(pairs, axis=0).shape[0] == ids.size
+    sizes = [
+        one.num_embeddings
+        for one in spec_of(num_embeddings=num_ids, id_mapping={**COMPOSED, "buckets": buckets}).tables
+    ]
+    assert (pairs.max(axis=0) < sizes).all()
+
+
+def test_two_billion_ids_by_ten_million_buckets_take_five_gigabytes_in_place_of_a_terabyte():
+    composed = {"kind": "quotient_remainder", "buckets": 10_000_000}
+    parts = spec_of(num_embeddings=2_000_000_000, embedding_dim=128, id_mapping=composed).tables
+    assert shapes(parts) == [("item.q", 200, 128, "fp32"), ("item.r", 10_000_000, 128, "fp32")]
+    assert sum(4 * one.num_embeddings * one.embedding_dim for one in parts) == 5_120_102_400
+    assert 4 * 2_000_000_000 * 128 == 1.024e12
+    # Each pair is of one id at most: the id is buckets * quotient + remainder.
+    assert parts[0].num_embeddings * parts[1].num_embeddings == 2_000_000_000
