@@ -53,17 +53,27 @@ def encode_rows(table: TableSpec, rows: Any, values: Any) -> tuple[Int64Array, B
         DeltaFormatError: another shape or dtype, a row outside the table, or a value that is not finite or that the
             table's dtype can't hold.
     """
-    where = f"table {table.name!r}"
+    numbers, floats = checked_rows(table.name, table.num_embeddings, table.embedding_dim, rows, values)
+    return numbers, encode_checked(table, floats, f"table {table.name!r}", numbers)
+
+
+def checked_rows(
+    table: str, num_embeddings: int, embedding_dim: int, rows: Any, values: Any
+) -> tuple[Int64Array, Float32Array]:
+    """Return changed rows of a table of that shape, int64 [m], ascending, none twice, and float32 [m, embedding_dim].
+
+    Raises DeltaFormatError as `encode_rows`, but for what a dtype can't hold.
+    """
+    where = f"table {table!r}"
     numbers, floats = _row_numbers(where, rows), _floats(where, values)
-    if floats.shape != (numbers.size, table.embedding_dim):
+    if floats.shape != (numbers.size, embedding_dim):
         raise DeltaFormatError(
-            f"{where}: values are {list(floats.shape)}, expected {[numbers.size, table.embedding_dim]} for "
+            f"{where}: values are {list(floats.shape)}, expected {[numbers.size, embedding_dim]} for "
             f"{numbers.size} rows"
         )
-    outside = (numbers < 0) | (numbers >= table.num_embeddings)
+    outside = (numbers < 0) | (numbers >= num_embeddings)
     if outside.any():
-        wrong = numbers[int(outside.argmax())]
-        raise DeltaFormatError(f"{where}: row {wrong} is not in 0..{table.num_embeddings - 1}")
+        raise DeltaFormatError(f"{where}: row {numbers[int(outside.argmax())]} is not in 0..{num_embeddings - 1}")
     finite = np.isfinite(floats).all(axis=1)
     if not finite.all():
         raise DeltaFormatError(
@@ -72,6 +82,14 @@ def encode_rows(table: TableSpec, rows: Any, values: Any) -> tuple[Int64Array, B
     if (numbers[1:] <= numbers[:-1]).any():
         last = _last_of_each(numbers)
         numbers, floats = numbers[last], floats[last]
+    return numbers, floats
+
+
+def encode_checked(table: TableSpec, floats: Float32Array, where: str, numbers: Int64Array) -> ByteArray:
+    """Encode values [m, embedding_dim] as a table stores them: uint8 [m, row_bytes].
+
+    `where` and `numbers` name the rows if the table's dtype can't hold them: DeltaFormatError.
+    """
     slices: list[ByteArray] = []
     for codec, columns in zip(
         _codecs(table.dtype, table.slice_dims), np.split(floats, _cuts(table.slice_dims), axis=1), strict=True
@@ -80,7 +98,7 @@ def encode_rows(table: TableSpec, rows: Any, values: Any) -> tuple[Int64Array, B
         if (bad := codec.first_non_finite(stored)) is not None:
             raise DeltaFormatError(f"{where}: row {numbers[bad]} has values that {table.dtype} can't hold")
         slices.append(stored)
-    return numbers, slices[0] if len(slices) == 1 else np.concatenate(slices, axis=1)
+    return slices[0] if len(slices) == 1 else np.concatenate(slices, axis=1)
 
 
 def _codecs(dtype: RowDtype, dims: Sequence[int]) -> list[RowCodec]:

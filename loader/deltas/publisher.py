@@ -14,8 +14,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, Self, TypeVar
 
-from loader.deltas.batch import DeltaBatch, encode_rows, rows_per_batch
+from loader.deltas.batch import DeltaBatch, rows_per_batch
 from loader.deltas.dense import DEFAULT_MAX_DRIFT, checked_tensors, steps_folder, write_step
+from loader.deltas.divided import PrunedRows, PrunedUpdates, StoredRows, stored_updates
 from loader.errors import (
     DeltaBaseError,
     DeltaError,
@@ -25,20 +26,22 @@ from loader.errors import (
     RegistryUnavailableError,
     StreamSequenceError,
 )
-from loader.registry.fleet import DenseStep, FleetRegistry, PublishedVersion, delta_stream, parse_record
+from loader.registry.fleet import DenseStep, FleetRegistry, delta_stream, parse_record
 from loader.registry.opening import open_registry
 from loader.registry.registry import Registry, StreamEntry
 from loader.rollout.plan import read_rollout
 from loader.snapshot.manifest import ModelSpec, read_manifest
+from loader.snapshot.per_row import write_access_counts
 from loader.snapshot.publishing import stream_end
 from loader.snapshot.reader import Snapshot
-from loader.snapshot.tables import TableSpec
+from loader.snapshot.row_classes import RowClasses
 
 DEFAULT_MAX_STREAM_ENTRIES: Final = 65_536
 DEFAULT_RETRY_S: Final = 30.0
 MAX_PAUSE_S: Final = 1.0
 MAX_REMEMBERED_BYTES: Final = 64 << 20
 """Of what a publisher has appended itself, kept to give it back to a registry that lost its last writes."""
+_NAMED_ROWS: Final = 8
 
 _log = logging.getLogger(__name__)
 
@@ -54,7 +57,8 @@ class AsyncDeltaPublisher:
         registry: where the fleet is; stays the caller's to close.
         model: whose rows.
         base_version: the published version that training goes on from. Deltas go to the stream that it continues.
-        store: the store, for a registry that does not have the version's spec.
+        store: the store, for a registry that does not have the version's spec, and for tables that are divided by
+            popularity.
         max_stream_entries: the stream is kept at most that long. What a held version needs is never dropped.
         retry_s: how long a registry that does not answer is asked again.
         clock: seconds since the epoch; dates the deltas.
@@ -85,7 +89,10 @@ class AsyncDeltaPublisher:
         self._sleep = sleep
         self._one_at_a_time = asyncio.Lock()
         # Of the version, once it is open.
-        self._tables: dict[str, TableSpec] = {}
+        self._spec: ModelSpec | None = None
+        self._identity = ""
+        self._classes: dict[str, RowClasses] = {}
+        self._pruned = PrunedUpdates()
         self._delta_base = 0
         self._stream = ""
         self._first = 0
@@ -103,45 +110,58 @@ class AsyncDeltaPublisher:
 
         May be repeated after a failure: rows that are published twice are the same rows.
 
+        Rows that the table is pruned of are not written, but counted: see `pruned_updates`.
+
         Args:
-            table: the table's name.
-            rows: whole numbers [n]; of a row that is there twice, the last one counts.
+            table: the table's name; of one whose parts are trained as such, narrower ones or quotients and remainders,
+                a part's name.
+            rows: whole numbers [n]; of a row that is there twice, the last one counts. They are the table's own,
+                whatever parts it is stored as.
             values: floats [n, embedding_dim], arrays or tensors.
 
         Returns:
             The sequence number of the last delta; with no rows, of the last one that is known.
 
         Raises:
-            DeltaFormatError: an unknown table, a row outside it, another shape, or a value that is not finite.
-            DeltaBaseError: the version is not published.
+            DeltaFormatError: an unknown table, or one whose parts are trained as such, a row outside it, another shape,
+                or a value that is not finite.
+            DeltaBaseError: the version is not published, or the store has another one.
             DeltaGapError: the registry lost deltas that nodes have.
-            DeltaError: the stream is full.
+            DeltaError: the stream is full; or there is no store, for a table that is divided by popularity.
+            SnapshotError: of such a table the store can't be read.
             RegistryUnavailableError: the registry did not answer for `retry_s`.
         """
         async with self._one_at_a_time:
-            await self._opened()
-            spec = self._tables.get(table)
-            if spec is None:
-                raise DeltaFormatError(f"model {self._model!r} has no table {table!r}; tables: {sorted(self._tables)}")
-            numbers, stored = await asyncio.to_thread(encode_rows, spec, rows, values)
+            spec = await self._opened()
+            classes = await self._row_classes(spec, table)
+            updates, pruned = await asyncio.to_thread(stored_updates, spec, table, rows, values, classes)
             await self._again(self._look)
-            step = rows_per_batch(stored.shape[1])
-            for begin in range(0, numbers.size, step):
-                batch = DeltaBatch(
-                    model=self._model,
-                    delta_base=self._delta_base,
-                    base_version=self._base_version,
-                    sequence=1,
-                    published_at=self._clock(),
-                    table=table,
-                    dtype=spec.dtype,
-                    embedding_dim=spec.embedding_dim,
-                    column_dims=spec.column_dims,
-                    rows=numbers[begin : begin + step],
-                    stored=stored[begin : begin + step],
+            for update in updates:
+                await self._append_rows(update)
+            if pruned.size and self._pruned.add(table, pruned):
+                _log.warning(
+                    "table %r of %r is pruned of rows %s%s: updates of such rows are not written, but counted",
+                    table,
+                    self._model,
+                    pruned[:_NAMED_ROWS].tolist(),
+                    f" and {pruned.size - _NAMED_ROWS} more" if pruned.size > _NAMED_ROWS else "",
                 )
-                await self._append(batch)
             return self._sequence
+
+    @property
+    def pruned_updates(self) -> Mapping[str, PrunedRows]:
+        """The rows that were published though their table is pruned of them, by table, and how often each was."""
+        return self._pruned.by_table()
+
+    def write_pruned(self, path: str | Path) -> int:
+        """Write `pruned_updates` as a file of access counts, for `shardrank export --keep`. Without any, write nothing.
+
+        Returns how many rows are in it. Raises OSError if it can't be written.
+        """
+        found = self.pruned_updates
+        if found:
+            write_access_counts(Path(path), {table: (one.rows, one.counts) for table, one in found.items()})
+        return sum(one.rows.size for one in found.values())
 
     async def publish_dense(
         self,
@@ -219,6 +239,25 @@ class AsyncDeltaPublisher:
         """The last delta of the stream that this publisher knows of; 0 before it is open."""
         return self._sequence
 
+    async def _append_rows(self, update: StoredRows) -> None:
+        table, numbers, stored = update
+        step = rows_per_batch(stored.shape[1])
+        for begin in range(0, numbers.size, step):
+            batch = DeltaBatch(
+                model=self._model,
+                delta_base=self._delta_base,
+                base_version=self._base_version,
+                sequence=1,
+                published_at=self._clock(),
+                table=table.name,
+                dtype=table.dtype,
+                embedding_dim=table.embedding_dim,
+                column_dims=table.column_dims,
+                rows=numbers[begin : begin + step],
+                stored=stored[begin : begin + step],
+            )
+            await self._append(batch)
+
     async def _append(self, batch: DeltaBatch) -> None:
         await self._again(self._make_room)
         payload, sequence = b"", 0
@@ -239,9 +278,9 @@ class AsyncDeltaPublisher:
             if self._monotonic() >= deadline:
                 raise RegistryConflictError(f"stream {self._stream}: others were faster for {self._retry_s} s")
 
-    async def _opened(self) -> None:
-        if self._tables:
-            return
+    async def _opened(self) -> ModelSpec:
+        if self._spec is not None:
+            return self._spec
         if self._max_stream_entries < 1:
             raise DeltaError(f"max_stream_entries: {self._max_stream_entries}; at least 1 is needed")
         version = await self._again(lambda: self._fleet.version(self._model, self._base_version))
@@ -249,12 +288,14 @@ class AsyncDeltaPublisher:
             raise DeltaBaseError(
                 f"version {self._base_version} of model {self._model!r} is not published in {self._fleet.name}"
             )
-        spec = await self._spec(version)
+        self._identity = version.identity
+        spec = await self._read_spec()
         self._delta_base, self._stream = version.delta_base, delta_stream(self._model, version.delta_base)
         await self._again(self._find_end)
-        self._tables = {table.name: table for table in spec.tables}
+        self._spec = spec
+        return spec
 
-    async def _spec(self, version: PublishedVersion) -> ModelSpec:
+    async def _read_spec(self) -> ModelSpec:
         text = await self._again(lambda: self._fleet.spec(self._model, self._base_version))
         if text is not None:
             return parse_record(f"the spec of {self._model!r} version {self._base_version}", text.encode(), ModelSpec)
@@ -265,9 +306,31 @@ class AsyncDeltaPublisher:
             )
         folder = self._store / self._model / str(self._base_version)
         manifest, identity = await asyncio.to_thread(read_manifest, folder)
-        if identity != version.identity:
-            raise DeltaBaseError(f"{folder} has identity {identity}, published is {version.identity}")
+        self._check_identity(folder, identity)
         return manifest.spec
+
+    def _check_identity(self, folder: Path, identity: str) -> None:
+        if identity != self._identity:
+            raise DeltaBaseError(f"{folder} has identity {identity}, published is {self._identity}")
+
+    async def _row_classes(self, spec: ModelSpec, name: str) -> RowClasses | None:
+        """Return in which part of a table each row lies, if it has classes; read once, from the store."""
+        if name in self._classes or not any(one.name == name and one.num_classes > 1 for one in spec.divided):
+            return self._classes.get(name)
+        if self._store is None:
+            raise DeltaError(
+                f"table {name!r} of {self._model!r} is divided by popularity, and only its snapshot tells where rows lie: "
+                "give the publisher `store`"
+            )
+        folder = self._store / self._model / str(self._base_version)
+
+        def read() -> RowClasses:
+            snapshot = Snapshot.open(folder, verify=False)
+            self._check_identity(folder, snapshot.identity)
+            return snapshot.row_classes(name)
+
+        self._classes[name] = await asyncio.to_thread(read)
+        return self._classes[name]
 
     async def _again(self, attempt: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Asks a registry that does not answer again, for `retry_s`."""
@@ -418,6 +481,15 @@ class DeltaPublisher:
         Raises DeltaError if another thread closes it meanwhile; then they may be published or not.
         """
         return self._result(self._publisher.publish_dense(step, tensors, **options), f"dense step {step}")
+
+    @property
+    def pruned_updates(self) -> Mapping[str, PrunedRows]:
+        """As of `AsyncDeltaPublisher`; also after it is closed."""
+        return self._publisher.pruned_updates
+
+    def write_pruned(self, path: str | Path) -> int:
+        """Write a file as `AsyncDeltaPublisher.write_pruned` does; also after it is closed."""
+        return self._publisher.write_pruned(path)
 
     @property
     def sequence(self) -> int:

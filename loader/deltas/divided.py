@@ -1,0 +1,142 @@
+"""Cut changed rows of a table that is stored as parts into those of its parts. See docs/deltas.md.
+
+The stream has rows of stored tables only, so that who follows it needs to know of no others.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+
+from loader.deltas.batch import Int64Array, checked_rows, encode_checked, encode_rows
+from loader.errors import DeltaFormatError
+from loader.snapshot.codecs import ByteArray
+from loader.snapshot.manifest import ModelSpec
+from loader.snapshot.row_classes import RowClasses
+from loader.snapshot.tables import DividedTable, TableSpec
+
+_MERGED_ROWS: Final = 1 << 20
+_NONE: Final = np.zeros(0, np.int64)
+
+StoredRows: TypeAlias = tuple[TableSpec, Int64Array, ByteArray]
+"""A stored table, rows of it, int64 [n], ascending, none twice, and what they are now, uint8 [n, row_bytes]."""
+
+
+def stored_updates(
+    spec: ModelSpec, name: str, rows: Any, values: Any, classes: RowClasses | None
+) -> tuple[list[StoredRows], Int64Array]:
+    """Encode changed rows of a table as features see it, or of a part, as rows of stored tables.
+
+    Args:
+        spec: of the model.
+        name: of the table or part.
+        rows: as `encode_rows` takes them; of a divided table its own, not those of its parts.
+        values: as `encode_rows` takes them. The parts of a divided table must all have its dim, or be one part only.
+        classes: of the table, if it has classes.
+
+    Returns:
+        The rows of each stored table, and those of the table that are pruned, int64 [k], and so lie nowhere.
+
+    Raises:
+        DeltaFormatError: as `encode_rows`; there is no such table; its parts are trained as such; or it is the row that
+            stands for pruned ones.
+    """
+    divided = next((one for one in spec.divided if one.name == name), None)
+    if divided is None:
+        return [_of_stored_table(spec, name, rows, values)], _NONE
+    parts = spec.parts(divided)
+    _refuse_parts_trained_as_such(divided, parts)
+    numbers, floats = checked_rows(name, divided.num_embeddings, parts[0].embedding_dim, rows, values)
+    if classes is None:
+        return [(parts[0], numbers, encode_checked(parts[0], floats, f"table {name!r}", numbers))], _NONE
+    class_of_row, places = classes.find(numbers)
+    found: list[StoredRows] = []
+    for number, part in enumerate(parts):
+        here = class_of_row == number
+        if here.any():
+            stored = encode_checked(part, floats[here], f"table {name!r}, part {part.name!r}", numbers[here])
+            found.append((part, places[here], stored))
+    return found, numbers[class_of_row == len(parts)]
+
+
+def _of_stored_table(spec: ModelSpec, name: str, rows: Any, values: Any) -> StoredRows:
+    table = next((one for one in spec.tables if one.name == name), None)
+    if table is None:
+        names = sorted({one.name for one in (*spec.tables, *spec.divided)})
+        raise DeltaFormatError(f"model {spec.model!r} has no table {name!r}; tables: {names}")
+    numbers, stored = encode_rows(table, rows, values)
+    whole, last = spec.divided_of(name), table.num_embeddings - 1
+    if whole is not None and whole.pruned and name == whole.parts[-1] and last in numbers[-1:]:
+        raise DeltaFormatError(
+            f"table {name!r}: row {last} is what pruned rows of {whole.name!r} get, which no update changes; allowed "
+            f"is 0..{last - 1}"
+        )
+    return table, numbers, stored
+
+
+def _refuse_parts_trained_as_such(table: DividedTable, parts: tuple[TableSpec, ...]) -> None:
+    if len(parts) > 1 and (
+        table.by == "quotient_remainder" or any(part.embedding_dim != table.embedding_dim for part in parts)
+    ):
+        allowed = ", ".join(f"{part.name!r} [n, {part.embedding_dim}]" for part in parts)
+        raise DeltaFormatError(
+            f"table {table.name!r}: its parts are trained as such: publish rows of each by its name, by the part's own "
+            f"row numbers: {allowed}"
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrunedRows:
+    """Rows of a table, int64 [n], ascending, that were published though it is pruned of them, and how often each."""
+
+    rows: Int64Array
+    counts: Int64Array
+
+    @property
+    def count(self) -> int:
+        """How many updates were not written."""
+        return int(self.counts.sum())
+
+
+class PrunedUpdates:
+    """Counts the updates of pruned rows, by table. Thread-safe; takes 16 bytes for each row that was named."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._found: dict[str, PrunedRows] = {}
+        self._new: dict[str, list[Int64Array]] = {}
+
+    def add(self, table: str, rows: Int64Array) -> bool:
+        """Count rows, none twice. Returns whether they are the table's first."""
+        with self._lock:
+            new = self._new.setdefault(table, [])
+            is_first = not new and table not in self._found
+            new.append(rows)
+            known = self._found[table].rows.size if table in self._found else 0
+            # So that each row is sorted a few times only, however many updates come.
+            if sum(one.size for one in new) > max(_MERGED_ROWS, known):
+                self._merge(table)
+            return is_first
+
+    def by_table(self) -> Mapping[str, PrunedRows]:
+        """Return what was counted, of tables of which anything was."""
+        with self._lock:
+            for table in self._new:
+                self._merge(table)
+            return MappingProxyType(dict(self._found))
+
+    def _merge(self, table: str) -> None:
+        before = self._found.get(table, PrunedRows(_NONE, _NONE))
+        new = self._new[table]
+        if not new:
+            return
+        rows, of_each = np.unique(np.concatenate([before.rows, *new]), return_inverse=True)
+        added = np.bincount(of_each[before.rows.size :], minlength=rows.size)
+        added[of_each[: before.rows.size]] += before.counts
+        self._found[table] = PrunedRows(rows, added)
+        new.clear()
