@@ -67,7 +67,7 @@ def stored_updates(
 def _of_stored_table(spec: ModelSpec, name: str, rows: Any, values: Any) -> StoredRows:
     table = next((one for one in spec.tables if one.name == name), None)
     if table is None:
-        names = sorted({one.name for one in (*spec.tables, *spec.divided)})
+        names = sorted({one.name for one in spec.tables} | {one.name for one in spec.divided})
         raise DeltaFormatError(f"model {spec.model!r} has no table {name!r}; tables: {names}")
     numbers, stored = encode_rows(table, rows, values)
     whole, last = spec.divided_of(name), table.num_embeddings - 1

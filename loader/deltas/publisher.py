@@ -319,8 +319,8 @@ class AsyncDeltaPublisher:
             return self._classes.get(name)
         if self._store is None:
             raise DeltaError(
-                f"table {name!r} of {self._model!r} is divided by popularity, and only its snapshot tells where rows lie: "
-                "give the publisher `store`"
+                f"table {name!r} of {self._model!r} is divided by popularity, and only its snapshot tells where its "
+                "rows lie: give the publisher `store`"
             )
         folder = self._store / self._model / str(self._base_version)
 

@@ -39,7 +39,6 @@ from loader.snapshot.codecs import codec_for
 from loader.snapshot.manifest import (
     CHECKSUM_NAME,
     MANIFEST_NAME,
-    FileEntry,
     Manifest,
     ModelSpec,
     read_manifest,
@@ -91,22 +90,26 @@ async def publish(
     # Its own path says model and version, whatever link leads to it.
     snapshot = await asyncio.to_thread(lambda: Snapshot.open(folder.resolve(), verify=False))
     await _check_published(fleet, snapshot)
-    await _check_lineage(fleet, snapshot.manifest, store.resolve() / snapshot.spec.model)
+    await _check_lineage(fleet, snapshot.manifest, store)
     target, copied = await asyncio.to_thread(_put_in_store, snapshot, store, threads, progress)
-    record, is_new = await register(fleet, snapshot, clock=clock)
+    record, is_new = await register(fleet, snapshot, clock=clock, store=store)
     return Publication(record, target, copied, is_new)
 
 
 async def register(
-    fleet: FleetRegistry, snapshot: Snapshot, *, clock: Callable[[], float]
+    fleet: FleetRegistry, snapshot: Snapshot, *, clock: Callable[[], float], store: Path | None = None
 ) -> tuple[PublishedVersion, bool]:
-    """Put a snapshot that lies in the store on record, as it is, and tell whether it is new. Raises as `publish`."""
+    """Put a snapshot that lies in the store on record, as it is, and tell whether it is new. Raises as `publish`.
+
+    `store` is by default the one that the snapshot's path is in.
+    """
     if (known := await _check_published(fleet, snapshot)) is not None:
         # A registry that lost its last writes may have the one without the other.
         if await fleet.spec(known.model, known.version) is None:
             await fleet.put_spec(known.model, known.version, snapshot.spec.model_dump_json())
         return known, False
-    await _check_lineage(fleet, snapshot.manifest, snapshot.path.resolve().parent)
+    store = await asyncio.to_thread(lambda: snapshot.path.resolve().parent.parent) if store is None else store
+    await _check_lineage(fleet, snapshot.manifest, store)
     delta_base, last_delta = snapshot.manifest.delta_start
     record = PublishedVersion(
         model=snapshot.spec.model,
@@ -155,8 +158,8 @@ async def _check_published(fleet: FleetRegistry, snapshot: Snapshot) -> Publishe
     return known
 
 
-async def _check_lineage(fleet: FleetRegistry, manifest: Manifest, versions: Path) -> None:
-    """Raise DeltaError for a version that no replay could bring up to date; `versions` is the model's folder."""
+async def _check_lineage(fleet: FleetRegistry, manifest: Manifest, store: Path) -> None:
+    """Raise DeltaError for a version that no replay could bring up to date."""
     model = manifest.spec.model
     base, last_delta = manifest.delta_start
     where = f"version {manifest.version} of {model!r}: last_delta {last_delta} of delta_base {base}"
@@ -167,49 +170,49 @@ async def _check_lineage(fleet: FleetRegistry, manifest: Manifest, versions: Pat
     if last_delta + 1 < first:
         raise DeltaGapError(f"{where}: the stream begins with {first}, what came between is gone")
     if base != manifest.version:
-        await _check_row_places(fleet, manifest, versions, where)
+        await _check_row_places(fleet, manifest, store, where)
 
 
-async def _check_row_places(fleet: FleetRegistry, manifest: Manifest, versions: Path, where: str) -> None:
+async def _check_row_places(fleet: FleetRegistry, manifest: Manifest, store: Path, where: str) -> None:
     """Raise DeltaBaseError unless the rows of divided tables lie where the stream's deltas were made for.
 
     These are of rows of the parts: with other row classes, a replay would write them to other rows.
     """
-    base, _ = manifest.delta_start
-    known = {one.version: one for one in await fleet.versions(manifest.spec.model)}
-    # Every version of the stream was compared with one before it, so any will do.
-    alike = sorted((one.version for one in known.values() if one.delta_base == base), reverse=True)
-    for version in dict.fromkeys([base, *alike]):
-        if version == manifest.version or not (versions / str(version) / MANIFEST_NAME).exists():
-            continue
-        other, identity = await asyncio.to_thread(read_manifest, versions / str(version))
-        if version in known and known[version].identity != identity:
-            continue
-        own, others = _row_places(manifest), _row_places(other)
-        if differ := sorted(name for name in own.keys() | others.keys() if own.get(name) != others.get(name)):
-            raise DeltaBaseError(
-                f"{where}: rows of tables {differ} lie elsewhere than in version {version} of that stream, whose deltas "
-                "would be written to other rows: divide them alike, or leave delta_base out to begin a stream"
-            )
-        return
-    if divided := sorted(_row_places(manifest)):
+    base, model = manifest.delta_start[0], manifest.spec.model
+    known = {one.version: one for one in await fleet.versions(model)}
+    # Each version of the stream was compared with one before it, so any will do.
+    others = [base, *sorted((one.version for one in known.values() if one.delta_base == base), reverse=True)]
+
+    def one_in_store() -> Manifest | None:
+        for version in others:
+            folder = store / model / str(version)
+            if version != manifest.version and (folder / MANIFEST_NAME).exists():
+                found, identity = read_manifest(folder)
+                if version not in known or known[version].identity == identity:
+                    return found
+        return None
+
+    other, own = await asyncio.to_thread(one_in_store), _row_places(manifest)
+    if other is None and own:
         raise DeltaBaseError(
-            f"{where}: where rows of tables {divided} lie can't be compared: no version of that stream is in {versions} "
-            "any more: leave delta_base out to begin a stream"
+            f"{where}: tables {sorted(own)} are divided, and {store} has no version of that stream any more that tells "
+            "where its deltas' rows lie: leave delta_base out to begin a stream"
+        )
+    if other is not None and own != (theirs := _row_places(other)):
+        differ = sorted(name for name in own.keys() | theirs.keys() if own.get(name) != theirs.get(name))
+        raise DeltaBaseError(
+            f"{where}: rows of tables {differ} lie elsewhere than in version {other.version} of that stream, so that "
+            "its deltas would be written to other rows: divide them alike, or leave delta_base out to begin a stream"
         )
 
 
 def _row_places(manifest: Manifest) -> dict[str, tuple[object, ...]]:
     """Return what decides where rows of each divided table lie."""
-    classes = {files.table: files.row_classes for files in manifest.tables}
+    classes = {files.table: files.row_classes and files.row_classes.sha256 for files in manifest.tables}
     return {
-        one.name: (one.num_embeddings, one.by, one.buckets, one.pruned, one.parts, _digest_of(classes[one.parts[0]]))
+        one.name: (one.num_embeddings, one.by, one.buckets, one.pruned, one.parts, classes[one.parts[0]])
         for one in manifest.spec.divided
     }
-
-
-def _digest_of(entry: FileEntry | None) -> str:
-    return "" if entry is None else entry.sha256
 
 
 def _put_in_store(snapshot: Snapshot, store: Path, threads: int, progress: Progress) -> tuple[Path, bool]:

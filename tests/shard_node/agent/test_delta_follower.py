@@ -22,6 +22,8 @@ from shardrank_testing.deltas import (
     MODEL,
     assert_stored,
     delta_spec,
+    divided_state,
+    export_divided,
     export_state,
     follow,
     load_version,
@@ -395,3 +397,38 @@ def test_a_publisher_cuts_rows_into_slices_by_what_is_published(tmp_path):
         np.testing.assert_array_equal(found, batch.stored)
 
     play(REGISTRY_KINDS[0], tmp_path, scenario)
+
+
+@pytest.mark.parametrize("place", [{"cards": 2}, {"cards": 1, "budget": 0}])
+def test_updates_of_divided_tables_leave_the_bytes_of_a_fresh_export(place, tmp_path):
+    state, counts = divided_state(2)
+    snapshot = export_divided(tmp_path / "store", state, counts, 1)
+    rng = np.random.default_rng(3)
+
+    async def scenario():
+        registry = open_registry(tmp_path / "registry")
+        await register_version(registry, snapshot)
+        publisher = AsyncDeltaPublisher(registry, MODEL, 1, tmp_path / "store")
+        sequence, updates = 0, []
+        for _ in range(4):
+            for name in state:
+                rows = rng.integers(0, len(state[name]), 40)
+                updates.append((name, rows, random_rows(rng, 40, state[name].shape[1])))
+        # A trainer that did not hear of its last ones publishes them again.
+        for name, rows, values in [*updates, *updates[-6:]]:
+            sequence = await publisher.publish(name, rows, values)
+            state[name][rows] = values
+        for name, pruned in publisher.pruned_updates.items():
+            # What the row that stands for pruned ones was made of.
+            state[name][pruned.rows] = divided_state(2)[0][name][pruned.rows]
+        tables = load_version(snapshot, **place)
+        follower = follow(registry, snapshot, tables, config=FAST)
+        entries = await registry.read(STREAM, 0, max_entries=1000)
+        follower.apply(entries)
+        follower.apply(entries[-3:])
+        assert tables.deltas.sequence == sequence
+        assert_stored(tables.engine, export_divided(tmp_path / "fresh", state, counts, 2))
+        assert list(publisher.pruned_updates) == ["item", "film"]
+        await registry.close()
+
+    asyncio.run(scenario())
