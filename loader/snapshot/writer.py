@@ -164,6 +164,13 @@ class _Export:
             raise ExportError(f"manifest: {len(text)} bytes for {len(paths)} files; at most {MAX_MANIFEST_BYTES}")
 
 
+def _check_numbers(version: int, golden_tolerance: float) -> None:
+    if not 1 <= version < 2**63:
+        raise ExportError(f"version: {version} is not in [1, 2^63)")
+    if not 0 < golden_tolerance < math.inf:
+        raise ExportError(f"golden_tolerance: {golden_tolerance} is not a positive number")
+
+
 def _check_rows(spec: ModelSpec, rows: Mapping[str, RowSource]) -> None:
     _check_names("rows", set(rows), {table.name for table in spec.tables})
     for table in spec.tables:
@@ -401,10 +408,7 @@ def export_snapshot(
     """
     store = Store(store_path)
     version = store.next_version(spec.model) if version is None else version
-    if not 1 <= version < 2**63:
-        raise ExportError(f"version: {version} is not in [1, 2^63)")
-    if not 0 < golden_tolerance < math.inf:
-        raise ExportError(f"golden_tolerance: {golden_tolerance} is not a positive number")
+    _check_numbers(version, golden_tolerance)
     _check_rows(spec, rows)
     file_rows = {one.name: _rows_per_file(table, rows_per_file) for table in spec.tables for one in table.slices}
     files = _small_files(spec, dense, vocabularies or {}, golden, access_counts or {}, row_classes or {}, plan)
