@@ -243,6 +243,14 @@ class ModelDescription(Frozen):
         )
 
 
+def _check_counts(table: str, counts: npt.NDArray[Any], rows: int) -> None:
+    if counts.shape != (rows,) or counts.dtype.kind not in "iu":
+        found = f"{counts.dtype} {list(counts.shape)}"
+        raise ExportError(f"table {table!r}: counts are {found}, expected whole numbers [{rows}]")
+    if counts.dtype.kind == "i" and int(counts.min()) < 0:
+        raise ExportError(f"table {table!r}: row {int(counts.argmin())} has count {counts.min()}, which is below 0")
+
+
 def kept_rows(table: str, counts: npt.NDArray[np.integer[Any]], keep_share: float = 1.0) -> int:
     """Return how many of the hottest rows have `keep_share` of all lookups; with 1, all that were looked up at all.
 
@@ -258,14 +266,6 @@ def kept_rows(table: str, counts: npt.NDArray[np.integer[Any]], keep_share: floa
         return int(np.count_nonzero(counts))
     hottest = np.cumsum(np.sort(counts)[::-1], dtype=np.uint64)
     return int(np.searchsorted(hottest, keep_share * total)) + 1
-
-
-def _check_counts(table: str, counts: npt.NDArray[Any], rows: int) -> None:
-    if counts.shape != (rows,) or counts.dtype.kind not in "iu":
-        found = f"{counts.dtype} {list(counts.shape)}"
-        raise ExportError(f"table {table!r}: counts are {found}, expected whole numbers [{rows}]")
-    if counts.dtype.kind == "i" and int(counts.min()) < 0:
-        raise ExportError(f"table {table!r}: row {int(counts.argmin())} has count {counts.min()}, which is below 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,11 +306,14 @@ def divide(
         ExportError: rows, counts or classes are missing, of another table, or of another size; or rows of a table are
             given of which nothing is made.
     """
-    given, classes, used = dict(row_classes or {}), dict[str, RowClasses](), set[str]()
+    given, classes = dict(row_classes or {}), dict[str, RowClasses]()
     found, split = dict[str, RowSource](), dict[str, npt.NDArray[np.uint32]]()
     names = {table.name for table in spec.logical_tables}
     if unknown := sorted(set(counts) - names):
         raise ExportError(f"counts: unknown tables {unknown}; the model has {sorted(names)}")
+    needed = names - {one.name for one in spec.divided if rows.keys() >= set(one.parts)}
+    if unused := sorted(rows.keys() - needed - {table.name for table in spec.tables}):
+        raise ExportError(f"rows: {unused} are no tables of the model, or their parts are given themselves")
     if unknown := sorted(given.keys() - {one.name for one in spec.divided if one.num_classes > 1}):
         raise ExportError(f"row_classes: of tables {unknown}, which are not divided by popularity")
     for table in spec.logical_tables:
@@ -319,7 +322,6 @@ def divide(
         parts = spec.parts(table)
         if not isinstance(table, DividedTable):
             found[table.name] = _source(rows, table.name)
-            used.add(table.name)
             split |= {} if own is None else {table.name: _as_uint32(own)}
             continue
         of_rows = None
@@ -328,18 +330,15 @@ def divide(
             made.check(table, parts)
             classes[table.name], of_rows = made, made.classes()
         for number, part in enumerate(parts):
-            source, name = _own_rows(rows, table, part), part.name
+            source = _own_rows(rows, table, part)
             if source is None:
-                whole, name = _source(rows, table.name), table.name
+                whole = _source(rows, table.name)
                 if of_rows is None or whole.embedding_dim != part.embedding_dim:
                     raise ExportError(f"rows: missing for part {part.name!r}, which is not cut out of {table.name!r}")
                 source = _PartRows(whole, of_rows, number, table, part, pruned_row)
             found[part.name] = source
-            used.add(name)
         if own is not None:
             split |= _part_counts(table, parts, own, of_rows)
-    if unused := sorted(rows.keys() - used):
-        raise ExportError(f"rows: {unused} are no tables of the model, or their parts are given themselves")
     return Division(found, classes, split)
 
 
@@ -362,7 +361,7 @@ def classes_by_counts(
 ) -> RowClasses:
     """Give the hottest rows to the first part, the next to the second, and so on; of equals the first is the hotter.
 
-    Raises ExportError without counts.
+    Raises ExportError without counts, or if a row is to be kept that nobody asked for while others are not.
     """
     if counts is None:
         raise ExportError(f"table {table.name!r} is divided by popularity: counts of its rows are needed")
