@@ -11,7 +11,7 @@ import math
 import os
 import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any, NamedTuple, TypeAlias
@@ -24,7 +24,7 @@ from loader.errors import CheckpointError, ExportError, cut
 from loader.snapshot.codecs import Float32Array
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.row_source import FLOAT_DTYPES, RowSource, TensorRows, file_fingerprint
-from loader.snapshot.tables import TableSpec
+from loader.snapshot.tables import AnyTable, DividedTable, projection_name
 
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 _METADATA_CLASSES = {
@@ -366,7 +366,11 @@ def match_checkpoint(
     """Split a checkpoint into the rows of every table and the dense model's state dict.
 
     A table's rows are looked for, behind any prefix, as `embedding_bags.<table>.weight` or `embeddings.<table>.weight`,
-    and if there is neither, as `<table>.weight` or `tables.<table>`; `table_keys` gives the key of other tables.
+    and if there is neither, as `<table>.weight` or `tables.<table>`; `table_keys` gives the key of other tables. Those
+    of a divided table are under its own name, all of them, to be divided; or, where training has divided it or its
+    parts differ in width, under the names of its parts, each with its own. In names `/` stands for a dot as well, which
+    modules can't have. Projections, `projections.<part>`, belong to the dense model wherever they are; that of a table
+    is that of every part which has none of its own.
     `dense_prefix` takes as the dense model only the keys that start with it, and cuts it off. Without it, all keys that
     are no table are taken, as they are.
 
@@ -375,45 +379,94 @@ def match_checkpoint(
             the spec, the checkpoint has a table that the spec does not, or nothing starts with `dense_prefix`.
     """
     overrides = dict(table_keys or {})
-    if unknown := sorted(set(overrides) - {table.name for table in spec.tables}):
+    if unknown := sorted(set(overrides) - {table.name for table in (*spec.logical_tables, *spec.tables)}):
         raise CheckpointError(f"table_keys: unknown tables {unknown}")
     names = checkpoint.names()
     keys: dict[str, str] = {}
-    for table in spec.tables:
+    for table in (one for seen in spec.logical_tables for one in _given(spec, seen, overrides, names)):
         key = overrides.get(table.name) or _key_of(checkpoint, table, names)
         if key in (taken := {known: name for name, known in keys.items()}):
             raise CheckpointError(f"{checkpoint.path}: tables {taken[key]!r} and {table.name!r} both match key {key!r}")
-        found, expected = checkpoint.shape(key), (table.num_embeddings, table.embedding_dim)
-        if found != expected:
-            raise CheckpointError(
-                f"{checkpoint.path}: table {table.name!r}: {key!r} is {list(found)}, the spec says {list(expected)}"
-            )
+        _check_shape(checkpoint, f"table {table.name!r}", key, table.shape)
         keys[table.name] = key
     rest = [name for name in names if name not in set(keys.values())]
-    dense = _dense_keys(checkpoint, rest, dense_prefix)
+    projections = _projection_keys(checkpoint, spec, rest)
+    rest = [name for name in rest if name not in set(projections.values())]
+    dense = _dense_keys(checkpoint, rest, dense_prefix) | projections
     return (
         {table: checkpoint.rows(key) for table, key in keys.items()},
         {name: checkpoint.tensor(key) for name, key in dense.items()},
     )
 
 
-def _key_of(checkpoint: Checkpoint, table: TableSpec, names: list[str]) -> str:
-    specific = [f"{collection}.{table.name}.weight" for collection in _COLLECTIONS]
-    general = [f"{table.name}.weight", f"tables.{table.name}"]
-    for suffixes in (specific, general):
-        found = [name for name in names if any(name == end or name.endswith("." + end) for end in suffixes)]
-        if len(found) > 1:
-            raise CheckpointError(
-                f"{checkpoint.path}: table {table.name!r}: ambiguous, may be any of {shortened(found)}"
-            )
-        if found:
-            return found[0]
-    shape = (table.num_embeddings, table.embedding_dim)
-    candidates = [name for name in names if checkpoint.shape(name) == shape]
+class _Rows(NamedTuple):
+    """Rows that a checkpoint has to have: of a table, or of a part of one, by its name; [num_embeddings, dim]."""
+
+    name: str
+    shape: tuple[int, int]
+
+
+def _given(spec: ModelSpec, table: AnyTable, overrides: Mapping[str, str], names: list[str]) -> tuple[_Rows, ...]:
+    """Return whose rows a checkpoint has of a table: its own, or those of its parts."""
+    parts = tuple(_Rows(part.name, (part.num_embeddings, part.embedding_dim)) for part in spec.parts(table))
+    if not isinstance(table, DividedTable):
+        return parts
+    dims = {one.shape[1] for one in parts}
+    if table.by == "quotient_remainder" or len(dims) > 1:
+        return parts
+    if len(parts) > 1 and all(one.name in overrides or _keys_of(one.name, names) for one in parts):
+        return parts
+    return (_Rows(table.name, (table.num_embeddings, dims.pop())),)
+
+
+def _check_shape(checkpoint: Checkpoint, what: str, key: str, expected: tuple[int, ...]) -> None:
+    if (found := checkpoint.shape(key)) != expected:
+        raise CheckpointError(f"{checkpoint.path}: {what}: {key!r} is {list(found)}, the spec says {list(expected)}")
+
+
+def _suffixes(name: str) -> tuple[list[str], list[str]]:
+    spelled = dict.fromkeys((name, name.replace(".", "/")))
+    specific = [f"{collection}.{one}.weight" for one in spelled for collection in _COLLECTIONS]
+    return specific, [end for one in spelled for end in (f"{one}.weight", f"tables.{one}")]
+
+
+def _ending_in(names: Iterable[str], suffixes: Sequence[str]) -> list[str]:
+    return [name for name in names if any(name == end or name.endswith("." + end) for end in suffixes)]
+
+
+def _keys_of(name: str, names: list[str]) -> list[str]:
+    specific, general = _suffixes(name)
+    return _ending_in(names, specific) or _ending_in(names, general)
+
+
+def _key_of(checkpoint: Checkpoint, table: _Rows, names: list[str]) -> str:
+    found = _keys_of(table.name, names)
+    if len(found) > 1:
+        raise CheckpointError(f"{checkpoint.path}: table {table.name!r}: ambiguous, may be any of {shortened(found)}")
+    if found:
+        return found[0]
+    specific, general = _suffixes(table.name)
+    candidates = [name for name in names if checkpoint.shape(name) == table.shape]
     raise CheckpointError(
         f"{checkpoint.path}: table {table.name!r}: no key ends in any of {specific + general}; "
-        f"keys of its shape {list(shape)}: {shortened(candidates)}; all keys: {shortened(names)}"
+        f"keys of its shape {list(table.shape)}: {shortened(candidates)}; all keys: {shortened(names)}"
     )
+
+
+def _projection_keys(checkpoint: Checkpoint, spec: ModelSpec, names: list[str]) -> dict[str, str]:
+    """Return the keys of the projections by their name in the dense model."""
+    found = {}
+    for part, shape in spec.projections().items():
+        table = spec.divided_of(part)
+        assert table is not None
+        wanted = [projection_name(part), projection_name(table.name)]
+        keys = _ending_in(names, wanted[:1]) or _ending_in(names, wanted[1:])
+        if len(keys) != 1:
+            told = f"ambiguous, may be any of {shortened(keys)}" if keys else f"no key ends in any of {wanted}"
+            raise CheckpointError(f"{checkpoint.path}: projection of table {part!r}: {told}")
+        _check_shape(checkpoint, f"projection of table {part!r}", keys[0], shape)
+        found[wanted[0]] = keys[0]
+    return found
 
 
 def _dense_keys(checkpoint: Checkpoint, rest: list[str], dense_prefix: str | None) -> dict[str, str]:

@@ -268,6 +268,39 @@ def kept_rows(table: str, counts: npt.NDArray[np.integer[Any]], keep_share: floa
     return int(np.searchsorted(hottest, keep_share * total)) + 1
 
 
+def choose_rows(
+    table: str,
+    counts: npt.NDArray[np.integer[Any]],
+    keep_share: float = 1.0,
+    also: npt.NDArray[np.integer[Any]] | None = None,
+) -> npt.NDArray[np.bool_]:
+    """Choose the rows of a table that stay when it is pruned: bool [num_embeddings].
+
+    Args:
+        table: its name.
+        counts: how often each row was looked up, [num_embeddings].
+        keep_share: of the lookups, which the hottest rows have that stay.
+        also: rows that stay whatever their counts are, those above 0, [num_embeddings].
+
+    Raises:
+        ExportError: as `kept_rows`.
+    """
+    chosen = np.zeros(counts.size, np.bool_) if also is None else also > 0
+    if chosen.any() and not counts.any():
+        return chosen
+    kept = kept_rows(table, counts, keep_share)
+    chosen[_hottest_first(counts)[:kept]] = True
+    return chosen
+
+
+def _hottest_first(
+    counts: npt.NDArray[np.integer[Any]], is_kept: npt.NDArray[np.bool_] | None = None
+) -> npt.NDArray[np.intp]:
+    """Return the rows by falling counts, those that are kept before all others; of equals the first is the hotter."""
+    falling = -counts.astype(np.int64)
+    return np.argsort(falling, kind="stable") if is_kept is None else np.lexsort((falling, ~is_kept))
+
+
 @dataclass(frozen=True, slots=True)
 class Division:
     """What the parts of a model's divided tables are made of: their rows, and which row is in which part.
@@ -289,6 +322,7 @@ def divide(
     counts: Counts,
     *,
     row_classes: Mapping[str, RowClasses] | None = None,
+    kept: Mapping[str, npt.NDArray[np.bool_]] | None = None,
     pruned_row: PrunedRow = "mean",
 ) -> Division:
     """Make the parts' rows from those of the tables that they are parts of.
@@ -300,6 +334,7 @@ def divide(
             as many rows as the table is the table's.
         counts: of the tables whose rows are divided by popularity.
         row_classes: for those that training has divided already.
+        kept: of tables that are pruned, the rows that stay, bool [num_embeddings]; by default the hottest do.
         pruned_row: what ids of pruned rows get.
 
     Raises:
@@ -326,7 +361,7 @@ def divide(
             continue
         of_rows = None
         if table.num_classes > 1:
-            made = given.get(table.name) or classes_by_counts(table, parts, own)
+            made = given.get(table.name) or classes_by_counts(table, parts, own, (kept or {}).get(table.name))
             made.check(table, parts)
             classes[table.name], of_rows = made, made.classes()
         for number, part in enumerate(parts):
@@ -338,7 +373,7 @@ def divide(
                 source = _PartRows(whole, of_rows, number, table, part, pruned_row)
             found[part.name] = source
         if own is not None:
-            split |= _part_counts(table, parts, own, of_rows)
+            split |= part_counts(table, parts, own, of_rows)
     return Division(found, classes, split)
 
 
@@ -357,15 +392,18 @@ def _source(rows: Mapping[str, RowSource], table: str) -> RowSource:
 
 
 def classes_by_counts(
-    table: DividedTable, parts: Sequence[TableSpec], counts: npt.NDArray[np.integer[Any]] | None
+    table: DividedTable,
+    parts: Sequence[TableSpec],
+    counts: npt.NDArray[np.integer[Any]] | None,
+    is_kept: npt.NDArray[np.bool_] | None = None,
 ) -> RowClasses:
     """Give the hottest rows to the first part, the next to the second, and so on; of equals the first is the hotter.
 
-    Raises ExportError without counts, or if a row is to be kept that nobody asked for while others are not.
+    `is_kept`, bool [num_embeddings], says which rows of a pruned table stay. Raises ExportError without counts.
     """
     if counts is None:
         raise ExportError(f"table {table.name!r} is divided by popularity: counts of its rows are needed")
-    order = np.argsort(-counts.astype(np.int64), kind="stable")
+    order = _hottest_first(counts, is_kept)
     classes = np.empty(table.num_embeddings, np.uint8)
     sizes = table.class_rows(parts)
     classes[order] = np.repeat(np.arange(len(sizes), dtype=np.uint8), sizes)
@@ -376,12 +414,20 @@ def _as_uint32(counts: npt.NDArray[np.integer[Any]] | npt.NDArray[np.float64]) -
     return np.minimum(counts, MAX_ACCESS_COUNT).astype(np.uint32)
 
 
-def _part_counts(
+def part_counts(
     table: DividedTable,
     parts: Sequence[TableSpec],
     counts: npt.NDArray[np.integer[Any]],
     classes: npt.NDArray[np.uint8] | None,
 ) -> dict[str, npt.NDArray[np.uint32]]:
+    """Return how often the rows of each part are looked up, uint32 [its num_embeddings], by name.
+
+    Args:
+        table: that is divided.
+        parts: of it.
+        counts: how often each of its rows is, [num_embeddings].
+        classes: of its rows, [num_embeddings]; None if it has one class.
+    """
     if table.buckets is not None:
         ids = np.arange(counts.size)
         rows = ids // table.buckets, ids % table.buckets

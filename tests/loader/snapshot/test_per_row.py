@@ -165,7 +165,8 @@ ROWS, SEEN = np.array([1, 2], np.int64), np.array([5, 6], np.uint32)
     ("tensors", "message"),
     [
         ({"nobody": SEEN}, r"access counts of \['nobody'\]; the model's tables are"),
-        ({"nobody/rows": ROWS, "nobody/counts": SEEN}, "'nobody', which is no table of the model"),
+        ({"nobody/rows": ROWS, "nobody/counts": SEEN}, r"access counts of \['nobody'\]; the model's tables are"),
+        ({"city/num_embeddings": ROWS[:1], "city": SEEN}, "table 'city' whose num_embeddings was 1; here it is 300"),
         ({"city/counts": SEEN}, "has 'city/counts' without the rows that it is of"),
         ({"city/rows": ROWS}, "table 'city': rows and counts are not whole numbers"),
         ({"city/rows": ROWS, "city/counts": SEEN[:1]}, "table 'city': rows and counts are not"),
