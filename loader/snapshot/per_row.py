@@ -231,7 +231,8 @@ class _Counted(NamedTuple):
     @classmethod
     def of(cls, spec: ModelSpec) -> _Counted:
         seen: dict[str, AnyTable] = {table.name: table for table in spec.logical_tables}
-        tables: dict[str, AnyTable] = {one.name: table for table in spec.tables for one in table.slices} | seen
+        tables: dict[str, AnyTable] = {one.name: table for table in spec.tables for one in table.slices}
+        tables |= seen
         parts: dict[str, str] = {}
         for table in spec.divided:
             if table.by == "popularity":

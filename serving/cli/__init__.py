@@ -26,7 +26,7 @@ COMMANDS = {
     "serve": "serve",
     "shard-node": "serve",
     "train": "snapshots",
-    "export": "snapshots",
+    "export": "export",
     "plan": "plan",
     "counts": "counts",
     "inspect": "snapshots",

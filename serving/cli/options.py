@@ -87,7 +87,7 @@ def option(flag: str, text: str, kind: Any = None, default: Any = None, **more: 
         text: its help.
         kind: a click type, or a function that reads a text.
         default: shown in the help.
-        more: of `click.option`, and `name` for another name than the flag's.
+        more: of `click.option`, `name` for another name than the flag's, and `also` for a second flag.
     """
     flag, _, metavar = flag.partition(" ")
     if not metavar and isinstance(kind, click.IntRange):
@@ -96,7 +96,7 @@ def option(flag: str, text: str, kind: Any = None, default: Any = None, **more: 
         metavar = "FILE" if kind.dir_okay is False else "FOLDER" if kind.file_okay is False else "PATH"
     if default is not None:
         more["default"] = default
-    names = [flag, more.pop("name")] if "name" in more else [flag]
+    names = [flag, *(more.pop(word) for word in ("also", "name") if word in more)]
     return click.option(*names, type=kind, show_default=True, metavar=metavar or None, help=text, **more)
 
 
@@ -161,6 +161,19 @@ def json_flag(what: str) -> Option:
 def together(*options: Option) -> Option:
     """Join options into one decorator; the help lists them in this order."""
     return lambda function: functools.reduce(lambda done, one: one(done), reversed(options), function)
+
+
+def pruning_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Declare `--prune` and `--keep-share`, which go with counts."""
+    return together(
+        switch("--prune", "Leave out rows that nobody asked for, of the tables that have --counts."),
+        option(
+            "--keep-share X",
+            "With --prune: keep the hottest rows that have this share of a table's lookups. Default: 1, all that were "
+            "looked up.",
+            FiniteRange(0, 1, min_open=True),
+        ),
+    )(function)
 
 
 store_option = option("--store", "The folder that holds <model>/<version>/ snapshots.", FOLDER)

@@ -13,7 +13,7 @@ from serving.cli import WithExamples
 from serving.cli import options as opts
 from serving.cli.output import human_bytes, print_json, print_table
 from serving.cli.settings import Options, config_of
-from serving.cli.snapshots import read_description
+from serving.cli.snapshots import compiled, read_description
 
 if TYPE_CHECKING:
     import numpy as np
@@ -231,7 +231,7 @@ def planned_model(named: str, dtype: RowDtype | None) -> tuple[ModelSpec, Lookup
     if path.is_dir() or path.name == MANIFEST_NAME:
         spec, profile = _of_snapshot(path if path.is_dir() else path.parent)
     else:
-        spec, profile = read_description(path), LookupProfile()
+        spec, profile = compiled(path, read_description(path)), LookupProfile()
     return (spec if dtype is None else _stored_as(spec, dtype)), profile
 
 

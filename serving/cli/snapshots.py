@@ -1,8 +1,8 @@
-"""`shardrank train`, `export`, `inspect` and `verify`: snapshots are made, described and checked."""
+"""`shardrank train`, `inspect` and `verify`: snapshots are made, described and checked; and descriptions are read."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,12 +16,10 @@ from serving.cli.settings import config_of, snapshot_folder
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from loader.description import ModelDescription
     from loader.progress import Progress
-    from loader.snapshot.golden import GoldenRequests
     from loader.snapshot.manifest import ModelSpec
-    from loader.snapshot.per_row import Vocabulary
     from loader.snapshot.reader import Snapshot, VerifyReport
-    from loader.snapshot.row_source import RowSource
 
 MAX_DESCRIPTION_BYTES = 16 << 20
 
@@ -68,158 +66,28 @@ def train(
     click.echo(f"wrote {version.folder}")
 
 
-@click.command(cls=WithExamples)
-@opts.option(
-    "--checkpoint",
-    "A .safetensors file or a folder of them, a state_dict file (.pt, .pth, .bin, .ckpt), or a "
-    "torch.distributed.checkpoint folder.",
-    opts.EXISTING,
-    required=True,
-)
-@opts.option("--model", "The model's description, JSON.", opts.EXISTING_FILE, required=True, name="description")
-@opts.option(
-    "--program",
-    "For a description of the kind `exported`: the file of torch.export.save, or a package of AOTInductor. It is "
-    "loaded and tried, as a server does: export only what you trust.",
-    opts.EXISTING_FILE,
-)
-@opts.out_store_option
-@opts.count("--version", "The version; default: the next free one.")
-@opts.assignments("--table-key TABLE=KEY", "The checkpoint's key of a table that is not found by TorchRec's names.")
-@opts.option("--dense-prefix PREFIX", "Of the dense model's keys; it is cut off. Default: every key that is no table.")
-@opts.assignments("--vocabulary TABLE=FILE", "A table's ids: a UTF-8 text file whose line i is the id of row i.")
-@opts.option(
-    "--access-counts",
-    "How often rows are looked up, so that cards keep the hottest nearest: a folder of <table>.npy, or a safetensors "
-    "file, for any of the tables.",
-    opts.EXISTING,
-)
-@opts.option("--golden", "Requests with training's scores; see docs/snapshot-format.md.", opts.EXISTING_FILE)
-@opts.option("--golden-tolerance X", "How far a server's scores may be from them.", opts.ABOVE_ZERO, 0.05)
-@opts.assignments("--metadata KEY=TEXT", "Free text about the training run.")
-@opts.option(
-    "--plan",
-    "A plan file of `shardrank plan --out` for this model: columns are sliced as it says, and the snapshot carries it.",
-    opts.EXISTING_FILE,
-    name="plan_file",
-)
-@opts.count("--rows-per-file", "A power of two; default: such that row files have at most 256 MiB.", 256)
-def export(store: Path, checkpoint: Path, description: Path, **options: Any) -> None:
-    r"""Write a trained model into a store as the next version.
-
-    Rows are quantised as the description says, in bounded memory; NaN and inf are refused by table and row. An
-    export that was interrupted goes on where it stopped when it is run again. Nothing in the checkpoint is executed;
-    a --program is.
-
-    Examples:
-      shardrank export --checkpoint model.safetensors --model films.json --store models
-      shardrank export --checkpoint epoch-3.pt --model films.json --store models \
-          --table-key films=embedding.item.weight --dense-prefix over_arch. \
-          --vocabulary users=user-ids.txt
-    """
-    from loader.snapshot.per_row import read_access_counts
-    from loader.snapshot.reader import Snapshot
-    from loader.snapshot.writer import export_snapshot
-    from router.plan_file import PlanFile
-
-    spec, plan = read_description(description), None
-    if options["plan_file"] is not None:
-        plan = PlanFile.read(options["plan_file"])
-        spec = plan.sliced(spec)
-        plan.check_fits(spec)
-    rows, dense = _match(checkpoint, spec, options["dense_prefix"], options["table_key"], options["program"])
-    counts, golden = options["access_counts"], options["golden"]
-    with progress_bars() as bars:
-        folder = export_snapshot(
-            store,
-            spec,
-            rows=rows,
-            dense=dense,
-            vocabularies={table: _read_vocabulary(spec, table, Path(file)) for table, file in options["vocabulary"]},
-            access_counts=None if counts is None else read_access_counts(counts, spec),
-            golden=None if golden is None else _read_golden(golden),
-            metadata=dict(options["metadata"]),
-            plan=None if plan is None else plan.to_json().encode(),
-            progress=bars,
-            **{name: options[name] for name in ("golden_tolerance", "version", "rows_per_file")},
-        )
-    written = Snapshot.open(folder, verify=False)
-    click.echo(f"wrote {folder}: {human_bytes(written.size_bytes)}, as float32 {human_bytes(written.float32_bytes)}")
-
-
-def _match(
-    path: Path, spec: ModelSpec, dense_prefix: str | None, table_keys: tuple[tuple[str, str], ...], program: Path | None
-) -> tuple[dict[str, RowSource], dict[str, Tensor] | Path]:
-    """Return the tables' rows and a dense model that can be built. Raises ExportError, CheckpointError."""
-    from loader.checkpoints import match_checkpoint, open_checkpoint
-    from loader.errors import CheckpointError, ExportError
-
-    if (program is None) == (spec.dense_model.kind == "exported"):
-        raise ExportError("--program goes with a dense_model of kind exported, and only with it")
-    _check_tables("--table-key", spec, [table for table, _ in table_keys])
-    opened = open_checkpoint(path)
-    keys = opened.names()
-    try:
-        rows, dense = match_checkpoint(opened, spec, dense_prefix, dict(table_keys))
-    except CheckpointError as error:
-        if dense_prefix is None or any(key.startswith(dense_prefix) for key in keys):
-            raise
-        raise CheckpointError(f"{error}{_suggested_prefix(spec, keys, dense_prefix)}") from error
-    if program is not None:
-        from serving.models.exported import check_program
-
-        check_program(spec, program)
-        return rows, program
-    _check_dense_model(spec, dense, keys, dense_prefix)
-    return rows, dense
-
-
-def _check_tables(flag: str, spec: ModelSpec, tables: Sequence[str]) -> None:
-    """Raise ExportError for a flag that names a table which the description does not have."""
-    from loader.errors import ExportError
-
-    known = [table.name for table in spec.tables]
-    for table in tables:
-        if table not in known:
-            raise ExportError(f"{flag}: no table {table!r}; the description's tables are {known}")
-
-
-def _read_vocabulary(spec: ModelSpec, table: str, path: Path) -> Vocabulary:
-    """Return the ids in a text file, one a line. Raises ExportError."""
-    import numpy as np
-
-    from loader.errors import ExportError
-    from loader.snapshot.per_row import id_type_is_string
-
-    _check_tables("--vocabulary", spec, [table])
-    of_table = next(one for one in spec.tables if one.name == table)
-    try:
-        # Not splitlines: a string id may hold a character that it takes for a line end.
-        lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
-    except UnicodeDecodeError as error:
-        raise ExportError(f"{path}: not UTF-8: {error}") from error
-    if id_type_is_string(of_table):
-        return lines
-    for number, line in enumerate(lines, start=1):
-        if not (line.isascii() and line.isdecimal() and int(line) < 2**63):
-            raise ExportError(f"{path}, line {number}: {line!r:.40} is not a whole number below 2^63")
-    return np.array([int(line) for line in lines], dtype=np.int64)
-
-
-def _read_golden(path: Path) -> GoldenRequests:
-    """Raise ExportError for a file that does not hold golden requests."""
-    from loader.errors import ExportError, SnapshotCorruptError
-    from loader.snapshot.golden import GoldenRequests
-    from loader.snapshot.tensor_files import load_numpy
-
-    try:
-        return GoldenRequests.from_tensors(load_numpy(path))
-    except SnapshotCorruptError as error:
-        raise ExportError(str(error)) from error
-
-
-def read_description(path: Path) -> ModelSpec:
+def read_description(path: Path) -> ModelDescription:
     """Return the model that a JSON file describes. Raises ExportError naming each field that is wrong."""
+    from pydantic import ValidationError
+
+    from loader.description import ModelDescription
+    from loader.errors import ExportError
+    from loader.snapshot.schema_errors import schema_errors
+
+    if (size := path.stat().st_size) > MAX_DESCRIPTION_BYTES:
+        raise ExportError(f"{path}: {size} bytes, at most {MAX_DESCRIPTION_BYTES} are read")
+    try:
+        return ModelDescription.model_validate_json(path.read_bytes(), strict=True)
+    except ValidationError as error:
+        raise ExportError(f"{path}: {'; '.join(map(str, schema_errors(error, [ModelDescription])))}") from error
+
+
+def compiled(path: Path, described: ModelDescription, kept: Mapping[str, int] | None = None) -> ModelSpec:
+    """Return the model as it is stored, `kept` rows of tables that are pruned; `path` names it in errors.
+
+    Raises:
+        ExportError: its parts do not fit each other, or no dense model of its kind is made from these.
+    """
     from pydantic import ValidationError
 
     from loader.errors import ExportError
@@ -228,10 +96,8 @@ def read_description(path: Path) -> ModelSpec:
     from serving.models.config import parse_dense_model
     from serving.models.exported import check_bindings
 
-    if (size := path.stat().st_size) > MAX_DESCRIPTION_BYTES:
-        raise ExportError(f"{path}: {size} bytes, at most {MAX_DESCRIPTION_BYTES} are read")
     try:
-        spec = ModelSpec.model_validate_json(path.read_bytes(), strict=True)
+        spec = described.compiled(kept)
     except ValidationError as error:
         raise ExportError(f"{path}: {'; '.join(map(str, schema_errors(error, [ModelSpec])))}") from error
     if isinstance(spec.dense_model, ExportedModelSpec):
@@ -241,7 +107,7 @@ def read_description(path: Path) -> ModelSpec:
     return spec
 
 
-def _check_dense_model(
+def check_dense_model(
     spec: ModelSpec, tensors: Mapping[str, Tensor], keys: Collection[str], dense_prefix: str | None = None
 ) -> None:
     """Build the dense model from its tensors, as a server will; `keys` are all of the checkpoint or snapshot.
@@ -255,10 +121,10 @@ def _check_dense_model(
     try:
         load_model(spec, tensors)
     except RankingModelError as error:
-        raise CheckpointError(f"{error}{_suggested_prefix(spec, keys, dense_prefix)}") from error
+        raise CheckpointError(f"{error}{suggested_prefix(spec, keys, dense_prefix)}") from error
 
 
-def _suggested_prefix(spec: ModelSpec, keys: Collection[str], dense_prefix: str | None) -> str:
+def suggested_prefix(spec: ModelSpec, keys: Collection[str], dense_prefix: str | None) -> str:
     """End a message: which `--dense-prefix` would find every tensor; "" if none would, or it was given."""
     import torch
 
@@ -447,7 +313,7 @@ def _verify(
             load_exported(snapshot.spec, snapshot.program_path, trusted=trust_exported)
             built = f"takes {list(described.inputs)} and gives {list(described.outputs)}"
         else:
-            _check_dense_model(snapshot.spec, tensors, tensors.keys())
+            check_dense_model(snapshot.spec, tensors, tensors.keys())
             built = f"is built from its {len(tensors)} tensors"
     except CheckpointError as error:
         return refused(f"{SnapshotError.kind}: {snapshot.manifest.dense.path}: {error}"), False

@@ -1,0 +1,331 @@
+"""`shardrank export`: a checkpoint and a description become a snapshot, with what makes its tables smaller."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import click
+
+from serving.cli import WithExamples
+from serving.cli import options as opts
+from serving.cli.output import human_bytes, progress_bars
+from serving.cli.snapshots import check_dense_model, compiled, read_description, suggested_prefix
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    from torch import Tensor
+
+    from loader.description import ModelDescription, TableDescription
+    from loader.snapshot.golden import GoldenRequests
+    from loader.snapshot.manifest import ModelSpec
+    from loader.snapshot.per_row import Vocabulary
+    from loader.snapshot.row_classes import RowClasses
+    from loader.snapshot.row_source import RowSource
+
+
+@click.command(cls=WithExamples)
+@opts.option(
+    "--checkpoint",
+    "A .safetensors file or a folder of them, a state_dict file (.pt, .pth, .bin, .ckpt), or a "
+    "torch.distributed.checkpoint folder.",
+    opts.EXISTING,
+    required=True,
+)
+@opts.option("--model", "The model's description, JSON.", opts.EXISTING_FILE, required=True, name="description")
+@opts.option(
+    "--program",
+    "For a description of the kind `exported`: the file of torch.export.save, or a package of AOTInductor. It is "
+    "loaded and tried, as a server does: export only what you trust.",
+    opts.EXISTING_FILE,
+)
+@opts.out_store_option
+@opts.count("--version", "The version; default: the next free one.")
+@opts.assignments("--table-key TABLE=KEY", "The checkpoint's key of a table that is not found by TorchRec's names.")
+@opts.option("--dense-prefix PREFIX", "Of the dense model's keys; it is cut off. Default: every key that is no table.")
+@opts.assignments("--vocabulary TABLE=FILE", "A table's ids: a UTF-8 text file whose line i is the id of row i.")
+@opts.option(
+    "--counts",
+    "How often rows are looked up: what decides which are hot, and so how tables are divided, pruned and placed. A "
+    "folder of <table>.npy, or a safetensors file, for any of the tables. Repeatable: counts are added.",
+    opts.EXISTING,
+    multiple=True,
+    also="--access-counts",
+)
+@opts.pruning_options
+@opts.option(
+    "--keep",
+    "With --prune: rows that stay however rarely they were looked up, in a file as --counts takes it. Repeatable.",
+    opts.EXISTING,
+    multiple=True,
+)
+@opts.choice("--pruned-row", ["mean", "zeros"], "What ids of pruned rows get: the mean of these rows, or zeros.")
+@opts.assignments(
+    "--blocks TABLE=FILE",
+    "The block of each row of a table that training divided: an .npy file of whole numbers [num_embeddings], 0 for the "
+    "first.",
+)
+@opts.option("--golden", "Requests with training's scores; see docs/snapshot-format.md.", opts.EXISTING_FILE)
+@opts.option("--golden-tolerance X", "How far a server's scores may be from them.", opts.ABOVE_ZERO, 0.05)
+@opts.assignments("--metadata KEY=TEXT", "Free text about the training run.")
+@opts.option(
+    "--plan",
+    "A plan file of `shardrank plan --out` for this model: columns are sliced as it says, and the snapshot carries it.",
+    opts.EXISTING_FILE,
+    name="plan_file",
+)
+@opts.count("--rows-per-file", "A power of two; default: such that row files have at most 256 MiB.", 256)
+def export(store: Path, checkpoint: Path, description: Path, **options: Any) -> None:
+    r"""Write a trained model into a store as the next version.
+
+    Rows are quantised as the description says, in bounded memory; NaN and inf are refused by table and row. An
+    export that was interrupted goes on where it stopped when it is run again. Nothing in the checkpoint is executed;
+    a --program is. Tables are divided as the description says, and pruned here: docs/levers.md is about it.
+
+    Examples:
+      shardrank export --checkpoint model.safetensors --model films.json --store models
+      shardrank export --checkpoint model.safetensors --model films.json --store models \
+          --counts films-counts.safetensors --prune --keep-share 0.999
+      shardrank export --checkpoint epoch-3.pt --model films.json --store models \
+          --table-key films=embedding.item.weight --dense-prefix over_arch. \
+          --vocabulary users=user-ids.txt
+    """
+    from loader.description import divide
+    from loader.snapshot.reader import Snapshot
+    from loader.snapshot.writer import export_snapshot
+    from router.plan_file import PlanFile
+
+    pruned, plan = _pruned(description, options), None
+    spec, counts = pruned.spec, pruned.counts
+    if options["plan_file"] is not None:
+        plan = PlanFile.read(options["plan_file"])
+        spec = plan.sliced(spec)
+        plan.check_fits(spec)
+    classes = {table: _row_classes(spec, table, Path(file)) for table, file in options["blocks"]}
+    given, dense = _match(checkpoint, spec, options["dense_prefix"], options["table_key"], options["program"])
+    seen = {table.name for table in spec.logical_tables}
+    whole = {table: one for table, one in counts.items() if table in seen}
+    made = divide(spec, given, whole, row_classes=classes, kept=pruned.kept, pruned_row=options["pruned_row"])
+    golden = options["golden"]
+    with progress_bars() as bars:
+        folder = export_snapshot(
+            store,
+            spec,
+            rows=made.rows,
+            dense=dense,
+            vocabularies={table: _read_vocabulary(spec, table, Path(file)) for table, file in options["vocabulary"]},
+            # Of a table that is divided by quotient_remainder there may be counts of its parts alone.
+            access_counts={**{table: counts[table] for table in counts.keys() - seen}, **made.access_counts},
+            row_classes=made.row_classes,
+            golden=None if golden is None else _read_golden(golden),
+            metadata=dict(options["metadata"]),
+            plan=None if plan is None else plan.to_json().encode(),
+            progress=bars,
+            **{name: options[name] for name in ("golden_tolerance", "version", "rows_per_file")},
+        )
+    written = Snapshot.open(folder, verify=False)
+    for line in pruned.told:
+        click.echo(line)
+    click.echo(f"wrote {folder}: {human_bytes(written.size_bytes)}, as float32 {human_bytes(written.float32_bytes)}")
+
+
+class Pruned(NamedTuple):
+    """A model as it is stored, and what is known of its rows.
+
+    Attributes:
+        spec: compiled.
+        counts: how often rows are looked up, [num_embeddings], by table as features see it (or part, by
+            quotient_remainder).
+        kept: of tables that are pruned, which rows stay, bool [num_embeddings].
+        told: a line about every table that was to be pruned.
+    """
+
+    spec: ModelSpec
+    counts: Mapping[str, npt.NDArray[np.integer[Any]]]
+    kept: Mapping[str, npt.NDArray[np.bool_]]
+    told: Sequence[str]
+
+    @classmethod
+    def of(
+        cls,
+        path: Path,
+        described: ModelDescription,
+        counts: Sequence[Path],
+        *,
+        prune: bool = False,
+        keep_share: float | None = None,
+        keep: Sequence[Path] = (),
+        blocks: Collection[str] = (),
+    ) -> Pruned:
+        """Compile a description with counts.
+
+        Args:
+            path: of the description, named in errors.
+            described: what it says.
+            counts: files or folders that `read_access_counts` takes, added up.
+            prune: whether rows are left out.
+            keep_share: of lookups; with None all rows that were looked up stay.
+            keep: files in the same form with rows that stay.
+            blocks: tables that training has divided.
+
+        Raises:
+            ExportError: counts are missing or do not fit, nothing would be left of a table, or as `compiled`.
+        """
+        from loader.description import choose_rows
+        from loader.errors import ExportError
+
+        if not prune and (keep or keep_share is not None):
+            raise ExportError(f"{'--keep' if keep else '--keep-share'} goes with --prune")
+        if prune and not counts:
+            raise ExportError("--prune needs --counts: rows that nobody asked for can't be told without")
+        spec = compiled(path, described)
+        found, also = read_counts(counts, spec), read_counts(keep, spec)
+        if missing := sorted(set(also) - set(found)):
+            raise ExportError(f"--keep: rows of {missing}, of which there are no --counts")
+        kept: dict[str, npt.NDArray[np.bool_]] = {}
+        told = list[str]()
+        for table in described.tables if prune else ():
+            if table.name not in found:
+                continue
+            if reason := "training divided it into blocks" if table.name in blocks else _why_whole(table):
+                told.append(f"{table.name}: not pruned, {reason}")
+                continue
+            chosen = choose_rows(table.name, found[table.name], keep_share or 1.0, also.get(table.name))
+            rows, left_out = chosen.size, chosen.size - int(chosen.sum())
+            if left_out < 2:
+                told.append(f"{table.name}: not pruned, {left_out} of {rows} rows could go, and one takes their place")
+                continue
+            kept[table.name] = chosen
+            told.append(f"{table.name}: pruned, {rows - left_out} of {rows} rows are kept")
+        if kept:
+            spec = compiled(path, described, {name: int(one.sum()) for name, one in kept.items()})
+        return cls(spec, found, kept, told)
+
+
+def _pruned(path: Path, options: Mapping[str, Any]) -> Pruned:
+    blocks = {table for table, _ in options["blocks"]}
+    levers = {name: options[name] for name in ("prune", "keep_share", "keep")}
+    return Pruned.of(path, read_description(path), options["counts"], **levers, blocks=blocks)
+
+
+def _why_whole(table: TableDescription) -> str:
+    """Return why no row of a table can be left out; "" if rows can."""
+    if table.id_mapping.kind == "quotient_remainder":
+        return "by quotient_remainder a row is of many ids"
+    if table.column_dims:
+        return "it is stored in slices of its columns"
+    return (
+        "training divided it into blocks" if len({one.dim or table.embedding_dim for one in table.blocks}) > 1 else ""
+    )
+
+
+def read_counts(paths: Sequence[Path], spec: ModelSpec) -> dict[str, npt.NDArray[np.integer[Any]]]:
+    """Return how often rows are looked up, [num_embeddings] by table as `read_access_counts` has it, of all files.
+
+    Raises ExportError for counts of what is no table, or of another size.
+    """
+    import numpy as np
+
+    from loader.snapshot.per_row import COUNTS_TENSOR, access_count_tensors, read_access_counts
+
+    tables = {table.name: table for table in (*spec.tables, *spec.logical_tables)}
+    found: dict[str, npt.NDArray[np.integer[Any]]] = {}
+    for path in paths:
+        for name, counts in read_access_counts(path, spec).items():
+            own = access_count_tensors(tables[name], counts)[COUNTS_TENSOR]
+            found[name] = own if name not in found else found[name].astype(np.uint64) + own
+    return found
+
+
+def _row_classes(spec: ModelSpec, table: str, path: Path) -> RowClasses:
+    """Return the classes of a table's rows that a file says. Raises ExportError."""
+    from loader.errors import ExportError
+    from loader.snapshot.per_row import map_npy
+    from loader.snapshot.row_classes import RowClasses
+
+    divided = {one.name: one for one in spec.divided if one.num_classes > 1}
+    if table not in divided:
+        raise ExportError(f"--blocks: table {table!r} has no blocks; those that have some are {sorted(divided)}")
+    rows, blocks, found = divided[table].num_embeddings, divided[table].num_classes, map_npy(path)
+    if found.dtype.kind not in "iu" or found.shape != (rows,):
+        told = f"{found.dtype} {list(found.shape)}"
+        raise ExportError(
+            f"--blocks: {path}: expected the block of each row of {table!r}, integers [{rows}], got {told}"
+        )
+    low, high = int(found.min()), int(found.max())
+    if low < 0 or high >= blocks:
+        raise ExportError(f"--blocks: {path}: blocks {low} to {high}; table {table!r} has 0 to {blocks - 1}")
+    return RowClasses.of(found, blocks)
+
+
+def _match(
+    path: Path, spec: ModelSpec, dense_prefix: str | None, table_keys: tuple[tuple[str, str], ...], program: Path | None
+) -> tuple[dict[str, RowSource], dict[str, Tensor] | Path]:
+    """Return the tables' rows and a dense model that can be built. Raises ExportError, CheckpointError."""
+    from loader.checkpoints import match_checkpoint, open_checkpoint
+    from loader.errors import CheckpointError, ExportError
+
+    if (program is None) == (spec.dense_model.kind == "exported"):
+        raise ExportError("--program goes with a dense_model of kind exported, and only with it")
+    tables = dict.fromkeys(table.name for table in (*spec.logical_tables, *spec.tables))
+    _check_tables("--table-key", tables, [table for table, _ in table_keys])
+    opened = open_checkpoint(path)
+    keys = opened.names()
+    try:
+        rows, dense = match_checkpoint(opened, spec, dense_prefix, dict(table_keys))
+    except CheckpointError as error:
+        if dense_prefix is None or any(key.startswith(dense_prefix) for key in keys):
+            raise
+        raise CheckpointError(f"{error}{suggested_prefix(spec, keys, dense_prefix)}") from error
+    if program is not None:
+        from serving.models.exported import check_program
+
+        check_program(spec, program)
+        return rows, program
+    check_dense_model(spec, dense, keys, dense_prefix)
+    return rows, dense
+
+
+def _check_tables(flag: str, known: Collection[str], tables: Iterable[str]) -> None:
+    """Raise ExportError for a flag that names a table which the description does not have."""
+    from loader.errors import ExportError
+
+    for table in tables:
+        if table not in known:
+            raise ExportError(f"{flag}: no table {table!r}; the description's tables are {list(known)}")
+
+
+def _read_vocabulary(spec: ModelSpec, table: str, path: Path) -> Vocabulary:
+    """Return the ids in a text file, one a line. Raises ExportError."""
+    import numpy as np
+
+    from loader.errors import ExportError
+    from loader.snapshot.per_row import id_type_is_string
+
+    tables = {one.name: one for one in spec.logical_tables}
+    _check_tables("--vocabulary", tables, [table])
+    try:
+        # Not splitlines: a string id may hold a character that it takes for a line end.
+        lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    except UnicodeDecodeError as error:
+        raise ExportError(f"{path}: not UTF-8: {error}") from error
+    if id_type_is_string(tables[table]):
+        return lines
+    for number, line in enumerate(lines, start=1):
+        if not (line.isascii() and line.isdecimal() and int(line) < 2**63):
+            raise ExportError(f"{path}, line {number}: {line!r:.40} is not a whole number below 2^63")
+    return np.array([int(line) for line in lines], dtype=np.int64)
+
+
+def _read_golden(path: Path) -> GoldenRequests:
+    """Raise ExportError for a file that does not hold golden requests."""
+    from loader.errors import ExportError, SnapshotCorruptError
+    from loader.snapshot.golden import GoldenRequests
+    from loader.snapshot.tensor_files import load_numpy
+
+    try:
+        return GoldenRequests.from_tensors(load_numpy(path))
+    except SnapshotCorruptError as error:
+        raise ExportError(str(error)) from error
