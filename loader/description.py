@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from loader.errors import ExportError
 from loader.snapshot.codecs import Float32Array
@@ -78,6 +78,17 @@ class DtypeByPopularity(Frozen):
     hot_share: float = Field(gt=0, lt=1)
 
 
+# Which member of a union is meant is told by the value's type, so that an error is about that one alone.
+Rows = Annotated[
+    Annotated[Literal["auto"], Tag("auto")] | Annotated[int, Field(ge=1, le=MAX_NUM_EMBEDDINGS), Tag("number")],
+    Discriminator(lambda given: "auto" if isinstance(given, str) else "number"),
+]
+Dtype = Annotated[
+    Annotated[RowDtype, Tag("format")] | Annotated[DtypeByPopularity, Tag("by_popularity")],
+    Discriminator(lambda given: "format" if isinstance(given, str) else "by_popularity"),
+]
+
+
 class TableDescription(Frozen):
     """A table as a person describes it; what `TableSpec` has as well means the same.
 
@@ -90,12 +101,12 @@ class TableDescription(Frozen):
     """
 
     name: Name
-    num_embeddings: Annotated[int, Field(ge=1, le=MAX_NUM_EMBEDDINGS)] | Literal["auto"]
+    num_embeddings: Rows
     embedding_dim: int = Field(ge=1, le=MAX_EMBEDDING_DIM)
     feature_names: Annotated[tuple[Name, ...], FAIL_FAST] = Field(min_length=1, max_length=MAX_FEATURES)
     max_collision_share: float = Field(default=0.05, gt=0, lt=1)
     pooling: Pooling = "sum"
-    dtype: RowDtype | DtypeByPopularity = "int8"
+    dtype: Dtype = "int8"
     bucketing: Bucketing = "mixed"
     id_mapping: Annotated[
         IdentityMapping | HashMapping | VocabularyMapping | QuotientRemainderMapping, Field(discriminator="kind")

@@ -146,8 +146,8 @@ class Option(NamedTuple):
     cost_us: float
 
 
-class DividedTable(NamedTuple):
-    """How one table is divided: by which option, and the shards of each of its slices."""
+class PlacedTable(NamedTuple):
+    """How one table is divided over shards: by which option, and the shards of each of its slices."""
 
     option: Option
     shards: tuple[tuple[int, ...], ...]
@@ -199,8 +199,11 @@ class _Costs:
             slices * (spread * load_us / self.fleet.shards + sent * self.network_byte_us),
         )
 
-    def options(self, table: TableSpec, asked: TableLookups) -> list[Option]:
-        """Return the ways to divide a table, the cheapest first; among equals the one that takes fewest bytes."""
+    def options(self, table: TableSpec, asked: TableLookups, *, is_part: bool = False) -> list[Option]:
+        """Return the ways to divide a table, the cheapest first; among equals the one that takes fewest bytes.
+
+        Of a part of a divided table no columns are sliced.
+        """
         shards = self.fleet.shards
         whole = self.option("table_wise", table, asked, 1, 1)
         if shards == 1:
@@ -209,7 +212,7 @@ class _Costs:
         if replicated.size_bytes <= self.fleet.replicate_bytes:
             return [replicated]
         found = [whole, replicated, self.option("row_wise", table, asked, 1, shards)]
-        for slices in _slice_counts(table, shards):
+        for slices in () if is_part else _slice_counts(table, shards):
             found.append(self.option("column_wise", table, asked, slices, 1))
             if shards % slices == 0 and shards > slices:
                 found.append(self.option("grid_shard", table, asked, slices, shards // slices))
@@ -236,7 +239,7 @@ class _Packing:
         self._mean_us = max(mean_us, _TINY)
         self._mean_bytes = max(mean_bytes, 1.0)
 
-    def place(self, option: Option, bound_us: float) -> DividedTable | None:
+    def place(self, option: Option, bound_us: float) -> PlacedTable | None:
         """Place a table so, each slice on the shards that have the least; None, and nothing is placed, if it can't."""
         owners, placed = self.owners, list[Int64Array]()
         for _ in range(option.slices):
@@ -251,7 +254,7 @@ class _Packing:
             chosen = fits[np.lexsort((owners.load[fits], crowd))[: option.spread]]
             owners.give(chosen, option.load_us, option.size_bytes)
             placed.append(chosen)
-        return DividedTable(option, tuple(tuple(sorted(one.tolist())) for one in placed))
+        return PlacedTable(option, tuple(tuple(sorted(one.tolist())) for one in placed))
 
 
 class TablePlanner:
@@ -263,7 +266,10 @@ class TablePlanner:
         self._workload = workload
         lookups = workload.at_shards(self._spec)
         self._costs = _Costs.of(fleet)
-        self._options = [self._costs.options(table, lookups[table.name]) for table in spec.tables]
+        self._options = [
+            self._costs.options(table, lookups[table.name], is_part=spec.divided_of(table.name) is not None)
+            for table in spec.tables
+        ]
         budget = fleet.budget
         self._shard_bytes = int(sum(budget.card_bytes) * (1 - HOT_SHARE)) + budget.pinned_bytes
         # The costliest first, in time or in bytes: what is large has the least choice.
@@ -310,7 +316,7 @@ class TablePlanner:
             counted=True,
         )
 
-    def _time_us(self, placed: Sequence[DividedTable]) -> float:
+    def _time_us(self, placed: Sequence[PlacedTable]) -> float:
         """Return the time of the slowest shard, and of the network."""
         load, network = np.zeros(self._fleet.shards), 0.0
         for option, of_slices in placed:
@@ -336,7 +342,7 @@ class TablePlanner:
         shards = self._fleet.shards
         return _Packing(shards, free_bytes, self._total_us / shards, self._total_bytes / shards)
 
-    def _packed(self, bound_us: float) -> list[DividedTable] | None:
+    def _packed(self, bound_us: float) -> list[PlacedTable] | None:
         """Place every table in the cheapest way that keeps to a bound; None if there is one that can't."""
         packing, placed = self._packing(self._shard_bytes), {}
         for number in self._order:
@@ -346,7 +352,7 @@ class TablePlanner:
             placed[number] = found
         return [placed[number] for number in range(len(placed))]
 
-    def _file(self, placed: Sequence[DividedTable], whole_bytes: int, shard_bytes: int, *, counted: bool) -> PlanFile:
+    def _file(self, placed: Sequence[PlacedTable], whole_bytes: int, shard_bytes: int, *, counted: bool) -> PlanFile:
         """Give buckets to shards, and to cards, where a whole table of up to so many bytes lies on one."""
         tables, fleet = self._spec.tables, self._fleet
         dims = {table.name: column_dims(table, one.option.slices) for table, one in zip(tables, placed, strict=True)}

@@ -6,9 +6,9 @@ from typing import Literal
 
 from pydantic import Field
 
-from loader.snapshot.manifest import DenseInputs, Side
+from loader.snapshot.manifest import DenseInputs, ModelSpec, Side
 from loader.snapshot.reader import Snapshot
-from loader.snapshot.tables import Frozen, Pooling, RowDtype, UnknownId
+from loader.snapshot.tables import AnyTable, Frozen, Pooling, UnknownId
 from router.feature_schema import FeatureSchema
 from serving.limits import RequestLimits
 from serving.models.layers import NumberFormat
@@ -25,13 +25,18 @@ class FeatureDescription(Frozen):
     id_type: Literal["integer", "string"]
 
 
+def stored_dtypes(spec: ModelSpec, table: AnyTable) -> str:
+    """Return in which dtype a table's rows are stored, such as `int8`; in several parts, `fp16+int4`."""
+    return "+".join(dict.fromkeys(part.dtype for part in spec.parts(table)))
+
+
 class TableDescription(Frozen):
-    """One embedding table."""
+    """One embedding table, as features see it."""
 
     name: str
     num_embeddings: int
     embedding_dim: int
-    dtype: RowDtype
+    dtype: str = Field(description="of the stored rows; of a table that is stored in parts, each, such as fp16+int4")
     id_mapping: Literal["identity", "hash", "vocabulary"]
     unknown_id: UnknownId
 
@@ -74,7 +79,7 @@ class ModelDescription(Frozen):
             )
             for one in schema.features
         )
-        same = {"name", "num_embeddings", "embedding_dim", "dtype", "unknown_id"}
+        same = {"name", "num_embeddings", "embedding_dim", "unknown_id"}
         return cls(
             model=spec.model,
             version=snapshot.version,
@@ -82,7 +87,10 @@ class ModelDescription(Frozen):
             schema_digest=schema.digest,
             features=features,
             tables=tuple(
-                TableDescription(id_mapping=one.id_mapping.kind, **one.model_dump(include=same)) for one in spec.tables
+                TableDescription(
+                    id_mapping=one.id_mapping.kind, dtype=stored_dtypes(spec, one), **one.model_dump(include=same)
+                )
+                for one in spec.logical_tables
             ),
             dense_inputs=spec.dense_inputs,
             dense_model=DenseModelDescription(

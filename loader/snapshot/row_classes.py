@@ -169,6 +169,15 @@ class RowClasses:
         return cls(tuple(bitmaps))
 
 
+def classes_bytes(table: DividedTable, parts: Sequence[TableSpec]) -> int:
+    """Return the bytes of a table's bitmaps, with their ranks, by the numbers of its parts' rows."""
+    if table.num_classes == 1:
+        return 0
+    # Of each bitmap: the rows that no class before has.
+    sizes = table.num_embeddings - np.cumsum([0, *table.class_rows(parts)[:-2]])
+    return int((-(-sizes // BLOCK_BITS)).sum()) * (_BLOCK_BYTES + np.dtype(np.uint32).itemsize)
+
+
 def check_classes_header(
     path: Path, table: DividedTable, parts: Sequence[TableSpec], tensors: Mapping[str, TensorInfo]
 ) -> None:

@@ -12,6 +12,7 @@ come with what a `ModelSpec` does not say: how many ids a bag of each feature ha
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Self, TypeAlias
@@ -27,7 +28,7 @@ from loader.snapshot.tables import Frozen, RowDtype, TableSpec
 from router.plan import DEFAULT_REPLICATE_BYTES, Plan, table_bytes
 from router.plan_file import PlanFile, with_columns
 from router.table_planner import AskedLookups, PlannedFleet, TableLookups
-from serving.cli.division import FleetPlan
+from serving.cli.division import DividedUse, FleetPlan
 from serving.cli.network import FleetLookups, NetworkOptions, NetworkUse, ShardTime
 from serving.errors import LookupProfileError, ModelNotFoundError
 from shard_node.bags import TableLayout
@@ -35,7 +36,7 @@ from shard_node.cuda.kernel_params import RowFormat
 from shard_node.partition import Sharding
 from shard_node.planning.card_plan import CARD, HOST, HOT, CardBudget, CardPlan
 from shard_node.planning.cost_model import BagLoad, BatchTime, CardSystem, Traffic, batch_time, table_sizes
-from shard_node.planning.hotness import Head, Hotness
+from shard_node.planning.hotness import Head, Hotness, PartOfRanks, ranked_share
 from shard_node.planning.network_cost import BatchBags, NearRows, Network
 
 GB = 1_000_000_000
@@ -210,18 +211,15 @@ class LookupProfile:
 
     def loads(self, spec: ModelSpec, layout: TableLayout, requests: float, candidates: float) -> tuple[BagLoad, ...]:
         """Count what a batch asks of each table, in layout order: context features by request, others by candidate."""
-        found = []
-        for table in layout.tables:
-            values = bags = longest = 0.0
-            for name in table.feature_names:
-                times = requests if spec.feature(name).side == "context" else candidates
-                ids, is_pooled = self.hotness.get(name, 1.0), spec.pooling_of(name) != "none"
-                values += times * ids
-                # A bag of a feature that is not pooled is one id.
-                bags += times * (1 if is_pooled else ids)
-                longest = max(longest, self.longest.get(name, ids) if is_pooled else 1.0)
-            found.append(BagLoad(values, bags, longest))
-        return tuple(found)
+        asked = self._asked(spec, layout, requests, candidates)
+        return tuple(
+            BagLoad(
+                sum(bags * ids for bags, ids, _ in of_table),
+                sum(bags for bags, _, _ in of_table),
+                max(longest for _, _, longest in of_table),
+            )
+            for of_table in asked
+        )
 
     def workload(self, spec: ModelSpec, requests: float, candidates: float) -> AskedLookups:
         """Return what a batch asks of a model's tables, sliced or not."""
@@ -237,19 +235,66 @@ class LookupProfile:
         # What a sliced table has once stands with its first slice.
         first = {table.slices[0].name: table.name for table in spec.tables}
         counts = {first[name]: one for name, one in self.counts.items() if name in first}
-        return AskedLookups(found, Hotness(counts, per_sample, self.zipf, self.head))
+        return AskedLookups(found, Hotness(counts, per_sample, self.zipf, self.head, part_ranks(spec)))
 
     def bags(self, spec: ModelSpec, layout: TableLayout, requests: float, candidates: float) -> BatchBags:
         """Count the batch's bags of each table by their length: those of a feature are all as long as their mean."""
-        table, lengths, bags = [], [], []
-        for number, one in enumerate(layout.tables):
-            for name in one.feature_names:
+        asked = self._asked(spec, layout, requests, candidates)
+        flat = [(number, *one) for number, of_table in enumerate(asked) for one in of_table]
+        table, bags, lengths, _ = (np.array(column) for column in zip(*flat, strict=True))
+        return BatchBags(len(layout.tables), table, lengths, bags)
+
+    def _asked(
+        self, spec: ModelSpec, layout: TableLayout, requests: float, candidates: float
+    ) -> list[list[tuple[float, float, float]]]:
+        """Return bags, ids of a bag and those of the longest, for each feature of each stored table.
+
+        A part by popularity is looked up for its share of the ids, but for as many bags as its table.
+        """
+        shares, found = self._part_shares(spec), []
+        for table in layout.tables:
+            divided, share = spec.divided_of(table.name), shares.get(table.name, 1.0)
+            is_product = divided is not None and divided.combine == "multiply"
+            of_table = []
+            for name in table.feature_names:
                 times = requests if spec.feature(name).side == "context" else candidates
-                ids, is_pooled = self.hotness.get(name, 1.0), spec.pooling_of(name) != "none"
-                table.append(number)
-                lengths.append(ids if is_pooled else 1.0)
-                bags.append(times if is_pooled else times * ids)
-        return BatchBags(len(layout.tables), np.array(table), np.array(lengths), np.array(bags))
+                ids = self.hotness.get(name, 1.0)
+                if is_product or spec.pooling_of(name) == "none":
+                    # A bag of what is not pooled is one id.
+                    of_table.append((times * ids, share, 1.0))
+                else:
+                    of_table.append((times, ids * share, self.longest.get(name, ids) * share))
+            found.append(of_table)
+        return found
+
+    def _part_shares(self, spec: ModelSpec) -> dict[str, float]:
+        """Return each part's share, of those by popularity, of its table's lookups: by counts, else by the power law."""
+        ranks, found = part_ranks(spec), dict[str, float]()
+        for table in spec.divided:
+            names = [part for part in table.parts if part in ranks]
+            lookups = [float(self.counts[part].sum(dtype=np.uint64)) if part in self.counts else 0.0 for part in names]
+            if not any(lookups):
+                # The last part's last row stands for those that are pruned.
+                ends = np.array([*(ranks[part].before for part in names), table.num_embeddings])
+                lookups = np.diff(ranked_share(ends, table.num_embeddings, self.zipf, self.head)).tolist()
+            found |= {part: one / sum(lookups) for part, one in zip(names, lookups, strict=True)}
+        return found
+
+
+def _added(spec: ModelSpec) -> ModelSpec:
+    """Return the model as if no parts were multiplied."""
+    return spec.model_copy(update={"divided": tuple(one.model_copy(update={"combine": "add"}) for one in spec.divided)})
+
+
+def part_ranks(spec: ModelSpec) -> dict[str, PartOfRanks]:
+    """Return which ranks of their tables the rows of parts by popularity have, by name."""
+    found = {}
+    for table in spec.divided:
+        if table.by == "popularity":
+            rows = [part.num_embeddings for part in spec.parts(table)]
+            for part, end, own in zip(table.parts, itertools.accumulate(rows), rows, strict=True):
+                found[part] = PartOfRanks(end - own, table.num_embeddings)
+    return found
 
 
 class CapacityOptions(Frozen):
@@ -290,7 +335,10 @@ class CapacityOptions(Frozen):
 
 
 class ModelSize(Frozen):
-    """Bytes of all rows of the model, once: as float32, codes or elements alone, as stored, on cards; of its places."""
+    """Bytes of all rows of the model, once: as float32, codes or elements alone, as stored, on cards; of its places.
+
+    Float32 are the rows that features see, before tables are divided and pruned.
+    """
 
     float32_bytes: int
     code_bytes: int
@@ -304,7 +352,7 @@ class ModelSize(Frozen):
         sizes = [table_sizes(one.num_embeddings, one.embedding_dim, one.dtype) for one in spec.stored_tables]
         codes, stored, on_cards, places = (sum(column) for column in zip(*sizes, strict=True))
         return cls(
-            float32_bytes=sum(4 * one.num_embeddings * one.embedding_dim for one in spec.tables),
+            float32_bytes=sum(4 * one.num_embeddings * one.embedding_dim for one in spec.logical_tables),
             code_bytes=codes,
             stored_bytes=stored,
             on_cards_bytes=on_cards,
@@ -382,6 +430,7 @@ class CapacityPlan(Frozen):
     fits_on_cards: bool
     tiers: tuple[TierUse, ...]
     tables: tuple[TableUse, ...]
+    divided: tuple[DividedUse, ...] = ()
     batch: BatchUse
     time: BatchTime
     network: NetworkUse | None = None
@@ -427,7 +476,7 @@ class CapacityPlan(Frozen):
         shard, budget, layout = _fullest_shard(fleet), options.budget, fleet.layout
         loads = profile.loads(spec, layout, options.requests, options.candidates)
         lookups = {table.name: load.values for table, load in zip(layout.tables, loads, strict=True)}
-        hotness = Hotness(profile.counts, lookups, profile.zipf, profile.head)
+        hotness = Hotness(profile.counts, lookups, profile.zipf, profile.head, part_ranks(spec))
         plan = CardPlan.make(layout, fleet.partition(shard), budget, hotness)
         network, hot, fleet_lookups, part = options.network, None, None, loads
         if network is not None:
@@ -435,12 +484,13 @@ class CapacityPlan(Frozen):
             fleet_lookups = FleetLookups(fleet, plan.hotness, loads, batch, options.system)
             hot = network.hot_rows(layout, plan.hotness)
             part = fleet_lookups.part(hot, shard)
+        added = profile.bags(_added(spec), layout, options.requests, options.candidates)
         traffic = Traffic.of(plan, part, options.system, missed=None if hot is None else hot.missed)
         return cls(
             model=spec.model,
             options=options,
-            num_tables=len(spec.tables),
-            num_rows=sum(table.num_embeddings for table in spec.tables),
+            num_tables=len(spec.logical_tables),
+            num_rows=sum(table.num_embeddings for table in spec.logical_tables),
             size=ModelSize.of(spec),
             shard_index=shard,
             cards=tuple(_card_use(plan, card, budget) for card in range(options.cards)),
@@ -449,6 +499,7 @@ class CapacityPlan(Frozen):
             fits_on_cards=not plan.tier_rows[:, :, HOST].any(),
             tiers=_tiers(plan, traffic),
             tables=_tables(plan, layout, loads),
+            divided=tuple(DividedUse.of(spec, table, fleet, loads, added) for table in spec.divided),
             batch=BatchUse(
                 lookups=float(sum(load.values for load in loads)),
                 bags=float(sum(load.bags for load in loads)),

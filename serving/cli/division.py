@@ -1,37 +1,174 @@
-"""What `shardrank plan` says of a fleet: which way each table is divided, and how long the slowest shard then takes.
+"""What `shardrank plan` says of divided tables: into which parts by the description, and how over a fleet's shards.
 
-The ways are compared by the engine's own placement on every shard, and the network between router and shards.
+Ways to divide tables over shards are compared by the engine's own placement on every shard, and the network between
+router and shards: how long does the slowest shard take?
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Self
 
+import click
 import numpy as np
 
 from loader.snapshot.buckets import RowBuckets
+from loader.snapshot.codecs import codec_for
 from loader.snapshot.manifest import ModelSpec
-from loader.snapshot.tables import Frozen
+from loader.snapshot.row_classes import classes_bytes
+from loader.snapshot.tables import DividedTable, Frozen, RowDtype
 from router.errors import PlanError
 from router.plan import Plan
 from router.plan_file import PlanFile, ShardingType
 from router.table_planner import SUM_ITEM_BYTES, UNBOUNDED, AskedLookups, PlannedFleet, TablePlanner
-from serving.cli.output import human_bytes, print_table
+from serving.cli.output import human_bytes, human_count, print_table
 from shard_node.bags import Int64Array, TableLayout
 from shard_node.cuda.kernel_params import RowFormat
 from shard_node.errors import MemoryBudgetError
 from shard_node.planning.card_plan import CARD, HOST, HOT, CardPlan
-from shard_node.planning.cost_model import BagLoad, Traffic, batch_time, tier_shares
+from shard_node.planning.cost_model import INDEX_BYTES, BagLoad, Traffic, batch_time, tier_shares
 from shard_node.planning.hotness import Float64Array, Hotness, RowHotness
-from shard_node.planning.network_cost import AskedShards, NetworkBytes, NetworkTime, SentLookups, WireForm
+from shard_node.planning.network_cost import (
+    AskedShards,
+    BatchBags,
+    NetworkBytes,
+    NetworkTime,
+    SentLookups,
+    WireForm,
+    shards_hit,
+)
 
 Way = Literal["per table", "all row_wise", "all table_wise"]
 PURE: dict[Way, ShardingType] = {"all row_wise": "row_wise", "all table_wise": "table_wise"}
 KERNELS = ("hot", "card", "pinned")
 MAX_LINES = 16
+
+
+class PartUse(Frozen):
+    """A part of a divided table: its bytes as stored, and its lookups in a batch."""
+
+    name: str
+    num_embeddings: int
+    embedding_dim: int
+    dtype: RowDtype
+    size_bytes: int
+    lookups: float
+
+
+class MultiplyUse(Frozen):
+    """What is moved of a table whose parts are multiplied: a row of each for every id, since shards can only add.
+
+    Attributes:
+        id_bytes: for one id: two row numbers and where their bags begin out, two rows as float16 back.
+        batch_bytes: for those of a batch.
+        added_bytes: for a batch if the parts were added: sums for each bag and shard.
+    """
+
+    id_bytes: int
+    batch_bytes: float
+    added_bytes: float
+
+
+class DividedUse(Frozen):
+    """A table that is stored as parts.
+
+    Attributes:
+        pruned: of its rows, how many are left out.
+        float32_bytes: of the rows that features see.
+        stored_bytes: of its parts.
+        classes_bytes: in every router: which row is in which part.
+        multiply: only of parts that are multiplied.
+    """
+
+    name: str
+    by: Literal["popularity", "quotient_remainder"]
+    combine: Literal["add", "multiply"]
+    num_embeddings: int
+    embedding_dim: int
+    pruned: int
+    float32_bytes: int
+    stored_bytes: int
+    classes_bytes: int
+    parts: tuple[PartUse, ...]
+    multiply: MultiplyUse | None = None
+
+    @classmethod
+    def of(cls, spec: ModelSpec, table: DividedTable, plan: Plan, loads: Sequence[BagLoad], added: BatchBags) -> Self:
+        """Describe one.
+
+        Args:
+            spec: of the model.
+            table: the one.
+            plan: over shards.
+            loads: of a batch, by stored table in layout order.
+            added: the batch's bags if no parts were multiplied.
+        """
+        index, stored = plan.layout.index, spec.parts(table)
+        parts = tuple(
+            PartUse(
+                **one.model_dump(include={"name", "num_embeddings", "embedding_dim", "dtype"}),
+                size_bytes=one.num_embeddings * codec_for(one.dtype, one.embedding_dim).row_bytes,
+                lookups=loads[index[one.name]].values,
+            )
+            for one in stored
+        )
+        multiply = None
+        if table.combine == "multiply":
+            moved = 0.0
+            for part in parts:
+                number = index[part.name]
+                shards = len(set(plan.shard_of_bucket[number].tolist()))
+                bags = zip(added.bags[added.table == number], added.lengths[added.table == number], strict=True)
+                sums = sum(times * (shards_hit(shards, ids) if shards > 1 else min(1.0, ids)) for times, ids in bags)
+                moved += _moved_bytes(part.lookups, sums, part.embedding_dim)
+            ids = parts[0].lookups
+            id_bytes = sum(int(_moved_bytes(1, 1, part.embedding_dim)) for part in parts)
+            multiply = MultiplyUse(id_bytes=id_bytes, batch_bytes=ids * id_bytes, added_bytes=moved)
+        return cls(
+            **table.model_dump(include={"name", "by", "combine", "num_embeddings", "embedding_dim", "pruned"}),
+            float32_bytes=4 * table.num_embeddings * table.embedding_dim,
+            stored_bytes=sum(part.size_bytes for part in parts),
+            classes_bytes=classes_bytes(table, stored),
+            parts=parts,
+            multiply=multiply,
+        )
+
+
+def _moved_bytes(values: float, sums: float, dim: int) -> float:
+    """Return the bytes of ids and of where bags begin to shards, and of sums back."""
+    return INDEX_BYTES * (values + sums) + SUM_ITEM_BYTES * dim * sums
+
+
+def print_parts(tables: Sequence[DividedUse]) -> None:
+    """Print the parts of divided tables, and what dividing them costs beside."""
+    rows = [
+        (
+            one.name, f"{one.by}, {one.combine}" if one.by == "quotient_remainder" else one.by, part.name,
+            human_count(part.num_embeddings), part.embedding_dim, part.dtype, human_bytes(part.size_bytes),
+            human_count(part.lookups),
+        )
+        for one in tables
+        for part in one.parts
+    ]  # fmt: skip
+    columns = ("table", "divided by", "part", "#rows", "#dim", "dtype", "#stored", "#lookups")
+    print_table("Tables in parts", columns, rows)
+    for one in tables:
+        pruned = f", {human_count(one.pruned)} of them pruned" if one.pruned else ""
+        line = (
+            f"{one.name}: {human_count(one.num_embeddings)} rows{pruned}; as float32 {human_bytes(one.float32_bytes)}, stored "
+            f"{human_bytes(one.stored_bytes)}, {one.float32_bytes / one.stored_bytes:.1f} times less"
+        )
+        if one.classes_bytes:
+            line += f"; which row is where: {human_bytes(one.classes_bytes)} in every router"
+        click.echo(line)
+        if one.multiply is not None:
+            click.echo(
+                f"{one.name}: multiplied, so rows are asked for and never sums: {one.multiply.id_bytes} B an id, "
+                f"{human_bytes(one.multiply.batch_bytes)} a batch; added it would be "
+                f"{human_bytes(one.multiply.added_bytes)} a batch"
+            )
 
 
 class ShardUse(Frozen):

@@ -221,21 +221,25 @@ def _why_whole(table: TableDescription) -> str:
     )
 
 
-def read_counts(paths: Sequence[Path], spec: ModelSpec) -> dict[str, npt.NDArray[np.integer[Any]]]:
+def read_counts(paths: Sequence[Path], spec: ModelSpec) -> dict[str, npt.NDArray[np.uint32]]:
     """Return how often rows are looked up, [num_embeddings] by table as `read_access_counts` has it, of all files.
 
     Raises ExportError for counts of what is no table, or of another size.
     """
     import numpy as np
 
-    from loader.snapshot.per_row import COUNTS_TENSOR, access_count_tensors, read_access_counts
+    from loader.snapshot.per_row import COUNTS_TENSOR, MAX_ACCESS_COUNT, access_count_tensors, read_access_counts
 
     tables = {table.name: table for table in (*spec.tables, *spec.logical_tables)}
-    found: dict[str, npt.NDArray[np.integer[Any]]] = {}
+    found: dict[str, npt.NDArray[np.uint32]] = {}
     for path in paths:
         for name, counts in read_access_counts(path, spec).items():
             own = access_count_tensors(tables[name], counts)[COUNTS_TENSOR]
-            found[name] = own if name not in found else found[name].astype(np.uint64) + own
+            if name in found:
+                # What a counter can't hold is as hot as what it can just hold.
+                np.minimum(own, MAX_ACCESS_COUNT - found[name], out=own)
+                own += found[name]
+            found[name] = own
     return found
 
 

@@ -65,6 +65,14 @@ def human_bytes(size_bytes: float) -> str:
     return f"{size:.2f} TB"
 
 
+def human_count(count: float) -> str:
+    """Write `950`, `12.3 k`, `4.56 M`, `1.2 G`."""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}" if count < 999.5 * size else f"{count / size:.0f} {unit}"
+    return f"{count:.3g}"
+
+
 def human_time(seconds: float) -> str:
     """Write `45 s`, `3 min 20 s`, `2 h`."""
     whole = max(0, round(seconds))

@@ -5,22 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
 from serving.cli import WithExamples
 from serving.cli import options as opts
-from serving.cli.output import human_bytes, print_json, print_table
+from serving.cli.output import human_bytes, human_count, print_json, print_table
 from serving.cli.settings import Options, config_of
-from serving.cli.snapshots import compiled, read_description
+from serving.cli.snapshots import read_description
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
     from loader.snapshot.manifest import ModelSpec
-    from loader.snapshot.tables import RowDtype
+    from loader.snapshot.reader import Snapshot
+    from loader.snapshot.tables import DividedTable, RowDtype
     from router.plan_file import PlanFile
     from serving.cli.capacity import CapacityPlan, LookupProfile
     from serving.cli.network import NetworkOptions
@@ -89,14 +90,16 @@ SYSTEM_NAMES = ("a100", "h100", "h200", "gb200")
 @opts.option("--hbm-gb-per-s GB", "What a copy within a card reaches.", opts.FiniteRange(1))
 @opts.option("--nvlink-gb-per-s GB", "Line rate between cards, one direction.", opts.FiniteRange(1))
 @opts.option("--host-gb-per-s GB", "Line rate from host to card, one direction.", opts.FiniteRange(1))
+@opts.pruning_options
 @opts.switch("--compare", "Choose for each table how it is divided, and compare with dividing all tables alike.")
 @opts.option("--out", "Choose for each table, and write the plan to FILE, for `--plan`.", opts.WRITABLE_FILE)
 @opts.json_flag("the plan")
 def plan(compare: bool, out: Path | None, **options: Any) -> None:
     """Reckon what a model takes on a node of cards.
 
-    Prints bytes by card and tier, how tables are split, what does not fit, and the least time that a batch's lookups
-    take: the engine's own placement, and bandwidths of docs/nvlink.md. Nothing is measured, and no card is needed.
+    A description is planned with all that makes its tables smaller; with --counts also pruned. Prints bytes by card
+    and tier, how tables are split, what does not fit, and the least time that a batch's lookups take: the engine's own
+    placement, and bandwidths of docs/nvlink.md. Nothing is measured, and no card is needed.
     Exit code 1 if the model can't be served so at all.
 
     How tables are divided over shards is --sharding's to say, or with --compare or --out chosen for each table: whole
@@ -108,6 +111,7 @@ def plan(compare: bool, out: Path | None, **options: Any) -> None:
       shardrank plan --model shop.json --cards 2 --hotness history=50 --zipf 1.05
       shardrank plan --model models/shop/3 --system gb200 --versions 2 --json
       shardrank plan --model shop.json --counts shop-counts.safetensors
+      shardrank plan --model shop.json --counts shop-counts.safetensors --prune --keep-share 0.999
       shardrank plan --model shop.json --trace items=clicked-items.npy --trace users=users.npy
       shardrank plan --model textbook --dtype fp32 --shards 16 --cards 1 --batch 65536
       shardrank plan --model merlin-jumbo --shards 4 --cards 8 --compare
@@ -116,13 +120,14 @@ def plan(compare: bool, out: Path | None, **options: Any) -> None:
     from loader.snapshot.tables import NUM_BUCKETS
     from serving.cli.capacity import CapacityOptions, CapacityPlan
 
-    spec, profile = planned_model(options["model"], options["dtype"])
+    planned = planned_model(options)
+    spec, profile = planned.spec, planned.profile
     profile = profile.with_hotness(spec, {name: _number(name, text) for name, text in options["hotness"]})
     if options["zipf"] is not None:
         profile = replace(profile, zipf=options["zipf"], counts={})
     if options["head"] is not None:
         profile = replace(profile, head=_head(options["head"]))
-    if counts := _counted(spec, options):
+    if counts := _counted(planned, options):
         profile = replace(profile, counts=counts)
     buckets = min(NUM_BUCKETS[table.bucketing] for table in spec.tables)
     if options["shards"] > buckets and options["sharding"] != "table":
@@ -185,21 +190,31 @@ def _network(options: Options) -> NetworkOptions:
     return config_of(NetworkOptions, options, network=network)
 
 
-def _counted(spec: ModelSpec, options: Options) -> Mapping[str, npt.NDArray[np.uint32]]:
+def _counted(planned: Planned, options: Options) -> dict[str, npt.NDArray[np.uint32]]:
     """Return how often rows of stored tables are looked up, if that was given. Raises UsageError, ExportError."""
-    from loader.snapshot.per_row import COUNTS_TENSOR, access_count_tensors, count_trace, read_access_counts
+    from loader.description import part_counts
+    from loader.snapshot.per_row import count_trace
+    from loader.snapshot.tables import DividedTable
+    from serving.cli.export import read_counts
 
-    counts, traces = options["counts"], options["trace"]
+    counts, traces, spec = options["counts"], options["trace"], planned.spec
     if counts is not None and traces:
         raise click.UsageError("--counts and --trace were counted over different batches: give one of them.")
-    tables = {table.name: table for table in spec.tables}
+    tables = {table.name: table for table in spec.logical_tables}
     if unknown := sorted({name for name, _ in traces} - tables.keys()):
         raise click.UsageError(f"--trace: unknown tables {unknown}; the model has {sorted(tables)}.")
-    found = {name: count_trace(Path(file), tables[name]) for name, file in traces}
+    given = {name: count_trace(Path(file), tables[name]) for name, file in traces}
     if counts is not None:
-        read = read_access_counts(counts, spec)
-        found = {name: access_count_tensors(tables[name], one)[COUNTS_TENSOR] for name, one in read.items()}
-    return {one.name: found[name] for name in found for one in tables[name].slices}
+        given = read_counts([counts], spec)
+    # Of a table that is divided by quotient_remainder there may be counts of its parts alone.
+    found = {name: one for name, one in given.items() if name not in tables}
+    for name in given.keys() & tables.keys():
+        table = tables[name]
+        if isinstance(table, DividedTable):
+            found |= part_counts(table, spec.parts(table), given[name], planned.classes(table, given[name]))
+        else:
+            found |= {one.name: given[name] for one in table.slices}
+    return found
 
 
 def _system(options: Options) -> CardSystem:
@@ -214,25 +229,59 @@ def _system(options: Options) -> CardSystem:
     return system.model_copy(update=changed)
 
 
-def planned_model(named: str, dtype: RowDtype | None) -> tuple[ModelSpec, LookupProfile]:
-    """Return a model of the catalog, a snapshot or a description, and its lookups as far as they are known.
+class Planned(NamedTuple):
+    """A model that is planned, and its lookups as far as they are known.
+
+    Attributes:
+        snapshot: that it is of, if it is of one.
+        kept: which rows stay of tables that are pruned, if it is of a description.
+    """
+
+    spec: ModelSpec
+    profile: LookupProfile
+    snapshot: Snapshot | None = None
+    kept: Mapping[str, npt.NDArray[np.bool_]] = {}
+
+    def classes(self, table: DividedTable, counts: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint8] | None:
+        """Return which part each row of a table is in, by a snapshot or by counts; None if it has one class."""
+        from loader.description import classes_by_counts
+
+        if table.num_classes == 1:
+            return None
+        if self.snapshot is not None:
+            return self.snapshot.row_classes(table.name).classes()
+        return classes_by_counts(table, self.spec.parts(table), counts, self.kept.get(table.name)).classes()
+
+
+def planned_model(options: Options) -> Planned:
+    """Return a model of the catalog, a snapshot or a description, stored as the flags say.
 
     Raises UsageError, ExportError for a description that can't be read, or SnapshotError.
     """
     from serving.cli.capacity import CATALOG, LookupProfile, catalog_model
+    from serving.cli.export import Pruned
 
+    named, dtype = options["model"], options["dtype"]
     name, _, scale = named.partition(":")
+    path = Path(named)
+    is_described = name not in CATALOG and path.is_file() and path.name != MANIFEST_NAME
+    if not is_described and (options["prune"] or options["keep_share"] is not None):
+        raise click.UsageError(f"--prune and --keep-share go with a model description, which --model {named} is not.")
     if name in CATALOG:
         found = catalog_model(name, dtype or "int8", _scale(named, scale))
-        return found.spec, LookupProfile(hotness=found.hotness, zipf=found.zipf)
-    path = Path(named)
-    if not path.exists():
-        raise click.UsageError(f"--model {named}: no such file, and the catalog has only {', '.join(CATALOG)}.")
-    if path.is_dir() or path.name == MANIFEST_NAME:
-        spec, profile = _of_snapshot(path if path.is_dir() else path.parent)
+        return Planned(found.spec, LookupProfile(hotness=found.hotness, zipf=found.zipf))
+    if is_described:
+        counts = [] if options["counts"] is None else [options["counts"]]
+        levers = {name: options[name] for name in ("prune", "keep_share")}
+        pruned = Pruned.of(path, read_description(path), counts, **levers)
+        for line in pruned.told:
+            click.echo(line, err=True)
+        planned = Planned(pruned.spec, LookupProfile(), kept=pruned.kept)
+    elif path.exists():
+        planned = _of_snapshot(path if path.is_dir() else path.parent)
     else:
-        spec, profile = compiled(path, read_description(path)), LookupProfile()
-    return (spec if dtype is None else _stored_as(spec, dtype)), profile
+        raise click.UsageError(f"--model {named}: no such file, and the catalog has only {', '.join(CATALOG)}.")
+    return planned if dtype is None else planned._replace(spec=_stored_as(planned.spec, dtype))
 
 
 def _scale(named: str, text: str) -> float:
@@ -245,7 +294,7 @@ def _scale(named: str, text: str) -> float:
     return scale
 
 
-def _of_snapshot(folder: Path) -> tuple[ModelSpec, LookupProfile]:
+def _of_snapshot(folder: Path) -> Planned:
     from loader.snapshot.reader import Snapshot
     from serving.cli.capacity import LookupProfile
 
@@ -253,7 +302,8 @@ def _of_snapshot(folder: Path) -> tuple[ModelSpec, LookupProfile]:
     golden = snapshot.golden()
     profile = LookupProfile() if golden is None else LookupProfile.of_requests(golden)
     counts = {table.name: snapshot.access_counts(table.name) for table in snapshot.spec.stored_tables}
-    return snapshot.spec, replace(profile, counts={name: one for name, one in counts.items() if one is not None})
+    profile = replace(profile, counts={name: one for name, one in counts.items() if one is not None})
+    return Planned(snapshot.spec, profile, snapshot)
 
 
 def _stored_as(spec: ModelSpec, dtype: RowDtype) -> ModelSpec:
@@ -266,10 +316,12 @@ def _stored_as(spec: ModelSpec, dtype: RowDtype) -> ModelSpec:
 
 def print_plan(plan: CapacityPlan) -> None:
     """Print all but the smaller tables."""
-    from serving.cli.division import print_division
+    from serving.cli.division import print_division, print_parts
     from serving.cli.network import print_network
 
     _print_head(plan)
+    if plan.divided:
+        print_parts(plan.divided)
     if plan.division is not None:
         print_division(plan.division)
     by_free = sorted(plan.cards, key=lambda one: one.free_bytes)
@@ -282,7 +334,7 @@ def print_plan(plan: CapacityPlan) -> None:
     tiers = [
         (
             TIER_NAMES[one.tier],
-            _human_count(one.rows),
+            human_count(one.rows),
             human_bytes(one.size_bytes),
             f"{one.lookup_share:.2%}",
             human_bytes(round(one.bytes_per_batch)) if one.bytes_per_batch else "",
@@ -306,7 +358,7 @@ def _print_head(plan: CapacityPlan) -> None:
     codes = f" (codes alone {human_bytes(size.code_bytes)})" if size.code_bytes < size.stored_bytes else ""
     tables = "1 table" if plan.num_tables == 1 else f"{plan.num_tables} tables"
     click.echo(
-        f"{plan.model}: {tables}, {_human_count(plan.num_rows)} rows; as float32 "
+        f"{plan.model}: {tables}, {human_count(plan.num_rows)} rows; as float32 "
         f"{human_bytes(size.float32_bytes)}, stored {human_bytes(size.stored_bytes)}{codes}, on cards "
         f"{human_bytes(size.on_cards_bytes)}"
     )
@@ -326,7 +378,7 @@ def _print_tables(plan: CapacityPlan) -> None:
     for one in largest[:MAX_TABLES]:
         counts = (one.lookups, one.hot_rows, one.card_rows, one.pinned_rows)
         size = human_bytes(one.on_cards_bytes)
-        rows.append((one.name, one.embedding_dim, one.dtype, size, *map(_human_count, counts)))
+        rows.append((one.name, one.embedding_dim, one.dtype, size, *map(human_count, counts)))
     print_table(title, ("table", "#dim", "dtype", "#bytes", "#lookups", *tiers), rows)
 
 
@@ -341,22 +393,14 @@ def _print_time(plan: CapacityPlan) -> None:
         ("host memory, with packet headers", batch.host_line_bytes, time.host_us),
     )
     print_table(
-        f"A batch of {plan.options.candidates} candidates: {_human_count(batch.lookups)} lookups in "
-        f"{_human_count(batch.bags)} bags, at least",
+        f"A batch of {plan.options.candidates} candidates: {human_count(batch.lookups)} lookups in "
+        f"{human_count(batch.bags)} bags, at least",
         ("part", "#bytes", "#us"),
         [(part, "" if size is None else human_bytes(round(size)), f"{us:.1f}") for part, size, us in parts],
     )
     busy = f"all {plan.options.cards} cards busy" if plan.options.cards > 1 else "busy all the time"
     click.echo(
         f"alone {time.alone_us:.1f} us, bound by {time.bound}; {busy} "
-        f"{_human_count(time.batches_per_s)} batches/s, {_human_count(time.lookups_per_s)} lookups/s, "
+        f"{human_count(time.batches_per_s)} batches/s, {human_count(time.lookups_per_s)} lookups/s, "
         f"bound by {time.busy_bound}"
     )
-
-
-def _human_count(count: float) -> str:
-    """Write `950`, `12.3 k`, `4.56 M`, `1.2 G`."""
-    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}" if count < 999.5 * size else f"{count / size:.0f} {unit}"
-    return f"{count:.3g}"

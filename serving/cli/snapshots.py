@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from loader.progress import Progress
     from loader.snapshot.manifest import ModelSpec
     from loader.snapshot.reader import Snapshot, VerifyReport
+    from loader.snapshot.tables import AnyTable
 
 MAX_DESCRIPTION_BYTES = 16 << 20
 
@@ -166,27 +167,14 @@ def inspect(as_json: bool, **named: Any) -> None:
 
 
 def _inspection(snapshot: Snapshot) -> dict[str, Any]:
-    """Return what `--json` prints. `files` and `size_bytes` are of a table's row files, those of all slices together.
+    """Return what `--json` prints.
 
-    `access_counts` says whether it has them, `column_dims` how many columns each slice has, of a table stored in some.
+    Tables are those that features see. `files` and `size_bytes` are of a table's row files, those of all slices and
+    parts together. `access_counts` says whether it has them, `column_dims` how many columns each slice has, of a table
+    stored in some, and `parts` which tables it is stored as, `divided_by` what, of one that is divided.
     """
     spec, manifest = snapshot.spec, snapshot.manifest
-    shown = ("name", "num_embeddings", "embedding_dim", "dtype", "pooling")
-    stored = {files.table: files for files in manifest.tables}
-    of_tables = [(table, [stored[one.name] for one in table.slices]) for table in spec.tables]
-    tables = [
-        {name: getattr(table, name) for name in shown}
-        | {
-            "id_mapping": table.id_mapping.kind,
-            "unknown_id": table.unknown_id,
-            "bucketing": table.bucketing,
-            "files": sum(len(files.rows) for files in slices),
-            "size_bytes": sum(entry.size_bytes for files in slices for entry in files.rows),
-            "access_counts": slices[0].access_counts is not None,
-            "column_dims": table.column_dims,
-        }
-        for table, slices in of_tables
-    ]
+    tables = [_table_inspection(snapshot, table) for table in spec.logical_tables]
     features = [
         {
             "name": feature.name,
@@ -214,6 +202,42 @@ def _inspection(snapshot: Snapshot) -> dict[str, Any]:
     }
 
 
+def _table_inspection(snapshot: Snapshot, table: AnyTable) -> dict[str, Any]:
+    from loader.snapshot.tables import DividedTable
+    from serving.description import stored_dtypes
+
+    spec, stored = snapshot.spec, {files.table: files for files in snapshot.manifest.tables}
+    parts = spec.parts(table)
+    files = [stored[one.name] for part in parts for one in part.slices]
+    found = {
+        "name": table.name,
+        "num_embeddings": table.num_embeddings,
+        "embedding_dim": table.embedding_dim,
+        "dtype": stored_dtypes(spec, table),
+        "pooling": table.pooling,
+        "id_mapping": table.id_mapping.kind,
+        "unknown_id": table.unknown_id,
+        "bucketing": parts[0].bucketing,
+        "files": sum(len(one.rows) for one in files),
+        "size_bytes": sum(entry.size_bytes for one in files for entry in one.rows),
+        "access_counts": files[0].access_counts is not None,
+        "column_dims": parts[0].column_dims,
+    }
+    if isinstance(table, DividedTable):
+        shown = {"name", "num_embeddings", "embedding_dim", "dtype"}
+        found |= {
+            "divided_by": table.by,
+            "combine": table.combine,
+            "pruned": table.pruned,
+            "parts": [
+                part.model_dump(include=shown)
+                | {"size_bytes": sum(entry.size_bytes for entry in stored[part.name].rows)}
+                for part in parts
+            ],
+        }
+    return found
+
+
 def _print_inspection(snapshot: Snapshot, found: dict[str, Any]) -> None:
     spec, golden, tables = snapshot.spec, snapshot.manifest.golden, found["tables"]
     saved = snapshot.float32_bytes / max(1, sum(table["size_bytes"] for table in tables))
@@ -221,13 +245,26 @@ def _print_inspection(snapshot: Snapshot, found: dict[str, Any]) -> None:
     click.echo(f"identity {snapshot.identity}")
     click.echo(f"{human_bytes(snapshot.size_bytes)} in all; the rows take {saved:.1f} times less than as float32")
     columns = ("table", "#rows", "#dim", "dtype", "pooling", "ids", "unknown id", "bucketing", "#files", "#size")
-    # The columns are the keys of a table in the document, in their order, but the last ones.
+    # The columns are the first keys of a table in the document, in their order.
     rows = []
     for one in tables:
         slices = " + ".join(map(str, one["column_dims"]))
         dim = f"{one['embedding_dim']} = {slices}" if slices else one["embedding_dim"]
-        rows.append((*list((one | {"embedding_dim": dim}).values())[:-3], human_bytes(one["size_bytes"])))
+        shown = list((one | {"embedding_dim": dim}).values())[: len(columns) - 1]
+        rows.append((*shown, human_bytes(one["size_bytes"])))
     print_table("Tables", columns, rows)
+    parts = [
+        (one["name"], one["divided_by"], part["name"], part["num_embeddings"], part["embedding_dim"], part["dtype"],
+         human_bytes(part["size_bytes"]))
+        for one in tables
+        for part in one.get("parts", ())
+    ]  # fmt: skip
+    if parts:
+        columns = ("table", "divided by", "part", "#rows", "#dim", "dtype", "#size")
+        print_table("Tables in parts", columns, parts)
+    for one in tables:
+        if one.get("pruned"):
+            click.echo(f"{one['name']}: {one['pruned']} of {one['num_embeddings']} rows are pruned")
     print_table(
         "Features",
         ("feature", "side", "table", "pooling", "weighted"),

@@ -99,28 +99,39 @@ class Head(NamedTuple):
     share: float
 
 
+class PartOfRanks(NamedTuple):
+    """Which ranks of a larger table the rows of a part have: those behind the first `before` of `num_rows`."""
+
+    before: int
+    num_rows: int
+
+
 class RankedRows(RowHotness):
     """Rows whose numbers are their ranks: row 0 is the hottest. Closed forms, no memory per row.
 
     Row r (from 0) is looked up in proportion to (r + 1) ** -zipf; with 0 all rows are alike. With a head only its rows
-    are, for its share of the lookups, and the others go to all rows of the table alike.
+    are, for its share of the lookups, and the others go to all rows of the table alike. The rows of a part have the
+    ranks behind those of hotter parts.
     """
 
-    def __init__(self, table: TableSpec, lookups_per_sample: float, zipf: float, head: Head | None = None) -> None:
+    def __init__(
+        self,
+        table: TableSpec,
+        lookups_per_sample: float,
+        zipf: float,
+        head: Head | None = None,
+        part: PartOfRanks | None = None,
+    ) -> None:
         self.table = table
-        first = table.num_embeddings if head is None else min(head.rows, table.num_embeddings)
+        rows = table.num_embeddings
+        before, num_rows = part or (0, rows)
+        first = rows if head is None else min(max(head.rows - before, 0), rows)
         # The levels of a head are few, and how many of its rows are worth having is what is asked of it.
         per_doubling = _EDGES_PER_DOUBLING if head is None else _HEAD_EDGES_PER_DOUBLING
-        self._edges = _rank_edges(first if zipf else 1, per_doubling)
-        self._edges[-1] = first
-        mass = np.diff(power_law_sums(self._edges, zipf))
-        mass /= mass.sum()
-        if head is not None:
-            mass *= head.share
-            if first < table.num_embeddings:
-                self._edges, mass = np.append(self._edges, table.num_embeddings), np.append(mass, 0.0)
-            mass += (1 - head.share) * np.diff(self._edges) / table.num_embeddings
-        lookups = lookups_per_sample * mass / np.diff(self._edges)
+        edges = _rank_edges(first, per_doubling) if zipf else np.zeros(1, np.int64)
+        self._edges = np.unique(np.append(edges, (first, rows)))
+        mass = np.diff(ranked_share(before + self._edges, num_rows, zipf, head))
+        lookups = lookups_per_sample * (mass / (mass.sum() or 1.0)) / np.diff(self._edges)
         # Differences of sums are rounded; what is nearly alike must not seem to rise.
         self.lookups = np.minimum.accumulate(lookups)
 
@@ -244,12 +255,14 @@ class Hotness:
         lookups_per_sample: of a table, all its features together; by default one a feature.
         zipf: of tables without counts, the exponent of the power law of their row numbers; 0: all alike.
         head: of tables without counts, the rows that the power law is of; None for all.
+        parts: of tables without counts that are parts by popularity, which ranks their rows have.
     """
 
     counts: Mapping[str, RowCounts] = field(default_factory=dict)
     lookups_per_sample: Mapping[str, float] = field(default_factory=dict)
     zipf: float = 0.0
     head: Head | None = None
+    parts: Mapping[str, PartOfRanks] = field(default_factory=dict)
 
     def of(self, layout: TableLayout) -> tuple[RowHotness, ...]:
         """Return the levels of each table, in layout order.
@@ -267,7 +280,7 @@ class Hotness:
 
     def _ranked(self, table: TableSpec, samples: float) -> RankedRows:
         zipf = _checked(table, "zipf", self.zipf)
-        return RankedRows(table, samples * self._lookups(table), zipf, self.head)
+        return RankedRows(table, samples * self._lookups(table), zipf, self.head, self.parts.get(table.name))
 
     def _lookups(self, table: TableSpec) -> float:
         lookups = self.lookups_per_sample.get(table.name, len(table.feature_names))
@@ -278,6 +291,17 @@ class Hotness:
         lookups = sum(self._lookups(rows.table) for rows in counted)
         total = sum(float(rows.rows() @ rows.lookups) for rows in counted)
         return total / lookups if lookups and total else 1.0
+
+
+def ranked_share(ranks: Int64Array, num_rows: int, zipf: float, head: Head | None = None) -> Float64Array:
+    """Return which share of a table's lookups its hottest rows have, float64 [n], for each number of them in `ranks`.
+
+    `zipf` and `head` are as of `Hotness`; `ranks` are int64 [n], 0 to `num_rows`.
+    """
+    first = num_rows if head is None else min(head.rows, num_rows)
+    sums = power_law_sums(np.append(np.minimum(ranks, first), first), zipf)
+    share: Float64Array = sums[:-1] / sums[-1]
+    return share if head is None else head.share * share + (1 - head.share) * ranks / num_rows
 
 
 def power_law_sums(ranks: Int64Array, exponent: float) -> Float64Array:
