@@ -268,7 +268,7 @@ class LookupProfile:
         return found
 
     def _part_shares(self, spec: ModelSpec) -> dict[str, float]:
-        """Return each part's share, of those by popularity, of its table's lookups: by counts, else by the power law."""
+        """Return the share of its table's lookups that each part by popularity has, by counts or the power law."""
         ranks, found = part_ranks(spec), dict[str, float]()
         for table in spec.divided:
             names = [part for part in table.parts if part in ranks]

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import click
 
@@ -20,13 +20,22 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from loader.registry.fleet import FleetRegistry
+    from loader.snapshot.reader import Snapshot
     from shard_node.access_counts import CountedPart
     from shard_node.wire.client import ShardClient
     from shard_node.wire.messages import CountsRequest
 
 Ask: TypeAlias = "Callable[[CountsRequest], Awaitable[Sequence[CountedPart]]]"
 """Asks one process: what each place in it that answers lookups has counted."""
-RowsAndLookups: TypeAlias = "tuple[npt.NDArray[np.uint32], npt.NDArray[np.float32]]"
+
+
+class Counted(NamedTuple):
+    """Rows of a table that were looked up, uint32 [n] and ascending, how often each, float32 [n], by estimate."""
+
+    rows: npt.NDArray[np.uint32]
+    lookups: npt.NDArray[np.float32]
+    num_embeddings: int
+
 
 TOKEN_VARIABLE = "SHARDRANK_TOKEN"
 _SCHEMES = ("http://", "https://")
@@ -49,6 +58,12 @@ _SCHEMES = ("http://", "https://")
 @opts.switch("--no-servers", "With --registry: ask shard nodes alone, not the serving processes.")
 @opts.option("--model NAME", "The model; default: the only one.")
 @opts.count("--version", "The version; default: the live one.")
+@opts.option(
+    "--snapshot",
+    "The folder of the version that was counted: rows of tables that it has in parts are told by the table's own "
+    "numbers, which stay right in other versions.",
+    opts.EXISTING_FOLDER,
+)
 @opts.option("--out", "The file to write, safetensors.", opts.WRITABLE_FILE, required=True)
 @opts.option("--node-ca", "Speak TLS to shard nodes at TCP addresses, with certificates of these CAs.", opts.FILE)
 @opts.option("--node-cert", "Certificate to show to shard nodes.", opts.FILE)
@@ -59,11 +74,13 @@ _SCHEMES = ("http://", "https://")
 )
 @opts.option("--timeout-s S", "For each answer.", opts.FiniteRange(0.1, 600), 10.0)
 def counts(**options: Any) -> None:
-    """Write how often each row was looked up, for `export --access-counts` and `plan --counts`.
+    """Write how often each row was looked up, for `export --counts` and `plan --counts`.
 
     Every process counts a sample of the lookups that it answers. All of a fleet are asked, and what they counted is
     added: by shards, by replicas, and by serving processes with rows of their own, which shard nodes never hear of. Of
     tables too large for a counter for each row these are estimates. A process that does not answer is an error.
+
+    Of a table that is divided or pruned, processes count rows of its parts: name its version's folder with --snapshot.
 
     Examples:
       shardrank counts --registry redis://10.0.0.9/0 --model films --out films-counts.safetensors
@@ -80,19 +97,62 @@ def counts(**options: Any) -> None:
     if options["node_cert"] is not None and options["node_ca"] is None:
         raise click.UsageError("--node-cert needs --node-ca.")
     found, num_processes = asyncio.run(_gathered(options))
-    if not any(rows.size for rows, _ in found.values()):
+    if not any(one.rows.size for one in found.values()):
         raise click.ClickException("no lookup was counted yet: a process counts one batch in some hundred")
-    write_access_counts(options["out"], found)
-    for table, (rows, lookups) in found.items():
-        click.echo(f"{table}: {rows.size} rows, about {lookups.sum(dtype=float):.3g} lookups")
+    if options["snapshot"] is not None:
+        from loader.snapshot.reader import Snapshot
+
+        found = of_tables(Snapshot.open(options["snapshot"], verify=False), found)
+    write_access_counts(
+        options["out"],
+        {table: (one.rows, one.lookups) for table, one in found.items()},
+        {table: one.num_embeddings for table, one in found.items()},
+    )
+    for table, one in found.items():
+        click.echo(f"{table}: {one.rows.size} rows, about {one.lookups.sum(dtype=float):.3g} lookups")
     click.echo(f"wrote {options['out']}: what {num_processes} process{'es' * (num_processes > 1)} counted")
 
 
-async def merged_counts(ask: Sequence[Ask], model: str, version: int) -> dict[str, RowsAndLookups]:
+def of_tables(snapshot: Snapshot, found: dict[str, Counted]) -> dict[str, Counted]:
+    """Return counts by the tables that features see, of those that a version has in parts by popularity.
+
+    Lookups of pruned rows are left out and told: all of them read one row, so which they were is not known.
+
+    Raises:
+        ExportError: they are not of this version.
+    """
+    import numpy as np
+
+    from loader.errors import ExportError, cut
+
+    spec = snapshot.spec
+    sizes = {table.name: table.num_embeddings for table in spec.stored_tables}
+    if (told := {name: one.num_embeddings for name, one in found.items()}) != sizes:
+        raise ExportError(
+            f"--snapshot {snapshot.path}: rows by table are {cut(sizes)}, but those of {cut(told)} counted"
+        )
+    named = dict(found)
+    for table in (one for one in spec.divided if one.by == "popularity"):
+        counted = [named.pop(part) for part in table.parts]
+        classes = snapshot.row_classes(table.name).classes() if table.num_classes > 1 else None
+        lookups = np.zeros(table.num_embeddings, np.float32)
+        for number, part in enumerate(counted):
+            own = np.arange(table.num_embeddings) if classes is None else np.flatnonzero(classes == number)
+            is_own = part.rows < own.size
+            lookups[own[part.rows[is_own]]] = part.lookups[is_own]
+            if not is_own.all():
+                lost = part.lookups[~is_own].sum(dtype=float)
+                click.echo(f"{table.name}: about {lost:.3g} more lookups of pruned rows, not known of which")
+        rows = np.flatnonzero(lookups)
+        named[table.name] = Counted(rows.astype(np.uint32), lookups[rows], table.num_embeddings)
+    return named
+
+
+async def merged_counts(ask: Sequence[Ask], model: str, version: int) -> dict[str, Counted]:
     """Add what processes have counted, a part of a table's rows after the other.
 
     Returns:
-        By table, the rows that were looked up, ascending, and how often each, by estimate.
+        By stored table.
 
     Raises:
         ShardNodeError: one of them does not answer, or has other tables than the others.
@@ -102,7 +162,7 @@ async def merged_counts(ask: Sequence[Ask], model: str, version: int) -> dict[st
     from shard_node.access_counts import MAX_PART_ROWS, merged_lookups
     from shard_node.wire.messages import CountsRequest
 
-    found: dict[str, RowsAndLookups] = {}
+    found: dict[str, Counted] = {}
     table, num_tables = 0, 1
     while table < num_tables:
         rows, lookups = [np.empty(0, np.uint32)], [np.empty(0, np.float32)]
@@ -119,12 +179,12 @@ async def merged_counts(ask: Sequence[Ask], model: str, version: int) -> dict[st
             lookups.append(merged[at].astype(np.float32))
             first_row += merged.size
             name, num_rows, num_tables = parts[0].table, parts[0].num_embeddings, parts[0].num_tables
-        found[name] = np.concatenate(rows), np.concatenate(lookups)
+        found[name] = Counted(np.concatenate(rows), np.concatenate(lookups), num_rows)
         table += 1
     return found
 
 
-async def _gathered(options: Options) -> tuple[dict[str, RowsAndLookups], int]:
+async def _gathered(options: Options) -> tuple[dict[str, Counted], int]:
     """Return what was counted, and by how many processes."""
     async with AsyncExitStack() as stack:
         model, version = options["model"], options["version"]

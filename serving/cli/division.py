@@ -156,10 +156,9 @@ def print_parts(tables: Sequence[DividedUse]) -> None:
     print_table("Tables in parts", columns, rows)
     for one in tables:
         pruned = f", {human_count(one.pruned)} of them pruned" if one.pruned else ""
-        line = (
-            f"{one.name}: {human_count(one.num_embeddings)} rows{pruned}; as float32 {human_bytes(one.float32_bytes)}, stored "
-            f"{human_bytes(one.stored_bytes)}, {one.float32_bytes / one.stored_bytes:.1f} times less"
-        )
+        whole, stored = human_bytes(one.float32_bytes), human_bytes(one.stored_bytes)
+        line = f"{one.name}: {human_count(one.num_embeddings)} rows{pruned}; as float32 {whole}, stored {stored}"
+        line += f", {one.float32_bytes / one.stored_bytes:.1f} times less"
         if one.classes_bytes:
             line += f"; which row is where: {human_bytes(one.classes_bytes)} in every router"
         click.echo(line)

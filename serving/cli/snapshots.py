@@ -260,8 +260,8 @@ def _print_inspection(snapshot: Snapshot, found: dict[str, Any]) -> None:
         for part in one.get("parts", ())
     ]  # fmt: skip
     if parts:
-        columns = ("table", "divided by", "part", "#rows", "#dim", "dtype", "#size")
-        print_table("Tables in parts", columns, parts)
+        of_parts = ("table", "divided by", "part", "#rows", "#dim", "dtype", "#size")
+        print_table("Tables in parts", of_parts, parts)
     for one in tables:
         if one.get("pruned"):
             click.echo(f"{one['name']}: {one['pruned']} of {one['num_embeddings']} rows are pruned")

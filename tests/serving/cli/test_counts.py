@@ -11,18 +11,22 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
+from loader.errors import ExportError
 from loader.registry.fleet import FleetRegistry, NodeRecord, VersionReport, WantedModel
 from loader.registry.opening import open_registry
 from loader.snapshot.per_row import read_access_counts
 from serving.api.access_counts import ask_counts
 from serving.cli import main
+from serving.cli.counts import Counted, of_tables
 from shard_node.access_counts import SAMPLE_EVERY
 from shard_node.errors import NodeUnavailableError, RemoteError
 from shard_node.wire.address import Address
 from shard_node.wire.messages import CountsRequest
+from shardrank_testing.divided import describe, write_twins
 from shardrank_testing.nodes import MODEL, VERSION, film_bags, serving, small_node, small_spec
 from shardrank_testing.serving_api import MODEL as API_MODEL
 from shardrank_testing.serving_api import api_request, ask, running_api, served_service, write_api_model
+from shardrank_testing.snapshots import one_table_spec
 
 LOCAL = Address.parse("127.0.0.1:0")
 
@@ -63,6 +67,27 @@ def test_what_shards_and_replicas_counted_is_added_in_one_file(tmp_path: Path) -
     assert set(counts) == {"genre", "film", "user"}
     assert {row: int(counts["film"][row]) for row in np.flatnonzero(counts["film"]).tolist()} == {3: 3, 7: 1, 499: 1}
     assert not counts["user"].any()
+
+
+def test_counts_of_parts_are_told_by_the_rows_of_their_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hot_and_cold = {"items": {"dtype": {"hot": "fp16", "cold": "int4", "hot_share": 0.1}}}
+    snapshot = write_twins(tmp_path, describe(one_table_spec(300), hot_and_cold), pruned=("items",)).divided
+    hot, cold = (np.flatnonzero(snapshot.row_classes("items").classes() == number) for number in (0, 1))
+
+    def counted(rows: list[int], num_embeddings: int) -> Counted:
+        return Counted(np.array(rows, np.uint32), np.arange(5, 5 + len(rows), dtype=np.float32), num_embeddings)
+
+    # The last row of the last part is that of all which are pruned.
+    found = {"items.b0": counted([0, 3], hot.size), "items.b1": counted([2, cold.size], cold.size + 1)}
+    told = of_tables(snapshot, found)
+    expected = {int(hot[0]): 5, int(hot[3]): 6, int(cold[2]): 5}
+    assert dict(zip(told["items"].rows.tolist(), told["items"].lookups.tolist(), strict=True)) == expected
+    assert told["items"].num_embeddings == 300
+    assert "items: about 6 more lookups of pruned rows" in capsys.readouterr().out
+    with pytest.raises(ExportError, match=r"'items.b1': \d+}, but those of {'items.b0': 7, .* counted"):
+        of_tables(snapshot, found | {"items.b0": counted([0], 7)})
 
 
 def test_a_node_that_does_not_answer_is_named_and_nothing_is_written(tmp_path: Path) -> None:
