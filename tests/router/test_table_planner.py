@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from loader.snapshot.buckets import RowBuckets
 from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec
-from loader.snapshot.tables import TableSpec
+from loader.snapshot.tables import DividedTable, TableSpec
 from router.errors import PlanError
 from router.plan import Plan
 from router.plan_file import PlanFile
@@ -182,3 +182,12 @@ def test_any_models_plan_is_a_valid_file_and_the_same_each_time(tables, hotness,
         assert plan.layout.tables[number] == table
         cards_of = np.stack([plan.partition(shard).card_of_bucket[number] for shard in range(shards)])
         assert ((cards_of >= 0).sum(axis=0) == (shards if plan.shard_of_bucket[number][0] < 0 else 1)).all()
+
+
+def test_columns_of_a_part_of_a_divided_table_are_not_sliced():
+    whole = spec_of((10_000_000, 256))
+    divided = DividedTable(name="t", num_embeddings=10_000_000, embedding_dim=256, feature_names=("f0",), parts=("t0",))
+    parted = whole.model_copy(update={"divided": (divided,)})
+    file = planned(parted, fleet_of(4, card_gb=1.5), workload_of(parted, 8))
+    # Whole it is, see above.
+    assert [(one.sharding_type, one.column_dims) for one in file.tables] == [("row_wise", ())]

@@ -86,7 +86,7 @@ def test_counts_of_parts_are_told_by_the_rows_of_their_table(
     assert dict(zip(told["items"].rows.tolist(), told["items"].lookups.tolist(), strict=True)) == expected
     assert told["items"].num_embeddings == 300
     assert "items: about 6 more lookups of pruned rows" in capsys.readouterr().out
-    with pytest.raises(ExportError, match=r"'items.b1': \d+}, but those of {'items.b0': 7, .* counted"):
+    with pytest.raises(ExportError, match=r"'items.b1': \d+}, counted were {'items.b0': 7, "):
         of_tables(snapshot, found | {"items.b0": counted([0], 7)})
 
 

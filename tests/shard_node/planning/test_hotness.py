@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shard_node.errors import InvalidBagsError
 from shard_node.planning import hotness as hotness_module
-from shard_node.planning.hotness import Hotness, power_law_sums
+from shard_node.planning.hotness import Head, Hotness, PartOfRanks, RankedRows, power_law_sums, ranked_share
 from shardrank_testing.card_plans import hotnesses, layout_of, layouts, one_table_layout
 from shardrank_testing.snapshots import num_buckets, one_table_spec, plain_buckets
 
@@ -101,6 +101,23 @@ def test_power_law_sums_are_the_sums(exponent):
     ranks = np.array([0, 1, 2, 4095, 4096, 4097, 10_000, 300_000])
     exact = np.concatenate([[0.0], np.cumsum(np.arange(1, 300_001, dtype=np.float64) ** -exponent)])
     np.testing.assert_allclose(power_law_sums(ranks, exponent), exact[ranks], rtol=1e-9)
+
+
+@pytest.mark.parametrize("head", [None, Head(1200, 0.7), Head(900, 0.7)])
+@pytest.mark.parametrize("zipf", [0.0, 1.05])
+def test_rows_of_a_part_have_the_ranks_behind_those_of_hotter_parts(zipf, head):
+    before, rows, num_rows = 1000, 500, 2000
+    part = RankedRows(one_table_spec(rows).tables[0], 50.0, zipf, head, PartOfRanks(before, num_rows))
+    first = num_rows if head is None else head.rows
+    each = np.arange(1, num_rows + 1) ** -zipf * (np.arange(num_rows) < first)
+    each /= each.sum()
+    if head is not None:
+        each = head.share * each + (1 - head.share) / num_rows
+    own = each[before : before + rows]
+    share = ranked_share(np.array([before, before + rows]), num_rows, zipf, head)
+    assert float(np.diff(share)[0]) == pytest.approx(own.sum())
+    expected = np.add.reduceat(own, np.cumsum([0, *part.rows()[:-1]])) * 50 / own.sum()
+    np.testing.assert_allclose(part.lookups * part.rows(), expected, rtol=1e-6)
 
 
 def test_tables_without_counts_stand_by_their_lookups_per_sample():
