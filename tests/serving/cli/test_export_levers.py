@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.per_row import write_access_counts
-from loader.snapshot.reader import Snapshot
+from loader.snapshot.reader import Snapshot, verify_snapshot
 from serving.cli import main
 
 ROWS, DIM = 300, 4
@@ -64,11 +64,10 @@ def folder(tmp_path: Path) -> Path:
 
 def export(folder: Path, document: dict[str, Any], *more: object) -> Result:
     (folder / "shop.json").write_text(json.dumps(document))
-    arguments = (
+    return run(
         "export", "--checkpoint", folder / "model.safetensors", "--model", folder / "shop.json",
         "--store", folder / "models", *more,
     )  # fmt: skip
-    return CliRunner().invoke(main, [str(one) for one in arguments], prog_name="shardrank")
 
 
 def written(folder: Path, document: dict[str, Any], *more: object) -> tuple[Snapshot, Result]:
@@ -145,6 +144,75 @@ def test_a_table_that_can_not_be_pruned_stays_and_is_named(folder: Path) -> None
     np.testing.assert_array_equal(stored(snapshot, "item.q"), tensors["item/q"])
     np.testing.assert_array_equal(snapshot.access_counts("item.q"), [1, 2, *[0] * 17])
     np.testing.assert_array_equal(snapshot.access_counts("item.r"), [1, 2, *[0] * 14])
+
+
+def test_blocks_of_falling_width_and_their_projections_are_found_verified_and_told(folder: Path) -> None:
+    from serving.description import ModelDescription
+    from serving.limits import RequestLimits
+
+    document = described(blocks=[{"share": 0.1, "dtype": "fp16"}, {"dim": 2, "dtype": "int8"}])
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["embedding_bags.item.weight"]
+    tensors |= {
+        "ebc.embedding_bags.item/b0.weight": torch.from_numpy(ITEMS[:30]),
+        "ebc.embedding_bags.item/b1.weight": torch.from_numpy(ITEMS[30:, :2].copy()),
+        "arch.projections.item/b1": torch.arange(8.0).reshape(2, 4),
+    }
+    save_file(tensors, folder / "model.safetensors")
+    np.save(folder / "blocks.npy", (np.arange(ROWS) >= 30).astype(np.int64))
+    snapshot, _ = written(folder, document, "--blocks", f"item={folder / 'blocks.npy'}")
+    assert torch.equal(snapshot.dense_tensors()["projections.item/b1"], tensors["arch.projections.item/b1"])
+    assert verify_snapshot(snapshot.path).ok
+    told = json.loads(run("inspect", "--snapshot", snapshot.path, "--json").output)["tables"][1]
+    assert (told["dtype"], told["divided_by"], told["pruned"]) == ("fp16+int8", "popularity", 0)
+    assert [(part["name"], part["size_bytes"]) for part in told["parts"]] == [
+        (part, sum(entry.size_bytes for entry in files.rows))
+        for part, files in zip(("item.b0", "item.b1"), snapshot.manifest.tables[1:], strict=True)
+    ]
+    text = run("inspect", "--snapshot", snapshot.path).output
+    assert "item.b1" in text
+    of_api = ModelDescription.of(snapshot, RequestLimits(), "float32", "").tables
+    assert [(one.name, one.num_embeddings, one.embedding_dim, one.dtype) for one in of_api] == [
+        ("user", 20, DIM, "fp32"), ("item", ROWS, DIM, "fp16+int8"),
+    ]  # fmt: skip
+    tensors["arch.projections.item/b1"] = torch.zeros(4, 2)
+    save_file(tensors, folder / "model.safetensors")
+    bad = export(folder, document, "--blocks", f"item={folder / 'blocks.npy'}")
+    assert "projection of table 'item.b1': 'arch.projections.item/b1' is [4, 2], the spec says [2, 4]" in bad.output
+    del tensors["arch.projections.item/b1"]
+    save_file(tensors, folder / "model.safetensors")
+    bad = export(folder, document, "--blocks", f"item={folder / 'blocks.npy'}")
+    assert (
+        "projection of table 'item.b1': no key ends in any of ['projections.item/b1', 'projections.item']" in bad.output
+    )
+
+
+def test_a_table_that_was_trained_with_one_projection_gives_it_to_every_part(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["embedding_bags.item.weight"] = torch.from_numpy(ITEMS[:, :2].copy())
+    tensors["projections.item"] = torch.arange(8.0).reshape(2, 4)
+    save_file(tensors, folder / "model.safetensors")
+    counts = counts_file(folder, dict.fromkeys(range(100), 1))
+    document = described(embedding_dim=2, project_to=DIM, dtype=HOT_AND_COLD)
+    snapshot, _ = written(folder, document, "--counts", counts, "--prune")
+    dense = snapshot.dense_tensors()
+    assert all(torch.equal(dense[f"projections.item/b{part}"], tensors["projections.item"]) for part in (0, 1))
+    np.testing.assert_array_equal(stored(snapshot, "item.b0"), ITEMS[:10, :2])
+
+
+def test_a_plan_of_a_divided_table_goes_into_its_snapshot(folder: Path) -> None:
+    document, counts = described(dtype=HOT_AND_COLD), counts_file(folder, dict.fromkeys(range(200), 1))
+    (folder / "shop.json").write_text(json.dumps(document))
+    levers = ("--counts", counts, "--prune")
+    chosen = run("plan", "--model", folder / "shop.json", *levers, "--shards", 2, "--out", folder / "plan.json")
+    assert chosen.exit_code == 0, chosen.output
+    snapshot, _ = written(folder, document, *levers, "--plan", folder / "plan.json")
+    assert snapshot.plan_text() == (folder / "plan.json").read_bytes()
+    assert run("plan", "--model", snapshot.path, "--counts", counts).exit_code == 0
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(one) for one in arguments], prog_name="shardrank")
 
 
 def export_plain(folder: Path) -> Path:
