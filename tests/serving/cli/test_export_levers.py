@@ -104,6 +104,24 @@ def test_pruned_rows_go_and_what_their_ids_get_is_their_mean(folder: Path) -> No
     assert stored(snapshot, "user").shape == (20, DIM)
 
 
+def test_ids_of_rows_that_stay_score_the_same_bits(folder: Path) -> None:
+    from serving.embedded import Ranker
+
+    seen = np.random.default_rng(3).choice(ROWS, 50, replace=False)
+    counts = counts_file(folder, dict.fromkeys(seen.tolist(), 1))
+    for version, flags in (("1", ()), ("2", ("--prune",))):
+        result = export(folder, described(dtype="int8"), "--counts", counts, "--version", version, *flags)
+        assert result.exit_code == 0, result.output
+    candidates = {"sparse": {"item": seen.reshape(25, 2).tolist()}}
+    request = {"context": {"sparse": {"user": [3]}}, "candidates": candidates}
+    scores = []
+    for version in ("1", "2"):
+        with Ranker.open(folder / "models" / "shop" / version) as ranker:
+            scores.append(ranker.rank(request)["scores"])
+    assert len(set(scores[0])) > 1
+    assert scores[0] == scores[1]
+
+
 def test_rows_to_keep_stay_though_they_are_among_the_rarest(folder: Path) -> None:
     counts, keep = counts_file(folder, {5: 900, 6: 90, 7: 9, 8: 1}), counts_file(folder, {8: 1, 250: 1}, "updated")
     flags = ("--counts", counts, "--prune", "--keep-share", "0.99", "--keep", keep, "--pruned-row", "zeros")
