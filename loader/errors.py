@@ -80,6 +80,10 @@ class NonFiniteRowError(ExportError):
     """A row holds NaN or inf. Quantisation would hide it, so it is refused by table and row."""
 
 
+class TraceError(LoaderError, http_status=400, grpc_status="INVALID_ARGUMENT", kind="bad_trace"):
+    """A trace of lookups can't be read, or has ids that can't be."""
+
+
 class CheckpointError(LoaderError, http_status=400, grpc_status="INVALID_ARGUMENT", kind="bad_checkpoint"):
     """A checkpoint can't be read safely, or its tensors do not fit the model description."""
 

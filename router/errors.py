@@ -27,3 +27,7 @@ class ReplicaLagsError(RouterError, http_status=503, grpc_status="UNAVAILABLE", 
 
 class HotRowsError(RouterError, http_status=400, grpc_status="INVALID_ARGUMENT", kind="hot_rows"):
     """A tier of hot rows that can't be as it is asked for."""
+
+
+class FittingError(RouterError, http_status=400, grpc_status="INVALID_ARGUMENT", kind="fitting"):
+    """Sizes that can't be found: a limit out of range, or counts that are of another table."""

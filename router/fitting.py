@@ -1,0 +1,292 @@
+"""How large must a table be? From the ids that it was asked for: collisions, head and tail, and the smallest size.
+
+Ids are counted, not read: a table's ids [n], all different, and how often each was asked for. What is measured maps
+them as a router does; what is expected are the closed forms of throwing n balls into N bins at random (Kolchin,
+Sevastyanov and Chistyakov, "Random Allocations", 1978):
+
+- rows used: N (1 - (1 - 1/N)^n), which tends to n - n (n - 1) / 2N for a large table;
+- the share of ids that share their row with no other: (1 - 1/N)^(n - 1), about e^(-n/N).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from loader.id_counts import IdCounts
+from loader.snapshot.codecs import codec_for
+from loader.snapshot.manifest import MAX_NUM_EMBEDDINGS, Frozen, HashMapping, IdentityMapping, TableSpec
+from router.errors import FittingError
+from router.id_mapping import hashed_rows
+
+Int64Array: TypeAlias = npt.NDArray[np.int64]
+UInt64Array: TypeAlias = npt.NDArray[np.uint64]
+
+DEFAULT_COLLISION_SHARE = 0.05
+HEAD_SHARES = (0.01, 0.1)
+"""Shares of the ids that occur, hottest first, whose share of lookups is told."""
+CACHE_SHARES = (0.001, 0.01, 0.1, 0.5)
+"""Shares of a table's bytes whose hit rate, if they hold its hottest rows, is told."""
+_MAX_IDS = 2**32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TableIds:
+    """The raw ids that one table was asked for.
+
+    Attributes:
+        ids: int64 [n], 0 or more; an id is there twice if two features asked for it that hash with their own seeds.
+        counts: int64 [n], how often each, 1 or more.
+        seeds: uint64 [n] or [1], what each id is hashed with; zeros where ids are not hashed.
+    """
+
+    ids: Int64Array
+    counts: Int64Array
+    seeds: UInt64Array
+
+    @classmethod
+    def of(cls, table: TableSpec, by_feature: Mapping[str, IdCounts]) -> TableIds | None:
+        """Gather what a table's features were asked for; None if there is no trace of any of them.
+
+        Raises:
+            FittingError: an id that the table refuses: identity, `unknown_id` reject, and not below num_embeddings.
+        """
+        asked = {name: by_feature[name] for name in table.feature_names if name in by_feature}
+        if not asked:
+            return None
+        mapping = table.id_mapping
+        if isinstance(mapping, HashMapping) and mapping.salt == "per_feature":
+            seeds = np.array([mapping.seed_of(name) for name in asked], np.uint64)
+            sizes = [one.ids.size for one in asked.values()]
+            ids = np.concatenate([one.ids for one in asked.values()])
+            counts = np.concatenate([one.counts for one in asked.values()])
+            return cls(ids, counts, np.repeat(seeds, sizes))
+        merged = IdCounts.merged(f"table {table.name!r}", asked.values())
+        seed = mapping.seed if isinstance(mapping, HashMapping) else 0
+        if isinstance(mapping, IdentityMapping) and merged.ids.size and int(merged.ids[-1]) >= table.num_embeddings:
+            if table.unknown_id == "reject":
+                raise FittingError(
+                    f"table {table.name!r}: id {int(merged.ids[-1])} of features {sorted(asked)} is not below "
+                    f"num_embeddings {table.num_embeddings}: is the trace of another table?"
+                )
+            known = merged.ids < table.num_embeddings
+            merged = IdCounts(merged.ids[known], merged.counts[known])
+        return cls(merged.ids, merged.counts, np.array([seed], np.uint64))
+
+    def rows(self, table: TableSpec) -> RowLookups:
+        """Find how often each row is looked up: hashed, or a row for each id, as identity and vocabulary have it."""
+        if isinstance(table.id_mapping, HashMapping):
+            return _shared_rows(self, table.num_embeddings)
+        if self.ids.size > table.num_embeddings:
+            raise FittingError(
+                f"table {table.name!r}: the trace has {self.ids.size} different ids, num_embeddings is "
+                f"{table.num_embeddings}: is the trace of another table?"
+            )
+        return RowLookups.alone(self.counts)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowLookups:
+    """The rows that were asked for, hottest first.
+
+    Attributes:
+        lookups: int64 [r], falling.
+        is_shared: bool [r], whether several of the ids that occur read it.
+        ids_sharing: how many ids read such a row; None if only rows were counted, not ids.
+    """
+
+    lookups: Int64Array
+    is_shared: npt.NDArray[np.bool_]
+    ids_sharing: int | None
+
+    @classmethod
+    def alone(cls, lookups: npt.NDArray[np.integer], *, of_ids: bool = True) -> RowLookups:
+        """Sort lookups of rows [n], of which each has one id, or, without `of_ids`, nobody knows how many."""
+        asked = np.sort(lookups[lookups > 0].astype(np.int64))[::-1]
+        return cls(asked, np.zeros(asked.size, np.bool_), 0 if of_ids else None)
+
+    @property
+    def total(self) -> int:
+        """Return the lookups of all rows."""
+        return int(self.lookups.sum())
+
+    @property
+    def colliding(self) -> int:
+        """Return the lookups of rows that several ids read."""
+        return int(self.lookups[self.is_shared].sum())
+
+    def of_hottest(self, rows: int) -> int:
+        """Return the lookups of so many rows, the hottest."""
+        return int(self.lookups[: max(rows, 0)].sum())
+
+    def changed(self, kept: int) -> int:
+        """Return the lookups of shared rows among the `kept` hottest, and of all rows after them."""
+        return int(self.lookups[:kept][self.is_shared[:kept]].sum()) + int(self.lookups[kept:].sum())
+
+    def rows_for(self, share: float) -> int:
+        """Count the hottest rows that have at least so much of the lookups; all that were asked for, of 1."""
+        if share >= 1:
+            return self.lookups.size
+        return min(int(np.searchsorted(np.cumsum(self.lookups), share * self.total)) + 1, self.lookups.size)
+
+
+def _shared_rows(asked: TableIds, num_embeddings: int) -> RowLookups:
+    """Group ids by row with one sort of row << 32 | position: 24 bytes an id, whatever the table's size."""
+    if asked.ids.size >= _MAX_IDS:
+        raise FittingError(f"{asked.ids.size} ids of one table; at most {_MAX_IDS - 1} can be grouped")
+    rows = hashed_rows(asked.ids, asked.seeds, np.array([num_embeddings], np.uint64))
+    keys = rows.view(np.uint64)
+    keys <<= np.uint64(32)
+    keys |= np.arange(keys.size, dtype=np.uint64)
+    keys.sort()
+    is_first = np.ones(keys.size, np.bool_)
+    np.not_equal(keys[1:] >> np.uint64(32), keys[:-1] >> np.uint64(32), out=is_first[1:])
+    first = np.flatnonzero(is_first)
+    if not first.size:
+        return RowLookups.alone(asked.counts)
+    keys &= np.uint64(0xFFFFFFFF)
+    lookups = np.add.reduceat(asked.counts[keys.view(np.int64)], first)
+    ids = np.diff(first, append=keys.size)
+    hottest = np.argsort(-lookups, kind="stable")
+    is_shared = ids > 1
+    return RowLookups(lookups[hottest], is_shared[hottest], int(ids[is_shared].sum()))
+
+
+def expected_rows(num_ids: int, num_embeddings: int) -> float:
+    """Return how many of N rows n ids use in the mean, if each is in any row alike: N (1 - (1 - 1/N)^n)."""
+    if num_embeddings == 1:
+        return float(min(num_ids, 1))
+    return -num_embeddings * math.expm1(num_ids * math.log1p(-1 / num_embeddings))
+
+
+def expected_alone(num_ids: int, num_embeddings: int) -> float:
+    """Return the share of n ids, if each is in any of N rows alike, that share their row with no other."""
+    if num_ids <= 1:
+        return 1.0
+    return 0.0 if num_embeddings == 1 else math.exp((num_ids - 1) * math.log1p(-1 / num_embeddings))
+
+
+def smallest_size(asked: TableIds, max_collision_share: float = DEFAULT_COLLISION_SHARE) -> int:
+    """Find the smallest hashed table with at most so much of its lookups in a collision.
+
+    A lookup is in a collision if its id shares its row with another id that occurs. The share does not fall with every
+    row more, as each size hashes anew, so "the smallest" is defined: begin with a row for each id that must be alone,
+    double until the share is small enough, then halve the interval between the last two sizes down to one row, keeping
+    its upper end a size that is good. The same ids give the same size.
+
+    Args:
+        asked: the table's ids.
+        max_collision_share: share of lookups, above 0 and below 1.
+
+    Raises:
+        FittingError: the share is out of range, there are no ids, or a table of `MAX_NUM_EMBEDDINGS` rows is too small.
+    """
+    if not 0 < max_collision_share < 1:
+        raise FittingError(f"max_collision_share {max_collision_share} must be above 0 and below 1")
+    if not asked.ids.size:
+        raise FittingError("no id of the table is in the trace, so that no size can be found for it")
+    allowed = max_collision_share * asked.counts.sum()
+
+    def is_enough(rows: int) -> bool:
+        return _shared_rows(asked, rows).colliding <= allowed
+
+    # Whoever is alone has a row of its own: fewer rows than the hottest ids that make up the rest can't be enough.
+    must_be_alone = np.cumsum(np.sort(asked.counts)[::-1])
+    high = min(int(np.searchsorted(must_be_alone, must_be_alone[-1] - allowed)) + 1, asked.ids.size)
+    low = high - 1
+    while not is_enough(high):
+        if high == MAX_NUM_EMBEDDINGS:
+            raise FittingError(
+                f"max_collision_share {max_collision_share}: even {MAX_NUM_EMBEDDINGS} rows, the most of a table, are "
+                f"too few for {asked.ids.size} ids"
+            )
+        low, high = high, min(2 * high, MAX_NUM_EMBEDDINGS)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_enough(middle) else (middle, high)
+    return high
+
+
+class CacheUse(Frozen):
+    """A memory for the hottest rows of a table, and the share of lookups that they answer."""
+
+    size_bytes: int
+    rows: int
+    hit_rate: float
+
+
+class HeadUse(Frozen):
+    """The hottest rows that were asked for: a share of them, and their share of lookups."""
+
+    share_of_rows: float
+    rows: int
+    share_of_lookups: float
+
+
+class TableMeasures(Frozen):
+    """What a trace says of a table. Shares are 0 to 1; what is of ids is None if only rows were counted.
+
+    Attributes:
+        lookups: in the trace.
+        distinct_ids, ids_seen_once: of the trace; equal ids of features with seeds of their own count apart.
+        rows_used, rows_unused_share: rows asked for, and the share of the table's rows that were not.
+        expected_rows_used: of a hashed table, what chance gives.
+        ids_alone_share, expected_ids_alone_share: ids that share their row with no other, measured and by chance.
+        lookups_colliding_share: lookups whose id shares its row with another one that occurs.
+        head: of the rows asked for, hottest first.
+        caches: hit rates of the hottest rows in some sizes of memory.
+    """
+
+    table: str
+    num_embeddings: int
+    stored_bytes: int
+    lookups: int
+    distinct_ids: int | None
+    ids_seen_once: int | None
+    rows_used: int
+    rows_unused_share: float
+    expected_rows_used: float | None
+    ids_alone_share: float | None
+    expected_ids_alone_share: float | None
+    lookups_colliding_share: float | None
+    head: tuple[HeadUse, ...]
+    caches: tuple[CacheUse, ...]
+
+
+def measure(table: TableSpec, rows: RowLookups, asked: TableIds | None) -> TableMeasures:
+    """Measure a table by its rows' lookups and, if they are known, its ids."""
+    row_bytes = sum(codec_for(table.dtype, dim).row_bytes for dim in table.slice_dims)
+    stored, total = row_bytes * table.num_embeddings, max(rows.total, 1)
+    cumulated = np.cumsum(rows.lookups)
+
+    def of_hottest(count: int) -> float:
+        return int(cumulated[min(count, cumulated.size) - 1]) / total if count and cumulated.size else 0.0
+
+    heads = [(share, math.ceil(share * rows.lookups.size)) for share in HEAD_SHARES]
+    caches = [(int(share * stored), int(share * stored) // row_bytes) for share in CACHE_SHARES]
+    num_ids = None if asked is None else asked.ids.size
+    is_hashed = isinstance(table.id_mapping, HashMapping) and num_ids is not None
+    sharing = rows.ids_sharing
+    return TableMeasures(
+        table=table.name,
+        num_embeddings=table.num_embeddings,
+        stored_bytes=stored,
+        lookups=rows.total,
+        distinct_ids=num_ids,
+        ids_seen_once=None if asked is None else int((asked.counts == 1).sum()),
+        rows_used=rows.lookups.size,
+        rows_unused_share=1 - rows.lookups.size / table.num_embeddings,
+        expected_rows_used=expected_rows(num_ids or 0, table.num_embeddings) if is_hashed else None,
+        ids_alone_share=None if sharing is None else 1 - sharing / max(num_ids or 0, 1),
+        expected_ids_alone_share=expected_alone(num_ids or 0, table.num_embeddings) if is_hashed else None,
+        lookups_colliding_share=None if sharing is None else rows.colliding / total,
+        head=tuple(
+            HeadUse(share_of_rows=share, rows=count, share_of_lookups=of_hottest(count)) for share, count in heads
+        ),
+        caches=tuple(CacheUse(size_bytes=size, rows=count, hit_rate=of_hottest(count)) for size, count in caches),
+    )
