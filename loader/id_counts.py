@@ -19,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from loader.errors import TraceError, cut
-from loader.snapshot.manifest import MAX_STRING_ID_BYTES, fingerprint_strings
+from loader.snapshot.manifest import MAX_STRING_ID_BYTES
+from loader.snapshot.tables import fingerprint_strings
 
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from loader.id_counts import IdCounts
 from loader.snapshot.codecs import codec_for
-from loader.snapshot.manifest import MAX_NUM_EMBEDDINGS, Frozen, HashMapping, IdentityMapping, TableSpec
+from loader.snapshot.tables import MAX_NUM_EMBEDDINGS, Frozen, HashMapping, IdentityMapping, TableSpec
 from router.errors import FittingError
 from router.id_mapping import hashed_rows
 
@@ -193,7 +193,7 @@ def smallest_size(asked: TableIds, max_collision_share: float = DEFAULT_COLLISIO
     allowed = max_collision_share * asked.counts.sum()
 
     def is_enough(rows: int) -> bool:
-        return _shared_rows(asked, rows).colliding <= allowed
+        return bool(_shared_rows(asked, rows).colliding <= allowed)
 
     # Whoever is alone has a row of its own: fewer rows than the hottest ids that make up the rest can't be enough.
     must_be_alone = np.cumsum(np.sort(asked.counts)[::-1])

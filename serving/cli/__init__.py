@@ -27,6 +27,7 @@ COMMANDS = {
     "shard-node": "serve",
     "train": "snapshots",
     "export": "export",
+    "fit": "fit",
     "plan": "plan",
     "counts": "counts",
     "inspect": "snapshots",

@@ -66,6 +66,19 @@ def share(text: str) -> float:
     return number
 
 
+def byte_size(text: str) -> int:
+    """Read a number of bytes, 1 or more: `64GB`, `1.5 TB`, `4096`; powers of 1000, as `human_bytes` writes them."""
+    number = text.strip().removesuffix("B").rstrip("kMGT ")
+    unit = text.strip().removesuffix("B")[len(number) :].strip()
+    try:
+        size = float(number) * {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}[unit]
+    except (ValueError, KeyError):
+        size = math.nan
+    if not 1 <= size < 2**63:
+        raise click.BadParameter(f"{text!r} is not a number of bytes, 1 or more, such as 64GB or 1.5TB.")
+    return round(size)
+
+
 def seconds(text: str) -> float:
     """Read a time in seconds: `60s`, `2m`, `500ms`, `1h`, or a plain number of seconds."""
     text = text.strip()
