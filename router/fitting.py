@@ -18,9 +18,9 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from loader.description import ModelDescription, TableDescription
 from loader.id_counts import IdCounts
-from loader.snapshot.codecs import codec_for
-from loader.snapshot.tables import MAX_NUM_EMBEDDINGS, Frozen, HashMapping, IdentityMapping, TableSpec
+from loader.snapshot.tables import MAX_NUM_EMBEDDINGS, Frozen, HashMapping, VocabularyMapping
 from router.errors import FittingError
 from router.id_mapping import hashed_rows
 
@@ -50,7 +50,7 @@ class TableIds:
     seeds: UInt64Array
 
     @classmethod
-    def of(cls, table: TableSpec, by_feature: Mapping[str, IdCounts]) -> TableIds | None:
+    def of(cls, table: TableDescription, by_feature: Mapping[str, IdCounts]) -> TableIds | None:
         """Gather what a table's features were asked for; None if there is no trace of any of them.
 
         Raises:
@@ -68,21 +68,22 @@ class TableIds:
             return cls(ids, counts, np.repeat(seeds, sizes))
         merged = IdCounts.merged(f"table {table.name!r}", asked.values())
         seed = mapping.seed if isinstance(mapping, HashMapping) else 0
-        if isinstance(mapping, IdentityMapping) and merged.ids.size and int(merged.ids[-1]) >= table.num_embeddings:
+        rows, is_row = table.num_embeddings, not isinstance(mapping, HashMapping | VocabularyMapping)
+        if is_row and isinstance(rows, int) and merged.ids.size and int(merged.ids[-1]) >= rows:
             if table.unknown_id == "reject":
                 raise FittingError(
                     f"table {table.name!r}: id {int(merged.ids[-1])} of features {sorted(asked)} is not below "
-                    f"num_embeddings {table.num_embeddings}: is the trace of another table?"
+                    f"num_embeddings {rows}: is the trace of another table?"
                 )
-            known = merged.ids < table.num_embeddings
+            known = merged.ids < rows
             merged = IdCounts(merged.ids[known], merged.counts[known])
         return cls(merged.ids, merged.counts, np.array([seed], np.uint64))
 
-    def rows(self, table: TableSpec) -> RowLookups:
+    def rows(self, table: TableDescription) -> RowLookups:
         """Find how often each row is looked up: hashed, or a row for each id, as identity and vocabulary have it."""
         if isinstance(table.id_mapping, HashMapping):
-            return _shared_rows(self, table.num_embeddings)
-        if self.ids.size > table.num_embeddings:
+            return _shared_rows(self, int(table.num_embeddings))
+        if self.ids.size > int(table.num_embeddings):
             raise FittingError(
                 f"table {table.name!r}: the trace has {self.ids.size} different ids, num_embeddings is "
                 f"{table.num_embeddings}: is the trace of another table?"
@@ -258,35 +259,56 @@ class TableMeasures(Frozen):
     caches: tuple[CacheUse, ...]
 
 
-def measure(table: TableSpec, rows: RowLookups, asked: TableIds | None) -> TableMeasures:
-    """Measure a table by its rows' lookups and, if they are known, its ids."""
-    row_bytes = sum(codec_for(table.dtype, dim).row_bytes for dim in table.slice_dims)
-    stored, total = row_bytes * table.num_embeddings, max(rows.total, 1)
+def measure(
+    table: TableDescription, stored_bytes: int, rows: RowLookups, asked: TableIds | None = None
+) -> TableMeasures:
+    """Measure a table by its rows' lookups and, if they are known, its ids; `stored_bytes` are of all its rows."""
+    num_embeddings, total = int(table.num_embeddings), max(rows.total, 1)
     cumulated = np.cumsum(rows.lookups)
 
     def of_hottest(count: int) -> float:
         return int(cumulated[min(count, cumulated.size) - 1]) / total if count and cumulated.size else 0.0
 
     heads = [(share, math.ceil(share * rows.lookups.size)) for share in HEAD_SHARES]
-    caches = [(int(share * stored), int(share * stored) // row_bytes) for share in CACHE_SHARES]
+    caches = [(int(share * stored_bytes), int(share * num_embeddings)) for share in CACHE_SHARES]
     num_ids = None if asked is None else asked.ids.size
     is_hashed = isinstance(table.id_mapping, HashMapping) and num_ids is not None
     sharing = rows.ids_sharing
     return TableMeasures(
         table=table.name,
-        num_embeddings=table.num_embeddings,
-        stored_bytes=stored,
+        num_embeddings=num_embeddings,
+        stored_bytes=stored_bytes,
         lookups=rows.total,
         distinct_ids=num_ids,
         ids_seen_once=None if asked is None else int((asked.counts == 1).sum()),
         rows_used=rows.lookups.size,
-        rows_unused_share=1 - rows.lookups.size / table.num_embeddings,
-        expected_rows_used=expected_rows(num_ids or 0, table.num_embeddings) if is_hashed else None,
+        rows_unused_share=1 - rows.lookups.size / num_embeddings,
+        expected_rows_used=expected_rows(num_ids or 0, num_embeddings) if is_hashed else None,
         ids_alone_share=None if sharing is None else 1 - sharing / max(num_ids or 0, 1),
-        expected_ids_alone_share=expected_alone(num_ids or 0, table.num_embeddings) if is_hashed else None,
+        expected_ids_alone_share=expected_alone(num_ids or 0, num_embeddings) if is_hashed else None,
         lookups_colliding_share=None if sharing is None else rows.colliding / total,
         head=tuple(
             HeadUse(share_of_rows=share, rows=count, share_of_lookups=of_hottest(count)) for share, count in heads
         ),
         caches=tuple(CacheUse(size_bytes=size, rows=count, hit_rate=of_hottest(count)) for size, count in caches),
     )
+
+
+def fitted(description: ModelDescription, by_feature: Mapping[str, IdCounts]) -> ModelDescription:
+    """Give each table whose `num_embeddings` is auto the smallest size for its ids and its `max_collision_share`.
+
+    Raises:
+        FittingError: such a table has no ids in the trace, or no size is enough.
+    """
+    tables = []
+    for table in description.tables:
+        rows = table.num_embeddings
+        if rows == "auto":
+            if (asked := TableIds.of(table, by_feature)) is None:
+                raise FittingError(
+                    f"table {table.name!r}: num_embeddings auto needs a trace of the ids of its features "
+                    f"{list(table.feature_names)}"
+                )
+            rows = smallest_size(asked, table.max_collision_share)
+        tables.append(table.model_copy(update={"num_embeddings": rows}))
+    return description.model_copy(update={"tables": tuple(tables)})

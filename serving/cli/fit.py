@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 import xml.etree.ElementTree as ET
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,17 +16,24 @@ from serving.cli.output import human_bytes, print_json, print_table
 from serving.cli.settings import Options
 
 if TYPE_CHECKING:
+    from loader.description import ModelDescription
     from loader.id_counts import IdCounts
-    from loader.snapshot.manifest import ModelSpec
+    from loader.snapshot.tables import RowDtype
     from router.fitting import RowLookups, TableMeasures
     from router.levers import LeveredTable, Proposal
 
 MAX_TABLES = 20
+MAX_CHANGES = 8
 LEVER_NAMES = ("fit", "prune", "unify", "compose", "dims", "precision", "shard")
 """Repeated from the router because importing it would make `--help` slow; a test compares them."""
 DEFAULT_COLLISION_SHARE, DEFAULT_KEEP_SHARE = "5%", 0.999
+DTYPES: tuple[RowDtype, ...] = ("fp32", "fp16", "int8", "int4")
 _BITS = {"fp32": 32, "fp16": 16, "int8": 8, "int4": 4}
-_BY_POPULARITY = (("fp16", "int4", 0.1), ("int8", "int4", 0.1), ("int8", "int4", 0.5))
+_BY_POPULARITY: tuple[tuple[RowDtype, RowDtype, float], ...] = (
+    ("fp16", "int4", 0.1),
+    ("int8", "int4", 0.1),
+    ("int8", "int4", 0.5),
+)
 
 
 _ABOVE_0 = opts.FiniteRange(0, 1, min_open=True)
@@ -87,21 +92,18 @@ def fit(model: str, **options: Any) -> None:
       shardrank fit shop.json --counts shop-counts.safetensors --bytes 8GB --levers prune,precision
     """
     from router.fitting import measure
-    from router.levers import Propose, described, levered, size_curve
-    from serving.cli.plan import planned_model
+    from router.levers import Propose, levered, size_curve
 
     if options["out"] is not None and options["limit_bytes"] is None:
         raise click.UsageError("--out needs --bytes: without it nothing is proposed.")
-    spec, profile = planned_model(model, None)
-    traced, observed = _asked(spec, options, profile.counts)
-    tables = levered(spec, traced, observed)
-    measured = [measure(one.spec, one.rows, one.asked) for one in tables if one.rows is not None]
-    curve = size_curve(tables)
+    description, traced, observed = _asked(model, options)
+    tables = levered(description.tables, traced, observed)
+    measured = [measure(one.table, one.stored_bytes, one.rows, one.asked) for one in tables if one.rows is not None]
     document: dict[str, Any] = {
-        "model": spec.model,
+        "model": description.model,
         "bytes": byte_table(tables),
         "tables": [one.model_dump() for one in measured],
-        "hash_sizes": [one.model_dump() for one in curve],
+        "hash_sizes": [one.model_dump() for one in size_curve(tables)],
         "proposal": None,
     }
     proposal = None
@@ -110,7 +112,8 @@ def fit(model: str, **options: Any) -> None:
         proposal, done = Propose(**{name: options[name] for name in names}).make(tables)
         document["proposal"] = proposal.model_dump()
         if options["out"] is not None:
-            _write(options["out"], json.dumps(described(spec, done), indent=2) + "\n")
+            proposed = description.model_copy(update={"tables": tuple(one.table for one in done)})
+            _write(options["out"], proposed.model_dump_json(indent=2, exclude_none=True) + "\n")
     if options["plot"] is not None:
         _write(options["plot"], _drawn(document))
     if options["as_json"]:
@@ -131,62 +134,96 @@ def _write(path: Path, text: str) -> None:
         raise click.UsageError(f"{path}: {error.strerror or error}") from error
 
 
-def _asked(
-    spec: ModelSpec, options: Options, of_snapshot: Mapping[str, Any]
-) -> tuple[dict[str, IdCounts], dict[str, RowLookups]]:
-    """Return ids by feature, or lookups of rows by table. Raises UsageError, TraceError, ExportError."""
+def _asked(named: str, options: Options) -> tuple[ModelDescription, dict[str, IdCounts], dict[str, RowLookups]]:
+    """Return a model, its ids by feature, and its rows' lookups by table.
+
+    Raises UsageError, ExportError, TraceError, FittingError.
+    """
     from loader.id_counts import read_traces
     from loader.snapshot.per_row import COUNTS_TENSOR, access_count_tensors, read_access_counts
-    from router.fitting import RowLookups
+    from loader.snapshot.tables import IdentityMapping
+    from router.fitting import RowLookups, fitted
 
     counts, traces = options["counts"], options["traces"]
     if counts is not None and traces:
         raise click.UsageError("--counts and --trace were counted over different batches: give one of them.")
-    if traces:
-        return read_traces(traces, {one.name for one in spec.features}), {}
-    if counts is None:
-        found = {one.name: of_snapshot[one.slices[0].name] for one in spec.tables if one.slices[0].name in of_snapshot}
-    else:
+    described, of_snapshot = _model(named)
+    traced = read_traces(traces, {one.name for one in described.features})
+    described = fitted(described, traced)
+    if traces or (counts is None and not of_snapshot):
+        return described, traced, {}
+    found = of_snapshot
+    if counts is not None:
+        # Counts are of rows as features see them, in whichever parts they will be stored.
+        plain = [one.model_copy(update={"blocks": (), "project_to": None, "dtype": "fp32"}) for one in described.tables]
+        plain = [one.model_copy(update={"id_mapping": IdentityMapping(), "default_row": 0}) for one in plain]
+        spec = described.model_copy(update={"tables": tuple(plain)}).compiled()
         tables = {one.name: one for one in spec.tables}
         read = read_access_counts(counts, spec)
         found = {name: access_count_tensors(tables[name], one)[COUNTS_TENSOR] for name, one in read.items()}
-    return {}, {name: RowLookups.alone(one, of_ids=False) for name, one in found.items()}
+    return described, {}, {name: RowLookups.alone(one, of_ids=False) for name, one in found.items()}
+
+
+def _model(named: str) -> tuple[ModelDescription, dict[str, Any]]:
+    """Return a model, and, of a snapshot, how often its rows were looked up, by table. Raises as `_asked`."""
+    from loader.description import ModelDescription, TableDescription
+    from loader.errors import ExportError
+    from serving.cli.plan import MANIFEST_NAME, planned_model
+
+    path = Path(named)
+    if path.is_file() and path.name != MANIFEST_NAME:
+        return _read(path), {}
+    spec, profile = planned_model(named, None)
+    if spec.divided:
+        raise ExportError(f"{named}: its tables are divided already; give the description that it was made from")
+    fields = {name: getattr(spec, name) for name in ModelDescription.model_fields}
+    tables = tuple(
+        TableDescription(**{name: getattr(one, name) for name in type(one).model_fields}) for one in spec.tables
+    )
+    counts = profile.counts
+    found = {one.name: counts[one.slices[0].name] for one in spec.tables if one.slices[0].name in counts}
+    return ModelDescription(**{**fields, "tables": tables}), found
+
+
+def _read(path: Path) -> ModelDescription:
+    from pydantic import ValidationError
+
+    from loader.description import ModelDescription
+    from loader.errors import ExportError
+    from loader.snapshot.schema_errors import schema_errors
+    from serving.cli.snapshots import MAX_DESCRIPTION_BYTES
+
+    if (size := path.stat().st_size) > MAX_DESCRIPTION_BYTES:
+        raise ExportError(f"{path}: {size} bytes, at most {MAX_DESCRIPTION_BYTES} are read")
+    try:
+        return ModelDescription.model_validate_json(path.read_bytes(), strict=True)
+    except ValidationError as error:
+        raise ExportError(f"{path}: {'; '.join(map(str, schema_errors(error, [ModelDescription])))}") from error
 
 
 def byte_table(tables: Sequence[LeveredTable]) -> list[dict[str, Any]]:
-    """Count the model's bytes in each dtype, and by popularity: codes or elements alone, and as stored.
-
-    Rows of an odd dim, which int4 can't have, count as int8 there.
-    """
-    from router.levers import Block, class_bytes, stored_bytes
-
-    def in_dtypes(table: LeveredTable, *shares: tuple[Any, float]) -> LeveredTable:
-        dim = table.spec.embedding_dim
-        blocks = tuple(Block(share, dim, "int8" if dim % 2 and dtype == "int4" else dtype) for dtype, share in shares)
-        return replace(table, blocks=blocks)
+    """Count the model's bytes in each dtype, and by popularity: codes or elements alone, and what stands beside."""
 
     def row(name: str, sized: Sequence[LeveredTable]) -> dict[str, Any]:
-        codes = classes = 0
-        for one in sized:
-            classes += class_bytes(one.spec.num_embeddings, one.block_rows[:-1])
-            for block, rows in zip(one.blocks, one.block_rows, strict=True):
-                codes += rows * block.dim * _BITS[block.dtype] // 8
-        stored = stored_bytes(sized)
-        scales = stored - codes - classes
-        sizes = {"code_bytes": codes, "scale_bytes": scales, "bitmap_bytes": classes, "stored_bytes": stored}
-        return {"dtype": name, **sizes, "of_float32": stored / float32}
+        parts = [part for one in sized for part in one.stored[0]]
+        codes = sum(part.num_embeddings * part.embedding_dim * _BITS[part.dtype] // 8 for part in parts)
+        classes, stored = sum(one.class_bytes for one in sized), sum(one.stored_bytes for one in sized)
+        projections = sum(one.projection_bytes for one in sized)
+        beside = {"scale_bytes": stored - codes - classes - projections, "class_bytes": classes + projections}
+        return {"dtype": name, "code_bytes": codes, **beside, "stored_bytes": stored, "of_float32": stored / float32}
 
-    float32 = sum(4 * one.spec.num_embeddings * one.spec.embedding_dim for one in tables)
-    found = [row("as described", [in_dtypes(one, (one.spec.dtype, 0.0)) for one in tables])]
-    found += [row(dtype, [in_dtypes(one, (dtype, 0.0)) for one in tables]) for dtype in _BITS]
+    float32 = sum(4 * one.num_embeddings * one.table.width for one in tables)
+    found = [row("as described", tables)]
+    found += [row(dtype, [one.in_dtypes(dtype, dtype, 1.0) for one in tables]) for dtype in DTYPES]
     for hot, cold, share in _BY_POPULARITY:
-        name = f"hottest {share:.0%} {hot}, others {cold}"
-        found.append(row(name, [in_dtypes(one, (hot, share), (cold, 0.0)) for one in tables]))
+        found.append(
+            row(f"hottest {share:.0%} {hot}, others {cold}", [one.in_dtypes(hot, cold, share) for one in tables])
+        )
     return found
 
 
 def _print_bytes(found: Sequence[Mapping[str, Any]]) -> None:
-    parts = ("code_bytes", "scale_bytes", "bitmap_bytes", "stored_bytes")
+    parts = ("code_bytes", "scale_bytes", "class_bytes", "stored_bytes")
     rows = [
         (
             one["dtype"],
@@ -268,10 +305,10 @@ def _print_proposal(proposal: Proposal) -> None:
     for step in proposal.steps:
         if step.note:
             click.echo(f"{step.lever}: {step.note}")
-        for change in step.tables[:MAX_TABLES]:
+        for change in sorted(step.tables, key=lambda one: one.bytes_after - one.bytes_before)[:MAX_CHANGES]:
             sizes = f"{human_bytes(change.bytes_before)} -> {human_bytes(change.bytes_after)}"
             click.echo(f"{step.lever}: {change.table}: {change.before} -> {change.after} ({sizes})")
-        if (left := len(step.tables) - MAX_TABLES) > 0:
+        if (left := len(step.tables) - MAX_CHANGES) > 0:
             click.echo(f"{step.lever}: and {left} tables more (--json has all)")
     if proposal.bytes_after <= proposal.limit_bytes:
         click.echo(f"fits: {human_bytes(proposal.bytes_after)}")
@@ -281,7 +318,8 @@ def _print_proposal(proposal: Proposal) -> None:
         click.echo(f"does not fit: {human_bytes(proposal.bytes_after)} are left, and --levers leaves out shard")
 
 
-_WIDTH, _HEIGHT, _LEFT, _TOP, _RIGHT, _BOTTOM = 640, 400, 60, 30, 610, 340
+_WIDTH, _HEIGHT = 640, 400
+_LEFT, _TOP, _RIGHT, _BOTTOM = 60, 30, 610, 340
 _COLOURS = {"curve": "#4477aa", "steps": "#cc6677"}
 
 
@@ -320,7 +358,7 @@ def _drawn(document: Mapping[str, Any]) -> str:
     decimals = [mark * 10**power for power in range(math.floor(low), math.ceil(high) + 1) for mark in (1, 2, 5)]
     shown = [size for size in decimals if low <= math.log10(size) <= high]
     for size in shown[:: max(len(shown) // 8, 1)]:
-        x, y = at(size, 0)
+        x, y = at(size, 0.0)
         line([(x, y), (x, y + 5)], "#333")
         text(x, y + 18, human_bytes(size))
     text((_LEFT + _RIGHT) / 2, _HEIGHT - 16, "bytes of all rows")
