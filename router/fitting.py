@@ -79,6 +79,16 @@ class TableIds:
             merged = IdCounts(merged.ids[known], merged.counts[known])
         return cls(merged.ids, merged.counts, np.array([seed], np.uint64))
 
+    def row_counts(self, table: TableDescription) -> tuple[Int64Array, Int64Array] | None:
+        """Return rows that were asked for, int64 [r], ascending, and how often each; None of a vocabulary's table."""
+        if isinstance(table.id_mapping, VocabularyMapping):
+            return None
+        rows = self.ids
+        if isinstance(table.id_mapping, HashMapping):
+            rows = hashed_rows(self.ids, self.seeds, np.array([table.num_embeddings], np.uint64))
+        counted = IdCounts.merged(f"table {table.name!r}", [IdCounts(rows, self.counts)])
+        return counted.ids, counted.counts
+
     def rows(self, table: TableDescription) -> RowLookups:
         """Find how often each row is looked up: hashed, or a row for each id, as identity and vocabulary have it."""
         if isinstance(table.id_mapping, HashMapping):
@@ -302,13 +312,14 @@ def fitted(description: ModelDescription, by_feature: Mapping[str, IdCounts]) ->
     """
     tables = []
     for table in description.tables:
-        rows = table.num_embeddings
-        if rows == "auto":
+        if table.num_embeddings == "auto":
             if (asked := TableIds.of(table, by_feature)) is None:
                 raise FittingError(
                     f"table {table.name!r}: num_embeddings auto needs a trace of the ids of its features "
                     f"{list(table.feature_names)}"
                 )
-            rows = smallest_size(asked, table.max_collision_share)
-        tables.append(table.model_copy(update={"num_embeddings": rows}))
+            size = {"num_embeddings": smallest_size(asked, table.max_collision_share), "default_row": 0}
+            tables.append(table.model_copy(update=size))
+        else:
+            tables.append(table)
     return description.model_copy(update={"tables": tuple(tables)})

@@ -358,7 +358,8 @@ class Propose:
             return done, _nothing(tables, done, "no hashed table with a trace of raw ids is larger than its ids need")
         if lever == "prune":
             done = self._rounds(tables, [partial(_pruned, 1.0), partial(_pruned, self.keep_share)])
-            note = "at export, with the same counts: export --prune"
+            rarest = any(one.keep_share not in (None, 1.0) for one in done)
+            note = f"at export, with counts: export --prune{f' --keep-share {self.keep_share:g}' * rarest}"
             return done, _nothing(tables, done, "no table with counts has rows that nobody asks for", note)
         if lever == "unify":
             done = self._unified(tables)

@@ -1,0 +1,114 @@
+"""Traces in every form count the same ids, and what is no trace is refused by name."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from loader import id_counts
+from loader.errors import TraceError
+from loader.id_counts import IdCounts, read_traces
+from loader.snapshot.tables import fingerprint_strings
+
+IDS = np.array([7, 3, 7, 2**62, 3, 7])
+COUNTED = {3: 2, 7: 3, 2**62: 1}
+
+
+def counted(one: IdCounts) -> dict[int, int]:
+    assert np.all(np.diff(one.ids) > 0)
+    return dict(zip(one.ids.tolist(), one.counts.tolist(), strict=True))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(0, 9), max_size=60), st.integers(1, 7))
+def test_ids_are_counted_in_whatever_pieces_they_come(ids: list[int], piece: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(id_counts, "_PIECE_VALUES", piece)
+        found = IdCounts.of_values("here", np.array(ids, np.int32))
+    assert counted(found) == {one: ids.count(one) for one in ids}
+    assert found.lookups == len(ids)
+
+
+def test_npy_and_csv_count_alike_and_several_traces_add_up(tmp_path: Path) -> None:
+    np.save(tmp_path / "item.npy", IDS)
+    lines = ["label,item,shop", *(f"0,{one},a{one % 2}" for one in IDS), "1,,"]
+    (tmp_path / "log.csv").write_text("\n".join(lines) + "\n")
+    csv, npy = str(tmp_path / "log.csv"), f"item={tmp_path / 'item.npy'}"
+    of_csv = read_traces([csv], {"item", "shop", "user"})
+    assert counted(of_csv["item"]) == counted(read_traces([npy], {"item"})["item"]) == COUNTED
+    # Texts count by the fingerprint that serving looks them up by; an empty cell is no id.
+    a0, a1 = fingerprint_strings(["a0", "a1"]).tolist()
+    assert of_csv.keys() == {"item", "shop"}
+    assert counted(of_csv["shop"]) == {a0: 1, a1: 5}
+    assert counted(read_traces([csv, npy], {"item"})["item"]) == {one: 2 * times for one, times in COUNTED.items()}
+
+
+def test_parquet_counts_numbers_strings_and_lists(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    bags = [[7, 3], [7], None, [], [2**62, 3, 7]]
+    table = {"item": bags, "shop": ["x", "y", "x", None, "x"], "user": pyarrow.array([1, 1, 2, None, 2], "uint32")}
+    parquet.write_table(pyarrow.table(table), tmp_path / "log.parquet")
+    found = read_traces([str(tmp_path / "log.parquet")], {"item", "shop", "user"})
+    x, y = fingerprint_strings(["x", "y"]).tolist()
+    assert counted(found["item"]) == COUNTED
+    assert counted(found["shop"]) == {x: 3, y: 1}
+    assert counted(found["user"]) == {1: 2, 2: 2}
+
+
+def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(TraceError, match=r"log\.parquet: Parquet needs pyarrow: pip install 'shardrank\[parquet\]'"):
+        read_traces([str(tmp_path / "log.parquet")], {"item"})
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (np.array([1, -4]), "feature 'item': id -4 is not in"),
+        (np.array([2**63], np.uint64), "id 9223372036854775808 is not in"),
+        (np.array([1.5]), r"ids must be whole numbers \[n\]; got float64 \[1\]"),
+        (np.zeros((2, 2), np.int64), r"got int64 \[2, 2\]"),
+        (np.array(["a"], object), "not an array that can be read"),
+    ],
+)
+def test_an_array_that_is_no_trace_is_refused(tmp_path: Path, values: np.ndarray, message: str) -> None:
+    np.save(tmp_path / "item.npy", values)
+    with pytest.raises(TraceError, match=message):
+        read_traces([f"item={tmp_path / 'item.npy'}"], {"item"})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("user,shop\n1,2\n", r"none of its columns \['user', 'shop'\] is a feature; these are \['item'\]"),
+        ("item,item\n1,2\n", "a column is there twice"),
+        ("item,shop\n1\n", "a line of 1 cells; the header has 2"),
+        ("item\n-1\n", "column 'item': id -1 is not in"),
+        ("item\n99999999999999999999\n", "an id is not in"),
+        (f"item\n{'a' * 1025}\n", "an id of 1025 characters; at most 1024"),
+        ("item\n\xff\n", "can't be read"),
+    ],
+)
+def test_a_table_that_is_no_trace_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "log.csv").write_bytes(text.encode("latin-1"))
+    with pytest.raises(TraceError, match=message):
+        read_traces([str(tmp_path / "log.csv")], {"item"})
+
+
+@pytest.mark.parametrize("trace", ["item.npy", "item=log.csv.gz", "items=item.npy", "item=missing.npy", "missing.csv"])
+def test_a_trace_of_another_kind_or_feature_or_that_is_missing_is_refused(tmp_path: Path, trace: str) -> None:
+    with pytest.raises(TraceError, match=r"item|missing"):
+        read_traces([trace], {"item"})
+
+
+def test_more_ids_than_there_is_room_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(id_counts, "MAX_DISTINCT_IDS", 4)
+    IdCounts.of_values("here", np.arange(4))
+    with pytest.raises(TraceError, match="here: more than 4 different ids"):
+        IdCounts.of_values("here", np.arange(5))

@@ -1,0 +1,190 @@
+"""`shardrank fit`: the textbook's sizes, what a trace says, a proposal that is a description, wrong input by name."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from loader.description import ModelDescription, TableDescription
+from loader.snapshot.per_row import write_access_counts
+from router.fitting import DEFAULT_COLLISION_SHARE
+from router.levers import DEFAULT_KEEP_SHARE, LEVERS
+from serving.cli import fit, main
+from serving.cli.options import share
+
+LEVERS_PAGE = Path(__file__).resolve().parents[3] / "docs/levers"
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(main, ["fit", *map(str, arguments)], prog_name="shardrank")
+
+
+def found(*arguments: object) -> dict[str, Any]:
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.output)
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Path:
+    """A description with a hashed and an identity table, and in its folder a trace of 20,000 lookups of each."""
+    rng = np.random.default_rng(3)
+    np.save(tmp_path / "item.npy", np.minimum(rng.zipf(1.3, 20_000), 2**40))
+    np.save(tmp_path / "user.npy", np.minimum(rng.zipf(1.1, 20_000), 9999))
+    hashed = {"num_embeddings": 200_000, "id_mapping": {"kind": "hash"}, "dtype": "fp32"}
+    tables = {"items": ("item", hashed), "users": ("user", {"num_embeddings": 10_000, "dtype": "fp32"})}
+    described = {
+        "model": "shop",
+        "tables": [
+            {"name": one, "embedding_dim": 16, "feature_names": [name], **more} for one, (name, more) in tables.items()
+        ],
+        "features": [{"name": name, "side": "candidate"} for name, _ in tables.values()],
+        "dense_model": {"kind": "mlp"},
+    }  # fmt: skip
+    path = tmp_path / "shop.json"
+    path.write_text(json.dumps(described))
+    return path
+
+
+def traces(shop: Path) -> list[str]:
+    return [word for name in ("item", "user") for word in ("--trace", f"{name}={shop.parent / name}.npy")]
+
+
+def test_the_textbook_table_has_the_textbooks_sizes_with_scales_beside() -> None:
+    table = {one["dtype"]: one for one in found(LEVERS_PAGE / "textbook.json")["bytes"]}
+    assert {name: table[name]["code_bytes"] for name in ("fp32", "int8", "int4")} == {
+        "fp32": 1.024e12, "int8": 0.256e12, "int4": 0.128e12
+    }  # fmt: skip
+    # A float32 scale and bias a row of int8, float16 of int4.
+    assert (table["int8"]["scale_bytes"], table["int4"]["scale_bytes"]) == (8 * 2e9, 4 * 2e9)
+    assert table["as described"]["stored_bytes"] == 1.024e12
+    text = run(LEVERS_PAGE / "textbook.json").output
+    for words in ("1,024,000,000,000", "256,000,000,000   256.0 GB          16.0 GB", "128,000,000,000   128.0 GB"):
+        assert words in text
+
+
+def test_six_terabytes_become_a_fifth_by_int8_and_int4_by_popularity() -> None:
+    six = LEVERS_PAGE / "six-terabytes.json"
+    document = found(six, "--bytes", "1.2TB", "--levers", "precision")
+    by_popularity = document["bytes"][-1]
+    assert (document["bytes"][0]["stored_bytes"], by_popularity["dtype"]) == (6e12, "hottest 50% int8, others int4")
+    rows = 6e12 / 512
+    assert by_popularity["code_bytes"] == rows * (128 + 64) / 2
+    assert by_popularity["scale_bytes"] == rows * (8 + 4) / 2
+    assert by_popularity["class_bytes"] == pytest.approx(rows * 1.0625 / 8, rel=1e-6)
+    assert 0.19 < by_popularity["of_float32"] < 0.2
+    (step,) = document["proposal"]["steps"]
+    assert step["bytes_after"] == by_popularity["stored_bytes"]
+    assert "hottest 50% int8, others int4   1,125,000,000,000" in run(six).output
+
+
+def test_a_trace_is_measured_and_the_proposal_is_a_description_that_has_its_bytes(shop: Path, tmp_path: Path) -> None:
+    out, plot = tmp_path / "smaller.json", tmp_path / "smaller.svg"
+    arguments = (shop, *traces(shop), "--bytes", "100kB", "--out", out, "--plot", plot)
+    document = found(*arguments)
+    items, users = document["tables"]
+    ids = np.load(shop.parent / "item.npy")
+    assert (items["lookups"], items["distinct_ids"]) == (20_000, np.unique(ids).size)
+    assert items["rows_used"] == pytest.approx(items["expected_rows_used"], rel=0.01)
+    assert (users["expected_rows_used"], users["lookups_colliding_share"]) == (None, 0)
+    proposal = document["proposal"]
+    assert [one["lever"] for one in proposal["steps"]] == list(LEVERS)[: len(proposal["steps"])]
+    assert proposal["bytes_after"] <= 100_000
+    described = ModelDescription.model_validate_json(out.read_text(), strict=True)
+    described.compiled()
+    drawn = ET.fromstring(plot.read_text())
+    titles = [one.text for one in drawn.iter("{http://www.w3.org/2000/svg}title")]
+    assert len(titles) == len(document["hash_sizes"]) + len(proposal["steps"])
+    text = run(*arguments).output
+    for one in proposal["steps"]:
+        assert one["lever"] in text
+    assert "fits: " in text
+
+
+def test_what_a_proposal_writes_has_the_bytes_that_it_says(shop: Path, tmp_path: Path) -> None:
+    out, counts = tmp_path / "smaller.json", tmp_path / "counts.safetensors"
+    arguments = (*traces(shop), "--bytes", "300kB", "--levers", "fit,dims,precision", "--out", out)
+    proposal = found(shop, *arguments, "--counts-out", counts)["proposal"]
+    written = found(out, "--counts", counts)
+    assert written["bytes"][0]["stored_bytes"] == proposal["bytes_after"] <= 300_000
+    # The rows' counts are those of the sizes proposed, as export wants them for rows by popularity.
+    sized = {one.name: one.num_embeddings for one in ModelDescription.model_validate_json(out.read_text()).tables}
+    assert {one["table"]: one["num_embeddings"] for one in written["tables"]} == sized
+    assert sized["items"] < 200_000
+    assert [one["lookups"] for one in written["tables"]] == [20_000, 20_000]
+
+
+def test_auto_is_found_before_anything_is_printed(shop: Path) -> None:
+    document = json.loads(shop.read_text())
+    document["tables"][0] |= {"num_embeddings": "auto", "max_collision_share": 0.2}
+    shop.write_text(json.dumps(document))
+    items = found(shop, *traces(shop))["tables"][0]
+    assert items["lookups_colliding_share"] <= 0.2
+    refused = run(shop)
+    assert refused.exit_code == 1
+    assert "table 'items': num_embeddings auto needs a trace of the ids of its features ['item']" in refused.output
+
+
+def test_a_servers_counts_are_of_rows_so_that_hash_sizes_stay(shop: Path, tmp_path: Path) -> None:
+    counts = tmp_path / "counts.safetensors"
+    rows = np.arange(0, 200_000, 100)
+    write_access_counts(counts, {"items": (rows, np.full(rows.size, 3.0))})
+    document = found(shop, "--counts", counts, "--bytes", "1MB")
+    (items,) = document["tables"]
+    assert (items["rows_used"], items["lookups"], items["distinct_ids"]) == (2000, 6000, None)
+    assert items["lookups_colliding_share"] is None
+    assert [one["note"].partition(":")[0] for one in document["proposal"]["steps"]] == [
+        "nothing",
+        "at export, with the same counts",
+    ]
+    assert "collisions can't be measured" in run(shop, "--counts", counts).output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--bytes", "0"], "'0' is not a number of bytes, 1 or more"),
+        (["--bytes", "6 apples"], "'6 apples' is not a number of bytes"),
+        (["--max-collision-share", "0"], "is not a share above 0% and below 100%"),
+        (["--max-collision-share", "1"], "is not a share above 0% and below 100%"),
+        (["--keep-share", "0"], "0.0 is not in the range"),
+        (["--levers", "prune,fold"], "'fold' is none of fit, prune"),
+        (["--out", "x.json"], "--out needs --bytes"),
+        (["--plot", "x.svg"], "--plot: nothing to draw without a --trace or --counts"),
+        (["--trace", "user={folder}/far.npy"], "table 'users': id 10000 of features ['user'] is not below"),
+        (["--trace", "item={folder}/below.npy"], "id -1 is not in [0, 2^63)"),
+        (["--trace", "shop={folder}/far.npy"], "no feature 'shop'; the model has ['item', 'user']"),
+        (["--counts", "{folder}/other"], "access counts of ['films']; the model's tables are ['items', 'users']"),
+        (["--counts", "{folder}/short"], "table 'users': access counts: expected integers [10000], got int64 [7]"),
+        (["--counts", "{folder}/short", "--trace", "item={folder}/far.npy"], "give one of them"),
+    ],
+)  # fmt: skip
+def test_wrong_input_is_refused_by_name(shop: Path, arguments: list[str], message: str) -> None:
+    folder = shop.parent
+    np.save(folder / "far.npy", np.array([1, 10_000]))
+    np.save(folder / "below.npy", np.array([5, -1]))
+    for name, of in (("other", "films"), ("short", "users")):
+        (folder / name).mkdir()
+        np.save(folder / name / f"{of}.npy", np.arange(7))
+    result = run(shop, *(one.format(folder=folder) for one in arguments))
+    assert result.exit_code != 0
+    assert message in " ".join(result.output.replace("│", " ").split())
+
+
+def test_flags_repeat_what_the_router_has() -> None:
+    assert fit.LEVER_NAMES == LEVERS
+    assert share(fit.DEFAULT_COLLISION_SHARE) == DEFAULT_COLLISION_SHARE
+    assert fit.DEFAULT_KEEP_SHARE == DEFAULT_KEEP_SHARE
+    assert TableDescription.model_fields["max_collision_share"].default == DEFAULT_COLLISION_SHARE
+
+
+def test_a_published_model_can_be_fitted_too() -> None:
+    document = found("merlin-tiny")
+    assert document["bytes"][0]["of_float32"] < 0.5
+    assert document["tables"] == []
