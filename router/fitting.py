@@ -127,6 +127,11 @@ class RowLookups:
         return int(self.lookups.sum())
 
     @property
+    def seen_once(self) -> int:
+        """Count the rows with one lookup."""
+        return int((self.lookups == 1).sum())
+
+    @property
     def colliding(self) -> int:
         """Return the lookups of rows that several ids read."""
         return int(self.lookups[self.is_shared].sum())
@@ -249,6 +254,8 @@ class TableMeasures(Frozen):
         expected_rows_used: of a hashed table, what chance gives.
         ids_alone_share, expected_ids_alone_share: ids that share their row with no other, measured and by chance.
         lookups_colliding_share: lookups whose id shares its row with another one that occurs.
+        unseen_share: of lookups to come, those of rows that the trace has not; by the rows that it has once (Good, "The
+            Population Frequencies of Species", 1953: seen once / lookups).
         head: of the rows asked for, hottest first.
         caches: hit rates of the hottest rows in some sizes of memory.
     """
@@ -265,6 +272,7 @@ class TableMeasures(Frozen):
     ids_alone_share: float | None
     expected_ids_alone_share: float | None
     lookups_colliding_share: float | None
+    unseen_share: float | None
     head: tuple[HeadUse, ...]
     caches: tuple[CacheUse, ...]
 
@@ -297,6 +305,7 @@ def measure(
         ids_alone_share=None if sharing is None else 1 - sharing / max(num_ids or 0, 1),
         expected_ids_alone_share=expected_alone(num_ids or 0, num_embeddings) if is_hashed else None,
         lookups_colliding_share=None if sharing is None else rows.colliding / total,
+        unseen_share=None if sharing is None else rows.seen_once / total,
         head=tuple(
             HeadUse(share_of_rows=share, rows=count, share_of_lookups=of_hottest(count)) for share, count in heads
         ),

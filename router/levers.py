@@ -358,9 +358,9 @@ class Propose:
             return done, _nothing(tables, done, "no hashed table with a trace of raw ids is larger than its ids need")
         if lever == "prune":
             done = self._rounds(tables, [partial(_pruned, 1.0), partial(_pruned, self.keep_share)])
-            rarest = any(one.keep_share not in (None, 1.0) for one in done)
-            note = f"at export, with counts: export --prune{f' --keep-share {self.keep_share:g}' * rarest}"
-            return done, _nothing(tables, done, "no table with counts has rows that nobody asks for", note)
+            return done, _nothing(
+                tables, done, "no table with counts has rows that nobody asks for", self._pruning(done)
+            )
         if lever == "unify":
             done = self._unified(tables)
             return done, _nothing(
@@ -392,6 +392,20 @@ class Propose:
                 if made is not None and made.stored_bytes < done[at].stored_bytes:
                     done[at], total = made, others + made.stored_bytes
         return tuple(done)
+
+    def _pruning(self, tables: Sequence[LeveredTable]) -> str:
+        rarest = any(one.keep_share not in (None, 1.0) for one in tables)
+        told = f"at export, with counts: export --prune{f' --keep-share {self.keep_share:g}' * rarest}"
+        known = [one.rows for one in tables if one.asked is not None and one.rows is not None]
+        lookups = sum(one.total for one in known)
+        pruned = [
+            one.rows.seen_once
+            for one in tables
+            if one.asked is not None and one.rows and one.kept_rows < one.num_embeddings
+        ]
+        if not lookups or not pruned:
+            return told
+        return f"{told}; and of lookups to come about {sum(pruned) / lookups:.2%} are of rows that the trace has not"
 
     def _collisions_allowed(self, tables: Sequence[LeveredTable]) -> float:
         return self.max_collision_share or min(one.table.max_collision_share for one in tables)

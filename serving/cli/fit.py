@@ -141,6 +141,16 @@ def _write(path: Path, text: str) -> None:
         raise click.UsageError(f"{path}: {error.strerror or error}") from error
 
 
+def _write_counts(path: Path, tables: Sequence[LeveredTable]) -> None:
+    from loader.snapshot.per_row import write_access_counts
+
+    asked = {one.table.name: one.asked.row_counts(one.table) for one in tables if one.asked is not None}
+    counts = {name: one for name, one in asked.items() if one is not None}
+    if not counts:
+        raise click.UsageError("--counts-out: there is no --trace of a table whose rows are known.")
+    write_access_counts(path, counts)
+
+
 def _asked(named: str, options: Options) -> tuple[ModelDescription, dict[str, IdCounts], dict[str, RowLookups]]:
     """Return a model, its ids by feature, and its rows' lookups by table.
 
@@ -260,12 +270,12 @@ def _print_measures(measured: Sequence[TableMeasures], *, ids_known: bool) -> No
     rows = [
         (one.table, _count(one.num_embeddings), human_bytes(one.stored_bytes), _count(one.lookups),
          _count(one.distinct_ids), _count(one.ids_seen_once), _count(one.rows_used), _share(one.rows_unused_share),
-         *(_share(head.share_of_lookups) for head in one.head))
+         *(_share(head.share_of_lookups) for head in one.head), _share(one.unseen_share))
         for one in largest
     ]  # fmt: skip
     columns = ("table", "#rows", "#bytes", "#lookups", "#ids", "#seen once", "#rows used", "#rows not",
-               "#of hottest 1 %", "#of hottest 10 %")  # fmt: skip
-    print_table(f"Tables, {title}; the hottest are of the rows used", columns, rows)
+               "#hottest 1 %", "#hottest 10 %", "#new to come")  # fmt: skip
+    print_table(f"Tables, {title}; lookups of the hottest rows used, and those to come of rows not used", columns, rows)
     if not ids_known:
         click.echo("Counts are of rows, not of ids, so collisions can't be measured: for those give a --trace.\n")
     _print_collisions([one for one in largest if one.expected_rows_used is not None and one.distinct_ids])

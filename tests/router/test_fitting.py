@@ -145,6 +145,15 @@ def test_a_table_is_measured_by_its_hottest_rows() -> None:
     assert measure(table(1030), 1030 * 12, rows_only).ids_alone_share is None
 
 
+def test_the_lookups_to_come_of_rows_not_seen_yet_are_told_by_those_seen_once() -> None:
+    chance = np.arange(1, 20_001) ** -1.1
+    chance /= chance.sum()
+    seen = np.bincount(np.random.default_rng(2).choice(20_000, 50_000, p=chance), minlength=20_000)
+    found = measure(table(20_000), 20_000 * 12, RowLookups.alone(seen))
+    assert found.unseen_share == pytest.approx(chance[seen == 0].sum(), abs=0.003)
+    assert found.unseen_share > 0.03
+
+
 def test_auto_becomes_the_smallest_size_for_the_ids_that_come() -> None:
     auto = table("auto", id_mapping=HashMapping(), max_collision_share=0.1, default_row=70)
     described = ModelDescription(

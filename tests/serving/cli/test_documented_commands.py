@@ -31,6 +31,7 @@ PAGES = [
     "CONTRIBUTING.md",
     "deploy/README.md",
     "docs/serving-your-own-model.md",
+    "docs/levers.md",
     "docs/nvlink.md",
     "docs/plan.md",
     "docs/tls-and-tokens.md",
