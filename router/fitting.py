@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
@@ -32,10 +33,10 @@ HEAD_SHARES = (0.01, 0.1)
 """Shares of the ids that occur, hottest first, whose share of lookups is told."""
 CACHE_SHARES = (0.001, 0.01, 0.1, 0.5)
 """Shares of a table's bytes whose hit rate, if they hold its hottest rows, is told."""
-_MAX_IDS = 2**32
+_HASHES = 2**32
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class TableIds:
     """The raw ids that one table was asked for.
 
@@ -66,7 +67,9 @@ class TableIds:
             ids = np.concatenate([one.ids for one in asked.values()])
             counts = np.concatenate([one.counts for one in asked.values()])
             return cls(ids, counts, np.repeat(seeds, sizes))
-        merged = IdCounts.merged(f"table {table.name!r}", asked.values())
+        merged = next(iter(asked.values()))
+        if len(asked) > 1:
+            merged = IdCounts.merged(f"table {table.name!r}", asked.values())
         seed = mapping.seed if isinstance(mapping, HashMapping) else 0
         rows, is_row = table.num_embeddings, not isinstance(mapping, HashMapping | VocabularyMapping)
         if is_row and isinstance(rows, int) and merged.ids.size and int(merged.ids[-1]) >= rows:
@@ -79,14 +82,36 @@ class TableIds:
             merged = IdCounts(merged.ids[known], merged.counts[known])
         return cls(merged.ids, merged.counts, np.array([seed], np.uint64))
 
+    @cached_property
+    def _by_hash(self) -> tuple[UInt64Array, Int64Array]:
+        """Return the upper 32 bits of ids' hashes, ascending, and the ids' counts: by one sort, 24 bytes an id."""
+        if self.ids.size >= _HASHES:
+            raise FittingError(f"{self.ids.size} ids of one table; at most {_HASHES - 1} can be grouped")
+        keys = hashed_rows(self.ids, self.seeds, np.array([_HASHES], np.uint64)).view(np.uint64)
+        keys <<= np.uint64(32)
+        keys |= np.arange(keys.size, dtype=np.uint64)
+        keys.sort()
+        counts = self.counts[(keys & np.uint64(_HASHES - 1)).view(np.int64)]
+        keys >>= np.uint64(32)
+        return keys, counts
+
+    def hashed_to(self, num_embeddings: int) -> tuple[UInt64Array, Int64Array]:
+        """Return the row of each id in a hashed table of so many, uint64 [n], ascending, and its count, int64 [n].
+
+        The row is floor(hash * num_embeddings / 2^32): whatever the size, rows stand in the order of the hashes.
+        """
+        hashes, counts = self._by_hash
+        return (hashes * np.uint64(num_embeddings)) >> np.uint64(32), counts
+
     def row_counts(self, table: TableDescription) -> tuple[Int64Array, Int64Array] | None:
         """Return rows that were asked for, int64 [r], ascending, and how often each; None of a vocabulary's table."""
         if isinstance(table.id_mapping, VocabularyMapping):
             return None
-        rows = self.ids
+        rows, counts = self.ids, self.counts
         if isinstance(table.id_mapping, HashMapping):
-            rows = hashed_rows(self.ids, self.seeds, np.array([table.num_embeddings], np.uint64))
-        counted = IdCounts.merged(f"table {table.name!r}", [IdCounts(rows, self.counts)])
+            hashed, counts = self.hashed_to(int(table.num_embeddings))
+            rows = hashed.view(np.int64)
+        counted = IdCounts.merged(f"table {table.name!r}", [IdCounts(rows, counts)])
         return counted.ids, counted.counts
 
     def rows(self, table: TableDescription) -> RowLookups:
@@ -152,22 +177,12 @@ class RowLookups:
 
 
 def _shared_rows(asked: TableIds, num_embeddings: int) -> RowLookups:
-    """Group ids by row with one sort of row << 32 | position: 24 bytes an id, whatever the table's size."""
-    if asked.ids.size >= _MAX_IDS:
-        raise FittingError(f"{asked.ids.size} ids of one table; at most {_MAX_IDS - 1} can be grouped")
-    rows = hashed_rows(asked.ids, asked.seeds, np.array([num_embeddings], np.uint64))
-    keys = rows.view(np.uint64)
-    keys <<= np.uint64(32)
-    keys |= np.arange(keys.size, dtype=np.uint64)
-    keys.sort()
-    is_first = np.ones(keys.size, np.bool_)
-    np.not_equal(keys[1:] >> np.uint64(32), keys[:-1] >> np.uint64(32), out=is_first[1:])
-    first = np.flatnonzero(is_first)
-    if not first.size:
-        return RowLookups.alone(asked.counts)
-    keys &= np.uint64(0xFFFFFFFF)
-    lookups = np.add.reduceat(asked.counts[keys.view(np.int64)], first)
-    ids = np.diff(first, append=keys.size)
+    """Group ids by the row that they are hashed to."""
+    rows, counts = asked.hashed_to(num_embeddings)
+    if not rows.size:
+        return RowLookups.alone(counts)
+    first = np.flatnonzero(np.concatenate([[True], rows[1:] != rows[:-1]]))
+    lookups, ids = np.add.reduceat(counts, first), np.diff(first, append=rows.size)
     hottest = np.argsort(-lookups, kind="stable")
     is_shared = ids > 1
     return RowLookups(lookups[hottest], is_shared[hottest], int(ids[is_shared].sum()))
@@ -208,8 +223,12 @@ def smallest_size(asked: TableIds, max_collision_share: float = DEFAULT_COLLISIO
         raise FittingError("no id of the table is in the trace, so that no size can be found for it")
     allowed = max_collision_share * asked.counts.sum()
 
-    def is_enough(rows: int) -> bool:
-        return bool(_shared_rows(asked, rows).colliding <= allowed)
+    def is_enough(size: int) -> bool:
+        rows, counts = asked.hashed_to(size)
+        is_shared = np.zeros(rows.size, np.bool_)
+        is_shared[1:] = rows[1:] == rows[:-1]
+        is_shared[:-1] |= is_shared[1:]
+        return bool(counts[is_shared].sum() <= allowed)
 
     # Whoever is alone has a row of its own: fewer rows than the hottest ids that make up the rest can't be enough.
     must_be_alone = np.cumsum(np.sort(asked.counts)[::-1])

@@ -91,6 +91,7 @@ class LeveredTable:
         table: its `num_embeddings` is a number.
         first: as it was described before any lever.
         traced: by feature of the model, the ids it was asked for, where they are known.
+        asked: its own, None if there is no trace of them.
         observed: how often its rows are looked up, where only that is known.
         keep_share: pruned to the hottest rows with that share of lookups; None if it is not.
     """
@@ -98,13 +99,9 @@ class LeveredTable:
     table: TableDescription
     first: TableDescription
     traced: Mapping[str, IdCounts]
+    asked: TableIds | None = None
     observed: RowLookups | None = None
     keep_share: float | None = None
-
-    @cached_property
-    def asked(self) -> TableIds | None:
-        """Return the raw ids that it was asked for; None if there is no trace of them."""
-        return None if self.observed is not None else TableIds.of(self.table, self.traced)
 
     @cached_property
     def rows(self) -> RowLookups | None:
@@ -188,7 +185,10 @@ class LeveredTable:
     def updated(self, **changes: Any) -> LeveredTable:
         """Return it with other fields of its description, which are checked."""
         fields = {name: getattr(self.table, name) for name in TableDescription.model_fields}
-        return replace(self, table=TableDescription(**{**fields, **changes}))
+        table, asked = TableDescription(**{**fields, **changes}), self.asked
+        if asked is not None and not changes.keys().isdisjoint({"feature_names", "id_mapping"}):
+            asked = TableIds.of(table, self.traced)
+        return replace(self, table=table, asked=asked)
 
     def told(self) -> str:
         """Say what it is stored as: rows, dims, dtypes."""
@@ -222,7 +222,12 @@ def levered(
         traced: by feature, ids of a trace.
         observed: by table, how often its rows are looked up; of tables without a trace of ids.
     """
-    return tuple(LeveredTable(one, one, traced, observed.get(one.name)) for one in tables)
+    return tuple(
+        LeveredTable(
+            one, one, traced, None if one.name in observed else TableIds.of(one, traced), observed.get(one.name)
+        )
+        for one in tables
+    )
 
 
 CURVE_SHARES = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.15, 0.1, 0.07, 0.05, 0.03, 0.02, 0.01)
@@ -395,7 +400,7 @@ class Propose:
 
     def _pruning(self, tables: Sequence[LeveredTable]) -> str:
         rarest = any(one.keep_share not in (None, 1.0) for one in tables)
-        told = f"at export, with counts: export --prune{f' --keep-share {self.keep_share:g}' * rarest}"
+        told = f"at export: export --counts FILE --prune{f' --keep-share {self.keep_share:g}' * rarest}"
         known = [one.rows for one in tables if one.asked is not None and one.rows is not None]
         lookups = sum(one.total for one in known)
         pruned = [

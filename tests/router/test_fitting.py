@@ -150,7 +150,7 @@ def test_the_lookups_to_come_of_rows_not_seen_yet_are_told_by_those_seen_once() 
     chance /= chance.sum()
     seen = np.bincount(np.random.default_rng(2).choice(20_000, 50_000, p=chance), minlength=20_000)
     found = measure(table(20_000), 20_000 * 12, RowLookups.alone(seen))
-    assert found.unseen_share == pytest.approx(chance[seen == 0].sum(), abs=0.003)
+    assert found.unseen_share == pytest.approx(chance[seen == 0].sum(), abs=0.006)
     assert found.unseen_share > 0.03
 
 

@@ -153,7 +153,7 @@ def test_blocks_and_dtypes_have_the_bytes_of_their_parts_and_what_they_change_is
     counts = np.sort(rng.zipf(1.2, 1000) % 1000)[::-1]
     blocks = (Block(share=0.1), Block(share=0.2, dim=8), Block(dim=2, dtype="int4"))
     described = table("t", 1000, blocks=blocks)
-    made = LeveredTable(described, table("t", 1000), {}, RowLookups.alone(counts, of_ids=False))
+    made = LeveredTable(described, table("t", 1000), {}, None, RowLookups.alone(counts, of_ids=False))
     rows = [100, 200, 700]
     stored = sum(
         n * codec_for(*one).row_bytes for n, one in zip(rows, (("fp32", 32), ("fp32", 8), ("int4", 2)), strict=True)
@@ -171,7 +171,7 @@ def test_blocks_and_dtypes_have_the_bytes_of_their_parts_and_what_they_change_is
 def test_a_collision_is_counted_once_with_what_else_changes_the_row() -> None:
     trace = zipf_trace({"f_t": 5000})
     (made,) = levered((table("t", 2000, id_mapping=HashMapping()),), trace, {})
-    pruned = LeveredTable(made.table, made.table, trace, None, 0.7)
+    pruned = LeveredTable(made.table, made.table, trace, made.asked, None, 0.7)
     rows = made.rows
     assert rows is not None
     kept = pruned.kept_rows

@@ -142,7 +142,7 @@ def test_a_servers_counts_are_of_rows_so_that_hash_sizes_stay(shop: Path, tmp_pa
     assert items["lookups_colliding_share"] is None
     fitting, pruning = document["proposal"]["steps"]
     assert fitting["note"].startswith("nothing: no hashed table with a trace of raw ids")
-    assert pruning["note"] == "at export, with counts: export --prune"
+    assert pruning["note"] == "at export: export --counts FILE --prune"
     assert "collisions can't be measured" in run(shop, "--counts", counts).output
 
 
