@@ -346,7 +346,7 @@ def _drawn(document: Mapping[str, Any]) -> str:
              for one in document["hash_sizes"] if one["changed_share"] is not None]  # fmt: skip
     proposal = document["proposal"] or {"steps": []}
     steps = [(one["bytes_after"], one["all_changed_share"], one["lever"]) for one in proposal["steps"]
-             if one["all_changed_share"] is not None]  # fmt: skip
+             if one["all_changed_share"] is not None and one["bytes_after"] < one["bytes_before"]]  # fmt: skip
     if not curve and not steps:
         raise click.UsageError("--plot: nothing to draw without a --trace or --counts.")
     sizes = [max(size, 1) for size, _, _ in (*curve, *steps)]
@@ -368,6 +368,7 @@ def _drawn(document: Mapping[str, Any]) -> str:
         ET.SubElement(svg, "polyline", points=" ".join(f"{x},{y}" for x, y in points), fill="none", stroke=colour)
 
     text(_WIDTH / 2, 16, label)
+    text(_LEFT, _TOP - 6, "lookups changed", "start")
     for tenth in range(0, 11, 2):
         x, y = at(10**low, tenth / 10)
         line([(x, y), (_RIGHT, y)], "#ddd")
