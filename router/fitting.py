@@ -11,7 +11,7 @@ Sevastyanov and Chistyakov, "Random Allocations", 1978):
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from loader.description import ModelDescription, TableDescription
 from loader.id_counts import IdCounts
+from loader.snapshot.per_row import MAX_ACCESS_COUNT
 from loader.snapshot.tables import MAX_NUM_EMBEDDINGS, Frozen, HashMapping, VocabularyMapping
 from router.errors import FittingError
 from router.id_mapping import hashed_rows
@@ -330,6 +331,24 @@ def measure(
         ),
         caches=tuple(CacheUse(size_bytes=size, rows=count, hit_rate=of_hottest(count)) for size, count in caches),
     )
+
+
+def count_rows(
+    tables: Iterable[TableDescription], by_feature: Mapping[str, IdCounts]
+) -> dict[str, npt.NDArray[np.uint32]]:
+    """Return how often each row is looked up by a trace of ids, uint32 [num_embeddings], by table.
+
+    Tables without a trace are left out, and those of a vocabulary, whose rows a description does not tell. Raises
+    FittingError as `TableIds.of`.
+    """
+    found = {}
+    for table in tables:
+        asked = TableIds.of(table, by_feature)
+        if asked is not None and (counted := asked.row_counts(table)) is not None:
+            dense = np.zeros(int(table.num_embeddings), np.uint32)
+            dense[counted[0]] = np.minimum(counted[1], MAX_ACCESS_COUNT)
+            found[table.name] = dense
+    return found
 
 
 def fitted(description: ModelDescription, by_feature: Mapping[str, IdCounts]) -> ModelDescription:

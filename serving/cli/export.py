@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     multiple=True,
     also="--access-counts",
 )
+@opts.ids_option
 @opts.pruning_options
 @opts.option(
     "--keep",
@@ -154,6 +155,7 @@ class Pruned(NamedTuple):
         described: ModelDescription,
         counts: Sequence[Path],
         *,
+        ids: Sequence[str] = (),
         prune: bool = False,
         keep_share: float | None = None,
         keep: Sequence[Path] = (),
@@ -165,6 +167,7 @@ class Pruned(NamedTuple):
             path: of the description, named in errors.
             described: what it says.
             counts: files or folders that `read_access_counts` takes, added up.
+            ids: traces of raw ids that `read_traces` takes, which size tables and count as well.
             prune: whether rows are left out.
             keep_share: of lookups; with None all rows that were looked up stay.
             keep: files in the same form with rows that stay.
@@ -175,13 +178,20 @@ class Pruned(NamedTuple):
         """
         from loader.description import choose_rows
         from loader.errors import ExportError
+        from loader.id_counts import read_traces
+        from router.fitting import count_rows, fitted
 
         if not prune and (keep or keep_share is not None):
             raise ExportError(f"{'--keep' if keep else '--keep-share'} goes with --prune")
-        if prune and not counts:
-            raise ExportError("--prune needs --counts: rows that nobody asked for can't be told without")
+        if prune and not counts and not ids:
+            raise ExportError("--prune needs --counts or --ids: rows that nobody asked for can't be told without")
+        traced = read_traces(ids, {one.name for one in described.features})
+        if ids:
+            described = fitted(described, traced)
         spec = compiled(path, described)
         found, also = read_counts(counts, spec), read_counts(keep, spec)
+        for name, own in count_rows(described.tables, traced).items():
+            found[name] = own if name not in found else found[name].astype(np.uint64) + own
         if missing := sorted(set(also) - set(found)):
             raise ExportError(f"--keep: rows of {missing}, of which there are no --counts")
         kept: dict[str, npt.NDArray[np.bool_]] = {}
@@ -206,7 +216,7 @@ class Pruned(NamedTuple):
 
 def _pruned(path: Path, options: Mapping[str, Any]) -> Pruned:
     blocks = {table for table, _ in options["blocks"]}
-    levers = {name: options[name] for name in ("prune", "keep_share", "keep")}
+    levers = {name: options[name] for name in ("ids", "prune", "keep_share", "keep")}
     return Pruned.of(path, read_description(path), options["counts"], **levers, blocks=blocks)
 
 

@@ -27,6 +27,7 @@ MAX_CHANGES = 8
 LEVER_NAMES = ("fit", "prune", "unify", "compose", "dims", "precision", "shard")
 """Repeated from the router because importing it would make `--help` slow; a test compares them."""
 DEFAULT_COLLISION_SHARE, DEFAULT_KEEP_SHARE = "5%", 0.999
+_NO_LEVERS: Options = {"ids": (), "prune": False, "keep_share": None}
 DTYPES: tuple[RowDtype, ...] = ("fp32", "fp16", "int8", "int4")
 _BITS = {"fp32": 32, "fp16": 16, "int8": 8, "int4": 4}
 _BY_POPULARITY: tuple[tuple[RowDtype, RowDtype, float], ...] = (
@@ -148,7 +149,9 @@ def _write_counts(path: Path, tables: Sequence[LeveredTable]) -> None:
     counts = {name: one for name, one in asked.items() if one is not None}
     if not counts:
         raise click.UsageError("--counts-out: there is no --trace of a table whose rows are known.")
-    write_access_counts(path, counts)
+    write_access_counts(
+        path, counts, {one.table.name: one.num_embeddings for one in tables if one.table.name in counts}
+    )
 
 
 def _asked(named: str, options: Options) -> tuple[ModelDescription, dict[str, IdCounts], dict[str, RowLookups]]:
@@ -157,9 +160,8 @@ def _asked(named: str, options: Options) -> tuple[ModelDescription, dict[str, Id
     Raises UsageError, ExportError, TraceError, FittingError.
     """
     from loader.id_counts import read_traces
-    from loader.snapshot.per_row import COUNTS_TENSOR, access_count_tensors, read_access_counts
-    from loader.snapshot.tables import IdentityMapping
     from router.fitting import RowLookups, fitted
+    from serving.cli.export import read_counts
 
     counts, traces = options["counts"], options["traces"]
     if counts is not None and traces:
@@ -171,13 +173,9 @@ def _asked(named: str, options: Options) -> tuple[ModelDescription, dict[str, Id
         return described, traced, {}
     found = of_snapshot
     if counts is not None:
-        # Counts are of rows as features see them, in whichever parts they will be stored.
-        plain = [one.model_copy(update={"blocks": (), "project_to": None, "dtype": "fp32"}) for one in described.tables]
-        plain = [one.model_copy(update={"id_mapping": IdentityMapping(), "default_row": 0}) for one in plain]
-        spec = described.model_copy(update={"tables": tuple(plain)}).compiled()
-        tables = {one.name: one for one in spec.tables}
-        read = read_access_counts(counts, spec)
-        found = {name: access_count_tensors(tables[name], one)[COUNTS_TENSOR] for name, one in read.items()}
+        # Of quotients and remainders there may be counts of parts alone, which say nothing of ids.
+        seen = {one.name for one in described.tables}
+        found = {name: one for name, one in read_counts([counts], described.compiled()).items() if name in seen}
     return described, {}, {name: RowLookups.alone(one, of_ids=False) for name, one in found.items()}
 
 
@@ -186,36 +184,21 @@ def _model(named: str) -> tuple[ModelDescription, dict[str, Any]]:
     from loader.description import ModelDescription, TableDescription
     from loader.errors import ExportError
     from serving.cli.plan import MANIFEST_NAME, planned_model
+    from serving.cli.snapshots import read_description
 
     path = Path(named)
     if path.is_file() and path.name != MANIFEST_NAME:
-        return _read(path), {}
-    spec, profile = planned_model(named, None)
+        return read_description(path), {}
+    planned = planned_model({"model": named, "dtype": None, "counts": None, **_NO_LEVERS})
+    spec, counts = planned.spec, planned.profile.counts
     if spec.divided:
         raise ExportError(f"{named}: its tables are divided already; give the description that it was made from")
     fields = {name: getattr(spec, name) for name in ModelDescription.model_fields}
     tables = tuple(
         TableDescription(**{name: getattr(one, name) for name in type(one).model_fields}) for one in spec.tables
     )
-    counts = profile.counts
     found = {one.name: counts[one.slices[0].name] for one in spec.tables if one.slices[0].name in counts}
     return ModelDescription(**{**fields, "tables": tables}), found
-
-
-def _read(path: Path) -> ModelDescription:
-    from pydantic import ValidationError
-
-    from loader.description import ModelDescription
-    from loader.errors import ExportError
-    from loader.snapshot.schema_errors import schema_errors
-    from serving.cli.snapshots import MAX_DESCRIPTION_BYTES
-
-    if (size := path.stat().st_size) > MAX_DESCRIPTION_BYTES:
-        raise ExportError(f"{path}: {size} bytes, at most {MAX_DESCRIPTION_BYTES} are read")
-    try:
-        return ModelDescription.model_validate_json(path.read_bytes(), strict=True)
-    except ValidationError as error:
-        raise ExportError(f"{path}: {'; '.join(map(str, schema_errors(error, [ModelDescription])))}") from error
 
 
 def byte_table(tables: Sequence[LeveredTable]) -> list[dict[str, Any]]:

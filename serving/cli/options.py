@@ -189,6 +189,12 @@ def pruning_options(function: Callable[..., Any]) -> Callable[..., Any]:
     )(function)
 
 
+ids_option = option(
+    "--ids FILE",
+    "A trace of raw ids, as `shardrank fit --trace` takes it: FEATURE=FILE.npy, or a .csv or .parquet file whose "
+    "columns are features. It sizes tables with num_embeddings auto, and its lookups count as --counts do. Repeatable.",
+    multiple=True,
+)
 store_option = option("--store", "The folder that holds <model>/<version>/ snapshots.", FOLDER)
 out_store_option = option("--store", "Where the snapshot goes: FOLDER/<model>/<version>/.", FOLDER, required=True)
 snapshot_options = together(

@@ -86,6 +86,7 @@ SYSTEM_NAMES = ("a100", "h100", "h200", "gb200")
 @opts.assignments(
     "--trace TABLE=FILE", "In place of --counts: a table's lookups one after the other, an .npy file of row numbers."
 )
+@opts.ids_option
 @opts.option("--dtype", "Of stored rows. Default: the model's; published models have int8.", click.Choice(DTYPES))
 @opts.option("--hbm-gb-per-s GB", "What a copy within a card reaches.", opts.FiniteRange(1))
 @opts.option("--nvlink-gb-per-s GB", "Line rate between cards, one direction.", opts.FiniteRange(1))
@@ -192,20 +193,24 @@ def _network(options: Options) -> NetworkOptions:
 
 def _counted(planned: Planned, options: Options) -> dict[str, npt.NDArray[np.uint32]]:
     """Return how often rows of stored tables are looked up, if that was given. Raises UsageError, ExportError."""
+    import numpy as np
+
     from loader.description import part_counts
     from loader.snapshot.per_row import count_trace
     from loader.snapshot.tables import DividedTable
     from serving.cli.export import read_counts
 
     counts, traces, spec = options["counts"], options["trace"], planned.spec
-    if counts is not None and traces:
-        raise click.UsageError("--counts and --trace were counted over different batches: give one of them.")
+    if (counts is not None) + bool(traces) + bool(options["ids"]) > 1:
+        raise click.UsageError("--counts, --trace and --ids were counted over different batches: give one of them.")
     tables = {table.name: table for table in spec.logical_tables}
     if unknown := sorted({name for name, _ in traces} - tables.keys()):
         raise click.UsageError(f"--trace: unknown tables {unknown}; the model has {sorted(tables)}.")
     given = {name: count_trace(Path(file), tables[name]) for name, file in traces}
     if counts is not None:
         given = read_counts([counts], spec)
+    elif options["ids"]:
+        given = {name: one.astype(np.uint32, copy=False) for name, one in planned.counts.items()}
     # Of a table that is divided by quotient_remainder there may be counts of its parts alone.
     found = {name: one for name, one in given.items() if name not in tables}
     for name in given.keys() & tables.keys():
@@ -235,12 +240,14 @@ class Planned(NamedTuple):
     Attributes:
         snapshot: that it is of, if it is of one.
         kept: which rows stay of tables that are pruned, if it is of a description.
+        counts: how often rows are looked up, by table as features see it, by traces of ids and files of counts.
     """
 
     spec: ModelSpec
     profile: LookupProfile
     snapshot: Snapshot | None = None
     kept: Mapping[str, npt.NDArray[np.bool_]] = {}
+    counts: Mapping[str, npt.NDArray[np.integer[Any]]] = {}
 
     def classes(self, table: DividedTable, counts: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint8] | None:
         """Return which part each row of a table is in, by a snapshot or by counts; None if it has one class."""
@@ -265,18 +272,19 @@ def planned_model(options: Options) -> Planned:
     name, _, scale = named.partition(":")
     path = Path(named)
     is_described = name not in CATALOG and path.is_file() and path.name != MANIFEST_NAME
-    if not is_described and (options["prune"] or options["keep_share"] is not None):
-        raise click.UsageError(f"--prune and --keep-share go with a model description, which --model {named} is not.")
+    if not is_described and (options["prune"] or options["keep_share"] is not None or options["ids"]):
+        told = "--ids, --prune and --keep-share go"
+        raise click.UsageError(f"{told} with a model description, which --model {named} is not.")
     if name in CATALOG:
         found = catalog_model(name, dtype or "int8", _scale(named, scale))
         return Planned(found.spec, LookupProfile(hotness=found.hotness, zipf=found.zipf))
     if is_described:
         counts = [] if options["counts"] is None else [options["counts"]]
-        levers = {name: options[name] for name in ("prune", "keep_share")}
+        levers = {name: options[name] for name in ("ids", "prune", "keep_share")}
         pruned = Pruned.of(path, read_description(path), counts, **levers)
         for line in pruned.told:
             click.echo(line, err=True)
-        planned = Planned(pruned.spec, LookupProfile(), kept=pruned.kept)
+        planned = Planned(pruned.spec, LookupProfile(), kept=pruned.kept, counts=pruned.counts)
     elif path.exists():
         planned = _of_snapshot(path if path.is_dir() else path.parent)
     else:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from safetensors.numpy import save_file
 
 from loader.description import ModelDescription, TableDescription
 from loader.snapshot.per_row import write_access_counts
@@ -17,6 +18,7 @@ from router.fitting import DEFAULT_COLLISION_SHARE
 from router.levers import DEFAULT_KEEP_SHARE, LEVERS
 from serving.cli import fit, main
 from serving.cli.options import share
+from serving.models.ranking_models import build_model
 
 LEVERS_PAGE = Path(__file__).resolve().parents[3] / "docs/levers"
 
@@ -188,3 +190,40 @@ def test_a_published_model_can_be_fitted_too() -> None:
     document = found("merlin-tiny")
     assert document["bytes"][0]["of_float32"] < 0.5
     assert document["tables"] == []
+
+
+def test_plan_and_export_size_auto_by_ids_and_prune_by_their_lookups(shop: Path, tmp_path: Path) -> None:
+    document = json.loads(shop.read_text())
+    document["tables"][0] |= {"num_embeddings": "auto", "max_collision_share": 0.2}
+    shop.write_text(json.dumps(document))
+    measured = found(shop, *traces(shop))["tables"]
+    rows = [one["num_embeddings"] for one in measured]
+    ids = [word.replace("--trace", "--ids") for word in traces(shop)]
+    planned = CliRunner().invoke(main, ["plan", "--model", str(shop), "--json", "--prune", *ids])
+    assert planned.exit_code == 0, planned.output
+    kept = [
+        f"{name}: pruned, {one['rows_used']} of {size} rows are kept"
+        for name, one, size in zip(("items", "users"), measured, rows, strict=True)
+    ]
+    assert all(line in planned.stderr for line in kept)
+    rng = np.random.default_rng(0)
+    weights = {
+        f"{name}.weight": rng.normal(size=(size, 16)).astype(np.float32)
+        for name, size in zip(("items", "users"), rows, strict=True)
+    }
+    spec = ModelDescription.model_validate_json(json.dumps(document)).model_copy()
+    tables = tuple(one.model_copy(update={"num_embeddings": size}) for one, size in zip(spec.tables, rows, strict=True))
+    dense = build_model(spec.model_copy(update={"tables": tables}).compiled()).state_dict()
+    save_file({**weights, **{name: one.numpy() for name, one in dense.items()}}, tmp_path / "model.safetensors")
+    arguments = [
+        "export",
+        "--checkpoint",
+        tmp_path / "model.safetensors",
+        "--model",
+        shop,
+        "--store",
+        tmp_path / "store",
+    ]
+    exported = CliRunner().invoke(main, [*map(str, arguments), "--prune", *ids])
+    assert exported.exit_code == 0, exported.output
+    assert all(line in exported.output for line in kept)
