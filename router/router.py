@@ -150,7 +150,8 @@ class LookedUp:
         mapped: rows of the features' tables, and ids that have none.
         num_rows: int64 [S], how many rows each feature has in what is answered.
         whole: the bags of all lookups, before parts of divided tables have left out what is not theirs: bag lengths.
-        rows: the same bags, with the rows of stored tables. Keys are numbers of lookups.
+        rows: the same bags, with the rows of stored tables. Keys are numbers of lookups. Features that are made of
+            products have their weights with each of their parts.
     """
 
     mapped: MappedBags
@@ -246,6 +247,7 @@ class Router:
         self._has_products = bool(schema.is_product.any())
         lookups = self._lookups = schema.lookups
         self._is_repeated = lookups.feature.size > len(schema.features)
+        self._is_product = schema.is_product[lookups.feature]
         # A rank request has all features. What follows from that alone is worked out once: the lookup that each one's
         # group begins with, and the first lookup of each table.
         self._first_in_group = lookups.group_starts[lookups.group]
@@ -279,18 +281,13 @@ class Router:
         """Map ids, keyed by flat feature index, for whoever pools the rows himself."""
         return self._mapper.map(bags)
 
-    def look_ups(self, bags: KeyedBags) -> LookedUp:
-        """Map ids, keyed by flat feature index, to the rows of all lookups, for whoever pools them himself."""
-        mapped = self._mapper.map(bags)
+    def look_ups(self, mapped: MappedBags) -> LookedUp:
+        """Find the rows of all lookups, for whoever pools them himself; `mapped` is what `map` gives."""
         by_feature, parts = mapped.bags, self._mapper.parts
         found = by_feature if parts is None else parts.find(by_feature)
         by_row = _one_bag_per_id(found, self._by_row) if self._has_rows else found
         whole = _of_lookups(by_row, self._lookups.feature) if self._is_repeated else by_row
         rows = whole if parts is None else parts.take(whole)
-        if self._has_products and rows.weights is not None:
-            # Weights are for the products.
-            of_product = np.repeat(self.schema.is_product[self._lookups.feature[rows.keys]], rows.values_per_key())
-            rows = rows.with_values(rows.values, np.where(of_product, np.float32(1), rows.weights))
         return LookedUp(mapped, by_row.bags_per_key, whole, rows)
 
     async def lookup(
@@ -305,8 +302,11 @@ class Router:
             RouterError, ShardNodeError: if a shard can't answer.
         """
         times, began = LookupTimes(), self._clock()
-        asked = self.look_ups(bags)
+        asked = self.look_ups(self.map(bags))
         mapped, by_lookup = asked.mapped, asked.rows
+        if self._has_products:
+            # Weights are for the products.
+            by_lookup = without_weights(by_lookup, self._is_product)
         by_table = self._by_table(by_lookup)
         mapped_at = self._clock()
         times.map_s = mapped_at - began
@@ -505,6 +505,14 @@ def _products(embeddings: Embeddings) -> dict[int, Float32Array]:
                 rows /= np.maximum(np.diff(offsets), 1).astype(np.float32)[:, None]
         found[key] = rows
     return found
+
+
+def without_weights(bags: KeyedBags, of_keys: npt.NDArray[np.bool_]) -> KeyedBags:
+    """Set the weights of some keys, bool [keys of all], to 1."""
+    if bags.weights is None:
+        return bags
+    chosen = np.repeat(of_keys[bags.keys], bags.values_per_key())
+    return bags.with_values(bags.values, np.where(chosen, np.float32(1), bags.weights))
 
 
 def _first_of_each(ascending: Int32Array) -> Int64Array:

@@ -2,13 +2,18 @@
 
 One output holds both input matrices, with a row a candidate and a row a request, and the rows of sequences as they
 come. One section behind the batch's ids holds dense inputs and which request a candidate is of.
+
+Features of tables that are divided into parts are pooled beside these, into scratch: on the card, before the model
+runs, what their parts bring is projected, added or multiplied, and written into the inputs.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Final, NamedTuple
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -16,7 +21,10 @@ from torch import Tensor
 
 from loader.snapshot.manifest import ModelSpec
 from router.feature_schema import FeatureSchema
-from serving.models.inputs import InputShapes
+from router.id_mapping import MappedBags
+from router.router import Router, without_weights
+from serving.models.inputs import InputShapes, Run, find_runs
+from shard_node.bags import KeyedBags
 from shard_node.cuda.batch import BatchSize, OutputRuns
 from shard_node.cuda.kernel_params import MODES, OutDtype
 
@@ -24,6 +32,7 @@ OUT_DTYPES: Final[dict[torch.dtype, OutDtype]] = {torch.float32: "fp32", torch.b
 ALIGNED_ELEMENTS: Final = 128
 """Parts of the output begin at multiples of it: 256 bytes or more, which matrix kernels like."""
 ALIGNED_BYTES: Final = 16
+ALIGNED_COLUMNS: Final = 8
 MIN_CANDIDATES: Final = 32
 MIN_VALUES: Final = 1024
 
@@ -63,85 +72,176 @@ def candidate_classes(most: int) -> list[int]:
     return classes
 
 
-class OutputPlaces(NamedTuple):
-    """Where the context's matrix and sequences [values, dim] begin, in elements, behind the candidates' matrix."""
+class Area(NamedTuple):
+    """A matrix of the output: what it has a row of, and its columns."""
 
-    context: int
-    sequences: tuple[int, ...]
+    rows: Literal["candidate", "context", "value"]
+    width: int
+
+    def count(self, most: BatchClass) -> int:
+        """Count its rows for the largest batch of a class."""
+        counts = {"candidate": most.num_candidates, "context": most.num_requests, "value": most.num_values}
+        return counts[self.rows]
+
+
+class OutputPlaces(NamedTuple):
+    """Where each area of the output begins, in elements."""
+
+    areas: tuple[int, ...]
     total: int
 
 
 class Extra(NamedTuple):
     """What is sent along with the ids: each candidate's request, int64 [N], dense inputs float32 [R, Kc] and [N, Kd].
 
-    `sequences` is int64 [sequence features, 2, R]: where each request's rows begin, and how many there are.
+    `sequences` is int64 [sequence features, 2, R]: where each request's rows begin, and how many there are. `products`
+    is int64 [pooled products, max(R, N) + 1]: where the rows of each bag begin, and end.
     """
 
     owner: Tensor
     context_dense: Tensor
     candidate_dense: Tensor
     sequences: Tensor
+    products: Tensor
+
+
+class Sum(NamedTuple):
+    """A run that is pooled into scratch, and then written, or added, to its columns of another area."""
+
+    run: Run
+    source: int
+    column: int
+    target: int
+
+
+class Product(NamedTuple):
+    """A feature whose two parts come into scratch id by id, side by side; their products are pooled into the target.
+
+    Attributes:
+        feature: its flat index.
+        source, target: areas.
+        column, dim: of the target.
+    """
+
+    feature: int
+    source: int
+    target: int
+    column: int
+    dim: int
 
 
 class CardLayout:
     """Places and runs of one model in one number format, float32 or bfloat16. Immutable.
 
     Attributes:
+        areas: of the output: the candidates' matrix, the context's, one for each sequence, then scratch.
         sequences: (flat index, name, dim) of each sequence feature.
+        sums, products: what is to be done with scratch before the model runs. Empty where no table is divided.
+        pooled_products: those of `products` that are pooled.
+        num_keys: of the bags that are pooled: features; where tables are divided, lookups.
+        values_per_id: int64 [features], values that are pooled for an id.
     """
 
     def __init__(self, spec: ModelSpec, schema: FeatureSchema, dtype: torch.dtype) -> None:
         self.shapes = InputShapes.of(spec)
         self.dtype = dtype
-        self.num_features = len(schema.features)
-        self.weighted = any(feature.weighted for feature in spec.features)
         self.sequences = tuple(
             (index, feature.name, self.shapes.sequence_dims[feature.name])
             for index, feature in enumerate(schema.features)
             if feature.name in self.shapes.sequence_dims
         )
+        lookups, tables = schema.lookups, [spec.table_of(feature.name) for feature in schema.features]
         self._schema = schema
-        self._tables = schema.lookups.table.astype(np.int64)
-        self._keys = schema.lookups.feature.astype(np.int64)
-        self._is_sliced = self._keys.size > self.num_features
+        self._tables = lookups.table.astype(np.int64)
+        self._features = lookups.feature.astype(np.int64)
+        self._is_divided = bool(spec.divided)
+        self.num_keys = lookups.feature.size if self._is_divided else len(schema.features)
+        # What comes row by row from parts is a bag for each id, and a part has not all ids of a bag to divide by.
+        num_parts = np.array([len(spec.parts(table)) for table in tables])
+        self._by_id = (schema.is_none | schema.is_product) & self._is_divided
+        self._is_mean_of_parts = schema.is_mean & (num_parts > 1)
+        self._has_mean_of_parts = bool(self._is_mean_of_parts.any())
+        self._is_second_factor = schema.is_product[self._features] & (lookups.part > 0)
         modes = np.where(schema.is_none, MODES["none"], np.where(schema.is_mean, MODES["mean"], MODES["sum"]))
-        self._modes = modes[self._keys].astype(np.int64)
+        modes[self._by_id | self._is_mean_of_parts] = MODES["sum"]
+        self._modes = modes[self._features].astype(np.int64)
+        self.weighted = self._has_mean_of_parts or any(feature.weighted for feature in spec.features)
+        is_chosen = np.array([getattr(table, "by", "popularity") == "popularity" for table in tables])
+        self.values_per_id = np.where(is_chosen, 1, num_parts)
+        self.areas = [
+            Area("candidate", self.shapes.candidate.padded_width),
+            Area("context", self.shapes.context.padded_width),
+            *(Area("value", dim) for _, _, dim in self.sequences),
+        ]
+        self._targets = [int(is_context) for is_context in schema.is_context.tolist()]
+        for number, (index, _, _) in enumerate(self.sequences):
+            self._targets[index] = 2 + number
+        columns = [self.shapes.side(one.side).offsets.get(one.name, 0) for one in schema.features]
+        # Of each lookup the area that its bags are pooled into, and its first column there.
+        self._areas = np.array(self._targets, np.int64)[self._features]
+        self._columns = np.array(columns, np.int64)[self._features] + lookups.column
+        needed = spec.projections()
+        is_narrow = np.array([any(part.name in needed for part in spec.parts(table)) for table in tables])
+        in_scratch = (num_parts > 1) | is_narrow
+        self.sums = tuple(self._place_sums(spec, np.flatnonzero(in_scratch & ~schema.is_product).tolist()))
+        dims = {index: tables[index].embedding_dim for index in np.flatnonzero(schema.is_product).tolist()}
+        self.products = tuple(self._place_products(dims, columns))
+        self.pooled_products = tuple(one for one in self.products if not schema.is_none[one.feature])
+
+    def _place_sums(self, spec: ModelSpec, features: list[int]) -> Iterator[Sum]:
+        for target, area in enumerate(tuple(self.areas)):
+            source, width = len(self.areas), 0
+            for run in find_runs(spec, self._schema, [one for one in features if self._targets[one] == target]):
+                yield Sum(run, source, width, target)
+                lookups = slice(run.first, run.first + run.count)
+                self._areas[lookups] = source
+                self._columns[lookups] = width + run.dim * np.arange(run.count)
+                width += _round_up(run.count * run.dim, ALIGNED_COLUMNS)
+            if width:
+                self.areas.append(Area(area.rows, width))
+
+    def _place_products(self, dims: Mapping[int, int], columns: list[int]) -> Iterator[Product]:
+        for index, dim in dims.items():
+            yield Product(index, len(self.areas), self._targets[index], columns[index], dim)
+            for place, lookup in enumerate(self._schema.lookups.of_feature[index]):
+                self._areas[lookup], self._columns[lookup] = len(self.areas), place * dim
+            self.areas.append(Area("value", 2 * dim))
+
+    def pooled(self, router: Router, mapped: MappedBags) -> KeyedBags:
+        """Find what is pooled of a batch of all features, `num_keys` keys: its bags, or the bags of all lookups."""
+        if not self._is_divided:
+            return mapped.bags
+        if self._has_mean_of_parts:
+            mapped = replace(mapped, bags=self._with_means_as_weights(mapped.bags))
+        return without_weights(router.look_ups(mapped).rows, self._is_second_factor)
+
+    def _with_means_as_weights(self, bags: KeyedBags) -> KeyedBags:
+        lengths = bags.lengths
+        divisors = np.where(np.repeat(self._is_mean_of_parts, bags.bags_per_key), np.maximum(lengths, 1), 1)
+        weights = np.repeat((1 / divisors).astype(np.float32), lengths)
+        return bags.with_values(bags.values, weights if bags.weights is None else weights * bags.weights)
 
     def size(self, most: BatchClass) -> BatchSize:
         """Say what the largest batch of a class takes."""
         bags = np.where(self._schema.is_context, most.num_requests, most.num_candidates).astype(np.int64)
+        if self._is_divided:
+            bags = np.where(self._by_id, most.num_values, bags)[self._features]
         return BatchSize(bags, most.num_values, self.weighted, self.extra_bytes(most))
 
     def runs(self, most: BatchClass) -> OutputRuns:
-        """Say where each feature's bags go: one run for each lookup, so that slices lie side by side."""
-        places, context, candidate = self.output_places(most), self.shapes.context, self.shapes.candidate
-        number = {index: place for (index, _, _), place in zip(self.sequences, places.sequences, strict=True)}
-        offsets, strides = [], []
-        for index, feature in enumerate(self._schema.features):
-            if index in number:
-                offsets.append(number[index])
-                strides.append(self.shapes.sequence_dims[feature.name])
-            elif feature.side == "context":
-                offsets.append(places.context + context.offsets[feature.name])
-                strides.append(context.padded_width)
-            else:
-                offsets.append(candidate.offsets[feature.name])
-                strides.append(candidate.padded_width)
-        out_dtype = OUT_DTYPES[self.dtype]
-        starts, steps = np.array([offsets, strides], np.int64)[:, self._keys]
-        starts += self._schema.lookups.column
-        keys = self._keys if self._is_sliced else None
-        return OutputRuns(self._tables, self._modes, starts, steps, out_dtype, places.total, keys)
+        """Say where the bags go: one run for each lookup."""
+        places = self.output_places(most)
+        starts = np.array(places.areas, np.int64)[self._areas] + self._columns
+        steps = np.array([area.width for area in self.areas], np.int64)[self._areas]
+        # Slices of a feature's table pool the same bags.
+        keys = self._features if self.num_keys < self._features.size else None
+        return OutputRuns(self._tables, self._modes, starts, steps, OUT_DTYPES[self.dtype], places.total, keys)
 
     def output_places(self, most: BatchClass) -> OutputPlaces:
-        """Place the parts of the output for the largest batch of a class."""
-        context = _round_up(most.num_candidates * self.shapes.candidate.padded_width, ALIGNED_ELEMENTS)
-        end = context + _round_up(most.num_requests * self.shapes.context.padded_width, ALIGNED_ELEMENTS)
-        sequences = []
-        for _, _, dim in self.sequences:
-            sequences.append(end)
-            end += _round_up(most.num_values * dim, ALIGNED_ELEMENTS)
-        return OutputPlaces(context, tuple(sequences), end)
+        """Place the areas of the output for the largest batch of a class."""
+        sizes = [_round_up(area.count(most) * area.width, ALIGNED_ELEMENTS) for area in self.areas]
+        *starts, total = accumulate(sizes, initial=0)
+        return OutputPlaces(tuple(starts), total)
 
     def extra_bytes(self, most: BatchClass) -> int:
         """Count the bytes that are sent along with the largest batch of a class."""
@@ -164,6 +264,7 @@ class CardLayout:
             (torch.float32, (requests, self.shapes.context.dense_width)),
             (torch.float32, (candidates, self.shapes.candidate.dense_width)),
             (torch.int64, (len(self.sequences), 2, requests)),
+            (torch.int64, (len(self.pooled_products), max(requests, candidates) + 1)),
         ]
 
 

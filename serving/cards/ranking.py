@@ -22,7 +22,7 @@ from loader.snapshot.golden import GoldenRequests
 from router.router import Router
 from serving.cards.layout import BatchClass, CardLayout, candidate_classes, rounded_candidates
 from serving.limits import RequestLimits
-from serving.models.inputs import RankingInputs, SequenceInput
+from serving.models.inputs import RankingInputs, SequenceInput, write_run
 from serving.models.ranking_models import RankingModel
 from serving.observe.calls import BatchTimes, VersionCounter
 from serving.observe.metrics import ServingMetrics
@@ -74,6 +74,7 @@ class CardBatch:
         self._card = lane.card
         self._layout = layout = model.layout
         self._model = model.model
+        self._projections = model.model.projections_by_part
         self._ranking: Graph | None = None
         with ExitStack() as undo:
             self._slot = lane.prepare(layout.runs(most), layout.size(most))
@@ -103,14 +104,14 @@ class CardBatch:
         """Tell whether all of its work is recorded."""
         return self._ranking is not None
 
-    def fill(self, batch: MergedBatch, bags: KeyedBags) -> None:
+    def fill(self, batch: MergedBatch, bags: KeyedBags, pooled: KeyedBags) -> None:
         """Pack a batch, whose bags have rows for ids, into pinned memory. Nothing of the last one may be under way.
 
-        Raises InvalidBagsError for a row outside its table.
+        `pooled` is what the layout makes of the bags. Raises InvalidBagsError for a row outside its table.
         """
-        self._slot.fill(bags)
+        self._slot.fill(pooled)
         num_candidates, num_requests = batch.candidate_dense.shape[0], batch.context_dense.shape[0]
-        owner, context_dense, candidate_dense, sequences = self._host_extra
+        owner, context_dense, candidate_dense, sequences, products = self._host_extra
         # What lies behind the batch stays as it was: candidates that nobody reads, each of some request.
         owner[:num_candidates] = batch.request_of_candidate
         context_dense[:num_requests] = batch.context_dense
@@ -120,13 +121,19 @@ class CardBatch:
             offsets = bags.offsets[int(bag_starts[index]) : int(bag_starts[index + 1]) + 1]
             np.subtract(offsets[:-1], value_starts[index], out=target[0, :num_requests])
             np.subtract(offsets[1:], offsets[:-1], out=target[1, :num_requests])
+        for target, product in zip(products, self._layout.pooled_products, strict=True):
+            index = product.feature
+            offsets = bags.offsets[int(bag_starts[index]) : int(bag_starts[index + 1]) + 1]
+            np.subtract(offsets, value_starts[index], out=target[: offsets.size])
+            # Bags behind the batch's are empty.
+            target[offsets.size :] = target[offsets.size - 1]
 
     def run_empty(self) -> None:
         """Run the work of the whole class without a batch, by its graphs if there are any.
 
         Raises MemoryBudgetError if the dense model has no room.
         """
-        num_keys = self._layout.num_features
+        num_keys = self._layout.num_keys
         nothing = np.zeros(0, np.int64)
         keys = np.arange(num_keys, dtype=np.int32)
         bags = KeyedBags(keys, np.zeros(num_keys, np.int64), np.zeros(1, np.int64), nothing)
@@ -181,12 +188,29 @@ class CardBatch:
         count = self.most.num_candidates if batch is None else batch.candidate_dense.shape[0]
         try:
             with self._card.torch_stream(self._lane.stream), torch.inference_mode():
+                self._combine()
                 self._score(self._inputs if batch is None else self._inputs_of(batch))
         except torch.OutOfMemoryError as error:
             raise MemoryBudgetError(
                 f"card {self._card.number} has no room for the dense model's work on {count} candidates: {error}"
             ) from error
         self._card.copy_to_host(self._down, 0, self._scores.address, FLOAT_BYTES * count, self._lane.stream)
+
+    def _combine(self) -> None:
+        """Make what is in scratch into inputs: of the whole class, and the same however often it is done."""
+        layout, areas = self._layout, self._areas
+        for run, source, column, target in layout.sums:
+            rows = areas[source][:, column : column + run.count * run.dim].unflatten(1, (run.count, run.dim))
+            write_run(run, rows, areas[target], self._projections)
+        pooled = iter(self._extra.products)
+        for product in layout.products:
+            rows, columns = areas[product.source], slice(product.column, product.column + product.dim)
+            made = rows[:, : product.dim].float() * rows[:, product.dim :]
+            target = areas[product.target][:, columns]
+            if product in layout.pooled_products:
+                offsets = next(pooled)[: target.shape[0] + 1]
+                made = torch.segment_reduce(made, "sum", offsets=offsets, axis=0, initial=0, unsafe=True)
+            target.copy_(made)
 
     def _score(self, inputs: RankingInputs) -> None:
         shapes, num_candidates = self._layout.shapes, inputs.candidates.shape[0]
@@ -221,16 +245,14 @@ class CardBatch:
     def _views(self) -> None:
         """Make tensors over the buffers; they live as long as these."""
         card, layout, most, slot = self._card, self._layout, self.most, self._slot
-        output, shapes, candidates = layout.output_places(most), layout.shapes, most.num_candidates
+        output, candidates = layout.output_places(most), most.num_candidates
         out = self._out = card.tensor(slot.out, 0, (output.total,), layout.dtype)
-        widths = shapes.candidate.padded_width, shapes.context.padded_width
-        columns = out[: candidates * widths[0]].view(candidates, widths[0])
-        context = out[output.context : output.context + most.num_requests * widths[1]]
-        context = context.view(most.num_requests, widths[1])
-        self._sequence_rows = [
-            out[first : first + most.num_values * dim].view(most.num_values, dim)
-            for first, (_, _, dim) in zip(output.sequences, layout.sequences, strict=True)
+        self._areas = [
+            out[first : first + area.count(most) * area.width].view(area.count(most), area.width)
+            for first, area in zip(output.areas, layout.areas, strict=True)
         ]
+        columns, context, *others = self._areas
+        self._sequence_rows = others[: len(layout.sequences)]
         sent = card.tensor(slot.batch, slot.extra_at, (layout.extra_bytes(most),), torch.uint8)
         self._extra = layout.extra(most, sent)
         self._scores_on_card = card.tensor(self._scores, 0, (candidates,), torch.float32)
@@ -269,28 +291,28 @@ class CardScorer:
         """Those that have buffers, the least recently used first."""
         return [most for _, most in self._batches]
 
-    def pack(self, model: CardModel, batch: MergedBatch, bags: KeyedBags) -> CardBatch:
+    def pack(self, model: CardModel, batch: MergedBatch, bags: KeyedBags, pooled: KeyedBags) -> CardBatch:
         """Find or make the buffers for a batch, and pack it with bags of all features that have rows for ids.
 
-        Raises InvalidBagsError for a row outside its table, MemoryBudgetError where a batch of that size has no room.
+        `pooled` is what the model's layout makes of the bags. Raises InvalidBagsError for a row outside its table, MemoryBudgetError where a batch of that size has no room.
         """
-        most = BatchClass.of(batch.candidate_dense.shape[0], batch.context_dense.shape[0], bags.num_values)
+        most = BatchClass.of(batch.candidate_dense.shape[0], batch.context_dense.shape[0], pooled.num_values)
         found = self._batches.get((model, most)) or self._make_room_for(model, most)
         self._batches.move_to_end((model, most))
         if found.num_uses >= USES_BEFORE_CAPTURE and self._deserves_graph(found):
             self._capture(found)
-        found.fill(batch, bags)
+        found.fill(batch, bags, pooled)
         return found
 
-    def warm(self, model: CardModel, context_ids: float, candidate_ids: float) -> None:
+    def warm(self, model: CardModel, context_values: float, candidate_values: float) -> None:
         """Make buffers and graphs for all classes of one request, and let go of those of other models.
 
-        Arguments are how many ids a request's context, and one candidate, usually have. Raises MemoryBudgetError if not
+        Arguments are how many values a request's context, and one candidate, usually have pooled. Raises MemoryBudgetError if not
         even the smallest class has room.
         """
         self.keep([model])
         for count in candidate_classes(self.limits.max_batch_candidates):
-            most = BatchClass.of(count, 1, math.ceil(context_ids + candidate_ids * count))
+            most = BatchClass.of(count, 1, math.ceil(context_values + candidate_values * count))
             if len(self._batches) >= self.max_batches or self._size_bytes() >= self.max_bytes:
                 return
             try:
@@ -452,7 +474,8 @@ class CardRanking(Ranking):
         began = self._clock()
         mapped = self.router.map(batch.bags)
         chosen = self.choose(self.router.local_sequence(self._model_name, self.parts.version))
-        packed = self.scorer.pack(self._on_card(chosen), batch, mapped.bags)
+        model = self._on_card(chosen)
+        packed = self.scorer.pack(model, batch, mapped.bags, model.layout.pooled(self.router, mapped))
         ready = self._clock()
         if ready >= deadline:
             raise DeadlineExceededError("the deadline passed while the batch was packed")
@@ -464,8 +487,9 @@ class CardRanking(Ranking):
 
     def warm(self, golden: GoldenRequests | None) -> None:
         """Make buffers and graphs for the usual classes of batches: as golden requests have, or one id a feature."""
-        context_ids, candidate_ids = usual_ids(self.parts, golden)
-        self.scorer.warm(self._on_card(self.parts), context_ids, candidate_ids)
+        model = self._on_card(self.parts)
+        context_values, candidate_values = usual_values(model.layout, self.parts, golden)
+        self.scorer.warm(model, context_values, candidate_values)
 
     async def close(self) -> None:
         """Free the lane, give the rows back, and close the router."""
@@ -483,12 +507,12 @@ class CardRanking(Ranking):
         return found
 
 
-def usual_ids(parts: RankingParts, golden: GoldenRequests | None) -> tuple[float, float]:
-    """Count the ids of one request's context, and of one candidate, on average over golden requests."""
-    features = parts.schema.features
+def usual_values(layout: CardLayout, parts: RankingParts, golden: GoldenRequests | None) -> tuple[float, float]:
+    """Count what is pooled for one request's context, and for one candidate, on average over golden requests."""
+    features, per_id = parts.schema.features, layout.values_per_id
     is_context = features.is_context
     if golden is None:
-        return float(np.count_nonzero(is_context)), float(np.count_nonzero(~is_context))
-    ids = np.array([golden.lengths[feature.name].sum(dtype=np.int64) for feature in features.features])
+        return float(per_id[is_context].sum()), float(per_id[~is_context].sum())
+    ids = per_id * np.array([golden.lengths[feature.name].sum(dtype=np.int64) for feature in features.features])
     num_requests, num_candidates = golden.num_candidates.size, int(golden.num_candidates.sum(dtype=np.int64))
     return float(ids[is_context].sum() / num_requests), float(ids[~is_context].sum() / num_candidates)

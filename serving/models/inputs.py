@@ -10,7 +10,7 @@ orders form a run, and a run is written by one strided copy, which converts to t
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Final
@@ -231,19 +231,22 @@ class Run:
     adds: bool = False
 
 
-def find_runs(spec: ModelSpec, schema: FeatureSchema) -> tuple[Run, ...]:
-    """Split the lookups for pooled features, in order, into the fewest runs: those that add come last.
+def find_runs(spec: ModelSpec, schema: FeatureSchema, features: Collection[int] | None = None) -> tuple[Run, ...]:
+    """Split the lookups for features, by flat index, in order, into the fewest runs: those that add come last.
 
-    Products are not among them: they are pooled already.
+    By default they are the pooled ones that are not made of products, which are pooled already. Rows of sequences
+    begin in column 0.
     """
     shapes, lookups, projections = InputShapes.of(spec), schema.lookups, spec.projections()
+    if features is None:
+        features = np.flatnonzero(~(schema.is_none | schema.is_product)).tolist()
     runs: list[Run] = []
     # Of each feature, the part that is written first, to which the others are added.
     first_parts: dict[int, int] = {}
     for number, index in enumerate(lookups.feature.tolist()):
-        feature = schema.features[index]
-        if feature.name in shapes.sequence_dims or schema.is_product[index]:
+        if index not in features:
             continue
+        feature = schema.features[index]
         part = int(lookups.part[number])
         name = spec.parts(spec.table_of(feature.name))[part].name
         block = int(lookups.group[number])
@@ -254,7 +257,7 @@ def find_runs(spec: ModelSpec, schema: FeatureSchema) -> tuple[Run, ...]:
             first=number,
             count=1,
             dim=dim,
-            column=shapes.side(feature.side).offsets[feature.name] + int(lookups.column[number]),
+            column=shapes.side(feature.side).offsets.get(feature.name, 0) + int(lookups.column[number]),
             width=projections[name][1] if name in projections else dim,
             projections=(name,) if name in projections else (),
             adds=first_parts.setdefault(index, part) != part,
@@ -265,6 +268,22 @@ def find_runs(spec: ModelSpec, schema: FeatureSchema) -> tuple[Run, ...]:
         else:
             runs.append(own)
     return tuple(sorted(runs, key=lambda run: run.adds))
+
+
+def write_run(run: Run, rows: Tensor, matrix: Tensor, projections: Mapping[str, Tensor]) -> None:
+    """Write the rows of a run, [bags, lookups, dim], into its columns of a matrix: projected, added, as the run says.
+
+    `projections` are float32 [dim, width] by part.
+    """
+    if run.projections:
+        own = torch.stack([projections[part] for part in run.projections])
+        rows = torch.bmm(rows.transpose(0, 1).float(), own).transpose(0, 1)
+    first = matrix.storage_offset() + run.column
+    target = matrix.as_strided(rows.shape, (matrix.stride(0), run.width, 1), first)
+    if run.adds:
+        target.add_(rows)
+    else:
+        target.copy_(rows)
 
 
 def _are_neighbours(run: Run, other: Run) -> bool:
@@ -352,14 +371,7 @@ class InputAssembler:
             matrix, bags, dim = matrices[run.side], counts[run.side], run.dim
             start = int(embeddings.row_starts[run.first]) * dim
             source = blocks[run.block].as_strided((bags, run.count, dim), (dim, bags * dim, 1), start)
-            if run.projections:
-                own = torch.stack([(projections or {})[part] for part in run.projections])
-                source = torch.bmm(source.transpose(0, 1), own).transpose(0, 1)
-            target = matrix.as_strided(source.shape, (matrix.stride(0), run.width, 1), run.column)
-            if run.adds:
-                target.add_(source)
-            else:
-                target.copy_(source)
+            write_run(run, source, matrix, projections or {})
         for index, side, columns in self._products:
             matrices[side][: counts[side], columns].copy_(torch.from_numpy(embeddings.products[index]))
         sequences: dict[str, SequenceInput] = {}

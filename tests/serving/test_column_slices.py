@@ -183,7 +183,7 @@ def test_every_column_of_the_models_input_is_written_once_wherever_slices_lie(sp
     places, on_cards = layout.output_places(most), {"context": [], "candidate": []}
     for table, offset, stride in zip(runs.tables, runs.out_offsets, runs.out_strides, strict=True):
         dim = schema.layout.tables[table].embedding_dim
-        side, first = ("context", places.context) if offset >= places.context else ("candidate", 0)
+        side, first = ("context", places.areas[1]) if offset >= places.areas[1] else ("candidate", 0)
         assert stride == shapes.side(side).padded_width
         on_cards[side].extend(range(offset - first, offset - first + dim))
     for side in ("context", "candidate"):

@@ -9,7 +9,17 @@ import pytest
 
 from serving.rank.ranking import MergedBatch
 from serving.versions.served_model import ServedModel
-from shardrank_testing.card_ranking import DENSE, score, served_on, shop_batch, shop_spec
+from shardrank_testing.card_engines import OnCards, engine_params
+from shardrank_testing.card_ranking import (
+    DENSE,
+    num_graphs,
+    num_replays,
+    ranking_of,
+    score,
+    served_on,
+    shop_batch,
+    shop_spec,
+)
 from shardrank_testing.divided import Twins, describe, write_twins
 from shardrank_testing.ranking import random_tensors
 
@@ -20,6 +30,7 @@ LEVERS = {
     "tags": {"id_mapping": {"kind": "quotient_remainder", "buckets": 16}},
     "cities": {"embedding_dim": 3},
 }
+ON = (OnCards(1, "peers"), OnCards(3, "every tier"))
 
 
 def shop_twins(folder: Path, kind: str, levers: dict | None = None, **how) -> Twins:
@@ -61,3 +72,15 @@ def test_sequences_of_projected_and_multiplied_rows_score_like_whole_ones(tmp_pa
         with served_on(twins.divided.path, None) as own, served_on(twins.whole.path, None) as whole:
             for batch, same in zip(batches_of(own), batches_of(whole), strict=True):
                 np.testing.assert_allclose(score(own, batch), score(whole, same), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", DENSE)
+@pytest.mark.parametrize("on", engine_params(ON, (OnCards(2, "peers", "logical"),)))
+def test_parts_on_cards_give_the_scores_of_whole_tables_again_and_again(tmp_path, kind, on):
+    twins = shop_twins(tmp_path, kind, pruned=("films",))
+    with served_on(twins.divided.path, on) as served, served_on(twins.whole.path, None) as whole:
+        for _ in range(3):
+            for batch, same in zip(batches_of(served), batches_of(whole), strict=True):
+                np.testing.assert_allclose(score(served, batch), score(whole, same), rtol=1e-4, atol=1e-5)
+        scorer = ranking_of(served).scorer
+        assert (num_graphs(scorer) > 0, num_replays(scorer) > 0) == (True, True)

@@ -72,7 +72,7 @@ def test_every_element_of_the_output_is_written_by_one_bag_at_most(kind, most):
     places, shapes = layout.output_places(most), layout.shapes
     for first, rows, side in (
         (0, most.num_candidates, shapes.candidate),
-        (places.context, most.num_requests, shapes.context),
+        (places.areas[1], most.num_requests, shapes.context),
     ):
         matrix = written[first : first + rows * side.padded_width].reshape(rows, side.padded_width)
         # Embeddings are pooled into place; dense inputs are copied there, and what is behind them stays zero.
@@ -92,6 +92,7 @@ def test_what_is_sent_along_is_aligned_and_lies_one_after_the_other(dense, most)
         ((most.num_requests, dense[0]), torch.float32),
         ((most.num_candidates, dense[1]), torch.float32),
         ((len(layout.sequences), 2, most.num_requests), torch.int64),
+        ((0, 1 + max(most.num_requests, most.num_candidates)), torch.int64),
     ]
     starts = [view.storage_offset() * view.dtype.itemsize for view in views]
     assert starts[0] == 0
