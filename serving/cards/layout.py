@@ -10,7 +10,7 @@ runs, what their parts bring is projected, added or multiplied, and written into
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Final, Literal, NamedTuple
@@ -23,7 +23,7 @@ from loader.snapshot.manifest import ModelSpec
 from router.feature_schema import FeatureSchema
 from router.id_mapping import MappedBags
 from router.router import Router, without_weights
-from serving.models.inputs import InputShapes, Run, find_runs
+from serving.models.inputs import InputShapes, Run, find_runs, write_run
 from shard_node.bags import KeyedBags
 from shard_node.cuda.batch import BatchSize, OutputRuns
 from shard_node.cuda.kernel_params import MODES, OutDtype
@@ -213,13 +213,36 @@ class CardLayout:
             return mapped.bags
         if self._has_mean_of_parts:
             mapped = replace(mapped, bags=self._with_means_as_weights(mapped.bags))
-        return without_weights(router.look_ups(mapped).rows, self._is_second_factor)
+        rows = router.look_ups(mapped).rows
+        return without_weights(rows, self._is_second_factor) if self.products else rows
 
     def _with_means_as_weights(self, bags: KeyedBags) -> KeyedBags:
         lengths = bags.lengths
         divisors = np.where(np.repeat(self._is_mean_of_parts, bags.bags_per_key), np.maximum(lengths, 1), 1)
         weights = np.repeat((1 / divisors).astype(np.float32), lengths)
         return bags.with_values(bags.values, weights if bags.weights is None else weights * bags.weights)
+
+    def combine(self, areas: Sequence[Tensor], products: Tensor, projections: Mapping[str, Tensor]) -> None:
+        """Make what is in scratch into inputs: of a whole class, and the same however often it is done.
+
+        Args:
+            areas: matrices [rows of the class, width], on one device.
+            products: of `Extra`, there too.
+            projections: float32 [columns, embedding_dim] by part, there too.
+        """
+        for run, source, column, target in self.sums:
+            rows = areas[source]
+            shape, strides = (rows.shape[0], run.count, run.dim), (rows.stride(0), run.dim, 1)
+            write_run(run, rows.as_strided(shape, strides, rows.storage_offset() + column), areas[target], projections)
+        offsets = iter(products)
+        for product in self.products:
+            factors = areas[product.source]
+            rows = factors[:, : product.dim].float() * factors[:, product.dim :]
+            matrix = areas[product.target][:, product.column : product.column + product.dim]
+            if product in self.pooled_products:
+                bags = next(offsets)[: matrix.shape[0] + 1]
+                rows = torch.segment_reduce(rows, "sum", offsets=bags, axis=0, initial=0, unsafe=True)
+            matrix.copy_(rows)
 
     def size(self, most: BatchClass) -> BatchSize:
         """Say what the largest batch of a class takes."""

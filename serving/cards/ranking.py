@@ -22,7 +22,7 @@ from loader.snapshot.golden import GoldenRequests
 from router.router import Router
 from serving.cards.layout import BatchClass, CardLayout, candidate_classes, rounded_candidates
 from serving.limits import RequestLimits
-from serving.models.inputs import RankingInputs, SequenceInput, write_run
+from serving.models.inputs import RankingInputs, SequenceInput
 from serving.models.ranking_models import RankingModel
 from serving.observe.calls import BatchTimes, VersionCounter
 from serving.observe.metrics import ServingMetrics
@@ -188,29 +188,13 @@ class CardBatch:
         count = self.most.num_candidates if batch is None else batch.candidate_dense.shape[0]
         try:
             with self._card.torch_stream(self._lane.stream), torch.inference_mode():
-                self._combine()
+                self._layout.combine(self._areas, self._extra.products, self._projections)
                 self._score(self._inputs if batch is None else self._inputs_of(batch))
         except torch.OutOfMemoryError as error:
             raise MemoryBudgetError(
                 f"card {self._card.number} has no room for the dense model's work on {count} candidates: {error}"
             ) from error
         self._card.copy_to_host(self._down, 0, self._scores.address, FLOAT_BYTES * count, self._lane.stream)
-
-    def _combine(self) -> None:
-        """Make what is in scratch into inputs: of the whole class, and the same however often it is done."""
-        layout, areas = self._layout, self._areas
-        for run, source, column, target in layout.sums:
-            rows = areas[source][:, column : column + run.count * run.dim].unflatten(1, (run.count, run.dim))
-            write_run(run, rows, areas[target], self._projections)
-        pooled = iter(self._extra.products)
-        for product in layout.products:
-            rows, columns = areas[product.source], slice(product.column, product.column + product.dim)
-            made = rows[:, : product.dim].float() * rows[:, product.dim :]
-            target = areas[product.target][:, columns]
-            if product in layout.pooled_products:
-                offsets = next(pooled)[: target.shape[0] + 1]
-                made = torch.segment_reduce(made, "sum", offsets=offsets, axis=0, initial=0, unsafe=True)
-            target.copy_(made)
 
     def _score(self, inputs: RankingInputs) -> None:
         shapes, num_candidates = self._layout.shapes, inputs.candidates.shape[0]
@@ -294,7 +278,8 @@ class CardScorer:
     def pack(self, model: CardModel, batch: MergedBatch, bags: KeyedBags, pooled: KeyedBags) -> CardBatch:
         """Find or make the buffers for a batch, and pack it with bags of all features that have rows for ids.
 
-        `pooled` is what the model's layout makes of the bags. Raises InvalidBagsError for a row outside its table, MemoryBudgetError where a batch of that size has no room.
+        `pooled` is what the model's layout makes of the bags. Raises InvalidBagsError for a row outside its table,
+        MemoryBudgetError where a batch of that size has no room.
         """
         most = BatchClass.of(batch.candidate_dense.shape[0], batch.context_dense.shape[0], pooled.num_values)
         found = self._batches.get((model, most)) or self._make_room_for(model, most)
@@ -307,8 +292,8 @@ class CardScorer:
     def warm(self, model: CardModel, context_values: float, candidate_values: float) -> None:
         """Make buffers and graphs for all classes of one request, and let go of those of other models.
 
-        Arguments are how many values a request's context, and one candidate, usually have pooled. Raises MemoryBudgetError if not
-        even the smallest class has room.
+        Arguments are how many values are usually pooled for a request's context, and for one candidate. Raises
+        MemoryBudgetError if not even the smallest class has room.
         """
         self.keep([model])
         for count in candidate_classes(self.limits.max_batch_candidates):

@@ -238,20 +238,19 @@ def find_runs(spec: ModelSpec, schema: FeatureSchema, features: Collection[int] 
     begin in column 0.
     """
     shapes, lookups, projections = InputShapes.of(spec), schema.lookups, spec.projections()
-    if features is None:
-        features = np.flatnonzero(~(schema.is_none | schema.is_product)).tolist()
+    own = set(np.flatnonzero(~(schema.is_none | schema.is_product)).tolist() if features is None else features)
     runs: list[Run] = []
     # Of each feature, the part that is written first, to which the others are added.
     first_parts: dict[int, int] = {}
     for number, index in enumerate(lookups.feature.tolist()):
-        if index not in features:
+        if index not in own:
             continue
         feature = schema.features[index]
         part = int(lookups.part[number])
         name = spec.parts(spec.table_of(feature.name))[part].name
         block = int(lookups.group[number])
         dim = schema.layout.groups[block].embedding_dim
-        own = Run(
+        found = Run(
             block=block,
             side=feature.side,
             first=number,
@@ -263,10 +262,10 @@ def find_runs(spec: ModelSpec, schema: FeatureSchema, features: Collection[int] 
             adds=first_parts.setdefault(index, part) != part,
         )
         last = runs[-1] if runs else None
-        if last is not None and _are_neighbours(last, own):
-            runs[-1] = replace(last, count=last.count + 1, projections=last.projections + own.projections)
+        if last is not None and _are_neighbours(last, found):
+            runs[-1] = replace(last, count=last.count + 1, projections=last.projections + found.projections)
         else:
-            runs.append(own)
+            runs.append(found)
     return tuple(sorted(runs, key=lambda run: run.adds))
 
 

@@ -44,7 +44,8 @@ def shop_twins(folder: Path, kind: str, levers: dict | None = None, **how) -> Tw
 def batches_of(served: ServedModel) -> list[MergedBatch]:
     """The same requests for every model of that shape."""
     rng = np.random.default_rng(3)
-    return [shop_batch(served, rng, counts) for counts in ((1,), (7, 3), (5, 1, 20))]
+    candidates = (((1,), 4), ((7, 3), 4), ((40, 2), 4), ((5, 1, 20), 40))
+    return [shop_batch(served, rng, counts, longest=longest) for counts, longest in candidates]
 
 
 @pytest.mark.parametrize("kind", DENSE)
@@ -69,18 +70,28 @@ def test_sequences_of_projected_and_multiplied_rows_score_like_whole_ones(tmp_pa
         {"blocks": [{"share": 0.5}, {"dim": 3, "dtype": "fp32"}]},
     ):
         twins = shop_twins(tmp_path / str(len(str(films))), "target_attention", {"films": films})
-        with served_on(twins.divided.path, None) as own, served_on(twins.whole.path, None) as whole:
+        with (
+            served_on(twins.divided.path, None) as own,
+            served_on(twins.divided.path, OnCards(2, "peers", "as late as can be")) as on_cards,
+            served_on(twins.whole.path, None) as whole,
+        ):
             for batch, same in zip(batches_of(own), batches_of(whole), strict=True):
-                np.testing.assert_allclose(score(own, batch), score(whole, same), rtol=1e-4, atol=1e-5)
+                expected = score(whole, same)
+                for served in (own, on_cards, on_cards, on_cards):
+                    np.testing.assert_allclose(score(served, batch), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", DENSE)
 @pytest.mark.parametrize("on", engine_params(ON, (OnCards(2, "peers", "logical"),)))
 def test_parts_on_cards_give_the_scores_of_whole_tables_again_and_again(tmp_path, kind, on):
-    twins = shop_twins(tmp_path, kind, pruned=("films",))
+    weighted_products = {"tags": {"id_mapping": {"kind": "quotient_remainder", "buckets": 16, "combine": "multiply"}}}
+    twins = shop_twins(tmp_path, kind, LEVERS | (weighted_products if on.num_cards == 1 else {}), pruned=("films",))
     with served_on(twins.divided.path, on) as served, served_on(twins.whole.path, None) as whole:
+        batches, expected = batches_of(served), [score(whole, batch) for batch in batches_of(whole)]
         for _ in range(3):
-            for batch, same in zip(batches_of(served), batches_of(whole), strict=True):
-                np.testing.assert_allclose(score(served, batch), score(whole, same), rtol=1e-4, atol=1e-5)
+            for batch, scores in zip(batches, expected, strict=True):
+                np.testing.assert_allclose(score(served, batch), scores, rtol=1e-4, atol=1e-5)
         scorer = ranking_of(served).scorer
-        assert (num_graphs(scorer) > 0, num_replays(scorer) > 0) == (True, True)
+        assert num_graphs(scorer) == len(scorer.classes) > 3
+        assert num_replays(scorer) >= 2 * len(batches)
+        assert {one.is_graph for one in scorer._batches.values()} == {kind != "target_attention"}
