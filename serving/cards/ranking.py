@@ -284,7 +284,7 @@ class CardScorer:
         most = BatchClass.of(batch.candidate_dense.shape[0], batch.context_dense.shape[0], pooled.num_values)
         found = self._batches.get((model, most)) or self._make_room_for(model, most)
         self._batches.move_to_end((model, most))
-        if found.num_uses >= USES_BEFORE_CAPTURE and self._deserves_graph(found):
+        if found.num_uses >= USES_BEFORE_CAPTURE and self._deserves_graph(model, found):
             self._capture(found)
         found.fill(batch, bags, pooled)
         return found
@@ -341,7 +341,7 @@ class CardScorer:
 
     def _warm_class(self, model: CardModel, most: BatchClass) -> None:
         found = self._batches.get((model, most)) or self._make(model, most)
-        if self._deserves_graph(found):
+        if self._deserves_graph(model, found):
             try:
                 found.run_empty()
                 self._capture(found)
@@ -372,12 +372,13 @@ class CardScorer:
         while len(self._batches) > 1 and (len(self._batches) > self.max_batches or self._size_bytes() > self.max_bytes):
             self._batches.popitem(last=False)[1].free()
 
-    def _deserves_graph(self, batch: CardBatch) -> bool:
+    def _deserves_graph(self, model: CardModel, batch: CardBatch) -> bool:
         if not self.use_graphs or batch.is_captured or not batch.can_capture:
             return False
         most = rounded_candidates(self.limits.max_batch_candidates)
-        # Ids are rounded up to a power of two: the class of the largest batch holds at most twice as many.
-        return batch.most.num_candidates <= most and batch.most.num_values <= 2 * self.limits.max_batch_ids
+        # Values are rounded up to a power of two: the class of the largest batch holds at most twice as many.
+        most_values = 2 * self.limits.max_batch_ids * int(model.layout.values_per_id.max())
+        return batch.most.num_candidates <= most and batch.most.num_values <= most_values
 
     def _capture(self, batch: CardBatch) -> None:
         """Record a class's work. A class that can't be is scored without a graph: slower, and as right."""

@@ -16,9 +16,11 @@ from router.errors import RouterError
 from router.feature_schema import FeatureSchema
 from router.parts import PartRows
 from shard_node.bags import KeyedBags
+from shard_node.node import LocalShard
+from shardrank_testing.card_engines import OnCards
 from shardrank_testing.divided import Twins, describe, write_twins
 from shardrank_testing.snapshots import make_spec
-from shardrank_testing.topologies import Topology, local_router, lookup, remote_router
+from shardrank_testing.topologies import Topology, local_router, lookup, make_node, make_router, remote_router
 
 BLOCKS = [{"share": 0.1}, {"share": 0.3, "dim": 6, "dtype": "fp16"}, {"dim": 2, "dtype": "int4"}]
 HOT_AND_COLD = {"dtype": {"hot": "fp16", "cold": "int4", "hot_share": 0.2}}
@@ -128,6 +130,25 @@ def test_parts_behind_sockets_give_what_whole_tables_give(tmp_path):
             name = schema.features[key].name
             actual = embeddings.feature(key, twins.projections)
             np.testing.assert_allclose(actual, expected[name], rtol=1e-4, atol=1e-4, err_msg=name)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("on", [OnCards(1, "peers"), OnCards(4, "every tier")], ids=str)
+def test_parts_on_emulated_cards_give_what_whole_tables_give(tmp_path, shards, on):
+    hot_beside_cold = EVERYTHING | {"user": HOT_AND_COLD, "genre": HOT_AND_COLD}
+    twins = write_twins(tmp_path, describe(make_spec(), hot_beside_cold), pruned=("user",))
+    spec, plain = twins.divided.spec, local_router(twins.whole, Topology())
+    assert [(one.name, one.dtype) for one in spec.parts(spec.table_of("user"))] == [
+        ("user.b0", "fp16"),
+        ("user.b1", "int4"),
+    ]
+    plan = Topology(shards, on.num_cards, "table" if shards > 1 else None).plan(spec)
+    nodes = [make_node(twins.divided, plan, shard, card_set=on.card_set(spec)) for shard in range(shards)]
+    router = make_router(twins.divided, plan, [LocalShard(node) for node in nodes])
+    for features in (list(range(len(router.schema.features))), [1, 2, 5]):
+        bags = random_bags(twins, np.random.default_rng(7), features)
+        found = by_name(twins.divided, router, bags, twins.projections)
+        assert_alike(found, by_name(twins.whole, plain, in_order_of(twins, bags)))
 
 
 def test_ids_that_were_seen_give_the_same_bits_after_pruning_and_others_the_default_row(tmp_path):

@@ -7,9 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from serving.cli.capacity import CapacityOptions, CapacityPlan, LookupProfile
 from serving.rank.ranking import MergedBatch
 from serving.versions.served_model import ServedModel
-from shardrank_testing.card_engines import OnCards, engine_params
+from shard_node.planning.cost_model import SYSTEMS
+from shardrank_testing.card_engines import OnCards, engine_params, options_for
 from shardrank_testing.card_ranking import (
     DENSE,
     num_graphs,
@@ -95,3 +97,41 @@ def test_parts_on_cards_give_the_scores_of_whole_tables_again_and_again(tmp_path
         assert num_graphs(scorer) == len(scorer.classes) > 3
         assert num_replays(scorer) >= 2 * len(batches)
         assert {one.is_graph for one in scorer._batches.values()} == {kind != "target_attention"}
+
+
+def test_parts_on_cards_score_in_bfloat16_as_on_the_cpu(tmp_path):
+    twins = shop_twins(tmp_path, "dlrm", pruned=("films",))
+    with (
+        served_on(twins.divided.path, OnCards(2, "peers"), dtype="bfloat16") as served,
+        served_on(twins.whole.path, None) as whole,
+    ):
+        assert ranking_of(served).parts.dtype == "bfloat16"
+        for batch, same in zip(batches_of(served) * 2, batches_of(whole) * 2, strict=True):
+            np.testing.assert_allclose(score(served, batch), score(whole, same), atol=0.05)
+
+
+@pytest.mark.parametrize("on", ON, ids=str)
+def test_hot_and_cold_rows_take_the_bytes_on_cards_that_the_plan_says(tmp_path, on):
+    twins = shop_twins(tmp_path, "mlp")
+    spec = twins.divided.spec
+    planned = CapacityPlan.make(
+        spec,
+        LookupProfile(counts={one.name: twins.divided.access_counts(one.name) for one in spec.stored_tables}),
+        CapacityOptions(
+            system=SYSTEMS["h100"],
+            cards=on.num_cards,
+            **options_for(spec, on.num_cards, on.tiers).model_dump(
+                include={"card_memory_gb", "hot_gb", "pinned_memory_gb"}
+            ),
+        ),
+    )
+    by_name = {one.name: one for one in planned.tables}
+    # Rows on cards take whole 16 bytes.
+    assert (by_name["films.b0"].on_cards_bytes, by_name["films.b1"].on_cards_bytes) == (50 * 32, 450 * 16)
+    assert sum(one.on_cards_bytes for one in planned.tables) == planned.size.on_cards_bytes
+    held = {(one.card, one.tier): one.size_bytes for one in on.load(twins.divided).memory()}
+    assert held == {
+        **{(one.card, "card"): one.own_bytes + one.places_bytes for one in planned.cards},
+        **{(one.card, "hot"): one.hot_bytes for one in planned.cards if one.hot_bytes},
+        **({(0, "pinned"): planned.pinned_bytes} if planned.pinned_bytes else {}),
+    }

@@ -6,10 +6,18 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from router.feature_schema import FeatureSchema
+from serving.cards.layout import BatchClass, CardLayout
 from serving.models.inputs import InputShapes, RankingInputs, SequenceInput
 from serving.models.ranking_models import build_model
 from shardrank_testing.card_ranking import DENSE, shop_spec
+from shardrank_testing.divided import describe
 
+PARTS = {
+    "users": {"blocks": [{"share": 0.2, "dtype": "fp16"}, {"share": 0.3, "dim": 4}, {"dim": 2}]},
+    "films": {"id_mapping": {"kind": "quotient_remainder", "buckets": 20, "combine": "multiply"}},
+    "cities": {"embedding_dim": 3, "project_to": 4},
+}
 DEVICE = torch.device("meta")
 """Stands for a card: it refuses what would have to wait for a value, and work with tensors of another device."""
 
@@ -59,6 +67,22 @@ def test_a_models_work_neither_waits_for_the_device_nor_reads_the_host(kind, den
                 logits = model(inputs)
             assert mode.found == []
             assert (logits.device, logits.dtype, logits.shape) == (DEVICE, torch.float32, (32,))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_becomes_of_parts_neither_waits_for_the_device_nor_reads_the_host(dtype):
+    description = describe(shop_spec("target_attention"), PARTS)
+    spec = description.compiled()
+    layout, most = CardLayout(spec, FeatureSchema.of(spec), dtype), BatchClass.of(40, 3, 500)
+    with torch.inference_mode():
+        projections = build_model(spec).to(DEVICE).projections_by_part
+        areas = [torch.zeros(one.count(most), one.width, dtype=dtype, device=DEVICE) for one in layout.areas]
+        sent = layout.extra(most, torch.zeros(layout.extra_bytes(most), dtype=torch.uint8, device=DEVICE))
+        with OfTheHost() as mode:
+            layout.combine(areas, sent.products, projections)
+    assert mode.found == []
+    assert len(layout.sums) > 3
+    assert (len(layout.products), len(layout.pooled_products)) == (3, 2)
 
 
 def test_what_waits_for_the_device_or_reads_the_host_is_found():

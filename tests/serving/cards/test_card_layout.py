@@ -20,7 +20,14 @@ from serving.cards.layout import (
 from shard_node.cuda.batch import check_runs
 from shard_node.cuda.kernel_params import MODES
 from shardrank_testing.card_ranking import DENSE, shop_spec
+from shardrank_testing.divided import describe
 
+PARTS = {
+    "users": {"blocks": [{"share": 0.2, "dtype": "fp16"}, {"share": 0.3, "dim": 4}, {"dim": 2}]},
+    "films": {"id_mapping": {"kind": "quotient_remainder", "buckets": 20}},
+    "tags": {"id_mapping": {"kind": "quotient_remainder", "buckets": 20, "combine": "multiply"}},
+    "cities": {"embedding_dim": 3, "project_to": 4},
+}
 CLASSES = st.builds(BatchClass.of, st.integers(1, 300), st.integers(1, 20), st.integers(0, 5000))
 
 
@@ -78,6 +85,37 @@ def test_every_element_of_the_output_is_written_by_one_bag_at_most(kind, most):
         # Embeddings are pooled into place; dense inputs are copied there, and what is behind them stays zero.
         assert matrix[:, : side.embedding_width].all()
         assert not matrix[:, side.embedding_width :].any()
+
+
+@given(most=CLASSES)
+def test_scratch_of_parts_is_written_by_one_bag_at_most_and_every_column_of_the_inputs_comes_from_somewhere(most):
+    spec = describe(shop_spec("target_attention"), PARTS).compiled()
+    schema = FeatureSchema.of(spec)
+    layout = CardLayout(spec, schema, torch.float32)
+    runs, size = layout.runs(most), layout.size(most)
+    check_runs(schema.layout, runs, size)
+    assert runs.keys is None
+    written = np.zeros(runs.out_elements, np.int8)
+    for key, table in enumerate(runs.tables.tolist()):
+        bag = runs.out_offsets[key] + np.arange(int(size.bags_per_key[key])) * runs.out_strides[key]
+        written[bag[:, None] + np.arange(schema.layout.tables[table].embedding_dim)] += 1
+    assert written.max() == 1
+    places = layout.output_places(most)
+    areas = [
+        written[first : first + area.count(most) * area.width].reshape(-1, area.width)
+        for first, area in zip(places.areas, layout.areas, strict=True)
+    ]
+    for run, source, column, target in layout.sums:
+        assert areas[source][:, column : column + run.count * run.dim].all()
+        assert areas[source].shape[0] == areas[target].shape[0]
+        areas[target][:, run.column : run.column + run.count * run.width] += not run.adds
+    for one in layout.products:
+        assert areas[one.source].all()
+        areas[one.target][:, one.column : one.column + one.dim] += 1
+    sides = (layout.shapes.candidate, layout.shapes.context)
+    for matrix, width in zip(areas, [*(side.embedding_width for side in sides), 16], strict=False):
+        assert (matrix[:, :width] == 1).all()
+        assert not matrix[:, width:].any()
 
 
 @pytest.mark.parametrize("dense", [(0, 0), (1, 0), (0, 1), (13, 7)])
