@@ -46,7 +46,7 @@ def shop_twins(folder: Path, kind: str, levers: dict | None = None, **how) -> Tw
 def batches_of(served: ServedModel) -> list[MergedBatch]:
     """The same requests for every model of that shape."""
     rng = np.random.default_rng(3)
-    candidates = (((1,), 4), ((7, 3), 4), ((40, 2), 4), ((5, 1, 20), 40))
+    candidates = (((1,), 4), ((7, 3), 4), ((40, 2), 4), ((5, 1, 20), 26))
     return [shop_batch(served, rng, counts, longest=longest) for counts, longest in candidates]
 
 
