@@ -95,6 +95,8 @@ def test_scratch_of_parts_is_written_by_one_bag_at_most_and_every_column_of_the_
     runs, size = layout.runs(most), layout.size(most)
     check_runs(schema.layout, runs, size)
     assert runs.keys is None
+    in_two = {feature.name for feature, count in zip(schema.features, layout.values_per_id, strict=True) if count == 2}
+    assert in_two == {"film", "seen", "history", "tag", "liked"}
     written = np.zeros(runs.out_elements, np.int8)
     for key, table in enumerate(runs.tables.tolist()):
         bag = runs.out_offsets[key] + np.arange(int(size.bags_per_key[key])) * runs.out_strides[key]

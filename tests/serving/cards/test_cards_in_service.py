@@ -16,7 +16,8 @@ import torch
 from loader.deltas.publisher import AsyncDeltaPublisher
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.golden import GoldenRequests
-from serving.cards.ranking import usual_ids
+from serving.cards.layout import CardLayout
+from serving.cards.ranking import usual_values
 from serving.embedded import Ranker
 from serving.errors import GoldenMismatchError, ModelOutputError, UnknownIdError
 from serving.limits import RequestLimits
@@ -113,7 +114,7 @@ def test_bfloat16_serves_on_cards_where_it_gives_the_golden_scores(tmp_path, gol
         assert served.checked.difference <= served.checked.tolerance
 
 
-def test_how_many_ids_are_usual_is_told_by_the_golden_requests(api_model, golden):
+def test_how_many_values_are_usual_is_told_by_the_golden_requests(api_model, golden):
     with served_on(api_model.path, ON[0]) as served:
         parts = ranking_of(served).parts
     context = [
@@ -124,8 +125,9 @@ def test_how_many_ids_are_usual_is_told_by_the_golden_requests(api_model, golden
     ids = {name: int(lengths.sum()) for name, lengths in golden.lengths.items()}
     in_context = sum(ids[name] for name in context)
     expected = (in_context / 4, (sum(ids.values()) - in_context) / golden.scores.size)
-    assert usual_ids(parts, golden) == pytest.approx(expected)
-    assert usual_ids(parts, None) == (len(context), len(parts.schema.names) - len(context))
+    layout = CardLayout(parts.schema.features.spec, parts.schema.features, torch.float32)
+    assert usual_values(layout, parts, golden) == pytest.approx(expected)
+    assert usual_values(layout, parts, None) == (len(context), len(parts.schema.names) - len(context))
 
 
 def test_an_id_without_a_row_is_told_to_the_request_that_has_it(api_model):
