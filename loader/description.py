@@ -313,7 +313,7 @@ def _hottest_first(
 
 
 @dataclass(frozen=True, slots=True)
-class Division:
+class DividedRows:
     """What the parts of a model's divided tables are made of: their rows, and which row is in which part.
 
     Attributes:
@@ -335,7 +335,7 @@ def divide(
     row_classes: Mapping[str, RowClasses] | None = None,
     kept: Mapping[str, npt.NDArray[np.bool_]] | None = None,
     pruned_row: PrunedRow = "mean",
-) -> Division:
+) -> DividedRows:
     """Make the parts' rows from those of the tables that they are parts of.
 
     Args:
@@ -385,7 +385,7 @@ def divide(
             found[part.name] = source
         if own is not None:
             split |= part_counts(table, parts, own, of_rows)
-    return Division(found, classes, split)
+    return DividedRows(found, classes, split)
 
 
 def _own_rows(rows: Mapping[str, RowSource], table: DividedTable, part: TableSpec) -> RowSource | None:

@@ -14,7 +14,7 @@ from serving.limits import RequestLimits
 from serving.models.layers import NumberFormat
 
 
-class FeatureDescription(Frozen):
+class FeatureInfo(Frozen):
     """One feature of a request."""
 
     name: str
@@ -30,7 +30,7 @@ def stored_dtypes(spec: ModelSpec, table: AnyTable) -> str:
     return "+".join(dict.fromkeys(part.dtype for part in spec.parts(table)))
 
 
-class TableDescription(Frozen):
+class TableInfo(Frozen):
     """One embedding table, as features see it."""
 
     name: str
@@ -41,7 +41,7 @@ class TableDescription(Frozen):
     unknown_id: UnknownId
 
 
-class DenseModelDescription(Frozen):
+class DenseModelInfo(Frozen):
     """The ranking model."""
 
     kind: str
@@ -50,28 +50,26 @@ class DenseModelDescription(Frozen):
     outputs: tuple[str, ...] = Field(default=(), description="names of the outputs that an answer has beside scores")
 
 
-class ModelDescription(Frozen):
+class ModelInfo(Frozen):
     """A served version of a model."""
 
     model: str
     version: int
     identity: str = Field(description="SHA-256 (hex) of the manifest")
     schema_digest: str = Field(description="of what a packed request depends on; see docs/api.md")
-    features: tuple[FeatureDescription, ...] = Field(description="in the order that a packed request has them in")
-    tables: tuple[TableDescription, ...]
+    features: tuple[FeatureInfo, ...] = Field(description="in the order that a packed request has them in")
+    tables: tuple[TableInfo, ...]
     dense_inputs: DenseInputs
-    dense_model: DenseModelDescription
+    dense_model: DenseModelInfo
     limits: RequestLimits
 
     @classmethod
-    def of(
-        cls, snapshot: Snapshot, limits: RequestLimits, dtype: NumberFormat, dtype_fallback: str
-    ) -> ModelDescription:
+    def of(cls, snapshot: Snapshot, limits: RequestLimits, dtype: NumberFormat, dtype_fallback: str) -> ModelInfo:
         """Describe a version whose dense model is computed in `dtype`, and why that is not what was asked for."""
         spec = snapshot.spec
         schema = FeatureSchema.of(spec)
         features = tuple(
-            FeatureDescription(
+            FeatureInfo(
                 **one.model_dump(include={"name", "side", "weighted"}),
                 pooling=spec.pooling_of(one.name),
                 table=spec.table_of(one.name).name,
@@ -87,13 +85,13 @@ class ModelDescription(Frozen):
             schema_digest=schema.digest,
             features=features,
             tables=tuple(
-                TableDescription(
+                TableInfo(
                     id_mapping=one.id_mapping.kind, dtype=stored_dtypes(spec, one), **one.model_dump(include=same)
                 )
                 for one in spec.logical_tables
             ),
             dense_inputs=spec.dense_inputs,
-            dense_model=DenseModelDescription(
+            dense_model=DenseModelInfo(
                 kind=spec.dense_model.kind,
                 dtype=dtype,
                 dtype_fallback=dtype_fallback,

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from serving.description import ModelDescription
+from serving.description import ModelInfo
 from serving.formats.json_reader import JsonCodec, encode_request, rank_document
 from serving.formats.json_text import lookup_pieces
 from serving.formats.requests import Method, RankAnswer
@@ -91,7 +91,7 @@ class Ranker:
         return cls(service, served.model)
 
     @property
-    def description(self) -> ModelDescription:
+    def description(self) -> ModelInfo:
         """What the model takes and is made of."""
         return self._service.describe(self._model)
 

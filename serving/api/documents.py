@@ -28,7 +28,7 @@ from serving.api.access_counts import counts_asked, told_counts
 from serving.api.bodies import OPEN_INFERENCE, defect_reply, error_reply, read_body
 from serving.api.tokens import Scope as Right
 from serving.api.tokens import Tokens
-from serving.description import ModelDescription
+from serving.description import ModelInfo
 from serving.errors import MalformedRequestError, MethodNotAllowedError, NoSuchRouteError, RepositoryControlError
 from serving.formats.infer import BINARY, parse_version
 from serving.formats.schema import RequestSchema, TensorSpec
@@ -188,7 +188,7 @@ class ErrorDocument(BaseModel):
 class ModelsDocument(BaseModel):
     """The answer of `/v1/models`."""
 
-    models: list[ModelDescription] = Field(description="the live version of every model")
+    models: list[ModelInfo] = Field(description="the live version of every model")
 
 
 class HealthDocument(BaseModel):
@@ -289,13 +289,13 @@ class _Documents:
         def models(model: str, version: str) -> ModelsDocument:
             return ModelsDocument(models=service.models())
 
-        def model(model: str, version: str) -> ModelDescription:
+        def model(model: str, version: str) -> ModelInfo:
             return service.describe(model)
 
         add = partial(self._add, api="http", tags=["models"])
         add("/v1/models", models, "The live version of every model", counted="models", response_model=ModelsDocument)
         what, responses = "What a model takes and is made of", {404: _ERRORS[404]}
-        add(_MODEL, model, what, response_model=ModelDescription, responses=responses)
+        add(_MODEL, model, what, response_model=ModelInfo, responses=responses)
 
         async def counts(request: Request) -> Response:
             asked = counts_asked(request.path_params["model"], request.query_params)

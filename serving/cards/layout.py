@@ -114,7 +114,7 @@ class Sum(NamedTuple):
     target: int
 
 
-class Product(NamedTuple):
+class CardProduct(NamedTuple):
     """A feature whose two parts come into scratch id by id, side by side; their products are pooled into the target.
 
     Attributes:
@@ -200,9 +200,9 @@ class CardLayout:
             if width:
                 self.areas.append(Area(area.rows, width))
 
-    def _place_products(self, dims: Mapping[int, int], columns: list[int]) -> Iterator[Product]:
+    def _place_products(self, dims: Mapping[int, int], columns: list[int]) -> Iterator[CardProduct]:
         for index, dim in dims.items():
-            yield Product(index, len(self.areas), self._targets[index], columns[index], dim)
+            yield CardProduct(index, len(self.areas), self._targets[index], columns[index], dim)
             for place, lookup in enumerate(self._schema.lookups.of_feature[index]):
                 self._areas[lookup], self._columns[lookup] = len(self.areas), place * dim
             self.areas.append(Area("value", 2 * dim))

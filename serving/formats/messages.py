@@ -12,7 +12,7 @@ from typing import cast
 
 import numpy as np
 
-from serving.description import ModelDescription
+from serving.description import ModelInfo
 from serving.errors import (
     CountMismatchError,
     InvalidFieldError,
@@ -343,6 +343,6 @@ def encode_lookup(answer: LookupAnswer) -> bytes:
     return b"".join(parts)
 
 
-def encode_model(description: ModelDescription) -> bytes:
+def encode_model(description: ModelInfo) -> bytes:
     """Encode a GetModelResponse."""
     return ranking_pb2.GetModelResponse(**description.model_dump()).SerializeToString()

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, Protocol, TypeAlias, cast
 
 from loader.errors import ShardrankError
-from serving.description import ModelDescription
+from serving.description import ModelInfo
 from serving.errors import ClientGoneError, OverloadedError
 from serving.formats.requests import Answer, Buffer, Codec, Encoded, LookupRequest, Request, Unparsed
 from serving.limits import RequestLimits
@@ -173,12 +173,12 @@ class RankingService(ServedVersions):
             pending.future = None
             del future
 
-    def describe(self, model: str, version: int | None = None) -> ModelDescription:
+    def describe(self, model: str, version: int | None = None) -> ModelInfo:
         """Describe a model. Raises ModelNotFoundError."""
         with self.lease(model, version) as lease:
             return lease.payload.description
 
-    def models(self) -> list[ModelDescription]:
+    def models(self) -> list[ModelInfo]:
         """Describe the live version of every model."""
         return [self.describe(model) for model in self.generations.models()]
 

@@ -23,7 +23,7 @@ from router.id_mapping import IdMapper, RejectedIds
 from router.plan import Plan
 from router.router import Router
 from serving.cards.ranking import CardRanking, CardScorer, scorer_on_card
-from serving.description import ModelDescription
+from serving.description import ModelInfo
 from serving.errors import GoldenMismatchError, NotReadyError, RankingModelError
 from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
@@ -72,7 +72,7 @@ class ServedModel:
     def __init__(
         self,
         schema: RequestSchema,
-        description: ModelDescription,
+        description: ModelInfo,
         batcher: Batcher,
         replicas: list[Replica | LoopReplica],
         on_close: Callable[[], None],
@@ -152,7 +152,7 @@ class ServedModel:
         metrics.dense_step(spec.model, snapshot.version, 0)
         metrics.dtype_fallback(spec.model, snapshot.version, fell_back=bool(checked.fallback))
         metrics.wire_fallback(spec.model, snapshot.version, fell_back=bool(checked.wire_fallback))
-        description = ModelDescription.of(snapshot, limits, checked.dtype, checked.fallback)
+        description = ModelInfo.of(snapshot, limits, checked.dtype, checked.fallback)
         access = [node.generations.payload(spec.model, snapshot.version).engine.access for node in nodes]
         access += [] if hot is None else [hot.access]
         return cls(schema, description, batcher, takers, on_close, counter, checked, access)

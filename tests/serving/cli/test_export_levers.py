@@ -165,7 +165,7 @@ def test_a_table_that_can_not_be_pruned_stays_and_is_named(folder: Path) -> None
 
 
 def test_blocks_of_falling_width_and_their_projections_are_found_verified_and_told(folder: Path) -> None:
-    from serving.description import ModelDescription
+    from serving.description import ModelInfo
     from serving.limits import RequestLimits
 
     document = described(blocks=[{"share": 0.1, "dtype": "fp16"}, {"dim": 2, "dtype": "int8"}])
@@ -189,7 +189,7 @@ def test_blocks_of_falling_width_and_their_projections_are_found_verified_and_to
     ]
     text = run("inspect", "--snapshot", snapshot.path).output
     assert "item.b1" in text
-    of_api = ModelDescription.of(snapshot, RequestLimits(), "float32", "").tables
+    of_api = ModelInfo.of(snapshot, RequestLimits(), "float32", "").tables
     assert [(one.name, one.num_embeddings, one.embedding_dim, one.dtype) for one in of_api] == [
         ("user", 20, DIM, "fp32"), ("item", ROWS, DIM, "fp16+int8"),
     ]  # fmt: skip

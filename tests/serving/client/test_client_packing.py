@@ -15,7 +15,7 @@ from loader.snapshot.reader import Snapshot
 from router.feature_schema import FeatureSchema
 from serving.client import Client, InvalidRequestError, Ragged
 from serving.client.features import Column, Layout, RankFeatures, lookup_request, read_message
-from serving.description import ModelDescription
+from serving.description import ModelInfo
 from serving.formats.messages import encode_model
 from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
@@ -30,7 +30,7 @@ CONTEXT, CANDIDATES = ("user", "history", "liked-tag", "city"), ("film", "genre"
 
 @pytest.fixture(scope="session")
 def layout(api_model) -> Layout:
-    description = ModelDescription.of(Snapshot.open(api_model.path), RequestLimits(), "float32", "")
+    description = ModelInfo.of(Snapshot.open(api_model.path), RequestLimits(), "float32", "")
     return Layout(read_message(ranking_pb2.GetModelResponse, encode_model(description)))
 
 
