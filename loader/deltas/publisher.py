@@ -159,8 +159,9 @@ class AsyncDeltaPublisher:
         Returns how many rows are in it. Raises OSError if it can't be written.
         """
         found = self.pruned_updates
-        if found:
-            write_access_counts(Path(path), {table: (one.rows, one.counts) for table, one in found.items()})
+        if self._spec is not None and found:
+            sizes = {one.name: one.num_embeddings for one in self._spec.divided if one.name in found}
+            write_access_counts(Path(path), {table: (one.rows, one.counts) for table, one in found.items()}, sizes)
         return sum(one.rows.size for one in found.values())
 
     async def publish_dense(

@@ -102,7 +102,7 @@ def test_narrower_parts_have_projections_to_what_features_get():
         ({"blocks": BLOCKS, "dtype": {"hot": "fp16", "cold": "int4", "hot_share": 0.5}}, "blocks have dtypes of their"),
         ({"project_to": 8}, "project_to 8 is not above embedding_dim 8"),
         ({"num_embeddings": "auto", "id_mapping": {"kind": "vocabulary"}}, "auto goes with id_mapping hash, not voc"),
-        ({"num_embeddings": "many"}, r"num_embeddings.*\n.*valid integer"),
+        ({"num_embeddings": "many"}, r"num_embeddings.*\n.*should be 'auto'"),
         ({"column_dims": (5, 3), "blocks": BLOCKS}, "stored whole, not with blocks"),
         ({"column_dims": (5, 3), "id_mapping": COMPOSED}, "not with id_mapping quotient_remainder"),
         ({"blocks": BLOCKS, "id_mapping": COMPOSED}, "quotient_remainder does not go with blocks"),

@@ -17,6 +17,7 @@ from loader.deltas.publisher import AsyncDeltaPublisher, DeltaPublisher
 from loader.errors import DeltaBaseError, DeltaError, DeltaFormatError
 from loader.registry.directory import DirectoryRegistry
 from loader.registry.fleet import FleetRegistry, delta_stream
+from loader.snapshot.per_row import read_access_counts
 from loader.snapshot.publishing import publish, register
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.tensor_files import load_numpy
@@ -205,9 +206,12 @@ def test_updates_of_pruned_rows_are_counted_named_once_and_written_for_the_next_
     assert found.count == 23
     assert publisher.write_pruned(tmp_path / "kept.safetensors") == 20
     assert not (tmp_path / "none.safetensors").exists()
-    written = load_numpy(tmp_path / "kept.safetensors")
-    assert written["item/rows"].tolist() == found.rows.tolist()
-    assert written["item/counts"].tolist() == found.counts.tolist()
+    (written,) = read_access_counts(tmp_path / "kept.safetensors", snapshot.spec).items()
+    expected = np.zeros(600, np.uint32)
+    expected[found.rows] = found.counts
+    assert written[0] == "item"
+    np.testing.assert_array_equal(written[1], expected)
+    assert load_numpy(tmp_path / "kept.safetensors")["item/num_embeddings"] == 600
 
 
 def test_counts_of_many_updates_are_those_of_all_rows(monkeypatch):
