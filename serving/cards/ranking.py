@@ -121,8 +121,8 @@ class CardBatch:
             offsets = bags.offsets[int(bag_starts[index]) : int(bag_starts[index + 1]) + 1]
             np.subtract(offsets[:-1], value_starts[index], out=target[0, :num_requests])
             np.subtract(offsets[1:], offsets[:-1], out=target[1, :num_requests])
-        for target, product in zip(products, self._layout.pooled_products, strict=True):
-            index = product.feature
+        for number, product in enumerate(self._layout.pooled_products):
+            index, target = product.feature, products[number]
             offsets = bags.offsets[int(bag_starts[index]) : int(bag_starts[index + 1]) + 1]
             np.subtract(offsets, value_starts[index], out=target[: offsets.size])
             # Bags behind the batch's are empty.
