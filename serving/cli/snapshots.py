@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import json
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,7 +12,7 @@ import click
 from serving.cli import WithExamples
 from serving.cli import options as opts
 from serving.cli.output import human_bytes, print_json, print_table, progress_bars
-from serving.cli.settings import config_of, snapshot_folder
+from serving.cli.settings import config_of, flags, snapshot_folder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,6 +34,17 @@ MAX_DESCRIPTION_BYTES = 16 << 20
 @opts.choice("--dtype", ["int8", "int4", "fp16", "fp32"], "Number format of the rows.")
 @opts.count("--dim", "Width of every table.", 2, 512, 16)
 @opts.switch("--profile", "Also use age, occupation, zip code, and two dense inputs of a film.")
+@opts.switch("--crosses", "Also use pairs: user and genre, occupation and film, age and genre, zip code and film.")
+@opts.assignments(
+    "--table NAME=JSON",
+    "What a table's description has instead: `num_embeddings`, `id_mapping`, `blocks`, `dtype`, `project_to`, ... "
+    "A new name takes the `feature_names` that it is given from other tables.",
+)
+@opts.switch("--prune", "Drop rows that training never looked up; their ids get one row together.")
+@opts.option("--keep-share X", "With --prune, keep the hottest rows that have this share of the lookups.", opts.PART)
+@opts.option(
+    "--pruned-row", "With --prune: what ids of dropped rows get; default: their mean.", click.Choice(["mean", "zeros"])
+)
 @opts.choice("--bucketing", ["mixed", "hash", "range"], "Order of rows in their files: --sharding range needs range.")
 def train(
     store: Path,
@@ -41,6 +53,10 @@ def train(
     epochs: int | None,
     seed: int,
     dim: int,
+    prune: bool,
+    keep_share: float | None,
+    pruned_row: str | None,
+    table: Sequence[tuple[str, str]],
     bucketing: Literal["mixed", "hash", "range"],
     **described: Any,
 ) -> None:
@@ -52,19 +68,42 @@ def train(
     Examples:
       shardrank train --store models
       shardrank train --store models --movielens ml-100k --kind dcn_v2 --profile
+      shardrank train --store models --prune --table 'films={"project_to": 16, "embedding_dim": 8}'
     """
     from serving.training.dataset import FilmsOptions
-    from serving.training.trainer import expectation, read_interactions, train_version
+    from serving.training.trainer import Pruning, expectation, read_interactions, train_version
 
-    films = config_of(FilmsOptions, described, embedding_dim=dim)
+    given = {"keep_share": keep_share, "pruned_row": pruned_row}
+    if not prune and (unused := [name for name, value in given.items() if value is not None]):
+        raise click.UsageError(f"{flags(unused)}: only with --prune")
+    pruning = config_of(Pruning, given) if prune else None
+    tables = {name: _json_object(f"--table {name}", text) for name, text in table}
+    films = config_of(FilmsOptions, described, embedding_dim=dim, tables=tables)
     interactions = read_interactions(movielens, ratings, seed)
     with progress_bars() as bars:
         version = train_version(
-            interactions, store, seed=seed, epochs=epochs, options=films, bucketing=bucketing, progress=bars
+            interactions,
+            store,
+            seed=seed,
+            epochs=epochs,
+            options=films,
+            pruning=pruning,
+            bucketing=bucketing,
+            progress=bars,
         )
     quality = expectation(version)
     click.echo(f"AUC {quality.auc_fp32:.4f} (each film by its mean label: {quality.auc_item_mean:.4f})")
     click.echo(f"wrote {version.folder}")
+
+
+def _json_object(flag: str, text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise click.UsageError(f"{flag}: not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise click.UsageError(f"{flag}: {text!r:.80} is not a JSON object")
+    return found
 
 
 def read_description(path: Path) -> ModelDescription:

@@ -8,26 +8,20 @@ history then tells its label. At test time they come from the whole training par
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field
+from pydantic import Field, ValidationError
 
+from loader.description import ModelDescription, TableDescription
 from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec
 from loader.snapshot.per_row import Vocabulary
-from loader.snapshot.tables import (
-    Bucketing,
-    Frozen,
-    HashMapping,
-    RowDtype,
-    TableSpec,
-    VocabularyMapping,
-    fingerprint_strings,
-)
+from loader.snapshot.schema_errors import schema_errors
+from loader.snapshot.tables import Bucketing, Frozen, RowDtype, fingerprint_strings
 from serving.training.interactions import Interactions, TrainingError, offsets_of, positions_in
 from shard_node.bags import Float32Array, Int64Array
 
@@ -47,11 +41,23 @@ NOT_A_US_ZIP_CODE = 1000
 RankingKind = Literal["target_attention", "dlrm", "dcn_v2", "mlp"]
 
 
+CROSSES: dict[str, tuple[str, str]] = {
+    "user_genre": ("user_id", "genre"),
+    "occupation_film": ("occupation", "film_id"),
+    "age_genre": ("age", "genre"),
+    "zip_film": ("zip_code", "film_id"),
+}
+"""Features of a candidate that are pairs of others: one of the user, one of the film."""
+
+
 class FilmsOptions(Frozen):
     """What the model of the films is made of; `dtype` and `embedding_dim` are those of every table.
 
     `profile` adds what is known of a user beside the ratings (age, occupation, zip code), and two dense inputs of each
-    film (popularity, mean label). Without it a request is four sparse features and nothing else.
+    film (popularity, mean label). Without it a request is four sparse features and nothing else. `crosses` adds pairs
+    of these, `CROSSES`, each in a hashed table with as many rows as pairs occur. `tables` changes tables: by name, what
+    replaces the same words of a `TableDescription`. Features that are given to a table are taken from the others, and
+    tables without features are left out; so a new name unites tables.
     """
 
     model: str = "films"
@@ -59,29 +65,28 @@ class FilmsOptions(Frozen):
     dtype: RowDtype = "int8"
     embedding_dim: int = Field(default=16, ge=2, le=512)
     profile: bool = False
+    crosses: bool = False
+    tables: dict[str, dict[str, Any]] = Field(default_factory=dict)
 
 
 def films_spec(interactions: Interactions, options: FilmsOptions | None = None) -> ModelSpec:
+    """Describe a model for these users and films, as it is stored. Raises as `films_description`; ExportError."""
+    return films_description(interactions, options).compiled()
+
+
+def films_description(interactions: Interactions, options: FilmsOptions | None = None) -> ModelDescription:
     """Describe a model for these users and films.
 
     Every user and every film has a row. A user who came later gets the `default_row`, an unknown film is refused, an
     unknown genre left out.
 
     Raises:
-        TrainingError: if a film's id is too large to be a row.
+        TrainingError: if a film's id is too large to be a row, or `options.tables` do not describe tables.
     """
     options = options or FilmsOptions()
-    users, films = interactions.users, interactions.films
-    if films.ids[-1] > MAX_FILM_ID:
-        raise TrainingError(f"film id {films.ids[-1]}: film ids are rows, so at most {MAX_FILM_ID} is allowed")
-    table = partial(TableSpec, embedding_dim=options.embedding_dim, dtype=options.dtype)
-    count, last_film, genres = users.ids.size, int(films.ids[-1]), len(films.genre_names)
-    known_users = {"id_mapping": VocabularyMapping(), "unknown_id": "default_row", "default_row": count}
-    tables = [
-        table(name="users", num_embeddings=count + 1, feature_names=("user_id",), **known_users),
-        table(name="films", num_embeddings=last_film + 1, feature_names=("film_id", "history")),
-        table(name="genres", num_embeddings=genres, feature_names=("genre",), pooling="mean", unknown_id="skip"),
-    ]
+    last_film = int(interactions.films.ids[-1])
+    if last_film > MAX_FILM_ID:
+        raise TrainingError(f"film id {last_film}: film ids are rows, so at most {MAX_FILM_ID} is allowed")
     features = [
         FeatureSpec(name="user_id", side="context"),
         FeatureSpec(name="history", side="context", pooling="none" if options.kind == "target_attention" else "mean"),
@@ -89,15 +94,9 @@ def films_spec(interactions: Interactions, options: FilmsOptions | None = None) 
         FeatureSpec(name="genre", side="candidate"),
     ]
     if options.profile:
-        words, strings = len(set(users.occupations)), VocabularyMapping(id_type="string")
-        known_words = {"id_mapping": strings, "unknown_id": "default_row", "default_row": words}
-        hashed = HashMapping(seed=1)
-        tables += [
-            table(name="ages", num_embeddings=NUM_AGE_BUCKETS, feature_names=("age",)),
-            table(name="occupations", num_embeddings=words + 1, feature_names=("occupation",), **known_words),
-            table(name="zip_codes", num_embeddings=NUM_ZIP_ROWS, feature_names=("zip_code",), id_mapping=hashed),
-        ]
         features += [FeatureSpec(name=name, side="context") for name in ("age", "occupation", "zip_code")]
+    if options.crosses:
+        features += [FeatureSpec(name=name, side="candidate", pooling="mean") for name in CROSSES]
     dense: dict[RankingKind, dict[str, Any]] = {
         "target_attention": {
             "history_feature": "history",
@@ -109,19 +108,92 @@ def films_spec(interactions: Interactions, options: FilmsOptions | None = None) 
         "dcn_v2": {"num_cross_layers": 2, "deep": [64, 32]},
         "mlp": {"hidden": [64, 32]},
     }
-    return ModelSpec(
+    return ModelDescription(
         model=options.model,
-        tables=tuple(tables),
+        tables=_described_tables(_film_tables(interactions, options), options),
         features=tuple(features),
         dense_inputs=DenseInputs(candidate=2 if options.profile else 0),
         dense_model=DenseModelSpec(kind=options.kind, config=dense[options.kind]),
     )
 
 
+def _film_tables(interactions: Interactions, options: FilmsOptions) -> dict[str, dict[str, Any]]:
+    """Describe each table, by name, without what `options` say of every table or of one."""
+    users, films = interactions.users, interactions.films
+    count, words = users.ids.size, len(set(users.occupations))
+    integers, strings = {"kind": "vocabulary"}, {"kind": "vocabulary", "id_type": "string"}
+    found: dict[str, dict[str, Any]] = {
+        "users": {"num_embeddings": count + 1, "id_mapping": integers, "unknown_id": "default_row"},
+        "films": {"num_embeddings": int(films.ids[-1]) + 1, "feature_names": ("film_id", "history")},
+        "genres": {"num_embeddings": len(films.genre_names), "pooling": "mean", "unknown_id": "skip"},
+    }
+    found["users"] |= {"feature_names": ("user_id",), "default_row": count}
+    found["genres"] |= {"feature_names": ("genre",)}
+    if options.profile:
+        found["ages"] = {"num_embeddings": NUM_AGE_BUCKETS, "feature_names": ("age",)}
+        found["occupations"] = {"num_embeddings": words + 1, "id_mapping": strings, "unknown_id": "default_row"}
+        found["occupations"] |= {"feature_names": ("occupation",), "default_row": words}
+        found["zip_codes"] = {"num_embeddings": NUM_ZIP_ROWS, "id_mapping": {"kind": "hash", "seed": 1}}
+        found["zip_codes"] |= {"feature_names": ("zip_code",)}
+    if options.crosses:
+        crossed = _Crosses(interactions)
+        for name in CROSSES:
+            ids, _ = crossed.ids(name, interactions.user_index, interactions.film_index)
+            found[name] = {"num_embeddings": np.unique(ids).size, "feature_names": (name,)}
+            found[name] |= {"id_mapping": {"kind": "hash", "salt": "per_feature"}}
+    return found
+
+
+def _described_tables(tables: dict[str, dict[str, Any]], options: FilmsOptions) -> tuple[TableDescription, ...]:
+    every = {"embedding_dim": options.embedding_dim, "dtype": options.dtype}
+    described: dict[str, TableDescription] = {}
+    for name in tables | options.tables:
+        words = {**every, **tables.get(name, {}), **options.tables.get(name, {}), "name": name}
+        try:
+            described[name] = TableDescription.model_validate(words)
+        except ValidationError as error:
+            told = "; ".join(map(str, schema_errors(error, [TableDescription])))
+            raise TrainingError(f"table {name!r}: {told}") from error
+    known = {feature for words in tables.values() for feature in words["feature_names"]}
+    taken: dict[str, str] = {}
+    for name in (name for name, words in options.tables.items() if "feature_names" in words):
+        if unknown := sorted(set(described[name].feature_names) - known):
+            raise TrainingError(f"table {name!r}: feature_names: unknown {unknown}; the model has {sorted(known)}")
+        taken |= dict.fromkeys(described[name].feature_names, name)
+    found = []
+    for name, table in described.items():
+        own = tuple(one for one in table.feature_names if taken.get(one, name) == name)
+        found += [table.model_copy(update={"feature_names": own})] if own else []
+    return tuple(found)
+
+
+class _Crosses:
+    """Ids of pairs: the user's number times how many numbers films have, plus the film's; all below 2^63."""
+
+    def __init__(self, interactions: Interactions) -> None:
+        self._data = interactions
+        words = {word: number for number, word in enumerate(sorted(set(interactions.users.occupations)))}
+        self._of_user: Mapping[str, Int64Array] = {
+            "user_id": interactions.users.ids,
+            "occupation": np.array([words[word] for word in interactions.users.occupations], np.int64),
+            "age": _age_buckets(interactions),
+            "zip_code": _zip_areas(interactions),
+        }
+
+    def ids(self, name: str, user_index: Int64Array, film_index: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Return of pairs of a user and a film, int64 [n] positions each, the ids, and int64 [n] how many each has."""
+        of_user, of_film = CROSSES[name]
+        films, users = self._data.films, self._of_user[of_user][user_index]
+        if of_film == "film_id":
+            return users * int(films.ids[-1] + 1) + films.ids[film_index], np.ones(film_index.size, np.int64)
+        lengths, positions = positions_in(films.genre_offsets, film_index)
+        return np.repeat(users, lengths) * len(films.genre_names) + films.genre_ids[positions], lengths
+
+
 def films_vocabularies(interactions: Interactions, spec: ModelSpec) -> dict[str, Vocabulary]:
     """List the ids in row order of the model's tables with vocabulary mapping."""
     vocabularies: dict[str, Vocabulary] = {"users": interactions.users.ids}
-    if any(table.name == "occupations" for table in spec.tables):
+    if any(table.name == "occupations" for table in spec.logical_tables):
         vocabularies["occupations"] = sorted(set(interactions.users.occupations))
     return vocabularies
 
@@ -244,9 +316,9 @@ def _grouped(dataset: FilmsDataset, spec: ModelSpec, samples: Int64Array, limit:
     values = {"user_id": data.users.ids[users]}
     if any(feature.name == "age" for feature in spec.features):
         values |= {
-            "age": np.minimum(data.users.ages // YEARS_PER_AGE_BUCKET, NUM_AGE_BUCKETS - 1)[users],
+            "age": _age_buckets(data)[users],
             "occupation": fingerprint_strings(data.users.occupations)[users],
-            "zip_code": np.array([_zip_area(code) for code in data.users.zip_codes], np.int64)[users],
+            "zip_code": _zip_areas(data)[users],
         }
     lengths: dict[str, npt.NDArray[np.integer]] = {name: np.ones(users.size, np.int32) for name in values}
     values |= {
@@ -255,6 +327,10 @@ def _grouped(dataset: FilmsDataset, spec: ModelSpec, samples: Int64Array, limit:
         "genre": data.films.genre_ids[genres],
     }
     lengths |= {"history": history_lengths, "film_id": np.ones(films.size, np.int32), "genre": genre_lengths}
+    if any(feature.name in CROSSES for feature in spec.features):
+        crossed, user_of = _Crosses(data), data.user_index[samples]
+        for name in CROSSES:
+            values[name], lengths[name] = crossed.ids(name, user_of, films)
     statistics = dataset.film_statistics(films, left_out)[:, : spec.dense_inputs.candidate]
     requests = GoldenRequests(
         num_candidates=counts.astype(np.int32),
@@ -267,6 +343,12 @@ def _grouped(dataset: FilmsDataset, spec: ModelSpec, samples: Int64Array, limit:
     return LabelledRequests(requests, dataset.labels[samples], samples)
 
 
-def _zip_area(code: str) -> int:
-    """Return the area of a US zip code (its first three digits), or `NOT_A_US_ZIP_CODE`."""
-    return int(code[:3]) if code.isascii() and code[:5].isdigit() else NOT_A_US_ZIP_CODE
+def _age_buckets(data: Interactions) -> Int64Array:
+    return np.minimum(data.users.ages // YEARS_PER_AGE_BUCKET, NUM_AGE_BUCKETS - 1)
+
+
+def _zip_areas(data: Interactions) -> Int64Array:
+    """Return the area of each user's US zip code (its first three digits), or `NOT_A_US_ZIP_CODE`."""
+    known = [code.isascii() and code[:5].isdigit() for code in data.users.zip_codes]
+    areas = [int(code[:3]) if us else NOT_A_US_ZIP_CODE for code, us in zip(data.users.zip_codes, known, strict=True)]
+    return np.array(areas, np.int64)

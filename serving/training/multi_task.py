@@ -34,11 +34,10 @@ from serving.training.dataset import (
     training_requests,
 )
 from serving.training.interactions import Interactions
+from serving.training.network import RankingNetwork, RequestBatches
 from serving.training.trainer import (
     GOLDEN_REQUESTS,
     REQUESTS_PER_BATCH,
-    RankingNetwork,
-    RequestBatches,
     auc,
     read_interactions,
 )

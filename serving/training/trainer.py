@@ -5,48 +5,55 @@ The scores of a trained model in this process are the answer that served scores 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from pydantic import Field, ValidationError
 from torch.nn import functional as F  # noqa: N812
-from torch.nn.utils.rnn import pad_sequence
 
+from loader.description import (
+    Counts,
+    ModelDescription,
+    PrunedRow,
+    QuotientRemainderMapping,
+    TableDescription,
+    classes_by_counts,
+    divide,
+    kept_rows,
+)
 from loader.progress import Progress, no_progress
-from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.manifest import ModelSpec
-from loader.snapshot.per_row import Vocabulary
+from loader.snapshot.row_classes import RowClasses
 from loader.snapshot.row_source import rows_of
-from loader.snapshot.tables import Bucketing, RowDtype, VocabularyMapping, fingerprint_strings
+from loader.snapshot.schema_errors import schema_errors
+from loader.snapshot.tables import Bucketing, Frozen, RowDtype, VocabularyMapping
 from loader.snapshot.writer import export_snapshot
-from router.feature_schema import FeatureSchema
-from router.id_mapping import IdMapper
-from serving.models.inputs import InputShapes, RankingInputs, SequenceInput, SideShapes
-from serving.models.ranking_models import build_model
 from serving.training.dataset import (
     FilmsDataset,
     FilmsOptions,
     LabelledRequests,
     evaluation_requests,
-    films_spec,
+    films_description,
     films_vocabularies,
     training_requests,
     with_bucketing,
 )
-from serving.training.interactions import (
-    Interactions,
-    TrainingError,
-    generate_interactions,
-    offsets_of,
-    positions_in,
-    read_movielens,
+from serving.training.interactions import Interactions, TrainingError, generate_interactions, read_movielens
+from serving.training.network import (
+    RankingNetwork,
+    RequestBatches,
+    RowBatch,
+    TrainedModel,
+    float32_scores,
+    undivided,
 )
-from shard_node.bags import Float32Array, Int64Array, KeyedBags
+from shard_node.bags import Float32Array, Int64Array
 
 DEFAULT_EPOCHS = 12
 # A request has some 17 samples.
@@ -55,167 +62,27 @@ REQUESTS_PER_BATCH = 48
 LEARNING_RATE = 0.01
 DENSE_WEIGHT_DECAY = 0.3
 TABLE_WEIGHT_DECAY = 1.5
-# Share of the pooled embeddings' elements, and of the sequences' rows, left out while training.
-DROPOUT = 0.1
 # Share of ids that are trained as unknown ones, in tables with vocabulary and default row.
 UNKNOWN_SHARE = 0.01
-# Standard deviation of the rows at the beginning.
-INITIAL_SCALE = 0.05
-_REQUESTS_PER_SCORING = 256
 GOLDEN_REQUESTS = 32
 # At least twice the largest difference measured over all kinds of ranking model, on MovieLens 100K and on generated
 # data: a dense part in bfloat16 gives 0.012, int8 rows 0.013, int4 rows 0.17, and they add up.
 GOLDEN_TOLERANCES: Mapping[RowDtype, float] = {"fp32": 0.03, "fp16": 0.03, "int8": 0.06, "int4": 0.4}
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TrainedModel:
-    """What training hands over: float32 rows by table, the ranking model's tensors by name, and ids in row order."""
-
-    spec: ModelSpec
-    tables: Mapping[str, Float32Array]
-    dense: Mapping[str, Tensor]
-    vocabularies: Mapping[str, Vocabulary]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RowBatch:
-    """R requests with N candidates, as tensors.
-
-    Attributes:
-        bags: by feature, rows int64 [nnz] and offsets int64 [R + 1], or [N + 1] for a candidate feature.
-        candidates: int64 [N], positions of the candidates among those of all requests.
-    """
-
-    bags: Mapping[str, tuple[Tensor, Tensor]]
-    candidate_dense: Tensor
-    request_of_candidate: Tensor
-    candidates: Tensor
-
-
-class RequestBatches:
-    """Requests whose ids are mapped to rows once, to be taken in any order.
-
-    Raises:
-        TrainingError: for an id without a row, in a table that rejects it.
-    """
-
-    def __init__(self, spec: ModelSpec, vocabularies: Mapping[str, Vocabulary], requests: GoldenRequests) -> None:
-        schema = FeatureSchema.of(spec)
-        known = {
-            name: fingerprint_strings([str(word) for word in ids]) if name == "occupations" else np.asarray(ids)
-            for name, ids in vocabularies.items()
-        }
-        names = [feature.name for feature in schema.features]
-        bags = KeyedBags.from_lengths(
-            np.arange(len(names), dtype=np.int32),
-            np.array([requests.lengths[name].size for name in names], np.int64),
-            np.concatenate([requests.lengths[name] for name in names]),
-            np.concatenate([requests.values[name] for name in names]),
-        )
-        mapped = IdMapper(schema, known).map(bags)
-        if rejected := mapped.rejected:
-            name = names[rejected.feature[0]]
-            table, size = spec.table_of(name).name, spec.table_of(name).num_embeddings
-            raise TrainingError(f"feature {name!r}: id {rejected.id[0]} has no row in table {table!r} of {size} rows")
-        bag_starts, self._rows = mapped.bags.bag_starts(), mapped.bags.values
-        # A feature's offsets lead into the rows of all features.
-        self._bag_offsets = {
-            name: mapped.bags.offsets[bag_starts[number] : bag_starts[number + 1] + 1]
-            for number, name in enumerate(names)
-        }
-        self._sides = {feature.name: feature.side for feature in spec.features}
-        self._candidate_dense = requests.candidate_dense
-        self._offsets = offsets_of(requests.num_candidates)
-        self.num_requests = requests.num_requests
-
-    def take(self, chosen: Int64Array) -> RowBatch:
-        """Return the chosen requests, int64 [C], as a batch."""
-        counts, candidates = positions_in(self._offsets, chosen)
-        bags = {}
-        for name, side in self._sides.items():
-            lengths, positions = positions_in(self._bag_offsets[name], chosen if side == "context" else candidates)
-            bags[name] = torch.from_numpy(self._rows[positions]), torch.from_numpy(offsets_of(lengths))
-        return RowBatch(
-            bags=bags,
-            candidate_dense=torch.from_numpy(self._candidate_dense[candidates]),
-            request_of_candidate=torch.from_numpy(np.repeat(np.arange(chosen.size), counts)),
-            candidates=torch.from_numpy(candidates),
-        )
-
-
-class RankingNetwork(nn.Module):
-    """Looks rows up in plain torch, pools them, and runs the ranking model that serves, or one that is given."""
-
-    def __init__(self, spec: ModelSpec, ranking: nn.Module | None = None) -> None:
-        super().__init__()
-        self.spec = spec
-        self.shapes = InputShapes.of(spec)
-        self.ranking = build_model(spec) if ranking is None else ranking
-        self.tables = nn.ParameterDict(
-            {
-                table.name: nn.Parameter(torch.randn(table.num_embeddings, table.embedding_dim) * INITIAL_SCALE)
-                for table in spec.tables
-            }
-        )
-
-    @classmethod
-    def of(cls, trained: TrainedModel) -> Self:
-        """Make a network with a trained model's numbers, to score with."""
-        network = cls(trained.spec)
-        network.tables.load_state_dict({name: torch.from_numpy(rows) for name, rows in trained.tables.items()})
-        network.ranking.load_state_dict(dict(trained.dense))
-        return network.eval()
-
-    def forward(self, batch: RowBatch) -> Tensor:
-        """Return logits [N]."""
-        logits: Tensor = self.ranking(self.inputs(batch))
-        return logits
-
-    def inputs(self, batch: RowBatch) -> RankingInputs:
-        """Make the ranking model's inputs."""
-        sequences = {name: self._sequence(name, *batch.bags[name]) for name in self.shapes.sequence_dims}
-        # Context features have a bag a request; without any of them nobody reads more rows than this.
-        shared = [batch.bags[name][1].numel() - 1 for name in (*self.shapes.context.features, *sequences)]
-        num_requests = max(shared, default=int(batch.request_of_candidate.max()) + 1)
-        context = self._matrix(self.shapes.context, batch, torch.empty(num_requests, 0))
-        candidates = self._matrix(self.shapes.candidate, batch, batch.candidate_dense)
-        return RankingInputs(context, candidates, sequences, batch.request_of_candidate)
-
-    def _matrix(self, side: SideShapes, batch: RowBatch, dense: Tensor) -> Tensor:
-        pooled = []
-        for name in side.features:
-            rows, offsets = batch.bags[name]
-            mode = self.spec.pooling_of(name)
-            pooled.append(F.embedding_bag(rows, self._table(name), offsets, mode=mode, include_last_offset=True))
-        embeddings = F.dropout(torch.cat([*pooled, dense[:, :0]], dim=1), DROPOUT, self.training)
-        return F.pad(torch.cat([embeddings, dense], dim=1), (0, side.padded_width - side.width))
-
-    def _table(self, feature: str) -> Tensor:
-        rows: Tensor = self.tables[self.spec.table_of(feature).name]
-        return rows
-
-    def _sequence(self, feature: str, rows: Tensor, offsets: Tensor) -> SequenceInput:
-        lengths = offsets.diff()
-        sequences = list(torch.split(self._table(feature)[rows], lengths.tolist()))
-        padded = pad_sequence(sequences, batch_first=True)
-        mask = torch.arange(padded.shape[1]) < lengths.unsqueeze(1)
-        if self.training:
-            mask &= torch.rand(mask.shape) >= DROPOUT
-        return SequenceInput(padded, mask)
-
-
 def train(
     dataset: FilmsDataset,
     spec: ModelSpec,
     *,
+    row_classes: Mapping[str, RowClasses] | None = None,
     seed: int = 0,
     epochs: int = DEFAULT_EPOCHS,
     progress: Progress = no_progress,
 ) -> TrainedModel:
     """Train a model that `films_spec` describes on the dataset's training part, which is seen `epochs` times.
 
-    The seed is that of the rows and weights at the beginning, the order of batches, and dropout.
+    The seed is that of the rows and weights at the beginning, the order of batches, and dropout. Every stored table is
+    trained: a model whose tables are divided by popularity needs their `row_classes`.
 
     Raises:
         RankingModelError: if the description's dense model is not valid.
@@ -227,14 +94,9 @@ def train(
     # The caller's random state is left as it was.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        network = RankingNetwork(spec).train()
-        optimizer = torch.optim.AdamW(
-            [
-                {"params": list(network.ranking.parameters()), "weight_decay": DENSE_WEIGHT_DECAY},
-                {"params": list(network.tables.parameters()), "weight_decay": TABLE_WEIGHT_DECAY},
-            ],
-            lr=LEARNING_RATE,
-        )
+        network = RankingNetwork(spec, row_classes=row_classes).train()
+        groups = network.parameter_groups(DENSE_WEIGHT_DECAY, TABLE_WEIGHT_DECAY)
+        optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE)
         batches_per_epoch = -(-batches.num_requests // REQUESTS_PER_BATCH)
         steps, done = epochs * batches_per_epoch, 0
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=steps, pct_start=0.2)
@@ -249,12 +111,7 @@ def train(
                 schedule.step()
                 done += 1
                 progress("training", done, steps)
-    return TrainedModel(
-        spec=spec,
-        tables={name: rows.detach().numpy() for name, rows in network.tables.items()},
-        dense={name: tensor.detach().clone() for name, tensor in network.ranking.state_dict().items()},
-        vocabularies=vocabularies,
-    )
+    return TrainedModel(spec, network.rows(), network.dense(), vocabularies, row_classes or {})
 
 
 def _make_some_unknown(spec: ModelSpec, batch: RowBatch) -> None:
@@ -265,17 +122,111 @@ def _make_some_unknown(spec: ModelSpec, batch: RowBatch) -> None:
             rows[torch.rand(rows.shape) < UNKNOWN_SHARE] = table.default_row
 
 
-def float32_scores(trained: TrainedModel, requests: GoldenRequests) -> Float32Array:
-    """Score requests without engine or quantisation: float32 [N], within (0, 1).
+class Pruning(Frozen):
+    """Which rows go: all but the hottest, which have `keep_share` of the lookups; with 1 those that nobody looks up.
+
+    Ids of the others get `pruned_row`: the mean of them, or zeros.
+    """
+
+    keep_share: float = Field(default=1.0, gt=0, le=1)
+    pruned_row: PrunedRow = "mean"
+
+
+def training_counts(dataset: FilmsDataset, description: ModelDescription) -> dict[str, Int64Array]:
+    """Count how often training looks up each row of each table, int64 [num_embeddings], by the training part alone."""
+    spec = trained_form(description).compiled()
+    vocabularies = films_vocabularies(dataset.interactions, spec)
+    found = RequestBatches(spec, vocabularies, training_requests(dataset, spec).requests).counts()
+    for table in undivided(spec).tables:
+        if table.unknown_id == "default_row":
+            found[table.name][table.default_row] += math.ceil(UNKNOWN_SHARE * int(found[table.name].sum()))
+    return found
+
+
+def trained_form(description: ModelDescription) -> ModelDescription:
+    """Describe what is trained: tables whose parts are cut out of the trained rows afterwards are whole."""
+    tables = []
+    for table in description.tables:
+        by_dtype = {} if isinstance(table.dtype, str) else {"dtype": table.dtype.cold}
+        tables.append(table if _has_trained_parts(table) else table.model_copy(update={"blocks": (), **by_dtype}))
+    return description.model_copy(update={"tables": tuple(tables)})
+
+
+def _has_trained_parts(table: TableDescription) -> bool:
+    """Say whether a part has other rows than the table: narrower ones, or those of quotients and remainders."""
+    narrower = any((block.dim or table.embedding_dim) < table.width for block in table.blocks)
+    return narrower or table.project_to is not None or isinstance(table.id_mapping, QuotientRemainderMapping)
+
+
+def kept_by(pruning: Pruning | None, description: ModelDescription, counts: Counts) -> dict[str, int]:
+    """Say how many rows are left of each table that is pruned.
+
+    Not pruned are tables that are stored in slices or by quotient_remainder, and where a single row would go: what its
+    ids get is a row, too.
+    """
+    found: dict[str, int] = {}
+    for table in description.tables:
+        if pruning and not table.column_dims and not isinstance(table.id_mapping, QuotientRemainderMapping):
+            kept = kept_rows(table.name, counts[table.name], pruning.keep_share)
+            found |= {table.name: kept} if kept < counts[table.name].size - 1 else {}
+    return found
+
+
+def train_described(
+    dataset: FilmsDataset,
+    description: ModelDescription,
+    *,
+    pruning: Pruning | None = None,
+    bucketing: Bucketing = "mixed",
+    seed: int = 0,
+    epochs: int = DEFAULT_EPOCHS,
+    progress: Progress = no_progress,
+) -> TrainedModel:
+    """Train what a person described, and divide its tables as they are to be stored.
+
+    Rows are counted in the training part. By popularity tables of narrower parts are divided before training, all
+    others, and what is pruned of them, afterwards.
 
     Raises:
-        TrainingError: for an id without a row, in a table that rejects it.
+        TrainingError, ExportError: as `train`, `ModelDescription.compiled` and `divide`.
     """
-    network = RankingNetwork.of(trained)
-    batches = RequestBatches(trained.spec, trained.vocabularies, requests)
-    with torch.inference_mode():
-        parts = torch.split(torch.arange(batches.num_requests), _REQUESTS_PER_SCORING)
-        return torch.cat([torch.sigmoid(network(batches.take(part.numpy()))) for part in parts]).numpy()
+    try:
+        counts = training_counts(dataset, description)
+        kept = kept_by(pruning, description, counts)
+        spec = with_bucketing(description.compiled(kept), bucketing)
+    except ValidationError as error:
+        raise TrainingError("; ".join(map(str, schema_errors(error, [ModelSpec])))) from error
+    trained = train_parts(dataset, description, counts, kept, seed=seed, epochs=epochs, progress=progress)
+    return divided(trained, spec, counts, (pruning or Pruning()).pruned_row)
+
+
+def train_parts(
+    dataset: FilmsDataset,
+    description: ModelDescription,
+    counts: Counts,
+    kept: Mapping[str, int],
+    *,
+    seed: int,
+    epochs: int,
+    progress: Progress = no_progress,
+) -> TrainedModel:
+    """Train the parts that need it, and all other tables whole: see `trained_form`. `kept` is that of `kept_by`."""
+    in_parts = {table.name for table in description.tables if _has_trained_parts(table)}
+    spec = trained_form(description).compiled({name: kept[name] for name in in_parts & kept.keys()})
+    classes = {
+        table.name: classes_by_counts(table, spec.parts(table), counts[table.name])
+        for table in spec.divided
+        if table.num_classes > 1
+    }
+    return train(dataset, spec, row_classes=classes, seed=seed, epochs=epochs, progress=progress)
+
+
+def divided(trained: TrainedModel, spec: ModelSpec, counts: Counts, pruned_row: PrunedRow = "mean") -> TrainedModel:
+    """Cut what is to be stored, as `spec` says, out of what was trained. Raises ExportError as `divide`."""
+    sources = {name: rows_of(rows) for name, rows in trained.tables.items()}
+    made = divide(spec, sources, counts, row_classes=trained.row_classes, pruned_row=pruned_row)
+    tables = {name: np.concatenate(list(one.blocks(0, one.num_embeddings))) for name, one in made.rows.items()}
+    return replace(trained, spec=spec, tables=tables, row_classes=made.row_classes, access_counts=made.access_counts)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -314,6 +265,7 @@ def train_version(
     seed: int,
     epochs: int | None = None,
     options: FilmsOptions | None = None,
+    pruning: Pruning | None = None,
     bucketing: Bucketing = "mixed",
     on_stage: Callable[[str], None] = lambda stage: None,
     progress: Progress = no_progress,
@@ -327,8 +279,15 @@ def train_version(
         TrainingError, ExportError: as `FilmsDataset.split`, `train` and `export_snapshot`.
     """
     dataset = FilmsDataset.split(interactions, seed=seed)
-    spec = with_bucketing(films_spec(interactions, options), bucketing)
-    trained = train(dataset, spec, seed=seed, epochs=epochs or DEFAULT_EPOCHS, progress=progress)
+    trained = train_described(
+        dataset,
+        films_description(interactions, options),
+        pruning=pruning,
+        bucketing=bucketing,
+        seed=seed,
+        epochs=epochs or DEFAULT_EPOCHS,
+        progress=progress,
+    )
     on_stage("train")
     metadata = {"source": interactions.source, "seed": str(seed)}
     folder = export_trained(trained, dataset, store, metadata=metadata, progress=progress)
@@ -356,6 +315,8 @@ def export_trained(
         rows={name: rows_of(rows) for name, rows in trained.tables.items()},
         dense=trained.dense,
         vocabularies=trained.vocabularies,
+        access_counts=trained.access_counts,
+        row_classes=trained.row_classes,
         golden=replace(requests, scores=float32_scores(trained, requests)),
         golden_tolerance=max(GOLDEN_TOLERANCES[table.dtype] for table in trained.spec.tables),
         metadata=metadata,

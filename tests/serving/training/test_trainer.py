@@ -16,15 +16,12 @@ from loader.snapshot.reader import Snapshot
 from serving.models.ranking_models import load_model
 from serving.training.dataset import FilmsDataset, FilmsOptions, evaluation_requests, films_spec
 from serving.training.interactions import TrainingError, generate_interactions
+from serving.training.network import RankingNetwork, RequestBatches, TrainedModel, float32_scores
 from serving.training.trainer import (
     GOLDEN_REQUESTS,
-    RankingNetwork,
-    RequestBatches,
-    TrainedModel,
     auc,
     export_trained,
     film_mean_scores,
-    float32_scores,
     train,
 )
 from shardrank_testing.movielens import small_interactions

@@ -1,0 +1,297 @@
+"""A model in plain torch, in float32: rows looked up, pooled and ranked, as training and its scores need it.
+
+Tables are parameters as they are stored: of a divided table each part is one. What a feature gets is their sum, as the
+router adds it up, and a projection makes narrow parts as wide as the feature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+from torch.nn.utils.rnn import pad_sequence
+
+from loader.snapshot.golden import GoldenRequests
+from loader.snapshot.manifest import ModelSpec
+from loader.snapshot.per_row import Vocabulary
+from loader.snapshot.row_classes import RowClasses
+from loader.snapshot.tables import DividedTable, TableSpec, fingerprint_strings, projection_name
+from router.feature_schema import FeatureSchema
+from router.id_mapping import IdMapper
+from serving.models.inputs import InputShapes, RankingInputs, SequenceInput, SideShapes
+from serving.models.ranking_models import build_model
+from serving.training.interactions import TrainingError, offsets_of, positions_in
+from shard_node.bags import Float32Array, Int64Array, KeyedBags
+
+# Share of the pooled embeddings' elements, and of the sequences' rows, left out while training.
+DROPOUT = 0.1
+# Standard deviation of the rows at the beginning.
+INITIAL_SCALE = 0.05
+_REQUESTS_PER_SCORING = 256
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainedModel:
+    """What training hands over: float32 rows by stored table, the ranking model's tensors by name, ids in row order.
+
+    Attributes:
+        row_classes: of each table that is divided by popularity.
+        access_counts: of stored tables, how often each row was looked up in training.
+    """
+
+    spec: ModelSpec
+    tables: Mapping[str, Float32Array]
+    dense: Mapping[str, Tensor]
+    vocabularies: Mapping[str, Vocabulary]
+    row_classes: Mapping[str, RowClasses] = field(default_factory=dict)
+    access_counts: Mapping[str, npt.NDArray[np.integer[Any]]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowBatch:
+    """R requests with N candidates, as tensors.
+
+    Attributes:
+        bags: by feature, rows int64 [nnz] and offsets int64 [R + 1], or [N + 1] for a candidate feature.
+        candidates: int64 [N], positions of the candidates among those of all requests.
+    """
+
+    bags: Mapping[str, tuple[Tensor, Tensor]]
+    candidate_dense: Tensor
+    request_of_candidate: Tensor
+    candidates: Tensor
+
+
+def undivided(spec: ModelSpec) -> ModelSpec:
+    """Describe the same model with every table stored whole, as features see it."""
+    seen = TableSpec.model_fields.keys() & DividedTable.model_fields.keys()
+    whole = tuple(
+        TableSpec(**{name: getattr(table, name) for name in seen}) if isinstance(table, DividedTable) else table
+        for table in spec.logical_tables
+    )
+    return spec.model_copy(update={"tables": whole, "divided": ()})
+
+
+class RequestBatches:
+    """Requests whose ids are mapped to rows once, to be taken in any order. Rows are those that features see.
+
+    Raises:
+        TrainingError: for an id without a row, in a table that rejects it.
+    """
+
+    def __init__(self, spec: ModelSpec, vocabularies: Mapping[str, Vocabulary], requests: GoldenRequests) -> None:
+        spec = undivided(spec)
+        schema = FeatureSchema.of(spec)
+        known = {
+            name: fingerprint_strings([str(word) for word in ids]) if name == "occupations" else np.asarray(ids)
+            for name, ids in vocabularies.items()
+        }
+        names = [feature.name for feature in schema.features]
+        bags = KeyedBags.from_lengths(
+            np.arange(len(names), dtype=np.int32),
+            np.array([requests.lengths[name].size for name in names], np.int64),
+            np.concatenate([requests.lengths[name] for name in names]),
+            np.concatenate([requests.values[name] for name in names]),
+        )
+        mapped = IdMapper(schema, known).map(bags)
+        if rejected := mapped.rejected:
+            name = names[rejected.feature[0]]
+            table, size = spec.table_of(name).name, spec.table_of(name).num_embeddings
+            raise TrainingError(f"feature {name!r}: id {rejected.id[0]} has no row in table {table!r} of {size} rows")
+        bag_starts, self._rows = mapped.bags.bag_starts(), mapped.bags.values
+        # A feature's offsets lead into the rows of all features.
+        self._bag_offsets = {
+            name: mapped.bags.offsets[bag_starts[number] : bag_starts[number + 1] + 1]
+            for number, name in enumerate(names)
+        }
+        self._spec = spec
+        self._sides = {feature.name: feature.side for feature in spec.features}
+        self._candidate_dense = requests.candidate_dense
+        self._offsets = offsets_of(requests.num_candidates)
+        self.num_requests = requests.num_requests
+
+    def take(self, chosen: Int64Array) -> RowBatch:
+        """Return the chosen requests, int64 [C], as a batch."""
+        counts, candidates = positions_in(self._offsets, chosen)
+        bags = {}
+        for name, side in self._sides.items():
+            lengths, positions = positions_in(self._bag_offsets[name], chosen if side == "context" else candidates)
+            bags[name] = torch.from_numpy(self._rows[positions]), torch.from_numpy(offsets_of(lengths))
+        return RowBatch(
+            bags=bags,
+            candidate_dense=torch.from_numpy(self._candidate_dense[candidates]),
+            request_of_candidate=torch.from_numpy(np.repeat(np.arange(chosen.size), counts)),
+            candidates=torch.from_numpy(candidates),
+        )
+
+    def counts(self) -> dict[str, Int64Array]:
+        """Count how often each row is looked up: int64 [num_embeddings], by table."""
+        found = {table.name: np.zeros(table.num_embeddings, np.int64) for table in self._spec.tables}
+        for name, offsets in self._bag_offsets.items():
+            own = found[self._spec.table_of(name).name]
+            own += np.bincount(self._rows[offsets[0] : offsets[-1]], minlength=own.size)
+        return found
+
+
+class RankingNetwork(nn.Module):
+    """Looks rows up in plain torch, pools them, and runs the ranking model that serves, or one that is given.
+
+    `row_classes` are those of the tables that are divided by popularity.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, ranking: nn.Module | None = None, row_classes: Mapping[str, RowClasses] | None = None
+    ) -> None:
+        super().__init__()
+        self.spec = spec
+        self.shapes = InputShapes.of(spec)
+        self.ranking = build_model(spec) if ranking is None else ranking
+        self.tables = nn.ParameterDict(
+            {
+                _key(table.name): nn.Parameter(torch.randn(table.num_embeddings, table.embedding_dim) * INITIAL_SCALE)
+                for table in spec.tables
+            }
+        )
+        self.projections = nn.ParameterDict(
+            {
+                _key(name): nn.Parameter(torch.randn(dim, width) * dim**-0.5)
+                for name, (dim, width) in spec.projections().items()
+            }
+        )
+        for table in spec.divided:
+            if table.combine == "multiply":
+                # Products of two small factors would hardly learn: the quotient's begins at one.
+                self.tables[_key(table.parts[0])].data.add_(1.0)
+        self._places = {name: _places(spec, name, classes) for name, classes in (row_classes or {}).items()}
+
+    @classmethod
+    def of(cls, trained: TrainedModel) -> Self:
+        """Make a network with a trained model's numbers, to score with."""
+        network = cls(trained.spec, row_classes=trained.row_classes)
+        tables = {_key(name): torch.from_numpy(rows) for name, rows in trained.tables.items()}
+        network.tables.load_state_dict(tables)
+        projections = {_key(part): trained.dense[projection_name(part)] for part in trained.spec.projections()}
+        network.projections.load_state_dict(projections)
+        own = {projection_name(part) for part in trained.spec.projections()}
+        network.ranking.load_state_dict({name: one for name, one in trained.dense.items() if name not in own})
+        return network.eval()
+
+    def parameter_groups(self, dense_decay: float, table_decay: float) -> list[dict[str, Any]]:
+        """Return parameters with the weight decay of each; quotients that are factors are not drawn to zero."""
+        factors = {_key(table.parts[0]) for table in self.spec.divided if table.combine == "multiply"}
+        dense = [*self.ranking.parameters(), *self.projections.parameters()]
+        return [
+            {"params": dense, "weight_decay": dense_decay},
+            {"params": [one for name, one in self.tables.items() if name not in factors], "weight_decay": table_decay},
+            {"params": [self.tables[name] for name in sorted(factors)], "weight_decay": 0.0},
+        ]
+
+    def rows(self) -> dict[str, Float32Array]:
+        """Return the rows of every stored table."""
+        return {table.name: self.tables[_key(table.name)].detach().numpy() for table in self.spec.tables}
+
+    def dense(self) -> dict[str, Tensor]:
+        """Return copies of the dense model's tensors, projections among them."""
+        found = {name: tensor.detach().clone() for name, tensor in self.ranking.state_dict().items()}
+        for part in self.spec.projections():
+            found[projection_name(part)] = self.projections[_key(part)].detach().clone()
+        return found
+
+    def forward(self, batch: RowBatch) -> Tensor:
+        """Return logits [N]."""
+        logits: Tensor = self.ranking(self.inputs(batch))
+        return logits
+
+    def inputs(self, batch: RowBatch) -> RankingInputs:
+        """Make the ranking model's inputs."""
+        sequences = {name: self._sequence(name, *batch.bags[name]) for name in self.shapes.sequence_dims}
+        # Context features have a bag a request; without any of them nobody reads more rows than this.
+        shared = [batch.bags[name][1].numel() - 1 for name in (*self.shapes.context.features, *sequences)]
+        num_requests = max(shared, default=int(batch.request_of_candidate.max()) + 1)
+        context = self._matrix(self.shapes.context, batch, torch.empty(num_requests, 0))
+        candidates = self._matrix(self.shapes.candidate, batch, batch.candidate_dense)
+        return RankingInputs(context, candidates, sequences, batch.request_of_candidate)
+
+    def embeddings(self, feature: str, rows: Tensor) -> Tensor:
+        """Return what a feature gets for rows int64 [n] of its table: [n, embedding_dim]."""
+        table = self.spec.table_of(feature)
+        if not isinstance(table, DividedTable):
+            return F.embedding(rows, self.tables[_key(table.name)])
+        if table.buckets is not None:
+            places = rows // table.buckets, rows % table.buckets
+            first, second = (self._part(part, place) for part, place in zip(table.parts, places, strict=True))
+            return first * second if table.combine == "multiply" else first + second
+        if table.num_classes == 1:
+            return self._part(table.parts[0], rows)
+        part_of, place_in = self._places[table.name]
+        found = torch.zeros(rows.numel(), table.embedding_dim)
+        for number, part in enumerate(table.parts):
+            at = torch.nonzero(part_of[rows] == number).squeeze(1)
+            found = found.index_add(0, at, self._part(part, place_in[rows[at]]))
+        return found
+
+    def _part(self, part: str, places: Tensor) -> Tensor:
+        rows = F.embedding(places, self.tables[_key(part)])
+        return rows @ self.projections[_key(part)] if _key(part) in self.projections else rows
+
+    def _matrix(self, side: SideShapes, batch: RowBatch, dense: Tensor) -> Tensor:
+        pooled = [self._pooled(name, *batch.bags[name]) for name in side.features]
+        embeddings = F.dropout(torch.cat([*pooled, dense[:, :0]], dim=1), DROPOUT, self.training)
+        return F.pad(torch.cat([embeddings, dense], dim=1), (0, side.padded_width - side.width))
+
+    def _pooled(self, feature: str, rows: Tensor, offsets: Tensor) -> Tensor:
+        table, mode = self.spec.table_of(feature), self.spec.pooling_of(feature)
+        if isinstance(table, DividedTable):
+            vectors, rows = self.embeddings(feature, rows), torch.arange(rows.numel())
+        else:
+            vectors = self.tables[_key(table.name)]
+        return F.embedding_bag(rows, vectors, offsets, mode=mode, include_last_offset=True)
+
+    def _sequence(self, feature: str, rows: Tensor, offsets: Tensor) -> SequenceInput:
+        lengths = offsets.diff()
+        sequences = list(torch.split(self.embeddings(feature, rows), lengths.tolist()))
+        padded = pad_sequence(sequences, batch_first=True)
+        mask = torch.arange(padded.shape[1]) < lengths.unsqueeze(1)
+        if self.training:
+            mask &= torch.rand(mask.shape) >= DROPOUT
+        return SequenceInput(padded, mask)
+
+
+def _key(table: str) -> str:
+    """Name a parameter, which has no dots."""
+    return table.replace(".", "/")
+
+
+def _places(spec: ModelSpec, name: str, classes: RowClasses) -> tuple[Tensor, Tensor]:
+    """Say of each row of a divided table in which part it lies, and as which row there: int64 tensors."""
+    table = next(one for one in spec.divided if one.name == name)
+    part_of, place_in = classes.find(np.arange(table.num_embeddings))
+    if table.pruned:
+        is_pruned = part_of == len(table.parts)
+        part_of[is_pruned] = len(table.parts) - 1
+        place_in[is_pruned] = spec.parts(table)[-1].num_embeddings - 1
+    return torch.from_numpy(part_of.astype(np.int64)), torch.from_numpy(place_in)
+
+
+def float32_scores(trained: TrainedModel, requests: GoldenRequests) -> Float32Array:
+    """Score requests without engine or quantisation: float32 [N], within (0, 1).
+
+    Raises:
+        TrainingError: for an id without a row, in a table that rejects it.
+    """
+    network = RankingNetwork.of(trained)
+    batches = RequestBatches(trained.spec, trained.vocabularies, requests)
+    return network_scores(network, batches)
+
+
+def network_scores(network: RankingNetwork, batches: RequestBatches) -> Float32Array:
+    """Score requests: float32 [N], within (0, 1)."""
+    with torch.inference_mode():
+        parts = torch.split(torch.arange(batches.num_requests), _REQUESTS_PER_SCORING)
+        return torch.cat([torch.sigmoid(network(batches.take(part.numpy()))) for part in parts]).numpy()
