@@ -158,16 +158,11 @@ class RankingNetwork(nn.Module):
                 for table in spec.tables
             }
         )
-        self.projections = nn.ParameterDict(
-            {
-                _key(name): nn.Parameter(torch.randn(dim, width) * dim**-0.5)
-                for name, (dim, width) in spec.projections().items()
-            }
-        )
         for table in spec.divided:
             if table.combine == "multiply":
                 # Products of two small factors would hardly learn: the quotient's begins at one.
                 self.tables[_key(table.parts[0])].data.add_(1.0)
+        self._projected = spec.projections().keys()
         self._places = {name: _places(spec, name, classes) for name, classes in (row_classes or {}).items()}
 
     @classmethod
@@ -176,18 +171,14 @@ class RankingNetwork(nn.Module):
         network = cls(trained.spec, row_classes=trained.row_classes)
         tables = {_key(name): torch.from_numpy(rows) for name, rows in trained.tables.items()}
         network.tables.load_state_dict(tables)
-        projections = {_key(part): trained.dense[projection_name(part)] for part in trained.spec.projections()}
-        network.projections.load_state_dict(projections)
-        own = {projection_name(part) for part in trained.spec.projections()}
-        network.ranking.load_state_dict({name: one for name, one in trained.dense.items() if name not in own})
+        network.ranking.load_state_dict(dict(trained.dense))
         return network.eval()
 
     def parameter_groups(self, dense_decay: float, table_decay: float) -> list[dict[str, Any]]:
         """Return parameters with the weight decay of each; quotients that are factors are not drawn to zero."""
         factors = {_key(table.parts[0]) for table in self.spec.divided if table.combine == "multiply"}
-        dense = [*self.ranking.parameters(), *self.projections.parameters()]
         return [
-            {"params": dense, "weight_decay": dense_decay},
+            {"params": list(self.ranking.parameters()), "weight_decay": dense_decay},
             {"params": [one for name, one in self.tables.items() if name not in factors], "weight_decay": table_decay},
             {"params": [self.tables[name] for name in sorted(factors)], "weight_decay": 0.0},
         ]
@@ -197,11 +188,8 @@ class RankingNetwork(nn.Module):
         return {table.name: self.tables[_key(table.name)].detach().numpy() for table in self.spec.tables}
 
     def dense(self) -> dict[str, Tensor]:
-        """Return copies of the dense model's tensors, projections among them."""
-        found = {name: tensor.detach().clone() for name, tensor in self.ranking.state_dict().items()}
-        for part in self.spec.projections():
-            found[projection_name(part)] = self.projections[_key(part)].detach().clone()
-        return found
+        """Return copies of the dense model's tensors."""
+        return {name: tensor.detach().clone() for name, tensor in self.ranking.state_dict().items()}
 
     def forward(self, batch: RowBatch) -> Tensor:
         """Return logits [N]."""
@@ -238,7 +226,7 @@ class RankingNetwork(nn.Module):
 
     def _part(self, part: str, places: Tensor) -> Tensor:
         rows = F.embedding(places, self.tables[_key(part)])
-        return rows @ self.projections[_key(part)] if _key(part) in self.projections else rows
+        return rows @ self.ranking.get_parameter(projection_name(part)) if part in self._projected else rows
 
     def _matrix(self, side: SideShapes, batch: RowBatch, dense: Tensor) -> Tensor:
         pooled = [self._pooled(name, *batch.bags[name]) for name in side.features]

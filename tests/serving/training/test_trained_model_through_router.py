@@ -19,11 +19,12 @@ from router.router import Router
 from serving.models.inputs import InputAssembler
 from serving.models.layers import NumberFormat
 from serving.models.ranking_models import load_model
-from serving.training.dataset import FilmsDataset, FilmsOptions, films_spec
-from serving.training.trainer import GOLDEN_TOLERANCES, export_trained, train
+from serving.training.dataset import FilmsDataset, FilmsOptions, films_description, films_spec
+from serving.training.trainer import GOLDEN_TOLERANCES, Pruning, export_trained, train, train_described
 from shard_node.bags import KeyedBags
 from shard_node.engine.loading import load_tables
 from shard_node.node import LocalShard, ShardNode
+from shardrank_testing.levers import EVERY_LEVER
 from shardrank_testing.movielens import small_interactions
 
 DATASET = FilmsDataset.split(small_interactions(), seed=0)
@@ -59,8 +60,10 @@ def served_scores(snapshot: Snapshot, num_shards: int, dtype: NumberFormat) -> t
     assert requests is not None
     schema = FeatureSchema.of(spec)
     plan = Plan.make(spec, num_shards, "hash", cards_per_shard=2, replicate_bytes=0)
-    vocabularies = {t.name: snapshot.vocabulary(t.name) for t in spec.tables if t.id_mapping.kind == "vocabulary"}
-    router = Router(schema, IdMapper(schema, vocabularies), plan, local_shards(snapshot, plan))
+    tables = [table for table in spec.logical_tables if table.id_mapping.kind == "vocabulary"]
+    vocabularies = {table.name: snapshot.vocabulary(table.name) for table in tables}
+    classes = {one.name: snapshot.row_classes(one.name) for one in spec.divided if one.num_classes > 1}
+    router = Router(schema, IdMapper(schema, vocabularies, classes), plan, local_shards(snapshot, plan))
     embeddings = asyncio.run(router.lookup("films", 1, keyed_bags(schema, requests), math.inf))
     model = load_model(spec, snapshot.dense_tensors(), dtype)
     inputs = InputAssembler(spec, schema, model.dtype).assemble(
@@ -68,6 +71,7 @@ def served_scores(snapshot: Snapshot, num_shards: int, dtype: NumberFormat) -> t
         np.repeat(np.arange(requests.num_requests), requests.num_candidates),
         requests.context_dense,
         requests.candidate_dense,
+        projections=model.projections_by_part,
     )
     return model.score(inputs).numpy()[: requests.scores.size], requests
 
@@ -88,3 +92,16 @@ def test_quantised_rows_stay_within_the_golden_tolerance(row_dtype: str, dtype: 
     assert snapshot.manifest.golden.tolerance == GOLDEN_TOLERANCES[row_dtype]
     scores, golden = served_scores(snapshot, 2, dtype)
     assert 0 < np.abs(scores - golden.scores).max() <= snapshot.manifest.golden.tolerance
+
+
+@pytest.mark.parametrize("kind", ["target_attention", "dcn_v2"])
+def test_a_model_trained_with_every_lever_is_served_with_the_scores_of_its_torch_modules(
+    kind: str, tmp_path: Path
+) -> None:
+    options = {"kind": kind, "dtype": "fp32", "profile": True, "crosses": True, "tables": EVERY_LEVER}
+    described = films_description(DATASET.interactions, FilmsOptions.model_validate(options))
+    trained = train_described(DATASET, described, pruning=Pruning(keep_share=0.9), epochs=1)
+    snapshot = Snapshot.open(export_trained(trained, DATASET, tmp_path))
+    scores, golden = served_scores(snapshot, 2, "float32")
+    # Hot users and cold films are stored as float16.
+    np.testing.assert_allclose(scores, golden.scores, atol=1e-4)

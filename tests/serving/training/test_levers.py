@@ -1,0 +1,166 @@
+"""Tables that are described with less than a row of full width for each id: trained, divided, and what they then hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from loader.description import classes_by_counts
+from loader.errors import ExportError
+from serving.training.dataset import CROSSES, FilmsDataset, FilmsOptions, films_description, training_requests
+from serving.training.interactions import TrainingError
+from serving.training.network import RankingNetwork, RequestBatches, float32_scores
+from serving.training.trainer import Pruning, divided, kept_by, train_described, training_counts
+from shardrank_testing.levers import EVERY_LEVER
+from shardrank_testing.movielens import small_interactions
+
+DATASET = FilmsDataset.split(small_interactions(), seed=0)
+
+
+def description(tables: dict[str, Any], **options: Any):
+    given = {"kind": "mlp", "dtype": "fp32", "tables": tables, **options}
+    return films_description(DATASET.interactions, FilmsOptions.model_validate(given))
+
+
+def trained_with(tables: dict[str, Any], pruning: Pruning | None = None, **options: Any):
+    return train_described(DATASET, description(tables, **options), pruning=pruning, epochs=1)
+
+
+def scores_in_training(model) -> np.ndarray:
+    return float32_scores(model, training_requests(DATASET, model.spec).requests)
+
+
+def test_a_feature_gets_the_sum_of_its_parts_each_projected_or_their_product() -> None:
+    blocks = {"blocks": [{"share": 0.3}, {"share": 0.3, "dim": 4}, {"dim": 2}]}
+    for tables, feature in (
+        ({"films": blocks}, "film_id"),
+        ({"films": {"embedding_dim": 4, "project_to": 16}}, "film_id"),
+        ({"films": {"id_mapping": {"kind": "quotient_remainder", "buckets": 7}}}, "film_id"),
+        ({"films": {"id_mapping": {"kind": "quotient_remainder", "buckets": 7, "combine": "multiply"}}}, "film_id"),
+    ):
+        spec = description(tables).compiled()
+        table, parts = spec.table_of(feature), spec.parts(spec.table_of(feature))
+        counts = training_counts(DATASET, description(tables))["films"]
+        classes = {"films": classes_by_counts(table, parts, counts)} if table.num_classes > 1 else {}
+        network = RankingNetwork(spec, row_classes=classes)
+        stored, dense = network.rows(), network.dense()
+        wide = [
+            stored[part.name] @ dense[f"projections.{part.name.replace('.', '/')}"].numpy()
+            if part.embedding_dim < 16
+            else stored[part.name]
+            for part in parts
+        ]
+        ids = np.arange(table.num_embeddings)
+        if table.buckets is not None:
+            first, second = wide[0][ids // 7], wide[1][ids % 7]
+            expected = first * second if table.combine == "multiply" else first + second
+        elif classes:
+            order = np.argsort(-counts, kind="stable")
+            ranks = np.empty(ids.size, np.int64)
+            ranks[order] = ids
+            ends = np.cumsum([part.num_embeddings for part in parts])
+            of = np.searchsorted(ends, ranks, side="right")
+            expected = np.stack(
+                [wide[part][np.count_nonzero(of[:row] == part)] for row, part in enumerate(of.tolist())]
+            )
+        else:
+            expected = wide[0]
+        found = network.embeddings(feature, torch.from_numpy(ids)).detach().numpy()
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_rows_are_counted_by_training_alone_and_the_default_row_has_its_share() -> None:
+    counts = training_counts(DATASET, description({}))
+    films = DATASET.interactions.films.ids[DATASET.interactions.film_index[DATASET.train]]
+    history = training_requests(DATASET, description({}).compiled()).requests.values["history"]
+    expected = np.bincount(films, minlength=121) + np.bincount(history, minlength=121)
+    np.testing.assert_array_equal(counts["films"], expected)
+    requests = training_requests(DATASET, description({}).compiled()).requests.num_requests
+    assert counts["users"][-1] == -(-requests // 100)
+    assert counts["users"][:-1].sum() == requests
+
+
+def test_what_training_never_looks_up_can_go_and_training_requests_score_the_same_bits() -> None:
+    whole = trained_with({}, profile=True, crosses=True)
+    model = description({}, profile=True, crosses=True)
+    counts = training_counts(DATASET, model)
+    kept = kept_by(Pruning(), model, counts)
+    pruned = divided(whole, model.compiled(kept), counts, "zeros")
+    assert kept["zip_film"] == np.count_nonzero(counts["zip_film"]) < counts["zip_film"].size - 1
+    assert pruned.tables["zip_film"].shape == (kept["zip_film"] + 1, 16)
+    assert not pruned.tables["zip_film"][-1].any()
+    np.testing.assert_array_equal(scores_in_training(pruned), scores_in_training(whole))
+
+
+def test_with_a_share_to_keep_the_hottest_rows_stay_and_the_others_become_their_mean() -> None:
+    whole, model = trained_with({}), description({})
+    counts = training_counts(DATASET, model)
+    kept = kept_by(Pruning(keep_share=0.5), model, counts)
+    pruned = divided(whole, model.compiled(kept), counts)
+    order = np.argsort(-counts["films"], kind="stable")
+    hottest, others = np.sort(order[: kept["films"]]), order[kept["films"] :]
+    assert counts["films"][hottest].sum() >= 0.5 * counts["films"].sum()
+    rows = whole.tables["films"]
+    np.testing.assert_array_equal(pruned.tables["films"][:-1], rows[hottest])
+    np.testing.assert_allclose(pruned.tables["films"][-1], rows[others].mean(axis=0), rtol=1e-5, atol=1e-7)
+
+
+def test_every_lever_at_once_trains_the_parts_as_they_are_stored() -> None:
+    model = trained_with(EVERY_LEVER, Pruning(keep_share=0.9), kind="dcn_v2", profile=True, crosses=True)
+    spec = model.spec
+    assert {one.name for one in spec.tables} == model.tables.keys()
+    for table in spec.tables:
+        assert model.tables[table.name].shape == (table.num_embeddings, table.embedding_dim)
+    assert spec.table_of("user_genre") == spec.table_of("zip_film")
+    assert {"users.b1", "genres"} <= spec.projections().keys()
+    assert all(f"projections.{name.replace('.', '/')}" in model.dense for name in spec.projections())
+    before = RankingNetwork.of(model)
+    scores = scores_in_training(model)
+    assert np.isfinite(scores).all()
+    assert np.ptp(scores) > 0.1
+    for name, rows in before.rows().items():
+        np.testing.assert_array_equal(rows, model.tables[name])
+
+
+def test_crosses_are_pairs_with_ids_of_their_own_below_two_to_the_63() -> None:
+    spec = description({}, crosses=True).compiled()
+    data, requests = DATASET.interactions, training_requests(DATASET, spec)
+    users, films = data.user_index[requests.samples], data.film_index[requests.samples]
+    zips = {int(one): data.users.zip_codes[user][:3] for user, one in enumerate(data.users.ids)}
+    pairs = [(zips[int(data.users.ids[user])], int(film)) for user, film in zip(users, films, strict=True)]
+    ids = requests.requests.values["zip_film"].tolist()
+    assert len(set(pairs)) == len(set(ids)) == len(set(zip(pairs, ids, strict=True)))
+    genres = requests.requests.lengths["user_genre"]
+    np.testing.assert_array_equal(genres, np.diff(data.films.genre_offsets)[films])
+    assert all(requests.requests.values[name].min() >= 0 for name in CROSSES)
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ({"films": {"num_embeddings": 0}}, r"table 'films': num_embeddings.*greater than or equal to 1"),
+        ({"films": {"nope": 1}}, r"table 'films': .*unknown key 'nope'; allowed are .*'blocks'"),
+        ({"more": {"num_embeddings": 9, "feature_names": ["x"]}}, r"table 'more': feature_names: unknown \['x'\]"),
+        ({"films": {"dtype": {"hot": "fp16", "cold": "int4", "hot_share": 2}}}, r"hot_share: .*less than 1"),
+        ({"films": {"id_mapping": {"kind": "quotient_remainder", "buckets": 0}}}, r"buckets: .*greater than"),
+    ],
+)
+def test_tables_that_are_none_are_refused_by_name(tables: dict[str, Any], message: str) -> None:
+    with pytest.raises(TrainingError, match=message):
+        description(tables)
+
+
+def test_a_model_without_counts_of_a_table_or_with_too_many_blocks_is_refused() -> None:
+    with pytest.raises(ExportError, match="blocks of 16 rows"):
+        trained_with({"genres": {"blocks": [{"share": 0.5}, {"share": 0.49, "dim": 4}, {"dim": 2}]}})
+
+
+def test_batches_give_rows_as_features_see_them() -> None:
+    spec = description({"films": {"id_mapping": {"kind": "quotient_remainder", "buckets": 7}}}).compiled()
+    requests = training_requests(DATASET, spec).requests
+    batches = RequestBatches(spec, {"users": DATASET.interactions.users.ids}, requests)
+    rows, _ = batches.take(np.arange(batches.num_requests)).bags["film_id"]
+    np.testing.assert_array_equal(rows.numpy(), requests.values["film_id"])
