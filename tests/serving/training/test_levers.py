@@ -1,4 +1,4 @@
-"""Tables that are described with less than a row of full width for each id: trained, divided, and what they then hold."""
+"""Tables that are described with less than a row of full width for each id: trained, divided, and what they hold."""
 
 from __future__ import annotations
 
