@@ -174,14 +174,10 @@ class RankingNetwork(nn.Module):
         network.ranking.load_state_dict(dict(trained.dense))
         return network.eval()
 
-    def parameter_groups(self, dense_decay: float, table_decay: float) -> list[dict[str, Any]]:
-        """Return parameters with the weight decay of each; quotients that are factors are not drawn to zero."""
-        factors = {_key(table.parts[0]) for table in self.spec.divided if table.combine == "multiply"}
-        return [
-            {"params": list(self.ranking.parameters()), "weight_decay": dense_decay},
-            {"params": [one for name, one in self.tables.items() if name not in factors], "weight_decay": table_decay},
-            {"params": [self.tables[name] for name in sorted(factors)], "weight_decay": 0.0},
-        ]
+    def parameter(self, table: str) -> nn.Parameter:
+        """Return the rows of a stored table, to be trained."""
+        found: nn.Parameter = self.tables[_key(table)]
+        return found
 
     def rows(self) -> dict[str, Float32Array]:
         """Return the rows of every stored table."""

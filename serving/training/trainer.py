@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from pydantic import Field, ValidationError
+from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from loader.description import (
@@ -35,6 +36,7 @@ from loader.snapshot.schema_errors import schema_errors
 from loader.snapshot.tables import Bucketing, Frozen, RowDtype, VocabularyMapping
 from loader.snapshot.writer import export_snapshot
 from serving.training.dataset import (
+    CROSSES,
     FilmsDataset,
     FilmsOptions,
     LabelledRequests,
@@ -62,6 +64,8 @@ REQUESTS_PER_BATCH = 48
 LEARNING_RATE = 0.01
 DENSE_WEIGHT_DECAY = 0.3
 TABLE_WEIGHT_DECAY = 1.5
+CROSS_LEARNING_RATE = 0.03
+CROSS_ACCUMULATOR = 0.03
 # Share of ids that are trained as unknown ones, in tables with vocabulary and default row.
 UNKNOWN_SHARE = 0.01
 GOLDEN_REQUESTS = 32
@@ -95,23 +99,51 @@ def train(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         network = RankingNetwork(spec, row_classes=row_classes).train()
-        groups = network.parameter_groups(DENSE_WEIGHT_DECAY, TABLE_WEIGHT_DECAY)
-        optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE)
+        optimizers = _optimizers(network)
         batches_per_epoch = -(-batches.num_requests // REQUESTS_PER_BATCH)
         steps, done = epochs * batches_per_epoch, 0
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=steps, pct_start=0.2)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizers[0], LEARNING_RATE, total_steps=steps, pct_start=0.2)
         for _ in range(epochs):
             for chosen in np.array_split(draw.permutation(batches.num_requests), batches_per_epoch):
                 batch = batches.take(chosen)
                 _make_some_unknown(spec, batch)
                 loss = F.binary_cross_entropy_with_logits(network(batch), labels[batch.candidates])
-                optimizer.zero_grad()
+                network.zero_grad()
                 torch.autograd.backward(loss)
-                optimizer.step()
+                for optimizer in optimizers:
+                    optimizer.step()
                 schedule.step()
                 done += 1
                 progress("training", done, steps)
     return TrainedModel(spec, network.rows(), network.dense(), vocabularies, row_classes or {})
+
+
+def _optimizers(network: RankingNetwork) -> list[torch.optim.Optimizer]:
+    """Give AdamW for all but the rows of crosses, and Adagrad for those.
+
+    Most crosses come once or twice. AdamW moves a row as far for one sample as for a hundred, and learns them by heart:
+    on MovieLens 100K that costs 0.1 of the AUC.
+    """
+    spec = network.spec
+    factors = {one.parts[0] for one in spec.divided if one.combine == "multiply"}
+    groups: dict[str, list[nn.Parameter]] = {"tables": [], "factors": [], "crosses": []}
+    for table in spec.tables:
+        kind = "factors" if table.name in factors else "tables"
+        kind = "crosses" if CROSSES.keys() >= {*table.feature_names} else kind
+        groups[kind].append(network.parameter(table.name))
+    decays = [
+        {"params": list(network.ranking.parameters()), "weight_decay": DENSE_WEIGHT_DECAY},
+        {"params": groups["tables"], "weight_decay": TABLE_WEIGHT_DECAY},
+        # Factors of products are not drawn to zero.
+        {"params": groups["factors"], "weight_decay": 0.0},
+    ]
+    found: list[torch.optim.Optimizer] = [torch.optim.AdamW(decays, lr=LEARNING_RATE)]
+    if groups["crosses"]:
+        adagrad = torch.optim.Adagrad(
+            groups["crosses"], lr=CROSS_LEARNING_RATE, initial_accumulator_value=CROSS_ACCUMULATOR
+        )
+        found.append(adagrad)
+    return found
 
 
 def _make_some_unknown(spec: ModelSpec, batch: RowBatch) -> None:
