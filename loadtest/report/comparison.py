@@ -137,6 +137,11 @@ _T_975 = (
 )  # fmt: skip
 
 
+def t_975(freedom: int) -> float:
+    """Return the quantile; beyond 30 degrees of freedom that of the normal distribution."""
+    return _T_975[freedom - 1] if freedom <= len(_T_975) else NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+
+
 def measured(
     name: str, unit: str, better: Better, values: Sequence[Sequence[float]], *, seed: int = 0, everywhere: bool = True
 ) -> ComparedMeasure:
@@ -186,7 +191,7 @@ def _ratio(logs: npt.NDArray[np.float64], seed: int) -> Ratio:
 
 def _expanded_tail(rounds: int) -> float:
     freedom = rounds - 1
-    quantile = _T_975[freedom - 1] if freedom <= len(_T_975) else NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+    quantile = t_975(freedom)
     return NormalDist().cdf(-math.sqrt(rounds / freedom) * quantile)
 
 
