@@ -142,7 +142,7 @@ _CLICK_RATE_LOGIT = -1.0
 _BIAS_SCALE = 0.7
 _TEACHER_DIM = 4
 DIM: Final = 8
-_BATCH = 8192
+_BATCH = 4096
 _RATE = 0.08
 _TEST_SHARE = 0.1
 
@@ -156,7 +156,7 @@ class Clicks:
     chances: npt.NDArray[np.float64]
 
     @classmethod
-    def of_teacher(cls, count: int, seed: int, vocabularies: Sequence[int] = VOCABULARIES) -> Clicks:
+    def of_teacher(cls, count: int, seed: int, vocabularies: Sequence[int]) -> Clicks:
         """Draw them. The teacher adds a number for each id, and the product of vectors of the first two features."""
         draw = np.random.default_rng(seed)
         logits, ids, vectors = np.full(count, _CLICK_RATE_LOGIT), np.empty((len(vocabularies), count), np.int64), []
@@ -200,15 +200,17 @@ class FactorizationMachine:
         return self.bias + own[:, :, 0].sum(1) + products, own, total
 
     def learn(self, rows: Tensor, labels: Tensor) -> None:
-        """Take one step. Of a row that comes several times every gradient counts."""
+        """Take one step: Adagrad's, by the sum of the gradients of each row."""
         logits, own, total = self.logits(rows)
         error = torch.sigmoid(logits) - labels
         gradient = torch.empty_like(own)
         gradient[:, :, 0] = error[:, None]
         gradient[:, :, 1:] = error[:, None, None] * (total[:, None, :] - own[:, :, 1:])
-        at, flat = rows.flatten(), gradient.flatten(0, 1)
-        self.squares.index_add_(0, at, flat.square())
-        self.rows.index_add_(0, at, flat / self.squares.index_select(0, at).sqrt(), alpha=-_RATE)
+        at, inverse = torch.unique(rows, return_inverse=True)
+        summed = torch.zeros(at.numel(), 1 + DIM).index_add_(0, inverse.flatten(), gradient.flatten(0, 1))
+        squares = self.squares.index_select(0, at) + summed.square()
+        self.squares.index_copy_(0, at, squares)
+        self.rows.index_add_(0, at, summed / squares.sqrt(), alpha=-_RATE)
         self.bias -= _RATE * 0.1 * float(error.mean())
 
 
@@ -228,12 +230,14 @@ def measure_loss(clicks: Clicks, rows: Int64Array, num_rows: int, seed: int) -> 
 def measure_clicks(count: int, seed: int, told: Callable[[LossAtSize], None] = lambda one: None) -> TeacherReport:
     """Make clicks, and learn from them with hashed tables of every size."""
     torch.set_num_threads(1)
-    clicks = Clicks.of_teacher(count, seed)
+    # Of a small try, most ids would never come.
+    vocabularies = tuple(min(size, count) for size in VOCABULARIES)
+    clicks = Clicks.of_teacher(count, seed, vocabularies)
     end = clicks.num_learnt
     ids = [np.unique(own[:end]).size for own in clicks.ids]
     sizes: list[LossAtSize] = []
     for share in (None, *SHARES):
-        widths = VOCABULARIES if share is None else tuple(max(1, round(share * one)) for one in ids)
+        widths = vocabularies if share is None else tuple(max(1, round(share * one)) for one in ids)
         rows = np.empty_like(clicks.ids)
         first = 0
         for number, (own, width) in enumerate(zip(clicks.ids, widths, strict=True)):
@@ -249,7 +253,7 @@ def measure_clicks(count: int, seed: int, told: Callable[[LossAtSize], None] = l
     return TeacherReport(
         clicks=count,
         seed=seed,
-        vocabularies=VOCABULARIES,
+        vocabularies=vocabularies,
         zipf=ZIPF,
         ids=tuple(ids),
         teacher=log_loss(seen, clicks.chances[end:]),

@@ -293,7 +293,7 @@ class LabelledRequests:
     samples: Int64Array
 
 
-def training_requests(dataset: FilmsDataset, spec: ModelSpec) -> LabelledRequests:
+def training_requests(dataset: FilmsDataset, spec: ModelSpec | ModelDescription) -> LabelledRequests:
     """Make one request for each user and fold: the films rated in the fold, with a history from the others."""
     return _grouped(dataset, spec, dataset.train, None)
 
@@ -303,7 +303,9 @@ def evaluation_requests(dataset: FilmsDataset, spec: ModelSpec, limit: int | Non
     return _grouped(dataset, spec, dataset.test, limit)
 
 
-def _grouped(dataset: FilmsDataset, spec: ModelSpec, samples: Int64Array, limit: int | None) -> LabelledRequests:
+def _grouped(
+    dataset: FilmsDataset, spec: ModelSpec | ModelDescription, samples: Int64Array, limit: int | None
+) -> LabelledRequests:
     data = dataset.interactions
     group = data.user_index[samples] * (NUM_FOLDS + 1) + (dataset.fold[samples] + 1)
     samples = samples[np.argsort(group, kind="stable")]

@@ -28,6 +28,7 @@ from loader.description import (
     divide,
     kept_rows,
 )
+from loader.id_counts import IdCounts
 from loader.progress import Progress, no_progress
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.row_classes import RowClasses
@@ -35,6 +36,7 @@ from loader.snapshot.row_source import rows_of
 from loader.snapshot.schema_errors import schema_errors
 from loader.snapshot.tables import Bucketing, Frozen, RowDtype, VocabularyMapping
 from loader.snapshot.writer import export_snapshot
+from router.fitting import fitted
 from serving.training.dataset import (
     CROSSES,
     FilmsDataset,
@@ -164,6 +166,14 @@ class Pruning(Frozen):
     pruned_row: PrunedRow = "mean"
 
 
+def sized(dataset: FilmsDataset, description: ModelDescription) -> ModelDescription:
+    """Give tables whose `num_embeddings` is auto the size that ids of the training part need. Raises FittingError."""
+    if all(table.num_embeddings != "auto" for table in description.tables):
+        return description
+    ids = training_requests(dataset, description).requests.values
+    return fitted(description, {name: IdCounts.of_values(name, values) for name, values in ids.items()})
+
+
 def training_counts(dataset: FilmsDataset, description: ModelDescription) -> dict[str, Int64Array]:
     """Count how often training looks up each row of each table, int64 [num_embeddings], by the training part alone."""
     spec = trained_form(description).compiled()
@@ -222,6 +232,7 @@ def train_described(
     Raises:
         TrainingError, ExportError: as `train`, `ModelDescription.compiled` and `divide`.
     """
+    description = sized(dataset, description)
     try:
         counts = training_counts(dataset, description)
         kept = kept_by(pruning, description, counts)

@@ -13,7 +13,7 @@ from loader.errors import ExportError
 from serving.training.dataset import CROSSES, FilmsDataset, FilmsOptions, films_description, training_requests
 from serving.training.interactions import TrainingError
 from serving.training.network import RankingNetwork, RequestBatches, float32_scores
-from serving.training.trainer import Pruning, divided, kept_by, train_described, training_counts
+from serving.training.trainer import Pruning, divided, kept_by, sized, train_described, training_counts
 from shardrank_testing.levers import EVERY_LEVER
 from shardrank_testing.movielens import small_interactions
 
@@ -156,6 +156,15 @@ def test_tables_that_are_none_are_refused_by_name(tables: dict[str, Any], messag
 def test_a_model_without_counts_of_a_table_or_with_too_many_blocks_is_refused() -> None:
     with pytest.raises(ExportError, match="blocks of 16 rows"):
         trained_with({"genres": {"blocks": [{"share": 0.5}, {"share": 0.49, "dim": 4}, {"dim": 2}]}})
+
+
+def test_auto_is_sized_by_the_ids_of_the_training_part() -> None:
+    words = {"num_embeddings": "auto", "max_collision_share": 0.2, "id_mapping": {"kind": "hash"}}
+    table = sized(DATASET, description({"users": words})).tables[0]
+    users = DATASET.interactions.user_index[DATASET.train]
+    assert np.unique(users).size <= table.num_embeddings < 2000
+    counts = training_counts(DATASET, sized(DATASET, description({"users": words})))["users"]
+    assert np.count_nonzero(counts) > 0.8 * np.unique(users).size
 
 
 def test_batches_give_rows_as_features_see_them() -> None:
