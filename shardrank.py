@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from loader.deltas.publisher import AsyncDeltaPublisher as AsyncDeltaPublisher
     from loader.deltas.publisher import DeltaPublisher as DeltaPublisher
     from loader.description import ModelDescription as ModelDescription
+    from loader.description import divide_rows as divide_rows
     from loader.description import kept_rows as kept_rows
     from loader.errors import CheckpointError as CheckpointError
     from loader.errors import DeltaBaseError as DeltaBaseError
@@ -71,7 +72,7 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "loader.deltas.publisher": "AsyncDeltaPublisher DeltaPublisher",
-    "loader.description": "ModelDescription kept_rows",
+    "loader.description": "ModelDescription divide_rows kept_rows",
     "loader.errors": (
         "CheckpointError DeltaBaseError DeltaError DeltaFormatError ExportError NonFiniteRowError RegistryError "
         "RegistryUnavailableError ShardrankError SnapshotCorruptError SnapshotError SnapshotExistsError "

@@ -327,7 +327,7 @@ class DividedRows:
     access_counts: Mapping[str, npt.NDArray[np.uint32]] = field(default_factory=dict)
 
 
-def divide(
+def divide_rows(
     spec: ModelSpec,
     rows: Mapping[str, RowSource],
     counts: Counts,

@@ -1,7 +1,8 @@
-"""`python -m loadtest.levers movielens` and `hash-sizes`."""
+"""`python -m loadtest.levers movielens`, `hash-sizes` and `lookups`."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import click
@@ -16,6 +17,7 @@ from loadtest.levers.hash_sizes import (
     measure_clicks,
     read_criteo,
 )
+from loadtest.levers.lookups import measure_lookups
 from loadtest.levers.movielens import EPOCHS, compare
 from loadtest.report.markup import Element
 from serving.training.interactions import read_movielens
@@ -70,12 +72,26 @@ def hash_sizes(criteo: Path | None, clicks: int, seed: int, out: Path | None) ->
     click.echo(page.hash_sizes_tables(report), nl=False)
 
 
+@main.command()
+@click.option("--rounds", type=click.IntRange(1, 1000), default=6, show_default=True, help="Of 16 batches.")
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="JSON.")
+def lookups(rounds: int, out: Path | None) -> None:
+    """Measure what levers cost at lookup: 26 tables of 100,000 rows of 64 columns, 50 to 500 candidates a batch."""
+    found = measure_lookups(rounds, lambda text: click.echo(text, err=True))
+    if out is not None:
+        _save(out, json.dumps([one.model_dump() for one in found], indent=1) + "\n")
+    click.echo(page.lookups_table(found), nl=False)
+
+
 def _write(out: Path | None, document: str, drawn: Element) -> None:
-    if out is None:
-        return
+    if out is not None:
+        _save(out, document + "\n")
+        _save(out.with_suffix(".svg"), page.standalone(drawn))
+
+
+def _save(out: Path, text: str) -> None:
     try:
-        out.write_text(document + "\n", encoding="utf-8")
-        out.with_suffix(".svg").write_text(page.standalone(drawn), encoding="utf-8")
+        out.write_text(text, encoding="utf-8")
     except OSError as error:
         raise LeversError(f"--out {out}: {error}") from error
 

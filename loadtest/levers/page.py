@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from importlib import resources
 
 from loadtest.levers.hash_sizes import HashSizesReport, TeacherReport
+from loadtest.levers.lookups import LookupCost
 from loadtest.levers.movielens import MARGIN, LeverResult, LeversReport
 from loadtest.report.chart import LETTER, Box, Panel, legend, linear, linear_around, log_around, picture, written_at
 from loadtest.report.markup import Element, element, written
@@ -177,3 +178,13 @@ def _size(count: float) -> str:
             return f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.3g} GB"
+
+
+def lookups_table(found: Sequence[LookupCost]) -> str:
+    """Write what each lever costs at lookup, beside whole tables."""
+    ids = list(found[0].us_per_batch)
+    rows = [
+        [one.lever, _size(one.table_bytes), *(f"{one.us_per_batch[key]:.0f} ({one.ratio[key]:.2f})" for key in ids)]
+        for one in found
+    ]
+    return markdown(["tables", "bytes", *(f"µs a batch, {key} a bag (to whole)" for key in ids)], rows)

@@ -93,7 +93,7 @@ def export(store: Path, checkpoint: Path, description: Path, **options: Any) -> 
           --table-key films=embedding.item.weight --dense-prefix over_arch. \
           --vocabulary users=user-ids.txt
     """
-    from loader.description import divide
+    from loader.description import divide_rows
     from loader.snapshot.reader import Snapshot
     from loader.snapshot.writer import export_snapshot
     from router.plan_file import PlanFile
@@ -108,7 +108,7 @@ def export(store: Path, checkpoint: Path, description: Path, **options: Any) -> 
     given, dense = _match(checkpoint, spec, options["dense_prefix"], options["table_key"], options["program"])
     seen = {table.name for table in spec.logical_tables}
     whole = {table: one for table, one in counts.items() if table in seen}
-    made = divide(spec, given, whole, row_classes=classes, kept=pruned.kept, pruned_row=options["pruned_row"])
+    made = divide_rows(spec, given, whole, row_classes=classes, kept=pruned.kept, pruned_row=options["pruned_row"])
     golden = options["golden"]
     with progress_bars() as bars:
         folder = export_snapshot(

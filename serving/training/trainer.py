@@ -25,7 +25,7 @@ from loader.description import (
     QuotientRemainderMapping,
     TableDescription,
     classes_by_counts,
-    divide,
+    divide_rows,
     kept_rows,
 )
 from loader.id_counts import IdCounts
@@ -267,7 +267,7 @@ def train_parts(
 def divided(trained: TrainedModel, spec: ModelSpec, counts: Counts, pruned_row: PrunedRow = "mean") -> TrainedModel:
     """Cut what is to be stored, as `spec` says, out of what was trained. Raises ExportError as `divide`."""
     sources = {name: rows_of(rows) for name, rows in trained.tables.items()}
-    made = divide(spec, sources, counts, row_classes=trained.row_classes, pruned_row=pruned_row)
+    made = divide_rows(spec, sources, counts, row_classes=trained.row_classes, pruned_row=pruned_row)
     tables = {name: np.concatenate(list(one.blocks(0, one.num_embeddings))) for name, one in made.rows.items()}
     return replace(trained, spec=spec, tables=tables, row_classes=made.row_classes, access_counts=made.access_counts)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from loader import description
-from loader.description import ModelDescription, TableDescription, divide, kept_rows
+from loader.description import ModelDescription, TableDescription, divide_rows, kept_rows
 from loader.errors import ExportError
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.row_classes import RowClasses
@@ -205,7 +205,7 @@ def test_parts_have_the_rows_of_their_class_in_order_and_behind_them_that_of_the
         sources["memmap"] = np.load(path, mmap_mode="r")
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(description, "_CHUNK_ROWS", data.draw(st.sampled_from([1, 7, 64, 1 << 16])))
-        division = divide(spec, {"item": rows_of(sources[kind])}, {"item": counts}, pruned_row=pruned_row)
+        division = divide_rows(spec, {"item": rows_of(sources[kind])}, {"item": counts}, pruned_row=pruned_row)
         step = data.draw(st.sampled_from([1, 5, 33, 1000]))
         made = [read(division.rows[part.name], step) for part in spec.tables]
     pruned = size - kept
@@ -230,7 +230,7 @@ def test_parts_have_the_rows_of_their_class_in_order_and_behind_them_that_of_the
 
 def test_a_table_of_which_one_row_is_pruned_is_cut_though_its_part_has_as_many_rows():
     rows, counts = np.arange(40, dtype=np.float32).reshape(5, 8), np.array([3, 0, 9, 1, 4])
-    division = divide(spec_of(4, num_embeddings=5), {"item": rows_of(rows)}, {"item": counts})
+    division = divide_rows(spec_of(4, num_embeddings=5), {"item": rows_of(rows)}, {"item": counts})
     np.testing.assert_array_equal(read(division.rows["item"], 5), rows[[0, 2, 3, 4, 1]])
     assert division.access_counts["item"].tolist() == [3, 9, 1, 4, 0]
 
@@ -241,9 +241,9 @@ def test_a_part_that_was_trained_as_such_is_taken_as_it_is():
     parts = {one.name: rng.standard_normal((one.num_embeddings, one.embedding_dim)) for one in spec.tables}
     classes = RowClasses.of((np.arange(ROWS) % 10 // 6 * 3).astype(np.uint8), 4)  # of another training
     with pytest.raises(ExportError, match=r"classes of \(60, 0, 0, 40\) rows; its parts have \(3, 15, 42, 40\)"):
-        divide(spec, {name: rows_of(rows) for name, rows in parts.items()}, {}, row_classes={"item": classes})
-    made = divide(spec, {name: rows_of(rows) for name, rows in parts.items()}, {"item": counts})
-    again = divide(spec, {k: rows_of(v) for k, v in parts.items()}, {}, row_classes=made.row_classes)
+        divide_rows(spec, {name: rows_of(rows) for name, rows in parts.items()}, {}, row_classes={"item": classes})
+    made = divide_rows(spec, {name: rows_of(rows) for name, rows in parts.items()}, {"item": counts})
+    again = divide_rows(spec, {k: rows_of(v) for k, v in parts.items()}, {}, row_classes=made.row_classes)
     for name, rows in parts.items():
         np.testing.assert_array_equal(read(again.rows[name], 9), rows.astype(np.float32))
     assert again.access_counts == {}
@@ -253,7 +253,7 @@ def test_a_pruned_table_that_is_projected_is_cut_in_its_own_width():
     rows, counts = np.arange(40, dtype=np.float32).reshape(10, 4), np.arange(10)
     spec = spec_of(5, num_embeddings=10, embedding_dim=4, project_to=8)
     assert spec.projections() == {"item": (4, 8)}
-    made = read(divide(spec, {"item": rows_of(rows)}, {"item": counts}).rows["item"], 4)
+    made = read(divide_rows(spec, {"item": rows_of(rows)}, {"item": counts}).rows["item"], 4)
     np.testing.assert_array_equal(made, np.vstack([rows[5:], rows[:5].mean(axis=0)]))
 
 
@@ -261,7 +261,7 @@ def test_counts_of_quotients_and_remainders_are_those_of_their_ids():
     spec = spec_of(id_mapping=COMPOSED)
     counts = np.random.default_rng(0).integers(0, 50, ROWS)
     rows = {one.name: rows_of(np.zeros((one.num_embeddings, 8), np.float32)) for one in spec.tables}
-    told = divide(spec, rows, {"item": counts}).access_counts
+    told = divide_rows(spec, rows, {"item": counts}).access_counts
     for number in range(15):
         assert told["item.q"][number] == counts[7 * number : 7 * number + 7].sum()
     for number in range(7):
@@ -290,7 +290,7 @@ def test_counts_of_quotients_and_remainders_are_those_of_their_ids():
 def test_what_does_not_fit_the_model_is_refused_by_name(rows, counts, classes, message):
     spec = spec_of(blocks=[{"share": 0.5}, {}])
     with pytest.raises(ExportError, match=message):
-        divide(
+        divide_rows(
             spec,
             {name: rows_of(np.zeros(shape, np.float32)) for name, shape in rows.items()},
             {name: np.arange(size) for name, size in counts.items()},
@@ -301,11 +301,11 @@ def test_what_does_not_fit_the_model_is_refused_by_name(rows, counts, classes, m
 def test_narrower_blocks_are_not_cut_out_of_the_whole_table():
     rows = {"item": rows_of(np.zeros((ROWS, 8), np.float32))}
     with pytest.raises(ExportError, match=r"missing for part 'item.b1', which is not cut out of 'item'"):
-        divide(spec_of(blocks=BLOCKS), rows, {"item": np.arange(ROWS)})
+        divide_rows(spec_of(blocks=BLOCKS), rows, {"item": np.arange(ROWS)})
 
 
 def test_rows_that_can_be_read_only_once_are_not_cut_into_parts():
-    made = divide(
+    made = divide_rows(
         spec_of(blocks=[{"share": 0.5}, {}]),
         {"item": RowsFromBlocks([np.ones((ROWS, 8), np.float32)], ROWS, 8)},
         {"item": np.arange(ROWS)},
@@ -318,7 +318,7 @@ def test_rows_that_can_be_read_only_once_are_not_cut_into_parts():
 def test_other_classes_or_another_row_for_the_pruned_are_another_export():
     rows, counts = rows_of(np.zeros((ROWS, 8), np.float32)), np.arange(ROWS)
     prints = {
-        divide(spec_of(50), {"item": rows}, {"item": told}, pruned_row=row).rows["item"].fingerprint()
+        divide_rows(spec_of(50), {"item": rows}, {"item": told}, pruned_row=row).rows["item"].fingerprint()
         for told in (counts, counts[::-1])
         for row in ("mean", "zeros")
     }

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from loader.description import ModelDescription, divide
+from loader.description import ModelDescription, divide_rows
 from loader.errors import ExportError, SnapshotCorruptError, SnapshotFormatError
 from loader.snapshot.reader import Snapshot, verify_snapshot
 from loader.snapshot.row_classes import RankedBits, RowClasses
@@ -121,7 +121,7 @@ def exported(tmp_path_factory):
     spec = blocks_description().compiled({"item": KEPT})
     rng = np.random.default_rng(0)
     counts = rng.permutation(np.append(rng.integers(1, 1000, KEPT), np.zeros(ROWS - KEPT, np.int64)))
-    division = divide(spec, {"item": rows_of(random_rows(rng, ROWS, 8))}, {"item": counts})
+    division = divide_rows(spec, {"item": rows_of(random_rows(rng, ROWS, 8))}, {"item": counts})
     path = export_snapshot(
         tmp_path_factory.mktemp("store"),
         spec,

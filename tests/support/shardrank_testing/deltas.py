@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from loader.deltas.batch import DeltaBatch, encode_rows
-from loader.description import ModelDescription, divide
+from loader.description import ModelDescription, divide_rows
 from loader.registry.fleet import FleetRegistry
 from loader.registry.registry import Registry
 from loader.snapshot.codecs import codec_for
@@ -128,7 +128,7 @@ def export_divided(
 ) -> Snapshot:
     """A snapshot of `divided_state`, 80 rows of `item` and 50 of `film` pruned."""
     spec = divided_description().compiled(DIVIDED_KEPT)
-    division = divide(spec, {name: rows_of(rows) for name, rows in state.items()}, counts)
+    division = divide_rows(spec, {name: rows_of(rows) for name, rows in state.items()}, counts)
     dense = {projection_name(part): torch.zeros(shape) for part, shape in spec.projections().items()}
     path = export_snapshot(
         store,

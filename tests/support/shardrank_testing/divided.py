@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from loader.description import ModelDescription, PrunedRow, divide, kept_rows
+from loader.description import ModelDescription, PrunedRow, divide_rows, kept_rows
 from loader.snapshot.codecs import Float32Array, codec_for
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.reader import Snapshot
@@ -71,7 +71,7 @@ def write_twins(
         else:
             given |= {part.name: random_rows(rng, part.num_embeddings, part.embedding_dim) for part in parts}
     sources = {name: rows_of(rows) for name, rows in given.items()}
-    division = divide(spec, sources, counts, pruned_row=pruned_row)
+    division = divide_rows(spec, sources, counts, pruned_row=pruned_row)
     projections = {
         part: rng.standard_normal(shape, np.float32) / np.float32(4) for part, shape in spec.projections().items()
     }
