@@ -128,9 +128,7 @@ def of_tables(snapshot: Snapshot, found: dict[str, Counted]) -> dict[str, Counte
     spec = snapshot.spec
     sizes = {table.name: table.num_embeddings for table in spec.stored_tables}
     if (told := {name: one.num_embeddings for name, one in found.items()}) != sizes:
-        raise ExportError(
-            f"--snapshot {snapshot.path}: rows by table are {cut(sizes)}, but those of {cut(told)} counted"
-        )
+        raise ExportError(f"--snapshot {snapshot.path}: rows by table are {cut(sizes)}, counted were {cut(told)}")
     named = dict(found)
     for table in (one for one in spec.divided if one.by == "popularity"):
         counted = [named.pop(part) for part in table.parts]
