@@ -28,7 +28,7 @@ from typing import Any, Literal, TypeAlias, get_args
 from loader.description import Block, DtypeByPopularity, QuotientRemainderMapping, TableDescription
 from loader.id_counts import IdCounts
 from loader.snapshot.codecs import codec_for
-from loader.snapshot.row_classes import BLOCK_BITS
+from loader.snapshot.row_classes import classes_bytes
 from loader.snapshot.tables import MAX_NUM_EMBEDDINGS, DividedTable, Frozen, HashMapping, RowDtype, TableSpec
 from router.errors import FittingError
 from router.fitting import RowLookups, TableIds, smallest_size
@@ -69,18 +69,6 @@ _OF_ONE_TABLE = {
     "max_collision_share",
 }
 """What may differ between hashed tables that become one."""
-
-
-def class_bytes(class_rows: Sequence[int]) -> int:
-    """Count the bytes that say which class each row is in: a bitmap for each but the last, over the rows left by then.
-
-    A bit a row, and for every 512 of them a count of 32 bits, as `loader.snapshot.row_classes` has it.
-    """
-    left, total = sum(class_rows), 0
-    for rows in class_rows[:-1]:
-        total += -(-left // BLOCK_BITS) * (BLOCK_BITS // 8 + 4)
-        left -= rows
-    return total
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,7 +117,7 @@ class LeveredTable:
     def class_bytes(self) -> int:
         """Count the bytes that say which row is where."""
         parts, divided = self.stored
-        return 0 if divided is None or divided.num_classes == 1 else class_bytes(divided.class_rows(parts))
+        return 0 if divided is None else classes_bytes(divided, parts)
 
     @property
     def projection_bytes(self) -> int:

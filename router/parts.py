@@ -19,7 +19,6 @@ from shard_node.bags import KeyedBags
 _WHOLE, _CLASS, _QUOTIENT, _REMAINDER = range(4)
 _PART_SHIFT = 56
 _ROW_MASK = (1 << _PART_SHIFT) - 1
-_BLOCK_SHIFT = BLOCK_BITS.bit_length() - 1
 
 
 class PartRows:
@@ -42,17 +41,18 @@ class PartRows:
         words = [one.words for one in bitmaps]
         self._words = words[0] if len(words) == 1 else np.concatenate([*words, np.zeros((0, 8), np.uint64)])
         self._ranks = np.concatenate([*(one.ranks for one in bitmaps), np.zeros(0, np.uint32)])
+        self._within = np.concatenate([*(one.within for one in bitmaps), np.zeros((0, 8), np.uint16)])
         firsts = iter(np.cumsum([0, *(one.ranks.size for one in bitmaps)]).tolist())
-        # Of each chain, where the blocks of its bitmaps begin: -1 behind the last.
+        # Of each chain, where the bits of its bitmaps begin: -1 behind the last.
         depth = max((one.num_classes - 1 for one in chained.values()), default=0)
-        self._first_block = np.full((len(chained), depth), -1, np.int64)
+        self._first_bit = np.full((len(chained), depth), -1, np.int64)
         # The class that has no part, and the row that its ids read instead: the last of the last part.
         self._pruned_class = np.full(len(chained), -1, np.int64)
         self._default_row = np.zeros(len(chained), np.int64)
         for number, one in enumerate(chained.values()):
             parts = spec.parts(one)
             for level in range(one.num_classes - 1):
-                self._first_block[number, level] = next(firsts)
+                self._first_bit[number, level] = next(firsts) * BLOCK_BITS
             if one.pruned:
                 self._pruned_class[number] = len(parts)
                 self._default_row[number] = parts[-1].num_embeddings - 1
@@ -88,12 +88,12 @@ class PartRows:
         rows = values[positions]
         part = np.zeros(rows.size, np.int64)
         left = np.arange(rows.size)
-        for level in range(self._first_block.shape[1]):
-            first = self._first_block[chain[left], level]
+        for level in range(self._first_bit.shape[1]):
+            first = self._first_bit[chain[left], level]
             if (first < 0).any():
                 left, first = left[first >= 0], first[first >= 0]
             row = rows[left]
-            is_of, before = find_bits(self._words, self._ranks, first + (row >> _BLOCK_SHIFT), row & (BLOCK_BITS - 1))
+            is_of, before = find_bits(self._words, self._ranks, self._within, first + row)
             rows[left] = np.where(is_of, before, row - before)
             left = left[~is_of]
             part[left] += 1
@@ -120,8 +120,3 @@ class PartRows:
         is_own = (values >> _PART_SHIFT == self._part[lookup]) | (kind != _CLASS)
         bags = bags.with_values(values & _ROW_MASK, bags.weights)
         return bags if is_own.all() else bags.kept(is_own)
-
-    @property
-    def size_bytes(self) -> int:
-        """Count the bytes of all bitmaps with their ranks."""
-        return int(self._words.nbytes + self._ranks.nbytes)

@@ -64,10 +64,10 @@ class _Arm:
     model: RankingModel
     table_bytes: int
 
-    def call(self, bags: KeyedBags) -> None:
+    async def call(self, bags: KeyedBags) -> None:
         """Look a batch up and lay out the model's input."""
         candidates = int(bags.bags_per_key[0])
-        embeddings = asyncio.run(self.router.lookup(MODEL, 1, bags, time.monotonic() + 60))
+        embeddings = await self.router.lookup(MODEL, 1, bags, time.monotonic() + 60)
         owner, nothing = np.zeros(candidates, np.int64), np.zeros((candidates, 0), np.float32)
         projections = self.model.projections_by_part
         with torch.inference_mode():
@@ -82,7 +82,8 @@ def measure_lookups(rounds: int, told: Callable[[str], None]) -> list[LookupCost
     popular = rng.permutation(ROWS)
 
     def draw(count: int) -> Int64Array:
-        return popular[np.searchsorted(weights, rng.random(count) * weights[-1])]
+        drawn: Int64Array = popular[np.searchsorted(weights, rng.random(count) * weights[-1])]
+        return drawn
 
     counts = np.bincount(draw(20 * ROWS), minlength=ROWS)
     with tempfile.TemporaryDirectory(prefix="levers-") as folder:
@@ -91,7 +92,10 @@ def measure_lookups(rounds: int, told: Callable[[str], None]) -> list[LookupCost
         for ids in (1, 20):
             told(f"{ids} ids a bag")
             batches = [_batch(draw, rng, candidates, ids) for candidates in CANDIDATES * (BATCHES // len(CANDIDATES))]
-            _time(arms, batches, rounds, {name: found.setdefault(f"{ids} ids", []) for name, found in taken.items()})
+            seconds: dict[str, list[float]] = {name: [] for name in arms}
+            asyncio.run(_time(arms, batches, rounds, seconds))
+            for name, found in taken.items():
+                found[f"{ids} id{'s' * (ids > 1)}"] = seconds[name]
     medians = {
         name: {ids: float(np.median(seconds)) * 1e6 for ids, seconds in found.items()} for name, found in taken.items()
     }
@@ -107,14 +111,14 @@ def measure_lookups(rounds: int, told: Callable[[str], None]) -> list[LookupCost
     ]
 
 
-def _time(
+async def _time(
     arms: Mapping[str, _Arm], batches: Sequence[KeyedBags], rounds: int, taken: Mapping[str, list[float]]
 ) -> None:
     for number in range(rounds + 1):
         for bags in batches:
             for name, arm in arms.items():
                 began = time.perf_counter()
-                arm.call(bags)
+                await arm.call(bags)
                 if number:  # The first round warms up.
                     taken[name].append(time.perf_counter() - began)
 

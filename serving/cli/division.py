@@ -78,7 +78,7 @@ class DividedUse(Frozen):
         pruned: of its rows, how many are left out.
         float32_bytes: of the rows that features see.
         stored_bytes: of its parts.
-        classes_bytes: in every router: which row is in which part.
+        classes_bytes: which row is in which part, as stored; a router holds a quarter more.
         multiply: only of parts that are multiplied.
     """
 
@@ -160,7 +160,7 @@ def print_parts(tables: Sequence[DividedUse]) -> None:
         line = f"{one.name}: {human_count(one.num_embeddings)} rows{pruned}; as float32 {whole}, stored {stored}"
         line += f", {one.float32_bytes / one.stored_bytes:.1f} times less"
         if one.classes_bytes:
-            line += f"; which row is where: {human_bytes(one.classes_bytes)} in every router"
+            line += f"; which row is where: {human_bytes(one.classes_bytes)}, a quarter more in every router"
         click.echo(line)
         if one.multiply is not None:
             click.echo(
