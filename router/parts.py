@@ -14,7 +14,7 @@ from loader.snapshot.row_classes import BLOCK_BITS, RowClasses, find_bits
 from loader.snapshot.tables import DividedTable
 from router.errors import RouterError
 from router.feature_schema import FeatureSchema
-from shard_node.bags import KeyedBags
+from shard_node.bags import Int64Array, KeyedBags
 
 _WHOLE, _CLASS, _QUOTIENT, _REMAINDER = range(4)
 _PART_SHIFT = 56
@@ -73,22 +73,29 @@ class PartRows:
                 kinds.append(_CLASS if self._chain[feature] >= 0 else _WHOLE)
             divisors.append(buckets or 1)
         self._kind, self._divisor = np.array(kinds, np.int8), np.array(divisors, np.int64)
-        self._part = lookups.part
+        self._class = np.where(self._kind == _CLASS, lookups.part, 0)
         self._has_classes = bool((self._kind == _CLASS).any())
-        self._has_quotients = bool((self._divisor > 1).any() or (self._kind >= _QUOTIENT).any())
+        self._has_several = bool(self._class.any())
+        self._has_pruned = bool((self._pruned_class >= 0).any())
+        self._has_quotients = bool((self._kind >= _QUOTIENT).any())
 
     def find(self, bags: KeyedBags) -> KeyedBags:
         """Find the part and the row in it of each value, of bags by feature whose values are rows of their tables."""
         if not self._has_classes:
             return bags
-        chain = np.repeat(self._chain[bags.keys], bags.values_per_key())
-        positions = np.flatnonzero(chain >= 0)
-        chain = chain[positions]
-        values = bags.values.copy()
-        rows = values[positions]
-        part = np.zeros(rows.size, np.int64)
-        left = np.arange(rows.size)
-        for level in range(self._first_bit.shape[1]):
+        chains, counts = self._chain[bags.keys], bags.values_per_key()
+        chain = np.repeat(chains, counts)
+        positions: Int64Array | None = None
+        rows = bags.values
+        if int(chains.min(initial=0)) < 0:
+            positions = np.flatnonzero(chain >= 0)
+            chain, rows = chain[positions], rows[positions]
+        first = np.repeat(self._first_bit[chains, 0], counts) if positions is None else self._first_bit[chain, 0]
+        is_of, before = find_bits(self._words, self._ranks, self._within, first + rows)
+        rows = np.where(is_of, before, rows - before)
+        part = (~is_of).astype(np.int64)
+        left = np.flatnonzero(part) if self._first_bit.shape[1] > 1 else np.zeros(0, np.int64)
+        for level in range(1, self._first_bit.shape[1]):
             first = self._first_bit[chain[left], level]
             if (first < 0).any():
                 left, first = left[first >= 0], first[first >= 0]
@@ -97,26 +104,30 @@ class PartRows:
             rows[left] = np.where(is_of, before, row - before)
             left = left[~is_of]
             part[left] += 1
-        pruned = np.flatnonzero(part == self._pruned_class[chain])
-        if pruned.size:
+        if self._has_pruned:
+            pruned = np.flatnonzero(part == self._pruned_class[chain])
             rows[pruned] = self._default_row[chain[pruned]]
             part[pruned] -= 1
-        values[positions] = rows | part << _PART_SHIFT
-        return bags.with_values(values, bags.weights)
+        if self._has_several:
+            rows |= part << _PART_SHIFT
+        if positions is not None:
+            values = bags.values.copy()
+            values[positions] = rows
+            rows = values
+        return bags.with_values(rows, bags.weights)
 
     def take(self, bags: KeyedBags) -> KeyedBags:
         """Leave each lookup the rows of its part, of bags by lookup whose values `find` gave: as many bags."""
-        lookup = np.repeat(bags.keys, bags.values_per_key())
-        kind = self._kind[lookup]
-        values = bags.values
+        counts, values = bags.values_per_key(), bags.values
         if self._has_quotients:
-            values = values.copy()
-            quotients, remainders = np.flatnonzero(kind == _QUOTIENT), np.flatnonzero(kind == _REMAINDER)
-            values[quotients] //= self._divisor[lookup[quotients]]
-            values[remainders] %= self._divisor[lookup[remainders]]
-        if not self._has_classes:
+            kind, values = np.repeat(self._kind[bags.keys], counts), values.copy()
+            divisor = np.repeat(self._divisor[bags.keys], counts)
+            for wanted, operator in ((_QUOTIENT, np.floor_divide), (_REMAINDER, np.remainder)):
+                at = np.flatnonzero(kind == wanted)
+                values[at] = operator(values[at], divisor[at])
+        if not self._has_several:
             return bags.with_values(values, bags.weights)
-        # Rows that no class was looked up for have 0 above them.
-        is_own = (values >> _PART_SHIFT == self._part[lookup]) | (kind != _CLASS)
+        # Rows of features that have no classes have 0 above them.
+        is_own = values >> _PART_SHIFT == np.repeat(self._class[bags.keys], counts)
         bags = bags.with_values(values & _ROW_MASK, bags.weights)
         return bags if is_own.all() else bags.kept(is_own)

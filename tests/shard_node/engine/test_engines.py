@@ -248,17 +248,22 @@ def test_keys_of_other_groups_without_bags_change_nothing(engines):
         assert_blocks_equal(engine.pool(bags), reference.pool(bags), scale=1.0)
 
 
+@pytest.mark.parametrize("lengths", [(5, 0, 40, 1, 13), (5, 0, 0, 6, 1, 7, 7, 3, 0, 9, 2, 0)], ids=["long", "short"])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_fp16_rows_gathered_in_several_chunks_are_the_references(stored, weighted, monkeypatch):
+def test_fp16_rows_gathered_in_several_chunks_are_the_references(stored, weighted, lengths, monkeypatch):
     snapshot, reference = stored
     monkeypatch.setattr("shard_node.engine.kernels.FP16_GATHER_BYTES", 7 * 16)
     table = next(number for number, one in enumerate(reference.layout.tables) if one.dtype == "fp16")
     rows = reference.layout.tables[table].num_embeddings
     rng = np.random.default_rng(3)
-    lengths = np.array([5, 0, 40, 1, 13])
-    weights = rng.normal(size=59).astype(np.float32) if weighted else None
+    count = sum(lengths)
+    weights = rng.normal(size=count).astype(np.float32) if weighted else None
     bags = KeyedBags.from_lengths(
-        np.array([table], np.int32), np.array([5], np.int64), lengths, rng.integers(0, rows, 59), weights
+        np.array([table], np.int32),
+        np.array([len(lengths)], np.int64),
+        np.array(lengths),
+        rng.integers(0, rows, count),
+        weights,
     )
     assert_blocks_equal(load(snapshot, 1).pool(bags), reference.pool(bags), scale=40.0)
 
