@@ -80,7 +80,12 @@ class TableIds:
                     f"num_embeddings {rows}: is the trace of another table?"
                 )
             known = merged.ids < rows
+            unknown = int(merged.counts[~known].sum())
             merged = IdCounts(merged.ids[known], merged.counts[known])
+            if table.unknown_id == "default_row":
+                # Unknown ids read this row: it is as if they were its id.
+                default = IdCounts(np.array([table.default_row]), np.array([unknown]))
+                merged = IdCounts.merged(f"table {table.name!r}", [merged, default])
         return cls(merged.ids, merged.counts, np.array([seed], np.uint64))
 
     @cached_property

@@ -190,8 +190,15 @@ class Pruned(NamedTuple):
             described = fitted(described, traced)
         spec = compiled(path, described)
         found, also = read_counts(counts, spec), read_counts(keep, spec)
-        for name, own in count_rows(described.tables, traced).items():
-            found[name] = own if name not in found else found[name].astype(np.uint64) + own
+        of_ids = count_rows(described.tables, traced)
+        for table in described.tables if prune else ():
+            untold = sorted(set(table.feature_names) - traced.keys())
+            if table.name in of_ids and table.name not in found and untold:
+                raise ExportError(
+                    f"--prune: table {table.name!r}: --ids have none of features {untold}, whose rows would go"
+                )
+        for name, own in of_ids.items():
+            _add_counts(found, name, own)
         if missing := sorted(set(also) - set(found)):
             raise ExportError(f"--keep: rows of {missing}, of which there are no --counts")
         kept: dict[str, npt.NDArray[np.bool_]] = {}
@@ -203,6 +210,8 @@ class Pruned(NamedTuple):
                 told.append(f"{table.name}: not pruned, {reason}")
                 continue
             chosen = choose_rows(table.name, found[table.name], keep_share or 1.0, also.get(table.name))
+            # What unknown ids get was trained, however few of them came.
+            chosen[table.default_row] |= table.unknown_id == "default_row"
             rows, left_out = chosen.size, chosen.size - int(chosen.sum())
             if left_out < 2:
                 told.append(f"{table.name}: not pruned, {left_out} of {rows} rows could go, and one takes their place")
@@ -236,21 +245,24 @@ def read_counts(paths: Sequence[Path], spec: ModelSpec) -> dict[str, npt.NDArray
 
     Raises ExportError for counts of what is no table, or of another size.
     """
-    import numpy as np
-
-    from loader.snapshot.per_row import COUNTS_TENSOR, MAX_ACCESS_COUNT, access_count_tensors, read_access_counts
+    from loader.snapshot.per_row import COUNTS_TENSOR, access_count_tensors, read_access_counts
 
     tables = {table.name: table for table in (*spec.tables, *spec.logical_tables)}
     found: dict[str, npt.NDArray[np.uint32]] = {}
     for path in paths:
         for name, counts in read_access_counts(path, spec).items():
-            own = access_count_tensors(tables[name], counts)[COUNTS_TENSOR]
-            if name in found:
-                # What a counter can't hold is as hot as what it can just hold.
-                np.minimum(own, MAX_ACCESS_COUNT - found[name], out=own)
-                own += found[name]
-            found[name] = own
+            _add_counts(found, name, access_count_tensors(tables[name], counts)[COUNTS_TENSOR])
     return found
+
+
+def _add_counts(found: dict[str, npt.NDArray[np.uint32]], name: str, counts: npt.NDArray[np.uint32]) -> None:
+    """Add a table's counts to those that were found; what a counter can't hold is as hot as what it can just hold."""
+    import numpy as np
+
+    from loader.snapshot.per_row import MAX_ACCESS_COUNT
+
+    before = found.get(name)
+    found[name] = counts if before is None else before + np.minimum(counts, MAX_ACCESS_COUNT - before)
 
 
 def _row_classes(spec: ModelSpec, table: str, path: Path) -> RowClasses:

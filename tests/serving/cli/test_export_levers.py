@@ -130,6 +130,33 @@ def test_rows_to_keep_stay_though_they_are_among_the_rarest(folder: Path) -> Non
     np.testing.assert_array_equal(stored(snapshot, "item"), np.vstack([ITEMS[[5, 6, 8, 250]], np.zeros((1, DIM))]))
 
 
+def test_the_row_of_unknown_ids_stays_though_nobody_asked_for_it(folder: Path) -> None:
+    unknown = {"unknown_id": "default_row", "default_row": 5}
+    snapshot, _ = written(folder, described(**unknown), "--counts", counts_file(folder, {7: 3}), "--prune")
+    np.testing.assert_array_equal(np.flatnonzero(snapshot.row_classes("item").classes() == 0), [5, 7])
+    # In a trace they are looked up as often as ids come that are no rows.
+    np.save(folder / "ids.npy", [9, ROWS, 9, ROWS + 1, ROWS])
+    export(folder, described(**unknown), "--ids", f"item={folder / 'ids.npy'}", "--prune", "--version", 2)
+    snapshot = Snapshot.open(folder / "models" / "shop" / "2")
+    np.testing.assert_array_equal(stored(snapshot, "item")[:2], ITEMS[[5, 9]])
+    np.testing.assert_array_equal(snapshot.access_counts("item"), [3, 2, 0])
+
+
+def test_counts_and_traces_are_added(folder: Path) -> None:
+    np.save(folder / "ids.npy", [9, 7, 9])
+    flags = ("--counts", counts_file(folder, {7: 2**32 - 1, 8: 1}), "--ids", f"item={folder / 'ids.npy'}")
+    snapshot, _ = written(folder, DESCRIBED, *flags)
+    assert snapshot.access_counts("item")[6:11].tolist() == [0, 2**32 - 1, 1, 2, 0]
+
+
+def test_a_trace_of_some_features_of_a_table_prunes_no_rows_of_the_others(folder: Path) -> None:
+    document = described(feature_names=["item", "history"])
+    document["features"].append({"name": "history", "side": "context"})
+    np.save(folder / "ids.npy", [9, 7, 9])
+    result = export(folder, document, "--ids", f"item={folder / 'ids.npy'}", "--prune")
+    assert "--prune: table 'item': --ids have none of features ['history'], whose rows would go" in result.output
+
+
 def test_hot_rows_are_fp32_and_cold_ones_int4_by_the_counts(folder: Path) -> None:
     hot = np.arange(3, 33)
     np.save(folder / "item.npy", np.where(np.isin(np.arange(ROWS), hot), 5, 1))
