@@ -106,6 +106,7 @@ def export(store: Path, checkpoint: Path, description: Path, **options: Any) -> 
         plan.check_fits(spec)
     classes = {table: _row_classes(spec, table, Path(file)) for table, file in options["blocks"]}
     given, dense = _match(checkpoint, spec, options["dense_prefix"], options["table_key"], options["program"])
+    _check_blocks(spec, given, classes)
     seen = {table.name for table in spec.logical_tables}
     whole = {table: one for table, one in counts.items() if table in seen}
     made = divide_rows(spec, given, whole, row_classes=classes, kept=pruned.kept, pruned_row=options["pruned_row"])
@@ -284,6 +285,19 @@ def _row_classes(spec: ModelSpec, table: str, path: Path) -> RowClasses:
     if low < 0 or high >= blocks:
         raise ExportError(f"--blocks: {path}: blocks {low} to {high}; table {table!r} has 0 to {blocks - 1}")
     return RowClasses.of(found, blocks)
+
+
+def _check_blocks(spec: ModelSpec, given: Collection[str], classes: Collection[str]) -> None:
+    """Raise ExportError for a table that training divided, of which nobody says how: counts could only guess it."""
+    from loader.errors import ExportError
+
+    for table in spec.divided:
+        is_given = table.name not in given and set(table.parts) <= set(given)
+        if is_given and table.num_classes > 1 and table.name not in classes:
+            raise ExportError(
+                f"table {table.name!r}: the checkpoint has rows of its parts {list(table.parts)}; which block training "
+                f"gave each row, --blocks {table.name}=FILE has to say"
+            )
 
 
 def _match(

@@ -206,6 +206,8 @@ def test_blocks_of_falling_width_and_their_projections_are_found_verified_and_to
     save_file(tensors, folder / "model.safetensors")
     np.save(folder / "blocks.npy", (np.arange(ROWS) >= 30).astype(np.int64))
     snapshot, _ = written(folder, document, "--blocks", f"item={folder / 'blocks.npy'}")
+    guessed = export(folder, document, "--counts", counts_file(folder, {7: 3}))
+    assert "which block training gave each row, --blocks item=FILE has to say" in guessed.output
     assert torch.equal(snapshot.dense_tensors()["projections.item/b1"], tensors["arch.projections.item/b1"])
     assert verify_snapshot(snapshot.path).ok
     told = json.loads(run("inspect", "--snapshot", snapshot.path, "--json").output)["tables"][1]
