@@ -8,6 +8,7 @@ numbers is of string ids, which count by the fingerprint that serving takes them
 from __future__ import annotations
 
 import csv
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -32,6 +33,10 @@ _PIECE_VALUES = 1 << 22
 _PIECE_LINES = 1 << 16
 _MAX_CELL_CHARACTERS = MAX_STRING_ID_BYTES
 _PARQUET_ROWS = 1 << 18
+# What programs write for ids that they took for floats, and, among whole numbers, for those that are missing: as
+# strings all of a column would be other ids.
+_FLOAT = re.compile(r"[+-]?(\d+\.\d*|\.\d+)([eE][+-]?\d+)?")
+_MISSING = re.compile(r"[+-]?(nan|inf|infinity)|null|none|<na>|n/a|-+", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -189,12 +194,19 @@ def _of_texts(where: str, seen: Counter[str]) -> IdCounts:
     if texts and len(longest := max(texts, key=len)) > _MAX_CELL_CHARACTERS:
         raise TraceError(f"{where}: an id of {len(longest)} characters; at most {_MAX_CELL_CHARACTERS} are allowed")
     gathered = _Gathered(where)
-    if all(text.isascii() and text.removeprefix("-").isdecimal() for text in texts):
+    numbers = [text.isascii() and text.removeprefix("-").isdecimal() for text in texts]
+    if all(numbers):
         try:
             gathered.add(np.array([int(text) for text in texts], np.int64), counts)
         except OverflowError as error:
             raise TraceError(f"{where}: an id is not in [0, 2^63)") from error
     else:
+        has_numbers = any(numbers)
+        for text in texts:
+            if _FLOAT.fullmatch(text) or (has_numbers and _MISSING.fullmatch(text)):
+                raise TraceError(
+                    f"{where}: {text!r} is neither a whole number nor a string; where there is no id, leave it empty"
+                )
         gathered.add(fingerprint_strings(texts), counts)
     return gathered.result()
 

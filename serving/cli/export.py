@@ -206,6 +206,8 @@ class Pruned(NamedTuple):
         told = list[str]()
         for table in described.tables if prune else ():
             if table.name not in found:
+                if not traced.keys().isdisjoint(table.feature_names):
+                    told.append(f"{table.name}: not pruned, --ids do not tell which rows a vocabulary's ids have")
                 continue
             if reason := "training divided it into blocks" if table.name in blocks else _why_whole(table):
                 told.append(f"{table.name}: not pruned, {reason}")

@@ -93,12 +93,20 @@ def test_an_array_that_is_no_trace_is_refused(tmp_path: Path, values: np.ndarray
         ("item\n99999999999999999999\n", "an id is not in"),
         (f"item\n{'a' * 1025}\n", "an id of 1025 characters; at most 1024"),
         ("item\n\xff\n", "can't be read"),
+        ("item\n1.0\n2.0\n", "column 'item': '1.0' is neither a whole number nor a string"),
+        ("item,shop\n7,1\nNaN,1\n", "'NaN' is neither a whole number nor a string"),
+        ("item,shop\n7,1\n-,1\n", "'-' is neither a whole number nor a string"),
     ],
 )
 def test_a_table_that_is_no_trace_is_refused(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "log.csv").write_bytes(text.encode("latin-1"))
     with pytest.raises(TraceError, match=message):
         read_traces([str(tmp_path / "log.csv")], {"item"})
+
+
+def test_what_stands_for_no_number_is_a_string_among_strings(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text("item\nnone\nsome\n")
+    assert read_traces([str(tmp_path / "log.csv")], {"item"})["item"].lookups == 2
 
 
 @pytest.mark.parametrize("trace", ["item.npy", "item=log.csv.gz", "items=item.npy", "item=missing.npy", "missing.csv"])

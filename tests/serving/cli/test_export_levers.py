@@ -157,6 +157,15 @@ def test_a_trace_of_some_features_of_a_table_prunes_no_rows_of_the_others(folder
     assert "--prune: table 'item': --ids have none of features ['history'], whose rows would go" in result.output
 
 
+def test_a_vocabulary_that_a_trace_can_not_prune_is_named(folder: Path) -> None:
+    (folder / "ids.txt").write_text("\n".join(map(str, range(ROWS))))
+    np.save(folder / "ids.npy", [9, 7, 9])
+    vocabulary = ("--vocabulary", f"item={folder / 'ids.txt'}")
+    document = described(id_mapping={"kind": "vocabulary"})
+    _, result = written(folder, document, *vocabulary, "--ids", f"item={folder / 'ids.npy'}", "--prune")
+    assert "item: not pruned, --ids do not tell which rows a vocabulary's ids have" in result.output
+
+
 def test_hot_rows_are_fp32_and_cold_ones_int4_by_the_counts(folder: Path) -> None:
     hot = np.arange(3, 33)
     np.save(folder / "item.npy", np.where(np.isin(np.arange(ROWS), hot), 5, 1))
