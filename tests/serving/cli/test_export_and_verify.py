@@ -235,3 +235,38 @@ def test_train_writes_a_version_whose_golden_scores_hold_and_verify_notices_when
     assert bad.exit_code == 1
     assert "bad: golden_mismatch: model 'films' version 1: golden scores differ" in bad.stdout
     assert run("verify", "--store", tmp_path, "--no-golden").exit_code == 0
+
+
+def test_train_takes_levers_for_tables_and_the_version_they_make_may_be_served(tmp_path: Path) -> None:
+    hot = {"dtype": {"hot": "fp16", "cold": "int4", "hot_share": 0.1}}
+    united = {"num_embeddings": 500, "feature_names": ["user_genre", "zip_film"], "id_mapping": {"kind": "hash"}}
+    given = ["--table", f"films={json.dumps(hot)}", "--table", f"crosses={json.dumps(united)}", "--prune", "--crosses"]
+    small = ("--ratings", 1500, "--epochs", 1, "--kind", "mlp")
+    trained = run("train", "--store", tmp_path, *small, *given)
+    assert trained.exit_code == 0, trained.output
+    spec = Snapshot.open(tmp_path / "films" / "1").spec
+    assert [(one.name, one.dtype) for one in spec.parts(spec.table_of("film_id"))] == [
+        ("films.b0", "fp16"),
+        ("films.b1", "int4"),
+    ]
+    assert spec.table_of("user_genre") == spec.table_of("zip_film")
+    assert json.loads(run("verify", "--store", tmp_path, "--json").stdout)["ok"] is True
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("--keep-share", 0.5), "--keep-share: only with --prune"),
+        (("--table", "films={"), "--table films: not JSON"),
+        (("--table", "films=[1]"), "--table films: '[1]' is not a JSON object"),
+        (("--table", 'films={"nope": 1}'), "table 'films': nope: unknown key 'nope'"),
+        (
+            ("--table", 'films={"num_embeddings": "auto"}'),
+            "num_embeddings auto goes with id_mapping hash, not identity",
+        ),
+    ],
+)
+def test_train_refuses_levers_that_are_none_by_name(given: tuple[object, ...], message: str, tmp_path: Path) -> None:
+    refused = run("train", "--store", tmp_path, "--ratings", 1500, *given)
+    assert refused.exit_code != 0
+    assert message in refused.output + str(refused.exception)
