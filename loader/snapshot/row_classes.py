@@ -164,7 +164,7 @@ class RowClasses:
         for number, rows in enumerate(table.class_rows(parts)[:-1]):
             words = tensors[f"bits.{number}"].view(np.uint64).reshape(-1, _WORDS)
             bitmap, ranks = RankedBits(words, *_counts(words), size), tensors[f"ranks.{number}"]
-            # Of an empty bitmap there is no last block.
+            # Behind the last bit; of an empty bitmap there is no last block.
             tail = np.unpackbits(words[-1:].view(np.uint8), bitorder="little")[(size - 1) % BLOCK_BITS + 1 :]
             if not np.array_equal(bitmap.ranks, ranks) or bitmap.num_ones != rows or tail.any():
                 raise SnapshotCorruptError(f"{path}: bitmap {number} does not count the {rows} rows of its class")

@@ -39,6 +39,7 @@ LEVERS: dict[str, dict[str, Any]] = {
     "whole int8": {},
     "pruned": {"prune": True},
     "hot fp16, cold int4": {"dtype": {"hot": "fp16", "cold": "int4", "hot_share": 0.1}},
+    "hot int8, cold int4": {"dtype": {"hot": "int8", "cold": "int4", "hot_share": 0.1}},
     "blocks 64, 16, 4": {"blocks": [{"share": 0.1}, {"share": 0.3, "dim": 16}, {"dim": 4}]},
     "16 columns projected": {"embedding_dim": 16, "project_to": DIM},
     "quotient-remainder, add": {"id_mapping": {"kind": "quotient_remainder", "buckets": 2000}},

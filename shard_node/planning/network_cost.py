@@ -148,9 +148,9 @@ class NearRows:
         for most, costs in bounds:
             ordered = costs[order]
             left = most - (np.cumsum(ordered) - ordered)
-            shares[order] = np.minimum(
-                shares[order], np.divide(left, ordered, out=np.ones_like(left), where=ordered > left).clip(0, 1)
-            )
+            # What costs nothing has no place either once the bound is passed.
+            fitting = (left / np.maximum(ordered, 1e-200)).clip(0, 1)
+            shares[order] = np.minimum(shares[order], np.where(ordered > left, fitting, 1))
         taken = rows * shares if hit_rate < 1 else np.floor(rows * shares + 1e-9)
         ends = np.cumsum([one.size for one in levels])[:-1]
         by_table = np.split(taken, ends)
