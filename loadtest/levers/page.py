@@ -124,7 +124,7 @@ def hash_sizes_tables(report: HashSizesReport) -> str:
         clicks = report.clicks
         base = clicks.sizes[0].log_loss
         found += "\n" + markdown(
-            ["rows, of the ids", "bytes", "log loss", "more than without a hash", "of what ids tell"],
+            ["rows, of the ids", "bytes", "log loss", "more than without a hash", "of the gain over the mean rate"],
             [
                 [
                     "each its own" if one.share is None else f"{one.share:.0%}",
