@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from loader.deltas.publisher import AsyncDeltaPublisher as AsyncDeltaPublisher
     from loader.deltas.publisher import DeltaPublisher as DeltaPublisher
     from loader.description import ModelDescription as ModelDescription
-    from loader.description import divide_rows as divide_rows
-    from loader.description import kept_rows as kept_rows
+    from loader.divided_rows import divide_rows as divide_rows
+    from loader.divided_rows import kept_rows as kept_rows
     from loader.errors import CheckpointError as CheckpointError
     from loader.errors import DeltaBaseError as DeltaBaseError
     from loader.errors import DeltaError as DeltaError
@@ -72,7 +72,8 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "loader.deltas.publisher": "AsyncDeltaPublisher DeltaPublisher",
-    "loader.description": "ModelDescription divide_rows kept_rows",
+    "loader.description": "ModelDescription",
+    "loader.divided_rows": "divide_rows kept_rows",
     "loader.errors": (
         "CheckpointError DeltaBaseError DeltaError DeltaFormatError ExportError NonFiniteRowError RegistryError "
         "RegistryUnavailableError ShardrankError SnapshotCorruptError SnapshotError SnapshotExistsError "

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from loader.snapshot.reader import Snapshot
 from loader.snapshot.row_classes import RowClasses
 from loader.snapshot.tables import HashMapping, VocabularyMapping
 from router.feature_schema import FeatureSchema
 from router.parts import PartRows
 from shard_node.bags import Int32Array, Int64Array, KeyedBags, first_outside
+
+if TYPE_CHECKING:
+    # It loads torch, which a client's processes do without.
+    from loader.snapshot.reader import Snapshot
 
 UNKNOWN = -1
 _IDENTITY, _HASH, _VOCABULARY = 0, 1, 2

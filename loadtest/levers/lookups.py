@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from loader.description import ModelDescription, divide_rows, kept_rows
+from loader.description import ModelDescription
+from loader.divided_rows import divide_rows, kept_rows
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.row_source import RowSource, rows_of

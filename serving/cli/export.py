@@ -93,7 +93,7 @@ def export(store: Path, checkpoint: Path, description: Path, **options: Any) -> 
           --table-key films=embedding.item.weight --dense-prefix over_arch. \
           --vocabulary users=user-ids.txt
     """
-    from loader.description import divide_rows
+    from loader.divided_rows import divide_rows
     from loader.snapshot.reader import Snapshot
     from loader.snapshot.writer import export_snapshot
     from router.plan_file import PlanFile
@@ -177,7 +177,6 @@ class Pruned(NamedTuple):
         Raises:
             ExportError: counts are missing or do not fit, nothing would be left of a table, or as `compiled`.
         """
-        from loader.description import choose_rows
         from loader.errors import ExportError
         from loader.id_counts import read_traces
         from router.fitting import count_rows, fitted
@@ -192,12 +191,8 @@ class Pruned(NamedTuple):
         spec = compiled(path, described)
         found, also = read_counts(counts, spec), read_counts(keep, spec)
         of_ids = count_rows(described.tables, traced)
-        for table in described.tables if prune else ():
-            untold = sorted(set(table.feature_names) - traced.keys())
-            if table.name in of_ids and table.name not in found and untold:
-                raise ExportError(
-                    f"--prune: table {table.name!r}: --ids have none of features {untold}, whose rows would go"
-                )
+        if prune:
+            _check_traced(described, traced, of_ids.keys() - found.keys())
         for name, own in of_ids.items():
             _add_counts(found, name, own)
         if missing := sorted(set(also) - set(found)):
@@ -205,25 +200,53 @@ class Pruned(NamedTuple):
         kept: dict[str, npt.NDArray[np.bool_]] = {}
         told = list[str]()
         for table in described.tables if prune else ():
-            if table.name not in found:
-                if not traced.keys().isdisjoint(table.feature_names):
-                    told.append(f"{table.name}: not pruned, --ids do not tell which rows a vocabulary's ids have")
+            chosen: npt.NDArray[np.bool_] | None = None
+            if table.name in found:
+                reason = "training divided it into blocks" if table.name in blocks else _why_whole(table)
+                if not reason:
+                    chosen = _rows_kept(table, found[table.name], keep_share, also.get(table.name))
+            elif not traced.keys().isdisjoint(table.feature_names):
+                reason = "--ids do not tell which rows a vocabulary's ids have"
+            else:
                 continue
-            if reason := "training divided it into blocks" if table.name in blocks else _why_whole(table):
+            if chosen is not None and (left_out := int((~chosen).sum())) < 2:
+                reason = f"{left_out} of {chosen.size} rows could go, and one takes their place"
+                chosen = None
+            if chosen is None:
                 told.append(f"{table.name}: not pruned, {reason}")
-                continue
-            chosen = choose_rows(table.name, found[table.name], keep_share or 1.0, also.get(table.name))
-            # What unknown ids get was trained, however few of them came.
-            chosen[table.default_row] |= table.unknown_id == "default_row"
-            rows, left_out = chosen.size, chosen.size - int(chosen.sum())
-            if left_out < 2:
-                told.append(f"{table.name}: not pruned, {left_out} of {rows} rows could go, and one takes their place")
-                continue
-            kept[table.name] = chosen
-            told.append(f"{table.name}: pruned, {rows - left_out} of {rows} rows are kept")
+            else:
+                kept[table.name] = chosen
+                told.append(f"{table.name}: pruned, {int(chosen.sum())} of {chosen.size} rows are kept")
         if kept:
             spec = compiled(path, described, {name: int(one.sum()) for name, one in kept.items()})
         return cls(spec, found, kept, told)
+
+
+def _check_traced(described: ModelDescription, traced: Collection[str], tables: Collection[str]) -> None:
+    """Raise ExportError if a table that traces alone count has features without one."""
+    from loader.errors import ExportError
+
+    for table in described.tables:
+        untold = sorted(set(table.feature_names) - set(traced))
+        if table.name in tables and untold:
+            raise ExportError(
+                f"--prune: table {table.name!r}: --ids have none of features {untold}, whose rows would go"
+            )
+
+
+def _rows_kept(
+    table: TableDescription,
+    counts: npt.NDArray[np.uint32],
+    keep_share: float | None,
+    keep: npt.NDArray[np.uint32] | None,
+) -> npt.NDArray[np.bool_]:
+    """Choose the rows of a table that stay, bool [num_embeddings]."""
+    from loader.divided_rows import choose_rows
+
+    chosen = choose_rows(table.name, counts, keep_share or 1.0, keep)
+    # What unknown ids get was trained, however few of them came.
+    chosen[table.default_row] |= table.unknown_id == "default_row"
+    return chosen
 
 
 def _pruned(path: Path, options: Mapping[str, Any]) -> Pruned:

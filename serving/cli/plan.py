@@ -195,7 +195,7 @@ def _counted(planned: Planned, options: Options) -> dict[str, npt.NDArray[np.uin
     """Return how often rows of stored tables are looked up, if that was given. Raises UsageError, ExportError."""
     import numpy as np
 
-    from loader.description import part_counts
+    from loader.divided_rows import part_counts
     from loader.snapshot.per_row import count_trace
     from loader.snapshot.tables import DividedTable
     from serving.cli.export import read_counts
@@ -251,7 +251,7 @@ class Planned(NamedTuple):
 
     def classes(self, table: DividedTable, counts: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint8] | None:
         """Return which part each row of a table is in, by a snapshot or by counts; None if it has one class."""
-        from loader.description import classes_by_counts
+        from loader.divided_rows import classes_by_counts
 
         if table.num_classes == 1:
             return None

@@ -18,16 +18,8 @@ from pydantic import Field, ValidationError
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from loader.description import (
-    Counts,
-    ModelDescription,
-    PrunedRow,
-    QuotientRemainderMapping,
-    TableDescription,
-    classes_by_counts,
-    divide_rows,
-    kept_rows,
-)
+from loader.description import ModelDescription, QuotientRemainderMapping, TableDescription
+from loader.divided_rows import Counts, PrunedRow, classes_by_counts, divide_rows, kept_rows
 from loader.id_counts import IdCounts
 from loader.progress import Progress, no_progress
 from loader.snapshot.manifest import ModelSpec

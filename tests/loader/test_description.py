@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from loader import description
-from loader.description import ModelDescription, TableDescription, divide_rows, kept_rows
+from loader import divided_rows
+from loader.description import ModelDescription, TableDescription
+from loader.divided_rows import divide_rows, kept_rows
 from loader.errors import ExportError
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.row_classes import RowClasses
@@ -204,7 +205,7 @@ def test_parts_have_the_rows_of_their_class_in_order_and_behind_them_that_of_the
         np.save(path, rows)
         sources["memmap"] = np.load(path, mmap_mode="r")
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(description, "_CHUNK_ROWS", data.draw(st.sampled_from([1, 7, 64, 1 << 16])))
+        patched.setattr(divided_rows, "_CHUNK_ROWS", data.draw(st.sampled_from([1, 7, 64, 1 << 16])))
         division = divide_rows(spec, {"item": rows_of(sources[kind])}, {"item": counts}, pruned_row=pruned_row)
         step = data.draw(st.sampled_from([1, 5, 33, 1000]))
         made = [read(division.rows[part.name], step) for part in spec.tables]

@@ -8,13 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from loader.description import Block, DtypeByPopularity, QuotientRemainderMapping, TableDescription
 from loader.id_counts import IdCounts
 from loader.snapshot.codecs import codec_for
-from loader.snapshot.row_classes import RowClasses
 from loader.snapshot.tables import HashMapping
 from router.errors import FittingError
 from router.fitting import RowLookups, TableIds
@@ -22,7 +19,6 @@ from router.levers import (
     LEVERS,
     LeveredTable,
     Propose,
-    class_bytes,
     levered,
     share_of_lookups,
     size_curve,
@@ -57,14 +53,6 @@ def shop() -> tuple[LeveredTable, ...]:
     )
     traced = {"item": 20_000, "history": 20_000, "f_users": 3000, "f_pages": 4000, "f_films": 400_000, "f_odd": 100}
     return levered(tables, zipf_trace(traced), {})
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=3000))
-def test_bytes_of_classes_are_those_of_the_bitmaps(classes: list[int]) -> None:
-    made = RowClasses.of(np.array(classes), 4)
-    rows = np.bincount(classes, minlength=4).tolist()
-    assert class_bytes(rows) == sum(bitmap.size_bytes for bitmap in made.bitmaps)
 
 
 def test_levers_are_pulled_in_order_and_no_further_than_needed() -> None:
@@ -158,13 +146,15 @@ def test_blocks_and_dtypes_have_the_bytes_of_their_parts_and_what_they_change_is
     stored = sum(
         n * codec_for(*one).row_bytes for n, one in zip(rows, (("fp32", 32), ("fp32", 8), ("int4", 2)), strict=True)
     )
-    assert made.stored_bytes == stored + class_bytes(rows) + 4 * 32 * (8 + 2)
+    assert made.stored_bytes == stored + made.class_bytes + 4 * 32 * (8 + 2)
+    # Two blocks of 512 bits for the table, and two for the 900 rows that are left, each with a count.
+    assert made.class_bytes == (2 + 2) * (64 + 4)
     assert made.changed("dims") == counts[100:].sum()
     assert made.changed("precision") == counts[300:].sum()
     assert made.changed() == counts[100:].sum()
     by_popularity = made.in_dtypes("fp16", "int4", 0.1).updated(blocks=())
     two = by_popularity.updated(dtype=DtypeByPopularity(hot="fp32", cold="int4", hot_share=0.25))
-    assert two.stored_bytes == 250 * 128 + 750 * (16 + 4) + class_bytes([250, 750])
+    assert two.stored_bytes == 250 * 128 + 750 * (16 + 4) + two.class_bytes
     assert two.changed("precision") == counts[250:].sum()
 
 

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from loader.description import ModelDescription, divide_rows
+from loader.description import ModelDescription
+from loader.divided_rows import divide_rows
 from loader.errors import ExportError, SnapshotCorruptError, SnapshotFormatError
 from loader.snapshot.reader import Snapshot, verify_snapshot
 from loader.snapshot.row_classes import RankedBits, RowClasses

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from loader.description import classes_by_counts
+from loader.divided_rows import classes_by_counts
 from loader.errors import ExportError
 from serving.training.dataset import CROSSES, FilmsDataset, FilmsOptions, films_description, training_requests
 from serving.training.interactions import TrainingError

@@ -11,7 +11,8 @@ import numpy.typing as npt
 import torch
 
 from loader.deltas.batch import DeltaBatch, encode_rows
-from loader.description import ModelDescription, divide_rows
+from loader.description import ModelDescription
+from loader.divided_rows import divide_rows
 from loader.registry.fleet import FleetRegistry
 from loader.registry.registry import Registry
 from loader.snapshot.codecs import codec_for

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from loader.description import ModelDescription, PrunedRow, divide_rows, kept_rows
+from loader.description import ModelDescription
+from loader.divided_rows import PrunedRow, divide_rows, kept_rows
 from loader.snapshot.codecs import Float32Array, codec_for
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.reader import Snapshot

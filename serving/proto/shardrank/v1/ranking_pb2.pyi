@@ -605,7 +605,7 @@ class TableInfo(_message.Message):
     num_embeddings: _builtins.int
     embedding_dim: _builtins.int
     dtype: _builtins.str
-    """"int8", "int4", "fp16" or "fp32"."""
+    """"int8", "int4", "fp16" or "fp32"; of a table that is stored in parts those of all, such as "fp16+int4"."""
     id_mapping: _builtins.str
     """"identity", "hash" or "vocabulary"."""
     unknown_id: _builtins.str

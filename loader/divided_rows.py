@@ -1,0 +1,290 @@
+"""Divide a table's rows among its parts: which rows stay, which part each is in, and the rows of each part."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from loader.errors import ExportError
+from loader.snapshot.codecs import Float32Array
+from loader.snapshot.manifest import ModelSpec
+from loader.snapshot.per_row import MAX_ACCESS_COUNT
+from loader.snapshot.row_classes import RowClasses
+from loader.snapshot.row_source import RowSource
+from loader.snapshot.tables import DividedTable, TableSpec
+
+PrunedRow = Literal["mean", "zeros"]
+"""What ids of pruned rows get: the mean of these rows, or zeros."""
+Counts = Mapping[str, npt.NDArray[np.integer[Any]]]
+"""How often each row was looked up, [num_embeddings], by the name of the table as features see it."""
+
+# Rows of a source that are looked through at a time.
+_CHUNK_ROWS = 1 << 16
+
+
+def _check_counts(table: str, counts: npt.NDArray[Any], rows: int) -> None:
+    if counts.shape != (rows,) or counts.dtype.kind not in "iu":
+        found = f"{counts.dtype} {list(counts.shape)}"
+        raise ExportError(f"table {table!r}: counts are {found}, expected whole numbers [{rows}]")
+    if counts.dtype.kind == "i" and int(counts.min()) < 0:
+        raise ExportError(f"table {table!r}: row {int(counts.argmin())} has count {counts.min()}, which is below 0")
+
+
+def kept_rows(table: str, counts: npt.NDArray[np.integer[Any]], keep_share: float = 1.0) -> int:
+    """Return how many of the hottest rows have `keep_share` of all lookups; with 1, all that were looked up at all.
+
+    Raises ExportError for a share that is not in (0, 1], a table of which nothing would be left, or what is no count.
+    """
+    if not 0 < keep_share <= 1:
+        raise ExportError(f"keep_share: {keep_share:g} is not above 0 and at most 1")
+    _check_counts(table, counts, counts.size)
+    total = int(counts.sum(dtype=np.uint64))
+    if not total:
+        raise ExportError(f"table {table!r}: no row of it was looked up: pruned, it would be empty")
+    if keep_share == 1:
+        return int(np.count_nonzero(counts))
+    hottest = np.cumsum(np.sort(counts)[::-1], dtype=np.uint64)
+    return int(np.searchsorted(hottest, keep_share * total)) + 1
+
+
+def choose_rows(
+    table: str,
+    counts: npt.NDArray[np.integer[Any]],
+    keep_share: float = 1.0,
+    also: npt.NDArray[np.integer[Any]] | None = None,
+) -> npt.NDArray[np.bool_]:
+    """Choose the rows of a table that stay when it is pruned: bool [num_embeddings].
+
+    Args:
+        table: its name.
+        counts: how often each row was looked up, [num_embeddings].
+        keep_share: of the lookups, which the hottest rows have that stay.
+        also: rows that stay whatever their counts are, those above 0, [num_embeddings].
+
+    Raises:
+        ExportError: as `kept_rows`.
+    """
+    chosen = np.zeros(counts.size, np.bool_) if also is None else also > 0
+    if chosen.any() and not counts.any():
+        return chosen
+    kept = kept_rows(table, counts, keep_share)
+    chosen[_hottest_first(counts)[:kept]] = True
+    return chosen
+
+
+def _hottest_first(
+    counts: npt.NDArray[np.integer[Any]], is_kept: npt.NDArray[np.bool_] | None = None
+) -> npt.NDArray[np.intp]:
+    """Return the rows by falling counts, those that are kept before all others; of equals the first is the hotter."""
+    falling = -counts.astype(np.int64)
+    return np.argsort(falling, kind="stable") if is_kept is None else np.lexsort((falling, ~is_kept))
+
+
+@dataclass(frozen=True, slots=True)
+class DividedRows:
+    """What the parts of a model's divided tables are made of: their rows, and which row is in which part.
+
+    Attributes:
+        rows: a source for every stored table, by name.
+        row_classes: of every table that has classes.
+        access_counts: of stored tables, as far as counts were given.
+    """
+
+    rows: Mapping[str, RowSource]
+    row_classes: Mapping[str, RowClasses]
+    access_counts: Mapping[str, npt.NDArray[np.uint32]] = field(default_factory=dict)
+
+
+def divide_rows(
+    spec: ModelSpec,
+    rows: Mapping[str, RowSource],
+    counts: Counts,
+    *,
+    row_classes: Mapping[str, RowClasses] | None = None,
+    kept: Mapping[str, npt.NDArray[np.bool_]] | None = None,
+    pruned_row: PrunedRow = "mean",
+) -> DividedRows:
+    """Make the parts' rows from those of the tables that they are parts of.
+
+    Args:
+        spec: of the model, compiled.
+        rows: by table, as features see it. Parts that are trained as such (narrower ones, quotient and remainder) are
+            given themselves, by name, in the order of their rows. Of a table whose only part has its name, what has
+            as many rows as the table is the table's.
+        counts: of the tables whose rows are divided by popularity.
+        row_classes: for those that training has divided already.
+        kept: of tables that are pruned, the rows that stay, bool [num_embeddings]; by default the hottest do.
+        pruned_row: what ids of pruned rows get.
+
+    Raises:
+        ExportError: rows, counts or classes are missing, of another table, or of another size; or rows of a table are
+            given of which nothing is made.
+    """
+    given, classes = dict(row_classes or {}), dict[str, RowClasses]()
+    found, split = dict[str, RowSource](), dict[str, npt.NDArray[np.uint32]]()
+    names = {table.name for table in spec.logical_tables}
+    if unknown := sorted(set(counts) - names):
+        raise ExportError(f"counts: unknown tables {unknown}; the model has {sorted(names)}")
+    needed = names - {one.name for one in spec.divided if rows.keys() >= set(one.parts)}
+    if unused := sorted(rows.keys() - needed - {table.name for table in spec.tables}):
+        raise ExportError(f"rows: {unused} are no tables of the model, or their parts are given themselves")
+    if unknown := sorted(given.keys() - {one.name for one in spec.divided if one.num_classes > 1}):
+        raise ExportError(f"row_classes: of tables {unknown}, which are not divided by popularity")
+    for table in spec.logical_tables:
+        if (own := counts.get(table.name)) is not None:
+            _check_counts(table.name, own, table.num_embeddings)
+        parts = spec.parts(table)
+        if not isinstance(table, DividedTable):
+            found[table.name] = _source(rows, table.name)
+            split |= {} if own is None else {table.name: _as_uint32(own)}
+            continue
+        of_rows = None
+        if table.num_classes > 1:
+            made = given.get(table.name) or classes_by_counts(table, parts, own, (kept or {}).get(table.name))
+            made.check(table, parts)
+            classes[table.name], of_rows = made, made.classes()
+        for number, part in enumerate(parts):
+            source = _own_rows(rows, table, part)
+            if source is None:
+                whole = _source(rows, table.name)
+                if of_rows is None or whole.embedding_dim != part.embedding_dim:
+                    raise ExportError(f"rows: missing for part {part.name!r}, which is not cut out of {table.name!r}")
+                source = _PartRows(whole, of_rows, number, table, part, pruned_row)
+            found[part.name] = source
+        if own is not None:
+            split |= part_counts(table, parts, own, of_rows)
+    return DividedRows(found, classes, split)
+
+
+def _own_rows(rows: Mapping[str, RowSource], table: DividedTable, part: TableSpec) -> RowSource | None:
+    """Return the rows that are given for a part itself, if they are."""
+    source = rows.get(part.name)
+    if source is None or part.name != table.name or not table.pruned:
+        return source
+    return source if part.num_embeddings == source.num_embeddings != table.num_embeddings else None
+
+
+def _source(rows: Mapping[str, RowSource], table: str) -> RowSource:
+    if table not in rows:
+        raise ExportError(f"rows: missing for table {table!r}; given are {sorted(rows)}")
+    return rows[table]
+
+
+def classes_by_counts(
+    table: DividedTable,
+    parts: Sequence[TableSpec],
+    counts: npt.NDArray[np.integer[Any]] | None,
+    is_kept: npt.NDArray[np.bool_] | None = None,
+) -> RowClasses:
+    """Give the hottest rows to the first part, the next to the second, and so on; of equals the first is the hotter.
+
+    `is_kept`, bool [num_embeddings], says which rows of a pruned table stay. Raises ExportError without counts.
+    """
+    if counts is None:
+        raise ExportError(f"table {table.name!r} is divided by popularity: counts of its rows are needed")
+    order = _hottest_first(counts, is_kept)
+    classes = np.empty(table.num_embeddings, np.uint8)
+    sizes = table.class_rows(parts)
+    classes[order] = np.repeat(np.arange(len(sizes), dtype=np.uint8), sizes)
+    return RowClasses.of(classes, len(sizes))
+
+
+def _as_uint32(counts: npt.NDArray[np.integer[Any]] | npt.NDArray[np.float64]) -> npt.NDArray[np.uint32]:
+    return np.minimum(counts, MAX_ACCESS_COUNT).astype(np.uint32)
+
+
+def part_counts(
+    table: DividedTable,
+    parts: Sequence[TableSpec],
+    counts: npt.NDArray[np.integer[Any]],
+    classes: npt.NDArray[np.uint8] | None,
+) -> dict[str, npt.NDArray[np.uint32]]:
+    """Return how often the rows of each part are looked up, uint32 [its num_embeddings], by name.
+
+    Args:
+        table: that is divided.
+        parts: of it.
+        counts: how often each of its rows is, [num_embeddings].
+        classes: of its rows, [num_embeddings]; None if it has one class.
+    """
+    if table.buckets is not None:
+        ids = np.arange(counts.size)
+        rows = ids // table.buckets, ids % table.buckets
+        return {
+            part.name: _as_uint32(np.bincount(of, counts, part.num_embeddings))
+            for part, of in zip(parts, rows, strict=True)
+        }
+    if classes is None:
+        return {parts[0].name: _as_uint32(counts)}
+    found = [counts[classes == number].astype(np.uint64) for number in range(len(parts))]
+    if table.pruned:
+        found[-1] = np.append(found[-1], counts[classes == len(parts)].sum(dtype=np.uint64))
+    return {part.name: _as_uint32(one) for part, one in zip(parts, found, strict=True)}
+
+
+class _PartRows(RowSource):
+    """The rows of one class of another source, in order.
+
+    Behind them, in the last part of a pruned table, stands the row of all that are pruned.
+    """
+
+    def __init__(
+        self,
+        source: RowSource,
+        classes: npt.NDArray[np.uint8],
+        number: int,
+        table: DividedTable,
+        part: TableSpec,
+        pruned_row: PrunedRow,
+    ) -> None:
+        super().__init__(part.num_embeddings, part.embedding_dim)
+        if source.num_embeddings != table.num_embeddings:
+            rows = f"{source.num_embeddings} rows"
+            raise ExportError(f"table {table.name!r}: the source has {rows}, num_embeddings is {table.num_embeddings}")
+        self._source, self._classes, self._number = source, classes, number
+        self._pruned_row = pruned_row
+        self._has_default = bool(table.pruned) and part.name == table.parts[-1]
+        ones = np.add.reduceat(classes == number, np.arange(0, classes.size, _CHUNK_ROWS), dtype=np.int64)
+        self._chunk_ends = np.cumsum(ones)
+
+    def blocks(self, first_row: int, max_rows: int) -> Iterator[Float32Array]:
+        """Yield the rows of the class among each chunk of the source's; as of `RowSource`."""
+        end = min(first_row + max_rows, self.num_embeddings)
+        row, chunk = first_row, int(np.searchsorted(self._chunk_ends, first_row, side="right"))
+        while row < end and chunk < self._chunk_ends.size:
+            before = int(self._chunk_ends[chunk - 1]) if chunk else 0
+            taken = self._of_class(chunk, self._number)[row - before : end - before]
+            row, chunk = row + len(taken), chunk + 1
+            if len(taken):
+                yield taken
+        if row < end:
+            assert self._has_default
+            yield self._default_row()
+
+    def fingerprint(self) -> str:
+        """Of the source, and of which of its rows these are."""
+        own = hashlib.sha256(self._classes.data).hexdigest()
+        return f"{self._source.fingerprint()} {own} {self._number} {self._pruned_row}"
+
+    def _of_class(self, chunk: int, number: int) -> Float32Array:
+        first = chunk * _CHUNK_ROWS
+        is_of = self._classes[first : first + _CHUNK_ROWS] == number
+        found, at = [np.empty((0, self.embedding_dim), np.float32)], 0
+        for block in self._source.blocks(first, is_of.size):
+            found.append(block[is_of[at : at + len(block)]])
+            at += len(block)
+        return np.concatenate(found)
+
+    def _default_row(self) -> Float32Array:
+        total, count = np.zeros(self.embedding_dim), 0
+        if self._pruned_row == "mean":
+            for chunk in range(self._chunk_ends.size):
+                rows = self._of_class(chunk, self._number + 1)
+                total += rows.sum(axis=0, dtype=np.float64)
+                count += len(rows)
+        return (total / max(count, 1)).astype(np.float32)[None, :]
