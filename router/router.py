@@ -7,6 +7,7 @@ import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -101,7 +102,7 @@ class Embeddings:
     rejected: RejectedIds
     times: LookupTimes = field(default_factory=LookupTimes)
     sequence: int = UNKNOWN_SEQUENCE
-    products: Mapping[int, Float32Array] = field(default_factory=dict)
+    products: Mapping[int, Float32Array] | None = None
 
     def feature(self, index: int, projections: Mapping[str, Float32Array] | None = None) -> Float32Array:
         """Return one feature by its flat index, float32 [bags, embedding_dim]: a view, or made of slices and parts.
@@ -109,7 +110,7 @@ class Embeddings:
         With pooling `none` it is [ids, embedding_dim]. `projections` are float32 [columns, embedding_dim] by the name
         of the part. KeyError if it was not asked for, or a projection is missing.
         """
-        if index in self.products:
+        if self.products is not None and index in self.products:
             return self.products[index]
         stored, spec = self.stored(index), self.schema.spec
         table = spec.table_of(self.schema.features[index].name)
@@ -142,8 +143,7 @@ class Embeddings:
         return segment
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LookedUp:
+class LookedUp(NamedTuple):
     """What is looked up for a batch.
 
     Attributes:

@@ -372,7 +372,7 @@ class InputAssembler:
             source = blocks[run.block].as_strided((bags, run.count, dim), (dim, bags * dim, 1), start)
             write_run(run, source, matrix, projections or {})
         for index, side, columns in self._products:
-            matrices[side][: counts[side], columns].copy_(torch.from_numpy(embeddings.products[index]))
+            matrices[side][: counts[side], columns].copy_(torch.from_numpy(embeddings.feature(index)))
         sequences: dict[str, SequenceInput] = {}
         of_parts = {name: matrix.numpy() for name, matrix in (projections or {}).items()}
         for index, name in self._sequences:
