@@ -149,14 +149,24 @@ class CardPlan:
         have_places = np.array(
             [one.sum() < table.num_embeddings for table, one in zip(layout.tables, level_rows, strict=True)]
         )
+        # Places leave less room for hot copies, which may leave more for rows: what is left over counts at the end.
+        left_over: MemoryBudgetError | None = None
         while True:
             places = _places(layout, level_rows, have_places)
-            tier_rows = _Filling(layout, rows, level_rows, num_cards, places).fill(budget)
+            filling = _Filling(layout, rows, level_rows, num_cards, places)
+            try:
+                tier_rows = filling.fill(budget)
+            except MemoryBudgetError as no_room_for_places:
+                raise left_over or no_room_for_places from None
             slots = _slots(tier_rows)
+            left_over = left_over or filling.left_over(budget)
             is_divided = slots.max(axis=1) < [table.num_embeddings for table in layout.tables]
             if not (is_divided & ~have_places).any():
                 break
             have_places |= is_divided
+        if filling.left_over(budget) is not None:
+            assert left_over is not None
+            raise left_over
         only = np.where(have_places, -1, slots.argmax(axis=1)).tolist()
         places = tuple(one._replace(only_owner=None if at < 0 else at) for one, at in zip(places, only, strict=True))
         return cls(layout, partition, rows, tuple(level_rows), tier_rows, places)
@@ -231,7 +241,7 @@ class _Filling:
         self._max_slots = max_slots(num_cards)
 
     def fill(self, budget: CardBudget) -> Int64Array:
-        """int64 [tables, cards, 3], rows by tier. Raises MemoryBudgetError if places or rows do not fit."""
+        """int64 [tables, cards, 3], rows by tier, as far as they fit. Raises MemoryBudgetError if places do not."""
         free = np.array(budget.card_bytes, np.int64) - self._places_bytes
         if free.min() < 0:
             raise MemoryBudgetError(
@@ -249,11 +259,12 @@ class _Filling:
             self._give(CARD, np.column_stack(own))
         total = self._within_max(self._left.sum(axis=1))
         self._give(HOST, _share_out(self._left, _first_rows(total, self._stride, budget.pinned_bytes)))
-        if self._left.any():
-            raise self._left_over(budget)
         return self._tiers
 
-    def _left_over(self, budget: CardBudget) -> MemoryBudgetError:
+    def left_over(self, budget: CardBudget) -> MemoryBudgetError | None:
+        """Say which rows did not fit, once they were given out; None if all did."""
+        if not self._left.any():
+            return None
         left = self._left.sum(axis=1)
         left_bytes = int(left @ self._stride)
         needed = left_bytes + int(self._tiers.sum(axis=(1, 2)) @ self._table_stride)

@@ -7,6 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from loader.registry.fleet import DenseStep
+from loader.snapshot.row_source import rows_of
+from loader.snapshot.writer import export_snapshot
 from serving.cli.capacity import CapacityOptions, CapacityPlan, LookupProfile
 from serving.rank.ranking import MergedBatch
 from serving.versions.served_model import ServedModel
@@ -135,3 +138,26 @@ def test_hot_and_cold_rows_take_the_bytes_on_cards_that_the_plan_says(tmp_path, 
         **{(one.card, "hot"): one.hot_bytes for one in planned.cards if one.hot_bytes},
         **({(0, "pinned"): planned.pinned_bytes} if planned.pinned_bytes else {}),
     }
+
+
+@pytest.mark.parametrize("on", [None, OnCards(2, "peers")], ids=str)
+def test_a_dense_step_brings_its_projections_with_it(tmp_path, on):
+    twins = shop_twins(tmp_path, "mlp", {"cities": LEVERS["cities"]})
+    # Twice the projection is twice the row.
+    rows = {name: rows_of(one * (2 if name == "cities" else 1)) for name, one in twins.rows.items()}
+    spec = twins.whole.spec
+    doubled = export_snapshot(tmp_path / "doubled", spec, rows=rows, dense=twins.whole.dense_tensors(), version=1)
+    tensors = twins.divided.dense_tensors()
+    tensors["projections.cities"] = tensors["projections.cities"] * 2
+    record = DenseStep(
+        model=spec.model, version=1, step=1, sequence=0, sha256="", size_bytes=0, max_drift=1.0, published_at=0.0
+    )
+    with (
+        served_on(twins.divided.path, on) as own,
+        served_on(twins.whole.path, None) as before,
+        served_on(doubled, None) as after,
+    ):
+        for expected in (before, after):
+            for batch, same in zip(batches_of(own), batches_of(expected), strict=True):
+                np.testing.assert_allclose(score(own, batch), score(expected, same), rtol=1e-4, atol=1e-5)
+            own.change_dense(twins.divided, tensors, record, 1.0)

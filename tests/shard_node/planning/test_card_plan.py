@@ -25,7 +25,7 @@ from shardrank_testing.card_plans import (
     round_robin,
     strides,
 )
-from shardrank_testing.snapshots import plain_buckets
+from shardrank_testing.snapshots import num_buckets, plain_buckets
 
 ROW = 16  # bytes of an int8 row of dim 8 on a card
 
@@ -245,6 +245,19 @@ def test_a_plan_takes_just_the_pinned_memory_that_it_needs_and_is_refused_with_l
     assume(plan.pinned_bytes)
     with pytest.raises(MemoryBudgetError, match=f"and pinned memory {plan.pinned_bytes - 1}: .* are left over"):
         CardPlan.make(layout, partition, replace(exact, pinned_bytes=plan.pinned_bytes - 1), hotness)
+
+
+def test_rows_left_over_beside_more_hot_copies_fit_once_places_have_taken_their_room():
+    small = TableSpec(name="a", num_embeddings=2, embedding_dim=2, feature_names=("f.a",))
+    large = TableSpec(name="b", num_embeddings=124, embedding_dim=2, feature_names=("f.b",), bucketing="range")
+    layout = layout_of([small, large])
+    rng = np.random.default_rng(5152601)
+    partition = Partition(7, tuple(rng.integers(-1, 7, num_buckets(one)).astype(np.int16) for one in layout.tables))
+    budget = CardBudget((548, 527, 555, 512, 519, 535, 589), 1600, hot_bytes=16, peer_access=True)
+    plan = CardPlan.make(layout, partition, budget, Hotness(lookups_per_sample={"a": 40.0}))
+    # With places of the larger table alone a row is hot, and two more are left over than there is pinned memory for.
+    assert plan.pinned_bytes == 1600
+    assert plan.tier_rows.sum(axis=1).tolist() == [[0, 1, 1], [0, 11, 99]]
 
 
 def test_a_card_without_room_for_places_is_refused_with_the_numbers():
