@@ -29,7 +29,7 @@ class PartRows:
         row_classes: of each table that has classes, by its name.
 
     Raises:
-        RouterError: classes are missing, or of another number of rows.
+        RouterError: classes are missing, or of a table that has none.
     """
 
     def __init__(self, schema: FeatureSchema, row_classes: Mapping[str, RowClasses]) -> None:
@@ -91,17 +91,14 @@ class PartRows:
             positions = np.flatnonzero(chain >= 0)
             chain, rows = chain[positions], rows[positions]
         first = np.repeat(self._first_bit[chains, 0], counts) if positions is None else self._first_bit[chain, 0]
-        is_of, before = find_bits(self._words, self._ranks, self._within, first + rows)
-        rows = np.where(is_of, before, rows - before)
+        is_of, rows = find_bits(self._words, self._ranks, self._within, rows, first)
         part = (~is_of).astype(np.int64)
         left = np.flatnonzero(part) if self._first_bit.shape[1] > 1 else np.zeros(0, np.int64)
         for level in range(1, self._first_bit.shape[1]):
             first = self._first_bit[chain[left], level]
             if (first < 0).any():
                 left, first = left[first >= 0], first[first >= 0]
-            row = rows[left]
-            is_of, before = find_bits(self._words, self._ranks, self._within, first + row)
-            rows[left] = np.where(is_of, before, row - before)
+            is_of, rows[left] = find_bits(self._words, self._ranks, self._within, rows[left], first)
             left = left[~is_of]
             part[left] += 1
         if self._has_pruned:

@@ -85,19 +85,22 @@ def find_bits(
     words: npt.NDArray[np.uint64],
     ranks: npt.NDArray[np.uint32],
     within: npt.NDArray[np.uint16],
-    bits: npt.NDArray[np.int64],
+    rows: npt.NDArray[np.int64],
+    first_bit: npt.NDArray[np.int64] | int = 0,
 ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64]]:
-    """Look bits [n] up, of one bitmap or of several whose blocks are joined.
+    """Look rows [n] up in one bitmap, or in several whose blocks are joined: there, each one's begins at `first_bit`.
 
     Returns:
-        Whether each is set, bool [n], and how many before it in its bitmap are, int64 [n].
+        Whether each row's bit is set, bool [n], and how many bits before it in its bitmap are as it is, int64 [n].
     """
+    bits = rows + first_bit
     at, bit = bits >> 6, (bits & 63).view(np.uint64)
     word = words.reshape(-1).take(at)
     before = np.bitwise_count(word & ((np.uint64(1) << bit) - np.uint64(1))).astype(np.int64)
     before += within.reshape(-1).take(at)
     before += ranks.take(bits >> _BLOCK_SHIFT)
-    return ((word >> bit) & np.uint64(1)).astype(np.bool_), before
+    is_set = ((word >> bit) & np.uint64(1)).astype(np.bool_)
+    return is_set, np.where(is_set, before, rows - before)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,9 +134,7 @@ class RowClasses:
         classes, places = np.full(rows.size, len(self.bitmaps), np.uint8), rows.copy()
         left = np.arange(rows.size)
         for number, bitmap in enumerate(self.bitmaps):
-            row = places[left]
-            is_of, before = find_bits(bitmap.words, bitmap.ranks, bitmap.within, row)
-            places[left] = np.where(is_of, before, row - before)
+            is_of, places[left] = find_bits(bitmap.words, bitmap.ranks, bitmap.within, places[left])
             classes[left[is_of]] = number
             left = left[~is_of]
         return classes, places
