@@ -202,7 +202,7 @@ class Pruned(NamedTuple):
         for table in described.tables if prune else ():
             chosen: npt.NDArray[np.bool_] | None = None
             if table.name in found:
-                reason = "training divided it into blocks" if table.name in blocks else _why_whole(table)
+                reason = _why_whole(table, is_trained_so=table.name in blocks)
                 if not reason:
                     chosen = _rows_kept(table, found[table.name], keep_share, also.get(table.name))
             elif not traced.keys().isdisjoint(table.feature_names):
@@ -255,15 +255,14 @@ def _pruned(path: Path, options: Mapping[str, Any]) -> Pruned:
     return Pruned.of(path, read_description(path), options["counts"], **levers, blocks=blocks)
 
 
-def _why_whole(table: TableDescription) -> str:
-    """Return why no row of a table can be left out; "" if rows can."""
+def _why_whole(table: TableDescription, *, is_trained_so: bool) -> str:
+    """Return why no row of a table can be left out; "" if rows can. `is_trained_so`: its blocks are given."""
+    is_uneven = len({one.dim or table.embedding_dim for one in table.blocks}) > 1
+    if is_trained_so or is_uneven:
+        return "training divided it into blocks"
     if table.id_mapping.kind == "quotient_remainder":
         return "by quotient_remainder a row is of many ids"
-    if table.column_dims:
-        return "it is stored in slices of its columns"
-    return (
-        "training divided it into blocks" if len({one.dim or table.embedding_dim for one in table.blocks}) > 1 else ""
-    )
+    return "it is stored in slices of its columns" if table.column_dims else ""
 
 
 def read_counts(paths: Sequence[Path], spec: ModelSpec) -> dict[str, npt.NDArray[np.uint32]]:
