@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+
+# Each worker imports everything, and collects some ten thousand tests: of that the collector's young rounds, which find
+# nothing, are a quarter.
+gc.set_threshold(100_000)
 
 TESTS = Path(__file__).parent
 # Of more than 10 s each, the longest first. tests/test_structure.py sees that they are there.

@@ -5,6 +5,7 @@ Heavy imports (torch, numpy, grpc, pydantic) are made inside commands, so that `
 
 from __future__ import annotations
 
+import gc
 import importlib
 import inspect
 import logging
@@ -40,6 +41,7 @@ COMMANDS = {
     "token": "fleet",
 }
 """The module of each command, in the order in which a newcomer meets them."""
+OBJECTS_BETWEEN_COLLECTIONS = 100_000
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -133,5 +135,7 @@ def main(log_level: str, debug: bool) -> None:
       shardrank up --store models --model films --shards 2 --cards 2
     """
     del debug  # read from the context, where an error finds it
+    # What a command imports stays. Going over it while it comes is a fifth of a server's start: 2.2 s of CPU, not 1.8.
+    gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)
     set_up_logging(log_level)
     die_with_parent(os.environ)
