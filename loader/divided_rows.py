@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loader.errors import ExportError
+from loader.id_counts import rows_with_share
 from loader.snapshot.codecs import Float32Array
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.per_row import MAX_ACCESS_COUNT
@@ -46,10 +47,7 @@ def kept_rows(table: str, counts: npt.NDArray[np.integer[Any]], keep_share: floa
     total = int(counts.sum(dtype=np.uint64))
     if not total:
         raise ExportError(f"table {table!r}: no row of it was looked up: pruned, it would be empty")
-    if keep_share == 1:
-        return int(np.count_nonzero(counts))
-    hottest = np.cumsum(np.sort(counts)[::-1], dtype=np.uint64)
-    return int(np.searchsorted(hottest, keep_share * total)) + 1
+    return rows_with_share(np.sort(counts[counts > 0])[::-1], keep_share)
 
 
 def choose_rows(

@@ -244,3 +244,11 @@ def _arrow_counts(pyarrow: Any, where: str, column: Any) -> tuple[npt.NDArray[An
         raise TraceError(f"{where}: ids must be whole numbers or strings, or lists of them; got {column.type}")
     seen = column.value_counts()
     return fingerprint_strings(seen.field("values").to_pylist()), seen.field("counts").to_numpy().astype(np.int64)
+
+
+def rows_with_share(lookups: npt.NDArray[np.integer[Any]], share: float) -> int:
+    """Return how many of the first rows have at least so much of all lookups [r]; all, of a share of 1."""
+    if share >= 1 or not lookups.size:
+        return lookups.size
+    passed = np.cumsum(lookups, dtype=np.uint64)
+    return min(int(np.searchsorted(passed, share * int(passed[-1]))) + 1, lookups.size)

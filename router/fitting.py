@@ -175,12 +175,6 @@ class RowLookups:
         """Return the lookups of shared rows among the `kept` hottest, and of all rows after them."""
         return int(self.lookups[:kept][self.is_shared[:kept]].sum()) + int(self.lookups[kept:].sum())
 
-    def rows_for(self, share: float) -> int:
-        """Count the hottest rows that have at least so much of the lookups; all that were asked for, of 1."""
-        if share >= 1:
-            return self.lookups.size
-        return min(int(np.searchsorted(np.cumsum(self.lookups), share * self.total)) + 1, self.lookups.size)
-
 
 def _shared_rows(asked: TableIds, num_embeddings: int) -> RowLookups:
     """Group ids by the row that they are hashed to."""

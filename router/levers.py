@@ -26,7 +26,7 @@ from math import ceil, isqrt
 from typing import Any, Literal, TypeAlias, get_args
 
 from loader.description import Block, DtypeByPopularity, QuotientRemainderMapping, TableDescription
-from loader.id_counts import IdCounts
+from loader.id_counts import IdCounts, rows_with_share
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.row_classes import classes_bytes
 from loader.snapshot.tables import MAX_NUM_EMBEDDINGS, DividedTable, Frozen, HashMapping, RowDtype, TableSpec
@@ -106,7 +106,7 @@ class LeveredTable:
         """Count the rows that pruning leaves."""
         if self.keep_share is None or self.rows is None:
             return self.num_embeddings
-        return max(self.rows.rows_for(self.keep_share), 1)
+        return max(rows_with_share(self.rows.lookups, self.keep_share), 1)
 
     @cached_property
     def stored(self) -> tuple[tuple[TableSpec, ...], DividedTable | None]:
