@@ -9,10 +9,14 @@ from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # Each worker imports everything, and collects some ten thousand tests: of that the collector's young rounds, which find
 # nothing, are a quarter.
 gc.set_threshold(100_000)
+# How long an example takes says something of the machine, and of what else runs there, nothing of the code.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 TESTS = Path(__file__).parent
 # Of more than 10 s each, the longest first. tests/test_structure.py sees that they are there.

@@ -205,7 +205,7 @@ def test_scalars_empty_tensors_and_counters_come_back_with_their_type(tmp_path, 
         assert torch.equal(read, tensor)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     shape=st.lists(st.integers(0, 6), max_size=3).map(tuple),
     data=st.data(),

@@ -183,7 +183,7 @@ def expected_parts(rows: np.ndarray, classes: np.ndarray, parts: int, default: n
     return [*found[:-1], np.concatenate([found[-1], default[None]])]
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     data=st.data(),
     size=st.integers(20, 300),

@@ -24,7 +24,7 @@ def counted(one: IdCounts) -> dict[int, int]:
     return dict(zip(one.ids.tolist(), one.counts.tolist(), strict=True))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.integers(0, 9), max_size=60), st.integers(1, 7))
 def test_ids_are_counted_in_whatever_pieces_they_come(ids: list[int], piece: int) -> None:
     with pytest.MonkeyPatch.context() as patch:

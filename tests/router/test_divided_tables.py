@@ -94,7 +94,7 @@ def assert_alike(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) 
     shards=st.sampled_from([1, 3]),
     seed=st.integers(0, 2**32 - 1),
 )
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, suppress_health_check=list(HealthCheck))
 def test_any_levers_give_what_whole_tables_of_the_same_rows_give(levers, pruned, shards, seed):
     rng = np.random.default_rng(seed)
     cut = ("user", "film") if pruned else ()

@@ -52,7 +52,7 @@ def test_the_closed_forms_are_exact_where_they_can_be_counted() -> None:
     assert (expected_rows(5, 1), expected_alone(5, 1), expected_alone(1, 1), expected_rows(0, 7)) == (1, 0, 1, 0)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     st.lists(st.integers(0, 50), min_size=1, max_size=80),
     st.lists(st.integers(0, 50), max_size=80),

@@ -193,7 +193,7 @@ def spec_of(mapping: str, unknown_id: str) -> ModelSpec:
     return ModelSpec(model="m", tables=(table,), features=(feature,), dense_model=DenseModelSpec(kind="mlp"))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     st.sampled_from(sorted(MAPPINGS)),
     st.sampled_from(["reject", "default_row", "skip"]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from loader.snapshot.buckets import RowBuckets
@@ -182,7 +182,6 @@ def expected_owners(plan: Plan, bags: KeyedBags, up: list[int], turn: int) -> li
     return owners
 
 
-@settings(deadline=None)
 @given(
     sizes=st.lists(st.sampled_from([3, 255, 256, 1000, 70_000, 1 << 20]), min_size=1, max_size=4),
     bucketing=st.sampled_from(["mixed", "hash", "range"]),

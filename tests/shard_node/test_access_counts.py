@@ -6,7 +6,7 @@ import threading
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shard_node import access_counts as access_counts_module
@@ -31,7 +31,6 @@ def observe_rows(counts, rows, table=0):
     counts.observe(np.array([table]), np.array([len(rows)]), np.asarray(rows))
 
 
-@settings(deadline=None)
 @given(data=st.data())
 def test_every_value_of_a_counted_batch_is_counted_at_its_row(data):
     layout = TableLayout.of(make_spec())
@@ -101,7 +100,6 @@ def test_large_tables_share_a_sketch_and_small_ones_are_counted_by_row():
     assert counts.size_bytes <= 1 << 20
 
 
-@settings(deadline=None)
 @given(
     max_bytes=st.integers(SMALLEST_BYTES, 1 << 20), sizes=st.lists(st.integers(1, 2**32 - 1), min_size=1, max_size=3)
 )

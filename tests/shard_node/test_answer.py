@@ -118,7 +118,7 @@ def rounding_of_float16(bags: KeyedBags, parts: list[Part], answers: list[Answer
     return far
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     bags=table_bags(),
     num_owners=st.integers(1, 5),

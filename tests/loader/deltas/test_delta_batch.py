@@ -56,7 +56,7 @@ def delta_table(dtype, dim, column_dims=()) -> TableSpec:
 
 
 @given(batches())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_what_is_decoded_is_what_was_encoded(batch):
     read = DeltaBatch.decode(batch.encode())
     assert [getattr(read, name) for name in FIELDS] == [getattr(batch, name) for name in FIELDS]
@@ -180,7 +180,7 @@ def table_of(dtype: str = "int8") -> TableSpec:
 
 
 @given(st.sampled_from(DTYPES), st.lists(st.integers(0, 49), max_size=80), st.integers(0, 2**32))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_rows_are_those_of_a_table_that_was_written_in_that_order(dtype, rows, seed):
     table = table_of(dtype)
     values = np.random.default_rng(seed).normal(size=(len(rows), 4)).astype(np.float32)

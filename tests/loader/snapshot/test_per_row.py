@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import xxhash
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from loader.errors import ExportError, SnapshotCorruptError
@@ -207,7 +207,6 @@ def table(id_type="integer", num_embeddings=300):
     return one_table_spec(num_embeddings, id_mapping=VocabularyMapping(id_type=id_type)).tables[0]
 
 
-@settings(deadline=None)
 @given(strings=st.lists(st.text(), max_size=20))
 def test_a_fingerprint_is_xxh3_of_the_utf8_bytes_without_the_top_bit(strings):
     fingerprints = fingerprint_strings(strings)

@@ -61,7 +61,7 @@ def test_random_damage_comes_to_every_file_and_leaves_no_trace_once_it_is_undone
     assert random_damages(snapshot, kind, 5, seed=1) == random_damages(snapshot, kind, 60, seed=1)[:5]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.data(), st.sampled_from(["truncated", "bit flipped"]))
 def test_any_damage_is_found_when_a_snapshot_is_checked(snapshot: Path, data: st.DataObject, kind: DamageKind):
     path = data.draw(st.sampled_from(sorted(digest(snapshot))))

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from loadtest.report.chart import linear, linear_around, log_around, percentile_scale
@@ -77,7 +77,6 @@ def test_rows_have_no_ticks():
     assert linear(0.0, 4.0).place([0, 1, 4]).tolist() == [0.0, 0.25, 1.0]
 
 
-@settings(deadline=None)
 @given(st.lists(amounts, min_size=1, max_size=6))
 def test_every_axis_holds_its_values_and_its_ticks_in_order(values):
     for scale in (linear_around(values), log_around(values)):
@@ -91,7 +90,6 @@ def test_every_axis_holds_its_values_and_its_ticks_in_order(values):
         assert float(scale.place(scale.high)) == pytest.approx(1.0)
 
 
-@settings(deadline=None)
 @given(st.lists(amounts, min_size=1, max_size=6))
 def test_a_tick_is_called_what_it_is(values):
     for scale in (linear_around(values), log_around(values)):

@@ -34,7 +34,7 @@ def test_a_decoded_histogram_has_every_value_in_a_bucket_that_holds_it():
         assert (high - low) / value < 1e-3
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.lists(st.integers(50, 2_000_000), min_size=1, max_size=200))
 def test_the_curve_is_the_values_in_order(times_us):
     percentiles, values = decoded(times_us).curve()
@@ -68,7 +68,7 @@ def test_an_empty_histogram_has_no_curve():
     assert len(percentiles) == len(values) == 0
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.lists(st.integers(30, 900_000), min_size=1, max_size=300))
 def test_bars_hold_every_value_once(times_us):
     low, high = min(times_us) / 1000 * 0.9, max(times_us) / 1000 * 1.1

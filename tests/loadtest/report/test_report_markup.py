@@ -5,7 +5,7 @@ from __future__ import annotations
 import xml.etree.ElementTree as ET
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from loadtest.report.markup import coordinate, element, written
@@ -18,7 +18,6 @@ def test_a_text_that_looks_like_markup_stays_a_text():
     assert (read.text, read.get("aria-label")) == ("<script>alert('&amp;')</script>", '"><b>')
 
 
-@settings(deadline=None)
 @given(st.text(), st.text())
 def test_any_text_gives_well_formed_xml(content, attribute):
     read = ET.fromstring(written(element("p", content, "|", element("b", content), content, data_of=attribute)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from loadtest.report.numbers import compact, percentile_name, rate, ratio, share, significant, size
@@ -20,7 +20,6 @@ def test_times_have_three_significant_digits(value, text):
     assert significant(value) == text
 
 
-@settings(deadline=None)
 @given(st.floats(1e-4, 1e7))
 def test_a_shown_number_is_within_half_of_its_last_digit(value):
     assert float(significant(value).replace(",", "")) == pytest.approx(value, rel=5.001e-3)
@@ -43,7 +42,6 @@ def test_shares_are_percent(value, text):
     assert share(value) == text
 
 
-@settings(deadline=None)
 @given(st.floats(0, 1, exclude_min=True, exclude_max=True).filter(lambda value: 1e-9 < value < 1 - 1e-9))
 def test_no_share_is_rounded_to_nothing_or_to_all(value):
     assert 0 < float(share(value)) < 100

@@ -37,7 +37,7 @@ def joined(rows: RandomRows, first: int, count: int) -> np.ndarray:
 
 
 @given(first=st.integers(0, 300_000), count=st.integers(1, 200_000))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_random_rows_are_the_same_whichever_are_asked_for(first, count):
     rows = RandomRows(5, "t", 300_001, 8)
     assert np.array_equal(joined(rows, first, count), ALL_ROWS[first : first + count])

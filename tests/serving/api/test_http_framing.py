@@ -175,7 +175,7 @@ REQUESTS = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.lists(REQUESTS, min_size=1, max_size=6), st.lists(st.integers(1, 120)))
 def test_however_valid_requests_are_cut_the_answers_are_the_same(requests, cuts):
     stream = b"".join(requests)

@@ -248,7 +248,7 @@ def texts(draw: st.DrawFn, method: str) -> bytes:
 
 
 @given(texts("rank"))
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 def test_a_rank_request_is_read_as_a_plain_reader_reads_it(text):
     expected = by_reference(text, "rank")
     event("taken" if expected is not None else "refused")
@@ -256,7 +256,7 @@ def test_a_rank_request_is_read_as_a_plain_reader_reads_it(text):
 
 
 @given(texts("lookup"))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_a_lookup_is_read_as_a_plain_reader_reads_it(text):
     expected = by_reference(text, "lookup")
     event("taken" if expected is not None else "refused")

@@ -92,7 +92,7 @@ _MESSAGE = rank_message(api_request(1)).SerializeToString()
 _PACKED = packed_message(SCHEMA, api_request(1)).SerializeToString()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.integers(0, 10**6), st.integers(1, 255), st.booleans(), st.booleans())
 def test_a_damaged_message_is_refused_or_read_as_the_library_reads_it(position, flipped, is_cut, is_packed):
     good = _PACKED if is_packed else _MESSAGE

@@ -120,7 +120,7 @@ FEATURES = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     FEATURES,
     st.lists(st.integers(1, 5), min_size=1, max_size=4),
@@ -153,7 +153,7 @@ def test_every_column_holds_its_own_feature_of_its_own_request(
     assert set(inputs.sequences) == {f"f{i}" for i, (_, pooling, _) in enumerate(features) if pooling == "none"}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=6))
 def test_sequences_are_laid_out_side_by_side_and_end_in_zeros(lengths: list[int]) -> None:
     rows = np.random.default_rng(0).normal(size=(sum(lengths), 3)).astype(np.float32)

@@ -314,7 +314,7 @@ FORMATS = st.sampled_from(["float32", "bfloat16", "int8"])
 SPLIT_TOLERANCES = {"float32": 1e-5, "bfloat16": 0.03, "int8": 0.04}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.sampled_from(KINDS),
     FORMATS,

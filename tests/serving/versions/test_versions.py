@@ -414,7 +414,7 @@ def taken(choice: CanaryChoice, model: str, keys: list[str]) -> set[str]:
     return {key for key in keys if choice.takes(model, key)}
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(MODELS, st.text(max_size=8), st.floats(min_value=0.01, max_value=0.99))
 def test_the_canary_gets_its_share_of_the_keys_within_chance(model, prefix, share):
     num_keys = 4000

@@ -69,7 +69,7 @@ def tiers_of(tables: LoadedTables) -> set[str]:
     return {use.tier for use in tables.engine.memory()}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     num_cards=st.integers(1, 8),
     card_bytes=st.integers(11_600, 40_000),

@@ -71,7 +71,7 @@ def models(draw: st.DrawFn) -> ModelSpec:
     )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(spec=models(), data=st.data())
 def test_every_row_of_a_node_is_found_and_rewritten_and_those_of_others_are_counted(spec, data):
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))

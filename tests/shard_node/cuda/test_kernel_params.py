@@ -6,7 +6,7 @@ import ctypes
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from loader.snapshot.codecs import codec_for
@@ -35,7 +35,6 @@ def stored_rows(fmt, num_rows, seed):
     return np.random.default_rng(seed).integers(0, 256, (num_rows, fmt.row_bytes), np.uint8)
 
 
-@settings(deadline=None)
 @given(fmt=formats(), num_rows=st.integers(0, 9), seed=st.integers(0, 2**32 - 1))
 def test_rows_come_back_byte_for_byte(fmt, num_rows, seed):
     stored = stored_rows(fmt, num_rows, seed)
@@ -53,7 +52,6 @@ def test_every_dim_up_to_512_comes_back(dtype):
         np.testing.assert_array_equal(restored(fmt, fmt.relay(stored)), stored)
 
 
-@settings(deadline=None)
 @given(fmt=formats(), seed=st.integers(0, 2**32 - 1))
 def test_padding_is_zero_and_nothing_else_is(fmt, seed):
     stored = np.maximum(stored_rows(fmt, 4, seed), 1)
@@ -61,7 +59,6 @@ def test_padding_is_zero_and_nothing_else_is(fmt, seed):
     assert (relaid != 0).sum(axis=1).tolist() == [fmt.row_bytes] * 4
 
 
-@settings(deadline=None)
 @given(fmt=formats())
 def test_rows_are_aligned_and_as_short_as_that_allows(fmt):
     assert fmt.stride % 16 == 0

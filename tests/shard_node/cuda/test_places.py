@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shard_node.cuda import places as placer_module
@@ -31,7 +31,6 @@ from shardrank_testing.card_plans import make_plan, one_table_layout, plan_input
 from shardrank_testing.snapshots import num_buckets, plain_buckets
 
 
-@settings(deadline=None)
 @given(inputs=plan_inputs())
 def test_slots_at_each_owner_are_0_to_k_without_gaps_and_ascend_with_the_row(inputs):
     plan = make_plan(inputs)
@@ -44,7 +43,6 @@ def test_slots_at_each_owner_are_0_to_k_without_gaps_and_ascend_with_the_row(inp
             assert slots.tolist() == list(range(plan.slots[number, owner]))
 
 
-@settings(deadline=None)
 @given(inputs=plan_inputs())
 def test_every_row_is_on_its_buckets_card_or_in_a_shared_tier_or_has_the_code_that_is_true_of_it(inputs):
     plan = make_plan(inputs)
@@ -65,7 +63,6 @@ def test_every_row_is_on_its_buckets_card_or_in_a_shared_tier_or_has_the_code_th
         assert split.hot_rows + split.card_rows + split.host_rows == (card >= 0).sum()
 
 
-@settings(deadline=None)
 @given(inputs=plan_inputs())
 def test_bytes_as_planned_are_the_bytes_of_the_rows_that_are_placed(inputs):
     plan = make_plan(inputs)
@@ -92,7 +89,6 @@ def least_places_bytes(plan, number):
     return min(4 * table.num_embeddings, 4 * here + 8 * num_buckets(table))
 
 
-@settings(deadline=None)
 @given(inputs=plan_inputs())
 def test_a_table_without_places_has_each_row_at_the_slot_of_its_number(inputs):
     plan = make_plan(inputs)
@@ -104,7 +100,6 @@ def test_a_table_without_places_has_each_row_at_the_slot_of_its_number(inputs):
             assert slots_of(places, plan.num_cards).tolist() == list(range(table.num_embeddings))
 
 
-@settings(deadline=None)
 @given(inputs=plan_inputs())
 def test_tables_of_a_group_lie_one_behind_the_other_at_each_owner(inputs):
     plan = make_plan(inputs)
@@ -121,7 +116,6 @@ def test_tables_of_a_group_lie_one_behind_the_other_at_each_owner(inputs):
             assert placer.rows_bytes(group)[owner] == byte
 
 
-@settings(deadline=None)
 @given(inputs=plan_inputs(), piece_rows=st.integers(1, 700))
 def test_pieces_of_any_size_join_to_the_same_places(inputs, piece_rows):
     plan = make_plan(inputs)
@@ -160,7 +154,6 @@ def test_a_table_with_more_rows_than_a_place_can_say_leaves_the_coldest_to_pinne
     assert plan.splits == (TableSplit(0, 2**30 - 1, 6),)
 
 
-@settings(deadline=None)
 @given(inputs=plan_inputs(), limit=st.integers(300, 1500))
 def test_no_owner_has_more_slots_of_a_table_than_a_place_can_say(inputs, limit):
     layout, partition, budget, hotness = inputs

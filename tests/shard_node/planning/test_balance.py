@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shard_node.errors import MemoryBudgetError
@@ -13,7 +13,6 @@ from shard_node.planning.balance import Owners, deal
 buckets = st.lists(st.tuples(st.floats(0, 1e6), st.integers(0, 1000)), min_size=1, max_size=64)
 
 
-@settings(deadline=None)
 @given(
     tables=st.lists(buckets, min_size=1, max_size=4),
     num_owners=st.integers(1, 9),
@@ -35,7 +34,6 @@ def test_every_bucket_has_one_owner_and_what_owners_have_adds_up(tables, num_own
     assert all((one == other).all() for one, other in zip(given_to, again, strict=True))
 
 
-@settings(deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     num_owners=st.integers(1, 40),

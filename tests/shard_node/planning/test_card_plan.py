@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 
 from loader.snapshot.tables import TableSpec
 from shard_node.cuda.kernel_params import hot_owner, owners_of, pinned_owner
@@ -44,7 +44,6 @@ def one_table_plan(rows, card_rows, pinned_rows, *, num_cards=1, counts=None, **
     return CardPlan.make(layout, round_robin(layout, num_cards), budget, hotness)
 
 
-@settings(deadline=None)
 @given(inputs=plan_inputs())
 def test_budgets_are_never_exceeded(inputs):
     _, _, budget, _ = inputs
@@ -55,7 +54,6 @@ def test_budgets_are_never_exceeded(inputs):
     assert plan.pinned_bytes <= budget.pinned_bytes
 
 
-@settings(deadline=None)
 @given(inputs=plan_inputs())
 def test_cards_are_filled_to_the_last_row_before_pinned_memory_is_used(inputs):
     layout, _, budget, _ = inputs
@@ -67,7 +65,6 @@ def test_cards_are_filled_to_the_last_row_before_pinned_memory_is_used(inputs):
                 assert budget.card_bytes[card] - plan.bytes(card).total < largest
 
 
-@settings(deadline=None)
 @given(inputs=plan_inputs())
 def test_no_row_is_in_a_nearer_tier_than_a_hotter_one(inputs):
     plan = make_plan(inputs)
@@ -97,7 +94,6 @@ def test_no_row_is_in_a_nearer_tier_than_a_hotter_one(inputs):
         assert coldest(of_card & (tier == CARD)) >= hottest(of_card & (tier > CARD))
 
 
-@settings(deadline=None)
 @given(inputs=plan_inputs())
 def test_within_a_level_the_lower_row_of_a_card_is_nearer(inputs):
     plan = make_plan(inputs)
@@ -116,7 +112,6 @@ def test_within_a_level_the_lower_row_of_a_card_is_nearer(inputs):
             assert (np.diff(tier[of_card][in_order]) >= 0).all()
 
 
-@settings(deadline=None)
 @given(inputs=plan_inputs())
 def test_rows_are_on_cards_alone_if_all_fit(inputs):
     layout, partition, _, hotness = inputs
@@ -125,7 +120,6 @@ def test_rows_are_on_cards_alone_if_all_fit(inputs):
     assert CardPlan.make(layout, partition, enough, hotness).pinned_bytes == 0
 
 
-@settings(deadline=None)
 @given(inputs=plan_inputs())
 def test_without_peer_access_no_row_is_on_only_one_of_several_cards(inputs):
     layout, partition, budget, hotness = inputs
@@ -135,7 +129,6 @@ def test_without_peer_access_no_row_is_on_only_one_of_several_cards(inputs):
     assert not plan.tier_rows[:, :, CARD].any()
 
 
-@settings(deadline=None)
 @given(inputs=plan_inputs())
 def test_nothing_is_hot_on_one_card(inputs):
     layout, partition, budget, hotness = inputs
@@ -235,7 +228,6 @@ def test_rows_that_do_not_fit_are_refused_with_the_numbers():
         CardPlan.make(layout, round_robin(layout, 2), budget, Hotness())
 
 
-@settings(deadline=None)
 @given(inputs=plan_inputs())
 def test_a_plan_takes_just_the_pinned_memory_that_it_needs_and_is_refused_with_less(inputs):
     layout, partition, budget, hotness = inputs

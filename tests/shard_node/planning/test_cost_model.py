@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import shard_node.cuda
@@ -89,7 +89,6 @@ def test_a_row_is_read_in_whole_sectors_and_packets(dtype, dim, sectors, packets
     assert line_bytes(row, H100.host) == 32 * sectors + 20 * packets
 
 
-@settings(deadline=None)
 @given(layout=layouts(max_rows=600), data=st.data())
 def test_shares_are_those_of_counting_every_row_at_its_place(layout, data):
     num_cards = data.draw(st.integers(1, 5))
@@ -117,7 +116,6 @@ def test_shares_are_those_of_counting_every_row_at_its_place(layout, data):
         np.testing.assert_allclose(shares[number, :, CARD] * all_counts, of_owner[:num_cards], atol=1e-6)
 
 
-@settings(deadline=None)
 @given(inputs=plan_inputs(), item_bytes=st.sampled_from([2, 4]))
 def test_every_lookup_is_counted_once_and_so_are_its_bytes(inputs, item_bytes):
     plan = make_plan(inputs)
@@ -138,7 +136,6 @@ def test_every_lookup_is_counted_once_and_so_are_its_bytes(inputs, item_bytes):
     np.testing.assert_allclose(traffic.hbm_bytes + beyond, rows + ids + placed + item_bytes * 100 * dims)
 
 
-@settings(deadline=None)
 @given(zipf=st.sampled_from([0.0, 0.6, 1.05, 2.0]), num_cards=st.integers(2, 8), rows=st.integers(1000, 100_000))
 def test_more_memory_for_hot_rows_never_moves_more(zipf, num_cards, rows):
     layout = one_table_layout(rows, 64)
@@ -268,7 +265,6 @@ def test_a_batch_that_asks_for_nothing_takes_only_what_calls_take():
     assert time.batches_per_s == time.lookups_per_s == 0
 
 
-@settings(deadline=None)
 @given(inputs=plan_inputs(), way=st.sampled_from(["hbm", "peer", "host", "memory"]), factor=st.floats(1.0, 16.0))
 def test_a_faster_way_never_makes_a_batch_slower(inputs, way, factor):
     plan = make_plan(inputs)
@@ -286,7 +282,6 @@ def test_a_faster_way_never_makes_a_batch_slower(inputs, way, factor):
     assert after.busy_us <= before.busy_us * (1 + 1e-12)
 
 
-@settings(deadline=None)
 @given(inputs=plan_inputs(), factor=st.floats(1.0, 100.0))
 def test_more_lookups_never_take_less_time(inputs, factor):
     plan = make_plan(inputs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shard_node.errors import InvalidBagsError
@@ -21,7 +21,6 @@ def levels_of_tables(draw):
     return layout, draw(hotnesses(layout, rng))
 
 
-@settings(deadline=None)
 @given(inputs=levels_of_tables())
 def test_levels_are_counted_as_they_are_given_row_by_row(inputs):
     layout, hotness = inputs
@@ -41,7 +40,6 @@ def test_levels_are_counted_as_they_are_given_row_by_row(inputs):
         assert (rows.lookups >= 0).all()
 
 
-@settings(deadline=None)
 @given(inputs=levels_of_tables(), data=st.data())
 def test_levels_of_a_range_of_rows_are_a_part_of_all(inputs, data):
     layout, hotness = inputs
@@ -51,7 +49,6 @@ def test_levels_of_a_range_of_rows_are_a_part_of_all(inputs, data):
         np.testing.assert_array_equal(rows.levels(first, end), rows.levels(0, table.num_embeddings)[first:end])
 
 
-@settings(deadline=None)
 @given(counts=st.lists(st.integers(0, 2**32 - 1) | st.integers(0, 200), min_size=1, max_size=200))
 def test_a_level_has_the_counts_of_nearly_one_size(counts):
     layout = one_table_layout(len(counts))
@@ -80,7 +77,6 @@ def test_counts_longer_than_a_piece_are_counted_whole(monkeypatch):
     np.testing.assert_array_equal(whole[1], pieces.rows_by_owner(owners, 3))
 
 
-@settings(deadline=None)
 @given(rows=st.integers(1, 20_000), exponent=st.sampled_from([0.0, 0.3, 1.0, 1.05, 2.0]))
 def test_a_power_laws_levels_hold_all_lookups_and_ranks_in_order(rows, exponent):
     layout = one_table_layout(rows)

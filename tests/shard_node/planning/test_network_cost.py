@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from loader.snapshot.tables import TableSpec
@@ -165,7 +165,6 @@ def sent_of(rows, owners, num_shards, hot=None):
     return SentLookups.of(rows, owners, by_shard, hot)
 
 
-@settings(deadline=None)
 @given(layout=layouts(), data=st.data())
 def test_every_lookup_goes_to_one_shard_or_is_answered_by_the_router(layout, data):
     rows = data.draw(hotnesses(layout, np.random.default_rng(3))).of(layout)

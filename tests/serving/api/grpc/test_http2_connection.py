@@ -149,7 +149,7 @@ def test_settings_say_the_limits_and_are_acknowledged():
     run(main())
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.lists(st.integers(1, 60), max_size=30), st.lists(st.binary(max_size=200), max_size=4), st.integers(0, 255))
 def test_an_answer_does_not_depend_on_how_its_request_was_cut(sizes, payloads, padding):
     async def main() -> None:
