@@ -16,12 +16,14 @@ import uvloop
 from pydantic import Field
 
 from loader.memory import settle_heap
+from loader.registry.registry import Registry
 from loader.snapshot.tables import Frozen
 from serving.api.dealing import Place
 from serving.api.grpc.services import GrpcServer
 from serving.api.http_server import HttpServer, running_admin
 from serving.api.listening import Addresses
 from serving.api.tokens import Tokens
+from serving.dashboard.sources import FleetSource, ProcessSource, Source
 from serving.fleet.process import StopRequestedError, run_until_signalled
 from serving.rank.service import RankingService
 from shard_node.wire.tls import ReloadingContext, TlsConfig, server_context
@@ -39,7 +41,8 @@ class ServerConfig(Frozen):
     Attributes:
         host: address for both.
         http_port, grpc_port: 0 takes a free one.
-        admin_port: for probes and metrics, which a thread of its own answers; 0 takes a free one, None has none.
+        admin_port: for probes, metrics and the status page, which a thread of its own answers; 0 takes a free one, None
+            has none.
         shutdown_delay_s: how long it goes on to take requests after SIGTERM, not ready any more and closing each
             connection with its answer, so that balancers and clients turn elsewhere before the ports are closed.
         drain_timeout_s: how long requests in flight may take after that.
@@ -115,6 +118,7 @@ async def serve(
     probe_port: int | None = None,
     on_listening: Callable[[Listening], None] = lambda listening: None,
     leave: Callable[[], Awaitable[object]] | None = None,
+    open_registry: Callable[[], Registry] | None = None,
 ) -> None:
     """Serve until it is cancelled, or its cards fail; then finish what is in flight and close everything.
 
@@ -130,6 +134,7 @@ async def serve(
         probe_port: a private HTTP port on loopback, for a worker that shares its ports.
         on_listening: told the ports before `load` is called.
         leave: called once it has been cancelled, before anything else: it still answers requests then.
+        open_registry: opens the registry of its fleet once more, for the page at the admin port; None without a fleet.
 
     Raises:
         ListenError: if a port can't be bound.
@@ -141,8 +146,12 @@ async def serve(
             admin_port = None
             if config.admin_port is not None:
                 tokens, ssl = _protection(service, config, "http")
+                num_workers = 1 if config.place is None else config.place.num_workers
+                page: Callable[[], Source] = partial(ProcessSource, service, num_workers)
+                if open_registry is not None:
+                    page = partial(FleetSource, open_registry)
                 admin_port = await stack.enter_async_context(
-                    running_admin(service, config.host, config.admin_port, tokens=tokens, ssl=ssl)
+                    running_admin(service, config.host, config.admin_port, tokens=tokens, ssl=ssl, page=page)
                 )
             if probe_port is None:
                 listening = await stack.enter_async_context(running_server(service, config))

@@ -190,6 +190,20 @@ class VersionStats(Record):
     score_square_sum: float = 0.0
 
 
+class HotReport(Record):
+    """What a serving process tells of its copies of a version's hottest rows.
+
+    Attributes:
+        rows, size_bytes: of the set in use, `size_bytes` with its index.
+        lookups, hits: rows looked up since it holds the version, and how many of these were hot; they only grow.
+    """
+
+    rows: int = 0
+    size_bytes: int = 0
+    lookups: int = 0
+    hits: int = 0
+
+
 class VersionReport(Record):
     """What a node tells of one version.
 
@@ -199,6 +213,8 @@ class VersionReport(Record):
         reason: why it is refused, or what it waits for.
         plan_digest: who owns what; shard nodes only.
         memory_bytes: of its rows in RAM and on cards; shard nodes, and serving processes that hold rows.
+        memory_tiers: bytes of its rows by tier, mapped files among them; of the same.
+        hot: copies of rows that are on shard nodes; serving processes that hold some.
         leases: requests that use it now.
         golden_difference: largest difference from a golden score; serving processes only, None without golden requests.
         golden_tolerance: what the manifest allows.
@@ -216,6 +232,8 @@ class VersionReport(Record):
     identity: str = ""
     plan_digest: str = ""
     memory_bytes: int = 0
+    memory_tiers: dict[str, int] = Field(default_factory=dict)
+    hot: HotReport | None = None
     leases: int = 0
     golden_difference: float | None = None
     golden_tolerance: float | None = None

@@ -28,6 +28,8 @@ from serving.api.access_counts import counts_asked, told_counts
 from serving.api.bodies import OPEN_INFERENCE, defect_reply, error_reply, read_body
 from serving.api.tokens import Scope as Right
 from serving.api.tokens import Tokens
+from serving.dashboard.board import Board
+from serving.dashboard.page import add_page
 from serving.description import ModelInfo
 from serving.errors import MalformedRequestError, MethodNotAllowedError, NoSuchRouteError, RepositoryControlError
 from serving.formats.infer import BINARY, parse_version
@@ -258,10 +260,12 @@ def create_documents(service: RankingService, tokens: Tokens | None = None) -> F
     return documents.app
 
 
-def create_probes(service: RankingService, tokens: Tokens | None = None) -> FastAPI:
-    """Make the application of the port for operators: probes, and metrics as the shards told them last."""
+def create_probes(service: RankingService, tokens: Tokens | None = None, board: Board | None = None) -> FastAPI:
+    """Make the application of the port for operators: probes, metrics as the shards told them last, and the page."""
     documents = _Documents(service, tokens, openapi_url=None)
     documents.add_probes(None)
+    if board is not None:
+        add_page(documents.app, board, tokens)
     return documents.app
 
 

@@ -8,7 +8,7 @@ import contextlib
 import logging
 import ssl as tls
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from email.utils import formatdate
 from functools import partial
 
@@ -22,6 +22,8 @@ from serving.api.http import HttpApp, answer_whole
 from serving.api.http_gate import Gates
 from serving.api.listening import Addresses
 from serving.api.tokens import Tokens
+from serving.dashboard.board import run_board
+from serving.dashboard.sources import Source
 from serving.rank.service import RankingService
 
 logger = logging.getLogger(__name__)
@@ -125,27 +127,40 @@ class HttpServer:
 
 @contextlib.asynccontextmanager
 async def running_admin(
-    service: RankingService, host: str, port: int, *, tokens: Tokens | None = None, ssl: tls.SSLContext | None = None
+    service: RankingService,
+    host: str,
+    port: int,
+    *,
+    tokens: Tokens | None = None,
+    ssl: tls.SSLContext | None = None,
+    page: Callable[[], Source] | None = None,
 ) -> AsyncIterator[int]:
-    """Serve probes and metrics while the block runs, and give the port. Raises ListenError.
+    """Serve probes and metrics while the block runs, and give the port. Raises ListenError, or what `page` raises.
 
-    On a thread with an event loop of its own, so that full batches keep nobody waiting who only asks.
+    On a thread with an event loop of its own, so that full batches keep nobody waiting who only asks. There `page`
+    opens what the status page shows; None for no such page.
     """
     loop, stop = uvloop.new_event_loop(), asyncio.Event()
     bound: concurrent.futures.Future[int] = concurrent.futures.Future()
     # From now on it can't be cancelled, which the thread would not expect.
     bound.set_running_or_notify_cancel()
-    app = partial(answer_whole, create_probes(service, tokens))
 
     async def listen() -> None:
-        server = HttpServer(service, ADMIN_DRAIN_TIMEOUT_S, app=app, ssl=ssl)
         try:
-            bound.set_result(await server.start(host, port))
+            async with contextlib.AsyncExitStack() as stack:
+                board = None if page is None else await stack.enter_async_context(run_board(page))
+                app = partial(answer_whole, create_probes(service, tokens, board))
+                server = HttpServer(service, ADMIN_DRAIN_TIMEOUT_S, app=app, ssl=ssl)
+                bound.set_result(await server.start(host, port))
+                await stop.wait()
+                if board is not None:
+                    # Its streams would go on for as long as they may.
+                    board.close()
+                await server.stop()
         except Exception as error:
+            if bound.done():
+                raise
             bound.set_exception(error)
-            return
-        await stop.wait()
-        await server.stop()
 
     thread = threading.Thread(target=loop.run_until_complete, args=(listen(),), name="admin", daemon=True)
     thread.start()

@@ -38,6 +38,7 @@ COMMANDS = {
     "rollout": "rollout",
     "rollback": "rollout",
     "coordinator": "fleet",
+    "dashboard": "fleet",
     "token": "fleet",
 }
 """The module of each command, in the order in which a newcomer meets them."""

@@ -1,4 +1,4 @@
-"""`shardrank demo`, `up`, `coordinator` and `token`: a fleet on this machine, and what an operator runs around one."""
+"""`shardrank demo`, `up`, `coordinator`, `dashboard` and `token`: a fleet on this machine, and what an operator runs around one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -206,6 +207,46 @@ def coordinator(url: str, owner: str | None, **times: float | None) -> None:
         async with opened_registry(url) as fleet:
             click.echo(f"coordinator {name} works with registry {fleet.name}")
             await Coordinator(fleet, name, time.time, asyncio.sleep, config).run()
+
+    settings.run_until_stopped(program)
+
+
+@click.command(cls=WithExamples)
+@opts.fleet_options
+@opts.option("--host", "Address to listen on.", default="127.0.0.1")
+@opts.option("--port", "0 takes a free one.", opts.PORT, 8090)
+@opts.tls_options("Let in only clients with a certificate of these CAs.")
+@opts.tokens_option
+def dashboard(url: str, **options: Any) -> None:
+    """Show a fleet on a page: versions, rollouts, nodes, latencies, and what changed last.
+
+    Runs until SIGTERM or Ctrl-C, and changes nothing but for its one button: rolling a model back, as `shardrank
+    rollback` does. That takes a token of scope admin; without --tokens everybody may look and nobody may roll back.
+    With --admin-port, serving processes have the same page.
+
+    Examples:
+      shardrank dashboard --store models
+      shardrank dashboard --registry redis://10.0.0.9:6379/0 --port 8090 --tokens tokens.json
+    """
+    from loader.registry.opening import open_registry
+    from serving.api.http_server import running_admin
+    from serving.api.tokens import Tokens
+    from serving.dashboard.sources import FleetSource
+    from serving.rank.service import RankingService
+    from shard_node.wire.tls import server_context
+
+    protection = Protection.of(options)
+    settings.warn_if_open(options["host"], protection)
+    ssl = None if protection.tls is None else server_context(protection.tls, alpn=("http/1.1",))
+    tokens = None if protection.tokens is None else Tokens(protection.tokens)
+    page = partial(FleetSource, partial(open_registry, url))
+
+    async def program() -> None:
+        # A service that serves nothing: it has the limits and metrics of the port.
+        admin = running_admin(RankingService(), options["host"], options["port"], tokens=tokens, ssl=ssl, page=page)
+        async with admin as port:
+            click.echo(f"dashboard: {settings.scheme(options)}://{options['host']}:{port}/")
+            await asyncio.Event().wait()
 
     settings.run_until_stopped(program)
 

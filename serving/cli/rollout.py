@@ -393,13 +393,13 @@ async def _tell_end(fleet: FleetRegistry, ended: Rollout) -> None:
 
 async def _read_statuses(fleet: FleetRegistry, model: str | None) -> tuple[RolloutStatus, ...]:
     """Read the status of one model, or of all. Raises RegistryError."""
-    from loader.registry.fleet import ROLLOUTS
+    from loader.rollout.fleet_state import read_fleet
     from loader.rollout.requests import read_status
 
     if model is not None:
         return (await read_status(fleet, model),)
-    rolled = {key.removeprefix(ROLLOUTS) for key in await fleet.registry.entries(ROLLOUTS)}
-    return tuple([await read_status(fleet, one) for one in sorted(rolled | set(await fleet.wanted()))])
+    state = await read_fleet(fleet)
+    return tuple(state.status(one) for one in sorted(state.rollouts.keys() | state.wanted.keys()))
 
 
 async def watch_status(fleet: FleetRegistry, model: str | None, sleep: Sleep = asyncio.sleep) -> None:

@@ -166,7 +166,8 @@ def _answer(options: Options, service: RankingService, config: ServerConfig, **s
         click.echo(f"HTTP: {scheme}://{listening.host}:{listening.http_port}/docs")
         click.echo(f"gRPC: {listening.host}:{listening.grpc_port}")
         if listening.admin_port is not None:
-            click.echo(f"probes and metrics: {scheme}://{listening.host}:{listening.admin_port}/metrics")
+            admin = f"{scheme}://{listening.host}:{listening.admin_port}"
+            click.echo(f"probes and metrics: {admin}/metrics, status page: {admin}/")
 
     if options["probe_port"] is None:
         # A process that stands alone shares no port; a worker's are held by its supervisor.
@@ -227,7 +228,7 @@ def _serve_in_fleet(options: Options, config: ServerConfig, node_tls: TlsClientC
     def on_listening(listening: Listening) -> None:
         node.address = options["advertise"] or advertised_url(listening, settings.scheme(options))
 
-    _answer(options, service, config, load=node.load, on_listening=on_listening, leave=node.leave)
+    _answer(options, service, config, load=node.load, on_listening=on_listening, leave=node.leave, open_registry=reopen)
 
 
 def _local_rows(

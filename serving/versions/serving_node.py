@@ -26,6 +26,7 @@ from loader.progress import Pace, Wish, ended, in_background
 from loader.registry.fleet import (
     FleetRecord,
     FleetRegistry,
+    HotReport,
     NodeId,
     NodeRecord,
     PublishedVersion,
@@ -37,7 +38,7 @@ from loader.snapshot.reader import Snapshot
 from loader.snapshot.store import Store
 from loader.snapshot.tables import Frozen
 from router.errors import HotRowsError
-from router.hot_keeper import HotKeepers
+from router.hot_keeper import HotKeepers, HotStatus
 from router.hot_rows import HotRowsConfig
 from router.plan import Plan
 from router.plan_file import PlanFile
@@ -125,7 +126,8 @@ class ServingNode:
             raise HotRowsError("hot rows are copies of rows on shard nodes, but all rows are in this process")
         self._hot = None
         if config.hot_rows is not None:
-            self._hot = HotKeepers(config.hot_rows, open_registry, service.metrics.hot_rows)
+            self._hot = HotKeepers(config.hot_rows, open_registry, self._tell_hot)
+        self._hot_reports: dict[tuple[str, int], HotReport] = {}
         self.address = ""
         self._fleet, self._service, self._config = fleet, service, config
         self._models = agent_config.models
@@ -237,6 +239,7 @@ class ServingNode:
                 "golden_difference": served.checked.difference,
                 "golden_tolerance": served.checked.tolerance,
                 "stats": served.counter.stats(),
+                "hot": self._hot_reports.get(key),
                 "dense_step": served.dense_step,
                 "dense_refused": "" if (refused := self._dense.refused.get(key)) is None else refused.reason,
             }
@@ -332,6 +335,8 @@ class ServingNode:
             )
             shards = replicated = replicated_shards(snapshot, plan, partial(self._replicas, snapshot), service.clock)
             if self._hot is not None:
+                # Runs after the keeper has ended, and told for the last time.
+                closing.callback(self._hot_reports.pop, (published.model, published.version), None)
                 keeper = self._hot.start(snapshot, plan, partial(replicated, no_retry))
                 closing.callback(keeper.close)
                 hot = keeper.rows
@@ -354,6 +359,14 @@ class ServingNode:
         except BaseException:
             closing.close()
             raise
+
+    def _tell_hot(self, status: HotStatus) -> None:
+        """Count what a version's hot rows answered, on its keeper's thread."""
+        self._service.metrics.hot_rows(status)
+        key = status.model, status.version
+        before = self._hot_reports.get(key, HotReport())
+        lookups, hits = before.lookups + int(status.lookups.sum()), before.hits + int(status.hits.sum())
+        self._hot_reports[key] = HotReport(rows=status.rows, size_bytes=status.size_bytes, lookups=lookups, hits=hits)
 
     def _discard(self, served: ServedModel) -> None:
         """Free a version that nobody used, in a thread of its own."""

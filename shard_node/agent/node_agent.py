@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -292,6 +293,9 @@ class NodeActions:
         tables = generation.payload
         deltas = tables.deltas.snapshot()
         gap = self._followers.gap(model, version)
+        tiers = Counter[str]()
+        for use in tables.engine.memory():
+            tiers[use.tier] += use.size_bytes
         return VersionReport(
             model=model,
             version=version,
@@ -300,7 +304,8 @@ class NodeActions:
             reason=cut_reason(gap or deltas.reason),
             identity=tables.manifest_identity,
             plan_digest=tables.plan_digest,
-            memory_bytes=sum(use.size_bytes for use in tables.engine.memory() if use.tier != "mapped"),
+            memory_bytes=tiers.total() - tiers["mapped"],
+            memory_tiers=dict(tiers),
             leases=generation.leases,
             delta_sequence=deltas.sequence,
             delta_published_at=deltas.published_at,

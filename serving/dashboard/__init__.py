@@ -1,0 +1,1 @@
+"""The page for operators: what a fleet is and does, gathered, kept for a while, and shown."""

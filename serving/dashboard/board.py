@@ -1,0 +1,188 @@
+"""Look at a fleet again and again, keep what has to be kept, and tell whoever watches."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+
+from loader.errors import RegistryError
+from loader.rollout.fleet_state import FleetState
+from serving.dashboard.changes import Changes
+from serving.dashboard.history import History
+from serving.dashboard.sources import Source
+from serving.dashboard.told import told_state
+from serving.errors import OverloadedError, ShuttingDownError
+
+logger = logging.getLogger(__name__)
+
+WATCHED_S = 0.5
+"""Between two looks while somebody watches."""
+UNWATCHED_S = 2.5
+"""Else: often enough that no slot of the history is missed."""
+LOOK_TIMEOUT_S = 4.0
+MAX_WATCHERS = 16
+MAX_WAITING = 8
+"""Messages that a slow watcher may have waiting before it is ended."""
+_encode = msgspec.json.Encoder().encode
+
+
+class Watcher:
+    """One page that is open: an iterator over the messages of its event stream, to be left when it ends."""
+
+    def __init__(self) -> None:
+        self._waiting: asyncio.Queue[bytes] = asyncio.Queue(MAX_WAITING)
+        self._ended = asyncio.Event()
+
+    def tell(self, message: bytes) -> bool:
+        """Put a message in its queue. False if it is full: then the watcher is ended."""
+        try:
+            self._waiting.put_nowait(message)
+        except asyncio.QueueFull:
+            self.end()
+        return not self._ended.is_set()
+
+    def end(self) -> None:
+        """End its stream, without what still waits."""
+        self._ended.set()
+
+    async def messages(self) -> AsyncIterator[bytes]:
+        """Give the messages until it is ended."""
+        end = asyncio.ensure_future(self._ended.wait())
+        try:
+            while not end.done():
+                following = asyncio.ensure_future(self._waiting.get())
+                await asyncio.wait([following, end], return_when=asyncio.FIRST_COMPLETED)
+                if end.done():
+                    following.cancel()
+                    return
+                yield following.result()
+        finally:
+            end.cancel()
+
+
+class Board:
+    """What the page shows of one source. Belongs to one event loop; `run_board` makes one that runs.
+
+    `clock` gives seconds since the epoch.
+    """
+
+    def __init__(self, source: Source, clock: Callable[[], float] = time.time) -> None:
+        self.source = source
+        self.history = History()
+        self._clock = clock
+        self._changes = Changes()
+        self._state = FleetState()
+        self._read_at: float | None = None
+        self._problem = "nothing was read yet"
+        self._told: dict[str, Any] = {}
+        self._watchers: set[Watcher] = set()
+        self._is_closed = False
+        self._wake = asyncio.Event()
+
+    def watch(self) -> Watcher:
+        """Begin to watch; `leave` ends it. Raises OverloadedError if too many watch, ShuttingDownError."""
+        if self._is_closed:
+            raise ShuttingDownError("the process is shutting down")
+        if len(self._watchers) >= MAX_WATCHERS:
+            raise OverloadedError(f"{MAX_WATCHERS} pages are open already, which is the most: close one")
+        watcher = Watcher()
+        watcher.tell(_event("history", self.history.document()))
+        watcher.tell(_event("state", self._told or self._document()))
+        self._watchers.add(watcher)
+        self._wake.set()
+        return watcher
+
+    def leave(self, watcher: Watcher) -> None:
+        """Forget a watcher."""
+        self._watchers.discard(watcher)
+        watcher.end()
+
+    def close(self) -> None:
+        """End all streams, and let nobody watch any more."""
+        self._is_closed = True
+        for watcher in list(self._watchers):
+            self.leave(watcher)
+
+    async def run(self) -> None:
+        """Look until cancelled."""
+        while True:
+            await self.look()
+            try:
+                async with asyncio.timeout(WATCHED_S if self._watchers else UNWATCHED_S):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+            self._wake.clear()
+
+    async def look(self) -> None:
+        """Look once, and tell what is new."""
+        problem = ""
+        try:
+            async with asyncio.timeout(LOOK_TIMEOUT_S):
+                state = await self.source.look()
+        except TimeoutError:
+            problem = f"{self.source.name} has not answered within {LOOK_TIMEOUT_S:g} s"
+        except RegistryError as error:
+            problem = str(error)
+        except Exception as error:
+            # A defect must not end the page for good.
+            logger.exception("reading %s failed", self.source.name)
+            problem = f"internal error: {type(error).__name__}"
+        now = self._clock()
+        if bool(problem) != bool(self._problem) and self._read_at is not None:
+            self._changes.registry(problem or "the registry answers again", now)
+        self._problem = problem
+        if problem:
+            self._tell(now, slot=False)
+            return
+        self._read_at, self._state = now, state
+        self._changes.look(state, now)
+        self._tell(now, slot=self.history.observe(state.nodes, now))
+
+    def _document(self) -> dict[str, Any]:
+        source = {"name": self.source.name, "note": self.source.note, "fixed": self.source.fixed}
+        about = {"source": source, "problem": self._problem, "read_at": self._read_at}
+        return about | told_state(self._state, self._changes, self.history)
+
+    def _tell(self, now: float, *, slot: bool) -> None:
+        if not self._watchers:
+            self._told = {}
+            return
+        told = self._document()
+        # When it was read changes with every look; it is told apart, so that it does not send all the rest.
+        is_new = {**told, "read_at": None} != {**self._told, "read_at": None}
+        messages = [_event("state", told) if is_new else _event("read", {"read_at": self._read_at})]
+        self._told = told
+        if slot:
+            messages.append(_event("slot", self.history.document(last_only=True)))
+        for message in messages:
+            for watcher in list(self._watchers):
+                if not watcher.tell(message):
+                    logger.info("a page that took nothing was ended")
+                    self._watchers.discard(watcher)
+
+
+@asynccontextmanager
+async def run_board(open_source: Callable[[], Source], clock: Callable[[], float] = time.time) -> AsyncIterator[Board]:
+    """Run a board while the block runs. Raises RegistryError if its source can't be opened."""
+    source = open_source()
+    board = Board(source, clock)
+    running = asyncio.create_task(board.run(), name="look at the fleet")
+    try:
+        yield board
+    finally:
+        board.close()
+        running.cancel()
+        await asyncio.wait([running])
+        await source.close()
+
+
+def _event(name: str, document: dict[str, Any]) -> bytes:
+    """Write one event (https://html.spec.whatwg.org/multipage/server-sent-events.html); JSON has no line end."""
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), _encode(document))

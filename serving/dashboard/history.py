@@ -1,0 +1,183 @@
+"""Keep what each version answered over the last minutes: flat arrays of a fixed size, filled slot by slot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from loader.registry.fleet import LATENCY_BOUNDS_MS, HotReport, NodeRecord, VersionStats
+
+SLOT_S = 5.0
+NUM_SLOTS = 180
+"""A quarter of an hour."""
+MAX_TRACKS = 32
+"""Versions of models that are kept; beyond them the one goes that answered nothing for longest."""
+MAX_SOURCES = 4096
+"""Counters of processes that are remembered, those of processes that have ended too."""
+RECENT_S = 60.0
+QUANTILES = (0.5, 0.95, 0.99)
+
+_REQUESTS, _ERRORS, _LOOKUPS, _HITS, _LATENCIES = range(5)
+# Above the last bound it is told as that bound, as `loader.rollout.guards.percentile_ms` does.
+_BOUNDS_MS = np.array([*LATENCY_BOUNDS_MS, LATENCY_BOUNDS_MS[-1]])
+_WIDTH = _LATENCIES + _BOUNDS_MS.size
+Counts = npt.NDArray[np.int64]
+
+
+class _Source(NamedTuple):
+    """One process's counters of a version; another process of the node counts anew."""
+
+    node_id: str
+    process_id: int
+    model: str
+    version: int
+
+
+class History:
+    """Counts of requests, errors, latencies and hot rows by version, of the last `num_slots` times `slot_s` seconds.
+
+    A slot in which nothing was observed, or which was not seen from its beginning, is unknown. `now` is in seconds, of
+    whatever clock; one that is set back adds to the last slot.
+    """
+
+    def __init__(self, num_slots: int = NUM_SLOTS, slot_s: float = SLOT_S, max_tracks: int = MAX_TRACKS) -> None:
+        self.slot_s = slot_s
+        self._counts: Counts = np.zeros((max_tracks, num_slots, _WIDTH), np.int64)
+        self._is_known = np.zeros(num_slots, np.bool_)
+        self._tracks: dict[tuple[str, int], int] = {}
+        self._active = np.full(max_tracks, -1, np.int64)
+        self._last: dict[_Source, Counts] = {}
+        self._slot = self._whole_from = -1
+        self._observed_at = float("-inf")
+
+    @property
+    def num_slots(self) -> int:
+        """How many slots there are; the one that is being filled is told only when it is full."""
+        return self._is_known.size
+
+    @property
+    def closed(self) -> int:
+        """The number of the last slot that is full; it ended at `(closed + 1) * slot_s`."""
+        return self._slot - 1
+
+    def observe(self, nodes: Iterable[NodeRecord], now: float) -> bool:
+        """Add what nodes have counted since they were observed last. Returns whether a slot has become full."""
+        slot = max(self._slot, int(now // self.slot_s))
+        # After a pause nobody knows when what was counted meanwhile happened.
+        is_fresh = 0 <= now - self._observed_at <= 2 * self.slot_s
+        has_closed = self._slot not in (-1, slot)
+        self._advance(slot)
+        if not is_fresh:
+            self._whole_from = slot + 1
+        self._is_known[slot % self.num_slots] = slot >= self._whole_from
+        for node in nodes:
+            for report in node.versions:
+                if report.stats is not None:
+                    source = _Source(node.node_id, node.process_id, report.model, report.version)
+                    self._add(source, _counted(report.stats, report.hot), is_fresh)
+        while len(self._last) > MAX_SOURCES:
+            del self._last[next(iter(self._last))]
+        self._observed_at = now
+        return has_closed
+
+    def document(self, *, last_only: bool = False) -> dict[str, Any]:
+        """Tell all full slots, the oldest first, or only the last one: a list for each number, None where unknown."""
+        numbers = np.arange(self.closed if last_only else self._slot - self.num_slots + 1, self._slot)
+        places = numbers % self.num_slots
+        is_known = (self._is_known[places] & (numbers >= 0)).tolist()
+        tracks = []
+        for (model, version), track in sorted(self._tracks.items()):
+            counts = self._counts[track, places]
+            told: dict[str, Any] = {"model": model, "version": version}
+            told["requests"] = _where(is_known, counts[:, _REQUESTS].tolist())
+            told["errors"] = _where(is_known, counts[:, _ERRORS].tolist())
+            told["hit_rate"] = _where(is_known, _shares(counts[:, _HITS], counts[:, _LOOKUPS]))
+            for quantile, values in zip(QUANTILES, percentiles_ms(counts[:, _LATENCIES:]), strict=True):
+                told[f"p{100 * quantile:g}"] = _where(is_known, values)
+            tracks.append(told)
+        return {"slot": self.closed, "slot_s": self.slot_s, "num_slots": self.num_slots, "tracks": tracks}
+
+    def recent(self, model: str, version: int) -> dict[str, float | None] | None:
+        """Tell rates (a second), shares and percentiles (ms) over the last minute; None if nothing is known of it."""
+        track = self._tracks.get((model, version))
+        numbers = np.arange(max(0, self._slot - int(RECENT_S / self.slot_s)), self._slot)
+        places = (numbers % self.num_slots)[self._is_known[numbers % self.num_slots]]
+        if track is None or not places.size:
+            return None
+        counts = self._counts[track, places].sum(axis=0, keepdims=True)
+        seconds = places.size * self.slot_s
+        requests, errors = int(counts[0, _REQUESTS]), int(counts[0, _ERRORS])
+        p50, p95, p99 = (values[0] for values in percentiles_ms(counts[:, _LATENCIES:]))
+        return {
+            "requests_per_s": requests / seconds,
+            "error_rate": errors / requests if requests else None,
+            "hit_rate": _shares(counts[:, _HITS], counts[:, _LOOKUPS])[0],
+            "p50": p50,
+            "p95": p95,
+            "p99": p99,
+        }
+
+    def _advance(self, slot: int) -> None:
+        emptied = np.arange(max(self._slot + 1, slot - self.num_slots + 1), slot + 1) % self.num_slots
+        self._counts[:, emptied] = 0
+        self._is_known[emptied] = False
+        self._slot = slot
+
+    def _add(self, source: _Source, counts: Counts, is_fresh: bool) -> None:
+        # Taken out and put in again, so that those that have ended are the first.
+        before = self._last.pop(source, None)
+        self._last[source] = counts
+        if not is_fresh:
+            return
+        # What counts fewer than before was staged anew, and what was not there before has just begun.
+        news = counts if before is None or (counts < before).any() else counts - before
+        if news.any():
+            track = self._track((source.model, source.version))
+            self._counts[track, self._slot % self.num_slots] += news
+            self._active[track] = self._slot
+
+    def _track(self, key: tuple[str, int]) -> int:
+        track = self._tracks.get(key)
+        if track is None:
+            track = int(self._active.argmin())
+            self._tracks = {one: place for one, place in self._tracks.items() if place != track}
+            self._counts[track] = 0
+            self._tracks[key] = track
+        return track
+
+
+def percentiles_ms(latency_counts: Counts) -> list[list[float | None]]:
+    """Return, for each of `QUANTILES`, the upper bound of the bucket that it falls into, by row of counts [N, buckets].
+
+    None for a row without answers. As `loader.rollout.guards.percentile_ms` of each row.
+    """
+    up_to = latency_counts.cumsum(axis=1)
+    total = up_to[:, -1:]
+    found = []
+    for quantile in QUANTILES:
+        values = _BOUNDS_MS[(up_to >= quantile * total).argmax(axis=1)].tolist()
+        found.append(_where((total[:, 0] > 0).tolist(), values))
+    return found
+
+
+def _counted(stats: VersionStats, hot: HotReport | None) -> Counts:
+    counts = np.zeros(_WIDTH, np.int64)
+    counts[_REQUESTS], counts[_ERRORS] = stats.requests, stats.errors
+    if hot is not None:
+        counts[_LOOKUPS], counts[_HITS] = hot.lookups, hot.hits
+    # One of another release may have other buckets: what it has beyond these would be told as the last one.
+    latencies = np.array(stats.latency_counts[: _BOUNDS_MS.size], np.int64)
+    counts[_LATENCIES : _LATENCIES + latencies.size] = latencies
+    return counts
+
+
+def _shares(parts: Counts, wholes: Counts) -> list[float | None]:
+    shares = (parts / np.maximum(wholes, 1)).tolist()
+    return _where((wholes > 0).tolist(), shares)
+
+
+def _where(is_known: list[bool], values: list[Any]) -> list[Any]:
+    return [value if known else None for known, value in zip(is_known, values, strict=True)]

@@ -1,0 +1,368 @@
+// Shows what the server's stream of events tells. All text gets in by textContent: names come from a registry.
+import { clock, draw } from "./plot.js";
+
+const STALE_MS = 12000, RETRY_MS = 1000, SERIES = 6;
+const STEPS = {
+  stage_shards: "load on shards", stage_serving: "load on serving", replay: "catch up", canary: "canary", flip: "flip",
+  bake: "bake", unflip: "flip back", retire_serving: "retire on serving", retire_shards: "retire on shards",
+};
+const TIERS = { ram: "RAM", mapped: "SSD", card: "card", hot: "hot copies", pinned: "pinned" };
+const STATES = { ready: "good", up: "good", live: "good", refused: "bad", gone: "bad", draining: "warn", staging: "warn", waiting: "warn", ending: "warn" };
+const $ = (id) => document.getElementById(id);
+let token = "", state = null, history = null, access = { needs_token: false, fixed: "" }, heard = 0, colours = new Map();
+const sections = new Map();
+
+// Elements and numbers.
+
+function element(name, { text, classes, ...attributes } = {}, ...children) {
+  const made = document.createElement(name);
+  if (classes) made.className = classes;
+  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+  if (text !== undefined && text !== null) made.textContent = text;
+  made.append(...children);
+  return made;
+}
+
+const number = (value, digits = 0) => (value === null || value === undefined ? "–" : value.toFixed(digits));
+const percent = (share, digits = 2) => (share === null || share === undefined ? "–" : `${(100 * share).toFixed(digits)}%`);
+const latency = (ms) => (ms === null || ms === undefined ? "–" : ms >= 100 ? ms.toFixed(0) : ms >= 10 ? ms.toFixed(1) : ms.toFixed(2));
+const rate = (value) => (value === null || value === undefined ? "–" : value >= 100 ? value.toFixed(0) : value.toFixed(1));
+
+function bytes(size) {
+  if (!size) return "–";
+  const power = Math.min(4, Math.floor(Math.log10(size) / 3));
+  return `${(size / 1000 ** power).toFixed(power ? 1 : 0)} ${["B", "kB", "MB", "GB", "TB"][power]}`;
+}
+
+function lasts(seconds) {
+  if (seconds < 90) return `${Math.max(0, seconds).toFixed(0)} s`;
+  return seconds < 5400 ? `${(seconds / 60).toFixed(0)} min` : seconds < 172800 ? `${(seconds / 3600).toFixed(1)} h` : `${(seconds / 86400).toFixed(0)} d`;
+}
+
+const tag = (text, kind) => element("span", { text, classes: `tag ${STATES[kind] ?? "quiet"}` });
+
+// Fills a table: columns are names, "#name" for numbers; cells are texts or elements, row.head says which is the header.
+function fill(table, columns, rows, empty, title) {
+  const numeric = columns.map((one) => one.startsWith("#"));
+  const names = columns.map((one, index) => element("th", { text: one.replace("#", ""), scope: "col", classes: numeric[index] ? "n" : "" }));
+  const body = rows.map(({ cells, head = 0, classes = "" }) => element("tr", { classes }, ...cells.map((cell, index) => {
+    const made = element(index === head ? "th" : "td", { classes: numeric[index] ? "n" : index === cells.length - 1 ? "text" : "" });
+    if (index === head) made.scope = "row";
+    made.append(cell ?? "");
+    return made;
+  })));
+  if (!body.length) body.push(element("tr", {}, element("td", { text: empty, colspan: columns.length, classes: "quiet" })));
+  table.replaceChildren(...(title ? [element("caption", { text: title })] : []), element("thead", {}, element("tr", {}, ...names)), element("tbody", {}, ...body));
+}
+
+// One model.
+
+function sectionOf(model) {
+  if (sections.has(model)) return sections.get(model);
+  const id = `model-${sections.size}`, part = {};
+  part.title = element("h2", { text: model, id });
+  part.live = element("span");
+  part.why = element("span", { classes: "why", id: `${id}-why` });
+  part.button = element("button", { type: "button", "aria-describedby": `${id}-why` });
+  part.button.onclick = () => askRollback(model);
+  part.rollout = element("div", { classes: "rollout" });
+  part.plots = element("div", { classes: "plots" });
+  part.figures = new Map();
+  part.versions = element("table");
+  const wide = element("div", { classes: "wide", role: "region", tabindex: "0", "aria-label": `Versions of ${model}` }, part.versions);
+  const head = element("div", { classes: "head" }, part.title, part.live, part.why, part.button);
+  part.section = element("section", { "aria-labelledby": id }, head, part.rollout, part.plots, wide);
+  $("models").append(part.section);
+  sections.set(model, part);
+  return part;
+}
+
+function showModel(told) {
+  const part = sectionOf(told.model), { rollout, rollback } = told;
+  const canary = told.canary ? [tag(`canary: version ${told.canary.version}, ${percent(told.canary.share, 1)}`, "waiting")] : [];
+  part.live.replaceChildren(tag(told.live === null ? "no version is live" : `version ${told.live} is live`, told.live === null ? "refused" : "live"), " ", ...canary);
+  const why = access.fixed || rollback.why_not;
+  part.button.textContent = rollback.to === null ? "Roll back" : rollback.aborts ? `Abort, stay at version ${rollback.to}` : `Roll back to version ${rollback.to}`;
+  part.button.disabled = Boolean(why);
+  part.why.textContent = why;
+  showRollout(part.rollout, rollout);
+  fill(part.versions,
+    ["version", "state", "#shards", "#replicas", "#serving", "#answering", "#requests/s", "#errors", "#p50 ms", "#p95 ms", "#p99 ms", "#hot rows hit", "#rows", "#updates", "published"],
+    told.versions.map((one) => {
+      const recent = one.recent ?? {};
+      const state = one.role.startsWith("canary") ? "waiting" : one.role;
+      return { cells: [
+        String(one.version), tag(one.role, state), one.num_shards ? `${one.shards} of ${one.num_shards}` : "–", number(one.replicas), number(one.serving),
+        number(one.answering), rate(recent.requests_per_s), percent(recent.error_rate), latency(recent.p50), latency(recent.p95), latency(recent.p99),
+        percent(recent.hit_rate, 1), bytes(one.rows_bytes), number(one.last_delta), one.published_at ? `${lasts(state_now() - one.published_at)} ago` : "–",
+      ] };
+    }), "no version is known");
+}
+
+const state_now = () => state.read_at ?? Date.now() / 1000;
+
+function showRollout(place, rollout) {
+  if (!rollout) {
+    place.replaceChildren(element("p", { text: "There was no rollout yet.", classes: "quiet" }));
+    return;
+  }
+  const { to_version: to, from_version: from } = rollout;
+  const details = [rollout.strategy, rollout.canary_share === null ? "" : `canary ${percent(rollout.canary_share, 1)}`, rollout.bake_s ? `bake ${lasts(rollout.bake_s)}` : ""];
+  const title = `Rollout of version ${to}${from === null ? "" : ` in place of ${from}`}: ${rollout.state.replace("_", " ")}`;
+  const since = rollout.active ? `running for ${lasts(state_now() - rollout.started_at)}, this step for ${lasts(state_now() - rollout.step_began_at)}` : `began ${clock(rollout.started_at)}`;
+  const told = [...details, since].filter(Boolean).join(" · ");
+  const steps = element("ol", { classes: "steps", "aria-label": "Steps of the rollout" }, ...rollout.steps.map((step) => {
+    const made = element("li", { text: step.name.startsWith("roll:") ? `replicas ${Number(step.name.slice(5)) + 1}` : STEPS[step.name] ?? step.name, classes: step.state });
+    made.append(element("span", { text: `, ${step.state}`, classes: "unseen" }));
+    if (step.state === "running") made.setAttribute("aria-current", "step");
+    return made;
+  }));
+  const parts = [element("h3", { text: title, classes: rollout.state === "done" ? "good" : rollout.active ? "" : "bad" }), element("p", { text: told, classes: "told" }), steps];
+  if (rollout.reason) parts.push(element("p", { text: `Reason: ${rollout.reason}`, classes: "bad" }));
+  if (rollout.active && !state.coordinator) parts.push(element("p", { text: "No coordinator is running, so nothing moves.", classes: "bad" }));
+  const waiting = rollout.waiting_for.map((text) => element("li", { text: `waiting for ${text}` }));
+  if (rollout.more_waiting) waiting.push(element("li", { text: `and ${rollout.more_waiting} more` }));
+  if (waiting.length) parts.push(element("ul", { classes: "waiting" }, ...waiting));
+  if (rollout.guards) parts.push(guardsTable(rollout));
+  place.replaceChildren(...parts);
+}
+
+function guardsTable({ guards, limits, from_version: from, to_version: to }) {
+  const table = element("table");
+  const row = (name, one) => ({ cells: [name, number(one.requests), percent(one.error_rate), latency(one.p99_ms), one.mean_score === null ? "–" : one.mean_score.toFixed(4)] });
+  const allowed = { cells: ["allowed", `from ${limits.min_requests}`, `+${percent(limits.max_error_rate_increase)}`, `×${limits.max_p99_ratio} + ${limits.p99_slack_ms} ms`, `±${limits.max_score_drift} deviations`] };
+  const verdict = guards.breached ? "breached" : guards.compared ? "kept" : "not compared yet";
+  fill(table, ["since the bake began", "#requests", "#errors", "#p99 ms", "#mean score"], [row(`version ${from}, live`, guards.live), row(`version ${to}, new`, guards.new), allowed], "",
+    `Guards: ${verdict}${guards.reason ? `, ${guards.reason}` : ""}`);
+  return table;
+}
+
+// Plots. A version keeps its colour for as long as the page is open.
+
+function colour(key) {
+  if (!colours.has(key)) colours.set(key, `s${colours.size % SERIES}`);
+  return colours.get(key);
+}
+
+function figure(part, name, title) {
+  if (!part.figures.has(name)) {
+    const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+    svg.setAttribute("class", "plot");
+    svg.setAttribute("role", "img");
+    svg.setAttribute("aria-label", `${title}, the last 15 minutes; the table of versions has the last minute's numbers`);
+    const readout = element("span", { classes: "readout" });
+    part.plots.append(element("figure", {}, element("figcaption", {}, element("h3", { text: title }), readout), svg));
+    part.figures.set(name, { svg, readout });
+  }
+  return part.figures.get(name);
+}
+
+function showPlots() {
+  for (const { model } of state?.models ?? []) {
+    const part = sectionOf(model), tracks = history.tracks.filter((one) => one.model === model);
+    const shown = tracks.filter((one) => one.requests.some((value) => value)).slice(-4);
+    const end = (history.slot + 1) * history.slot_s;
+    const plot = (name, title, format, series, most) => {
+      const { svg, readout } = figure(part, name, title);
+      draw(svg, readout, { series, end, slot: history.slot_s, count: history.num_slots, format, most });
+    };
+    const line = (one, values, name, style = "") => ({ name, values, classes: `${colour(`${model} ${one.version}`)} ${style}`.trim() });
+    plot("requests", "Requests a second, by version", rate, shown.map((one) => line(one, one.requests.map((value) => (value === null ? null : value / history.slot_s)), `v${one.version}`)));
+    plot("latency", "Latency, ms: p99 solid, p95 dashed, p50 dotted", latency, shown.flatMap((one) => [
+      line(one, one.p99, `v${one.version} p99`), line(one, one.p95, `v${one.version} p95`, "mid"), line(one, one.p50, `v${one.version} p50`, "low")]));
+    if (tracks.some((one) => one.hit_rate.some((value) => value !== null))) {
+      plot("hot", "Lookups answered by hot rows", (value) => percent(value, 0), shown.map((one) => line(one, one.hit_rate, `v${one.version}`)), 1);
+    }
+  }
+}
+
+function takeSlot(told) {
+  if (!history || told.slot !== history.slot + 1) return false;
+  const before = new Map(history.tracks.map((one) => [`${one.model} ${one.version}`, one]));
+  const unknown = Array(history.num_slots).fill(null);
+  for (const track of told.tracks) {
+    const old = before.get(`${track.model} ${track.version}`) ?? {};
+    for (const name of Object.keys(track)) {
+      if (Array.isArray(track[name])) track[name] = [...(old[name] ?? unknown), ...track[name]].slice(-history.num_slots);
+    }
+  }
+  history = { ...told, num_slots: history.num_slots };
+  return true;
+}
+
+// Nodes and events.
+
+function stateOf(node, version) {
+  if (node.state !== "up") return tag(node.state === "gone" ? `gone since ${clock(node.gone_at)}` : node.state, node.state);
+  if (!version) return tag("holds nothing", "");
+  return tag(version.state === "staging" ? `staging, ${percent(version.progress, 0)}` : version.state, version.state);
+}
+
+function perVersion(kind, cells) {
+  return state.nodes.filter((node) => node.kind === kind).flatMap((node) => (node.versions.length ? node.versions : [null]).map((version) => (
+    { cells: cells(node, version), classes: node.state === "gone" ? "gone" : "", head: 1 })));
+}
+
+const named = (version) => (version ? `${version.model} ${version.version}` : "–");
+const tiers = (version) => Object.entries(version?.tiers ?? {}).map(([tier, size]) => `${TIERS[tier] ?? tier} ${bytes(size)}`).join(", ") || "–";
+const counted = (value) => (value === null || value === undefined ? "–" : String(value));
+
+function lagOf(version) {
+  if (!version || version.lag === null) return "–";
+  if (!version.lag) return "0";
+  const age = version.applied_at ? `, last of ${lasts(state_now() - version.applied_at)} ago` : "";
+  return element("span", { text: `${version.lag} behind${age}`, classes: "warn" });
+}
+
+function showNodes() {
+  fill($("shards"), ["shard", "node", "version", "state", "rows by tier", "#updates", "#lag", "#leases", "#memory free", "address, remarks"],
+    perVersion("shard", (node, version) => [counted(node.shard), node.id, named(version), stateOf(node, version), tiers(version), counted(version?.sequence), lagOf(version),
+      counted(version?.leases), bytes(node.memory_available), [node.address, version?.reason].filter(Boolean).join(" · ")]),
+    "No shard nodes: serving processes hold their rows themselves.");
+  fill($("serving"), ["answers with", "node", "version", "state", "rows by tier", "#hot rows", "#updates", "#lag", "#leases", "#dense step", "#golden off by", "#memory free", "address, remarks"],
+    perVersion("serving", (node, version) => [
+      version && node.state !== "gone" && node.live[version.model] === version.version ? "✓ this version" : "", node.id, named(version), stateOf(node, version), tiers(version),
+      version?.hot ? `${version.hot.rows} (${bytes(version.hot.bytes)})` : "–", counted(version?.sequence), lagOf(version), counted(version?.leases),
+      counted(version?.dense_step), version?.golden === null || !version ? "–" : version.golden.toExponential(1), bytes(node.memory_available), [node.address, version?.reason].filter(Boolean).join(" · ")]),
+    "No serving process is announced.");
+  fill($("events"), ["time", "what", "of", "", ],
+    state.events.map((one) => ({ cells: [clock(one.at), STEPS[one.kind] ?? one.kind, one.node || one.model || "–", one.text] })), "Nothing has changed since this page's server began to look.");
+}
+
+function showState(told) {
+  const newest = told.events[0];
+  if (state && newest && newest.at !== state.events[0]?.at) $("news").textContent = `${newest.node || newest.model} ${newest.text}`;
+  state = told;
+  $("source").textContent = told.source.name;
+  $("coordinator").textContent = told.source.fixed ? "" : told.coordinator ? `coordinator: ${told.coordinator}` : "no coordinator is running";
+  $("coordinator").className = told.coordinator || told.source.fixed ? "" : "bad";
+  const more = [told.more_models ? `${told.more_models} more models` : "", told.more_nodes ? `${told.more_nodes} more nodes` : ""].filter(Boolean).join(" and ");
+  $("note").textContent = [told.source.note, more && `${more} are not shown`].filter(Boolean).join(". ");
+  $("note").hidden = !$("note").textContent;
+  $("problem").textContent = told.problem ? `What is shown is not of now: ${told.problem}` : "";
+  $("problem").hidden = !told.problem;
+  const names = new Set(told.models.map((one) => one.model));
+  for (const [name, part] of sections) part.section.hidden = !names.has(name);
+  told.models.forEach(showModel);
+  showNodes();
+}
+
+// The stream. Not EventSource, which sends no headers, and so no token.
+
+function connection(kind, text) {
+  if ($("connection").dataset.state !== kind || $("connection").textContent !== text) {
+    $("connection").dataset.state = kind;
+    $("connection").textContent = text;
+  }
+}
+
+function take(name, told) {
+  heard = Date.now();
+  if (name === "history") history = told;
+  else if (name === "state") showState(told);
+  else if (name === "read") state.read_at = told.read_at;
+  else if (name === "slot" && !takeSlot(told)) throw new Error("a slot is missing");
+  if (state?.read_at) connection("live", `live, read ${clock(state.read_at)}`);
+  if (name !== "read" && name !== "state" || (name === "state" && state.models.some((one) => !sections.get(one.model).figures.size))) showPlots();
+}
+
+async function follow() {
+  const leaving = new AbortController();
+  const watchdog = setInterval(() => { if (Date.now() - heard > STALE_MS) leaving.abort(); }, 1000);
+  heard = Date.now();
+  try {
+    const answer = await fetch("status/events", { headers: token ? { authorization: `Bearer ${token}` } : {}, signal: leaving.signal, cache: "no-store" });
+    if (answer.status === 401 || answer.status === 403) return await refused(answer);
+    if (!answer.ok) throw new Error(await reasonOf(answer));
+    $("sign-in").hidden = true;
+    $("main").hidden = false;
+    const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+    for (let held = ""; ;) {
+      const { value, done } = await reader.read();
+      if (done) throw new Error("the server has ended the stream");
+      const events = (held + value).split("\n\n");
+      held = events.pop();
+      for (const one of events) {
+        const [name, data] = one.split("\n");
+        take(name.slice("event: ".length), JSON.parse(data.slice("data: ".length)));
+      }
+    }
+  } catch (error) {
+    connection("lost", `not connected: ${error.name === "AbortError" ? "the server is silent" : error.message}`);
+    return true;
+  } finally {
+    clearInterval(watchdog);
+    leaving.abort();
+  }
+}
+
+async function reasonOf(answer) {
+  const told = await answer.json().catch(() => null);
+  return told?.error?.message ?? `HTTP ${answer.status}`;
+}
+
+async function refused(answer) {
+  const why = await reasonOf(answer);
+  askToken(token ? why : "");
+  return false;
+}
+
+function askToken(why) {
+  token = "";
+  connection("waiting", "waiting for a token");
+  $("sign-in-error").textContent = why;
+  $("main").hidden = true;
+  $("sign-in").hidden = false;
+  $("view-token").focus();
+}
+
+async function run() {
+  while (await follow()) await new Promise((wake) => setTimeout(wake, RETRY_MS));
+}
+
+$("sign-in").onsubmit = (event) => {
+  event.preventDefault();
+  token = $("view-token").value;
+  $("view-token").value = "";
+  run();
+};
+
+// The button.
+
+let asked = null;
+
+function askRollback(model) {
+  const { rollback, rollout } = state.models.find((one) => one.model === model);
+  asked = { model, rollout_id: rollout.rollout_id, is_active: rollout.active };
+  $("rollback-text").textContent = rollback.aborts
+    ? `${model}: the rollout of version ${rollout.to_version} is ended, and version ${rollback.to} stays live.`
+    : `${model}: version ${rollback.to} is rolled out again: loaded, checked and flipped to. No answer fails meanwhile.`;
+  $("rollback-error").textContent = "";
+  $("rollback").showModal();
+  $("rollback-token").focus();
+}
+
+$("rollback-cancel").onclick = () => $("rollback").close();
+$("rollback").onclose = () => { $("rollback-token").value = ""; };
+$("rollback").querySelector("form").onsubmit = async (event) => {
+  event.preventDefault();
+  $("rollback-go").disabled = true;
+  try {
+    const headers = { "content-type": "application/json", authorization: `Bearer ${$("rollback-token").value}` };
+    const answer = await fetch("status/rollback", { method: "POST", headers, body: JSON.stringify(asked) });
+    if (!answer.ok) throw new Error(await reasonOf(answer));
+    const { model, to } = await answer.json();
+    $("news").textContent = `${model}: going back to ${to === null ? "no version" : `version ${to}`}`;
+    $("rollback").close();
+  } catch (error) {
+    $("rollback-error").textContent = error.message;
+    $("rollback-token").select();
+  } finally {
+    $("rollback-go").disabled = false;
+  }
+};
+
+addEventListener("resize", () => { if (history && state) showPlots(); });
+access = await fetch("status/access", { cache: "no-store" }).then((answer) => answer.json());
+if (access.needs_token) askToken("");
+else run();

@@ -1,0 +1,103 @@
+"""The page's paths on the port for operators: its files, its stream of events, and its one button."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from serving.api.bodies import read_body
+from serving.api.tokens import Tokens
+from serving.dashboard.board import Board
+from serving.errors import MalformedRequestError, PermissionDeniedError, ServingError
+
+logger = logging.getLogger(__name__)
+
+MAX_ROLLBACK_BYTES = 4096
+_FILES = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+    "/plot.js": ("plot.js", "text/javascript; charset=utf-8"),
+    "/page.css": ("page.css", "text/css; charset=utf-8"),
+    "/icon.svg": ("icon.svg", "image/svg+xml"),
+}
+HEADERS = {
+    # Nothing from elsewhere, nothing inline, and in nobody's frame.
+    "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-store",
+}
+_NO_TOKENS = "rolling back needs an admin token, and this process was started without --tokens"
+
+
+class _Rollback(msgspec.Struct, forbid_unknown_fields=True):
+    model: str
+    rollout_id: str
+    is_active: bool
+
+
+def add_page(app: FastAPI, board: Board, tokens: Tokens | None) -> None:
+    """Add the page and what it asks for. Its files say nothing of the fleet; all else needs what metrics need."""
+    folder = Path(__file__).parent
+
+    def check(request: Request) -> str:
+        return "" if tokens is None else tokens.check(request.headers.get("authorization"), "admin")
+
+    def file(name: str, content_type: str) -> Callable[[], Any]:
+        content = (folder / name).read_bytes()
+
+        async def answer() -> Response:
+            return Response(content, media_type=content_type, headers=HEADERS)
+
+        return answer
+
+    async def access() -> Response:
+        told = {"needs_token": tokens is not None, "fixed": board.source.fixed or ("" if tokens else _NO_TOKENS)}
+        return JSONResponse(told, headers=HEADERS)
+
+    async def events(request: Request) -> Response:
+        check(request)
+        watcher = board.watch()
+
+        async def stream() -> AsyncIterator[bytes]:
+            try:
+                async for message in watcher.messages():
+                    # A token that is taken away ends what it opened.
+                    check(request)
+                    yield message
+            except ServingError:
+                return
+            finally:
+                board.leave(watcher)
+
+        return StreamingResponse(stream(), media_type="text/event-stream", headers=HEADERS)
+
+    async def rollback(request: Request) -> Response:
+        if tokens is None:
+            raise PermissionDeniedError(_NO_TOKENS)
+        who = check(request)
+        asked = _asked(await read_body(request.receive, "MAX_ROLLBACK_BYTES", MAX_ROLLBACK_BYTES))
+        begun = await board.source.roll_back(asked.model, asked.rollout_id, is_active=asked.is_active)
+        to = begun.to_version if begun.state == "running" else begun.from_version
+        logger.warning("token %r rolls %s back to version %s", who, asked.model, to)
+        return JSONResponse({"model": asked.model, "to": to}, headers=HEADERS)
+
+    for path, (name, content_type) in _FILES.items():
+        app.add_api_route(path, file(name, content_type), methods=["GET"], include_in_schema=False)
+    app.add_api_route("/status/access", access, methods=["GET"], include_in_schema=False)
+    app.add_api_route("/status/events", events, methods=["GET"], include_in_schema=False)
+    app.add_api_route("/status/rollback", rollback, methods=["POST"], include_in_schema=False)
+
+
+def _asked(body: bytes) -> _Rollback:
+    try:
+        return msgspec.json.decode(body, type=_Rollback)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise MalformedRequestError("", f"the body must name model, rollout_id and is_active: {error}") from error

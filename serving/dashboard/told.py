@@ -1,0 +1,151 @@
+"""Put a fleet's state into the document that the page shows. Pure; every list is bounded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from loader.registry.fleet import NodeRecord, VersionReport, WantedModel
+from loader.rollout.fleet_state import FleetState
+from loader.rollout.plan import Rollout
+from serving.dashboard.changes import Changes, told_events
+from serving.dashboard.history import History
+
+MAX_MODELS = 32
+MAX_NODES = 400
+MAX_VERSIONS = 12
+"""Of a model; those in use come first, then the newest."""
+MAX_EVENTS = 60
+MAX_TEXT = 400
+Document = dict[str, Any]
+
+
+def told_state(state: FleetState, changes: Changes, history: History) -> Document:
+    """Return models with their versions and rollouts, nodes, and events, in the order in which they are shown."""
+    models = state.models()
+    nodes = [_node(state, node, None) for node in state.nodes]
+    nodes += [_node(state, one.node, one.at) for one in changes.gone.values()]
+    nodes.sort(key=lambda one: (one["kind"] != "shard", one["shard"] or 0, one["id"]))
+    return {
+        "coordinator": state.coordinator,
+        "num_shards": None if state.division is None else state.division.num_shards,
+        "models": [_model(state, model, history) for model in models[:MAX_MODELS]],
+        "more_models": max(0, len(models) - MAX_MODELS),
+        "nodes": nodes[:MAX_NODES],
+        "more_nodes": max(0, len(nodes) - MAX_NODES),
+        "events": told_events(changes, state, MAX_EVENTS),
+    }
+
+
+def _node(state: FleetState, node: NodeRecord, gone_at: float | None) -> Document:
+    return {
+        "id": node.node_id,
+        "kind": node.kind,
+        "shard": node.shard_index,
+        "address": node.address[:MAX_TEXT],
+        "state": "gone" if gone_at is not None else "ending" if node.draining else "up",
+        "gone_at": gone_at,
+        "memory_total": node.memory_total_bytes,
+        "memory_available": node.memory_available_bytes,
+        "live": node.live,
+        "versions": [_report(state, one) for one in node.versions[-MAX_VERSIONS:]],
+    }
+
+
+def _report(state: FleetState, report: VersionReport) -> Document:
+    # Only who holds rows applies deltas.
+    has_rows = bool(report.plan_digest or report.memory_tiers)
+    return {
+        "model": report.model,
+        "version": report.version,
+        "state": report.state,
+        "progress": report.progress,
+        "reason": "; ".join(filter(None, (report.reason, report.dense_refused)))[:MAX_TEXT],
+        "tiers": report.memory_tiers,
+        "leases": report.leases,
+        "sequence": report.delta_sequence if has_rows else None,
+        "lag": state.delta_lag(report.model, report.version, report.delta_sequence) if has_rows else None,
+        "applied_at": report.delta_published_at,
+        "dense_step": report.dense_step,
+        "golden": report.golden_difference,
+        "golden_tolerance": report.golden_tolerance,
+        "hot": None if report.hot is None else {"rows": report.hot.rows, "bytes": report.hot.size_bytes},
+    }
+
+
+def _model(state: FleetState, model: str, history: History) -> Document:
+    wanted, rollout = state.wanted.get(model), state.rollouts.get(model)
+    return {
+        "model": model,
+        "live": None if wanted is None else wanted.live,
+        "canary": None if wanted is None or wanted.canary is None else wanted.canary.model_dump(),
+        "versions": _versions(state, model, history),
+        "rollout": None if rollout is None else _rollout(state, rollout),
+        "rollback": _rollback(state, model, rollout),
+    }
+
+
+def _versions(state: FleetState, model: str, history: History) -> list[Document]:
+    wanted = state.wanted.get(model)
+    reports = [(node, one) for node in state.nodes for one in node.versions if one.model == model]
+    held = {one.version for _, one in reports} | (set() if wanted is None else wanted.named())
+    known = held | {version for name, version in state.published if name == model}
+    shown = sorted(known, key=lambda version: (version not in held, -version))[:MAX_VERSIONS]
+    return [_version(state, model, version, reports, history) for version in sorted(shown, reverse=True)]
+
+
+def _version(
+    state: FleetState, model: str, version: int, reports: list[tuple[NodeRecord, VersionReport]], history: History
+) -> Document:
+    ready = [node for node, one in reports if (one.version, one.state) == (version, "ready")]
+    shards = {node.shard_index for node in ready if node.kind == "shard"}
+    published = state.published.get((model, version))
+    num_shards = state.view(model).num_shards
+    return {
+        "version": version,
+        "role": _role(state.wanted.get(model), version, [one for _, one in reports if one.version == version]),
+        "published_at": None if published is None else published.published_at,
+        "rows_bytes": None if published is None else published.rows_bytes,
+        "shards": len(shards),
+        "num_shards": num_shards,
+        "replicas": sum(node.kind == "shard" for node in ready),
+        "serving": sum(node.kind == "serving" for node in ready),
+        "answering": sum(node.live.get(model) == version for node in state.nodes if node.kind == "serving"),
+        "last_delta": None if published is None else state.stream_ends.get((model, published.delta_base)),
+        "recent": history.recent(model, version),
+    }
+
+
+def _role(wanted: WantedModel | None, version: int, reports: list[VersionReport]) -> str:
+    if wanted is not None and wanted.live == version:
+        return "live"
+    if wanted is not None and wanted.canary is not None and wanted.canary.version == version:
+        return f"canary, {100 * wanted.canary.share:g}%"
+    # What is most in the way of its use is what people look for.
+    states = {one.state for one in reports}
+    return next((one for one in ("refused", "staging", "waiting", "draining", "ready") if one in states), "published")
+
+
+def _rollout(state: FleetState, rollout: Rollout) -> Document:
+    status = state.status(rollout.model)
+    told: Document = status.model_dump(mode="json", exclude={"nodes", "wanted", "events", "model"})
+    told["waiting_for"] = [text[:MAX_TEXT] for text in status.waiting_for[:8]]
+    told["more_waiting"] = max(0, len(status.waiting_for) - 8)
+    told["limits"] = rollout.guards.model_dump()
+    told["active"] = rollout.active
+    return told
+
+
+def _rollback(state: FleetState, model: str, rollout: Rollout | None) -> Document:
+    """Say where a rollback would go, or why there is none; `shardrank rollback` decides when it is asked."""
+    to, why = None if rollout is None else rollout.rollback_target, ""
+    if rollout is None or (to is None and not rollout.active):
+        why = "there is no earlier version to go back to"
+    elif rollout.active:
+        to = rollout.from_version
+        if rollout.state == "undoing":
+            why = "the rollout is being taken back already"
+        elif rollout.committed:
+            why = "the old version is being retired: once the rollout is done it can be rolled back"
+    elif (model, to) not in state.published:
+        why = f"version {to} is not on record any more"
+    return {"to": to, "aborts": rollout is not None and rollout.active, "why_not": why}
