@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -33,37 +34,34 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Watcher:
-    """One page that is open: an iterator over the messages of its event stream, to be left when it ends."""
+    """One page that is open: what its stream of events has still to be told."""
 
     def __init__(self) -> None:
-        self._waiting: asyncio.Queue[bytes] = asyncio.Queue(MAX_WAITING)
-        self._ended = asyncio.Event()
+        self._waiting: deque[bytes] = deque()
+        self._news = asyncio.Event()
+        self.is_ended = False
 
-    def tell(self, message: bytes) -> bool:
-        """Put a message in its queue. False if it is full: then the watcher is ended."""
-        try:
-            self._waiting.put_nowait(message)
-        except asyncio.QueueFull:
+    def tell(self, message: bytes) -> None:
+        """Put a message in its queue; a watcher whose queue is full is ended."""
+        if len(self._waiting) >= MAX_WAITING:
             self.end()
-        return not self._ended.is_set()
+        else:
+            self._waiting.append(message)
+            self._news.set()
 
     def end(self) -> None:
         """End its stream, without what still waits."""
-        self._ended.set()
+        self.is_ended = True
+        self._waiting.clear()
+        self._news.set()
 
     async def messages(self) -> AsyncIterator[bytes]:
         """Give the messages until it is ended."""
-        end = asyncio.ensure_future(self._ended.wait())
-        try:
-            while not end.done():
-                following = asyncio.ensure_future(self._waiting.get())
-                await asyncio.wait([following, end], return_when=asyncio.FIRST_COMPLETED)
-                if end.done():
-                    following.cancel()
-                    return
-                yield following.result()
-        finally:
-            end.cancel()
+        while not self.is_ended:
+            await self._news.wait()
+            self._news.clear()
+            while self._waiting:
+                yield self._waiting.popleft()
 
 
 class Board:
@@ -163,7 +161,8 @@ class Board:
             messages.append(_event("slot", self.history.document(last_only=True)))
         for message in messages:
             for watcher in list(self._watchers):
-                if not watcher.tell(message):
+                watcher.tell(message)
+                if watcher.is_ended:
                     logger.info("a page that took nothing was ended")
                     self._watchers.discard(watcher)
 

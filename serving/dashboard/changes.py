@@ -9,6 +9,7 @@ from typing import Any
 
 from loader.registry.fleet import NodeRecord
 from loader.rollout.fleet_state import FleetState
+from loader.rollout.plan import Rollout
 
 MAX_EVENTS = 200
 MAX_GONE = 64
@@ -60,6 +61,10 @@ class Changes:
                 tell(kind, text, node=node_id)
         for model, text in _of_live(before, state):
             tell("flip", text, model=model)
+        for model, rollout in before.rollouts.items():
+            if (now_there := state.rollouts.get(model)) is None or now_there.rollout_id != rollout.rollout_id:
+                # A registry keeps the last rollout only.
+                self.events.extend(_of_rollout(rollout))
         if before.coordinator != state.coordinator:
             told = f"the coordinator is {state.coordinator}" if state.coordinator else "no coordinator is running"
             tell("coordinator", told)
@@ -77,12 +82,19 @@ class Changes:
 
 def told_events(changes: Changes, state: FleetState, most: int) -> list[dict[str, Any]]:
     """List what was noticed and what rollouts have on record, the newest first; at most so many."""
-    found = list(changes.events)
-    for model, rollout in state.rollouts.items():
-        for event in rollout.events:
-            told = {"at": event.at, "kind": event.step, "node": "", "model": model, "text": event.text[:MAX_TEXT]}
-            found.append(told)
+    found = [*changes.events, *(event for rollout in state.rollouts.values() for event in _of_rollout(rollout))]
     return sorted(found, key=lambda one: -float(one["at"]))[:most]
+
+
+def _of_rollout(rollout: Rollout) -> Iterator[dict[str, Any]]:
+    for event in rollout.events:
+        yield {
+            "at": event.at,
+            "kind": event.step,
+            "node": "",
+            "model": rollout.model,
+            "text": f"version {rollout.to_version}: {event.text}"[:MAX_TEXT],
+        }
 
 
 def _of_node(before: NodeRecord, now: NodeRecord) -> Iterator[tuple[str, str]]:

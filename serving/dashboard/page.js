@@ -41,15 +41,18 @@ function lasts(seconds) {
 
 const tag = (text, kind) => element("span", { text, classes: `tag ${STATES[kind] ?? "quiet"}` });
 
-// Fills a table: columns are names, "#name" for numbers; cells are texts or elements, row.head says which is the header.
+// Fills a table: columns are names, "#name" for numbers. Cells are texts or elements, undefined for one that the cell above
+// takes the place of; row.head says which is the header, row.tall for how many rows the cells in row.shared stand.
 function fill(table, columns, rows, empty, title) {
   const numeric = columns.map((one) => one.startsWith("#"));
   const names = columns.map((one, index) => element("th", { text: one.replace("#", ""), scope: "col", classes: numeric[index] ? "n" : "" }));
-  const body = rows.map(({ cells, head = 0, classes = "" }) => element("tr", { classes }, ...cells.map((cell, index) => {
+  const body = rows.map(({ cells, head = 0, classes = "", tall = 1, shared = [] }) => element("tr", { classes }, ...cells.flatMap((cell, index) => {
+    if (cell === undefined) return [];
     const made = element(index === head ? "th" : "td", { classes: numeric[index] ? "n" : index === cells.length - 1 ? "text" : "" });
-    if (index === head) made.scope = "row";
-    made.append(cell ?? "");
-    return made;
+    if (index === head) made.scope = tall > 1 ? "rowgroup" : "row";
+    if (tall > 1 && shared.includes(index)) made.rowSpan = tall;
+    made.append(cell);
+    return [made];
   })));
   if (!body.length) body.push(element("tr", {}, element("td", { text: empty, colspan: columns.length, classes: "quiet" })));
   table.replaceChildren(...(title ? [element("caption", { text: title })] : []), element("thead", {}, element("tr", {}, ...names)), element("tbody", {}, ...body));
@@ -198,9 +201,15 @@ function stateOf(node, version) {
   return tag(version.state === "staging" ? `staging, ${percent(version.progress, 0)}` : version.state, version.state);
 }
 
-function perVersion(kind, cells) {
-  return state.nodes.filter((node) => node.kind === kind).flatMap((node) => (node.versions.length ? node.versions : [null]).map((version) => (
-    { cells: cells(node, version), classes: node.state === "gone" ? "gone" : "", head: 1 })));
+// One row for each version that a node holds; the cells in `shared` are the node's own, and stand once.
+function perVersion(kind, shared, cells) {
+  return state.nodes.filter((node) => node.kind === kind).flatMap((node) => {
+    const versions = node.versions.length ? node.versions : [null];
+    return versions.map((version, place) => ({
+      cells: cells(node, version).map((cell, index) => (place && shared.includes(index) ? undefined : cell)),
+      classes: node.state === "gone" ? "gone" : "", head: shared[0], tall: versions.length, shared,
+    }));
+  });
 }
 
 const named = (version) => (version ? `${version.model} ${version.version}` : "–");
@@ -215,17 +224,19 @@ function lagOf(version) {
 }
 
 function showNodes() {
-  fill($("shards"), ["shard", "node", "version", "state", "rows by tier", "#updates", "#lag", "#leases", "#memory free", "address, remarks"],
-    perVersion("shard", (node, version) => [counted(node.shard), node.id, named(version), stateOf(node, version), tiers(version), counted(version?.sequence), lagOf(version),
-      counted(version?.leases), bytes(node.memory_available), [node.address, version?.reason].filter(Boolean).join(" · ")]),
+  fill($("shards"), ["node", "#shard", "address", "#memory free", "version", "state", "rows by tier", "#updates", "#lag", "#leases", "remarks"],
+    perVersion("shard", [0, 1, 2, 3], (node, version) => [
+      node.id, counted(node.shard), node.address || "–", bytes(node.memory_available), named(version), stateOf(node, version), tiers(version),
+      counted(version?.sequence), lagOf(version), counted(version?.leases), version?.reason ?? ""]),
     "No shard nodes: serving processes hold their rows themselves.");
-  fill($("serving"), ["answers with", "node", "version", "state", "rows by tier", "#hot rows", "#updates", "#lag", "#leases", "#dense step", "#golden off by", "#memory free", "address, remarks"],
-    perVersion("serving", (node, version) => [
-      version && node.state !== "gone" && node.live[version.model] === version.version ? "✓ this version" : "", node.id, named(version), stateOf(node, version), tiers(version),
+  fill($("serving"), ["node", "address", "#memory free", "version", "state", "answers", "rows by tier", "#hot rows", "#updates", "#lag", "#leases", "#dense step", "#golden off by", "remarks"],
+    perVersion("serving", [0, 1, 2], (node, version) => [
+      node.id, node.address || "–", bytes(node.memory_available), named(version), stateOf(node, version),
+      version && node.state !== "gone" && node.live[version.model] === version.version ? "✓ live" : "–", tiers(version),
       version?.hot ? `${version.hot.rows} (${bytes(version.hot.bytes)})` : "–", counted(version?.sequence), lagOf(version), counted(version?.leases),
-      counted(version?.dense_step), version?.golden === null || !version ? "–" : version.golden.toExponential(1), bytes(node.memory_available), [node.address, version?.reason].filter(Boolean).join(" · ")]),
+      counted(version?.dense_step), typeof version?.golden === "number" ? version.golden.toExponential(1) : "–", version?.reason ?? ""]),
     "No serving process is announced.");
-  fill($("events"), ["time", "what", "of", "", ],
+  fill($("events"), ["time", "what", "of", "details"],
     state.events.map((one) => ({ cells: [clock(one.at), STEPS[one.kind] ?? one.kind, one.node || one.model || "–", one.text] })), "Nothing has changed since this page's server began to look.");
 }
 

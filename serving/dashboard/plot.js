@@ -32,7 +32,7 @@ export function draw(svg, readout, { series, end, slot, count, format, most }) {
   const y = (value) => TOP + (1 - value / highest) * (height - TOP - BOTTOM);
   for (let value = 0; value <= highest * 1.001; value += step) {
     add(svg, "line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: y(value), y2: y(value) });
-    add(svg, "text", { x: LEFT - 6, y: y(value) + 4, "text-anchor": "end" }, format(value));
+    add(svg, "text", { x: LEFT - 6, y: y(value) + 4, "text-anchor": "end" }, most ? format(value) : String(Number(value.toPrecision(3))));
   }
   for (let at = Math.ceil(begin / 300) * 300; at <= end; at += 300) {
     add(svg, "text", { x: x(at), y: height - 5, "text-anchor": "middle" }, clock(at, false));
@@ -51,7 +51,8 @@ export function draw(svg, readout, { series, end, slot, count, format, most }) {
     });
     finish();
     const last = values.findLast((value) => value !== null);
-    if (last !== undefined) labels.push({ name, classes, y: y(last) + 4 });
+    // Dashed and dotted lines belong to a solid one, which has the name.
+    if (last !== undefined && !classes.includes(" ")) labels.push({ name, classes, y: y(last) + 4 });
   }
   labels.sort((one, other) => one.y - other.y);
   labels.forEach((one, index) => { if (index) one.y = Math.max(one.y, labels[index - 1].y + LABEL_GAP); });

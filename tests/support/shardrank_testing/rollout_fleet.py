@@ -6,6 +6,7 @@ Shard nodes and serving processes are played; the registry, its records and the 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from loader.errors import RegistryUnavailableError
 from loader.registry.fleet import (
@@ -48,6 +49,7 @@ class PlayedNode:
         stage_rounds: how many rounds staging takes.
         stuck: versions that it never lets go of.
         failing: what each answer of a version costs, see `answer`.
+        told, machine: what else it tells of a version, and of its machine.
     """
 
     def __init__(self, node_id: str, *, shard: int | None = None, num_shards: int | None = None) -> None:
@@ -69,6 +71,8 @@ class PlayedNode:
         self.delta_sequence: dict[int, int] = {}
         self.stats: dict[int, VersionStats] = {}
         self.golden: dict[int, float] = {}
+        self.told: dict[int, dict[str, Any]] = {}
+        self.machine: dict[str, int] = {}
 
     @property
     def serving(self) -> bool:
@@ -156,6 +160,7 @@ class PlayedNode:
             applied={MODEL: self.wanted.epoch} if self.wanted is not None and self._settled() else {},
             live={MODEL: self.live} if self.live is not None else {},
             versions=tuple(reports),
+            **self.machine,
         )
 
     def _report(self, version: int) -> VersionReport:
@@ -170,6 +175,7 @@ class PlayedNode:
             plan_digest="" if self.serving and self.num_shards is not None else "c" * 64,
             delta_sequence=self.delta_sequence.get(version, 0),
             stats=self.stats.get(version, VersionStats()) if self.serving else None,
+            **self.told.get(version, {}),
         )
 
 
@@ -189,10 +195,18 @@ class PlayedFleet:
         fleet = FleetRegistry(registry or self.registry)
         return Coordinator(fleet, owner, self.clock, config=self.config)
 
-    async def begin(self, shards: int, replicas: int, serving: int, *, live: int | None = OLD) -> None:
-        """Announces all nodes, with `live` (if any) held and live everywhere, and publishes versions 1 to 4."""
-        for version in range(1, 5):
-            await self.fleet.put_version(published(version))
+    async def begin(
+        self,
+        shards: int,
+        replicas: int,
+        serving: int,
+        *,
+        live: int | None = OLD,
+        records: Iterable[PublishedVersion] | None = None,
+    ) -> None:
+        """Announces all nodes, with `live` (if any) held and live everywhere; publishes `records`, or versions 1 to 4."""
+        for record in map(published, range(1, 5)) if records is None else records:
+            await self.fleet.put_version(record)
         if shards:
             await self.fleet.join_fleet(FleetRecord(num_shards=shards, sharding="hash", replicate_bytes=0))
         for shard in range(shards):

@@ -1,0 +1,279 @@
+"""The status page in a real Chromium, over a fleet of real nodes in this process: what it shows, and its one button."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from loader.registry.fleet import NodeRecord, VersionReport
+from loader.registry.opening import open_registry
+from loader.rollout.coordinator import Coordinator, CoordinatorConfig
+from loader.rollout.plan import read_rollout
+from loader.rollout.requests import start_rollout
+from serving.api.http_server import running_admin
+from serving.api.tokens import Tokens, add_token, new_token
+from serving.dashboard.sources import FleetSource
+from shardrank_testing.agent_fleet import AgentFleet, agent_fleet, with_live
+from shardrank_testing.browser import chromium_path
+from shardrank_testing.serving_api import MODEL, api_request, ask
+
+TIMEOUT_MS = 20_000
+MARKUP = "<img src=x onerror=document.title='hit'><b>bold</b>"
+CONTRAST = """(selector) => {
+  const rgb = (text) => text.match(/[\\d.]+/g).slice(0, 3).map((one) => {
+    const part = one / 255;
+    return part <= 0.03928 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4;
+  });
+  const light = ([red, green, blue]) => 0.2126 * red + 0.7152 * green + 0.0722 * blue;
+  const ground = (one) => {
+    const colour = getComputedStyle(one).backgroundColor;
+    return colour === "rgba(0, 0, 0, 0)" ? ground(one.parentElement) : colour;
+  };
+  return [...document.querySelectorAll(selector)].filter((one) => one.textContent && one.offsetParent).map((one) => {
+    const both = [getComputedStyle(one).color, ground(one)].map((text) => light(rgb(text))).sort((a, b) => b - a);
+    return (both[0] + 0.05) / (both[1] + 0.05);
+  });
+}"""
+
+
+class Shown:
+    """A fleet that runs on a thread of its own under load, and the ports that show it.
+
+    Attributes:
+        url, token: of the page that needs a token, and one with scope `admin`; `open_url` is of one that needs none.
+    """
+
+    def __init__(self, fleet: AgentFleet, folder: Any) -> None:
+        self.fleet = fleet
+        self.loop = asyncio.get_running_loop()
+        self.tokens = folder / "tokens.json"
+        self.token, entry = new_token("ops", "admin")
+        add_token(self.tokens, entry)
+        self.url = self.open_url = ""
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Have a coroutine done on the fleet's loop."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
+
+    async def start_rollout(self, version: int, **options: Any) -> None:
+        await start_rollout(self.fleet.fleet, MODEL, version, rollout_id=f"{time.time_ns():032x}", **options)
+
+    async def until_done(self) -> int:
+        """Waits until no rollout runs; gives the live version."""
+        while (found := await read_rollout(self.fleet.fleet, MODEL)) is not None and found.rollout.active:
+            await asyncio.sleep(0.02)
+        wanted = await self.fleet.fleet.wanted_model(MODEL)
+        assert wanted is not None
+        assert wanted.live is not None
+        return wanted.live
+
+
+@contextlib.asynccontextmanager
+async def showing(folder: Any, versions: Any) -> AsyncIterator[Shown]:
+    config = CoordinatorConfig(tick_s=0.05, settle_s=0.5)
+    async with agent_fleet(folder, versions[1].path.parent.parent) as fleet:
+        _, service = await with_live(fleet, versions)
+        shown = Shown(fleet, folder)
+
+        async def load() -> None:
+            while True:
+                await ask(service, api_request(1))
+                await asyncio.sleep(0.02)
+
+        tasks = [asyncio.create_task(Coordinator(fleet.fleet, "ops", time.time, asyncio.sleep, config).run())]
+        tasks.append(asyncio.create_task(load()))
+        page = partial(FleetSource, partial(open_registry, fleet.fleet.registry.url))
+        tokens = Tokens(shown.tokens)
+        async with (
+            running_admin(service, "127.0.0.1", 0, tokens=tokens, page=page) as port,
+            running_admin(service, "127.0.0.1", 0, page=page) as open_port,
+        ):
+            shown.url, shown.open_url = f"http://127.0.0.1:{port}/", f"http://127.0.0.1:{open_port}/"
+            yield shown
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory, versions) -> Iterator[Shown]:
+    chromium_path()
+    folder, made, stop = tmp_path_factory.mktemp("f"), list[Shown](), list[Any]()
+    is_up = threading.Event()
+
+    async def main() -> None:
+        end = asyncio.Event()
+        stop.append(end.set)
+        async with showing(folder, versions) as found:
+            made.append(found)
+            is_up.set()
+            await end.wait()
+
+    def work() -> None:
+        try:
+            asyncio.run(main())
+        finally:
+            is_up.set()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert is_up.wait(60)
+    yield made[0]
+    made[0].loop.call_soon_threadsafe(stop[0])
+    thread.join(60)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as play:
+        chromium = play.chromium.launch(executable_path=chromium_path(), args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+class Recorded:
+    """What went wrong on a page, and where it asked."""
+
+    def __init__(self, page: Page) -> None:
+        self.errors: list[str] = []
+        self.asked: set[str] = set()
+        page.on("console", lambda message: message.type in ("error", "warning") and self.errors.append(message.text))
+        page.on("pageerror", lambda error: self.errors.append(str(error)))
+        page.on("request", lambda request: self.asked.add(request.url))
+
+
+@contextlib.contextmanager
+def opened(browser: Browser, shown: Shown, scheme: Any = "light") -> Iterator[tuple[Page, Recorded]]:
+    """The page, signed in; at the end, that nothing failed on it and nothing was asked of anybody else."""
+    page = browser.new_page(color_scheme=scheme, viewport={"width": 1360, "height": 900})
+    recorded = Recorded(page)
+    page.set_default_timeout(TIMEOUT_MS)
+    page.goto(shown.url)
+    # The field has the focus.
+    expect(page.locator("#view-token")).to_be_focused()
+    page.keyboard.type(shown.token)
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#models section")
+    yield page, recorded
+    assert recorded.errors == []
+    assert recorded.asked
+    assert {url for url in recorded.asked if not url.startswith(shown.url)} == set()
+    page.close()
+
+
+def is_shown(page: Page, selector: str, text: str) -> None:
+    expect(page.locator(selector).filter(has_text=text).first).to_be_visible(timeout=TIMEOUT_MS)
+
+
+def test_it_shows_a_rollout_from_its_start_to_the_flip_without_being_loaded_again(shown, browser):
+    old = shown.run(shown.until_done())
+    new = 3 - old
+    with opened(browser, shown) as (page, _):
+        is_shown(page, ".head .tag", f"version {old} is live")
+        page.evaluate("""() => {
+          globalThis.steps = new Set();
+          const note = () => document.querySelectorAll("li.running").forEach((one) => steps.add(one.firstChild.data));
+          new MutationObserver(note).observe(document.querySelector("#models"), { childList: true, subtree: true });
+        }""")
+        shown.run(shown.start_rollout(new, canary_share=0.5, bake_s=1.5))
+        is_shown(page, ".rollout h3", f"Rollout of version {new} in place of {old}: running")
+        is_shown(page, ".rollout caption", "Guards:")
+        is_shown(page, ".head .tag", f"version {new} is live")
+        is_shown(page, ".rollout h3", f"Rollout of version {new} in place of {old}: done")
+        assert "canary" in page.evaluate("[...steps]")
+        assert page.locator(".steps li.done").count() == page.locator(".steps li").count() > 5
+        is_shown(page, "#events tr", f"version {new} is to be live, after version {old}")
+        row = page.locator("#serving tbody tr").filter(has_text="✓ live")
+        expect(row).to_contain_text(f"{MODEL} {new}")
+        # The slots of 5 s begin to fill: lines of requests and latencies.
+        page.wait_for_selector("svg.plot polyline", timeout=TIMEOUT_MS, state="attached")
+
+
+def test_a_node_that_dies_is_shown_within_5_s(shown, browser):
+    with opened(browser, shown) as (page, _):
+        row = page.locator("#shards tr").filter(has_text="shard-1-1")
+        expect(row.first).to_contain_text("ready")
+        died = time.time()
+        shown.run(shown.fleet.nodes["shard-1-1"].die())
+        expect(row.first).to_contain_text("gone since", timeout=TIMEOUT_MS)
+        text = row.first.inner_text()
+        told = text[text.index("gone since ") :].split()[2]
+        day = datetime.fromtimestamp(died, UTC).date()
+        noticed = datetime.fromisoformat(f"{day}T{told}+00:00").timestamp()
+        # It is told in whole seconds, rounded down.
+        assert -1.0 <= (noticed - died) % 86_400 <= 5.0 or noticed <= died
+        is_shown(page, "#events tr", "is gone: its lease ran out")
+        shown.run(shown.fleet.start_node(1, 1))
+        expect(row.first).to_contain_text("ready", timeout=TIMEOUT_MS)
+
+
+def test_the_button_is_reached_by_keyboard_and_rolls_back_for_the_right_token_alone(shown, browser):
+    live = shown.run(shown.until_done())
+    shown.run(shown.start_rollout(3 - live))
+    assert shown.run(shown.until_done()) == 3 - live
+    with opened(browser, shown) as (page, recorded):
+        button = page.locator(".head button")
+        expect(button).to_have_text(f"Roll back to version {live}", timeout=TIMEOUT_MS)
+        expect(button).to_be_enabled()
+        for _ in range(5):
+            page.keyboard.press("Tab")
+            if button.evaluate("(one) => one === document.activeElement"):
+                break
+        expect(button).to_be_focused()
+        assert button.evaluate("(one) => getComputedStyle(one).outlineStyle") == "solid"
+        page.keyboard.press("Enter")
+        expect(page.locator("#rollback-token")).to_be_focused()
+        page.keyboard.type("shardrank_wrong")
+        page.keyboard.press("Enter")
+        is_shown(page, "#rollback-error", "the token is not known here")
+        # Chromium notes each answer that is an error.
+        assert len(recorded.errors) == 1
+        assert "401" in recorded.errors.pop()
+        assert shown.run(shown.until_done()) == 3 - live
+        page.keyboard.type(shown.token)
+        page.keyboard.press("Enter")
+        expect(page.locator("dialog")).to_be_hidden(timeout=TIMEOUT_MS)
+        is_shown(page, ".head .tag", f"version {live} is live")
+        assert shown.run(shown.until_done()) == live
+        assert page.evaluate("[localStorage.length, sessionStorage.length, document.cookie]") == [0, 0, ""]
+
+
+def test_both_colour_schemes_are_there_and_can_be_read(shown, browser):
+    grounds = {}
+    for scheme in ("light", "dark"):
+        with opened(browser, shown, scheme) as (page, _):
+            is_shown(page, "#shards td", "ready")
+            grounds[scheme] = page.evaluate("getComputedStyle(document.body).backgroundColor")
+            contrasts = page.evaluate(CONTRAST, "h1, h2, h3, p, td, th, .tag, .steps li, button:not(:disabled), footer")
+            # WCAG 2.2, 1.4.3.
+            assert len(contrasts) > 30
+            assert min(contrasts) >= 4.5
+    assert grounds["light"] != grounds["dark"]
+
+
+def test_without_tokens_everybody_may_look_and_nobody_may_roll_back(shown, browser):
+    with contextlib.closing(browser.new_page()) as page:
+        page.goto(shown.open_url)
+        is_shown(page, ".head .why", "started without --tokens")
+        expect(page.locator(".head button")).to_be_disabled()
+
+
+def test_what_nodes_say_is_text_and_never_markup(shown, browser):
+    report = VersionReport(model=MODEL, version=7, state="refused", reason=MARKUP)
+    bad = NodeRecord(node_id="bad", kind="shard", process_id=1, address=MARKUP, shard_index=0, versions=(report,))
+    with opened(browser, shown) as (page, _):
+        shown.run(shown.fleet.fleet.announce_node(bad, 60))
+        is_shown(page, "#shards tr", MARKUP)
+        is_shown(page, "#events tr", f"joined at {MARKUP}")
+        assert page.locator("main img, main b").count() == 0
+        assert page.title() == "shardrank"
+        shown.run(shown.fleet.fleet.withdraw_node("bad"))
