@@ -83,7 +83,8 @@ class Changes:
 def told_events(changes: Changes, state: FleetState, most: int) -> list[dict[str, Any]]:
     """List what was noticed and what rollouts have on record, the newest first; at most so many."""
     found = [*changes.events, *(event for rollout in state.rollouts.values() for event in _of_rollout(rollout))]
-    return sorted(found, key=lambda one: -float(one["at"]))[:most]
+    # Of those of one moment, what was noticed last comes first.
+    return sorted(found, key=lambda one: float(one["at"]))[-most:][::-1]
 
 
 def _of_rollout(rollout: Rollout) -> Iterator[dict[str, Any]]:

@@ -103,7 +103,8 @@ class History:
     def recent(self, model: str, version: int) -> dict[str, float | None] | None:
         """Tell rates (a second), shares and percentiles (ms) over the last minute; None if nothing is known of it."""
         track = self._tracks.get((model, version))
-        numbers = np.arange(max(0, self._slot - int(RECENT_S / self.slot_s)), self._slot)
+        num_slots = min(int(RECENT_S / self.slot_s), self.num_slots - 1)
+        numbers = np.arange(max(0, self._slot - num_slots), self._slot)
         places = (numbers % self.num_slots)[self._is_known[numbers % self.num_slots]]
         if track is None or not places.size:
             return None

@@ -69,7 +69,10 @@ class Shown:
 
     async def until_done(self) -> int:
         """Waits until no rollout runs; gives the live version."""
-        while (found := await read_rollout(self.fleet.fleet, MODEL)) is not None and found.rollout.active:
+        while True:
+            found = await read_rollout(self.fleet.fleet, MODEL)
+            if found is None or not found.rollout.active:
+                break
             await asyncio.sleep(0.02)
         wanted = await self.fleet.fleet.wanted_model(MODEL)
         assert wanted is not None
@@ -87,7 +90,7 @@ async def showing(folder: Any, versions: Any) -> AsyncIterator[Shown]:
         async def load() -> None:
             while True:
                 await ask(service, api_request(1))
-                await asyncio.sleep(0.02)
+                await asyncio.sleep(0.1)
 
         tasks = [asyncio.create_task(Coordinator(fleet.fleet, "ops", time.time, asyncio.sleep, config).run())]
         tasks.append(asyncio.create_task(load()))
@@ -152,9 +155,9 @@ class Recorded:
 
 
 @contextlib.contextmanager
-def opened(browser: Browser, shown: Shown, scheme: Any = "light") -> Iterator[tuple[Page, Recorded]]:
+def opened(browser: Browser, shown: Shown) -> Iterator[tuple[Page, Recorded]]:
     """The page, signed in; at the end, that nothing failed on it and nothing was asked of anybody else."""
-    page = browser.new_page(color_scheme=scheme, viewport={"width": 1360, "height": 900})
+    page = browser.new_page(viewport={"width": 1360, "height": 900})
     recorded = Recorded(page)
     page.set_default_timeout(TIMEOUT_MS)
     page.goto(shown.url)
@@ -209,8 +212,8 @@ def test_a_node_that_dies_is_shown_within_5_s(shown, browser):
         told = text[text.index("gone since ") :].split()[2]
         day = datetime.fromtimestamp(died, UTC).date()
         noticed = datetime.fromisoformat(f"{day}T{told}+00:00").timestamp()
-        # It is told in whole seconds, rounded down.
-        assert -1.0 <= (noticed - died) % 86_400 <= 5.0 or noticed <= died
+        # It is told in whole seconds, rounded down; and midnight may have passed.
+        assert (noticed + 1 - died) % 86_400 <= 6
         is_shown(page, "#events tr", "is gone: its lease ran out")
         shown.run(shown.fleet.start_node(1, 1))
         expect(row.first).to_contain_text("ready", timeout=TIMEOUT_MS)
@@ -249,9 +252,10 @@ def test_the_button_is_reached_by_keyboard_and_rolls_back_for_the_right_token_al
 
 def test_both_colour_schemes_are_there_and_can_be_read(shown, browser):
     grounds = {}
-    for scheme in ("light", "dark"):
-        with opened(browser, shown, scheme) as (page, _):
-            is_shown(page, "#shards td", "ready")
+    with opened(browser, shown) as (page, _):
+        is_shown(page, "#shards td", "ready")
+        for scheme in ("light", "dark"):
+            page.emulate_media(color_scheme=scheme)
             grounds[scheme] = page.evaluate("getComputedStyle(document.body).backgroundColor")
             contrasts = page.evaluate(CONTRAST, "h1, h2, h3, p, td, th, .tag, .steps li, button:not(:disabled), footer")
             # WCAG 2.2, 1.4.3.

@@ -1,0 +1,315 @@
+"""The page's paths and what they tell, over played fleets and a process without one. On real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from loader.errors import RegistryUnavailableError
+from loader.registry.directory import DirectoryRegistry
+from loader.registry.fleet import delta_stream
+from loader.rollout.requests import start_rollout
+from serving.api.http_server import running_admin
+from serving.api.tokens import Tokens, add_token, new_token
+from serving.dashboard import board as board_module
+from serving.dashboard.board import MAX_WAITING, MAX_WATCHERS, Board
+from serving.dashboard.sources import FleetSource, ProcessSource
+from serving.errors import OverloadedError, ShuttingDownError
+from serving.rank.service import RankingService
+from shardrank_testing.rollout_fleet import CONFIG, MODEL, NEW, OLD, Clock, PlayedFleet
+from shardrank_testing.serving_api import MODEL as API_MODEL
+from shardrank_testing.serving_api import api_request, api_service, ask, run
+from shardrank_testing.traffic import PlayedTraffic
+
+
+class Played:
+    """A played fleet, and a board that looks at it when it is told to."""
+
+    def __init__(self, folder: Path) -> None:
+        self.clock = Clock()
+        self.fleet = PlayedFleet(DirectoryRegistry(folder, clock=self.clock), self.clock, CONFIG)
+        self.source = FleetSource(lambda: DirectoryRegistry(folder, clock=self.clock))
+        self.board = Board(self.source, self.clock)
+
+    async def state(self) -> dict[str, Any]:
+        """What a page that is opened now is told."""
+        await self.board.look()
+        watcher = self.board.watch()
+        told = watcher.messages()
+        await anext(told)
+        message = (await anext(told)).decode()
+        self.board.leave(watcher)
+        name, data, *_ = message.split("\n")
+        assert name == "event: state"
+        found: dict[str, Any] = json.loads(data.removeprefix("data: "))
+        return found
+
+
+def texts(state: dict[str, Any]) -> list[str]:
+    return [f"{one['node'] or one['model']} {one['text']}" for one in state["events"]]
+
+
+def node_of(state: dict[str, Any], node_id: str) -> dict[str, Any]:
+    return next(one for one in state["nodes"] if one["id"] == node_id)
+
+
+def test_a_rollout_is_told_step_by_step_with_its_guards(tmp_path):
+    async def main() -> None:
+        played = Played(tmp_path)
+        fleet = played.fleet
+        await fleet.begin(2, 2, 2)
+        await played.state()
+        traffic = PlayedTraffic(fleet)
+        await start_rollout(
+            fleet.fleet, MODEL, NEW, canary_share=0.05, bake_s=6.0, clock=fleet.clock, rollout_id="a" * 32
+        )
+        seen = []
+        while (await fleet.rollout()).active:
+            traffic.pass_time(0.3, 0)
+            await fleet.round()
+            (model,) = (await played.state())["models"]
+            seen.append(
+                (model["rollout"]["step"], model["live"], model["rollback"]["to"], model["rollback"]["why_not"])
+            )
+        steps = [step for step, *_ in seen]
+        order = ["stage_shards", "stage_serving", "replay", "canary", "flip", "retire_serving", "retire_shards"]
+        assert list(dict.fromkeys(steps)) == order
+        # It is taken back until the old version is being retired; then it can't be, and afterwards it is rolled back.
+        assert {step: (to, bool(why)) for step, _, to, why in seen[:-1]}["canary"] == (OLD, False)
+        assert any(why for step, _, _, why in seen if step == "retire_serving")
+        assert seen[-1] == ("retire_shards", NEW, OLD, "")
+        state = await played.state()
+        assert state["models"][0]["rollout"]["guards"] is None
+        assert f"{MODEL} version {NEW} is to be live, after version {OLD}" in texts(state)
+        version = next(one for one in state["models"][0]["versions"] if one["version"] == NEW)
+        assert (version["role"], version["shards"], version["replicas"]) == ("live", 2, 4)
+        assert (version["serving"], version["answering"]) == (2, 2)
+        assert version["recent"]["requests_per_s"] > 0
+        assert 0 < version["recent"]["hit_rate"] < 1
+        await played.source.close()
+
+    run(main())
+
+
+def test_nodes_that_come_and_go_and_rows_that_lag_are_told(tmp_path):
+    async def main() -> None:
+        played = Played(tmp_path)
+        fleet = played.fleet
+        await fleet.begin(2, 1, 1)
+        for sequence in range(1, 6):
+            await fleet.registry.append(delta_stream(MODEL, OLD), sequence, b"rows")
+        fleet.node("shard-0-0").delta_sequence[OLD] = 5
+        fleet.node("shard-1-0").delta_sequence[OLD] = 3
+        await fleet.round()
+        state = await played.state()
+        assert [node_of(state, f"shard-{shard}-0")["versions"][0]["lag"] for shard in (0, 1)] == [0, 2]
+        assert node_of(state, "serve-0")["versions"][0]["lag"] is None
+        fleet.node("shard-1-0").kill()
+        fleet.node("serve-0").draining = True
+        await fleet.round(2.0)
+        await fleet.round(2.0)
+        state = await played.state()
+        assert node_of(state, "shard-1-0")["state"] == "gone"
+        assert node_of(state, "shard-1-0")["gone_at"] == fleet.clock.now
+        assert node_of(state, "serve-0")["state"] == "ending"
+        assert "shard-1-0 is gone: its lease ran out" in texts(state)
+        fleet.node("shard-1-0").restart()
+        await fleet.round()
+        state = await played.state()
+        assert node_of(state, "shard-1-0")["state"] == "up"
+        assert any("shard-1-0 joined at" in one for one in texts(state))
+        await played.source.close()
+
+    run(main())
+
+
+def test_a_registry_that_does_not_answer_is_told_and_what_is_known_stays(tmp_path, monkeypatch):
+    async def main() -> None:
+        played = Played(tmp_path)
+        await played.fleet.begin(1, 1, 1)
+        before = await played.state()
+        assert before["problem"] == ""
+
+        async def fails() -> Any:
+            raise RegistryUnavailableError("registry x: gone")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(played.source, "look", fails)
+            state = await played.state()
+        assert (state["problem"], state["read_at"]) == ("registry x: gone", before["read_at"])
+        assert state["nodes"] == before["nodes"]
+        state = await played.state()
+        assert [one["text"] for one in state["events"] if one["kind"] == "registry"] == [
+            "the registry answers again",
+            "registry x: gone",
+        ]
+        await played.source.close()
+
+    run(main())
+
+
+def test_pages_are_bounded_and_one_that_takes_nothing_is_ended(tmp_path):
+    async def main() -> None:
+        played = Played(tmp_path)
+        await played.fleet.begin(1, 1, 1)
+        watchers = [played.board.watch() for _ in range(MAX_WATCHERS)]
+        with pytest.raises(OverloadedError, match=f"{MAX_WATCHERS} pages are open already"):
+            played.board.watch()
+        taking = watchers[0].messages()
+        for _ in range(MAX_WAITING + 1):
+            await played.board.look()
+            await anext(taking)
+        assert [one.is_ended for one in watchers] == [False] + [True] * (MAX_WATCHERS - 1)
+        played.board.watch()
+        played.board.close()
+        assert [one async for one in taking] == []
+        with pytest.raises(ShuttingDownError):
+            played.board.watch()
+        await played.source.close()
+
+    run(main())
+
+
+@contextlib.asynccontextmanager
+async def page_of(
+    source: Any, tokens: Tokens | None = None, service: RankingService | None = None
+) -> AsyncIterator[httpx.AsyncClient]:
+    async with (
+        running_admin(service or RankingService(), "127.0.0.1", 0, tokens=tokens, page=source) as port,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as client,
+    ):
+        yield client
+
+
+async def events(client: httpx.AsyncClient, count: int) -> list[tuple[str, Any]]:
+    """The first events of the stream."""
+    found: list[tuple[str, Any]] = []
+    async with client.stream("GET", "/status/events") as answer:
+        assert (answer.status_code, answer.headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
+        async for line in answer.aiter_lines():
+            if line.startswith("event: "):
+                name = line.removeprefix("event: ")
+            elif line:
+                found.append((name, json.loads(line.removeprefix("data: "))))
+                if len(found) == count:
+                    break
+    return found
+
+
+def test_files_come_from_this_port_alone_and_all_else_needs_a_token(tmp_path):
+    async def main() -> None:
+        token, entry = new_token("ops", "admin")
+        narrow, other = new_token("shop", "describe")
+        for one in (entry, other):
+            add_token(tmp_path / "tokens.json", one)
+        played = Played(tmp_path / "registry")
+        await played.fleet.begin(1, 1, 1)
+        source = partial(FleetSource, lambda: DirectoryRegistry(tmp_path / "registry", clock=played.clock))
+        async with page_of(source, Tokens(tmp_path / "tokens.json")) as client:
+            for path, kind in (("/", "text/html"), ("/page.js", "text/javascript"), ("/page.css", "text/css")):
+                answer = await client.get(path)
+                assert answer.status_code == 200
+                assert answer.headers["content-type"].startswith(kind)
+                assert answer.headers["content-security-policy"].startswith("default-src 'self'; ")
+                assert "http://" not in answer.text.replace("http://www.w3.org/", "")
+                assert "innerHTML" not in answer.text
+            assert (await client.get("/status/access")).json() == {"needs_token": True, "fixed": ""}
+            asked = {"model": MODEL, "rollout_id": "a" * 32, "is_active": False}
+            for headers, status in (({}, 401), ({"authorization": f"Bearer {narrow}"}, 403)):
+                assert (await client.get("/status/events", headers=headers)).status_code == status
+                answer = await client.post("/status/rollback", headers=headers, json=asked)
+                assert answer.status_code == status
+            client.headers["authorization"] = f"Bearer {token}"
+            assert [name for name, _ in await events(client, 2)] == ["history", "state"]
+            for body, status in (({"model": MODEL}, 400), ({**asked, "more": 1}, 400), (asked, 409)):
+                assert (await client.post("/status/rollback", json=body)).status_code == status
+            assert (await client.post("/status/rollback", content=b" " * 5000)).status_code == 413
+        assert not (await played.fleet.fleet.registry.entries("rollouts/"))
+
+    run(main())
+
+
+def test_streams_end_with_the_process(tmp_path):
+    async def main() -> None:
+        played = Played(tmp_path)
+        await played.fleet.begin(1, 1, 1)
+        source = partial(FleetSource, lambda: DirectoryRegistry(tmp_path, clock=played.clock))
+        lines: list[str] = []
+        async with contextlib.AsyncExitStack() as stack:
+            client = await stack.enter_async_context(httpx.AsyncClient(timeout=30))
+            async with running_admin(RankingService(), "127.0.0.1", 0, page=source) as port:
+                url = f"http://127.0.0.1:{port}/status/events"
+                answer = await stack.enter_async_context(client.stream("GET", url))
+                taking = answer.aiter_lines()
+                lines.append(await anext(taking))
+            lines += [line async for line in taking]
+        assert lines[0] == "event: history"
+
+    run(main())
+
+
+def test_a_process_without_a_fleet_tells_itself_and_its_shards(api_model):
+    async def main() -> None:
+        with api_service(api_model) as service:
+            await ask(service, api_request(1))
+            await service.watch.refresh()
+            source = ProcessSource(service, num_workers=3)
+            assert "3 worker processes share this port" in source.note
+            async with page_of(lambda: source, service=service) as client:
+                told = (await client.get("/status/access")).json()
+                assert not told["needs_token"]
+                assert "belongs to no fleet" in told["fixed"]
+                answer = await client.post("/status/rollback", json={})
+                assert answer.status_code == 403
+                (_, history), (_, state) = await events(client, 2)
+            assert history["num_slots"] == 180
+            (model,) = state["models"]
+            assert (model["model"], model["live"], model["rollout"]) == (API_MODEL, 1, None)
+            assert [one["kind"] for one in state["nodes"]] == ["shard", "serving"]
+            (rows,) = state["nodes"][0]["versions"]
+            assert rows["tiers"]["ram"] > 0
+            (own,) = state["nodes"][1]["versions"]
+            assert state["nodes"][1]["live"] == {API_MODEL: 1}
+            assert own["golden"] is None
+
+    run(main())
+
+
+def test_a_board_that_meets_a_defect_goes_on(tmp_path, monkeypatch, caplog):
+    async def main() -> None:
+        monkeypatch.setattr(board_module, "WATCHED_S", 0.01)
+        played = Played(tmp_path)
+        await played.fleet.begin(1, 1, 1)
+        looked = 0
+        look = played.source.look
+
+        async def sometimes() -> Any:
+            nonlocal looked
+            looked += 1
+            if looked == 2:
+                raise KeyError("films")
+            return await look()
+
+        monkeypatch.setattr(played.source, "look", sometimes)
+        watcher = played.board.watch()
+        running = asyncio.create_task(played.board.run())
+        problems = []
+        async for message in watcher.messages():
+            if message.startswith(b"event: state"):
+                problems.append(json.loads(message.split(b"data: ")[1])["problem"])
+            if looked > 3 and len(problems) > 3:
+                break
+        running.cancel()
+        await asyncio.wait([running])
+        assert problems[1:4] == ["", "internal error: KeyError", ""]
+        await played.source.close()
+
+    run(main())
