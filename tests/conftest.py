@@ -32,6 +32,7 @@ LONGEST = (
     "serving/versions/test_hot_swap.py",
     "loadtest/drill/test_hostile_messages.py",
     "loadtest/drill/test_hostile_drill.py",
+    "serving/dashboard/test_page_in_browser.py",
     "serving/cli/test_protection.py",
     "loadtest/peers/test_peers.py",
     "serving/cli/test_serve_registered.py",

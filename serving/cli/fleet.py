@@ -1,4 +1,4 @@
-"""`shardrank demo`, `up`, `coordinator`, `dashboard` and `token`: a fleet on this machine, and what an operator runs around one."""
+"""`shardrank demo`, `up`, `coordinator`, `dashboard`, `token`: a fleet on this machine, and what is run around one."""
 
 from __future__ import annotations
 

@@ -312,7 +312,7 @@ port_options = together(
     option("--grpc-port", "gRPC port; 0 takes a free one.", PORT, 8081),
 )
 _ADMIN_PORT = (
-    "A port for probes, /metrics and the status page (at /), with a thread of its own, shared by all workers; 0 takes a "
+    "A port for probes, /metrics and the status page at /, with a thread of its own, shared by all workers; 0 takes a "
     "free one."
 )
 _PROXY = "A balancer that stands for many clients: its connections are not counted and never have to wait. Repeatable."

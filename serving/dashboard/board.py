@@ -78,21 +78,26 @@ class Board:
         self._state = FleetState()
         self._read_at: float | None = None
         self._problem = "nothing was read yet"
-        self._told: dict[str, Any] = {}
+        self._told = b""
         self._watchers: set[Watcher] = set()
         self._is_closed = False
         self._wake = asyncio.Event()
+        # What is kept is read and written by one thread at a time, beside the event loop.
+        self._keeping = asyncio.Lock()
 
-    def watch(self) -> Watcher:
+    async def watch(self) -> Watcher:
         """Begin to watch; `leave` ends it. Raises OverloadedError if too many watch, ShuttingDownError."""
-        if self._is_closed:
-            raise ShuttingDownError("the process is shutting down")
-        if len(self._watchers) >= MAX_WATCHERS:
-            raise OverloadedError(f"{MAX_WATCHERS} pages are open already, which is the most: close one")
         watcher = Watcher()
-        watcher.tell(_event("history", self.history.document()))
-        watcher.tell(_event("state", self._told or self._document()))
-        self._watchers.add(watcher)
+        async with self._keeping:
+            if len(self._watchers) >= MAX_WATCHERS:
+                raise OverloadedError(f"{MAX_WATCHERS} pages are open already, which is the most: close one")
+            history = await asyncio.to_thread(lambda: _event("history", self.history.document()))
+            self._told = self._told or await asyncio.to_thread(self._state_event)
+            if self._is_closed:
+                raise ShuttingDownError("the process is shutting down")
+            for message in (history, self._read_event(), self._told):
+                watcher.tell(message)
+            self._watchers.add(watcher)
         self._wake.set()
         return watcher
 
@@ -120,7 +125,7 @@ class Board:
 
     async def look(self) -> None:
         """Look once, and tell what is new."""
-        problem = ""
+        state, problem = None, ""
         try:
             async with asyncio.timeout(LOOK_TIMEOUT_S):
                 state = await self.source.look()
@@ -132,39 +137,40 @@ class Board:
             # A defect must not end the page for good.
             logger.exception("reading %s failed", self.source.name)
             problem = f"internal error: {type(error).__name__}"
-        now = self._clock()
-        if bool(problem) != bool(self._problem) and self._read_at is not None:
-            self._changes.registry(problem or "the registry answers again", now)
-        self._problem = problem
-        if problem:
-            self._tell(now, slot=False)
-            return
-        self._read_at, self._state = now, state
-        self._changes.look(state, now)
-        self._tell(now, slot=self.history.observe(state.nodes, now))
-
-    def _document(self) -> dict[str, Any]:
-        source = {"name": self.source.name, "note": self.source.note, "fixed": self.source.fixed}
-        about = {"source": source, "problem": self._problem, "read_at": self._read_at}
-        return about | told_state(self._state, self._changes, self.history)
-
-    def _tell(self, now: float, *, slot: bool) -> None:
-        if not self._watchers:
-            self._told = {}
-            return
-        told = self._document()
-        # When it was read changes with every look; it is told apart, so that it does not send all the rest.
-        is_new = {**told, "read_at": None} != {**self._told, "read_at": None}
-        messages = [_event("state", told) if is_new else _event("read", {"read_at": self._read_at})]
-        self._told = told
-        if slot:
-            messages.append(_event("slot", self.history.document(last_only=True)))
-        for message in messages:
+        async with self._keeping:
+            messages = await asyncio.to_thread(self._keep, state, problem)
             for watcher in list(self._watchers):
-                watcher.tell(message)
+                for message in messages:
+                    watcher.tell(message)
                 if watcher.is_ended:
                     logger.info("a page that took nothing was ended")
                     self._watchers.discard(watcher)
+
+    def _keep(self, state: FleetState | None, problem: str) -> list[bytes]:
+        """Keep what a look found, or why it found nothing; returns what watchers are told."""
+        now, has_closed = self._clock(), False
+        if bool(problem) != bool(self._problem) and self._read_at is not None:
+            self._changes.registry(problem or "the registry answers again", now)
+        self._problem = problem
+        if state is not None:
+            self._read_at, self._state = now, state
+            self._changes.look(state, now)
+            has_closed = self.history.observe(state.nodes, now)
+        if not self._watchers:
+            self._told = b""
+            return []
+        before, self._told = self._told, self._state_event()
+        slot = [_event("slot", self.history.document(last_only=True))] if has_closed else []
+        return [self._read_event(), *([] if self._told == before else [self._told]), *slot]
+
+    def _read_event(self) -> bytes:
+        # It changes with every look, and all else seldom does.
+        return _event("read", {"read_at": self._read_at})
+
+    def _state_event(self) -> bytes:
+        source = {"name": self.source.name, "note": self.source.note, "fixed": self.source.fixed}
+        about = {"source": source, "problem": self._problem}
+        return _event("state", about | told_state(self._state, self._changes, self.history))
 
 
 @asynccontextmanager

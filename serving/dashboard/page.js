@@ -9,7 +9,7 @@ const STEPS = {
 const TIERS = { ram: "RAM", mapped: "SSD", card: "card", hot: "hot copies", pinned: "pinned" };
 const STATES = { ready: "good", up: "good", live: "good", refused: "bad", gone: "bad", draining: "warn", staging: "warn", waiting: "warn", ending: "warn" };
 const $ = (id) => document.getElementById(id);
-let token = "", state = null, history = null, access = { needs_token: false, fixed: "" }, heard = 0, colours = new Map();
+let token = "", state = null, history = null, access = { needs_token: false, fixed: "" }, heard = 0, readAt = null, colours = new Map();
 const sections = new Map();
 
 // Elements and numbers.
@@ -97,12 +97,12 @@ function showModel(told) {
       return { cells: [
         String(one.version), tag(one.role, state), one.num_shards ? `${one.shards} of ${one.num_shards}` : "–", number(one.replicas), number(one.serving),
         number(one.answering), rate(recent.requests_per_s), percent(recent.error_rate), latency(recent.p50), latency(recent.p95), latency(recent.p99),
-        percent(recent.hit_rate, 1), bytes(one.rows_bytes), number(one.last_delta), one.published_at ? `${lasts(state_now() - one.published_at)} ago` : "–",
+        percent(recent.hit_rate, 1), bytes(one.rows_bytes), number(one.last_delta), one.published_at ? `${lasts(readTime() - one.published_at)} ago` : "–",
       ] };
     }), "no version is known");
 }
 
-const state_now = () => state.read_at ?? Date.now() / 1000;
+const readTime = () => readAt ?? Date.now() / 1000;
 
 function showRollout(place, rollout) {
   if (!rollout) {
@@ -112,7 +112,7 @@ function showRollout(place, rollout) {
   const { to_version: to, from_version: from } = rollout;
   const details = [rollout.strategy, rollout.canary_share === null ? "" : `canary ${percent(rollout.canary_share, 1)}`, rollout.bake_s ? `bake ${lasts(rollout.bake_s)}` : ""];
   const title = `Rollout of version ${to}${from === null ? "" : ` in place of ${from}`}: ${rollout.state.replace("_", " ")}`;
-  const since = rollout.active ? `running for ${lasts(state_now() - rollout.started_at)}, this step for ${lasts(state_now() - rollout.step_began_at)}` : `began ${clock(rollout.started_at)}`;
+  const since = rollout.active ? `running for ${lasts(readTime() - rollout.started_at)}, this step for ${lasts(readTime() - rollout.step_began_at)}` : `began ${clock(rollout.started_at)}`;
   const told = [...details, since].filter(Boolean).join(" · ");
   const steps = element("ol", { classes: "steps", "aria-label": "Steps of the rollout" }, ...rollout.steps.map((step) => {
     const made = element("li", { text: step.name.startsWith("roll:") ? `replicas ${Number(step.name.slice(5)) + 1}` : STEPS[step.name] ?? step.name, classes: step.state });
@@ -219,7 +219,7 @@ const counted = (value) => (value === null || value === undefined ? "–" : Stri
 function lagOf(version) {
   if (!version || version.lag === null) return "–";
   if (!version.lag) return "0";
-  const age = version.applied_at ? `, last of ${lasts(state_now() - version.applied_at)} ago` : "";
+  const age = version.applied_at ? `, last of ${lasts(readTime() - version.applied_at)} ago` : "";
   return element("span", { text: `${version.lag} behind${age}`, classes: "warn" });
 }
 
@@ -271,9 +271,9 @@ function take(name, told) {
   heard = Date.now();
   if (name === "history") history = told;
   else if (name === "state") showState(told);
-  else if (name === "read") state.read_at = told.read_at;
+  else if (name === "read") readAt = told.read_at;
   else if (name === "slot" && !takeSlot(told)) throw new Error("a slot is missing");
-  if (state?.read_at) connection("live", `live, read ${clock(state.read_at)}`);
+  if (readAt) connection("live", `live, read ${clock(readAt)}`);
   if (name !== "read" && name !== "state" || (name === "state" && state.models.some((one) => !sections.get(one.model).figures.size))) showPlots();
 }
 

@@ -64,7 +64,7 @@ def add_page(app: FastAPI, board: Board, tokens: Tokens | None) -> None:
 
     async def events(request: Request) -> Response:
         check(request)
-        watcher = board.watch()
+        watcher = await board.watch()
 
         async def stream() -> AsyncIterator[bytes]:
             try:

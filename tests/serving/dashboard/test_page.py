@@ -42,15 +42,13 @@ class Played:
     async def state(self) -> dict[str, Any]:
         """What a page that is opened now is told."""
         await self.board.look()
-        watcher = self.board.watch()
+        watcher = await self.board.watch()
         told = watcher.messages()
-        await anext(told)
-        message = (await anext(told)).decode()
+        messages = [(await anext(told)).decode() for _ in range(3)]
         self.board.leave(watcher)
-        name, data, *_ = message.split("\n")
-        assert name == "event: state"
-        found: dict[str, Any] = json.loads(data.removeprefix("data: "))
-        return found
+        assert [one.split("\n")[0] for one in messages] == ["event: history", "event: read", "event: state"]
+        read, state = (json.loads(one.split("data: ")[1]) for one in messages[1:])
+        return {**read, **state}
 
 
 def texts(state: dict[str, Any]) -> list[str]:
@@ -160,19 +158,19 @@ def test_pages_are_bounded_and_one_that_takes_nothing_is_ended(tmp_path):
     async def main() -> None:
         played = Played(tmp_path)
         await played.fleet.begin(1, 1, 1)
-        watchers = [played.board.watch() for _ in range(MAX_WATCHERS)]
+        watchers = [await played.board.watch() for _ in range(MAX_WATCHERS)]
         with pytest.raises(OverloadedError, match=f"{MAX_WATCHERS} pages are open already"):
-            played.board.watch()
+            await played.board.watch()
         taking = watchers[0].messages()
         for _ in range(MAX_WAITING + 1):
             await played.board.look()
             await anext(taking)
         assert [one.is_ended for one in watchers] == [False] + [True] * (MAX_WATCHERS - 1)
-        played.board.watch()
+        await played.board.watch()
         played.board.close()
         assert [one async for one in taking] == []
         with pytest.raises(ShuttingDownError):
-            played.board.watch()
+            await played.board.watch()
         await played.source.close()
 
     run(main())
@@ -228,7 +226,7 @@ def test_files_come_from_this_port_alone_and_all_else_needs_a_token(tmp_path):
                 answer = await client.post("/status/rollback", headers=headers, json=asked)
                 assert answer.status_code == status
             client.headers["authorization"] = f"Bearer {token}"
-            assert [name for name, _ in await events(client, 2)] == ["history", "state"]
+            assert [name for name, _ in await events(client, 3)] == ["history", "read", "state"]
             for body, status in (({"model": MODEL}, 400), ({**asked, "more": 1}, 400), (asked, 409)):
                 assert (await client.post("/status/rollback", json=body)).status_code == status
             assert (await client.post("/status/rollback", content=b" " * 5000)).status_code == 413
@@ -269,7 +267,7 @@ def test_a_process_without_a_fleet_tells_itself_and_its_shards(api_model):
                 assert "belongs to no fleet" in told["fixed"]
                 answer = await client.post("/status/rollback", json={})
                 assert answer.status_code == 403
-                (_, history), (_, state) = await events(client, 2)
+                (_, history), _, (_, state) = await events(client, 3)
             assert history["num_slots"] == 180
             (model,) = state["models"]
             assert (model["model"], model["live"], model["rollout"]) == (API_MODEL, 1, None)
@@ -299,7 +297,7 @@ def test_a_board_that_meets_a_defect_goes_on(tmp_path, monkeypatch, caplog):
             return await look()
 
         monkeypatch.setattr(played.source, "look", sometimes)
-        watcher = played.board.watch()
+        watcher = await played.board.watch()
         running = asyncio.create_task(played.board.run())
         problems = []
         async for message in watcher.messages():

@@ -204,7 +204,7 @@ class PlayedFleet:
         live: int | None = OLD,
         records: Iterable[PublishedVersion] | None = None,
     ) -> None:
-        """Announces all nodes, with `live` (if any) held and live everywhere; `records` or versions 1 to 4 published."""
+        """Announces all nodes, with `live` (if any) held and live everywhere; publishes `records`, or versions 1-4."""
         for record in map(published, range(1, 5)) if records is None else records:
             await self.fleet.put_version(record)
         if shards:
