@@ -100,6 +100,8 @@ def test_a_serving_process_has_it_from_before_it_loads_until_it_has_stopped(api_
         await loading.wait()
         port = seen[0].admin_port
         assert (await asyncio.to_thread(fetch, port, "/readyz"))[0] == 503
+        status, page = await asyncio.to_thread(fetch, port, "/")
+        assert (status, b"<title>shardrank</title>" in page) == (200, True)
         serving.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await serving

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from click.testing import CliRunner, Result
 
@@ -234,6 +235,20 @@ def test_a_coordinator_process_carries_a_rollout_and_a_killed_one_is_taken_over_
             wait_until(lambda: status(tmp_path)["state"] == "done", "the end of the rollout")
             assert status(tmp_path)["live"] == 2
             assert second.stop(signal.SIGTERM) == 0
+
+
+def test_a_dashboard_shows_a_fleet_until_it_is_stopped(tmp_path: Path) -> None:
+    with played_fleet(tmp_path), running("dashboard", "--registry", str(tmp_path), "--port", "0") as dashboard:
+        url = dashboard.read_until(r"dashboard: (http://127.0.0.1:\d+/)")[1]
+        with httpx.Client(base_url=url) as client, client.stream("GET", "/status/events") as answer:
+            events = (line for line in answer.iter_lines() if line.startswith("data: "))
+            found: list[str] = []
+            # The first ones may be of before it has looked.
+            while "shard-1-1" not in found:
+                state = json.loads(next(events).removeprefix("data: "))
+                found = [one["id"] for one in state.get("nodes", ())]
+            assert client.get("/status/access").json()["fixed"].endswith("started without --tokens")
+            assert dashboard.stop(signal.SIGTERM) == 0
 
 
 def test_watch_writes_into_a_pipe_what_changes_and_ctrl_c_ends_it_with_code_0(tmp_path: Path) -> None:

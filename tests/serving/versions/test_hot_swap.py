@@ -127,6 +127,11 @@ def test_flips_under_load_fail_nothing_and_mix_nothing(versions, short_folder, h
                 assert min(load.answers[1], load.answers[2]) >= 40
                 assert set(readiness) == {STATUS_OK}
                 assert [one.version for one in service.generations.all()] == [1]
+                (report,) = (await fleet.until(node.agent._node_id, lambda one: bool(one.versions))).versions
+                assert (report.hot is not None) == (hot_rows is not None)
+                if report.hot is not None:
+                    assert 0 < report.hot.hits <= report.hot.lookups
+                    assert report.hot.rows > 0
                 told = service.metrics.render().decode()
                 assert ("shardrank_hot_hits_total{" in told) == (hot_rows is not None)
                 assert re.findall(r"shardrank_hot_rows\{.*version=\"(\d+)\"", told) == ["1"] * (hot_rows is not None)

@@ -70,6 +70,8 @@ def test_a_node_stages_what_is_wanted_tells_what_it_is_and_retires_the_rest(url,
             report = await under.until("films", 2, "ready")
             assert report.identity == second.identity
             assert report.memory_bytes == sum(use.size_bytes for use in under.node.info().memory if use.version == 2)
+            tiers = {use.tier for use in under.node.info().memory}
+            assert (report.memory_tiers.keys(), sum(report.memory_tiers.values())) == (tiers, report.memory_bytes)
             await under.want("films", hold=(2,), live=2)
             assert (await under.until("films", 1, "draining")).identity == first.identity
             await under.until("films", 1, None)
