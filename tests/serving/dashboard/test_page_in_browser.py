@@ -23,7 +23,7 @@ from serving.api.http_server import running_admin
 from serving.api.tokens import Tokens, add_token, new_token
 from serving.dashboard.sources import FleetSource
 from shardrank_testing.agent_fleet import AgentFleet, agent_fleet, with_live
-from shardrank_testing.browser import chromium_path
+from shardrank_testing.browser import NEEDED, chromium_path
 from shardrank_testing.serving_api import MODEL, api_request, ask
 
 TIMEOUT_MS = 20_000
@@ -262,6 +262,16 @@ def test_both_colour_schemes_are_there_and_can_be_read(shown, browser):
             assert len(contrasts) > 30
             assert min(contrasts) >= 4.5
     assert grounds["light"] != grounds["dark"]
+
+
+def test_where_there_is_no_chromium_these_are_skipped_unless_they_must_not_be(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv(NEEDED, raising=False)
+    with pytest.raises(pytest.skip.Exception, match="no Chromium on PATH"):
+        chromium_path()
+    monkeypatch.setenv(NEEDED, "1")
+    with pytest.raises(AssertionError, match="no Chromium on PATH"):
+        chromium_path()
 
 
 def test_without_tokens_everybody_may_look_and_nobody_may_roll_back(shown, browser):
