@@ -7,11 +7,12 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from loader.errors import ShardrankError
 from router.errors import PlanMismatchError, ReplicaLagsError, ShardUnavailableError
+from router.outliers import Health, Outliers, ReplicaEvents, ReplicaPolicy, RetryBudget
 from router.plan import Plan
 from shard_node.answer import EXACT, FLOAT32_SUMS, UNKNOWN_SEQUENCE, Answer, Forms
 from shard_node.bags import KeyedBags
@@ -30,9 +31,6 @@ from shard_node.wire.client import ShardClient
 
 logger = logging.getLogger(__name__)
 
-REST_S = 1.0
-# Longer than any healthy lookup of a batch, shorter than a user's patience.
-HEDGE_AFTER_S = 0.1
 INFO_TIMEOUT_S = 1.0
 CHECK_TIMEOUT_S = 2.0
 # A replica's own deadline ends its call first; this is only for one that overlooks it.
@@ -48,7 +46,8 @@ _ASK_ANOTHER = (
     ReplicaLagsError,
     DeadlineExceededError,
 )
-_RESTS = (GenerationNotFoundError, PlanMismatchError, ReplicaLagsError, DeadlineExceededError, CardError)
+# After these it will not have it in a moment either.
+_UNFIT = (GenerationNotFoundError, PlanMismatchError, ReplicaLagsError, CardError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +70,15 @@ class _Member:
 
     Attributes:
         replica: its client.
+        health: how it has answered.
         checked: the number of connections when it was last found to hold the right thing; -1 for never.
-        rests_until: it is asked after the others until then, in monotonic seconds.
         calls: how many of this shard's calls use it now.
         leaves: whether it is closed when they have ended.
     """
 
     replica: ShardClient
+    health: Health
     checked: int = -1
-    rests_until: float = float("-inf")
     calls: int = 0
     leaves: bool = False
 
@@ -89,13 +88,38 @@ class _Member:
         return self.checked == self.replica.connections
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A replica that was asked, and how it was then.
+
+    Attributes:
+        at: in monotonic seconds.
+        was_up: whether there was a connection, or none was needed so far.
+        connections: as of its client.
+    """
+
+    member: _Member
+    at: float
+    was_up: bool
+    connections: int
+
+    def was_sent_nothing(self, error: ShardrankError) -> bool:
+        """Whether it failed because there was no connection all the time."""
+        connections = self.member.replica.connections
+        stayed_down = connections == self.connections and not (self.was_up and connections)
+        return isinstance(error, NodeUnavailableError) and stayed_down
+
+
 class ReplicatedShard:
     """One shard of one model version and the nodes that serve it. Implements `Shard`; belongs to one event loop.
 
     The available replica with the fewest calls in flight is asked; if it fails, the others are, each once. If it has
-    not answered after `hedge_after_s`, or half of the time that is left, another is asked beside it and the first
-    answer counts, so that a node that hangs does not cost the deadline. A replica that kept us waiting or held the
-    wrong thing rests for a second: it is asked after the others.
+    not answered after a while, or half of the time that is left, another is asked beside it and the first answer
+    counts, so that a node that hangs does not cost the deadline. Such hedges and retries have one budget; when it is
+    spent, a late answer is waited for and a failure is final. A retry after which nothing had been sent is free.
+
+    A replica that failed several times in a row, is slower than its peers or holds the wrong thing is ejected for a
+    while (`router.outliers`): it is asked after the others.
 
     A node is asked what it holds before its first answer is used and after every reconnect: a node of another shard,
     plan or snapshot is refused, since its sums would be wrong without being an error. Where replicas come and go this
@@ -107,9 +131,9 @@ class ReplicatedShard:
         shard_index: which shard this is.
         manifest_identity: of the snapshot that the router serves.
         replicas: at least one, or where to find out who there is.
-        on_retry: told the kind of the error after which another replica is asked.
+        events: told of retries and ejections.
         clock: monotonic seconds; deadlines are on it.
-        hedge_after_s: how long one replica is waited for alone.
+        policy: when another replica is asked too, and when one is ejected.
 
     Attributes:
         min_sequence: the delta that rows must be of, or a later one, to be of use. A replica that is not so far counts
@@ -122,12 +146,16 @@ class ReplicatedShard:
         shard_index: int,
         manifest_identity: str,
         replicas: Sequence[ShardClient] | ReplicaSource,
-        on_retry: Callable[[str], None] = lambda kind: None,
+        events: ReplicaEvents | None = None,
         clock: Callable[[], float] = time.monotonic,
-        hedge_after_s: float = HEDGE_AFTER_S,
+        policy: ReplicaPolicy | None = None,
     ) -> None:
+        policy = policy or ReplicaPolicy()
+        self._events = events or ReplicaEvents()
+        self._outliers = Outliers(policy, shard_index, clock, self._events)
+        self._budget = RetryBudget(policy, clock)
         self._source = replicas if isinstance(replicas, ReplicaSource) else None
-        self._members = [] if isinstance(replicas, ReplicaSource) else [_Member(replica) for replica in replicas]
+        self._members = [] if isinstance(replicas, ReplicaSource) else [self._join(replica) for replica in replicas]
         if self._source is None and not self._members:
             raise ShardUnavailableError(f"shard {shard_index} has no replica")
         self._identity = plan.identity(shard_index)
@@ -137,9 +165,7 @@ class ReplicatedShard:
         self._turn = itertools.count()
         self._introductions: dict[_Member, asyncio.Task[None]] = {}
         self._closing: set[asyncio.Task[None]] = set()
-        self._on_retry = on_retry
         self._clock = clock
-        self._hedge_after_s = hedge_after_s
         self.min_sequence = UNKNOWN_SEQUENCE
         self._layout = plan.layout
 
@@ -201,7 +227,7 @@ class ReplicatedShard:
                     raise NodeUnavailableError("it reconnected while it was asked, so whoever answered was not checked")
                 answer.check(self._layout, bags)
             except _ASK_ANOTHER as error:
-                self._failed(member, error, failures)
+                failures.append(self._noted(member, error))
             else:
                 return answer, after
         raise self._unavailable(failures)
@@ -219,7 +245,7 @@ class ReplicatedShard:
         failures: list[str] = []
         for member, outcome in zip(members, outcomes, strict=True):
             if isinstance(outcome, _ASK_ANOTHER):
-                self._failed(member, outcome, failures)
+                failures.append(self._noted(member, outcome))
             elif outcome is not None:
                 raise outcome
         if len(failures) == len(members):
@@ -267,6 +293,7 @@ class ReplicatedShard:
             # A newcomer that has left meanwhile is closed by the last one who uses it.
             await asyncio.wait(introductions)
         self._source = None
+        self._outliers.close()
         for member in self._members:
             await member.replica.close()
         if self._closing:
@@ -282,32 +309,32 @@ class ReplicatedShard:
         self._epoch = epoch
         for gone in [member for member in self._members if member.replica.address not in addresses]:
             self._members.remove(gone)
+            self._outliers.leave(gone.health)
             gone.leaves = True
             self._close_if_left(gone)
         here = {member.replica.address for member in self._members}
         joined = [address for address in dict.fromkeys(addresses) if address not in here]
-        self._members += [_Member(self._source.connect(address)) for address in joined]
+        self._members += [self._join(self._source.connect(address)) for address in joined]
+
+    def _join(self, replica: ShardClient) -> _Member:
+        return _Member(replica, self._outliers.join())
 
     def _order(self) -> list[_Member]:
-        """Whom to ask first: who does not rest, is connected, was checked, and has the fewest calls in flight."""
+        """Whom to ask first: who is connected, not ejected, was checked, and has the fewest calls in flight."""
         count = len(self._members)
         # Rotating the start spreads calls over replicas that are equally busy.
         start = next(self._turn) % max(1, count)
         rotated = self._members[start:] + self._members[:start]
         if count < 2:
             return rotated
-        now = self._clock()
 
         def rank(member: _Member) -> tuple[bool, bool, bool, int]:
-            replica = member.replica
+            replica, comes_last = member.replica, self._outliers.comes_last(member.health, member.calls)
             # One that nobody has asked yet comes after those that are known; of a fixed list all are asked in turn.
             is_new = self._source is not None and not member.is_checked
-            return member.rests_until > now, not replica.available, is_new, replica.in_flight
+            return not replica.available, comes_last, is_new, replica.in_flight
 
         return sorted(rotated, key=rank)
-
-    def _rest(self, member: _Member) -> None:
-        member.rests_until = self._clock() + REST_S
 
     @contextlib.contextmanager
     def _use(self, member: _Member) -> Iterator[ShardClient]:
@@ -328,35 +355,50 @@ class ReplicatedShard:
     async def _first_answer(
         self, attempt: Callable[[_Member], Coroutine[None, None, Answer]], deadline: float
     ) -> Answer:
-        waiting = self._order()
-        asked: dict[asyncio.Task[Answer], _Member] = {}
-        failures: list[str] = []
+        self._budget.earn()
+        waiting, failures = self._order(), list[str]()
+        if len(waiting) < 2:
+            return await self._alone(waiting, attempt)
+        asked: dict[asyncio.Task[Answer], _Asked] = {}
+        error: ShardrankError | None = None
+        is_denied = False
+
+        def ask_next() -> None:
+            member = waiting.pop(0)
+            now = _Asked(member, self._clock(), member.replica.available, member.replica.connections)
+            asked[asyncio.create_task(attempt(member))] = now
+
+        ask_next()
         try:
-            while True:
-                if waiting:
-                    member = waiting.pop(0)
-                    if not waiting and not asked:
-                        # The only one left needs no watching: its own deadline ends it.
-                        return await self._last(attempt(member), failures)
-                    asked[asyncio.create_task(attempt(member))] = member
-                if not asked:
-                    raise self._unavailable(failures)
+            while asked:
                 left_s = max(0.0, deadline - self._clock())
-                patience_s = min(self._hedge_after_s, left_s / 2) if waiting else left_s + GRACE_S
+                may_hedge = bool(waiting) and not is_denied
+                patience_s = min(self._outliers.patience_s, left_s / 2) if may_hedge else left_s + GRACE_S
                 done, _ = await asyncio.wait(asked, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+                wish, is_free = "" if done else "late", False
                 for task in done:
-                    member = asked.pop(task)
+                    one = asked.pop(task)
                     try:
-                        return task.result()
-                    except _ASK_ANOTHER as error:
-                        self._failed(member, error, failures)
-                if not waiting and self._clock() >= deadline:
+                        answer = task.result()
+                    except _ASK_ANOTHER as failed:
+                        error, wish, is_free = failed, failed.kind, one.was_sent_nothing(failed)
+                        self._failed(one, failed, failures)
+                    else:
+                        self._overtook(one, asked.values())
+                        return answer
+                if self._clock() >= deadline:
                     raise DeadlineExceededError(f"no replica answered before the deadline ({'; '.join(failures)})")
-                if not done:
-                    # Whoever keeps us waiting goes on, but another one is asked beside it, and it comes last for now.
-                    for late in asked.values():
-                        self._rest(late)
-                    self._on_retry("late")
+                if not waiting:
+                    continue
+                if is_free or self._budget.take():
+                    # Whoever keeps us waiting goes on, but another one is asked beside it.
+                    self._events.retried(wish)
+                    ask_next()
+                else:
+                    is_denied = True
+                    self._events.denied(wish)
+                    failures += [] if asked else ["others are not asked: the budget of hedges and retries is spent"]
+            raise self._unavailable(failures) from error
         finally:
             for task in asked:
                 if not task.done():
@@ -365,21 +407,40 @@ class ReplicatedShard:
                     # Looked at, so that asyncio does not report it as forgotten.
                     task.exception()
 
-    async def _last(self, attempt: Coroutine[None, None, Answer], failures: list[str]) -> Answer:
+    async def _alone(
+        self, members: Sequence[_Member], attempt: Callable[[_Member], Coroutine[None, None, Answer]]
+    ) -> Answer:
+        """Ask the only replica, which needs no watching: its own deadline ends it."""
+        if not members:
+            raise self._unavailable([])
         try:
-            return await attempt
+            return await attempt(members[0])
         except DeadlineExceededError:
             raise
         except _ASK_ANOTHER as error:
-            failures.append(f"{error.kind}: {error}")
-            self._on_retry(error.kind)
-            raise self._unavailable(failures) from error
+            raise self._unavailable([self._noted(members[0], error)]) from error
 
-    def _failed(self, member: _Member, error: ShardrankError, failures: list[str]) -> None:
-        if isinstance(error, _RESTS):
-            self._rest(member)
-        failures.append(f"{error.kind}: {error}")
-        self._on_retry(error.kind)
+    def _noted(self, member: _Member, error: ShardrankError) -> str:
+        """Eject a replica that has not what is asked of it; return what it said."""
+        if isinstance(error, _UNFIT):
+            self._outliers.unfit(member.health)
+        return f"{error.kind}: {error}"
+
+    def _failed(self, asked: _Asked, error: ShardrankError, failures: list[str]) -> None:
+        failures.append(self._noted(asked.member, error))
+        if isinstance(error, (*_UNFIT, NodeOverloadedError)) or asked.was_sent_nothing(error):
+            # To eject who has too much to do would give it to the others.
+            return
+        if isinstance(error, DeadlineExceededError) and self._clock() - asked.at < self._outliers.patience_s:
+            # It had no time: that is not its fault.
+            return
+        self._outliers.failed(asked.member.health)
+
+    def _overtook(self, winner: _Asked, late: Iterable[_Asked]) -> None:
+        now = self._clock()
+        for one in late:
+            if one.at < winner.at:
+                self._outliers.overtaken(one.member.health, now - one.at)
 
     def _unavailable(self, failures: list[str]) -> ShardUnavailableError:
         index, count = self._identity.shard_index, self._identity.num_shards
@@ -391,6 +452,7 @@ class ReplicatedShard:
     ) -> Answer:
         with self._use(member) as replica:
             await self._check(member, model, version, deadline)
+            began = self._clock()
             try:
                 answer = await replica.pool(model, version, bags, deadline, forms)
             except GenerationNotFoundError:
@@ -400,6 +462,7 @@ class ReplicatedShard:
             if not member.is_checked:
                 raise NodeUnavailableError("it reconnected while it was asked, so whoever answered was not checked")
             answer.check(self._layout, bags)
+            self._outliers.answered(member.health, self._clock() - began)
             return answer
 
     async def _told(self, member: _Member) -> NodeInfo:
@@ -411,7 +474,7 @@ class ReplicatedShard:
         for member in self._members:
             if member.is_checked or member in self._introductions:
                 continue
-            if member.rests_until > self._clock() or not member.replica.available:
+            if self._outliers.is_ejected(member.health) or not member.replica.available:
                 continue
             task = asyncio.get_running_loop().create_task(self._introduce(member, model, version))
             self._introductions[member] = task
@@ -422,8 +485,8 @@ class ReplicatedShard:
             with self._use(member):
                 await self._check(member, model, version, self._clock() + CHECK_TIMEOUT_S)
         except _ASK_ANOTHER as error:
-            # It rests, and is tried again after that, or by a request that finds nobody else.
-            self._rest(member)
+            # It is tried again later, or by a request that finds nobody else.
+            self._outliers.unfit(member.health)
             logger.info("%s can't be asked yet: %s", member.replica.address, error)
 
     async def _check(self, member: _Member, model: str, version: int, deadline: float) -> None:

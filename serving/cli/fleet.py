@@ -114,12 +114,13 @@ def up(ctx: click.Context, /, **options: Any) -> None:
     from serving.fleet.local_fleet import FleetConfig
 
     settings.warn_if_open(options["host"], Protection.of(options))
+    settings.replica_policy(options)
     config = config_of(
         FleetConfig,
         options,
         **_what(options),
         shard_node_arguments=settings.arguments(options, _MEMORY) + settings.device_arguments(options),
-        serve_arguments=settings.arguments(options, ["ranking_replicas", "dtype", "wire_dtype"])
+        serve_arguments=settings.arguments(options, settings.RANKING)
         + settings.hot_rows_arguments(options)
         + (["--trust-exported"] if options["trust_exported"] else [])
         + settings.front_arguments(options),

@@ -345,6 +345,11 @@ ranking_options = together(
     ),
     choice("--dtype", ["auto", "float32", "bfloat16", "int8"], _DENSE_DTYPE),
     choice("--wire-dtype", ["auto", "float32", "float16"], _WIRE_DTYPE),
+    assignments(
+        "--replica-policy NAME=VALUE",
+        "When a shard's replicas are asked twice and when one is ejected, such as hedge_after_ms=50; docs/api.md lists "
+        "what there is.",
+    ),
     assignments("--limit NAME=VALUE", "A limit, such as max_candidates=500; docs/api.md lists them."),
     option("--limits", "Limits as a JSON or TOML file; --limit overrides it.", EXISTING_FILE, name="limits_file"),
 )

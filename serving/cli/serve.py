@@ -196,6 +196,7 @@ def _source(options: Options, folder: Path, node_tls: TlsClientConfig | None) ->
         memory_budget_bytes=budget_bytes,
         card_set=card_set,
         hot_rows=settings.hot_rows(options, all_here=not shards),
+        replica_policy=settings.replica_policy(options),
     )
 
 
@@ -220,7 +221,8 @@ def _serve_in_fleet(options: Options, config: ServerConfig, node_tls: TlsClientC
     # Deltas are written to rows in this process while it serves.
     replicas = settings.num_replicas(options["ranking_replicas"], card_set, may_block=options["local"])
     hot_rows = settings.hot_rows(options, all_here=options["local"])
-    serving = config_of(ServingConfig, options, num_replicas=replicas, plan=plan, hot_rows=hot_rows, **named)
+    named |= {"hot_rows": hot_rows, "replica_policy": settings.replica_policy(options)}
+    serving = config_of(ServingConfig, options, num_replicas=replicas, plan=plan, **named)
     local = _local_rows(options, plan, fleet, serving.node_id, card_set) if options["local"] else None
     reopen = partial(open_registry, options["registry"])
     node = ServingNode(fleet, service, serving, AgentConfig(models=models), local, reopen)
@@ -305,7 +307,7 @@ def worker_arguments(options: Options, folder: Path | None, worker: int = 0) -> 
     Without a snapshot's folder it is one of a fleet. Node ids differ, and so do profiles: counts can't share a file.
     """
     told = ["--verify" if options["verify"] else "--no-verify", *settings.front_arguments(options)]
-    told += settings.arguments(options, ["ranking_replicas", "dtype", "wire_dtype", "shutdown_delay_s", "plan_file"])
+    told += settings.arguments(options, [*settings.RANKING, "shutdown_delay_s", "plan_file"])
     told += settings.hot_rows_arguments(options)
     told += ["--trust-exported"] if options["trust_exported"] else []
     if options["profile"] is not None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from loader.registry.fleet import FleetRegistry
     from loader.snapshot.reader import Snapshot
     from router.hot_rows import HotRowsConfig
+    from router.outliers import ReplicaPolicy
     from router.plan import Plan
     from router.plan_file import PlanFile
     from serving.limits import RequestLimits
@@ -40,6 +41,8 @@ Config = TypeVar("Config", bound="BaseModel")
 MAX_LIMITS_FILE_BYTES = 1 << 20
 DEVICE_FLAGS = ("device", "card_memory_gb", "pinned_memory_gb", "hot_gb", "peer_access")
 """Names of the options, for commands that pass them on or allow them only with rows."""
+RANKING = ("ranking_replicas", "dtype", "wire_dtype", "replica_policy")
+"""Names of options of ranking, which are passed on as they are."""
 _HOT_ROWS = ("hot_rows_gb", "hot_rows")
 _TLS = ("tls_cert", "tls_key", "tls_client_ca")
 _NODE_TLS = ("node_ca", "node_cert", "node_key")
@@ -216,6 +219,13 @@ def hot_rows(options: Options, *, all_here: bool) -> HotRowsConfig | None:
     from router.hot_rows import HotRowsConfig
 
     return HotRowsConfig(size_bytes=size_bytes, policy=options["hot_rows"])
+
+
+def replica_policy(options: Options) -> ReplicaPolicy:
+    """Return what `--replica-policy` says. Raises UsageError naming what is unknown or out of range."""
+    from router.outliers import ReplicaPolicy
+
+    return config_of(ReplicaPolicy, {}, "replica-policy: ", **dict(options["replica_policy"]))
 
 
 def hot_rows_arguments(options: Options) -> list[str]:

@@ -20,6 +20,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from router.hot_keeper import HotStatus
+from router.outliers import ReplicaEvents
 from serving.errors import HistogramLayoutError
 from serving.observe.calls import AFTER_BATCH, BEFORE_BATCH, IN_BATCH, BatchTimes, Call, Outcome
 from shard_node.answer import WIRE_FORMS
@@ -81,11 +82,7 @@ class ServingMetrics:
             "shardrank_batch_candidates", "Candidates in a batch.", ("model",), buckets=_BATCH_CANDIDATES
         )
         self.in_flight = gauge("shardrank_requests_in_flight", "Requests being handled.", multiprocess_mode="livesum")
-        self._retries = counter(
-            "shardrank_shard_retries",
-            "Lookups after whose failure another replica of the shard was asked.",
-            ("model", "kind"),
-        )
+        self._replicas = _ReplicaMetrics(registry)
         self._card_batches = counter(
             "shardrank_card_batches",
             "Batches ranked on cards, by how their work was put there: as a graph, or launch by launch.",
@@ -157,9 +154,9 @@ class ServingMetrics:
         """Count an error, of a call or of what is no call, such as a connection."""
         self._errors.labels(api, method, kind).inc()
 
-    def shard_retry(self, model: str, kind: str) -> None:
-        """Count a shard call that was repeated elsewhere."""
-        self._retries.labels(model, kind).inc()
+    def replica_events(self, model: str) -> ReplicaEvents:
+        """Return what counts hedges, retries and ejections of one of a model's routers."""
+        return self._replicas.events(model)
 
     def card_batch(self, model: str, *, is_graph: bool) -> None:
         """Count a batch that was ranked on a card."""
@@ -243,6 +240,41 @@ def _wire_counters(registry: CollectorRegistry) -> Callable[[str], tuple[Counter
         registry=registry,
     )
     return cache(lambda model: (asked.labels(model), *(answered.labels(model, form) for form in WIRE_FORMS)))
+
+
+class _ReplicaMetrics:
+    """What is told of shards' replicas."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        counter = partial(Counter, registry=registry)
+        self._retries = counter(
+            "shardrank_shard_retries",
+            "Lookups that another replica was asked for as well: by the kind of the failure before, or late.",
+            ("model", "kind"),
+        )
+        self._denied = counter(
+            "shardrank_shard_retries_denied",
+            "Lookups that no other replica was asked for because the budget of hedges and retries was spent.",
+            ("model", "kind"),
+        )
+        self._ejections = counter(
+            "shardrank_replica_ejections", "Replicas that were ejected, by why.", ("model", "shard", "reason")
+        )
+        self._out = Gauge(
+            "shardrank_replicas_ejected",
+            "Replicas that are ejected or not yet let in again, counted by each router.",
+            ("model", "shard"),
+            multiprocess_mode="livesum",
+            registry=registry,
+        )
+
+    def events(self, model: str) -> ReplicaEvents:
+        return ReplicaEvents(
+            retried=lambda kind: self._retries.labels(model, kind).inc(),
+            denied=lambda kind: self._denied.labels(model, kind).inc(),
+            ejected=lambda shard, reason: self._ejections.labels(model, str(shard), reason).inc(),
+            out=lambda shard, more: self._out.labels(model, str(shard)).inc(more),
+        )
 
 
 class _DenseMetrics:

@@ -19,13 +19,14 @@ from loader.snapshot.reader import Snapshot
 from loader.snapshot.tables import Frozen
 from router.hot_keeper import HotKeepers
 from router.hot_rows import HotRowsConfig
+from router.outliers import ReplicaEvents, ReplicaPolicy
 from router.plan import DEFAULT_REPLICATE_BYTES, Plan
 from router.plan_file import PlanFile
 from router.replicas import ReplicaSource, ReplicatedShard
 from serving.errors import ServingError
 from serving.models.ranking_models import DtypeChoice
 from serving.rank.service import RankingService
-from serving.versions.served_model import OnRetry, ServedModel, ShardsFactory, WireDtypeChoice
+from serving.versions.served_model import ServedModel, ShardsFactory, WireDtypeChoice
 from shard_node.cuda.card_set import CardSet
 from shard_node.engine.loading import load_tables
 from shard_node.node import LocalShard, ShardNode
@@ -55,6 +56,7 @@ class ModelSource(Frozen):
         card_graphs: rank on cards by CUDA graphs; without, every launch is the host's.
         num_replicas: ranking replicas, each a thread; with cards they take turns over these. 0 for one on the event
             loop that requests come from: not for rows that a disk or a card may have to be waited for.
+        replica_policy: when a shard's replicas are asked twice, and when they are ejected.
         trust_exported: run exported programs, which are code; without, a version that has one is refused.
     """
 
@@ -76,6 +78,7 @@ class ModelSource(Frozen):
     dtype: DtypeChoice = "auto"
     wire_dtype: WireDtypeChoice = "auto"
     hot_rows: HotRowsConfig | None = None
+    replica_policy: ReplicaPolicy = ReplicaPolicy()
     trust_exported: bool = False
 
     @model_validator(mode="after")
@@ -123,10 +126,10 @@ def load_served_model(
             def replicas(index: int) -> list[ShardClient]:
                 return [ShardClient(address, clock=clock, tls=tls) for address in source.shards[index]]
 
-            shards = replicated = replicated_shards(snapshot, plan, replicas, clock)
+            shards = replicated = replicated_shards(snapshot, plan, replicas, clock, source.replica_policy)
             if source.hot_rows is not None:
                 keepers = HotKeepers(source.hot_rows, on_status=service.metrics.hot_rows)
-                keeper = keepers.start(snapshot, plan, partial(replicated, no_retry))
+                keeper = keepers.start(snapshot, plan, partial(replicated, ReplicaEvents()))
                 closing.callback(keeper.close)
                 hot = keeper.rows
         else:
@@ -195,7 +198,7 @@ def _load_node(snapshot: Snapshot, plan: Plan, index: int, source: ModelSource, 
 
 def local_shards(nodes: Sequence[ShardNode]) -> ShardsFactory:
     """Make shards in this process, in order."""
-    return lambda on_retry: [LocalShard(node) for node in nodes]
+    return lambda events: [LocalShard(node) for node in nodes]
 
 
 def replicated_shards(
@@ -203,13 +206,10 @@ def replicated_shards(
     plan: Plan,
     replicas: Callable[[int], ReplicaSource | list[ShardClient]],
     clock: Callable[[], float],
-) -> Callable[[OnRetry], list[ReplicatedShard]]:
+    policy: ReplicaPolicy,
+) -> Callable[[ReplicaEvents], list[ReplicatedShard]]:
     """Make shards on nodes; `replicas` gives those of a shard by its index."""
-    return lambda on_retry: [
-        ReplicatedShard(plan, index, snapshot.identity, replicas(index), on_retry, clock)
+    return lambda events: [
+        ReplicatedShard(plan, index, snapshot.identity, replicas(index), events, clock, policy)
         for index in range(plan.num_shards)
     ]
-
-
-def no_retry(kind: str) -> None:
-    """Count no retry: for what is no request's."""

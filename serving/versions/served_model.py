@@ -20,6 +20,7 @@ from loader.snapshot.reader import Snapshot
 from router.feature_schema import FeatureSchema
 from router.hot_rows import HotRows
 from router.id_mapping import IdMapper, RejectedIds
+from router.outliers import ReplicaEvents
 from router.plan import Plan
 from router.router import Router
 from serving.cards.ranking import CardRanking, CardScorer, scorer_on_card
@@ -53,8 +54,7 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 WireDtypeChoice: TypeAlias = Literal["auto", "float32", "float16"]
 """Number format of sums that shards send: `auto` is float16 where the golden scores allow it."""
-OnRetry: TypeAlias = Callable[[str], None]
-ShardsFactory: TypeAlias = Callable[[OnRetry], Sequence[Shard]]
+ShardsFactory: TypeAlias = Callable[[ReplicaEvents], Sequence[Shard]]
 """Makes one replica's own connections to all shards of the plan; called on the replica's event loop."""
 
 INFO_TIMEOUT_S = 2.0
@@ -124,7 +124,7 @@ class ServedModel:
         mapper = IdMapper.of_snapshot(snapshot, schema.features)
 
         def ranking(number: int) -> Ranking:
-            connected = shards(partial(metrics.shard_retry, spec.model))
+            connected = shards(metrics.replica_events(spec.model))
             nodes.update(dict.fromkeys(shard.node for shard in connected if isinstance(shard, LocalShard)))
             router = Router(schema.features, mapper, plan, connected, hot=hot)
             scorer = _scorer(connected, snapshot, number, limits, card_graphs)

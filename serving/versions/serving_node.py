@@ -40,6 +40,7 @@ from loader.snapshot.tables import Frozen
 from router.errors import HotRowsError
 from router.hot_keeper import HotKeepers, HotStatus
 from router.hot_rows import HotRowsConfig
+from router.outliers import ReplicaEvents, ReplicaPolicy
 from router.plan import Plan
 from router.plan_file import PlanFile
 from router.replica_directory import ReplicaDirectory
@@ -48,7 +49,7 @@ from serving.errors import NotReadyError
 from serving.models.ranking_models import DtypeChoice
 from serving.rank.service import RankingService
 from serving.versions.dense_steps import DenseSteps
-from serving.versions.loading import local_shards, no_retry, replicated_shards
+from serving.versions.loading import local_shards, replicated_shards
 from serving.versions.served_model import ServedModel, ShardsFactory, WireDtypeChoice
 from shard_node.agent.agent import Agent, AgentConfig
 from shard_node.agent.node_agent import NodeActions
@@ -78,6 +79,7 @@ class ServingConfig(Frozen):
         plan: how rows of its model are divided, in place of what the fleet's record and the snapshot say.
         trust_exported: run exported programs of this store, which are code.
         hot_rows: of each version, copies of the hottest rows in this process; None for none.
+        replica_policy: when a shard's replicas are asked twice, and when they are ejected.
     """
 
     node_id: NodeId
@@ -90,6 +92,7 @@ class ServingConfig(Frozen):
     node_tls: TlsClientConfig | None = None
     plan: PlanFile | None = None
     hot_rows: HotRowsConfig | None = None
+    replica_policy: ReplicaPolicy = ReplicaPolicy()
     trust_exported: bool = False
 
 
@@ -333,11 +336,12 @@ class ServingNode:
                 replicate_bytes=topology.replicate_bytes,
                 file=config.plan,
             )
-            shards = replicated = replicated_shards(snapshot, plan, partial(self._replicas, snapshot), service.clock)
+            replicas = partial(self._replicas, snapshot)
+            shards = replicated = replicated_shards(snapshot, plan, replicas, service.clock, config.replica_policy)
             if self._hot is not None:
                 # Runs after the keeper has ended, and told for the last time.
                 closing.callback(self._hot_reports.pop, (published.model, published.version), None)
-                keeper = self._hot.start(snapshot, plan, partial(replicated, no_retry))
+                keeper = self._hot.start(snapshot, plan, partial(replicated, ReplicaEvents()))
                 closing.callback(keeper.close)
                 hot = keeper.rows
         try:

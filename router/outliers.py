@@ -1,0 +1,299 @@
+"""Which replicas of a shard are asked after the others, for how long, and what may be asked twice.
+
+The idea is that of Envoy's outlier detection: a replica that fails several times in a row, or answers far more slowly
+than its peers, is ejected for a time that grows with repeats, within a limit, and let in again by a few probes. Hedges
+and retries have one budget, a token bucket like that of Finagle's `RetryBudget` and gRPC's retry throttling. Nothing
+here knows of sockets or tasks: time comes from a clock, and what was seen from whoever asks.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final, Literal, TypeAlias
+
+from pydantic import Field, model_validator
+
+from loader.snapshot.tables import Frozen
+
+Reason: TypeAlias = Literal["failures", "slow", "unfit"]
+"""Why a replica is ejected: it failed several times in a row, it is slower than its peers, or it has not what is asked
+of it, such as the version or rows that are new enough."""
+
+MAX_WINDOW: Final = 64
+CHECK_S: Final = 1.0
+# 2 to this power times any base is more than any longest ejection.
+MAX_DOUBLINGS: Final = 30
+
+
+class ReplicaPolicy(Frozen):
+    """When another replica is asked too, and when one is ejected.
+
+    Attributes:
+        hedge_after_ms: a replica is waited for alone for so long, or `slow_factor` times what an answer of this shard
+            usually takes, whichever is longer.
+        budget_share: hedges and retries that each lookup earns.
+        budget_per_s: further ones that each second does, so that a shard that is seldom asked is asked again too.
+        budget_reserve: how many may come at once after a time without any: the bucket's size. 0 for none, ever.
+        failures: so many in a row eject. One that was overtaken by a replica that was asked later failed too.
+        slow_factor, slow_excess_ms: a replica is slow if the median of its answers takes longer than so many times the
+            median of its peers' medians, and so much more.
+        window_s: answers older than this say nothing any more.
+        min_answers: a replica with fewer in that time is not compared.
+        max_ejected_share: of a shard's replicas, rounded up; one always stays. 0 ejects none. Does not apply to those
+            that have not what is asked of them.
+        base_ejection_s, max_ejection_s: the first ejection, doubled with each further one; after `max_ejection_s` in
+            service it begins anew.
+        probes: answers, one at a time, by which a replica is let in again.
+    """
+
+    hedge_after_ms: float = Field(default=100.0, gt=0, le=600_000)
+    budget_share: float = Field(default=0.1, ge=0, le=1)
+    budget_per_s: float = Field(default=1.0, ge=0, le=1000)
+    budget_reserve: float = Field(default=32.0, ge=0, le=10_000)
+    failures: int = Field(default=3, ge=1, le=1_000_000)
+    slow_factor: float = Field(default=3.0, gt=1, le=1000)
+    slow_excess_ms: float = Field(default=5.0, ge=0, le=600_000)
+    window_s: float = Field(default=10.0, gt=0, le=600)
+    min_answers: int = Field(default=16, ge=1, le=MAX_WINDOW)
+    max_ejected_share: float = Field(default=0.5, ge=0, le=1)
+    base_ejection_s: float = Field(default=1.0, gt=0, le=3600)
+    max_ejection_s: float = Field(default=30.0, gt=0, le=3600)
+    probes: int = Field(default=3, ge=1, le=MAX_WINDOW)
+
+    @model_validator(mode="after")
+    def _check(self) -> ReplicaPolicy:
+        if self.max_ejection_s < self.base_ejection_s:
+            raise ValueError(
+                f"max_ejection_s {self.max_ejection_s:g} is shorter than base_ejection_s {self.base_ejection_s:g}"
+            )
+        return self
+
+
+def _nothing(*_: object) -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaEvents:
+    """Who is told what happens with a shard's replicas.
+
+    Attributes:
+        retried: another replica is asked: the kind of the error before, or `late` for a hedge.
+        denied: likewise, and it is not, because the budget is spent.
+        ejected: a replica of shard i was, and why.
+        out: so many more replicas of shard i, or fewer if negative, are not in service: ejected, or not yet let in.
+    """
+
+    retried: Callable[[str], None] = _nothing
+    denied: Callable[[str], None] = _nothing
+    ejected: Callable[[int, Reason], None] = _nothing
+    out: Callable[[int, int], None] = _nothing
+
+
+class RetryBudget:
+    """How many hedges and retries there may be: a token bucket, full at first.
+
+    In any time of t seconds with n lookups at most reserve + share n + per_s t are allowed.
+    """
+
+    def __init__(self, policy: ReplicaPolicy, clock: Callable[[], float]) -> None:
+        self._policy, self._clock = policy, clock
+        self._tokens, self._filled_at = policy.budget_reserve, clock()
+
+    def earn(self) -> None:
+        """Count a lookup."""
+        self._tokens = min(self._policy.budget_reserve, self._tokens + self._policy.budget_share)
+
+    def take(self) -> bool:
+        """Take one hedge or retry; False if there is none left."""
+        now = self._clock()
+        earned = self._policy.budget_per_s * max(0.0, now - self._filled_at)
+        self._tokens, self._filled_at = min(self._policy.budget_reserve, self._tokens + earned), now
+        if self._tokens < 1.0:
+            return False
+        self._tokens -= 1.0
+        return True
+
+
+@dataclass(slots=True, eq=False)
+class Health:
+    """What is known of one replica. `Outliers` alone changes it.
+
+    Attributes:
+        answers: when each of the last ones came, and how many seconds it took.
+        failures: in a row.
+        reason: why it is out: ejected, or let in for probes; None in service.
+        ejected_until: in seconds of the clock; when its last ejection ended, or ends.
+        ejections: without a long time in service between them.
+        probes: seconds that each answer has taken since it was let in.
+    """
+
+    answers: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=MAX_WINDOW))
+    failures: int = 0
+    reason: Reason | None = None
+    ejected_until: float = -math.inf
+    ejections: int = 0
+    probes: list[float] = field(default_factory=list)
+
+
+class Outliers:
+    """The replicas of one shard, and which of them are ejected. Belongs to one event loop.
+
+    Args:
+        policy: the limits.
+        shard: its number, for `events`.
+        clock: monotonic seconds.
+        events: told of ejections.
+    """
+
+    def __init__(
+        self, policy: ReplicaPolicy, shard: int, clock: Callable[[], float], events: ReplicaEvents | None = None
+    ) -> None:
+        self._policy = policy
+        self._shard = shard
+        self._clock = clock
+        self._events = events or ReplicaEvents()
+        self._members: list[Health] = []
+        self._next_check = -math.inf
+        self._usual_s = 0.0
+
+    @property
+    def patience_s(self) -> float:
+        """How long a replica is waited for alone."""
+        return max(self._policy.hedge_after_ms / 1e3, self._policy.slow_factor * self._usual_s)
+
+    def join(self) -> Health:
+        """Take in a replica."""
+        self._members.append(health := Health())
+        return health
+
+    def leave(self, health: Health) -> None:
+        """Forget a replica. If then too many of the others are ejected, some are let in before their time."""
+        self._members.remove(health)
+        if health.reason is not None:
+            health.reason = None
+            self._events.out(self._shard, -1)
+        now = self._clock()
+        ejected = sorted(self._ejected(now), key=lambda one: one.ejected_until)
+        for one in ejected:
+            if one.reason != "unfit" and len(self._ejected(now)) > self._most_ejected():
+                one.ejected_until = now
+
+    def is_ejected(self, health: Health) -> bool:
+        """Tell whether a replica's time is not over yet."""
+        return health.reason is not None and health.ejected_until > self._clock()
+
+    def comes_last(self, health: Health, calls: int) -> bool:
+        """Tell whether a replica with so many calls in flight is asked after the others.
+
+        So is one that is ejected, and one that has been let in while it answers a probe.
+        """
+        return health.reason is not None and (calls > 0 or self.is_ejected(health))
+
+    def answered(self, health: Health, seconds: float) -> None:
+        """Note an answer and how long it took."""
+        now = self._clock()
+        if health.reason is not None:
+            if health.ejected_until <= now:
+                self._probed(health, seconds, now)
+            return
+        health.failures = 0
+        health.answers.append((now, seconds))
+        if now >= self._next_check:
+            self._next_check = now + CHECK_S
+            self._eject_slow(now)
+
+    def failed(self, health: Health) -> None:
+        """Note that a replica did not answer though it should have."""
+        if self.is_ejected(health):
+            return
+        health.failures += 1
+        if health.reason is not None or health.failures >= self._policy.failures:
+            self._eject(health, "failures")
+
+    def overtaken(self, health: Health, seconds: float) -> None:
+        """Note that a replica had not answered after so many seconds when one that was asked later had."""
+        if health.reason is None:
+            health.answers.append((self._clock(), seconds))
+        self.failed(health)
+
+    def unfit(self, health: Health) -> None:
+        """Note that a replica has not what was asked of it: it is asked last at once, whatever the limits."""
+        if not self.is_ejected(health):
+            self._eject(health, "unfit")
+
+    def close(self) -> None:
+        """Forget all replicas."""
+        for health in tuple(self._members):
+            self.leave(health)
+
+    def _ejected(self, now: float) -> list[Health]:
+        return [one for one in self._members if one.reason is not None and one.ejected_until > now]
+
+    def _most_ejected(self) -> int:
+        count = len(self._members)
+        return min(count - 1, math.ceil(self._policy.max_ejected_share * count))
+
+    def _eject(self, health: Health, reason: Reason) -> None:
+        now, policy = self._clock(), self._policy
+        health.probes.clear()
+        is_full = reason != "unfit" and len(self._ejected(now)) >= self._most_ejected()
+        # One that has left may still answer what it was asked before.
+        if is_full or health not in self._members:
+            return
+        if now - health.ejected_until > policy.max_ejection_s:
+            health.ejections = 0
+        seconds = policy.base_ejection_s
+        if reason != "unfit":
+            # What a node has not is certain, and asking it again is cheap; what was judged may be judged wrong.
+            seconds = min(policy.max_ejection_s, seconds * 2.0 ** min(health.ejections, MAX_DOUBLINGS))
+            health.ejections += 1
+        if health.reason is None:
+            self._events.out(self._shard, 1)
+        self._events.ejected(self._shard, reason)
+        health.reason, health.ejected_until = reason, now + seconds
+        health.failures = 0
+        health.answers.clear()
+
+    def _probed(self, health: Health, seconds: float, now: float) -> None:
+        health.probes.append(seconds)
+        if len(health.probes) < self._policy.probes:
+            return
+        limit_s = self._slow_s(health, now)
+        if limit_s is not None and statistics.median(health.probes) > limit_s:
+            self._eject(health, "slow")
+            return
+        health.reason = None
+        health.failures = 0
+        health.probes.clear()
+        self._events.out(self._shard, -1)
+
+    def _eject_slow(self, now: float) -> None:
+        """Eject those that are slow, the slowest first, and note what an answer usually takes."""
+        compared = {one: taken for one in self._members if (taken := self._usual(one, now)) is not None}
+        if compared:
+            # Of two the faster one: it is the slower one that is to be waited for no longer.
+            self._usual_s = statistics.median_low(compared.values())
+        for health, taken in sorted(compared.items(), key=lambda one: -one[1]):
+            limit_s = self._slow_s(health, now)
+            if limit_s is not None and taken > limit_s:
+                self._eject(health, "slow")
+
+    def _slow_s(self, health: Health, now: float) -> float | None:
+        """Return the seconds beyond which a replica is slow; None if there is nobody to compare it with."""
+        peers = [self._usual(one, now) for one in self._members if one is not health]
+        known = [taken for taken in peers if taken is not None]
+        if not known:
+            return None
+        return self._policy.slow_factor * statistics.median(known) + self._policy.slow_excess_ms / 1e3
+
+    def _usual(self, health: Health, now: float) -> float | None:
+        """Return the median of a replica's answers; None if it is out, or there are too few."""
+        if health.reason is not None:
+            return None
+        recent = [seconds for when, seconds in health.answers if now - when <= self._policy.window_s]
+        return statistics.median(recent) if len(recent) >= self._policy.min_answers else None
