@@ -1,4 +1,4 @@
-"""`shardrank drill`: proof here that swaps, crashes, upgrades, broken snapshots and attacks cost no answer."""
+"""`shardrank drill`: proof that swaps, crashes, upgrades, broken snapshots, attacks and time cost no answer."""
 
 from __future__ import annotations
 
@@ -76,6 +76,7 @@ def drill() -> None:
       shardrank drill broken --json broken.json
       shardrank drill upgrade --old ../old-release --json upgrade.json
       shardrank drill hostile --json hostile.json
+      shardrank drill soak --minutes 20 --json soak.json
     """
 
 
@@ -228,6 +229,31 @@ def upgrade(ctx: click.Context, /, **given: Any) -> None:
     from loadtest.drill.upgrade import UpgradeDrillConfig, run_upgrade_drill
 
     _run(ctx, UpgradeDrillConfig, run_upgrade_drill, given)
+
+
+@drill.command()
+@number("--minutes", "Under load. Default: 20.", kind=float)
+@fleet_options(workers=1)
+@seconds("--rollout-every-s", "Time between two rollouts. Default: 45.")
+@number("--updates", "Batches of changed rows a second. Default: 2.", kind=float)
+@number("--strangers", "Bad requests a second, and good ones over new connections. Default: 5.", kind=float)
+@number("--max-mb-per-min", "More growth of a process's memory is a problem. Default: 0.25.", kind=float, metavar="MB")
+@seed_option
+@click.pass_context
+def soak(ctx: click.Context, /, **given: Any) -> None:
+    """Keep a fleet at work for a while, and tell what grows.
+
+    Rollouts, row updates, bad requests and new connections go on beside the load. Once a second memory, descriptors
+    and threads of each process are read. After a warm-up, the first half, memory may grow by 0.25 MB a minute at most,
+    with certainty, and descriptors and threads not at all.
+
+    Examples:
+      shardrank drill soak --json soak.json
+      shardrank drill soak --minutes 480 --rate 50 --json night.json
+    """
+    from loadtest.drill.soak import SoakDrillConfig, run_soak_drill
+
+    _run(ctx, SoakDrillConfig, run_soak_drill, given)
 
 
 @drill.command()

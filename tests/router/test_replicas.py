@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from pathlib import Path
 
@@ -60,13 +61,14 @@ class Fleet:
 def shard_over(
     fleet: Fleet, snapshot: Snapshot, plan: Plan, *numbers: int, **policy: float
 ) -> tuple[ReplicatedShard, list[str]]:
-    """A shard that keeps who is ejected and sends no hedge, and what it retried, denied (`no ...`), ejected (`!...`)."""
+    """A shard that keeps who is ejected and sends no hedge; what it retried, denied (`no ...`), ejected (`!...`)."""
     told: list[str] = []
     clients = [ShardClient(fleet.address(number)) for number in numbers]
     events = ReplicaEvents(
         retried=told.append,
         denied=lambda kind: told.append(f"no {kind}"),
         ejected=lambda shard, reason: told.append(f"!{reason}"),
+        out=lambda shard, more: told.extend(["in again"] if more < 0 else []),
     )
     lasting = ReplicaPolicy.model_validate(
         {"base_ejection_s": 600, "max_ejection_s": 600, "hedge_after_ms": 60_000} | policy
@@ -217,6 +219,128 @@ class SilentNode:
         while await reader.read(1 << 16):
             self.frames += 1
         writer.close()
+
+
+class SlowLink:
+    """A Unix socket that leads to a node, whose answers are held back for `delay_s`."""
+
+    def __init__(self, fleet: Fleet, number: int, node_number: int, delay_s: float) -> None:
+        self._here, self._node = fleet.address(number).path, fleet.address(node_number).path
+        self._writers: list[asyncio.StreamWriter] = []
+        self.delay_s = delay_s
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_unix_server(self._connected, self._here)
+
+    def cut(self) -> None:
+        self._server.close()
+        for writer in self._writers:
+            writer.transport.abort()
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        from_node, to_node = await asyncio.open_unix_connection(self._node)
+        self._writers += [writer, to_node]
+        await asyncio.gather(self._pass_on(reader, to_node), self._pass_on(from_node, writer, holds_back=True))
+
+    async def _pass_on(self, source, to: asyncio.StreamWriter, *, holds_back: bool = False) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await source.read(1 << 16):
+                if holds_back:
+                    await asyncio.sleep(self.delay_s)
+                to.write(data)
+
+
+def test_a_slow_replica_is_ejected_and_once_it_is_fast_again_let_in(snapshot, tmp_path):
+    plan = Topology().plan(snapshot.spec)
+
+    async def scenario(fleet: Fleet) -> None:
+        for number in (1, 2):
+            await fleet.start(number, make_node(snapshot, plan, 0))
+        link = SlowLink(fleet, 0, 2, delay_s=0.05)
+        await link.start()
+        policy = {"min_answers": 4, "base_ejection_s": 0.3, "max_ejection_s": 0.3, "probes": 2, "slow_excess_ms": 20}
+        shard, told = shard_over(fleet, snapshot, plan, 0, 1, **policy)
+        give_up = time.monotonic() + 30.0
+        while "!slow" not in told and time.monotonic() < give_up:
+            await ask(shard, snapshot)
+        link.delay_s = 0.0
+        while "in again" not in told and time.monotonic() < give_up:
+            await ask(shard, snapshot)
+        assert set(told) == {"!slow", "in again"}
+        await shard.close()
+        link.cut()
+
+    run(scenario, tmp_path)
+
+
+def test_every_call_that_is_in_flight_when_a_node_dies_is_answered_by_another_one(snapshot, tmp_path):
+    plan = Topology().plan(snapshot.spec)
+
+    async def scenario(fleet: Fleet) -> None:
+        for number in (1, 2):
+            await fleet.start(number, make_node(snapshot, plan, 0))
+        link = SlowLink(fleet, 0, 2, delay_s=0.0)
+        await link.start()
+        shard, told = shard_over(fleet, snapshot, plan, 0, 1)
+        for _ in range(2):
+            await ask(shard, snapshot)
+        link.delay_s = 600.0
+        calls = [asyncio.create_task(ask(shard, snapshot)) for _ in range(40)]
+        for answered, _ in zip(asyncio.as_completed(calls), range(20), strict=False):
+            await answered
+        link.cut()
+        assert all(answer.shape == (2, 8) for answer in await asyncio.gather(*calls))
+        # Half of them were with the one that died; once is enough to know that it is gone.
+        assert told.count("node_unavailable") == 20
+        assert not [one for one in told if one.startswith("no ")]
+        await shard.close()
+
+    run(scenario, tmp_path)
+
+
+def test_when_the_budget_is_spent_a_late_answer_is_waited_for_and_a_failure_is_final(snapshot, tmp_path):
+    plan = Topology().plan(snapshot.spec)
+
+    async def scenario(fleet: Fleet) -> None:
+        silent = SilentNode()
+        server = await silent.start(fleet.address(0))
+        await fleet.start(1, make_node(snapshot, plan, 0))
+        policy = {"hedge_after_ms": 5, "budget_reserve": 2, "budget_share": 0, "budget_per_s": 0, "failures": 1000}
+        shard, told = shard_over(fleet, snapshot, plan, 0, 1, **policy)
+        answered = 0
+        for _ in range(8):
+            with contextlib.suppress(DeadlineExceededError):
+                await ask(shard, snapshot, timeout_s=0.2)
+                answered += 1
+        assert told == ["late", "late", "no late", "no late"]
+        assert answered == 6
+        await shard.close()
+        server.close()
+        await fleet.start(2, ShardNode(plan.identity(0)))
+        policy = {"budget_reserve": 0.5}
+        shard, told = shard_over(fleet, snapshot, plan, 2, 1, **policy)
+        with pytest.raises(ShardUnavailableError, match=r"no version .*; others are not asked: the budget of hedges"):
+            await ask(shard, snapshot)
+        # Whoever has not the version comes last.
+        await ask(shard, snapshot)
+        assert told == ["!unfit", "no generation_not_found"]
+        await shard.close()
+
+    run(scenario, tmp_path)
+
+
+def test_a_retry_after_which_nothing_had_been_sent_costs_nothing(snapshot, tmp_path):
+    plan = Topology().plan(snapshot.spec)
+
+    async def scenario(fleet: Fleet) -> None:
+        await fleet.start(1, make_node(snapshot, plan, 0))
+        shard, told = shard_over(fleet, snapshot, plan, 0, 1, budget_reserve=0)
+        for _ in range(3):
+            await ask(shard, snapshot)
+        assert told == ["node_unavailable"]
+        await shard.close()
+
+    run(scenario, tmp_path)
 
 
 def test_a_replica_that_hangs_is_overtaken_three_times_and_then_asked_last(snapshot, tmp_path):
