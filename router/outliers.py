@@ -263,8 +263,7 @@ class Outliers:
         health.probes.append(seconds)
         if len(health.probes) < self._policy.probes:
             return
-        limit_s = self._slow_s(health, now)
-        if limit_s is not None and statistics.median(health.probes) > limit_s:
+        if self._is_slow(statistics.median(health.probes), list(self._compared(now).values())):
             self._eject(health, "slow")
             return
         health.reason = None
@@ -274,26 +273,26 @@ class Outliers:
 
     def _eject_slow(self, now: float) -> None:
         """Eject those that are slow, the slowest first, and note what an answer usually takes."""
-        compared = {one: taken for one in self._members if (taken := self._usual(one, now)) is not None}
-        if compared:
-            # Of two the faster one: it is the slower one that is to be waited for no longer.
-            self._usual_s = statistics.median_low(compared.values())
-        for health, taken in sorted(compared.items(), key=lambda one: -one[1]):
-            limit_s = self._slow_s(health, now)
-            if limit_s is not None and taken > limit_s:
+        compared = self._compared(now)
+        # Of two the faster one: it is the slower one that is to be waited for no longer.
+        self._usual_s = statistics.median_low(compared.values()) if compared else 0.0
+        for health, seconds in sorted(compared.items(), key=lambda one: -one[1]):
+            peers = [taken for one, taken in compared.items() if one is not health]
+            if self._is_slow(seconds, peers):
                 self._eject(health, "slow")
+                if health.reason is not None:
+                    del compared[health]
 
-    def _slow_s(self, health: Health, now: float) -> float | None:
-        """Return the seconds beyond which a replica is slow; None if there is nobody to compare it with."""
-        peers = [self._usual(one, now) for one in self._members if one is not health]
-        known = [taken for taken in peers if taken is not None]
-        if not known:
-            return None
-        return self._policy.slow_factor * statistics.median(known) + self._policy.slow_excess_ms / 1e3
+    def _is_slow(self, seconds: float, peers: list[float]) -> bool:
+        """Tell whether a median is far above those of peers; not if there is nobody to compare it with."""
+        policy = self._policy
+        return bool(peers) and seconds > policy.slow_factor * statistics.median(peers) + policy.slow_excess_ms / 1e3
 
-    def _usual(self, health: Health, now: float) -> float | None:
-        """Return the median of a replica's answers; None if it is out, or there are too few."""
-        if health.reason is not None:
-            return None
-        recent = [seconds for when, seconds in health.answers if now - when <= self._policy.window_s]
-        return statistics.median(recent) if len(recent) >= self._policy.min_answers else None
+    def _compared(self, now: float) -> dict[Health, float]:
+        """Return the median of the answers of each replica in service that has had enough of them of late."""
+        found = {}
+        for health in self._members:
+            recent = [seconds for when, seconds in health.answers if now - when <= self._policy.window_s]
+            if health.reason is None and len(recent) >= self._policy.min_answers:
+                found[health] = statistics.median(recent)
+        return found

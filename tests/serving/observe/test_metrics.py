@@ -219,3 +219,18 @@ def test_hot_rows_are_counted_by_table_and_their_gauges_go_with_their_version():
     told = metrics.render().decode()
     assert "shardrank_hot_rows{" not in told
     assert "shardrank_hot_lookups_total{" in told
+
+
+def test_what_happens_with_replicas_is_counted_and_who_is_out_is_told():
+    metrics = ServingMetrics()
+    events = metrics.replica_events("films")
+    events.retried("late")
+    events.denied("late")
+    for more in (1, 1, -1):
+        events.out(2, more)
+    events.ejected(2, "slow")
+    text = metrics.render().decode()
+    assert 'shardrank_shard_retries_total{kind="late",model="films"} 1.0' in text
+    assert 'shardrank_shard_retries_denied_total{kind="late",model="films"} 1.0' in text
+    assert 'shardrank_replica_ejections_total{model="films",reason="slow",shard="2"} 1.0' in text
+    assert 'shardrank_replicas_ejected{model="films",shard="2"} 1.0' in text
