@@ -115,7 +115,8 @@ class Trend(Frozen):
         what: a field of `Sample`.
         first, last: medians of the first and the last block.
         per_min, low, high: the slope and its interval; None for too short a time.
-        limit: that `high` of memory may not exceed, and `per_min` of descriptors and threads must stay below.
+        limit: that `high` of memory may not exceed. Descriptors and threads grow if `per_min` reaches it, which is one
+            more over the measured time, and `low` is above 0: connections come and go with the load.
     """
 
     process: str
@@ -371,7 +372,6 @@ def make_soak_report(config: SoakDrillConfig, course: SoakCourse, facts: Mapping
         for number, what in enumerate(Sample._fields):
             own = values[:, number] if len(values) else np.empty(0)
             slope = slope_of(at / 60, own)
-            # A whole one more at the end than at the begin is growth; what comes and goes is not.
             limit = config.max_mb_per_min if what.endswith("_mb") else 1.0 / max(measured_min, 1e-9)
             first, last = (float(own[0]), float(own[-1])) if own.size else (None, None)
             per_min, low, high = slope or (None, None, None)
@@ -412,12 +412,12 @@ def soak_problems(report: SoakReport) -> list[str]:
     if not report.trends or any(one.per_min is None for one in report.trends):
         found.append(f"{report.samples} samples are too few to tell what grows; soak for longer")
     for one in report.trends:
-        if one.per_min is None or one.high is None:
+        if one.per_min is None or one.low is None or one.high is None:
             continue
         name = f"{one.process} {one.what}"
         if one.what.endswith("_mb") and one.high > one.limit:
             grows = f"grows by {one.per_min:.3f} MB a minute ({one.low:.3f} to {one.high:.3f})"
             found.append(f"{name} {grows}, which is not surely less than the {one.limit:g} MB that are allowed")
-        elif one.what in ("descriptors", "threads") and one.per_min >= one.limit:
+        elif one.what in ("descriptors", "threads") and one.low > 0 and one.per_min >= one.limit:
             found.append(f"{name} grow from {one.first:g} to {one.last:g}")
     return found

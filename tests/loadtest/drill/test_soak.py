@@ -119,6 +119,7 @@ def test_a_descriptor_that_each_rollout_leaves_open_is_found_and_ones_that_come_
     leaking = report_of(descriptors=tuple(range(30, 54)))
     assert leaking.problems == ("serve-0 descriptors grow from 42 to 53",)
     assert report_of(descriptors=(30, 33, 30, 33, 30, 33, 30, 33)).problems == ()
+    assert report_of(descriptors=tuple(np.random.default_rng(3).integers(30, 60, 200).tolist())).problems == ()
 
 
 def test_a_soak_that_is_too_short_or_whose_processes_are_started_again_does_not_pass():
