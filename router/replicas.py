@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from loader.errors import ShardrankError
 from router.errors import PlanMismatchError, ReplicaLagsError, ShardUnavailableError
@@ -343,8 +344,11 @@ class ReplicatedShard:
         try:
             yield member.replica
         finally:
-            member.calls -= 1
-            self._close_if_left(member)
+            self._release(member)
+
+    def _release(self, member: _Member, _: object = None) -> None:
+        member.calls -= 1
+        self._close_if_left(member)
 
     def _close_if_left(self, member: _Member) -> None:
         if member.leaves and not member.calls:
@@ -366,7 +370,11 @@ class ReplicatedShard:
         def ask_next() -> None:
             member = waiting.pop(0)
             now = _Asked(member, self._clock(), member.replica.available, member.replica.connections)
-            asked[asyncio.create_task(attempt(member))] = now
+            # It counts from now on, not from when the task begins: others may choose in the same turn of the loop.
+            member.calls += 1
+            task = asyncio.create_task(attempt(member))
+            task.add_done_callback(partial(self._release, member))
+            asked[task] = now
 
         ask_next()
         try:

@@ -365,6 +365,26 @@ def test_a_replica_that_hangs_is_overtaken_three_times_and_then_asked_last(snaps
     run(scenario, tmp_path)
 
 
+def test_of_many_calls_at_once_only_one_is_a_probe(snapshot, tmp_path):
+    plan = Topology().plan(snapshot.spec)
+
+    async def scenario(fleet: Fleet) -> None:
+        server = await SilentNode().start(fleet.address(0))
+        await fleet.start(1, make_node(snapshot, plan, 0))
+        policy = {"failures": 1, "hedge_after_ms": 500, "base_ejection_s": 0.1, "max_ejection_s": 600}
+        shard, told = shard_over(fleet, snapshot, plan, 0, 1, **policy)
+        for _ in range(2):
+            await ask(shard, snapshot)
+        assert told == ["late", "!failures"]
+        await asyncio.sleep(0.2)
+        await asyncio.gather(*(ask(shard, snapshot) for _ in range(10)))
+        assert told == ["late", "!failures"] * 2
+        await shard.close()
+        server.close()
+
+    run(scenario, tmp_path)
+
+
 def test_when_all_replicas_hang_the_deadline_ends_it(snapshot, tmp_path):
     plan = Topology().plan(snapshot.spec)
 
