@@ -20,6 +20,7 @@ from loader.registry.registry import Registry
 from loader.snapshot.tables import Frozen
 from serving.api.dealing import Place
 from serving.api.grpc.services import GrpcServer
+from serving.api.http import HttpApp
 from serving.api.http_server import HttpServer, running_admin
 from serving.api.listening import Addresses
 from serving.api.tokens import Tokens
@@ -77,7 +78,7 @@ async def running_server(service: RankingService, config: ServerConfig) -> Async
     """Listen while the block runs, then stop as `ServerConfig` says. Raises ListenError if a port can't be bound."""
     addresses = Addresses(service.limits, service.clock)
     tokens, ssl = _protection(service, config, "http")
-    http = HttpServer(service, config.drain_timeout_s, addresses=addresses, tokens=tokens, ssl=ssl)
+    http = HttpServer(service, config.drain_timeout_s, HttpApp(service, tokens), addresses=addresses, ssl=ssl)
     grpc = GrpcServer(service, *_protection(service, config, "grpc"), addresses)
     watching: asyncio.Future[tuple[None, None]] | None = None
     try:

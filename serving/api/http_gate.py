@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from itertools import islice, takewhile
-from typing import Any, Literal, cast
+from typing import Any, Literal, Protocol, cast
 
 import numpy as np
 from uvicorn.config import Config
@@ -38,7 +38,6 @@ from serving.api.listening import (
 from serving.errors import MalformedRequestError, OverloadedError, RequestTimeoutError, ServingError
 from serving.formats.requests import Buffer
 from serving.limits import RequestLimits
-from serving.observe.metrics import ServingMetrics
 
 logger = logging.getLogger(__name__)
 _protocol_logger = logger.getChild("uvicorn")
@@ -501,6 +500,13 @@ class Gate(Accepted, asyncio.BufferedProtocol):
             self.drop()
 
 
+class CountsFailures(Protocol):
+    """Counts what connections are refused or ended for."""
+
+    def failed(self, api: str, method: str, kind: str) -> None:
+        """Count one."""
+
+
 class Gates(Front[Gate]):
     """What the connections of one listener share, and what they wait for: since when, the longest first.
 
@@ -518,7 +524,7 @@ class Gates(Front[Gate]):
         self,
         config: Config,
         limits: RequestLimits,
-        metrics: ServingMetrics,
+        metrics: CountsFailures,
         addresses: Addresses,
         clock: Callable[[], float],
         ssl: tls.SSLContext | None = None,

@@ -11,6 +11,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from email.utils import formatdate
 from functools import partial
+from typing import NamedTuple, Protocol
 
 import uvicorn
 import uvloop
@@ -18,12 +19,13 @@ from starlette.types import ASGIApp
 
 from serving.api.dealing import Place
 from serving.api.documents import create_probes
-from serving.api.http import HttpApp, answer_whole
-from serving.api.http_gate import Gates
+from serving.api.http import answer_whole
+from serving.api.http_gate import CountsFailures, Gates
 from serving.api.listening import Addresses
 from serving.api.tokens import Tokens
 from serving.dashboard.board import run_board
 from serving.dashboard.sources import Source
+from serving.limits import RequestLimits
 from serving.rank.service import RankingService
 
 logger = logging.getLogger(__name__)
@@ -35,26 +37,41 @@ _SWEEP_S = 0.5
 _SECOND_S = 1.0
 
 
-class HttpServer:
-    """An HTTP listener over one service; without `tokens` everybody may do everything.
+class Fronted(Protocol):
+    """What a listener has to know of what is behind it."""
 
-    Requests in flight may take `drain_timeout_s` once it is stopped. `app` answers, by default the whole API.
-    `addresses` are accounts of whoever connects, shared with other listeners.
+    @property
+    def limits(self) -> RequestLimits:
+        """Of connections and requests."""
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """Give monotonic seconds."""
+
+    @property
+    def metrics(self) -> CountsFailures:
+        """What counts connections that were refused."""
+
+
+class HttpServer:
+    """An HTTP listener: `app` answers for a service.
+
+    Requests in flight may take `drain_timeout_s` once it is stopped. `addresses` are accounts of whoever connects,
+    shared with other listeners.
     """
 
     def __init__(
         self,
-        service: RankingService,
+        service: Fronted,
         drain_timeout_s: float,
+        app: ASGIApp,
         *,
-        app: ASGIApp | None = None,
         addresses: Addresses | None = None,
         ssl: tls.SSLContext | None = None,
-        tokens: Tokens | None = None,
     ) -> None:
         limits = service.limits
         config = uvicorn.Config(
-            app or HttpApp(service, tokens),
+            app,
             interface="asgi3",
             ws="none",
             lifespan="off",
@@ -125,6 +142,13 @@ class HttpServer:
             await asyncio.sleep(period_s)
 
 
+class Answering(NamedTuple):
+    """An application, and what ends its streams, which would go on for as long as they may."""
+
+    app: ASGIApp
+    end_streams: Callable[[], None] = lambda: None
+
+
 @contextlib.asynccontextmanager
 async def running_admin(
     service: RankingService,
@@ -137,8 +161,32 @@ async def running_admin(
 ) -> AsyncIterator[int]:
     """Serve probes and metrics while the block runs, and give the port. Raises ListenError, or what `page` raises.
 
-    On a thread with an event loop of its own, so that full batches keep nobody waiting who only asks. There `page`
-    opens what the status page shows; None for no such page.
+    `page` opens what the status page shows, on the thread that answers; None for no such page.
+    """
+
+    @contextlib.asynccontextmanager
+    async def probes() -> AsyncIterator[Answering]:
+        async with contextlib.AsyncExitStack() as stack:
+            board = None if page is None else await stack.enter_async_context(run_board(page))
+            app = partial(answer_whole, create_probes(service, tokens, board))
+            yield Answering(app) if board is None else Answering(app, board.close)
+
+    async with listening_beside(service, probes(), host, port, ssl) as bound:
+        yield bound
+
+
+@contextlib.asynccontextmanager
+async def listening_beside(
+    service: Fronted,
+    opening: contextlib.AbstractAsyncContextManager[Answering],
+    host: str,
+    port: int,
+    ssl: tls.SSLContext | None,
+) -> AsyncIterator[int]:
+    """Have an application answer operators while the block runs, and give the port.
+
+    On a thread with an event loop of its own, so that full batches keep nobody waiting who only asks. The application
+    is opened there. Raises ListenError, or what opening it raises.
     """
     loop, stop = uvloop.new_event_loop(), asyncio.Event()
     bound: concurrent.futures.Future[int] = concurrent.futures.Future()
@@ -147,15 +195,11 @@ async def running_admin(
 
     async def listen() -> None:
         try:
-            async with contextlib.AsyncExitStack() as stack:
-                board = None if page is None else await stack.enter_async_context(run_board(page))
-                app = partial(answer_whole, create_probes(service, tokens, board))
-                server = HttpServer(service, ADMIN_DRAIN_TIMEOUT_S, app=app, ssl=ssl)
+            async with opening as answering:
+                server = HttpServer(service, ADMIN_DRAIN_TIMEOUT_S, answering.app, ssl=ssl)
                 bound.set_result(await server.start(host, port))
                 await stop.wait()
-                if board is not None:
-                    # Its streams would go on for as long as they may.
-                    board.close()
+                answering.end_streams()
                 await server.stop()
         except Exception as error:
             if bound.done():

@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from serving.cli.settings import Options, Protection, config_of
 if TYPE_CHECKING:
     from loader.registry.fleet import FleetRecord, FleetRegistry
     from router.plan_file import PlanFile
+    from serving.observe.node_metrics import NodeMetrics
     from serving.rank.service import RankingService
     from serving.server import Listening, ServerConfig
     from serving.versions.loading import ModelSource
@@ -352,6 +353,7 @@ def worker_arguments(options: Options, folder: Path | None, worker: int = 0) -> 
     1,
 )
 @opts.verify_option
+@opts.option("--admin-listen HOST:PORT", "Where operators get /healthz and /metrics, over TLS if --listen has it.")
 @click.pass_context
 def shard_node(ctx: click.Context, /, **options: Any) -> None:
     """Serve one shard of rows to routers.
@@ -381,19 +383,23 @@ def shard_node(ctx: click.Context, /, **options: Any) -> None:
         raise click.UsageError("--tls-cert needs --tls-client-ca: certificates are all that keeps strangers out here.")
     in_fleet = settings.belongs_to_fleet(ctx, _FLEET_ONLY)
     addresses = tuple(Address.parse(text) for text in options["listen"])
+    admin = None if options["admin_listen"] is None else Address.parse(options["admin_listen"])
+    if admin is not None and admin.is_unix:
+        raise click.UsageError(f"--admin-listen {admin}: HOST:PORT is needed.")
+    open_to = (*addresses, *(() if admin is None else (admin,)))
     if not in_fleet:
         folder = settings.member_folder(options)
-        settings.warn_if_node_is_open(addresses, tls)
-        _serve_rows(_load(folder, options), addresses, options["threads"], tls)
+        settings.warn_if_node_is_open(open_to, tls)
+        _serve_rows(_load(folder, options), addresses, admin, options["threads"], tls)
         return
     # What can't be is refused before a card is opened.
     _node_config(options)
     record, agent = _fleet_configs(options)
-    settings.warn_if_node_is_open(addresses, tls)
+    settings.warn_if_node_is_open(open_to, tls)
     sys.setswitchinterval(BACKGROUND_SWITCH_INTERVAL_S)
     card_set = settings.open_card_set(options)
     node = ShardNode(settings.node_identity(options, *options["shard"]))
-    _run_node(node, lambda: _serve_rows_in_fleet(options, record, agent, node, card_set, addresses, tls))
+    _run_node(node, lambda: _serve_rows_in_fleet(options, record, agent, node, card_set, addresses, tls, admin))
 
 
 def _load(folder: Path, options: Options) -> ShardNode:
@@ -433,30 +439,49 @@ def _run_node(node: ShardNode, program: Callable[[], Awaitable[None]]) -> None:
 
 @asynccontextmanager
 async def _listening(
-    node: ShardNode, addresses: Sequence[Address], threads: int, tls: TlsConfig | None, *, may_wait: bool
+    node: ShardNode,
+    addresses: Sequence[Address],
+    threads: int,
+    tls: TlsConfig | None,
+    admin: Address | None,
+    *,
+    may_wait: bool,
+    advertise: str | None = None,
 ) -> AsyncIterator[NodeServer]:
     """Listen while the block runs. Where a disk or a card may have to be waited for, the event loop never pools."""
+    from shard_node.wire.address import Address
     from shard_node.wire.server import NodeServer, ServerLimits
     from shard_node.wire.tls import server_context
 
     limits = ServerLimits(threads=threads, max_inline_bytes=0) if may_wait else ServerLimits(threads=threads)
-    server = NodeServer(node, limits, tls=None if tls is None else server_context(tls))
-    try:
+    metrics: NodeMetrics | None = None
+    async with AsyncExitStack() as stack:
+        if admin is not None:
+            # Who is not asked for metrics pays neither for their import nor for what they count.
+            from serving.api.node_port import running_node_port
+
+            metrics, url = await stack.enter_async_context(running_node_port(node, admin, tls))
+            click.echo(f"metrics: {url}")
+        server = NodeServer(node, limits, tls=None if tls is None else server_context(tls), watch=metrics)
+        stack.push_async_callback(server.close)
         await server.start(addresses)
+        if metrics is not None:
+            address = Address.parse(advertise) if advertise else advertised(server.addresses[0])
+            metrics.of(server, str(address))
         for address in server.addresses:
             click.echo(f"shard {node.identity.shard_index}/{node.identity.num_shards} listens on {address}")
         yield server
-    finally:
-        await server.close()
 
 
-def _serve_rows(node: ShardNode, addresses: Sequence[Address], threads: int, tls: TlsConfig | None) -> None:
+def _serve_rows(
+    node: ShardNode, addresses: Sequence[Address], admin: Address | None, threads: int, tls: TlsConfig | None
+) -> None:
     """Answers routers until SIGTERM or SIGINT; then ends what is in flight. Raises CardError if the cards fail."""
     from loader.memory import settle_heap
     from shard_node.agent.node_agent import watch_cards
 
     async def program() -> None:
-        async with _listening(node, addresses, threads, tls, may_wait=_may_wait(node)) as server:
+        async with _listening(node, addresses, threads, tls, admin, may_wait=_may_wait(node)) as server:
             settle_heap()
             try:
                 await watch_cards(node)
@@ -502,6 +527,7 @@ async def _serve_rows_in_fleet(
     card_set: CardSet | None,
     addresses: Sequence[Address],
     tls: TlsConfig | None,
+    admin: Address | None = None,
 ) -> None:
     """Serve what the fleet wants until it is cancelled; then leave the fleet and end what is in flight.
 
@@ -513,9 +539,10 @@ async def _serve_rows_in_fleet(
 
     (index, num_shards), plan = options["shard"], settings.read_plan(options)
     may_wait = options["memory_budget_gb"] is not None or card_set is not None
+    told = {"may_wait": may_wait, "advertise": options["advertise"]}
     async with (
         settings.opened_registry(options["registry"]) as fleet,
-        _listening(node, addresses, options["threads"], tls, may_wait=may_wait) as server,
+        _listening(node, addresses, options["threads"], tls, admin, **told) as server,
     ):
         await _join(fleet, record)
         config = _node_config(options, server.addresses[0])

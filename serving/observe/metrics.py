@@ -12,10 +12,10 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, partial
-from typing import get_args
+from typing import TypeAlias, get_args
 
 import numpy as np
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
@@ -41,6 +41,7 @@ _SECONDS = (
 _BATCH_REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128)
 _BATCH_CANDIDATES = (1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 _LOOK = (0.5, 1.0, 1.5, 4.0)
+Kept: TypeAlias = deque[tuple[tuple[Histogram, ...], tuple[float, ...]]]
 
 
 class ServingMetrics:
@@ -55,11 +56,13 @@ class ServingMetrics:
     """
 
     def __init__(self, state: Collector | None = None) -> None:
-        _check_library()
+        check_library()
         self._state = state
         self.on_answered: Callable[[Call, float], None] | None = None
         # A registry of its own, so that several services in one process don't share names.
         registry = self._registry = CollectorRegistry()
+        # Of several workers on one port only one's would be told.
+        ProcessCollector(registry=registry)
         if state is not None:
             registry.register(state)
         counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
@@ -116,7 +119,7 @@ class ServingMetrics:
         self._sizes = cache(lambda model: (batch_requests.labels(model), batch_candidates.labels(model)))
         # Observations that are not in their histograms yet. Made one by one, between work that needs the processor's
         # caches, each costs three times what it costs after another one. Thread-safe: both ends of a deque are.
-        self._kept: deque[tuple[tuple[Histogram, ...], tuple[float, ...]]] = deque()
+        self._kept: Kept = deque()
 
     def call_ended(self, call: Call, status: str, outcome: Outcome | None, now: float) -> None:
         """Count a call that ended now: its status (`ok` or its error's kind), its version's outcome, its times."""
@@ -197,15 +200,7 @@ class ServingMetrics:
 
     def _make_observations(self) -> None:
         """Put what is kept into the histograms: whoever reads one calls it before."""
-        by_histogram: defaultdict[Histogram, list[float]] = defaultdict(list)
-        try:
-            while True:
-                histograms, values = self._kept.popleft()
-                for histogram, value in zip(histograms, values, strict=True):
-                    by_histogram[histogram].append(value)
-        except IndexError:
-            for histogram, own in by_histogram.items():
-                observe_all(histogram, own)
+        make_observations(self._kept)
 
     async def keep_up(self) -> None:
         """Keep this process's numbers where other workers look for them, until it is cancelled."""
@@ -327,6 +322,19 @@ class _HotMetrics:
                 one.remove(model, version)
 
 
+def make_observations(kept: Kept) -> None:
+    """Put what is kept, values for as many histograms each, into these; `kept` may be added to meanwhile."""
+    by_histogram: defaultdict[Histogram, list[float]] = defaultdict(list)
+    try:
+        while True:
+            histograms, values = kept.popleft()
+            for histogram, value in zip(histograms, values, strict=True):
+                by_histogram[histogram].append(value)
+    except IndexError:
+        for histogram, own in by_histogram.items():
+            observe_all(histogram, own)
+
+
 def observe_all(histogram: Histogram, values: list[float]) -> None:
     """Observe many values at once, none NaN: the library's own way looks for the bucket of one after the other."""
     buckets = np.searchsorted(histogram._upper_bounds, values)
@@ -336,7 +344,7 @@ def observe_all(histogram: Histogram, values: list[float]) -> None:
     histogram._sum.inc(sum(values))
 
 
-def _check_library() -> None:
+def check_library() -> None:
     """Refuse a library whose histograms are kept in another way than `observe_all` fills them."""
     # In files that processes share, what is made for a look would stay and be told.
     if MULTIPROCESS_VARIABLE in os.environ:

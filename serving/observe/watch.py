@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, NoReturn, TypeAlias
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -15,6 +16,7 @@ from loader.errors import ShardrankError
 from serving.versions.served_versions import ServedVersions
 from shard_node.agent.node_agent import ENOUGH_FAULTS
 from shard_node.errors import CardError, GenerationNotFoundError
+from shard_node.generation import Generation
 from shard_node.node import NodeInfo, ServedVersion
 
 logger = logging.getLogger(__name__)
@@ -50,6 +52,11 @@ _COUNTERS = {
         (*_NODE, "reason"),
     ),
 }
+NODE_FAMILIES = (
+    *("memory_bytes", "rows_looked_up", "cards_peer_access", "card_bad_values", "version_state", "version_leases"),
+    *("delta_sequence", "delta_lag", "delta_staleness_seconds"),
+)
+"""What a shard node tells at a port of its own, by the names under which serving processes tell it too."""
 
 
 class _Told(NamedTuple):
@@ -192,6 +199,53 @@ def degraded_reason(told: Sequence[ServedVersion], max_staleness_s: float, now: 
     )
 
 
+def collected(samples: Iterable[Sample], names: Collection[str] = (*_GAUGES, *_COUNTERS)) -> Iterable[Metric]:
+    """Make the families of these names, with samples of theirs."""
+    families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
+    for kind, described in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
+        for name, (told, labels) in described.items():
+            if name in names:
+                families[name] = kind(f"shardrank_{name}", told, labels=labels)
+    for name, values, value in samples:
+        families[name].add_metric(values, value)
+    return families.values()
+
+
+def version_samples(generations: Iterable[Generation[Any]]) -> Iterator[Sample]:
+    """Tell the state of each version that is here."""
+    for one in generations:
+        labels = (one.model, str(one.version))
+        yield "version_state", (*labels, one.state), 1.0
+        yield "version_leases", labels, one.leases
+
+
+def node_samples(model: str, replica: str, info: NodeInfo, now: float) -> Iterator[Sample]:
+    """Tell what a node said of one model, at a time in seconds since the epoch; `replica` is its address."""
+    shard = str(info.identity.shard_index)
+    for use in info.memory:
+        if use.model == model:
+            labels = (model, str(use.version), shard, replica, str(use.card), use.tier)
+            yield "memory_bytes", labels, use.size_bytes
+    for count in info.lookups:
+        if count.model == model:
+            labels = (model, str(count.version), shard, replica, count.table, count.tier)
+            yield "rows_looked_up", labels, count.rows
+    for cards in info.cards:
+        if cards.model == model:
+            node = (model, str(cards.version), shard, replica)
+            yield "cards_peer_access", node, float(cards.peer_access)
+            yield "card_bad_values", (*node, "outside_table"), cards.outside_table
+            yield "card_bad_values", (*node, "not_here"), cards.not_here
+    for one in info.versions:
+        is_following = one.delta_fresh_at is not None or one.delta_sequence > 0
+        if one.model == model and is_following:
+            node = (model, str(one.version), shard, replica)
+            yield "delta_sequence", node, one.delta_sequence
+            yield "delta_lag", node, one.delta_lag
+            if (seconds := staleness_s(one, now)) is not None:
+                yield "delta_staleness_seconds", node, seconds
+
+
 class StateCollector(Collector):
     """Metrics of the shard nodes, as they last told and each for itself, and of the versions that are here now."""
 
@@ -200,48 +254,13 @@ class StateCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Collect all families; what has been freed is not told any more."""
-        families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
-        for kind, described in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
-            for name, (told, labels) in described.items():
-                families[name] = kind(f"shardrank_{name}", told, labels=labels)
-        for samples in (self._of_nodes(), self._of_versions()):
-            for name, values, value in samples:
-                families[name].add_metric(values, value)
-        return families.values()
-
-    def _of_nodes(self) -> Iterator[Sample]:
-        now = self._watch.wall_clock()
-        for model, replica, info in self._watch.nodes():
-            shard = str(info.identity.shard_index)
-            for use in info.memory:
-                if use.model == model:
-                    labels = (model, str(use.version), shard, replica, str(use.card), use.tier)
-                    yield "memory_bytes", labels, use.size_bytes
-            for count in info.lookups:
-                if count.model == model:
-                    labels = (model, str(count.version), shard, replica, count.table, count.tier)
-                    yield "rows_looked_up", labels, count.rows
-            for cards in info.cards:
-                if cards.model == model:
-                    node = (model, str(cards.version), shard, replica)
-                    yield "cards_peer_access", node, float(cards.peer_access)
-                    yield "card_bad_values", (*node, "outside_table"), cards.outside_table
-                    yield "card_bad_values", (*node, "not_here"), cards.not_here
-            for one in info.versions:
-                is_following = one.delta_fresh_at is not None or one.delta_sequence > 0
-                if one.model == model and is_following:
-                    node = (model, str(one.version), shard, replica)
-                    yield "delta_sequence", node, one.delta_sequence
-                    yield "delta_lag", node, one.delta_lag
-                    if (seconds := staleness_s(one, now)) is not None:
-                        yield "delta_staleness_seconds", node, seconds
+        now, nodes = self._watch.wall_clock(), self._watch.nodes()
+        told = chain.from_iterable(node_samples(model, replica, info, now) for model, replica, info in nodes)
+        return collected(chain(told, self._of_versions()))
 
     def _of_versions(self) -> Iterator[Sample]:
         degraded, versions = self._watch.degraded(), self._watch.versions
-        for one in versions.generations.all():
-            labels = (one.model, str(one.version))
-            yield "version_state", (*labels, one.state), 1.0
-            yield "version_leases", labels, one.leases
+        yield from version_samples(versions.generations.all())
         # All as of one moment: a scrape during a flip must not find a model without a live version.
         for model, version in versions.generations.live_versions().items():
             yield "live_version", (model,), version

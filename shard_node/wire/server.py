@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Protocol
 
 from pydantic import Field
 
@@ -114,16 +115,29 @@ class SpareTime:
         self._saved_s -= seconds
 
 
+class RequestWatch(Protocol):
+    """Is told what becomes of requests, from any thread; it must take no longer than a number takes to be kept."""
+
+    def answered(self, model: str, seconds: float) -> None:
+        """Take the time from a whole POOL frame to its answer, which may be an error."""
+
+    def refused(self, kind: str) -> None:
+        """Count an ERROR frame by its kind."""
+
+
 class RequestHandler:
     """Answers request frames from one shard node: limits, admission, checks, pooling. Knows no socket.
 
-    `handle` runs on the event loop; large requests go to threads.
+    `handle` runs on the event loop; large requests go to threads. `watch` is told of each, if there is one.
     """
 
-    def __init__(self, node: ShardNode, limits: ServerLimits, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, node: ShardNode, limits: ServerLimits, clock: Callable[[], float], watch: RequestWatch | None = None
+    ) -> None:
         self._node = node
         self._limits = limits
         self._clock = clock
+        self._watch = watch
         self._executor = ThreadPoolExecutor(limits.threads, thread_name_prefix="pool")
         self._spare_inline_bytes = limits.max_spare_inline_bytes if limits.max_inline_bytes else 0
         self._spare_time = SpareTime(SPARE_SHARE, SPARE_SAVED_S, clock())
@@ -162,7 +176,19 @@ class RequestHandler:
                     f"{FrameType.INFO:d} (INFO) and {FrameType.COUNTS:d} (COUNTS)"
                 )
         except Exception as error:
-            answer(_failure(request_id, error))
+            answer(self.failure(request_id, error))
+
+    def failure(self, request_id: int, error: Exception) -> Answer:
+        """Return the ERROR frame for whatever was raised, and count it. Runs in any thread.
+
+        What nobody raised on purpose is logged, and is a RemoteError.
+        """
+        if not isinstance(error, ShardrankError):
+            logger.error("request %d failed", request_id, exc_info=error)
+            error = RemoteError(f"the node failed: {type(error).__name__}: {error}")
+        if self._watch is not None:
+            self._watch.refused(error.kind)
+        return encode_error(request_id, error)
 
     async def close(self) -> None:
         """Wait for the pooling that has begun, and drop what has not. Idempotent."""
@@ -171,13 +197,15 @@ class RequestHandler:
     def _handle_pool(
         self, frame: Frame, deadline: float | None, answer: Callable[[Answer], None], is_wanted: Callable[[], bool]
     ) -> None:
-        request_id, request = frame.header.request_id, decode_pool(frame)
+        request_id, request, begun = frame.header.request_id, decode_pool(frame), self._clock()
         if request.values.size > self._limits.max_values_per_request:
             raise InvalidBagsError(
                 f"values has {request.values.size} entries, "
                 f"a request may have at most {self._limits.max_values_per_request}"
             )
         layout = self._node.table_layout(request.model, request.version)
+        if self._watch is not None:
+            answer = partial(self._answer_watched, self._watch, answer, request.model, begun)
         answer_bytes = (
             HEADER.size
             + array_section_bytes(2 * len(layout.groups))
@@ -187,12 +215,18 @@ class RequestHandler:
         longest = max(frame.body.size, answer_bytes)
         if longest <= self._limits.max_inline_bytes:
             answer(self._pool(request_id, request, deadline, is_wanted))
-        elif longest <= self._spare_inline_bytes and self._spare_time.is_left(begun := self._clock()):
+        elif longest <= self._spare_inline_bytes and self._spare_time.is_left(begun):
             answer(self._pool(request_id, request, deadline, is_wanted))
             self._spare_time.spend(self._clock() - begun)
         else:
             work = partial(self._pool, request_id, request, deadline, is_wanted)
             self._in_thread(request_id, work, frame.body.size + answer_bytes, answer)
+
+    def _answer_watched(
+        self, watch: RequestWatch, answer: Callable[[Answer], None], model: str, begun: float, frame: Answer
+    ) -> None:
+        answer(frame)
+        watch.answered(model, self._clock() - begun)
 
     def _in_thread(
         self, request_id: int, work: Callable[[], Answer], size_bytes: int, answer: Callable[[Answer], None]
@@ -206,7 +240,7 @@ class RequestHandler:
             self.in_flight_bytes -= size_bytes
             if done.cancelled():
                 error = NodeOverloadedError("the node is closing, the request was not started")
-                answer(encode_error(request_id, error))
+                answer(self.failure(request_id, error))
             else:
                 answer(done.result())
 
@@ -239,7 +273,7 @@ class RequestHandler:
             answer = self._node.answer(request.model, request.version, request.bags(), request.forms)
             return self._fitting(encode_answer(request_id, answer, tell_sequence=request.takes_sequence))
         except Exception as error:
-            return _failure(request_id, error)
+            return self.failure(request_id, error)
 
     def _counts(self, request_id: int, asked: CountsRequest) -> Answer:
         """Tell access counts; what fails becomes an ERROR frame. Runs in any thread: estimates take milliseconds."""
@@ -247,7 +281,7 @@ class RequestHandler:
             part = self._node.counts(asked.model, asked.version, asked.table, asked.first_row, asked.max_rows)
             return self._fitting(encode_counts_answer(request_id, part))
         except Exception as error:
-            return _failure(request_id, error)
+            return self.failure(request_id, error)
 
     def _fitting(self, answer: Answer) -> Answer:
         self._refuse_large_answer(sum(map(len, answer)))
@@ -258,14 +292,6 @@ class RequestHandler:
             raise FrameTooLargeError(
                 f"answer has {size_bytes} bytes, a frame may have at most {self._limits.max_frame_bytes}"
             )
-
-
-def _failure(request_id: int, error: Exception) -> Answer:
-    """Return the ERROR frame for whatever was raised. What nobody raised on purpose is logged, and is a RemoteError."""
-    if isinstance(error, ShardrankError):
-        return encode_error(request_id, error)
-    logger.error("request %d failed", request_id, exc_info=error)
-    return encode_error(request_id, RemoteError(f"the node failed: {type(error).__name__}: {error}"))
 
 
 class ServerConnection(FrameConnection):
@@ -319,7 +345,7 @@ class ServerConnection(FrameConnection):
     def stream_broken(self, error: WireError, request_id: int) -> None:
         """Says what is wrong, and closes."""
         logger.warning("closing the connection from %s: %s", self.peer, error)
-        self.refuse(encode_error(request_id, error))
+        self.refuse(self._handler.failure(request_id, error))
 
     def pause_writing(self) -> None:
         """Take nothing more from a peer that does not read."""
@@ -378,7 +404,7 @@ class NodeServer:
     """Serves a shard node over the wire protocol on the running event loop, asyncio's or uvloop's.
 
     The node stays open when the server closes. `tls` is what TCP connections must speak, None for plain text; Unix
-    sockets never speak it.
+    sockets never speak it. `watch` is told of every request, if there is one.
     """
 
     def __init__(
@@ -387,11 +413,12 @@ class NodeServer:
         limits: ServerLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
         tls: ReloadingContext | None = None,
+        watch: RequestWatch | None = None,
     ) -> None:
         self._limits = limits or ServerLimits()
         self._clock = clock
         self._tls = tls
-        self._handler = RequestHandler(node, self._limits, clock)
+        self._handler = RequestHandler(node, self._limits, clock, watch)
         self._listeners: list[Listener] = []
         self._connections: set[ServerConnection] = set()
         self._is_draining = False
@@ -460,7 +487,7 @@ class NodeServer:
         if len(self._connections) > self._limits.max_connections:
             error = NodeOverloadedError(f"at most {self._limits.max_connections} connections are taken")
             logger.warning("refusing the connection from %s: %s", connection.peer, error)
-            connection.refuse(encode_error(0, error))
+            connection.refuse(self._handler.failure(0, error))
         elif self._is_draining:
             connection.go_away()
 

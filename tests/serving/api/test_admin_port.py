@@ -147,12 +147,13 @@ class Doorman:
 
 
 def test_every_path_asks_for_its_right_and_probes_for_none(api_model):
+    from serving.api.http import HttpApp
     from serving.api.http_server import HttpServer
 
     async def main() -> None:
         with api_service(api_model) as service:
             doorman = Doorman()
-            server = HttpServer(service, 1.0, tokens=doorman)
+            server = HttpServer(service, 1.0, HttpApp(service, doorman))
             port = await server.start("127.0.0.1", 0)
             async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
                 for method, path, right in [
