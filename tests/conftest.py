@@ -38,7 +38,7 @@ LONGEST = (
     "serving/cli/test_serve_registered.py",
     "loadtest/gpu/test_bench_gpu.py",
     "loadtest/gpu/test_gpu_recipe.py",
-    "serving/cli/test_documented_commands.py",
+    "deploy/test_running_fleet.py",
     "serving/api/test_tls_and_tokens.py",
 )
 _TURNS = {TESTS / name: turn for turn, name in enumerate(LONGEST)}

@@ -5,25 +5,19 @@ from __future__ import annotations
 import ast
 import json
 import re
-import shlex
-import socket
 import subprocess
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import click
-import httpx
 import numpy as np
 import pytest
 
 from serving.cli import main
 from serving.embedded import Ranker
 from serving.training.trainer import train_version
-from shardrank_testing.command_line import flags_of
-from shardrank_testing.movielens import small_interactions
-from shardrank_testing.processes import running
+from shardrank_testing.command_line import blocks, commands, flags_of
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = [
@@ -38,14 +32,6 @@ PAGES = [
 ]
 # The part on programs has commands and a script of its own.
 GUIDE, _, PROGRAMS = (ROOT / "docs/serving-your-own-model.md").read_text(encoding="utf-8").partition("## A program")
-
-
-def blocks(text: str, language: str = "") -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-
-
-def commands(text: str) -> list[list[str]]:
-    return [shlex.split(line) for block in blocks(text) for line in block.splitlines() if line.startswith("shardrank ")]
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -129,42 +115,3 @@ def load_golden_scores(path: Path) -> Any:
     from safetensors.numpy import load_file
 
     return load_file(path)["scores"]
-
-
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as held:
-        probes = [held.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
-
-
-def test_the_fleet_of_the_deploy_page_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for _ in range(3):
-        version = train_version(small_interactions(num_ratings=2000), tmp_path / "models", seed=0, epochs=1)
-    assert version.folder.name == "3"
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("SHARDRANK_REGISTRY", str(tmp_path / "registry"))
-    ports = dict(zip(("7000", "7001", "7002"), map(str, free_ports(3)), strict=True))
-    page = (ROOT / "deploy/README.md").read_text(encoding="utf-8")
-    *fleet, publish, rollout = [
-        [re.sub(r"700[0-2]", lambda port: ports[port[0]], part) for part in command[1:]] for command in commands(page)
-    ]
-    (serve,) = [command for command in fleet if command[0] == "serve"]
-    # Not the fixed ports of a real fleet, nor all interfaces.
-    serve[serve.index("--host") + 1] = "127.0.0.1"
-    http_port, grpc_port = free_ports(2)
-    serve += ["--http-port", str(http_port), "--grpc-port", str(grpc_port)]
-    with ExitStack() as stack:
-        programs = {command[0]: stack.enter_context(running(*command)) for command in fleet}
-        for command in (publish, rollout):
-            subprocess.run([sys.executable, "-m", "serving.cli", *command], check=True, timeout=60)
-        document = {
-            "context": {"sparse": {"user_id": [1], "history": [2, 3]}},
-            "candidates": {"sparse": {"film_id": [4, 5], "genre": [[1], [2]]}},
-        }
-        url = f"http://127.0.0.1:{http_port}/v1/models/films:rank"
-        answer = httpx.post(url, json=document, timeout=20)
-        assert answer.status_code == 200
-        assert answer.json()["version"] == 3
-        assert programs["serve"].stop() == 0
