@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from itertools import islice, takewhile
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 from uvicorn.config import Config
@@ -32,6 +32,7 @@ from serving.api.listening import (
     UNTAKEN_S,
     Accepted,
     Addresses,
+    CountsFailures,
     Front,
     forget_unsent,
 )
@@ -498,13 +499,6 @@ class Gate(Accepted, asyncio.BufferedProtocol):
             gates.note("penalty")
             gates.addresses.punish(self.address)
             self.drop()
-
-
-class CountsFailures(Protocol):
-    """Counts what connections are refused or ended for."""
-
-    def failed(self, api: str, method: str, kind: str) -> None:
-        """Count one."""
 
 
 class Gates(Front[Gate]):

@@ -20,8 +20,8 @@ from starlette.types import ASGIApp
 from serving.api.dealing import Place
 from serving.api.documents import create_probes
 from serving.api.http import answer_whole
-from serving.api.http_gate import CountsFailures, Gates
-from serving.api.listening import Addresses
+from serving.api.http_gate import Gates
+from serving.api.listening import Addresses, CountsFailures
 from serving.api.tokens import Tokens
 from serving.dashboard.board import run_board
 from serving.dashboard.sources import Source

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from serving.api.dealing import Dealer, Place
 from serving.errors import ListenError, OverloadedError
@@ -192,6 +192,13 @@ def _network(address: str) -> str:
     if parsed.ipv4_mapped is not None:
         return str(parsed.ipv4_mapped)
     return str(ipaddress.ip_network((parsed, _IPV6_BITS), strict=False))
+
+
+class CountsFailures(Protocol):
+    """Counts what connections are refused or ended for."""
+
+    def failed(self, api: str, method: str, kind: str) -> None:
+        """Count one."""
 
 
 class Accepted(asyncio.BaseProtocol):

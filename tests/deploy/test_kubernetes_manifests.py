@@ -29,7 +29,7 @@ def schema_checked(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("version", KUBERNETES_VERSIONS)
 def test_every_object_of_the_base_fits_the_schemas_of_kubernetes(version):
     checked = schema_checked(base_documents())
-    assert len(checked) == len(base_documents()) - 1
+    assert len(checked) == len(base_documents()) - 2
     for one in checked:
         kubernetes_validate.validate(one, version, strict=True)
 
@@ -103,12 +103,15 @@ def test_selectors_choose_the_pods_that_they_are_for():
             assert chosen(one["spec"]["podSelector"]["matchLabels"])
 
 
+def ports_of(pod: dict[str, Any]) -> list[dict[str, Any]]:
+    return pod["spec"]["containers"][0].get("ports", [])
+
+
 def test_ports_that_are_named_are_ports_of_the_pods():
     found = base_documents()
-    ports = {
-        name: {port["name"] for port in pod["spec"]["containers"][0].get("ports", ())} for name, pod in pods(found)
-    }
+    ports = {name: {port["name"] for port in ports_of(pod)} for name, pod in pods(found)}
     assert ports["serving"] == {"http", "grpc"}
+    assert ports["shard-0"] == ports["shard-1"] == {"wire", "metrics"}
     for name, pod in pods(found):
         container = pod["spec"]["containers"][0]
         for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
@@ -116,6 +119,19 @@ def test_ports_that_are_named_are_ports_of_the_pods():
             for kind in ("httpGet", "tcpSocket"):
                 if kind in asked:
                     assert asked[kind]["port"] in ports[name]
+
+
+def test_prometheus_finds_its_ports_under_the_names_of_jobs_that_alerts_go_by():
+    found = base_documents()
+    by_name = {port["name"]: port["containerPort"] for _, pod in pods(found) for port in ports_of(pod)}
+    jobs = []
+    for one in found:
+        if one["apiVersion"].startswith(CUSTOM_GROUPS):
+            (endpoint,) = one["spec"].get("endpoints") or one["spec"]["podMetricsEndpoints"]
+            assert by_name[endpoint["port"]] in (8080, 9100)
+            jobs += [rule["replacement"] for rule in endpoint["relabelings"] if rule["targetLabel"] == "job"]
+    scraped = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yaml").read_text())["scrape_configs"]
+    assert jobs == [one["job_name"] for one in scraped]
 
 
 def test_probes_ask_the_endpoints_that_are_meant_for_it():
