@@ -19,7 +19,8 @@ def open_registry(url: str | Path, clock: Callable[[], float] = time.time) -> Re
         url: a directory, as a path or `file:///path`; or
             `redis://[[USER]:PASSWORD@]HOST[:PORT][/DB]`, `rediss://…` (TLS) or `unix:///path/to/socket`, with the
             options `?fleet=NAME` (several fleets can share a Redis) and `password_file=FILE`; for TLS
-            `ssl_ca_certs=FILE`, and `ssl_certfile=FILE` with `ssl_keyfile=FILE` to show a certificate.
+            `ssl_ca_certs=FILE`, and `ssl_certfile=FILE` with `ssl_keyfile=FILE` to show a certificate. With Sentinel
+            `redis+sentinel://[[USER]:PASSWORD@]HOST[:PORT][,HOST[:PORT]...]/MASTER[/DB]` or `rediss+sentinel://…`.
         clock: seconds since the epoch; of a directory. Redis has its own.
 
     Raises:

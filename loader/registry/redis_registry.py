@@ -21,18 +21,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
+import math
 import secrets
-import ssl
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Final
-from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+from functools import partial
+from typing import Any, Final, TypeAlias
 
 from redis.asyncio import BlockingConnectionPool, Redis, SSLConnection, UnixDomainSocketConnection
 from redis.asyncio.connection import AbstractConnection, Connection
 from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, AuthorizationError, BusyLoadingError, ReadOnlyError, RedisError
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -44,6 +42,7 @@ from loader.errors import (
     StreamSequenceError,
     cut,
 )
+from loader.registry.redis_url import RedisUrl, parse_redis_url
 from loader.registry.registry import (
     Entry,
     StreamBounds,
@@ -55,13 +54,13 @@ from loader.registry.registry import (
     check_sequence,
     check_ttl,
     check_value,
-    without_password,
 )
 
-_TLS_FILES: Final = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
-"""Options of `rediss://`, by the names of redis-py."""
-_OPTIONS: Final = ("fleet", *_TLS_FILES, "password_file")
 _MAX_CONNECTIONS: Final = 16
+_SENTINEL_SHARE: Final = 0.25
+"""Of the time that an answer may take, for that of a sentinel."""
+MASTER_CHECK_S: Final = 1.0
+FindMaster: TypeAlias = Callable[[], Awaitable[tuple[str, int]]]
 _log = logging.getLogger(__name__)
 _FINAL = (AuthenticationError, AuthorizationError, BusyLoadingError)
 
@@ -178,98 +177,6 @@ PAGE_BYTES: Final = 4 << 20
 TRIM_ENTRIES: Final = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class RedisUrl:
-    """What a URL says: its text without the password, whose keys, and arguments of the client's connection."""
-
-    name: str
-    scheme: str
-    fleet: str
-    connection: dict[str, Any] = field(repr=False)
-
-
-def parse_redis_url(url: str) -> RedisUrl:
-    """Read a URL. Raises RegistryRecordError, without the password, if it is not one."""
-    name = without_password(url)
-    try:
-        parts = urlsplit(url)
-        pairs = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
-        port = 6379 if parts.port is None else parts.port
-    except ValueError:
-        # Nothing of it is told: a password may stand where it does not belong.
-        raise RegistryRecordError(
-            f"registry URL {url.partition(':')[0]}://***: it can't be read as a URL; "
-            "SCHEME://[[USER]:PASSWORD@]HOST[:PORT][/DB][?OPTION=VALUE&...] is one, special characters percent-encoded"
-        ) from None
-    options = dict(pairs)
-    try:
-        if len(options) != len(pairs) or (set(options) - set(_OPTIONS)) or parts.fragment:
-            found = [cut(key, 40) for key, _ in pairs]
-            raise ValueError(f"allowed are the options {list(_OPTIONS)}, each once; found are {found}")
-        fleet = options.get("fleet", "default")
-        if not re.fullmatch(r"[A-Za-z0-9_.\-]{1,64}", fleet):
-            raise ValueError(f"fleet {cut(repr(fleet))}; allowed are 1 to 64 characters out of A-Z a-z 0-9 _ . -")
-        return RedisUrl(
-            name, parts.scheme, fleet, _place(parts, port) | _credentials(parts, options) | _tls(parts, options)
-        )
-    except ValueError as error:
-        raise RegistryRecordError(f"registry URL {cut(name)}: {error}") from None
-
-
-def _place(parts: SplitResult, port: int) -> dict[str, Any]:
-    if parts.scheme == "unix":
-        if parts.hostname or not parts.path:
-            raise ValueError("unix:///PATH of a socket is needed")
-        return {"path": unquote(parts.path)}
-    if not parts.hostname:
-        raise ValueError("a host is needed")
-    database = parts.path.removeprefix("/")
-    if database and not re.fullmatch(r"[0-9]{1,5}", database):
-        raise ValueError(f"database {cut(repr(database))}; allowed is a number")
-    return {"host": parts.hostname, "port": port, "db": int(database or 0)}
-
-
-def _credentials(parts: SplitResult, options: dict[str, str]) -> dict[str, Any]:
-    password = unquote(parts.password) if parts.password else None
-    if (path := options.get("password_file")) is not None:
-        if password is not None:
-            raise ValueError("a password and a password_file; one is allowed")
-        try:
-            password = Path(path).read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-            raise ValueError(f"password_file: {reason}") from None
-        if not password:
-            raise ValueError("password_file: it is empty")
-    user = unquote(parts.username) if parts.username else None
-    if user is not None and password is None:
-        raise ValueError("a user without a password; redis://:PASSWORD@HOST gives a password alone")
-    return {key: value for key, value in (("username", user), ("password", password)) if value is not None}
-
-
-def _tls(parts: SplitResult, options: dict[str, str]) -> dict[str, Any]:
-    files: dict[str, Any] = {option: options[option] for option in _TLS_FILES if option in options}
-    if parts.scheme != "rediss":
-        if files:
-            raise ValueError(f"{', '.join(files)}: only for rediss://")
-        return {}
-    for option, path in files.items():
-        if not Path(path).is_file():
-            raise ValueError(f"{option} {cut(path)}: there is no such file")
-    cert, key = files.get("ssl_certfile"), files.get("ssl_keyfile")
-    if (cert is None) != (key is None):
-        raise ValueError("ssl_certfile and ssl_keyfile belong together")
-    if cert is not None:
-        # Without a password OpenSSL would ask for one at the terminal.
-        files["ssl_password"] = ""
-        try:
-            ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(cert, key, "")
-        except OSError as error:
-            reason = (error.reason if isinstance(error, ssl.SSLError) else error.strerror) or error
-            raise ValueError(f"ssl_certfile {cut(cert)} with ssl_keyfile {cut(key)}: {reason}") from None
-    return {"ssl_cert_reqs": "required", "ssl_check_hostname": True} | files
-
-
 class _TlsConnection(SSLConnection):
     """Reads its certificates whenever it connects, so that renewed ones count; redis-py reads them once in its life."""
 
@@ -277,6 +184,42 @@ class _TlsConnection(SSLConnection):
         if not self.is_connected:
             self.ssl_context.context = None
         await super().connect()  # type: ignore[no-untyped-call]
+
+
+class _ToMaster(Connection):
+    """Connects to whom the sentinels call the master now, if it says so too.
+
+    A sentinel may not have heard yet that it was replaced, and what is read from a replica may be old.
+    """
+
+    def __init__(self, *, find_master: FindMaster, **options: Any) -> None:
+        super().__init__(**options)
+        self._find_master = find_master
+
+    async def connect(self) -> None:
+        if self.is_connected:
+            return
+        self.host, self.port = await self._find_master()
+        await super().connect()  # type: ignore[no-untyped-call]
+        await self.send_command("ROLE")
+        if (role := (await self.read_response())[0]) != b"master":
+            await self.disconnect()
+            raise RedisConnectionError(f"{self.host}:{self.port} is a {role.decode()}, and was called the master")
+
+
+class _ToMasterByTls(_ToMaster, _TlsConnection):
+    """The same, over TLS."""
+
+
+def _sentinel(settings: RedisUrl, options: dict[str, Any], timeout_s: float) -> Any:
+    """Make the clients of all sentinels; one that is away leaves time to ask the next one."""
+    options = options | dict.fromkeys(("socket_timeout", "socket_connect_timeout"), timeout_s)
+    has_tls = settings.scheme == "rediss"
+    sentinel: Any = Sentinel  # it has no types
+    made = sentinel(settings.sentinels, sentinel_kwargs={**options, **settings.sentinel_connection, "ssl": has_tls})
+    for one in made.sentinels if has_tls else ():
+        one.connection_pool.connection_class = _TlsConnection
+    return made
 
 
 class RedisRegistry:
@@ -302,16 +245,27 @@ class RedisRegistry:
         self.url, self.name = url, settings.name
         self._prefix = f"shardrank:{settings.fleet}:"
         self._call_timeout_s = call_timeout_s
+        options: dict[str, Any] = {
+            "socket_timeout": socket_timeout_s,
+            "socket_connect_timeout": socket_timeout_s,
+            # What may be repeated is decided in `_send`.
+            "retry": Retry(NoBackoff(), 0),
+            "protocol": 2,
+        }
         kinds: dict[str, type[AbstractConnection]] = {"unix": UnixDomainSocketConnection, "rediss": _TlsConnection}
+        kind, self._sentinels = kinds.get(settings.scheme, Connection), list[Any]()
+        self._find_master: FindMaster | None = None
+        self._master: tuple[str, int] | None = None
+        self._asked_at = -math.inf
+        if settings.sentinels:
+            sentinel = _sentinel(settings, options, socket_timeout_s * _SENTINEL_SHARE)
+            self._sentinels, kind = sentinel.sentinels, _ToMasterByTls if kind is _TlsConnection else _ToMaster
+            options["find_master"] = self._find_master = partial(sentinel.discover_master, settings.master)
         pool = BlockingConnectionPool(
-            connection_class=kinds.get(settings.scheme, Connection),
+            connection_class=kind,
             max_connections=_MAX_CONNECTIONS,
             timeout=socket_timeout_s,
-            socket_timeout=socket_timeout_s,
-            socket_connect_timeout=socket_timeout_s,
-            # What may be repeated is decided in `_send`.
-            retry=Retry(NoBackoff(), 0),
-            protocol=2,
+            **options,
             **settings.connection,
         )
         self._client: Any = Redis.from_pool(pool)
@@ -415,6 +369,8 @@ class RedisRegistry:
         """End its connections."""
         self._closed = True
         await self._client.aclose()
+        for one in self._sentinels:
+            await one.aclose()
 
     async def _pages(self, index: str, values: str, prefix: str) -> list[tuple[str, bytes, bytes]]:
         start, end = (f"[{prefix}", f"[{prefix}\x7f") if prefix else ("-", "+")
@@ -467,21 +423,42 @@ class RedisRegistry:
     async def _answer(self, send: Callable[[], Awaitable[Any]], repeatable: bool) -> Any:
         try:
             async with asyncio.timeout(self._call_timeout_s):
+                if self._find_master is not None:
+                    await self._follow_master(self._find_master)
                 answer = await self._send(send, repeatable)
                 await self._inspect()
                 return answer
         except TimeoutError as error:
             raise self._unavailable(f"no answer within {self._call_timeout_s:g} s") from error
-        except ReadOnlyError as error:
-            # It was the primary and is none any more. New connections find the new one.
-            await self._client.connection_pool.disconnect(inuse_connections=False)
-            raise self._unavailable(error) from error
         except (RedisError, OSError) as error:
             raise self._unavailable(error) from error
+
+    async def _follow_master(self, find_master: FindMaster) -> None:
+        """Drop the connections to who was the master; ask a sentinel once in `MASTER_CHECK_S`.
+
+        After a failover that was ordered the old one goes on taking writes, which are lost, for ten seconds and more.
+        """
+        now = asyncio.get_running_loop().time()
+        if now < self._asked_at + MASTER_CHECK_S:
+            return
+        self._asked_at = now
+        try:
+            master = await find_master()
+        except RedisError as error:
+            # Sentinels that are away change nothing for who has a connection; who needs one will be told.
+            _log.info("registry %s: who is the master is not known: %s", self.name, cut(error))
+            return
+        if self._master not in (None, master):
+            _log.warning("registry %s: %s:%d is the master now", self.name, *master)
+            await self._client.connection_pool.disconnect()
+        self._master = master
 
     async def _send(self, send: Callable[[], Awaitable[Any]], repeatable: bool) -> Any:
         try:
             return await send()
+        except ReadOnlyError:
+            # It was the primary and is none any more; nothing was written. New connections find the new one.
+            await self._client.connection_pool.disconnect(inuse_connections=False)
         except RedisConnectionError as error:
             if not repeatable or isinstance(error, _FINAL):
                 raise

@@ -15,7 +15,7 @@ MAX_VALUE_BYTES: Final = 8 << 20
 """Longest value of a key or entry of a stream."""
 MAX_KEY_BYTES: Final = 512
 
-REDIS_SCHEMES: Final = ("redis", "rediss", "unix")
+REDIS_SCHEMES: Final = ("redis", "rediss", "unix", "redis+sentinel", "rediss+sentinel")
 MAX_PART_CHARACTERS: Final = 200
 """Longest part of a key: a part becomes the name of a file."""
 MAX_TTL_S: Final = 3600.0

