@@ -206,8 +206,8 @@ snapshot_options = together(
 )
 registry_option = option(
     "--registry URL",
-    "redis://… or rediss://… (with ?fleet=NAME for one of several), or a folder. Use the variable SHARDRANK_REGISTRY "
-    "if it has a password.",
+    "redis://…, rediss://… or redis+sentinel://HOST,HOST/MASTER (with ?fleet=NAME for one of several), or a folder. "
+    "Use the variable SHARDRANK_REGISTRY if it has a password.",
     envvar="SHARDRANK_REGISTRY",
 )
 

@@ -8,16 +8,23 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError
 
 from loader.errors import RegistryUnavailableError
 from loader.registry.opening import open_registry
-from loader.registry.redis_registry import MASTER_CHECK_S, _ToMaster
+from loader.registry.redis_registry import MASTER_CHECK_S, _ToMaster, _ToMasterByTls
+from loader.registry.redis_url import parse_redis_url
 from loader.registry.registry import StreamBounds
-from shardrank_testing.registries import RedisServer, WatchedRedis, watched_redis
+from shard_node.wire.tls import TlsConfig, server_context
+from shardrank_testing.certificates import Authority, needs_openssl
+from shardrank_testing.redis_proxy import redis_proxy
+from shardrank_testing.registries import RedisServer, WatchedRedis, redis_server, watched_redis
 
 WAIT_S = 60.0
 LEASE_S = 30.0
+NEVER = Retry(NoBackoff(), 0)
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +125,30 @@ def test_who_is_called_the_master_and_says_that_it_is_none_is_not_asked(watched)
         assert not connection.is_connected
 
     run(program())
+
+
+@needs_openssl
+def test_a_master_that_sentinels_name_is_spoken_to_by_tls_and_its_certificate_is_checked(tmp_path):
+    ca = Authority(tmp_path)
+    own = ca.issue("redis")
+    tls = server_context(TlsConfig(cert=own.cert, key=own.key))
+
+    async def program(server: RedisServer) -> None:
+        async with redis_proxy(server, tls) as proxy:
+
+            async def find_master() -> tuple[str, int]:
+                return "127.0.0.1", proxy.port
+
+            options = parse_redis_url(f"rediss+sentinel://127.0.0.1/m?ssl_ca_certs={ca.cert}").connection
+            connection = _ToMasterByTls(find_master=find_master, protocol=2, **options)
+            await connection.connect()
+            await connection.disconnect()
+            unknown = parse_redis_url("rediss+sentinel://127.0.0.1/m").connection
+            with pytest.raises(ConnectionError, match="certificate"):
+                await _ToMasterByTls(find_master=find_master, protocol=2, retry=NEVER, **unknown).connect()
+
+    with redis_server(tmp_path) as server:
+        run(program(server))
 
 
 @pytest.mark.parametrize(
