@@ -23,6 +23,7 @@ TESTS = Path(__file__).parent
 LONGEST = (
     "serving/fleet/test_up.py",
     "loadtest/drill/test_drills.py",
+    "deploy/test_running_fleet.py",
     "loadtest/compare/test_compare_hosts.py",
     "serving/fleet/test_up_rollouts.py",
     "loadtest/test_bench_serving.py",
@@ -38,7 +39,7 @@ LONGEST = (
     "serving/cli/test_serve_registered.py",
     "loadtest/gpu/test_bench_gpu.py",
     "loadtest/gpu/test_gpu_recipe.py",
-    "deploy/test_running_fleet.py",
+    "serving/cli/test_documented_commands.py",
     "serving/api/test_tls_and_tokens.py",
 )
 _TURNS = {TESTS / name: turn for turn, name in enumerate(LONGEST)}

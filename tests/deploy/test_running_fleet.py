@@ -80,7 +80,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         patch.setenv("SHARDRANK_REGISTRY", str(folder / "registry"))
         programs = {command[0]: stack.enter_context(running(*command)) for command in processes}
         for command in (publish, rollout):
-            subprocess.run([sys.executable, "-m", "serving.cli", *command], check=True, timeout=60)
+            subprocess.run([sys.executable, "-m", "serving.cli", *command], check=True, timeout=240)
         yield Fleet(f"http://127.0.0.1:{http_port}", admin_ports, programs["serve"])
 
 
