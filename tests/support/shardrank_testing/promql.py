@@ -79,7 +79,7 @@ def _error_kinds() -> set[str]:
 
 
 _VALUES: Mapping[str, set[str]] = {
-    "kind": _error_kinds(),
+    "kind": _error_kinds() | {"late"},
     "status": _error_kinds() | {"ok"},
     "outcome": set(get_args(Outcome)),
     "state": set(get_args(GenerationState)),
