@@ -178,6 +178,11 @@ class Generations(Generic[Payload]):
         with self._lock:
             return sorted(self._live)
 
+    def live(self) -> list[Generation[Payload]]:
+        """Return the live generation of every model that has one."""
+        with self._lock:
+            return list(self._live.values())
+
     def live_versions(self) -> dict[str, int]:
         """Return the live version of every model that has one, all as of one moment."""
         with self._lock:

@@ -102,12 +102,17 @@ def refused(kind: str, field: str, problem: str) -> InvalidRequestError:
     return InvalidRequestError(f"{field}: {problem}", kind=kind, field=field)
 
 
-def grpc_error(status: str, message: str, kind: str) -> ClientError:
-    """Make the error that a gRPC call ended with: name of its `grpc.StatusCode`, text, `shardrank-error-kind` or ""."""
+def grpc_error(status: str, message: str, kind: str, pushback_ms: str = "") -> ClientError:
+    """Make the error that a gRPC call ended with: name of its `grpc.StatusCode`, text, and trailers, "" if not there.
+
+    These are `shardrank-error-kind`, and `grpc-retry-pushback-ms`, when to come again.
+    """
     error = _BY_KIND.get(kind) or _BY_STATUS.get(status, InternalError)
     # gRPC carries no field of its own; a text about one begins with it.
     found = re.match(r"(\S+): ", message) if error is InvalidRequestError else None
-    return error(message, kind=kind, field=found[1] if found else "", grpc_status=status)
+    wait_s = int(pushback_ms) / 1000 if pushback_ms.isdecimal() else None
+    field = found[1] if found else ""
+    return error(message, kind=kind, field=field, grpc_status=status, retry_after_s=wait_s)
 
 
 def http_error(status: int, body: bytes, retry_after: str | None) -> ClientError:

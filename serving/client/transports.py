@@ -136,8 +136,9 @@ class GrpcTransport:
         except grpc.RpcError as error:
             # What calls raise is a `grpc.Call` too, blocking or not.
             call: Any = error
-            kinds = [value for name, value in call.trailing_metadata() or () if name == "shardrank-error-kind"]
-            raise grpc_error(call.code().name, call.details() or "", str(kinds[0]) if kinds else "") from error
+            said = {name: str(value) for name, value in call.trailing_metadata() or ()}
+            told = (said.get(name, "") for name in ("shardrank-error-kind", "grpc-retry-pushback-ms"))
+            raise grpc_error(call.code().name, call.details() or "", *told) from error
         return data
 
     async def close(self) -> None:

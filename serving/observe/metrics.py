@@ -70,7 +70,7 @@ class ServingMetrics:
         requests = counter(
             "shardrank_requests", "Requests answered, with success or not.", ("api", "method", "model", "status")
         )
-        self._errors = counter("shardrank_errors", "Requests refused or failed, by kind.", ("api", "method", "kind"))
+        errors = counter("shardrank_errors", "Requests refused or failed, by kind.", ("api", "method", "kind"))
         stages = histogram(
             "shardrank_stage_seconds",
             "Time by stage. Merge, lookup and its parts, rank and answer are counted once per batch, all others once "
@@ -113,6 +113,7 @@ class ServingMetrics:
         self._hot = _HotMetrics(registry)
         # Looking a child up by its labels takes longer than counting, so those that requests need are kept.
         self._of_status, self._of_outcome = cache(requests.labels), cache(self._version_requests.labels)
+        self._of_error = cache(errors.labels)
         self._of_stages = cache(
             lambda names, model, method: tuple(stages.labels(model, stage, method) for stage in names)
         )
@@ -155,7 +156,7 @@ class ServingMetrics:
 
     def failed(self, api: str, method: str, kind: str) -> None:
         """Count an error, of a call or of what is no call, such as a connection."""
-        self._errors.labels(api, method, kind).inc()
+        self._of_error(api, method, kind).inc()
 
     def replica_events(self, model: str) -> ReplicaEvents:
         """Return what counts hedges, retries and ejections of one of a model's routers."""

@@ -2,6 +2,10 @@
 
 A request goes at once to a replica that is idle. While all are busy requests wait, and the next free replica takes as
 many of them as fit a batch; so batches grow with the load, and no request ever waits for others to join it.
+
+Nothing waits in vain: by the times of the batches before (`serving.rank.pace`) a request is refused at once if what
+waits before it takes too long, and dropped, before any work is done for it, as soon as its deadline can't be met. No
+estimate keeps a replica idle: an empty queue takes whatever comes, and what is left of a queue is tried.
 """
 
 from __future__ import annotations
@@ -15,15 +19,18 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from math import inf
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from loader.errors import ShardrankError
 from serving.errors import ClientGoneError, OverloadedError, ShuttingDownError
 from serving.formats.requests import Answer, Encoded, LookupRequest, RankRequest, Request
 from serving.limits import RequestLimits
 from serving.observe.calls import Call
+from serving.rank.pace import Pace, share_of
 from shard_node.errors import DeadlineExceededError
 from shard_node.generation import Lease
 
@@ -31,6 +38,10 @@ logger = logging.getLogger(__name__)
 
 Wake: TypeAlias = Callable[[], None]
 
+PRUDENCE = 2
+"""An answer must be due in one part in so many of the time that there is. The rest is for what is not seen: how long a
+request lay in its socket while a batch was ranked, and batches that take longer than those before."""
+CANT_BE_MET = "the deadline could not be met any more; nothing was begun"
 SHARE_OF_AN_OWNER = 4
 """One part in so many of the floats is for one owner at most."""
 MAX_WAITING_OF_AN_OWNER = 64
@@ -47,6 +58,7 @@ class Pending:
             an error's traceback, and these the future.
         loop: the loop that the future belongs to; None for a `concurrent.futures.Future`.
         longest_sequence: ids in the longest bag of a feature that is not pooled.
+        share: which part of a full batch it takes.
         abandoned: set when nobody waits any more; what has not begun by then is dropped.
     """
 
@@ -57,6 +69,7 @@ class Pending:
     future: asyncio.Future[Any] | concurrent.futures.Future[Any] | None
     loop: asyncio.AbstractEventLoop | None
     longest_sequence: int = 0
+    share: float = 0.0
     abandoned: bool = False
 
     def expire(self) -> None:
@@ -87,6 +100,9 @@ class Batcher:
         self._clock = clock
         self._lock = threading.Lock()
         self._queue: deque[Pending] = deque()
+        # Of what waits: the sum of shares, and the longest time that one was given.
+        self._share, self._longest_s = 0.0, 0.0
+        self._pace = Pace()
         self._idle: list[Wake] = []
         self._closed_because = ""
 
@@ -98,25 +114,23 @@ class Batcher:
     def submit(self, pending: Pending) -> None:
         """Queue a request and wake an idle replica. Its lease is taken over, also if it is refused.
 
-        Raises OverloadedError if the queue is full, ShuttingDownError if the batcher is closed.
+        Raises OverloadedError if the queue is full, or what waits takes so long that it would be late, and
+        ShuttingDownError if the batcher is closed.
         """
         if self._is_none is not None and isinstance(pending.request, RankRequest):
             pending.longest_sequence = int(pending.request.bags.values_per_key()[self._is_none].max(initial=0))
+        pending.share = share_of(pending.request, pending.longest_sequence, self._limits)
         dropped: list[Pending] = []
-        refusal: ShuttingDownError | OverloadedError | None = None
-        wake, limit = None, self._limits.max_queue
+        wake = None
         with self._lock:
-            if len(self._queue) >= limit:
-                self._drop_dead(dropped)
-            if self._closed_because:
-                refusal = self._refusal()
-            elif len(self._queue) >= limit:
-                refusal = OverloadedError(f"{len(self._queue)} requests wait, the limit max_queue = {limit}")
-            else:
+            refusal: ShardrankError | None = self._refusal() if self._closed_because else None
+            refusal = refusal or self._overload(pending.deadline - self._clock(), pending.share, dropped)
+            if refusal is None:
                 self._queue.append(pending)
+                self._share += pending.share
+                self._longest_s = max(self._longest_s, pending.deadline - pending.call.began)
                 wake = self._idle.pop() if self._idle else None
-        if dropped:
-            _expire(dropped)
+        _expire(dropped)
         if refusal is not None:
             pending.lease.release()
             raise refusal
@@ -124,28 +138,51 @@ class Batcher:
             with self._lock:
                 wake = self._idle.pop() if self._idle else None
 
+    def overload(self, remaining_s: float | None) -> OverloadedError | None:
+        """Say why a request would wait in vain that has come, and of which at most is known how long it has.
+
+        It is taken for one like those that wait, of the one of them that was given the longest time. A request that has
+        more time than that gets in as they do, when the queue is shorter, and then it is the one.
+        """
+        if not self._queue:
+            return None
+        dropped: list[Pending] = []
+        with self._lock:
+            has_s = self._longest_s if remaining_s is None else min(remaining_s, self._longest_s)
+            refusal = self._overload(has_s, self._share / max(1, len(self._queue)), dropped)
+        _expire(dropped)
+        return refusal
+
     def take(self, wake: Wake) -> list[Pending] | None:
         """Take the next batch for a replica that is free: rank requests that fit one, or a lookup; never blocks.
 
         It is empty if there is nothing to do: then `wake` is called once, from any thread, when there may be; and None
-        if the batcher is closed. Requests whose deadline has passed, or that nobody waits for, are dropped.
+        if the batcher is closed. Of any other one `ended` must be told. Requests whose deadline has passed or can't be
+        met, or that nobody waits for, are dropped.
         """
         dropped: list[Pending] = []
+        hopeless: list[Pending] = []
         with self._lock:
-            batch = self._take_batch(dropped) if self._queue else []
+            batch = self._take_batch(dropped, hopeless) if self._queue else []
             if not batch:
                 if self._closed_because:
                     return None
                 self._idle.append(wake)
-        if dropped:
-            _expire(dropped)
+        _expire(dropped)
+        if hopeless:
+            finish((pending, OverloadedError(CANT_BE_MET)) for pending in hopeless)
         return batch
+
+    def ended(self, batch: list[Pending]) -> None:
+        """Note that a batch was answered, and that its replica is free."""
+        with self._lock:
+            self._pace.end(id(batch), self._clock())
 
     def close(self, reason: str = "it is being unloaded") -> None:
         """Refuse what waits and what comes, telling why, and let the replicas end."""
         with self._lock:
             self._closed_because = reason
-            left, self._queue = self._queue, deque()
+            left, self._queue, self._share, self._longest_s = self._queue, deque(), 0.0, 0.0
             idle, self._idle = self._idle, []
         finish((pending, self._refusal()) for pending in left)
         for wake in idle:
@@ -154,37 +191,73 @@ class Batcher:
     def _refusal(self) -> ShuttingDownError:
         return ShuttingDownError(f"this model version does not answer any more: {self._closed_because}")
 
+    def _overload(self, has_s: float, share: float, dropped: list[Pending]) -> OverloadedError | None:
+        """Say why a request of a share that has so many seconds would wait in vain; None if it would not."""
+        limit = self._limits.max_queue
+        if len(self._queue) >= limit:
+            self._drop_dead(dropped)
+            if len(self._queue) >= limit:
+                return OverloadedError(f"{len(self._queue)} requests wait, the limit max_queue = {limit}")
+        if not self._queue:
+            return None
+        # Behind what waits comes its own batch.
+        due_s = self._pace.wait_s(self._share, self._clock()) + self._pace.batch_s(self._share + share)
+        if PRUDENCE * due_s <= has_s:
+            return None
+        waits = f"{len(self._queue)} requests wait, and an answer is due in about {1000 * due_s:.0f} ms"
+        return OverloadedError(f"{waits}; it may be 1/{PRUDENCE} of the {1000 * has_s:.0f} ms that there are")
+
     def _drop_dead(self, dropped: list[Pending]) -> None:
         # Each is asked once: it may be abandoned at any moment, and must end up in one of the two.
         now, waiting = self._clock(), self._queue
         self._queue = deque()
         for pending in waiting:
             (dropped if pending.abandoned or pending.deadline <= now else self._queue).append(pending)
+        self._count()
 
-    def _take_batch(self, dropped: list[Pending]) -> list[Pending]:
-        queue, now = self._queue, self._clock()
+    def _count(self) -> None:
+        # Anew each time: the errors of sums and differences would add up.
+        self._share = sum(pending.share for pending in self._queue)
+        self._longest_s = max((pending.deadline - pending.call.began for pending in self._queue), default=0.0)
+
+    def _take_batch(self, dropped: list[Pending], hopeless: list[Pending]) -> list[Pending]:
+        queue, now, pace = self._queue, self._clock(), self._pace
         limits, batch = self._limits, list[Pending]()
         num_candidates = num_ids = longest_sequence = 0
+        share, earliest = 0.0, inf
         while queue and len(batch) < limits.max_batch_requests:
             head = queue[0]
             if head.abandoned or head.deadline <= now:
                 dropped.append(queue.popleft())
                 continue
+            # What is tried last shows what batches take by now.
+            if now + pace.batch_s(head.share) > head.deadline and (batch or len(queue) > 1):
+                hopeless.append(queue.popleft())
+                continue
             request = head.request
             if isinstance(request, LookupRequest):
-                return batch or [queue.popleft()]
+                if not batch:
+                    batch.append(queue.popleft())
+                    share = head.share
+                break
             num_candidates += request.num_candidates
             num_ids += request.bags.values.size
             # Sequences are padded to the longest, so one long one makes all candidates dear.
             longest_sequence = max(longest_sequence, head.longest_sequence)
+            earliest = min(earliest, head.deadline)
             fits = (
                 num_candidates <= limits.max_batch_candidates
                 and num_ids <= limits.max_batch_ids
                 and num_candidates * longest_sequence <= limits.max_batch_pairs
+                and now + pace.batch_s(share + head.share) <= earliest
             )
             if batch and not fits:
                 break
             batch.append(queue.popleft())
+            share += head.share
+        self._count()
+        if batch:
+            pace.begin(id(batch), share, now)
         return batch
 
 
@@ -199,6 +272,8 @@ def _wake(wake: Wake) -> bool:
 
 
 def _expire(dropped: list[Pending]) -> None:
+    if not dropped:
+        return
     late = "the deadline passed while the request waited for a ranking replica"
     finish((pending, DeadlineExceededError(late)) for pending in dropped)
 

@@ -17,6 +17,7 @@ import logging
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -138,6 +139,7 @@ class Replica(_OnLoop):
                     woken.clear()
                     continue
                 await answer_batch(ranking, batch, self._clock)
+                self._batcher.ended(batch)
                 # With rows in this process nothing above gives way, and calls of others would wait for an empty queue.
                 # One turn of the loop is not enough for them: to ask a shard takes several.
                 if self._calls:
@@ -210,7 +212,7 @@ class LoopReplica(_OnLoop):
         if self.ranking.router.waits:
             out = self._loop.create_task(answering)
             self._out.add(out)
-            out.add_done_callback(self._ended)
+            out.add_done_callback(partial(self._ended, batch))
         else:
             try:
                 answering.send(None)
@@ -219,14 +221,17 @@ class LoopReplica(_OnLoop):
             else:
                 answering.close()
                 raise ServingError("ranking waited for something on the event loop of the APIs")
+            self._batcher.ended(batch)
         self._go_on()
 
     def _go_on(self) -> None:
-        # Not before the sockets were read, and what they brought was parsed: one turn of the loop for each.
-        self._loop.call_soon(self._loop.call_soon, self._turn)
+        # Not before answers were written, and what the sockets had brought was read and parsed, or refused: one turn of
+        # the loop. What came meanwhile is read at its end, and would be refused after a batch: it has a turn too.
+        self._loop.call_soon(self._loop.call_soon, self._loop.call_soon, self._turn)
 
-    def _ended(self, out: asyncio.Task[None]) -> None:
+    def _ended(self, batch: list[Pending], out: asyncio.Task[None]) -> None:
         self._out.discard(out)
+        self._batcher.ended(batch)
         if not out.cancelled() and (error := out.exception()) is not None:
             logger.error("handing out the answers of a batch failed", exc_info=error)
         self._go_on()

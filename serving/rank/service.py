@@ -120,6 +120,22 @@ class RankingService(ServedVersions):
         if outcome is not None and call.generation is not None and call.generation.state == "retired":
             self._forget(call.model, call.version)
 
+    def shed(self, call: Call, remaining_s: float | None) -> None:
+        """Refuse a call if it would wait in vain, before it is received: its head may tell how long it has.
+
+        Raises OverloadedError, for much less work than a call takes that is parsed: under overload most are refused.
+        Where several models are live, not before all of them have more to do than can wait.
+        """
+        refusal, live = None, self.generations.live()
+        for generation in live:
+            refusal = generation.payload.overload(remaining_s)
+            if refusal is None:
+                return
+        if refusal is not None:
+            if len(live) == 1:
+                call.model = live[0].model
+            raise refusal
+
     def admit(self, call: Call) -> None:
         """Let a call in whose request is complete; a second time changes nothing.
 
@@ -224,6 +240,7 @@ async def answer(service: RankingService, codec: Codec, receive: Receive, client
     """
     call = service.begin_call(codec.api, codec.method)
     try:
+        service.shed(call, client.time_remaining())
         body = await receive()
         unparsed, request, lease = _parsed(service, codec, call, body)
         # A long request's bytes are not needed while it waits.

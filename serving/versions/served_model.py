@@ -64,9 +64,10 @@ DELTA_TRIES = 3
 
 
 class ServedModel:
-    """A version with its schema, its queue and its ranking replicas. Made by `load`; `submit` is `Batcher.submit`.
+    """A version with its schema, its queue and its ranking replicas. Made by `load`.
 
-    `access` has the counts of lookups that this process answers itself, without a shard node.
+    `submit` and `overload` are the batcher's; `access` has the counts of lookups that this process answers itself,
+    without a shard node.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class ServedModel:
         self.model, self.version = description.model, description.version
         self.schema, self.description = schema, description
         self.counter, self.checked, self.access = counter, checked, access
-        self.submit = batcher.submit
+        self.submit, self.overload = batcher.submit, batcher.overload
         self._batcher, self._replicas, self._on_close = batcher, replicas, on_close
         self._dense_step = 0
 

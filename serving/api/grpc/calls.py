@@ -37,6 +37,7 @@ from serving.errors import (
     UnknownCodingError,
     UnknownIdError,
 )
+from serving.formats.json_text import RETRY_AFTER_S
 from shard_node.errors import DeadlineExceededError
 
 logger = logging.getLogger(__name__)
@@ -131,12 +132,17 @@ OK_TRAILERS = header_block(((b"grpc-status", b"0"),), status=None)
 
 
 def status_block(code: grpc.StatusCode, details: str, kind: str, *, http_status: int | None) -> bytes:
-    """Encode the headers that end a call; `http_status` is None where it was sent before, `kind` "" for no error."""
+    """Encode the headers that end a call; `http_status` is None where it was sent before, `kind` "" for no error.
+
+    What was shed says when to come again, in milliseconds: https://github.com/grpc/proposal/blob/master/A6-client-retries.md.
+    """
     trailers = [(b"grpc-status", str(code.value[0]).encode())]
     if details:
         trailers.append((b"grpc-message", grpc_message(details).encode()))
     if kind:
         trailers.append((ERROR_KIND_METADATA.encode(), kind.encode()))
+    if kind == OverloadedError.kind:
+        trailers.append((b"grpc-retry-pushback-ms", b"%d" % (1000 * RETRY_AFTER_S)))
     return header_block(trailers if http_status is None else (*_BEGINNING, *trailers), status=http_status)
 
 
@@ -436,6 +442,9 @@ class GrpcCall:
                 # It was seen while the message was read, in one go: what that took beyond the usual is charged.
                 took_s = self._connection.clock() - self._working_since - REFUSED_CALL_S
                 self._connection.spent(min(max(0.0, took_s), MAX_REFUSED_CALL_S))
+            if isinstance(error, OverloadedError) and not method.is_streamed:
+                # It is not its client's fault that nothing was completed.
+                self._connection.completed(SMALL_CALL_WORTH_S)
             self._refuse(error)
         except asyncio.CancelledError:
             # By the client, who hears nothing of it, or because the server stops.

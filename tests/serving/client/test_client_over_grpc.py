@@ -160,7 +160,8 @@ def test_a_deadline_that_passes_at_the_server_and_what_is_shed_are_errors_of_the
     async def main() -> None:
         gate = Gate()
         with gated_service(api_model, gate, RequestLimits(max_in_flight=1)) as service:
-            async with running_api(service) as api, calling(kind, address_of(api)) as call:
+            never = RetryPolicy(max_attempts=1)
+            async with running_api(service) as api, calling(kind, address_of(api), retry=never) as call:
                 arguments = rank_arguments(api_request())
                 await call("describe", MODEL)
                 first = asyncio.create_task(call("rank", MODEL, **{**arguments, "timeout_ms": 600}))
@@ -168,6 +169,7 @@ def test_a_deadline_that_passes_at_the_server_and_what_is_shed_are_errors_of_the
                 with pytest.raises(OverloadedError) as found:
                     await call("rank", MODEL, **arguments)
                 assert (found.value.kind, found.value.grpc_status) == ("overloaded", "RESOURCE_EXHAUSTED")
+                assert found.value.retry_after_s == 1.0
                 with pytest.raises(DeadlineExceededError) as late:
                     await first
                 assert late.value.kind == "deadline_exceeded"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import json
 import socket
 import threading
@@ -13,63 +12,13 @@ import numpy as np
 import pytest
 
 from serving.errors import OverloadedError, ShuttingDownError
-from serving.formats.requests import Encoded, LookupRequest, RankRequest
+from serving.formats.requests import Encoded
 from serving.limits import RequestLimits
-from serving.observe.calls import Call
 from serving.rank.batcher import MAX_WAITING_OF_AN_OWNER, Batcher, Pending, UntakenAnswers, finish
 from shard_node.bags import KeyedBags
 from shard_node.errors import DeadlineExceededError
-from shard_node.generation import Generations
 from shardrank_testing.serving_api import MODEL, api_service, run, running_api
-
-EMPTY = KeyedBags.from_lengths(*(np.zeros(0, dtype) for dtype in (np.int32, np.int64, np.int64, np.int64)))
-FAR = 1e9
-
-
-def rank_request(num_candidates: int, bags: KeyedBags) -> RankRequest:
-    dense = np.zeros((num_candidates, 0), np.float32)
-    return RankRequest(bags, num_candidates, np.zeros(0, np.float32), dense, timeout_s=1.0)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Model:
-    """A version with leases that can be counted."""
-
-    def __init__(self) -> None:
-        self.generations: Generations[None] = Generations(lambda payload: None)
-        self.generations.stage("films", 1, None)
-        self.generations.flip("films", 1)
-
-    @property
-    def leases(self) -> int:
-        return self.generations.all()[0].leases
-
-    def rank(self, num_candidates: int = 1, deadline: float = FAR) -> Pending:
-        return self.pending(rank_request(num_candidates, EMPTY), deadline)
-
-    def sized(self, num_candidates: int, num_ids: int, longest: int) -> Pending:
-        """A rank request of some cost."""
-        bags = KeyedBags.from_lengths(
-            *(np.array([one], dtype) for one, dtype in ((0, np.int32), (1, np.int64), (num_ids, np.int64))),
-            np.zeros(num_ids, np.int64),
-        )
-        pending = self.pending(rank_request(num_candidates, bags), FAR)
-        pending.longest_sequence = longest
-        return pending
-
-    def lookup(self) -> Pending:
-        return self.pending(LookupRequest(EMPTY, timeout_s=1.0, num_floats=0), FAR)
-
-    def pending(self, request: RankRequest | LookupRequest, deadline: float) -> Pending:
-        call, lease = Call("embedded", "rank", 0.0), self.generations.lease("films")
-        return Pending(request, lease, deadline, call, concurrent.futures.Future(), None)
+from shardrank_testing.waiting import FAR, Clock, Model, rank_request
 
 
 @pytest.fixture

@@ -1,0 +1,220 @@
+"""What can't be answered in time is refused at once or dropped, by a clock of the test's."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from serving.errors import OverloadedError
+from serving.formats.requests import LookupRequest
+from serving.limits import RequestLimits
+from serving.rank.batcher import Batcher, Pending
+from serving.rank.pace import KEPT, SLOWEST, Pace, share_of
+from shard_node.errors import DeadlineExceededError
+from shardrank_testing.waiting import EMPTY, Clock, Model
+
+LIMITS = RequestLimits(max_batch_candidates=100)
+
+
+@pytest.fixture
+def model() -> Model:
+    return Model()
+
+
+def one_batch(batcher: Batcher, clock: Clock, seconds: float) -> list[Pending]:
+    batch = batcher.take(lambda: None)
+    assert batch
+    clock.now += seconds
+    batcher.ended(batch)
+    return batch
+
+
+def warmed(model: Model, full_s: float) -> tuple[Batcher, Clock]:
+    """A batcher that has seen full batches, which took so long: as many as it takes to know."""
+    clock = Clock()
+    batcher = Batcher(LIMITS, clock)
+    for _ in range(SLOWEST + 1):
+        batcher.submit(model.rank(100))
+        for one in one_batch(batcher, clock, full_s):
+            one.lease.release()
+    return batcher, clock
+
+
+def test_who_would_be_late_behind_what_waits_is_refused_at_once_and_gives_the_lease_back(model):
+    batcher, clock = warmed(model, 1.0)
+    batcher.submit(model.rank(100))
+    held = model.leases
+    # 1 s for what waits, 1 s for a batch of its own: within half of what it has.
+    with pytest.raises(OverloadedError, match=r"1 requests wait.* due in about 2000 ms.*1/2 of the 3900 ms"):
+        batcher.submit(model.rank(50, deadline=clock.now + 3.9))
+    assert (batcher.num_waiting, model.leases) == (1, held)
+    batcher.submit(model.rank(50, deadline=clock.now + 4.0))
+    assert batcher.num_waiting == 2
+
+
+def test_what_is_out_counts_for_as_long_as_it_is_expected_to_take(model):
+    batcher, clock = warmed(model, 1.0)
+    batcher.submit(model.rank(100))
+    assert batcher.take(lambda: None)
+    batcher.submit(model.rank(50))
+    # 1 s that is out, half a second that waits, and a batch of 1 s.
+    with pytest.raises(OverloadedError, match="due in about 2500 ms"):
+        batcher.submit(model.rank(50, deadline=clock.now + 4.0))
+    clock.now += 0.8
+    batcher.submit(model.rank(50, deadline=clock.now + 4.0))
+    assert batcher.num_waiting == 2
+
+
+def test_before_a_request_is_read_it_has_what_its_head_says_or_what_whoever_waits_was_given(model):
+    batcher, clock = warmed(model, 1.0)
+    assert batcher.overload(0.0) is None
+    batcher.submit(model.rank(100, deadline=clock.now + 3.0, began=clock.now))
+    # It would be the second full batch.
+    assert isinstance(batcher.overload(None), OverloadedError)
+    assert isinstance(batcher.overload(60.0), OverloadedError)
+    assert batcher.num_waiting == 1
+    batcher.submit(model.rank(100, deadline=clock.now + 60.0, began=clock.now))
+    assert batcher.overload(None) is None
+    assert batcher.overload(6.1) is None
+    assert isinstance(batcher.overload(5.9), OverloadedError)
+    assert one_batch(batcher, clock, 1.0)
+    assert one_batch(batcher, clock, 1.0)
+    assert batcher.overload(0.0) is None
+
+
+def test_a_queue_that_is_full_refuses_before_a_request_is_read(model):
+    clock = Clock()
+    batcher = Batcher(RequestLimits(max_queue=1), clock)
+    waiting = model.rank(deadline=5.0)
+    batcher.submit(waiting)
+    assert "max_queue = 1" in str(batcher.overload(None))
+    clock.now = 6.0
+    assert batcher.overload(None) is None
+    with pytest.raises(DeadlineExceededError):
+        waiting.future.result(0)
+
+
+def test_what_can_not_be_met_any_more_is_dropped_before_it_is_begun(model):
+    batcher, clock = warmed(model, 1.0)
+    late, good = (model.rank(80, deadline=clock.now + seconds) for seconds in (3.5, 7.0))
+    batcher.submit(late)
+    batcher.submit(good)
+    # There would be 0.7 s, and it takes 0.8 s.
+    clock.now += 2.8
+    assert batcher.take(lambda: None) == [good]
+    with pytest.raises(OverloadedError, match="could not be met"):
+        late.future.result(0)
+    assert model.leases == 1
+
+
+def test_a_batch_does_not_grow_beyond_what_the_earliest_deadline_in_it_allows(model):
+    batcher, clock = warmed(model, 1.0)
+    waiting = [model.rank(30, deadline=clock.now + seconds) for seconds in (10.0, 5.0, 10.0)]
+    for one in waiting:
+        batcher.submit(one)
+    # The second has 0.7 s: enough for two of them, and not for three.
+    clock.now += 4.3
+    assert batcher.take(lambda: None) == waiting[:2]
+    assert batcher.take(lambda: None) == waiting[2:]
+
+
+def test_after_stalls_replicas_are_never_idle_and_soon_as_many_wait_as_before(model):
+    batcher, clock = warmed(model, 0.1)
+    for _ in range(KEPT):
+        batcher.submit(model.rank(1))
+        one_batch(batcher, clock, 100.0)
+    began, batches = clock.now, 0
+    while True:
+        # An empty queue takes what comes, however late it seems, and the last one is tried.
+        first = model.rank(1, deadline=clock.now + 0.5)
+        batcher.submit(first)
+        if batcher.overload(0.5) is None:
+            break
+        assert one_batch(batcher, clock, 0.001) == [first]
+        batches += 1
+    assert batches == KEPT - SLOWEST
+    assert clock.now - began < 0.01
+
+
+def test_one_stall_lets_nobody_be_refused(model):
+    batcher, clock = warmed(model, 0.1)
+    batcher.submit(model.rank(1))
+    one_batch(batcher, clock, 1.0)
+    for _ in range(20):
+        batcher.submit(model.rank(10, deadline=clock.now + 0.6))
+    assert batcher.num_waiting == 20
+
+
+def test_a_request_s_share_of_a_batch_is_that_of_the_limit_that_it_fills_most(model):
+    limits = RequestLimits(
+        max_batch_candidates=100, max_batch_ids=1000, max_batch_pairs=5000, max_batch_requests=10, max_lookup_floats=200
+    )
+    for candidates, ids, longest, share in ((50, 0, 0, 0.5), (50, 700, 0, 0.7), (50, 0, 80, 0.8), (1, 0, 0, 0.1)):
+        assert share_of(model.sized(candidates, ids, longest).request, longest, limits) == pytest.approx(share)
+    assert share_of(LookupRequest(EMPTY, 1.0, num_floats=100), 0, limits) == 0.5
+
+
+def test_replicas_that_work_at_once_shorten_the_wait():
+    pace = Pace()
+    pace.begin(0, 1.0, 0.0)
+    for number in range(SLOWEST + 1):
+        assert pace.wait_s(9.0, 0.0) == 0.0
+        pace.begin(1, 1.0, 2.0 * number)
+        pace.end(1, 2.0 * number + 2.0)
+    assert (pace.full_s, pace.at_once) == (2.0, 2.0)
+    # The first one is overdue, so nothing more is expected of it.
+    assert pace.wait_s(3.0, 10.0) == 3.0
+    pace.begin(2, 0.5, 10.0)
+    assert pace.wait_s(3.0, 10.5) == 3.25
+    assert (pace.batch_s(0.25), pace.batch_s(4.0)) == (0.5, 2.0)
+
+
+REFUSED_S, PARSED_S, BATCH_S, CANDIDATE_S = 80e-6, 300e-6, 500e-6, 10e-6
+
+
+@pytest.mark.parametrize(("deadline_s", "noise"), [(1.0, 0.1), (0.2, 0.1), (0.2, 0.3), (0.05, 0.1)])
+def test_of_three_times_the_capacity_one_capacity_is_answered_in_time_and_the_rest_told_at_once(
+    model, deadline_s, noise
+):
+    """One core that does everything, by turns: it reads what has come, refuses or parses it, and ranks a batch."""
+    rng, clock = np.random.default_rng(1), Clock()
+    batcher, seconds = Batcher(RequestLimits(), clock), 6.0
+    per_batch = 2048 // 300
+    capacity = per_batch / (BATCH_S + per_batch * (300 * CANDIDATE_S + PARSED_S))
+    came = np.cumsum(rng.exponential(1 / (3 * capacity), int(3 * capacity * seconds))).tolist()
+    arrived: dict[int, float] = {}
+    in_time, late, refused_s, batches_s = 0, 0, list[float](), list[float]()
+    number = 0
+    while number < len(came):
+        has_come = clock.now
+        while number < len(came) and came[number] <= has_come:
+            is_refused = batcher.overload(None) is not None
+            if not is_refused:
+                clock.now += PARSED_S
+                pending = model.rank(int(rng.integers(200, 401)), clock.now + deadline_s, began=clock.now)
+                arrived[id(pending)] = came[number]
+                try:
+                    batcher.submit(pending)
+                except OverloadedError:
+                    is_refused = True
+            if is_refused:
+                clock.now += REFUSED_S
+                refused_s.append(clock.now - came[number])
+            number += 1
+        if not batcher.num_waiting:
+            clock.now = max(clock.now, came[number]) if number < len(came) else clock.now
+            continue
+        batch, began = batcher.take(lambda: None), clock.now
+        assert batch
+        took_s = BATCH_S + CANDIDATE_S * sum(one.request.num_candidates for one in batch)
+        clock.now += took_s * float(np.exp(rng.normal(-(noise**2) / 2, noise)))
+        batches_s.append(clock.now - began)
+        for one in batch:
+            is_in_time = clock.now - arrived[id(one)] <= deadline_s
+            in_time += is_in_time
+            late += not is_in_time
+        batcher.ended(batch)
+    assert in_time >= 0.9 * capacity * clock.now
+    assert late <= 0.01 * in_time
+    assert len(refused_s) > 1.5 * in_time
+    assert np.percentile(refused_s, 99) <= np.percentile(batches_s, 99) + 0.005
