@@ -63,12 +63,12 @@ seed_option = number("--seed", "Of all that is drawn. Default: 0.")
 
 @click.group(cls=DrillGroup)
 def drill() -> None:
-    """Put a real fleet through swaps, crashes, broken snapshots and upgrades, or a server through attacks.
+    """Put a real fleet through swaps, crashes, broken snapshots and upgrades, or a server through attacks and overload.
 
-    In all but `hostile` the fleet serves oracle models: every row has 1.0 in dimension 0 in version A and 1024.0 in
-    version B, so a bag of n ids must answer exactly n or 1024 n, and its score tells which dense model made it. A load
-    asks over HTTP and gRPC, in all but `upgrade` at a fixed rate and from a process of its own, and checks every
-    answer. Exit code 1 if anything was not as it must be.
+    In all but `hostile` and `overload` a fleet serves oracle models: every row has 1.0 in dimension 0 in version A and
+    1024.0 in version B, so a bag of n ids must answer exactly n or 1024 n, and its score tells which dense model made
+    it. A load asks over HTTP and gRPC, in all but `upgrade` at a fixed rate and from a process of its own, and checks
+    every answer. Exit code 1 if anything was not as it must be.
 
     Examples:
       shardrank drill swap --swaps 100 --json swap.json
@@ -77,6 +77,7 @@ def drill() -> None:
       shardrank drill upgrade --old ../old-release --json upgrade.json
       shardrank drill hostile --json hostile.json
       shardrank drill soak --minutes 20 --json soak.json
+      shardrank drill overload --json overload.json
     """
 
 
@@ -254,6 +255,33 @@ def soak(ctx: click.Context, /, **given: Any) -> None:
     from loadtest.drill.soak import SoakDrillConfig, run_soak_drill
 
     _run(ctx, SoakDrillConfig, run_soak_drill, given)
+
+
+@drill.command()
+@seconds("--seconds", "Of overload. Default: 60.")
+@number("--factor", "Requests offered, in capacities. Default: 3.", kind=float, metavar="X")
+@number("--deadline-ms", "Of each request. Default: 200.", metavar="MS")
+@seconds("--normal-s", "Of half the capacity, before and after. Default: 10.")
+@seconds("--capacity-s", "Of each closed loop that capacity is measured by. Default: 10.")
+@click.option("--candidates", metavar="N", help="Of a request, or LEAST-MOST:MEAN. Default: 200-400:300.")
+@number("--batch-candidates", "The server's limit. Default: 1024.")
+@number("--rows", "Of the table. Default: 100,000.")
+@seed_option
+@report_options
+@click.pass_context
+def overload(ctx: click.Context, /, **given: Any) -> None:
+    """Offer a server several times what it can answer.
+
+    The server has one core, the client another. At least 90% of the capacity must be answered in time, those that are
+    let in within their deadline at p99, and the others refused within a batch's time and 5 ms; then all is as before.
+
+    Examples:
+      shardrank drill overload --json overload.json
+      shardrank drill overload --seconds 10 --factor 2 --deadline-ms 100
+    """
+    from loadtest.drill.overload import OverloadDrillConfig, run_overload_drill
+
+    _run(ctx, OverloadDrillConfig, run_overload_drill, given)
 
 
 @drill.command()

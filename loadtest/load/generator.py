@@ -159,7 +159,7 @@ async def offer(
     if load.at.scheme == "grpc":
         await sender.open(max(at - time.monotonic(), 0))
     status = asyncio.create_task(_say_status(loop, recorder, say))
-    cpu = asyncio.create_task(_cpu_between(at + run.warmup_s, at + run.until_s))
+    cpu = asyncio.create_task(cpu_between(at + run.warmup_s, at + run.until_s))
     try:
         await loop.run(sender)
         cpu_s = await cpu
@@ -170,7 +170,7 @@ async def offer(
     return Done(records=recorder.records(), cpu_s=cpu_s, connections=sender.opened)
 
 
-async def _cpu_between(begin: float, end: float) -> float:
+async def cpu_between(begin: float, end: float) -> float:
     """Wait until `end`; seconds of processor time that this process used since `begin`, both CLOCK_MONOTONIC."""
     await asyncio.sleep(max(begin - time.monotonic(), 0))
     used_s = time.process_time()

@@ -95,7 +95,7 @@ async def make_sender(
     Raises:
         OSError: no such host.
     """
-    check = _AnswerCheck(pool, outcomes)
+    check = AnswerCheck(pool, outcomes)
     if at.scheme == "grpc":
         return GrpcSender(at, pool, check, on_over, headers, max(1, channels), timeout_s)
     # Resolved once, so that no connection waits for its name again.
@@ -104,7 +104,7 @@ async def make_sender(
     return HttpSender(address, at.host, pool, check, on_over, headers, connections)
 
 
-class _AnswerCheck:
+class AnswerCheck:
     """Reads every answer that came with success: it must have one score for each candidate."""
 
     def __init__(self, pool: Payloads, outcomes: Outcomes) -> None:
@@ -234,15 +234,17 @@ class HttpSender:
 
     What can't be sent waits for whichever connection is free first, in the order in which requests came, and its
     waiting counts in its latency. Free connections take turns, so that every serving process behind the port gets some.
-    No request is sent a second time, and none costs a task.
+    No request is sent a second time, and none costs a task. `connection_class` is that of its connections.
     """
+
+    connection_class: type[HttpConnection] = HttpConnection
 
     def __init__(
         self,
         address: tuple[str, int],
         host: str,
         pool: Payloads,
-        check: _AnswerCheck,
+        check: AnswerCheck,
         on_over: OnOver,
         headers: Iterator[Headers],
         max_connections: int,
@@ -301,6 +303,11 @@ class HttpSender:
         for connection in list(self._out):
             connection.close()
 
+    def kind_of(self, connection: HttpConnection, status: int) -> str:
+        """Name the kind of failure that an answer is, while its connection still knows it."""
+        del connection
+        return f"http_{status}"
+
     def _write(self, connection: HttpConnection, request: Outgoing) -> None:
         self._out[connection] = request
         self._on[request] = connection
@@ -343,7 +350,7 @@ class HttpSender:
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 _, connection = await asyncio.get_running_loop().create_connection(
-                    lambda: HttpConnection(self._answered, self._ended), *self._address
+                    lambda: self.connection_class(self._answered, self._ended), *self._address
                 )
         except TimeoutError:
             reason = f"no connection within {CONNECT_TIMEOUT_S:g} s"
@@ -374,7 +381,7 @@ class HttpSender:
         if status == OK_STATUS:
             code = self._check(request.number, body)
         else:
-            code = self._check.failure(f"http_{status}", body.decode("utf-8", "replace"))
+            code = self._check.failure(self.kind_of(connection, status), body.decode("utf-8", "replace"))
         self._on_over(request, ended, code)
 
     def _ended(self, connection: HttpConnection, reason: str) -> None:
@@ -407,7 +414,7 @@ class GrpcSender:
         self,
         at: LoadTarget,
         pool: Payloads,
-        check: _AnswerCheck,
+        check: AnswerCheck,
         on_over: OnOver,
         headers: Iterator[Headers],
         channels: int,
