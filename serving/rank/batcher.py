@@ -41,6 +41,7 @@ Wake: TypeAlias = Callable[[], None]
 PRUDENCE = 2
 """An answer must be due in one part in so many of the time that there is. The rest is for what is not seen: how long a
 request lay in its socket while a batch was ranked, and batches that take longer than those before."""
+LOOK_AGAIN_S = 0.001
 CANT_BE_MET = "the deadline could not be met any more; nothing was begun"
 SHARE_OF_AN_OWNER = 4
 """One part in so many of the floats is for one owner at most."""
@@ -102,6 +103,8 @@ class Batcher:
         self._queue: deque[Pending] = deque()
         # Of what waits: the sum of shares, and the longest time that one was given.
         self._share, self._longest_s = 0.0, 0.0
+        # When a full queue was last looked through for what nobody waits for.
+        self._looked = -inf
         self._pace = Pace()
         self._idle: list[Wake] = []
         self._closed_because = ""
@@ -195,7 +198,8 @@ class Batcher:
         """Say why a request of a share that has so many seconds would wait in vain; None if it would not."""
         limit = self._limits.max_queue
         if len(self._queue) >= limit:
-            self._drop_dead(dropped)
+            if self._clock() - self._looked >= LOOK_AGAIN_S:
+                self._drop_dead(dropped)
             if len(self._queue) >= limit:
                 return OverloadedError(f"{len(self._queue)} requests wait, the limit max_queue = {limit}")
         if not self._queue:
@@ -210,7 +214,7 @@ class Batcher:
     def _drop_dead(self, dropped: list[Pending]) -> None:
         # Each is asked once: it may be abandoned at any moment, and must end up in one of the two.
         now, waiting = self._clock(), self._queue
-        self._queue = deque()
+        self._looked, self._queue = now, deque()
         for pending in waiting:
             (dropped if pending.abandoned or pending.deadline <= now else self._queue).append(pending)
         self._count()
