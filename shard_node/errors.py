@@ -21,6 +21,10 @@ class TlsConfigError(ShardNodeError, http_status=400, grpc_status="INVALID_ARGUM
     """A certificate, key or CA that can't be read or does not fit. The message names the file."""
 
 
+class TracingError(ShardNodeError, http_status=400, grpc_status="INVALID_ARGUMENT", kind="tracing"):
+    """Traces can't be sent: OpenTelemetry is not installed, or the endpoint or protocol can't be one."""
+
+
 class WireError(ShardNodeError, http_status=400, grpc_status="INVALID_ARGUMENT", kind="wire"):
     """A frame that breaks the protocol: bad magic, version, type, array header or length."""
 

@@ -12,6 +12,7 @@ from shard_node.engine.base import Engine
 from shard_node.engine.memory import Claim
 from shard_node.generation import Generation, Generations
 from shard_node.partition import Message, NodeIdentity
+from shard_node.tracing import SpanSink
 
 CLOSE_TIMEOUT_S = 10.0
 
@@ -68,13 +69,17 @@ class CardsReport(Message):
 
 
 class NodeInfo(Message):
-    """What a node tells of itself. `cards` has only the versions whose rows are on some."""
+    """What a node tells of itself. `cards` has only the versions whose rows are on some.
+
+    `takes_traces` says whether lookups may bring the context of a trace: it makes spans of them.
+    """
 
     identity: NodeIdentity
     versions: tuple[ServedVersion, ...]
     memory: tuple[MemoryReport, ...]
     lookups: tuple[LookupReport, ...] = ()
     cards: tuple[CardsReport, ...] = ()
+    takes_traces: bool = False
 
     def has(self, model: str, version: int) -> bool:
         """Whether it answers for a version."""
@@ -195,10 +200,15 @@ class LoadedTables:
 
 
 class ShardNode:
-    """Holds generations of tables and pools bags from them. Thread-safe."""
+    """Holds generations of tables and pools bags from them. Thread-safe.
+
+    Attributes:
+        sink: takes spans of lookups that bring a trace; None if nobody wants them.
+    """
 
     def __init__(self, identity: NodeIdentity) -> None:
         self.identity = identity
+        self.sink: SpanSink | None = None
         self.generations: Generations[LoadedTables] = Generations(LoadedTables.close)
 
     def stage(self, model: str, version: int, tables: LoadedTables) -> None:
@@ -267,6 +277,7 @@ class ShardNode:
             memory=tuple(memory),
             lookups=tuple(lookups),
             cards=tuple(cards),
+            takes_traces=self.sink is not None,
         )
 
     def retire(self, model: str, version: int) -> Generation[LoadedTables]:

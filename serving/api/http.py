@@ -17,6 +17,7 @@ from serving.formats.infer import InferHttpCodec
 from serving.formats.json_reader import JsonCodec
 from serving.formats.messages import MessageCodec
 from serving.formats.requests import Codec
+from serving.observe.traces import TRACEPARENT, Parent, parent_of
 from serving.rank.service import RankingService, answer
 
 PROTOBUF = b"application/x-protobuf"
@@ -51,7 +52,10 @@ class HttpApp:
         gate: Gate = scope["state"]["gate"]
         # Of several headers of a name the first counts.
         headers: Headers = dict(reversed(scope["headers"]))
-        reply = await self._answered(match, headers, receive, gate)
+        parent = None
+        if self._service.tracer is not None and TRACEPARENT in headers:
+            parent = parent_of(headers, scope["headers"])
+        reply = await self._answered(match, headers, receive, gate, parent)
         lines = [(b"content-type", reply.content_type.encode()), (b"content-length", b"%d" % len(reply.body))]
         if (request_id := headers.get(_REQUEST_ID)) is not None:
             lines.append((_REQUEST_ID, request_id))
@@ -61,7 +65,9 @@ class HttpApp:
         await send({"type": "http.response.body", "body": reply.body})
         gate.answered()
 
-    async def _answered(self, match: re.Match[str], headers: Headers, receive: Receive, gate: Gate) -> HttpReply:
+    async def _answered(
+        self, match: re.Match[str], headers: Headers, receive: Receive, gate: Gate, parent: Parent | None
+    ) -> HttpReply:
         max_bytes = self._service.limits.max_body_bytes
         try:
             if self._tokens is not None:
@@ -75,7 +81,7 @@ class HttpApp:
                 data = await read_body(receive, "max_body_bytes", max_bytes, headers.get(b"content-length"))
                 return data if is_plain else await expand(data, max_bytes, gate.spent)
 
-            encoded = await answer(self._service, codec, body, gate)
+            encoded = await answer(self._service, codec, body, gate, parent)
             return HttpReply(200, encoded.body, encoded.content_type, encoded.headers)
         except ShardrankError as error:
             return error_reply(match.string, _text(headers.get(_REQUEST_ID)), error)

@@ -25,6 +25,7 @@ from serving.errors import (
 )
 from shard_node.bags import Float32Array
 from shard_node.generation import Generation
+from shard_node.tracing import SpanContext, SpanSink
 
 Outcome: TypeAlias = Literal["ok", "error"]
 
@@ -41,6 +42,24 @@ _SERVER_FAULT = 500
 
 
 @dataclass(slots=True, eq=False)
+class Traced:
+    """The span of a call or batch whose trace is sampled, before its times are all known.
+
+    Attributes:
+        sink: takes it.
+        context, parent: its own and its parent's, None for the first of a trace.
+        links: of a call the batches that it was in, of a batch its sampled calls.
+        lookup: of a batch, its lookup, which calls to shards are children of.
+    """
+
+    sink: SpanSink
+    context: SpanContext
+    parent: SpanContext | None = None
+    links: tuple[SpanContext, ...] = ()
+    lookup: SpanContext | None = None
+
+
+@dataclass(slots=True, eq=False)
 class BatchTimes:
     """Where the time of one batch went, in seconds. Every request in it has waited for all of it.
 
@@ -50,7 +69,8 @@ class BatchTimes:
         lookup, lookup_s: its rows looked up, by part and in all; on cards None, and ids mapped and packed.
         rank_s: the dense model and its inputs.
         answer_s: scores checked, counted and sorted, answers made.
-        ended: when the answers were there, monotonic seconds.
+        began, ended: from taking it to when the answers were there, monotonic seconds.
+        trace: its span; None if none of its requests is sampled.
     """
 
     num_requests: int = 1
@@ -60,7 +80,9 @@ class BatchTimes:
     lookup_s: float = 0.0
     rank_s: float = 0.0
     answer_s: float = 0.0
+    began: float = 0.0
     ended: float = 0.0
+    trace: Traced | None = None
 
     def seconds(self) -> tuple[float, ...]:
         """List them by stage, in the order of `IN_BATCH`."""
@@ -83,6 +105,7 @@ class Call:
         queue_s, batch: seconds that it waited for a replica; the batch that it was in, once that is answered.
         answered, encoded: when the call went on with the answer; when that was bytes.
         admitted: whether it is complete and counts towards `max_in_flight`; until then towards `max_receiving`.
+        trace: its span; None if it is not sampled.
     """
 
     api: str
@@ -100,6 +123,7 @@ class Call:
     answered: float = 0.0
     encoded: float = 0.0
     admitted: bool = False
+    trace: Traced | None = None
 
     def around_batch(self) -> tuple[float, ...]:
         """List the seconds in each stage of `BEFORE_BATCH` and of `AFTER_BATCH`, of a call that was answered."""

@@ -24,6 +24,7 @@ from router.outliers import ReplicaEvents
 from serving.errors import HistogramLayoutError
 from serving.observe.calls import AFTER_BATCH, BEFORE_BATCH, IN_BATCH, BatchTimes, Call, Outcome
 from shard_node.answer import WIRE_FORMS
+from shard_node.tracing import Outcome as TraceOutcome
 
 MULTIPROCESS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 KEEP_UP_S = 0.5
@@ -109,6 +110,7 @@ class ServingMetrics:
             "Requests by the version that answered or failed them; ok or error.",
             ("model", "version", "outcome"),
         )
+        self._spans = counter("shardrank_trace_spans", "Spans by what became of them.", ("outcome",))
         self._of_wire = _wire_counters(registry)
         self._hot = _HotMetrics(registry)
         # Looking a child up by its labels takes longer than counting, so those that requests need are kept.
@@ -157,6 +159,10 @@ class ServingMetrics:
     def failed(self, api: str, method: str, kind: str) -> None:
         """Count an error, of a call or of what is no call, such as a connection."""
         self._of_error(api, method, kind).inc()
+
+    def spans_ended(self, outcome: TraceOutcome, count: int) -> None:
+        """Count spans of traces that were exported, that failed to be, or were dropped: there was no room or time."""
+        self._spans.labels(outcome).inc(count)
 
     def replica_events(self, model: str) -> ReplicaEvents:
         """Return what counts hedges, retries and ejections of one of a model's routers."""

@@ -30,6 +30,7 @@ from serving.models.layers import NumberFormat
 from serving.models.ranking_models import CPU, DeviceCopies
 from serving.observe.calls import BatchTimes, VersionCounter
 from serving.observe.metrics import ServingMetrics
+from serving.observe.traces import batch_spans, traced_batch, traced_lookup
 from serving.rank.batcher import Pending
 from shard_node.answer import EXACT, UNKNOWN_SEQUENCE, Forms
 from shard_node.bags import Float32Array, Int64Array, KeyedBags
@@ -362,8 +363,13 @@ class Ranking:
         began = self._clock()
         requests = cast(list[RankRequest], list(map(_REQUEST, waiting)))
         batch = merge(requests)
-        times = BatchTimes(len(requests), int(batch.candidate_starts[-1]), merge_s=self._clock() - began)
-        scored = await self.score(batch, max(map(_DEADLINE, waiting)), times)
+        times = BatchTimes(len(requests), int(batch.candidate_starts[-1]), self._clock() - began, began=began)
+        times.trace = traced_batch(one.call for one in waiting)
+        try:
+            scored = await self.score(batch, max(map(_DEADLINE, waiting)), times)
+        except BaseException as error:
+            self._tell_trace(times, "rank", error)
+            raise
         scored_at = self._clock()
         outcomes = self._outcomes(requests, batch, scored)
         self._tell_times(times, scored_at, waiting, "rank")
@@ -409,21 +415,31 @@ class Ranking:
         """
         began = self._clock()
         parts = self.parts
-        embeddings = await self.router.lookup(self._model_name, parts.version, batch.bags, deadline, parts.forms)
+        looking_up = self.router.lookup(self._model_name, parts.version, batch.bags, deadline, parts.forms)
+        trace = None if times is None else times.trace
+        embeddings = await (looking_up if trace is None else traced_lookup(trace, looking_up))
         routed = self._clock()
+        if times is not None:
+            times.lookup, times.lookup_s = embeddings.times, routed - began
         if routed >= deadline:
             raise DeadlineExceededError("the deadline passed while the rows were looked up")
         chosen = self.choose(embeddings.sequence)
         scores = self.score_rows(batch, embeddings, chosen)
         if times is not None:
-            times.lookup, times.lookup_s, times.rank_s = embeddings.times, routed - began, self._clock() - routed
+            times.rank_s = self._clock() - routed
         return Scored(scores, embeddings.rejected, chosen.dense_step)
 
     async def lookup(self, waiting: Pending) -> LookupAnswer:
         """Look embeddings up, and tell the request the times. Raises UnknownIdError for an id without a row."""
         began = self._clock()
         version, request = self.parts.version, cast(LookupRequest, waiting.request)
-        embeddings = await self.router.lookup(self._model_name, version, request.bags, waiting.deadline)
+        times = BatchTimes(began=began, trace=traced_batch([waiting.call]))
+        looking_up = self.router.lookup(self._model_name, version, request.bags, waiting.deadline)
+        try:
+            embeddings = await (looking_up if times.trace is None else traced_lookup(times.trace, looking_up))
+        except BaseException as error:
+            self._tell_trace(times, "lookup", error)
+            raise
         routed = self._clock()
         if len(embeddings.rejected):
             raise unknown_id(self.parts.schema, request, embeddings.rejected, 0, int(embeddings.rejected.bag[0]))
@@ -436,7 +452,7 @@ class Ranking:
             for key in request.bags.keys.tolist()
         }
         answer = LookupAnswer(self._model_name, version, found, request.request_id)
-        times = BatchTimes(lookup=embeddings.times, lookup_s=routed - began)
+        times.lookup, times.lookup_s = embeddings.times, routed - began
         self._tell_times(times, routed, [waiting], "lookup")
         return answer
 
@@ -462,6 +478,12 @@ class Ranking:
         for pending in waiting:
             pending.call.batch = times
         self._metrics.batch_ended(self._model_name, times, method)
+        self._tell_trace(times, method)
+
+    def _tell_trace(self, times: BatchTimes, method: str, error: BaseException | None = None) -> None:
+        if times.trace is not None:
+            times.ended = times.ended or self._clock()
+            batch_spans(times.trace, times, self._model_name, self.parts.version, method, error)
 
 
 def unknown_id(

@@ -24,6 +24,7 @@ from serving.formats.requests import Answer, Buffer, Codec, Encoded, LookupReque
 from serving.limits import RequestLimits
 from serving.observe.calls import Call, Outcome, outcome_of
 from serving.observe.metrics import ServingMetrics
+from serving.observe.traces import Parent, Tracer, call_span
 from serving.observe.watch import NodeWatch, StateCollector
 from serving.rank.batcher import Pending, UntakenAnswers
 from serving.versions.served_model import ServedModel
@@ -48,6 +49,9 @@ class RankingService(ServedVersions):
         max_staleness_s: by model, how old the newest change of a row may be that its shards lack before the model is
             called degraded; models that are left out never are.
         wall_clock: seconds since the epoch.
+
+    Attributes:
+        tracer: makes traces of its calls; None if nobody wants them.
     """
 
     def __init__(
@@ -64,6 +68,7 @@ class RankingService(ServedVersions):
         self.wall_clock = wall_clock
         self.watch = NodeWatch(self, max_staleness_s, wall_clock)
         self.metrics = ServingMetrics(StateCollector(self.watch))
+        self.tracer: Tracer | None = None
         self.untaken = UntakenAnswers(self.limits.max_untaken_floats)
         self._receiving = 0
         self._admitted = 0
@@ -116,6 +121,8 @@ class RankingService(ServedVersions):
         else:
             call.counter.ended(call, outcome, now)
         self.metrics.call_ended(call, status, outcome, now)
+        if call.trace is not None:
+            call_span(call.trace, call, now, error)
         # The lease ended with the batch, so the version may be freed and forgotten by now: not to be told again.
         if outcome is not None and call.generation is not None and call.generation.state == "retired":
             self._forget(call.model, call.version)
@@ -232,13 +239,17 @@ class Caller(Protocol):
         """Have `callback` called once the answer that comes next is sent, or given up."""
 
 
-async def answer(service: RankingService, codec: Codec, receive: Receive, client: Caller) -> Encoded:
-    """Answer one call, whose request `receive` gives complete and not compressed.
+async def answer(
+    service: RankingService, codec: Codec, receive: Receive, client: Caller, parent: Parent | None = None
+) -> Encoded:
+    """Answer one call, whose request `receive` gives complete and not compressed; `parent` is what it says of a trace.
 
     Raises:
         ShardrankError: with its HTTP and gRPC status.
     """
     call = service.begin_call(codec.api, codec.method)
+    if service.tracer is not None:
+        call.trace = service.tracer.begin(parent)
     try:
         service.shed(call, client.time_remaining())
         body = await receive()

@@ -24,6 +24,7 @@ from shard_node.errors import (
     WireError,
 )
 from shard_node.node import NodeInfo
+from shard_node.tracing import TRACED_LOOKUP, SpanContext
 from shard_node.wire.address import Address
 from shard_node.wire.connection import FrameConnection
 from shard_node.wire.frame import DEFAULT_MAX_FRAME_BYTES, MAX_BODY_BYTES, MAX_BUDGET_US, Frame, FrameType
@@ -225,6 +226,8 @@ class ShardClient:
         self.address = address
         self.in_flight = 0
         self.connections = 0
+        # On which connection the node told which shard it is, and whether it takes traces: another one may be another.
+        self._told = -1, 0, False
         self._connect_timeout_s = connect_timeout_s
         self._clock = clock
         self._limits = limits or ClientLimits()
@@ -263,9 +266,31 @@ class ShardClient:
             RemoteError: the node failed, or its answer is malformed.
             ShardNodeError: whatever else the node answered, as the class of its kind.
         """
+        lookup = TRACED_LOOKUP.get()
+        if lookup is None:
+            return await self._pool(model, version, bags, deadline, forms)
+        connections, shard_index, takes_traces = self._told
+        attributes: dict[str, str | int] = {"server.address": str(self.address)}
+        if connections == self.connections:
+            attributes["shardrank.shard"] = shard_index
 
+        def ask(own: SpanContext) -> Awaitable[Answer]:
+            trace = own if takes_traces and connections == self.connections else None
+            return self._pool(model, version, bags, deadline, forms, trace)
+
+        return await lookup.ask(ask, attributes)
+
+    async def _pool(
+        self,
+        model: str,
+        version: int,
+        bags: KeyedBags,
+        deadline: float,
+        forms: Forms,
+        trace: SpanContext | None = None,
+    ) -> Answer:
         def encode(request_id: int, budget_us: int) -> list[Buffer]:
-            return encode_pool(request_id, budget_us, model, version, bags, forms)
+            return encode_pool(request_id, budget_us, model, version, bags, forms, trace)
 
         expected = (FrameType.POOLED, FrameType.STORED) if forms.stored else (FrameType.POOLED,)
         asked_bytes, frame = await self._ask(encode, expected, deadline)
@@ -276,12 +301,15 @@ class ShardClient:
 
     async def info(self) -> NodeInfo:
         """Return what the node serves. Raises as `pool`."""
-        deadline = self._clock() + self._limits.info_timeout_ms / 1e3
+        deadline, connections = self._clock() + self._limits.info_timeout_ms / 1e3, self.connections
         _, frame = await self._ask(lambda request_id, _: encode_info(request_id), (FrameType.INFO_ANSWER,), deadline)
         try:
-            return decode_info_answer(frame)
+            info = decode_info_answer(frame)
         except WireError as error:
             raise RemoteError(f"{self.address}: malformed answer: {error}") from error
+        if connections == self.connections:
+            self._told = connections, info.identity.shard_index, info.takes_traces
+        return info
 
     async def counts(self, request: CountsRequest, deadline: float) -> CountedPart:
         """Return how often rows of a table were looked up here. Raises as `pool`.

@@ -9,8 +9,9 @@ u32 fields_bytes | u32 num_arrays | num_arrays array headers | fields | array da
 An array header is `u16 dtype, u16 note, u32 width, u64 rows`; width 0 is a flat array of `rows` elements. Fields and
 each array's data are padded to 8 bytes, so that arrays can be looked at where they were received. The note of a POOL
 frame's first array says what its sender takes in an answer: forms of it, and the number of the last applied delta as
-its field; every other note is 0. A node that does not know of notes answers in float32 and without a field, which
-everybody takes. docs/wire-protocol.md is the whole format, with an example.
+its field; and whether a trace's context follows the other arrays. Every other note is 0. A node that does not know of
+notes answers in float32 and without a field, which everybody takes. docs/wire-protocol.md is the whole format, with an
+example.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from shard_node.answer import FLOAT32_SUMS, UNKNOWN_SEQUENCE, Answer, Forms
 from shard_node.bags import Float32Array, Int32Array, Int64Array, KeyedBags
 from shard_node.errors import RemoteError, ShardNodeError, WireError
 from shard_node.node import NodeInfo
+from shard_node.tracing import MAX_STATE_BYTES, SpanContext
 from shard_node.wire.frame import MAX_BUDGET_US, Body, Frame, FrameType, pack_header
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
@@ -60,7 +62,8 @@ _COUNTS_ANSWER_FIELDS = struct.Struct("<IIQQQQ")
 _ERROR_FIELDS = struct.Struct("<HHHH")
 _PADDING = bytes(8)
 _SEQUENCE_FIELD = struct.Struct("<Q")
-_TAKES_STORED, _TAKES_FLOAT16, _TAKES_SEQUENCE = 1, 2, 4
+_TRACE = struct.Struct(">QQQ")
+_TAKES_STORED, _TAKES_FLOAT16, _TAKES_SEQUENCE, _HAS_TRACE = 1, 2, 4, 8
 
 _ERROR_OF_KIND: dict[str, type[ShardNodeError]] = {
     found.kind: found
@@ -74,7 +77,7 @@ class PoolRequest:
     """A POOL frame as it was received: arrays are views into the frame, not yet checked to describe bags.
 
     Shapes are those of `KeyedBags`; bags_per_key, offsets and values are int32 or int64. `forms` are those
-    of an answer that its sender takes.
+    of an answer that its sender takes, `trace` is the span of the call, if it is sampled.
     """
 
     model: str
@@ -86,6 +89,7 @@ class PoolRequest:
     weights: Float32Array | None
     forms: Forms = FLOAT32_SUMS
     takes_sequence: bool = False
+    trace: SpanContext | None = None
 
     def bags(self) -> KeyedBags:
         """Return the bags as they lie, but for numbers of bags, which become int64; they are not checked."""
@@ -108,11 +112,18 @@ class CountsRequest:
 
 
 def encode_pool(
-    request_id: int, budget_us: int, model: str, version: int, bags: KeyedBags, forms: Forms = FLOAT32_SUMS
+    request_id: int,
+    budget_us: int,
+    model: str,
+    version: int,
+    bags: KeyedBags,
+    forms: Forms = FLOAT32_SUMS,
+    trace: SpanContext | None = None,
 ) -> list[Buffer]:
     """Encode a POOL frame as buffers to be written one after the other.
 
-    They look into the bags: don't change those. `forms` are taken as an answer, beside float32 sums.
+    They look into the bags: don't change those. `forms` are taken as an answer, beside float32 sums. `trace` is only
+    for nodes that say that they take it (`NodeInfo.takes_traces`): others refuse the frame.
 
     `budget_us` is how long the answer is of use; 0 for no limit, and more than 71 minutes is cut to that.
 
@@ -130,6 +141,9 @@ def encode_pool(
         arrays.append(np.ascontiguousarray(bags.weights, _FLOAT32))
     fields = _POOL_FIELDS.pack(_checked_version(version)) + _model_name(model)
     note = _TAKES_SEQUENCE | _TAKES_STORED * forms.stored | _TAKES_FLOAT16 * forms.float16
+    if trace is not None:
+        note |= _HAS_TRACE
+        arrays.append(_trace_array(trace))
     return _encode(FrameType.POOL, request_id, fields, arrays, min(budget_us, MAX_BUDGET_US), note)
 
 
@@ -137,10 +151,11 @@ def decode_pool(frame: Frame) -> PoolRequest:
     """Read a POOL frame. Raises WireError, naming the field that is malformed; so do all that decode."""
     fields, arrays = _decode(frame.body, "POOL")
     (version,), model = _numbers_and_name(fields, _POOL_FIELDS, "POOL", "model")
+    # Notes that this release does not know are of forms that it does not have either.
+    note = _ARRAY.unpack_from(frame.body.data, _BODY.size)[1] if arrays else 0
+    trace = _decode_trace(arrays.pop()) if note & _HAS_TRACE else None
     if len(arrays) not in (4, 5):
         raise WireError(f"POOL num_arrays is {len(arrays)}, allowed are 4 (without weights) and 5")
-    # Notes that this release does not know are of forms that it does not have either.
-    note = _ARRAY.unpack_from(frame.body.data, _BODY.size)[1]
     return PoolRequest(
         model,
         version,
@@ -151,7 +166,22 @@ def decode_pool(frame: Frame) -> PoolRequest:
         _flat(arrays[4], "POOL weights", _FLOAT32) if len(arrays) == 5 else None,
         Forms(bool(note & _TAKES_STORED), bool(note & _TAKES_FLOAT16)),
         bool(note & _TAKES_SEQUENCE),
+        trace,
     )
+
+
+def _trace_array(trace: SpanContext) -> Array:
+    ids = _TRACE.pack(trace.trace_id >> 64, trace.trace_id & (2**64 - 1), trace.span_id)
+    return np.frombuffer(ids + trace.state.encode()[:MAX_STATE_BYTES], _UINT8)
+
+
+def _decode_trace(array: Array) -> SpanContext:
+    data = _flat(array, "POOL trace", _UINT8).tobytes()
+    if not _TRACE.size <= len(data) <= _TRACE.size + MAX_STATE_BYTES:
+        allowed = f"{_TRACE.size}..{_TRACE.size + MAX_STATE_BYTES}"
+        raise WireError(f"POOL trace has {len(data)} bytes, allowed are {allowed}")
+    high, low, span_id = _TRACE.unpack_from(data)
+    return SpanContext(high << 64 | low, span_id, _text(memoryview(data)[_TRACE.size :], "POOL trace state"))
 
 
 def encode_answer(request_id: int, answer: Answer, *, tell_sequence: bool = False) -> list[Buffer]:

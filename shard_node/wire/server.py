@@ -26,6 +26,7 @@ from shard_node.errors import (
     WireError,
 )
 from shard_node.node import ShardNode
+from shard_node.tracing import Span, error_text
 from shard_node.wire.address import Address, Listener, listen
 from shard_node.wire.connection import FrameConnection
 from shard_node.wire.frame import DEFAULT_MAX_FRAME_BYTES, HEADER, MAX_BODY_BYTES, Frame, FrameType
@@ -212,14 +213,14 @@ class RequestHandler:
             + layout.answer_bytes(request.keys, request.bags_per_key, request.offsets.size - 1)
         )
         self._refuse_large_answer(answer_bytes)
+        work = partial(self._pool, request_id, request, deadline, is_wanted, begun)
         longest = max(frame.body.size, answer_bytes)
         if longest <= self._limits.max_inline_bytes:
-            answer(self._pool(request_id, request, deadline, is_wanted))
+            answer(work())
         elif longest <= self._spare_inline_bytes and self._spare_time.is_left(begun):
-            answer(self._pool(request_id, request, deadline, is_wanted))
+            answer(work())
             self._spare_time.spend(self._clock() - begun)
         else:
-            work = partial(self._pool, request_id, request, deadline, is_wanted)
             self._in_thread(request_id, work, frame.body.size + answer_bytes, answer)
 
     def _answer_watched(
@@ -261,19 +262,44 @@ class RequestHandler:
         self.in_flight_bytes += size_bytes
 
     def _pool(
-        self, request_id: int, request: PoolRequest, deadline: float | None, is_wanted: Callable[[], bool]
+        self,
+        request_id: int,
+        request: PoolRequest,
+        deadline: float | None,
+        is_wanted: Callable[[], bool],
+        received: float,
     ) -> Answer:
         """Pools; what fails becomes an ERROR frame. Runs in any thread."""
+        began, failure = self._clock(), ""
         try:
             if not is_wanted():
                 raise DeadlineExceededError("the client is gone, the request was not started")
-            late_s = -1.0 if deadline is None else self._clock() - deadline
+            late_s = -1.0 if deadline is None else began - deadline
             if late_s >= 0:
                 raise DeadlineExceededError(f"deadline passed {late_s * 1e3:.1f} ms before pooling could start")
-            answer = self._node.answer(request.model, request.version, request.bags(), request.forms)
-            return self._fitting(encode_answer(request_id, answer, tell_sequence=request.takes_sequence))
+            pooled = self._node.answer(request.model, request.version, request.bags(), request.forms)
+            answer = self._fitting(encode_answer(request_id, pooled, tell_sequence=request.takes_sequence))
         except Exception as error:
-            return self.failure(request_id, error)
+            answer, failure = self.failure(request_id, error), error_text(error)
+        self._tell(request, answer, received, began, failure)
+        return answer
+
+    def _tell(self, request: PoolRequest, answer: Answer, received: float, began: float, error: str) -> None:
+        """Make a span of a request that is traced, from when it had come to its encoded answer."""
+        if request.trace is None or self._node.sink is None:
+            return
+        attributes: dict[str, str | int | float] = {
+            "shardrank.model": request.model,
+            "shardrank.version": request.version,
+            "shardrank.shard": self._node.identity.shard_index,
+            "shardrank.bags": request.offsets.size - 1,
+            "shardrank.values": request.values.size,
+            "shardrank.queue_ms": 1e3 * (began - received),
+            "shardrank.answer_bytes": sum(map(len, answer)),
+        }
+        own, ended = request.trace.child(), self._clock()
+        span = Span("shardrank.pool", "server", own, request.trace, received, ended, attributes, (), error)
+        self._node.sink.put(span)
 
     def _counts(self, request_id: int, asked: CountsRequest) -> Answer:
         """Tell access counts; what fails becomes an ERROR frame. Runs in any thread: estimates take milliseconds."""

@@ -38,6 +38,7 @@ from serving.errors import (
     UnknownIdError,
 )
 from serving.formats.json_text import RETRY_AFTER_S
+from serving.observe.traces import TRACEPARENT, Parent, parent_of
 from shard_node.errors import DeadlineExceededError
 
 logger = logging.getLogger(__name__)
@@ -81,6 +82,7 @@ class CallHead(NamedTuple):
         timeout_s: how long the client waits; None if it does not say.
         coding: of messages that are flagged as compressed.
         refusal: why it is no call that can be served, and the HTTP status that says so; None if it is one.
+        trace_parent: the trace that it belongs to; None if it does not say.
     """
 
     path: bytes
@@ -88,6 +90,7 @@ class CallHead(NamedTuple):
     coding: str = IDENTITY
     authorization: str | None = None
     refusal: tuple[ShardrankError, int] | None = None
+    trace_parent: Parent | None = None
 
 
 def read_head(request: HeaderList, max_bytes: int) -> CallHead:
@@ -107,7 +110,8 @@ def read_head(request: HeaderList, max_bytes: int) -> CallHead:
         sent = b", ".join(value for name, value in request.headers if name == b"authorization")
         authorization = sent.decode("latin-1")
     coding = found.get(b"grpc-encoding")
-    return CallHead(path, timeout_s, coding.decode("latin-1") if coding else IDENTITY, authorization, refusal)
+    parent = parent_of(found, request.headers) if TRACEPARENT in found else None
+    return CallHead(path, timeout_s, coding.decode("latin-1") if coding else IDENTITY, authorization, refusal, parent)
 
 
 def _refusal(request: HeaderList, found: dict[bytes, bytes], max_bytes: int) -> tuple[ShardrankError, int] | None:
@@ -385,6 +389,11 @@ class GrpcCall:
     def owner(self) -> str:
         """The account of its client's address; "" for one that stands for many."""
         return self._connection.listener.addresses.owner(self._connection.address)
+
+    @property
+    def trace_parent(self) -> Parent | None:
+        """What the client says of a trace."""
+        return self._head.trace_parent
 
     def when_taken(self, callback: Callable[[], None]) -> None:
         """Have `callback` called when the answer is sent, or given up."""

@@ -251,7 +251,7 @@ def _in_package(file: FileDescriptorProto, package: str) -> FileDescriptorProto:
 
 def _ranked(service: RankingService, codec: Codec) -> GrpcMethod:
     async def ranked(call: GrpcCall) -> bytes:
-        return (await answer(service, codec, call.receive, call)).body
+        return (await answer(service, codec, call.receive, call, call.trace_parent)).body
 
     return GrpcMethod(ranked, service.limits.max_body_bytes, "rank", CALL_WORTH_S)
 

@@ -1,0 +1,176 @@
+"""Traces of calls and batches: who is sampled, and the spans that are made of recorded times once these are over.
+
+Of a call that is not sampled nothing is made: one look at its header, or one random number. docs/traces.md says what
+the spans are. Nothing here imports OpenTelemetry.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import re
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple, TypeAlias, TypeVar
+
+from loader.errors import ShardrankError
+from serving.observe.calls import AFTER_BATCH, BEFORE_BATCH, BatchTimes, Call, Traced
+from serving.observe.metrics import ServingMetrics
+from shard_node.tracing import (
+    MAX_STATE_BYTES,
+    TRACED_LOOKUP,
+    Span,
+    SpanContext,
+    SpanSink,
+    TraceConfig,
+    TracedLookup,
+    error_text,
+    open_sink,
+)
+
+Result = TypeVar("Result")
+_Attributes: TypeAlias = dict[str, str | int | float]
+
+TRACEPARENT, TRACESTATE = b"traceparent", b"tracestate"
+_SAMPLED = 1
+_SERVER_FAULT = 500
+# https://www.w3.org/TR/trace-context/#traceparent-header: version, trace, parent, flags; a later version may add more.
+_PARENT = re.compile(rb"(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(-.*)?", re.S)
+_PRINTABLE = re.compile(rb"[\x20-\x7e]*")
+_STAGES = tuple(f"shardrank.{stage}_ms" for stage in (*BEFORE_BATCH, *AFTER_BATCH))
+_LOOKUP_STAGES = tuple(f"shardrank.{stage}_ms" for stage in ("map", "split", "shard_wait", "add"))
+
+
+class Parent(NamedTuple):
+    """What a call says of the trace that it belongs to, as it came: not checked."""
+
+    traceparent: bytes
+    tracestate: bytes = b""
+
+
+def parent_of(found: Mapping[bytes, bytes], headers: Iterable[tuple[bytes, bytes]]) -> Parent:
+    """Read a call's headers, which have a `traceparent`; a `tracestate` that comes in several is joined."""
+    if TRACESTATE not in found:
+        return Parent(found[TRACEPARENT])
+    return Parent(found[TRACEPARENT], b",".join(value for name, value in headers if name == TRACESTATE))
+
+
+def read_parent(parent: Parent) -> tuple[SpanContext, bool] | None:
+    """Read the span that a call is a child of, and whether it is sampled. None for a header that is malformed.
+
+    https://www.w3.org/TR/trace-context/#a-traceparent-is-received
+    """
+    match = _PARENT.fullmatch(parent.traceparent)
+    if match is None or (match[1] == b"00" and match[5] is not None):
+        return None
+    if not int(match[4], 16) & _SAMPLED:
+        return SpanContext(int(match[2], 16), int(match[3], 16)), False
+    state = parent.tracestate
+    if len(state) > MAX_STATE_BYTES or _PRINTABLE.fullmatch(state) is None:
+        state = b""
+    return SpanContext(int(match[2], 16), int(match[3], 16), state.decode("ascii")), True
+
+
+class Tracer:
+    """Decides which calls are traced: those of sampled parents, and of those without a parent a share. Thread-safe.
+
+    As OpenTelemetry's ParentBased(TraceIdRatioBased(share)).
+    """
+
+    def __init__(self, sink: SpanSink, share: float, draw: Callable[[], float] = random.random) -> None:
+        self._sink = sink
+        self._share = share
+        self._draw = draw
+
+    def begin(self, parent: Parent | None) -> Traced | None:
+        """Return the span of a call; None if it is not sampled."""
+        if parent is not None and (read := read_parent(parent)) is not None:
+            context, is_sampled = read
+            return Traced(self._sink, context.child(), context) if is_sampled else None
+        return Traced(self._sink, SpanContext.new()) if self._draw() < self._share else None
+
+
+@contextlib.contextmanager
+def traced(config: TraceConfig | None, share: float, metrics: ServingMetrics) -> Iterator[Tracer | None]:
+    """Give a tracer while the block runs, then send what is left; None without a config. Raises TracingError."""
+    if config is None:
+        yield None
+        return
+    sink = open_sink(config, metrics.spans_ended)
+    try:
+        yield Tracer(sink, share)
+    finally:
+        sink.close()
+
+
+def traced_batch(calls: Iterable[Call]) -> Traced | None:
+    """Begin the span of a batch, in the trace of the first of its calls that is sampled; None if none is.
+
+    It and those calls are linked, so that it is found from each of them.
+    """
+    sampled = [call.trace for call in calls if call.trace is not None]
+    if not sampled:
+        return None
+    first = sampled[0].context
+    own = first.child()
+    for one in sampled:
+        one.links += (own,)
+    return Traced(sampled[0].sink, own, first, tuple(one.context for one in sampled), own.child())
+
+
+async def traced_lookup(trace: Traced, lookup: Awaitable[Result]) -> Result:
+    """Await a batch's lookup; shards that are asked meanwhile are told that they are."""
+    assert trace.lookup is not None
+    token = TRACED_LOOKUP.set(TracedLookup(trace.sink, trace.lookup))
+    try:
+        return await lookup
+    finally:
+        TRACED_LOOKUP.reset(token)
+
+
+def batch_spans(
+    trace: Traced, times: BatchTimes, model: str, version: int, method: str, error: BaseException | None = None
+) -> None:
+    """Hand out the spans of a batch that has ended: its own, its lookup's, and the dense model's if that ran."""
+    assert trace.lookup is not None
+    about: _Attributes = {"shardrank.model": model, "shardrank.version": version}
+    whole: _Attributes = {**about, "shardrank.method": method, "shardrank.requests": times.num_requests}
+    of_lookup, what = dict(about), "" if error is None else error_text(error)
+    if times.num_candidates:
+        whole["shardrank.candidates"] = times.num_candidates
+    if times.lookup is not None:
+        parts = times.lookup.map_s, times.lookup.split_s, times.lookup.shard_wait_s, times.lookup.add_s
+        of_lookup |= {name: 1e3 * seconds for name, seconds in zip(_LOOKUP_STAGES, parts, strict=True)}
+
+    def span(
+        name: str, own: SpanContext, began: float, ended: float, attributes: _Attributes, failure: str = ""
+    ) -> Span:
+        return Span(name, "internal", own, trace.context, began, ended, attributes, (), failure)
+
+    batch = span("shardrank.batch", trace.context, times.began, times.ended, whole, what)
+    looking_up = times.began + times.merge_s
+    # Of a lookup that failed no time is known: it took all that was left.
+    looked_up = looking_up + times.lookup_s if times.lookup_s else times.ended
+    failure = "" if times.lookup_s else what
+    spans = [batch._replace(parent=trace.parent, links=trace.links)]
+    spans.append(span("shardrank.lookup", trace.lookup, looking_up, looked_up, of_lookup, failure))
+    if times.rank_s:
+        dense: _Attributes = {**about, "shardrank.candidates": times.num_candidates}
+        spans.append(span("shardrank.dense", trace.context.child(), looked_up, looked_up + times.rank_s, dense))
+    trace.sink.put(*spans)
+
+
+def call_span(trace: Traced, call: Call, now: float, error: BaseException | None) -> None:
+    """Hand out the span of a call that ended now, with what it ended with."""
+    attributes: _Attributes = {"shardrank.api": call.api, "shardrank.method": call.method}
+    if call.model:
+        attributes["shardrank.model"], attributes["shardrank.version"] = call.model, call.version
+    if call.batch is not None and call.encoded:
+        attributes |= {name: 1e3 * seconds for name, seconds in zip(_STAGES, call.around_batch(), strict=True)}
+    what = ""
+    if error is not None:
+        attributes["error.type"] = getattr(error, "kind", type(error).__name__)
+        # As OpenTelemetry has it for servers: what a client did wrong is no error of theirs.
+        status = error.http_status if isinstance(error, ShardrankError) else _SERVER_FAULT
+        what = error_text(error) if isinstance(error, Exception) and status >= _SERVER_FAULT else ""
+    name = f"shardrank.{call.method}"
+    trace.sink.put(Span(name, "server", trace.context, trace.parent, call.began, now, attributes, trace.links, what))
