@@ -27,9 +27,12 @@ INSTALL = "pip install 'shardrank[otel]'"
 MAX_STATE_BYTES = 512
 """Of a `tracestate`; a longer one is not passed on, as W3C's Trace Context allows."""
 GRPC_PORT = 4317
+DEFAULT_SHARE = 0.01
 ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _PROTOCOLS: dict[str, Literal["grpc", "http"]] = {"grpc": "grpc", "http": "http", "http/protobuf": "http"}
+# None: OTEL_TRACES_SAMPLER_ARG says it.
+_SAMPLERS = {"parentbased_traceidratio": None, "parentbased_always_on": 1.0, "parentbased_always_off": 0.0}
 
 
 class SpanContext(NamedTuple):
@@ -86,14 +89,37 @@ class TraceConfig(Frozen):
     Attributes:
         endpoint: URL of a collector; None for what the OTEL_* variables say.
         protocol: OTLP over gRPC or HTTP; None for what the variables say, then by the port: 4317 is gRPC's.
+        sample_share: of calls without a parent that are traced; None for what the variables say, else 0.01.
         service_name: of the process, unless OTEL_SERVICE_NAME or OTEL_RESOURCE_ATTRIBUTES say another one.
         flush_timeout_s: how long the end of the process may wait for what was not sent yet.
     """
 
     endpoint: str | None = None
     protocol: Literal["grpc", "http"] | None = None
+    sample_share: float | None = Field(default=None, ge=0, le=1)
     service_name: str = "shardrank"
     flush_timeout_s: float = Field(default=3.0, gt=0, le=60)
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether an endpoint is named, here or by a variable that OTEL_SDK_DISABLED does not switch off."""
+        is_disabled = os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
+        return self.endpoint is not None or (not is_disabled and any(map(os.environ.get, ENDPOINT_VARIABLES)))
+
+    def share(self) -> float:
+        """Return the share of calls without a parent that are traced. Raises TracingError."""
+        sampler, argument = os.environ.get("OTEL_TRACES_SAMPLER"), os.environ.get("OTEL_TRACES_SAMPLER_ARG", "1")
+        if self.sample_share is not None or not sampler:
+            return DEFAULT_SHARE if self.sample_share is None else self.sample_share
+        if sampler not in _SAMPLERS:
+            raise TracingError(f"OTEL_TRACES_SAMPLER {sampler!r} is none of {', '.join(_SAMPLERS)}")
+        try:
+            share = float(argument) if (fixed := _SAMPLERS[sampler]) is None else fixed
+        except ValueError:
+            share = -1.0
+        if not 0 <= share <= 1:
+            raise TracingError(f"OTEL_TRACES_SAMPLER_ARG {argument!r} is not within 0..1")
+        return share
 
     def resolved(self) -> tuple[str | None, Literal["grpc", "http"]]:
         """Return the URL for the exporter, None if the SDK finds it itself, and the protocol. Raises TracingError."""

@@ -94,6 +94,8 @@ def demo(ctx: click.Context, /, once: bool, json_file: Path | None, **options: A
 @opts.hot_rows_options
 @opts.verify_option
 @opts.trust_exported_option
+@opts.trace_options
+@opts.trace_share_option
 @click.pass_context
 def up(ctx: click.Context, /, **options: Any) -> None:
     """Run a whole fleet on this machine.
@@ -115,11 +117,13 @@ def up(ctx: click.Context, /, **options: Any) -> None:
 
     settings.warn_if_open(options["host"], Protection.of(options))
     settings.replica_policy(options)
+    settings.trace_config(options, "")
     config = config_of(
         FleetConfig,
         options,
         **_what(options),
-        shard_node_arguments=settings.arguments(options, _MEMORY) + settings.device_arguments(options),
+        shard_node_arguments=settings.arguments(options, [*_MEMORY, *settings.TRACES])
+        + settings.device_arguments(options),
         serve_arguments=settings.arguments(options, settings.RANKING)
         + settings.hot_rows_arguments(options)
         + (["--trust-exported"] if options["trust_exported"] else [])

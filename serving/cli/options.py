@@ -427,3 +427,21 @@ node_tls_options = together(
     option("--node-key", "Private key of --node-cert. Default: --tls-key.", FILE),
 )
 tokens_option = option("--tokens", _TOKENS, FILE)
+
+_TRACES = (
+    "Send traces of sampled requests to this OpenTelemetry collector, over OTLP; needs the extra otel. Default: what "
+    "OTEL_EXPORTER_OTLP_ENDPOINT says, else nowhere. docs/traces.md."
+)
+trace_options = together(
+    option("--trace-endpoint URL", _TRACES),
+    option(
+        "--trace-protocol",
+        "OTLP over gRPC or HTTP. Default: what OTEL_EXPORTER_OTLP_PROTOCOL says, else grpc at port 4317, and http.",
+        click.Choice(["grpc", "http"]),
+    ),
+)
+trace_share_option = option(
+    "--trace-sample-share SHARE",
+    "Of requests whose `traceparent` does not say whether they are sampled, the share that is. Default: 0.01.",
+    FiniteRange(0, 1),
+)

@@ -51,6 +51,7 @@ _FLEET_ONLY = (
     "max_staleness",
 )
 _ANY_HOST = frozenset({"0.0.0.0", "::", ""})
+_SERVICE_NAME, _NODE_SERVICE_NAME = "shardrank-serve", "shardrank-shard-node"
 _STALENESS = "how far a model's rows may be behind its row updates before /readyz calls it degraded."
 _PROFILE = (
     "Keep an account of the stages that requests go through, and write it to FILE every 5 s and at the end. Of several "
@@ -95,6 +96,8 @@ _PROFILE = (
     0.5,
 )
 @opts.option("--profile", _PROFILE, opts.FILE)
+@opts.trace_options
+@opts.trace_share_option
 @opts.option("--probe-port", "A private HTTP port of this one worker, on loopback.", opts.PORT, hidden=True)
 @click.pass_context
 def serve(ctx: click.Context, /, **options: Any) -> None:
@@ -133,6 +136,8 @@ def serve(ctx: click.Context, /, **options: Any) -> None:
         raise click.UsageError(f"{settings.flags(wrong)} {verb} for rows in this process; shard nodes have their own.")
     settings.hot_rows(options, all_here=options["local"] if in_fleet else not options["shards"])
     folder = None if in_fleet else settings.member_folder(options)
+    # What can't be is refused before anything is loaded or started.
+    settings.trace_config(options, _SERVICE_NAME)
     if options["probe_port"] is None:
         # Of several workers the supervisor says it, once.
         settings.warn_if_open(options["host"], protection)
@@ -159,6 +164,7 @@ def _answer(options: Options, service: RankingService, config: ServerConfig, **s
     """Serve until SIGTERM or SIGINT; `steps` are those of `serve_until_signalled`."""
     from serving.fleet.local_fleet import held_ports
     from serving.observe.profile import profiled
+    from serving.observe.traces import traced
     from serving.server import serve_until_signalled
 
     scheme = settings.scheme(options)
@@ -174,7 +180,8 @@ def _answer(options: Options, service: RankingService, config: ServerConfig, **s
         # A process that stands alone shares no port; a worker's are held by its supervisor.
         with held_ports(options["host"], options["http_port"], options["grpc_port"], workers=0):
             pass
-    with profiled(options["profile"], service.metrics):
+    traces = settings.trace_config(options, _SERVICE_NAME)
+    with profiled(options["profile"], service.metrics), traced(traces, service.metrics) as service.tracer:
         serve_until_signalled(service, config, on_ready=say, probe_port=options["probe_port"], **steps)
 
 
@@ -354,6 +361,7 @@ def worker_arguments(options: Options, folder: Path | None, worker: int = 0) -> 
 )
 @opts.verify_option
 @opts.option("--admin-listen HOST:PORT", "Where operators get /healthz and /metrics, over TLS if --listen has it.")
+@opts.trace_options
 @click.pass_context
 def shard_node(ctx: click.Context, /, **options: Any) -> None:
     """Serve one shard of rows to routers.
@@ -376,6 +384,7 @@ def shard_node(ctx: click.Context, /, **options: Any) -> None:
     """
     from loader.progress import BACKGROUND_SWITCH_INTERVAL_S
     from shard_node.node import ShardNode
+    from shard_node.tracing import open_sink
     from shard_node.wire.address import Address
 
     tls = Protection.of(options).tls
@@ -387,10 +396,14 @@ def shard_node(ctx: click.Context, /, **options: Any) -> None:
     if admin is not None and admin.is_unix:
         raise click.UsageError(f"--admin-listen {admin}: HOST:PORT is needed.")
     open_to = (*addresses, *(() if admin is None else (admin,)))
+    traces = settings.trace_config(options, _NODE_SERVICE_NAME)
+    sink = None if traces is None else open_sink(traces)
     if not in_fleet:
         folder = settings.member_folder(options)
         settings.warn_if_node_is_open(open_to, tls)
-        _serve_rows(_load(folder, options), addresses, admin, options["threads"], tls)
+        node = _load(folder, options)
+        node.sink = sink
+        _serve_rows(node, addresses, admin, options["threads"], tls)
         return
     # What can't be is refused before a card is opened.
     _node_config(options)
@@ -399,6 +412,7 @@ def shard_node(ctx: click.Context, /, **options: Any) -> None:
     sys.setswitchinterval(BACKGROUND_SWITCH_INTERVAL_S)
     card_set = settings.open_card_set(options)
     node = ShardNode(settings.node_identity(options, *options["shard"]))
+    node.sink = sink
     _run_node(node, lambda: _serve_rows_in_fleet(options, record, agent, node, card_set, addresses, tls, admin))
 
 
@@ -424,7 +438,7 @@ def _load(folder: Path, options: Options) -> ShardNode:
 
 
 def _run_node(node: ShardNode, program: Callable[[], Awaitable[None]]) -> None:
-    """Run the node's program until SIGTERM or SIGINT, then close the node."""
+    """Run the node's program until SIGTERM or SIGINT, then close the sink of its spans and the node."""
     import torch
     import uvloop
 
@@ -434,6 +448,8 @@ def _run_node(node: ShardNode, program: Callable[[], Awaitable[None]]) -> None:
     try:
         settings.run_until_stopped(program, loop_factory=uvloop.new_event_loop)
     finally:
+        if node.sink is not None:
+            node.sink.close()
         node.close()
 
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from shard_node.agent.node_agent import NodeConfig
     from shard_node.cuda.card_set import CardOptions, CardSet
     from shard_node.partition import NodeIdentity, Partition
+    from shard_node.tracing import TraceConfig
     from shard_node.wire.address import Address
     from shard_node.wire.tls import TlsClientConfig, TlsConfig
 
@@ -43,6 +44,7 @@ DEVICE_FLAGS = ("device", "card_memory_gb", "pinned_memory_gb", "hot_gb", "peer_
 """Names of the options, for commands that pass them on or allow them only with rows."""
 RANKING = ("ranking_replicas", "dtype", "wire_dtype", "replica_policy")
 """Names of options of ranking, which are passed on as they are."""
+TRACES = ("trace_endpoint", "trace_protocol")
 _HOT_ROWS = ("hot_rows_gb", "hot_rows")
 _TLS = ("tls_cert", "tls_key", "tls_client_ca")
 _NODE_TLS = ("node_ca", "node_cert", "node_key")
@@ -263,7 +265,23 @@ def front_arguments(options: Options) -> list[str]:
         if name in limits.model_fields_set:
             value = getattr(limits, name)
             told += ["--limit", f"{name}={','.join(value) if isinstance(value, tuple) else value}"]
-    return told + arguments(options, ["admin_port", *_TLS, *_NODE_TLS, "tokens"])
+    return told + arguments(options, ["admin_port", *_TLS, *_NODE_TLS, "tokens", *TRACES, "trace_sample_share"])
+
+
+def trace_config(options: Options, service_name: str) -> TraceConfig | None:
+    """Return where traces go; None for nowhere. Raises UsageError, and TracingError for what can't be."""
+    from shard_node.tracing import TraceConfig
+
+    share = options.get("trace_sample_share")
+    given = {"endpoint": options["trace_endpoint"], "protocol": options["trace_protocol"], "sample_share": share}
+    config = config_of(TraceConfig, {}, "traces: ", service_name=service_name, **given)
+    if not config.is_wanted:
+        if any(value is not None for value in given.values()):
+            raise click.UsageError("--trace-protocol and --trace-sample-share need --trace-endpoint.")
+        return None
+    config.resolved()
+    config.share()
+    return config
 
 
 def scheme(options: Options) -> str:

@@ -90,12 +90,12 @@ class Tracer:
 
 
 @contextlib.contextmanager
-def traced(config: TraceConfig | None, share: float, metrics: ServingMetrics) -> Iterator[Tracer | None]:
+def traced(config: TraceConfig | None, metrics: ServingMetrics) -> Iterator[Tracer | None]:
     """Give a tracer while the block runs, then send what is left; None without a config. Raises TracingError."""
     if config is None:
         yield None
         return
-    sink = open_sink(config, metrics.spans_ended)
+    share, sink = config.share(), open_sink(config, metrics.spans_ended)
     try:
         yield Tracer(sink, share)
     finally:
