@@ -384,7 +384,7 @@ def shard_node(ctx: click.Context, /, **options: Any) -> None:
     """
     from loader.progress import BACKGROUND_SWITCH_INTERVAL_S
     from shard_node.node import ShardNode
-    from shard_node.tracing import open_sink
+    from shard_node.trace_export import open_sink
     from shard_node.wire.address import Address
 
     tls = Protection.of(options).tls

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from shard_node.agent.node_agent import NodeConfig
     from shard_node.cuda.card_set import CardOptions, CardSet
     from shard_node.partition import NodeIdentity, Partition
-    from shard_node.tracing import TraceConfig
+    from shard_node.trace_export import TraceConfig
     from shard_node.wire.address import Address
     from shard_node.wire.tls import TlsClientConfig, TlsConfig
 
@@ -270,7 +270,7 @@ def front_arguments(options: Options) -> list[str]:
 
 def trace_config(options: Options, service_name: str) -> TraceConfig | None:
     """Return where traces go; None for nowhere. Raises UsageError, and TracingError for what can't be."""
-    from shard_node.tracing import TraceConfig
+    from shard_node.trace_export import TraceConfig
 
     share = options.get("trace_sample_share")
     given = {"endpoint": options["trace_endpoint"], "protocol": options["trace_protocol"], "sample_share": share}

@@ -15,16 +15,15 @@ from typing import NamedTuple, TypeAlias, TypeVar
 from loader.errors import ShardrankError
 from serving.observe.calls import AFTER_BATCH, BEFORE_BATCH, BatchTimes, Call, Traced
 from serving.observe.metrics import ServingMetrics
+from shard_node.trace_export import TraceConfig, open_sink
 from shard_node.tracing import (
     MAX_STATE_BYTES,
     TRACED_LOOKUP,
     Span,
     SpanContext,
     SpanSink,
-    TraceConfig,
     TracedLookup,
     error_text,
-    open_sink,
 )
 
 Result = TypeVar("Result")

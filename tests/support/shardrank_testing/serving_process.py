@@ -23,6 +23,7 @@ class ServingProcess:
     process: subprocess.Popen[str]
     http_port: int
     grpc_port: int
+    has_opentelemetry: bool
 
 
 @contextmanager
@@ -52,7 +53,8 @@ def serving_process(
 
 
 def _say(listening: Listening) -> None:
-    sys.stdout.write(json.dumps({"http_port": listening.http_port, "grpc_port": listening.grpc_port}) + "\n")
+    told = {"http_port": listening.http_port, "grpc_port": listening.grpc_port}
+    sys.stdout.write(json.dumps({**told, "has_opentelemetry": "opentelemetry" in sys.modules}) + "\n")
     sys.stdout.flush()
 
 

@@ -1,0 +1,166 @@
+"""Spans reach a real collector over both of OTLP's protocols; one that is dead costs nobody anything but its spans."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import sys
+import time
+from collections import Counter
+
+import pytest
+
+from shard_node.errors import TracingError
+from shard_node.trace_export import TraceConfig, open_sink
+from shard_node.tracing import Span, SpanContext
+from shardrank_testing.otlp_receiver import collector
+
+PARENT = SpanContext(0x4BF92F3577B34DA6A3CE929D0E0E4736, 0x00F067AA0BA902B7, "vendor=x1,other=y")
+OWN, LINKED = SpanContext(PARENT.trace_id, 7, PARENT.state), SpanContext(9, 8)
+ENDPOINT, DEAD = "http://127.0.0.1:4318", "http://127.0.0.1:1"
+
+
+def span(began: float = 1.0, ended: float = 1.25, error: str = "") -> Span:
+    return Span("a", "server", OWN, PARENT, began, ended, {"text": "t", "whole": 3, "real": 0.5}, (LINKED,), error)
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_a_collector_gets_all_that_a_span_is(protocol, monkeypatch):
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment=test")
+    outcomes: Counter[str] = Counter()
+    with collector(protocol) as found:
+        config = TraceConfig(endpoint=found.url, protocol=protocol, service_name="tested")
+        sink = open_sink(config, lambda outcome, count: outcomes.update({outcome: count}))
+        now, wall = time.monotonic(), time.time()
+        sink.put(span(now - 2.0, now - 1.5, error="card: it broke"))
+        sink.close()
+        sink.close()
+    (one,) = found.spans
+    assert (one.name, one.kind, one.service, one.error) == ("a", "server", "tested", "card: it broke")
+    assert (int(one.trace, 16), int(one.id, 16), int(one.parent, 16)) == (PARENT.trace_id, 7, PARENT.span_id)
+    assert one.state == PARENT.state
+    assert one.attributes == {"text": "t", "whole": 3, "real": 0.5}
+    assert one.links == [(f"{9:032x}", f"{8:016x}")]
+    assert one.ended - one.began == pytest.approx(0.5e9, abs=1e3)
+    assert one.began == pytest.approx((wall - 2.0) * 1e9, abs=0.2e9)
+    assert outcomes == {"exported": 1}
+
+
+def test_what_the_variables_say_is_where_spans_go(monkeypatch):
+    with collector() as found:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", found.url)
+        monkeypatch.setenv("OTEL_SERVICE_NAME", "named-by-variable")
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "gzip")
+        sink = open_sink(TraceConfig())
+        sink.put(span())
+        sink.close()
+    assert [one.service for one in found.spans] == ["named-by-variable"]
+
+
+def test_a_dead_collector_is_logged_once_and_counted_and_the_end_waits_no_longer_than_it_may(caplog, monkeypatch):
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
+    outcomes: Counter[str] = Counter()
+    config = TraceConfig(endpoint=DEAD, flush_timeout_s=5)
+    sink = open_sink(config, lambda outcome, count: outcomes.update({outcome: count}))
+    for expected in (1, 2):
+        sink.put(span())
+        while outcomes["failed"] < expected:
+            time.sleep(0.01)
+    sink.close()
+    errors = [one for one in caplog.records if one.levelno >= logging.WARNING]
+    assert [one.getMessage().partition(":")[0] for one in errors] == ["spans can't be sent to http"]
+    assert outcomes == {"failed": 2}
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_a_collector_that_accepts_and_says_nothing_holds_up_neither_spans_nor_the_end(protocol, monkeypatch, caplog):
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "4")
+    monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "4")
+    outcomes: Counter[str] = Counter()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        config = TraceConfig(
+            endpoint=f"http://127.0.0.1:{silent.getsockname()[1]}", protocol=protocol, flush_timeout_s=0.2
+        )
+        sink = open_sink(config, lambda outcome, count: outcomes.update({outcome: count}))
+        for _ in range(100):
+            sink.put(span())
+        sink.close()
+    # Four were on their way, and four found room behind them, at most; none is held for ever.
+    assert outcomes["dropped"] >= 92
+    assert outcomes["exported"] == 0
+
+
+@pytest.mark.parametrize(
+    ("config", "variables", "expected"),
+    [
+        ({"endpoint": ENDPOINT}, {}, (f"{ENDPOINT}/v1/traces", "http")),
+        ({"endpoint": f"{ENDPOINT}/"}, {}, (f"{ENDPOINT}/v1/traces", "http")),
+        ({"endpoint": "https://c/own/path"}, {}, ("https://c/own/path", "http")),
+        ({"endpoint": "http://c:4317"}, {}, ("http://c:4317", "grpc")),
+        ({"endpoint": "http://c:4317", "protocol": "http"}, {}, ("http://c:4317/v1/traces", "http")),
+        ({"endpoint": ENDPOINT}, {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, (ENDPOINT, "grpc")),
+        ({}, {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4317"}, (None, "grpc")),
+        ({}, {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": ENDPOINT}, (None, "http")),
+    ],
+)
+def test_endpoint_and_protocol_are_those_that_are_told(config, variables, expected, monkeypatch):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert TraceConfig(**config).is_wanted
+    assert TraceConfig(**config).resolved() == expected
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "variables", "message"),
+    [
+        ("collector:4317", {}, "not http://host:port or https://host:port"),
+        ("http://", {}, "not http://host:port"),
+        ("http://c:99999", {}, "Port out of range"),
+        (ENDPOINT, {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"}, "'http/json' is not spoken, only grpc and http"),
+    ],
+)
+def test_what_is_no_endpoint_or_protocol_is_refused_by_name(endpoint, variables, message, monkeypatch):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(TracingError, match=message):
+        TraceConfig(endpoint=endpoint).resolved()
+
+
+@pytest.mark.parametrize(
+    ("share", "variables", "expected"),
+    [
+        (None, {}, 0.01),
+        (0.5, {"OTEL_TRACES_SAMPLER": "parentbased_always_on"}, 0.5),
+        (None, {"OTEL_TRACES_SAMPLER": "parentbased_traceidratio", "OTEL_TRACES_SAMPLER_ARG": "0.25"}, 0.25),
+        (None, {"OTEL_TRACES_SAMPLER": "parentbased_always_off"}, 0.0),
+        (None, {"OTEL_TRACES_SAMPLER": "always_on"}, "'always_on' is none of parentbased_traceidratio"),
+        (
+            None,
+            {"OTEL_TRACES_SAMPLER": "parentbased_traceidratio", "OTEL_TRACES_SAMPLER_ARG": "2"},
+            "'2' is not within",
+        ),
+    ],
+)
+def test_the_share_is_the_flags_or_the_samplers(share, variables, expected, monkeypatch):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    config = TraceConfig(endpoint=ENDPOINT, sample_share=share)
+    if isinstance(expected, float):
+        assert config.share() == expected
+    else:
+        with pytest.raises(TracingError, match=expected):
+            config.share()
+
+
+def test_without_an_endpoint_nothing_is_wanted(monkeypatch):
+    assert not TraceConfig().is_wanted
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", ENDPOINT)
+    monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
+    assert not TraceConfig().is_wanted
+
+
+def test_a_missing_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "shard_node.otlp", None)
+    with pytest.raises(TracingError, match=r"pip install 'shardrank\[otel\]'"):
+        open_sink(TraceConfig(endpoint=ENDPOINT))
