@@ -1,4 +1,4 @@
-"""Where spans go: the collector that flags or OpenTelemetry's variables name. Imports OpenTelemetry once one is named."""
+"""Where spans go: the collector that flags or OpenTelemetry's variables name."""
 
 from __future__ import annotations
 

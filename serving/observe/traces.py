@@ -171,5 +171,5 @@ def call_span(trace: Traced, call: Call, now: float, error: BaseException | None
         # As OpenTelemetry has it for servers: what a client did wrong is no error of theirs.
         status = error.http_status if isinstance(error, ShardrankError) else _SERVER_FAULT
         what = error_text(error) if isinstance(error, Exception) and status >= _SERVER_FAULT else ""
-    name = f"shardrank.{call.method}"
+    name = f"{call.api} {call.method}"
     trace.sink.put(Span(name, "server", trace.context, trace.parent, call.began, now, attributes, trace.links, what))

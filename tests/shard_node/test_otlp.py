@@ -17,6 +17,7 @@ from shardrank_testing.otlp_receiver import collector
 
 PARENT = SpanContext(0x4BF92F3577B34DA6A3CE929D0E0E4736, 0x00F067AA0BA902B7, "vendor=x1,other=y")
 OWN, LINKED = SpanContext(PARENT.trace_id, 7, PARENT.state), SpanContext(9, 8)
+RATIO = "parentbased_traceidratio"
 ENDPOINT, DEAD = "http://127.0.0.1:4318", "http://127.0.0.1:1"
 
 
@@ -132,7 +133,7 @@ def test_what_is_no_endpoint_or_protocol_is_refused_by_name(endpoint, variables,
     [
         (None, {}, 0.01),
         (0.5, {"OTEL_TRACES_SAMPLER": "parentbased_always_on"}, 0.5),
-        (None, {"OTEL_TRACES_SAMPLER": "parentbased_traceidratio", "OTEL_TRACES_SAMPLER_ARG": "0.25"}, 0.25),
+        (None, {"OTEL_TRACES_SAMPLER": RATIO, "OTEL_TRACES_SAMPLER_ARG": "0.25"}, 0.25),
         (None, {"OTEL_TRACES_SAMPLER": "parentbased_always_off"}, 0.0),
         (None, {"OTEL_TRACES_SAMPLER": "always_on"}, "'always_on' is none of parentbased_traceidratio"),
         (

@@ -1,0 +1,238 @@
+"""One trace from a product's `traceparent` to each shard node: real sockets, real shard nodes, a real collector."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loader.snapshot.reader import Snapshot
+from router.plan import Plan
+from serving.observe.calls import BatchTimes, Call
+from serving.observe.traces import Parent, Tracer, batch_spans, call_span, read_parent, traced_batch
+from serving.rank.service import RankingService
+from serving.versions.loading import ModelSource, load_served_model
+from shard_node.errors import NodeOverloadedError
+from shard_node.trace_export import TraceConfig, open_sink
+from shard_node.tracing import Span, SpanContext
+from shard_node.wire.address import Address
+from shard_node.wire.server import NodeServer
+from shardrank_testing.inference_requests import json_body, tensors_of
+from shardrank_testing.otlp_receiver import Received, collector
+from shardrank_testing.serving_api import MODEL, Api, api_request, rank_message, run, running_api
+from shardrank_testing.topologies import make_node
+
+CANDIDATES = 6
+SPAN = "00f067aa0ba902b7"
+
+
+def trace_of(number: int) -> str:
+    return f"{number:032x}"
+
+
+def headers(number: int, flags: str = "01") -> dict[str, str]:
+    return {"traceparent": f"00-{trace_of(number)}-{SPAN}-{flags}", "tracestate": "vendor=x"}
+
+
+@contextlib.asynccontextmanager
+async def traced_api(model, folder: Path, url: str) -> AsyncIterator[tuple[Api, list[NodeServer]]]:
+    """An API over two shard nodes behind sockets; all of them send their spans to a collector."""
+    snapshot, plan = Snapshot.open(model.path), Plan.make(model.spec, 2, "hash", 1, 0)
+    config = TraceConfig(endpoint=url)
+    sinks = [open_sink(config.model_copy(update={"service_name": name})) for name in ("serve", "node")]
+    servers, addresses = [], []
+    for shard in range(2):
+        node = make_node(snapshot, plan, shard)
+        node.sink = sinks[1]
+        servers.append(NodeServer(node))
+        addresses.append(Address(path=f"{folder}/{shard}.sock"))
+        await servers[-1].start([addresses[-1]])
+    source = ModelSource(
+        snapshot=model.path, num_replicas=0, dtype="float32", replicate_bytes=0, shards=tuple((a,) for a in addresses)
+    )
+    service = RankingService(expected_models=[MODEL])
+    service.tracer = Tracer(sinks[0], share=0.0)
+    try:
+        service.install(await asyncio.to_thread(load_served_model, source, service, loop=asyncio.get_running_loop()))
+        async with running_api(service) as api:
+            yield api, servers
+    finally:
+        await asyncio.to_thread(service.close)
+        for server in servers:
+            await server.close()
+        for sink in sinks:
+            await asyncio.to_thread(sink.close)
+
+
+def by_name(spans: list[Received], trace: str) -> dict[str, list[Received]]:
+    found: dict[str, list[Received]] = {}
+    for span in spans:
+        if span.trace == trace:
+            found.setdefault(span.name, []).append(span)
+    return found
+
+
+def assert_is_one_trace(found: dict[str, list[Received]], method: str, api: str) -> None:
+    """Spans of one request over two shards: whose children they are, how they nest, and what they tell."""
+    counts = {f"{api} {method}": 1, "shardrank.batch": 1, "shardrank.lookup": 1}
+    counts |= {"shardrank.ask": 2, "shardrank.pool": 2} | ({"shardrank.dense": 1} if method == "rank" else {})
+    assert {name: len(spans) for name, spans in found.items()} == counts
+    (request,), (batch,), (lookup,) = found[f"{api} {method}"], found["shardrank.batch"], found["shardrank.lookup"]
+    asks, pools = ({one.id: one for one in found[f"shardrank.{name}"]} for name in ("ask", "pool"))
+    assert (request.parent, request.kind, request.state, request.service) == (SPAN, "server", "vendor=x", "serve")
+    assert (batch.parent, lookup.parent) == (request.id, batch.id)
+    assert {one.parent for one in asks.values()} == {lookup.id}
+    assert {one.parent for one in pools.values()} == asks.keys()
+    assert (batch.links, request.links) == ([(request.trace, request.id)], [(batch.trace, batch.id)])
+    pairs = [(batch, request), (lookup, batch), *((ask, lookup) for ask in asks.values())]
+    pairs += [(pool, asks[pool.parent]) for pool in pools.values()]
+    told = {"shardrank.model": MODEL, "shardrank.version": 1}
+    for dense in found.get("shardrank.dense", []):
+        assert (dense.parent, dense.attributes) == (batch.id, {**told, "shardrank.candidates": CANDIDATES})
+        assert dense.began >= lookup.ended - 1
+        assert batch.attributes["shardrank.candidates"] == CANDIDATES
+        pairs.append((dense, batch))
+    assert [(one.name, other.name) for one, other in pairs if not one.is_within(other)] == []
+    for one in (request, batch, lookup, *pools.values()):
+        assert one.attributes.items() >= told.items()
+        assert not one.error
+    assert (request.attributes["shardrank.api"], batch.attributes["shardrank.requests"]) == (api, 1)
+    assert request.attributes["shardrank.queue_ms"] >= 0
+    assert lookup.attributes["shardrank.shard_wait_ms"] > 0
+    for shards in (asks, pools):
+        assert sorted(one.attributes["shardrank.shard"] for one in shards.values()) == [0, 1]
+    assert {(one.kind, one.service) for one in pools.values()} == {("server", "node")}
+    assert {one.kind for one in asks.values()} == {"client"}
+
+
+def test_every_api_continues_the_callers_trace_to_each_shard_node_and_back(api_model, folder):
+    async def main(url: str) -> None:
+        async with traced_api(api_model, folder, url) as (api, servers):
+            body = api_request(1, CANDIDATES)
+            message = rank_message(body)
+            oip, bags = json_body(tensors_of(api_model.spec, body)), {"sparse": {"film": [[1, 2]], "user": [[3]]}}
+            for number, flags in ((0, "01"), (10, "00")):
+                told = [headers(number + one, flags) for one in range(1, 5)]
+                answers = [
+                    await api.http.post(f"/v1/models/{MODEL}:rank", json=body, headers=told[0]),
+                    await api.http.post(f"/v2/models/{MODEL}/infer", content=oip, headers=told[1]),
+                    await api.http.post(f"/v1/models/{MODEL}:lookup", json=bags, headers=told[2]),
+                ]
+                assert [one.status_code for one in answers] == [200] * 3, [one.text for one in answers]
+                assert len((await api.stub.Rank(message, metadata=tuple(told[3].items()))).scores) == CANDIDATES
+            # Without a parent, and with one that is malformed, the share decides, which is 0 here.
+            for sent in ({}, {"traceparent": f"00-{trace_of(20)}-{SPAN}-1"}):
+                assert (await api.http.post(f"/v1/models/{MODEL}:rank", json=body, headers=sent)).status_code == 200
+            await servers[1].close()
+            answer = await api.http.post(f"/v1/models/{MODEL}:rank", json=body, headers=headers(9))
+            assert answer.status_code == 503
+
+    with collector() as found:
+        run(main(found.url))
+    assert {one.trace for one in found.spans} == {trace_of(number) for number in (1, 2, 3, 4, 9)}
+    asked = (("rank", "http"), ("rank", "oip_http"), ("lookup", "http"), ("rank", "grpc"))
+    for number, (method, api) in enumerate(asked, 1):
+        assert_is_one_trace(by_name(found.spans, trace_of(number)), method, api)
+    # Of a request that failed all that was done is there, with why.
+    failed = by_name(found.spans, trace_of(9))
+    for name in ("http rank", "shardrank.batch", "shardrank.lookup"):
+        (one,) = failed[name]
+        assert one.error.startswith("shard_unavailable: shard 1 of 2"), name
+    assert "shardrank.dense" not in failed
+    assert failed["http rank"][0].attributes["error.type"] == "shard_unavailable"
+    assert {one.attributes.get("shardrank.shard", 1): bool(one.error) for one in failed["shardrank.ask"]}[1]
+
+
+class KeptSpans:
+    """Keeps spans."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+
+    def put(self, *spans: Span) -> None:
+        self.spans += spans
+
+    def close(self) -> None:
+        pass
+
+
+def call(tracer: Tracer, parent: Parent | None = None) -> Call:
+    return Call("http", "rank", 1.0, trace=tracer.begin(parent))
+
+
+def test_a_batch_is_in_the_trace_of_its_first_sampled_call_and_linked_with_all_of_them():
+    sink = KeptSpans()
+    draws = iter([0.02, 0.009, 0.001])
+    tracer = Tracer(sink, 0.01, lambda: next(draws))
+    calls = [call(tracer), call(tracer), call(tracer)]
+    assert [one.trace is None for one in calls] == [True, False, False]
+    times = BatchTimes(3, 7, began=2.0, merge_s=0.1, lookup_s=0.2, rank_s=0.3, ended=2.7, trace=traced_batch(calls))
+    assert times.trace is not None
+    batch_spans(times.trace, times, "m", 4, "rank")
+    batch, lookup, dense = sink.spans
+    contexts = [one.trace.context for one in calls[1:] if one.trace is not None]
+    assert (batch.parent, batch.links) == (contexts[0], tuple(contexts))
+    assert [one.trace.links for one in calls[1:] if one.trace is not None] == [(batch.context,)] * 2
+    assert len({one.trace_id for one in contexts}) == 2
+    assert [(one.began, one.ended) for one in (batch, lookup, dense)] == [
+        (2.0, 2.7),
+        (2.1, pytest.approx(2.3)),
+        (pytest.approx(2.3), pytest.approx(2.6)),
+    ]
+    assert traced_batch(calls[:1]) is None
+
+
+def test_what_a_client_did_wrong_is_no_error_of_the_servers_span_and_a_failed_lookup_is():
+    sink = KeptSpans()
+    tracer = Tracer(sink, 1.0)
+    for error in (SimpleError(400), SimpleError(503), asyncio.CancelledError()):
+        one = call(tracer)
+        assert one.trace is not None
+        call_span(one.trace, one, 2.0, error)
+    assert [bool(span.error) for span in sink.spans] == [False, True, False]
+    times = BatchTimes(1, 1, began=2.0, merge_s=0.1, ended=2.5, trace=traced_batch([call(tracer)]))
+    assert times.trace is not None
+    batch_spans(times.trace, times, "m", 4, "rank", NodeOverloadedError("full"))
+    assert [(span.name, span.error, span.ended) for span in sink.spans[3:]] == [
+        ("shardrank.batch", "node_overloaded: full", 2.5),
+        ("shardrank.lookup", "node_overloaded: full", 2.5),
+    ]
+
+
+def SimpleError(status: int) -> Exception:  # noqa: N802  # stands for a class
+    error = NodeOverloadedError("x")
+    error.http_status = status
+    return error
+
+
+IDS = st.integers(0, 2**128 - 1), st.integers(0, 2**64 - 1)
+
+
+@given(st.integers(0, 255), *IDS, st.integers(0, 255), st.sampled_from(["", "-", "-x", "0"]))
+def test_a_traceparent_is_read_as_w3c_has_it(version, trace_id, span_id, flags, more):
+    text = f"{version:02x}-{trace_id:032x}-{span_id:016x}-{flags:02x}{more}"
+    is_valid = version != 255 and trace_id and span_id and (not more or (version and more[0] == "-"))
+    expected = (SpanContext(trace_id, span_id, "a=b" if flags & 1 else ""), bool(flags & 1)) if is_valid else None
+    assert read_parent(Parent(text.encode(), b"a=b")) == expected
+
+
+@given(
+    st.binary(max_size=80) | st.text("0123456789abcdefABCDEF-", max_size=80).map(str.encode), st.binary(max_size=600)
+)
+def test_no_header_is_more_than_ignored(traceparent, tracestate):
+    read = read_parent(Parent(traceparent, tracestate))
+    if read is not None:
+        assert re.match(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}", traceparent)
+
+
+@pytest.mark.parametrize("state", [b"a=" + b"x" * 511, "a=ü".encode(), b"a=\x00"])
+def test_a_tracestate_that_is_too_long_or_no_text_is_left_out(state):
+    read = read_parent(Parent(f"00-{trace_of(1)}-{SPAN}-01".encode(), state))
+    assert read is not None
+    assert read[0].state == ""
