@@ -10,7 +10,7 @@ import random as random_numbers
 import threading
 import time
 from asyncio import sleep as sleep_on_loop
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
@@ -142,6 +142,7 @@ class Requests:
         routing_key: str = "",
         version: int | None = None,
         timeout_ms: int | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> RankResult:
         """Score candidates.
 
@@ -162,6 +163,7 @@ class Requests:
             routing_key: whose request it is: while a canary is on, the same key gets the same version.
             version: that must answer; the live one, or the canary, if None.
             timeout_ms: deadline of the request, in place of the client's.
+            headers: sent with its calls, as metadata over gRPC: `traceparent`, for the server's part of a trace.
 
         Returns:
             Scores float32 [N] and their order.
@@ -179,14 +181,14 @@ class Requests:
         if version in (None, layout.version):
             try:
                 if request := layout.packed(given):
-                    return read_rank(await self._send("Rank", request, options, ends))
+                    return read_rank(await self._send("Rank", request, options, ends, headers))
             except InvalidRequestError as error:
                 if error.kind != "schema_digest":
                     raise
             # Another version answers than the one described: a flip, a canary, or a fleet of which a part has flipped.
             # Names fit whichever it is, or it says what is wrong; what is packed next is packed for what it says then.
             self._layouts.pop(key, None)
-        return read_rank(await self._send("Rank", given.by_name(), options, ends))
+        return read_rank(await self._send("Rank", given.by_name(), options, ends, headers))
 
     async def _lookup(
         self,
@@ -198,6 +200,7 @@ class Requests:
         routing_key: str = "",
         version: int | None = None,
         timeout_ms: int | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> LookupResult:
         """Look up embeddings, pooled as the model pools them.
 
@@ -210,6 +213,7 @@ class Requests:
             routing_key: as in `rank`.
             version: as in `rank`.
             timeout_ms: as in `rank`.
+            headers: as in `rank`.
 
         Returns:
             By feature float32 [bags, embedding_dim], or `Ragged` if the model does not pool it.
@@ -219,7 +223,7 @@ class Requests:
         """
         options = {"model": model, "version": version, "request_id": request_id, "routing_key": routing_key}
         request = lookup_request(features, weights or {})
-        return read_lookup(await self._send("Lookup", request, options, self._ends(timeout_ms)))
+        return read_lookup(await self._send("Lookup", request, options, self._ends(timeout_ms), headers))
 
     async def _describe(
         self, model: str, version: int | None = None, *, timeout_ms: int | None = None
@@ -267,7 +271,14 @@ class Requests:
             raise refused("invalid_field", "timeout_ms", f"{timeout_ms} is not 1 or more")
         return self._clock() + timeout_ms / 1000
 
-    async def _send(self, method: Method, request: Request, options: dict[str, Any], ends: float) -> bytes:
+    async def _send(
+        self,
+        method: Method,
+        request: Request,
+        options: dict[str, Any],
+        ends: float,
+        headers: Mapping[str, str] | None = None,
+    ) -> bytes:
         """Make a call, and make it again as the policy allows."""
         for name, value in options.items():
             try:
@@ -286,7 +297,7 @@ class Requests:
             if not isinstance(request, ranking_pb2.GetModelRequest):
                 request.timeout_ms = min(2**32 - 1, max(1, round(1000 * remaining_s)))
             try:
-                return await self._transport.send(method, request, remaining_s)
+                return await self._transport.send(method, request, remaining_s, headers or {})
             except (UnavailableError, OverloadedError) as error:
                 attempt += 1
                 pause_s = self._random() * min(policy.backoff_ms * 2 ** (attempt - 1), policy.max_backoff_ms) / 1000

@@ -11,7 +11,7 @@ import asyncio
 import json
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,12 +124,13 @@ class GrpcTransport:
         for method in ("Rank", "Lookup", "GetModel"):
             self._calls[method] = self._channel.unary_unary(f"/shardrank.v1.RankingService/{method}", None, None)
 
-    async def send(self, method: Method, request: Request, timeout_s: float) -> bytes:
+    async def send(self, method: Method, request: Request, timeout_s: float, headers: Mapping[str, str]) -> bytes:
         """Make one call. Raises ClientError."""
         if self._channel is None:
             # Not before: the library ties a channel to the event loop that it finds then.
             self._open(grpc.aio)
-        metadata, body = tuple(self._target.authorization()), request.SerializeToString()
+        own = ((name.lower(), value) for name, value in headers.items())
+        metadata, body = (*self._target.authorization(), *own), request.SerializeToString()
         try:
             answer = self._calls[method](body, timeout=timeout_s, metadata=metadata)
             data: bytes = await answer if self._on_loop else answer
@@ -172,10 +173,10 @@ class HttpTransport:
             limits=httpx.Limits(max_connections=256, max_keepalive_connections=256),
         )
 
-    async def send(self, method: Method, request: Request, timeout_s: float) -> bytes:
+    async def send(self, method: Method, request: Request, timeout_s: float, headers: Mapping[str, str]) -> bytes:
         """Make one call. Raises ClientError."""
         ends = time.monotonic() + timeout_s
-        message, parts, size = self._request(method, request, timeout_s), [], 0
+        message, parts, size = self._request(method, request, timeout_s, headers), [], 0
         try:
             async with asyncio.timeout(timeout_s) if self._on_loop else nullcontext():
                 answer = self._client.send(message, stream=True)
@@ -213,9 +214,9 @@ class HttpTransport:
             for part in response.iter_raw():
                 yield part
 
-    def _request(self, method: Method, request: Request, timeout_s: float) -> httpx.Request:
+    def _request(self, method: Method, request: Request, timeout_s: float, more: Mapping[str, str]) -> httpx.Request:
         kind, path, body = "GET", f"/v1/models/{quote(request.model, safe='')}", None
-        headers = self._target.authorization()
+        headers = [*self._target.authorization(), *more.items()]
         if method != "GetModel":
             kind, path, body = "POST", f"{path}:{method.lower()}", request.SerializeToString()
             headers += [("content-type", _CONTENT_TYPE), ("accept", _CONTENT_TYPE)]

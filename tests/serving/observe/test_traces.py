@@ -20,12 +20,12 @@ from serving.rank.service import RankingService
 from serving.versions.loading import ModelSource, load_served_model
 from shard_node.errors import NodeOverloadedError
 from shard_node.trace_export import TraceConfig, open_sink
-from shard_node.tracing import Span, SpanContext
+from shard_node.tracing import TRACED_LOOKUP, SpanContext
 from shard_node.wire.address import Address
 from shard_node.wire.server import NodeServer
 from shardrank_testing.inference_requests import json_body, tensors_of
-from shardrank_testing.otlp_receiver import Received, collector
-from shardrank_testing.serving_api import MODEL, Api, api_request, rank_message, run, running_api
+from shardrank_testing.otlp_receiver import KeptSpans, Received, collector
+from shardrank_testing.serving_api import MODEL, Api, api_request, ask, rank_message, run, running_api
 from shardrank_testing.topologies import make_node
 
 CANDIDATES = 6
@@ -149,17 +149,24 @@ def test_every_api_continues_the_callers_trace_to_each_shard_node_and_back(api_m
     assert {one.attributes.get("shardrank.shard", 1): bool(one.error) for one in failed["shardrank.ask"]}[1]
 
 
-class KeptSpans:
-    """Keeps spans."""
+def test_rows_of_this_process_are_looked_up_and_scored_within_the_batch(api_model):
+    sink = KeptSpans()
 
-    def __init__(self) -> None:
-        self.spans: list[Span] = []
+    async def main() -> None:
+        service, loop = RankingService(expected_models=[MODEL]), asyncio.get_running_loop()
+        source = ModelSource(snapshot=api_model.path, num_replicas=0, dtype="float32")
+        service.install(await asyncio.to_thread(load_served_model, source, service, loop=loop))
+        for share in (1.0, 0.0):
+            service.tracer = Tracer(sink, share)
+            await ask(service, api_request(1, CANDIDATES))
+            # Batches are ranked on this loop, and the next one's lookup is another.
+            assert TRACED_LOOKUP.get() is None
+        await asyncio.to_thread(service.close)
 
-    def put(self, *spans: Span) -> None:
-        self.spans += spans
-
-    def close(self) -> None:
-        pass
+    run(main())
+    names = ["shardrank.batch", "shardrank.lookup", "shardrank.dense", "embedded rank"]
+    assert [one.name for one in sink.spans] == names
+    assert len({one.context.trace_id for one in sink.spans}) == 1
 
 
 def call(tracer: Tracer, parent: Parent | None = None) -> Call:

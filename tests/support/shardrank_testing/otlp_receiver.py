@@ -1,4 +1,4 @@
-"""A collector for tests: takes spans over OTLP, by HTTP or gRPC, on a real socket."""
+"""Takers of spans: a collector that speaks OTLP, by HTTP or gRPC, on a real socket; and one that only keeps them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 import grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+
+from shard_node.tracing import Span
 
 WAIT_S = 30.0
 KINDS = {1: "internal", 2: "server", 3: "client"}
@@ -64,6 +66,19 @@ class Collector:
         with self.changed:
             assert self.changed.wait_for(lambda: len(self.spans) >= count, WAIT_S), self.spans
             return list(self.spans)
+
+
+class KeptSpans:
+    """A sink that keeps spans."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+
+    def put(self, *spans: Span) -> None:
+        self.spans += spans
+
+    def close(self) -> None:
+        pass
 
 
 def _values(attributes: Any) -> dict[str, Any]:
