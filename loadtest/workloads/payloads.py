@@ -41,6 +41,8 @@ Headers: TypeAlias = tuple[tuple[str, str], ...]
 ScoreList: TypeAlias = Sequence[float] | Float32Array
 Encoded: TypeAlias = tuple[bytes, Headers]
 
+SAMPLED_SHARE = 0.01
+"""Of the traces that a product begins."""
 DEFAULT_PAYLOADS = 256
 DEFAULT_MAX_BYTES = 128 << 20
 HEADER_LENGTH = "inference-header-content-length"
@@ -56,14 +58,16 @@ _RANK_METHOD = "/shardrank.v1.RankingService/Rank"
 def changing_headers(varied: bool, seed: int) -> Iterator[Headers]:
     """Draw what a traced client adds to each request that it sends, over HTTP or gRPC: without end, each time others.
 
-    `traceparent` is that of W3C's Trace Context, with ids that are drawn. Requests that are not `varied` get nothing.
+    `traceparent` is that of W3C's Trace Context, with ids that are drawn; of one in a hundred, too, the trace is
+    sampled. Requests that are not `varied` get nothing.
     """
     if not varied:
         yield from itertools.repeat(())
     draw = random.Random(seed)
     while True:
         digits = f"{draw.getrandbits(320):080x}"
-        yield ("traceparent", f"00-{digits[:32]}-{digits[32:48]}-01"), ("x-request-id", digits[48:])
+        flags = "01" if draw.random() < SAMPLED_SHARE else "00"
+        yield ("traceparent", f"00-{digits[:32]}-{digits[32:48]}-{flags}"), ("x-request-id", digits[48:])
 
 
 @dataclass(frozen=True, slots=True)
