@@ -29,6 +29,7 @@ PAGES = [
     "docs/nvlink.md",
     "docs/plan.md",
     "docs/tls-and-tokens.md",
+    "docs/traces.md",
 ]
 # The part on programs has commands and a script of its own.
 GUIDE, _, PROGRAMS = (ROOT / "docs/serving-your-own-model.md").read_text(encoding="utf-8").partition("## A program")

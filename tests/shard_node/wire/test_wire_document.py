@@ -16,6 +16,7 @@ from shard_node.answer import Answer, Forms, add_answers
 from shard_node.bags import KeyedBags, TableLayout
 from shard_node.errors import GenerationNotFoundError, ShardNodeError
 from shard_node.split import whole
+from shard_node.tracing import SpanContext
 from shard_node.wire.frame import HEADER, FrameType
 from shard_node.wire.messages import (
     MAX_ARRAYS,
@@ -47,6 +48,8 @@ NOTED_BAGS = KeyedBags.from_lengths(
 ROWS = np.array([[0.0, 0.25, 0.5, 1.0], [-1.0, -0.5, 0.0, 1.0]], np.float32)
 STORED_ANSWER = Answer([np.array([[0.25, -1, 1.5, 2]], np.float16)], [codec_for("int8", 4).encode(ROWS)])
 
+ONE_BAG = KeyedBags.from_lengths(np.array([0], np.int32), np.array([1]), np.array([1]), np.array([5]))
+TRACE = SpanContext(0x4BF92F3577B34DA6A3CE929D0E0E4736, 0x00F067AA0BA902B7)
 EXAMPLES = {
     "pool": encode_pool(
         1,
@@ -63,6 +66,7 @@ EXAMPLES = {
     ),
     "pooled": encode_answer(1, Answer([np.array([[0.25, -1], [0, 0]], np.float32), np.array([[3]], np.float32)])),
     "pool-noted": encode_pool(2, 50_000, "films", 7, NOTED_BAGS, Forms(stored=True, float16=True)),
+    "pool-traced": encode_pool(3, 50_000, "films", 7, ONE_BAG, trace=TRACE),
     "stored": encode_answer(2, STORED_ANSWER),
     "error": encode_error(1, GenerationNotFoundError("version 7 is not here")),
 }
