@@ -25,8 +25,8 @@ def test_two_processes_share_the_ports_and_their_metrics_and_end_on_sigterm(api_
         serving_process(api_model.path, first.http_port, first.grpc_port, tmp_path) as second,
     ):
         assert (second.http_port, second.grpc_port) == (first.http_port, first.grpc_port)
-        # Nobody asked for traces.
-        assert not first.has_opentelemetry
+        # Nobody asked for traces. (OpenTelemetry's API is FastAPI's; its SDK and exporters would be ours.)
+        assert not first.has_otel_sdk
         base = f"http://127.0.0.1:{first.http_port}"
         for seed in range(20):
             # A connection each, so that the kernel spreads them.

@@ -23,7 +23,7 @@ class ServingProcess:
     process: subprocess.Popen[str]
     http_port: int
     grpc_port: int
-    has_opentelemetry: bool
+    has_otel_sdk: bool
 
 
 @contextmanager
@@ -54,7 +54,7 @@ def serving_process(
 
 def _say(listening: Listening) -> None:
     told = {"http_port": listening.http_port, "grpc_port": listening.grpc_port}
-    sys.stdout.write(json.dumps({**told, "has_opentelemetry": "opentelemetry" in sys.modules}) + "\n")
+    sys.stdout.write(json.dumps({**told, "has_otel_sdk": "opentelemetry.sdk" in sys.modules}) + "\n")
     sys.stdout.flush()
 
 
