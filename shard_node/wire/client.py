@@ -269,14 +269,12 @@ class ShardClient:
         lookup = TRACED_LOOKUP.get()
         if lookup is None:
             return await self._pool(model, version, bags, deadline, forms)
-        connections, shard_index, takes_traces = self._told
         attributes: dict[str, str | int] = {"server.address": str(self.address)}
-        if connections == self.connections:
-            attributes["shardrank.shard"] = shard_index
+        if self._told[0] == self.connections:
+            attributes["shardrank.shard"] = self._told[1]
 
         def ask(own: SpanContext) -> Awaitable[Answer]:
-            trace = own if takes_traces and connections == self.connections else None
-            return self._pool(model, version, bags, deadline, forms, trace)
+            return self._pool(model, version, bags, deadline, forms, own)
 
         return await lookup.ask(ask, attributes)
 
@@ -290,7 +288,9 @@ class ShardClient:
         trace: SpanContext | None = None,
     ) -> Answer:
         def encode(request_id: int, budget_us: int) -> list[Buffer]:
-            return encode_pool(request_id, budget_us, model, version, bags, forms, trace)
+            # Only now it is certain who gets it: the call may have waited for another connection.
+            takes_trace = self._told[0] == self.connections and self._told[2]
+            return encode_pool(request_id, budget_us, model, version, bags, forms, trace if takes_trace else None)
 
         expected = (FrameType.POOLED, FrameType.STORED) if forms.stored else (FrameType.POOLED,)
         asked_bytes, frame = await self._ask(encode, expected, deadline)
