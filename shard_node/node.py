@@ -202,13 +202,12 @@ class LoadedTables:
 class ShardNode:
     """Holds generations of tables and pools bags from them. Thread-safe.
 
-    Attributes:
-        sink: takes spans of lookups that bring a trace; None if nobody wants them.
+    `sink` takes spans of lookups that bring a trace, None if nobody wants them; it is closed with the node.
     """
 
-    def __init__(self, identity: NodeIdentity) -> None:
+    def __init__(self, identity: NodeIdentity, sink: SpanSink | None = None) -> None:
         self.identity = identity
-        self.sink: SpanSink | None = None
+        self.sink = sink
         self.generations: Generations[LoadedTables] = Generations(LoadedTables.close)
 
     def stage(self, model: str, version: int, tables: LoadedTables) -> None:
@@ -286,6 +285,8 @@ class ShardNode:
 
     def close(self) -> None:
         """Withdraws every generation and waits for what nobody leases to be freed; the rest is when its leases end."""
+        if self.sink is not None:
+            self.sink.close()
         for generation in self.generations.retire_all():
             if not generation.leases:
                 generation.retired.wait(CLOSE_TIMEOUT_S)

@@ -94,8 +94,7 @@ def demo(ctx: click.Context, /, once: bool, json_file: Path | None, **options: A
 @opts.hot_rows_options
 @opts.verify_option
 @opts.trust_exported_option
-@opts.trace_options
-@opts.trace_share_option
+@opts.serving_trace_options
 @click.pass_context
 def up(ctx: click.Context, /, **options: Any) -> None:
     """Run a whole fleet on this machine.
@@ -117,7 +116,6 @@ def up(ctx: click.Context, /, **options: Any) -> None:
 
     settings.warn_if_open(options["host"], Protection.of(options))
     settings.replica_policy(options)
-    settings.trace_config(options, "")
     config = config_of(
         FleetConfig,
         options,

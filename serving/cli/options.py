@@ -440,8 +440,11 @@ trace_options = together(
         click.Choice(["grpc", "http"]),
     ),
 )
-trace_share_option = option(
-    "--trace-sample-share SHARE",
-    "Of requests whose `traceparent` does not say whether they are sampled, the share that is. Default: 0.01.",
-    FiniteRange(0, 1),
+serving_trace_options = together(
+    trace_options,
+    option(
+        "--trace-sample-share SHARE",
+        "Of requests whose `traceparent` does not say whether they are sampled, the share that is. Default: 0.01.",
+        FiniteRange(0, 1),
+    ),
 )

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from shard_node.agent.node_agent import NodeConfig
     from shard_node.cuda.card_set import CardSet
     from shard_node.node import ShardNode
+    from shard_node.tracing import SpanSink
     from shard_node.wire.address import Address
     from shard_node.wire.server import NodeServer
     from shard_node.wire.tls import TlsClientConfig, TlsConfig
@@ -51,7 +52,6 @@ _FLEET_ONLY = (
     "max_staleness",
 )
 _ANY_HOST = frozenset({"0.0.0.0", "::", ""})
-_SERVICE_NAME, _NODE_SERVICE_NAME = "shardrank-serve", "shardrank-shard-node"
 _STALENESS = "how far a model's rows may be behind its row updates before /readyz calls it degraded."
 _PROFILE = (
     "Keep an account of the stages that requests go through, and write it to FILE every 5 s and at the end. Of several "
@@ -96,8 +96,7 @@ _PROFILE = (
     0.5,
 )
 @opts.option("--profile", _PROFILE, opts.FILE)
-@opts.trace_options
-@opts.trace_share_option
+@opts.serving_trace_options
 @opts.option("--probe-port", "A private HTTP port of this one worker, on loopback.", opts.PORT, hidden=True)
 @click.pass_context
 def serve(ctx: click.Context, /, **options: Any) -> None:
@@ -136,8 +135,6 @@ def serve(ctx: click.Context, /, **options: Any) -> None:
         raise click.UsageError(f"{settings.flags(wrong)} {verb} for rows in this process; shard nodes have their own.")
     settings.hot_rows(options, all_here=options["local"] if in_fleet else not options["shards"])
     folder = None if in_fleet else settings.member_folder(options)
-    # What can't be is refused before anything is loaded or started.
-    settings.trace_config(options, _SERVICE_NAME)
     if options["probe_port"] is None:
         # Of several workers the supervisor says it, once.
         settings.warn_if_open(options["host"], protection)
@@ -164,7 +161,6 @@ def _answer(options: Options, service: RankingService, config: ServerConfig, **s
     """Serve until SIGTERM or SIGINT; `steps` are those of `serve_until_signalled`."""
     from serving.fleet.local_fleet import held_ports
     from serving.observe.profile import profiled
-    from serving.observe.traces import traced
     from serving.server import serve_until_signalled
 
     scheme = settings.scheme(options)
@@ -180,8 +176,7 @@ def _answer(options: Options, service: RankingService, config: ServerConfig, **s
         # A process that stands alone shares no port; a worker's are held by its supervisor.
         with held_ports(options["host"], options["http_port"], options["grpc_port"], workers=0):
             pass
-    traces = settings.trace_config(options, _SERVICE_NAME)
-    with profiled(options["profile"], service.metrics), traced(traces, service.metrics) as service.tracer:
+    with profiled(options["profile"], service.metrics), settings.traced(options, service):
         serve_until_signalled(service, config, on_ready=say, probe_port=options["probe_port"], **steps)
 
 
@@ -384,7 +379,6 @@ def shard_node(ctx: click.Context, /, **options: Any) -> None:
     """
     from loader.progress import BACKGROUND_SWITCH_INTERVAL_S
     from shard_node.node import ShardNode
-    from shard_node.trace_export import open_sink
     from shard_node.wire.address import Address
 
     tls = Protection.of(options).tls
@@ -396,14 +390,11 @@ def shard_node(ctx: click.Context, /, **options: Any) -> None:
     if admin is not None and admin.is_unix:
         raise click.UsageError(f"--admin-listen {admin}: HOST:PORT is needed.")
     open_to = (*addresses, *(() if admin is None else (admin,)))
-    traces = settings.trace_config(options, _NODE_SERVICE_NAME)
-    sink = None if traces is None else open_sink(traces)
+    sink = settings.span_sink(options)
     if not in_fleet:
         folder = settings.member_folder(options)
         settings.warn_if_node_is_open(open_to, tls)
-        node = _load(folder, options)
-        node.sink = sink
-        _serve_rows(node, addresses, admin, options["threads"], tls)
+        _serve_rows(_load(folder, options, sink), addresses, admin, options["threads"], tls)
         return
     # What can't be is refused before a card is opened.
     _node_config(options)
@@ -411,12 +402,11 @@ def shard_node(ctx: click.Context, /, **options: Any) -> None:
     settings.warn_if_node_is_open(open_to, tls)
     sys.setswitchinterval(BACKGROUND_SWITCH_INTERVAL_S)
     card_set = settings.open_card_set(options)
-    node = ShardNode(settings.node_identity(options, *options["shard"]))
-    node.sink = sink
+    node = ShardNode(settings.node_identity(options, *options["shard"]), sink)
     _run_node(node, lambda: _serve_rows_in_fleet(options, record, agent, node, card_set, addresses, tls, admin))
 
 
-def _load(folder: Path, options: Options) -> ShardNode:
+def _load(folder: Path, options: Options, sink: SpanSink | None) -> ShardNode:
     """Load a node's rows and make them live. Raises as `Snapshot.open`, `Plan.make`, `load_tables`, `open_card_set`."""
     from loader.snapshot.reader import Snapshot
     from shard_node.engine.loading import load_tables
@@ -429,7 +419,7 @@ def _load(folder: Path, options: Options) -> ShardNode:
     partition, digest = settings.partition_of(options, file, index, num_shards, snapshot)
     budget_bytes = settings.to_bytes(options["memory_budget_gb"])
     tables = load_tables(snapshot, partition, digest, memory_budget_bytes=budget_bytes, card_set=card_set)
-    node = ShardNode(settings.node_identity(options, index, num_shards))
+    node = ShardNode(settings.node_identity(options, index, num_shards), sink)
     node.stage(snapshot.spec.model, snapshot.version, tables)
     node.flip(snapshot.spec.model, snapshot.version)
     for use in node.info().memory:
@@ -438,7 +428,7 @@ def _load(folder: Path, options: Options) -> ShardNode:
 
 
 def _run_node(node: ShardNode, program: Callable[[], Awaitable[None]]) -> None:
-    """Run the node's program until SIGTERM or SIGINT, then close the sink of its spans and the node."""
+    """Run the node's program until SIGTERM or SIGINT, then close the node."""
     import torch
     import uvloop
 
@@ -448,8 +438,6 @@ def _run_node(node: ShardNode, program: Callable[[], Awaitable[None]]) -> None:
     try:
         settings.run_until_stopped(program, loop_factory=uvloop.new_event_loop)
     finally:
-        if node.sink is not None:
-            node.sink.close()
         node.close()
 
 

@@ -8,7 +8,7 @@ import ipaddress
 import json
 import logging
 import tomllib
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -26,10 +26,12 @@ if TYPE_CHECKING:
     from router.plan import Plan
     from router.plan_file import PlanFile
     from serving.limits import RequestLimits
+    from serving.rank.service import RankingService
     from shard_node.agent.node_agent import NodeConfig
     from shard_node.cuda.card_set import CardOptions, CardSet
     from shard_node.partition import NodeIdentity, Partition
     from shard_node.trace_export import TraceConfig
+    from shard_node.tracing import SpanSink
     from shard_node.wire.address import Address
     from shard_node.wire.tls import TlsClientConfig, TlsConfig
 
@@ -265,6 +267,8 @@ def front_arguments(options: Options) -> list[str]:
         if name in limits.model_fields_set:
             value = getattr(limits, name)
             told += ["--limit", f"{name}={','.join(value) if isinstance(value, tuple) else value}"]
+    # What can't be is refused before a child is started.
+    trace_config(options, "")
     return told + arguments(options, ["admin_port", *_TLS, *_NODE_TLS, "tokens", *TRACES, "trace_sample_share"])
 
 
@@ -273,7 +277,11 @@ def trace_config(options: Options, service_name: str) -> TraceConfig | None:
     from shard_node.trace_export import TraceConfig
 
     share = options.get("trace_sample_share")
-    given = {"endpoint": options["trace_endpoint"], "protocol": options["trace_protocol"], "sample_share": share}
+    given = {
+        "endpoint": options.get("trace_endpoint"),
+        "protocol": options.get("trace_protocol"),
+        "sample_share": share,
+    }
     config = config_of(TraceConfig, {}, "traces: ", service_name=service_name, **given)
     if not config.is_wanted:
         if any(value is not None for value in given.values()):
@@ -282,6 +290,23 @@ def trace_config(options: Options, service_name: str) -> TraceConfig | None:
     config.resolved()
     config.share()
     return config
+
+
+@contextlib.contextmanager
+def traced(options: Options, service: RankingService) -> Iterator[None]:
+    """Trace a service's calls while the block runs, if that is wanted, then send what is left. Raises TracingError."""
+    from serving.observe.traces import running_tracer
+
+    with running_tracer(trace_config(options, "shardrank-serve"), service.metrics) as service.tracer:
+        yield
+
+
+def span_sink(options: Options) -> SpanSink | None:
+    """Return what takes the spans of a shard node; None if nobody wants them. Raises TracingError."""
+    from shard_node.trace_export import open_sink
+
+    config = trace_config(options, "shardrank-shard-node")
+    return None if config is None else open_sink(config)
 
 
 def scheme(options: Options) -> str:

@@ -89,7 +89,7 @@ class Tracer:
 
 
 @contextlib.contextmanager
-def traced(config: TraceConfig | None, metrics: ServingMetrics) -> Iterator[Tracer | None]:
+def running_tracer(config: TraceConfig | None, metrics: ServingMetrics) -> Iterator[Tracer | None]:
     """Give a tracer while the block runs, then send what is left; None without a config. Raises TracingError."""
     if config is None:
         yield None
