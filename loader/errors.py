@@ -72,6 +72,26 @@ class SnapshotExistsError(SnapshotError, http_status=409, grpc_status="ALREADY_E
     """A version is immutable: it can't be written a second time."""
 
 
+class StoreError(LoaderError, kind="store"):
+    """Something about a store at a URL."""
+
+
+class StoreUrlError(StoreError, http_status=400, grpc_status="INVALID_ARGUMENT", kind="store_url"):
+    """A text that is no store's URL, or a URL that needs what is not installed."""
+
+
+class StoreUnavailableError(StoreError, http_status=503, grpc_status="UNAVAILABLE", kind="store_unavailable"):
+    """The store does not answer within its time limit, or answers that it can't now."""
+
+
+class StoreAccessError(StoreError, kind="store_access"):
+    """The store refuses: credentials, rights, or a bucket that does not exist."""
+
+
+class StoreCacheError(StoreError, http_status=507, grpc_status="RESOURCE_EXHAUSTED", kind="store_cache"):
+    """The local cache has no room for a version, or can't be written. The message carries the numbers."""
+
+
 class ExportError(LoaderError, http_status=400, grpc_status="INVALID_ARGUMENT", kind="bad_export"):
     """What was handed to the writer can't become a snapshot."""
 

@@ -7,11 +7,8 @@ The registry's `DenseStep` says which file is the newest step. See docs/deltas.m
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -19,20 +16,20 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from loader.errors import DeltaError, DeltaFormatError, file_error
+from loader.errors import DeltaError, DeltaFormatError
 from loader.registry.fleet import DenseStep
 from loader.snapshot.manifest import MAX_DENSE_BYTES, ExportedModelSpec
 from loader.snapshot.reader import Snapshot
-from loader.snapshot.store import fsync_path
+from loader.snapshot.store import Store
 
 KEPT_STEPS: Final = 4
 """Files of a version that stay: a process may still be reading one that is not the newest."""
 DEFAULT_MAX_DRIFT: Final = 0.25
 
 
-def steps_folder(store: Path, model: str, version: int) -> Path:
-    """Locate the files of a version's steps."""
-    return store / model / "dense-steps" / str(version)
+def steps_folder(model: str, version: int) -> str:
+    """Locate the files of a version's steps in the store."""
+    return f"{model}/dense-steps/{version}"
 
 
 def _file_name(step: int, sha256: str) -> str:
@@ -70,50 +67,42 @@ def checked_tensors(snapshot: Snapshot, tensors: Mapping[str, Any]) -> dict[str,
 
 
 def write_step(
-    folder: Path, step: int, tensors: Mapping[str, torch.Tensor], accepted: DenseStep | None = None
+    store: Store,
+    model: str,
+    version: int,
+    step: int,
+    tensors: Mapping[str, torch.Tensor],
+    accepted: DenseStep | None = None,
 ) -> tuple[str, int]:
     """Write a step's file durably, and drop those before the last few, but for what serving processes begin with.
 
     Returns SHA-256 (hex) and size in bytes.
 
-    Raises SnapshotError if the store can't be written.
+    Raises SnapshotError if the store can't be written, StoreError as stores at URLs do.
     """
     content = save(dict(tensors))
     sha256 = hashlib.sha256(content).hexdigest()
-    path = folder / _file_name(step, sha256)
-    kept = {path} if accepted is None else {path, folder / _file_name(accepted.step, accepted.sha256)}
-    unfinished = path.with_name(f".{path.name}-{os.getpid()}")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with unfinished.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.rename(path)
-        fsync_path(folder)
-        # By age: of an earlier fleet that used this store there may be steps of higher numbers.
-        others = sorted((one.stat().st_mtime_ns, one) for one in folder.glob("[0-9]*.safetensors") if one not in kept)
-        for _, old in others[: 1 - KEPT_STEPS]:
-            old.unlink(missing_ok=True)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            unfinished.unlink()
-        raise file_error(path, "write", error) from error
+    folder = steps_folder(model, version)
+    path = f"{folder}/{_file_name(step, sha256)}"
+    kept = {path} if accepted is None else {path, f"{folder}/{_file_name(accepted.step, accepted.sha256)}"}
+    store.write_file(path, content)
+    # By age: of an earlier fleet that used this store there may be steps of higher numbers.
+    others = sorted((-one.age_s, one.path) for one in store.list_files(folder) if one.path not in kept)
+    store.delete_files([old for _, old in others[: 1 - KEPT_STEPS]])
     return sha256, len(content)
 
 
-def read_step(store: Path, record: DenseStep) -> dict[str, torch.Tensor]:
+def read_step(store: Store, record: DenseStep) -> dict[str, torch.Tensor]:
     """Read a step's tensors.
 
-    Raises SnapshotError if the file can't be read, DeltaFormatError if it is not what was published.
+    Raises SnapshotError if the file can't be read, DeltaFormatError if it is not what was published, StoreError as
+    stores at URLs do.
     """
-    path = steps_folder(store, record.model, record.version) / _file_name(record.step, record.sha256)
+    path = f"{steps_folder(record.model, record.version)}/{_file_name(record.step, record.sha256)}"
     if record.size_bytes > 2 * MAX_DENSE_BYTES:
         raise DeltaFormatError(f"{path}: {record.size_bytes} bytes, at most {2 * MAX_DENSE_BYTES} are read")
-    try:
-        content = path.read_bytes()
-    except (OSError, MemoryError) as error:
-        raise file_error(path, "read", error) from error
+    content = store.read_file(path, 2 * MAX_DENSE_BYTES)
+    path = f"{store.name}/{path}"
     if len(content) != record.size_bytes or hashlib.sha256(content).hexdigest() != record.sha256:
         raise DeltaFormatError(
             f"{path}: {len(content)} bytes of SHA-256 {hashlib.sha256(content).hexdigest()}; published were "

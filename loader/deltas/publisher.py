@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final, Self, TypeVar
 
 from loader.deltas.batch import DeltaBatch, rows_per_batch
-from loader.deltas.dense import DEFAULT_MAX_DRIFT, checked_tensors, steps_folder, write_step
+from loader.deltas.dense import DEFAULT_MAX_DRIFT, checked_tensors, write_step
 from loader.deltas.divided import PrunedRows, PrunedUpdates, StoredRows, stored_updates
 from loader.errors import (
     DeltaBaseError,
@@ -30,11 +30,13 @@ from loader.registry.fleet import DenseStep, FleetRegistry, delta_stream, parse_
 from loader.registry.opening import open_registry
 from loader.registry.registry import Registry, StreamEntry
 from loader.rollout.plan import read_rollout
-from loader.snapshot.manifest import ModelSpec, read_manifest
+from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.per_row import write_access_counts
 from loader.snapshot.publishing import stream_end
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.row_classes import RowClasses
+from loader.stores.opening import open_store
+from loader.stores.place import StoreUrl
 
 DEFAULT_MAX_STREAM_ENTRIES: Final = 65_536
 DEFAULT_RETRY_S: Final = 30.0
@@ -70,7 +72,7 @@ class AsyncDeltaPublisher:
         registry: Registry,
         model: str,
         base_version: int,
-        store: str | Path | None = None,
+        store: str | Path | StoreUrl | None = None,
         *,
         max_stream_entries: int = DEFAULT_MAX_STREAM_ENTRIES,
         retry_s: float = DEFAULT_RETRY_S,
@@ -81,7 +83,7 @@ class AsyncDeltaPublisher:
         self._fleet = FleetRegistry(registry)
         self._model = model
         self._base_version = base_version
-        self._store = None if store is None else Path(store)
+        self._store = None if store is None else open_store(store)
         self._max_stream_entries = max_stream_entries
         self._retry_s = retry_s
         self._clock = clock
@@ -213,9 +215,9 @@ class AsyncDeltaPublisher:
             accepted = await self._again(lambda: self._fleet.dense_step(model, version, accepted=True))
 
             def written() -> tuple[str, int]:
-                snapshot = Snapshot.open(store / model / str(version), verify=False)
-                own = checked_tensors(snapshot, tensors)
-                return write_step(steps_folder(store, model, version), step, own, accepted)
+                with store.hold(model, version, identity=self._identity, with_rows=False) as held:
+                    own = checked_tensors(Snapshot.open(held.path, verify=False, rows_here=False), tensors)
+                return write_step(store, model, version, step, own, accepted)
 
             sha256, size_bytes = await asyncio.to_thread(written)
             if newest is not None and step == newest.step:
@@ -305,14 +307,16 @@ class AsyncDeltaPublisher:
                 f"the registry has no spec of {self._model!r} version {self._base_version}: publish it again, or give "
                 "the store"
             )
-        folder = self._store / self._model / str(self._base_version)
-        manifest, identity = await asyncio.to_thread(read_manifest, folder)
-        self._check_identity(folder, identity)
-        return manifest.spec
+        store, model, version = self._store, self._model, self._base_version
+        found = await asyncio.to_thread(store.manifest, model, version)
+        if found is None:
+            raise store.no_version(model, version)
+        self._check_identity(f"{store.name}/{model}/{version}", found[1])
+        return found[0].spec
 
-    def _check_identity(self, folder: Path, identity: str) -> None:
+    def _check_identity(self, where: object, identity: str) -> None:
         if identity != self._identity:
-            raise DeltaBaseError(f"{folder} has identity {identity}, published is {self._identity}")
+            raise DeltaBaseError(f"{where} has identity {identity}, published is {self._identity}")
 
     async def _row_classes(self, spec: ModelSpec, name: str) -> RowClasses | None:
         """Return in which part of a table each row lies, if it has classes; read once, from the store."""
@@ -323,12 +327,14 @@ class AsyncDeltaPublisher:
                 f"table {name!r} of {self._model!r} is divided by popularity, and only its snapshot tells where its "
                 "rows lie: give the publisher `store`"
             )
-        folder = self._store / self._model / str(self._base_version)
+        store, model, version = self._store, self._model, self._base_version
 
         def read() -> RowClasses:
-            snapshot = Snapshot.open(folder, verify=False)
-            self._check_identity(folder, snapshot.identity)
-            return snapshot.row_classes(name)
+            # What is mapped stays, whatever becomes of the folder's entries.
+            with store.hold(model, version, with_rows=False) as held:
+                snapshot = Snapshot.open(held.path, verify=False, rows_here=False)
+                self._check_identity(held.path, snapshot.identity)
+                return snapshot.row_classes(name)
 
         self._classes[name] = await asyncio.to_thread(read)
         return self._classes[name]
@@ -452,7 +458,7 @@ class DeltaPublisher:
         registry: str | Path | Registry,
         model: str,
         base_version: int,
-        store: str | Path | None = None,
+        store: str | Path | StoreUrl | None = None,
         **options: Any,
     ) -> None:
         url = registry if isinstance(registry, str | Path) else registry.url
@@ -518,7 +524,12 @@ class DeltaPublisher:
         self.close()
 
     async def _open(
-        self, url: str | Path, model: str, base_version: int, store: str | Path | None, options: dict[str, Any]
+        self,
+        url: str | Path,
+        model: str,
+        base_version: int,
+        store: str | Path | StoreUrl | None,
+        options: dict[str, Any],
     ) -> AsyncDeltaPublisher:
         self._registry = open_registry(url)
         publisher = AsyncDeltaPublisher(self._registry, model, base_version, store, **options)

@@ -451,16 +451,21 @@ def _refuse_duplicates(what: str, names: list[Any]) -> None:
         raise ValueError(f"duplicate {what}: {duplicates[0]!r}")
 
 
+def check_relative_path(where: str, relative_path: str) -> list[str]:
+    """Return the parts of a path in a snapshot's folder `where`, which an error names. Raises as `snapshot_file`."""
+    parts = relative_path.split("/")
+    if "\\" in relative_path or any(ord(char) < 32 for char in relative_path) or not {"", ".", ".."}.isdisjoint(parts):
+        raise SnapshotPathError(f"{where}: path {relative_path!r} is not a plain relative path")
+    return parts
+
+
 def snapshot_file(root: Path, relative_path: str) -> Path:
     """Return the plain file at `relative_path` ('/'-separated) in the snapshot's folder `root`.
 
     Raises SnapshotPathError for an absolute path, an empty, '.' or '..' part, a backslash, a control character, or a
     link that leaves the folder, SnapshotCorruptError if there is no such plain file.
     """
-    parts = relative_path.split("/")
-    if "\\" in relative_path or any(ord(char) < 32 for char in relative_path) or not {"", ".", ".."}.isdisjoint(parts):
-        raise SnapshotPathError(f"{root}: path {relative_path!r} is not a plain relative path")
-    path = root.joinpath(*parts)
+    path = root.joinpath(*check_relative_path(str(root), relative_path))
     try:
         real_path = path.resolve(strict=True)
         is_file = real_path.is_file()

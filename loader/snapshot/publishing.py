@@ -12,57 +12,43 @@ killed anywhere, the next run ends what was begun.
 from __future__ import annotations
 
 import asyncio
-import fcntl
-import hashlib
 import logging
-import shutil
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import IO
 
 from loader.errors import (
     DeltaBaseError,
     DeltaGapError,
-    ExportError,
     RegistryConflictError,
     SnapshotCorruptError,
     SnapshotExistsError,
-    SnapshotFormatError,
-    file_error,
 )
 from loader.progress import Progress, no_progress
 from loader.registry.fleet import FleetRegistry, PublishedVersion, delta_stream
 from loader.rollout.plan import read_rollout
 from loader.snapshot.codecs import codec_for
-from loader.snapshot.manifest import (
-    CHECKSUM_NAME,
-    MANIFEST_NAME,
-    Manifest,
-    ModelSpec,
-    read_manifest,
-    snapshot_file,
-)
+from loader.snapshot.manifest import Manifest, ModelSpec
 from loader.snapshot.reader import Snapshot, verify_snapshot
-from loader.snapshot.store import Store, fsync_path, open_export_folder
+from loader.snapshot.store import Store
+from loader.stores.opening import open_store
+from loader.stores.place import StorePlace
 
-_CHUNK_BYTES = 4 << 20
 _QUOTED_PROBLEMS = 5
 
 logger = logging.getLogger(__name__)
-_TRASH_PREFIX = ".trash-"
-"""Before the version in the name of a folder that is being deleted."""
-_GONE_SUFFIX = ".gone"
-"""After it, once files are missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """What `publish` did: the record, where the version lies, whether it was copied there, and whether it is new."""
+    """What `publish` did: the record, where the version lies, whether it was copied there, and whether it is new.
+
+    `where` is a folder, or a URL.
+    """
 
     record: PublishedVersion
-    folder: Path
+    where: str
     copied: bool
     is_new: bool
 
@@ -70,7 +56,7 @@ class Publication:
 async def publish(
     fleet: FleetRegistry,
     folder: Path,
-    store: Path,
+    store: StorePlace,
     *,
     clock: Callable[[], float],
     threads: int = 2,
@@ -97,7 +83,7 @@ async def publish(
 
 
 async def register(
-    fleet: FleetRegistry, snapshot: Snapshot, *, clock: Callable[[], float], store: Path | None = None
+    fleet: FleetRegistry, snapshot: Snapshot, *, clock: Callable[[], float], store: StorePlace | None = None
 ) -> tuple[PublishedVersion, bool]:
     """Put a snapshot that lies in the store on record, as it is, and tell whether it is new. Raises as `publish`.
 
@@ -158,7 +144,7 @@ async def _check_published(fleet: FleetRegistry, snapshot: Snapshot) -> Publishe
     return known
 
 
-async def _check_lineage(fleet: FleetRegistry, manifest: Manifest, store: Path) -> None:
+async def _check_lineage(fleet: FleetRegistry, manifest: Manifest, store: StorePlace) -> None:
     """Raise DeltaError for a version that no replay could bring up to date."""
     model = manifest.spec.model
     base, last_delta = manifest.delta_start
@@ -173,7 +159,7 @@ async def _check_lineage(fleet: FleetRegistry, manifest: Manifest, store: Path) 
         await _check_row_places(fleet, manifest, store, where)
 
 
-async def _check_row_places(fleet: FleetRegistry, manifest: Manifest, store: Path, where: str) -> None:
+async def _check_row_places(fleet: FleetRegistry, manifest: Manifest, store: StorePlace, where: str) -> None:
     """Raise DeltaBaseError unless the rows of divided tables lie where the stream's deltas were made for.
 
     These are of rows of the parts: with other row classes, a replay would write them to other rows.
@@ -184,12 +170,11 @@ async def _check_row_places(fleet: FleetRegistry, manifest: Manifest, store: Pat
     others = [base, *sorted((one.version for one in known.values() if one.delta_base == base), reverse=True)]
 
     def one_in_store() -> Manifest | None:
+        opened = open_store(store)
         for version in others:
-            folder = store / model / str(version)
-            if version != manifest.version and (folder / MANIFEST_NAME).exists():
-                found, identity = read_manifest(folder)
-                if version not in known or known[version].identity == identity:
-                    return found
+            there = None if version == manifest.version else opened.manifest(model, version)
+            if there is not None and (version not in known or known[version].identity == there[1]):
+                return there[0]
         return None
 
     other, own = await asyncio.to_thread(one_in_store), _row_places(manifest)
@@ -215,20 +200,20 @@ def _row_places(manifest: Manifest) -> dict[str, tuple[object, ...]]:
     }
 
 
-def _put_in_store(snapshot: Snapshot, store: Path, threads: int, progress: Progress) -> tuple[Path, bool]:
-    """Return the folder in the store, and whether it had to be copied there. Raises as `publish`."""
-    source, target = snapshot.path, store.resolve() / snapshot.spec.model / str(snapshot.version)
-    if target.exists():
-        _, identity = read_manifest(target)
-        if identity != snapshot.identity:
-            raise SnapshotExistsError(
-                f"{target} has identity {identity}, {source} has {snapshot.identity}: a version is immutable"
-            )
-        _verify(target, threads, progress)
-        return target, False
-    _verify(source, threads, progress)
-    _copy(source, target, snapshot, progress)
-    return target, True
+def _put_in_store(snapshot: Snapshot, place: StorePlace, threads: int, progress: Progress) -> tuple[str, bool]:
+    """Return where it is in the store, and whether it had to be copied there. Raises as `publish`."""
+    source, store = snapshot.path, open_store(place)
+    there = store.manifest(snapshot.spec.model, snapshot.version)
+    if there is None or not isinstance(place, Path):
+        _verify(source, threads, progress)
+        return store.put(source, snapshot.identity, progress)
+    target = place.resolve() / snapshot.spec.model / str(snapshot.version)
+    if there[1] != snapshot.identity:
+        raise SnapshotExistsError(
+            f"{target} has identity {there[1]}, {source} has {snapshot.identity}: a version is immutable"
+        )
+    _verify(target, threads, progress)
+    return str(target), False
 
 
 def _verify(folder: Path, threads: int, progress: Progress) -> None:
@@ -239,43 +224,6 @@ def _verify(folder: Path, threads: int, progress: Progress) -> None:
         raise SnapshotCorruptError(f"{folder} must not be served: {told}")
 
 
-def _copy(source: Path, target: Path, snapshot: Snapshot, progress: Progress) -> None:
-    texts = _manifest_texts(source, snapshot.identity)
-    entries = snapshot.manifest.files()
-    done, total = 0, sum(entry.size_bytes for entry in entries)
-
-    def copy(relative_path: str, before: int, path: Path) -> None:
-        copied = before
-        with snapshot_file(source, relative_path).open("rb") as read, path.open("wb") as written:
-            while chunk := read.read(_CHUNK_BYTES):
-                written.write(chunk)
-                copied += len(chunk)
-                progress("copying into the store", min(copied, total), total)
-
-    try:
-        with open_export_folder(target, snapshot.identity, progress) as work:
-            for entry in entries:
-                work.write(entry.path, partial(copy, entry.path, done), entry)
-                done += entry.size_bytes
-                progress("copying into the store", done, total)
-            work.publish(texts)
-    except OSError as error:
-        raise ExportError(f"{source} can't be copied to {target}: {error}") from error
-
-
-def _manifest_texts(source: Path, identity: str) -> dict[str, str]:
-    """Read manifest and checksum, byte for byte. Raises SnapshotCorruptError if they changed since they were read."""
-    try:
-        texts = {name: snapshot_file(source, name).read_bytes() for name in (MANIFEST_NAME, CHECKSUM_NAME)}
-        if hashlib.sha256(texts[MANIFEST_NAME]).hexdigest() != identity:
-            raise SnapshotCorruptError(f"{source / MANIFEST_NAME}: changed while it was published")
-        return {name: text.decode("utf-8") for name, text in texts.items()}
-    except UnicodeDecodeError as error:
-        raise SnapshotFormatError(f"{source / MANIFEST_NAME}: not UTF-8: {error}") from error
-    except OSError as error:
-        raise file_error(source, "read", error) from error
-
-
 @dataclass(frozen=True, slots=True)
 class Retained:
     """What retention left, and what it dropped; versions ascending."""
@@ -284,7 +232,7 @@ class Retained:
     dropped: tuple[int, ...]
 
 
-async def retain(fleet: FleetRegistry, store: Path, model: str, keep: int) -> Retained:
+async def retain(fleet: FleetRegistry, store: StorePlace, model: str, keep: int) -> Retained:
     """Drop all published versions of a model but the `keep` highest and those that are in use. Idempotent.
 
     Snapshots in the store that were never published are left alone. Deltas that every kept version contains are
@@ -297,23 +245,21 @@ async def retain(fleet: FleetRegistry, store: Path, model: str, keep: int) -> Re
     """
     if keep < 1:
         raise ValueError(f"keep: {keep}, but at least 1 version is kept")
-    folder = Store(store).path / model
-    lock = await asyncio.to_thread(_take_lock, folder)
-    try:
+    opened = open_store(store)
+    with ExitStack() as stack:
+        await asyncio.to_thread(stack.enter_context, opened.retaining(model))
         published = await fleet.versions(model)
         began = await _staying(fleet, model, published, keep)
-        await asyncio.to_thread(_end_what_was_begun, folder, began)
+        await asyncio.to_thread(opened.delete_set_aside, model, began)
         staying = await _staying(fleet, model, published, keep)
         for record in published:
             if record.version not in staying:
-                await _drop(fleet, folder, record)
-        await asyncio.to_thread(_end_what_was_begun, folder, staying)
+                await _drop(fleet, opened, record)
+        await asyncio.to_thread(opened.delete_set_aside, model, staying)
         kept = await fleet.versions(model)
         numbers = {record.version for record in kept}
         dropped = [record for record in published if record.version not in numbers]
         await _trim(fleet, model, kept, dropped)
-    finally:
-        lock.close()
     return Retained(tuple(sorted(numbers)), tuple(sorted(record.version for record in dropped)))
 
 
@@ -335,47 +281,15 @@ async def _staying(fleet: FleetRegistry, model: str, published: Iterable[Publish
     return {*highest, *await versions_in_use(fleet, model)}
 
 
-def _take_lock(folder: Path) -> IO[str]:
-    """Wait for other runs over the same folder; a lock ends with its process, or when it is closed."""
-    folder.mkdir(parents=True, exist_ok=True)
-    file = (folder / ".retention-lock").open("w")
-    fcntl.flock(file, fcntl.LOCK_EX)
-    return file
-
-
-async def _drop(fleet: FleetRegistry, folder: Path, record: PublishedVersion) -> None:
+async def _drop(fleet: FleetRegistry, store: Store, record: PublishedVersion) -> None:
     """Take a version out of sight and off the record; put it back if somebody began to use it meanwhile."""
-    version = folder / str(record.version)
-    trash = folder / f"{_TRASH_PREFIX}{record.version}"
-    if version.exists():
-        _rename(version, trash)
+    await asyncio.to_thread(store.set_aside, record.model, record.version)
     await fleet.drop_version(record.model, record.version)
     # From here on no rollout of it can be started.
     if record.version in await versions_in_use(fleet, record.model):
         logger.warning("version %d of %r came into use: it is kept", record.version, record.model)
         await fleet.put_version(record)
-        if trash.exists():
-            _rename(trash, version)
-
-
-def _end_what_was_begun(folder: Path, staying: Collection[int]) -> None:
-    """Delete what is out of sight; what is to stay after all comes back into it."""
-    # Those that a run has begun to delete are no snapshots any more.
-    for gone in folder.glob(f"{_TRASH_PREFIX}*{_GONE_SUFFIX}"):
-        shutil.rmtree(gone)
-    for trash in folder.glob(f"{_TRASH_PREFIX}*"):
-        version = folder / trash.name.removeprefix(_TRASH_PREFIX)
-        if version.name.isdecimal() and int(version.name) in staying and not version.exists():
-            _rename(trash, version)
-        else:
-            gone = trash.with_name(trash.name + _GONE_SUFFIX)
-            _rename(trash, gone)
-            shutil.rmtree(gone)
-
-
-def _rename(source: Path, target: Path) -> None:
-    source.rename(target)
-    fsync_path(target.parent)
+        await asyncio.to_thread(store.bring_back, record.model, record.version)
 
 
 async def _trim(

@@ -109,6 +109,7 @@ class Snapshot:
         *,
         verify: bool = True,
         files: VerifiedFiles = "all",
+        rows_here: bool = True,
         threads: int = 2,
         progress: Progress = no_progress,
     ) -> Self:
@@ -120,6 +121,7 @@ class Snapshot:
                 there twice, and that they are those of its strings. May be left out for a local store that is trusted.
             files: whose content is checked: `rows` (and access counts) for who only pools them, `other` (dense model,
                 vocabularies, golden requests) for who leaves that to shard nodes.
+            rows_here: without, row files need not be there, and none is looked at; not with `files` all or rows.
             threads: how many files are hashed at a time.
             progress: told the bytes hashed.
 
@@ -141,9 +143,11 @@ class Snapshot:
                 f"{root}: the manifest is of model {manifest.spec.model!r} version {manifest.version}, "
                 f"the folder says {real.parent.name!r} {real.name!r}"
             )
-        paths = {entry.path: snapshot_file(root, entry.path) for entry in manifest.files()}
+        absent = set() if rows_here else {entry.path for tables in manifest.tables for entry in tables.rows}
+        entries = [entry for entry in manifest.files() if entry.path not in absent]
+        paths = {entry.path: snapshot_file(root, entry.path) for entry in entries}
         check_manifest_checksum(root, identity)
-        _check_sizes(paths, manifest)
+        _check_sizes(paths, entries)
         headers = {relative: read_header(at) for relative, at in paths.items() if relative != PROGRAM_PATH}
         snapshot = cls(root, manifest, identity, headers)
         snapshot._check_headers()  # before anything is read as a whole, or hashed
@@ -318,8 +322,9 @@ class Snapshot:
         row_bytes = codec_for(table.dtype, table.embedding_dim).row_bytes
         for file_index, entry in enumerate(files.rows):
             rows = rows_in_file(table.num_embeddings, files.rows_per_file, file_index)
-            expected = {"rows": ("U8", (rows, row_bytes))}
-            expect_tensors(self.path / entry.path, self._headers[entry.path], expected)
+            if entry.path in self._headers:
+                expected = {"rows": ("U8", (rows, row_bytes))}
+                expect_tensors(self.path / entry.path, self._headers[entry.path], expected)
         if files.vocabulary is not None:
             path = self.path / files.vocabulary.path
             check_vocabulary_header(path, logical, self._headers[files.vocabulary.path])
@@ -340,8 +345,8 @@ class Snapshot:
                 self.row_classes(files.table)
 
 
-def _check_sizes(paths: Mapping[str, Path], manifest: Manifest) -> None:
-    for entry in manifest.files():
+def _check_sizes(paths: Mapping[str, Path], entries: Sequence[FileEntry]) -> None:
+    for entry in entries:
         path = paths[entry.path]
         try:
             size_bytes = path.stat().st_size

@@ -22,24 +22,46 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, Self
 
 from pydantic import ValidationError
 
-from loader.errors import ExportError, SnapshotCorruptError, SnapshotExistsError, SnapshotNotFoundError
-from loader.progress import Progress
-from loader.snapshot.manifest import FileEntry
+from loader.errors import (
+    ExportError,
+    SnapshotCorruptError,
+    SnapshotExistsError,
+    SnapshotFormatError,
+    SnapshotNotFoundError,
+    file_error,
+)
+from loader.progress import Progress, no_progress
+from loader.snapshot.manifest import (
+    CHECKSUM_NAME,
+    MANIFEST_NAME,
+    FileEntry,
+    Manifest,
+    read_manifest,
+    snapshot_file,
+)
 
 # Small enough for malloc to hand it out again: a thread's own heap keeps what was once taken from it.
 _HASH_CHUNK_BYTES = 1 << 20
+_COPY_CHUNK_BYTES = 4 << 20
 # The convention of TF-Serving and Triton: positive integers, no leading zeros. Anything else is not a version.
-_VERSION = re.compile(r"[1-9][0-9]{0,18}")
-_MODEL = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}")
+VERSION_NUMBER = re.compile(r"[1-9][0-9]{0,18}")
+MODEL_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}")
 WORK_FOLDER_PREFIX = ".export-"
 """Before the version in the name of the folder in which an export works."""
+TRASH_PREFIX = ".trash-"
+"""Before the version in the name of a folder that is being deleted."""
+_GONE_SUFFIX = ".gone"
+"""After it, once files are missing."""
 
 _log = logging.getLogger(__name__)
 
@@ -53,39 +75,74 @@ def fsync_path(path: Path) -> None:
         os.close(descriptor)
 
 
+@dataclass(frozen=True, slots=True)
+class HeldSnapshot:
+    """A version's folder, which stays until it is closed.
+
+    Attributes:
+        path: the folder; `Snapshot.open` opens it.
+        close: lets it go; may be called again.
+        is_checked: every file in it was compared with its SHA-256 just now.
+    """
+
+    path: Path
+    close: Callable[[], None] = field(default=lambda: None)
+    is_checked: bool = False
+
+    def __enter__(self) -> Self:
+        """Return itself."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Let it go."""
+        self.close()
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A small file of a store: its path in it, and how long ago it was written, in seconds."""
+
+    path: str
+    age_s: float
+
+
 class Store:
-    """Finds snapshots by model and version. Holds nothing open and caches nothing: each call looks at the folder."""
+    """Finds snapshots by model and version. Holds nothing open and caches nothing: each call looks at the folder.
+
+    A store at a URL has the same methods (`loader.stores`). `name` is how people call it.
+    """
 
     def __init__(self, path: str | Path) -> None:
         """Open a store at `path`, which needs not exist yet."""
         self.path = Path(path)
+        self.name = str(self.path)
 
     def check_exists(self) -> None:
         """Raise SnapshotNotFoundError if there is no such folder, or no version of any model in it."""
         if not self.path.is_dir():
             raise SnapshotNotFoundError(f"store {self.path}: there is no such folder")
         if not self.models():
-            raise SnapshotNotFoundError(f"store {self.path} has no model{self._told_unfinished()}")
+            raise SnapshotNotFoundError(f"store {self.name} has no model{self._told_unfinished()}")
 
     def unfinished(self) -> list[tuple[str, int]]:
         """Return (model, version) of each export that was interrupted, or is still running."""
         return [
             (model, int(version))
             for model in _folders(self.path)
-            if _MODEL.fullmatch(model)
+            if MODEL_NAME.fullmatch(model)
             for name in _folders(self.path / model)
-            if _VERSION.fullmatch(version := name.removeprefix(WORK_FOLDER_PREFIX)) and version != name
+            if VERSION_NUMBER.fullmatch(version := name.removeprefix(WORK_FOLDER_PREFIX)) and version != name
         ]
 
     def models(self) -> list[str]:
         """Return the names of the models that have at least one version, sorted."""
-        return [name for name in _folders(self.path) if _MODEL.fullmatch(name) and self.versions(name)]
+        return [name for name in _folders(self.path) if MODEL_NAME.fullmatch(name) and self.versions(name)]
 
     def versions(self, model: str) -> list[int]:
         """List a model's versions, ascending; empty if it has no such model. Unfinished exports do not count."""
-        if not _MODEL.fullmatch(model):
+        if not MODEL_NAME.fullmatch(model):
             return []
-        numbers = (int(name) for name in _folders(self.path / model) if _VERSION.fullmatch(name))
+        numbers = (int(name) for name in _folders(self.path / model) if VERSION_NUMBER.fullmatch(name))
         return sorted(number for number in numbers if number < 2**63)
 
     def latest(self, model: str) -> int:
@@ -94,7 +151,7 @@ class Store:
         if not versions:
             self.check_exists()
             raise SnapshotNotFoundError(
-                f"store {self.path} has no model {model!r}; it has {self.models()}{self._told_unfinished(model)}"
+                f"store {self.name} has no model {model!r}; it has {self.models()}{self._told_unfinished(model)}"
             )
         return versions[-1]
 
@@ -107,11 +164,161 @@ class Store:
         latest = self.latest(model)
         if version is None:
             version = latest
-        if version not in (versions := self.versions(model)):
-            raise SnapshotNotFoundError(
-                f"store {self.path} has no version {version} of model {model!r}; it has {versions}"
-            )
+        if version not in self.versions(model):
+            raise self.no_version(model, version)
         return self.path / model / str(version)
+
+    def no_version(self, model: str, version: int) -> SnapshotNotFoundError:
+        """Make the error that names what exists in place of a version."""
+        versions = self.versions(model)
+        return SnapshotNotFoundError(
+            f"store {self.name} has no version {version} of model {model!r}; it has {versions}"
+        )
+
+    def hold(
+        self,
+        model: str,
+        version: int | None = None,
+        *,
+        identity: str | None = None,
+        with_rows: bool = True,
+        verify: bool = True,
+        progress: Progress = no_progress,
+    ) -> HeldSnapshot:
+        """Find a version, by default the latest, and have it stay until it is let go.
+
+        A folder's versions just lie there; what the other arguments say is of stores at URLs.
+
+        Args:
+            model: its name.
+            version: its number.
+            identity: what it must have, as far as that is known.
+            with_rows: whether row files are wanted: not by who leaves rows to shard nodes.
+            verify: compare files that were fetched before with their SHA-256.
+            progress: told bytes; what it raises calls off the fetch.
+
+        Raises:
+            SnapshotError: there is no such version, or it is not what its manifest says.
+        """
+        return HeldSnapshot(self.snapshot_path(model, version))
+
+    def manifest(self, model: str, version: int) -> tuple[Manifest, str] | None:
+        """Read a version's manifest and its identity; None if there is no such version. Raises as `read_manifest`."""
+        folder = self.path / model / str(version)
+        return read_manifest(folder) if (folder / MANIFEST_NAME).exists() else None
+
+    def put(self, source: Path, identity: str, progress: Progress = no_progress) -> tuple[str, bool]:
+        """Copy a snapshot of that identity into the store. Return where it is, and whether it was not there before.
+
+        What was copied when this is interrupted is kept for the next try.
+
+        Raises:
+            SnapshotError: a file is not what the manifest says, or the store has another snapshot of that version.
+            ExportError: somebody else writes that version, or the disk fails or is full.
+        """
+        texts, manifest = manifest_texts_of(source, identity), read_manifest(source)[0]
+        target = self.path.resolve() / manifest.spec.model / str(manifest.version)
+        entries = manifest.files()
+        done, total = 0, sum(entry.size_bytes for entry in entries)
+
+        def copy(relative_path: str, before: int, path: Path) -> None:
+            copied = before
+            with snapshot_file(source, relative_path).open("rb") as read, path.open("wb") as written:
+                while chunk := read.read(_COPY_CHUNK_BYTES):
+                    written.write(chunk)
+                    copied += len(chunk)
+                    progress("copying into the store", min(copied, total), total)
+
+        try:
+            with open_export_folder(target, identity, progress) as work:
+                for entry in entries:
+                    work.write(entry.path, partial(copy, entry.path, done), entry)
+                    done += entry.size_bytes
+                    progress("copying into the store", done, total)
+                work.publish(texts)
+        except OSError as error:
+            raise ExportError(f"{source} can't be copied to {target}: {error}") from error
+        return str(target), True
+
+    @contextmanager
+    def retaining(self, model: str) -> Iterator[None]:
+        """Wait for others who delete versions of a model; a lock ends with its process."""
+        folder = self.path / model
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / ".retention-lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def set_aside(self, model: str, version: int) -> None:
+        """Take a version out of sight, if it is there."""
+        folder = self.path / model / str(version)
+        if folder.exists():
+            _rename(folder, folder.with_name(f"{TRASH_PREFIX}{version}"))
+
+    def bring_back(self, model: str, version: int) -> None:
+        """Let a version that was set aside be seen again."""
+        folder = self.path / model / str(version)
+        if (trash := folder.with_name(f"{TRASH_PREFIX}{version}")).exists() and not folder.exists():
+            _rename(trash, folder)
+
+    def delete_set_aside(self, model: str, staying: Collection[int]) -> None:
+        """Delete the versions that were set aside; those that are to stay after all come back into sight."""
+        # Those that a run has begun to delete are no snapshots any more.
+        for gone in (self.path / model).glob(f"{TRASH_PREFIX}*{_GONE_SUFFIX}"):
+            shutil.rmtree(gone)
+        for trash in (self.path / model).glob(f"{TRASH_PREFIX}*"):
+            version = trash.name.removeprefix(TRASH_PREFIX)
+            if version.isdecimal() and int(version) in staying:
+                self.bring_back(model, int(version))
+            if trash.exists():
+                gone = trash.with_name(trash.name + _GONE_SUFFIX)
+                _rename(trash, gone)
+                shutil.rmtree(gone)
+
+    def read_file(self, path: str, max_bytes: int) -> bytes:
+        """Read a small file. Raises SnapshotError if it can't be read, with what the file system says as cause."""
+        try:
+            with (self.path / path).open("rb") as file:
+                content = file.read(max_bytes + 1)
+        except (OSError, MemoryError) as error:
+            raise file_error(self.path / path, "read", error) from error
+        if len(content) > max_bytes:
+            raise SnapshotCorruptError(f"{self.path / path}: more than {max_bytes} bytes")
+        return content
+
+    def write_file(self, path: str, content: bytes) -> None:
+        """Write a small file durably, in one step. Raises SnapshotError if the store can't be written."""
+        target = self.path / path
+        unfinished = target.with_name(f".{target.name}-{os.getpid()}")
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with unfinished.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            unfinished.rename(target)
+            fsync_path(target.parent)
+        except OSError as error:
+            with suppress(OSError):
+                unfinished.unlink()
+            raise file_error(target, "write", error) from error
+
+    def list_files(self, folder: str) -> list[StoredFile]:
+        """List the finished small files of a folder. Raises SnapshotError if it can't be read."""
+        now = time.time()
+        try:
+            found = [one for one in (self.path / folder).glob("[!.]*") if one.is_file()]
+            return [StoredFile(f"{folder}/{one.name}", now - one.stat().st_mtime_ns / 1e9) for one in found]
+        except OSError as error:
+            raise file_error(self.path / folder, "read", error) from error
+
+    def delete_files(self, paths: Sequence[str]) -> None:
+        """Delete small files; what is gone already is no error. Raises SnapshotError if the store can't be written."""
+        for path in paths:
+            try:
+                (self.path / path).unlink(missing_ok=True)
+            except OSError as error:
+                raise file_error(self.path / path, "deleted", error) from error
 
     def _told_unfinished(self, model: str | None = None) -> str:
         """Return the end of a message about what is not there."""
@@ -123,6 +330,24 @@ class Store:
 
 def _folders(path: Path) -> list[str]:
     return sorted(entry.name for entry in path.iterdir() if entry.is_dir()) if path.is_dir() else []
+
+
+def _rename(source: Path, target: Path) -> None:
+    source.rename(target)
+    fsync_path(target.parent)
+
+
+def manifest_texts_of(source: Path, identity: str) -> dict[str, str]:
+    """Read manifest and checksum, byte for byte. Raises SnapshotCorruptError if they changed since they were read."""
+    try:
+        texts = {name: snapshot_file(source, name).read_bytes() for name in (MANIFEST_NAME, CHECKSUM_NAME)}
+        if hashlib.sha256(texts[MANIFEST_NAME]).hexdigest() != identity:
+            raise SnapshotCorruptError(f"{source / MANIFEST_NAME}: changed while it was published")
+        return {name: text.decode("utf-8") for name, text in texts.items()}
+    except UnicodeDecodeError as error:
+        raise SnapshotFormatError(f"{source / MANIFEST_NAME}: not UTF-8: {error}") from error
+    except OSError as error:
+        raise file_error(source, "read", error) from error
 
 
 def hash_file(path: Path, on_bytes: Callable[[int], None] = lambda count: None) -> str:

@@ -138,7 +138,7 @@ class _Course:
         """Publish a sound snapshot; its record, and its folder in the store."""
         async with self.exported() as source:
             made = await publish(self.fleet.registry, source, self.fleet.store, clock=time.time)
-        return made.record, made.folder
+        return made.record, Path(made.where)
 
 
 async def run_broken_drill(config: BrokenDrillConfig, folder: Path, progress: Progress = no_progress) -> BrokenReport:

@@ -11,6 +11,7 @@ import click
 from serving.cli import WithExamples
 from serving.cli import options as opts
 from serving.cli.output import human_bytes, progress_bars
+from serving.cli.settings import export_into
 from serving.cli.snapshots import check_dense_model, compiled, read_description, suggested_prefix
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from loader.snapshot.per_row import Vocabulary
     from loader.snapshot.row_classes import RowClasses
     from loader.snapshot.row_source import RowSource
+    from loader.stores.place import StorePlace
 
 
 @click.command(cls=WithExamples)
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
     "loaded and tried, as a server does: export only what you trust.",
     opts.EXISTING_FILE,
 )
-@opts.out_store_option
+@opts.store_options("Where the snapshot goes: FOLDER/<model>/<version>/, or a URL as `serve` takes it.", required=True)
 @opts.count("--version", "The version; default: the next free one.")
 @opts.assignments("--table-key TABLE=KEY", "The checkpoint's key of a table that is not found by TorchRec's names.")
 @opts.option("--dense-prefix PREFIX", "Of the dense model's keys; it is cut off. Default: every key that is no table.")
@@ -78,7 +80,7 @@ if TYPE_CHECKING:
     name="plan_file",
 )
 @opts.count("--rows-per-file", "A power of two; default: such that row files have at most 256 MiB.", 256)
-def export(store: Path, checkpoint: Path, description: Path, **options: Any) -> None:
+def export(store: StorePlace, checkpoint: Path, description: Path, **options: Any) -> None:
     r"""Write a trained model into a store as the next version.
 
     Rows are quantised as the description says, in bounded memory; NaN and inf are refused by table and row. An
@@ -92,9 +94,9 @@ def export(store: Path, checkpoint: Path, description: Path, **options: Any) -> 
       shardrank export --checkpoint epoch-3.pt --model films.json --store models \
           --table-key films=embedding.item.weight --dense-prefix over_arch. \
           --vocabulary users=user-ids.txt
+      shardrank export --checkpoint model.safetensors --model films.json --store s3://bucket/models
     """
     from loader.divided_rows import divide_rows
-    from loader.snapshot.reader import Snapshot
     from loader.snapshot.writer import export_snapshot
     from router.plan_file import PlanFile
 
@@ -112,25 +114,31 @@ def export(store: Path, checkpoint: Path, description: Path, **options: Any) -> 
     made = divide_rows(spec, given, whole, row_classes=classes, kept=pruned.kept, pruned_row=options["pruned_row"])
     golden = options["golden"]
     with progress_bars() as bars:
-        folder = export_snapshot(
-            store,
-            spec,
-            rows=made.rows,
-            dense=dense,
-            vocabularies={table: _read_vocabulary(spec, table, Path(file)) for table, file in options["vocabulary"]},
-            # Of a table that is divided by quotient_remainder there may be counts of its parts alone.
-            access_counts={**{table: counts[table] for table in counts.keys() - seen}, **made.access_counts},
-            row_classes=made.row_classes,
-            golden=None if golden is None else _read_golden(golden),
-            metadata=dict(options["metadata"]),
-            plan=None if plan is None else plan.to_json().encode(),
-            progress=bars,
-            **{name: options[name] for name in ("golden_tolerance", "version", "rows_per_file")},
-        )
-    written = Snapshot.open(folder, verify=False)
+
+        def write(folder: Path, version: int | None) -> Path:
+            return export_snapshot(
+                folder,
+                spec,
+                rows=made.rows,
+                dense=dense,
+                vocabularies={
+                    table: _read_vocabulary(spec, table, Path(file)) for table, file in options["vocabulary"]
+                },
+                # Of a table that is divided by quotient_remainder there may be counts of its parts alone.
+                access_counts={**{table: counts[table] for table in counts.keys() - seen}, **made.access_counts},
+                row_classes=made.row_classes,
+                golden=None if golden is None else _read_golden(golden),
+                metadata=dict(options["metadata"]),
+                plan=None if plan is None else plan.to_json().encode(),
+                progress=bars,
+                version=version,
+                **{name: options[name] for name in ("golden_tolerance", "rows_per_file")},
+            )
+
+        written, where = export_into(store, spec.model, options["version"], write, bars)
     for line in pruned.told:
         click.echo(line)
-    click.echo(f"wrote {folder}: {human_bytes(written.size_bytes)}, as float32 {human_bytes(written.float32_bytes)}")
+    click.echo(f"wrote {where}: {human_bytes(written.size_bytes)}, as float32 {human_bytes(written.float32_bytes)}")
 
 
 class Pruned(NamedTuple):

@@ -134,20 +134,22 @@ def up(ctx: click.Context, /, **options: Any) -> None:
 def _what(options: Options) -> dict[str, Any]:
     """`store`, `models` and `versions` of the fleet. Raises click.UsageError or SnapshotError."""
     from loader.snapshot.reader import Snapshot
-    from loader.snapshot.store import Store
+    from loader.stores.opening import open_store
 
     store, models, version = options["store"], options["models"], options["version"]
     if options["snapshot"] is not None:
         if store is not None or models or version is not None:
             raise click.UsageError("--snapshot names the folder itself: leave out --store, --model and --version.")
         # Only the manifest and the headers: each child checks the files that it loads.
-        opened = Snapshot.open(options["snapshot"].resolve(), verify=False)
-        name = opened.spec.model
-        return {"store": opened.path.parent.parent, "models": (name,), "versions": {name: opened.version}}
+        snapshot = Snapshot.open(options["snapshot"].resolve(), verify=False)
+        name = snapshot.spec.model
+        return {"store": snapshot.path.parent.parent, "models": (name,), "versions": {name: snapshot.version}}
     if store is None:
-        raise click.UsageError("Name a store: --store FOLDER [--model NAME ...], or --snapshot FOLDER.")
-    Store(store).check_exists()
-    models = models or tuple(Store(store).models())
+        raise click.UsageError("Name a store: --store FOLDER|URL [--model NAME ...], or --snapshot FOLDER.")
+    settings.registry_url(options["registry"], store)
+    opened = open_store(store)
+    opened.check_exists()
+    models = models or tuple(opened.models())
     if version is not None and len(models) != 1:
         raise click.UsageError(f"--version is of one model, but there are several: {list(models)}")
     return {"store": store, "models": models, "versions": {} if version is None else {models[0]: version}}

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import click
 
-from serving.cli.settings import registry_url
+from serving.cli.settings import registry_url, store_of
 
 Option: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -196,7 +196,57 @@ ids_option = option(
     "columns are features. It sizes tables with num_embeddings auto, and its lookups count as --counts do. Repeatable.",
     multiple=True,
 )
-store_option = option("--store", "The folder that holds <model>/<version>/ snapshots.", FOLDER)
+
+
+def store_text(text: str) -> str | Path:
+    """Read where a store or a snapshot is: the text of a URL, and the path of anything else, which is no file."""
+    if "://" in text:
+        return text
+    if (path := Path(text)).is_file():
+        raise click.BadParameter(f"{text!r} is a file; expected a folder, or a URL.")
+    return path
+
+
+STORE_FLAGS = ("store_cache", "store_cache_gb", "store_timeout_s")
+
+
+def store_options(text: str, **more: Any) -> Option:
+    """Declare `--store` for a folder or a URL, and what goes with a URL; the command gets `store`, a StorePlace."""
+
+    def declare(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def command(*args: Any, store: str | Path | None, **options: Any) -> Any:
+            own = {name: options.pop(name) for name in STORE_FLAGS}
+            return function(*args, store=None if store is None else store_of(store, **own), **options)
+
+        return together(
+            option("--store FOLDER|URL", text, store_text, **more),
+            option(
+                "--store-cache",
+                "Of a store at a URL: the folder that versions are fetched into, which processes of a machine may "
+                "share. Default: ~/.cache/shardrank/stores.",
+                FOLDER,
+                envvar="SHARDRANK_STORE_CACHE",
+            ),
+            option(
+                "--store-cache-gb GB",
+                "What that folder may hold, in 10^9 bytes; what was used longest ago goes. Default: 100.",
+                ABOVE_ZERO,
+                envvar="SHARDRANK_STORE_CACHE_GB",
+            ),
+            option(
+                "--store-timeout-s S",
+                "How long a store at a URL may take for one request, retries included. Default: 60.",
+                FiniteRange(0, 3600, min_open=True),
+            ),
+        )(command)
+
+    return declare
+
+
+store_option = store_options(
+    "What holds <model>/<version>/ snapshots: a folder, or s3://, gs:// or az://BUCKET/PREFIX."
+)
 out_store_option = option("--store", "Where the snapshot goes: FOLDER/<model>/<version>/.", FOLDER, required=True)
 snapshot_options = together(
     store_option,

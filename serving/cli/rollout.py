@@ -28,7 +28,7 @@ from serving.cli.output import (
     stdout_console,
     table_of,
 )
-from serving.cli.settings import config_of, opened_registry, registry_url, with_registry
+from serving.cli.settings import config_of, opened_registry, published_folder, registry_url, with_registry
 
 if TYPE_CHECKING:
     from loader.registry.fleet import FleetRegistry, PublishedVersion, WantedModel
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from loader.rollout.plan import Event, Rollout
     from loader.rollout.requests import RolloutStatus
     from loader.snapshot.publishing import Publication, Retained
+    from loader.stores.place import StorePlace
 
 DEFAULT_CANARY_BAKE_S = 60.0
 SHOWN_EVENTS = 8
@@ -56,8 +57,8 @@ Sleep = Callable[[float], Awaitable[None]]
 
 
 @click.command(cls=WithExamples)
-@click.argument("snapshot_folder", type=opts.EXISTING_FOLDER)
-@opts.option("--store", "The store of the fleet's processes; default: the one in which the folder lies.", opts.FOLDER)
+@click.argument("snapshot", type=opts.store_text)
+@opts.store_options("The store of the fleet's processes; default: the one in which the snapshot lies.")
 @opts.registry_option
 @opts.option(
     "--retain K",
@@ -68,22 +69,29 @@ Sleep = Callable[[float], Awaitable[None]]
 @opts.hash_threads_option
 @opts.json_flag("what was published")
 def publish(
-    snapshot_folder: Path, store: Path | None, registry: str | None, retain: int | None, threads: int, as_json: bool
+    snapshot: str | Path,
+    store: StorePlace | None,
+    registry: str | None,
+    retain: int | None,
+    threads: int,
+    as_json: bool,
 ) -> None:
     """Check a snapshot in full, copy it into the store, and put it on record.
 
-    Nothing is rolled out by this: see `shardrank rollout start`. Without --registry it is the one in the store.
+    SNAPSHOT is its folder or, of one that lies in a store at a URL, URL/MODEL/VERSION.
+    Nothing is rolled out by this: see `shardrank rollout start`. Without --registry it is the one in the folder.
     May be run again: a copy that was interrupted goes on, and what is published already stays as it is.
 
     Examples:
       shardrank publish models/films/3
       shardrank publish /training/out/films/3 --store models --retain 5
       shardrank publish /training/out/films/3 --store models --registry redis://10.0.0.9:6379/0
+      shardrank publish /training/out/films/3 --store s3://bucket/models --registry redis://10.0.0.9:6379/0
     """
     from loader.snapshot import publishing
 
-    folder = snapshot_folder.resolve()
-    where = folder.parent.parent if store is None else store
+    folder, own = published_folder(snapshot, store)
+    where = own if store is None else store
 
     async def work(fleet: FleetRegistry) -> tuple[Publication, Retained | None]:
         done = await publishing.publish(fleet, folder, where, clock=time.time, threads=threads, progress=bars)
@@ -93,14 +101,14 @@ def publish(
         published, retained = with_registry(registry_url(registry, where), work)
     record = published.record
     if as_json:
-        done = {"folder": str(published.folder), "copied": published.copied, "is_new": published.is_new}
+        done = {"folder": published.where, "copied": published.copied, "is_new": published.is_new}
         kept, deleted = (None, None) if retained is None else (retained.kept, retained.dropped)
         print_json(record.model_dump(mode="json") | done | {"kept": kept, "deleted": deleted})
         return
     how = "copied to" if published.copied else "lies in"
     news = "is published" if published.is_new else "was published before"
     click.echo(f"{record.model} version {record.version} {news}; {human_bytes(record.rows_bytes)} of rows")
-    click.echo(f"{how} {published.folder}, identity {record.identity}")
+    click.echo(f"{how} {published.where}, identity {record.identity}")
     if retained is not None:
         told = [", ".join(map(str, found)) or "none" for found in (retained.kept, retained.dropped)]
         click.echo(f"kept: {told[0]}; deleted: {told[1]}")

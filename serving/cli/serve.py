@@ -117,6 +117,7 @@ def serve(ctx: click.Context, /, **options: Any) -> None:
       shardrank serve --registry redis://10.0.0.9/0 --store models --host 0.0.0.0
       shardrank serve --registry models/.registry --store models --model films --local
       shardrank serve --store models --model films
+      shardrank serve --store s3://bucket/models --model films --store-cache /var/cache/shardrank
       shardrank serve --store models --model films --shard 10.0.0.7:7000,10.0.0.8:7000 --shard 10.0.0.9:7000
       shardrank serve --snapshot models/films/3 --workers 4 --limit max_candidates=500 --host 0.0.0.0
       shardrank serve --snapshot models/films/3 --host 0.0.0.0 --tls-cert api.crt --tls-key api.key --tokens tokens.json
@@ -134,7 +135,9 @@ def serve(ctx: click.Context, /, **options: Any) -> None:
         verb = "is" if len(wrong) == 1 else "are"
         raise click.UsageError(f"{settings.flags(wrong)} {verb} for rows in this process; shard nodes have their own.")
     settings.hot_rows(options, all_here=options["local"] if in_fleet else not options["shards"])
-    folder = None if in_fleet else settings.member_folder(options)
+    # Workers are given the folder alone, and look for all that belongs in it.
+    with_rows = not options["shards"] or options["workers"] > 1
+    folder = None if in_fleet else settings.member_folder(options, with_rows=with_rows)
     if options["probe_port"] is None:
         # Of several workers the supervisor says it, once.
         settings.warn_if_open(options["host"], protection)
@@ -192,6 +195,7 @@ def _source(options: Options, folder: Path, node_tls: TlsClientConfig | None) ->
         ModelSource,
         options,
         snapshot=folder,
+        rows_here=not shards or isinstance(options["store"], Path | None),
         shards=shards,
         node_tls=node_tls,
         plan=settings.read_plan(options, [folder.parent.name]),
@@ -321,7 +325,7 @@ def worker_arguments(options: Options, folder: Path | None, worker: int = 0) -> 
         told += ["--snapshot", str(folder), *settings.arguments(options, ["shards", *_ROWS[:-1]])]
     else:
         node_id = options["node_id"] or serving_node_id(options["http_port"])
-        told += ["--node-id", f"{node_id}-{worker}", "--store", str(options["store"].resolve())]
+        told += ["--node-id", f"{node_id}-{worker}", *settings.store_arguments(options["store"])]
         told += settings.arguments(options, ["models", "max_staleness", "advertise", "stage_cpu_share"])
         told += ["--local", *settings.arguments(options, _ROWS)] if has_rows else []
     return told + settings.device_arguments(options) if has_rows else told

@@ -7,6 +7,7 @@ import contextlib
 import ipaddress
 import json
 import logging
+import shutil
 import tomllib
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,8 +20,11 @@ from click.core import ParameterSource
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
+    from loader.progress import Progress
     from loader.registry.fleet import FleetRegistry
     from loader.snapshot.reader import Snapshot
+    from loader.snapshot.store import HeldSnapshot
+    from loader.stores.place import StorePlace
     from router.hot_rows import HotRowsConfig
     from router.outliers import ReplicaPolicy
     from router.plan import Plan
@@ -50,6 +54,8 @@ TRACES = ("trace_endpoint", "trace_protocol")
 _HOT_ROWS = ("hot_rows_gb", "hot_rows")
 _TLS = ("tls_cert", "tls_key", "tls_client_ca")
 _NODE_TLS = ("node_ca", "node_cert", "node_key")
+_HELD: list[HeldSnapshot] = []
+"""Versions that the one command of this process works with."""
 _FLAGS = {"shards": "--shard", "models": "--model", "plan_file": "--plan"}
 
 
@@ -107,41 +113,135 @@ def belongs_to_fleet(ctx: click.Context, fleet_only: Collection[str]) -> bool:
     return True
 
 
-def snapshot_folder(store: Path | None, model: str | None, version: int | None, snapshot: Path | None) -> Path:
-    """Return the folder of the snapshot that was named, by default the latest. Raises UsageError, SnapshotError."""
+def store_of(
+    store: str | Path, store_cache: Path | None, store_cache_gb: float | None, store_timeout_s: float | None
+) -> StorePlace:
+    """Return where a store is. Raises StoreUrlError, and UsageError for flags that a folder has no use for."""
+    from loader.stores.place import store_place
+
+    values = {"cache": store_cache, "cache_bytes": to_bytes(store_cache_gb), "timeout_s": store_timeout_s}
+    place = store_place(store, **{name: value for name, value in values.items() if value is not None})
+    if isinstance(place, Path):
+        given = given_flags(click.get_current_context())
+        if wrong := sorted(given & {"store_cache", "store_cache_gb", "store_timeout_s"}):
+            raise click.UsageError(f"{flags(wrong)}: only with a --store at a URL.")
+    return place
+
+
+def store_arguments(place: StorePlace) -> list[str]:
+    """Return the flags that give a child process the same store."""
+    return ["--store", str(place.resolve())] if isinstance(place, Path) else place.arguments
+
+
+def snapshot_folder(
+    store: StorePlace | None,
+    model: str | None,
+    version: int | None,
+    snapshot: Path | None,
+    *,
+    with_rows: bool = True,
+    verify: bool = True,
+) -> Path:
+    """Return the folder of the snapshot that was named, by default the latest. Raises UsageError, SnapshotError.
+
+    Of a store at a URL it is fetched, with its rows or without, and stays in the cache until this process ends.
+    """
     if snapshot is not None:
         if store is not None or model is not None or version is not None:
             raise click.UsageError("--snapshot names the folder itself: leave out --store, --model and --version.")
         return snapshot
     if store is None:
-        raise click.UsageError("Name a snapshot: --store FOLDER [--model NAME] [--version N], or --snapshot FOLDER.")
-    from loader.snapshot.store import Store
+        raise click.UsageError(
+            "Name a snapshot: --store FOLDER|URL [--model NAME] [--version N], or --snapshot FOLDER."
+        )
+    from loader.stores.opening import open_store
 
-    opened = Store(store)
+    opened = open_store(store)
     opened.check_exists()
     if model is None:
         models = opened.models()
         if len(models) > 1:
             raise click.UsageError(f"--store {store} holds several models, name one with --model: {models}")
         model = models[0]
-    return opened.snapshot_path(model, version)
+    held = opened.hold(model, version, with_rows=with_rows, verify=verify)
+    _HELD.append(held)
+    return held.path
 
 
-def member_folder(options: Options) -> Path:
+def published_folder(snapshot: str | Path, store: StorePlace | None) -> tuple[Path, StorePlace]:
+    """Return the folder of a snapshot that is named by itself, and the store in which it lies.
+
+    One at a URL is fetched through the cache of `store`, which has to be the one in which it lies.
+
+    Raises UsageError, SnapshotError, StoreError.
+    """
+    if isinstance(snapshot, Path):
+        if not snapshot.is_dir():
+            raise click.UsageError(f"Directory {str(snapshot)!r} does not exist.")
+        folder = snapshot.resolve()
+        return folder, folder.parent.parent
+    from loader.stores.place import store_place
+
+    url, _, version = snapshot.rstrip("/").rpartition("/")
+    url, _, model = url.rpartition("/")
+    if not version.isdecimal() or not model:
+        raise click.UsageError(f"{snapshot!r} is no snapshot: URL/MODEL/VERSION, or a folder.")
+    place = store_place(url)
+    if isinstance(place, Path):
+        return (place / model / version).resolve(), place
+    if store is not None and str(store) != str(place):
+        raise click.UsageError(f"{snapshot} lies in another store than {store}: fetch it into a folder first.")
+    place = place if store is None else store
+    return snapshot_folder(place, model, int(version), None), place
+
+
+def export_into(
+    place: StorePlace, model: str, version: int | None, write: Callable[[Path, int | None], Path], progress: Progress
+) -> tuple[Snapshot, str]:
+    """Have `write` make a model's next version, or that one, in a store; return it and where it is.
+
+    For a store at a URL it is made in a folder beside the cache, put up as a whole, and deleted here.
+
+    Raises ExportError as `write`, and if an earlier version made here was not put up; StoreError.
+    """
+    from loader.errors import ExportError
+    from loader.snapshot.reader import Snapshot
+    from loader.stores.opening import open_store
+
+    if isinstance(place, Path):
+        folder = write(place, version)
+        return Snapshot.open(folder, verify=False), str(folder)
+    store, made = open_store(place), place.exports
+    version = store.next_version(model) if version is None else version
+    if (finished := made / model / str(version)).exists():
+        raise ExportError(
+            f"{finished} was made by an earlier export and not put up: go on with `shardrank publish {finished} "
+            f"--store {place}`, or delete it"
+        )
+    snapshot = Snapshot.open(write(made, version), verify=False)
+    where, _ = store.put(snapshot.path, snapshot.identity, progress)
+    shutil.rmtree(snapshot.path)
+    return snapshot, where
+
+
+def member_folder(options: Options, *, with_rows: bool = True) -> Path:
     """Return the folder of the one snapshot that a process without a registry serves. Raises as `snapshot_folder`."""
     models = options["models"]
     if len(models) > 1:
         raise click.UsageError("Several --model need --registry.")
     model = models[0] if models else None
-    return snapshot_folder(options["store"], model, options["version"], options["snapshot"]).resolve()
+    named = options["store"], model, options["version"], options["snapshot"]
+    return snapshot_folder(*named, with_rows=with_rows, verify=options["verify"]).resolve()
 
 
-def registry_url(registry: str | None, store: Path | None) -> str:
-    """Return the registry that was named, or the store's own. Raises click.UsageError if neither was named."""
+def registry_url(registry: str | None, store: StorePlace | None) -> str:
+    """Return the registry that was named, or that of a store's folder. Raises click.UsageError if there is neither."""
     if registry is not None:
         return registry
     if store is None:
         raise click.UsageError("Name the fleet: --registry URL, or --store FOLDER for the registry that lies in it.")
+    if not isinstance(store, Path):
+        raise click.UsageError(f"--registry URL is needed: no registry lies in a store at a URL, {store}.")
     from serving.fleet.local_fleet import STORE_REGISTRY
 
     return str(store.resolve() / STORE_REGISTRY)

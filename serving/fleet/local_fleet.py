@@ -38,6 +38,8 @@ from loader.snapshot.publishing import register
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.store import Store
 from loader.snapshot.tables import Frozen
+from loader.stores.opening import open_store
+from loader.stores.place import StoreUrl
 from router.errors import PlanError
 from router.plan import REPLICATED, Plan
 from router.plan_file import PlanFile
@@ -79,7 +81,7 @@ class FleetConfig(Frozen):
         workers: serving processes on one HTTP and one gRPC port; port 0 is any free one.
     """
 
-    store: Path
+    store: Path | StoreUrl
     models: tuple[str, ...] = Field(min_length=1, max_length=256)
     versions: dict[str, int] = Field(default_factory=dict)
     registry: str | None = None
@@ -106,11 +108,15 @@ class FleetConfig(Frozen):
             raise ValueError(f"models has duplicates: {list(self.models)}")
         if unknown := sorted(self.versions.keys() - set(self.models)):
             raise ValueError(f"versions of models that are not served: {unknown}")
+        if self.registry is None and not isinstance(self.store, Path):
+            raise ValueError(f"registry must be named: none lies in a store at a URL, {self.store}")
         return self
 
     @property
     def registry_url(self) -> str:
         """Returns the registry that was named, or the store's own."""
+        if not isinstance(self.store, Path):
+            return self.registry or ""
         return str(self.store.resolve() / STORE_REGISTRY) if self.registry is None else self.registry
 
     @property
@@ -139,7 +145,8 @@ class FleetConfig(Frozen):
     def store_arguments(self) -> list[str]:
         """Flags by which every child finds what it serves, and checks it whenever it loads it."""
         models = [argument for model in self.models for argument in ("--model", model)]
-        return ["--store", str(self.store.resolve()), *models, "--verify" if self.verify else "--no-verify"]
+        store = ["--store", str(self.store.resolve())] if isinstance(self.store, Path) else self.store.arguments
+        return [*store, *models, "--verify" if self.verify else "--no-verify"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,20 +213,29 @@ async def _begin(fleet: FleetRegistry, config: FleetConfig, clock: Callable[[], 
             f"a fleet with nodes {taken} runs with registry {fleet.name} already: "
             "stop it first, or give this one another --registry"
         )
-    store, wanted = Store(config.store), await fleet.wanted()
+    store, wanted = open_store(config.store), await fleet.wanted()
     found = []
     for model in config.models:
         chosen = await _choose(fleet, config, model, wanted.get(model), nodes)
-        snapshot = await asyncio.to_thread(Snapshot.open, store.snapshot_path(model, chosen), verify=False)
+        snapshot, plan = await asyncio.to_thread(_planned, store, config, model, chosen)
+        latest = await asyncio.to_thread(store.latest, model)
+        found.append((snapshot, Beginning(model, chosen, plan, latest)))
+    await _write_fleet_record(fleet, config, nodes)
+    for snapshot, one in found:
+        await register(fleet, snapshot, clock=clock, store=config.store)
+        await fleet.update_wanted(one.model, partial(_first_wanted, one.model, one.version))
+    return tuple(one for _, one in found)
+
+
+def _planned(store: Store, config: FleetConfig, model: str, version: int) -> tuple[Snapshot, Plan]:
+    """Read what divides a version; children fetch and check what they load."""
+    with store.hold(model, version, with_rows=False, verify=False) as held:
+        rows_here = isinstance(config.store, Path)
+        snapshot = Snapshot.open(held.path, verify=False, rows_here=rows_here)
         plan = Plan.of_snapshot(
             snapshot, config.shards, config.sharding, config.cards, config.replicate_bytes, config.read_plan()
         )
-        found.append((snapshot, Beginning(model, chosen, plan, store.latest(model))))
-    await _write_fleet_record(fleet, config, nodes)
-    for snapshot, one in found:
-        await register(fleet, snapshot, clock=clock)
-        await fleet.update_wanted(one.model, partial(_first_wanted, one.model, one.version))
-    return tuple(one for _, one in found)
+        return snapshot, plan
 
 
 async def _choose(
@@ -229,7 +245,7 @@ async def _choose(
     asked = config.versions.get(model)
     live = None if wanted is None else wanted.live
     if live is None or asked == live:
-        return Store(config.store).latest(model) if asked is None else asked
+        return await asyncio.to_thread(open_store(config.store).latest, model) if asked is None else asked
     if asked is None:
         return live
     hint = f"start without a version, then: shardrank rollout start {model} {asked}"

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import torch
@@ -66,7 +65,7 @@ class DenseSteps:
     """
 
     def __init__(
-        self, fleet: FleetRegistry, store: Path, metrics: ServingMetrics, clock: Callable[[], float] = time.monotonic
+        self, fleet: FleetRegistry, store: Store, metrics: ServingMetrics, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.refused: dict[tuple[str, int], RefusedStep] = {}
         self._unread: dict[tuple[str, int], _Unread] = {}
@@ -173,6 +172,6 @@ class DenseSteps:
         # OpenMP would give this thread helpers of its own.
         torch.set_num_threads(1)
         tensors = read_step(self._store, record)
-        folder = Store(self._store).snapshot_path(served.model, served.version)
-        snapshot = Snapshot.open(folder, verify=False)
-        served.change_dense(snapshot, checked_tensors(snapshot, tensors), record, max_drift)
+        with self._store.hold(served.model, served.version, with_rows=False, verify=False) as held:
+            snapshot = Snapshot.open(held.path, verify=False, rows_here=False)
+            served.change_dense(snapshot, checked_tensors(snapshot, tensors), record, max_drift)

@@ -15,7 +15,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from loader.errors import ShardrankError
 from loader.progress import Progress, no_progress
-from loader.snapshot.reader import Snapshot
+from loader.snapshot.reader import Snapshot, VerifiedFiles
 from loader.snapshot.tables import Frozen
 from router.hot_keeper import HotKeepers
 from router.hot_rows import HotRowsConfig
@@ -45,6 +45,7 @@ class ModelSource(Frozen):
     """Which version to serve, and where its rows are.
 
     Attributes:
+        rows_here: whether row files are in the snapshot's folder; needed for rows in this process.
         shards: the addresses of each shard's replicas. Empty: the rows are loaded into this process.
         node_tls: for shard nodes at TCP addresses; None for plain text.
         local_shards: how many shards the rows in this process are divided over; one is right for all but tests.
@@ -63,6 +64,7 @@ class ModelSource(Frozen):
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
     snapshot: Path
+    rows_here: bool = True
     shards: tuple[tuple[Address, ...], ...] = ()
     node_tls: TlsClientConfig | None = None
     local_shards: int = Field(default=1, ge=1, le=64)
@@ -113,7 +115,10 @@ def load_served_model(
     """
     if source.num_replicas == 0 and loop is None:
         raise ServingError("num_replicas 0 ranks on an event loop, and there is none here; allowed is 1..64")
-    snapshot = Snapshot.open(source.snapshot, verify=source.verify, progress=progress)
+    files: VerifiedFiles = "all" if source.rows_here else "other"
+    snapshot = Snapshot.open(
+        source.snapshot, verify=source.verify, files=files, rows_here=source.rows_here, progress=progress
+    )
     count, clock = len(source.shards) or source.local_shards, service.clock
     cards = None if source.shards else source.cards
     plan = Plan.of_snapshot(snapshot, count, source.sharding, cards, source.replicate_bytes, source.plan)

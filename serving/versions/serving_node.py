@@ -22,7 +22,7 @@ import torch
 from pydantic import Field
 
 from loader.errors import RegistryError, SnapshotCorruptError
-from loader.progress import Pace, Wish, ended, in_background
+from loader.progress import Pace, Progress, Wish, ended, in_background
 from loader.registry.fleet import (
     FleetRecord,
     FleetRegistry,
@@ -35,8 +35,9 @@ from loader.registry.fleet import (
 )
 from loader.registry.registry import Registry
 from loader.snapshot.reader import Snapshot
-from loader.snapshot.store import Store
 from loader.snapshot.tables import Frozen
+from loader.stores.opening import open_store
+from loader.stores.place import StoreUrl
 from router.errors import HotRowsError
 from router.hot_keeper import HotKeepers, HotStatus
 from router.hot_rows import HotRowsConfig
@@ -83,7 +84,7 @@ class ServingConfig(Frozen):
     """
 
     node_id: NodeId
-    store: Path
+    store: Path | StoreUrl
     verify: bool = True
     num_replicas: int = Field(default=1, ge=0, le=64)
     dtype: DtypeChoice = "auto"
@@ -136,7 +137,8 @@ class ServingNode:
         self._models = agent_config.models
         self._node_tls = None if config.node_tls is None else client_context(config.node_tls)
         self._local = local
-        self._dense = DenseSteps(fleet, config.store, service.metrics, service.clock)
+        self._store = open_store(config.store)
+        self._dense = DenseSteps(fleet, self._store, service.metrics, service.clock)
         self._memory: tuple[float, int] = (float("-inf"), 0)
         self._tasks: list[asyncio.Task[None]] = []
         self.directory = ReplicaDirectory(service.clock)
@@ -309,16 +311,43 @@ class ServingNode:
     ) -> ServedModel:
         # OpenMP would give this thread helpers of its own.
         torch.set_num_threads(1)
-        config, service = self._config, self._service
+        config = self._config
         progress = wish.over(lambda what, done, total: tell(OPENED + 0.5 * OPENED * done / max(1, total)))
         paced = Pace(config.stage_cpu_share, sleep=wish.rest).over(progress)
-        folder = Store(config.store).snapshot_path(published.model, published.version)
-        # Row files are the shard nodes' to check.
-        snapshot = Snapshot.open(folder, verify=config.verify, files="other", progress=paced)
+        closing = ExitStack()
+        # Row files are the shard nodes' to fetch, and to check.
+        held = self._store.hold(
+            published.model,
+            published.version,
+            identity=published.identity,
+            with_rows=False,
+            verify=config.verify,
+            progress=paced,
+        )
+        closing.callback(held.close)
+        try:
+            return self._load_held(published, topology, loop, held.path, closing, paced, wish)
+        except BaseException:
+            closing.close()
+            raise
+
+    def _load_held(
+        self,
+        published: PublishedVersion,
+        topology: FleetRecord | None,
+        loop: asyncio.AbstractEventLoop,
+        folder: Path,
+        closing: ExitStack,
+        paced: Progress,
+        wish: Wish,
+    ) -> ServedModel:
+        """Load a version whose folder stays until `closing`, which the served model does at its end."""
+        config, service = self._config, self._service
+        rows_here = isinstance(config.store, Path)
+        snapshot = Snapshot.open(folder, verify=config.verify, files="other", rows_here=rows_here, progress=paced)
         _check_identity(snapshot, published.identity, "was published")
         wish.check()
         shards: ShardsFactory
-        closing = ExitStack()
         hot = None
         if self._local is not None:
             model, version = published.model, published.version
@@ -344,25 +373,21 @@ class ServingNode:
                 keeper = self._hot.start(snapshot, plan, partial(replicated, ReplicaEvents()))
                 closing.callback(keeper.close)
                 hot = keeper.rows
-        try:
-            return ServedModel.load(
-                snapshot,
-                plan,
-                shards,
-                limits=service.limits,
-                num_replicas=config.num_replicas,
-                dtype=config.dtype,
-                wire_dtype=config.wire_dtype,
-                metrics=service.metrics,
-                clock=service.clock,
-                on_close=closing.close,
-                loop=loop,
-                hot=hot,
-                trust_exported=config.trust_exported,
-            )
-        except BaseException:
-            closing.close()
-            raise
+        return ServedModel.load(
+            snapshot,
+            plan,
+            shards,
+            limits=service.limits,
+            num_replicas=config.num_replicas,
+            dtype=config.dtype,
+            wire_dtype=config.wire_dtype,
+            metrics=service.metrics,
+            clock=service.clock,
+            on_close=closing.close,
+            loop=loop,
+            hot=hot,
+            trust_exported=config.trust_exported,
+        )
 
     def _tell_hot(self, status: HotStatus) -> None:
         """Count what a version's hot rows answered, on its keeper's thread."""

@@ -26,8 +26,10 @@ from loader.registry.fleet import (
     cut_reason,
 )
 from loader.snapshot.reader import Snapshot
-from loader.snapshot.store import Store
+from loader.snapshot.store import HeldSnapshot
 from loader.snapshot.tables import Frozen
+from loader.stores.opening import open_store
+from loader.stores.place import FETCHING, StoreUrl
 from shard_node.agent.delta_follower import Followers, catch_up
 from shard_node.engine.loading import prepare_load
 from shard_node.engine.memory import RowMemory, available_memory_bytes, total_memory_bytes
@@ -112,8 +114,8 @@ def stage_tables(
 
 
 def share_of(tell: Callable[[float], None]) -> Progress:
-    """Make the progress of `stage_tables` one number, 0 to 1: half of it is checking, half is loading."""
-    begins = {"checking SHA-256": 0.0, "load": 0.5}
+    """Make the progress of `stage_tables` one number, 0 to 1: half of it is fetching or checking, half is loading."""
+    begins = {FETCHING: 0.0, "checking SHA-256": 0.0, "load": 0.5}
 
     def told(what: str, done: int, total: int) -> None:
         if what in begins:
@@ -128,7 +130,7 @@ class NodeConfig(Frozen):
     Attributes:
         node_id: stable over restarts.
         address: where routers reach it.
-        store: the folder that holds `<model>/<version>/` snapshots.
+        store: what holds `<model>/<version>/` snapshots.
         replicate_bytes: tables of at most this many bytes are on every shard.
         verify: compare SHA-256 of row files.
         memory_cap_bytes: RAM that the rows of all versions together may take; None for what is available.
@@ -139,7 +141,7 @@ class NodeConfig(Frozen):
 
     node_id: NodeId
     address: str
-    store: Path
+    store: Path | StoreUrl
     replicate_bytes: int = Field(ge=0)
     verify: bool = True
     memory_cap_bytes: int | None = Field(default=None, ge=0)
@@ -180,7 +182,8 @@ class NodeActions:
         self._memory = memory or RowMemory(config.memory_cap_bytes)
         self._sleep = sleep
         self._card_set = card_set
-        self._store = Store(config.store)
+        self._store = open_store(config.store)
+        self._files: dict[tuple[str, int], HeldSnapshot] = {}
         self._followers = Followers(fleet.registry, clock)
         self._live: dict[str, int | None] = {}
         self._retiring: set[tuple[str, int]] = set()
@@ -202,29 +205,51 @@ class NodeActions:
         if published is None:
             raise SnapshotNotFoundError(f"version {version} of {model!r} is not published in {self._fleet.name}")
 
-        def work(wish: Wish) -> LoadedTables:
-            config = self._config
-            return stage_tables(
-                self._store.snapshot_path(model, version),
-                published,
-                self._plan_of,
-                memory=self._memory,
-                memory_budget_bytes=config.memory_budget_bytes,
-                card_set=self._card_set,
-                observed=self._observed(model),
-                verify=config.verify,
-                pace=Pace(config.stage_cpu_share, config.stage_bytes_per_s, sleep=wish.rest),
-                progress=wish.over(share_of(tell)),
-            )
+        config = self._config
 
-        tables = await in_background(work, f"stage-{model}-{version}", LoadedTables.close)
+        def work(wish: Wish) -> tuple[LoadedTables, HeldSnapshot]:
+            progress = wish.over(share_of(tell))
+            pace = Pace(config.stage_cpu_share, config.stage_bytes_per_s, sleep=wish.rest)
+            held = self._store.hold(
+                model, version, identity=published.identity, verify=config.verify, progress=pace.over(progress)
+            )
+            try:
+                tables = stage_tables(
+                    held.path,
+                    published,
+                    self._plan_of,
+                    memory=self._memory,
+                    memory_budget_bytes=config.memory_budget_bytes,
+                    card_set=self._card_set,
+                    observed=self._observed(model),
+                    verify=config.verify and not held.is_checked,
+                    pace=pace,
+                    progress=progress,
+                )
+            except BaseException:
+                held.close()
+                raise
+            return tables, held
+
+        def free(made: tuple[LoadedTables, HeldSnapshot]) -> None:
+            tables, held = made
+            try:
+                tables.close()
+            finally:
+                held.close()
+
+        tables, held = made = await in_background(work, f"stage-{model}-{version}", free)
         try:
             if version in wanted.follow:
                 await catch_up(self._fleet.registry, model, version, tables, self._sleep)
             self._node.stage(model, version, tables)
         except BaseException:
-            tables.close()
+            free(made)
             raise
+        if any(use.tier == "mapped" for use in tables.engine.memory()):
+            self._files[model, version] = held
+        else:
+            held.close()
 
     async def settle(self, wanted: WantedModel) -> bool:
         """As `Actions.settle`: starts and stops followers, and marks the live version."""
@@ -249,6 +274,8 @@ class NodeActions:
             self._retiring.discard((model, version))
         while not generation.retired.is_set():
             await self._sleep(_LOOK_S)
+        if (held := self._files.pop((model, version), None)) is not None:
+            held.close()
 
     def reports(self) -> Sequence[VersionReport]:
         """As `Actions.reports`. A version that can't take up its deltas is refused, unless it is live."""

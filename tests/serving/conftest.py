@@ -7,7 +7,10 @@ import pytest
 
 from serving.rank.service import RankingService
 from shardrank_testing.golden import golden_of
+from shardrank_testing.s3_server import bucket, s3_port
 from shardrank_testing.serving_api import ApiModel, served_service, write_api_model
+
+__all__ = ["bucket", "s3_port"]
 
 
 @pytest.fixture(scope="session")

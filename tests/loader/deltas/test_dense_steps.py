@@ -13,6 +13,7 @@ from loader.deltas.publisher import AsyncDeltaPublisher, DeltaPublisher
 from loader.errors import DeltaError, DeltaFormatError, RegistryConflictError, SnapshotError
 from loader.registry.fleet import FleetRegistry
 from loader.registry.opening import open_registry
+from loader.snapshot.store import Store
 from shardrank_testing.deltas import MODEL, delta_spec, export_state, register_version
 from shardrank_testing.registries import REGISTRY_KINDS, registry_of
 from shardrank_testing.snapshots import random_tables
@@ -64,7 +65,7 @@ def test_a_step_is_on_record_with_the_last_delta_and_read_as_it_was_published(ur
         assert await publisher.publish_dense(20, given, max_drift=0.1) == 1
         record = await fleet.dense_step(MODEL, 1)
         assert (record.step, record.sequence, record.max_drift, record.published_at) == (20, 1, 0.1, 12.5)
-        found = read_step(store, record)
+        found = read_step(Store(store), record)
         assert found.keys() == given.keys()
         assert all(torch.equal(found[name], torch.from_numpy(given[name]).float()) for name in given)
 
@@ -82,7 +83,7 @@ def test_the_same_weights_again_change_nothing_and_others_or_earlier_steps_are_r
         with pytest.raises(RegistryConflictError, match="dense step 7 is published; 6 must be higher"):
             await publisher.publish_dense(6, weights(snapshot, 0.5))
         assert await fleet.dense_step(MODEL, 1) == before
-        read_step(store, before)
+        read_step(Store(store), before)
 
     with_fleet(url, snapshot, scenario)
 
@@ -138,7 +139,7 @@ def test_weights_that_are_not_the_versions_are_refused_by_name_and_nothing_is_pu
         with pytest.raises(DeltaFormatError, match=problem):
             await publisher.publish_dense(1, broken(how)(tensors))
         assert await fleet.dense_step(MODEL, 1) is None
-        assert not steps_folder(store, MODEL, 1).exists()
+        assert not (store / steps_folder(MODEL, 1)).exists()
 
     with_fleet(url, snapshot, scenario)
 
@@ -173,17 +174,17 @@ def test_only_the_last_files_stay_and_a_damaged_one_is_refused(url, snapshot, st
         publisher = AsyncDeltaPublisher(fleet.registry, MODEL, 1, store)
         for step in range(1, KEPT_STEPS + 4):
             await publisher.publish_dense(step, weights(snapshot, step / 100))
-        files = sorted(steps_folder(store, MODEL, 1).iterdir())
+        files = sorted((store / steps_folder(MODEL, 1)).iterdir())
         assert [int(file.name.split("-")[0]) for file in files] == list(range(4, KEPT_STEPS + 4))
         record = await fleet.dense_step(MODEL, 1)
         content = bytearray(files[-1].read_bytes())
         content[-1] ^= 1
         files[-1].write_bytes(content)
         with pytest.raises(DeltaFormatError, match=r"bytes of SHA-256 .*; published were"):
-            read_step(store, record)
+            read_step(Store(store), record)
         files[-1].unlink()
         with pytest.raises(SnapshotError, match="missing"):
-            read_step(store, record)
+            read_step(Store(store), record)
 
     with_fleet(url, snapshot, scenario)
 
@@ -200,13 +201,13 @@ def test_tensors_of_any_kind_become_float32_in_memory(snapshot):
 
 def test_steps_of_an_earlier_fleet_in_the_same_store_do_not_cost_a_new_one_its_file(url, snapshot, store):
     async def scenario(fleet):
-        folder = steps_folder(store, MODEL, 1)
+        folder = store / steps_folder(MODEL, 1)
         folder.mkdir(parents=True)
         for step in range(100, 110):
             (folder / f"{step:020d}-{'0' * 16}.safetensors").write_bytes(b"old")
         publisher = AsyncDeltaPublisher(fleet.registry, MODEL, 1, store)
         await publisher.publish_dense(1, weights(snapshot, 0.5))
-        read_step(store, await fleet.dense_step(MODEL, 1))
+        read_step(Store(store), await fleet.dense_step(MODEL, 1))
         assert len(list(folder.iterdir())) == KEPT_STEPS
 
     with_fleet(url, snapshot, scenario)

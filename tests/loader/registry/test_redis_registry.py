@@ -13,8 +13,8 @@ from loader.registry.redis_registry import PAGE_ENTRIES, TRIM_ENTRIES, RedisRegi
 from loader.registry.registry import StreamBounds, StreamEntry
 from shard_node.wire.tls import TlsConfig, server_context
 from shardrank_testing.certificates import Authority, needs_openssl
-from shardrank_testing.redis_proxy import redis_proxy
 from shardrank_testing.registries import redis_server
+from shardrank_testing.tcp_proxy import redis_proxy
 
 # Well above what an answer takes, far below the default: tests wait for it.
 QUICK = {"socket_timeout_s": 0.5, "call_timeout_s": 1.0}

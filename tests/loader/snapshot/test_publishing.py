@@ -73,9 +73,9 @@ def test_a_published_version_lies_in_the_store_and_on_record(tmp_path: Path) -> 
     folder, _ = write_snapshot(tmp_path / "training", spec, version=4)
     done = published(tmp_path, folder)
     assert (done.copied, done.is_new) == (True, True)
-    assert done.folder == tmp_path / "store" / "films" / "4"
-    assert files_of(done.folder) == files_of(folder)
-    assert verify_snapshot(done.folder).ok
+    assert Path(done.where) == tmp_path / "store" / "films" / "4"
+    assert files_of(Path(done.where)) == files_of(folder)
+    assert verify_snapshot(Path(done.where)).ok
     record = on(tmp_path / "registry", lambda fleet: fleet.version("films", 4))
     assert record == done.record
     assert record.identity == Snapshot.open(folder).identity
@@ -97,7 +97,7 @@ def test_publishing_again_changes_nothing(tmp_path: Path) -> None:
 def test_a_snapshot_that_lies_in_the_store_is_not_copied(tmp_path: Path) -> None:
     folder, _ = write_snapshot(tmp_path / "store", one_table_spec(300))
     done = published(tmp_path, folder)
-    assert (done.copied, done.is_new, done.folder) == (False, True, folder)
+    assert (done.copied, done.is_new, Path(done.where)) == (False, True, folder)
 
 
 def test_a_lost_registry_is_filled_again_from_the_store(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_damage_in_the_store_itself_is_refused(tmp_path: Path) -> None:
     folder, _ = write_snapshot(tmp_path / "training", one_table_spec(300))
     done = published(tmp_path, folder)
     shutil.rmtree(tmp_path / "registry")
-    (done.folder / "dense.safetensors").write_bytes(b"")
+    (Path(done.where) / "dense.safetensors").write_bytes(b"")
     with pytest.raises(SnapshotCorruptError, match=r"store/small/1.* must not be served: .*dense.safetensors"):
         published(tmp_path, folder)
     assert on(tmp_path / "registry", lambda fleet: fleet.versions()) == []
@@ -138,7 +138,7 @@ def test_another_snapshot_of_a_published_version_is_refused(tmp_path: Path) -> N
     shutil.rmtree(tmp_path / "registry")
     with pytest.raises(SnapshotExistsError, match=first.record.identity):
         published(tmp_path, other)
-    assert files_of(first.folder) == files_of(folder)
+    assert files_of(Path(first.where)) == files_of(folder)
 
 
 def test_a_file_that_changes_while_it_is_copied_is_noticed_and_the_next_try_succeeds(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_a_file_that_changes_while_it_is_copied_is_noticed_and_the_next_try_succ
         published(tmp_path, folder, progress=change)
     assert Store(tmp_path / "store").versions("small") == []
     dense.write_bytes(good)
-    assert files_of(published(tmp_path, folder).folder) == files_of(folder)
+    assert files_of(Path(published(tmp_path, folder).where)) == files_of(folder)
 
 
 def test_a_full_disk_is_told_and_the_next_try_goes_on(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_a_full_disk_is_told_and_the_next_try_goes_on(tmp_path: Path) -> None:
         published(tmp_path, folder)
     assert Store(tmp_path / "store").versions("small") == []
     assert on(tmp_path / "registry", lambda fleet: fleet.versions()) == []
-    assert files_of(published(tmp_path, folder).folder) == files_of(folder)
+    assert files_of(Path(published(tmp_path, folder).where)) == files_of(folder)
 
 
 PUBLISH_AND_DIE = """
@@ -201,9 +201,9 @@ def test_a_killed_publisher_leaves_no_version_and_the_next_one_goes_on_where_it_
         kept = {path: path.stat().st_ino for path in work.rglob("*.safetensors") if path.name in str(journal)}
         assert kept
     done = published(tmp_path, folder)
-    assert files_of(done.folder) == files_of(folder)
+    assert files_of(Path(done.where)) == files_of(folder)
     for path, inode in kept.items():
-        assert (done.folder / path.relative_to(work)).stat().st_ino == inode
+        assert (Path(done.where) / path.relative_to(work)).stat().st_ino == inode
     assert os.listdir(tmp_path / "store" / "films") == ["1"]
 
 

@@ -18,6 +18,7 @@ from loader.deltas.publisher import AsyncDeltaPublisher
 from loader.registry.fleet import FleetRegistry
 from loader.registry.opening import open_registry
 from loader.snapshot.reader import Snapshot
+from loader.snapshot.store import Store
 from router.errors import ShardUnavailableError
 from serving.rank.ranking import Ranking
 from serving.rank.service import RankingService
@@ -277,7 +278,7 @@ def test_a_step_that_waits_for_rows_is_not_replaced_by_the_next_which_comes_afte
             await publisher.publish_dense(1, tensors_of(model, 0), max_drift=1.0)
             await until_step(fleet, 1)
             # A step whose delta is still to come.
-            sha256, size_bytes = write_step(steps_folder(store, MODEL, 1), 2, tensors_of(model, 1))
+            sha256, size_bytes = write_step(Store(store), MODEL, 1, 2, tensors_of(model, 1))
             first = await fleet.fleet.dense_step(MODEL, 1)
             changes = {"step": 2, "sequence": 1, "sha256": sha256, "size_bytes": size_bytes}
             await fleet.fleet.put_dense_step(first.model_copy(update=changes))
@@ -307,7 +308,7 @@ def test_a_file_that_is_not_what_was_published_is_refused_by_name(versions, stor
             await until_step(fleet, 1)
             record = await fleet.fleet.dense_step(MODEL, 1)
             # The name has the beginning of another SHA-256 than the content.
-            folder_of_steps = steps_folder(store, MODEL, 1)
+            folder_of_steps = store / steps_folder(MODEL, 1)
             written = next(folder_of_steps.glob(f"{1:020d}-{record.sha256[:16]}*"))
             forged = record.model_copy(update={"step": 2, "sha256": "f" * 64})
             (folder_of_steps / f"{2:020d}-{'f' * 16}.safetensors").write_bytes(written.read_bytes())
@@ -327,7 +328,7 @@ class SlowStore:
         self.now = 1000.0
         self.generations = service.generations
         self.served = self.generations.payload(MODEL, 1)
-        self.steps = DenseSteps(fleet, store, service.metrics, lambda: self.now)
+        self.steps = DenseSteps(fleet, Store(store), service.metrics, lambda: self.now)
         self._fleet, self._store = fleet, store
 
     async def record(self, model: ApiModel) -> Path:
@@ -335,7 +336,7 @@ class SlowStore:
         publisher = AsyncDeltaPublisher(self._fleet.registry, MODEL, 1, self._store)
         await publisher.publish_dense(1, tensors_of(model, 1), max_drift=1.0)
         record = await self._fleet.dense_step(MODEL, 1)
-        path = next(steps_folder(self._store, MODEL, 1).glob(f"{1:020d}-{record.sha256[:16]}*"))
+        path = next((self._store / steps_folder(MODEL, 1)).glob(f"{1:020d}-{record.sha256[:16]}*"))
         path.rename(path.with_suffix(".later"))
         return path
 
@@ -373,7 +374,7 @@ def with_slow_store(versions, store, folder, scenario) -> None:
         finally:
             await asyncio.to_thread(service.close)
             await registry.close()
-            shutil.rmtree(steps_folder(store, MODEL, 1))
+            shutil.rmtree(store / steps_folder(MODEL, 1))
 
     run(main())
 

@@ -16,6 +16,7 @@ from loader.registry.opening import open_registry
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.publishing import register
 from loader.snapshot.reader import Snapshot
+from loader.stores.place import StoreUrl
 from router.hot_rows import HotRowsConfig
 from router.plan import Plan
 from serving.limits import RequestLimits
@@ -72,7 +73,7 @@ class AgentFleet:
     """A fleet; `agent_fleet` makes one."""
 
     folder: Path
-    store: Path
+    store: Path | StoreUrl
     topology: FleetRecord
     fleet: FleetRegistry
     nodes: dict[str, RunningShardNode] = field(default_factory=dict)
@@ -203,7 +204,7 @@ async def with_live(
 
 @asynccontextmanager
 async def agent_fleet(
-    folder: Path, store: Path, shards: int = 2, replicas: int = 2, registry: str | None = None
+    folder: Path, store: Path | StoreUrl, shards: int = 2, replicas: int = 2, registry: str | None = None
 ) -> AsyncIterator[AgentFleet]:
     """A fleet with its shard nodes, and without serving processes.
 

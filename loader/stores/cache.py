@@ -1,0 +1,201 @@
+"""The folder that versions of stores at URLs are fetched into, bounded in bytes and shared by a machine's processes.
+
+```
+<cache>/lock                                      held (flock) while room is made
+<cache>/<identity>/lock                           held, shared, by who uses the version; its time: the last use
+<cache>/<identity>/<model>/<version>/             the snapshot: a file that is there was checked against the manifest
+<cache>/<identity>/parts/                         files that are being fetched (`loader.stores.fetching`)
+```
+
+The identity is the SHA-256 of the manifest, which has those of all other files: what lies under it is right or not
+there, whichever store it came from, and a version that was replaced in its store is another one here. Locks end with
+their processes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TypeAlias
+
+import xxhash
+
+from loader.errors import StoreCacheError
+from loader.snapshot.manifest import FileEntry
+from loader.snapshot.store import fsync_path, make_folders
+
+IDENTITY = re.compile(r"[0-9a-f]{64}")
+_LOOK_S = 0.05
+_PARTS = "parts"
+
+Tick: TypeAlias = Callable[[], None]
+"""Called while something is waited for; raises to give up."""
+
+
+@dataclass(slots=True)
+class CacheEntry:
+    """A version in the cache, which stays there until `close`."""
+
+    root: Path
+    folder: Path
+    _lock: IO[str]
+
+    def part_path(self, entry: FileEntry) -> Path:
+        """Return where a file lies while it is fetched."""
+        return self.root / _PARTS / xxhash.xxh3_128_hexdigest(entry.path.encode())
+
+    def missing(self, entries: Sequence[FileEntry]) -> list[FileEntry]:
+        """Return the files that are not here yet."""
+        return [one for one in entries if _size(self.folder / one.path) != one.size_bytes]
+
+    def close(self) -> None:
+        """Let it go. Idempotent."""
+        if not self._lock.closed:
+            with suppress(OSError):
+                os.utime(self._lock.fileno())
+            self._lock.close()
+
+
+class SnapshotCache:
+    """Versions by their identity. Holds nothing open; every process of a machine may have one of the same folder."""
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        self.folder, self.max_bytes = folder, max_bytes
+
+    def take(
+        self,
+        identity: str,
+        model: str,
+        version: int,
+        texts: Mapping[str, bytes],
+        entries: Sequence[FileEntry],
+        tick: Tick,
+    ) -> CacheEntry:
+        """Return a version's place, with room for these files of it; versions that nobody uses make it.
+
+        Args:
+            identity: of the snapshot.
+            model: its name.
+            version: its number.
+            texts: small files that are written at once if they are not there: the manifest and its checksum.
+            entries: files that are to be here.
+            tick: called while other processes make room.
+
+        Raises:
+            StoreCacheError: there is no room, as what is used stays; or the folder can't be written.
+        """
+        root = self.folder / identity
+        folder = root / model / str(version)
+        try:
+            make_folders(self.folder)
+            with self._making_room(tick):
+                folder.mkdir(parents=True, exist_ok=True)
+                (root / _PARTS).mkdir(exist_ok=True)
+                lock = _shared(root / "lock")
+                try:
+                    entry = CacheEntry(root, folder, lock)
+                    os.utime(lock.fileno())
+                    wanted = [one for one in entry.missing(entries) if not entry.part_path(one).exists()]
+                    self._make_room(root, sum(one.size_bytes for one in wanted), f"{model} version {version}")
+                    for name, content in texts.items():
+                        _write(folder / name, content)
+                    for one in wanted:
+                        # From here on its bytes are counted, whoever else makes room.
+                        with entry.part_path(one).open("wb") as file:
+                            file.truncate(one.size_bytes)
+                except BaseException:
+                    lock.close()
+                    raise
+        except OSError as error:
+            raise StoreCacheError(f"store cache {self.folder}: {error}") from error
+        return entry
+
+    @contextmanager
+    def _making_room(self, tick: Tick) -> Iterator[None]:
+        with (self.folder / "lock").open("w") as file:
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    tick()
+                    time.sleep(_LOOK_S)
+            yield
+
+    def _make_room(self, own: Path, needed_bytes: int, what: str) -> None:
+        """Drop versions that nobody uses, the longest unused first. Raises StoreCacheError if it is too little."""
+        if not needed_bytes:
+            return
+        others = [one for one in self.folder.iterdir() if IDENTITY.fullmatch(one.name) and one != own]
+        sizes = {one: _tree_bytes(one) for one in others}
+        held = _tree_bytes(own) + sum(sizes.values())
+        for root in sorted(others, key=_used_at):
+            if held + needed_bytes <= self.max_bytes:
+                break
+            if _drop(root):
+                held -= sizes[root]
+        if held + needed_bytes > self.max_bytes:
+            raise StoreCacheError(
+                f"store cache {self.folder}: {needed_bytes} bytes of {what} are needed, {held} bytes are in use, "
+                f"and it may hold {self.max_bytes} (--store-cache-gb)"
+            )
+
+
+def _shared(path: Path) -> IO[str]:
+    file = path.open("a")
+    # Whoever drops a version holds the cache's lock, as we do: nobody has this one alone.
+    fcntl.flock(file, fcntl.LOCK_SH)
+    return file
+
+
+def _drop(root: Path) -> bool:
+    """Delete a version unless somebody uses it."""
+    with (root / "lock").open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        # Killed in between, it is a version of which fewer files are here.
+        shutil.rmtree(root)
+    return True
+
+
+def _used_at(root: Path) -> float:
+    try:
+        return (root / "lock").stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
+def _tree_bytes(root: Path) -> int:
+    """Bytes of all files, those included that are being fetched, whose room is taken from the start."""
+    found = 0
+    for folder, _, names in os.walk(root):
+        for name in names:
+            # A file that was fetched meanwhile is counted where it is now, or a moment ago: nothing else is removed.
+            found += max(0, _size(Path(folder, name)))
+    return found
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return -1
+
+
+def _write(path: Path, content: bytes) -> None:
+    if _size(path) == len(content) and path.read_bytes() == content:
+        return
+    unfinished = path.with_name(f".{path.name}")
+    unfinished.write_bytes(content)
+    fsync_path(unfinished)
+    unfinished.rename(path)
+    fsync_path(path.parent)
