@@ -12,6 +12,7 @@ import torch
 
 from loader.snapshot.reader import Snapshot
 from router.errors import ShardUnavailableError
+from router.outliers import ReplicaEvents
 from router.plan import Plan
 from router.replicas import ReplicatedShard
 from serving.cli.serve import _serve_rows
@@ -95,7 +96,7 @@ def test_a_shard_node_ends_with_the_error_of_its_cards(snapshot, tmp_path):
     threads = torch.get_num_threads()
     try:
         with pytest.raises(CardError, match="cudaErrorIllegalAddress"):
-            _serve_rows(node, [Address.parse(f"unix:{tmp_path}/node.sock")], threads=1, tls=None)
+            _serve_rows(node, [Address.parse(f"unix:{tmp_path}/node.sock")], None, threads=1, tls=None)
     finally:
         torch.set_num_threads(threads)
 
@@ -112,7 +113,7 @@ def test_a_router_asks_another_node_than_one_whose_cards_have_failed(snapshot, t
             await server.start([address])
         retries: list[str] = []
         clients = [ShardClient(address) for address in addresses]
-        shard = ReplicatedShard(plan_of(2), 0, snapshot.identity, clients, retries.append)
+        shard = ReplicatedShard(plan_of(2), 0, snapshot.identity, clients, ReplicaEvents(retried=retries.append))
 
         async def ask() -> np.ndarray:
             return (await shard.pool(SPEC.model, snapshot.version, BAGS, time.monotonic() + 30)).sums[0]
