@@ -24,6 +24,7 @@ PLUGIN_GROUP = "shardrank.commands"
 COMMANDS = {
     "demo": "fleet",
     "up": "fleet",
+    "down": "fleet",
     "serve": "serve",
     "shard-node": "serve",
     "train": "snapshots",

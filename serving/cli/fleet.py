@@ -20,8 +20,10 @@ from serving.cli.settings import Options, Protection, config_of, opened_registry
 
 if TYPE_CHECKING:
     from serving.fleet.local_fleet import Beginning, FleetConfig
+    from serving.fleet.ray_fleet import RayConfig
 
 
+_ON_RAY = ("address", "cpus", "detached")
 _MEMORY = ("memory_budget_gb", "max_memory_gb")
 _SCOPES = (
     "rank: rank, lookup, infer, and describe. describe: models' descriptions, metadata and statistics. admin: "
@@ -67,6 +69,11 @@ def demo(ctx: click.Context, /, once: bool, json_file: Path | None, **options: A
     ctx.exit(run_demo(config, stdout_console(), once=once, json_file=json_file))
 
 
+ray_address_option = opts.option(
+    "--address HOST:PORT", "With --on ray: the cluster. Default: RAY_ADDRESS, or the one that runs on this machine."
+)
+
+
 @click.command(cls=WithExamples)
 @opts.store_option
 @opts.option("--model NAME", "What to serve. Repeatable; default: all of the store.", multiple=True, name="models")
@@ -95,6 +102,10 @@ def demo(ctx: click.Context, /, once: bool, json_file: Path | None, **options: A
 @opts.verify_option
 @opts.trust_exported_option
 @opts.serving_trace_options
+@opts.choice("--on", ["here", "ray"], "This machine, or the hosts of a Ray cluster; see docs/ray.md.")
+@ray_address_option
+@opts.option("--cpus", "With --on ray: CPUs that Ray sets aside for each process.", opts.FiniteRange(0, 1024), 1.0)
+@opts.switch("--detach", "With --on ray: leave the fleet running; `shardrank down` ends it.", name="detached")
 @click.pass_context
 def up(ctx: click.Context, /, **options: Any) -> None:
     """Run a whole fleet on this machine.
@@ -111,9 +122,11 @@ def up(ctx: click.Context, /, **options: Any) -> None:
       shardrank up --store models --model films --version 3 --shards 2 --replicas 2 --cards 2 --workers 2
       shardrank up --snapshot models/films/3 --http-port 0 --grpc-port 0
       shardrank up --store models --host 0.0.0.0 --tls-cert api.crt --tls-key api.key --tokens tokens.json
+      shardrank up --on ray --store /shared/models --registry redis://10.0.0.9/0 --replicas 2 --workers 2 --detach
     """
     from serving.fleet.local_fleet import FleetConfig
 
+    ray = _ray_config(ctx, options)
     settings.warn_if_open(options["host"], Protection.of(options))
     settings.replica_policy(options)
     config = config_of(
@@ -128,7 +141,30 @@ def up(ctx: click.Context, /, **options: Any) -> None:
         + settings.front_arguments(options),
         log_level=ctx.find_root().params.get("log_level", "info"),
     )
-    _run(config, settings.scheme(options))
+    if ray is None:
+        _run(config, settings.scheme(options))
+    else:
+        _run_on_ray(config, ray)
+
+
+def _ray_config(ctx: click.Context, options: dict[str, Any]) -> RayConfig | None:
+    """Return how Ray runs the fleet, None if it does not; `options` are then made those of a fleet on several hosts."""
+    given = settings.given_flags(ctx)
+    if options["on"] != "ray":
+        if wrong := sorted(given.intersection(_ON_RAY)):
+            raise click.UsageError(f"{settings.flags(wrong)}: only with --on ray.")
+        return None
+    from serving.fleet.ray_fleet import HOST, RayConfig
+    from shard_node.cuda.card_set import DeviceChoice
+
+    if options["registry"] is None:
+        raise click.UsageError("--on ray needs --registry: one that every host of the cluster reaches, such as Redis.")
+    options["host"] = options["host"] if "host" in given else HOST
+    # Ray shows an actor the GPUs that were set aside for it, and no others.
+    device = DeviceChoice.parse(options["device"])
+    options["device"] = "cpu" if device.kind == "auto" else str(device)
+    gpus = (len(device.devices) or options["cards"]) if device.kind == "cuda" else 0
+    return config_of(RayConfig, options, gpus=gpus, memory_bytes=settings.to_bytes(options["max_memory_gb"]))
 
 
 def _what(options: Options) -> dict[str, Any]:
@@ -171,6 +207,50 @@ def _run(config: FleetConfig, scheme: str) -> None:
         run_until_signalled(program)
     except StopRequestedError:
         click.echo("stopped")
+
+
+def _run_on_ray(config: FleetConfig, ray: RayConfig) -> None:
+    from serving.fleet.process import StopRequestedError, run_until_signalled
+    from serving.fleet.ray_fleet import fleet_on_ray
+
+    async def program() -> None:
+        async with fleet_on_ray(config, ray, lambda name: click.echo(f"{name} is ready"), on_begin=_tell) as fleet:
+            click.echo(f"registry: {fleet.registry.name}")
+            for address in fleet.addresses:
+                click.echo(f"HTTP: {address}/docs")
+            if not ray.detached:
+                await asyncio.Event().wait()
+
+    try:
+        run_until_signalled(program)
+    except StopRequestedError:
+        click.echo("stopped")
+
+
+@click.command(cls=WithExamples)
+@opts.registry_option
+@ray_address_option
+def down(registry: str | None, address: str | None) -> None:
+    """End a fleet that `shardrank up --on ray --detach` started.
+
+    Requests in flight are answered first. What is live stays in the registry, for the next start.
+
+    Examples:
+      shardrank down --registry redis://10.0.0.9/0 --address 10.0.0.1:6379
+    """
+    from serving.fleet.ray_fleet import RayConfig, connected, end_in_order
+
+    if registry is None:
+        raise click.UsageError("Name the fleet: --registry URL.")
+
+    async def program() -> None:
+        async with opened_registry(registry) as fleet:
+            with connected(RayConfig(address=address), fleet.name) as cluster:
+                names = cluster.names()
+                await end_in_order(cluster, names)
+        click.echo(f"ended: {', '.join(names) or 'nothing, no such fleet runs there'}")
+
+    asyncio.run(program())
 
 
 def _tell(beginnings: Sequence[Beginning]) -> None:

@@ -79,6 +79,8 @@ class FleetConfig(Frozen):
         replicas, cards: nodes of each shard, and cards of each node.
         plan_file: says how its model's rows are divided, in place of sharding and of what the snapshot carries.
         workers: serving processes on one HTTP and one gRPC port; port 0 is any free one.
+        on: `here`, or on the hosts of a Ray cluster: then several numbers of shards may be there at a time, and names
+            of shard nodes say which one is theirs.
     """
 
     store: Path | StoreUrl
@@ -101,6 +103,7 @@ class FleetConfig(Frozen):
     coordinator_arguments: tuple[str, ...] = ()
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     supervision: SupervisionConfig = SupervisionConfig()
+    on: Literal["here", "ray"] = "here"
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -134,7 +137,8 @@ class FleetConfig(Frozen):
     @property
     def shard_nodes(self) -> dict[str, int]:
         """The shard of each node, by name; children and nodes have the same names."""
-        return {f"shard-{shard}-{one}": shard for shard in range(self.shards) for one in range(self.replicas)}
+        of = f"of-{self.shards}-" if self.on == "ray" else ""
+        return {f"shard-{shard}-{of}{one}": shard for shard in range(self.shards) for one in range(self.replicas)}
 
     @property
     def worker_names(self) -> list[str]:
@@ -147,6 +151,22 @@ class FleetConfig(Frozen):
         models = [argument for model in self.models for argument in ("--model", model)]
         store = ["--store", str(self.store.resolve())] if isinstance(self.store, Path) else self.store.arguments
         return [*store, *models, "--verify" if self.verify else "--no-verify"]
+
+    def coordinator_command(self, owner: str) -> list[str]:
+        """Return the arguments of `shardrank` for a coordinator: one that comes after another is the same owner."""
+        return ["--log-level", self.log_level, "coordinator", "--owner", owner, *self.coordinator_arguments]
+
+    def shard_node_command(self, name: str, listen: str) -> list[str]:
+        """Return the arguments of `shardrank` for one of `shard_nodes`, but the registry."""
+        shard = f"{self.shard_nodes[name]}/{self.shards}"
+        own = ["--log-level", self.log_level, "shard-node", "--node-id", name, "--shard", shard, "--listen", listen]
+        divided = ["--cards", str(self.cards), "--sharding", self.sharding, *self.plan_arguments]
+        divided += ["--replicate-bytes", str(self.replicate_bytes)]
+        return [*own, *self.store_arguments, *divided, *self.shard_node_arguments]
+
+    def worker_flags(self, name: str) -> list[str]:
+        """Return the flags of `shardrank serve` for one of `worker_names`, but ports and the registry."""
+        return [*self.store_arguments, *self.plan_arguments, *self.serve_arguments, "--node-id", name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -458,8 +478,7 @@ async def running_fleet(
         folder, environment = supervisor.run_directory, {REGISTRY_VARIABLE: config.registry_url}
         first, workers = _node_specs(config, fleet, folder, environment), config.worker_names
         await supervisor.start(first, on_ready)
-        same = [*config.store_arguments, *config.plan_arguments, *config.serve_arguments]
-        arguments = [[*same, "--node-id", name] for name in workers]
+        arguments = [config.worker_flags(name) for name in workers]
         probes = [partial(ask_node, fleet, name, config.models) for name in workers]
         await supervisor.start(worker_specs(folder, ports, arguments, config.log_level, environment, probes), on_ready)
         yield LocalFleet(connectable_host(config.host), ports.http, ports.grpc, supervisor, fleet)
@@ -469,18 +488,13 @@ def _node_specs(
     config: FleetConfig, fleet: FleetRegistry, run_directory: Path, environment: dict[str, str]
 ) -> list[ChildSpec]:
     """Make the coordinator and the shard nodes. Raises FleetError if a socket's path is too long."""
-    command = partial(shardrank_command, "--log-level", config.log_level)
     # Its processes, one after another, are the same owner of its lock: none waits for the last one's to expire.
-    owner = ("coordinator", "--owner", f"{COORDINATOR}-{run_directory.name}", *config.coordinator_arguments)
-    ask = partial(ask_lock, fleet, COORDINATOR_LOCK)
-    specs = [ChildSpec(COORDINATOR, command(*owner), ask, environment)]
-    same = [*config.store_arguments, "--cards", str(config.cards), "--sharding", config.sharding]
-    same += ["--replicate-bytes", str(config.replicate_bytes), *config.plan_arguments, *config.shard_node_arguments]
-    for name, shard in config.shard_nodes.items():
+    owner = config.coordinator_command(f"{COORDINATOR}-{run_directory.name}")
+    specs = [ChildSpec(COORDINATOR, shardrank_command(*owner), partial(ask_lock, fleet, COORDINATOR_LOCK), environment)]
+    for name in config.shard_nodes:
         listen = Address(path=socket_path(run_directory, f"{name}.sock"))
-        own = ("--node-id", name, "--shard", f"{shard}/{config.shards}", "--listen", str(listen))
-        ask = partial(ask_node, fleet, name, config.models)
-        specs.append(ChildSpec(name, command("shard-node", *own, *same), ask, environment))
+        command = shardrank_command(*config.shard_node_command(name, str(listen)))
+        specs.append(ChildSpec(name, command, partial(ask_node, fleet, name, config.models), environment))
     return specs
 
 

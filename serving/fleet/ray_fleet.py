@@ -1,0 +1,369 @@
+"""A fleet on a Ray cluster: what runs is a fleet's description, Ray says where, and starts again what ended.
+
+Each process is the child of an actor and ends with it; the actor ends with its child, so that Ray restarts both, on
+another host if theirs is lost. The nodes of a shard, and the serving processes, have a placement group each that keeps
+them on hosts of their own. Who is where is told by the registry, as everywhere.
+
+Actors import this file in processes of their own, so nothing heavy stands at its top; and Ray is imported here alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import logging
+import os
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from pydantic import Field
+
+from loader.errors import RegistryError
+from loader.snapshot.tables import Frozen
+from serving.errors import ChildFailedError, FleetError
+from serving.fleet.supervisor import Child, ChildSpec, NotYetError, RefusedError, describe_exit, shardrank_command
+
+if TYPE_CHECKING:
+    from loader.registry.fleet import FleetRegistry
+    from serving.fleet.local_fleet import Beginning, FleetConfig
+
+logger = logging.getLogger(__name__)
+
+HOST: Final = "{host}"
+"""Stands in the arguments of a process for the address of the host that Ray places it on."""
+STOP_GRACE_S = 20.0
+_HEALTHY_AFTER_S = 30.0
+_PAUSE_S = 1.0
+"""Before the end of an actor whose child did not live for long: nothing else would slow Ray's restarts down."""
+_LOOK_S = 0.2
+_CALL_TIMEOUT_S = 10.0
+
+
+class RayConfig(Frozen):
+    """Where and how Ray runs a fleet.
+
+    Attributes:
+        address: `host:port` of the cluster; None for that of RAY_ADDRESS, or the one that runs on this machine.
+        cpus, gpus, memory_bytes: what Ray sets aside for each process, each shard node, and each shard node's rows.
+        detached: the fleet stays when this process ends.
+        ready_timeout_s: how long a process may take until it serves.
+    """
+
+    address: str | None = None
+    cpus: float = Field(default=1.0, ge=0, le=1024)
+    gpus: int = Field(default=0, ge=0, le=64)
+    memory_bytes: int | None = Field(default=None, ge=1)
+    detached: bool = False
+    ready_timeout_s: float = Field(default=600.0, gt=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """One process: the arguments of `shardrank`, in which HOST may stand, and what is claimed of its host."""
+
+    name: str
+    arguments: tuple[str, ...]
+    claims: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Processes that each need a host of their own, such as the replicas of a shard."""
+
+    name: str
+    processes: tuple[Placed, ...]
+
+
+def groups_of(config: FleetConfig, ray: RayConfig) -> tuple[Group, ...]:
+    """Return what runs: a coordinator, a group for each shard, and one of the serving processes."""
+    any_host = {"CPU": ray.cpus}
+    node = any_host | ({"GPU": float(ray.gpus)} if ray.gpus else {})
+    node |= {} if ray.memory_bytes is None else {"memory": float(ray.memory_bytes)}
+    coordinator = Placed("coordinator-0", tuple(config.coordinator_command("coordinator-on-ray")), any_host)
+    groups = [Group("coordinator", (coordinator,))]
+    by_shard: dict[int, list[Placed]] = {}
+    for name, shard in config.shard_nodes.items():
+        command = tuple(config.shard_node_command(name, f"{HOST}:0"))
+        by_shard.setdefault(shard, []).append(Placed(name, command, node))
+    groups += [Group(_group_of(nodes[0].name), tuple(nodes)) for nodes in by_shard.values()]
+    ports = ("--host", config.host, "--http-port", str(config.http_port), "--grpc-port", str(config.grpc_port))
+    start = ("--log-level", config.log_level, "serve")
+    serving = [Placed(name, (*start, *config.worker_flags(name), *ports), any_host) for name in config.worker_names]
+    return (*groups, Group("serve", tuple(serving)))
+
+
+def check_hosts(groups: Sequence[Group], hosts: Sequence[Mapping[str, float]]) -> None:
+    """Raise FleetError if a group has more processes than there are hosts with what each of them claims."""
+    for group in groups:
+        claims = group.processes[0].claims
+        able = sum(all(host.get(name, 0.0) >= amount for name, amount in claims.items()) for host in hosts)
+        if able < len(group.processes):
+            told = ", ".join(f"{amount:g} {name}" for name, amount in claims.items())
+            raise FleetError(
+                f"{group.name}: {len(group.processes)} processes need as many hosts with {told} each; of the "
+                f"{len(hosts)} hosts of the Ray cluster {able} have that"
+            )
+
+
+def _group_of(name: str) -> str:
+    return name.rpartition("-")[0]
+
+
+class RayProcess:
+    """The actor: starts one process, and ends with it so that Ray restarts both. Its methods are called by `up`."""
+
+    def __init__(self, name: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+        host, folder = _here()
+        command = shardrank_command(*(one.replace(HOST, host) for one in arguments))
+        spec = ChildSpec(name, command, _nobody_asks, {**environment, "PYTHONUNBUFFERED": "1"})
+        self._child = Child(spec, folder / f"shardrank-{name}.log")
+        self._failure: str | None = None
+        self._is_stopping = False
+        self._loop = asyncio.new_event_loop()
+        # The kernel ends a child with the thread that started it: this one lives as long as the child.
+        threading.Thread(target=self._loop.run_until_complete, args=(self._live(),), daemon=True).start()
+
+    def look(self) -> tuple[int | None, str | None]:
+        """Return the process id of the child, None while there is none, and why the child has ended, if it has."""
+        return self._child.pid, self._failure
+
+    def stop(self, grace_s: float) -> None:
+        """End the child in order; returns when it has ended."""
+        self._is_stopping = True
+        if not self._loop.is_closed():
+            asyncio.run_coroutine_threadsafe(self._child.stop(grace_s), self._loop).result()
+
+    async def _live(self) -> None:
+        started = time.monotonic()
+        try:
+            await self._child.spawn()
+            code = await self._child.wait()
+            self._failure = str(self._child.failure(f"ended with {describe_exit(code)}"))
+        except OSError as error:
+            self._failure = f"{self._child.spec.name} can't be started: {error}"
+        if not self._is_stopping:
+            await asyncio.sleep(0 if time.monotonic() - started > _HEALTHY_AFTER_S else _PAUSE_S)
+            # Not an orderly exit: after that Ray would not restart it.
+            os._exit(1)
+        # What `stop` waits for is answered by this loop.
+        await asyncio.sleep(STOP_GRACE_S)
+
+
+async def _nobody_asks(process_id: int) -> None:
+    raise NotYetError
+
+
+def _here() -> tuple[str, Path]:
+    """Return this host's address in the cluster, and the folder of Ray's logs, to which ours go."""
+    node = _imported("ray._private.worker")._global_node
+    return _imported("ray.util").get_node_ip_address(), Path(node.get_logs_dir_path())
+
+
+def _imported(name: str) -> Any:
+    """Import a module of Ray. Raises FleetError if it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise FleetError(f"Ray can't be imported ({error}): pip install 'shardrank[ray]'") from error
+
+
+@contextlib.contextmanager
+def connected(config: RayConfig, registry_name: str) -> Iterator[RayCluster]:
+    """Connect to a Ray cluster while the block runs. A fleet's actors have the namespace `shardrank <its registry>`.
+
+    Raises FleetError if Ray is not installed, or no cluster answers.
+    """
+    # Nothing is told to the makers of Ray.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    ray = _imported("ray")
+    try:
+        ray.init(config.address or "auto", namespace=f"shardrank {registry_name}", log_to_driver=False)
+    except (ConnectionError, ValueError) as error:
+        raise FleetError(
+            f"no Ray cluster answers at {config.address or 'RAY_ADDRESS, nor on this machine'}: {error}"
+        ) from error
+    try:
+        yield RayCluster(config)
+    finally:
+        ray.shutdown()
+
+
+class RayCluster:
+    """A cluster that this process is connected to, and what of one fleet runs there; `connected` makes one."""
+
+    def __init__(self, config: RayConfig) -> None:
+        self._ray = _imported("ray")
+        self._config = config
+
+    def names(self) -> list[str]:
+        """Return the names of the processes that run, or are about to be started again."""
+        return sorted(self._ray.util.list_named_actors())
+
+    def hosts(self) -> list[dict[str, float]]:
+        """Return what each host that is up has in all."""
+        return [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+
+    def start(self, group: Group, environment: Mapping[str, str]) -> None:
+        """Have a group started; that its hosts are found, and its processes run, is not waited for."""
+        lifetime = "detached" if self._config.detached else None
+        bundles = [dict(one.claims) for one in group.processes]
+        placement = self._ray.util.placement_group(bundles, "STRICT_SPREAD", name=group.name, lifetime=lifetime)
+        actor = self._ray.remote(RayProcess)
+        for index, one in enumerate(group.processes):
+            place = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(placement, index)
+            actor.options(
+                name=one.name,
+                lifetime=lifetime,
+                num_cpus=one.claims["CPU"],
+                num_gpus=one.claims.get("GPU", 0),
+                memory=one.claims.get("memory"),
+                max_restarts=-1,
+                scheduling_strategy=place,
+            ).remote(one.name, one.arguments, dict(environment))
+
+    async def look(self, name: str) -> tuple[int, str | None]:
+        """Return `RayProcess.look` of a process that runs, or has just ended. Raises NotYetError."""
+        process_id, failure = await self._call(name, "look", _CALL_TIMEOUT_S)
+        if process_id is None and failure is None:
+            raise NotYetError("its process was not started yet")
+        return process_id or 0, failure
+
+    async def end(self, names: Sequence[str]) -> None:
+        """End processes in order, all at once, and give back what was set aside for groups of which nothing is left."""
+        await asyncio.gather(*map(self._end, names))
+        left = {_group_of(name) for name in self.names() if name not in names}
+        for group in {_group_of(name) for name in names} - left:
+            with contextlib.suppress(ValueError):  # there is none of that name
+                self._ray.util.remove_placement_group(self._ray.util.get_placement_group(group))
+
+    async def _end(self, name: str) -> None:
+        with contextlib.suppress(NotYetError):
+            await self._call(name, "stop", STOP_GRACE_S + _CALL_TIMEOUT_S, STOP_GRACE_S)
+        with contextlib.suppress(ValueError):
+            await asyncio.to_thread(self._ray.kill, self._ray.get_actor(name), no_restart=True)
+
+    async def _call(self, name: str, method: str, timeout_s: float, *arguments: object) -> Any:
+        def call() -> Any:
+            actor = self._ray.get_actor(name)
+            return self._ray.get(getattr(actor, method).remote(*arguments), timeout=timeout_s)
+
+        try:
+            return await asyncio.to_thread(call)
+        except self._ray.exceptions.GetTimeoutError:
+            raise NotYetError("Ray has not placed it, or its host does not answer") from None
+        except (self._ray.exceptions.RayActorError, ValueError) as error:
+            raise NotYetError(f"its actor does not run: {error}") from error
+
+
+@dataclass(frozen=True)
+class RayFleet:
+    """A fleet that serves; `addresses` are those at which its serving processes say that they are reached."""
+
+    registry: FleetRegistry
+    addresses: tuple[str, ...]
+
+
+@contextlib.asynccontextmanager
+async def fleet_on_ray(
+    config: FleetConfig,
+    ray: RayConfig,
+    on_ready: Callable[[str], None] = lambda name: None,
+    on_begin: Callable[[Sequence[Beginning]], None] = lambda beginnings: None,
+) -> AsyncIterator[RayFleet]:
+    """Start a fleet, wait until all of it serves, and end it with the block, unless it is detached.
+
+    Arguments are as those of `running_fleet`. Of a fleet that runs already, what is missing is started.
+
+    Raises:
+        FleetError: no cluster answers or it has too few hosts, or another fleet is in the way.
+        ChildFailedError: a process does not come up. What was started is ended then.
+        ShardrankError: as `local_fleet.begin`.
+    """
+    from loader.registry.fleet import FleetRegistry
+    from loader.registry.opening import open_registry
+    from serving.fleet.local_fleet import REGISTRY_VARIABLE, begin
+
+    registry = open_registry(config.registry_url)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(registry.close)
+        fleet = FleetRegistry(registry)
+        cluster = stack.enter_context(connected(ray, fleet.name))
+        running = set(cluster.names())
+        groups = groups_of(config, ray)
+        check_hosts(groups, cluster.hosts())
+        if not running:
+            on_begin(await begin(fleet, config))
+        missing = [group for group in groups if not running.intersection(one.name for one in group.processes)]
+        started = [one.name for group in missing for one in group.processes]
+        try:
+            for group in missing:
+                cluster.start(group, {REGISTRY_VARIABLE: config.registry_url})
+            waiting = [_until_ready(cluster, fleet, config, ray, name, on_ready) for name in started]
+            await _all_or_first_error(waiting)
+        except BaseException:
+            await end_in_order(cluster, started)
+            raise
+        served = [
+            node for node in await fleet.nodes() if node.kind == "serving" and node.node_id in config.worker_names
+        ]
+        try:
+            yield RayFleet(fleet, tuple(node.address for node in served))
+        finally:
+            if not ray.detached:
+                await end_in_order(cluster, cluster.names())
+
+
+async def _all_or_first_error(waiting: Sequence[Coroutine[Any, Any, None]]) -> None:
+    tasks = [asyncio.create_task(one) for one in waiting]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def end_in_order(cluster: RayCluster, names: Sequence[str]) -> None:
+    """End serving processes first, so that no request meets shard nodes that are gone."""
+    serving = [name for name in names if _group_of(name) == "serve"]
+    for some in (serving, [name for name in names if name not in serving]):
+        if some:
+            await cluster.end(some)
+
+
+async def _until_ready(
+    cluster: RayCluster,
+    fleet: FleetRegistry,
+    config: FleetConfig,
+    ray: RayConfig,
+    name: str,
+    on_ready: Callable[[str], None],
+) -> None:
+    """Wait until a process serves. Raises ChildFailedError if it ends before, or in vain."""
+    from loader.registry.fleet import COORDINATOR_LOCK
+    from serving.fleet.local_fleet import ask_lock, ask_node
+
+    deadline, reason = time.monotonic() + ray.ready_timeout_s, ""
+    while time.monotonic() < deadline:
+        try:
+            process_id, failure = await cluster.look(name)
+            if failure is not None:
+                raise ChildFailedError(failure)
+            if _group_of(name) == "coordinator":
+                await ask_lock(fleet, COORDINATOR_LOCK, process_id)
+            else:
+                await ask_node(fleet, name, config.models, process_id)
+        except (NotYetError, RegistryError) as not_ready:
+            reason = str(not_ready)
+            await asyncio.sleep(_LOOK_S)
+        except RefusedError as refused:
+            raise ChildFailedError(f"{name} does not serve: {refused}") from None
+        else:
+            on_ready(name)
+            return
+    raise ChildFailedError(f"{name} was not ready within {ray.ready_timeout_s:g} s: {reason}")
