@@ -32,6 +32,7 @@ NodeKind = Literal["shard", "serving"]
 VersionState = Literal["waiting", "staging", "ready", "refused", "draining"]
 NodeId = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:\-]{1,200}$")]
 Version = Annotated[int, Field(ge=1, lt=2**63)]
+NumShards = Annotated[int, Field(ge=1, le=1024)]
 LATENCY_BOUNDS_MS: tuple[float, ...] = tuple(round(0.1 * 1.15**step, 4) for step in range(96))
 """Upper bounds of the buckets of `VersionStats.latency_counts`, 15% apart from 0.1 ms to a minute; one more above."""
 MAX_REASON_CHARACTERS = 2000
@@ -83,9 +84,12 @@ class Record(BaseModel):
 
 
 class FleetRecord(Record):
-    """How a fleet divides rows. Written by its first shard node; a node that differs is refused."""
+    """How a fleet divides rows. Written by its first shard node; a node that differs is refused.
 
-    num_shards: int = Field(ge=1, le=1024)
+    `num_shards` is that of versions that are rolled out from now on; see `WantedModel.num_shards` for the others.
+    """
+
+    num_shards: NumShards
     sharding: Literal["hash", "range", "table"]
     replicate_bytes: int = Field(ge=0)
 
@@ -149,6 +153,8 @@ class WantedModel(Record):
         serve: versions that serving processes hold beside it, ready to be flipped to; each is in `hold`.
         follow: those of `hold` to which deltas are applied.
         node_hold: what single shard nodes hold in place of `hold`, by node id; for rolling replica by replica.
+        num_shards: over how many shards a version's rows are divided; nodes of other numbers do not hold it. A version
+            that is not named is on every shard node.
     """
 
     model: Name
@@ -159,6 +165,7 @@ class WantedModel(Record):
     follow: tuple[Version, ...] = ()
     canary: Canary | None = None
     node_hold: dict[NodeId, tuple[Version, ...]] = Field(default_factory=dict)
+    num_shards: dict[Version, NumShards] = Field(default_factory=dict)
 
     def named(self) -> frozenset[int]:
         """Return every version that it names: none of them may be dropped."""
@@ -167,9 +174,14 @@ class WantedModel(Record):
         pointers = (self.live, None if self.canary is None else self.canary.version)
         return frozenset(named.union(version for version in pointers if version is not None))
 
-    def held_by(self, node_id: str) -> tuple[int, ...]:
-        """Return the versions that a shard node shall hold."""
-        return self.node_hold.get(node_id, self.hold)
+    def held_by(self, node_id: str, num_shards: int | None = None) -> tuple[int, ...]:
+        """Return the versions that a shard node shall hold, one of `num_shards` shards; None: whatever its number."""
+        held = self.node_hold.get(node_id, self.hold)
+        return tuple(one for one in held if num_shards in (None, self.num_shards.get(one, num_shards)))
+
+    def divided(self, num_shards: int) -> WantedModel:
+        """Return the record with every version that it names divided over so many shards."""
+        return self.model_copy(update={"num_shards": dict.fromkeys(sorted(self.named()), num_shards)})
 
 
 class VersionStats(Record):

@@ -58,6 +58,13 @@ class FleetView:
         nodes = tuple(node for node in self.nodes if node.is_for(model))
         return replace(self, nodes=nodes, missing=tuple(node for node in self.missing if node.is_for(model)))
 
+    def divided(self, num_shards: int | None) -> FleetView:
+        """Leaves out shard nodes of other numbers of shards than a version is divided over; None: nobody said."""
+        if num_shards is None:
+            return self
+        nodes = tuple(node for node in self.nodes if node.kind != "shard" or node.num_shards in (None, num_shards))
+        return replace(self, num_shards=num_shards, nodes=nodes)
+
     def shard_nodes(self) -> tuple[NodeRecord, ...]:
         """Return the shard nodes that take requests."""
         return tuple(node for node in self.nodes if node.kind == "shard" and not node.draining)
@@ -120,15 +127,16 @@ def lags(rollout: Rollout, view: FleetView, wanted_epoch: int) -> tuple[Lag, ...
 
 def _step_lags(rollout: Rollout, view: FleetView, wanted_epoch: int) -> Sequence[Lag]:
     model, step, old, new = rollout.model, rollout.step, rollout.from_version, rollout.to_version
+    of_old, of_new = view.divided(rollout.from_shards), view.divided(rollout.to_shards)
     if step == STAGE_SHARDS:
-        return _without(view.shard_nodes(), model, new) + _bare_shards(view, model, new)
+        return _without(of_new.shard_nodes(), model, new) + _bare_shards(of_new, model, new)
     if step.startswith(ROLL):
-        return _behind_in_group(rollout, view)
+        return _behind_in_group(rollout, of_new)
     if step == STAGE_SERVING:
         none = [] if view.serving() else [Lag("no serving process is announced")]
         return none + _without(view.serving(), model, new)
     if step == REPLAY:
-        return _behind_in_deltas(rollout, view)
+        return _behind_in_deltas(rollout, of_new)
     if step == CANARY:
         return _not_applied(view, model, new, wanted_epoch) + _lost_shards(rollout, view)
     if step in (FLIP, BAKE):
@@ -141,9 +149,9 @@ def _step_lags(rollout: Rollout, view: FleetView, wanted_epoch: int) -> Sequence
         kept, leaving = (new, old) if rollout.forward else (old, new)
         return _elsewhere(view, model, kept) + _with(everyone, model, leaving)
     if step == RETIRE_SHARDS and rollout.forward:
-        return _with(view.shard_nodes(), model, old) + _bare_shards(view, model, new)
+        return _with(view.shard_nodes(), model, old) + _bare_shards(of_new, model, new)
     if step == RETIRE_SHARDS:
-        return _with(view.shard_nodes(), model, new) + _not_back(view, model, old)
+        return _with(view.shard_nodes(), model, new) + _not_back(of_old, model, old)
     return [Lag(f"step {step!r} is not known to this release")]
 
 
@@ -169,7 +177,7 @@ def cannot_roll(rollout: Rollout, view: FleetView) -> tuple[Lag, ...]:
         return ()
     if not view.settled:
         return (Lag("nodes are listened to first"),)
-    live = rollout.from_version
+    live, view = rollout.from_version, view.divided(rollout.from_shards)
     out = {node_id for step in rollout.steps[: rollout.step_index + 1] for node_id in group_of(rollout, step)}
     ready = [node for node in view.shard_nodes() if node.has(rollout.model, live, "ready")]
     there = {node.shard_index for node in ready if node.node_id not in out}
@@ -222,8 +230,9 @@ def _bare_shards(view: FleetView, model: str, version: int) -> list[Lag]:
 
 def _lost_shards(rollout: Rollout, view: FleetView) -> list[Lag]:
     """Shards that have lost the new version since it was staged. Until they have it back the old one stays."""
-    bare = _bare_shards(view, rollout.model, rollout.to_version)
-    if rollout.from_version is None or _bare_shards(view, rollout.model, rollout.from_version):
+    bare = _bare_shards(view.divided(rollout.to_shards), rollout.model, rollout.to_version)
+    of_old = view.divided(rollout.from_shards)
+    if rollout.from_version is None or _bare_shards(of_old, rollout.model, rollout.from_version):
         return bare
     # The old version answers everything now: a node that is lost is not waited for as long as one that loads.
     return [replace(lag, staging=False) for lag in bare]

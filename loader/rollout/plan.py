@@ -20,6 +20,7 @@ from loader.registry.fleet import (
     Canary,
     FleetRegistry,
     NodeId,
+    NumShards,
     Record,
     Version,
     VersionStats,
@@ -87,6 +88,7 @@ class Rollout(Record):
         step_began_at: seconds since the epoch; likewise `started_at` and `bake_began_at`.
         groups: by-replica only: node ids that are rolled together, in order.
         early_groups: how many of them are rolled before the flip.
+        from_shards, to_shards: over how many shards the rows of the two versions are divided; None if nobody said.
         replay_until: the last delta of that stream when the step `replay` began; None before.
         baseline: what serving processes had counted when the bake began, by node id.
         state: `running` towards `to_version`, `undoing` back to `from_version`, or how it ended.
@@ -114,6 +116,8 @@ class Rollout(Record):
     step_began_at: float
     groups: tuple[tuple[NodeId, ...], ...] = ()
     early_groups: int = Field(default=0, ge=0)
+    from_shards: NumShards | None = None
+    to_shards: NumShards | None = None
     replay_until: int | None = None
     bake_began_at: float | None = None
     baseline: dict[NodeId, NodeBaseline] = Field(default_factory=dict)
@@ -241,6 +245,13 @@ def group_of(rollout: Rollout, step: str) -> tuple[str, ...]:
 
 def wanted_in_step(rollout: Rollout, epoch: int) -> WantedModel:
     """Return what is wanted of the fleet in the step that a rollout is in."""
+    wanted = _versions_in_step(rollout, epoch)
+    told = {rollout.from_version: rollout.from_shards, rollout.to_version: rollout.to_shards}
+    shards = {version: number for version in sorted(wanted.named()) if (number := told[version]) is not None}
+    return wanted.model_copy(update={"num_shards": shards})
+
+
+def _versions_in_step(rollout: Rollout, epoch: int) -> WantedModel:
     if rollout.undo_index is None:
         return _forward(rollout, rollout.step_index, epoch)
     begun, undone = rollout.steps[: rollout.undo_index], rollout.steps[rollout.undo_index : rollout.step_index + 1]

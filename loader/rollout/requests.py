@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 from pydantic import ValidationError
 
 from loader.errors import RegistryConflictError, RolloutError
 from loader.registry.fleet import (
+    FLEET,
     FleetRegistry,
     NodeKind,
     NodeRecord,
@@ -80,12 +82,20 @@ async def start_rollout(
         raise RolloutError(f"{model}: version {version} is not published; published are {versions}")
     wanted = await fleet.wanted_model(model)
     view = FleetView.of(await fleet.nodes(), await fleet.fleet()).for_model(model)
+    to_shards = view.num_shards if view.needs_shards() else None
+    view = view.divided(to_shards)
     _check_nodes(view, model, wanted)
     live = wanted.live if wanted is not None else None
+    from_shards = None if wanted is None or live is None else wanted.num_shards.get(live)
     if live == version:
         raise RolloutError(f"{model}: version {version} is live already")
     if live is None and canary_share is not None:
         raise RolloutError(f"{model}: no version is live that a canary could be compared with; leave out the canary")
+    if strategy == "by-replica" and from_shards not in (None, to_shards):
+        raise RolloutError(
+            f"{model}: version {live} is divided over {from_shards} shards, version {version} is to be over "
+            f"{to_shards}: by-replica keeps their number; use strategy 'beside'"
+        )
     groups, early = _groups(view, model, live) if strategy == "by-replica" else ((), 0)
     asked: dict[str, object] = {
         "rollout_id": rollout_id,
@@ -95,6 +105,8 @@ async def start_rollout(
         "guards": guards or GuardLimits(),
         "groups": groups,
         "early_groups": early,
+        "from_shards": from_shards,
+        "to_shards": to_shards,
         "steps": plan_steps(
             strategy,
             canary=canary_share is not None,
@@ -144,6 +156,40 @@ async def roll_back(
         raise RolloutError(f"{model}: there is no earlier version to go back to")
     strategy = last.rollout.strategy
     return await start_rollout(fleet, model, target, strategy=strategy, clock=clock, rollout_id=rollout_id)
+
+
+async def reshard(fleet: FleetRegistry, num_shards: int) -> None:
+    """Have versions that are rolled out from now on divided over another number of shards.
+
+    What is wanted now stays where it is. Nodes of both numbers may join: each holds the versions of its own.
+
+    Raises:
+        RolloutError: no shard node has ever joined, or a rollout is running.
+        RegistryError: it does not answer.
+    """
+    entry, record = await fleet.raw(FLEET), await fleet.fleet()
+    if entry is None or record is None:
+        raise RolloutError(f"registry {fleet.name}: no shard node has joined, so there is nothing to divide anew")
+    if record.num_shards == num_shards:
+        return
+    for model in await fleet.wanted():
+        last = await read_rollout(fleet, model)
+        if last is not None and last.rollout.active:
+            raise RolloutError(
+                f"{model}: the rollout of version {last.rollout.to_version} is {last.rollout.state}: the number of "
+                f"shards is {record.num_shards} until it has ended"
+            )
+        # Before the new number is on record: its nodes would hold what nobody says is another one's.
+        await fleet.update_wanted(model, partial(_said, record.num_shards))
+    changed = record.model_copy(update={"num_shards": num_shards})
+    await fleet.registry.put(FLEET, changed.model_dump_json().encode(), entry.revision)
+
+
+def _said(num_shards: int, wanted: WantedModel | None) -> WantedModel | None:
+    """Says of each version whose number of shards nobody said that it is this one."""
+    if wanted is None:
+        return None
+    return wanted.model_copy(update={"num_shards": wanted.divided(num_shards).num_shards | wanted.num_shards})
 
 
 def _check_nodes(view: FleetView, model: str, wanted: WantedModel | None) -> None:

@@ -30,10 +30,9 @@ from loader.registry.fleet import (
     FleetRegistry,
     NodeRecord,
     WantedModel,
-    rollout_key,
 )
 from loader.registry.opening import open_registry
-from loader.rollout.plan import decode_rollout
+from loader.rollout.plan import Rollout, read_rollout
 from loader.snapshot.publishing import register
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.store import Store
@@ -213,8 +212,8 @@ async def begin(
     """Make the registry ready for a fleet of this shape. Returns its models, in the order of `config.models`.
 
     Raises:
-        FleetError: a fleet with these nodes runs already, nodes of another shape do, or a version was asked for while
-            another one is live on running nodes, or in a rollout.
+        FleetError: a fleet with these nodes runs already, nodes of another shape do, a version was asked for while
+            another one is live on running nodes or in a rollout, or a rollout is over another number of shards.
         SnapshotError, PlanError: the live version can't be divided like this. Nothing was written then.
         RegistryError: it does not answer, or has another snapshot on record as that version.
     """
@@ -256,12 +255,27 @@ def _planned(store: Store, config: FleetConfig, model: str, version: int) -> tup
             snapshot, config.shards, config.sharding, config.cards, config.replicate_bytes, config.read_plan()
         )
         return snapshot, plan
+        found.append((snapshot, Beginning(model, chosen, plan, store.latest(model))))
+    await _write_fleet_record(fleet, config, nodes)
+    # Where no shard node runs all of them are about to be of this number of shards.
+    shards = None if any(node.kind == "shard" for node in nodes) else config.shards
+    for snapshot, one in found:
+        await register(fleet, snapshot, clock=clock)
+        await fleet.update_wanted(one.model, partial(_first_wanted, one.model, one.version, shards))
+    return tuple(one for _, one in found)
 
 
 async def _choose(
     fleet: FleetRegistry, config: FleetConfig, model: str, wanted: WantedModel | None, nodes: list[NodeRecord]
 ) -> int:
     """Chooses the version that a model begins with. Raises FleetError or SnapshotNotFoundError."""
+    rollout = await _active_rollout(fleet, model)
+    numbers = () if rollout is None else (rollout.from_shards, rollout.to_shards)
+    if rollout is not None and (other := {*numbers} - {None, config.shards}):
+        raise FleetError(
+            f"{model!r}: the rollout of version {rollout.to_version} has not ended and is over {other.pop()} shards: "
+            "start with so many until it has"
+        )
     asked = config.versions.get(model)
     live = None if wanted is None else wanted.live
     if live is None or asked == live:
@@ -271,19 +285,28 @@ async def _choose(
     hint = f"start without a version, then: shardrank rollout start {model} {asked}"
     if nodes:
         raise _OccupiedError(f"version {asked} of {model!r}: nodes run and have version {live} live; {hint}")
-    rollout = await fleet.raw(rollout_key(model))
-    if rollout is not None and decode_rollout(model, rollout.value).active:
+    if rollout is not None:
         raise FleetError(f"version {asked} of {model!r}: a rollout from version {live} has not ended; {hint}")
     return asked
 
 
-def _first_wanted(model: str, version: int, record: WantedModel | None) -> WantedModel | None:
-    """Wants a version where nothing is live yet, or by nobody who runs; None to leave what is wanted as it is."""
+async def _active_rollout(fleet: FleetRegistry, model: str) -> Rollout | None:
+    last = await read_rollout(fleet, model)
+    return last.rollout if last is not None and last.rollout.active else None
+
+
+def _first_wanted(model: str, version: int, shards: int | None, record: WantedModel | None) -> WantedModel | None:
+    """Wants a version where nothing is live yet, or by nobody who runs; None to leave what is wanted as it is.
+
+    It is divided over `shards`, if that is for whoever starts to say.
+    """
     if record is not None and record.live == version:
-        return None
+        # What nobody said is true of whichever nodes there are.
+        return record.divided(shards) if shards is not None and record.num_shards else None
     only = (version,)
     # The epoch is set by who writes it.
-    return WantedModel(model=model, epoch=1, live=version, hold=only, serve=only, follow=only)
+    wanted = WantedModel(model=model, epoch=1, live=version, hold=only, serve=only, follow=only)
+    return wanted if shards is None else wanted.divided(shards)
 
 
 async def _write_fleet_record(fleet: FleetRegistry, config: FleetConfig, nodes: list[NodeRecord]) -> None:
@@ -317,7 +340,7 @@ def _check_live(record: NodeRecord, wanted: WantedModel) -> None:
     """Raise NotYetError or RefusedError unless the node does what is wanted of it for one model."""
     model, version = wanted.model, wanted.live
     if record.kind == "shard":
-        held = wanted.held_by(record.node_id)
+        held = wanted.held_by(record.node_id, record.num_shards)
         # In a rollout by replica this node's turn may have come: then it shall hold the new version alone.
         version = version if version in held else next(iter(held), None)
     if version is None:

@@ -185,7 +185,7 @@ class ServingNode:
             raise NotReadyError(f"version {version} of model {model!r} is not on record as published")
         topology = None
         if self._local is None:
-            topology = await self._topology(model, version)
+            topology = await self._topology(model, version, wanted.num_shards.get(version))
         elif (model, version) not in self._local.actions.held():
             await self._local.actions.stage(model, version, wanted, lambda share: tell(share * OPENED))
         if (model, version) in self._here():
@@ -271,13 +271,17 @@ class ServingNode:
             versions=tuple(reports),
         )
 
-    async def _topology(self, model: str, version: int) -> FleetRecord:
-        """Find how the fleet divides rows. Raises NotReadyError unless each shard has a node with the version."""
+    async def _topology(self, model: str, version: int, num_shards: int | None) -> FleetRecord:
+        """Find how the fleet divides a version, over `num_shards` if that was said.
+
+        Raises NotReadyError unless each shard has a node with the version.
+        """
         self.directory.update(await self._fleet.nodes())
         # A registry that was emptied has none until a shard node restarts; the nodes still tell.
         topology = await self._fleet.fleet() or self.directory.topology()
         if topology is None:
             raise NotReadyError("no shard node has joined the fleet yet")
+        topology = topology.model_copy(update={} if num_shards is None else {"num_shards": num_shards})
         count = topology.num_shards
         if missing := [index for index in range(count) if not self.directory.replicas(model, version, index)]:
             shards = ", ".join(map(str, missing))

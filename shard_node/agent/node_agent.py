@@ -151,9 +151,16 @@ class NodeConfig(Frozen):
 
 
 async def join_fleet(fleet: FleetRegistry, record: FleetRecord) -> None:
-    """Make sure that a node divides rows as its fleet does. Raises FleetMismatchError, RegistryUnavailableError."""
+    """Make sure that a node divides rows as its fleet does, or did for a version that is still wanted.
+
+    Raises FleetMismatchError, RegistryUnavailableError.
+    """
     there = await fleet.join_fleet(record)
-    if there != record:
+    if there == record:
+        return
+    wanted = (await fleet.wanted()).values()
+    earlier = there.model_copy(update={"num_shards": record.num_shards})
+    if earlier != record or not any(record.num_shards in one.num_shards.values() for one in wanted):
         raise FleetMismatchError(
             f"this node has num_shards {record.num_shards}, sharding {record.sharding!r}, replicate_bytes "
             f"{record.replicate_bytes}; its fleet in {fleet.name} has {there.num_shards}, {there.sharding!r}, "
@@ -190,7 +197,8 @@ class NodeActions:
 
     def wanted_versions(self, wanted: WantedModel) -> Sequence[int]:
         """As `Actions.wanted_versions`. The live one is first: without it this node answers nobody."""
-        return sorted(wanted.held_by(self._config.node_id), key=lambda version: (version != wanted.live, version))
+        held = wanted.held_by(self._config.node_id, self._node.identity.num_shards)
+        return sorted(held, key=lambda version: (version != wanted.live, version))
 
     def held(self) -> Collection[tuple[str, int]]:
         """As `Actions.held`: what the node pools from."""
