@@ -218,6 +218,13 @@ def _run_on_ray(config: FleetConfig, ray: RayConfig) -> None:
             click.echo(f"registry: {fleet.registry.name}")
             for address in fleet.addresses:
                 click.echo(f"HTTP: {address}/docs")
+            for model, shards in fleet.earlier.items():
+                click.echo(
+                    f"{model}: its live version is on {shards} shards, the next one that is rolled out on "
+                    f"{config.shards}; the same command then ends the nodes that are left over"
+                )
+            if fleet.ended:
+                click.echo(f"ended: {', '.join(fleet.ended)}")
             if not ray.detached:
                 await asyncio.Event().wait()
 

@@ -14,9 +14,10 @@ import contextlib
 import importlib
 import logging
 import os
+import re
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -110,6 +111,27 @@ def check_hosts(groups: Sequence[Group], hosts: Sequence[Mapping[str, float]]) -
             )
 
 
+def missing_of(groups: Sequence[Group], running: Collection[str]) -> list[Group]:
+    """Return the groups that do not run. Raises FleetError for one that runs with other processes."""
+    missing = []
+    for group in groups:
+        there = {name for name in running if _group_of(name) == group.name}
+        asked = {one.name for one in group.processes}
+        if there and there != asked:
+            raise FleetError(
+                f"{group.name} runs as {sorted(there)}, asked for is {sorted(asked)}: a group keeps its size while its "
+                "fleet runs; see shardrank down"
+            )
+        missing += [] if there else [group]
+    return missing
+
+
+def shards_of(name: str) -> int | None:
+    """Return the number of shards of which a process of that name holds one; None if it is no shard node."""
+    found = re.fullmatch(r"shard-\d+-of-(\d+)-\d+", name)
+    return None if found is None else int(found[1])
+
+
 def _group_of(name: str) -> str:
     return name.rpartition("-")[0]
 
@@ -182,7 +204,8 @@ def connected(config: RayConfig, registry_name: str) -> Iterator[RayCluster]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray = _imported("ray")
     try:
-        ray.init(config.address or "auto", namespace=f"shardrank {registry_name}", log_to_driver=False)
+        namespace = f"shardrank {registry_name}"
+        ray.init(config.address or "auto", namespace=namespace, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, ValueError) as error:
         raise FleetError(
             f"no Ray cluster answers at {config.address or 'RAY_ADDRESS, nor on this machine'}: {error}"
@@ -262,10 +285,18 @@ class RayCluster:
 
 @dataclass(frozen=True)
 class RayFleet:
-    """A fleet that serves; `addresses` are those at which its serving processes say that they are reached."""
+    """A fleet that serves.
+
+    Attributes:
+        addresses: at which its serving processes say that they are reached.
+        ended: processes that were needed no more.
+        earlier: by model, another number of shards that its live version is divided over until a rollout.
+    """
 
     registry: FleetRegistry
     addresses: tuple[str, ...]
+    ended: tuple[str, ...]
+    earlier: Mapping[str, int]
 
 
 @contextlib.asynccontextmanager
@@ -277,10 +308,13 @@ async def fleet_on_ray(
 ) -> AsyncIterator[RayFleet]:
     """Start a fleet, wait until all of it serves, and end it with the block, unless it is detached.
 
-    Arguments are as those of `running_fleet`. Of a fleet that runs already, what is missing is started.
+    Arguments are as those of `running_fleet`. Of a fleet that runs already, what is missing is started: shard nodes of
+    another number of shards beside those that are there, for versions that are rolled out from then on. Nodes of a
+    number that no wanted version is divided over any more are ended.
 
     Raises:
         FleetError: no cluster answers or it has too few hosts, or another fleet is in the way.
+        RolloutError: the number of shards is another one, and a rollout is running.
         ChildFailedError: a process does not come up. What was started is ended then.
         ShardrankError: as `local_fleet.begin`.
     """
@@ -296,9 +330,13 @@ async def fleet_on_ray(
         running = set(cluster.names())
         groups = groups_of(config, ray)
         check_hosts(groups, cluster.hosts())
+        missing = missing_of(groups, running)
         if not running:
             on_begin(await begin(fleet, config))
-        missing = [group for group in groups if not running.intersection(one.name for one in group.processes)]
+        elif not ray.detached:
+            raise FleetError(f"the fleet of {fleet.name} runs already; --detach adds to it what is missing")
+        else:
+            await _divide_anew(fleet, config)
         started = [one.name for group in missing for one in group.processes]
         try:
             for group in missing:
@@ -308,14 +346,40 @@ async def fleet_on_ray(
         except BaseException:
             await end_in_order(cluster, started)
             raise
-        served = [
-            node for node in await fleet.nodes() if node.kind == "serving" and node.node_id in config.worker_names
-        ]
+        wanted = (await fleet.wanted()).values()
+        numbers = {config.shards}.union(*(one.num_shards.values() for one in wanted))
+        unused = [name for name in sorted(running) if shards_of(name) not in {None, *numbers}]
+        await end_in_order(cluster, unused)
+        live = {one.model: one.num_shards.get(one.live or 0, config.shards) for one in wanted}
         try:
-            yield RayFleet(fleet, tuple(node.address for node in served))
+            yield RayFleet(
+                fleet,
+                tuple(node.address for node in await fleet.nodes() if node.kind == "serving"),
+                tuple(unused),
+                {model: number for model, number in live.items() if number != config.shards},
+            )
         finally:
             if not ray.detached:
                 await end_in_order(cluster, cluster.names())
+
+
+async def _divide_anew(fleet: FleetRegistry, config: FleetConfig) -> None:
+    """Have further versions of a running fleet divided as `config` says. Raises FleetError, RolloutError."""
+    from loader.registry.fleet import FleetRecord
+    from loader.rollout.requests import reshard
+
+    asked = FleetRecord(num_shards=config.shards, sharding=config.sharding, replicate_bytes=config.replicate_bytes)
+    there = await fleet.join_fleet(asked)
+    if there == asked:
+        return
+    if there.model_copy(update={"num_shards": config.shards}) != asked:
+        raise FleetError(f"the fleet of {fleet.name} runs with {there.model_dump()}: only num_shards can change")
+    if config.plan_file is not None:
+        raise FleetError(
+            f"--plan {config.plan_file}: is for one number of shards, the fleet of {fleet.name} is about to have two: "
+            "leave it out; a snapshot carries its own plan"
+        )
+    await reshard(fleet, config.shards)
 
 
 async def _all_or_first_error(waiting: Sequence[Coroutine[Any, Any, None]]) -> None:
