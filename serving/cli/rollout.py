@@ -305,6 +305,25 @@ def abort(model: str, reason: str, url: str) -> None:
     click.echo(f"{model}: version {ended.to_version} is being taken back; see: shardrank rollout status {model}")
 
 
+@rollout.command("reshard")
+@click.argument("shards", type=click.IntRange(1, 1024))
+@opts.fleet_options
+def reshard_command(shards: int, url: str) -> None:
+    """Divide versions that are rolled out from now on over another number of shards.
+
+    What is live stays on the shards that it is on. Start nodes with the new number (--shard I/SHARDS) beside the others
+    and roll out a version: it is staged on them, serving processes flip to it, and no answer fails. Then the nodes of
+    the old number hold nothing, and can be ended. `shardrank up --on ray --shards N` does all of it but the rollout.
+
+    Examples:
+      shardrank rollout reshard 4 --registry redis://10.0.0.9:6379/0
+    """
+    from loader.rollout.requests import reshard
+
+    with_registry(url, lambda fleet: reshard(fleet, shards))
+    click.echo(f"the next versions are divided over {shards} shards")
+
+
 @click.command(cls=WithExamples)
 @click.argument("model")
 @opts.follow_option

@@ -9,9 +9,9 @@ import pytest
 
 from loader.errors import RolloutError
 from loader.registry.opening import open_registry
-from loader.rollout.requests import abort_rollout, roll_back, start_rollout
+from loader.rollout.requests import abort_rollout, reshard, roll_back, start_rollout
 from shardrank_testing.registries import REGISTRY_KINDS, registry_of
-from shardrank_testing.rollout_fleet import MODEL, NEW, OLD, Clock, PlayedFleet, published, stats
+from shardrank_testing.rollout_fleet import MODEL, NEW, OLD, Clock, PlayedFleet, PlayedNode, published, stats
 
 
 async def begin(fleet, version=NEW, **asked):
@@ -90,6 +90,42 @@ def test_by_replica_no_node_ever_holds_two_versions(play):
             if not (await fleet.rollout()).active:
                 break
         await ended_in(fleet, "done", NEW)
+
+    play(scenario)
+
+
+def test_a_version_is_divided_over_more_shards_than_the_one_before_it_and_a_rollback_goes_there_too(play):
+    async def scenario(fleet):
+        await fleet.begin(2, 2, 2)
+        two = fleet.shard_nodes()
+        await reshard(fleet.fleet, 4)
+        four = [PlayedNode(f"shard-{shard}-of-4", shard=shard, num_shards=4) for shard in range(4)]
+        fleet.nodes += four
+
+        def held():
+            return [{version for node in nodes for version in node.held} for nodes in (two, four)]
+
+        for _ in range(4):
+            await fleet.round()
+        assert held() == [{OLD}, set()]
+        with pytest.raises(RolloutError, match="version 1 is divided over 2 shards, version 2 is to be over 4"):
+            await begin(fleet, strategy="by-replica")
+        await begin(fleet)
+        with pytest.raises(RolloutError, match="is running: the number of shards is 4 until it has ended"):
+            await reshard(fleet.fleet, 2)
+        await fleet.until_step("flip")
+        assert held() == [{OLD}, {NEW}]
+        await abort_rollout(fleet.fleet, MODEL, "once more", clock=fleet.clock)
+        await fleet.until_ended()
+        assert (held(), (await fleet.fleet.wanted_model(MODEL)).num_shards) == ([{OLD}, set()], {OLD: 2})
+        await begin(fleet, canary_share=0.1)
+        await fleet.until_ended()
+        assert (held(), (await fleet.fleet.wanted_model(MODEL)).num_shards) == ([set(), {NEW}], {NEW: 4})
+        for node in two:
+            node.kill()
+        await roll_back(fleet.fleet, MODEL, clock=fleet.clock, rollout_id=secrets.token_hex(16))
+        await ended_in(fleet, "done", OLD)
+        assert (await fleet.fleet.wanted_model(MODEL)).num_shards == {OLD: 4}
 
     play(scenario)
 

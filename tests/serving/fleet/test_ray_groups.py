@@ -12,16 +12,9 @@ from serving.errors import FleetError
 from serving.fleet.local_fleet import FleetConfig
 from serving.fleet.ray_fleet import HOST, RayConfig, check_hosts, connected, groups_of, missing_of, shards_of
 
-CONFIG = FleetConfig(
-    store=Path("/models"),
-    models=("films",),
-    registry="redis://r/0",
-    shards=2,
-    replicas=3,
-    workers=2,
-    on="ray",
-    host=HOST,
-)
+SHAPE = {"shards": 2, "replicas": 3, "workers": 2}
+WHERE = {"registry": "redis://r/0", "on": "ray", "host": HOST}
+CONFIG = FleetConfig.model_validate({"store": Path("/models"), "models": ("films",), **SHAPE, **WHERE})
 
 
 def test_each_shard_has_a_group_whose_nodes_claim_cards_and_memory() -> None:

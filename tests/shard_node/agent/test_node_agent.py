@@ -304,6 +304,11 @@ def test_a_node_that_divides_rows_otherwise_than_its_fleet_is_refused(url, store
             await join_fleet(under.fleet, FleetRecord(num_shards=2, sharding="hash", replicate_bytes=0))
             with pytest.raises(FleetMismatchError, match=r"num_shards 3, .* its fleet in .* has 2, 'hash', 0"):
                 await join_fleet(under.fleet, FleetRecord(num_shards=3, sharding="hash", replicate_bytes=0))
+            # Of the number that a wanted version is divided over still: it restarts while a fleet goes to another one.
+            await under.fleet.update_wanted("other", lambda _: WantedModel(model="other", epoch=1, num_shards={1: 3}))
+            await join_fleet(under.fleet, FleetRecord(num_shards=3, sharding="hash", replicate_bytes=0))
+            with pytest.raises(FleetMismatchError, match="replicate_bytes 9"):
+                await join_fleet(under.fleet, FleetRecord(num_shards=3, sharding="hash", replicate_bytes=9))
 
     run(main())
 

@@ -115,7 +115,7 @@ class PlayedNode:
             self.rollout = (epoch_of(key, entry.value), entry.value)
 
     def _step(self, wanted: WantedModel) -> None:
-        keep = wanted.serve if self.serving else wanted.held_by(self.node_id)
+        keep = wanted.serve if self.serving else wanted.held_by(self.node_id, self.num_shards)
         if self.serving:
             self._point(wanted)
         self.leaving -= set(keep)
@@ -143,7 +143,8 @@ class PlayedNode:
 
     def record(self) -> NodeRecord:
         reports = [self._report(version) for version in sorted(self.held)]
-        kept = () if self.wanted is None else self.wanted.serve if self.serving else self.wanted.held_by(self.node_id)
+        held = () if self.wanted is None else self.wanted.held_by(self.node_id, self.num_shards)
+        kept = self.wanted.serve if self.wanted is not None and self.serving else held
         reports += [
             VersionReport(model=MODEL, version=version, state="refused", reason=reason)
             for version, reason in self.refuses.items()
@@ -280,19 +281,22 @@ class PlayedFleet:
 
     def check_answers(self) -> None:
         """Each version that a serving process answers with can be answered by every shard."""
-        shards = {node.shard for node in self.shard_nodes()}
+        divisions = {node.num_shards for node in self.shard_nodes()}
         for process in self.serving():
             for version in {process.live, process.canary} - {None}:
                 if not process.alive:
                     continue
                 assert version in process.held, f"{process.node_id} answers with {version}, which it has freed"
-                there = {node.shard for node in self.shard_nodes() if node.alive and version in node.ready()}
-                # Of a shard whose nodes all died, nothing can be asked; that is not the rollout's doing.
-                dead = {shard for shard in shards if self._was_hit(shard)}
-                assert there | dead >= shards, f"{process.node_id} answers with {version}, only {there} have it"
-
-    def _was_hit(self, shard: int | None) -> bool:
-        return any(not node.alive or node.process_id > 100 for node in self.shard_nodes() if node.shard == shard)
+                there = {
+                    (node.num_shards, node.shard)
+                    for node in self.shard_nodes()
+                    # Of a shard whose nodes all died, nothing can be asked; that is not the rollout's doing.
+                    if (node.alive and version in node.ready()) or not node.alive or node.process_id > 100
+                }
+                whole = not divisions or any(
+                    there >= {(number, shard) for shard in range(number or 0)} for number in divisions
+                )
+                assert whole, f"{process.node_id} answers with {version}, only {there} have it"
 
     def assert_all_in(self, version: int | None, *, wanted: WantedModel | None) -> None:
         """Nothing but one version is held, answered with, or wanted anywhere."""
