@@ -108,7 +108,7 @@ ray_address_option = opts.option(
 @opts.switch("--detach", "With --on ray: leave the fleet running; `shardrank down` ends it.", name="detached")
 @click.pass_context
 def up(ctx: click.Context, /, **options: Any) -> None:
-    """Run a whole fleet on this machine.
+    """Run a whole fleet on this machine, or on a Ray cluster.
 
     Runs until Ctrl-C. Starts a coordinator, shards × replicas shard nodes on private Unix sockets and the serving
     processes, waits until each says that it is ready, and restarts whichever dies. What is live is kept in the
@@ -127,7 +127,7 @@ def up(ctx: click.Context, /, **options: Any) -> None:
     from serving.fleet.local_fleet import FleetConfig
 
     ray = _ray_config(ctx, options)
-    settings.warn_if_open(options["host"], Protection.of(options))
+    settings.warn_if_open(options["host"] if ray is None else "its host's address", Protection.of(options))
     settings.replica_policy(options)
     config = config_of(
         FleetConfig,

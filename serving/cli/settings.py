@@ -57,6 +57,7 @@ _NODE_TLS = ("node_ca", "node_cert", "node_key")
 _HELD: list[HeldSnapshot] = []
 """Versions that the one command of this process works with."""
 _FLAGS = {"shards": "--shard", "models": "--model", "plan_file": "--plan"}
+_FLAGS = {"shards": "--shard", "models": "--model", "plan_file": "--plan", "detached": "--detach"}
 
 
 def config_of(schema: type[Config], options: Options, prefix: str = "", /, **more: Any) -> Config:

@@ -15,6 +15,8 @@ import importlib
 import logging
 import os
 import re
+import signal
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
@@ -203,17 +205,32 @@ def connected(config: RayConfig, registry_name: str) -> Iterator[RayCluster]:
     # Nothing is told to the makers of Ray.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray = _imported("ray")
+    namespace, on_sigterm = f"shardrank {registry_name}", signal.getsignal(signal.SIGTERM)
+    where = config.address or "RAY_ADDRESS, nor on this machine"
+    if config.address is not None:
+        _check_answers(config.address)
     try:
-        namespace = f"shardrank {registry_name}"
         ray.init(config.address or "auto", namespace=namespace, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, ValueError) as error:
-        raise FleetError(
-            f"no Ray cluster answers at {config.address or 'RAY_ADDRESS, nor on this machine'}: {error}"
-        ) from error
+        raise FleetError(f"no Ray cluster answers at {where}: {error}") from error
+    if threading.current_thread() is threading.main_thread():
+        # Ray's would exit, and leave a fleet that is not detached to be killed.
+        signal.signal(signal.SIGTERM, on_sigterm)
     try:
         yield RayCluster(config)
     finally:
         ray.shutdown()
+
+
+def _check_answers(address: str) -> None:
+    """Raise FleetError if nothing listens there: Ray would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise FleetError(f"address {address!r} is not HOST:PORT of a Ray cluster, such as 10.0.0.1:6379")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CALL_TIMEOUT_S).close()
+    except (OSError, OverflowError) as error:
+        raise FleetError(f"no Ray cluster answers at {address}: {error}") from error
 
 
 class RayCluster:
@@ -222,6 +239,8 @@ class RayCluster:
     def __init__(self, config: RayConfig) -> None:
         self._ray = _imported("ray")
         self._config = config
+        # An actor that is not detached ends with the last reference to it.
+        self._actors: list[Any] = []
 
     def names(self) -> list[str]:
         """Return the names of the processes that run, or are about to be started again."""
@@ -239,7 +258,7 @@ class RayCluster:
         actor = self._ray.remote(RayProcess)
         for index, one in enumerate(group.processes):
             place = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(placement, index)
-            actor.options(
+            options = actor.options(
                 name=one.name,
                 lifetime=lifetime,
                 num_cpus=one.claims["CPU"],
@@ -247,7 +266,8 @@ class RayCluster:
                 memory=one.claims.get("memory"),
                 max_restarts=-1,
                 scheduling_strategy=place,
-            ).remote(one.name, one.arguments, dict(environment))
+            )
+            self._actors.append(options.remote(one.name, one.arguments, dict(environment)))
 
     async def look(self, name: str) -> tuple[int, str | None]:
         """Return `RayProcess.look` of a process that runs, or has just ended. Raises NotYetError."""
