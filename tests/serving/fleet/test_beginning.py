@@ -79,9 +79,12 @@ def test_what_nobody_runs_may_begin_with_any_version_and_shape(store: Path) -> N
     (one,) = begun(store, versions={"small": 2}, shards=4)
     assert (one.version, one.plan.num_shards) == (2, 4)
     assert (wanted(store).live, wanted(store).hold, wanted(store).epoch) == (2, (2,), 2)
+    assert wanted(store).num_shards == {2: 4}
     record = on(store, lambda fleet: fleet.fleet())
     assert record is not None
     assert record.num_shards == 4
+    begun(store, shards=3)
+    assert (wanted(store).live, wanted(store).num_shards) == (2, {2: 3})
 
 
 def test_running_nodes_are_neither_given_another_version_nor_another_shape(store: Path) -> None:
@@ -98,11 +101,13 @@ def test_a_rollout_that_was_interrupted_is_not_overruled(store: Path) -> None:
     begun(store)
     rollout = Rollout(
         model="small", epoch=1, rollout_id="0" * 32, from_version=3, to_version=2, steps=("flip",), started_at=0,
-        step_began_at=0, delta_base=2, last_delta=0,
+        step_began_at=0, delta_base=2, last_delta=0, from_shards=2, to_shards=2,
     )  # fmt: skip
     on(store, lambda fleet: fleet.registry.put(rollout_key("small"), encode_rollout(rollout), 0))
     with pytest.raises(FleetError, match="a rollout from version 3 has not ended"):
         begun(store, versions={"small": 1})
+    with pytest.raises(FleetError, match="the rollout of version 2 has not ended and is over 2 shards"):
+        begun(store, shards=3)
     assert begun(store)[0].version == 3
 
 

@@ -25,7 +25,7 @@ from serving.cli import main
 from serving.client import AsyncClient, ClientError, UnavailableError
 from serving.training.trainer import train_version
 from shardrank_testing.movielens import small_interactions
-from shardrank_testing.processes import descendants, is_alive
+from shardrank_testing.processes import descendants, is_alive, running
 from shardrank_testing.registries import with_open
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'shardrank[ray]'")
@@ -146,11 +146,13 @@ class Deployed:
     store: Path
     registry: str
 
-    def up(self, *more: object) -> str:
-        where = ("--on", "ray", "--address", self.cluster.address, "--registry", self.registry, "--detach")
+    def arguments(self, *more: object) -> tuple[object, ...]:
+        where = ("--on", "ray", "--address", self.cluster.address, "--registry", self.registry)
         ports = ("--http-port", 0, "--grpc-port", 0)
-        shape = ("--workers", 2, "--replicate-bytes", 0, "--cpus", 1)
-        return shardrank("up", "--store", self.store, *where, *ports, *shape, *more)
+        return ("up", "--store", self.store, *where, *ports, "--replicate-bytes", 0, *more)
+
+    def up(self, *more: object) -> str:
+        return shardrank(*self.arguments("--workers", 2, "--detach", *more))
 
     def nodes(self) -> dict[str, NodeRecord]:
         found = with_open(self.registry, lambda registry: FleetRegistry(registry).nodes())
@@ -251,9 +253,20 @@ def test_a_new_version_goes_from_two_shards_to_four_without_a_failed_request(dep
 
 
 def test_down_ends_every_process_of_the_fleet(deployed: Deployed) -> None:
-    # The last test of this fleet.
-    running = [node.process_id for node in deployed.nodes().values()]
+    processes = [node.process_id for node in deployed.nodes().values()]
     said = shardrank("down", "--registry", deployed.registry, "--address", deployed.cluster.address)
     assert "serve-0, serve-1, shard-0-of-4-0" in said
-    assert not any(map(is_alive, running))
+    assert not any(map(is_alive, processes))
+    assert deployed.nodes() == {}
+
+
+def test_a_fleet_that_is_not_detached_ends_with_its_command(deployed: Deployed) -> None:
+    shape = ("--shards", 1, "--workers", 1, "--version", 1)
+    with running(*map(str, deployed.arguments(*shape))) as program:
+        program.read_until("HTTP: ")
+        processes = [node.process_id for node in deployed.nodes().values()]
+        assert len(processes) == 2
+        assert program.stop(signal.SIGTERM) == 0
+    assert program.output.endswith("stopped\n")
+    assert not any(map(is_alive, processes))
     assert deployed.nodes() == {}
