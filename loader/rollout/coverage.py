@@ -65,6 +65,10 @@ class FleetView:
         nodes = tuple(node for node in self.nodes if node.kind != "shard" or node.num_shards in (None, num_shards))
         return replace(self, num_shards=num_shards, nodes=nodes)
 
+    def of_further_versions(self) -> FleetView:
+        """Leaves out shard nodes that only hold versions of an earlier number of shards."""
+        return self.divided(self.num_shards)
+
     def shard_nodes(self) -> tuple[NodeRecord, ...]:
         """Return the shard nodes that take requests."""
         return tuple(node for node in self.nodes if node.kind == "shard" and not node.draining)

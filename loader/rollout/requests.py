@@ -81,22 +81,14 @@ async def start_rollout(
         versions = [record.version for record in await fleet.versions(model)]
         raise RolloutError(f"{model}: version {version} is not published; published are {versions}")
     wanted = await fleet.wanted_model(model)
-    view = FleetView.of(await fleet.nodes(), await fleet.fleet()).for_model(model)
-    to_shards = view.num_shards if view.needs_shards() else None
-    view = view.divided(to_shards)
+    view = FleetView.of(await fleet.nodes(), await fleet.fleet()).for_model(model).of_further_versions()
     _check_nodes(view, model, wanted)
     live = wanted.live if wanted is not None else None
-    from_shards = None if wanted is None or live is None else wanted.num_shards.get(live)
     if live == version:
         raise RolloutError(f"{model}: version {version} is live already")
     if live is None and canary_share is not None:
         raise RolloutError(f"{model}: no version is live that a canary could be compared with; leave out the canary")
-    if strategy == "by-replica" and from_shards not in (None, to_shards):
-        raise RolloutError(
-            f"{model}: version {live} is divided over {from_shards} shards, version {version} is to be over "
-            f"{to_shards}: by-replica keeps their number; use strategy 'beside'"
-        )
-    groups, early = _groups(view, model, live) if strategy == "by-replica" else ((), 0)
+    groups, early = _groups(view, model, wanted) if strategy == "by-replica" else ((), 0)
     asked: dict[str, object] = {
         "rollout_id": rollout_id,
         "strategy": strategy,
@@ -105,8 +97,7 @@ async def start_rollout(
         "guards": guards or GuardLimits(),
         "groups": groups,
         "early_groups": early,
-        "from_shards": from_shards,
-        "to_shards": to_shards,
+        "to_shards": view.num_shards if view.needs_shards() else None,
         "steps": plan_steps(
             strategy,
             canary=canary_share is not None,
@@ -209,10 +200,16 @@ def _check_nodes(view: FleetView, model: str, wanted: WantedModel | None) -> Non
         )
 
 
-def _groups(view: FleetView, model: str, live: int | None) -> tuple[tuple[tuple[str, ...], ...], int]:
-    """Raise RolloutError if a shard has fewer than two replicas to roll one after the other."""
-    if live is None:
+def _groups(view: FleetView, model: str, wanted: WantedModel | None) -> tuple[tuple[tuple[str, ...], ...], int]:
+    """Raise RolloutError if a shard has fewer than two replicas of the live version to roll one after the other."""
+    live = None if wanted is None else wanted.live
+    if wanted is None or live is None:
         raise RolloutError(f"{model}: no version is live that could be rolled by replica: use strategy 'beside'")
+    if (shards := wanted.num_shards.get(live, view.num_shards)) != view.num_shards:
+        raise RolloutError(
+            f"{model}: version {live} is divided over {shards} shards, the next one is to be over {view.num_shards}: "
+            "by-replica keeps their number; use strategy 'beside'"
+        )
     by_shard: dict[int, list[str]] = {shard: [] for shard in range(view.num_shards or 0)}
     for node in view.shard_nodes():
         if node.shard_index in by_shard and node.has(model, live, "ready"):
@@ -239,6 +236,7 @@ def _plan(
         "model": published.model,
         "epoch": last.epoch + 1 if last is not None else 1,
         "from_version": live,
+        "from_shards": None if wanted is None or live is None else wanted.num_shards.get(live),
         "to_version": published.version,
         "previous_version": previous if previous != live else None,
         "from_followed": wanted is not None and live in wanted.follow,

@@ -108,7 +108,7 @@ def test_a_version_is_divided_over_more_shards_than_the_one_before_it_and_a_roll
         for _ in range(4):
             await fleet.round()
         assert held() == [{OLD}, set()]
-        with pytest.raises(RolloutError, match="version 1 is divided over 2 shards, version 2 is to be over 4"):
+        with pytest.raises(RolloutError, match="version 1 is divided over 2 shards, the next one is to be over 4"):
             await begin(fleet, strategy="by-replica")
         await begin(fleet)
         with pytest.raises(RolloutError, match="is running: the number of shards is 4 until it has ended"):

@@ -32,8 +32,6 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install 'shardrank[
 pytestmark = pytest.mark.timeout(600)
 
 IN_FLIGHT = 4
-PAUSE_S = 0.02
-"""Before the next request of each: the load leaves room for what is started, on a busy machine too."""
 TIMEOUT_MS = 30_000
 PATIENCE_S = 240.0
 LIGHT = {
@@ -51,10 +49,12 @@ class Load:
     """What became of requests: by version those that were answered, and the errors of the others.
 
     A request goes to one serving process after the other, as a balancer's would that knows them from the registry. One
-    that is not reached, for all the client's own attempts, costs a turn at the next.
+    that is not reached, for all the client's own attempts, costs a turn at the next. Before each other one there is a
+    pause: the load leaves room for what is started, on a busy machine too.
     """
 
     registry: str
+    pause_s: float
     answered: Counter[int] = field(default_factory=Counter)
     scores: dict[int, set[tuple[float, ...]]] = field(default_factory=dict)
     failed: list[str] = field(default_factory=list)
@@ -69,7 +69,7 @@ class Load:
             while not self.stop.is_set():
                 turn, order = next(turns), list(there)
                 await self._ask([clients[order[(turn + one) % len(order)]] for one in range(len(order))])
-                await asyncio.sleep(PAUSE_S)
+                await asyncio.sleep(self.pause_s)
 
         fleet = FleetRegistry(open_registry(self.registry))
 
@@ -116,8 +116,8 @@ class Load:
 
 
 @contextlib.contextmanager
-def load_on(registry: str) -> Iterator[Load]:
-    load = Load(registry)
+def load_on(registry: str, pause_s: float = 0.02) -> Iterator[Load]:
+    load = Load(registry, pause_s)
     thread = threading.Thread(target=lambda: asyncio.run(load.run()))
     thread.start()
     try:
@@ -235,7 +235,7 @@ def test_replicas_of_a_shard_are_on_different_hosts_and_a_lost_host_costs_at_mos
 
 def test_a_new_version_goes_from_two_shards_to_four_without_a_failed_request(deployed: Deployed) -> None:
     more = ("--shards", 4, "--replicas", 1)
-    with load_on(deployed.registry) as load:
+    with load_on(deployed.registry, pause_s=0.1) as load:
         assert "films: its live version is on 2 shards, the next one that is rolled out on 4" in deployed.up(*more)
         shardrank("publish", deployed.store / "films" / "2", "--registry", deployed.registry)
         shardrank("rollout", "start", "films", 2, "--registry", deployed.registry, "--follow")
