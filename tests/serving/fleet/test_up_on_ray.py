@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -192,8 +193,10 @@ def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
             yield fleet
         finally:
             below = [pid for raylet in fleet.raylets() for pid in descendants(raylet)]
+            session = cluster.head_node.get_session_dir_path()
             cluster.shutdown()
             until(lambda: not any(map(is_alive, below)), "every process of the cluster to end")
+            shutil.rmtree(session, ignore_errors=True)
 
 
 def test_replicas_of_a_shard_are_on_different_hosts_and_a_lost_host_costs_at_most_one_request_of_a_thousand(
