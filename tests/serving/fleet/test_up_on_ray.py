@@ -258,7 +258,7 @@ def test_a_new_version_goes_from_two_shards_to_four_without_a_failed_request(dep
 def test_down_ends_every_process_of_the_fleet(deployed: Deployed) -> None:
     processes = [node.process_id for node in deployed.nodes().values()]
     said = shardrank("down", "--registry", deployed.registry, "--address", deployed.cluster.address)
-    assert "serve-0, serve-1, shard-0-of-4-0" in said
+    assert "serve-0, serve-1, shard-0-of-" in said
     assert not any(map(is_alive, processes))
     assert deployed.nodes() == {}
 
