@@ -56,7 +56,6 @@ _TLS = ("tls_cert", "tls_key", "tls_client_ca")
 _NODE_TLS = ("node_ca", "node_cert", "node_key")
 _HELD: list[HeldSnapshot] = []
 """Versions that the one command of this process works with."""
-_FLAGS = {"shards": "--shard", "models": "--model", "plan_file": "--plan"}
 _FLAGS = {"shards": "--shard", "models": "--model", "plan_file": "--plan", "detached": "--detach"}
 
 

@@ -240,9 +240,11 @@ async def _begin(fleet: FleetRegistry, config: FleetConfig, clock: Callable[[], 
         latest = await asyncio.to_thread(store.latest, model)
         found.append((snapshot, Beginning(model, chosen, plan, latest)))
     await _write_fleet_record(fleet, config, nodes)
+    # Where no shard node runs all of them are about to be of this number of shards.
+    shards = None if any(node.kind == "shard" for node in nodes) else config.shards
     for snapshot, one in found:
         await register(fleet, snapshot, clock=clock, store=config.store)
-        await fleet.update_wanted(one.model, partial(_first_wanted, one.model, one.version))
+        await fleet.update_wanted(one.model, partial(_first_wanted, one.model, one.version, shards))
     return tuple(one for _, one in found)
 
 
@@ -255,14 +257,6 @@ def _planned(store: Store, config: FleetConfig, model: str, version: int) -> tup
             snapshot, config.shards, config.sharding, config.cards, config.replicate_bytes, config.read_plan()
         )
         return snapshot, plan
-        found.append((snapshot, Beginning(model, chosen, plan, store.latest(model))))
-    await _write_fleet_record(fleet, config, nodes)
-    # Where no shard node runs all of them are about to be of this number of shards.
-    shards = None if any(node.kind == "shard" for node in nodes) else config.shards
-    for snapshot, one in found:
-        await register(fleet, snapshot, clock=clock)
-        await fleet.update_wanted(one.model, partial(_first_wanted, one.model, one.version, shards))
-    return tuple(one for _, one in found)
 
 
 async def _choose(
