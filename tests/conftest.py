@@ -21,6 +21,7 @@ settings.load_profile("untimed")
 TESTS = Path(__file__).parent
 # Of more than 10 s each, the longest first. tests/test_structure.py sees that they are there.
 LONGEST = (
+    "serving/fleet/test_up_on_ray.py",
     "serving/fleet/test_up.py",
     "loadtest/drill/test_drills.py",
     "deploy/test_running_fleet.py",

@@ -62,8 +62,8 @@ def test_only_the_cuda_image_has_cupy_and_a_folder_that_it_can_write():
     assert any(one.startswith("cupy-cuda13x") for one in extras["cuda"])
     text = "\n".join(dockerfile())
     stages = {stage.split()[2]: stage for stage in text.split("FROM ")[1:]}
-    assert "'.[cuda]'" in stages["build-cuda"]
-    assert "[cuda]" not in stages["build-cpu"]
+    assert "'.[cuda,otel,stores]'" in stages["build-cuda"]
+    assert "'.[otel,stores]'" in stages["build-cpu"]
     assert "ENV CUPY_CACHE_DIR=/tmp/" in stages["cuda"]
     # The compose file and the pods give every container a /tmp, and nothing else that it can write.
     assert "/tmp" in compose()["x-shardrank"]["tmpfs"]
