@@ -120,7 +120,7 @@ class RetryBudget:
 
 
 @dataclass(slots=True, eq=False)
-class Health:
+class ReplicaHealth:
     """What is known of one replica. `Outliers` alone changes it.
 
     Attributes:
@@ -157,7 +157,7 @@ class Outliers:
         self._shard = shard
         self._clock = clock
         self._events = events or ReplicaEvents()
-        self._members: list[Health] = []
+        self._members: list[ReplicaHealth] = []
         self._next_check = -math.inf
         self._usual_s = 0.0
 
@@ -166,12 +166,12 @@ class Outliers:
         """How long a replica is waited for alone."""
         return max(self._policy.hedge_after_ms / 1e3, self._policy.slow_factor * self._usual_s)
 
-    def join(self) -> Health:
+    def join(self) -> ReplicaHealth:
         """Take in a replica."""
-        self._members.append(health := Health())
+        self._members.append(health := ReplicaHealth())
         return health
 
-    def leave(self, health: Health) -> None:
+    def leave(self, health: ReplicaHealth) -> None:
         """Forget a replica. If then too many of the others are ejected, some are let in before their time."""
         self._members.remove(health)
         if health.reason is not None:
@@ -183,18 +183,18 @@ class Outliers:
             if one.reason != "unfit" and len(self._ejected(now)) > self._most_ejected():
                 one.ejected_until = now
 
-    def is_ejected(self, health: Health) -> bool:
+    def is_ejected(self, health: ReplicaHealth) -> bool:
         """Tell whether a replica's time is not over yet."""
         return health.reason is not None and health.ejected_until > self._clock()
 
-    def comes_last(self, health: Health, calls: int) -> bool:
+    def comes_last(self, health: ReplicaHealth, calls: int) -> bool:
         """Tell whether a replica with so many calls in flight is asked after the others.
 
         So is one that is ejected, and one that has been let in while it answers a probe.
         """
         return health.reason is not None and (calls > 0 or self.is_ejected(health))
 
-    def answered(self, health: Health, seconds: float) -> None:
+    def answered(self, health: ReplicaHealth, seconds: float) -> None:
         """Note an answer and how long it took."""
         now = self._clock()
         if health.reason is not None:
@@ -207,7 +207,7 @@ class Outliers:
             self._next_check = now + CHECK_S
             self._eject_slow(now)
 
-    def failed(self, health: Health) -> None:
+    def failed(self, health: ReplicaHealth) -> None:
         """Note that a replica did not answer though it should have."""
         if self.is_ejected(health):
             return
@@ -215,13 +215,13 @@ class Outliers:
         if health.reason is not None or health.failures >= self._policy.failures:
             self._eject(health, "failures")
 
-    def overtaken(self, health: Health, seconds: float) -> None:
+    def overtaken(self, health: ReplicaHealth, seconds: float) -> None:
         """Note that a replica had not answered after so many seconds when one that was asked later had."""
         if health.reason is None:
             health.answers.append((self._clock(), seconds))
         self.failed(health)
 
-    def unfit(self, health: Health) -> None:
+    def unfit(self, health: ReplicaHealth) -> None:
         """Note that a replica has not what was asked of it: it is asked last at once, whatever the limits."""
         if not self.is_ejected(health):
             self._eject(health, "unfit")
@@ -231,14 +231,14 @@ class Outliers:
         for health in tuple(self._members):
             self.leave(health)
 
-    def _ejected(self, now: float) -> list[Health]:
+    def _ejected(self, now: float) -> list[ReplicaHealth]:
         return [one for one in self._members if one.reason is not None and one.ejected_until > now]
 
     def _most_ejected(self) -> int:
         count = len(self._members)
         return min(count - 1, math.ceil(self._policy.max_ejected_share * count))
 
-    def _eject(self, health: Health, reason: Reason) -> None:
+    def _eject(self, health: ReplicaHealth, reason: Reason) -> None:
         now, policy = self._clock(), self._policy
         health.probes.clear()
         is_full = reason != "unfit" and len(self._ejected(now)) >= self._most_ejected()
@@ -259,7 +259,7 @@ class Outliers:
         health.failures = 0
         health.answers.clear()
 
-    def _probed(self, health: Health, seconds: float, now: float) -> None:
+    def _probed(self, health: ReplicaHealth, seconds: float, now: float) -> None:
         health.probes.append(seconds)
         if len(health.probes) < self._policy.probes:
             return
@@ -288,7 +288,7 @@ class Outliers:
         policy = self._policy
         return bool(peers) and seconds > policy.slow_factor * statistics.median(peers) + policy.slow_excess_ms / 1e3
 
-    def _compared(self, now: float) -> dict[Health, float]:
+    def _compared(self, now: float) -> dict[ReplicaHealth, float]:
         """Return the median of the answers of each replica in service that has had enough of them of late."""
         found = {}
         for health in self._members:

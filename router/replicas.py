@@ -13,7 +13,7 @@ from functools import partial
 
 from loader.errors import ShardrankError
 from router.errors import PlanMismatchError, ReplicaLagsError, ShardUnavailableError
-from router.outliers import Health, Outliers, ReplicaEvents, ReplicaPolicy, RetryBudget
+from router.outliers import Outliers, ReplicaEvents, ReplicaHealth, ReplicaPolicy, RetryBudget
 from router.plan import Plan
 from shard_node.answer import EXACT, FLOAT32_SUMS, UNKNOWN_SEQUENCE, Answer, Forms
 from shard_node.bags import KeyedBags
@@ -78,7 +78,7 @@ class _Member:
     """
 
     replica: ShardClient
-    health: Health
+    health: ReplicaHealth
     checked: int = -1
     calls: int = 0
     leaves: bool = False

@@ -37,7 +37,7 @@ from loadtest.drill.fleet import (
     oracle_fleet,
     polled,
 )
-from loadtest.drill.load import AnswerCounts, Answers, Span, count_kinds, counted, overlaps, percentile
+from loadtest.drill.load import AnswerCounts, Answers, TimeSpan, count_kinds, counted, overlaps, percentile
 from loadtest.drill.oracle import Kind
 from loadtest.errors import DrillError
 
@@ -168,7 +168,7 @@ class CrashResult(AnswerCounts):
     settled_s: float | None
     stale: int = 0
     lag: str
-    watched: Span = Field(exclude=True)
+    watched: TimeSpan = Field(exclude=True)
     live_version: int = Field(exclude=True)
 
     def judged(self, answers: Answers) -> CrashResult:
@@ -262,7 +262,7 @@ async def _run_case(fleet: OracleFleet, case: CrashCase, delay_s: float) -> Cras
         restart_s=restarted_at - killed_at,
         settled_s=None if lag else settled_at - restarted_at,
         lag=lag,
-        watched=Span(killed_at, time.monotonic()),
+        watched=TimeSpan(killed_at, time.monotonic()),
         live_version=wanted,
     )
 

@@ -120,7 +120,7 @@ def read_details(path: Path, max_lines: int = 20) -> list[str]:
     return details_path(path).read_text(encoding="utf-8").splitlines()[:max_lines]
 
 
-class Span(NamedTuple):
+class TimeSpan(NamedTuple):
     """A span of time, in seconds of CLOCK_MONOTONIC."""
 
     begin: float
@@ -147,7 +147,7 @@ def counted(found: Mapping[str, int]) -> list[str]:
     return [f"{count} answers {what}" for what, count in found.items() if count]
 
 
-def overlaps(answers: Answers, spans: Sequence[Span]) -> npt.NDArray[np.bool_]:
+def overlaps(answers: Answers, spans: Sequence[TimeSpan]) -> npt.NDArray[np.bool_]:
     """Return which requests were out at any time within one of the spans, which are in order and apart: bool [n]."""
     if not spans:
         return np.zeros(len(answers), np.bool_)

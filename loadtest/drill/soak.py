@@ -27,7 +27,7 @@ from loader.deltas.publisher import AsyncDeltaPublisher
 from loader.progress import Progress, no_progress
 from loader.snapshot.tables import Frozen
 from loadtest.drill.fleet import FleetReport, OracleFleet, OracleFleetConfig, oracle_fleet
-from loadtest.drill.load import TIMEOUT_MS, Span, count_kinds, counted, oracle_ask
+from loadtest.drill.load import TIMEOUT_MS, TimeSpan, count_kinds, counted, oracle_ask
 from loadtest.drill.oracle import FACTORS, Kind, letter_of, make_questions, patterns
 from loadtest.errors import DrillError
 from serving.client import AsyncClient, RetryPolicy
@@ -166,7 +166,7 @@ class SoakCourse:
     times: list[float] = field(default_factory=list)
     samples: dict[str, list[Sample]] = field(default_factory=dict)
     process_ids: dict[str, set[int]] = field(default_factory=dict)
-    apart: list[Span] = field(default_factory=list)
+    apart: list[TimeSpan] = field(default_factory=list)
     rollouts: int = 0
     updates: int = 0
     bad_requests: int = 0
@@ -211,7 +211,7 @@ class _Work:
                 rollout = await self._fleet.roll_out(live)
                 if rollout.state != "done":
                     raise DrillError(f"the rollout of version {live} ended as {rollout.state}: {rollout.reason}")
-                self._course.apart.append(Span(begin, time.monotonic() + self._config.settle_s))
+                self._course.apart.append(TimeSpan(begin, time.monotonic() + self._config.settle_s))
                 self._course.rollouts += 1
 
     async def update(self) -> None:

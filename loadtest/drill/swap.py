@@ -19,7 +19,7 @@ from loader.progress import Progress, no_progress
 from loader.rollout.plan import Strategy
 from loader.snapshot.publishing import rows_bytes_of
 from loadtest.drill.fleet import FleetReport, OracleFleet, OracleFleetConfig, oracle_fleet
-from loadtest.drill.load import APIS, Answers, Span, count_kinds, counted, latency_ms, overlaps, percentile
+from loadtest.drill.load import APIS, Answers, TimeSpan, count_kinds, counted, latency_ms, overlaps, percentile
 from loadtest.drill.oracle import Kind
 from loadtest.errors import DrillError
 
@@ -52,7 +52,7 @@ class SwapDrillConfig(OracleFleetConfig):
 class Swap(NamedTuple):
     """One rollout, from the moment in which it was asked for to when it was seen to be done."""
 
-    span: Span
+    span: TimeSpan
     from_version: int
     to_version: int
 
@@ -130,7 +130,7 @@ class SwapCourse:
     """
 
     swaps: list[Swap] = field(default_factory=list)
-    apart: list[Span] = field(default_factory=list)
+    apart: list[TimeSpan] = field(default_factory=list)
     memory: list[MemorySample] = field(default_factory=list)
 
     @contextmanager
@@ -138,7 +138,7 @@ class SwapCourse:
         """Note a time in which the drill takes time of the cores that it shares with the fleet, as no swap would."""
         begin = time.monotonic()
         yield
-        self.apart.append(Span(begin, time.monotonic()))
+        self.apart.append(TimeSpan(begin, time.monotonic()))
 
 
 async def run_swap_drill(config: SwapDrillConfig, folder: Path, progress: Progress = no_progress) -> SwapReport:
@@ -177,7 +177,7 @@ async def _swap_again_and_again(
         await asyncio.sleep(config.pause_s)
         begin = time.monotonic()
         rollout = await fleet.roll_out(version, config.strategy)
-        course.swaps.append(Swap(Span(begin, time.monotonic()), live, version))
+        course.swaps.append(Swap(TimeSpan(begin, time.monotonic()), live, version))
         if rollout.state != "done":
             raise DrillError(f"the rollout of version {version} ended as {rollout.state}: {rollout.reason}")
         live = version

@@ -66,7 +66,7 @@ class RayConfig(Frozen):
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class PlacedProcess:
     """One process: the arguments of `shardrank`, in which HOST may stand, and what is claimed of its host."""
 
     name: str
@@ -75,32 +75,34 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ActorGroup:
     """Processes that each need a host of their own, such as the replicas of a shard."""
 
     name: str
-    processes: tuple[Placed, ...]
+    processes: tuple[PlacedProcess, ...]
 
 
-def groups_of(config: FleetConfig, ray: RayConfig) -> tuple[Group, ...]:
+def groups_of(config: FleetConfig, ray: RayConfig) -> tuple[ActorGroup, ...]:
     """Return what runs: a coordinator, a group for each shard, and one of the serving processes."""
     any_host = {"CPU": ray.cpus}
     node = any_host | ({"GPU": float(ray.gpus)} if ray.gpus else {})
     node |= {} if ray.memory_bytes is None else {"memory": float(ray.memory_bytes)}
-    coordinator = Placed("coordinator-0", tuple(config.coordinator_command("coordinator-on-ray")), any_host)
-    groups = [Group("coordinator", (coordinator,))]
-    by_shard: dict[int, list[Placed]] = {}
+    coordinator = PlacedProcess("coordinator-0", tuple(config.coordinator_command("coordinator-on-ray")), any_host)
+    groups = [ActorGroup("coordinator", (coordinator,))]
+    by_shard: dict[int, list[PlacedProcess]] = {}
     for name, shard in config.shard_nodes.items():
         command = tuple(config.shard_node_command(name, f"{HOST}:0"))
-        by_shard.setdefault(shard, []).append(Placed(name, command, node))
-    groups += [Group(_group_of(nodes[0].name), tuple(nodes)) for nodes in by_shard.values()]
+        by_shard.setdefault(shard, []).append(PlacedProcess(name, command, node))
+    groups += [ActorGroup(_group_of(nodes[0].name), tuple(nodes)) for nodes in by_shard.values()]
     ports = ("--host", config.host, "--http-port", str(config.http_port), "--grpc-port", str(config.grpc_port))
     start = ("--log-level", config.log_level, "serve")
-    serving = [Placed(name, (*start, *config.worker_flags(name), *ports), any_host) for name in config.worker_names]
-    return (*groups, Group("serve", tuple(serving)))
+    serving = [
+        PlacedProcess(name, (*start, *config.worker_flags(name), *ports), any_host) for name in config.worker_names
+    ]
+    return (*groups, ActorGroup("serve", tuple(serving)))
 
 
-def check_hosts(groups: Sequence[Group], hosts: Sequence[Mapping[str, float]]) -> None:
+def check_hosts(groups: Sequence[ActorGroup], hosts: Sequence[Mapping[str, float]]) -> None:
     """Raise FleetError if a group has more processes than there are hosts with what each of them claims."""
     for group in groups:
         claims = group.processes[0].claims
@@ -113,7 +115,7 @@ def check_hosts(groups: Sequence[Group], hosts: Sequence[Mapping[str, float]]) -
             )
 
 
-def missing_of(groups: Sequence[Group], running: Collection[str]) -> list[Group]:
+def missing_of(groups: Sequence[ActorGroup], running: Collection[str]) -> list[ActorGroup]:
     """Return the groups that do not run. Raises FleetError for one that runs with other processes."""
     missing = []
     for group in groups:
@@ -250,7 +252,7 @@ class RayCluster:
         """Return what each host that is up has in all."""
         return [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
 
-    def start(self, group: Group, environment: Mapping[str, str]) -> None:
+    def start(self, group: ActorGroup, environment: Mapping[str, str]) -> None:
         """Have a group started; that its hosts are found, and its processes run, is not waited for."""
         lifetime = "detached" if self._config.detached else None
         bundles = [dict(one.claims) for one in group.processes]

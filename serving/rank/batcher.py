@@ -30,7 +30,7 @@ from serving.errors import ClientGoneError, OverloadedError, ShuttingDownError
 from serving.formats.requests import Answer, Encoded, LookupRequest, RankRequest, Request
 from serving.limits import RequestLimits
 from serving.observe.calls import Call
-from serving.rank.pace import Pace, share_of
+from serving.rank.pace import BatchPace, share_of
 from shard_node.errors import DeadlineExceededError
 from shard_node.generation import Lease
 
@@ -105,7 +105,7 @@ class Batcher:
         self._share, self._longest_s = 0.0, 0.0
         # When a full queue was last looked through for what nobody waits for.
         self._looked = -inf
-        self._pace = Pace()
+        self._pace = BatchPace()
         self._idle: list[Wake] = []
         self._closed_because = ""
 

@@ -32,7 +32,7 @@ class _Batch(NamedTuple):
     at_once: int
 
 
-class Pace:
+class BatchPace:
     """The time of a full batch, by the last batches but the slowest, and those that are out. Not thread-safe.
 
     Each counts by its share: of what a full one takes, small ones say little but what any batch costs. Before there

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from router.outliers import Health, Outliers, ReplicaEvents, ReplicaPolicy, RetryBudget
+from router.outliers import Outliers, ReplicaEvents, ReplicaHealth, ReplicaPolicy, RetryBudget
 
 MS = 1e-3
 
@@ -42,7 +42,7 @@ class Shard:
                     self.outliers.answered(health, taken * MS)
 
 
-def fail(shard: Shard, health: Health, times: int = 3) -> None:
+def fail(shard: Shard, health: ReplicaHealth, times: int = 3) -> None:
     for _ in range(times):
         shard.outliers.failed(health)
 

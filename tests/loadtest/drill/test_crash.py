@@ -21,7 +21,7 @@ from loadtest.drill.crash import (
     make_crash_report,
 )
 from loadtest.drill.fleet import unsettled
-from loadtest.drill.load import RECORD, Span
+from loadtest.drill.load import RECORD, TimeSpan
 from loadtest.drill.oracle import Kind
 
 NODES = ("shard-0-0", "shard-1-0")
@@ -70,7 +70,7 @@ def course(case: CrashCase, **change: Any) -> CrashResult:
         "restart_s": 0.5,
         "settled_s": 3.5,
         "lag": "",
-        "watched": Span(10.0, 15.0),
+        "watched": TimeSpan(10.0, 15.0),
         "live_version": 2,
     }
     return CrashResult(**case._asdict(), **{**settled, **change})

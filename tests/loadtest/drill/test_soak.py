@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadtest.drill.load import Span
+from loadtest.drill.load import TimeSpan
 from loadtest.drill.oracle import OracleShape
 from loadtest.drill.soak import (
     MIN_BLOCKS,
@@ -83,7 +83,7 @@ def report_of(
     """A process that is read once a second: it warms up by 100 MB, and has twice its memory in rollouts."""
     rng, course = np.random.default_rng(1), SoakCourse()
     course.times = [1000.0 + second for second in range(60 * minutes)]
-    course.apart = [Span(begin, begin + 8.0) for begin in range(1045, 1000 + 60 * minutes, 53)]
+    course.apart = [TimeSpan(begin, begin + 8.0) for begin in range(1045, 1000 + 60 * minutes, 53)]
     own = []
     for now in course.times:
         second = now - 1000

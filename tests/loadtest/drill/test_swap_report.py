@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadtest.drill.load import RECORD, Span, overlaps
+from loadtest.drill.load import RECORD, TimeSpan, overlaps
 from loadtest.drill.oracle import Kind
 from loadtest.drill.swap import (
     MemorySample,
@@ -34,7 +34,7 @@ FACTS: dict[str, Any] = {
     "details": (),
 }
 # Live is 1 until the first swap, at 10 to 14; publishing is at 16 to 17; the second swap is at 20 to 24.
-SWAPS = [Swap(Span(10, 14), 1, 2), Swap(Span(20, 24), 2, 3)]
+SWAPS = [Swap(TimeSpan(10, 14), 1, 2), Swap(TimeSpan(20, 24), 2, 3)]
 
 
 def record(intended: float, ms: float, version: int, kind: Kind = Kind.OK, api: int = 0) -> tuple[Any, ...]:
@@ -53,7 +53,7 @@ def samples(*totals: float) -> list[MemorySample]:
 
 
 def report_of(*records: tuple[Any, ...], memory: tuple[float, ...] = (100.0, 100.0)) -> SwapReport:
-    return make_swap_report(answers_of(*records), SwapCourse(SWAPS, [Span(16, 17)], samples(*memory)), FACTS)
+    return make_swap_report(answers_of(*records), SwapCourse(SWAPS, [TimeSpan(16, 17)], samples(*memory)), FACTS)
 
 
 def steady(count: int = 50, ms: float = 4.0) -> list[tuple[Any, ...]]:
@@ -148,7 +148,7 @@ def test_an_answer_of_a_version_that_was_not_live_while_it_was_out_is_stale(
     st.lists(st.tuples(st.floats(0, 100), st.floats(0, 50)), max_size=20),
 )
 def test_overlaps_are_those_of_the_definition(bounds: list[float], requests: list[tuple[float, float]]):
-    spans = [Span(bounds[n], bounds[n + 1]) for n in range(0, len(bounds) - 1, 2)]
+    spans = [TimeSpan(bounds[n], bounds[n + 1]) for n in range(0, len(bounds) - 1, 2)]
     answers = np.zeros(len(requests), RECORD)
     answers["intended"] = [begin for begin, _ in requests]
     answers["ended"] = [begin + duration for begin, duration in requests]

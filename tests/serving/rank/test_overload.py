@@ -9,7 +9,7 @@ from serving.errors import OverloadedError
 from serving.formats.requests import LookupRequest
 from serving.limits import RequestLimits
 from serving.rank.batcher import Batcher, Pending
-from serving.rank.pace import KEPT, SLOWEST, Pace, share_of
+from serving.rank.pace import KEPT, SLOWEST, BatchPace, share_of
 from shard_node.errors import DeadlineExceededError
 from shardrank_testing.waiting import EMPTY, Clock, Model
 
@@ -155,7 +155,7 @@ def test_a_request_s_share_of_a_batch_is_that_of_the_limit_that_it_fills_most(mo
 
 
 def test_replicas_that_work_at_once_shorten_the_wait():
-    pace = Pace()
+    pace = BatchPace()
     pace.begin(0, 1.0, 0.0)
     for number in range(SLOWEST + 1):
         assert pace.wait_s(9.0, 0.0) == 0.0
