@@ -185,6 +185,14 @@ class ProfileFileError(ServingError, kind="profile_file"):
     """The file that a process writes its profile to can't be written."""
 
 
+class RecordingFolderError(ServingError, kind="recording_folder", http=400, grpc="INVALID_ARGUMENT"):
+    """A folder of recorded requests that can't be used, or that another process records into."""
+
+
+class RecordingDamagedError(ServingError, kind="recording_damaged", http=422, grpc="FAILED_PRECONDITION"):
+    """A file of recorded requests that was changed, or is of another format. The message has the place."""
+
+
 class HistogramLayoutError(ServingError, kind="histogram_layout"):
     """The installed metrics library keeps its histograms in another way than this process fills them."""
 

@@ -155,6 +155,7 @@ class RankDocument(BaseModel):
     scores: list[float] = Field(description="in the order of the candidates")
     order: list[int] = Field(description="positions by descending score, at most top_k")
     dense_step: int = Field(description="of the dense weights that gave every score; 0 for the version's own")
+    delta_sequence: int = Field(description="every row was of this delta or a later one; -1 where that is not known")
     outputs: dict[str, list[float]] | None = Field(
         default=None, description="by name, in the order of the candidates; of a model that names its outputs"
     )

@@ -459,7 +459,8 @@ class CardRanking(Ranking):
         """Score as `Ranking.score` does. Raises MemoryBudgetError too, where a batch of that size has no room."""
         began = self._clock()
         mapped = self.router.map(batch.bags)
-        chosen = self.choose(self.router.local_sequence(self._model_name, self.parts.version))
+        sequence = self.router.local_sequence(self._model_name, self.parts.version)
+        chosen = self.choose(sequence)
         model = self._on_card(chosen)
         packed = self.scorer.pack(model, batch, mapped.bags, model.layout.pooled(self.router, mapped))
         ready = self._clock()
@@ -469,7 +470,7 @@ class CardRanking(Ranking):
         if times is not None:
             times.lookup_s, times.rank_s = ready - began, self._clock() - ready
         self._metrics.card_batch(self._model_name, is_graph=packed.is_graph)
-        return Scored(scores[None, :], mapped.rejected, chosen.dense_step)
+        return Scored(scores[None, :], mapped.rejected, chosen.dense_step, sequence)
 
     def warm(self, golden: GoldenRequests | None) -> None:
         """Make buffers and graphs for the usual classes of batches: as golden requests have, or one id a feature."""

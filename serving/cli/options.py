@@ -419,6 +419,17 @@ hot_rows_options = together(
 )
 
 
+_RECORD = (
+    "Record a share of the rank requests that are answered in this folder, with their scores: for `loadtest replay`, "
+    "and to warm new versions with. Ids, weights and floats; no headers, tokens or keys."
+)
+record_options = together(
+    option("--record", _RECORD, FOLDER),
+    option("--record-share SHARE", "How many of them, above 0 and up to 1.", PART, 0.01),
+    count("--record-max-mb", "Bytes of the folder at most, in 10^6; the oldest go first.", 1, 10_000_000, 256),
+)
+
+
 def device_option(default: str) -> Option:
     """Declare `--device`."""
     return option(

@@ -97,6 +97,7 @@ _PROFILE = (
 )
 @opts.option("--profile", _PROFILE, opts.FILE)
 @opts.serving_trace_options
+@opts.record_options
 @opts.option("--probe-port", "A private HTTP port of this one worker, on loopback.", opts.PORT, hidden=True)
 @click.pass_context
 def serve(ctx: click.Context, /, **options: Any) -> None:
@@ -179,7 +180,8 @@ def _answer(options: Options, service: RankingService, config: ServerConfig, **s
         # A process that stands alone shares no port; a worker's are held by its supervisor.
         with held_ports(options["host"], options["http_port"], options["grpc_port"], workers=0):
             pass
-    with profiled(options["profile"], service.metrics), settings.traced(options, service):
+    observed = settings.traced(options, service), settings.recording(options, service)
+    with profiled(options["profile"], service.metrics), observed[0], observed[1]:
         serve_until_signalled(service, config, on_ready=say, probe_port=options["probe_port"], **steps)
 
 
@@ -311,7 +313,8 @@ def _run_workers(options: Options, folder: Path | None, log_level: str) -> None:
 def worker_arguments(options: Options, folder: Path | None, worker: int = 0) -> list[str]:
     """Return the flags of a worker, but ports and the registry, which may have a password.
 
-    Without a snapshot's folder it is one of a fleet. Node ids differ, and so do profiles: counts can't share a file.
+    Without a snapshot's folder it is one of a fleet. Node ids differ, and so do profiles and folders
+    of recorded requests: counts can't share a file, nor two that write a folder.
     """
     told = ["--verify" if options["verify"] else "--no-verify", *settings.front_arguments(options)]
     told += settings.arguments(options, [*settings.RANKING, "shutdown_delay_s", "plan_file"])
@@ -320,6 +323,10 @@ def worker_arguments(options: Options, folder: Path | None, worker: int = 0) -> 
     if options["profile"] is not None:
         path = options["profile"].absolute()
         told += ["--profile", str(path.with_stem(f"{path.stem}-{worker}"))]
+    if options["record"] is not None:
+        own = {"record": options["record"] / str(worker), "record_share": options["record_share"]}
+        own["record_max_mb"] = max(1, options["record_max_mb"] // options["workers"])
+        told += settings.arguments(own, own)
     has_rows = options["local"] if folder is None else not options["shards"]
     if folder is not None:
         told += ["--snapshot", str(folder), *settings.arguments(options, ["shards", *_ROWS[:-1]])]

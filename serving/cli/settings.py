@@ -337,6 +337,24 @@ def hot_rows_arguments(options: Options) -> list[str]:
     return arguments(options, _HOT_ROWS) if options["hot_rows_gb"] else []
 
 
+@contextlib.contextmanager
+def recording(options: Options, service: RankingService) -> Iterator[None]:
+    """Record what a service answers while the block runs, as far as it was asked for. Raises RecordingFolderError."""
+    if options["record"] is None:
+        yield
+        return
+    from serving.observe.recording import Recorder, RecordingConfig
+
+    max_bytes = options["record_max_mb"] * 1_000_000
+    config = RecordingConfig(folder=options["record"], share=options["record_share"], max_bytes=max_bytes)
+    recorder = Recorder(config, service.metrics.recorded, clock=service.clock)
+    service.on_ranked += (recorder.offer,)
+    try:
+        yield
+    finally:
+        recorder.close()
+
+
 def read_limits(options: Options) -> RequestLimits:
     """Return the limits of a file (JSON, or TOML by its name), overridden by `--limit` and `--trusted-proxy`.
 

@@ -58,6 +58,7 @@ class RankResult:
         request_id: of the request.
         dense_step: of the dense model's weights that gave every score; 0 for those of the version itself.
         outputs: float32 [N] for each output that the model names; none of a built-in model.
+        delta_sequence: every row was of this delta or a later one; -1 where that is not known.
     """
 
     model: str
@@ -67,6 +68,7 @@ class RankResult:
     request_id: str
     dense_step: int = 0
     outputs: Mapping[str, Float32Array] = field(default_factory=dict)
+    delta_sequence: int = -1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -238,7 +240,10 @@ def read_rank(data: bytes) -> RankResult:
     # The library hands out the buffer of a repeated field.
     scores, order = np.array(answer.scores, np.float32), np.array(answer.order, np.int64)
     outputs = {name: np.array(one.values, np.float32) for name, one in answer.outputs.items()}
-    return RankResult(answer.model, answer.version, scores, order, answer.request_id, answer.dense_step, outputs)
+    sequence = answer.delta_sequence if answer.HasField("delta_sequence") else -1
+    return RankResult(
+        answer.model, answer.version, scores, order, answer.request_id, answer.dense_step, outputs, sequence
+    )
 
 
 def read_lookup(data: bytes) -> LookupResult:

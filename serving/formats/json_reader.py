@@ -355,6 +355,7 @@ def rank_document(answer: RankAnswer) -> dict[str, Any]:
         "model": answer.model,
         "version": answer.version,
         "dense_step": answer.dense_step,
+        "delta_sequence": answer.delta_sequence,
         "scores": answer.scores.tolist(),
         "order": answer.order.tolist(),
     }

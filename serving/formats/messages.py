@@ -34,7 +34,15 @@ from serving.formats.bags import (
     text_of,
     values_of,
 )
-from serving.formats.protobuf import ProtobufMessage, encode_field, encode_message, packed_bytes, signed, tags_of
+from serving.formats.protobuf import (
+    ProtobufMessage,
+    encode_field,
+    encode_message,
+    encode_varint,
+    packed_bytes,
+    signed,
+    tags_of,
+)
 from serving.formats.requests import (
     Answer,
     Buffer,
@@ -322,7 +330,9 @@ def encode_rank(answer: RankAnswer) -> bytes:
     """Encode a RankResponse."""
     scores, order = packed_bytes(answer.scores, "<f4"), packed_bytes(answer.order, "<u4")
     fields = answer.model.encode(), answer.version, scores, order, answer.request_id.encode(), answer.dense_step
-    encoded = encode_message(*fields)
+    # 0 is told too: it is another thing than not to know.
+    told = encode_varint(8 << 3) + encode_varint(answer.delta_sequence) if answer.delta_sequence >= 0 else b""
+    encoded = encode_message(*fields) + told
     if not answer.outputs:
         return encoded
     outputs = (

@@ -81,6 +81,7 @@ class RankAnswer:
         order: int64 [min(top_k, N)], positions of the candidates by descending score; equal scores by position.
         dense_step: of the dense model's weights that gave every score; 0 for those of the snapshot itself.
         outputs: float32 [N] for each output that the model names, in its order; none of a built-in model.
+        delta_sequence: every row was of this delta or a later one; negative where a shard did not tell.
     """
 
     model: str
@@ -90,6 +91,7 @@ class RankAnswer:
     request_id: str = ""
     dense_step: int = 0
     outputs: Mapping[str, Float32Array] = field(default_factory=dict)
+    delta_sequence: int = -1
 
 
 @dataclass(frozen=True, slots=True, eq=False)

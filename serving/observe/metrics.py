@@ -113,6 +113,10 @@ class ServingMetrics:
         self._spans = counter("shardrank_trace_spans", "Spans by what became of them.", ("outcome",))
         self._of_wire = _wire_counters(registry)
         self._hot = _HotMetrics(registry)
+        self._recorded = counter(
+            "shardrank_recorded_requests", "Requests chosen to be recorded: written, or dropped.", ("outcome",)
+        )
+        self._recorded_bytes = counter("shardrank_recorded_bytes", "Bytes of recorded requests that were written.")
         # Looking a child up by its labels takes longer than counting, so those that requests need are kept.
         self._of_status, self._of_outcome = cache(requests.labels), cache(self._version_requests.labels)
         self._of_error = cache(errors.labels)
@@ -191,6 +195,11 @@ class ServingMetrics:
     def hot_rows(self, status: HotStatus) -> None:
         """Say what a version's tier of hot rows holds, and count what it counted since it told last."""
         self._hot.tell(status)
+
+    def recorded(self, outcome: str, requests: int, size_bytes: int) -> None:
+        """Count requests that were chosen to be recorded: `written`, with their bytes on disk, or `dropped`."""
+        self._recorded.labels(outcome).inc(requests)
+        self._recorded_bytes.inc(size_bytes)
 
     def forget_version(self, model: str, version: int) -> None:
         """Drop what is told of one version. With several workers on one port their files keep it."""

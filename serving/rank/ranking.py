@@ -245,11 +245,13 @@ class Scored(NamedTuple):
         scores: float32 [1 + outputs, N], the scores and below them what the model names.
         rejected: the ids that have no row.
         dense_step: of the weights that gave all of it.
+        sequence: every row was of this delta or a later one; UNKNOWN_SEQUENCE where a shard did not tell.
     """
 
     scores: Float32Array
     rejected: RejectedIds
     dense_step: int = 0
+    sequence: int = UNKNOWN_SEQUENCE
 
 
 class Ranking:
@@ -378,7 +380,7 @@ class Ranking:
     def _outcomes(
         self, requests: Sequence[RankRequest], batch: MergedBatch, scored: Scored
     ) -> list[RankAnswer | Exception]:
-        scores, rejected, dense_step = scored
+        scores, rejected, dense_step, sequence = scored
         order = rank_order(scores[0], batch.candidate_starts, batch.request_of_candidate)
         starts = batch.candidate_starts.tolist()
         model, version, names = self._model_name, self.parts.version, self._output_names
@@ -387,7 +389,7 @@ class Ranking:
             best = order[start:end][: request.top_k]
             named = dict(zip(names, scores[1:, start:end], strict=True)) if names else {}
             own, request_id = scores[0, start:end], request.request_id
-            outcomes.append(RankAnswer(model, version, own, best, request_id, outputs=named, dense_step=dense_step))
+            outcomes.append(RankAnswer(model, version, own, best, request_id, dense_step, named, sequence))
         # A sum is finite only if all of them are, and one number is asked faster than many.
         if not rejected.feature.size and math.isfinite(np.add.reduce(scores, axis=None)):
             self._counter.scored(scores[0])
@@ -427,7 +429,7 @@ class Ranking:
         scores = self.score_rows(batch, embeddings, chosen)
         if times is not None:
             times.rank_s = self._clock() - routed
-        return Scored(scores, embeddings.rejected, chosen.dense_step)
+        return Scored(scores, embeddings.rejected, chosen.dense_step, embeddings.sequence)
 
     async def lookup(self, waiting: Pending) -> LookupAnswer:
         """Look embeddings up, and tell the request the times. Raises UnknownIdError for an id without a row."""

@@ -20,7 +20,18 @@ from typing import Any, Protocol, TypeAlias, cast
 from loader.errors import ShardrankError
 from serving.description import ModelInfo
 from serving.errors import ClientGoneError, OverloadedError
-from serving.formats.requests import Answer, Buffer, Codec, Encoded, LookupRequest, Request, Unparsed
+from serving.formats.requests import (
+    Answer,
+    Buffer,
+    Codec,
+    Encoded,
+    LookupRequest,
+    RankAnswer,
+    RankRequest,
+    Request,
+    Unparsed,
+)
+from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
 from serving.observe.calls import Call, Outcome, outcome_of
 from serving.observe.metrics import ServingMetrics
@@ -34,6 +45,8 @@ from shard_node.generation import Lease
 
 logger = logging.getLogger(__name__)
 
+OnRanked: TypeAlias = Callable[[RequestSchema, RankRequest, RankAnswer, float], None]
+"""Told an answered rank request with its schema, and when its call began, monotonic seconds; it must be quick."""
 WatchClient: TypeAlias = Callable[[Callable[[], None]], None]
 Receive: TypeAlias = Callable[[], Awaitable[Buffer]]
 CLOSE_GRACE_S = 5.0
@@ -52,6 +65,7 @@ class RankingService(ServedVersions):
 
     Attributes:
         tracer: makes traces of its calls; None if nobody wants them.
+        on_ranked: each told every rank request of an API that is answered, once its answer is encoded.
     """
 
     def __init__(
@@ -70,6 +84,7 @@ class RankingService(ServedVersions):
         self.metrics = ServingMetrics(StateCollector(self.watch))
         self.tracer: Tracer | None = None
         self.untaken = UntakenAnswers(self.limits.max_untaken_floats)
+        self.on_ranked: tuple[OnRanked, ...] = ()
         self._receiving = 0
         self._admitted = 0
         self._counting = threading.Lock()
@@ -264,9 +279,13 @@ async def answer(
         if isinstance(request, LookupRequest):
             encoded = await _looked_up(service, unparsed, pending, client)
         else:
-            answered = await service.wait(pending, client.watch)
+            # The lease ends with the batch, and the version may be gone by then.
+            schema = lease.generation.payload.schema
+            answered = cast(RankAnswer, await service.wait(pending, client.watch))
             call.answered = service.clock()
             encoded = unparsed.encode(answered)
+            for tell in service.on_ranked:
+                tell(schema, request, answered, call.began)
         call.encoded = service.clock()
     except BaseException as error:
         service.end_call(call, error)

@@ -509,7 +509,7 @@ class _GoldenCheck:
                     scores = ranking.score_rows(batch, embeddings)
                 else:
                     expected = exported
-                    scores, rejected, _ = await ranking.score(batch, deadline)
+                    scores, rejected, *_ = await ranking.score(batch, deadline)
                 largest = max(largest, self.batch_difference(scores, expected, rejected))
                 await asyncio.sleep(clock() - began)
             return largest

@@ -40,7 +40,8 @@ def rank_answers(draw: st.DrawFn) -> RankAnswer:
     }
     numbers = st.integers(1, 2**63 - 1)
     request_id, step = draw(st.just("") | NAMES), draw(st.just(0) | numbers)
-    return RankAnswer(draw(NAMES), draw(numbers), scores, order, request_id, step, outputs)
+    sequence = draw(st.sampled_from([-1, 0]) | numbers)
+    return RankAnswer(draw(NAMES), draw(numbers), scores, order, request_id, step, outputs, sequence)
 
 
 @st.composite
@@ -67,10 +68,8 @@ def test_scores_read_back_from_a_message(answer):
     assert read.dense_step == answer.dense_step
     assert {name: np.array(one.values, "f4").tobytes() for name, one in read.outputs.items()} == bits(answer)
     ranked = read_rank(encode_rank(answer))
-    assert (ranked.dense_step, {name: values.tobytes() for name, values in ranked.outputs.items()}) == (
-        answer.dense_step,
-        bits(answer),
-    )
+    assert {name: values.tobytes() for name, values in ranked.outputs.items()} == bits(answer)
+    assert (ranked.dense_step, ranked.delta_sequence) == (answer.dense_step, answer.delta_sequence)
 
 
 @given(lookup_answers())
@@ -96,7 +95,7 @@ def test_json_answers_read_back_to_the_same_float32(ranked, looked_up):
     )
     assert np.array(read["scores"], "f4").tobytes() == ranked.scores.tobytes()
     assert read["order"] == ranked.order.tolist()
-    assert read["dense_step"] == ranked.dense_step
+    assert (read["dense_step"], read["delta_sequence"]) == (ranked.dense_step, ranked.delta_sequence)
     outputs = read.get("outputs", {})
     assert {name: np.array(values, "f4").tobytes() for name, values in outputs.items()} == bits(ranked)
     encoded = codec.encode(looked_up)

@@ -134,7 +134,7 @@ def score(served: ServedModel, batch: MergedBatch, replica: int = 0) -> Float32A
     """A batch's scores from one replica."""
 
     async def work(ranking: Ranking) -> Float32Array:
-        scores, rejected, _ = await ranking.score(batch, FAR_S)
+        scores, rejected, *_ = await ranking.score(batch, FAR_S)
         assert not len(rejected)
         return scores
 

@@ -257,12 +257,15 @@ class RankResponse(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     DENSE_STEP_FIELD_NUMBER: _builtins.int
     OUTPUTS_FIELD_NUMBER: _builtins.int
+    DELTA_SEQUENCE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     version: _builtins.int
     """The version that gave every score."""
     request_id: _builtins.str
     dense_step: _builtins.int
     """Of the dense model's weights that gave every score; 0 for those of the version itself."""
+    delta_sequence: _builtins.int
+    """Every row was of this delta or a later one. Left out where that is not known."""
     @_builtins.property
     def scores(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """In the order of the candidates."""
@@ -285,12 +288,15 @@ class RankResponse(_message.Message):
         request_id: _builtins.str = ...,
         dense_step: _builtins.int = ...,
         outputs: _abc.Mapping[_builtins.str, Global___Output] | None = ...,
+        delta_sequence: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_delta_sequence", b"_delta_sequence", "delta_sequence", b"delta_sequence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dense_step", b"dense_step", "model", b"model", "order", b"order", "outputs", b"outputs", "request_id", b"request_id", "scores", b"scores", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_delta_sequence", b"_delta_sequence", "delta_sequence", b"delta_sequence", "dense_step", b"dense_step", "model", b"model", "order", b"order", "outputs", b"outputs", "request_id", b"request_id", "scores", b"scores", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__delta_sequence: _TypeAlias = _typing.Literal["delta_sequence"]  # noqa: Y015
+    _WhichOneofArgType__delta_sequence: _TypeAlias = _typing.Literal["_delta_sequence", b"_delta_sequence"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__delta_sequence) -> _WhichOneofReturnType__delta_sequence | None: ...
 
 Global___RankResponse: _TypeAlias = RankResponse  # noqa: Y015
 

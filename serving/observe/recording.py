@@ -1,0 +1,478 @@
+"""Recorded requests: a bounded folder of what was asked and answered, to replay it and to warm versions with it.
+
+docs/recording.md describes the files. They hold what `RankRequest` holds of ids, weights and dense inputs, the scores,
+and which version, deltas and dense step gave them; never a header, a token, a request's id or key. Whoever serves only
+puts what was chosen into a queue: a thread writes, and what does not fit is dropped and counted.
+
+A file is a sequence of frames: payload bytes and CRC-32 (both uint32, little-endian), then the payload, whose first
+byte says what it is. Readers count before they allocate, and take a last frame that is cut off as the end: it may be
+being written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import queue
+import random
+import struct
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import BinaryIO, TypeAlias, TypeVar
+
+import numpy as np
+from pydantic import Field, ValidationError
+
+from loader.snapshot.manifest import DenseInputs, FeatureSpec
+from loader.snapshot.tables import Frozen, Name
+from serving.errors import RecordingDamagedError, RecordingFolderError
+from serving.formats.requests import RankAnswer, RankRequest
+from serving.formats.schema import RequestSchema
+from shard_node.bags import Float32Array, Int64Array, KeyedBags
+
+logger = logging.getLogger(__name__)
+
+FORMAT_VERSION = 1
+SUFFIX = ".requests"
+MAX_FRAME_BYTES = 64 << 20
+MAX_CANDIDATES = 1 << 20
+FILES = 8
+"""A folder's bytes are divided over about so many files; the oldest goes when the next one is begun."""
+MAX_QUEUED_BYTES = 32 << 20
+"""Of the arrays of requests that wait to be written; what would be more is dropped."""
+CLOSE_TIMEOUT_S = 5.0
+LOCK = ".lock"
+
+_FRAME = struct.Struct("<II")
+_BEGIN, _SCHEMA, _REQUEST = 1, 2, 3
+# Kind; schema; arrival; version, delta, dense step; candidates, ids, flags, texts, bytes of texts.
+_HEAD = struct.Struct("<B3xIdqqqIIIII4x")
+_HAS_WEIGHTS, _HAS_LENGTHS = 1, 2
+
+Record = TypeVar("Record", bound=Frozen)
+Count: TypeAlias = Callable[[str, int, int], None]
+"""Told an outcome (`written` or `dropped`), of how many requests, and the bytes that they took on disk."""
+
+
+class _Begin(Frozen):
+    """The first frame of a file: which format, and when it was begun, in seconds since the epoch."""
+
+    format: str = "shardrank recorded requests"
+    format_version: int = FORMAT_VERSION
+    began_at: float
+
+
+class RecordedSchema(Frozen):
+    """What the numbers of requests mean, whatever version answered.
+
+    Attributes:
+        digest: of names, order, sides, id types and dense widths, as packed requests bring it.
+        features: in flat order.
+        strings: those whose ids are strings.
+        outputs: that the model names beside its scores.
+    """
+
+    model: Name
+    digest: str = Field(max_length=64)
+    features: tuple[FeatureSpec, ...] = Field(max_length=1 << 16)
+    strings: tuple[Name, ...]
+    dense_inputs: DenseInputs
+    outputs: tuple[Name, ...]
+
+    @classmethod
+    def of(cls, schema: RequestSchema) -> RecordedSchema:
+        """Describe a schema."""
+        features, spec = schema.features, schema.features.spec
+        return cls(
+            model=spec.model,
+            digest=features.digest,
+            features=features.features,
+            strings=tuple(name for name in schema.names if name in features.string_features),
+            dense_inputs=spec.dense_inputs,
+            outputs=tuple(spec.dense_model.outputs),
+        )
+
+    @property
+    def string_features(self) -> frozenset[str]:
+        """Names of the features whose ids are strings."""
+        return frozenset(self.strings)
+
+    @cached_property
+    def is_string(self) -> np.ndarray:
+        """Bool [F], True for these."""
+        return np.array([one.name in self.strings for one in self.features], np.bool_)
+
+    @cached_property
+    def is_context(self) -> np.ndarray:
+        """Bool [F], True for context features."""
+        return np.array([one.side == "context" for one in self.features], np.bool_)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Recorded:
+    """One request and its answer.
+
+    Attributes:
+        arrived_at: when its call began, seconds since the epoch.
+        version, delta_sequence, dense_step: that gave the scores, as of `RankAnswer`.
+        request: without its id and deadline, which were not recorded.
+        scores: float32 [N].
+    """
+
+    schema: RecordedSchema
+    arrived_at: float
+    version: int
+    delta_sequence: int
+    dense_step: int
+    request: RankRequest
+    scores: Float32Array
+
+
+class RecordingConfig(Frozen):
+    """What is recorded, and where.
+
+    Attributes:
+        folder: of this process alone; made if it is not there.
+        share: of the rank requests that are answered; each is chosen at random.
+        max_bytes: of all files together.
+    """
+
+    folder: Path
+    share: float = Field(default=0.01, gt=0, le=1)
+    max_bytes: int = Field(default=256_000_000, ge=1_000_000, le=10**13)
+
+
+class Recorder:
+    """Records a share of what is answered, on a thread of its own, until `close`.
+
+    Args:
+        config: of this process.
+        on_counted: told what was written and what was dropped, from any thread.
+        draw: gives a number from 0 to below 1 for each request.
+        clock: that calls are timed by, monotonic seconds.
+        wall_clock: seconds since the epoch.
+
+    Raises:
+        RecordingFolderError: the folder can't be used, or another process records into it.
+    """
+
+    def __init__(
+        self,
+        config: RecordingConfig,
+        on_counted: Count = lambda outcome, requests, size: None,
+        draw: Callable[[], float] = random.random,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._share, self._draw, self._count = config.share, draw, on_counted
+        self._files = _Files(config, clock, wall_clock)
+        self._queue: queue.SimpleQueue[tuple[RequestSchema, RankRequest, RankAnswer, float, int] | None]
+        self._queue = queue.SimpleQueue()
+        self._queued_bytes, self._lock = 0, threading.Lock()
+        self._is_failing = False
+        self._thread = threading.Thread(target=self._write_all, name="record", daemon=True)
+        self._thread.start()
+
+    def offer(self, schema: RequestSchema, request: RankRequest, answer: RankAnswer, began: float) -> None:
+        """Take an answered request that began at a time of the clock, if it is chosen and there is room. Never blocks.
+
+        Nobody may change its arrays any more.
+        """
+        if self._draw() >= self._share:
+            return
+        bags = request.bags
+        size = bags.values.nbytes + bags.offsets.nbytes + request.candidate_dense.nbytes
+        with self._lock:
+            has_room = self._queued_bytes + size <= MAX_QUEUED_BYTES
+            self._queued_bytes += size if has_room else 0
+        if not has_room:
+            self._count("dropped", 1, 0)
+            return
+        self._queue.put((schema, request, answer, began, size))
+
+    def close(self) -> None:
+        """Write what waits, and end. Idempotent."""
+        self._queue.put(None)
+        self._thread.join(CLOSE_TIMEOUT_S)
+
+    def _write_all(self) -> None:
+        with contextlib.closing(self._files):
+            while (taken := self._queue.get()) is not None:
+                schema, request, answer, began, size = taken
+                try:
+                    written = self._files.add(schema, request, answer, began)
+                    if self._queue.empty():
+                        self._files.flush()
+                    self._is_failing = False
+                except OSError as error:
+                    # The service goes on without; a full disk is told once.
+                    written = 0
+                    if not self._is_failing:
+                        logger.error("requests are not recorded: %s", error)
+                    self._is_failing = True
+                    self._files.abandon()
+                with self._lock:
+                    self._queued_bytes -= size
+                self._count("written" if written else "dropped", 1, written)
+
+
+class _Files:
+    """The folder's files: one is written, and the oldest are dropped so that all stay within the bound."""
+
+    def __init__(self, config: RecordingConfig, clock: Callable[[], float], wall_clock: Callable[[], float]) -> None:
+        self._folder, self._max_bytes, self._file_bytes = config.folder, config.max_bytes, config.max_bytes // FILES
+        self._clock, self._wall_clock = clock, wall_clock
+        self._file: BinaryIO | None = None
+        self._size, self._began = 0, 0.0
+        self._schemas: dict[tuple[str, str, tuple[str, ...]], int] = {}
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._lock = (self._folder / LOCK).open("wb")
+        except OSError as error:
+            raise RecordingFolderError(f"--record {self._folder}: {error.strerror or error}") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._lock.close()
+            raise RecordingFolderError(f"--record {self._folder}: another process records into it") from error
+
+    def add(self, schema: RequestSchema, request: RankRequest, answer: RankAnswer, began: float) -> int:
+        """Write a request. Returns its bytes; 0 if it is larger than a file may be. Raises OSError."""
+        features = schema.features
+        key = features.spec.model, features.digest, tuple(features.spec.dense_model.outputs)
+        for _ in range(2):
+            number = self._schemas.get(key)
+            payload = _encode(number or 0, request, answer, began - self._began)
+            size = _FRAME.size + len(payload)
+            described = b"" if number is not None else _document(_SCHEMA, RecordedSchema.of(schema))
+            if self._file is not None and self._size + size + len(described) <= self._file_bytes:
+                break
+            if size + len(described) + 1024 > self._file_bytes:
+                return 0
+            self._begin()
+        if number is None:
+            number = self._schemas[key] = len(self._schemas)
+            self._write(described)
+            payload = _encode(number, request, answer, began - self._began)
+        self._write(_framed(payload))
+        return size
+
+    def flush(self) -> None:
+        """Let readers see all that was added. Raises OSError."""
+        if self._file is not None:
+            self._file.flush()
+
+    def abandon(self) -> None:
+        """Write no more to the present file, of which the end may be cut off."""
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):
+                file.close()
+
+    def close(self) -> None:
+        self.abandon()
+        self._lock.close()
+
+    def _begin(self) -> None:
+        self.abandon()
+        sizes = {path: path.stat().st_size for path in sorted(self._folder.glob(f"*{SUFFIX}"))}
+        total = sum(sizes.values())
+        for path, size in sizes.items():
+            if total + self._file_bytes <= self._max_bytes:
+                break
+            path.unlink(missing_ok=True)
+            total -= size
+        began_at, self._began = self._wall_clock(), self._clock()
+        # Names are in the order of time, also where a clock is set back.
+        stamp = max([int(began_at * 1e6), *(_stamp_of(path) + 1 for path in sizes)])
+        self._file, self._size, self._schemas = (self._folder / f"{stamp:017d}{SUFFIX}").open("xb"), 0, {}
+        self._write(_document(_BEGIN, _Begin(began_at=began_at)))
+
+    def _write(self, data: bytes) -> None:
+        assert self._file is not None
+        self._file.write(data)
+        self._size += len(data)
+
+
+def _stamp_of(path: Path) -> int:
+    """Tell the microseconds since the epoch that a file's name has; of a name that is not ours, 0."""
+    return int(path.stem) if path.stem.isdecimal() else 0
+
+
+def _framed(payload: bytes) -> bytes:
+    return _FRAME.pack(len(payload), zlib.crc32(payload)) + payload
+
+
+def _document(kind: int, record: Frozen) -> bytes:
+    return _framed(bytes([kind]) + record.model_dump_json().encode())
+
+
+def _encode(schema: int, request: RankRequest, answer: RankAnswer, arrived_s: float) -> bytes:
+    bags = request.bags
+    lengths, weights = bags.lengths, bags.weights
+    has_lengths = bags.num_values != lengths.size or bool((lengths != 1).any())
+    texts = [text.encode("utf-8", "replace") for text in request.texts]
+    flags = (_HAS_WEIGHTS if weights is not None else 0) | (_HAS_LENGTHS if has_lengths else 0)
+    counts = request.num_candidates, bags.num_values, flags, len(texts), sum(map(len, texts))
+    stamps = answer.version, answer.delta_sequence, answer.dense_step
+    return b"".join(
+        (
+            _HEAD.pack(_REQUEST, schema, arrived_s, *stamps, *counts),
+            bags.values.astype("<i8", copy=False).tobytes(),
+            lengths.astype("<i4").tobytes() if has_lengths else b"",
+            b"" if weights is None else weights.astype("<f4", copy=False).tobytes(),
+            request.context_dense.astype("<f4", copy=False).tobytes(),
+            request.candidate_dense.astype("<f4", copy=False).tobytes(),
+            answer.scores.astype("<f4", copy=False).tobytes(),
+            np.array([len(text) for text in texts], "<u4").tobytes(),
+            *texts,
+        )
+    )
+
+
+def recorded_files(folder: Path) -> list[Path]:
+    """List the files of a folder and of the folders in it (of several workers, one each), the oldest first.
+
+    Raises RecordingFolderError if there is no such folder.
+    """
+    if not folder.is_dir():
+        raise RecordingFolderError(f"{folder}: there is no such folder of recorded requests")
+    return sorted([*folder.glob(f"*{SUFFIX}"), *folder.glob(f"*/*{SUFFIX}")], key=lambda path: path.name)
+
+
+def read_file(path: Path) -> Iterator[Recorded]:
+    """Read a file's requests in the order in which they were written; one that is cut off at the end is left out.
+
+    Raises RecordingDamagedError, with the place, for what was changed since or is of another format; OSError.
+    """
+    with path.open("rb") as file:
+        schemas, began_at, left = list[RecordedSchema](), 0.0, path.stat().st_size
+        place, is_begun = 0, False
+        while left >= _FRAME.size:
+            size, checksum = _FRAME.unpack(_read(file, _FRAME.size))
+            left -= _FRAME.size
+            where = f"{path}: frame at byte {place}"
+            if not 0 < size <= MAX_FRAME_BYTES:
+                raise RecordingDamagedError(f"{where}: {size} bytes; allowed are 1..{MAX_FRAME_BYTES}")
+            if size > left:
+                return
+            payload = _read(file, size)
+            if zlib.crc32(payload) != checksum:
+                raise RecordingDamagedError(f"{where}: its checksum is another one")
+            left, place = left - size, place + _FRAME.size + size
+            if (payload[0] == _BEGIN) is is_begun:
+                raise RecordingDamagedError(f"{where}: kind {payload[0]}; a file begins with one of kind {_BEGIN}")
+            if not is_begun:
+                is_begun = True
+                begin = _parsed(_Begin, payload, where)
+                if (begin.format, begin.format_version) != (_Begin(began_at=0).format, FORMAT_VERSION):
+                    raise RecordingDamagedError(f"{where}: format {begin.format!r} {begin.format_version}")
+                began_at = begin.began_at
+            elif payload[0] == _SCHEMA:
+                schemas.append(_parsed(RecordedSchema, payload, where))
+            elif payload[0] == _REQUEST:
+                yield _decode(payload, schemas, began_at, where)
+            else:
+                raise RecordingDamagedError(f"{where}: kind {payload[0]} is not known")
+
+
+def _read(file: BinaryIO, size: int) -> bytearray:
+    data = bytearray(size)
+    if file.readinto(data) != size:  # type: ignore[attr-defined]
+        raise RecordingDamagedError(f"{file.name}: became shorter while it was read")
+    return data
+
+
+def _parsed(schema: type[Record], payload: bytearray, where: str) -> Record:
+    try:
+        return schema.model_validate_json(payload[1:])
+    except ValidationError as error:
+        raise RecordingDamagedError(f"{where}: {error.errors(include_url=False)[0]['msg']}") from error
+
+
+def _decode(payload: bytearray, schemas: list[RecordedSchema], began_at: float, where: str) -> Recorded:
+    """Read a request. Every count is held against the bytes that there are, before anything is made of it."""
+    if len(payload) < _HEAD.size:
+        raise RecordingDamagedError(f"{where}: {len(payload)} bytes; a request has at least {_HEAD.size}")
+    _, number, arrived_s, version, sequence, step, count, num_ids, flags, num_texts, text_bytes = _HEAD.unpack_from(
+        payload
+    )
+    if number >= len(schemas) or not 1 <= count <= MAX_CANDIDATES or flags & ~(_HAS_WEIGHTS | _HAS_LENGTHS):
+        told = f"schema {number} of {len(schemas)}, {count} candidates, flags {flags}"
+        raise RecordingDamagedError(f"{where}: {told}")
+    schema = schemas[number]
+    bags_per_key = np.where(schema.is_context, 1, count).astype(np.int64)
+    num_bags, dense = int(bags_per_key.sum()), schema.dense_inputs
+    has_lengths, has_weights = flags & _HAS_LENGTHS, flags & _HAS_WEIGHTS
+    sizes = (
+        ("<i8", num_ids),
+        ("<i4", num_bags if has_lengths else 0),
+        ("<f4", num_ids if has_weights else 0),
+        ("<f4", dense.context),
+        ("<f4", count * dense.candidate),
+        ("<f4", count),
+        ("<u4", num_texts),
+    )
+    expected = _HEAD.size + sum(int(dtype[-1]) * size for dtype, size in sizes) + text_bytes
+    if expected != len(payload) or not (has_lengths or num_ids == num_bags):
+        raise RecordingDamagedError(f"{where}: {len(payload)} bytes, but its counts need {expected}")
+    at, arrays = _HEAD.size, []
+    for dtype, size in sizes:
+        arrays.append(np.frombuffer(payload, dtype, size, at))
+        at += int(dtype[-1]) * size
+    values, lengths, weights, context_dense, candidate_dense, scores, text_lengths = arrays
+    lengths = lengths if has_lengths else np.ones(num_bags, np.int32)
+    # Summed in 64 bits: so many numbers of 32 can't wrap around.
+    if lengths.size and (int(lengths.min()) < 0 or int(lengths.sum(dtype=np.int64)) != num_ids):
+        raise RecordingDamagedError(f"{where}: lengths of bags do not add up to {num_ids} ids")
+    if values.size and int(values.min()) < 0:
+        raise RecordingDamagedError(f"{where}: id {int(values.min())} is negative")
+    keys = np.arange(bags_per_key.size, dtype=np.int32)
+    bags = KeyedBags.from_lengths(keys, bags_per_key, lengths, values, weights if has_weights else None)
+    texts = _texts(schema, bags, text_lengths, payload[at:], where)
+    matrix = candidate_dense.reshape(count, dense.candidate)
+    request = RankRequest(bags, count, context_dense, matrix, timeout_s=0.0, texts=texts)
+    return Recorded(schema, began_at + arrived_s, version, sequence, step, request, scores)
+
+
+def _texts(
+    schema: RecordedSchema, bags: KeyedBags, lengths: Int64Array, data: bytearray, where: str
+) -> tuple[str, ...]:
+    expected = int(bags.values_per_key()[schema.is_string].sum())
+    if lengths.size != expected or int(lengths.sum(dtype=np.int64)) != len(data):
+        raise RecordingDamagedError(f"{where}: {lengths.size} texts of {len(data)} bytes for {expected} ids")
+    ends = np.cumsum(lengths, dtype=np.int64).tolist()
+    try:
+        return tuple(data[end - size : end].decode() for size, end in zip(lengths.tolist(), ends, strict=True))
+    except UnicodeDecodeError as error:
+        raise RecordingDamagedError(f"{where}: a text is not UTF-8") from error
+
+
+def last_requests(folder: Path, schema: RequestSchema, count: int, max_bytes: int) -> list[RankRequest]:
+    """Return the last requests of a folder, at most so many, that fit a schema: of the same model, features and widths.
+
+    Ids are as they were sent, so any version's will do. Older files are read until there are enough, or `max_bytes`
+    were read. What is damaged, or was dropped meanwhile, is passed by, and the log tells.
+    """
+    wanted = schema.features.spec.model, schema.features.digest
+    found: deque[RankRequest] = deque()
+    for path in reversed(recorded_files(folder)):
+        own: deque[RankRequest] = deque(maxlen=count - len(found))
+        try:
+            max_bytes -= path.stat().st_size
+            for one in read_file(path):
+                if (one.schema.model, one.schema.digest) == wanted:
+                    own.append(one.request)
+        except (OSError, RecordingDamagedError) as error:
+            logger.warning("recorded requests are passed by: %s", error)
+        found.extendleft(reversed(own))
+        if len(found) >= count or max_bytes <= 0:
+            break
+    return list(found)

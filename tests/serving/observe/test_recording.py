@@ -1,0 +1,301 @@
+"""Recorded requests: what was sent comes back, nothing else is in the folder, and the folder stays within its bound."""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from prometheus_client.parser import text_string_to_metric_families
+
+from router.feature_schema import FeatureSchema
+from serving.cli.serve import serve, worker_arguments
+from serving.errors import RecordingDamagedError, RecordingFolderError
+from serving.formats.requests import RankAnswer, RankRequest
+from serving.formats.schema import RequestSchema
+from serving.limits import RequestLimits
+from serving.observe.recording import (
+    FILES,
+    LOCK,
+    Recorded,
+    Recorder,
+    RecordingConfig,
+    last_requests,
+    read_file,
+    recorded_files,
+)
+from serving.rank.service import RankingService
+from shard_node.bags import KeyedBags
+from shardrank_testing.parsing import parse_json
+from shardrank_testing.ranking import ranking_spec
+from shardrank_testing.serving_api import MODEL, ApiModel, api_request, api_spec, rank_message, run, running_api
+from shardrank_testing.serving_api import api_service as service_of
+
+SCHEMA = RequestSchema(FeatureSchema.of(api_spec()), RequestLimits())
+SECRETS = ("tok-7f31c9", "user-key-b02d", "req-5a11ee", "traced-91aa")
+
+
+def recorder(folder: Path, **options: Any) -> Recorder:
+    config = {"folder": folder, "share": 1.0, **options}
+    return Recorder(RecordingConfig(**config), clock=lambda: 100.0, wall_clock=lambda: 1_000_000.0)
+
+
+def read_folder(folder: Path) -> list[Recorded]:
+    return [one for path in recorded_files(folder) for one in read_file(path)]
+
+
+def answer_of(request: RankRequest, seed: int = 0, **fields: Any) -> RankAnswer:
+    scores = np.random.default_rng(seed).random(request.num_candidates, np.float32)
+    return RankAnswer(MODEL, 3, scores, np.argsort(-scores), **fields)
+
+
+def same(found: Recorded, request: RankRequest, answer: RankAnswer) -> None:
+    for name in ("keys", "bags_per_key", "offsets", "values", "weights"):
+        own, expected = getattr(found.request.bags, name), getattr(request.bags, name)
+        assert (own is None) == (expected is None), name
+        if expected is not None:
+            assert (own.dtype, own.tolist()) == (expected.dtype, expected.tolist()), name
+    for name in ("context_dense", "candidate_dense"):
+        own, expected = getattr(found.request, name), getattr(request, name)
+        assert (own.shape, own.tobytes()) == (expected.shape, expected.tobytes()), name
+    assert found.request.num_candidates == request.num_candidates
+    assert list(found.request.texts) == list(request.texts)
+    assert found.scores.tobytes() == answer.scores.tobytes()
+    stamps = answer.version, answer.delta_sequence, answer.dense_step
+    assert (found.version, found.delta_sequence, found.dense_step) == stamps
+
+
+FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
+NUMBERS = st.integers(1, 2**63 - 1)
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> RankRequest:
+    """Any that fits the schema: empty bags, extreme ids, weights or none, a text for each string id."""
+    count = draw(st.integers(1, 5))
+    bags_per_key = SCHEMA.bags_per_key(count)
+    num_bags = int(bags_per_key.sum())
+    lengths = (
+        np.ones(num_bags, np.int64)
+        if draw(st.booleans())
+        else draw(hnp.arrays(np.int64, num_bags, elements=st.integers(0, 3)))
+    )
+    total = int(lengths.sum())
+    values = draw(hnp.arrays(np.int64, total, elements=st.integers(0, 2**63 - 1)))
+    weights = draw(st.none() | hnp.arrays(np.float32, total, elements=FLOATS))
+    bags = KeyedBags.from_lengths(SCHEMA.keys, bags_per_key, lengths, values, weights)
+    num_texts = int(bags.values_per_key()[SCHEMA.is_string].sum())
+    texts = draw(st.lists(st.text(st.characters(codec="utf-8"), max_size=6), min_size=num_texts, max_size=num_texts))
+    context = draw(hnp.arrays(np.float32, SCHEMA.num_context_dense, elements=FLOATS))
+    candidates = draw(hnp.arrays(np.float32, (count, SCHEMA.num_candidate_dense), elements=FLOATS))
+    return RankRequest(bags, count, context, candidates, 1.0, texts=texts, request_id=SECRETS[2])
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@given(requests(), st.sampled_from([-1, 0]) | NUMBERS, NUMBERS)
+def test_a_request_reads_back_as_it_was(tmp_path_factory: pytest.TempPathFactory, request_: RankRequest, delta, step):
+    folder, answer = tmp_path_factory.mktemp("r"), answer_of(request_, delta_sequence=delta, dense_step=step)
+    with_one = recorder(folder)
+    with_one.offer(SCHEMA, request_, answer, 102.5)
+    with_one.close()
+    (found,) = read_folder(folder)
+    same(found, request_, answer)
+    assert found.arrived_at == 1_000_002.5
+    assert (found.schema.model, found.schema.digest) == (MODEL, SCHEMA.features.digest)
+    assert SECRETS[2].encode() not in recorded_files(folder)[0].read_bytes()
+
+
+def test_what_every_api_was_asked_is_recorded_and_nothing_of_headers_keys_and_names(
+    api_model: ApiModel, tmp_path: Path
+) -> None:
+    key = {"routing_key": SECRETS[1], "request_id": SECRETS[2]}
+    asked = [api_request(seed, 3 + seed) | key for seed in range(3)]
+    headers = {"authorization": f"Bearer {SECRETS[0]}", "x-request-id": SECRETS[3], "traceparent": SECRETS[3]}
+
+    async def ask_all(service: RankingService) -> list[list[float]]:
+        async with running_api(service) as api:
+            found = []
+            for one in asked:
+                told = await api.http.post(f"/v1/models/{MODEL}:rank", json=one, headers=headers)
+                found.append(told.json()["scores"])
+            told = await api.stub.Rank(rank_message(asked[0]), metadata=list(headers.items()))
+            found.append(list(told.scores))
+            # No rank requests that were answered.
+            assert (await api.http.post(f"/v1/models/{MODEL}:rank", json={"candidates": {}})).status_code == 400
+            await api.http.post(f"/v1/models/{MODEL}:lookup", json={"sparse": {"film": [[3]]}})
+            return found
+
+    with service_of(api_model) as service:
+        own = Recorder(RecordingConfig(folder=tmp_path, share=1.0), service.metrics.recorded)
+        service.on_ranked += (own.offer,)
+        scores = run(ask_all(service))
+        own.close()
+        families = text_string_to_metric_families(service.metrics.render().decode())
+        samples = {one.name: (one.labels, one.value) for family in families for one in family.samples}
+    found = read_folder(tmp_path)
+    assert [one.scores.tolist() for one in found] == [np.array(one, np.float32).tolist() for one in scores]
+    for one, sent in zip(found, [*asked, asked[0]], strict=True):
+        expected = parse_json(SCHEMA, sent)
+        same(one, expected, RankAnswer(MODEL, 1, one.scores, one.scores, delta_sequence=0))
+    written = b"".join(path.read_bytes() for path in recorded_files(tmp_path))
+    assert [secret for secret in SECRETS if secret.encode() in written] == []
+    assert samples["shardrank_recorded_requests_total"] == ({"outcome": "written"}, 4.0)
+    frames = samples["shardrank_recorded_bytes_total"][1]
+    assert 0 < frames < len(written)
+
+
+def test_so_many_are_chosen_as_the_share_says_and_the_others_cost_one_draw(tmp_path: Path) -> None:
+    counted: dict[str, int] = {}
+    draw, expected = Random(7), Random(7)
+    config = RecordingConfig(folder=tmp_path, share=0.25)
+    own = Recorder(config, lambda outcome, n, size: counted.update({outcome: counted.get(outcome, 0) + n}), draw.random)
+    request = parse_json(SCHEMA, api_request())
+    for number in range(200):
+        own.offer(SCHEMA, request, answer_of(request, number), 0.0)
+    own.close()
+    chosen = [number for number in range(200) if expected.random() < 0.25]
+    assert counted == {"written": len(chosen)}
+    assert [one.scores.tobytes() for one in read_folder(tmp_path)] == [
+        answer_of(request, number).scores.tobytes() for number in chosen
+    ]
+
+
+def test_the_folder_stays_within_its_bound_and_keeps_the_newest_through_restarts(tmp_path: Path) -> None:
+    request = parse_json(SCHEMA, api_request(0, 400))
+    most, number = 1_000_000, 0
+    for _ in range(2):
+        own = recorder(tmp_path, max_bytes=most)
+        for _ in range(80):
+            own.offer(SCHEMA, request, answer_of(request, dense_step=number), 100.0)
+            number += 1
+        own.close()
+        sizes = [path.stat().st_size for path in recorded_files(tmp_path)]
+        assert most / 2 < sum(sizes) <= most
+        assert max(sizes) <= most // FILES
+    steps = [one.dense_step for one in read_folder(tmp_path)]
+    assert steps == list(range(160 - len(steps), 160))
+    assert len(steps) < 160
+    last = last_requests(tmp_path, SCHEMA, 5, 1 << 30)
+    assert [one.bags.values.tolist() for one in last] == 5 * [request.bags.values.tolist()]
+
+
+def test_what_does_not_fit_is_dropped_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = []
+    request = parse_json(SCHEMA, api_request(0, 1000))
+    own = Recorder(
+        RecordingConfig(folder=tmp_path / "small", share=1.0, max_bytes=1_000_000), lambda *told: counted.append(told)
+    )
+    large = parse_json(SCHEMA, api_request(0, 4000))
+    own.offer(SCHEMA, large, answer_of(large), 0.0)
+    own.close()
+    assert counted == [("dropped", 1, 0)]
+    monkeypatch.setattr("serving.observe.recording.MAX_QUEUED_BYTES", request.bags.values.nbytes)
+    own = Recorder(RecordingConfig(folder=tmp_path / "full", share=1.0), lambda *told: counted.append(told))
+    own.offer(SCHEMA, request, answer_of(request), 0.0)
+    own.close()
+    assert counted == 2 * [("dropped", 1, 0)]
+    assert [read_folder(tmp_path / name) for name in ("small", "full")] == [[], []]
+
+
+def test_a_folder_that_is_no_folder_or_is_another_ones_is_refused(tmp_path: Path) -> None:
+    own = recorder(tmp_path / "r")
+    with pytest.raises(RecordingFolderError, match="another process records into it"):
+        recorder(tmp_path / "r")
+    own.close()
+    recorder(tmp_path / "r").close()
+    with pytest.raises(RecordingFolderError, match=r"--record .*: (Not a directory|File exists)"):
+        recorder(tmp_path / "r" / LOCK)
+    with pytest.raises(RecordingFolderError, match="no such folder"):
+        recorded_files(tmp_path / "none")
+
+
+@pytest.fixture(scope="module")
+def recorded_file(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    folder = tmp_path_factory.mktemp("recorded")
+    own = recorder(folder)
+    for seed in range(3):
+        request = parse_json(SCHEMA, api_request(seed))
+        own.offer(SCHEMA, request, answer_of(request, seed), 101.0)
+    own.close()
+    return recorded_files(folder)[0].read_bytes()
+
+
+def frames(data: bytes) -> list[int]:
+    """Where they begin, and the end."""
+    found = [0]
+    while found[-1] < len(data):
+        found.append(found[-1] + 8 + int.from_bytes(data[found[-1] : found[-1] + 4], "little"))
+    return found
+
+
+def test_a_file_that_is_cut_off_gives_what_is_whole_and_a_changed_one_is_refused(recorded_file: bytes, tmp_path: Path):
+    path, edges = tmp_path / "x.requests", frames(recorded_file)
+    assert len(edges) == 6  # the beginning, the schema, three requests
+    draw = Random(0)
+    for cut in (*edges, *(draw.randrange(len(recorded_file)) for _ in range(40))):
+        path.write_bytes(recorded_file[:cut])
+        whole = sum(edge <= cut for edge in edges[3:])
+        assert len(list(read_file(path))) == whole
+    for _ in range(60):
+        damaged = bytearray(recorded_file)
+        # A length may become one that goes beyond the end, which is the end of the file.
+        place = draw.choice([at for begin, end in pairwise(edges) for at in range(begin + 4, end)])
+        damaged[place] ^= 1 << draw.randrange(8)
+        path.write_bytes(damaged)
+        with pytest.raises(RecordingDamagedError, match="checksum"):
+            list(read_file(path))
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_whatever_a_frame_says_is_held_against_its_bytes(recorded_file: bytes, tmp_path: Path, data: st.DataObject):
+    edges = frames(recorded_file)
+    payload = bytearray(recorded_file[edges[2] + 8 : edges[3]])
+    place = data.draw(st.integers(0, 63))
+    payload[place : place + 4] = data.draw(st.binary(min_size=4, max_size=4))
+    path = tmp_path / "x.requests"
+    framed = len(payload).to_bytes(4, "little") + zlib.crc32(payload).to_bytes(4, "little") + payload
+    path.write_bytes(recorded_file[: edges[2]] + framed)
+    with suppress(RecordingDamagedError):
+        for one in read_file(path):
+            one.request.bags.validate()
+
+
+def test_requests_of_another_schema_are_passed_by_and_so_is_a_damaged_file(tmp_path: Path, caplog) -> None:
+    own = recorder(tmp_path / "0")
+    request = parse_json(SCHEMA, api_request())
+    own.offer(SCHEMA, request, answer_of(request), 100.0)
+    other = RequestSchema(FeatureSchema.of(ranking_spec("mlp")), RequestLimits())
+    asked = {
+        "context": {"sparse": {"user": [1], "history": [2]}, "dense": [0.0, 0.0]},
+        "candidates": {"sparse": {"film": [1], "genre": [2]}, "dense": [[0.0, 0.0, 0.0]]},
+    }
+    unlike = parse_json(other, asked)
+    own.offer(other, unlike, answer_of(unlike), 100.0)
+    own.close()
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1" / "99.requests").write_bytes(b"\1\0\0\0" + bytes(5))
+    assert [one.schema.features for one in read_folder(tmp_path / "0")] == [
+        SCHEMA.features.features,
+        other.features.features,
+    ]
+    (found,) = last_requests(tmp_path, SCHEMA, 10, 1 << 30)
+    assert dataclasses.replace(found, timeout_s=1.0).bags.values.tolist() == request.bags.values.tolist()
+    assert "passed by" in caplog.text
+    assert [one.num_candidates for one in last_requests(tmp_path, other, 10, 1 << 30)] == [1]
+
+
+def test_each_worker_records_into_a_folder_of_its_own_within_its_part_of_the_bound(tmp_path: Path) -> None:
+    flags = ["--record", str(tmp_path / "r"), "--record-share", "0.5", "--record-max-mb", "100", "--workers", "4"]
+    options = serve.make_context("serve", ["--snapshot", str(tmp_path), *flags]).params
+    told = serve.make_context("serve", worker_arguments(options, tmp_path, 2)).params
+    assert (told["record"], told["record_share"], told["record_max_mb"]) == (tmp_path / "r" / "2", 0.5, 25)
