@@ -12,6 +12,7 @@ from serving.cli import WithExamples
 
 COMMANDS = {
     "run": "loadtest.load.cli:run",
+    "replay": "loadtest.load.cli:replay",
     "prepare": "loadtest.workloads.cli:prepare",
     "report": "loadtest.report.cli:report",
     "peers": "loadtest.peers.cli:peers",
@@ -130,3 +131,41 @@ def run(
         html_file=html_file,
     )
     ctx.exit(code)
+
+
+@click.command(cls=WithExamples)
+@click.argument("folder", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.option("--target", required=True, metavar="URL", help="http://HOST[:PORT] or grpc://HOST:PORT.")
+@click.option("--speed", type=float, metavar="N", help="Times the pace at which they came. Default: 1.")
+@click.option("--rate", type=float, metavar="R", help="Requests a second, evenly, in place of their own pace.")
+@click.option("--model", metavar="NAME", help="Whose requests, if the folder has those of several models.")
+@click.option("--requests", type=int, metavar="N", help="The last so many. Default: 10000.")
+@click.option("--timeout-ms", type=float, metavar="MS", help="A request is given up after it. Default: 1000.")
+@click.option("--tolerance", type=float, metavar="X", help="A score that is further off differs. Default: 0.0001.")
+@click.option("--connections", "max_connections", type=int, metavar="N", help="Of HTTP. Default: 512.")
+@click.option("--json", "json_file", type=FILE, metavar="FILE", help="Write the result to this file.")
+@click.pass_context
+def replay(ctx: click.Context, /, json_file: Path | None, **given: object) -> None:
+    """Send recorded requests again, and compare their scores with the recorded ones.
+
+    FOLDER is that of `shardrank serve --record`. Open loop, as `run`. Scores are compared where the answer is of the
+    version, dense step and deltas that the recorded one was. The exit code is 1 if one differs by more than the
+    tolerance, or if nothing was answered.
+
+    Examples:
+      shardrank loadtest replay recorded --target http://127.0.0.1:8080
+      shardrank loadtest replay recorded --target grpc://127.0.0.1:8081 --speed 10 --json replay.json
+      shardrank loadtest replay recorded --target http://127.0.0.1:8080 --rate 200 --requests 5000
+    """
+    from loadtest.load.config import LoadTarget
+    from loadtest.load.replay import ReplayConfig, execute
+    from loadtest.load.run import checked
+
+    if given["speed"] is not None and given["rate"] is not None:
+        raise click.UsageError("--speed and --rate: one of them, or neither")
+    config = checked(ReplayConfig, given)
+    try:
+        LoadTarget.parse(config.target)
+    except ValueError as error:
+        raise click.UsageError(f"--target: {error}") from error
+    ctx.exit(execute(config, json_file))

@@ -18,7 +18,7 @@ import httptools
 from loader.errors import ShardrankError
 from loadtest.load.config import LoadTarget
 from loadtest.load.recorder import NEVER, OK
-from loadtest.workloads.payloads import Headers, Payloads
+from loadtest.workloads.payloads import Headers, Pool, ScoreList
 
 OK_STATUS = 200
 # Servers close connections that were idle for 5 s and more; a request may not meet that.
@@ -71,7 +71,7 @@ OnOver: TypeAlias = Callable[[Outgoing, float, int], None]
 
 async def make_sender(
     at: LoadTarget,
-    pool: Payloads,
+    pool: Pool,
     outcomes: Outcomes,
     on_over: OnOver,
     headers: Iterator[Headers],
@@ -79,6 +79,7 @@ async def make_sender(
     connections: int,
     channels: int,
     timeout_s: float,
+    check: AnswerCheck | None = None,
 ) -> HttpSender | GrpcSender:
     """Make the sender of a target, which reports each request that is not given up, once.
 
@@ -91,11 +92,12 @@ async def make_sender(
         connections: of HTTP that may be open at a time.
         channels: of gRPC.
         timeout_s: deadline of a gRPC call, from the request's intended time.
+        check: of answers; None for one that counts their scores.
 
     Raises:
         OSError: no such host.
     """
-    check = AnswerCheck(pool, outcomes)
+    check = check or AnswerCheck(pool, outcomes)
     if at.scheme == "grpc":
         return GrpcSender(at, pool, check, on_over, headers, max(1, channels), timeout_s)
     # Resolved once, so that no connection waits for its name again.
@@ -107,15 +109,19 @@ async def make_sender(
 class AnswerCheck:
     """Reads every answer that came with success: it must have one score for each candidate."""
 
-    def __init__(self, pool: Payloads, outcomes: Outcomes) -> None:
-        self._scores = pool.scores
+    def __init__(self, pool: Pool, outcomes: Outcomes) -> None:
+        self._read_scores = pool.scores
         self._expected = [payload.num_candidates for payload in pool]
         self.failure = outcomes.failure
+
+    def scores(self, number: int, body: bytes) -> ScoreList:
+        """Read the scores of an answer to request `number`. Raises AnswerError."""
+        return self._read_scores(body)
 
     def __call__(self, number: int, body: bytes) -> int:
         """Give the code of an answer to request `number`."""
         try:
-            scores = len(self._scores(body))
+            scores = len(self.scores(number, body))
         except ShardrankError as error:
             return self.failure("bad_answer", str(error))
         if scores != self._expected[number]:
@@ -243,7 +249,7 @@ class HttpSender:
         self,
         address: tuple[str, int],
         host: str,
-        pool: Payloads,
+        pool: Pool,
         check: AnswerCheck,
         on_over: OnOver,
         headers: Iterator[Headers],
@@ -413,7 +419,7 @@ class GrpcSender:
     def __init__(
         self,
         at: LoadTarget,
-        pool: Payloads,
+        pool: Pool,
         check: AnswerCheck,
         on_over: OnOver,
         headers: Iterator[Headers],

@@ -101,7 +101,7 @@ def write_snapshot(shape: BenchShape, tensors: dict[str, torch.Tensor], store: P
 
 def reference_scores(tensors: dict[str, torch.Tensor], workload: Workload, request: WorkloadRequest) -> Float32Array:
     """Compute float32 [candidates] by NumPy: what every server must answer, as far as rounding goes."""
-    _, candidates = side_arrays(workload, request, once=False)
+    _, candidates = side_arrays(workload.schema, request, once=False)
     ids, lengths, dense = candidates.ids, candidates.lengths, candidates.dense
     rows = tensors[ROWS].numpy()
     pooled = np.zeros((lengths.size, rows.shape[1]), np.float32)

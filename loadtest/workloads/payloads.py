@@ -12,7 +12,7 @@ import json
 import math
 import random
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias, get_args
@@ -23,7 +23,7 @@ import numpy.typing as npt
 from google.protobuf.message import DecodeError
 
 from loadtest.errors import AnswerError, WorkloadError
-from loadtest.workloads.workload import FeatureBags, Workload, WorkloadRequest, features_of
+from loadtest.workloads.workload import Described, FeatureBags, Workload, WorkloadRequest, features_of
 from serving.formats.protobuf import packed_bytes
 from serving.proto.inference import open_inference_pb2
 from serving.proto.shardrank.v1 import ranking_pb2
@@ -85,57 +85,27 @@ class Payload:
     num_candidates: int
 
 
-class Payloads:
-    """A pool of distinct encoded requests.
+class Pool:
+    """Encoded requests to one model.
 
     Args:
-        workload: makes the requests.
         api: how they are encoded.
-        model: the name that the server has the model under; None for the workload's own.
-        count: how many. Fewer are made if they would take more than `max_bytes`; `len` tells, and there is at
-            least one.
-        seed: of the requests; the same ones for every API.
-        timeout_ms: the deadline that each brings; None to leave it to the server.
-        max_bytes: of all bodies.
+        model: the name that the server has the model under.
+        payloads: the requests.
         path: of a POST, where it is not the API's own.
 
     Attributes:
         path: of a POST, or the full name of a gRPC method.
 
     Raises:
-        WorkloadError: no such API, or a count or size out of range.
+        WorkloadError: no such API.
     """
 
-    def __init__(
-        self,
-        workload: Workload,
-        api: Encoding,
-        *,
-        model: str | None = None,
-        count: int = DEFAULT_PAYLOADS,
-        seed: int = 0,
-        timeout_ms: int | None = None,
-        max_bytes: int = DEFAULT_MAX_BYTES,
-        path: str | None = None,
-    ) -> None:
-        if api not in _FORMS:
-            raise WorkloadError(f"api: {api!r} is not one of {', '.join(APIS)}")
-        for name, value in (("count", count), ("max_bytes", max_bytes)):
-            if value < 1:
-                raise WorkloadError(f"{name}: {value} is not 1 or more")
-        self.api = api
-        self.model = model or workload.spec.model
-        form = _FORMS[api]
-        self.path, self._read = path or form.path.format(self.model), form.read
-        self._payloads: list[Payload] = []
-        rng, left = np.random.default_rng(seed), max_bytes
-        while len(self._payloads) < count:
-            request = workload.request(rng)
-            body, headers = form.encode(workload, request, self.model, timeout_ms)
-            left -= len(body)
-            if self._payloads and left < 0:
-                break
-            self._payloads.append(Payload(body, headers, request.num_candidates))
+    def __init__(self, api: Encoding, model: str, payloads: Iterable[Payload], path: str | None = None) -> None:
+        form = _form_of(api)
+        self.api, self.model = api, model
+        self.path, self._read = path or form.path.format(model), form.read
+        self._payloads = list(payloads)
 
     @property
     def is_grpc(self) -> bool:
@@ -160,6 +130,62 @@ class Payloads:
         return len(self._payloads)
 
 
+class Payloads(Pool):
+    """A pool of distinct requests of a workload.
+
+    Args:
+        workload: makes the requests.
+        api: how they are encoded.
+        model: the name that the server has the model under; None for the workload's own.
+        count: how many. Fewer are made if they would take more than `max_bytes`; `len` tells, and there is at
+            least one.
+        seed: of the requests; the same ones for every API.
+        timeout_ms: the deadline that each brings; None to leave it to the server.
+        max_bytes: of all bodies.
+        path: of a POST, where it is not the API's own.
+
+    Raises:
+        WorkloadError: no such API, or a count or size out of range.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        api: Encoding,
+        *,
+        model: str | None = None,
+        count: int = DEFAULT_PAYLOADS,
+        seed: int = 0,
+        timeout_ms: int | None = None,
+        max_bytes: int = DEFAULT_MAX_BYTES,
+        path: str | None = None,
+    ) -> None:
+        for name, value in (("count", count), ("max_bytes", max_bytes)):
+            if value < 1:
+                raise WorkloadError(f"{name}: {value} is not 1 or more")
+        model, rng = model or workload.spec.model, np.random.default_rng(seed)
+        drawn = (payload_of(workload.schema, workload.request(rng), api, model, timeout_ms) for _ in range(count))
+        super().__init__(api, model, within(drawn, max_bytes), path)
+
+
+def within(payloads: Iterable[Payload], max_bytes: int) -> Iterator[Payload]:
+    """Pass on as many as fit so many bytes of bodies, and the first one at least."""
+    left = max_bytes
+    for number, payload in enumerate(payloads):
+        left -= len(payload.body)
+        if number and left < 0:
+            return
+        yield payload
+
+
+def payload_of(
+    schema: Described, request: WorkloadRequest, api: Encoding, model: str, timeout_ms: int | None = None
+) -> Payload:
+    """Encode a request. Raises WorkloadError for an API that there is not."""
+    body, headers = _form_of(api).encode(schema, request, model, timeout_ms)
+    return Payload(body, headers, request.num_candidates)
+
+
 class _Answer(msgspec.Struct):
     scores: list[float]
 
@@ -167,12 +193,12 @@ class _Answer(msgspec.Struct):
 _ANSWER = msgspec.json.Decoder(_Answer)
 
 
-def _encode_json(workload: Workload, request: WorkloadRequest, model: str, timeout_ms: int | None) -> Encoded:
+def _encode_json(schema: Described, request: WorkloadRequest, model: str, timeout_ms: int | None) -> Encoded:
     """Write a JSON body; a candidate feature with one id each is a flat list, as a client would write it."""
     del model
     sparse: dict[bool, dict[str, Any]] = {True: {}, False: {}}
     weights: dict[bool, dict[str, Any]] = {True: {}, False: {}}
-    for feature in features_of(workload.schema, request):
+    for feature in features_of(schema, request):
         ids: list[Any] = feature.values.tolist() if feature.texts is None else list(feature.texts)
         sparse[feature.is_context][feature.name] = _nested(ids, feature)
         if feature.weights is not None:
@@ -210,10 +236,10 @@ def _read_json(answer: bytes) -> ScoreList:
         raise AnswerError(f"the answer is not one to a rank request: {error}") from error
 
 
-def _encode_grpc(workload: Workload, request: WorkloadRequest, model: str, timeout_ms: int | None) -> Encoded:
+def _encode_grpc(schema: Described, request: WorkloadRequest, model: str, timeout_ms: int | None) -> Encoded:
     """Write a RankRequest with features in maps by name."""
     message = ranking_pb2.RankRequest(model=model, num_candidates=request.num_candidates, timeout_ms=timeout_ms or 0)
-    for feature in features_of(workload.schema, request):
+    for feature in features_of(schema, request):
         sparse = (message.context if feature.is_context else message.candidates).sparse[feature.name]
         if feature.texts is None:
             sparse.ids.extend(feature.values.tolist())
@@ -230,9 +256,9 @@ def _encode_grpc(workload: Workload, request: WorkloadRequest, model: str, timeo
     return message.SerializeToString(deterministic=True), ()
 
 
-def _encode_packed(workload: Workload, request: WorkloadRequest, model: str, timeout_ms: int | None) -> Encoded:
+def _encode_packed(schema: Described, request: WorkloadRequest, model: str, timeout_ms: int | None) -> Encoded:
     """Write a RankRequest with `PackedFeatures`: arrays in the order of the schema, under its digest."""
-    schema, bags = workload.schema, request.bags
+    bags = request.bags
     key = np.repeat(np.repeat(bags.keys, bags.bags_per_key), bags.lengths)
     is_string = np.array([feature.name in schema.string_features for feature in schema.features])
     packed = ranking_pb2.PackedFeatures(
@@ -261,9 +287,9 @@ Tensor: TypeAlias = tuple[str, str, list[int], bytes]
 """Of the Open Inference Protocol: name, datatype, shape, and little-endian data, row-major."""
 
 
-def _tensors(workload: Workload, request: WorkloadRequest) -> Iterator[Tensor]:
+def _tensors(schema: Described, request: WorkloadRequest) -> Iterator[Tensor]:
     """Return the inputs of a request. A candidate feature is a matrix where all bags are of one length, else ragged."""
-    for feature in features_of(workload.schema, request):
+    for feature in features_of(schema, request):
         count, longest = feature.lengths.size, int(feature.lengths.max())
         ragged = not feature.is_context and not (feature.lengths == longest).all()
         shape = [feature.values.size] if feature.is_context or ragged else [count, longest]
@@ -296,9 +322,9 @@ def _infer_body(tensors: Sequence[Tensor], timeout_ms: int | None) -> Encoded:
     return b"".join([header, *(tensor[-1] for tensor in tensors)]), (*_BINARY, (HEADER_LENGTH, str(len(header))))
 
 
-def _encode_oip_http(workload: Workload, request: WorkloadRequest, model: str, timeout_ms: int | None) -> Encoded:
+def _encode_oip_http(schema: Described, request: WorkloadRequest, model: str, timeout_ms: int | None) -> Encoded:
     del model
-    return _infer_body(list(_tensors(workload, request)), timeout_ms)
+    return _infer_body(list(_tensors(schema, request)), timeout_ms)
 
 
 def _read_oip_http(answer: bytes) -> ScoreList:
@@ -315,10 +341,10 @@ def _read_oip_http(answer: bytes) -> ScoreList:
     return np.frombuffer(answer, "<f4", count, end)
 
 
-def _encode_oip_grpc(workload: Workload, request: WorkloadRequest, model: str, timeout_ms: int | None) -> Encoded:
+def _encode_oip_grpc(schema: Described, request: WorkloadRequest, model: str, timeout_ms: int | None) -> Encoded:
     """Return a ModelInferRequest with raw contents that asks for the scores."""
     message = open_inference_pb2.ModelInferRequest(model_name=model)
-    for name, datatype, shape, data in _tensors(workload, request):
+    for name, datatype, shape, data in _tensors(schema, request):
         message.inputs.add(name=name, datatype=datatype, shape=shape)
         message.raw_input_contents.append(data)
     message.outputs.add(name=SCORES)
@@ -362,13 +388,13 @@ class SideArrays:
         return cls(ids[np.argsort(row, kind="stable")], np.ascontiguousarray(lengths.T, np.int32), dense)
 
 
-def side_arrays(workload: Workload, request: WorkloadRequest, *, once: bool) -> tuple[SideArrays, SideArrays]:
+def side_arrays(schema: Described, request: WorkloadRequest, *, once: bool) -> tuple[SideArrays, SideArrays]:
     """Lay out a request's context and its candidates; if not `once`, the candidates have the context's columns too.
 
     Then the context has no columns. A candidate's features stay in the model's order, its dense inputs are
     `[context | candidate]`.
     """
-    features = list(features_of(workload.schema, request))
+    features = list(features_of(schema, request))
     if once:
         context = SideArrays.of([one for one in features if one.is_context], request.context_dense[None])
         return context, SideArrays.of([one for one in features if not one.is_context], request.candidate_dense)
@@ -385,7 +411,7 @@ def side_arrays(workload: Workload, request: WorkloadRequest, *, once: bool) -> 
 
 
 def _encode_flat(
-    workload: Workload, request: WorkloadRequest, model: str, timeout_ms: int | None, *, once: bool
+    schema: Described, request: WorkloadRequest, model: str, timeout_ms: int | None, *, once: bool
 ) -> Encoded:
     """Little-endian: seven uint32 (candidates; features, ids and dense inputs of the context, then of a candidate).
 
@@ -393,7 +419,7 @@ def _encode_flat(
     `SideArrays` has them.
     """
     del model, timeout_ms
-    sides = side_arrays(workload, request, once=once)
+    sides = side_arrays(schema, request, once=once)
     sizes = [size for one in sides for size in (one.lengths.shape[1], one.ids.size, one.dense.shape[1])]
     parts = [
         packed_bytes(array, dtype)
@@ -410,14 +436,14 @@ def _read_flat(answer: bytes) -> ScoreList:
 
 
 def _encode_tensors(
-    workload: Workload, request: WorkloadRequest, model: str, timeout_ms: int | None, *, once: bool
+    schema: Described, request: WorkloadRequest, model: str, timeout_ms: int | None, *, once: bool
 ) -> Encoded:
     """Return an infer request with tensors `ids`, `lengths`, `dense`, each a batch of one request.
 
     If `once`, also with `context_ids`, `context_lengths` and `context_dense`.
     """
     del model, timeout_ms
-    context, candidates = side_arrays(workload, request, once=once)
+    context, candidates = side_arrays(schema, request, once=once)
     named: list[tuple[str, str, npt.NDArray[Any]]] = [
         (f"{prefix}{name}", datatype, array)
         for prefix, side in (("", candidates), ("context_", context))[: 1 + once]
@@ -435,7 +461,7 @@ class _Form:
     """How a request of an API is addressed and encoded, and how scores are read from its answer."""
 
     path: str
-    encode: Callable[[Workload, WorkloadRequest, str, int | None], Encoded]
+    encode: Callable[[Described, WorkloadRequest, str, int | None], Encoded]
     read: Callable[[bytes], ScoreList]
 
 
@@ -450,3 +476,9 @@ _FORMS: dict[Encoding, _Form] = {
     "tensors": _Form("/v2/models/rank/infer", partial(_encode_tensors, once=False), _read_oip_http),
     "tensors-once": _Form("/v2/models/rank/infer", partial(_encode_tensors, once=True), _read_oip_http),
 }
+
+
+def _form_of(api: Encoding) -> _Form:
+    if api not in _FORMS:
+        raise WorkloadError(f"api: {api!r} is not one of {', '.join(APIS)}")
+    return _FORMS[api]

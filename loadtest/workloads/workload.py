@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from loader.snapshot.manifest import ModelSpec
+from loader.snapshot.manifest import FeatureSpec, ModelSpec
 from loadtest.errors import WorkloadError
 from loadtest.workloads.distributions import CandidateCounts, IdDistribution, RowScatter
 from router.feature_schema import FeatureSchema
@@ -79,7 +79,23 @@ class FeatureBags:
         return bool((self.lengths == 1).all())
 
 
-def features_of(schema: FeatureSchema, request: WorkloadRequest) -> Iterator[FeatureBags]:
+class Described(Protocol):
+    """What the numbers of a request mean: a model's `FeatureSchema`, or what was recorded of one."""
+
+    @property
+    def features(self) -> tuple[FeatureSpec, ...]:
+        """List the features in the order of a request's bags."""
+
+    @property
+    def string_features(self) -> frozenset[str]:
+        """Name those whose ids are strings."""
+
+    @property
+    def digest(self) -> str:
+        """Tell schemas apart, as packed requests do."""
+
+
+def features_of(schema: Described, request: WorkloadRequest) -> Iterator[FeatureBags]:
     """Go through the features of a request one by one, for formats that name each."""
     bags = request.bags
     bag_starts, value_starts, lengths = bags.bag_starts().tolist(), bags.value_starts().tolist(), bags.lengths

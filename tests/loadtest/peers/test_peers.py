@@ -115,8 +115,8 @@ def test_the_context_written_for_each_candidate_is_the_context_sent_once(
     changed = {"context_features": context_features, "context_dense": context_dense}
     workload = bench_workload(PRODUCT.model_copy(update=changed), "mlp", hotness)
     request = workload.request(np.random.default_rng(seed))
-    nothing, whole = side_arrays(workload, request, once=False)
-    context, candidates = side_arrays(workload, request, once=True)
+    nothing, whole = side_arrays(workload.schema, request, once=False)
+    context, candidates = side_arrays(workload.schema, request, once=True)
     assert (nothing.ids.size, nothing.lengths.shape, nothing.dense.shape) == (0, (1, 0), (1, 0))
     assert context.lengths.shape == (1, context_features)
     assert rows_of(whole) == [rows_of(context)[0] + own for own in rows_of(candidates)]

@@ -1,0 +1,358 @@
+"""Recorded requests sent again, at their own pace or another, and their scores held against those that were recorded.
+
+Scores are compared where the answer is of the same version, dense step and deltas as the recorded one; elsewhere they
+are meant to be others, and are counted as not comparable.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from google.protobuf.message import DecodeError
+from pydantic import Field
+from rich.console import Console
+
+from loader.memory import settle_heap
+from loader.snapshot.tables import Frozen
+from loadtest.errors import AnswerError, LoadConfigError
+from loadtest.load.config import MAX_RATE, MAX_TIMEOUT_MS, LoadTarget
+from loadtest.load.generator import LEAD_S
+from loadtest.load.open_loop import OpenLoop
+from loadtest.load.recorder import Float64Array, Recorder, Records, merged
+from loadtest.load.result import Machine, Percentiles, check_writable, this_machine, versions, write_document
+from loadtest.load.run import INTERRUPTED
+from loadtest.load.senders import AnswerCheck, Outcomes, make_sender
+from loadtest.load.workers import event_loop, stopping_on_signals
+from loadtest.tables import line, make_table
+from loadtest.workloads.payloads import Api, Payload, Pool, ScoreList, payload_of, within
+from loadtest.workloads.workload import WorkloadRequest
+from serving.cli.output import stdout_console
+from serving.fleet.process import StopRequestedError
+from serving.observe.recording import Recorded, read_file, recorded_files
+from serving.proto.shardrank.v1 import ranking_pb2
+from shard_node.bags import Float32Array
+
+MAX_BYTES = 512 << 20
+"""Of the bodies that are made ahead; recorded requests beyond are left out."""
+API_OF_SCHEME: dict[str, Api] = {"http": "json", "grpc": "grpc"}
+
+
+class ReplayConfig(Frozen):
+    """What is sent, where, and how fast.
+
+    Attributes:
+        folder: of recorded requests.
+        target: `http://host[:port]` or `grpc://host:port`.
+        model: whose requests, of those in the folder; None if there is one.
+        speed: times the pace at which they came.
+        rate: requests a second in place of that, each as long after the one before; None for their own pace.
+        requests: the last so many.
+        timeout_ms: after which a request is given up, from when it was due.
+        tolerance: of a score; more is a difference.
+        max_connections: of HTTP.
+        max_in_flight: requests that are out or wait.
+    """
+
+    folder: Path
+    target: str
+    model: str | None = None
+    speed: float = Field(default=1.0, gt=0, le=1e6)
+    rate: float | None = Field(default=None, gt=0, le=MAX_RATE)
+    requests: int = Field(default=10_000, ge=1, le=1_000_000)
+    timeout_ms: float = Field(default=1000, gt=0, le=MAX_TIMEOUT_MS)
+    tolerance: float = Field(default=1e-4, ge=0)
+    max_connections: int = Field(default=512, ge=1, le=60_000)
+    max_in_flight: int = Field(default=4096, ge=1, le=1_000_000)
+
+
+class Difference(Frozen):
+    """A request whose scores are others than recorded: its number, from 0, and the largest difference."""
+
+    request: int
+    max_difference: float
+
+
+class ReplayResult(Frozen):
+    """What `loadtest replay --json` writes.
+
+    Attributes:
+        recorded: requests of the model in the folder; `sent` of them, the last ones.
+        seconds: from the first to the last one's time.
+        compared: answers of the same version, dense step and deltas: `identical` to the bit, `within` the tolerance,
+            `different` beyond it; and answers that are `not_comparable`.
+        max_difference: of a score, over all that were compared; None if none was.
+        first_differences: some of those that are different.
+        answers_by_version: how many.
+        latency: of answers, from when a request was due; `latency_of_due` counts failed ones as later.
+        lag_p99_ms: how late the replay itself came to its requests.
+    """
+
+    target: str
+    model: str
+    recorded: int
+    sent: int
+    seconds: float
+    speed: float
+    rate: float | None
+    answered: int
+    errors: dict[str, int]
+    error_examples: tuple[str, ...]
+    compared: int
+    identical: int
+    within: int
+    different: int
+    not_comparable: int
+    tolerance: float
+    max_difference: float | None
+    first_differences: tuple[Difference, ...]
+    answers_by_version: dict[int, int]
+    latency: Percentiles
+    latency_of_due: Percentiles
+    service: Percentiles
+    lag_p99_ms: float | None
+    machine: Machine
+    versions: dict[str, str]
+
+
+class _JsonAnswer(msgspec.Struct):
+    version: int
+    scores: list[float]
+    dense_step: int = 0
+    delta_sequence: int = -1
+
+
+_JSON = msgspec.json.Decoder(_JsonAnswer)
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    version: int
+    dense_step: int
+    delta_sequence: int
+    scores: ScoreList
+
+
+def read_answer(body: bytes, *, is_grpc: bool) -> _Answer:
+    """Read scores and what gave them. Raises AnswerError."""
+    try:
+        if not is_grpc:
+            found = _JSON.decode(body)
+            return _Answer(found.version, found.dense_step, found.delta_sequence, found.scores)
+        message = ranking_pb2.RankResponse.FromString(body)
+    except (msgspec.MsgspecError, DecodeError) as error:
+        raise AnswerError(f"the answer is not one to a rank request: {error}") from error
+    sequence = message.delta_sequence if message.HasField("delta_sequence") else -1
+    return _Answer(message.version, message.dense_step, sequence, message.scores)
+
+
+class Comparison(AnswerCheck):
+    """Holds each answer's scores against the recorded ones."""
+
+    def __init__(self, pool: Pool, outcomes: Outcomes, recorded: Sequence[Recorded], tolerance: float) -> None:
+        super().__init__(pool, outcomes)
+        self._is_grpc, self._recorded, self._tolerance = pool.is_grpc, recorded, tolerance
+        self.counts: Counter[str] = Counter()
+        self.by_version: Counter[int] = Counter()
+        self.max_difference: float | None = None
+        self.first: list[Difference] = []
+
+    def scores(self, number: int, body: bytes) -> ScoreList:
+        """See `AnswerCheck`; an answer with scores for all candidates is compared."""
+        answer, recorded = read_answer(body, is_grpc=self._is_grpc), self._recorded[number]
+        if len(answer.scores) == recorded.scores.size:
+            self.by_version[answer.version] += 1
+            self.counts[self._compare(number, answer, recorded)] += 1
+        return answer.scores
+
+    def _compare(self, number: int, answer: _Answer, recorded: Recorded) -> str:
+        of_answer = answer.version, answer.dense_step, answer.delta_sequence
+        if answer.delta_sequence < 0 or of_answer != (recorded.version, recorded.dense_step, recorded.delta_sequence):
+            return "not_comparable"
+        own: Float32Array = np.array(answer.scores, np.float32)
+        difference = float(np.abs(own - recorded.scores).max())
+        self.max_difference = max(self.max_difference or 0.0, difference)
+        if difference <= self._tolerance:
+            return "within" if difference else "identical"
+        if len(self.first) < 10:
+            self.first.append(Difference(request=number, max_difference=difference))
+        return "different"
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """The requests of a replay, by when they came, and their bodies.
+
+    Attributes:
+        total: requests of the model in the folder.
+    """
+
+    model: str
+    total: int
+    recorded: list[Recorded]
+    pool: Pool
+
+
+def prepare(config: ReplayConfig) -> Prepared:
+    """Read a folder and encode what is to be sent.
+
+    Raises:
+        RecordingFolderError, RecordingDamagedError: the folder can't be read.
+        LoadConfigError: it has no requests of the model, or several models and none was named.
+        ValueError: the target is none.
+    """
+    by_model: defaultdict[str, list[Recorded]] = defaultdict(list)
+    totals: Counter[str] = Counter()
+    # The newest files first: of those before what is there already, requests are only counted.
+    for path in reversed(recorded_files(config.folder)):
+        of_file: defaultdict[str, deque[Recorded]] = defaultdict(partial(deque, maxlen=config.requests))
+        for one in read_file(path):
+            totals[one.schema.model] += 1
+            if config.model in (None, one.schema.model) and len(by_model[one.schema.model]) < config.requests:
+                of_file[one.schema.model].append(one)
+        for name, found_there in of_file.items():
+            by_model[name] += found_there
+    if config.model is None and len(by_model) > 1:
+        raise LoadConfigError(f"--model: {config.folder} has requests of several: {', '.join(sorted(by_model))}")
+    model = config.model or next(iter(by_model), "")
+    found = sorted(by_model[model], key=lambda one: one.arrived_at)[-config.requests :]
+    if not found:
+        raise LoadConfigError(f"{config.folder}: no requests {f'of model {model!r} ' if model else ''}are recorded")
+    api = API_OF_SCHEME[LoadTarget.parse(config.target).scheme]
+    payloads = list(within((_payload(one, api) for one in found), MAX_BYTES))
+    return Prepared(model, totals[model], found[: len(payloads)], Pool(api, model, payloads))
+
+
+def _payload(one: Recorded, api: Api) -> Payload:
+    schema, request = one.schema, one.request
+    # Of each feature whose ids are strings its own texts, which stand in flat order.
+    per_feature = np.where(schema.is_string, request.bags.values_per_key(), 0)
+    ends = np.cumsum(per_feature).tolist()
+    texts = {
+        feature.name: tuple(request.texts[end - count : end])
+        for feature, count, end in zip(schema.features, per_feature.tolist(), ends, strict=True)
+        if feature.name in schema.string_features
+    }
+    asked = WorkloadRequest(request.bags, request.num_candidates, request.context_dense, request.candidate_dense, texts)
+    return payload_of(schema, asked, api, schema.model)
+
+
+def due_times(recorded: Sequence[Recorded], speed: float, rate: float | None) -> Float64Array:
+    """Say when each is due, in seconds since the first one: float64 [n], ascending."""
+    if rate is not None:
+        return np.arange(len(recorded)) / rate
+    times = np.array([one.arrived_at for one in recorded], np.float64)
+    due: Float64Array = (times - times[0]) / speed
+    return due
+
+
+async def replay(config: ReplayConfig, prepared: Prepared) -> ReplayResult:
+    """Send what was prepared. Raises OSError if the target's name is not known."""
+    due, timeout_s = due_times(prepared.recorded, config.speed, config.rate), config.timeout_ms / 1000
+    recorder = Recorder(0.0, float(due[-1]) + 1.0, timeout_s)
+    comparison = Comparison(prepared.pool, recorder, prepared.recorded, config.tolerance)
+    loop = OpenLoop(
+        iter([due]),
+        time.monotonic() + LEAD_S,
+        len(prepared.pool),
+        recorder,
+        timeout_s=timeout_s,
+        max_in_flight=config.max_in_flight,
+    )
+    sender = await make_sender(
+        LoadTarget.parse(config.target),
+        prepared.pool,
+        recorder,
+        loop.on_over,
+        itertools.repeat(()),
+        connections=config.max_connections,
+        channels=4,
+        timeout_s=timeout_s,
+        check=comparison,
+    )
+    try:
+        await loop.run(sender)
+    finally:
+        await sender.close()
+    return _result(config, prepared, due, recorder.records(), comparison)
+
+
+def _result(
+    config: ReplayConfig, prepared: Prepared, due: Float64Array, records: Records, comparison: Comparison
+) -> ReplayResult:
+    counts, errors = comparison.counts, sum(records.errors.values())
+    told = {name: counts[name] for name in ("identical", "within", "different", "not_comparable")}
+    return ReplayResult(
+        **config.model_dump(include={"target", "speed", "rate", "tolerance"}),
+        **told,
+        model=prepared.model,
+        recorded=prepared.total,
+        sent=records.sent,
+        seconds=float(due[-1]),
+        answered=records.latency.count,
+        errors=records.errors,
+        error_examples=records.examples,
+        compared=counts.total() - counts["not_comparable"],
+        max_difference=comparison.max_difference,
+        first_differences=tuple(comparison.first),
+        answers_by_version=dict(sorted(comparison.by_version.items())),
+        latency=records.latency.percentiles(),
+        latency_of_due=records.latency.percentiles(out_of=records.latency.count + errors),
+        service=records.service.percentiles(),
+        lag_p99_ms=merged([records.lag]).percentiles().p99_ms,
+        machine=this_machine(),
+        versions=versions(),
+    )
+
+
+def execute(config: ReplayConfig, json_file: Path | None) -> int:
+    """Replay, print the result and write it. Returns the exit code: 1 if scores differ or nothing was answered.
+
+    Raises as `prepare` and `replay`.
+    """
+    check_writable(json_file)
+    prepared = prepare(config)
+    # What is there by now stays: a collection that walks all requests would delay those that are due.
+    settle_heap()
+    try:
+        with stopping_on_signals():
+            result = event_loop().run(replay(config, prepared))
+    except StopRequestedError:
+        return INTERRUPTED
+    if json_file is not None:
+        write_document(result, json_file)
+    show(stdout_console(), result)
+    return 0 if result.answered and not result.different else 1
+
+
+def show(console: Console, result: ReplayResult) -> None:
+    """Print a result."""
+    pace = f"{result.rate:g}/s" if result.rate is not None else f"{result.speed:g} times their pace"
+    line(console, f"{result.model} at {result.target}: {result.sent} of {result.recorded} recorded requests at {pace}")
+    table = make_table([""], ("p50", "p90", "p99", "p99.9", "max"))
+    rows = (("latency of answers, ms", result.latency), ("  with failed requests as later", result.latency_of_due))
+    for name, one in rows:
+        times = (one.p50_ms, one.p90_ms, one.p99_ms, one.p999_ms, one.max_ms)
+        table.add_row(name, *("-" if time_ms is None else f"{time_ms:.2f}" for time_ms in times))
+    console.print(table)
+    table = make_table([""], [""])
+    table.add_row("answered", str(result.answered))
+    for kind, count in result.errors.items():
+        table.add_row(f"failed: {kind}", str(count))
+    table.add_row("scores compared", str(result.compared))
+    table.add_row("  identical", str(result.identical))
+    table.add_row(f"  within {result.tolerance:g}", str(result.within))
+    table.add_row("  different", str(result.different))
+    table.add_row("of another version, dense step or delta", str(result.not_comparable))
+    largest = "-" if result.max_difference is None else f"{result.max_difference:.3g}"
+    table.add_row("largest difference of a score", largest)
+    console.print(table)
+    for example in result.error_examples:
+        line(console, f"  {example}")

@@ -1,0 +1,104 @@
+"""Recorded requests sent again: over both APIs, to the version that answered, to another one, and at which times."""
+
+from __future__ import annotations
+
+from dataclasses import replace as changed
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from loadtest.errors import LoadConfigError
+from loadtest.load.cli import replay as replay_command
+from loadtest.load.replay import ReplayConfig, ReplayResult, due_times, prepare, replay
+from serving.observe.recording import Recorder, RecordingConfig, read_file, recorded_files
+from shardrank_testing.serving_api import MODEL, ApiModel, api_request, api_service, run, running_api, write_api_model
+
+COUNT = 8
+
+
+@pytest.fixture(scope="module")
+def versions(tmp_path_factory: pytest.TempPathFactory) -> dict[int, ApiModel]:
+    store = tmp_path_factory.mktemp("store")
+    return {version: write_api_model(store, version, seed=version) for version in (1, 2)}
+
+
+@pytest.fixture(scope="module")
+def folder(versions: dict[int, ApiModel], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What version 1 was asked and answered: strings, weights, empty bags, dense inputs."""
+    found = tmp_path_factory.mktemp("recorded")
+    with api_service(versions[1]) as service:
+        own = Recorder(RecordingConfig(folder=found, share=1.0))
+        service.on_ranked += (own.offer,)
+
+        async def ask() -> None:
+            async with running_api(service) as api:
+                for seed in range(COUNT):
+                    told = await api.http.post(f"/v1/models/{MODEL}:rank", json=api_request(seed, 3 + seed))
+                    assert told.status_code == 200
+
+        run(ask())
+        own.close()
+    return found
+
+
+def replayed(model: ApiModel, folder: Path, scheme: str, change_scores: float = 0.0) -> ReplayResult:
+    async def work() -> ReplayResult:
+        with api_service(model) as service:
+            async with running_api(service) as api:
+                ports = {"http": api.listening.http_port, "grpc": api.listening.grpc_port}
+                config = ReplayConfig(folder=folder, target=f"{scheme}://127.0.0.1:{ports[scheme]}", rate=200.0)
+                prepared = prepare(config)
+                first = prepared.recorded[0]
+                prepared.recorded[0] = changed(first, scores=first.scores + np.float32(change_scores))
+                return await replay(config.model_copy(update={"timeout_ms": 30_000}), prepared)
+
+    return run(work())
+
+
+@pytest.mark.parametrize("scheme", ["http", "grpc"])
+def test_the_version_that_answered_gives_the_same_scores_again(versions, folder: Path, scheme: str) -> None:
+    result = replayed(versions[1], folder, scheme)
+    assert (result.recorded, result.sent, result.answered, result.errors) == (COUNT, COUNT, COUNT, {})
+    assert (result.compared, result.different, result.not_comparable) == (COUNT, 0, 0)
+    assert result.identical + result.within == COUNT
+    assert result.max_difference is not None
+    assert result.max_difference < 1e-6
+    assert result.answers_by_version == {1: COUNT}
+    assert result.latency.p50_ms is not None
+
+
+def test_another_versions_scores_are_not_compared_and_one_that_differs_is_told(versions, folder: Path) -> None:
+    result = replayed(versions[2], folder, "http")
+    assert (result.answered, result.compared, result.not_comparable, result.max_difference) == (COUNT, 0, COUNT, None)
+    result = replayed(versions[1], folder, "http", change_scores=0.25)
+    assert (result.compared, result.different) == (COUNT, 1)
+    (only,) = result.first_differences
+    assert only.request == 0
+    assert result.max_difference == only.max_difference == pytest.approx(0.25, abs=1e-6)
+
+
+def test_requests_are_due_at_their_own_times_or_faster_or_evenly(folder: Path) -> None:
+    (path,) = recorded_files(folder)
+    recorded = [changed(one, arrived_at=100.0 + number**2) for number, one in enumerate(read_file(path))][:4]
+    assert due_times(recorded, 1.0, None).tolist() == [0.0, 1.0, 4.0, 9.0]
+    assert due_times(recorded, 2.0, None).tolist() == [0.0, 0.5, 2.0, 4.5]
+    assert due_times(recorded, 1.0, 4.0).tolist() == [0.0, 0.25, 0.5, 0.75]
+    last = prepare(ReplayConfig(folder=folder, target="http://h:1", requests=3))
+    assert (len(last.recorded), last.total) == (3, COUNT)
+    assert [one.request.num_candidates for one in last.recorded] == [8, 9, 10]
+
+
+def test_what_can_not_be_replayed_is_refused(folder: Path, tmp_path: Path) -> None:
+    for where, model, told in ((folder, "books", "no requests of model 'books'"), (tmp_path, None, "no requests are")):
+        with pytest.raises(LoadConfigError, match=told):
+            prepare(ReplayConfig(folder=where, target="http://h:1", model=model))
+    for wrong, told in (
+        (["--target", "ftp://h:1"], "ftp"),
+        (["--target", "http://h:1", "--speed", "2", "--rate", "3"], "one of them"),
+        (["--target", "http://h:1", "--speed", "0"], "speed"),
+    ):
+        result = CliRunner().invoke(replay_command, [str(folder), *wrong])
+        assert result.exit_code == 2
+        assert told in result.output
