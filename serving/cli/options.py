@@ -423,10 +423,13 @@ _RECORD = (
     "Record a share of the rank requests that are answered in this folder, with their scores: for `loadtest replay`, "
     "and to warm new versions with. Ids, weights and floats; no headers, tokens or keys."
 )
+_WARM = "Before a version is ready it ranks requests that were recorded in this folder."
 record_options = together(
     option("--record", _RECORD, FOLDER),
     option("--record-share SHARE", "How many of them, above 0 and up to 1.", PART, 0.01),
     count("--record-max-mb", "Bytes of the folder at most, in 10^6; the oldest go first.", 1, 10_000_000, 256),
+    option("--warm-from", f"{_WARM} Default: the folder of --record.", EXISTING_FOLDER),
+    count("--warm-requests", "The last so many of them; 0: none.", 0, 100_000, 512),
 )
 
 

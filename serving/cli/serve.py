@@ -206,6 +206,7 @@ def _source(options: Options, folder: Path, node_tls: TlsClientConfig | None) ->
         card_set=card_set,
         hot_rows=settings.hot_rows(options, all_here=not shards),
         replica_policy=settings.replica_policy(options),
+        warming=settings.warming(options),
     )
 
 
@@ -226,6 +227,7 @@ def _serve_in_fleet(options: Options, config: ServerConfig, node_tls: TlsClientC
     fleet = FleetRegistry(open_registry(options["registry"]))
     card_set = settings.open_card_set(options) if options["local"] else None
     named = {"node_id": options["node_id"] or serving_node_id(config.http_port), "node_tls": node_tls}
+    named["warming"] = settings.warming(options)
     plan = settings.read_plan(options, models or ())
     # Deltas are written to rows in this process while it serves.
     replicas = settings.num_replicas(options["ranking_replicas"], card_set, may_block=options["local"])
@@ -323,6 +325,7 @@ def worker_arguments(options: Options, folder: Path | None, worker: int = 0) -> 
     if options["profile"] is not None:
         path = options["profile"].absolute()
         told += ["--profile", str(path.with_stem(f"{path.stem}-{worker}"))]
+    told += settings.arguments(options, ["warm_from", "warm_requests"])
     if options["record"] is not None:
         own = {"record": options["record"] / str(worker), "record_share": options["record_share"]}
         own["record_max_mb"] = max(1, options["record_max_mb"] // options["workers"])

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from router.plan_file import PlanFile
     from serving.limits import RequestLimits
     from serving.rank.service import RankingService
+    from serving.versions.warming import Warming
     from shard_node.agent.node_agent import NodeConfig
     from shard_node.cuda.card_set import CardOptions, CardSet
     from shard_node.partition import NodeIdentity, Partition
@@ -353,6 +354,16 @@ def recording(options: Options, service: RankingService) -> Iterator[None]:
         yield
     finally:
         recorder.close()
+
+
+def warming(options: Options) -> Warming | None:
+    """Return what versions are warmed with; None for nothing."""
+    folder = options["warm_from"] or options["record"]
+    if folder is None or not options["warm_requests"]:
+        return None
+    from serving.versions.warming import Warming
+
+    return Warming(folder=folder, requests=options["warm_requests"])
 
 
 def read_limits(options: Options) -> RequestLimits:

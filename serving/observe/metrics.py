@@ -117,6 +117,11 @@ class ServingMetrics:
             "shardrank_recorded_requests", "Requests chosen to be recorded: written, or dropped.", ("outcome",)
         )
         self._recorded_bytes = counter("shardrank_recorded_bytes", "Bytes of recorded requests that were written.")
+        self._warmed = counter(
+            "shardrank_warmed_requests",
+            "Recorded requests that versions ranked before they were ready.",
+            ("model", "version"),
+        )
         # Looking a child up by its labels takes longer than counting, so those that requests need are kept.
         self._of_status, self._of_outcome = cache(requests.labels), cache(self._version_requests.labels)
         self._of_error = cache(errors.labels)
@@ -201,6 +206,10 @@ class ServingMetrics:
         self._recorded.labels(outcome).inc(requests)
         self._recorded_bytes.inc(size_bytes)
 
+    def warmed(self, model: str, version: int, requests: int) -> None:
+        """Count recorded requests that a version ranked before it was ready."""
+        self._warmed.labels(model, str(version)).inc(requests)
+
     def forget_version(self, model: str, version: int) -> None:
         """Drop what is told of one version. With several workers on one port their files keep it."""
         if MULTIPROCESS_VARIABLE in os.environ:
@@ -212,6 +221,7 @@ class ServingMetrics:
         self._wire_fallbacks.remove(model, str(version))
         self._dense.steps.remove(model, str(version))
         self._dense.refusals.remove(model, str(version))
+        self._warmed.remove(model, str(version))
         self._hot.forget(model, str(version))
 
     def _make_observations(self) -> None:

@@ -27,6 +27,7 @@ from serving.errors import ServingError
 from serving.models.ranking_models import DtypeChoice
 from serving.rank.service import RankingService
 from serving.versions.served_model import ServedModel, ShardsFactory, WireDtypeChoice
+from serving.versions.warming import Warming
 from shard_node.cuda.card_set import CardSet
 from shard_node.engine.loading import load_tables
 from shard_node.node import LocalShard, ShardNode
@@ -59,6 +60,7 @@ class ModelSource(Frozen):
             loop that requests come from: not for rows that a disk or a card may have to be waited for.
         replica_policy: when a shard's replicas are asked twice, and when they are ejected.
         trust_exported: run exported programs, which are code; without, a version that has one is refused.
+        warming: recorded requests that it ranks before it is ready; None for none.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -82,6 +84,7 @@ class ModelSource(Frozen):
     hot_rows: HotRowsConfig | None = None
     replica_policy: ReplicaPolicy = ReplicaPolicy()
     trust_exported: bool = False
+    warming: Warming | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -157,6 +160,7 @@ def load_served_model(
             loop=loop,
             hot=hot,
             trust_exported=source.trust_exported,
+            warming=source.warming,
         )
     except BaseException:
         closing.close()

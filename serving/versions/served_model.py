@@ -44,6 +44,7 @@ from serving.observe.metrics import ServingMetrics
 from serving.rank.batcher import Batcher
 from serving.rank.ranking import MergedBatch, Ranking, RankingParts
 from serving.rank.replica import LoopReplica, Replica
+from serving.versions.warming import Warming
 from shard_node.access_counts import AccessCounts
 from shard_node.answer import HALVES
 from shard_node.bags import Float32Array, KeyedBags
@@ -106,6 +107,7 @@ class ServedModel:
         loop: asyncio.AbstractEventLoop | None = None,
         hot: HotRows | None = None,
         trust_exported: bool = False,
+        warming: Warming | None = None,
     ) -> ServedModel:
         """Make a version servable: connect, check it against its golden requests, warm every replica. Blocks.
 
@@ -113,7 +115,8 @@ class ServedModel:
         `card_graphs`. With `num_replicas` 0 `loop` ranks in their place, for rows in this process's memory or on shard
         nodes: the event loop that requests come from, which runs in another thread than this one. `on_close` is called
         when the version is unloaded, after its replicas have ended. `hot` are copies of rows of shard nodes, used by
-        all replicas. Exported programs are only run with `trust_exported`. Raises as `check_version`, and as
+        all replicas. Exported programs are only run with `trust_exported`. With `warming` it ranks recorded requests
+        before it is ready. Raises as `check_version`, and as
         `load_exported`.
         """
         spec, limits, metrics = snapshot.spec, limits or RequestLimits(), metrics or ServingMetrics()
@@ -138,6 +141,8 @@ class ServedModel:
         replicas = _started(f"rank-{spec.model}-{snapshot.version}", num_replicas or 1, checked_with, ranking, clock)
         try:
             checked = check_version(snapshot, parts, replicas, dtype, wire_dtype, clock)
+            if warming is not None:
+                metrics.warmed(spec.model, snapshot.version, warming.warm(replicas, clock))
         except BaseException:
             _stop(checked_with, replicas)
             raise

@@ -52,6 +52,7 @@ from serving.rank.service import RankingService
 from serving.versions.dense_steps import DenseSteps
 from serving.versions.loading import local_shards, replicated_shards
 from serving.versions.served_model import ServedModel, ShardsFactory, WireDtypeChoice
+from serving.versions.warming import Warming
 from shard_node.agent.agent import Agent, AgentConfig
 from shard_node.agent.node_agent import NodeActions
 from shard_node.engine.memory import available_memory_bytes, total_memory_bytes
@@ -81,6 +82,7 @@ class ServingConfig(Frozen):
         trust_exported: run exported programs of this store, which are code.
         hot_rows: of each version, copies of the hottest rows in this process; None for none.
         replica_policy: when a shard's replicas are asked twice, and when they are ejected.
+        warming: recorded requests that each version ranks before it is ready; None for none.
     """
 
     node_id: NodeId
@@ -95,6 +97,7 @@ class ServingConfig(Frozen):
     hot_rows: HotRowsConfig | None = None
     replica_policy: ReplicaPolicy = ReplicaPolicy()
     trust_exported: bool = False
+    warming: Warming | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,6 +394,7 @@ class ServingNode:
             loop=loop,
             hot=hot,
             trust_exported=config.trust_exported,
+            warming=config.warming,
         )
 
     def _tell_hot(self, status: HotStatus) -> None:
