@@ -142,6 +142,13 @@ class Canary(Record):
     share: float = Field(gt=0, lt=1)
 
 
+class Shadow(Record):
+    """A version that scores a share of the live requests too, of which nobody is given the scores."""
+
+    version: Version
+    share: float = Field(gt=0, le=1)
+
+
 class WantedModel(Record):
     """What is wanted of a fleet for one model.
 
@@ -164,6 +171,7 @@ class WantedModel(Record):
     serve: tuple[Version, ...] = ()
     follow: tuple[Version, ...] = ()
     canary: Canary | None = None
+    shadow: Shadow | None = None
     node_hold: dict[NodeId, tuple[Version, ...]] = Field(default_factory=dict)
     num_shards: dict[Version, NumShards] = Field(default_factory=dict)
 
@@ -171,7 +179,7 @@ class WantedModel(Record):
         """Return every version that it names: none of them may be dropped."""
         named = {*self.hold, *self.serve, *self.follow}
         named.update(version for held in self.node_hold.values() for version in held)
-        pointers = (self.live, None if self.canary is None else self.canary.version)
+        pointers = (self.live, *(one.version for one in (self.canary, self.shadow) if one is not None))
         return frozenset(named.union(version for version in pointers if version is not None))
 
     def held_by(self, node_id: str, num_shards: int | None = None) -> tuple[int, ...]:

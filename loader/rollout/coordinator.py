@@ -22,6 +22,7 @@ from loader.rollout.plan import (
     CANARY,
     REPLAY,
     ROLL,
+    SHADOW,
     STAGE_SERVING,
     STAGE_SHARDS,
     OnRecord,
@@ -175,6 +176,8 @@ class _StepRunner:
             baseline = baseline_of(view.nodes, rollout)
             text = f"bake of {rollout.bake_s:g} s begins on {len(baseline)} serving processes"
             return await self._write(on_record, changed(rollout, now, text, bake_began_at=now, baseline=baseline))
+        if undoable and rollout.step == SHADOW and now - rollout.step_began_at < rollout.shadow_s:
+            return None
         if baking_now and now - (rollout.bake_began_at or now) < rollout.bake_s:
             return None
         text = f"done after {max(now - rollout.step_began_at, 0.0):.1f} s"

@@ -19,6 +19,7 @@ from loader.rollout.plan import (
     RETIRE_SERVING,
     RETIRE_SHARDS,
     ROLL,
+    SHADOW,
     STAGE_SERVING,
     STAGE_SHARDS,
     UNFLIP,
@@ -141,7 +142,7 @@ def _step_lags(rollout: Rollout, view: FleetView, wanted_epoch: int) -> Sequence
         return none + _without(view.serving(), model, new)
     if step == REPLAY:
         return _behind_in_deltas(rollout, of_new)
-    if step == CANARY:
+    if step in (SHADOW, CANARY):
         return _not_applied(view, model, new, wanted_epoch) + _lost_shards(rollout, view)
     if step in (FLIP, BAKE):
         return _elsewhere(view, model, new) + _lost_shards(rollout, view)

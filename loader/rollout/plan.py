@@ -22,6 +22,7 @@ from loader.registry.fleet import (
     NodeId,
     NumShards,
     Record,
+    Shadow,
     Version,
     VersionStats,
     WantedModel,
@@ -42,6 +43,7 @@ MAX_BAKE_S = 7 * 24 * 3600.0
 STAGE_SHARDS = "stage_shards"
 STAGE_SERVING = "stage_serving"
 REPLAY = "replay"
+SHADOW = "shadow"
 CANARY = "canary"
 FLIP = "flip"
 BAKE = "bake"
@@ -79,6 +81,8 @@ class Rollout(Record):
         from_followed: deltas were applied to `from_version` when it started.
         delta_base, last_delta: of the published `to_version`: its stream of deltas, and the last one it contains.
         strategy: `beside` holds both versions on each shard node for a while, `by-replica` never does.
+        shadow_share: share of the live requests that the new version scores too, before any other; None for none.
+        shadow_s: for how long, in seconds.
         canary_share: share of requests that the new version gets first; None for no canary.
         bake_s: how long it is held against the live one, in seconds; 0 for not at all.
         guards: what the comparison allows.
@@ -105,6 +109,8 @@ class Rollout(Record):
     delta_base: Version
     last_delta: int = Field(ge=0)
     strategy: Strategy = "beside"
+    shadow_share: float | None = Field(default=None, gt=0, le=1)
+    shadow_s: float = Field(default=0.0, ge=0, le=MAX_BAKE_S)
     canary_share: float | None = Field(default=None, gt=0, lt=1)
     bake_s: float = Field(default=0.0, ge=0, le=MAX_BAKE_S)
     guards: GuardLimits = GuardLimits()
@@ -197,7 +203,7 @@ def decode_rollout(model: str, value: bytes) -> Rollout:
 
 
 def plan_steps(
-    strategy: Strategy, *, canary: bool, bake: bool, early_groups: int = 0, groups: int = 0
+    strategy: Strategy, *, canary: bool, bake: bool, shadow: bool = False, early_groups: int = 0, groups: int = 0
 ) -> tuple[str, ...]:
     """Return the names of a rollout's steps in order.
 
@@ -212,6 +218,7 @@ def plan_steps(
         *early,
         STAGE_SERVING,
         REPLAY,
+        *((SHADOW,) if shadow else ()),
         *((CANARY,) if canary else ()),
         FLIP,
         *((BAKE,) if bake and not canary else ()),
@@ -268,7 +275,7 @@ def _versions_in_step(rollout: Rollout, epoch: int) -> WantedModel:
             follow=old if rollout.from_followed else (),
         )
     wanted = _forward(rollout, rollout.undo_index - 1, epoch)
-    change: dict[str, object] = {"live": rollout.from_version, "canary": None}
+    change: dict[str, object] = {"live": rollout.from_version, "canary": None, "shadow": None}
     if RETIRE_SERVING in undone:
         change["serve"] = old
     return wanted.model_copy(update=change)
@@ -286,6 +293,7 @@ def _forward(rollout: Rollout, step_index: int, epoch: int) -> WantedModel:
     ended = RETIRE_SHARDS in begun
     rolled = [node_id for step in begun for node_id in group_of(rollout, step)]
     in_canary = begun[-1] == CANARY and rollout.canary_share is not None
+    in_shadow = begun[-1] == SHADOW and rollout.shadow_share is not None
     hold = new if ended else (*old, *new) if STAGE_SHARDS in begun else old
     return WantedModel(
         model=rollout.model,
@@ -295,6 +303,7 @@ def _forward(rollout: Rollout, step_index: int, epoch: int) -> WantedModel:
         serve=new if RETIRE_SERVING in begun else (*old, *new) if STAGE_SERVING in begun else old,
         follow=new if ended else (*followed, *new) if REPLAY in begun else followed,
         canary=Canary(version=rollout.to_version, share=rollout.canary_share or 0.0) if in_canary else None,
+        shadow=Shadow(version=rollout.to_version, share=rollout.shadow_share or 0.0) if in_shadow else None,
         node_hold={} if ended else dict.fromkeys(rolled, new),
     )
 

@@ -47,6 +47,8 @@ async def start_rollout(
     model: str,
     version: int,
     *,
+    shadow_share: float | None = None,
+    shadow_s: float = 0.0,
     canary_share: float | None = None,
     bake_s: float = 0.0,
     strategy: Strategy = "beside",
@@ -60,6 +62,8 @@ async def start_rollout(
         fleet: the registry.
         model: whose live version is replaced.
         version: the published version that replaces it.
+        shadow_share: share of the live requests, above 0 and up to 1, that it scores too before; None for none.
+        shadow_s: seconds for which it does.
         canary_share: share of requests, above 0 and below 1, that it gets first; None for no canary.
         bake_s: seconds for which it is held against the live version, if there is one.
         strategy: `beside`, or `by-replica` where no shard node can hold two versions.
@@ -88,10 +92,14 @@ async def start_rollout(
         raise RolloutError(f"{model}: version {version} is live already")
     if live is None and canary_share is not None:
         raise RolloutError(f"{model}: no version is live that a canary could be compared with; leave out the canary")
+    if live is None and shadow_share is not None:
+        raise RolloutError(f"{model}: no version is live whose requests could be scored too; leave out the shadow")
     groups, early = _groups(view, model, wanted) if strategy == "by-replica" else ((), 0)
     asked: dict[str, object] = {
         "rollout_id": rollout_id,
         "strategy": strategy,
+        "shadow_share": shadow_share,
+        "shadow_s": shadow_s,
         "canary_share": canary_share,
         "bake_s": bake_s,
         "guards": guards or GuardLimits(),
@@ -102,6 +110,7 @@ async def start_rollout(
             strategy,
             canary=canary_share is not None,
             bake=bake_s > 0 and live is not None,
+            shadow=shadow_share is not None,
             early_groups=early,
             groups=len(groups),
         ),
@@ -317,6 +326,8 @@ class RolloutStatus(_Part):
     strategy: Strategy | None = None
     from_version: int | None = None
     to_version: int | None = None
+    shadow_share: float | None = None
+    shadow_s: float = 0.0
     canary_share: float | None = None
     bake_s: float = 0.0
     started_at: float | None = None

@@ -29,6 +29,7 @@ async def begin(fleet, version=NEW, **asked):
         ((1, 1, 1), {"strategy": "by-replica"}, "two nodes of each shard with version 1 ready; shard 0: 1"),
         ((0, 0, 1), {"strategy": "by-replica"}, "two nodes of each shard with version 1 ready; no shard nodes"),
         ((1, 1, 1), {"canary_share": 1.5}, "films: canary_share: Input should be less than 1"),
+        ((1, 1, 1), {"shadow_share": 0.0}, "films: shadow_share: Input should be greater than 0"),
         ((1, 1, 1), {"bake_s": -1.0}, "films: bake_s: Input should be greater than or equal to 0"),
         ((1, 1, 1), {"bake_s": float("nan")}, "films: bake_s"),
     ],
@@ -59,6 +60,8 @@ def test_a_models_first_version_has_no_canary_and_is_not_rolled_by_replica(play)
         await fleet.begin(1, 2, 1, live=None)
         with pytest.raises(RolloutError, match="no version is live that a canary could be compared with"):
             await begin(fleet, canary_share=0.1)
+        with pytest.raises(RolloutError, match="no version is live whose requests could be scored too"):
+            await begin(fleet, shadow_share=0.1, shadow_s=1.0)
         with pytest.raises(RolloutError, match="no version is live that could be rolled by replica"):
             await begin(fleet, strategy="by-replica")
         with pytest.raises(RolloutError, match="there is no earlier version to go back to"):

@@ -25,7 +25,7 @@ from loader.rollout.plan import (
 GROUPS = (("a0", "b0"), ("a1", "b1"), ("a2",))
 
 
-def a_rollout(strategy="beside", *, old=1, canary=False, bake=False):
+def a_rollout(strategy="beside", *, old=1, canary=False, bake=False, shadow=False):
     groups, early = (GROUPS, 1) if strategy == "by-replica" else ((), 0)
     return Rollout(
         model="m",
@@ -38,8 +38,10 @@ def a_rollout(strategy="beside", *, old=1, canary=False, bake=False):
         last_delta=0,
         strategy=strategy,
         canary_share=0.1 if canary else None,
+        shadow_share=0.25 if shadow else None,
+        shadow_s=5.0 if shadow else 0.0,
         bake_s=5.0 if bake else 0.0,
-        steps=plan_steps(strategy, canary=canary, bake=bake, early_groups=early, groups=len(groups)),
+        steps=plan_steps(strategy, canary=canary, bake=bake, shadow=shadow, early_groups=early, groups=len(groups)),
         groups=groups,
         early_groups=early,
         started_at=1.0,
@@ -102,7 +104,11 @@ def test_by_replica_each_group_is_moved_over_in_its_step():
 
 
 PLANS = st.builds(
-    a_rollout, st.sampled_from(["beside", "by-replica"]), canary=st.booleans(), bake=st.booleans()
+    a_rollout,
+    st.sampled_from(["beside", "by-replica"]),
+    canary=st.booleans(),
+    bake=st.booleans(),
+    shadow=st.booleans(),
 ) | st.builds(lambda canary: a_rollout(old=None, bake=canary), st.booleans())
 
 
@@ -116,7 +122,7 @@ def test_whatever_is_live_or_canary_is_served_and_held_by_a_node_of_each_shard(p
     # What a node held in the step before, it surely has; what is wanted anew it may have or not.
     before = {node: {1} - {None} for shard in nodes.values() for node in shard}
     for _, wanted in found:
-        for version in {wanted.live, wanted.canary.version if wanted.canary else None} - {None}:
+        for version in {wanted.live, *(one.version for one in (wanted.canary, wanted.shadow) if one)} - {None}:
             assert version in wanted.serve
             for shard in nodes.values():
                 assert any(version in before[node] and version in wanted.held_by(node) for node in shard) or (
@@ -127,7 +133,7 @@ def test_whatever_is_live_or_canary_is_served_and_held_by_a_node_of_each_shard(p
     kept = ended.to_version if ended.forward else ended.from_version
     left = () if kept is None else (kept,)
     assert (last.live, last.hold, last.serve) == (kept, left, left)
-    assert (last.canary, last.node_hold) == (None, {})
+    assert (last.canary, last.shadow, last.node_hold) == (None, None, {})
 
 
 @given(PLANS, st.integers(0, 2))

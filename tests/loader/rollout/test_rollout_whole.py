@@ -247,6 +247,29 @@ def test_a_canary_that_fails_more_often_is_rolled_back_with_the_numbers(play):
     play(scenario)
 
 
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_a_shadow_scores_for_its_time_before_anybody_gets_an_answer_of_it(play, is_aborted):
+    async def scenario(fleet):
+        await fleet.begin(2, 2, 2)
+        rollout = await begin(fleet, shadow_share=0.05, shadow_s=20.0, canary_share=0.1)
+        assert rollout.steps[2:6] == ("replay", "shadow", "canary", "flip")
+        await fleet.until_step("shadow")
+        wanted, began = await fleet.fleet.wanted_model(MODEL), fleet.clock.now
+        assert (wanted.live, wanted.canary, wanted.serve) == (OLD, None, (OLD, NEW))
+        assert (wanted.shadow.version, wanted.shadow.share) == (NEW, 0.05)
+        if is_aborted:
+            await abort_rollout(fleet.fleet, MODEL, "its scores are far off", clock=fleet.clock)
+            await ended_in(fleet, "aborted", OLD)
+            return
+        await fleet.until_step("canary", written=True, max_rounds=200)
+        assert fleet.clock.now - began >= 19.0
+        wanted = await fleet.fleet.wanted_model(MODEL)
+        assert (wanted.shadow, wanted.canary.share) == (None, 0.1)
+        await ended_in(fleet, "done", NEW)
+
+    play(scenario)
+
+
 def test_a_canary_that_does_as_well_passes_after_its_bake_and_not_before(play):
     async def scenario(fleet):
         await fleet.begin(1, 2, 2)

@@ -9,7 +9,7 @@ import threading
 import numpy as np
 
 from loader.deltas.publisher import AsyncDeltaPublisher
-from loader.registry.fleet import Canary
+from loader.registry.fleet import Canary, Shadow
 from serving.versions.served_model import check_version
 from shardrank_testing.agent_fleet import agent_fleet, with_live
 from shardrank_testing.serving_api import (
@@ -83,7 +83,7 @@ def test_which_models_make_it_ready_is_known_from_what_is_wanted_at_its_start(ve
     run(main())
 
 
-def test_the_canary_gets_its_share_and_applied_says_when_it_is_set(versions, store, folder):
+def test_canary_and_shadow_get_their_shares_and_applied_says_when_they_are_set(versions, store, folder):
     async def main() -> None:
         async with agent_fleet(folder, store, shards=1, replicas=1) as fleet:
             node, service = await with_live(fleet, versions)
@@ -97,10 +97,22 @@ def test_the_canary_gets_its_share_and_applied_says_when_it_is_set(versions, sto
             record = await fleet.until("serve-0", lambda told: told.applied.get(MODEL) == wanted.epoch)
             assert record.live == {MODEL: 1}
             assert service.canary(MODEL).version == 2
-            wanted = await fleet.want(MODEL, live=2, canary=None)
+            assert len(service.on_ranked) == 0
+            wanted = await fleet.want(MODEL, canary=None, shadow=Shadow(version=2, share=1.0))
+            await fleet.until("serve-0", lambda told: told.applied.get(MODEL) == wanted.epoch)
+            async with running_api(service) as api:
+                body = (await api.http.post(f"/v1/models/{MODEL}:rank", json=api_request())).json()
+                assert body["version"] == 1
+                scored = (
+                    f'shardrank_shadow_requests_total{{model="{MODEL}",outcome="scored",shadow="2",version="1"}} 1.0'
+                )
+                while scored not in (await api.http.get("/metrics")).text:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            wanted = await fleet.want(MODEL, live=2, shadow=None)
             record = await fleet.until("serve-0", lambda told: told.applied.get(MODEL) == wanted.epoch)
             assert record.live == {MODEL: 2}
             assert service.canary(MODEL) is None
+            assert len(service.on_ranked) == 0
             # Back again: the version that was live is still here.
             wanted = await fleet.want(MODEL, live=1)
             await fleet.until("serve-0", lambda told: told.live == {MODEL: 1})
