@@ -131,6 +131,58 @@ def swap(ctx: click.Context, /, **given: Any) -> None:
     _run(ctx, SwapDrillConfig, run_swap_drill, given)
 
 
+_ratio_option = number(
+    "--max-ratio-p99",
+    "More than this times the p99 of the other kind of time is a problem. Default: 1.1.",
+    kind=float,
+    metavar="X",
+)
+
+
+@drill.command()
+@number("--swaps", "Default: 20.")
+@number("--first-requests", "After each swap, against about as many before it. Default: 1000.")
+@number("--record-share", "Of the requests that are recorded. Default: 0.2.", kind=float, metavar="SHARE")
+@number("--warm-requests", "Recorded ones that each version ranks before it is ready; 0: none. Default: 512.")
+@fleet_options(workers=1)
+@_ratio_option
+@click.pass_context
+def warm(ctx: click.Context, /, **given: Any) -> None:
+    """Swap again and again, and compare the first requests after each swap with steady time before it.
+
+    Serving processes record requests, and warm each version with them. The report has p99 of both, pooled over all
+    swaps, their ratio, and the mean ratio of single swaps with its interval.
+
+    Examples:
+      shardrank drill warm --rate 200 --json warm.json
+      shardrank drill warm --rate 200 --warm-requests 0 --json cold.json
+    """
+    from loadtest.drill.paired import WarmDrillConfig, run_warm_drill
+
+    _run(ctx, WarmDrillConfig, run_warm_drill, given)
+
+
+@drill.command()
+@number("--rounds", "Default: 20.")
+@seconds("--window-s", "Of each kind of time in a round. Default: 10.")
+@number("--share", "Of the live requests that the shadow scores too. Default: 0.05.", kind=float, metavar="SHARE")
+@fleet_options(workers=1)
+@_ratio_option
+@click.pass_context
+def shadow(ctx: click.Context, /, **given: Any) -> None:
+    """Compare time in which a shadow scores a share of the requests with time without one, in alternation.
+
+    In each round a rollout is in its shadow step for one window, and taken back for the other; each is first in turn.
+
+    Examples:
+      shardrank drill shadow --rate 200 --json shadow.json
+      shardrank drill shadow --rate 100 --share 1 --rounds 10
+    """
+    from loadtest.drill.paired import ShadowDrillConfig, run_shadow_drill
+
+    _run(ctx, ShadowDrillConfig, run_shadow_drill, given)
+
+
 @drill.command()
 @fleet_options(workers=2)
 @click.option(

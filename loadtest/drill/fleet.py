@@ -211,10 +211,13 @@ class OracleFleet:
 
     async def retries(self) -> dict[str, int]:
         """Return how many lookups the serving processes repeated on another replica, by kind."""
-        text = await self._metrics()
-        found: dict[str, int] = {}
-        for kind, count in re.findall(r'^shardrank_shard_retries_total\{kind="([^"]+)".*\} ([0-9.e+]+)$', text, re.M):
-            found[kind] = found.get(kind, 0) + int(float(count))
+        return await self.counts("shardrank_shard_retries_total", "kind")
+
+    async def counts(self, metric: str, label: str) -> dict[str, int]:
+        """Return what a counter of the serving processes says, added up by one of its labels."""
+        text, found = await self._metrics(), dict[str, int]()
+        for value, count in re.findall(rf'^{metric}\{{[^}}]*\b{label}="([^"]+)".*\}} ([0-9.e+]+)$', text, re.M):
+            found[value] = found.get(value, 0) + int(float(count))
         return found
 
 
@@ -251,9 +254,14 @@ def unsettled(
 
 @contextlib.asynccontextmanager
 async def oracle_fleet(
-    config: OracleFleetConfig, folder: Path, progress: Progress = no_progress
+    config: OracleFleetConfig,
+    folder: Path,
+    progress: Progress = no_progress,
+    serve_arguments: Sequence[str] = (),
 ) -> AsyncIterator[OracleFleet]:
     """Export version 1, start a fleet on it and a load on that, with all files in a folder; stop them with the block.
+
+    `serve_arguments` are further flags of the serving processes.
 
     Raises:
         ShardrankError: they do not come up.
@@ -276,7 +284,9 @@ async def oracle_fleet(
             progress("starting processes", ready, total)
 
         progress("starting processes", 0, total)
-        local = await stack.enter_async_context(running_fleet(_fleet_config(config, store, registry), on_ready))
+        local = await stack.enter_async_context(
+            running_fleet(_fleet_config(config, store, registry, serve_arguments), on_ready)
+        )
         # The fleet removes its own when it ends.
         stack.callback(_keep_logs, local, folder)
         asked = DrillLoadConfig(
@@ -295,7 +305,7 @@ def _keep_logs(local: LocalFleet, folder: Path) -> None:
         shutil.copy(log, folder)
 
 
-def _fleet_config(config: OracleFleetConfig, store: Path, registry: str) -> FleetConfig:
+def _fleet_config(config: OracleFleetConfig, store: Path, registry: str, serve_arguments: Sequence[str]) -> FleetConfig:
     delay = ("--step-delay", f"{config.step_delay_s}s") if config.step_delay_s else ()
     return FleetConfig(
         store=store,
@@ -312,7 +322,7 @@ def _fleet_config(config: OracleFleetConfig, store: Path, registry: str) -> Flee
         # What is killed again and again on purpose shall not be taken for a process that can't live.
         supervision=SupervisionConfig(ready_timeout_s=READY_TIMEOUT_S, healthy_after_s=1.0),
         # Scores are compared to a hundred-thousandth.
-        serve_arguments=("--dtype", "float32", *_hot_rows(config)),
+        serve_arguments=("--dtype", "float32", *_hot_rows(config), *serve_arguments),
         coordinator_arguments=delay,
     )
 
