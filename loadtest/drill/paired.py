@@ -157,7 +157,8 @@ class Swapped(NamedTuple):
 def first_of(answers: Answers, version: int, count: int) -> Answers:
     """Return the first answers of a version, by when they were due."""
     own = answers[answers["version"] == version]
-    return own[np.argsort(own["intended"], kind="stable")[:count]]
+    found: Answers = own[np.argsort(own["intended"], kind="stable")[:count]]
+    return found
 
 
 def due_within(answers: Answers, span: Span) -> Answers:
