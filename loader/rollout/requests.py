@@ -90,11 +90,9 @@ async def start_rollout(
     live = wanted.live if wanted is not None else None
     if live == version:
         raise RolloutError(f"{model}: version {version} is live already")
-    if live is None and canary_share is not None:
-        raise RolloutError(f"{model}: no version is live that a canary could be compared with; leave out the canary")
-    if live is None and shadow_share is not None:
-        raise RolloutError(f"{model}: no version is live whose requests could be scored too; leave out the shadow")
-    groups, early = _groups(view, model, wanted) if strategy == "by-replica" else ((), 0)
+    if live is None:
+        _check_first(model, canary_share, shadow_share)
+    kinds = {"canary": canary_share is not None, "bake": bake_s > 0, "shadow": shadow_share is not None}
     asked: dict[str, object] = {
         "rollout_id": rollout_id,
         "strategy": strategy,
@@ -103,17 +101,8 @@ async def start_rollout(
         "canary_share": canary_share,
         "bake_s": bake_s,
         "guards": guards or GuardLimits(),
-        "groups": groups,
-        "early_groups": early,
         "to_shards": view.num_shards if view.needs_shards() else None,
-        "steps": plan_steps(
-            strategy,
-            canary=canary_share is not None,
-            bake=bake_s > 0 and live is not None,
-            shadow=shadow_share is not None,
-            early_groups=early,
-            groups=len(groups),
-        ),
+        **_steps_asked(view, model, wanted, strategy, **kinds),
     }
     rollout = _plan(published, wanted, last.rollout if last is not None else None, asked, clock())
     try:
@@ -192,6 +181,14 @@ def _said(num_shards: int, wanted: WantedModel | None) -> WantedModel | None:
     return wanted.model_copy(update={"num_shards": wanted.divided(num_shards).num_shards | wanted.num_shards})
 
 
+def _check_first(model: str, canary_share: float | None, shadow_share: float | None) -> None:
+    """Refuse what needs a version that is live."""
+    if canary_share is not None:
+        raise RolloutError(f"{model}: no version is live that a canary could be compared with; leave out the canary")
+    if shadow_share is not None:
+        raise RolloutError(f"{model}: no version is live whose requests could be scored too; leave out the shadow")
+
+
 def _check_nodes(view: FleetView, model: str, wanted: WantedModel | None) -> None:
     if not view.serving():
         raise RolloutError(f"{model}: no serving process is announced")
@@ -207,6 +204,23 @@ def _check_nodes(view: FleetView, model: str, wanted: WantedModel | None) -> Non
             f"{model}: the registry has lost its last changes: {', '.join(ahead[:5])} knows of later ones than epoch "
             f"{epoch} and gives them back; try again in a moment"
         )
+
+
+def _steps_asked(
+    view: FleetView,
+    model: str,
+    wanted: WantedModel | None,
+    strategy: Strategy,
+    *,
+    canary: bool,
+    bake: bool,
+    shadow: bool,
+) -> dict[str, object]:
+    """Return a rollout's groups and steps. Raises as `_groups`."""
+    groups, early = _groups(view, model, wanted) if strategy == "by-replica" else ((), 0)
+    bake = bake and wanted is not None and wanted.live is not None
+    steps = plan_steps(strategy, canary=canary, bake=bake, shadow=shadow, early_groups=early, groups=len(groups))
+    return {"groups": groups, "early_groups": early, "steps": steps}
 
 
 def _groups(view: FleetView, model: str, wanted: WantedModel | None) -> tuple[tuple[tuple[str, ...], ...], int]:

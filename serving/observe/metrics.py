@@ -116,15 +116,7 @@ class ServingMetrics:
         self._spans = counter("shardrank_trace_spans", "Spans by what became of them.", ("outcome",))
         self._of_wire = _wire_counters(registry)
         self._hot = _HotMetrics(registry)
-        self._recorded = counter(
-            "shardrank_recorded_requests", "Requests chosen to be recorded: written, or dropped.", ("outcome",)
-        )
-        self._recorded_bytes = counter("shardrank_recorded_bytes", "Bytes of recorded requests that were written.")
-        self._warmed = counter(
-            "shardrank_warmed_requests",
-            "Recorded requests that versions ranked before they were ready.",
-            ("model", "version"),
-        )
+        self._recorded = _RecordedMetrics(registry)
         self._shadow = _ShadowMetrics(registry)
         # Looking a child up by its labels takes longer than counting, so those that requests need are kept.
         self._of_status, self._of_outcome = cache(requests.labels), cache(self._version_requests.labels)
@@ -207,12 +199,12 @@ class ServingMetrics:
 
     def recorded(self, outcome: str, requests: int, size_bytes: int) -> None:
         """Count requests that were chosen to be recorded: `written`, with their bytes on disk, or `dropped`."""
-        self._recorded.labels(outcome).inc(requests)
-        self._recorded_bytes.inc(size_bytes)
+        self._recorded.requests.labels(outcome).inc(requests)
+        self._recorded.bytes.inc(size_bytes)
 
     def warmed(self, model: str, version: int, requests: int) -> None:
         """Count recorded requests that a version ranked before it was ready."""
-        self._warmed.labels(model, str(version)).inc(requests)
+        self._recorded.warmed.labels(model, str(version)).inc(requests)
 
     def shadow(self, model: str, version: int, shadow: int, outcome: str) -> None:
         """Count a request that a version answered and a shadow was to score: `scored`, `dropped` or `failed`."""
@@ -237,7 +229,7 @@ class ServingMetrics:
         self._wire_fallbacks.remove(model, str(version))
         self._dense.steps.remove(model, str(version))
         self._dense.refusals.remove(model, str(version))
-        self._warmed.remove(model, str(version))
+        self._recorded.warmed.remove(model, str(version))
         self._shadow.forget(model, str(version))
         self._hot.forget(model, str(version))
 
@@ -331,6 +323,22 @@ class _DenseMetrics:
             "Sets of dense weights that must not answer.",
             ("model", "version"),
             registry=registry,
+        )
+
+
+class _RecordedMetrics:
+    """What is told of requests that are recorded, and that versions are warmed with."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        counter = partial(Counter, registry=registry)
+        self.requests = counter(
+            "shardrank_recorded_requests", "Requests chosen to be recorded: written, or dropped.", ("outcome",)
+        )
+        self.bytes = counter("shardrank_recorded_bytes", "Bytes of recorded requests that were written.")
+        self.warmed = counter(
+            "shardrank_warmed_requests",
+            "Recorded requests that versions ranked before they were ready.",
+            ("model", "version"),
         )
 
 

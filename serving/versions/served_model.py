@@ -120,16 +120,14 @@ class ServedModel:
         nodes: the event loop that requests come from, which runs in another thread than this one. `on_close` is called
         when the version is unloaded, after its replicas have ended. `hot` are copies of rows of shard nodes, used by
         all replicas. Exported programs are only run with `trust_exported`. With `warming` it ranks recorded requests
-        before it is ready. Raises as `check_version`, and as
-        `load_exported`.
+        before it is ready. Raises as `check_version`, and as `load_exported`.
         """
         spec, limits, metrics = snapshot.spec, limits or RequestLimits(), metrics or ServingMetrics()
         schema = RequestSchema(FeatureSchema.of(spec), limits)
         parts = ranking_parts(snapshot, schema, "float32", trust_exported=trust_exported)
-        is_none = schema.features.is_none
+        is_none, mapper = schema.features.is_none, IdMapper.of_snapshot(snapshot, schema.features)
         batcher, counter = Batcher(limits, clock, is_none if is_none.any() else None), VersionCounter()
         nodes: dict[ShardNode, None] = {}
-        mapper = IdMapper.of_snapshot(snapshot, schema.features)
 
         def ranking(number: int) -> Ranking:
             connected = shards(metrics.replica_events(spec.model))
@@ -164,7 +162,7 @@ class ServedModel:
         metrics.wire_fallback(spec.model, snapshot.version, fell_back=bool(checked.wire_fallback))
         description = ModelInfo.of(snapshot, limits, checked.dtype, checked.fallback)
         access = [node.generations.payload(spec.model, snapshot.version).engine.access for node in nodes]
-        access += [] if hot is None else [hot.access]
+        access += () if hot is None else (hot.access,)
         return cls(schema, description, batcher, takers, on_close, counter, checked, access)
 
     @property
