@@ -227,12 +227,11 @@ def _serve_in_fleet(options: Options, config: ServerConfig, node_tls: TlsClientC
     fleet = FleetRegistry(open_registry(options["registry"]))
     card_set = settings.open_card_set(options) if options["local"] else None
     named = {"node_id": options["node_id"] or serving_node_id(config.http_port), "node_tls": node_tls}
-    named["warming"] = settings.warming(options)
     plan = settings.read_plan(options, models or ())
     # Deltas are written to rows in this process while it serves.
     replicas = settings.num_replicas(options["ranking_replicas"], card_set, may_block=options["local"])
-    hot_rows = settings.hot_rows(options, all_here=options["local"])
-    named |= {"hot_rows": hot_rows, "replica_policy": settings.replica_policy(options)}
+    named |= {"replica_policy": settings.replica_policy(options), "warming": settings.warming(options)}
+    named["hot_rows"] = settings.hot_rows(options, all_here=options["local"])
     serving = config_of(ServingConfig, options, num_replicas=replicas, plan=plan, **named)
     local = _local_rows(options, plan, fleet, serving.node_id, card_set) if options["local"] else None
     reopen = partial(open_registry, options["registry"])
@@ -325,11 +324,7 @@ def worker_arguments(options: Options, folder: Path | None, worker: int = 0) -> 
     if options["profile"] is not None:
         path = options["profile"].absolute()
         told += ["--profile", str(path.with_stem(f"{path.stem}-{worker}"))]
-    told += settings.arguments(options, ["warm_from", "warm_requests"])
-    if options["record"] is not None:
-        own = {"record": options["record"] / str(worker), "record_share": options["record_share"]}
-        own["record_max_mb"] = max(1, options["record_max_mb"] // options["workers"])
-        told += settings.arguments(own, own)
+    told += settings.record_arguments(options, worker)
     has_rows = options["local"] if folder is None else not options["shards"]
     if folder is not None:
         told += ["--snapshot", str(folder), *settings.arguments(options, ["shards", *_ROWS[:-1]])]

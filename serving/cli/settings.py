@@ -356,6 +356,16 @@ def recording(options: Options, service: RankingService) -> Iterator[None]:
         recorder.close()
 
 
+def record_arguments(options: Options, worker: int) -> list[str]:
+    """Return the flags by which one of several workers records, into a folder of its own, and warms its versions."""
+    told = arguments(options, ["warm_from", "warm_requests"])
+    if options["record"] is None:
+        return told
+    max_mb = max(1, options["record_max_mb"] // options["workers"])
+    own = {"record": options["record"] / str(worker), "record_max_mb": max_mb}
+    return told + arguments({**options, **own}, [*own, "record_share"])
+
+
 def warming(options: Options) -> Warming | None:
     """Return what versions are warmed with; None for nothing."""
     folder = options["warm_from"] or options["record"]

@@ -88,6 +88,7 @@ def test_while_calls_are_handled_nothing_is_scored_and_what_waits_too_long_or_is
         with service_of(versions[1], versions[2]) as service:
             shadows = Shadows(service)
             shadows.set(MODEL, 2, 1.0)
+            monkeypatch.setattr(shadow, "MAX_WAIT_S", 60.0)
             with service.call("http", "rank") as call:
                 service.admit(call)
                 for _ in range(MAX_WAITING + 3):
@@ -96,7 +97,7 @@ def test_while_calls_are_handled_nothing_is_scored_and_what_waits_too_long_or_is
                 monkeypatch.setattr(shadow, "MAX_WAIT_S", 0.0)
                 await shadows.idle()
                 late = told(service)
-            monkeypatch.undo()
+            monkeypatch.setattr(shadow, "MAX_WAIT_S", 60.0)
             await ask(service, api_request())
             await shadows.idle()
             assert told(service)["shardrank_shadow_requests_total", "1", "2", "", "scored", ""] == 1
