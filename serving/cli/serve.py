@@ -180,8 +180,8 @@ def _answer(options: Options, service: RankingService, config: ServerConfig, **s
         # A process that stands alone shares no port; a worker's are held by its supervisor.
         with held_ports(options["host"], options["http_port"], options["grpc_port"], workers=0):
             pass
-    observed = settings.traced(options, service), settings.recording(options, service)
-    with profiled(options["profile"], service.metrics), observed[0], observed[1]:
+    traced, recorded = settings.traced(options, service), settings.recording(options, service)
+    with profiled(options["profile"], service.metrics), traced, recorded:
         serve_until_signalled(service, config, on_ready=say, probe_port=options["probe_port"], **steps)
 
 
@@ -222,7 +222,7 @@ def _serve_in_fleet(options: Options, config: ServerConfig, node_tls: TlsClientC
     # A thread that loads holds the interpreter for this long at most while a request waits for it.
     sys.setswitchinterval(BACKGROUND_SWITCH_INTERVAL_S)
     limits, models = settings.read_limits(options), options["models"] or None
-    limits_s = staleness_limits(options["max_staleness"], options["models"])
+    limits_s = settings.staleness_limits(options["max_staleness"], options["models"])
     service = RankingService(limits, expected_models=models, max_staleness_s=limits_s)
     fleet = FleetRegistry(open_registry(options["registry"]))
     card_set = settings.open_card_set(options) if options["local"] else None
@@ -254,21 +254,6 @@ def _local_rows(
     node, config = ShardNode(settings.node_identity(options, 0, 1)), settings.node_config(options, node_id)
     actions = NodeActions(node, fleet, partial(settings.partition_of, options, plan, 0, 1), config, card_set=card_set)
     return LocalRows(node, actions, partial(settings.plan_of, options, plan, 1))
-
-
-def staleness_limits(pairs: tuple[tuple[str, str], ...], models: tuple[str, ...]) -> dict[str, float]:
-    """Return `--max-staleness` by model. Raises UsageError for what is no number above 0, and for another model."""
-    limits: dict[str, float] = {}
-    for model, text in pairs:
-        try:
-            limits[model] = float(text)
-        except ValueError:
-            limits[model] = 0.0
-        if not 0 < limits[model] < float("inf"):
-            raise click.UsageError(f"--max-staleness {model}={text}: seconds must be a number above 0.")
-        if models and model not in models:
-            raise click.UsageError(f"--max-staleness {model}={text}: {model} is not among the --model: {list(models)}.")
-    return limits
 
 
 def advertised_url(listening: Listening, scheme: str = "http") -> str:

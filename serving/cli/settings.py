@@ -399,6 +399,21 @@ def read_limits(options: Options) -> RequestLimits:
     return config_of(RequestLimits, {}, "limits: ", **values | dict(options["limit"]) | proxies)
 
 
+def staleness_limits(pairs: tuple[tuple[str, str], ...], models: tuple[str, ...]) -> dict[str, float]:
+    """Return `--max-staleness` by model. Raises UsageError for what is no number above 0, and for another model."""
+    limits: dict[str, float] = {}
+    for model, text in pairs:
+        try:
+            limits[model] = float(text)
+        except ValueError:
+            limits[model] = 0.0
+        if not 0 < limits[model] < float("inf"):
+            raise click.UsageError(f"--max-staleness {model}={text}: seconds must be a number above 0.")
+        if models and model not in models:
+            raise click.UsageError(f"--max-staleness {model}={text}: {model} is not among the --model: {list(models)}.")
+    return limits
+
+
 def front_arguments(options: Options) -> list[str]:
     """Return the limits, TLS files, tokens and admin port that every serving process is given. Raises UsageError."""
     limits, told = read_limits(options), []

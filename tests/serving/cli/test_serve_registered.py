@@ -20,7 +20,8 @@ from loader.registry.opening import open_registry
 from loader.snapshot.publishing import register
 from loader.snapshot.reader import Snapshot
 from serving.cli import main
-from serving.cli.serve import serve, staleness_limits, worker_arguments
+from serving.cli.serve import serve, worker_arguments
+from serving.cli.settings import staleness_limits
 from shardrank_testing.processes import Program, descendants, is_alive, running, wait_until
 from shardrank_testing.serving_api import MODEL, ApiModel, api_request, write_api_model
 
