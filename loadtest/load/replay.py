@@ -7,6 +7,7 @@ are meant to be others, and are counted as not comparable.
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
@@ -36,6 +37,7 @@ from loadtest.workloads.payloads import Api, Payload, Pool, ScoreList, payload_o
 from loadtest.workloads.workload import WorkloadRequest
 from serving.cli.output import stdout_console
 from serving.fleet.process import StopRequestedError
+from serving.limits import RequestLimits
 from serving.observe.recording import Recorded, read_file, recorded_files
 from serving.proto.shardrank.v1 import ranking_pb2
 from shard_node.bags import Float32Array
@@ -226,11 +228,13 @@ def prepare(config: ReplayConfig) -> Prepared:
     if not found:
         raise LoadConfigError(f"{config.folder}: no requests {f'of model {model!r} ' if model else ''}are recorded")
     api = API_OF_SCHEME[LoadTarget.parse(config.target).scheme]
-    payloads = list(within((_payload(one, api) for one in found), MAX_BYTES))
+    # As of `OfferedLoad`: a deadline that servers give by default is not stated.
+    timeout_ms = math.ceil(config.timeout_ms) if config.timeout_ms > RequestLimits().default_timeout_ms else None
+    payloads = list(within((_payload(one, api, timeout_ms) for one in found), MAX_BYTES))
     return Prepared(model, totals[model], found[: len(payloads)], Pool(api, model, payloads))
 
 
-def _payload(one: Recorded, api: Api) -> Payload:
+def _payload(one: Recorded, api: Api, timeout_ms: int | None) -> Payload:
     schema, request = one.schema, one.request
     # Of each feature whose ids are strings its own texts, which stand in flat order.
     per_feature = np.where(schema.is_string, request.bags.values_per_key(), 0)
@@ -241,7 +245,7 @@ def _payload(one: Recorded, api: Api) -> Payload:
         if feature.name in schema.string_features
     }
     asked = WorkloadRequest(request.bags, request.num_candidates, request.context_dense, request.candidate_dense, texts)
-    return payload_of(schema, asked, api, schema.model)
+    return payload_of(schema, asked, api, schema.model, timeout_ms)
 
 
 def due_times(recorded: Sequence[Recorded], speed: float, rate: float | None) -> Float64Array:

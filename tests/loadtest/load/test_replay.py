@@ -48,11 +48,12 @@ def replayed(model: ApiModel, folder: Path, scheme: str, change_scores: float = 
         with api_service(model) as service:
             async with running_api(service) as api:
                 ports = {"http": api.listening.http_port, "grpc": api.listening.grpc_port}
-                config = ReplayConfig(folder=folder, target=f"{scheme}://127.0.0.1:{ports[scheme]}", rate=200.0)
+                target = f"{scheme}://127.0.0.1:{ports[scheme]}"
+                config = ReplayConfig(folder=folder, target=target, rate=200.0, timeout_ms=30_000)
                 prepared = prepare(config)
                 first = prepared.recorded[0]
                 prepared.recorded[0] = changed(first, scores=first.scores + np.float32(change_scores))
-                return await replay(config.model_copy(update={"timeout_ms": 30_000}), prepared)
+                return await replay(config, prepared)
 
     return run(work())
 
