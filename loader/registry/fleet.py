@@ -136,17 +136,10 @@ class DenseStep(Record):
 
 
 class Canary(Record):
-    """A version that a stable share of the requests goes to."""
+    """A version and its share of the requests: a stable one that it answers, or as a shadow one that it scores too."""
 
     version: Version
     share: float = Field(gt=0, lt=1)
-
-
-class Shadow(Record):
-    """A version that scores a share of the live requests too, of which nobody is given the scores."""
-
-    version: Version
-    share: float = Field(gt=0, le=1)
 
 
 class WantedModel(Record):
@@ -171,7 +164,7 @@ class WantedModel(Record):
     serve: tuple[Version, ...] = ()
     follow: tuple[Version, ...] = ()
     canary: Canary | None = None
-    shadow: Shadow | None = None
+    shadow: Canary | None = None
     node_hold: dict[NodeId, tuple[Version, ...]] = Field(default_factory=dict)
     num_shards: dict[Version, NumShards] = Field(default_factory=dict)
 

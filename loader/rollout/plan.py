@@ -22,7 +22,6 @@ from loader.registry.fleet import (
     NodeId,
     NumShards,
     Record,
-    Shadow,
     Version,
     VersionStats,
     WantedModel,
@@ -109,7 +108,7 @@ class Rollout(Record):
     delta_base: Version
     last_delta: int = Field(ge=0)
     strategy: Strategy = "beside"
-    shadow_share: float | None = Field(default=None, gt=0, le=1)
+    shadow_share: float | None = Field(default=None, gt=0, lt=1)
     shadow_s: float = Field(default=0.0, ge=0, le=MAX_BAKE_S)
     canary_share: float | None = Field(default=None, gt=0, lt=1)
     bake_s: float = Field(default=0.0, ge=0, le=MAX_BAKE_S)
@@ -303,7 +302,7 @@ def _forward(rollout: Rollout, step_index: int, epoch: int) -> WantedModel:
         serve=new if RETIRE_SERVING in begun else (*old, *new) if STAGE_SERVING in begun else old,
         follow=new if ended else (*followed, *new) if REPLAY in begun else followed,
         canary=Canary(version=rollout.to_version, share=rollout.canary_share or 0.0) if in_canary else None,
-        shadow=Shadow(version=rollout.to_version, share=rollout.shadow_share or 0.0) if in_shadow else None,
+        shadow=Canary(version=rollout.to_version, share=rollout.shadow_share or 0.0) if in_shadow else None,
         node_hold={} if ended else dict.fromkeys(rolled, new),
     )
 

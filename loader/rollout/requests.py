@@ -62,7 +62,7 @@ async def start_rollout(
         fleet: the registry.
         model: whose live version is replaced.
         version: the published version that replaces it.
-        shadow_share: share of the live requests, above 0 and up to 1, that it scores too before; None for none.
+        shadow_share: share of the live requests, above 0 and below 1, that it scores too before; None for none.
         shadow_s: seconds for which it does.
         canary_share: share of requests, above 0 and below 1, that it gets first; None for no canary.
         bake_s: seconds for which it is held against the live version, if there is one.

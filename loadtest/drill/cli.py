@@ -176,7 +176,7 @@ def shadow(ctx: click.Context, /, **given: Any) -> None:
 
     Examples:
       shardrank drill shadow --rate 200 --json shadow.json
-      shardrank drill shadow --rate 100 --share 1 --rounds 10
+      shardrank drill shadow --rate 100 --share 0.5 --rounds 10
     """
     from loadtest.drill.paired import ShadowDrillConfig, run_shadow_drill
 

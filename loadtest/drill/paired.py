@@ -73,7 +73,7 @@ class ShadowDrillConfig(PairedConfig):
     NAME: ClassVar[str] = "shadow"
     rounds: int = Field(default=20, ge=1, le=10_000)
     window_s: float = Field(default=10.0, gt=0, le=3600)
-    share: float = Field(default=0.05, gt=0, le=1)
+    share: float = Field(default=0.05, gt=0, lt=1)
 
 
 class PairedReport(FleetReport):

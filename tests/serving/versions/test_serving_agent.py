@@ -9,7 +9,7 @@ import threading
 import numpy as np
 
 from loader.deltas.publisher import AsyncDeltaPublisher
-from loader.registry.fleet import Canary, Shadow
+from loader.registry.fleet import Canary
 from serving.versions.served_model import check_version
 from shardrank_testing.agent_fleet import agent_fleet, with_live
 from shardrank_testing.serving_api import (
@@ -98,7 +98,7 @@ def test_canary_and_shadow_get_their_shares_and_applied_says_when_they_are_set(v
             assert record.live == {MODEL: 1}
             assert service.canary(MODEL).version == 2
             assert len(service.on_ranked) == 0
-            wanted = await fleet.want(MODEL, canary=None, shadow=Shadow(version=2, share=1.0))
+            wanted = await fleet.want(MODEL, canary=None, shadow=Canary(version=2, share=1 - 1e-12))
             await fleet.until("serve-0", lambda told: told.applied.get(MODEL) == wanted.epoch)
             async with running_api(service) as api:
                 body = (await api.http.post(f"/v1/models/{MODEL}:rank", json=api_request())).json()
