@@ -23,7 +23,7 @@ from loader.registry.fleet import WantedModel
 from loader.rollout.plan import SHADOW
 from loader.rollout.requests import abort_rollout, start_rollout
 from loadtest.drill.fleet import FleetReport, OracleFleet, OracleFleetConfig, oracle_fleet, polled
-from loadtest.drill.load import Answers, Span, count_kinds, counted, latency_ms, percentile
+from loadtest.drill.load import Answers, TimeSpan, count_kinds, counted, latency_ms, percentile
 from loadtest.drill.swap import WARMUP_S
 from loadtest.errors import DrillError, RolloutTimeoutError
 from loadtest.report.comparison import measured
@@ -150,7 +150,7 @@ def make_paired_report(
 class Swapped(NamedTuple):
     """A swap to a version, and steady time before it."""
 
-    steady: Span
+    steady: TimeSpan
     version: int
 
 
@@ -161,7 +161,7 @@ def first_of(answers: Answers, version: int, count: int) -> Answers:
     return found
 
 
-def due_within(answers: Answers, span: Span) -> Answers:
+def due_within(answers: Answers, span: TimeSpan) -> Answers:
     """Return those that were due in a span."""
     found: Answers = answers[(answers["intended"] >= span.begin) & (answers["intended"] < span.end)]
     return found
@@ -205,7 +205,7 @@ async def run_warm_drill(config: WarmDrillConfig, folder: Path, progress: Progre
 
 async def run_shadow_drill(config: ShadowDrillConfig, folder: Path, progress: Progress = no_progress) -> PairedReport:
     """Measure in rounds, each kind of time first in turn. Raises DrillError, as a rollout or the load fails."""
-    spans: dict[bool, list[Span]] = {True: [], False: []}
+    spans: dict[bool, list[TimeSpan]] = {True: [], False: []}
     async with oracle_fleet(config, folder, progress) as fleet:
         await asyncio.sleep(WARMUP_S)
         version = await fleet.publish_next(differs_from=await fleet.live_version())
@@ -238,10 +238,10 @@ async def run_shadow_drill(config: ShadowDrillConfig, folder: Path, progress: Pr
     return report
 
 
-async def _window(seconds: float) -> Span:
+async def _window(seconds: float) -> TimeSpan:
     begin = time.monotonic()
     await asyncio.sleep(seconds)
-    return Span(begin, time.monotonic())
+    return TimeSpan(begin, time.monotonic())
 
 
 async def _begin_shadow(fleet: OracleFleet, version: int, share: float) -> None:

@@ -155,7 +155,7 @@ def read_answer(body: bytes, *, is_grpc: bool) -> _Answer:
     return _Answer(message.version, message.dense_step, sequence, message.scores)
 
 
-class Comparison(AnswerCheck):
+class ScoreCheck(AnswerCheck):
     """Holds each answer's scores against the recorded ones."""
 
     def __init__(self, pool: Pool, outcomes: Outcomes, recorded: Sequence[Recorded], tolerance: float) -> None:
@@ -261,7 +261,7 @@ async def replay(config: ReplayConfig, prepared: Prepared) -> ReplayResult:
     """Send what was prepared. Raises OSError if the target's name is not known."""
     due, timeout_s = due_times(prepared.recorded, config.speed, config.rate), config.timeout_ms / 1000
     recorder = Recorder(0.0, float(due[-1]) + 1.0, timeout_s)
-    comparison = Comparison(prepared.pool, recorder, prepared.recorded, config.tolerance)
+    comparison = ScoreCheck(prepared.pool, recorder, prepared.recorded, config.tolerance)
     loop = OpenLoop(
         iter([due]),
         time.monotonic() + LEAD_S,
@@ -289,7 +289,7 @@ async def replay(config: ReplayConfig, prepared: Prepared) -> ReplayResult:
 
 
 def _result(
-    config: ReplayConfig, prepared: Prepared, due: Float64Array, records: Records, comparison: Comparison
+    config: ReplayConfig, prepared: Prepared, due: Float64Array, records: Records, comparison: ScoreCheck
 ) -> ReplayResult:
     counts, errors = comparison.counts, sum(records.errors.values())
     told = {name: counts[name] for name in ("identical", "within", "different", "not_comparable")}

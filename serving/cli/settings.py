@@ -344,11 +344,11 @@ def recording(options: Options, service: RankingService) -> Iterator[None]:
     if options["record"] is None:
         yield
         return
-    from serving.observe.recording import Recorder, RecordingConfig
+    from serving.observe.recording import RecordingConfig, RequestRecorder
 
     max_bytes = options["record_max_mb"] * 1_000_000
     config = RecordingConfig(folder=options["record"], share=options["record_share"], max_bytes=max_bytes)
-    recorder = Recorder(config, service.metrics.recorded, clock=service.clock)
+    recorder = RequestRecorder(config, service.metrics.recorded, clock=service.clock)
     service.on_ranked += (recorder.offer,)
     try:
         yield

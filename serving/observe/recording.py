@@ -149,7 +149,7 @@ class RecordingConfig(Frozen):
     max_bytes: int = Field(default=256_000_000, ge=1_000_000, le=10**13)
 
 
-class Recorder:
+class RequestRecorder:
     """Records a share of what is answered, on a thread of its own, until `close`.
 
     Args:

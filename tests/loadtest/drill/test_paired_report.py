@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from loadtest.drill.load import RECORD, Span
+from loadtest.drill.load import RECORD, TimeSpan
 from loadtest.drill.oracle import Kind
 from loadtest.drill.paired import due_within, first_of, make_paired_report, pair_rounds
 from loadtest.errors import DrillError
@@ -33,7 +33,7 @@ def test_the_first_answers_of_a_version_are_those_that_were_due_first() -> None:
     answers = np.array([record(at, version) for at, version in ((3, 2), (1, 1), (4, 1), (2, 2), (5, 2))], RECORD)
     assert first_of(answers, 2, 2)["intended"].tolist() == [2.0, 3.0]
     assert first_of(answers, 3, 2).size == 0
-    assert sorted(due_within(answers, Span(2.0, 4.0))["intended"].tolist()) == [2.0, 3.0]
+    assert sorted(due_within(answers, TimeSpan(2.0, 4.0))["intended"].tolist()) == [2.0, 3.0]
 
 
 def test_the_ratio_is_that_of_all_rounds_pooled_and_the_mean_of_rounds_has_an_interval() -> None:

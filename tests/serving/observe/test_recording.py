@@ -27,8 +27,8 @@ from serving.observe.recording import (
     FILES,
     LOCK,
     Recorded,
-    Recorder,
     RecordingConfig,
+    RequestRecorder,
     last_requests,
     read_file,
     recorded_files,
@@ -44,9 +44,9 @@ SCHEMA = RequestSchema(FeatureSchema.of(api_spec()), RequestLimits())
 SECRETS = ("tok-7f31c9", "user-key-b02d", "req-5a11ee", "traced-91aa")
 
 
-def recorder(folder: Path, **options: Any) -> Recorder:
+def recorder(folder: Path, **options: Any) -> RequestRecorder:
     config = {"folder": folder, "share": 1.0, **options}
-    return Recorder(RecordingConfig(**config), clock=lambda: 100.0, wall_clock=lambda: 1_000_000.0)
+    return RequestRecorder(RecordingConfig(**config), clock=lambda: 100.0, wall_clock=lambda: 1_000_000.0)
 
 
 def read_folder(folder: Path) -> list[Recorded]:
@@ -135,7 +135,7 @@ def test_what_every_api_was_asked_is_recorded_and_nothing_of_headers_keys_and_na
             return found
 
     with service_of(api_model) as service:
-        own = Recorder(RecordingConfig(folder=tmp_path, share=1.0), service.metrics.recorded)
+        own = RequestRecorder(RecordingConfig(folder=tmp_path, share=1.0), service.metrics.recorded)
         service.on_ranked += (own.offer,)
         scores = run(ask_all(service))
         own.close()
@@ -157,7 +157,9 @@ def test_so_many_are_chosen_as_the_share_says_and_the_others_cost_one_draw(tmp_p
     counted: dict[str, int] = {}
     draw, expected = Random(7), Random(7)
     config = RecordingConfig(folder=tmp_path, share=0.25)
-    own = Recorder(config, lambda outcome, n, size: counted.update({outcome: counted.get(outcome, 0) + n}), draw.random)
+    own = RequestRecorder(
+        config, lambda outcome, n, size: counted.update({outcome: counted.get(outcome, 0) + n}), draw.random
+    )
     request = parse_json(SCHEMA, api_request())
     for number in range(200):
         own.offer(SCHEMA, request, answer_of(request, number), 0.0)
@@ -191,7 +193,7 @@ def test_the_folder_stays_within_its_bound_and_keeps_the_newest_through_restarts
 def test_what_does_not_fit_is_dropped_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counted = []
     request = parse_json(SCHEMA, api_request(0, 1000))
-    own = Recorder(
+    own = RequestRecorder(
         RecordingConfig(folder=tmp_path / "small", share=1.0, max_bytes=1_000_000), lambda *told: counted.append(told)
     )
     large = parse_json(SCHEMA, api_request(0, 4000))
@@ -199,7 +201,7 @@ def test_what_does_not_fit_is_dropped_and_counted(tmp_path: Path, monkeypatch: p
     own.close()
     assert counted == [("dropped", 1, 0)]
     monkeypatch.setattr("serving.observe.recording.MAX_QUEUED_BYTES", request.bags.values.nbytes)
-    own = Recorder(RecordingConfig(folder=tmp_path / "full", share=1.0), lambda *told: counted.append(told))
+    own = RequestRecorder(RecordingConfig(folder=tmp_path / "full", share=1.0), lambda *told: counted.append(told))
     own.offer(SCHEMA, request, answer_of(request), 0.0)
     own.close()
     assert counted == 2 * [("dropped", 1, 0)]

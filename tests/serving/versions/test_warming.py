@@ -12,7 +12,7 @@ import pytest
 from serving.cli.serve import _source, serve, worker_arguments
 from serving.formats.requests import RankAnswer
 from serving.limits import RequestLimits
-from serving.observe.recording import Recorder, RecordingConfig
+from serving.observe.recording import RecordingConfig, RequestRecorder
 from serving.rank.service import RankingService
 from serving.versions import warming
 from serving.versions.loading import ModelSource, load_served_model
@@ -27,7 +27,7 @@ SIZES = (3, 4, 5, 40, 6, 7, 8, 9, 10, 11)
 def recorded(api_model: ApiModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Ten requests, one of them of 40 candidates, and one id that has no row."""
     folder = tmp_path_factory.mktemp("recorded")
-    own = Recorder(RecordingConfig(folder=folder, share=1.0))
+    own = RequestRecorder(RecordingConfig(folder=folder, share=1.0))
     with api_service(api_model) as service, service.lease(MODEL) as lease:
         schema = lease.payload.schema
     for seed, count in enumerate(SIZES):
