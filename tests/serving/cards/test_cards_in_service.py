@@ -182,7 +182,11 @@ def test_the_metrics_tell_the_tiers_and_whether_cards_read_each_other(api_model)
             if not line.startswith("#"):
                 name, _, value = line.rpartition(" ")
                 lines[name] = value
-        tiers = {re.search('tier="([a-z]+)"', name)[1]: one for name, one in lines.items() if "memory_bytes" in name}
+        tiers = {
+            re.search('tier="([a-z]+)"', name)[1]: one
+            for name, one in lines.items()
+            if name.startswith("shardrank_memory_bytes")
+        }
         assert tiers.keys() >= {"card", "hot", "pinned"}
         assert all(float(value) > 0 for value in tiers.values())
         assert lines[f'shardrank_cards_peer_access{{{where},version="1"}}'] == peer_access

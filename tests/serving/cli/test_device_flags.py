@@ -137,7 +137,7 @@ def test_a_shard_node_has_its_rows_on_the_cards_and_its_event_loop_waits_for_non
     api_model: ApiModel, emulated
 ) -> None:
     given = ["--snapshot", str(api_model.path), "--shard", "0/1", "--listen", "unix:/tmp/x", "--cards", "3"]
-    node = _load(api_model.path, shard_node.make_context("shard-node", given).params)
+    node = _load(api_model.path, shard_node.make_context("shard-node", given).params, None)
     assert emulated == [("auto", 3)]
     with node.generations.lease(MODEL) as lease:
         assert isinstance(lease.payload.engine, CardEngine)
