@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 from pathlib import Path
 from typing import BinaryIO, TypeAlias, TypeVar
 
@@ -48,6 +49,8 @@ FILES = 8
 MAX_QUEUED_BYTES = 32 << 20
 """Of the arrays of requests that wait to be written; what would be more is dropped."""
 CLOSE_TIMEOUT_S = 5.0
+RETRY_S = 10.0
+"""After a failure nothing is tried for so long: on a full disk each try would make another file."""
 LOCK = ".lock"
 
 _FRAME = struct.Struct("<II")
@@ -176,6 +179,7 @@ class RequestRecorder:
         self._queue: queue.SimpleQueue[tuple[RequestSchema, RankRequest, RankAnswer, float, int] | None]
         self._queue = queue.SimpleQueue()
         self._queued_bytes, self._lock = 0, threading.Lock()
+        self._clock, self._failed_at = clock, -inf
         self._is_failing = False
         self._thread = threading.Thread(target=self._write_all, name="record", daemon=True)
         self._thread.start()
@@ -205,22 +209,28 @@ class RequestRecorder:
     def _write_all(self) -> None:
         with contextlib.closing(self._files):
             while (taken := self._queue.get()) is not None:
-                schema, request, answer, began, size = taken
-                try:
-                    written = self._files.add(schema, request, answer, began)
-                    if self._queue.empty():
-                        self._files.flush()
-                    self._is_failing = False
-                except OSError as error:
-                    # The service goes on without; a full disk is told once.
-                    written = 0
-                    if not self._is_failing:
-                        logger.error("requests are not recorded: %s", error)
-                    self._is_failing = True
-                    self._files.abandon()
+                written = self._written(*taken[:-1])
                 with self._lock:
-                    self._queued_bytes -= size
+                    self._queued_bytes -= taken[-1]
                 self._count("written" if written else "dropped", 1, written)
+
+    def _written(self, schema: RequestSchema, request: RankRequest, answer: RankAnswer, began: float) -> int:
+        """Write a request; returns its bytes, 0 if it was not written. The service goes on whatever fails."""
+        if self._clock() - self._failed_at < RETRY_S:
+            return 0
+        try:
+            written = self._files.add(schema, request, answer, began)
+            if self._queue.empty():
+                self._files.flush()
+            self._is_failing = False
+        except Exception as error:
+            # A full disk is told once, and what is not one is a defect, which must not end the thread.
+            if not self._is_failing:
+                logger.error("requests are not recorded: %s", error, exc_info=not isinstance(error, OSError))
+            self._failed_at, self._is_failing = self._clock(), True
+            self._files.abandon()
+            return 0
+        return written
 
 
 class _Files:
@@ -275,6 +285,10 @@ class _Files:
         if file is not None:
             with contextlib.suppress(OSError):
                 file.close()
+            with contextlib.suppress(OSError):
+                # On a full disk there would be more and more of them, which no bound of bytes drops.
+                if not (path := Path(file.name)).stat().st_size:
+                    path.unlink()
 
     def close(self) -> None:
         self.abandon()

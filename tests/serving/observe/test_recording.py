@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import resource
+import time
 import zlib
 from contextlib import suppress
 from itertools import pairwise
@@ -26,6 +28,7 @@ from serving.limits import RequestLimits
 from serving.observe.recording import (
     FILES,
     LOCK,
+    RETRY_S,
     Recorded,
     RecordingConfig,
     RequestRecorder,
@@ -206,6 +209,38 @@ def test_what_does_not_fit_is_dropped_and_counted(tmp_path: Path, monkeypatch: p
     own.close()
     assert counted == 2 * [("dropped", 1, 0)]
     assert [read_folder(tmp_path / name) for name in ("small", "full")] == [[], []]
+
+
+def test_a_full_disk_and_a_defect_are_told_once_leave_no_empty_files_and_end_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    now, counted, request = [100.0], list[str](), parse_json(SCHEMA, api_request(1))
+    config = RecordingConfig(folder=tmp_path / "r", share=1.0)
+    own = RequestRecorder(config, lambda outcome, requests, size: counted.append(outcome), clock=lambda: now[0])
+
+    def offered(answer: Any) -> str:
+        before = len(counted)
+        own.offer(SCHEMA, request, answer, now[0])
+        while len(counted) == before:
+            time.sleep(0.001)
+        return counted[-1]
+
+    answer, before = answer_of(request), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        found = []
+        for _ in range(3):
+            found.append(offered(answer))
+            now[0] += RETRY_S
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert (found, recorded_files(tmp_path / "r")) == (3 * ["dropped"], [])
+    assert [offered(one) for one in (answer, None, answer)] == ["written", "dropped", "dropped"]
+    now[0] += RETRY_S
+    assert offered(answer) == "written"
+    own.close()
+    assert len(read_folder(tmp_path / "r")) == 2
+    assert caplog.text.count("requests are not recorded") == 2
 
 
 def test_a_folder_that_is_no_folder_or_is_another_ones_is_refused(tmp_path: Path) -> None:
