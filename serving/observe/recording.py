@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import inf
 from pathlib import Path
+from sys import getsizeof
 from typing import BinaryIO, TypeAlias, TypeVar
 
 import numpy as np
@@ -47,7 +48,7 @@ MAX_CANDIDATES = 1 << 20
 FILES = 8
 """A folder's bytes are divided over about so many files; the oldest goes when the next one is begun."""
 MAX_QUEUED_BYTES = 32 << 20
-"""Of the arrays of requests that wait to be written; what would be more is dropped."""
+"""Of the arrays and texts of requests that wait to be written; what would be more is dropped."""
 CLOSE_TIMEOUT_S = 5.0
 RETRY_S = 10.0
 """After a failure nothing is tried for so long: on a full disk each try would make another file."""
@@ -191,8 +192,9 @@ class RequestRecorder:
         """
         if self._draw() >= self._share:
             return
-        bags = request.bags
-        size = bags.values.nbytes + bags.offsets.nbytes + request.candidate_dense.nbytes
+        bags, weights = request.bags, request.bags.weights
+        size = bags.values.nbytes + bags.offsets.nbytes + request.candidate_dense.nbytes + answer.scores.nbytes
+        size += (0 if weights is None else weights.nbytes) + sum(map(getsizeof, request.texts))
         with self._lock:
             has_room = self._queued_bytes + size <= MAX_QUEUED_BYTES
             self._queued_bytes += size if has_room else 0
@@ -261,6 +263,8 @@ class _Files:
             number = self._schemas.get(key)
             payload = _encode(number or 0, request, answer, began - self._began)
             size = _FRAME.size + len(payload)
+            if len(payload) > MAX_FRAME_BYTES:
+                return 0
             described = b"" if number is not None else _document(_SCHEMA, RecordedSchema.of(schema))
             if self._file is not None and self._size + size + len(described) <= self._file_bytes:
                 break

@@ -203,12 +203,20 @@ def test_what_does_not_fit_is_dropped_and_counted(tmp_path: Path, monkeypatch: p
     own.offer(SCHEMA, large, answer_of(large), 0.0)
     own.close()
     assert counted == [("dropped", 1, 0)]
-    monkeypatch.setattr("serving.observe.recording.MAX_QUEUED_BYTES", request.bags.values.nbytes)
+    monkeypatch.setattr("serving.observe.recording.MAX_FRAME_BYTES", request.bags.values.nbytes)
+    own = RequestRecorder(RecordingConfig(folder=tmp_path / "long", share=1.0), lambda *told: counted.append(told))
+    own.offer(SCHEMA, request, answer_of(request), 0.0)
+    own.close()
+    # Scores and texts take room too.
+    bags = request.bags
+    arrays = bags.values.nbytes + bags.offsets.nbytes + request.candidate_dense.nbytes
+    monkeypatch.setattr("serving.observe.recording.MAX_QUEUED_BYTES", arrays + 4 * request.num_candidates)
+    assert request.texts
     own = RequestRecorder(RecordingConfig(folder=tmp_path / "full", share=1.0), lambda *told: counted.append(told))
     own.offer(SCHEMA, request, answer_of(request), 0.0)
     own.close()
-    assert counted == 2 * [("dropped", 1, 0)]
-    assert [read_folder(tmp_path / name) for name in ("small", "full")] == [[], []]
+    assert counted == 3 * [("dropped", 1, 0)]
+    assert [read_folder(tmp_path / name) for name in ("small", "long", "full")] == [[], [], []]
 
 
 def test_a_full_disk_and_a_defect_are_told_once_leave_no_empty_files_and_end_nothing(
@@ -218,9 +226,9 @@ def test_a_full_disk_and_a_defect_are_told_once_leave_no_empty_files_and_end_not
     config = RecordingConfig(folder=tmp_path / "r", share=1.0)
     own = RequestRecorder(config, lambda outcome, requests, size: counted.append(outcome), clock=lambda: now[0])
 
-    def offered(answer: Any) -> str:
+    def offered(schema: Any = SCHEMA) -> str:
         before = len(counted)
-        own.offer(SCHEMA, request, answer, now[0])
+        own.offer(schema, request, answer, now[0])
         while len(counted) == before:
             time.sleep(0.001)
         return counted[-1]
@@ -230,14 +238,14 @@ def test_a_full_disk_and_a_defect_are_told_once_leave_no_empty_files_and_end_not
     try:
         found = []
         for _ in range(3):
-            found.append(offered(answer))
+            found.append(offered())
             now[0] += RETRY_S
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert (found, recorded_files(tmp_path / "r")) == (3 * ["dropped"], [])
-    assert [offered(one) for one in (answer, None, answer)] == ["written", "dropped", "dropped"]
+    assert [offered(one) for one in (SCHEMA, None, SCHEMA)] == ["written", "dropped", "dropped"]
     now[0] += RETRY_S
-    assert offered(answer) == "written"
+    assert offered() == "written"
     own.close()
     assert len(read_folder(tmp_path / "r")) == 2
     assert caplog.text.count("requests are not recorded") == 2
