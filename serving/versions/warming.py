@@ -60,8 +60,11 @@ class Warming(Frozen):
             for number, replica in enumerate(replicas, 1):
                 until = began + LIMIT_S * number / len(replicas)
                 ranked += replica.call(_ranked(list(_groups(requests, schema)), until, clock)).result()
-        except ShardrankError as error:
-            logger.warning("%s is not warmed any further: %s", name, error)
+        except Exception as error:
+            # What is not a typed error is a defect, of which the log tells more.
+            logger.warning(
+                "%s is not warmed any further: %s", name, error, exc_info=not isinstance(error, ShardrankError)
+            )
         logger.info("%s is warmed with %d recorded requests, in %.1f s", name, ranked, clock() - began)
         return ranked
 
@@ -78,7 +81,8 @@ def _ranked(
                 break
             await ranking.score(merge(group), began + BATCH_TIMEOUT_S)
             ranked += len(group)
-            await asyncio.sleep(RESTS * (clock() - began))
+            now = clock()
+            await asyncio.sleep(min(RESTS * (now - began), max(0.0, until - now)))
         return ranked
 
     return work

@@ -100,6 +100,12 @@ def test_a_folder_that_is_gone_and_a_time_that_is_over_keep_no_version_from_serv
         text, _ = warmed(api_model, Warming(folder=recorded / "none"))
     assert f'shardrank_warmed_requests_total{{model="{MODEL}",version="1"}} 0.0' in text
     assert "is not warmed any further" in caplog.text
+    with monkeypatch.context() as broken:
+        # Nor does what nobody raised on purpose: here a TypeError in the middle of a batch.
+        broken.setattr(warming, "BATCH_TIMEOUT_S", None)
+        text, _ = warmed(api_model, Warming(folder=recorded))
+    assert f'shardrank_warmed_requests_total{{model="{MODEL}",version="1"}} 0.0' in text
+    assert "TypeError" in caplog.text
     monkeypatch.setattr(warming, "LIMIT_S", 0.0)
     text, rows = warmed(api_model, Warming(folder=recorded))
     assert f'shardrank_warmed_requests_total{{model="{MODEL}",version="1"}} 0.0' in text
