@@ -65,7 +65,7 @@ class OtlpSink:
         self._processor = BatchSpanProcessor(self._exporter)
         self._resource = _resource(service_name)
         self._max_queue = _max_queue()
-        self._taken = 0
+        self._taken, self._counting = 0, threading.Lock()
         self._note = note
         self._flush_timeout_s = flush_timeout_s
         self._offset_ns = _offset_ns()
@@ -76,11 +76,13 @@ class OtlpSink:
         offset_ns = _offset_ns()
         if abs(offset_ns - self._offset_ns) > CLOCK_STEP_NS:
             self._offset_ns = offset_ns
-        # Counted by several threads without a lock: the bound may be missed by as many.
-        if self._is_closed or self._taken + len(spans) - self._exporter.seen > self._max_queue:
+        with self._counting:
+            # One too many and the processor drops one that is never seen, whose room would be lost for good.
+            is_dropped = self._is_closed or self._taken + len(spans) - self._exporter.seen > self._max_queue
+            self._taken += 0 if is_dropped else len(spans)
+        if is_dropped:
             self._note("dropped", len(spans))
             return
-        self._taken += len(spans)
         for span in spans:
             self._processor.on_end(self._readable(span))
 
