@@ -86,11 +86,14 @@ class TraceConfig(Frozen):
 def open_sink(config: TraceConfig, note: Callable[[Outcome, int], None] = lambda outcome, count: None) -> SpanSink:
     """Make what sends spans to a collector, from a thread of its own; `note` is told what became of how many.
 
-    Raises TracingError if OpenTelemetry is not installed, or the endpoint can't be one.
+    Raises TracingError if OpenTelemetry is not installed, the endpoint can't be one, or a variable of its own is wrong.
     """
     endpoint, protocol = config.resolved()
     try:
         from shard_node.otlp import OtlpSink
     except ImportError as error:
         raise TracingError(f"traces need OpenTelemetry: {INSTALL} ({error})") from error
-    return OtlpSink(endpoint, protocol, config.service_name, config.flush_timeout_s, note)
+    try:
+        return OtlpSink(endpoint, protocol, config.service_name, config.flush_timeout_s, note)
+    except ValueError as error:
+        raise TracingError(f"OpenTelemetry refuses what its variables (OTEL_*) say: {error}") from error

@@ -165,3 +165,10 @@ def test_a_missing_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "shard_node.otlp", None)
     with pytest.raises(TracingError, match=r"pip install 'shardrank\[otel\]'"):
         open_sink(TraceConfig(endpoint=ENDPOINT))
+
+
+def test_a_queue_that_the_sdk_refuses_is_a_typed_error(monkeypatch):
+    # Its batches of 512 would not fit; the SDK raises a ValueError.
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "100")
+    with pytest.raises(TracingError, match=r"OTEL_\*.*max_export_batch_size must be less than or equal"):
+        open_sink(TraceConfig(endpoint=DEAD))
