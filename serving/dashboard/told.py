@@ -99,10 +99,13 @@ def _version(
     ready = [node for node, one in reports if (one.version, one.state) == (version, "ready")]
     shards = {node.shard_index for node in ready if node.kind == "shard"}
     published = state.published.get((model, version))
-    num_shards = state.view(model).num_shards
+    wanted, num_shards = state.wanted.get(model), state.view(model).num_shards
+    if wanted is not None:
+        # The fleet's number is that of further versions; one from before it changed is divided as it was.
+        num_shards = wanted.num_shards.get(version, num_shards)
     return {
         "version": version,
-        "role": _role(state.wanted.get(model), version, [one for _, one in reports if one.version == version]),
+        "role": _role(wanted, version, [one for _, one in reports if one.version == version]),
         "published_at": None if published is None else published.published_at,
         "rows_bytes": None if published is None else published.rows_bytes,
         "shards": len(shards),

@@ -15,13 +15,17 @@ import pytest
 
 from loader.errors import RegistryUnavailableError
 from loader.registry.directory import DirectoryRegistry
-from loader.registry.fleet import delta_stream
+from loader.registry.fleet import FleetRecord, NodeRecord, VersionReport, WantedModel, delta_stream
+from loader.rollout.fleet_state import FleetState
 from loader.rollout.requests import start_rollout
 from serving.api.http_server import running_admin
 from serving.api.tokens import Tokens, add_token, new_token
 from serving.dashboard import board as board_module
 from serving.dashboard.board import MAX_WAITING, MAX_WATCHERS, Board
+from serving.dashboard.changes import Changes
+from serving.dashboard.history import History
 from serving.dashboard.sources import FleetSource, ProcessSource
+from serving.dashboard.told import told_state
 from serving.errors import OverloadedError, ShuttingDownError
 from serving.rank.service import RankingService
 from shardrank_testing.rollout_fleet import CONFIG, MODEL, NEW, OLD, Clock, PlayedFleet
@@ -127,6 +131,23 @@ def test_nodes_that_come_and_go_and_rows_that_lag_are_told(tmp_path):
         await played.source.close()
 
     run(main())
+
+
+def test_a_version_from_before_the_shards_were_divided_anew_is_told_as_whole():
+    def node(place: int, of: int, version: int) -> NodeRecord:
+        report = VersionReport(model="films", version=version, state="ready", progress=1.0)
+        name = f"s{place}-of-{of}"
+        return NodeRecord(
+            node_id=name, kind="shard", process_id=1, address=name, shard_index=place, num_shards=of, versions=(report,)
+        )
+
+    nodes = (node(0, 2, 1), node(1, 2, 1), node(0, 3, 2))
+    wanted = WantedModel(model="films", epoch=1, live=1, hold=(1, 2), num_shards={1: 2, 2: 3})
+    state = FleetState(
+        nodes=nodes, division=FleetRecord(num_shards=3, sharding="hash", replicate_bytes=0), wanted={"films": wanted}
+    )
+    (model,) = told_state(state, Changes(), History())["models"]
+    assert [(one["version"], one["shards"], one["num_shards"]) for one in model["versions"]] == [(2, 1, 3), (1, 2, 2)]
 
 
 def test_a_registry_that_does_not_answer_is_told_and_what_is_known_stays(tmp_path, monkeypatch):
