@@ -375,7 +375,8 @@ class _ShadowMetrics:
 
     def forget(self, model: str, version: str) -> None:
         """Drop what is told of a version, whichever of the two it was."""
-        for labels in [one for one in self._seen if one[0] == model and version in one[1:]]:
+        # Copied in one go: others count meanwhile.
+        for labels in [one for one in tuple(self._seen) if one[0] == model and version in one[1:]]:
             self._seen.discard(labels)
             for more in _SHADOW_OUTCOMES:
                 self.requests.remove(*labels, more)

@@ -110,13 +110,20 @@ class Shadows:
             # It was withdrawn since.
             service.metrics.shadow(*versions, "dropped")
             return
+        # Until all is counted: what is told of the shadow is dropped once nobody has a lease.
         with lease:
             try:
                 served = lease.payload
                 if served.schema.features.digest != one.schema.features.digest:
                     self._tell(versions, "its requests have other features")
                     return
-                scored = await asyncio.wrap_future(served.score_beside(one.request, service.clock() + TIMEOUT_S))
+                scoring = served.score_beside(one.request, service.clock() + TIMEOUT_S)
+                # A replica that has ended, or hangs, answers nothing at all: the lease must not wait for it.
+                async with asyncio.timeout(2 * TIMEOUT_S):
+                    scored = await asyncio.wrap_future(scoring)
+            except TimeoutError:
+                self._tell(versions, f"no scores within {2 * TIMEOUT_S:g} s")
+                return
             except ShardrankError as error:
                 self._tell(versions, str(error))
                 return
@@ -124,12 +131,12 @@ class Shadows:
                 logger.exception("a shadow's scores of a request failed")
                 service.metrics.shadow(*versions, "failed")
                 return
-        scores = scored.scores[0]
-        if len(scored.rejected) or not np.isfinite(scores).all():
-            self._tell(versions, "it has no row for an id, or a score that is not finite")
-            return
-        same = int(scores.argmax()) == int(answer.order[0])
-        service.metrics.shadow_scored(*versions, np.abs(scores - answer.scores), same=same)
+            scores = scored.scores[0]
+            if len(scored.rejected) or not np.isfinite(scores).all():
+                self._tell(versions, "it has no row for an id, or a score that is not finite")
+                return
+            same = int(scores.argmax()) == int(answer.order[0])
+            service.metrics.shadow_scored(*versions, np.abs(scores - answer.scores), same=same)
 
     def _tell(self, versions: tuple[str, int, int], problem: str) -> None:
         """Count a request that the shadow could not score; the log tells of each shadow's first one."""

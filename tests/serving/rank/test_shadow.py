@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -147,3 +148,32 @@ def test_a_shadow_of_other_features_or_one_that_is_gone_costs_no_answer(
     outcomes = {key[2:5:2]: value for key, value in run(main()).items()}
     assert outcomes == {("3", "failed"): 2, ("9", "dropped"): 1}
     assert caplog.text.count("its requests have other features") == 1
+
+
+def test_a_shadow_that_hangs_is_given_up_with_its_lease(
+    versions: dict[int, ApiModel], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(shadow, "TIMEOUT_S", 0.02)
+
+    async def main() -> dict[tuple[str, ...], float]:
+        with service_of(versions[1], versions[2]) as service:
+            shadows, goes_on = Shadows(service), threading.Event()
+            generation = next(one for one in service.generations.all() if one.version == 2)
+
+            async def hang(_: object) -> None:
+                goes_on.wait(20)
+
+            hanging = [replica.call(hang) for replica in generation.payload._replicas]
+            try:
+                shadows.set(MODEL, 2, 1.0)
+                await ask(service, api_request())
+                await shadows.idle()
+                assert not any(one.done() for one in hanging)
+                assert generation.leases == 0
+            finally:
+                goes_on.set()
+            return told(service)
+
+    outcomes = {key[2:5:2]: value for key, value in run(main()).items()}
+    assert outcomes == {("2", "failed"): 1}
+    assert "no scores within" in caplog.text
