@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import logging
 import queue
 import random
@@ -61,6 +62,7 @@ _HEAD = struct.Struct("<B3xIdqqqIIIII4x")
 _HAS_WEIGHTS, _HAS_LENGTHS = 1, 2
 
 Record = TypeVar("Record", bound=Frozen)
+_Framed: TypeAlias = "tuple[bytearray, RecordedSchema, float, str]"
 Count: TypeAlias = Callable[[str, int, int], None]
 """Told an outcome (`written` or `dropped`), of how many requests, and the bytes that they took on disk."""
 
@@ -370,6 +372,11 @@ def read_file(path: Path) -> Iterator[Recorded]:
 
     Raises RecordingDamagedError, with the place, for what was changed since or is of another format; OSError.
     """
+    return itertools.starmap(_decode, _framed_requests(path))
+
+
+def _framed_requests(path: Path) -> Iterator[_Framed]:
+    """Read a file's requests without a look at what is in them but for which schema they are of. Raises as above."""
     with path.open("rb") as file:
         schemas, began_at, left = list[RecordedSchema](), 0.0, path.stat().st_size
         place, is_begun = 0, False
@@ -396,7 +403,11 @@ def read_file(path: Path) -> Iterator[Recorded]:
             elif payload[0] == _SCHEMA:
                 schemas.append(_parsed(RecordedSchema, payload, where))
             elif payload[0] == _REQUEST:
-                yield _decode(payload, schemas, began_at, where)
+                if len(payload) < _HEAD.size:
+                    raise RecordingDamagedError(f"{where}: {len(payload)} bytes; a request has at least {_HEAD.size}")
+                if (number := _HEAD.unpack_from(payload)[1]) >= len(schemas):
+                    raise RecordingDamagedError(f"{where}: schema {number} of {len(schemas)}")
+                yield payload, schemas[number], began_at, where
             else:
                 raise RecordingDamagedError(f"{where}: kind {payload[0]} is not known")
 
@@ -415,17 +426,11 @@ def _parsed(schema: type[Record], payload: bytearray, where: str) -> Record:
         raise RecordingDamagedError(f"{where}: {error.errors(include_url=False)[0]['msg']}") from error
 
 
-def _decode(payload: bytearray, schemas: list[RecordedSchema], began_at: float, where: str) -> Recorded:
+def _decode(payload: bytearray, schema: RecordedSchema, began_at: float, where: str) -> Recorded:
     """Read a request. Every count is held against the bytes that there are, before anything is made of it."""
-    if len(payload) < _HEAD.size:
-        raise RecordingDamagedError(f"{where}: {len(payload)} bytes; a request has at least {_HEAD.size}")
-    _, number, arrived_s, version, sequence, step, count, num_ids, flags, num_texts, text_bytes = _HEAD.unpack_from(
-        payload
-    )
-    if number >= len(schemas) or not 1 <= count <= MAX_CANDIDATES or flags & ~(_HAS_WEIGHTS | _HAS_LENGTHS):
-        told = f"schema {number} of {len(schemas)}, {count} candidates, flags {flags}"
-        raise RecordingDamagedError(f"{where}: {told}")
-    schema = schemas[number]
+    _, _, arrived_s, version, sequence, step, count, num_ids, flags, num_texts, text_bytes = _HEAD.unpack_from(payload)
+    if not 1 <= count <= MAX_CANDIDATES or flags & ~(_HAS_WEIGHTS | _HAS_LENGTHS):
+        raise RecordingDamagedError(f"{where}: {count} candidates, flags {flags}")
     bags_per_key = np.where(schema.is_context, 1, count).astype(np.int64)
     num_bags, dense = int(bags_per_key.sum()), schema.dense_inputs
     has_lengths, has_weights = flags & _HAS_LENGTHS, flags & _HAS_WEIGHTS
@@ -482,15 +487,20 @@ def last_requests(folder: Path, schema: RequestSchema, count: int, max_bytes: in
     wanted = schema.features.spec.model, schema.features.digest
     found: deque[RankRequest] = deque()
     for path in reversed(recorded_files(folder)):
-        own: deque[RankRequest] = deque(maxlen=count - len(found))
+        own: deque[_Framed] = deque(maxlen=count - len(found))
         try:
             max_bytes -= path.stat().st_size
-            for one in read_file(path):
-                if (one.schema.model, one.schema.digest) == wanted:
-                    own.append(one.request)
+            for one in _framed_requests(path):
+                if (one[1].model, one[1].digest) == wanted:
+                    own.append(one)
         except (OSError, RecordingDamagedError) as error:
             logger.warning("recorded requests are passed by: %s", error)
-        found.extendleft(reversed(own))
+        # To decode one takes many times what it takes to pass it by, and others answer meanwhile.
+        for framed in reversed(own):
+            try:
+                found.appendleft(_decode(*framed).request)
+            except RecordingDamagedError as error:
+                logger.warning("a recorded request is passed by: %s", error)
         if len(found) >= count or max_bytes <= 0:
             break
     return list(found)
