@@ -50,7 +50,7 @@ class StoreUrl(Frozen):
         parts = urlsplit(self.url)
         segments = parts.path.strip("/").split("/") if parts.path.strip("/") else []
         if parts.scheme not in URL_SCHEMES or not _BUCKET.fullmatch(parts.netloc) or parts.query or parts.fragment:
-            raise ValueError(f"url: {cut(_without_user(self.url))!r} is not {_ALLOWED}")
+            raise ValueError(f"url: {cut(_without_secrets(self.url))!r} is not {_ALLOWED}")
         if any(not _SEGMENT.fullmatch(one) or one in (".", "..") for one in segments):
             raise ValueError(f"url: {cut(self.url)!r}: a prefix is of letters, digits and _ . = + - between slashes")
         return self
@@ -91,7 +91,7 @@ def store_place(text: str | Path | StoreUrl, **cache: object) -> StorePlace:
     if scheme == "file":
         parts = urlsplit(text)
         if parts.netloc not in ("", "localhost") or parts.query or parts.fragment or not parts.path:
-            raise StoreUrlError(f"store {cut(text)!r}: allowed is {_ALLOWED}")
+            raise StoreUrlError(f"store {cut(_without_secrets(text))!r}: allowed is {_ALLOWED}")
         return Path(unquote(parts.path))
     try:
         return StoreUrl.model_validate({"url": text.rstrip("/"), **cache})
@@ -99,7 +99,8 @@ def store_place(text: str | Path | StoreUrl, **cache: object) -> StorePlace:
         raise StoreUrlError(f"store: {'; '.join(map(str, schema_errors(error, [StoreUrl])))}") from error
 
 
-def _without_user(url: str) -> str:
-    """Leave out what may be a password."""
+def _without_secrets(url: str) -> str:
+    """Leave out what may be a password, or the signature of a URL that was signed."""
     head, separator, rest = url.partition("://")
-    return f"{head}{separator}{rest.rpartition('@')[2]}"
+    place, query, _ = rest.rpartition("@")[2].partition("?")
+    return f"{head}{separator}{place}{'?***' if query else ''}"

@@ -41,7 +41,8 @@ def test_urls_of_clouds_are_stores_with_a_cache(url: str, monkeypatch: pytest.Mo
     "text",
     [
         "s3://", "s3:///prefix", "s3://Bucket", "s3://bucket/a//b", "s3://bucket/../other", "s3://bucket/p?x=1",
-        "s3://key:secret@bucket/p", "http://bucket/p", "file://host/p", "file:///p?x=1", "://x",
+        "s3://key:secret@bucket/p", "az://container/p?sv=2024&sig=secret", "file://host/p?secret", "http://bucket/p",
+        "file://host/p", "file:///p?x=1", "://x",
     ],
 )  # fmt: skip
 def test_everything_else_is_refused_by_name_and_no_secret_is_repeated(text: str) -> None:
