@@ -168,7 +168,8 @@ class RemoteStore(Store):
         if self._is_here(model, version, identity, source):
             self._objects_of(model, version, manifest.files())
             return f"{self.name}/{where}", False
-        if not self.objects.create(claim, identity.encode()):
+        is_first = self.objects.create(claim, identity.encode())
+        if not is_first:
             other = self.objects.read(claim, _MAX_SMALL_BYTES)
             if other is not None and other != identity.encode():
                 raise ExportError(
@@ -181,10 +182,10 @@ class RemoteStore(Store):
             return f"{self.name}/{where}", False
         if str(version) in _marked(self._listed(model), TRASH_PREFIX):
             raise ExportError(f"{self.name}/{where} is being deleted: `shardrank publish --retain` ends what was begun")
-        there = {one.path: one.size_bytes for one in self.objects.listed(where)}
+        # Under this claim only this snapshot's files were put up, each as a whole. What was there before is anybody's.
+        there = {} if is_first else {one.path: one.size_bytes for one in self.objects.listed(where)}
         done, total = 0, sum(one.size_bytes for one in manifest.files())
         for one in manifest.files():
-            # Under this claim only this snapshot's files were put up, each as a whole.
             if there.get(f"{where}/{one.path}") != one.size_bytes:
                 self.objects.write(f"{where}/{one.path}", snapshot_file(source, one.path))
             done += one.size_bytes

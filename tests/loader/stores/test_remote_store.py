@@ -158,6 +158,17 @@ def test_a_version_is_immutable_and_two_who_write_it_never_mix(
         assert files_of(held.path) == files_of(snapshots / "1")
 
 
+def test_files_of_a_claim_that_was_given_up_are_not_taken_for_those_of_the_next_one(
+    bucket: Bucket, snapshots: Path, tmp_path: Path
+) -> None:
+    # Whoever wrote version 1 before died, and its claim was deleted, as the message about it says.
+    bucket.put(f"small/1/{ROWS}", (snapshots / "2" / ROWS).read_bytes())
+    store = store_of(bucket, tmp_path)
+    put(store, snapshots / "1")
+    with store.hold("small") as held:
+        assert files_of(held.path) == files_of(snapshots / "1")
+
+
 KILLED = """
     import sys
     from pathlib import Path
