@@ -165,6 +165,8 @@ class RemoteStore(Store):
         texts, manifest = manifest_texts_of(source, identity), read_manifest(source)[0]
         model, version = manifest.spec.model, manifest.version
         where, claim = f"{model}/{version}", f"{model}/{WORK_FOLDER_PREFIX}{version}"
+        if str(version) in _marked(self._listed(model), TRASH_PREFIX):
+            raise ExportError(f"{self.name}/{where} is being deleted: `shardrank publish --retain` ends what was begun")
         if self._is_here(model, version, identity, source):
             self._objects_of(model, version, manifest.files())
             return f"{self.name}/{where}", False
@@ -180,8 +182,6 @@ class RemoteStore(Store):
         if self._is_here(model, version, identity, source):
             self.objects.delete([claim])
             return f"{self.name}/{where}", False
-        if str(version) in _marked(self._listed(model), TRASH_PREFIX):
-            raise ExportError(f"{self.name}/{where} is being deleted: `shardrank publish --retain` ends what was begun")
         # Under this claim only this snapshot's files were put up, each as a whole. What was there before is anybody's.
         there = {} if is_first else {one.path: one.size_bytes for one in self.objects.listed(where)}
         done, total = 0, sum(one.size_bytes for one in manifest.files())
