@@ -85,7 +85,7 @@ class PairedReport(FleetReport):
         ratio_p99: of these, the second to the first.
         ratio_p99_by_round: the geometric mean of each round's ratio, with its 95% interval, by bootstrap over rounds.
         p99_ms_by_round: both.
-        requests: that versions were warmed with, by outcome, or that a shadow was to score.
+        requests: that the last version was warmed with, by version, or that a shadow was to score, by outcome.
     """
 
     kinds: tuple[str, str]
@@ -134,13 +134,19 @@ def make_paired_report(
     rounds: Sequence[tuple[Latencies, Latencies]],
     facts: Mapping[str, Any],
     max_ratio_p99: float = MAX_RATIO_P99,
+    done: int | None = None,
 ) -> PairedReport:
-    """Draw up the report; `facts` are the remaining fields."""
+    """Draw up the report; `facts` are the remaining fields.
+
+    `done` requests were scored by a shadow, or warmed with: of none nothing was measured. None: that is not asked.
+    """
     lag = percentile(1e3 * (answers["sent"] - answers["intended"]), 99)
     report = PairedReport.model_validate(
         {**count_kinds(answers), **pair_rounds(rounds), "load_lag_p99_ms": lag, **facts}
     )
     problems = counted({"failed": report.failed, "are mixed": report.mixed, "are wrong": report.wrong})
+    if done == 0:
+        problems.append(f"{report.kinds[1]}: no request was scored by a shadow, or warmed with")
     if report.ratio_p99 > max_ratio_p99:
         told = f"p99 of {report.kinds[1]} is {report.ratio_p99:.3f} times that of {report.kinds[0]}"
         problems.append(f"{told}, allowed is {max_ratio_p99:g}")
@@ -200,7 +206,8 @@ async def run_warm_drill(config: WarmDrillConfig, folder: Path, progress: Progre
         )
         for one in swaps
     ]
-    return make_paired_report(answers, rounds, facts, config.max_ratio_p99)
+    done = sum(warmed.values()) if config.warm_requests else None
+    return make_paired_report(answers, rounds, facts, config.max_ratio_p99, done)
 
 
 async def run_shadow_drill(config: ShadowDrillConfig, folder: Path, progress: Progress = no_progress) -> PairedReport:
@@ -231,11 +238,7 @@ async def run_shadow_drill(config: ShadowDrillConfig, folder: Path, progress: Pr
         (latency_ms(due_within(answers, off)), latency_ms(due_within(answers, on)))
         for off, on in zip(spans[False], spans[True], strict=True)
     ]
-    report = make_paired_report(answers, rounds, facts, config.max_ratio_p99)
-    if not scored.get("scored"):
-        told = (*report.problems, "the shadow scored nothing")
-        report = report.model_copy(update={"problems": told})
-    return report
+    return make_paired_report(answers, rounds, facts, config.max_ratio_p99, scored.get("scored", 0))
 
 
 async def _window(seconds: float) -> TimeSpan:

@@ -58,3 +58,10 @@ def test_more_than_is_allowed_and_an_answer_that_is_not_right_are_problems() -> 
     assert report.problems == ("1 answers are mixed", told)
     assert report.load_lag_p99_ms == pytest.approx(1.0)
     assert make_paired_report(answers[:1], rounds, FACTS, max_ratio_p99=1.2).problems == ()
+
+
+def test_a_shadow_that_scored_nothing_and_versions_that_were_not_warmed_are_a_problem() -> None:
+    answers, rounds = np.array([record(1.0, 1)], RECORD), [(np.full(10, 2.0), np.full(10, 2.0))]
+    told = "first requests: no request was scored by a shadow, or warmed with"
+    assert make_paired_report(answers, rounds, FACTS, done=0).problems == (told,)
+    assert make_paired_report(answers, rounds, FACTS, done=3).problems == ()
