@@ -19,8 +19,8 @@ from loader.registry.redis_url import parse_redis_url
 from loader.registry.registry import StreamBounds
 from shard_node.wire.tls import TlsConfig, server_context
 from shardrank_testing.certificates import Authority, needs_openssl
-from shardrank_testing.redis_proxy import redis_proxy
 from shardrank_testing.registries import RedisServer, WatchedRedis, redis_server, watched_redis
+from shardrank_testing.tcp_proxy import redis_proxy
 
 WAIT_S = 60.0
 LEASE_S = 30.0
