@@ -201,10 +201,14 @@ class _ToMaster(Connection):
             return
         self.host, self.port = await self._find_master()
         await super().connect()  # type: ignore[no-untyped-call]
-        await self.send_command("ROLE")
-        if (role := (await self.read_response())[0]) != b"master":
+        try:
+            await self.send_command("ROLE")
+            if (role := (await self.read_response())[0]) != b"master":
+                raise RedisConnectionError(f"{self.host}:{self.port} is a {role.decode()}, and was called the master")
+        except RedisError:
+            # What is open is not asked again: one that may not say so is no better than one that says no.
             await self.disconnect()
-            raise RedisConnectionError(f"{self.host}:{self.port} is a {role.decode()}, and was called the master")
+            raise
 
 
 class _ToMasterByTls(_ToMaster, _TlsConnection):

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import ConnectionError
+from redis.exceptions import ConnectionError, NoPermissionError
 
 from loader.errors import RegistryUnavailableError
 from loader.registry.opening import open_registry
@@ -123,6 +123,24 @@ def test_who_is_called_the_master_and_says_that_it_is_none_is_not_asked(watched)
         with pytest.raises(ConnectionError, match=r"is a slave, and was called the master"):
             await connection.connect()
         assert not connection.is_connected
+
+    run(program())
+
+
+def test_a_user_that_may_not_ask_who_is_the_master_is_refused_each_time(watched):
+    async def program() -> None:
+        _, replica = watched.servers
+        rights = ("~*", "&*", "+@all", "-role")
+        assert replica.command("ACL", "SETUSER", "registry", "on", ">geheim", *rights) == b"+OK\r\n"
+
+        async def find_master() -> tuple[str, int]:
+            return "127.0.0.1", replica.port
+
+        connection = _ToMaster(find_master=find_master, username="registry", password="geheim", protocol=2)
+        for _ in range(2):
+            with pytest.raises(NoPermissionError, match="role"):
+                await connection.connect()
+            assert not connection.is_connected
 
     run(program())
 
