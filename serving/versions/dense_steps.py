@@ -172,6 +172,8 @@ class DenseSteps:
         # OpenMP would give this thread helpers of its own.
         torch.set_num_threads(1)
         tensors = read_step(self._store, record)
-        with self._store.hold(served.model, served.version, with_rows=False, verify=False) as held:
+        # What is served, though the store may have another one in its place by now.
+        model, version, identity = served.model, served.version, served.description.identity
+        with self._store.hold(model, version, identity=identity, with_rows=False, verify=False) as held:
             snapshot = Snapshot.open(held.path, verify=False, rows_here=False)
             served.change_dense(snapshot, checked_tensors(snapshot, tensors), record, max_drift)

@@ -9,7 +9,7 @@ import numpy as np
 
 from loader.deltas.publisher import AsyncDeltaPublisher
 from loader.registry.opening import open_registry
-from loader.snapshot.manifest import read_manifest
+from loader.snapshot.manifest import MANIFEST_NAME, read_manifest
 from loader.stores.opening import open_store
 from loader.stores.place import StoreUrl
 from shardrank_testing.agent_fleet import agent_fleet, with_live
@@ -44,6 +44,8 @@ def test_a_fleet_serves_swaps_and_retires_versions_of_a_store_at_a_url(
                 assert list((tmp_path / "cache").rglob("rows-*"))
                 registry = open_registry(fleet.fleet.registry.url)
                 publisher = AsyncDeltaPublisher(registry, MODEL, 1, router)
+                # What is served is what was published, whatever lies in its place by now.
+                bucket.put(f"{MODEL}/1/{MANIFEST_NAME}", (versions[2].path / MANIFEST_NAME).read_bytes())
                 tensors = {name: 1.01 * tensor for name, tensor in versions[1].tensors.items()}
                 await publisher.publish_dense(1, tensors, max_drift=1)
                 await registry.close()
