@@ -196,15 +196,16 @@ class _Bench:
         return spent
 
     def _comparison(self, mode: Mode, api: Api, off: list[Spent], on: list[Spent]) -> Comparison:
-        config = self.config
+        config, spans = self.config, self.spans
+        wrong = [f"{spans[bad]} spans were {bad}" for bad in ("failed", "dropped") if spans.get(bad)]
+        if config.share and not spans.get("exported"):
+            wrong.append("no span was exported")
         return compare_rounds(
             [(Arm(name="without traces"), off), (Arm(name=f"{config.share:.0%} traced"), on)],
             _MEASURES,
             title=f"traces, rows {mode}, over {api}",
             setup={FORM: FORMS[config.shape.varied], "loads of a server in a round": str(config.turns)},
-            invalid_because=[
-                f"{self.spans[bad]} spans were {bad}" for bad in ("failed", "dropped") if self.spans.get(bad)
-            ],
+            invalid_because=wrong,
             machine=this_machine(),
             versions=versions(),
         )

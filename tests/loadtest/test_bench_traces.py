@@ -33,3 +33,7 @@ def test_rounds_are_compared_by_what_all_requests_of_a_side_took():
     assert cpu.values == ((1000.0, 2000.0), (1020.0, 2020.0))
     assert cpu.ratios[1].value == pytest.approx((1.02 * 1.01) ** 0.5)
     assert found.invalid_because == ("1 spans were dropped",)
+    without = _Bench(TracesBenchConfig(), Path(), Path(), nobody, nobody, {}, print)._comparison(
+        "local", "json", off, on
+    )
+    assert without.invalid_because == ("no span was exported",)
