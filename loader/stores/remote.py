@@ -166,7 +166,10 @@ class RemoteStore(Store):
         model, version = manifest.spec.model, manifest.version
         where, claim = f"{model}/{version}", f"{model}/{WORK_FOLDER_PREFIX}{version}"
         if str(version) in _marked(self._listed(model), TRASH_PREFIX):
-            raise ExportError(f"{self.name}/{where} is being deleted: `shardrank publish --retain` ends what was begun")
+            raise ExportError(
+                f"{self.name}/{where} is being deleted; if whoever does so died, `shardrank publish --retain` of "
+                "another version ends that an hour later"
+            )
         if self._is_here(model, version, identity, source):
             self._objects_of(model, version, manifest.files())
             return f"{self.name}/{where}", False
