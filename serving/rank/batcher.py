@@ -42,6 +42,8 @@ PRUDENCE = 2
 """An answer must be due in one part in so many of the time that there is. The rest is for what is not seen: how long a
 request lay in its socket while a batch was ranked, and batches that take longer than those before."""
 LOOK_AGAIN_S = 0.001
+REMEMBERED_S = 10.0
+"""For so long, up to twice, it is known how much time a request was given: the next ones may have as much."""
 CANT_BE_MET = "the deadline could not be met any more; nothing was begun"
 SHARE_OF_AN_OWNER = 4
 """One part in so many of the floats is for one owner at most."""
@@ -101,8 +103,10 @@ class Batcher:
         self._clock = clock
         self._lock = threading.Lock()
         self._queue: deque[Pending] = deque()
-        # Of what waits: the sum of shares, and the longest time that one was given.
-        self._share, self._longest_s = 0.0, 0.0
+        # The sum of shares of what waits.
+        self._share = 0.0
+        # The longest time that a request was given since some moment, and in the `REMEMBERED_S` before that.
+        self._since, self._longest_s, self._longest_before_s = -inf, 0.0, 0.0
         # When a full queue was last looked through for what nobody waits for.
         self._looked = -inf
         self._pace = BatchPace()
@@ -126,12 +130,14 @@ class Batcher:
         dropped: list[Pending] = []
         wake = None
         with self._lock:
+            # Known also of one that is refused.
+            self._forget_times()
+            self._longest_s = max(self._longest_s, pending.deadline - pending.call.began)
             refusal: ShardrankError | None = self._refusal() if self._closed_because else None
             refusal = refusal or self._overload(pending.deadline - self._clock(), pending.share, dropped)
             if refusal is None:
                 self._queue.append(pending)
                 self._share += pending.share
-                self._longest_s = max(self._longest_s, pending.deadline - pending.call.began)
                 wake = self._idle.pop() if self._idle else None
         _expire(dropped)
         if refusal is not None:
@@ -144,14 +150,16 @@ class Batcher:
     def overload(self, remaining_s: float | None) -> OverloadedError | None:
         """Say why a request would wait in vain that has come, and of which at most is known how long it has.
 
-        It is taken for one like those that wait, of the one of them that was given the longest time. A request that has
-        more time than that gets in as they do, when the queue is shorter, and then it is the one.
+        It is taken for one like those that came of late, of the one of them that was given the longest time. A request
+        that has more time than that gets in as they do, when the queue is shorter, and then it is the one.
         """
         if not self._queue:
             return None
         dropped: list[Pending] = []
         with self._lock:
-            has_s = self._longest_s if remaining_s is None else min(remaining_s, self._longest_s)
+            self._forget_times()
+            longest_s = max(self._longest_s, self._longest_before_s)
+            has_s = longest_s if remaining_s is None else min(remaining_s, longest_s)
             refusal = self._overload(has_s, self._share / max(1, len(self._queue)), dropped)
         _expire(dropped)
         return refusal
@@ -185,7 +193,7 @@ class Batcher:
         """Refuse what waits and what comes, telling why, and let the replicas end."""
         with self._lock:
             self._closed_because = reason
-            left, self._queue, self._share, self._longest_s = self._queue, deque(), 0.0, 0.0
+            left, self._queue, self._share = self._queue, deque(), 0.0
             idle, self._idle = self._idle, []
         finish((pending, self._refusal()) for pending in left)
         for wake in idle:
@@ -222,7 +230,13 @@ class Batcher:
     def _count(self) -> None:
         # Anew each time: the errors of sums and differences would add up.
         self._share = sum(pending.share for pending in self._queue)
-        self._longest_s = max((pending.deadline - pending.call.began for pending in self._queue), default=0.0)
+
+    def _forget_times(self) -> None:
+        """Forget the times that requests were given long ago."""
+        now = self._clock()
+        if now - self._since >= REMEMBERED_S:
+            self._longest_before_s = self._longest_s if now - self._since < 2 * REMEMBERED_S else 0.0
+            self._since, self._longest_s = now, 0.0
 
     def _take_batch(self, dropped: list[Pending], hopeless: list[Pending]) -> list[Pending]:
         queue, now, pace = self._queue, self._clock(), self._pace

@@ -8,7 +8,7 @@ import pytest
 from serving.errors import OverloadedError
 from serving.formats.requests import LookupRequest
 from serving.limits import RequestLimits
-from serving.rank.batcher import Batcher, Pending
+from serving.rank.batcher import REMEMBERED_S, Batcher, Pending
 from serving.rank.pace import KEPT, SLOWEST, BatchPace, share_of
 from shard_node.errors import DeadlineExceededError
 from shardrank_testing.waiting import EMPTY, Clock, Model
@@ -65,8 +65,9 @@ def test_what_is_out_counts_for_as_long_as_it_is_expected_to_take(model):
     assert batcher.num_waiting == 2
 
 
-def test_before_a_request_is_read_it_has_what_its_head_says_or_what_whoever_waits_was_given(model):
+def test_before_a_request_is_read_it_has_what_its_head_says_or_what_those_of_late_were_given(model):
     batcher, clock = warmed(model, 1.0)
+    clock.now += 2 * REMEMBERED_S
     assert batcher.overload(0.0) is None
     batcher.submit(model.rank(100, deadline=clock.now + 3.0, began=clock.now))
     # It would be the second full batch.
@@ -80,6 +81,23 @@ def test_before_a_request_is_read_it_has_what_its_head_says_or_what_whoever_wait
     assert one_batch(batcher, clock, 1.0)
     assert one_batch(batcher, clock, 1.0)
     assert batcher.overload(0.0) is None
+
+
+def test_short_deadlines_of_those_that_wait_keep_nobody_out_who_has_more_time(model):
+    batcher, clock = warmed(model, 1.0)
+    clock.now += 2 * REMEMBERED_S
+    batcher.submit(model.rank(100, deadline=clock.now + 60.0, began=clock.now))
+    assert one_batch(batcher, clock, 1.0)
+    batcher.submit(model.rank(100, deadline=clock.now + 3.0, began=clock.now))
+    assert batcher.overload(60.0) is None
+    assert batcher.overload(None) is None
+    assert isinstance(batcher.overload(3.0), OverloadedError)
+    # As nobody has been given so much for long.
+    clock.now += 1.9 * REMEMBERED_S
+    with pytest.raises(OverloadedError):
+        batcher.submit(model.rank(100, deadline=clock.now + 3.0, began=clock.now))
+    clock.now += 1.9 * REMEMBERED_S
+    assert isinstance(batcher.overload(60.0), OverloadedError)
 
 
 def test_a_queue_that_is_full_refuses_before_a_request_is_read(model):
