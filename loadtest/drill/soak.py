@@ -408,6 +408,8 @@ def make_soak_report(config: SoakDrillConfig, course: SoakCourse, facts: Mapping
 def soak_problems(report: SoakReport) -> list[str]:
     """Say what is wrong with answers, and what grows."""
     found = counted({"failed": report.failed, "are mixed": report.mixed, "are wrong": report.wrong})
+    if not report.rollouts or not report.updates:
+        found.append(f"{report.rollouts} rollouts and {report.updates} row updates came in this time; soak for longer")
     found += [f"{name} was started again, so what it held can't be compared" for name in report.restarted]
     if not report.trends or any(one.per_min is None for one in report.trends):
         found.append(f"{report.samples} samples are too few to tell what grows; soak for longer")

@@ -213,8 +213,9 @@ def connected(config: RayConfig, registry_name: str) -> Iterator[RayCluster]:
         _check_answers(config.address)
     try:
         ray.init(config.address or "auto", namespace=namespace, log_to_driver=False, logging_level="ERROR")
-    except (ConnectionError, ValueError) as error:
-        raise FleetError(f"no Ray cluster answers at {where}: {error}") from error
+    # RuntimeError: its Python or Ray is of another version.
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise FleetError(f"no Ray cluster can be used at {where}: {error}") from error
     if threading.current_thread() is threading.main_thread():
         # Ray's would exit, and leave a fleet that is not detached to be killed.
         signal.signal(signal.SIGTERM, on_sigterm)

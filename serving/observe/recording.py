@@ -247,7 +247,8 @@ class _Files:
         self._size, self._began = 0, 0.0
         self._schemas: dict[tuple[str, str, tuple[str, ...]], int] = {}
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            # Ids may tell who a user is: nobody else reads a folder that is made here.
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = (self._folder / LOCK).open("wb")
         except OSError as error:
             raise RecordingFolderError(f"--record {self._folder}: {error.strerror or error}") from error

@@ -81,7 +81,7 @@ def report_of(
     leak_mb_per_min: float = 0.0, descriptors: tuple[int, ...] = (30,), threads: int = 6, minutes: int = 20
 ) -> SoakReport:
     """A process that is read once a second: it warms up by 100 MB, and has twice its memory in rollouts."""
-    rng, course = np.random.default_rng(1), SoakCourse()
+    rng, course = np.random.default_rng(1), SoakCourse(rollouts=3, updates=90)
     course.times = [1000.0 + second for second in range(60 * minutes)]
     course.apart = [TimeSpan(begin, begin + 8.0) for begin in range(1045, 1000 + 60 * minutes, 53)]
     own = []
@@ -123,8 +123,11 @@ def test_a_descriptor_that_each_rollout_leaves_open_is_found_and_ones_that_come_
 
 
 def test_a_soak_that_is_too_short_or_whose_processes_are_started_again_does_not_pass():
-    short = make_soak_report(SoakDrillConfig(), SoakCourse(), FACTS)
-    assert short.problems == ("0 samples are too few to tell what grows; soak for longer",)
+    short = make_soak_report(SoakDrillConfig(), SoakCourse(updates=9), FACTS)
+    assert short.problems == (
+        "0 rollouts and 9 row updates came in this time; soak for longer",
+        "0 samples are too few to tell what grows; soak for longer",
+    )
     course = SoakCourse()
     for process_id in (os.getpid(), os.getppid()):
         course.sample({"serve-0": process_id})
