@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 Wake: TypeAlias = Callable[[], None]
 
-PRUDENCE = 2
+PRUDENCE = 3
 """An answer must be due in one part in so many of the time that there is. The rest is for what is not seen: how long a
 request lay in its socket while a batch was ranked, and batches that take longer than those before."""
 LOOK_AGAIN_S = 0.001
@@ -187,7 +187,7 @@ class Batcher:
     def ended(self, batch: list[Pending]) -> None:
         """Note that a batch was answered, and that its replica is free."""
         with self._lock:
-            self._pace.end(id(batch), self._clock())
+            self._pace.end(id(batch), self._clock(), waits=bool(self._queue))
 
     def close(self, reason: str = "it is being unloaded") -> None:
         """Refuse what waits and what comes, telling why, and let the replicas end."""

@@ -46,16 +46,23 @@ class BatchPace:
     def __init__(self) -> None:
         self.full_s, self.at_once = 0.0, 1.0
         self._out: dict[int, tuple[float, float]] = {}
+        self._free_since: float | None = None
         self._ended: deque[_Batch] = deque(maxlen=KEPT)
 
     def begin(self, number: int, share: float, now: float) -> None:
-        """Note that a batch was taken; `number` is its own among those that are out."""
-        self._out[number] = (now, share)
+        """Note that a batch was taken; `number` is its own among those that are out.
 
-    def end(self, number: int, now: float) -> None:
-        """Learn from a batch that was answered."""
+        It takes from when the one before was answered, if it waited then: what was read and refused meanwhile, under
+        overload more than all else, is as much in its way as batches are.
+        """
+        self._out[number] = (now if self._free_since is None else self._free_since, share)
+        self._free_since = None
+
+    def end(self, number: int, now: float, waits: bool = False) -> None:
+        """Learn from a batch that was answered; `waits`: others do."""
         at_once = len(self._out)
         began, share = self._out.pop(number)
+        self._free_since = now if waits and not self._out else None
         self._ended.append(_Batch((now - began) / share, now - began, share, at_once))
         if counted := sorted(self._ended)[:-SLOWEST]:
             shares = sum(one.share for one in counted)
