@@ -142,7 +142,11 @@ class Batcher:
         _expire(dropped)
         if refusal is not None:
             pending.lease.release()
-            raise refusal
+            try:
+                raise refusal
+            finally:
+                # As in `RankingService.shed`.
+                del refusal
         while wake is not None and not _wake(wake):
             with self._lock:
                 wake = self._idle.pop() if self._idle else None

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 
 import grpc
 import pytest
 
 from serving.client import AsyncClient, OverloadedError, RetryPolicy
-from shardrank_testing.serving_api import MODEL, Gate, api_request, gated_service, run, running_api
+from serving.errors import OverloadedError as ServingOverloadedError
+from shardrank_testing.serving_api import MODEL, Gate, api_request, ask, gated_service, run, running_api
 
 PATH = f"/v1/models/{MODEL}:rank"
 NO_REQUEST = b"this was not read"
@@ -53,5 +55,40 @@ def test_over_every_api_what_would_wait_in_vain_is_refused_unread_and_told_when_
                 metrics = (await api.http.get("/metrics")).text
                 shed = f'shardrank_requests_total{{api="http",method="rank",model="{MODEL}",status="overloaded"}}'
                 assert f"{shed} 2.0" in metrics
+
+    run(main())
+
+
+def test_refusals_leave_no_cycles_that_only_the_collector_could_free(api_model):
+    gate = Gate()
+
+    async def main() -> None:
+        with gated_service(api_model, gate) as service:
+            served = service.generations.all()[0].payload
+            served._batcher._pace.full_s = 1000.0
+            ranked = [asyncio.create_task(ask(service, api_request(0)))]
+            await gate.wait_until_busy()
+            ranked.append(asyncio.create_task(ask(service, api_request(1))))
+            while served.num_waiting < 1:  # noqa: ASYNC110  # the queue tells nobody
+                await asyncio.sleep(0.001)
+
+            async def refused() -> None:
+                try:
+                    await ask(service, api_request(2))
+                except ServingOverloadedError:
+                    return
+                raise AssertionError("it was not refused")
+
+            await refused()
+            gc.collect()
+            gc.disable()
+            try:
+                for _ in range(50):
+                    await refused()
+                assert gc.collect() < 50
+            finally:
+                gc.enable()
+            gate.open.set()
+            await asyncio.gather(*ranked)
 
     run(main())
