@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 Wake: TypeAlias = Callable[[], None]
 
-PRUDENCE = 3
+PRUDENCE = 2
 """An answer must be due in one part in so many of the time that there is. The rest is for what is not seen: how long a
 request lay in its socket while a batch was ranked, and batches that take longer than those before."""
 LOOK_AGAIN_S = 0.001
