@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Final, Protocol, TypeVar
 
 from loader.errors import ShardrankError
@@ -175,6 +175,20 @@ async def ended(done: asyncio.Future[Any]) -> None:
     while not done.done():
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.wait([done])
+
+
+async def all_or_first_error(waiting: Iterable[Awaitable[Any]]) -> None:
+    """Run all at once; when one fails, or the waiting is cancelled, end the others before going on.
+
+    Raises what the first one that fails raises.
+    """
+    tasks = [asyncio.ensure_future(one) for one in waiting]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _tell(loop: asyncio.AbstractEventLoop, take: Callable[..., None], value: object) -> None:

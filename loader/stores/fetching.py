@@ -19,7 +19,7 @@ from typing import Final
 import xxhash
 
 from loader.errors import SnapshotCorruptError, StoreCacheError
-from loader.progress import Progress, ended
+from loader.progress import Progress, all_or_first_error, ended
 from loader.snapshot.manifest import FileEntry
 from loader.snapshot.store import fsync_path, hash_file
 from loader.stores.cache import CacheEntry
@@ -144,13 +144,7 @@ class _Fetch:
         files = iter(entries)
         # As many files as parts at a time: that is enough for small ones, and few stay begun when this is killed.
         tasks = [asyncio.ensure_future(self._files(files)) for _ in range(min(PARTS_AT_A_TIME, len(entries)))]
-        tasks.append(asyncio.ensure_future(self._tick(tasks.copy())))
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        await all_or_first_error([*tasks, self._tick(tasks)])
 
     async def _tick(self, others: Sequence[asyncio.Future[None]]) -> None:
         while not all(one.done() for one in others):
@@ -197,14 +191,8 @@ class _Fetch:
             part.write(number, content)
             self._told(end - begin)
 
-        tasks = [asyncio.ensure_future(one(number)) for number in part.missing]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            # Nobody writes to a file that is let go.
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        # It ends them all: nobody writes to a file that is let go.
+        await all_or_first_error([one(number) for number in part.missing])
 
 
 def fetch(

@@ -19,7 +19,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Final
 from pydantic import Field
 
 from loader.errors import RegistryError
+from loader.progress import all_or_first_error
 from loader.snapshot.tables import Frozen
 from serving.errors import ChildFailedError, FleetError
 from serving.fleet.supervisor import Child, ChildSpec, NotYetError, RefusedError, describe_exit, shardrank_command
@@ -365,7 +366,7 @@ async def fleet_on_ray(
             for group in missing:
                 cluster.start(group, {REGISTRY_VARIABLE: config.registry_url})
             waiting = [_until_ready(cluster, fleet, config, ray, name, on_ready) for name in started]
-            await _all_or_first_error(waiting)
+            await all_or_first_error(waiting)
         except BaseException:
             await end_in_order(cluster, started)
             raise
@@ -403,16 +404,6 @@ async def _divide_anew(fleet: FleetRegistry, config: FleetConfig) -> None:
             "leave it out; a snapshot carries its own plan"
         )
     await reshard(fleet, config.shards)
-
-
-async def _all_or_first_error(waiting: Sequence[Coroutine[Any, Any, None]]) -> None:
-    tasks = [asyncio.create_task(one) for one in waiting]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def end_in_order(cluster: RayCluster, names: Sequence[str]) -> None:
