@@ -182,6 +182,7 @@ class Batcher:
             if not batch:
                 if self._closed_because:
                     return None
+                self._pace.rest()
                 self._idle.append(wake)
         _expire(dropped)
         if hopeless:

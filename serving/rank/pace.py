@@ -69,6 +69,10 @@ class BatchPace:
             self.full_s = sum(one.seconds for one in counted) / shares
             self.at_once = sum(one.at_once * one.share for one in counted) / shares
 
+    def rest(self) -> None:
+        """Note that nothing waits any more: a replica is idle until the next batch begins."""
+        self._free_since = None
+
     def batch_s(self, share: float) -> float:
         """Tell how long a batch of so much takes; one of more than a full one is cut."""
         return self.full_s * min(1.0, share)

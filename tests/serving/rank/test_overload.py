@@ -236,3 +236,19 @@ def test_of_three_times_the_capacity_one_capacity_is_answered_in_time_and_the_re
     assert late <= 0.01 * in_time
     assert len(refused_s) > 1.5 * in_time
     assert np.percentile(refused_s, 99) <= np.percentile(batches_s, 99) + 0.005
+
+
+def test_time_in_which_nothing_waits_counts_for_no_batch(model):
+    batcher, clock = warmed(model, 1.0)
+    batcher.submit(model.rank(100))
+    batch = batcher.take(lambda: None)
+    batcher.submit(model.rank(100, deadline=clock.now + 4.0))
+    clock.now += 1.0
+    batcher.ended(batch)
+    clock.now += 60.0
+    # The one that waited is dropped, and the replica is idle.
+    assert batcher.take(lambda: None) == []
+    clock.now += 60.0
+    batcher.submit(model.rank(100))
+    one_batch(batcher, clock, 1.0)
+    assert max(one.seconds for one in batcher._pace._ended) == pytest.approx(1.0)
