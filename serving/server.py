@@ -78,7 +78,8 @@ async def running_server(service: RankingService, config: ServerConfig) -> Async
     """Listen while the block runs, then stop as `ServerConfig` says. Raises ListenError if a port can't be bound."""
     addresses = Addresses(service.limits, service.clock)
     tokens, ssl = _protection(service, config, "http")
-    http = HttpServer(service, config.drain_timeout_s, HttpApp(service, tokens), addresses=addresses, ssl=ssl)
+    app = HttpApp(service, tokens)
+    http = HttpServer(service, config.drain_timeout_s, app, addresses=addresses, ssl=ssl, refuse=app.refuse)
     grpc = GrpcServer(service, *_protection(service, config, "grpc"), addresses)
     watching: asyncio.Future[tuple[None, None]] | None = None
     try:

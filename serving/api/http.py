@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from typing import Literal
 
@@ -28,6 +29,14 @@ _ROUTE = re.compile(
     r"|/v2/models/(?P<infer>[^/:]+)(?:/versions/(?P<version>[^/]+))?/infer"
 )
 
+# Of a head: what ranks or looks up, by a path that is the same decoded; when it is its connection's last, or may be;
+# and its id.
+_RANKED = re.compile(
+    rb"POST (/v1/models/[^/:?%\s]+:(rank|lookup)|/v2/models/[^/:?%\s]+(?:/versions/[^/?%\s]+)?/infer) HTTP/1\.1\r\n"
+)
+_MAY_BE_LAST = re.compile(rb"\r\nconnection:(?![ \t]*keep-alive[ \t]*\r\n)", re.IGNORECASE)
+_ID_LINE = re.compile(rb"\r\nx-request-id:[ \t]*([^\r]*?)[ \t]*\r\n", re.IGNORECASE)
+
 Headers = dict[bytes, bytes]
 
 
@@ -41,7 +50,32 @@ class HttpApp:
     def __init__(self, service: RankingService, tokens: Tokens | None = None) -> None:
         self._service = service
         self._tokens = tokens
+        self._let_in = 0
         self.documents = create_documents(service, tokens)
+
+    def refuse(self, head: bytes) -> HttpReply | None:
+        """Refuse a request that would wait in vain, by its head: for much less work than a call of this application.
+
+        That comes before its token is looked at: it says nothing of what is served.
+        """
+        match = _RANKED.match(head)
+        if match is None or _MAY_BE_LAST.search(head) is not None:
+            return None
+        api, method = ("oip_http", "rank") if match[2] is None else ("http", match[2].decode())
+        error = self._service.turn_away(api, method, None, self._let_in)
+        if error is None:
+            if not self._let_in:
+                asyncio.get_running_loop().call_soon(self._begin_turn)
+            self._let_in += 1
+            return None
+        found = _ID_LINE.search(head)
+        request_id = "" if found is None else found[1].decode("latin-1")
+        reply = error_reply(match[1].decode(), request_id, error)
+        return reply._replace(headers=((_REQUEST_ID.decode(), request_id), *reply.headers)) if found else reply
+
+    def _begin_turn(self) -> None:
+        """Forget whom was let in while sockets were read: whoever is complete stands in the queue by now."""
+        self._let_in = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""

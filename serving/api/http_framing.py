@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from http import HTTPStatus
+from typing import TypeAlias
 
 from loader.errors import ShardrankError
+from serving.api.bodies import HttpReply, error_reply
 from serving.errors import HeaderTooLargeError, MalformedRequestError, MethodNotAllowedError
-from serving.formats.json_text import RETRY_AFTER_S, encode, error_document
 
 _LENGTH_DIGITS = 18
 _LINES_BETWEEN_LOOKS = 256
@@ -28,6 +29,10 @@ _SIZE_BEGUN = rb"(?:[0-9A-Fa-f]{1,15}(?:[ \t]*+(?:;%b)?\r?)?)?" % _VALUE
 _FIRST_CHUNK, _NEXT_CHUNK = re.compile(_SIZE), re.compile(rb"\r\n" + _SIZE)
 _FIRST_BEGUN, _NEXT_BEGUN = re.compile(_SIZE_BEGUN + rb"\Z"), re.compile(rb"(?:\r(?:\n%b)?)?\Z" % _SIZE_BEGUN)
 _TRAILER = re.compile(rb"(?:%b:%b)?\r\n" % (_NAME, _VALUE))
+
+
+Refuse: TypeAlias = Callable[[bytes], HttpReply | None]
+"""Given a request's head, gives the answer to one that is refused before the application sees it."""
 
 
 def read_head(data: bytes, end: int) -> tuple[int, bool, bool]:
@@ -156,12 +161,17 @@ def header_too_large(max_header_bytes: int) -> HeaderTooLargeError:
     return HeaderTooLargeError(f"the headers are longer than the limit max_header_bytes = {max_header_bytes}")
 
 
-def refusal(error: ShardrankError, headers: list[tuple[bytes, bytes]]) -> bytes:
-    """Write a connection's last answer: head and body."""
-    body = encode(error_document(error))
-    lines = [b"HTTP/1.1 %d %b" % (error.http_status, HTTPStatus(error.http_status).phrase.encode())]
+def whole_answer(reply: HttpReply, headers: list[tuple[bytes, bytes]], *, is_last: bool) -> bytes:
+    """Write an answer, head and body, with these headers before its own; `is_last` of its connection."""
+    lines = [b"HTTP/1.1 %d %b" % (reply.status, HTTPStatus(reply.status).phrase.encode())]
     lines += [b"%b: %b" % header for header in headers]
-    lines += [b"content-type: application/json", b"content-length: %d" % len(body), b"connection: close"]
-    if error.http_status == HTTPStatus.SERVICE_UNAVAILABLE:
-        lines.append(b"retry-after: %d" % RETRY_AFTER_S)
-    return b"\r\n".join((*lines, b"", body))
+    lines += [b"content-type: %b" % reply.content_type.encode(), b"content-length: %d" % len(reply.body)]
+    lines += [f"{name}: {value}".encode("latin-1") for name, value in reply.headers]
+    if is_last:
+        lines.append(b"connection: close")
+    return b"\r\n".join((*lines, b"", reply.body))
+
+
+def last_answer(error: ShardrankError, headers: list[tuple[bytes, bytes]]) -> bytes:
+    """Write the answer of a connection that is ended for an error, likewise."""
+    return whole_answer(error_reply("", "", error), headers, is_last=True)

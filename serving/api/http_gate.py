@@ -14,17 +14,23 @@ import socket
 import ssl as tls
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from itertools import islice, takewhile
-from typing import Any, Literal, cast
+from typing import Literal, TypeAlias, cast
 
 import numpy as np
-from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from loader.errors import ShardrankError
-from serving.api.http_framing import ChunkReader, header_too_large, read_head, refusal, without_upgrade
+from serving.api.http_framing import (
+    ChunkReader,
+    Refuse,
+    header_too_large,
+    last_answer,
+    read_head,
+    whole_answer,
+    without_upgrade,
+)
 from serving.api.listening import (
     CONNECT_S,
     EVICTION_CHOICE,
@@ -35,16 +41,13 @@ from serving.api.listening import (
     CountsFailures,
     Front,
     forget_unsent,
+    poll_socket,
 )
 from serving.errors import MalformedRequestError, OverloadedError, RequestTimeoutError, ServingError
 from serving.formats.requests import Buffer
 from serving.limits import RequestLimits
 
 logger = logging.getLogger(__name__)
-_protocol_logger = logger.getChild("uvicorn")
-_protocol_logger.setLevel(logging.INFO)
-# The gate says so itself, and not once for each.
-_protocol_logger.addFilter(lambda record: not record.getMessage().startswith("Invalid HTTP request"))
 
 # What a read costs the event loop outside of here. One that brings a usual packet's worth is nobody's fault.
 _SHORT_READ_BYTES, _SHORT_READ_S = 512, 10e-6
@@ -55,26 +58,6 @@ LINGER_S = 1.0
 """How long the rest of a body that was refused is read and dropped, so that the client gets to see the refusal."""
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _Phase = Literal["head", "body", "chunks", "complete"]
-
-
-class _Wire(asyncio.Transport):
-    """The transport that a gate shows to the protocol behind it."""
-
-    def __init__(self, gate: Gate, transport: asyncio.Transport) -> None:
-        super().__init__()
-        self._gate = gate
-        self.get_extra_info = transport.get_extra_info  # type: ignore[method-assign]
-        # Each answer passes here several times.
-        self.write = gate.write  # type: ignore[method-assign]
-        self.pause_reading = partial(gate.pause, "protocol")  # type: ignore[method-assign]
-        self.resume_reading = partial(gate.resume, "protocol")  # type: ignore[method-assign]
-
-    def close(self) -> None:
-        if not self._gate.is_feeding:
-            self._gate.end()
-
-    def is_closing(self) -> bool:
-        return self._gate.is_ended
 
 
 class Gate(Accepted, asyncio.BufferedProtocol):
@@ -94,7 +77,7 @@ class Gate(Accepted, asyncio.BufferedProtocol):
         self._held, self._left = b"", 0
         self._body: memoryview | None = None
         self._chunks: ChunkReader
-        self._owes = self._has_written = self._has_ended_sending = self._was_refused = False
+        self._owes = self._has_written = self._has_ended_sending = self._was_refused = self._is_dropped = False
         self._answer_head = b""
         self._paused_by: set[str] = set()
         self._watcher: Callable[[], None] | None = None
@@ -270,13 +253,8 @@ class Gate(Accepted, asyncio.BufferedProtocol):
         return self._protocol is None or bool(self.poll(select.POLLIN) & select.POLLIN)
 
     def poll(self, events: int) -> int:
-        """Ask the kernel for `events` of the socket, and for its end, which nobody sees while nothing is read."""
-        connection = self._transport.get_extra_info("socket")
-        if connection is None:
-            return select.POLLHUP
-        poller = select.poll()
-        poller.register(connection.fileno(), events)
-        return sum(ready for _, ready in poller.poll(0))
+        """Ask the kernel for `events` of the socket, and for its end."""
+        return poll_socket(self._transport.get_extra_info("socket"), events)
 
     def end(self) -> None:
         """Close the connection, once all that was written is sent."""
@@ -373,6 +351,7 @@ class Gate(Accepted, asyncio.BufferedProtocol):
         body_end = body_at + length
         if (is_chunked or len(data) < body_end) and not self.has_begun:
             self._begin_receiving(now)
+        self._is_dropped = self._refuse_unread(data[:body_at])
         if is_chunked:
             self._phase, self._chunks = "chunks", ChunkReader(max_header_bytes)
             self._give(data[:body_at])
@@ -380,7 +359,7 @@ class Gate(Accepted, asyncio.BufferedProtocol):
                 self._take_chunks(data[body_at:])
         elif len(data) < body_end:
             self._phase, self._left = "body", body_end - len(data)
-            if READ_BYTES < self._left <= gates.limits.max_body_bytes:
+            if READ_BYTES < self._left <= gates.limits.max_body_bytes and not self._is_dropped:
                 # One copy and one turn of whoever waits for it. It takes no memory before it comes, as zeroes would.
                 self._body = np.empty(length, np.uint8).data
                 self._body[: -self._left] = data[body_at:]
@@ -391,6 +370,16 @@ class Gate(Accepted, asyncio.BufferedProtocol):
                 data, self._held = data[:body_end], data[body_end:]
             self._complete()
             self._give(data)
+
+    def _refuse_unread(self, head: bytes) -> bool:
+        """Answer what the application would only refuse; its body is dropped as it comes. Returns whether it is so."""
+        gates = self._gates
+        # A peer that takes no answers gets no more of them.
+        if gates.is_draining or self in gates.unread or (reply := gates.refuse(head)) is None:
+            return False
+        self._transport.write(whole_answer(reply, gates.state.default_headers, is_last=False))
+        self.answered()
+        return True
 
     def _take_chunks(self, data: bytes) -> None:
         """Take chunks apart, and give on what they hold as one."""
@@ -408,11 +397,14 @@ class Gate(Accepted, asyncio.BufferedProtocol):
             self._give(given)
 
     def _give(self, data: Buffer) -> None:
-        """Feed the protocol behind."""
+        """Feed the protocol behind, but for what is dropped."""
+        if self._is_dropped:
+            if self._phase == "complete":
+                self._await_next()
+            return
         protocol = self._protocol
         if protocol is None:
-            protocol = self._protocol = self._gates.new_protocol({"gate": self})
-            protocol.connection_made(_Wire(self, self._transport))
+            protocol = self._protocol = self._gates.new_protocol(self, self._transport, self._gates.state)
         self.is_feeding = True
         try:
             protocol.data_received(cast(bytes, data))  # or whatever else is a buffer
@@ -482,7 +474,7 @@ class Gate(Accepted, asyncio.BufferedProtocol):
         self._gates.note(error.kind)
         is_answered = self._has_written if self._owes else self._phase != "head"
         if not (is_answered or self.is_ended):
-            self._transport.write(refusal(error, self._gates.state.default_headers))
+            self._transport.write(last_answer(error, self._gates.state.default_headers))
         self.end()
 
     def _tell_work(self) -> None:
@@ -501,6 +493,10 @@ class Gate(Accepted, asyncio.BufferedProtocol):
             self.drop()
 
 
+NewProtocol: TypeAlias = Callable[[Gate, asyncio.Transport, ServerState], HttpToolsProtocol]
+"""Makes what is behind a gate, and connects it."""
+
+
 class Gates(Front[Gate]):
     """What the connections of one listener share, and what they wait for: since when, the longest first.
 
@@ -516,16 +512,17 @@ class Gates(Front[Gate]):
 
     def __init__(
         self,
-        config: Config,
+        new_protocol: NewProtocol,
         limits: RequestLimits,
         metrics: CountsFailures,
         addresses: Addresses,
         clock: Callable[[], float],
         ssl: tls.SSLContext | None = None,
+        refuse: Refuse = lambda head: None,
     ) -> None:
         super().__init__(addresses, limits.max_connections, limits.receive_timeout_s, ssl)
-        self.limits, self.clock = limits, clock
-        self._config, self._metrics = config, metrics
+        self.limits, self.clock, self.refuse = limits, clock, refuse
+        self.new_protocol, self._metrics = new_protocol, metrics
         self.is_draining = False
         self.state = ServerState()
         self._waiting: tuple[dict[Gate, float], ...] = ({}, {}, {}, {}, {})
@@ -549,18 +546,12 @@ class Gates(Front[Gate]):
 
     def tell_refused(self, connection: socket.socket, error: OverloadedError) -> None:
         """See `Front`."""
-        connection.send(refusal(error, self.state.default_headers))
+        connection.send(last_answer(error, self.state.default_headers))
 
     def leave(self, connection: Gate) -> None:
         """See `Front`."""
         self.forget(connection)
         super().leave(connection)
-
-    def new_protocol(self, state: dict[str, Any]) -> HttpToolsProtocol:
-        """Make what is behind a gate; `state` gets into the scope of every request."""
-        protocol = HttpToolsProtocol(self._config, self.state, state)
-        protocol.logger = _protocol_logger
-        return protocol
 
     def note(self, kind: str) -> None:
         """Count what was refused, or ended. It is logged with others of its second, but TLS logs its own."""

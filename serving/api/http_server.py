@@ -16,11 +16,14 @@ from typing import NamedTuple, Protocol
 import uvicorn
 import uvloop
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
 
 from serving.api.dealing import Place
 from serving.api.documents import create_probes
 from serving.api.http import answer_whole
-from serving.api.http_gate import Gates
+from serving.api.http_framing import Refuse
+from serving.api.http_gate import Gate, Gates
 from serving.api.listening import Addresses, CountsFailures
 from serving.api.tokens import Tokens
 from serving.dashboard.board import run_board
@@ -29,6 +32,10 @@ from serving.limits import RequestLimits
 from serving.rank.service import RankingService
 
 logger = logging.getLogger(__name__)
+_protocol_logger = logger.getChild("uvicorn")
+_protocol_logger.setLevel(logging.INFO)
+# The gate says so itself, and not once for each.
+_protocol_logger.addFilter(lambda record: not record.getMessage().startswith("Invalid HTTP request"))
 
 LAST_REQUEST_S = 0.5
 """How long a connection that may bring its first request is kept when the server stops."""
@@ -53,11 +60,41 @@ class Fronted(Protocol):
         """What counts connections that were refused."""
 
 
+class _Wire(asyncio.Transport):
+    """The transport that a gate shows to the protocol behind it."""
+
+    def __init__(self, gate: Gate, transport: asyncio.Transport) -> None:
+        super().__init__()
+        self._gate = gate
+        self.get_extra_info = transport.get_extra_info  # type: ignore[method-assign]
+        # Each answer passes here several times.
+        self.write = gate.write  # type: ignore[method-assign]
+        self.pause_reading = partial(gate.pause, "protocol")  # type: ignore[method-assign]
+        self.resume_reading = partial(gate.resume, "protocol")  # type: ignore[method-assign]
+
+    def close(self) -> None:
+        if not self._gate.is_feeding:
+            self._gate.end()
+
+    def is_closing(self) -> bool:
+        return self._gate.is_ended
+
+
+def behind_gate(
+    config: uvicorn.Config, gate: Gate, transport: asyncio.Transport, state: ServerState
+) -> HttpToolsProtocol:
+    """Connect what parses a connection's requests and calls the application, with the gate in their scope."""
+    protocol = HttpToolsProtocol(config, state, {"gate": gate})
+    protocol.logger = _protocol_logger
+    protocol.connection_made(_Wire(gate, transport))
+    return protocol
+
+
 class HttpServer:
     """An HTTP listener: `app` answers for a service.
 
     Requests in flight may take `drain_timeout_s` once it is stopped. `addresses` are accounts of whoever connects,
-    shared with other listeners.
+    shared with other listeners. `refuse` is asked for each request before `app` is.
     """
 
     def __init__(
@@ -68,6 +105,7 @@ class HttpServer:
         *,
         addresses: Addresses | None = None,
         ssl: tls.SSLContext | None = None,
+        refuse: Refuse = lambda head: None,
     ) -> None:
         limits = service.limits
         config = uvicorn.Config(
@@ -83,7 +121,9 @@ class HttpServer:
         )
         config.load()
         addresses = addresses or Addresses(limits, service.clock)
-        self._gates = Gates(config, limits, service.metrics, addresses, service.clock, ssl)
+        self._gates = Gates(
+            partial(behind_gate, config), limits, service.metrics, addresses, service.clock, ssl, refuse
+        )
         self._drain_timeout_s = drain_timeout_s
         self._ticking: asyncio.Task[None] | None = None
 

@@ -145,17 +145,18 @@ class Batcher:
             try:
                 raise refusal
             finally:
-                # As in `RankingService.shed`.
+                # As in `answer`.
                 del refusal
         while wake is not None and not _wake(wake):
             with self._lock:
                 wake = self._idle.pop() if self._idle else None
 
-    def overload(self, remaining_s: float | None) -> OverloadedError | None:
+    def overload(self, remaining_s: float | None, ahead: int = 0) -> OverloadedError | None:
         """Say why a request would wait in vain that has come, and of which at most is known how long it has.
 
         It is taken for one like those that came of late, of the one of them that was given the longest time. A request
-        that has more time than that gets in as they do, when the queue is shorter, and then it is the one.
+        that has more time than that gets in as they do, when the queue is shorter, and then it is the one. `ahead` are
+        others that came before it and are not queued yet; each is taken for one like those that wait.
         """
         if not self._queue:
             return None
@@ -164,7 +165,7 @@ class Batcher:
             self._forget_times()
             longest_s = max(self._longest_s, self._longest_before_s)
             has_s = longest_s if remaining_s is None else min(remaining_s, longest_s)
-            refusal = self._overload(has_s, self._share / max(1, len(self._queue)), dropped)
+            refusal = self._overload(has_s, self._share / max(1, len(self._queue)), dropped, ahead)
         _expire(dropped)
         return refusal
 
@@ -207,21 +208,25 @@ class Batcher:
     def _refusal(self) -> ShuttingDownError:
         return ShuttingDownError(f"this model version does not answer any more: {self._closed_because}")
 
-    def _overload(self, has_s: float, share: float, dropped: list[Pending]) -> OverloadedError | None:
-        """Say why a request of a share that has so many seconds would wait in vain; None if it would not."""
+    def _overload(self, has_s: float, share: float, dropped: list[Pending], ahead: int = 0) -> OverloadedError | None:
+        """Say why a request of a share that has so many seconds would wait in vain; None if it would not.
+
+        So does each of those `ahead` of it that are not in the queue.
+        """
         limit = self._limits.max_queue
-        if len(self._queue) >= limit:
+        if len(self._queue) + ahead >= limit:
             if self._clock() - self._looked >= LOOK_AGAIN_S:
                 self._drop_dead(dropped)
-            if len(self._queue) >= limit:
-                return OverloadedError(f"{len(self._queue)} requests wait, the limit max_queue = {limit}")
+            if len(self._queue) + ahead >= limit:
+                return OverloadedError(f"{len(self._queue) + ahead} requests wait, the limit max_queue = {limit}")
         if not self._queue:
             return None
+        before = self._share + ahead * share
         # Behind what waits comes its own batch.
-        due_s = self._pace.wait_s(self._share, self._clock()) + self._pace.batch_s(self._share + share)
+        due_s = self._pace.wait_s(before, self._clock()) + self._pace.batch_s(before + share)
         if PRUDENCE * due_s <= has_s:
             return None
-        waits = f"{len(self._queue)} requests wait, and an answer is due in about {1000 * due_s:.0f} ms"
+        waits = f"{len(self._queue) + ahead} requests wait, and an answer is due in about {1000 * due_s:.0f} ms"
         return OverloadedError(f"{waits}; it may be 1/{PRUDENCE} of the {1000 * has_s:.0f} ms that there are")
 
     def _drop_dead(self, dropped: list[Pending]) -> None:

@@ -142,26 +142,23 @@ class RankingService(ServedVersions):
         if outcome is not None and call.generation is not None and call.generation.state == "retired":
             self._forget(call.model, call.version)
 
-    def shed(self, call: Call, remaining_s: float | None) -> None:
-        """Refuse a call if it would wait in vain, before it is received: its head may tell how long it has.
+    def turn_away(self, api: str, method: str, remaining_s: float | None, ahead: int = 0) -> OverloadedError | None:
+        """Say why a call would wait in vain that has begun to come, and count it; None if it would not.
 
-        Raises OverloadedError, for much less work than a call takes that is parsed: under overload most are refused.
-        Where several models are live, not before all of them have more to do than can wait.
+        Under overload most calls end here, for much less work than one takes that is parsed. Where several models are
+        live, not before all of them have more to do than can wait. `remaining_s` and `ahead` are as of
+        `Batcher.overload`.
         """
         refusal, live = None, self.generations.live()
         for generation in live:
-            refusal = generation.payload.overload(remaining_s)
+            refusal = generation.payload.overload(remaining_s, ahead)
             if refusal is None:
-                return
+                return None
         if refusal is not None:
-            if len(live) == 1:
-                call.model = live[0].model
-            try:
-                raise refusal
-            finally:
-                # The traceback has this frame: with the error in it they would hold each other until the collector
-                # comes, which under overload took a sixth of the time.
-                del refusal
+            now = self.clock()
+            call = Call(api, method, now, live[0].model if len(live) == 1 else "")
+            self.metrics.call_ended(call, refusal.kind, None, now)
+        return refusal
 
     def admit(self, call: Call) -> None:
         """Let a call in whose request is complete; a second time changes nothing.
@@ -272,11 +269,18 @@ async def answer(
     Raises:
         ShardrankError: with its HTTP and gRPC status.
     """
+    refusal = service.turn_away(codec.api, codec.method, client.time_remaining())
+    if refusal is not None:
+        try:
+            raise refusal
+        finally:
+            # The traceback has this frame: with the error in it they would hold each other until the collector comes,
+            # which under overload took a sixth of the time.
+            del refusal
     call = service.begin_call(codec.api, codec.method)
     if service.tracer is not None:
         call.trace = service.tracer.begin(parent)
     try:
-        service.shed(call, client.time_remaining())
         body = await receive()
         unparsed, request, lease = _parsed(service, codec, call, body)
         # A long request's bytes are not needed while it waits.

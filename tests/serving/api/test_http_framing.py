@@ -197,6 +197,34 @@ def test_however_valid_requests_are_cut_the_answers_are_the_same(requests, cuts)
     asyncio.run(main())
 
 
+@settings(max_examples=100)
+@given(st.lists(REQUESTS, min_size=1, max_size=6), st.lists(st.integers(1, 120)), st.data())
+def test_however_requests_are_cut_those_refused_by_their_heads_are_answered_unread_and_the_others_as_without_them(
+    requests, cuts, data
+):
+    is_refused = [data.draw(st.booleans()) for _ in requests]
+    sent = [
+        request.replace(b"host: x\r\n", b"host: x\r\nx-refuse: 1\r\n") if refused else request
+        for request, refused in zip(requests, is_refused, strict=True)
+    ]
+    stream = b"".join(sent)
+    ends = [*itertools.takewhile(lambda end: end < len(stream), itertools.accumulate(cuts)), len(stream)]
+    pieces = [stream[begin:end] for begin, end in itertools.pairwise([0, *ends])]
+
+    async def main() -> None:
+        plain, served = Served(), Served(refuses=True)
+        left_out = b"".join(one for one, refused in zip(requests, is_refused, strict=True) if not refused)
+        await plain.converse([left_out])
+        wire = await served.converse(pieces)
+        assert statuses(wire.sent) == [503 if refused else 200 for refused in is_refused]
+        assert wire.sent.count(b"retry-after: 1\r\n") == sum(is_refused)
+        assert served.calls == plain.calls
+        assert not wire.is_closed
+        assert not any((served.gates.receiving, served.gates.lingering, served.gates.idle))
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_whatever_comes_the_gate_answers_or_closes_and_is_whole_afterwards(seed, caplog):
     rng = random.Random(seed)

@@ -7,6 +7,7 @@ import resource
 import select
 from pathlib import Path
 
+from serving.api.http_gate import LINGER_S
 from serving.limits import RequestLimits
 from shardrank_testing.http_wire import HOME, LIMITS, Clock, Served, chunked, errors, post, read_from, settled, statuses
 
@@ -266,6 +267,53 @@ def test_a_long_body_that_was_refused_before_its_end_is_dropped_and_its_memory_g
             sent += read_from(data[sent:], gate)
         assert gate._phase == "head"
         gate.connection_lost(None)
+
+    asyncio.run(main())
+
+
+def test_the_body_of_a_request_refused_by_its_head_takes_no_memory_and_may_last_as_long_as_others():
+    async def main() -> None:
+        served = Served(RequestLimits(), refuses=True)
+        gate, wire = served.connect()
+        data = post(b"x" * 1_000_000, "x-refuse: 1")
+        read_from(data[:1_000], gate)
+        assert statuses(wire.sent) == [503]
+        assert gate._body is None
+        assert list(served.gates.lingering) == [gate]
+        left = memoryview(data)[1_000:]
+        while left:
+            left = left[read_from(left, gate) :]
+        assert list(served.gates.idle) == [gate]
+        gate.data_received(post())
+        await settled(lambda: served.calls)
+        await settled(lambda: len(statuses(wire.sent)) == 2)
+        assert statuses(wire.sent) == [503, 200]
+
+        gate.data_received(data[:1_000])
+        assert not wire.is_closed
+        served.clock.now += LINGER_S
+        served.gates.sweep()
+        assert wire.is_closed
+        assert statuses(wire.sent) == [503, 200, 503]
+
+    asyncio.run(main())
+
+
+def test_who_takes_no_answers_or_is_told_to_go_is_refused_by_the_application_alone():
+    async def main() -> None:
+        served = Served(refuses=True)
+        gate, wire = served.connect()
+        gate.pause_writing()
+        gate.data_received(post(b"abc", "x-refuse: 1"))
+        await settled(lambda: served.calls)
+        assert len(served.calls) == 1
+        gate.resume_writing()
+        await settled(lambda: wire.sent)
+        served.gates.is_draining = True
+        gate.data_received(post(b"abc", "x-refuse: 1"))
+        await settled(lambda: wire.is_closed)
+        assert len(served.calls) == 2
+        assert statuses(wire.sent) == [200, 200]
 
     asyncio.run(main())
 

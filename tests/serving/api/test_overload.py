@@ -8,6 +8,7 @@ import gc
 import grpc
 import pytest
 
+from serving.api.http import HttpApp
 from serving.client import AsyncClient, OverloadedError, RetryPolicy
 from serving.errors import OverloadedError as ServingOverloadedError
 from shardrank_testing.serving_api import MODEL, Gate, api_request, ask, gated_service, run, running_api
@@ -31,6 +32,12 @@ def test_over_every_api_what_would_wait_in_vain_is_refused_unread_and_told_when_
                 while served.num_waiting < 1:  # noqa: ASYNC110  # the queue tells nobody
                     await asyncio.sleep(0.001)
 
+                # The first is refused by its head alone; the second, its connection's last one, by the application.
+                for close in ({}, {"connection": "close"}):
+                    answer = await api.http.post(PATH, content=NO_REQUEST, headers={"x-request-id": "r7", **close})
+                    assert answer.status_code == 503
+                    assert answer.headers["x-request-id"] == answer.json()["error"]["request_id"] == "r7"
+                    assert answer.headers.get("connection") == close.get("connection")
                 answer = await api.http.post(PATH, content=NO_REQUEST)
                 assert (answer.status_code, answer.json()["error"]["kind"]) == (503, "overloaded")
                 assert "1 requests wait" in answer.json()["error"]["message"]
@@ -54,7 +61,36 @@ def test_over_every_api_what_would_wait_in_vain_is_refused_unread_and_told_when_
                 assert (await api.http.post(PATH, json=api_request(2))).status_code == 200
                 metrics = (await api.http.get("/metrics")).text
                 shed = f'shardrank_requests_total{{api="http",method="rank",model="{MODEL}",status="overloaded"}}'
-                assert f"{shed} 2.0" in metrics
+                assert f"{shed} 4.0" in metrics
+
+    run(main())
+
+
+def test_heads_that_are_read_together_are_refused_as_if_those_before_them_were_in_the_queue(api_model):
+    gate = Gate()
+    head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\nX-Request-Id:  r7 \r\n\r\n".encode()
+
+    async def main() -> None:
+        with gated_service(api_model, gate) as service:
+            served, app = service.generations.all()[0].payload, HttpApp(service)
+            ranked = [asyncio.create_task(ask(service, api_request(0)))]
+            await gate.wait_until_busy()
+            ranked.append(asyncio.create_task(ask(service, api_request(1))))
+            while served.num_waiting < 1:  # noqa: ASYNC110  # the queue tells nobody
+                await asyncio.sleep(0.001)
+            # One batch is out, one request waits: with two more ahead an answer takes 8/64 of a full batch's time.
+            served._batcher._pace.full_s = served._batcher._longest_s / 2 / 7 * 64
+            for _ in range(2):
+                assert [app.refuse(head) for _ in range(2)] == [None, None]
+                reply = app.refuse(head)
+                assert reply is not None
+                assert (reply.status, dict(reply.headers)) == (503, {"x-request-id": "r7", "retry-after": "1"})
+                assert b"3 requests wait" in reply.body
+                await asyncio.sleep(0)
+            for other in (head.replace(b":rank", b""), head.replace(b"/v1", b"/%76%31"), head.replace(b"POST", b"GET")):
+                assert app.refuse(other) is None
+            gate.open.set()
+            await asyncio.gather(*ranked)
 
     run(main())
 

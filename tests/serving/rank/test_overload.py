@@ -83,6 +83,20 @@ def test_before_a_request_is_read_it_has_what_its_head_says_or_what_those_of_lat
     assert batcher.overload(0.0) is None
 
 
+def test_whoever_came_before_and_is_not_queued_yet_counts_like_those_that_wait(model):
+    batcher, clock = warmed(model, 1.0)
+    assert batcher.overload(0.0, ahead=100) is None
+    batcher.submit(model.rank(50))
+    # Half a second each for the one that waits and for two before it, and one for its own batch.
+    assert batcher.overload(5.0, ahead=2) is None
+    assert "3 requests wait, and an answer is due in about 2500 ms" in str(batcher.overload(4.9, ahead=2))
+    assert batcher.overload(4.9, ahead=1) is None
+    small = Batcher(RequestLimits(max_queue=3), clock)
+    small.submit(model.rank(50))
+    assert small.overload(60.0, ahead=1) is None
+    assert "3 requests wait, the limit max_queue = 3" in str(small.overload(60.0, ahead=2))
+
+
 def test_short_deadlines_of_those_that_wait_keep_nobody_out_who_has_more_time(model):
     batcher, clock = warmed(model, 1.0)
     clock.now += 2 * REMEMBERED_S

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import uvicorn
 
+from serving.api.bodies import HttpReply
 from serving.api.http_gate import Gates
+from serving.api.http_server import behind_gate
 from serving.api.listening import Addresses
 from serving.limits import RequestLimits
 from serving.observe.metrics import ServingMetrics
@@ -56,9 +59,11 @@ class Clock:
 
 
 class Served:
-    """Gates over an application that says what it got."""
+    """Gates over an application that says what it got. It never gets what has the header `x-refuse` if `refuses`."""
 
-    def __init__(self, limits: RequestLimits = LIMITS, clock: Clock | None = None, hold: bool = False) -> None:
+    def __init__(
+        self, limits: RequestLimits = LIMITS, clock: Clock | None = None, hold: bool = False, refuses: bool = False
+    ) -> None:
         self.calls: list[tuple[str, str, bytes, dict[bytes, bytes]]] = []
         self.may_answer = asyncio.Event()
         self.left = 0
@@ -71,7 +76,13 @@ class Served:
         )
         config.load()
         self.addresses = Addresses(limits, self.clock)
-        self.gates = Gates(config, limits, self.metrics, self.addresses, self.clock)
+
+        def refuse(head: bytes) -> HttpReply | None:
+            assert head.endswith(b"\r\n\r\n")
+            return HttpReply(503, b"no", headers=(("retry-after", "1"),)) if refuses and b"x-refuse" in head else None
+
+        behind = partial(behind_gate, config)
+        self.gates = Gates(behind, limits, self.metrics, self.addresses, self.clock, refuse=refuse)
 
     def _leave(self) -> None:
         self.left += 1
