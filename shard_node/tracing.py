@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from typing import Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 Attributes: TypeAlias = Mapping[str, str | int | float]
-Outcome: TypeAlias = Literal["exported", "failed", "dropped"]
+Outcome: TypeAlias = Literal["exported", "failed", "dropped", "refused"]
 Result = TypeVar("Result")
 
 MAX_STATE_BYTES = 512

@@ -166,7 +166,7 @@ class ServingMetrics:
         self._of_error(api, method, kind).inc()
 
     def spans_ended(self, outcome: TraceOutcome, count: int) -> None:
-        """Count spans of traces that were exported, that failed to be, or were dropped: there was no room or time."""
+        """Count spans of traces that were exported, failed to be, were dropped (no room or time), or refused."""
         self._spans.labels(outcome).inc(count)
 
     def replica_events(self, model: str) -> ReplicaEvents:

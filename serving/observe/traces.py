@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import random
 import re
+import threading
+import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple, TypeAlias, TypeVar
 
@@ -19,6 +21,7 @@ from shard_node.trace_export import TraceConfig, open_sink
 from shard_node.tracing import (
     MAX_STATE_BYTES,
     TRACED_LOOKUP,
+    Outcome,
     Span,
     SpanContext,
     SpanSink,
@@ -30,6 +33,8 @@ Result = TypeVar("Result")
 _Attributes: TypeAlias = dict[str, str | int | float]
 
 TRACEPARENT, TRACESTATE = b"traceparent", b"tracestate"
+MAX_PARENTS_PER_S = 100.0
+"""Calls that are traced because their `traceparent` says so: who sends it decides, and may be anybody."""
 _SAMPLED = 1
 _SERVER_FAULT = 500
 # https://www.w3.org/TR/trace-context/#traceparent-header: version, trace, parent, flags; a later version may add more.
@@ -72,20 +77,44 @@ def read_parent(parent: Parent) -> tuple[SpanContext, bool] | None:
 class Tracer:
     """Decides which calls are traced: those of sampled parents, and of those without a parent a share. Thread-safe.
 
-    As OpenTelemetry's ParentBased(TraceIdRatioBased(share)).
+    As OpenTelemetry's ParentBased(TraceIdRatioBased(share)), but of calls of sampled parents at most
+    MAX_PARENTS_PER_S (t + 1) in any t seconds; `note` is told of each one over that.
     """
 
-    def __init__(self, sink: SpanSink, share: float, draw: Callable[[], float] = random.random) -> None:
+    def __init__(
+        self,
+        sink: SpanSink,
+        share: float,
+        draw: Callable[[], float] = random.random,
+        clock: Callable[[], float] = time.monotonic,
+        note: Callable[[Outcome, int], None] = lambda outcome, count: None,
+    ) -> None:
         self._sink = sink
         self._share = share
-        self._draw = draw
+        self._draw, self._clock, self._note = draw, clock, note
+        # A token bucket, full at first.
+        self._tokens, self._filled_at, self._taking = MAX_PARENTS_PER_S, clock(), threading.Lock()
 
     def begin(self, parent: Parent | None) -> Traced | None:
         """Return the span of a call; None if it is not sampled."""
-        if parent is not None and (read := read_parent(parent)) is not None:
-            context, is_sampled = read
-            return Traced(self._sink, context.child(), context) if is_sampled else None
-        return Traced(self._sink, SpanContext.new()) if self._draw() < self._share else None
+        if parent is None or (read := read_parent(parent)) is None:
+            return Traced(self._sink, SpanContext.new()) if self._draw() < self._share else None
+        context, is_sampled = read
+        if not is_sampled:
+            return None
+        if not self._take():
+            self._note("refused", 1)
+            return None
+        return Traced(self._sink, context.child(), context)
+
+    def _take(self) -> bool:
+        with self._taking:
+            now = self._clock()
+            earned = MAX_PARENTS_PER_S * max(0.0, now - self._filled_at)
+            self._tokens, self._filled_at = min(MAX_PARENTS_PER_S, self._tokens + earned), now
+            is_free = self._tokens >= 1.0
+            self._tokens -= is_free
+        return is_free
 
 
 @contextlib.contextmanager
@@ -96,7 +125,7 @@ def running_tracer(config: TraceConfig | None, metrics: ServingMetrics) -> Itera
         return
     share, sink = config.share(), open_sink(config, metrics.spans_ended)
     try:
-        yield Tracer(sink, share)
+        yield Tracer(sink, share, note=metrics.spans_ended)
     finally:
         sink.close()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -15,7 +16,15 @@ from hypothesis import strategies as st
 from loader.snapshot.reader import Snapshot
 from router.plan import Plan
 from serving.observe.calls import BatchTimes, Call
-from serving.observe.traces import Parent, Tracer, batch_spans, call_span, read_parent, traced_batch
+from serving.observe.traces import (
+    MAX_PARENTS_PER_S,
+    Parent,
+    Tracer,
+    batch_spans,
+    call_span,
+    read_parent,
+    traced_batch,
+)
 from serving.rank.service import RankingService
 from serving.versions.loading import ModelSource, load_served_model
 from shard_node.errors import NodeOverloadedError
@@ -171,6 +180,25 @@ def test_rows_of_this_process_are_looked_up_and_scored_within_the_batch(api_mode
 
 def call(tracer: Tracer, parent: Parent | None = None) -> Call:
     return Call("http", "rank", 1.0, trace=tracer.begin(parent))
+
+
+def test_clients_that_sample_every_call_get_so_many_traces_a_second_and_the_rest_is_counted():
+    now, refused = 5.0, Counter[str]()
+    tracer = Tracer(KeptSpans(), 1.0, clock=lambda: now, note=lambda outcome, count: refused.update({outcome: count}))
+    sampled, not_sampled = (Parent(f"00-{trace_of(1)}-{SPAN}-{flags}".encode()) for flags in ("01", "00"))
+
+    def num_traced(parent: Parent | None) -> int:
+        return sum(tracer.begin(parent) is not None for _ in range(1000))
+
+    assert num_traced(not_sampled) == 0
+    assert num_traced(sampled) == MAX_PARENTS_PER_S
+    # Calls without a parent are the share's, which is the operator's.
+    assert num_traced(None) == 1000
+    now += 0.25
+    assert num_traced(sampled) == MAX_PARENTS_PER_S / 4
+    now += 3600.0
+    assert num_traced(sampled) == MAX_PARENTS_PER_S
+    assert refused == {"refused": 3000 - 2.25 * MAX_PARENTS_PER_S}
 
 
 def test_a_batch_is_in_the_trace_of_its_first_sampled_call_and_linked_with_all_of_them():
