@@ -69,10 +69,10 @@ class OtlpSink:
         self._note = note
         self._flush_timeout_s = flush_timeout_s
         self._offset_ns = _offset_ns()
-        self._is_closed = False
+        self._is_closed = self._has_failed = False
 
     def put(self, *spans: Span) -> None:
-        """Take spans; those that there is no room for are dropped and counted."""
+        """Take spans, and never raise: those that there is no room for, or that fail, are dropped and counted."""
         offset_ns = _offset_ns()
         if abs(offset_ns - self._offset_ns) > CLOCK_STEP_NS:
             self._offset_ns = offset_ns
@@ -83,8 +83,20 @@ class OtlpSink:
         if is_dropped:
             self._note("dropped", len(spans))
             return
-        for span in spans:
-            self._processor.on_end(self._readable(span))
+        num_given = 0
+        try:
+            for span in spans:
+                self._processor.on_end(self._readable(span))
+                num_given += 1
+        except Exception:
+            # Whoever hands a span out has an answer to give and calls to count.
+            lost = len(spans) - num_given
+            with self._counting:
+                self._taken -= lost
+            self._note("dropped", lost)
+            if not self._has_failed:
+                self._has_failed = True
+                logger.exception("a span can't be handed to OpenTelemetry; further ones that fail are only counted")
 
     def close(self) -> None:
         """Send what was taken, for as long as that may take; then nothing more is sent. Idempotent."""

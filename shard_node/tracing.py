@@ -64,7 +64,10 @@ class SpanSink(Protocol):
     """Takes spans, from any thread, and waits for nobody."""
 
     def put(self, *spans: Span) -> None:
-        """Take spans; those that there is no room for are dropped and counted."""
+        """Take spans, and never raise: those that there is no room for, or that fail, are dropped and counted.
+
+        It is called where an answer would be lost with it, or a count.
+        """
 
     def close(self) -> None:
         """Send what was taken, within a limit of time. Idempotent."""

@@ -74,6 +74,22 @@ def test_a_dead_collector_is_logged_once_and_counted_and_the_end_waits_no_longer
     assert outcomes == {"failed": 2}
 
 
+def test_a_span_that_can_not_be_made_is_counted_and_logged_once_and_neither_raises_nor_takes_room(caplog, monkeypatch):
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "4")
+    monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "4")
+    outcomes: Counter[str] = Counter()
+    with collector() as found:
+        sink = open_sink(TraceConfig(endpoint=found.url), lambda outcome, count: outcomes.update({outcome: count}))
+        for _ in range(4):
+            sink.put(span(ended=float("nan")), span())
+        sink.put(span(), span(ended=float("inf")))
+        sink.put(span())
+        sink.close()
+    assert outcomes == {"dropped": 9, "exported": 2}
+    assert len(found.spans) == 2
+    assert len([one for one in caplog.records if one.levelno >= logging.WARNING]) == 1
+
+
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
 def test_a_collector_that_accepts_and_says_nothing_holds_up_neither_spans_nor_the_end(protocol, monkeypatch, caplog):
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "4")
