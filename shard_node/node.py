@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Protocol
 
 from shard_node.access_counts import CountedPart
 from shard_node.answer import FLOAT32_SUMS, Answer, Forms, rounded
 from shard_node.bags import Float32Array, KeyedBags, TableLayout
-from shard_node.engine.base import Engine
+from shard_node.engine.base import CardsUse, Engine
 from shard_node.engine.memory import Claim
 from shard_node.generation import Generation, Generations
 from shard_node.partition import Message, NodeIdentity
@@ -257,8 +258,10 @@ class ShardNode:
         """Return the layout that numbers the tables of a version. Raises GenerationNotFoundError."""
         return self.generations.payload(model, version).engine.layout
 
-    def info(self) -> NodeInfo:
-        """Return what this node serves, and the memory it takes."""
+    def info(
+        self, cards_of: Callable[[Generation[LoadedTables]], CardsUse | None] = lambda one: one.payload.engine.cards()
+    ) -> NodeInfo:
+        """Return what this node serves, and the memory it takes. Raises CardError, of `cards_of`, if cards failed."""
         memory: list[MemoryReport] = []
         lookups: list[LookupReport] = []
         cards: list[CardsReport] = []
@@ -268,7 +271,7 @@ class ShardNode:
             version = {"model": one.model, "version": one.version}
             memory += [MemoryReport(**version, **asdict(use)) for use in engine.memory()]
             lookups += [LookupReport(**version, **asdict(count)) for count in engine.rows_looked_up()]
-            if (use := engine.cards()) is not None:
+            if (use := cards_of(one)) is not None:
                 cards.append(CardsReport(**version, **asdict(use)))
         return NodeInfo(
             identity=self.identity,

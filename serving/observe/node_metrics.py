@@ -19,7 +19,10 @@ from prometheus_client.registry import Collector
 from serving.limits import RequestLimits
 from serving.observe.metrics import MAX_KEPT, Kept, check_library, make_observations
 from serving.observe.watch import NODE_FAMILIES, Sample, collected, node_samples, version_samples
-from shard_node.node import ShardNode
+from shard_node.engine.base import CardsUse
+from shard_node.errors import CardError
+from shard_node.generation import Generation
+from shard_node.node import LoadedTables, ShardNode
 from shard_node.wire.server import NodeServer
 
 _SECONDS = (
@@ -83,7 +86,7 @@ class NodeMetrics:
         self._connections.set_function(lambda: server.num_connections)
 
     def render(self) -> bytes:
-        """Write the exposition text. Raises CardError if the node's cards have failed."""
+        """Write the exposition text. Of cards that have failed it says that, and what is known without them."""
         make_observations(self._kept)
         return generate_latest(self._registry)
 
@@ -99,7 +102,17 @@ class _NodeState(Collector):
         return collected(self._samples(), NODE_FAMILIES)
 
     def _samples(self) -> Iterator[Sample]:
-        info, now = self._node.info(), self._wall_clock()
-        models = {one.model for one in info.versions}
-        told = (node_samples(model, self._metrics.replica, info, now) for model in models)
-        return chain(version_samples(self._node.generations.all()), *told)
+        failed: list[Generation[LoadedTables]] = []
+
+        def cards_of(one: Generation[LoadedTables]) -> CardsUse | None:
+            try:
+                return one.payload.engine.cards()
+            except CardError:
+                failed.append(one)
+                return None
+
+        info, now = self._node.info(cards_of), self._wall_clock()
+        models, replica, shard = {one.model for one in info.versions}, self._metrics.replica, info.identity.shard_index
+        told = (node_samples(model, replica, info, now) for model in models)
+        faults = (("cards_failed", (one.model, str(one.version), str(shard), replica), 1.0) for one in failed)
+        return chain(version_samples(self._node.generations.all()), *told, faults)

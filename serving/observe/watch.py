@@ -33,6 +33,7 @@ _GAUGES = {
         "1 if each card of a node reads the memory of every other, 0 if rows are copied or kept on the host instead.",
         _NODE,
     ),
+    "cards_failed": ("1 if the cards of a version fail, and the node is about to end, else 0.", _NODE),
     "delta_sequence": ("The last delta that is applied.", _NODE),
     "delta_lag": ("Deltas that are published but not applied.", _NODE),
     "delta_staleness_seconds": ("How old the newest change may be that is not applied.", _NODE),
@@ -53,8 +54,8 @@ _COUNTERS = {
     ),
 }
 NODE_FAMILIES = (
-    *("memory_bytes", "rows_looked_up", "cards_peer_access", "card_bad_values", "version_state", "version_leases"),
-    *("delta_sequence", "delta_lag", "delta_staleness_seconds"),
+    *("memory_bytes", "rows_looked_up", "cards_peer_access", "card_bad_values", "cards_failed"),
+    *("version_state", "version_leases", "delta_sequence", "delta_lag", "delta_staleness_seconds"),
 )
 """What a shard node tells at a port of its own, by the names under which serving processes tell it too."""
 
@@ -233,6 +234,7 @@ def node_samples(model: str, replica: str, info: NodeInfo, now: float) -> Iterat
     for cards in info.cards:
         if cards.model == model:
             node = (model, str(cards.version), shard, replica)
+            yield "cards_failed", node, 0.0
             yield "cards_peer_access", node, float(cards.peer_access)
             yield "card_bad_values", (*node, "outside_table"), cards.outside_table
             yield "card_bad_values", (*node, "not_here"), cards.not_here
