@@ -296,7 +296,10 @@ class NodeRecord(Record):
 
     def report(self, model: str, version: int | None) -> VersionReport | None:
         """Return what it tells of a version; None if it does not have it."""
-        return next((one for one in self.versions if (one.model, one.version) == (model, version)), None)
+        for one in self.versions:
+            if one.version == version and one.model == model:
+                return one
+        return None
 
     def has(self, model: str, version: int | None, state: VersionState) -> bool:
         """Tells whether it has a version, in that state."""

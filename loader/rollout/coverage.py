@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from itertools import starmap, zip_longest
+from operator import sub
 
 from loader.registry.fleet import FleetRecord, NodeRecord, VersionReport, VersionStats
 from loader.rollout.plan import (
@@ -360,7 +361,7 @@ def since(now: VersionStats, then: VersionStats) -> VersionStats:
     """Return what was counted between two moments; all of `now` if the counts began anew in between."""
     counts = zip_longest(now.latency_counts, then.latency_counts, fillvalue=0)
     difference = VersionStats(
-        latency_counts=tuple(after - before for after, before in counts),
+        latency_counts=tuple(starmap(sub, counts)),
         **{name: getattr(now, name) - getattr(then, name) for name in _SUMMED},
     )
     grown = (difference.requests, difference.errors, difference.score_count, *difference.latency_counts)

@@ -51,17 +51,21 @@ class FleetState:
         """Return the nodes that are for a model."""
         return FleetView.of(self.nodes, self.division).for_model(model)
 
-    def status(self, model: str) -> RolloutStatus:
-        """Return how far a model's rollout is."""
-        return status_of(model, self.rollouts.get(model), self.wanted.get(model), self.view(model))
+    def status(self, model: str, *, with_nodes: bool = True) -> RolloutStatus:
+        """Return how far a model's rollout is, as `status_of`."""
+        return status_of(
+            model, self.rollouts.get(model), self.wanted.get(model), self.view(model), with_nodes=with_nodes
+        )
 
-    def delta_lag(self, model: str, version: int, sequence: int) -> int | None:
-        """Return how many deltas whoever has applied `sequence` lacks; None if the version follows none."""
-        wanted, published = self.wanted.get(model), self.published.get((model, version))
-        if wanted is None or published is None or version not in wanted.follow:
-            return None
-        last = self.stream_ends.get((model, published.delta_base))
-        return None if last is None else max(0, last - sequence)
+    def last_delta(self, model: str, version: int) -> int | None:
+        """Return the last delta of a version's stream; None if it is not published, or nothing is known of it."""
+        published = self.published.get((model, version))
+        return None if published is None else self.stream_ends.get((model, published.delta_base))
+
+    def last_deltas(self) -> dict[tuple[str, int], int]:
+        """Return the last delta that whoever holds a version should have applied, of versions that follow some."""
+        followed = ((model, version) for model, wanted in self.wanted.items() for version in wanted.follow)
+        return {one: last for one in followed if (last := self.last_delta(*one)) is not None}
 
 
 async def read_fleet(fleet: FleetRegistry) -> FleetState:

@@ -364,10 +364,12 @@ async def read_status(fleet: FleetRegistry, model: str) -> RolloutStatus:
     return status_of(model, on_record.rollout if on_record is not None else None, wanted, view)
 
 
-def status_of(model: str, rollout: Rollout | None, wanted: WantedModel | None, view: FleetView) -> RolloutStatus:
-    """Return the status that follows from what was read. Pure."""
+def status_of(
+    model: str, rollout: Rollout | None, wanted: WantedModel | None, view: FleetView, *, with_nodes: bool = True
+) -> RolloutStatus:
+    """Return the status that follows from what was read, `nodes` left empty if they are not asked for. Pure."""
     live = wanted.live if wanted is not None else None
-    nodes = tuple(_node_status(model, node) for node in view.nodes)
+    nodes = tuple(_node_status(model, node) for node in view.nodes) if with_nodes else ()
     if rollout is None:
         return RolloutStatus(model=model, live=live, wanted=wanted, nodes=nodes)
     written = wanted is not None and wanted.epoch > rollout.base_epoch

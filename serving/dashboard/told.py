@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence, Set
+from typing import Any, NamedTuple, TypeAlias
 
 from loader.registry.fleet import NodeRecord, VersionReport, WantedModel
 from loader.rollout.fleet_state import FleetState
@@ -17,26 +19,52 @@ MAX_VERSIONS = 12
 MAX_EVENTS = 60
 MAX_TEXT = 400
 Document = dict[str, Any]
+_Version: TypeAlias = tuple[str, int]
+
+
+class _Held(NamedTuple):
+    """What all nodes tell of each model and version, gathered once: there may be hundreds of them.
+
+    Attributes:
+        reports: of a version, and whose they are.
+        answering: how many serving processes answer with a version.
+        last_deltas: as `FleetState.last_deltas`.
+    """
+
+    reports: Mapping[_Version, Sequence[tuple[NodeRecord, VersionReport]]]
+    answering: Mapping[_Version, int]
+    last_deltas: Mapping[_Version, int]
+
+    @classmethod
+    def of(cls, state: FleetState) -> _Held:
+        reports: defaultdict[_Version, list[tuple[NodeRecord, VersionReport]]] = defaultdict(list)
+        answering: Counter[_Version] = Counter()
+        for node in state.nodes:
+            for one in node.versions:
+                reports[one.model, one.version].append((node, one))
+            if node.kind == "serving":
+                answering.update(node.live.items())
+        return cls(dict(reports), answering, state.last_deltas())
 
 
 def told_state(state: FleetState, changes: Changes, history: History) -> Document:
     """Return models with their versions and rollouts, nodes, and events, in the order in which they are shown."""
-    models = state.models()
-    nodes = [_node(state, node, None) for node in state.nodes]
-    nodes += [_node(state, one.node, one.at) for one in changes.gone.values()]
-    nodes.sort(key=lambda one: (one["kind"] != "shard", one["shard"] or 0, one["id"]))
+    models, held = state.models(), _Held.of(state)
+    nodes: list[tuple[NodeRecord, float | None]] = [(node, None) for node in state.nodes]
+    nodes += [(one.node, one.at) for one in changes.gone.values()]
+    nodes.sort(key=lambda one: (one[0].kind != "shard", one[0].shard_index or 0, one[0].node_id))
     return {
         "coordinator": state.coordinator,
         "num_shards": None if state.division is None else state.division.num_shards,
-        "models": [_model(state, model, history) for model in models[:MAX_MODELS]],
+        "models": [_model(state, held, model, history) for model in models[:MAX_MODELS]],
         "more_models": max(0, len(models) - MAX_MODELS),
-        "nodes": nodes[:MAX_NODES],
+        "nodes": [_node(held, node, gone_at) for node, gone_at in nodes[:MAX_NODES]],
         "more_nodes": max(0, len(nodes) - MAX_NODES),
         "events": told_events(changes, state, MAX_EVENTS),
     }
 
 
-def _node(state: FleetState, node: NodeRecord, gone_at: float | None) -> Document:
+def _node(held: _Held, node: NodeRecord, gone_at: float | None) -> Document:
     return {
         "id": node.node_id,
         "kind": node.kind,
@@ -47,13 +75,14 @@ def _node(state: FleetState, node: NodeRecord, gone_at: float | None) -> Documen
         "memory_total": node.memory_total_bytes,
         "memory_available": node.memory_available_bytes,
         "live": node.live,
-        "versions": [_report(state, one) for one in node.versions[-MAX_VERSIONS:]],
+        "versions": [_report(held, one) for one in node.versions[-MAX_VERSIONS:]],
     }
 
 
-def _report(state: FleetState, report: VersionReport) -> Document:
+def _report(held: _Held, report: VersionReport) -> Document:
     # Only who holds rows applies deltas.
     has_rows = bool(report.plan_digest or report.memory_tiers)
+    last_delta = held.last_deltas.get((report.model, report.version)) if has_rows else None
     return {
         "model": report.model,
         "version": report.version,
@@ -63,7 +92,7 @@ def _report(state: FleetState, report: VersionReport) -> Document:
         "tiers": report.memory_tiers,
         "leases": report.leases,
         "sequence": report.delta_sequence if has_rows else None,
-        "lag": state.delta_lag(report.model, report.version, report.delta_sequence) if has_rows else None,
+        "lag": None if last_delta is None else max(0, last_delta - report.delta_sequence),
         "applied_at": report.delta_published_at,
         "dense_step": report.dense_step,
         "golden": report.golden_difference,
@@ -72,64 +101,63 @@ def _report(state: FleetState, report: VersionReport) -> Document:
     }
 
 
-def _model(state: FleetState, model: str, history: History) -> Document:
+def _model(state: FleetState, held: _Held, model: str, history: History) -> Document:
     wanted, rollout = state.wanted.get(model), state.rollouts.get(model)
     return {
         "model": model,
         "live": None if wanted is None else wanted.live,
         "canary": None if wanted is None or wanted.canary is None else wanted.canary.model_dump(),
-        "versions": _versions(state, model, history),
+        "versions": _versions(state, held, model, history),
         "rollout": None if rollout is None else _rollout(state, rollout),
         "rollback": _rollback(state, model, rollout),
     }
 
 
-def _versions(state: FleetState, model: str, history: History) -> list[Document]:
-    wanted = state.wanted.get(model)
-    reports = [(node, one) for node in state.nodes for one in node.versions if one.model == model]
-    held = {one.version for _, one in reports} | (set() if wanted is None else wanted.named())
-    known = held | {version for name, version in state.published if name == model}
-    shown = sorted(known, key=lambda version: (version not in held, -version))[:MAX_VERSIONS]
-    return [_version(state, model, version, reports, history) for version in sorted(shown, reverse=True)]
-
-
-def _version(
-    state: FleetState, model: str, version: int, reports: list[tuple[NodeRecord, VersionReport]], history: History
-) -> Document:
-    ready = [node for node, one in reports if (one.version, one.state) == (version, "ready")]
-    shards = {node.shard_index for node in ready if node.kind == "shard"}
-    published = state.published.get((model, version))
+def _versions(state: FleetState, held: _Held, model: str, history: History) -> list[Document]:
     wanted, num_shards = state.wanted.get(model), state.view(model).num_shards
-    if wanted is not None:
-        # The fleet's number is that of further versions; one from before it changed is divided as it was.
-        num_shards = wanted.num_shards.get(version, num_shards)
+    used = {version for name, version in held.reports if name == model} | (set() if wanted is None else wanted.named())
+    known = used | {version for name, version in state.published if name == model}
+    shown = sorted(known, key=lambda version: (version not in used, -version))[:MAX_VERSIONS]
+    # The fleet's number is that of further versions; one from before it changed is divided as it was.
+    before = {} if wanted is None else wanted.num_shards
+    return [
+        _version(state, held, (model, version), before.get(version, num_shards), history)
+        for version in sorted(shown, reverse=True)
+    ]
+
+
+def _version(state: FleetState, held: _Held, key: _Version, num_shards: int | None, history: History) -> Document:
+    model, version = key
+    reports = held.reports.get(key, ())
+    ready = [node for node, one in reports if one.state == "ready"]
+    shards = {node.shard_index for node in ready if node.kind == "shard"}
+    published = state.published.get(key)
     return {
         "version": version,
-        "role": _role(wanted, version, [one for _, one in reports if one.version == version]),
+        "role": _role(state.wanted.get(model), version, {one.state for _, one in reports}),
         "published_at": None if published is None else published.published_at,
         "rows_bytes": None if published is None else published.rows_bytes,
         "shards": len(shards),
         "num_shards": num_shards,
         "replicas": sum(node.kind == "shard" for node in ready),
         "serving": sum(node.kind == "serving" for node in ready),
-        "answering": sum(node.live.get(model) == version for node in state.nodes if node.kind == "serving"),
-        "last_delta": None if published is None else state.stream_ends.get((model, published.delta_base)),
+        "answering": held.answering.get(key, 0),
+        "last_delta": state.last_delta(model, version),
         "recent": history.recent(model, version),
     }
 
 
-def _role(wanted: WantedModel | None, version: int, reports: list[VersionReport]) -> str:
+def _role(wanted: WantedModel | None, version: int, states: Set[str]) -> str:
     if wanted is not None and wanted.live == version:
         return "live"
     if wanted is not None and wanted.canary is not None and wanted.canary.version == version:
         return f"canary, {100 * wanted.canary.share:g}%"
     # What is most in the way of its use is what people look for.
-    states = {one.state for one in reports}
     return next((one for one in ("refused", "staging", "waiting", "draining", "ready") if one in states), "published")
 
 
 def _rollout(state: FleetState, rollout: Rollout) -> Document:
-    status = state.status(rollout.model)
+    status = state.status(rollout.model, with_nodes=False)
     told: Document = status.model_dump(mode="json", exclude={"nodes", "wanted", "events", "model"})
     told["waiting_for"] = [text[:MAX_TEXT] for text in status.waiting_for[:8]]
     told["more_waiting"] = max(0, len(status.waiting_for) - 8)
