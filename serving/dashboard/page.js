@@ -82,8 +82,8 @@ function sectionOf(model) {
 
 function showModel(told) {
   const part = sectionOf(told.model), { rollout, rollback } = told;
-  const canary = told.canary ? [tag(`canary: version ${told.canary.version}, ${percent(told.canary.share, 1)}`, "waiting")] : [];
-  part.live.replaceChildren(tag(told.live === null ? "no version is live" : `version ${told.live} is live`, told.live === null ? "refused" : "live"), " ", ...canary);
+  const trials = ["canary", "shadow"].filter((name) => told[name]).flatMap((name) => [" ", tag(`${name}: version ${told[name].version}, ${percent(told[name].share, 1)}`, "waiting")]);
+  part.live.replaceChildren(tag(told.live === null ? "no version is live" : `version ${told.live} is live`, told.live === null ? "refused" : "live"), ...trials);
   const why = access.fixed || rollback.why_not;
   part.button.textContent = rollback.to === null ? "Roll back" : rollback.aborts ? `Abort, stay at version ${rollback.to}` : `Roll back to version ${rollback.to}`;
   part.button.disabled = Boolean(why);
@@ -93,7 +93,7 @@ function showModel(told) {
     ["version", "state", "#shards", "#replicas", "#serving", "#answering", "#requests/s", "#errors", "#p50 ms", "#p95 ms", "#p99 ms", "#hot rows hit", "#rows", "#updates", "published"],
     told.versions.map((one) => {
       const recent = one.recent ?? {};
-      const state = one.role.startsWith("canary") ? "waiting" : one.role;
+      const state = /^(canary|shadow),/.test(one.role) ? "waiting" : one.role;
       return { cells: [
         String(one.version), tag(one.role, state), one.num_shards ? `${one.shards} of ${one.num_shards}` : "–", number(one.replicas), number(one.serving),
         number(one.answering), rate(recent.requests_per_s), percent(recent.error_rate), latency(recent.p50), latency(recent.p95), latency(recent.p99),
@@ -110,7 +110,7 @@ function showRollout(place, rollout) {
     return;
   }
   const { to_version: to, from_version: from } = rollout;
-  const details = [rollout.strategy, rollout.canary_share === null ? "" : `canary ${percent(rollout.canary_share, 1)}`, rollout.bake_s ? `bake ${lasts(rollout.bake_s)}` : ""];
+  const details = [rollout.strategy, rollout.shadow_share === null ? "" : `shadow ${percent(rollout.shadow_share, 1)}`, rollout.canary_share === null ? "" : `canary ${percent(rollout.canary_share, 1)}`, rollout.bake_s ? `bake ${lasts(rollout.bake_s)}` : ""];
   const title = `Rollout of version ${to}${from === null ? "" : ` in place of ${from}`}: ${rollout.state.replace("_", " ")}`;
   const since = rollout.active ? `running for ${lasts(readTime() - rollout.started_at)}, this step for ${lasts(readTime() - rollout.step_began_at)}` : `began ${clock(rollout.started_at)}`;
   const told = [...details, since].filter(Boolean).join(" · ");
@@ -267,6 +267,12 @@ function connection(kind, text) {
   }
 }
 
+function lost(error) {
+  connection("lost", `not connected: ${/^(Abort|Timeout)Error$/.test(error.name) ? "the server is silent" : error.message}`);
+}
+
+const pause = () => new Promise((wake) => setTimeout(wake, RETRY_MS));
+
 function take(name, told) {
   heard = Date.now();
   if (name === "history") history = told;
@@ -299,7 +305,7 @@ async function follow() {
       }
     }
   } catch (error) {
-    connection("lost", `not connected: ${error.name === "AbortError" ? "the server is silent" : error.message}`);
+    lost(error);
     return true;
   } finally {
     clearInterval(watchdog);
@@ -328,7 +334,7 @@ function askToken(why) {
 }
 
 async function run() {
-  while (await follow()) await new Promise((wake) => setTimeout(wake, RETRY_MS));
+  while (await follow()) await pause();
 }
 
 $("sign-in").onsubmit = (event) => {
@@ -374,6 +380,20 @@ $("rollback").querySelector("form").onsubmit = async (event) => {
 };
 
 addEventListener("resize", () => { if (history && state) showPlots(); });
-access = await fetch("status/access", { cache: "no-store" }).then((answer) => answer.json());
+
+async function readAccess() {
+  for (;;) {
+    try {
+      const answer = await fetch("status/access", { cache: "no-store", signal: AbortSignal.timeout(STALE_MS) });
+      if (!answer.ok) throw new Error(await reasonOf(answer));
+      return await answer.json();
+    } catch (error) {
+      lost(error);
+      await pause();
+    }
+  }
+}
+
+access = await readAccess();
 if (access.needs_token) askToken("");
 else run();

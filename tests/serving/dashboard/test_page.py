@@ -15,7 +15,7 @@ import pytest
 
 from loader.errors import RegistryUnavailableError
 from loader.registry.directory import DirectoryRegistry
-from loader.registry.fleet import FleetRecord, NodeRecord, VersionReport, WantedModel, delta_stream
+from loader.registry.fleet import Canary, FleetRecord, NodeRecord, VersionReport, WantedModel, delta_stream
 from loader.rollout.fleet_state import FleetState
 from loader.rollout.requests import start_rollout
 from serving.api.http_server import running_admin
@@ -148,6 +148,20 @@ def test_a_version_from_before_the_shards_were_divided_anew_is_told_as_whole():
     )
     (model,) = told_state(state, Changes(), History())["models"]
     assert [(one["version"], one["shards"], one["num_shards"]) for one in model["versions"]] == [(2, 1, 3), (1, 2, 2)]
+
+
+def test_a_shadow_is_told_as_such_wherever_it_is_ready():
+    reports = tuple(VersionReport(model="films", version=version, state="ready") for version in (1, 2, 3))
+    node = NodeRecord(node_id="s", kind="serving", process_id=1, address="s", live={"films": 1}, versions=reports)
+    wanted = WantedModel(model="films", epoch=1, live=1, hold=(1, 2), shadow=Canary(version=2, share=0.05))
+    state = FleetState(nodes=(node,), wanted={"films": wanted})
+    (model,) = told_state(state, Changes(), History())["models"]
+    assert [(one["version"], one["role"]) for one in model["versions"]] == [
+        (3, "ready"),
+        (2, "shadow, 5%"),
+        (1, "live"),
+    ]
+    assert model["shadow"] == {"version": 2, "share": 0.05}
 
 
 def test_a_registry_that_does_not_answer_is_told_and_what_is_known_stays(tmp_path, monkeypatch):

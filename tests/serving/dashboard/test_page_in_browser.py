@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
 
 from loader.registry.fleet import NodeRecord, VersionReport
 from loader.registry.opening import open_registry
@@ -184,15 +184,16 @@ def test_it_shows_a_rollout_from_its_start_to_the_flip_without_being_loaded_agai
         is_shown(page, ".head .tag", f"version {old} is live")
         page.evaluate("""() => {
           globalThis.steps = new Set();
-          const note = () => document.querySelectorAll("li.running").forEach((one) => steps.add(one.firstChild.data));
+          const shown = () => document.querySelectorAll("li.running, td .tag.warn");
+          const note = () => shown().forEach((one) => steps.add(one.firstChild.data));
           new MutationObserver(note).observe(document.querySelector("#models"), { childList: true, subtree: true });
         }""")
-        shown.run(shown.start_rollout(new, canary_share=0.5, bake_s=1.5))
+        shown.run(shown.start_rollout(new, shadow_share=0.25, shadow_s=0.7, canary_share=0.5, bake_s=1.5))
         is_shown(page, ".rollout h3", f"Rollout of version {new} in place of {old}: running")
         is_shown(page, ".rollout caption", "Guards:")
         is_shown(page, ".head .tag", f"version {new} is live")
         is_shown(page, ".rollout h3", f"Rollout of version {new} in place of {old}: done")
-        assert "canary" in page.evaluate("[...steps]")
+        assert {"shadow", "shadow, 25%", "canary", "canary, 50%"} <= set(page.evaluate("[...steps]"))
         assert page.locator(".steps li.done").count() == page.locator(".steps li").count() > 5
         is_shown(page, "#events tr", f"version {new} is to be live, after version {old}")
         row = page.locator("#serving tbody tr").filter(has_text="✓ live")
@@ -279,6 +280,27 @@ def test_without_tokens_everybody_may_look_and_nobody_may_roll_back(shown, brows
         page.goto(shown.open_url)
         is_shown(page, ".head .why", "started without --tokens")
         expect(page.locator(".head button")).to_be_disabled()
+
+
+def test_a_page_whose_first_question_fails_says_so_and_asks_again(shown, browser):
+    asked: list[Route] = []
+
+    def answer(route: Route) -> None:
+        asked.append(route)
+        if len(asked) == 1:
+            route.abort()
+        elif len(asked) == 2:
+            route.fulfill(status=503, json={"error": {"message": "the process is shutting down"}})
+        else:
+            route.continue_()
+
+    with contextlib.closing(browser.new_page()) as page:
+        page.route("**/status/access", answer)
+        page.goto(shown.open_url)
+        is_shown(page, "#connection", "not connected: Failed to fetch")
+        is_shown(page, "#connection", "not connected: the process is shutting down")
+        is_shown(page, ".head .why", "started without --tokens")
+        is_shown(page, "#connection", "live, read")
 
 
 def test_what_nodes_say_is_text_and_never_markup(shown, browser):
