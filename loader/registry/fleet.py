@@ -296,10 +296,7 @@ class NodeRecord(Record):
 
     def report(self, model: str, version: int | None) -> VersionReport | None:
         """Return what it tells of a version; None if it does not have it."""
-        for one in self.versions:
-            if one.version == version and one.model == model:
-                return one
-        return None
+        return next((one for one in self.versions if one.version == version and one.model == model), None)
 
     def has(self, model: str, version: int | None, state: VersionState) -> bool:
         """Tells whether it has a version, in that state."""
