@@ -15,25 +15,29 @@ their processes.
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TypeAlias
 
 import xxhash
 
 from loader.errors import StoreCacheError
+from loader.progress import Progress
 from loader.snapshot.manifest import FileEntry
-from loader.snapshot.store import fsync_path, make_folders
+from loader.snapshot.store import fsync_path, hash_file, make_folders
 
 IDENTITY = re.compile(r"[0-9a-f]{64}")
 _LOOK_S = 0.05
 _PARTS = "parts"
+
+_log = logging.getLogger(__name__)
 
 Tick: TypeAlias = Callable[[], None]
 """Called while something is waited for; raises to give up."""
@@ -46,14 +50,37 @@ class CacheEntry:
     root: Path
     folder: Path
     _lock: IO[str]
+    _damaged: dict[str, os.stat_result] = field(default_factory=dict)
 
     def part_path(self, entry: FileEntry) -> Path:
         """Return where a file lies while it is fetched."""
         return self.root / _PARTS / xxhash.xxh3_128_hexdigest(entry.path.encode())
 
     def missing(self, entries: Sequence[FileEntry]) -> list[FileEntry]:
-        """Return the files that are not here yet."""
-        return [one for one in entries if _size(self.folder / one.path) != one.size_bytes]
+        """Return the files that are not here yet, or are those that `check` found damaged."""
+        return [one for one in entries if not self._is_here(one)]
+
+    def check(self, entries: Sequence[FileEntry], progress: Progress) -> None:
+        """Find files that are no longer what they were when they were fetched: they are missing until replaced.
+
+        They stay in their places until then, and are not counted in the bound: others may be about to open them, or
+        replace them first.
+        """
+        here = [one for one in entries if self._is_here(one)]
+        done, total = 0, sum(one.size_bytes for one in here)
+
+        def on_bytes(count: int) -> None:
+            nonlocal done
+            done += count
+            progress("checking SHA-256", done, total)
+
+        for one in here:
+            path = self.folder / one.path
+            # Looked at before: what takes its place from now on is another file.
+            seen = path.stat()
+            if hash_file(path, on_bytes) != one.sha256:
+                _log.warning("%s is not what was fetched: it is fetched again", path)
+                self._damaged[one.path] = seen
 
     def close(self) -> None:
         """Let it go. Idempotent."""
@@ -61,6 +88,15 @@ class CacheEntry:
             with suppress(OSError):
                 os.utime(self._lock.fileno())
             self._lock.close()
+
+    def _is_here(self, entry: FileEntry) -> bool:
+        try:
+            found = (self.folder / entry.path).stat()
+        except FileNotFoundError:
+            return False
+        damaged = self._damaged.get(entry.path)
+        # Whoever replaced it has checked it.
+        return found.st_size == entry.size_bytes and (damaged is None or not os.path.samestat(found, damaged))
 
 
 class SnapshotCache:

@@ -46,7 +46,7 @@ from loader.snapshot.store import (
     hash_file,
     manifest_texts_of,
 )
-from loader.stores.cache import IDENTITY, CacheEntry, SnapshotCache
+from loader.stores.cache import IDENTITY, SnapshotCache
 from loader.stores.fetching import fetch
 from loader.stores.objects import ObjectFolder, ObjectInfo
 from loader.stores.place import StoreUrl
@@ -147,7 +147,7 @@ class RemoteStore(Store):
         try:
             check_manifest_checksum(entry.folder, found)
             if verify:
-                _drop_damaged(entry, entries, progress)
+                entry.check(entries, progress)
             missing = entry.missing(entries)
             if missing:
                 size = sum(one.size_bytes for one in missing)
@@ -292,7 +292,7 @@ class RemoteStore(Store):
                 manifest, _ = read_manifest(entry.folder)
                 entries = _files(str(entry.folder), manifest, with_rows=with_rows)
                 if verify:
-                    _drop_damaged(entry, entries, progress)
+                    entry.check(entries, progress)
                 if not entry.missing(entries):
                     return HeldSnapshot(entry.folder, entry.close, is_checked=verify)
         except BaseException:
@@ -334,21 +334,3 @@ def _marked(paths: Sequence[str], prefix: str) -> set[str]:
     """Return the versions of which there is a marker."""
     found = {one.removeprefix(prefix) for one in paths if one.startswith(prefix)}
     return {one for one in found if VERSION_NUMBER.fullmatch(one)}
-
-
-def _drop_damaged(entry: CacheEntry, entries: Sequence[FileEntry], progress: Progress) -> None:
-    """Forget files that are no longer what they were when they were fetched: they are fetched again."""
-    missing = {one.path for one in entry.missing(entries)}
-    here = [one for one in entries if one.path not in missing]
-    done, total = 0, sum(one.size_bytes for one in here)
-
-    def on_bytes(count: int) -> None:
-        nonlocal done
-        done += count
-        progress("checking SHA-256", done, total)
-
-    for one in here:
-        path = entry.folder / one.path
-        if hash_file(path, on_bytes) != one.sha256:
-            _log.warning("%s is not what was fetched: it is fetched again", path)
-            path.unlink(missing_ok=True)

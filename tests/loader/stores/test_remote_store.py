@@ -127,6 +127,31 @@ def test_what_is_in_the_cache_is_served_without_the_store_and_what_the_disk_dama
         assert proxy.answer_bytes - before > (held.path / ROWS).stat().st_size
 
 
+def test_of_two_that_find_a_damaged_file_at_once_one_replaces_it_and_it_is_never_away(
+    bucket: Bucket, snapshots: Path, tmp_path: Path
+) -> None:
+    put(store_of(bucket, tmp_path), snapshots / "1")
+    with store_of(bucket, tmp_path).hold("small", 1) as held:
+        rows = held.path / ROWS
+    rows.write_bytes(bytes(rows.stat().st_size))
+    both, was_there = list[Any](), list[bool]()
+
+    def meanwhile(what: str, done: int, total: int) -> None:
+        if what == "checking SHA-256" and done == total and not both:
+            # The first has read the damaged file, and is about to say so.
+            other = store_of(bucket, tmp_path)
+            both.append(other.hold("small", 1, progress=lambda *_: was_there.append(rows.exists())))
+            both.append(rows.open("rb"))
+
+    with store_of(bucket, tmp_path).hold("small", 1, progress=meanwhile) as held:
+        other, opened = both
+        with other, opened:
+            assert set(was_there) == {True}
+            assert os.path.samestat(rows.stat(), os.fstat(opened.fileno()))
+            assert rows.read_bytes() == (snapshots / "1" / ROWS).read_bytes()
+        assert held.path == other.path
+
+
 def test_a_version_is_immutable_and_two_who_write_it_never_mix(
     bucket: Bucket, snapshots: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
