@@ -23,7 +23,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -54,7 +54,7 @@ from loader.snapshot.manifest import (
 _HASH_CHUNK_BYTES = 1 << 20
 _COPY_CHUNK_BYTES = 4 << 20
 # The convention of TF-Serving and Triton: positive integers, no leading zeros. Anything else is not a version.
-VERSION_NUMBER = re.compile(r"[1-9][0-9]{0,18}")
+_VERSION_NUMBER = re.compile(r"[1-9][0-9]{0,18}")
 MODEL_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}")
 WORK_FOLDER_PREFIX = ".export-"
 """Before the version in the name of the folder in which an export works."""
@@ -127,11 +127,10 @@ class Store:
     def unfinished(self) -> list[tuple[str, int]]:
         """Return (model, version) of each export that was interrupted, or is still running."""
         return [
-            (model, int(version))
+            (model, version)
             for model in _folders(self.path)
             if MODEL_NAME.fullmatch(model)
-            for name in _folders(self.path / model)
-            if VERSION_NUMBER.fullmatch(version := name.removeprefix(WORK_FOLDER_PREFIX)) and version != name
+            for version in version_numbers(_folders(self.path / model), WORK_FOLDER_PREFIX)
         ]
 
     def models(self) -> list[str]:
@@ -142,8 +141,7 @@ class Store:
         """List a model's versions, ascending; empty if it has no such model. Unfinished exports do not count."""
         if not MODEL_NAME.fullmatch(model):
             return []
-        numbers = (int(name) for name in _folders(self.path / model) if VERSION_NUMBER.fullmatch(name))
-        return sorted(number for number in numbers if number < 2**63)
+        return version_numbers(_folders(self.path / model))
 
     def latest(self, model: str) -> int:
         """Return the highest version. Raises SnapshotNotFoundError if there is none."""
@@ -156,8 +154,11 @@ class Store:
         return versions[-1]
 
     def next_version(self, model: str) -> int:
-        """Return the first free version above all present ones; 1 for a new model."""
-        return max(self.versions(model), default=0) + 1
+        """Return the first free version above all present ones, also those that are set aside; 1 for a new model.
+
+        An interrupted export's is free: it goes on when it is run again.
+        """
+        return max(self.versions(model) + self._set_aside_versions(model), default=0) + 1
 
     def snapshot_path(self, model: str, version: int | None = None) -> Path:
         """Return the folder of a version, by default the latest. Raises SnapshotNotFoundError, naming what exists."""
@@ -320,12 +321,24 @@ class Store:
             except OSError as error:
                 raise file_error(self.path / path, "deleted", error) from error
 
+    def _set_aside_versions(self, model: str) -> list[int]:
+        """List the versions that are out of sight, ascending; they may come back until they are deleted."""
+        if not MODEL_NAME.fullmatch(model):
+            return []
+        return version_numbers([name.removesuffix(_GONE_SUFFIX) for name in _folders(self.path / model)], TRASH_PREFIX)
+
     def _told_unfinished(self, model: str | None = None) -> str:
         """Return the end of a message about what is not there."""
         names = [f"{name}/{version}" for name, version in self.unfinished() if model in (None, name)]
         if not names:
             return ""
         return f"; not finished: the export of {', '.join(names)}, which goes on when it is run again"
+
+
+def version_numbers(names: Iterable[str], prefix: str = "") -> list[int]:
+    """Return the versions, ascending, of the names that are one with that prefix."""
+    found = {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+    return sorted(int(one) for one in found if _VERSION_NUMBER.fullmatch(one) and int(one) < 2**63)
 
 
 def _folders(path: Path) -> list[str]:

@@ -38,13 +38,13 @@ from loader.snapshot.manifest import (
 from loader.snapshot.store import (
     MODEL_NAME,
     TRASH_PREFIX,
-    VERSION_NUMBER,
     WORK_FOLDER_PREFIX,
     HeldSnapshot,
     Store,
     StoredFile,
     hash_file,
     manifest_texts_of,
+    version_numbers,
 )
 from loader.stores.cache import IDENTITY, SnapshotCache
 from loader.stores.fetching import fetch
@@ -80,10 +80,10 @@ class RemoteStore(Store):
     def unfinished(self) -> list[tuple[str, int]]:
         """As `Store.unfinished`: the versions that are claimed."""
         return [
-            (model, int(version))
+            (model, version)
             for model in self.objects.folders()
             if MODEL_NAME.fullmatch(model)
-            for version in _marked(self._listed(model), WORK_FOLDER_PREFIX)
+            for version in version_numbers(self._listed(model), WORK_FOLDER_PREFIX)
         ]
 
     def models(self) -> list[str]:
@@ -95,10 +95,8 @@ class RemoteStore(Store):
         if not MODEL_NAME.fullmatch(model):
             return []
         paths = self._listed(model)
-        hidden = _marked(paths, TRASH_PREFIX)
-        numbers = {one.removesuffix(f"/{MANIFEST_NAME}") for one in paths if one.endswith(f"/{MANIFEST_NAME}")}
-        found = (int(one) for one in numbers - hidden if VERSION_NUMBER.fullmatch(one))
-        return sorted(one for one in found if one < 2**63)
+        found = [one.removesuffix(f"/{MANIFEST_NAME}") for one in paths if one.endswith(f"/{MANIFEST_NAME}")]
+        return sorted(set(version_numbers(found)) - set(version_numbers(paths, TRASH_PREFIX)))
 
     def manifest(self, model: str, version: int) -> tuple[Manifest, str] | None:
         """As `Store.manifest`."""
@@ -165,7 +163,7 @@ class RemoteStore(Store):
         texts, manifest = manifest_texts_of(source, identity), read_manifest(source)[0]
         model, version = manifest.spec.model, manifest.version
         where, claim = f"{model}/{version}", f"{model}/{WORK_FOLDER_PREFIX}{version}"
-        if str(version) in _marked(self._listed(model), TRASH_PREFIX):
+        if version in self._set_aside_versions(model):
             raise ExportError(
                 f"{self.name}/{where} is being deleted; if whoever does so died, `shardrank publish --retain` of "
                 "another version ends that an hour later"
@@ -220,7 +218,7 @@ class RemoteStore(Store):
         """As `Store.delete_set_aside`. What another process has set aside of late is left to it."""
         found = self.objects.listed(model)
         old = [one.path.removeprefix(f"{model}/") for one in found if one.age_s >= _OTHERS_TRASH_S]
-        for version in sorted({int(one) for one in _marked(old, TRASH_PREFIX)} | self._aside.pop(model, set())):
+        for version in sorted({*version_numbers(old, TRASH_PREFIX), *self._aside.pop(model, set())}):
             if version in staying:
                 self.bring_back(model, version)
                 continue
@@ -250,6 +248,9 @@ class RemoteStore(Store):
         """As `Store.delete_files`."""
         if paths:
             self.objects.delete(paths)
+
+    def _set_aside_versions(self, model: str) -> list[int]:
+        return version_numbers(self._listed(model), TRASH_PREFIX) if MODEL_NAME.fullmatch(model) else []
 
     def _listed(self, model: str) -> list[str]:
         return [one.path.removeprefix(f"{model}/") for one in self.objects.listed(model)]
@@ -328,9 +329,3 @@ def _files(where: str, manifest: Manifest, *, with_rows: bool) -> list[FileEntry
     rows = {one.path for files in manifest.tables for one in files.rows}
     # Before anything is written at such a path.
     return [one for one in manifest.files() if with_rows or one.path not in rows]
-
-
-def _marked(paths: Sequence[str], prefix: str) -> set[str]:
-    """Return the versions of which there is a marker."""
-    found = {one.removeprefix(prefix) for one in paths if one.startswith(prefix)}
-    return {one for one in found if VERSION_NUMBER.fullmatch(one)}

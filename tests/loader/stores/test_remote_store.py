@@ -391,7 +391,7 @@ def test_versions_are_published_and_retired_at_a_url_and_what_was_set_aside_by_o
 
     asyncio.run(program())
     assert {one.path for one in store.objects.listed("small") if one.path.startswith(("small/1/", "small/2/"))} == set()
-    assert store.versions("small") == [3]
+    assert (store.versions("small"), store.next_version("small")) == ([3], 5)
     with pytest.raises(ExportError, match="is being deleted"):
         put(store, snapshots / "4")  # though all of it is still there
     bucket.delete(f"small/4/{MANIFEST_NAME}")
