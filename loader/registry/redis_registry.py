@@ -24,13 +24,12 @@ import logging
 import math
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
 from typing import Any, Final, TypeAlias
 
 from redis.asyncio import BlockingConnectionPool, Redis, SSLConnection, UnixDomainSocketConnection
 from redis.asyncio.connection import AbstractConnection, Connection
 from redis.asyncio.retry import Retry
-from redis.asyncio.sentinel import Sentinel
+from redis.asyncio.sentinel import MasterNotFoundError, Sentinel
 from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, AuthorizationError, BusyLoadingError, ReadOnlyError, RedisError
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -58,7 +57,7 @@ from loader.registry.registry import (
 
 _MAX_CONNECTIONS: Final = 16
 _SENTINEL_SHARE: Final = 0.25
-"""Of the time that an answer may take, for that of a sentinel."""
+"""Of the time that a read may take, for one from a sentinel."""
 MASTER_CHECK_S: Final = 1.0
 FindMaster: TypeAlias = Callable[[], Awaitable[tuple[str, int]]]
 _log = logging.getLogger(__name__)
@@ -215,15 +214,38 @@ class _ToMasterByTls(_ToMaster, _TlsConnection):
     """The same, over TLS."""
 
 
-def _sentinel(settings: RedisUrl, options: dict[str, Any], timeout_s: float) -> Any:
-    """Make the clients of all sentinels; one that is away leaves time to ask the next one."""
-    options = options | dict.fromkeys(("socket_timeout", "socket_connect_timeout"), timeout_s)
-    has_tls = settings.scheme == "rediss"
-    sentinel: Any = Sentinel  # it has no types
-    made = sentinel(settings.sentinels, sentinel_kwargs={**options, **settings.sentinel_connection, "ssl": has_tls})
-    for one in made.sentinels if has_tls else ():
-        one.connection_pool.connection_class = _TlsConnection
-    return made
+class _Sentinels:
+    """Knows who is the master from whichever of a fleet's sentinels tells it."""
+
+    def __init__(self, settings: RedisUrl, options: dict[str, Any], timeout_s: float) -> None:
+        self._name, has_tls = settings.master, settings.scheme == "rediss"
+        options = options | dict.fromkeys(("socket_timeout", "socket_connect_timeout"), timeout_s)
+        options |= settings.sentinel_connection
+        one_of: Any = Sentinel  # it has no types
+        self._each = [one_of([one], sentinel_kwargs={**options, "ssl": has_tls}) for one in settings.sentinels]
+        for one in self._each if has_tls else ():
+            one.sentinels[0].connection_pool.connection_class = _TlsConnection
+
+    async def find_master(self) -> tuple[str, int]:
+        """Ask who told it last; if that one does not, all others at once: that takes no longer if many are away.
+
+        Raises MasterNotFoundError, with what each one said.
+        """
+        failures = []
+        for asked in (self._each[:1], self._each[1:]):
+            answers = await asyncio.gather(*(one.discover_master(self._name) for one in asked), return_exceptions=True)
+            for one, answer in zip(asked, answers, strict=True):
+                if not isinstance(answer, BaseException):
+                    self._each = [one, *(other for other in self._each if other is not one)]
+                    return answer
+                if not isinstance(answer, RedisError):
+                    raise answer
+                failures.append(str(answer))
+        raise MasterNotFoundError("; ".join(failures))
+
+    async def close(self) -> None:
+        for one in self._each:
+            await one.aclose()
 
 
 class RedisRegistry:
@@ -257,14 +279,14 @@ class RedisRegistry:
             "protocol": 2,
         }
         kinds: dict[str, type[AbstractConnection]] = {"unix": UnixDomainSocketConnection, "rediss": _TlsConnection}
-        kind, self._sentinels = kinds.get(settings.scheme, Connection), list[Any]()
-        self._find_master: FindMaster | None = None
+        kind = kinds.get(settings.scheme, Connection)
+        self._sentinels: _Sentinels | None = None
         self._master: tuple[str, int] | None = None
         self._asked_at = -math.inf
         if settings.sentinels:
-            sentinel = _sentinel(settings, options, socket_timeout_s * _SENTINEL_SHARE)
-            self._sentinels, kind = sentinel.sentinels, _ToMasterByTls if kind is _TlsConnection else _ToMaster
-            options["find_master"] = self._find_master = partial(sentinel.discover_master, settings.master)
+            kind = _ToMasterByTls if kind is _TlsConnection else _ToMaster
+            self._sentinels = _Sentinels(settings, options, socket_timeout_s * _SENTINEL_SHARE)
+            options["find_master"] = self._sentinels.find_master
         pool = BlockingConnectionPool(
             connection_class=kind,
             max_connections=_MAX_CONNECTIONS,
@@ -373,8 +395,8 @@ class RedisRegistry:
         """End its connections."""
         self._closed = True
         await self._client.aclose()
-        for one in self._sentinels:
-            await one.aclose()
+        if self._sentinels is not None:
+            await self._sentinels.close()
 
     async def _pages(self, index: str, values: str, prefix: str) -> list[tuple[str, bytes, bytes]]:
         start, end = (f"[{prefix}", f"[{prefix}\x7f") if prefix else ("-", "+")
@@ -427,8 +449,8 @@ class RedisRegistry:
     async def _answer(self, send: Callable[[], Awaitable[Any]], repeatable: bool) -> Any:
         try:
             async with asyncio.timeout(self._call_timeout_s):
-                if self._find_master is not None:
-                    await self._follow_master(self._find_master)
+                if self._sentinels is not None:
+                    await self._follow_master(self._sentinels)
                 answer = await self._send(send, repeatable)
                 await self._inspect()
                 return answer
@@ -437,7 +459,7 @@ class RedisRegistry:
         except (RedisError, OSError) as error:
             raise self._unavailable(error) from error
 
-    async def _follow_master(self, find_master: FindMaster) -> None:
+    async def _follow_master(self, sentinels: _Sentinels) -> None:
         """Drop the connections to who was the master; ask a sentinel once in `MASTER_CHECK_S`.
 
         After a failover that was ordered the old one goes on taking writes, which are lost, for ten seconds and more.
@@ -447,7 +469,7 @@ class RedisRegistry:
             return
         self._asked_at = now
         try:
-            master = await find_master()
+            master = await sentinels.find_master()
         except RedisError as error:
             # Sentinels that are away change nothing for who has a connection; who needs one will be told.
             _log.info("registry %s: who is the master is not known: %s", self.name, cut(error))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -15,8 +17,8 @@ from redis.exceptions import ConnectionError, NoPermissionError
 from loader.errors import RegistryUnavailableError
 from loader.registry.opening import open_registry
 from loader.registry.redis_registry import MASTER_CHECK_S, _ToMaster, _ToMasterByTls
-from loader.registry.redis_url import parse_redis_url
-from loader.registry.registry import StreamBounds
+from loader.registry.redis_url import MAX_SENTINELS, parse_redis_url
+from loader.registry.registry import Entry, StreamBounds
 from shard_node.wire.tls import TlsConfig, server_context
 from shardrank_testing.certificates import Authority, needs_openssl
 from shardrank_testing.registries import RedisServer, WatchedRedis, redis_server, watched_redis
@@ -167,6 +169,19 @@ def test_a_master_that_sentinels_name_is_spoken_to_by_tls_and_its_certificate_is
 
     with redis_server(tmp_path) as server:
         run(program(server))
+
+
+def test_sentinels_that_are_reached_and_never_answer_do_not_use_up_the_time_of_a_call(watched):
+    async def program() -> None:
+        with contextlib.ExitStack() as stack:
+            silent = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(MAX_SENTINELS - 1)]
+            hosts = ",".join(f"127.0.0.1:{one.getsockname()[1]}" for one in silent)
+            registry = open_registry(watched.url.replace("127.0.0.1:1,", f"{hosts},"))
+            revision = await registry.put("silent", b"1", 0)
+            assert await registry.get("silent") == Entry(b"1", revision)
+            await registry.close()
+
+    run(program())
 
 
 @pytest.mark.parametrize(
