@@ -235,12 +235,14 @@ class _Sentinels:
         for asked in (self._each[:1], self._each[1:]):
             answers = await asyncio.gather(*(one.discover_master(self._name) for one in asked), return_exceptions=True)
             for one, answer in zip(asked, answers, strict=True):
-                if not isinstance(answer, BaseException):
-                    self._each = [one, *(other for other in self._each if other is not one)]
-                    return answer
-                if not isinstance(answer, RedisError):
+                if isinstance(answer, RedisError):
+                    failures.append(str(answer))
+                    continue
+                if isinstance(answer, BaseException):
                     raise answer
-                failures.append(str(answer))
+                self._each = [one, *(other for other in self._each if other is not one)]
+                host, port = answer
+                return host, port
         raise MasterNotFoundError("; ".join(failures))
 
     async def close(self) -> None:

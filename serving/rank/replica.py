@@ -17,7 +17,6 @@ import logging
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -45,9 +44,10 @@ _OF_THE_WHOLE_BATCH = (503, 504)
 
 
 class _OnLoop:
-    """A ranking on an event loop, for the batches of a batcher."""
+    """A ranking on an event loop, for the batches of a batcher. `failure` is what it ended with."""
 
     ranking: Ranking
+    failure: BaseException | None = None
 
     def __init__(self, batcher: Batcher, loop: asyncio.AbstractEventLoop, clock: Callable[[], float]) -> None:
         self._batcher = batcher
@@ -58,7 +58,7 @@ class _OnLoop:
     @property
     def is_alive(self) -> bool:
         """Tell whether it still takes work."""
-        return not self._loop.is_closed()
+        return self.failure is None and not self._loop.is_closed()
 
     def call(self, function: Callable[[Ranking], Coroutine[Any, Any, Result]]) -> Future[Result]:
         """Run a coroutine between batches, for checks. Raises NotReadyError if the loop was closed."""
@@ -72,13 +72,21 @@ class _OnLoop:
         called.add_done_callback(self._calls.discard)
         return called
 
+    async def _answer(self, batch: list[Pending]) -> None:
+        """Answer a batch. What a defect raises meanwhile is its alone and in the log; the next one is answered."""
+        try:
+            await answer_batch(self.ranking, batch, self._clock)
+        except Exception:
+            logger.exception("a batch of %d requests was broken off", len(batch))
+        finally:
+            self._batcher.ended(batch)
+
 
 class Replica(_OnLoop):
     """Takes batches from a batcher until that is closed, on a thread of its own.
 
     `ranking` makes what does the work: it is called on the replica's own loop, which the shards then belong to.
-    `on_failure` is called on the thread when it ends by anything but the batcher's closing; `failure` is what it ended
-    with.
+    `on_failure` is called on the thread when it ends by anything but the batcher's closing.
     """
 
     def __init__(
@@ -93,7 +101,6 @@ class Replica(_OnLoop):
         self._make_ranking = ranking
         self._on_failure = on_failure
         self._ready = threading.Event()
-        self.failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -138,8 +145,7 @@ class Replica(_OnLoop):
                     await woken.wait()
                     woken.clear()
                     continue
-                await answer_batch(ranking, batch, self._clock)
-                self._batcher.ended(batch)
+                await self._answer(batch)
                 # With rows in this process nothing above gives way, and calls of others would wait for an empty queue.
                 # One turn of the loop is not enough for them: to ask a shard takes several.
                 if self._calls:
@@ -204,44 +210,52 @@ class LoopReplica(_OnLoop):
     def _turn(self) -> None:
         if self._will_be_woken or len(self._out) == MAX_OUT:
             return
-        batch = self._batcher.take(self._wake)
+        try:
+            batch = self._batcher.take(self._wake)
+        except BaseException as error:
+            # As one on a thread would: it ends, and readiness tells of it.
+            self.failure = error
+            self._batcher.close("all its ranking replicas have ended")
+            raise
         if not batch:
             self._will_be_woken = True
             return
-        answering = answer_batch(self.ranking, batch, self._clock)
+        try:
+            self._begin_answering(batch)
+        finally:
+            self._go_on()
+
+    def _begin_answering(self, batch: list[Pending]) -> None:
+        """Answer a batch, or begin to if shards are waited for."""
+        answering = self._answer(batch)
         if self.ranking.router.waits:
             out = self._loop.create_task(answering)
             self._out.add(out)
-            out.add_done_callback(partial(self._ended, batch))
-        else:
-            try:
-                answering.send(None)
-            except StopIteration:
-                pass
-            else:
-                answering.close()
-                raise ServingError("ranking waited for something on the event loop of the APIs")
-            self._batcher.ended(batch)
-        self._go_on()
+            out.add_done_callback(self._ended)
+            return
+        try:
+            answering.send(None)
+        except StopIteration:
+            return
+        # Its requests fail when it is closed.
+        answering.close()
+        raise ServingError("ranking waited for something on the event loop of the APIs")
 
     def _go_on(self) -> None:
         # Not before answers were written, and what the sockets had brought was read and parsed, or refused: one turn of
         # the loop. What came meanwhile is read at its end, and would be refused after a batch: it has a turn too.
         self._loop.call_soon(self._loop.call_soon, self._loop.call_soon, self._turn)
 
-    def _ended(self, batch: list[Pending], out: asyncio.Task[None]) -> None:
+    def _ended(self, out: asyncio.Task[None]) -> None:
         self._out.discard(out)
-        self._batcher.ended(batch)
-        if not out.cancelled() and (error := out.exception()) is not None:
-            logger.error("handing out the answers of a batch failed", exc_info=error)
         self._go_on()
 
 
 async def answer_batch(ranking: Ranking, batch: list[Pending], clock: Callable[[], float]) -> None:
     """Rank or look up what a batcher gave, and hand out answers and errors: to each once, whatever happens."""
-    # Whatever ends the calling thread, the batch that it took is answered and its leases are given back.
-    ended = ServingError("the ranking replica ended; the server's log says more")
-    outcomes: list[Answer | BaseException] = [ended] * len(batch)
+    # Whatever ends this, the batch that was taken is answered and its leases are given back.
+    broken_off = ServingError("ranking was broken off; the server's log says more")
+    outcomes: list[Answer | BaseException] = [broken_off] * len(batch)
     try:
         now = clock()
         for pending in batch:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import AsyncIterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,10 @@ from router.errors import ShardUnavailableError
 from router.plan import Plan
 from router.replicas import ReplicatedShard
 from serving.errors import NotReadyError, ServingError, ShuttingDownError, UnknownIdError
+from serving.formats.json_reader import JsonCodec, encode_request
 from serving.limits import RequestLimits
+from serving.observe.calls import Call
+from serving.rank.batcher import Pending
 from serving.rank.service import RankingService
 from serving.versions.loading import ModelSource, load_served_model, load_when_possible
 from serving.versions.served_model import ServedModel
@@ -160,7 +164,7 @@ def test_a_replica_that_has_ended_makes_its_model_not_ready(api_model, caplog):
     service.install(served)
 
     async def main() -> None:
-        with pytest.raises(ServingError, match="the ranking replica ended"):
+        with pytest.raises(ServingError, match="ranking was broken off"):
             await rank(service, api_request(0))
         while set(threading.enumerate()) - before:  # noqa: ASYNC110  # a thread does not tell when it has ended
             await asyncio.sleep(0.001)
@@ -177,14 +181,63 @@ def test_a_replica_that_has_ended_makes_its_model_not_ready(api_model, caplog):
     service.close()
 
 
-async def loaded(model, limits: RequestLimits | None = None) -> RankingService:
+async def loaded(model, limits: RequestLimits | None = None, num_replicas: int = 0) -> RankingService:
     service = RankingService(limits, expected_models=[MODEL])
-    await load_when_possible(ModelSource(snapshot=model.path, num_replicas=0, dtype="float32"), service)
+    await load_when_possible(ModelSource(snapshot=model.path, num_replicas=num_replicas, dtype="float32"), service)
     return service
 
 
 async def closed(service: RankingService) -> None:
     await asyncio.to_thread(service.close)
+
+
+def submit(service: RankingService, call: Call, deadline: float, future: Future) -> None:
+    lease = service.lease(MODEL)
+    request = api_request(0)
+    parsed = (
+        JsonCodec("rank", MODEL, "embedded").read(encode_request(request), service.limits).parse(lease.payload.schema)
+    )
+    lease.payload._batcher.submit(Pending(parsed, lease, deadline, call, future, None))
+
+
+@pytest.mark.parametrize("num_replicas", [0, 1])
+def test_a_defect_fails_the_requests_of_its_batch_and_the_replica_goes_on(api_model, num_replicas, caplog):
+    async def main() -> None:
+        service = await loaded(api_model, num_replicas=num_replicas)
+        call, future = Call("embedded", "rank", 0.0), Future()
+        call.parsed = None  # so that to look at the time raises
+        submit(service, call, service.clock() + NEVER_S, future)
+        with pytest.raises(ServingError, match="ranking was broken off"):
+            await asyncio.wrap_future(future)
+        assert_scores(api_model, [await rank(service, api_request(1))], [1])
+        await service.watch.refresh()
+        assert not service.watch.problems()
+        await closed(service)
+
+    run(main())
+    assert "a batch of 1 requests was broken off" in caplog.text
+    assert "TypeError" in caplog.text
+
+
+class DefectiveFuture(Future):
+    def set_exception(self, exception: BaseException | None) -> None:
+        raise RuntimeError("a defect") from exception
+
+
+@pytest.mark.parametrize("num_replicas", [0, 1])
+def test_a_replica_that_can_take_no_batch_makes_its_model_not_ready(api_model, num_replicas):
+    async def main() -> None:
+        service = await loaded(api_model, num_replicas=num_replicas)
+        submit(service, Call("embedded", "rank", 0.0), service.clock() - 1.0, DefectiveFuture())
+        with service.lease(MODEL) as lease:
+            await until(lambda: not lease.payload._replicas[0].is_alive)
+        with pytest.raises(ShuttingDownError, match="all its ranking replicas have ended"):
+            await rank(service, api_request(1))
+        await service.watch.refresh()
+        assert service.watch.problems()[MODEL].startswith("not_ready: ")
+        await closed(service)
+
+    run(main())
 
 
 def batches(service: RankingService) -> tuple[float, float]:
