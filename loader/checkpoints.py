@@ -46,6 +46,7 @@ Chunk: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 """The offset of a chunk's first element in its tensor, and the chunk's sizes."""
 # Cells of the grid that all chunks' borders make: many chunks along both dims would need more.
 _MAX_CELLS = 1 << 24
+_TOLD_NAMES = 20
 _METADATA_NAME = ".metadata"
 _MAX_METADATA_BYTES = 1 << 30
 _STATE_DICT_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
@@ -99,10 +100,10 @@ class Checkpoint(ABC):
         return self._entries[name]
 
 
-def shortened(names: list[str], limit: int = 20) -> str:
+def shortened(names: list[str]) -> str:
     """Return the first names as text, for a message."""
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return f"{names[:limit]}{more}"
+    more = f" and {len(names) - _TOLD_NAMES} more" if len(names) > _TOLD_NAMES else ""
+    return f"{names[:_TOLD_NAMES]}{more}"
 
 
 def check_chunks(where: str, shape: tuple[int, ...], chunks: Sequence[Chunk]) -> None:

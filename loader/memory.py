@@ -13,7 +13,7 @@ import mmap
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -90,11 +90,11 @@ def map_array(
     return np.asarray(_MappedPages(address, size_bytes, interface))
 
 
-def populate(array: npt.NDArray[Any], on_bytes: Callable[[int], None] = lambda count: None) -> None:
+def populate(array: npt.NDArray[Any]) -> None:
     """Brings all pages of a mapped array into memory and into this process's page tables, so that no read faults.
 
-    The array must be contiguous; `on_bytes` is told the bytes done since its last call. Raises OSError if the kernel
-    could not read a page, for example of a file that has become shorter.
+    The array must be contiguous. Raises OSError if the kernel could not read a page, for example of a file that has
+    become shorter.
     """
     begin = _address(array)
     begin -= begin % mmap.PAGESIZE
@@ -108,11 +108,10 @@ def populate(array: npt.NDArray[Any], on_bytes: Callable[[int], None] = lambda c
             flat = array.reshape(-1).view(np.uint8)
             offset = max(0, address - _address(array))
             int(flat[offset : offset + size_bytes : mmap.PAGESIZE].sum(dtype=np.int64))
-        on_bytes(size_bytes)
 
 
-def give_back(array: npt.NDArray[Any], rest: Callable[[], None] = lambda: None) -> None:
-    """Give the pages that lie wholly within an array back to the system, piece by piece; `rest` is called in between.
+def give_back(array: npt.NDArray[Any]) -> None:
+    """Give the pages that lie wholly within an array back to the system, piece by piece.
 
     The array must be all that lies in them, contiguous and over mapped memory of its own, not the heap's. Nobody may
     need its content: private memory reads as zeros afterwards. Unmapping what is left takes next to no time.
@@ -121,7 +120,6 @@ def give_back(array: npt.NDArray[Any], rest: Callable[[], None] = lambda: None) 
     end = (_address(array) + array.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
     for address, size_bytes in _pieces(begin, end):
         _advise(address, size_bytes, _MADV_DONTNEED)
-        rest()
 
 
 def _address(array: npt.NDArray[Any]) -> int:

@@ -84,13 +84,13 @@ class Pace:
         return paced
 
 
-def lower_own_priority(niceness: int = BACKGROUND_NICENESS) -> None:
+def lower_own_priority() -> None:
     """Has the calling thread, and those that it starts, run when others leave time. It can't be taken back.
 
     Linux gives each thread a niceness of its own (setpriority(2), "C library/kernel differences").
     """
     try:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BACKGROUND_NICENESS)
     except OSError as error:
         logger.warning("background work keeps its priority: %s", error)
 

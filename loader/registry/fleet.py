@@ -364,7 +364,7 @@ class FleetRegistry:
         await self.registry.put(key, _encode(record), entry.revision if entry is not None else 0)
 
     async def update_wanted(
-        self, model: str, change: Callable[[WantedModel | None], WantedModel | None], epoch_above: int = 0
+        self, model: str, change: Callable[[WantedModel | None], WantedModel | None]
     ) -> WantedModel | None:
         """Change what is wanted, from what is there until nobody else wrote in between. Returns what is there now.
 
@@ -372,8 +372,6 @@ class FleetRegistry:
             model: whose record.
             change: from what is there to what shall be; None, or an equal record, leaves it. Its epoch is set here. It
                 may be called several times.
-            epoch_above: the highest epoch that the writer knows of: the new one is higher, also if the registry
-                has lost its record.
 
         Raises:
             RegistryConflictError: somebody else was faster each time.
@@ -389,8 +387,7 @@ class FleetRegistry:
                 return None
             if changed.model != model:
                 raise RegistryRecordError(f"{key}: model {changed.model!r} in the record of {model!r}")
-            epoch = max(now.epoch if now is not None else 0, epoch_above) + 1
-            there = changed.model_copy(update={"epoch": epoch})
+            there = changed.model_copy(update={"epoch": 1 if now is None else now.epoch + 1})
             return _encode(there)
 
         await self._change(key, following)

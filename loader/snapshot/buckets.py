@@ -27,7 +27,6 @@ import xxhash
 from loader.snapshot.tables import NUM_BUCKETS, Bucketing, TableSpec
 
 Int64Array = npt.NDArray[np.int64]
-UInt64Array = npt.NDArray[np.uint64]
 
 MIXED_BITS = 12
 HASH_BITS = 8

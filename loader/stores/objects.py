@@ -102,11 +102,11 @@ class ObjectFolder:
         ]
         return sorted(infos, key=lambda one: one.path)
 
-    def folders(self, prefix: str = "") -> list[str]:
-        """Return the names of the folders in a folder, sorted."""
-        with self._translated("listed", prefix):
-            found = obstore.list_with_delimiter(self._store, prefix or None)["common_prefixes"]
-        return sorted(one.rstrip("/").rpartition("/")[2] for one in found)
+    def folders(self) -> list[str]:
+        """Return the names of the folders right below the URL, sorted."""
+        with self._translated("listed", ""):
+            found = obstore.list_with_delimiter(self._store)["common_prefixes"]
+        return sorted(one.rstrip("/") for one in found)
 
     def read(self, path: str, max_bytes: int) -> bytes | None:
         """Return a small object; None if there is none. Raises SnapshotCorruptError if it is larger."""

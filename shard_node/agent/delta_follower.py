@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
@@ -226,13 +226,11 @@ async def catch_up(
     model: str,
     version: int,
     tables: LoadedTables,
-    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-    limit_s: float = CATCH_UP_LIMIT_S,
 ) -> None:
     """Apply what its stream of deltas holds by now to tables that nobody uses yet; then nothing writes to them.
 
-    What can't be applied, or not within `limit_s`, is logged and left to whoever follows the stream from then on: old
-    rows are better than none.
+    What can't be applied, or not within `CATCH_UP_LIMIT_S`, is logged and left to whoever follows the stream from then
+    on: old rows are better than none.
     """
     deltas = tables.deltas
     try:
@@ -246,11 +244,11 @@ async def catch_up(
     following = asyncio.create_task(follower.run(), name=f"catch up {model} {version}")
     reason = ""
     try:
-        async with asyncio.timeout(limit_s):
-            while deltas.sequence < until and not following.done() and not deltas.snapshot().reason:
-                await sleep(_LOOK_S)
+        async with asyncio.timeout(CATCH_UP_LIMIT_S):
+            while deltas.sequence < until and not following.done() and not deltas.snapshot().reason:  # noqa: ASYNC110
+                await asyncio.sleep(_LOOK_S)
     except TimeoutError:
-        reason = f"not applied within {limit_s:g} s"
+        reason = f"not applied within {CATCH_UP_LIMIT_S:g} s"
     finally:
         following.cancel()
         await ended(following)
@@ -275,11 +273,10 @@ class _Following:
 
 
 class Followers:
-    """Starts and stops the followers of a process, one for each version; `clock` gives monotonic seconds."""
+    """Starts and stops the followers of a process, one for each version."""
 
-    def __init__(self, registry: Registry, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, registry: Registry) -> None:
         self._registry = registry
-        self._clock = clock
         self._following: dict[tuple[str, int], _Following] = {}
 
     async def settle(self, model: str, versions: Mapping[int, LoadedTables]) -> None:
@@ -290,7 +287,7 @@ class Followers:
         for version, tables in versions.items():
             before = self._following.get((model, version))
             # One whose stopping was cut short has no gap, and ends nevertheless.
-            if before is None or (before.task.done() and self._clock() - before.ended_at >= RETRY_S):
+            if before is None or (before.task.done() and time.monotonic() - before.ended_at >= RETRY_S):
                 follower = DeltaFollower(self._registry, model, version, tables)
                 task = asyncio.create_task(self._follow(model, version, follower), name=f"deltas {model} {version}")
                 self._following[model, version] = _Following(task)
@@ -322,6 +319,6 @@ class Followers:
         except Exception as error:
             following = self._following.get((model, version))
             if following is not None:
-                following.gap, following.ended_at = f"{type(error).__name__}: {error}", self._clock()
+                following.gap, following.ended_at = f"{type(error).__name__}: {error}", time.monotonic()
             unforeseen = None if isinstance(error, ShardrankError) else error
             logger.error("version %d of %s follows no deltas: %s", version, model, error, exc_info=unforeseen)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -47,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.02
 ENOUGH_FAULTS = 2
+_ASK_CARDS_EVERY_S = 1.0
 """Of cards, in a row: what a card does not get over, it also answers when it is asked again."""
 PlanOf = Callable[[Snapshot], tuple[Partition, str]]
 """The buckets of a model that a shard holds, and the digest of the plan that says so."""
@@ -177,21 +177,17 @@ class NodeActions:
         fleet: FleetRegistry,
         plan_of: PlanOf,
         config: NodeConfig,
-        memory: RowMemory | None = None,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-        clock: Callable[[], float] = time.monotonic,
         card_set: CardSet | None = None,
     ) -> None:
         self._node = node
         self._fleet = fleet
         self._plan_of = plan_of
         self._config = config
-        self._memory = memory or RowMemory(config.memory_cap_bytes)
-        self._sleep = sleep
+        self._memory = RowMemory(config.memory_cap_bytes)
         self._card_set = card_set
         self._store = open_store(config.store)
         self._files: dict[tuple[str, int], HeldSnapshot] = {}
-        self._followers = Followers(fleet.registry, clock)
+        self._followers = Followers(fleet.registry)
         self._live: dict[str, int | None] = {}
         self._retiring: set[tuple[str, int]] = set()
 
@@ -249,7 +245,7 @@ class NodeActions:
         tables, held = made = await in_background(work, f"stage-{model}-{version}", free)
         try:
             if version in wanted.follow:
-                await catch_up(self._fleet.registry, model, version, tables, self._sleep)
+                await catch_up(self._fleet.registry, model, version, tables)
             self._node.stage(model, version, tables)
         except BaseException:
             free(made)
@@ -280,8 +276,8 @@ class NodeActions:
             generation = self._node.retire(model, version)
         finally:
             self._retiring.discard((model, version))
-        while not generation.retired.is_set():
-            await self._sleep(_LOOK_S)
+        while not generation.retired.is_set():  # noqa: ASYNC110  # set by threads
+            await asyncio.sleep(_LOOK_S)
         if (held := self._files.pop((model, version), None)) is not None:
             held.close()
 
@@ -351,7 +347,6 @@ async def watch_cards(
     node: ShardNode,
     cards: Cards | None = None,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-    interval_s: float = 1.0,
 ) -> NoReturn:
     """Asks the cards of all versions, time and again, until cancelled. On the CPU there is nothing to ask.
 
@@ -372,7 +367,7 @@ async def watch_cards(
                 raise
         else:
             faults = 0
-        await sleep(interval_s)
+        await sleep(_ASK_CARDS_EVERY_S)
 
 
 def _ask(node: ShardNode, cards: Cards | None) -> None:

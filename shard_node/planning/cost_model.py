@@ -280,12 +280,10 @@ class Traffic:
         )
 
     @classmethod
-    def resident(
-        cls, layout: TableLayout, loads: Sequence[BagLoad], system: CardSystem, sum_item_bytes: int = 2
-    ) -> Traffic:
+    def resident(cls, layout: TableLayout, loads: Sequence[BagLoad], system: CardSystem) -> Traffic:
         """Reckon a batch as if every row lay in the memory of the one card that pools it, however large that must be.
 
-        Such rows lie in order: no places are read. Arguments are as of `of`.
+        Sums are of 2 bytes an element. Such rows lie in order: no places are read. Arguments are as of `of`.
         """
         values, bags, longest = np.array(loads, np.float64).reshape(len(layout.tables), 3).T
         sectors = np.array([sector_bytes(RowFormat.of(one.dtype, one.embedding_dim)) for one in layout.tables])
@@ -297,7 +295,7 @@ class Traffic:
             own=none,
             peer=none,
             host=none,
-            hbm_bytes=np.array([ids_bytes + float(values @ sectors + sum_item_bytes * (bags @ dims))]),
+            hbm_bytes=np.array([ids_bytes + float(values @ sectors + 2 * (bags @ dims))]),
             peer_bytes=np.zeros((1, 1)),
             peer_line_bytes=none,
             host_bytes=none,

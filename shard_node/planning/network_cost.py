@@ -179,12 +179,6 @@ class SentLookups:
     takes_turns: npt.NDArray[np.bool_]
 
     @classmethod
-    def evenly(cls, num_tables: int, num_shards: int, hit_rate: float = 0.0) -> SentLookups:
-        """Divide the lookups of every table, but for those that hot rows answer, evenly."""
-        shares = np.full((num_tables, num_shards), (1 - hit_rate) / num_shards)
-        return cls(shares, np.zeros(num_tables, np.bool_))
-
-    @classmethod
     def of(
         cls,
         hotness: Sequence[RowHotness],

@@ -437,14 +437,12 @@ class NodeServer:
         self,
         node: ShardNode,
         limits: ServerLimits | None = None,
-        clock: Callable[[], float] = time.monotonic,
         tls: ReloadingContext | None = None,
         watch: RequestWatch | None = None,
     ) -> None:
         self._limits = limits or ServerLimits()
-        self._clock = clock
         self._tls = tls
-        self._handler = RequestHandler(node, self._limits, clock, watch)
+        self._handler = RequestHandler(node, self._limits, time.monotonic, watch)
         self._listeners: list[Listener] = []
         self._connections: set[ServerConnection] = set()
         self._is_draining = False
@@ -524,7 +522,7 @@ class NodeServer:
             self._all_ended.set()
 
     def _make_connection(self) -> ServerConnection:
-        return ServerConnection(self, self._handler, self._limits, self._clock)
+        return ServerConnection(self, self._handler, self._limits, time.monotonic)
 
     def _stop_listening(self) -> None:
         for listener in self._listeners:

@@ -100,12 +100,6 @@ async def test_an_update_sees_what_is_there_and_counts_the_epoch_up(fleet):
 
 
 @with_fleet
-async def test_an_update_of_a_record_that_was_lost_gets_an_epoch_above_the_one_that_is_known(fleet):
-    assert (await fleet.update_wanted("m", lambda _: FIRST, epoch_above=41)).epoch == 42
-    assert (await fleet.update_wanted("m", lambda now: now.model_copy(update={"live": 3}), epoch_above=5)).epoch == 43
-
-
-@with_fleet
 async def test_updates_of_many_at_once_are_all_there(fleet):
     await fleet.put_wanted(FIRST, None)
 

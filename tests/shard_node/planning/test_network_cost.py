@@ -61,6 +61,12 @@ def test_shards_hit_by_a_bag_are_as_many_as_random_bags_hit(shards, ids, hit_rat
     assert shards_hit(shards, ids, hit_rate) == pytest.approx(hit, rel=0.02)
 
 
+def sent_evenly(num_tables, num_shards, hit_rate=0.0):
+    """The lookups of every table, but for those that hot rows answer, divided evenly."""
+    shares = np.full((num_tables, num_shards), (1 - hit_rate) / num_shards)
+    return SentLookups(shares, np.zeros(num_tables, np.bool_))
+
+
 def drawn_bags(layout, rng, hotness, num_bags, *, ragged):
     lengths = [rng.integers(0 if ragged else ids, ids + 1, num_bags) for ids in hotness]
     counts = np.full(len(lengths), num_bags)
@@ -132,7 +138,7 @@ def reckoned_and_sent(shards, hotness, tables, forms, *, ragged, num_draws):
             back += frame_bytes(encode_answer(1, answer_of(layout, part.bags, forms)))
     form = WireForm(2 if forms.float16 else 4, forms.stored, model_bytes=len(MODEL))
     batch = BatchBags.counted([np.concatenate(of_table) for of_table in zip(*all_lengths, strict=True)], num_draws)
-    found = NetworkBytes.of(layout, batch, SentLookups.evenly(len(layout.tables), shards), form)
+    found = NetworkBytes.of(layout, batch, sent_evenly(len(layout.tables), shards), form)
     return found, out / num_draws, back / num_draws
 
 
@@ -146,7 +152,7 @@ def test_what_is_taken_from_elsewhere_is_as_it_is_there():
     # The textbook's step is divided evenly: 16 shards, 40 ids a bag.
     layout = one_table_layout(10_000, 128, "fp32")
     batch = BatchBags.of([BagLoad(LOOKUPS, 65_536, 40)])
-    found = NetworkBytes.of(layout, batch, SentLookups.evenly(1, 16, 0.85), WireForm(4, stored=False))
+    found = NetworkBytes.of(layout, batch, sent_evenly(1, 16, 0.85), WireForm(4, stored=False))
     assert found.shards_hit == pytest.approx(shards_hit(16, 40, 0.85))
     assert found.sums.sum() == pytest.approx(65_536 * shards_hit(16, 40, 0.85) * 512)
     assert found.ids.sum() == pytest.approx(4 * LOOKUPS * 0.15)
