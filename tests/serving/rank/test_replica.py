@@ -18,7 +18,7 @@ from router.errors import ShardUnavailableError
 from router.plan import Plan
 from router.replicas import ReplicatedShard
 from serving.errors import NotReadyError, ServingError, ShuttingDownError, UnknownIdError
-from serving.formats.json_reader import JsonCodec, encode_request
+from serving.formats.requests import LookupRequest
 from serving.limits import RequestLimits
 from serving.observe.calls import Call
 from serving.rank.batcher import Pending
@@ -45,6 +45,7 @@ from shardrank_testing.serving_api import (
     write_api_model,
 )
 from shardrank_testing.topologies import make_node
+from shardrank_testing.waiting import EMPTY
 
 NUM_WAITING = 100
 
@@ -192,19 +193,15 @@ async def closed(service: RankingService) -> None:
 
 
 def submit(service: RankingService, call: Call, deadline: float, future: Future) -> None:
-    lease = service.lease(MODEL)
-    request = api_request(0)
-    parsed = (
-        JsonCodec("rank", MODEL, "embedded").read(encode_request(request), service.limits).parse(lease.payload.schema)
-    )
-    lease.payload._batcher.submit(Pending(parsed, lease, deadline, call, future, None))
+    lease, request = service.lease(MODEL), LookupRequest(EMPTY, timeout_s=1.0, num_floats=0)
+    lease.payload._batcher.submit(Pending(request, lease, deadline, call, future, None))
 
 
 @pytest.mark.parametrize("num_replicas", [0, 1])
 def test_a_defect_fails_the_requests_of_its_batch_and_the_replica_goes_on(api_model, num_replicas, caplog):
     async def main() -> None:
         service = await loaded(api_model, num_replicas=num_replicas)
-        call, future = Call("embedded", "rank", 0.0), Future()
+        call, future = Call("embedded", "lookup", 0.0), Future()
         call.parsed = None  # so that to look at the time raises
         submit(service, call, service.clock() + NEVER_S, future)
         with pytest.raises(ServingError, match="ranking was broken off"):
@@ -219,16 +216,13 @@ def test_a_defect_fails_the_requests_of_its_batch_and_the_replica_goes_on(api_mo
     assert "TypeError" in caplog.text
 
 
-class DefectiveFuture(Future):
-    def set_exception(self, exception: BaseException | None) -> None:
-        raise RuntimeError("a defect") from exception
-
-
 @pytest.mark.parametrize("num_replicas", [0, 1])
 def test_a_replica_that_can_take_no_batch_makes_its_model_not_ready(api_model, num_replicas):
     async def main() -> None:
         service = await loaded(api_model, num_replicas=num_replicas)
-        submit(service, Call("embedded", "rank", 0.0), service.clock() - 1.0, DefectiveFuture())
+        future = Future()
+        future.set_exception = None  # so that to tell it of its deadline raises
+        submit(service, Call("embedded", "lookup", 0.0), service.clock() - 1.0, future)
         with service.lease(MODEL) as lease:
             await until(lambda: not lease.payload._replicas[0].is_alive)
         with pytest.raises(ShuttingDownError, match="all its ranking replicas have ended"):
