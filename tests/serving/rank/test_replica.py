@@ -201,8 +201,7 @@ def submit(service: RankingService, call: Call, deadline: float, future: Future)
 def test_a_defect_fails_the_requests_of_its_batch_and_the_replica_goes_on(api_model, num_replicas, caplog):
     async def main() -> None:
         service = await loaded(api_model, num_replicas=num_replicas)
-        call, future = Call("embedded", "lookup", 0.0), Future()
-        call.parsed = None  # so that to look at the time raises
+        call, future = Call("embedded", "lookup", 0.0, parsed=None), Future()  # so that to look at the time raises
         submit(service, call, service.clock() + NEVER_S, future)
         with pytest.raises(ServingError, match="ranking was broken off"):
             await asyncio.wrap_future(future)
@@ -220,9 +219,9 @@ def test_a_defect_fails_the_requests_of_its_batch_and_the_replica_goes_on(api_mo
 def test_a_replica_that_can_take_no_batch_makes_its_model_not_ready(api_model, num_replicas):
     async def main() -> None:
         service = await loaded(api_model, num_replicas=num_replicas)
-        future = Future()
+        call, future = Call("embedded", "lookup", 0.0), Future()
         future.set_exception = None  # so that to tell it of its deadline raises
-        submit(service, Call("embedded", "lookup", 0.0), service.clock() - 1.0, future)
+        submit(service, call, service.clock() - 1.0, future)
         with service.lease(MODEL) as lease:
             await until(lambda: not lease.payload._replicas[0].is_alive)
         with pytest.raises(ShuttingDownError, match="all its ranking replicas have ended"):
