@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from graphlib import TopologicalSorter
 from importlib import import_module
 from pathlib import Path
@@ -18,6 +19,17 @@ MAX_FUNCTION_LINES = 70
 SOURCES = [
     path for folder in [*ORDER, "tests"] for path in sorted((ROOT / folder).rglob("*.py")) if "_pb2" not in path.name
 ]
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    """A file's tree; each is looked at by several tests."""
+    return ast.parse(path.read_text())
+
+
+@cache
+def imported_by(path: Path) -> set[str]:
+    return imported_packages(parsed(path))
 
 
 def imported_packages(tree: ast.AST) -> set[str]:
@@ -40,7 +52,7 @@ def test_a_package_imports_only_what_stands_to_its_left(package):
     wrong = {
         relative(path): sorted(found)
         for path in sorted((ROOT / package).rglob("*.py"))
-        if (found := imported_packages(ast.parse(path.read_text())) & forbidden)
+        if (found := imported_by(path) & forbidden)
     }
     assert wrong == {}
 
@@ -63,20 +75,20 @@ def test_no_file_imports_itself_by_way_of_others(package):
         relative(path).removesuffix(".py").removesuffix("/__init__").replace("/", "."): path
         for path in (ROOT / package).rglob("*.py")
     }
-    graph = {name: imported_modules(ast.parse(path.read_text()), set(files)) for name, path in files.items()}
+    graph = {name: imported_modules(parsed(path), set(files)) for name, path in files.items()}
     order = list(TopologicalSorter(graph).static_order())
     assert len(order) == len(files)
 
 
 @pytest.mark.parametrize("package", ORDER)
 def test_a_package_says_what_it_owns(package):
-    docstring = ast.get_docstring(ast.parse((ROOT / package / "__init__.py").read_text()))
+    docstring = ast.get_docstring(parsed(ROOT / package / "__init__.py"))
     assert docstring is not None
     assert "Owns" in docstring
 
 
 def test_cupy_is_imported_in_one_place_at_most():
-    users = [relative(path) for path in SOURCES if "cupy" in imported_packages(ast.parse(path.read_text()))]
+    users = [relative(path) for path in SOURCES if "cupy" in imported_by(path)]
     assert len(users) <= 1
 
 
@@ -96,7 +108,7 @@ def test_files_are_at_most_600_lines():
 def test_functions_are_at_most_70_lines():
     long = {}
     for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines = (node.end_lineno or node.lineno) - node.lineno + 1
                 if lines > MAX_FUNCTION_LINES:
@@ -105,7 +117,7 @@ def test_functions_are_at_most_70_lines():
 
 
 def test_nothing_is_pickled():
-    users = [relative(path) for path in SOURCES if "pickle" in imported_packages(ast.parse(path.read_text()))]
+    users = [relative(path) for path in SOURCES if "pickle" in imported_by(path)]
     # The metadata of torch.distributed.checkpoint is a pickle; it is read by an unpickler with a fixed list of classes.
     reader = "loader/checkpoints.py"
     assert [user for user in users if not user.startswith("tests") and user != reader] == []
@@ -136,6 +148,6 @@ def test_the_test_files_that_go_first_exist(request):
 
 @pytest.mark.parametrize("package", ORDER)
 def test_a_package_points_to_the_architecture(package):
-    docstring = ast.get_docstring(ast.parse((ROOT / package / "__init__.py").read_text()))
+    docstring = ast.get_docstring(parsed(ROOT / package / "__init__.py"))
     assert docstring is not None
     assert "ARCHITECTURE.md" in docstring
