@@ -75,7 +75,7 @@ def lookups_by_shard(spec: ModelSpec, file: PlanFile, probability: np.ndarray) -
 @pytest.mark.parametrize("bucketing", ["mixed", "hash"])
 @pytest.mark.parametrize("shards", [4, 16])
 def test_rows_in_order_of_popularity_draw_the_same_from_every_shard_but_for_the_routers_own(shards, bucketing):
-    rows, near = 40_000_000, 10_000
+    rows, near = 10_000_000, 10_000
     spec = spec_of((rows, 32), bucketing=bucketing)
     probability = np.arange(1, rows + 1, dtype=np.float64) ** -1.05
     probability /= probability.sum()
@@ -93,7 +93,7 @@ def test_rows_in_order_of_popularity_draw_the_same_from_every_shard_but_for_the_
 
 @pytest.mark.parametrize("shards", [4, 16])
 def test_a_closed_form_balances_like_counts(shards):
-    rows = 40_000_000
+    rows = 10_000_000
     spec = spec_of((rows, 128))
 
     def near(layout, hotness):
