@@ -11,7 +11,6 @@ import warnings
 import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -59,6 +58,8 @@ def write_nested_state_dict(folder):
 def write_distributed(folder):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # one process is what we want
+        import torch.distributed.checkpoint as dcp  # takes a second, and every worker imports this file
+
         dcp.save(state_dict() | {"epoch": 3}, checkpoint_id=folder / "dcp", no_dist=True)
     return folder / "dcp"
 
@@ -167,6 +168,8 @@ def save_as_ranks(folder, whole, split, cuts=()):
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
+        import torch.distributed.checkpoint as dcp  # takes a second, and every worker imports this file
+
         dcp.save({}, checkpoint_id=folder / "ranks", planner=RankPlanner(), no_dist=True)
     return folder / "ranks"
 

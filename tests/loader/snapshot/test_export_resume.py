@@ -19,7 +19,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from loader.checkpoints import open_checkpoint
@@ -163,6 +162,8 @@ def as_state_dict(folder, name, rows):
 def as_distributed(folder, name, rows):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # one process is what we want
+        import torch.distributed.checkpoint as dcp  # takes a second, and every worker imports this file
+
         dcp.save({"w": torch.from_numpy(rows)}, checkpoint_id=folder / name, no_dist=True)
     return open_checkpoint(folder / name).rows("w")
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from functools import cache
+from typing import Any
 
 import pytest
 
@@ -39,15 +41,25 @@ def comparison():
     return compare_runs("1 or 2 cards", arms)
 
 
-RESULTS = {"run": example_run(), "sweep": example_sweep(), "comparison": comparison()}
-PAGES = {name: html(result) for name, result in RESULTS.items()}
+RESULTS = {"run": example_run, "sweep": example_sweep, "comparison": comparison}
 every = pytest.mark.parametrize("name", sorted(RESULTS))
+
+
+# Made when a test asks for them: every worker imports this file, and one runs it.
+@cache
+def result_of(name: str) -> Any:
+    return RESULTS[name]()
+
+
+@cache
+def page_of(name: str) -> str:
+    return html(result_of(name))
 
 
 @every
 def test_every_number_on_the_page_is_the_results(name):
-    document = document_of(RESULTS[name])
-    shown = list(body_of(PAGES[name]).iter("data"))
+    document = document_of(result_of(name))
+    shown = list(body_of(page_of(name)).iter("data"))
     assert len(shown) > 100
     for one in shown:
         if (pointer := one.get("data-of")) is not None:
@@ -58,7 +70,7 @@ def test_every_number_on_the_page_is_the_results(name):
 
 @every
 def test_every_number_is_shown_within_half_of_its_last_digit(name):
-    for one in body_of(PAGES[name]).iter("data"):
+    for one in body_of(page_of(name)).iter("data"):
         pointer = one.get("data-of") or ""
         text, value = text_of(one).replace(",", ""), float(one.get("value"))
         if pointer.endswith("memory_bytes"):
@@ -71,8 +83,8 @@ def test_every_number_is_shown_within_half_of_its_last_digit(name):
 
 @every
 def test_every_value_of_the_result_is_on_the_page(name):
-    document = leaves(document_of(RESULTS[name]))
-    body = body_of(PAGES[name])
+    document = leaves(document_of(result_of(name)))
+    body = body_of(page_of(name))
     shown = {one.get("data-of"): one for one in body.iter() if one.get("data-of") is not None}
     wanted = {pointer: value for pointer, value in document.items() if not NOT_SHOWN.search(pointer)}
     # The baseline's ratio to itself is not shown, nor ends of an interval that is not there.
@@ -87,15 +99,15 @@ def test_every_value_of_the_result_is_on_the_page(name):
 
 @every
 def test_the_page_is_well_formed_for_browsers_and_for_xml(name):
-    read = Tags(PAGES[name])
+    read = Tags(page_of(name))
     assert (read.wrong, read.open) == ([], [])
-    assert PAGES[name].startswith("<!doctype html>\n")
-    assert body_of(PAGES[name]).tag == "body"
+    assert page_of(name).startswith("<!doctype html>\n")
+    assert body_of(page_of(name)).tag == "body"
 
 
 @every
 def test_nothing_on_the_page_comes_from_elsewhere(name):
-    tags = Tags(PAGES[name]).attributes
+    tags = Tags(page_of(name)).attributes
     assert {tag for tag, _, _ in tags} & {
         "script",
         "link",
@@ -109,7 +121,7 @@ def test_nothing_on_the_page_comes_from_elsewhere(name):
     } == set()
     loading = {"src", "href", "xlink:href", "srcset", "action", "data", "background", "style"}
     assert [one for one in tags if one[1] in loading or one[1].startswith("on")] == []
-    style = PAGES[name].split("<style>")[1].split("</style>")[0]
+    style = page_of(name).split("<style>")[1].split("</style>")[0]
     assert not re.search(r"url\(|@import|@font-face|https?:", style)
     policy = [value for tag, attribute, value in tags if (tag, attribute) == ("meta", "content")]
     assert "default-src 'none'; style-src 'unsafe-inline'" in policy
@@ -117,10 +129,10 @@ def test_nothing_on_the_page_comes_from_elsewhere(name):
 
 @every
 def test_light_and_dark_have_the_same_colours_to_set(name):
-    light, dark = re.findall(r":root \{(.*?)\}", PAGES[name], re.DOTALL)
+    light, dark = re.findall(r":root \{(.*?)\}", page_of(name), re.DOTALL)
     names = [set(re.findall(r"(--[a-z0-9-]+):", part)) for part in (light, dark)]
     assert names[0] == names[1]
-    used = set(re.findall(r"var\((--[a-z0-9-]+)\)", PAGES[name])) - {"--c"}
+    used = set(re.findall(r"var\((--[a-z0-9-]+)\)", page_of(name))) - {"--c"}
     assert used == names[0]
 
 
@@ -199,8 +211,8 @@ def test_a_run_in_which_nothing_was_due_has_a_page():
 
 
 def test_a_sweep_says_the_highest_rate_and_what_limits_it():
-    sweep = RESULTS["sweep"]
-    body = body_of(PAGES["sweep"])
+    sweep = result_of("sweep")
+    body = body_of(page_of("sweep"))
     assert "the limit is the server's" in text_of(with_class(body, "div", "verdict")[0])
     best = next(step for step in sweep.steps if step.rate == sweep.highest_rate)
     tiles = headline_of(body)
@@ -209,8 +221,8 @@ def test_a_sweep_says_the_highest_rate_and_what_limits_it():
 
 
 def test_a_sweep_without_a_rate_says_so():
-    sweep = RESULTS["sweep"].model_copy(
-        update={"steps": RESULTS["sweep"].steps[-1:], "highest_rate": None, "limited_by": "generator"}
+    sweep = result_of("sweep").model_copy(
+        update={"steps": result_of("sweep").steps[-1:], "highest_rate": None, "limited_by": "generator"}
     )
     body = body_of(html(sweep))
     verdict = with_class(body, "div", "verdict")[0]
@@ -227,7 +239,7 @@ def test_a_step_that_is_not_valid_is_told_from_one_that_was_too_slow():
 
 
 def test_a_comparison_colours_only_what_is_certain():
-    result = RESULTS["comparison"]
+    result = result_of("comparison")
     noise = measured("noise", "ms", "lower", [[1.0, 1.0, 1.0], [0.9, 1.1, 1.0]])
     worse = measured("worse", "/s", "higher", [[10.0, 10.0, 10.0], [8.0, 8.5, 9.0]])
     body = body_of(html(result.model_copy(update={"measures": (*result.measures[:1], noise, worse)})))
@@ -247,18 +259,18 @@ def test_a_comparison_of_one_round_says_that_it_may_be_chance():
 
 def test_a_page_is_written_as_utf_8(tmp_path):
     path = tmp_path / "run.html"
-    write_html(RESULTS["run"], path)
-    assert path.read_text(encoding="utf-8") == PAGES["run"]
+    write_html(result_of("run"), path)
+    assert path.read_text(encoding="utf-8") == page_of("run")
 
 
 def test_a_page_that_can_not_be_written_is_an_error_that_names_it(tmp_path):
     with pytest.raises(PageFileError, match=r"missing/run\.html: No such file"):
-        write_html(RESULTS["run"], tmp_path / "missing" / "run.html")
+        write_html(result_of("run"), tmp_path / "missing" / "run.html")
 
 
 def test_a_result_whose_histogram_is_broken_has_no_page():
-    broken = RESULTS["run"].model_copy(
-        update={"latency_histogram": RESULTS["run"].latency_histogram.model_copy(update={"encoded": "x"})}
+    broken = result_of("run").model_copy(
+        update={"latency_histogram": result_of("run").latency_histogram.model_copy(update={"encoded": "x"})}
     )
     with pytest.raises(HistogramError):
         html(broken)
