@@ -27,7 +27,7 @@ ALL_ROWS = np.arange(ROWS, dtype=np.int64)
 SPEC = delta_spec(("int8",), rows=ROWS).model_copy(
     update={"tables": (delta_spec(("int8",), rows=ROWS).tables[0].model_copy(update={"embedding_dim": DIM}),)}
 )
-WRITES, MOST_WRITES = 300, 100_000
+WRITES, MOST_WRITES = 100, 100_000
 TIMEOUT_S = 60.0
 
 
