@@ -140,7 +140,18 @@ def test_a_folder_that_is_no_checkout_is_refused(tmp_path: Path):
 
 @pytest.mark.timeout(300)
 def test_a_fleet_is_upgraded_and_its_nodes_die_under_load_without_a_failed_answer(tmp_path: Path):
-    options = ["--transport", "unix", "--order", "nodes-first", "--settle-s", "0.5", "--in-flight", "1", "--items", "6000"]
+    options = [
+        "--transport",
+        "unix",
+        "--order",
+        "nodes-first",
+        "--settle-s",
+        "0.5",
+        "--in-flight",
+        "1",
+        "--items",
+        "6000",
+    ]
     files = ["--json", str(tmp_path / "upgrade.json"), "--keep", str(tmp_path / "kept")]
     result = CliRunner().invoke(drill, ["upgrade", "--old", str(THIS_CHECKOUT), *options, *files])
     assert result.exit_code == 0, (result.output, result.exception)
