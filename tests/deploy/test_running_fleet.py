@@ -35,6 +35,8 @@ PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 REQUEST = {
     "context": {"sparse": {"user_id": [1], "history": [2, 3]}},
     "candidates": {"sparse": {"film_id": [4, 5], "genre": [[1], [2]]}},
+    # Whatever else this machine does meanwhile.
+    "timeout_ms": 10_000,
 }
 
 
