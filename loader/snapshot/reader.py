@@ -10,11 +10,10 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Literal, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from loader.errors import (
     ExportError,
@@ -61,6 +60,9 @@ from loader.snapshot.tensor_files import (
     map_tensor,
     read_header,
 )
+
+if TYPE_CHECKING:
+    import torch
 
 VerifiedFiles: TypeAlias = Literal["all", "rows", "other"]
 
@@ -254,6 +256,8 @@ class Snapshot:
 
     def dense_tensors(self) -> dict[str, torch.Tensor]:
         """Return the dense model's tensors by name, in memory; none of an exported program, which has them itself."""
+        import torch  # which takes a second: who supervises processes, or places rows, reads no dense model
+
         path = self.manifest.dense.path
         if path == PROGRAM_PATH:
             return {}

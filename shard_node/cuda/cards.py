@@ -14,14 +14,17 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from shard_node.cuda.kernel_params import KernelSwitches
 from shard_node.errors import CardError
+
+if TYPE_CHECKING:
+    # Not loaded: who only reads what devices were named supervises processes that load it.
+    import torch
 
 logger = logging.getLogger(__name__)
 

@@ -90,6 +90,8 @@ def test_every_process_is_ready_before_the_ports_are_printed(fleet: Fleet, reque
     assert {answer.status_code for answer in answers} == {200}
     assert len({answer.text for answer in answers}) == 1
     assert answers[0].json()["version"] == 1
+    # What only supervises has no use for it.
+    assert "libtorch" not in Path(f"/proc/{fleet.program.process.pid}/maps").read_text()
 
 
 def test_metrics_of_all_workers_are_added_up(fleet: Fleet, request_document: dict[str, Any]) -> None:
@@ -147,37 +149,33 @@ def test_sigterm_ends_the_fleet_with_code_0_and_no_orphans(fleet: Fleet) -> None
     assert not Path(logs[1]).exists()
 
 
-def test_with_two_replicas_a_killed_node_costs_no_answer_and_a_killed_supervisor_leaves_no_child(
-    store: Path, request_document: dict[str, Any]
-) -> None:
-    with running("up", "--store", str(store), "--shards", "1", "--replicas", "2", *ANY_PORTS) as program:
-        served = Fleet(program)
-        below = descendants(program.process.pid)
-        assert len(below) == 4
-        os.kill(next(pid for pid in below if " shard-node " in command_line(pid)), signal.SIGKILL)
-        assert {served.rank(request_document).status_code for _ in range(20)} == {200}
-        below = descendants(program.process.pid)
-        program.process.kill()
-        wait_until(lambda: not any(map(is_alive, below)), "the children to die")
-
-
-def test_a_node_whose_files_were_damaged_while_it_ran_does_not_come_back_with_them(
+def test_of_two_replicas_one_may_die_a_node_does_not_come_back_with_damaged_files_and_no_child_is_left(
     store: Path, request_document: dict[str, Any], tmp_path: Path
 ) -> None:
     shutil.copytree(store, tmp_path / "store", ignore=shutil.ignore_patterns(".registry"))
-    shape = ("--shards", "1", "--replicate-bytes", "0")
+    shape = ("--shards", "1", "--replicas", "2", "--replicate-bytes", "0")
     with running("up", "--store", str(tmp_path / "store"), *shape, *ANY_PORTS) as program:
         served = Fleet(program)
         assert served.rank(request_document).status_code == 200
+        below = descendants(program.process.pid)
+        assert len(below) == 4
+        nodes = [pid for pid in below if " shard-node " in command_line(pid)]
         rows = next((tmp_path / "store" / "films" / "1").glob("tables/*/rows-*.safetensors"))
         content = bytearray(rows.read_bytes())
         content[-1] ^= 1
         rows.write_bytes(content)
-        os.kill(served.pid_of(" shard-node "), signal.SIGKILL)
-        program.read_until(rf"restart 1 of shard-0-0 failed: .*{rows.name}: SHA-256 is")
+        os.kill(nodes[0], signal.SIGKILL)
+        assert {served.rank(request_document).status_code for _ in range(20)} == {200}
+        program.read_until(rf"restart 1 of shard-0-\d failed: .*{rows.name}: SHA-256 is")
+        assert served.rank(request_document).status_code == 200
+        os.kill(nodes[1], signal.SIGKILL)
+        wait_until(lambda: not Path(f"/proc/{nodes[1]}").exists(), "the second node to be gone")
         answer = served.rank(request_document)
         assert answer.status_code == 503
         assert answer.json()["error"]["kind"] == "shard_unavailable"
+        below = descendants(program.process.pid)
+        program.process.kill()
+        wait_until(lambda: not any(map(is_alive, below)), "the children to die")
 
 
 def shardrank(*arguments: str) -> subprocess.CompletedProcess[str]:
