@@ -49,7 +49,7 @@ TINY = replace(
 CARDS = ["emulated", pytest.param("logical", marks=pytest.mark.gpu)]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def one_thread():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -57,9 +57,13 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
+def opened_of(kind):
+    return lambda num_cards, switches=None: card_factory(kind, switches)(num_cards)
+
+
 @pytest.fixture(params=CARDS)
 def opened(request):
-    return lambda num_cards, switches=None: card_factory(request.param, switches)(num_cards)
+    return opened_of(request.param)
 
 
 def run(names, opened, tmp_path, size=TINY) -> BenchReport:
@@ -70,12 +74,18 @@ def run(names, opened, tmp_path, size=TINY) -> BenchReport:
     return read
 
 
+@pytest.fixture(scope="module", params=CARDS)
+def measured(request, tmp_path_factory) -> BenchReport:
+    """Three parts of one run, which several tests look at."""
+    return run(["copy", "kernel", "compare"], opened_of(request.param), tmp_path_factory.mktemp("measured"))
+
+
 def rows_of(part: BenchPart, **wanted):
     return [row for row in part.rows if all(row[name] == value for name, value in wanted.items())]
 
 
-def test_copies_and_the_kernel_are_measured_at_every_size(opened, tmp_path):
-    report = run(["copy", "kernel"], opened, tmp_path)
+def test_copies_and_the_kernel_are_measured_at_every_size(measured):
+    report = measured
     assert [row["copy"] for row in report.parts["copy"].rows] == [
         "device to pinned",
         "pinned to device",
@@ -109,8 +119,8 @@ def test_copies_and_the_kernel_are_measured_at_every_size(opened, tmp_path):
     assert report.head["machine"]["versions"]["torch"] == torch.__version__
 
 
-def test_others_pool_the_same_sums_from_the_same_rows(opened, tmp_path):
-    part = run(["compare"], opened, tmp_path).parts["compare"]
+def test_others_pool_the_same_sums_from_the_same_rows(measured):
+    part = measured.parts["compare"]
     shapes = {(row["dim"], row["dtype"], row["hotness"], row["batch"]) for row in part.rows}
     assert shapes == set(product(TINY.dims, ("fp16", "fp32"), TINY.hotness, (100,)))
     for row in part.rows:
@@ -172,10 +182,9 @@ def test_requests_are_ranked_end_to_end_as_the_cpu_engine_ranks_them(opened, tmp
         assert row["candidates_per_s"] == pytest.approx(row["requests_per_s"] * row["candidates"])
 
 
-def test_the_tables_show_every_part(tmp_path):
+def test_the_tables_show_every_part(measured):
     output = io.StringIO()
-    report = run(["copy", "kernel", "compare"], card_factory("emulated"), tmp_path)
-    show(report, Console(file=output, width=140))
+    show(measured, Console(file=output, width=140))
     text = output.getvalue()
     for title in ("copies", "kernel, int8", "kernel, ns/row by share", "beside others", "parts", "aims"):
         assert title in text
