@@ -24,6 +24,7 @@ LONGEST = (
     "serving/fleet/test_up_on_ray.py",
     "serving/fleet/test_up.py",
     "loadtest/drill/test_drills.py",
+    "loadtest/drill/test_upgrade.py",
     "deploy/test_running_fleet.py",
     "loadtest/compare/test_compare_hosts.py",
     "serving/fleet/test_up_rollouts.py",
