@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections import Counter
 from typing import Literal
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -13,7 +14,7 @@ from serving.api.bodies import CODINGS, HttpReply, defect_reply, error_reply, ex
 from serving.api.documents import create_documents
 from serving.api.http_gate import Gate
 from serving.api.tokens import Tokens
-from serving.errors import InvalidFieldError
+from serving.errors import InvalidFieldError, OverloadedError
 from serving.formats.infer import InferHttpCodec
 from serving.formats.json_reader import JsonCodec
 from serving.formats.messages import MessageCodec
@@ -50,7 +51,10 @@ class HttpApp:
     def __init__(self, service: RankingService, tokens: Tokens | None = None) -> None:
         self._service = service
         self._tokens = tokens
-        self._let_in = 0
+        # Of the requests whose heads are read in this turn of the event loop.
+        self._in_turn, self._let_in = False, 0
+        self._refusal: OverloadedError | None = None
+        self._refused: Counter[tuple[str, str]] = Counter()
         self.documents = create_documents(service, tokens)
 
     def refuse(self, head: bytes) -> HttpReply | None:
@@ -62,20 +66,26 @@ class HttpApp:
         if match is None or _MAY_BE_LAST.search(head) is not None:
             return None
         api, method = ("oip_http", "rank") if match[2] is None else ("http", match[2].decode())
-        error = self._service.turn_away(api, method, None, self._let_in)
+        if not self._in_turn:
+            self._in_turn = True
+            asyncio.get_running_loop().call_soon(self._end_turn)
+        # Meanwhile nothing is done with what waits, so whoever comes behind one that was refused is refused too.
+        error = self._refusal = self._refusal or self._service.overload(None, self._let_in)
         if error is None:
-            if not self._let_in:
-                asyncio.get_running_loop().call_soon(self._begin_turn)
             self._let_in += 1
             return None
+        self._refused[api, method] += 1
         found = _ID_LINE.search(head)
         request_id = "" if found is None else found[1].decode("latin-1")
         reply = error_reply(match[1].decode(), request_id, error)
         return reply._replace(headers=((_REQUEST_ID.decode(), request_id), *reply.headers)) if found else reply
 
-    def _begin_turn(self) -> None:
-        """Forget whom was let in while sockets were read: whoever is complete stands in the queue by now."""
-        self._let_in = 0
+    def _end_turn(self) -> None:
+        """Count the refused; forget whom was let in: whoever is complete is about to be queued."""
+        for (api, method), count in self._refused.items():
+            self._service.refused(api, method, OverloadedError.kind, count)
+        self._refused.clear()
+        self._in_turn, self._let_in, self._refusal = False, 0, None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""

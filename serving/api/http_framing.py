@@ -13,6 +13,7 @@ from serving.errors import HeaderTooLargeError, MalformedRequestError, MethodNot
 
 _LENGTH_DIGITS = 18
 _LINES_BETWEEN_LOOKS = 256
+_STATUS_LINES = {one.value: b"HTTP/1.1 %d %b" % (one.value, one.phrase.encode()) for one in HTTPStatus}
 
 _NAME = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]++"
 _VALUE = rb"[\t\x20-\x7e\x80-\xff]*+"
@@ -163,7 +164,7 @@ def header_too_large(max_header_bytes: int) -> HeaderTooLargeError:
 
 def whole_answer(reply: HttpReply, headers: list[tuple[bytes, bytes]], *, is_last: bool) -> bytes:
     """Write an answer, head and body, with these headers before its own; `is_last` of its connection."""
-    lines = [b"HTTP/1.1 %d %b" % (reply.status, HTTPStatus(reply.status).phrase.encode())]
+    lines = [_STATUS_LINES[reply.status]]
     lines += [b"%b: %b" % header for header in headers]
     lines += [b"content-type: %b" % reply.content_type.encode(), b"content-length: %d" % len(reply.body)]
     lines += [f"{name}: {value}".encode("latin-1") for name, value in reply.headers]

@@ -42,7 +42,7 @@ PRUDENCE = 2
 """An answer must be due in one part in so many of the time that there is. The rest is for what is not seen: how long a
 request lay in its socket while a batch was ranked, and batches that take longer than those before."""
 LOOK_AGAIN_S = 0.001
-REMEMBERED_S = 10.0
+REMEMBERED_S = 2.0
 """For so long, up to twice, it is known how much time a request was given: the next ones may have as much."""
 CANT_BE_MET = "the deadline could not be met any more; nothing was begun"
 SHARE_OF_AN_OWNER = 4

@@ -142,23 +142,23 @@ class RankingService(ServedVersions):
         if outcome is not None and call.generation is not None and call.generation.state == "retired":
             self._forget(call.model, call.version)
 
-    def turn_away(self, api: str, method: str, remaining_s: float | None, ahead: int = 0) -> OverloadedError | None:
-        """Say why a call would wait in vain that has begun to come, and count it; None if it would not.
+    def overload(self, remaining_s: float | None, ahead: int = 0) -> OverloadedError | None:
+        """Say why a call would wait in vain that has begun to come, as `Batcher.overload`; None if it would not.
 
-        Under overload most calls end here, for much less work than one takes that is parsed. Where several models are
-        live, not before all of them have more to do than can wait. `remaining_s` and `ahead` are as of
-        `Batcher.overload`.
+        Under overload most calls end here, for much less work than one takes that is parsed; `refused` is to be told.
+        Where several models are live, not before all of them have more to do than can wait.
         """
-        refusal, live = None, self.generations.live()
-        for generation in live:
+        refusal = None
+        for generation in self.generations.live():
             refusal = generation.payload.overload(remaining_s, ahead)
             if refusal is None:
-                return None
-        if refusal is not None:
-            now = self.clock()
-            call = Call(api, method, now, live[0].model if len(live) == 1 else "")
-            self.metrics.call_ended(call, refusal.kind, None, now)
+                break
         return refusal
+
+    def refused(self, api: str, method: str, kind: str, count: int = 1) -> None:
+        """Count calls that were refused before they were received."""
+        live = self.generations.live()
+        self.metrics.refused(api, method, live[0].model if len(live) == 1 else "", kind, count)
 
     def admit(self, call: Call) -> None:
         """Let a call in whose request is complete; a second time changes nothing.
@@ -269,8 +269,9 @@ async def answer(
     Raises:
         ShardrankError: with its HTTP and gRPC status.
     """
-    refusal = service.turn_away(codec.api, codec.method, client.time_remaining())
+    refusal = service.overload(client.time_remaining())
     if refusal is not None:
+        service.refused(codec.api, codec.method, refusal.kind)
         try:
             raise refusal
         finally:
