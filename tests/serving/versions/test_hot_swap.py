@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from loader.registry.fleet import NodeRecord
 from router.hot_rows import HotRowsConfig
 from shardrank_testing.agent_fleet import AgentFleet, agent_fleet
 from shardrank_testing.golden import golden_of
@@ -129,7 +130,12 @@ def test_flips_under_load_fail_nothing_and_mix_nothing(versions, short_folder, h
                 assert min(load.answers[1], load.answers[2]) >= 40
                 assert set(readiness) == {STATUS_OK}
                 assert [one.version for one in service.generations.all()] == [1]
-                (report,) = (await fleet.until(node.agent._node_id, lambda one: bool(one.versions))).versions
+
+                def is_told(one: NodeRecord) -> bool:
+                    return len(one.versions) == 1 and (hot_rows is None or one.versions[0].hot.hits > 0)
+
+                # What it counted is in one of its next reports.
+                (report,) = (await fleet.until(node.agent._node_id, is_told)).versions
                 assert (report.hot is not None) == (hot_rows is not None)
                 if report.hot is not None:
                     assert 0 < report.hot.hits <= report.hot.lookups
