@@ -36,7 +36,7 @@ _RANKED = re.compile(
     rb"POST (/v1/models/[^/:?%\s]+:(rank|lookup)|/v2/models/[^/:?%\s]+(?:/versions/[^/?%\s]+)?/infer) HTTP/1\.1\r\n"
 )
 _MAY_BE_LAST = re.compile(rb"\r\nconnection:(?![ \t]*keep-alive[ \t]*\r\n)", re.IGNORECASE)
-_ID_LINE = re.compile(rb"\r\nx-request-id:[ \t]*([^\r]*?)[ \t]*\r\n", re.IGNORECASE)
+_ID_LINE = re.compile(rb"\r\nx-request-id:([^\r]*+)", re.IGNORECASE)
 
 Headers = dict[bytes, bytes]
 
@@ -69,14 +69,14 @@ class HttpApp:
         if not self._in_turn:
             self._in_turn = True
             asyncio.get_running_loop().call_soon(self._end_turn)
-        # Meanwhile nothing is done with what waits, so whoever comes behind one that was refused is refused too.
+        # In so short a time next to nothing is done of what waits: whoever comes behind a refused one is refused too.
         error = self._refusal = self._refusal or self._service.overload(None, self._let_in)
         if error is None:
             self._let_in += 1
             return None
         self._refused[api, method] += 1
         found = _ID_LINE.search(head)
-        request_id = "" if found is None else found[1].decode("latin-1")
+        request_id = "" if found is None else found[1].strip(b" \t").decode("latin-1")
         reply = error_reply(match[1].decode(), request_id, error)
         return reply._replace(headers=((_REQUEST_ID.decode(), request_id), *reply.headers)) if found else reply
 

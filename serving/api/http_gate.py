@@ -66,6 +66,7 @@ class Gate(Accepted, asyncio.BufferedProtocol):
     Attributes:
         owner: the account of its address; "" for one that stands for many.
         is_feeding: whether the protocol behind reads, so that what it wants is no answer.
+        owes: whether the protocol behind has a request that is not answered.
         has_begun: whether some of a request has come, but not all of it.
     """
 
@@ -77,7 +78,7 @@ class Gate(Accepted, asyncio.BufferedProtocol):
         self._held, self._left = b"", 0
         self._body: memoryview | None = None
         self._chunks: ChunkReader
-        self._owes = self._has_written = self._has_ended_sending = self._was_refused = self._is_dropped = False
+        self.owes = self._has_written = self._has_ended_sending = self._was_refused = self._is_dropped = False
         self._answer_head = b""
         self._paused_by: set[str] = set()
         self._watcher: Callable[[], None] | None = None
@@ -126,7 +127,7 @@ class Gate(Accepted, asyncio.BufferedProtocol):
             return
         began = self._gates.clock()
         self._left -= nbytes
-        if not self._left or not self._owes:
+        if not self._left or not self.owes:
             # It is complete; or it was refused, and what follows is dropped as it comes.
             self._body = None
             if not self._left:
@@ -168,7 +169,7 @@ class Gate(Accepted, asyncio.BufferedProtocol):
 
     def eof_received(self) -> bool:
         """Answer what is complete, to a client that has ended sending."""
-        if not self._owes or self._phase != "complete" or self.is_ended or self._gates.ssl is not None:
+        if not self.owes or self._phase != "complete" or self.is_ended or self._gates.ssl is not None:
             return False
         self._has_ended_sending = True
         if not self._held:
@@ -219,7 +220,7 @@ class Gate(Accepted, asyncio.BufferedProtocol):
     def answered(self) -> None:
         """Go on to the next request: the answer to this one is written as a whole."""
         self._watcher = None
-        self._owes = False
+        self.owes = False
         self._flush()
         if self._untaken:
             self._unsent, self._untaken = self._unsent + self._untaken, []
@@ -232,8 +233,6 @@ class Gate(Accepted, asyncio.BufferedProtocol):
         if self._phase != "complete":
             self._gates.receiving.pop(self, None)
             self._gates.lingering[self] = self._gates.clock()
-        elif self._has_ended_sending and not self._held:
-            self.end()
         else:
             self._await_next()
 
@@ -241,7 +240,7 @@ class Gate(Accepted, asyncio.BufferedProtocol):
 
     def begin_drain(self) -> None:
         """Make the answer that is owed the connection's last."""
-        if self._owes and self._protocol is not None:
+        if self.owes and self._protocol is not None:
             self._protocol.shutdown()
 
     def is_between_requests(self) -> bool:
@@ -347,7 +346,7 @@ class Gate(Accepted, asyncio.BufferedProtocol):
             plain = without_upgrade(data[:body_at])
             data, body_at = plain + data[body_at:], len(plain)
         gates.idle.pop(self, None)
-        self._owes, self._has_written = True, False
+        self.owes, self._has_written = True, False
         body_end = body_at + length
         if (is_chunked or len(data) < body_end) and not self.has_begun:
             self._begin_receiving(now)
@@ -405,6 +404,8 @@ class Gate(Accepted, asyncio.BufferedProtocol):
         protocol = self._protocol
         if protocol is None:
             protocol = self._protocol = self._gates.new_protocol(self, self._transport, self._gates.state)
+            if self in self._gates.unread:
+                protocol.pause_writing()
         self.is_feeding = True
         try:
             protocol.data_received(cast(bytes, data))  # or whatever else is a buffer
@@ -413,12 +414,12 @@ class Gate(Accepted, asyncio.BufferedProtocol):
         if self._was_refused:
             self._refuse(MalformedRequestError("", "not HTTP/1.1: the request line is not understood"))
             return
-        if self._gates.is_draining and self._owes:
+        if self._gates.is_draining and self.owes:
             protocol.shutdown()
         if self._phase == "complete":
             if self._held:
                 self.pause("ahead")
-            if not self._owes:
+            if not self.owes:
                 # The body was refused early, and dropped to its end.
                 self._await_next()
 
@@ -449,6 +450,8 @@ class Gate(Accepted, asyncio.BufferedProtocol):
         self._phase = "head"
         if self._held:
             self._go_on_later()
+        elif self._has_ended_sending or self._gates.is_draining:
+            self.end()
         else:
             self._gates.idle[self] = self._gates.clock()
             self.resume("ahead")
@@ -472,7 +475,7 @@ class Gate(Accepted, asyncio.BufferedProtocol):
     def _refuse(self, error: ShardrankError) -> None:
         """Answer without the application, and close. A handler that waits for the body learns that the client left."""
         self._gates.note(error.kind)
-        is_answered = self._has_written if self._owes else self._phase != "head"
+        is_answered = self._has_written if self.owes else self._phase != "head"
         if not (is_answered or self.is_ended):
             self._transport.write(last_answer(error, self._gates.state.default_headers))
         self.end()

@@ -73,7 +73,8 @@ class _Wire(asyncio.Transport):
         self.resume_reading = partial(gate.resume, "protocol")  # type: ignore[method-assign]
 
     def close(self) -> None:
-        if not self._gate.is_feeding:
+        # Without a request it is uvicorn's timer of idle connections, which knows of none that the gate refused.
+        if self._gate.owes and not self._gate.is_feeding:
             self._gate.end()
 
     def is_closing(self) -> bool:

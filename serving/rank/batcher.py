@@ -242,11 +242,12 @@ class Batcher:
         self._share = sum(pending.share for pending in self._queue)
 
     def _forget_times(self) -> None:
-        """Forget the times that requests were given long ago."""
+        """Forget the times that requests were given long ago, but for those that wait."""
         now = self._clock()
         if now - self._since >= REMEMBERED_S:
             self._longest_before_s = self._longest_s if now - self._since < 2 * REMEMBERED_S else 0.0
-            self._since, self._longest_s = now, 0.0
+            self._since = now
+            self._longest_s = max((one.deadline - one.call.began for one in self._queue), default=0.0)
 
     def _take_batch(self, dropped: list[Pending], hopeless: list[Pending]) -> list[Pending]:
         queue, now, pace = self._queue, self._clock(), self._pace

@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.02
-ENOUGH_FAULTS = 2
 _ASK_CARDS_EVERY_S = 1.0
+ENOUGH_FAULTS = 2
 """Of cards, in a row: what a card does not get over, it also answers when it is asked again."""
 PlanOf = Callable[[Snapshot], tuple[Partition, str]]
 """The buckets of a model that a shard holds, and the digest of the plan that says so."""

@@ -259,7 +259,7 @@ def test_a_long_body_that_was_refused_before_its_end_is_dropped_and_its_memory_g
         sent += read_from(data[sent : sent + 80_000], gate)
         assert len(gate._body) == 90_000
         # As an application that refuses a request without reading it.
-        gate._owes = False
+        gate.owes = False
         sent += read_from(data[sent : sent + 1_000], gate)
         assert gate._body is None
         assert gate._left == len(data) - sent
@@ -299,6 +299,46 @@ def test_the_body_of_a_request_refused_by_its_head_takes_no_memory_and_may_last_
     asyncio.run(main())
 
 
+def test_a_connection_whose_last_request_was_refused_by_its_head_ends_with_its_client_and_with_the_server():
+    async def main() -> None:
+        served = Served(refuses=True)
+        gate, wire = served.connect()
+        gate.data_received(post() + post(b"abc", "x-refuse: 1"))
+        assert gate.eof_received()
+        await settled(lambda: wire.is_closed)
+        assert statuses(wire.sent) == [200, 503]
+        assert wire.is_closed
+
+        gate, wire = served.connect()
+        request = post(b"abc", "x-refuse: 1")
+        gate.data_received(request[:-1])
+        served.gates.is_draining = True
+        assert not wire.is_closed
+        gate.data_received(request[-1:])
+        assert wire.is_closed
+        assert statuses(wire.sent) == [503]
+
+    asyncio.run(main())
+
+
+def test_no_timer_of_the_protocol_behind_ends_a_connection_whose_requests_are_refused_by_their_heads():
+    async def main() -> None:
+        served = Served(refuses=True)
+        gate, wire = served.connect()
+        gate.data_received(post())
+        await settled(lambda: wire.sent)
+        request = post(b"abc", "x-refuse: 1")
+        gate.data_received(request[:-1])
+        gate._protocol.timeout_keep_alive_handler()
+        gate.data_received(request[-1:] + post())
+        await settled(lambda: len(served.calls) == 2)
+        await settled(lambda: len(statuses(wire.sent)) == 3)
+        assert statuses(wire.sent) == [200, 503, 200]
+        assert not wire.is_closed
+
+    asyncio.run(main())
+
+
 def test_who_takes_no_answers_or_is_told_to_go_is_refused_by_the_application_alone():
     async def main() -> None:
         served = Served(refuses=True)
@@ -307,6 +347,7 @@ def test_who_takes_no_answers_or_is_told_to_go_is_refused_by_the_application_alo
         gate.data_received(post(b"abc", "x-refuse: 1"))
         await settled(lambda: served.calls)
         assert len(served.calls) == 1
+        assert wire.sent == b""
         gate.resume_writing()
         await settled(lambda: wire.sent)
         served.gates.is_draining = True

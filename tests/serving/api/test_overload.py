@@ -87,6 +87,9 @@ def test_heads_that_are_read_together_are_refused_as_if_those_before_them_were_i
                 assert (reply.status, dict(reply.headers)) == (503, {"x-request-id": "r7", "retry-after": "1"})
                 assert b"3 requests wait" in reply.body
                 await asyncio.sleep(0)
+            blanks = head.replace(b"r7", b"r" + b" " * 300_000 + b"7")
+            assert [app.refuse(blanks) is None for _ in range(3)] == [True, True, False]
+            await asyncio.sleep(0)
             for other in (head.replace(b":rank", b""), head.replace(b"/v1", b"/%76%31"), head.replace(b"POST", b"GET")):
                 assert app.refuse(other) is None
             gate.open.set()

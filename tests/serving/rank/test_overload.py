@@ -106,12 +106,21 @@ def test_short_deadlines_of_those_that_wait_keep_nobody_out_who_has_more_time(mo
     assert batcher.overload(60.0) is None
     assert batcher.overload(None) is None
     assert isinstance(batcher.overload(3.0), OverloadedError)
-    # As nobody has been given so much for long.
+    # Nobody has been given so much for long.
     clock.now += 1.9 * REMEMBERED_S
     with pytest.raises(OverloadedError):
         batcher.submit(model.rank(100, deadline=clock.now + 3.0, began=clock.now))
     clock.now += 1.9 * REMEMBERED_S
     assert isinstance(batcher.overload(60.0), OverloadedError)
+
+
+def test_the_time_of_one_that_waits_is_remembered_as_long_as_it_does(model):
+    batcher, clock = warmed(model, 1.0)
+    batcher.submit(model.rank(100, deadline=clock.now + 60.0, began=clock.now))
+    for _ in range(3):
+        clock.now += 5 * REMEMBERED_S
+        assert batcher.overload(None) is None
+    assert isinstance(batcher.overload(3.0), OverloadedError)
 
 
 def test_a_queue_that_is_full_refuses_before_a_request_is_read(model):
