@@ -7,8 +7,9 @@
 <cache>/<identity>/parts/                         files that are being fetched (`loader.stores.fetching`)
 ```
 
-The identity is the SHA-256 of the manifest, which has those of all other files: what lies under it was right when
-it came, from whichever store; a version that was replaced in its store is another one here. Locks end with their processes.
+The identity is the SHA-256 of the manifest, which has those of all other files: what lies under it was right when it
+came, from whichever store, and a version that was replaced in its store is another one here. Locks end with their
+processes.
 """
 
 from __future__ import annotations
