@@ -30,11 +30,7 @@ _ROUTE = re.compile(
     r"|/v2/models/(?P<infer>[^/:]+)(?:/versions/(?P<version>[^/]+))?/infer"
 )
 
-# Of a head: what ranks or looks up, by a path that is the same decoded; when it is its connection's last, or may be;
-# and its id.
-_RANKED = re.compile(
-    rb"POST (/v1/models/[^/:?%\s]+:(rank|lookup)|/v2/models/[^/:?%\s]+(?:/versions/[^/?%\s]+)?/infer) HTTP/1\.1\r\n"
-)
+# Of a head: whether it is its connection's last, or may be; and its id.
 _MAY_BE_LAST = re.compile(rb"\r\nconnection:(?![ \t]*keep-alive[ \t]*\r\n)", re.IGNORECASE)
 _ID_LINE = re.compile(rb"\r\nx-request-id:([^\r]*+)", re.IGNORECASE)
 
@@ -62,10 +58,14 @@ class HttpApp:
 
         That comes before its token is looked at: it says nothing of what is served.
         """
-        match = _RANKED.match(head)
-        if match is None or _MAY_BE_LAST.search(head) is not None:
+        verb, target, rest = head.split(b" ", 2)
+        if verb != b"POST" or not rest.startswith(b"HTTP/1.1") or _MAY_BE_LAST.search(rest) is not None:
             return None
-        api, method = ("oip_http", "rank") if match[2] is None else ("http", match[2].decode())
+        # A path that has to be decoded, or cut, is for the application.
+        match = None if b"%" in target or b"?" in target else _ROUTE.fullmatch(target.decode("ascii"))
+        if match is None:
+            return None
+        api, method = ("oip_http", "rank") if match["model"] is None else ("http", match["method"])
         if not self._in_turn:
             self._in_turn = True
             asyncio.get_running_loop().call_soon(self._end_turn)
@@ -75,9 +75,9 @@ class HttpApp:
             self._let_in += 1
             return None
         self._refused[api, method] += 1
-        found = _ID_LINE.search(head)
+        found = _ID_LINE.search(rest)
         request_id = "" if found is None else found[1].strip(b" \t").decode("latin-1")
-        reply = error_reply(match[1].decode(), request_id, error)
+        reply = error_reply(match.string, request_id, error)
         return reply._replace(headers=((_REQUEST_ID.decode(), request_id), *reply.headers)) if found else reply
 
     def _end_turn(self) -> None:

@@ -90,7 +90,12 @@ def test_heads_that_are_read_together_are_refused_as_if_those_before_them_were_i
             blanks = head.replace(b"r7", b"r" + b" " * 300_000 + b"7")
             assert [app.refuse(blanks) is None for _ in range(3)] == [True, True, False]
             await asyncio.sleep(0)
-            for other in (head.replace(b":rank", b""), head.replace(b"/v1", b"/%76%31"), head.replace(b"POST", b"GET")):
+            for other in (
+                head.replace(b":rank", b""),
+                head.replace(b"/v1", b"/%76%31"),
+                head.replace(b"POST", b"GET"),
+                head.replace(b":rank", b"?x:rank"),
+            ):
                 assert app.refuse(other) is None
             gate.open.set()
             await asyncio.gather(*ranked)
