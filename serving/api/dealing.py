@@ -101,12 +101,14 @@ class Dealer:
         # `socket.send_fds` passes no address on.
         passed = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", connection.fileno()))]
         for other in fewer[load[fewer].argsort(kind="stable")].tolist():
+            # Before it is sent: the receiver may run at once, and others look, while this process is stopped.
+            self._given[own, other] += 1
             try:
                 self._socket.sendmsg([bytes([own])], passed, 0, self._paths[other])
             except OSError:
                 # It has ended, or its queue is full.
+                self._given[own, other] -= 1
                 continue
-            self._given[own, other] += 1
             connection.close()
             return True
         return False
