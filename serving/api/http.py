@@ -48,7 +48,7 @@ class HttpApp:
         self._service = service
         self._tokens = tokens
         # Of the requests whose heads are read in this turn of the event loop.
-        self._in_turn, self._let_in = False, 0
+        self._let_in = 0
         self._refusal: OverloadedError | None = None
         self._refused: Counter[tuple[str, str]] = Counter()
         self.documents = create_documents(service, tokens)
@@ -66,8 +66,7 @@ class HttpApp:
         if match is None:
             return None
         api, method = ("oip_http", "rank") if match["model"] is None else ("http", match["method"])
-        if not self._in_turn:
-            self._in_turn = True
+        if not (self._let_in or self._refused):
             asyncio.get_running_loop().call_soon(self._end_turn)
         # In so short a time next to nothing is done of what waits: whoever comes behind a refused one is refused too.
         error = self._refusal = self._refusal or self._service.overload(None, self._let_in)
@@ -85,7 +84,7 @@ class HttpApp:
         for (api, method), count in self._refused.items():
             self._service.refused(api, method, OverloadedError.kind, count)
         self._refused.clear()
-        self._in_turn, self._let_in, self._refusal = False, 0, None
+        self._let_in, self._refusal = 0, None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""

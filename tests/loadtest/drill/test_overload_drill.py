@@ -104,15 +104,15 @@ def test_phases_follow_each_other_at_their_rates():
 def test_a_server_is_overloaded_and_the_report_has_every_figure(tmp_path: Path):
     # So many times what it can do that some are refused, however busy the machine is while capacity is found; and with
     # so short a deadline that a few that wait are enough.
-    options = ["--seconds", "1", "--factor", "20", "--normal-s", "1", "--capacity-s", "0.5", "--rows", "1000"]
+    options = ["--seconds", "1", "--factor", "20", "--normal-s", "1", "--capacity-s", "1", "--rows", "1000"]
     options += ["--deadline-ms", "20"]
     result = CliRunner().invoke(drill, ["overload", *options, "--json", str(tmp_path / "overload.json")])
     assert result.exit_code in (0, 1), (result.output, result.exception)
     report = json.loads((tmp_path / "overload.json").read_text())
     # How much a busy machine answers is not what is tested here.
     assert report["requests"] == report["admitted"] + report["refused"] > 0
-    # A machine that is freed meanwhile may be in time with all of them.
-    assert report["checks"]["retry-after"]["value"] == (1.0 if report["refused"] else None)
+    assert report["refused"] > 0
+    assert report["checks"]["retry-after"]["value"] == 1.0
     assert report["batch_ms"] > 0
     assert result.exit_code == bool(report["problems"])
     assert len(set(report["cores"])) == 2
