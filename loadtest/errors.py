@@ -91,7 +91,3 @@ class LoadProcessError(DrillError, kind="drill_load"):
 
 class RolloutTimeoutError(DrillError, kind="drill_rollout_timeout"):
     """A rollout did not end in the time it was given. The message has its state and who lags."""
-
-
-class LeversError(ShardrankError, http_status=400, grpc_status="INVALID_ARGUMENT", kind="levers"):
-    """Data that levers are to be measured on are not there, or malformed. The message names the file."""

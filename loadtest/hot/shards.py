@@ -1,9 +1,7 @@
-"""What a tier of hot rows does at a real router: `python -m loadtest.hot.shards book|cost [--json FILE]`.
+"""What a tier of hot rows does at a real router: `python -m loadtest.hot.shards cost [--json FILE]`.
 
 Shard nodes are processes behind Unix sockets; the router, with a tier that its keeper fills from these nodes, is in
-this process. `book` drives the textbook's cache, whose ids `loadtest.hot.head_cache` draws, through the router in
-several batches, and takes hit rates from the router's counters; what the textbook moves is misses × 512 bytes. `cost`
-times lookups with and without a tier, of the same ids in turns, at chosen hit rates.
+this process. Lookups are timed with and without a tier, of the same ids in turns, at chosen hit rates.
 """
 
 from __future__ import annotations
@@ -30,7 +28,6 @@ from loader.snapshot.row_source import RowsFromBlocks
 from loader.snapshot.tables import Frozen, RowDtype, TableSpec
 from loader.snapshot.writer import export_snapshot
 from loadtest.bench_lookup import DISTINCT_ROWS, distinct_rows, node_process
-from loadtest.hot.head_cache import BAG_IDS, BAGS, NETWORK_GB_PER_S, ROW_BYTES, closed_form, draw_ids
 from router.feature_schema import FeatureSchema
 from router.hot_keeper import HotBudget, HotRowsKeeper
 from router.hot_rows import TABLE_SHIFT, HotRowsConfig
@@ -46,7 +43,6 @@ from shard_node.wire.address import Address
 from shard_node.wire.client import ShardClient
 
 MODEL = "hot"
-CACHED = (100, 1000, 5000)
 TIMEOUT_S = 60.0
 WARMUP_LOOKUPS = 10
 
@@ -155,59 +151,6 @@ def running_shards(tables: Tables, num_shards: int) -> Iterator[Shards]:
         nodes = [stack.enter_context(node_process(path, index, num_shards)) for index in range(num_shards)]
         snapshot = Snapshot.open(path, verify=False)
         yield Shards(snapshot, Plan.make(snapshot.spec, num_shards), tuple(nodes))
-
-
-class BookRow(Frozen):
-    """The textbook's cache of so many rows, as the router counted it.
-
-    Attributes:
-        rows: that the tier holds.
-        batches: in which a step was looked up.
-        lookups, hits: as the router's counters have them.
-        closed_form: the hit rate to be expected.
-        moved_mb: misses × 512 bytes; `moved_ms` at 100 GB/s.
-        asked_mb, answered_mb: what went over the sockets in fact: ids out, sums back.
-    """
-
-    rows: int
-    batches: int
-    lookups: int
-    hits: int
-    hit_rate: float
-    closed_form: float
-    moved_mb: float
-    moved_ms: float
-    asked_mb: float
-    answered_mb: float
-
-
-async def book_row(shards: Shards, cached: int, num_rows: int, batches: int, seed: int) -> BookRow:
-    """Look one step up, 65,536 bags of 40 ids, with a tier of the first rows of the head."""
-    rng, wire = np.random.default_rng(seed), np.zeros(4, np.int64)
-    with ExitStack() as stack:
-        keeper = stack.enter_context(shards.keeping(np.arange(cached, dtype=np.int64)))
-        router = shards.router(keeper)
-        per_batch = BAGS // batches
-        for _ in range(batches):
-            ids = draw_ids(rng, per_batch * BAG_IDS, num_rows)
-            lengths = np.full(per_batch, BAG_IDS, np.int64)
-            bags = KeyedBags.from_lengths(np.zeros(1, np.int32), np.array([per_batch]), lengths, ids)
-            wire += await shards.look_up(router, bags)
-        lookups, hits = router.hot_lookups, router.hot_hits
-        await router.close()
-    moved = (lookups - hits) * ROW_BYTES
-    return BookRow(
-        rows=cached,
-        batches=batches,
-        lookups=lookups,
-        hits=hits,
-        hit_rate=hits / lookups,
-        closed_form=closed_form(cached, num_rows),
-        moved_mb=moved / 1e6,
-        moved_ms=moved / NETWORK_GB_PER_S / 1e6,
-        asked_mb=wire[0] / 1e6,
-        answered_mb=int(wire[1:].sum()) / 1e6,
-    )
 
 
 class CostRow(Frozen):
@@ -336,24 +279,6 @@ shards_option = click.option("--shards", type=click.IntRange(1, 64), default=2, 
 @click.group()
 def main() -> None:
     """Drive a tier of hot rows at a real router."""
-
-
-@main.command()
-@json_option
-@shards_option
-@click.option("--rows", type=click.IntRange(5000), default=1 << 21, show_default=True, help="Of the table.")
-@click.option("--batches", type=click.IntRange(1, BAGS), default=64, show_default=True, help="Of a step.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the ids.")
-def book(json_file: Path | None, shards: int, rows: int, batches: int, seed: int) -> None:
-    """Look up the textbook's step, and print hit rates as the router counts them."""
-    tables = Tables(1, rows, ROW_BYTES // 4, "fp32")
-
-    async def work() -> list[BookRow]:
-        with running_shards(tables, shards) as running:
-            return [await book_row(running, cached, rows, batches, seed) for cached in (0, *CACHED)]
-
-    setup = {"shards": shards, "rows": rows, "batches": batches, "seed": seed, "bags": BAGS, "ids_per_bag": BAG_IDS}
-    _report(_run(work), f"{BAGS} x {BAG_IDS} ids in {batches} batches, {shards} shards", json_file, setup)
 
 
 @main.command()

@@ -4,24 +4,9 @@ from __future__ import annotations
 
 import json
 
-import pytest
 from click.testing import CliRunner
 
 from loadtest.hot import shards as hot_shards
-
-
-def test_the_textbooks_step_has_the_hit_rates_of_the_closed_form_and_moves_its_misses(tmp_path):
-    file = tmp_path / "book.json"
-    arguments = ["book", "--json", str(file), "--rows", "20000", "--batches", "16"]
-    result = CliRunner().invoke(hot_shards.main, arguments, catch_exceptions=False)
-    assert result.exit_code == 0
-    rows = json.loads(file.read_text())["rows"]
-    assert [one["rows"] for one in rows] == [0, 100, 1000, 5000]
-    for one in rows:
-        assert one["lookups"] == 65_536 * 40
-        # Five standard errors of so many ids.
-        assert one["hit_rate"] == pytest.approx(one["closed_form"], abs=0.0016)
-        assert one["moved_mb"] == pytest.approx((one["lookups"] - one["hits"]) * 512 / 1e6)
 
 
 def test_both_arms_of_a_request_are_measured_at_the_hit_rates_that_are_wanted(tmp_path):
