@@ -11,7 +11,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
@@ -208,7 +208,6 @@ def test_scalars_empty_tensors_and_counters_come_back_with_their_type(tmp_path, 
         assert torch.equal(read, tensor)
 
 
-@settings(max_examples=200)
 @given(
     shape=st.lists(st.integers(0, 6), max_size=3).map(tuple),
     data=st.data(),

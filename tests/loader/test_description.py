@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -183,7 +183,6 @@ def expected_parts(rows: np.ndarray, classes: np.ndarray, parts: int, default: n
     return [*found[:-1], np.concatenate([found[-1], default[None]])]
 
 
-@settings(max_examples=25)
 @given(
     data=st.data(),
     size=st.integers(20, 300),
@@ -326,7 +325,6 @@ def test_other_classes_or_another_row_for_the_pruned_are_another_export():
     assert len(prints) == 4
 
 
-@settings(max_examples=50)
 @given(st.integers(1, 3_000_000_000), st.integers(1, 50_000_000), st.integers(0, 2**32))
 def test_no_two_ids_share_both_rows(num_ids, buckets, seed):
     ids = np.unique(np.random.default_rng(seed).integers(0, num_ids, 2000))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from loader import id_counts
@@ -24,7 +24,6 @@ def counted(one: IdCounts) -> dict[int, int]:
     return dict(zip(one.ids.tolist(), one.counts.tolist(), strict=True))
 
 
-@settings(max_examples=30)
 @given(st.lists(st.integers(0, 9), max_size=60), st.integers(1, 7))
 def test_ids_are_counted_in_whatever_pieces_they_come(ids: list[int], piece: int) -> None:
     with pytest.MonkeyPatch.context() as patch:

@@ -112,7 +112,7 @@ def sliced_specs(draw: st.DrawFn) -> ModelSpec:
     sharding=st.sampled_from([None, "table"]),
     seed=st.integers(0, 2**32 - 1),
 )
-@settings(max_examples=40, suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=list(HealthCheck))
 def test_any_slicing_on_any_shards_and_cards_gives_the_references_answer(spec, shards, cards, sharding, seed):
     rng = np.random.default_rng(seed)
     with tempfile.TemporaryDirectory() as folder:

@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from loader.description import ModelDescription, TableDescription
@@ -52,7 +52,6 @@ def test_the_closed_forms_are_exact_where_they_can_be_counted() -> None:
     assert (expected_rows(5, 1), expected_alone(5, 1), expected_alone(1, 1), expected_rows(0, 7)) == (1, 0, 1, 0)
 
 
-@settings(max_examples=50)
 @given(
     st.lists(st.integers(0, 50), min_size=1, max_size=80),
     st.lists(st.integers(0, 50), max_size=80),

@@ -89,7 +89,7 @@ def expected_hits(stored: Stored, hot: HotRows, bags: KeyedBags) -> int:
     return int(np.isin((tables << TABLE_SHIFT) + bags.values, hot.current.keys).sum())
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     dtype=st.sampled_from([None, *DTYPES]),
     shards=st.integers(2, 8),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec
@@ -87,7 +87,6 @@ def test_hashed_rows_follow_the_documented_formula_and_stay_inside_the_table(ids
         assert 0 <= row < rows
 
 
-@settings(max_examples=50)
 @given(
     st.dictionaries(st.integers(0, 5), st.lists(st.integers(0, 2**63 - 1), unique=True, max_size=50), max_size=4),
     st.lists(st.tuples(st.integers(0, 5), st.integers(0, 2**63 - 1)), max_size=50),
@@ -193,7 +192,6 @@ def spec_of(mapping: str, unknown_id: str) -> ModelSpec:
     return ModelSpec(model="m", tables=(table,), features=(feature,), dense_model=DenseModelSpec(kind="mlp"))
 
 
-@settings(max_examples=80)
 @given(
     st.sampled_from(sorted(MAPPINGS)),
     st.sampled_from(["reject", "default_row", "skip"]),

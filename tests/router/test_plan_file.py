@@ -63,14 +63,12 @@ def plans(draw: st.DrawFn) -> tuple[ModelSpec, PlanFile]:
     return spec, file_of(spec, kinds, shards, cards, draw(st.integers(0, 2**32 - 1)))
 
 
-@settings(max_examples=60)
 @given(plans())
 def test_a_file_is_read_as_it_was_written(planned):
     _, file = planned
     assert PlanFile.parse("plan.json", file.to_json().encode()) == file
 
 
-@settings(max_examples=60)
 @given(plans())
 def test_all_shards_together_have_every_bucket_once_or_every_shard_has_them_all(planned):
     spec, file = planned
@@ -87,7 +85,7 @@ def test_all_shards_together_have_every_bucket_once_or_every_shard_has_them_all(
             assert (holds.argmax(axis=0) == owners).all()
 
 
-@settings(max_examples=25, suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=list(HealthCheck))
 @given(planned=plans(), seed=st.integers(0, 2**32 - 1))
 def test_any_plan_gives_the_float64_references_answer(planned, seed):
     spec, file = planned

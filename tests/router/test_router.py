@@ -202,7 +202,7 @@ def test_rows_that_travel_as_stored_give_the_same_bits_wherever_they_lie(stores,
     asyncio.run(run())
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     shards=st.integers(1, 4),
     cards=st.integers(1, 3),
@@ -247,7 +247,6 @@ def test_rejected_ids_are_told_and_other_bags_are_right(stores):
     np.testing.assert_allclose(embeddings.feature(film)[[0, 2]], expected, rtol=1e-5)
 
 
-@settings(max_examples=60)
 @given(
     st.lists(
         st.tuples(

@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from loader.snapshot.buckets import RowBuckets
@@ -156,7 +156,6 @@ def test_all_tables_divided_alike_is_left_to_choose_by_name():
     assert all(len(one.slices[0].ranks) == 1 for one in planner.pure("table_wise").tables[1:])
 
 
-@settings(max_examples=30)
 @given(
     tables=st.lists(st.tuples(st.integers(1, 300_000), st.sampled_from([16, 64, 128, 256])), min_size=1, max_size=6),
     hotness=st.lists(st.sampled_from([0.0, 1.0, 5.0, 80.0]), min_size=6, max_size=6),

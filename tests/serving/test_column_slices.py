@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
@@ -169,7 +169,6 @@ def sliced_models(draw: st.DrawFn) -> ModelSpec:
 
 
 @given(sliced_models())
-@settings(max_examples=40)
 def test_every_column_of_the_models_input_is_written_once_wherever_slices_lie(spec):
     """By the runs of the assembler and, on cards, by the runs of the kernel."""
     schema = FeatureSchema.of(spec)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -118,7 +118,6 @@ def rounding_of_float16(bags: KeyedBags, parts: list[Part], answers: list[Answer
     return far
 
 
-@settings(max_examples=150)
 @given(
     bags=table_bags(),
     num_owners=st.integers(1, 5),

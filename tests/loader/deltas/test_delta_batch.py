@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import xxhash
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from loader.deltas.batch import MAX_BATCH_BYTES, MAX_BATCH_ROWS, DeltaBatch, encode_rows, rows_per_batch
@@ -56,7 +56,6 @@ def delta_table(dtype, dim, column_dims=()) -> TableSpec:
 
 
 @given(batches())
-@settings(max_examples=60)
 def test_what_is_decoded_is_what_was_encoded(batch):
     read = DeltaBatch.decode(batch.encode())
     assert [getattr(read, name) for name in FIELDS] == [getattr(batch, name) for name in FIELDS]
@@ -180,7 +179,6 @@ def table_of(dtype: str = "int8") -> TableSpec:
 
 
 @given(st.sampled_from(DTYPES), st.lists(st.integers(0, 49), max_size=80), st.integers(0, 2**32))
-@settings(max_examples=60)
 def test_rows_are_those_of_a_table_that_was_written_in_that_order(dtype, rows, seed):
     table = table_of(dtype)
     values = np.random.default_rng(seed).normal(size=(len(rows), 4)).astype(np.float32)

@@ -151,7 +151,7 @@ class Model:
         self.registry = open_registry(url)
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(calls=st.lists(CALLS, max_size=25), first_sequence=st.sampled_from([1, 250, 2**40]))
 def test_any_sequence_of_calls_answers_as_a_dict_and_a_list_would(new_url, calls, first_sequence):
     async def scenario(registry):

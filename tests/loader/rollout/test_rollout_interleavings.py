@@ -108,7 +108,7 @@ class Play:
         self.fleet.clock.now += seconds
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     actions=st.lists(ACTIONS, max_size=30),
     strategy=st.sampled_from(["beside", "by-replica"]),

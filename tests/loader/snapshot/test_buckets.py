@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from loader.snapshot.buckets import RowBuckets, default_rows_per_file, rows_in_file
@@ -13,7 +13,6 @@ from shardrank_testing.snapshots import num_buckets, one_table_spec, plain_bucke
 BUCKETINGS = st.sampled_from(["mixed", "hash", "range"])
 
 
-@settings(max_examples=60)
 @given(st.integers(1, 2**32 - 1), BUCKETINGS, st.integers(0, 2**32))
 def test_the_bucket_of_a_row_follows_the_formula(num_embeddings, bucketing, seed):
     table = one_table_spec(num_embeddings, bucketing=bucketing).tables[0]
@@ -21,7 +20,6 @@ def test_the_bucket_of_a_row_follows_the_formula(num_embeddings, bucketing, seed
     np.testing.assert_array_equal(RowBuckets.of(table).of_rows(rows), plain_buckets(table, rows))
 
 
-@settings(max_examples=60)
 @given(
     num_embeddings=st.integers(1, 20_000),
     rows_per_file=st.sampled_from([256, 512, 1024, 4096, 8192]),
@@ -50,7 +48,6 @@ def test_buckets_lie_one_after_the_other_and_rows_ascend_inside_them(num_embeddi
             assert order.row_at(rows - 1) == expected[-1]
 
 
-@settings(max_examples=60)
 @given(st.integers(1, 20_000), BUCKETINGS, st.integers(0, 20_000))
 def test_rows_are_counted_by_bucket_up_to_any_edge(num_embeddings, bucketing, edge):
     table = one_table_spec(num_embeddings, bucketing=bucketing).tables[0]
@@ -61,7 +58,6 @@ def test_rows_are_counted_by_bucket_up_to_any_edge(num_embeddings, bucketing, ed
     np.testing.assert_array_equal(buckets.rows_per_bucket(), expected[1])
 
 
-@settings(max_examples=60)
 @given(st.integers(1, 20_000), BUCKETINGS)
 def test_rows_of_a_bucket_are_numbered_by_a_shift(num_embeddings, bucketing):
     table = one_table_spec(num_embeddings, bucketing=bucketing).tables[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -39,7 +39,6 @@ def test_a_row_takes_the_bytes_its_layout_says(dtype):
 
 
 @pytest.mark.parametrize("dtype", PREPACK)
-@settings(max_examples=60)
 @given(rows=finite_rows())
 def test_quantised_bytes_are_those_of_the_torch_op(dtype, rows):
     expected = PREPACK[dtype](torch.from_numpy(rows.copy())).numpy()
@@ -47,7 +46,6 @@ def test_quantised_bytes_are_those_of_the_torch_op(dtype, rows):
 
 
 @pytest.mark.parametrize("dtype", PREPACK)
-@settings(max_examples=60)
 @given(rows=finite_rows())
 def test_decoding_agrees_with_the_unpack_op_up_to_float32_rounding(dtype, rows):
     stored = codec_for(dtype, rows.shape[1]).encode(rows)
@@ -58,7 +56,6 @@ def test_decoding_agrees_with_the_unpack_op_up_to_float32_rounding(dtype, rows):
     np.testing.assert_allclose(decoded, expected, rtol=0, atol=4 * largest * np.finfo(np.float32).eps)
 
 
-@settings(max_examples=60)
 @given(rows=finite_rows())
 def test_int8_bytes_follow_the_published_formula(rows):
     dim = rows.shape[1]

@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
@@ -35,7 +35,6 @@ def row_classes(draw):
     return rng.choice(num_classes, size, p=weights / weights.sum()).astype(np.uint8), num_classes
 
 
-@settings(max_examples=60)
 @given(row_classes(), st.integers(0, 2**32))
 def test_a_rows_place_is_the_number_of_rows_of_its_class_before_it(made, seed):
     classes, num_classes = made
@@ -76,7 +75,6 @@ def test_a_table_of_one_class_has_no_bitmaps_and_every_row_is_its_own_place():
     assert (which.tolist(), place.tolist()) == ([0, 0, 0], [8, 0, 3])
 
 
-@settings(max_examples=40)
 @given(row_classes())
 def test_what_a_file_has_is_what_was_written(tmp_path_factory, made):
     classes, num_classes = made

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
@@ -42,7 +42,6 @@ def test_tensors_in_memory_and_in_a_safetensors_file_are_read_as_float32(tmp_pat
         np.testing.assert_array_equal(read_all(source, 3, 16), expected[3:])
 
 
-@settings(max_examples=80)
 @given(
     sizes=st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(any),
     step=st.integers(1, 64),

@@ -70,7 +70,7 @@ def test_a_file_that_grew_or_is_missing_or_is_a_folder_is_refused_by_name(copy, 
         Snapshot.open(copy, verify=False)
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_bit_flip_anywhere_in_any_file_is_refused(pristine, tmp_path_factory, data):
     relative = data.draw(st.sampled_from(all_files(pristine)))

@@ -33,6 +33,7 @@ def test_swaps_under_load_cost_no_answer_and_the_report_says_so(tmp_path: Path):
     assert "passed" in result.output
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_a_fleet_whose_redis_and_a_shard_node_are_killed_at_the_flip_ends_in_one_version(tmp_path: Path):
     config = CrashDrillConfig(

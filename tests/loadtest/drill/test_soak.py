@@ -139,6 +139,7 @@ def test_a_soak_that_is_too_short_or_whose_processes_are_started_again_does_not_
     assert "serve-0 was started again, so what it held can't be compared" in again.problems
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_a_short_soak_rolls_out_updates_is_asked_badly_and_reads_every_process(tmp_path: Path):
     config = SoakDrillConfig(

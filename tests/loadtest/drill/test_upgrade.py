@@ -138,6 +138,7 @@ def test_a_folder_that_is_no_checkout_is_refused(tmp_path: Path):
     assert "--old" in result.output
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_a_fleet_is_upgraded_and_its_nodes_die_under_load_without_a_failed_answer(tmp_path: Path):
     options = [

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from loadtest.load.open_loop import arrival_times
@@ -15,7 +15,6 @@ def times(arrivals: str, rate: float, until_s: float, **options: int) -> np.ndar
 
 
 @given(rate=st.floats(0.5, 5000), until_s=st.floats(0.01, 3), processes=st.integers(1, 5))
-@settings(max_examples=50)
 def test_constant_arrivals_of_all_processes_are_one_every_1_over_rate(rate, until_s, processes):
     parts = [times("constant", rate, until_s, process=i, processes=processes) for i in range(processes)]
     together = np.sort(np.concatenate(parts))

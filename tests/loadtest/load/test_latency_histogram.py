@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 from hdrh.histogram import HdrHistogram
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
@@ -28,7 +28,6 @@ def filled(times_us, digits: int = DIGITS) -> LatencyHistogram:
 
 
 @given(times_us=MICROSECONDS, digits=st.sampled_from([2, 3]))
-@settings(max_examples=60)
 def test_recording_many_is_recording_each_with_the_library(times_us, digits):
     one_by_one = HdrHistogram(1, HIGHEST_US, digits)
     for time_us in times_us:
@@ -39,7 +38,6 @@ def test_recording_many_is_recording_each_with_the_library(times_us, digits):
 
 
 @given(times_us=MICROSECONDS, ranks=st.lists(st.integers(1, 400), min_size=1, max_size=5))
-@settings(max_examples=60)
 def test_a_rank_is_the_sorted_value_within_its_digits(times_us, ranks):
     histogram = filled(times_us)
     in_order = sorted(times_us)
@@ -53,7 +51,6 @@ def test_a_rank_is_the_sorted_value_within_its_digits(times_us, ranks):
 
 
 @given(parts=st.lists(MICROSECONDS, min_size=1, max_size=4))
-@settings(max_examples=30)
 def test_the_sum_of_the_processes_histograms_is_the_histogram_of_all(parts):
     together = merged([sent(filled(part)) for part in parts])
     whole = filled([time_us for part in parts for time_us in part])

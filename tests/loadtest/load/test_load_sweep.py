@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from loadtest.load.result import LoadResult, SweepResult
@@ -23,7 +23,6 @@ def search(answer, *, first_rate: float = 50, max_rate: float = 100_000) -> Swee
 
 
 @given(capacity=st.floats(2, 50_000), first_rate=st.floats(1, 5000))
-@settings(max_examples=60)
 def test_a_server_s_capacity_is_found_within_the_tolerance(capacity, first_rate):
     # The latency of an M/M/1 queue of 1 ms at rest, which is p99 = SLO at that very rate.
     found = search(lambda rate: measured(rate, p99_ms=SLO_MS if rate <= capacity else None), first_rate=first_rate)

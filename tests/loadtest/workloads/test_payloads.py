@@ -9,7 +9,7 @@ import struct
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from loadtest.errors import AnswerError, WorkloadError
@@ -54,7 +54,6 @@ def test_the_server_s_parser_reads_the_request_back(name, api):
 
 @pytest.mark.parametrize("api", APIS)
 @given(candidates=st.integers(1, 12), max_hotness=st.integers(0, 5), seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=40)
 def test_any_request_is_read_back(api, candidates, max_hotness, seed):
     workload = MixedWorkload(candidates, max_hotness)
     payload = Payloads(workload, api, count=1, seed=seed)[0]

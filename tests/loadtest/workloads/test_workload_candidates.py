@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from loadtest.errors import WorkloadError
@@ -32,7 +32,6 @@ def test_fewer_candidates_are_more_likely_where_the_mean_is_low_and_the_ratio_is
 
 
 @given(least=st.integers(1, 1000), span=st.integers(2, 2000), share=st.floats(0.02, 0.98))
-@settings(max_examples=40)
 def test_the_mean_is_the_one_asked_for(least, span, share):
     counts = Ranged(least, least + span, least + share * span)
     # P(number > least + i), summed, is the mean's distance from the least.

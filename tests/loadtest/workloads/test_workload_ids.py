@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from loadtest.errors import WorkloadError
@@ -77,7 +77,6 @@ def test_a_table_smaller_than_what_a_batch_touches_is_reused_more():
 
 @pytest.mark.parametrize("ids", DISTRIBUTIONS, ids=lambda one: one.name)
 @given(num_rows=st.lists(st.integers(1, MAX_ROWS), min_size=1, max_size=50), seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=30)
 def test_ranks_are_below_the_rows_of_their_own_table(ids, num_rows, seed):
     limits = np.array(num_rows, np.int64)
     ranks = ids.ranks(np.random.default_rng(seed), limits)
@@ -93,7 +92,6 @@ def test_the_same_seed_gives_the_same_ranks_and_another_seed_others(ids):
 
 
 @given(num_rows=st.integers(1, 2000))
-@settings(max_examples=60)
 def test_every_row_has_exactly_one_rank(num_rows):
     scatter = RowScatter.of(np.array([num_rows]))
     rows = scatter.rows(np.arange(num_rows), np.zeros(num_rows, np.int32))

@@ -7,7 +7,7 @@ import itertools
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from serving.limits import RequestLimits
@@ -175,7 +175,6 @@ REQUESTS = st.one_of(
 )
 
 
-@settings(max_examples=150)
 @given(st.lists(REQUESTS, min_size=1, max_size=6), st.lists(st.integers(1, 120)))
 def test_however_valid_requests_are_cut_the_answers_are_the_same(requests, cuts):
     stream = b"".join(requests)
@@ -197,7 +196,6 @@ def test_however_valid_requests_are_cut_the_answers_are_the_same(requests, cuts)
     asyncio.run(main())
 
 
-@settings(max_examples=100)
 @given(st.lists(REQUESTS, min_size=1, max_size=6), st.lists(st.integers(1, 120)), st.data())
 def test_however_requests_are_cut_those_refused_by_their_heads_are_answered_unread_and_the_others_as_without_them(
     requests, cuts, data

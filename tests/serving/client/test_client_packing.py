@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from loader.snapshot.reader import Snapshot
@@ -113,7 +113,6 @@ def other_forms(bags: list[list[Any]]) -> list[Any]:
     return forms
 
 
-@settings(max_examples=150)
 @given(request=requests(), data=st.data())
 def test_a_request_in_any_form_is_read_as_its_json(layout, request, data):
     expected = parse_json(SCHEMA, request)
@@ -132,7 +131,6 @@ def test_a_request_in_any_form_is_read_as_its_json(layout, request, data):
         assert_same(parse_message(SCHEMA, encoded(given.by_name())), expected)
 
 
-@settings(max_examples=60)
 @given(request=requests(), data=st.data())
 def test_a_lookup_in_any_form_is_read_as_its_json(request, data):
     features = {**request["candidates"]["sparse"], "city": [[one] for one in request["context"]["sparse"]["city"]]}

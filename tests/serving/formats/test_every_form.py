@@ -8,7 +8,7 @@ import struct
 from typing import Any
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from router.feature_schema import FeatureSchema
@@ -105,7 +105,6 @@ def map_bytes(draw: st.DrawFn, request: dict[str, Any]) -> bytes:
     return interleaved(draw, [[field(1, MODEL.encode())], timeout, *parts])
 
 
-@settings(max_examples=60)
 @given(st.data(), st.integers(0, 10_000), st.integers(1, 6))
 def test_map_messages_in_any_encoding_are_the_same_request_as_json(data, seed, count):
     request = api_request(seed, count)
@@ -113,7 +112,6 @@ def test_map_messages_in_any_encoding_are_the_same_request_as_json(data, seed, c
     assert_same(parse_message(SCHEMA, data.draw(map_bytes(request))), expected)
 
 
-@settings(max_examples=60)
 @given(
     seed=st.integers(0, 10_000),
     count=st.integers(1, 30),
@@ -167,7 +165,6 @@ def typed_bytes(draw: st.DrawFn, request: dict[str, Any]) -> bytes:
     return interleaved(draw, [[field(1, MODEL.encode())], [timeout], pieces])
 
 
-@settings(max_examples=60)
 @given(st.data(), st.integers(0, 10_000), st.integers(1, 6))
 def test_typed_contents_in_any_encoding_are_the_same_request_as_json(data, seed, count):
     request = api_request(seed, count)

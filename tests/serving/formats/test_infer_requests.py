@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from loader.errors import ShardrankError
@@ -396,7 +396,6 @@ _BODY, _HEADERS = binary_body(tensors(), id="a", parameters={"top_k": 1})
 _MESSAGE = message_of(tensors(), MODEL).SerializeToString()
 
 
-@settings(max_examples=200)
 @given(
     position=st.integers(0, len(_BODY) - 1),
     flipped=st.integers(1, 255),

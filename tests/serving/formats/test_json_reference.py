@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 import numpy as np
-from hypothesis import event, given, settings
+from hypothesis import event, given
 from hypothesis import strategies as st
 
 from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec
@@ -248,7 +248,6 @@ def texts(draw: st.DrawFn, method: str) -> bytes:
 
 
 @given(texts("rank"))
-@settings(max_examples=500)
 def test_a_rank_request_is_read_as_a_plain_reader_reads_it(text):
     expected = by_reference(text, "rank")
     event("taken" if expected is not None else "refused")
@@ -256,7 +255,6 @@ def test_a_rank_request_is_read_as_a_plain_reader_reads_it(text):
 
 
 @given(texts("lookup"))
-@settings(max_examples=400)
 def test_a_lookup_is_read_as_a_plain_reader_reads_it(text):
     expected = by_reference(text, "lookup")
     event("taken" if expected is not None else "refused")

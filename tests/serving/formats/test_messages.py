@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from router.feature_schema import FeatureSchema
@@ -92,7 +92,6 @@ _MESSAGE = rank_message(api_request(1)).SerializeToString()
 _PACKED = packed_message(SCHEMA, api_request(1)).SerializeToString()
 
 
-@settings(max_examples=300)
 @given(st.integers(0, 10**6), st.integers(1, 255), st.booleans(), st.booleans())
 def test_a_damaged_message_is_refused_or_read_as_the_library_reads_it(position, flipped, is_cut, is_packed):
     good = _PACKED if is_packed else _MESSAGE

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -104,7 +104,6 @@ def loaded(program, tmp_path_factory):
     return load_exported(described(), saved(tmp_path_factory.mktemp("program"), program), trusted=True)
 
 
-@settings(max_examples=40)
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 6)), min_size=1, max_size=5), st.integers(0, 99))
 def test_a_program_gives_the_outputs_of_its_module_and_their_weighted_sum(loaded, requests, seed):
     inputs = random_inputs(described(), [count for count, _ in requests], [length for _, length in requests], seed)
@@ -299,7 +298,6 @@ def test_an_archive_that_two_readers_could_read_differently_is_refused(program):
         ProgramArchive(buffer.getvalue(), "dense.pt2")
 
 
-@settings(max_examples=300)
 @given(st.data())
 def test_a_damaged_archive_is_refused_by_name_or_read_as_it_was(program_file, data):
     """Whatever is flipped: nothing but the one error, and nothing that PyTorch would have to unpickle."""

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec
@@ -120,7 +120,6 @@ FEATURES = st.lists(
 )
 
 
-@settings(max_examples=60)
 @given(
     FEATURES,
     st.lists(st.integers(1, 5), min_size=1, max_size=4),
@@ -153,7 +152,6 @@ def test_every_column_holds_its_own_feature_of_its_own_request(
     assert set(inputs.sequences) == {f"f{i}" for i, (_, pooling, _) in enumerate(features) if pooling == "none"}
 
 
-@settings(max_examples=40)
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=6))
 def test_sequences_are_laid_out_side_by_side_and_end_in_zeros(lengths: list[int]) -> None:
     rows = np.random.default_rng(0).normal(size=(sum(lengths), 3)).astype(np.float32)

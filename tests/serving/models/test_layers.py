@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from serving.models.layers import (
@@ -104,7 +104,6 @@ def test_only_wide_layers_gain_by_int8() -> None:
     assert not gains_by_int8(416, 256)
 
 
-@settings(max_examples=60)
 @given(st.integers(0, 20), st.integers(2, 70), st.integers(1, 40), st.integers(0, 10_000), st.booleans(), st.booleans())
 def test_int8_sums_are_within_the_rounding_of_both_factors(rows, inputs, outputs, seed, has_bias, relu):
     draw = torch.Generator().manual_seed(seed)
@@ -149,7 +148,6 @@ def test_a_product_adds_what_each_row_has_besides(product, relu):
 SIDES = st.tuples(st.integers(0, 6), st.integers(0, 6)).filter(any)
 
 
-@settings(max_examples=60)
 @given(SIDES, st.lists(st.integers(0, 4), min_size=1, max_size=4), st.booleans(), st.integers(0, 10_000))
 def test_columns_read_once_a_request_give_what_each_row_would_have_read(widths, counts, is_packed, seed):
     rng = np.random.default_rng(seed)

@@ -9,7 +9,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from serving.errors import RankingModelError
@@ -314,7 +314,6 @@ FORMATS = st.sampled_from(["float32", "bfloat16", "int8"])
 SPLIT_TOLERANCES = {"float32": 1e-5, "bfloat16": 0.03, "int8": 0.04}
 
 
-@settings(max_examples=40)
 @given(
     st.sampled_from(KINDS),
     FORMATS,

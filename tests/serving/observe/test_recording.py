@@ -103,7 +103,7 @@ def requests(draw: st.DrawFn) -> RankRequest:
     return RankRequest(bags, count, context, candidates, 1.0, texts=texts, request_id=SECRETS[2])
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(requests(), st.sampled_from([-1, 0]) | NUMBERS, NUMBERS)
 def test_a_request_reads_back_as_it_was(tmp_path_factory: pytest.TempPathFactory, request_: RankRequest, delta, step):
     folder, answer = tmp_path_factory.mktemp("r"), answer_of(request_, delta_sequence=delta, dense_step=step)
@@ -300,7 +300,7 @@ def test_a_file_that_is_cut_off_gives_what_is_whole_and_a_changed_one_is_refused
             list(read_file(path))
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_whatever_a_frame_says_is_held_against_its_bytes(recorded_file: bytes, tmp_path: Path, data: st.DataObject):
     edges = frames(recorded_file)

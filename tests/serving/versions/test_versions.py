@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from loader.registry.fleet import LATENCY_BOUNDS_MS
@@ -414,7 +414,6 @@ def taken(choice: CanaryChoice, model: str, keys: list[str]) -> set[str]:
     return {key for key in keys if choice.takes(model, key)}
 
 
-@settings(max_examples=25)
 @given(MODELS, st.text(max_size=8), st.floats(min_value=0.01, max_value=0.99))
 def test_the_canary_gets_its_share_of_the_keys_within_chance(model, prefix, share):
     num_keys = 4000

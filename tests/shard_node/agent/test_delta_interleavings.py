@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from loader.deltas.publisher import AsyncDeltaPublisher
@@ -106,7 +106,6 @@ class World:
 
 
 @given(st.lists(STEPS, max_size=20))
-@settings(max_examples=25)
 def test_after_any_interleaving_the_bytes_are_those_of_a_fresh_export(steps):
     async def scenario(folder: Path) -> None:
         world = World(folder)

@@ -70,7 +70,7 @@ def test_a_sound_version_is_staged_as_it_would_be_loaded(pristine, budget):
     assert memory.held_bytes == 0
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_a_bit_flip_anywhere_in_a_row_file_is_refused(copy, data):
     files = sorted((copy / "tables").rglob("rows-*"))
@@ -90,7 +90,7 @@ def test_a_bit_flip_anywhere_in_a_row_file_is_refused(copy, data):
     assert memory.held_bytes == 0
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_a_row_file_cut_off_anywhere_is_refused(copy, data):
     files = sorted((copy / "tables").rglob("rows-*"))

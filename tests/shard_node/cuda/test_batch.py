@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shard_node.bags import KeyedBags, TableLayout
@@ -89,7 +89,6 @@ def covered(views: BatchViews, table: RunTable) -> list[tuple[int, int]]:
 
 
 @given(batches())
-@settings(max_examples=200)
 def test_every_bag_is_in_one_block_of_its_arena(batch):
     bags, runs = batch
     table = RunTable(SHAPES, runs)
@@ -103,7 +102,6 @@ def test_every_bag_is_in_one_block_of_its_arena(batch):
 
 
 @given(batches())
-@settings(max_examples=100)
 def test_values_offsets_weights_and_runs_are_those_of_the_batch(batch):
     bags, runs = batch
     views = pack(bags, RunTable(SHAPES, runs))
@@ -119,7 +117,6 @@ def test_values_offsets_weights_and_runs_are_those_of_the_batch(batch):
 
 
 @given(batches(), st.integers(0, 50), st.integers(0, 300), st.integers(0, 33))
-@settings(max_examples=200)
 def test_a_smaller_batch_fits_the_blocks_of_a_size_and_leaves_the_rest_idle(batch, more_bags, more_values, extra):
     bags, runs = batch
     table = RunTable(SHAPES, runs)
@@ -144,7 +141,6 @@ def test_a_smaller_batch_fits_the_blocks_of_a_size_and_leaves_the_rest_idle(batc
 
 
 @given(batches(), st.integers(0, 50), st.integers(0, 20_000), st.booleans())
-@settings(max_examples=100)
 def test_what_a_batch_takes_of_its_buffer_is_all_that_packing_writes_and_little_more(
     batch, more_bags, more_values, weighted
 ):

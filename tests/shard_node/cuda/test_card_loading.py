@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from loader.errors import SnapshotCorruptError
@@ -69,7 +69,6 @@ def tiers_of(tables: LoadedTables) -> set[str]:
     return {use.tier for use in tables.engine.memory()}
 
 
-@settings(max_examples=40)
 @given(
     num_cards=st.integers(1, 8),
     card_bytes=st.integers(11_600, 40_000),

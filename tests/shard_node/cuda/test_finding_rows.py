@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from loader.snapshot.codecs import codec_for
@@ -71,7 +71,6 @@ def models(draw: st.DrawFn) -> ModelSpec:
     )
 
 
-@settings(max_examples=60)
 @given(spec=models(), data=st.data())
 def test_every_row_of_a_node_is_found_and_rewritten_and_those_of_others_are_counted(spec, data):
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))

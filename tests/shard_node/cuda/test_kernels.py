@@ -243,7 +243,7 @@ def test_sums_do_not_overflow_in_fp16_rows(cards):
     assert arena.pool(0, [Run(0, [np.arange(1000) % 4])]).out.tolist() == [[6.0e7] * 8]
 
 
-@settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), switches=st.just(KernelSwitches()) | st.sampled_from(COMPILED))
 def test_any_batch_over_any_cards_pools_as_numpy_does(data, switches):
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))

@@ -157,6 +157,7 @@ def sanitized() -> Iterator[Sanitized]:
         yield Sanitized(process)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(TIMEOUT_S + 30)
 @pytest.mark.parametrize(("paths", "only"), [(KERNEL_TESTS, ""), (ENGINE_TESTS, ON_CARDS)], ids=["kernels", "engines"])
 def test_nothing_is_read_or_written_outside_its_memory(sanitized, paths, only, tmp_path):
@@ -166,6 +167,7 @@ def test_nothing_is_read_or_written_outside_its_memory(sanitized, paths, only, t
     assert "skipped" not in done.output
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(TIMEOUT_S + 30)
 @pytest.mark.parametrize("fault", list(FAULTS))
 def test_a_fault_in_the_kernels_is_found(sanitized, fault, tmp_path):

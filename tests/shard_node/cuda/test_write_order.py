@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from loader.snapshot.codecs import codec_for
@@ -106,7 +106,6 @@ class World:
 
 
 @given(st.lists(STEPS, max_size=25), st.lists(st.integers(0, 9), max_size=10), st.sampled_from(PLACES))
-@settings(max_examples=25)
 def test_every_lookup_sees_just_the_writes_before_it(snapshot, steps, settle_in_order, where):
     world = World(snapshot, where)
     for step in steps:

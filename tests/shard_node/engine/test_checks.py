@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shard_node.bags import CheckedBags, KeyedBags, TableLayout
@@ -16,7 +16,6 @@ LAYOUT = reference_engine().layout
 NUM_ROWS = [table.num_embeddings for table in LAYOUT.tables]
 
 
-@settings(max_examples=100)
 @given(st.integers(0, 2**32 - 1), st.integers(0, 3), st.booleans())
 def test_the_first_row_outside_its_table_is_named(seed, num_wrong, negative):
     rng = np.random.default_rng(seed)
@@ -82,7 +81,6 @@ def test_arrays_that_do_not_fit_each_other_are_refused_even_as_checked_bags():
 small = st.integers(-1, 4)
 
 
-@settings(max_examples=400)
 @given(
     st.lists(small, max_size=4),
     st.lists(small, max_size=4),

@@ -111,7 +111,7 @@ def test_requests_before_the_broken_one_are_answered(place, tmp_path):
     assert place.run(main()) == [FrameType.POOLED] * 3 + [FrameType.ERROR]
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(junk=st.one_of(st.binary(max_size=300), st.binary(max_size=200).map(lambda tail: b"SHRK\1\0\1\0" + tail)))
 def test_arbitrary_bytes_never_disturb_the_server(junk, tmp_path, caplog):
     async def main():

@@ -5,7 +5,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -202,7 +202,6 @@ def test_every_truncation_and_every_addition_is_refused(frame_type):
 
 
 @pytest.mark.parametrize("frame_type", DECODERS)
-@settings(max_examples=200)
 @given(data=st.data())
 def test_damaged_bodies_raise_nothing_but_wire_errors_and_take_no_memory(frame_type, data):
     if data.draw(st.booleans()):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 import hpack
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from serving.api.grpc import wire
@@ -106,7 +106,6 @@ FRAMES = st.one_of(
 )
 
 
-@settings(max_examples=300)
 @given(st.lists(FRAMES, max_size=12), st.lists(st.integers(1, 400), max_size=40))
 def test_any_split_of_the_same_bytes_gives_the_same_events_and_answers(parts, sizes):
     sent = BEGIN + b"".join(parts)
@@ -124,7 +123,6 @@ def test_any_split_of_the_same_bytes_gives_the_same_events_and_answers(parts, si
     assert (cut.streams.keys(), cut.is_over) == (whole.streams.keys(), whole.is_over)
 
 
-@settings(max_examples=300)
 @given(st.lists(FRAMES, max_size=8), st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 255)), max_size=6))
 def test_whatever_comes_nothing_is_raised_and_each_stream_that_is_opened_is_told_the_end_of(parts, changes):
     sent = bytearray(BEGIN + headers(1) + b"".join(parts))
