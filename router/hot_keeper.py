@@ -4,7 +4,7 @@ Each served version has a keeper, a thread with an event loop of its own, off th
 shard nodes as they are stored, and follows the version's stream of deltas from the number on that the nodes had reached
 before. A row that is read is never older than the tier: a node is asked that has applied as many deltas as the tier,
 and a delta that comes meanwhile wins. A set that is filled is used once the tier has applied what any node had that was
-read from, so no row goes back in time. docs/decisions/hot-rows-at-the-router.md says why so.
+read from, so no row goes back in time. docs/decisions/hot-rows.md says why so.
 """
 
 from __future__ import annotations

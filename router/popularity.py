@@ -8,7 +8,7 @@ the next. A count halves over `HALF_LIFE` × capacity lookups.
 A shift of popularity is seen by the share of lookups that go to the top as it is known. If it falls clearly, over two
 quarters of an epoch, the epoch ends, and counts from before keep only (share / share as it was) ** `TRUST` of their
 weight: nearly all after a small shift, next to nothing after a complete one.
-docs/decisions/hot-rows-are-learned-in-epochs.md has the measured figures.
+docs/decisions/hot-rows.md has the measured figures.
 """
 
 from __future__ import annotations

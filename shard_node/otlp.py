@@ -1,6 +1,6 @@
 """Spans to an OpenTelemetry collector, over OTLP. The only file that imports OpenTelemetry, and imported only for that.
 
-Spans come here when they are over and with ids of their own (docs/decisions/spans-are-made-of-recorded-times.md), so
+Spans come here when they are over and with ids of their own (docs/decisions/operations.md), so
 the SDK's tracer and samplers are not used: its batch processor, its exporters and its OTEL_* variables are.
 """
 

@@ -194,7 +194,7 @@ def _loaded_program(spec: ModelSpec, archive: ProgramArchive) -> ExportedRanking
 def _pack_products(graph: GraphModule, held: Sequence[Tensor]) -> None:
     """Have products with the program's own weights made by oneDNN from weights in its order, with a ReLU that follows.
 
-    As `PackedProduct` does for built-in models: 5 to 13 % of a program's time (docs/decisions/exported-programs.md).
+    As `PackedProduct` does for built-in models: 5 to 13 % of a program's time (docs/decisions/dense-models.md).
     """
     aten, nodes = torch.ops.aten, graph.graph
     inputs = [node for node in nodes.nodes if node.op == "placeholder"]

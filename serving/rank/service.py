@@ -1,6 +1,6 @@
 """The ranking service, and the one road of a call that ranks or looks up: admit, lease, parse, rank, encode.
 
-A request is parsed under a lease on the version that will answer it (docs/decisions/lease-at-admission.md). From `wait`
+A request is parsed under a lease on the version that will answer it (docs/decisions/version-leases.md). From `wait`
 on the lease is the service's: it ends when nothing uses the version for this request any more, which may be after the
 caller was told that the deadline has passed.
 """

@@ -2,7 +2,7 @@
 
 A canary gets the requests whose key's hash is below `share` of the hash's range. So a key always goes to the same
 version while the share is unchanged, in every process and over restarts, and a share that grows keeps the keys that are
-already in. Why so: docs/decisions/canary-by-request-key.md.
+already in. Why so: docs/decisions/version-leases.md.
 """
 
 from __future__ import annotations
