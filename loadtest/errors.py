@@ -49,14 +49,6 @@ class ScoresDifferError(LoadError, kind="load_scores"):
     """A server's scores are not the expected ones. A figure of wrong answers says nothing."""
 
 
-class HostsError(LoadError, kind="compare_hosts"):
-    """A network namespace, or its link, can't be made or removed: not as this user, or not with this kernel."""
-
-
-class NoNetemError(HostsError, http_status=501, grpc_status="UNIMPLEMENTED", kind="compare_netem"):
-    """The kernel has no netem, so packets can't be delayed."""
-
-
 class CompareStoreError(LoadError, http_status=400, grpc_status="INVALID_ARGUMENT", kind="compare_store"):
     """A store's model has other tables or features than the workload's."""
 

@@ -27,7 +27,6 @@ LONGEST = (
     "loadtest/drill/test_drills.py",
     "loadtest/drill/test_upgrade.py",
     "deploy/test_running_fleet.py",
-    "loadtest/compare/test_compare_hosts.py",
     "serving/fleet/test_up_rollouts.py",
     "loadtest/test_bench_serving.py",
     "shard_node/cuda/test_under_address_sanitizer.py",

@@ -11,7 +11,6 @@ from typing import Literal, Self, TypeAlias
 from pydantic import Field, model_validator
 
 from loader.snapshot.tables import Frozen
-from loadtest.compare.hosts import Host
 from loadtest.load.config import MAX_RATE, MAX_RUN_S
 from loadtest.servers import HOST, ServerCommand
 from serving.fleet.supervisor import shardrank_command
@@ -22,9 +21,6 @@ MAX_CARDS = 64
 MAX_SHARDS = 64
 MAX_WORKERS = 64
 MAX_SHARE = 100
-MAX_DELAY_MS = 1000.0
-NODE_PORT = 7000
-"""Of shard nodes on hosts; each host has all ports for itself."""
 
 Dtype: TypeAlias = Literal["float32", "bfloat16"]
 Transport: TypeAlias = Literal["unix", "tcp"]
@@ -83,7 +79,7 @@ class CompareConfig(Frozen):
     Attributes:
         cards: each number of them in the serving process is an arm; the first one is what the others are compared to.
         shards: each number of them is an arm with each of the transports; each shard has the first number of cards.
-        transports: between shards and the serving process; None for Unix sockets, or TCP with `hosts`.
+        transports: between shards and the serving process; None for Unix sockets.
         rounds: how often every arm is measured.
         rate: requests a second, cold and warm.
         cold_s: of sending from a server's start.
@@ -95,8 +91,6 @@ class CompareConfig(Frozen):
         workers: serving processes of every arm; without shards each holds all rows.
         dtype: of the dense model; `auto` is the server's choice.
         wire_dtype: of sums that shards send, likewise.
-        hosts: each shard process in a network namespace of its own.
-        delay_ms: that the network between hosts adds to a round trip; None to leave it as it is.
         seed: of the times; round i of every arm has the same.
     """
 
@@ -115,8 +109,6 @@ class CompareConfig(Frozen):
     workers: int = Field(default=1, ge=1, le=MAX_WORKERS)
     dtype: Literal["auto"] | Dtype = "auto"
     wire_dtype: Literal["auto", "float32", "float16"] = "auto"
-    hosts: bool = False
-    delay_ms: float | None = Field(default=None, gt=0, le=MAX_DELAY_MS, allow_inf_nan=False)
     seed: int = Field(default=0, ge=0, lt=2**31)
 
     @model_validator(mode="after")
@@ -137,20 +129,10 @@ class CompareConfig(Frozen):
             raise ValueError(f"shares: {list(self.shares)} are not different percents from 1 to {MAX_SHARE}")
         return self
 
-    @model_validator(mode="after")
-    def _hosts_fit(self) -> Self:
-        if self.hosts and not self.shards:
-            raise ValueError("hosts: there are none without shards")
-        if self.hosts and self.transports not in (None, ("tcp",)):
-            raise ValueError(f"transports: {list(self.transports or ())}; hosts are asked over tcp alone")
-        if self.delay_ms is not None and not self.hosts:
-            raise ValueError(f"delay_ms: {self.delay_ms:g} is of the network between hosts; it needs hosts")
-        return self
-
     @property
     def arms(self) -> tuple[ServedArm, ...]:
         """List the arms in the order of the table; the first is the baseline."""
-        transports: tuple[Transport, ...] = self.transports or (("tcp",) if self.hosts else ("unix",))
+        transports: tuple[Transport, ...] = self.transports or ("unix",)
         return (
             *(ServedArm(cards=cards) for cards in self.cards),
             *(
@@ -161,9 +143,7 @@ class CompareConfig(Frozen):
         )
 
 
-def server_commands(
-    arm: ServedArm, config: CompareConfig, snapshot: Path, folder: Path, hosts: Sequence[Host] = ()
-) -> tuple[ServerCommand, ...]:
+def server_commands(arm: ServedArm, config: CompareConfig, snapshot: Path, folder: Path) -> tuple[ServerCommand, ...]:
     """List what is started for an arm, in this order: its shard nodes, and last what serves.
 
     Args:
@@ -171,22 +151,18 @@ def server_commands(
         config: of all arms.
         snapshot: its folder.
         folder: for logs and sockets, of this start alone.
-        hosts: of each shard; without, shards are on this machine.
     """
-    addresses = node_addresses(arm, folder, hosts)
+    addresses = node_addresses(arm, folder)
     commands = []
     for number, address in enumerate(addresses):
         line = shardrank_command(*node_arguments(arm, config, snapshot, number, address))
-        line = hosts[number].inside(line) if hosts else line
         commands.append(ServerCommand(f"shard {number}", line, folder / f"shard-{number}.log"))
     serves = shardrank_command(*serve_arguments(arm, config, snapshot, addresses))
     return (*commands, ServerCommand("server", serves, folder / "server.log"))
 
 
-def node_addresses(arm: ServedArm, folder: Path, hosts: Sequence[Host] = ()) -> tuple[str, ...]:
+def node_addresses(arm: ServedArm, folder: Path) -> tuple[str, ...]:
     """Choose where an arm's shard nodes listen, the first one's first."""
-    if hosts:
-        return tuple(f"{host.address}:{NODE_PORT}" for host in hosts)
     shards = range(arm.shards or 0)
     if arm.transport == "unix":
         return tuple(f"unix:{folder / f'{number}.sock'}" for number in shards)

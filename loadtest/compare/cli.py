@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
@@ -16,8 +17,9 @@ MAX_SHARE = 100
 MAX_RATE = 200_000
 MAX_S = 3600
 MAX_IN_FLIGHT = 4096
-MAX_DELAY_MS = 1000
 FILE = click.Path(path_type=Path, dir_okay=False)
+
+Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 class Numbers(click.ParamType):  # type: ignore[type-arg]  # generic in newer releases only
@@ -61,6 +63,27 @@ class Words(click.ParamType):  # type: ignore[type-arg]  # likewise
         return parts
 
 
+REMOVED = {
+    "--hosts": "use --transport tcp; `shardrank plan` predicts the cost of a network",
+    "--delay-ms": "use `shardrank plan --network-us`, which predicts the cost of a round trip",
+}
+"""Options of earlier releases, with what to use instead."""
+
+
+def removed_options(command: Command) -> Command:
+    """Make a command refuse each of `REMOVED` by its name, with or without a value."""
+
+    def refuse(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
+        if value is not None:
+            name = param.opts[0]
+            raise click.UsageError(f"{name} is gone: {REMOVED[name]}", ctx)
+
+    for name in REMOVED:
+        option = click.option(name, is_flag=False, flag_value="", hidden=True, expose_value=False, callback=refuse)
+        command = option(command)
+    return command
+
+
 @click.command(cls=WithExamples)
 @click.option(
     "--cards",
@@ -84,17 +107,7 @@ class Words(click.ParamType):  # type: ignore[type-arg]  # likewise
     metavar="unix,tcp",
     help="Between the serving process and the shards: Unix sockets, TCP over loopback. Default: unix.",
 )
-@click.option(
-    "--hosts",
-    is_flag=True,
-    help="Each shard process in a network namespace of its own, asked over tcp. Needs root's rights.",
-)
-@click.option(
-    "--delay-ms",
-    type=FiniteRange(0, MAX_DELAY_MS, min_open=True),
-    metavar="MS",
-    help="With --hosts: what the network adds to a round trip. Needs a kernel with netem.",
-)
+@removed_options
 @click.option("--rounds", type=click.IntRange(1, 1000), default=6, show_default=True, metavar="N", help="Of every arm.")
 @workload_options
 @request_options
@@ -181,7 +194,6 @@ def compare_cards(
       shardrank loadtest compare-cards --cards 1,2,4 --workload dlrm-v2:0.001 --rate 50 --html cards.html
       shardrank loadtest compare-cards --cards 1,2 --device cuda --rate 500 --in-flight 64 --json cards.json
       shardrank loadtest compare-cards --cards 1 --shards 2 --rounds 10 --shares 60 --workers 2
-      shardrank loadtest compare-cards --cards 1 --shards 1,2 --hosts --delay-ms 0.2
     """
     from loadtest.compare.run import checked_configs, execute
 

@@ -21,8 +21,6 @@ from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 
 from loadtest.compare.arms import CompareConfig, Dtype, ServedArm, server_commands
-from loadtest.compare.hosts import running_hosts
-from loadtest.compare.wire import ServedWire, WirePredictor
 from loadtest.errors import ScoresDifferError, ServerFailedError
 from loadtest.load.closed_loop import Weighed
 from loadtest.load.config import OfferedLoad, RunConfig
@@ -30,7 +28,7 @@ from loadtest.load.generator import Generators
 from loadtest.load.result import LoadResult
 from loadtest.load.run import offered
 from loadtest.rounds import in_turn
-from loadtest.servers import HOST, LOG_TAIL_BYTES, Server, check_scores, ports_in, running
+from loadtest.servers import HOST, LOG_TAIL_BYTES, Server, check_scores, ports_in, running, summed
 from loadtest.tables import line
 from serving.client import Client, ClientError
 from shard_node.bags import Float32Array
@@ -44,6 +42,9 @@ bfloat16, a sum whose last bit differs may become the next number, 0.4% away, at
 random models, whose scores spread by 0.03 to 0.05: up to 3e-7 between arms in float32 and 0.0016 in bfloat16."""
 HALVES_TOLERANCE = 1e-3
 """Where shards are told to send float16 sums: these differ by one part in 2048. Measured: up to 3e-5 in float32."""
+
+ASKED = "asked"
+"""Key of the bytes sent to shards in `wire_bytes`; the other keys are the forms of their replies."""
 
 _DTYPE: TypeAdapter[Dtype] = TypeAdapter(Dtype)
 
@@ -67,7 +68,6 @@ class ArmRound:
         shares: at each of the shares of capacity.
         busy: kept busy.
         wire: bytes between serving process and shards for each request that was answered while busy; see `wire_bytes`.
-        predicted: the same, as `WirePredictor` reckons them.
     """
 
     cold: LoadResult
@@ -76,7 +76,6 @@ class ArmRound:
     shares: tuple[LoadResult, ...]
     busy: Weighed
     wire: Mapping[str, float]
-    predicted: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +141,22 @@ def largest_difference(answers: Sequence[ArmScores]) -> float:
     return max((float(np.abs(other - one).max()) for one, other in pairs), default=0.0)
 
 
+def wire_bytes(before: str, after: str) -> dict[str, float]:
+    """Return the bytes to and from shards for each request answered between two metrics pages of a serving process.
+
+    Keys are the forms of replies (such as `float16`) and `ASKED`. Empty where no bytes were sent, as without shards.
+    """
+
+    def grown(sample: str, label: str) -> dict[str, float]:
+        old, new = summed(before, sample, label), summed(after, sample, label)
+        return {value: count - old.get(value, 0.0) for value, count in new.items()}
+
+    sent = grown("shardrank_shard_answer_bytes_total", "form")
+    sent[ASKED] = sum(grown("shardrank_shard_request_bytes_total", "").values())
+    answered = grown("shardrank_requests_total", "status").get("ok", 0.0)
+    return {form: size / answered for form, size in sent.items() if size and answered}
+
+
 @dataclass(slots=True)
 class ArmMeasure:
     """Measure one server after the other, asked by the same processes with the same requests."""
@@ -153,7 +168,6 @@ class ArmMeasure:
     folder: Path
     console: Console
     _starts: int = field(default=0, init=False)
-    _predictor: WirePredictor | None = field(default=None, init=False)
 
     def rehearse(self, arm: ServedArm) -> float:
         """Start a server and keep it busy for a moment. Returns its answers a second. Raises LoadError."""
@@ -180,16 +194,9 @@ class ArmMeasure:
             )
             before = server.metrics()
             busy = self._busy(server, config.in_flight, config.warmup_s, config.duration_s)
-            wire = ServedWire.between(before, server.metrics())
+            wire = wire_bytes(before, server.metrics())
             scores = self._scores(arm, server) if number == 0 else None
-            return ArmRound(*runs, alone, shares, busy, wire.sent, self._predicted(arm, wire)), scores
-
-    def _predicted(self, arm: ServedArm, wire: ServedWire) -> dict[str, float]:
-        if arm.shards is None:
-            return {}
-        if self._predictor is None:
-            self._predictor = WirePredictor(self.config, self.load, self.snapshot)
-        return self._predictor.of(arm, wire)
+            return ArmRound(*runs, alone, shares, busy, wire), scores
 
     def _scores(self, arm: ServedArm, server: Server) -> ArmScores:
         load = self._load(server)
@@ -209,17 +216,13 @@ class ArmMeasure:
 
     @contextlib.contextmanager
     def serving(self, arm: ServedArm) -> Iterator[Server]:
-        """Start an arm's server, with hosts of its own if it has some, and end it with the block."""
+        """Start an arm's server, and end it with the block."""
         self._starts += 1
         folder = self.folder / f"{self._starts}"
         folder.mkdir()
-        config = self.config
-        with contextlib.ExitStack() as stack:
-            count = arm.shards if config.hosts else None
-            hosts = stack.enter_context(running_hosts(count, config.delay_ms)) if count else ()
-            commands = server_commands(arm, config, self.snapshot, folder, hosts)
-            log = commands[-1].log
-            started = stack.enter_context(running(arm.name, commands, lambda: _why_not_ready(log)))
+        commands = server_commands(arm, self.config, self.snapshot, folder)
+        log = commands[-1].log
+        with running(arm.name, commands, lambda: _why_not_ready(log)) as started:
             ports = ports_in(log)
             assert ports is not None
             yield Server(*ports, started.process_ids)
@@ -248,7 +251,7 @@ def measure_rounds(
     offered shares of their capacity.
 
     Raises:
-        LoadError: a server ended, or did not get ready; arms disagree; hosts can't be made; a load can't be run.
+        LoadError: a server ended, or did not get ready; arms disagree; a load can't be run.
     """
     first, capacity = config.arms[0], dict[ServedArm, float]()
     found: dict[ServedArm, list[ArmRound]] = {arm: [] for arm in config.arms}

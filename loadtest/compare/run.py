@@ -15,9 +15,7 @@ from loader.snapshot.reader import Snapshot
 from loader.snapshot.store import Store
 from loader.snapshot.tables import Frozen
 from loadtest.compare.arms import TRANSPORTS, Budgets, CompareConfig, ServedArm
-from loadtest.compare.hosts import check_hosts
-from loadtest.compare.measure import ArmRound, Measurements, measure_rounds, rates_of, tolerance_of
-from loadtest.compare.wire import ASKED, BACK
+from loadtest.compare.measure import ASKED, ArmRound, Measurements, measure_rounds, rates_of, tolerance_of
 from loadtest.errors import CompareStoreError
 from loadtest.load.closed_loop import LATE_KINDS, CpuTime, Role, not_busy_because
 from loadtest.load.config import OfferedLoad
@@ -150,9 +148,7 @@ def _measures(config: CompareConfig, rounds: Mapping[ServedArm, Sequence[ArmRoun
             Measure(f"bytes of a request, back as {form}", "B", "lower", _bytes(form), everywhere=False)
             for form in sorted(forms)
         ),
-        Measure("bytes of a request, back, predicted", "B", "lower", _predicted(BACK), everywhere=False),
         Measure("bytes of a request, to shards", "B", "lower", _bytes(ASKED), everywhere=False),
-        Measure("bytes of a request, to shards, predicted", "B", "lower", _predicted(ASKED), everywhere=False),
     ]
 
 
@@ -166,27 +162,6 @@ def _cpu_ms(role: Role, spent: Callable[[CpuTime], float]) -> Callable[[ArmRound
 
 def _bytes(*forms: str) -> Callable[[ArmRound], float]:
     return lambda one: sum(one.wire.get(form, 0.0) for form in forms)
-
-
-def _predicted(way: str) -> Callable[[ArmRound], float]:
-    return lambda one: one.predicted.get(way, 0.0)
-
-
-def _prediction(rounds: Mapping[ServedArm, Sequence[ArmRound]]) -> str | None:
-    """Say how far predicted bytes are from counted ones, all rounds together."""
-    told = []
-    for arm, of_arm in rounds.items():
-        counted = {
-            "to shards": (ASKED, sum(one.wire.get(ASKED, 0.0) for one in of_arm)),
-            "back": (BACK, sum(size for one in of_arm for form, size in one.wire.items() if form != ASKED)),
-        }
-        off = [
-            f"{name} {sum(map(_predicted(way), of_arm)) / size - 1:+.2%}"
-            for name, (way, size) in counted.items()
-            if size
-        ]
-        told += [f"{arm.name}: {', '.join(off)}"] if off else []
-    return "; ".join(told) or None
 
 
 def _reasons(config: CompareConfig, rounds: Mapping[ServedArm, Sequence[ArmRound]]) -> list[str]:
@@ -248,8 +223,6 @@ def _setup(config: CompareConfig, load: OfferedLoad, measurements: Measurements)
         "same scores": f"of {measurements.checked_requests} requests, to {measurements.largest_difference:.2g}; "
         f"allowed is {tolerance_of(config, dtype):g}",
         "rows": _where(config),
-        "network": _network(config) if config.hosts else None,
-        "bytes predicted, to bytes counted": _prediction(rounds),
         "sharding": config.sharding,
         "device": budgets.device,
         "memory of each card": _gb(budgets.card_memory_gb),
@@ -269,8 +242,7 @@ def _where(config: CompareConfig) -> str:
     if not config.shards:
         return "in each serving process"
     asked = " and ".join(dict.fromkeys(TRANSPORTS[arm.transport] for arm in config.arms if arm.shards is not None))
-    where = "on hosts of their own (network namespaces)" if config.hosts else "on this machine"
-    return f"in each serving process; or in shard processes {where}, asked over {asked}"
+    return f"in each serving process; or in shard processes on this machine, asked over {asked}"
 
 
 def _shares(config: CompareConfig, measurements: Measurements) -> str:
@@ -281,11 +253,6 @@ def _shares(config: CompareConfig, measurements: Measurements) -> str:
         f"{shares}% of the {measurements.capacity[slowest]:.0f}/s that {slowest.name} answered in the rehearsal, the "
         f"least of all arms: {rates}/s, open loop"
     )
-
-
-def _network(config: CompareConfig) -> str:
-    delay = "no delay made" if config.delay_ms is None else f"netem adds {config.delay_ms:g} ms to a round trip"
-    return f"a veth pair for each host, {delay}"
 
 
 def _gb(size: float | None) -> str | None:
@@ -336,8 +303,6 @@ def execute(
         ShardrankError: it can't be run to its end, or a file can't be written.
     """
     check_writable(json_file, html_file)
-    if config.hosts:
-        check_hosts(config.delay_ms)
     try:
         with stopping_on_signals():
             comparison = _measured(config, load, store)

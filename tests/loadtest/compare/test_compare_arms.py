@@ -69,10 +69,8 @@ def test_arms_are_the_cards_and_then_the_shards_over_each_transport_and_the_firs
     ]
 
 
-def test_shards_have_the_first_number_of_cards_and_are_asked_over_unix_sockets_or_by_hosts_over_tcp():
+def test_shards_have_the_first_number_of_cards_and_unix_sockets():
     assert names(cards=(4, 1), shards=(2,)) == ["4 cards", "1 card", "2 shards of 4 cards, Unix socket"]
-    assert names(cards=(1,), shards=(2,), hosts=True) == ["1 card", "2 shards, TCP"]
-    assert names(cards=(1,), shards=(2,), hosts=True, transports=("tcp",)) == ["1 card", "2 shards, TCP"]
 
 
 def test_the_whole_table_of_single_against_many_fits():
@@ -124,7 +122,7 @@ def test_serving_processes_that_hold_all_rows_each_divide_every_budget_and_those
 
 
 def test_sharding_workers_and_number_format_reach_every_process_that_has_to_know():
-    config = CompareConfig(cards=(1, 2), shards=(2,), hosts=True, sharding="table", workers=3, dtype="float32")
+    config = CompareConfig(cards=(1, 2), shards=(2,), transports=("tcp",), sharding="table", workers=3, dtype="float32")
     arm = config.arms[-1]
     alone = flags(config.arms[0], **config.model_dump())[1]
     _, node = by_flag(node_arguments(arm, config, SNAPSHOT, 1, "198.18.0.3:7000"))
@@ -217,11 +215,12 @@ def test_rows_are_written_in_the_order_that_the_sharding_needs_and_another_order
         (["--transport", "tcp"], "transports: ['tcp'] are between shards, of which there are none"),
         (["--shards", "2", "--transport", "tcp,shm"], "'tcp,shm': expected some of unix,tcp"),
         (["--shards", "2", "--transport", "tcp,tcp"], "2 to 16 different ones"),
-        (["--shards", "2", "--hosts", "--transport", "unix"], "hosts are asked over tcp alone"),
         (["--shares", "30,101"], "'30,101': expected numbers from 1 to 100"),
         (["--shares", "30,30"], "shares: [30, 30] are not different percents from 1 to 100"),
-        (["--hosts"], "hosts: there are none without shards"),
-        (["--shards", "1,2", "--delay-ms", "1"], "delay_ms: 1 is of the network between hosts"),
+        (["--hosts", "--shards", "2"], "--hosts is gone: use --transport tcp"),
+        (["--shards", "2", "--hosts"], "--hosts is gone: use --transport tcp"),
+        (["--delay-ms", "1"], "--delay-ms is gone: use `shardrank plan --network-us`"),
+        (["--delay-ms=1"], "--delay-ms is gone: use `shardrank plan --network-us`"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused_before_anything_is_started(arguments: list[str], message: str):

@@ -10,9 +10,8 @@ import pytest
 from rich.console import Console
 
 from loadtest.compare.arms import CompareConfig
-from loadtest.compare.measure import ArmRound, Measurements, rates_of
+from loadtest.compare.measure import ASKED, ArmRound, Measurements, rates_of, wire_bytes
 from loadtest.compare.run import compared
-from loadtest.compare.wire import ASKED, wire_bytes
 from loadtest.load.closed_loop import CpuTime, Role, Weighed
 from loadtest.load.config import OfferedLoad
 from loadtest.load.result import LoadResult
@@ -166,14 +165,13 @@ def test_warm_and_cold_runs_are_kept_and_results_without_cold_ones_are_still_rea
 
 
 def test_the_setup_says_what_servers_were_told_and_how_far_they_agree():
-    told = {"cards": (1,), "shards": (2,), "sharding": "table", "workers": 2, "hosts": True, "delay_ms": 0.5}
+    told = {"cards": (1,), "shards": (2,), "sharding": "table", "workers": 2, "transports": ("tcp",)}
     config = CompareConfig.model_validate(CONFIG.model_dump() | told)
     setup = compared(config, LOAD, rounds(*[one_round()] * 3, config=config)).setup
     assert setup["sharding"] == "table"
     assert setup["serving processes"] == "2"
     assert setup["dense model in"] == "float32 (auto)"
     assert setup["same scores"] == "of 8 requests, to 3e-07; allowed is 1e-05"
-    assert setup["network"] == "a veth pair for each host, netem adds 0.5 ms to a round trip"
     assert setup["rows"].endswith("asked over TCP")
     assert setup["replicated tables"] == "up to 0 bytes"
     assert setup["shares of capacity"] == (
