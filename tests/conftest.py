@@ -33,8 +33,6 @@ LONGEST = (
     "loadtest/load/test_load_processes.py",
     "loadtest/compare/test_compare_cards.py",
     "serving/versions/test_hot_swap.py",
-    "loadtest/drill/test_hostile_messages.py",
-    "loadtest/drill/test_hostile_drill.py",
     "serving/dashboard/test_page_in_browser.py",
     "serving/cli/test_protection.py",
     "loadtest/peers/test_peers.py",

@@ -1,4 +1,4 @@
-"""`shardrank drill`: proof that swaps, crashes, upgrades, broken snapshots, attacks and time cost no answer."""
+"""`shardrank drill`: proof that swaps, crashes, upgrades, broken snapshots and time cost no answer."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ seed_option = number("--seed", "Of all that is drawn. Default: 0.")
 
 @click.group(cls=DrillGroup)
 def drill() -> None:
-    """Put a real fleet through swaps, crashes, broken snapshots and upgrades, or a server through attacks and overload.
+    """Put a real fleet through swaps, crashes, broken snapshots and upgrades, or a server through overload.
 
-    In all but `hostile` and `overload` a fleet serves oracle models: every row has 1.0 in dimension 0 in version A and
+    In all but `overload` a fleet serves oracle models: every row has 1.0 in dimension 0 in version A and
     1024.0 in version B, so a bag of n ids must answer exactly n or 1024 n, and its score tells which dense model made
     it. A load asks over HTTP and gRPC, in all but `upgrade` at a fixed rate and from a process of its own, and checks
     every answer. Exit code 1 if anything was not as it must be.
@@ -75,7 +75,6 @@ def drill() -> None:
       shardrank drill crash --registry redis --json crash.json
       shardrank drill broken --json broken.json
       shardrank drill upgrade --old ../old-release --json upgrade.json
-      shardrank drill hostile --json hostile.json
       shardrank drill soak --minutes 20 --json soak.json
       shardrank drill overload --json overload.json
     """
@@ -129,58 +128,6 @@ def swap(ctx: click.Context, /, **given: Any) -> None:
     from loadtest.drill.swap import SwapDrillConfig, run_swap_drill
 
     _run(ctx, SwapDrillConfig, run_swap_drill, given)
-
-
-_ratio_option = number(
-    "--max-ratio-p99",
-    "More than this times the p99 of the other kind of time is a problem. Default: 1.1.",
-    kind=float,
-    metavar="X",
-)
-
-
-@drill.command()
-@number("--swaps", "Default: 20.")
-@number("--first-requests", "After each swap, against about as many before it. Default: 1000.")
-@number("--record-share", "Of the requests that are recorded. Default: 0.2.", kind=float, metavar="SHARE")
-@number("--warm-requests", "Recorded ones that each version ranks before it is ready; 0: none. Default: 512.")
-@fleet_options(workers=1)
-@_ratio_option
-@click.pass_context
-def warm(ctx: click.Context, /, **given: Any) -> None:
-    """Swap again and again, and compare the first requests after each swap with steady time before it.
-
-    Serving processes record requests, and warm each version with them. The report has p99 of both, pooled over all
-    swaps, their ratio, and the mean ratio of single swaps with its interval.
-
-    Examples:
-      shardrank drill warm --rate 200 --json warm.json
-      shardrank drill warm --rate 200 --warm-requests 0 --json cold.json
-    """
-    from loadtest.drill.paired import WarmDrillConfig, run_warm_drill
-
-    _run(ctx, WarmDrillConfig, run_warm_drill, given)
-
-
-@drill.command()
-@number("--rounds", "Default: 20.")
-@seconds("--window-s", "Of each kind of time in a round. Default: 10.")
-@number("--share", "Of the live requests that the shadow scores too. Default: 0.05.", kind=float, metavar="SHARE")
-@fleet_options(workers=1)
-@_ratio_option
-@click.pass_context
-def shadow(ctx: click.Context, /, **given: Any) -> None:
-    """Compare time in which a shadow scores a share of the requests with time without one, in alternation.
-
-    In each round a rollout is in its shadow step for one window, and taken back for the other; each is first in turn.
-
-    Examples:
-      shardrank drill shadow --rate 200 --json shadow.json
-      shardrank drill shadow --rate 100 --share 0.5 --rounds 10
-    """
-    from loadtest.drill.paired import ShadowDrillConfig, run_shadow_drill
-
-    _run(ctx, ShadowDrillConfig, run_shadow_drill, given)
 
 
 @drill.command()
@@ -334,53 +281,6 @@ def overload(ctx: click.Context, /, **given: Any) -> None:
     from loadtest.drill.overload import OverloadDrillConfig, run_overload_drill
 
     _run(ctx, OverloadDrillConfig, run_overload_drill, given)
-
-
-@drill.command()
-@click.option(
-    "--http", metavar="HOST:PORT", help="Attack a server that runs already, which must serve the drill's model."
-)
-@click.option("--grpc", metavar="HOST:PORT", help="Its gRPC port.")
-@click.option("--pid", "process_id", type=int, metavar="PID", help="Its process, for its memory.")
-@seconds("--seconds", "Of each flood. Default: 30.")
-@click.option("--only", multiple=True, metavar="NAME", help="Only this attack; repeatable. Leaves the fuzzing out.")
-@click.option("--list", "lists", is_flag=True, help="Print the attacks and end.")
-@click.option("--quick", is_flag=True, help="Floods of 3 s, 50 refused messages, 20,000 mutations: a rough look.")
-@seed_option
-@number("--refused", "Large messages of a kind. Default: 1000.")
-@number("--repeats", "Of each single message. Default: 3.")
-@number("--mutations", "Requests to mutate. Default: 1,000,000.")
-@click.option("--skip-fuzz", is_flag=True, help="Mutate none.")
-@click.option("--fuzz-only", is_flag=True, help="Mutate, and don't attack.")
-@number("--rate", "Valid requests a second. Default: 40.", kind=float, metavar="R")
-@seconds("--steady-s", "Time without attacks. Default: 15.")
-@seconds("--settle-s", "For memory to come back. Default: 10.")
-@rows("rows", "Of the table. Default: 100,000.")
-@report_options
-@click.pass_context
-def hostile(ctx: click.Context, /, lists: bool, quick: bool, skip_fuzz: bool, **given: Any) -> None:
-    """Attack a server while valid clients ask it, and send it mutated requests.
-
-    Each attack is a process with addresses of its own, from 127.0.0.2 upward, on one core, which is kept busy while the
-    steady state is measured too. The longest stall of the server's loop is that of probes sent every 5 ms.
-
-    Examples:
-      shardrank drill hostile --json hostile.json
-      shardrank drill hostile --quick --only grpc-outputs --only h2-ping
-      shardrank drill hostile --http 127.0.0.1:8080 --grpc 127.0.0.1:8081 --pid 4711
-    """
-    from loadtest.drill.hostile.catalog import ATTACKS
-    from loadtest.drill.hostile.run import QUICK, HostileDrillConfig, run_hostile_drill
-
-    if lists:
-        for attack in ATTACKS.values():
-            click.echo(str(attack))
-        return
-    if quick:
-        given |= {name: value for name, value in QUICK.items() if given[name] is None}
-    if skip_fuzz:
-        given["mutations"] = 0
-    _run(ctx, HostileDrillConfig, run_hostile_drill, given)
 
 
 def _run(ctx: click.Context, schema: type[Config], drill: Drill[Config], given: dict[str, Any]) -> None:
