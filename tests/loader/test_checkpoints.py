@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
-import struct
 import warnings
 
 import numpy as np
@@ -86,19 +84,6 @@ def test_every_form_of_checkpoint_becomes_the_same_snapshot(tmp_path, write):
         np.testing.assert_array_equal(snapshot.read_rows(table.name, 0, table.num_embeddings), expected)
     read = snapshot.dense_tensors()
     assert all(torch.equal(read[name], tensor) for name, tensor in DENSE.items())
-
-
-@pytest.mark.parametrize("write", WRITERS)
-def test_shapes_and_tensors_are_read_by_name_and_unknown_names_are_refused(tmp_path, write):
-    checkpoint = open_checkpoint(write(tmp_path))
-    for name, tensor in state_dict().items():
-        assert checkpoint.shape(name) == tuple(tensor.shape)
-        assert torch.equal(checkpoint.tensor(name), tensor)
-    for read in (checkpoint.shape, checkpoint.tensor, checkpoint.rows):
-        with pytest.raises(CheckpointError, match=r"no tensor 'absent'; it has \['model"):
-            read("absent")
-    with pytest.raises(CheckpointError, match=r"over_arch.0.bias"):
-        checkpoint.rows("model.over_arch.0.bias")
 
 
 @pytest.mark.parametrize("split", ["rows", "columns"])
@@ -192,22 +177,6 @@ def test_chunks_that_leave_a_gap_or_overlap_are_refused_by_tensor_and_part(tmp_p
             read("w")
 
 
-@pytest.mark.parametrize("write", WRITERS)
-def test_scalars_empty_tensors_and_counters_come_back_with_their_type(tmp_path, write, monkeypatch):
-    small = {
-        "model.scalar": torch.tensor(1.5),
-        "model.empty": torch.zeros(0, 3),
-        "model.norm.num_batches_tracked": torch.tensor(7),
-        "model.half": torch.ones(2, dtype=torch.bfloat16),
-    }
-    monkeypatch.setitem(globals(), "DENSE", DENSE | small)
-    checkpoint = open_checkpoint(write(tmp_path))
-    for name, tensor in small.items():
-        read = checkpoint.tensor(name)
-        assert read.dtype == tensor.dtype
-        assert torch.equal(read, tensor)
-
-
 @given(
     shape=st.lists(st.integers(0, 6), max_size=3).map(tuple),
     data=st.data(),
@@ -234,12 +203,6 @@ def test_chunks_pass_only_if_every_element_is_in_exactly_one(shape, data):
     else:
         with pytest.raises(CheckpointError, match="w"):
             check_chunks("w", shape, chunks)
-
-
-@pytest.mark.parametrize("chunk", [((0, 0), (4, 3)), ((-1, 0), (3, 2)), ((0, 0), (-3, -2)), ((0,), (3,))])
-def test_a_chunk_outside_of_its_tensor_is_refused(chunk):
-    with pytest.raises(CheckpointError, match=r"w: chunk at .* is not inside its shape \[3, 2\]"):
-        check_chunks("w", (3, 2), [chunk])
 
 
 class RunsCode:
@@ -288,23 +251,6 @@ def test_distributed_files_that_are_damaged_or_missing_are_refused(tmp_path):
     (path / ".metadata").write_bytes(b"\x80\x04nonsense")
     with pytest.raises(CheckpointError, match="not the metadata"):
         open_checkpoint(path)
-
-
-def test_a_tensor_that_torch_has_no_type_for_is_refused_by_name_and_harms_no_other(tmp_path):
-    header = {
-        "odd": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]},
-        "w": {"dtype": "F32", "shape": [1, 2], "data_offsets": [3, 11]},
-    }
-    text = json.dumps(header).encode()
-    numbers = np.array([1.5, -2.0], "<f4").tobytes()
-    (tmp_path / "m.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(3) + numbers)
-    checkpoint = open_checkpoint(tmp_path / "m.safetensors")
-    assert checkpoint.names() == ["odd", "w"]
-    assert checkpoint.shape("odd") == (4,)
-    np.testing.assert_array_equal(next(checkpoint.rows("w").blocks(0, 1)), [[1.5, -2.0]])
-    for read in (checkpoint.tensor, checkpoint.rows):
-        with pytest.raises(CheckpointError, match=r"m\.safetensors: tensor 'odd': .*F6_E2M3"):
-            read("odd")
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path):
@@ -363,12 +309,6 @@ def test_a_dense_prefix_chooses_the_dense_model_and_is_cut_off(tmp_path):
     changes = {"optimizer.step": torch.zeros(1), f"{PREFIX}unused.weight": torch.zeros(2, 2)}
     _, dense = matched(tmp_path, changes, dense_prefix="model.over_arch.")
     assert set(dense) == {"0.weight", "0.bias"}
-
-
-def test_a_key_given_by_hand_wins(tmp_path):
-    changes = {f"{PREFIX}user.weight": None, "users_by_another_name": torch.from_numpy(TABLES["user"])}
-    rows, _ = matched(tmp_path, changes, table_keys={"user": "users_by_another_name"})
-    np.testing.assert_array_equal(next(rows["user"].blocks(0, 1000)), TABLES["user"])
 
 
 @pytest.mark.parametrize(

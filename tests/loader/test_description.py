@@ -17,8 +17,8 @@ from loader.divided_rows import divide_rows, kept_rows
 from loader.errors import ExportError
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.row_classes import RowClasses
-from loader.snapshot.row_source import RowsFromBlocks, RowSource, rows_of
-from loader.snapshot.tables import DividedTable, TableSpec, projection_name
+from loader.snapshot.row_source import RowSource, rows_of
+from loader.snapshot.tables import DividedTable, TableSpec
 
 ROWS = 100
 BLOCKS = [{"share": 0.05, "dtype": "fp16"}, {"share": 0.25, "dim": 4}, {"dim": 2}]
@@ -73,20 +73,6 @@ def test_a_lever_becomes_stored_tables(fields, kept, expected):
     assert ModelSpec.model_validate_json(spec.model_dump_json(), strict=True) == spec
 
 
-def test_a_table_without_a_lever_is_stored_as_it_is_described():
-    plain = spec_of(bucketing="range", pooling="mean", column_dims=(5, 3))
-    assert plain.divided == ()
-    assert plain == spec_of(kept=ROWS, bucketing="range", pooling="mean", column_dims=(5, 3))
-    assert TableSpec(**table().model_dump(include=set(TableSpec.model_fields))) == spec_of().tables[0]
-
-
-def test_narrower_parts_have_projections_to_what_features_get():
-    spec = spec_of(blocks=BLOCKS, project_to=16)
-    assert spec.projections() == {"item.b0": (8, 16), "item.b1": (4, 16), "item.b2": (2, 16)}
-    assert [projection_name(part) for part in spec.projections()][1] == "projections.item/b1"
-    assert spec_of(blocks=BLOCKS).projections() == {"item.b1": (4, 8), "item.b2": (2, 8)}
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -130,13 +116,6 @@ def test_a_description_that_makes_no_sense_is_refused_by_name(fields, message):
 def test_what_can_not_be_compiled_is_refused_by_name(kept, fields, message):
     with pytest.raises(ExportError, match=f"'item': {message}"):
         spec_of(kept, **fields)
-
-
-def test_rows_kept_of_a_table_that_is_not_there_are_refused():
-    model = {"model": "m", "features": [{"name": "item", "side": "candidate"}], "dense_model": {"kind": "mlp"}}
-    described = ModelDescription.model_validate({**model, "tables": [table().model_dump()]})
-    with pytest.raises(ExportError, match=r"kept: unknown tables \['items'\]; the model has \['item'\]"):
-        described.compiled({"items": 5})
 
 
 def test_the_fewest_rows_that_have_a_share_of_all_lookups_are_kept():
@@ -228,13 +207,6 @@ def test_parts_have_the_rows_of_their_class_in_order_and_behind_them_that_of_the
     assert not pruned or told["item.b2"][-1] == counts[classes == 3].sum()
 
 
-def test_a_table_of_which_one_row_is_pruned_is_cut_though_its_part_has_as_many_rows():
-    rows, counts = np.arange(40, dtype=np.float32).reshape(5, 8), np.array([3, 0, 9, 1, 4])
-    division = divide_rows(spec_of(4, num_embeddings=5), {"item": rows_of(rows)}, {"item": counts})
-    np.testing.assert_array_equal(read(division.rows["item"], 5), rows[[0, 2, 3, 4, 1]])
-    assert division.access_counts["item"].tolist() == [3, 9, 1, 4, 0]
-
-
 def test_a_part_that_was_trained_as_such_is_taken_as_it_is():
     rng = np.random.default_rng(0)
     spec, counts = spec_of(60, blocks=BLOCKS), rng.permutation(ROWS)
@@ -247,25 +219,6 @@ def test_a_part_that_was_trained_as_such_is_taken_as_it_is():
     for name, rows in parts.items():
         np.testing.assert_array_equal(read(again.rows[name], 9), rows.astype(np.float32))
     assert again.access_counts == {}
-
-
-def test_a_pruned_table_that_is_projected_is_cut_in_its_own_width():
-    rows, counts = np.arange(40, dtype=np.float32).reshape(10, 4), np.arange(10)
-    spec = spec_of(5, num_embeddings=10, embedding_dim=4, project_to=8)
-    assert spec.projections() == {"item": (4, 8)}
-    made = read(divide_rows(spec, {"item": rows_of(rows)}, {"item": counts}).rows["item"], 4)
-    np.testing.assert_array_equal(made, np.vstack([rows[5:], rows[:5].mean(axis=0)]))
-
-
-def test_counts_of_quotients_and_remainders_are_those_of_their_ids():
-    spec = spec_of(id_mapping=COMPOSED)
-    counts = np.random.default_rng(0).integers(0, 50, ROWS)
-    rows = {one.name: rows_of(np.zeros((one.num_embeddings, 8), np.float32)) for one in spec.tables}
-    told = divide_rows(spec, rows, {"item": counts}).access_counts
-    for number in range(15):
-        assert told["item.q"][number] == counts[7 * number : 7 * number + 7].sum()
-    for number in range(7):
-        assert told["item.r"][number] == counts[number::7].sum()
 
 
 @pytest.mark.parametrize(
@@ -296,52 +249,3 @@ def test_what_does_not_fit_the_model_is_refused_by_name(rows, counts, classes, m
             {name: np.arange(size) for name, size in counts.items()},
             row_classes={name: RowClasses.of(np.arange(size) % 2, 2) for name, size in classes.items()},
         )
-
-
-def test_narrower_blocks_are_not_cut_out_of_the_whole_table():
-    rows = {"item": rows_of(np.zeros((ROWS, 8), np.float32))}
-    with pytest.raises(ExportError, match=r"missing for part 'item.b1', which is not cut out of 'item'"):
-        divide_rows(spec_of(blocks=BLOCKS), rows, {"item": np.arange(ROWS)})
-
-
-def test_rows_that_can_be_read_only_once_are_not_cut_into_parts():
-    made = divide_rows(
-        spec_of(blocks=[{"share": 0.5}, {}]),
-        {"item": RowsFromBlocks([np.ones((ROWS, 8), np.float32)], ROWS, 8)},
-        {"item": np.arange(ROWS)},
-    )
-    assert read(made.rows["item.b0"], 200).shape == (50, 8)
-    with pytest.raises(ExportError, match="an iterator of blocks is read only once"):
-        read(made.rows["item.b1"], 200)
-
-
-def test_other_classes_or_another_row_for_the_pruned_are_another_export():
-    rows, counts = rows_of(np.zeros((ROWS, 8), np.float32)), np.arange(ROWS)
-    prints = {
-        divide_rows(spec_of(50), {"item": rows}, {"item": told}, pruned_row=row).rows["item"].fingerprint()
-        for told in (counts, counts[::-1])
-        for row in ("mean", "zeros")
-    }
-    assert len(prints) == 4
-
-
-@given(st.integers(1, 3_000_000_000), st.integers(1, 50_000_000), st.integers(0, 2**32))
-def test_no_two_ids_share_both_rows(num_ids, buckets, seed):
-    ids = np.unique(np.random.default_rng(seed).integers(0, num_ids, 2000))
-    pairs = np.stack([ids // buckets, ids % buckets], axis=1)
-    assert np.unique(pairs, axis=0).shape[0] == ids.size
-    sizes = [
-        one.num_embeddings
-        for one in spec_of(num_embeddings=num_ids, id_mapping={**COMPOSED, "buckets": buckets}).tables
-    ]
-    assert (pairs.max(axis=0) < sizes).all()
-
-
-def test_two_billion_ids_by_ten_million_buckets_take_five_gigabytes_in_place_of_a_terabyte():
-    composed = {"kind": "quotient_remainder", "buckets": 10_000_000}
-    parts = spec_of(num_embeddings=2_000_000_000, embedding_dim=128, id_mapping=composed).tables
-    assert shapes(parts) == [("item.q", 200, 128, "fp32"), ("item.r", 10_000_000, 128, "fp32")]
-    assert sum(4 * one.num_embeddings * one.embedding_dim for one in parts) == 5_120_102_400
-    assert 4 * 2_000_000_000 * 128 == 1.024e12
-    # Each pair is of one id at most: the id is buckets * quotient + remainder.
-    assert parts[0].num_embeddings * parts[1].num_embeddings == 2_000_000_000

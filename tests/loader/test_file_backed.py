@@ -50,17 +50,6 @@ def test_a_change_is_seen_after_the_interval_and_nothing_is_read_without_one(tmp
     assert numbers.reads == 2
 
 
-def test_a_change_while_the_file_is_read_is_seen_at_the_next_look(tmp_path):
-    numbers = Numbers(tmp_path)
-    numbers.write("1")
-    numbers.while_read = lambda: numbers.write("2")
-    value = numbers.backed()
-    numbers.while_read = lambda: None
-    assert value.get() == 1
-    numbers.now = 1.0
-    assert value.get() == 2
-
-
 def test_what_can_t_be_read_at_first_is_an_error_and_later_one_warning(tmp_path, caplog):
     numbers = Numbers(tmp_path)
     with pytest.raises(CheckpointError, match="No such file"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -47,25 +46,6 @@ def test_npy_and_csv_count_alike_and_several_traces_add_up(tmp_path: Path) -> No
     assert counted(read_traces([csv, npy], {"item"})["item"]) == {one: 2 * times for one, times in COUNTED.items()}
 
 
-def test_parquet_counts_numbers_strings_and_lists(tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    bags = [[7, 3], [7], None, [], [2**62, 3, 7]]
-    table = {"item": bags, "shop": ["x", "y", "x", None, "x"], "user": pyarrow.array([1, 1, 2, None, 2], "uint32")}
-    parquet.write_table(pyarrow.table(table), tmp_path / "log.parquet")
-    found = read_traces([str(tmp_path / "log.parquet")], {"item", "shop", "user"})
-    x, y = fingerprint_strings(["x", "y"]).tolist()
-    assert counted(found["item"]) == COUNTED
-    assert counted(found["shop"]) == {x: 3, y: 1}
-    assert counted(found["user"]) == {1: 2, 2: 2}
-
-
-def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(TraceError, match=r"log\.parquet: Parquet needs pyarrow: pip install 'shardrank\[parquet\]'"):
-        read_traces([str(tmp_path / "log.parquet")], {"item"})
-
-
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -101,17 +81,6 @@ def test_a_table_that_is_no_trace_is_refused(tmp_path: Path, text: str, message:
     (tmp_path / "log.csv").write_bytes(text.encode("latin-1"))
     with pytest.raises(TraceError, match=message):
         read_traces([str(tmp_path / "log.csv")], {"item"})
-
-
-def test_what_stands_for_no_number_is_a_string_among_strings(tmp_path: Path) -> None:
-    (tmp_path / "log.csv").write_text("item\nnone\nsome\n")
-    assert read_traces([str(tmp_path / "log.csv")], {"item"})["item"].lookups == 2
-
-
-@pytest.mark.parametrize("trace", ["item.npy", "item=log.csv.gz", "items=item.npy", "item=missing.npy", "missing.csv"])
-def test_a_trace_of_another_kind_or_feature_or_that_is_missing_is_refused(tmp_path: Path, trace: str) -> None:
-    with pytest.raises(TraceError, match=r"item|missing"):
-        read_traces([trace], {"item"})
 
 
 def test_more_ids_than_there_is_room_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

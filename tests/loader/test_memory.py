@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import mmap
 import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -38,14 +35,6 @@ def test_given_back_memory_is_not_resident_and_reads_as_zeros():
     assert not array.any()
 
 
-def test_only_pages_that_lie_wholly_within_the_array_are_given_back():
-    array = anonymous(4 * mmap.PAGESIZE)
-    array[:] = 7
-    give_back(array[100 : 3 * mmap.PAGESIZE - 100])
-    kept = np.flatnonzero(array)
-    assert kept.tolist() == [*range(mmap.PAGESIZE), *range(2 * mmap.PAGESIZE, 4 * mmap.PAGESIZE)]
-
-
 @pytest.mark.parametrize("copy_on_write", [False, True])
 def test_a_populated_mapping_is_resident_and_the_file_is_not_changed(tmp_path, copy_on_write):
     path = tmp_path / "rows"
@@ -67,43 +56,6 @@ def test_a_page_of_a_file_that_has_become_shorter_is_an_error_and_not_the_end_of
         file.truncate(mmap.PAGESIZE)
     with pytest.raises(OSError, match="madvise"):
         populate(array)
-
-
-def test_an_array_with_gaps_is_refused():
-    with pytest.raises(ValueError, match="gaps"):
-        give_back(np.zeros((10, 10))[:, ::2])
-
-
-# Three arrays of 3 MB at a time, as a batch of a few hundred thousand ids has them, again and again.
-BATCHES = """
-import resource, sys
-import numpy as np
-from loader.memory import settle_heap
-if sys.argv[1] == "settled":
-    settle_heap()
-
-def batch():
-    held = [np.ones(400_000) for _ in range(3)]
-
-for _ in range(5):
-    batch()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(20):
-    batch()
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-"""
-
-
-def page_faults(how: str) -> int:
-    command = [sys.executable, "-c", BATCHES, how]
-    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-
-
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="a C library without mallopt")
-def test_the_memory_of_one_batch_is_there_for_the_next() -> None:
-    assert page_faults("settled") < 1000
-    # The test can fail: as malloc begins, each batch takes its 9 MB from the kernel anew.
-    assert page_faults("as it begins") > 20_000
 
 
 def test_what_was_there_is_not_gone_over_again_and_what_comes_later_still_is():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 
 import pytest
@@ -11,13 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loader.progress import (
-    BACKGROUND_NICENESS,
-    PIECE_BYTES,
     CalledOffError,
     Pace,
     Wish,
     in_background,
-    lower_own_priority,
 )
 
 
@@ -111,48 +107,3 @@ def test_work_takes_no_more_than_its_share_of_the_time(share, pieces):
         paced("load", number + 1, len(pieces))
     worked_s = sum(pieces)
     assert worked_s + time.rested == pytest.approx(worked_s / share, rel=1e-6, abs=1e-9)
-
-
-@given(st.floats(1e6, 1e9), st.lists(st.floats(1e-6, 0.2), min_size=1, max_size=50))
-def test_no_more_is_read_than_the_rate_allows_over_the_whole(rate, pieces):
-    time = Worked()
-    paced = Pace(1.0, rate, time.clock, time.sleep).over()
-    total = PIECE_BYTES * len(pieces)
-    for number, duration_s in enumerate(pieces):
-        time.now += duration_s
-        paced("load", PIECE_BYTES * (number + 1), total)
-    # A single rest is bounded, so that work can be called off.
-    least_s = min(total / rate, 5.0)
-    assert time.now >= least_s * (1 - 1e-6)
-
-
-def test_progress_is_passed_on_and_each_kind_of_work_counts_its_own_bytes():
-    time, seen = Worked(), []
-    paced = Pace(1.0, 1000.0, time.clock, time.sleep).over(lambda *step: seen.append(step))
-    paced("checking SHA-256", 100, 100)
-    paced("load", 50, 50)
-    assert seen == [("checking SHA-256", 100, 100), ("load", 50, 50)]
-    assert time.rested == pytest.approx(0.15)
-
-
-@pytest.mark.parametrize(
-    ("share", "rate", "name"), [(0.0, None, "cpu_share"), (1.1, None, "cpu_share"), (1, 0, "bytes")]
-)
-def test_a_pace_that_is_none_is_refused_by_name(share, rate, name):
-    with pytest.raises(ValueError, match=name):
-        Pace(share, rate)
-
-
-def test_a_thread_lowers_its_own_priority_and_nobody_elses():
-    seen: list[int] = []
-
-    def work() -> None:
-        lower_own_priority()
-        seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-
-    before = os.getpriority(os.PRIO_PROCESS, 0)
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert seen == [BACKGROUND_NICENESS]
-    assert os.getpriority(os.PRIO_PROCESS, 0) == before

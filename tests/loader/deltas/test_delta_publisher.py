@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -18,7 +16,6 @@ from loader.errors import (
     DeltaError,
     DeltaFormatError,
     DeltaGapError,
-    RegistryRecordError,
     RegistryUnavailableError,
 )
 from loader.registry.fleet import (
@@ -27,7 +24,6 @@ from loader.registry.fleet import (
     VersionReport,
     WantedModel,
     delta_stream,
-    rollout_key,
     spec_key,
     version_key,
 )
@@ -39,7 +35,6 @@ from shardrank_testing.snapshots import random_tables
 SPEC = delta_spec(("int8", "fp32"), rows=20_000)
 STREAM = delta_stream(MODEL, 1)
 ONES = np.ones((1, 4), np.float32)
-TIMEOUT_S = 30.0
 
 
 @pytest.fixture(params=REGISTRY_KINDS)
@@ -163,38 +158,6 @@ def test_a_publisher_goes_on_where_the_last_one_stopped(url, snapshot):
     with_registry(url, snapshot, scenario)
 
 
-def test_a_snapshot_that_continues_a_stream_is_trained_on_in_that_stream(url, snapshot, tmp_path):
-    async def scenario(registry):
-        publisher = AsyncDeltaPublisher(registry, MODEL, 1)
-        for row in range(3):
-            await publisher.publish("int8", [row], ONES)
-        later = export_state(tmp_path, SPEC, random_tables(SPEC, 0), 2, last_delta=2, delta_base=1)
-        await register_version(registry, later)
-        assert await AsyncDeltaPublisher(registry, MODEL, 2).publish("int8", [7], ONES) == 4
-        assert [(one.delta_base, one.base_version) for one in await published(registry)] == [(1, 1)] * 3 + [(1, 2)]
-
-    with_registry(url, snapshot, scenario)
-
-
-def test_a_stream_that_was_lost_whole_goes_on_after_what_nodes_have_applied(url, snapshot):
-    async def scenario(registry):
-        report = VersionReport(model=MODEL, version=1, state="ready", delta_sequence=41)
-        node = NodeRecord(node_id="n", kind="shard", process_id=1, address="unix:x", versions=(report,))
-        await FleetRegistry(registry).announce_node(node, 60)
-        assert await AsyncDeltaPublisher(registry, MODEL, 1).publish("int8", [7], ONES) == 42
-
-    with_registry(url, snapshot, scenario)
-
-
-def test_a_new_stream_begins_after_what_its_base_contains(url, tmp_path):
-    base = export_state(tmp_path, SPEC, random_tables(SPEC, 0), 1, last_delta=7)
-
-    async def scenario(registry):
-        assert await AsyncDeltaPublisher(registry, MODEL, 1).publish("int8", [7], ONES) == 8
-
-    with_registry(url, base, scenario)
-
-
 def test_deltas_that_a_registry_lost_are_not_numbered_again_by_a_publisher_that_does_not_know_them(url, snapshot):
     async def scenario(registry):
         await AsyncDeltaPublisher(registry, MODEL, 1).publish("int8", [7], ONES)
@@ -238,19 +201,6 @@ def test_a_full_stream_drops_what_no_held_version_needs_and_nothing_else(url, sn
         assert [one.sequence for one in await published(registry)] == [2, 3, 4, 5]
 
     with_registry(url, snapshot, scenario)
-
-
-@pytest.mark.parametrize("value", [b"{", b"[]"])
-def test_a_rollout_that_can_not_be_read_drops_nothing_and_is_named(value, tmp_path, snapshot):
-    async def scenario(registry):
-        await registry.put(rollout_key(MODEL), value, 0)
-        publisher = AsyncDeltaPublisher(registry, MODEL, 1, max_stream_entries=1)
-        await publisher.publish("int8", [1], ONES)
-        with pytest.raises(RegistryRecordError, match=f"rollouts/{MODEL}: not a rollout"):
-            await publisher.publish("int8", [2], ONES)
-        assert len(await published(registry)) == 1
-
-    with_registry(tmp_path, snapshot, scenario)
 
 
 @pytest.mark.parametrize(
@@ -310,23 +260,6 @@ def test_a_trainer_without_an_event_loop_publishes_from_any_thread(url, snapshot
     with pytest.raises(DeltaError, match="the publisher is closed"):
         publisher.publish("int8", [1], ONES)
     assert len(with_registry(url, None, published)) == 2
-
-
-def test_closing_ends_what_another_thread_is_publishing_with_an_error(tmp_path, snapshot):
-    with_registry(tmp_path, snapshot, lambda _registry: asyncio.sleep(0))
-    publisher, begun = DeltaPublisher(tmp_path, MODEL, 1), threading.Event()
-
-    async def silent(_stream):
-        begun.set()
-        raise RegistryUnavailableError("nobody there")
-
-    publisher._registry.bounds = silent
-    with ThreadPoolExecutor(1) as thread:
-        publishing = thread.submit(publisher.publish, "int8", [1], ONES)
-        assert begun.wait(TIMEOUT_S)
-        publisher.close()
-        with pytest.raises(DeltaError, match="closed while it published rows of table 'int8'; they may be"):
-            publishing.result(TIMEOUT_S)
 
 
 def test_a_registry_that_never_answers_ends_in_an_error_that_says_so(tmp_path):

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import shutil
 
 import numpy as np
 import pytest
-import torch
 
 from loader.deltas.batch import DeltaBatch
-from loader.deltas.dense import checked_tensors
-from loader.deltas.divided import PrunedUpdates
 from loader.deltas.publisher import AsyncDeltaPublisher, DeltaPublisher
-from loader.errors import DeltaBaseError, DeltaError, DeltaFormatError
+from loader.errors import DeltaBaseError, DeltaFormatError
 from loader.registry.directory import DirectoryRegistry
 from loader.registry.fleet import FleetRegistry, delta_stream
 from loader.snapshot.per_row import read_access_counts
@@ -89,33 +85,6 @@ def test_rows_of_a_table_are_published_as_rows_of_its_parts_in_order(tmp_path, s
     on(tmp_path, scenario)
 
 
-def test_tables_in_one_part_take_their_own_rows_and_parts_trained_as_such_theirs(tmp_path, snapshot, store):
-    film = snapshot.row_classes("film").classes()
-
-    async def scenario(registry):
-        await register_version(registry, snapshot)
-        publisher = AsyncDeltaPublisher(registry, MODEL, 1, store)
-        ones = np.ones((1, 8), np.float32)
-        row = int(np.flatnonzero(film == 0)[-1])
-        await publisher.publish("film", [row], ones)
-        await publisher.publish("narrow", [599], ones[:, :4])
-        await publisher.publish("mixed.b1", [149], ones[:, :4])
-        await publisher.publish("composed.q", [14], ones)
-        await publisher.publish("composed.r", [39], ones)
-        await publisher.publish("plain", [599], ones)
-        told = [(batch.table, batch.rows.tolist()) for batch in await published(registry)]
-        assert told == [
-            ("film", [249]),
-            ("narrow", [599]),
-            ("mixed.b1", [149]),
-            ("composed.q", [14]),
-            ("composed.r", [39]),
-            ("plain", [599]),
-        ]
-
-    on(tmp_path, scenario)
-
-
 @pytest.mark.parametrize(
     ("table", "rows", "columns", "message"),
     [
@@ -165,27 +134,6 @@ def test_values_that_one_part_can_not_hold_keep_back_the_other_parts_too(tmp_pat
     on(tmp_path, scenario)
 
 
-def test_without_the_store_rows_of_divided_tables_can_not_be_placed(tmp_path, snapshot, store):
-    async def scenario(registry):
-        await register_version(registry, snapshot)
-        publisher, ones = AsyncDeltaPublisher(registry, MODEL, 1), np.ones((1, 8), np.float32)
-        for table in ("item", "film"):
-            with pytest.raises(DeltaError, match=f"'{table}' of '{MODEL}' is divided by popularity, .* `store`"):
-                await publisher.publish(table, [1], ones)
-        # Where rows are their own places none is needed.
-        assert await publisher.publish("narrow", [1], ones[:, :4]) == 1
-        assert await publisher.publish("item.b0", [1], ones) == 2
-        other, counts = divided_state(9)
-        elsewhere = export_divided(tmp_path / "elsewhere", other, counts, 1)
-        wrong = AsyncDeltaPublisher(registry, MODEL, 1, elsewhere.path.parent.parent)
-        with pytest.raises(
-            DeltaBaseError, match=f"has identity {elsewhere.identity}, published is {snapshot.identity}"
-        ):
-            await wrong.publish("item", [1], ones)
-
-    on(tmp_path, scenario)
-
-
 def test_updates_of_pruned_rows_are_counted_named_once_and_written_for_the_next_export(
     tmp_path, snapshot, store, caplog
 ):
@@ -214,39 +162,6 @@ def test_updates_of_pruned_rows_are_counted_named_once_and_written_for_the_next_
     assert load_numpy(tmp_path / "kept.safetensors")["item/num_embeddings"] == 600
 
 
-def test_counts_of_many_updates_are_those_of_all_rows(monkeypatch):
-    monkeypatch.setattr("loader.deltas.divided._MERGED_ROWS", 64)
-    tally, rng, expected = PrunedUpdates(), np.random.default_rng(0), np.zeros(500, np.int64)
-    for number in range(60):
-        rows = rng.choice(500, 30, replace=False)
-        expected[rows] += 1
-        assert tally.add("item", rows) == (number == 0)
-        if number % 20 == 0:
-            assert tally.by_table()["item"].count == 30 * (number + 1)
-    found = tally.by_table()["item"]
-    assert found.rows.tolist() == np.flatnonzero(expected).tolist()
-    assert found.counts.tolist() == expected[expected > 0].tolist()
-    assert list(tally.by_table()) == ["item"]
-
-
-def test_a_version_that_is_divided_alike_goes_on_the_stream(tmp_path):
-    export_divided(tmp_path / "store", STATE, COUNTS, 1)
-    same = export_divided(tmp_path / "training", divided_state(3)[0], COUNTS, 2, 0, 1)
-
-    async def scenario(registry):
-        fleet = FleetRegistry(registry)
-        await register(fleet, Snapshot.open(tmp_path / "store" / MODEL / "1"), clock=lambda: 1.0)
-        done = await publish(fleet, same.path, tmp_path / "store", clock=lambda: 1.0)
-        assert (done.is_new, done.record.delta_base) == (True, 1)
-        # The first one is retired. The second knows where its stream's rows lie.
-        await fleet.drop_version(MODEL, 1)
-        shutil.rmtree(tmp_path / "store" / MODEL / "1")
-        third = export_divided(tmp_path / "training", STATE, COUNTS, 3, 0, 1)
-        assert (await publish(fleet, third.path, tmp_path / "store", clock=lambda: 1.0)).is_new
-
-    on(tmp_path, scenario)
-
-
 def test_a_version_that_is_divided_otherwise_must_begin_a_stream(tmp_path):
     export_divided(tmp_path / "store", STATE, COUNTS, 1)
     counts = COUNTS | {"film": np.roll(COUNTS["film"], 1)}
@@ -271,41 +186,6 @@ def test_a_version_that_is_divided_otherwise_must_begin_a_stream(tmp_path):
     on(tmp_path, scenario)
 
 
-def test_a_version_whose_stream_has_no_version_in_the_store_any_more_is_refused(tmp_path):
-    other = export_divided(tmp_path / "training", STATE, COUNTS, 2, 0, 1)
-
-    async def scenario(registry):
-        fleet = FleetRegistry(registry)
-        with pytest.raises(
-            DeltaBaseError, match=r"'narrow'\] are divided, and .* has no version of that stream any more"
-        ):
-            await publish(fleet, other.path, tmp_path / "store", clock=lambda: 1.0)
-        plain = export_state(tmp_path / "training", *whole_tables(), 3, 0, 1)
-        assert (await publish(fleet, plain.path, tmp_path / "store", clock=lambda: 1.0)).is_new
-
-    on(tmp_path, scenario)
-
-
 def whole_tables():
     spec = delta_spec(("int8",))
     return spec, random_tables(spec, 0)
-
-
-def test_dense_steps_have_the_projections_of_narrower_parts(snapshot):
-    own = snapshot.dense_tensors()
-    names = {"projections.mixed/b1", "projections.narrow"}
-    assert {name for name in own if name.startswith("projections.")} == names
-    given = {name: torch.ones_like(tensor).numpy() for name, tensor in own.items()}
-    checked = checked_tensors(snapshot, given)
-    assert all(torch.equal(checked[name], torch.ones(4, 8)) for name in names)
-    for change, message in (
-        (
-            {name: given[name] for name in given if name != "projections.narrow"},
-            r"missing tensors: \['projections.narrow",
-        ),
-        (given | {"projections.narrow": np.ones((8, 4), np.float32)}, r"'projections.narrow' has shape \[8, 4\], not"),
-        (given | {"projections.mixed/b0": np.ones((8, 8), np.float32)}, r"unknown tensors: \['projections.mixed/b0'\]"),
-        (given | {"projections.mixed/b1": np.full((4, 8), np.inf, np.float32)}, "'projections.mixed/b1' holds NaN or"),
-    ):
-        with pytest.raises(DeltaFormatError, match=message):
-            checked_tensors(snapshot, change)

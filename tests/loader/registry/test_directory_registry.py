@@ -45,39 +45,6 @@ def run(tmp_path, clock):
     return run
 
 
-def test_an_announcement_is_there_until_its_deadline_and_its_file_until_somebody_reads(run, clock, tmp_path):
-    async def scenario(registry):
-        await registry.announce("nodes/a", b"1", 3.0)
-        clock.now += 1.0
-        await registry.announce("nodes/b", b"2", 3.0)
-        clock.now += 1.9
-        assert await registry.announced("nodes/") == {"nodes/a": b"1", "nodes/b": b"2"}
-        clock.now += 0.1
-        assert await registry.announced("nodes/") == {"nodes/b": b"2"}
-        assert not (tmp_path / "registry/announced/nodes/a=").exists()
-        await registry.announce("nodes/b", b"3", 3.0)
-        clock.now += 2.9
-        assert await registry.announced("nodes/") == {"nodes/b": b"3"}
-
-    run(scenario)
-
-
-def test_a_lock_is_held_until_its_deadline_and_each_renewal_moves_it(run, clock):
-    async def scenario(registry):
-        assert await registry.acquire("locks/a", "one", 5.0)
-        clock.now += 4.0
-        assert await registry.acquire("locks/a", "one", 5.0)
-        clock.now += 4.9
-        assert not await registry.acquire("locks/a", "two", 5.0)
-        assert await registry.holder("locks/a") == "one"
-        clock.now += 0.2
-        assert await registry.holder("locks/a") is None
-        assert await registry.acquire("locks/a", "two", 5.0)
-        assert not await registry.acquire("locks/a", "one", 5.0)
-
-    run(scenario)
-
-
 def test_a_clock_that_was_set_back_does_not_keep_a_lock_or_a_node_for_ever(run, clock):
     async def scenario(registry):
         await registry.announce("nodes/a", b"1", 3.0)
@@ -103,35 +70,6 @@ def test_revisions_rise_also_when_the_clock_does_not_and_when_the_directory_was_
             await registry.put("a", b"", revisions[-1])
         revisions.append(await registry.put("a", b"", 0))
         assert revisions == sorted(set(revisions))
-
-    run(scenario)
-
-
-def test_a_directory_that_disappears_is_an_empty_registry_and_is_made_again(run, tmp_path):
-    async def scenario(registry):
-        await registry.put("a", b"", 0)
-        await registry.append("s", 3, b"")
-        await registry.announce("n", b"", 60.0)
-        shutil.rmtree(tmp_path / "registry")
-        assert await registry.entries("") == {}
-        assert await registry.announced("") == {}
-        assert await registry.bounds("s") == StreamBounds(0, 0)
-        await registry.append("s", 9, b"")
-        assert await registry.bounds("s") == StreamBounds(9, 9)
-
-    run(scenario)
-
-
-def test_reading_makes_no_files(run, tmp_path):
-    async def scenario(registry):
-        await registry.get("a")
-        await registry.entries("")
-        await registry.announced("")
-        await registry.read("s", 0)
-        await registry.bounds("s")
-        await registry.trim("s", 4)
-        await registry.holder("l")
-        assert not (tmp_path / "registry").exists()
 
     run(scenario)
 
@@ -207,18 +145,6 @@ def test_a_key_whose_file_was_damaged_is_named(run, tmp_path, content):
     run(scenario)
 
 
-@pytest.mark.parametrize("content", [b"", b"1", b"x y\nvalue", b"nan 3.0\nvalue", b"inf 3.0\nvalue"])
-def test_an_announcement_whose_file_was_cut_off_is_as_good_as_expired(run, tmp_path, content):
-    async def scenario(registry):
-        await registry.announce("nodes/a", b"1", 60.0)
-        (tmp_path / "registry/announced/nodes/a=").write_bytes(content)
-        assert await registry.announced("nodes/") == {}
-        await registry.announce("nodes/a", b"2", 60.0)
-        assert await registry.announced("nodes/") == {"nodes/a": b"2"}
-
-    run(scenario)
-
-
 def test_a_damaged_end_of_a_stream_is_named(run, tmp_path):
     async def scenario(registry):
         await registry.append("s", 1, b"")
@@ -226,20 +152,5 @@ def test_a_damaged_end_of_a_stream_is_named(run, tmp_path):
         (tmp_path / "registry/streams/s=/ends").write_bytes(b"1")
         with pytest.raises(RegistryRecordError, match="ends: b'1'; two numbers are needed"):
             await registry.append("s", 2, b"")
-
-    run(scenario)
-
-
-def test_a_heartbeat_does_not_wait_for_the_event_loops_own_threads(run):
-    async def scenario(registry):
-        loop = asyncio.get_running_loop()
-        released = asyncio.Event()
-        waiting = [
-            loop.run_in_executor(None, lambda: asyncio.run_coroutine_threadsafe(released.wait(), loop).result())
-            for _ in range(64)
-        ]
-        await asyncio.wait_for(registry.announce("nodes/a", b"", 60.0), 30.0)
-        released.set()
-        await asyncio.gather(*waiting)
 
     run(scenario)

@@ -1,18 +1,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from urllib.parse import quote
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from loader.errors import RegistryRecordError
 from loader.registry.directory import DirectoryRegistry
 from loader.registry.opening import open_registry
 from loader.registry.redis_registry import RedisRegistry
 from loader.registry.redis_url import parse_redis_url
-from loader.registry.registry import without_password
 
 
 @pytest.mark.parametrize(
@@ -98,16 +94,6 @@ def test_a_url_of_sentinels_says_whom_to_ask_for_which_master(tmp_path):
     assert "secret" not in repr(settings)
 
 
-def test_the_files_that_a_url_names_are_read(tmp_path):
-    (tmp_path / "password").write_text("secret\n")
-    (tmp_path / "ca.pem").write_text("")
-    url = f"rediss://user@host?password_file={tmp_path}/password&ssl_ca_certs={tmp_path}/ca.pem"
-    settings = parse_redis_url(url)
-    assert settings.connection["username"] == "user"
-    assert settings.connection["password"] == "secret"
-    assert settings.connection["ssl_ca_certs"] == f"{tmp_path}/ca.pem"
-
-
 @pytest.mark.parametrize(
     ("url", "message"),
     [
@@ -156,17 +142,3 @@ def test_a_redis_url_with_a_mistake_is_refused_with_what_is_allowed_and_without_
     with pytest.raises(RegistryRecordError, match=message) as failure:
         open_registry(url)
     assert "secret" not in str(failure.value)
-
-
-@given(password=st.text(min_size=1).filter(lambda text: text.isprintable()))
-def test_any_password_comes_through_and_is_in_no_name(password):
-    marked = f"<{password}>"
-    url = f"redis://:{quote(marked, safe='')}@host:7000/1?fleet=a"
-    settings = parse_redis_url(url)
-    assert settings.connection["password"] == marked
-    assert settings.name == "redis://***@host:7000/1?fleet=a"
-
-
-@given(text=st.text(alphabet="ab:/@?#", max_size=20))
-def test_of_a_url_that_is_badly_written_nothing_before_the_last_at_sign_is_told(text):
-    assert "secret" not in without_password(f"redis://:secret{text}@host")

@@ -9,7 +9,7 @@ import logging
 import pytest
 
 from loader.errors import RegistryConflictError, RegistryUnavailableError, StreamSequenceError
-from loader.registry.redis_registry import PAGE_ENTRIES, TRIM_ENTRIES, RedisRegistry
+from loader.registry.redis_registry import RedisRegistry
 from loader.registry.registry import StreamBounds, StreamEntry
 from shard_node.wire.tls import TlsConfig, server_context
 from shardrank_testing.certificates import Authority, needs_openssl
@@ -90,20 +90,6 @@ def test_what_was_written_before_a_kill_is_there_after_the_restart_and_the_regis
     run(server.url, scenario, **QUICK)
 
 
-def test_a_restart_between_two_calls_is_not_noticed(tmp_path):
-    async def scenario(registry):
-        revision = await registry.put("a", b"0", 0)
-        for number in range(3):
-            server.restart()
-            revision = await registry.put("a", b"%d" % number, revision)
-            server.restart()
-            await registry.append("s", number + 1, b"")
-        assert (await registry.get("a")).value == b"2"
-
-    with redis_server(tmp_path, tcp=True) as server:
-        run(server.url, scenario)
-
-
 @pytest.mark.parametrize("lose", ["flush", "restart_empty"])
 def test_a_redis_that_lost_everything_is_empty_and_gives_higher_revisions_than_before(server, lose):
     async def scenario(registry):
@@ -175,33 +161,6 @@ def test_a_write_whose_answer_was_lost_is_done_once(server):
     asyncio.run(asyncio.wait_for(program(), WAIT_S))
 
 
-def test_a_connection_that_always_breaks_is_unavailable_after_one_more_try(server):
-    async def program():
-        async with redis_proxy(server) as proxy:
-            registry = RedisRegistry(f"redis://127.0.0.1:{proxy.port}")
-            await registry.get("a")
-            before = proxy.connections
-            proxy.answers_to_lose = 1000
-            with pytest.raises(RegistryUnavailableError):
-                await registry.put("a", b"", 0)
-            assert proxy.connections <= before + 2
-            await registry.close()
-
-    asyncio.run(asyncio.wait_for(program(), WAIT_S))
-
-
-def test_a_primary_that_becomes_a_replica_refuses_writes_until_it_is_one_again(server):
-    async def scenario(registry):
-        revision = await registry.put("a", b"1", 0)
-        assert server.command("REPLICAOF", "127.0.0.1", "1") == b"+OK\r\n"
-        with pytest.raises(RegistryUnavailableError, match="read only replica"):
-            await registry.put("a", b"2", revision)
-        assert server.command("REPLICAOF", "NO", "ONE") == b"+OK\r\n"
-        assert await registry.put("a", b"2", revision) > revision
-
-    run(server.url, scenario)
-
-
 def test_a_redis_without_memory_is_unavailable_and_keeps_what_it_has(server):
     async def scenario(registry):
         revision = await registry.put("a", b"1", 0)
@@ -212,46 +171,6 @@ def test_a_redis_without_memory_is_unavailable_and_keeps_what_it_has(server):
         assert server.command("CONFIG", "SET", "maxmemory", "0") == b"+OK\r\n"
         await registry.append("s", 1, b"x" * 1000)
 
-    run(server.url, scenario)
-
-
-def test_scripts_that_redis_has_forgotten_are_sent_again(server):
-    async def scenario(registry):
-        await registry.append("s", 1, b"")
-        assert server.command("SCRIPT", "FLUSH") == b"+OK\r\n"
-        await registry.append("s", 2, b"")
-        assert await registry.bounds("s") == StreamBounds(1, 2)
-
-    run(server.url, scenario)
-
-
-def test_more_keys_than_a_page_are_all_listed_and_long_ones_take_more_pages(server):
-    async def scenario(registry):
-        count = 2 * PAGE_ENTRIES
-        await asyncio.gather(*(registry.put(f"k/{number:04d}", b"%d" % number, 0) for number in range(count)))
-        found = await registry.entries("k/")
-        assert {key: entry.value for key, entry in found.items()} == {
-            f"k/{number:04d}": b"%d" % number for number in range(count)
-        }
-        for number in range(4):
-            await registry.put(f"long/{number}", bytes([number]) * (3 << 20), 0)
-        found = await registry.entries("long/")
-        assert [entry.value[:1] for entry in found.values()] == [b"\0", b"\1", b"\2", b"\3"]
-
-    run(server.url, scenario)
-
-
-def test_a_trim_of_many_entries_is_done_in_steps(server):
-    async def scenario(registry):
-        last = 2 * TRIM_ENTRIES + 10
-        for sequence in range(1, last + 1):
-            await registry.append("s", sequence, b"")
-        await registry.trim("s", last - 2)
-        assert await registry.bounds("s") == StreamBounds(last - 2, last)
-        assert [entry.sequence for entry in await registry.read("s", 0)] == [last - 2, last - 1, last]
-
-    # Not each entry to disk: there are thousands.
-    assert server.command("CONFIG", "SET", "appendfsync", "no") == b"+OK\r\n"
     run(server.url, scenario)
 
 
@@ -273,16 +192,6 @@ def test_fleets_in_one_redis_do_not_see_each_other(server):
     run(server.url, look)
 
 
-def test_a_registry_is_of_one_event_loop(server):
-    async def scenario(registry):
-        await registry.get("a")
-        with pytest.raises(RuntimeError, match="another event loop"):
-            await asyncio.to_thread(lambda: asyncio.run(registry.get("a")))
-        await registry.get("a")
-
-    run(server.url, scenario)
-
-
 def test_settings_with_which_redis_can_lose_data_are_told_once(tmp_path, caplog):
     async def scenario(registry):
         await registry.get("a")
@@ -295,15 +204,6 @@ def test_settings_with_which_redis_can_lose_data_are_told_once(tmp_path, caplog)
         "appendonly is off: a restart of Redis loses rollouts and deltas; set appendonly to yes",
         "maxmemory-policy is allkeys-lru: Redis may drop deltas and plans; set it to noeviction",
     ]
-
-
-def test_the_settings_that_are_asked_for_are_not_complained_about(server, caplog):
-    async def scenario(registry):
-        await registry.get("a")
-
-    with caplog.at_level(logging.WARNING):
-        run(server.url, scenario)
-    assert caplog.records == []
 
 
 # Passwords and TLS
@@ -360,37 +260,4 @@ def test_rediss_trusts_the_certificate_that_is_named_and_no_other(tmp_path):
             await plain.close()
 
     with redis_server(tmp_path, settings={"requirepass": "geheim"}) as server:
-        asyncio.run(asyncio.wait_for(program(server), WAIT_S))
-
-
-@needs_openssl
-def test_rediss_shows_its_certificate_and_reads_a_renewed_one_when_it_connects_again(tmp_path):
-    (tmp_path / "other").mkdir()
-    ca, other = Authority(tmp_path), Authority(tmp_path / "other", "other")
-    mine, good, foreign = ca.issue("mine"), ca.issue("good"), other.issue("foreign")
-    redis = ca.issue("redis")
-    tls = server_context(TlsConfig(cert=redis.cert, key=redis.key, client_ca=ca.cert))
-
-    async def program(server):
-        async with redis_proxy(server, tls) as proxy:
-            place = f"rediss://127.0.0.1:{proxy.port}/0?ssl_ca_certs={ca.cert}"
-            bare = RedisRegistry(place, **QUICK)
-            with pytest.raises(RegistryUnavailableError):
-                await bare.get("a")
-            await bare.close()
-            assert set(tls.refusals.counts) == {"tls_missing_certificate"}
-            registry = RedisRegistry(f"{place}&ssl_certfile={mine.cert}&ssl_keyfile={mine.key}", **QUICK)
-            revision = await registry.put("a", b"1", 0)
-            mine.replace(foreign)
-            # The connection that is open stays, whatever the files say.
-            assert (await registry.get("a")).revision == revision
-            await proxy.close()
-            with pytest.raises(RegistryUnavailableError):
-                await registry.get("a")
-            assert tls.refusals.counts["tls_untrusted_certificate"] >= 1
-            mine.replace(good)
-            assert (await registry.get("a")).revision == revision
-            await registry.close()
-
-    with redis_server(tmp_path) as server:
         asyncio.run(asyncio.wait_for(program(server), WAIT_S))

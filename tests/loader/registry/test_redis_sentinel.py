@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import ConnectionError, NoPermissionError
+from redis.exceptions import ConnectionError
 
 from loader.errors import RegistryUnavailableError
 from loader.registry.opening import open_registry
-from loader.registry.redis_registry import MASTER_CHECK_S, _ToMaster, _ToMasterByTls
-from loader.registry.redis_url import MAX_SENTINELS, parse_redis_url
-from loader.registry.registry import Entry, StreamBounds
-from shard_node.wire.tls import TlsConfig, server_context
-from shardrank_testing.certificates import Authority, needs_openssl
-from shardrank_testing.registries import RedisServer, WatchedRedis, redis_server, watched_redis
-from shardrank_testing.tcp_proxy import redis_proxy
+from loader.registry.redis_registry import MASTER_CHECK_S, _ToMaster
+from loader.registry.registry import StreamBounds
+from shardrank_testing.registries import RedisServer, WatchedRedis, watched_redis
 
 WAIT_S = 60.0
 LEASE_S = 30.0
-NEVER = Retry(NoBackoff(), 0)
 
 
 @pytest.fixture(scope="module")
@@ -125,61 +116,6 @@ def test_who_is_called_the_master_and_says_that_it_is_none_is_not_asked(watched)
         with pytest.raises(ConnectionError, match=r"is a slave, and was called the master"):
             await connection.connect()
         assert not connection.is_connected
-
-    run(program())
-
-
-def test_a_user_that_may_not_ask_who_is_the_master_is_refused_each_time(watched):
-    async def program() -> None:
-        _, replica = watched.servers
-        rights = ("~*", "&*", "+@all", "-role")
-        assert replica.command("ACL", "SETUSER", "registry", "on", ">geheim", *rights) == b"+OK\r\n"
-
-        async def find_master() -> tuple[str, int]:
-            return "127.0.0.1", replica.port
-
-        connection = _ToMaster(find_master=find_master, username="registry", password="geheim", protocol=2)
-        for _ in range(2):
-            with pytest.raises(NoPermissionError, match="role"):
-                await connection.connect()
-            assert not connection.is_connected
-
-    run(program())
-
-
-@needs_openssl
-def test_a_master_that_sentinels_name_is_spoken_to_by_tls_and_its_certificate_is_checked(tmp_path):
-    ca = Authority(tmp_path)
-    own = ca.issue("redis")
-    tls = server_context(TlsConfig(cert=own.cert, key=own.key))
-
-    async def program(server: RedisServer) -> None:
-        async with redis_proxy(server, tls) as proxy:
-
-            async def find_master() -> tuple[str, int]:
-                return "127.0.0.1", proxy.port
-
-            options = parse_redis_url(f"rediss+sentinel://127.0.0.1/m?ssl_ca_certs={ca.cert}").connection
-            connection = _ToMasterByTls(find_master=find_master, protocol=2, **options)
-            await connection.connect()
-            await connection.disconnect()
-            unknown = parse_redis_url("rediss+sentinel://127.0.0.1/m").connection
-            with pytest.raises(ConnectionError, match="certificate"):
-                await _ToMasterByTls(find_master=find_master, protocol=2, retry=NEVER, **unknown).connect()
-
-    with redis_server(tmp_path) as server:
-        run(program(server))
-
-
-def test_sentinels_that_are_reached_and_never_answer_do_not_use_up_the_time_of_a_call(watched):
-    async def program() -> None:
-        with contextlib.ExitStack() as stack:
-            silent = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(MAX_SENTINELS - 1)]
-            hosts = ",".join(f"127.0.0.1:{one.getsockname()[1]}" for one in silent)
-            registry = open_registry(watched.url.replace("127.0.0.1:1,", f"{hosts},"))
-            revision = await registry.put("silent", b"1", 0)
-            assert await registry.get("silent") == Entry(b"1", revision)
-            await registry.close()
 
     run(program())
 

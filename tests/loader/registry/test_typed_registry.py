@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import logging
 
@@ -11,16 +10,13 @@ import pytest
 from loader.errors import RegistryConflictError, RegistryRecordError
 from loader.registry.fleet import (
     FLEET,
-    FleetRecord,
     FleetRegistry,
     NodeRecord,
     PublishedVersion,
     VersionReport,
     VersionStats,
     WantedModel,
-    epoch_of,
     node_key,
-    rollout_key,
     version_key,
     wanted_key,
 )
@@ -61,16 +57,6 @@ def with_fleet(scenario):
 
 
 @with_fleet
-async def test_what_is_wanted_comes_back_as_it_was_put(fleet):
-    other = FIRST.model_copy(update={"model": "n", "node_hold": {"a:1": (3, 4)}, "epoch": 8})
-    await fleet.put_wanted(FIRST, None)
-    await fleet.put_wanted(other, None)
-    assert await fleet.wanted() == {"m": FIRST, "n": other}
-    assert await fleet.wanted_model("n") == other
-    assert await fleet.wanted_model("o") is None
-
-
-@with_fleet
 async def test_a_put_over_another_epoch_is_a_conflict(fleet):
     with pytest.raises(RegistryConflictError, match="epoch None, not 1"):
         await fleet.put_wanted(FIRST, 1)
@@ -100,48 +86,6 @@ async def test_an_update_sees_what_is_there_and_counts_the_epoch_up(fleet):
 
 
 @with_fleet
-async def test_updates_of_many_at_once_are_all_there(fleet):
-    await fleet.put_wanted(FIRST, None)
-
-    def hold_one_more(now):
-        return now.model_copy(update={"hold": (*now.hold, len(now.hold) + 1)})
-
-    await asyncio.gather(*(fleet.update_wanted("m", hold_one_more) for _ in range(12)))
-    wanted = await fleet.wanted_model("m")
-    assert wanted.hold == tuple(range(1, 14))
-    assert wanted.epoch == 13
-
-
-@with_fleet
-async def test_an_update_that_is_always_too_late_gives_up(fleet):
-    epochs = iter(range(1, 1000))
-
-    class Meddling:
-        """Another writer, who writes after each read."""
-
-        def __init__(self, registry):
-            self.registry = registry
-
-        async def get(self, key):
-            entry = await self.registry.get(key)
-            record = FIRST.model_copy(update={"epoch": next(epochs)})
-            await self.registry.put(key, record.model_dump_json().encode(), entry.revision if entry else 0)
-            return entry
-
-        async def put(self, key, value, expected_revision):
-            return await self.registry.put(key, value, expected_revision)
-
-    with pytest.raises(RegistryConflictError, match="others wrote first 64 times in a row"):
-        await FleetRegistry(Meddling(fleet.registry)).update_wanted("m", lambda _: FIRST.model_copy(update={"live": 7}))
-
-
-@with_fleet
-async def test_a_record_of_another_model_can_not_be_put_in_ones_place(fleet):
-    with pytest.raises(RegistryRecordError, match="model 'm' in the record of 'n'"):
-        await fleet.update_wanted("n", lambda _: FIRST)
-
-
-@with_fleet
 async def test_a_record_is_restored_over_none_and_over_a_lower_epoch_only(fleet):
     fifth = FIRST.model_copy(update={"epoch": 5})
     assert await fleet.restore_wanted(fifth)
@@ -150,13 +94,6 @@ async def test_a_record_is_restored_over_none_and_over_a_lower_epoch_only(fleet)
     assert await fleet.wanted_model("m") == fifth
     assert await fleet.restore_wanted(fifth.model_copy(update={"epoch": 6}))
     assert (await fleet.wanted_model("m")).epoch == 6
-
-
-@with_fleet
-async def test_of_all_who_restore_at_once_the_highest_epoch_remains(fleet):
-    records = [FIRST.model_copy(update={"epoch": epoch}) for epoch in (3, 9, 1, 7, 9, 2)]
-    await asyncio.gather(*(fleet.restore_wanted(record) for record in records))
-    assert (await fleet.wanted_model("m")).epoch == 9
 
 
 # Versions
@@ -183,16 +120,6 @@ async def test_versions_are_listed_by_model_and_number(fleet):
 
 
 @with_fleet
-async def test_a_version_is_put_once_and_the_same_one_again_changes_nothing(fleet):
-    await fleet.put_version(PUBLISHED)
-    await fleet.put_version(PUBLISHED.model_copy(update={"published_at": 99.0}))
-    assert await fleet.version("m", 9) == PUBLISHED
-    with pytest.raises(RegistryConflictError, match="a version is immutable"):
-        await fleet.put_version(PUBLISHED.model_copy(update={"identity": "cd" * 32}))
-    assert await fleet.version("m", 9) == PUBLISHED
-
-
-@with_fleet
 async def test_a_version_is_dropped_with_its_spec(fleet):
     await fleet.put_version(PUBLISHED)
     await fleet.put_spec("m", 9, '{"a": "ä"}')
@@ -209,19 +136,6 @@ async def test_a_version_is_dropped_with_its_spec(fleet):
 # Nodes
 
 
-@with_fleet
-async def test_nodes_are_there_as_they_announced_themselves(fleet):
-    other = NODE.model_copy(update={"node_id": "a", "draining": True})
-    await fleet.announce_node(NODE, 60.0)
-    await fleet.announce_node(other, 60.0)
-    assert await fleet.nodes() == [other, NODE]
-    changed = NODE.model_copy(update={"memory_total_bytes": 3})
-    await fleet.announce_node(changed, 60.0)
-    assert await fleet.nodes() == [other, changed]
-    await fleet.withdraw_node("a")
-    assert await fleet.nodes() == [changed]
-
-
 @pytest.mark.parametrize("value", [b"", b"{", b"[]", b'{"node_id": "bad"}', NODE.model_dump_json().encode(), b"\xff"])
 def test_a_node_that_can_not_be_read_hides_no_other_and_is_told_once(url, caplog, value):
     async def scenario(registry):
@@ -235,15 +149,6 @@ def test_a_node_that_can_not_be_read_hides_no_other_and_is_told_once(url, caplog
         with_open(url, scenario)
     assert len(caplog.records) == 1
     assert "nodes/bad: " in caplog.text
-
-
-@with_fleet
-async def test_the_first_shard_node_says_how_the_fleet_divides_rows(fleet):
-    assert await fleet.fleet() is None
-    records = [FleetRecord(num_shards=shards, sharding="hash", replicate_bytes=0) for shards in (1, 2, 3, 4)]
-    told = await asyncio.gather(*(fleet.join_fleet(record) for record in records))
-    assert len({record.num_shards for record in told}) == 1
-    assert await fleet.fleet() == told[0]
 
 
 # Records that can't be read
@@ -278,23 +183,3 @@ async def test_a_key_that_a_later_release_added_is_let_pass(fleet):
 
 
 # Records that the caller reads itself
-
-
-@with_fleet
-async def test_bytes_with_an_epoch_are_restored_like_a_record(fleet):
-    key = rollout_key("m")
-    assert await fleet.raw(key) is None
-    assert await fleet.restore_raw(key, b'{"epoch": 4, "x": 1}', 4)
-    assert not await fleet.restore_raw(key, b'{"epoch": 4, "x": 2}', 4)
-    assert (await fleet.raw(key)).value == b'{"epoch": 4, "x": 1}'
-    assert await fleet.restore_raw(key, b'{"epoch": 5}', 5)
-    assert (await fleet.raw(key)).value == b'{"epoch": 5}'
-
-
-@pytest.mark.parametrize(
-    "value",
-    [b"", b"x", b"[]", b"{}", b'{"epoch": true}', b'{"epoch": "1"}', b'{"epoch": 0}', b'{"epoch": 1.5}', b"\xff"],
-)
-def test_bytes_without_an_epoch_are_named(value):
-    with pytest.raises(RegistryRecordError, match=r"^rollouts/m: "):
-        epoch_of("rollouts/m", value)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from loader.registry.fleet import FleetRecord, NodeRecord, VersionReport
@@ -72,13 +70,6 @@ def test_each_shard_needs_a_node_that_is_ready_and_each_node_that_is_there_must_
     assert told(step, num_shards=None) == ["no shard node is announced"]
 
 
-def test_serving_processes_that_hold_the_rows_need_no_shard_nodes_but_others_do():
-    step = in_step("stage_shards")
-    assert told(step, node("s", BOTH, shards=None), num_shards=None) == []
-    assert told(step, node("s", BOTH, shards=None), num_shards=2) == []
-    assert told(step, node("s", BOTH), num_shards=None) == ["no shard node is announced"]
-
-
 def test_a_process_that_just_started_holds_no_flip_up_but_one_that_answers_with_the_old_version_does():
     step = in_step("flip")
     new, fresh = node("s", BOTH, live=2), node("t", {2: "staging"})
@@ -88,12 +79,6 @@ def test_a_process_that_just_started_holds_no_flip_up_but_one_that_answers_with_
     assert told(step, *SHARDS, fresh) == ["no serving process answers with version 2"]
     slow = FleetView(2, (*SHARDS, node("t", {1: "ready", 2: "staging"}, live=1)))
     assert [lag.staging for lag in lags(step, slow, 5)] == [True]
-
-
-def test_a_canary_is_there_once_every_process_that_answers_has_acted_on_it():
-    step = in_step("canary")
-    assert told(step, *SHARDS, node("s", BOTH, live=1, applied=5), node("t", {}), epoch=5) == []
-    assert told(step, *SHARDS, node("s", BOTH, live=1, applied=4), epoch=5) == ["s: has not acted on epoch 5 yet"]
 
 
 @pytest.mark.parametrize("step", ["canary", "flip"])
@@ -131,14 +116,6 @@ def test_deltas_are_waited_for_on_every_node_that_has_the_version():
     local = asking.model_copy(update={"versions": (rows,)})
     assert told(step, local, num_shards=None) == ["s: applied delta 0 of 7"]
     assert told(in_step("replay", replay_until=0), *SHARDS) == []
-
-
-def test_a_long_replay_has_the_time_that_staging_has_unless_it_is_stuck():
-    step = in_step("replay", replay_until=7)
-    stuck = SHARDS[1].versions[1].model_copy(update={"reason": "batch 3 is corrupt"})
-    nodes = (SHARDS[0], SHARDS[1].model_copy(update={"versions": (SHARDS[1].versions[0], stuck)}))
-    found = [(lag.text, lag.staging) for lag in lags(step, FleetView(2, nodes), 5)]
-    assert found == [("a: applied delta 0 of 7", True), ("b: applied delta 0 of 7: batch 3 is corrupt", False)]
 
 
 def test_a_node_that_refuses_is_told_with_its_reason_unless_it_is_leaving():
@@ -179,14 +156,6 @@ def test_a_group_is_taken_out_only_while_another_node_of_each_shard_has_the_live
     assert cannot_roll(last, FleetView(2, others)) == ()
 
 
-def test_after_the_flip_a_node_that_refuses_is_left_behind():
-    last = rolling("roll:1")
-    serving = node("s", {2: "ready"}, live=2)
-    refusing = node("c", {2: "refused"}, shard=0)
-    assert told(last, *SHARDS, serving, refusing, node("d", {2: "ready"}, shard=1)) == []
-    assert told(last, *SHARDS, serving, refusing, node("d", {2: "staging"}, shard=1)) == ["d: version 2 is staging 0%"]
-
-
 def test_who_was_there_a_moment_ago_is_waited_for_and_then_forgotten():
     roster, fleet = Roster(2.0), FleetRecord(num_shards=2, sharding="hash", replicate_bytes=0)
     assert not roster.observe(SHARDS, fleet, 10.0).settled
@@ -199,22 +168,3 @@ def test_who_was_there_a_moment_ago_is_waited_for_and_then_forgotten():
     view = roster.observe(SHARDS, fleet, 16.0)
     assert not view.settled
     assert told(in_step("retire_shards"), *view.nodes, settled=False) == ["nodes are listened to first"]
-
-
-def test_a_node_that_said_it_would_go_is_not_missed_and_a_clock_set_back_begins_anew():
-    roster = Roster(2.0)
-    leaving = SHARDS[1].model_copy(update={"draining": True})
-    roster.observe((SHARDS[0], leaving), None, 10.0)
-    view = roster.observe(SHARDS[:1], None, 11.0)
-    assert (view.missing, view.num_shards) == ((), 2)
-    view = roster.observe((), None, 5.0)
-    assert (view.missing, view.settled, view.num_shards) == ((), False, None)
-
-
-def test_a_node_for_other_models_only_holds_up_no_rollout():
-    mine = NodeRecord(node_id="a", kind="shard", process_id=1, address="a:1", num_shards=1, models=("films",))
-    other = NodeRecord(node_id="b", kind="shard", process_id=2, address="b:1", num_shards=1, models=("books",))
-    every = NodeRecord(node_id="c", kind="serving", process_id=3, address="c:1")
-    view = replace(FleetView.of([mine, other, every], None), missing=(other,)).for_model("films")
-    assert [node.node_id for node in view.nodes] == ["a", "c"]
-    assert (view.missing, view.num_shards) == ((), 1)

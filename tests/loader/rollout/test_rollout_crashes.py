@@ -10,13 +10,12 @@ import shutil
 import pytest
 
 from loader.errors import RegistryUnavailableError, RolloutError
-from loader.registry.fleet import COORDINATOR_LOCK, WANTED, rollout_key, wanted_key
+from loader.registry.fleet import WANTED, rollout_key, wanted_key
 from loader.registry.opening import open_registry
-from loader.rollout.coordinator import Coordinator
 from loader.rollout.requests import abort_rollout, start_rollout
 from shardrank_testing.interrupted_registry import InterruptedRegistry, KilledError
 from shardrank_testing.registries import redis_server
-from shardrank_testing.rollout_fleet import MODEL, NEW, OLD, Clock, PlayedFleet, PlayedNode, stats
+from shardrank_testing.rollout_fleet import MODEL, NEW, OLD, Clock, PlayedFleet
 
 
 async def begin(fleet, version=NEW, **asked):
@@ -231,46 +230,6 @@ def test_the_last_writes_of_a_registry_are_given_back_by_those_who_know_them(pla
     play(scenario)
 
 
-def test_a_plan_that_is_older_than_what_is_wanted_goes_on_where_that_is(play):
-    async def scenario(fleet):
-        await fleet.begin(1, 1, 1)
-        await begin(fleet)
-        old = await fleet.fleet.raw(rollout_key(MODEL))
-        await fleet.until_step("retire_serving")
-        # Nobody remembers the plan's later steps.
-        for node in fleet.nodes:
-            node.rollout = None
-        now = await fleet.fleet.raw(rollout_key(MODEL))
-        await fleet.registry.put(rollout_key(MODEL), old.value, now.revision)
-        fleet.coordinator = fleet.new_coordinator()
-        await fleet.coordinator.tick()
-        rollout = await fleet.rollout()
-        assert (rollout.step, rollout.events[-1].text) == ("retire_serving", "step retire_serving is wanted already")
-        await ended_in(fleet, "done", NEW)
-
-    play(scenario)
-
-
-def test_a_wanted_record_that_nobody_remembers_is_written_anew_from_the_plan(play):
-    async def scenario(fleet):
-        await fleet.begin(1, 1, 1)
-        await begin(fleet)
-        await fleet.until_step("flip")
-        for node in fleet.nodes:
-            node.restart()
-        fleet.coordinator = fleet.new_coordinator()
-        wanted = await fleet.fleet.raw(wanted_key(MODEL))
-        epoch = (await fleet.fleet.wanted_model(MODEL)).epoch
-        await fleet.registry.delete(wanted_key(MODEL), wanted.revision)
-        await fleet.react()
-        await fleet.coordinator.tick()
-        assert await fleet.fleet.wanted_model(MODEL) is None
-        await ended_in(fleet, "done", NEW)
-        assert (await fleet.fleet.wanted_model(MODEL)).epoch >= epoch
-
-    play(scenario)
-
-
 def test_a_rollout_is_not_started_while_the_registry_knows_less_than_its_nodes(play):
     async def scenario(fleet):
         await fleet.begin(1, 1, 1)
@@ -296,88 +255,5 @@ def test_a_node_that_dies_and_comes_back_in_any_step_is_waited_for_or_not_missed
         fleet.node(victim).restart()
         # One that has nothing yet when the rollout ends takes what is live by itself.
         await ended_in(fleet, "done", NEW, rounds_after=5)
-
-    play(scenario)
-
-
-def test_nodes_that_leave_for_good_or_join_late_do_not_hold_a_rollout_up(play):
-    async def scenario(fleet):
-        await fleet.begin(2, 2, 2)
-        await begin(fleet)
-        await fleet.until_step("stage_serving")
-        fleet.node("shard-0-0").kill()
-        fleet.node("serve-1").draining = True
-        await fleet.round()
-        fleet.node("serve-1").kill()
-        await fleet.until_step("flip")
-        late = PlayedNode("serve-9", num_shards=2)
-        late.stage_rounds = 20
-        fleet.nodes.append(late)
-        ended = await ended_in(fleet, "done", NEW, rounds_after=20)
-        assert ended.events[-1].at - ended.started_at < 20 * 0.3
-
-    play(scenario)
-
-
-def test_what_a_process_counted_before_it_was_restarted_still_counts(play):
-    async def scenario(fleet):
-        await fleet.begin(1, 1, 2)
-        await begin(fleet, canary_share=0.1, bake_s=60.0)
-        await fleet.until_bake()
-        victim = fleet.node("serve-0")
-        victim.stats = {OLD: stats(1000), NEW: stats(49, errors=30)}
-        await fleet.round()
-        victim.restart()
-        for _ in range(10):
-            await fleet.round()
-        assert (await fleet.rollout()).state == "running"
-        victim.stats = {OLD: stats(10), NEW: stats(1)}
-        ended = await ended_in(fleet, "rolled_back", OLD)
-        assert "live: 1010 requests, 0 errors" in ended.reason
-        assert "new: 50 requests, 30 errors" in ended.reason
-
-    play(scenario)
-
-
-def test_a_coordinator_that_is_cancelled_gives_its_lock_back_and_one_that_is_late_takes_it(play):
-    async def scenario(fleet):
-        await fleet.begin(1, 1, 1)
-        await fleet.coordinator._release()
-        ticks, done = 0, asyncio.Event()
-        await begin(fleet)
-
-        async def sleep(_):
-            nonlocal ticks
-            ticks += 1
-            fleet.clock.now += 0.3
-            await fleet.react()
-            if not (await fleet.rollout()).active:
-                done.set()
-            await asyncio.sleep(0)
-
-        coordinator = Coordinator(fleet.fleet, "a", fleet.clock, sleep, fleet.config)
-        running = asyncio.create_task(coordinator.run())
-        await asyncio.wait_for(done.wait(), 60.0)
-        assert await fleet.registry.holder(COORDINATOR_LOCK) == "a"
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-        assert await fleet.registry.holder(COORDINATOR_LOCK) is None
-        assert ticks > 5
-
-    play(scenario)
-
-
-def test_a_drill_can_have_a_pause_between_a_step_on_record_and_its_doing(play):
-    async def scenario(fleet):
-        fleet.config = fleet.config.model_copy(update={"step_delay_s": 3.0})
-        fleet.coordinator = fleet.new_coordinator()
-        await fleet.begin(1, 1, 1)
-        await begin(fleet)
-        for _ in range(8):
-            await fleet.round()
-            assert (await fleet.fleet.wanted_model(MODEL)).epoch == 1
-        ended = await ended_in(fleet, "done", NEW)
-        assert fleet.clock.now - ended.started_at >= 3.0 * len(ended.steps)
 
     play(scenario)

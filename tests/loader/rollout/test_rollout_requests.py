@@ -8,8 +8,7 @@ import secrets
 import pytest
 
 from loader.errors import RolloutError
-from loader.registry.fleet import rollout_key
-from loader.rollout.plan import Rollout, encode_rollout, read_rollout
+from loader.rollout.plan import read_rollout
 from loader.rollout.requests import RolloutStatus, abort_rollout, read_status, roll_back, start_rollout
 from shardrank_testing.rollout_fleet import MODEL, NEW, OLD, stats
 
@@ -72,16 +71,6 @@ def test_a_models_first_version_has_no_canary_and_is_not_rolled_by_replica(play)
     play(scenario)
 
 
-def test_one_rollout_of_a_model_runs_at_a_time(play):
-    async def scenario(fleet):
-        await fleet.begin(1, 1, 1)
-        await begin(fleet)
-        with pytest.raises(RolloutError, match="the rollout of version 2 is running, in stage_shards"):
-            await begin(fleet, version=3)
-
-    play(scenario)
-
-
 def test_after_a_rollout_that_failed_a_rollback_goes_to_what_was_live_before_the_live_one(play):
     async def scenario(fleet):
         await fleet.begin(1, 1, 1)
@@ -96,54 +85,6 @@ def test_after_a_rollout_that_failed_a_rollback_goes_to_what_was_live_before_the
         assert (await fleet.until_ended()).state == "done"
 
     play(scenario)
-
-
-def test_a_fleet_whose_nodes_hold_one_version_goes_back_as_it_came(play):
-    async def scenario(fleet):
-        await fleet.begin(1, 2, 1)
-        await begin(fleet, strategy="by-replica")
-        assert (await fleet.until_ended()).state == "done"
-        back = await roll_back(fleet.fleet, MODEL, clock=fleet.clock, rollout_id="0" * 32)
-        assert (back.to_version, back.strategy, len(back.groups)) == (OLD, "by-replica", 2)
-        assert (await fleet.until_ended()).state == "done"
-
-    play(scenario)
-
-
-def test_a_record_that_can_not_be_read_pauses_its_model_only(play, caplog):
-    async def scenario(fleet):
-        await fleet.begin(1, 1, 1)
-        await fleet.registry.put(rollout_key("broken"), b'{"epoch": 1}', 0)
-        await begin(fleet)
-        assert (await fleet.until_ended()).state == "done"
-        assert "rollouts/broken: not a rollout" in fleet.coordinator.problems()[0]
-
-    play(scenario)
-    assert sum("rollouts/broken" in record.getMessage() for record in caplog.records) == 1
-
-
-def test_a_plan_that_this_release_can_not_carry_out_ends_no_coordinator_and_pauses_its_model_only(play, caplog):
-    async def scenario(fleet):
-        await fleet.begin(1, 1, 1)
-        later = Rollout(
-            model="later",
-            epoch=1,
-            rollout_id="0" * 32,
-            from_version=1,
-            to_version=2,
-            delta_base=2,
-            last_delta=0,
-            steps=("roll:7", "retire_shards"),
-            started_at=1.0,
-            step_began_at=1.0,
-        )
-        await fleet.registry.put(rollout_key("later"), encode_rollout(later), 0)
-        await begin(fleet)
-        assert (await fleet.until_ended()).state == "done"
-        assert fleet.coordinator.problems() == ("later: its rollout pauses: IndexError: tuple index out of range",)
-
-    play(scenario)
-    assert sum("later: its rollout pauses" in record.getMessage() for record in caplog.records) == 1
 
 
 def test_the_status_shows_steps_nodes_and_who_is_waited_for(play):

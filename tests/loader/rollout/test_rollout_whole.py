@@ -67,15 +67,6 @@ def test_a_models_first_version_is_rolled_out_and_its_abort_leaves_nothing(play)
     play(scenario)
 
 
-def test_a_fleet_whose_serving_processes_hold_the_rows_needs_no_shard_nodes(play):
-    async def scenario(fleet):
-        await fleet.begin(0, 0, 2)
-        await begin(fleet)
-        await ended_in(fleet, "done", NEW)
-
-    play(scenario)
-
-
 def test_by_replica_no_node_ever_holds_two_versions(play):
     async def scenario(fleet):
         await fleet.begin(2, 3, 2)
@@ -166,25 +157,6 @@ def test_a_version_that_one_node_refuses_is_taken_back_everywhere_with_its_reaso
     play(scenario)
 
 
-def test_a_node_that_lags_too_long_is_named_and_the_rollout_goes_back(play):
-    async def scenario(fleet):
-        await fleet.begin(1, 2, 1)
-        fleet.node("shard-0-1").stage_rounds = 10**9
-        await begin(fleet)
-        await fleet.until_step("stage_shards")
-        await fleet.round()
-        for _ in range(int(fleet.config.stage_timeout_s / 100) + 1):
-            for _ in range(4):
-                await fleet.round(0.3)
-            fleet.clock.now += 98.8
-            await fleet.react()
-        fleet.node("shard-0-1").stage_rounds = 2
-        ended = await ended_in(fleet, "rolled_back", OLD)
-        assert "step stage_shards is not done after 600 s: shard-0-1: version 2 is staging 0%" in ended.reason
-
-    play(scenario)
-
-
 def test_after_the_old_version_began_to_retire_lateness_is_only_noted(play):
     async def scenario(fleet):
         await fleet.begin(1, 1, 2)
@@ -247,29 +219,6 @@ def test_a_canary_that_fails_more_often_is_rolled_back_with_the_numbers(play):
     play(scenario)
 
 
-@pytest.mark.parametrize("is_aborted", [False, True])
-def test_a_shadow_scores_for_its_time_before_anybody_gets_an_answer_of_it(play, is_aborted):
-    async def scenario(fleet):
-        await fleet.begin(2, 2, 2)
-        rollout = await begin(fleet, shadow_share=0.05, shadow_s=20.0, canary_share=0.1)
-        assert rollout.steps[2:6] == ("replay", "shadow", "canary", "flip")
-        await fleet.until_step("shadow")
-        wanted, began = await fleet.fleet.wanted_model(MODEL), fleet.clock.now
-        assert (wanted.live, wanted.canary, wanted.serve) == (OLD, None, (OLD, NEW))
-        assert (wanted.shadow.version, wanted.shadow.share) == (NEW, 0.05)
-        if is_aborted:
-            await abort_rollout(fleet.fleet, MODEL, "its scores are far off", clock=fleet.clock)
-            await ended_in(fleet, "aborted", OLD)
-            return
-        await fleet.until_step("canary", written=True, max_rounds=200)
-        assert fleet.clock.now - began >= 19.0
-        wanted = await fleet.fleet.wanted_model(MODEL)
-        assert (wanted.shadow, wanted.canary.share) == (None, 0.1)
-        await ended_in(fleet, "done", NEW)
-
-    play(scenario)
-
-
 def test_a_canary_that_does_as_well_passes_after_its_bake_and_not_before(play):
     async def scenario(fleet):
         await fleet.begin(1, 2, 2)
@@ -283,47 +232,5 @@ def test_a_canary_that_does_as_well_passes_after_its_bake_and_not_before(play):
         ended = await ended_in(fleet, "done", NEW)
         text = next(event.text for event in ended.events if event.step == "canary" and "done after" in event.text)
         assert "within the limits (live: 2000 requests, 0 errors" in text
-
-    play(scenario)
-
-
-def test_a_bake_without_traffic_passes_and_says_so(play):
-    async def scenario(fleet):
-        await fleet.begin(1, 1, 1)
-        await begin(fleet, bake_s=3.0)
-        ended = await ended_in(fleet, "done", NEW)
-        text = next(event.text for event in ended.events if event.step == "bake" and "done after" in event.text)
-        assert "too little traffic to compare: 50 requests of each version are needed (live: 0 requests" in text
-
-    play(scenario)
-
-
-def test_a_flipped_version_that_is_slow_is_held_against_what_the_old_one_answered_before(play):
-    async def scenario(fleet):
-        await fleet.begin(1, 1, 1)
-        fleet.node("serve-0").stats[OLD] = stats(5000, bucket=20)
-        await begin(fleet, bake_s=30.0)
-        await fleet.until_bake()
-        fleet.node("serve-0").stats[NEW] = stats(200, bucket=60)
-        ended = await ended_in(fleet, "rolled_back", OLD)
-        assert "guard: p99" in ended.reason
-
-    play(scenario)
-
-
-@pytest.mark.parametrize("deltas_applied", [False, True])
-def test_golden_scores_off_during_a_bake_are_a_breach_unless_deltas_changed_the_rows(play, deltas_applied):
-    async def scenario(fleet):
-        await fleet.begin(1, 1, 2)
-        fleet.node("shard-0-0").delta_sequence[NEW] = 4 if deltas_applied else 0
-        await begin(fleet, canary_share=0.1, bake_s=3.0)
-        await fleet.until_bake()
-        # A process that came back in between has checked again.
-        fleet.node("serve-1").golden[NEW] = 0.5
-        if deltas_applied:
-            await ended_in(fleet, "done", NEW)
-        else:
-            ended = await ended_in(fleet, "rolled_back", OLD)
-            assert ended.reason == "guard: serve-1: golden scores differ by 0.5, allowed is 0.001"
 
     play(scenario)

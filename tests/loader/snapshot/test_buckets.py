@@ -48,28 +48,6 @@ def test_buckets_lie_one_after_the_other_and_rows_ascend_inside_them(num_embeddi
             assert order.row_at(rows - 1) == expected[-1]
 
 
-@given(st.integers(1, 20_000), BUCKETINGS, st.integers(0, 20_000))
-def test_rows_are_counted_by_bucket_up_to_any_edge(num_embeddings, bucketing, edge):
-    table = one_table_spec(num_embeddings, bucketing=bucketing).tables[0]
-    buckets, edge = RowBuckets.of(table), min(edge, num_embeddings)
-    edges = (edge, num_embeddings)
-    expected = [np.bincount(plain_buckets(table, range(end)), minlength=buckets.count) for end in edges]
-    np.testing.assert_array_equal(buckets.rows_below(np.array(edges)), expected)
-    np.testing.assert_array_equal(buckets.rows_per_bucket(), expected[1])
-
-
-@given(st.integers(1, 20_000), BUCKETINGS)
-def test_rows_of_a_bucket_are_numbered_by_a_shift(num_embeddings, bucketing):
-    table = one_table_spec(num_embeddings, bucketing=bucketing).tables[0]
-    buckets, rows, bucket_of = RowBuckets.of(table), np.arange(num_embeddings), plain_buckets(table)
-    number = (rows >> buckets.slot_shift) - buckets.first_slots()[bucket_of]
-    expected = np.zeros(num_embeddings, np.int64)
-    order = np.argsort(bucket_of, kind="stable")
-    counts = np.bincount(bucket_of, minlength=buckets.count)
-    expected[order] = np.arange(num_embeddings) - np.repeat(np.cumsum(counts) - counts, counts)
-    np.testing.assert_array_equal(number, expected)
-
-
 @pytest.mark.parametrize("shards", [2, 3, 4, 16, 64])
 def test_any_division_of_mixed_buckets_has_its_share_of_every_stride_of_rows(shards):
     table = one_table_spec(4_000_000, bucketing="mixed").tables[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,10 +9,9 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from loader.errors import ExportError, NonFiniteRowError, SnapshotFormatError
+from loader.errors import ExportError, SnapshotFormatError
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.manifest import ModelSpec
-from loader.snapshot.per_row import read_access_counts
 from loader.snapshot.publishing import rows_bytes_of
 from loader.snapshot.reader import Snapshot, verify_snapshot
 from loader.snapshot.row_source import RowsFromBlocks, RowSource, rows_of
@@ -58,17 +56,6 @@ def test_a_sliced_table_is_stored_as_tables_of_its_columns_that_are_alike_in_all
 def test_slices_that_do_not_make_up_the_table_are_refused(fields, message):
     with pytest.raises(ValidationError, match=message):
         table(**fields)
-
-
-@pytest.mark.parametrize("other", [{}, {"column_dims": (4, 4)}])
-def test_a_slice_named_like_another_table_is_refused(other):
-    tables = (table(column_dims=(4, 4)), table(name="t.c1", feature_names=("g",), **other))
-    fields = json.loads(SPEC.model_dump_json()) | {
-        "tables": [one.model_dump() for one in tables],
-        "features": [{"name": name, "side": "candidate"} for name in "fg"],
-    }
-    with pytest.raises(ValidationError, match=r"duplicate table: 't\.c1'"):
-        ModelSpec(**fields)
 
 
 def test_each_slice_is_encoded_with_a_scale_of_its_own_and_read_back_row_for_row(tmp_path):
@@ -158,17 +145,6 @@ def test_an_export_that_dies_between_two_slices_of_a_file_writes_the_missing_one
     assert Written.of(export(tmp_path / "cut", sources)) == whole
 
 
-def test_a_value_that_no_slice_can_hold_is_refused_by_table_and_row(tmp_path):
-    rows = random_tables(SPEC, 4)
-    rows["film"][5, 12] = np.nan
-    with pytest.raises(NonFiniteRowError, match="table 'film', row 5: holds NaN or inf"):
-        export(tmp_path, {name: rows_of(one) for name, one in rows.items()})
-    rows["film"][5, 12] = 0
-    rows["city"][7, 2] = 1e6
-    with pytest.raises(NonFiniteRowError, match=r"table 'city\.c1', row 7"):
-        export(tmp_path, {name: rows_of(one) for name, one in rows.items()})
-
-
 def test_vocabulary_and_access_counts_are_of_the_table_and_stand_with_its_first_slice(tmp_path):
     mapped = {"id_mapping": {"kind": "vocabulary", "id_type": "string"}}
     tables = [one.model_copy() if one.name != "film" else TableSpec(**{**dict(one), **mapped}) for one in SPEC.tables]
@@ -197,21 +173,3 @@ def test_vocabulary_and_access_counts_are_of_the_table_and_stand_with_its_first_
         rewrite_manifest(path, move(kind))
         with pytest.raises(SnapshotFormatError, match=message):
             Snapshot.open(path)
-
-
-def test_counts_that_were_observed_of_slices_are_the_tables(tmp_path):
-    for name, value in (("film.c1", 3), ("user", 5)):
-        np.save(tmp_path / f"{name}.npy", np.full(777 if name != "user" else 1000, value))
-    read = read_access_counts(tmp_path, SPEC)
-    assert {name: int(counts[0]) for name, counts in read.items()} == {"film": 3, "user": 5}
-
-
-def test_a_manifest_from_before_slices_loads(tmp_path):
-    path, _ = write_snapshot(tmp_path, make_spec())
-
-    def forget(manifest):
-        for one in manifest["spec"]["tables"]:
-            assert one.pop("column_dims") == []
-
-    rewrite_manifest(path, forget)
-    assert Snapshot.open(path).spec == make_spec()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import logging
 import os
@@ -23,10 +22,9 @@ from safetensors.torch import save_file
 
 from loader.checkpoints import open_checkpoint
 from loader.errors import ExportError
-from loader.snapshot import store
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.row_source import RowsFromBlocks, RowSource, SafetensorsRows, rows_of
-from loader.snapshot.store import Store, fsync_path
+from loader.snapshot.store import Store
 from loader.snapshot.writer import export_snapshot
 from shardrank_testing.snapshots import make_spec, one_table_spec, random_tables
 
@@ -94,11 +92,6 @@ def test_an_export_interrupted_before_its_manifest_resumes_without_reading_any_r
     assert contents(tmp_path) == whole
 
 
-def test_an_interrupted_export_can_be_interrupted_again_and_again(tmp_path, whole):
-    assert [export(tmp_path, fail_at=3) for _ in range(5)] == [3, 3, 3, 3, 1]
-    assert contents(tmp_path) == whole
-
-
 def test_a_finished_file_that_was_damaged_is_written_again_and_others_are_kept(tmp_path, whole, caplog):
     export(tmp_path, fail_at=10)
     files = tmp_path / "films" / ".export-1" / "snapshot" / "tables"
@@ -110,17 +103,6 @@ def test_a_finished_file_that_was_damaged_is_written_again_and_others_are_kept(t
     with caplog.at_level(logging.WARNING):
         assert export(tmp_path) == NUM_ROW_FILES - 10 + 3
     assert len(caplog.records) == 3
-    assert contents(tmp_path) == whole
-
-
-def test_what_a_killed_run_left_in_mid_file_is_overwritten(tmp_path, whole):
-    export(tmp_path, fail_at=2)
-    work = tmp_path / "films" / ".export-1"
-    (work / "snapshot" / "tables" / "user" / "rows-00002-of-00004.safetensors").write_bytes(b"half a fi")
-    (work / "snapshot" / "tables" / "user" / "stray.tmp").write_bytes(b"x")
-    with (work / "export-state.jsonl").open("a") as journal:
-        journal.write('{"path": "tables/user/rows-00002-of-0')
-    assert export(tmp_path) == NUM_ROW_FILES - 2
     assert contents(tmp_path) == whole
 
 
@@ -192,20 +174,6 @@ def test_rows_of_another_training_run_start_over_though_the_dense_model_is_the_s
     assert [("resuming" in message, "starting over" in message) for message in own] == [(True, False), (False, True)]
     stored = Snapshot.open(run(second)).read_rows("items", 0, 5000)
     np.testing.assert_array_equal(stored.view("<f4"), rows)
-
-
-def test_rows_that_contain_another_delta_start_over(tmp_path, caplog):
-    def run(last_delta, clock):
-        rows = {name: Rows(rows, [], None) for name, rows in TABLES.items()}
-        export_snapshot(tmp_path, SPEC, rows=rows, dense={}, last_delta=last_delta, clock=clock)
-
-    def dies():
-        raise TrainingDiedError
-
-    for last_delta in (4, 5):
-        with caplog.at_level(logging.WARNING), pytest.raises(TrainingDiedError):
-            run(last_delta, dies)
-    assert "starting over" in caplog.text
 
 
 def test_an_iterator_is_read_through_finished_files_and_the_result_is_the_same(tmp_path):
@@ -298,46 +266,6 @@ def test_a_killed_process_leaves_no_version_and_the_next_one_finishes_its_work(t
     Snapshot.open(tmp_path / "killed" / "small" / "1")
 
 
-def test_every_folder_above_a_first_version_is_durable_before_the_version_is_there(tmp_path, monkeypatch):
-    synced = []
-
-    def record(path):
-        synced.append((path, (tmp_path / "a/b/store/films/1").exists()))
-        fsync_path(path)
-
-    monkeypatch.setattr(store, "fsync_path", record)
-    export(tmp_path / "a" / "b" / "store")
-    made = [tmp_path, tmp_path / "a", tmp_path / "a/b", tmp_path / "a/b/store", tmp_path / "a/b/store/films"]
-    assert [path for path, _ in synced[:5]] == made
-    assert synced[-1] == (tmp_path / "a/b/store/films", True)
-    assert not any(published for _, published in synced[:-1])
-    synced.clear()
-    export_snapshot(
-        tmp_path / "a/b/store", SPEC, rows={n: Rows(r, [], None) for n, r in TABLES.items()}, dense={}, version=2
-    )
-    assert tmp_path / "a/b/store" not in [path for path, _ in synced]  # it was durable already
-
-
-def test_two_exports_of_one_version_do_not_mix(tmp_path):
-    export(tmp_path, fail_at=1)
-    with (tmp_path / "films" / ".export-1" / "lock").open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        with pytest.raises(ExportError, match="another export works in"):
-            export(tmp_path)
-    assert export(tmp_path) == NUM_ROW_FILES - 1
-
-
-def test_an_export_that_died_while_cleaning_up_is_cleaned_up_by_the_next(tmp_path):
-    export(tmp_path)
-    leftover = tmp_path / "films" / ".export-1"
-    leftover.mkdir()
-    (leftover / "export-state.jsonl").write_text("")
-    export_snapshot(
-        tmp_path, SPEC, rows={name: Rows(rows, [], None) for name, rows in TABLES.items()}, dense={}, version=2
-    )
-    assert sorted(path.name for path in (tmp_path / "films").iterdir()) == ["1", "2"]
-
-
 def test_a_disk_that_takes_no_more_is_a_typed_error_and_the_export_can_go_on(tmp_path, whole):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (6000, hard))  # a full file of table `user` has more
@@ -349,9 +277,3 @@ def test_a_disk_that_takes_no_more_is_a_typed_error_and_the_export_can_go_on(tmp
     assert Store(tmp_path).versions("films") == []
     export(tmp_path)
     assert contents(tmp_path) == whole
-
-
-def test_a_store_that_cannot_be_written_is_a_typed_error(tmp_path):
-    (tmp_path / "films").write_text("a file where the model's folder should be")
-    with pytest.raises(ExportError, match="export of 'films' version 1"):
-        export(tmp_path)

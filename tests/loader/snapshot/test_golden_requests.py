@@ -35,23 +35,6 @@ def test_one_request_is_its_own_bags_and_all_of_them_make_the_whole():
         golden.request(7)
 
 
-def test_one_request_is_right_when_every_request_has_one_candidate():
-    golden = random_golden(SPEC, seed=1, num_requests=4)
-    single = GoldenRequests(
-        num_candidates=np.ones(4, np.int32),
-        lengths={f.name: np.array([1, 0, 2, 1], np.int32) for f in SPEC.features},
-        values={f.name: np.arange(4, dtype=np.int64) for f in SPEC.features},
-        weights={f.name: np.arange(4, dtype=np.float32) for f in SPEC.features if f.weighted},
-        context_dense=golden.context_dense[:4],
-        candidate_dense=np.zeros((4, 3), np.float32),
-        scores=np.arange(4, dtype=np.float32),
-    )
-    single.check(SPEC)
-    assert single.request(2).values["user"].tolist() == [1, 2]
-    assert single.request(2).values["film"].tolist() == [1, 2]
-    assert single.request(2).weights["tag"].tolist() == [1.0, 2.0]
-
-
 def change(field, **features):
     """A function that replaces some features' arrays in one per-feature field."""
     return lambda golden: {field: {**getattr(golden, field), **{k: make(golden) for k, make in features.items()}}}

@@ -11,29 +11,20 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loader.errors import ExportError, SnapshotCorruptError
+from loader.errors import ExportError
 from loader.snapshot import per_row
 from loader.snapshot.per_row import (
-    access_count_tensors,
     read_access_counts,
     vocabulary_tensors,
     write_access_counts,
 )
-from loader.snapshot.publishing import _put_in_store
-from loader.snapshot.reader import Snapshot, verify_snapshot
+from loader.snapshot.reader import Snapshot
 from loader.snapshot.tables import VocabularyMapping, fingerprint_strings
-from shardrank_testing.snapshots import make_spec, one_table_spec, restate_file, rewrite_manifest, write_snapshot
-
-COUNTS_PATH = "tables/items/access-counts.safetensors"
+from shardrank_testing.snapshots import make_spec, one_table_spec, write_snapshot
 
 
 def counts_of(num_rows, seed=0):
     return np.random.default_rng(seed).integers(0, 2**32, num_rows, np.uint32)
-
-
-@pytest.fixture
-def snapshot_path(tmp_path):
-    return write_snapshot(tmp_path, one_table_spec(300), access_counts={"items": counts_of(300)})[0]
 
 
 @pytest.mark.parametrize("dtype", [np.uint32, np.int64, np.uint64, np.int32, ">u4"])
@@ -59,56 +50,6 @@ def test_tables_without_counts_have_none(tmp_path):
         snapshot.access_counts("nobody")
 
 
-def test_a_manifest_from_before_there_were_access_counts_is_read(tmp_path):
-    path, _ = write_snapshot(tmp_path, one_table_spec(300))
-
-    def without(manifest):
-        for table in manifest["tables"]:
-            del table["access_counts"]
-
-    rewrite_manifest(path, without)
-    assert Snapshot.open(path).access_counts("items") is None
-
-
-def test_counts_are_verified_and_published_with_the_other_files(tmp_path, snapshot_path):
-    report = verify_snapshot(snapshot_path)
-    assert report.ok
-    assert COUNTS_PATH in [file.path for file in report.files]
-    store = tmp_path / "other-store"
-    target, copied = _put_in_store(Snapshot.open(snapshot_path), store, 1, lambda *told: None)
-    assert copied
-    np.testing.assert_array_equal(Snapshot.open(target).access_counts("items"), counts_of(300))
-
-
-@pytest.mark.parametrize(("files", "is_checked"), [("all", True), ("rows", True), ("other", False)])
-def test_a_bit_flip_is_refused_by_who_places_rows(snapshot_path, files, is_checked):
-    file = snapshot_path / COUNTS_PATH
-    content = bytearray(file.read_bytes())
-    content[-7] ^= 4
-    file.write_bytes(content)
-    if not is_checked:
-        Snapshot.open(snapshot_path, files=files)
-        return
-    with pytest.raises(SnapshotCorruptError, match=r"access-counts\.safetensors: SHA-256 is"):
-        Snapshot.open(snapshot_path, files=files)
-
-
-@pytest.mark.parametrize(
-    ("tensors", "message"),
-    [
-        ({"counts": counts_of(299)}, r"'counts' is U32 \[299\], expected U32 \[300\]"),
-        ({"counts": counts_of(300).astype(np.int64)}, r"'counts' is I64 \[300\], expected U32 \[300\]"),
-        ({"count": counts_of(300)}, "has no tensor 'counts'"),
-        ({"counts": counts_of(300), "more": counts_of(1)}, r"has the tensors \['more'\] besides"),
-    ],
-)
-def test_a_file_that_is_not_of_the_table_is_refused_even_unverified(snapshot_path, tensors, message):
-    safetensors.numpy.save_file(tensors, snapshot_path / COUNTS_PATH)
-    restate_file(snapshot_path, COUNTS_PATH)
-    with pytest.raises(SnapshotCorruptError, match=message):
-        Snapshot.open(snapshot_path, verify=False)
-
-
 @pytest.mark.parametrize(
     ("counts", "message"),
     [
@@ -124,26 +65,6 @@ def test_a_file_that_is_not_of_the_table_is_refused_even_unverified(snapshot_pat
 def test_what_is_no_count_of_each_row_is_refused_at_export(tmp_path, counts, message):
     with pytest.raises(ExportError, match=f"table 'items': access counts: .*{message}"):
         write_snapshot(tmp_path, one_table_spec(300), access_counts={"items": counts})
-
-
-def test_counts_of_an_unknown_table_are_refused_at_export(tmp_path):
-    with pytest.raises(ExportError, match=r"access_counts: .* unknown \['users'\]"):
-        write_snapshot(tmp_path, one_table_spec(300), access_counts={"users": counts_of(300)})
-
-
-@given(counts=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=50))
-def test_any_counts_are_kept_as_they_are(counts):
-    tensors = access_count_tensors(one_table_spec(len(counts)).tables[0], np.array(counts))
-    assert tensors["counts"].tolist() == counts
-
-
-def test_a_folder_of_arrays_is_read(tmp_path):
-    np.save(tmp_path / "film.npy", counts_of(777))
-    np.save(tmp_path / "city.npy", np.arange(300))
-    (tmp_path / "notes.txt").write_text("not an array")
-    found = read_access_counts(tmp_path, make_spec())
-    assert sorted(found) == ["city", "film"]
-    np.testing.assert_array_equal(found["film"], counts_of(777))
 
 
 def test_a_file_of_dense_and_sparse_counts_is_read(tmp_path):
@@ -300,17 +221,3 @@ def test_lookups_that_are_written_are_read_as_whole_counts(tmp_path):
         second.name: [],
     }
     assert read[first.name][[0, 7]].tolist() == [1, 13]
-
-
-def test_lookups_that_pass_32_bits_are_all_divided_by_the_same(tmp_path):
-    spec = make_spec()
-    first, second = spec.tables[:2]
-    file = tmp_path / "counts.safetensors"
-    most = 4.0 * 2**32
-    write_access_counts(
-        file,
-        {first.name: (np.array([3]), np.array([most])), second.name: (np.array([4, 5]), np.array([most / 2, 1.0]))},
-    )
-    read = read_access_counts(file, spec)
-    assert read[first.name][3] == 2**32 - 1
-    assert read[second.name][[4, 5]].tolist() == [2**31, 1]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,13 +10,13 @@ from safetensors.numpy import load_file, save_file
 
 from loader.description import ModelDescription
 from loader.divided_rows import divide_rows
-from loader.errors import ExportError, SnapshotCorruptError, SnapshotFormatError
+from loader.errors import SnapshotCorruptError, SnapshotFormatError
 from loader.snapshot.reader import Snapshot, verify_snapshot
-from loader.snapshot.row_classes import RankedBits, RowClasses
+from loader.snapshot.row_classes import RowClasses
 from loader.snapshot.row_source import rows_of
-from loader.snapshot.tables import DividedTable, HashMapping
+from loader.snapshot.tables import DividedTable
 from loader.snapshot.writer import export_snapshot
-from shardrank_testing.snapshots import one_table_spec, random_rows, restate_file, rewrite_manifest, write_snapshot
+from shardrank_testing.snapshots import random_rows, restate_file, rewrite_manifest
 
 CLASSES = "tables/item/row-classes.safetensors"
 ROWS, KEPT = 2000, 1700
@@ -53,46 +51,6 @@ def test_a_rows_place_is_the_number_of_rows_of_its_class_before_it(made, seed):
     for number, bitmap in enumerate(found.bitmaps):
         assert bitmap.num_ones == np.count_nonzero(left == number)
         left = left[left != number]
-
-
-@pytest.mark.parametrize("size", [0, 1, 511, 512, 513])
-def test_bits_are_counted_up_to_the_end_of_a_block_and_beyond(size):
-    for bits in (np.zeros(size, np.bool_), np.ones(size, np.bool_)):
-        packed = RankedBits.of(bits)
-        assert (packed.num_ones, packed.size) == (bits.sum(), size)
-        np.testing.assert_array_equal(packed.to_bool(), bits)
-
-
-def test_a_bitmap_takes_one_bit_and_a_sixteenth_a_row():
-    assert RankedBits.of(np.zeros(512 * 1000, np.bool_)).size_bytes * 8 == 1.0625 * 512 * 1000
-    # The second has bits for those rows only that the first leaves.
-    chained = RowClasses.of(np.repeat(np.array([0, 1, 2], np.uint8), 512 * 100), 3)
-    assert [one.size_bytes * 8 for one in chained.bitmaps] == [1.0625 * 51_200 * 3, 1.0625 * 51_200 * 2]
-
-
-def test_a_table_of_one_class_has_no_bitmaps_and_every_row_is_its_own_place():
-    which, place = RowClasses.of(np.zeros(9, np.uint8), 1).find(np.array([8, 0, 3]))
-    assert (which.tolist(), place.tolist()) == ([0, 0, 0], [8, 0, 3])
-
-
-@given(row_classes())
-def test_what_a_file_has_is_what_was_written(tmp_path_factory, made):
-    classes, num_classes = made
-    sizes = [int(np.count_nonzero(classes == number)) for number in range(num_classes)]
-    written = RowClasses.of(classes, num_classes)
-    # A table may have a class without rows in its last part only, so of others just the sizes are given.
-    read = RowClasses.of_tensors("f", _Sizes(classes.size, sizes), (), written.tensors())
-    np.testing.assert_array_equal(read.classes(), classes)
-
-
-class _Sizes:
-    """As much of a divided table as tells the sizes of its classes."""
-
-    def __init__(self, num_embeddings, sizes):
-        self.num_embeddings, self._sizes = num_embeddings, sizes
-
-    def class_rows(self, _parts):
-        return tuple(self._sizes)
 
 
 def blocks_description(model: str = "small") -> ModelDescription:
@@ -214,31 +172,6 @@ def test_classes_that_do_not_count_what_they_should_are_refused_by_file(damaged,
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda tensors: tensors.pop("ranks.1"), r"has no tensor 'ranks.1'"),
-        (lambda tensors: tensors.update({"bits.2": np.zeros(64, np.uint8)}), r"has the tensors \['bits.2'\] besides"),
-        (lambda tensors: tensors.update({"bits.1": tensors["bits.1"][:64]}), r"'bits.1' is U8 \[64\], expected U8 "),
-        (lambda tensors: tensors.update({"ranks.0": tensors["ranks.0"].astype(np.int64)}), r"is I64 \[4\], expected U"),
-    ],
-)
-def test_a_file_of_other_tensors_is_refused_by_its_header(damaged, change, message):
-    copy = damaged(change)
-    for verify in (True, False):
-        with pytest.raises(SnapshotCorruptError, match=rf"item/row-classes.safetensors: .*{message}"):
-            Snapshot.open(copy, verify=verify)
-
-
-def test_a_flipped_bit_is_told_by_its_checksum(damaged):
-    copy = damaged(lambda tensors: None)
-    content = bytearray((copy / CLASSES).read_bytes())
-    content[-1] ^= 4
-    (copy / CLASSES).write_bytes(content)
-    with pytest.raises(SnapshotCorruptError, match=r"item/row-classes.safetensors: SHA-256"):
-        Snapshot.open(copy)
-
-
-@pytest.mark.parametrize(
     ("edit", "message"),
     [
         (lambda one: one["tables"][0].pop("row_classes"), "row classes go with the first part"),
@@ -257,29 +190,3 @@ def test_a_manifest_that_divides_a_table_otherwise_than_its_parts_do_is_refused(
     rewrite_manifest(copy, edit)
     with pytest.raises(SnapshotFormatError, match=message):
         Snapshot.open(copy)
-
-
-def test_classes_that_are_missing_unknown_or_of_another_size_are_not_exported(tmp_path, exported):
-    spec, division = Snapshot.open(exported[0]).spec, exported[1]
-    of_others = RowClasses.of((np.arange(ROWS) % 3).astype(np.uint8), 3)
-    for classes, message in (
-        ({}, r"row_classes: missing for tables \['item'\]"),
-        ({**division.row_classes, "item.b0": of_others}, r"unknown \['item.b0'\]"),
-        ({"item": of_others}, r"'item': classes of \(667, 667, 666\) rows; its parts have \(170, 1530, 300\)"),
-        ({"item": RowClasses.of(of_others.classes()[:-1], 3)}, "its parts have"),
-        ({"item": RowClasses.of(np.zeros(ROWS, np.uint8), 1)}, "its parts have"),
-    ):
-        with pytest.raises(ExportError, match=message):
-            export_snapshot(tmp_path, spec, rows=division.rows, dense={}, row_classes=classes)
-
-
-def test_a_manifest_without_divided_tables_says_nothing_of_them(tmp_path):
-    # So that releases that know none can read it.
-    spec = one_table_spec(300, id_mapping=HashMapping(seed=3))
-    path, _ = write_snapshot(tmp_path, spec)
-    document = json.loads((path / "manifest.json").read_text())
-    assert "divided" not in document["spec"]
-    assert "row_classes" not in document["tables"][0]
-    assert document["spec"]["tables"][0]["id_mapping"] == {"kind": "hash", "seed": 3}
-    assert "divided" not in json.loads(spec.model_dump_json())
-    assert Snapshot.open(path).spec == spec

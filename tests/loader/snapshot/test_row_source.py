@@ -24,14 +24,6 @@ def read_all(source, first_row, step):
     return np.concatenate(blocks)
 
 
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, ">f4"])
-def test_a_memmap_of_any_float_type_is_read_as_float32(tmp_path, dtype):
-    rows = random_rows(np.random.default_rng(0), 50, 6)
-    rows.astype(dtype).tofile(tmp_path / "rows.bin")
-    source = rows_of(np.memmap(tmp_path / "rows.bin", dtype=dtype, mode="r", shape=(50, 6)))
-    np.testing.assert_array_equal(read_all(source, 7, 16), rows.astype(dtype).astype(np.float32)[7:])
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_tensors_in_memory_and_in_a_safetensors_file_are_read_as_float32(tmp_path, dtype):
     tensor = torch.from_numpy(random_rows(np.random.default_rng(1), 50, 6)).to(dtype)

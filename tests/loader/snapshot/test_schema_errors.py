@@ -56,20 +56,3 @@ def test_an_unknown_key_is_named_with_those_that_are_allowed_and_nothing_else_is
     place, _, problem = error.partition(": ")
     assert place.startswith(".".join(map(str, path[:-1])))
     assert problem == f"unknown key {path[-1]!r}; allowed are {allowed}"
-
-
-def test_an_unknown_key_of_an_argument_of_a_program_is_named_with_those_of_its_source() -> None:
-    described = {"kind": "exported", "inputs": {"x": {"source": "pooled", "features": ["item"]}}, "outputs": {"y": {}}}
-    document = copy.deepcopy(DOCUMENT) | {"dense_model": described}
-    document["dense_model"]["inputs"]["x"]["side"] = "candidate"
-    with pytest.raises(ValidationError) as caught:
-        ModelSpec.model_validate(document)
-    (error,) = schema_errors(caught.value, [ModelSpec])
-    assert error.problem == "unknown key 'side'; allowed are ['source', 'features', 'per']"
-
-
-def test_a_list_is_not_said_to_be_short_when_one_of_its_items_is_bad() -> None:
-    assert errors_after("tables", 0, "dtype", value="f8") == [
-        "tables.0.dtype: Input should be 'int8', 'int4', 'fp16' or 'fp32'"
-    ]
-    assert errors_after("tables", value=[]) == ["tables: Tuple should have at least 1 item after validation, not 0"]

@@ -16,12 +16,11 @@ from loader.errors import (
     SnapshotCorruptError,
     SnapshotError,
     SnapshotFormatError,
-    SnapshotNotFoundError,
     SnapshotPathError,
 )
 from loader.snapshot import manifest
 from loader.snapshot.reader import Snapshot
-from shardrank_testing.snapshots import one_table_spec, restate_file, rewrite_manifest, write_snapshot
+from shardrank_testing.snapshots import restate_file, rewrite_manifest
 
 
 def all_files(folder):
@@ -37,11 +36,6 @@ FILE_KINDS = [
     "tables/user/rows-00001-of-00002.safetensors",
     "tables/genre/rows-00000-of-00001.safetensors",
 ]
-
-
-def test_the_pristine_snapshot_opens_and_has_every_kind_of_file(pristine):
-    Snapshot.open(pristine)
-    assert set(FILE_KINDS) <= set(all_files(pristine))
 
 
 @pytest.mark.parametrize("relative", FILE_KINDS)
@@ -86,16 +80,6 @@ def test_a_bit_flip_anywhere_in_any_file_is_refused(pristine, tmp_path_factory, 
         (pristine / relative).write_bytes(original)
 
 
-def test_a_bit_flip_in_a_row_file_names_that_file(copy):
-    path = copy / "tables/user/rows-00001-of-00002.safetensors"
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(SnapshotCorruptError, match=r"user/rows-00001-of-00002.safetensors: SHA-256"):
-        Snapshot.open(copy)
-    Snapshot.open(copy, verify=False)  # hashing is what was left out
-
-
 @pytest.mark.parametrize(
     "escape",
     [
@@ -128,18 +112,6 @@ def test_a_link_that_leaves_the_folder_is_refused_and_one_that_stays_is_not(copy
     Snapshot.open(copy)
 
 
-def test_a_linked_manifest_and_a_fifo_are_refused_without_being_read(copy):
-    os.mkfifo(copy / "fifo")
-    (copy / "dense.safetensors").unlink()
-    (copy / "fifo").rename(copy / "dense.safetensors")
-    with pytest.raises(SnapshotCorruptError, match="not a plain file"):
-        Snapshot.open(copy)
-    (copy / "manifest.json").rename(copy.parent / "manifest.json")
-    (copy / "manifest.json").symlink_to(copy.parent / "manifest.json")
-    with pytest.raises(SnapshotPathError, match=r"manifest.json"):
-        Snapshot.open(copy)
-
-
 @pytest.mark.parametrize("found", [2, 0, "1", None, True, 1.0])
 def test_an_unknown_format_version_is_told_apart_from_a_broken_manifest(copy, found):
     # A later format may have any other keys: the version is looked at first.
@@ -158,20 +130,6 @@ def test_a_manifest_that_is_no_manifest_is_refused(copy, text):
 def test_a_manifest_beyond_the_limit_is_refused_before_it_is_parsed(copy, monkeypatch):
     monkeypatch.setattr(manifest, "MAX_MANIFEST_BYTES", 100)
     with pytest.raises(SnapshotCorruptError, match=r"manifest.json: larger than 100 bytes"):
-        Snapshot.open(copy)
-
-
-def test_an_unknown_key_in_the_manifest_is_refused(copy):
-    rewrite_manifest(copy, lambda manifest: manifest.update(extra=1))
-    with pytest.raises(SnapshotFormatError, match="extra"):
-        Snapshot.open(copy)
-
-
-def test_a_snapshot_under_another_name_is_refused(copy):
-    moved = copy.rename(copy.parent / "2")
-    with pytest.raises(SnapshotFormatError, match="version 1, the folder says 'films' '2'"):
-        Snapshot.open(moved)
-    with pytest.raises(SnapshotNotFoundError):
         Snapshot.open(copy)
 
 
@@ -279,22 +237,3 @@ def test_a_forged_header_is_refused_before_its_rows_are_mapped(copy, header):
     for verify in (True, False):
         with pytest.raises(SnapshotCorruptError, match=r"genre/rows-00000-of-00001.safetensors"):
             Snapshot.open(copy, verify=verify)
-
-
-def test_a_file_that_shrinks_after_opening_is_refused_when_it_is_mapped(tmp_path):
-    path, _ = write_snapshot(tmp_path, one_table_spec(300))
-    snapshot = Snapshot.open(path)
-    os.truncate(path / "tables/items/rows-00000-of-00001.safetensors", 50)
-    with pytest.raises(SnapshotCorruptError, match="can't be mapped"):
-        snapshot.rows_file("items", 0)
-
-
-def test_rows_outside_the_table_and_unknown_tables_are_errors(tmp_path):
-    snapshot = Snapshot.open(write_snapshot(tmp_path, one_table_spec(300))[0])
-    for first_row, num_rows in ((-1, 2), (299, 2), (5, -1)):
-        with pytest.raises(IndexError, match="300 rows"):
-            snapshot.read_rows("items", first_row, num_rows)
-    with pytest.raises(KeyError):
-        snapshot.read_rows("other", 0, 1)
-    with pytest.raises(KeyError, match="no vocabulary"):
-        snapshot.vocabulary("items")

@@ -6,16 +6,13 @@ import json
 import math
 import os
 import re
-import resource
 from math import prod as math_prod
-from pathlib import Path
 
 import pytest
 
-from loader.errors import SnapshotCorruptError, SnapshotFormatError, SnapshotResourceError
+from loader.errors import SnapshotCorruptError, SnapshotFormatError
 from loader.snapshot import reader
 from loader.snapshot.reader import Snapshot
-from shardrank_testing.exhaustion import file_descriptors_exhausted
 from shardrank_testing.snapshots import restate_entry, restate_file, rewrite_manifest
 
 GENRE = "tables/genre/rows-00000-of-00001.safetensors"
@@ -94,38 +91,6 @@ def test_a_huge_file_is_refused_by_its_header_before_it_is_read(copy, relative, 
     assert hashed == []
 
 
-def test_a_file_that_memory_cannot_hold_is_a_shortage_and_no_damage(copy):
-    dense = {"w": ("F32", [2 * GIB], 8 * GIB)}
-    write_sparse(copy, "dense.safetensors", dense)
-    snapshot = Snapshot.open(copy, verify=False)
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + GIB, hard))
-    try:
-        with pytest.raises(SnapshotResourceError, match=r"dense.safetensors: can't be read: .*allocate"):
-            snapshot.dense_tensors()
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
-def test_a_shortage_of_file_descriptors_is_no_damage(copy):
-    snapshot = Snapshot.open(copy)
-    with file_descriptors_exhausted():
-        for use in (
-            lambda: Snapshot.open(copy),
-            lambda: snapshot.rows_file("user", 0),
-            lambda: snapshot.vocabulary("film"),
-            lambda: snapshot.vocabulary_strings("film"),
-            snapshot.dense_tensors,
-            snapshot.golden,
-        ):
-            with pytest.raises(SnapshotResourceError, match="Too many open files") as caught:
-                use()
-    assert (caught.value.http_status, caught.value.grpc_status) == (503, "UNAVAILABLE")
-    assert caught.value.kind == "snapshot_resource"
-    Snapshot.open(copy)
-
-
 def change_table(key, value):
     return lambda manifest: manifest["spec"]["tables"][0].update({key: value})
 
@@ -172,7 +137,3 @@ def test_a_number_or_bool_of_another_type_is_refused_by_its_place(copy, edit, pl
 def test_a_manifest_that_is_wrong_in_very_many_places_is_refused_in_a_short_message(copy, edit, message):
     rewrite_manifest(copy, edit)
     assert re.search(message, expect_short_refusal(copy, SnapshotFormatError))
-
-
-def repeat_rows(table, count):
-    table["rows"] = table["rows"][:1] * count

@@ -27,18 +27,6 @@ def test_models_and_versions_are_found_in_order_and_other_entries_are_not(tmp_pa
     assert store.snapshot_path("a", 9) == tmp_path / "a" / "9"
 
 
-def test_the_number_of_a_version_that_is_set_aside_or_being_deleted_is_not_given_again(tmp_path):
-    for version in (1, 2):
-        write_snapshot(tmp_path, one_table_spec(10, model="a"), version=version)
-    store = Store(tmp_path)
-    store.set_aside("a", 2)
-    assert (store.versions("a"), store.next_version("a")) == ([1], 3)
-    (tmp_path / "a" / ".trash-2").rename(tmp_path / "a" / ".trash-2.gone")
-    assert store.next_version("a") == 3
-    store.delete_set_aside("a", ())
-    assert store.next_version("a") == 2
-
-
 def test_what_does_not_exist_is_told_with_what_does(tmp_path):
     write_snapshot(tmp_path, one_table_spec(10, model="a"), version=3)
     store = Store(tmp_path)

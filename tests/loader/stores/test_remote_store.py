@@ -25,7 +25,6 @@ from loader.errors import (
     StoreCacheError,
     StoreUnavailableError,
 )
-from loader.progress import CalledOffError
 from loader.registry.directory import DirectoryRegistry
 from loader.registry.fleet import FleetRegistry
 from loader.snapshot.manifest import CHECKSUM_NAME, MANIFEST_NAME, read_manifest
@@ -127,31 +126,6 @@ def test_what_is_in_the_cache_is_served_without_the_store_and_what_the_disk_dama
         assert proxy.answer_bytes - before > (held.path / ROWS).stat().st_size
 
 
-def test_of_two_that_find_a_damaged_file_at_once_one_replaces_it_and_it_is_never_away(
-    bucket: Bucket, snapshots: Path, tmp_path: Path
-) -> None:
-    put(store_of(bucket, tmp_path), snapshots / "1")
-    with store_of(bucket, tmp_path).hold("small", 1) as held:
-        rows = held.path / ROWS
-    rows.write_bytes(bytes(rows.stat().st_size))
-    both, was_there = list[Any](), list[bool]()
-
-    def meanwhile(what: str, done: int, total: int) -> None:
-        if what == "checking SHA-256" and done == total and not both:
-            # The first has read the damaged file, and is about to say so.
-            other = store_of(bucket, tmp_path)
-            both.append(other.hold("small", 1, progress=lambda *_: was_there.append(rows.exists())))
-            both.append(rows.open("rb"))
-
-    with store_of(bucket, tmp_path).hold("small", 1, progress=meanwhile) as held:
-        other, opened = both
-        with other, opened:
-            assert set(was_there) == {True}
-            assert os.path.samestat(rows.stat(), os.fstat(opened.fileno()))
-            assert rows.read_bytes() == (snapshots / "1" / ROWS).read_bytes()
-        assert held.path == other.path
-
-
 def test_a_version_is_immutable_and_two_who_write_it_never_mix(
     bucket: Bucket, snapshots: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,17 +153,6 @@ def test_a_version_is_immutable_and_two_who_write_it_never_mix(
     assert written == [f"small/1/{CHECKSUM_NAME}"]
     with pytest.raises(SnapshotExistsError, match="a version is immutable"):
         put(store, other)
-    with store.hold("small") as held:
-        assert files_of(held.path) == files_of(snapshots / "1")
-
-
-def test_files_of_a_claim_that_was_given_up_are_not_taken_for_those_of_the_next_one(
-    bucket: Bucket, snapshots: Path, tmp_path: Path
-) -> None:
-    # Whoever wrote version 1 before died, and its claim was deleted, as the message about it says.
-    bucket.put(f"small/1/{ROWS}", (snapshots / "2" / ROWS).read_bytes())
-    store = store_of(bucket, tmp_path)
-    put(store, snapshots / "1")
     with store.hold("small") as held:
         assert files_of(held.path) == files_of(snapshots / "1")
 
@@ -256,22 +219,6 @@ def test_a_store_that_stalls_is_unavailable_within_its_limit_and_nothing_of_it_i
         with pytest.raises(StoreUnavailableError, match=r"can't be (read|listed)"):
             store_of(bucket, tmp_path, timeout_s=0.6).hold("small", 1)
         assert not in_place(tmp_path, "rows-*")
-
-
-def test_a_fetch_that_nobody_wants_any_more_ends_though_the_store_does_not_answer(
-    bucket: Bucket, snapshots: Path, tmp_path: Path, s3_port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    put(store_of(bucket, tmp_path), snapshots / "1")
-    with threaded_proxy(s3_port) as proxy:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
-        proxy.hold_after = 300_000
-
-        def progress(what: str, done: int, total: int) -> None:
-            if proxy.hold_after is not None and proxy.answer_bytes >= proxy.hold_after:
-                raise CalledOffError("called off")
-
-        with pytest.raises(CalledOffError):
-            store_of(bucket, tmp_path).hold("small", 1, progress=progress)
 
 
 def test_an_object_that_changes_while_it_is_fetched_is_noticed_and_never_mixed(
@@ -401,20 +348,3 @@ def test_versions_are_published_and_retired_at_a_url_and_what_was_set_aside_by_o
     bucket.put(f"small/4/{MANIFEST_NAME}", (snapshots / "4" / MANIFEST_NAME).read_bytes())
     store.bring_back("small", 4)
     assert store.versions("small") == [3, 4]
-
-
-def test_small_files_beside_versions_are_written_listed_and_read(bucket: Bucket, tmp_path: Path) -> None:
-    store = store_of(bucket, tmp_path)
-    store.write_file("small/dense-steps/1/a", b"one")
-    store.write_file("small/dense-steps/1/b", b"two")
-    assert [one.path for one in store.list_files("small/dense-steps/1")] == [
-        "small/dense-steps/1/a",
-        "small/dense-steps/1/b",
-    ]
-    store.delete_files(["small/dense-steps/1/a", "small/dense-steps/1/gone"])
-    assert store.read_file("small/dense-steps/1/b", 3) == b"two"
-    with pytest.raises(SnapshotCorruptError, match="missing") as missing:
-        store.read_file("small/dense-steps/1/a", 3)
-    assert isinstance(missing.value.__cause__, OSError)  # tried again later, as a file that comes late
-    with pytest.raises(SnapshotCorruptError, match="at most 2"):
-        store.read_file("small/dense-steps/1/b", 2)

@@ -51,12 +51,6 @@ def test_everything_else_is_refused_by_name_and_no_secret_is_repeated(text: str)
     assert "secret" not in str(refused.value)
 
 
-def test_a_url_without_an_account_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
-    with pytest.raises(StoreUrlError, match="Account must be specified"):
-        open_store("az://container/prefix")
-
-
 def test_folders_import_no_client_and_a_url_without_it_names_the_extra() -> None:
     program = """
 import sys
