@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import closing
 from pathlib import Path
 
@@ -10,22 +9,15 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from loader.snapshot.manifest import ModelSpec
-from loader.snapshot.reader import Snapshot
 from loader.snapshot.row_source import rows_of
 from loader.snapshot.writer import export_snapshot
-from router.feature_schema import FeatureSchema
-from serving.cards.layout import BatchClass, CardLayout
 from serving.cli import main
 from serving.client import Client
-from serving.models.inputs import find_runs
 from serving.rank.ranking import MergedBatch
 from serving.versions.served_model import ServedModel
-from shard_node.cuda.batch import check_runs
 from shardrank_testing.card_engines import OnCards
 from shardrank_testing.card_ranking import DENSE, ranking_of, score, served_on, shop_batch, shop_spec
 from shardrank_testing.client_calls import calling, rank_arguments
@@ -109,21 +101,6 @@ def test_sliced_tables_give_the_scores_of_whole_ones_on_the_cpu_and_on_cards(tmp
                 np.testing.assert_allclose(score(cards, batch), scores, rtol=1e-4, atol=1e-6)
 
 
-def test_it_is_verified_and_inspected_as_the_tables_that_its_users_know(tmp_path):
-    spec = sliced_shop("mlp")
-    path = exported(tmp_path, spec)
-    assert json.loads(command("verify", "--snapshot", path, "--json"))["ok"] is True
-    found = json.loads(command("inspect", "--snapshot", path, "--json"))
-    shown = {one["name"]: one for one in found["tables"]}
-    assert list(shown) == [one.name for one in spec.tables]
-    assert shown["films"]["column_dims"] == [6, 6, 4]
-    assert shown["films"]["files"] == 3
-    held = Snapshot.open(path).manifest.tables
-    of_films = sum(entry.size_bytes for files in held if files.table.startswith("films.c") for entry in files.rows)
-    assert shown["films"]["size_bytes"] == of_films
-    assert "16 = 6 + 6 + 4" in command("inspect", "--snapshot", path)
-
-
 @pytest.mark.parametrize("options", [{}, {"local_shards": 3, "sharding": "table", "replicate_bytes": 0}], ids=str)
 def test_the_service_ranks_and_looks_up_over_its_apis_as_if_nothing_were_sliced(tmp_path, options):
     slices = {"users": (3, 5), "films": (4, 4), "genres": (1, 3), "tags": (2, 2), "cities": (1, 3), "devices": (2, 2)}
@@ -159,31 +136,3 @@ def test_the_service_ranks_and_looks_up_over_its_apis_as_if_nothing_were_sliced(
                             np.testing.assert_allclose(found[name], expected, rtol=1e-5, atol=1e-6)
 
     run(scenario())
-
-
-@st.composite
-def sliced_models(draw: st.DrawFn) -> ModelSpec:
-    dims = st.lists(st.integers(1, 5).map(lambda dim: 2 * dim), min_size=2, max_size=4).map(tuple)
-    names = draw(st.sets(st.sampled_from(["users", "films", "genres", "tags", "cities"])))
-    return with_slices(shop_spec(), {name: draw(dims) for name in sorted(names)})
-
-
-@given(sliced_models())
-def test_every_column_of_the_models_input_is_written_once_wherever_slices_lie(spec):
-    """By the runs of the assembler and, on cards, by the runs of the kernel."""
-    schema = FeatureSchema.of(spec)
-    layout = CardLayout(spec, schema, torch.float32)
-    shapes, most = layout.shapes, BatchClass.of(5, 2, 100)
-    columns = {"context": [], "candidate": []}
-    for one in find_runs(spec, schema):
-        columns[one.side].extend(range(one.column, one.column + one.count * one.dim))
-    runs = layout.runs(most)
-    check_runs(schema.layout, runs, layout.size(most))
-    places, on_cards = layout.output_places(most), {"context": [], "candidate": []}
-    for table, offset, stride in zip(runs.tables, runs.out_offsets, runs.out_strides, strict=True):
-        dim = schema.layout.tables[table].embedding_dim
-        side, first = ("context", places.areas[1]) if offset >= places.areas[1] else ("candidate", 0)
-        assert stride == shapes.side(side).padded_width
-        on_cards[side].extend(range(offset - first, offset - first + dim))
-    for side in ("context", "candidate"):
-        assert sorted(columns[side]) == sorted(on_cards[side]) == list(range(shapes.side(side).embedding_width))

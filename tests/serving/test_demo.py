@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import shlex
@@ -21,8 +20,6 @@ from click.testing import CliRunner
 from google.protobuf import json_format
 
 from serving.cli import main
-from serving.client import AsyncClient, RetryPolicy
-from serving.demo import Answers, rank_all
 from serving.proto.shardrank.v1 import ranking_pb2, ranking_pb2_grpc
 from shardrank_testing.movielens import small_interactions, write_movielens
 from shardrank_testing.processes import descendants, is_alive, running
@@ -119,37 +116,3 @@ def test_a_taken_port_a_device_that_is_none_or_a_report_that_can_not_be_written_
     monkeypatch.delitem(sys.modules, "shard_node.cuda.cupy_cards", raising=False)
     monkeypatch.setitem(sys.modules, "cupy", None)
     assert "pip install 'shardrank[cuda]'" in refused("--device", "cuda", "--local", *ANY_PORTS)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def test_requests_that_fail_are_counted_and_leave_no_score() -> None:
-    port = free_port()
-    request = {"context": {}, "candidates": {"film_id": [1]}}
-
-    async def ranked(api: str) -> Answers:
-        retry = RetryPolicy(max_attempts=1)
-        async with AsyncClient(f"{api}://127.0.0.1:{port}", timeout_ms=5000, retry=retry) as client:
-            return await rank_all(api, client, "films", [request, request], [3, 4], warmup_requests=3)
-
-    for api in ("http", "grpc"):
-        answers = asyncio.run(ranked(api))
-        assert (answers.requests, answers.errors, len(answers.error_examples)) == (5, 5, 5)
-        assert np.isnan(answers.scores).all()
-        assert answers.percentile_ms(50) is None
-
-
-def test_measuring_stops_when_it_is_cancelled() -> None:
-    async def program() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as silent:
-            url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-            async with AsyncClient(url, timeout_ms=60_000) as client, asyncio.timeout(0.1):
-                request = {"context": {}, "candidates": {"film_id": [1]}}
-                await rank_all("http", client, "films", [request], [1], warmup_requests=0)
-
-    with pytest.raises(TimeoutError):
-        asyncio.run(program())

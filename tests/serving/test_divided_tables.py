@@ -68,24 +68,6 @@ def test_divided_tables_give_the_scores_of_whole_ones_with_the_same_rows(tmp_pat
                 np.testing.assert_allclose(score(served, batch), scores, rtol=1e-4, atol=1e-5)
 
 
-def test_sequences_of_projected_and_multiplied_rows_score_like_whole_ones(tmp_path):
-    for films in (
-        {"embedding_dim": 5, "project_to": 16},
-        {"id_mapping": {"kind": "quotient_remainder", "buckets": 20, "combine": "multiply"}},
-        {"blocks": [{"share": 0.5}, {"dim": 3, "dtype": "fp32"}]},
-    ):
-        twins = shop_twins(tmp_path / str(len(str(films))), "target_attention", {"films": films})
-        with (
-            served_on(twins.divided.path, None) as own,
-            served_on(twins.divided.path, OnCards(2, "peers", "as late as can be")) as on_cards,
-            served_on(twins.whole.path, None) as whole,
-        ):
-            for batch, same in zip(batches_of(own), batches_of(whole), strict=True):
-                expected = score(whole, same)
-                for served in (own, on_cards, on_cards, on_cards):
-                    np.testing.assert_allclose(score(served, batch), expected, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("kind", DENSE)
 @pytest.mark.parametrize("on", engine_params(ON, (OnCards(2, "peers", "logical"),)))
 def test_parts_on_cards_give_the_scores_of_whole_tables_again_and_again(tmp_path, kind, on):
@@ -100,17 +82,6 @@ def test_parts_on_cards_give_the_scores_of_whole_tables_again_and_again(tmp_path
         assert num_graphs(scorer) == len(scorer.classes) > 3
         assert num_replays(scorer) >= 2 * len(batches)
         assert {one.is_graph for one in scorer._batches.values()} == {kind != "target_attention"}
-
-
-def test_parts_on_cards_score_in_bfloat16_as_on_the_cpu(tmp_path):
-    twins = shop_twins(tmp_path, "dlrm", pruned=("films",))
-    with (
-        served_on(twins.divided.path, OnCards(2, "peers"), dtype="bfloat16") as served,
-        served_on(twins.whole.path, None) as whole,
-    ):
-        assert ranking_of(served).parts.dtype == "bfloat16"
-        for batch, same in zip(batches_of(served) * 2, batches_of(whole) * 2, strict=True):
-            np.testing.assert_allclose(score(served, batch), score(whole, same), atol=0.05)
 
 
 @pytest.mark.parametrize("on", ON, ids=str)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +15,17 @@ from click.testing import CliRunner
 from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import save_file
 
-from loader.errors import ExportError, SnapshotCorruptError, SnapshotFormatError
-from loader.snapshot.golden import GoldenRequests
-from loader.snapshot.manifest import MANIFEST_NAME, ExportedModelSpec
+from loader.errors import SnapshotCorruptError, SnapshotFormatError
+from loader.snapshot.manifest import MANIFEST_NAME
 from loader.snapshot.reader import Snapshot, verify_snapshot
-from loader.snapshot.row_source import rows_of
-from loader.snapshot.writer import export_snapshot
 from serving.cli import main as command
-from serving.cli.serve import _source, serve, worker_arguments
 from serving.client.client import AsyncClient
 from serving.embedded import Ranker
-from serving.errors import GoldenMismatchError, RankingModelError, UntrustedProgramError
+from serving.errors import UntrustedProgramError
 from serving.models.exported import export_program
 from serving.proto.inference import open_inference_pb2_grpc
 from serving.rank.service import RankingService
-from serving.training.dataset import evaluation_requests, films_vocabularies
+from serving.training.dataset import evaluation_requests
 from serving.training.multi_task import (
     TASKS,
     OfInputs,
@@ -42,8 +37,6 @@ from serving.training.multi_task import (
     with_outputs,
 )
 from serving.versions.loading import ModelSource, load_served_model
-from shard_node.cuda.card_set import CardOptions, CardSet
-from shardrank_testing.emulated_cards import EmulatedCards
 from shardrank_testing.inference_requests import json_body, message_of, tensors_of
 from shardrank_testing.movielens import small_interactions
 from shardrank_testing.serving_api import rank_message, run, running_api
@@ -76,20 +69,6 @@ def request_of(trained: TrainedTasks, number: int) -> dict[str, Any]:
         "context": {"sparse": {name: bags[name][0].tolist() for name in ("user_id", "history")}},
         "candidates": {"sparse": {name: [bag.tolist() for bag in bags[name]] for name in ("film_id", "genre")}},
     }
-
-
-def written(trained: TrainedTasks, store: Path, golden: GoldenRequests | None = None, **more: Any) -> Path:
-    """The same version with something else."""
-    spec, ranking = more.pop("spec", trained.spec), trained.network.ranking
-    assert isinstance(ranking, OfInputs)
-    given = {
-        "rows": {name: rows_of(rows.detach().numpy()) for name, rows in trained.network.tables.items()},
-        "vocabularies": films_vocabularies(trained.dataset.interactions, spec),
-        "golden": golden,
-        "golden_tolerance": 1e-4,
-    }
-    dense = more.pop("dense", None)
-    return export_snapshot(store, spec, dense=dense or export_program(trained.spec, ranking.mmoe), **given, **more)
 
 
 def test_what_is_served_is_what_training_computes(trained: TrainedTasks, folder: Path) -> None:
@@ -138,27 +117,6 @@ def test_every_api_gives_the_same_bits_of_every_output(trained: TrainedTasks, se
     run(main())
 
 
-def test_outputs_are_named_by_descriptions_and_asked_for_by_name(trained: TrainedTasks, folder: Path) -> None:
-    async def main() -> None:
-        with closing(RankingService(expected_models=[MODEL])) as service:
-            service.install(load_served_model(ModelSource(snapshot=folder, **TRUSTED), service))
-            async with running_api(service) as api:
-                model = (await api.http.get(f"/v1/models/{MODEL}")).json()["dense_model"]
-                assert (model["kind"], model["outputs"], model["dtype"]) == ("exported", list(TASKS), "float32")
-                metadata = (await api.http.get(f"/v2/models/{MODEL}")).json()
-                assert [one["name"] for one in metadata["outputs"]] == ["scores", "order", *TASKS]
-                tensors = tensors_of(trained.spec, request_of(trained, 0))
-                body = json_body(tensors, outputs=[{"name": "buy"}])
-                answer = (await api.http.post(f"/v2/models/{MODEL}/infer", content=body)).json()
-                assert [one["name"] for one in answer["outputs"]] == ["buy"]
-                wrong = json_body(tensors, outputs=[{"name": "sold"}])
-                refused = await api.http.post(f"/v2/models/{MODEL}/infer", content=wrong)
-                assert refused.status_code == 400
-                assert "there is no output 'sold'; there are ['scores', 'order', 'click', 'buy']" in refused.text
-
-    run(main())
-
-
 def test_requests_of_many_callers_are_joined_and_each_gets_its_own(
     trained: TrainedTasks, service: RankingService
 ) -> None:
@@ -188,20 +146,6 @@ def test_a_store_that_is_not_trusted_is_refused_and_the_command_says_so(folder: 
     assert "and outputs ['click', 'buy'], every score within 0.0001" in accepted.output
 
 
-def test_every_serving_process_is_told_that_the_store_is_trusted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    configs: list[Any] = []
-    monkeypatch.setattr("serving.cli.fleet._run", lambda config, scheme: configs.append(config))
-    for flags in ([], ["--trust-exported"]):
-        static = serve.make_context("serve", ["--snapshot", str(folder), *flags]).params
-        member = serve.make_context("serve", ["--registry", "r", "--store", str(folder.parent.parent), *flags]).params
-        assert _source(static, folder, None).trust_exported is bool(flags)
-        for told in (worker_arguments(static, folder), worker_arguments(member, None)):
-            assert ("--trust-exported" in told) is bool(flags)
-        assert CliRunner().invoke(command, ["up", "--snapshot", str(folder), *flags]).exit_code == 0
-        assert ("--trust-exported" in configs[-1].serve_arguments) is bool(flags)
-        assert "--trust-exported" not in configs[-1].shard_node_arguments
-
-
 def test_a_program_is_exported_from_the_command_line(trained: TrainedTasks, tmp_path: Path) -> None:
     ranking = trained.network.ranking
     assert isinstance(ranking, OfInputs)
@@ -223,24 +167,6 @@ def test_a_program_is_exported_from_the_command_line(trained: TrainedTasks, tmp_
     assert result.exit_code == 0, result.output
     with Ranker.open(tmp_path / "models" / MODEL / "1", **TRUSTED) as ranker:
         assert list(ranker.rank(request_of(trained, 0))["outputs"]) == list(TASKS)
-
-
-def test_golden_outputs_decide_too(trained: TrainedTasks, tmp_path: Path) -> None:
-    golden = with_outputs(trained, evaluation_requests(trained.dataset, trained.spec, 4).requests)
-    wrong = replace(golden, outputs=dict(golden.outputs, buy=golden.outputs["buy"] + np.float32(0.01)))
-    with pytest.raises(GoldenMismatchError, match=r"golden scores differ by up to 0\.01"):
-        Ranker.open(written(trained, tmp_path, wrong), **TRUSTED)
-    with pytest.raises(ExportError, match=r"golden requests: outputs: expected \['buy', 'click'\], got \['click'\]"):
-        written(trained, tmp_path, replace(golden, outputs={"click": golden.outputs["click"]}))
-
-
-def test_tensors_and_programs_are_not_taken_for_one_another(trained: TrainedTasks, tmp_path: Path) -> None:
-    with pytest.raises(ExportError, match="expected a program, got tensors"):
-        written(trained, tmp_path, dense={"weight": torch.ones(1)})
-    built_in = {"kind": "mlp", "config": {"hidden": [4]}}
-    spec = trained.spec.model_validate(trained.spec.model_dump() | {"dense_model": built_in})
-    with pytest.raises(ExportError, match="expected tensors, got a program"):
-        written(trained, tmp_path, spec=spec)
 
 
 def test_a_changed_program_is_found_by_its_checksum_and_a_manifest_that_names_another_file(folder: Path) -> None:
@@ -278,16 +204,3 @@ def test_a_description_of_a_program_is_checked(trained: TrainedTasks, changed: d
     described["dense_model"] |= changed
     with pytest.raises(ValueError, match=says):
         type(trained.spec).model_validate(described)
-
-
-def test_a_description_is_the_same_after_it_was_written_as_json(trained: TrainedTasks) -> None:
-    again = type(trained.spec).model_validate_json(trained.spec.model_dump_json(), strict=True)
-    assert again == trained.spec
-    assert isinstance(again.dense_model, ExportedModelSpec)
-
-
-def test_rows_on_cards_refuse_a_program(folder: Path) -> None:
-    card_set = CardSet(EmulatedCards(1), CardOptions(card_memory_gb=1e-2))
-    source = ModelSource(snapshot=folder, card_set=card_set, **TRUSTED)
-    with closing(RankingService()) as service, pytest.raises(RankingModelError, match="is run on the CPU"):
-        load_served_model(source, service)

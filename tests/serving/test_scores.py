@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 
@@ -101,12 +99,3 @@ def test_a_lookup_is_the_same_in_every_api(api_model):
             np.testing.assert_array_equal(rows, np.array(theirs, np.float32).reshape(rows.shape))
 
     run(main())
-
-
-def test_the_embedded_ranker_opens_ranks_and_closes(api_model):
-    with Ranker.open(api_model.path, shards=2, cards=2, dtype="float32", num_replicas=2) as ranker:
-        request = api_request(3)
-        np.testing.assert_allclose(ranker.rank(request)["scores"], api_model.scores(request), rtol=1e-5)
-        assert ranker.description.version == 1
-        assert json.loads(json.dumps(ranker.rank(request | {"request_id": "x"})))["request_id"] == "x"
-    ranker.close()

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import re
 import signal
 import socket
@@ -10,12 +9,10 @@ import socket
 import httpx
 import pytest
 
-from serving.errors import ListenError
-from serving.limits import RequestLimits
 from serving.rank.service import RankingService
-from serving.server import ServerConfig, running_server, serve
+from serving.server import ServerConfig, serve
 from serving.versions.loading import ModelSource, load_served_model
-from shardrank_testing.serving_api import MODEL, Gate, api_request, api_service, gated_service, run, running_api
+from shardrank_testing.serving_api import MODEL, Gate, api_request, gated_service, run, running_api
 from shardrank_testing.serving_process import ServingProcess, serving_process
 
 
@@ -59,39 +56,6 @@ def test_what_is_in_flight_when_the_server_stops_is_answered_and_nothing_else_is
             await client.aclose()
 
     run(main())
-
-
-def test_a_request_that_outlasts_the_drain_is_cut_off(api_model):
-    gate = Gate()
-
-    async def main() -> None:
-        with gated_service(api_model, gate, RequestLimits(default_timeout_ms=30_000)) as service:
-            config = ServerConfig(http_port=0, grpc_port=0, drain_timeout_s=0.5)
-            async with running_server(service, config) as listening:
-                _, writer = await asyncio.open_connection("127.0.0.1", listening.http_port)
-                body = json.dumps(api_request(1)).encode()
-                writer.write(
-                    f"POST /v1/models/{MODEL}:rank HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
-                )
-                writer.write(body)
-                await gate.wait_until_busy()
-            assert service.in_flight == 0
-            writer.close()
-
-    run(main())
-
-
-@pytest.mark.parametrize("which", ["http_port", "grpc_port"])
-def test_a_port_that_is_taken_is_an_error_that_names_it(api_model, which):
-    async def main(service) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as taken:
-            port = taken.getsockname()[1]
-            with pytest.raises(ListenError, match=str(port)):
-                async with running_server(service, ServerConfig(**{"http_port": 0, "grpc_port": 0, which: port})):
-                    pass
-
-    with api_service(api_model) as service:
-        run(main(service))
 
 
 def test_a_process_that_loads_says_so_and_is_ready_afterwards(api_model):

@@ -83,14 +83,3 @@ def test_what_becomes_of_parts_neither_waits_for_the_device_nor_reads_the_host(d
     assert mode.found == []
     assert len(layout.sums) > 3
     assert (len(layout.products), len(layout.pooled_products)) == (3, 2)
-
-
-def test_what_waits_for_the_device_or_reads_the_host_is_found():
-    on_device = torch.zeros(4, device=DEVICE)
-    with pytest.raises(RuntimeError):
-        int(on_device.max())
-    with pytest.raises(RuntimeError):
-        on_device + torch.ones(4)
-    with OfTheHost() as mode:
-        torch.tensor([1, 2]).to(DEVICE)
-    assert mode.found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from pathlib import Path
 
 import numpy as np
@@ -64,21 +63,6 @@ def test_a_process_whose_cards_have_failed_is_not_ready_and_says_why(api_model):
     run(main())
 
 
-def test_a_call_that_fails_once_ends_nothing(api_model):
-    async def main() -> None:
-        service, cards = on_cards(api_model)
-        for _ in range(3):
-            cards.fault = FAULT
-            await service.watch.refresh()
-            assert service.watch.problems() == {MODEL: f"card: {FAULT}"}
-            cards.fault = ""
-            await service.watch.refresh()
-            assert service.watch.problems() == {}
-        await asyncio.to_thread(service.close)
-
-    run(main())
-
-
 def test_a_serving_process_ends_with_the_error_of_its_cards(api_model):
     async def main() -> None:
         service, cards = on_cards(api_model)
@@ -102,31 +86,6 @@ def test_a_serving_process_ends_with_the_error_of_its_cards(api_model):
 @pytest.fixture(scope="module")
 def shop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_shop(tmp_path_factory.mktemp("shop"), shop_spec("dlrm"))
-
-
-def test_a_class_of_batches_that_can_not_be_recorded_is_scored_without_a_graph(shop, monkeypatch, caplog):
-    rng = np.random.default_rng(0)
-    with served_on(shop, OnCards(2, "peers")) as served, served_on(shop, None) as reference:
-        ranking = ranking_of(served)
-        model, scorer, calls = ranking._on_card(ranking.parts).model, ranking.scorer, itertools.count()
-        forward = model.forward
-
-        def no_room_to_record(inputs):
-            # A class is recorded before its second batch.
-            if next(calls) == 1:
-                raise torch.OutOfMemoryError("CUDA out of memory")
-            return forward(inputs)
-
-        monkeypatch.setattr(model, "forward", no_room_to_record)
-        before = num_graphs(scorer)
-        for _ in range(4):
-            batch = shop_batch(served, rng, [3, 2])
-            np.testing.assert_allclose(score(served, batch), score(reference, batch), rtol=1e-4, atol=1e-5)
-        assert (num_graphs(scorer), scorer.failed_captures) == (before, 1)
-        assert "ranked without a CUDA graph" in caplog.text
-        for _ in range(2):
-            score(served, shop_batch(served, rng, [30, 20]))
-        assert (num_graphs(scorer), scorer.failed_captures) == (before + 1, 1)
 
 
 def test_after_too_many_failures_nothing_is_recorded_any_more(shop, monkeypatch, caplog):

@@ -14,7 +14,6 @@ from serving.cards.layout import (
     MIN_CANDIDATES,
     BatchClass,
     CardLayout,
-    candidate_classes,
     rounded_candidates,
 )
 from shard_node.cuda.batch import check_runs
@@ -43,24 +42,6 @@ def test_candidates_are_rounded_up_by_a_quarter_at_most(count):
     assert rounded % MIN_CANDIDATES == 0
     assert rounded_candidates(rounded) == rounded
     assert rounded <= rounded_candidates(count + 1)
-
-
-@given(st.integers(1, 1 << 14))
-def test_the_classes_of_candidates_are_all_that_are_rounded_to(most):
-    classes = candidate_classes(most)
-    counts = np.unique(np.linspace(1, most, 200).astype(int)).tolist()
-    assert {rounded_candidates(count) for count in counts} <= set(classes)
-    assert classes == sorted(set(classes))
-    assert classes[-1] == rounded_candidates(most)
-    assert len(classes) <= 4 * max(1, most.bit_length())
-
-
-@given(st.integers(1, 1 << 20), st.integers(1, 4096), st.integers(0, 1 << 27))
-def test_a_class_has_room_for_its_batches_and_not_much_more(candidates, requests, values):
-    most = BatchClass.of(candidates, requests, values)
-    assert requests <= most.num_requests < 4 * max(1, requests)
-    assert values <= most.num_values <= max(1024, 2 * values)
-    assert BatchClass.of(most.num_candidates, most.num_requests, most.num_values) == most
 
 
 @pytest.mark.parametrize("kind", DENSE)
@@ -118,28 +99,6 @@ def test_scratch_of_parts_is_written_by_one_bag_at_most_and_every_column_of_the_
     for matrix, width in zip(areas, [*(side.embedding_width for side in sides), 16], strict=False):
         assert (matrix[:, :width] == 1).all()
         assert not matrix[:, width:].any()
-
-
-@pytest.mark.parametrize("dense", [(0, 0), (1, 0), (0, 1), (13, 7)])
-@given(most=CLASSES)
-def test_what_is_sent_along_is_aligned_and_lies_one_after_the_other(dense, most):
-    layout = layout_of("target_attention" if dense == (13, 7) else "mlp", dense)
-    size_bytes = layout.extra_bytes(most)
-    sent = torch.zeros(size_bytes, dtype=torch.uint8)
-    views = layout.extra(most, sent)
-    assert [(tuple(view.shape), view.dtype) for view in views] == [
-        ((most.num_candidates,), torch.int64),
-        ((most.num_requests, dense[0]), torch.float32),
-        ((most.num_candidates, dense[1]), torch.float32),
-        ((len(layout.sequences), 2, most.num_requests), torch.int64),
-        ((0, 1 + max(most.num_requests, most.num_candidates)), torch.int64),
-    ]
-    starts = [view.storage_offset() * view.dtype.itemsize for view in views]
-    assert starts[0] == 0
-    for view, start, following in zip(views, starts, [*starts[1:], size_bytes], strict=True):
-        assert start % ALIGNED_BYTES == 0
-        assert start + view.nbytes <= following < start + view.nbytes + ALIGNED_BYTES
-    assert layout.size(most).extra_bytes == size_bytes
 
 
 @pytest.mark.parametrize("dense", [(0, 0), (1, 0), (13, 7)])

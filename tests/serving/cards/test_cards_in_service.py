@@ -11,24 +11,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from loader.deltas.publisher import AsyncDeltaPublisher
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.golden import GoldenRequests
-from serving.cards.layout import CardLayout
-from serving.cards.ranking import usual_values
 from serving.embedded import Ranker
-from serving.errors import GoldenMismatchError, ModelOutputError, UnknownIdError
+from serving.errors import GoldenMismatchError, UnknownIdError
 from serving.limits import RequestLimits
-from serving.models.ranking_models import bfloat16_is_native
-from serving.rank.ranking import Ranking
 from serving.rank.service import RankingService
-from shard_node.cuda.card_set import CardOptions, CardSet, DeviceChoice
-from shard_node.errors import DeadlineExceededError, DeviceChoiceError, MemoryBudgetError
+from shard_node.cuda.card_set import CardOptions, CardSet
+from shard_node.errors import MemoryBudgetError
 from shardrank_testing.agent_fleet import agent_fleet, with_live
 from shardrank_testing.card_engines import OnCards, engine_params
-from shardrank_testing.card_ranking import ask, ranking_of, score, served_on, shop_batch, shop_spec, write_shop
+from shardrank_testing.card_ranking import ranking_of, score, served_on, shop_batch, shop_spec, write_shop
 from shardrank_testing.emulated_cards import EmulatedCards
 from shardrank_testing.golden import golden_of
 from shardrank_testing.serving_api import (
@@ -75,24 +70,6 @@ def test_requests_are_ranked_and_looked_up_as_they_must_be(api_model, api_servic
             np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_the_call_in_a_process_ranks_on_the_device_that_it_is_given(api_model, monkeypatch):
-    asked = []
-
-    def open_cards(choice: DeviceChoice, num_cards: int) -> EmulatedCards:
-        asked.append((str(choice), num_cards))
-        return EmulatedCards(num_cards)
-
-    monkeypatch.setattr("shard_node.cuda.card_set.open_cards", open_cards)
-    options = CardOptions(card_memory_gb=1e-3)
-    given = {"device": "cuda:0", "cards": 2, "card_options": options, "limits": LIMITS, "dtype": "float32"}
-    with Ranker.open(api_model.path, **given) as ranker:
-        request = api_request(2)
-        np.testing.assert_allclose(ranker.rank(request)["scores"], api_model.scores(request), rtol=1e-4)
-    assert asked == [("cuda:0", 2)]
-    with pytest.raises(DeviceChoiceError, match="device 'cuda0' is none of"):
-        Ranker.open(api_model.path, device="cuda0")
-
-
 def test_golden_requests_are_asked_of_the_cards(tmp_path, golden):
     model = write_api_model(tmp_path / "right", golden=golden)
     with served_on(model.path, ON[0], num_replicas=3) as served:
@@ -105,31 +82,6 @@ def test_golden_requests_are_asked_of_the_cards(tmp_path, golden):
         pass
 
 
-@pytest.mark.skipif(not bfloat16_is_native(), reason="this CPU has no bfloat16")
-def test_bfloat16_serves_on_cards_where_it_gives_the_golden_scores(tmp_path, golden):
-    model = write_api_model(tmp_path, golden=golden)
-    with served_on(model.path, ON[0], dtype="auto") as served:
-        dense = served.description.dense_model
-        assert (dense.dtype == "bfloat16") == (dense.dtype_fallback == "")
-        assert served.checked.difference <= served.checked.tolerance
-
-
-def test_how_many_values_are_usual_is_told_by_the_golden_requests(api_model, golden):
-    with served_on(api_model.path, ON[0]) as served:
-        parts = ranking_of(served).parts
-    context = [
-        name
-        for name, feature in zip(parts.schema.names, parts.schema.features.features, strict=True)
-        if feature.side == "context"
-    ]
-    ids = {name: int(lengths.sum()) for name, lengths in golden.lengths.items()}
-    in_context = sum(ids[name] for name in context)
-    expected = (in_context / 4, (sum(ids.values()) - in_context) / golden.scores.size)
-    layout = CardLayout(parts.schema.features.spec, parts.schema.features, torch.float32)
-    assert usual_values(layout, parts, golden) == pytest.approx(expected)
-    assert usual_values(layout, parts, None) == (len(context), len(parts.schema.names) - len(context))
-
-
 def test_an_id_without_a_row_is_told_to_the_request_that_has_it(api_model):
     with on_cards(ON[0], api_model) as ranker:
         request = api_request(0)
@@ -138,30 +90,6 @@ def test_an_id_without_a_row_is_told_to_the_request_that_has_it(api_model):
             ranker.rank(request)
         request = api_request(1)
         np.testing.assert_allclose(ranker.rank(request)["scores"], api_model.scores(request), rtol=1e-4)
-
-
-def test_a_score_that_is_not_finite_fails_its_request_alone(tmp_path):
-    model = write_api_model(tmp_path, scale=1e4)
-    with on_cards(ON[0], model) as ranker:
-        request = api_request(1)
-        request["context"]["dense"] = [3e38, 3e38]
-        with pytest.raises(ModelOutputError, match="not finite"):
-            ranker.rank(request)
-        assert np.isfinite(ranker.rank(api_request(1))["scores"]).all()
-
-
-def test_nothing_is_worked_out_after_the_deadline(shop):
-    rng = np.random.default_rng(0)
-    with served_on(shop, ON[0]) as served:
-        batch, scorer = shop_batch(served, rng, [3]), ranking_of(served).scorer
-        uses = [one.num_uses for one in scorer._batches.values()]
-
-        async def work(ranking: Ranking) -> None:
-            await ranking.score(batch, 0.0)
-
-        with pytest.raises(DeadlineExceededError, match="deadline passed"):
-            ask(served._replicas[0], work)
-        assert [one.num_uses for one in scorer._batches.values()] == uses
 
 
 def test_the_metrics_tell_the_tiers_and_whether_cards_read_each_other(api_model):
@@ -265,53 +193,6 @@ def test_a_batch_that_a_card_has_no_room_for_is_refused_and_the_next_one_is_scor
         assert scorer.classes == []
         np.testing.assert_allclose(score(served, small), expected, rtol=2e-5)
         in_the_way.free()
-
-
-def test_a_version_is_warm_as_far_as_there_is_room(shop, caplog):
-    limits = RequestLimits(max_batch_candidates=4096)
-    with served_on(shop, None, limits, card_set=CardSet(EmulatedCards(1), CardOptions(card_memory_gb=1e-3))) as served:
-        ranking = ranking_of(served)
-        card = ranking.scorer.lane.card
-
-        async def warm(ranking: Ranking) -> None:
-            ranking.warm(None)
-
-        def classes_with(room_bytes: int) -> int:
-            while ranking.scorer._batches:
-                ranking.scorer._batches.popitem()[1].free()
-            in_the_way = card.allocate(card.free_bytes() - room_bytes)
-            try:
-                ask(served._replicas[0], warm)
-            finally:
-                in_the_way.free()
-            return len(ranking.scorer.classes)
-
-        assert 0 < classes_with(1 << 20) < classes_with(4 << 20) < classes_with(1 << 28)
-        assert "find room when they come, or none: " in caplog.text
-        with pytest.raises(MemoryBudgetError):
-            classes_with(100)
-
-
-def test_a_dense_model_without_room_to_work_is_an_error_of_the_batch(shop, monkeypatch):
-    rng = np.random.default_rng(0)
-    with served_on(shop, ON[0]) as served:
-        batch = shop_batch(served, rng, [500])
-        model = (on_card := ranking_of(served)).parts.models.on(on_card.device)
-
-        def forward(inputs: object) -> None:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-
-        monkeypatch.setattr(model, "forward", forward)
-        with pytest.raises(MemoryBudgetError, match="card 0 has no room for the dense model's work on 512 candidates"):
-            score(served, batch)
-
-
-def test_rows_of_several_shards_in_one_process_are_looked_up_through_them(api_model):
-    card_set = OnCards(2, "peers").card_set(api_model.spec)
-    service = served_service(api_model, LIMITS, cards=2, local_shards=2, card_set=card_set)
-    with Ranker(service, MODEL) as ranker:
-        request = api_request(3)
-        np.testing.assert_allclose(ranker.rank(request)["scores"], api_model.scores(request), rtol=1e-4)
 
 
 @pytest.fixture(scope="module")

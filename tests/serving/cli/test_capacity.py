@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from pydantic import ValidationError
 
 from loader.snapshot.golden import GoldenRequests
 from serving.cli.capacity import CapacityOptions, CapacityPlan, LookupProfile, catalog_model
@@ -54,17 +53,6 @@ def test_cards_hold_no_more_than_they_may_and_every_lookup_goes_somewhere(change
     assert plan.fits_on_cards == (by_tier["pinned"] == 0)
 
 
-def test_the_textbook_table_takes_64_gb_on_each_of_16_hosts():
-    plan = planned("textbook", "fp32", cards=1, shards=16, candidates=65_536)
-    assert plan.cards[0].own_bytes == 64_000_000_000
-    # A place for each row of this host, and 8 bytes for each bucket.
-    assert plan.cards[0].places_bytes == 4 * 125_000_000 + 8 * 4096
-    assert plan.size.code_bytes == plan.size.float32_bytes == 1_024_000_000_000
-    assert plan.batch.lookups == 65_536 * 40
-    assert planned("textbook", "int8", cards=8).size.code_bytes == 256_000_000_000
-    assert planned("textbook", "int4", cards=8).size.code_bytes == 128_000_000_000
-
-
 def test_a_plan_is_the_engines_own(monkeypatch):
     made = []
     make = CardPlan.make
@@ -84,25 +72,6 @@ def test_a_plan_is_the_engines_own(monkeypatch):
     ]
 
 
-def test_versions_side_by_side_share_the_memory():
-    one, two = planned(card_memory_gb=40.0), planned(card_memory_gb=80.0, pinned_memory_gb=32.0, versions=2)
-    assert [card.hot_bytes for card in one.cards] == [card.hot_bytes for card in two.cards]
-
-
-def test_what_every_row_on_cards_needs_is_what_fits_to_the_byte():
-    needed = planned().all_on_cards_bytes
-    exact = planned(card_memory_gb=needed / 1e9, hot_gb=0.0, pinned_memory_gb=0.0)
-    assert exact.fits_on_cards
-    assert not planned(card_memory_gb=(needed - 1000) / 1e9, hot_gb=0.0, pinned_memory_gb=1.0).fits_on_cards
-
-
-def test_without_peer_access_no_lookup_goes_to_a_peer():
-    plan = planned(card_memory_gb=5.0, pinned_memory_gb=40.0, peer_access=False)
-    assert {one.tier: one.rows for one in plan.tiers}["card"] == 0
-    assert plan.batch.peer_bytes == 0
-    assert not plan.fits_on_cards
-
-
 def test_counts_decide_where_rows_go():
     spec = make_spec(dtype="int8")
     counts = np.zeros(1000, np.uint32)
@@ -119,12 +88,6 @@ def test_what_can_not_be_served_at_all_is_refused_with_the_numbers():
         planned("merlin-colossal")
     with pytest.raises(MemoryBudgetError, match=r"[0-9]+ bytes of [0-9]+ rows are left over"):
         planned(card_memory_gb=2.0, pinned_memory_gb=0.0)
-
-
-@pytest.mark.parametrize("changes", [{"cards": 0}, {"cards": 65}, {"card_memory_gb": 0.0}, {"candidates": 0}])
-def test_options_out_of_range_are_refused(changes):
-    with pytest.raises(ValidationError, match=next(iter(changes))):
-        options_of(**changes)
 
 
 def loads_by_name(profile, requests, candidates):
@@ -157,11 +120,6 @@ def test_golden_requests_tell_the_hotness_and_the_longest_bag():
     profile = LookupProfile.of_requests(golden)
     assert profile.hotness == {"film": 2, "history": 25}
     assert profile.longest == {"film": 4, "history": 30}
-
-
-def test_told_hotness_comes_before_what_was_found():
-    told = LookupProfile({"film": 3, "user": 1}, {"film": 9}).with_hotness(make_spec(), {"film": 40})
-    assert (told.hotness, told.longest["film"]) == ({"film": 40, "user": 1}, 40)
 
 
 @pytest.mark.parametrize(

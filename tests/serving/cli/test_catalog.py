@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from serving.cli.capacity import CATALOG, catalog_model
+from serving.cli.capacity import catalog_model
 from serving.errors import ModelNotFoundError
-from serving.models.config import parse_dense_model
 
 
 def float32_bytes(name):
@@ -29,32 +28,6 @@ def float32_bytes(name):
 def test_a_published_model_has_its_published_size(name, tables, gibibytes):
     assert len(catalog_model(name).spec.tables) == tables
     assert round(float32_bytes(name) / 2**30, 1) == gibibytes
-
-
-@pytest.mark.parametrize("name", CATALOG)
-def test_every_model_could_be_served(name):
-    found = catalog_model(name)
-    parse_dense_model(found.spec)
-    assert found.spec.model == name
-    assert {one.dtype for one in found.spec.tables} == {"int8"}
-    assert found.hotness.keys() == {feature.name for feature in found.spec.features}
-    assert min(found.hotness.values()) >= 1
-
-
-def test_a_sample_of_dlrm_v2_has_214_ids_and_the_longest_bag_100():
-    hotness = catalog_model("dlrm-v2").hotness.values()
-    assert (len(hotness), sum(hotness), max(hotness)) == (26, 214, 100)
-
-
-def test_a_shared_table_of_merlins_has_two_features():
-    spec = catalog_model("merlin-tiny").spec
-    assert [len(one.feature_names) for one in spec.tables[:4]] == [2, 2, 2, 1]
-    assert [catalog_model("merlin-tiny").hotness[name] for name in spec.tables[0].feature_names] == [1, 10]
-
-
-def test_a_scale_shortens_every_table_but_leaves_it_a_row():
-    rows = [one.num_embeddings for one in catalog_model("dlrm-v2", scale=0.001).spec.tables]
-    assert rows[:6] == [40_000, 39, 17, 7, 20, 1]
 
 
 def test_an_unknown_name_and_a_scale_out_of_range_are_refused():

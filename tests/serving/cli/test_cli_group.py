@@ -9,13 +9,11 @@ import sys
 from pathlib import Path
 
 import click
-import numpy as np
 import pytest
 from click.testing import CliRunner
 
 import serving.cli as group
-from router.plan import DEFAULT_REPLICATE_BYTES
-from serving.cli import main, options
+from serving.cli import main
 from shardrank_testing.command_line import flags_of
 from shardrank_testing.snapshots import make_spec, write_snapshot
 
@@ -55,11 +53,6 @@ def test_every_command_has_help_with_examples_that_parse(command: str) -> None:
         assert set(re.findall(r"--[a-z-]+", example)) <= flags_of(main, f"{command} {example}")
 
 
-def test_an_unknown_command_or_flag_is_a_usage_error() -> None:
-    assert run("lunch").exit_code == 2
-    assert run("inspect", "--lunch").exit_code == 2
-
-
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
@@ -92,12 +85,6 @@ def test_a_store_that_is_not_there_or_has_only_an_unfinished_export_is_told_as_t
         assert "not finished: the export of shop/1" in run(command, "--store", str(tmp_path)).output
 
 
-def test_debug_shows_where_an_error_comes_from(tmp_path: Path) -> None:
-    result = run("--debug", "inspect", "--store", str(tmp_path), "--model", "films")
-    assert result.exit_code == 1
-    assert type(result.exception).__name__ == "SnapshotNotFoundError"
-
-
 def test_inspect_tells_the_same_as_text_and_as_json(store: Path) -> None:
     document = json.loads(run("inspect", "--store", str(store), "--json").output)
     assert (document["model"], document["version"]) == ("films", 1)
@@ -115,25 +102,12 @@ def test_inspect_tells_the_same_as_text_and_as_json(store: Path) -> None:
         assert re.search(rf"{table['name']} +{table['num_embeddings']} +{table['embedding_dim']} ", text)
 
 
-def test_inspect_tells_which_tables_have_access_counts(store: Path, tmp_path: Path) -> None:
-    write_snapshot(tmp_path, make_spec(), access_counts={"user": np.ones(1000, np.uint32)})
-    for folder, counted in ((store, []), (tmp_path, ["user"])):
-        document = json.loads(run("inspect", "--store", str(folder), "--json").output)
-        assert [table["name"] for table in document["tables"] if table["access_counts"]] == counted
-        told = f"Access counts: {', '.join(counted) or 'none'}\n"
-        assert told in run("inspect", "--store", str(folder)).output
-
-
 def test_a_store_with_several_models_wants_one_named(store: Path, tmp_path: Path) -> None:
     for model in ("a", "b"):
         write_snapshot(tmp_path, make_spec(model))
     result = run("inspect", "--store", str(tmp_path))
     assert result.exit_code == 2
     assert "name one with --model: ['a', 'b']" in result.output
-
-
-def test_the_default_of_replicate_bytes_is_the_routers() -> None:
-    assert options.DEFAULT_REPLICATE_BYTES == DEFAULT_REPLICATE_BYTES
 
 
 def test_another_package_can_add_a_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,22 +11,15 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from loader.errors import ExportError
 from loader.registry.fleet import FleetRegistry, NodeRecord, VersionReport, WantedModel
 from loader.registry.opening import open_registry
 from loader.snapshot.per_row import read_access_counts
-from serving.api.access_counts import ask_counts
 from serving.cli import main
-from serving.cli.counts import Counted, of_tables
 from shard_node.access_counts import SAMPLE_EVERY
-from shard_node.errors import NodeUnavailableError, RemoteError
 from shard_node.wire.address import Address
-from shard_node.wire.messages import CountsRequest
-from shardrank_testing.divided import describe, write_twins
 from shardrank_testing.nodes import MODEL, VERSION, film_bags, serving, small_node, small_spec
 from shardrank_testing.serving_api import MODEL as API_MODEL
 from shardrank_testing.serving_api import api_request, ask, running_api, served_service, write_api_model
-from shardrank_testing.snapshots import one_table_spec
 
 LOCAL = Address.parse("127.0.0.1:0")
 
@@ -69,27 +62,6 @@ def test_what_shards_and_replicas_counted_is_added_in_one_file(tmp_path: Path) -
     assert not counts["user"].any()
 
 
-def test_counts_of_parts_are_told_by_the_rows_of_their_table(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    hot_and_cold = {"items": {"dtype": {"hot": "fp16", "cold": "int4", "hot_share": 0.1}}}
-    snapshot = write_twins(tmp_path, describe(one_table_spec(300), hot_and_cold), pruned=("items",)).divided
-    hot, cold = (np.flatnonzero(snapshot.row_classes("items").classes() == number) for number in (0, 1))
-
-    def counted(rows: list[int], num_embeddings: int) -> Counted:
-        return Counted(np.array(rows, np.uint32), np.arange(5, 5 + len(rows), dtype=np.float32), num_embeddings)
-
-    # The last row of the last part is that of all which are pruned.
-    found = {"items.b0": counted([0, 3], hot.size), "items.b1": counted([2, cold.size], cold.size + 1)}
-    told = of_tables(snapshot, found)
-    expected = {int(hot[0]): 5, int(hot[3]): 6, int(cold[2]): 5}
-    assert dict(zip(told["items"].rows.tolist(), told["items"].lookups.tolist(), strict=True)) == expected
-    assert told["items"].num_embeddings == 300
-    assert "items: about 6 more lookups of pruned rows" in capsys.readouterr().out
-    with pytest.raises(ExportError, match=r"'items.b1': \d+}, counted were {'items.b0': 7, "):
-        of_tables(snapshot, found | {"items.b0": counted([0], 7)})
-
-
 def test_a_node_that_does_not_answer_is_named_and_nothing_is_written(tmp_path: Path) -> None:
     (node,) = nodes_that_pooled([3])
     file = tmp_path / "counts"
@@ -103,18 +75,6 @@ def test_a_node_that_does_not_answer_is_named_and_nothing_is_written(tmp_path: P
     assert done.exit_code == 1
     assert "gone.sock" in done.output
     assert list(tmp_path.iterdir()) == []
-
-
-def test_nothing_counted_is_said(tmp_path: Path) -> None:
-    (node,) = nodes_that_pooled([])
-
-    async def program() -> Result:
-        async with serving(LOCAL, node) as server:
-            return await asyncio.to_thread(run_counts, "--shard", server.addresses[0], "--out", tmp_path / "counts")
-
-    done = beside(program)
-    assert done.exit_code == 1
-    assert "no lookup was counted yet" in done.output
 
 
 def test_a_fleets_nodes_are_found_in_its_registry(tmp_path: Path) -> None:
@@ -165,34 +125,6 @@ def test_a_serving_process_tells_what_it_counted_in_its_own_memory(tmp_path: Pat
     # Every request names row 3 of the tags twice or more, and no other row of them so often.
     assert int(counts["tags"].argmax()) == 3
     assert set(counts) == {table.name for table in model.spec.tables}
-
-
-def test_the_route_of_a_serving_process_refuses_what_is_not_there(tmp_path: Path) -> None:
-    service = served_service(write_api_model(tmp_path))
-    good = CountsRequest(API_MODEL, 0, 0, 0, 10)
-
-    async def program() -> None:
-        async with running_api(service) as api:
-            path = f"/v1/models/{API_MODEL}/access-counts"
-            for query, status, named in (
-                ("table=99", 400, "table 99"), ("table=x", 400, "table"), ("rows=3", 400, "rows"),
-                ("max_rows=999999999", 400, "999999999 rows"), ("version=9", 404, "9"),
-            ):  # fmt: skip
-                answer = await api.http.get(f"{path}?{query}")
-                assert answer.status_code == status, query
-                assert named in answer.json()["error"]["message"]
-            url = str(api.http.base_url)
-            (part,) = await asyncio.to_thread(ask_counts, url, good, 10.0)
-            assert (part.table, part.counts.size, part.first_row) == ("cities", 5, 0)
-            with pytest.raises(RemoteError, match="HTTP status 404"):
-                await asyncio.to_thread(ask_counts, url, CountsRequest("other", 0, 0, 0, 10), 10.0)
-        with pytest.raises(NodeUnavailableError):
-            await asyncio.to_thread(ask_counts, url, good, 1.0)
-
-    try:
-        beside(program)
-    finally:
-        service.close()
 
 
 @pytest.mark.parametrize(

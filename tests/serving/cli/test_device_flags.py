@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import re
 import sys
-from pathlib import Path
 
 import click
 import pytest
 from click.testing import CliRunner
 
 from serving.cli import main
-from serving.cli.fleet import up
-from serving.cli.options import DEFAULT_PINNED_GB, device_options
-from serving.cli.serve import _load, _may_wait, _source, serve, shard_node, worker_arguments
+from serving.cli.options import device_options
+from serving.cli.serve import _load, _may_wait, serve, shard_node
 from serving.cli.settings import card_options, device_arguments, num_replicas, open_card_set
 from shard_node.cuda.card_engine import CardEngine
 from shard_node.cuda.card_set import CardOptions, CardSet
-from shard_node.errors import DeviceChoiceError
 from shard_node.node import ShardNode
 from shardrank_testing.emulated_cards import EmulatedCards
 from shardrank_testing.serving_api import MODEL, ApiModel
@@ -58,16 +55,6 @@ def test_flags_become_the_options_of_the_cards_and_a_child_is_told_the_same() ->
     assert told == given
 
 
-def test_without_flags_the_options_are_the_engines_own() -> None:
-    given = rows.make_context("rows", []).params
-    assert given["device"] == "auto"
-    assert card_options(given) == CardOptions()
-    assert CardOptions().pinned_memory_gb == DEFAULT_PINNED_GB
-    assert device_arguments(given) == [
-        *("--device", "auto", "--pinned-memory-gb", str(DEFAULT_PINNED_GB), "--peer-access", "auto")
-    ]
-
-
 @pytest.mark.parametrize("may_block", [False, True])
 def test_there_is_one_ranking_replica_for_each_card_if_nothing_else_is_said(may_block: bool) -> None:
     card_set = CardSet(EmulatedCards(4))
@@ -81,25 +68,6 @@ def test_without_cards_the_event_loop_ranks_unless_a_row_may_block_it() -> None:
     for card_set, may_block in ((None, True), (CardSet(EmulatedCards(1)), False)):
         with pytest.raises(click.UsageError, match="--ranking-replicas 0 is only for rows in this process's RAM"):
             num_replicas(0, card_set, may_block=may_block)
-
-
-def test_a_device_that_is_none_is_refused_before_a_child_is_started() -> None:
-    with pytest.raises(DeviceChoiceError, match="device 'gpu' is none of 'cpu', 'auto', 'cuda'"):
-        device_arguments(rows.make_context("rows", ["--device", "gpu"]).params)
-
-
-@pytest.mark.parametrize("command", ["serve", "shard-node", "up"])
-def test_a_device_that_is_none_ends_the_command(api_model: ApiModel, command: str) -> None:
-    more = ("--shard", "0/1", "--listen", "unix:/tmp/x") if command == "shard-node" else ()
-    code, output = invoke(command, "--snapshot", str(api_model.path), *more, "--device", "tpu")
-    assert (code, "device 'tpu' is none of" in output) == (1, True)
-
-
-@pytest.mark.parametrize("flag", ["--card-memory-gb", "--pinned-memory-gb", "--hot-gb", "--memory-budget-gb"])
-def test_memory_that_is_no_number_is_refused(api_model: ApiModel, flag: str) -> None:
-    for text in ("nan", "inf"):
-        code, output = invoke("serve", "--snapshot", str(api_model.path), flag, text)
-        assert (code, f"{text} is not a finite number" in output) == (2, True)
 
 
 def test_cuda_without_cupy_ends_the_command_with_what_is_missing(
@@ -119,18 +87,6 @@ def test_flags_for_rows_are_refused_where_no_rows_are(api_model: ApiModel, flag:
     assert (code, f"{flag[0]} is for rows in this process" in output) == (2, True)
     code, output = invoke("serve", "--registry", "r", "--store", "s", *flag)
     assert (code, f"{flag[0]}: with --registry only for --local rows" in output) == (2, True)
-
-
-def test_serving_with_rows_of_its_own_has_them_on_the_cards(api_model: ApiModel, emulated) -> None:
-    given = ["--snapshot", str(api_model.path), "--cards", "2", *FLAGS]
-    source = _source(serve.make_context("serve", given).params, api_model.path, None)
-    assert emulated == [("cuda:0,1", 2)]
-    assert source.card_set is not None
-    assert source.card_set.options == OPTIONS
-    assert source.num_replicas == 2
-    remote = ["--snapshot", str(api_model.path), "--shard", "h:1"]
-    assert _source(serve.make_context("serve", remote).params, api_model.path, None).card_set is None
-    assert len(emulated) == 1
 
 
 def test_a_shard_node_has_its_rows_on_the_cards_and_its_event_loop_waits_for_none(
@@ -161,25 +117,3 @@ def test_a_registered_shard_node_opens_the_cards_that_its_flags_name(
     assert CliRunner().invoke(shard_node, given).exit_code == 0
     assert emulated == [("cuda:0,1", 1)]
     assert [one.options for one in opened] == [OPTIONS]
-
-
-def test_workers_with_rows_are_told_the_devices_and_those_without_are_not(tmp_path: Path) -> None:
-    def told(arguments: list[str]) -> CardOptions:
-        return card_options(serve.make_context("serve", arguments).params)
-
-    local = serve.make_context("serve", ["--registry", "r", "--store", str(tmp_path), "--local", *FLAGS]).params
-    assert told(["--registry", "r", *worker_arguments(local, None)]) == OPTIONS
-    static = serve.make_context("serve", ["--snapshot", str(tmp_path), *FLAGS]).params
-    assert told(worker_arguments(static, tmp_path)) == OPTIONS
-    remote = serve.make_context("serve", ["--snapshot", str(tmp_path), "--shard", "h:1"]).params
-    assert "--device" not in worker_arguments(remote, tmp_path)
-
-
-def test_the_shard_nodes_of_a_fleet_are_told_the_devices(api_model: ApiModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    configs = []
-    monkeypatch.setattr("serving.cli.fleet._run", lambda config, scheme: configs.append(config))
-    assert CliRunner().invoke(up, ["--snapshot", str(api_model.path), *FLAGS]).exit_code == 0
-    arguments = list(configs[0].shard_node_arguments)
-    assert card_options(rows.make_context("rows", arguments).params) == OPTIONS
-    assert "--device" not in configs[0].serve_arguments
-    assert "--ranking-replicas" not in configs[0].serve_arguments

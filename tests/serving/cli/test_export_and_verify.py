@@ -90,23 +90,6 @@ def test_access_counts_of_a_folder_go_into_the_version(inputs: Path) -> None:
     np.testing.assert_array_equal(snapshot.access_counts("items"), counts)
 
 
-def test_access_counts_of_another_model_are_named_and_nothing_is_written(inputs: Path) -> None:
-    np.save(inputs / "films.npy", np.zeros(300, np.uint32))
-    result = export(inputs, "--access-counts", inputs)
-    assert result.exit_code == 1
-    assert "access counts of ['films']; the model's tables are ['items', 'users']" in result.output
-    assert not list((inputs / "models").rglob("manifest.json"))
-
-
-def test_export_takes_the_next_version_and_never_an_old_one(inputs: Path) -> None:
-    assert export(inputs).exit_code == 0
-    assert export(inputs).exit_code == 0
-    assert sorted(path.name for path in (inputs / "models" / "shop").iterdir() if path.name.isdecimal()) == ["1", "2"]
-    again = export(inputs, "--version", 2)
-    assert again.exit_code == 1
-    assert again.output.startswith("error: ")
-
-
 @pytest.mark.parametrize(
     ("file", "content", "problem"),
     [
@@ -180,22 +163,6 @@ def test_verify_builds_the_dense_model_with_and_without_golden_requests(inputs: 
         assert "the names fit with --dense-prefix top." in bad.stdout
 
 
-def test_a_table_key_of_no_table_names_the_flag_and_the_tables(inputs: Path) -> None:
-    result = export(inputs, "--table-key", "item=foo")
-    assert result.exit_code == 1
-    assert result.output == "error: --table-key: no table 'item'; the description's tables are ['users', 'items']\n"
-
-
-def test_a_row_with_nan_is_refused_by_table_and_row(inputs: Path) -> None:
-    tensors = load_file(inputs / "model.safetensors")
-    tensors["rows_of_items"][123, 2] = float("nan")
-    save_file(tensors, inputs / "model.safetensors")
-    result = export(inputs)
-    assert result.exit_code == 1
-    assert "'items'" in result.output
-    assert "123" in result.output
-
-
 def test_verify_says_yes_with_0_and_no_with_1_and_the_reason(inputs: Path) -> None:
     assert export(inputs).exit_code == 0
     folder = inputs / "models" / "shop" / "1"
@@ -235,38 +202,3 @@ def test_train_writes_a_version_whose_golden_scores_hold_and_verify_notices_when
     assert bad.exit_code == 1
     assert "bad: golden_mismatch: model 'films' version 1: golden scores differ" in bad.stdout
     assert run("verify", "--store", tmp_path, "--no-golden").exit_code == 0
-
-
-def test_train_takes_levers_for_tables_and_the_version_they_make_may_be_served(tmp_path: Path) -> None:
-    hot = {"dtype": {"hot": "fp16", "cold": "int4", "hot_share": 0.1}}
-    united = {"num_embeddings": 500, "feature_names": ["user_genre", "zip_film"], "id_mapping": {"kind": "hash"}}
-    given = ["--table", f"films={json.dumps(hot)}", "--table", f"crosses={json.dumps(united)}", "--prune", "--crosses"]
-    small = ("--ratings", 1500, "--epochs", 1, "--kind", "mlp")
-    trained = run("train", "--store", tmp_path, *small, *given)
-    assert trained.exit_code == 0, trained.output
-    spec = Snapshot.open(tmp_path / "films" / "1").spec
-    assert [(one.name, one.dtype) for one in spec.parts(spec.table_of("film_id"))] == [
-        ("films.b0", "fp16"),
-        ("films.b1", "int4"),
-    ]
-    assert spec.table_of("user_genre") == spec.table_of("zip_film")
-    assert json.loads(run("verify", "--store", tmp_path, "--json").stdout)["ok"] is True
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (("--keep-share", 0.5), "--keep-share: only with --prune"),
-        (("--table", "films={"), "--table films: not JSON"),
-        (("--table", "films=[1]"), "--table films: '[1]' is not a JSON object"),
-        (("--table", 'films={"nope": 1}'), "table 'films': nope: unknown key 'nope'"),
-        (
-            ("--table", 'films={"num_embeddings": "auto"}'),
-            "num_embeddings auto goes with id_mapping hash, not identity",
-        ),
-    ],
-)
-def test_train_refuses_levers_that_are_none_by_name(given: tuple[object, ...], message: str, tmp_path: Path) -> None:
-    refused = run("train", "--store", tmp_path, "--ratings", 1500, *given)
-    assert refused.exit_code != 0
-    assert message in refused.output + str(refused.exception)

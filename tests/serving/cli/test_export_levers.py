@@ -130,42 +130,6 @@ def test_rows_to_keep_stay_though_they_are_among_the_rarest(folder: Path) -> Non
     np.testing.assert_array_equal(stored(snapshot, "item"), np.vstack([ITEMS[[5, 6, 8, 250]], np.zeros((1, DIM))]))
 
 
-def test_the_row_of_unknown_ids_stays_though_nobody_asked_for_it(folder: Path) -> None:
-    unknown = {"unknown_id": "default_row", "default_row": 5}
-    snapshot, _ = written(folder, described(**unknown), "--counts", counts_file(folder, {7: 3}), "--prune")
-    np.testing.assert_array_equal(np.flatnonzero(snapshot.row_classes("item").classes() == 0), [5, 7])
-    # In a trace they are looked up as often as ids come that are no rows.
-    np.save(folder / "ids.npy", [9, ROWS, 9, ROWS + 1, ROWS])
-    export(folder, described(**unknown), "--ids", f"item={folder / 'ids.npy'}", "--prune", "--version", 2)
-    snapshot = Snapshot.open(folder / "models" / "shop" / "2")
-    np.testing.assert_array_equal(stored(snapshot, "item")[:2], ITEMS[[5, 9]])
-    np.testing.assert_array_equal(snapshot.access_counts("item"), [3, 2, 0])
-
-
-def test_counts_and_traces_are_added(folder: Path) -> None:
-    np.save(folder / "ids.npy", [9, 7, 9])
-    flags = ("--counts", counts_file(folder, {7: 2**32 - 1, 8: 1}), "--ids", f"item={folder / 'ids.npy'}")
-    snapshot, _ = written(folder, DESCRIBED, *flags)
-    assert snapshot.access_counts("item")[6:11].tolist() == [0, 2**32 - 1, 1, 2, 0]
-
-
-def test_a_trace_of_some_features_of_a_table_prunes_no_rows_of_the_others(folder: Path) -> None:
-    document = described(feature_names=["item", "history"])
-    document["features"].append({"name": "history", "side": "context"})
-    np.save(folder / "ids.npy", [9, 7, 9])
-    result = export(folder, document, "--ids", f"item={folder / 'ids.npy'}", "--prune")
-    assert "--prune: table 'item': --ids have none of features ['history'], whose rows would go" in result.output
-
-
-def test_a_vocabulary_that_a_trace_can_not_prune_is_named(folder: Path) -> None:
-    (folder / "ids.txt").write_text("\n".join(map(str, range(ROWS))))
-    np.save(folder / "ids.npy", [9, 7, 9])
-    vocabulary = ("--vocabulary", f"item={folder / 'ids.txt'}")
-    document = described(id_mapping={"kind": "vocabulary"})
-    _, result = written(folder, document, *vocabulary, "--ids", f"item={folder / 'ids.npy'}", "--prune")
-    assert "item: not pruned, --ids do not tell which rows a vocabulary's ids have" in result.output
-
-
 def test_hot_rows_are_fp32_and_cold_ones_int4_by_the_counts(folder: Path) -> None:
     hot = np.arange(3, 33)
     np.save(folder / "item.npy", np.where(np.isin(np.arange(ROWS), hot), 5, 1))
@@ -174,30 +138,6 @@ def test_hot_rows_are_fp32_and_cold_ones_int4_by_the_counts(folder: Path) -> Non
     cold = codec_for("int4", DIM)
     expected = cold.decode(cold.encode(np.delete(ITEMS, hot, axis=0)))
     np.testing.assert_array_equal(stored(snapshot, "item.b1"), expected)
-
-
-def test_blocks_are_taken_as_training_divided_them(folder: Path) -> None:
-    blocks = (np.arange(ROWS) % 10 != 4).astype(np.uint8)
-    np.save(folder / "blocks.npy", blocks)
-    document = described(blocks=[{"share": 0.1}, {"dtype": "int8"}])
-    snapshot, _ = written(folder, document, "--blocks", f"item={folder / 'blocks.npy'}")
-    np.testing.assert_array_equal(snapshot.row_classes("item").classes(), blocks)
-    np.testing.assert_array_equal(stored(snapshot, "item.b0"), ITEMS[4::10])
-
-
-def test_a_table_that_can_not_be_pruned_stays_and_is_named(folder: Path) -> None:
-    tensors = {"item/q": torch.randn(19, DIM), "item/r": torch.randn(16, DIM)}
-    dense = Snapshot.open(export_plain(folder)).dense_tensors()
-    users = {"user.weight": torch.randn(20, DIM)}
-    save_file({f"{name}.weight": one for name, one in tensors.items()} | users | dense, folder / "model.safetensors")
-    counts = counts_file(folder, {0: 1, 17: 2})
-    document = described(id_mapping=REMAINDERS)
-    result = export(folder, document, "--counts", counts, "--prune", "--version", "2")
-    assert "item: not pruned, by quotient_remainder a row is of many ids" in result.output
-    snapshot = Snapshot.open(folder / "models" / "shop" / "2")
-    np.testing.assert_array_equal(stored(snapshot, "item.q"), tensors["item/q"])
-    np.testing.assert_array_equal(snapshot.access_counts("item.q"), [1, 2, *[0] * 17])
-    np.testing.assert_array_equal(snapshot.access_counts("item.r"), [1, 2, *[0] * 14])
 
 
 def test_blocks_of_falling_width_and_their_projections_are_found_verified_and_told(folder: Path) -> None:
@@ -243,19 +183,6 @@ def test_blocks_of_falling_width_and_their_projections_are_found_verified_and_to
     )
 
 
-def test_a_table_that_was_trained_with_one_projection_gives_it_to_every_part(folder: Path) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    tensors["embedding_bags.item.weight"] = torch.from_numpy(ITEMS[:, :2].copy())
-    tensors["projections.item"] = torch.arange(8.0).reshape(2, 4)
-    save_file(tensors, folder / "model.safetensors")
-    counts = counts_file(folder, dict.fromkeys(range(100), 1))
-    document = described(embedding_dim=2, project_to=DIM, dtype=HOT_AND_COLD)
-    snapshot, _ = written(folder, document, "--counts", counts, "--prune")
-    dense = snapshot.dense_tensors()
-    assert all(torch.equal(dense[f"projections.item/b{part}"], tensors["projections.item"]) for part in (0, 1))
-    np.testing.assert_array_equal(stored(snapshot, "item.b0"), ITEMS[:10, :2])
-
-
 def test_a_plan_of_a_divided_table_goes_into_its_snapshot(folder: Path) -> None:
     document, counts = described(dtype=HOT_AND_COLD), counts_file(folder, dict.fromkeys(range(200), 1))
     (folder / "shop.json").write_text(json.dumps(document))
@@ -269,11 +196,6 @@ def test_a_plan_of_a_divided_table_goes_into_its_snapshot(folder: Path) -> None:
 
 def run(*arguments: object) -> Result:
     return CliRunner().invoke(main, [str(one) for one in arguments], prog_name="shardrank")
-
-
-def export_plain(folder: Path) -> Path:
-    assert export(folder, DESCRIBED).exit_code == 0
-    return folder / "models" / "shop" / "1"
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,9 @@ import pytest
 from click.testing import CliRunner, Result
 from safetensors.numpy import save_file
 
-from loader.description import ModelDescription, TableDescription
-from loader.snapshot.per_row import write_access_counts
-from router.fitting import DEFAULT_COLLISION_SHARE
-from router.levers import DEFAULT_KEEP_SHARE, LEVERS
-from serving.cli import fit, main
-from serving.cli.options import share
+from loader.description import ModelDescription
+from router.levers import LEVERS
+from serving.cli import main
 from serving.models.ranking_models import build_model
 
 LEVERS_PAGE = Path(__file__).resolve().parents[3] / "docs/levers"
@@ -110,44 +107,6 @@ def test_a_trace_is_measured_and_the_proposal_is_a_description_that_has_its_byte
     assert "fits: " in text
 
 
-def test_what_a_proposal_writes_has_the_bytes_that_it_says(shop: Path, tmp_path: Path) -> None:
-    out, counts = tmp_path / "smaller.json", tmp_path / "counts.safetensors"
-    arguments = (*traces(shop), "--bytes", "1.2MB", "--levers", "fit,dims,precision", "--out", out)
-    proposal = found(shop, *arguments, "--counts-out", counts)["proposal"]
-    written = found(out, "--counts", counts)
-    assert written["bytes"][0]["stored_bytes"] == proposal["bytes_after"] <= 1_200_000
-    # The rows' counts are those of the sizes proposed, as export wants them for rows by popularity.
-    sized = {one.name: one.num_embeddings for one in ModelDescription.model_validate_json(out.read_text()).tables}
-    assert {one["table"]: one["num_embeddings"] for one in written["tables"]} == sized
-    assert sized["items"] < 200_000
-    assert [one["lookups"] for one in written["tables"]] == [20_000, 20_000]
-
-
-def test_auto_is_found_before_anything_is_printed(shop: Path) -> None:
-    document = json.loads(shop.read_text())
-    document["tables"][0] |= {"num_embeddings": "auto", "max_collision_share": 0.2}
-    shop.write_text(json.dumps(document))
-    items = found(shop, *traces(shop))["tables"][0]
-    assert items["lookups_colliding_share"] <= 0.2
-    refused = run(shop)
-    assert refused.exit_code == 1
-    assert "table 'items': num_embeddings auto needs a trace of the ids of its features ['item']" in refused.output
-
-
-def test_a_servers_counts_are_of_rows_so_that_hash_sizes_stay(shop: Path, tmp_path: Path) -> None:
-    counts = tmp_path / "counts.safetensors"
-    rows = np.arange(0, 200_000, 100)
-    write_access_counts(counts, {"items": (rows, np.full(rows.size, 3.0))})
-    document = found(shop, "--counts", counts, "--bytes", "1MB")
-    (items,) = document["tables"]
-    assert (items["rows_used"], items["lookups"], items["distinct_ids"]) == (2000, 6000, None)
-    assert items["lookups_colliding_share"] is None
-    fitting, pruning = document["proposal"]["steps"]
-    assert fitting["note"].startswith("nothing: no hashed table with a trace of raw ids")
-    assert pruning["note"] == "at export: export --counts FILE --prune"
-    assert "collisions can't be measured" in run(shop, "--counts", counts).output
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -177,19 +136,6 @@ def test_wrong_input_is_refused_by_name(shop: Path, arguments: list[str], messag
     result = run(shop, *(one.format(folder=folder) for one in arguments))
     assert result.exit_code != 0
     assert message in " ".join(result.output.replace("│", " ").split())
-
-
-def test_flags_repeat_what_the_router_has() -> None:
-    assert fit.LEVER_NAMES == LEVERS
-    assert share(fit.DEFAULT_COLLISION_SHARE) == DEFAULT_COLLISION_SHARE
-    assert fit.DEFAULT_KEEP_SHARE == DEFAULT_KEEP_SHARE
-    assert TableDescription.model_fields["max_collision_share"].default == DEFAULT_COLLISION_SHARE
-
-
-def test_a_published_model_can_be_fitted_too() -> None:
-    document = found("merlin-tiny")
-    assert document["bytes"][0]["of_float32"] < 0.5
-    assert document["tables"] == []
 
 
 def test_plan_and_export_size_auto_by_ids_and_prune_by_their_lookups(shop: Path, tmp_path: Path) -> None:

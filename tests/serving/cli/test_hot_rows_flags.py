@@ -2,40 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from router.hot_rows import HotRowsConfig
-from serving.cli import main
 from serving.cli.fleet import up
 from serving.cli.serve import _source, serve, worker_arguments
 from serving.cli.settings import hot_rows
-from shardrank_testing.serving_api import ApiModel
 
 FLAGS = ["--hot-rows-gb", "0.5", "--hot-rows", "static"]
 CONFIG = HotRowsConfig(size_bytes=500_000_000, policy="static")
-
-
-def refusal(*arguments: str) -> str:
-    result = CliRunner().invoke(main, arguments, prog_name="shardrank")
-    assert result.exit_code == 2
-    return re.sub(r"\s+", " ", result.output)
-
-
-def test_they_are_refused_where_all_rows_are_in_the_process(api_model: ApiModel):
-    text = "where a copy would save nothing"
-    assert text in refusal("serve", "--snapshot", str(api_model.path), *FLAGS)
-    assert text in refusal("serve", "--registry", "r", "--store", "s", "--local", *FLAGS)
-    assert text in refusal("demo", "--local", *FLAGS)
-
-
-@pytest.mark.parametrize("size", ["nan", "-1", "x"])
-def test_a_size_that_is_none_is_refused(api_model: ApiModel, size: str):
-    told = refusal("serve", "--snapshot", str(api_model.path), "--shard", "h:1", "--hot-rows-gb", size)
-    assert "--hot-rows-gb" in told
 
 
 def test_nothing_is_held_by_default_and_children_are_told_nothing(tmp_path: Path):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-import shlex
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +12,10 @@ from click.testing import CliRunner, Result
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.per_row import write_access_counts
 from serving.cli import main
-from serving.cli.capacity import CATALOG, CapacityPlan
+from serving.cli.capacity import CapacityPlan
 from serving.cli.division import print_division
-from serving.cli.plan import MANIFEST_NAME, SYSTEM_NAMES
-from shard_node.planning.cost_model import SYSTEMS
+from serving.cli.plan import MANIFEST_NAME
 from shardrank_testing.snapshots import make_spec, write_snapshot
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 def run(*arguments: str) -> Result:
@@ -78,11 +73,6 @@ def test_the_flags_are_what_is_planned_for() -> None:
     assert plan.batch.lookups == 700 * (85 + 15)
 
 
-def test_a_scale_plans_for_that_share_of_the_rows() -> None:
-    whole, half = planned("--model", "dlrm-v2"), planned("--model", "dlrm-v2:0.5")
-    assert half.num_rows == pytest.approx(whole.num_rows / 2, abs=26)
-
-
 def pooled_spec() -> ModelSpec:
     """The small model with its history pooled, as an `mlp` needs it."""
     document = make_spec().model_dump()
@@ -98,17 +88,6 @@ def test_a_description_a_snapshot_and_its_manifest_are_planned_alike(tmp_path: P
     plans = [planned("--model", str(path)) for path in (description, folder, folder / MANIFEST_NAME)]
     assert plans[0].model == "films"
     assert plans[0] == plans[1] == plans[2]
-
-
-def test_a_snapshots_access_counts_decide_what_is_hot(tmp_path: Path) -> None:
-    counts = np.zeros(1000, np.uint32)
-    counts[7] = 1000
-    folder, _ = write_snapshot(tmp_path, make_spec(dtype="int8"), access_counts={"user": counts})
-    idle = [part for one in make_spec().features if one.name != "user" for part in ("--hotness", f"{one.name}=0")]
-    arguments = ("--model", str(folder), "--cards", "2", "--hot-gb", str(32e-9), *idle)
-    assert {one.tier: one.lookup_share for one in planned(*arguments).tiers}["hot"] == 1
-    # A told skew is in place of the counts.
-    assert {one.tier: one.lookup_share for one in planned(*arguments, "--zipf", "0").tiers}["hot"] < 0.01
 
 
 @pytest.mark.parametrize("given", ["file", "folder", "trace"])
@@ -131,18 +110,6 @@ def test_given_counts_or_a_trace_decide_what_is_hot(tmp_path: Path, given: str) 
     assert {one.tier: one.lookup_share for one in planned(*arguments, *more).tiers}["hot"] == 0.75
     # A told skew is of tables that have no counts.
     assert {one.tier: one.lookup_share for one in planned(*arguments, *more, "--zipf", "1").tiers}["hot"] == 0.75
-
-
-def test_a_trace_of_a_table_counts_for_all_its_slices(tmp_path: Path) -> None:
-    document = pooled_spec().model_dump()
-    (sliced,) = (table for table in document["tables"] if table["name"] == "user")
-    sliced["column_dims"] = (sliced["embedding_dim"] - 4, 4)
-    (tmp_path / "films.json").write_text(ModelSpec.model_validate(document).model_dump_json())
-    np.save(tmp_path / "users.npy", np.full(10, 500))
-    idle = [part for one in make_spec().features if one.name != "user" for part in ("--hotness", f"{one.name}=0")]
-    arguments = ("--model", str(tmp_path / "films.json"), "--cards", "2", "--hot-gb", str(64e-9), *idle)
-    plan = planned(*arguments, "--trace", f"user={tmp_path / 'users.npy'}")
-    assert {one.tier: one.lookup_share for one in plan.tiers}["hot"] == 1
 
 
 @pytest.mark.parametrize(
@@ -239,32 +206,6 @@ def test_a_plan_per_table_places_what_whole_tables_do_not_and_takes_less_time_th
     assert re.search(r"t74 +table_wise +\S+ +\d+\.\.\d+", output)
 
 
-def test_int4_is_refused_for_tables_of_an_odd_dim(tmp_path: Path) -> None:
-    spec = pooled_spec().model_dump()
-    spec["tables"][0]["embedding_dim"] = 7
-    path = tmp_path / "odd.json"
-    path.write_text(json.dumps(spec))
-    result = run("--model", str(path), "--dtype", "int4")
-    assert result.exit_code == 2
-    assert "these tables do not have: ['user']" in " ".join(result.output.split())
-
-
-def test_names_in_the_help_are_those_that_there_are() -> None:
-    assert tuple(SYSTEMS) == SYSTEM_NAMES
-    text = re.sub(r"\s+", " ", run("--help").output)
-    named = re.search(r"by name: (.*?);", text)
-    assert named is not None
-    assert [one if one[0] != "-" else f"merlin{one}" for one in named[1].split(", ")] == list(CATALOG)
-
-
-def test_readmes_plan_is_what_the_command_prints() -> None:
-    readme = (ROOT / "docs/plan.md").read_text(encoding="utf-8")
-    shown = re.search(r"^```\n(shardrank plan .*?)\n```\n\n```\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
-    assert shown is not None
-    result = run(*shlex.split(shown[1])[2:])
-    assert [line.rstrip() for line in result.output.splitlines()] == shown[2].splitlines()
-
-
 STEP = (
     "--model", "textbook", "--dtype", "fp32", "--shards", "16", "--cards", "1", "--batch", "65536",
     "--network-gb-per-s", "100", "--zipf", "1.1", "--head", "5000:0.85",
@@ -280,20 +221,6 @@ def test_a_step_moves_the_textbooks_bytes_at_its_hit_rates() -> None:
     assert moved == [
         (1342.2, 13.42), (671.1, 6.71), (201.3, 2.01), (13.4, 0.13), (568.8, 5.69), (333.7, 3.34), (200.9, 2.01)
     ]  # fmt: skip
-
-
-def test_hot_rows_have_the_hit_rates_of_the_closed_form() -> None:
-    network = planned(*STEP, "--compare-hit-rates", "", "--compare-hot-rows", "100,1000,5000").network
-    assert network is not None
-    for one, rows in zip(network.compared, (100, 1000, 5000), strict=True):
-        assert one.hot_rows == rows
-        assert one.hit_rate == pytest.approx(closed_form(rows), abs=1e-4)
-        assert one.hot_bytes == rows * 512
-
-
-def closed_form(rows: int) -> float:
-    harmonic = np.cumsum(np.arange(1, 5001) ** -1.1)
-    return 0.85 * float(harmonic[rows - 1] / harmonic[-1])
 
 
 def test_a_request_takes_the_slowest_shard_and_the_network() -> None:
@@ -333,41 +260,3 @@ def test_hot_rows_at_the_router_spare_the_network_and_the_shards() -> None:
         assert one.network.shards_hit < without.network.shards_hit
         assert one.batch.card_memory_bytes < without.batch.card_memory_bytes
     assert planned("--model", "dlrm-v2").network is None
-
-
-def test_the_crossover_and_the_bytes_of_a_batch_are_printed_as_reckoned() -> None:
-    network, text = planned(*STEP).network, run(*STEP).output
-    assert network is not None
-    assert f"crossover: from a hit rate of {network.crossover_hit_rate:.4f} on" in text
-    assert f"a bag is asked of {network.shards_hit:.3g} of them" in text
-    assert f"request {network.request_us:.1f} us" in text
-
-
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        (("--head", "many"), "'many' is not ROWS:SHARE, such as 5000:0.85"),
-        (("--head", "0:0.5"), "is not ROWS:SHARE"),
-        (("--head", "10:1.5"), "is not ROWS:SHARE"),
-        (("--hit-rate", "2"), "2.0 is not in the range"),
-        (("--compare-hit-rates", "0.5,x"), "is not numbers from 0 to 1 with commas between"),
-        (("--compare-hit-rates", "0.5,nan"), "is not numbers from 0 to 1"),
-        (("--compare-hot-rows", "-1"), "is not numbers from 0 to"),
-        (("--network-gb-per-s", "0"), "is not in the range"),
-        (("--network-us", "inf"), "is not in the range"),
-    ],
-)
-def test_what_the_network_can_not_be_says_why(arguments: tuple[str, ...], problem: str) -> None:
-    result = run("--model", "textbook", "--shards", "2", *arguments)
-    assert result.exit_code == 2
-    assert problem in " ".join(result.output.split())
-
-
-def test_the_pages_network_is_what_the_command_prints() -> None:
-    page = (ROOT / "docs/plan.md").read_text(encoding="utf-8")
-    shown = re.search(
-        r"^```\n(shardrank plan --model textbook .*?)\n```\n\n```\n(.*?)^```$", page, re.MULTILINE | re.DOTALL
-    )
-    assert shown is not None
-    lines = [line.rstrip() for line in run(*shlex.split(shown[1].replace("\\\n", " "))[2:]).output.splitlines()]
-    assert lines[next(at for at, line in enumerate(lines) if line.startswith("Between")) :] == shown[2].splitlines()

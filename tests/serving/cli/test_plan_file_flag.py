@@ -86,25 +86,6 @@ def swapped(table: TablePlan) -> TablePlan:
     return table.model_copy(update={"slices": tuple(ranks)})
 
 
-@pytest.mark.parametrize(
-    ("file", "shards", "problem"),
-    [
-        (plan_file(), 3, "num_shards is 2, allowed here is 3"),
-        (plan_file(cards=4), 2, "cards_per_shard is 4, allowed here is 2"),
-        (plan_file(model="others"), 2, "model is 'others', allowed here is"),
-    ],
-)
-def test_a_node_refuses_a_plan_of_another_fleet_or_model(tmp_path, file, shards, problem) -> None:
-    model = write_api_model(tmp_path / "models", spec=plan_file().sliced(api_spec()))
-    (tmp_path / "plan.json").write_text(file.to_json())
-    result = run(
-        "shard-node", "--snapshot", model.path, "--shard", f"0/{shards}", "--cards", 2, "--listen",
-        f"unix:{tmp_path}/0.sock", "--plan", tmp_path / "plan.json", "--device", "cpu",
-    )  # fmt: skip
-    assert result.exit_code == 1
-    assert problem in " ".join(result.output.split())
-
-
 def test_a_plan_is_chosen_written_and_exported_with_the_model(tmp_path: Path) -> None:
     spec = api_spec()
     (tmp_path / "shop.json").write_text(spec.model_dump_json())

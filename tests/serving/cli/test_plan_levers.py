@@ -15,7 +15,6 @@ from loader.snapshot.per_row import write_access_counts
 from serving.cli import main
 from serving.cli.capacity import CapacityPlan
 
-TWO_BILLION = Path(__file__).resolve().parents[3] / "docs" / "levers" / "quotient-remainder.json"
 ROWS = 100_000
 DESCRIBED: dict[str, Any] = {
     "model": "shop",
@@ -40,36 +39,6 @@ def described(folder: Path, **levers: object) -> Path:
     document["tables"][0].update(levers)
     (folder / "shop.json").write_text(json.dumps(document))
     return folder / "shop.json"
-
-
-def test_two_billion_ids_by_quotient_and_remainder_take_five_gigabytes_of_a_terabyte() -> None:
-    text = run("--model", TWO_BILLION, "--cards", 1).output
-    assert "two_billion_ids: 1 table, 2 G rows; as float32 1.02 TB, stored 5.1 GB" in text
-    assert "id: 2 G rows; as float32 1.02 TB, stored 5.1 GB, 200.0 times less\n" in text
-    plan = planned("--model", TWO_BILLION)
-    assert (plan.size.float32_bytes, plan.size.stored_bytes) == (1_024_000_000_000, 200 * 512 + 10_000_000 * 512)
-    (divided,) = plan.divided
-    assert [(part.name, part.num_embeddings) for part in divided.parts] == [("id.q", 200), ("id.r", 10_000_000)]
-    # Every id has a row in both.
-    assert [part.lookups for part in divided.parts] == [500, 500]
-    assert divided.multiply is None
-
-
-def test_products_ask_for_the_rows_of_both_parts_and_never_for_sums(tmp_path: Path) -> None:
-    remainders = {"kind": "quotient_remainder", "buckets": 20_000, "combine": "multiply"}
-    model, shards, ids, bags = described(tmp_path, id_mapping=remainders), 4, 20, 500
-    plan = planned("--model", model, "--shards", shards, "--hotness", f"item={ids}")
-    (divided,) = plan.divided
-    assert divided.multiply is not None
-    # A row number and the beginning of a bag out, 64 columns of float16 back; of each part.
-    assert divided.multiply.id_bytes == 2 * (4 + 4 + 128)
-    assert divided.multiply.batch_bytes == bags * ids * divided.multiply.id_bytes
-    # The five quotients are on every shard, the remainders on four: 4 * (1 - (3 / 4) ** 20) of them have a bag's.
-    sums = bags * (1 + shards * (1 - (1 - 1 / shards) ** ids))
-    assert divided.multiply.added_bytes == pytest.approx(2 * bags * ids * 4 + sums * (4 + 128))
-    assert plan.batch.bags == 2 * bags * ids
-    text = run("--model", model, "--cards", 1, "--shards", shards, "--hotness", f"item={ids}").output
-    assert "item: multiplied, so rows are asked for and never sums: 272 B an id, 2.7 MB a batch; added it" in text
 
 
 def test_the_hot_part_draws_the_lookups_of_its_ranks_or_those_that_were_counted(tmp_path: Path) -> None:
@@ -116,9 +85,3 @@ def test_levers_that_can_not_be_are_named(
     result = run("--model", described(tmp_path, **levers), *flags)
     assert result.exit_code == 1
     assert problem in result.output
-
-
-def test_what_has_no_description_can_not_be_pruned() -> None:
-    result = run("--model", "merlin-tiny", "--prune")
-    assert result.exit_code == 2
-    assert "go with a model description" in result.output

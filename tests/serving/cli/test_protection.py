@@ -21,13 +21,10 @@ from serving.cli import main
 from serving.cli.settings import (
     Protection,
     front_arguments,
-    is_loopback,
-    warn_if_node_is_open,
     warn_if_open,
 )
 from serving.client import Client, UnauthenticatedError
 from serving.training.trainer import train_version
-from shard_node.wire.address import Address
 from shard_node.wire.tls import TlsClientConfig, TlsConfig, client_context
 from shardrank_testing.certificates import Authority, Pair, needs_openssl
 from shardrank_testing.client_calls import rank_arguments
@@ -185,14 +182,6 @@ def test_flags_that_belong_together_are_asked_for(command: str, flags: tuple[str
 
 
 @needs_openssl
-def test_a_node_with_a_certificate_asks_for_a_ca_of_its_routers(store: Path, node: Pair) -> None:
-    flags = ("--shard", "0/1", "--listen", "127.0.0.1:0", "--tls-cert", str(node.cert), "--tls-key", str(node.key))
-    done = CliRunner().invoke(main, ["shard-node", "--store", str(store), *flags])
-    assert done.exit_code == 2
-    assert "--tls-cert needs --tls-client-ca" in done.output
-
-
-@needs_openssl
 @pytest.mark.parametrize("command", ["serve", "up", "shard-node"])
 def test_a_file_that_can_t_be_used_ends_the_command_with_its_name(
     store: Path, node: Pair, router: Pair, ca: Authority, command: str
@@ -202,17 +191,6 @@ def test_a_file_that_can_t_be_used_ends_the_command_with_its_name(
     done = CliRunner().invoke(main, [command, "--store", str(store), *more, *tls_flags(pair, ca)])
     assert done.exit_code == 1
     assert f"error: {router.key}: the key does not belong to the certificate in {node.cert}" in done.output
-
-
-@pytest.mark.parametrize("command", ["serve", "up"])
-def test_a_file_of_tokens_that_can_t_be_read_ends_the_command_with_its_name(
-    store: Path, tmp_path: Path, command: str
-) -> None:
-    done = CliRunner().invoke(
-        main, [command, "--store", str(store), *ANY_PORTS[:4], "--tokens", str(tmp_path / "none")]
-    )
-    assert done.exit_code == 1
-    assert f"error: {tmp_path}/none: No such file or directory" in done.output
 
 
 @needs_openssl
@@ -259,29 +237,3 @@ def test_apis_that_others_reach_unprotected_are_warned_about_once(
     told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(told) == (missing is not None)
     assert missing is None or (missing in told[0] and host in told[0])
-
-
-def test_a_node_that_others_reach_without_tls_is_warned_about_once(caplog: pytest.LogCaptureFixture) -> None:
-    open_ones = [Address.parse(text) for text in ("10.0.0.7:7000", "[fe80::1]:7000", "127.0.0.1:7000", "unix:/run/n")]
-    warn_if_node_is_open(open_ones, MUTUAL)
-    warn_if_node_is_open(open_ones[2:], None)
-    assert caplog.records == []
-    warn_if_node_is_open(open_ones, None)
-    (record,) = caplog.records
-    assert "tcp://10.0.0.7:7000, tcp://[fe80::1]:7000 without TLS" in record.getMessage()
-
-
-def test_loopback_is_known_by_its_addresses() -> None:
-    assert all(is_loopback(host) for host in ("127.0.0.1", "127.9.9.9", "::1", "localhost"))
-    assert not any(is_loopback(host) for host in ("0.0.0.0", "::", "", "10.0.0.1", "fe80::1%eth0", "example.org"))
-
-
-def test_workers_say_it_once_together(store: Path) -> None:
-    flags = ("--store", str(store), "--host", "0.0.0.0", "--workers", "2")
-    with running("serve", *flags, *ANY_PORTS) as program:
-        logs = Path(program.read_until(r"logs: (\S+)")[1])
-        program.read_until("gRPC: ")
-        children = "".join(path.read_text() for path in logs.glob("*.log"))
-        assert program.stop() == 0
-    assert program.output.count("for a private network only") == 1
-    assert "for a private network only" not in children

@@ -48,12 +48,6 @@ def test_publish_tells_what_it_did_and_versions_lists_it(kind: str, training: Pa
         assert listed[1]["identity"] == report["identity"]
 
 
-def test_without_a_store_the_folder_is_published_where_it_lies(training: Path) -> None:
-    assert "lies in" in shardrank("publish", training / "1").output
-    assert (training.parent / ".registry").is_dir()
-    assert " own stream " in shardrank("versions", "small", "--store", training.parent).output
-
-
 def test_retain_deletes_all_but_the_highest(training: Path, tmp_path: Path) -> None:
     store = tmp_path / "store"
     for version in (1, 2):
@@ -88,11 +82,3 @@ def test_a_bad_snapshot_ends_with_one_line_and_code_1(training: Path, tmp_path: 
     assert result.exit_code == 1
     assert result.stderr.startswith("error: ")
     assert "dense.safetensors" in result.stderr.splitlines()[-1]
-
-
-def test_versions_of_an_empty_registry_and_of_none(tmp_path: Path) -> None:
-    assert shardrank("versions", "--store", tmp_path).output == "no version is published\n"
-    assert shardrank("versions", "films", "--store", tmp_path).output == "no version of 'films' is published\n"
-    result = shardrank("versions")
-    assert result.exit_code == 2
-    assert "Name the fleet: --registry URL, or --store FOLDER" in result.output

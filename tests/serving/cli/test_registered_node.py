@@ -20,7 +20,7 @@ from loader.snapshot.reader import Snapshot
 from router.plan import Plan
 from router.replicas import ReplicatedShard
 from serving.cli import main
-from serving.cli.serve import _fleet_configs, _serve_rows_in_fleet, advertised, default_node_id, shard_node
+from serving.cli.serve import _fleet_configs, _serve_rows_in_fleet, shard_node
 from shard_node.cuda.card_set import CardSet
 from shard_node.errors import CardError
 from shard_node.node import ShardNode
@@ -166,19 +166,6 @@ def test_a_node_whose_cards_have_failed_leaves_the_fleet_and_ends_with_their_err
     asyncio.run(scenario())
 
 
-def test_a_node_that_divides_rows_otherwise_ends_with_the_numbers(tmp_path):
-    async def scenario():
-        async with AsyncExitStack() as stack:
-            fleet = await stack.enter_async_context(fleet_in(tmp_path))
-            start(stack, tmp_path, "a")
-            await until(fleet, lambda nodes: "a" in nodes)
-            other = start(stack, tmp_path, "b", "--replicate-bytes", "7")
-            await asyncio.to_thread(other.read_until, "error: this node has num_shards 1, .* replicate_bytes 7; its")
-            assert await asyncio.to_thread(other.process.wait, NEVER_S) == 1
-
-    asyncio.run(scenario())
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -197,11 +184,3 @@ def test_flags_that_do_not_go_together_are_named(arguments, message):
     assert result.exit_code != 0
     assert message in result.output
     assert "listens on" not in result.output
-
-
-def test_what_listens_everywhere_is_advertised_by_the_name_of_the_host(monkeypatch):
-    monkeypatch.setattr("socket.gethostname", lambda: "host-7")
-    assert advertised(Address.parse("0.0.0.0:7000")) == Address(host="host-7", port=7000)
-    assert advertised(Address.parse("10.0.0.1:7000")) == Address.parse("10.0.0.1:7000")
-    assert default_node_id(3, Address.parse("0.0.0.0:7000")) == "shard-3-host-7-7000"
-    assert default_node_id(0, Address.parse("unix:/run/a b.sock")) == "shard-0-host-7-a_b"

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import pty
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -159,28 +155,6 @@ def test_a_running_rollout_is_shown_and_aborted(tmp_path: Path) -> None:
         assert (found["live"], found["reason"]) == (1, "second thoughts")
 
 
-def test_a_rollback_of_a_running_rollout_is_an_abort_and_that_is_success(tmp_path: Path) -> None:
-    with played_fleet(tmp_path, prepare=never_stage):
-        shardrank(tmp_path, "rollout", "start", MODEL, 2)
-        result = shardrank(tmp_path, "rollback", MODEL, "--follow")
-        assert result.exit_code == 0, result.output
-        assert result.stdout.startswith("films: going back to version 1\n")
-        assert status(tmp_path)["state"] == "aborted"
-
-
-def test_a_rollback_that_somebody_aborts_is_no_success(tmp_path: Path) -> None:
-    def stage_slowly(fleet: PlayedFleet) -> None:
-        fleet.node("shard-0-1").stage_rounds = 100
-
-    with played_fleet(tmp_path, prepare=stage_slowly):
-        assert shardrank(tmp_path, "rollout", "start", MODEL, 2, "--follow").exit_code == 0
-        with running("rollback", MODEL, "--follow", "--registry", str(tmp_path)) as going_back:
-            going_back.read_until("films: going back to version 1")
-            assert shardrank(tmp_path, "rollout", "abort", MODEL).exit_code == 0
-            assert going_back.process.wait(timeout=20) == 1
-        assert status(tmp_path)["live"] == 2
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -205,21 +179,6 @@ def test_what_cannot_be_rolled_out_is_one_line_and_code_1(tmp_path: Path) -> Non
         assert "live already" in shardrank(tmp_path, "rollout", "start", MODEL, 1).stderr
         assert shardrank(tmp_path, "rollout", "abort", MODEL).exit_code == 1
         assert "no earlier version" in shardrank(tmp_path, "rollback", MODEL).stderr
-
-
-def test_status_says_so_when_nobody_carries_the_rollout_out(tmp_path: Path) -> None:
-    with played_fleet(tmp_path, coordinator=False):
-        assert "version 1 is live; there was no rollout yet" in shardrank(tmp_path, "rollout", "status").output
-        shardrank(tmp_path, "rollout", "start", MODEL, 2)
-        assert "no coordinator is running" in shardrank(tmp_path, "rollout", "status", MODEL).output
-
-
-def test_status_of_all_models_is_a_list_and_of_an_empty_registry_says_so(tmp_path: Path) -> None:
-    assert shardrank(tmp_path / "empty", "rollout", "status").output == "nothing was rolled out yet\n"
-    with played_fleet(tmp_path):
-        document = json.loads(shardrank(tmp_path, "rollout", "status", "--json").stdout)
-        assert [one["model"] for one in document["rollouts"]] == [MODEL]
-        assert len(document["rollouts"][0]["nodes"]) == 5
 
 
 def test_a_coordinator_process_carries_a_rollout_and_a_killed_one_is_taken_over_from(tmp_path: Path) -> None:
@@ -257,25 +216,3 @@ def test_watch_writes_into_a_pipe_what_changes_and_ctrl_c_ends_it_with_code_0(tm
         shardrank(tmp_path, "rollout", "start", MODEL, 2)
         watching.read_until(r"films: version 2 is live; rollout of 2 in place of 1 \(beside\): done")
         assert watching.stop(signal.SIGINT) == 0
-
-
-def test_watch_redraws_a_terminal(tmp_path: Path) -> None:
-    with played_fleet(tmp_path, prepare=never_stage):
-        shardrank(tmp_path, "rollout", "start", MODEL, 2)
-        screen, terminal = pty.openpty()
-        command = [sys.executable, "-m", "serving.cli", "rollout", "status", "--watch", "--registry", str(tmp_path)]
-        environment = {**os.environ, "TERM": "xterm", "COLUMNS": "140", "LINES": "50"}
-        process = subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal, env=environment)
-        try:
-            seen = b""
-            # The same line a second time: it was drawn anew.
-            while seen.count(b"rows") < 2:
-                seen += os.read(screen, 65_536)
-            assert b"shard-0-1" in seen
-            process.send_signal(signal.SIGINT)
-            assert process.wait(timeout=30) == 0
-        finally:
-            process.kill()
-            process.wait()
-            os.close(screen)
-            os.close(terminal)

@@ -10,14 +10,12 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
 
-from serving.cli import main
 from serving.observe.calls import IN_BATCH, STAGES
 from serving.proto.shardrank.v1 import ranking_pb2_grpc
 from shardrank_testing.processes import Program, running
-from shardrank_testing.serving_api import MODEL, api_request, api_service, rank_message, running_api
+from shardrank_testing.serving_api import MODEL, api_request, rank_message
 
 ANY_PORTS = ("--http-port", "0", "--grpc-port", "0", "--shutdown-delay-s", "0")
 CANDIDATES = 400
@@ -113,35 +111,3 @@ def test_the_stages_of_a_real_server_add_up_to_the_whole_and_are_those_of_its_me
         assert busy(ranked, stage) == pytest.approx(told["rank", stage]), stage
     assert document["cpu_s"] == pytest.approx(sum(document["cpu_s_by_thread"].values()), rel=0.1)
     assert document["cpu_s_by_thread"]["MainThread"] > 0
-
-
-def test_every_stage_is_counted_without_a_profile_too(api_model) -> None:
-    async def main() -> dict[tuple[str, str], float]:
-        with api_service(api_model) as service:
-            async with running_api(service) as api:
-                at = api.listening
-                return await ask(f"http://{at.host}:{at.http_port}", f"{at.host}:{at.grpc_port}", rounds=1)
-
-    told = {stage for method, stage in asyncio.run(main()) if method == "rank"}
-    assert told == {*STAGES, "lookup", "total"}
-
-
-def test_each_of_several_workers_writes_its_own_profile(api_model, tmp_path) -> None:
-    arguments = ("--snapshot", str(api_model.path), "--workers", "2", "--profile", str(tmp_path / "deep.profile.json"))
-    with running("serve", *arguments, *ANY_PORTS) as program:
-        asyncio.run(ask(*ports(program), rounds=4))
-        # What only supervises has no use for it.
-        assert "libtorch" not in Path(f"/proc/{program.process.pid}/maps").read_text()
-        assert program.stop() == 0
-    documents = [read(tmp_path / f"deep.profile-{worker}.json") for worker in range(2)]
-    assert len({document["pid"] for document in documents}) == 2
-    ranked = [one for document in documents for one in document["accounts"] if one["method"] == "rank"]
-    assert sum(one["requests"] for one in ranked) == 24
-
-
-def test_a_profile_that_can_not_be_written_is_told_at_the_start(api_model, tmp_path) -> None:
-    path = tmp_path / "nowhere" / "profile.json"
-    arguments: list[Any] = ["serve", "--snapshot", str(api_model.path), "--profile", str(path), *ANY_PORTS]
-    result = CliRunner().invoke(main, arguments)
-    assert result.exit_code != 0
-    assert f"--profile {path}: No such file or directory" in result.output

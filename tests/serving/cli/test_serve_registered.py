@@ -21,7 +21,6 @@ from loader.snapshot.publishing import register
 from loader.snapshot.reader import Snapshot
 from serving.cli import main
 from serving.cli.serve import serve, worker_arguments
-from serving.cli.settings import staleness_limits
 from shardrank_testing.processes import Program, descendants, is_alive, running, wait_until
 from shardrank_testing.serving_api import MODEL, ApiModel, api_request, write_api_model
 
@@ -148,17 +147,6 @@ def test_flags_that_contradict_each_other_are_usage_errors(arguments: tuple[str,
     result = CliRunner().invoke(main, ["serve", *arguments], prog_name="shardrank")
     assert result.exit_code == 2
     assert message in re.sub(r"\s+", " ", result.output)
-
-
-def test_a_registry_in_the_environment_does_not_keep_anybody_from_serving_a_snapshot(tmp_path) -> None:
-    arguments = ["serve", "--snapshot", str(tmp_path / "films" / "1"), "--http-port", "0", "--grpc-port", "0"]
-    result = CliRunner(env={"SHARDRANK_REGISTRY": "r"}).invoke(main, arguments, prog_name="shardrank")
-    assert result.exit_code == 1
-    assert "no such snapshot folder" in result.output
-
-
-def test_staleness_limits_are_by_model() -> None:
-    assert staleness_limits((("films", "30"), ("series", "0.5")), ()) == {"films": 30.0, "series": 0.5}
 
 
 def test_workers_are_given_every_flag_but_the_registry(tmp_path) -> None:

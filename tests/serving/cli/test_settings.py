@@ -47,24 +47,6 @@ def test_a_limit_that_is_unknown_or_out_of_range_is_named(assignment: tuple[str,
         read_limits(given(None, assignment))
 
 
-@pytest.mark.parametrize(("name", "text"), [("a.json", "{"), ("a.toml", "x ="), ("b.json", "[1]")])
-def test_a_limits_file_that_can_not_be_read_is_named(tmp_path: Path, name: str, text: str) -> None:
-    path = tmp_path / name
-    path.write_text(text)
-    with pytest.raises(click.UsageError, match=name):
-        read_limits(given(path))
-
-
-def test_trusted_proxies_reach_a_worker_as_they_were_given():
-    options = given(None, ("max_queue", "7"), proxies=("10.0.0.0/8", "::1"))
-    limits = read_limits(options)
-    # Whoever asks what a model takes need not know.
-    assert "trusted_proxies" not in limits.model_dump()
-    assert limits.trusted_proxies == ("10.0.0.0/8", "::1")
-    arguments = front_arguments(options)
-    assert arguments == ["--limit", "max_queue=7", "--limit", "trusted_proxies=10.0.0.0/8,::1"]
-
-
 def test_a_config_takes_the_options_that_are_its_fields_and_names_what_is_out_of_range() -> None:
     options = {"store": Path("models"), "shards": 3, "host": "::1", "registry": None, "threads": 7}
     config = config_of(FleetConfig, options, models=("films",), shards=4)

@@ -9,18 +9,11 @@ import httpx
 import pytest
 from click.testing import CliRunner, Result
 
-from loader.errors import ExportError
-from loader.progress import no_progress
-from loader.snapshot.reader import Snapshot
-from loader.stores.opening import open_store
-from loader.stores.place import StoreUrl
 from serving.cli import main
-from serving.cli.settings import export_into
 from serving.embedded import Ranker
 from shardrank_testing.processes import running
 from shardrank_testing.s3_server import Bucket
 from shardrank_testing.serving_api import MODEL, ApiModel, api_request
-from shardrank_testing.snapshots import one_table_spec, write_snapshot
 
 
 def shardrank(*arguments: object) -> Result:
@@ -44,24 +37,6 @@ def test_a_version_is_published_checked_and_served_from_a_url_as_from_its_folder
         answer = httpx.post(f"{url}/v1/models/{MODEL}:rank", json=request).raise_for_status().json()
         assert answer["scores"] == ranker.rank(request)["scores"]
         assert program.stop() == 0
-
-
-def test_an_export_to_a_url_is_put_up_as_a_whole_and_leaves_nothing_here(bucket: Bucket, tmp_path: Path) -> None:
-    place = StoreUrl(url=bucket.url, cache=tmp_path / "cache")
-
-    def write(folder: Path, version: int | None) -> Path:
-        return write_snapshot(folder, one_table_spec(300), version=version)[0]
-
-    for version in (1, 2):
-        written, where = export_into(place, "small", None, write, no_progress)
-        assert (where, written.version) == (f"{bucket.url}/small/{version}", version)
-    assert not list(tmp_path.rglob("rows-*"))
-    with open_store(place).hold("small") as held:
-        assert Snapshot.open(held.path).identity == written.identity
-    # One that was made, but not put up, is not passed over.
-    made = write(place.exports, 3)
-    with pytest.raises(ExportError, match=f"shardrank publish {made} --store {bucket.url}"):
-        export_into(place, "small", None, write, no_progress)
 
 
 @pytest.mark.parametrize(

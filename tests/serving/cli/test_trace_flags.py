@@ -7,7 +7,6 @@ import pytest
 from click.testing import CliRunner
 
 from serving.cli import main
-from serving.cli.settings import arguments, front_arguments
 from shardrank_testing.otlp_receiver import collector
 from shardrank_testing.processes import running
 from shardrank_testing.serving_api import MODEL, api_request
@@ -55,11 +54,3 @@ def test_what_can_not_be_is_refused_before_anything_is_loaded(api_model, flags, 
     result = CliRunner().invoke(main, ["serve", "--snapshot", str(api_model.path), *flags])
     assert result.exit_code in (1, 2)
     assert message in result.output
-
-
-def test_children_are_told_the_same():
-    options = {"trace_endpoint": "http://c:4318", "trace_protocol": None, "trace_sample_share": 0.5}
-    told = ["--trace-endpoint", "http://c:4318"]
-    others = {"limits_file": None, "limit": (), "trusted_proxies": ()}
-    assert front_arguments(options | others) == [*told, "--trace-sample-share", "0.5"]
-    assert arguments(options, ["trace_endpoint", "trace_protocol"]) == told

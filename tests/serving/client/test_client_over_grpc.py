@@ -17,7 +17,6 @@ from serving.client import (
     OverloadedError,
     Ragged,
     RetryPolicy,
-    UnavailableError,
 )
 from serving.limits import RequestLimits
 from serving.rank.service import RankingService
@@ -99,22 +98,6 @@ def test_embeddings_are_looked_up_by_bag_and_by_id(api_model, api_service, kind)
             np.testing.assert_allclose(weighted.embeddings["tag"][0], api_model.pooled("tag", [1, 2], [0.5, 2.0]))
 
     run(main())
-
-
-@both_clients
-def test_a_model_is_described_once(api_service, kind):
-    async def main() -> None:
-        async with running_api(api_service) as api, calling(kind, address_of(api)) as call:
-            for seed in range(5):
-                await call("rank", MODEL, **rank_arguments(api_request(seed)))
-            described = await call("describe", MODEL)
-            assert described.schema_digest == api_service.describe(MODEL).schema_digest
-            assert [one.name for one in described.features][:1] == [api_service.describe(MODEL).features[0].name]
-            assert (described.dense_inputs.context, described.dense_inputs.candidate) == (2, 3)
-
-    before = answers(api_service, 'method="model"')
-    run(main())
-    assert answers(api_service, 'method="model"') - before == 2
 
 
 @both_clients
@@ -228,30 +211,6 @@ def test_a_live_client_goes_on_when_a_version_with_another_order_of_features_is_
     run(main())
 
 
-def test_a_request_that_only_the_new_version_takes_is_packed_for_it_though_the_old_one_was_described(
-    api_model, tmp_path
-):
-    spec = api_model.spec
-    dense = spec.dense_inputs.model_copy(update={"candidate": 4})
-    wider = write_api_model(tmp_path, 2, spec=spec.model_copy(update={"dense_inputs": dense}))
-
-    async def main() -> None:
-        with closing(served_service(api_model)) as service:
-            async with running_api(service) as api, calling(Client, address_of(api)) as call:
-                request = api_request()
-                await call("rank", MODEL, **rank_arguments(request))
-                request["candidates"]["dense"] = np.ones((5, 4)).tolist()
-                with pytest.raises(InvalidRequestError, match="5 candidates of 3 values"):
-                    await call("rank", MODEL, **rank_arguments(request))
-                load(service, wider)
-                service.flip(MODEL, 2)
-                result = await call("rank", MODEL, **rank_arguments(request))
-                assert result.version == 2
-                np.testing.assert_allclose(result.scores, wider.scores(request), rtol=1e-4)
-
-    run(main())
-
-
 def test_many_calls_at_once_share_one_client(api_model, api_service):
     async def main() -> None:
         requests = [api_request(seed) for seed in range(8)]
@@ -264,23 +223,5 @@ def test_many_calls_at_once_share_one_client(api_model, api_service):
                 results = await asyncio.gather(*(call("rank", MODEL, **rank_arguments(one)) for one in requests))
                 for request, result in zip(requests, results, strict=True):
                     np.testing.assert_allclose(result.scores, api_model.scores(request), rtol=1e-4)
-
-    run(main())
-
-
-def test_a_client_outlives_the_server_that_it_speaks_with(api_model):
-    """No retry is needed: the next request connects again."""
-
-    async def main() -> None:
-        arguments = rank_arguments(api_request())
-        with closing(served_service(api_model)) as service:
-            async with running_api(service) as api:
-                address = address_of(api)
-                client = AsyncClient(address, retry=RetryPolicy(max_attempts=1))
-                assert (await client.rank(MODEL, **arguments)).version == 1
-            with pytest.raises(UnavailableError) as found:
-                await client.rank(MODEL, **arguments)
-            assert (found.value.kind, found.value.grpc_status) == ("unavailable", "UNAVAILABLE")
-            await client.close()
 
     run(main())

@@ -7,10 +7,9 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-from serving.client import InvalidRequestError, NotFoundError, Ragged
+from serving.client import InvalidRequestError, NotFoundError
 from serving.limits import RequestLimits
-from serving.versions.loading import ModelSource, load_served_model
-from shardrank_testing.client_calls import CLIENTS, calling, rank_arguments, reordered_spec
+from shardrank_testing.client_calls import CLIENTS, calling, rank_arguments
 from shardrank_testing.serving_api import (
     MODEL,
     Api,
@@ -18,7 +17,6 @@ from shardrank_testing.serving_api import (
     run,
     running_api,
     served_service,
-    write_api_model,
 )
 
 both_clients = pytest.mark.parametrize("kind", CLIENTS)
@@ -51,42 +49,6 @@ def test_scores_are_those_of_json_and_of_grpc(api_model, api_service, kind):
 
 
 @both_clients
-def test_embeddings_are_looked_up(api_model, api_service, kind):
-    async def main() -> None:
-        async with running_api(api_service) as api, calling(kind, address_of(api)) as call:
-            features = {"film": [[3], [9, 11], []], "history": Ragged(np.array([1, 50, 2]), [2, 0, 1])}
-            result = await call("lookup", MODEL, features, request_id="x")
-            films = [api_model.pooled("film", bag, None) for bag in features["film"]]
-            np.testing.assert_allclose(result.embeddings["film"], np.stack(films), rtol=1e-6)
-            np.testing.assert_allclose(
-                result.embeddings["history"].values, api_model.tables["films"][[1, 50, 2]], rtol=1e-6
-            )
-            assert result.embeddings["history"].lengths.tolist() == [2, 0, 1]
-            assert (result.version, result.request_id) == (1, "x")
-
-    run(main())
-
-
-@both_clients
-def test_a_model_is_described_as_over_grpc(api_service, kind):
-    async def main() -> None:
-        async with (
-            running_api(api_service) as api,
-            calling(kind, address_of(api)) as call,
-            calling(kind, f"grpc://{api.listening.host}:{api.listening.grpc_port}") as over_grpc,
-        ):
-            assert await call("describe", MODEL) == await over_grpc("describe", MODEL)
-            assert (await call("describe", MODEL, 1)).version == 1
-            with pytest.raises(NotFoundError, match="only the live version") as found:
-                await call("describe", MODEL, 2)
-            assert found.value.kind == "model_not_found"
-            with pytest.raises(NotFoundError, match="books"):
-                await call("describe", "books")
-
-    run(main())
-
-
-@both_clients
 def test_errors_have_the_kind_and_the_field_of_the_server(api_model, kind):
     async def main() -> None:
         with closing(served_service(api_model, RequestLimits(max_candidates=6))) as service:
@@ -103,33 +65,5 @@ def test_errors_have_the_kind_and_the_field_of_the_server(api_model, kind):
                     await call("rank", MODEL, **{**arguments, "context": context})
                 assert (found.value.kind, found.value.http_status) == ("unknown_id", 400)
                 assert found.value.field == "context.sparse.user[0]"
-
-    run(main())
-
-
-@both_clients
-def test_a_live_client_goes_on_when_the_order_of_features_changes_and_asks_older_versions_by_name(tmp_path, kind):
-    models = [write_api_model(tmp_path, 1), write_api_model(tmp_path, 2, seed=3, spec=reordered_spec())]
-
-    async def main() -> None:
-        with closing(served_service(models[0])) as service:
-            source = ModelSource(snapshot=models[1].path, dtype="float32", sharding="hash")
-            service.install_staged(load_served_model(source, service))
-            async with running_api(service) as api, calling(kind, address_of(api)) as call:
-                request = api_request(5)
-
-                async def check(expected: int, **more: object) -> None:
-                    result = await call("rank", MODEL, **rank_arguments(request), **more)
-                    assert result.version == expected
-                    np.testing.assert_allclose(result.scores, models[expected - 1].scores(request), rtol=1e-4)
-
-                await check(1)
-                await check(2, version=2)
-                for live in (2, 1, 2):
-                    service.flip(MODEL, live)
-                    await check(live)
-                    await check(live)
-                    await check(1, version=1)
-                    await check(2, version=2)
 
     run(main())

@@ -144,34 +144,10 @@ def test_a_lookup_in_any_form_is_read_as_its_json(request, data):
         np.testing.assert_array_equal(getattr(found.bags, name), getattr(expected.bags, name), name)
 
 
-@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int32, np.uint32, np.int64, np.uint64, object])
-def test_integers_of_any_width_are_ids(dtype):
-    column = Column.of("candidates.sparse.film", np.array([3, 0, 100], dtype), None)
-    assert (column.ids.dtype, column.ids.tolist(), column.lengths) == (np.int64, [3, 0, 100], None)
-
-
 @pytest.mark.parametrize("strings", [["a", "ü"], np.array(["a", "ü"]), np.array(["a", "ü"], object)])
 def test_strings_are_ids_from_lists_and_arrays(strings):
     column = Column.of("candidates.sparse.city", strings, None)
     assert (list(column.texts), column.num_bags, column.ids.size) == (["a", "ü"], 2, 0)
-
-
-def test_arrays_that_are_not_contiguous_are_read_as_they_look():
-    ids = np.arange(20).reshape(4, 5)
-    assert Column.of("candidates.sparse.film", ids[:, 1], None).ids.tolist() == [1, 6, 11, 16]
-    column = Column.of("candidates.sparse.film", ids.T, None)
-    assert column.ids.tolist() == ids.T.reshape(-1).tolist()
-    assert column.lengths is not None
-    assert column.lengths.tolist() == [4] * 5
-
-
-def test_a_single_id_is_a_bag_of_one(layout):
-    request = api_request()
-    request["context"]["sparse"]["user"] = [42]
-    expected = parse_json(SCHEMA, request)
-    for one in (42, np.int64(42), np.array([42], np.uint8)):
-        request["context"]["sparse"]["user"] = one
-        assert_same(parse_message(SCHEMA, encoded(layout.packed(given_of(request)))), expected)
 
 
 WRONG = [

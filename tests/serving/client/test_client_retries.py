@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from contextlib import closing, contextmanager
@@ -286,23 +285,6 @@ def test_whatever_else_ends_a_call_is_not_tried_again_and_keeps_its_kind(status,
 
 
 @both_clients
-def test_a_server_that_is_gone_is_unavailable_after_the_policys_attempts(kind):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-
-    async def main() -> None:
-        for scheme in ("grpc", "http"):
-            timing = Time()
-            async with calling(kind, f"{scheme}://127.0.0.1:{port}", **timing.options(kind)) as call:
-                with pytest.raises(UnavailableError) as found:
-                    await rank(call)
-                assert found.value.kind == "unavailable"
-                assert timing.slept == [0.025, 0.05]
-
-    run(main())
-
-
-@both_clients
 def test_over_http_503_and_connections_that_end_are_tried_again(kind):
     not_ready = http_error(503, "not_ready")
 
@@ -374,13 +356,6 @@ def test_every_answer_over_http_that_is_none_is_a_typed_error_and_final(answer, 
         assert len(stub.posts) == 1
 
 
-def test_http_connections_are_used_again():
-    with closing(HttpStub([OK])) as stub, Client(stub.address) as client:
-        for _ in range(5):
-            client.rank(MODEL, {}, {"film": [1]})
-        assert (len(stub.posts), stub.connections) == (5, 1)
-
-
 @both_clients
 def test_a_server_that_says_nothing_ends_with_the_deadline(kind):
     async def main() -> None:
@@ -394,24 +369,6 @@ def test_a_server_that_says_nothing_ends_with_the_deadline(kind):
                     assert scheme == "grpc" or isinstance(found.value, DeadlineExceededError)
 
     run(main())
-
-
-def test_an_answer_that_trickles_ends_with_the_deadline():
-    def trickle(peer: socket.socket) -> None:
-        peer.recv(65536)
-        peer.sendall(b"HTTP/1.1 200 X\r\ncontent-length: 1000000\r\n\r\n")
-        try:
-            while True:
-                peer.sendall(b" ")
-                time.sleep(0.01)
-        except OSError:
-            peer.close()
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        threading.Thread(target=lambda: trickle(listener.accept()[0]), daemon=True).start()
-        address = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        with Client(address, timeout_ms=100) as client, pytest.raises(DeadlineExceededError):
-            client.describe(MODEL)
 
 
 def test_a_token_goes_with_every_call_and_may_change():
@@ -448,9 +405,3 @@ def test_an_address_that_can_not_be_used_is_told_at_once(address, options, messa
     for kind in CLIENTS:
         with pytest.raises(ClientConfigError, match=message):
             kind(address, **options)
-
-
-def test_a_policy_that_is_none_is_told_at_once():
-    for wrong in ({"max_attempts": 0}, {"backoff_ms": -1}, {"budget_ratio": float("nan")}):
-        with pytest.raises(ClientConfigError, match=next(iter(wrong))):
-            RetryPolicy(**wrong)

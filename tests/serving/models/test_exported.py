@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import pickle
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -22,11 +20,11 @@ from torch import Tensor, nn
 from loader.errors import ExportError, UnsafeProgramError
 from loader.snapshot.manifest import ExportedModelSpec, ModelSpec
 from loader.snapshot.program import ProgramArchive, program_bytes
-from serving.errors import ProgramHardwareError, RankingModelError, UntrustedProgramError
+from serving.errors import RankingModelError, UntrustedProgramError
 from serving.models.exported import check_bindings, export_program, exported_copy, load_exported
 from serving.models.inputs import RankingInputs
-from serving.models.ranking_models import BLOCK_ROWS, MAX_PAIRS, build_model, load_model
-from shardrank_testing.ranking import CONFIGS, DIM, converted, only_request, random_inputs, random_tensors, ranking_spec
+from serving.models.ranking_models import load_model
+from shardrank_testing.ranking import CONFIGS, DIM, converted, random_inputs, random_tensors, ranking_spec
 
 INPUTS: dict[str, Any] = {
     "user": {"source": "pooled", "features": ["user"], "per": "request"},
@@ -110,12 +108,6 @@ def test_a_program_gives_the_outputs_of_its_module_and_their_weighted_sum(loaded
     torch.testing.assert_close(loaded.scores(inputs), expected_of(two_tasks(), inputs), rtol=1e-5, atol=1e-5)
 
 
-def test_requests_alone_get_what_they_get_together(loaded):
-    inputs = random_inputs(described(), [4, 1, 30], [2, 0, 5])
-    alone = torch.cat([loaded.scores(only_request(inputs, number)) for number in range(3)], dim=1)
-    torch.testing.assert_close(loaded.scores(inputs), alone, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("number_format", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_built_in_model_scores_the_same_as_a_program(kind, number_format, tmp_path):
@@ -131,33 +123,6 @@ def test_a_built_in_model_scores_the_same_as_a_program(kind, number_format, tmp_
         tolerance = 1e-5 if number_format == "float32" else 2e-2
         for found in copied.scores(inputs):
             torch.testing.assert_close(found, built_in.score(inputs), rtol=0, atol=tolerance)
-
-
-@pytest.mark.parametrize("max_pairs", [MAX_PAIRS, 40, 3])
-def test_a_program_is_called_with_so_many_pairs_of_candidates_and_history_at_once(max_pairs, tmp_path):
-    spec = ranking_spec("target_attention")
-    built_in = load_model(spec, random_tensors(spec))
-    model = load_model(spec, random_tensors(spec))
-    model.pack("float32", portable=True)
-    exported, program = exported_copy(spec, model)
-    copied = load_exported(exported, saved(tmp_path, program_bytes(program)), trusted=True)
-    copied.max_pairs, run = max_pairs, copied._run
-    called: list[tuple[int, int, int]] = []
-
-    def told(arguments: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        of = dict(zip(exported.dense_model.inputs, arguments, strict=True))
-        called.append((of["candidates"].shape[0], of["context"].shape[0], of["rows"].shape[1]))
-        return run(arguments)
-
-    copied._run = told
-    for candidates, lengths in (([1], [0]), ([5, 1, 20], [3, 0, 1]), ([1] * 30, [7] * 30), ([64], [9])):
-        called.clear()
-        inputs = random_inputs(spec, candidates, lengths)
-        torch.testing.assert_close(copied.scores(inputs)[0], built_in.score(inputs), rtol=0, atol=1e-5)
-        assert sum(count for count, _, _ in called) == sum(candidates)
-        # Candidates of one request are put into blocks, whose last is filled up.
-        assert all((count + (BLOCK_ROWS - 1) * (of - 1)) * rows <= max(max_pairs, rows) for count, of, rows in called)
-        assert max_pairs < MAX_PAIRS or len(called) == 1
 
 
 # What is refused
@@ -235,17 +200,6 @@ def test_a_pickle_in_an_archive_is_refused_and_does_not_run(where, program, tmp_
     with pytest.raises(UnsafeProgramError, match=says):
         load_exported(described(), path, trusted=True)
     assert not trace.exists()
-
-
-@pytest.mark.parametrize("where", ["weights", "constants", "opaque objects", "sample inputs"])
-def test_pytorch_itself_would_have_run_it(where, program, tmp_path):
-    """The archives of the test above are such as PyTorch unpickles: else they would prove nothing."""
-    trace = tmp_path / "trace"
-    content = rewritten(program, MALICIOUS[where][0](trace))
-    # What it makes of it afterwards is its own affair.
-    with contextlib.suppress(Exception):
-        torch.export.load(BytesIO(content))
-    assert trace.exists()
 
 
 def test_a_file_with_sample_inputs_is_written_without_them(tmp_path):
@@ -391,15 +345,6 @@ def test_a_description_names_what_the_model_has(source, says):
         check_bindings(described({"x": source}, CLICK))
 
 
-def test_weights_that_are_not_finite_are_refused(tmp_path):
-    module = two_tasks()
-    with torch.no_grad():
-        module.first.weight[0, 0] = float("nan")
-    path = saved(tmp_path, program_bytes(export_program(described(), module)))
-    with pytest.raises(RankingModelError, match=r"tensor 'first.weight' holds NaN or inf"):
-        load_exported(described(), path, trusted=True)
-
-
 def test_what_is_no_program_is_refused_at_export():
     with pytest.raises(ExportError, match="it is no zip archive"):
         program_bytes(b"not a program")
@@ -420,38 +365,3 @@ def package(tmp_path_factory):
     path = tmp_path_factory.mktemp("package") / "dense.pt2"
     torch._inductor.aoti_compile_and_package(export_program(described(), two_tasks()), package_path=str(path))
     return path.read_bytes()
-
-
-def test_a_compiled_package_gives_the_outputs_of_its_module(package, tmp_path):
-    model = load_exported(described(), saved(tmp_path, program_bytes(package)), trusted=True)
-    for candidates, lengths in (([1], [0]), ([5, 1, 20], [3, 0, 1]), ([100], [7])):
-        inputs = random_inputs(described(), candidates, lengths)
-        torch.testing.assert_close(model.scores(inputs), expected_of(two_tasks(), inputs), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "says"),
-    [
-        ("AOTI_DEVICE_KEY", "cuda", "is for device 'cuda'; programs are run on 'cpu'"),
-        ("AOTI_CPU_ISA", "AVX512 AMX_OF_TOMORROW", r"needs the CPU capabilities \['AMX_OF_TOMORROW'\]"),
-        ("AOTI_MACHINE", "riscv64", "is for AOTI_MACHINE 'riscv64'"),
-        ("AOTI_PLATFORM", "win32", "is for AOTI_PLATFORM 'win32'"),
-    ],
-)
-def test_a_package_of_other_hardware_is_refused(key, value, says, tmp_path):
-    buffer = BytesIO()
-    stated = {"AOTI_DEVICE_KEY": "cpu", "AOTI_PLATFORM": "linux", "AOTI_MACHINE": os.uname().machine}
-    with zipfile.ZipFile(buffer, "w") as archive:
-        archive.writestr("p/data/aotinductor/model/a.wrapper_metadata.json", json.dumps({**stated, key: value}))
-        archive.writestr("p/data/aotinductor/model/a.wrapper.so", b"never loaded")
-    with pytest.raises(ProgramHardwareError, match=says):
-        load_exported(described(), saved(tmp_path, buffer.getvalue()), trusted=True)
-
-
-def test_a_module_in_training_mode_is_exported_in_eval_mode(tmp_path):
-    spec = ranking_spec("mlp")
-    model = build_model(spec).train()
-    exported, program = exported_copy(spec, model)
-    copied = load_exported(exported, saved(tmp_path, program_bytes(program)), trusted=True)
-    inputs = random_inputs(spec, [7])
-    np.testing.assert_allclose(copied.score(inputs), model.eval().score(inputs), atol=1e-6)

@@ -6,7 +6,6 @@ import asyncio
 import math
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,12 +16,11 @@ from router.feature_schema import FeatureSchema
 from router.id_mapping import IdMapper
 from router.plan import Plan
 from router.router import Embeddings, Router
-from serving.models.inputs import InputAssembler, RankingInputs, find_runs, padded_sequence, rounded_rows
+from serving.models.inputs import InputAssembler, RankingInputs, padded_sequence, rounded_rows
 from shard_node.bags import KeyedBags
 from shard_node.engine.reference import ReferenceEngine
 from shard_node.node import LoadedTables, LocalShard, ShardNode
 from shard_node.partition import NodeIdentity
-from shardrank_testing.ranking import ranking_spec
 
 ROWS = 20
 
@@ -162,51 +160,3 @@ def test_sequences_are_laid_out_side_by_side_and_end_in_zeros(lengths: list[int]
         assert sequence.mask[request].tolist() == [True] * length + [False] * (max(lengths) - length)
         assert torch.equal(sequence.rows[request, :length], torch.from_numpy(part))
         assert not sequence.rows[request, length:].any()
-
-
-def test_a_history_that_shares_its_items_table_arrives_in_order() -> None:
-    spec = ranking_spec("target_attention", dense=(0, 0))
-    tables = tuple(table.model_copy(update={"dtype": "fp32", "num_embeddings": ROWS}) for table in spec.tables)
-    spec = spec.model_copy(update={"model": "m", "tables": tables})
-    rng = np.random.default_rng(3)
-    embeddings = look_up(spec, [2, 3], 4, rng)
-    inputs, *_ = assemble(spec, embeddings, [2, 3], rng, torch.float32)
-    history = embeddings.schema.index["history"]
-    real = inputs.sequences["history"].rows[inputs.sequences["history"].mask]
-    assert torch.equal(real, torch.from_numpy(embeddings.feature(history)))
-
-
-@pytest.mark.parametrize(
-    ("features", "runs"),
-    [
-        ([("candidate", "sum", 4)] * 9, 1),
-        ([("context", "sum", 4)] * 4 + [("candidate", "mean", 4)] * 5, 2),
-        ([("context", "sum", 4), ("candidate", "sum", 4)] * 3, 6),
-        ([("candidate", "sum", 4)] * 3 + [("candidate", "sum", 8)] * 3, 2),
-        ([("candidate", "sum", 4), ("context", "none", 4), ("candidate", "sum", 4)], 2),
-    ],
-)
-def test_neighbours_of_one_side_and_width_are_copied_together(features: list[tuple[str, str, int]], runs: int) -> None:
-    spec = spec_of(features)
-    assert len(find_runs(spec, FeatureSchema.of(spec))) == runs
-
-
-@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
-def test_blocks_in_read_only_memory_are_read_as_they_are() -> None:
-    spec, rng = spec_of([("context", "sum", 4), ("candidate", "sum", 4)]), np.random.default_rng(0)
-    embeddings = look_up(spec, [2, 1], 2, rng)
-    expected, *_ = assemble(spec, embeddings, [2, 1], rng, torch.float32)
-    for block in embeddings.blocks:
-        block.flags.writeable = False
-    inputs, *_ = assemble(spec, embeddings, [2, 1], rng, torch.float32)
-    assert torch.equal(inputs.context, expected.context)
-    assert torch.equal(inputs.candidates, expected.candidates)
-
-
-def test_numbers_of_candidates_are_rounded_up_by_a_sixteenth_at_most_to_few_classes() -> None:
-    rounded = [rounded_rows(count) for count in range(4097)]
-    assert rounded[0] == 0
-    assert all(count <= one and one % 8 == 0 for count, one in enumerate(rounded))
-    assert all(one - count < max(8, count / 16 + 1) for count, one in enumerate(rounded))
-    assert rounded == sorted(rounded)
-    assert len(set(rounded)) < 112

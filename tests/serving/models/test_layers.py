@@ -9,16 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serving.models.layers import (
-    INT8_ROWS,
     Int8Product,
     Linear,
-    LogitHead,
     Mlp,
     PackedProduct,
     PlainProduct,
     Shared,
     bfloat16_is_native,
-    can_pack,
     gains_by_int8,
     input_dtype,
     int8_is_faster,
@@ -59,39 +56,6 @@ def test_packed_layers_give_what_plain_ones_give(number_format, shape, relu_at_e
     torch.testing.assert_close(found, expected, **TOLERANCES[number_format])
 
 
-@pytest.mark.parametrize("number_format", FORMATS)
-@pytest.mark.parametrize("hidden", [[], [8], [8, 4]], ids=str)
-def test_a_packed_head_ends_in_a_float32_logit_of_float32_weights(number_format, hidden):
-    torch.manual_seed(5)
-    head, x = LogitHead(6, hidden), torch.randn(9, 6)
-    with torch.inference_mode():
-        expected = head(x)
-        found = ready(head, number_format)(x.to(input_dtype(number_format)))
-    assert found.dtype == torch.float32
-    assert head.layers[-1].weight.dtype == torch.float32
-    torch.testing.assert_close(found, expected, **TOLERANCES[number_format])
-
-
-def test_who_wants_gradients_gets_them():
-    layers = ready(Mlp(4, [3], relu_at_end=True), "float32")
-    x = torch.randn(2, 4, requires_grad=True)
-    layers(x).sum().backward()
-    assert x.grad is not None
-    assert x.grad.shape == (2, 4)
-
-
-def test_only_weights_on_the_cpu_of_its_number_formats_are_packed():
-    assert not can_pack(torch.empty(2, 2, device="meta"))
-    assert not can_pack(torch.empty(2, 2, dtype=torch.float64))
-    assert can_pack(torch.empty(2, 2))
-
-
-def test_emulated_bfloat16_does_not_count_as_native(monkeypatch) -> None:
-    emulating = {"architecture": "x86_64", "avx512_f": True, "avx512_bf16": False, "amx_bf16": False}
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: emulating)
-    assert not bfloat16_is_native()
-
-
 @pytest.mark.parametrize(("vnni", "amx", "faster"), [(True, False, True), (True, True, False), (False, False, False)])
 def test_int8_counts_as_faster_with_vnni_alone(monkeypatch, vnni, amx, faster) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_vnni": vnni, "amx_bf16": amx})
@@ -119,19 +83,6 @@ def test_int8_sums_are_within_the_rounding_of_both_factors(rows, inputs, outputs
     bound = 0.5 * (step_x * weight.abs().sum(1) + step_w * x.abs().sum(1, keepdim=True) + inputs * step_x * step_w)
     assert found.dtype == x.dtype
     assert ((found - expected).abs() <= bound * 1.01 + 1e-5).all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_are_quantised_each_by_itself_however_many_there_are(dtype):
-    torch.manual_seed(3)
-    x, more, made = torch.randn(3 * INT8_ROWS + 5, 24).to(dtype), torch.randn(3 * INT8_ROWS + 5, 6), None
-    x *= torch.logspace(-6, 6, len(x))[:, None].to(dtype)
-    made = Int8Product(torch.randn(6, 24))
-    together = made.plus(x, more, True)
-    chosen = [0, 1, INT8_ROWS - 1, INT8_ROWS, 2 * INT8_ROWS + 7, len(x) - 1]
-    for one in chosen:
-        alone = made.plus(x[one : one + 1], more[one : one + 1], True)
-        assert torch.equal(together[one : one + 1], alone)
 
 
 @pytest.mark.parametrize("product", [PlainProduct, PackedProduct, Int8Product])

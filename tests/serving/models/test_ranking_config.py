@@ -7,8 +7,7 @@ import pytest
 from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec
 from loader.snapshot.tables import TableSpec
 from serving.errors import RankingModelError
-from serving.models.config import DcnV2Config, MlpConfig, parse_dense_model
-from serving.models.ranking_models import build_model
+from serving.models.config import parse_dense_model
 from shardrank_testing.ranking import CONFIGS, ranking_spec
 
 
@@ -18,13 +17,6 @@ def test_a_valid_config_is_parsed_into_its_own_type(kind: str) -> None:
     assert config.kind == kind
     given = config.model_dump(mode="json")
     assert {name: given[name] for name in CONFIGS[kind]} == CONFIGS[kind]
-
-
-def test_options_that_are_left_out_get_their_defaults() -> None:
-    assert parse_dense_model(ranking_spec("mlp", {})) == MlpConfig(hidden=(256, 64))
-    assert parse_dense_model(ranking_spec("dcn_v2", {})) == DcnV2Config(
-        num_cross_layers=3, low_rank=None, bottom_mlp=(), deep=(256, 64)
-    )
 
 
 ATTENTION = CONFIGS["target_attention"]
@@ -99,23 +91,7 @@ def test_dlrm_refuses_features_of_several_dims() -> None:
         parse_dense_model(spec_of_dims("dlrm", {"a": 4, "b": 8}, {}))
 
 
-def test_dlrm_refuses_a_single_vector() -> None:
-    with pytest.raises(RankingModelError, match=r"at least two vectors"):
-        parse_dense_model(spec_of_dims("dlrm", {"a": 4}, {}))
-
-
-def test_dcn_v2_refuses_a_bottom_mlp_without_dense_inputs() -> None:
-    with pytest.raises(RankingModelError, match=r"bottom_mlp \[8\], but no dense inputs"):
-        parse_dense_model(spec_of_dims("dcn_v2", {"a": 4}, {"bottom_mlp": [8]}))
-
-
 def test_target_attention_refuses_a_history_of_another_dim() -> None:
     config = {"history_feature": "history", "target_feature": "film"}
     with pytest.raises(RankingModelError, match=r"differ in embedding_dim: \{'history': 8, 'film': 4\}"):
         parse_dense_model(spec_of_dims("target_attention", {"film": 4, "history": 8}, config))
-
-
-def test_mlp_head_has_the_sizes_of_26_features_and_13_dense_inputs() -> None:
-    spec = spec_of_dims("mlp", {f"c{i}": 64 for i in range(26)}, {"hidden": [256, 64]}, dense=13)
-    shapes = [tuple(tensor.shape) for tensor in build_model(spec).state_dict().values()]
-    assert shapes == [(256, 1677), (256,), (64, 256), (64,), (1, 64), (1,)]

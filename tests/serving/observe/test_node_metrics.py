@@ -7,7 +7,6 @@ import re
 import time
 from pathlib import Path
 
-import click
 import httpx
 import numpy as np
 import pytest
@@ -104,9 +103,3 @@ def test_a_node_whose_cards_have_failed_says_so_beside_all_that_is_known(tmp_pat
 
     asyncio.run(program())
     node.close()
-
-
-def test_an_address_that_no_scraper_can_reach_is_refused() -> None:
-    flags = ["--store", "s", "--registry", "r", "--shard", "0/1", "--listen", "h:1", "--admin-listen", "unix:/a"]
-    with pytest.raises(click.UsageError, match="HOST:PORT is needed"):
-        shard_node.main(flags, standalone_mode=False)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import resource
 import time
-import zlib
-from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -20,14 +18,12 @@ from hypothesis.extra import numpy as hnp
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.feature_schema import FeatureSchema
-from serving.cli.serve import serve, worker_arguments
-from serving.errors import RecordingDamagedError, RecordingFolderError
+from serving.errors import RecordingDamagedError
 from serving.formats.requests import RankAnswer, RankRequest
 from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
 from serving.observe.recording import (
     FILES,
-    LOCK,
     RETRY_S,
     Recorded,
     RecordingConfig,
@@ -156,24 +152,6 @@ def test_what_every_api_was_asked_is_recorded_and_nothing_of_headers_keys_and_na
     assert 0 < frames < len(written)
 
 
-def test_so_many_are_chosen_as_the_share_says_and_the_others_cost_one_draw(tmp_path: Path) -> None:
-    counted: dict[str, int] = {}
-    draw, expected = Random(7), Random(7)
-    config = RecordingConfig(folder=tmp_path, share=0.25)
-    own = RequestRecorder(
-        config, lambda outcome, n, size: counted.update({outcome: counted.get(outcome, 0) + n}), draw.random
-    )
-    request = parse_json(SCHEMA, api_request())
-    for number in range(200):
-        own.offer(SCHEMA, request, answer_of(request, number), 0.0)
-    own.close()
-    chosen = [number for number in range(200) if expected.random() < 0.25]
-    assert counted == {"written": len(chosen)}
-    assert [one.scores.tobytes() for one in read_folder(tmp_path)] == [
-        answer_of(request, number).scores.tobytes() for number in chosen
-    ]
-
-
 def test_the_folder_stays_within_its_bound_and_keeps_the_newest_through_restarts(tmp_path: Path) -> None:
     request = parse_json(SCHEMA, api_request(0, 400))
     most, number = 1_000_000, 0
@@ -251,18 +229,6 @@ def test_a_full_disk_and_a_defect_are_told_once_leave_no_empty_files_and_end_not
     assert caplog.text.count("requests are not recorded") == 2
 
 
-def test_a_folder_that_is_no_folder_or_is_another_ones_is_refused(tmp_path: Path) -> None:
-    own = recorder(tmp_path / "r")
-    with pytest.raises(RecordingFolderError, match="another process records into it"):
-        recorder(tmp_path / "r")
-    own.close()
-    recorder(tmp_path / "r").close()
-    with pytest.raises(RecordingFolderError, match=r"--record .*: (Not a directory|File exists)"):
-        recorder(tmp_path / "r" / LOCK)
-    with pytest.raises(RecordingFolderError, match="no such folder"):
-        recorded_files(tmp_path / "none")
-
-
 @pytest.fixture(scope="module")
 def recorded_file(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     folder = tmp_path_factory.mktemp("recorded")
@@ -300,21 +266,6 @@ def test_a_file_that_is_cut_off_gives_what_is_whole_and_a_changed_one_is_refused
             list(read_file(path))
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.data())
-def test_whatever_a_frame_says_is_held_against_its_bytes(recorded_file: bytes, tmp_path: Path, data: st.DataObject):
-    edges = frames(recorded_file)
-    payload = bytearray(recorded_file[edges[2] + 8 : edges[3]])
-    place = data.draw(st.integers(0, 63))
-    payload[place : place + 4] = data.draw(st.binary(min_size=4, max_size=4))
-    path = tmp_path / "x.requests"
-    framed = len(payload).to_bytes(4, "little") + zlib.crc32(payload).to_bytes(4, "little") + payload
-    path.write_bytes(recorded_file[: edges[2]] + framed)
-    with suppress(RecordingDamagedError):
-        for one in read_file(path):
-            one.request.bags.validate()
-
-
 def test_requests_of_another_schema_are_passed_by_and_so_is_a_damaged_file(tmp_path: Path, caplog) -> None:
     own = recorder(tmp_path / "0")
     request = parse_json(SCHEMA, api_request())
@@ -337,10 +288,3 @@ def test_requests_of_another_schema_are_passed_by_and_so_is_a_damaged_file(tmp_p
     assert dataclasses.replace(found, timeout_s=1.0).bags.values.tolist() == request.bags.values.tolist()
     assert "passed by" in caplog.text
     assert [one.num_candidates for one in last_requests(tmp_path, other, 10, 1 << 30)] == [1]
-
-
-def test_each_worker_records_into_a_folder_of_its_own_within_its_part_of_the_bound(tmp_path: Path) -> None:
-    flags = ["--record", str(tmp_path / "r"), "--record-share", "0.5", "--record-max-mb", "100", "--workers", "4"]
-    options = serve.make_context("serve", ["--snapshot", str(tmp_path), *flags]).params
-    told = serve.make_context("serve", worker_arguments(options, tmp_path, 2)).params
-    assert (told["record"], told["record_share"], told["record_max_mb"]) == (tmp_path / "r" / "2", 0.5, 25)

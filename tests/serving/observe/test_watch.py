@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
-import math
 import re
 from pathlib import Path
 
@@ -15,56 +14,16 @@ from hypothesis import strategies as st
 
 from loader.snapshot.reader import Snapshot
 from router.plan import Plan
-from serving.observe.watch import NodeWatch, degraded_reason, staleness_s
+from serving.observe.watch import degraded_reason, staleness_s
 from serving.rank.service import RankingService
 from serving.versions.loading import ModelSource, load_served_model
 from serving.versions.served_model import ServedModel
-from serving.versions.served_versions import ServedVersions
 from shard_node.engine.loading import load_tables
-from shard_node.generation import Generations
 from shard_node.node import DeltaPosition, LocalShard, ServedVersion, ShardNode
 from shard_node.wire.address import Address
 from shard_node.wire.server import NodeServer
 from shardrank_testing.serving_api import MODEL, ApiModel, api_request, ask, run, running_api, write_api_model
 from shardrank_testing.topologies import make_node
-
-
-class Broken:
-    """A version that can't be asked, for a reason that is nobody's error class."""
-
-    def __init__(self) -> None:
-        self.error: Exception | None = ValueError("a defect")
-
-    async def nodes(self) -> list:
-        if self.error is not None:
-            raise self.error
-        return []
-
-
-def test_a_defect_of_one_model_is_told_and_stops_neither_the_watch_nor_the_others(caplog):
-    payloads = {"books": Broken(), "films": Broken()}
-    versions = ServedVersions(list(payloads), lambda model, version: None)
-    generations: Generations = versions.generations
-    payloads["films"].error = None
-    for model, payload in payloads.items():
-        generations.stage(model, 1, payload)
-        generations.flip(model, 1)
-    watch = NodeWatch(versions)
-
-    async def main() -> None:
-        await watch.refresh()
-        assert watch.problems() == {"books": "internal: asking its shards failed with ValueError"}
-        assert "a defect" in caplog.text
-        running = asyncio.create_task(watch.run())
-        await asyncio.sleep(0)
-        payloads["books"].error = None
-        await watch.refresh()
-        assert not running.done()
-        assert watch.problems() == {}
-        running.cancel()
-
-    run(main())
-    assert [one.leases for one in generations.all()] == [0, 0]
 
 
 @pytest.fixture
@@ -154,17 +113,6 @@ def test_a_model_is_degraded_exactly_when_its_stalest_node_is_too_stale(ages, li
     assert not reason or f"on {sum(age > limit_s for age in known)} of {len(ages)} nodes" in reason
 
 
-def test_what_is_not_known_is_told_as_such():
-    assert staleness_s(told(None), 5.0) is None
-    assert "1 of 2 nodes with version 3 have not looked" in degraded_reason([told(5.0), told(None)], 30.0, 5.0)
-
-
-@pytest.mark.parametrize("limit_s", [0.0, -1.0, math.nan])
-def test_a_limit_that_can_not_be_kept_is_refused_by_its_model(limit_s):
-    with pytest.raises(ValueError, match="max_staleness_s of model 'films'"):
-        RankingService(max_staleness_s={"films": limit_s})
-
-
 def following_model(model: ApiModel, service: RankingService, position: DeltaPosition) -> ServedModel:
     """The model with its rows in this process, as far along its deltas as `position` says."""
     snapshot = Snapshot.open(model.path)
@@ -232,19 +180,6 @@ def test_rows_that_lag_behind_are_told_by_readyz_and_metrics_and_the_process_sta
     service.close()
 
 
-def test_a_model_without_a_limit_is_never_degraded_and_one_without_deltas_has_no_delta_metrics(api_model):
-    async def main() -> None:
-        service = RankingService(expected_models=[MODEL])
-        source = ModelSource(snapshot=api_model.path, dtype="float32")
-        service.install(await asyncio.to_thread(load_served_model, source, service))
-        await service.watch.refresh()
-        assert service.watch.degraded() == {}
-        assert "shardrank_delta_sequence{" not in service.metrics.render().decode()
-        await asyncio.to_thread(service.close)
-
-    run(main())
-
-
 def test_neither_readyz_nor_health_moves_while_versions_are_loaded_flipped_and_retired(api_model, tmp_path):
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -277,22 +212,6 @@ def test_neither_readyz_nor_health_moves_while_versions_are_loaded_flipped_and_r
             assert await is_ready()
             await asyncio.to_thread(retiring.retired.wait, 10)
             assert await is_ready()
-        await asyncio.to_thread(service.close)
-
-    run(main())
-
-
-def test_a_model_that_comes_later_does_not_make_what_serves_not_ready(api_model):
-    async def main() -> None:
-        service = RankingService(expected_models=["books"])
-        service.install(await asyncio.to_thread(load_served_model, ModelSource(snapshot=api_model.path), service))
-        assert service.watch.problems() == {"books": "no live version"}
-        await service.watch.refresh()
-        assert service.watch.problems() == {"books": "no live version"}
-        await asyncio.to_thread(service.close)
-        service = RankingService()
-        service.install(await asyncio.to_thread(load_served_model, ModelSource(snapshot=api_model.path), service))
-        assert service.watch.problems() == {}
         await asyncio.to_thread(service.close)
 
     run(main())

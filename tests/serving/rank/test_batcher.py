@@ -8,17 +8,14 @@ import socket
 import threading
 from typing import Any
 
-import numpy as np
 import pytest
 
-from serving.errors import OverloadedError, ShuttingDownError
-from serving.formats.requests import Encoded
+from serving.errors import OverloadedError
 from serving.limits import RequestLimits
 from serving.rank.batcher import MAX_WAITING_OF_AN_OWNER, Batcher, Pending, UntakenAnswers, finish
-from shard_node.bags import KeyedBags
 from shard_node.errors import DeadlineExceededError
 from shardrank_testing.serving_api import MODEL, api_service, run, running_api
-from shardrank_testing.waiting import FAR, Clock, Model, rank_request
+from shardrank_testing.waiting import Clock, Model
 
 
 @pytest.fixture
@@ -53,15 +50,6 @@ def test_requests_are_joined_up_to_the_limit_of_candidates_in_order(model):
     assert batcher.take(wake) == waiting[4:]
 
 
-def test_requests_are_joined_up_to_the_limit_of_requests(model):
-    batcher, (_, wake) = Batcher(RequestLimits(max_batch_requests=2)), wake_counter()
-    waiting = [model.rank() for _ in range(3)]
-    for one in waiting:
-        batcher.submit(one)
-    assert batcher.take(wake) == waiting[:2]
-    assert batcher.take(wake) == waiting[2:]
-
-
 def test_a_lookup_goes_alone(model):
     batcher, (_, wake) = Batcher(RequestLimits()), wake_counter()
     waiting = [model.rank(), model.lookup(), model.lookup(), model.rank()]
@@ -93,14 +81,6 @@ def test_what_expired_or_was_abandoned_is_dropped_before_it_is_run(model):
     with pytest.raises(DeadlineExceededError):
         expired.future.result(0)
     assert model.leases == 1
-
-
-def test_requests_are_joined_up_to_the_limit_of_ids(model):
-    batcher, (_, wake) = Batcher(RequestLimits(max_batch_ids=100)), wake_counter()
-    waiting = [model.sized(1, num_ids, 0) for num_ids in (60, 40, 1, 500, 2)]
-    for one in waiting:
-        batcher.submit(one)
-    assert [batcher.take(wake) for _ in range(4)] == [waiting[:2], waiting[2:3], waiting[3:4], waiting[4:]]
 
 
 def test_a_long_history_is_not_joined_with_many_candidates_of_others(model):
@@ -149,32 +129,6 @@ def test_a_replica_whose_loop_has_ended_is_passed_over_and_the_next_idle_one_is_
     assert len(batcher.take(wake)) == 1
     assert batcher.take(ended) == []
     batcher.close()
-
-
-def test_the_longest_sequence_is_that_of_the_features_that_are_not_pooled(model):
-    bags = KeyedBags.from_lengths(
-        np.arange(3, dtype=np.int32), np.array([1, 1, 2]), np.array([9, 3, 8, 2]), np.zeros(22, np.int64)
-    )
-    for is_none, longest in (([True, True, False], 9), ([False, True, False], 3), ([False, False, False], 0)):
-        waiting = model.pending(rank_request(2, bags), FAR)
-        Batcher(RequestLimits(), is_none=np.array(is_none)).submit(waiting)
-        assert waiting.longest_sequence == longest
-
-
-def test_closing_fails_what_waits_and_wakes_the_idle(model):
-    batcher, (calls, wake) = Batcher(RequestLimits()), wake_counter()
-    assert batcher.take(wake) == []
-    batcher.close()
-    assert calls == [1]
-    assert batcher.take(wake) is None
-    with pytest.raises(ShuttingDownError):
-        batcher.submit(model.rank())
-    other, waiting = Batcher(RequestLimits()), model.rank()
-    other.submit(waiting)
-    other.close()
-    with pytest.raises(ShuttingDownError):
-        waiting.future.result(0)
-    assert model.leases == 0
 
 
 def test_every_request_of_many_threads_is_taken_exactly_once(model):
@@ -239,16 +193,6 @@ def test_one_owner_has_a_quarter_of_the_room_and_others_go_on():
     run(main())
 
 
-def test_an_owner_without_a_name_may_have_all_the_room():
-    async def main() -> None:
-        untaken = UntakenAnswers(400)
-        for _ in range(4):
-            await untaken.take("", 100, FAR_S)
-        assert not (await asking(untaken, "a", 1)).done()
-
-    run(main())
-
-
 def test_an_answer_larger_than_all_the_room_waits_until_it_is_alone_and_nobody_passes_it():
     async def main() -> None:
         untaken = UntakenAnswers(400)
@@ -277,23 +221,6 @@ def test_who_waits_too_long_is_told_the_limit_and_makes_room():
     run(main())
 
 
-def test_who_gives_up_at_the_moment_of_being_let_in_leaves_no_room_taken():
-    async def main() -> None:
-        untaken = UntakenAnswers(400)
-        await untaken.take("a", 100, FAR_S)
-        given_up, let_in = await asking(untaken, "a", 60), await asking(untaken, "a", 70)
-        given_up.cancel()
-        await asyncio.sleep(0)
-        untaken.give("a", 100)
-        let_in.cancel()
-        results = await asyncio.gather(given_up, let_in, return_exceptions=True)
-        assert [type(one) for one in results] == [asyncio.CancelledError, asyncio.CancelledError]
-        for _ in range(4):
-            assert (await asking(untaken, "a", 25)).done()
-
-    run(main())
-
-
 def test_an_owner_of_whom_many_wait_is_refused_at_once():
     async def main() -> None:
         untaken = UntakenAnswers(4)
@@ -309,31 +236,6 @@ def test_an_owner_of_whom_many_wait_is_refused_at_once():
         await waiting[1]
 
     run(main())
-
-
-def test_answers_are_written_one_at_a_time_and_others_have_their_turn_in_between():
-    told: list[Any] = []
-
-    def pieces(name: str) -> Any:
-        for number in range(3):
-            told.append((name, number))
-            yield name.encode()
-
-    async def ticks() -> None:
-        for _ in range(3):
-            told.append("tick")
-            await asyncio.sleep(0)
-
-    async def main() -> None:
-        untaken = UntakenAnswers(4)
-        first, second, _ = await asyncio.gather(
-            untaken.write(Encoded(b"<", more=pieces("a"))), untaken.write(Encoded(b"<", more=pieces("b"))), ticks()
-        )
-        assert (first.body, second.body) == (b"<aaa", b"<bbb")
-
-    run(main())
-    assert [one for one in told if one != "tick"] == [(name, number) for name in "ab" for number in range(3)]
-    assert told.index("tick") < told.index(("a", 1))
 
 
 def lookup_of(num_rows: int) -> bytes:

@@ -122,18 +122,3 @@ def test_dense_inputs_and_owners_follow_their_requests():
     assert batch.bags.values.tolist() == [10, 11, 20, 30, 31, 32]
     assert batch.context_dense.tolist() == [[10], [20], [30]]
     assert batch.candidate_dense[:, 0].tolist() == [10, 10, 20, 30, 30, 30]
-
-
-def test_a_single_request_is_not_copied():
-    one = request(3, 5)
-    batch = merge([one])
-    assert batch.bags is one.bags
-    assert batch.candidate_dense is one.candidate_dense
-    assert np.shares_memory(batch.context_dense, one.context_dense)
-
-
-def test_zeros_of_both_signs_are_equal_scores():
-    owner = np.array([0, 0, 0, 1, 1])
-    scores = np.array([-0.0, 0.0, -1.0, 0.0, -0.0], np.float32)
-    assert rank_order(scores, np.array([0, 3, 5]), owner).tolist() == [0, 1, 2, 0, 1]
-    assert rank_order(scores[[0, 1, 3, 4]], np.array([0, 2, 4]), owner[[0, 1, 3, 4]]).tolist() == [0, 1, 0, 1]

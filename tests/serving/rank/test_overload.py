@@ -6,12 +6,10 @@ import numpy as np
 import pytest
 
 from serving.errors import OverloadedError
-from serving.formats.requests import LookupRequest
 from serving.limits import RequestLimits
 from serving.rank.batcher import REMEMBERED_S, Batcher, Pending
-from serving.rank.pace import KEPT, SLOWEST, BatchPace, share_of
-from shard_node.errors import DeadlineExceededError
-from shardrank_testing.waiting import EMPTY, Clock, Model
+from serving.rank.pace import KEPT, SLOWEST
+from shardrank_testing.waiting import Clock, Model
 
 LIMITS = RequestLimits(max_batch_candidates=100)
 
@@ -83,58 +81,6 @@ def test_before_a_request_is_read_it_has_what_its_head_says_or_what_those_of_lat
     assert batcher.overload(0.0) is None
 
 
-def test_whoever_came_before_and_is_not_queued_yet_counts_like_those_that_wait(model):
-    batcher, clock = warmed(model, 1.0)
-    assert batcher.overload(0.0, ahead=100) is None
-    batcher.submit(model.rank(50))
-    # Half a second each for the one that waits and for two before it, and one for its own batch.
-    assert batcher.overload(5.0, ahead=2) is None
-    assert "3 requests wait, and an answer is due in about 2500 ms" in str(batcher.overload(4.9, ahead=2))
-    assert batcher.overload(4.9, ahead=1) is None
-    small = Batcher(RequestLimits(max_queue=3), clock)
-    small.submit(model.rank(50))
-    assert small.overload(60.0, ahead=1) is None
-    assert "3 requests wait, the limit max_queue = 3" in str(small.overload(60.0, ahead=2))
-
-
-def test_short_deadlines_of_those_that_wait_keep_nobody_out_who_has_more_time(model):
-    batcher, clock = warmed(model, 1.0)
-    clock.now += 2 * REMEMBERED_S
-    batcher.submit(model.rank(100, deadline=clock.now + 60.0, began=clock.now))
-    assert one_batch(batcher, clock, 1.0)
-    batcher.submit(model.rank(100, deadline=clock.now + 3.0, began=clock.now))
-    assert batcher.overload(60.0) is None
-    assert batcher.overload(None) is None
-    assert isinstance(batcher.overload(3.0), OverloadedError)
-    # Nobody has been given so much for long.
-    clock.now += 1.9 * REMEMBERED_S
-    with pytest.raises(OverloadedError):
-        batcher.submit(model.rank(100, deadline=clock.now + 3.0, began=clock.now))
-    clock.now += 1.9 * REMEMBERED_S
-    assert isinstance(batcher.overload(60.0), OverloadedError)
-
-
-def test_the_time_of_one_that_waits_is_remembered_as_long_as_it_does(model):
-    batcher, clock = warmed(model, 1.0)
-    batcher.submit(model.rank(100, deadline=clock.now + 60.0, began=clock.now))
-    for _ in range(3):
-        clock.now += 5 * REMEMBERED_S
-        assert batcher.overload(None) is None
-    assert isinstance(batcher.overload(3.0), OverloadedError)
-
-
-def test_a_queue_that_is_full_refuses_before_a_request_is_read(model):
-    clock = Clock()
-    batcher = Batcher(RequestLimits(max_queue=1), clock)
-    waiting = model.rank(deadline=5.0)
-    batcher.submit(waiting)
-    assert "max_queue = 1" in str(batcher.overload(None))
-    clock.now = 6.0
-    assert batcher.overload(None) is None
-    with pytest.raises(DeadlineExceededError):
-        waiting.future.result(0)
-
-
 def test_what_can_not_be_met_any_more_is_dropped_before_it_is_begun(model):
     batcher, clock = warmed(model, 1.0)
     late, good = (model.rank(80, deadline=clock.now + seconds) for seconds in (3.5, 8.0))
@@ -186,30 +132,6 @@ def test_one_stall_lets_nobody_be_refused(model):
     assert batcher.num_waiting == 20
 
 
-def test_a_request_s_share_of_a_batch_is_that_of_the_limit_that_it_fills_most(model):
-    limits = RequestLimits(
-        max_batch_candidates=100, max_batch_ids=1000, max_batch_pairs=5000, max_batch_requests=10, max_lookup_floats=200
-    )
-    for candidates, ids, longest, share in ((50, 0, 0, 0.5), (50, 700, 0, 0.7), (50, 0, 80, 0.8), (1, 0, 0, 0.1)):
-        assert share_of(model.sized(candidates, ids, longest).request, longest, limits) == pytest.approx(share)
-    assert share_of(LookupRequest(EMPTY, 1.0, num_floats=100), 0, limits) == 0.5
-
-
-def test_replicas_that_work_at_once_shorten_the_wait():
-    pace = BatchPace()
-    pace.begin(0, 1.0, 0.0)
-    for number in range(SLOWEST + 1):
-        assert pace.wait_s(9.0, 0.0) == 0.0
-        pace.begin(1, 1.0, 2.0 * number)
-        pace.end(1, 2.0 * number + 2.0)
-    assert (pace.full_s, pace.at_once) == (2.0, 2.0)
-    # The first one is overdue, so nothing more is expected of it.
-    assert pace.wait_s(3.0, 10.0) == 3.0
-    pace.begin(2, 0.5, 10.0)
-    assert pace.wait_s(3.0, 10.5) == 3.25
-    assert (pace.batch_s(0.25), pace.batch_s(4.0)) == (0.5, 2.0)
-
-
 REFUSED_S, PARSED_S, BATCH_S, CANDIDATE_S = 80e-6, 300e-6, 500e-6, 10e-6
 
 
@@ -259,19 +181,3 @@ def test_of_three_times_the_capacity_one_capacity_is_answered_in_time_and_the_re
     assert late <= 0.01 * in_time
     assert len(refused_s) > 1.5 * in_time
     assert np.percentile(refused_s, 99) <= np.percentile(batches_s, 99) + 0.005
-
-
-def test_time_in_which_nothing_waits_counts_for_no_batch(model):
-    batcher, clock = warmed(model, 1.0)
-    batcher.submit(model.rank(100))
-    batch = batcher.take(lambda: None)
-    batcher.submit(model.rank(100, deadline=clock.now + 4.0))
-    clock.now += 1.0
-    batcher.ended(batch)
-    clock.now += 60.0
-    # The one that waited is dropped, and the replica is idle.
-    assert batcher.take(lambda: None) == []
-    clock.now += 60.0
-    batcher.submit(model.rank(100))
-    one_batch(batcher, clock, 1.0)
-    assert max(one.seconds for one in batcher._pace._ended) == pytest.approx(1.0)

@@ -16,59 +16,31 @@ from pydantic import ValidationError
 from loader.snapshot.reader import Snapshot
 from router.errors import ShardUnavailableError
 from router.plan import Plan
-from router.replicas import ReplicatedShard
 from serving.errors import NotReadyError, ServingError, ShuttingDownError, UnknownIdError
 from serving.formats.requests import LookupRequest
 from serving.limits import RequestLimits
 from serving.observe.calls import Call
 from serving.rank.batcher import Pending
 from serving.rank.service import RankingService
-from serving.versions.loading import ModelSource, load_served_model, load_when_possible
+from serving.versions.loading import ModelSource, load_when_possible
 from serving.versions.served_model import ServedModel
 from shard_node.answer import FLOAT32_SUMS, Answer, Forms
 from shard_node.bags import KeyedBags
-from shard_node.errors import DeadlineExceededError, NodeOverloadedError
-from shard_node.node import NodeInfo, ShardNode
+from shard_node.errors import NodeOverloadedError
+from shard_node.node import ShardNode
 from shard_node.wire.address import Address
-from shard_node.wire.client import ShardClient
 from shard_node.wire.server import NodeServer, ServerLimits
-from shardrank_testing.golden import golden_of
 from shardrank_testing.nodes import NEVER_S, NearShard, until
 from shardrank_testing.serving_api import (
     MODEL,
     ApiModel,
     api_request,
     ask,
-    ask_in_thread,
     run,
     running_api,
-    write_api_model,
 )
 from shardrank_testing.topologies import make_node
 from shardrank_testing.waiting import EMPTY
-
-NUM_WAITING = 100
-
-
-class CountingShard(NearShard):
-    """Holds its thread in the first lookup until it is let go, and tells how many there were when it is asked."""
-
-    def __init__(self, node: ShardNode) -> None:
-        super().__init__(node)
-        self.go = threading.Event()
-        self.lookups = 0
-        self.lookups_when_asked: list[int] = []
-
-    async def pool(
-        self, model: str, version: int, bags: KeyedBags, deadline: float, forms: Forms = FLOAT32_SUMS
-    ) -> Answer:
-        self.lookups += 1
-        self.go.wait()
-        return await super().pool(model, version, bags, deadline, forms)
-
-    async def info(self) -> NodeInfo:
-        self.lookups_when_asked.append(self.lookups)
-        return await super().info()
 
 
 def served_over(api_model: ApiModel, service: RankingService, make_shard, **options) -> ServedModel:
@@ -89,67 +61,6 @@ def served_over(api_model: ApiModel, service: RankingService, make_shard, **opti
 
 
 rank = ask
-
-
-class PatientShard(CountingShard):
-    """Takes as many turns of the loop to be asked as one behind a socket may."""
-
-    async def info(self) -> NodeInfo:
-        for _ in range(30):
-            await asyncio.sleep(0)
-        return await super().info()
-
-
-@pytest.mark.parametrize(("kind", "most"), [(CountingShard, 10), (PatientShard, 15)])
-def test_a_replica_that_never_runs_out_of_work_still_tells_what_its_shards_say(api_model, kind, most):
-    service = RankingService(RequestLimits(max_batch_requests=1, max_queue=1000))
-    shards: list[CountingShard] = []
-
-    def make_shard(node: ShardNode) -> CountingShard:
-        shards.append(kind(node))
-        return shards[0]
-
-    async def main() -> None:
-        served = served_over(api_model, service, make_shard)
-        service.install(served)
-        requests = [
-            asyncio.create_task(rank(service, api_request(seed) | {"timeout_ms": 60_000}))
-            for seed in range(NUM_WAITING)
-        ]
-        await asyncio.sleep(0)
-        asked = asyncio.create_task(served.nodes())
-        await asyncio.sleep(0)
-        shards[0].go.set()
-        await asked
-        await asyncio.gather(*requests)
-        assert shards[0].lookups == NUM_WAITING
-        assert shards[0].lookups_when_asked[0] < most
-        await asyncio.to_thread(service.close)
-
-    run(main())
-
-
-def test_a_batch_whose_requests_expired_during_the_lookup_is_not_scored(api_model):
-    now = 0.0
-
-    class LateShard(NearShard):
-        async def pool(
-            self, model: str, version: int, bags: KeyedBags, deadline: float, forms: Forms = FLOAT32_SUMS
-        ) -> Answer:
-            nonlocal now
-            answer = await super().pool(model, version, bags, 1e9, forms)
-            now += 10.0
-            return answer
-
-    service = RankingService(clock=lambda: now)
-    service.install(served_over(api_model, service, LateShard))
-    with pytest.raises(DeadlineExceededError, match="while the rows were looked up"):
-        ask_in_thread(service, api_request(0) | {"timeout_ms": 5000})
-    assert (
-        'shardrank_stage_seconds_count{method="rank",model="films",stage="rank"}'
-        not in service.metrics.render().decode()
-    )
-    service.close()
 
 
 def test_a_replica_that_has_ended_makes_its_model_not_ready(api_model, caplog):
@@ -303,96 +214,9 @@ def test_what_has_come_by_one_turn_of_the_loop_is_one_batch_and_a_bad_id_its_own
     run(main())
 
 
-def test_threads_that_wait_are_answered_by_the_loop(api_model):
-    async def main():
-        service = await loaded(api_model)
-
-        def from_thread(seed: int) -> np.ndarray:
-            return ask_in_thread(service, api_request(seed)).scores
-
-        answers = await asyncio.gather(*(asyncio.to_thread(from_thread, seed) for seed in range(8)))
-        for seed, scores in enumerate(answers):
-            np.testing.assert_allclose(scores, api_model.scores(api_request(seed)), rtol=1e-5, atol=1e-5)
-        await closed(service)
-
-    run(main())
-
-
-def test_readiness_is_told_while_there_is_always_a_next_batch(api_model):
-    async def main():
-        service = await loaded(api_model, RequestLimits(max_batch_requests=1))
-        stop = False
-
-        async def ask_on(seed: int) -> None:
-            while not stop:
-                await rank(service, api_request(seed))
-
-        asking = [asyncio.create_task(ask_on(seed)) for seed in range(8)]
-        await service.watch.refresh()
-        assert not service.watch.problems()
-        stop = True
-        await asyncio.gather(*asking)
-        await closed(service)
-
-    run(main())
-
-
-def test_what_waits_is_refused_when_the_version_is_closed(api_model):
-    async def main():
-        service = await loaded(api_model)
-        with service.lease(MODEL) as lease:
-            lease.payload._batcher.close("it is being unloaded")
-        with pytest.raises(ShuttingDownError):
-            await rank(service, api_request())
-        await closed(service)
-
-    run(main())
-
-
-def test_golden_requests_are_checked_before_the_loop_ranks(tmp_path):
-    model = write_api_model(tmp_path / "plain")
-    checked = write_api_model(tmp_path / "checked", golden=golden_of(model))
-
-    async def main():
-        service = await loaded(checked)
-        answer = await rank(service, api_request())
-        np.testing.assert_allclose(answer.scores, model.scores(api_request()), rtol=1e-5, atol=1e-5)
-        await closed(service)
-
-    run(main())
-
-
-def test_a_replica_of_a_closed_loop_is_not_alive(api_model):
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    service = RankingService()
-    source = ModelSource(snapshot=api_model.path, num_replicas=0, dtype="float32")
-    served = load_served_model(source, service, loop=loop)
-    (replica,) = served._replicas
-    assert replica.is_alive
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
-    loop.close()
-    assert not replica.is_alive
-
-    async def nothing(ranking) -> None:
-        del ranking
-
-    with pytest.raises(NotReadyError, match="was closed"):
-        replica.call(nothing)
-    served.close()
-
-
 def test_rows_that_a_disk_may_have_to_be_waited_for_are_not_ranked_on_the_loop(tmp_path):
     with pytest.raises(ValidationError, match="num_replicas 0 is for rows in this process's memory, or on shard nodes"):
         ModelSource(snapshot=tmp_path, num_replicas=0, memory_budget_bytes=1000)
-
-
-def test_without_a_loop_there_is_nothing_to_rank_on(api_model):
-    source = ModelSource(snapshot=api_model.path, num_replicas=0, dtype="float32")
-    with pytest.raises(ServingError, match=r"there is none here; allowed is 1\.\.64"):
-        load_served_model(source, RankingService())
 
 
 class HeldNode(ShardNode):
@@ -564,37 +388,5 @@ def test_closing_a_version_that_the_loop_ranks_ends_its_connections_to_shards(ap
             await closing
             await until(lambda: not any(server.num_connections for server in servers))
             assert [len(node.asked) for node in nodes] == [1, 1]
-
-    run(main())
-
-
-def test_a_version_whose_shards_went_away_before_the_loop_took_it_leaves_no_connection(api_model, tmp_path):
-    snapshot = Snapshot.open(api_model.path)
-    plan = Plan.make(snapshot.spec, 2, "hash", 1, 0)
-    addresses = [Address(path=f"{tmp_path}/{number}.sock") for number in range(2)]
-    away, asked = Address(path=f"{tmp_path}/away.sock"), []
-
-    def shards(on_retry) -> list[ReplicatedShard]:
-        # The replica that the version is checked with finds both; the one on the loop does not find the second.
-        found = [addresses[0], away] if asked else addresses
-        asked.append(found)
-        return [
-            ReplicatedShard(plan, number, snapshot.identity, [ShardClient(address)], on_retry)
-            for number, address in enumerate(found)
-        ]
-
-    async def main() -> None:
-        servers = [NodeServer(make_node(snapshot, plan, number)) for number in range(2)]
-        for server, address in zip(servers, addresses, strict=True):
-            await server.start([address])
-        loop = asyncio.get_running_loop()
-        with pytest.raises(ShardUnavailableError, match="shard 1 of 2"):
-            await asyncio.to_thread(
-                ServedModel.load, snapshot, plan, shards, num_replicas=0, dtype="float32", loop=loop
-            )
-        assert len(asked) == 2
-        await until(lambda: not any(server.num_connections for server in servers))
-        for server in servers:
-            await server.close()
 
     run(main())

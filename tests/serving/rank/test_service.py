@@ -6,24 +6,18 @@ import threading
 import numpy as np
 import pytest
 
-from loader.snapshot.reader import Snapshot
-from router.errors import PlanError
-from router.plan import Plan
-from serving.errors import ClientGoneError, ModelNotFoundError, NotReadyError, OverloadedError
+from serving.errors import ClientGoneError, ModelNotFoundError, OverloadedError
 from serving.formats.json_reader import JsonCodec, encode_request
 from serving.limits import RequestLimits
 from serving.rank.service import RankingService, answer
 from serving.versions.loading import ModelSource, load_served_model
-from serving.versions.served_model import ServedModel
 from shard_node.errors import DeadlineExceededError
 from shardrank_testing.serving_api import (
     MODEL,
     Gate,
     Waiting,
     api_request,
-    api_service,
     ask,
-    ask_in_thread,
     gated_service,
     run,
     write_api_model,
@@ -173,53 +167,6 @@ def test_more_than_the_queue_holds_is_shed_at_once(api_model):
     run(main())
 
 
-def test_more_than_may_be_in_flight_is_shed_at_once(api_model):
-    gate = Gate()
-
-    async def main() -> None:
-        with gated_service(api_model, gate, RequestLimits(max_in_flight=1)) as service:
-            task = asyncio.create_task(rank(service, api_request(0)))
-            await gate.wait_until_busy()
-            with pytest.raises(OverloadedError, match="max_in_flight = 1"):
-                await rank(service, api_request(1))
-            refused = 'api="embedded",method="rank",model="",status="overloaded"'
-            assert metric(service, f"shardrank_requests_total{{{refused}}}") == 1
-            assert metric(service, 'shardrank_errors_total{api="embedded",kind="overloaded",method="rank"}') == 1
-            gate.open.set()
-            await task
-            await rank(service, api_request(1))
-            assert service.in_flight == 0
-
-    run(main())
-
-
-def test_calls_that_are_not_complete_take_no_place_from_those_that_are(api_model):
-    limits = RequestLimits(max_receiving=2, max_in_flight=1)
-
-    async def main() -> None:
-        with api_service(api_model, limits) as service:
-            with service.call("grpc", "rank"):
-                await rank(service, api_request(0))
-                with service.call("grpc", "rank") as second:
-                    with pytest.raises(OverloadedError, match="max_receiving = 2"):
-                        await rank(service, api_request(1))
-                    service.admit(second)
-                    with pytest.raises(OverloadedError, match="max_in_flight = 1"):
-                        await rank(service, api_request(1))
-                    service.admit(second)
-                    assert service.in_flight == 2
-                await rank(service, api_request(2))
-            # A parser on a thread that its caller no longer waits for.
-            service.admit(second)
-            assert service.in_flight == 0
-            await rank(service, api_request(3))
-            refused = 'api="embedded",method="rank",model="",status="overloaded"'
-            assert metric(service, f"shardrank_requests_total{{{refused}}}") == 2
-            assert metric(service, 'shardrank_errors_total{api="embedded",kind="overloaded",method="rank"}') == 2
-
-    run(main())
-
-
 def test_a_new_version_takes_over_and_requests_of_the_old_one_end_on_it(tmp_path, api_model):
     gate = Gate()
     newer = write_api_model(tmp_path, version=2, seed=9)
@@ -250,42 +197,6 @@ def test_a_new_version_takes_over_and_requests_of_the_old_one_end_on_it(tmp_path
     run(main())
 
 
-def test_a_configured_model_that_is_not_loaded_yet_is_not_ready_rather_than_unknown():
-    service = RankingService(expected_models=["films"])
-    with pytest.raises(NotReadyError):
-        service.lease("films")
-    with pytest.raises(ModelNotFoundError):
-        service.lease("books")
-
-
-def test_several_replicas_and_threads_give_everyone_the_right_scores(api_model):
-    requests = [api_request(seed, 1 + seed % 5) for seed in range(24)]
-    answers: dict[int, np.ndarray] = {}
-    with api_service_with_two_replicas(api_model) as service:
-
-        def ask_some(numbers: range) -> None:
-            for number in numbers:
-                answers[number] = ask_in_thread(service, requests[number]).scores
-
-        threads = [threading.Thread(target=ask_some, args=(range(start, 24, 3),)) for start in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    for number, request in enumerate(requests):
-        np.testing.assert_allclose(answers[number], api_model.scores(request), rtol=1e-5)
-
-
-def api_service_with_two_replicas(api_model):
-    return api_service(api_model, num_replicas=2)
-
-
-def test_a_thread_that_waits_is_told_when_its_deadline_passes(api_model):
-    gate = Gate()
-    with gated_service(api_model, gate) as service, pytest.raises(DeadlineExceededError):
-        ask_in_thread(service, api_request(0) | {"timeout_ms": 20})
-
-
 def test_the_deadline_is_counted_from_arrival(api_model):
     gate = Gate()
 
@@ -301,11 +212,3 @@ def test_the_deadline_is_counted_from_arrival(api_model):
             assert metric(service, 'shardrank_batch_requests_sum{model="films"}') == 0
 
     run(main())
-
-
-def test_a_replica_that_can_not_be_made_is_an_error_of_loading_and_leaves_no_thread(api_model):
-    snapshot = Snapshot.open(api_model.path)
-    before = ranking_threads()
-    with pytest.raises(PlanError, match="1 shards, but 0 were given"):
-        ServedModel.load(snapshot, Plan.make(snapshot.spec), lambda on_retry: [], num_replicas=2)
-    assert ranking_threads() == before

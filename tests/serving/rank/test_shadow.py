@@ -6,8 +6,6 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Iterator
-from pathlib import Path
-from random import Random
 
 import numpy as np
 import pytest
@@ -15,9 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from serving.rank import shadow
 from serving.rank.service import RankingService
-from serving.rank.shadow import MAX_WAITING, Shadows
+from serving.rank.shadow import Shadows
 from serving.versions.loading import ModelSource, load_served_model
-from shardrank_testing.serving_api import MODEL, ApiModel, api_request, api_spec, ask, run, write_api_model
+from shardrank_testing.serving_api import MODEL, ApiModel, api_request, ask, run
 
 NAME = "shardrank_shadow_score_difference"
 
@@ -80,74 +78,6 @@ def test_the_differences_are_those_of_the_two_versions(versions: dict[int, ApiMo
         assert counted[f"{NAME}_count", *both, of, "", ""] == 5
         below = sum(value <= 0.1 for value in values)
         assert counted[f"{NAME}_bucket", *both, of, "", "0.1"] == below
-
-
-def test_while_calls_are_handled_nothing_is_scored_and_what_waits_too_long_or_is_too_much_is_dropped(
-    versions: dict[int, ApiModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def main() -> tuple[dict[tuple[str, ...], float], dict[tuple[str, ...], float]]:
-        with service_of(versions[1], versions[2]) as service:
-            shadows = Shadows(service)
-            shadows.set(MODEL, 2, 1.0)
-            monkeypatch.setattr(shadow, "MAX_WAIT_S", 60.0)
-            with service.call("http", "rank") as call:
-                service.admit(call)
-                for _ in range(MAX_WAITING + 3):
-                    await ask(service, api_request())
-                full = told(service)
-                monkeypatch.setattr(shadow, "MAX_WAIT_S", 0.0)
-                await shadows.idle()
-                late = told(service)
-            monkeypatch.setattr(shadow, "MAX_WAIT_S", 60.0)
-            await ask(service, api_request())
-            await shadows.idle()
-            assert told(service)["shardrank_shadow_requests_total", "1", "2", "", "scored", ""] == 1
-            return full, late
-
-    full, late = run(main())
-    dropped = "shardrank_shadow_requests_total", "1", "2", "", "dropped", ""
-    assert full == {dropped: 3}
-    assert late == {dropped: MAX_WAITING + 3}
-
-
-def test_a_share_is_drawn_for_each_and_what_the_shadow_answered_itself_is_left_out(
-    versions: dict[int, ApiModel],
-) -> None:
-    draw, expected = Random(3), Random(3)
-
-    async def main() -> dict[tuple[str, ...], float]:
-        with service_of(versions[1], versions[2]) as service:
-            shadows = Shadows(service, draw.random)
-            shadows.set(MODEL, 2, 0.5)
-            for _ in range(20):
-                await ask(service, api_request())
-                await ask(service, {**api_request(), "version": 2})
-                await shadows.idle()
-            return told(service)
-
-    chosen = sum(expected.random() < 0.5 for _ in range(20))
-    assert run(main())["shardrank_shadow_requests_total", "1", "2", "", "scored", ""] == chosen
-
-
-def test_a_shadow_of_other_features_or_one_that_is_gone_costs_no_answer(
-    versions: dict[int, ApiModel], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    spec = api_spec()
-    weighted = [one.model_copy(update={"weighted": one.name in ("tag", "liked-tag", "film")}) for one in spec.features]
-    other = write_api_model(tmp_path, 3, spec=spec.model_copy(update={"features": tuple(weighted)}))
-
-    async def main() -> dict[tuple[str, ...], float]:
-        with service_of(versions[1], other) as service:
-            shadows = Shadows(service)
-            for version in (3, 3, 9):
-                shadows.set(MODEL, version, 1.0)
-                assert (await ask(service, api_request())).version == 1
-                await shadows.idle()
-            return told(service)
-
-    outcomes = {key[2:5:2]: value for key, value in run(main()).items()}
-    assert outcomes == {("3", "failed"): 2, ("9", "dropped"): 1}
-    assert caplog.text.count("its requests have other features") == 1
 
 
 def test_a_shadow_that_hangs_is_given_up_with_its_lease(

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from loader.divided_rows import classes_by_counts
-from loader.errors import ExportError
-from serving.training.dataset import CROSSES, FilmsDataset, FilmsOptions, films_description, training_requests
+from serving.training.dataset import FilmsDataset, FilmsOptions, films_description, training_requests
 from serving.training.interactions import TrainingError
-from serving.training.network import RankingNetwork, RequestBatches, float32_scores
-from serving.training.trainer import Pruning, divided, kept_by, sized, train_described, training_counts
+from serving.training.network import RankingNetwork, float32_scores
+from serving.training.trainer import Pruning, divided, kept_by, train_described, training_counts
 from shardrank_testing.levers import EVERY_LEVER
 from shardrank_testing.movielens import small_interactions
 
@@ -72,17 +71,6 @@ def test_a_feature_gets_the_sum_of_its_parts_each_projected_or_their_product() -
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_rows_are_counted_by_training_alone_and_the_default_row_has_its_share() -> None:
-    counts = training_counts(DATASET, description({}))
-    films = DATASET.interactions.films.ids[DATASET.interactions.film_index[DATASET.train]]
-    history = training_requests(DATASET, description({}).compiled()).requests.values["history"]
-    expected = np.bincount(films, minlength=121) + np.bincount(history, minlength=121)
-    np.testing.assert_array_equal(counts["films"], expected)
-    requests = training_requests(DATASET, description({}).compiled()).requests.num_requests
-    assert counts["users"][-1] == -(-requests // 100)
-    assert counts["users"][:-1].sum() == requests
-
-
 def test_what_training_never_looks_up_can_go_and_training_requests_score_the_same_bits() -> None:
     whole = trained_with({}, profile=True, crosses=True)
     model = description({}, profile=True, crosses=True)
@@ -125,19 +113,6 @@ def test_every_lever_at_once_trains_the_parts_as_they_are_stored() -> None:
         np.testing.assert_array_equal(rows, model.tables[name])
 
 
-def test_crosses_are_pairs_with_ids_of_their_own_below_two_to_the_63() -> None:
-    spec = description({}, crosses=True).compiled()
-    data, requests = DATASET.interactions, training_requests(DATASET, spec)
-    users, films = data.user_index[requests.samples], data.film_index[requests.samples]
-    zips = {int(one): data.users.zip_codes[user][:3] for user, one in enumerate(data.users.ids)}
-    pairs = [(zips[int(data.users.ids[user])], int(film)) for user, film in zip(users, films, strict=True)]
-    ids = requests.requests.values["zip_film"].tolist()
-    assert len(set(pairs)) == len(set(ids)) == len(set(zip(pairs, ids, strict=True)))
-    genres = requests.requests.lengths["user_genre"]
-    np.testing.assert_array_equal(genres, np.diff(data.films.genre_offsets)[films])
-    assert all(requests.requests.values[name].min() >= 0 for name in CROSSES)
-
-
 @pytest.mark.parametrize(
     ("tables", "message"),
     [
@@ -151,25 +126,3 @@ def test_crosses_are_pairs_with_ids_of_their_own_below_two_to_the_63() -> None:
 def test_tables_that_are_none_are_refused_by_name(tables: dict[str, Any], message: str) -> None:
     with pytest.raises(TrainingError, match=message):
         description(tables)
-
-
-def test_a_model_without_counts_of_a_table_or_with_too_many_blocks_is_refused() -> None:
-    with pytest.raises(ExportError, match="blocks of 16 rows"):
-        trained_with({"genres": {"blocks": [{"share": 0.5}, {"share": 0.49, "dim": 4}, {"dim": 2}]}})
-
-
-def test_auto_is_sized_by_the_ids_of_the_training_part() -> None:
-    words = {"num_embeddings": "auto", "max_collision_share": 0.2, "id_mapping": {"kind": "hash"}}
-    table = sized(DATASET, description({"users": words})).tables[0]
-    users = DATASET.interactions.user_index[DATASET.train]
-    assert np.unique(users).size <= table.num_embeddings < 2000
-    counts = training_counts(DATASET, sized(DATASET, description({"users": words})))["users"]
-    assert np.count_nonzero(counts) > 0.8 * np.unique(users).size
-
-
-def test_batches_give_rows_as_features_see_them() -> None:
-    spec = description({"films": {"id_mapping": {"kind": "quotient_remainder", "buckets": 7}}}).compiled()
-    requests = training_requests(DATASET, spec).requests
-    batches = RequestBatches(spec, {"users": DATASET.interactions.users.ids}, requests)
-    rows, _ = batches.take(np.arange(batches.num_requests)).bags["film_id"]
-    np.testing.assert_array_equal(rows.numpy(), requests.values["film_id"])

@@ -58,13 +58,6 @@ def test_the_same_seed_trains_the_same_model_and_leaves_the_callers_random_state
     assert not np.array_equal(other.tables["films"], trained.tables["films"])
 
 
-def test_progress_counts_every_batch_to_its_end() -> None:
-    seen: list[tuple[str, int, int]] = []
-    train(DATASET, films_spec(DATASET.interactions), epochs=2, progress=lambda *step: seen.append(step))
-    total = seen[-1][2]
-    assert seen == [("training", done, total) for done in range(1, total + 1)]
-
-
 @pytest.mark.parametrize("kind", ["target_attention", "dlrm", "dcn_v2", "mlp"])
 def test_trained_tensors_load_into_the_serving_model_as_they_are(kind: str) -> None:
     spec = films_spec(DATASET.interactions, FilmsOptions.model_validate({"kind": kind}))
@@ -87,13 +80,6 @@ def test_an_unknown_user_is_scored_with_the_default_row(trained: TrainedModel) -
     assert np.isfinite(unknown).all()
     assert not np.allclose(unknown, scores)
     np.testing.assert_array_equal(float32_scores(trained, requests), unknown)
-
-
-def test_an_id_without_a_row_is_refused_by_feature_and_table(trained: TrainedModel) -> None:
-    requests = evaluation_requests(DATASET, trained.spec, 1).requests
-    requests.values["film_id"][0] = 10**6
-    with pytest.raises(TrainingError, match=r"feature 'film_id': id 1000000 has no row in table 'films' of 121 rows"):
-        float32_scores(trained, requests)
 
 
 def test_an_exported_model_holds_its_rows_tensors_and_golden_scores(trained: TrainedModel, tmp_path: Path) -> None:
@@ -140,21 +126,3 @@ def test_auc_is_the_share_of_pairs_in_order_with_ties_counting_half(samples: lis
             auc(labels, scores)
     else:
         assert auc(labels, scores) == pytest.approx(auc_by_pairs(labels, scores), abs=1e-12)
-
-
-def test_auc_refuses_scores_that_are_not_finite() -> None:
-    with pytest.raises(TrainingError, match="NaN or inf"):
-        auc(np.array([0.0, 1.0]), np.array([0.1, np.nan]))
-
-
-def test_film_mean_scores_are_means_of_training_labels_and_the_overall_mean_for_new_films() -> None:
-    dataset = FilmsDataset.split(small_interactions(num_ratings=500), seed=0)
-    rated = dataset.interactions.film_index[dataset.train]
-    new = int(rated[0])
-    kept = dataset.train[rated != new]
-    dataset = replace(dataset, train=kept)
-    samples = np.concatenate([dataset.test, np.flatnonzero(dataset.interactions.film_index == new)])
-    for sample, score in zip(samples, film_mean_scores(dataset, samples), strict=True):
-        film = dataset.interactions.film_index[sample]
-        labels = dataset.labels[kept[dataset.interactions.film_index[kept] == film]]
-        assert score == pytest.approx((labels if labels.size else dataset.labels[kept]).mean(), rel=1e-6)

@@ -4,30 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import os
-import shutil
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from loader.deltas.dense import KEPT_STEPS, steps_folder, write_step
+from loader.deltas.dense import steps_folder
 from loader.deltas.publisher import AsyncDeltaPublisher
-from loader.registry.fleet import FleetRegistry
-from loader.registry.opening import open_registry
-from loader.snapshot.reader import Snapshot
-from loader.snapshot.store import Store
 from router.errors import ShardUnavailableError
 from serving.rank.ranking import Ranking
-from serving.rank.service import RankingService
-from serving.versions.dense_steps import READ_FOR_S, DenseSteps
-from shard_node.node import DeltaProgress
 from shardrank_testing.agent_fleet import agent_fleet, with_live
-from shardrank_testing.deltas import register_version
 from shardrank_testing.registries import registry_of
-from shardrank_testing.serving_api import FILMS, MODEL, ApiModel, api_request, run, running_api, served_service
+from shardrank_testing.serving_api import FILMS, MODEL, ApiModel, api_request, run, running_api
 
 REQUEST = api_request(1)
 NUM_STATES = 4
@@ -127,31 +116,6 @@ def test_a_step_waits_for_rows_and_goes_back_for_a_replica_that_lags(versions, s
     run(main())
 
 
-def test_a_replica_too_far_behind_for_both_steps_costs_no_request_while_another_one_is_there(versions, store, folder):
-    async def main() -> None:
-        async with agent_fleet(folder, store, shards=1, replicas=2) as fleet:
-            _, service = await with_live(fleet, versions)
-            publisher = AsyncDeltaPublisher(fleet.fleet.registry, MODEL, 1, store)
-            async with running_api(service) as api:
-                for step in (1, 2):
-                    await publisher.publish("films", np.arange(FILMS), films(step))
-                    await publisher.publish_dense(step, tensors_of(versions[1], step), max_drift=1.0)
-                    await until_step(fleet, step)
-                    while (await asked(api))["dense_step"] != step:  # noqa: ASYNC110  # no event tells it
-                        await asyncio.sleep(0.01)
-                # As if it had been started again: it has its snapshot's rows, and begins to replay the stream.
-                running = fleet.nodes["shard-0-1"]
-                running.task.cancel()
-                await asyncio.wait([running.task])
-                running.node.generations.payload(MODEL, 1).deltas._now = DeltaProgress()
-                answers = [await asked(api) for _ in range(20)]
-                assert {one["dense_step"] for one in answers} == {2}
-                text = (await api.http.get("/metrics")).text
-                assert 'shardrank_shard_retries_total{kind="replica_lags",model="films"}' in text
-
-    run(main())
-
-
 def test_a_step_that_drifts_too_far_is_refused_by_name_and_the_live_one_goes_on(versions, store, folder, caplog):
     model = versions[1]
 
@@ -238,65 +202,6 @@ def test_a_fleet_over_redis_answers_with_a_step_and_a_rollback_brings_it_back(ve
         run(main(url))
 
 
-def test_a_process_that_joins_late_takes_what_others_accepted_however_far_from_the_snapshot(versions, store, folder):
-    model = versions[1]
-
-    async def main() -> None:
-        async with agent_fleet(folder, store, shards=1, replicas=0) as fleet:
-            await with_live(fleet, versions, local=True)
-            publisher = AsyncDeltaPublisher(fleet.fleet.registry, MODEL, 1, store)
-            await publisher.publish_dense(9, tensors_of(model, 2), max_drift=1.0)
-            await until_step(fleet, 9)
-            # No drift at all from the step before, and far more than this from the snapshot's weights.
-            await publisher.publish_dense(10, tensors_of(model, 2), max_drift=1e-6)
-            await until_step(fleet, 10)
-            wild = {name: -30 * tensor for name, tensor in model.tensors.items()}
-            await publisher.publish_dense(11, wild, max_drift=0.01)
-            await fleet.until("serve-0", lambda told: "dense step 11" in told.report(MODEL, 1).dense_refused)
-            # Refused steps do not cost the accepted one its file.
-            for step in range(12, 12 + KEPT_STEPS):
-                wilder = {name: tensor * step for name, tensor in wild.items()}
-                await publisher.publish_dense(step, wilder, max_drift=0.01)
-            node, service = fleet.serving(local=True)
-            await node.load()
-            async with running_api(service) as api:
-                answer = await asked(api)
-            assert answer["dense_step"] == 10
-            np.testing.assert_allclose(np.array(answer["scores"]), expected(model, 0, 2), rtol=1e-3, atol=1e-4)
-
-    run(main())
-
-
-def test_a_step_that_waits_for_rows_is_not_replaced_by_the_next_which_comes_after_it(versions, store, folder):
-    model = versions[1]
-
-    async def main() -> None:
-        async with agent_fleet(folder, store, shards=1, replicas=0) as fleet:
-            _, service = await with_live(fleet, versions, local=True)
-            served = service.generations.payload(MODEL, 1)
-            publisher = AsyncDeltaPublisher(fleet.fleet.registry, MODEL, 1, store)
-            await publisher.publish_dense(1, tensors_of(model, 0), max_drift=1.0)
-            await until_step(fleet, 1)
-            # A step whose delta is still to come.
-            sha256, size_bytes = write_step(Store(store), MODEL, 1, 2, tensors_of(model, 1))
-            first = await fleet.fleet.dense_step(MODEL, 1)
-            changes = {"step": 2, "sequence": 1, "sha256": sha256, "size_bytes": size_bytes}
-            await fleet.fleet.put_dense_step(first.model_copy(update=changes))
-            await until_step(fleet, 2)
-            assert not await served.takes_dense()
-            await publisher.publish_dense(3, tensors_of(model, 2), sequence=0, max_drift=1.0)
-            async with running_api(service) as api:
-                assert (await asked(api))["dense_step"] == 1
-                assert not await served.takes_dense()
-                assert served.dense_step == 2
-                # Nobody asks meanwhile: what the nodes tell is enough.
-                await publisher.publish("films", [1], films(1)[:1])
-                await until_step(fleet, 3)
-                assert (await asked(api))["dense_step"] == 3
-
-    run(main())
-
-
 def test_a_file_that_is_not_what_was_published_is_refused_by_name(versions, store, folder):
     model = versions[1]
 
@@ -319,129 +224,3 @@ def test_a_file_that_is_not_what_was_published_is_refused_by_name(versions, stor
                 assert (await asked(api))["dense_step"] == 1
 
     run(main())
-
-
-class SlowStore:
-    """A served version without a fleet around it, and a step on record whose file the test puts in place."""
-
-    def __init__(self, fleet: FleetRegistry, store: Path, service: RankingService) -> None:
-        self.now = 1000.0
-        self.generations = service.generations
-        self.served = self.generations.payload(MODEL, 1)
-        self.steps = DenseSteps(fleet, Store(store), service.metrics, lambda: self.now)
-        self._fleet, self._store = fleet, store
-
-    async def record(self, model: ApiModel) -> Path:
-        """Put a step on record; its file's path, where there is none yet, and the content beside it, as `.later`."""
-        publisher = AsyncDeltaPublisher(self._fleet.registry, MODEL, 1, self._store)
-        await publisher.publish_dense(1, tensors_of(model, 1), max_drift=1.0)
-        record = await self._fleet.dense_step(MODEL, 1)
-        path = next((self._store / steps_folder(MODEL, 1)).glob(f"{1:020d}-{record.sha256[:16]}*"))
-        path.rename(path.with_suffix(".later"))
-        return path
-
-    async def look_after(self, seconds: float) -> str:
-        """Look for new steps after a while; why the step is refused, or ""."""
-        self.now += seconds
-        await self.steps.look(self.served)
-        found = self.steps.refused.get((MODEL, 1))
-        return "" if found is None else found.reason
-
-    async def looks_until_refused(self) -> int:
-        """Look every 10 ms until the step is refused; how many seconds that took."""
-        began = self.now
-        while not await self.look_after(0.01):
-            assert self.now < began + 100
-        return round(self.now - began)
-
-
-def put_in_place(path: Path, *, damaged: bool = False) -> None:
-    """Let a step's file appear."""
-    content = path.with_suffix(".later").read_bytes()
-    if path.is_dir():
-        path.rmdir()
-    path.write_bytes(content[:-1] + b"?" if damaged else content)
-
-
-def with_slow_store(versions, store, folder, scenario) -> None:
-    async def main() -> None:
-        registry = open_registry(folder / "registry")
-        service = served_service(versions[1])
-        try:
-            await register_version(registry, Snapshot.open(versions[1].path))
-            slow = SlowStore(FleetRegistry(registry), store, service)
-            await scenario(slow, await slow.record(versions[1]))
-        finally:
-            await asyncio.to_thread(service.close)
-            await registry.close()
-            shutil.rmtree(store / steps_folder(MODEL, 1))
-
-    run(main())
-
-
-def test_a_step_whose_file_appears_late_is_tried_again_ever_more_seldom_and_then_taken(versions, store, folder, caplog):
-    async def scenario(slow: SlowStore, path: Path) -> None:
-        assert await slow.look_after(0) == ""
-        assert await slow.look_after(0.1) == ""
-        # It was not tried again yet, though looked for.
-        assert caplog.text.count("can't be taken yet") == 1
-        for pause_s in (0.5, 1, 2, 4, 8):
-            assert await slow.look_after(pause_s) == ""
-        assert caplog.text.count("can't be taken yet") == 6
-        put_in_place(path)
-        assert await slow.look_after(1) == ""
-        assert slow.served.dense_step == 0
-        assert await slow.look_after(7) == ""
-        assert slow.served.dense_step == 1
-
-    with_slow_store(versions, store, folder, scenario)
-
-
-@pytest.mark.parametrize(
-    ("make", "problem"),
-    [(lambda path: None, "missing"), (Path.mkdir, "can't be read: Is a directory")],
-    ids=["missing", "unreadable"],
-)
-def test_a_step_whose_file_can_not_be_read_for_long_is_refused_by_name(versions, store, folder, make, problem):
-    async def scenario(slow: SlowStore, path: Path) -> None:
-        make(path)
-        assert await slow.looks_until_refused() == READ_FOR_S
-        reason = await slow.look_after(0)
-        assert reason.startswith("dense step 1: bad_snapshot: ")
-        assert reason.endswith(problem)
-        # For good, until there is another step.
-        put_in_place(path)
-        assert await slow.look_after(100) == reason
-
-    with_slow_store(versions, store, folder, scenario)
-
-
-def test_a_step_whose_file_is_damaged_is_refused_at_once(versions, store, folder):
-    async def scenario(slow: SlowStore, path: Path) -> None:
-        put_in_place(path, damaged=True)
-        assert (await slow.look_after(0)).startswith("dense step 1: delta_format: ")
-
-    with_slow_store(versions, store, folder, scenario)
-
-
-def test_a_version_is_not_retired_while_a_step_is_checked_on_it_though_the_process_ends(versions, store, folder):
-    async def scenario(slow: SlowStore, path: Path) -> None:
-        # Whoever reads the file waits until it is written.
-        os.mkfifo(path)
-        following = asyncio.create_task(slow.steps.run(slow.generations))
-        file = await asyncio.to_thread(path.open, "wb")
-        with file:
-            retiring = slow.generations.retire(MODEL, 1)
-            for _ in range(5):
-                following.cancel()
-                await asyncio.sleep(0)
-            assert not following.done()
-            assert (retiring.state, retiring.leases) == ("draining", 1)
-            await asyncio.to_thread(file.write, path.with_suffix(".later").read_bytes())
-        with pytest.raises(asyncio.CancelledError):
-            await following
-        assert await asyncio.to_thread(retiring.retired.wait, 30)
-        # The check came to its end, on replicas that were there for it.
-        assert slow.served.dense_step == 1
-
-    with_slow_store(versions, store, folder, scenario)

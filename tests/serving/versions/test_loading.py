@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from pydantic import ValidationError
 
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.golden import GoldenRequests
@@ -138,13 +137,6 @@ def test_loading_waits_for_shards_that_are_not_there_yet(api_model, tmp_path):
     run(main())
 
 
-def test_a_memory_budget_is_for_rows_in_this_process(api_model):
-    with pytest.raises(ValidationError, match="memory_budget_bytes"):
-        ModelSource(snapshot=api_model.path, shards=((Address.parse("127.0.0.1:1"),),), memory_budget_bytes=1)
-    with pytest.raises(ValidationError, match="at least one replica"):
-        ModelSource(snapshot=api_model.path, shards=((),))
-
-
 @pytest.fixture(scope="module")
 def golden(api_model) -> GoldenRequests:
     return golden_of(api_model)
@@ -161,12 +153,6 @@ def test_a_version_that_gives_its_golden_scores_is_served(tmp_path, golden):
     description, metrics = load(write_api_model(tmp_path, golden=golden), dtype="float32")
     assert description.dense_model.dtype == "float32"
     assert f'shardrank_dtype_fallback{{model="{MODEL}",version="1"}} 0.0' in metrics
-
-
-@pytest.mark.parametrize("max_batch_candidates", [1, 5, 8])
-def test_golden_requests_are_checked_in_batches_of_any_size(tmp_path, golden, max_batch_candidates):
-    limits = RequestLimits(max_batch_candidates=max_batch_candidates)
-    load(write_api_model(tmp_path, golden=golden), limits, dtype="float32")
 
 
 def test_a_version_that_does_not_give_its_golden_scores_is_refused_with_the_numbers(tmp_path, golden):
@@ -192,15 +178,6 @@ def test_bfloat16_serves_only_if_it_gives_the_golden_scores(tmp_path, golden, ca
         assert "with bfloat16 golden scores differ by up to" in description.dense_model.dtype_fallback
         assert "the dense model is computed in float32" in caplog.text
         assert f'shardrank_dtype_fallback{{model="{MODEL}",version="1"}} 1.0' in metrics
-
-
-@pytest.mark.skipif(not bfloat16_is_native(), reason="this CPU has no bfloat16")
-def test_without_golden_requests_auto_stays_in_float32_and_says_so(api_model):
-    description, _ = load(api_model, dtype="auto")
-    assert description.dense_model.dtype == "float32"
-    assert "no golden requests" in description.dense_model.dtype_fallback
-    description, _ = load(api_model, dtype="bfloat16")
-    assert description.dense_model.dtype == "bfloat16"
 
 
 async def loaded_over_shards(model, folder: Path, **options) -> tuple[ServedModel, str, int]:
@@ -231,22 +208,6 @@ def test_shards_send_float16_sums_if_these_give_the_golden_scores(tmp_path, gold
     assert size > 0
 
 
-def test_shards_send_float32_sums_where_float16_misses_the_golden_scores(tmp_path, golden, caplog):
-    model = write_api_model(tmp_path, golden=golden, golden_tolerance=2e-6)
-    served, metrics, size = run(loaded_over_shards(model, tmp_path))
-    assert "with float16 sums of shards golden scores differ by up to" in served.checked.wire_fallback
-    assert "shards answer in float32" in caplog.text
-    assert f'shardrank_wire_fallback{{model="{MODEL}",version="1"}} 1.0' in metrics
-    assert size == 0
-
-
-@pytest.mark.parametrize(("wire_dtype", "halves"), [("auto", False), ("float32", False), ("float16", True)])
-def test_without_golden_requests_shards_send_float16_sums_only_if_told(api_model, tmp_path, wire_dtype, halves):
-    served, _, size = run(loaded_over_shards(api_model, tmp_path, wire_dtype=wire_dtype))
-    assert ("no golden requests" in served.checked.wire_fallback) == (wire_dtype == "auto")
-    assert (size > 0) == halves
-
-
 def load_with_changed_rows(model, dtype: str, applied_deltas: bool) -> ServedModel:
     """Serves rows that are not those of the snapshot: all rows of the films are 3."""
     snapshot = Snapshot.open(model.path)
@@ -271,18 +232,6 @@ def test_scores_of_other_rows_are_accepted_only_if_deltas_account_for_them(tmp_p
     assert served.checked.tolerance == Snapshot.open(model.path).manifest.golden.tolerance
     assert "since deltas were applied" in caplog.text
     served.close()
-
-
-def test_the_largest_difference_is_told(tmp_path, golden):
-    scores = golden.scores.copy()
-    scores[0] += 0.02
-    snapshot = Snapshot.open(write_api_model(tmp_path, golden=dataclasses.replace(golden, scores=scores)).path)
-    plan = Plan.make(snapshot.spec)
-    node = make_node(snapshot, plan, 0)
-    served = ServedModel.load(snapshot, plan, local_shards([node]), dtype="float32", num_replicas=2)
-    assert served.checked.difference == pytest.approx(0.02, abs=1e-4)
-    served.close()
-    node.close()
 
 
 @pytest.mark.skipif(not bfloat16_is_native(), reason="this CPU has no bfloat16")

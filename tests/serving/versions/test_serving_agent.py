@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import threading
 
 import numpy as np
 
 from loader.deltas.publisher import AsyncDeltaPublisher
 from loader.registry.fleet import Canary
-from serving.versions.served_model import check_version
 from shardrank_testing.agent_fleet import agent_fleet, with_live
 from shardrank_testing.serving_api import (
     FILMS,
@@ -120,29 +117,6 @@ def test_canary_and_shadow_get_their_shares_and_applied_says_when_they_are_set(v
     run(main())
 
 
-def test_a_load_and_what_serves_afterwards_keep_the_priority_of_the_process(versions, store, folder, monkeypatch):
-    niceness: dict[str, int] = {}
-
-    def spying_check(*arguments):
-        own = threading.get_native_id()
-        niceness["load"] = os.getpriority(os.PRIO_PROCESS, own)
-        for thread in threading.enumerate():
-            if thread.name.startswith("rank-"):
-                niceness[thread.name] = os.getpriority(os.PRIO_PROCESS, thread.native_id)
-        return check_version(*arguments)
-
-    monkeypatch.setattr("serving.versions.served_model.check_version", spying_check)
-
-    async def main() -> None:
-        async with agent_fleet(folder, store, shards=1, replicas=1) as fleet:
-            await with_live(fleet, versions)
-
-    run(main())
-    # The load needs the interpreter's lock: with a lower priority it would be kept waiting with it.
-    assert len(niceness) == 3
-    assert set(niceness.values()) == {os.getpriority(os.PRIO_PROCESS, 0)}
-
-
 def test_every_ranking_replica_is_warm_and_connected_before_the_version_is_ready(versions, store, folder):
     async def main() -> None:
         async with agent_fleet(folder, store, shards=2, replicas=2) as fleet:
@@ -198,48 +172,6 @@ def test_a_process_that_starts_when_deltas_were_applied_serves_them_and_reports_
     run(main())
 
 
-def test_the_look_for_nodes_goes_on_after_a_fault_of_ours(versions, store, folder, monkeypatch, caplog):
-    async def main() -> None:
-        async with agent_fleet(folder, store, shards=1, replicas=1) as fleet:
-            node, _ = await with_live(fleet, versions)
-            update, failures = node.directory.update, []
-
-            def fails_first(nodes) -> None:
-                if not failures:
-                    failures.append(nodes)
-                    raise ZeroDivisionError("a fault")
-                update(nodes)
-
-            monkeypatch.setattr(node.directory, "update", fails_first)
-            await fleet.start_node(0, 1)
-            while len(node.directory.replicas(MODEL, 1, 0)) < 2:  # noqa: ASYNC110  # no event tells it
-                await asyncio.sleep(0.01)
-            assert failures
-            assert "ZeroDivisionError: a fault" in caplog.text
-
-    run(main())
-
-
-def test_deltas_reach_rows_in_the_process_as_well(versions, store, folder):
-    request = api_request(1)
-
-    async def main() -> None:
-        async with agent_fleet(folder, store, shards=1, replicas=0) as fleet:
-            _, service = await with_live(fleet, versions, local=True)
-            publisher = AsyncDeltaPublisher(fleet.fleet.registry, MODEL, 1)
-            await publisher.open()
-            values = np.full((FILMS, 8), 3.0, np.float32)
-            sequence = await publisher.publish("films", np.arange(FILMS), values)
-            await fleet.until("serve-0", lambda told: told.report(MODEL, 1).delta_sequence == sequence)
-            async with running_api(service) as api:
-                answer = await api.http.post(f"/v1/models/{MODEL}:rank", json=request)
-            changed = {**versions[1].tables, "films": values}
-            expected = ApiModel(versions[1].path, versions[1].spec, changed, versions[1].tensors).scores(request)
-            np.testing.assert_allclose(answer.json()["scores"], expected, rtol=1e-4)
-
-    run(main())
-
-
 def test_a_registry_that_is_lost_changes_nothing_and_gets_back_what_was_wanted(versions, store, folder):
     async def main() -> None:
         async with agent_fleet(folder, store, shards=1, replicas=1) as fleet:
@@ -259,25 +191,6 @@ def test_a_registry_that_is_lost_changes_nothing_and_gets_back_what_was_wanted(v
             another, other_service = fleet.serving()
             await another.load()
             assert other_service.live(MODEL) == 1
-
-    run(main())
-
-
-def test_a_process_that_leaves_is_not_ready_still_answers_and_is_gone_from_the_registry(versions, store, folder):
-    async def main() -> None:
-        async with agent_fleet(folder, store, shards=1, replicas=1) as fleet:
-            node, service = await with_live(fleet, versions)
-            await fleet.until("serve-0", lambda told: told.live == {MODEL: 1})
-            async with running_api(service) as api:
-                leaving = asyncio.create_task(node.leave())
-                await fleet.until("serve-0", lambda told: told.draining)
-                assert (await api.http.get("/readyz")).status_code == 503
-                answer = await api.http.post(f"/v1/models/{MODEL}:rank", json=api_request(1))
-                assert answer.status_code == 200
-                await leaving
-                assert "serve-0" not in [one.node_id for one in await fleet.fleet.nodes()]
-            fleet.servings.clear()
-            await asyncio.to_thread(service.close)
 
     run(main())
 

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
 import contextlib
-import gc
-import json
 import math
 import threading
-import weakref
 from collections.abc import Iterator
 
 import numpy as np
@@ -22,11 +17,8 @@ from loader.snapshot.reader import Snapshot
 from router.plan import Plan
 from serving.embedded import Ranker
 from serving.errors import CanaryShareError, MissingFeatureError, ModelNotFoundError
-from serving.formats.json_reader import JsonCodec, encode_request
-from serving.formats.messages import MessageCodec
 from serving.proto.shardrank.v1 import ranking_pb2
-from serving.rank.batcher import Pending
-from serving.rank.service import RankingService, answer, answer_in_thread
+from serving.rank.service import RankingService
 from serving.versions.loading import ModelSource, load_served_model
 from serving.versions.served_model import ServedModel
 from serving.versions.served_versions import CanaryChoice, key_hash
@@ -35,10 +27,7 @@ from shardrank_testing.nodes import NearShard
 from shardrank_testing.serving_api import (
     MODEL,
     ApiModel,
-    Gate,
-    PatientClient,
     api_request,
-    gated_model,
     rank_message,
     run,
     running_api,
@@ -51,7 +40,6 @@ SHARE = 0.5
 KEYS = [f"user-{number}" for number in range(40)]
 CHOICE = CanaryChoice.of(2, SHARE)
 IN_CANARY = next(key for key in KEYS if CHOICE.takes(MODEL, key))
-IN_LIVE = next(key for key in KEYS if not CHOICE.takes(MODEL, key))
 
 
 @pytest.fixture(scope="module")
@@ -128,61 +116,6 @@ def test_a_key_goes_to_the_same_version_over_every_api_and_method(api_model, new
                 assert (await api.http.get(f"/v1/models/{MODEL}")).json()["version"] == 1
 
     run(main())
-
-
-def test_a_growing_share_keeps_those_that_are_in_and_the_end_of_the_canary_sends_all_back(api_model, newer):
-    with two_versions(api_model, newer) as service:
-        before: set[str] = set()
-        for share in (0.1, 0.4, 0.9):
-            service.set_canary(MODEL, 2, share)
-            now = {key for key in KEYS if rank(service, routing_key=key)["version"] == 2}
-            assert before < now
-            before = now
-        service.set_canary(MODEL, None)
-        assert {rank(service, routing_key=key)["version"] for key in KEYS} == {1}
-
-
-def test_without_a_routing_key_the_request_id_is_the_key(api_model, newer):
-    with two_versions(api_model, newer) as service:
-        service.set_canary(MODEL, 2, SHARE)
-        for key in KEYS[:10]:
-            assert rank(service, request_id=key)["version"] == expected_version(key)
-            assert rank(service, request_id=key, routing_key="")["version"] == expected_version(key)
-            assert rank(service, request_id=key, routing_key=IN_CANARY)["version"] == 2
-            message = rank_message(api_request(1) | {"request_id": key})
-            answered = answer_in_thread(service, MessageCodec("rank"), message.SerializeToString())
-            assert answered.version == expected_version(key)
-
-
-def test_requests_without_any_key_are_numbered_so_that_the_canary_gets_its_share(api_model, newer):
-    count = 400
-    with two_versions(api_model, newer) as service:
-        service.set_canary(MODEL, 2, 0.2)
-        unparsed = JsonCodec("rank", MODEL).read(json.dumps(api_request(1, 1)).encode(), service.limits)
-        versions = []
-        for _ in range(count):
-            with service.lease(unparsed.model, unparsed.version, lambda: unparsed.key) as lease:
-                versions.append(lease.version)
-        assert abs(versions.count(2) - 0.2 * count) < 6 * math.sqrt(count * 0.2 * 0.8)
-
-
-@pytest.mark.parametrize("name", ["routing_key", "\\u0072outing_key", "request\\u005fid"])
-def test_the_key_is_read_however_its_name_is_written(api_model, newer, name):
-    with two_versions(api_model, newer) as service:
-        service.set_canary(MODEL, 2, SHARE)
-        for key in (IN_CANARY, IN_LIVE):
-            body = f'{{"{name}": "{key}", "sparse": {{"film": [1]}}}}'.encode()
-            answered = answer_in_thread(service, JsonCodec("lookup", MODEL), body)
-            assert answered.version == expected_version(key)
-
-
-def test_a_request_that_names_a_version_is_not_touched(api_model, newer):
-    with two_versions(api_model, newer) as service:
-        service.set_canary(MODEL, 2, SHARE)
-        assert rank(service, version=1, routing_key=IN_CANARY)["version"] == 1
-        assert rank(service, version=2, routing_key=IN_LIVE)["version"] == 2
-        message = ranking_pb2.LookupRequest(model=MODEL, version=1, routing_key=IN_CANARY)
-        assert answer_in_thread(service, MessageCodec("lookup"), message.SerializeToString()).version == 1
 
 
 def test_a_canary_must_be_here_and_ends_when_it_is_withdrawn_or_becomes_live(api_model, newer):
@@ -293,45 +226,6 @@ def test_a_request_that_fails_in_the_canary_counts_for_the_canary_with_its_laten
     service.close()
 
 
-def test_refused_ids_count_as_errors_and_their_scores_not_at_all(api_model, newer):
-    gate = Gate()
-    bad = api_request(2)
-    bad["candidates"]["sparse"]["film"][4] = 999
-
-    async def main() -> None:
-        service = RankingService(expected_models=[MODEL])
-        service.install(gated_model(api_model, service, gate))
-
-        async def ask(request: dict) -> object:
-            async def receive() -> bytes:
-                return encode_request(request)
-
-            return await answer(service, JsonCodec("rank", MODEL), receive, PatientClient())
-
-        first = asyncio.create_task(ask(api_request(0)))
-        await gate.wait_until_busy()
-        joined = [asyncio.create_task(ask(one)) for one in (api_request(1), bad, api_request(3))]
-        await asyncio.sleep(0)
-        gate.open.set()
-        outcomes = await asyncio.gather(first, *joined, return_exceptions=True)
-        assert [isinstance(one, Exception) for one in outcomes] == [False, False, True, False]
-        stats = stats_of(service, 1)
-        assert (stats.requests, stats.errors, stats.score_count) == (4, 1, 15)
-        scores = np.concatenate([api_model.scores(api_request(seed)) for seed in (0, 1, 3)])
-        np.testing.assert_allclose(stats.score_sum, scores.sum(), rtol=1e-5)
-        await asyncio.to_thread(service.close)
-
-    run(main())
-
-
-def test_a_clients_mistakes_and_what_is_not_begun_are_not_counted(api_model, newer):
-    with two_versions(api_model, newer) as service:
-        for wrong in ({"top_k": 0}, {"unknown": 1}, {"timeout_ms": 10**9}):
-            with pytest.raises(Exception, match=next(iter(wrong))):
-                rank(service, **wrong)
-        assert stats_of(service, 1).requests == 0
-
-
 def test_a_request_that_does_not_fit_the_canary_counts_as_its_error(api_model, newer):
     with two_versions(api_model, newer) as service:
         service.set_canary(MODEL, 2, SHARE)
@@ -362,49 +256,6 @@ def test_the_metrics_tell_which_version_is_what(api_model, newer):
             assert line in text.splitlines()
 
 
-def test_a_call_that_ends_after_its_version_was_freed_leaves_nothing_in_the_metrics(api_model, newer):
-    with two_versions(api_model, newer) as service:
-        service.flip(MODEL, 2)
-        with service.call("embedded", "rank") as call:
-            unparsed = JsonCodec("rank", MODEL).read(encode_request(api_request(1) | {"version": 1}), service.limits)
-            service.admit(call)
-            lease = service.lease(MODEL, 1, lambda: "")
-            call.generation, call.model, call.version = lease.generation, MODEL, 1
-            call.counter = lease.payload.counter
-            request = unparsed.parse(lease.payload.schema)
-            deadline = service.clock() + 30.0
-            service.wait_in_thread(Pending(request, lease, deadline, call, concurrent.futures.Future(), None))
-            # Its lease has ended with the batch; what is left to do is writing the answer.
-            assert service.retire(MODEL, 1).retired.wait(30.0)
-        rank(service)
-        text = service.metrics.render().decode()
-        assert 'version="1"' not in text
-        assert 'shardrank_version_requests_total{model="films",outcome="ok",version="2"} 1.0' in text
-
-
-def test_what_a_version_took_is_free_when_it_is_retired_and_waits_for_no_garbage_collection(api_model, newer):
-    gc.collect()
-    gc.disable()
-    try:
-        with two_versions(api_model, newer) as service:
-            rank(service)
-            (served,) = [one.payload for one in service.generations.all() if one.version == 1]
-            (replica,) = served._replicas
-            ranking = replica.ranking
-            parts = (served, replica, ranking, ranking.router, ranking.parts.models, ranking.parts.assembler)
-            watched = {type(one).__name__: weakref.ref(one) for one in parts}
-            del served, replica, ranking, parts
-            service.flip(MODEL, 2)
-            assert service.retire(MODEL, 1).retired.wait(30.0)
-            # The thread that freed it lets go of it last.
-            for thread in threading.enumerate():
-                if thread.name.startswith("retire-"):
-                    thread.join(30.0)
-            assert [name for name, one in watched.items() if one() is not None] == []
-    finally:
-        gc.enable()
-
-
 MODELS = st.text(max_size=20)
 REQUEST_KEYS = st.text(max_size=40)
 SHARES = st.floats(min_value=0.0, max_value=1.0, exclude_min=True, exclude_max=True)
@@ -428,29 +279,9 @@ def test_a_share_that_grows_keeps_the_keys_that_are_in(model, keys, one, other):
     assert taken(smaller, model, keys) <= taken(larger, model, keys)
 
 
-@given(MODELS, REQUEST_KEYS, SHARES)
-def test_the_choice_depends_on_model_key_and_share_alone(model, key, share):
-    assert CanaryChoice.of(2, share).takes(model, key) == CanaryChoice.of(3, share).takes(model, key)
-    assert CanaryChoice.of(2, share).takes(model, key) == (key_hash(model, key) / 2**64 < share) or (
-        # Where the quotient, rounded to a float, meets the share.
-        math.isclose(key_hash(model, key) / 2**64, share, rel_tol=1e-12)
-    )
-
-
 def test_the_hash_is_the_same_in_every_process_and_release():
     assert key_hash("films", "user-42") == 12941052709652097497
     assert key_hash("films", "Zürich") == 12032135330414632854
-
-
-def test_two_models_are_tried_on_different_keys():
-    keys = [str(number) for number in range(4000)]
-    choice = CanaryChoice.of(2, 0.5)
-    both = len(taken(choice, "films", keys) & taken(choice, "books", keys))
-    assert abs(both - 1000) < 6 * math.sqrt(4000 * 0.25 * 0.75)
-
-
-def test_a_key_that_is_not_valid_unicode_has_a_hash_too():
-    assert 0 <= key_hash("films", "\ud800") < 2**64
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0, -0.1, 1.5, math.nan, math.inf])

@@ -11,7 +11,6 @@ import weakref
 import pytest
 
 from loader.errors import SnapshotCorruptError
-from shard_node.errors import GenerationStateError
 from shardrank_testing.agent_fleet import agent_fleet, with_live
 from shardrank_testing.serving_api import MODEL, run, write_api_model
 
@@ -38,55 +37,6 @@ def test_a_retired_version_is_free_without_a_garbage_collection(versions, store,
         run(main())
     finally:
         gc.enable()
-
-
-def test_a_version_that_could_not_be_put_beside_the_live_one_is_told_of_nowhere(versions, store, folder, monkeypatch):
-    async def main() -> None:
-        async with agent_fleet(folder, store, shards=1, replicas=1) as fleet:
-            node, service = await with_live(fleet, versions)
-            wanted = await fleet.want(MODEL, hold=(1, 2))
-            await fleet.until_state("shard-0-0", MODEL, 2, "ready")
-
-            def no_room(served) -> None:
-                raise GenerationStateError("no room")
-
-            monkeypatch.setattr(service, "install_staged", no_room)
-            with pytest.raises(GenerationStateError, match="no room"):
-                await node.stage(MODEL, 2, wanted, lambda share: None)
-            for thread in threading.enumerate():
-                if thread.name.startswith("discard-"):
-                    await asyncio.to_thread(thread.join)
-            text = service.metrics.render().decode()
-            assert not [line for line in text.splitlines() if "dtype_fallback" in line and 'version="2"' in line]
-            assert [line for line in text.splitlines() if "dtype_fallback" in line and 'version="1"' in line]
-
-    run(main())
-
-
-def test_a_load_that_is_called_off_again_and_again_leaves_no_rows_behind(versions, store, folder, monkeypatch):
-    async def main() -> None:
-        async with agent_fleet(folder, store, shards=1, replicas=0) as fleet:
-            node, _ = await with_live(fleet, versions, local=True)
-            local, loading = node._local, asyncio.Event()
-
-            async def never_loads(*_) -> None:
-                loading.set()
-                await asyncio.Event().wait()
-
-            monkeypatch.setattr(node, "_load", never_loads)
-            wanted = await fleet.want(MODEL, live=1, hold=(1,), serve=(1,), follow=(1, 2))
-            staging = asyncio.create_task(node.stage(MODEL, 2, wanted, lambda share: None))
-            await loading.wait()
-            # It follows its deltas: that has to end before its rows can go.
-            await local.actions.settle(wanted)
-            for _ in range(5):
-                staging.cancel()
-                await asyncio.sleep(0)
-            with pytest.raises(asyncio.CancelledError):
-                await staging
-            assert [(one.version, one.state) for one in local.node.generations.all()] == [(1, "live")]
-
-    run(main())
 
 
 def test_a_version_is_retired_when_its_last_request_has_ended_and_not_before(versions, store, folder):

@@ -73,26 +73,6 @@ def test_a_version_ranks_the_last_recorded_requests_before_it_is_ready(api_model
     assert rows["users"] in (5, 6)
 
 
-def test_requests_beyond_the_limits_of_today_are_left_out(api_model: ApiModel, recorded: Path) -> None:
-    text, rows = warmed(api_model, Warming(folder=recorded), max_candidates=20, max_batch_candidates=24)
-    assert f'shardrank_warmed_requests_total{{model="{MODEL}",version="1"}} 9.0' in text
-    assert rows["films"] == users_and_histories(0, left_out=40)
-
-
-def test_batches_grow_as_under_load_and_stay_within_limits(api_model: ApiModel, recorded: Path) -> None:
-    with api_service(api_model, RequestLimits(max_batch_candidates=45)) as service, service.lease(MODEL) as lease:
-        schema = lease.payload.schema
-        requests = [parse_json(schema, one_asked(seed, count)) for seed, count in enumerate(SIZES)]
-    groups = list(warming._groups(requests, schema))
-    assert [[one.num_candidates for one in group] for group in groups] == [
-        [3],
-        [4, 5],
-        [40],
-        [6, 7, 8, 9, 10],
-        [11],
-    ]
-
-
 def test_a_folder_that_is_gone_and_a_time_that_is_over_keep_no_version_from_serving(
     api_model: ApiModel, recorded: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
