@@ -27,7 +27,6 @@ from shardrank_testing.snapshots import make_spec
 LAYOUT = TableLayout.of(make_spec())
 SHAPES = BatchShapes(LAYOUT)
 NUM_TABLES = len(LAYOUT.tables)
-MODE_NAMES = list(MODES)
 
 
 def runs_of(tables: list[int], modes: list[int]) -> OutputRuns:
@@ -42,7 +41,7 @@ def runs_of(tables: list[int], modes: list[int]) -> OutputRuns:
     )
 
 
-def test_a_batch_whose_positions_could_wrap_around_in_the_kernel_is_refused():
+def test_positions_beyond_32_bits_are_refused():
     runs = OutputRuns(
         np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros(1, np.int64), np.full(1, 512), "fp32", 2**50
     )
@@ -89,35 +88,34 @@ def covered(views: BatchViews, table: RunTable) -> list[tuple[int, int]]:
 
 
 @given(batches())
-def test_every_bag_is_in_one_block_of_its_arena(batch):
+def test_a_packed_batch_is_the_batch(batch):
+    """Every bag is in one block of its arena; values, offsets, weights and runs are those of the batch."""
     bags, runs = batch
     table = RunTable(SHAPES, runs)
     views = pack(bags, table)
     none = runs.modes == MODES["none"]
     num = np.where(none, bags.values_per_key(), bags.bags_per_key)
     first = np.where(none, bags.value_starts()[:-1], bags.bag_starts()[:-1])
-    assert views.runs["num"].tolist() == num.tolist()
-    assert views.runs["first"].tolist() == first.tolist()
     assert sorted(covered(views, table)) == [(run, bag) for run in range(runs.tables.size) for bag in range(num[run])]
-
-
-@given(batches())
-def test_values_offsets_weights_and_runs_are_those_of_the_batch(batch):
-    bags, runs = batch
-    views = pack(bags, RunTable(SHAPES, runs))
     assert views.values.dtype == np.uint32
     assert views.values.tolist() == bags.values.tolist()
     assert views.offsets.tolist() == bags.offsets.tolist()
     assert (views.weights is None) == (bags.weights is None)
     if bags.weights is not None:
         assert views.weights.tolist() == bags.weights.tolist()
-    assert views.runs["table"].tolist() == SHAPES.table_in_arena[runs.tables].tolist()
-    for name, expected in (("mode", runs.modes), ("out_offset", runs.out_offsets), ("out_stride", runs.out_strides)):
+    for name, expected in (
+        ("num", num),
+        ("first", first),
+        ("table", SHAPES.table_in_arena[runs.tables]),
+        ("mode", runs.modes),
+        ("out_offset", runs.out_offsets),
+        ("out_stride", runs.out_strides),
+    ):
         assert views.runs[name].tolist() == expected.tolist()
 
 
 @given(batches(), st.integers(0, 50), st.integers(0, 300), st.integers(0, 33))
-def test_a_smaller_batch_fits_the_blocks_of_a_size_and_leaves_the_rest_idle(batch, more_bags, more_values, extra):
+def test_a_smaller_batch_leaves_the_other_blocks_idle(batch, more_bags, more_values, extra):
     bags, runs = batch
     table = RunTable(SHAPES, runs)
     size = BatchSize(bags.bags_per_key + more_bags, bags.num_values + more_values, weighted=True, extra_bytes=extra)
@@ -141,9 +139,7 @@ def test_a_smaller_batch_fits_the_blocks_of_a_size_and_leaves_the_rest_idle(batc
 
 
 @given(batches(), st.integers(0, 50), st.integers(0, 20_000), st.booleans())
-def test_what_a_batch_takes_of_its_buffer_is_all_that_packing_writes_and_little_more(
-    batch, more_bags, more_values, weighted
-):
+def test_used_bytes_are_all_that_packing_writes_and_little_more(batch, more_bags, more_values, weighted):
     bags, runs = batch
     weighted = weighted or bags.weights is not None
     table = RunTable(SHAPES, runs)
@@ -184,14 +180,6 @@ def test_sections_are_aligned_apart_and_inside(num_values, num_bags, num_runs, n
         assert ends[-1] <= layout.size_bytes
 
 
-def test_all_ones_are_packed_for_a_batch_without_weights_where_there_may_be_some():
-    bags = KeyedBags.from_lengths(np.array([0], np.int32), np.array([2]), np.array([1, 2]), np.array([4, 5, 6]))
-    table = RunTable(SHAPES, runs_of([0], [0]))
-    views = pack(bags, table, BatchLayout(8, 4, 1, table.most_blocks(BatchSize(np.array([4]), 8)), True))
-    assert views.weights is not None
-    assert views.weights[:3].tolist() == [1.0, 1.0, 1.0]
-
-
 @pytest.mark.parametrize(
     ("size", "message"),
     [
@@ -200,7 +188,7 @@ def test_all_ones_are_packed_for_a_batch_without_weights_where_there_may_be_some
         (BatchSize(np.array([2, 1]), 9, False), "the batch has weights, but there is no room for any"),
     ],
 )
-def test_a_batch_that_is_too_large_is_refused_with_the_numbers(size, message):
+def test_a_batch_too_large_for_its_buffer_is_refused(size, message):
     bags = KeyedBags.from_lengths(
         np.array([0, 1], np.int32), np.array([2, 1]), np.array([1, 1, 1]), np.arange(3), np.ones(3, np.float32)
     )
@@ -234,14 +222,14 @@ def runs_with(**changes) -> OutputRuns:
         ({"out_offsets": np.array([0, 190])}, "run 1: its last bag ends at element"),
     ],
 )
-def test_runs_that_would_write_outside_their_output_are_refused(changes, message):
+def test_runs_that_would_write_outside_are_refused(changes, message):
     size = BatchSize(np.array([4, 4]), 3)
     check_runs(LAYOUT, runs_with(), size)
     with pytest.raises(InvalidBagsError, match=message):
         check_runs(LAYOUT, runs_with(**changes), size)
 
 
-def test_a_key_may_have_several_runs_and_each_has_one():
+def test_a_key_may_have_several_runs():
     size = BatchSize(np.array([4, 4]), 3)
     runs = {
         "tables": np.array([0, 1, 2]),

@@ -15,7 +15,6 @@ from shard_node.bags import KeyedBags
 from shard_node.cuda.batch import BatchSize
 from shard_node.cuda.card_engine import POOLS_PER_CARD, CardEngine
 from shard_node.cuda.card_set import CardMemory, CardOptions, CardSet
-from shard_node.cuda.kernel_params import EACH_SWITCH
 from shard_node.engine.loading import load_tables
 from shard_node.engine.reference import ReferenceEngine
 from shard_node.errors import InvalidBagsError, MemoryBudgetError
@@ -45,46 +44,29 @@ def engine(request, stored) -> Iterator[CardEngine]:
     engine.close()
 
 
-def free_bytes(cards: EmulatedCards) -> list[int]:
-    return [*(card.free_bytes() for card in cards.cards), cards.space.free_bytes(None)]
-
-
 def one_big_bag(num_values: int) -> KeyedBags:
     return KeyedBags.from_lengths(
         np.zeros(1, np.int32), np.array([1]), np.array([num_values]), np.zeros(num_values, np.int64)
     )
 
 
-def test_more_threads_than_lanes_pool_at_once_and_each_gets_its_own_bags(engine, stored):
+def test_more_threads_than_lanes_pool_at_once(engine, stored):
     reference = stored[1]
     num_threads = POOLS_PER_CARD * len(engine.card_set.cards.cards) + 3
 
     def pool(seed: int) -> None:
         rng = np.random.default_rng(seed)
-        for _ in range(4):
+        for _ in range(3):
             bags = random_table_bags(rng, engine.layout, 30, 4, weighted=bool(seed % 2))
             assert_blocks_equal(engine.pool(bags), reference.pool(bags), scale=12.0)
 
     with ThreadPoolExecutor(num_threads) as threads:
-        for one in [threads.submit(pool, seed) for seed in range(num_threads)]:
-            one.result(TIMEOUT_S)
+        for future in [threads.submit(pool, seed) for seed in range(num_threads)]:
+            future.result(TIMEOUT_S)
     assert engine.counters() == (0, 0)
 
 
-@pytest.mark.parametrize("switches", [one for one in EACH_SWITCH if one.defines()], ids=str)
-def test_an_engine_answers_the_same_with_every_switch_of_its_kernels(stored, switches):
-    snapshot, reference = stored
-    card_set = CardSet(EmulatedCards(3, switches=switches), options_for(SPEC, 3, "every tier"))
-    engine = load_version(snapshot, card_set=card_set).engine
-    rng = np.random.default_rng(3)
-    for longest in (1, 4, 120):
-        bags = random_table_bags(rng, engine.layout, 300, longest, weighted=True)
-        assert_blocks_equal(engine.pool(bags), reference.pool(bags), scale=12.0 + longest)
-    assert_stored(engine, snapshot)
-    engine.close()
-
-
-def test_answers_are_the_callers_own(engine):
+def test_later_batches_leave_a_returned_answer_unchanged(engine):
     bags = one_big_bag(3)
     first = engine.pool(bags)
     kept = [block.copy() for block in first]
@@ -94,7 +76,7 @@ def test_answers_are_the_callers_own(engine):
         np.testing.assert_array_equal(block, before)
 
 
-def test_callers_who_take_turns_take_cards_in_turn(stored):
+def test_consecutive_calls_use_cards_in_turn(stored):
     engine = OnCards(3, "peers").load(stored[0])
     lanes = [pool._lane for pool in engine._pools]
     assert [lane.card.number for lane in lanes] == [*range(3)] * POOLS_PER_CARD
@@ -113,7 +95,7 @@ def small_engine(snapshot: Snapshot, total_bytes: int) -> tuple[CardEngine, Emul
     return load_version(snapshot, card_set=card_set).engine, cards
 
 
-def test_a_batch_that_does_not_fit_on_a_card_is_refused_and_every_lane_stays_usable(stored):
+def test_a_batch_too_large_for_a_card_leaves_lanes_usable(stored):
     engine, cards = small_engine(stored[0], 16 << 20)
     num_lanes = POOLS_PER_CARD * len(cards.cards)
     for _ in range(2 * num_lanes):
@@ -126,72 +108,54 @@ def test_a_batch_that_does_not_fit_on_a_card_is_refused_and_every_lane_stays_usa
     engine.close()
 
 
-def test_closing_gives_back_all_that_loading_pooling_and_writing_took(stored):
+def test_closing_frees_all_memory_and_keeps_what_is_reported(stored):
     cards = EmulatedCards(3)
-    before = free_bytes(cards)
+    before = cards.free_bytes()
     tables = load_version(stored[0], card_set=CardSet(cards, options_for(SPEC, 3, "every tier")))
+    engine = tables.engine
     for size in (10, 30_000):
-        tables.engine.pool(one_big_bag(size))
+        engine.pool(one_big_bag(size))
     table = SPEC.tables[0]
-    number = tables.engine.layout.index[table.name]
-    tables.engine.write_rows(number, np.arange(9), encoded(table, np.ones((9, table.embedding_dim))))
-    assert free_bytes(cards) < before
+    number = engine.layout.index[table.name]
+    engine.write_rows(number, np.arange(9), encoded(table, np.ones((9, table.embedding_dim))))
+    assert cards.free_bytes() < before
+    reported = engine.memory(), engine.rows_looked_up(), engine.cards()
     tables.close()
-    tables.engine.close()
-    assert free_bytes(cards) == before
+    engine.close()
+    assert cards.free_bytes() == before
+    # A node reports all versions that it knew a moment ago; each may be freed meanwhile.
+    assert (engine.memory(), engine.rows_looked_up(), engine.cards()) == reported
     with pytest.raises(ValueError, match="the engine is closed"):
-        tables.engine.write_rows(number, np.arange(9), encoded(table, np.ones((9, table.embedding_dim))))
+        engine.write_rows(number, np.arange(9), encoded(table, np.ones((9, table.embedding_dim))))
 
 
 @pytest.mark.parametrize("left_bytes", [8, 1 << 20, (1 << 20) + 4096])
-def test_an_engine_without_room_for_its_buffers_is_not_made_and_holds_nothing(stored, left_bytes):
+def test_an_engine_without_room_for_buffers_holds_nothing(stored, left_bytes):
     engine, cards = small_engine(stored[0], 16 << 20)
     second = cards.cards[1]
     hog = second.allocate(second.free_bytes() - left_bytes)
-    before = free_bytes(cards)
+    before = cards.free_bytes()
     with pytest.raises(MemoryBudgetError):
         CardEngine(engine.card_set, engine._rows.arenas, engine.plan)
-    assert free_bytes(cards) == before
+    assert cards.free_bytes() == before
     hog.free()
     engine.close()
 
 
-def test_memory_is_told_by_card_and_tier_and_adds_up(stored):
+def test_memory_is_reported_by_card_and_tier(stored):
     engine = OnCards(3, "every tier").load(stored[0])
     plan = engine.plan
-    expected = [
-        use
-        for card in range(3)
-        for use in (
-            (card, "card", plan.bytes(card).card + plan.places_bytes),
-            (card, "hot", plan.bytes(card).hot),
-        )
-    ]
-    expected += [(0, "pinned", plan.pinned_bytes)]
+    expected = []
+    for card in range(3):
+        planned = plan.bytes(card)
+        expected += [(card, "card", planned.card + plan.places_bytes), (card, "hot", planned.hot)]
+    expected.append((0, "pinned", plan.pinned_bytes))
     assert all(size for _, _, size in expected)
     assert [(use.card, use.tier, use.size_bytes) for use in engine.memory()] == expected
     engine.close()
 
 
-def test_what_an_engine_holds_can_still_be_asked_while_it_is_closed(stored):
-    """A node tells of all versions it knew a moment ago; one of them may be freed meanwhile."""
-    engine = OnCards(3, "every tier").load(stored[0])
-    before = engine.memory(), engine.rows_looked_up(), engine.cards()
-    engine.close()
-    assert (engine.memory(), engine.rows_looked_up(), engine.cards()) == before
-
-
-def test_counters_are_read_without_waiting_for_row_writes(stored):
-    engine = OnCards(2, "peers", "as late as can be").load(stored[0])
-    number, table = next((number, one) for number, one in enumerate(engine.layout.tables) if one.dtype == "int8")
-    engine.write_rows(number, np.arange(9), encoded(table, np.ones((9, table.embedding_dim))))
-    writes = [stream.record() for stream in engine._rows.order.streams]
-    assert engine.counters() == (0, 0)
-    assert not any(write.done for write in writes)
-    engine.close()
-
-
-def test_values_outside_their_table_that_get_past_all_checks_are_counted_and_read_nothing(engine):
+def test_values_outside_their_table_are_counted_and_not_read(engine):
     size = BatchSize(np.array([3]), 20)
     runs = runs_in_columns(engine.layout, [0], ["sum"], size)
     lane = engine.lane(0)
@@ -223,7 +187,7 @@ def shards(tmp_path: Path) -> Iterator[list[CardEngine]]:
         engine.close()
 
 
-def test_rows_of_another_node_are_refused_by_name(shards):
+def test_rows_of_another_node_are_refused_and_not_written(shards):
     state = random_tables(DIVIDED, 1)
     reference = ReferenceEngine(DIVIDED, decoded_tables(DIVIDED, state))
     refused = []
@@ -237,23 +201,9 @@ def test_rows_of_another_node_are_refused_by_name(shards):
             else:
                 assert_blocks_equal(blocks, reference.pool(bags), scale=1.0)
     assert sorted(refused) == [f"row {row} of table 'int8' is not on this node" for row in range(8)]
-
-
-def test_a_slot_refuses_rows_of_another_node_too(shards):
-    size = BatchSize(np.array([700, 700]), 1400)
-    runs = runs_in_columns(shards[0].layout, [0, 0], ["sum", "none"], size)
-    lane = shards[0].lane(1)
-    slot = lane.prepare(runs, size)
-    with pytest.raises(InvalidBagsError, match=r"row \d+ of table 'int8' is not on this node"):
-        slot.fill(feature_bags(np.random.default_rng(1), shards[0].layout, runs, size))
-    lane.close()
-
-
-def test_each_node_writes_its_own_rows_only(shards):
     rows = np.arange(0, 700, 3, dtype=np.int64)
     stored = encoded(DIVIDED.tables[0], random_rows(np.random.default_rng(1), rows.size, 4))
-    written = np.zeros((700, stored.shape[1]), np.uint8)
-    counts = []
+    written, counts = np.zeros((700, stored.shape[1]), np.uint8), []
     for engine in shards:
         before = stored_rows(engine, "int8")
         counts.append(engine.write_rows(0, rows, stored))
@@ -265,14 +215,24 @@ def test_each_node_writes_its_own_rows_only(shards):
     np.testing.assert_array_equal(written[rows], stored)
 
 
-def test_more_rows_at_once_than_the_first_buffers_hold_are_written_whole(tmp_path: Path, monkeypatch):
+def test_a_slot_refuses_rows_of_another_node(shards):
+    size = BatchSize(np.array([700, 700]), 1400)
+    runs = runs_in_columns(shards[0].layout, [0, 0], ["sum", "none"], size)
+    lane = shards[0].lane(1)
+    slot = lane.prepare(runs, size)
+    with pytest.raises(InvalidBagsError, match=r"row \d+ of table 'int8' is not on this node"):
+        slot.fill(feature_bags(np.random.default_rng(1), shards[0].layout, runs, size))
+    lane.close()
+
+
+def test_write_buffers_grow_with_the_rows(tmp_path: Path, monkeypatch):
     monkeypatch.setattr("shard_node.cuda.uploads.FIRST_CAPACITY_BYTES", 64)
     state = random_tables(SPEC, 1)
     engine = OnCards(2, "every tier").load(export_state(tmp_path, SPEC, state, 1))
     rng = np.random.default_rng(2)
-    for share in (0.01, 1.0, 0.5):
+    for fraction in (0.01, 1.0, 0.5):
         for number, table in enumerate(engine.layout.tables):
-            rows = np.flatnonzero(rng.random(table.num_embeddings) < share)
+            rows = np.flatnonzero(rng.random(table.num_embeddings) < fraction)
             values = random_rows(rng, rows.size, table.embedding_dim)
             state[table.name][rows] = values
             assert engine.write_rows(number, rows, encoded(table, values)) == rows.size

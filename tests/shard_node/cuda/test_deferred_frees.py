@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import threading
-import weakref
 
 import pytest
 
@@ -16,119 +14,53 @@ FAR_S = 30
 """How long a thread that does not end is waited for."""
 
 
-def in_a_thread(work):
-    """Runs it to its end; fails if there is none."""
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(FAR_S)
-    assert not thread.is_alive()
-
-
-def test_a_free_is_done_at_once_where_nothing_is_captured():
+def test_frees_within_a_capture_are_done_after_it_in_order(caplog):
     frees, done = DeferredFrees(), []
-    frees.free(lambda: done.append(1))
-    assert done == [1]
 
-
-def test_a_free_within_a_capture_of_the_same_thread_is_done_after_it():
-    frees, done = DeferredFrees(), []
-    with frees.alone():
-        frees.free(lambda: done.append(1))
-        frees.free(lambda: done.append(2))
-        frees.settle()
-        assert done == []
-    assert done == [1, 2]
-
-
-def test_a_free_that_a_reference_count_triggers_within_a_capture_is_done_after_it():
-    class Thing:
-        pass
-
-    frees, done, things = DeferredFrees(), [], [Thing(), Thing()]
-    for number, thing in enumerate(things):
-        weakref.finalize(thing, frees.free, lambda number=number: done.append(number))
-    in_a_cycle = things.pop()
-    in_a_cycle.itself = in_a_cycle
-    del in_a_cycle, thing
-    with frees.alone():
-        things.clear()
-        gc.collect()
-        assert done == []
-    assert done == [0, 1]
-
-
-def test_a_free_of_another_thread_waits_for_no_capture_and_is_done_by_the_capturing_thread():
-    frees, done = DeferredFrees(), []
-    with frees.alone():
-        in_a_thread(lambda: frees.free(lambda: done.append(threading.get_ident())))
-        assert done == []
-    assert done == [threading.get_ident()]
-
-
-def test_frees_are_done_in_the_order_in_which_they_came_before_a_new_capture_begins():
-    frees, done = DeferredFrees(), []
+    def fail():
+        raise CardError("device 0: freeing 64 bytes: cudaErrorIllegalAddress")
 
     def first():
-        done.append("first")
-        # Comes while frees are being done: behind those that wait.
-        frees.free(lambda: done.append("third"))
-        assert done == ["first"]
+        done.append(1)
+        # Comes while frees are being done: after those that wait.
+        frees.free(lambda: done.append(3))
+        assert done == [0, 1]
 
-    with frees.alone():
+    frees.free(lambda: done.append(0))
+    assert done == [0]
+    with caplog.at_level(logging.ERROR), frees.alone():
+        frees.free(fail)
         frees.free(first)
-        frees.free(lambda: done.append("second"))
-    assert done == ["first", "second", "third"]
-    with frees.alone():
-        assert done == ["first", "second", "third"]
+        frees.free(lambda: done.append(2))
+        frees.settle()
+        assert done == [0]
+    assert done == [0, 1, 2, 3]
+    assert "cudaErrorIllegalAddress" in caplog.text
 
 
-def test_what_was_left_in_the_queue_is_done_before_a_capture_begins():
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+def test_a_failed_capture_leaves_no_free_undone(error):
+    """A free that is interrupted leaves those after it to the next capture."""
     frees, done = DeferredFrees(), []
 
-    def interrupted():
-        raise KeyboardInterrupt
+    def fail():
+        raise error
 
     def capture():
         with frees.alone():
-            frees.free(interrupted)
+            if error is KeyboardInterrupt:
+                frees.free(fail)
             frees.free(lambda: done.append(1))
+            if error is ZeroDivisionError:
+                fail()
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(error):
         capture()
-    assert done == []
     with frees.alone():
         assert done == [1]
 
 
-def test_a_capture_that_fails_is_followed_by_its_frees():
-    frees, done = DeferredFrees(), []
-
-    def capture():
-        with frees.alone():
-            frees.free(lambda: done.append(1))
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        capture()
-    assert done == [1]
-    with frees.alone():
-        pass
-
-
-def test_a_free_that_fails_is_logged_and_those_behind_it_are_done(caplog):
-    frees, done = DeferredFrees(), []
-
-    def fails():
-        raise CardError("device 0: freeing 64 bytes: cudaErrorIllegalAddress")
-
-    with caplog.at_level(logging.ERROR), frees.alone():
-        frees.free(fails)
-        frees.free(lambda: done.append(1))
-    assert done == [1]
-    assert "cudaErrorIllegalAddress" in caplog.text
-
-
-def test_a_capture_within_a_capture_of_the_same_thread_is_refused_and_the_first_goes_on():
+def test_a_capture_within_a_capture_is_refused():
     frees, done = DeferredFrees(), []
     with frees.alone():
         with pytest.raises(CardError, match="while a graph is captured"), frees.alone():
@@ -138,7 +70,7 @@ def test_a_capture_within_a_capture_of_the_same_thread_is_refused_and_the_first_
     assert done == [1]
 
 
-def test_captures_and_frees_of_many_threads_exclude_each_other_and_nothing_is_left_behind():
+def test_captures_and_frees_of_many_threads_exclude_each_other():
     frees, num_threads, turns = DeferredFrees(), 6, 300
     captures, beside, done = [], [], [[] for _ in range(num_threads)]
 

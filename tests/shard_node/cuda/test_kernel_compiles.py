@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,16 +10,14 @@ import pytest
 
 from shard_node.cuda import kernel_params
 from shard_node.cuda.kernel_params import (
-    EACH_SWITCH,
     ArenaParams,
     BatchParams,
-    KernelSwitches,
     RunParams,
     TableParams,
     WriteParams,
 )
 from shardrank_testing.device_compilers import ARCHITECTURES, resources
-from shardrank_testing.host_kernels import HOST_HEADER, KERNEL_SOURCE, KERNELS, host_compiler, host_kernels
+from shardrank_testing.host_kernels import KERNEL_SOURCE, KERNELS, host_kernels
 
 STRUCTURES = (TableParams, ArenaParams, RunParams, BatchParams, WriteParams)
 BY_VALUE = {
@@ -29,8 +26,6 @@ BY_VALUE = {
 }
 # 65,536 registers of a multiprocessor, for as many thread blocks at once as keep enough loads on their way.
 MAX_REGISTERS = {"pool_int8": 80, "pool_int4": 128, "pool_fp16": 64, "pool_fp32": 64, "write_rows": 32}
-# With one thread block fewer (FEWER_BLOCKS).
-MAX_REGISTERS_OF_GROUPS = {"pool_int8": 128, "pool_int4": 128, "pool_fp16": 80, "pool_fp32": 80, "write_rows": 32}
 # What every device and compiler has room for.
 MAX_PARAMETER_BYTES = 4096
 
@@ -84,55 +79,6 @@ def test_kernels_keep_to_registers(compiler, architecture, asserting_source, tmp
         sys.stdout.write(f"\nregisters by {compiler} for {architecture}: {counts}\n")
     assert {kernel: taken.local_bytes for kernel, taken in report.items()} == dict.fromkeys(KERNELS, 0)
     assert {kernel for kernel, taken in report.items() if taken.registers > MAX_REGISTERS[kernel]} == set()
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("switches", [one for one in EACH_SWITCH if one.defines()], ids=str)
-def test_kernels_keep_to_registers_with_every_switch(switches, architecture, tmp_path):
-    report = resources("nvrtc", KERNEL_SOURCE, architecture, tmp_path, switches)
-    limits = MAX_REGISTERS if switches.absolute_bases else MAX_REGISTERS_OF_GROUPS
-    assert {kernel: taken.local_bytes for kernel, taken in report.items()} == dict.fromkeys(KERNELS, 0)
-    assert {kernel for kernel, taken in report.items() if taken.registers > limits[kernel]} == set()
-
-
-def test_the_table_of_registers_has_every_kernel_and_every_switch():
-    pages = sorted((Path(__file__).parents[3] / "docs" / "measurements").glob("*-kernel-registers.md"))
-    rows = [line.strip("| ").split(" | ") for line in pages[-1].read_text().splitlines() if " | sm_" in line]
-    ways = [str(one) for one in (KernelSwitches(), *EACH_SWITCH) if one == KernelSwitches() or one.defines()]
-    assert [row[:2] for row in rows] == [[way, architecture] for way in ways for architecture in ARCHITECTURES]
-    assert {len(row) for row in rows} == {2 + len(KERNELS)}
-
-
-@pytest.mark.parametrize("compiler", ["nvcc", "nvrtc"])
-def test_a_kernel_that_does_not_keep_to_registers_is_told_apart(compiler, tmp_path):
-    source = tmp_path / "kernels.cu"
-    text = KERNEL_SOURCE.read_text()
-    squeezed = text.replace(
-        "ELEMENTS = 32;\n    static constexpr int MIN_BLOCKS = 2;",
-        "ELEMENTS = 32;\n    static constexpr int MIN_BLOCKS = 8;",
-    )
-    assert squeezed != text
-    source.write_text(squeezed)
-    report = resources(compiler, source, "sm_90", tmp_path)
-    assert {kernel for kernel, taken in report.items() if taken.local_bytes} == {"pool_int4"}
-
-
-@pytest.mark.parametrize("compiler", ["nvcc", "nvrtc"])
-def test_a_structure_that_differs_does_not_compile(compiler, asserting_source, tmp_path):
-    asserting_source.write_text(
-        asserting_source.read_text().replace(
-            "    u32 rotation;\n    u32 out_dtype;", "    u32 out_dtype;\n    u32 rotation;"
-        )
-    )
-    with pytest.raises(RuntimeError, match=r"BatchParams\.rotation"):
-        resources(compiler, asserting_source, "sm_90", tmp_path)
-
-
-def test_the_host_takes_the_same_structures(asserting_source):
-    command = [host_compiler(), "-std=c++17", "-fsyntax-only", "-DSHARDRANK_ON_HOST", "-I", str(HOST_HEADER.parent)]
-    command += ["-Wno-unknown-pragmas", "-x", "c++", str(asserting_source)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
-    assert done.returncode == 0, done.stderr
 
 
 def test_kernels_take_what_python_passes_them():

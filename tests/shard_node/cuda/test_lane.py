@@ -52,8 +52,11 @@ def loaded(request, stored) -> Iterator[Loaded]:
     engine.close()
 
 
-def a_lane(loaded: Loaded) -> Lane:
-    return loaded.engine.lane(len(loaded.engine.card_set.cards.cards) - 1)
+@pytest.fixture
+def lane(loaded) -> Iterator[Lane]:
+    lane = loaded.engine.lane(len(loaded.engine.card_set.cards.cards) - 1)
+    yield lane
+    lane.close()
 
 
 def fill_out(lane: Lane, slot: Slot) -> None:
@@ -73,66 +76,54 @@ def read_out(lane: Lane, slot: Slot, runs: OutputRuns) -> torch.Tensor:
     return values
 
 
-def assert_out(lane: Lane, slot: Slot, runs: OutputRuns, rows: list[np.ndarray], bags: KeyedBags) -> None:
+def check_batch(lane: Lane, slot: Slot, runs: OutputRuns, rows: list[np.ndarray], bags: KeyedBags) -> None:
+    """Pool a batch: each bag is in its columns, and nothing else is written."""
+    fill_out(lane, slot)
+    slot.fill(bags)
+    lane.launch(slot.enqueue)
     tolerance = TOLERANCES[runs.out_dtype]
     np.testing.assert_allclose(
         read_out(lane, slot, runs).numpy(), expected_output(rows, bags, runs), rtol=tolerance, atol=10 * tolerance
     )
 
 
-def run(lane: Lane, slot: Slot, bags: KeyedBags) -> None:
-    slot.fill(bags)
-    lane.launch(slot.enqueue)
-
-
 FEATURES = {
-    "one of each table": ([0, 1, 2, 3, 4], ["sum", "mean", "sum", "mean", "sum"]),
-    "several of a table, in any order": ([4, 0, 4, 2, 0, 3], ["sum", "mean", "mean", "sum", "sum", "sum"]),
-    "sequences beside pooled ones": ([3, 1, 3, 0], ["none", "sum", "mean", "none"]),
+    "each table": ([0, 1, 2, 3, 4], ["sum", "mean", "sum", "mean", "sum"]),
+    "shared tables": ([4, 0, 4, 2, 0, 3], ["sum", "mean", "mean", "sum", "sum", "sum"]),
+    "sequences": ([3, 1, 3, 0], ["none", "sum", "mean", "none"]),
 }
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("out_dtype", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize(("out_dtype", "weighted"), [("fp32", True), ("fp16", False), ("bf16", True)])
 @pytest.mark.parametrize("features", list(FEATURES))
-def test_each_bag_is_pooled_into_its_own_columns_and_nothing_else_is_touched(loaded, features, out_dtype, weighted):
+def test_bags_are_pooled_into_their_columns_only(loaded, lane, features, out_dtype, weighted):
     tables, modes = FEATURES[features]
-    layout = loaded.engine.layout
     size = BatchSize(np.full(len(tables), 9), 120, weighted=weighted)
-    runs = runs_in_columns(layout, tables, modes, size, out_dtype)
-    lane = a_lane(loaded)
+    runs = runs_in_columns(loaded.engine.layout, tables, modes, size, out_dtype)
     slot = lane.prepare(runs, size)
     rng = np.random.default_rng(7)
-    for number in range(4):
+    for number in range(3):
         # The last batch of a slot with weights has none: they are all ones.
-        bags = feature_bags(rng, layout, runs, size, weighted and number < 3)
-        fill_out(lane, slot)
-        run(lane, slot, bags)
-        assert_out(lane, slot, runs, loaded.rows, bags)
+        bags = feature_bags(rng, loaded.engine.layout, runs, size, weighted and number < 2)
+        check_batch(lane, slot, runs, loaded.rows, bags)
     assert loaded.engine.counters() == (0, 0)
-    lane.close()
 
 
 @pytest.mark.parametrize(
-    "where", engine_params(tuple(one for one in CARD_ENGINES if one.tiers == "peers"), REAL_ENGINES[:1])
+    "cards", engine_params(tuple(cards for cards in CARD_ENGINES if cards.tiers == "peers"), REAL_ENGINES[:1])
 )
-def test_a_captured_batch_is_replayed_for_every_other_one(stored, where):
-    engine = where.load(stored[0])
-    layout = engine.layout
-    tables, modes = FEATURES["several of a table, in any order"]
+def test_a_captured_batch_is_replayed_for_others(stored, cards):
+    engine = cards.load(stored[0])
+    tables, modes = FEATURES["shared tables"]
     size = BatchSize(np.full(len(tables), 30), 300, weighted=True)
-    runs = runs_in_columns(layout, tables, modes, size)
+    runs = runs_in_columns(engine.layout, tables, modes, size)
     lane = engine.lane(0)
     slot = lane.prepare(runs, size)
     rng = np.random.default_rng(3)
-    run(lane, slot, feature_bags(rng, layout, runs, size, True))
-    lane.stream.synchronize()
-    slot.capture()
-    for weighted in (True, False, True):
-        bags = feature_bags(rng, layout, runs, size, weighted)
-        fill_out(lane, slot)
-        run(lane, slot, bags)
-        assert_out(lane, slot, runs, stored[1], bags)
+    for weighted in (True, True, False, True):
+        check_batch(lane, slot, runs, stored[1], feature_bags(rng, engine.layout, runs, size, weighted))
+        if not slot.is_captured:
+            slot.capture()
     lane.close()
     engine.close()
 
@@ -147,97 +138,81 @@ def full_bags(num_keys: int, bags_per_key: int, hotness: int, weighted: bool = F
     )
 
 
-@pytest.mark.parametrize("captured", [False, True])
-@pytest.mark.parametrize(("hotness", "weighted"), [(1, False), (20, False), (20, True)])
-def test_a_batch_of_half_a_slots_size_sends_half_the_bytes(stored, hotness, weighted, captured):
+@pytest.mark.parametrize(("hotness", "weighted", "captured"), [(1, False, True), (20, False, False), (20, True, True)])
+def test_half_a_batch_sends_half_the_bytes(stored, hotness, weighted, captured):
     engine = OnCards(2, "peers").load(stored[0])
     cards = engine.card_set.cards
     assert isinstance(cards, EmulatedCards)
-    tables = [0, 1, 2, 3, 4]
-    size = BatchSize(np.full(5, 2000), 5 * 2000 * hotness, weighted)
-    runs = runs_in_columns(engine.layout, tables, ["sum"] * 5, size)
+    bags_per_table = 800
+    size = BatchSize(np.full(5, bags_per_table), 5 * bags_per_table * hotness, weighted)
+    runs = runs_in_columns(engine.layout, [0, 1, 2, 3, 4], ["sum"] * 5, size)
     lane = engine.lane(0)
     slot = lane.prepare(runs, size)
     sent, copies = [], []
-    for bags_per_key in (2000, 1000, 500, 0):
-        bags = full_bags(5, bags_per_key, hotness, weighted)
+    for number in (bags_per_table, bags_per_table // 2, bags_per_table // 4, 0):
         cards.bytes_up.clear()
-        fill_out(lane, slot)
-        run(lane, slot, bags)
-        assert_out(lane, slot, runs, stored[1], bags)
+        check_batch(lane, slot, runs, stored[1], full_bags(5, number, hotness, weighted))
         sent.append(sum(cards.bytes_up))
         copies.append(len(cards.bytes_up))
         if captured and not slot.is_captured:
             slot.capture()
-    whole, half, quarter, nothing = sent
-    assert whole <= slot.batch.size_bytes
-    # Blocks, up to a byte a bag, and runs go up whole.
-    fixed = 5 * 2000 + 32 * 5 + 200
-    assert whole / 2 <= half <= whole / 2 + fixed
-    assert whole / 4 <= quarter <= whole / 4 + fixed
-    assert nothing <= fixed
+    full, half, quarter, empty = sent
+    assert full <= slot.batch.size_bytes
+    # Blocks, up to a byte a bag, and runs are always sent.
+    fixed = 5 * bags_per_table + 32 * 5 + 200
+    assert full / 2 <= half <= full / 2 + fixed
+    assert full / 4 <= quarter <= full / 4 + fixed
+    assert empty <= fixed
     # One copy, and a second one for weights, which values push apart.
     assert copies == ([1, 2, 2, 1] if weighted else [1, 1, 1, 1])
     lane.close()
     engine.close()
 
 
-def test_what_the_caller_sends_along_arrives_with_the_batch(loaded):
+def test_extra_bytes_arrive_with_the_batch(loaded, lane):
     layout = loaded.engine.layout
     size = BatchSize(np.array([5]), 20, extra_bytes=24)
     runs = runs_in_columns(layout, [0], ["sum"], size)
-    lane = a_lane(loaded)
     slot = lane.prepare(runs, size)
     for number in range(3):
-        bags = feature_bags(np.random.default_rng(number), layout, runs, size)
-        slot.fill(bags)
+        slot.fill(feature_bags(np.random.default_rng(number), layout, runs, size))
         slot.extra[:] = np.arange(6, dtype=np.float32).view(np.uint8) + number
         lane.launch(slot.enqueue)
         lane.stream.synchronize()
         sent = lane.card.tensor(slot.batch, slot.extra_at, (24,), torch.uint8).cpu().numpy()
         np.testing.assert_array_equal(sent, slot.extra)
-    lane.close()
 
 
-def test_lookups_of_features_that_share_a_table_are_counted_together(loaded):
-    layout = loaded.engine.layout
+def test_lookups_of_a_shared_table_are_counted_together(loaded, lane):
     size = BatchSize(np.array([2, 2, 2]), 20)
-    runs = runs_in_columns(layout, [1, 0, 1], ["sum", "none", "mean"], size)
-    lane = a_lane(loaded)
-    slot = lane.prepare(runs, size)
+    slot = lane.prepare(runs_in_columns(loaded.engine.layout, [1, 0, 1], ["sum", "none", "mean"], size), size)
     keys = np.arange(3, dtype=np.int32)
     slot.fill(KeyedBags.from_lengths(keys, np.array([1, 2, 1]), np.array([3, 1, 1, 4]), np.zeros(9, np.int64)))
     assert [count.rows for count in loaded.engine.rows_looked_up()] == [2, 7, 0, 0, 0]
-    lane.close()
 
 
-def test_a_row_outside_its_table_is_refused_by_the_tables_name_and_the_slot_stays_usable(loaded):
+def test_refused_batches_and_errors_leave_the_slot_usable(loaded, lane):
     layout = loaded.engine.layout
     size = BatchSize(np.array([2, 2]), 20)
     runs = runs_in_columns(layout, [2, 1], ["sum", "sum"], size)
-    lane = a_lane(loaded)
     slot = lane.prepare(runs, size)
-    keys, counts = np.arange(2, dtype=np.int32), np.array([1, 1])
-    wrong = layout.tables[1]
-    with pytest.raises(InvalidBagsError, match=rf"row {wrong.num_embeddings} \(value 1\) .* of table '{wrong.name}'"):
-        slot.fill(KeyedBags.from_lengths(keys, counts, np.array([1, 1]), np.array([0, wrong.num_embeddings])))
-    with pytest.raises(InvalidBagsError, match="the batch has 1 keys, there must be 2"):
-        slot.fill(KeyedBags.from_lengths(keys[:1], counts[:1], np.array([1]), np.array([0])))
-    with pytest.raises(InvalidBagsError, match="the batch has 21 values, but there is room for 20"):
-        slot.fill(KeyedBags.from_lengths(keys, counts, np.array([20, 1]), np.zeros(21, np.int64)))
-    bags = feature_bags(np.random.default_rng(1), layout, runs, size)
-    fill_out(lane, slot)
-    run(lane, slot, bags)
-    assert_out(lane, slot, runs, loaded.rows, bags)
-    lane.close()
-
-
-def test_an_error_while_a_batch_is_enqueued_leaves_the_lane_usable(loaded):
-    layout = loaded.engine.layout
-    size = BatchSize(np.array([3]), 20)
-    runs = runs_in_columns(layout, [0], ["sum"], size)
-    lane = a_lane(loaded)
-    slot = lane.prepare(runs, size)
+    keys, counts, table = np.arange(2, dtype=np.int32), np.array([1, 1]), layout.tables[1]
+    for bags, message in (
+        (
+            KeyedBags.from_lengths(keys, counts, np.array([1, 1]), np.array([0, table.num_embeddings])),
+            rf"row {table.num_embeddings} \(value 1\) .* of table '{table.name}'",
+        ),
+        (
+            KeyedBags.from_lengths(keys[:1], counts[:1], np.array([1]), np.array([0])),
+            "the batch has 1 keys, there must be 2",
+        ),
+        (
+            KeyedBags.from_lengths(keys, counts, np.array([20, 1]), np.zeros(21, np.int64)),
+            "the batch has 21 values, but there is room for 20",
+        ),
+    ):
+        with pytest.raises(InvalidBagsError, match=message):
+            slot.fill(bags)
 
     def fail() -> None:
         slot.enqueue()
@@ -246,53 +221,30 @@ def test_an_error_while_a_batch_is_enqueued_leaves_the_lane_usable(loaded):
     slot.fill(feature_bags(np.random.default_rng(1), layout, runs, size))
     with pytest.raises(InterruptedError):
         lane.launch(fail)
-    bags = feature_bags(np.random.default_rng(2), layout, runs, size)
-    fill_out(lane, slot)
-    run(lane, slot, bags)
-    assert_out(lane, slot, runs, loaded.rows, bags)
-    lane.close()
+    check_batch(lane, slot, runs, loaded.rows, feature_bags(np.random.default_rng(2), layout, runs, size))
+    wrong = OutputRuns(np.array([9, 1]), runs.modes, runs.out_offsets, runs.out_strides, "fp32", runs.out_elements)
+    with pytest.raises(InvalidBagsError, match=r"tables must be within 0\.\.4, got \[9, 1\]"):
+        lane.prepare(wrong, size)
 
 
-def test_lanes_and_slots_give_back_all_they_took(stored):
-    where = OnCards(2, "every tier")
-    engine = where.load(stored[0])
+def test_lanes_and_slots_free_all_their_memory(stored):
+    engine = OnCards(2, "every tier").load(stored[0])
     cards = engine.card_set.cards
     assert isinstance(cards, EmulatedCards)
-    before = [card.free_bytes() for card in cards.cards], cards.space.free_bytes(None)
+
+    before = cards.free_bytes()
     lane = engine.lane(1)
     size = BatchSize(np.full(5, 9), 120, weighted=True, extra_bytes=100)
-    runs = runs_in_columns(engine.layout, *FEATURES["one of each table"], size)
+    runs = runs_in_columns(engine.layout, *FEATURES["each table"], size)
     slots = [lane.prepare(runs, size) for _ in range(3)]
-    run(lane, slots[1], feature_bags(np.random.default_rng(1), engine.layout, runs, size))
-    slots[1].close()
-    slots[1].close()
-    lane.close()
-    lane.close()
-    assert ([card.free_bytes() for card in cards.cards], cards.space.free_bytes(None)) == before
-    engine.close()
-
-
-def test_a_slot_that_does_not_fit_on_the_card_holds_nothing(stored):
-    where = OnCards(1, "peers")
-    engine = where.load(stored[0])
-    cards = engine.card_set.cards
-    assert isinstance(cards, EmulatedCards)
-    lane = engine.lane(0)
-    before = cards.cards[0].free_bytes(), cards.space.free_bytes(None)
-    size = BatchSize(np.array([cards.cards[0].total_bytes // 16]), 20)
-    runs = runs_in_columns(engine.layout, [3], ["sum"], size)
+    slots[1].fill(feature_bags(np.random.default_rng(1), engine.layout, runs, size))
+    lane.launch(slots[1].enqueue)
+    in_use = cards.free_bytes()
+    too_large = BatchSize(np.array([cards.cards[1].total_bytes // 16]), 20)
     with pytest.raises(MemoryBudgetError):
-        lane.prepare(runs, size)
-    assert (cards.cards[0].free_bytes(), cards.space.free_bytes(None)) == before
-    lane.close()
+        lane.prepare(runs_in_columns(engine.layout, [3], ["sum"], too_large), too_large)
+    assert cards.free_bytes() == in_use
+    for closing in (slots[1], slots[1], lane, lane):
+        closing.close()
+    assert cards.free_bytes() == before
     engine.close()
-
-
-def test_runs_of_another_layout_are_refused(loaded):
-    size = BatchSize(np.array([3]), 20)
-    runs = runs_in_columns(loaded.engine.layout, [0], ["sum"], size)
-    lane = a_lane(loaded)
-    wrong = OutputRuns(np.array([9]), runs.modes, runs.out_offsets, runs.out_strides, "fp32", runs.out_elements)
-    with pytest.raises(InvalidBagsError, match=r"tables must be within 0\.\.4, got \[9\]"):
-        lane.prepare(wrong, size)
-    lane.close()

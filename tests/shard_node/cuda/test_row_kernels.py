@@ -36,7 +36,7 @@ def with_rows(arena: KernelArena, before: np.ndarray, owner: int, table: int, ro
 
 @pytest.mark.parametrize("writes_host", [False, True])
 @pytest.mark.parametrize(("dtype", "dim"), [("int8", 64), ("int8", 5), ("int4", 36), ("fp16", 100), ("fp32", 1)])
-def test_a_card_writes_its_own_rows_its_hot_copies_and_the_hosts_if_it_is_to(cards, dtype, dim, writes_host):
+def test_a_card_writes_its_rows_and_hot_copies(cards, dtype, dim, writes_host):
     rng = np.random.default_rng(dim)
     made = cards(3)
     owners = [rng.integers(-2, 5, count) for count in (3, 90, 40)]
@@ -56,7 +56,7 @@ def test_a_card_writes_its_own_rows_its_hot_copies_and_the_hosts_if_it_is_to(car
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_written_by_every_card_pool_as_if_they_had_always_been_there(cards, dtype):
+def test_written_rows_pool_like_loaded_ones(cards, dtype):
     rng = np.random.default_rng(4)
     made = cards(4)
     owners = [rng.integers(0, 6, count) for count in (50, 200)]
@@ -71,7 +71,7 @@ def test_rows_written_by_every_card_pool_as_if_they_had_always_been_there(cards,
     np.testing.assert_array_equal(arena.pool(3, runs).raw, fresh.pool(3, runs).raw)
 
 
-def test_rows_that_are_not_here_or_outside_their_table_are_not_written(cards):
+def test_rows_not_here_or_outside_are_not_written(cards):
     arena = KernelArena(cards(1), "fp32", [np.ones((4, 8), np.float32)], [np.array([NOWHERE, 0, NOWHERE, 1])])
     before = contents(arena)
     rows = np.array([0, 2, 4, 5, 2**31, 2**32 - 1])

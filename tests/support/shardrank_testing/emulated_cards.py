@@ -356,6 +356,10 @@ class EmulatedCards:
     def name(self) -> str:
         return f"{len(self._cards)} x emulated card"
 
+    def free_bytes(self) -> list[int]:
+        """Of each card, and of pinned memory."""
+        return [*(card.free_bytes() for card in self._cards), self.space.free_bytes(None)]
+
     def load_kernels(self, source: Path, kernels: Sequence[str]) -> None:
         loaded = host_kernels(self.switches, source, tuple(kernels))
         self._loaded |= dict.fromkeys(kernels, loaded)
