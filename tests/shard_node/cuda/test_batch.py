@@ -162,24 +162,6 @@ def test_used_bytes_are_all_that_packing_writes_and_little_more(batch, more_bags
     assert taken <= parts + 32 + (GAP_BYTES + 16 if weighted and len(used) == 1 else 0)
 
 
-@given(st.integers(0, 100), st.integers(0, 100), st.integers(0, 9), st.lists(st.integers(0, 9), max_size=4))
-def test_sections_are_aligned_apart_and_inside(num_values, num_bags, num_runs, num_blocks):
-    for weighted in (False, True):
-        layout = BatchLayout(num_values, num_bags, num_runs, tuple(num_blocks), weighted, 5)
-        sections = [
-            (layout.offsets_at, 4 * (num_bags + 1)),
-            (layout.runs_at, 32 * num_runs),
-            *((at, 8 * count) for at, count in zip(layout.blocks_at, num_blocks, strict=True)),
-            (layout.extra_at, 5),
-            (layout.values_at, 4 * num_values),
-            (layout.weights_at, 4 * num_values * weighted),
-        ]
-        ends = [first + size for first, size in sections]
-        assert all(first % 16 == 0 for first, _ in sections)
-        assert all(end <= first for end, (first, _) in zip(ends[:-1], sections[1:], strict=True))
-        assert ends[-1] <= layout.size_bytes
-
-
 @pytest.mark.parametrize(
     ("size", "message"),
     [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -56,13 +55,8 @@ def prepare(snapshot: Snapshot, card_set: CardSet, upload_bytes: int = SMALL_UPL
 
 
 def load(snapshot: Snapshot, card_set: CardSet, **more) -> LoadedTables:
-    one = prepare(snapshot, card_set, **more)
-    return one.run(one.take(RowMemory()))
-
-
-def free_bytes(cards: EmulatedCards) -> list[int]:
-    """Of each card, and of pinned memory."""
-    return [*(card.free_bytes() for card in cards.cards), cards.space.free_bytes(None)]
+    loading = prepare(snapshot, card_set, **more)
+    return loading.run(loading.take(RowMemory()))
 
 
 def tiers_of(tables: LoadedTables) -> set[str]:
@@ -77,7 +71,7 @@ def tiers_of(tables: LoadedTables) -> set[str]:
     upload_bytes=st.sampled_from([512, 1000, 4096, UPLOAD_BYTES]),
     deferred=st.booleans(),
 )
-def test_every_copy_of_every_row_is_where_its_place_says(
+def test_every_copy_of_every_row_is_at_its_place(
     written, num_cards, card_bytes, pinned_bytes, hot_bytes, upload_bytes, deferred
 ):
     snapshot, tables = written
@@ -94,120 +88,79 @@ def test_every_copy_of_every_row_is_where_its_place_says(
     loaded.close()
 
 
-def test_cards_of_any_kind_pool_what_was_loaded(written, cards):
-    snapshot, tables = written
-    reference = ReferenceEngine(SPEC, decoded_tables(SPEC, tables))
-    for num_cards, options in itertools.product((1, 3), ({}, MIXED)):
-        loaded = load(snapshot, CardSet(cards(num_cards), CardOptions(**options)))
-        assert_stored(loaded.engine, snapshot)
-        bags = random_table_bags(np.random.default_rng(2), reference.layout, 50, 5)
-        assert_blocks_equal(loaded.engine.pool(bags), reference.pool(bags), scale=10.0)
-        loaded.close()
-
-
-def test_what_loading_takes_is_to_the_byte_what_it_said_before(snapshot):
+def test_loading_allocates_just_the_planned_bytes(snapshot):
     cards = EmulatedCards(3)
     card_set = CardSet(cards, CardOptions(**MIXED))
-    one = prepare(snapshot, card_set)
-    before = free_bytes(cards)
-    claim = one.take(RowMemory())
-    assert free_bytes(cards) == before
-    assert card_set.memory.held_bytes == tuple(size + 2 * SMALL_UPLOAD_BYTES for size in one.card_bytes)
-    taken = [size + 2 * SMALL_UPLOAD_BYTES for size in (*one.card_bytes, one.pinned_bytes)]
+    load = prepare(snapshot, card_set)
+    before = cards.free_bytes()
+    claim = load.take(RowMemory())
+    assert cards.free_bytes() == before
+    assert card_set.memory.held_bytes == tuple(size + 2 * SMALL_UPLOAD_BYTES for size in load.card_bytes)
+    planned = [size + 2 * SMALL_UPLOAD_BYTES for size in (*load.card_bytes, load.pinned_bytes)]
     steps = 0
 
-    def look(what: str, done: int, total: int) -> None:
+    def check(phase: str, done: int, total: int) -> None:
         nonlocal steps
-        if what == "load":
-            if done == 0:  # before there are buffers
-                return
+        if phase == "load" and done:  # at 0 there are no buffers yet
             steps += 1
-            assert [was - now for was, now in zip(before, free_bytes(cards), strict=True)] == taken
+            assert [was - now for was, now in zip(before, cards.free_bytes(), strict=True)] == planned
 
-    tables = one.run(claim, look)
+    tables = load.run(claim, check)
     assert steps > 10
-    assert card_set.memory.held_bytes == one.card_bytes
+    assert card_set.memory.held_bytes == load.card_bytes
     rows = tables.engine.memory()
     for card in range(3):
         in_rows = sum(use.size_bytes for use in rows if use.card == card and use.tier != "pinned")
-        assert one.card_bytes[card] == one.plan.bytes(card).total + 4 * (32 + 8 * 5)
-        assert in_rows == one.plan.bytes(card).total
-    assert [use.size_bytes for use in rows if use.tier == "pinned"] == [one.pinned_bytes]
+        assert load.card_bytes[card] == load.plan.bytes(card).total + 4 * (32 + 8 * 5)
+        assert in_rows == load.plan.bytes(card).total
+    assert [use.size_bytes for use in rows if use.tier == "pinned"] == [load.pinned_bytes]
     tables.close()
     assert card_set.memory.held_bytes == (0, 0, 0)
-    assert free_bytes(cards) == before
+    assert cards.free_bytes() == before
 
 
-def test_a_version_that_does_not_fit_is_refused_with_the_numbers_and_takes_nothing(snapshot):
+def test_what_does_not_fit_is_refused_with_the_numbers(snapshot):
     cards = EmulatedCards(2, total_bytes=100_000, num_devices=1)
     card_set = CardSet(cards, CardOptions(card_memory_gb=60e-6), CardMemory(cards, reserve_bytes=0))
-    one = prepare(snapshot, card_set)
-    memory = RowMemory()
-    wanted = sum(one.card_bytes)
-    assert wanted > 100_000
-    with pytest.raises(
-        MemoryBudgetError, match=rf"rows take {wanted} bytes of device 0 \(cards 0, 1\), but 100000 are free"
-    ):
-        one.take(memory)
+    load, memory = prepare(snapshot, card_set), RowMemory()
+    size = sum(load.card_bytes)
+    with pytest.raises(MemoryBudgetError, match=rf"rows take {size} bytes of device 0 \(cards 0, 1\), but 100000 are"):
+        load.take(memory)
     assert (card_set.memory.held_bytes, memory.held_bytes) == ((0, 0), 0)
-    assert cards.cards[0].free_bytes() == 100_000
-
-
-def test_pinned_rows_are_counted_with_the_rows_of_cpu_engines(snapshot):
     card_set = CardSet(EmulatedCards(2), CardOptions(**MIXED))
-    one = prepare(snapshot, card_set)
-    assert one.pinned_bytes > 0
-    with pytest.raises(MemoryBudgetError, match=f"rows take {one.pinned_bytes} bytes .* {one.pinned_bytes - 1} are"):
-        one.take(RowMemory(cap_bytes=one.pinned_bytes - 1))
-    assert card_set.memory.held_bytes == (0, 0)
-    memory = RowMemory(cap_bytes=one.pinned_bytes)
-    tables = one.run(one.take(memory))
-    assert memory.held_bytes == one.pinned_bytes
-    tables.close()
-    assert memory.held_bytes == 0
-
-
-def test_a_memory_budget_bounds_what_is_pinned(snapshot):
-    card_set = CardSet(EmulatedCards(2), CardOptions(**MIXED))
-    needed = prepare(snapshot, card_set, memory_budget_bytes=10**9).pinned_bytes
-    assert needed > 9900
     with pytest.raises(MemoryBudgetError, match=r"and pinned memory 5000: \d+ bytes of \d+ rows are left over"):
         prepare(snapshot, card_set, memory_budget_bytes=5000)
-
-
-def test_without_peer_access_no_row_is_on_one_card_only(snapshot):
-    card_set = CardSet(EmulatedCards(2, peer_access=False), CardOptions(card_memory_gb=30e-6))
-    tables = load(snapshot, card_set)
-    assert not tables.engine.plan.slots[:, :2].any()
-    assert {"hot", "pinned"} <= tiers_of(tables)
-    assert_stored(tables.engine, snapshot)
-
-
-def test_a_card_that_can_not_even_hold_the_places_is_an_error_before_anything_is_taken(snapshot):
-    # All but 5,000 bytes of rows can be pinned, so one table has to be divided; its places are more than a card has.
+    load = prepare(snapshot, card_set)
+    # Pinned rows are counted with the rows of CPU engines.
+    with pytest.raises(MemoryBudgetError, match=f"rows take {load.pinned_bytes} bytes .* {load.pinned_bytes - 1} are"):
+        load.take(RowMemory(cap_bytes=load.pinned_bytes - 1))
+    assert card_set.memory.held_bytes == (0, 0)
+    memory = RowMemory(cap_bytes=load.pinned_bytes)
+    tables = load.run(load.take(memory))
+    assert memory.held_bytes == load.pinned_bytes
+    tables.close()
+    assert memory.held_bytes == 0
+    # All but 5,000 bytes of rows can be pinned, so a table has to be divided; its places are more than a card has.
     options = CardOptions(card_memory_gb=2.7e-6, pinned_memory_gb=63.5e-6, hot_gb=0)
     with pytest.raises(MemoryBudgetError, match="may take 2700 bytes, but places take"):
         prepare(snapshot, CardSet(EmulatedCards(2), options))
+    plan = Plan.make(SPEC, cards_per_shard=2)
+    with pytest.raises(InvalidBagsError, match=r"the partition is for 2 cards, but there are 3 \("):
+        load_tables(snapshot, plan.partition(0), plan.digest, card_set=CardSet(EmulatedCards(3)))
 
 
-def test_tables_that_lie_whole_at_one_owner_have_no_places_and_answer_all_the_same(written):
+def test_tables_at_one_owner_need_no_places(written):
     snapshot, tables = written
     # Room for every copy of every row: all tables are hot in full.
     loaded = load(snapshot, CardSet(EmulatedCards(2), CardOptions(card_memory_gb=1e-3)))
     engine = loaded.engine
-    assert [one.only_owner for one in engine.plan.places] == [2] * len(engine.plan.places)
+    assert [places.only_owner for places in engine.plan.places] == [2] * len(engine.plan.places)
     # A kernel that read a place would read from address 0.
     assert [params.places for arena in engine._arenas for params in arena.params] == [0] * 2 * len(engine._arenas)
     bags = random_table_bags(np.random.default_rng(7), engine.layout, 60, 6)
     expected = ReferenceEngine(SPEC, decoded_tables(SPEC, tables)).pool(bags)
     assert_blocks_equal(engine.pool(bags), expected, scale=10.0)
     loaded.close()
-
-
-def test_a_plan_for_another_number_of_cards_is_refused(snapshot):
-    plan = Plan.make(SPEC, cards_per_shard=2)
-    with pytest.raises(InvalidBagsError, match=r"the partition is for 2 cards, but there are 3 \("):
-        load_tables(snapshot, plan.partition(0), plan.digest, card_set=CardSet(EmulatedCards(3)))
 
 
 @pytest.mark.parametrize("bucketing", ["hash", "range"])
@@ -218,8 +171,8 @@ def test_rows_of_another_node_are_on_no_card(tmp_path, bucketing):
     held = []
     for shard in range(3):
         card_set = CardSet(EmulatedCards(2), CardOptions(card_memory_gb=13e-6, pinned_memory_gb=1e-3, hot_gb=1e-6))
-        one = CardTableLoad(snapshot, plan.partition(shard), plan.digest, card_set, upload_bytes=SMALL_UPLOAD_BYTES)
-        tables = one.run(one.take(RowMemory()))
+        loading = CardTableLoad(snapshot, plan.partition(shard), plan.digest, card_set, upload_bytes=SMALL_UPLOAD_BYTES)
+        tables = loading.run(loading.take(RowMemory()))
         assert tiers_of(tables) >= {"card", "hot", "pinned"}
         stored = stored_rows(tables.engine, "items")
         buckets = np.arange(2000) % 256 if bucketing == "hash" else np.arange(2000) >> 3
@@ -230,31 +183,29 @@ def test_rows_of_another_node_are_on_no_card(tmp_path, bucketing):
     assert sum(held) == 2000
 
 
-@pytest.mark.parametrize(("num_cards", "shard"), [(1, 1), (3, 1), (40, 0)])
-def test_a_node_with_no_row_of_a_table_and_cards_with_no_bucket_are_loaded_too(tmp_path, num_cards, shard):
+@pytest.mark.parametrize(("num_cards", "shard"), [(1, 1), (40, 0)])
+def test_nodes_without_rows_and_cards_without_buckets_load(tmp_path, num_cards, shard):
     spec = one_table_spec(5)
     snapshot = Snapshot.open(write_snapshot(tmp_path, spec, seed=3)[0])
     plan = Plan.make(spec, 2, "table", num_cards, 0)
     cards = EmulatedCards(num_cards)
-    before = free_bytes(cards)
+    before = cards.free_bytes()
     tables = load_tables(snapshot, plan.partition(shard), plan.digest, card_set=CardSet(cards))
     expected = snapshot.read_rows("items", 0, 5) if shard == 0 else np.zeros((5, 16), np.uint8)
     np.testing.assert_array_equal(stored_rows(tables.engine, "items"), expected)
     tables.close()
-    assert free_bytes(cards) == before
+    assert cards.free_bytes() == before
 
 
-@pytest.mark.parametrize("observed", [False, True])
-def test_progress_tells_every_byte_of_every_row_once(snapshot, observed):
-    told: list[tuple[str, int, int]] = []
-    counts = {"int8": np.arange(700, dtype=np.uint32)} if observed else None
-    one = prepare(snapshot, CardSet(EmulatedCards(2), CardOptions(**MIXED)), observed=counts)
-    one.run(one.take(RowMemory()), lambda *step: told.append(step))
+def test_progress_counts_every_byte_once(snapshot):
+    steps: list[tuple[str, int, int]] = []
+    load = prepare(snapshot, CardSet(EmulatedCards(2), CardOptions(**MIXED)))
+    load.run(load.take(RowMemory()), lambda *step: steps.append(step))
     row_bytes = {"int8": 12, "int4": 7, "fp16": 16, "fp32": 40}
     total = sum(table.num_embeddings * row_bytes[table.name] for table in SPEC.tables)
-    assert {what for what, _, _ in told} == {"load"}
-    assert told[-1] == ("load", total, total)
-    assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)
+    assert {phase for phase, _, _ in steps} == {"load"}
+    assert steps[-1] == ("load", total, total)
+    assert [done for _, done, _ in steps] == sorted(done for _, done, _ in steps)
 
 
 WANTED = np.array([3, 77, 255, 256, 600, 699])
@@ -273,82 +224,72 @@ def hot_rows(tables: LoadedTables, name: str) -> list[int]:
     return np.flatnonzero(owners_of(places, plan.num_cards) == plan.num_cards).tolist()
 
 
-def test_rows_that_were_seen_to_be_looked_up_are_hot(snapshot):
-    observed = {"int8": counts_of(WANTED), "int4": np.full(9, 7, np.uint32), "none such": np.ones(5, np.uint32)}
-    tables = load(snapshot, CardSet(EmulatedCards(3), SIX_HOT_ROWS), observed=observed)
-    assert hot_rows(tables, "int8") == WANTED.tolist()
-    assert sum(split.hot_rows for split in tables.engine.plan.splits) == WANTED.size
-    assert_stored(tables.engine, snapshot)
-
-
-def test_what_the_snapshot_says_of_its_rows_goes_before_what_was_seen(tmp_path):
+@pytest.mark.parametrize("in_snapshot", [False, True])
+def test_rows_with_most_lookups_are_hot(tmp_path, in_snapshot):
+    """Counts of the snapshot take precedence over observed ones."""
+    counts = {"int8": counts_of(WANTED)}
     path = export_snapshot(
         tmp_path,
         SPEC,
         rows={name: rows_of(rows) for name, rows in random_tables(SPEC, 1).items()},
         dense={"weight": torch.zeros(1)},
-        access_counts={"int8": counts_of(WANTED)},
+        access_counts=counts if in_snapshot else None,
     )
+    others = {"int8": counts_of(np.arange(6))}
+    observed = others if in_snapshot else counts | {"int4": np.full(9, 7, np.uint32), "none": np.ones(5, np.uint32)}
     snapshot = Snapshot.open(path)
-    tables = load(snapshot, CardSet(EmulatedCards(3), SIX_HOT_ROWS), observed={"int8": counts_of(np.arange(6))})
+    tables = load(snapshot, CardSet(EmulatedCards(3), SIX_HOT_ROWS), observed=observed)
     assert hot_rows(tables, "int8") == WANTED.tolist()
+    assert in_snapshot or sum(split.hot_rows for split in tables.engine.plan.splits) == WANTED.size
     assert_stored(tables.engine, snapshot)
 
 
-def nothing_is_held(
+def assert_nothing_held(
     card_set: CardSet, memory: RowMemory, before: list[int], refused: pytest.ExceptionInfo[Exception]
 ) -> None:
-    """All is free again, even while somebody holds the error, with every frame that it went through."""
+    """All is free again, even while the error is referenced, with every frame that it went through."""
     assert refused.tb is not None
     assert set(card_set.memory.held_bytes) == {0}
     assert memory.held_bytes == 0
-    assert free_bytes(card_set.cards) == before
+    assert card_set.cards.free_bytes() == before
 
 
-def test_whenever_loading_is_called_off_everything_is_given_back(snapshot):
+def test_loading_called_off_at_any_step_frees_all(snapshot):
     cards = EmulatedCards(2, deferred=True)
     card_set, memory = CardSet(cards, CardOptions(**MIXED)), RowMemory()
-    before = free_bytes(cards)
-    one = prepare(snapshot, card_set)
+    before = cards.free_bytes()
+    load = prepare(snapshot, card_set)
     steps: list[str] = []
-    one.run(one.take(memory), lambda what, done, total: steps.append(what)).close()
-    assert set(steps) == {"load"}
+    load.run(load.take(memory), lambda phase, done, total: steps.append(phase)).close()
     assert len(steps) > 10
-    for last in range(len(steps)):
+    for last in range(0, len(steps), 3):
         left = iter(range(last))
 
-        def call_off(what: str, done: int, total: int, left: iter = left) -> None:
+        def call_off(phase: str, done: int, total: int, left: iter = left) -> None:
             if next(left, None) is None:
                 raise CalledOffError("called off")
 
-        one = prepare(snapshot, card_set)
+        load = prepare(snapshot, card_set)
         with pytest.raises(CalledOffError) as refused:
-            one.run(one.take(memory), call_off)
-        nothing_is_held(card_set, memory, before, refused)
+            load.run(load.take(memory), call_off)
+        assert_nothing_held(card_set, memory, before, refused)
 
 
-def fill_the_device(cards: EmulatedCards) -> object:
-    return cards.cards[1].allocate(cards.cards[1].free_bytes() - 1000)
-
-
-def pin_all_memory(cards: EmulatedCards) -> object:
-    return cards.allocate_pinned(cards.space.free_bytes(None) - 30_000)
-
-
-@pytest.mark.parametrize(
-    ("options", "take"),
-    [(MIXED, fill_the_device), ({}, fill_the_device), (MIXED, pin_all_memory), ({}, pin_all_memory)],
-)
-def test_memory_that_somebody_else_took_meanwhile_is_an_error_that_leaves_nothing_behind(snapshot, options, take):
+@pytest.mark.parametrize("options", [MIXED, {}], ids=["mixed", "cards"])
+@pytest.mark.parametrize("tier", ["card", "pinned"])
+def test_memory_that_was_allocated_meanwhile_is_an_error(snapshot, options, tier):
     cards = EmulatedCards(2, total_bytes=32 << 20, pinned_bytes=32 << 20)
     card_set, memory = CardSet(cards, CardOptions(**options)), RowMemory()
-    one = prepare(snapshot, card_set)
-    claim = one.take(memory)
-    taken = take(cards)
-    before = free_bytes(cards)
+    load = prepare(snapshot, card_set)
+    claim = load.take(memory)
+    if tier == "card":
+        taken = cards.cards[1].allocate(cards.cards[1].free_bytes() - 1000)
+    else:
+        taken = cards.allocate_pinned(cards.space.free_bytes(None) - 30_000)
+    before = cards.free_bytes()
     with pytest.raises(MemoryBudgetError, match="bytes wanted") as refused:
-        one.run(claim)
-    nothing_is_held(card_set, memory, before, refused)
+        load.run(claim)
+    assert_nothing_held(card_set, memory, before, refused)
     assert taken.size_bytes > 0
 
 
@@ -375,17 +316,17 @@ def plant_nan(folder: Path) -> None:
     [{}, MIXED, {"card_memory_gb": 12e-6, "pinned_memory_gb": 70e-6}],
     ids=["cards", "mixed", "mostly pinned"],
 )
-def test_rows_that_can_not_be_served_are_refused_by_file_and_row(tmp_path, options, damage: Callable, message):
+def test_damaged_rows_are_refused_by_file_and_row(tmp_path, options, damage: Callable, message):
     folder, _ = write_snapshot(tmp_path, SPEC, seed=1, rows_per_file=256)
     if damage is plant_nan:
         damage(folder)
     snapshot = Snapshot.open(folder)
     cards = EmulatedCards(2)
     card_set, memory = CardSet(cards, CardOptions(**options)), RowMemory()
-    before = free_bytes(cards)
-    one = prepare(snapshot, card_set)
+    before = cards.free_bytes()
+    load = prepare(snapshot, card_set)
     if damage is not plant_nan:
         damage(folder)
     with pytest.raises(SnapshotCorruptError, match=message) as refused:
-        one.run(one.take(memory))
-    nothing_is_held(card_set, memory, before, refused)
+        load.run(load.take(memory))
+    assert_nothing_held(card_set, memory, before, refused)

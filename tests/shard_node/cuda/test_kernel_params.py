@@ -54,26 +54,6 @@ def test_rows_are_aligned_and_as_short_as_possible(fmt):
     assert 16 * (fmt.chunks - 1) < fmt.code_bytes <= 16 * fmt.chunks <= fmt.stride
 
 
-@pytest.mark.parametrize(
-    ("dtype", "dim", "tail_offset", "stride", "chunks"),
-    [
-        ("int8", 8, 8, 16, 1),
-        ("int8", 9, 16, 32, 1),
-        ("int8", 64, 64, 80, 4),
-        ("int8", 128, 128, 144, 8),
-        ("int4", 2, 4, 16, 1),
-        ("int4", 24, 12, 16, 1),
-        ("int4", 64, 32, 48, 2),
-        ("fp16", 64, 128, 128, 8),
-        ("fp16", 1, 2, 16, 1),
-        ("fp32", 64, 256, 256, 16),
-    ],
-)
-def test_known_rows_have_known_sizes(dtype, dim, tail_offset, stride, chunks):
-    fmt = RowFormat.of(dtype, dim)
-    assert (fmt.tail_offset, fmt.stride, fmt.chunks) == (tail_offset, stride, chunks)
-
-
 @pytest.mark.parametrize(("dtype", "kind", "top"), [("int8", "<f4", 255), ("int4", "<f2", 15)])
 def test_scale_and_bias_are_at_the_offsets_of_the_format(dtype, kind, top):
     dim = 10

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -16,7 +14,6 @@ from shard_node.cuda.kernel_params import (
     encode_places,
     hot_owner,
     max_slots,
-    owner_bits,
     owners_of,
     pinned_owner,
     slots_of,
@@ -31,40 +28,33 @@ from shardrank_testing.card_plans import make_plan, one_table_layout, plan_input
 from shardrank_testing.snapshots import num_buckets, plain_buckets
 
 
-@given(inputs=plan_inputs())
-def test_slots_at_each_owner_are_0_to_k_without_gaps_and_ascend_with_the_row(inputs):
-    plan = make_plan(inputs)
-    placer = Placer(plan)
-    for number in range(len(plan.layout.tables)):
-        places = placer.places(number)
-        owners = owners_of(places, plan.num_cards)
-        for owner in range(plan.num_cards + 2):
-            slots = slots_of(places[owners == owner], plan.num_cards)
-            assert slots.tolist() == list(range(plan.slots[number, owner]))
-
-
-@given(inputs=plan_inputs())
-def test_every_row_is_on_its_buckets_card_or_in_a_shared_tier_or_has_the_code_that_is_true_of_it(inputs):
+@given(inputs=plan_inputs(), piece_rows=st.integers(1, 700))
+def test_every_row_has_its_planned_owner_and_the_next_slot(inputs, piece_rows):
     plan = make_plan(inputs)
     placer = Placer(plan)
     for number, table in enumerate(plan.layout.tables):
         places = placer.places(number)
-        assert places.shape == (table.num_embeddings,)
-        assert places.dtype == np.uint32
+        assert (places.dtype, places.shape) == (np.uint32, (table.num_embeddings,))
+        owners = owners_of(places, plan.num_cards)
+        for owner in range(plan.num_cards + 2):
+            slots = slots_of(places[owners == owner], plan.num_cards)
+            assert slots.tolist() == list(range(plan.slots[number, owner]))
         card = plan.partition.card_of_bucket[number][plain_buckets(table)]
         np.testing.assert_array_equal(places == NOT_HERE, card < 0)
-        owners = owners_of(places, plan.num_cards)
-        alone = owners < plan.num_cards
-        np.testing.assert_array_equal(owners[alone], card[alone])
-        split = plan.splits[number]
-        assert (owners == hot_owner(plan.num_cards)).sum() == split.hot_rows
-        assert alone.sum() == split.card_rows
-        assert (owners == pinned_owner(plan.num_cards)).sum() == split.host_rows
-        assert split.hot_rows + split.card_rows + split.host_rows == (card >= 0).sum()
+        on_card = owners < plan.num_cards
+        np.testing.assert_array_equal(owners[on_card], card[on_card])
+        hot, pinned = (owners == hot_owner(plan.num_cards)).sum(), (owners == pinned_owner(plan.num_cards)).sum()
+        assert plan.splits[number] == TableSplit(hot, on_card.sum(), pinned)
+        if (only := plan.places[number].only_owner) is not None:
+            assert (owners == only).all()
+            assert slots_of(places, plan.num_cards).tolist() == list(range(table.num_embeddings))
+        pieces = list(placer.pieces(number, piece_rows))
+        assert [first for first, _ in pieces] == list(range(0, table.num_embeddings, piece_rows))
+        np.testing.assert_array_equal(np.concatenate([piece for _, piece in pieces]), places)
 
 
 @given(inputs=plan_inputs())
-def test_bytes_as_planned_are_the_bytes_of_the_rows_that_are_placed(inputs):
+def test_planned_bytes_are_those_of_the_placed_rows(inputs):
     plan = make_plan(inputs)
     placer = Placer(plan)
     row_strides = strides(plan.layout)
@@ -90,18 +80,7 @@ def least_places_bytes(plan, number):
 
 
 @given(inputs=plan_inputs())
-def test_a_table_without_places_has_each_row_at_the_slot_of_its_number(inputs):
-    plan = make_plan(inputs)
-    for number, table in enumerate(plan.layout.tables):
-        owner = plan.places[number].only_owner
-        if owner is not None:
-            places = Placer(plan).places(number)
-            assert (owners_of(places, plan.num_cards) == owner).all()
-            assert slots_of(places, plan.num_cards).tolist() == list(range(table.num_embeddings))
-
-
-@given(inputs=plan_inputs())
-def test_tables_of_a_group_lie_one_behind_the_other_at_each_owner(inputs):
+def test_tables_of_a_group_are_contiguous_at_each_owner(inputs):
     plan = make_plan(inputs)
     placer = Placer(plan)
     for group in plan.layout.groups:
@@ -116,16 +95,6 @@ def test_tables_of_a_group_lie_one_behind_the_other_at_each_owner(inputs):
             assert placer.rows_bytes(group)[owner] == byte
 
 
-@given(inputs=plan_inputs(), piece_rows=st.integers(1, 700))
-def test_pieces_of_any_size_join_to_the_same_places(inputs, piece_rows):
-    plan = make_plan(inputs)
-    for number, table in enumerate(plan.layout.tables):
-        pieces = list(Placer(plan).pieces(number, piece_rows))
-        assert [first for first, _ in pieces] == list(range(0, table.num_embeddings, piece_rows))
-        joined = np.concatenate([piece for _, piece in pieces])
-        np.testing.assert_array_equal(joined, Placer(plan).places(number))
-
-
 @pytest.mark.parametrize("num_cards", range(1, MAX_CARDS + 1))
 def test_no_place_is_a_code(num_cards):
     owners = np.arange(num_cards + 2)
@@ -136,14 +105,7 @@ def test_no_place_is_a_code(num_cards):
     assert owners_of(np.array([NOT_HERE], np.uint32), num_cards).tolist() == [num_cards + 2]
 
 
-@pytest.mark.parametrize(
-    ("num_cards", "bits"), [(1, 2), (2, 3), (4, 3), (5, 3), (6, 4), (8, 4), (13, 4), (14, 5), (64, 7)]
-)
-def test_an_owner_takes_the_fewest_bits_that_hold_all_owners_and_the_codes(num_cards, bits):
-    assert owner_bits(num_cards) == bits
-
-
-def test_a_table_with_more_rows_than_a_place_can_say_leaves_the_coldest_to_pinned_memory():
+def test_rows_beyond_the_slots_of_a_place_go_to_pinned_memory():
     rows = 2**30 + 5
     layout = one_table_layout(rows)
     partition = Partition(1, (np.zeros(4096, np.int16),))
@@ -155,24 +117,16 @@ def test_a_table_with_more_rows_than_a_place_can_say_leaves_the_coldest_to_pinne
 
 
 @given(inputs=plan_inputs(), limit=st.integers(300, 1500))
-def test_no_owner_has_more_slots_of_a_table_than_a_place_can_say(inputs, limit):
+def test_no_owner_exceeds_the_slots_of_a_place(inputs, limit):
     layout, partition, budget, hotness = inputs
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(card_plan, "max_slots", lambda num_cards: limit)
-        plan = None
-        with suppress(MemoryBudgetError):  # more rows than cards and pinned memory have slots for
+        try:
             plan = CardPlan.make(layout, partition, budget, hotness)
-    if plan is None:
-        return
+        except MemoryBudgetError:  # more rows than cards and pinned memory have slots for
+            return
     assert plan.slots.max() <= limit
-    placer = Placer(plan)
-    for number in range(len(layout.tables)):
-        places = placer.places(number)
-        owners = owners_of(places, plan.num_cards)
-        for owner in range(plan.num_cards + 2):
-            assert slots_of(places[owners == owner], plan.num_cards).tolist() == list(range(plan.slots[number, owner]))
-    for card in range(plan.num_cards):
-        assert plan.bytes(card).total <= budget.card_bytes[card]
+    assert all(plan.bytes(card).total <= budget.card_bytes[card] for card in range(plan.num_cards))
 
 
 def test_row_numbers_near_2_to_the_32_are_placed():

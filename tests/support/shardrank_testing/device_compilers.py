@@ -1,8 +1,4 @@
-"""Compilers for real cards, which need no card themselves: nvcc, or NVRTC from its wheel.
-
-`python -m shardrank_testing.device_compilers` prints the table of docs/measurements: what NVRTC and its assembler make
-of the kernels, by themselves and with each switch.
-"""
+"""Compilers for real cards, which need no card themselves: nvcc, or NVRTC from its wheel."""
 
 from __future__ import annotations
 
@@ -12,15 +8,13 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import pytest
 
-from shard_node.cuda.kernel_params import EACH_SWITCH, KernelSwitches
-from shardrank_testing.host_kernels import KERNEL_SOURCE, KERNELS
+from shard_node.cuda.kernel_params import KernelSwitches
 
 ARCHITECTURES = ("sm_80", "sm_90")
 CompilerName = Literal["nvcc", "nvrtc"]
@@ -136,23 +130,3 @@ def _nvrtc_libraries() -> dict[str, Path]:
 def _ok(result: int) -> None:
     if result:
         raise RuntimeError(f"NVRTC: error {result}")
-
-
-def table() -> str:
-    """What NVRTC's assembler says of the kernels with each switch, a row for each way to compile and architecture."""
-    lines = [f"| switches | for | {' | '.join(KERNELS)} |", f"|---|---|{'---|' * len(KERNELS)}"]
-    for switches in (KernelSwitches(), *(one for one in EACH_SWITCH if one.defines())):
-        for architecture in ARCHITECTURES:
-            found = resources("nvrtc", KERNEL_SOURCE, architecture, Path.cwd(), switches)
-            lines.append(f"| {switches} | {architecture} | {' | '.join(_cell(found[one]) for one in KERNELS)} |")
-    return "\n".join(lines) + "\n"
-
-
-def _cell(taken: Resources) -> str:
-    spilled = f"{taken.stack_bytes}, {taken.spill_store_bytes}, {taken.spill_load_bytes}"
-    shared = f"; {taken.shared_bytes} B shared" if taken.shared_bytes else ""
-    return f"{taken.registers} ({spilled}){shared}"
-
-
-if __name__ == "__main__":
-    sys.stdout.write(table())

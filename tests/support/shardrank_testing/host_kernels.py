@@ -39,9 +39,8 @@ class HostKernels:
 
     def __init__(self, library: Path, kernels: Sequence[str]) -> None:
         loaded = ctypes.CDLL(str(library))
-        self._watch, self._loads, self._stores = loaded.watch, loaded.loads_watched, loaded.stores_watched
+        self._watch, self._stores = loaded.watch, loaded.stores_watched
         self._watch.argtypes, self._watch.restype = (ctypes.c_size_t, ctypes.c_size_t), None
-        self._loads.argtypes, self._loads.restype = (), ctypes.c_uint64
         self._stores.argtypes, self._stores.restype = (ctypes.c_size_t,), ctypes.c_uint64
         self._entries = {kernel: loaded[f"launch_{kernel}"] for kernel in kernels}
         self.param_sizes: dict[str, tuple[int, ...]] = {}
@@ -57,14 +56,6 @@ class HostKernels:
         held = [ctypes.create_string_buffer(one, len(one)) for one in params]
         pointers = (ctypes.c_void_p * len(held))(*(ctypes.addressof(one) for one in held))
         self._entries[kernel](grid[0], grid[1], THREADS_PER_BLOCK, pointers)
-
-    def loads_from(self, address: int, size_bytes: int, work: Callable[[], object]) -> int:
-        """How many loads from a range of memory kernels make while `work` runs."""
-        self._watch(address, address + size_bytes)
-        work()
-        count = int(self._loads())
-        self._watch(0, 0)
-        return count
 
     def stores_to(self, address: int, size_bytes: int, work: Callable[[], object]) -> dict[int, int]:
         """How many stores of each size, in bytes, kernels make to a range of memory while `work` runs."""
