@@ -253,31 +253,6 @@ def test_distributed_files_that_are_damaged_or_missing_are_refused(tmp_path):
         open_checkpoint(path)
 
 
-def test_what_is_no_checkpoint_is_refused(tmp_path):
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "text.safetensors").write_text("not safetensors")
-    (tmp_path / "text.pt").write_text("not a zip")
-    (tmp_path / "model.onnx").write_text("x")
-    torch.save([torch.zeros(1)], tmp_path / "list.pt")
-    torch.save({"w": torch.zeros(1)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    save_file({"w": torch.zeros(1)}, tmp_path / "empty" / "a.safetensors")
-    save_file({"w": torch.zeros(1)}, tmp_path / "empty" / "b.safetensors")
-    for name, message in {
-        "absent": "no such file or folder",
-        "empty": "is in both",
-        "text.safetensors": "can't be read as safetensors",
-        "text.pt": "text.pt",
-        "model.onnx": "must end in one of .safetensors, .pt",
-        "list.pt": "holds a list",
-        "old.pt": "zip format",
-    }.items():
-        with pytest.raises(CheckpointError, match=message):
-            open_checkpoint(tmp_path / name)
-    (tmp_path / "bare").mkdir()
-    with pytest.raises(CheckpointError, match=r"neither .safetensors files"):
-        open_checkpoint(tmp_path / "bare")
-
-
 @pytest.mark.parametrize(
     "key",
     [
@@ -303,12 +278,6 @@ def matched(tmp_path, changes, **arguments):
     tensors = {name: tensor for name, tensor in (state_dict() | changes).items() if tensor is not None}
     save_file(tensors, tmp_path / "m.safetensors")
     return match_checkpoint(open_checkpoint(tmp_path / "m.safetensors"), SPEC, **arguments)
-
-
-def test_a_dense_prefix_chooses_the_dense_model_and_is_cut_off(tmp_path):
-    changes = {"optimizer.step": torch.zeros(1), f"{PREFIX}unused.weight": torch.zeros(2, 2)}
-    _, dense = matched(tmp_path, changes, dense_prefix="model.over_arch.")
-    assert set(dense) == {"0.weight", "0.bias"}
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 
 import numpy as np
 import pytest
@@ -24,8 +23,6 @@ from loader.registry.fleet import (
     VersionReport,
     WantedModel,
     delta_stream,
-    spec_key,
-    version_key,
 )
 from loader.registry.opening import open_registry
 from shardrank_testing.deltas import MODEL, delta_spec, encoded, export_state, register_version
@@ -229,37 +226,6 @@ def test_a_version_that_is_not_published_has_no_publisher(tmp_path):
             await AsyncDeltaPublisher(registry, MODEL, 1).open()
 
     with_registry(tmp_path, None, scenario)
-
-
-def test_a_spec_that_the_registry_does_not_have_is_read_from_the_store(tmp_path, snapshot):
-    async def scenario(registry):
-        entry = await registry.get(spec_key(MODEL, 1))
-        await registry.delete(spec_key(MODEL, 1), entry.revision)
-        with pytest.raises(DeltaBaseError, match="publish it again, or give the store"):
-            await AsyncDeltaPublisher(registry, MODEL, 1).open()
-        assert (
-            await AsyncDeltaPublisher(registry, MODEL, 1, snapshot.path.parent.parent).publish("int8", [1], ONES) == 1
-        )
-        record = await registry.get(version_key(MODEL, 1))
-        forged = record.value.replace(snapshot.identity.encode(), b"0" * 64)
-        await registry.put(version_key(MODEL, 1), forged, record.revision)
-        with pytest.raises(DeltaBaseError, match=f"has identity {snapshot.identity}, published is 000"):
-            await AsyncDeltaPublisher(registry, MODEL, 1, snapshot.path.parent.parent).open()
-
-    with_registry(tmp_path / "registry", snapshot, scenario)
-
-
-def test_a_trainer_without_an_event_loop_publishes_from_any_thread(url, snapshot):
-    with_registry(url, snapshot, lambda _registry: asyncio.sleep(0))
-    with DeltaPublisher(url, MODEL, 1, clock=time.time) as publisher:
-        assert publisher.publish("int8", [1, 2], np.ones((2, 4), np.float32)) == 1
-        assert publisher.publish("int8", [1, 2], np.zeros((2, 4), np.float32)) == 2
-        with pytest.raises(DeltaFormatError, match="no table"):
-            publisher.publish("nope", [1], ONES)
-    publisher.close()
-    with pytest.raises(DeltaError, match="the publisher is closed"):
-        publisher.publish("int8", [1], ONES)
-    assert len(with_registry(url, None, published)) == 2
 
 
 def test_a_registry_that_never_answers_ends_in_an_error_that_says_so(tmp_path):

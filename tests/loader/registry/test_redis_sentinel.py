@@ -120,22 +120,6 @@ def test_who_is_called_the_master_and_says_that_it_is_none_is_not_asked(watched)
     run(program())
 
 
-@pytest.mark.parametrize(
-    ("right", "wrong"),
-    [("films-registry", "shops-registry"), ("?sentinel_", "?sentinel_user=nobody&sentinel_"), ("geheim", "falsch")],
-)
-def test_a_name_or_a_password_that_is_wrong_is_unavailable_and_no_password_is_told(watched, right, wrong):
-    async def program() -> None:
-        registry = open_registry(watched.url.replace(right, wrong))
-        with pytest.raises(RegistryUnavailableError) as failure:
-            await registry.get("a")
-        told = f"{failure.value} {failure.value.__cause__!r}"
-        assert not {secret for secret in ("geheim", "falsch", "wache") if secret in told}
-        await registry.close()
-
-    run(program())
-
-
 def test_streams_and_locks_go_on_after_the_death_of_a_master(watched, caplog):
     async def program() -> None:
         master, replica = watched.servers

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import resource
@@ -11,22 +10,18 @@ import signal
 import subprocess
 import sys
 import textwrap
-import warnings
 from datetime import UTC, datetime
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 
-from loader.checkpoints import open_checkpoint
 from loader.errors import ExportError
 from loader.snapshot.reader import Snapshot
-from loader.snapshot.row_source import RowsFromBlocks, RowSource, SafetensorsRows, rows_of
+from loader.snapshot.row_source import RowSource
 from loader.snapshot.store import Store
 from loader.snapshot.writer import export_snapshot
-from shardrank_testing.snapshots import make_spec, one_table_spec, random_tables
+from shardrank_testing.snapshots import make_spec, random_tables
 
 SPEC = make_spec(bucketing="hash")
 TABLES = random_tables(SPEC, seed=11)
@@ -120,88 +115,6 @@ def test_an_export_of_other_inputs_starts_over_and_says_so(tmp_path, caplog, cha
         assert export(tmp_path, spec=spec, dense_value=dense_value) == NUM_ROW_FILES
     assert "starting over" in caplog.text
     assert Snapshot.open(tmp_path / "films" / "1").spec == spec
-
-
-def as_array(folder, name, rows):
-    return rows_of(rows)
-
-
-def as_memmap(folder, name, rows):
-    rows.tofile(folder / name)
-    return rows_of(np.memmap(folder / name, np.float32, "r", shape=rows.shape))
-
-
-def as_safetensors(folder, name, rows):
-    save_file({"w": torch.from_numpy(rows)}, folder / f"{name}.safetensors")
-    return SafetensorsRows(folder / f"{name}.safetensors", "w")
-
-
-def as_state_dict(folder, name, rows):
-    torch.save({"w": torch.from_numpy(rows)}, folder / f"{name}.pt")
-    return open_checkpoint(folder / f"{name}.pt").rows("w")
-
-
-def as_distributed(folder, name, rows):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # one process is what we want
-        import torch.distributed.checkpoint as dcp  # takes a second, and every worker imports this file
-
-        dcp.save({"w": torch.from_numpy(rows)}, checkpoint_id=folder / name, no_dist=True)
-    return open_checkpoint(folder / name).rows("w")
-
-
-@pytest.mark.parametrize("make", [as_array, as_memmap, as_safetensors, as_state_dict, as_distributed])
-def test_rows_of_another_training_run_start_over_though_the_dense_model_is_the_same(tmp_path, caplog, make):
-    spec = one_table_spec(5000, 4, dtype="fp32")
-    rows = random_tables(spec, seed=2)["items"]
-    first = make(tmp_path, "first", rows)
-    rows = rows.copy()
-    rows[2500] += 1  # no row that the sample of an array in memory has
-    rows[-1] += 1 if make is as_array else 0
-    second = make(tmp_path, "second", rows)
-
-    def dies():
-        raise TrainingDiedError
-
-    def run(source, clock=lambda: datetime(2024, 1, 1, tzinfo=UTC)):
-        dense = {"weight": torch.zeros(1)}
-        return export_snapshot(tmp_path, spec, rows={"items": source}, dense=dense, version=1, clock=clock)
-
-    for source in (first, first, second):
-        with caplog.at_level(logging.INFO, logger="loader"), pytest.raises(TrainingDiedError):
-            run(source, dies)
-    own = [record.message for record in caplog.records if record.name == "loader.snapshot.store"]
-    assert [("resuming" in message, "starting over" in message) for message in own] == [(True, False), (False, True)]
-    stored = Snapshot.open(run(second)).read_rows("items", 0, 5000)
-    np.testing.assert_array_equal(stored.view("<f4"), rows)
-
-
-def test_an_iterator_is_read_through_finished_files_and_the_result_is_the_same(tmp_path):
-    spec = one_table_spec(1000, 4)
-    rows = random_tables(spec, seed=2)["items"]
-
-    def run(store, fail_after=None):
-        def blocks():
-            for start in range(0, 1000, 90):
-                if start == fail_after:
-                    raise TrainingDiedError
-                yield rows[start : start + 90]
-
-        source = RowsFromBlocks(blocks(), 1000, 4)
-        clock = lambda: datetime(2024, 1, 1, tzinfo=UTC)  # noqa: E731
-        dense = {"weight": torch.zeros(1)}
-        export_snapshot(store, spec, rows={"items": source}, dense=dense, rows_per_file=256, clock=clock)
-
-    with pytest.raises(TrainingDiedError):
-        run(tmp_path / "a", fail_after=630)
-    journal = (tmp_path / "a" / "small" / ".export-1" / "export-state.jsonl").read_text().splitlines()
-    assert [json.loads(line)["path"] for line in journal[1:]] == [
-        "tables/items/rows-00000-of-00004.safetensors",
-        "tables/items/rows-00001-of-00004.safetensors",
-    ]
-    run(tmp_path / "a")
-    run(tmp_path / "b")
-    assert contents(tmp_path / "a") == contents(tmp_path / "b")
 
 
 KILLED_EXPORT = """

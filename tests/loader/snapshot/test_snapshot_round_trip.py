@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +20,6 @@ from shardrank_testing.snapshots import (
     one_table_spec,
     plain_buckets,
     random_golden,
-    random_rows,
     write_snapshot,
 )
 
@@ -108,23 +106,6 @@ def test_mapped_rows_are_the_file_itself_and_cannot_be_written(tmp_path):
         rows.flags.writeable = True
 
 
-def test_the_same_inputs_give_the_same_bytes_and_the_identity_is_that_of_the_manifest_file(tmp_path):
-    def export(store):
-        spec = make_spec()
-        rng = np.random.default_rng(7)
-        rows = {t.name: rows_of(random_rows(rng, t.num_embeddings, t.embedding_dim)) for t in spec.tables}
-        clock = lambda: datetime(2024, 5, 17, 12, 30, tzinfo=UTC)  # noqa: E731
-        return export_snapshot(store, spec, rows=rows, dense=DENSE, metadata={"run": "a"}, clock=clock)
-
-    first, second = export(tmp_path / "a"), export(tmp_path / "b")
-    files = [path.relative_to(first) for path in sorted(first.rglob("*")) if path.is_file()]
-    assert all((first / file).read_bytes() == (second / file).read_bytes() for file in files)
-    snapshot = Snapshot.open(first)
-    assert snapshot.manifest.created_at == "2024-05-17T12:30:00+00:00"
-    assert snapshot.manifest.metadata == {"run": "a"}
-    assert (first / "manifest.json.sha256").read_text() == f"{snapshot.identity}  manifest.json\n"
-
-
 class RecordingRows(RowSource):
     """A source that remembers what was asked of it."""
 
@@ -193,24 +174,6 @@ def test_what_does_not_fit_the_spec_is_refused_before_anything_is_written(tmp_pa
     with pytest.raises(ExportError, match=message):
         export_snapshot(tmp_path / "store", one_table_spec(300), **given)
     assert not (tmp_path / "store").exists()
-
-
-def test_limits_of_files_that_are_read_whole_are_those_of_the_reader(tmp_path, monkeypatch):
-    spec = make_spec()
-    arguments = {
-        "rows": {t.name: zeros(t.num_embeddings, t.embedding_dim) for t in spec.tables},
-        "dense": {"w": torch.zeros(100)},
-        "golden": random_golden(spec, seed=1),
-    }
-    export_snapshot(tmp_path, spec, **arguments)
-    for name, what in (("MAX_DENSE_BYTES", "dense"), ("MAX_GOLDEN_BYTES", "golden requests")):
-        with monkeypatch.context() as patch:
-            patch.setattr(writer, name, 399)
-            with pytest.raises(ExportError, match=rf"{what}: \d+ bytes; at most 399"):
-                export_snapshot(tmp_path, spec, **arguments)
-    monkeypatch.setattr(writer, "MAX_ROW_FILES", 3)
-    with pytest.raises(ExportError, match="table 'user': rows_per_file 256 makes 4 files; at most 3"):
-        export_snapshot(tmp_path, spec, rows_per_file=256, **arguments)
 
 
 def test_a_version_is_written_only_once_and_the_next_one_is_free(tmp_path):

@@ -93,19 +93,6 @@ def test_a_version_is_put_up_listed_and_read_as_it_was_written(bucket: Bucket, t
         store.hold("films", 2)
 
 
-def test_row_files_are_left_out_for_who_has_none_and_come_later_for_who_has(
-    bucket: Bucket, snapshots: Path, tmp_path: Path
-) -> None:
-    store = store_of(bucket, tmp_path)
-    put(store, snapshots / "1")
-    with store.hold("small", with_rows=False) as held:
-        assert files_of(held.path).keys() == files_of(snapshots / "1").keys() - {ROWS}
-        assert Snapshot.open(held.path, files="other", rows_here=False).version == 1
-        with store.hold("small") as whole:
-            assert whole.path == held.path
-    assert files_of(held.path) == files_of(snapshots / "1")
-
-
 def test_what_is_in_the_cache_is_served_without_the_store_and_what_the_disk_damaged_is_fetched_again(
     bucket: Bucket, snapshots: Path, tmp_path: Path, s3_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import itertools
 import re
 import threading
@@ -16,7 +15,7 @@ from loader.deltas.publisher import AsyncDeltaPublisher
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.golden import GoldenRequests
 from serving.embedded import Ranker
-from serving.errors import GoldenMismatchError, UnknownIdError
+from serving.errors import UnknownIdError
 from serving.limits import RequestLimits
 from serving.rank.service import RankingService
 from shard_node.cuda.card_set import CardOptions, CardSet
@@ -68,18 +67,6 @@ def test_requests_are_ranked_and_looked_up_as_they_must_be(api_model, api_servic
     for name in names:
         for found, wanted in zip(looked_up[name], expected[name], strict=True):
             np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
-
-
-def test_golden_requests_are_asked_of_the_cards(tmp_path, golden):
-    model = write_api_model(tmp_path / "right", golden=golden)
-    with served_on(model.path, ON[0], num_replicas=3) as served:
-        assert served.checked.difference < 1e-5
-        ranking_of(served, 2)
-    scores = golden.scores.copy()
-    scores[0] += 0.5
-    wrong = write_api_model(tmp_path / "wrong", golden=dataclasses.replace(golden, scores=scores))
-    with pytest.raises(GoldenMismatchError, match=r"golden scores differ by up to 0\.5"), served_on(wrong.path, ON[0]):
-        pass
 
 
 def test_an_id_without_a_row_is_told_to_the_request_that_has_it(api_model):
@@ -161,21 +148,6 @@ def test_a_batch_sees_all_rows_of_a_write_or_none(shop, on):
             writer.join()
     for scores in found:
         assert any(np.allclose(scores, one, rtol=1e-5, atol=1e-6) for one in expected)
-
-
-def test_all_memory_of_cards_and_host_is_given_back(shop):
-    cards = EmulatedCards(2)
-    free = [card.free_bytes() for card in cards.cards]
-    held = cards.space.free_bytes(None)
-    card_set = CardSet(cards, CardOptions(card_memory_gb=1e-3))
-    rng = np.random.default_rng(0)
-    with served_on(shop, None, cards=2, card_set=card_set, num_replicas=3) as served:
-        for count in (1, 30, 90):
-            score(served, shop_batch(served, rng, [count]))
-        assert [card.free_bytes() for card in cards.cards] != free
-    assert [card.free_bytes() for card in cards.cards] == free
-    assert cards.space.free_bytes(None) == held
-    assert card_set.memory.held_bytes == (0, 0)
 
 
 def test_a_batch_that_a_card_has_no_room_for_is_refused_and_the_next_one_is_scored(shop):

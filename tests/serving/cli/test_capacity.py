@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from loader.snapshot.golden import GoldenRequests
 from serving.cli.capacity import CapacityOptions, CapacityPlan, LookupProfile, catalog_model
 from serving.errors import LookupProfileError
 from shard_node.bags import TableLayout
@@ -105,21 +104,6 @@ def test_context_features_are_looked_up_once_a_request_and_others_once_a_candida
     assert loads["film"] == BagLoad(2 * 100 + 30 * 3, 100 + 30 * 3, 2)
     assert loads["genre"] == BagLoad(150, 100, 1.5)
     assert loads["tag"] == BagLoad(100 + 3, 100 + 3, 1)
-
-
-def test_golden_requests_tell_the_hotness_and_the_longest_bag():
-    lengths = {"film": np.array([1, 4, 0, 3], np.int32), "history": np.array([20, 30], np.int32)}
-    golden = GoldenRequests(
-        num_candidates=np.array([1, 3], np.int32),
-        values={name: np.zeros(one.sum(), np.int64) for name, one in lengths.items()},
-        lengths=lengths,
-        context_dense=np.zeros((2, 0), np.float32),
-        candidate_dense=np.zeros((4, 0), np.float32),
-        scores=np.zeros(4, np.float32),
-    )
-    profile = LookupProfile.of_requests(golden)
-    assert profile.hotness == {"film": 2, "history": 25}
-    assert profile.longest == {"film": 4, "history": 30}
 
 
 @pytest.mark.parametrize(

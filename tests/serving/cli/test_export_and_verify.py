@@ -7,13 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 
-from loader.snapshot.reader import Snapshot
 from serving.cli import main
 from serving.models.layers import bfloat16_is_native
 
@@ -79,17 +77,6 @@ def test_a_checkpoint_with_foreign_names_and_vocabularies_becomes_a_version_that
     assert len(answer["scores"]) == 3
 
 
-def test_access_counts_of_a_folder_go_into_the_version(inputs: Path) -> None:
-    counts = np.arange(300, dtype=np.uint32)[::-1]
-    (inputs / "counts").mkdir()
-    np.save(inputs / "counts" / "items.npy", counts)
-    result = export(inputs, "--version", 4, "--access-counts", inputs / "counts")
-    assert result.exit_code == 0, result.output
-    snapshot = Snapshot.open(inputs / "models" / "shop" / "4")
-    assert snapshot.access_counts("users") is None
-    np.testing.assert_array_equal(snapshot.access_counts("items"), counts)
-
-
 @pytest.mark.parametrize(
     ("file", "content", "problem"),
     [
@@ -145,22 +132,6 @@ def test_dense_tensors_that_can_not_be_loaded_are_refused_before_a_row_is_writte
     assert result.exit_code == 1
     assert problem in result.output
     assert not (inputs / "models").exists()
-
-
-def test_verify_builds_the_dense_model_with_and_without_golden_requests(inputs: Path) -> None:
-    from shardrank_testing.snapshots import restate_file
-
-    assert export(inputs).exit_code == 0
-    folder = inputs / "models" / "shop" / "1"
-    assert "ok: dense model: mlp is built from its 4 tensors" in run("verify", "--snapshot", folder).stdout
-    tensors = load_file(folder / "dense.safetensors")
-    save_file({f"top.{name}": tensor for name, tensor in tensors.items()}, folder / "dense.safetensors")
-    restate_file(folder, "dense.safetensors")
-    for flag in ("--golden", "--no-golden"):
-        bad = run("verify", "--snapshot", folder, flag)
-        assert bad.exit_code == 1
-        assert "bad: bad_snapshot: dense.safetensors: model 'shop': dense model 'mlp': missing tensors" in bad.stdout
-        assert "the names fit with --dense-prefix top." in bad.stdout
 
 
 def test_verify_says_yes_with_0_and_no_with_1_and_the_reason(inputs: Path) -> None:

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.per_row import write_access_counts
-from loader.snapshot.reader import Snapshot, verify_snapshot
+from loader.snapshot.reader import Snapshot
 from serving.cli import main
 
 ROWS, DIM = 300, 4
@@ -122,14 +122,6 @@ def test_ids_of_rows_that_stay_score_the_same_bits(folder: Path) -> None:
     assert scores[0] == scores[1]
 
 
-def test_rows_to_keep_stay_though_they_are_among_the_rarest(folder: Path) -> None:
-    counts, keep = counts_file(folder, {5: 900, 6: 90, 7: 9, 8: 1}), counts_file(folder, {8: 1, 250: 1}, "updated")
-    flags = ("--counts", counts, "--prune", "--keep-share", "0.99", "--keep", keep, "--pruned-row", "zeros")
-    snapshot, _ = written(folder, DESCRIBED, *flags)
-    np.testing.assert_array_equal(np.flatnonzero(snapshot.row_classes("item").classes() == 0), [5, 6, 8, 250])
-    np.testing.assert_array_equal(stored(snapshot, "item"), np.vstack([ITEMS[[5, 6, 8, 250]], np.zeros((1, DIM))]))
-
-
 def test_hot_rows_are_fp32_and_cold_ones_int4_by_the_counts(folder: Path) -> None:
     hot = np.arange(3, 33)
     np.save(folder / "item.npy", np.where(np.isin(np.arange(ROWS), hot), 5, 1))
@@ -138,49 +130,6 @@ def test_hot_rows_are_fp32_and_cold_ones_int4_by_the_counts(folder: Path) -> Non
     cold = codec_for("int4", DIM)
     expected = cold.decode(cold.encode(np.delete(ITEMS, hot, axis=0)))
     np.testing.assert_array_equal(stored(snapshot, "item.b1"), expected)
-
-
-def test_blocks_of_falling_width_and_their_projections_are_found_verified_and_told(folder: Path) -> None:
-    from serving.description import ModelInfo
-    from serving.limits import RequestLimits
-
-    document = described(blocks=[{"share": 0.1, "dtype": "fp16"}, {"dim": 2, "dtype": "int8"}])
-    tensors = load_file(folder / "model.safetensors")
-    del tensors["embedding_bags.item.weight"]
-    tensors |= {
-        "ebc.embedding_bags.item/b0.weight": torch.from_numpy(ITEMS[:30]),
-        "ebc.embedding_bags.item/b1.weight": torch.from_numpy(ITEMS[30:, :2].copy()),
-        "arch.projections.item/b1": torch.arange(8.0).reshape(2, 4),
-    }
-    save_file(tensors, folder / "model.safetensors")
-    np.save(folder / "blocks.npy", (np.arange(ROWS) >= 30).astype(np.int64))
-    snapshot, _ = written(folder, document, "--blocks", f"item={folder / 'blocks.npy'}")
-    guessed = export(folder, document, "--counts", counts_file(folder, {7: 3}))
-    assert "which block training gave each row, --blocks item=FILE has to say" in guessed.output
-    assert torch.equal(snapshot.dense_tensors()["projections.item/b1"], tensors["arch.projections.item/b1"])
-    assert verify_snapshot(snapshot.path).ok
-    told = json.loads(run("inspect", "--snapshot", snapshot.path, "--json").output)["tables"][1]
-    assert (told["dtype"], told["divided_by"], told["pruned"]) == ("fp16+int8", "popularity", 0)
-    assert [(part["name"], part["size_bytes"]) for part in told["parts"]] == [
-        (part, sum(entry.size_bytes for entry in files.rows))
-        for part, files in zip(("item.b0", "item.b1"), snapshot.manifest.tables[1:], strict=True)
-    ]
-    text = run("inspect", "--snapshot", snapshot.path).output
-    assert "item.b1" in text
-    of_api = ModelInfo.of(snapshot, RequestLimits(), "float32", "").tables
-    assert [(one.name, one.num_embeddings, one.embedding_dim, one.dtype) for one in of_api] == [
-        ("user", 20, DIM, "fp32"), ("item", ROWS, DIM, "fp16+int8"),
-    ]  # fmt: skip
-    tensors["arch.projections.item/b1"] = torch.zeros(4, 2)
-    save_file(tensors, folder / "model.safetensors")
-    bad = export(folder, document, "--blocks", f"item={folder / 'blocks.npy'}")
-    assert "projection of table 'item.b1': 'arch.projections.item/b1' is [4, 2], the spec says [2, 4]" in bad.output
-    del tensors["arch.projections.item/b1"]
-    save_file(tensors, folder / "model.safetensors")
-    bad = export(folder, document, "--blocks", f"item={folder / 'blocks.npy'}")
-    assert (
-        "projection of table 'item.b1': no key ends in any of ['projections.item/b1', 'projections.item']" in bad.output
-    )
 
 
 def test_a_plan_of_a_divided_table_goes_into_its_snapshot(folder: Path) -> None:

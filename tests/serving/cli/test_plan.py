@@ -57,22 +57,6 @@ def test_the_textbook_model_has_the_textbooks_sizes(dtype: str, stored: str, of_
     assert f"as float32 1.02 TB, {stored}" in run(*arguments).output
 
 
-def test_the_flags_are_what_is_planned_for() -> None:
-    plan = planned(
-        "--model", "merlin-tiny", "--system", "gb200", "--card-memory-gb", "9", "--pinned-memory-gb", "4",
-        "--hot-gb", "0.5", "--versions", "2", "--no-peer-access", "--batch", "700", "--requests", "7",
-        "--dtype", "fp16", "--hbm-gb-per-s", "1000", "--nvlink-gb-per-s", "50", "--host-gb-per-s", "12",
-        "--hotness", "f0_10=25",
-    )  # fmt: skip
-    options = plan.options
-    assert (options.cards, options.card_memory_gb, options.pinned_memory_gb, options.hot_gb) == (4, 9, 4, 0.5)
-    assert (options.versions, options.peer_access, options.candidates, options.requests) == (2, False, 700, 7)
-    system = options.system
-    assert (system.hbm_gb_per_s, system.peer.gb_per_s, system.host.gb_per_s) == (1000, 50, 12)
-    assert {one.dtype for one in plan.tables} == {"fp16"}
-    assert plan.batch.lookups == 700 * (85 + 15)
-
-
 def pooled_spec() -> ModelSpec:
     """The small model with its history pooled, as an `mlp` needs it."""
     document = make_spec().model_dump()
@@ -204,23 +188,6 @@ def test_a_plan_per_table_places_what_whole_tables_do_not_and_takes_less_time_th
     output = capsys.readouterr().out
     assert re.search(r"all table_wise .* does not fit", output)
     assert re.search(r"t74 +table_wise +\S+ +\d+\.\.\d+", output)
-
-
-STEP = (
-    "--model", "textbook", "--dtype", "fp32", "--shards", "16", "--cards", "1", "--batch", "65536",
-    "--network-gb-per-s", "100", "--zipf", "1.1", "--head", "5000:0.85",
-)  # fmt: skip
-
-
-def test_a_step_moves_the_textbooks_bytes_at_its_hit_rates() -> None:
-    given = (0.0, 0.5, 0.85, 0.99, 0.5762, 0.7514, 0.85035)
-    network = planned(*STEP, "--compare-hit-rates", ",".join(map(str, given))).network
-    assert network is not None
-    assert [one.hit_rate for one in network.compared] == pytest.approx(given)
-    moved = [(round(one.moved_bytes / 1e6, 1), round(one.moved_us / 1e3, 2)) for one in network.compared]
-    assert moved == [
-        (1342.2, 13.42), (671.1, 6.71), (201.3, 2.01), (13.4, 0.13), (568.8, 5.69), (333.7, 3.34), (200.9, 2.01)
-    ]  # fmt: skip
 
 
 def test_a_request_takes_the_slowest_shard_and_the_network() -> None:

@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 
 from serving.client import (
-    AsyncClient,
-    Client,
     DeadlineExceededError,
     InvalidRequestError,
     NotFoundError,
@@ -207,21 +205,5 @@ def test_a_live_client_goes_on_when_a_version_with_another_order_of_features_is_
                     expected = two_orders[result.version - 1].scores(request)
                     np.testing.assert_allclose(result.scores, expected, rtol=1e-4)
                 assert answered == {1, 2}
-
-    run(main())
-
-
-def test_many_calls_at_once_share_one_client(api_model, api_service):
-    async def main() -> None:
-        requests = [api_request(seed) for seed in range(8)]
-        async with (
-            running_api(api_service) as api,
-            calling(AsyncClient, address_of(api)) as on_loop,
-            calling(Client, address_of(api)) as in_threads,
-        ):
-            for call in (on_loop, in_threads):
-                results = await asyncio.gather(*(call("rank", MODEL, **rank_arguments(one)) for one in requests))
-                for request, result in zip(requests, results, strict=True):
-                    np.testing.assert_allclose(result.scores, api_model.scores(request), rtol=1e-4)
 
     run(main())

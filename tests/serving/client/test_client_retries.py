@@ -16,7 +16,6 @@ import pytest
 
 from serving.client import (
     Client,
-    ClientConfigError,
     ClientError,
     DeadlineExceededError,
     InternalError,
@@ -325,83 +324,3 @@ def test_retry_after_is_waited_for_if_the_deadline_allows_it(kind):
             assert (timing.slept, len(stub.posts)) == ([], 1)
 
     run(main())
-
-
-@pytest.mark.parametrize(
-    ("answer", "error", "kind", "field"),
-    [
-        (http_error(400, "invalid_id", field="candidates.x[0]"), InvalidRequestError, "invalid_id", "candidates.x[0]"),
-        (http_error(413, "body_too_large"), InvalidRequestError, "body_too_large", ""),
-        (http_error(401, "unauthenticated"), UnauthenticatedError, "unauthenticated", ""),
-        (http_error(403, "permission_denied"), PermissionDeniedError, "permission_denied", ""),
-        (http_error(404, "model_not_found"), NotFoundError, "model_not_found", ""),
-        (http_error(408, "request_timeout"), DeadlineExceededError, "request_timeout", ""),
-        (http_error(504, "deadline_exceeded"), DeadlineExceededError, "deadline_exceeded", ""),
-        (http_error(500, "internal"), InternalError, "internal", ""),
-        (http_error(507, "memory_budget"), InternalError, "memory_budget", ""),
-        (http_answer(429, b"slow down"), OverloadedError, "overloaded", ""),
-        (http_answer(500, b"<html>a proxy's page"), InternalError, "internal", ""),
-        (http_answer(418, b"[1]"), InvalidRequestError, "bad_request", ""),
-        (http_answer(200, b"\xff\xff"), InternalError, "malformed_answer", ""),
-    ],
-)
-def test_every_answer_over_http_that_is_none_is_a_typed_error_and_final(answer, error, kind, field):
-    with closing(HttpStub([answer])) as stub, Client(stub.address) as client:
-        with pytest.raises(ClientError) as found:
-            client.rank(MODEL, {}, {"film": [1]})
-        assert type(found.value) is error
-        assert (found.value.kind, found.value.field) == (kind, field)
-        status = int(answer.split()[1])
-        assert found.value.http_status == (status if status != 200 else 500)
-        assert len(stub.posts) == 1
-
-
-@both_clients
-def test_a_server_that_says_nothing_ends_with_the_deadline(kind):
-    async def main() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as silent:
-            for scheme in ("grpc", "http"):
-                address = f"{scheme}://127.0.0.1:{silent.getsockname()[1]}"
-                async with calling(kind, address, timeout_ms=50) as call:
-                    with pytest.raises((DeadlineExceededError, UnavailableError)) as found:
-                        await rank(call)
-                    # gRPC says so if its handshake did not end in time.
-                    assert scheme == "grpc" or isinstance(found.value, DeadlineExceededError)
-
-    run(main())
-
-
-def test_a_token_goes_with_every_call_and_may_change():
-    tokens = iter(["a", "b", "c"])
-    stub = GrpcStub(failing(0, grpc.StatusCode.OK))
-    with stub.running() as address, Client(address, token=lambda: next(tokens)) as client:
-        seen = []
-        for _ in range(2):
-            client.rank(MODEL, {}, {"film": [1]})
-            seen.append(stub.metadata["authorization"])
-    # The first went with the question what the model is.
-    assert seen == ["Bearer b", "Bearer c"]
-    with closing(HttpStub([OK])) as http, Client(http.address, token="secret") as client:
-        client.rank(MODEL, {}, {"film": [1]})
-        assert b"authorization: bearer secret" in http.posts[0].lower()
-
-
-@pytest.mark.parametrize(
-    ("address", "options", "message"),
-    [
-        ("localhost:8081", {}, "must be http://"),
-        ("ftp://host", {}, "must be http://"),
-        ("grpc://host", {}, "needs a port"),
-        ("grpc://host:99999", {}, "[Pp]ort"),
-        ("grpc://host:1/path", {}, "more than scheme"),
-        ("http://user@host", {}, "more than scheme"),
-        ("http://host:1", {"ca": "ca.pem"}, "has no TLS"),
-        ("https://host:1", {"cert": "c.pem"}, "together"),
-        ("https://host:1", {"ca": "/nowhere/ca.pem"}, "No such file"),
-        ("grpcs://host:1", {"ca": "/nowhere/ca.pem"}, "No such file.*/nowhere/ca.pem"),
-    ],
-)
-def test_an_address_that_can_not_be_used_is_told_at_once(address, options, message):
-    for kind in CLIENTS:
-        with pytest.raises(ClientConfigError, match=message):
-            kind(address, **options)

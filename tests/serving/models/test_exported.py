@@ -21,7 +21,7 @@ from loader.errors import ExportError, UnsafeProgramError
 from loader.snapshot.manifest import ExportedModelSpec, ModelSpec
 from loader.snapshot.program import ProgramArchive, program_bytes
 from serving.errors import RankingModelError, UntrustedProgramError
-from serving.models.exported import check_bindings, export_program, exported_copy, load_exported
+from serving.models.exported import export_program, exported_copy, load_exported
 from serving.models.inputs import RankingInputs
 from serving.models.ranking_models import load_model
 from shardrank_testing.ranking import CONFIGS, DIM, converted, random_inputs, random_tensors, ranking_spec
@@ -202,16 +202,6 @@ def test_a_pickle_in_an_archive_is_refused_and_does_not_run(where, program, tmp_
     assert not trace.exists()
 
 
-def test_a_file_with_sample_inputs_is_written_without_them(tmp_path):
-    buffer = BytesIO()
-    torch.export.save(export_program(described(), two_tasks()), buffer)
-    assert b"sample_inputs" in buffer.getvalue()
-    with pytest.raises(UnsafeProgramError, match="sample inputs are pickled"):
-        ProgramArchive(buffer.getvalue(), "dense.pt2")
-    archive = ProgramArchive(program_bytes(saved(tmp_path, buffer.getvalue())), "dense.pt2")
-    assert archive.member("data/sample_inputs/model.pt") == b""
-
-
 def in_graph(change: Callable[[str], str]) -> Callable[[dict[str, bytes]], None]:
     def changed(members: dict[str, bytes]) -> None:
         text = members["models/model.json"].decode()
@@ -329,20 +319,6 @@ def test_arguments_are_bound_by_name_and_checked(inputs, says, tmp_path):
     path = saved(tmp_path, program_bytes(export_program(described(ITEMS, CLICK), Wrong(""))))
     with pytest.raises(RankingModelError, match=says):
         load_exported(described(inputs, CLICK), path, trusted=True)
-
-
-@pytest.mark.parametrize(
-    ("source", "says"),
-    [
-        ({"source": "pooled", "features": ["nobody"]}, "'nobody' is none of the pooled features"),
-        ({"source": "pooled", "features": ["user", "film"]}, "are of both sides"),
-        ({"source": "pooled", "features": ["film"], "per": "request"}, "can't come per request"),
-        ({"source": "sequence", "feature": "film"}, "'film' is no sequence"),
-    ],
-)
-def test_a_description_names_what_the_model_has(source, says):
-    with pytest.raises(RankingModelError, match=says):
-        check_bindings(described({"x": source}, CLICK))
 
 
 def test_what_is_no_program_is_refused_at_export():

@@ -22,7 +22,6 @@ from serving.models.ranking_models import (
     TargetAttention,
     build_model,
     choose_dtype,
-    formats_to_try,
     load_model,
 )
 from shardrank_testing.ranking import (
@@ -156,17 +155,6 @@ def test_a_loaded_model_gives_the_logits_of_the_trained_one(kind: str) -> None:
         torch.testing.assert_close(loaded(inputs), trained(inputs))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_bfloat16_differs_from_float32_by_rounding_only(kind: str) -> None:
-    spec = ranking_spec(kind)
-    tensors, inputs = random_tensors(spec), random_inputs(spec, [20, 12], [4, 0])
-    narrow = load_model(spec, tensors, "bfloat16")
-    assert narrow.dtype == torch.bfloat16
-    assert narrow.score(converted(inputs, torch.bfloat16)).dtype == torch.float32
-    difference = compare_dtypes(load_model(spec, tensors), narrow, inputs)
-    assert 0 < difference < 0.05
-
-
 def test_missing_tensors_are_refused_by_name() -> None:
     spec = ranking_spec("mlp")
     tensors = random_tensors(spec)
@@ -205,14 +193,6 @@ def test_auto_takes_the_fastest_format_that_the_cpu_has(monkeypatch, has, chosen
     assert choose_dtype("auto") == chosen
     assert choose_dtype("float32") == "float32"
     assert choose_dtype("int8") == "int8"
-
-
-@pytest.mark.parametrize(("native", "tried"), [(True, ("int8", "bfloat16")), (False, ("int8",))])
-def test_where_int8_is_too_coarse_bfloat16_is_tried_if_the_cpu_has_it(monkeypatch, native, tried) -> None:
-    monkeypatch.setattr(ranking_models, "bfloat16_is_native", lambda: native)
-    assert formats_to_try("int8") == tried
-    assert formats_to_try("bfloat16") == ("bfloat16",)
-    assert formats_to_try("float32") == ()
 
 
 FORMATS = st.sampled_from(["float32", "bfloat16", "int8"])

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import resource
-import time
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -24,7 +21,6 @@ from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
 from serving.observe.recording import (
     FILES,
-    RETRY_S,
     Recorded,
     RecordingConfig,
     RequestRecorder,
@@ -35,7 +31,6 @@ from serving.observe.recording import (
 from serving.rank.service import RankingService
 from shard_node.bags import KeyedBags
 from shardrank_testing.parsing import parse_json
-from shardrank_testing.ranking import ranking_spec
 from shardrank_testing.serving_api import MODEL, ApiModel, api_request, api_spec, rank_message, run, running_api
 from shardrank_testing.serving_api import api_service as service_of
 
@@ -197,38 +192,6 @@ def test_what_does_not_fit_is_dropped_and_counted(tmp_path: Path, monkeypatch: p
     assert [read_folder(tmp_path / name) for name in ("small", "long", "full")] == [[], [], []]
 
 
-def test_a_full_disk_and_a_defect_are_told_once_leave_no_empty_files_and_end_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    now, counted, request = [100.0], list[str](), parse_json(SCHEMA, api_request(1))
-    config = RecordingConfig(folder=tmp_path / "r", share=1.0)
-    own = RequestRecorder(config, lambda outcome, requests, size: counted.append(outcome), clock=lambda: now[0])
-
-    def offered(schema: Any = SCHEMA) -> str:
-        before = len(counted)
-        own.offer(schema, request, answer, now[0])
-        while len(counted) == before:
-            time.sleep(0.001)
-        return counted[-1]
-
-    answer, before = answer_of(request), resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
-    try:
-        found = []
-        for _ in range(3):
-            found.append(offered())
-            now[0] += RETRY_S
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert (found, recorded_files(tmp_path / "r")) == (3 * ["dropped"], [])
-    assert [offered(one) for one in (SCHEMA, None, SCHEMA)] == ["written", "dropped", "dropped"]
-    now[0] += RETRY_S
-    assert offered() == "written"
-    own.close()
-    assert len(read_folder(tmp_path / "r")) == 2
-    assert caplog.text.count("requests are not recorded") == 2
-
-
 @pytest.fixture(scope="module")
 def recorded_file(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     folder = tmp_path_factory.mktemp("recorded")
@@ -264,27 +227,3 @@ def test_a_file_that_is_cut_off_gives_what_is_whole_and_a_changed_one_is_refused
         path.write_bytes(damaged)
         with pytest.raises(RecordingDamagedError, match="checksum"):
             list(read_file(path))
-
-
-def test_requests_of_another_schema_are_passed_by_and_so_is_a_damaged_file(tmp_path: Path, caplog) -> None:
-    own = recorder(tmp_path / "0")
-    request = parse_json(SCHEMA, api_request())
-    own.offer(SCHEMA, request, answer_of(request), 100.0)
-    other = RequestSchema(FeatureSchema.of(ranking_spec("mlp")), RequestLimits())
-    asked = {
-        "context": {"sparse": {"user": [1], "history": [2]}, "dense": [0.0, 0.0]},
-        "candidates": {"sparse": {"film": [1], "genre": [2]}, "dense": [[0.0, 0.0, 0.0]]},
-    }
-    unlike = parse_json(other, asked)
-    own.offer(other, unlike, answer_of(unlike), 100.0)
-    own.close()
-    (tmp_path / "1").mkdir()
-    (tmp_path / "1" / "99.requests").write_bytes(b"\1\0\0\0" + bytes(5))
-    assert [one.schema.features for one in read_folder(tmp_path / "0")] == [
-        SCHEMA.features.features,
-        other.features.features,
-    ]
-    (found,) = last_requests(tmp_path, SCHEMA, 10, 1 << 30)
-    assert dataclasses.replace(found, timeout_s=1.0).bags.values.tolist() == request.bags.values.tolist()
-    assert "passed by" in caplog.text
-    assert [one.num_candidates for one in last_requests(tmp_path, other, 10, 1 << 30)] == [1]

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import itertools
 import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from loader.snapshot.reader import Snapshot
 from router.plan import Plan
-from serving.observe.watch import degraded_reason, staleness_s
 from serving.rank.service import RankingService
 from serving.versions.loading import ModelSource, load_served_model
 from serving.versions.served_model import ServedModel
@@ -22,40 +18,13 @@ from shard_node.engine.loading import load_tables
 from shard_node.node import DeltaPosition, LocalShard, ServedVersion, ShardNode
 from shard_node.wire.address import Address
 from shard_node.wire.server import NodeServer
-from shardrank_testing.serving_api import MODEL, ApiModel, api_request, ask, run, running_api, write_api_model
+from shardrank_testing.serving_api import MODEL, ApiModel, api_request, run, running_api, write_api_model
 from shardrank_testing.topologies import make_node
 
 
 @pytest.fixture
 def addresses(tmp_path: Path) -> list[Address]:
     return [Address.parse(f"unix:{tmp_path}/{name}.sock") for name in ("a", "b")]
-
-
-def test_each_replica_of_a_shard_counts_its_rows_for_itself(api_model, addresses):
-    snapshot = Snapshot.open(api_model.path)
-    plan = Plan.make(snapshot.spec, 1, "hash", 1, 0)
-
-    async def main() -> None:
-        servers = [NodeServer(make_node(snapshot, plan, 0)) for _ in addresses]
-        for server, address in zip(servers, addresses, strict=True):
-            await server.start([address])
-        service = RankingService(expected_models=[MODEL])
-        source = ModelSource(snapshot=snapshot.path, shards=(tuple(addresses),), replicate_bytes=0, dtype="float32")
-        service.install(await asyncio.to_thread(load_served_model, source, service))
-        seen: list[dict[str, float]] = []
-        for seed in range(6):
-            await ask(service, api_request(seed) | {"timeout_ms": 10_000})
-            await service.watch.refresh()
-            seen.append(rows_by_replica(service, "users"))
-        for before, after in itertools.pairwise(seen):
-            assert set(after) == {str(address) for address in addresses}
-            assert all(after[replica] >= before[replica] for replica in after)
-            assert sum(after.values()) == sum(before.values()) + 1
-        await asyncio.to_thread(service.close)
-        for server in servers:
-            await server.close()
-
-    run(main())
 
 
 def test_a_process_whose_version_the_shards_have_let_go_is_not_ready(api_model, addresses):
@@ -85,12 +54,6 @@ def test_a_process_whose_version_the_shards_have_let_go_is_not_ready(api_model, 
     run(main())
 
 
-def rows_by_replica(service: RankingService, table: str) -> dict[str, float]:
-    text = service.metrics.render().decode()
-    pattern = r'rows_looked_up_total\{model="films",replica="([^"]+)",shard="0",table="' + table + r'".*\} (\S+)'
-    return {replica: float(rows) for replica, rows in re.findall(pattern, text)}
-
-
 def told(fresh_at: float | None) -> ServedVersion:
     return ServedVersion(
         model=MODEL,
@@ -100,17 +63,6 @@ def told(fresh_at: float | None) -> ServedVersion:
         state="live",
         delta_fresh_at=fresh_at,
     )
-
-
-@given(st.lists(st.floats(min_value=-10, max_value=100), min_size=1), st.floats(min_value=0.001, max_value=50))
-def test_a_model_is_degraded_exactly_when_its_stalest_node_is_too_stale(ages, limit_s):
-    nodes = [told(1000.0 - age) for age in ages]
-    # As floats have it: 1000 - (1000 - age) is not always age.
-    known = [staleness_s(one, 1000.0) for one in nodes]
-    reason = degraded_reason(nodes, limit_s, 1000.0)
-    assert bool(reason) == any(age > limit_s for age in known)
-    assert min(known) >= 0.0
-    assert not reason or f"on {sum(age > limit_s for age in known)} of {len(ages)} nodes" in reason
 
 
 def following_model(model: ApiModel, service: RankingService, position: DeltaPosition) -> ServedModel:

@@ -110,27 +110,6 @@ def test_a_full_queue_drops_what_nobody_waits_for_before_it_refuses(model):
     assert batcher.take(lambda: None) == [alive, *newest]
 
 
-def test_a_replica_whose_loop_has_ended_is_passed_over_and_the_next_idle_one_is_woken(model):
-    batcher, (calls, wake) = Batcher(RequestLimits()), wake_counter()
-
-    def ended() -> None:
-        raise RuntimeError("Event loop is closed")
-
-    assert batcher.take(wake) == []
-    assert batcher.take(ended) == []
-    waiting = model.rank()
-    batcher.submit(waiting)
-    assert calls == [1]
-    # Nobody is left to be woken: the request is queued all the same, and its lease is not the caller's any more.
-    assert batcher.take(wake) == [waiting]
-    assert batcher.take(ended) == []
-    batcher.submit(model.rank())
-    assert (batcher.num_waiting, model.leases) == (1, 2)
-    assert len(batcher.take(wake)) == 1
-    assert batcher.take(ended) == []
-    batcher.close()
-
-
 def test_every_request_of_many_threads_is_taken_exactly_once(model):
     batcher = Batcher(RequestLimits(max_queue=1000, max_batch_requests=7))
     requests = [model.rank() for _ in range(300)]
@@ -189,22 +168,6 @@ def test_one_owner_has_a_quarter_of_the_room_and_others_go_on():
         assert not waits.done()
         untaken.give("a", 100)
         await waits
-
-    run(main())
-
-
-def test_an_answer_larger_than_all_the_room_waits_until_it_is_alone_and_nobody_passes_it():
-    async def main() -> None:
-        untaken = UntakenAnswers(400)
-        await untaken.take("a", 1, FAR_S)
-        large = await asking(untaken, "b", 1000)
-        small = await asking(untaken, "c", 1)
-        assert (large.done(), small.done()) == (False, False)
-        untaken.give("a", 1)
-        await large
-        assert not small.done()
-        untaken.give("b", 1000)
-        await small
 
     run(main())
 

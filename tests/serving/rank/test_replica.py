@@ -126,24 +126,6 @@ def test_a_defect_fails_the_requests_of_its_batch_and_the_replica_goes_on(api_mo
     assert "TypeError" in caplog.text
 
 
-@pytest.mark.parametrize("num_replicas", [0, 1])
-def test_a_replica_that_can_take_no_batch_makes_its_model_not_ready(api_model, num_replicas):
-    async def main() -> None:
-        service = await loaded(api_model, num_replicas=num_replicas)
-        call, future = Call("embedded", "lookup", 0.0), Future()
-        future.set_exception = None  # so that to tell it of its deadline raises
-        submit(service, call, service.clock() - 1.0, future)
-        with service.lease(MODEL) as lease:
-            await until(lambda: not lease.payload._replicas[0].is_alive)
-        with pytest.raises(ShuttingDownError, match="all its ranking replicas have ended"):
-            await rank(service, api_request(1))
-        await service.watch.refresh()
-        assert service.watch.problems()[MODEL].startswith("not_ready: ")
-        await closed(service)
-
-    run(main())
-
-
 def batches(service: RankingService) -> tuple[float, float]:
     """Batches so far, and the requests in them."""
     text = service.metrics.render().decode()
@@ -341,29 +323,6 @@ def test_an_error_of_a_shard_fails_the_batch_that_asked_it_and_no_other(api_mode
                         await task
                 else:
                     assert_scores(api_model, [await task], [seed])
-
-    run(main())
-
-
-def test_a_bad_id_is_its_own_requests_error_where_shards_are_waited_for(api_model, tmp_path):
-    nodes = held_nodes(api_model, 2)
-
-    async def main() -> None:
-        async with ranked_on_loop(api_model, tmp_path, *nodes) as (service, _):
-            bad = api_request(1)
-            bad["candidates"]["sparse"]["film"][0] = 10**6
-            asking = [
-                *ranking_in_task(service, 0),
-                asyncio.create_task(rank(service, bad)),
-                *ranking_in_task(service, 2),
-            ]
-            await until(lambda: all(node.asked for node in nodes))
-            for node in nodes:
-                node.go.set()
-            first, refused, last = await asyncio.gather(*asking, return_exceptions=True)
-            assert isinstance(refused, UnknownIdError)
-            assert_scores(api_model, [first, last], [0, 2])
-            assert batches(service)[0] == 1
 
     run(main())
 

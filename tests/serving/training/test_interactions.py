@@ -27,17 +27,6 @@ def test_what_was_written_is_read_back(tmp_path: Path) -> None:
     assert read.users.zip_codes == written.users.zip_codes
 
 
-def test_files_may_list_users_and_films_in_any_order(tmp_path: Path) -> None:
-    written = small_interactions()
-    folder = write_movielens(tmp_path, written)
-    for name in ("u.item", "u.user"):
-        lines = (folder / name).read_text("latin-1").splitlines()
-        (folder / name).write_text("\n".join(reversed(lines)), "latin-1")
-    read = read_movielens(folder)
-    np.testing.assert_array_equal(read.film_index, written.film_index)
-    assert read.films.titles == written.films.titles
-
-
 @pytest.mark.parametrize(
     ("file", "line", "text", "problem"),
     [
@@ -74,14 +63,6 @@ def test_a_missing_or_empty_file_is_refused_by_name(tmp_path: Path, file: str) -
     (folder / file).unlink()
     with pytest.raises(DatasetError, match=f"{file}: No such file"):
         read_movielens(folder)
-
-
-def test_exactly_as_many_different_pairs_are_rated_as_were_asked_for() -> None:
-    data = small()
-    assert data.ratings.size == 700
-    assert len(set(zip(data.user_index.tolist(), data.film_index.tolist(), strict=True))) == 700
-    assert data.user_index.max() < 60
-    assert data.film_index.max() < 50
 
 
 def test_the_same_seed_generates_the_same_ratings() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -16,7 +15,7 @@ from loader.registry.fleet import LATENCY_BOUNDS_MS
 from loader.snapshot.reader import Snapshot
 from router.plan import Plan
 from serving.embedded import Ranker
-from serving.errors import CanaryShareError, MissingFeatureError, ModelNotFoundError
+from serving.errors import CanaryShareError, ModelNotFoundError
 from serving.proto.shardrank.v1 import ranking_pb2
 from serving.rank.service import RankingService
 from serving.versions.loading import ModelSource, load_served_model
@@ -134,38 +133,6 @@ def test_a_canary_must_be_here_and_ends_when_it_is_withdrawn_or_becomes_live(api
         assert rank(service, routing_key=IN_CANARY)["version"] == 2
 
 
-def test_requests_go_on_while_a_canary_is_set_and_withdrawn_again_and_again(api_model, newer):
-    with two_versions(api_model, newer) as service:
-        service.set_canary(MODEL, 2, SHARE)
-        stop = threading.Event()
-        seen: list[int] = []
-        failures: list[Exception] = []
-
-        def ask() -> None:
-            while not stop.is_set():
-                try:
-                    answer = rank(service, routing_key=IN_CANARY)
-                    model = {1: api_model, 2: newer}[answer["version"]]
-                    np.testing.assert_allclose(answer["scores"], model.scores(api_request(1)), rtol=1e-5)
-                except Exception as error:
-                    failures.append(error)
-                    return
-                seen.append(answer["version"])
-
-        asking = threading.Thread(target=ask)
-        asking.start()
-        for _ in range(5):
-            retiring = service.retire(MODEL, 2)
-            assert retiring.retired.wait(10)
-            service.install_staged(loaded(newer, service))
-            service.set_canary(MODEL, 2, SHARE)
-        stop.set()
-        asking.join()
-        assert failures == []
-        assert rank(service, routing_key=IN_CANARY)["version"] == 2
-        assert set(seen) <= {1, 2}
-
-
 def test_a_version_is_counted_for_what_it_answered_and_scored(api_model, newer):
     with two_versions(api_model, newer) as service:
         service.set_canary(MODEL, 2, SHARE)
@@ -224,36 +191,6 @@ def test_a_request_that_fails_in_the_canary_counts_for_the_canary_with_its_laten
     assert 2000.0 <= bound_ms < 2000.0 * 1.16
     assert stats_of(service, 1).requests == 0
     service.close()
-
-
-def test_a_request_that_does_not_fit_the_canary_counts_as_its_error(api_model, newer):
-    with two_versions(api_model, newer) as service:
-        service.set_canary(MODEL, 2, SHARE)
-        request = api_request(1) | {"routing_key": IN_CANARY}
-        del request["candidates"]["sparse"]["film"]
-        with pytest.raises(MissingFeatureError):
-            Ranker(service, MODEL).rank(request)
-        stats = stats_of(service, 2)
-        assert (stats.requests, stats.errors, sum(stats.latency_counts)) == (1, 1, 1)
-        assert stats_of(service, 1).requests == 0
-
-
-def test_the_metrics_tell_which_version_is_what(api_model, newer):
-    with two_versions(api_model, newer) as service:
-        service.set_canary(MODEL, 2, 0.25)
-        rank(service, version=2)
-        text = service.metrics.render().decode()
-        for line in (
-            'shardrank_live_version{model="films"} 1.0',
-            'shardrank_version_state{model="films",state="live",version="1"} 1.0',
-            'shardrank_version_state{model="films",state="staged",version="2"} 1.0',
-            'shardrank_version_leases{model="films",version="2"} 0.0',
-            'shardrank_canary_share{model="films",version="2"} 0.25',
-            'shardrank_version_requests_total{model="films",outcome="ok",version="2"} 1.0',
-            'shardrank_degraded{model="films"} 0.0',
-            'shardrank_stage_seconds_count{method="rank",model="films",stage="total"} 1.0',
-        ):
-            assert line in text.splitlines()
 
 
 MODELS = st.text(max_size=20)
