@@ -96,8 +96,8 @@ async def count(folder: Path, *, same: bool) -> dict[str, Any]:
             pool = bench_payloads(shape, "mlp", 1, "json", 32)
             with contextlib.closing(HTTPConnection(listening.host, listening.http_port, timeout=30)) as connection:
                 for number in range(WARM_UP_REQUESTS):
-                    await asyncio.to_thread(ask, connection, pool.path, pool[number % len(pool)])
-                counted = [await _counted(connection, pool.path, pool[number]) for number in range(8)]
+                    await asyncio.to_thread(ask, connection, pool[0].path, pool[number % len(pool)])
+                counted = [await _counted(connection, pool[0].path, pool[number]) for number in range(8)]
                 return min(counted, key=lambda one: int(one["calls"]))
     finally:
         service.close()

@@ -25,10 +25,10 @@ from loadtest.drill.running import Report
 from loadtest.errors import DrillError
 from loadtest.load.closed_loop import Weighed, cpu_seconds, not_busy_because
 from loadtest.load.config import OfferedLoad, bench_load
-from loadtest.load.generator import ANSWER_SLACK_S, LEAD_S, Generators, cpu_between, headers_of, open_payloads
-from loadtest.load.open_loop import OpenLoop, arrival_times
-from loadtest.load.recorder import MAX_CPU_SHARE, OK, Float64Array, Recorder
-from loadtest.load.senders import AnswerCheck, HttpConnection, HttpSender
+from loadtest.load.generator import ANSWER_SLACK_S, LEAD_S, Generators, offer, open_payloads
+from loadtest.load.open_loop import arrival_times
+from loadtest.load.recorder import MAX_CPU_SHARE, OK, Done, Float64Array, Recorder
+from loadtest.load.senders import Failure, Outgoing
 from loadtest.load.workers import event_loop
 from loadtest.servers import Server, serving, summed
 from loadtest.workloads.catalog import BenchShape, BenchWorkload, bench_spec
@@ -158,40 +158,13 @@ def phase_times(phases: tuple[Phase, ...], seed: int) -> Iterator[Float64Array]:
         begin += phase.seconds
 
 
-class _Connection(HttpConnection):
-    """Looks whether an answer says when to come again."""
+class _Recorder(Recorder):
+    """Records an answer 503 that says when to come again as `SHED`."""
 
-    says_when = False
-
-    def on_message_begin(self) -> None:
-        self.says_when = False
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if name.lower() == b"retry-after":
-            self.says_when = value.isdigit()
-
-
-class _Sender(HttpSender):
-    connection_class = _Connection
-
-    def kind_of(self, connection: HttpConnection, status: int) -> str:
-        is_shed = isinstance(connection, _Connection) and connection.says_when and status == 503
-        return SHED if is_shed else super().kind_of(connection, status)
-
-
-class _Kept(Recorder):
-    """Keeps every record as it is: due, turn, sent, ended, code."""
-
-    def __init__(self) -> None:
-        super().__init__(0.0, 1.0, 0.0)
-        self.rows: list[tuple[float, float, float, float, int]] = []
-
-    def add(self, intended: float, turn: float, sent: float, ended: float, code: int) -> None:
-        self.rows.append((intended, turn, sent, ended, code))
-
-    @property
-    def kinds(self) -> dict[int, str]:
-        return {code: kind for kind, code in self._codes.items()}
+    def add(self, request: Outgoing, ended: float, failure: Failure | None) -> None:
+        if failure is not None and failure.kind == SHED_UNTOLD and failure.retry_after.isdigit():
+            failure = failure._replace(kind=SHED)
+        super().add(request, ended, failure)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,34 +175,12 @@ class Asked:
     cpu_s: float
 
 
-def ask(load: OfferedLoad, phases: tuple[Phase, ...], seed: int, at: float, file: Path) -> Asked:
-    """Ask from CLOCK_MONOTONIC `at` on, and write all records to a file, float64 [n, 5]. Runs in the client."""
-    kept, begun = _Kept(), at + phases[0].seconds
-
-    async def asking() -> float:
-        _, pool = open_payloads(load)
-        loop = OpenLoop(
-            phase_times(phases, seed),
-            at,
-            len(pool),
-            kept,
-            timeout_s=load.timeout_ms / 1000,
-            max_in_flight=load.max_in_flight,
-        )
-        check, headers = AnswerCheck(pool, kept), headers_of(load.varied, load.seed, 0)
-        place = load.at
-        sender = _Sender((place.host, place.port), place.host, pool, check, loop.on_over, headers, load.max_connections)
-        cpu = asyncio.create_task(cpu_between(begun, begun + phases[1].seconds))
-        try:
-            await loop.run(sender)
-            return await cpu
-        finally:
-            cpu.cancel()
-            await sender.close()
-
-    cpu_s = event_loop().run(asking())
-    np.save(file, np.array(kept.rows, np.float64).reshape(-1, 5))
-    return Asked(kept.kinds, cpu_s)
+def ask(load: OfferedLoad, phases: tuple[Phase, ...], seed: int, at: float) -> Done:
+    """Ask from CLOCK_MONOTONIC `at` on. Runs in the client."""
+    _, pool = open_payloads(load)
+    begin = phases[0].seconds
+    times = phase_times(phases, seed)
+    return event_loop().run(offer(load, pool, times, _Recorder(at), cpu_s=(begin, begin + phases[1].seconds)))
 
 
 class Worked(NamedTuple):
@@ -288,7 +239,7 @@ class _Drill:
 
     async def overload(self, capacity: float) -> tuple[Float64Array, Asked, Worked]:
         """Do the three phases. Returns the records, and what client and server did."""
-        config, file = self.config, self.folder / "records.npy"
+        config = self.config
         normal = Phase(rate=NORMAL_SHARE * capacity, seconds=config.normal_s)
         phases = (normal, Phase(rate=config.factor * capacity, seconds=config.seconds), normal)
         changed = {"timeout_ms": GIVE_UP_MS, "slo_ms": config.deadline_ms}
@@ -297,11 +248,13 @@ class _Drill:
         at = time.monotonic() + LEAD_S
         begins, ends = at + config.normal_s, at + config.normal_s + config.seconds
         limit_s = ends + config.normal_s - at + ANSWER_SLACK_S
-        arguments = [(load, phases, config.seed, at, file)]
+        arguments = [(load, phases, config.seed, at)]
         asking = asyncio.create_task(asyncio.to_thread(self.generators.call, ask, arguments, limit_s))
         early, late = [await self._worked_by(when) for when in (begins, ends)]
-        (asked,) = await asking
-        return np.load(file), asked, Worked(*(after - before for before, after in zip(early, late, strict=True)))
+        (done,) = await asking
+        records = done.records.rows.view(np.float64).reshape(-1, 5)
+        asked = Asked(dict(enumerate(done.records.kinds)), done.cpu_s)
+        return records, asked, Worked(*(after - before for before, after in zip(early, late, strict=True)))
 
     async def _worked_by(self, when: float) -> Worked:
         """Wait, and tell what the server has done so far."""

@@ -1,4 +1,4 @@
-"""The closed loop: always the same number of requests out, while the server and the client are weighed.
+"""The closed loop: always the same number of requests in flight, while the server and the client are weighed.
 
 Each answer is followed by the next request at once. It has no say in latency; it shows what a server costs when it
 never waits for work, and, with one request in flight, how fast it answers when it has nothing else to do.
@@ -7,9 +7,9 @@ never waits for work, and, with one request in flight, how fast it answers when 
 from __future__ import annotations
 
 import asyncio
-import itertools
+import contextlib
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -18,22 +18,62 @@ import psutil
 
 from loadtest.errors import LateAnswerError, RequestFailedError
 from loadtest.load.config import OfferedLoad
-from loadtest.load.recorder import MAX_CPU_SHARE, OK
-from loadtest.load.senders import GrpcSender, HttpSender, Outgoing, make_sender
-from loadtest.workloads.payloads import Headers, Payloads
+from loadtest.load.open_loop import Loop, Route
+from loadtest.load.recorder import MAX_CPU_SHARE, Recorder
+from loadtest.load.senders import AnswerCheck, Failure, OnOver, Outgoing, make_sender
+from loadtest.workloads.payloads import Pool, changing_headers
 
 ANSWER_TIMEOUT_S = 60.0
 LATE_KINDS = frozenset({"timeout", "http_504", "grpc_deadline_exceeded"})
 """Kinds of failed requests that had too little time."""
-_FAILED = 1
 
 Role: TypeAlias = Literal["serve", "nodes"]
 """Of a server's processes: those that run `shard-node`, and all others."""
 
 
+class ClosedLoop(Loop):
+    """Keeps requests in flight. Its `route` may change: a sender that it no longer returns gets no more requests.
+
+    Args:
+        route: by the request's number, from 0; also which server is asked.
+        record: called with each request that is over.
+        in_flight: requests that are always out.
+        timeout_s: after which a request is given up.
+    """
+
+    def __init__(
+        self, route: Route, record: OnOver, *, in_flight: int, timeout_s: float = ANSWER_TIMEOUT_S, begin: float = 0.0
+    ) -> None:
+        super().__init__(route, record, begin=begin or time.monotonic(), timeout_s=timeout_s)
+        self._requests = in_flight
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Send while the block runs, then wait for the answers that are out. Raises what `wait` raises."""
+        with self._watched():
+            for _ in range(self._requests):
+                self._send_more(time.monotonic())
+            try:
+                yield
+            finally:
+                self._is_stopped = True
+            self.stop()
+            await self._over
+
+    async def wait(self, seconds: float) -> None:
+        """Wait. Raises what was given to `fail`, or what `record`, a judge or another callback raised."""
+        await asyncio.wait([self._over], timeout=seconds)
+        if self._over.done():
+            self._over.result()
+
+    def _send_more(self, now: float) -> None:
+        if not self._is_stopped:
+            self._send(now - self._begin, now)
+
+
 @dataclass(frozen=True, slots=True)
 class CpuTime:
-    """Processor time of some processes, in their own code and in the kernel."""
+    """Processor time of some processes, in their code and in the kernel."""
 
     user_s: float = 0.0
     kernel_s: float = 0.0
@@ -52,7 +92,7 @@ class Weighed:
         requests: answered right within the seconds.
         seconds: that it were.
         server_cpu: processor time of the server's processes by role; a role that none has is not there.
-        client_cpu_s: that of the generator's own process.
+        client_cpu_s: that of the generator's process.
         p50_ms, p99_ms: from sending to answer.
     """
 
@@ -66,7 +106,7 @@ class Weighed:
     @property
     def server_cpu_s(self) -> float:
         """Processor time of all of the server's processes."""
-        return sum(one.all_s for one in self.server_cpu.values())
+        return sum(cpu.all_s for cpu in self.server_cpu.values())
 
     @property
     def requests_per_s(self) -> float:
@@ -89,76 +129,27 @@ def not_busy_because(busy: Weighed) -> tuple[str, ...]:
 
 def cpu_by_role(process_ids: Iterable[int]) -> dict[Role, CpuTime]:
     """Add up the processor time that processes have used so far, by what they run. Raises psutil.NoSuchProcess."""
-    found: dict[Role, CpuTime] = {}
+    total: dict[Role, CpuTime] = {}
     for process in map(psutil.Process, process_ids):
         role: Role = "nodes" if "shard-node" in process.cmdline() else "serve"
-        before, times = found.get(role, CpuTime()), process.cpu_times()
-        found[role] = CpuTime(before.user_s + times.user, before.kernel_s + times.system)
-    return found
+        before, times = total.get(role, CpuTime()), process.cpu_times()
+        total[role] = CpuTime(before.user_s + times.user, before.kernel_s + times.system)
+    return total
 
 
 def cpu_seconds(process_ids: Iterable[int]) -> float:
     """Add up the processor time that processes have used so far. Raises psutil.NoSuchProcess."""
-    return sum(one.all_s for one in cpu_by_role(process_ids).values())
-
-
-class _ClosedLoop:
-    def __init__(self, pool: Payloads) -> None:
-        self.latencies_s: list[float] = []
-        self.is_counting = False
-        self._numbers = itertools.cycle(range(len(pool)))
-        self._name = pool.api
-        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: self._fail(context.get("exception")))
-
-    def begin(self, sender: HttpSender | GrpcSender, in_flight: int) -> None:
-        self._sender = sender
-        for _ in range(in_flight):
-            self._send()
-
-    async def go_on(self, seconds: float) -> None:
-        """Wait; raise the first failure."""
-        await asyncio.wait([self._failed], timeout=seconds)
-        if self._failed.done():
-            self._failed.result()
-
-    def failure(self, kind: str, message: str = "") -> int:
-        error = LateAnswerError if kind in LATE_KINDS else RequestFailedError
-        self._fail(error(f"{self._name}: {kind}: {message[:300]}"))
-        return _FAILED
-
-    def on_over(self, request: Outgoing, ended: float, code: int) -> None:
-        if code != OK:
-            return
-        if self.is_counting:
-            self.latencies_s.append(ended - request.turn)
-        self._send()
-
-    def _send(self) -> None:
-        now = time.monotonic()
-        self._sender.send(Outgoing(next(self._numbers), 0.0, now, now))
-
-    def _fail(self, error: BaseException | None) -> None:
-        if error is not None and not self._failed.done():
-            self._failed.set_exception(error)
+    return sum(cpu.all_s for cpu in cpu_by_role(process_ids).values())
 
 
 async def keep_busy(
-    load: OfferedLoad,
-    pool: Payloads,
-    headers: Iterator[Headers],
-    *,
-    in_flight: int,
-    warmup_s: float,
-    seconds: float,
-    process_ids: Sequence[int],
+    load: OfferedLoad, pool: Pool, *, in_flight: int, warmup_s: float, seconds: float, process_ids: Sequence[int]
 ) -> Weighed:
-    """Keep a server busy, each request sent with the next of `headers` beside its own.
+    """Keep a server busy.
 
     Args:
         load: where requests go.
         pool: of them.
-        headers: one after the other.
         in_flight: requests that are always out.
         warmup_s: before the seconds.
         seconds: that are counted.
@@ -169,42 +160,48 @@ async def keep_busy(
         LateAnswerError: its deadline has passed.
         psutil.NoSuchProcess: the server has ended.
     """
-    loop = _ClosedLoop(pool)
+    recorder = Recorder(time.monotonic())
+
+    def record(request: Outgoing, ended: float, failure: Failure | None) -> None:
+        if failure is not None:
+            error = LateAnswerError if failure.kind in LATE_KINDS else RequestFailedError
+            loop.fail(error(f"{pool.api}: {failure.kind}: {failure.message[:300]}"))
+        recorder.add(request, ended, failure)
+
     sender = await make_sender(
         load.at,
         pool,
-        loop,
-        loop.on_over,
-        headers,
+        AnswerCheck(pool),
+        changing_headers(load.varied),
         connections=in_flight,
         channels=min(load.grpc_channels, in_flight),
-        timeout_s=ANSWER_TIMEOUT_S,
     )
-    own = (psutil.Process().pid,)
+    loop = ClosedLoop(lambda number: sender, record, in_flight=in_flight, begin=recorder.begin)
+    client = (psutil.Process().pid,)
     try:
         await sender.open(ANSWER_TIMEOUT_S)
-        loop.begin(sender, in_flight)
-        await loop.go_on(warmup_s)
-        began, cpu, own_s = time.perf_counter(), cpu_by_role(process_ids), cpu_seconds(own)
-        loop.is_counting = True
-        await loop.go_on(seconds)
-        while not loop.latencies_s:
-            await loop.go_on(0.01)
-        loop.is_counting = False
-        took_s = time.perf_counter() - began
-        after, own_s = cpu_by_role(process_ids), cpu_seconds(own) - own_s
+        async with loop.running():
+            await loop.wait(warmup_s)
+            began, cpu, client_s = time.monotonic(), cpu_by_role(process_ids), cpu_seconds(client)
+            answered = len(recorder)
+            await loop.wait(seconds)
+            while len(recorder) == answered:
+                await loop.wait(0.01)
+            after, client_s = cpu_by_role(process_ids), cpu_seconds(client) - client_s
+            ended = time.monotonic()
     finally:
-        asyncio.get_running_loop().set_exception_handler(None)
         await sender.close()
-    p50, p99 = (np.percentile(loop.latencies_s, (50, 99)) * 1e3).tolist()
+    rows = recorder.records().rows
+    rows = rows[(rows["ended"] >= began - recorder.begin) & (rows["ended"] < ended - recorder.begin)]
+    p50, p99 = (np.percentile(rows["ended"] - rows["turn"], (50, 99)) * 1e3).tolist()
     return Weighed(
-        requests=len(loop.latencies_s),
-        seconds=took_s,
+        requests=rows.size,
+        seconds=ended - began,
         server_cpu={
-            role: CpuTime(one.user_s - cpu[role].user_s, one.kernel_s - cpu[role].kernel_s)
-            for role, one in after.items()
+            role: CpuTime(used.user_s - cpu[role].user_s, used.kernel_s - cpu[role].kernel_s)
+            for role, used in after.items()
         },
-        client_cpu_s=own_s,
+        client_cpu_s=client_s,
         p50_ms=p50,
         p99_ms=p99,
     )

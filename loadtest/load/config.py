@@ -47,6 +47,11 @@ class LoadTarget(Frozen):
             raise ValueError(f"{text!r}: a host and a port are needed")
         return cls(scheme=parts.scheme, host=parts.hostname, port=port)
 
+    @property
+    def address(self) -> str:
+        """Write `host:port`, an address of IPv6 in brackets."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
 
 class OfferedLoad(Frozen):
     """What to ask, where and how, for all runs of one load test.

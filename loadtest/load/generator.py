@@ -1,4 +1,4 @@
-"""Processes that measure servers.
+"""The load generator: open and closed loops in processes of their own.
 
 Everything that costs time and can be done ahead is: while a run goes on, they write prepared bytes and read answers.
 """
@@ -7,31 +7,24 @@ from __future__ import annotations
 
 import asyncio
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
 from functools import lru_cache, partial
 
-import grpc
 import numpy as np
-from pydantic import TypeAdapter
 
-from loader.errors import ShardrankError
 from loader.memory import settle_heap
-from loadtest.errors import LateAnswerError, RequestFailedError
+from loadtest.errors import AnswerError, LateAnswerError, RequestFailedError
 from loadtest.load.closed_loop import ANSWER_TIMEOUT_S, Weighed, keep_busy
 from loadtest.load.config import MAX_TIMEOUT_MS, OTHER_SERVERS_APIS, OfferedLoad, RunConfig
 from loadtest.load.open_loop import OpenLoop, arrival_times
-from loadtest.load.recorder import Done, LatencyHistogram, Ready, Recorder, make_result
+from loadtest.load.recorder import Done, Float64Array, Ready, Recorder, make_result
 from loadtest.load.result import LoadResult
-from loadtest.load.senders import as_it_is, host_and_port, make_sender
-from loadtest.load.workers import Workers, event_loop, tell
+from loadtest.load.senders import AnswerCheck, Failure, Judge, Outgoing, make_sender
+from loadtest.load.workers import Workers, event_loop
 from loadtest.workloads.catalog import bench_payloads, bench_workload, open_workload
-from loadtest.workloads.payloads import Headers, Payloads, changing_headers
+from loadtest.workloads.payloads import Payloads, Pool, changing_headers
 from shard_node.bags import Float32Array
 
-STATUS_INTERVAL_S = 0.5
 READY_TIMEOUT_S = 600.0
 # Beyond what was asked for.
 ANSWER_SLACK_S = 120.0
@@ -39,37 +32,14 @@ ANSWER_SLACK_S = 120.0
 LEAD_S = 0.3
 
 
-@dataclass(frozen=True, slots=True)
-class Status:
-    """How a run gets on in one process, some times a second.
-
-    Attributes:
-        due: requests that are over.
-        ok: of these, answered right.
-        in_flight: requests that are out.
-        recent: latency of right answers since the last status.
-    """
-
-    due: int
-    ok: int
-    in_flight: int
-    recent: LatencyHistogram
-
-
-# Made once: that takes as long as a request, on the loop that times them.
-_STATUS = TypeAdapter(Status)
-
-Say = Callable[[Status], None]
-
-
 def share_of(total: int, process: int, processes: int) -> int:
-    """Give a process's part of what all have together; the parts add up to the total."""
+    """Return a process's part of what all have together; the parts add up to the total."""
     return total // processes + (process < total % processes)
 
 
 def open_payloads(load: OfferedLoad, process: int = 0) -> tuple[str, Payloads]:
-    """Open a workload: its whole name, and a process's own requests, which are made once. Raises ShardrankError."""
-    # Where servers listen changes, what they are asked does not; requests of other servers bring no deadline.
+    """Open a workload: its complete name, and the requests of a process, which are made once. Raises ShardrankError."""
+    # Where servers listen changes, what is requested does not; requests of other servers bring no deadline.
     changed: dict[str, object] = {"target": "", "api": load.spoken}
     if load.spoken in OTHER_SERVERS_APIS:
         changed["timeout_ms"] = MAX_TIMEOUT_MS
@@ -78,15 +48,14 @@ def open_payloads(load: OfferedLoad, process: int = 0) -> tuple[str, Payloads]:
 
 @lru_cache(maxsize=32)
 def _open_payloads(load: OfferedLoad, process: int) -> tuple[str, Payloads]:
-    api, wanted = load.api or "json", load.workload
-    if not isinstance(wanted, str):
-        name = bench_workload(wanted.shape, wanted.head, wanted.hotness).name
-        timeout_ms = load.stated_timeout_ms
+    api, bench, timeout_ms = load.api or "json", load.workload, load.stated_timeout_ms
+    if not isinstance(bench, str):
+        name = bench_workload(bench.shape, bench.head, bench.hotness).name
         return name, bench_payloads(
-            wanted.shape, wanted.head, wanted.hotness, api, load.requests, timeout_ms=timeout_ms, path=load.path
+            bench.shape, bench.head, bench.hotness, api, load.requests, timeout_ms=timeout_ms, path=load.path
         )
     workload = open_workload(
-        wanted,
+        bench,
         ids=load.ids,
         candidates=load.candidates,
         context_features=load.context_features,
@@ -94,116 +63,108 @@ def _open_payloads(load: OfferedLoad, process: int) -> tuple[str, Payloads]:
         split_seed=load.split_seed,
         varied=load.varied,
     )
+    # Processes that sent the same would find each other's rows in the server's caches.
+    seed = load.seed + 2**32 * process
     return workload.name, Payloads(
-        workload,
-        api,
-        model=load.model,
-        count=load.requests,
-        timeout_ms=load.stated_timeout_ms,
-        # Processes that asked the same would find each other's rows in the server's caches.
-        seed=load.seed + 2**32 * process,
+        workload, api, model=load.model, count=load.requests, timeout_ms=timeout_ms, seed=seed
     )
-
-
-@lru_cache(maxsize=16)
-def headers_of(varied: bool, seed: int, process: int) -> Iterator[Headers]:
-    """Give the headers of a process, which go on from run to run."""
-    return changing_headers(varied, seed + 2**32 * process)
 
 
 async def offer(
     load: OfferedLoad,
-    run: RunConfig,
-    pool: Payloads,
-    headers: Iterator[Headers],
-    say: Say,
+    pool: Pool,
+    times: Iterable[Float64Array],
+    recorder: Recorder,
     *,
-    at: float,
+    cpu_s: tuple[float, float],
+    judge: Judge | None = None,
     process: int = 0,
 ) -> Done:
-    """Do one process's part of a run, with connections of its own.
+    """Send requests at given times, with connections that are this call's.
 
     Args:
-        load: what is asked.
-        run: how often.
+        load: where requests go, and its limits, of which a process has its part.
         pool: of the requests.
-        headers: that requests are sent with beside their own.
-        say: given a status some times a second.
-        at: the begin, CLOCK_MONOTONIC seconds, which all processes of a machine share.
+        times: when they are due, as `OpenLoop` reads it.
+        recorder: of all requests, whose `begin` is the run's.
+        cpu_s: begin and end, in seconds of the run, of the time for which this process's CPU time is measured.
+        judge: of answers; None for `AnswerCheck`.
         process: its number, from 0.
 
     Raises:
         OSError: the target's name is not known.
-        Exception: a defect of the generator.
+        Exception: a bug of the generator.
     """
     part = partial(share_of, process=process, processes=load.processes)
-    recorder = Recorder(run.warmup_s, run.until_s, load.slo_ms / 1000)
-    loop = OpenLoop(
-        arrival_times(load.arrivals, run.rate, run.until_s, seed=run.seed, process=process, processes=load.processes),
-        at,
-        len(pool),
-        recorder,
-        timeout_s=load.timeout_ms / 1000,
-        max_in_flight=part(load.max_in_flight),
-    )
+    at = recorder.begin
     sender = await make_sender(
         load.at,
         pool,
-        recorder,
-        loop.on_over,
-        headers,
+        judge or AnswerCheck(pool),
+        changing_headers(load.varied),
         connections=part(load.max_connections),
         channels=part(load.grpc_channels),
+    )
+    loop = OpenLoop(
+        times,
+        lambda number: sender,
+        recorder.add,
+        begin=at,
         timeout_s=load.timeout_ms / 1000,
+        max_in_flight=part(load.max_in_flight),
     )
     if load.at.scheme == "grpc":
         await sender.open(max(at - time.monotonic(), 0))
-    status = asyncio.create_task(_say_status(loop, recorder, say))
-    cpu = asyncio.create_task(cpu_between(at + run.warmup_s, at + run.until_s))
+    cpu = asyncio.create_task(_cpu_between(at + cpu_s[0], at + cpu_s[1]))
     try:
-        await loop.run(sender)
-        cpu_s = await cpu
+        await loop.run()
+        used_s = await cpu
     finally:
-        status.cancel()
         cpu.cancel()
         await sender.close()
-    return Done(records=recorder.records(), cpu_s=cpu_s, connections=sender.opened)
+    return Done(records=recorder.records(), cpu_s=used_s, connections=sender.opened)
 
 
-async def cpu_between(begin: float, end: float) -> float:
-    """Wait until `end`; seconds of processor time that this process used since `begin`, both CLOCK_MONOTONIC."""
+async def _cpu_between(begin: float, end: float) -> float:
+    """Wait until `end`; return CPU seconds that this process used since `begin`, both CLOCK_MONOTONIC."""
     await asyncio.sleep(max(begin - time.monotonic(), 0))
     used_s = time.process_time()
     await asyncio.sleep(max(end - time.monotonic(), 0))
     return time.process_time() - used_s
 
 
-async def _say_status(loop: OpenLoop, recorder: Recorder, say: Say) -> None:
-    while True:
-        await asyncio.sleep(STATUS_INTERVAL_S)
-        recent = recorder.take_recent()
-        say(Status(due=recorder.due, ok=recorder.ok, in_flight=loop.in_flight, recent=recent))
-
-
-def ask_scores(load: OfferedLoad, pool: Payloads, request: int) -> Float32Array:
-    """Ask a server one request of a pool: its scores, float32 [candidates].
+def ask_scores(load: OfferedLoad, pool: Pool, request: int) -> Float32Array:
+    """Send a server one request of a pool, and return its scores, float32 [candidates].
 
     Raises:
         RequestFailedError: there is no answer with finite scores.
     """
-    at, asked = load.at, pool[request]
-    host = host_and_port(at.host, at.port)
+
+    async def ask() -> tuple[bytes, Failure | None]:
+        over: asyncio.Future[tuple[bytes, Failure | None]] = asyncio.get_running_loop().create_future()
+
+        def judge(request: Outgoing, body: bytes) -> None:
+            request.verdict = body
+
+        def on_over(request: Outgoing, ended: float, failure: Failure | None) -> None:
+            over.set_result((request.verdict, failure))
+
+        sender = await make_sender(load.at, pool, judge, connections=1, channels=1)
+        try:
+            now = time.monotonic()
+            sender.send(Outgoing(request, 0.0, now, now, now + ANSWER_TIMEOUT_S, on_over))
+            return await asyncio.wait_for(over, ANSWER_TIMEOUT_S)
+        finally:
+            await sender.close()
+
+    what = f"{pool.api}: no scores of request {request}"
     try:
-        if pool.is_grpc:
-            with grpc.insecure_channel(host) as channel:
-                answer = channel.unary_unary(pool.path, as_it_is, as_it_is)(asked.body, timeout=ANSWER_TIMEOUT_S)
-        else:
-            post = urllib.request.Request(f"http://{host}{pool.path}", asked.body, dict(asked.headers))
-            with urllib.request.urlopen(post, timeout=ANSWER_TIMEOUT_S) as response:
-                answer = response.read()
-        scores = np.array(pool.scores(answer), np.float32)
-    except (OSError, urllib.error.URLError, grpc.RpcError, ValueError, ShardrankError) as error:
-        raise RequestFailedError(f"{pool.api}: no scores of request {request}: {error}") from error
+        body, failure = asyncio.run(ask())
+        if failure is not None:
+            raise RequestFailedError(f"{what}: {failure.kind}: {failure.message[:300]}")
+        scores = np.array(pool.scores(body), np.float32)
+    except (OSError, AnswerError) as error:
+        raise RequestFailedError(f"{what}: {error}") from error
     if not np.isfinite(scores).all():
         raise RequestFailedError(f"{pool.api}: request {request}: a score that is not finite")
     return scores
@@ -218,20 +179,17 @@ def _prepare(load: OfferedLoad, process: int) -> Ready:
 
 def _offer(load: OfferedLoad, run: RunConfig, at: float, process: int) -> Done:
     _, pool = open_payloads(load, process)
-    headers = headers_of(load.varied, load.seed, process)
-
-    def say(status: Status) -> None:
-        tell(_STATUS.dump_python(status, mode="json"))
-
-    return event_loop().run(offer(load, run, pool, headers, say, at=at, process=process))
+    times = arrival_times(
+        load.arrivals, run.rate, run.until_s, seed=run.seed, process=process, processes=load.processes
+    )
+    return event_loop().run(offer(load, pool, times, Recorder(at), cpu_s=(run.warmup_s, run.until_s), process=process))
 
 
 def _busy(load: OfferedLoad, in_flight: int, warmup_s: float, seconds: float, process_ids: tuple[int, ...]) -> Weighed:
     _, pool = open_payloads(load)
-    times = {"warmup_s": warmup_s, "seconds": seconds}
-    headers = headers_of(load.varied, load.seed, 0)
+    busy = keep_busy(load, pool, in_flight=in_flight, warmup_s=warmup_s, seconds=seconds, process_ids=process_ids)
     try:
-        return event_loop().run(keep_busy(load, pool, headers, in_flight=in_flight, **times, process_ids=process_ids))
+        return event_loop().run(busy)
     except LateAnswerError as error:
         raise LateAnswerError(
             f"{error}; with {in_flight} requests in flight the server needs more time than they have: "
@@ -239,9 +197,8 @@ def _busy(load: OfferedLoad, in_flight: int, warmup_s: float, seconds: float, pr
         ) from error
 
 
-def _scores(load: OfferedLoad, request: int) -> list[float]:
-    scores: list[float] = ask_scores(load, open_payloads(load)[1], request).tolist()
-    return scores
+def _scores(load: OfferedLoad, request: int) -> Float32Array:
+    return ask_scores(load, open_payloads(load)[1], request)
 
 
 class Generators(Workers):
@@ -254,18 +211,12 @@ class Generators(Workers):
         """Have the requests of a load made; they are kept. Raises LoadConfigError if the workload can't be opened."""
         return self.call(_prepare, [(load, number) for number in range(load.processes)], READY_TIMEOUT_S)
 
-    def offer(
-        self,
-        load: OfferedLoad,
-        run: RunConfig,
-        on_status: Callable[[int, Status], None] = lambda process, status: None,
-    ) -> LoadResult:
-        """Do a run; `on_status` is given each `Status` of a process."""
+    def offer(self, load: OfferedLoad, run: RunConfig) -> LoadResult:
+        """Do a run."""
         ready = self.prepare(load)
         at, began = time.monotonic() + LEAD_S, time.time() + LEAD_S
         limit_s = LEAD_S + run.until_s + load.timeout_ms / 1000 + ANSWER_SLACK_S
-        parts = [(load, run, at, number) for number in range(load.processes)]
-        done = self.call(_offer, parts, limit_s, lambda number, told: on_status(number, _STATUS.validate_python(told)))
+        done = self.call(_offer, [(load, run, at, number) for number in range(load.processes)], limit_s)
         return make_result(load, run, ready, began, done)
 
     def busy(
@@ -273,10 +224,10 @@ class Generators(Workers):
     ) -> Weighed:
         """Keep a server busy from the first process. A request that fails is a GeneratorError."""
         self.prepare(load)
-        asked = load, in_flight, warmup_s, seconds, process_ids
-        return self.call(_busy, [asked], warmup_s + seconds + ANSWER_SLACK_S)[0]
+        arguments = load, in_flight, warmup_s, seconds, process_ids
+        return self.call(_busy, [arguments], warmup_s + seconds + ANSWER_SLACK_S)[0]
 
     def scores(self, load: OfferedLoad, request: int) -> Float32Array:
-        """Ask for a server's scores, float32 [candidates], of a request of the first process."""
+        """Return a server's scores, float32 [candidates], of a request of the first process."""
         self.prepare(load)
-        return np.array(self.call(_scores, [(load, request)], ANSWER_SLACK_S)[0], np.float32)
+        return self.call(_scores, [(load, request)], ANSWER_SLACK_S)[0]

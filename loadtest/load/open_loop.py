@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import os
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
-from loadtest.load.recorder import NEVER, Float64Array, Recorder
+from loadtest.load.recorder import Float64Array
 from loadtest.load.result import Arrivals
-from loadtest.load.senders import GrpcSender, HttpSender, Outgoing
+from loadtest.load.senders import Failure, OnOver, Outgoing, Sender
 
 # Beyond so many, answers are read before more requests are sent: a generator that is behind must not stop reading.
 MAX_SENDS_AT_ONCE = 64
 TIMES_PER_CHUNK = 4096
 _TFD_TIMER_ABSTIME = 1
 
+Route = Callable[[int], Sender]
+"""Chooses the sender of request `number` of a run."""
+
 
 def arrival_times(
-    arrivals: Arrivals, rate: float, until_s: float, *, seed: int, process: int = 0, processes: int = 1
+    arrivals: Arrivals, rate: float, until_s: float, *, seed: int = 0, process: int = 0, processes: int = 1
 ) -> Iterator[Float64Array]:
     """Draw the part of one process in the arrivals of a run, in chunks: ascending seconds below `until_s`.
 
@@ -31,32 +34,20 @@ def arrival_times(
     gaps of mean 1 / rate; each process draws its own at its share of the rate, and together they are such a process
     again, since a superposition of Poisson processes is one.
     """
-    if arrivals == "constant":
-        times = _constant(rate, process, processes)
-    else:
-        times = _poisson(rate / processes, np.random.default_rng([seed, process]))
-    for chunk in times:
-        inside = int(np.searchsorted(chunk, until_s, side="left"))
+    rng = np.random.default_rng([seed, process])
+    first, begin = 0, 0.0
+    while True:
+        if arrivals == "constant":
+            # Multiplied, not added up, so that an hour of requests has the rounding error of one.
+            times = ((first + np.arange(TIMES_PER_CHUNK)) * processes + process) / rate
+        else:
+            times = begin + np.cumsum(rng.exponential(processes / rate, TIMES_PER_CHUNK))
+        first, begin = first + TIMES_PER_CHUNK, float(times[-1])
+        inside = int(np.searchsorted(times, until_s, side="left"))
         if inside:
-            yield chunk[:inside]
-        if inside < len(chunk):
+            yield times[:inside]
+        if inside < len(times):
             return
-
-
-def _constant(rate: float, process: int, processes: int) -> Iterator[Float64Array]:
-    first = 0
-    while True:
-        # Multiplied, not added up, so that an hour of requests has the rounding error of one.
-        yield ((first + np.arange(TIMES_PER_CHUNK)) * processes + process) / rate
-        first += TIMES_PER_CHUNK
-
-
-def _poisson(rate: float, rng: np.random.Generator) -> Iterator[Float64Array]:
-    begin = 0.0
-    while True:
-        times = begin + np.cumsum(rng.exponential(1 / rate, TIMES_PER_CHUNK))
-        yield times
-        begin = float(times[-1])
 
 
 class _Timespec(ctypes.Structure):
@@ -93,7 +84,7 @@ class PreciseTimer:
             raise _last_error()
 
     def close(self) -> None:
-        """Take it out of the loop. Idempotent."""
+        """Remove it from the loop. Idempotent."""
         if self._fd >= 0:
             self._loop.remove_reader(self._fd)
             os.close(self._fd)
@@ -113,142 +104,152 @@ def _last_error() -> OSError:
     return OSError(number, f"timerfd: {os.strerror(number)}")
 
 
-class OpenLoop:
-    """Sends at given times and records each request once: answered, failed, timed out or not sent.
+class Loop:
+    """Sends requests, each to the sender of its route, and records each once: answered, failed or timed out.
 
     Args:
-        times: seconds since the run's begin, ascending, in chunks.
-        begin: the run's begin, CLOCK_MONOTONIC seconds.
-        payloads: how many there are; requests take them in turn.
-        recorder: of what happens.
+        route: by the request's number, from 0.
+        record: called with each request that is over.
+        begin: of the run, CLOCK_MONOTONIC seconds.
         timeout_s: from a request's intended time until it is given up.
-        max_in_flight: requests that are out or wait for a connection; one beyond fails without being sent.
-        clock: CLOCK_MONOTONIC in seconds.
+
+    Attributes:
+        in_flight: requests that were sent, or wait for a connection.
+    """
+
+    def __init__(self, route: Route, record: OnOver, *, begin: float, timeout_s: float) -> None:
+        self.in_flight = 0
+        self._route = route
+        self._record = record
+        self._begin = begin
+        self._timeout_s = timeout_s
+        self._number = 0
+        self._is_stopped = False
+        self._loop = asyncio.get_running_loop()
+        self._over: asyncio.Future[None] = self._loop.create_future()
+
+    def stop(self) -> None:
+        """Send no more requests; the run ends when those in flight are over."""
+        self._is_stopped = True
+        self._end_if_over()
+
+    def fail(self, error: BaseException) -> None:
+        """Send no more requests, and end the run with an error."""
+        self._is_stopped = True
+        if not self._over.done():
+            self._over.set_exception(error)
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Let an exception in a callback of the event loop, which is a bug of the generator, end the run."""
+
+        def on_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+            if (error := context.get("exception")) is None:
+                loop.default_exception_handler(context)
+            else:
+                self.fail(error)
+
+        self._loop.set_exception_handler(on_exception)
+        try:
+            yield
+        finally:
+            self._loop.set_exception_handler(None)
+
+    def _send(self, offset_s: float, now: float) -> None:
+        intended = self._begin + offset_s
+        request = Outgoing(self._number, offset_s, intended, now, intended + self._timeout_s, self._on_over)
+        self._number += 1
+        self.in_flight += 1
+        # A millisecond more, since the event loop's timers may be that early.
+        wait_s = max(request.deadline - now, 0) + 0.001
+        request.expiry = self._loop.call_later(wait_s, request.give_up, Failure("timeout"))
+        self._route(request.number).send(request)
+
+    def _on_over(self, request: Outgoing, ended: float, failure: Failure | None) -> None:
+        self.in_flight -= 1
+        self._record(request, ended, failure)
+        self._send_more(ended)
+        self._end_if_over()
+
+    def _send_more(self, now: float) -> None:
+        raise NotImplementedError
+
+    def _end_if_over(self) -> None:
+        if self._is_stopped and self.in_flight == 0 and not self._over.done():
+            self._over.set_result(None)
+
+
+class OpenLoop(Loop):
+    """Sends at given times.
+
+    Args:
+        times: seconds since the run's begin, ascending, in chunks; they may be without end.
+        route, record, begin, timeout_s: as in `Loop`.
+        max_in_flight: a request beyond fails as `too_many_in_flight` without being sent.
     """
 
     def __init__(
         self,
-        times: Iterator[Float64Array],
-        begin: float,
-        payloads: int,
-        recorder: Recorder,
+        times: Iterable[Float64Array],
+        route: Route,
+        record: OnOver,
         *,
+        begin: float,
         timeout_s: float,
-        max_in_flight: int,
-        clock: Callable[[], float] = time.monotonic,
+        max_in_flight: int = 4096,
     ) -> None:
-        self.in_flight = 0
+        super().__init__(route, record, begin=begin, timeout_s=timeout_s)
         self._offsets: Iterator[float] = (offset for chunk in times for offset in chunk.tolist())
         self._offset_s = 0.0
-        self._next: float | None = None
-        self._begin = begin
-        self._payloads = payloads
-        self._recorder = recorder
-        self._timeout_s = timeout_s
+        self._next = 0.0
         self._max_in_flight = max_in_flight
-        self._clock = clock
-        self._number = 0
-        self._by_deadline: deque[Outgoing] = deque()
-        self._expiry: asyncio.TimerHandle | None = None
         self._sending = False
-        self._timed_out = recorder.failure("timeout")
-        self._too_many = recorder.failure("too_many_in_flight")
         self._step()
 
-    async def run(self, sender: HttpSender | GrpcSender) -> None:
-        """Send until the times end, and wait until every request is over.
+    async def run(self) -> None:
+        """Send until the times end or `stop` is called, and wait until every request is over.
 
         Raises:
-            Exception: whatever is raised in a callback of the event loop: a defect of the generator.
+            Exception: what `record`, a judge or another callback raised.
         """
-        loop = asyncio.get_running_loop()
-        self._loop = loop
-        self._sender = sender
-        self._over: asyncio.Future[None] = loop.create_future()
         self._timer = PreciseTimer(self._send_due)
-        loop.set_exception_handler(self._on_defect)
         try:
-            self._send_due()
-            await self._over
+            with self._watched():
+                self._send_due()
+                await self._over
         finally:
-            loop.set_exception_handler(None)
             self._timer.close()
-            if self._expiry is not None:
-                self._expiry.cancel()
 
-    def on_over(self, request: Outgoing, ended: float, code: int) -> None:
-        """Record a request that is over; what the sender calls. A second call for a request does nothing."""
-        if request.over:
-            return
-        request.over = True
-        self.in_flight -= 1
-        self._record(request.offset_s, request.turn, request.sent, ended, code)
-        # Many answers may stand before the timer in the event loop's queue.
-        if self._next is None or ended >= self._next:
+    def _send_more(self, now: float) -> None:
+        # Many answers may be before the timer in the event loop's queue.
+        if now >= self._next:
             self._send_due()
 
     def _send_due(self) -> None:
         if self._sending:
             return
         self._sending = True
-        sends = 0
-        now = self._clock()
-        while (due := self._next) is not None and due <= now and sends < MAX_SENDS_AT_ONCE:
+        sends, now = 0, time.monotonic()
+        while not self._is_stopped and self._next <= now and sends < MAX_SENDS_AT_ONCE:
             offset_s = self._offset_s
             self._step()
-            self._come_to(offset_s, due, now)
+            if self.in_flight < self._max_in_flight:
+                self._send(offset_s, now)
+            else:
+                failure = Failure("too_many_in_flight", f"{self.in_flight} requests are in flight")
+                unsent = Outgoing(self._number, offset_s, self._begin + offset_s, now, now, self._record)
+                self._number += 1
+                unsent.finish(now, failure)
             sends += 1
-            now = self._clock()
+            now = time.monotonic()
         self._sending = False
-        if self._next is not None:
+        if not self._is_stopped:
             self._timer.set(self._next)
-        elif self.in_flight == 0 and not self._over.done():
-            self._over.set_result(None)
+        self._end_if_over()
 
     def _step(self) -> None:
         offset_s = next(self._offsets, None)
-        self._next = None if offset_s is None else self._begin + offset_s
-        self._offset_s = offset_s or 0.0
-
-    def _come_to(self, offset_s: float, due: float, now: float) -> None:
-        if self.in_flight >= self._max_in_flight:
-            self._record(offset_s, now, NEVER, now, self._too_many)
-            return
-        request = Outgoing(self._number % self._payloads, offset_s, due, now)
-        self._number += 1
-        self.in_flight += 1
-        self._by_deadline.append(request)
-        if self._expiry is None:
-            self._expire_later(request, now)
-        self._sender.send(request)
-
-    def _expire_later(self, request: Outgoing, now: float) -> None:
-        if self._expiry is not None:
-            self._expiry.cancel()
-        # A millisecond more, since the event loop's timers may be that early.
-        self._expiry = self._loop.call_later(max(request.intended + self._timeout_s - now, 0) + 0.001, self._expire)
-
-    def _expire(self) -> None:
-        self._expiry = None
-        now = self._clock()
-        while self._by_deadline:
-            request = self._by_deadline[0]
-            if not request.over:
-                if request.intended + self._timeout_s > now:
-                    self._expire_later(request, now)
-                    return
-                self.on_over(request, now, self._timed_out)
-                self._sender.give_up(request)
-            self._by_deadline.popleft()
-
-    def _record(self, offset_s: float, turn: float, sent: float, ended: float, code: int) -> None:
-        # The offset as it was drawn: `begin` plus it and minus `begin` again may be in the second before.
-        begin = self._begin
-        self._recorder.add(offset_s, turn - begin, sent if sent == NEVER else sent - begin, ended - begin, code)
-
-    def _on_defect(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        error = context.get("exception")
-        if error is None:
-            loop.default_exception_handler(context)
-        elif not self._over.done():
-            self._over.set_exception(error)
+        if offset_s is None:
+            self._is_stopped = True
+        else:
+            self._offset_s, self._next = offset_s, self._begin + offset_s

@@ -1,21 +1,17 @@
-"""What one process records of its requests, in HDR histograms of microseconds, and the sum of all processes."""
+"""What processes record of their requests, and the result that follows from all records of a run."""
 
 from __future__ import annotations
 
 import datetime
-import itertools
 import math
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, cast
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 from hdrh.histogram import HdrHistogram
-from pydantic import GetCoreSchemaHandler
-from pydantic_core import CoreSchema, core_schema
 
 from loadtest.load.config import OfferedLoad, RunConfig
 from loadtest.load.result import (
@@ -28,298 +24,141 @@ from loadtest.load.result import (
     this_machine,
     versions,
 )
+from loadtest.load.senders import NEVER, Failure, Outgoing
 
 # Ten minutes; a timeout is far below.
 HIGHEST_US = 600_000_000
 DIGITS = 3
-DIGITS_OF_A_SECOND = 2
 
 OK = 0
-NEVER = -1.0
-"""The time at which a request was sent that was not."""
-COLUMNS = 5
-RECORDS_PER_FLUSH = 4096
-MAX_KINDS = 64
+"""The code of a right answer."""
+COLUMNS = ("due", "turn", "sent", "ended", "code")
+ROW = np.dtype([(name, "<f8") for name in COLUMNS])
+"""Of a request: when it was due, when the process came to it, when it was written to a connection (or `NEVER`), when
+its answer or failure was there, all in seconds since the run's begin; and the number of its kind."""
 EXAMPLES_OF_A_KIND = 3
 MAX_EXAMPLE_CHARS = 300
-OTHER = "other"
+MAX_EXAMPLES = 20
 
 MAX_CPU_SHARE = 0.9
 """A process that was busy for more of the time had requests waiting for itself."""
 # The generator's lateness is part of the latency that it measures: p99 may be too high by a tenth, never too low.
 MAX_LAG_SHARE = 0.1
 MIN_MAX_LAG_MS = 2.0
-MAX_EXAMPLES = 20
-_AS_ASKED = {"target", "ids", "candidates", "varied", "arrivals", "seed", "timeout_ms", "slo_ms"}
+_AS_OFFERED = {"target", "ids", "candidates", "varied", "arrivals", "seed", "timeout_ms", "slo_ms"}
 
-Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]
+Rows = npt.NDArray[np.void]
 
 
-class LatencyHistogram:
-    """An `HdrHistogram` of 1 us to 10 min.
-
-    Args:
-        digits: significant decimal digits: 3 tells 1000 from 1001.
+@dataclass(frozen=True, slots=True)
+class Records:
+    """All requests of a process that are over, in the order in which they ended.
 
     Attributes:
-        min_us, max_us: the smallest and the greatest time, exactly; None while empty.
-        sum_us: of all times, exactly.
+        rows: `ROW` [n].
+        kinds: of failures, by `code`; that of `OK` is "ok".
+        examples: messages of failed requests.
     """
 
-    def __init__(self, digits: int = DIGITS) -> None:
-        self.digits = digits
-        self.min_us: int | None = None
-        self.max_us: int | None = None
-        self.sum_us = 0
-        self._hdr = HdrHistogram(1, HIGHEST_US, digits)
-        # A view of the counters where the library keeps them.
-        self._counts: npt.NDArray[np.uint64] = np.ctypeslib.as_array(self._hdr.counts)
-        self._half_magnitude: int = self._hdr.sub_bucket_half_count_magnitude
-
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
-        written = core_schema.plain_serializer_function_ser_schema(cls._dump)
-        return core_schema.no_info_plain_validator_function(cls._load, serialization=written)
-
-    def _dump(self) -> list[Any]:
-        # Most counters are 0.
-        places = np.flatnonzero(self._counts)
-        counts = self._counts[places]
-        return [self.digits, places.tolist(), counts.tolist(), self.min_us, self.max_us, self.sum_us]
-
-    @classmethod
-    def _load(cls, dumped: list[Any]) -> LatencyHistogram:
-        digits, places, counts, low, high, total = dumped
-        histogram = cls(digits)
-        histogram._add(np.array(places, np.int64), np.array(counts, np.uint64), low, high, total)
-        return histogram
+    rows: Rows
+    kinds: tuple[str, ...]
+    examples: tuple[str, ...] = ()
 
     @property
-    def count(self) -> int:
-        """Count the values in it."""
-        return int(self._hdr.total_count)
+    def answered(self) -> Rows:
+        """Requests that were answered right."""
+        answered: Rows = self.rows[self.rows["code"] == OK]
+        return answered
 
-    def record(self, times_us: Int64Array) -> None:
-        """Add times, int64 [n]; below 1 us they count as 1 us, above 10 min as 10 min."""
-        if not len(times_us):
-            return
-        times = np.clip(times_us, 1, HIGHEST_US)
-        # HdrHistogram's index: the position of the highest bit picks the bucket, the bits after it the place in it.
-        mask = self._hdr.sub_bucket_mask
-        bits = np.frexp((times | mask).astype(np.float64))[1].astype(np.int64)
-        bucket = bits - (self._half_magnitude + 1)
-        places = ((bucket + 1) << self._half_magnitude) + (times >> bucket) - self._hdr.sub_bucket_half_count
-        counts = np.bincount(places, minlength=len(self._counts)).astype(np.uint64)
-        self._add(slice(None), counts, int(times.min()), int(times.max()), int(times.sum()))
+    @property
+    def errors(self) -> dict[str, int]:
+        """Count failed requests by kind."""
+        counts = np.bincount(self.rows["code"].astype(np.int64), minlength=len(self.kinds)).tolist()
+        return {kind: count for kind, count in sorted(zip(self.kinds, counts, strict=True)) if count and kind != "ok"}
 
-    def add(self, other: LatencyHistogram) -> None:
-        """Add another one of as many digits."""
-        self._add(slice(None), other._counts, other.min_us, other.max_us, other.sum_us)
-
-    def encode(self) -> EncodedHistogram:
-        """Write it as text."""
-        return EncodedHistogram(encoded=cast(bytes, self._hdr.encode()).decode("ascii"), count=self.count)
-
-    def at_ranks(self, ranks: Sequence[int]) -> list[float | None]:
-        """Find the times, in ms, of ranks from 1, the smallest; None beyond the last.
-
-        A time is the highest one of its counter, as HdrHistogram has it, but no more than the exact greatest one.
-        """
-        ends = np.cumsum(self._counts)
-        found: list[float | None] = []
-        for rank in ranks:
-            if self.max_us is None or rank > self.count:
-                found.append(None)
-                continue
-            value = self._hdr.get_value_from_index(int(np.searchsorted(ends, rank)))
-            found.append(min(int(self._hdr.get_highest_equivalent_value(value)), self.max_us) / 1000)
-        return found
-
-    def percentiles(self, out_of: int | None = None) -> Percentiles:
-        """Give its percentiles; the q-th is the time that at least q% of all are not above.
-
-        Args:
-            out_of: how many there are with those that never came, which count as later than all others; None if
-                there are no such.
-        """
-        total = self.count if out_of is None else out_of
-        if total == 0:
-            return Percentiles(**dict.fromkeys(Percentiles.model_fields))
-        complete = total == self.count
-        p50, p90, p99, p999 = self.at_ranks([rank_of(share, total) for share in (0.5, 0.9, 0.99, 0.999)])
-        return Percentiles(
-            min_ms=None if self.min_us is None else self.min_us / 1000,
-            mean_ms=self.sum_us / self.count / 1000 if complete else None,
-            p50_ms=p50,
-            p90_ms=p90,
-            p99_ms=p99,
-            p999_ms=p999,
-            max_ms=self.max_us / 1000 if complete and self.max_us is not None else None,
-        )
-
-    def _add(
-        self,
-        places: slice | Int64Array,
-        counts: npt.NDArray[np.uint64],
-        low: int | None,
-        high: int | None,
-        total: int,
-    ) -> None:
-        if low is None or high is None:
-            return
-        self._counts[places] += counts
-        self._hdr.total_count += int(counts.sum())
-        self._hdr.min_value, self._hdr.max_value = min(self._hdr.min_value, low), max(self._hdr.max_value, high)
-        self.min_us = low if self.min_us is None else min(self.min_us, low)
-        self.max_us = high if self.max_us is None else max(self.max_us, high)
-        self.sum_us += total
-
-
-def rank_of(share: float, total: int) -> int:
-    """Find the rank, from 1, of the value that `share` of `total` values are not above."""
-    # 0.99 * 1000 is 990.0000000000001 for some shares: what is whole but for rounding must stay so.
-    return max(1, math.ceil(round(share * total, 6)))
-
-
-def merged(parts: Iterable[LatencyHistogram], *, digits: int = DIGITS) -> LatencyHistogram:
-    """Add histograms of as many digits up."""
-    total = LatencyHistogram(digits)
-    for part in parts:
-        total.add(part)
-    return total
-
-
-@dataclass(slots=True)
-class Records:
-    """All that one process recorded.
-
-    Attributes:
-        by_second: [4, seconds]: requests that were due in each second of the run, those of them answered right,
-            how many it came to, and how many were over.
-        latency, service: of right answers to requests that were due after the warm-up.
-        lag: how late the process came to each request that was due after the warm-up.
-        sent, within_slo, errors: of requests that were due after the warm-up.
-        examples: messages of failed requests.
-        latency_by_second: of those answered right, by the second in which they were due.
-    """
-
-    by_second: list[list[int]] = field(default_factory=list)
-    latency: LatencyHistogram = field(default_factory=LatencyHistogram)
-    service: LatencyHistogram = field(default_factory=LatencyHistogram)
-    lag: LatencyHistogram = field(default_factory=LatencyHistogram)
-    sent: int = 0
-    within_slo: int = 0
-    errors: dict[str, int] = field(default_factory=dict)
-    examples: tuple[str, ...] = ()
-    latency_by_second: dict[int, LatencyHistogram] = field(default_factory=dict)
+    def due_after(self, begin_s: float) -> Records:
+        """Return the records of requests that were due at `begin_s` or later."""
+        return replace(self, rows=self.rows[self.rows["due"] >= begin_s])
 
 
 class Recorder:
-    """Takes one record for each request when it is over. Cheap: a record is five numbers; they are sorted in thousands.
+    """Keeps a row for each request that is over.
 
     Args:
-        warmup_s: requests that were due before are left out of everything but the seconds.
-        until_s: end of the run's sending.
-        slo_s: a right answer within it is in time.
-
-    Attributes:
-        due, ok: requests that are over so far, and those of them answered right; warm-up included.
+        begin: of the run, CLOCK_MONOTONIC seconds.
     """
 
-    def __init__(self, warmup_s: float, until_s: float, slo_s: float) -> None:
-        self.due = 0
-        self.ok = 0
-        self._warmup_s = warmup_s
-        self._slo_s = slo_s
+    def __init__(self, begin: float) -> None:
+        self.begin = begin
         self._raw = array("d")
         self._codes = {"ok": OK}
-        self._counts = np.zeros(MAX_KINDS + 1, np.int64)
-        self._examples: dict[int, list[str]] = {}
-        self._recent = LatencyHistogram(DIGITS_OF_A_SECOND)
-        self._by_second = np.zeros((4, int(np.ceil(until_s))), np.int64)
-        self._found = Records()
+        self._examples: dict[str, list[str]] = {}
 
-    def failure(self, kind: str, message: str = "") -> int:
-        """Give the code of a kind of error, and keep the first few messages. Beyond 63 kinds all are `other`."""
-        code = self._codes.get(kind)
-        if code is None:
-            if len(self._codes) >= MAX_KINDS and kind != OTHER:
-                return self.failure(OTHER, f"{kind}: {message}")
-            code = self._codes[kind] = len(self._codes)
-        kept = self._examples.setdefault(code, [])
-        if message and len(kept) < EXAMPLES_OF_A_KIND:
-            kept.append(f"{kind}: {message[:MAX_EXAMPLE_CHARS]}")
-        return code
+    def __len__(self) -> int:
+        return len(self._raw) // len(COLUMNS)
 
-    def add(self, intended: float, turn: float, sent: float, ended: float, code: int) -> None:
-        """Record a request that is over.
-
-        Args:
-            intended: when it was due; all times are in seconds since the run's begin.
-            turn: when the process came to it.
-            sent: when it was written to a connection, or `NEVER`.
-            ended: when its answer, or its failure, was there.
-            code: `OK`, or what `failure` gave.
-        """
-        self._raw.extend((intended, turn, sent, ended, code))
-        if len(self._raw) >= COLUMNS * RECORDS_PER_FLUSH:
-            self.flush()
-
-    def flush(self) -> None:
-        """Sort what was added since the last time into the histograms."""
-        if not self._raw:
-            return
-        raw, self._raw = np.frombuffer(self._raw, np.float64).reshape(-1, COLUMNS), array("d")
-        intended, turn, sent, ended, codes = raw.T
-        ok = codes == OK
-        latency_us = _us(ended - intended)
-        self.due += len(raw)
-        self.ok += int(ok.sum())
-        self._recent.record(latency_us[ok])
-        found = self._found
-        # What came after the last second of the run is in none.
-        seconds = self._by_second.shape[1]
-        for row, times in enumerate((intended, intended[ok], turn, ended)):
-            self._by_second[row] += np.bincount(times[times < seconds].astype(np.int64), minlength=seconds)
-        # Requests that are over at about the same time were due in a few seconds.
-        second = intended.astype(np.int64)
-        for one in np.unique(second[ok]).tolist():
-            histogram = found.latency_by_second.setdefault(one, LatencyHistogram(DIGITS_OF_A_SECOND))
-            histogram.record(latency_us[ok & (second == one)])
-
-        measured = intended >= self._warmup_s
-        answered = measured & ok
-        self._counts += np.bincount(codes[measured].astype(np.int64), minlength=MAX_KINDS + 1)
-        found.sent += int((measured & (sent != NEVER)).sum())
-        found.within_slo += int((answered & (ended - intended <= self._slo_s)).sum())
-        found.latency.record(latency_us[answered])
-        found.service.record(_us(ended - sent)[answered])
-        found.lag.record(_us(turn - intended)[measured])
-
-    def take_recent(self) -> LatencyHistogram:
-        """Give the latency of the right answers since it was last called."""
-        self.flush()
-        taken, self._recent = self._recent, LatencyHistogram(DIGITS_OF_A_SECOND)
-        return taken
+    def add(self, request: Outgoing, ended: float, failure: Failure | None) -> None:
+        """Record a request; what a loop calls."""
+        code = OK
+        if failure is not None:
+            code = self._codes.setdefault(failure.kind, len(self._codes))
+            examples = self._examples.setdefault(failure.kind, [])
+            if failure.message and len(examples) < EXAMPLES_OF_A_KIND:
+                examples.append(f"{failure.kind}: {failure.message[:MAX_EXAMPLE_CHARS]}")
+        begin, sent = self.begin, request.sent
+        # `offset_s` as it was drawn: `begin` plus it and minus `begin` again may be in the second before.
+        self._raw.extend(
+            (request.offset_s, request.turn - begin, sent if sent == NEVER else sent - begin, ended - begin, code)
+        )
 
     def records(self) -> Records:
-        """Give all so far."""
-        self.flush()
-        counted = zip(self._codes, self._counts.tolist(), strict=False)
-        self._found.by_second = self._by_second.tolist()
-        self._found.errors = {kind: count for kind, count in counted if count and kind != "ok"}
-        self._found.examples = tuple(one for kept in self._examples.values() for one in kept)
-        return self._found
+        """Return all so far."""
+        examples = tuple(text for kind in self._examples.values() for text in kind)
+        return Records(np.frombuffer(self._raw.tobytes(), ROW), tuple(self._codes), examples)
 
 
-def _us(times_s: Float64Array) -> Int64Array:
-    return np.rint(times_s * 1e6).astype(np.int64)
+def percentiles(seconds: npt.ArrayLike, out_of: int | None = None) -> Percentiles:
+    """Return the percentiles of times; the q-th is the time that at least q% of all are not above.
+
+    Args:
+        seconds: float64 [n].
+        out_of: how many there are with those that never came, which count as later than all others; None for n.
+    """
+    times_ms = np.sort(np.round(np.asarray(seconds, np.float64) * 1e3, 3))
+    count = times_ms.size
+    total = count if out_of is None else out_of
+    complete = 0 < count == total
+
+    def at(share: float) -> float | None:
+        # 0.99 * 1000 is 990.0000000000001 for some shares: what is whole but for rounding must stay so.
+        rank = max(1, math.ceil(round(share * total, 6)))
+        return float(times_ms[rank - 1]) if rank <= count else None
+
+    return Percentiles(
+        min_ms=float(times_ms[0]) if count else None,
+        mean_ms=float(times_ms.mean()) if complete else None,
+        p50_ms=at(0.5),
+        p90_ms=at(0.9),
+        p99_ms=at(0.99),
+        p999_ms=at(0.999),
+        max_ms=float(times_ms[-1]) if complete else None,
+    )
+
+
+def encode_histogram(seconds: npt.ArrayLike) -> EncodedHistogram:
+    """Encode times, float64 [n], as an HDR histogram; below 1 us they count as 1 us, above 10 min as 10 min."""
+    times_us = np.clip(np.rint(np.asarray(seconds, np.float64) * 1e6), 1, HIGHEST_US).astype(np.int64)
+    histogram = HdrHistogram(1, HIGHEST_US, DIGITS)
+    distinct, counts = np.unique(times_us, return_counts=True)
+    for time_us, count in zip(distinct.tolist(), counts.tolist(), strict=True):
+        histogram.record_value(time_us, count)
+    return EncodedHistogram(encoded=histogram.encode().decode("ascii"), count=times_us.size)
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """How many requests a generator has made, the model that they ask for, and the workload's whole name."""
+    """How many requests a process has made, the model that they ask for, and the workload's complete name."""
 
     requests: int
     model: str
@@ -331,8 +170,8 @@ class Done:
     """What one process did in a run.
 
     Attributes:
-        records: all of it.
-        cpu_s: CPU seconds that the generator used from the end of the warm-up to the end of sending.
+        records: of its requests.
+        cpu_s: CPU seconds that the process used in the time that counts.
         connections: opened in this run.
     """
 
@@ -342,45 +181,42 @@ class Done:
 
 
 def make_result(
-    config: OfferedLoad,
-    run: RunConfig,
-    ready: Sequence[Ready],
-    began: float,
-    done: Sequence[Done],
+    load: OfferedLoad, run: RunConfig, ready: Sequence[Ready], began: float, done: Sequence[Done]
 ) -> LoadResult:
     """Add up what the processes of one run measured, which began at `began`, wall clock in seconds since 1970."""
-    records = [one.records for one in done]
-    latency = merged(one.latency for one in records)
-    service = merged(one.service for one in records)
+    parts = [process.records.due_after(run.warmup_s) for process in done]
+    rows = np.concatenate([records.rows for records in parts])
+    answered = rows[rows["code"] == OK]
+    latency_s, service_s = answered["ended"] - answered["due"], answered["ended"] - answered["sent"]
     errors: Counter[str] = Counter()
-    for one in records:
-        errors.update(one.errors)
-    due = latency.count + errors.total()
-    within_slo = sum(one.within_slo for one in records)
-    generator = _generator(config, run, done, latency)
-    reasons = invalid_because(generator, due)
+    for records in parts:
+        errors.update(records.errors)
+    within_slo = int((latency_s <= load.slo_ms / 1000).sum())
+    latency = percentiles(latency_s)
+    generator = _generator(load, run, done, parts, latency)
+    reasons = invalid_because(generator, rows.size)
     return LoadResult(
-        api=config.spoken,
+        api=load.spoken,
         model=ready[0].model,
         workload=ready[0].workload,
-        requests=sum(one.requests for one in ready),
-        **config.model_dump(include=_AS_ASKED),
+        requests=sum(process.requests for process in ready),
+        **load.model_dump(include=_AS_OFFERED),
         **run.model_dump(exclude={"seed"}),
         started_at=datetime.datetime.fromtimestamp(began, datetime.UTC).isoformat(),
-        due=due,
-        sent=sum(one.sent for one in records),
-        answered=latency.count,
+        due=rows.size,
+        sent=int((rows["sent"] != NEVER).sum()),
+        answered=answered.size,
         within_slo=within_slo,
         errors=dict(sorted(errors.items())),
-        error_examples=tuple(itertools.chain.from_iterable(one.examples for one in records))[:MAX_EXAMPLES],
+        error_examples=tuple(text for process in done for text in process.records.examples)[:MAX_EXAMPLES],
         goodput=within_slo / run.duration_s,
-        throughput=latency.count / run.duration_s,
-        latency=latency.percentiles(),
-        latency_of_due=latency.percentiles(out_of=due),
-        service=service.percentiles(),
-        latency_histogram=latency.encode(),
-        service_histogram=service.encode(),
-        time_line=_time_line(run, done),
+        throughput=answered.size / run.duration_s,
+        latency=latency,
+        latency_of_due=percentiles(latency_s, out_of=rows.size),
+        service=percentiles(service_s),
+        latency_histogram=encode_histogram(latency_s),
+        service_histogram=encode_histogram(service_s),
+        time_line=_time_line(run, np.concatenate([process.records.rows for process in done])),
         generator=generator,
         valid=not reasons,
         invalid_because=reasons,
@@ -390,7 +226,7 @@ def make_result(
 
 
 def invalid_because(generator: Generator, due: int) -> tuple[str, ...]:
-    """Say why a run's numbers would be the generator's rather than the server's; nothing if they are the server's."""
+    """Return why a run's numbers would be the generator's rather than the server's; nothing if they are not."""
     reasons = [
         f"process {number} that sends used {process.cpu_share:.0%} of a core; at most {generator.max_cpu_share:.0%} is "
         "allowed. More --processes may help, or a machine of its own."
@@ -409,48 +245,48 @@ def invalid_because(generator: Generator, due: int) -> tuple[str, ...]:
     return tuple(reasons)
 
 
-def _generator(config: OfferedLoad, run: RunConfig, done: Sequence[Done], latency: LatencyHistogram) -> Generator:
-    processes = []
-    for one in done:
-        lag = merged([one.records.lag]).percentiles()
-        processes.append(
-            GeneratorProcess(
-                cpu_share=one.cpu_s / run.duration_s,
-                due=one.records.lag.count,
-                connections=one.connections,
-                lag_p99_ms=lag.p99_ms,
-                lag_max_ms=lag.max_ms,
-            )
-        )
-    p99_ms = latency.percentiles().p99_ms
+def _generator(
+    load: OfferedLoad, run: RunConfig, done: Sequence[Done], parts: Sequence[Records], latency: Percentiles
+) -> Generator:
+    lags = [records.rows["turn"] - records.rows["due"] for records in parts]
     return Generator(
-        processes=tuple(processes),
-        lag_p99_ms=merged(one.records.lag for one in done).percentiles().p99_ms,
-        max_lag_p99_ms=max(MIN_MAX_LAG_MS, MAX_LAG_SHARE * (p99_ms or 0.0)),
+        processes=tuple(
+            GeneratorProcess(
+                cpu_share=process.cpu_s / run.duration_s,
+                due=lag.size,
+                connections=process.connections,
+                lag_p99_ms=percentiles(lag).p99_ms,
+                lag_max_ms=percentiles(lag).max_ms,
+            )
+            for process, lag in zip(done, lags, strict=True)
+        ),
+        lag_p99_ms=percentiles(np.concatenate(lags)).p99_ms,
+        max_lag_p99_ms=max(MIN_MAX_LAG_MS, MAX_LAG_SHARE * (latency.p99_ms or 0.0)),
         max_cpu_share=MAX_CPU_SHARE,
-        max_in_flight=config.max_in_flight,
-        max_connections=config.max_connections if config.at.scheme == "http" else config.grpc_channels,
+        max_in_flight=load.max_in_flight,
+        max_connections=load.max_connections if load.at.scheme == "http" else load.grpc_channels,
     )
 
 
-def _time_line(run: RunConfig, done: Sequence[Done]) -> tuple[Second, ...]:
-    records = [one.records for one in done]
-    due, ok, turns, ends = np.sum([one.by_second for one in records], axis=0)
-    in_flight = np.cumsum(turns - ends)
+def _time_line(run: RunConfig, rows: Rows) -> tuple[Second, ...]:
+    ends = np.arange(1, math.ceil(run.until_s) + 1)
+    by_due = rows[np.argsort(rows["due"], kind="stable")]
+    turns = np.searchsorted(np.sort(rows["turn"]), ends)
+    over = np.searchsorted(np.sort(rows["ended"]), ends)
     line = []
-    for second in range(len(due)):
-        parts = [one.latency_by_second[second] for one in records if second in one.latency_by_second]
-        latency = merged(parts, digits=DIGITS_OF_A_SECOND).percentiles()
+    for second, of_second in enumerate(np.split(by_due, np.searchsorted(by_due["due"], ends))[:-1]):
+        answered = of_second[of_second["code"] == OK]
+        latency = percentiles(answered["ended"] - answered["due"])
         line.append(
             Second(
                 at_s=second,
                 warmup=second < run.warmup_s,
-                due=int(due[second]),
-                ok=int(ok[second]),
-                errors=int(due[second] - ok[second]),
+                due=of_second.size,
+                ok=answered.size,
+                errors=of_second.size - answered.size,
                 p50_ms=latency.p50_ms,
                 p99_ms=latency.p99_ms,
-                in_flight=int(in_flight[second]),
+                in_flight=int(turns[second] - over[second]),
             )
         )
     return tuple(line)

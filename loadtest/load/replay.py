@@ -6,7 +6,6 @@ are meant to be others, and are counted as not comparable.
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections import Counter, defaultdict, deque
@@ -24,13 +23,12 @@ from rich.console import Console
 from loader.memory import settle_heap
 from loader.snapshot.tables import Frozen
 from loadtest.errors import AnswerError, LoadConfigError
-from loadtest.load.config import MAX_RATE, MAX_TIMEOUT_MS, LoadTarget
-from loadtest.load.generator import LEAD_S
-from loadtest.load.open_loop import OpenLoop
-from loadtest.load.recorder import Float64Array, Recorder, Records, merged
+from loadtest.load.config import MAX_RATE, MAX_TIMEOUT_MS, LoadTarget, OfferedLoad
+from loadtest.load.generator import LEAD_S, offer
+from loadtest.load.recorder import Float64Array, Recorder, Records, percentiles
 from loadtest.load.result import Machine, Percentiles, check_writable, this_machine, versions, write_document
 from loadtest.load.run import INTERRUPTED
-from loadtest.load.senders import AnswerCheck, Outcomes, make_sender
+from loadtest.load.senders import NEVER, AnswerCheck, Failure, Outgoing
 from loadtest.load.workers import event_loop, stopping_on_signals
 from loadtest.tables import line, make_table
 from loadtest.workloads.payloads import Api, Payload, Pool, ScoreList, payload_of, within
@@ -156,23 +154,24 @@ def read_answer(body: bytes, *, is_grpc: bool) -> _Answer:
 
 
 class ScoreCheck(AnswerCheck):
-    """Holds each answer's scores against the recorded ones."""
+    """Compares each answer's scores with the recorded ones."""
 
-    def __init__(self, pool: Pool, outcomes: Outcomes, recorded: Sequence[Recorded], tolerance: float) -> None:
-        super().__init__(pool, outcomes)
+    def __init__(self, pool: Pool, recorded: Sequence[Recorded], tolerance: float) -> None:
+        super().__init__(pool)
         self._is_grpc, self._recorded, self._tolerance = pool.is_grpc, recorded, tolerance
         self.counts: Counter[str] = Counter()
         self.by_version: Counter[int] = Counter()
         self.max_difference: float | None = None
         self.first: list[Difference] = []
 
-    def scores(self, number: int, body: bytes) -> ScoreList:
+    def __call__(self, request: Outgoing, body: bytes) -> Failure | None:
         """See `AnswerCheck`; an answer with scores for all candidates is compared."""
-        answer, recorded = read_answer(body, is_grpc=self._is_grpc), self._recorded[number]
-        if len(answer.scores) == recorded.scores.size:
+        failure = super().__call__(request, body)
+        if failure is None:
+            answer = read_answer(body, is_grpc=self._is_grpc)
             self.by_version[answer.version] += 1
-            self.counts[self._compare(number, answer, recorded)] += 1
-        return answer.scores
+            self.counts[self._compare(request.number, answer, self._recorded[request.number])] += 1
+        return failure
 
     def _compare(self, number: int, answer: _Answer, recorded: Recorded) -> str:
         of_answer = answer.version, answer.dense_step, answer.delta_sequence
@@ -259,58 +258,38 @@ def due_times(recorded: Sequence[Recorded], speed: float, rate: float | None) ->
 
 async def replay(config: ReplayConfig, prepared: Prepared) -> ReplayResult:
     """Send what was prepared. Raises OSError if the target's name is not known."""
-    due, timeout_s = due_times(prepared.recorded, config.speed, config.rate), config.timeout_ms / 1000
-    recorder = Recorder(0.0, float(due[-1]) + 1.0, timeout_s)
-    comparison = ScoreCheck(prepared.pool, recorder, prepared.recorded, config.tolerance)
-    loop = OpenLoop(
-        iter([due]),
-        time.monotonic() + LEAD_S,
-        len(prepared.pool),
-        recorder,
-        timeout_s=timeout_s,
-        max_in_flight=config.max_in_flight,
-    )
-    sender = await make_sender(
-        LoadTarget.parse(config.target),
-        prepared.pool,
-        recorder,
-        loop.on_over,
-        itertools.repeat(()),
-        connections=config.max_connections,
-        channels=4,
-        timeout_s=timeout_s,
-        check=comparison,
-    )
-    try:
-        await loop.run(sender)
-    finally:
-        await sender.close()
-    return _result(config, prepared, due, recorder.records(), comparison)
+    due = due_times(prepared.recorded, config.speed, config.rate)
+    comparison = ScoreCheck(prepared.pool, prepared.recorded, config.tolerance)
+    limits = config.model_dump(include={"target", "timeout_ms", "max_connections", "max_in_flight"})
+    load = OfferedLoad(**limits, slo_ms=config.timeout_ms, varied=False)
+    recorder = Recorder(time.monotonic() + LEAD_S)
+    done = await offer(load, prepared.pool, [due], recorder, cpu_s=(0.0, 0.0), judge=comparison)
+    return _result(config, prepared, due, done.records, comparison)
 
 
 def _result(
     config: ReplayConfig, prepared: Prepared, due: Float64Array, records: Records, comparison: ScoreCheck
 ) -> ReplayResult:
-    counts, errors = comparison.counts, sum(records.errors.values())
-    told = {name: counts[name] for name in ("identical", "within", "different", "not_comparable")}
+    counts, rows, answered = comparison.counts, records.rows, records.answered
+    latency_s = answered["ended"] - answered["due"]
     return ReplayResult(
         **config.model_dump(include={"target", "speed", "rate", "tolerance"}),
-        **told,
+        **{name: counts[name] for name in ("identical", "within", "different", "not_comparable")},
         model=prepared.model,
         recorded=prepared.total,
-        sent=records.sent,
+        sent=int((rows["sent"] != NEVER).sum()),
         seconds=float(due[-1]),
-        answered=records.latency.count,
+        answered=answered.size,
         errors=records.errors,
         error_examples=records.examples,
         compared=counts.total() - counts["not_comparable"],
         max_difference=comparison.max_difference,
         first_differences=tuple(comparison.first),
         answers_by_version=dict(sorted(comparison.by_version.items())),
-        latency=records.latency.percentiles(),
-        latency_of_due=records.latency.percentiles(out_of=records.latency.count + errors),
-        service=records.service.percentiles(),
-        lag_p99_ms=merged([records.lag]).percentiles().p99_ms,
+        latency=percentiles(latency_s),
+        latency_of_due=percentiles(latency_s, out_of=rows.size),
+        service=percentiles(answered["ended"] - answered["sent"]),
+        lag_p99_ms=percentiles(rows["turn"] - rows["due"]).p99_ms,
         machine=this_machine(),
         versions=versions(),
     )

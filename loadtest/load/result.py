@@ -36,7 +36,7 @@ Amount: TypeAlias = Annotated[float, Field(ge=0)]
 
 
 class Percentiles(Frozen):
-    """Of a distribution of times, in milliseconds, with 3 significant digits (`max_ms` and `min_ms` are exact).
+    """Of a distribution of times, in milliseconds.
 
     None where there is no such time: nothing was recorded, or, in `latency_of_due`, that request failed.
     """
@@ -72,7 +72,7 @@ class Second(Frozen):
         due: requests whose turn came.
         ok: of these, answered right.
         errors: of these, failed, of any kind.
-        p50_ms, p99_ms: latency of those answered right, with 2 significant digits; None if there are none.
+        p50_ms, p99_ms: latency of those answered right; None if there are none.
         in_flight: requests that were out, or waited for a connection, at its end.
     """
 

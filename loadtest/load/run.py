@@ -14,6 +14,7 @@ from typing import Literal, TypeVar
 import click
 from pydantic import BaseModel, ValidationError
 from rich.console import Console
+from rich.progress import Progress, TextColumn
 
 from loader.snapshot.schema_errors import schema_errors
 from loader.snapshot.tables import Frozen
@@ -21,7 +22,7 @@ from loadtest.errors import LoadConfigError
 from loadtest.load.config import OfferedLoad, RunConfig
 from loadtest.load.generator import Generators
 from loadtest.load.result import LoadResult, Mark, SweepResult, check_writable, write_document
-from loadtest.load.show import live_status, outcome_of, show_result
+from loadtest.load.show import outcome_of, show_result
 from loadtest.load.workers import stopping_on_signals
 from loadtest.tables import line
 from serving.cli.output import stdout_console
@@ -111,9 +112,11 @@ def run_load(load: OfferedLoad, run: RunConfig, console: Console) -> LoadResult:
 
 
 def offered(generators: Generators, load: OfferedLoad, run: RunConfig, console: Console) -> LoadResult:
-    """Do one run with generators that are there, and tell how it gets on. Raises LoadError."""
-    with live_status(console, run) as on_status:
-        return generators.offer(load, run, on_status)
+    """Do one run with generators that are there, while a terminal shows for how long. Raises LoadError."""
+    text = f"{run.rate:g}/s, {{task.elapsed:.0f}} s of {run.until_s:g} s"
+    with Progress(TextColumn(text), console=console, transient=True, disable=not console.is_terminal) as progress:
+        progress.add_task("")
+        return generators.offer(load, run)
 
 
 def run_sweep(load: OfferedLoad, first: RunConfig, console: Console, *, max_rate: float) -> SweepResult:

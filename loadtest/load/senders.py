@@ -1,4 +1,4 @@
-"""Send prepared requests over kept connections of HTTP or gRPC, and check every answer."""
+"""Send prepared requests over kept connections of HTTP or gRPC, and have every answer judged."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import itertools
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol, TypeAlias, cast
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import grpc
 import grpc.aio
@@ -17,9 +17,10 @@ import httptools
 
 from loader.errors import ShardrankError
 from loadtest.load.config import LoadTarget
-from loadtest.load.recorder import NEVER, OK
-from loadtest.workloads.payloads import Headers, Pool, ScoreList
+from loadtest.workloads.payloads import Headers, Payload, Pool
 
+NEVER = -1.0
+"""The time at which a request was sent that was not."""
 OK_STATUS = 200
 # Servers close connections that were idle for 5 s and more; a request may not meet that.
 IDLE_LIMIT_S = 4.0
@@ -35,172 +36,173 @@ CHANNEL_OPTIONS = (
 )
 
 
-class Outgoing:
-    """A request whose turn has come.
+class Failure(NamedTuple):
+    """Why a request has no right answer.
 
     Attributes:
-        number: of its payload.
-        offset_s: when it was due, from the run's begin.
-        intended: the same as CLOCK_MONOTONIC seconds, as all other times are.
-        turn: when the process came to it.
-        sent: when it was written to a connection; `NEVER` until then.
-        over: whether it has its record; what comes for it later is dropped.
+        kind: `timeout`, `connect`, `connection`, `http_<status>`, `grpc_<status>`, or what a judge calls it.
+        message: details.
+        retry_after: that header of an HTTP answer, "" without.
     """
 
-    __slots__ = ("intended", "number", "offset_s", "over", "sent", "turn")
+    kind: str
+    message: str = ""
+    retry_after: str = ""
 
-    def __init__(self, number: int, offset_s: float, intended: float, turn: float) -> None:
-        self.number = number
-        self.offset_s = offset_s
-        self.intended = intended
-        self.turn = turn
+
+class Outgoing:
+    """A request that is sent or about to be; all times are CLOCK_MONOTONIC seconds.
+
+    Attributes:
+        number: of the request in its run, from 0; a sender sends its payload `number` modulo their count.
+        offset_s: from the run's begin until it is due.
+        intended: when it is due.
+        deadline: when it is given up.
+        turn: when the generator came to it.
+        sent: when it was written to a connection; `NEVER` until then.
+        verdict: what a judge keeps of its answer.
+        over: whether `on_over` was called; later answers and failures are dropped.
+        abort: frees what carries it; set by its sender.
+        expiry: timer that gives it up; set by its loop.
+    """
+
+    __slots__ = (
+        "abort", "deadline", "expiry", "intended", "number", "offset_s", "on_over", "over", "sent", "turn", "verdict"
+    )  # fmt: skip
+
+    def __init__(self, number: int, offset_s: float, intended: float, turn: float, deadline: float, on_over: OnOver):
+        self.number, self.offset_s, self.intended, self.turn = number, offset_s, intended, turn
+        self.deadline = deadline
+        self.on_over = on_over
         self.sent = NEVER
         self.over = False
+        self.abort: Callable[[], object] | None = None
+        self.expiry: asyncio.TimerHandle | None = None
+        self.verdict: Any = None
+
+    def finish(self, ended: float, failure: Failure | None) -> None:
+        """Report what became of it; None for a right answer. Only the first call counts."""
+        if not self.over:
+            self.over = True
+            if self.expiry is not None:
+                self.expiry.cancel()
+            self.on_over(self, ended, failure)
+
+    def give_up(self, failure: Failure) -> None:
+        """Let it fail now. An HTTP connection that carries it is closed."""
+        self.finish(time.monotonic(), failure)
+        if self.abort is not None:
+            self.abort()
 
 
-class Outcomes(Protocol):
-    """Takes what became of requests; both loops do."""
+OnOver: TypeAlias = Callable[[Outgoing, float, Failure | None], None]
+"""Takes a request that is over, when that was, and its failure; None for a right answer."""
+Judge: TypeAlias = Callable[[Outgoing, bytes], Failure | None]
+"""Checks an answer that came with success: an HTTP body or a gRPC message; None if it is right."""
 
-    def failure(self, kind: str, message: str = "") -> int:
-        """Give the code of a kind of error."""
 
-
-OnOver: TypeAlias = Callable[[Outgoing, float, int], None]
-"""Takes a request, when it was over, and `OK` or the code of its failure."""
+Sender: TypeAlias = "HttpSender | GrpcSender"
 
 
 async def make_sender(
-    at: LoadTarget,
-    pool: Pool,
-    outcomes: Outcomes,
-    on_over: OnOver,
-    headers: Iterator[Headers],
+    target: LoadTarget,
+    payloads: Iterable[Payload],
+    judge: Judge,
+    headers: Iterator[Headers] | None = None,
     *,
-    connections: int,
-    channels: int,
-    timeout_s: float,
-    check: AnswerCheck | None = None,
-) -> HttpSender | GrpcSender:
-    """Make the sender of a target, which reports each request that is not given up, once.
+    connections: int = 512,
+    channels: int = 4,
+) -> Sender:
+    """Make the sender of a target.
 
     Args:
-        at: where requests go.
-        pool: of the requests.
-        outcomes: gives out codes of failures.
-        on_over: told each request that is over.
-        headers: that each request is sent with beside its own, one after the other.
+        target: where requests go.
+        payloads: the requests.
+        judge: of answers.
+        headers: added to each request's, one after the other; None for none.
         connections: of HTTP that may be open at a time.
         channels: of gRPC.
-        timeout_s: deadline of a gRPC call, from the request's intended time.
-        check: of answers; None for one that counts their scores.
 
     Raises:
         OSError: no such host.
     """
-    check = check or AnswerCheck(pool, outcomes)
-    if at.scheme == "grpc":
-        return GrpcSender(at, pool, check, on_over, headers, max(1, channels), timeout_s)
+    headers = itertools.repeat(()) if headers is None else headers
+    if target.scheme == "grpc":
+        return GrpcSender(target, list(payloads), judge, headers, max(1, channels))
     # Resolved once, so that no connection waits for its name again.
-    found = await asyncio.get_running_loop().getaddrinfo(at.host, at.port, type=socket.SOCK_STREAM)
-    address = str(found[0][4][0]), at.port
-    return HttpSender(address, at.host, pool, check, on_over, headers, connections)
+    addresses = await asyncio.get_running_loop().getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
+    address = str(addresses[0][4][0]), target.port
+    return HttpSender(address, target.address, list(payloads), judge, headers, connections)
 
 
 class AnswerCheck:
-    """Reads every answer that came with success: it must have one score for each candidate."""
+    """Judges that an answer has one score for each candidate."""
 
-    def __init__(self, pool: Pool, outcomes: Outcomes) -> None:
+    def __init__(self, pool: Pool) -> None:
         self._read_scores = pool.scores
         self._expected = [payload.num_candidates for payload in pool]
-        self.failure = outcomes.failure
 
-    def scores(self, number: int, body: bytes) -> ScoreList:
-        """Read the scores of an answer to request `number`. Raises AnswerError."""
-        return self._read_scores(body)
-
-    def __call__(self, number: int, body: bytes) -> int:
-        """Give the code of an answer to request `number`."""
+    def __call__(self, request: Outgoing, body: bytes) -> Failure | None:
+        """Return why an answer is bad; None if it is not."""
         try:
-            scores = len(self.scores(number, body))
+            scores = len(self._read_scores(body))
         except ShardrankError as error:
-            return self.failure("bad_answer", str(error))
-        if scores != self._expected[number]:
-            return self.failure("bad_answer", f"{scores} scores for a request of {self._expected[number]} candidates")
-        return OK
-
-
-def host_and_port(host: str, port: int) -> str:
-    """Write `host:port`, an address of IPv6 in brackets."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-OnAnswer: TypeAlias = Callable[["HttpConnection", int, bytes], None]
-OnEnd: TypeAlias = Callable[["HttpConnection", str], None]
-
-
-class PostRequest(NamedTuple):
-    """A prepared request: its request line and headers, to which more can be added when it is sent, and its body."""
-
-    head: bytes
-    body: bytes
-
-
-def post_request(host: str, port: int, path: str, headers: Mapping[str, str], body: bytes) -> PostRequest:
-    """Return a POST request; `headers` must not have `host` or `content-length`."""
-    lines = [f"POST {path} HTTP/1.1", f"host: {host_and_port(host, port)}", f"content-length: {len(body)}"]
-    lines += [f"{name}: {value}" for name, value in headers.items()]
-    return PostRequest(("\r\n".join(lines) + "\r\n").encode("latin-1"), body)
+            return Failure("bad_answer", str(error))
+        expected = self._expected[request.number % len(self._expected)]
+        if scores != expected:
+            return Failure("bad_answer", f"{scores} scores for a request of {expected} candidates")
+        return None
 
 
 class HttpConnection(asyncio.Protocol):
-    """One HTTP/1.1 connection that costs little: whole requests written as prepared bytes, one at a time.
-
-    Args:
-        on_answer: called with (self, status, body) for each whole answer. If `closed` is true by then, the answer was
-            the last one.
-        on_end: called once with (self, reason), when no answer will come any more. The request that was out, if any,
-            has failed.
+    """One HTTP/1.1 connection that costs little: requests written as prepared bytes, one at a time.
 
     Attributes:
+        request: in flight on it.
         closed: whether no request may be sent.
-        idle_since: for its owner, who may keep it for the next request.
+        idle_since: when its last answer came.
     """
 
-    def __init__(self, on_answer: OnAnswer, on_end: OnEnd) -> None:
+    def __init__(self, sender: HttpSender) -> None:
+        self.request: Outgoing | None = None
         self.closed = False
         self.idle_since = 0.0
-        self._on_answer = on_answer
-        self._on_end = on_end
+        self._sender = sender
         self._ended = False
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
         self._parts: list[bytes] = []
         self._body_bytes = 0
+        self._retry_after = ""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Part of asyncio's protocol."""
         # uvloop's transports are not instances of asyncio's class.
         self._transport = cast(asyncio.Transport, transport)
 
-    def send(self, request: PostRequest, headers: Iterable[tuple[str, str]] = ()) -> None:
-        """Send a request, with further headers; the one before it must have been answered."""
+    def write(self, buffers: Sequence[bytes]) -> None:
+        """Write a request; the one before it must have been answered."""
         assert self._transport is not None
-        lines = "".join([f"{name}: {value}\r\n" for name, value in headers])
-        self._transport.writelines([request.head, f"{lines}\r\n".encode("latin-1"), request.body])
+        self._transport.writelines(buffers)
 
     def data_received(self, data: bytes) -> None:
         """Part of asyncio's protocol."""
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserCallbackError:
-            # What its owner's callback raised is a defect, and no fault of the server's.
-            self._end("a defect of the client")
+            # What a judge raised is a bug, and no fault of the server's.
+            self._end("a bug of the client")
             raise
         except httptools.HttpParserError as error:
             self._end(f"not HTTP: {error}")
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Read one header; called by the parser."""
+        if name.lower() == b"retry-after":
+            self._retry_after = value.decode("latin-1")
+
     def on_body(self, body: bytes) -> None:
-        """Take a piece of the body; called by the parser."""
+        """Add a piece of the body; called by the parser."""
         self._parts.append(body)
         self._body_bytes += len(body)
         if self._body_bytes > MAX_BODY_BYTES:
@@ -211,10 +213,11 @@ class HttpConnection(asyncio.Protocol):
         if self._ended:
             return
         # Before the next request is sent, since an answer may say that it is the last one of its connection.
-        last = self.closed = not self._parser.should_keep_alive()
-        parts, self._parts, self._body_bytes = self._parts, [], 0
-        self._on_answer(self, self._parser.get_status_code(), parts[0] if len(parts) == 1 else b"".join(parts))
-        if last:
+        is_last = self.closed = not self._parser.should_keep_alive()
+        body, retry_after = b"".join(self._parts), self._retry_after
+        self._parts, self._body_bytes, self._retry_after = [], 0, ""
+        self._sender.on_answer(self, self._parser.get_status_code(), body, retry_after)
+        if is_last:
             self._end("the answer before was the connection's last")
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -232,7 +235,7 @@ class HttpConnection(asyncio.Protocol):
         self._ended = True
         if self._transport is not None:
             self._transport.close()
-        self._on_end(self, reason)
+        self._sender.on_end(self, reason)
 
 
 class HttpSender:
@@ -240,35 +243,27 @@ class HttpSender:
 
     What can't be sent waits for whichever connection is free first, in the order in which requests came, and its
     waiting counts in its latency. Free connections take turns, so that every serving process behind the port gets some.
-    No request is sent a second time, and none costs a task. `connection_class` is that of its connections.
+    No request is sent a second time, and none costs a task.
     """
-
-    connection_class: type[HttpConnection] = HttpConnection
 
     def __init__(
         self,
         address: tuple[str, int],
         host: str,
-        pool: Pool,
-        check: AnswerCheck,
-        on_over: OnOver,
+        payloads: Sequence[Payload],
+        judge: Judge,
         headers: Iterator[Headers],
         max_connections: int,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.opened = 0
         self._address = address
-        self._requests = [post_request(host, address[1], pool.path, dict(one.headers), one.body) for one in pool]
-        self._check = check
-        self._on_over = on_over
+        self._requests = [(_head(host, payload), payload.body) for payload in payloads]
+        self._judge = judge
         self._headers = headers
         self._max_connections = max_connections
-        self._clock = clock
         self._idle: deque[HttpConnection] = deque()
         self._waiting: deque[Outgoing] = deque()
-        self._out: dict[HttpConnection, Outgoing] = {}
-        self._on: dict[Outgoing, HttpConnection] = {}
-        self._open = 0
+        self._connections: set[HttpConnection] = set()
         self._opening: set[asyncio.Task[None]] = set()
 
     async def open(self, within_s: float) -> None:
@@ -284,68 +279,77 @@ class HttpSender:
     def send(self, request: Outgoing) -> None:
         """Send it at once, or as soon as a connection is free."""
         # Before those that wait it must not go, whatever is free.
-        if not self._waiting and (connection := self._take()) is not None:
+        if not self._waiting and (connection := self._pop_idle()) is not None:
             self._write(connection, request)
             return
         self._waiting.append(request)
         self._open_more()
 
-    def give_up(self, request: Outgoing) -> None:
-        """Forget a request that is over; its connection, if it has one, can't be used again."""
-        connection = self._on.pop(request, None)
-        if connection is None:
-            return
-        self._out.pop(connection, None)
-        connection.close()
-
     async def close(self) -> None:
-        """End all connections; nothing may be out."""
+        """End all connections."""
         opening = list(self._opening)
         for task in opening:
             task.cancel()
         await asyncio.gather(*opening, return_exceptions=True)
-        while self._idle:
-            self._idle.popleft().close()
-        for connection in list(self._out):
+        for connection in list(self._connections):
             connection.close()
 
-    def kind_of(self, connection: HttpConnection, status: int) -> str:
-        """Name the kind of failure that an answer is, while its connection still knows it."""
-        del connection
-        return f"http_{status}"
+    def on_answer(self, connection: HttpConnection, status: int, body: bytes, retry_after: str) -> None:
+        """Pass on an answer, and use its connection again; called by the connection."""
+        ended = time.monotonic()
+        request, connection.request = connection.request, None
+        if request is None:
+            # Nothing was sent: a server that says why it is about to close.
+            connection.close()
+            return
+        self._reuse(connection)
+        if status == OK_STATUS:
+            failure = self._judge(request, body)
+        else:
+            failure = Failure(f"http_{status}", body.decode("utf-8", "replace"), retry_after)
+        request.finish(ended, failure)
+
+    def on_end(self, connection: HttpConnection, reason: str) -> None:
+        """Let the request of a connection that has ended fail; called by the connection."""
+        self._connections.discard(connection)
+        if connection.request is not None:
+            connection.request.finish(time.monotonic(), Failure("connection", reason))
+        self._open_more()
 
     def _write(self, connection: HttpConnection, request: Outgoing) -> None:
-        self._out[connection] = request
-        self._on[request] = connection
-        request.sent = self._clock()
-        connection.send(self._requests[request.number], next(self._headers))
+        connection.request = request
+        request.abort = connection.close
+        head, body = self._requests[request.number % len(self._requests)]
+        lines = "".join([f"{name}: {value}\r\n" for name, value in next(self._headers)])
+        request.sent = time.monotonic()
+        connection.write((head, f"{lines}\r\n".encode("latin-1"), body))
 
-    def _take(self) -> HttpConnection | None:
+    def _pop_idle(self) -> HttpConnection | None:
         while self._idle:
             connection = self._idle.popleft()
-            if not connection.closed and self._clock() - connection.idle_since < IDLE_LIMIT_S:
+            if not connection.closed and time.monotonic() - connection.idle_since < IDLE_LIMIT_S:
                 return connection
             connection.close()
         return None
 
-    def _next_waiting(self) -> Outgoing | None:
+    def _pop_waiting(self) -> Outgoing | None:
         while self._waiting:
             request = self._waiting.popleft()
             if not request.over:
                 return request
         return None
 
-    def _free(self, connection: HttpConnection) -> None:
+    def _reuse(self, connection: HttpConnection) -> None:
         if connection.closed:
             return
-        if (request := self._next_waiting()) is not None:
+        if (request := self._pop_waiting()) is not None:
             self._write(connection, request)
             return
-        connection.idle_since = self._clock()
+        connection.idle_since = time.monotonic()
         self._idle.append(connection)
 
     def _open_more(self) -> None:
-        while len(self._opening) < min(len(self._waiting), self._max_connections - self._open):
+        while len(self._opening) < min(len(self._waiting), self._max_connections - len(self._connections)):
             task = asyncio.create_task(self._connect())
             self._opening.add(task)
             task.add_done_callback(self._opening.discard)
@@ -356,61 +360,31 @@ class HttpSender:
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 _, connection = await asyncio.get_running_loop().create_connection(
-                    lambda: self.connection_class(self._answered, self._ended), *self._address
+                    lambda: HttpConnection(self), *self._address
                 )
         except TimeoutError:
             reason = f"no connection within {CONNECT_TIMEOUT_S:g} s"
         except OSError as error:
             reason = str(error)
         else:
-            self._open += 1
             self.opened += 1
         if (task := asyncio.current_task()) is not None:
             self._opening.discard(task)
         if connection is not None and not connection.closed:
-            self._free(connection)
+            self._connections.add(connection)
+            self._reuse(connection)
             return
         # It was opened for one request, which fails with it; the next one tries again.
-        if (request := self._next_waiting()) is not None:
-            self._on_over(request, self._clock(), self._check.failure("connect", reason))
-        self._open_more()
-
-    def _answered(self, connection: HttpConnection, status: int, body: bytes) -> None:
-        ended = self._clock()
-        request = self._out.pop(connection, None)
-        if request is None:
-            # Nothing was asked: a server that says why it is about to close.
-            connection.close()
-            return
-        del self._on[request]
-        self._free(connection)
-        if status == OK_STATUS:
-            code = self._check(request.number, body)
-        else:
-            code = self._check.failure(self.kind_of(connection, status), body.decode("utf-8", "replace"))
-        self._on_over(request, ended, code)
-
-    def _ended(self, connection: HttpConnection, reason: str) -> None:
-        self._open -= 1
-        request = self._out.pop(connection, None)
-        if request is not None:
-            del self._on[request]
-            self._on_over(request, self._clock(), self._check.failure("connection", reason))
+        if (request := self._pop_waiting()) is not None:
+            request.finish(time.monotonic(), Failure("connect", reason))
         self._open_more()
 
 
-def open_channels(host: str, port: int, count: int) -> list[grpc.aio.Channel]:
-    """Open channels with connections of their own, so that they reach different processes behind one port."""
-    at = host_and_port(host, port)
-    return [
-        grpc.aio.insecure_channel(at, options=[*CHANNEL_OPTIONS, ("shardrank.channel", number)])
-        for number in range(count)
-    ]
-
-
-def as_it_is(message: bytes) -> bytes:
-    """Serialise a message that is serialised already."""
-    return message
+def _head(host: str, payload: Payload) -> bytes:
+    """Return the request line and headers of a POST, without the empty line, so that headers can be added."""
+    lines = [f"POST {payload.path} HTTP/1.1", f"host: {host}", f"content-length: {len(payload.body)}"]
+    lines += [f"{name}: {value}" for name, value in payload.headers]
+    return ("\r\n".join(lines) + "\r\n").encode("latin-1")
 
 
 class GrpcSender:
@@ -418,70 +392,69 @@ class GrpcSender:
 
     def __init__(
         self,
-        at: LoadTarget,
-        pool: Pool,
-        check: AnswerCheck,
-        on_over: OnOver,
+        target: LoadTarget,
+        payloads: Sequence[Payload],
+        judge: Judge,
         headers: Iterator[Headers],
         channels: int,
-        timeout_s: float,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         # Each is one connection, opened again when it breaks.
         self.opened = channels
-        self._channels = open_channels(at.host, at.port, channels)
-        calls: list[Any] = [
-            channel.unary_unary(pool.path, request_serializer=as_it_is, response_deserializer=as_it_is)
-            for channel in self._channels
+        # With an option of its own, a channel has a connection of its own, and reaches another process of the port.
+        self._channels = [
+            grpc.aio.insecure_channel(target.address, options=[*CHANNEL_OPTIONS, ("shardrank.channel", number)])
+            for number in range(channels)
         ]
-        self._calls = itertools.cycle(calls)
-        self._bodies = [payload.body for payload in pool]
-        self._check = check
-        self._on_over = on_over
+        paths = {payload.path for payload in payloads}
+        calls = [{path: channel.unary_unary(path, None, None) for path in paths} for channel in self._channels]
+        self._calls: Iterator[dict[str, Any]] = itertools.cycle(calls)
+        self._payloads = payloads
+        self._judge = judge
         self._headers = headers
-        self._timeout_s = timeout_s
-        self._clock = clock
-        self._out: dict[Outgoing, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(self, within_s: float) -> None:
         """Connect all channels. One that can't is connected by its first call, whose failure it then is."""
         opening = [asyncio.ensure_future(channel.channel_ready()) for channel in self._channels]
         _, late = await asyncio.wait(opening, timeout=within_s)
-        for one in late:
-            one.cancel()
+        for task in late:
+            task.cancel()
         await asyncio.gather(*opening, return_exceptions=True)
 
     def send(self, request: Outgoing) -> None:
         """Send it at once."""
-        request.sent = self._clock()
-        self._out[request] = asyncio.create_task(self._ask(request))
-
-    def give_up(self, request: Outgoing) -> None:
-        """Cancel the call of a request that is over."""
-        if (task := self._out.get(request)) is not None:
-            task.cancel()
+        request.sent = time.monotonic()
+        task = asyncio.create_task(self._call(request))
+        request.abort = task.cancel
+        self._tasks.add(task)
+        task.add_done_callback(self._forget)
 
     async def close(self) -> None:
         """End all channels."""
-        for task in (tasks := list(self._out.values())):
+        for task in (tasks := list(self._tasks)):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for channel in self._channels:
             await channel.close(None)
 
-    async def _ask(self, request: Outgoing) -> None:
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            # What a judge raised goes to the event loop's exception handler.
+            task.result()
+
+    async def _call(self, request: Outgoing) -> None:
+        payload = self._payloads[request.number % len(self._payloads)]
+        call = next(self._calls)[payload.path]
         try:
-            left_s = request.intended + self._timeout_s - request.sent
-            body = await next(self._calls)(
-                self._bodies[request.number], timeout=max(left_s, 0.001), metadata=next(self._headers)
+            body = await call(
+                payload.body, timeout=max(request.deadline - request.sent, 0.001), metadata=next(self._headers)
             )
-            ended = self._clock()
-            code = self._check(request.number, body)
+            ended = time.monotonic()
+            failure = self._judge(request, body)
         except grpc.aio.AioRpcError as error:
-            ended = self._clock()
-            name = error.code().name.lower()
-            kind = "timeout" if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED else f"grpc_{name}"
-            code = self._check.failure(kind, error.details() or "")
-        finally:
-            del self._out[request]
-        self._on_over(request, ended, code)
+            ended = time.monotonic()
+            is_late = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            kind = "timeout" if is_late else f"grpc_{error.code().name.lower()}"
+            failure = Failure(kind, error.details() or "")
+        request.finish(ended, failure)

@@ -1,54 +1,16 @@
-"""A load test on a terminal: how a run is getting on, and its result."""
+"""A result on a terminal."""
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections.abc import Callable, Iterator
 from typing import Literal
 
 from rich.console import Console
-from rich.live import Live
-from rich.text import Text
 
-from loadtest.load.config import RunConfig
-from loadtest.load.generator import Status
-from loadtest.load.recorder import DIGITS_OF_A_SECOND, merged
 from loadtest.load.result import LoadResult, Percentiles, SweepResult
 from loadtest.tables import line, make_table
 from loadtest.workloads.payloads import FORMS
 
 PERCENTILES = ("p50_ms", "p90_ms", "p99_ms", "p999_ms", "max_ms")
-
-
-@contextlib.contextmanager
-def live_status(console: Console, run: RunConfig) -> Iterator[Callable[[int, Status], None]]:
-    """Show the latest status of all processes together, on a terminal; elsewhere nothing is shown."""
-    began, latest = time.monotonic(), dict[int, Status]()
-    live = Live(console=console, transient=True, refresh_per_second=4)
-
-    def on_status(process: int, status: Status) -> None:
-        latest[process] = status
-        live.update(Text(status_line(run, time.monotonic() - began, list(latest.values()))))
-
-    with live if console.is_terminal else contextlib.nullcontext():
-        yield on_status
-
-
-def status_line(run: RunConfig, elapsed_s: float, latest: list[Status]) -> str:
-    """Write `  7 s of 12 s  500/s  ok 3499  errors 0  in flight 4  p50 1.2 ms  p99 3.4 ms`."""
-    due, ok = sum(one.due for one in latest), sum(one.ok for one in latest)
-    recent = merged([one.recent for one in latest], digits=DIGITS_OF_A_SECOND).percentiles()
-    parts = [
-        f"{min(elapsed_s, run.until_s):3.0f} s of {run.until_s:g} s",
-        "warm-up" if elapsed_s < run.warmup_s else f"{run.rate:g}/s",
-        f"ok {ok}",
-        f"errors {due - ok}",
-        f"in flight {sum(one.in_flight for one in latest)}",
-    ]
-    if recent.p50_ms is not None and recent.p99_ms is not None:
-        parts += [f"p50 {recent.p50_ms:.1f} ms", f"p99 {recent.p99_ms:.1f} ms"]
-    return "  ".join(parts)
 
 
 def outcome_of(result: LoadResult, slo_ms: float) -> Literal["kept", "failed", "invalid"]:

@@ -55,7 +55,7 @@ _FLAT_HEADER = struct.Struct("<7I")
 _RANK_METHOD = "/shardrank.v1.RankingService/Rank"
 
 
-def changing_headers(varied: bool, seed: int) -> Iterator[Headers]:
+def changing_headers(varied: bool) -> Iterator[Headers]:
     """Draw what a traced client adds to each request that it sends, over HTTP or gRPC: without end, each time others.
 
     `traceparent` is that of W3C's Trace Context, with ids that are drawn; of one in a hundred, too, the trace is
@@ -63,7 +63,7 @@ def changing_headers(varied: bool, seed: int) -> Iterator[Headers]:
     """
     if not varied:
         yield from itertools.repeat(())
-    draw = random.Random(seed)
+    draw = random.Random()
     while True:
         digits = f"{draw.getrandbits(320):080x}"
         flags = "01" if draw.random() < SAMPLED_SHARE else "00"
@@ -75,11 +75,13 @@ class Payload:
     """One encoded request.
 
     Attributes:
+        path: of a POST, or the full name of a gRPC method.
         body: the HTTP body or the gRPC message.
         headers: HTTP headers beside host and content-length, in lower case; none for gRPC.
         num_candidates: the scores that its answer must have.
     """
 
+    path: str
     body: bytes
     headers: Headers
     num_candidates: int
@@ -92,19 +94,14 @@ class Pool:
         api: how they are encoded.
         model: the name that the server has the model under.
         payloads: the requests.
-        path: of a POST, where it is not the API's own.
-
-    Attributes:
-        path: of a POST, or the full name of a gRPC method.
 
     Raises:
         WorkloadError: no such API.
     """
 
-    def __init__(self, api: Encoding, model: str, payloads: Iterable[Payload], path: str | None = None) -> None:
-        form = _form_of(api)
+    def __init__(self, api: Encoding, model: str, payloads: Iterable[Payload]) -> None:
         self.api, self.model = api, model
-        self.path, self._read = path or form.path.format(model), form.read
+        self._read = _form_of(api).read
         self._payloads = list(payloads)
 
     @property
@@ -164,8 +161,8 @@ class Payloads(Pool):
             if value < 1:
                 raise WorkloadError(f"{name}: {value} is not 1 or more")
         model, rng = model or workload.spec.model, np.random.default_rng(seed)
-        drawn = (payload_of(workload.schema, workload.request(rng), api, model, timeout_ms) for _ in range(count))
-        super().__init__(api, model, within(drawn, max_bytes), path)
+        drawn = (payload_of(workload.schema, workload.request(rng), api, model, timeout_ms, path) for _ in range(count))
+        super().__init__(api, model, within(drawn, max_bytes))
 
 
 def within(payloads: Iterable[Payload], max_bytes: int) -> Iterator[Payload]:
@@ -179,11 +176,17 @@ def within(payloads: Iterable[Payload], max_bytes: int) -> Iterator[Payload]:
 
 
 def payload_of(
-    schema: Described, request: WorkloadRequest, api: Encoding, model: str, timeout_ms: int | None = None
+    schema: Described,
+    request: WorkloadRequest,
+    api: Encoding,
+    model: str,
+    timeout_ms: int | None = None,
+    path: str | None = None,
 ) -> Payload:
-    """Encode a request. Raises WorkloadError for an API that there is not."""
-    body, headers = _form_of(api).encode(schema, request, model, timeout_ms)
-    return Payload(body, headers, request.num_candidates)
+    """Encode a request; `path` if it is not the API's. Raises WorkloadError for an API that there is not."""
+    form = _form_of(api)
+    body, headers = form.encode(schema, request, model, timeout_ms)
+    return Payload(path or form.path.format(model), body, headers, request.num_candidates)
 
 
 class _Answer(msgspec.Struct):

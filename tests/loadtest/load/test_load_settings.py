@@ -6,7 +6,6 @@ import json
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 from click.testing import CliRunner
 from pydantic import ValidationError
@@ -14,13 +13,12 @@ from rich.console import Console
 
 from loadtest.errors import LoadConfigError, ResultFileError
 from loadtest.load.cli import loadtest
-from loadtest.load.config import LoadTarget, OfferedLoad, RunConfig
-from loadtest.load.generator import Status, open_payloads
+from loadtest.load.config import LoadTarget, OfferedLoad
+from loadtest.load.generator import open_payloads
 from loadtest.load.open_loop import PreciseTimer
-from loadtest.load.recorder import DIGITS_OF_A_SECOND, MAX_CPU_SHARE, LatencyHistogram, invalid_because
-from loadtest.load.result import GeneratorProcess, Mark, write_document
+from loadtest.load.result import Mark, write_document
 from loadtest.load.run import marks_within, read_marks
-from loadtest.load.show import live_status, show_result, status_line
+from loadtest.load.show import show_result
 from loadtest.report.page import html, read_reported
 from loadtest.workloads.payloads import FORMS
 from shardrank_testing.load_results import example_run, example_sweep
@@ -100,23 +98,6 @@ def test_a_line_that_is_no_mark_is_named(tmp_path: Path, line: str):
         read_marks(path, began=1000)
 
 
-def test_a_generator_without_cpu_to_spare_makes_a_run_that_is_not_valid():
-    def with_share(*shares: float):
-        processes = tuple(
-            GeneratorProcess(cpu_share=share, due=10, connections=1, lag_p99_ms=0.1, lag_max_ms=0.2) for share in shares
-        )
-        return RESULTS["run"].generator.model_copy(
-            update={"processes": processes, "lag_p99_ms": 0.5, "max_lag_p99_ms": 1.0, "max_cpu_share": MAX_CPU_SHARE}
-        )
-
-    assert invalid_because(with_share(0.2, 0.9), due=20) == ()
-    reasons = invalid_because(with_share(0.2, 0.95), due=20)
-    assert len(reasons) == 1
-    assert reasons[0].startswith("process 1 that sends used 95% of a core")
-    assert "no request was due" in invalid_because(with_share(0.1), due=0)[0]
-    assert "late" in invalid_because(with_share(0.1).model_copy(update={"lag_p99_ms": 1.1}), due=20)[0]
-
-
 @pytest.mark.parametrize("kind", ["run", "sweep"])
 def test_a_result_that_was_written_is_read_back(tmp_path: Path, kind: str):
     path = tmp_path / "result.json"
@@ -132,27 +113,6 @@ def test_a_file_that_is_no_result_is_refused(tmp_path: Path, text: str):
         read_reported(path)
     with pytest.raises(ResultFileError, match="No such file"):
         read_reported(tmp_path / "missing.json")
-
-
-def test_the_live_line_adds_up_the_processes():
-    def status(due: int, ok: int, in_flight: int, ms: int) -> Status:
-        histogram = LatencyHistogram(DIGITS_OF_A_SECOND)
-        histogram.record(np.full(10, ms * 1000))
-        return Status(due=due, ok=ok, in_flight=in_flight, recent=histogram)
-
-    run = RunConfig(rate=500, warmup_s=2, duration_s=10)
-    statuses = [status(100, 99, 3, 4), status(50, 50, 1, 4)]
-    line = status_line(run, 7.2, statuses)
-    assert line == "  7 s of 12 s  500/s  ok 149  errors 1  in flight 4  p50 4.0 ms  p99 4.0 ms"
-    assert "warm-up" in status_line(run, 1.0, [])
-    terminal = io.StringIO()
-    with live_status(Console(file=terminal, force_terminal=True, width=120), run) as on_status:
-        on_status(0, statuses[0])
-    assert "of 12 s" in terminal.getvalue()
-    pipe = io.StringIO()
-    with live_status(Console(file=pipe), run) as on_status:
-        on_status(0, statuses[0])
-    assert pipe.getvalue() == ""
 
 
 @pytest.mark.parametrize("kind", ["run", "sweep"])

@@ -12,9 +12,9 @@ import uvloop
 from hdrh.histogram import HdrHistogram
 
 from loadtest.load.config import OfferedLoad, RunConfig
-from loadtest.load.generator import headers_of, offer
+from loadtest.load.generator import offer
 from loadtest.load.open_loop import arrival_times
-from loadtest.load.recorder import Done, Ready, make_result, merged
+from loadtest.load.recorder import Done, Ready, Recorder, make_result
 from loadtest.load.result import LoadResult
 from loadtest.workloads.catalog import open_workload
 from loadtest.workloads.payloads import Payloads
@@ -64,8 +64,8 @@ def load(
 
 
 async def offered(load: OfferedLoad, run: RunConfig, pool: Payloads) -> Done:
-    headers = headers_of(load.varied, 0, 0)
-    return await offer(load, run, pool, headers, lambda status: None, at=time.monotonic() + 0.05)
+    times = arrival_times(load.arrivals, run.rate, run.until_s, seed=run.seed)
+    return await offer(load, pool, times, Recorder(time.monotonic() + 0.05), cpu_s=(run.warmup_s, run.until_s))
 
 
 def slower_than(result: LoadResult, ms: float, of: str = "latency") -> int:
@@ -287,7 +287,7 @@ def test_a_generator_that_comes_late_says_so_and_its_run_is_not_valid():
     assert not result.valid
     assert "late" in result.invalid_because[0]
     assert result.answered == 200
-    assert merged([found.records.lag]).count == 200
+    assert found.records.rows.size == 200
 
 
 class BrokenPayloads(Payloads):

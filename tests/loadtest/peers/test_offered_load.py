@@ -8,12 +8,12 @@ import time
 import psutil
 import uvloop
 
-from loadtest.load.config import RunConfig
 from loadtest.load.generator import offer, open_payloads
+from loadtest.load.open_loop import arrival_times
+from loadtest.load.recorder import Recorder
 from loadtest.peers.run import CHANNELS, PeersConfig
 from loadtest.servers import Server
 from loadtest.workloads.catalog import BenchShape
-from loadtest.workloads.payloads import changing_headers
 from shardrank_testing.loaded_server import CANDIDATES, Reply, loaded_grpc_server
 
 SHAPE = BenchShape(features=3, embedding_dim=8, rows=200, dense=2, candidates=str(CANDIDATES))
@@ -35,11 +35,10 @@ def test_all_connections_over_grpc_are_open_before_the_first_request_and_none_is
 
     with loaded_grpc_server(plan) as server:
         load = PeersConfig(shape=SHAPE).load("shardrank-grpc", Server(0, server.port, ()), 1, 5000)
-        run = RunConfig(rate=100, warmup_s=0, duration_s=0.3, seed=1)
         _, pool = open_payloads(load)
-        at = time.monotonic() + 0.5
-        records = uvloop.run(offer(load, run, pool, changing_headers(True, 1), lambda status: None, at=at)).records
+        recorder, times = Recorder(time.monotonic() + 0.5), arrival_times("poisson", 100, 0.3)
+        records = uvloop.run(offer(load, pool, times, recorder, cpu_s=(0, 0.3))).records
         after = connections_to(server.port)
     assert seen == [CHANNELS]
-    assert (records.errors, records.latency.count > 0) == ({}, True)
+    assert (records.errors, records.answered.size > 0) == ({}, True)
     assert after == 0

@@ -10,19 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loadtest.errors import HistogramError
-from loadtest.load.recorder import LatencyHistogram
+from loadtest.load.recorder import encode_histogram
+from loadtest.load.recorder import percentiles as percentiles_of
 from loadtest.load.result import EncodedHistogram
 from loadtest.report.plots import Histogram, merged
 
 
-def recorded(times_us):
-    made = LatencyHistogram()
-    made.record(np.asarray(times_us, np.int64))
-    return made
-
-
 def decoded(times_us):
-    return Histogram.decode(recorded(times_us).encode())
+    return Histogram.decode(encode_histogram(np.asarray(times_us, np.float64) / 1e6))
 
 
 def test_a_decoded_histogram_has_every_value_in_a_bucket_that_holds_it():
@@ -44,9 +39,9 @@ def test_the_curve_is_the_values_in_order(times_us):
 
 
 def test_the_curve_passes_through_the_results_own_percentiles():
-    histogram = recorded(np.random.default_rng(1).lognormal(8, 0.5, 5_000).astype(np.int64))
-    percentiles, values = Histogram.decode(histogram.encode()).curve(points=2_000)
-    own = histogram.percentiles()
+    times_s = np.random.default_rng(1).lognormal(8, 0.5, 5_000) / 1e6
+    percentiles, values = Histogram.decode(encode_histogram(times_s)).curve(points=2_000)
+    own = percentiles_of(times_s)
     for share, value in ((0.5, own.p50_ms), (0.9, own.p90_ms), (0.99, own.p99_ms)):
         assert np.interp(share, percentiles, values) == pytest.approx(value, rel=5e-3)
 
@@ -64,7 +59,7 @@ def test_a_curve_is_of_all_its_values_where_fewer_are_said():
 
 
 def test_an_empty_histogram_has_no_curve():
-    percentiles, values = Histogram.decode(LatencyHistogram().encode()).curve()
+    percentiles, values = decoded([]).curve()
     assert len(percentiles) == len(values) == 0
 
 
@@ -102,6 +97,6 @@ def test_what_is_no_histogram_is_refused(text):
 
 
 def test_a_histogram_with_another_count_than_is_said_is_refused():
-    encoded = recorded([700, 800]).encode()
+    encoded = encode_histogram(np.asarray([700, 800]) / 1e6)
     with pytest.raises(HistogramError, match="holds 2 values, `count` says 3"):
         Histogram.decode(encoded.model_copy(update={"count": 3}))

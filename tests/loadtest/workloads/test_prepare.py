@@ -85,10 +85,10 @@ async def served(folder, payloads) -> list[bytes]:
     try:
         async with running_api(service) as api:
             if payloads.is_grpc:
-                call = api.channel.unary_unary(payloads.path)
+                call = api.channel.unary_unary(payloads[0].path)
                 return [await call(payload.body) for payload in payloads]
             answers = [
-                await api.http.post(payloads.path, content=payload.body, headers=dict(payload.headers))
+                await api.http.post(payload.path, content=payload.body, headers=dict(payload.headers))
                 for payload in payloads
             ]
             assert [answer.status_code for answer in answers] == [200] * len(payloads)

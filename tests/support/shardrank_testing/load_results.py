@@ -12,7 +12,7 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from loadtest.load.recorder import LatencyHistogram
+from loadtest.load.recorder import encode_histogram, percentiles
 from loadtest.load.result import Generator, GeneratorProcess, LoadResult, Machine, Mark, Second, SweepResult
 
 Floats = npt.NDArray[np.float64]
@@ -99,9 +99,8 @@ class QueueLoad:
         late_ms = rng.exponential(0.02, len(due))
         measured = due >= self.warmup_s
         right = measured & (kinds == "")
-        of_latency, of_service = LatencyHistogram(), LatencyHistogram()
-        of_latency.record(_us(latency[right]))
-        of_service.record(_us(np.maximum(latency[right] - late_ms[right], 0.001)))
+        latency_s = latency[right] / 1000
+        service_s = np.maximum(latency_s - late_ms[right] / 1000, 1e-6)
         failed, numbers = np.unique(kinds[measured & ~right], return_counts=True)
         answered, all_due = int(right.sum()), int(measured.sum())
         in_time = int((latency[right] <= self.slo_ms).sum())
@@ -130,11 +129,11 @@ class QueueLoad:
             error_examples=tuple(f"{kind}: at {self.target}" for kind in failed.tolist()),
             goodput=in_time / self.duration_s,
             throughput=answered / self.duration_s,
-            latency=of_latency.percentiles(),
-            latency_of_due=of_latency.percentiles(all_due),
-            service=of_service.percentiles(),
-            latency_histogram=of_latency.encode(),
-            service_histogram=of_service.encode(),
+            latency=percentiles(latency_s),
+            latency_of_due=percentiles(latency_s, all_due),
+            service=percentiles(service_s),
+            latency_histogram=encode_histogram(latency_s),
+            service_histogram=encode_histogram(service_s),
             time_line=self._seconds(due, latency, kinds),
             marks=tuple(Mark(at_s=one.at_s, label=one.label) for one in self.stalls),
             generator=self._generator(all_due, late_ms),
@@ -178,10 +177,6 @@ class QueueLoad:
                 )
             )
         return tuple(found)
-
-
-def _us(times_ms: Floats) -> npt.NDArray[np.int64]:
-    return np.round(times_ms * 1000).astype(np.int64)
 
 
 @cache
