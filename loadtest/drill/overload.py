@@ -161,10 +161,10 @@ def phase_times(phases: tuple[Phase, ...], seed: int) -> Iterator[Float64Array]:
 class _Recorder(Recorder):
     """Records an answer 503 that says when to come again as `SHED`."""
 
-    def add(self, request: Outgoing, ended: float, failure: Failure | None) -> None:
+    def add(self, request: Outgoing, failure: Failure | None) -> None:
         if failure is not None and failure.kind == SHED_UNTOLD and failure.retry_after.isdigit():
             failure = failure._replace(kind=SHED)
-        super().add(request, ended, failure)
+        super().add(request, failure)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,9 @@ import psutil
 
 from loadtest.errors import LateAnswerError, RequestFailedError
 from loadtest.load.config import OfferedLoad
-from loadtest.load.open_loop import Loop, Route
+from loadtest.load.open_loop import Loop, Record, Route
 from loadtest.load.recorder import MAX_CPU_SHARE, Recorder
-from loadtest.load.senders import AnswerCheck, Failure, OnOver, Outgoing, make_sender
+from loadtest.load.senders import AnswerCheck, Failure, Outgoing, make_sender
 from loadtest.workloads.payloads import Pool, changing_headers
 
 ANSWER_TIMEOUT_S = 60.0
@@ -32,43 +32,36 @@ Role: TypeAlias = Literal["serve", "nodes"]
 
 
 class ClosedLoop(Loop):
-    """Keeps requests in flight. Its `route` may change: a sender that it no longer returns gets no more requests.
+    """Keeps requests in flight. What `route` returns may change: a sender that it leaves gets no more requests.
 
     Args:
-        route: by the request's number, from 0; also which server is asked.
-        record: called with each request that is over.
+        route, record, begin, timeout_s: as in `Loop`.
         in_flight: requests that are always out.
-        timeout_s: after which a request is given up.
     """
 
     def __init__(
-        self, route: Route, record: OnOver, *, in_flight: int, timeout_s: float = ANSWER_TIMEOUT_S, begin: float = 0.0
+        self, route: Route, record: Record, *, in_flight: int, begin: float, timeout_s: float = ANSWER_TIMEOUT_S
     ) -> None:
-        super().__init__(route, record, begin=begin or time.monotonic(), timeout_s=timeout_s)
+        super().__init__(route, record, begin=begin, timeout_s=timeout_s)
         self._requests = in_flight
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Send while the block runs, then wait for the answers that are out. Raises what `wait` raises."""
-        with self._watched():
+        """Send while the block runs, then wait for the answers that are out.
+
+        Raises:
+            ExceptionGroup: of what `record` or a judge raised, which ends the block.
+        """
+        async with asyncio.TaskGroup() as group:
             for _ in range(self._requests):
-                self._send_more(time.monotonic())
-            try:
-                yield
-            finally:
-                self._is_stopped = True
+                group.create_task(self._keep_asking())
+            yield
             self.stop()
-            await self._over
 
-    async def wait(self, seconds: float) -> None:
-        """Wait. Raises what was given to `fail`, or what `record`, a judge or another callback raised."""
-        await asyncio.wait([self._over], timeout=seconds)
-        if self._over.done():
-            self._over.result()
-
-    def _send_more(self, now: float) -> None:
-        if not self._is_stopped:
-            self._send(now - self._begin, now)
+    async def _keep_asking(self) -> None:
+        while not self._is_stopped:
+            now = time.monotonic()
+            await self._ask(self._next(now - self._begin, now))
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,11 +155,11 @@ async def keep_busy(
     """
     recorder = Recorder(time.monotonic())
 
-    def record(request: Outgoing, ended: float, failure: Failure | None) -> None:
+    def record(request: Outgoing, failure: Failure | None) -> None:
         if failure is not None:
             error = LateAnswerError if failure.kind in LATE_KINDS else RequestFailedError
-            loop.fail(error(f"{pool.api}: {failure.kind}: {failure.message[:300]}"))
-        recorder.add(request, ended, failure)
+            raise error(f"{pool.api}: {failure.kind}: {failure.message[:300]}")
+        recorder.add(request, failure)
 
     sender = await make_sender(
         load.at,
@@ -181,14 +174,16 @@ async def keep_busy(
     try:
         await sender.open(ANSWER_TIMEOUT_S)
         async with loop.running():
-            await loop.wait(warmup_s)
+            await asyncio.sleep(warmup_s)
             began, cpu, client_s = time.monotonic(), cpu_by_role(process_ids), cpu_seconds(client)
             answered = len(recorder)
-            await loop.wait(seconds)
-            while len(recorder) == answered:
-                await loop.wait(0.01)
+            await asyncio.sleep(seconds)
+            while len(recorder) == answered:  # noqa: ASYNC110 - a slow server, which answers after the seconds
+                await asyncio.sleep(0.01)
             after, client_s = cpu_by_role(process_ids), cpu_seconds(client) - client_s
             ended = time.monotonic()
+    except* RequestFailedError as errors:
+        raise errors.exceptions[0] from None
     finally:
         await sender.close()
     rows = recorder.records().rows

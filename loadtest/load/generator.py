@@ -140,29 +140,24 @@ def ask_scores(load: OfferedLoad, pool: Pool, request: int) -> Float32Array:
         RequestFailedError: there is no answer with finite scores.
     """
 
-    async def ask() -> tuple[bytes, Failure | None]:
-        over: asyncio.Future[tuple[bytes, Failure | None]] = asyncio.get_running_loop().create_future()
-
+    async def ask() -> tuple[Outgoing, Failure | None]:
         def judge(request: Outgoing, body: bytes) -> None:
             request.verdict = body
 
-        def on_over(request: Outgoing, ended: float, failure: Failure | None) -> None:
-            over.set_result((request.verdict, failure))
-
+        now = time.monotonic()
+        outgoing = Outgoing(request, 0.0, now, now + ANSWER_TIMEOUT_S, now)
         sender = await make_sender(load.at, pool, judge, connections=1, channels=1)
         try:
-            now = time.monotonic()
-            sender.send(Outgoing(request, 0.0, now, now, now + ANSWER_TIMEOUT_S, on_over))
-            return await asyncio.wait_for(over, ANSWER_TIMEOUT_S)
+            return outgoing, await sender.ask(outgoing)
         finally:
             await sender.close()
 
     what = f"{pool.api}: no scores of request {request}"
     try:
-        body, failure = asyncio.run(ask())
+        outgoing, failure = asyncio.run(ask())
         if failure is not None:
             raise RequestFailedError(f"{what}: {failure.kind}: {failure.message[:300]}")
-        scores = np.array(pool.scores(body), np.float32)
+        scores = np.array(pool.scores(outgoing.verdict), np.float32)
     except (OSError, AnswerError) as error:
         raise RequestFailedError(f"{what}: {error}") from error
     if not np.isfinite(scores).all():

@@ -98,7 +98,7 @@ class Recorder:
     def __len__(self) -> int:
         return len(self._raw) // len(COLUMNS)
 
-    def add(self, request: Outgoing, ended: float, failure: Failure | None) -> None:
+    def add(self, request: Outgoing, failure: Failure | None) -> None:
         """Record a request; what a loop calls."""
         code = OK
         if failure is not None:
@@ -106,11 +106,9 @@ class Recorder:
             examples = self._examples.setdefault(failure.kind, [])
             if failure.message and len(examples) < EXAMPLES_OF_A_KIND:
                 examples.append(f"{failure.kind}: {failure.message[:MAX_EXAMPLE_CHARS]}")
-        begin, sent = self.begin, request.sent
+        begin, sent = self.begin, request.sent if request.sent == NEVER else request.sent - self.begin
         # `offset_s` as it was drawn: `begin` plus it and minus `begin` again may be in the second before.
-        self._raw.extend(
-            (request.offset_s, request.turn - begin, sent if sent == NEVER else sent - begin, ended - begin, code)
-        )
+        self._raw.extend((request.offset_s, request.turn - begin, sent, request.ended - begin, code))
 
     def records(self) -> Records:
         """Return all so far."""

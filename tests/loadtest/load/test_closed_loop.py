@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -162,8 +163,8 @@ def test_targets_of_a_closed_loop_are_swapped_while_it_runs() -> None:
     pool = bench_payloads(SHAPE.model_copy(update={"candidates": str(LOADED_CANDIDATES)}), "mlp", 1, "json")
     verdicts: list[tuple[float, str]] = []
 
-    def record(request: Outgoing, ended: float, failure: Failure | None) -> None:
-        verdicts.append((ended - request.intended, failure.kind if failure else request.verdict))
+    def record(request: Outgoing, failure: Failure | None) -> None:
+        verdicts.append((request.ended - request.intended, failure.kind if failure else request.verdict))
 
     def judge(request: Outgoing, body: bytes) -> Failure | None:
         request.verdict = "right"
@@ -173,14 +174,14 @@ def test_targets_of_a_closed_loop_are_swapped_while_it_runs() -> None:
         senders: list[Sender] = [
             await make_sender(LoadTarget(scheme="http", host="127.0.0.1", port=port), pool, judge) for port in ports
         ]
-        loop = ClosedLoop(lambda number: senders[number % len(senders)], record, in_flight=3)
+        loop = ClosedLoop(lambda number: senders[number % len(senders)], record, in_flight=3, begin=time.monotonic())
         async with loop.running():
-            await loop.wait(0.1)
+            await asyncio.sleep(0.1)
             left = senders.pop(0)
-            await loop.wait(0.1)
+            await asyncio.sleep(0.1)
             await left.close()
             seen.append(first.requests)
-            await loop.wait(0.1)
+            await asyncio.sleep(0.1)
         await senders[0].close()
 
     seen: list[int] = []

@@ -35,9 +35,9 @@ def recorded(*requests: tuple[float, float, float, float, Failure | None]) -> Re
     """Record requests by due, turn, sent and ended, in seconds of the run, and failure."""
     recorder = Recorder(BEGIN)
     for due, turn, sent, ended, failure in requests:
-        request = Outgoing(0, due, BEGIN + due, BEGIN + turn, 0.0, recorder.add)
+        request = Outgoing(0, due, BEGIN + due, BEGIN + 9.0, BEGIN + turn, ended=BEGIN + ended)
         request.sent = NEVER if sent == NEVER else BEGIN + sent
-        request.finish(BEGIN + ended, failure)
+        recorder.add(request, failure)
     return recorder
 
 
