@@ -1,8 +1,8 @@
-// Reads rows at random, as the pooling kernels do, but knows by itself where each one lies: no ids, places or offsets
-// are loaded, and next to nothing is written. What it reaches is the most that pooling could.
+// Reads int8 rows at random, as the pooling kernels do, but computes the address of each: no ids, places or offsets are
+// loaded, and next to nothing is written. What it reaches is the most that pooling could.
 //
-// A lane group reads rows_per_group rows, one after the other, IN_FLIGHT to a step of the loop; each of its threads
-// reads 16 bytes of a row, and, where there is one, the row's tail of 8 bytes. GatherParams: see ceiling.py.
+// A lane group reads rows_per_group rows, IN_FLIGHT to a step of the loop; each of its threads reads 16 bytes of a row
+// and the row's scale and bias. GatherParams: see ceiling.py.
 
 #ifdef SHARDRANK_ON_HOST
 #include "cuda_on_host.h"
@@ -36,8 +36,7 @@ __device__ __forceinline__ u32 mixed(u32 x) {
 }
 
 #ifndef SHARDRANK_ON_HOST
-// Volatile, so that the loads of several rows stay together, ahead of what uses them; the tail's by a predicate, since a
-// branch would part them.
+// Volatile, so that the loads of several rows stay together, ahead of what uses them.
 __device__ __forceinline__ uint4 load(const uint4* address) {
     uint4 v;
     asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -46,17 +45,14 @@ __device__ __forceinline__ uint4 load(const uint4* address) {
     return v;
 }
 
-__device__ __forceinline__ uint2 load_tail(bool wanted, const uint2* address) {
+__device__ __forceinline__ uint2 load(const uint2* address) {
     uint2 v;
-    asm volatile("{.reg .pred p; setp.ne.u32 p, %2, 0; mov.u32 %0, 0; mov.u32 %1, 0; "
-                 "@p ld.global.nc.v2.u32 {%0, %1}, [%3];}"
-                 : "=&r"(v.x), "=&r"(v.y)
-                 : "r"(static_cast<u32>(wanted)), "l"(address));
+    asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(address));
     return v;
 }
 #else
 inline uint4 load(const uint4* address) { return __ldg(address); }
-inline uint2 load_tail(bool wanted, const uint2* address) { return wanted ? __ldg(address) : make_uint2(0, 0); }
+inline uint2 load(const uint2* address) { return __ldg(address); }
 #endif
 
 template <int IN_FLIGHT>
@@ -79,7 +75,7 @@ __device__ __forceinline__ void gather(const GatherParams& params) {
             const u64 row = static_cast<u64>(mixed(read)) * params.num_rows >> 32;
             const u64 address = params.rows + row * params.row_stride;
             chunks[i] = load(reinterpret_cast<const uint4*>(address + lane * CHUNK_BYTES));
-            tails[i] = load_tail(params.tail_offset != 0, reinterpret_cast<const uint2*>(address + params.tail_offset));
+            tails[i] = load(reinterpret_cast<const uint2*>(address + params.tail_offset));
         }
 #pragma unroll
         for (int i = 0; i < IN_FLIGHT; ++i) {

@@ -1,4 +1,4 @@
-"""Time work on a card: CUDA events around replays of a graph, many times, in turns."""
+"""Time work on a card: CUDA events around replays of graphs, in rounds, in alternation."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,137 +14,83 @@ import torch
 from shard_node.cuda.cards import Card, Stream
 
 GROUP, MAX_ROUNDS = 5, 200
-LEAST_LAUNCHES, LONG_S = 32, 0.02
-"""Of one graph, unless it takes longer: the gap between an event and a graph is then nothing beside it."""
-Name = TypeVar("Name", str, int)
-
-
-class Stopwatch:
-    """Time one piece of work on a stream: by CUDA events where there are any, else by the host's clock.
-
-    Events go onto torch's current stream, so it is used within `card.torch_stream(stream)`. Of the host's time only the
-    gaps that it leaves on the stream are in what events measure, which is exact to half a microsecond.
-    """
-
-    def __init__(self, card: Card, stream: Stream) -> None:
-        self._stream = stream
-        self._times = [0.0, 0.0]
-        self._events: list[torch.cuda.Event] = []
-        if card.torch_device.type == "cuda":
-            self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
-
-    def start(self) -> None:
-        """Put the beginning on the stream."""
-        self._mark(0)
-
-    def stop(self) -> None:
-        """Put the end on the stream."""
-        self._mark(1)
-
-    def _mark(self, which: int) -> None:
-        if self._events:
-            self._events[which].record()
-        else:
-            self._stream.synchronize()
-            self._times[which] = time.perf_counter()
-
-    def seconds(self) -> float:
-        """Wait for the end and measure from the beginning to it."""
-        if not self._events:
-            return self._times[1] - self._times[0]
-        self._events[1].synchronize()
-        return float(self._events[0].elapsed_time(self._events[1])) / 1e3
-
-
-def clock_name(card: Card) -> str:
-    """Name what times come from."""
-    return "cuda events" if card.torch_device.type == "cuda" else "host clock"
+MIN_LAUNCHES = 32
+"""Of a graph: with so many in it, the gap between an event and a graph is negligible."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds of one launch: median of the rounds, of `launches` each, and the range of the middle 80% of them."""
+    """Microseconds of a launch: the median of the rounds, and the 10th and 90th percentile."""
 
-    median_s: float
-    low_s: float
-    high_s: float
-    rounds: int
-    launches: int = 1
-
-    @classmethod
-    def of(cls, seconds: list[float], launches: int = 1) -> Timing:
-        """Summarize the seconds of rounds of `launches` each."""
-        low, median, high = np.percentile(np.array(seconds) / launches, (10, 50, 90)).tolist()
-        return cls(median, low, high, len(seconds), launches)
-
-    @property
-    def spread(self) -> float:
-        """Measure the width of the middle 80% as a share of the median: differences below it are noise."""
-        return (self.high_s - self.low_s) / self.median_s
+    us: float
+    low_us: float
+    high_us: float
 
 
-def time_in_turns(
-    card: Card,
-    stream: Stream,
-    work: Mapping[Name, Callable[[], None]],
-    launches: int,
-    seconds: float,
-) -> dict[Name, Timing]:
-    """Time several pieces of work, which take turns, so that all see the same noise.
+class HostEvent:
+    """A `torch.cuda.Event` by the host's clock, for emulated cards, which do their work at once."""
 
-    Rounds are put on the stream in groups, each behind work that is not timed: the host is then ahead of the card, and
-    no measured span holds the time in which the card waited for it.
+    def record(self) -> None:
+        """Keep the time."""
+        self.time = time.perf_counter()
+
+    def synchronize(self) -> None:
+        """Return: all work is done."""
+
+    def elapsed_time(self, end: HostEvent) -> float:
+        """Return the milliseconds until another event."""
+        return (end.time - self.time) * 1e3
+
+
+def _mark(card: Card) -> Any:
+    """Return an event that is recorded on torch's current stream."""
+    event = torch.cuda.Event(enable_timing=True) if card.torch_device.type == "cuda" else HostEvent()  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def time_graphs(
+    card: Card, stream: Stream, work: Mapping[str, Callable[[], None]], launches: int, seconds: float
+) -> dict[str, Timing]:
+    """Capture each piece of work as a graph of at least MIN_LAUNCHES, and time replays in alternation.
+
+    Rounds are put on the stream in groups, each after a replay that is not timed: the host is then ahead of the card,
+    and no measured time contains a wait of the card for the host.
 
     Args:
         card: of the stream.
         stream: where the work goes.
         work: puts `launches` launches on the stream, each.
-        launches: in one piece of work.
-        seconds: about how long to go on, all pieces together; GROUP to MAX_ROUNDS rounds.
+        launches: of one piece of work.
+        seconds: how long to go on, all pieces together; GROUP to MAX_ROUNDS rounds.
     """
-    watches = {name: [Stopwatch(card, stream) for _ in range(GROUP)] for name in work}
-    taken: dict[Name, list[float]] = {name: [] for name in work}
-    for one in work.values():  # Warm-up: the first replay of a graph uploads it.
-        one()
-    stream.synchronize()
-    ahead = next(iter(work.values()))
-    began = time.perf_counter()
-    rounds = 0
-    while rounds == 0 or (rounds < MAX_ROUNDS and time.perf_counter() - began < seconds):
-        with card.torch_stream(stream):
-            ahead()
-            for turn in range(GROUP):
-                for name, one in work.items():
-                    watches[name][turn].start()
-                    one()
-                    watches[name][turn].stop()
-        for name, group in watches.items():
-            taken[name] += [watch.seconds() for watch in group]
-        rounds += GROUP
-    return {name: Timing.of(each, launches) for name, each in taken.items()}
-
-
-def time_graphs(
-    card: Card, stream: Stream, work: Mapping[Name, Callable[[], None]], launches: int, seconds: float
-) -> dict[Name, Timing]:
-    """Capture each piece of work as a graph, so often that it has LEAST_LAUNCHES, and time replays in turns."""
-    longest_s = 0.0
-    watch = Stopwatch(card, stream)
-    for one in work.values():
-        one()  # Once before, as captures demand.
+    repeats = -(-MIN_LAUNCHES // launches)
+    replays: dict[str, Callable[[], None]] = {}
+    for name, put in work.items():
+        put()  # A capture demands that it has run once.
         stream.synchronize()
+        replays[name] = partial(card.capture(stream, partial(_repeat, put, repeats)).replay, stream)
+        replays[name]()  # The first replay uploads the graph.
+    stream.synchronize()
+    times: dict[str, list[float]] = {name: [] for name in work}
+    started_at = time.perf_counter()
+    for _ in range(MAX_ROUNDS // GROUP):
         with card.torch_stream(stream):
-            watch.start()
-            one()
-            watch.stop()
-        longest_s = max(longest_s, watch.seconds())
-    times = max(1, min(-(-LEAST_LAUNCHES // launches), int(LONG_S / max(longest_s, 1e-9))))
-    replays: dict[Name, Callable[[], None]] = {}
-    for name, one in work.items():
-        replays[name] = partial(card.capture(stream, partial(_repeat, one, times)).replay, stream)
-    return time_in_turns(card, stream, replays, launches * times, seconds)
+            next(iter(replays.values()))()
+            marks = []
+            for name, replay in [*replays.items()] * GROUP:
+                start = _mark(card)
+                replay()
+                marks.append((name, start, _mark(card)))
+        for name, start, end in marks:
+            end.synchronize()
+            times[name].append(start.elapsed_time(end) * 1e3 / (launches * repeats))
+        if time.perf_counter() - started_at >= seconds:
+            break
+    percentiles = {name: np.percentile(each, (50, 10, 90)).tolist() for name, each in times.items()}
+    return {name: Timing(*each) for name, each in percentiles.items()}
 
 
-def _repeat(one: Callable[[], None], times: int) -> None:
+def _repeat(put: Callable[[], None], times: int) -> None:
     for _ in range(times):
-        one()
+        put()
