@@ -37,8 +37,6 @@ LONGEST = (
     "serving/cli/test_protection.py",
     "loadtest/peers/test_peers.py",
     "serving/cli/test_serve_registered.py",
-    "loadtest/gpu/test_bench_gpu.py",
-    "loadtest/gpu/test_gpu_recipe.py",
     "serving/cli/test_documented_commands.py",
     "serving/api/test_tls_and_tokens.py",
 )

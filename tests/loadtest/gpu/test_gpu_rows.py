@@ -81,11 +81,6 @@ def test_a_read_of_another_row_is_found(rows, monkeypatch):
         gather.check(0)
 
 
-def test_reads_spread_over_the_table():
-    counts = np.bincount(rows_read(np.arange(30_000), 300), minlength=300)
-    assert 50 < counts.min() < counts.max() < 160
-
-
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_compiler_leaves_room_for_48_warps_and_spills_nothing(architecture, tmp_path):
     kernels = resources("nvrtc", SOURCE, architecture, tmp_path)
