@@ -1,7 +1,8 @@
-"""Tables and lines on a terminal, and rounds summed up for them."""
+"""Tables, lines and numbers as a person reads them: digits that were not measured are left out."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -91,3 +92,33 @@ def make_table(words: Iterable[str], numbers: Iterable[str], *, title: str | Non
 def line(console: Console, text: str) -> None:
     """Print a line as it is."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def significant(value: float) -> str:
+    """Write at least three significant digits, and all of those before the point: 0.482, 12.3, 1,234."""
+    return f"{value:,.0f}" if value == 0 or abs(value) >= 99.95 else f"{value:#.3g}"
+
+
+def rate_text(value: float) -> str:
+    """Write requests a second: as it is if whole, else four significant digits."""
+    if value == int(value) or value >= 999.95:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 99.995 else significant(value)
+
+
+def plain_text(value: float) -> str:
+    """Write a number that was set, not measured: no more digits than it has, thousands separated."""
+    return f"{value:,.10f}".rstrip("0").rstrip(".")
+
+
+def percent_text(value: float) -> str:
+    """Write a fraction in percent, without the sign: two decimals, or two digits of what is missing to 0 or 100."""
+    rest = min(value, 1 - value)
+    if rest <= 0:
+        return plain_text(round(100 * value, 1))
+    return f"{100 * value:.{2 if rest >= 1e-4 else min(12, -1 - math.floor(math.log10(rest)))}f}"
+
+
+def ratio_text(value: float) -> str:
+    """Write one thing to another: three significant digits, at least two decimals."""
+    return f"{value:.2f}" if value >= 0.995 else significant(value)

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
+from loadtest.report.cli import PAGE
 from loadtest.workloads.cli import request_options, workload_options
 from serving.cli import WithExamples
 from serving.cli.options import FiniteRange, device_options, memory_budget_option, sharding_option
@@ -175,7 +176,7 @@ def removed_options(command: Command) -> Command:
               help="Tables of at most this many bytes are held whole by every shard. 0 divides all, so that small "
               "tables don't hide what dividing costs; the default of `shardrank up` is 1048576.")  # fmt: skip
 @click.option("--json", "json_file", type=FILE, metavar="FILE", help="Write the comparison to this file.")
-@click.option("--html", "html_file", type=FILE, metavar="FILE", help="Write a page with plots to this file.")
+@click.option("--html", "html_file", type=PAGE, metavar="FILE", help="Write a page with plots to this file.")
 @click.pass_context
 def compare_cards(
     ctx: click.Context, /, store: Path | None, json_file: Path | None, html_file: Path | None, **given: Any

@@ -22,8 +22,7 @@ from loadtest.load.config import OfferedLoad
 from loadtest.load.result import LoadResult, check_writable
 from loadtest.load.run import INTERRUPTED, checked, write_files
 from loadtest.load.workers import stopping_on_signals
-from loadtest.report.comparison import Arm, Comparison
-from loadtest.rounds import COUNTED, FORM, SHARES, Measure, compare_rounds, show_comparison
+from loadtest.rounds import COUNTED, FORM, SHARES, Arm, Comparison, Measure, compare_rounds, show_comparison
 from loadtest.workloads.catalog import FilmsWorkload, open_workload
 from loadtest.workloads.payloads import FORMS, GRPC_APIS
 from loadtest.workloads.prepare import prepare_workload

@@ -21,7 +21,7 @@ from loader.description import ModelDescription
 from loader.snapshot.codecs import RowCodec
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.tables import Frozen
-from loadtest.report.comparison import t_975
+from loadtest.rounds import t_975
 from serving.training.dataset import CROSSES, FilmsDataset, FilmsOptions, evaluation_requests, films_description
 from serving.training.interactions import Interactions
 from serving.training.network import TrainedModel, float32_scores

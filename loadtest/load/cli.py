@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from loadtest.report.cli import PAGE
 from loadtest.workloads.cli import request_options, workload_options
 from serving.cli import WithExamples
 
@@ -90,7 +91,7 @@ FILE = click.Path(path_type=Path, dir_okay=False)
 @click.option("--seed", type=click.IntRange(0, 2**31 - 1), metavar="N", help="Of requests and their times. Default: 0.")
 @click.option("--marks", type=FILE, metavar="FILE", help="Lines of `UNIX_SECONDS LABEL`; read when the run is over.")
 @click.option("--json", "json_file", type=FILE, metavar="FILE", help="Write the result to this file.")
-@click.option("--html", "html_file", type=FILE, metavar="FILE", help="Write a page with plots to this file.")
+@click.option("--html", "html_file", type=PAGE, metavar="FILE", help="Write a page with plots to this file.")
 @click.pass_context
 def run(
     ctx: click.Context,

@@ -96,11 +96,11 @@ def checked(schema: type[Config], given: Mapping[str, object]) -> Config:
 
 def write_files(document: BaseModel, json_file: Path | None, html_file: Path | None) -> None:
     """Write a result and its page, as far as they are asked for. Raises ResultFileError, PageFileError."""
-    from loadtest.report.page import write_html
-
     if json_file is not None:
         write_document(document, json_file)
     if html_file is not None:
+        from loadtest.report.page import write_html
+
         write_html(document, html_file)  # type: ignore[arg-type]  # whichever result it is, it has a page
 
 

@@ -11,6 +11,7 @@ import click
 
 from loader.snapshot.tables import RowDtype
 from loadtest.peers.catalog import PEERS, install_peer, installed_pythons
+from loadtest.report.cli import PAGE
 from loadtest.workloads.cli import same_option, side_split_option
 from serving.cli import WithExamples
 
@@ -87,7 +88,7 @@ def _hotness(ctx: click.Context, param: click.Parameter, text: str) -> tuple[int
     help="Measure requests/s alone: varied requests (50 to 150 candidates) against equal ones (100).",
 )
 @click.option("--json", "json_file", type=FILE, metavar="FILE", help="Write the comparison to this file.")
-@click.option("--html", "html_file", type=FILE, metavar="FILE", help="Write a page with plots to this file.")
+@click.option("--html", "html_file", type=PAGE, metavar="FILE", help="Write a page with plots to this file.")
 @click.pass_context
 def peers(
     ctx: click.Context,

@@ -31,8 +31,7 @@ from loadtest.load.config import OfferedLoad, RunConfig, bench_load
 from loadtest.load.generator import Generators, ask_scores, open_payloads
 from loadtest.load.result import LoadResult, Machine, this_machine, versions
 from loadtest.peers.catalog import FORMS, PEERS, Form, FormTrial, Peer
-from loadtest.report.comparison import Arm, Better, Comparison
-from loadtest.rounds import Measure, compare_rounds, in_turn, show_comparison
+from loadtest.rounds import Arm, Better, Comparison, Measure, compare_rounds, in_turn, show_comparison
 from loadtest.servers import HOST, Server, ServerCommand, check_scores, running, serving
 from loadtest.workloads.catalog import BENCH_SEED, BenchShape, BenchWorkload, bench_requests, bench_spec, bench_workload
 from loadtest.workloads.payloads import Api, Encoding, side_arrays

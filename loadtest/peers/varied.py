@@ -13,8 +13,7 @@ from loadtest.load.closed_loop import Weighed, not_busy_because
 from loadtest.load.result import Machine, this_machine, versions
 from loadtest.peers.catalog import PEERS, FormTrial
 from loadtest.peers.run import TITLES, Bench, PeersConfig, Say, about, peers_bench
-from loadtest.report.comparison import Arm, Comparison
-from loadtest.rounds import Measure, compare_rounds, in_turn, show_comparison
+from loadtest.rounds import Arm, Comparison, Measure, compare_rounds, in_turn, show_comparison
 from loadtest.workloads.catalog import EQUAL_REQUESTS, VARIED_AROUND_100
 
 Requests: TypeAlias = Literal["equal", "varied"]

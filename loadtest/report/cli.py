@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,14 +13,27 @@ from serving.cli import WithExamples
 
 if TYPE_CHECKING:
     from loadtest.load.result import LoadResult
-    from loadtest.report.page import Reported
 
 FILE = click.Path(path_type=Path, dir_okay=False)
 
 
+class PageFile(click.Path):
+    """A page to write, refused where what draws it is not installed."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return its path."""
+        if not (importlib.util.find_spec("matplotlib") and importlib.util.find_spec("jinja2")):
+            self.fail("pages are drawn by matplotlib: pip install 'shardrank[report]'", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+PAGE = PageFile(path_type=Path, dir_okay=False)
+"""The type of `--html`."""
+
+
 @click.command(cls=WithExamples)
 @click.argument("files", nargs=-1, required=True, metavar="[NAME=]FILE...")
-@click.option("--html", "html_file", required=True, type=FILE, metavar="FILE", help="Write the page to this file.")
+@click.option("--html", "html_file", required=True, type=PAGE, metavar="FILE", help="Write the page to this file.")
 @click.option("--json", "json_file", type=FILE, metavar="FILE", help="Write the comparison to this file.")
 @click.option("--title", metavar="TEXT", help="Of a comparison. Default: its names.")
 @click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, metavar="N", help="Of a comparison's bootstrap.")
@@ -35,22 +49,19 @@ def report(files: tuple[str, ...], html_file: Path, json_file: Path | None, titl
       shardrank loadtest report one=a1.json two=b1.json one=a2.json two=b2.json --html compared.html
     """
     from loadtest.load.result import write_document
-    from loadtest.report.page import read_reported, write_html
+    from loadtest.report.page import write_html
+    from loadtest.report.results import compare_runs, read_reported
 
-    result: Reported
     if len(files) == 1:
         if json_file is not None:
             raise click.UsageError("--json is for comparisons; it needs at least two files")
-        result = read_reported(_name_and_path(files[0])[1])
+        write_html(read_reported(_name_and_path(files[0])[1]), html_file)
     else:
-        from loadtest.report.comparison import compare_runs
-
         arms = _arms(files)
-        compared = compare_runs(title or " against ".join(arms), arms, seed=seed)
+        comparison = compare_runs(title or " against ".join(arms), arms, seed=seed)
         if json_file is not None:
-            write_document(compared, json_file)
-        result = compared
-    write_html(result, html_file)
+            write_document(comparison, json_file)
+        write_html(comparison, html_file)
     click.echo(f"{html_file}: written")
 
 
@@ -68,7 +79,7 @@ def _arms(files: Sequence[str]) -> dict[str, list[LoadResult]]:
     """Return the runs of each name, in the order in which they were given."""
     from loadtest.errors import ComparisonError
     from loadtest.load.result import LoadResult
-    from loadtest.report.page import read_reported
+    from loadtest.report.results import read_reported
 
     arms: dict[str, list[LoadResult]] = {}
     unnamed: set[str] = set()

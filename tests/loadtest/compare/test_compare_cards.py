@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.report.comparison import Comparison
-from loadtest.report.page import read_reported
+from loadtest.report.results import read_reported
+from loadtest.rounds import Comparison
 
 TINY = ("--workload", "merlin-tiny:0.0001", "--candidates", "3", "--requests", "20", "--device", "cpu")
 SHORT = ("--rounds", "1", "--rate", "20", "--cold", "0.5", "--warmup", "0", "--duration", "0.5", "--in-flight", "4")

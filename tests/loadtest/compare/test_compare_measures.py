@@ -15,9 +15,8 @@ from loadtest.compare.run import compared
 from loadtest.load.closed_loop import CpuTime, Role, Weighed
 from loadtest.load.config import OfferedLoad
 from loadtest.load.result import LoadResult
-from loadtest.report.comparison import Comparison
 from loadtest.report.page import html
-from loadtest.rounds import show_comparison
+from loadtest.rounds import Comparison, show_comparison
 from shardrank_testing.load_results import QueueLoad
 
 CONFIG = CompareConfig(cards=(1, 2), rounds=3, rate=200, shares=(50,))

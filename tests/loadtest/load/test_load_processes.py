@@ -24,7 +24,7 @@ from loadtest.load.generator import Generators
 from loadtest.load.result import LoadResult
 from loadtest.load.run import run_load, run_sweep
 from loadtest.load.workers import stopping_on_signals
-from loadtest.report.page import read_reported
+from loadtest.report.results import read_reported
 from loadtest.workloads.prepare import prepare_workload
 from serving.fleet.process import StopRequestedError
 from serving.rank.service import RankingService

@@ -20,7 +20,8 @@ from loadtest.load.open_loop import PreciseTimer
 from loadtest.load.result import Mark, write_document
 from loadtest.load.run import marks_within, read_marks
 from loadtest.load.show import show_result
-from loadtest.report.page import html, read_reported
+from loadtest.report.page import html
+from loadtest.report.results import read_reported
 from loadtest.workloads.payloads import FORMS
 from shardrank_testing.load_results import example_run, example_sweep
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 from click.testing import CliRunner
 
 from loadtest.errors import ComparisonError, ResultFileError
 from loadtest.load.cli import loadtest
 from loadtest.load.result import write_document
-from loadtest.report.comparison import Comparison
-from loadtest.report.page import html, read_reported
+from loadtest.report.results import read_reported
+from loadtest.rounds import Comparison
 from shardrank_testing.load_results import QueueLoad, example_sweep
 from shardrank_testing.report_pages import body_of, text_of
 
@@ -28,24 +30,29 @@ def saved(folder, name, result):
     return path
 
 
-def test_a_run_becomes_its_page(tmp_path):
-    run = short()
-    found = report(saved(tmp_path, "run.json", run), "--html", tmp_path / "run.html")
-    assert found.exit_code == 0, found.output
-    assert (tmp_path / "run.html").read_text() == html(run)
+def text_in(path):
+    return text_of(body_of(path.read_text(encoding="utf-8")))
 
 
-def test_a_sweep_becomes_its_page(tmp_path):
-    sweep = example_sweep()
-    assert report(saved(tmp_path, "sweep.json", sweep), "--html", tmp_path / "out.html").exit_code == 0
-    assert (tmp_path / "out.html").read_text() == html(sweep)
+@pytest.mark.parametrize(
+    ("name", "make", "title"),
+    [
+        ("run.json", short, "200/s: dlrm-v2:0.001 over json, http://127.0.0.1:8000"),
+        ("a=b.json", short, "200/s: dlrm-v2:0.001"),
+        ("sweep.json", example_sweep, "800/s within 25 ms: dlrm-v2:0.001 over json"),
+    ],
+)
+def test_a_result_becomes_its_page(tmp_path, name, make, title):
+    result = report(saved(tmp_path, name, make()), "--html", tmp_path / "out.html")
+    assert result.exit_code == 0, result.output
+    assert title in text_in(tmp_path / "out.html")
 
 
 def test_several_runs_are_compared_with_the_first(tmp_path):
     files = [saved(tmp_path, f"{name}.json", short(service_ms=ms)) for name, ms in (("before", 1.5), ("after", 0.8))]
-    found = report(*files, "--html", tmp_path / "out.html")
-    assert found.exit_code == 0, found.output
-    text = text_of(body_of((tmp_path / "out.html").read_text()))
+    result = report(*files, "--html", tmp_path / "out.html")
+    assert result.exit_code == 0, result.output
+    text = text_in(tmp_path / "out.html")
     assert "before against after" in text
     assert "as ratios to before" in text
 
@@ -57,38 +64,39 @@ def test_files_of_one_name_are_rounds(tmp_path):
         for name, ms in (("one", 1.5), ("two", 0.8))
     ]
     compared = tmp_path / "compared.json"
-    found = report(*files, "--html", tmp_path / "out.html", "--json", compared, "--title", "cards")
-    assert found.exit_code == 0, found.output
-    read = read_reported(compared)
-    assert isinstance(read, Comparison)
-    assert ([arm.name for arm in read.arms], read.rounds, read.title) == (["one", "two"], 3, "cards")
-    assert [run.seed for run in read.arms[0].runs] == [0, 1, 2]
-    again = tmp_path / "again.html"
-    assert report(compared, "--html", again).exit_code == 0
-    assert again.read_text() == (tmp_path / "out.html").read_text()
+    result = report(*files, "--html", tmp_path / "out.html", "--json", compared, "--title", "cards")
+    assert result.exit_code == 0, result.output
+    comparison = read_reported(compared)
+    assert isinstance(comparison, Comparison)
+    assert ([arm.name for arm in comparison.arms], comparison.rounds, comparison.title) == (["one", "two"], 3, "cards")
+    assert [run.seed for run in comparison.arms[0].runs] == [0, 1, 2]
+    assert report(compared, "--html", tmp_path / "again.html").exit_code == 0
+    assert text_in(tmp_path / "again.html") == text_in(tmp_path / "out.html")
 
 
-def test_two_files_without_a_name_that_are_called_alike_need_one(tmp_path):
+def test_files_that_do_not_fit_are_refused(tmp_path):
     (tmp_path / "a").mkdir()
-    files = [saved(folder, "run.json", short()) for folder in (tmp_path, tmp_path / "a")]
-    found = report(*files, "--html", tmp_path / "out.html")
-    assert found.exit_code == 2
-    assert "give each a name" in found.output
+    alike = [saved(folder, "run.json", short()) for folder in (tmp_path, tmp_path / "a")]
+    out = ("--html", tmp_path / "out.html")
+    for arguments, message in (
+        (alike, "give each a name"),
+        ([alike[0], "--json", tmp_path / "o.json"], "at least two files"),
+        (["=", alike[0]], "expected FILE or NAME=FILE"),
+    ):
+        result = report(*arguments, *out)
+        assert result.exit_code == 2
+        assert message in result.output
+    sweep = saved(tmp_path, "sweep.json", example_sweep())
+    assert isinstance(report(alike[0], sweep, *out).exception, ComparisonError)
 
 
-def test_a_comparisons_json_needs_a_comparison(tmp_path):
-    found = report(saved(tmp_path, "run.json", short()), "--html", tmp_path / "o.html", "--json", tmp_path / "o.json")
-    assert found.exit_code == 2
-    assert "at least two files" in found.output
-
-
-def test_a_sweep_can_not_be_compared(tmp_path):
-    files = [saved(tmp_path, "run.json", short()), saved(tmp_path, "sweep.json", example_sweep())]
-    assert isinstance(report(*files, "--html", tmp_path / "out.html").exception, ComparisonError)
-
-
-def test_a_file_whose_name_has_an_equals_sign_is_a_file(tmp_path):
-    assert report(saved(tmp_path, "a=b.json", short()), "--html", tmp_path / "out.html").exit_code == 0
+def test_a_page_is_refused_at_once_without_its_extra(tmp_path, monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else found(name))
+    for command in (["report", "none.json"], ["run", "--target", "http://127.0.0.1:1"], ["compare-cards"]):
+        result = CliRunner().invoke(loadtest, [*command, "--html", str(tmp_path / "out.html")])
+        assert result.exit_code == 2
+        assert "pip install 'shardrank[report]'" in result.output
 
 
 @pytest.mark.parametrize(
@@ -108,12 +116,9 @@ def test_a_file_that_is_no_result_is_refused_by_name(tmp_path, content, message)
     assert str(path) in str(caught.value)
 
 
-def test_a_file_that_is_not_there_is_refused(tmp_path):
+def test_a_missing_file_and_an_unknown_key_are_refused(tmp_path):
     with pytest.raises(ResultFileError, match=r"none\.json: No such file"):
         read_reported(tmp_path / "none.json")
-
-
-def test_an_unknown_key_is_refused_with_those_that_are_allowed(tmp_path):
     path = saved(tmp_path, "run.json", short())
     path.write_text(path.read_text().replace('"goodput"', '"good_put"'))
     with pytest.raises(ResultFileError, match="unknown key 'good_put'; allowed are"):

@@ -1,0 +1,65 @@
+"""Results as reports take them: read from files, and runs compared with each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, TypeAlias
+
+from pydantic import Field, TypeAdapter
+
+from loadtest.errors import ComparisonError
+from loadtest.load.result import LoadResult, SweepResult, read_document
+from loadtest.rounds import FORM, Arm, Comparison, Measure, compare_rounds
+from loadtest.workloads.payloads import FORMS
+
+Reported: TypeAlias = LoadResult | SweepResult | Comparison
+_REPORTED: TypeAdapter[Reported] = TypeAdapter(Annotated[Reported, Field(discriminator="kind")])
+_MEASURES: tuple[Measure[LoadResult], ...] = (
+    Measure("p50", "ms", "lower", lambda run: run.latency_of_due.p50_ms),
+    Measure("p99", "ms", "lower", lambda run: run.latency_of_due.p99_ms),
+    Measure("p99.9", "ms", "lower", lambda run: run.latency_of_due.p999_ms),
+    Measure("answers in time", "/s", "higher", lambda run: run.goodput),
+)
+_ALIKE = ("target", "model", "workload", "api", "ids", "candidates", "arrivals", "rate", "duration_s", "slo_ms")
+
+
+def read_reported(path: Path) -> Reported:
+    """Read a document that `--json` wrote.
+
+    Raises:
+        ResultFileError: no such file, too large, or not such a document.
+    """
+    return read_document(
+        path, _REPORTED, [LoadResult, SweepResult, Comparison], "no result of a run, a sweep or a comparison", 5
+    )
+
+
+def compare_runs(title: str, arms: Mapping[str, Sequence[LoadResult]], *, seed: int = 0) -> Comparison:
+    """Compare load tests: p50, p99 and p99.9 of all requests that were due, and answers in time a second.
+
+    The runs of an arm are its rounds; the first arm is the baseline.
+
+    Raises:
+        ComparisonError: fewer than two arms, or arms with other numbers of rounds.
+    """
+    if len(arms) < 2:
+        raise ComparisonError(f"arms: {sorted(arms)}; a comparison needs at least 2")
+    runs = [run for of_arm in arms.values() for run in of_arm]
+    values = {field: {getattr(run, field) for run in runs} for field in _ALIKE}
+    alike = {field: str(found.pop()) for field, found in values.items() if len(found) == 1 and None not in found}
+    return compare_rounds(
+        [(Arm(name=name, runs=tuple(of_arm)), of_arm) for name, of_arm in arms.items()],
+        _MEASURES,
+        title=title,
+        setup={**alike, FORM: " or ".join(sorted({FORMS[run.varied] for run in runs}))},
+        invalid_because=[
+            f"{name}, round {number}: {reason}"
+            for name, of_arm in arms.items()
+            for number, run in enumerate(of_arm, 1)
+            for reason in run.invalid_because
+        ],
+        machine=runs[0].machine if runs and all(run.machine == runs[0].machine for run in runs) else None,
+        versions=dict(set.intersection(*(set(run.versions.items()) for run in runs))) if runs else {},
+        seed=seed,
+    )
