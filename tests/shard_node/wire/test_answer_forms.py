@@ -27,7 +27,6 @@ from shardrank_testing.nodes import (
     connected,
     on_every_loop,
     reference_engine,
-    serving,
     small_node,
     small_spec,
     soon,
@@ -67,53 +66,41 @@ def dtypes(answer: Answer) -> set[str]:
 
 @on_every_loop
 @pytest.mark.parametrize("max_inline_bytes", [0, 16 << 10])
-@pytest.mark.parametrize("stored", [False, True])
-@pytest.mark.parametrize("float16", [False, True])
-def test_a_node_answers_in_the_forms_that_are_taken(place, node, tmp_path, max_inline_bytes, stored, float16):
-    async def main() -> Answer:
-        limits = ServerLimits(max_inline_bytes=max_inline_bytes)
-        async with (
-            serving(place.address(tmp_path), node, limits) as server,
-            connected(server.addresses[0]) as client,
-        ):
-            return await client.pool(MODEL, VERSION, BAGS, soon(), Forms(stored, float16))
+@pytest.mark.parametrize("forms", [Forms(stored, float16) for stored in (False, True) for float16 in (False, True)])
+def test_a_node_answers_in_the_accepted_forms(place, node, tmp_path, max_inline_bytes, forms):
+    async def scenario(server, client) -> Answer:
+        return await client.pool(MODEL, VERSION, BAGS, soon(), forms)
 
-    answer = place.run(main())
-    assert (answer.stored is not None) == stored
-    assert dtypes(answer) == ({"float16"} if float16 else {"float32"})
-    if stored:
+    answer = place.with_client(tmp_path, scenario, node, ServerLimits(max_inline_bytes=max_inline_bytes))
+    assert (answer.stored is not None) == forms.stored
+    assert dtypes(answer) == ({"float16"} if forms.float16 else {"float32"})
+    if forms.stored:
         # Rows of 4 and of 8 floats: both of genre and all of user, none of film.
         assert [rows.shape for rows in answer.stored] == [(2, 16), (3, 32)]
         assert [sums.shape for sums in answer.sums] == [(0, 4), (2, 8)]
-    for ours, theirs in zip(added(node, answer), node.pool(MODEL, VERSION, BAGS), strict=True):
-        if float16:
-            np.testing.assert_allclose(ours, theirs, rtol=2**-10, atol=1e-6)
-        else:
-            np.testing.assert_array_equal(ours, theirs)
+    for actual, expected in zip(added(node, answer), node.pool(MODEL, VERSION, BAGS), strict=True):
+        tolerance = {"rtol": 2**-10, "atol": 1e-6} if forms.float16 else {"rtol": 0}
+        np.testing.assert_allclose(actual, expected, **tolerance)
 
 
 @on_every_loop
 @pytest.mark.parametrize("note", [0, 0x8000])
-def test_a_client_that_takes_no_form_that_is_known_gets_float32_sums(place, node, tmp_path, note):
+def test_clients_that_know_no_forms_get_float32_sums(place, node, tmp_path, note):
     request = bytearray(b"".join(encode_pool(7, 0, MODEL, VERSION, BAGS)))
     # The note is where older clients send 0, and newer ones may send what this node does not know.
     request[24 + 8 + 2 : 24 + 8 + 4] = note.to_bytes(2, "little")
 
-    async def main():
-        async with serving(place.address(tmp_path), node) as server:
-            peer = await RawPeer.connect(server.addresses[0])
-            peer.write(request)
-            frame = await peer.read_frame()
-            await peer.close()
-            return frame
+    async def scenario(server, peer):
+        peer.write(request)
+        return await peer.read_frame()
 
-    frame = place.run(main())
+    frame = place.with_peer(tmp_path, scenario, node)
     assert frame.header.frame_type == FrameType.POOLED
     answer = decode_answer(frame)
     assert answer.stored is None
     assert dtypes(answer) == {"float32"}
-    for ours, theirs in zip(answer.sums, node.pool(MODEL, VERSION, BAGS), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+    for actual, expected in zip(answer.sums, node.pool(MODEL, VERSION, BAGS), strict=True):
+        np.testing.assert_array_equal(actual, expected)
 
 
 async def answered_by(place: Place, folder: Path, answer: Answer, forms: Forms) -> Answer:
@@ -132,29 +119,27 @@ async def answered_by(place: Place, folder: Path, answer: Answer, forms: Forms) 
 
 
 @on_every_loop
-def test_a_node_that_does_not_know_of_forms_is_understood(place, tmp_path):
-    node = small_node()
+def test_a_node_that_knows_no_forms_is_understood(place, tmp_path):
     sums = Answer(reference_engine().pool(BAGS))
     answer = place.run(answered_by(place, tmp_path, sums, Forms(stored=True, float16=True)))
     assert answer.stored is None
-    for ours, theirs in zip(added(node, answer), sums.sums, strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+    for actual, expected in zip(added(small_node(), answer), sums.sums, strict=True):
+        np.testing.assert_array_equal(actual, expected)
 
 
 @on_every_loop
 @pytest.mark.parametrize("forms", [FLOAT32_SUMS, Forms(float16=True)])
-def test_rows_as_stored_that_nobody_asked_for_are_no_answer(place, node, tmp_path, forms):
+def test_unrequested_rows_as_stored_are_no_answer(place, node, tmp_path, forms):
     stored = node.answer(MODEL, VERSION, BAGS, Forms(stored=True))
     with pytest.raises(RemoteError, match="frame type 7 is no answer to this request"):
         place.run(answered_by(place, tmp_path, stored, forms))
 
 
 @on_every_loop
-def test_a_node_that_holds_rows_in_another_form_answers_in_sums(place, tmp_path):
-    async def main() -> Answer:
-        async with serving(place.address(tmp_path)) as server, connected(server.addresses[0]) as client:
-            return await client.pool(MODEL, VERSION, BAGS, soon(), Forms(stored=True))
+def test_a_node_with_rows_in_another_form_answers_in_sums(place, tmp_path):
+    async def scenario(server, client) -> Answer:
+        return await client.pool(MODEL, VERSION, BAGS, soon(), Forms(stored=True))
 
-    answer = place.run(main())
+    answer = place.with_client(tmp_path, scenario)
     assert answer.stored is None
     assert dtypes(answer) == {"float32"}

@@ -19,7 +19,7 @@ from shard_node.wire.address import Address
         ("unix:///run/a b/node", Address(path="/run/a b/node"), "unix:/run/a b/node"),
     ],
 )
-def test_an_address_is_parsed_and_its_text_is_parsed_back(text, expected, normal):
+def test_an_address_is_parsed_and_written_back(text, expected, normal):
     address = Address.parse(text)
     assert address == expected
     assert str(address) == normal

@@ -7,10 +7,12 @@ import threading
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shard_node.answer import Answer
 from shard_node.wire.messages import Buffer, decode_answer, encode_pool
-from shard_node.wire.server import SPARE_SAVED_S, SPARE_SHARE, RequestHandler, ServerLimits
+from shard_node.wire.server import SPARE_SAVED_S, SPARE_SHARE, RequestHandler, ServerLimits, SpareTime
 from shardrank_testing.nodes import MODEL, VERSION, HookedEngine, film_bags, received, reference_engine, small_node
 
 ROW = 42
@@ -52,28 +54,55 @@ def pooled_by_loop(limits: ServerLimits, pooling_s: float, requests: list) -> li
     return asyncio.run(main())
 
 
-def test_long_requests_are_pooled_by_the_loop_until_its_spare_time_is_spent():
+def test_the_loop_pools_long_requests_in_its_spare_time():
     saved = int(SPARE_SAVED_S / (0.001 * (1 - SPARE_SHARE)))
     # Each takes 1 ms of the clock, of which half comes back meanwhile: what was saved lasts for twice as many.
     by_loop = pooled_by_loop(ServerLimits(), 0.001, [LONG] * (saved + 4))
     assert by_loop[:saved] == [True] * saved
-    # A thread's 1 ms passes as well, so from here on loop and threads take turns.
+    # A thread's 1 ms passes as well, so from now on loop and threads take turns.
     assert set(by_loop[saved:]) == {True, False}
-    assert by_loop.count(False) >= 1
-
-
-def test_short_requests_are_pooled_by_the_loop_whatever_it_has_left():
-    assert pooled_by_loop(ServerLimits(), 1.0, [film_bags([ROW])] * 5) == [True] * 5
 
 
 @pytest.mark.parametrize(
-    "limits",
+    ("limits", "bags", "by_loop"),
     [
-        ServerLimits(max_inline_bytes=0),
-        ServerLimits(max_spare_inline_bytes=0),
-        ServerLimits(max_spare_inline_bytes=32_000),
+        (ServerLimits(), film_bags([ROW]), True),
+        (ServerLimits(max_inline_bytes=0), LONG, False),
+        (ServerLimits(max_spare_inline_bytes=0), LONG, False),
+        (ServerLimits(max_spare_inline_bytes=32_000), LONG, False),
     ],
-    ids=["none may", "no long one may", "this one is longer"],
+    ids=["short", "none may", "no long one may", "this one is longer"],
 )
-def test_requests_longer_than_the_limit_are_pooled_by_threads(limits):
-    assert pooled_by_loop(limits, 0.0, [LONG] * 3) == [False] * 3
+def test_limits_decide_whether_loop_or_threads_pool(limits, bags, by_loop):
+    assert pooled_by_loop(limits, 1.0 if by_loop else 0.0, [bags] * 5) == [by_loop] * 5
+
+
+@given(
+    share=st.floats(0.1, 0.9),
+    pieces=st.lists(st.tuples(st.floats(1e-5, 0.01), st.floats(0, 0.01)), min_size=50, max_size=200),
+)
+def test_spare_time_is_a_bounded_share_of_all(share, pieces):
+    saved_s, now, spent = 0.005, 0.0, 0.0
+    spare = SpareTime(share, saved_s, now)
+    for work_s, pause_s in pieces:
+        if spare.is_left(now):
+            spare.spend(work_s)
+            spent += work_s
+            now += work_s
+        now += pause_s
+    assert spent <= share * now + saved_s + max(work_s for work_s, _ in pieces) + 1e-9
+
+
+def test_spent_time_comes_back_up_to_a_bound():
+    spare = SpareTime(0.5, 0.004, now=10.0)
+    spare.spend(0.010)
+    # 4 ms were saved and 10 ms spent: 6 ms are owed, and half of 12 ms pays for them.
+    assert not spare.is_left(10.0119)
+    assert spare.is_left(10.0121)
+    assert spare.is_left(1000.0)
+    spare.spend(0.005)
+    assert not spare.is_left(1000.0019)
+    assert spare.is_left(1000.0021)
+    none = SpareTime(0.0, 0.001, now=0.0)
+    none.spend(0.002)
+    assert not none.is_left(1e9)

@@ -1,3 +1,5 @@
+"""Connections to a node: broken and stalled streams, peers that do not read, addresses, draining."""
+
 from __future__ import annotations
 
 import asyncio
@@ -5,6 +7,7 @@ import os
 import socket
 import stat
 import struct
+import threading
 
 import numpy as np
 import pytest
@@ -19,13 +22,17 @@ from shard_node.wire.server import NodeServer, ServerLimits
 from shardrank_testing.nodes import (
     EVERY_PLACE,
     MODEL,
+    NEVER_S,
+    SLOW_ROW,
     VERSION,
+    HookedEngine,
     RawPeer,
     connected,
+    expected_films,
     film_bags,
     in_every_place,
     on_every_loop,
-    reference_engine,
+    pool_films,
     serving,
     small_node,
     until,
@@ -36,30 +43,24 @@ REQUEST = b"".join(encode_pool(1, 0, MODEL, VERSION, film_bags([7])))
 
 async def assert_serves(peer: RawPeer) -> None:
     peer.write(REQUEST)
-    (block,) = decode_answer(await peer.read_frame()).sums[1:]
-    np.testing.assert_array_equal(block, reference_engine().pool(film_bags([7]))[1])
+    np.testing.assert_array_equal(decode_answer(await peer.read_frame()).sums[1], expected_films([7]))
 
 
 @in_every_place
-@pytest.mark.parametrize("sent", [1, 23, 24, len(REQUEST) - 1])
-def test_a_half_sent_frame_is_closed_in_time_and_an_idle_connection_is_not(place, sent, tmp_path):
-    limits = ServerLimits(receive_timeout_ms=30)
+@pytest.mark.parametrize("sent", [1, 24, len(REQUEST) - 1])
+def test_a_half_sent_frame_is_closed_and_an_idle_connection_not(place, sent, tmp_path):
+    async def scenario(server, idle):
+        await assert_serves(idle)
+        stalled = await RawPeer.connect(server.addresses[0])
+        await assert_serves(stalled)
+        stalled.write(REQUEST[:sent])
+        error = await stalled.read_frame()
+        assert await stalled.read_end() == b""
+        await stalled.close()
+        await assert_serves(idle)
+        return error
 
-    async def main():
-        async with serving(place.address(tmp_path), None, limits) as server:
-            idle = await RawPeer.connect(server.addresses[0])
-            await assert_serves(idle)
-            stalled = await RawPeer.connect(server.addresses[0])
-            await assert_serves(stalled)
-            stalled.write(REQUEST[:sent])
-            error = await stalled.read_frame()
-            assert await stalled.read_end() == b""
-            await stalled.close()
-            await assert_serves(idle)
-            await idle.close()
-            return error
-
-    error = place.run(main())
+    error = place.with_peer(tmp_path, scenario, None, ServerLimits(receive_timeout_ms=30))
     assert error.header.request_id == (1 if sent >= 24 else 0)
     assert "not whole 30 ms after its first byte" in str(decode_error(error))
 
@@ -68,7 +69,7 @@ WRONG_VERSION = struct.pack("<4sHHQII", b"SHRK", 2, 1, 77, 4, 0) + b"body"
 TOO_LARGE = pack_header(FrameType.POOL, 78, 2**32 - 1)
 
 
-@in_every_place
+@on_every_loop
 @pytest.mark.parametrize(
     ("sent", "request_id", "kind", "message"),
     [
@@ -77,79 +78,59 @@ TOO_LARGE = pack_header(FrameType.POOL, 78, 2**32 - 1)
         (TOO_LARGE + b"x" * 100_000, 78, FrameTooLargeError, "frame has 4294967319 bytes, at most 67108864"),
     ],
 )
-def test_a_broken_stream_is_answered_with_an_error_and_closed(place, sent, request_id, kind, message, tmp_path):
-    async def main():
-        async with serving(place.address(tmp_path)) as server:
-            good = await RawPeer.connect(server.addresses[0])
-            bad = await RawPeer.connect(server.addresses[0])
-            bad.write(sent)
-            frame = await bad.read_frame()
-            assert await bad.read_end() == b""
-            await bad.close()
-            await assert_serves(good)
-            await good.close()
-            return frame
+def test_a_broken_stream_gets_an_error_and_is_closed(place, sent, request_id, kind, message, tmp_path):
+    """Requests before what is broken are answered."""
 
-    frame = place.run(main())
+    async def scenario(server, good):
+        bad = await RawPeer.connect(server.addresses[0])
+        bad.write(REQUEST * 3 + sent)
+        assert [(await bad.read_frame()).header.frame_type for _ in range(3)] == [FrameType.POOLED] * 3
+        frame = await bad.read_frame()
+        assert await bad.read_end() == b""
+        await bad.close()
+        await assert_serves(good)
+        return frame
+
+    frame = place.with_peer(tmp_path, scenario)
     error = decode_error(frame)
     assert frame.header.request_id == request_id
     assert type(error) is kind
     assert message in str(error)
 
 
-@on_every_loop
-def test_requests_before_the_broken_one_are_answered(place, tmp_path):
-    async def main():
-        async with serving(place.address(tmp_path)) as server:
-            peer = await RawPeer.connect(server.addresses[0])
-            peer.write(REQUEST * 3 + b"garbage that is no frame at all")
-            kinds = [(await peer.read_frame()).header.frame_type for _ in range(4)]
-            assert await peer.read_end() == b""
-            await peer.close()
-            return kinds
-
-    assert place.run(main()) == [FrameType.POOLED] * 3 + [FrameType.ERROR]
-
-
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(junk=st.one_of(st.binary(max_size=300), st.binary(max_size=200).map(lambda tail: b"SHRK\1\0\1\0" + tail)))
 def test_arbitrary_bytes_never_disturb_the_server(junk, tmp_path, caplog):
-    async def main():
-        async with serving(Address(path=str(tmp_path / "node")), None, ServerLimits(receive_timeout_ms=20)) as server:
-            peer = await RawPeer.connect(server.addresses[0])
-            peer.write(junk)
-            peer.writer.write_eof()
-            await peer.read_end()
-            await peer.close()
-            other = await RawPeer.connect(server.addresses[0])
-            await assert_serves(other)
-            await other.close()
+    async def scenario(server, peer):
+        peer.write(junk)
+        peer.writer.write_eof()
+        await peer.read_end()
+        other = await RawPeer.connect(server.addresses[0])
+        await assert_serves(other)
+        await other.close()
 
     caplog.clear()
-    EVERY_PLACE[3].run(main())
+    EVERY_PLACE[3].with_peer(tmp_path, scenario, None, ServerLimits(receive_timeout_ms=20))
     assert [record for record in caplog.records if record.exc_info] == []
 
 
-@in_every_place
-def test_a_peer_that_does_not_read_is_not_read_from_and_loses_nothing(place, tmp_path):
-    unsent, answer_bytes, num_requests = 64 << 10, 16_000, 1000
-    limits = ServerLimits(max_unsent_bytes=unsent, max_inline_bytes=1 << 20)
+@on_every_loop
+def test_a_peer_that_does_not_read_is_not_read_from(place, tmp_path):
+    """And loses nothing."""
+    unsent, answer_bytes, num_requests = 64 << 10, 16_000, 400
     bags = film_bags([7], *[[]] * (answer_bytes // 32))
 
-    async def main():
-        async with serving(place.address(tmp_path), None, limits) as server:
-            peer = await RawPeer.connect(server.addresses[0])
-            for number in range(num_requests):
-                peer.write(*encode_pool(number + 1, 0, MODEL, VERSION, bags))
-            await until(lambda: any(connection.is_reading_held for connection in server._connections))
-            (connection,) = server._connections
-            held = connection._transport.get_write_buffer_size()
-            ids = [(await peer.read_frame()).header.request_id for _ in range(num_requests)]
-            await peer.close()
-            return held, ids
+    async def scenario(server, peer):
+        for number in range(num_requests):
+            peer.write(*encode_pool(number + 1, 0, MODEL, VERSION, bags))
+        await until(lambda: any(connection.is_reading_held for connection in server._connections))
+        (connection,) = server._connections
+        unsent_bytes = connection._transport.get_write_buffer_size()
+        return unsent_bytes, [(await peer.read_frame()).header.request_id for _ in range(num_requests)]
 
-    held, ids = place.run(main())
-    assert unsent < held < unsent + 2 * answer_bytes
+    limits = ServerLimits(max_unsent_bytes=unsent, max_inline_bytes=1 << 20)
+    unsent_bytes, ids = place.with_peer(tmp_path, scenario, None, limits)
+    assert unsent < unsent_bytes < unsent + 2 * answer_bytes
     assert ids == list(range(1, num_requests + 1))
 
 
@@ -172,102 +153,154 @@ def test_a_peer_that_never_reads_is_cut_off(place, tmp_path):
     place.run(main())
 
 
-@in_every_place
-def test_one_connection_too_many_is_told_so_and_closed(place, tmp_path):
-    async def main():
-        async with serving(place.address(tmp_path), None, ServerLimits(max_connections=1)) as server:
-            first = await RawPeer.connect(server.addresses[0])
-            await assert_serves(first)
-            second = await RawPeer.connect(server.addresses[0])
-            frame = await second.read_frame()
-            assert await second.read_end() == b""
-            await second.close()
-            async with connected(server.addresses[0]) as client:
-                with pytest.raises(NodeUnavailableError, match="at most 1 connections are taken"):
-                    await client.info()
-            await assert_serves(first)
-            await first.close()
-            return frame
+@on_every_loop
+def test_one_connection_too_many_is_refused(place, tmp_path):
+    async def scenario(server, first):
+        await assert_serves(first)
+        second = await RawPeer.connect(server.addresses[0])
+        frame = await second.read_frame()
+        assert await second.read_end() == b""
+        await second.close()
+        async with connected(server.addresses[0]) as client:
+            with pytest.raises(NodeUnavailableError, match="at most 1 connections are taken"):
+                await client.info()
+        await assert_serves(first)
+        return frame
 
-    error = decode_error(place.run(main()))
-    assert type(error) is NodeOverloadedError
+    frame = place.with_peer(tmp_path, scenario, None, ServerLimits(max_connections=1))
+    assert type(decode_error(frame)) is NodeOverloadedError
 
 
 @on_every_loop
-def test_a_unix_socket_is_private_and_is_removed_at_the_end(place, tmp_path):
-    address = place.address(tmp_path)
-
-    async def main():
-        async with serving(address):
-            assert stat.S_IMODE(os.stat(address.path).st_mode) == 0o600
-
-    place.run(main())
-    assert not os.path.exists(address.path)
-
-
-@on_every_loop
-def test_a_socket_that_a_dead_process_left_is_replaced(place, tmp_path):
+def test_a_stale_socket_is_replaced_and_a_live_one_kept(place, tmp_path):
     address = place.address(tmp_path)
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(address.path)
 
-    async def main():
-        async with serving(address), connected(address) as client:
-            return await client.info()
-
-    assert place.run(main()) == small_node().info()
-
-
-@on_every_loop
-def test_a_socket_on_which_somebody_listens_is_left_alone(place, tmp_path):
-    address = place.address(tmp_path)
-
-    async def main():
-        async with serving(address), connected(address) as client:
-            with pytest.raises(AddressError, match="another process listens there"):
-                await NodeServer(small_node()).start([address])
-            return await client.info()
-
-    assert place.run(main()) == small_node().info()
-
-
-@on_every_loop
-def test_a_file_that_is_no_socket_is_not_overwritten(place, tmp_path):
-    address = place.address(tmp_path)
-    (tmp_path / "node.sock").write_text("precious")
-
-    async def main():
-        with pytest.raises(AddressError, match="a file that is not a socket"):
+    async def scenario(server, client):
+        assert stat.S_IMODE(os.stat(address.path).st_mode) == 0o600
+        with pytest.raises(AddressError, match="another process listens there"):
             await NodeServer(small_node()).start([address])
+        return await client.info()
 
-    place.run(main())
+    assert place.with_client(tmp_path, scenario) == small_node().info()
+    assert not os.path.exists(address.path)
+    (tmp_path / "node.sock").write_text("precious")
+    with pytest.raises(AddressError, match="a file that is not a socket"):
+        place.run(NodeServer(small_node()).start([address]))
     assert (tmp_path / "node.sock").read_text() == "precious"
 
 
 @on_every_loop
-def test_a_server_that_can_not_have_all_its_addresses_takes_none(place, tmp_path):
+def test_a_server_has_all_its_addresses_or_none(place, tmp_path):
     address = place.address(tmp_path)
 
     async def main():
-        async with serving(Address.parse("127.0.0.1:0")) as other:
-            with pytest.raises(AddressError, match=f"can't listen on {other.addresses[0]}"):
-                await NodeServer(small_node()).start([address, other.addresses[0]])
+        server = NodeServer(small_node())
+        await server.start([address, Address.parse("127.0.0.1:0")])
+        for bound in server.addresses:
+            async with connected(bound) as client:
+                assert await client.info() == small_node().info()
+        elsewhere = Address(path=str(tmp_path / "other"))
+        with pytest.raises(AddressError, match=f"can't listen on {server.addresses[1]}"):
+            await NodeServer(small_node()).start([elsewhere, server.addresses[1]])
+        await server.close()
+        await server.close()
+        return elsewhere
 
-    place.run(main())
-    assert not os.path.exists(address.path)
+    assert not os.path.exists(place.run(main()).path)
 
 
 @on_every_loop
-def test_one_server_listens_on_tcp_and_unix_at_once(place, tmp_path):
-    async def main():
-        server = NodeServer(small_node())
-        await server.start([place.address(tmp_path), Address.parse("127.0.0.1:0")])
-        infos = []
-        for address in server.addresses:
-            async with connected(address) as client:
-                infos.append(await client.info())
-        await server.close()
-        await server.close()
-        return infos
+@pytest.mark.parametrize("inline_bytes", [0, 16384])
+def test_draining_under_load_fails_no_request(place, inline_bytes, tmp_path):
+    """Those that come later are answered by another replica."""
+    limits = ServerLimits(max_inline_bytes=inline_bytes)
 
-    assert place.run(main()) == [small_node().info()] * 2
+    async def main():
+        async with (
+            serving(Address(path=str(tmp_path / "a")), None, limits) as first,
+            serving(Address(path=str(tmp_path / "b")), None, limits) as second,
+            connected(first.addresses[0]) as one,
+            connected(second.addresses[0]) as two,
+        ):
+            answered, drained = {one: 0, two: 0}, asyncio.Event()
+
+            async def load() -> None:
+                after = 0
+                while after < 20:
+                    after += drained.is_set()
+                    client = one if one.available else two
+                    np.testing.assert_array_equal(await pool_films(client, [7, 8]), expected_films([7, 8]))
+                    answered[client] += 1
+
+            tasks = [asyncio.create_task(load()) for _ in range(8)]
+            await until(lambda: answered[one] >= 50)
+            assert await first.drain(NEVER_S)
+            drained.set()
+            await asyncio.gather(*tasks)
+            return first.num_connections, answered[two]
+
+    connections_left, by_second = place.run(main())
+    assert connections_left == 0
+    assert by_second > 0
+
+
+@in_every_place
+def test_draining_answers_what_is_in_flight_and_refuses_new(place, tmp_path):
+    opened, entered = threading.Event(), threading.Event()
+
+    def slow() -> None:
+        entered.set()
+        assert opened.wait(NEVER_S)
+
+    async def scenario(server, client):
+        in_flight = asyncio.create_task(pool_films(client, [SLOW_ROW]))
+        await asyncio.to_thread(entered.wait, NEVER_S)
+        draining = asyncio.create_task(server.drain(NEVER_S))
+        await until(lambda: not client.available)
+        with pytest.raises(NodeUnavailableError, match="draining"):
+            await pool_films(client, [1])
+        assert not draining.done()
+        opened.set()
+        return await in_flight, await draining
+
+    node = small_node(HookedEngine({SLOW_ROW: slow}))
+    answer, complete = place.with_client(tmp_path, scenario, node, ServerLimits(max_inline_bytes=0))
+    assert complete
+    np.testing.assert_array_equal(answer, expected_films([SLOW_ROW]))
+
+
+@on_every_loop
+def test_requests_that_cross_goaway_are_answered(place, tmp_path):
+    """A peer that ignores it is cut off at the end."""
+
+    async def scenario(server, peer):
+        await assert_serves(peer)
+        draining = asyncio.create_task(server.drain(0.1))
+        goaway = await peer.read_frame()
+        peer.write(*encode_pool(2, 0, MODEL, VERSION, film_bags([1])))
+        crossed = await peer.read_frame()
+        assert not await draining
+        await server.close()
+        assert await peer.read_end() == b""
+        return goaway.header, crossed.header
+
+    goaway, crossed = place.with_peer(tmp_path, scenario)
+    assert goaway.frame_type == FrameType.GOAWAY
+    assert (crossed.frame_type, crossed.request_id) == (FrameType.POOLED, 2)
+
+
+@on_every_loop
+def test_a_drained_address_is_free_for_a_successor(place, tmp_path):
+    async def scenario(first, client):
+        await client.info()
+        assert await first.drain(NEVER_S)
+        async with serving(first.addresses[0]) as successor:
+            await until(lambda: client.available)
+            info = await client.info()
+            await client.close()
+            assert await successor.drain(NEVER_S)  # it has no connection
+            return info
+
+    assert place.with_client(tmp_path, scenario) == small_node().info()

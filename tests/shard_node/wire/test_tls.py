@@ -7,18 +7,20 @@ import contextlib
 import logging
 import socket
 import ssl
-import time
+import warnings
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from shard_node.errors import (
     ExpiredCertificateError,
     MissingCertificateError,
     NodeUnavailableError,
     PlainTextError,
+    TlsConfigError,
     TlsHandshakeError,
     UntrustedCertificateError,
 )
@@ -26,6 +28,8 @@ from shard_node.wire.address import MAX_HANDSHAKES, Address, listen
 from shard_node.wire.client import ShardClient
 from shard_node.wire.server import NodeServer
 from shard_node.wire.tls import (
+    MAX_LINES_PER_MINUTE,
+    Refusals,
     ReloadingContext,
     TlsClientConfig,
     TlsConfig,
@@ -35,13 +39,11 @@ from shard_node.wire.tls import (
 from shardrank_testing.certificates import Authority, Pair, needs_openssl
 from shardrank_testing.nodes import (
     EVERY_PLACE,
-    MODEL,
     NEVER_S,
-    VERSION,
     RawPeer,
     connected,
-    film_bags,
-    reference_engine,
+    expected_films,
+    pool_films,
     serving,
     small_node,
     until,
@@ -50,53 +52,37 @@ from shardrank_testing.nodes import (
 pytestmark = needs_openssl
 on_every_loop = pytest.mark.parametrize("place", EVERY_PLACE[0::2], ids=str)
 
-EXPECTED = reference_engine().pool(film_bags([7]))[1]
 ANY_PORT = Address.parse("127.0.0.1:0")
 
 
 @dataclass(frozen=True)
 class Papers:
-    """A CA with a node and a router, and those that should not get in."""
+    """A CA, and certificates by name: those of a node and a router, and those that should not get in."""
 
     ca: Authority
     other_ca: Authority
-    node: Pair
-    router: Pair
-    expired: Pair
-    expired_node: Pair
-    foreign: Pair
-    elsewhere: Pair
+    pairs: dict[str, Pair]
+
+    def node_context(self, name: str = "node", **options) -> ReloadingContext:
+        pair = self.pairs[name]
+        return server_context(TlsConfig(cert=pair.cert, key=pair.key, client_ca=self.ca.cert), **options)
+
+    def router_context(self, name: str | None = "router", ca: Authority | None = None, **options) -> ReloadingContext:
+        pair = {} if name is None else {"cert": self.pairs[name].cert, "key": self.pairs[name].key}
+        return client_context(TlsClientConfig(ca=(ca or self.ca).cert, **pair), **options)
 
 
 @pytest.fixture(scope="module")
 def papers(tmp_path_factory) -> Papers:
     ca = Authority(tmp_path_factory.mktemp("ca"))
     other = Authority(tmp_path_factory.mktemp("other"), "other-ca")
-    return Papers(
-        ca,
-        other,
-        ca.issue("node"),
-        ca.issue("router"),
-        ca.issue("expired", days=-1),
-        ca.issue("expired-node", days=-1),
-        other.issue("foreign"),
-        ca.issue("elsewhere", host="elsewhere.example"),
-    )
-
-
-def node_context(papers: Papers, pair: Pair | None = None, **options):
-    pair = pair or papers.node
-    return server_context(TlsConfig(cert=pair.cert, key=pair.key, client_ca=papers.ca.cert), **options)
-
-
-def router_context(papers: Papers, pair: Pair | None, ca: Authority | None = None, **options):
-    shown = {} if pair is None else {"cert": pair.cert, "key": pair.key}
-    return client_context(TlsClientConfig(ca=(ca or papers.ca).cert, **shown), **options)
+    pairs = {name: ca.issue(name) for name in ("node", "router")}
+    pairs |= {"expired": ca.issue("expired", days=-1), "foreign": other.issue("foreign")}
+    return Papers(ca, other, pairs | {"elsewhere": ca.issue("elsewhere", host="elsewhere.example")})
 
 
 async def ask(client: ShardClient) -> None:
-    answer = await client.pool(MODEL, VERSION, film_bags([7]), time.monotonic() + NEVER_S)
-    np.testing.assert_array_equal(answer.sums[1], EXPECTED)
+    np.testing.assert_array_equal(await pool_films(client, [7]), expected_films([7]))
 
 
 async def refusal(client: ShardClient) -> NodeUnavailableError:
@@ -106,10 +92,10 @@ async def refusal(client: ShardClient) -> NodeUnavailableError:
 
 
 @contextlib.asynccontextmanager
-async def tls_serving(context: ReloadingContext) -> AsyncIterator[NodeServer]:
-    """A node that speaks TLS on a free port."""
+async def tls_serving(context: ReloadingContext, address: Address = ANY_PORT) -> AsyncIterator[NodeServer]:
+    """A node that speaks TLS."""
     server = NodeServer(small_node(), tls=context)
-    await server.start([ANY_PORT])
+    await server.start([address])
     try:
         yield server
     finally:
@@ -117,18 +103,16 @@ async def tls_serving(context: ReloadingContext) -> AsyncIterator[NodeServer]:
 
 
 @on_every_loop
-def test_both_sides_with_certificates_of_the_ca_understand_each_other(place, papers):
+def test_certificates_of_the_ca_are_accepted(place, papers):
     async def scenario() -> None:
         async with (
-            tls_serving(node_context(papers)) as server,
-            connected(server.addresses[0], tls=router_context(papers, papers.router)) as client,
+            tls_serving(papers.node_context()) as server,
+            connected(server.addresses[0], tls=papers.router_context()) as client,
         ):
-            assert server.addresses[0].port
             await asyncio.gather(*(ask(client) for _ in range(20)))
             assert client.connections == 1
-            many = film_bags(*([row % 500 for row in range(300)] for _ in range(2000)))
-            answer = await client.pool(MODEL, VERSION, many, time.monotonic() + NEVER_S)
-            np.testing.assert_array_equal(answer.sums[1], reference_engine().pool(many)[1])
+            many = [[row % 500 for row in range(300)] for _ in range(500)]
+            np.testing.assert_array_equal(await pool_films(client, *many), expected_films(*many))
             assert await server.drain(NEVER_S)
 
     place.run(scenario())
@@ -143,16 +127,15 @@ def test_both_sides_with_certificates_of_the_ca_understand_each_other(place, pap
         (None, MissingCertificateError),
     ],
 )
-def test_a_client_that_must_not_get_in_is_told_why_and_the_node_takes_note(place, shown, kind, papers, caplog):
-    context = node_context(papers)
+def test_a_client_without_access_is_refused_and_counted(place, shown, kind, papers, caplog):
+    context = papers.node_context()
 
     async def scenario() -> None:
-        pair = None if shown is None else getattr(papers, shown)
         async with tls_serving(context) as server:
             for _ in range(3):
-                async with connected(server.addresses[0], tls=router_context(papers, pair)) as client:
+                async with connected(server.addresses[0], tls=papers.router_context(shown)) as client:
                     assert type(await refusal(client)) is kind
-            async with connected(server.addresses[0], tls=router_context(papers, papers.router)) as client:
+            async with connected(server.addresses[0], tls=papers.router_context()) as client:
                 await ask(client)
 
     with caplog.at_level(logging.INFO):
@@ -165,20 +148,46 @@ def test_a_client_that_must_not_get_in_is_told_why_and_the_node_takes_note(place
 
 @on_every_loop
 @pytest.mark.parametrize(
+    ("version", "message", "counts"),
+    [
+        (ssl.TLSVersion.TLSv1_2, "HANDSHAKE_FAILURE", {MissingCertificateError.kind: 1}),
+        (ssl.TLSVersion.TLSv1_1, "", None),
+    ],
+)
+def test_older_tls_needs_a_certificate_or_is_refused(place, papers, version, message, counts):
+    older = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    older.load_verify_locations(papers.ca.cert)
+    older.set_ciphers("ALL:@SECLEVEL=0")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        older.minimum_version = ssl.TLSVersion.TLSv1
+        older.maximum_version = version
+    context = papers.node_context()
+
+    async def scenario() -> None:
+        async with tls_serving(context) as server, connected(server.addresses[0], tls=older) as client:
+            error = await refusal(client)
+            assert type(error) is TlsHandshakeError
+            assert message in str(error)
+
+    place.run(scenario())
+    assert counts in (None, context.refusals.counts)
+
+
+@on_every_loop
+@pytest.mark.parametrize(
     ("shown", "ca", "kind"),
     [
         ("foreign", "ca", UntrustedCertificateError),
         ("node", "other_ca", UntrustedCertificateError),
         ("elsewhere", "ca", UntrustedCertificateError),
-        ("expired_node", "ca", ExpiredCertificateError),
+        ("expired", "ca", ExpiredCertificateError),
     ],
 )
-def test_a_router_does_not_talk_to_a_node_that_it_can_t_believe(place, shown, ca, kind, papers):
+def test_a_node_without_a_valid_certificate_is_not_used(place, shown, ca, kind, papers):
     async def scenario() -> None:
-        async with (
-            tls_serving(node_context(papers, getattr(papers, shown))) as server,
-            connected(server.addresses[0], tls=router_context(papers, papers.router, getattr(papers, ca))) as client,
-        ):
+        tls = papers.router_context("router", getattr(papers, ca))
+        async with tls_serving(papers.node_context(shown)) as server, connected(server.addresses[0], tls=tls) as client:
             error = await refusal(client)
             assert type(error) is kind
             assert str(server.addresses[0]) in str(error)
@@ -188,8 +197,8 @@ def test_a_router_does_not_talk_to_a_node_that_it_can_t_believe(place, shown, ca
 
 
 @on_every_loop
-def test_plain_text_on_a_tls_port_is_refused_and_counted(place, papers, caplog):
-    context = node_context(papers)
+def test_plain_text_and_tls_on_the_wrong_port_are_refused(place, papers, caplog):
+    context = papers.node_context()
 
     async def scenario() -> None:
         async with tls_serving(context) as server:
@@ -199,133 +208,71 @@ def test_plain_text_on_a_tls_port_is_refused_and_counted(place, papers, caplog):
             peer.write(b"GET / HTTP/1.1\r\n\r\n")
             assert await peer.read_end() == b""
             await peer.close()
+        async with serving(ANY_PORT) as plain, connected(plain.addresses[0], tls=papers.router_context()) as client:
+            assert type(await refusal(client)) is PlainTextError
 
     with caplog.at_level(logging.INFO):
         place.run(scenario())
     assert context.refusals.counts == {PlainTextError.kind: 2}
     assert [record for record in caplog.records if record.exc_info] == []
-
-
-@on_every_loop
-def test_tls_on_a_plain_port_is_told_by_both_sides(place, papers, caplog):
-    async def scenario() -> None:
-        async with (
-            serving(ANY_PORT) as server,
-            connected(server.addresses[0], tls=router_context(papers, papers.router)) as client,
-        ):
-            assert type(await refusal(client)) is PlainTextError
-
-    with caplog.at_level(logging.WARNING):
-        place.run(scenario())
     assert "it is a TLS handshake, and this address speaks plain text" in caplog.text
 
 
 @on_every_loop
 def test_a_unix_socket_never_speaks_tls(place, papers, tmp_path):
     async def scenario() -> None:
-        server = NodeServer(small_node(), tls=node_context(papers))
-        await server.start([Address(path=str(tmp_path / "node.sock"))])
-        async with connected(server.addresses[0], tls=router_context(papers, papers.router)) as client:
+        async with (
+            tls_serving(papers.node_context(), Address(path=str(tmp_path / "node.sock"))) as server,
+            connected(server.addresses[0], tls=papers.router_context()) as client,
+        ):
             await ask(client)
-        await server.close()
 
     place.run(scenario())
 
 
 @on_every_loop
-def test_renewed_certificates_and_another_ca_count_for_new_connections_and_open_ones_stay(place, papers, tmp_path):
+def test_renewed_files_count_for_new_connections(place, papers, tmp_path):
+    """Certificates of both sides, and the CA that the node trusts; open connections stay."""
     ca = Authority(tmp_path)
     node, router = ca.issue("node"), ca.issue("router")
-    old_router = router_context(papers, papers.router)
-    node.replace(papers.node)
+    node.replace(papers.pairs["node"])
+    router.replace(papers.pairs["expired"])
     ca_file = tmp_path / "client-ca.crt"
     ca_file.write_bytes(papers.ca.cert.read_bytes())
-    config = TlsConfig(cert=node.cert, key=node.key, client_ca=ca_file)
-    context = server_context(config, interval_s=0.0)
+    context = server_context(TlsConfig(cert=node.cert, key=node.key, client_ca=ca_file), interval_s=0.0)
+    mine = client_context(TlsClientConfig(ca=papers.ca.cert, cert=router.cert, key=router.key), interval_s=0.0)
 
     async def scenario() -> None:
         async with tls_serving(context) as server:
-            async with connected(server.addresses[0], tls=old_router) as client:
+            async with connected(server.addresses[0], tls=mine) as client:
+                assert type(await refusal(client)) is ExpiredCertificateError
+            router.replace(papers.pairs["router"])
+            async with connected(server.addresses[0], tls=mine) as client:
                 await ask(client)
-                node.replace(ca.issue("renewed"))
-                beside = tmp_path / "beside"
-                beside.write_bytes(ca.cert.read_bytes())
-                beside.replace(ca_file)
-                new = client_context(TlsClientConfig(ca=ca.cert, cert=router.cert, key=router.key))
+                renewed = ca.issue("renewed")
+                node.replace(renewed)
+                ca_file.write_bytes(ca.cert.read_bytes())
+                new = client_context(TlsClientConfig(ca=ca.cert, cert=renewed.cert, key=renewed.key))
                 async with connected(server.addresses[0], tls=new) as newcomer:
                     await ask(newcomer)
                 await ask(client)
                 assert client.connections == 1
-            # The CA that was taken away is not believed any more.
-            both = client_context(TlsClientConfig(ca=ca.cert, cert=papers.router.cert, key=papers.router.key))
-            async with connected(server.addresses[0], tls=both) as client:
+            # The CA that was removed is not trusted any more.
+            async with connected(server.addresses[0], tls=papers.router_context("router", ca)) as client:
                 assert type(await refusal(client)) is UntrustedCertificateError
 
     place.run(scenario())
 
 
 @on_every_loop
-def test_a_client_shows_its_renewed_certificate_when_it_connects_again(place, papers, tmp_path):
-    mine = Pair(tmp_path / "mine.crt", tmp_path / "mine.key")
-    mine.replace(papers.expired)
-    context = router_context(papers, mine, interval_s=0.0)
-
+def test_silent_connections_keep_nobody_out(place, papers):
     async def scenario() -> None:
-        async with tls_serving(node_context(papers)) as server:
-            async with connected(server.addresses[0], tls=context) as client:
-                assert type(await refusal(client)) is ExpiredCertificateError
-            mine.replace(papers.router)
-            async with connected(server.addresses[0], tls=context) as client:
-                await ask(client)
-
-    place.run(scenario())
-
-
-@on_every_loop
-def test_with_tls_1_2_too_a_client_without_a_certificate_is_refused_and_told(place, papers):
-    older = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    older.load_verify_locations(papers.ca.cert)
-    older.maximum_version = ssl.TLSVersion.TLSv1_2
-    context = node_context(papers)
-
-    async def scenario() -> None:
-        async with tls_serving(context) as server, connected(server.addresses[0], tls=older) as client:
-            error = await refusal(client)
-            assert type(error) is TlsHandshakeError
-            assert "HANDSHAKE_FAILURE" in str(error)
-
-    place.run(scenario())
-    assert context.refusals.counts == {MissingCertificateError.kind: 1}
-
-
-@on_every_loop
-def test_old_versions_of_tls_are_not_spoken(place, papers):
-    old = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    old.load_verify_locations(papers.ca.cert)
-    old.set_ciphers("ALL:@SECLEVEL=0")
-    with pytest.deprecated_call():
-        old.minimum_version = ssl.TLSVersion.TLSv1
-        old.maximum_version = ssl.TLSVersion.TLSv1_1
-
-    async def scenario() -> None:
-        async with (
-            tls_serving(node_context(papers)) as server,
-            connected(server.addresses[0], tls=old) as client,
-        ):
-            assert type(await refusal(client)) is TlsHandshakeError
-
-    place.run(scenario())
-
-
-@on_every_loop
-def test_those_who_connect_and_say_nothing_don_t_keep_others_out(place, papers):
-    async def scenario() -> None:
-        async with tls_serving(node_context(papers)) as server:
+        async with tls_serving(papers.node_context()) as server:
             address = server.addresses[0]
             silent = [await asyncio.open_connection(address.host, address.port) for _ in range(MAX_HANDSHAKES + 1)]
             # The oldest was ended to make room.
             assert await silent[0][0].read() == b""
-            async with connected(address, tls=router_context(papers, papers.router)) as client:
+            async with connected(address, tls=papers.router_context()) as client:
                 await ask(client)
             for _, writer in silent:
                 writer.close()
@@ -334,24 +281,108 @@ def test_those_who_connect_and_say_nothing_don_t_keep_others_out(place, papers):
 
 
 @on_every_loop
-def test_a_name_with_several_addresses_is_listened_to_at_each_and_all_are_let_go(place, papers):
+def test_a_name_with_several_addresses_listens_at_each(place, papers):
+    def is_free(address: Address) -> bool:
+        family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+        with socket.socket(family) as probe:
+            return probe.connect_ex((address.host, address.port)) != 0
+
     async def scenario() -> None:
-        made: list[asyncio.BaseProtocol] = []
-        listener = await listen(
-            Address("localhost", 0), lambda: made.append(asyncio.Protocol()), tls=node_context(papers)
-        )
+        listener = await listen(Address("localhost", 0), asyncio.Protocol, tls=papers.node_context())
         for address in listener.addresses:
             _, writer = await asyncio.open_connection(address.host, address.port)
             writer.close()
         listener.close()
         listener.close()
         for address in listener.addresses:
-            await until(lambda address=address: _is_free(address))
+            await until(lambda address=address: is_free(address))
 
     place.run(scenario())
 
 
-def _is_free(address: Address) -> bool:
-    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-    with socket.socket(family) as probe:
-        return probe.connect_ex((address.host, address.port)) != 0
+def test_a_half_written_file_keeps_the_certificate_before(papers, tmp_path, caplog):
+    """And warns once for each state of the files."""
+    node, router = papers.pairs["node"], papers.pairs["router"]
+    mine = Pair(tmp_path / "mine.crt", tmp_path / "mine.key")
+    mine.replace(node)
+    context = server_context(TlsConfig(cert=mine.cert, key=mine.key), interval_s=0.0)
+    content = node.cert.read_bytes()
+
+    def serial() -> str:
+        """Return that of the certificate that a new handshake shows, of two ends in memory."""
+        to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+        trusting = client_context(TlsClientConfig(ca=papers.ca.cert))
+        client = trusting.wrap_bio(to_client, to_server, server_hostname="127.0.0.1")
+        server = context.wrap_bio(to_server, to_client, server_side=True)
+        for _ in range(4):
+            for end in (client, server):
+                with contextlib.suppress(ssl.SSLWantReadError):
+                    end.do_handshake()
+        return str(client.getpeercert()["serialNumber"])
+
+    first = serial()
+    mine.cert.write_bytes(content[: len(content) // 2])
+    assert [serial(), serial(), serial()] == [first] * 3
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert str(mine.cert) in warning
+    assert "stays in use" in warning
+    mine.cert.write_bytes(router.cert.read_bytes())
+    assert [serial(), serial()] == [first] * 2
+    assert "the key does not belong" in caplog.records[1].getMessage()
+    mine.key.write_bytes(router.key.read_bytes())
+    assert serial() != first
+    assert len(caplog.records) == 2
+
+
+@pytest.mark.parametrize(
+    ("field", "file", "message"),
+    [
+        ("cert", "missing", "No such file"),
+        ("key", "missing", "No such file"),
+        ("client_ca", "missing", "No such file"),
+        ("cert", "rubbish", "no usable certificate"),
+        ("key", "rubbish", "no usable private key"),
+        ("client_ca", "rubbish", "no usable certificate"),
+        ("client_ca", "empty", "no usable certificate"),
+        ("client_ca", "leaf", "none of its certificates is of a CA"),
+        ("key", "router_key", "does not belong to the certificate"),
+        ("key", "encrypted", "the key is encrypted"),
+        ("cert", "folder", "directory"),
+        ("cert", "long", "longer than 1048576 bytes"),
+    ],
+)
+def test_unusable_files_are_refused_by_name(field, file, message, papers, tmp_path):
+    node = papers.pairs["node"]
+    (tmp_path / "rubbish").write_text("-----BEGIN CERTIFICATE-----\nMIIB\n")
+    (tmp_path / "empty").touch()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "long").write_bytes(b"x" * ((1 << 20) + 1))
+    (tmp_path / "leaf").write_bytes(node.cert.read_bytes())
+    (tmp_path / "router_key").write_bytes(papers.pairs["router"].key.read_bytes())
+    (tmp_path / "encrypted").write_bytes(papers.ca.encrypted_key("encrypted").read_bytes())
+    config = TlsConfig(**{"cert": node.cert, "key": node.key, "client_ca": papers.ca.cert} | {field: tmp_path / file})
+    with pytest.raises(TlsConfigError, match=message) as caught:
+        server_context(config)
+    assert str(tmp_path / file) in str(caught.value)
+
+
+def test_a_client_has_a_certificate_and_its_key_or_neither(papers):
+    with pytest.raises(ValidationError, match="both, or none"):
+        TlsClientConfig(ca=papers.ca.cert, cert=papers.pairs["router"].cert)
+
+
+def test_few_of_many_refusals_are_logged_and_all_counted(caplog):
+    now = [0.0]
+    refusals = Refusals(lambda: now[0])
+    for number in range(5000):
+        refusals.add(f"10.0.{number % 50}.1", PlainTextError("no TLS"))
+    assert refusals.counts == {"tls_plain_text": 5000}
+    assert len(caplog.records) == MAX_LINES_PER_MINUTE
+    now[0] = 61.0
+    for number in range(5000):
+        refusals.add(f"10.0.{number % 5}.1", PlainTextError("no TLS"))
+    # Those five were logged a minute ago.
+    assert len(caplog.records) == MAX_LINES_PER_MINUTE
+    now[0] = 700.0
+    refusals.add("10.0.0.1", PlainTextError("no TLS"))
+    assert len(caplog.records) == MAX_LINES_PER_MINUTE + 1

@@ -64,7 +64,7 @@ def test_any_bags_come_back_as_they_were_sent(bags, version, model, request_id, 
     ),
     st.booleans(),
 )
-def test_values_of_any_size_come_back_and_long_arrays_are_narrow_exactly_when_they_fit(values, long):
+def test_long_arrays_are_narrow_exactly_when_they_fit(values, long):
     values = np.tile(values, 50) if long else values
     bags = KeyedBags.from_lengths(np.array([3], np.int32), np.array([1], np.int64), np.array([values.size]), values)
     request = wire.decode_pool(received(wire.encode_pool(1, 0, "m", 1, bags)))
@@ -74,22 +74,24 @@ def test_values_of_any_size_come_back_and_long_arrays_are_narrow_exactly_when_th
 
 
 @given(keyed_bags(), st.booleans(), st.booleans())
-def test_the_forms_that_are_taken_come_back_and_cost_no_byte(bags, stored, float16):
+def test_accepted_forms_come_back_and_cost_no_byte(bags, stored, float16):
     plain = b"".join(wire.encode_pool(1, 0, "m", 1, bags))
     noted = b"".join(wire.encode_pool(1, 0, "m", 1, bags, Forms(stored, float16)))
     request = wire.decode_pool(received([noted]))
     assert request.forms == Forms(stored, float16)
     assert_same_bags(request.bags(), bags)
-    # The note is the second u16 of the first array header; a sequence is always taken.
+    # The note is the second u16 of the first array header; a sequence is always accepted.
     note = 24 + 8 + 2
     assert noted == plain[:note] + struct.pack("<H", 4 + stored + 2 * float16) + plain[note + 2 :]
     assert request.takes_sequence
 
 
-def test_notes_that_are_not_known_are_no_error():
+def test_unknown_notes_are_ignored():
     frame = received(wire.encode_pool(1, 0, "m", 1, film_bags([1]), Forms(float16=True)))
     frame.body[10:12] = np.array([0x8002], "<u2").view(np.uint8)
-    assert wire.decode_pool(frame).forms == Forms(float16=True)
+    request = wire.decode_pool(frame)
+    assert request.forms == Forms(float16=True)
+    assert not request.takes_sequence
 
 
 def sums_of(dtype: str) -> st.SearchStrategy[np.ndarray]:
@@ -110,7 +112,7 @@ def answers(draw: st.DrawFn) -> Answer:
 
 
 @given(answers())
-def test_any_answer_comes_back_bit_by_bit_as_aligned_views_of_the_frame(answer):
+def test_any_answer_comes_back_as_aligned_views(answer):
     frame = received(wire.encode_answer(9, answer))
     assert frame.header.frame_type == (FrameType.POOLED if answer.stored is None else FrameType.STORED)
     decoded = wire.decode_answer(frame)
@@ -124,20 +126,16 @@ def test_any_answer_comes_back_bit_by_bit_as_aligned_views_of_the_frame(answer):
             assert np.shares_memory(mine, frame.body) or not mine.size
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.uint8])
-def test_large_arrays_are_written_from_their_own_memory(dtype):
-    block = np.ones((100, 64), dtype)
-    answer = Answer([], [block]) if dtype is np.uint8 else Answer([block])
-    views = [buffer for buffer in wire.encode_answer(1, answer) if isinstance(buffer, memoryview)]
-    assert len(views) == 1
-    assert np.shares_memory(np.frombuffer(views[0], dtype), block)
-
-
-def test_arrays_that_are_strided_views_are_written_right():
-    block = np.arange(600, dtype=np.float32).reshape(30, 20)[::2, 3:9]
+def test_large_arrays_are_sent_from_their_own_memory():
+    for dtype in (np.float32, np.float16, np.uint8):
+        block = np.ones((100, 64), dtype)
+        answer = Answer([], [block]) if dtype is np.uint8 else Answer([block])
+        (view,) = (buffer for buffer in wire.encode_answer(1, answer) if isinstance(buffer, memoryview))
+        assert np.shares_memory(np.frombuffer(view, dtype), block)
+    strided = np.arange(600, dtype=np.float32).reshape(30, 20)[::2, 3:9]
     rows = np.arange(200, dtype=np.uint8).reshape(20, 10)[3::3, ::2]
-    decoded = wire.decode_answer(received(wire.encode_answer(1, Answer([block], [rows]))))
-    np.testing.assert_array_equal(decoded.sums[0], block)
+    decoded = wire.decode_answer(received(wire.encode_answer(1, Answer([strided], [rows]))))
+    np.testing.assert_array_equal(decoded.sums[0], strided)
     np.testing.assert_array_equal(decoded.stored[0], rows)
 
 
@@ -153,24 +151,20 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_error_comes_back_as_its_own_class(kind):
-    error = wire.decode_error(received(wire.encode_error(3, kind("row 7 of 5, ключ"))))
-    assert type(error) is kind
-    assert str(error) == "row 7 of 5, ключ"
-
-
-def test_an_error_of_an_unknown_kind_becomes_a_remote_error_that_names_it():
-    error = wire.decode_error(received(wire.encode_error(3, SnapshotNotFoundError("no version 3"))))
-    assert type(error) is RemoteError
-    assert str(error) == "snapshot_not_found: no version 3"
-
-
-def test_a_long_message_is_cut_even_within_a_character():
-    error = wire.decode_error(received(wire.encode_error(3, InvalidBagsError("ü" * 5000 + "\ud800"))))
-    assert str(error) == "ü" * 2048
-    cut = wire.decode_error(received(wire.encode_error(3, InvalidBagsError("x" + "ü" * 5000))))
-    assert str(cut).startswith("x" + "ü" * 2047)
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        *((kind("row 7 of 5, ключ"), kind, "row 7 of 5, ключ") for kind in KINDS),
+        (SnapshotNotFoundError("no version 3"), RemoteError, "snapshot_not_found: no version 3"),
+        # A long message is cut, never within a character.
+        (InvalidBagsError("ü" * 5000 + "\ud800"), InvalidBagsError, "ü" * 2048),
+        (InvalidBagsError("x" + "ü" * 5000), InvalidBagsError, "x" + "ü" * 2047),
+    ],
+)
+def test_an_error_comes_back_as_its_class(error, kind, message):
+    decoded = wire.decode_error(received(wire.encode_error(3, error)))
+    assert type(decoded) is kind
+    assert str(decoded).removesuffix("\ufffd") == message
 
 
 def valid_body(frame_type: FrameType) -> bytes:
@@ -191,7 +185,7 @@ def valid_body(frame_type: FrameType) -> bytes:
 
 
 @pytest.mark.parametrize("frame_type", DECODERS)
-def test_every_truncation_and_every_addition_is_refused(frame_type):
+def test_every_truncation_and_addition_is_refused(frame_type):
     body = valid_body(frame_type)
     DECODERS[frame_type](frame_of(frame_type, body))
     for size in range(len(body)):
@@ -203,7 +197,7 @@ def test_every_truncation_and_every_addition_is_refused(frame_type):
 
 @pytest.mark.parametrize("frame_type", DECODERS)
 @given(data=st.data())
-def test_damaged_bodies_raise_nothing_but_wire_errors_and_take_no_memory(frame_type, data):
+def test_damaged_bodies_raise_wire_errors_and_use_no_memory(frame_type, data):
     if data.draw(st.booleans()):
         body = bytearray(data.draw(st.binary(max_size=200)))
     else:
@@ -250,67 +244,57 @@ def test_a_malformed_body_is_refused_naming_its_field(body, message):
         wire.decode_pool(frame_of(FrameType.POOL, body))
 
 
-def pool_body(model: bytes, *arrays: np.ndarray) -> Frame:
-    joined = b"".join(wire._encode(FrameType.POOL, 1, struct.pack("<Q", 1) + model, arrays))
-    return frame_of(FrameType.POOL, joined[24:])
+SUMS, HALF, ROWS, WHOLE = (np.zeros((2, 3), dtype) for dtype in (np.float32, np.float16, np.uint8, np.int32))
+NARROW, WIDE, REAL = (np.zeros(2, dtype) for dtype in (np.int32, np.int64, np.float32))
+FIELDS = struct.pack("<Q", 1) + b"m"
 
 
-def test_arrays_of_the_wrong_kind_are_refused_by_name():
-    narrow, wide, real = (np.zeros(2, dtype) for dtype in (np.int32, np.int64, np.float32))
-    for arrays, message in [
-        ((wide, narrow, narrow, narrow), "POOL keys is 1-d int64, it must be 1-d int32"),
-        ((narrow, real, narrow, narrow), "POOL bags_per_key is 1-d float32"),
-        ((narrow, narrow, narrow.reshape(1, 2), narrow), "POOL offsets is 2-d int32"),
-        ((narrow, narrow, narrow, real), "POOL values is 1-d float32"),
-        ((narrow, narrow, narrow, narrow, narrow), "POOL weights is 1-d int32"),
-    ]:
+@pytest.mark.parametrize(
+    ("frame_type", "fields", "arrays", "message"),
+    [
+        (FrameType.POOL, FIELDS, (WIDE, NARROW, NARROW, NARROW), "POOL keys is 1-d int64, it must be 1-d int32"),
+        (FrameType.POOL, FIELDS, (NARROW, REAL, NARROW, NARROW), "POOL bags_per_key is 1-d float32"),
+        (FrameType.POOL, FIELDS, (NARROW, NARROW, NARROW.reshape(1, 2), NARROW), "POOL offsets is 2-d int32"),
+        (FrameType.POOL, FIELDS, (NARROW, NARROW, NARROW, REAL), "POOL values is 1-d float32"),
+        (FrameType.POOL, FIELDS, (NARROW,) * 5, "POOL weights is 1-d int32"),
+        (FrameType.POOL, FIELDS[:8] + b"\xff", (NARROW,) * 4, "POOL model is not UTF-8"),
+        (FrameType.POOLED, b"", (SUMS, SUMS[0]), "POOLED sums of group 1 are 1-d float32, they must be 2-d float32 or"),
+        (FrameType.POOLED, b"", (HALF, ROWS), "POOLED sums of group 1 are 2-d uint8"),
+        (FrameType.STORED, b"", (WHOLE, ROWS), "STORED sums of group 0 are 2-d int32"),
+        (
+            FrameType.STORED,
+            b"",
+            (SUMS, HALF, ROWS, HALF),
+            "STORED rows of group 1 are 2-d float16, they must be 2-d uint8",
+        ),
+        (FrameType.STORED, b"", (SUMS, ROWS[0]), "STORED rows of group 0 are 1-d uint8"),
+        (FrameType.STORED, b"", (SUMS, HALF, ROWS), "STORED num_arrays is 3, there must be two for each group"),
+        (FrameType.STORED, b"more", (), "STORED fields have 4 bytes, allowed are 0 and 8"),
+        (FrameType.COUNTS, FIELDS[:8], (), "COUNTS fields have 8 bytes"),
+        (FrameType.COUNTS, bytes(24), (NARROW,), "COUNTS num_arrays is 1"),
+    ],
+)
+def test_arrays_of_the_wrong_kind_are_refused_by_name(frame_type, fields, arrays, message):
+    with pytest.raises(WireError, match=message):
+        DECODERS[frame_type](frame_of(frame_type, b"".join(wire._encode(frame_type, 1, fields, arrays))[24:]))
+
+
+def test_what_no_frame_can_state_is_not_sent():
+    for model, version, message in (
+        ("m", -1, "version -1"),
+        ("m" * 257, 1, "model has 257 bytes, at most 256"),
+        ("\ud800", 1, "not Unicode"),
+    ):
         with pytest.raises(WireError, match=message):
-            wire.decode_pool(pool_body(b"m", *arrays))
-    with pytest.raises(WireError, match="POOL model is not UTF-8"):
-        wire.decode_pool(pool_body(b"\xff", narrow, narrow, narrow, narrow))
-
-
-def answer_body(frame_type: FrameType, *arrays: np.ndarray) -> Frame:
-    return frame_of(frame_type, b"".join(wire._encode(frame_type, 1, b"", arrays))[24:])
-
-
-def test_answers_with_arrays_of_the_wrong_kind_are_refused_naming_the_group():
-    sums, half, rows, whole = (np.zeros((2, 3), dtype) for dtype in (np.float32, np.float16, np.uint8, np.int32))
-    allowed = "they must be 2-d float32 or float16"
-    for frame_type, arrays, message in [
-        (FrameType.POOLED, (sums, sums[0]), f"POOLED sums of group 1 are 1-d float32, {allowed}"),
-        (FrameType.POOLED, (half, rows), f"POOLED sums of group 1 are 2-d uint8, {allowed}"),
-        (FrameType.STORED, (whole, rows), f"STORED sums of group 0 are 2-d int32, {allowed}"),
-        (FrameType.STORED, (sums, half, rows, half), "STORED rows of group 1 are 2-d float16, they must be 2-d uint8"),
-        (FrameType.STORED, (sums, rows[0]), "STORED rows of group 0 are 1-d uint8, they must be 2-d uint8"),
-        (FrameType.STORED, (sums, half, rows), "STORED num_arrays is 3, there must be two for each group"),
-    ]:
-        with pytest.raises(WireError, match=message):
-            wire.decode_answer(answer_body(frame_type, *arrays))
-    fields = frame_of(FrameType.STORED, b"".join(wire._encode(FrameType.STORED, 1, b"more", []))[24:])
-    with pytest.raises(WireError, match="STORED fields have 4 bytes, allowed are 0 and 8"):
-        wire.decode_answer(fields)
-
-
-def test_what_can_not_be_sent_is_refused_before_it_is():
-    with pytest.raises(WireError, match="version -1"):
-        wire.encode_pool(1, 0, "m", -1, film_bags([1]))
-    with pytest.raises(WireError, match="model has 257 bytes, at most 256"):
-        wire.encode_pool(1, 0, "m" * 257, 1, film_bags([1]))
-    with pytest.raises(WireError, match="not Unicode"):
-        wire.encode_pool(1, 0, "\ud800", 1, film_bags([1]))
+            wire.encode_pool(1, 0, model, version, film_bags([1]))
 
 
 @pytest.mark.parametrize("stored", [None, [np.zeros((1, 12), np.uint8)]], ids=["POOLED", "STORED"])
-def test_the_sequence_comes_back_if_it_is_taken_and_else_is_not_known(stored):
-    answer = Answer([np.ones((2, 4), np.float32)], stored, sequence=2**62 + 1)
-    assert wire.decode_answer(received(wire.encode_answer(1, answer, tell_sequence=True))).sequence == 2**62 + 1
-    assert wire.decode_answer(received(wire.encode_answer(1, answer))).sequence == UNKNOWN_SEQUENCE
-    unknown = Answer(answer.sums, stored)
-    assert wire.decode_answer(received(wire.encode_answer(1, unknown, tell_sequence=True))).sequence == UNKNOWN_SEQUENCE
-
-
-def test_a_node_that_was_not_asked_for_a_sequence_tells_none():
-    frame = received(wire.encode_pool(1, 0, "m", 1, film_bags([1])))
-    frame.body[10:12] = np.array([1], "<u2").view(np.uint8)
-    assert not wire.decode_pool(frame).takes_sequence
+def test_a_sequence_comes_back_if_it_is_sent(stored):
+    for sequence, tell, expected in (
+        (2**62 + 1, True, 2**62 + 1),
+        (5, False, UNKNOWN_SEQUENCE),
+        (None, True, UNKNOWN_SEQUENCE),
+    ):
+        answer = Answer([np.ones((2, 4), np.float32)], stored, **({} if sequence is None else {"sequence": sequence}))
+        assert wire.decode_answer(received(wire.encode_answer(1, answer, tell_sequence=tell))).sequence == expected

@@ -39,7 +39,7 @@ def receive(receiver: FrameReceiver, data: bytes, pieces) -> list:
     st.lists(st.integers(1, 100_000), max_size=30),
     st.integers(0, 1000),
 )
-def test_frames_come_out_as_they_went_in_however_the_stream_is_cut(frames, pieces, seed):
+def test_frames_come_out_however_the_stream_is_cut(frames, pieces, seed):
     rng = np.random.default_rng(seed)
     bodies = [rng.bytes(size) for _, _, size in frames]
     stream = b"".join(
@@ -57,7 +57,7 @@ def test_frames_come_out_as_they_went_in_however_the_stream_is_cut(frames, piece
 
 
 @given(st.integers(0, CHUNK_BYTES * 2), st.integers(0, 23))
-def test_a_frame_that_is_not_whole_is_not_given_out(body_bytes, missing_from_header):
+def test_an_incomplete_frame_is_not_returned(body_bytes, missing_from_header):
     whole = header(body_bytes=body_bytes) + bytes(body_bytes)
     receiver = FrameReceiver(LIMIT)
     assert receive(receiver, whole[:-1], []) == []
@@ -84,15 +84,15 @@ def test_a_bad_header_is_refused_before_its_body_is_read(bad, error, message, re
     assert receiver.request_id == request_id
 
 
-def test_an_error_frame_of_another_protocol_version_is_let_through():
+def test_limits_of_frames():
+    # An error frame of another protocol version is let through.
     (frame,) = receive(FrameReceiver(LIMIT), header(version=9, frame_type=5, body_bytes=8) + bytes(8), [])
     assert frame.header.protocol_version == 9
-
-
-def test_the_largest_frame_that_is_allowed_is_taken():
     size = LIMIT - HEADER.size
     (frame,) = receive(FrameReceiver(LIMIT), header(body_bytes=size) + bytes(size), [])
     assert frame.body.size == size
+    with pytest.raises(FrameTooLargeError, match="4294967296 bytes"):
+        pack_header(FrameType.POOLED, 1, 2**32)
 
 
 @given(st.binary(max_size=400), st.booleans())
@@ -103,8 +103,3 @@ def test_arbitrary_bytes_give_frames_or_a_wire_error(data, with_magic):
     except WireError:
         return
     assert sum(frame.body.size + HEADER.size for frame in frames) <= len(data) + 6
-
-
-def test_a_body_that_no_length_field_can_state_is_not_sent():
-    with pytest.raises(FrameTooLargeError, match="4294967296 bytes"):
-        pack_header(FrameType.POOLED, 1, 2**32)

@@ -39,7 +39,7 @@ IDS = st.integers(0, 2**128 - 1), st.integers(0, 2**64 - 1)
 
 
 @given(*IDS, st.text(st.characters(codec="ascii"), max_size=MAX_STATE_BYTES), st.booleans())
-def test_any_context_comes_back_and_the_bags_are_what_they_were(trace_id, span_id, state, weighted):
+def test_any_context_comes_back_with_the_bags(trace_id, span_id, state, weighted):
     weights = np.arange(BAGS.num_values, dtype=np.float32) if weighted else None
     bags, context = BAGS.with_values(BAGS.values, weights), SpanContext(trace_id, span_id, state)
     request = wire.decode_pool(received(wire.encode_pool(1, 0, "m", 1, bags, trace=context)))
@@ -76,7 +76,7 @@ async def asked(client: ShardClient, model: str = MODEL) -> tuple[Any, list[Span
 
 @on_every_loop
 @pytest.mark.parametrize("max_inline_bytes", [0, 16 << 10])
-def test_a_node_makes_a_span_of_a_lookup_in_its_callers_trace(place, tmp_path, max_inline_bytes):
+def test_a_node_makes_a_span_in_its_callers_trace(place, tmp_path, max_inline_bytes):
     node, sink = small_node(), KeptSpans()
     node.sink = sink
 
@@ -110,7 +110,7 @@ def test_a_node_makes_a_span_of_a_lookup_in_its_callers_trace(place, tmp_path, m
 
 @on_every_loop
 @pytest.mark.parametrize("told", ['"takes_traces": false, ', ""])
-def test_a_node_that_makes_no_spans_or_does_not_know_of_them_is_sent_none(place, tmp_path, told):
+def test_a_node_without_spans_is_sent_no_trace(place, tmp_path, told):
     frames: list[Frame] = []
     identity = '{"shard_index": 0, "num_shards": 1, "num_cards": 1, "sharding": "hash"}'
     info = f'{{{told}"identity": {identity}, "versions": [], "memory": []}}'

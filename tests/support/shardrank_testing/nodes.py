@@ -204,12 +204,59 @@ class Place:
         assert uncaught == []
         return result
 
+    def with_client(
+        self,
+        folder: Path,
+        scenario: Callable[[NodeServer, ShardClient], Coroutine[Any, Any, Result]],
+        node: ShardNode | None = None,
+        server_limits: ServerLimits | None = None,
+        **options: Any,
+    ) -> Result:
+        """Run a scenario with a server of a node, and a client of it."""
+
+        async def main() -> Result:
+            address = self.address(folder)
+            async with (
+                serving(address, node, server_limits) as server,
+                connected(server.addresses[0], **options) as client,
+            ):
+                return await scenario(server, client)
+
+        return self.run(main())
+
+    def with_peer(
+        self,
+        folder: Path,
+        scenario: Callable[[NodeServer, RawPeer], Coroutine[Any, Any, Result]],
+        node: ShardNode | None = None,
+        limits: ServerLimits | None = None,
+    ) -> Result:
+        """Run a scenario with a server of a node, and a raw connection to it."""
+
+        async def main() -> Result:
+            async with serving(self.address(folder), node, limits) as server:
+                peer = await RawPeer.connect(server.addresses[0])
+                try:
+                    return await scenario(server, peer)
+                finally:
+                    await peer.close()
+
+        return self.run(main())
+
 
 EVERY_PLACE = tuple(Place(loop, sock) for loop in ("asyncio", "uvloop") for sock in ("tcp", "unix"))
 in_every_place = pytest.mark.parametrize("place", EVERY_PLACE, ids=str)
-# Every loop and every socket once, for what starts processes.
-on_each_once = pytest.mark.parametrize("place", EVERY_PLACE[1:3], ids=str)
 on_every_loop = pytest.mark.parametrize("place", EVERY_PLACE[1::2], ids=str)
+
+
+async def pool_films(client: ShardClient, *bags: Sequence[int], timeout_s: float = NEVER_S) -> np.ndarray:
+    """Return the sums of bags of the film table, float32 [bags, 8], from a node."""
+    return (await client.pool(MODEL, VERSION, film_bags(*bags), time.monotonic() + timeout_s)).sums[1]
+
+
+def expected_films(*bags: Sequence[int]) -> np.ndarray:
+    """Return what `pool_films` must."""
+    return reference_engine().pool(film_bags(*bags))[1]
 
 
 @contextlib.asynccontextmanager
