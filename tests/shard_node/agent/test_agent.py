@@ -1,3 +1,5 @@
+"""An agent stages, announces and retires the versions that its registry desires, and survives what goes wrong."""
+
 from __future__ import annotations
 
 import asyncio
@@ -9,214 +11,179 @@ from loader.registry.fleet import wanted_key
 from shard_node.agent.agent import AgentConfig
 from shard_node.agent.stagings import StagingConfig
 from shard_node.errors import MemoryBudgetError
-from shardrank_testing.agents import ToldActions, agent_on, published, run
+from shardrank_testing.agents import PROMPT, ToldActions, agent_on, published, run
 
 
 @pytest.fixture
-def url(tmp_path) -> str:
-    return str(tmp_path / "registry")
+def play(tmp_path):
+    """`play(scenario)` runs it with an agent on a registry of its own."""
+
+    def play(scenario, config: AgentConfig = PROMPT) -> None:
+        async def main():
+            async with agent_on(str(tmp_path / "registry"), config=config) as under:
+                await scenario(under)
+
+        run(main())
+
+    return play
 
 
-def test_a_wanted_version_is_staged_announced_and_acted_on(url):
-    async def main():
-        async with agent_on(url) as under:
-            gate = under.actions.gates["films", 3] = asyncio.Event()
-            wanted = await under.want("films", hold=(3,), live=3)
-            await under.until(lambda: under.actions.begun == [("films", 3)])
-            assert (await under.told("films", 3, "staging")).progress == 0.5
-            assert (await under.record()).applied == {}
-            gate.set()
-            await under.until(lambda: ("films", 3) in under.actions.ready)
-            await under.told("films", 3, "ready")
-            record = await under.record()
-            assert record.applied == {"films": wanted.epoch}
-            assert under.agent.problems() == []
+def test_a_desired_version_is_staged_and_announced(play):
+    async def scenario(under):
+        gate = under.actions.gates["films", 3] = asyncio.Event()
+        desired = await under.want("films", hold=(3,), live=3)
+        await under.until(lambda: under.actions.begun == [("films", 3)])
+        assert (await under.told("films", 3, "staging")).progress == 0.5
+        assert (await under.record()).applied == {}
+        gate.set()
+        await under.until(lambda: ("films", 3) in under.actions.ready)
+        await under.told("films", 3, "ready")
+        assert (await under.record()).applied == {"films": desired.epoch}
+        assert under.agent.problems() == []
 
-    run(main())
+    play(scenario)
 
 
-def test_the_live_version_is_staged_first_and_one_at_a_time(url):
-    async def main():
-        async with agent_on(url) as under:
-            gate = under.actions.gates["films", 9] = asyncio.Event()
-            await under.want("films", hold=(3, 9), live=9)
-            await under.until(lambda: bool(under.actions.begun))
-            await under.pass_time(1.0)
-            assert under.actions.begun == [("films", 9)]
-            assert (await under.report("films", 3)).state == "waiting"
-            gate.set()
-            await under.until(lambda: under.actions.begun == [("films", 9), ("films", 3)])
+def test_the_live_version_is_staged_first_and_alone(play):
+    async def scenario(under):
+        gate = under.actions.gates["films", 9] = asyncio.Event()
+        await under.want("films", hold=(3, 9), live=9)
+        await under.until(lambda: bool(under.actions.begun))
+        await under.pass_time(1.0)
+        assert under.actions.begun == [("films", 9)]
+        assert (await under.report("films", 3)).state == "waiting"
+        gate.set()
+        await under.until(lambda: under.actions.begun == [("films", 9), ("films", 3)])
 
-    run(main())
-
-
-def test_a_staging_that_hangs_blocks_neither_another_model_nor_the_heartbeat(url):
-    async def main():
-        async with agent_on(url) as under:
-            under.actions.gates["films", 1] = asyncio.Event()
-            await under.want("films", hold=(1,))
-            await under.until(lambda: ("films", 1) in under.actions.begun)
-            await under.want("songs", hold=(1,))
-            await under.until(lambda: ("songs", 1) in under.actions.ready)
-            await under.fleet.withdraw_node(under.actions.node_id)
-            await under.pass_time(1.2)
-            record = await under.record()
-            assert record.report("songs", 1).state == "ready"
-            assert record.report("films", 1).state == "staging"
-
-    run(main())
+    play(scenario)
 
 
-def test_a_bad_version_is_refused_with_its_reason_and_wedges_no_other_model(url):
-    async def main():
-        async with agent_on(url) as under:
+def test_a_hanging_staging_blocks_neither_models_nor_heartbeat(play):
+    async def scenario(under):
+        under.actions.gates["films", 1] = asyncio.Event()
+        await under.want("films", hold=(1,))
+        await under.until(lambda: ("films", 1) in under.actions.begun)
+        await under.want("songs", hold=(1,))
+        await under.until(lambda: ("songs", 1) in under.actions.ready)
+        await under.fleet.withdraw_node(under.actions.node_id)
+        await under.pass_time(1.2)
+        record = await under.record()
+        assert record.report("songs", 1).state == "ready"
+        assert record.report("films", 1).state == "staging"
+        # It is called off once it is not desired any more.
+        await under.want("films", hold=(2,))
+        await under.until(lambda: ("films", 2) in under.actions.ready)
+        assert under.actions.cancelled == [("films", 1)]
+        await under.told("films", 1, None)
+
+    play(scenario)
+
+
+def test_a_bad_version_is_refused_and_other_models_go_on(play):
+    async def scenario(under):
+        await under.fleet.put_version(published("films", 2))
+        under.actions.faults["films", 2] = [SnapshotCorruptError("rows are damaged")]
+        await under.want("films", hold=(1, 2), live=1)
+        await under.want("songs", hold=(5,))
+        await under.until(lambda: {("films", 1), ("songs", 5)} <= under.actions.held())
+        report = await under.told("films", 2, "refused")
+        assert report.reason == "SnapshotCorruptError: rows are damaged"
+        await under.pass_time(20.0)
+        assert under.actions.begun.count(("films", 2)) == 1
+        # Withdrawn and desired again, it gets another chance.
+        await under.want("films", hold=(1,))
+        await under.told("films", 2, None)
+        await under.want("films", hold=(1, 2))
+        await under.until(lambda: ("films", 2) in under.actions.ready)
+
+    play(scenario)
+
+
+@pytest.mark.parametrize(
+    ("error", "live", "state", "pause_s"),
+    [
+        (SnapshotCorruptError("not published"), None, "refused", 5.0),
+        (OSError("stale file handle"), 2, "refused", 29.0),
+        (RegistryUnavailableError("gone"), None, "waiting", 0.0),
+    ],
+    ids=["published anew", "live", "it passes by itself"],
+)
+def test_a_failed_staging_is_tried_again(play, error, live, state, pause_s):
+    async def scenario(under):
+        under.actions.faults["films", 2] = [error]
+        await under.want("films", hold=(2,), live=live)
+        await under.until(lambda: bool(under.actions.begun))
+        report = await under.told("films", 2, state)
+        assert report.reason == f"{type(error).__name__}: {error}"
+        await under.pass_time(pause_s)
+        assert under.actions.begun == [("films", 2)]
+        if isinstance(error, SnapshotCorruptError):
             await under.fleet.put_version(published("films", 2))
-            under.actions.faults["films", 2] = [SnapshotCorruptError("rows are damaged")]
-            await under.want("films", hold=(1, 2), live=1)
-            await under.want("songs", hold=(5,))
-            await under.until(lambda: {("films", 1), ("songs", 5)} <= under.actions.held())
-            report = await under.told("films", 2, "refused")
-            assert report.reason == "SnapshotCorruptError: rows are damaged"
-            await under.pass_time(100.0)
-            assert under.actions.begun.count(("films", 2)) == 1
-            # Taken back and wanted again, it gets another chance.
-            await under.want("films", hold=(1,))
-            await under.told("films", 2, None)
-            await under.want("films", hold=(1, 2))
-            await under.until(lambda: ("films", 2) in under.actions.ready)
+        await under.pass_time_until(lambda: ("films", 2) in under.actions.ready)
 
-    run(main())
+    play(scenario)
 
 
-def test_a_refused_version_is_tried_again_once_it_is_published_as_something_else(url):
-    async def main():
-        async with agent_on(url) as under:
-            under.actions.faults["films", 2] = [SnapshotCorruptError("not published")]
-            await under.want("films", hold=(2,))
-            await under.told("films", 2, "refused")
-            await under.pass_time(5.0)
-            assert under.actions.begun == [("films", 2)]
-            await under.fleet.put_version(published("films", 2))
-            await under.pass_time_until(lambda: ("films", 2) in under.actions.ready)
+def test_a_version_drains_before_it_is_retired(play):
+    async def scenario(under):
+        await under.want("films", hold=(1, 2), live=1)
+        await under.until(lambda: len(under.actions.ready) == 2)
+        await under.want("films", hold=(2,), live=2)
+        await under.pass_time(0.4)
+        assert (await under.report("films", 1)).state == "draining"
+        assert under.actions.retired == []
+        # Desired again meanwhile, it is kept.
+        await under.want("films", hold=(1, 2))
+        await under.pass_time(3.0)
+        assert under.actions.retired == []
+        assert (await under.report("films", 1)).state == "ready"
+        await under.want("films", hold=(2,))
+        await under.pass_time_until(lambda: under.actions.retired == [("films", 1)])
+        await under.told("films", 1, None)
+        assert (await under.report("films", 2)).state == "ready"
 
-    run(main())
-
-
-def test_the_live_version_is_tried_again_although_it_was_refused(url):
-    async def main():
-        async with agent_on(url) as under:
-            under.actions.faults["films", 2] = [OSError("stale file handle")]
-            await under.want("films", hold=(2,), live=2)
-            await under.told("films", 2, "refused")
-            await under.pass_time(29.0)
-            assert under.actions.begun == [("films", 2)]
-            await under.pass_time_until(lambda: ("films", 2) in under.actions.ready)
-
-    run(main())
+    play(scenario)
 
 
-def test_what_passes_by_itself_is_waited_for_with_its_reason_and_tried_again(url):
-    async def main():
-        async with agent_on(url) as under:
-            under.actions.faults["films", 1] = [RegistryUnavailableError("gone"), RegistryUnavailableError("gone")]
-            await under.want("films", hold=(1,))
-            await under.until(lambda: bool(under.actions.begun))
-            report = await under.told("films", 1, "waiting")
-            assert report.reason == "RegistryUnavailableError: gone"
-            await under.until(lambda: True)
-            assert len(under.actions.begun) == 1
-            await under.pass_time_until(lambda: ("films", 1) in under.actions.ready)
-            assert len(under.actions.begun) == 3
+def test_a_version_waits_for_the_one_that_it_replaces(play):
+    async def scenario(under):
+        await under.want("films", hold=(1,))
+        await under.until(lambda: len(under.actions.ready) == 1)
+        under.actions.retire_gate = asyncio.Event()
+        await under.want("films", node_hold={under.actions.node_id: (2,)})
+        await under.pass_time(2.0)
+        report = await under.report("films", 2)
+        assert (report.state, report.reason) == ("waiting", "version 1 is retired first")
+        assert (await under.report("films", 1)).state == "draining"
+        under.actions.retire_gate.set()
+        await under.pass_time_until(lambda: ("films", 2) in under.actions.ready)
+        assert under.actions.held() == {("films", 2)}
 
-    run(main())
-
-
-def test_a_version_is_announced_as_draining_before_it_is_retired(url):
-    async def main():
-        async with agent_on(url) as under:
-            await under.want("films", hold=(1, 2), live=1)
-            await under.until(lambda: len(under.actions.ready) == 2)
-            await under.want("films", hold=(2,), live=2)
-            await under.pass_time(0.4)
-            assert (await under.report("films", 1)).state == "draining"
-            assert under.actions.retired == []
-            await under.pass_time_until(lambda: under.actions.retired == [("films", 1)])
-            await under.told("films", 1, None)
-            assert (await under.report("films", 2)).state == "ready"
-
-    run(main())
+    play(scenario)
 
 
-def test_a_version_that_is_wanted_again_while_it_is_only_announced_is_kept(url):
-    async def main():
-        async with agent_on(url) as under:
-            await under.want("films", hold=(1, 2))
-            await under.until(lambda: len(under.actions.ready) == 2)
-            await under.want("films", hold=(2,))
-            await under.pass_time(0.3)
-            await under.want("films", hold=(1, 2))
-            await under.pass_time(3.0)
-            assert under.actions.retired == []
-            assert (await under.report("films", 1)).state == "ready"
+def test_a_lack_of_memory_is_waited_out_only_while_some_is_freed(play):
+    async def scenario(under):
+        await under.want("films", hold=(1,))
+        await under.until(lambda: len(under.actions.ready) == 1)
+        under.actions.retire_gate = asyncio.Event()
+        await under.want("films", hold=())
+        await under.pass_time(1.0)
+        under.actions.faults["songs", 1] = [MemoryBudgetError("no room")]
+        await under.want("songs", hold=(1,))
+        await under.until(lambda: ("songs", 1) in under.actions.begun)
+        await under.told("songs", 1, "waiting")
+        under.actions.retire_gate.set()
+        await under.pass_time_until(lambda: ("songs", 1) in under.actions.ready)
+        under.actions.faults["films", 4] = [MemoryBudgetError("no room")]
+        await under.want("films", hold=(4,))
+        await under.told("films", 4, "refused")
 
-    run(main())
-
-
-def test_a_version_comes_only_after_the_one_that_goes_is_gone(url):
-    async def main():
-        async with agent_on(url) as under:
-            await under.want("films", hold=(1,))
-            await under.until(lambda: len(under.actions.ready) == 1)
-            under.actions.retire_gate = asyncio.Event()
-            await under.want("films", node_hold={under.actions.node_id: (2,)})
-            await under.pass_time(2.0)
-            report = await under.report("films", 2)
-            assert (report.state, report.reason) == ("waiting", "version 1 is retired first")
-            assert (await under.report("films", 1)).state == "draining"
-            under.actions.retire_gate.set()
-            await under.pass_time_until(lambda: ("films", 2) in under.actions.ready)
-            assert under.actions.held() == {("films", 2)}
-
-    run(main())
+    play(scenario)
 
 
-def test_a_lack_of_memory_is_waited_out_while_memory_is_being_freed_and_refused_otherwise(url):
-    async def main():
-        async with agent_on(url) as under:
-            await under.want("films", hold=(1,))
-            await under.until(lambda: len(under.actions.ready) == 1)
-            under.actions.retire_gate = asyncio.Event()
-            await under.want("films", hold=())
-            await under.pass_time(1.0)
-            under.actions.faults["songs", 1] = [MemoryBudgetError("no room")]
-            await under.want("songs", hold=(1,))
-            await under.until(lambda: ("songs", 1) in under.actions.begun)
-            await under.told("songs", 1, "waiting")
-            under.actions.retire_gate.set()
-            await under.pass_time_until(lambda: ("songs", 1) in under.actions.ready)
-            under.actions.faults["films", 4] = [MemoryBudgetError("no room")]
-            await under.want("films", hold=(4,))
-            await under.until(lambda: ("films", 4) in under.actions.begun)
-            await under.told("films", 4, "refused")
-
-    run(main())
-
-
-def test_a_staging_that_is_not_wanted_any_more_is_called_off(url):
-    async def main():
-        async with agent_on(url) as under:
-            under.actions.gates["films", 1] = asyncio.Event()
-            await under.want("films", hold=(1,))
-            await under.until(lambda: bool(under.actions.begun))
-            await under.want("films", hold=(2,))
-            await under.until(lambda: ("films", 2) in under.actions.ready)
-            assert under.actions.cancelled == [("films", 1)]
-            await under.told("films", 1, None)
-
-    run(main())
-
-
-def test_no_more_of_the_fleet_than_allowed_stages_at_a_time(url):
+def test_no_more_processes_stage_than_the_fleet_allows(tmp_path):
+    url = str(tmp_path / "registry")
     config = AgentConfig(staging=StagingConfig(jitter_s=0.0, fleet_limit=1))
 
     async def main():
@@ -239,113 +206,95 @@ def test_no_more_of_the_fleet_than_allowed_stages_at_a_time(url):
     run(main())
 
 
-def test_a_pointer_that_can_not_be_set_is_told_and_stops_no_other_model(url):
-    async def main():
-        async with agent_on(url) as under:
-            under.actions.settle_faults["films"] = ValueError("no such thing")
-            await under.want("films", hold=(1,))
-            songs = await under.want("songs", hold=(1,))
-            await under.until(lambda: len(under.actions.ready) == 2)
-            await under.until(lambda: True)
-            assert under.agent.problems() == ["settling films: ValueError: no such thing"]
-            assert (await under.record()).applied == {"songs": songs.epoch}
-            under.actions.settle_faults.clear()
-            await under.until(lambda: True)
-            assert under.agent.problems() == []
+def test_a_pointer_that_can_not_be_set_stops_no_other_model(play):
+    async def scenario(under):
+        under.actions.settle_faults["films"] = ValueError("no such thing")
+        await under.want("films", hold=(1,))
+        songs = await under.want("songs", hold=(1,))
+        await under.until(lambda: len(under.actions.ready) == 2)
+        await under.until(lambda: True)
+        assert under.agent.problems() == ["settling films: ValueError: no such thing"]
+        assert (await under.record()).applied == {"songs": songs.epoch}
+        under.actions.settle_faults.clear()
+        await under.until(lambda: True)
+        assert under.agent.problems() == []
 
-    run(main())
-
-
-def test_models_whose_pointers_hang_hold_up_neither_others_nor_the_heartbeat(url):
-    async def main():
-        config = AgentConfig(settle_timeout_s=0.2, staging=StagingConfig(jitter_s=0.0))
-        async with agent_on(url, config=config) as under:
-            for model in ("a", "b", "c", "songs"):
-                await under.want(model, hold=(1,))
-            await under.until(lambda: len(under.actions.ready) == 4)
-            under.actions.settled.clear()
-            for model in ("a", "b", "c"):
-                under.actions.settle_gates[model] = asyncio.Event()
-            cut: list[str] = []
-            rounds = asyncio.create_task(under.agent.round())
-            while "songs" not in {wanted.model for wanted in under.actions.settled}:
-                await asyncio.sleep(0.001)
-                cut = under.agent.problems()
-            # None of the others was waited for until its time was over.
-            assert cut == []
-            await rounds
-            late = "TimeoutError: not done within 0.2 s"
-            assert under.agent.problems() == [f"settling {model}: {late}" for model in ("a", "b", "c")]
-            assert (await under.record()).applied["songs"] > 0
-
-    run(main())
+    play(scenario)
 
 
-def test_a_heartbeat_that_waits_for_pointers_is_in_time_nevertheless():
-    config = AgentConfig()
-    longest = config.settle_timeout_s + 1.25 * config.poll_s + config.heartbeat_s
-    assert longest < config.ttl_s
+def test_hanging_pointers_hold_up_neither_models_nor_heartbeat(play):
+    async def scenario(under):
+        for model in ("a", "b", "c", "songs"):
+            await under.want(model, hold=(1,))
+        await under.until(lambda: len(under.actions.ready) == 4)
+        under.actions.settled.clear()
+        for model in ("a", "b", "c"):
+            under.actions.settle_gates[model] = asyncio.Event()
+        problems: list[str] = []
+        rounds = asyncio.create_task(under.agent.round())
+        while "songs" not in {desired.model for desired in under.actions.settled}:
+            await asyncio.sleep(0.001)
+            problems = under.agent.problems()
+        # None of the others was waited for until its time was over.
+        assert problems == []
+        await rounds
+        late = "TimeoutError: not done within 0.2 s"
+        assert under.agent.problems() == [f"settling {model}: {late}" for model in ("a", "b", "c")]
+        assert (await under.record()).applied["songs"] > 0
+
+    play(scenario, AgentConfig(settle_timeout_s=0.2, staging=StagingConfig(jitter_s=0.0)))
+    default = AgentConfig()
+    assert default.settle_timeout_s + 1.25 * default.poll_s + default.heartbeat_s < default.ttl_s
 
 
-def test_only_the_models_that_it_is_for_are_staged(url):
-    async def main():
-        async with agent_on(url, config=AgentConfig(models=("songs",), staging=StagingConfig(jitter_s=0))) as under:
-            await under.want("films", hold=(1,))
-            await under.want("songs", hold=(1,))
-            await under.until(lambda: ("songs", 1) in under.actions.ready)
-            assert under.actions.begun == [("songs", 1)]
-            assert set(under.agent.wanted) == {"songs"}
+def test_only_the_models_of_its_config_are_staged(play):
+    async def scenario(under):
+        await under.want("films", hold=(1,))
+        await under.want("songs", hold=(1,))
+        await under.until(lambda: ("songs", 1) in under.actions.ready)
+        assert under.actions.begun == [("songs", 1)]
+        assert set(under.agent.wanted) == {"songs"}
 
-    run(main())
-
-
-def test_leaving_is_announced_first_and_nothing_is_announced_after_it(url):
-    async def main():
-        async with agent_on(url) as under:
-            await under.want("films", hold=(1,))
-            await under.until(lambda: len(under.actions.ready) == 1)
-            leaving = asyncio.create_task(under.agent.leave())
-            await under.want("films", hold=(1, 2))
-            await under.until(lambda: True)
-            record = await under.record()
-            assert (record.draining, record.report("films", 1).state) == (True, "ready")
-            while not leaving.done():
-                under.clock.advance(0.5)
-                await asyncio.sleep(0.001)
-            assert await under.record() is None
-            await under.pass_time(3.0)
-            assert await under.record() is None
-            assert ("films", 2) not in under.actions.begun
-
-    run(main())
+    play(scenario, AgentConfig(models=("songs",), staging=StagingConfig(jitter_s=0)))
 
 
-def test_a_record_of_a_lower_epoch_is_replaced_by_the_one_that_is_known(url):
-    async def main():
-        async with agent_on(url) as under:
-            old = await under.want("films", hold=(1,), live=1)
-            new = await under.want("films", hold=(1, 2), live=2)
-            await under.until(lambda: len(under.actions.ready) == 2)
+def test_leaving_is_announced_first_and_then_nothing(play):
+    async def scenario(under):
+        await under.want("films", hold=(1,))
+        await under.until(lambda: len(under.actions.ready) == 1)
+        leaving = asyncio.create_task(under.agent.leave())
+        await under.want("films", hold=(1, 2))
+        await under.until(lambda: True)
+        record = await under.record()
+        assert (record.draining, record.report("films", 1).state) == (True, "ready")
+        while not leaving.done():
+            under.clock.advance(0.5)
+            await asyncio.sleep(0.001)
+        assert await under.record() is None
+        await under.pass_time(3.0)
+        assert await under.record() is None
+        assert ("films", 2) not in under.actions.begun
+
+    play(scenario)
+
+
+def test_an_older_or_unreadable_record_changes_nothing(play):
+    async def scenario(under):
+        old = await under.want("films", hold=(1,), live=1)
+        new = await under.want("films", hold=(1, 2), live=2)
+        await under.until(lambda: len(under.actions.ready) == 2)
+
+        async def overwrite(content: bytes) -> None:
             entry = await under.fleet.raw(wanted_key("films"))
-            await under.fleet.registry.put(wanted_key("films"), old.model_dump_json().encode(), entry.revision)
-            await under.until(lambda: True)
-            assert await under.fleet.wanted() == {"films": new}
-            await under.pass_time(2.0)
-            assert under.actions.retired == []
+            await under.fleet.registry.put(wanted_key("films"), content, entry.revision)
 
-    run(main())
+        await overwrite(old.model_dump_json().encode())
+        await under.until(lambda: True)
+        assert await under.fleet.wanted() == {"films": new}
+        await overwrite(b"{")
+        await under.pass_time(3.0)
+        assert "RegistryRecordError: wanted/films" in under.agent.problems()[0]
+        assert under.actions.retired == []
+        assert (await under.report("films", 1)).state == "ready"
 
-
-def test_a_record_that_can_not_be_read_is_told_and_changes_nothing(url):
-    async def main():
-        async with agent_on(url) as under:
-            await under.want("films", hold=(1,))
-            await under.until(lambda: len(under.actions.ready) == 1)
-            entry = await under.fleet.raw(wanted_key("films"))
-            await under.fleet.registry.put(wanted_key("films"), b"{", entry.revision)
-            await under.pass_time(3.0)
-            assert "RegistryRecordError: wanted/films" in under.agent.problems()[0]
-            assert under.actions.held() == {("films", 1)}
-            assert (await under.report("films", 1)).state == "ready"
-
-    run(main())
+    play(scenario)

@@ -68,7 +68,8 @@ class Looks:
         self._cards.fault = self._faults.pop(0)
 
 
-def test_cards_that_go_on_failing_end_the_watch_and_a_call_that_failed_once_does_not(snapshot):
+def test_cards_that_keep_failing_end_the_watch(snapshot):
+    """A call that failed once does not; cards without a version are watched too."""
     cards = EmulatedCards(2)
     node = node_on(cards, snapshot)
     with pytest.raises(asyncio.CancelledError):
@@ -77,16 +78,11 @@ def test_cards_that_go_on_failing_end_the_watch_and_a_call_that_failed_once_does
         asyncio.run(watch_cards(node, None, Looks(cards, ["", FAULT, FAULT, ""]).sleep))
     cards.fault = ""
     node.close()
-
-
-def test_cards_that_fail_before_there_is_a_version_on_them_are_noticed():
-    cards = EmulatedCards(2)
-    node = ShardNode(plan_of(2).identity(0))
-    for asked in (None, cards):
-        ends = CardError if asked else asyncio.CancelledError
-        with pytest.raises(ends):
-            asyncio.run(watch_cards(node, asked, Looks(cards, [FAULT, FAULT, FAULT]).sleep))
-    node.close()
+    empty = ShardNode(plan_of(2).identity(0))
+    for watched, error in ((None, asyncio.CancelledError), (cards, CardError)):
+        with pytest.raises(error):
+            asyncio.run(watch_cards(empty, watched, Looks(cards, [FAULT, FAULT, FAULT]).sleep))
+    empty.close()
 
 
 def test_a_shard_node_ends_with_the_error_of_its_cards(snapshot, tmp_path):
@@ -101,7 +97,7 @@ def test_a_shard_node_ends_with_the_error_of_its_cards(snapshot, tmp_path):
         torch.set_num_threads(threads)
 
 
-def test_a_router_asks_another_node_than_one_whose_cards_have_failed(snapshot, tmp_path: Path):
+def test_a_router_avoids_a_node_whose_cards_failed(snapshot, tmp_path: Path):
     cards = [EmulatedCards(2), EmulatedCards(2)]
     nodes = [node_on(one, snapshot) for one in cards]
     addresses = [Address.parse(f"unix:{tmp_path}/{number}.sock") for number in range(2)]

@@ -106,7 +106,7 @@ class World:
 
 
 @given(st.lists(STEPS, max_size=20))
-def test_after_any_interleaving_the_bytes_are_those_of_a_fresh_export(steps):
+def test_any_interleaving_equals_a_fresh_export(steps):
     async def scenario(folder: Path) -> None:
         world = World(folder)
         await register_version(world.registry, world.snapshots[0])

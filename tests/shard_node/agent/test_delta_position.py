@@ -7,13 +7,10 @@ import pytest
 from shard_node.node import DeltaPosition
 
 
-def test_a_position_begins_with_what_the_snapshot_contains():
+def test_a_position_is_behind_until_all_deltas_are_applied():
     position = DeltaPosition(delta_base=3, last_delta=7)
     assert (position.sequence, position.snapshot().published_at) == (7, None)
     assert position.snapshot().staleness_s(100.0) is None
-
-
-def test_it_is_behind_from_the_first_look_that_found_more_until_all_is_applied():
     position = DeltaPosition(1, 0)
     position.seen(2, 100.0)
     position.seen(3, 101.0)
@@ -26,7 +23,7 @@ def test_it_is_behind_from_the_first_look_that_found_more_until_all_is_applied()
     assert progress.published_at == 93.0
 
 
-def test_staleness_counts_from_the_last_moment_whose_changes_are_all_here():
+def test_staleness_counts_from_the_last_complete_moment():
     position = DeltaPosition(1, 0)
     position.seen(0, 100.0)
     assert position.snapshot().staleness_s(100.5) == pytest.approx(0.5)

@@ -32,7 +32,7 @@ def following() -> list[asyncio.Task[None]]:
     return [task for task in asyncio.all_tasks() if task.get_name() == "deltas films 1"]
 
 
-def test_a_follower_whose_stopping_was_cut_short_gets_no_second_one_beside_it(tmp_path, tables, monkeypatch):
+def test_an_interrupted_stop_starts_no_second_follower(tmp_path, tables, monkeypatch):
     writing, go_on = threading.Event(), threading.Event()
     decode = DeltaBatch.decode
 

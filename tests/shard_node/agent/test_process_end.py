@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from shardrank_testing.snapshots import make_spec, write_snapshot
 
 # Each child goes its way to the interpreter's end; the parent, which only loads the modules, waits for all.
@@ -36,7 +38,8 @@ node.close()
 """
 
 
-def test_closing_a_node_at_the_very_end_of_a_process_never_aborts_it(tmp_path: Path):
+@pytest.mark.nightly
+def test_closing_a_node_at_the_end_of_a_process_never_aborts(tmp_path: Path):
     path, _ = write_snapshot(tmp_path, make_spec(), seed=1)
     done = subprocess.run([sys.executable, "-c", PROGRAM, str(path)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "5 ended\n", "")

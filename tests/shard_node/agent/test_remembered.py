@@ -25,7 +25,7 @@ async def that_knows_all(fleet: FleetRegistry) -> Remembered:
     return remembered
 
 
-def test_a_lost_plan_is_given_back_before_what_is_wanted_so_that_no_newer_plan_is_overwritten_by_it(tmp_path):
+def test_a_lost_plan_is_restored_before_desired_versions(tmp_path):
     async def main() -> None:
         registry = DirectoryRegistry(tmp_path / "registry")
         fleet = FleetRegistry(registry)
@@ -44,7 +44,7 @@ def test_a_lost_plan_is_given_back_before_what_is_wanted_so_that_no_newer_plan_i
     asyncio.run(main())
 
 
-def test_what_is_wanted_is_given_back_even_if_a_plan_that_is_there_can_not_be_read(tmp_path):
+def test_desired_versions_are_restored_beside_a_broken_plan(tmp_path):
     async def main() -> None:
         registry = DirectoryRegistry(tmp_path / "registry")
         fleet = FleetRegistry(registry)

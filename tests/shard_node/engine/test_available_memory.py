@@ -12,73 +12,48 @@ from shard_node.errors import MemoryBudgetError
 MIB = 1 << 20
 
 
-def files(root: Path, **contents: str) -> Path:
-    for name, text in contents.items():
-        path = root / name.replace("__", "/")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+GROUP = "sys/fs/cgroup"
+
+
+def machine(root: Path, cgroup: str, groups: dict[str, tuple[str, int]]) -> Path:
+    """A machine with 8 MiB available, and groups by folder: their limit and usage."""
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/meminfo").write_text(f"MemTotal: 9 kB\nMemAvailable:  {8 * 1024} kB\n")
+    if cgroup:
+        (root / "proc/self/cgroup").write_text(cgroup)
+    for folder, (maximum, current) in groups.items():
+        is_v1 = folder.startswith(f"{GROUP}/memory")
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if is_v1 else ("memory.max", "memory.current")
+        (root / folder).mkdir(parents=True, exist_ok=True)
+        for name, value in zip(names, (maximum, current), strict=True):
+            (root / folder / name).write_text(f"{value}\n")
     return root
 
 
-def machine(root: Path, cgroup: str | None = None) -> Path:
-    files(root, proc__meminfo=f"MemTotal: 9 kB\nMemAvailable:  {8 * 1024} kB\n")
-    if cgroup is not None:
-        files(root, proc__self__cgroup=cgroup)
-    return root
-
-
-def limit(root: Path, folder: str, maximum: str, current: int, v1: bool = False) -> None:
-    names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if v1 else ("memory.max", "memory.current")
-    path = root / folder
-    path.mkdir(parents=True, exist_ok=True)
-    (path / names[0]).write_text(maximum + "\n")
-    (path / names[1]).write_text(f"{current}\n")
-
-
-def test_without_control_groups_it_is_the_machines(tmp_path):
-    assert available_memory_bytes(machine(tmp_path)) == 8 * MIB
-
-
-def test_the_tightest_group_on_the_way_up_decides(tmp_path):
-    machine(tmp_path, "0::/a/b\n")
-    limit(tmp_path, "sys/fs/cgroup/a/b", "max", 5 * MIB)
-    limit(tmp_path, "sys/fs/cgroup/a", str(6 * MIB), 5 * MIB)
-    limit(tmp_path, "sys/fs/cgroup", str(7 * MIB), 5 * MIB)
-    assert available_memory_bytes(tmp_path) == MIB
-
-
-def test_in_a_container_the_mounted_top_is_read_though_the_path_is_the_hosts(tmp_path):
-    machine(tmp_path, "0::/kubepods/pod1/c1\n")
-    limit(tmp_path, "sys/fs/cgroup", str(4 * MIB), MIB)
-    assert available_memory_bytes(tmp_path) == 3 * MIB
-
-
-def test_version_one_groups_are_read_and_other_controllers_are_not(tmp_path):
-    machine(tmp_path, "9:memory:/x\n3:cpu,cpuacct:/y\n")
-    limit(tmp_path, "sys/fs/cgroup/memory/x", str(3 * MIB), MIB, v1=True)
-    limit(tmp_path, "sys/fs/cgroup/y", "0", 0)
-    assert available_memory_bytes(tmp_path) == 2 * MIB
-
-
-def test_a_group_over_its_limit_leaves_nothing(tmp_path):
-    machine(tmp_path, "0::/\n")
-    limit(tmp_path, "sys/fs/cgroup", str(MIB), 2 * MIB)
-    assert available_memory_bytes(tmp_path) == 0
-
-
-def test_a_machine_that_does_not_say_is_an_error(tmp_path):
-    files(tmp_path, proc__meminfo="MemTotal: 9 kB\n")
+@pytest.mark.parametrize(
+    ("cgroup", "groups", "available"),
+    [
+        ("", {}, 8),
+        # The tightest group on the way up decides.
+        ("0::/a/b\n", {"/a/b": ("max", 5), "/a": (str(6 * MIB), 5), "": (str(7 * MIB), 5)}, 1),
+        # In a container the mounted top is read, though the path is the host's.
+        ("0::/kubepods/pod1/c1\n", {"": (str(4 * MIB), 1)}, 3),
+        # Version one: other controllers are not read.
+        ("9:memory:/x\n3:cpu,cpuacct:/y\n", {"/memory/x": (str(3 * MIB), 1), "/y": ("0", 0)}, 2),
+        ("0::/\n", {"": (str(MIB), 2)}, 0),
+    ],
+)
+def test_available_memory_is_the_least_of_all_groups(tmp_path, cgroup, groups, available):
+    folders = {GROUP + folder: (maximum, current * MIB) for folder, (maximum, current) in groups.items()}
+    assert available_memory_bytes(machine(tmp_path, cgroup, folders)) == available * MIB
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 9 kB\n")
     with pytest.raises(MemoryBudgetError, match="no MemAvailable line"):
         available_memory_bytes(tmp_path)
-
-
-def test_this_machine_has_some():
     assert available_memory_bytes() > 0
 
 
-def test_all_memory_is_the_machines_or_the_tightest_limit(tmp_path):
-    assert total_memory_bytes(machine(tmp_path, "0::/a\n")) == 9 * 1024
-    limit(tmp_path, "sys/fs/cgroup/a", "max", MIB)
+def test_total_memory_is_the_machines_or_the_tightest_limit(tmp_path):
+    groups = {f"{GROUP}/a": ("max", MIB), GROUP: ("4096", MIB)}
+    assert total_memory_bytes(machine(tmp_path, "0::/a\n", groups)) == 4096
+    (tmp_path / GROUP / "memory.max").write_text("max\n")
     assert total_memory_bytes(tmp_path) == 9 * 1024
-    limit(tmp_path, "sys/fs/cgroup", "4096", MIB)
-    assert total_memory_bytes(tmp_path) == 4096

@@ -51,13 +51,13 @@ def with_a_row_too_high(layout: TableLayout) -> CheckedBags:
 @pytest.mark.parametrize(
     "layout", [LAYOUT, TableLayout(LAYOUT.tables, LAYOUT.groups)], ids=["the same", "an equal one"]
 )
-def test_values_that_were_checked_against_this_layout_are_not_looked_at_again(layout):
+def test_values_checked_against_a_layout_are_not_read_again(layout):
     limits = LAYOUT
     for _ in range(2):
         limits.check(with_a_row_too_high(layout))
 
 
-def test_values_that_were_checked_against_another_layout_are_checked():
+def test_values_checked_against_another_layout_are_checked():
     grown = LAYOUT.tables[-1].model_copy(update={"num_embeddings": 10 * max(NUM_ROWS)})
     other = TableLayout((*LAYOUT.tables[:-1], grown), LAYOUT.groups)
     limits = LAYOUT
@@ -67,7 +67,7 @@ def test_values_that_were_checked_against_another_layout_are_checked():
             limits.check(with_a_row_too_high(other))
 
 
-def test_arrays_that_do_not_fit_each_other_are_refused_even_as_checked_bags():
+def test_arrays_of_checked_bags_must_fit_each_other():
     bags = with_a_row_too_high(LAYOUT)
     half = bags.values.size // 2
     shorter = CheckedBags(bags.keys, bags.bags_per_key, bags.offsets, bags.values[:half], layout=LAYOUT)
@@ -88,7 +88,7 @@ small = st.integers(-1, 4)
     st.lists(small, max_size=5),
     st.one_of(st.none(), st.lists(st.floats(width=32), max_size=5)),
 )
-def test_the_check_refuses_exactly_what_are_no_bags_of_the_tables(keys, counts, offsets, values, weights):
+def test_the_check_refuses_exactly_what_are_no_bags(keys, counts, offsets, values, weights):
     bags = KeyedBags(
         np.array(keys, np.int32),
         np.array(counts, np.int64),
@@ -134,10 +134,3 @@ def test_arrays_that_would_be_read_out_of_bounds_are_refused(changes, message):
     LAYOUT.check(one_bag())
     with pytest.raises(InvalidBagsError, match=message):
         LAYOUT.check(one_bag(**changes))
-
-
-def test_answer_bytes_are_those_of_the_blocks():
-    engine = reference_engine()
-    bags = random_table_bags(np.random.default_rng(1), engine.layout, 7, 3)
-    counted = engine.layout.answer_bytes(bags.keys, bags.bags_per_key, bags.num_bags)
-    assert counted == sum(block.nbytes for block in engine.pool(bags))

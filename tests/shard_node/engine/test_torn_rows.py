@@ -50,14 +50,14 @@ KINDS = ["one card", "two cards", "mapped", "reference", *engine_params()]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_pooled_row_is_torn_and_no_pool_sees_half_a_write(kind, tmp_path):
+def test_no_pooled_row_is_torn(kind, tmp_path):
     engine = engine_of(kind, SPEC, tmp_path)
     patterns = [encoded(SPEC.tables[0], pattern(value)) for value in (1.0, 1024.0)]
     pool_while_rows_change(kind, engine, lambda number: engine.write_rows(0, ALL_ROWS, patterns[number]), ROWS)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_pool_sees_some_slices_of_a_row_changed_and_others_not(kind, tmp_path):
+def test_slices_of_a_row_change_together(kind, tmp_path):
     spec = with_slices(SPEC, {"int8": SLICES})
     engine = engine_of(kind, spec, tmp_path)
     # Of one width and dtype, and of others: slices in one arena, and in several.
