@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import threading
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shard_node import access_counts as access_counts_module
-from shard_node.access_counts import MAX_PART_ROWS, AccessCounts, SketchedCounts, merged_lookups
+from shard_node.access_counts import MAX_PART_ROWS, AccessCounts, merged_lookups
 from shard_node.bags import TableLayout
-from shard_node.cuda.kernel_params import owners_of
-from shard_node.cuda.places import Placer
 from shard_node.errors import InvalidBagsError
-from shard_node.planning.card_plan import CardBudget, CardPlan
-from shard_node.planning.hotness import Hotness
-from shardrank_testing.card_plans import one_table_layout, places_bytes, round_robin
+from shardrank_testing.card_plans import one_table_layout
 from shardrank_testing.snapshots import make_spec
 
 SMALLEST_BYTES = 4 * access_counts_module.MIN_SKETCH_COUNTERS * 4
@@ -32,7 +26,7 @@ def observe_rows(counts, rows, table=0):
 
 
 @given(data=st.data())
-def test_every_value_of_a_counted_batch_is_counted_at_its_row(data):
+def test_every_value_is_counted_at_its_row(data):
     layout = TableLayout.of(make_spec())
     counts = counting_all(layout)
     expected = [np.zeros(table.num_embeddings, np.int64) for table in layout.tables]
@@ -57,19 +51,8 @@ def test_one_batch_in_so_many_is_counted(sample_every):
         assert counts.counts()["items"].tolist() == [0, 0, 0, 0, window, 0, 0, 0, 0, 0]
 
 
-def test_which_batch_of_a_window_is_counted_is_left_to_chance():
-    layout = one_table_layout(64)
-    counts = counting_all(layout, sample_every=64)
-    for _ in range(200):
-        for position in range(64):
-            observe_rows(counts, [position])
-    seen = counts.counts()["items"]
-    assert seen.sum() == 200
-    assert np.count_nonzero(seen) > 50
-
-
 @pytest.mark.parametrize("num_values", [1000, 1001, 1499, 2500, 40_000])
-def test_a_large_batch_counts_for_all_its_values_by_a_part_of_them(num_values):
+def test_a_large_batch_is_counted_by_a_sample(num_values):
     layout = one_table_layout(4)
     counts = counting_all(layout, max_values=1000)
     # A quarter row 0, in an order that any stride would meet out of step.
@@ -79,25 +62,6 @@ def test_a_large_batch_counts_for_all_its_values_by_a_part_of_them(num_values):
     seen = counts.counts()["items"]
     assert seen.sum() == pytest.approx(50 * num_values, rel=0.15)
     np.testing.assert_allclose(seen / seen.sum(), [0.25] * 4, atol=0.01)
-
-
-def test_keys_of_a_large_batch_are_told_apart():
-    layout = TableLayout.of(make_spec())
-    counts = counting_all(layout, max_values=100)
-    tables = np.array([1, 3, 1])
-    counts.observe(tables, np.array([5000, 0, 5000]), np.repeat([2, 3], 5000))
-    found = counts.counts()
-    assert {name for name, seen in found.items() if seen.any()} == {layout.tables[1].name}
-    assert np.flatnonzero(found[layout.tables[1].name]).tolist() == [2, 3]
-
-
-def test_large_tables_share_a_sketch_and_small_ones_are_counted_by_row():
-    layout = TableLayout.of(make_spec())  # 19, 257, 300, 777 and 1000 rows
-    assert all(isinstance(one, np.ndarray) for one in counting_all(layout, max_bytes=SMALLEST_BYTES).counts().values())
-    big = one_table_layout(2_000_000_000)
-    counts = counting_all(big, max_bytes=1 << 20)
-    assert isinstance(counts.counts()["items"], SketchedCounts)
-    assert counts.size_bytes <= 1 << 20
 
 
 @given(
@@ -112,7 +76,7 @@ def test_counters_take_no_more_than_they_may(max_bytes, sizes):
     assert counting_all(layout, max_bytes=max_bytes).size_bytes <= max_bytes
 
 
-def test_a_sketch_finds_the_hot_rows_of_a_table_far_larger_than_itself():
+def test_a_sketch_finds_the_hot_rows_of_a_large_table():
     rows = 10_000_000
     counts = counting_all(one_table_layout(rows), max_bytes=1 << 20, max_values=100_000)
     rng = np.random.default_rng(5)
@@ -142,33 +106,9 @@ def test_counts_are_halved_before_they_can_pass_32_bits(monkeypatch):
     assert seen[1] / seen[2] == pytest.approx(9, rel=0.1)
 
 
-def test_what_was_counted_places_the_next_versions_rows():
-    layout = one_table_layout(1000)
-    counts = counting_all(layout)
-    hot = np.array([3, 333, 998])
-    observe_rows(counts, np.concatenate([np.arange(1000), hot, hot]))
-    budget = CardBudget((places_bytes(layout) + 16 * 103,) * 2, 16 * 1000, hot_bytes=16 * 3)
-    plan = CardPlan.make(layout, round_robin(layout, 2), budget, Hotness(counts.counts()))
-    assert np.flatnonzero(owners_of(Placer(plan).places(0), 2) == 2).tolist() == hot.tolist()
-
-
-def test_estimates_place_rows_as_an_array_of_the_same_numbers_does():
-    layout = one_table_layout(50_000)
-    counts = counting_all(layout, max_bytes=SMALLEST_BYTES)
-    observe_rows(counts, np.random.default_rng(0).zipf(1.3, 5000).clip(1, 50_000) - 1)
-    estimates = counts.counts()
-    assert isinstance(estimates["items"], SketchedCounts)
-    budget = CardBudget((places_bytes(layout) + 16 * 1000,) * 4, 16 * 50_000)
-    plans = [
-        CardPlan.make(layout, round_robin(layout, 4), budget, Hotness({"items": one}))
-        for one in (estimates["items"], estimates["items"][:])
-    ]
-    np.testing.assert_array_equal(Placer(plans[0]).places(0), Placer(plans[1]).places(0))
-
-
 @pytest.mark.parametrize("max_bytes", [SMALLEST_BYTES, 1 << 20])
 @pytest.mark.parametrize("max_rows", [1, 333, MAX_PART_ROWS])
-def test_parts_are_the_whole_whether_counted_by_row_or_sketched(max_bytes, max_rows):
+def test_parts_of_counts_join_to_all(max_bytes, max_rows):
     layout = one_table_layout(2000 if max_rows == 1 else 20_000)
     counts = counting_all(layout, max_bytes=max_bytes)
     num_rows = layout.tables[0].num_embeddings
@@ -189,7 +129,7 @@ def test_parts_that_are_not_there_are_refused(asked, message):
         counting_all(one_table_layout(100)).part(*asked)
 
 
-def test_what_several_places_counted_is_added_as_the_lookups_that_it_stands_for(monkeypatch):
+def test_merged_counts_are_lookups(monkeypatch):
     monkeypatch.setattr(access_counts_module, "_HALVE_AT", 1000)
     layout = one_table_layout(4)
     # One place counts one batch in four, one all and halves them many times, one was never asked.
@@ -202,35 +142,7 @@ def test_what_several_places_counted_is_added_as_the_lookups_that_it_stands_for(
     assert (sampled.lookups, halved.lookups, idle.lookups) == (1600, 4000, 0)
 
 
-def test_counts_of_other_tables_are_not_added():
-    one, other = (counting_all(one_table_layout(rows)).part(0, 0) for rows in (4, 5))
-    with pytest.raises(InvalidBagsError, match="counts of different rows can't be added"):
-        merged_lookups([one, other])
-
-
-def test_threads_count_beside_each_other_without_waiting():
-    layout = one_table_layout(100)
-    counts = counting_all(layout, sample_every=2)
-    barrier = threading.Barrier(4)
-
-    def run():
-        barrier.wait()
-        for _ in range(500):
-            observe_rows(counts, [7] * 10)
-
-    threads = [threading.Thread(target=run) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    seen = counts.counts()["items"]
-    # 2000 batches, half of them chosen; one that meets another is left out, whole.
-    assert seen[7] % 10 == 0
-    assert 0 < seen[7] <= 10_000
-    assert seen.sum() == seen[7]
-
-
-def test_a_batch_that_meets_another_one_being_counted_is_left_out():
+def test_a_batch_during_another_count_is_not_counted():
     layout = one_table_layout(100)
     counts = counting_all(layout)
     with counts._counting:
@@ -238,9 +150,3 @@ def test_a_batch_that_meets_another_one_being_counted_is_left_out():
     assert not counts.counts()["items"].any()
     observe_rows(counts, [7])
     assert counts.counts()["items"].sum() == 1
-
-
-@pytest.mark.parametrize("more", [{"sample_every": 0}, {"max_values": 0}, {"max_bytes": SMALLEST_BYTES - 1}])
-def test_limits_that_are_none_are_refused(more):
-    with pytest.raises(InvalidBagsError, match=r"sample_every .* max_values .* max_bytes"):
-        counting_all(one_table_layout(10), **more)

@@ -23,7 +23,7 @@ def make(*versions: int) -> tuple[Generations[str], list[str]]:
     return generations, freed
 
 
-def test_a_request_keeps_its_version_over_a_flip_and_others_can_still_ask_for_it():
+def test_a_lease_keeps_its_version_over_a_flip():
     generations, freed = make(1, 2)
     generations.flip("films", 1)
     lease = generations.lease("films")
@@ -36,9 +36,14 @@ def test_a_request_keeps_its_version_over_a_flip_and_others_can_still_ask_for_it
     assert generations.lease("films").payload == "v1"
     assert [(one.version, one.state) for one in generations.all()] == [(1, "live"), (2, "staged")]
     assert freed == []
+    lease.release()
+    with pytest.raises(GenerationStateError, match="released twice"):
+        lease.release()
+    with pytest.raises(GenerationNotFoundError, match=r"here: films 1 \(live\), films 2 \(staged\)"):
+        generations.flip("films", 7)
 
 
-def test_a_retired_version_gives_no_new_lease_and_is_freed_when_the_last_one_ends():
+def test_a_retired_version_is_freed_with_its_last_lease():
     generations, freed = make(1, 2)
     generations.flip("films", 1)
     first, second = generations.lease("films"), generations.lease("films", 1)
@@ -57,7 +62,7 @@ def test_a_retired_version_gives_no_new_lease_and_is_freed_when_the_last_one_end
     generations.stage("films", 1, "again")
 
 
-def test_what_is_live_and_what_is_here_is_told_until_it_is_freed():
+def test_versions_are_reported_until_they_are_freed():
     generations, _ = make(1, 2)
     assert generations.live_versions() == {}
     generations.flip("films", 2)
@@ -68,14 +73,17 @@ def test_what_is_live_and_what_is_here_is_told_until_it_is_freed():
     retiring = generations.retire("films", 2)
     assert generations.live_versions() == {}
     assert generations.has("films", 2)
+    with pytest.raises(GenerationNotFoundError, match="model 'films' is not here"):
+        generations.lease("films")
     lease.release()
     assert retiring.retired.wait(WAIT_S)
     assert not generations.has("films", 2)
     assert generations.has("films", 1)
-    assert not generations.has("books", 1)
+    assert generations.retire("films", 1).retired.wait(WAIT_S)
+    assert generations.models() == generations.all() == []
 
 
-def test_freeing_has_a_lower_priority_unless_it_is_work_in_python():
+def test_freeing_has_a_lower_priority():
     normal, found = os.getpriority(os.PRIO_PROCESS, 0), []
     for low_priority in (True, False):
         generations: Generations[str] = Generations(
@@ -87,23 +95,7 @@ def test_freeing_has_a_lower_priority_unless_it_is_work_in_python():
     assert found == [min(19, BACKGROUND_NICENESS), normal] or normal >= BACKGROUND_NICENESS
 
 
-def test_a_version_that_nobody_uses_is_freed_at_once():
-    generations, freed = make(1)
-    assert generations.retire("films", 1).retired.wait(WAIT_S)
-    assert freed == ["v1"]
-    assert generations.all() == []
-
-
-def test_retiring_the_live_version_leaves_none_live():
-    generations, _ = make(1)
-    generations.flip("films", 1)
-    generations.retire("films", 1)
-    with pytest.raises(GenerationNotFoundError, match="model 'films' is not here"):
-        generations.lease("films")
-    assert generations.models() == []
-
-
-def test_freeing_does_not_hold_up_whoever_gave_the_last_lease_back():
+def test_freeing_does_not_block_the_last_release():
     proceed = threading.Event()
     generations: Generations[str] = Generations(lambda payload: proceed.wait(WAIT_S) and None)
     generations.stage("films", 1, "v1")
@@ -115,7 +107,7 @@ def test_freeing_does_not_hold_up_whoever_gave_the_last_lease_back():
     assert retiring.retired.wait(WAIT_S)
 
 
-def test_a_payload_that_can_not_be_freed_is_logged_and_waited_for_no_longer(caplog):
+def test_a_payload_that_can_not_be_freed_is_logged(caplog):
     def fail(payload: str) -> None:
         raise OSError(f"{payload} is stuck")
 
@@ -138,23 +130,7 @@ def test_retire_all_returns_what_is_still_used():
     assert sorted(freed) == ["v1", "v2"]
 
 
-def test_a_version_can_not_be_staged_twice_and_a_lease_not_released_twice():
-    generations, _ = make(1)
-    with pytest.raises(GenerationStateError, match=r"version 1 of model 'films' is already here \(staged\)"):
-        generations.stage("films", 1, "again")
-    lease = generations.lease("films", 1)
-    lease.release()
-    with pytest.raises(GenerationStateError, match="released twice"):
-        lease.release()
-
-
-def test_an_unknown_version_can_not_be_flipped_to():
-    generations, _ = make()
-    with pytest.raises(GenerationNotFoundError, match="here: nothing"):
-        generations.flip("films", 7)
-
-
-def test_under_concurrent_leases_and_flips_every_payload_is_freed_once_and_never_while_leased():
+def test_concurrent_leases_and_flips_free_each_payload_once():
     leased: dict[str, int] = {}
     lock = threading.Lock()
     freed: list[str] = []

@@ -82,7 +82,7 @@ WAYS = pytest.mark.parametrize("ask", [pooled, answered, answered_as_stored])
 
 
 @WAYS
-def test_rows_come_with_the_last_delta_that_is_applied_to_them(node, ask):
+def test_rows_come_with_their_last_applied_delta(node, ask):
     loaded = node.generations.payload(MODEL, VERSION)
     for sequence in (0, 1, 7):
         if sequence:
@@ -93,7 +93,7 @@ def test_rows_come_with_the_last_delta_that_is_applied_to_them(node, ask):
 
 
 @WAYS
-def test_a_delta_that_comes_while_rows_are_looked_at_is_not_told(node, monkeypatch, ask):
+def test_a_delta_during_a_lookup_is_not_reported(node, monkeypatch, ask):
     loaded = node.generations.payload(MODEL, VERSION)
     apply(loaded, 3)
     meanwhile(monkeypatch, loaded, lambda: apply(loaded, 4))
@@ -104,31 +104,28 @@ def test_a_delta_that_comes_while_rows_are_looked_at_is_not_told(node, monkeypat
 
 
 @WAYS
-def test_rows_and_their_delta_are_of_one_generation_though_its_number_is_given_anew(node, tables, monkeypatch, ask):
+def test_rows_and_their_delta_are_of_one_generation(node, tables, monkeypatch, ask):
     loaded = node.generations.payload(MODEL, VERSION)
     apply(loaded, 5)
     retiring = []
 
-    def staged_anew() -> None:
-        # Whoever looks at rows keeps them: they are not freed, and no others take their number.
+    def retire() -> None:
+        # A lookup keeps its rows: they are not freed, and no others get their version's number.
         retiring.append(node.retire(MODEL, VERSION))
         assert (retiring[0].state, retiring[0].leases) == ("draining", 1)
 
-    meanwhile(monkeypatch, loaded, staged_anew)
-    sums, told = ask(node)
+    meanwhile(monkeypatch, loaded, retire)
+    sums, sequence = ask(node)
     np.testing.assert_array_equal(sums, rows(5))
-    assert told == 5
+    assert sequence == 5
     assert retiring[0].retired.wait(WAIT_S)
     node.stage(MODEL, VERSION, tables())
-    sums, told = ask(node)
+    sums, sequence = ask(node)
     np.testing.assert_array_equal(sums, rows(0))
-    assert told == 0
-
-
-def test_a_lookup_that_fails_keeps_no_generation(node):
+    assert sequence == 0
+    # A lookup that fails keeps no generation.
     with pytest.raises(GenerationNotFoundError, match="version 2 of model"):
         node.pool_with_sequence(MODEL, 2, BAGS)
     with pytest.raises(InvalidBagsError):
         node.pool_with_sequence(MODEL, VERSION, BAGS.with_values(np.full(4, 99), None))
-    assert [one.leases for one in node.generations.all()] == [0]
-    assert node.retire(MODEL, VERSION).retired.wait(WAIT_S)
+    assert [generation.leases for generation in node.generations.all()] == [0]

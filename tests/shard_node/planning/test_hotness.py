@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shard_node.errors import InvalidBagsError
-from shard_node.planning import hotness as hotness_module
 from shard_node.planning.hotness import Head, Hotness, PartOfRanks, RankedRows, power_law_sums, ranked_share
 from shardrank_testing.card_plans import hotnesses, layout_of, layouts, one_table_layout
 from shardrank_testing.snapshots import num_buckets, one_table_spec, plain_buckets
@@ -21,32 +20,23 @@ def levels_of_tables(draw):
     return layout, draw(hotnesses(layout, rng))
 
 
-@given(inputs=levels_of_tables())
-def test_levels_are_counted_as_they_are_given_row_by_row(inputs):
+@given(inputs=levels_of_tables(), data=st.data())
+def test_levels_are_counted_row_by_row(inputs, data):
     layout, hotness = inputs
     for table, rows in zip(layout.tables, hotness.of(layout), strict=True):
         levels = rows.levels(0, table.num_embeddings)
-        assert levels.dtype == np.uint16
-        assert levels.shape == (table.num_embeddings,)
-        owner_of_bucket = (
-            np.random.default_rng(table.num_embeddings).integers(-1, 3, num_buckets(table)).astype(np.int16)
-        )
+        assert (levels.dtype, levels.shape) == (np.uint16, (table.num_embeddings,))
+        first = data.draw(st.integers(0, table.num_embeddings))
+        end = data.draw(st.integers(first, table.num_embeddings))
+        np.testing.assert_array_equal(rows.levels(first, end), levels[first:end])
+        owner_of_bucket = np.random.default_rng(end).integers(-1, 3, num_buckets(table)).astype(np.int16)
         for owners in (owner_of_bucket, np.zeros_like(owner_of_bucket), np.full_like(owner_of_bucket, -1)):
-            found = np.zeros((rows.lookups.size, 4), np.int64)
-            np.add.at(found, (levels.astype(int), owners[plain_buckets(table)]), 1)
-            np.testing.assert_array_equal(rows.rows_by_owner(owners, 3), found[:, :3])
+            expected = np.zeros((rows.lookups.size, 4), np.int64)
+            np.add.at(expected, (levels.astype(int), owners[plain_buckets(table)]), 1)
+            np.testing.assert_array_equal(rows.rows_by_owner(owners, 3), expected[:, :3])
         np.testing.assert_array_equal(rows.rows(), np.bincount(levels, minlength=rows.lookups.size))
         assert (np.diff(rows.lookups) <= 0).all()
         assert (rows.lookups >= 0).all()
-
-
-@given(inputs=levels_of_tables(), data=st.data())
-def test_levels_of_a_range_of_rows_are_a_part_of_all(inputs, data):
-    layout, hotness = inputs
-    for table, rows in zip(layout.tables, hotness.of(layout), strict=True):
-        first = data.draw(st.integers(0, table.num_embeddings))
-        end = data.draw(st.integers(first, table.num_embeddings))
-        np.testing.assert_array_equal(rows.levels(first, end), rows.levels(0, table.num_embeddings)[first:end])
 
 
 @given(counts=st.lists(st.integers(0, 2**32 - 1) | st.integers(0, 200), min_size=1, max_size=200))
@@ -66,19 +56,8 @@ def test_a_level_has_the_counts_of_nearly_one_size(counts):
     assert sorted(set(levels.tolist())) == list(range(rows.lookups.size))
 
 
-def test_counts_longer_than_a_piece_are_counted_whole(monkeypatch):
-    counts = np.random.default_rng(0).integers(0, 50, 1000).astype(np.uint32)
-    whole = Hotness({"items": counts}).of(one_table_layout(1000))[0]
-    owners = (np.arange(4096) % 3).astype(np.int16)
-    whole = whole.rows(), whole.rows_by_owner(owners, 3)
-    monkeypatch.setattr(hotness_module, "_PIECE_ROWS", 37)
-    pieces = Hotness({"items": counts}).of(one_table_layout(1000))[0]
-    np.testing.assert_array_equal(whole[0], pieces.rows())
-    np.testing.assert_array_equal(whole[1], pieces.rows_by_owner(owners, 3))
-
-
 @given(rows=st.integers(1, 20_000), exponent=st.sampled_from([0.0, 0.3, 1.0, 1.05, 2.0]))
-def test_a_power_laws_levels_hold_all_lookups_and_ranks_in_order(rows, exponent):
+def test_levels_of_a_power_law_hold_all_lookups(rows, exponent):
     layout = one_table_layout(rows)
     of_table = Hotness(lookups_per_sample={"items": 7.0}, zipf=exponent).of(layout)[0]
     levels = of_table.levels(0, rows).astype(int)
@@ -101,7 +80,7 @@ def test_power_law_sums_are_the_sums(exponent):
 
 @pytest.mark.parametrize("head", [None, Head(1200, 0.7), Head(900, 0.7)])
 @pytest.mark.parametrize("zipf", [0.0, 1.05])
-def test_rows_of_a_part_have_the_ranks_behind_those_of_hotter_parts(zipf, head):
+def test_rows_of_a_part_rank_after_hotter_parts(zipf, head):
     before, rows, num_rows = 1000, 500, 2000
     part = RankedRows(one_table_spec(rows).tables[0], 50.0, zipf, head, PartOfRanks(before, num_rows))
     first = num_rows if head is None else head.rows
@@ -116,7 +95,7 @@ def test_rows_of_a_part_have_the_ranks_behind_those_of_hotter_parts(zipf, head):
     np.testing.assert_allclose(part.lookups * part.rows(), expected, rtol=1e-6)
 
 
-def test_tables_without_counts_stand_by_their_lookups_per_sample():
+def test_tables_without_counts_use_lookups_per_sample():
     specs = [one_table_spec(100).tables[0].model_copy(update={"name": name}) for name in ("counted", "other")]
     layout = layout_of([table.model_copy(update={"feature_names": (table.name,)}) for table in specs])
     # 600 lookups in the counted table, 3 a sample: 200 samples, which look up the other 2 * 200 times.
@@ -125,11 +104,6 @@ def test_tables_without_counts_stand_by_their_lookups_per_sample():
     by_name = {rows.table.name: rows.lookups.tolist() for rows in hotness.of(layout)}
     assert by_name["counted"] == [6.0]
     assert by_name["other"] == pytest.approx([4.0])
-
-
-def test_by_default_a_table_is_looked_up_once_for_each_of_its_features():
-    layout = one_table_layout(100)
-    assert Hotness().of(layout)[0].lookups.tolist() == pytest.approx([0.01])
 
 
 @pytest.mark.parametrize(
