@@ -12,10 +12,10 @@ import httpx
 import pytest
 
 from serving.api.http_server import running_admin
-from serving.errors import ListenError, ServingError
+from serving.errors import ServingError
 from serving.rank.service import RankingService
 from serving.server import ServerConfig, serve
-from shardrank_testing.serving_api import MODEL, api_request, api_service, run, running_api, served_service
+from shardrank_testing.serving_api import MODEL, api_service, run, running_api, served_service
 
 PATHS = {"/healthz": 200, "/readyz": 503, "/v2/health/live": 200, "/v2/health/ready": 503, "/metrics": 200}
 
@@ -44,43 +44,6 @@ def test_it_answers_while_the_loop_that_ranks_stands_still():
             while asking.is_alive():
                 time.sleep(0.001)  # noqa: ASYNC251
             assert found == PATHS
-
-    run(main())
-
-
-def test_it_says_what_the_main_port_says_and_nothing_else(api_model):
-    async def main() -> None:
-        with api_service(api_model) as service:
-            async with running_api(service) as api, running_admin(service, "127.0.0.1", 0) as port:
-                base = f"http://127.0.0.1:{port}"
-                async with httpx.AsyncClient(base_url=base) as admin:
-                    await api.http.post(f"/v1/models/{MODEL}:rank", json=api_request(1))
-                    for path in ("/healthz", "/readyz", "/v2/health/live", "/v2/health/ready"):
-                        told, same = await admin.get(path), await api.http.get(path)
-                        assert (told.status_code, told.content) == (same.status_code, same.content)
-                    for path in PATHS:
-                        for client in (admin, api.http):
-                            head = await client.head(path)
-                            assert (head.status_code, head.content) == (200, b"")
-                    metrics = await admin.get("/metrics", headers={"x-request-id": "abc"})
-                    assert metrics.headers["content-type"].startswith("text/plain; version=0.0.4")
-                    assert metrics.headers["x-request-id"] == "abc"
-                    assert 'method="rank",model="films",status="ok"} 1.0' in metrics.text
-                    assert "shardrank_memory_bytes{" in metrics.text
-                    answer = await admin.post(f"/v1/models/{MODEL}:rank", json=api_request(1))
-                    assert (answer.status_code, answer.json()["error"]["kind"]) == (404, "no_such_route")
-                    answer = await admin.post("/metrics")
-                    assert (answer.status_code, answer.json()["error"]["kind"]) == (405, "method_not_allowed")
-
-    run(main())
-
-
-def test_a_port_that_is_taken_is_told_to_whoever_starts_it():
-    async def main() -> None:
-        service = RankingService()
-        with pytest.raises(ListenError, match="can't listen"):
-            async with running_admin(service, "192.0.2.1", 1):
-                pass
 
     run(main())
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from serving.api.dealing import Dealer, Place
-from serving.errors import ListenError
 from shardrank_testing.dealt_workers import Workers
 
 
@@ -59,19 +55,3 @@ def test_a_worker_that_stops_loses_no_connection(three: Workers) -> None:
         found += three.connect(kept, 9)
     assert found.total() == 78
     assert abs(found[1] - found[2]) <= 1
-
-
-def test_a_place_is_told_in_an_environment_variable(monkeypatch, tmp_path: Path) -> None:
-    place = Place(2, 4, tmp_path)
-    monkeypatch.setenv("SHARDRANK_WORKER", str(place))
-    assert Place.here() == place
-    monkeypatch.delenv("SHARDRANK_WORKER")
-    assert Place.here() is None
-
-
-def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        with pytest.raises(ListenError, match="workers can't share connections in"):
-            Dealer(Place(0, 2, tmp_path / "missing"), 1, os.close)
-
-    asyncio.run(scenario())

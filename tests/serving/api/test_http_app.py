@@ -4,10 +4,7 @@ import asyncio
 import json
 import re
 
-import pytest
-from pydantic import ValidationError
-
-from serving.api.documents import LOOKUP_EXAMPLE, RANK_EXAMPLE, LookupBody, RankBody
+from serving.api.documents import LOOKUP_EXAMPLE, RANK_EXAMPLE
 from serving.api.http import HttpApp
 from serving.limits import RequestLimits
 from serving.rank.service import RankingService
@@ -49,31 +46,6 @@ def test_the_openapi_page_describes_every_route_with_its_body_answers_and_an_exa
     text = json.dumps(document)
     for reference in set(re.findall(r'"#/components/schemas/(\w+)"', text)):
         assert reference in document["components"]["schemas"]
-
-
-@pytest.mark.parametrize(("body", "example"), [(RankBody, RANK_EXAMPLE), (LookupBody, LOOKUP_EXAMPLE)])
-def test_the_openapi_page_allows_what_the_reader_allows(body, example):
-    body.model_validate(example)
-    with pytest.raises(ValidationError, match="Extra inputs"):
-        body.model_validate(example | {"more": 1})
-    schema = body.model_json_schema()
-    part = schema if body is LookupBody else schema["$defs"]["CandidatesBody"]
-    assert part["properties"]["weights"]["anyOf"][1] == {"type": "null"}
-    assert schema["additionalProperties"] is False
-    # Neither null nor a number stands for what is absent.
-    assert schema["properties"]["timeout_ms"]["type"] == "integer"
-    assert [name for name, one in schema["properties"].items() if "default" in one] == []
-    assert schema["required"] == [{RankBody: "candidates", LookupBody: "sparse"}[body]]
-
-
-def test_the_documentation_page_is_served(api_model):
-    async def main() -> None:
-        with api_service(api_model) as service:
-            async with running_api(service) as api:
-                assert (await api.http.get("/openapi.json")).json()["info"]["title"] == "shardrank"
-                assert "swagger" in (await api.http.get("/docs")).text
-
-    run(main())
 
 
 def test_the_framework_answers_errors_in_the_same_form(api_model):
@@ -205,17 +177,6 @@ def test_a_deadline_that_passes_is_504_and_a_full_queue_503(api_model):
     run(main())
 
 
-@pytest.mark.parametrize("stage", ["parse", "queue", "lookup", "rank", "encode", "total"])
-def test_every_stage_is_measured(api_model, stage):
-    async def main() -> str:
-        with api_service(api_model) as service:
-            async with running_api(service) as api:
-                await api.http.post(f"/v1/models/{MODEL}:rank", json=api_request(1))
-                return (await api.http.get("/metrics")).text
-
-    assert f'shardrank_stage_seconds_count{{method="rank",model="films",stage="{stage}"}} 1.0' in run(main())
-
-
 def test_the_metrics_tell_requests_errors_memory_and_lookups(api_model):
     async def main() -> str:
         with api_service(api_model, cards=2) as service:
@@ -246,24 +207,3 @@ def test_the_metrics_tell_requests_errors_memory_and_lookups(api_model):
     cards = re.findall(r"memory_bytes\{" + labels + r"\} (\S+)", text)
     assert [card for card, _ in cards] == ["0", "1"]
     assert all(float(size) > 0 for _, size in cards)
-
-
-@pytest.mark.parametrize(
-    ("body", "status", "field"),
-    [
-        (rb'{"\u0076ersion": 99}', 404, "model"),
-        (b'{"version": 0}', 400, "version"),
-        (b'{"version": -7}', 400, "version"),
-        (b'{"version": 100000000000000000000000}', 400, "version"),
-        (rb'{"\ud800": 1}', 400, "\\ud800"),
-        (rb'{"request_id": "\ud800"}', 400, "request_id"),
-    ],
-)
-def test_what_is_odd_is_answered_in_the_form_of_every_error(api_model, body, status, field):
-    async def main(service: RankingService) -> None:
-        async with running_api(service) as api:
-            answer = await api.http.post(f"/v1/models/{MODEL}:rank", content=body)
-            assert (answer.status_code, answer.json()["error"]["field"]) == (status, field)
-
-    with api_service(api_model) as service:
-        run(main(service))

@@ -11,7 +11,6 @@ import struct
 import pytest
 
 from serving.limits import RequestLimits
-from serving.server import ServerConfig, running_server
 from shardrank_testing.serving_api import MODEL, Gate, api_request, api_service, gated_service, run, running_api
 
 PATH = f"/v1/models/{MODEL}:rank"
@@ -124,60 +123,6 @@ def test_a_long_body_that_stalls_is_answered_408(api_model):
     run(main())
 
 
-def test_the_rest_of_a_long_body_that_was_refused_is_dropped_and_the_connection_goes_on(api_model):
-    limits = RequestLimits(max_receiving=1)
-
-    async def main() -> None:
-        with api_service(api_model, limits) as service:
-            async with running_api(service) as api:
-                address = api.listening.host, api.listening.http_port
-                _, stalled = await asyncio.open_connection(*address)
-                stalled.write(post(LONG[:1], length=len(LONG)))
-                await until(lambda: service.in_flight == 1)
-                reader, writer = await asyncio.open_connection(*address)
-                request = post(LONG)
-                writer.write(request[:50_000])
-                assert (await answer_of(reader))[0] == 503
-                stalled.close()
-                await until(lambda: service.in_flight == 0)
-                writer.write(request[50_000:] + post(BODY))
-                assert (await answer_of(reader))[0] == 200
-                writer.close()
-
-    run(main())
-
-
-def test_a_client_that_asks_first_is_told_to_go_on_and_answered(api_model):
-    async def main() -> None:
-        with api_service(api_model) as service:
-            async with running_api(service) as api:
-                reader, writer = await asyncio.open_connection(api.listening.host, api.listening.http_port)
-                for body in (BODY, LONG):
-                    writer.write(post(b"", "expect: 100-continue\r\n", length=len(body)))
-                    assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
-                    writer.write(body)
-                    assert (await answer_of(reader))[0] == 200
-                writer.close()
-
-    run(main())
-
-
-@pytest.mark.parametrize("body", [BODY, LONG], ids=["short", "long"])
-@pytest.mark.parametrize(("version", "headers"), [("1.0", ""), ("1.1", "connection: close\r\n")])
-def test_a_client_that_wants_one_answer_gets_one_and_the_end(api_model, body, version, headers):
-    async def main() -> None:
-        with api_service(api_model) as service:
-            async with running_api(service) as api:
-                reader, writer = await asyncio.open_connection(api.listening.host, api.listening.http_port)
-                writer.write(post(body, headers, version=version))
-                status, answered, _ = await answer_of(reader)
-                assert (status, answered["connection"]) == (200, "close")
-                assert await reader.read() == b""
-                writer.close()
-
-    run(main())
-
-
 @pytest.mark.parametrize(
     "headers",
     [
@@ -198,18 +143,6 @@ def test_a_body_of_two_lengths_and_a_header_that_could_split_an_answer_are_refus
                 assert (status, answered["connection"]) == (400, "close")
                 assert json.loads(body)["error"]["kind"] == "malformed"
                 assert await reader.read() == b""
-                writer.close()
-
-    run(main())
-
-
-def test_the_first_of_two_headers_of_a_name_counts(api_model):
-    async def main() -> None:
-        with api_service(api_model) as service:
-            async with running_api(service) as api:
-                reader, writer = await asyncio.open_connection(api.listening.host, api.listening.http_port)
-                writer.write(post(BODY, "X-Request-ID: first\r\nx-request-id: second\r\n"))
-                assert (await answer_of(reader))[1]["x-request-id"] == "first"
                 writer.close()
 
     run(main())
@@ -237,40 +170,3 @@ def test_a_client_that_leaves_takes_all_its_requests_with_it_those_sent_ahead_to
             assert 'shardrank_batch_requests_sum{model="films"} 1.0' in service.metrics.render().decode()
 
     run(main())
-
-
-def test_what_a_stopping_server_waits_for_no_longer_is_answered_500_and_closed(api_model, caplog):
-    gate = Gate()
-
-    async def main() -> None:
-        with gated_service(api_model, gate) as service:
-            config = ServerConfig(http_port=0, grpc_port=0, shutdown_delay_s=0, drain_timeout_s=0.1)
-            async with running_server(service, config) as listening:
-                reader, writer = await asyncio.open_connection("127.0.0.1", listening.http_port)
-                writer.write(post(BODY))
-                await gate.wait_until_busy()
-            status, headers, body = await answer_of(reader)
-            assert (status, headers["connection"], body) == (500, "close", b"Internal Server Error")
-            assert await reader.read() == b""
-            assert service.in_flight == 0
-            gate.open.set()
-            writer.close()
-
-    run(main())
-    assert "1 HTTP requests did not end within 0.1 s" in caplog.text
-
-
-def test_a_server_that_owes_no_answer_stops_without_waiting_for_any(api_model, caplog):
-    async def main() -> None:
-        with api_service(api_model) as service:
-            config = ServerConfig(http_port=0, grpc_port=0, shutdown_delay_s=0, drain_timeout_s=0.1)
-            async with running_server(service, config) as listening:
-                reader, writer = await asyncio.open_connection("127.0.0.1", listening.http_port)
-                writer.write(post(BODY) * 2)
-                assert [(await answer_of(reader))[0] for _ in range(2)] == [200, 200]
-            assert await reader.read() == b""
-            writer.close()
-
-    run(main())
-    # Uvicorn tells of tasks and connections that it gives up.
-    assert [record for record in caplog.records if record.levelname == "ERROR"] == []

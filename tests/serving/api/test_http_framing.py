@@ -72,26 +72,6 @@ def test_what_could_be_understood_in_two_ways_is_refused_and_never_reaches_the_a
 
 
 @pytest.mark.parametrize(
-    "host", ["a", "a.example:8080", "127.0.0.1:80", "[::1]:8080", "[fe80::1%25eth0]", "", "my_shop"]
-)
-def test_whatever_may_be_a_host_is_one(host):
-    async def main() -> None:
-        served = Served()
-        wire = await served.converse([f"GET / HTTP/1.1\r\nHost: {host} \r\n\r\n".encode()])
-        assert statuses(wire.sent) == [200]
-
-    asyncio.run(main())
-
-
-def test_connect_is_not_allowed_here():
-    async def main() -> None:
-        served = Served()
-        assert statuses((await served.converse([b"CONNECT / HTTP/1.1\r\nhost: a\r\n\r\n"])).sent) == [405]
-
-    asyncio.run(main())
-
-
-@pytest.mark.parametrize(
     "headers",
     [
         ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAAQAoAAAAAIAAAAA"),
@@ -107,17 +87,6 @@ def test_a_wish_for_another_protocol_is_not_granted_and_the_request_is_answered_
         assert [call[2] for call in served.calls] == [b"hello", b"again"]
         assert not {b"upgrade", b"http2-settings"} & set(served.calls[0][3])
         assert b"upgrade" not in served.calls[0][3].get(b"connection", b"").lower()
-
-    asyncio.run(main())
-
-
-def test_other_wishes_about_the_connection_stay():
-    async def main() -> None:
-        served = Served()
-        wire = await served.converse([post(b"a", "connection: close, upgrade", "upgrade: h2c") + post(b"b")])
-        assert statuses(wire.sent) == [200]
-        assert wire.is_closed
-        assert b"connection: close" in wire.sent
 
     asyncio.run(main())
 

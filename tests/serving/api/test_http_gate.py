@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import resource
-import select
 from pathlib import Path
 
 from serving.api.http_gate import LINGER_S
 from serving.limits import RequestLimits
 from shardrank_testing.http_wire import HOME, LIMITS, Clock, Served, chunked, errors, post, read_from, settled, statuses
-
-MALFORMED = b"GET / HTTP/1.1\r\nhost: a\r\nx: a\0b\r\n\r\n"
 
 
 def test_nothing_is_read_ahead_of_an_answer_but_what_one_read_brought_along():
@@ -86,50 +83,6 @@ def test_who_causes_work_and_completes_nothing_is_ended_and_its_address_waits():
     asyncio.run(main())
 
 
-def test_an_answer_makes_no_more_good_than_a_usual_request_takes():
-    async def main() -> None:
-        served = Served()
-        gate, wire = served.connect()
-        for _ in range(3):
-            gate.data_received(post())
-            await settled(lambda: not served.gates.state.tasks)
-            gate.spent(0.0005)
-        assert not wire.is_closed
-        gate.spent(0.3)
-        assert wire.is_aborted
-        assert served.addresses.is_waiting(HOME)
-
-    asyncio.run(main())
-
-
-def test_a_trusted_proxy_is_ended_alone_and_may_come_again():
-    async def main() -> None:
-        served = Served(RequestLimits(trusted_proxies=(HOME,)))
-        gate, wire = served.connect()
-        gate.data_received(post(b"x" * 90_000)[:200])
-        for _ in range(40_000):
-            gate.data_received(b"x")
-        assert wire.is_aborted
-        assert served.gates.refusal(HOME) is None
-
-    asyncio.run(main())
-
-
-def test_connections_that_bring_nothing_cost_their_address_something():
-    async def main() -> None:
-        served = Served()
-        opened = 0
-        while served.gates.refusal(HOME) is None:
-            gate, _ = served.connect()
-            gate.connection_lost(None)
-            opened += 1
-        assert 1000 < opened < 10_000
-        served.clock.now += LIMITS.penalty_s + 0.1
-        assert served.gates.refusal(HOME) is None
-
-    asyncio.run(main())
-
-
 def test_idle_connections_make_room_those_of_the_address_with_most_of_them_first():
     async def main() -> None:
         served = Served(RequestLimits(max_connections=6))
@@ -142,19 +95,6 @@ def test_idle_connections_make_room_those_of_the_address_with_most_of_them_first
         assert [wire.is_closed for _, wire in gates] == [False, True, False, False, False]
 
     asyncio.run(main())
-
-
-def test_malformed_requests_are_told_in_one_line_with_their_number(caplog):
-    async def main() -> None:
-        served = Served()
-        for _ in range(100):
-            await served.converse([MALFORMED])
-        served.gates.tell()
-        served.gates.tell()
-        assert errors(served.metrics) == {"malformed": 100.0}
-
-    asyncio.run(main())
-    assert [record.getMessage() for record in caplog.records] == ["HTTP connections refused or ended: malformed: 100"]
 
 
 def test_times_end_what_waits_and_nothing_else():
@@ -200,21 +140,6 @@ def test_whoever_works_for_a_client_is_told_that_it_left():
         gate.connection_lost(ConnectionResetError())
         assert served.left == 1
         assert served.addresses.connections(HOME) == 0
-
-    asyncio.run(main())
-
-
-def test_a_connection_whose_socket_is_closed_brings_no_request_though_nobody_was_told_of_its_end_yet():
-    async def main() -> None:
-        served = Served()
-        gate, wire = served.connect()
-        gate.data_received(post())
-        await settled(gate.is_between_requests)
-        assert statuses(bytes(wire.sent)) == [200]
-        # What the transport of a connection over TLS says between its end and `connection_lost`.
-        assert wire.get_extra_info("socket") is None
-        assert not gate.may_bring_request()
-        assert gate.poll(0) == select.POLLHUP
 
     asyncio.run(main())
 
@@ -295,66 +220,6 @@ def test_the_body_of_a_request_refused_by_its_head_takes_no_memory_and_may_last_
         served.gates.sweep()
         assert wire.is_closed
         assert statuses(wire.sent) == [503, 200, 503]
-
-    asyncio.run(main())
-
-
-def test_a_connection_whose_last_request_was_refused_by_its_head_ends_with_its_client_and_with_the_server():
-    async def main() -> None:
-        served = Served(refuses=True)
-        gate, wire = served.connect()
-        gate.data_received(post() + post(b"abc", "x-refuse: 1"))
-        assert gate.eof_received()
-        await settled(lambda: wire.is_closed)
-        assert statuses(wire.sent) == [200, 503]
-        assert wire.is_closed
-
-        gate, wire = served.connect()
-        request = post(b"abc", "x-refuse: 1")
-        gate.data_received(request[:-1])
-        served.gates.is_draining = True
-        assert not wire.is_closed
-        gate.data_received(request[-1:])
-        assert wire.is_closed
-        assert statuses(wire.sent) == [503]
-
-    asyncio.run(main())
-
-
-def test_no_timer_of_the_protocol_behind_ends_a_connection_whose_requests_are_refused_by_their_heads():
-    async def main() -> None:
-        served = Served(refuses=True)
-        gate, wire = served.connect()
-        gate.data_received(post())
-        await settled(lambda: wire.sent)
-        request = post(b"abc", "x-refuse: 1")
-        gate.data_received(request[:-1])
-        gate._protocol.timeout_keep_alive_handler()
-        gate.data_received(request[-1:] + post())
-        await settled(lambda: len(served.calls) == 2)
-        await settled(lambda: len(statuses(wire.sent)) == 3)
-        assert statuses(wire.sent) == [200, 503, 200]
-        assert not wire.is_closed
-
-    asyncio.run(main())
-
-
-def test_who_takes_no_answers_or_is_told_to_go_is_refused_by_the_application_alone():
-    async def main() -> None:
-        served = Served(refuses=True)
-        gate, wire = served.connect()
-        gate.pause_writing()
-        gate.data_received(post(b"abc", "x-refuse: 1"))
-        await settled(lambda: served.calls)
-        assert len(served.calls) == 1
-        assert wire.sent == b""
-        gate.resume_writing()
-        await settled(lambda: wire.sent)
-        served.gates.is_draining = True
-        gate.data_received(post(b"abc", "x-refuse: 1"))
-        await settled(lambda: wire.is_closed)
-        assert len(served.calls) == 2
-        assert statuses(wire.sent) == [200, 200]
 
     asyncio.run(main())
 

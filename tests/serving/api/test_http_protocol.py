@@ -76,19 +76,6 @@ def test_a_half_sent_request_is_answered_408_and_closed(service, sent):
     run(main())
 
 
-def test_a_body_that_trickles_in_is_closed_all_the_same(service):
-    async def main() -> None:
-        async with running_api(service) as api, connection(api) as (reader, writer):
-            writer.write(post(b"", length=10_000))
-            answered = asyncio.create_task(read_answer(reader))
-            while not answered.done():
-                writer.write(b" ")
-                await asyncio.wait([answered], timeout=0.01)
-            assert answered.result()[0] == 408
-
-    run(main())
-
-
 def test_a_connection_without_a_request_is_closed(service):
     async def main() -> None:
         async with running_api(service) as api, connection(api) as (reader, _):
@@ -108,15 +95,6 @@ def test_an_idle_connection_is_kept_for_the_next_request_which_then_has_its_time
                     await asyncio.wait_for(reader.read(1), 0.4)
             writer.write(post(VALID[:-1], length=len(VALID)))
             assert (await read_answer(reader))[0] == 408
-
-    run(main())
-
-
-def test_requests_sent_ahead_are_answered_in_turn(service):
-    async def main() -> None:
-        async with running_api(service) as api, connection(api) as (reader, writer):
-            writer.write(post(VALID) + post(b"{") + post(VALID))
-            assert [(await read_answer(reader))[0] for _ in range(3)] == [200, 400, 200]
 
     run(main())
 
@@ -158,26 +136,6 @@ def test_a_long_body_is_refused_before_it_is_read_whole(service, chunked):
     run(main())
 
 
-def test_a_client_that_sends_its_long_body_to_the_end_sees_the_refusal_and_may_go_on(service):
-    async def main() -> None:
-        async with running_api(service) as api, connection(api) as (reader, writer):
-            writer.write(post(b" " * 400_000))
-            assert (await read_answer(reader))[0] == 413
-            writer.write(post(VALID))
-            assert (await read_answer(reader))[0] == 200
-
-    run(main())
-
-
-def test_a_client_that_asks_before_sending_is_told_at_once(service):
-    async def main() -> None:
-        async with running_api(service) as api, connection(api) as (reader, writer):
-            writer.write(post(b"", "expect: 100-continue\r\n", length=10**9))
-            assert (await read_answer(reader))[0] == 413
-
-    run(main())
-
-
 @pytest.mark.parametrize("pieces", [1, 20])
 def test_long_headers_are_refused(service, pieces):
     async def main() -> None:
@@ -187,19 +145,6 @@ def test_long_headers_are_refused(service, pieces):
             status, _, answer = await read_answer(reader)
             assert (status, answer["error"]["kind"]) == (431, "header_too_large")
             assert "max_header_bytes = 4096" in answer["error"]["message"]
-
-    run(main())
-
-
-def test_headers_without_an_end_are_refused(service):
-    async def main() -> None:
-        async with running_api(service) as api, connection(api) as (reader, writer):
-            writer.write(b"GET / HTTP/1.1\r\n")
-            answered = asyncio.create_task(read_answer(reader))
-            while not answered.done():
-                writer.write(b"x-a: " + b"b" * 1000 + b"\r\n")
-                await asyncio.wait([answered], timeout=0.005)
-            assert answered.result()[0] == 431
 
     run(main())
 
@@ -239,29 +184,6 @@ def test_one_connection_too_many_is_refused_if_none_is_idle_and_the_others_go_on
                 gate.open.set()
                 for reader, _ in peers:
                     assert (await read_answer(reader))[0] == 200
-
-    run(main())
-
-
-def test_one_address_has_so_many_connections_and_its_own_only_are_refused(api_model):
-    limits = RequestLimits(max_connections_per_address=2)
-
-    async def main() -> None:
-        with api_service(api_model, limits) as service:
-            async with running_api(service) as api, contextlib.AsyncExitStack() as stack:
-                for _ in range(2):
-                    reader, writer = await stack.enter_async_context(connection(api))
-                    writer.write(post(VALID))
-                    assert (await read_answer(reader))[0] == 200
-                reader, _ = await stack.enter_async_context(connection(api))
-                status, _, answer = await read_answer(reader)
-                assert (status, answer["error"]["kind"]) == (503, "overloaded")
-                assert "max_connections_per_address = 2" in answer["error"]["message"]
-                port = api.listening.http_port
-                other = await asyncio.open_connection("127.0.0.1", port, local_addr=("127.0.0.2", 0))
-                other[1].write(post(VALID))
-                assert (await read_answer(other[0]))[0] == 200
-                other[1].close()
 
     run(main())
 

@@ -43,19 +43,6 @@ async def answer_of(reader: asyncio.StreamReader) -> tuple[int, dict]:
     return int(lines[0].split()[1]), json.loads(await reader.readexactly(int(headers["content-length"])))
 
 
-@PATHS
-def test_what_is_wrong_behind_an_answer_that_came_early_is_not_answered_again(api_model, path):
-    async def main() -> None:
-        with api_service(api_model, PATIENT) as service:
-            async with running_api(service) as api, connection(api) as (reader, writer):
-                writer.write(head(path, "transfer-encoding: chunked", "content-encoding: br") + chunk(b"ab"))
-                assert (await answer_of(reader))[0] == 400
-                writer.write(b"this is no chunk\r\n")
-                assert await reader.read() == b""
-
-    run(main())
-
-
 @pytest.mark.parametrize("begun", [20, 20_000])
 def test_a_body_that_stalls_ahead_of_its_turn_does_not_cut_the_answer_before_it(api_model, begun):
     gate = Gate()
@@ -96,31 +83,5 @@ def test_headers_behind_a_body_are_bounded(api_model, path, trailers):
                     await ended
                 metrics = (await api.http.get("/metrics")).text
                 assert [line for line in metrics.splitlines() if "header_too_large" in line and line.endswith(" 1.0")]
-
-    run(main())
-
-
-@PATHS
-def test_headers_behind_a_body_say_nothing_about_it(api_model, path):
-    async def main() -> None:
-        with api_service(api_model, LIMITS) as service:
-            async with running_api(service) as api, connection(api) as (reader, writer):
-                body = chunk(VALID[:100]) + chunk(VALID[100:])
-                trailers = b"content-encoding: br\r\nx-request-id: late\r\n\r\n"
-                writer.write(head(path, "transfer-encoding: chunked") + body + b"0\r\n" + trailers)
-                assert (await answer_of(reader))[0] == 200
-
-    run(main())
-
-
-@PATHS
-def test_a_body_in_many_small_chunks_is_taken(api_model, path):
-    async def main() -> None:
-        with api_service(api_model, LIMITS) as service:
-            async with running_api(service) as api, connection(api) as (reader, writer):
-                writer.write(head(path, "transfer-encoding: chunked"))
-                padded = b" " * 20_000 + VALID
-                writer.write(b"".join(chunk(padded[at : at + 1]) for at in range(len(padded))) + b"0\r\n\r\n")
-                assert (await answer_of(reader))[0] == 200
 
     run(main())

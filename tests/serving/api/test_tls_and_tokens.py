@@ -22,9 +22,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from serving.api import listening
 from serving.api.grpc import wire as frames
-from serving.api.listening import HANDSHAKE_S
 from serving.api.tokens import Scope, TokenFile, new_token
-from serving.client import PermissionDeniedError, RetryPolicy, UnauthenticatedError, UnavailableError
+from serving.client import PermissionDeniedError, RetryPolicy, UnauthenticatedError
 from serving.limits import RequestLimits
 from serving.proto.inference import open_inference_pb2 as inference
 from serving.proto.shardrank.v1 import ranking_pb2, ranking_pb2_grpc
@@ -239,40 +238,6 @@ def test_whoever_should_not_get_in_is_refused_counted_by_kind_and_logged_once(
     told = [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
     assert len(told) == 1
     assert told[0].startswith(f"refused a connection from 127.0.0.1: {kind}: ")
-
-
-@pytest.mark.parametrize("over", ["https", "grpcs"])
-@pytest.mark.parametrize("kind", CLIENTS)
-def test_a_client_without_the_right_files_is_told_that_the_server_is_unavailable(api_model, papers, caplog, kind, over):
-    mine = {"cert": papers.client.cert, "key": papers.client.key}
-    wrong = (
-        {"ca": papers.other_ca, **mine},
-        {**mine},
-        {"ca": papers.ca.cert},
-        {"ca": papers.ca.cert, "cert": papers.foreign.cert, "key": papers.foreign.key},
-        {"ca": papers.ca.cert, "cert": papers.expired.cert, "key": papers.expired.key},
-    )
-
-    async def main() -> None:
-        service = served_service(api_model)
-        async with protected(service, papers) as listening:
-            address = f"{over}://127.0.0.1:{listening.http_port if over == 'https' else listening.grpc_port}"
-            for files in wrong:
-                async with calling(kind, address, timeout_ms=5000, retry=ONCE, **files) as call:
-                    with pytest.raises(UnavailableError):
-                        await call("describe", MODEL)
-            plain = address.replace("s://", "://")
-            async with calling(kind, plain, timeout_ms=5000, retry=ONCE) as call:
-                with pytest.raises(UnavailableError):
-                    await call("describe", MODEL)
-            found = {kind: count for (_, _, kind), count in refused(service).items()}
-            # Two did not like the server's; not every client says so before it leaves.
-            left = found.pop("tls_unfinished", 0) + found["tls_untrusted_certificate"] - 1
-            expected = {"tls_missing_certificate": 1, "tls_expired_certificate": 1, "tls_plain_text": 1}
-            assert (left, found) == (2, expected | {"tls_untrusted_certificate": found["tls_untrusted_certificate"]})
-
-    with quiet(caplog):
-        run(main())
 
 
 @pytest.mark.parametrize(
@@ -512,52 +477,6 @@ def test_what_is_in_flight_over_tls_when_the_server_stops_is_answered(api_model,
                 assert [len(one.scores) > 0 for one in await asyncio.gather(*told)] == [True] * len(told)
                 await stopping
                 silent.close()
-
-    run(main())
-
-
-@pytest.mark.parametrize("api", ["http", "grpc"])
-def test_handshakes_cost_their_address_until_it_has_to_wait_and_nobody_else(api_model, papers, caplog, api):
-    most = 10
-    limits = RequestLimits(max_idle_work_ms=int(1000 * HANDSHAKE_S * most), penalty_s=600)
-
-    async def main() -> None:
-        service = served_service(api_model, limits)
-        async with protected(service, papers) as listening:
-            port = listening.http_port if api == "http" else listening.grpc_port
-            context = papers.context(papers.client, alpn="h2" if api == "grpc" else "http/1.1")
-            connected = 0
-            with contextlib.suppress(ConnectionError, ssl.SSLError):
-                # Shakes hands rightly, and asks for nothing.
-                while connected < 50 * most:
-                    source = ("127.0.0.2", 0)
-                    _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context, local_addr=source)
-                    connected += 1
-                    writer.close()
-                    with contextlib.suppress(OSError):
-                        await writer.wait_closed()
-            assert connected < 50 * most
-            assert refused(service)[(api, "connection", "penalty")] >= 1
-            async with httpx.AsyncClient(verify=papers.context(papers.client)) as client:
-                url = f"https://127.0.0.1:{listening.http_port}{RANK}"
-                assert (await client.post(url, json=REQUEST)).status_code == 200
-            assert await rank_over_grpc(listening, papers.credentials(papers.client))
-
-    with quiet(caplog):
-        run(main())
-
-
-def test_who_shakes_hands_for_each_request_and_completes_it_never_has_to_wait(api_model, papers):
-    limits = RequestLimits(max_idle_work_ms=int(1000 * HANDSHAKE_S * 10), penalty_s=600)
-
-    async def main() -> None:
-        service = served_service(api_model, limits)
-        async with protected(service, papers) as listening:
-            url, context = f"https://127.0.0.1:{listening.http_port}{RANK}", papers.context(papers.client)
-            for _ in range(30):
-                async with httpx.AsyncClient(verify=context) as client:
-                    assert (await client.post(url, json=REQUEST)).status_code == 200
-            assert refused(service) == {}
 
     run(main())
 

@@ -7,7 +7,6 @@ import pytest
 
 from loader.registry.fleet import LATENCY_BOUNDS_MS, HotReport, NodeRecord, VersionReport, VersionStats
 from loader.rollout.guards import percentile_ms
-from serving.dashboard import history as history_module
 from serving.dashboard.history import QUANTILES, History, percentiles_ms
 
 SLOT_S = 5.0
@@ -57,41 +56,6 @@ def test_a_process_that_starts_anew_and_one_that_comes_count_from_nothing():
     history.observe([node({1: 3}, process=2), node({1: 4}, name="serve-1")], 8.0)
     history.observe([], 11.0)
     assert requests(history)[-1] == 10 + 7 + 3 + 4
-
-
-def test_what_was_counted_while_nobody_looked_is_in_no_slot():
-    history = History(num_slots=6)
-    for now, count in ((0.0, 0), (5.0, 0), (9.0, 10), (21.0, 1000), (25.0, 1005), (30.0, 1006)):
-        history.observe([node({1: count})], now)
-    # 0 and 1, then a pause of two slots and one that was not seen from its beginning.
-    assert requests(history) == [10, None, None, None, 5][-5:]
-
-
-def test_a_clock_that_is_set_back_empties_nothing():
-    history = History(num_slots=4)
-    for now, count in ((100.0, 0), (105.0, 1), (106.0, 3), (20.0, 5), (21.0, 6), (110.0, 6), (110.5, 6)):
-        history.observe([node({1: count})], now)
-    assert history.closed == 21
-    assert history.num_slots == 4
-
-
-def test_of_more_versions_than_are_kept_the_one_goes_that_has_been_silent_for_longest():
-    history = History(num_slots=4, max_tracks=2)
-    history.observe([node({1: 0, 2: 0})], 0.0)
-    history.observe([node({1: 1, 2: 1})], 5.0)
-    history.observe([node({1: 1, 2: 2})], 10.0)
-    history.observe([node({1: 1, 2: 3, 3: 9})], 12.0)
-    history.observe([], 16.0)
-    assert [one["version"] for one in history.document()["tracks"]] == [2, 3]
-    assert requests(history, 3)[-1] == 9
-
-
-def test_counters_of_processes_that_are_gone_are_bounded(monkeypatch):
-    monkeypatch.setattr(history_module, "MAX_SOURCES", 3)
-    history = History(num_slots=4)
-    for process in range(10):
-        history.observe([node({1: 1}, process=process)], float(process))
-    assert len(history._last) == 3
 
 
 @pytest.mark.parametrize("seed", range(3))

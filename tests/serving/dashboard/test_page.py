@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
@@ -15,17 +14,12 @@ import pytest
 
 from loader.errors import RegistryUnavailableError
 from loader.registry.directory import DirectoryRegistry
-from loader.registry.fleet import Canary, FleetRecord, NodeRecord, VersionReport, WantedModel, delta_stream
-from loader.rollout.fleet_state import FleetState
+from loader.registry.fleet import delta_stream
 from loader.rollout.requests import start_rollout
 from serving.api.http_server import running_admin
 from serving.api.tokens import Tokens, add_token, new_token
-from serving.dashboard import board as board_module
 from serving.dashboard.board import MAX_WAITING, MAX_WATCHERS, Board
-from serving.dashboard.changes import Changes
-from serving.dashboard.history import History
 from serving.dashboard.sources import FleetSource, ProcessSource
-from serving.dashboard.told import told_state
 from serving.errors import OverloadedError, ShuttingDownError
 from serving.rank.service import RankingService
 from shardrank_testing.rollout_fleet import CONFIG, MODEL, NEW, OLD, Clock, PlayedFleet
@@ -131,37 +125,6 @@ def test_nodes_that_come_and_go_and_rows_that_lag_are_told(tmp_path):
         await played.source.close()
 
     run(main())
-
-
-def test_a_version_from_before_the_shards_were_divided_anew_is_told_as_whole():
-    def node(place: int, of: int, version: int) -> NodeRecord:
-        report = VersionReport(model="films", version=version, state="ready", progress=1.0)
-        name = f"s{place}-of-{of}"
-        return NodeRecord(
-            node_id=name, kind="shard", process_id=1, address=name, shard_index=place, num_shards=of, versions=(report,)
-        )
-
-    nodes = (node(0, 2, 1), node(1, 2, 1), node(0, 3, 2))
-    wanted = WantedModel(model="films", epoch=1, live=1, hold=(1, 2), num_shards={1: 2, 2: 3})
-    state = FleetState(
-        nodes=nodes, division=FleetRecord(num_shards=3, sharding="hash", replicate_bytes=0), wanted={"films": wanted}
-    )
-    (model,) = told_state(state, Changes(), History())["models"]
-    assert [(one["version"], one["shards"], one["num_shards"]) for one in model["versions"]] == [(2, 1, 3), (1, 2, 2)]
-
-
-def test_a_shadow_is_told_as_such_wherever_it_is_ready():
-    reports = tuple(VersionReport(model="films", version=version, state="ready") for version in (1, 2, 3))
-    node = NodeRecord(node_id="s", kind="serving", process_id=1, address="s", live={"films": 1}, versions=reports)
-    wanted = WantedModel(model="films", epoch=1, live=1, hold=(1, 2), shadow=Canary(version=2, share=0.05))
-    state = FleetState(nodes=(node,), wanted={"films": wanted})
-    (model,) = told_state(state, Changes(), History())["models"]
-    assert [(one["version"], one["role"]) for one in model["versions"]] == [
-        (3, "ready"),
-        (2, "shadow, 5%"),
-        (1, "live"),
-    ]
-    assert model["shadow"] == {"version": 2, "share": 0.05}
 
 
 def test_a_registry_that_does_not_answer_is_told_and_what_is_known_stays(tmp_path, monkeypatch):
@@ -270,25 +233,6 @@ def test_files_come_from_this_port_alone_and_all_else_needs_a_token(tmp_path):
     run(main())
 
 
-def test_streams_end_with_the_process(tmp_path):
-    async def main() -> None:
-        played = Played(tmp_path)
-        await played.fleet.begin(1, 1, 1)
-        source = partial(FleetSource, lambda: DirectoryRegistry(tmp_path, clock=played.clock))
-        lines: list[str] = []
-        async with contextlib.AsyncExitStack() as stack:
-            client = await stack.enter_async_context(httpx.AsyncClient(timeout=30))
-            async with running_admin(RankingService(), "127.0.0.1", 0, page=source) as port:
-                url = f"http://127.0.0.1:{port}/status/events"
-                answer = await stack.enter_async_context(client.stream("GET", url))
-                taking = answer.aiter_lines()
-                lines.append(await anext(taking))
-            lines += [line async for line in taking]
-        assert lines[0] == "event: history"
-
-    run(main())
-
-
 def test_a_process_without_a_fleet_tells_itself_and_its_shards(api_model):
     async def main() -> None:
         with api_service(api_model) as service:
@@ -312,37 +256,5 @@ def test_a_process_without_a_fleet_tells_itself_and_its_shards(api_model):
             (own,) = state["nodes"][1]["versions"]
             assert state["nodes"][1]["live"] == {API_MODEL: 1}
             assert own["golden"] is None
-
-    run(main())
-
-
-def test_a_board_that_meets_a_defect_goes_on(tmp_path, monkeypatch, caplog):
-    async def main() -> None:
-        monkeypatch.setattr(board_module, "WATCHED_S", 0.01)
-        played = Played(tmp_path)
-        await played.fleet.begin(1, 1, 1)
-        looked = 0
-        look = played.source.look
-
-        async def sometimes() -> Any:
-            nonlocal looked
-            looked += 1
-            if looked == 2:
-                raise KeyError("films")
-            return await look()
-
-        monkeypatch.setattr(played.source, "look", sometimes)
-        watcher = await played.board.watch()
-        running = asyncio.create_task(played.board.run())
-        problems = []
-        async for message in watcher.messages():
-            if message.startswith(b"event: state"):
-                problems.append(json.loads(message.split(b"data: ")[1])["problem"])
-            if looked > 3 and len(problems) > 3:
-                break
-        running.cancel()
-        await asyncio.wait([running])
-        assert problems[1:4] == ["", "internal error: KeyError", ""]
-        await played.source.close()
 
     run(main())

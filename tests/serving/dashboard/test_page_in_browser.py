@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from loader.registry.fleet import NodeRecord, VersionReport
 from loader.registry.opening import open_registry
@@ -23,7 +23,7 @@ from serving.api.http_server import running_admin
 from serving.api.tokens import Tokens, add_token, new_token
 from serving.dashboard.sources import FleetSource
 from shardrank_testing.agent_fleet import AgentFleet, agent_fleet, with_live
-from shardrank_testing.browser import NEEDED, chromium_path
+from shardrank_testing.browser import chromium_path
 from shardrank_testing.serving_api import MODEL, api_request, ask
 
 TIMEOUT_MS = 20_000
@@ -263,44 +263,6 @@ def test_both_colour_schemes_are_there_and_can_be_read(shown, browser):
             assert len(contrasts) > 30
             assert min(contrasts) >= 4.5
     assert grounds["light"] != grounds["dark"]
-
-
-def test_where_there_is_no_chromium_these_are_skipped_unless_they_must_not_be(monkeypatch):
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.delenv(NEEDED, raising=False)
-    with pytest.raises(pytest.skip.Exception, match="no Chromium on PATH"):
-        chromium_path()
-    monkeypatch.setenv(NEEDED, "1")
-    with pytest.raises(AssertionError, match="no Chromium on PATH"):
-        chromium_path()
-
-
-def test_without_tokens_everybody_may_look_and_nobody_may_roll_back(shown, browser):
-    with contextlib.closing(browser.new_page()) as page:
-        page.goto(shown.open_url)
-        is_shown(page, ".head .why", "started without --tokens")
-        expect(page.locator(".head button")).to_be_disabled()
-
-
-def test_a_page_whose_first_question_fails_says_so_and_asks_again(shown, browser):
-    asked: list[Route] = []
-
-    def answer(route: Route) -> None:
-        asked.append(route)
-        if len(asked) == 1:
-            route.abort()
-        elif len(asked) == 2:
-            route.fulfill(status=503, json={"error": {"message": "the process is shutting down"}})
-        else:
-            route.continue_()
-
-    with contextlib.closing(browser.new_page()) as page:
-        page.route("**/status/access", answer)
-        page.goto(shown.open_url)
-        is_shown(page, "#connection", "not connected: Failed to fetch")
-        is_shown(page, "#connection", "not connected: the process is shutting down")
-        is_shown(page, ".head .why", "started without --tokens")
-        is_shown(page, "#connection", "live, read")
 
 
 def test_what_nodes_say_is_text_and_never_markup(shown, browser):

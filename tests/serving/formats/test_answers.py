@@ -11,21 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from router.feature_schema import FeatureSchema
 from serving.client.features import read_rank
 from serving.formats.infer import InferGrpcCodec, InferHttpCodec
 from serving.formats.json_reader import JsonCodec
 from serving.formats.json_text import PIECE_FLOATS
-from serving.formats.messages import MessageCodec, encode_lookup, encode_rank
+from serving.formats.messages import encode_lookup, encode_rank
 from serving.formats.requests import FeatureEmbeddings, LookupAnswer, RankAnswer
-from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
 from serving.proto.inference import open_inference_pb2
 from serving.proto.shardrank.v1 import ranking_pb2
-from shardrank_testing.serving_api import api_spec
 
 LIMITS = RequestLimits()
-SCHEMA = RequestSchema(FeatureSchema.of(api_spec()), LIMITS)
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 NAMES = st.text(st.characters(codec="utf-8"), min_size=1, max_size=8)
 
@@ -167,12 +163,6 @@ def test_an_inference_body_reads_back(answer, outputs, binary):
         else:
             assert np.array(output["data"], values.dtype).tobytes() == values.tobytes()
     assert tail == b""
-
-
-def test_what_was_read_from_a_message_answers_with_a_message():
-    answer = RankAnswer("films", 3, np.array([0.5], np.float32), np.array([0]))
-    unparsed = MessageCodec("rank").read(ranking_pb2.RankRequest(model="films").SerializeToString(), LIMITS)
-    assert unparsed.encode(answer) == (encode_rank(answer), "application/x-protobuf", (), ())
 
 
 def test_a_long_answer_is_written_in_pieces_wherever_its_bags_end():

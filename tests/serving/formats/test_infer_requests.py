@@ -11,11 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loader.errors import ShardrankError
-from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec
-from loader.snapshot.tables import TableSpec
 from router.feature_schema import FeatureSchema
 from serving.errors import (
-    AmbiguousInputsError,
     BadRequestError,
     CountMismatchError,
     InvalidFieldError,
@@ -26,7 +23,7 @@ from serving.errors import (
     UnknownFeatureError,
     UnsupportedExtensionError,
 )
-from serving.formats.infer import InferGrpcCodec, InferHttpCodec, parse_version
+from serving.formats.infer import InferGrpcCodec, InferHttpCodec
 from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
 from serving.proto.inference import open_inference_pb2 as messages
@@ -292,14 +289,6 @@ def test_json_data_must_be_what_shape_and_datatype_say(name, data, message):
         parse(read_body(json.dumps(body).encode()))
 
 
-@pytest.mark.parametrize("text", [b'"Oslo"', b'"city"'])
-def test_json_that_is_not_utf_8_is_refused(text):
-    body = json_body(tensors())
-    assert text in body
-    with pytest.raises(BadRequestError):
-        parse(read_body(body.replace(text, b'"\xff"', 1)))
-
-
 def test_flat_json_data_is_taken_for_any_shape():
     body = json.loads(json_body(tensors()))
     dense = next(one for one in body["inputs"] if one["name"] == "candidates.dense")
@@ -337,59 +326,6 @@ def test_shared_memory_inputs_and_mixed_contents_are_refused_over_grpc():
         read_message(b"\xff")
     with pytest.raises(InvalidFieldError, match="model: it is empty"):
         read_message(messages.ModelInferRequest().SerializeToString())
-
-
-@pytest.mark.parametrize("name", ["nothing", "Scores"])
-def test_an_output_that_there_is_not_is_refused(name):
-    with pytest.raises(InvalidFieldError, match="there are \\['scores', 'order'\\]"):
-        parse(http_request(tensors(), outputs=[{"name": name}]))
-    with pytest.raises(InvalidFieldError, match="asked for twice"):
-        parse(http_request(tensors(), outputs=[{"name": "scores"}, {"name": "scores"}]))
-
-
-@pytest.mark.parametrize("text", ["0", "-1", "1.0", "x", " 1", "9" * 30, "²"])
-def test_a_version_is_a_positive_integer(text):
-    with pytest.raises(InvalidFieldError, match="version"):
-        parse_version(text)
-    assert (parse_version(""), parse_version("7")) == (None, 7)
-
-
-def test_a_model_whose_inputs_have_the_same_name_can_not_be_called():
-    spec = ModelSpec(
-        model="twins",
-        tables=(TableSpec(name="t", num_embeddings=5, embedding_dim=4, feature_names=("x", "x.lengths")),),
-        features=(FeatureSpec(name="x", side="candidate"), FeatureSpec(name="x.lengths", side="candidate")),
-        dense_inputs=DenseInputs(context=0, candidate=0),
-        dense_model=DenseModelSpec(kind="mlp", config={"hidden": [4]}),
-    )
-    schema = RequestSchema(FeatureSchema.of(spec), LIMITS)
-    with pytest.raises(AmbiguousInputsError, match=r"two inputs named 'x\.lengths'"):
-        parse(http_request(tensors()), schema)
-
-
-def test_a_feature_whose_name_ends_like_weights_is_a_feature():
-    spec = ModelSpec(
-        model="named",
-        tables=(TableSpec(name="t", num_embeddings=9, embedding_dim=4, feature_names=("x", "x.weights", "y")),),
-        features=(
-            FeatureSpec(name="x", side="candidate"),
-            FeatureSpec(name="x.weights", side="candidate"),
-            FeatureSpec(name="y", side="candidate", weighted=True),
-        ),
-        dense_inputs=DenseInputs(context=0, candidate=0),
-        dense_model=DenseModelSpec(kind="mlp", config={"hidden": [4]}),
-    )
-    schema = RequestSchema(FeatureSchema.of(spec), LIMITS)
-    given_tensors = [
-        Tensor("x", "INT64", np.array([1, 2])),
-        Tensor("x.weights", "INT64", np.array([3, 4])),
-        Tensor("y", "INT64", np.array([5, 6])),
-        Tensor("y.weights", "FP32", np.array([0.5, 2], np.float32)),
-    ]
-    for request in (http_request(given_tensors), grpc_request(given_tensors), grpc_request(given_tensors, raw=False)):
-        parsed = parse(request, schema)
-        assert parsed.bags.values.tolist() == [1, 2, 3, 4, 5, 6]
-        assert parsed.bags.weights.tolist() == [1, 1, 1, 1, 0.5, 2]
 
 
 _BODY, _HEADERS = binary_body(tensors(), id="a", parameters={"top_k": 1})

@@ -14,9 +14,9 @@ from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, M
 from loader.snapshot.tables import TableSpec, fingerprint_strings
 from router.feature_schema import FeatureSchema
 from serving.errors import BadRequestError, InvalidFieldError, LimitExceededError
-from serving.formats.json_reader import MAX_KEPT_BYTES, JsonCodec
+from serving.formats.json_reader import JsonCodec
 from serving.formats.schema import RequestSchema
-from serving.limits import MAX_ID, RequestLimits
+from serving.limits import RequestLimits
 from shardrank_testing.parsing import parse_json, parse_message
 from shardrank_testing.serving_api import CITIES, api_request, api_spec, rank_message
 
@@ -69,25 +69,6 @@ def test_weights_stand_beside_their_ids_and_are_one_elsewhere():
     assert all((by_name[name] == 1).all() for name in SCHEMA.names if name not in ("tag", "liked-tag"))
 
 
-@pytest.mark.parametrize("nothing", ["absent", None, {}])
-def test_without_weights_there_is_no_weights_array(nothing):
-    request = api_request(3)
-    for part in ("context", "candidates"):
-        if nothing == "absent":
-            del request[part]["weights"]
-        else:
-            request[part]["weights"] = nothing
-    assert parse_json(SCHEMA, request).bags.weights is None
-    request["candidates"]["weights"] = {"tag": None}
-    assert parse_json(SCHEMA, request).bags.weights is None
-
-
-def test_flat_and_nested_ids_are_the_same():
-    flat, deep = api_request(5), api_request(5)
-    deep["candidates"]["sparse"]["film"] = [[one] for one in flat["candidates"]["sparse"]["film"]]
-    assert parsed_bags(parse_json(SCHEMA, flat).bags) == parsed_bags(parse_json(SCHEMA, deep).bags)
-
-
 def test_a_lookup_takes_any_features_and_any_number_of_bags():
     body = {"sparse": {"film": [[1, 2], [], [776]], "city": ["Oslo", "Lima"], "tag": [[5, 6]]}, "weights": {}}
     body["weights"] = {"tag": [[0.5, 2.0]]}
@@ -98,17 +79,6 @@ def test_a_lookup_takes_any_features_and_any_number_of_bags():
         "tag": [[5, 6]],
     }
     assert sorted(parsed.bags.weights.tolist()) == [0.5, 1, 1, 1, 1, 1, 2.0]
-
-
-def test_arrays_are_a_requests_own_and_may_be_written_to():
-    body = json.dumps(api_request(1)).encode()
-    first, second = (parse_json(SCHEMA, body) for _ in range(2))
-    for name in ("values", "weights"):
-        assert getattr(first.bags, name).flags.writeable
-        assert not np.shares_memory(getattr(first.bags, name), getattr(second.bags, name))
-    for name in ("context_dense", "candidate_dense"):
-        assert getattr(first, name).flags.writeable
-        assert getattr(first, name).flags.aligned
 
 
 JSON_VALUES = st.recursive(
@@ -212,11 +182,6 @@ def test_a_key_that_comes_twice_is_refused_by_name(text):
         parse_json(SCHEMA, text)
 
 
-def test_keys_are_the_same_however_they_are_written():
-    request = json.dumps(api_request(1)).replace('"timeout_ms"', r'"\u0074imeout_ms"')
-    assert parse_json(SCHEMA, request.replace('"film"', r'"f\u0069lm"')).timeout_s == 30.0
-
-
 def other_schema(*, context: bool, candidates: bool, dense: tuple[int, int]) -> RequestSchema:
     features = [FeatureSpec(name="c", side="context")] * context + [
         FeatureSpec(name="x", side="candidate")
@@ -254,33 +219,3 @@ def test_a_model_without_candidate_features_counts_candidates_by_their_dense_row
     by_message = parse_message(schema, rank_message(request))
     np.testing.assert_array_equal(by_message.candidate_dense, parsed.candidate_dense)
     assert by_message.num_candidates == 3
-
-
-def test_a_long_text_is_read_alike_and_its_memory_is_not_kept():
-    body = json.dumps(api_request(1)).encode() + b" " * MAX_KEPT_BYTES
-    np.testing.assert_array_equal(
-        parse_json(SCHEMA, bytearray(body)).bags.values, parse_json(SCHEMA, api_request(1)).bags.values
-    )
-
-
-def test_a_text_that_was_refused_does_not_stand_in_the_way_of_the_next():
-    good = json.dumps(api_request(1))
-    for wrong in ("{", good[:-1], good.replace('"dense": [', '"dense": [true,'), good.replace("30000", "9" * 50)):
-        with pytest.raises(BadRequestError):
-            parse_json(SCHEMA, wrong)
-        assert parse_json(SCHEMA, good).num_candidates == 5
-
-
-def test_integers_are_floats_where_floats_belong_up_to_64_bits():
-    request = api_request(1)
-    request["context"]["dense"] = [2**64 - 1, -(2**63)]
-    assert parse_json(SCHEMA, request).context_dense.tolist() == [2.0**64, -(2.0**63)]
-    request["context"]["dense"] = [2**64, 0]
-    with pytest.raises(InvalidFieldError, match=r"context\.dense\[0\]: 18446744073709551616 .* 64 bits"):
-        parse_json(SCHEMA, request)
-
-
-def test_the_largest_id_is_taken():
-    request = api_request(1)
-    request["context"]["sparse"]["user"] = [0, MAX_ID]
-    assert parsed_bags(parse_json(SCHEMA, request).bags)["user"] == [[0, MAX_ID]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from serving.errors import (
     SchemaDigestError,
 )
 from serving.formats.messages import MessageCodec
-from serving.formats.protobuf import encode_field, encode_varint
+from serving.formats.protobuf import encode_varint
 from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
 from serving.proto.shardrank.v1 import ranking_pb2
@@ -53,15 +52,6 @@ def test_outer_fields_are_known_before_the_features_are_looked_at():
     assert (read(looked_up, "lookup").version, read(looked_up, "lookup").key) == (-1, "u")
 
 
-def test_over_http_the_path_names_the_model():
-    with pytest.raises(InvalidFieldError, match="model: it is empty"):
-        read(b"")
-    assert read(b"", model="films").model == "films"
-    assert read(field(1, b"films"), model="films").model == "films"
-    with pytest.raises(InvalidFieldError, match="'books', but the path names 'films'"):
-        read(field(1, b"books"), model="films")
-
-
 def test_options_are_those_that_the_message_says():
     message = rank_message(api_request(1) | {"top_k": 3, "request_id": "r", "timeout_ms": 40})
     parsed = parse_message(SCHEMA, message)
@@ -73,13 +63,6 @@ def test_options_are_those_that_the_message_says():
         parse_message(SCHEMA, rank_message(api_request(1) | {"timeout_ms": 60_001}))
     with pytest.raises(LimitExceededError, match="request_id: 129 characters"):
         parse_message(SCHEMA, rank_message(api_request(1) | {"request_id": "x" * 129}))
-
-
-@pytest.mark.parametrize("data", [b"\xff", b"\x0a\xff", b"\x0a\x02\xff\xfe", b"\x00", b"\x0b\x0c"])
-def test_what_is_no_message_is_malformed(data):
-    for method in ("rank", "lookup"):
-        with pytest.raises(MalformedRequestError):
-            read(data, method)
 
 
 @given(st.binary(max_size=200))
@@ -162,21 +145,6 @@ def test_what_does_not_fit_together_is_named(change, message):
         parse_message(SCHEMA, request)
 
 
-def test_numbers_are_named_where_they_stand():
-    request = rank_message(api_request(1))
-    request.candidates.sparse["film"].ids[2] = -3
-    with pytest.raises(InvalidIdError, match=r"candidates\.sparse\.film\[2\]\[0\]: -3"):
-        parse_message(SCHEMA, request)
-    request = rank_message(api_request(1))
-    request.candidates.dense[4] = float("nan")
-    with pytest.raises(InvalidFieldError, match=r"candidates\.dense\[1\]\[1\]"):
-        parse_message(SCHEMA, request)
-    request = rank_message(api_request(1))
-    request.context.sparse["liked-tag"].weights[1] = float("inf")
-    with pytest.raises(InvalidFieldError, match=r"context\.weights\.liked-tag\[1\]"):
-        parse_message(SCHEMA, request)
-
-
 def test_what_is_there_twice_is_refused():
     message = rank_message(api_request(1))
     context, candidates = message.context.SerializeToString(), message.candidates.SerializeToString()
@@ -193,17 +161,6 @@ def test_what_is_there_twice_is_refused():
     twice = field(1, field(1, b"user") + field(2, b"") + field(2, b""))
     with pytest.raises(MalformedRequestError, match=r"context\.sparse: the value of .user. is there twice"):
         parse_message(SCHEMA, start + field(3, twice) + field(4, candidates))
-
-
-def test_a_lookup_without_lengths_has_one_id_for_each_bag():
-    message = ranking_pb2.LookupRequest(model="films")
-    message.sparse["history"].ids.extend([4, 5, 6])
-    message.sparse["film"].ids.extend([1, 2, 3])
-    message.sparse["film"].lengths.extend([0, 2, 1])
-    parsed = parse_message(SCHEMA, message, "lookup")
-    assert [SCHEMA.names[key] for key in parsed.bags.keys] == ["history", "film"]
-    assert parsed.bags.bags_per_key.tolist() == [3, 3]
-    assert parsed.bags.lengths.tolist() == [1, 1, 1, 0, 2, 1]
 
 
 def test_a_lookup_of_too_much_is_refused_by_its_count():
@@ -296,34 +253,3 @@ def test_a_request_packed_for_another_schema_is_told_both_digests():
         assert (refusal.value.kind, refusal.value.grpc_status) == ("schema_digest", "FAILED_PRECONDITION")
         assert repr(digest) in str(refusal.value)
         assert SCHEMA.features.digest in str(refusal.value)
-
-
-def test_without_lengths_every_packed_bag_has_one_id():
-    bags = int(SCHEMA.bags_per_key(2).sum())
-    message = packed(lengths=b"", weights=b"", num_candidates=2, string_ids=["Oslo"])
-    message.packed.ids = np.arange(bags - 1, dtype="<i8").tobytes()
-    message.packed.candidate_dense = bytes(4 * 2 * 3)
-    parsed = parse_message(SCHEMA, message)
-    assert parsed.bags.lengths.tolist() == [1] * bags
-    assert parsed.bags.weights is None
-    assert sorted(parsed.bags.values.tolist())[: bags - 1] == list(range(bags - 1))
-
-
-def test_of_a_packed_array_that_comes_twice_the_last_one_counts_as_in_any_message():
-    data = packed().SerializeToString()
-    message = ranking_pb2.RankRequest.FromString(data)
-    again = field(2, struct.pack("<q", 5)) + message.packed.SerializeToString()
-    message.ClearField("packed")
-    assert_same(parse_message(SCHEMA, message.SerializeToString() + field(10, again)), parse_message(SCHEMA, packed()))
-
-
-def test_arrays_are_copies_that_may_be_written_to():
-    for message in (rank_message(api_request(1)), packed()):
-        data = message.SerializeToString()
-        parsed = parse_message(SCHEMA, data)
-        for array in (parsed.bags.values, parsed.bags.weights, parsed.context_dense, parsed.candidate_dense):
-            assert array.flags.writeable
-            assert array.flags.aligned
-            array[...] = 0
-        assert data == message.SerializeToString()
-        np.testing.assert_array_equal(encode_field(1, b"x"), field(1, b"x"))

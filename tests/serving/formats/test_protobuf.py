@@ -18,7 +18,6 @@ from serving.formats.protobuf import (
     encode_field,
     encode_integer,
     encode_varint,
-    signed,
     tags_of,
 )
 from serving.proto.inference import open_inference_pb2
@@ -46,26 +45,6 @@ def test_varints_are_those_of_the_library(numbers):
     assert b"".join(encode_varint(one % 2**64) for one in numbers) == joined
     values = np.array(numbers, np.int64)
     assert decode_varints(as_array(joined)).dtype == values.dtype
-
-
-@given(st.integers(0, 2**64 - 1), st.integers(0, 3))
-def test_a_varint_is_read_where_it_lies_and_padded_ones_too(number, padding):
-    written = encode_varint(number)
-    assert decoder._DecodeVarint(written, 0) == (number, len(written))
-    padding = min(padding, 10 - len(written))
-    if padding:
-        written = written[:-1] + bytes([written[-1] | 128]) + b"\x80" * (padding - 1) + b"\x00"
-    found = list(message(encode_varint(7 << 3) + written).fields())
-    assert found == [(7 << 3, number, 0)]
-    assert decode_varints(as_array(written)).tolist() == [signed(number)]
-
-
-@pytest.mark.parametrize("data", [b"\x80", b"\x01\xff", b"\xff" * 10 + b"\x01", b"\x01" + b"\x80" * 11 + b"\x00"])
-def test_a_varint_that_does_not_end_is_refused(data):
-    with pytest.raises(MalformedRequestError, match="number"):
-        decode_varints(as_array(data))
-    with pytest.raises(MalformedRequestError, match="a varint that does not end"):
-        list(message(b"\x08" + data.replace(b"\x01", b"", 1) if data[0] == 1 else b"\x08" + data).fields())
 
 
 TEXTS = st.text(max_size=4)

@@ -3,27 +3,18 @@ from __future__ import annotations
 import grpc
 import numpy as np
 import pytest
-from google.protobuf.descriptor_pb2 import FileDescriptorProto
-from google.protobuf.descriptor_pool import DescriptorPool
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from serving.limits import RequestLimits
 from serving.proto.inference import open_inference_pb2 as messages
 from serving.proto.inference import open_inference_pb2_grpc
 from shardrank_testing.inference_requests import message_of, tensors_of
 from shardrank_testing.serving_api import (
     MODEL,
-    Gate,
     api_request,
     api_service,
-    gated_service,
     rank_message,
     run,
     running_api,
 )
-
-SERVICE = "inference.GRPCInferenceService"
 
 
 def stub_of(api) -> open_inference_pb2_grpc.GRPCInferenceServiceStub:
@@ -132,63 +123,3 @@ def test_metadata_configuration_index_and_statistics(api_model):
                     await stub.ModelStatistics(messages.ModelStatisticsRequest(name=MODEL, version="4"))
 
     run(main())
-
-
-def test_liveness_and_readiness_are_told_also_by_a_full_process(api_model):
-    gate = Gate()
-
-    async def main() -> None:
-        with gated_service(api_model, gate, RequestLimits(max_in_flight=1)) as service:
-            async with running_api(service) as api:
-                stub = stub_of(api)
-                first = stub.ModelInfer(message_of(tensors(api_model), MODEL))
-                await gate.wait_until_busy()
-                with pytest.raises(grpc.aio.AioRpcError, match="max_in_flight = 1"):
-                    await stub.ModelInfer(message_of(tensors(api_model), MODEL))
-                assert (await stub.ServerLive(messages.ServerLiveRequest())).live
-                assert (await stub.ServerReady(messages.ServerReadyRequest())).ready
-                assert (await stub.ModelReady(messages.ModelReadyRequest(name=MODEL, version="1"))).ready
-                assert not (await stub.ModelReady(messages.ModelReadyRequest(name="no"))).ready
-                with pytest.raises(grpc.aio.AioRpcError) as refusal:
-                    await stub.ModelInfer(message_of(tensors(api_model), MODEL), timeout=0.05)
-                assert refusal.value.code() in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.RESOURCE_EXHAUSTED)
-                gate.open.set()
-                await first
-                service.watch.begin_shutdown()
-                assert not (await stub.ServerReady(messages.ServerReadyRequest())).ready
-                assert (await stub.ServerLive(messages.ServerLiveRequest())).live
-
-    run(main())
-
-
-def test_health_and_reflection_know_the_service(api_model):
-    async def main() -> None:
-        with api_service(api_model) as service:
-            async with running_api(service) as api:
-                health = await health_pb2_grpc.HealthStub(api.channel).Check(
-                    health_pb2.HealthCheckRequest(service=SERVICE)
-                )
-                assert health.status == health_pb2.HealthCheckResponse.SERVING
-                call = reflection_pb2_grpc.ServerReflectionStub(api.channel).ServerReflectionInfo()
-                for symbol in (SERVICE, "shardrank.v1.RankingService", "grpc.health.v1.Health"):
-                    await call.write(reflection_pb2.ServerReflectionRequest(file_containing_symbol=symbol))
-                    (described,) = (await call.read()).file_descriptor_response.file_descriptor_proto
-                    proto = FileDescriptorProto.FromString(described)
-                    assert f"{proto.package}.{proto.service[0].name}" == symbol
-                await call.done_writing()
-
-    run(main())
-
-
-def test_another_definition_of_the_protocol_fits_beside_ours_in_one_process():
-    # Ours is not in the default pool, so the file of any other client can be.
-    with pytest.raises(KeyError):
-        DescriptorPool().FindMessageTypeByName("inference.ModelInferRequest")
-    from google.protobuf import descriptor_pool
-
-    other = FileDescriptorProto(name="grpc_service.proto", package="inference", syntax="proto3")
-    other.message_type.add(name="ModelInferRequest")
-    added = descriptor_pool.Default().AddSerializedFile(other.SerializeToString())
-    theirs = added.message_types_by_name["ModelInferRequest"]
-    assert theirs is not messages.ModelInferRequest.DESCRIPTOR
-    assert messages.ModelInferRequest(model_name="x").SerializeToString() == b"\n\x01x"

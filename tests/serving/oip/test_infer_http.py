@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import gzip
 import json
 import zlib
@@ -10,16 +9,12 @@ import httpx
 import numpy as np
 import pytest
 
-from serving.api.http import HttpApp
 from serving.limits import RequestLimits
-from serving.rank.service import RankingService
 from shardrank_testing.inference_requests import binary_body, json_body, tensors_of
 from shardrank_testing.serving_api import (
     MODEL,
-    Gate,
     api_request,
     api_service,
-    gated_service,
     run,
     running_api,
     write_api_model,
@@ -114,19 +109,6 @@ def test_binary_is_chosen_by_output_and_by_request(api_model, service, members, 
             kind = "application/octet-stream" if any(binary.values()) else "application/json"
             assert answer.headers["content-type"] == kind
             assert set(outputs_of(answer)) == set(binary)
-
-    run(main())
-
-
-def test_an_id_is_returned_and_a_missing_one_is_given(api_model, service):
-    async def main() -> None:
-        async with running_api(service) as api:
-            given = tensors(api_model)
-            answer = (await api.http.post(INFER, content=json_body(given, id="mine"))).json()
-            assert (answer["id"], answer["model_name"], answer["model_version"]) == ("mine", MODEL, "1")
-            ids = [(await api.http.post(INFER, content=json_body(given))).json()["id"] for _ in range(2)]
-            assert all(ids)
-            assert ids[0] != ids[1]
 
     run(main())
 
@@ -283,111 +265,3 @@ def test_a_staged_version_and_a_draining_one_are_in_the_index(api_model, tmp_pat
                 lease.release()
 
     run(main())
-
-
-def test_the_routing_key_chooses_the_canary(api_model, tmp_path):
-    from serving.versions.loading import ModelSource, load_served_model
-
-    second = write_api_model(tmp_path, version=2, seed=1)
-
-    async def main() -> None:
-        with api_service(api_model) as service:
-            service.install_staged(load_served_model(ModelSource(snapshot=second.path, dtype="float32"), service))
-            service.set_canary(MODEL, 2, 0.5)
-            async with running_api(service) as api:
-
-                async def version(key: str, request_id: str) -> str:
-                    body = json_body(tensors(api_model), id=request_id, parameters={"routing_key": key})
-                    return (await api.http.post(INFER, content=body)).json()["model_version"]
-
-                by_key = {key: {await version(key, f"r{number}") for number in range(3)} for key in map(str, range(20))}
-                assert all(len(versions) == 1 for versions in by_key.values())
-                assert {one for versions in by_key.values() for one in versions} == {"1", "2"}
-
-    run(main())
-
-
-def test_statistics_are_those_of_the_requests(api_model):
-    async def main() -> None:
-        with api_service(api_model) as service:
-            async with running_api(service) as api:
-                body = json_body(tensors(api_model))
-                for _ in range(3):
-                    assert (await api.http.post(INFER, content=body)).status_code == 200
-                unknown = tensors(api_model)
-                next(one for one in unknown if one.name == "film").array[0] = 10**6
-                assert (await api.http.post(INFER, content=json_body(unknown))).status_code == 400
-                # Any API's rank requests count, but no lookups.
-                assert (await api.http.post(f"/v1/models/{MODEL}:rank", json=api_request(1))).status_code == 200
-                lookup = {"sparse": {"film": [[1]]}}
-                assert (await api.http.post(f"/v1/models/{MODEL}:lookup", json=lookup)).status_code == 200
-                (stats,) = (await api.http.get("/v2/models/stats")).json()["model_stats"]
-                assert (stats["inference_count"], stats["execution_count"]) == (4, 4)
-                parts = stats["inference_stats"]
-                assert (parts["success"]["count"], parts["fail"]["count"]) == (4, 1)
-                stages = ("queue", "compute_input", "compute_infer", "compute_output")
-                assert [parts[stage]["count"] for stage in stages] == [4] * 4
-                assert 0 < sum(parts[stage]["ns"] for stage in stages) <= parts["success"]["ns"]
-                assert abs(stats["last_inference"] / 1000 - service.wall_clock()) < 60
-
-    run(main())
-
-
-def test_a_full_process_sheds_and_a_deadline_passes(api_model):
-    gate = Gate()
-
-    async def main() -> None:
-        with gated_service(api_model, gate, RequestLimits(max_in_flight=1)) as service:
-            async with running_api(service) as api:
-                body = json_body(tensors(api_model))
-                first = asyncio.ensure_future(api.http.post(INFER, content=body))
-                await gate.wait_until_busy()
-                shed = await api.http.post(INFER, content=body)
-                assert (shed.status_code, shed.headers["shardrank-error-kind"]) == (503, "overloaded")
-                assert shed.headers["retry-after"]
-                for path in ("/v2/health/live", f"/v2/models/{MODEL}/ready"):
-                    assert (await api.http.get(path)).status_code == 200
-                gate.open.set()
-                assert (await first).status_code == 200
-        text = service.metrics.render().decode()
-        assert 'shardrank_errors_total{api="oip_http",kind="overloaded",method="rank"} 1.0' in text
-
-    run(main())
-
-
-def test_a_deadline_in_microseconds_counts(api_model):
-    gate = Gate()
-
-    async def main() -> None:
-        with gated_service(api_model, gate) as service:
-            async with running_api(service) as api:
-                body = json_body(tensors(api_model), parameters={"timeout": 20_000, "timeout_ms": 30_000})
-                answer = await api.http.post(INFER, content=body)
-                assert (answer.status_code, answer.headers["shardrank-error-kind"]) == (504, "deadline_exceeded")
-
-    run(main())
-
-
-def test_a_long_json_request_is_read_off_the_event_loop_and_answered(api_model, service):
-    async def main() -> None:
-        async with running_api(service) as api:
-            request = api_request(0, num_candidates=4000)
-            given = tensors_of(api_model.spec, request)
-            body = json_body(given)
-            assert len(body) > 300_000
-            answer = outputs_of(await api.http.post(INFER, content=body))
-            packed, headers = binary_body(given, parameters={"binary_data_output": True})
-            same = outputs_of(await api.http.post(INFER, content=packed, headers=headers))
-            assert answer["scores"].shape == (4000,)
-            assert answer["scores"].tolist() == same["scores"].tolist()
-
-    run(main())
-
-
-def test_every_path_is_documented():
-    paths = [path for path in HttpApp(RankingService()).documents.openapi()["paths"] if path.startswith("/v2")]
-    assert len(paths) > 15
-    words = {word.strip("`,.;|") for word in DOCUMENT.split()}
-    for path in paths:
-        ending = path.removeprefix("/v2").removeprefix("/models/{model}").removeprefix("/versions/{version}")
-        assert any(word.endswith(ending.rpartition("/")[2]) for word in words), path

@@ -58,14 +58,6 @@ def test_every_way_to_ask_gives_the_scores(told, transport):
 
 
 @pytest.mark.parametrize("transport", ["http", "grpc"])
-def test_ids_are_returned_or_given(told, transport):
-    ids = told[transport]["ids"]
-    assert ids.pop("version, id, top_k") == "mine"
-    assert all(ids.values())
-    assert len(set(ids.values())) == len(ids)
-
-
-@pytest.mark.parametrize("transport", ["http", "grpc"])
 def test_health_metadata_and_configuration_are_understood(told, transport):
     got = told[transport]
     assert (got["live"], got["ready"], got["model ready"]) == (True, True, [True, True, False])

@@ -132,47 +132,6 @@ def test_a_cancelled_call_is_dropped_from_the_queue(api_model):
     run(main())
 
 
-def test_a_full_queue_is_resource_exhausted(api_model):
-    gate = Gate()
-
-    async def main() -> None:
-        with gated_service(api_model, gate, RequestLimits(max_in_flight=1)) as service:
-            async with running_api(service) as api:
-                first = asyncio.ensure_future(api.stub.Rank(rank_message(api_request(0))))
-                await gate.wait_until_busy()
-                with failure("max_in_flight = 1") as refusal:
-                    await api.stub.Rank(rank_message(api_request(0)))
-                assert refusal.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-                gate.open.set()
-                await first
-
-    run(main())
-
-
-def test_a_call_that_never_sends_its_message_is_ended(service):
-    async def main() -> None:
-        async with running_api(service) as api:
-            method = api.channel.stream_unary(f"/{SERVICE}/Rank")
-            with failure("receive_timeout_s = 0.4") as refusal:
-                await method()
-            assert refusal.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-            assert service.in_flight == 0
-
-    run(main())
-
-
-def test_a_call_without_a_message_is_invalid(service):
-    async def main() -> None:
-        async with running_api(service) as api:
-            call = api.channel.stream_unary(f"/{SERVICE}/Rank")()
-            await call.done_writing()
-            with failure("no request message") as refusal:
-                await call
-            assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-
-    run(main())
-
-
 @pytest.mark.parametrize(
     "sent",
     [

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import grpc
 import numpy as np
 import pytest
@@ -13,8 +11,6 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from serving.limits import RequestLimits
 from serving.proto.shardrank.v1 import ranking_pb2
 from shardrank_testing.serving_api import MODEL, api_request, api_service, rank_message, run, running_api
-
-RANK = "/shardrank.v1.RankingService/Rank"
 
 
 @pytest.fixture(scope="module")
@@ -61,18 +57,6 @@ def test_a_message_of_many_windows_is_answered_and_so_is_a_large_answer(api_mode
     run(main())
 
 
-def test_what_follows_the_one_message_of_a_call_is_passed_over(api_model, service):
-    async def main() -> None:
-        async with running_api(service) as api:
-            message = rank_message(api_request(5)).SerializeToString()
-            call = api.channel.stream_unary(RANK, response_deserializer=ranking_pb2.RankResponse.FromString)(
-                iter([message, b"\xff" * 500_000, b"\xff" * 500_000])
-            )
-            np.testing.assert_allclose((await call).scores, api_model.scores(api_request(5)), rtol=1e-5)
-
-    run(main())
-
-
 def test_a_method_that_is_not_there_is_unimplemented(service):
     async def main() -> None:
         async with running_api(service) as api:
@@ -80,19 +64,6 @@ def test_a_method_that_is_not_there_is_unimplemented(service):
                 with pytest.raises(grpc.aio.AioRpcError, match="there is no method") as refusal:
                     await api.channel.unary_unary(path)(b"")
                 assert refusal.value.code() is grpc.StatusCode.UNIMPLEMENTED
-
-    run(main())
-
-
-def test_many_calls_at_once_each_get_their_own_answer(api_model, service):
-    async def main() -> None:
-        async with running_api(service) as api:
-            answers = await asyncio.gather(
-                *(api.stub.Rank(rank_message(api_request(seed, 1 + seed % 40))) for seed in range(100))
-            )
-            for seed, answer in enumerate(answers):
-                expected = api_model.scores(api_request(seed, 1 + seed % 40))
-                np.testing.assert_allclose(answer.scores, expected, rtol=1e-5)
 
     run(main())
 
@@ -137,19 +108,5 @@ def test_a_streamed_request_that_is_too_long_or_none_at_all_is_refused(service):
             await check.done_writing()
             with pytest.raises(grpc.aio.AioRpcError, match="no request message"):
                 await check
-
-    run(main())
-
-
-def test_an_endless_stream_of_requests_is_answered_one_by_one(service):
-    async def main() -> None:
-        async with running_api(service) as api:
-            info = reflection_pb2_grpc.ServerReflectionStub(api.channel).ServerReflectionInfo()
-            for number in range(200):
-                await info.write(reflection_pb2.ServerReflectionRequest(file_by_filename=f"{number}" + "x" * 30_000))
-                answer = await info.read()
-                assert answer.original_request.file_by_filename.startswith(str(number))
-            await info.done_writing()
-            assert await info.read() is grpc.aio.EOF
 
     run(main())

@@ -89,37 +89,6 @@ def test_all_that_a_streamed_message_took_of_the_window_is_given_back_and_no_mor
     run(main())
 
 
-@pytest.mark.parametrize("path", [RANK, REFLECTION])
-@pytest.mark.parametrize("size", [1, 4, 5, 100])
-def test_a_call_that_ends_within_its_message_is_told_so(service, path, size):
-    async def main() -> None:
-        async with running_api(service) as api, peer_of(api.listening.host, api.listening.grpc_port) as peer:
-            message = prefixed(rank_message(api_request(0)).SerializeToString())
-            peer.send(call(peer, 1, path), data(1, message[:size], END))
-            told = await status(peer, 1)
-            assert (told["grpc-status"], "ends before" in told["grpc-message"]) == ("3", True)
-
-    run(main())
-
-
-def test_trailers_of_a_client_end_its_call(service):
-    async def main() -> None:
-        async with running_api(service) as api, peer_of(api.listening.host, api.listening.grpc_port) as peer:
-            message = prefixed(rank_message(api_request(0)).SerializeToString())
-            trailers = frames.frame(
-                frames.HEADERS, END | END_HEADERS, 1, peer.encoder.encode([("x-sum", "1"), ("blob-bin", "AAEC")])
-            )
-            peer.send(call(peer, 1, RANK), data(1, message), trailers)
-            assert (await status(peer, 1))["grpc-status"] == "0"
-            # And without an end they are none.
-            peer.send(
-                call(peer, 3, RANK), frames.frame(frames.HEADERS, END_HEADERS, 3, peer.encoder.encode([("a", "b")]))
-            )
-            assert (await peer.find(frames.RST_STREAM)).stream_id == 3
-
-    run(main())
-
-
 def test_no_call_without_an_end_begins_while_the_server_stops(service):
     async def main() -> None:
         server = GrpcServer(service)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from urllib.parse import unquote
 
 import grpc
 import numpy as np
 import pytest
 
-from serving.api.grpc.calls import MAX_DETAILS_BYTES, grpc_message
 from serving.limits import RequestLimits
 from serving.proto.shardrank.v1 import ranking_pb2
 from serving.rank.service import RankingService
@@ -78,19 +76,6 @@ def test_calls_that_send_nothing_shut_nobody_out(api_model):
     run(main())
 
 
-def test_an_idle_connection_is_closed_and_the_next_call_makes_another(api_model):
-    async def main() -> None:
-        with api_service(api_model, RequestLimits(keep_alive_s=0.2)) as service:
-            async with running_api(service) as api:
-                message = rank_message(api_request(0))
-                await api.stub.Rank(message)
-                assert api.channel.get_state() is grpc.ChannelConnectivity.READY
-                await asyncio.wait_for(api.channel.wait_for_state_change(grpc.ChannelConnectivity.READY), 20)
-                await api.stub.Rank(message)
-
-    run(main())
-
-
 def test_a_connection_of_great_age_is_replaced_without_failing_a_call(api_model):
     async def main() -> None:
         with api_service(api_model, RequestLimits(max_connection_age_s=0.2)) as service:
@@ -113,40 +98,5 @@ def test_a_message_without_a_model_is_invalid_and_says_which_field(api_model, me
                 with pytest.raises(grpc.aio.AioRpcError, match="model: it is empty") as refusal:
                     await api.channel.unary_unary(f"/shardrank.v1.RankingService/{method}")(b"")
                 assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-
-    run(main())
-
-
-@pytest.mark.parametrize("method", ["Rank", "Lookup", "GetModel"])
-def test_bytes_that_are_no_message_are_named_by_the_public_type(api_model, method):
-    async def main() -> None:
-        with api_service(api_model) as service:
-            async with running_api(service) as api:
-                with pytest.raises(grpc.aio.AioRpcError, match=f"not a shardrank.v1.{method}Request") as refusal:
-                    await api.channel.unary_unary(f"/shardrank.v1.RankingService/{method}")(b"\xff")
-                assert "wire" not in refusal.value.details()
-
-    run(main())
-
-
-@pytest.mark.parametrize("letter", ["x", "%", "é", "北", "\n"])
-def test_details_of_an_error_are_bounded_as_they_travel(letter):
-    assert unquote(grpc_message("short " + letter), errors="strict") == "short " + letter
-    for before in ("a", "ab", "abc", "abcd"):
-        travelling = grpc_message(before + letter * 5000)
-        assert MAX_DETAILS_BYTES - 40 < len(travelling) <= MAX_DETAILS_BYTES
-        kept = unquote(travelling, errors="strict").removeprefix(before)
-        assert (kept.rstrip(".").strip(letter), kept[-3:]) == ("", "...")
-
-
-def test_an_error_with_a_long_message_reaches_the_client(api_model):
-    async def main() -> None:
-        with api_service(api_model) as service:
-            async with running_api(service) as api:
-                message = rank_message(api_request(0))
-                message.model = "北" * 1_300
-                with pytest.raises(grpc.aio.AioRpcError, match="model: '北") as refusal:
-                    await api.stub.Rank(message)
-                assert refusal.value.code() is grpc.StatusCode.NOT_FOUND
 
     run(main())

@@ -2,23 +2,18 @@ from __future__ import annotations
 
 import asyncio
 import gzip
-import tracemalloc
 import zlib
 
-import grpc
-import hpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from loader.errors import ShardrankError
 from serving.api.grpc.calls import (
-    MAX_DETAILS_BYTES,
     CallHead,
     MessageReader,
     plain_message,
     read_head,
-    status_block,
 )
 from serving.api.grpc.wire import HeaderDecoder, HeaderList, header_block
 
@@ -67,19 +62,6 @@ def test_messages_are_the_same_however_they_are_cut(messages, sizes):
     assert reader.missing == 0
 
 
-def test_how_much_is_missing_is_known_from_the_length_on():
-    reader = MessageReader(1000)
-    stream = prefixed(bytes(100))
-    assert [read_all(reader, [stream[at : at + 1]]) or reader.missing for at in (0, 1, 2, 3, 4, 5)] == [
-        0,
-        0,
-        0,
-        0,
-        100,
-        99,
-    ]
-
-
 @pytest.mark.parametrize(
     ("coding", "sent", "says", "kind"),
     [
@@ -119,55 +101,6 @@ def test_what_is_no_grpc_call_is_refused(sent):
     assert ("application/grpc" in str(error), error.grpc_status, status) == (True, "INVALID_ARGUMENT", 415)
     error, status = read_head(received([(b":method", b"GET"), *CALL[1:]]), MAX_HEADER_BYTES).refusal
     assert ("POST" in str(error), error.grpc_status, status) == (True, "UNIMPLEMENTED", 405)
-
-
-@pytest.mark.parametrize("sent", [b"application/grpc", b"application/grpc+proto", b"application/grpc;charset=utf-8"])
-def test_the_content_type_may_say_the_messages_format(sent):
-    assert read_head(received([*CALL[:3], (b"content-type", sent)]), MAX_HEADER_BYTES).refusal is None
-
-
-def test_a_message_in_tiny_pieces_takes_no_more_than_its_length():
-    reader, length = MessageReader(2**20), 2**17
-    stream = prefixed(bytes(length))
-    tracemalloc.start()
-    try:
-        for at in range(len(stream) - 1):
-            # Of one packet, but in a frame each.
-            reader.feed(memoryview(stream)[at : at + 1])
-        assert tracemalloc.get_traced_memory()[1] < 3 * length
-    finally:
-        tracemalloc.stop()
-    message, _ = reader.feed(memoryview(stream)[-1:])
-    assert message == (0, bytes(length))
-
-
-@pytest.mark.parametrize("letter", ["x", "%", "é", "北", "\n"])
-def test_a_status_fits_into_one_frame_whatever_its_details(letter):
-    block = status_block(grpc.StatusCode.NOT_FOUND, letter * 10_000, "x", http_status=200)
-    assert MAX_DETAILS_BYTES - 40 < len(block) < MAX_DETAILS_BYTES + 200
-
-
-def test_a_status_begins_and_ends_with_no_space():
-    block = status_block(grpc.StatusCode.NOT_FOUND, "  a b ", "", http_status=415)
-    headers = dict(hpack.Decoder().decode(block))
-    assert (headers[":status"], headers["grpc-message"]) == ("415", "%20 a b%20")
-
-
-def test_a_status_holds_what_utf_8_can_not():
-    block = status_block(grpc.StatusCode.INVALID_ARGUMENT, "\ud800 is none", "", http_status=None)
-    assert dict(hpack.Decoder().decode(block)) == {"grpc-status": "3", "grpc-message": "? is none"}
-
-
-def test_credentials_that_come_twice_are_none_that_is_known():
-    once = (b"authorization", b"Bearer a")
-    assert read_head(received([*CALL, once]), MAX_HEADER_BYTES).authorization == "Bearer a"
-    assert read_head(received([*CALL, once, once]), MAX_HEADER_BYTES).authorization == "Bearer a, Bearer a"
-    assert read_head(received(CALL), MAX_HEADER_BYTES).authorization is None
-
-
-def test_a_malformed_request_is_refused_with_what_is_wrong():
-    error, http_status = read_head(received([*CALL, (b"x-a", b"b\nc")]), MAX_HEADER_BYTES).refusal
-    assert (error.grpc_status, http_status, "x-a" in str(error)) == ("INVALID_ARGUMENT", 400, True)
 
 
 def test_a_long_message_is_expanded_in_pieces_with_turns_between_them():

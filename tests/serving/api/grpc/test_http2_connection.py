@@ -6,17 +6,15 @@ import asyncio
 import dataclasses
 import gc
 import weakref
-from itertools import pairwise
 
-import hpack
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serving.api.grpc import wire as frames
-from serving.api.grpc.listener import CALLS_OF_A_TURN, Http2Protocol
+from serving.api.grpc.listener import Http2Protocol
 from serving.api.grpc.wire import ConnectionLimits, ErrorCode
-from shardrank_testing.http2_peer import LIMITS, REQUEST, SETTINGS, Echo, Http2Peer, echo_listener, http2_peer, run
+from shardrank_testing.http2_peer import LIMITS, SETTINGS, Echo, Http2Peer, echo_listener, http2_peer, run
 
 END = frames.END_STREAM
 END_HEADERS = frames.END_HEADERS
@@ -72,23 +70,6 @@ async def connected(echo: Echo | None = None, limits: ConnectionLimits = LIMITS)
     await asyncio.sleep(0)
     del transport.pieces[:]
     return transport, connection
-
-
-def test_a_connection_begins_few_calls_in_a_turn_and_then_the_others_have_theirs():
-    async def main() -> None:
-        echo, count = Echo(), 3 * CALLS_OF_A_TURN + 1
-        _, connection = await connected(echo, dataclasses.replace(LIMITS, max_streams=100))
-        block = hpack.Encoder().encode(REQUEST)
-        heads = [frames.frame(frames.HEADERS, END_HEADERS, 2 * number + 1, block) for number in range(count)]
-        connection.data_received(frames.PREFACE + SETTINGS + b"".join(heads))
-        begun = []
-        while len(echo.begun) < count:
-            begun.append(len(echo.begun))
-            await asyncio.sleep(0)
-        assert max(b - a for a, b in pairwise([0, *begun, count])) <= CALLS_OF_A_TURN
-        assert echo.begun == [2 * number + 1 for number in range(count)]
-
-    run(main())
 
 
 def test_what_is_ready_in_one_turn_of_the_loop_is_written_at_once_and_nothing_behind_an_end():
@@ -204,57 +185,6 @@ def test_an_answer_keeps_to_the_peers_windows_and_frame_size():
     run(main())
 
 
-def test_a_stream_can_be_ended_though_its_window_became_negative():
-    async def main() -> None:
-        async with http2_peer() as (peer, echo, _):
-            peer.begin(frames.settings({frames.INITIAL_WINDOW_SIZE: 10}))
-            peer.send(peer.headers(1), data(1, b"x"))
-            await echo.until(lambda: echo.num_received == 1)
-            echo.streams[0].send(b"\x88", bytes(10))
-            await peer.find(frames.DATA, 1)
-            peer.send(frames.settings({frames.INITIAL_WINDOW_SIZE: 0}), data(1, b"y"))
-            await echo.until(lambda: echo.num_received == 2)
-            assert echo.streams[0].connection.connection.streams[1].send_window == -10
-            echo.streams[0].send(b"", b"", b"\x88")
-            ended = await peer.find(frames.HEADERS, 1)
-            assert ended.flags & END
-
-    run(main())
-
-
-def test_a_peer_that_fills_its_window_may_go_on_when_it_is_granted_more():
-    async def main() -> None:
-        async with http2_peer() as (peer, echo, _):
-            peer.begin()
-            peer.send(peer.headers(1), data(1, bytes(1000)))
-            await echo.until(lambda: echo.num_received == 1000)
-            echo.streams[0].connection.grant(1, 500)
-            assert int.from_bytes((await peer.find(frames.WINDOW_UPDATE, 1)).payload, "big") == 500
-            peer.send(data(1, bytes(500), END))
-            assert len((await peer.answer(1))[0]) == 1500
-            peer.send(peer.headers(3), data(3, bytes(1001)))
-            reset = await peer.find(frames.RST_STREAM)
-            assert (reset.stream_id, reset.payload[-1]) == (3, ErrorCode.FLOW_CONTROL_ERROR)
-            # More data for a stream that is over are passed over.
-            peer.send(data(3, bytes(100), END), peer.headers(5), data(5, b"fifth", END))
-            assert (await peer.answer(5))[0] == b"fifth"
-
-    run(main())
-
-
-def test_the_window_of_the_connection_is_refilled():
-    async def main() -> None:
-        async with http2_peer() as (peer, _, _):
-            peer.begin()
-            for number in range(300):
-                stream_id = 2 * number + 1
-                peer.send(peer.headers(stream_id), data(stream_id, bytes(1000), END))
-                peer.send(frames.window_update(0, 1000))
-                assert len((await peer.answer(stream_id))[0]) == 1000
-
-    run(main())
-
-
 def test_streams_beyond_the_limit_are_refused_and_later_ones_are_not():
     async def main() -> None:
         async with http2_peer() as (peer, echo, _):
@@ -359,17 +289,6 @@ def test_a_breach_of_the_protocol_ends_the_connection_and_says_why(sent, code):
     run(main())
 
 
-def test_streams_are_dropped_when_the_connection_is_lost():
-    async def main() -> None:
-        async with http2_peer() as (peer, echo, _):
-            peer.begin()
-            peer.send(peer.headers(1))
-            peer.close()
-            await echo.until(lambda: echo.dropped == [1])
-
-    run(main())
-
-
 def test_a_connection_that_is_asked_to_go_serves_what_it_began():
     async def main() -> None:
         async with http2_peer() as (peer, echo, listener):
@@ -391,40 +310,6 @@ def test_a_connection_that_is_asked_to_go_serves_what_it_began():
             assert echo.begun == [1, 3]
             peer.close()
             await stopping
-
-    run(main())
-
-
-def test_what_does_not_go_in_time_is_dropped():
-    async def main() -> None:
-        async with http2_peer() as (peer, echo, listener):
-            peer.begin()
-            peer.send(peer.headers(1))
-            await peer.find(frames.SETTINGS)
-            await listener.stop(0.05)
-            assert echo.dropped == [1]
-
-    run(main())
-
-
-def test_a_connection_too_many_takes_the_place_of_the_one_that_is_idle_for_longest():
-    async def main() -> None:
-        async with http2_peer() as (peer, echo, listener):
-            peer.begin()
-            peer.send(peer.headers(1))
-            await peer.find(frames.SETTINGS)
-            others = [Http2Peer(*await asyncio.open_connection("127.0.0.1", listener.port)) for _ in range(4)]
-            for other in others[:2]:
-                assert (await other.rest())[-1].kind == frames.GOAWAY
-            for other in others[2:]:
-                other.begin()
-                other.send(other.headers(1), data(1, b"here", END))
-                assert (await other.answer(1))[0] == b"here"
-            peer.send(data(1, b"still", END))
-            assert (await peer.answer(1))[0] == b"still"
-            assert echo.dropped == []
-            for other in others:
-                other.close()
 
     run(main())
 

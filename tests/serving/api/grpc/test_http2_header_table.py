@@ -40,25 +40,3 @@ def test_a_peer_that_makes_the_header_table_smaller_is_told_that_this_is_kept_to
             assert first.payload == b"\x88"
 
     run(main())
-
-
-def test_the_smallest_of_several_header_table_sizes_is_answered():
-    async def main() -> None:
-        async with http2_peer() as (peer, _, _):
-            sizes = b"".join(frames.HEADER_TABLE_SIZE.to_bytes(2, "big") + n.to_bytes(4, "big") for n in (0, 4096))
-            peer.begin(frames.frame(frames.SETTINGS, 0, 0, sizes))
-            peer.send(peer.headers(1, END_HEADERS | END))
-            assert (await peer.find(frames.HEADERS, 1)).payload == b"\x20\x88"
-
-    run(main())
-
-
-@pytest.mark.parametrize("size", [4096, 65536])
-def test_a_header_table_as_large_as_usual_needs_no_word(size):
-    async def main() -> None:
-        async with http2_peer() as (peer, _, _):
-            peer.begin(frames.settings({frames.HEADER_TABLE_SIZE: size}))
-            peer.send(peer.headers(1, END_HEADERS | END))
-            assert (await peer.find(frames.HEADERS, 1)).payload == b"\x88"
-
-    run(main())

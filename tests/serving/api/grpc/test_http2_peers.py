@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import socket
 
@@ -12,7 +11,7 @@ import uvloop
 
 from serving.api.grpc import wire as frames
 from serving.api.grpc.wire import ErrorCode
-from shardrank_testing.http2_peer import LIMITS, SETTINGS, http2_peer
+from shardrank_testing.http2_peer import LIMITS, http2_peer
 
 END, END_HEADERS = frames.END_STREAM, frames.END_HEADERS
 QUICK = dataclasses.replace(LIMITS, patience_s=0.2)
@@ -115,87 +114,6 @@ def test_a_stream_that_waits_for_the_connections_window_stays_while_others_go_on
     run(main())
 
 
-def test_a_peer_that_answers_no_ping_but_sends_requests_is_alive():
-    async def main() -> None:
-        async with http2_peer(QUICK) as (peer, _, _):
-            peer.begin()
-            pings, stream_id = 0, -1
-            while pings < 4:
-                stream_id += 2
-                peer.send(peer.headers(stream_id), data(stream_id, b"x", END))
-                while (frame := await peer.read()).stream_id != stream_id or not frame.flags & END:
-                    pings += frame.kind == frames.PING
-            peer.send(peer.headers(stream_id + 2), data(stream_id + 2, b"last", END))
-            assert (await peer.answer(stream_id + 2))[0] == b"last"
-
-    run(main())
-
-
-def test_a_peer_in_the_midst_of_long_data_is_alive():
-    async def main() -> None:
-        async with http2_peer(dataclasses.replace(QUICK, stream_window=50_000)) as (peer, _, _):
-            peer.begin()
-            frame = data(1, bytes(5000), END)
-            peer.send(peer.headers(1), frame[:1000])
-            pings, sent = 0, 1000
-            while pings < 5:
-                pings += (await peer.read()).kind == frames.PING
-                peer.send(frame[sent : sent + 100])
-                sent += 100
-            peer.send(frame[sent:])
-            assert len((await peer.answer(1))[0]) == 5000
-
-    run(main())
-
-
-def test_padding_is_given_back_to_the_streams_window():
-    async def main() -> None:
-        async with http2_peer() as (peer, _, _):
-            peer.begin()
-            peer.send(peer.headers(1))
-            for _ in range(20):
-                peer.send(data(1, bytes((200,)) + b"x" + bytes(200), frames.PADDED))
-                granted = await peer.find(frames.WINDOW_UPDATE, 1)
-                assert int.from_bytes(granted.payload, "big") == 201
-            peer.send(data(1, b"", END))
-            assert (await peer.answer(1))[0] == b"x" * 20
-
-    run(main())
-
-
-def test_what_a_peer_is_told_of_its_breach_is_short():
-    async def main() -> None:
-        async with http2_peer() as (peer, _, _):
-            peer.begin()
-            # The decoder's own message would tell all of it.
-            block = b"\x00\x7f\xff\xff\xff\xff\xff\xff\xff" + b"a" * 3000
-            peer.send(frames.frame(frames.HEADERS, END_HEADERS, 1, block))
-            going = (await peer.rest())[-1]
-            assert code_of(going) == ErrorCode.COMPRESSION_ERROR
-            assert 8 < len(going.payload) <= 8 + frames.MAX_GOAWAY_BYTES
-
-    run(main())
-
-
-def test_a_peer_is_never_told_of_a_later_last_stream_than_before():
-    async def main() -> None:
-        async with http2_peer() as (peer, _, listener):
-            peer.begin()
-            peer.send(peer.headers(1))
-            await peer.find(frames.SETTINGS)
-            stopping = asyncio.create_task(listener.stop(20))
-            ping = await peer.find(frames.PING)
-            peer.send(frames.frame(frames.PING, frames.ACK, 0, ping.payload))
-            await peer.find(frames.GOAWAY)
-            peer.send(peer.headers(3), frames.window_update(0, 0))
-            going = (await peer.rest())[-1]
-            assert int.from_bytes(going.payload[:4], "big") == 1
-            peer.close()
-            await stopping
-
-    run(main())
-
-
 async def slow_connection(port: int) -> socket.socket:
     """A client whose receive buffer is small, so that what it does not read stays with the server."""
     connection = socket.socket()
@@ -269,43 +187,5 @@ def test_a_peer_that_takes_nothing_is_dropped_and_its_answer_with_it():
                 await send_for_ever(connection, pong)
             connection.close()
             await echo.until(lambda: echo.dropped == [3])
-
-    run(main())
-
-
-def test_connections_that_come_at_once_are_no_more_than_allowed():
-    async def main() -> None:
-        async with http2_peer() as (peer, _, listener):
-            peer.begin()
-            peer.send(peer.headers(1))
-            await peer.find(frames.SETTINGS)
-            others = []
-            for _ in range(20):
-                one = socket.socket()
-                # The loop sees them all in one go.
-                one.connect(("127.0.0.1", listener.port))
-                one.setblocking(False)
-                others.append(one)
-            loop = asyncio.get_running_loop()
-            block = frames.frame(frames.HEADERS, END_HEADERS, 1, peer.encoder.encode([(":method", "POST")]))
-
-            async def is_kept(one: socket.socket) -> bool:
-                got = b""
-                with contextlib.suppress(ConnectionError):
-                    await loop.sock_sendall(one, frames.PREFACE + SETTINGS + block)
-                    async with asyncio.timeout(1):
-                        while piece := await loop.sock_recv(one, 2**16):
-                            got += piece
-                return False
-
-            async def kept(one: socket.socket) -> bool:
-                try:
-                    return await is_kept(one)
-                except TimeoutError:
-                    return True
-
-            assert sum(await asyncio.gather(*map(kept, others))) == 2
-            for one in others:
-                one.close()
 
     run(main())

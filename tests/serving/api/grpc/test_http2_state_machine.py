@@ -142,20 +142,6 @@ def test_whatever_comes_nothing_is_raised_and_each_stream_that_is_opened_is_told
         assert len(told.events) == before
 
 
-@given(st.binary(max_size=300))
-def test_random_bytes_end_in_goaway(sent):
-    at = connection()
-    at.feed(b"\x00" + sent)
-    at.read()
-    assert at.failure.code is ErrorCode.PROTOCOL_ERROR
-    at = connection()
-    at.feed(wire.PREFACE + sent)
-    at.read()
-    assert at.is_over == (at.failure is not None)
-    if at.failure is not None:
-        assert at.take().endswith(wire.goaway(at.last_stream_id, at.failure.code, str(at.failure)))
-
-
 def frames_until_the_end(flood: bytes, begin: bytes = BEGIN, limits: ConnectionLimits = LIMITS) -> int:
     """How many times a flood is read until the connection ends for it."""
     at = connection(limits)
@@ -198,39 +184,6 @@ def test_a_flood_is_ended_after_so_many_frames(flood, before):
     assert frames_until_the_end(flood, BEGIN + before, limits) <= LIMITS.max_control_frames
 
 
-def test_requests_and_resets_are_ended_after_so_many():
-    at = connection()
-    at.feed(BEGIN)
-    number = 1
-    while not at.is_over:
-        at.feed(headers(number) + wire.rst_stream(number, ErrorCode.CANCEL))
-        at.read()
-        number += 2
-    assert number <= 2 * LIMITS.max_control_frames + 5
-
-
-def test_a_continuation_counts_for_all_that_it_has_copied():
-    at = connection(dataclasses.replace(LIMITS, max_header_bytes=100_000, max_control_frames=1000))
-    at.feed(BEGIN + wire.frame(wire.HEADERS, 0, 1, b"\x82" * 8000))
-    count = 0
-    while not at.is_over:
-        at.feed(wire.frame(wire.CONTINUATION, 0, 1, b"\x82" * 1000))
-        at.read()
-        count += 1
-    assert count < 60
-
-
-def test_full_data_frames_cost_nothing():
-    limits = dataclasses.replace(LIMITS, stream_window=10**8, connection_window=10**8)
-    at = connection(limits)
-    at.feed(BEGIN + headers(1))
-    at.read()
-    for _ in range(10 * LIMITS.max_control_frames):
-        at.feed(data(1, bytes(1000)))
-        at.read()
-    assert not at.is_over
-
-
 def test_reading_stops_when_the_clock_says_so_and_goes_on_later():
     now = 0.0
 
@@ -268,13 +221,3 @@ def test_requests_with_many_new_headers_are_a_flood_though_each_is_answered_and_
             at.read()
             at.send(stream_id, b"\x88", b"", b"\x88")
         assert isinstance(at.failure, FloodError) is is_flood
-
-
-def test_a_header_block_of_many_headers_ends_at_the_limit_of_its_size():
-    at = connection()
-    # The same entry of 4 KB, again and again: one byte each.
-    block = b"\x40\x01a\x7f\xa1\x1e" + b"v" * 4000 + b"\xbe" * 10
-    at.feed(BEGIN + wire.frame(wire.HEADERS, END_HEADERS, 1, block))
-    at.read()
-    assert at.failure.code is ErrorCode.ENHANCE_YOUR_CALM
-    assert not isinstance(at.failure, FloodError)
