@@ -46,7 +46,7 @@ def router_of(spec: ModelSpec, snapshot: Snapshot) -> tuple[Router, RecordingNod
 
 
 @pytest.mark.parametrize("policy", ["reject", "default_row", "skip"])
-def test_whatever_ids_are_asked_for_values_that_are_said_to_be_checked_are_rows(snapshot, policy):
+def test_values_called_checked_are_rows(snapshot, policy):
     spec = snapshot.spec
     tables = [{**table.model_dump(), "unknown_id": policy} for table in spec.tables]
     router, node = router_of(ModelSpec.model_validate({**spec.model_dump(), "tables": tables}), snapshot)
@@ -64,7 +64,7 @@ def test_whatever_ids_are_asked_for_values_that_are_said_to_be_checked_are_rows(
         asked.layout.check(plain)
 
 
-def test_a_node_with_other_tables_than_the_routers_checks_for_itself(snapshot):
+def test_a_node_with_other_tables_checks_for_itself(snapshot):
     spec, num_films = snapshot.spec, snapshot.spec.table_of("film").num_embeddings
     tables = [{**table.model_dump(), "num_embeddings": 4 * table.num_embeddings} for table in spec.tables]
     router, _ = router_of(ModelSpec.model_validate({**spec.model_dump(), "tables": tables}), snapshot)

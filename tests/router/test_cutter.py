@@ -20,53 +20,33 @@ from shardrank_testing.topologies import Topology, local_router, lookup, remote_
 
 
 @given(st.integers(0, 2**32), st.integers(1, 4000), st.integers(1, 3), st.booleans())
-def test_what_is_added_from_all_pieces_is_what_the_whole_gives(seed, piece_bytes, num_owners, weighted):
+def test_pieces_add_up_to_the_whole_within_their_bytes(seed, piece_bytes, num_owners, weighted):
     engine, rng = reference_engine(), np.random.default_rng(seed)
-    bags = random_table_bags(rng, engine.layout, 12, 6, weighted)
-    cutter = Cutter(engine.layout, piece_bytes)
+    layout = engine.layout
+    bags = random_table_bags(rng, layout, 12, 6, weighted)
     owner = rng.integers(0, num_owners, bags.num_values).astype(np.uint8)
     parts = [whole(bags)] if num_owners == 1 else split(bags, owner, range(num_owners))
-    pieces = [piece for part in parts for piece in cutter.cut(part)]
-    assert sum(piece.bags.num_values for piece in pieces) == bags.num_values
-    added = add_answers(engine.layout, bags, pieces, [Answer(engine.pool(piece.bags)) for piece in pieces])
-    for ours, theirs in zip(added, engine.pool(bags), strict=True):
-        # Weights are not whole numbers, so the order in which owners are added shows in the last bits.
-        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-3 if weighted and num_owners > 1 else 0)
-
-
-@given(st.integers(0, 2**32), st.integers(1, 4000), st.integers(1, 3))
-def test_pieces_know_which_bags_and_values_of_the_whole_they_are(seed, piece_bytes, num_owners):
-    layout, rng = reference_engine().layout, np.random.default_rng(seed)
-    bags = random_table_bags(rng, layout, 12, 6, weighted=True)
-    owner = rng.integers(0, num_owners, bags.num_values).astype(np.uint8)
     key_of_bag = np.repeat(bags.keys, bags.bags_per_key)
-    for part in split(bags, owner, range(num_owners)):
-        pieces = Cutter(layout, piece_bytes).cut(part)
-        np.testing.assert_array_equal(np.concatenate([piece.bag_index for piece in pieces]), part.bag_index)
-        np.testing.assert_array_equal(np.concatenate([piece.positions for piece in pieces]), part.positions)
-        for piece in pieces:
+    pieces = []
+    for part in parts:
+        of_part = Cutter(layout, piece_bytes).cut(part)
+        np.testing.assert_array_equal(np.concatenate([piece.bag_index for piece in of_part]), part.bag_index)
+        np.testing.assert_array_equal(np.concatenate([piece.positions for piece in of_part]), part.positions)
+        for piece in of_part:
+            piece.bags.validate()
             assert (piece.owner, piece.shares_no_bag) == (part.owner, part.shares_no_bag)
             np.testing.assert_array_equal(piece.bags.values, bags.values[piece.positions])
-            np.testing.assert_array_equal(piece.bags.weights, bags.weights[piece.positions])
-            np.testing.assert_array_equal(
-                np.repeat(piece.bags.keys, piece.bags.bags_per_key), key_of_bag[piece.bag_index]
-            )
-
-
-@given(st.integers(0, 2**32), st.integers(1, 4000))
-def test_a_piece_of_several_bags_is_within_its_bytes(seed, piece_bytes):
-    layout = reference_engine().layout
-    bags = random_table_bags(np.random.default_rng(seed), layout, 12, 6)
-    for piece in Cutter(layout, piece_bytes).cut(whole(bags)):
-        piece.bags.validate()
-        answer = int((layout.bag_bytes[piece.bags.keys] * piece.bags.bags_per_key).sum())
-        assert piece.bags.num_bags == 1 or answer + piece.bags.num_values * VALUE_BYTES <= piece_bytes
-
-
-def test_what_fits_is_not_touched():
-    layout = reference_engine().layout
-    part = whole(random_table_bags(np.random.default_rng(1), layout, 12, 6))
-    assert Cutter(layout).cut(part)[0] is part
+            assert (piece.bags.weights is None) != weighted
+            keys = np.repeat(piece.bags.keys, piece.bags.bags_per_key)
+            np.testing.assert_array_equal(keys, key_of_bag[piece.bag_index])
+            answer_bytes = int((layout.bag_bytes[piece.bags.keys] * piece.bags.bags_per_key).sum())
+            assert piece.bags.num_bags == 1 or answer_bytes + piece.bags.num_values * VALUE_BYTES <= piece_bytes
+        pieces += of_part
+        assert Cutter(layout).cut(part)[0] is part
+    added = add_answers(layout, bags, pieces, [Answer(engine.pool(piece.bags)) for piece in pieces])
+    for actual, expected in zip(added, engine.pool(bags), strict=True):
+        # Weights are not whole numbers, so the order in which owners are added shows in the last bits.
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-3 if weighted and num_owners > 1 else 0)
 
 
 def test_what_is_too_large_for_a_frame_travels_in_pieces(tmp_path):

@@ -20,7 +20,15 @@ from shard_node.node import LocalShard
 from shardrank_testing.card_engines import OnCards
 from shardrank_testing.divided import Twins, describe, write_twins
 from shardrank_testing.snapshots import make_spec
-from shardrank_testing.topologies import Topology, local_router, lookup, make_node, make_router, remote_router
+from shardrank_testing.topologies import (
+    Topology,
+    local_router,
+    lookup,
+    make_node,
+    make_router,
+    random_feature_bags,
+    remote_router,
+)
 
 BLOCKS = [{"share": 0.1}, {"share": 0.3, "dim": 6, "dtype": "fp16"}, {"dim": 2, "dtype": "int4"}]
 HOT_AND_COLD = {"dtype": {"hot": "fp16", "cold": "int4", "hot_share": 0.2}}
@@ -43,18 +51,6 @@ LEVERS = {
     "city": [{}, {"embedding_dim": 2, "project_to": 8}],
 }
 EVERYTHING = {name: ways[-1] for name, ways in LEVERS.items()} | {"film": LEVERS["film"][4]}
-
-
-def random_bags(twins: Twins, rng: np.random.Generator, features: list[int], most: int = 5) -> KeyedBags:
-    schema = FeatureSchema.of(twins.divided.spec)
-    bags_per_key = rng.integers(0, 5, len(features))
-    lengths = rng.integers(0, most + 1, int(bags_per_key.sum()))
-    values_per_key = np.diff(np.append(0, np.cumsum(lengths))[np.append(0, np.cumsum(bags_per_key))])
-    limits = [schema.spec.table_of(schema.features[key].name).num_embeddings for key in features]
-    values = (rng.random(int(lengths.sum())) * np.repeat(limits, values_per_key)).astype(np.int64)
-    weighted = np.repeat([schema.features[key].weighted for key in features], values_per_key)
-    weights = np.where(weighted, rng.normal(size=values.size), 1.0).astype(np.float32)
-    return KeyedBags.from_lengths(np.array(features, np.int32), bags_per_key, lengths, values, weights)
 
 
 def by_name(snapshot, router, bags: KeyedBags, projections=None) -> dict[str, np.ndarray]:
@@ -94,8 +90,8 @@ def assert_alike(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) 
     shards=st.sampled_from([1, 3]),
     seed=st.integers(0, 2**32 - 1),
 )
-@settings(max_examples=12, suppress_health_check=list(HealthCheck))
-def test_any_levers_give_what_whole_tables_of_the_same_rows_give(levers, pruned, shards, seed):
+@settings(suppress_health_check=list(HealthCheck))
+def test_any_levers_give_what_undivided_tables_give(levers, pruned, shards, seed):
     rng = np.random.default_rng(seed)
     cut = ("user", "film") if pruned else ()
     # Parts that are trained as such bring no row for those that are pruned.
@@ -107,12 +103,12 @@ def test_any_levers_give_what_whole_tables_of_the_same_rows_give(levers, pruned,
         count = len(router.schema.features)
         some = sorted(rng.choice(count, int(rng.integers(1, count + 1)), replace=False).tolist())
         for features in (list(range(count)), some):
-            bags = random_bags(twins, rng, features)
+            bags = random_feature_bags(router.schema, rng, features=features)
             found = by_name(twins.divided, router, bags, twins.projections)
             assert_alike(found, by_name(twins.whole, plain, in_order_of(twins, bags)))
 
 
-def test_parts_behind_sockets_give_what_whole_tables_give(tmp_path):
+def test_parts_behind_sockets_give_what_undivided_tables_give(tmp_path):
     twins = write_twins(tmp_path, describe(make_spec(), EVERYTHING), pruned=("user",))
     plain = local_router(twins.whole, Topology())
 
@@ -120,7 +116,7 @@ def test_parts_behind_sockets_give_what_whole_tables_give(tmp_path):
         found = []
         async with remote_router(twins.divided, Topology(3, 2, "table"), tmp_path) as router:
             for most in (1, 6):  # One row a bag travels as stored, more as sums.
-                bags = random_bags(twins, np.random.default_rng(most), list(range(len(router.schema.features))), most)
+                bags = random_feature_bags(router.schema, np.random.default_rng(most), max_hotness=most)
                 found.append((bags, router.schema, await lookup(router, twins.divided, bags)))
         return found
 
@@ -134,7 +130,7 @@ def test_parts_behind_sockets_give_what_whole_tables_give(tmp_path):
 
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("on", [OnCards(1, "peers"), OnCards(4, "every tier")], ids=str)
-def test_parts_on_emulated_cards_give_what_whole_tables_give(tmp_path, shards, on):
+def test_parts_on_cards_give_what_undivided_tables_give(tmp_path, shards, on):
     hot_beside_cold = EVERYTHING | {"user": HOT_AND_COLD, "genre": HOT_AND_COLD}
     twins = write_twins(tmp_path, describe(make_spec(), hot_beside_cold), pruned=("user",))
     spec, plain = twins.divided.spec, local_router(twins.whole, Topology())
@@ -146,40 +142,36 @@ def test_parts_on_emulated_cards_give_what_whole_tables_give(tmp_path, shards, o
     nodes = [make_node(twins.divided, plan, shard, card_set=on.card_set(spec)) for shard in range(shards)]
     router = make_router(twins.divided, plan, [LocalShard(node) for node in nodes])
     for features in (list(range(len(router.schema.features))), [1, 2, 5]):
-        bags = random_bags(twins, np.random.default_rng(7), features)
+        bags = random_feature_bags(router.schema, np.random.default_rng(7), features=features)
         found = by_name(twins.divided, router, bags, twins.projections)
         assert_alike(found, by_name(twins.whole, plain, in_order_of(twins, bags)))
 
 
-def test_ids_that_were_seen_give_the_same_bits_after_pruning_and_others_the_default_row(tmp_path):
+def test_pruning_changes_no_bit_of_rows_that_were_seen(tmp_path):
+    """Others get the default row."""
     spec = make_spec()
     twins = write_twins(tmp_path, describe(spec, {}), pruned=("user", "film", "genre", "tag", "city"))
-    kept = {name: np.flatnonzero(counts) for name, counts in twins.counts.items()}
+    undivided = write_twins(tmp_path / "not pruned", describe(spec, {})).divided
     router, plain = local_router(twins.divided, Topology()), local_router(twins.whole, Topology())
-    schema = router.schema
-    keys = np.arange(len(schema.features), dtype=np.int32)
-    of_keys = [schema.spec.table_of(one.name).name for one in schema.features]
-    for wanted in ("seen", "pruned"):
+    tables = [router.schema.spec.table_of(feature.name).name for feature in router.schema.features]
+    keys = np.arange(len(tables), dtype=np.int32)
+    for is_seen in (True, False):
         rng = np.random.default_rng(4)
-        ids = {
-            name: own if wanted == "seen" else np.setdiff1d(np.arange(twins.counts[name].size), own)
-            for name, own in kept.items()
-        }
-        values = np.concatenate([rng.choice(ids[name], 12) for name in of_keys])
+        values = np.concatenate(
+            [rng.choice(np.flatnonzero((twins.counts[name] > 0) == is_seen), 12) for name in tables]
+        )
         ones = np.ones(values.size, np.float32)
         bags = KeyedBags.from_lengths(keys, np.full(keys.size, 4), np.full(4 * keys.size, 3), values, ones)
-        found = by_name(twins.divided, router, bags)
+        features = by_name(twins.divided, router, bags)
         # The twin's float32 rows are what the others are worth, and these operators add in one order.
         expected = by_name(twins.whole, plain, in_order_of(twins, bags))
-        for name, one in found.items():
-            np.testing.assert_allclose(one, expected[name], rtol=1e-5, atol=1e-5, err_msg=name)
-    whole = write_twins(tmp_path / "not pruned", describe(spec, {}))
-    assert {one.name for one in whole.divided.spec.divided} == set()
-    values = np.concatenate([np.random.default_rng(5).choice(kept[name], 12) for name in of_keys])
-    bags = KeyedBags.from_lengths(keys, np.full(keys.size, 4), np.full(4 * keys.size, 3), values)
-    same_rows = by_name(whole.divided, local_router(whole.divided, Topology()), bags)
-    for name, one in by_name(twins.divided, router, bags).items():
-        assert one.tobytes() == same_rows[name].tobytes(), name
+        for name, feature in features.items():
+            np.testing.assert_allclose(feature, expected[name], rtol=1e-5, atol=1e-5, err_msg=name)
+        if is_seen:
+            same_rows = by_name(undivided, local_router(undivided, Topology()), bags)
+            assert {name: feature.tobytes() for name, feature in features.items()} == {
+                name: feature.tobytes() for name, feature in same_rows.items()
+            }
 
 
 def test_classes_of_other_tables_are_refused_by_name(tmp_path):

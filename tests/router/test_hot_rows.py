@@ -10,14 +10,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from loader.snapshot.reader import Snapshot
 from router.errors import HotRowsError
-from router.feature_schema import FeatureSchema
 from router.hot_rows import TABLE_SHIFT, HotIndex, HotRows, HotRowsConfig, index_bytes, set_bytes
 from shard_node.answer import HALVES, Forms
-from shard_node.bags import KeyedBags, TableLayout
-from shardrank_testing.snapshots import make_spec, write_snapshot
-from shardrank_testing.topologies import Topology, hold, hot_keys, local_router, lookup, remote_router
+from shard_node.bags import KeyedBags
+from shardrank_testing.snapshots import make_spec
+from shardrank_testing.topologies import StoredModel, Topology, hold, hot_keys, local_router, lookup, remote_router
 
 DTYPES = ["int8", "int4", "fp16", "fp32"]
 KEYS = st.integers(0, 40).flatmap(lambda table: st.integers(0, 2**32 - 1).map(lambda row: (table << TABLE_SHIFT) + row))
@@ -31,7 +29,7 @@ PROGRESSIONS = st.builds(
 
 
 @given(st.one_of(st.lists(KEYS, max_size=300), PROGRESSIONS), st.lists(KEYS, max_size=50))
-def test_the_index_finds_exactly_the_keys_that_a_dictionary_has(keys, others):
+def test_the_index_finds_what_a_dictionary_finds(keys, others):
     ascending = np.unique(np.array(keys, np.int64))
     numbers = {key: number for number, key in enumerate(ascending.tolist())}
     index = HotIndex(ascending)
@@ -40,51 +38,30 @@ def test_the_index_finds_exactly_the_keys_that_a_dictionary_has(keys, others):
     at, is_here = index.find(sought)
     assert is_here.tolist() == [key in numbers for key in sought.tolist()]
     assert index.numbers(at[is_here]).tolist() == [numbers[key] for key in sought.tolist() if key in numbers]
-
-
-@given(st.integers(0, 100_000))
-def test_an_index_takes_no_more_than_is_counted_for_it(num_keys):
-    keys = np.arange(num_keys, dtype=np.int64) * 7
-    assert HotIndex(keys).size_bytes <= index_bytes(num_keys) + 12 * 64
-
-
-class Stored:
-    def __init__(self, folder, dtype):
-        self.spec = make_spec(bucketing="mixed", dtype=dtype)
-        path, _ = write_snapshot(folder, self.spec, seed=3, rows_per_file=4096)
-        self.snapshot = Snapshot.open(path)
-        self.schema = FeatureSchema.of(self.spec)
-        self.layout = TableLayout.of(self.spec)
-
-    def hot(self, rng: np.random.Generator, share: float) -> HotRows:
-        """A tier of a random share of each table's rows."""
-        hot = HotRows(self.layout)
-        rows = {
-            table.name: np.flatnonzero(rng.random(table.num_embeddings) < share).tolist() for table in self.spec.tables
-        }
-        hold(hot, self.snapshot, hot_keys(self.layout, rows))
-        return hot
-
-    def bags(self, rng: np.random.Generator, max_bags: int, lengths: tuple[int, int]) -> KeyedBags:
-        count = len(self.schema.features)
-        bags_per_key = rng.integers(0, max_bags + 1, count)
-        own = rng.integers(lengths[0], lengths[1] + 1, int(bags_per_key.sum()))
-        bags = KeyedBags.from_lengths(
-            np.arange(count, dtype=np.int32), bags_per_key, own, np.zeros(int(own.sum()), np.int64)
-        )
-        limits = [self.spec.table_of(feature.name).num_embeddings for feature in self.schema.features]
-        values = (rng.random(bags.num_values) * np.repeat(limits, bags.values_per_key())).astype(np.int64)
-        weighted = np.repeat([feature.weighted for feature in self.schema.features], bags.values_per_key())
-        weights = np.where(weighted, rng.normal(size=values.size), 1.0).astype(np.float32)
-        return bags.with_values(values, weights)
+    assert index.size_bytes <= index_bytes(ascending.size) + 12 * 64
 
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory):
-    return {dtype: Stored(tmp_path_factory.mktemp("store"), dtype) for dtype in [None, *DTYPES]}
+    return {
+        dtype: StoredModel(
+            tmp_path_factory.mktemp("store"), make_spec(bucketing="mixed", dtype=dtype), rows_per_file=4096
+        )
+        for dtype in [None, *DTYPES]
+    }
 
 
-def expected_hits(stored: Stored, hot: HotRows, bags: KeyedBags) -> int:
+def random_hot(stored: StoredModel, rng: np.random.Generator, fraction: float) -> HotRows:
+    """A tier of a random fraction of each table's rows."""
+    hot = HotRows(stored.layout)
+    rows = {
+        table.name: np.flatnonzero(rng.random(table.num_embeddings) < fraction).tolist() for table in stored.spec.tables
+    }
+    hold(hot, stored.snapshot, hot_keys(stored.layout, rows))
+    return hot
+
+
+def expected_hits(stored: StoredModel, hot: HotRows, bags: KeyedBags) -> int:
     tables = np.repeat(stored.schema.table_index[bags.keys], bags.values_per_key()).astype(np.int64)
     return int(np.isin((tables << TABLE_SHIFT) + bags.values, hot.current.keys).sum())
 
@@ -101,8 +78,8 @@ def expected_hits(stored: Stored, hot: HotRows, bags: KeyedBags) -> int:
 def test_drawn_hot_sets_give_the_answer_without_them(stores, dtype, shards, replicate_bytes, share, max_hotness, seed):
     stored, rng = stores[dtype], np.random.default_rng(seed)
     topology = Topology(shards=shards, replicate_bytes=replicate_bytes)
-    hot = stored.hot(rng, share)
-    bags = stored.bags(rng, 5, (0, max_hotness))
+    hot = random_hot(stored, rng, share)
+    bags = stored.bags(rng, 5, max_hotness)
     router = local_router(stored.snapshot, topology, hot)
     with_hot = asyncio.run(lookup(router, stored.snapshot, bags))
     without = asyncio.run(lookup(local_router(stored.snapshot, topology), stored.snapshot, bags))
@@ -118,16 +95,16 @@ def test_drawn_hot_sets_give_the_answer_without_them(stores, dtype, shards, repl
     [Topology(), Topology(shards=2, cards=2), Topology(shards=3, replicas=2, replicate_bytes=4096)],
     ids=["1x1", "2x2", "3x1 with two replicas"],
 )
-def test_rows_that_travel_as_stored_give_the_same_bits_with_hot_rows(stores, tmp_path, dtype, topology):
+def test_rows_sent_as_stored_give_the_same_bits(stores, tmp_path, dtype, topology):
     stored, rng = stores[dtype], np.random.default_rng(5)
 
     async def run() -> None:
         hot = HotRows(stored.layout)
         async with remote_router(stored.snapshot, topology, tmp_path, hot) as router:
             for share in (0.0, 0.1, 0.6, 1.0):
-                bags = stored.bags(rng, 40, (1, 1))
+                bags = stored.bags(rng, 40, 1, min_hotness=1)
                 without = await lookup(router, stored.snapshot, bags)
-                keys = stored.hot(rng, share).current.keys
+                keys = random_hot(stored, rng, share).current.keys
                 hold(hot, stored.snapshot, keys)
                 found = await lookup(router, stored.snapshot, bags)
                 for ours, theirs in zip(found.blocks, without.blocks, strict=True):
@@ -140,27 +117,27 @@ def test_rows_that_travel_as_stored_give_the_same_bits_with_hot_rows(stores, tmp
 
 
 @pytest.mark.parametrize("forms", [Forms(), Forms(stored=True), HALVES])
-@pytest.mark.parametrize("lengths", [(0, 3), (2, 9)])
-def test_sums_with_hot_rows_are_those_without_up_to_rounding_in_every_form(stores, tmp_path, forms, lengths):
+@pytest.mark.parametrize(("min_hotness", "max_hotness"), [(0, 3), (2, 9)])
+def test_sums_in_every_form_are_those_without_hot_rows(stores, tmp_path, forms, min_hotness, max_hotness):
     stored, rng = stores[None], np.random.default_rng(6)
 
     async def run() -> None:
-        hot = stored.hot(rng, 0.4)
+        hot = random_hot(stored, rng, 0.4)
         exact = local_router(stored.snapshot, Topology(shards=2))
         async with remote_router(stored.snapshot, Topology(shards=2, replicas=2), tmp_path, hot) as router:
-            for _ in range(4):
-                bags = stored.bags(rng, 9, lengths)
-                found = await lookup(router, stored.snapshot, bags, forms=forms)
-                expected = await lookup(exact, stored.snapshot, bags)
-                for ours, theirs in zip(found.blocks, expected.blocks, strict=True):
-                    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=0.08 if forms.float16 else 1e-4)
+            for _ in range(3):
+                bags = stored.bags(rng, 9, max_hotness, min_hotness=min_hotness)
+                actual = (await lookup(router, stored.snapshot, bags, forms=forms)).blocks
+                expected = (await lookup(exact, stored.snapshot, bags)).blocks
+                for block, other in zip(actual, expected, strict=True):
+                    np.testing.assert_allclose(block, other, rtol=1e-5, atol=0.08 if forms.float16 else 1e-4)
 
     asyncio.run(run())
 
 
-def test_lookups_and_hits_are_counted_by_table_and_keys_wait_only_as_far_as_there_is_room(stores):
+def test_lookups_and_hits_are_counted_by_table(stores):
     stored, rng = stores[None], np.random.default_rng(7)
-    bags = stored.bags(rng, 6, (1, 4))
+    bags = stored.bags(rng, 6, 4, min_hotness=1)
     hot = HotRows(stored.layout, max_sample_bytes=2 * 8 * bags.num_values)
     hold(hot, stored.snapshot, hot_keys(stored.layout, {"genre": list(range(19)), "film": [0, 1]}))
     router = local_router(stored.snapshot, Topology(shards=2), hot)
@@ -176,7 +153,7 @@ def test_lookups_and_hits_are_counted_by_table_and_keys_wait_only_as_far_as_ther
     assert hot.take_samples() == []
 
 
-def test_a_row_update_reaches_the_set_in_use_and_the_one_that_is_filled_where_it_wins(stores):
+def test_a_row_update_reaches_the_set_in_use_and_the_next(stores):
     stored = stores["fp32"]
     hot = HotRows(stored.layout)
     table = stored.layout.index["city"]
@@ -193,7 +170,7 @@ def test_a_row_update_reaches_the_set_in_use_and_the_one_that_is_filled_where_it
     assert hot.current.take(group, numbers).tobytes() == new[:2].tobytes()
 
 
-def test_a_set_in_use_tells_a_delta_that_its_rows_have_whatever_comes_after_it_was_taken(stores):
+def test_a_set_in_use_keeps_its_delta(stores):
     stored = stores["fp32"]
     hot, keys = HotRows(stored.layout), hot_keys(stored.layout, {"city": [3]})
     hold(hot, stored.snapshot, keys)
@@ -215,31 +192,28 @@ def test_a_set_in_use_tells_a_delta_that_its_rows_have_whatever_comes_after_it_w
     replaced.close()
 
 
-def test_a_set_takes_what_is_counted_for_it(stores):
+def test_a_set_uses_the_counted_bytes(stores):
     stored = stores["int8"]
-    hot = stored.hot(np.random.default_rng(8), 0.5).current
-    widths = [table.num_embeddings for table in stored.layout.tables]
-    assert hot.keys.size < sum(widths)
+    hot = random_hot(stored, np.random.default_rng(8), 0.5).current
     rows = sum(use.size_bytes for use in hot._engine.memory())
-    assert hot.size_bytes <= set_bytes(hot.keys.size, rows) + 12 * 64
-
-
-def test_hot_rows_are_refused_where_all_rows_are_in_this_process(stores):
-    stored = stores[None]
+    assert 0 < hot.size_bytes <= set_bytes(hot.keys.size, rows) + 12 * 64
     with pytest.raises(HotRowsError, match="all rows are in this process"):
         local_router(stored.snapshot, Topology(), HotRows(stored.layout))
+    for options, message in (({"size_bytes": 0}, "size_bytes"), ({"size_bytes": 1, "policy": "lru"}, "policy")):
+        with pytest.raises(ValueError, match=message):
+            HotRowsConfig(**options)
 
 
 def test_lookups_go_on_while_sets_change(stores):
     stored, rng = stores["int8"], np.random.default_rng(9)
     hot = HotRows(stored.layout)
     router = local_router(stored.snapshot, Topology(shards=2), hot)
-    bags = stored.bags(rng, 20, (1, 1))
+    bags = stored.bags(rng, 20, 1, min_hotness=1)
     expected = asyncio.run(lookup(local_router(stored.snapshot, Topology(shards=2)), stored.snapshot, bags)).blocks
 
     async def run() -> None:
         for share, _ in itertools.product((0.0, 0.3, 1.0), range(3)):
-            keys = stored.hot(rng, share).current.keys
+            keys = random_hot(stored, rng, share).current.keys
             changing = asyncio.to_thread(hold, hot, stored.snapshot, keys)
             change = asyncio.create_task(changing)
             while not change.done():
@@ -251,10 +225,3 @@ def test_lookups_go_on_while_sets_change(stores):
             await change
 
     asyncio.run(run())
-
-
-def test_a_size_of_nothing_is_refused():
-    with pytest.raises(ValueError, match="size_bytes"):
-        HotRowsConfig(size_bytes=0)
-    with pytest.raises(ValueError, match="policy"):
-        HotRowsConfig(size_bytes=1, policy="lru")

@@ -42,11 +42,11 @@ def bags_of(*per_feature: list[list[int]]) -> KeyedBags:
 def test_splitmix64_gives_the_published_sequence():
     # The first outputs of the reference generator seeded with 1234567.
     states = [(1234567 + step * 0x9E3779B97F4A7C15) % 2**64 for step in range(3)]
-    assert splitmix64(np.array(states, np.uint64)).tolist() == [
-        6457827717110365317,
-        3203168211198807973,
-        9817491932198370423,
-    ]
+    published = [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    assert splitmix64(np.array(states, np.uint64)).tolist() == published
+    (fingerprint,) = fingerprint_strings(["shop"]).tolist()
+    assert HashMapping(seed=5, salt="per_feature").seed_of("shop") == 5 ^ fingerprint
+    assert HashMapping(seed=5).seed_of("shop") == 5
 
 
 def shared_table(rows: int, salt: str) -> FeatureSchema:
@@ -60,7 +60,7 @@ def shared_table(rows: int, salt: str) -> FeatureSchema:
     )
 
 
-def test_features_with_a_salt_of_their_own_share_rows_by_chance_alone():
+def test_salted_features_share_rows_only_by_chance():
     ids, rows = list(range(20_000)), 100
     for salt, expected in (("none", 1.0), ("per_feature", 1 / rows)):
         schema = shared_table(rows, salt)
@@ -72,14 +72,8 @@ def test_features_with_a_salt_of_their_own_share_rows_by_chance_alone():
             np.testing.assert_array_equal(found, alone)
 
 
-def test_a_salted_seed_is_the_documented_one():
-    (fingerprint,) = fingerprint_strings(["shop"]).tolist()
-    assert HashMapping(seed=5, salt="per_feature").seed_of("shop") == 5 ^ fingerprint
-    assert HashMapping(seed=5).seed_of("shop") == 5
-
-
 @given(st.lists(st.integers(0, 2**63 - 1), min_size=1), st.integers(1, 2**32 - 1), st.integers(0, 2**63 - 1))
-def test_hashed_rows_follow_the_documented_formula_and_stay_inside_the_table(ids, rows, seed):
+def test_hashed_rows_follow_the_documented_formula(ids, rows, seed):
     got = hashed_rows(np.array(ids, np.int64), np.array([seed], np.uint64), np.array([rows], np.uint64))
     for one, row in zip(ids, got.tolist(), strict=True):
         top = int(splitmix64(np.array([(one + seed) % 2**64], np.uint64))[0]) >> 32
@@ -100,61 +94,38 @@ def test_the_vocabulary_index_finds_what_a_dictionary_finds(vocabularies, strang
     assert index.rows(tables, ids).tolist() == [expected.get(one, UNKNOWN) for one in wanted]
 
 
-def test_identity_ids_are_rows_and_nothing_is_copied():
-    bags = bags_of([[0, 9], []], [[3]])
-    mapped = IdMapper(schema_of(a=table("a"), b=table("b")), {}).map(bags)
-    assert mapped.bags.values is bags.values
-    assert len(mapped.rejected) == 0
-
-
-def test_rejected_ids_are_told_by_feature_bag_and_id_one_for_each_bag():
+def test_rejected_ids_are_reported_once_for_each_bag():
     mapper = IdMapper(schema_of(a=table("a"), b=table("b", rows=5)), {})
-    mapped = mapper.map(bags_of([[0], [10, 11], [2]], [[4], [5]]))
+    bags = bags_of([[0, 9], []], [[3]])
+    assert mapper.map(bags).bags.values is bags.values
+    mapped = mapper.map(bags_of([[0], [10, 11], [2]], [[4], [5], [2**63 - 1], [-1]]))
     rejected = mapped.rejected
-    assert (rejected.feature.tolist(), rejected.bag.tolist(), rejected.id.tolist()) == ([0, 1], [1, 1], [10, 5])
-    assert mapped.bags.values.tolist() == [0, 0, 0, 2, 4, 0]
+    assert rejected.feature.tolist() == [0, 1, 1, 1]
+    assert rejected.bag.tolist() == [1, 1, 2, 3]
+    assert rejected.id.tolist() == [10, 5, 2**63 - 1, -1]
+    assert mapped.bags.values.tolist() == [0, 0, 0, 2, 4, 0, 0, 0]
 
 
-def test_default_row_and_skip_resolve_unknown_ids():
-    mapper = IdMapper(
-        schema_of(a=table("a", unknown_id="default_row", default_row=7), b=table("b", unknown_id="skip")), {}
-    )
-    mapped = mapper.map(bags_of([[1, 99], [98]], [[99, 2, 97], [96], [3]]))
-    assert len(mapped.rejected) == 0
-    assert mapped.bags.values.tolist() == [1, 7, 7, 2, 3]
-    assert mapped.bags.lengths.tolist() == [2, 1, 1, 0, 1]
-
-
-def test_skipped_ids_take_their_weights_with_them():
-    bags = bags_of([[99, 2], [3]])
-    bags = KeyedBags(bags.keys, bags.bags_per_key, bags.offsets, bags.values, np.array([1, 2, 3], np.float32))
-    mapped = IdMapper(schema_of(a=table("a", unknown_id="skip")), {}).map(bags)
-    assert mapped.bags.weights.tolist() == [2, 3]
-
-
-def test_mixed_mappings_in_one_batch_agree_with_each_alone():
+def test_each_feature_of_a_batch_has_its_mapping():
     mapper = IdMapper(
         schema_of(
-            a=table("a"),
-            b=table("b", rows=100, id_mapping=HashMapping(seed=5)),
-            c=table("c", id_mapping=VocabularyMapping(), unknown_id="default_row", default_row=9),
+            a=table("a", unknown_id="default_row", default_row=7),
+            b=table("b", unknown_id="skip"),
+            c=table("c", rows=100, id_mapping=HashMapping(seed=5)),
+            d=table("d", id_mapping=VocabularyMapping(), unknown_id="default_row", default_row=9),
         ),
-        {"t_c": np.array([70, 50, 60], np.int64)},
+        {"t_d": np.array([70, 50, 60], np.int64)},
     )
     ids = [123456789, 0, 2**63 - 1]
-    mapped = mapper.map(bags_of([[3]], [ids], [[50, 60, 1, 70]]))
+    bags = bags_of([[1, 99], [98]], [[99, 2, 97], [96], [3]], [ids], [[50, 60, 1, 70]])
+    weights = np.arange(bags.num_values, dtype=np.float32)
+    mapped = mapper.map(KeyedBags(bags.keys, bags.bags_per_key, bags.offsets, bags.values, weights))
     hashed = hashed_rows(np.array(ids, np.int64), np.array([5], np.uint64), np.array([100], np.uint64)).tolist()
-    assert mapped.bags.values.tolist() == [3, *hashed, 1, 2, 9, 0]
     assert len(mapped.rejected) == 0
-
-
-@pytest.mark.parametrize("kind", ["identity", "vocabulary"])
-def test_ids_of_extreme_size_are_unknown_and_read_nothing(kind):
-    options = {"id_mapping": VocabularyMapping()} if kind == "vocabulary" else {}
-    mapper = IdMapper(schema_of(a=table("a", **options)), {"t_a": np.arange(10, dtype=np.int64)})
-    mapped = mapper.map(bags_of([[2**63 - 1], [-(2**63)], [-1]]))
-    assert mapped.rejected.bag.tolist() == [0, 1, 2]
-    assert mapped.bags.values.tolist() == [0, 0, 0]
+    assert mapped.bags.values.tolist() == [1, 7, 7, 2, 3, *hashed, 1, 2, 9, 0]
+    assert mapped.bags.lengths.tolist() == [2, 1, 1, 0, 1, 3, 4]
+    # Skipped ids take their weights with them.
+    assert mapped.bags.weights.tolist() == [0, 1, 2, 4, 7, 8, 9, 10, 11, 12, 13, 14]
 
 
 MAPPINGS = {

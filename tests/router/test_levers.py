@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,6 @@ from router.levers import (
     Propose,
     levered,
     share_of_lookups,
-    size_curve,
     stored_bytes,
 )
 
@@ -55,7 +53,7 @@ def shop() -> tuple[LeveredTable, ...]:
     return levered(tables, zipf_trace(traced), {})
 
 
-def test_levers_are_pulled_in_order_and_no_further_than_needed() -> None:
+def test_levers_are_used_in_order_as_far_as_needed() -> None:
     tables = shop()
     before = stored_bytes(tables)
     seen: list[tuple[str, ...]] = []
@@ -90,7 +88,7 @@ def test_a_hashed_table_is_cut_only_as_far_as_needed() -> None:
     assert (items.num_embeddings, films.num_embeddings) == (399_000, 500_000)
 
 
-def test_pruned_rows_are_those_that_nobody_asks_for_and_then_the_rarest() -> None:
+def test_pruned_rows_are_the_unused_and_then_the_rarest() -> None:
     counts = np.zeros(1000, np.int64)
     counts[::4] = 1
     counts[8] = 10_000
@@ -105,7 +103,7 @@ def test_pruned_rows_are_those_that_nobody_asks_for_and_then_the_rarest() -> Non
     assert proposal.steps[0].changed_share == pytest.approx((250 - pruned.kept_rows) / 10_249)
 
 
-def test_tables_alike_become_one_but_features_that_share_a_seed_on_purpose_stay() -> None:
+def test_equal_tables_are_unified_except_by_shared_seed() -> None:
     tables = shop()
     fitted = Propose(1, levers=["fit"]).make(tables)[1]
     limit = stored_bytes(fitted) - 1
@@ -122,7 +120,7 @@ def test_tables_alike_become_one_but_features_that_share_a_seed_on_purpose_stay(
     assert unified.num_embeddings < 110_000
 
 
-def test_the_textbook_table_composed_of_ten_million_buckets_takes_five_gigabytes() -> None:
+def test_a_composed_table_has_the_textbooks_bytes() -> None:
     textbook = levered((table("t", 2_000_000_000, 128),), {}, {})
     assert textbook[0].stored_bytes == 1.024e12
     proposal, (composed,) = Propose(5_130_000_000, levers=["compose"]).make(textbook)
@@ -136,7 +134,7 @@ def test_the_textbook_table_composed_of_ten_million_buckets_takes_five_gigabytes
     assert proposal.steps[0].changed_share is None
 
 
-def test_blocks_and_dtypes_have_the_bytes_of_their_parts_and_what_they_change_is_counted_once() -> None:
+def test_blocks_and_dtypes_have_the_bytes_of_their_parts() -> None:
     rng = np.random.default_rng(0)
     counts = np.sort(rng.zipf(1.2, 1000) % 1000)[::-1]
     blocks = (Block(share=0.1), Block(share=0.2, dim=8), Block(dim=2, dtype="int4"))
@@ -158,7 +156,7 @@ def test_blocks_and_dtypes_have_the_bytes_of_their_parts_and_what_they_change_is
     assert two.changed("precision") == counts[250:].sum()
 
 
-def test_a_collision_is_counted_once_with_what_else_changes_the_row() -> None:
+def test_a_collision_of_a_changed_row_is_counted_once() -> None:
     trace = zipf_trace({"f_t": 5000})
     (made,) = levered((table("t", 2000, id_mapping=HashMapping()),), trace, {})
     pruned = LeveredTable(made.table, made.table, trace, made.asked, None, 0.7)
@@ -169,16 +167,6 @@ def test_a_collision_is_counted_once_with_what_else_changes_the_row() -> None:
     assert pruned.changed() == expected
     assert share_of_lookups([pruned]) == pytest.approx(expected / rows.total)
     assert pruned.changed() < pruned.changed("prune") + pruned.changed("fit")
-
-
-def test_the_curve_falls_from_a_row_for_each_id_to_a_hundredth() -> None:
-    curve = size_curve(shop())
-    assert (curve[0].rows_per_id, curve[-1].rows_per_id) == (1.0, 0.01)
-    assert all(a.stored_bytes > b.stored_bytes for a, b in pairwise(curve))
-    shares = [one.changed_share for one in curve]
-    # Of four of the six features, which are hashed, no id is alone at last.
-    assert shares[0] < shares[6] < shares[-1] == pytest.approx(4 / 6)
-    assert size_curve(levered((table("t", 10),), {}, {})) == ()
 
 
 @pytest.mark.parametrize(

@@ -47,8 +47,9 @@ def fail(shard: Shard, health: ReplicaHealth, times: int = 3) -> None:
         shard.outliers.failed(health)
 
 
-def test_a_replica_that_is_slower_than_its_peers_is_ejected_and_others_that_differ_less_are_not():
+def test_only_a_much_slower_replica_is_ejected():
     shard = Shard(3, base_ejection_s=100, max_ejection_s=100)
+    assert shard.outliers.patience_s == pytest.approx(0.1)
     shard.answer(2, 5, 10)
     # 10 ms are less than three times the median of 2 and 5 ms, and 5 ms more.
     assert shard.ejected == []
@@ -56,9 +57,13 @@ def test_a_replica_that_is_slower_than_its_peers_is_ejected_and_others_that_diff
     assert shard.ejected == [2]
     assert shard.ejections == ["slow"]
     assert shard.outliers.comes_last(shard.replicas[2], 0)
+    slow = Shard(2)
+    slow.answer(200, 220, times=80)
+    # A hedge is sent after three times the faster one's median.
+    assert slow.outliers.patience_s == pytest.approx(0.6)
 
 
-def test_few_slow_answers_few_answers_and_a_slow_shard_eject_nobody():
+def test_few_slow_answers_eject_nobody():
     shard = Shard(2)
     for _ in range(20):
         shard.answer(2, 2, times=20)
@@ -73,17 +78,7 @@ def test_few_slow_answers_few_answers_and_a_slow_shard_eject_nobody():
     assert seldom.ejected == []
 
 
-def test_waiting_begins_to_be_long_where_answers_usually_take_long():
-    shard = Shard(2)
-    assert shard.outliers.patience_s == pytest.approx(0.1)
-    shard.answer(2, 3)
-    assert shard.outliers.patience_s == pytest.approx(0.1)
-    shard.answer(200, 220, times=80)
-    # Three times the faster one's median.
-    assert shard.outliers.patience_s == pytest.approx(0.6)
-
-
-def test_failures_in_a_row_eject_and_an_answer_between_them_begins_the_row_anew():
+def test_failures_in_a_row_eject():
     shard = Shard(2)
     fail(shard, shard.replicas[0], 2)
     shard.outliers.answered(shard.replicas[0], 2 * MS)
@@ -94,25 +89,27 @@ def test_failures_in_a_row_eject_and_an_answer_between_them_begins_the_row_anew(
     assert shard.ejections == ["failures"]
 
 
-def test_an_ejection_lasts_twice_as_long_each_time_up_to_the_longest_and_begins_anew_after_good_service():
+def test_ejections_double_up_to_a_limit_until_good_service():
     shard = Shard(2, base_ejection_s=1, max_ejection_s=8, probes=1)
     bad = shard.replicas[0]
 
     def ejection_s() -> float:
         fail(shard, bad)
         assert shard.ejected == [0]
-        lasted = bad.ejected_until - shard.now
+        duration_s = bad.ejected_until - shard.now
         shard.now = bad.ejected_until
         assert shard.ejected == []
         shard.outliers.answered(bad, 2 * MS)
-        return lasted
+        return duration_s
 
     assert [ejection_s() for _ in range(6)] == pytest.approx([1, 2, 4, 8, 8, 8])
     shard.now += 8.1
     assert ejection_s() == pytest.approx(1)
+    with pytest.raises(ValidationError, match="max_ejection_s 1 is shorter than base_ejection_s 2"):
+        ReplicaPolicy(base_ejection_s=2, max_ejection_s=1)
 
 
-def test_a_replica_is_let_in_by_probes_one_at_a_time_and_one_that_fails_ejects_it_again():
+def test_probes_let_a_replica_in_or_eject_it_again():
     shard = Shard(2, probes=3)
     back, outliers = shard.replicas[0], shard.outliers
     fail(shard, back)
@@ -133,7 +130,7 @@ def test_a_replica_is_let_in_by_probes_one_at_a_time_and_one_that_fails_ejects_i
     assert shard.ejections == ["failures", "failures"]
 
 
-def test_probes_that_are_slow_do_not_let_a_replica_in_again():
+def test_slow_probes_do_not_let_a_replica_in():
     shard = Shard(2)
     shard.answer(2, 50)
     assert shard.ejected == [1]
@@ -148,7 +145,8 @@ def test_probes_that_are_slow_do_not_let_a_replica_in_again():
     assert not shard.outliers.comes_last(shard.replicas[1], 9)
 
 
-def test_who_has_not_what_is_asked_comes_last_at_once_each_time_for_the_first_ejection_and_without_a_limit():
+def test_unfit_ejection_ignores_share_limit_and_never_doubles():
+    """An unfit replica lacks the version or the deltas that were requested."""
     shard = Shard(2, max_ejected_share=0)
     for _ in range(3):
         for health in shard.replicas:
@@ -159,9 +157,7 @@ def test_who_has_not_what_is_asked_comes_last_at_once_each_time_for_the_first_ej
     assert shard.out == 2
     shard.outliers.close()
     assert shard.out == 0
-
-
-def test_one_that_leaves_and_answers_later_is_not_counted():
+    # One that leaves and answers later is not counted.
     shard = Shard(2)
     gone = shard.replicas.pop()
     shard.outliers.leave(gone)
@@ -180,7 +176,7 @@ events = st.lists(
 
 
 @given(st.integers(1, 8), st.floats(0, 1), events)
-def test_never_more_than_the_share_is_ejected_and_one_always_stays(count, share, course):
+def test_never_more_than_the_share_is_ejected(count, share, course):
     shard = Shard(count, max_ejected_share=share, failures=1, min_answers=1, slow_excess_ms=0)
     outliers, replicas = shard.outliers, shard.replicas
     for what, number, seconds in course:
@@ -207,7 +203,7 @@ asked = st.lists(st.tuples(st.sampled_from(["lookup", "again"]), st.floats(0, 0.
 
 
 @given(st.floats(0, 0.5), st.floats(0, 5), st.floats(0, 20), asked)
-def test_hedges_and_retries_are_never_more_than_their_share_of_lookups_and_the_reserve(share, per_s, reserve, course):
+def test_retries_stay_within_their_budget(share, per_s, reserve, course):
     now = 50.0
     policy = ReplicaPolicy(budget_share=share, budget_per_s=per_s, budget_reserve=reserve)
     budget = RetryBudget(policy, lambda: now)
@@ -222,7 +218,7 @@ def test_hedges_and_retries_are_never_more_than_their_share_of_lookups_and_the_r
         assert taken <= reserve + share * lookups + per_s * (now - 50.0) + 1e-6
 
 
-def test_a_busy_shard_may_ask_again_for_exactly_a_tenth_of_its_lookups_once_the_reserve_is_spent():
+def test_a_busy_shard_may_retry_a_tenth_of_its_lookups():
     budget = RetryBudget(ReplicaPolicy(budget_per_s=0, budget_reserve=5), lambda: 0.0)
     assert [budget.take() for _ in range(6)] == [True] * 5 + [False]
     taken = 0
@@ -233,8 +229,3 @@ def test_a_busy_shard_may_ask_again_for_exactly_a_tenth_of_its_lookups_once_the_
     idle = RetryBudget(ReplicaPolicy(budget_reserve=0), lambda: 0.0)
     idle.earn()
     assert not idle.take()
-
-
-def test_a_longest_ejection_shorter_than_the_first_is_refused():
-    with pytest.raises(ValidationError, match="max_ejection_s 1 is shorter than base_ejection_s 2"):
-        ReplicaPolicy(base_ejection_s=2, max_ejection_s=1)

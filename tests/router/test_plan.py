@@ -13,6 +13,7 @@ from loader.snapshot.tables import TableSpec
 from router.errors import PlanError
 from router.plan import REPLICATED, BucketOwners, Plan, table_bytes
 from shard_node.bags import KeyedBags
+from shard_node.partition import NodeIdentity
 from shardrank_testing.snapshots import num_buckets, plain_bucket, plain_buckets
 
 
@@ -55,7 +56,7 @@ row_counts = st.lists(st.integers(1, 5000), min_size=1, max_size=5)
     st.integers(1, 3),
     st.integers(0, 8192),
 )
-def test_every_row_is_on_exactly_one_card_of_its_owner_or_on_every_shard(
+def test_every_row_is_on_one_card_of_its_owner_or_on_every_shard(
     rows, bucketing, by_table, shards, cards, replicate_bytes
 ):
     plan = Plan.make(
@@ -100,65 +101,120 @@ def test_a_large_table_is_divided_evenly_over_shards_and_cards(bucketing, shards
     assert max(held) / min(held) < 1.03
 
 
-def test_whole_tables_go_to_the_emptiest_shard_largest_first():
-    plan = Plan.make(spec_of([100, 5000, 3000, 2900]), num_shards=2, sharding="table", replicate_bytes=0)
-    assert [owners[0] for owners in plan.shard_of_bucket] == [0, 0, 1, 1]
+def cards_of(plan: Plan, shard: int) -> list[int]:
+    """The card of each table that is not divided, -1 where the shard has none of it."""
+    partition = plan.partition(shard)
+    assert all((cards == cards[0]).all() and cards.dtype == np.int16 for cards in partition.card_of_bucket)
+    return [int(cards[0]) for cards in partition.card_of_bucket]
+
+
+def test_undivided_tables_go_to_the_emptiest_owner_largest_first():
+    spec = spec_of([100, 5000, 3000, 2900, 2500])
+    plan = Plan.make(spec, num_shards=2, sharding="table", cards_per_shard=2, replicate_bytes=0)
+    assert [owners.tolist() for owners in plan.shard_of_bucket] == [[shard] * 256 for shard in (1, 0, 1, 1, 0)]
+    assert [cards_of(plan, shard) for shard in range(2)] == [[-1, 0, -1, -1, 1], [1, -1, 0, 1, -1]]
+    copied = Plan.make(spec, num_shards=2, cards_per_shard=2, replicate_bytes=1 << 30)
+    assert [owners.tolist() for owners in copied.shard_of_bucket] == [[REPLICATED] * 256] * 5
+    assert [cards_of(copied, shard) for shard in range(2)] == [[1, 0, 1, 1, 0]] * 2
+    # What goes elsewhere takes no card's room.
+    mixed = Plan.make(spec, num_shards=2, sharding="table", cards_per_shard=2, replicate_bytes=2600 * 16)
+    assert [owners[0] for owners in mixed.shard_of_bucket] == [REPLICATED, 0, 1, 1, REPLICATED]
+    assert [cards_of(mixed, shard) for shard in range(2)] == [[1, 0, -1, -1, 1], [0, -1, 0, 1, 1]]
+
+
+def test_small_tables_are_replicated_up_to_the_limit():
+    """Not where there is one shard only."""
+    spec = spec_of([65_536, 65_537])
+    assert [table_bytes(table) for table in spec.tables] == [1 << 20, (1 << 20) + 16]
+    for plan in (Plan.make(spec, 2), Plan.make(spec, 2, "hash", 1, 1 << 20)):
+        assert (plan.shard_of_bucket[0] == REPLICATED).all()
+        assert (plan.shard_of_bucket[1] >= 0).all()
+    default = Plan.make(spec)
+    assert [owners.tolist() for owners in default.shard_of_bucket] == [[0] * 256] * 2
+    assert (default.num_shards, default.cards_per_shard, default.sharding) == (1, 1, "hash")
+
+
+@pytest.mark.parametrize("bucketing", ["mixed", "hash", "range"])
+def test_divided_tables_have_these_owners(bucketing):
+    spec = spec_of([1 << 20], bucketing)
+    plan = Plan.make(spec, num_shards=4, sharding=sharding_for(bucketing), cards_per_shard=2, replicate_bytes=0)
+    buckets = np.arange(num_buckets(spec.tables[0]))
+    if bucketing == "mixed":
+        # Neighbouring buckets are on different shards, and neighbouring ones of a shard on different cards.
+        shards, cards = buckets % 4, buckets // 4 % 2
+    else:
+        shards, cards = buckets // 64, buckets // 32 % 2
+    assert plan.shard_of_bucket[0].dtype == np.int16
+    assert plan.shard_of_bucket[0].tolist() == shards.tolist()
+    for shard in range(4):
+        (card_of_bucket,) = plan.partition(shard).card_of_bucket
+        assert card_of_bucket.dtype == np.int16
+        assert card_of_bucket.tolist() == np.where(shards == shard, cards, -1).tolist()
+
+
+def test_buckets_without_rows_belong_to_the_last_owner():
+    spec = spec_of([6], "hash")
+    plan = Plan.make(spec, num_shards=2, cards_per_shard=2, replicate_bytes=0)
+    assert plan.shard_of_bucket[0].tolist() == [0, 0, 0] + [1] * 253
+    cards = [plan.partition(shard).card_of_bucket[0].tolist() for shard in range(2)]
+    assert cards == [[0, 0, 1] + [-1] * 253, [-1] * 3 + [0, 0, 1] + [1] * 250]
 
 
 def test_the_digest_depends_on_owners_and_not_on_cards():
     spec = spec_of([5000, 3000])
     plan = Plan.make(spec, num_shards=2, replicate_bytes=0)
     assert plan.digest == Plan.make(spec, num_shards=2, cards_per_shard=4, replicate_bytes=0).digest
-    assert plan.digest != Plan.make(spec, num_shards=3, replicate_bytes=0).digest
-    assert plan.digest != Plan.make(spec, num_shards=2, sharding="table", replicate_bytes=0).digest
-    assert plan.digest != Plan.make(spec_of([5000, 3001]), num_shards=2, replicate_bytes=0).digest
+    others = [
+        Plan.make(spec, num_shards=3, replicate_bytes=0),
+        Plan.make(spec, num_shards=2, sharding="table", replicate_bytes=0),
+        Plan.make(spec, num_shards=2, replicate_bytes=1 << 30),
+        Plan.make(spec_of([5000, 3001]), num_shards=2, replicate_bytes=0),
+        Plan.make(spec_of([5000, 3000], "mixed"), num_shards=2, replicate_bytes=0),
+    ]
+    assert len({plan.digest, *(other.digest for other in others)}) == 6
+    # Nodes and routers of other releases must agree on it.
+    assert plan.digest == "66b78d85a318030059d40dca7adcfae06504198e1b1fa97ac225d476fe59de86"
 
 
-def test_sharding_that_the_stored_bucketing_can_not_serve_is_refused_with_the_way_out():
-    with pytest.raises(PlanError, match="table 't0' is stored with 'hash'; use sharding 'hash' or 'table'"):
-        Plan.make(spec_of([5000]), num_shards=2, sharding="range", replicate_bytes=0)
-
-
-def test_a_table_that_is_not_divided_over_shards_may_be_stored_with_any_bucketing():
-    spec = spec_of([5000])
-    assert (Plan.make(spec, num_shards=1, sharding="range").shard_of_bucket[0] == 0).all()
-    assert (Plan.make(spec, num_shards=2, sharding="range").shard_of_bucket[0] == REPLICATED).all()
+def test_a_shard_has_an_identity():
+    plan = Plan.make(spec_of([10]), num_shards=3, sharding="table", cards_per_shard=2)
+    assert plan.identity(2) == NodeIdentity(shard_index=2, num_shards=3, num_cards=2, sharding="table")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("bucketing", "sharding", "message"),
     [
-        ({"num_shards": 0}, "num_shards is 0, allowed is 1..1024"),
-        ({"cards_per_shard": 65}, "cards_per_shard is 65, allowed is 1..64"),
+        ("hash", "range", "table 't0' is stored with 'hash'; use sharding 'hash' or 'table', or re-export it"),
+        ("mixed", "range", "table 't0' is stored with 'mixed'; use sharding 'hash' or 'table', or re-export it"),
+        ("range", "hash", "table 't0' is stored with 'range'; use sharding 'range' or 'table', or re-export it"),
     ],
 )
-def test_numbers_out_of_range_are_refused(arguments, message):
-    with pytest.raises(PlanError, match=message):
-        Plan.make(spec_of([10]), **arguments)
+def test_a_bucketing_that_can_not_be_divided_is_refused(bucketing, sharding, message):
+    """It may be of any kind where a table is on one shard, or on all."""
+    spec = spec_of([5000], bucketing)
+    with pytest.raises(
+        PlanError, match=f"^sharding '{sharding}' needs tables stored with that bucketing, but {message}$"
+    ):
+        Plan.make(spec, num_shards=2, sharding=sharding, replicate_bytes=0)
+    assert (Plan.make(spec, num_shards=1, sharding=sharding, replicate_bytes=0).shard_of_bucket[0] == 0).all()
+    assert (Plan.make(spec, num_shards=2, sharding=sharding).shard_of_bucket[0] == REPLICATED).all()
 
 
-def test_a_shard_outside_the_plan_is_refused():
-    with pytest.raises(PlanError, match=r"shard_index is 2, allowed is 0\.\.1"):
-        Plan.make(spec_of([10]), num_shards=2).partition(2)
-
-
-def spec_of_tables(sizes: list[int], bucketing: str) -> ModelSpec:
-    return ModelSpec(
-        model="owners",
-        tables=tuple(
-            TableSpec(
-                name=f"t{number}",
-                num_embeddings=size,
-                embedding_dim=8,
-                dtype="int8",
-                bucketing=bucketing,
-                feature_names=(f"f{number}",),
-            )
-            for number, size in enumerate(sizes)
-        ),
-        features=tuple(FeatureSpec(name=f"f{number}", side="candidate") for number in range(len(sizes))),
-        dense_model=DenseModelSpec(kind="mlp"),
-    )
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda spec: Plan.make(spec, num_shards=0), r"num_shards is 0, allowed is 1\.\.1024"),
+        (lambda spec: Plan.make(spec, num_shards=1025), r"num_shards is 1025, allowed is 1\.\.1024"),
+        (lambda spec: Plan.make(spec, cards_per_shard=0), r"cards_per_shard is 0, allowed is 1\.\.64"),
+        (lambda spec: Plan.make(spec, cards_per_shard=65), r"cards_per_shard is 65, allowed is 1\.\.64"),
+        (lambda spec: Plan.make(spec, 2).partition(2), r"shard_index is 2, allowed is 0\.\.1"),
+        (lambda spec: Plan.make(spec, 2).partition(-1), r"shard_index is -1, allowed is 0\.\.1"),
+        (lambda spec: Plan.make(spec, 2).identity(2), r"shard_index is 2, allowed is 0\.\.1"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(make, message):
+    with pytest.raises(PlanError, match=f"^{message}$"):
+        make(spec_of([10]))
 
 
 def bags_of(plan: Plan, rng: np.random.Generator, keys: list[int]) -> KeyedBags:
@@ -191,11 +247,9 @@ def expected_owners(plan: Plan, bags: KeyedBags, up: list[int], turn: int) -> li
     turn=st.integers(0, 2**70),
     seed=st.integers(0, 2**32),
 )
-def test_every_value_has_the_owner_that_the_plan_gives_its_bucket(
-    sizes, bucketing, by_table, shards, replicate_bytes, turn, seed
-):
+def test_every_value_has_the_owner_of_its_bucket(sizes, bucketing, by_table, shards, replicate_bytes, turn, seed):
     sharding = "table" if by_table else sharding_for(bucketing)
-    plan = Plan.make(spec_of_tables(sizes, bucketing), shards, sharding, replicate_bytes=replicate_bytes)
+    plan = Plan.make(spec_of(sizes, bucketing), shards, sharding, replicate_bytes=replicate_bytes)
     rng = np.random.default_rng(seed)
     up = sorted(rng.choice(shards, rng.integers(1, shards + 1), replace=False).tolist())
     bags = bags_of(plan, rng, [key for key in range(len(sizes)) if rng.random() < 0.8])
@@ -205,11 +259,11 @@ def test_every_value_has_the_owner_that_the_plan_gives_its_bucket(
 
 
 @pytest.mark.parametrize("shards", [2, 3, 4, 5, 8])
-def test_who_is_up_is_not_asked_where_nothing_is_replicated(shards):
-    plan = Plan.make(spec_of_tables([100_000, 100_000], "hash"), shards, replicate_bytes=0)
+def test_shards_that_are_up_matter_only_to_replicated_tables(shards):
+    plan = Plan.make(spec_of([100_000, 100_000], "hash"), shards, replicate_bytes=0)
     bags = bags_of(plan, np.random.default_rng(1), [0, 1])
 
     def nobody():
-        raise AssertionError("asked")
+        raise AssertionError("called")
 
     assert BucketOwners(plan).of(bags, nobody, 0).tolist() == expected_owners(plan, bags, [0], 0)

@@ -1,16 +1,18 @@
-"""Splitting bags by owner and adding the pooled parts gives what pooling the whole gives."""
+"""Splitting bags by owner and adding the pooled parts gives what pooling all of them gives."""
 
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shard_node.bags import KeyedBags
-from shard_node.split import add, split
+from shard_node.split import NEARLY_ALL, Part, add, split, whole
 from shardrank_testing.bags import keyed_bags
 
 DIM = 3
+OWNERS = (st.integers(1, 12), st.randoms(use_true_random=False))
 
 
 def pool_by_definition(bags: KeyedBags) -> np.ndarray:
@@ -24,65 +26,109 @@ def pool_by_definition(bags: KeyedBags) -> np.ndarray:
     return out
 
 
-@given(keyed_bags(), st.integers(1, 12), st.randoms(use_true_random=False))
-def test_adding_the_pooled_parts_of_any_split_gives_the_whole(bags, num_owners, random):
-    owner = np.array([random.randrange(num_owners) for _ in range(bags.num_values)], np.uint16)
-    parts = split(bags, owner, range(num_owners))
-    pooled = [(part.bag_index, pool_by_definition(part.bags)) for part in parts]
-    np.testing.assert_array_equal(add(pooled, bags.num_bags, DIM), pool_by_definition(bags))
+def random_owners(bags: KeyedBags, num_owners: int, random, dtype: type = np.uint16) -> np.ndarray:
+    return np.array([random.randrange(num_owners) for _ in range(bags.num_values)], dtype)
 
 
-@given(keyed_bags(), st.integers(1, 12), st.randoms(use_true_random=False))
-def test_parts_hold_every_value_once_under_the_right_key_and_no_empty_bags_unless_all_bags(bags, num_owners, random):
-    owner = np.array([random.randrange(num_owners) for _ in range(bags.num_values)], np.uint16)
-    key_of_bag = np.repeat(bags.keys, bags.bags_per_key)
-    seen = []
-    for part in split(bags, owner, range(num_owners)):
-        part.bags.validate()
-        assert (part.bags.lengths > 0).all() or part.bags.num_bags == bags.num_bags
-        assert (np.diff(part.bag_index) > 0).all()
-        assert (np.repeat(part.bags.keys, part.bags.bags_per_key) == key_of_bag[part.bag_index]).all()
-        bag_of_value = np.repeat(part.bag_index, part.bags.lengths)
-        seen += list(zip([part.owner] * part.bags.num_values, bag_of_value, part.bags.values, strict=True))
-    bag_of_value = np.repeat(np.arange(bags.num_bags), bags.lengths)
-    assert sorted(seen) == sorted(zip(owner.tolist(), bag_of_value, bags.values, strict=True))
+def pooled(parts: list[Part]) -> list[tuple[np.ndarray, np.ndarray]]:
+    return [(part.bag_index, pool_by_definition(part.bags)) for part in parts]
 
 
-@given(keyed_bags(), st.integers(1, 12), st.randoms(use_true_random=False), st.data())
-def test_a_block_of_some_of_the_bags_adds_only_their_parts(bags, num_owners, random, data):
-    owner = np.array([random.randrange(num_owners) for _ in range(bags.num_values)], np.uint16)
+@given(st.one_of(keyed_bags(max_hotness=1), keyed_bags()), *OWNERS, st.data())
+def test_the_pooled_parts_of_any_split_add_up(bags, num_owners, random, data):
+    """All of them, and those of a range of bags."""
+    parts, expected = split(bags, random_owners(bags, num_owners, random), range(num_owners)), pool_by_definition(bags)
+    np.testing.assert_array_equal(add(pooled(parts), bags.num_bags, DIM), expected)
     first = data.draw(st.integers(0, bags.num_bags))
     end = data.draw(st.integers(first, bags.num_bags))
-    pooled = []
-    for part in split(bags, owner, range(num_owners)):
-        here = (part.bag_index >= first) & (part.bag_index < end)
-        pooled.append((part.bag_index[here], pool_by_definition(part.bags)[here]))
-    np.testing.assert_array_equal(add(pooled, end - first, DIM, first), pool_by_definition(bags)[first:end])
+    is_known = bool(parts) and all(part.shares_no_bag for part in parts)
+    in_range = []
+    for index, sums in pooled(parts):
+        here = (index >= first) & (index < end)
+        in_range.append((index[here], sums[here]))
+    for share_no_bag in {False, is_known}:
+        actual = add(in_range, end - first, DIM, first, share_no_bag=share_no_bag)
+        assert (actual.dtype, actual.shape) == (np.float32, (end - first, DIM))
+        np.testing.assert_array_equal(actual, expected[first:end])
 
 
-@given(st.one_of(keyed_bags(max_hotness=1), keyed_bags()), st.integers(1, 12), st.randoms(use_true_random=False))
-def test_parts_that_are_known_to_share_no_bag_share_none_and_add_up_without_looking(bags, num_owners, random):
-    owner = np.array([random.randrange(num_owners) for _ in range(bags.num_values)], np.uint8)
+@given(keyed_bags(), *OWNERS, st.sampled_from([np.int32, np.int64]))
+def test_parts_hold_every_value_once_in_order(bags, num_owners, random, dtype):
+    """Under the right key and in the right bag; empty bags only if all bags are there."""
+    bags = bags.with_values(bags.values.astype(dtype), bags.weights)
+    owner = random_owners(bags, num_owners, random)
+    key_of_bag = np.repeat(bags.keys, bags.bags_per_key)
+    bag_of_value = np.repeat(np.arange(bags.num_bags), bags.lengths)
     parts = split(bags, owner, range(num_owners))
-    is_known = all(part.shares_no_bag for part in parts)
-    # Known it is wherever no bag has two values, so that there is nothing to find out.
-    assert is_known == (bags.lengths.max(initial=0) <= 1)
-    if is_known:
-        all_bags = np.concatenate([np.empty(0, np.int64), *(part.bag_index for part in parts)])
-        assert np.unique(all_bags).size == all_bags.size
-        pooled = [(part.bag_index, pool_by_definition(part.bags)) for part in parts]
-        whole = add(pooled, bags.num_bags, DIM, share_no_bag=True)
-        np.testing.assert_array_equal(whole, pool_by_definition(bags))
+    assert [part.owner for part in parts] == sorted(set(owner.tolist()))
+    for part in parts:
+        part.bags.validate()
+        # Values keep their order.
+        assert part.positions.tolist() == np.flatnonzero(owner == part.owner).tolist()
+        np.testing.assert_array_equal(part.bags.values, bags.values[part.positions])
+        assert part.bags.values.dtype == part.bags.offsets.dtype == dtype
+        assert (part.bags.weights is None) == (bags.weights is None)
+        if bags.weights is not None:
+            np.testing.assert_array_equal(part.bags.weights, bags.weights[part.positions])
+        np.testing.assert_array_equal(np.repeat(part.bag_index, part.bags.lengths), bag_of_value[part.positions])
+        assert (np.diff(part.bag_index) > 0).all()
+        np.testing.assert_array_equal(np.repeat(part.bags.keys, part.bags.bags_per_key), key_of_bag[part.bag_index])
+        assert (part.bags.lengths > 0).all() or part.bags.num_bags == bags.num_bags
+        # It is known to share no bag wherever no bag has two values, so that there is nothing to find out.
+        assert part.shares_no_bag == (bags.lengths.max() <= 1)
 
 
-def test_a_read_only_block_that_covers_every_bag_is_not_written_to():
-    index = np.array([0, 1])
-    block = np.ones((2, DIM), np.float32)
-    block.flags.writeable = False
-    out = add([(index, block), (index, np.full((2, DIM), 2.0, np.float32))], 2, DIM)
-    assert (out == 3.0).all()
-    assert (block == 1.0).all()
+@pytest.mark.parametrize("num_owners", [6, 7])
+@pytest.mark.parametrize(("num_filled", "has_all"), [(6, False), (7, True), (8, True)])
+def test_a_part_in_nearly_all_bags_has_all_of_them(num_owners, num_filled, has_all):
+    """With few owners, who are counted; a sort leaves empty bags out at no cost."""
+    assert NEARLY_ALL == 7 / 8
+    lengths = [3] * 8
+    owner = np.array([owner for bag in range(8) for owner in (5, 5, 5 if bag >= num_filled else 0)], np.uint8)
+    bags = KeyedBags.from_lengths(np.array([4], np.int32), np.array([8]), np.array(lengths), np.arange(24))
+    first, last = split(bags, owner, range(num_owners))
+    counted = num_owners == 6 and has_all
+    assert first.bag_index.tolist() == list(range(8 if counted else num_filled))
+    assert first.bags.lengths.tolist() == [1] * num_filled + [0] * (8 - num_filled if counted else 0)
+    assert (first.bags.keys.tolist(), first.bags.bags_per_key.tolist()) == ([4], [first.bags.num_bags])
+    assert last.bags.lengths.tolist() == [2] * num_filled + [3] * (8 - num_filled)
 
 
-def test_no_parts_give_zeros():
-    assert (add([], 3, DIM) == np.zeros((3, DIM))).all()
+def test_bags_of_one_owner_are_one_part():
+    bags = KeyedBags.from_lengths(np.array([1], np.int32), np.array([3]), np.array([2, 0, 1]), np.array([5, 6, 7]))
+    part = whole(bags)
+    assert (part.owner, part.bags, part.shares_no_bag) == (0, bags, True)
+    assert (part.bag_index.tolist(), part.positions.tolist()) == ([0, 1, 2], [0, 1, 2])
+    empty = KeyedBags.from_lengths(np.array([1], np.int32), np.array([2]), np.array([0, 0]), np.zeros(0, np.int64))
+    assert split(empty, np.zeros(0, np.uint8), range(3)) == []
+
+
+INDEX = np.arange(2)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_a_block_of_every_bag_is_the_answer_or_is_added_to(dtype):
+    block = np.ones((2, DIM), dtype)
+    out = add([(INDEX, block)], 2, DIM)
+    assert out.dtype == np.float32
+    assert (out is block) == (dtype == np.float32)
+    twos = np.full((2, DIM), 2, dtype)
+    for is_writable in (False, True) if dtype == np.float32 else (True,):
+        block.flags.writeable = is_writable
+        out = add([(INDEX, block), (INDEX, twos), (INDEX, twos)], 2, DIM)
+        assert out.dtype == np.float32
+        assert out.tolist() == [[5.0] * DIM] * 2
+        # A block that may not be written to is not; one that may, need not be copied.
+        assert np.shares_memory(out, block) == (is_writable and dtype == np.float32)
+        assert (block == (5 if np.shares_memory(out, block) else 1)).all()
+
+
+@pytest.mark.parametrize("share_no_bag", [False, True])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_parts_of_different_bags_are_put_side_by_side(share_no_bag, dtype):
+    parts = [(np.array([4, 6]), np.full((2, DIM), 1, dtype)), (np.array([5]), np.full((1, DIM), 2, dtype))]
+    for num_bags, expected in ((3, [1, 2, 1]), (4, [1, 2, 1, 0])):
+        out = add(parts, num_bags, DIM, 4, share_no_bag=share_no_bag)
+        assert out.dtype == np.float32
+        assert out.tolist() == [[value] * DIM for value in expected]
+    assert add([], 3, DIM, share_no_bag=share_no_bag).tolist() == [[0.0] * DIM] * 3

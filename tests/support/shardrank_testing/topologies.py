@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from router.hot_rows import TABLE_SHIFT, HotRows
 from router.id_mapping import IdMapper
 from router.plan import Plan
 from router.replicas import ReplicatedShard
-from router.router import Router
+from router.router import Embeddings, Router
 from shard_node.answer import EXACT, Forms
 from shard_node.bags import Int64Array, KeyedBags, TableLayout
 from shard_node.cuda.card_set import CardSet
@@ -29,7 +30,7 @@ from shard_node.node import LocalShard, Shard, ShardNode
 from shard_node.wire.address import Address
 from shard_node.wire.client import ShardClient
 from shard_node.wire.server import NodeServer
-from shardrank_testing.snapshots import sharding_of
+from shardrank_testing.snapshots import sharding_of, write_snapshot
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,74 @@ def expected_feature(
         if pooling == "mean" and bag:
             out[number] /= len(bag)
     return out
+
+
+class StoredModel:
+    """A snapshot of a model with random rows, and what lookups in it must give.
+
+    Attributes:
+        rows: float32 rows by table, as exported.
+        tables: what they are worth once stored.
+    """
+
+    def __init__(self, folder: Path, spec: ModelSpec, seed: int = 3, **more: Any) -> None:
+        self.spec = spec
+        path, self.rows = write_snapshot(folder, spec, seed=seed, **{"rows_per_file": 256} | more)
+        self.snapshot = Snapshot.open(path)
+        self.tables = decoded_tables(spec, self.rows)
+        self.schema = FeatureSchema.of(spec)
+        self.layout = TableLayout.of(spec)
+
+    def bags(
+        self,
+        rng: np.random.Generator,
+        max_bags: int = 5,
+        max_hotness: int = 5,
+        *,
+        min_hotness: int = 0,
+        features: list[int] | None = None,
+    ) -> KeyedBags:
+        """Return random bags of some features, or of all; weights are 1 where a feature is not weighted."""
+        return random_feature_bags(self.schema, rng, max_bags, max_hotness, min_hotness, features)
+
+    def check(self, bags: KeyedBags, embeddings: Embeddings) -> None:
+        """Assert that an answer has the pooled rows as stored."""
+        assert len(embeddings.rejected) == 0
+        starts = bags.bag_starts()
+        for segment, key in enumerate(bags.keys.tolist()):
+            name = self.schema.features[key].name
+            edges = bags.offsets[starts[segment] : starts[segment + 1] + 1].tolist()
+            rows = [bags.values[first:end].tolist() for first, end in itertools.pairwise(edges)]
+            weights = None
+            if bags.weights is not None:
+                weights = [bags.weights[first:end].tolist() for first, end in itertools.pairwise(edges)]
+            expected = expected_feature(self.spec, self.tables, name, rows, weights)
+            # A sum's rounding grows with its terms; a mean's and a single row's do not.
+            scale = 3.0 * (max([1, *map(len, rows)]) if self.spec.pooling_of(name) == "sum" else 1)
+            np.testing.assert_allclose(embeddings.feature(key), expected, rtol=1e-5, atol=1e-5 * scale, err_msg=name)
+            assert embeddings.lengths(key).tolist() == [len(bag) for bag in rows]
+
+
+def random_feature_bags(
+    schema: FeatureSchema,
+    rng: np.random.Generator,
+    max_bags: int = 5,
+    max_hotness: int = 5,
+    min_hotness: int = 0,
+    features: list[int] | None = None,
+) -> KeyedBags:
+    """Return random bags of rows of some features, or of all, by flat index."""
+    keys = np.array(range(len(schema.features)) if features is None else features, np.int32)
+    bags_per_key = rng.integers(0, max_bags + 1, keys.size).astype(np.int64)
+    lengths = rng.integers(min_hotness, max_hotness + 1, int(bags_per_key.sum()))
+    if not min_hotness:
+        lengths[rng.random(lengths.size) < 0.2] = 0
+    bags = KeyedBags.from_lengths(keys, bags_per_key, lengths, np.zeros(int(lengths.sum()), np.int64))
+    limits = [schema.spec.table_of(schema.features[key].name).num_embeddings for key in keys.tolist()]
+    values = (rng.random(bags.num_values) * np.repeat(limits, bags.values_per_key())).astype(np.int64)
+    weighted = np.repeat([schema.features[key].weighted for key in keys.tolist()], bags.values_per_key())
+    weights = np.where(weighted, rng.normal(size=values.size), 1.0).astype(np.float32)
+    return KeyedBags.from_lengths(keys, bags_per_key, lengths, values, weights)
 
 
 def lookup(router: Router, snapshot: Snapshot, bags: KeyedBags, timeout_s: float = 60.0, forms: Forms = EXACT):
