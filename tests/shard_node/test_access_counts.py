@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from shard_node import access_counts as access_counts_module
 from shard_node.access_counts import MAX_PART_ROWS, AccessCounts, merged_lookups
 from shard_node.bags import TableLayout
-from shard_node.errors import InvalidBagsError
 from shardrank_testing.card_plans import one_table_layout
 from shardrank_testing.snapshots import make_spec
 
@@ -64,18 +63,6 @@ def test_a_large_batch_is_counted_by_a_sample(num_values):
     np.testing.assert_allclose(seen / seen.sum(), [0.25] * 4, atol=0.01)
 
 
-@given(
-    max_bytes=st.integers(SMALLEST_BYTES, 1 << 20), sizes=st.lists(st.integers(1, 2**32 - 1), min_size=1, max_size=3)
-)
-def test_counters_take_no_more_than_they_may(max_bytes, sizes):
-    spec = make_spec()
-    tables = tuple(
-        table.model_copy(update={"num_embeddings": rows}) for table, rows in zip(spec.tables, sizes, strict=False)
-    )
-    layout = TableLayout(tables, ())
-    assert counting_all(layout, max_bytes=max_bytes).size_bytes <= max_bytes
-
-
 def test_a_sketch_finds_the_hot_rows_of_a_large_table():
     rows = 10_000_000
     counts = counting_all(one_table_layout(rows), max_bytes=1 << 20, max_values=100_000)
@@ -96,16 +83,6 @@ def test_a_sketch_finds_the_hot_rows_of_a_large_table():
     assert found[rows:].size == 0
 
 
-def test_counts_are_halved_before_they_can_pass_32_bits(monkeypatch):
-    monkeypatch.setattr(access_counts_module, "_HALVE_AT", 1000)
-    counts = counting_all(one_table_layout(4))
-    for _ in range(1000):
-        observe_rows(counts, [1] * 9 + [2])
-    seen = counts.counts()["items"]
-    assert seen.max() < 1000
-    assert seen[1] / seen[2] == pytest.approx(9, rel=0.1)
-
-
 @pytest.mark.parametrize("max_bytes", [SMALLEST_BYTES, 1 << 20])
 @pytest.mark.parametrize("max_rows", [1, 333, MAX_PART_ROWS])
 def test_parts_of_counts_join_to_all(max_bytes, max_rows):
@@ -119,16 +96,6 @@ def test_parts_of_counts_join_to_all(max_bytes, max_rows):
     assert {(part.lookups, part.total) for part in parts} == {(3000, 3000)}
 
 
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [((1, 0, 5), "table 1 is not within 0..0"), ((-1, 0, 5), "table -1 "), ((0, 100, 5), "first row 100 is not"),
-     ((0, 0, 0), "0 rows are not within"), ((0, 0, MAX_PART_ROWS + 1), "rows are not within")],
-)  # fmt: skip
-def test_parts_that_are_not_there_are_refused(asked, message):
-    with pytest.raises(InvalidBagsError, match=message):
-        counting_all(one_table_layout(100)).part(*asked)
-
-
 def test_merged_counts_are_lookups(monkeypatch):
     monkeypatch.setattr(access_counts_module, "_HALVE_AT", 1000)
     layout = one_table_layout(4)
@@ -140,13 +107,3 @@ def test_merged_counts_are_lookups(monkeypatch):
     merged = merged_lookups([one.part(0, 0) for one in (sampled, halved, idle)])
     np.testing.assert_allclose(merged, [1200, 800, 3600, 0], rtol=0.1)
     assert (sampled.lookups, halved.lookups, idle.lookups) == (1600, 4000, 0)
-
-
-def test_a_batch_during_another_count_is_not_counted():
-    layout = one_table_layout(100)
-    counts = counting_all(layout)
-    with counts._counting:
-        observe_rows(counts, [7])
-    assert not counts.counts()["items"].any()
-    observe_rows(counts, [7])
-    assert counts.counts()["items"].sum() == 1

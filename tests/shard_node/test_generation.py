@@ -95,18 +95,6 @@ def test_freeing_has_a_lower_priority():
     assert found == [min(19, BACKGROUND_NICENESS), normal] or normal >= BACKGROUND_NICENESS
 
 
-def test_freeing_does_not_block_the_last_release():
-    proceed = threading.Event()
-    generations: Generations[str] = Generations(lambda payload: proceed.wait(WAIT_S) and None)
-    generations.stage("films", 1, "v1")
-    lease = generations.lease("films", 1)
-    retiring = generations.retire("films", 1)
-    lease.release()
-    assert not retiring.retired.is_set()
-    proceed.set()
-    assert retiring.retired.wait(WAIT_S)
-
-
 def test_a_payload_that_can_not_be_freed_is_logged(caplog):
     def fail(payload: str) -> None:
         raise OSError(f"{payload} is stuck")

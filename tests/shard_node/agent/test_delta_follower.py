@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from dataclasses import replace
 
@@ -200,24 +199,6 @@ class Unsteady:
     async def bounds(self, stream):
         found = await self._registry.bounds(stream)
         return StreamBounds(1, 1) if self.lost else found
-
-
-def test_a_silent_registry_is_waited_for_and_logged_once(tmp_path, caplog):
-    async def scenario(scene):
-        registry = Unsteady(scene.registry)
-        registry.silent = True
-        await scene.publish(2)
-        follower = follow(registry, scene.snapshot, scene.tables, config=FAST)
-        with caplog.at_level(logging.INFO, logger="shard_node"):
-            task = asyncio.create_task(follower.run())
-            await until(lambda: "until the registry answers: nobody there" in caplog.text)
-            registry.silent = False
-            await until(lambda: scene.tables.deltas.sequence == 2)
-        assert caplog.text.count("nobody there") == 1
-        assert "the registry answers again" in caplog.text
-        await cancel(task)
-
-    play("directory", tmp_path, scenario)
 
 
 def test_a_stream_that_lost_deltas_is_not_followed(tmp_path):

@@ -217,26 +217,6 @@ def test_a_version_with_a_gap_is_refused_unless_live(url, store, live, state):
     run(main())
 
 
-def test_a_retiring_version_follows_no_deltas(url, store):
-    async def main():
-        async with running_node(url, store) as under:
-            await publish(under, store, 1)
-            await under.want("films", hold=(1,), live=1, follow=(1,))
-            await under.until("films", 1, "ready")
-            # By replica: this node's turn has come, and the others go on following what is live.
-            wanted = WantedModel(model="films", epoch=9, live=1, hold=(1,), follow=(1,), node_hold={"node": (2,)})
-            under.agent_runs.cancel()
-            await asyncio.wait([under.agent_runs])
-            retiring = asyncio.create_task(under.actions.retire("films", 1))
-            await asyncio.sleep(0)
-            assert ("films", 1) in under.actions.held()
-            await under.actions.settle(wanted)
-            await retiring
-            assert "deltas films 1" not in {task.get_name() for task in asyncio.all_tasks()}
-
-    run(main())
-
-
 def test_a_node_that_divides_rows_otherwise_is_refused(url, store):
     async def main():
         async with running_node(url, store) as under:

@@ -66,29 +66,6 @@ def test_more_threads_than_lanes_pool_at_once(engine, stored):
     assert engine.counters() == (0, 0)
 
 
-def test_later_batches_leave_a_returned_answer_unchanged(engine):
-    bags = one_big_bag(3)
-    first = engine.pool(bags)
-    kept = [block.copy() for block in first]
-    for _ in range(2 * POOLS_PER_CARD * len(engine.card_set.cards.cards)):
-        engine.pool(one_big_bag(5))
-    for block, before in zip(first, kept, strict=True):
-        np.testing.assert_array_equal(block, before)
-
-
-def test_consecutive_calls_use_cards_in_turn(stored):
-    engine = OnCards(3, "peers").load(stored[0])
-    lanes = [pool._lane for pool in engine._pools]
-    assert [lane.card.number for lane in lanes] == [*range(3)] * POOLS_PER_CARD
-    for turn in range(2 * len(lanes)):
-        before = [lane.stream.done for lane in lanes]
-        engine.pool(one_big_bag(2))
-        worked = [lane.stream.done > done for lane, done in zip(lanes, before, strict=True)]
-        assert worked.index(True) == turn % len(lanes)
-        assert sum(worked) == 1
-    engine.close()
-
-
 def small_engine(snapshot: Snapshot, total_bytes: int) -> tuple[CardEngine, EmulatedCards]:
     cards = EmulatedCards(2, total_bytes=total_bytes)
     card_set = CardSet(cards, options_for(SPEC, 2, "every tier"), CardMemory(cards, reserve_bytes=0))
@@ -127,19 +104,6 @@ def test_closing_frees_all_memory_and_keeps_what_is_reported(stored):
     assert (engine.memory(), engine.rows_looked_up(), engine.cards()) == reported
     with pytest.raises(ValueError, match="the engine is closed"):
         engine.write_rows(number, np.arange(9), encoded(table, np.ones((9, table.embedding_dim))))
-
-
-@pytest.mark.parametrize("left_bytes", [8, 1 << 20, (1 << 20) + 4096])
-def test_an_engine_without_room_for_buffers_holds_nothing(stored, left_bytes):
-    engine, cards = small_engine(stored[0], 16 << 20)
-    second = cards.cards[1]
-    hog = second.allocate(second.free_bytes() - left_bytes)
-    before = cards.free_bytes()
-    with pytest.raises(MemoryBudgetError):
-        CardEngine(engine.card_set, engine._rows.arenas, engine.plan)
-    assert cards.free_bytes() == before
-    hog.free()
-    engine.close()
 
 
 def test_memory_is_reported_by_card_and_tier(stored):

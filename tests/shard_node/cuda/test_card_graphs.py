@@ -30,21 +30,6 @@ def doubled_on(made, card, stream, count):
     return work, up, down
 
 
-def test_a_graph_repeats_its_work_on_the_present_memory(cards):
-    made = cards(2)
-    for card in made.cards:
-        stream = card.stream()
-        work, up, down = doubled_on(made, card, stream, 1000)
-        work()
-        stream.synchronize()
-        graph = card.capture(stream, work)
-        for seed in range(3):
-            up.array.view(np.float32)[:] = numbers(1000, seed)
-            graph.replay(stream)
-            stream.synchronize()
-            np.testing.assert_array_equal(down.array.view(np.float32), numbers(1000, seed) * 2)
-
-
 def test_graphs_of_a_stream_are_independent(cards):
     made = cards(1)
     card, stream = made.cards[0], made.cards[0].stream()

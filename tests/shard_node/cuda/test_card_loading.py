@@ -27,9 +27,9 @@ from shard_node.engine.reference import ReferenceEngine
 from shard_node.errors import InvalidBagsError, MemoryBudgetError
 from shard_node.node import LoadedTables
 from shardrank_testing.bags import assert_blocks_equal, random_table_bags
-from shardrank_testing.deltas import assert_stored, delta_spec, stored_rows
+from shardrank_testing.deltas import assert_stored, delta_spec
 from shardrank_testing.emulated_cards import EmulatedCards
-from shardrank_testing.snapshots import one_table_spec, random_tables, restate_file, write_snapshot
+from shardrank_testing.snapshots import random_tables, restate_file, write_snapshot
 from shardrank_testing.topologies import decoded_tables
 
 SPEC = delta_spec(rows=700)
@@ -57,10 +57,6 @@ def prepare(snapshot: Snapshot, card_set: CardSet, upload_bytes: int = SMALL_UPL
 def load(snapshot: Snapshot, card_set: CardSet, **more) -> LoadedTables:
     loading = prepare(snapshot, card_set, **more)
     return loading.run(loading.take(RowMemory()))
-
-
-def tiers_of(tables: LoadedTables) -> set[str]:
-    return {use.tier for use in tables.engine.memory()}
 
 
 @given(
@@ -161,51 +157,6 @@ def test_tables_at_one_owner_need_no_places(written):
     expected = ReferenceEngine(SPEC, decoded_tables(SPEC, tables)).pool(bags)
     assert_blocks_equal(engine.pool(bags), expected, scale=10.0)
     loaded.close()
-
-
-@pytest.mark.parametrize("bucketing", ["hash", "range"])
-def test_rows_of_another_node_are_on_no_card(tmp_path, bucketing):
-    spec = one_table_spec(2000, 16, bucketing=bucketing)
-    snapshot = Snapshot.open(write_snapshot(tmp_path, spec, seed=3, rows_per_file=512)[0])
-    plan = Plan.make(spec, 3, bucketing, 2, 0)
-    held = []
-    for shard in range(3):
-        card_set = CardSet(EmulatedCards(2), CardOptions(card_memory_gb=13e-6, pinned_memory_gb=1e-3, hot_gb=1e-6))
-        loading = CardTableLoad(snapshot, plan.partition(shard), plan.digest, card_set, upload_bytes=SMALL_UPLOAD_BYTES)
-        tables = loading.run(loading.take(RowMemory()))
-        assert tiers_of(tables) >= {"card", "hot", "pinned"}
-        stored = stored_rows(tables.engine, "items")
-        buckets = np.arange(2000) % 256 if bucketing == "hash" else np.arange(2000) >> 3
-        here = plan.partition(shard).card_of_bucket[0][buckets] >= 0
-        expected = np.where(here[:, None], snapshot.read_rows("items", 0, 2000), 0)
-        np.testing.assert_array_equal(stored, expected)
-        held.append(int(here.sum()))
-    assert sum(held) == 2000
-
-
-@pytest.mark.parametrize(("num_cards", "shard"), [(1, 1), (40, 0)])
-def test_nodes_without_rows_and_cards_without_buckets_load(tmp_path, num_cards, shard):
-    spec = one_table_spec(5)
-    snapshot = Snapshot.open(write_snapshot(tmp_path, spec, seed=3)[0])
-    plan = Plan.make(spec, 2, "table", num_cards, 0)
-    cards = EmulatedCards(num_cards)
-    before = cards.free_bytes()
-    tables = load_tables(snapshot, plan.partition(shard), plan.digest, card_set=CardSet(cards))
-    expected = snapshot.read_rows("items", 0, 5) if shard == 0 else np.zeros((5, 16), np.uint8)
-    np.testing.assert_array_equal(stored_rows(tables.engine, "items"), expected)
-    tables.close()
-    assert cards.free_bytes() == before
-
-
-def test_progress_counts_every_byte_once(snapshot):
-    steps: list[tuple[str, int, int]] = []
-    load = prepare(snapshot, CardSet(EmulatedCards(2), CardOptions(**MIXED)))
-    load.run(load.take(RowMemory()), lambda *step: steps.append(step))
-    row_bytes = {"int8": 12, "int4": 7, "fp16": 16, "fp32": 40}
-    total = sum(table.num_embeddings * row_bytes[table.name] for table in SPEC.tables)
-    assert {phase for phase, _, _ in steps} == {"load"}
-    assert steps[-1] == ("load", total, total)
-    assert [done for _, done, _ in steps] == sorted(done for _, done, _ in steps)
 
 
 WANTED = np.array([3, 77, 255, 256, 600, 699])

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loader.snapshot.codecs import codec_for
 from shard_node.cuda.kernel_params import (
     ArenaParams,
     BatchParams,
@@ -52,21 +51,6 @@ def test_rows_are_aligned_and_as_short_as_possible(fmt):
     assert fmt.tail_offset % (fmt.tail_bytes or 1) == 0
     assert 0 <= fmt.tail_offset - fmt.code_bytes < (fmt.tail_bytes or 1)
     assert 16 * (fmt.chunks - 1) < fmt.code_bytes <= 16 * fmt.chunks <= fmt.stride
-
-
-@pytest.mark.parametrize(("dtype", "kind", "top"), [("int8", "<f4", 255), ("int4", "<f2", 15)])
-def test_scale_and_bias_are_at_the_offsets_of_the_format(dtype, kind, top):
-    dim = 10
-    fmt = RowFormat.of(dtype, dim)
-    codec = codec_for(dtype, dim)
-    rows = np.random.default_rng(1).standard_normal((5, dim), np.float32)
-    relaid = fmt.relay(codec.encode(rows))
-    tail = relaid[:, fmt.tail_offset : fmt.tail_offset + fmt.tail_bytes].copy().view(kind).astype(np.float32)
-    codes = relaid[:, : fmt.code_bytes]
-    if dtype == "int4":
-        codes = np.stack([codes & 15, codes >> 4], axis=2).reshape(5, dim)
-    assert codes.max() == top
-    np.testing.assert_array_equal(codes * tail[:, :1] + tail[:, 1:], codec.decode(codec.encode(rows)))
 
 
 @pytest.mark.parametrize(

@@ -169,20 +169,6 @@ def test_half_a_batch_sends_half_the_bytes(stored, hotness, weighted, captured):
     engine.close()
 
 
-def test_extra_bytes_arrive_with_the_batch(loaded, lane):
-    layout = loaded.engine.layout
-    size = BatchSize(np.array([5]), 20, extra_bytes=24)
-    runs = runs_in_columns(layout, [0], ["sum"], size)
-    slot = lane.prepare(runs, size)
-    for number in range(3):
-        slot.fill(feature_bags(np.random.default_rng(number), layout, runs, size))
-        slot.extra[:] = np.arange(6, dtype=np.float32).view(np.uint8) + number
-        lane.launch(slot.enqueue)
-        lane.stream.synchronize()
-        sent = lane.card.tensor(slot.batch, slot.extra_at, (24,), torch.uint8).cpu().numpy()
-        np.testing.assert_array_equal(sent, slot.extra)
-
-
 def test_lookups_of_a_shared_table_are_counted_together(loaded, lane):
     size = BatchSize(np.array([2, 2, 2]), 20)
     slot = lane.prepare(runs_in_columns(loaded.engine.layout, [1, 0, 1], ["sum", "none", "mean"], size), size)

@@ -79,22 +79,6 @@ def least_places_bytes(plan, number):
     return min(4 * table.num_embeddings, 4 * here + 8 * num_buckets(table))
 
 
-@given(inputs=plan_inputs())
-def test_tables_of_a_group_are_contiguous_at_each_owner(inputs):
-    plan = make_plan(inputs)
-    placer = Placer(plan)
-    for group in plan.layout.groups:
-        starts = placer.starts(group)
-        assert starts.dtype == np.uint64
-        assert starts.shape == (group.end_table - group.first_table, plan.num_cards + 2)
-        for owner in range(plan.num_cards + 2):
-            byte = 0
-            for number in range(group.first_table, group.end_table):
-                assert starts[number - group.first_table, owner] == byte
-                byte += int(plan.slots[number, owner]) * strides(plan.layout)[number]
-            assert placer.rows_bytes(group)[owner] == byte
-
-
 @pytest.mark.parametrize("num_cards", range(1, MAX_CARDS + 1))
 def test_no_place_is_a_code(num_cards):
     owners = np.arange(num_cards + 2)

@@ -155,20 +155,6 @@ def test_a_row_outside_its_table_is_refused_by_name(engines):
                 look_up(bags)
 
 
-def test_lookups_are_counted_by_table(engines):
-    engine, _ = engines
-    before = {one.table: one.rows for one in engine.rows_looked_up()}
-    bags = KeyedBags.from_lengths(
-        np.array([0, 3], np.int32), np.array([2, 1], np.int64), np.array([2, 0, 3]), np.zeros(5, np.int64)
-    )
-    engine.pool(bags)
-    after = {one.table: one.rows for one in engine.rows_looked_up()}
-    names = [table.name for table in engine.layout.tables]
-    assert after[names[0]] - before[names[0]] == 2
-    assert after[names[3]] - before[names[3]] == 3
-    assert after[names[1]] == before[names[1]]
-
-
 def test_a_partition_refuses_rows_of_another_node(stored):
     snapshot, _ = stored
     sharding = sharding_of(snapshot.spec)
@@ -191,17 +177,6 @@ def test_memory_is_reported_by_card_and_tier(tmp_path: Path):
         (0, "ram"): whole - 1024 * 72,
         (0, "mapped"): 1024 * 72,
     }
-
-
-def test_keys_without_bags_change_nothing(engines):
-    engine, reference = engines
-    layout = reference.layout
-    for group in layout.groups:
-        keys = np.arange(len(layout.tables), dtype=np.int32)
-        bags_per_key = np.where((keys >= group.first_table) & (keys < group.end_table), 2, 0).astype(np.int64)
-        count = int(bags_per_key.sum())
-        bags = KeyedBags.from_lengths(keys, bags_per_key, np.ones(count, np.int64), np.zeros(count, np.int64))
-        assert_blocks_equal(engine.pool(bags), reference.pool(bags), scale=1.0)
 
 
 @pytest.mark.parametrize("lengths", [(5, 0, 40, 1, 13), (5, 0, 0, 6, 1, 7, 7, 3, 0, 9, 2, 0)], ids=["long", "short"])

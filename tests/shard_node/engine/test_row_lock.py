@@ -47,21 +47,6 @@ def test_a_writer_without_patience_keeps_new_readers_out():
     assert order == ["write", "read"]
 
 
-def test_a_reader_that_waited_precedes_the_next_writer():
-    lock = RowLock(patience_s=0.0)
-    order = []
-    lock.begin_write()
-    reader = in_thread(lambda: (lock.begin_read(), order.append("read"), lock.end_read()))
-    while not lock._waiting_readers:
-        pass
-    lock.end_write()
-    lock.begin_write()
-    order.append("write")
-    lock.end_write()
-    reader.join(TIMEOUT_S)
-    assert order == ["read", "write"]
-
-
 def test_readers_and_writers_never_meet():
     lock = RowLock(patience_s=1e-5)
     inside = {"readers": 0, "writers": 0}

@@ -21,7 +21,6 @@ from shard_node.planning.cost_model import (
     BagLoad,
     Traffic,
     batch_time,
-    line_bytes,
     sector_bytes,
     table_sizes,
     tier_shares,
@@ -51,18 +50,6 @@ def loads_of(layout, values=1000.0, bags=100.0, longest=20.0):
 def test_bytes_of_two_billion_rows_of_128(dtype, codes, rows, on_cards):
     """Rows have a scale and a bias, on cards padding; places take 4 bytes."""
     assert table_sizes(BILLIONS, 128, dtype) == (codes, rows, on_cards, 8e9)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "dim", "sectors", "packets"),
-    # int8 of dim 64 has a stride of 80: every second row begins in the middle of a sector.
-    [("int8", 128, 5, 2), ("int8", 64, 3, 1.5), ("int4", 16, 1, 1), ("fp16", 128, 8, 2), ("fp32", 128, 16, 4)],
-)
-def test_a_row_is_read_in_whole_sectors_and_packets(dtype, dim, sectors, packets):
-    row = RowFormat.of(dtype, dim)
-    assert sector_bytes(row) == 32 * sectors
-    assert line_bytes(row, H100.peer) == 32 * sectors + 32 * packets
-    assert line_bytes(row, H100.host) == 32 * sectors + 20 * packets
 
 
 @given(layout=layouts(max_rows=600), data=st.data())
@@ -166,14 +153,6 @@ def test_one_card_is_bound_by_its_memory():
     assert time.lookups_per_s == pytest.approx(1e7 / max(hbm_us, upload_us) * 1e6)
 
 
-def test_uniform_ids_without_copies_are_bound_by_nvlink():
-    time = batch_time(Traffic.of(plan_of(8), [BagLoad(1e6, 1e4, 100.0)], H100), H100)
-    assert time.peer_us == pytest.approx(0.875e6 * 224 / 450e3)
-    assert time.bound == time.busy_bound == "peers"
-    assert time.busy_us == pytest.approx(time.peer_us)
-    assert time.batches_per_s == pytest.approx(8e6 / time.peer_us)
-
-
 def test_pinned_rows_share_the_host_link_with_ids():
     # Only places fit on the cards.
     plan = plan_of(8, card_bytes=4 * 256_000, pinned=AMPLE)
@@ -205,13 +184,3 @@ def test_a_faster_way_never_makes_a_batch_slower(inputs, way, factor):
     before, after = (batch_time(Traffic.of(plan, loads, one), one) for one in (H100, faster))
     assert after.alone_us <= before.alone_us * (1 + 1e-12)
     assert after.busy_us <= before.busy_us * (1 + 1e-12)
-
-
-@given(inputs=plan_inputs(), factor=st.floats(1.0, 100.0))
-def test_more_lookups_never_take_less_time(inputs, factor):
-    plan = make_plan(inputs)
-    few = [BagLoad(1e3, 1e2, 10.0)] * len(plan.layout.tables)
-    many = [BagLoad(1e3 * factor, 1e2 * factor, 10.0)] * len(plan.layout.tables)
-    before, after = (batch_time(Traffic.of(plan, loads, H100), H100) for loads in (few, many))
-    assert after.alone_us >= before.alone_us * (1 - 1e-12)
-    np.testing.assert_allclose(after.busy_us, before.busy_us * factor)

@@ -23,7 +23,6 @@ from shard_node.planning.network_cost import (
     NetworkTime,
     SentLookups,
     WireForm,
-    crossover_hit_rate,
     moved_bytes,
     shards_hit,
 )
@@ -207,17 +206,3 @@ def test_a_head_has_its_share_of_the_lookups(rows):
     found = NearRows.choose(layout, hotness_of(layout, 1.1, Head(5000, 0.85)), num_rows=rows)
     harmonic = np.cumsum(np.arange(1, 5001) ** -1.1)
     assert found.hit_rate == pytest.approx(0.85 * harmonic[rows - 1] / harmonic[-1] + 0.15 * rows / 2e9, abs=1e-5)
-
-
-def test_of_two_budgets_the_larger_binds():
-    network = Network(gb_per_s=1, latency_us=10)
-    few, many, none = (NetworkTime.of(size, size, network) for size in (1000, 100_000, 0))
-    assert (few.bound, few.alone_us, few.busy_us) == ("latency", 12, 1)
-    assert (many.bound, many.alone_us) == ("bandwidth", 210)
-    assert none.alone_us == 0
-
-
-def test_the_crossover_is_where_both_take_as_long():
-    assert crossover_hit_rate(lambda hit_rate: 100 * (1 - hit_rate) + 5, 30) == pytest.approx(0.75)
-    assert crossover_hit_rate(lambda hit_rate: 100 * (1 - hit_rate) + 5, 200) == 0
-    assert crossover_hit_rate(lambda hit_rate: 100 * (1 - hit_rate) + 5, 5) is None

@@ -26,8 +26,6 @@ from shardrank_testing.nodes import (
     RawPeer,
     connected,
     on_every_loop,
-    reference_engine,
-    small_node,
     small_spec,
     soon,
 )
@@ -119,27 +117,8 @@ async def answered_by(place: Place, folder: Path, answer: Answer, forms: Forms) 
 
 
 @on_every_loop
-def test_a_node_that_knows_no_forms_is_understood(place, tmp_path):
-    sums = Answer(reference_engine().pool(BAGS))
-    answer = place.run(answered_by(place, tmp_path, sums, Forms(stored=True, float16=True)))
-    assert answer.stored is None
-    for actual, expected in zip(added(small_node(), answer), sums.sums, strict=True):
-        np.testing.assert_array_equal(actual, expected)
-
-
-@on_every_loop
 @pytest.mark.parametrize("forms", [FLOAT32_SUMS, Forms(float16=True)])
 def test_unrequested_rows_as_stored_are_no_answer(place, node, tmp_path, forms):
     stored = node.answer(MODEL, VERSION, BAGS, Forms(stored=True))
     with pytest.raises(RemoteError, match="frame type 7 is no answer to this request"):
         place.run(answered_by(place, tmp_path, stored, forms))
-
-
-@on_every_loop
-def test_a_node_with_rows_in_another_form_answers_in_sums(place, tmp_path):
-    async def scenario(server, client) -> Answer:
-        return await client.pool(MODEL, VERSION, BAGS, soon(), Forms(stored=True))
-
-    answer = place.with_client(tmp_path, scenario)
-    assert answer.stored is None
-    assert dtypes(answer) == {"float32"}

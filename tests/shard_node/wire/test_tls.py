@@ -7,7 +7,6 @@ import contextlib
 import logging
 import socket
 import ssl
-import warnings
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
@@ -21,7 +20,6 @@ from shard_node.errors import (
     NodeUnavailableError,
     PlainTextError,
     TlsConfigError,
-    TlsHandshakeError,
     UntrustedCertificateError,
 )
 from shard_node.wire.address import MAX_HANDSHAKES, Address, listen
@@ -144,34 +142,6 @@ def test_a_client_without_access_is_refused_and_counted(place, shown, kind, pape
     (line,) = [record.getMessage() for record in caplog.records if record.name == "shard_node.wire.tls"]
     assert line.startswith(f"refused a connection from 127.0.0.1: {kind.kind}: ")
     assert [record for record in caplog.records if record.exc_info] == []
-
-
-@on_every_loop
-@pytest.mark.parametrize(
-    ("version", "message", "counts"),
-    [
-        (ssl.TLSVersion.TLSv1_2, "HANDSHAKE_FAILURE", {MissingCertificateError.kind: 1}),
-        (ssl.TLSVersion.TLSv1_1, "", None),
-    ],
-)
-def test_older_tls_needs_a_certificate_or_is_refused(place, papers, version, message, counts):
-    older = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    older.load_verify_locations(papers.ca.cert)
-    older.set_ciphers("ALL:@SECLEVEL=0")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        older.minimum_version = ssl.TLSVersion.TLSv1
-        older.maximum_version = version
-    context = papers.node_context()
-
-    async def scenario() -> None:
-        async with tls_serving(context) as server, connected(server.addresses[0], tls=older) as client:
-            error = await refusal(client)
-            assert type(error) is TlsHandshakeError
-            assert message in str(error)
-
-    place.run(scenario())
-    assert counts in (None, context.refusals.counts)
 
 
 @on_every_loop

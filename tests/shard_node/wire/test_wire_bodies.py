@@ -139,11 +139,6 @@ def test_large_arrays_are_sent_from_their_own_memory():
     np.testing.assert_array_equal(decoded.stored[0], rows)
 
 
-def test_node_info_comes_back():
-    info = small_node().info()
-    assert wire.decode_info_answer(received(wire.encode_info_answer(5, info))) == info
-
-
 KINDS = [
     found
     for found in vars(errors).values()

@@ -12,26 +12,20 @@ from hypothesis.extra import numpy as hnp
 
 from shard_node.access_counts import MAX_PART_ROWS, CountedPart
 from shard_node.errors import (
-    FrameTooLargeError,
     GenerationNotFoundError,
     InvalidBagsError,
-    RemoteError,
     WireError,
 )
 from shard_node.wire import messages as wire
 from shard_node.wire.frame import FrameType
 from shard_node.wire.messages import CountsRequest
-from shard_node.wire.server import ServerLimits
 from shardrank_testing.nodes import (
-    EVERY_PLACE,
     MODEL,
     SIZES,
     VERSION,
     on_every_loop,
     pool_films,
     received,
-    reference_engine,
-    small_node,
     soon,
 )
 
@@ -73,12 +67,6 @@ def test_impossible_parts_are_refused(changes, message):
         wire.decode_counts_answer(frame)
 
 
-@pytest.mark.parametrize("field", ["table", "max_rows", "first_row", "version"])
-def test_numbers_that_no_field_can_state_are_not_sent(field):
-    with pytest.raises(WireError, match=f"{field} -1 is not within"):
-        wire.encode_counts(1, 0, dataclasses.replace(CountsRequest("m", 1, 0, 0, 1), **{field: -1}))
-
-
 @on_every_loop
 def test_a_node_sends_the_counts_of_its_engine(place, tmp_path):
     async def scenario(server, client):
@@ -105,25 +93,3 @@ def test_a_node_sends_the_counts_of_its_engine(place, tmp_path):
     assert np.flatnonzero(np.concatenate([first.counts, second.counts])).tolist() == [3, 499]
     assert (first.counts[3], second.counts[199]) == (3, 1)
     assert (first.lookups, first.total) == (4, 4)
-
-
-def test_counts_too_long_for_a_frame_are_refused(tmp_path):
-    async def scenario(server, client):
-        with pytest.raises(FrameTooLargeError):
-            await client.counts(CountsRequest(MODEL, VERSION, FILM, 0, 500), soon())
-
-    EVERY_PLACE[0].with_client(tmp_path, scenario, None, ServerLimits(max_frame_bytes=2048))
-
-
-def test_counts_of_other_rows_are_a_remote_error(tmp_path):
-    engine = reference_engine()
-    node = small_node(engine)
-    node.counts = lambda model, version, table, first_row, max_rows: engine.access.part(table, 0, 20)
-
-    async def scenario(server, client):
-        with pytest.raises(RemoteError, match="counts of 20 rows from 0 on, asked for 20 from 5"):
-            await client.counts(CountsRequest(MODEL, VERSION, FILM, 5, 20), soon())
-        with pytest.raises(RemoteError, match="asked for 10 from 0"):
-            await client.counts(CountsRequest(MODEL, VERSION, FILM, 0, 10), soon())
-
-    EVERY_PLACE[0].with_client(tmp_path, scenario, node)

@@ -11,17 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shard_node.answer import Answer
 from shard_node.errors import GenerationNotFoundError, WireError
 from shard_node.tracing import MAX_STATE_BYTES, TRACED_LOOKUP, Span, SpanContext, TracedLookup
 from shard_node.wire import messages as wire
 from shard_node.wire.client import ShardClient
-from shard_node.wire.frame import Frame, FrameType
+from shard_node.wire.frame import Frame
 from shard_node.wire.server import ServerLimits
 from shardrank_testing.nodes import (
     MODEL,
     VERSION,
-    RawPeer,
     connected,
     film_bags,
     on_every_loop,
@@ -106,37 +104,3 @@ def test_a_node_makes_a_span_in_its_callers_trace(place, tmp_path, max_inline_by
             assert own.error.startswith("generation_not_found: ")
 
     place.run(main())
-
-
-@on_every_loop
-@pytest.mark.parametrize("told", ['"takes_traces": false, ', ""])
-def test_a_node_without_spans_is_sent_no_trace(place, tmp_path, told):
-    frames: list[Frame] = []
-    identity = '{"shard_index": 0, "num_shards": 1, "num_cards": 1, "sharding": "hash"}'
-    info = f'{{{told}"identity": {identity}, "versions": [], "memory": []}}'
-
-    async def play(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        peer = RawPeer(reader, writer)
-        for _ in range(2):
-            header = (await peer.read_frame()).header
-            peer.write(*wire._encode(FrameType.INFO_ANSWER, header.request_id, info.encode(), []))
-        frames.append(await peer.read_frame())
-        sums = reference_engine().pool(BAGS)
-        peer.write(*wire.encode_answer(frames[0].header.request_id, Answer(sums)))
-        await peer.read_end()
-        await peer.close()
-
-    async def main() -> None:
-        address = place.address(tmp_path)
-        async with await asyncio.start_unix_server(play, address.path), connected(address) as client:
-            assert [(await client.info()).takes_traces for _ in range(2)] == [False] * 2
-            answer, spans = await asked(client)
-            assert isinstance(answer, Answer)
-            assert [one.kind for one in spans] == ["client"]
-
-    place.run(main())
-    assert wire.decode_pool(frames[0]).trace is None
-    # The very bytes that a client without traces sends.
-    header = frames[0].header
-    plain = received(wire.encode_pool(header.request_id, header.budget_us, MODEL, VERSION, BAGS))
-    np.testing.assert_array_equal(frames[0].body, plain.body)
