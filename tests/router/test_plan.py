@@ -129,6 +129,7 @@ def test_small_tables_are_replicated_up_to_the_limit():
     for plan in (Plan.make(spec, 2), Plan.make(spec, 2, "hash", 1, 1 << 20)):
         assert (plan.shard_of_bucket[0] == REPLICATED).all()
         assert (plan.shard_of_bucket[1] >= 0).all()
+    assert {owners.dtype for owners in plan.shard_of_bucket} == {np.dtype(np.int16)}
     default = Plan.make(spec)
     assert [owners.tolist() for owners in default.shard_of_bucket] == [[0] * 256] * 2
     assert (default.num_shards, default.cards_per_shard, default.sharding) == (1, 1, "hash")
@@ -258,7 +259,17 @@ def test_every_value_has_the_owner_of_its_bucket(sizes, bucketing, by_table, sha
     assert owners.tolist() == expected_owners(plan, bags, up, turn)
 
 
-@pytest.mark.parametrize("shards", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize(("shards", "dtype"), [(255, np.uint8), (256, np.uint16), (1024, np.uint16)])
+def test_owners_of_replicated_rows_take_turns(shards, dtype):
+    plan = Plan.make(spec_of([10, 1 << 20]), shards, replicate_bytes=1000)
+    bags = bags_of(plan, np.random.default_rng(1), [0, 1])
+    for turn in (0, shards - 1):
+        owners = BucketOwners(plan).of(bags, lambda: np.arange(shards, dtype=np.int16), turn)
+        assert owners.dtype == dtype
+        assert owners.tolist() == expected_owners(plan, bags, list(range(shards)), turn)
+
+
+@pytest.mark.parametrize("shards", [2, 3, 8])
 def test_shards_that_are_up_matter_only_to_replicated_tables(shards):
     plan = Plan.make(spec_of([100_000, 100_000], "hash"), shards, replicate_bytes=0)
     bags = bags_of(plan, np.random.default_rng(1), [0, 1])

@@ -10,14 +10,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from loader.snapshot.manifest import ModelSpec
+from loader.snapshot.reader import Snapshot
 from router.errors import PlanError, ShardUnavailableError
 from router.feature_schema import FeatureSchema
 from router.id_mapping import IdMapper, MappedBags
-from router.router import Router
-from shard_node.answer import Forms
-from shard_node.bags import Float32Array, KeyedBags
+from router.plan import Plan
+from router.router import VALUE_BYTES, Cutter, Router
+from shard_node.answer import Answer, Forms, add_answers
+from shard_node.bags import CheckedBags, Float32Array, KeyedBags
+from shard_node.errors import InvalidBagsError
 from shard_node.node import LocalShard, ShardNode
-from shardrank_testing.snapshots import make_spec
+from shard_node.split import split, whole
+from shardrank_testing.bags import random_table_bags
+from shardrank_testing.nodes import reference_engine
+from shardrank_testing.snapshots import make_spec, one_table_spec, write_snapshot
 from shardrank_testing.topologies import (
     StoredModel,
     Topology,
@@ -273,3 +279,110 @@ def test_mapping_and_waiting_are_measured_apart(stores, shards, wait_s):
     router = Router(stored.schema, mapper, plan, nodes, clock)
     times = look_up(router, stored, bags_of(stored, "film", list(range(256)))).times
     assert (times.map_s, times.split_s, times.shard_wait_s, times.add_s) == (2.0, 0.0, wait_s, 0.0)
+
+
+@given(st.integers(0, 2**32), st.integers(1, 4000), st.integers(1, 3), st.booleans())
+def test_pieces_add_up_to_the_whole_within_their_bytes(seed, piece_bytes, num_owners, weighted):
+    engine, rng = reference_engine(), np.random.default_rng(seed)
+    layout = engine.layout
+    bags = random_table_bags(rng, layout, 12, 6, weighted)
+    owner = rng.integers(0, num_owners, bags.num_values).astype(np.uint8)
+    parts = [whole(bags)] if num_owners == 1 else split(bags, owner, range(num_owners))
+    key_of_bag = np.repeat(bags.keys, bags.bags_per_key)
+    pieces = []
+    for part in parts:
+        of_part = Cutter(layout, piece_bytes).cut(part)
+        np.testing.assert_array_equal(np.concatenate([piece.bag_index for piece in of_part]), part.bag_index)
+        np.testing.assert_array_equal(np.concatenate([piece.positions for piece in of_part]), part.positions)
+        for piece in of_part:
+            piece.bags.validate()
+            assert (piece.owner, piece.shares_no_bag) == (part.owner, part.shares_no_bag)
+            np.testing.assert_array_equal(piece.bags.values, bags.values[piece.positions])
+            assert (piece.bags.weights is None) != weighted
+            keys = np.repeat(piece.bags.keys, piece.bags.bags_per_key)
+            np.testing.assert_array_equal(keys, key_of_bag[piece.bag_index])
+            answer_bytes = int((layout.bag_bytes[piece.bags.keys] * piece.bags.bags_per_key).sum())
+            assert piece.bags.num_bags == 1 or answer_bytes + piece.bags.num_values * VALUE_BYTES <= piece_bytes
+        pieces += of_part
+        assert Cutter(layout).cut(part)[0] is part
+    added = add_answers(layout, bags, pieces, [Answer(engine.pool(piece.bags)) for piece in pieces])
+    for actual, expected in zip(added, engine.pool(bags), strict=True):
+        # Weights are not whole numbers, so the order in which owners are added shows in the last bits.
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-3 if weighted and num_owners > 1 else 0)
+
+
+def test_what_is_too_large_for_a_frame_travels_in_pieces(tmp_path):
+    spec = one_table_spec(100, embedding_dim=4096)
+    path, _ = write_snapshot(tmp_path, spec, seed=1)
+    wide = Snapshot.open(path)
+    # Of 6,000 bags 16 KiB each come back: more than one frame may hold.
+    rows = np.arange(18_000, dtype=np.int64) % 100
+    bags = KeyedBags.from_lengths(np.array([0], np.int32), np.array([6000], np.int64), np.full(6000, 3), rows)
+    expected = asyncio.run(lookup(local_router(wide, Topology()), wide, bags))
+
+    async def look_up() -> None:
+        async with remote_router(wide, Topology(), tmp_path) as router:
+            embeddings = await lookup(router, wide, bags)
+        np.testing.assert_array_equal(embeddings.blocks[0], expected.blocks[0])
+        assert embeddings.times.stored_bytes == 0
+        assert embeddings.times.float32_bytes == 6000 * 4096 * 4
+
+    asyncio.run(look_up())
+
+
+class RecordingNode(ShardNode):
+    """A node in this process that keeps what it was asked for."""
+
+    def __init__(self, node: ShardNode) -> None:
+        super().__init__(node.identity)
+        self.generations = node.generations
+        self.asked: list[KeyedBags] = []
+
+    def pool_with_sequence(self, model: str, version: int, bags: KeyedBags) -> tuple[list[Float32Array], int]:
+        self.asked.append(bags)
+        return super().pool_with_sequence(model, version, bags)
+
+
+@pytest.fixture(scope="module")
+def snapshot(tmp_path_factory: pytest.TempPathFactory) -> Snapshot:
+    return Snapshot.open(write_snapshot(tmp_path_factory.mktemp("store"), make_spec())[0])
+
+
+def router_of(spec: ModelSpec, snapshot: Snapshot) -> tuple[Router, RecordingNode]:
+    """A router by one description over a node that holds another's tables, in this process."""
+    schema = FeatureSchema.of(spec)
+    node = RecordingNode(make_node(snapshot, Plan.make(snapshot.spec), 0))
+    return Router(schema, IdMapper(schema, {}), Plan.make(spec), [LocalShard(node)]), node
+
+
+@pytest.mark.parametrize("policy", ["reject", "default_row", "skip"])
+def test_values_called_checked_are_rows(snapshot, policy):
+    spec = snapshot.spec
+    tables = [{**table.model_dump(), "unknown_id": policy} for table in spec.tables]
+    router, node = router_of(ModelSpec.model_validate({**spec.model_dump(), "tables": tables}), snapshot)
+    rng, num_features = np.random.default_rng(8), len(spec.features)
+    for _ in range(30):
+        keys = np.sort(rng.permutation(num_features)[: rng.integers(1, num_features + 1)]).astype(np.int32)
+        bags_per_key = rng.integers(0, 4, keys.size)
+        lengths = rng.integers(0, 4, bags_per_key.sum())
+        ids = rng.choice([0, 18, 19, 776, 777, 2**40, 2**63 - 1], lengths.sum())
+        asyncio.run(lookup(router, snapshot, KeyedBags.from_lengths(keys, bags_per_key, lengths, ids)))
+    assert len(node.asked) == 30
+    for asked in node.asked:
+        assert isinstance(asked, CheckedBags)
+        plain = KeyedBags(asked.keys, asked.bags_per_key, asked.offsets, asked.values, asked.weights)
+        asked.layout.check(plain)
+
+
+def test_a_node_with_other_tables_checks_for_itself(snapshot):
+    spec, num_films = snapshot.spec, snapshot.spec.table_of("film").num_embeddings
+    tables = [{**table.model_dump(), "num_embeddings": 4 * table.num_embeddings} for table in spec.tables]
+    router, _ = router_of(ModelSpec.model_validate({**spec.model_dump(), "tables": tables}), snapshot)
+    film, one = np.array([router.schema.index["film"]], np.int32), np.ones(1, np.int64)
+
+    def look_up(row: int) -> None:
+        asyncio.run(lookup(router, snapshot, KeyedBags(film, one, np.array([0, 1]), row * one)))
+
+    look_up(num_films - 1)
+    with pytest.raises(InvalidBagsError, match=f"row {num_films} "):
+        look_up(num_films)

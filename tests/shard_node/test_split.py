@@ -72,6 +72,7 @@ def test_parts_hold_every_value_once_in_order(bags, num_owners, random, dtype):
             np.testing.assert_array_equal(part.bags.weights, bags.weights[part.positions])
         np.testing.assert_array_equal(np.repeat(part.bag_index, part.bags.lengths), bag_of_value[part.positions])
         assert (np.diff(part.bag_index) > 0).all()
+        assert (part.bags.bags_per_key > 0).all() or part.bags.num_bags == bags.num_bags
         np.testing.assert_array_equal(np.repeat(part.bags.keys, part.bags.bags_per_key), key_of_bag[part.bag_index])
         assert (part.bags.lengths > 0).all() or part.bags.num_bags == bags.num_bags
         # It is known to share no bag wherever no bag has two values, so that there is nothing to find out.
@@ -79,19 +80,27 @@ def test_parts_hold_every_value_once_in_order(bags, num_owners, random, dtype):
 
 
 @pytest.mark.parametrize("num_owners", [6, 7])
-@pytest.mark.parametrize(("num_filled", "has_all"), [(6, False), (7, True), (8, True)])
-def test_a_part_in_nearly_all_bags_has_all_of_them(num_owners, num_filled, has_all):
+@pytest.mark.parametrize("last_length", [3, 0])
+@pytest.mark.parametrize("num_filled", [6, 7, 8])
+def test_a_part_in_nearly_all_bags_has_all_of_them(num_owners, last_length, num_filled):
     """With few owners, who are counted; a sort leaves empty bags out at no cost."""
     assert NEARLY_ALL == 7 / 8
-    lengths = [3] * 8
-    owner = np.array([owner for bag in range(8) for owner in (5, 5, 5 if bag >= num_filled else 0)], np.uint8)
-    bags = KeyedBags.from_lengths(np.array([4], np.int32), np.array([8]), np.array(lengths), np.arange(24))
-    first, last = split(bags, owner, range(num_owners))
-    counted = num_owners == 6 and has_all
-    assert first.bag_index.tolist() == list(range(8 if counted else num_filled))
-    assert first.bags.lengths.tolist() == [1] * num_filled + [0] * (8 - num_filled if counted else 0)
-    assert (first.bags.keys.tolist(), first.bags.bags_per_key.tolist()) == ([4], [first.bags.num_bags])
-    assert last.bags.lengths.tolist() == [2] * num_filled + [3] * (8 - num_filled)
+    lengths = [3] * 7 + [last_length]
+    of_first = [min(1, length) if bag < num_filled else 0 for bag, length in enumerate(lengths)]
+    owner = [owner for count in of_first for owner in ([0] * count + [5] * (3 - count))][: sum(lengths)]
+    bags = KeyedBags.from_lengths(
+        np.array([4], np.int32), np.array([8]), np.array(lengths), np.arange(sum(lengths), dtype=np.int64)
+    )
+    first, last = split(bags, np.array(owner, np.uint8), range(num_owners))
+    for part, counts in (
+        (first, of_first),
+        (last, [length - count for length, count in zip(lengths, of_first, strict=True)]),
+    ):
+        num_counted = sum(count > 0 for count in counts)
+        is_complete = num_owners == 6 and num_counted >= 7
+        assert part.bag_index.tolist() == [bag for bag, count in enumerate(counts) if count or is_complete]
+        assert part.bags.lengths.tolist() == [count for count in counts if count or is_complete]
+        assert (part.bags.keys.tolist(), part.bags.bags_per_key.tolist()) == ([4], [part.bags.num_bags])
 
 
 def test_bags_of_one_owner_are_one_part():

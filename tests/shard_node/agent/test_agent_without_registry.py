@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import threading
 import time
 
 import numpy as np
+import pytest
 
-from loader.registry.fleet import FleetRecord, rollout_key
+from loader.errors import RegistryRecordError
+from loader.registry.directory import DirectoryRegistry
+from loader.registry.fleet import FleetRecord, FleetRegistry, WantedModel, rollout_key, wanted_key
 from loader.snapshot.publishing import register
 from loader.snapshot.reader import Snapshot
-from shardrank_testing.agents import agent_on, published, run, running_node
+from shard_node.agent.agent import Remembered
+from shardrank_testing.agents import HandClock, agent_on, published, run, running_node
 from shardrank_testing.bags import random_table_bags
 from shardrank_testing.registries import redis_server
 from shardrank_testing.snapshots import make_spec, write_snapshot
@@ -89,3 +94,49 @@ def test_lookups_go_on_while_the_registry_is_disturbed(tmp_path):
                 assert (await under.fleet.wanted())["films"].live == 1
 
     run(main())
+
+
+WANTED = WantedModel(model="films", epoch=7, live=1, hold=(1,), serve=(1,))
+PLAN = b'{"epoch": 40, "model": "films"}'
+
+
+async def that_knows_all(fleet: FleetRegistry) -> Remembered:
+    await fleet.put_wanted(WANTED, None)
+    await fleet.registry.put(rollout_key("films"), PLAN, 0)
+    remembered = Remembered(fleet, None, 1.0, HandClock())
+    await remembered.refresh()
+    return remembered
+
+
+def test_a_lost_plan_is_restored_before_desired_versions(tmp_path):
+    async def main() -> None:
+        registry = DirectoryRegistry(tmp_path / "registry")
+        fleet = FleetRegistry(registry)
+        remembered = await that_knows_all(fleet)
+        shutil.rmtree(tmp_path / "registry")
+        # Not a moment later: as soon as what is wanted is back, a rollout can be started.
+        await remembered.refresh()
+        plan, wanted = await fleet.raw(rollout_key("films")), await fleet.raw(wanted_key("films"))
+        assert plan is not None
+        assert wanted is not None
+        assert plan.value == PLAN
+        assert plan.revision < wanted.revision
+        assert await fleet.wanted() == {"films": WANTED}
+        await registry.close()
+
+    asyncio.run(main())
+
+
+def test_desired_versions_are_restored_beside_a_broken_plan(tmp_path):
+    async def main() -> None:
+        registry = DirectoryRegistry(tmp_path / "registry")
+        fleet = FleetRegistry(registry)
+        remembered = await that_knows_all(fleet)
+        shutil.rmtree(tmp_path / "registry")
+        await registry.put(rollout_key("films"), b"{", 0)
+        with pytest.raises(RegistryRecordError, match="rollouts/films: not JSON"):
+            await remembered.refresh()
+        assert await fleet.wanted() == {"films": WANTED}
+        await registry.close()
+
+    asyncio.run(main())

@@ -5,16 +5,23 @@ from __future__ import annotations
 import asyncio
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from loader.deltas.batch import DeltaBatch
 from loader.deltas.publisher import AsyncDeltaPublisher
 from loader.errors import DeltaFormatError, DeltaGapError, RegistryUnavailableError
+from loader.registry.directory import DirectoryRegistry
 from loader.registry.fleet import delta_stream
 from loader.registry.opening import open_registry
 from loader.registry.registry import StreamBounds, StreamEntry
-from shard_node.agent.delta_follower import FollowerConfig
+from loader.snapshot.reader import Snapshot
+from shard_node.agent.delta_follower import FollowerConfig, Followers
+from shard_node.engine.loading import load_tables
+from shard_node.node import DeltaPosition, LoadedTables
+from shardrank_testing.agents import plan_of
 from shardrank_testing.card_engines import OnCards, engine_params
 from shardrank_testing.deltas import (
     MODEL,
@@ -29,7 +36,7 @@ from shardrank_testing.deltas import (
     register_version,
 )
 from shardrank_testing.registries import REGISTRY_KINDS, registry_of
-from shardrank_testing.snapshots import random_rows, random_tables, with_slices
+from shardrank_testing.snapshots import make_spec, random_rows, random_tables, with_slices, write_snapshot
 
 SPEC = delta_spec(rows=500)
 STREAM = delta_stream(MODEL, 1)
@@ -351,3 +358,92 @@ def test_updates_of_divided_tables_equal_a_fresh_export(place, tmp_path):
         await registry.close()
 
     asyncio.run(scenario())
+
+
+@pytest.fixture
+def tables(tmp_path: Path) -> LoadedTables:
+    folder, _ = write_snapshot(tmp_path / "store", make_spec("films"), seed=1, version=1)
+    snapshot = Snapshot.open(folder)
+    return load_tables(snapshot, *plan_of(snapshot))
+
+
+def following() -> list[asyncio.Task[None]]:
+    return [task for task in asyncio.all_tasks() if task.get_name() == "deltas films 1"]
+
+
+def test_an_interrupted_stop_starts_no_second_follower(tmp_path, tables, monkeypatch):
+    writing, go_on = threading.Event(), threading.Event()
+    decode = DeltaBatch.decode
+
+    def slow(payload: bytes) -> DeltaBatch:
+        writing.set()
+        go_on.wait()
+        return decode(payload)
+
+    monkeypatch.setattr(DeltaBatch, "decode", slow)
+
+    async def main() -> None:
+        registry = DirectoryRegistry(tmp_path / "registry")
+        rows = np.full((1, 16), 1.0, np.float32)
+        await registry.append(delta_stream("films", 1), 1, make_batch(make_spec(), "user", 1, [3], rows).encode())
+        followers = Followers(registry)
+        await followers.settle("films", {1: tables})
+        await asyncio.to_thread(writing.wait)
+        first = following()
+        # As a settling that takes too long is.
+        stopping = asyncio.create_task(followers.stop("films", 1))
+        await asyncio.sleep(0)
+        stopping.cancel()
+        await asyncio.wait([stopping])
+        await followers.settle("films", {1: tables})
+        found = following()
+        go_on.set()
+        await asyncio.wait(first)
+        assert found == first
+        await followers.settle("films", {1: tables})
+        assert len(following()) == 1
+        await followers.close()
+        assert following() == []
+        await registry.close()
+
+    asyncio.run(main())
+
+
+def test_a_position_is_behind_until_all_deltas_are_applied():
+    position = DeltaPosition(delta_base=3, last_delta=7)
+    assert (position.sequence, position.snapshot().published_at) == (7, None)
+    assert position.snapshot().staleness_s(100.0) is None
+    position = DeltaPosition(1, 0)
+    position.seen(2, 100.0)
+    position.seen(3, 101.0)
+    assert (position.snapshot().fresh_at, position.snapshot().lag) == (None, 3)
+    for sequence in (1, 2, 3):
+        position.applied(sequence, 90.0 + sequence, 10, 102.0)
+    position.seen(3, 103.0)
+    progress = position.snapshot()
+    assert (progress.fresh_at, progress.lag, progress.batches, progress.rows) == (103.0, 0, 3, 30)
+    assert progress.published_at == 93.0
+
+
+def test_staleness_counts_from_the_last_complete_moment():
+    position = DeltaPosition(1, 0)
+    position.seen(0, 100.0)
+    assert position.snapshot().staleness_s(100.5) == pytest.approx(0.5)
+    position.seen(5, 110.0)
+    assert position.snapshot().staleness_s(110.0) == pytest.approx(10.0)
+    position.applied(1, 104.0, 1, 111.0)
+    assert position.snapshot().staleness_s(111.0) == pytest.approx(7.0)
+    # A publisher's clock that is ahead makes nothing fresher than now.
+    position.applied(2, 500.0, 1, 112.0)
+    assert position.snapshot().staleness_s(112.0) == 0.0
+    assert position.snapshot().published_at == 500.0
+
+
+def test_a_reason_stays_until_the_next_delta_is_applied():
+    position = DeltaPosition(1, 0)
+    position.seen(1, 100.0)
+    position.refused("corrupt")
+    position.seen(1, 101.0)
+    assert (position.snapshot().reason, position.snapshot().refused) == ("corrupt", 1)
+    position.applied(1, 100.0, 1, 102.0)
+    assert position.snapshot().reason == ""

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
+import struct
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
 
+from loader.snapshot.reader import Snapshot
+from router.plan import Plan
+from shard_node.access_counts import MAX_PART_ROWS, CountedPart
+from shard_node.answer import FLOAT32_SUMS, Answer, Forms, add_answers
 from shard_node.bags import KeyedBags
+from shard_node.engine.loading import load_tables
 from shard_node.errors import (
     DeadlineExceededError,
     FrameTooLargeError,
@@ -18,26 +30,40 @@ from shard_node.errors import (
     RemoteError,
     WireError,
 )
-from shard_node.wire.frame import FrameType, pack_header
-from shard_node.wire.messages import decode_answer, decode_error, encode_pool
+from shard_node.node import ShardNode
+from shard_node.split import whole
+from shard_node.tracing import MAX_STATE_BYTES, TRACED_LOOKUP, Span, SpanContext, TracedLookup
+from shard_node.wire import messages as wire
+from shard_node.wire.client import ShardClient
+from shard_node.wire.frame import Frame, FrameType, pack_header
+from shard_node.wire.messages import CountsRequest, decode_answer, decode_error, encode_answer, encode_pool
 from shard_node.wire.server import ServerLimits
 from shardrank_testing.bags import random_table_bags
 from shardrank_testing.nodes import (
     MODEL,
+    SIZES,
     SLOW_ROW,
     VERSION,
     Gate,
     HookedEngine,
+    Place,
+    RawPeer,
+    connected,
     expected_films,
     film_bags,
     in_every_place,
     on_every_loop,
     pool_films,
+    received,
     reference_engine,
+    serving,
     small_node,
+    small_spec,
     soon,
     until,
 )
+from shardrank_testing.otlp_receiver import KeptSpans
+from shardrank_testing.snapshots import write_snapshot
 
 
 @in_every_place
@@ -212,3 +238,237 @@ def test_a_too_long_answer_is_refused_before_pooling(place, tmp_path):
         await pool_films(client, [1])
 
     place.with_client(tmp_path, scenario, None, ServerLimits(max_frame_bytes=8192))
+
+
+U32, U64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
+FILM = 1
+requests = st.builds(CountsRequest, st.text(max_size=60), U64, U32, U64, U32)
+
+
+@st.composite
+def parts(draw: st.DrawFn) -> CountedPart:
+    counts = draw(hnp.arrays(np.uint32, st.integers(1, 900), elements=st.integers(0, 2**31 - 1)))
+    first = draw(st.integers(0, 2**40))
+    rows = first + counts.size + draw(st.integers(0, 2**40))
+    return CountedPart(draw(st.text(max_size=60)), draw(U32), rows, first, counts, draw(U64), draw(U64))
+
+
+@given(requests, parts(), U64)
+def test_any_request_and_part_come_back(request, part, request_id):
+    frame = received(wire.encode_counts(request_id, 7, request))
+    assert (frame.header.frame_type, frame.header.request_id) == (FrameType.COUNTS, request_id)
+    assert wire.decode_counts(frame) == request
+    decoded = wire.decode_counts_answer(received(wire.encode_counts_answer(1, part)))
+    np.testing.assert_array_equal(decoded.counts, part.counts)
+    assert dataclasses.replace(decoded, counts=part.counts) == part
+
+
+PART = CountedPart("film", 3, 100, 10, np.arange(5, dtype=np.uint32), 50, 10)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"num_embeddings": 14}, "of 5 rows from 10 on, of 14"), ({"counts": PART.counts[:0]}, "of 0 rows"),
+     ({"counts": np.array([2**31], np.uint32)}, "none may be negative"),
+     ({"table": "t" * 257}, "table has 257 bytes, at most 256")],
+)  # fmt: skip
+def test_impossible_parts_are_refused(changes, message):
+    frame = received(wire.encode_counts_answer(1, dataclasses.replace(PART, **changes)))
+    with pytest.raises(WireError, match=message):
+        wire.decode_counts_answer(frame)
+
+
+@on_every_loop
+def test_a_node_sends_the_counts_of_its_engine(place, tmp_path):
+    async def scenario(server, client):
+        await pool_films(client, [3, 3, 499], [3])
+        parts = [await client.counts(CountsRequest(MODEL, VERSION, FILM, first, 300), soon()) for first in (0, 300)]
+        good = CountsRequest(MODEL, VERSION, FILM, 0, 10)
+        for changes, error in (
+            ({"version": 8}, GenerationNotFoundError),
+            ({"model": "other"}, GenerationNotFoundError),
+            ({"table": 3}, InvalidBagsError),
+            ({"first_row": 500}, InvalidBagsError),
+            ({"max_rows": 0}, InvalidBagsError),
+            ({"max_rows": MAX_PART_ROWS + 1}, InvalidBagsError),
+        ):
+            with pytest.raises(error):
+                await client.counts(dataclasses.replace(good, **changes), soon())
+        assert (await client.counts(good, soon())).counts.size == 10
+        assert client.connections == 1
+        return parts
+
+    first, second = place.with_client(tmp_path, scenario)
+    assert (first.table, first.num_tables, first.num_embeddings) == ("film", len(SIZES), 500)
+    assert (first.counts.size, second.counts.size) == (300, 200)
+    assert np.flatnonzero(np.concatenate([first.counts, second.counts])).tolist() == [3, 499]
+    assert (first.counts[3], second.counts[199]) == (3, 1)
+    assert (first.lookups, first.total) == (4, 4)
+
+
+TRACED_BAGS = film_bags([7], [8, 9])
+LOOKUP = SpanContext(2**127 + 5, 2**63 + 1, "a=b")
+IDS = st.integers(0, 2**128 - 1), st.integers(0, 2**64 - 1)
+
+
+@given(*IDS, st.text(st.characters(codec="ascii"), max_size=MAX_STATE_BYTES), st.booleans())
+def test_any_context_comes_back_with_the_bags(trace_id, span_id, state, weighted):
+    weights = np.arange(TRACED_BAGS.num_values, dtype=np.float32) if weighted else None
+    bags, context = TRACED_BAGS.with_values(TRACED_BAGS.values, weights), SpanContext(trace_id, span_id, state)
+    request = wire.decode_pool(received(wire.encode_pool(1, 0, "m", 1, bags, trace=context)))
+    assert request.trace == context
+    np.testing.assert_array_equal(request.values, bags.values)
+    assert (request.weights is None) != weighted
+    without = wire.encode_pool(1, 0, "m", 1, bags)
+    assert wire.decode_pool(received(without)).trace is None
+
+
+@pytest.mark.parametrize("size", [0, 23, 24 + MAX_STATE_BYTES + 1])
+def test_a_context_of_another_size_is_refused(size):
+    frame = received(wire.encode_pool(1, 0, "m", 1, TRACED_BAGS, trace=LOOKUP))
+    arrays = struct.unpack_from("<II", frame.body)[1]
+    # The rows of the last array header, and as many bytes behind the others.
+    at = 8 + 16 * (arrays - 1) + 8
+    struct.pack_into("<Q", frame.body, at, size)
+    kept = len(frame.body) - (24 + len(LOOKUP.state) + 7) // 8 * 8
+    body = np.concatenate([frame.body[:kept], np.zeros((size + 7) // 8 * 8, np.uint8)])
+    with pytest.raises(WireError, match=rf"POOL trace has {size} bytes, allowed are 24\.\.536"):
+        wire.decode_pool(Frame(frame.header, body))
+
+
+async def asked(client: ShardClient, model: str = MODEL) -> tuple[Any, list[Span]]:
+    """The answer, or the error, of a lookup that is traced; and the client's spans."""
+    sink = KeptSpans()
+    token = TRACED_LOOKUP.set(TracedLookup(sink, LOOKUP))
+    try:
+        (found,) = await asyncio.gather(client.pool(model, VERSION, TRACED_BAGS, soon()), return_exceptions=True)
+    finally:
+        TRACED_LOOKUP.reset(token)
+    return found, sink.spans
+
+
+@on_every_loop
+@pytest.mark.parametrize("max_inline_bytes", [0, 16 << 10])
+def test_a_node_makes_a_span_in_its_callers_trace(place, tmp_path, max_inline_bytes):
+    node, sink = small_node(), KeptSpans()
+    node.sink = sink
+
+    async def main() -> None:
+        async with (
+            serving(place.address(tmp_path), node, ServerLimits(max_inline_bytes=max_inline_bytes)) as server,
+            connected(server.addresses[0]) as client,
+        ):
+            # Twice, as after every reconnect: the first answer may be of a process that is gone.
+            assert [(await client.info()).takes_traces for _ in range(2)] == [True] * 2
+            answer, (own,) = await asked(client)
+            np.testing.assert_array_equal(answer.sums[1], reference_engine().pool(TRACED_BAGS)[1])
+            (span,) = sink.spans
+            assert (own.kind, own.parent, own.error) == ("client", LOOKUP, "")
+            assert own.attributes == {"server.address": str(server.addresses[0]), "shardrank.shard": 0}
+            assert (span.kind, span.parent, span.error) == ("server", own.context, "")
+            assert span.context.trace_id == LOOKUP.trace_id
+            assert own.began <= span.began <= span.ended <= own.ended
+            told = {"shardrank.model": MODEL, "shardrank.version": VERSION, "shardrank.shard": 0, "shardrank.values": 3}
+            assert span.attributes.items() >= told.items()
+            # One that nobody traces leaves nothing.
+            await client.pool(MODEL, VERSION, TRACED_BAGS, soon())
+            assert len(sink.spans) == 1
+            node.retire(MODEL, VERSION)
+            failure, (own,) = await asked(client)
+            assert isinstance(failure, GenerationNotFoundError)
+            assert own.error.startswith("generation_not_found: ")
+
+    place.run(main())
+
+
+# Of genre a row for each bag; of film more, so that sums are shorter; of user both kinds of bags, on average one row.
+BAGS = KeyedBags.from_lengths(
+    np.array([0, 1, 2], np.int32),
+    np.array([2, 2, 3], np.int64),
+    np.array([1, 1, 5, 4, 0, 1, 2]),
+    np.array([3, 29, *range(400, 409), 17, 900, 901], np.int64),
+    np.linspace(-2, 2, 14, dtype=np.float32),
+)
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory) -> ShardNode:
+    """A node whose rows are in this machine's memory, so that it can give them as they are stored."""
+    path, _ = write_snapshot(tmp_path_factory.mktemp("store"), small_spec(), seed=5)
+    snapshot, plan = Snapshot.open(path), Plan.make(small_spec())
+    node = ShardNode(plan.identity(0))
+    node.stage(MODEL, VERSION, load_tables(snapshot, plan.partition(0), plan.digest))
+    node.flip(MODEL, VERSION)
+    return node
+
+
+def added(node: ShardNode, answer: Answer) -> list[np.ndarray]:
+    layout = node.table_layout(MODEL, VERSION)
+    answer.check(layout, BAGS)
+    return add_answers(layout, BAGS, [whole(BAGS)], [answer])
+
+
+def dtypes(answer: Answer) -> set[str]:
+    return {str(sums.dtype) for sums in answer.sums if sums.size}
+
+
+@on_every_loop
+@pytest.mark.parametrize("max_inline_bytes", [0, 16 << 10])
+@pytest.mark.parametrize("forms", [Forms(stored, float16) for stored in (False, True) for float16 in (False, True)])
+def test_a_node_answers_in_the_accepted_forms(place, node, tmp_path, max_inline_bytes, forms):
+    async def scenario(server, client) -> Answer:
+        return await client.pool(MODEL, VERSION, BAGS, soon(), forms)
+
+    answer = place.with_client(tmp_path, scenario, node, ServerLimits(max_inline_bytes=max_inline_bytes))
+    assert (answer.stored is not None) == forms.stored
+    assert dtypes(answer) == ({"float16"} if forms.float16 else {"float32"})
+    if forms.stored:
+        # Rows of 4 and of 8 floats: both of genre and all of user, none of film.
+        assert [rows.shape for rows in answer.stored] == [(2, 16), (3, 32)]
+        assert [sums.shape for sums in answer.sums] == [(0, 4), (2, 8)]
+    for actual, expected in zip(added(node, answer), node.pool(MODEL, VERSION, BAGS), strict=True):
+        tolerance = {"rtol": 2**-10, "atol": 1e-6} if forms.float16 else {"rtol": 0}
+        np.testing.assert_allclose(actual, expected, **tolerance)
+
+
+@on_every_loop
+@pytest.mark.parametrize("note", [0, 0x8000])
+def test_clients_that_know_no_forms_get_float32_sums(place, node, tmp_path, note):
+    request = bytearray(b"".join(encode_pool(7, 0, MODEL, VERSION, BAGS)))
+    # The note is where older clients send 0, and newer ones may send what this node does not know.
+    request[24 + 8 + 2 : 24 + 8 + 4] = note.to_bytes(2, "little")
+
+    async def scenario(server, peer):
+        peer.write(request)
+        return await peer.read_frame()
+
+    frame = place.with_peer(tmp_path, scenario, node)
+    assert frame.header.frame_type == FrameType.POOLED
+    answer = decode_answer(frame)
+    assert answer.stored is None
+    assert dtypes(answer) == {"float32"}
+    for actual, expected in zip(answer.sums, node.pool(MODEL, VERSION, BAGS), strict=True):
+        np.testing.assert_array_equal(actual, expected)
+
+
+async def answered_by(place: Place, folder: Path, answer: Answer, forms: Forms) -> Answer:
+    """What a client makes of an answer that a node sends whatever it was asked for."""
+
+    async def play(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        peer = RawPeer(reader, writer)
+        frame = await peer.read_frame()
+        peer.write(*encode_answer(frame.header.request_id, answer))
+        await peer.read_end()
+        await peer.close()
+
+    address = place.address(folder)
+    async with await asyncio.start_unix_server(play, address.path), connected(address) as client:
+        return await client.pool(MODEL, VERSION, BAGS, soon(), forms)
+
+
+@on_every_loop
+@pytest.mark.parametrize("forms", [FLOAT32_SUMS, Forms(float16=True)])
+def test_unrequested_rows_as_stored_are_no_answer(place, node, tmp_path, forms):
+    stored = node.answer(MODEL, VERSION, BAGS, Forms(stored=True))
+    with pytest.raises(RemoteError, match="frame type 7 is no answer to this request"):
+        place.run(answered_by(place, tmp_path, stored, forms))
