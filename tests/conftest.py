@@ -25,7 +25,6 @@ LONGEST = (
     "serving/fleet/test_up_on_ray.py",
     "serving/fleet/test_up.py",
     "loadtest/drill/test_drills.py",
-    "loadtest/drill/test_upgrade.py",
     "deploy/test_running_fleet.py",
     "serving/fleet/test_up_rollouts.py",
     "loadtest/test_bench_serving.py",

@@ -9,57 +9,50 @@ import hashlib
 import json
 import math
 import os
-import shlex
 import shutil
 import struct
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
-from pydantic import Field
 
 from loader.errors import ShardrankError
-from loader.progress import Progress, no_progress
+from loader.progress import Progress
 from loader.registry.fleet import PublishedVersion
 from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.manifest import CHECKSUM_NAME, MANIFEST_NAME
 from loader.snapshot.publishing import publish
-from loader.snapshot.tables import Frozen
-from loadtest.drill.fleet import FIRST_VERSION, FleetReport, OracleFleet, OracleFleetConfig, oracle_fleet
-from loadtest.drill.load import Answers, count_kinds, counted, latency_ms, percentile
-from loadtest.drill.oracle import Kind, OracleShape, golden_requests, letter_of
+from loadtest.drill.answers import Answers, answer_problems, count_kinds, latency_ms, percentile
+from loadtest.drill.config import BrokenDrillConfig
+from loadtest.drill.fleet import FIRST_VERSION, OracleFleet, oracle_fleet
+from loadtest.drill.oracle import Kind, golden_requests, letter_of
+from loadtest.drill.report import Report
 
-DamageKind = Literal["truncated", "bit flipped"]
 FULL_DISK_TIMEOUT_S = 120.0
+# Without a tmpfs the size of files is limited, to so small a part of the room.
+FILE_SHARE = 16
 _NO_ROOM = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EFBIG))
+# The mount ends with its namespace, so what was left behind is listed there.
+_FULL_DISK = f"""
+if mount -t tmpfs -o "size=$1k" tmpfs "$2" 2>/dev/null; then echo tmpfs
+else ulimit -f $(($1 / {FILE_SHARE})); echo RLIMIT_FSIZE; fi
+"${{@:4}}" 2>&1; code=$?
+echo; ls -1 "$2/store/$3" 2>/dev/null | tr '\\n' ' '
+exit $code
+"""
 ROWS_PER_FILE = 1024
 EXAMPLES = 3
 WARMUP_S = 2.0
+
 Refusal = Literal["publish", "rollout", "none"]
-
-
-class BrokenDrillConfig(OracleFleetConfig):
-    """A drill against broken snapshots.
-
-    Attributes:
-        truncations: snapshots of which a file ends at a random byte.
-        bit_flips: snapshots of which one bit is the other one.
-        damaged_in_store: of each of these kinds, how many are damaged in the store, after they were published.
-    """
-
-    NAME: ClassVar[str] = "broken"
-    shape: OracleShape = OracleShape(items=4000, users=2000, tags=200)
-    rate: float = Field(default=20.0, gt=0, le=100_000)
-    truncations: int = Field(default=200, ge=0, le=1_000_000)
-    bit_flips: int = Field(default=1000, ge=0, le=1_000_000)
-    damaged_in_store: int = Field(default=5, ge=0, le=10_000)
-    seed: int = 0
+Break: TypeAlias = Callable[[Path], None]
+"""Breaks the snapshot in a folder."""
 
 
 class Attempt(NamedTuple):
@@ -71,38 +64,9 @@ class Attempt(NamedTuple):
     reason: str
 
 
-class GroupResult(Frozen):
-    """All broken snapshots of one kind, with the first damages and the reasons that were told."""
-
-    tried: int
-    refused_by_publish: int
-    refused_by_rollout: int
-    accepted: int
-    examples: tuple[str, ...]
-
-
-class BrokenReport(FleetReport):
-    """What `drill broken --json` writes.
-
-    Attributes:
-        other_versions: right answers that named another version than the one that was live throughout.
-        disk_full_means: how a full disk was made.
-        control_went_live: whether the sound snapshot at the end was published and rolled out.
-    """
-
-    tried: int
-    refused: int
-    accepted: int
-    other_versions: int
-    p99_ms: float | None
-    disk_full_means: str
-    control_went_live: bool
-    groups: dict[str, GroupResult]
-
-
 @dataclass(slots=True)
 class _Course:
-    """The drill as it goes."""
+    """The drill as it goes; `total` attempts will be made."""
 
     fleet: OracleFleet
     progress: Progress
@@ -113,14 +77,10 @@ class _Course:
         self.attempts.append(Attempt(group, what, refused_by, reason))
         self.progress("broken snapshots", len(self.attempts), self.total)
 
-    @contextlib.asynccontextmanager
-    async def exported(self, golden: GoldenRequests | None = None) -> AsyncIterator[Path]:
-        """Export the next version of the letter that is not live, and delete it after the block."""
-        folder = await asyncio.to_thread(
-            self.fleet.export_next, FIRST_VERSION, golden=golden, rows_per_file=ROWS_PER_FILE
-        )
-        yield folder
-        await asyncio.to_thread(shutil.rmtree, folder)
+    async def export(self, golden: GoldenRequests | None = None) -> Path:
+        """Export the next version of the letter that is not live."""
+        export = partial(self.fleet.export_next, FIRST_VERSION, golden=golden, rows_per_file=ROWS_PER_FILE)
+        return await asyncio.to_thread(export)
 
     async def attempt(self, folder: Path) -> tuple[Refusal, str]:
         """Publish a snapshot and, if that is not refused, roll it out. Returns who refused it, and why."""
@@ -134,21 +94,29 @@ class _Course:
         rollout = await self.fleet.roll_out(record.version)
         return ("none", "") if rollout.state == "done" else ("rollout", f"{rollout.state}: {rollout.reason}")
 
-    async def published(self) -> tuple[PublishedVersion, Path]:
-        """Publish a sound snapshot; its record, and its folder in the store."""
-        async with self.exported() as source:
-            made = await publish(self.fleet.registry, source, self.fleet.store, clock=time.time)
-        return made.record, Path(made.where)
+    async def hand_over(self, group: str, what: str, snapshot: Path, break_: Break) -> None:
+        """Break a copy of what training hands over, and attempt it."""
+        copy = self.fleet.folder / "broken" / snapshot.parent.name / snapshot.name
+        await asyncio.to_thread(shutil.copytree, snapshot, copy)
+        break_(copy)
+        self.add(group, what, *await self.attempt(copy))
+        await asyncio.to_thread(shutil.rmtree, copy)
+
+    async def publish_sound(self) -> tuple[PublishedVersion, Path]:
+        """Publish a sound snapshot; return its record, and its folder in the store."""
+        published = await publish(self.fleet.registry, await self.export(), self.fleet.store, clock=time.time)
+        return published.record, Path(published.where)
 
 
-async def run_broken_drill(config: BrokenDrillConfig, folder: Path, progress: Progress = no_progress) -> BrokenReport:
+async def run_drill(config: BrokenDrillConfig, folder: Path, progress: Progress) -> Report:
     """Run the drill; stores, logs and answers go into the folder.
 
-    Raises DrillError if a rollout does not end, or the load fails. What else goes wrong is in the report.
+    Raises DrillError if a rollout does not end. What else goes wrong is in the report.
     """
     async with oracle_fleet(config, folder, progress) as fleet:
         await asyncio.sleep(WARMUP_S)
-        in_files, forgeries = config.truncations + config.bit_flips, _forgeries(fleet)
+        forgeries = _forgeries(config.embedding_dim)
+        in_files = config.truncations + config.bit_flips
         course = _Course(fleet, progress, in_files + 2 * config.damaged_in_store + 2 * len(forgeries) + 3)
         means = await _full_disk(course, folder)
         await _damaged(config, course)
@@ -156,60 +124,58 @@ async def run_broken_drill(config: BrokenDrillConfig, folder: Path, progress: Pr
         for what, forge in forgeries.items():
             await _forged(course, what, forge)
         # Sound in itself, but trained to other scores: those of the version that is live.
-        async with course.exported(golden_requests(fleet.writer.spec, letter_of(FIRST_VERSION))) as snapshot:
-            course.add("wrong golden scores", "golden scores of the live version", *await course.attempt(snapshot))
+        snapshot = await course.export(golden_requests(fleet.writer.spec, letter_of(FIRST_VERSION)))
+        course.add("wrong golden scores", "golden scores of the live version", *await course.attempt(snapshot))
         fleet.load.check()
         control_begun = time.monotonic()
-        async with course.exported() as snapshot:
-            refused_by, _ = await course.attempt(snapshot)
+        refused_by, _ = await course.attempt(await course.export())
         await asyncio.sleep(WARMUP_S)
         answers = await fleet.load.stop()
-        facts = {**fleet.facts(), "disk_full_means": means, "control_went_live": refused_by == "none"}
-        return make_broken_report(course.attempts, answers, control_begun, FIRST_VERSION, facts)
+        figures = {
+            **broken_figures(course.attempts, answers, control_begun),
+            "disk_full_means": means,
+            "control_went_live": refused_by == "none",
+        }
+        return fleet.report(figures, broken_problems(figures, course.attempts))
 
 
 async def _full_disk(course: _Course, folder: Path) -> str:
     """Publish to disks on which a first file, and a last one, don't fit. Returns how the disks were made full."""
-    fleet, means = course.fleet, ""
-    async with course.exported() as snapshot:
-        size_kb = sum(path.stat().st_size for path in snapshot.rglob("*") if path.is_file()) // 1024
-        for number, room_kb in enumerate((size_kb // 8, size_kb // 2)):
-            disk = folder / f"disk-{number}"
-            disk.mkdir()
-            url = fleet.registry.registry.url
-            result = await asyncio.to_thread(publish_to_full_disk, snapshot, url, disk, room_kb)
-            on_record = await fleet.registry.version(fleet.model, fleet.exported)
-            means = result.means
-            course.add(
-                "disk full while publishing",
-                f"{size_kb} KiB into a store with {room_kb} KiB",
-                "publish" if result.refused and on_record is None else "none",
-                f"exit code {result.exit_code}: {result.message}; left behind: {list(result.left_behind)}",
-            )
+    registry, means, snapshot = course.fleet.registry, "", await course.export()
+    size_kb = sum(path.stat().st_size for path in snapshot.rglob("*") if path.is_file()) // 1024
+    for number, room_kb in enumerate((size_kb // 8, size_kb // 2)):
+        disk = folder / f"disk-{number}"
+        disk.mkdir()
+        means, refused_by, reason = await asyncio.to_thread(
+            publish_to_full_disk, snapshot, registry.registry.url, disk, room_kb
+        )
+        if await registry.version(course.fleet.model, course.fleet.exported) is not None:
+            refused_by = "none"
+        what = f"{size_kb} KiB into a store with {room_kb} KiB"
+        course.add("disk full while publishing", what, refused_by, reason)
     return means
 
 
 async def _damaged(config: BrokenDrillConfig, course: _Course) -> None:
-    """Damage in what training hands over, and on the store's disk: what was published is sound, what is read is not."""
-    counts: dict[DamageKind, int] = {"truncated": config.truncations, "bit flipped": config.bit_flips}
-    async with course.exported() as snapshot:
-        for kind, count in counts.items():
-            for damage in random_damages(snapshot, kind, count, config.seed):
-                with damaged(snapshot, damage):
-                    course.add(f"{kind} before publishing", str(damage), *await course.attempt(snapshot))
-    for kind in counts:
+    """Damage what training hands over, and the store's disk: what was published is sound, what is read is not."""
+    snapshot = await course.export()
+    counts = {truncate: config.truncations, flip_bit: config.bit_flips}
+    for damage, count in counts.items():
+        for what, break_ in random_damages(snapshot, damage, count, config.seed):
+            await course.hand_over(f"{DAMAGES[damage]} before publishing", what, snapshot, break_)
+    for damage in counts:
         for number in range(config.damaged_in_store):
-            record, folder = await course.published()
-            damage = random_damages(folder, kind, 1, config.seed + 1 + number)[0]
-            with damaged(folder, damage):
-                course.add(f"{kind} in the store", str(damage), *await course.roll_out(record))
+            record, folder = await course.publish_sound()
+            ((what, break_),) = random_damages(folder, damage, 1, config.seed + 1 + number)
+            break_(folder)
+            course.add(f"{DAMAGES[damage]} in the store", what, *await course.roll_out(record))
 
 
-def _forgeries(fleet: OracleFleet) -> dict[str, Callable[[Path], None]]:
-    """Snapshots whose checksums are right."""
-    dim = fleet.config.shape.embedding_dim
+def _forgeries(embedding_dim: int) -> dict[str, Break]:
+    """Return what breaks a snapshot, and leaves its checksums right."""
     return {
-        "NaN as the scale of an int8 row": partial(forge_nan_row, table="items", row_offset=dim),
+        # An int8 row's scale is after its codes.
+        "NaN as the scale of an int8 row": partial(forge_nan_row, table="items", row_offset=embedding_dim),
         "NaN in a float32 row": partial(forge_nan_row, table="users", row_offset=0),
         "NaN in a float16 row": partial(forge_nan_row, table="tags", row_offset=0),
         "NaN as a weight of the dense model": forge_nan_weight,
@@ -218,12 +184,10 @@ def _forgeries(fleet: OracleFleet) -> dict[str, Callable[[Path], None]]:
     }
 
 
-async def _forged(course: _Course, what: str, forge: Callable[[Path], None]) -> None:
-    """Handed over by training, and then put on record without the checks of `publish`: nodes check for themselves."""
-    async with course.exported() as snapshot:
-        forge(snapshot)
-        course.add(what, what, *await course.attempt(snapshot))
-    record, folder = await course.published()
+async def _forged(course: _Course, what: str, forge: Break) -> None:
+    """Hand it over as training does, then put it on record without the checks of `publish`: nodes must check too."""
+    await course.hand_over(what, what, await course.export(), forge)
+    record, folder = await course.publish_sound()
     forge(folder)
     registry = course.fleet.registry
     await registry.drop_version(record.model, record.version)
@@ -233,109 +197,78 @@ async def _forged(course: _Course, what: str, forge: Callable[[Path], None]) -> 
     course.add(f"{what}, on record unchecked", what, *await course.roll_out(record))
 
 
-def make_broken_report(
-    attempts: Sequence[Attempt], answers: Answers, control_begun: float, version: int, facts: Mapping[str, Any]
-) -> BrokenReport:
-    """Draw up the report; `version` was live until the sound snapshot at the end was begun. `facts` are the rest."""
+def broken_figures(attempts: Sequence[Attempt], answers: Answers, control_begun: float) -> dict[str, Any]:
+    """Return what attempts and answers say; the first version was live until the sound snapshot at the end."""
     before = answers[(answers["ended"] < control_begun) & (answers["kind"] == Kind.OK)]
-    accepted = [one for one in attempts if one.refused_by == "none"]
-    report = BrokenReport(
-        tried=len(attempts),
-        refused=len(attempts) - len(accepted),
-        accepted=len(accepted),
-        **count_kinds(answers),
-        other_versions=int((before["version"] != version).sum()),
-        p99_ms=percentile(latency_ms(answers), 99),
-        groups={
-            group: _group([one for one in attempts if one.group == group])
-            for group in dict.fromkeys(one.group for one in attempts)
-        },
-        **facts,
-    )
-    problems = [f"accepted: {one.group}: {one.what}" for one in accepted]
-    problems += counted(
-        {
-            "failed": report.failed,
-            "are mixed": report.mixed,
-            "are wrong": report.wrong,
-            f"named another version than {version}": report.other_versions,
-        }
-    )
-    if not report.control_went_live:
+    groups: dict[str, list[Attempt]] = {}
+    for attempt in attempts:
+        groups.setdefault(attempt.group, []).append(attempt)
+    accepted = [attempt.refused_by for attempt in attempts].count("none")
+    return {
+        "tried": len(attempts),
+        "refused": len(attempts) - accepted,
+        "accepted": accepted,
+        **count_kinds(answers["kind"]),
+        "other_versions": int((before["version"] != FIRST_VERSION).sum()),
+        "p99_ms": percentile(latency_ms(answers), 99),
+        "groups": {group: _group_figures(members) for group, members in groups.items()},
+    }
+
+
+def _group_figures(attempts: Sequence[Attempt]) -> dict[str, Any]:
+    refusals = [attempt.refused_by for attempt in attempts]
+    return {
+        "tried": len(attempts),
+        "refused_by_publish": refusals.count("publish"),
+        "refused_by_rollout": refusals.count("rollout"),
+        "accepted": refusals.count("none"),
+        "examples": [f"{attempt.what}: {attempt.reason}" for attempt in attempts[:EXAMPLES]],
+    }
+
+
+def broken_problems(figures: dict[str, Any], attempts: Sequence[Attempt]) -> list[str]:
+    """Return what must not be."""
+    problems = [f"accepted: {group}: {what}" for group, what, refused_by, _ in attempts if refused_by == "none"]
+    problems += answer_problems(figures, **{f"named another version than {FIRST_VERSION}": figures["other_versions"]})
+    if not figures["control_went_live"]:
         problems.append("the sound snapshot at the end did not go live, so refusals prove nothing")
-    return report.model_copy(update={"problems": tuple(problems)})
+    return problems
 
 
-def _group(own: Sequence[Attempt]) -> GroupResult:
-    by = [one.refused_by for one in own]
-    return GroupResult(
-        tried=len(own),
-        refused_by_publish=by.count("publish"),
-        refused_by_rollout=by.count("rollout"),
-        accepted=by.count("none"),
-        examples=tuple(f"{one.what}: {one.reason}" for one in own[:EXAMPLES]),
-    )
+def truncate(folder: Path, path: str, offset: int, bit: int) -> None:
+    """End a file at a byte."""
+    del bit
+    os.truncate(folder / path, offset)
 
 
-# Ways to break a snapshot: damage that checksums show, forgeries whose checksums are right, and a full disk.
+def flip_bit(folder: Path, path: str, offset: int, bit: int) -> None:
+    """Flip one bit of a byte of a file."""
+    content = bytearray((folder / path).read_bytes())
+    content[offset] ^= 1 << bit
+    (folder / path).write_bytes(content)
 
 
-@dataclass(frozen=True, slots=True)
-class Damage:
-    """One place of one file: it ends at byte `offset`, or bit `bit` of that byte is the other one."""
-
-    kind: DamageKind
-    path: str
-    offset: int
-    bit: int = 0
-
-    def __str__(self) -> str:
-        at = f"at byte {self.offset}" if self.kind == "truncated" else f"in bit {self.bit} of byte {self.offset}"
-        return f"{self.path} {self.kind} {at}"
+Damage: TypeAlias = Callable[..., None]
+DAMAGES: dict[Damage, str] = {truncate: "truncated", flip_bit: "bit flipped"}
 
 
-def random_damages(folder: Path, kind: DamageKind, count: int, seed: int) -> list[Damage]:
-    """Places drawn at random: first the file, each as likely as any other, so that small files get their share."""
+def random_damages(folder: Path, damage: Damage, count: int, seed: int) -> Iterator[tuple[str, Break]]:
+    """Draw places at random: first the file, each as likely as any other, so that small files get their share."""
     rng = np.random.default_rng(seed)
-    sizes = [
-        (path.relative_to(folder).as_posix(), path.stat().st_size)
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.stat().st_size
-    ]
-    found = []
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.stat().st_size]
     for _ in range(count):
-        path, size = sizes[rng.integers(len(sizes))]
-        bit = int(rng.integers(8)) if kind == "bit flipped" else 0
-        found.append(Damage(kind, path, int(rng.integers(size)), bit))
-    return found
-
-
-@contextlib.contextmanager
-def damaged(folder: Path, damage: Damage) -> Iterator[None]:
-    """Return the damage is there while the block runs."""
-    path = folder / damage.path
-    with path.open("r+b") as file:
-        file.seek(damage.offset)
-        if damage.kind == "truncated":
-            lost = file.read()
-            file.truncate(damage.offset)
-        else:
-            lost = file.read(1)
-            file.seek(damage.offset)
-            file.write(bytes([lost[0] ^ 1 << damage.bit]))
-    try:
-        yield
-    finally:
-        with path.open("r+b") as file:
-            file.seek(damage.offset)
-            file.write(lost)
+        path = files[rng.integers(len(files))]
+        name, offset, bit = (
+            path.relative_to(folder).as_posix(),
+            int(rng.integers(path.stat().st_size)),
+            int(rng.integers(8)),
+        )
+        what = f"{name} {DAMAGES[damage]} at byte {offset}" + (f", bit {bit}" if damage is flip_bit else "")
+        yield what, partial(damage, path=name, offset=offset, bit=bit)
 
 
 def forge_nan_row(folder: Path, table: str, row_offset: int) -> None:
-    """Write a NaN into the first row of a table, `row_offset` bytes into it, and make the checksums right again.
-
-    An int8 row's scale lies behind its codes.
-    """
+    """Write a NaN into the first row of a table, `row_offset` bytes into it, and make the checksums right again."""
     with _manifest(folder) as document:
         files = next(files for files in document["tables"] if files["table"] == table)
         _write_nan(folder, files["rows"][0], row_offset)
@@ -357,9 +290,9 @@ def forge_without_table(folder: Path, table: str) -> None:
     delete_table(folder, table)
     with _manifest(folder) as document:
         spec = document["spec"]
-        gone = {name for one in spec["tables"] if one["name"] == table for name in one["feature_names"]}
-        spec["tables"] = [one for one in spec["tables"] if one["name"] != table]
-        spec["features"] = [one for one in spec["features"] if one["name"] not in gone]
+        (dropped,) = (stated for stated in spec["tables"] if stated["name"] == table)
+        spec["tables"].remove(dropped)
+        spec["features"] = [stated for stated in spec["features"] if stated["name"] not in dropped["feature_names"]]
         document["tables"] = [files for files in document["tables"] if files["table"] != table]
         # Golden requests with features that the model has not would show it at once.
         document["golden"] = None
@@ -377,7 +310,7 @@ def _write_nan(folder: Path, stated: dict[str, Any], offset: int) -> None:
 
 @contextlib.contextmanager
 def _manifest(folder: Path) -> Iterator[dict[str, Any]]:
-    """Give the manifest to be changed; it is written after the block, with its checksum."""
+    """Yield the manifest to be changed; it is written after the block, with its checksum."""
     document = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
     yield document
     content = json.dumps(document).encode()
@@ -386,63 +319,32 @@ def _manifest(folder: Path) -> Iterator[dict[str, Any]]:
     (folder / CHECKSUM_NAME).write_text(f"{digest}  {MANIFEST_NAME}\n", encoding="utf-8")
 
 
-@dataclass(frozen=True, slots=True)
-class FullDiskResult:
-    """What came of publishing to a full disk.
-
-    Attributes:
-        means: `tmpfs` (mounted in a namespace of its own) or `RLIMIT_FSIZE`.
-        message: the end of what it wrote.
-        left_behind: names in the model's folder of the store that a reader could take for a version.
-    """
-
-    means: str
-    exit_code: int
-    message: str
-    left_behind: tuple[str, ...]
-
-    @property
-    def refused(self) -> bool:
-        """It failed for want of room, and there is no half version."""
-        told = any(reason in self.message for reason in _NO_ROOM)
-        return self.exit_code != 0 and told and not self.left_behind and "Traceback" not in self.message
-
-
-def publish_to_full_disk(snapshot: Path, registry: str, folder: Path, size_kb: int) -> FullDiskResult:
+def publish_to_full_disk(snapshot: Path, registry: str, folder: Path, size_kb: int) -> tuple[str, Refusal, str]:
     """Publish a snapshot into an empty folder, which becomes a store with room for `size_kb` KiB.
 
-    The disk is a small tmpfs, or where none can be mounted, a limit on the size of files stands in for it.
+    Returns how the disk was made full, a `tmpfs` or where none can be mounted a limit on the size of files
+    (`RLIMIT_FSIZE`); whether it was refused for want of room, without a half version; and what was said.
     """
-    store, model = folder / "store", snapshot.parent.name
-    listing = f"ls -1 {shlex.quote(str(store / model))} 2>/dev/null"
-    publish = shlex.join([sys.executable, "-m", "serving.cli", "publish", str(snapshot), "--store", str(store)])
-    alone = ["unshare", "--user", "--map-root-user", "--mount"]
-    mount = f"mount -t tmpfs -o size={size_kb}k tmpfs {shlex.quote(str(folder))}"
-    means = "tmpfs" if _run([*alone, "bash", "-c", mount], registry)[0] == 0 else "RLIMIT_FSIZE"
-    if means == "tmpfs":
-        # The mount is seen by nobody else and ends with the namespace; the listing must be made inside.
-        script, command = f"{mount} && {publish}; code=$?", alone
-    else:
-        # Python ignores SIGXFSZ, so the write fails as it would on a full disk, with another error number.
-        script, command = f"ulimit -f {size_kb // 16}; {publish}; code=$?", []
-    script += f"; echo; echo LISTING; {listing}; exit $code"
-    code, output = _run([*command, "bash", "-c", script], registry)
-    message, _, names = output.rpartition("LISTING\n")
-    left = tuple(name for name in names.split() if name.isdecimal())
-    return FullDiskResult(means, code, message.strip()[-500:], left)
-
-
-def _run(command: Sequence[str], registry: str) -> tuple[int, str]:
+    namespace: tuple[str, ...] = ("unshare", "--user", "--map-root-user", "--mount")
     try:
-        ran = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "SHARDRANK_REGISTRY": registry},
-            timeout=FULL_DISK_TIMEOUT_S,
-            check=False,
-        )
-    except FileNotFoundError:
-        return 127, ""
-    return ran.returncode, ran.stdout.decode("utf-8", "replace")
+        subprocess.run((*namespace, "true"), check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        namespace = ()
+    publish = (sys.executable, "-m", "serving.cli", "publish", str(snapshot), "--store", str(folder / "store"))
+    disk = (str(size_kb), str(folder), snapshot.parent.name)
+    result = subprocess.run(
+        (*namespace, "bash", "-c", _FULL_DISK, "bash", *disk, *publish),
+        check=False,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "SHARDRANK_REGISTRY": registry},
+        timeout=FULL_DISK_TIMEOUT_S,
+    )
+    means, _, output = result.stdout.partition("\n")
+    message, _, names = output.rpartition("\n")
+    left_behind = [name for name in names.split() if name.isdecimal()]
+    says_why = any(reason in message for reason in _NO_ROOM) and "Traceback" not in message
+    is_refused = result.returncode != 0 and says_why and not left_behind
+    reason = f"exit code {result.returncode}: {message.strip()[-500:]}; left behind: {left_behind}"
+    return means, "publish" if is_refused else "none", reason

@@ -1,21 +1,16 @@
-"""`drill crash`: `kill -9` of every kind of process at every recorded step, under a load that checks every answer."""
+"""`drill crash`: processes are killed at every recorded step of a rollout; the fleet must end in one version."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import random
-import signal
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import Any, NamedTuple
 
-import numpy as np
-from pydantic import Field, model_validator
-
-from loader.progress import Progress, no_progress
+from loader.progress import Progress
 from loader.rollout.plan import (
     CANARY,
     FLIP,
@@ -29,16 +24,12 @@ from loader.rollout.plan import (
     Strategy,
 )
 from loader.rollout.requests import abort_rollout
-from loadtest.drill.fleet import (
-    ROLLOUT_TIMEOUT_S,
-    FleetReport,
-    OracleFleet,
-    OracleFleetConfig,
-    oracle_fleet,
-    polled,
-)
-from loadtest.drill.load import AnswerCounts, Answers, TimeSpan, count_kinds, counted, overlaps, percentile
+from loadtest.drill.answers import Answers, TimeSpan, answer_problems, count_kinds, overlaps, percentile
+from loadtest.drill.config import PROCESSES, REDIS_VICTIMS, Course, CrashDrillConfig, Victim
+from loadtest.drill.fleet import REDIS, ROLLOUT_TIMEOUT_S, OracleFleet, oracle_fleet
 from loadtest.drill.oracle import Kind
+from loadtest.drill.processes import polled
+from loadtest.drill.report import Report
 from loadtest.errors import DrillError
 
 STEP_POLL_S = 0.01
@@ -48,21 +39,15 @@ MAX_SETTLE_S = 10.0
 MAX_LOST_SHARE = 0.001
 # How long a fleet is waited for after a restart: longer than it may take, to tell how late it was.
 GIVE_UP_S = 4 * MAX_SETTLE_S
-REDIS_DOWN_S = 2.0
 RESTART_TIMEOUT_S = 30.0
 # How long answers are watched after a case has settled.
 WATCH_S = 0.5
 WARMUP_S = 3.0
-
-Course = Literal["idle", "beside", "undo", "by-replica"]
-Victim = Literal["coordinator", "shard-node", "serving", "redis", "redis-emptied"]
-COURSES: tuple[Course, ...] = ("idle", "beside", "undo", "by-replica")
-PROCESSES: tuple[Victim, ...] = ("coordinator", "shard-node", "serving")
-REDIS: tuple[Victim, ...] = ("redis", "redis-emptied")
+COLUMNS = ("course", "step", "victim", "process", "ended_in", "rollout", "restart_s", "settled_s", "answers", "failed")
 
 ABORTED_IN = CANARY
 """The step in which a rollout of the course `undo` is aborted."""
-_STEPS: dict[Course, tuple[str, ...]] = {
+STEPS: dict[Course, tuple[str, ...]] = {
     "idle": ("",),
     "beside": (STAGE_SHARDS, STAGE_SERVING, REPLAY, CANARY, FLIP, RETIRE_SERVING, RETIRE_SHARDS),
     "undo": UNDO_STEPS,
@@ -91,138 +76,58 @@ class CrashCase(NamedTuple):
         return "by-replica" if self.course == "by-replica" else "beside"
 
     def __str__(self) -> str:
-        at = f" in step {self.step}" if self.step else ""
-        return f"{self.course}: {self.process or self.victim}{at}"
+        return f"{self.course}, step {self.step or 'none'}, {self.process or self.victim} killed"
 
 
-def crash_cases(
-    courses: Sequence[Course], victims: Sequence[Victim], shard_nodes: Sequence[str], workers: Sequence[str]
-) -> list[CrashCase]:
+def crash_cases(config: CrashDrillConfig, shard_nodes: Sequence[str], workers: Sequence[str]) -> list[CrashCase]:
     """Return all cases; of several processes of a kind, shard nodes or serving processes, each in turn."""
     of_kind = {"coordinator": ["coordinator"], "shard-node": shard_nodes, "serving": workers}
+    victims = config.victims or (PROCESSES + REDIS_VICTIMS if config.registry == "redis" else PROCESSES)
     turns = {victim: itertools.cycle(of_kind.get(victim, [""])) for victim in victims}
-    return [
+    cases = [
         CrashCase(course, step, victim, next(turns[victim]))
-        for course in courses
-        for step in _STEPS[course]
+        for course in config.courses
+        for step in STEPS[course]
         for victim in victims
     ]
+    return [case for case in cases if not config.steps or case.step in config.steps]
 
 
-class CrashDrillConfig(OracleFleetConfig):
-    """A crash drill.
-
-    Attributes:
-        victims: what is killed; None for the three kinds of processes, and Redis if it is the registry.
-        only_steps: only at these steps; empty for all.
-        max_kill_delay_s: the kill comes at a random moment up to so long after a step was seen on record: before what
-            it wants is written, or while nodes are at it.
-    """
-
-    NAME: ClassVar[str] = "crash"
-    workers: int = Field(default=2, ge=1, le=64)
-    rate: float = Field(default=100.0, gt=0, le=100_000)
-    step_delay_s: float = Field(default=0.15, gt=0, le=60)
-    courses: tuple[Course, ...] = COURSES
-    victims: tuple[Victim, ...] | None = None
-    only_steps: tuple[str, ...] = ()
-    max_kill_delay_s: float = Field(default=0.3, ge=0, le=60)
-    seed: int = 0
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.registry != "redis" and set(self.victims or ()) & set(REDIS):
-            raise ValueError(f"victims {list(self.victims or ())}: Redis can only be killed with --registry redis")
-        return self
-
-    def cases(self, shard_nodes: Sequence[str], workers: Sequence[str]) -> list[CrashCase]:
-        """Return what is killed, and when."""
-        everything = (*PROCESSES, *REDIS) if self.registry == "redis" else PROCESSES
-        cases = crash_cases(self.courses, self.victims or everything, shard_nodes, workers)
-        return [case for case in cases if not self.only_steps or case.step in self.only_steps]
-
-
-class CrashResult(AnswerCounts):
-    """One case in the report, with the requests out between the kill and the end of the case.
+class CrashResult(NamedTuple):
+    """What a kill led to.
 
     Attributes:
-        after_s: from when the step was seen on record to the kill.
-        ended_in: `old` or `new` version, or `neither`.
-        rollout: how the rollout ended; "" without one.
-        restart_s: from the kill to the start of the successor.
-        settled_s: from the start of the successor until all nodes were exactly in one version; None: never.
-        stale: right answers of another version than the last one, of requests that were due once it had settled.
-        lag: why the fleet is not in one version, if it is not.
-        watched: from the kill to the end of a time after settling, in seconds of CLOCK_MONOTONIC.
-        live_version: what is wanted live in the end; 0 if nothing is.
+        figures: of the report, but those of answers.
+        watched: from the kill to the end of a time after settling.
+        settled_at: in seconds of CLOCK_MONOTONIC; None if never.
+        live_version: what is desired live in the end; 0 if nothing is.
     """
 
-    course: str
-    step: str
-    victim: str
-    process: str
-    after_s: float
-    ended_in: str
-    rollout: str
-    restart_s: float
-    settled_s: float | None
-    stale: int = 0
-    lag: str
-    watched: TimeSpan = Field(exclude=True)
-    live_version: int = Field(exclude=True)
+    case: CrashCase
+    figures: dict[str, Any]
+    watched: TimeSpan
+    settled_at: float | None
+    live_version: int
 
-    def judged(self, answers: Answers) -> CrashResult:
-        """Count in the answers of the whole drill."""
-        own = answers[overlaps(answers, [self.watched])]
-        stale = 0
-        if self.settled_s is not None:
-            settled_at = self.watched.begin + self.restart_s + self.settled_s
-            after = own[(own["intended"] >= settled_at) & (own["kind"] == Kind.OK)]
+    def count_answers(self, answers: Answers) -> dict[str, Any]:
+        """Return all figures, with the requests in flight while the case was watched, of all answers of the drill."""
+        watched, stale = answers[overlaps(answers, [self.watched])], 0
+        if self.settled_at is not None:
+            after = watched[(watched["intended"] >= self.settled_at) & (watched["kind"] == Kind.OK)]
             stale = int((after["version"] != self.live_version).sum())
-        return self.model_copy(update={**count_kinds(own), "stale": stale})
+        return {**self.case._asdict(), **self.figures, **count_kinds(watched["kind"]), "stale": stale}
 
 
-class CrashReport(FleetReport):
-    """What `drill crash --json` writes.
-
-    Attributes:
-        settled_s_median, settled_s_max: of the cases that ended exactly in one version.
-        stale: right answers of another version than the one in which a case had settled.
-        answers_lost_share_shard_node: of the requests out between the kill of a shard node and the end of its case, the
-            share that failed; over all cases but those of a rollout by replica.
-        answers_lost_share_shard_node_by_replica: likewise, in rollouts by replica. While one replica of a shard is
-            being rolled, the other is its only one, so killing that costs answers until it is back.
-    """
-
-    COLUMNS = (
-        *("course", "step", "victim", "process", "ended_in", "rollout", "restart_s", "settled_s", "answers", "failed"),
-    )
-
-    cases: int
-    ended_old: int
-    ended_new: int
-    ended_neither: int
-    settled_within_10_s: int
-    settled_s_median: float | None
-    settled_s_max: float | None
-    stale: int
-    answers_lost_share_shard_node: float | None
-    answers_lost_share_shard_node_by_replica: float | None
-    answers_lost_share_redis: float | None
-    step_delay_s: float
-    results: tuple[CrashResult, ...]
-
-
-async def run_crash_drill(config: CrashDrillConfig, folder: Path, progress: Progress = no_progress) -> CrashReport:
+async def run_drill(config: CrashDrillConfig, folder: Path, progress: Progress) -> Report:
     """Run the drill; stores, logs and answers go into the folder.
 
-    Raises DrillError if a process is not started again, a step is never on record, or the load fails. What else goes
-    wrong is in the report.
+    Raises DrillError if a process is not started again, or a step is never on record. What else goes wrong is in the
+    report.
     """
     async with oracle_fleet(config, folder, progress) as fleet:
         children = fleet.local.supervisor.children
         shard_nodes = [name for name in children if name.startswith("shard-")]
-        cases = config.cases(shard_nodes, [name for name in children if name.startswith("serve-")])
+        cases = crash_cases(config, shard_nodes, [name for name in children if name.startswith("serve-")])
         await asyncio.sleep(WARMUP_S)
         results: list[CrashResult] = []
         draw = random.Random(config.seed)
@@ -230,45 +135,44 @@ async def run_crash_drill(config: CrashDrillConfig, folder: Path, progress: Prog
             progress("kills", number, len(cases))
             results.append(await _run_case(fleet, case, config.max_kill_delay_s * draw.random()))
             fleet.load.check()
-            if results[-1].settled_s is None:
-                # What a further kill would find says nothing about that kill.
+            if results[-1].settled_at is None:
+                # What a further kill would show says nothing about that kill.
                 break
         progress("kills", len(cases), len(cases))
         answers = await fleet.load.stop()
-        return make_crash_report(results, answers, {**fleet.facts(), "step_delay_s": config.step_delay_s})
+        figures = {**crash_figures(results, answers), "step_delay_s": config.step_delay_s}
+        return fleet.report(figures, crash_problems(figures, config.replicas), COLUMNS)
 
 
 async def _run_case(fleet: OracleFleet, case: CrashCase, delay_s: float) -> CrashResult:
     version = live = await fleet.live_version()
     if case.step:
         version = await fleet.publish_next(differs_from=live)
-        canary = (CANARY_SHARE, CANARY_BAKE_S) if case.strategy == "beside" else ()
-        await fleet.start_rollout(version, case.strategy, *canary)
+        canary = {"canary_share": CANARY_SHARE, "bake_s": CANARY_BAKE_S} if case.strategy == "beside" else {}
+        await fleet.start_rollout(version, case.strategy, **canary)
         await _until_step(fleet, case)
     seen_at = time.monotonic()
     await asyncio.sleep(delay_s)
     killed_at = time.monotonic()
     await _kill(fleet, case)
     restarted_at = time.monotonic()
-    lag = await fleet.until_settled(GIVE_UP_S)
-    settled_at = time.monotonic()
+    lag = await polled(fleet.lag, lambda reason: not reason, GIVE_UP_S)
+    settled_at = None if lag else time.monotonic()
     await asyncio.sleep(WATCH_S)
-    rollout, wanted = await fleet.rollout(), await fleet.live_version()
-    return CrashResult(
-        **case._asdict(),
-        after_s=killed_at - seen_at,
-        ended_in="neither" if lag else ended_in(wanted, live, version),
-        rollout=rollout.state if rollout is not None and case.step else "",
-        restart_s=restarted_at - killed_at,
-        settled_s=None if lag else settled_at - restarted_at,
-        lag=lag,
-        watched=TimeSpan(killed_at, time.monotonic()),
-        live_version=wanted,
-    )
+    rollout, live_version = await fleet.rollout(), await fleet.live_version()
+    figures = {
+        "after_s": killed_at - seen_at,
+        "ended_in": "neither" if lag else ended_in(live_version, live, version),
+        "rollout": rollout.state if rollout is not None and case.step else "",
+        "restart_s": restarted_at - killed_at,
+        "settled_s": None if settled_at is None else settled_at - restarted_at,
+        "lag": lag,
+    }
+    return CrashResult(case, figures, TimeSpan(killed_at, time.monotonic()), settled_at, live_version)
 
 
 def ended_in(live: int, before: int, to_version: int) -> str:
-    """Say which version is live after a rollout: `old`, `new` or `neither`. Without one there is only the old one."""
+    """Return which version is live after a rollout: `old`, `new` or `neither`; without a rollout, `old`."""
     return {to_version: "new", before: "old"}.get(live, "neither")
 
 
@@ -293,18 +197,17 @@ async def _until_step(fleet: OracleFleet, case: CrashCase) -> None:
 
 
 async def _kill(fleet: OracleFleet, case: CrashCase) -> None:
-    """Kills, and returns when the successor is started. Raises DrillError if there is none."""
-    if case.victim in REDIS:
-        assert fleet.redis is not None
-        await fleet.redis.kill()
-        await asyncio.sleep(REDIS_DOWN_S)
-        await fleet.redis.start(empty=case.victim == "redis-emptied")
-        return
-    child = fleet.local.supervisor.children[case.process]
+    """Kill -9, and return when the successor is started. Raises DrillError if there is none."""
+    redis = fleet.redis.supervisor.children if fleet.redis else {}
+    child = {**fleet.local.supervisor.children, **redis}[case.process or REDIS]
     killed = child.pid
     if killed is None:
         raise DrillError(f"{case}: it does not run")
-    os.kill(killed, signal.SIGKILL)
+    child.kill()
+    await child.wait()
+    if case.victim == "redis-emptied":
+        assert fleet.redis is not None
+        fleet.redis.empty()
 
     async def is_back() -> bool:
         return child.pid not in (None, killed)
@@ -313,53 +216,50 @@ async def _kill(fleet: OracleFleet, case: CrashCase) -> None:
         raise DrillError(f"{case}: not started again after {RESTART_TIMEOUT_S:g} s")
 
 
-def make_crash_report(cases: Sequence[CrashResult], answers: Answers, facts: Mapping[str, Any]) -> CrashReport:
-    """Draw up the report from the cases, and all answers of the drill."""
-    results = [one.judged(answers) for one in cases]
-    nodes = [one for one in results if one.victim == "shard-node"]
-    settled = np.array([one.settled_s for one in results if one.settled_s is not None])
-    ended = [one.ended_in for one in results]
-    report = CrashReport(
-        cases=len(results),
-        ended_old=ended.count("old"),
-        ended_new=ended.count("new"),
-        ended_neither=ended.count("neither"),
-        settled_within_10_s=int((settled <= MAX_SETTLE_S).sum()),
-        settled_s_median=percentile(settled, 50),
-        settled_s_max=percentile(settled, 100),
-        **count_kinds(answers),
-        stale=sum(one.stale for one in results),
-        answers_lost_share_shard_node=_lost_share([one for one in nodes if one.course != "by-replica"]),
-        answers_lost_share_shard_node_by_replica=_lost_share([one for one in nodes if one.course == "by-replica"]),
-        answers_lost_share_redis=_lost_share([one for one in results if one.victim in REDIS]),
-        results=tuple(results),
-        **facts,
-    )
-    return report.model_copy(update={"problems": tuple(_problems(report))})
+def crash_figures(cases: Sequence[CrashResult], answers: Answers) -> dict[str, Any]:
+    """Return what the cases and all answers of the drill say, by the names of the report."""
+    results = [case.count_answers(answers) for case in cases]
+    settled = [result["settled_s"] for result in results if result["settled_s"] is not None]
+    ended = [result["ended_in"] for result in results]
+    of_nodes: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+    for result in results:
+        if result["victim"] == "shard-node":
+            of_nodes[result["course"] == "by-replica"].append(result)
+
+    def lost_share(chosen: list[dict[str, Any]]) -> float | None:
+        total = sum(result["answers"] for result in chosen)
+        return sum(result["failed"] for result in chosen) / total if total else None
+
+    return {
+        "cases": len(results),
+        **{f"ended_{which}": ended.count(which) for which in ("old", "new", "neither")},
+        "settled_within_10_s": sum(settled_s <= MAX_SETTLE_S for settled_s in settled),
+        "settled_s_median": percentile(settled, 50),
+        "settled_s_max": percentile(settled, 100),
+        **count_kinds(answers["kind"]),
+        "stale": sum(result["stale"] for result in results),
+        # While one replica of a shard is being rolled, the other is its only one, so killing that costs answers.
+        "answers_lost_share_shard_node": lost_share(of_nodes[False]),
+        "answers_lost_share_shard_node_by_replica": lost_share(of_nodes[True]),
+        "answers_lost_share_redis": lost_share([result for result in results if result["victim"] in REDIS_VICTIMS]),
+        "results": results,
+    }
 
 
-def _lost_share(own: Sequence[CrashResult]) -> float | None:
-    answers = sum(one.answers for one in own)
-    return sum(one.failed for one in own) / answers if answers else None
-
-
-def _problems(report: CrashReport) -> list[str]:
-    found = counted(
-        {
-            "are mixed": report.mixed,
-            "are wrong": report.wrong,
-            "name another version than the one that the fleet had settled in": report.stale,
-        }
-    )
-    for one in report.results:
-        name = f"{one.course}, step {one.step or 'none'}, {one.process or one.victim} killed"
-        if one.ended_in == "neither":
-            found.append(f"{name}: ended neither in the old nor in the new version: {one.lag}")
-        elif one.settled_s is not None and one.settled_s > MAX_SETTLE_S:
-            found.append(f"{name}: settled {one.settled_s:.1f} s after the restart, allowed are {MAX_SETTLE_S:g}")
-    lost = report.answers_lost_share_shard_node
-    if report.replicas > 1 and lost is not None and lost > MAX_LOST_SHARE:
-        found.append(f"{lost:.3%} of answers were lost to killed shard nodes, allowed are {MAX_LOST_SHARE:.1%}")
-    if report.answers_lost_share_redis:
-        found.append(f"{report.answers_lost_share_redis:.3%} of answers were lost to a killed Redis, allowed are none")
-    return found
+def crash_problems(figures: Mapping[str, Any], replicas: int) -> list[str]:
+    """Return what must not be. A killed serving process may fail the requests that it was answering."""
+    stale = {"name another version than the one that the fleet had settled in": figures["stale"]}
+    problems = answer_problems({**figures, "failed": 0}, **stale)
+    for result in figures["results"]:
+        case = CrashCase(*(result[name] for name in CrashCase._fields))
+        if result["ended_in"] == "neither":
+            problems.append(f"{case}: ended neither in the old nor in the new version: {result['lag']}")
+        elif result["settled_s"] > MAX_SETTLE_S:
+            late = f"settled {result['settled_s']:.1f} s after the restart"
+            problems.append(f"{case}: {late}, allowed are {MAX_SETTLE_S:g}")
+    lost, of_redis = figures["answers_lost_share_shard_node"], figures["answers_lost_share_redis"]
+    if replicas > 1 and lost is not None and lost > MAX_LOST_SHARE:
+        problems.append(f"{lost:.3%} of answers were lost to killed shard nodes, allowed are {MAX_LOST_SHARE:.1%}")
+    if of_redis:
+        problems.append(f"{of_redis:.3%} of answers were lost to a killed Redis, allowed are none")
+    return problems

@@ -1,296 +1,222 @@
-"""Loads, processes of their own: ask at a fixed rate, judge every answer and log it. Open loop: they never wait.
+"""The load of a drill, a process of its own: the oracle is asked at a fixed rate, every answer is judged and recorded.
 
-`python -m loadtest.drill.load CONFIG` with a file that holds a `DrillLoadConfig` asks the oracle. It says that it is
-ready once it is about to ask, and ends with SIGTERM, after the answers that are still out. Latency counts from when a
-request was due, so time in which neither the server nor the load itself got on is in it.
-
-The log has records of a fixed size, which can be read while it grows, and beside them a text file with the details of
-the first answers that were not right. Times are seconds of CLOCK_MONOTONIC, which all processes of a machine share.
+Its argument is a `LoadConfig` as JSON. It ends with SIGTERM, after the answers that are still in flight. Latency counts
+from when a request was due, so time in which neither the server nor the load itself got on is in it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
-import itertools
+import math
+import os
+import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import AsyncIterator, Collection
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import uvloop
-from pydantic import Field
 
+from loader.memory import settle_heap
 from loader.snapshot.tables import Frozen
-from loadtest.drill.oracle import Kind, OracleShape, Question, Verdict, judge, make_questions
-from loadtest.drill.processes import (
-    child_process,
-    ended,
-    finished,
-    module_command,
-    module_config,
-    say_ready,
-    until_ready,
-)
-from serving.client import AsyncClient, ClientError, RetryPolicy
-from serving.fleet.process import StopRequestedError, run_until_signalled
+from loadtest.drill.answers import APIS, RECORD, Answers
+from loadtest.drill.config import OracleShape
+from loadtest.drill.oracle import Float32Array, Kind, Method, Question, Verdict, judge, make_questions, oracle_spec
+from loadtest.drill.processes import check_running, child_process
+from loadtest.load.config import LoadTarget
+from loadtest.load.open_loop import OpenLoop, arrival_times
+from loadtest.load.senders import Failure, Outgoing, Sender, make_sender
+from loadtest.workloads.payloads import Payload
+from serving.client import ClientError
+from serving.client.features import RankFeatures, lookup_request, read_lookup, read_rank
+from serving.fleet.process import StopRequestedError, die_with_parent, run_until_signalled
+from serving.fleet.supervisor import Child, describe_exit
+from serving.proto.shardrank.v1.ranking_pb2 import LookupRequest, RankRequest
 
-APIS = ("http rank", "grpc rank", "http lookup", "grpc lookup")
-# Which API request i goes over, i mod 6: two of three are ranked, one of two goes over HTTP.
+# Which of `APIS` request i goes over, i mod 6: two of three are ranked, one of two goes over HTTP.
 API_PATTERN = (0, 1, 2, 0, 1, 3)
-RECORD = np.dtype(
-    [
-        ("intended", "<f8"),  # when the request was due: latency counts from here
-        ("sent", "<f8"),  # when the load got to it
-        ("ended", "<f8"),
-        ("version", "<i8"),  # that the answer names; 0 for none
-        ("api", "u1"),
-        ("kind", "u1"),  # `Kind`
-    ]
-)
-# Deadline of each request; it is also what the client waits at most.
+METHODS: tuple[Method, ...] = ("rank", "lookup")
+PROTOBUF = (("content-type", "application/x-protobuf"), ("accept", "application/x-protobuf"))
+# Deadline of each request, which brings it; from when it is due, it is also what the load waits at most.
 TIMEOUT_MS = 5000
-# Clients for each protocol, which take turns: they reach different serving processes.
-CLIENTS_EACH = 4
-# Requests that are out at a time; one beyond is recorded as failed without being sent.
+# Connections that are opened before the load begins, so that each serving process has some; requests wait for them.
+HTTP_CONNECTIONS, GRPC_CHANNELS = 16, 4
+CONNECT_TIMEOUT_S = 10.0
+# One beyond is recorded as failed without being sent.
 MAX_IN_FLIGHT = 2048
+QUESTIONS_EACH = 256
 STOP_TIMEOUT_S = 90.0
-MAX_DETAILS = 1000
+MAX_DETAILS = 20
 MAX_DETAIL_CHARS = 300
 
-Answers = npt.NDArray[np.void]
-Ask = Callable[[int], Awaitable[tuple[int, Callable[[], Verdict]]]]
-"""Ask question i; gives the version that the answer names, or 0, and what judges it, which is not the server's work."""
+
+def api_of(number: int) -> int:
+    """Return the place in `APIS` of what request `number` of a load goes over."""
+    return API_PATTERN[number % len(API_PATTERN)]
 
 
-class DrillLoadConfig(Frozen):
-    """What to ask of the oracle, over HTTP and gRPC at which addresses, how often in all, and where the log goes."""
+class OracleRequests:
+    """The oracle's questions, encoded, and the judge of their answers. A request has the same body over HTTP and gRPC.
+
+    Args:
+        shape: of the model.
+        count: different questions of each method.
+        single: features whose bags have one id.
+    """
+
+    def __init__(self, shape: OracleShape, count: int = QUESTIONS_EACH, single: Collection[str] = ()) -> None:
+        questions, total = make_questions(oracle_spec(shape), count, single=single), count * len(API_PATTERN)
+        self._questions = [questions[METHODS[api_of(i) // 2]][i // len(API_PATTERN)] for i in range(total)]
+        self._payloads: dict[str, list[Payload]] = {"http": [], "grpc": []}
+        for question in self._questions:
+            message: RankRequest | LookupRequest
+            if question.method == "rank":
+                features = RankFeatures(**question.arguments, weights={}, context_dense=None, candidate_dense=None)
+                message = features.by_name()
+            else:
+                message = lookup_request(question.arguments["features"], {})
+            message.model, message.timeout_ms = shape.model, TIMEOUT_MS
+            path = f"/v1/models/{shape.model}:{question.method}"
+            payload = Payload(path, message.SerializeToString(), PROTOBUF, num_candidates=0)
+            self._payloads["http"].append(payload)
+            path = f"/shardrank.v1.RankingService/{question.method.title()}"
+            self._payloads["grpc"].append(replace(payload, path=path, headers=()))
+
+    async def sender(self, address: str, connections: int = 1) -> Sender:
+        """Make the sender of a server's URL."""
+        target = LoadTarget.parse(address)
+
+        def check(request: Outgoing, body: bytes) -> Failure | None:
+            question = self._questions[request.number % len(self._questions)]
+            try:
+                request.verdict = judge(question, *read_answer(question, body))
+            except ClientError as error:
+                return Failure(error.kind, str(error))
+            return None if request.verdict.kind is Kind.OK else Failure(request.verdict.kind.name.lower())
+
+        payloads = self._payloads[target.scheme]
+        return await make_sender(target, payloads, check, connections=connections, channels=connections)
+
+
+def read_answer(question: Question, body: bytes) -> tuple[int, Float32Array]:
+    """Read the version that an answer names, and its values in the order of the question's. Raises ClientError."""
+    if question.method == "rank":
+        ranked = read_rank(body)
+        return ranked.version, ranked.scores
+    answer = read_lookup(body)
+    # Vectors that are not there are values too few, which is judged.
+    vectors: dict[str, Any] = {**dict.fromkeys(question.features, np.empty(0, np.float32)), **answer.embeddings}
+    return answer.version, np.concatenate([vectors[name].reshape(-1) for name in question.features])
+
+
+def verdict_of(request: Outgoing, failure: Failure | None) -> Verdict:
+    """Return the verdict on a request that is over."""
+    if request.verdict is not None or failure is None:
+        verdict: Verdict = request.verdict
+        return verdict
+    return Verdict(Kind.FAILED, f"{failure.kind}: {failure.message}")
+
+
+def describe(request: Outgoing, verdict: Verdict) -> str:
+    """Return in one line why an answer is not right."""
+    detail = verdict.detail[:MAX_DETAIL_CHARS].replace("\n", " ")
+    return f"{verdict.kind.name.lower()} {APIS[api_of(request.number)]}: {detail}"
+
+
+class LoadConfig(Frozen):
+    """What to ask of the oracle, over HTTP and gRPC at which addresses, how often in all, and the file of answers."""
 
     addresses: tuple[str, str]
     shape: OracleShape
-    rate: float = Field(gt=0, le=100_000)
+    rate: float
     answers: Path
-    questions_each: int = Field(default=256, ge=1, le=100_000)
 
 
-class AnswerLog:
-    """Writes records to a new file; what was added can be read by another process at once."""
+async def run_load(config: LoadConfig) -> None:
+    """Ask the oracle until cancelled, then wait for the answers that are in flight.
 
-    def __init__(self, path: Path, apis: Sequence[str] = APIS) -> None:
-        self._records = path.open("wb", buffering=0)
-        self._details = details_path(path).open("w", encoding="utf-8", buffering=1)
-        self._details_left = MAX_DETAILS
-        self._apis = apis
-        self._record = np.zeros(1, RECORD)
+    The file of answers gets a `RECORD` for each, and is there once it is about to ask; another one, with the suffix
+    `.details`, says why the first ones that are not right are not.
+    """
+    requests = OracleRequests(config.shape)
+    connections = (HTTP_CONNECTIONS, GRPC_CHANNELS)
+    senders = [await requests.sender(*place) for place in zip(config.addresses, connections, strict=True)]
+    async with contextlib.AsyncExitStack() as stack:
+        for sender in senders:
+            stack.push_async_callback(sender.close)
+            await sender.open(CONNECT_TIMEOUT_S)
+        details = stack.enter_context(config.answers.with_suffix(".details").open("w", encoding="utf-8", buffering=1))
+        answers = stack.enter_context(config.answers.open("wb", buffering=0))
+        left = MAX_DETAILS
 
-    def add(self, api: int, intended: float, sent: float, ended: float, version: int, verdict: Verdict) -> None:
-        """Add one answer."""
-        self._record[0] = (intended, sent, ended, version, api, verdict.kind)
-        self._records.write(self._record.tobytes())
-        if verdict.kind is not Kind.OK and self._details_left:
-            self._details_left -= 1
-            detail = verdict.detail[:MAX_DETAIL_CHARS].replace("\n", " ")
-            self._details.write(f"{intended:.3f} {verdict.kind.name.lower()} {self._apis[api]}: {detail}\n")
+        def record(request: Outgoing, failure: Failure | None) -> None:
+            nonlocal left
+            verdict, api = verdict_of(request, failure), api_of(request.number)
+            row = (request.intended, request.turn, request.ended, verdict.version, api, verdict.kind)
+            answers.write(np.array(row, RECORD).tobytes())
+            if verdict.kind is not Kind.OK and left:
+                left -= 1
+                details.write(f"{request.intended:.3f} {describe(request, verdict)}\n")
 
-    def close(self) -> None:
-        """End."""
-        self._records.close()
-        self._details.close()
-
-
-def details_path(path: Path) -> Path:
-    """Return where the details of answers that are not right lie."""
-    return path.with_suffix(".details")
-
-
-def read_answers(path: Path, first: int = 0) -> Answers:
-    """Return the records from number `first` on that are complete by now, in the order in which they ended."""
-    size = path.stat().st_size // RECORD.itemsize
-    return np.fromfile(path, RECORD, count=max(0, size - first), offset=first * RECORD.itemsize)
-
-
-def read_details(path: Path, max_lines: int = 20) -> list[str]:
-    """Return the first details, one line each."""
-    return details_path(path).read_text(encoding="utf-8").splitlines()[:max_lines]
-
-
-class TimeSpan(NamedTuple):
-    """A span of time, in seconds of CLOCK_MONOTONIC."""
-
-    begin: float
-    end: float
-
-
-class AnswerCounts(Frozen):
-    """How many answers there were, and how many were not right."""
-
-    answers: int = 0
-    failed: int = 0
-    mixed: int = 0
-    wrong: int = 0
-
-
-def count_kinds(answers: Answers) -> dict[str, int]:
-    """Return the fields of `AnswerCounts`."""
-    kinds = np.bincount(answers["kind"], minlength=len(Kind)).tolist()
-    return {"answers": len(answers), **{kind.name.lower(): kinds[kind] for kind in Kind if kind is not Kind.OK}}
-
-
-def counted(found: Mapping[str, int]) -> list[str]:
-    """Return a problem for each kind of answers of which there is one, by what is wrong with it."""
-    return [f"{count} answers {what}" for what, count in found.items() if count]
-
-
-def overlaps(answers: Answers, spans: Sequence[TimeSpan]) -> npt.NDArray[np.bool_]:
-    """Return which requests were out at any time within one of the spans, which are in order and apart: bool [n]."""
-    if not spans:
-        return np.zeros(len(answers), np.bool_)
-    begins, ends = np.array(spans).T
-    last_begun = np.searchsorted(begins, answers["ended"], side="right") - 1
-    result: npt.NDArray[np.bool_] = (last_begun >= 0) & (ends[np.maximum(last_begun, 0)] >= answers["intended"])
-    return result
-
-
-def latency_ms(answers: Answers) -> npt.NDArray[np.float64]:
-    """Return times from when requests were due."""
-    result: npt.NDArray[np.float64] = 1e3 * (answers["ended"] - answers["intended"])
-    return result
-
-
-def percentile(values: Sequence[float] | npt.NDArray[np.floating], percent: float) -> float | None:
-    """Return a percentile; None of nothing."""
-    return float(np.percentile(values, percent)) if np.size(values) else None
-
-
-class DrillLoad:
-    """Asks at a fixed rate: request i goes over API `pattern[i]`, in turn."""
-
-    def __init__(self, asks: Sequence[Ask], pattern: Sequence[int], rate: float, log: AnswerLog) -> None:
-        self._asks, self._pattern, self._rate, self._log = asks, pattern, rate, log
-        self._out = 0
-
-    async def run(self) -> None:
-        """Ask until cancelled; then wait for the answers that are out. Raises what an `ask` raises: a defect."""
-        # What is there by now stays for good: a collection that walks all questions would delay answers.
-        gc.freeze()
-        say_ready()
-        begin = time.monotonic()
-        async with asyncio.TaskGroup() as group:
-            with contextlib.suppress(asyncio.CancelledError):
-                for number in itertools.count():
-                    due = begin + number / self._rate
-                    # uvloop's timers may be a part of a millisecond early.
-                    while (wait_s := due - time.monotonic()) > 0:  # noqa: ASYNC110
-                        await asyncio.sleep(wait_s)
-                    turn, place = divmod(number, len(self._pattern))
-                    api = self._pattern[place]
-                    if self._out < MAX_IN_FLIGHT:
-                        self._out += 1
-                        group.create_task(self._ask(api, turn, due))
-                    else:
-                        now, reason = time.monotonic(), f"{self._out} requests are out already"
-                        self._log.add(api, due, now, now, 0, Verdict(Kind.FAILED, reason))
-
-    async def _ask(self, api: int, number: int, due: float) -> None:
-        sent = time.monotonic()
-        version, verdict = await self._asks[api](number)
-        self._log.add(api, due, sent, time.monotonic(), version, verdict())
-        self._out -= 1
-
-
-def failed(reason: str) -> tuple[int, Callable[[], Verdict]]:
-    """Return an answer that there is not."""
-    return 0, lambda: Verdict(Kind.FAILED, reason)
-
-
-def oracle_ask(model: str, clients: Sequence[AsyncClient], questions: Sequence[Question]) -> Ask:
-    """Ask questions of one method over clients in turn."""
-    turns = itertools.cycle(clients)
-
-    async def ask(number: int) -> tuple[int, Callable[[], Verdict]]:
-        question, client = questions[number % len(questions)], next(turns)
+        # What is there by now stays: a collection that walks all questions would delay answers.
+        settle_heap()
+        loop = OpenLoop(
+            arrival_times("constant", config.rate, math.inf),
+            lambda number: senders[api_of(number) % 2],
+            record,
+            begin=time.monotonic(),
+            timeout_s=TIMEOUT_MS / 1000,
+            max_in_flight=MAX_IN_FLIGHT,
+        )
+        running = asyncio.ensure_future(loop.run())
         try:
-            if question.method == "rank":
-                ranked = await client.rank(model, **question.arguments)
-                return ranked.version, partial(judge, question, ranked.version, ranked.scores)
-            found = await client.lookup(model, **question.arguments)
-        except ClientError as error:
-            return failed(f"{error.kind}: {error}")
-        # Vectors that are not there are values too few, which is judged.
-        vectors: dict[str, Any] = {**dict.fromkeys(question.features, np.empty(0, np.float32)), **found.embeddings}
-        values = np.concatenate([vectors[name].reshape(-1) for name in question.features])
-        return found.version, partial(judge, question, found.version, values)
-
-    return ask
-
-
-async def run_load(config: DrillLoadConfig) -> None:
-    """Ask the oracle until cancelled."""
-    questions = make_questions(config.shape.spec(), config.questions_each)
-    log = AnswerLog(config.answers)
-    async with AsyncExitStack() as stack:
-        stack.callback(log.close)
-
-        def opened(address: str) -> AsyncClient:
-            # No request is sent a second time, whatever happens to it.
-            client = AsyncClient(address, timeout_ms=TIMEOUT_MS, retry=RetryPolicy(max_attempts=1))
-            stack.push_async_callback(client.close)
-            return client
-
-        clients = [[opened(address) for _ in range(CLIENTS_EACH)] for address in config.addresses]
-        asks = [
-            oracle_ask(config.shape.model, own, questions[method]) for method in ("rank", "lookup") for own in clients
-        ]
-        await DrillLoad(asks, API_PATTERN, config.rate, log).run()
+            await asyncio.shield(running)
+        except asyncio.CancelledError:
+            loop.stop()
+            await running
 
 
 @dataclass(frozen=True, slots=True)
 class RunningLoad:
-    """A load that asks, as a child process of a drill, with its log of answers and that of its errors."""
+    """A load, a child process of a drill, and its file of answers."""
 
-    process: asyncio.subprocess.Process
+    process: Child
     path: Path
-    log: Path
 
     def check(self) -> None:
-        """Raise LoadProcessError if the load has ended by itself."""
-        if self.process.returncode is not None:
-            raise ended(self.process.returncode, self.log)
+        """Raise ChildFailedError if the load has ended by itself."""
+        check_running(self.process)
 
-    def answers(self, first: int = 0) -> Answers:
-        """Return what was logged so far. Raises LoadProcessError if the load has ended by itself."""
-        self.check()
-        return read_answers(self.path, first)
-
-    def details(self, max_lines: int = 20) -> list[str]:
+    def details(self) -> tuple[str, ...]:
         """Return why the first answers that are not right are not."""
-        return read_details(self.path, max_lines)
+        return tuple(self.path.with_suffix(".details").read_text(encoding="utf-8").splitlines())
 
     async def stop(self) -> Answers:
-        """End it after the answers that are out; return all answers. Raises LoadProcessError if it failed."""
+        """End it after the answers that are in flight; return all answers. Raises ChildFailedError if it failed."""
         self.check()
-        self.process.terminate()
-        async with asyncio.timeout(STOP_TIMEOUT_S):
-            await finished(self.process, self.log)
-        return read_answers(self.path)
+        await self.process.stop(STOP_TIMEOUT_S)
+        if code := await self.process.wait():
+            raise self.process.failure(f"ended with {describe_exit(code)}")
+        return np.fromfile(self.path, RECORD)
 
 
 @contextlib.asynccontextmanager
-async def running_load(config: DrillLoadConfig) -> AsyncIterator[RunningLoad]:
-    """Start the load and yield once it asks; it ends with the block. Raises LoadProcessError if it does not begin."""
-    path, log = config.answers, config.answers.with_suffix(".log")
-    async with child_process(module_command("loadtest.drill.load", config, path.with_suffix(".json")), log) as process:
-        await until_ready(process, log)
-        yield RunningLoad(process, path, log)
+async def running_load(config: LoadConfig) -> AsyncIterator[RunningLoad]:
+    """Start the load and yield once it asks; it ends with the block. Raises ChildFailedError if it does not begin."""
+    command = (sys.executable, "-m", "loadtest.drill.load", config.model_dump_json())
+
+    async def asks() -> bool:
+        return config.answers.exists()
+
+    async with child_process("load", command, config.answers.parent, asks) as process:
+        yield RunningLoad(process, config.answers)
 
 
 if __name__ == "__main__":
-    settings = module_config(DrillLoadConfig)
+    die_with_parent(os.environ)
+    settings = LoadConfig.model_validate_json(sys.argv[1])
     with contextlib.suppress(StopRequestedError):
         run_until_signalled(lambda: run_load(settings), loop_factory=uvloop.new_event_loop)

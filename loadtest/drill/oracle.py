@@ -25,18 +25,18 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from pydantic import Field
 
 from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec, Side
 from loader.snapshot.row_source import RowSource, rows_of
-from loader.snapshot.tables import Frozen, RowDtype, TableSpec
+from loader.snapshot.tables import RowDtype, TableSpec
 from loader.snapshot.writer import export_snapshot
+from loadtest.drill.config import OracleShape
 
 Float32Array = npt.NDArray[np.float32]
 Int64Array = npt.NDArray[np.int64]
@@ -64,37 +64,28 @@ _FEATURES: tuple[tuple[str, str, Side, float], ...] = (
 )
 
 
-class OracleShape(Frozen):
-    """The rows of the oracle's int8 table (items), its float32 table (users) and its small float16 table (tags)."""
-
-    model: str = "oracle"
-    items: int = Field(default=100_000, ge=1, le=2**31)
-    users: int = Field(default=30_000, ge=1, le=2**31)
-    tags: int = Field(default=1_000, ge=1, le=2**31)
-    embedding_dim: int = Field(default=16, ge=3, le=256)
-
-    def spec(self) -> ModelSpec:
-        """Three tables and five features, context and candidates, two tables with two features each."""
-        sizes: tuple[tuple[str, int, RowDtype], ...] = (
-            ("items", self.items, "int8"),
-            ("users", self.users, "fp32"),
-            ("tags", self.tags, "fp16"),
-        )
-        return ModelSpec(
-            model=self.model,
-            tables=tuple(
-                TableSpec(
-                    name=name,
-                    num_embeddings=rows,
-                    embedding_dim=self.embedding_dim,
-                    feature_names=tuple(feature for feature, table, _, _ in _FEATURES if table == name),
-                    dtype=dtype,
-                )
-                for name, rows, dtype in sizes
-            ),
-            features=tuple(FeatureSpec(name=feature, side=side) for feature, _, side, _ in _FEATURES),
-            dense_model=DenseModelSpec(kind="mlp", config={"hidden": []}),
-        )
+def oracle_spec(shape: OracleShape) -> ModelSpec:
+    """Return three tables and five features, context and candidates, two tables with two features each."""
+    sizes: dict[str, tuple[int, RowDtype]] = {
+        "items": (shape.items, "int8"),
+        "users": (shape.users, "fp32"),
+        "tags": (shape.tags, "fp16"),
+    }
+    return ModelSpec(
+        model=shape.model,
+        tables=tuple(
+            TableSpec(
+                name=name,
+                num_embeddings=rows,
+                embedding_dim=shape.embedding_dim,
+                feature_names=tuple(feature for feature, table, _, _ in _FEATURES if table == name),
+                dtype=dtype,
+            )
+            for name, (rows, dtype) in sizes.items()
+        ),
+        features=tuple(FeatureSpec(name=feature, side=side) for feature, _, side, _ in _FEATURES),
+        dense_model=DenseModelSpec(kind="mlp", config={"hidden": []}),
+    )
 
 
 FEATURE_WEIGHTS = np.array([weight for _, _, _, weight in _FEATURES])
@@ -102,7 +93,7 @@ FEATURE_WEIGHTS = np.array([weight for _, _, _, weight in _FEATURES])
 
 
 def letter_of(version: int) -> int:
-    """0 for A, an odd version; 1 for B."""
+    """Return 0 for A, an odd version; 1 for B."""
     return (version + 1) % 2
 
 
@@ -146,24 +137,24 @@ def table_rows(spec: ModelSpec, letter: int) -> dict[str, Float32Array]:
 
 
 def golden_requests(spec: ModelSpec, letter: int, num_requests: int = 16, seed: int = 1) -> GoldenRequests:
-    """Return requests of 1 to 8 candidates with the scores of a version."""
+    """Return rank questions with the scores of a version."""
     rng = np.random.default_rng(seed)
-    num_candidates = rng.integers(1, 9, num_requests).astype(np.int32)
-    candidates = int(num_candidates.sum())
-    lengths, values, columns = {}, {}, []
-    for feature in spec.features:
-        bags = num_requests if feature.side == "context" else candidates
-        own = rng.integers(1, MAX_HOTNESS + 1, bags).astype(np.int32)
-        lengths[feature.name] = own
-        values[feature.name] = rng.integers(0, spec.table_of(feature.name).num_embeddings, int(own.sum()))
-        columns.append(np.repeat(own, num_candidates) if feature.side == "context" else own)
+    questions = [rank_question(spec, rng) for _ in range(num_requests)]
+    bags: dict[str, list[list[int]]] = {}
+    for question in questions:
+        for feature, ids in question.arguments["context"].items():
+            bags.setdefault(feature, []).append(ids)
+        for feature, candidates in question.arguments["candidates"].items():
+            bags.setdefault(feature, []).extend(candidates)
+    scores = [question.expected[letter] for question in questions]
+    num_candidates = np.array([len(of_question) for of_question in scores], np.int32)
     return GoldenRequests(
         num_candidates=num_candidates,
-        values=values,
-        lengths=lengths,
+        values={feature: np.concatenate(ids).astype(np.int64) for feature, ids in bags.items()},
+        lengths={feature: np.array([len(bag) for bag in ids], np.int32) for feature, ids in bags.items()},
         context_dense=np.zeros((num_requests, 0), np.float32),
-        candidate_dense=np.zeros((candidates, 0), np.float32),
-        scores=sigmoid(logits(np.stack(columns, axis=1))[letter]).astype(np.float32),
+        candidate_dense=np.zeros((int(num_candidates.sum()), 0), np.float32),
+        scores=np.concatenate(scores),
     )
 
 
@@ -171,7 +162,7 @@ class OracleWriter:
     """Writes versions of the oracle; the rows of A and of B are made once."""
 
     def __init__(self, shape: OracleShape) -> None:
-        self.spec = shape.spec()
+        self.spec = oracle_spec(shape)
         self._rows: list[dict[str, RowSource]] = [
             {name: rows_of(rows) for name, rows in table_rows(self.spec, letter).items()} for letter in (0, 1)
         ]
@@ -226,7 +217,7 @@ def make_questions(
 
 
 def rank_question(spec: ModelSpec, rng: np.random.Generator, single: Collection[str] = ()) -> Question:
-    """All features, 1 to 16 candidates, 1 to 8 ids a bag, or one where the feature is `single`."""
+    """Draw all features, 1 to 16 candidates, 1 to 8 ids a bag, or one where the feature is `single`."""
     candidates = int(rng.integers(1, MAX_CANDIDATES + 1))
     bags = {
         feature.name: _random_bags(spec, feature.name, 1 if feature.side == "context" else candidates, rng, single)
@@ -242,25 +233,25 @@ def rank_question(spec: ModelSpec, rng: np.random.Generator, single: Collection[
         embedding_dim=0,
         expected=sigmoid(logits(counts)).astype(np.float32),
         arguments={
-            "context": {one.name: bags[one.name][0] for one in spec.features if one.side == "context"},
-            "candidates": {one.name: bags[one.name] for one in spec.features if one.side == "candidate"},
+            "context": {name: bags[name][0] for name, _, side, _ in _FEATURES if side == "context"},
+            "candidates": {name: bags[name] for name, _, side, _ in _FEATURES if side == "candidate"},
         },
     )
 
 
 def lookup_question(spec: ModelSpec, rng: np.random.Generator, single: Collection[str] = ()) -> Question:
-    """One to all features, 1 to 4 bags each, 1 to 8 ids a bag, or one where the feature is `single`."""
+    """Draw one to all features, 1 to 4 bags each, 1 to 8 ids a bag, or one where the feature is `single`."""
     names = [feature.name for feature in spec.features]
     chosen = rng.permutation(len(names))[: rng.integers(1, len(names) + 1)]
     bags = {
         names[index]: _random_bags(spec, names[index], int(rng.integers(1, MAX_LOOKUP_BAGS + 1)), rng, single)
         for index in chosen.tolist()
     }
-    sums = np.concatenate([_bag_sums(spec, name, own) for name, own in bags.items()])
+    sums = np.concatenate([_bag_sums(spec, name, of_feature) for name, of_feature in bags.items()])
     return Question(
         method="lookup",
         features=tuple(bags),
-        counts=np.array([len(bag) for own in bags.values() for bag in own], np.int64),
+        counts=np.array([len(bag) for of_feature in bags.values() for bag in of_feature], np.int64),
         embedding_dim=spec.tables[0].embedding_dim,
         expected=FACTORS[:, None] * sums.reshape(-1),
         arguments={"features": bags},
@@ -270,16 +261,15 @@ def lookup_question(spec: ModelSpec, rng: np.random.Generator, single: Collectio
 def _random_bags(
     spec: ModelSpec, feature: str, num_bags: int, rng: np.random.Generator, single: Collection[str]
 ) -> list[list[int]]:
-    rows, most = spec.table_of(feature).num_embeddings, 1 if feature in single else MAX_HOTNESS
-    return [rng.integers(0, rows, int(rng.integers(1, most + 1))).tolist() for _ in range(num_bags)]
+    rows, hotness = spec.table_of(feature).num_embeddings, 1 if feature in single else MAX_HOTNESS
+    return [rng.integers(0, rows, int(rng.integers(1, hotness + 1))).tolist() for _ in range(num_bags)]
 
 
 def _bag_sums(spec: ModelSpec, feature: str, bags: list[list[int]]) -> Float32Array:
     """float32 [bags, dim], of the rows' patterns; whole numbers below 2^24 even times 1024, so exact in any order."""
     (table,) = spec.parts(spec.table_of(feature))
     starts = np.cumsum([0] + [len(bag) for bag in bags[:-1]])
-    rows = np.array([one for bag in bags for one in bag], np.int64)
-    sums: Float32Array = np.add.reduceat(patterns(table, rows), starts, axis=0)
+    sums: Float32Array = np.add.reduceat(patterns(table, np.concatenate(bags)), starts, axis=0)
     return sums
 
 
@@ -297,22 +287,20 @@ class Kind(IntEnum):
     WRONG = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What an answer is, and why if it is not right."""
+class Verdict(NamedTuple):
+    """What an answer is, why if it is not right, and the version that it names: 0 without one."""
 
     kind: Kind
     detail: str = ""
-
-
-OK = Verdict(Kind.OK)
+    version: int = 0
 
 
 def judge(question: Question, version: int, values: Float32Array) -> Verdict:
     """Judge an answer that names a version: its scores, or vectors in the order of `question.features`, float32 [n]."""
     expected = question.expected
     if version < 1 or values.shape != expected.shape[1:]:
-        return Verdict(Kind.WRONG, f"version {version} with {values.size} values, expected {expected.shape[1]}")
+        problem = f"version {version} with {values.size} values, expected {expected.shape[1]}"
+        return Verdict(Kind.WRONG, problem, version)
     letter = letter_of(version)
     # A NaN is not within any tolerance.
     if question.method == "lookup":
@@ -320,13 +308,18 @@ def judge(question: Question, version: int, values: Float32Array) -> Verdict:
     else:
         right = np.abs(values - expected[letter]) <= SCORE_TOLERANCE
     if right.all():
-        return OK
-    is_mixed = (
-        _is_mixed_lookup(question, letter, values)
-        if question.method == "lookup"
-        else _is_mixed_rank(question, values, right)
+        return Verdict(Kind.OK, version=version)
+    if question.method == "lookup":
+        is_mixed = _is_mixed_lookup(question, letter, values)
+    else:
+        is_mixed = _is_mixed_rank(question, values, right)
+    place = int(np.argmin(right))
+    a, b = expected[:, place].tolist()
+    difference = (
+        f"{question.method}: names version {version} ({'AB'[letter]}), but value {place} of {values.size} is "
+        f"{values[place]!r}; A has {a!r}, B has {b!r}; {int((~right).sum())} values differ"
     )
-    return Verdict(Kind.MIXED if is_mixed else Kind.WRONG, _difference(question, version, letter, values, right))
+    return Verdict(Kind.MIXED if is_mixed else Kind.WRONG, difference, version)
 
 
 def _is_mixed_lookup(question: Question, letter: int, values: Float32Array) -> bool:
@@ -355,12 +348,3 @@ def _mixtures(counts: Int64Array) -> np.ndarray:
     dense_a = embeddings / LOGIT_SCALE + STAMPS[0]
     dense_b = embeddings / (LOGIT_SCALE * float(FACTORS[1])) + STAMPS[1]
     return sigmoid(np.concatenate([dense_a, dense_b]))
-
-
-def _difference(question: Question, version: int, letter: int, values: Float32Array, right: np.ndarray) -> str:
-    place = int(np.argmin(right))
-    a, b = question.expected[:, place].tolist()
-    return (
-        f"{question.method}: names version {version} ({'AB'[letter]}), but value {place} of {values.size} is "
-        f"{values[place]!r}; A has {a!r}, B has {b!r}; {int((~right).sum())} values differ"
-    )

@@ -1,105 +1,87 @@
-"""A drill's child processes: how they are started, told what to do and ended, and what memory processes hold."""
+"""Processes of a drill outside its fleet's supervisor, their ports, and waiting until something is so."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import sys
-from collections.abc import AsyncIterator, Iterable, Sequence
+import random
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-import psutil
+from loadtest.errors import DrillError
+from loadtest.servers import HOST
+from serving.fleet.supervisor import Child, ChildSpec
 
-from loader.snapshot.tables import Frozen
-from loadtest.errors import LoadProcessError
-from serving.fleet.process import PARENT_PID_VARIABLE, die_with_parent
-from serving.fleet.supervisor import describe_exit
-
-READY = "ready\n"
+POLL_S = 0.1
 READY_TIMEOUT_S = 120.0
-LOG_TAIL_CHARS = 2000
+# Ports that nobody gets who doesn't ask for one by number: they must be free again after a process has ended.
+_PORTS = range(20_000, 32_000)
 
-Config = TypeVar("Config", bound=Frozen)
+Polled = TypeVar("Polled")
+
+
+async def polled(
+    poll: Callable[[], Awaitable[Polled]],
+    is_enough: Callable[[Polled], bool],
+    timeout_s: float,
+    interval_s: float = POLL_S,
+) -> Polled:
+    """Poll until the result is enough, or for `timeout_s`. Returns the last result."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        if is_enough(result := await poll()) or time.monotonic() > deadline:
+            return result
+        await asyncio.sleep(interval_s)
 
 
 @contextlib.asynccontextmanager
 async def child_process(
-    command: Sequence[str], log: Path, checkout: Path | None = None
-) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Run a command whose errors go to `log`; it is killed when the block ends, or with this process.
+    name: str, command: Sequence[str], folder: Path, is_ready: Callable[[], Awaitable[bool]], code: Path | None = None
+) -> AsyncIterator[Child]:
+    """Start a process, wait until it is ready, and kill it when the block ends.
 
-    With `checkout`, the absolute folder of a repository, that one's code is run, and its output goes to `log` too.
-
-    A terminal's Ctrl-C is for the drill alone, which ends its processes when it has what it wants.
+    `NAME.log` in the folder gets its output. With `code`, the absolute folder of a checkout, it imports that one's
+    packages. Raises ChildFailedError if it ends or is not ready in time.
     """
-    environment = {**os.environ, PARENT_PID_VARIABLE: str(os.getpid())}
-    if checkout is not None:
-        environment["PYTHONPATH"] = str(checkout)
-    with log.open("ab") as errors:
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE if checkout is None else errors,
-            stderr=errors,
-            env=environment,
-            cwd=checkout,
-            start_new_session=True,
-        )
+
+    async def unsupervised(process_id: int) -> None:
+        raise DrillError(f"process {process_id} has no supervisor")
+
+    # Without the second one Python would look in the working directory first.
+    environment = {} if code is None else {"PYTHONPATH": str(code), "PYTHONSAFEPATH": "1"}
+    child = Child(ChildSpec(name, tuple(command), unsupervised, environment), folder / f"{name}.log")
+    await child.spawn()
+
+    async def is_ready_now() -> bool:
+        check_running(child)
+        return await is_ready()
+
     try:
-        yield process
+        if not await polled(is_ready_now, bool, READY_TIMEOUT_S):
+            raise child.failure(f"is not ready after {READY_TIMEOUT_S:g} s")
+        yield child
     finally:
-        if process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
+        child.kill()
+        await child.wait()
 
 
-def module_command(module: str, config: Frozen, file: Path) -> list[str]:
-    """Write a module's settings to a file, and return the command that runs it with them."""
-    file.write_text(config.model_dump_json(), encoding="utf-8")
-    return [sys.executable, "-m", module, str(file)]
+def check_running(child: Child) -> None:
+    """Raise ChildFailedError, with the end of the log, if a process has ended."""
+    if child.pid is None:
+        raise child.failure("has ended by itself")
 
 
-def module_config(schema: type[Config]) -> Config:
-    """Read the settings that `module_command` wrote, in the process that it started."""
-    die_with_parent(os.environ)
-    return schema.model_validate_json(Path(sys.argv[1]).read_text(encoding="utf-8"))
-
-
-def say_ready() -> None:
-    """Tell the parent that the process does its work from now on."""
-    sys.stdout.write(READY)
-    sys.stdout.flush()
-
-
-async def until_ready(process: asyncio.subprocess.Process, log: Path) -> None:
-    """Wait for `say_ready` in a process. Raises LoadProcessError."""
-    assert process.stdout is not None
-    async with asyncio.timeout(READY_TIMEOUT_S):
-        if await process.stdout.readline() != READY.encode():
-            raise ended(await process.wait(), log)
-
-
-async def finished(process: asyncio.subprocess.Process, log: Path) -> bytes:
-    """Wait for the end of a process, and return its output. Raises LoadProcessError if it failed."""
-    output, _ = await process.communicate()
-    if process.returncode:
-        raise ended(process.returncode, log)
-    return output
-
-
-def ended(code: int, log: Path) -> LoadProcessError:
-    """Make the error of a process that has ended, with the last characters of its log."""
-    tail = log.read_text(encoding="utf-8", errors="replace")[-LOG_TAIL_CHARS:]
-    return LoadProcessError(f"{log.stem} ended: {describe_exit(code)}: {tail}")
-
-
-def memory_of(process_ids: Iterable[int]) -> int:
-    """Return the resident memory of processes in bytes; those that have ended count 0."""
-    total = 0
-    for process_id in process_ids:
-        with contextlib.suppress(psutil.Error):
-            total += psutil.Process(process_id).memory_info().rss
-    return total
+def free_ports(count: int) -> list[int]:
+    """Return ports that are free now. Raises DrillError."""
+    with contextlib.ExitStack() as stack:
+        ports: list[int] = []
+        for port in random.sample(_PORTS, len(_PORTS)):
+            with contextlib.suppress(OSError):
+                stack.enter_context(socket.create_server((HOST, port)))
+                ports.append(port)
+            if len(ports) == count:
+                return ports
+    raise DrillError(f"{count} ports of {HOST} from {_PORTS.start} to {_PORTS.stop} are not free")

@@ -1,83 +1,126 @@
+"""One small run of each drill by its command; the exit code, and figures that only a real run has."""
+
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
-from loadtest.drill.broken import BrokenDrillConfig, run_broken_drill
 from loadtest.drill.cli import drill
-from loadtest.drill.crash import CrashDrillConfig, run_crash_drill
-from loadtest.drill.oracle import OracleShape
+from loadtest.drill.upgrade import plan_steps
+from loadtest.servers import THIS_CHECKOUT
 
-# Small enough for a test, large enough that rows are divided over shards and cards.
-SMALL = OracleShape(items=6000, users=2000, tags=100)
+# Large enough that rows are divided over shards and cards.
+SMALL = "--items 6000 "
+ONE_NODE = "--shards 1 --replicas 1 --cards 1 "
+NOT_RIGHT = ("failed", "mixed", "wrong")
+
+pytestmark = pytest.mark.timeout(300)
 
 
-@pytest.mark.timeout(300)
-def test_swaps_under_load_cost_no_answer_and_the_report_says_so(tmp_path: Path):
-    options = ["--swaps", "2", "--rate", "60", "--replicas", "1", "--items", "6000", "--pause-s", "1"]
+def run(folder: Path, arguments: str, *, exit_codes: tuple[int, ...] = (0,)) -> dict[str, Any]:
+    """The report of a drill."""
+    file = folder / "report.json"
+    result = CliRunner().invoke(drill, [*arguments.split(), "--json", str(file)])
+    assert result.exit_code in exit_codes, (result.output, result.exception)
+    report: dict[str, Any] = json.loads(file.read_text())
+    assert (result.exit_code == 1) == bool(report["problems"])
+    return report
+
+
+def test_swap(tmp_path: Path):
     # How fast a busy machine answers is not what is tested here.
-    options += ["--max-ratio-p99", "1000", "--json", str(tmp_path / "swap.json"), "--keep", str(tmp_path / "kept")]
-    result = CliRunner().invoke(drill, ["swap", *options])
-    assert result.exit_code == 0, (result.output, result.exception)
-    report = json.loads((tmp_path / "swap.json").read_text())
+    report = run(tmp_path, f"swap {SMALL}--swaps 2 --rate 60 --replicas 1 --pause-s 1 --max-ratio-p99 1000")
     assert report["swaps"] == 2
     assert report["answers"] > 150
-    assert [report[key] for key in ("failed", "mixed", "wrong", "stale")] == [0, 0, 0, 0]
+    assert [report[key] for key in (*NOT_RIGHT, "stale")] == [0, 0, 0, 0]
     assert all(api["answers"] > 0 for api in report["by_api"].values())
     assert min(report["answers_steady"], report["answers_during_swap"]) > 0
     assert report["rss_mb_before"] > 100
-    assert "passed" in result.output
+
+
+def test_broken(tmp_path: Path):
+    counts = "--truncations 5 --bit-flips 20 --damaged-in-store 1"
+    report = run(tmp_path, f"broken {ONE_NODE}{counts} --keep {tmp_path / 'kept'}")
+    assert report["tried"] == report["refused"] == 5 + 20 + 2 + 12 + 1 + 2
+    groups = report["groups"]
+    assert groups["wrong golden scores"]["refused_by_rollout"] == 1
+    assert groups["bit flipped in the store"]["refused_by_rollout"] == 1
+    assert groups["bit flipped before publishing"]["refused_by_publish"] == 20
+    unchecked = [group for name, group in groups.items() if name.endswith("on record unchecked")]
+    assert [group["refused_by_rollout"] for group in unchecked] == [1] * 6
+    assert report["control_went_live"]
+    assert (tmp_path / "kept" / "serve-0.log").stat().st_size > 0
+
+
+def test_overload(tmp_path: Path):
+    """So much is offered, with so short a deadline, that some is refused, however busy the machine is."""
+    arguments = "overload --seconds 1 --factor 20 --normal-s 1 --capacity-s 1 --rows 1000 --deadline-ms 20"
+    report = run(tmp_path, arguments, exit_codes=(0, 1))
+    assert report["requests"] == report["admitted"] + report["refused"] > 0
+    assert report["refused"] > 0
+    assert report["checks"]["retry-after"]["value"] == 1.0
+    assert report["batch_ms"] > 0
+    assert len(set(report["cores"])) == 2
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(300)
-def test_a_fleet_whose_redis_and_a_shard_node_are_killed_at_the_flip_ends_in_one_version(tmp_path: Path):
-    config = CrashDrillConfig(
-        shape=SMALL,
-        shards=1,
-        registry="redis",
-        workers=1,
-        rate=40,
-        courses=("beside",),
-        only_steps=("flip",),
-        victims=("shard-node", "redis"),
+def test_crash(tmp_path: Path):
+    victims = "--victim shard-node --victim redis --victim redis-emptied"
+    report = run(
+        tmp_path,
+        f"crash {SMALL}--shards 1 --workers 1 --registry redis --rate 40 --course beside --step flip {victims}",
     )
-    report = asyncio.run(run_crash_drill(config, tmp_path))
-    assert report.cases == 2
-    assert report.ended_old + report.ended_new == 2
-    assert (report.mixed, report.wrong, report.stale) == (0, 0, 0)
-    assert [one.process for one in report.results] == ["shard-0-0", ""]
+    assert report["cases"] == report["ended_old"] + report["ended_new"] == 3
+    assert (report["mixed"], report["wrong"], report["stale"]) == (0, 0, 0)
+    assert [result["process"] for result in report["results"]] == ["shard-0-0", "", ""]
 
 
-@pytest.mark.timeout(300)
-def test_broken_snapshots_are_refused_and_the_old_version_serves_on(tmp_path: Path):
-    config = BrokenDrillConfig(
-        shape=SMALL, shards=1, replicas=1, workers=1, truncations=5, bit_flips=20, damaged_in_store=1
-    )
-    report = asyncio.run(run_broken_drill(config, tmp_path))
-    assert report.problems == ()
-    assert report.tried == report.refused == 5 + 20 + 2 + 12 + 1 + 2
-    assert report.groups["wrong golden scores"].refused_by_rollout == 1
-    assert report.groups["bit flipped in the store"].refused_by_rollout == 1
-    assert report.groups["bit flipped before publishing"].refused_by_publish == 20
-    unchecked = [group for name, group in report.groups.items() if name.endswith("on record unchecked")]
-    assert [group.refused_by_rollout for group in unchecked] == [1] * 6
-    assert report.control_went_live
+@pytest.mark.nightly
+def test_soak(tmp_path: Path):
+    """So short a time shows nothing of memory."""
+    work = "--rollout-every-s 2 --updates 10 --strangers 20 --max-mb-per-min 1000"
+    report = run(tmp_path, f"soak {SMALL}{ONE_NODE}--minutes 0.2 --rate 20 {work}", exit_codes=(0, 1))
+    assert [report[key] for key in NOT_RIGHT] == [0, 0, 0]
+    assert report["restarted"] == []
+    assert min(report["answers"], report["bad_requests"], report["fresh_requests"]) > 10
+    assert min(report["rollouts"], report["updates"]) > 0
+    assert {trend["process"] for trend in report["trends"]} == {"coordinator", "shard-0-0", "serve-0"}
+    assert not [problem for problem in report["problems"] if "request" in problem]
 
 
-def test_options_that_make_no_sense_are_refused_by_name(tmp_path: Path):
-    def told(*arguments: str) -> str:
-        result = CliRunner().invoke(drill, list(arguments))
-        assert result.exit_code != 0
-        return result.output + str(result.exception)
+@pytest.mark.nightly
+def test_upgrade(tmp_path: Path):
+    only = "--transport unix --order nodes-first --settle-s 0.5 --in-flight 1"
+    report = run(tmp_path, f"upgrade {SMALL}--old {THIS_CHECKOUT} {only} --keep {tmp_path / 'kept'}")
+    assert [report[key] for key in NOT_RIGHT] == [0, 0, 0]
+    steps = report["steps"]
+    assert [step["step"] for step in steps] == [f"{what} {name}".strip() for what, name in plan_steps("nodes-first")]
+    assert all(step["answers"] > 0 for step in steps)
+    assert (steps[1]["nodes"], steps[1]["serving"]) == ("3 old, 1 new", "2 old")
+    assert (steps[-2]["nodes"], steps[-1]["nodes"]) == ("3 new", "4 new")
+    assert min(steps[-1]["stored_bytes"], steps[-1]["float16_bytes"]) > 0
+    # Each process' log is kept, of both of its lives.
+    assert (tmp_path / "kept" / "0" / "serve-1.log").stat().st_size > 0
 
-    assert "rate" in told("swap", "--rate", "1000000")
-    assert "nosuchfolder" in told("swap", "--json", str(tmp_path / "nosuchfolder" / "x.json"))
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "file").touch()
-    assert "is not empty" in told("broken", "--keep", str(tmp_path / "full"))
-    assert "Redis can only be killed with --registry redis" in told("crash", "--victim", "redis")
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("swap --rate 1000000", "rate"),
+        ("swap --json nosuchfolder/x.json", "nosuchfolder"),
+        ("crash --victim redis", "Redis can only be killed with --registry redis"),
+        ("upgrade", "--old"),
+        ("upgrade --old .", "not a checkout"),
+        ("broken --keep .", "is not empty"),
+    ],
+)
+def test_senseless_options_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: str, message: str):
+    (tmp_path / "file").touch()
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(drill, arguments.split())
+    assert result.exit_code != 0
+    assert message in result.output + str(result.exception)

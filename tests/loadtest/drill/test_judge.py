@@ -4,6 +4,7 @@ import numpy as np
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from loadtest.drill.config import OracleShape
 from loadtest.drill.oracle import (
     FACTORS,
     FEATURE_WEIGHTS,
@@ -11,16 +12,16 @@ from loadtest.drill.oracle import (
     SCORE_TOLERANCE,
     STAMPS,
     Kind,
-    OracleShape,
     Question,
     judge,
     letter_of,
     make_questions,
+    oracle_spec,
     sigmoid,
 )
 
 SHAPE = OracleShape(items=500, users=500, tags=100)
-QUESTIONS = make_questions(SHAPE.spec(), 30)
+QUESTIONS = make_questions(oracle_spec(SHAPE), 30)
 rank_questions = st.sampled_from(QUESTIONS["rank"])
 lookup_questions = st.sampled_from(QUESTIONS["lookup"])
 versions = st.integers(1, 1000)

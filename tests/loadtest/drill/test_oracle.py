@@ -7,7 +7,8 @@ import pytest
 
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.reader import verify_snapshot
-from loadtest.drill.oracle import FACTORS, Kind, OracleShape, OracleWriter, judge, letter_of, make_questions, table_rows
+from loadtest.drill.config import OracleShape
+from loadtest.drill.oracle import FACTORS, Kind, OracleWriter, judge, letter_of, make_questions, oracle_spec, table_rows
 from serving.embedded import Ranker
 
 SMALL = OracleShape(items=700, users=300, tags=50)
@@ -15,7 +16,7 @@ SMALL = OracleShape(items=700, users=300, tags=50)
 
 @pytest.mark.parametrize("letter", [0, 1])
 def test_every_row_survives_its_row_format_exactly_and_has_the_factor_in_dimension_0(letter):
-    spec = SMALL.spec()
+    spec = oracle_spec(SMALL)
     for table in spec.tables:
         rows = table_rows(spec, letter)[table.name]
         codec = codec_for(table.dtype, table.embedding_dim)
@@ -25,7 +26,7 @@ def test_every_row_survives_its_row_format_exactly_and_has_the_factor_in_dimensi
 
 
 def test_rows_of_a_table_differ_so_that_a_wrong_row_shows():
-    rows = table_rows(SMALL.spec(), 0)["items"]
+    rows = table_rows(oracle_spec(SMALL), 0)["items"]
     assert len(np.unique(rows, axis=0)) == len(rows)
 
 

