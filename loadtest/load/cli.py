@@ -158,15 +158,9 @@ def replay(ctx: click.Context, /, json_file: Path | None, **given: object) -> No
       shardrank loadtest replay recorded --target grpc://127.0.0.1:8081 --speed 10 --json replay.json
       shardrank loadtest replay recorded --target http://127.0.0.1:8080 --rate 200 --requests 5000
     """
-    from loadtest.load.config import LoadTarget
     from loadtest.load.replay import ReplayConfig, execute
     from loadtest.load.run import checked
 
     if given["speed"] is not None and given["rate"] is not None:
         raise click.UsageError("--speed and --rate: one of them, or neither")
-    config = checked(ReplayConfig, given)
-    try:
-        LoadTarget.parse(config.target)
-    except ValueError as error:
-        raise click.UsageError(f"--target: {error}") from error
-    ctx.exit(execute(config, json_file))
+    ctx.exit(execute(checked(ReplayConfig, given), json_file))

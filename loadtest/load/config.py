@@ -1,13 +1,13 @@
-"""What a load test is told."""
+"""What a load test sends, where and how often."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from loader.snapshot.tables import Frozen
 from loadtest.load.result import Arrivals
@@ -39,12 +39,11 @@ class LoadTarget(Frozen):
         """
         parts = urlsplit(text)
         if parts.scheme not in APIS_BY_SCHEME:
-            raise ValueError(f"{text!r} is not http://HOST[:PORT] or grpc://HOST:PORT; TLS is not spoken")
-        if parts.path not in ("", "/") or parts.query or parts.fragment or parts.username is not None:
-            raise ValueError(f"{text!r}: a host and a port, and nothing else, is allowed")
+            raise ValueError(f"{text!r} is not http://HOST[:PORT] or grpc://HOST:PORT; TLS is not supported")
         port = parts.port or DEFAULT_PORTS.get(parts.scheme)
-        if port is None or not parts.hostname:
-            raise ValueError(f"{text!r}: a host and a port are needed")
+        others = parts.path.strip("/") or parts.query or parts.fragment or parts.username
+        if others or port is None or not parts.hostname:
+            raise ValueError(f"{text!r}: a host and a port are needed, and nothing else")
         return cls(scheme=parts.scheme, host=parts.hostname, port=port)
 
     @property
@@ -53,33 +52,31 @@ class LoadTarget(Frozen):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
+TargetText = Annotated[str, AfterValidator(lambda text: LoadTarget.parse(text) and text)]
+
+
 class OfferedLoad(Frozen):
-    """What to ask, where and how, for all runs of one load test.
+    """What to send, where and how, for all runs of one load test.
 
     Attributes:
-        target: `http://host[:port]` or `grpc://host:port`.
         api: None for the target's first: JSON, or shardrank's gRPC.
-        path: of a POST, where it is not the API's own.
-        model: to ask for; None for the workload's own name.
+        path: of a POST; None for the API's.
+        model: None for the workload's.
         workload: as `open_workload` reads it, or a benchmark's.
         context_features: of a drawn workload, how many features come once a request.
-        ids: their distribution; None for the workload's own.
-        candidates: how many a request has; None for the workload's own.
-        varied: whether bags are ragged, and each request is sent with a `traceparent` and `x-request-id` of its own.
+        ids: their distribution; None for the workload's.
+        candidates: how many a request has; None for the workload's.
+        varied: whether bags are ragged, and each request is sent with another `traceparent` and `x-request-id`.
         movielens: folder of MovieLens 100K, for the workload `films`.
-        arrivals: `poisson` or `constant`.
         timeout_ms: after which a request is given up, from its intended time.
         slo_ms: deadline of goodput, from the intended time.
-        processes: that send.
         requests: distinct ones that each process makes ahead, as far as 128 MiB go.
-        max_in_flight: requests that are out or wait, all processes together.
-        max_connections: of HTTP, all processes together.
-        grpc_channels: connections of gRPC, all processes together.
+        max_in_flight, max_connections, grpc_channels: of all processes together; connections are HTTP's.
         seed: of requests and their times.
-        split_seed: of the workload `films`, which of its ratings are asked for; the trainer's.
+        split_seed: of the workload `films`, the trainer's.
     """
 
-    target: str
+    target: TargetText
     api: Encoding | None = None
     path: str | None = None
     model: str | None = None
@@ -102,10 +99,9 @@ class OfferedLoad(Frozen):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        scheme = LoadTarget.parse(self.target).scheme
-        spoken = APIS_BY_SCHEME[scheme]
-        if self.api not in (None, *spoken, *OTHER_SERVERS_APIS):
-            raise ValueError(f"api: {self.api!r} is not spoken at {scheme}://; {', '.join(spoken)} are")
+        scheme = self.at.scheme
+        if self.api not in (None, *APIS_BY_SCHEME[scheme], *OTHER_SERVERS_APIS):
+            raise ValueError(f"api: {self.api!r} is not spoken at {scheme}://; {', '.join(APIS_BY_SCHEME[scheme])} are")
         if self.slo_ms > self.timeout_ms:
             raise ValueError(f"slo_ms: {self.slo_ms:g} is more than timeout_ms, {self.timeout_ms:g}")
         for name in ("max_in_flight", "max_connections"):
@@ -115,24 +111,24 @@ class OfferedLoad(Frozen):
 
     @property
     def stated_timeout_ms(self) -> int | None:
-        """Give the deadline that requests bring; None where the one that servers give them by default is enough."""
+        """The deadline that requests bring; None where the one that servers give them by default is enough."""
         return math.ceil(self.timeout_ms) if self.timeout_ms > RequestLimits().default_timeout_ms else None
 
     @property
     def at(self) -> LoadTarget:
-        """Read the target."""
+        """The target."""
         return LoadTarget.parse(self.target)
 
     @property
     def spoken(self) -> Encoding:
-        """Name the API that is used."""
+        """The API that is used."""
         return self.api or APIS_BY_SCHEME[self.at.scheme][0]
 
 
 def bench_load(
     target: str, api: Encoding, workload: BenchWorkload, *, timeout_ms: float = MAX_TIMEOUT_MS, **changed: Any
 ) -> OfferedLoad:
-    """Ask for the requests that a benchmark and the processes beside it draw, whatever they are encoded in."""
+    """Return the load of a benchmark: the same requests in every encoding."""
     return OfferedLoad(
         target=target,
         api=api,
@@ -162,5 +158,5 @@ class RunConfig(Frozen):
 
     @property
     def until_s(self) -> float:
-        """Give the end of sending, from the run's begin."""
+        """The end of sending, from the run's begin."""
         return self.warmup_s + self.duration_s

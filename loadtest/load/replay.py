@@ -1,4 +1,4 @@
-"""Recorded requests sent again, at their own pace or another, and their scores held against those that were recorded.
+"""Recorded requests sent again, at their pace or another, and their scores compared with those that were recorded.
 
 Scores are compared where the answer is of the same version, dense step and deltas as the recorded one; elsewhere they
 are meant to be others, and are counted as not comparable.
@@ -6,12 +6,10 @@ are meant to be others, and are counted as not comparable.
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -23,26 +21,25 @@ from rich.console import Console
 from loader.memory import settle_heap
 from loader.snapshot.tables import Frozen
 from loadtest.errors import AnswerError, LoadConfigError
-from loadtest.load.config import MAX_RATE, MAX_TIMEOUT_MS, LoadTarget, OfferedLoad
+from loadtest.load.config import MAX_RATE, MAX_TIMEOUT_MS, OfferedLoad, TargetText
 from loadtest.load.generator import LEAD_S, offer
 from loadtest.load.recorder import Float64Array, Recorder, Records, percentiles
 from loadtest.load.result import Machine, Percentiles, check_writable, this_machine, versions, write_document
 from loadtest.load.run import INTERRUPTED
-from loadtest.load.senders import NEVER, AnswerCheck, Failure, Outgoing
+from loadtest.load.senders import NEVER, Failure, Outgoing
+from loadtest.load.show import show_facts, show_times
 from loadtest.load.workers import event_loop, stopping_on_signals
-from loadtest.tables import line, make_table
-from loadtest.workloads.payloads import Api, Payload, Pool, ScoreList, payload_of, within
+from loadtest.tables import line
+from loadtest.workloads.payloads import Encoding, Payload, Pool, payload_of, within
 from loadtest.workloads.workload import WorkloadRequest
 from serving.cli.output import stdout_console
 from serving.fleet.process import StopRequestedError
-from serving.limits import RequestLimits
 from serving.observe.recording import Recorded, read_file, recorded_files
 from serving.proto.shardrank.v1 import ranking_pb2
-from shard_node.bags import Float32Array
 
 MAX_BYTES = 512 << 20
 """Of the bodies that are made ahead; recorded requests beyond are left out."""
-API_OF_SCHEME: dict[str, Api] = {"http": "json", "grpc": "grpc"}
+MAX_DIFFERENCES = 10
 
 
 class ReplayConfig(Frozen):
@@ -53,16 +50,15 @@ class ReplayConfig(Frozen):
         target: `http://host[:port]` or `grpc://host:port`.
         model: whose requests, of those in the folder; None if there is one.
         speed: times the pace at which they came.
-        rate: requests a second in place of that, each as long after the one before; None for their own pace.
+        rate: requests a second in place of that, each as long after the one before; None for their pace.
         requests: the last so many.
         timeout_ms: after which a request is given up, from when it was due.
         tolerance: of a score; more is a difference.
         max_connections: of HTTP.
-        max_in_flight: requests that are out or wait.
     """
 
     folder: Path
-    target: str
+    target: TargetText
     model: str | None = None
     speed: float = Field(default=1.0, gt=0, le=1e6)
     rate: float | None = Field(default=None, gt=0, le=MAX_RATE)
@@ -70,7 +66,12 @@ class ReplayConfig(Frozen):
     timeout_ms: float = Field(default=1000, gt=0, le=MAX_TIMEOUT_MS)
     tolerance: float = Field(default=1e-4, ge=0)
     max_connections: int = Field(default=512, ge=1, le=60_000)
-    max_in_flight: int = Field(default=4096, ge=1, le=1_000_000)
+
+    @property
+    def load(self) -> OfferedLoad:
+        """Where requests go, and its limits."""
+        given = self.model_dump(include={"target", "timeout_ms", "max_connections"})
+        return OfferedLoad(**given, slo_ms=self.timeout_ms, varied=False)
 
 
 class Difference(Frozen):
@@ -122,67 +123,58 @@ class ReplayResult(Frozen):
     versions: dict[str, str]
 
 
-class _JsonAnswer(msgspec.Struct):
+class _Answer(msgspec.Struct):
     version: int
     scores: list[float]
     dense_step: int = 0
     delta_sequence: int = -1
 
 
-_JSON = msgspec.json.Decoder(_JsonAnswer)
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    version: int
-    dense_step: int
-    delta_sequence: int
-    scores: ScoreList
-
-
 def read_answer(body: bytes, *, is_grpc: bool) -> _Answer:
-    """Read scores and what gave them. Raises AnswerError."""
+    """Read scores and what they are of. Raises AnswerError."""
     try:
         if not is_grpc:
-            found = _JSON.decode(body)
-            return _Answer(found.version, found.dense_step, found.delta_sequence, found.scores)
+            return msgspec.json.decode(body, type=_Answer)
         message = ranking_pb2.RankResponse.FromString(body)
     except (msgspec.MsgspecError, DecodeError) as error:
         raise AnswerError(f"the answer is not one to a rank request: {error}") from error
     sequence = message.delta_sequence if message.HasField("delta_sequence") else -1
-    return _Answer(message.version, message.dense_step, sequence, message.scores)
+    return _Answer(message.version, list(message.scores), message.dense_step, sequence)
 
 
-class ScoreCheck(AnswerCheck):
-    """Compares each answer's scores with the recorded ones."""
+class ScoreComparison:
+    """A judge that compares each answer's scores with the recorded ones."""
 
-    def __init__(self, pool: Pool, recorded: Sequence[Recorded], tolerance: float) -> None:
-        super().__init__(pool)
-        self._is_grpc, self._recorded, self._tolerance = pool.is_grpc, recorded, tolerance
+    def __init__(self, is_grpc: bool, recorded: Sequence[Recorded], tolerance: float) -> None:
+        self._is_grpc, self._recorded, self._tolerance = is_grpc, recorded, tolerance
         self.counts: Counter[str] = Counter()
         self.by_version: Counter[int] = Counter()
         self.max_difference: float | None = None
         self.first: list[Difference] = []
 
     def __call__(self, request: Outgoing, body: bytes) -> Failure | None:
-        """See `AnswerCheck`; an answer with scores for all candidates is compared."""
-        failure = super().__call__(request, body)
-        if failure is None:
+        """Compare an answer; without a score for each candidate it is a failure."""
+        recorded = self._recorded[request.number]
+        try:
             answer = read_answer(body, is_grpc=self._is_grpc)
-            self.by_version[answer.version] += 1
-            self.counts[self._compare(request.number, answer, self._recorded[request.number])] += 1
-        return failure
+        except AnswerError as error:
+            return Failure("bad_answer", str(error))
+        if len(answer.scores) != recorded.scores.size:
+            what = f"{len(answer.scores)} scores for a request of {recorded.scores.size} candidates"
+            return Failure("bad_answer", what)
+        self.by_version[answer.version] += 1
+        self.counts[self._compare(request.number, answer, recorded)] += 1
+        return None
 
     def _compare(self, number: int, answer: _Answer, recorded: Recorded) -> str:
-        of_answer = answer.version, answer.dense_step, answer.delta_sequence
-        if answer.delta_sequence < 0 or of_answer != (recorded.version, recorded.dense_step, recorded.delta_sequence):
+        origin = answer.version, answer.dense_step, answer.delta_sequence
+        if answer.delta_sequence < 0 or origin != (recorded.version, recorded.dense_step, recorded.delta_sequence):
             return "not_comparable"
-        own: Float32Array = np.array(answer.scores, np.float32)
-        difference = float(np.abs(own - recorded.scores).max())
+        difference = float(np.abs(np.array(answer.scores, np.float32) - recorded.scores).max())
         self.max_difference = max(self.max_difference or 0.0, difference)
         if difference <= self._tolerance:
             return "within" if difference else "identical"
-        if len(self.first) < 10:
+        if len(self.first) < MAX_DIFFERENCES:
             self.first.append(Difference(request=number, max_difference=difference))
         return "different"
 
@@ -207,35 +199,30 @@ def prepare(config: ReplayConfig) -> Prepared:
     Raises:
         RecordingFolderError, RecordingDamagedError: the folder can't be read.
         LoadConfigError: it has no requests of the model, or several models and none was named.
-        ValueError: the target is none.
     """
-    by_model: defaultdict[str, list[Recorded]] = defaultdict(list)
+    by_model: defaultdict[str, deque[Recorded]] = defaultdict(lambda: deque(maxlen=config.requests))
     totals: Counter[str] = Counter()
-    # The newest files first: of those before what is there already, requests are only counted.
-    for path in reversed(recorded_files(config.folder)):
-        of_file: defaultdict[str, deque[Recorded]] = defaultdict(partial(deque, maxlen=config.requests))
-        for one in read_file(path):
-            totals[one.schema.model] += 1
-            if config.model in (None, one.schema.model) and len(by_model[one.schema.model]) < config.requests:
-                of_file[one.schema.model].append(one)
-        for name, found_there in of_file.items():
-            by_model[name] += found_there
-    if config.model is None and len(by_model) > 1:
+    for path in recorded_files(config.folder):
+        for recorded in read_file(path):
+            model = recorded.schema.model
+            totals[model] += 1
+            if config.model in (None, model):
+                by_model[model].append(recorded)
+    if len(by_model) > 1:
         raise LoadConfigError(f"--model: {config.folder} has requests of several: {', '.join(sorted(by_model))}")
-    model = config.model or next(iter(by_model), "")
-    found = sorted(by_model[model], key=lambda one: one.arrived_at)[-config.requests :]
-    if not found:
-        raise LoadConfigError(f"{config.folder}: no requests {f'of model {model!r} ' if model else ''}are recorded")
-    api = API_OF_SCHEME[LoadTarget.parse(config.target).scheme]
-    # As of `OfferedLoad`: a deadline that servers give by default is not stated.
-    timeout_ms = math.ceil(config.timeout_ms) if config.timeout_ms > RequestLimits().default_timeout_ms else None
-    payloads = list(within((_payload(one, api, timeout_ms) for one in found), MAX_BYTES))
-    return Prepared(model, totals[model], found[: len(payloads)], Pool(api, model, payloads))
+    if not by_model:
+        of_model = "" if config.model is None else f"of model {config.model!r} "
+        raise LoadConfigError(f"{config.folder}: no requests {of_model}are recorded")
+    ((model, requests),) = by_model.items()
+    in_order = sorted(requests, key=lambda recorded: recorded.arrived_at)
+    load = config.load
+    payloads = list(within((_payload(one, load.spoken, load.stated_timeout_ms) for one in in_order), MAX_BYTES))
+    return Prepared(model, totals[model], in_order[: len(payloads)], Pool(load.spoken, model, payloads))
 
 
-def _payload(one: Recorded, api: Api, timeout_ms: int | None) -> Payload:
-    schema, request = one.schema, one.request
-    # Of each feature whose ids are strings its own texts, which stand in flat order.
+def _payload(recorded: Recorded, api: Encoding, timeout_ms: int | None) -> Payload:
+    schema, request = recorded.schema, recorded.request
+    # The texts of all features whose ids are strings are in flat order.
     per_feature = np.where(schema.is_string, request.bags.values_per_key(), 0)
     ends = np.cumsum(per_feature).tolist()
     texts = {
@@ -243,12 +230,12 @@ def _payload(one: Recorded, api: Api, timeout_ms: int | None) -> Payload:
         for feature, count, end in zip(schema.features, per_feature.tolist(), ends, strict=True)
         if feature.name in schema.string_features
     }
-    asked = WorkloadRequest(request.bags, request.num_candidates, request.context_dense, request.candidate_dense, texts)
-    return payload_of(schema, asked, api, schema.model, timeout_ms)
+    again = WorkloadRequest(request.bags, request.num_candidates, request.context_dense, request.candidate_dense, texts)
+    return payload_of(schema, again, api, schema.model, timeout_ms)
 
 
 def due_times(recorded: Sequence[Recorded], speed: float, rate: float | None) -> Float64Array:
-    """Say when each is due, in seconds since the first one: float64 [n], ascending."""
+    """Return when each is due, in seconds since the first one: float64 [n], ascending."""
     if rate is not None:
         return np.arange(len(recorded)) / rate
     times = np.array([one.arrived_at for one in recorded], np.float64)
@@ -259,16 +246,14 @@ def due_times(recorded: Sequence[Recorded], speed: float, rate: float | None) ->
 async def replay(config: ReplayConfig, prepared: Prepared) -> ReplayResult:
     """Send what was prepared. Raises OSError if the target's name is not known."""
     due = due_times(prepared.recorded, config.speed, config.rate)
-    comparison = ScoreCheck(prepared.pool, prepared.recorded, config.tolerance)
-    limits = config.model_dump(include={"target", "timeout_ms", "max_connections", "max_in_flight"})
-    load = OfferedLoad(**limits, slo_ms=config.timeout_ms, varied=False)
+    comparison = ScoreComparison(prepared.pool.is_grpc, prepared.recorded, config.tolerance)
     recorder = Recorder(time.monotonic() + LEAD_S)
-    done = await offer(load, prepared.pool, [due], recorder, cpu_s=(0.0, 0.0), judge=comparison)
+    done = await offer(config.load, prepared.pool, [due], recorder, cpu_s=(0.0, 0.0), judge=comparison)
     return _result(config, prepared, due, done.records, comparison)
 
 
 def _result(
-    config: ReplayConfig, prepared: Prepared, due: Float64Array, records: Records, comparison: ScoreCheck
+    config: ReplayConfig, prepared: Prepared, due: Float64Array, records: Records, comparison: ScoreComparison
 ) -> ReplayResult:
     counts, rows, answered = comparison.counts, records.rows, records.answered
     latency_s = answered["ended"] - answered["due"]
@@ -319,23 +304,18 @@ def show(console: Console, result: ReplayResult) -> None:
     """Print a result."""
     pace = f"{result.rate:g}/s" if result.rate is not None else f"{result.speed:g} times their pace"
     line(console, f"{result.model} at {result.target}: {result.sent} of {result.recorded} recorded requests at {pace}")
-    table = make_table([""], ("p50", "p90", "p99", "p99.9", "max"))
-    rows = (("latency of answers, ms", result.latency), ("  with failed requests as later", result.latency_of_due))
-    for name, one in rows:
-        times = (one.p50_ms, one.p90_ms, one.p99_ms, one.p999_ms, one.max_ms)
-        table.add_row(name, *("-" if time_ms is None else f"{time_ms:.2f}" for time_ms in times))
-    console.print(table)
-    table = make_table([""], [""])
-    table.add_row("answered", str(result.answered))
-    for kind, count in result.errors.items():
-        table.add_row(f"failed: {kind}", str(count))
-    table.add_row("scores compared", str(result.compared))
-    table.add_row("  identical", str(result.identical))
-    table.add_row(f"  within {result.tolerance:g}", str(result.within))
-    table.add_row("  different", str(result.different))
-    table.add_row("of another version, dense step or delta", str(result.not_comparable))
-    largest = "-" if result.max_difference is None else f"{result.max_difference:.3g}"
-    table.add_row("largest difference of a score", largest)
-    console.print(table)
+    times = {"latency of answers, ms": result.latency, "  with failed requests as later": result.latency_of_due}
+    show_times(console, times)
+    facts = [
+        ("answered", result.answered),
+        *((f"failed: {kind}", count) for kind, count in result.errors.items()),
+        ("scores compared", result.compared),
+        ("  identical", result.identical),
+        (f"  within {result.tolerance:g}", result.within),
+        ("  different", result.different),
+        ("of another version, dense step or delta", result.not_comparable),
+        ("largest difference of a score", "-" if result.max_difference is None else f"{result.max_difference:.3g}"),
+    ]
+    show_facts(console, facts)
     for example in result.error_examples:
         line(console, f"  {example}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
 import math
 import signal
 import time
@@ -37,8 +38,6 @@ MIN_REQUESTS_OF_A_STEP = 1000
 MAX_LONGER_STEP_S = 60.0
 # After a step that the server did not stand, it may still be busy with what was given up.
 MAX_RECOVERY_S = 3.0
-MAX_MARKS = 10_000
-MAX_MARKS_BYTES = 4 << 20
 
 Config = TypeVar("Config", bound=Frozen)
 
@@ -54,7 +53,7 @@ def execute(
     json_file: Path | None,
     html_file: Path | None,
 ) -> int:
-    """Run a load test; None is the default of an option.
+    """Run a load test, or a sweep if there is a `max_rate`; None is the default of an option.
 
     Returns:
         The exit code: 0; 1 if the result can't be believed or a sweep found no rate; 130 after a signal.
@@ -69,16 +68,24 @@ def execute(
     check_writable(json_file, html_file)
     result: LoadResult | SweepResult
     try:
-        with stopping_on_signals(), _marking_on_signal() as signalled:
+        with stopping_on_signals(), _marking_on_signal() as moments, Generators(load.processes) as generators:
+            generators.prepare(load)
             if max_rate is None:
-                result = run_load(load, run, console)
-                result = with_marks(result, marks, signalled, console)
+                result = offered(generators, load, run, console)
             else:
-                result = run_sweep(load, run, console, max_rate=max_rate)
-                steps = tuple(with_marks(step, marks, signalled, console) for step in result.steps)
-                result = result.model_copy(update={"steps": steps})
+                result = run_sweep(generators, load, run, console, max_rate=max_rate)
     except StopRequestedError:
         return INTERRUPTED
+    if marks is not None:
+        try:
+            moments += read_marks(marks)
+        except LoadConfigError as error:
+            # What was measured is worth more than its marks.
+            line(console, f"marks are left out: {error}")
+    if isinstance(result, LoadResult):
+        result = with_marks(result, moments)
+    else:
+        result = result.model_copy(update={"steps": tuple(with_marks(step, moments) for step in result.steps)})
     write_files(result, json_file, html_file)
     show_result(stdout_console(), result)
     good = result.valid if isinstance(result, LoadResult) else result.highest_rate is not None
@@ -95,7 +102,7 @@ def checked(schema: type[Config], given: Mapping[str, object]) -> Config:
 
 
 def write_files(document: BaseModel, json_file: Path | None, html_file: Path | None) -> None:
-    """Write a result and its page, as far as they are asked for. Raises ResultFileError, PageFileError."""
+    """Write a result and its page, as far as they are wanted. Raises ResultFileError, PageFileError."""
     if json_file is not None:
         write_document(document, json_file)
     if html_file is not None:
@@ -104,51 +111,35 @@ def write_files(document: BaseModel, json_file: Path | None, html_file: Path | N
         write_html(document, html_file)  # type: ignore[arg-type]  # whichever result it is, it has a page
 
 
-def run_load(load: OfferedLoad, run: RunConfig, console: Console) -> LoadResult:
-    """Do one run, and tell on the console how it gets on. Raises LoadError if it can't be run to its end."""
-    with Generators(load.processes) as generators:
-        generators.prepare(load)
-        return offered(generators, load, run, console)
-
-
 def offered(generators: Generators, load: OfferedLoad, run: RunConfig, console: Console) -> LoadResult:
-    """Do one run with generators that are there, while a terminal shows for how long. Raises LoadError."""
+    """Do one run, while a terminal shows for how long. Raises LoadError if it can't be run to its end."""
     text = f"{run.rate:g}/s, {{task.elapsed:.0f}} s of {run.until_s:g} s"
     with Progress(TextColumn(text), console=console, transient=True, disable=not console.is_terminal) as progress:
         progress.add_task("")
         return generators.offer(load, run)
 
 
-def run_sweep(load: OfferedLoad, first: RunConfig, console: Console, *, max_rate: float) -> SweepResult:
-    """Search the highest rate that keeps p99 within `load.slo_ms`.
+def run_sweep(
+    generators: Generators, load: OfferedLoad, first: RunConfig, console: Console, *, max_rate: float
+) -> SweepResult:
+    """Search the highest rate that keeps p99 within `load.slo_ms`. Raises LoadError if it can't be run to its end."""
+    seeds = itertools.count(first.seed)
 
-    Raises:
-        LoadError: it can't be run to its end.
-    """
-    with Generators(load.processes) as generators:
-        generators.prepare(load)
-        steps = 0
+    def measure(rate: float) -> LoadResult:
+        # Long enough that its p99 says something.
+        duration_s = max(first.duration_s, min(MIN_REQUESTS_OF_A_STEP / rate, MAX_LONGER_STEP_S))
+        changed = {"rate": rate, "seed": next(seeds), "duration_s": duration_s}
+        result = offered(generators, load, first.model_copy(update=changed), console)
+        outcome = outcome_of(result, load.slo_ms)
+        p99_ms = result.latency_of_due.p99_ms
+        p99 = "beyond the timeout" if p99_ms is None else f"{p99_ms:.2f} ms"
+        why = f" ({result.invalid_because[0]})" if result.invalid_because else ""
+        line(console, f"{rate:10.1f}/s  p99 {p99}  errors {sum(result.errors.values())}  {outcome}{why}")
+        if outcome != "kept":
+            time.sleep(min(load.timeout_ms / 1000, MAX_RECOVERY_S))
+        return result
 
-        def measure(rate: float) -> LoadResult:
-            nonlocal steps
-            changed = {"rate": rate, "seed": first.seed + steps, "duration_s": step_duration_s(rate, first.duration_s)}
-            steps += 1
-            result = offered(generators, load, first.model_copy(update=changed), console)
-            outcome = outcome_of(result, load.slo_ms)
-            p99_ms = result.latency_of_due.p99_ms
-            p99 = "beyond the timeout" if p99_ms is None else f"{p99_ms:.2f} ms"
-            why = f" ({result.invalid_because[0]})" if result.invalid_because else ""
-            line(console, f"{rate:10.1f}/s  p99 {p99}  errors {sum(result.errors.values())}  {outcome}{why}")
-            if outcome != "kept":
-                time.sleep(min(load.timeout_ms / 1000, MAX_RECOVERY_S))
-            return result
-
-        return sweep(measure, load.slo_ms, first_rate=first.rate, max_rate=max_rate)
-
-
-def step_duration_s(rate: float, wanted_s: float) -> float:
-    """Say how long a step of a sweep takes so that its p99 says something."""
-    return max(wanted_s, min(MIN_REQUESTS_OF_A_STEP / rate, MAX_LONGER_STEP_S))
+    return sweep(measure, load.slo_ms, first_rate=first.rate, max_rate=max_rate)
 
 
 def sweep(
@@ -169,15 +160,15 @@ def sweep(
         tolerance: the search ends when the two rates are at most this part of the lower one apart.
     """
     steps: list[LoadResult] = []
-    # The last rate with each outcome.
-    found: dict[str, float] = {}
+    # By outcome.
+    last_rates: dict[str, float] = {}
 
     def step(rate: float) -> bool:
         for _ in range(2):
             steps.append(measure(rate))
             if (outcome := outcome_of(steps[-1], slo_ms)) == "kept":
                 break
-        found[outcome] = rate
+        last_rates[outcome] = rate
         return outcome == "kept"
 
     rate = min(first_rate, max_rate)
@@ -194,60 +185,45 @@ def sweep(
 
     def above() -> float:
         """Return the lowest rate above the one that was kept to, which it is not known to keep to."""
-        return min(found.get("failed", math.inf), found.get("invalid", math.inf))
+        return min(last_rates.get("failed", math.inf), last_rates.get("invalid", math.inf))
 
-    while "kept" in found and found["kept"] * (1 + tolerance) < above() < math.inf:
-        step(math.sqrt(found["kept"] * above()))
+    while "kept" in last_rates and last_rates["kept"] * (1 + tolerance) < above() < math.inf:
+        step(math.sqrt(last_rates["kept"] * above()))
     limited_by: Literal["server", "generator", "max_rate"] = "server"
     if above() == math.inf:
         limited_by = "max_rate"
-    elif above() == found.get("invalid"):
+    elif above() == last_rates.get("invalid"):
         limited_by = "generator"
     return SweepResult(
         slo_ms=slo_ms,
         steps=tuple(steps),
-        highest_rate=found.get("kept"),
-        lowest_failed_rate=found.get("failed"),
+        highest_rate=last_rates.get("kept"),
+        lowest_failed_rate=last_rates.get("failed"),
         limited_by=limited_by,
         tolerance=tolerance,
     )
 
 
 @contextlib.contextmanager
-def _marking_on_signal() -> Iterator[list[tuple[float, str]]]:
-    """Note when SIGUSR1 comes, wall clock in seconds since 1970, and what that is called."""
-    found: list[tuple[float, str]] = []
-    before = signal.signal(signal.SIGUSR1, lambda *_: found.append((time.time(), f"mark {len(found) + 1}")))
+def _marking_on_signal() -> Iterator[list[Mark]]:
+    """Collect a mark for each SIGUSR1, at seconds since 1970."""
+    marks: list[Mark] = []
+    before = signal.signal(
+        signal.SIGUSR1, lambda *_: marks.append(Mark(at_s=time.time(), label=f"mark {len(marks) + 1}"))
+    )
     try:
-        yield found
+        yield marks
     finally:
         signal.signal(signal.SIGUSR1, before)
 
 
-def with_marks(
-    result: LoadResult, file: Path | None, signalled: Sequence[tuple[float, str]], console: Console
-) -> LoadResult:
-    """Give a run its marks: those of a file, and the moments of signals, wall clock in seconds since 1970."""
-    began = datetime.datetime.fromisoformat(result.started_at).timestamp()
-    marks = [Mark(at_s=when - began, label=label) for when, label in signalled]
-    if file is not None:
-        try:
-            marks += read_marks(file, began)
-        except LoadConfigError as error:
-            # What was measured is worth more than its marks.
-            line(console, f"marks are left out: {error}")
-    return result.model_copy(update={"marks": marks_within(marks, result.warmup_s + result.duration_s)})
-
-
-def read_marks(path: Path, began: float) -> tuple[Mark, ...]:
-    """Read a file of marks; each line is `UNIX_SECONDS LABEL`, as `echo "$(date +%s.%N) swap"` writes it.
+def read_marks(path: Path) -> list[Mark]:
+    """Read marks at seconds since 1970; each line is `UNIX_SECONDS LABEL`, as `echo "$(date +%s.%N) swap"` writes it.
 
     Raises:
-        LoadConfigError: no such file, too large, or a line that is something else.
+        LoadConfigError: no such file, or a line that is something else.
     """
     try:
-        if (size := path.stat().st_size) > MAX_MARKS_BYTES:
-            raise LoadConfigError(f"--marks {path}: {size} bytes; at most {MAX_MARKS_BYTES} are read")
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise LoadConfigError(f"--marks {path}: {error}") from error
@@ -256,14 +232,17 @@ def read_marks(path: Path, began: float) -> tuple[Mark, ...]:
         when, _, label = text.strip().partition(" ")
         try:
             if text.strip():
-                marks.append(Mark(at_s=float(when) - began, label=label.strip()))
-        except (ValueError, ValidationError) as error:
+                marks.append(Mark(at_s=float(when), label=label.strip()))
+        except ValueError as error:
             raise LoadConfigError(
                 f"--marks {path}: line {number}: {text[:100]!r} is not a time in seconds since 1970 and a label"
             ) from error
-    return tuple(marks)
+    return marks
 
 
-def marks_within(marks: Sequence[Mark], until_s: float) -> tuple[Mark, ...]:
-    """Choose those within a run, by time."""
-    return tuple(sorted((mark for mark in marks if 0 <= mark.at_s <= until_s), key=lambda mark: mark.at_s))[:MAX_MARKS]
+def with_marks(result: LoadResult, marks: Sequence[Mark]) -> LoadResult:
+    """Add the marks, at seconds since 1970, that were set during a run."""
+    began = datetime.datetime.fromisoformat(result.started_at).timestamp()
+    moved = [mark.model_copy(update={"at_s": mark.at_s - began}) for mark in marks]
+    within = [mark for mark in moved if 0 <= mark.at_s <= result.warmup_s + result.duration_s]
+    return result.model_copy(update={"marks": tuple(sorted(within, key=lambda mark: mark.at_s))})

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias
 
 import grpc
 import grpc.aio
@@ -25,7 +25,7 @@ NEVER = -1.0
 OK_STATUS = 200
 # Servers close connections that were idle for 5 s and more; a request may not meet that.
 IDLE_LIMIT_S = 4.0
-MAX_BODY_BYTES = 16 << 20
+READ_BYTES = 1 << 16
 CHANNEL_OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),
@@ -174,86 +174,31 @@ class Sender:
         raise NotImplementedError
 
 
-class _Answer(NamedTuple):
-    status: int
-    body: bytes
-    retry_after: str
-    ended: float
-
-
-class HttpConnection(asyncio.Protocol):
-    """One HTTP/1.1 connection that costs little: requests written as prepared bytes, one at a time.
-
-    Attributes:
-        closed: whether no request may be sent.
-        idle_since: when its last answer came.
-    """
+class _Response:
+    """Reads an HTTP response."""
 
     def __init__(self) -> None:
-        self.closed = False
-        self.idle_since = time.monotonic()
-        self._transport: asyncio.Transport | None = None
-        self._answer: asyncio.Future[_Answer] | None = None
-        self._parser = httptools.HttpResponseParser(self)
-        self._body = bytearray()
-        self._retry_after = ""
-
-    async def exchange(self, buffers: Sequence[bytes]) -> _Answer:
-        """Write a request, and wait for its answer. Raises ConnectionError."""
-        if self._transport is None or self.closed:
-            raise ConnectionError("the connection ended: closed by the server at once")
-        self._answer = asyncio.get_running_loop().create_future()
-        self._transport.writelines(buffers)
-        return await self._answer
-
-    def close(self, reason: str = "closed by the client") -> None:
-        """End the connection. Idempotent."""
-        self.closed = True
-        if self._transport is not None:
-            self._transport.close()
-        if self._answer is not None and not self._answer.done():
-            self._answer.set_exception(ConnectionError(reason))
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Part of asyncio's protocol."""
-        # uvloop's transports are not instances of asyncio's class.
-        self._transport = cast(asyncio.Transport, transport)
-
-    def data_received(self, data: bytes) -> None:
-        """Part of asyncio's protocol."""
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
-            self.close(f"not HTTP: {error}")
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Part of asyncio's protocol."""
-        self.close(f"the connection ended: {exc or 'closed by the server'}")
+        self.parser = httptools.HttpResponseParser(self)
+        self.body = bytearray()
+        self.retry_after = ""
+        self.is_complete = self.is_last = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Read one header; called by the parser."""
         if name.lower() == b"retry-after":
-            self._retry_after = value.decode("latin-1")
+            self.retry_after = value.decode("latin-1")
 
     def on_body(self, body: bytes) -> None:
-        """Add a piece of the body; called by the parser."""
-        self._body += body
-        if len(self._body) > MAX_BODY_BYTES:
-            self.close(f"an answer of more than {MAX_BODY_BYTES} bytes")
+        self.body += body
 
     def on_message_complete(self) -> None:
-        """End the answer; called by the parser."""
-        self.idle_since = time.monotonic()
-        answer = _Answer(self._parser.get_status_code(), bytes(self._body), self._retry_after, self.idle_since)
-        self._body, self._retry_after = bytearray(), ""
-        self.closed = not self._parser.should_keep_alive()
-        # Without a request, it is a server that says why it is about to close.
-        if self._answer is None or self._answer.done():
-            self.closed = True
-        else:
-            self._answer.set_result(answer)
-        if self.closed:
-            self.close()
+        # The parser forgets it afterwards.
+        self.is_complete, self.is_last = True, not self.parser.should_keep_alive()
+
+
+class _Connection(NamedTuple):
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    idle_since: float
 
 
 class HttpSender(Sender):
@@ -277,12 +222,12 @@ class HttpSender(Sender):
         self._heads = [_head(host, payload) for payload in payloads]
         self._max_connections = max_connections
         self._free = asyncio.Semaphore(max_connections)
-        self._idle: deque[HttpConnection] = deque()
+        self._idle: deque[_Connection] = deque()
 
     async def close(self) -> None:
         """End all connections."""
         while self._idle:
-            self._idle.popleft().close()
+            self._idle.popleft().writer.close()
 
     async def _open(self) -> None:
         # One after the other: of many that come at once, one process of a server whose processes share a listening
@@ -291,40 +236,44 @@ class HttpSender(Sender):
             self._idle.append(await self._connect())
 
     async def _exchange(self, request: Outgoing, number: int) -> bytes | Failure:
+        lines = "".join([f"{name}: {value}\r\n" for name, value in next(self._headers)])
+        buffers = self._heads[number], f"{lines}\r\n".encode("latin-1"), self._payloads[number].body
         async with self._free:
             try:
-                connection = self._pop_idle() or await self._connect()
+                reader, writer, _ = self._pop_idle() or await self._connect()
             except OSError as error:
                 return Failure("connect", str(error))
-            lines = "".join([f"{name}: {value}\r\n" for name, value in next(self._headers)])
-            request.sent = time.monotonic()
+            response = _Response()
             try:
-                answer = await connection.exchange(
-                    (self._heads[number], f"{lines}\r\n".encode("latin-1"), self._payloads[number].body)
-                )
-            except ConnectionError as error:
+                request.sent = time.monotonic()
+                writer.writelines(buffers)
+                while not response.is_complete:
+                    if not (data := await reader.read(READ_BYTES)):
+                        raise ConnectionError("the connection ended before the answer")
+                    response.parser.feed_data(data)
+                request.ended = time.monotonic()
+            except (OSError, httptools.HttpParserError) as error:
                 return Failure("connection", str(error))
-            except asyncio.CancelledError:
-                connection.close()
-                raise
-            if not connection.closed:
-                self._idle.append(connection)
-        request.ended = answer.ended
-        if answer.status == OK_STATUS:
-            return answer.body
-        return Failure(f"http_{answer.status}", answer.body.decode("utf-8", "replace"), answer.retry_after)
+            finally:
+                if response.is_complete and not response.is_last:
+                    self._idle.append(_Connection(reader, writer, request.ended))
+                else:
+                    writer.close()
+        status, body = response.parser.get_status_code(), bytes(response.body)
+        if status == OK_STATUS:
+            return body
+        return Failure(f"http_{status}", body.decode("utf-8", "replace"), response.retry_after)
 
-    def _pop_idle(self) -> HttpConnection | None:
+    def _pop_idle(self) -> _Connection | None:
         while self._idle:
             connection = self._idle.popleft()
-            if not connection.closed and time.monotonic() - connection.idle_since < IDLE_LIMIT_S:
+            if not connection.reader.at_eof() and time.monotonic() - connection.idle_since < IDLE_LIMIT_S:
                 return connection
-            connection.close()
+            connection.writer.close()
         return None
 
-    async def _connect(self) -> HttpConnection:
-        loop = asyncio.get_running_loop()
-        _, connection = await loop.create_connection(HttpConnection, *self._address)
+    async def _connect(self) -> _Connection:
+        connection = _Connection(*await asyncio.open_connection(*self._address), time.monotonic())
         self.opened += 1
         return connection
 

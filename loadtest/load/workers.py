@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import multiprocessing
-import multiprocessing.connection
 import os
 import resource
 import signal
-import subprocess
-import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from functools import cache
 from types import FrameType, TracebackType
 from typing import Any, Self, TypeVar
@@ -23,7 +21,6 @@ import uvloop
 from loader.errors import ShardrankError
 from loadtest.errors import GeneratorError, LoadConfigError
 from serving.fleet.process import PARENT_PID_VARIABLE, STOP_SIGNALS, StopRequestedError, die_with_parent
-from serving.fleet.supervisor import describe_exit
 
 Answer = TypeVar("Answer")
 
@@ -46,32 +43,22 @@ def stopping_on_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-class _Worker:
-    def __init__(self) -> None:
-        self.connection, theirs = multiprocessing.Pipe()
-        # One thread for matrix products that a generator never makes: none may spin beside the one that sends.
-        environment = {**os.environ, PARENT_PID_VARIABLE: str(os.getpid()), "OMP_NUM_THREADS": "1"}
-        with theirs:
-            self.process = subprocess.Popen(
-                (sys.executable, "-c", f"from {__name__} import work; work({theirs.fileno()})"),
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                env=environment,
-                # A terminal's Ctrl-C is for the process that started it.
-                start_new_session=True,
-            )
-
-
 class Workers:
     """Processes that call functions. `with` ends them.
 
     Args:
         count: how many.
+
+    Attributes:
+        process_ids: of those that run.
     """
 
     def __init__(self, count: int = 1) -> None:
-        self._workers = [_Worker() for _ in range(count)]
-        self._calls = 0
+        context, arguments = multiprocessing.get_context("spawn"), (os.getpid(),)
+        # A pool of one process each, so that every process gets its part of a call.
+        self._pools = [ProcessPoolExecutor(1, context, _begin, arguments) for _ in range(count)]
+        starting = [pool.submit(os.getpid) for pool in self._pools]
+        self.process_ids = [process.result() for process in starting]
 
     def call(
         self, function: Callable[..., Answer], arguments: Sequence[tuple[object, ...]], limit_s: float
@@ -87,36 +74,25 @@ class Workers:
             LoadConfigError: a process can't do what was requested.
             GeneratorError: one failed or ended, or does not answer in time.
         """
-        self._calls += 1
-        waiting: dict[Any, int] = {}
-        for number, (given, worker) in enumerate(zip(arguments, self._workers, strict=False)):
-            waiting[worker.connection] = number
-            # If it has ended, reading from it will tell why.
-            with contextlib.suppress(OSError):
-                worker.connection.send((self._calls, function, given))
-        ends, answers = time.monotonic() + limit_s, dict[int, Answer]()
-        while waiting:
-            ready = multiprocessing.connection.wait(list(waiting), max(ends - time.monotonic(), 0))
-            if not ready:
-                raise GeneratorError(f"{function.__qualname__} was not done within {limit_s:g} s")
-            for connection in ready:
-                number = waiting[connection]
-                call, value = self._receive(number)
-                # Others are of a call that another process has failed.
-                if call == self._calls:
-                    if isinstance(value, LoadConfigError | GeneratorError):
-                        raise value
-                    answers[number] = value
-                    del waiting[connection]
-        return tuple(answers[number] for number in range(len(arguments)))
+        calls = [pool.submit(_call, function, given) for pool, given in zip(self._pools, arguments, strict=False)]
+        done, waiting = wait(calls, limit_s, FIRST_EXCEPTION)
+        for number, call in enumerate(calls):
+            if call in done and isinstance(error := call.exception(), BrokenProcessPool):
+                raise GeneratorError(f"worker process {number} ended by itself; its output has the reason") from error
+            if call in done:
+                call.result()
+        if waiting:
+            raise GeneratorError(f"{function.__qualname__} was not done within {limit_s:g} s")
+        return tuple(call.result() for call in calls)
 
     def close(self) -> None:
         """End them. Idempotent."""
-        for worker in self._workers:
-            worker.process.kill()
-        for worker in self._workers:
-            worker.process.wait()
-            worker.connection.close()
+        for process_id in self.process_ids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process_id, signal.SIGKILL)
+        self.process_ids = []
+        for pool in self._pools:
+            pool.shutdown(cancel_futures=True)
 
     def __enter__(self) -> Self:
         return self
@@ -126,15 +102,6 @@ class Workers:
     ) -> None:
         self.close()
 
-    def _receive(self, number: int) -> tuple[int, Any]:
-        worker = self._workers[number]
-        try:
-            call, value = worker.connection.recv()
-        except (EOFError, OSError):
-            ended = describe_exit(worker.process.wait())
-            raise GeneratorError(f"worker process {number} ended: {ended}; its output has the reason") from None
-        return call, value
-
 
 @cache
 def event_loop() -> asyncio.Runner:
@@ -142,23 +109,22 @@ def event_loop() -> asyncio.Runner:
     return asyncio.Runner(loop_factory=uvloop.new_event_loop)
 
 
-def work(descriptor: int) -> None:
-    """Answer the calls that come over a connection, until it ends."""
-    die_with_parent(os.environ)
+def _begin(parent: int) -> None:
+    die_with_parent({PARENT_PID_VARIABLE: str(parent)})
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     # A terminal's Ctrl-C is for the process that started this one, and so is a mark.
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    with multiprocessing.connection.Connection(descriptor) as connection, contextlib.suppress(EOFError):
-        while True:
-            call, function, arguments = connection.recv()
-            try:
-                value = function(*arguments)
-            except (ShardrankError, OSError) as error:
-                is_config = getattr(error, "http_status", 400) == 400
-                value = (LoadConfigError if is_config else GeneratorError)(str(error))
-            except Exception:
-                value = GeneratorError(f"a bug of the generator:\n{traceback.format_exc()}")
-            connection.send((call, value))
+
+
+def _call(function: Callable[..., Any], arguments: tuple[object, ...]) -> Any:
+    try:
+        return function(*arguments)
+    except (ShardrankError, OSError) as error:
+        is_config = getattr(error, "http_status", 400) == 400
+        # The error itself may not be one that can be pickled.
+        raise (LoadConfigError if is_config else GeneratorError)(str(error)) from None
+    except Exception:
+        raise GeneratorError(f"a bug of the generator:\n{traceback.format_exc()}") from None

@@ -1,0 +1,263 @@
+"""Whole load tests: settings, processes that send, the search for the highest rate, and the command."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from rich.console import Console
+
+from loadtest.errors import GeneratorError, LoadConfigError
+from loadtest.load import recorder, run
+from loadtest.load.cli import loadtest
+from loadtest.load.config import LoadTarget, OfferedLoad, RunConfig
+from loadtest.load.generator import Generators, open_payloads
+from loadtest.load.result import LoadResult, Mark, SweepResult
+from loadtest.load.run import MIN_RATE, TOLERANCE, read_marks, run_sweep, sweep, with_marks
+from loadtest.load.show import outcome_of, show_result
+from loadtest.load.workers import stopping_on_signals
+from loadtest.workloads.payloads import FORMS
+from serving.fleet.process import StopRequestedError
+from shardrank_testing.load_results import example_run, example_sweep
+from shardrank_testing.loaded_server import Reply, loaded_grpc_server, loaded_http_server
+
+SLO_MS = 50.0
+RUN, SWEEP = example_run(), example_sweep()
+
+
+def small_load(target: str, **options: object) -> OfferedLoad:
+    given = {"workload": "merlin-tiny:0.0001", "candidates": "3", "requests": 20, "timeout_ms": 10_000, **options}
+    return OfferedLoad(target=target, **given)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("http://127.0.0.1:8080", ("http", "127.0.0.1:8080")),
+        ("http://example.org/", ("http", "example.org:80")),
+        ("grpc://[::1]:8081", ("grpc", "[::1]:8081")),
+    ],
+)
+def test_a_target_is_a_scheme_a_host_and_a_port(text, expected):
+    target = LoadTarget.parse(text)
+    assert (target.scheme, target.address) == expected
+
+
+@pytest.mark.parametrize(
+    ("target", "given", "message"),
+    [
+        *((text, {}, "target") for text in ("https://a", "a:80", "grpc://a", "http://a/v1", "http://a?x=1")),
+        *((text, {}, "target") for text in ("http://u@a", "http://a:99999", "http://")),
+        ("http://a", {"api": "grpc"}, "'grpc' is not spoken at http://; json, oip-http are"),
+        ("http://a", {"slo_ms": 70, "timeout_ms": 50}, "70 is more than timeout_ms, 50"),
+        ("http://a", {"processes": 8, "max_connections": 4}, "max_connections: 4 is less than processes, 8"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(target, given, message):
+    with pytest.raises(ValidationError, match=message):
+        OfferedLoad(target=target, **given)
+
+
+def test_the_api_follows_from_the_target():
+    assert OfferedLoad(target="http://a").spoken == "json"
+    assert OfferedLoad(target="grpc://a:1").spoken == "grpc"
+    assert OfferedLoad(target="grpc://a:1", api="oip-grpc").spoken == "oip-grpc"
+
+
+@pytest.mark.parametrize(("timeout_ms", "stated"), [(1000, None), (20, None), (2500.5, 2501)])
+def test_requests_state_a_deadline_above_the_servers_default(timeout_ms, stated):
+    _, pool = open_payloads(small_load("http://h", requests=2, timeout_ms=timeout_ms, slo_ms=1))
+    assert {json.loads(payload.body).get("timeout_ms") for payload in pool} == {stated}
+
+
+def test_marks_are_set_in_the_time_of_a_run(tmp_path: Path):
+    path = tmp_path / "marks"
+    path.write_text("1000.5 swap to version 2\n\n 999 before\n1100 after\n")
+    result = RUN.model_copy(update={"started_at": "1970-01-01T00:16:40+00:00", "duration_s": 50})
+    assert with_marks(result, read_marks(path)).marks == (Mark(at_s=0.5, label="swap to version 2"),)
+
+
+@pytest.mark.parametrize("line", ["swap", "1000", "1000 " + "x" * 201, "nan swap", "inf swap"])
+def test_a_malformed_mark_is_named(tmp_path: Path, line: str):
+    path = tmp_path / "marks"
+    path.write_text(f"1000 fine\n{line}\n")
+    with pytest.raises(LoadConfigError, match="line 2"):
+        read_marks(path)
+
+
+@pytest.mark.parametrize("varied", [True, False])
+@pytest.mark.parametrize(
+    ("result", "number"), [(RUN, f"{RUN.latency.p99_ms:.2f}"), (SWEEP, f"{SWEEP.highest_rate:.1f}/s")]
+)
+def test_a_result_is_shown(result, number: str, varied: bool):
+    document = result.model_dump()
+    for step in document.get("steps", [document]):
+        step["varied"] = varied
+    text = io.StringIO()
+    show_result(Console(file=text, width=140), type(result).model_validate(document))
+    assert number in text.getvalue()
+    assert f"requests are {FORMS[varied]}" in text.getvalue()
+
+
+def test_results_of_earlier_releases_are_of_requests_that_did_not_vary():
+    assert not LoadResult.model_validate(RUN.model_dump(exclude={"varied"})).varied
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--target", "http://a"], "--rate or --sweep is needed"),
+        (["--target", "ftp://a", "--rate", "5"], "ftp://a"),
+        (["--target", "http://a", "--rate", "5", "--api", "grpc"], "is not spoken at http://"),
+        (["--target", "http://a", "--rate", "0"], "rate"),
+        (["--target", "http://a", "--rate", "5", "--duration", "4000"], "duration"),
+    ],
+)
+def test_a_command_that_can_not_be_run_is_refused(arguments, message):
+    refused = CliRunner().invoke(loadtest, ["run", *arguments])
+    assert refused.exit_code == 2
+    assert message in refused.output
+
+
+@pytest.mark.parametrize("name", ["run", "replay", "prepare", "report"])
+def test_commands_have_help(name: str):
+    assert name in CliRunner().invoke(loadtest, ["--help"]).output
+    assert "Examples:" in CliRunner().invoke(loadtest, [name, "--help"]).output
+
+
+def test_the_command_sends_from_processes_and_writes_its_result(tmp_path: Path):
+    """SIGUSR1 and lines of a file are marks."""
+    marks = tmp_path / "marks"
+
+    def plan(number: int) -> Reply:
+        if number == 10:
+            marks.write_text(f"{time.time() - 3600} long ago\n{time.time()} swap\n")
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return Reply()
+
+    with loaded_http_server(plan) as server:
+        arguments = ["--target", f"http://127.0.0.1:{server.port}", "--workload", "merlin-tiny:0.0001"]
+        arguments += ["--candidates", "3", "--rate", "50", "--duration", "2", "--warmup", "0", "--requests", "20"]
+        arguments += ["--processes", "2", "--arrivals", "constant", "--timeout-ms", "10000", "--marks", str(marks)]
+        files = ["--json", str(tmp_path / "run.json"), "--html", str(tmp_path / "run.html")]
+        done = CliRunner().invoke(loadtest, ["run", *arguments, *files], catch_exceptions=False)
+    result = LoadResult.model_validate_json((tmp_path / "run.json").read_text())
+    # 1 if this machine was so busy that the generator itself was late, which the result says.
+    assert done.exit_code == (0 if result.valid else 1), done.output
+    assert (result.due, result.answered, result.errors, result.requests) == (100, 100, {}, 40)
+    assert [process.due for process in result.generator.processes] == [50, 50]
+    assert {mark.label for mark in result.marks} == {"swap", "mark 1"}
+    assert "p99.9" in done.output
+    assert "swap" in (tmp_path / "run.html").read_text()
+
+
+def test_a_sweep_uses_the_same_processes_for_all_steps(monkeypatch):
+    # A busy machine makes the generator late, which is not what this test is about.
+    monkeypatch.setattr(run, "MIN_REQUESTS_OF_A_STEP", 50)
+    monkeypatch.setattr(recorder, "MIN_MAX_LAG_MS", 10_000.0)
+    console = Console(file=io.StringIO())
+    with loaded_grpc_server() as server, Generators() as generators:
+        load = small_load(f"grpc://127.0.0.1:{server.port}", slo_ms=9000, arrivals="constant")
+        first = RunConfig(rate=100, warmup_s=0.1, duration_s=0.5)
+        result = run_sweep(generators, load, first, console, max_rate=200)
+    assert [(step.rate, step.due, step.answered) for step in result.steps] == [(100, 50, 50), (200, 100, 100)]
+    assert (result.highest_rate, result.limited_by) == (200, "max_rate")
+
+
+def offer_for_a_minute(generators: Generators, act: Callable[[], object]) -> None:
+    """Load a server that acts when it gets its fifth request."""
+
+    def plan(number: int) -> Reply:
+        if number == 4:
+            act()
+        return Reply()
+
+    with loaded_http_server(plan) as server:
+        generators.offer(small_load(f"http://127.0.0.1:{server.port}"), RunConfig(rate=50, duration_s=60))
+
+
+def test_a_killed_process_ends_the_load():
+    with Generators() as generators, pytest.raises(GeneratorError, match="worker process 0 ended"):
+        offer_for_a_minute(generators, lambda: os.kill(generators.process_ids[0], signal.SIGKILL))
+
+
+def test_an_interrupt_ends_the_load():
+    with Generators() as generators, stopping_on_signals(), pytest.raises(StopRequestedError):
+        offer_for_a_minute(generators, lambda: os.kill(os.getpid(), signal.SIGINT))
+
+
+def test_a_workload_that_can_not_be_opened_is_a_config_error():
+    with Generators() as generators, pytest.raises(LoadConfigError, match="zipf:x"):
+        generators.prepare(small_load("http://127.0.0.1:1", ids="zipf:x"))
+
+
+def measured(rate: float, *, p99_ms: float | None, valid: bool = True) -> LoadResult:
+    due = RUN.latency_of_due.model_copy(update={"p99_ms": p99_ms})
+    return RUN.model_copy(update={"rate": rate, "latency_of_due": due, "valid": valid})
+
+
+def search(
+    capacity: float,
+    *,
+    valid_to: float = 1e9,
+    first_rate: float = 50,
+    max_rate: float = 100_000,
+    bad: Sequence[int] = (),
+) -> SweepResult:
+    """Search the capacity of a server; of the runs, those with numbers in `bad` fail."""
+    numbers, wrong = itertools.count(), set(bad)
+
+    def measure(rate: float) -> LoadResult:
+        kept = rate <= capacity and next(numbers) not in wrong
+        return measured(rate, p99_ms=1.0 if kept else None, valid=rate <= valid_to)
+
+    return sweep(measure, SLO_MS, first_rate=first_rate, max_rate=max_rate)
+
+
+@given(capacity=st.floats(2, 50_000), first_rate=st.floats(1, 5000))
+def test_a_sweep_finds_the_capacity(capacity, first_rate):
+    found = search(capacity, first_rate=first_rate)
+    assert found.limited_by == "server"
+    assert found.highest_rate <= capacity < found.lowest_failed_rate <= found.highest_rate * (1 + TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("options", "rates", "limited_by", "highest"),
+    [
+        ({"capacity": 300, "first_rate": 100}, [100, 200, 400, 400, 80_000**0.5], "server", (285, 300)),
+        ({"capacity": 1000, "first_rate": 100, "bad": [0]}, [100, 100, 200], "server", (950, 1000)),
+        ({"capacity": 1e9, "valid_to": 3000}, [50, 100], "generator", (2850, 3000)),
+        ({"capacity": 1000, "valid_to": 1500}, [50, 100], "server", (950, 1000)),
+        ({"capacity": 1e9, "first_rate": 60, "max_rate": 300}, [60, 120, 240, 300], "max_rate", (300, 300)),
+    ],
+)
+def test_rates_of_a_sweep(options, rates, limited_by, highest):
+    """Rates double until one fails twice, then the gap is bisected."""
+    found = search(**options)
+    assert [step.rate for step in found.steps][: len(rates)] == pytest.approx(rates)
+    assert found.limited_by == limited_by
+    assert highest[0] <= found.highest_rate <= highest[1]
+
+
+def test_a_sweep_that_finds_no_rate():
+    found = search(0)
+    assert (found.highest_rate, found.lowest_failed_rate, found.limited_by) == (None, MIN_RATE, "server")
+
+
+@pytest.mark.parametrize(
+    ("p99_ms", "valid", "outcome"),
+    [(SLO_MS, True, "kept"), (SLO_MS + 0.1, True, "failed"), (None, True, "failed"), (1.0, False, "invalid")],
+)
+def test_outcome_of_a_step(p99_ms, valid, outcome):
+    assert outcome_of(measured(1, p99_ms=p99_ms, valid=valid), SLO_MS) == outcome
