@@ -29,7 +29,6 @@ LONGEST = (
     "serving/fleet/test_up_rollouts.py",
     "loadtest/test_bench_serving.py",
     "shard_node/cuda/test_under_address_sanitizer.py",
-    "loadtest/load/test_load_processes.py",
     "loadtest/compare/test_compare_cards.py",
     "serving/versions/test_hot_swap.py",
     "serving/dashboard/test_page_in_browser.py",
