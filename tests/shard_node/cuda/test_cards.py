@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shard_node.errors import MemoryBudgetError
-from shardrank_testing.card_bytes import KernelCopy, from_card, numbers, on_card, pinned_with
+from shardrank_testing.card_bytes import KernelCopy, fetch, numbers, pinned_with, send
 
 PIECE = 4096
 
@@ -21,9 +21,9 @@ def test_bytes_come_back_as_they_went_up(cards):
     for number, card in enumerate(made.cards):
         assert card.number == number
         stream, array = card.stream(low_priority=bool(number)), numbers(PIECE, number)
-        memory = on_card(card, made, array, stream)
+        memory = send(made, card, array, stream)
         assert memory.address % 256 == 0
-        np.testing.assert_array_equal(from_card(card, made, memory.address, PIECE, np.float32, stream), array)
+        np.testing.assert_array_equal(fetch(made, card, memory, stream).view(np.float32), array)
         # Parts, at both ends; zeros between.
         pinned = pinned_with(made, np.arange(64, dtype=np.uint8))
         card.copy_to_card(memory.address + 100, pinned, 8, 16, stream)
@@ -76,7 +76,7 @@ def test_a_stream_that_waits_sees_the_work_before_the_event(cards):
         before.synchronize()
         after.synchronize()
         assert (down.array == 3).all()
-        assert not from_card(first, made, memory.address, size, np.uint8, before).any()
+        assert not fetch(made, first, memory, before).view(np.uint8).any()
 
 
 def test_a_dropped_event_still_holds_back_its_waiters(cards):
@@ -102,8 +102,8 @@ def test_a_new_thread_can_use_every_card(cards):
     def use():
         for card in made.cards:
             stream, array = card.stream(), numbers(PIECE, card.number)
-            memory = on_card(card, made, array, stream)
-            equal[card.number] = np.array_equal(from_card(card, made, memory.address, PIECE, np.float32, stream), array)
+            memory = send(made, card, array, stream)
+            equal[card.number] = np.array_equal(fetch(made, card, memory, stream).view(np.float32), array)
             with card.torch_stream(stream):
                 equal[card.number] &= torch.ones(3, device=card.torch_device).sum().item() == 3
             memory.free()
@@ -119,7 +119,7 @@ def test_a_tensor_is_a_view_of_memory(cards, dtype):
     made = cards(2)
     for card in made.cards:
         stream = card.stream()
-        memory = on_card(card, made, np.zeros(256, np.uint8), stream)
+        memory = send(made, card, np.zeros(256, np.uint8), stream)
         with card.torch_stream(stream):
             view = card.tensor(memory, 16, (2, 3), dtype)
             assert (view.dtype, view.shape, view.device) == (dtype, (2, 3), card.torch_device)
@@ -127,7 +127,7 @@ def test_a_tensor_is_a_view_of_memory(cards, dtype):
             view.copy_(torch.arange(1, 7, dtype=dtype).view(2, 3))
         expected = np.zeros(256, np.uint8)
         expected[16 : 16 + 6 * dtype.itemsize] = torch.arange(1, 7, dtype=dtype).view(torch.uint8).numpy()
-        np.testing.assert_array_equal(from_card(card, made, memory.address, 256, np.uint8, stream), expected)
+        np.testing.assert_array_equal(fetch(made, card, memory, stream).view(np.uint8), expected)
     assert card.tensor(memory, 256, (0, 5), dtype).shape == (0, 5)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from shard_node.cuda.cards import Card, Cards, Memory, PinnedMemory, Stream
 from shard_node.cuda.kernel_params import (
@@ -18,29 +20,39 @@ from shard_node.cuda.kernel_params import (
 )
 
 
-def pinned_with(cards: Cards, array: np.ndarray) -> PinnedMemory:
+def pinned_with(cards: Cards, array: npt.NDArray[Any]) -> PinnedMemory:
     """Pinned memory that holds the bytes of an array."""
-    pinned = cards.allocate_pinned(array.nbytes)
-    pinned.array[:] = array.view(np.uint8).reshape(-1)
+    content = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
+    pinned = cards.allocate_pinned(content.nbytes)
+    pinned.array[:] = content
     return pinned
 
 
-def on_card(card: Card, cards: Cards, array: np.ndarray, stream: Stream) -> Memory:
-    """Memory of a card that holds the bytes of an array."""
+def send(cards: Cards, card: Card, array: npt.NDArray[Any], stream: Stream | None = None) -> Memory:
+    """Return memory of a card that holds the bytes of an array."""
+    stream = stream or card.stream()
     memory, pinned = card.allocate(array.nbytes), pinned_with(cards, array)
     card.copy_to_card(memory.address, pinned, 0, array.nbytes, stream)
     stream.synchronize()
     return memory
 
 
-def from_card(
-    card: Card, cards: Cards, address: int, count: int, dtype: type[np.generic], stream: Stream
-) -> np.ndarray:
-    """The numbers that lie there, after all that is on the stream."""
-    pinned = cards.allocate_pinned(count * np.dtype(dtype).itemsize)
-    card.copy_to_host(pinned, 0, address, pinned.size_bytes, stream)
+def fetch_at(
+    cards: Cards, card: Card, address: int, size_bytes: int, stream: Stream | None = None
+) -> npt.NDArray[np.uint8]:
+    """Return the bytes at an address as a card sees them, after all that is on the stream."""
+    stream = stream or card.stream()
+    pinned = cards.allocate_pinned(size_bytes)
+    card.copy_to_host(pinned, 0, address, size_bytes, stream)
     stream.synchronize()
-    return pinned.array.view(dtype).copy()
+    content = pinned.array.copy()
+    pinned.free()
+    return content
+
+
+def fetch(cards: Cards, card: Card, memory: Memory, stream: Stream | None = None) -> npt.NDArray[np.uint8]:
+    """Return all bytes of memory of a card."""
+    return fetch_at(cards, card, memory.address, memory.size_bytes, stream)
 
 
 def numbers(count: int, seed: int = 0) -> np.ndarray:
@@ -64,11 +76,11 @@ class KernelCopy:
     @classmethod
     def of(cls, cards: Cards, card: Card, source: int, target: int, size_bytes: int) -> KernelCopy:
         """Copies between two addresses; either may be on another card, or on the host."""
-        num_rows, stream = size_bytes // CHUNK_BYTES, card.stream()
+        num_rows = size_bytes // CHUNK_BYTES
         rows = np.arange(num_rows, dtype=np.uint32)
         table = np.frombuffer(bytes(TableParams(num_rows=num_rows)), np.uint8)
         held = [
-            on_card(card, cards, array, stream)
+            send(cards, card, array)
             for array in (rows << np.uint32(owner_bits(1)), table, np.zeros(3, np.uint64), rows)
         ]
         places, tables, starts, numbers = (memory.address for memory in held)

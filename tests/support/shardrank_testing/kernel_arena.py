@@ -33,6 +33,7 @@ from shard_node.cuda.kernel_params import (
     WriteParams,
     owner_bits,
 )
+from shardrank_testing.card_bytes import fetch, send
 
 Float32Array = npt.NDArray[np.float32]
 ByteArray = npt.NDArray[np.uint8]
@@ -42,28 +43,6 @@ NOWHERE = -1
 # What is in the output where nothing was written.
 UNTOUCHED = 0x7B
 _OUT_STORAGE: dict[OutDtype, npt.DTypeLike] = {"fp32": np.float32, "fp16": np.float16, "bf16": np.uint16}
-
-
-def send(cards: Cards, card: Card, array: npt.NDArray[np.generic]) -> Memory:
-    """The array's bytes, on the card."""
-    content = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
-    memory = card.allocate(content.nbytes)
-    if content.nbytes:
-        pinned, stream = cards.allocate_pinned(content.nbytes), card.stream()
-        pinned.array[:] = content
-        card.copy_to_card(memory.address, pinned, 0, content.nbytes, stream)
-        stream.synchronize()
-    return memory
-
-
-def fetch(cards: Cards, card: Card, memory: Memory) -> ByteArray:
-    """All bytes of memory of a card."""
-    if not memory.size_bytes:
-        return np.empty(0, np.uint8)
-    pinned, stream = cards.allocate_pinned(memory.size_bytes), card.stream()
-    card.copy_to_host(pinned, 0, memory.address, memory.size_bytes, stream)
-    stream.synchronize()
-    return pinned.array.copy()
 
 
 @dataclass

@@ -7,10 +7,11 @@ import numpy.typing as npt
 
 from shard_node.cuda.card_engine import CardEngine
 from shard_node.cuda.card_rows import ArenaOnCards
-from shard_node.cuda.cards import Card, Cards
+from shard_node.cuda.cards import Cards
 from shard_node.cuda.kernel_params import NOT_HERE, RowFormat, owners_of, slots_of
 from shard_node.cuda.places import Placer
 from shard_node.planning.card_plan import CardPlan
+from shardrank_testing.card_bytes import fetch_at
 from shardrank_testing.snapshots import plain_buckets
 
 ByteArray = npt.NDArray[np.uint8]
@@ -39,7 +40,7 @@ def rows_on_cards(engine: CardEngine, number: int) -> ByteArray:
             continue
         first, size = int(starts[one]), (int(slots[rows].max()) + 1) * arena.format.stride
         copies = [
-            read_card(cards, cards.cards[card], int(params.rows[one]) + first, size)
+            fetch_at(cards, cards.cards[card], int(params.rows[one]) + first, size)
             for card, params in enumerate(arena.params)
             if one == num_cards or card == (one if one < num_cards else 0)
         ]
@@ -65,19 +66,8 @@ def assert_places(
         expected = places[rows[np.lexsort((rows, plain_buckets(spec, rows)))]]
         assert expected.size <= found.rows
     for card in cards.cards if expected.size else ():
-        there = read_card(cards, card, arena.places_address(card.number, table), expected.nbytes)
+        there = fetch_at(cards, card, arena.places_address(card.number, table), expected.nbytes)
         np.testing.assert_array_equal(there.view(np.uint32), expected)
-
-
-def read_card(cards: Cards, card: Card, address: int, size_bytes: int) -> ByteArray:
-    """uint8 [size_bytes], what a card sees at an address."""
-    pinned = cards.allocate_pinned(size_bytes)
-    stream = card.stream()
-    card.copy_to_host(pinned, 0, address, size_bytes, stream)
-    stream.synchronize()
-    read = pinned.array.copy()
-    pinned.free()
-    return read
 
 
 def restored(fmt: RowFormat, relaid: ByteArray) -> ByteArray:
