@@ -1,4 +1,4 @@
-"""A tier holds the rows that it should, never older than it is itself, and what goes wrong leaves it empty."""
+"""A tier has the hottest rows, never older than it is itself, and what goes wrong leaves it empty."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The router gives what a reference gives, and measures where the time went."""
+"""The router gives what a reference gives, in pieces that fit a frame, and measures where the time went."""
 
 from __future__ import annotations
 

@@ -1,14 +1,12 @@
-"""A version stays until it is retired; leases keep it alive; it is freed once, and no request waits for that."""
+"""A version stays until it is retired; leases keep it alive; rows are read together and written alone."""
 
 from __future__ import annotations
 
 import logging
-import os
 import threading
 
 import pytest
 
-from loader.progress import BACKGROUND_NICENESS
 from shard_node.errors import GenerationNotFoundError, GenerationStateError
 from shard_node.generation import Generations, RowLock
 
@@ -83,18 +81,6 @@ def test_versions_are_reported_until_they_are_freed():
     assert generations.models() == generations.all() == []
 
 
-def test_freeing_has_a_lower_priority():
-    normal, found = os.getpriority(os.PRIO_PROCESS, 0), []
-    for low_priority in (True, False):
-        generations: Generations[str] = Generations(
-            lambda _: found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id())),
-            low_priority=low_priority,
-        )
-        generations.stage("films", 1, "v1")
-        assert generations.retire("films", 1).retired.wait(WAIT_S)
-    assert found == [min(19, BACKGROUND_NICENESS), normal] or normal >= BACKGROUND_NICENESS
-
-
 def test_a_payload_that_can_not_be_freed_is_logged(caplog):
     def fail(payload: str) -> None:
         raise OSError(f"{payload} is stuck")
@@ -104,18 +90,6 @@ def test_a_payload_that_can_not_be_freed_is_logged(caplog):
     with caplog.at_level(logging.ERROR):
         assert generations.retire("films", 1).retired.wait(WAIT_S)
     assert "freeing version 1 of model 'films' failed" in caplog.text
-
-
-def test_retire_all_returns_what_is_still_used():
-    generations, freed = make(1, 2)
-    generations.flip("films", 1)
-    lease = generations.lease("films")
-    left = {one.version: one for one in generations.retire_all()}
-    assert left[2].retired.wait(WAIT_S)
-    assert not left[1].retired.is_set()
-    lease.release()
-    assert left[1].retired.wait(WAIT_S)
-    assert sorted(freed) == ["v1", "v2"]
 
 
 def test_concurrent_leases_and_flips_free_each_payload_once():

@@ -1,4 +1,4 @@
-"""The registry goes away, comes back empty, or with old records: agents go on, and give it back what they know."""
+"""The registry goes away, comes back empty, or with old records: agents go on, and restore what they know."""
 
 from __future__ import annotations
 

@@ -8,14 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from loader.snapshot.reader import Snapshot
 from router.errors import ShardUnavailableError
 from router.outliers import ReplicaEvents
 from router.plan import Plan
 from router.replicas import ReplicatedShard
-from serving.cli.serve import _serve_rows
 from shard_node.agent.node_agent import watch_cards
 from shard_node.bags import KeyedBags
 from shard_node.cuda.card_set import CardSet
@@ -83,18 +81,6 @@ def test_cards_that_keep_failing_end_the_watch(snapshot):
         with pytest.raises(error):
             asyncio.run(watch_cards(empty, watched, Looks(cards, [FAULT, FAULT, FAULT]).sleep))
     empty.close()
-
-
-def test_a_shard_node_ends_with_the_error_of_its_cards(snapshot, tmp_path):
-    cards = EmulatedCards(2)
-    node = node_on(cards, snapshot)
-    cards.fault = FAULT
-    threads = torch.get_num_threads()
-    try:
-        with pytest.raises(CardError, match="cudaErrorIllegalAddress"):
-            _serve_rows(node, [Address.parse(f"unix:{tmp_path}/node.sock")], None, threads=1, tls=None)
-    finally:
-        torch.set_num_threads(threads)
 
 
 def test_a_router_avoids_a_node_whose_cards_failed(snapshot, tmp_path: Path):

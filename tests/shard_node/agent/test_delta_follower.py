@@ -1,4 +1,4 @@
-"""Following a stream on real registries: in order, each once, refused with a reason, and away without a trace."""
+"""Following a stream on real registries: in order, each once, refused with a reason, and stopped cleanly."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
+"""The agent of a shard node stages, follows and retires real versions, and frees their memory."""
+
 from __future__ import annotations
 
 import asyncio
-import shutil
 import subprocess
 import sys
 import time
@@ -78,30 +79,6 @@ def test_a_node_stages_and_retires_what_is_desired(url, store):
             record = (await under.fleet.nodes())[0]
             assert (record.kind, record.shard_index, record.num_shards) == ("shard", 0, 1)
             assert 0 < record.memory_available_bytes <= record.memory_total_bytes
-
-    run(main())
-
-
-def test_a_damaged_version_is_refused_and_others_are_served(url, store):
-    async def main():
-        async with running_node(url, store) as under:
-            await publish(under, store, 1)
-            await under.want("films", hold=(1,), live=1)
-            await under.until("films", 1, "ready")
-            before = answer(under, 1)
-            await publish(under, store, 2)
-            shutil.rmtree(store / "films" / "2" / "tables" / "tag")
-            await publish(under, store, 1, "songs")
-            await under.want("films", hold=(1, 2))
-            await under.want("songs", hold=(1,), live=1)
-            report = await under.until("films", 2, "refused")
-            assert report.reason.startswith("SnapshotCorruptError: ")
-            await under.until("songs", 1, "ready")
-            assert_same(answer(under, 1), before)
-            assert [(served.model, served.version) for served in under.node.info().versions] == [
-                ("films", 1),
-                ("songs", 1),
-            ]
 
     run(main())
 

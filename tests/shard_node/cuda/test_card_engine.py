@@ -1,4 +1,4 @@
-"""The engine on cards beyond what every engine does: threads, memory, errors in the middle, rows of other nodes."""
+"""The engine on cards beyond what every engine does: threads, memory, rows of other nodes, the order of writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Graphs on cards of every kind: what they do again, on which stream, and what may go on meanwhile."""
+"""Graphs on cards of every kind: what they repeat, on which stream, and what may go on meanwhile."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Loading onto cards: each row goes where its place says, byte for byte, and what is taken is what was said before."""
+"""Rows on cards: each is at its place, byte for byte; loading allocates what was planned; versions come and go."""
 
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,29 +17,52 @@ from loader.errors import SnapshotCorruptError
 from loader.progress import CalledOffError
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.manifest import FeatureSpec, ModelSpec
+from loader.snapshot.publishing import register
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.row_source import rows_of
 from loader.snapshot.tables import TableSpec
 from loader.snapshot.writer import export_snapshot
 from router.plan import Plan
+from shard_node.bags import KeyedBags, TableLayout
+from shard_node.cuda import places as placer_module
 from shard_node.cuda.card_engine import CardEngine
 from shard_node.cuda.card_loading import UPLOAD_BYTES, CardTableLoad
 from shard_node.cuda.card_set import CardMemory, CardOptions, CardSet
-from shard_node.cuda.kernel_params import owners_of
+from shard_node.cuda.kernel_params import (
+    MAX_CARDS,
+    NOT_HERE,
+    encode_places,
+    hot_owner,
+    max_slots,
+    owners_of,
+    pinned_owner,
+    slots_of,
+)
 from shard_node.cuda.places import Placer
 from shard_node.engine.loading import load_tables
 from shard_node.engine.memory import RowMemory
 from shard_node.engine.reference import ReferenceEngine
 from shard_node.errors import InvalidBagsError, MemoryBudgetError
-from shard_node.node import LoadedTables
-from shard_node.partition import Partition
+from shard_node.node import LoadedTables, ShardNode
+from shard_node.partition import NodeIdentity, Partition
+from shard_node.planning import card_plan
+from shard_node.planning.card_plan import CardBudget, CardPlan, TableSplit
+from shard_node.planning.hotness import Hotness
+from shardrank_testing.agents import NodeUnderTest, run, running_node
 from shardrank_testing.bags import assert_blocks_equal, random_table_bags
-from shardrank_testing.card_plans import DTYPES
-from shardrank_testing.deltas import assert_stored, delta_spec
+from shardrank_testing.card_plans import DTYPES, make_plan, one_table_layout, plan_inputs
+from shardrank_testing.deltas import (
+    MODEL,
+    assert_stored,
+    delta_spec,
+    export_state,
+    load_version,
+)
 from shardrank_testing.emulated_cards import EmulatedCards
 from shardrank_testing.kernel_arena import Pooled, Run, pool_bags
 from shardrank_testing.snapshots import (
     DEFAULT_DENSE_MODEL,
+    make_spec,
     num_buckets,
     plain_buckets,
     random_tables,
@@ -368,3 +392,176 @@ def test_rows_of_a_node_are_found_and_others_counted(spec, data):
                 np.testing.assert_allclose(pooled.out, expected[rows], rtol=1e-6, atol=1e-6)
                 assert (pooled.outside, pooled.not_here) == (0, np.count_nonzero(~here))
         engine.close()
+
+
+DELTA_SPEC = delta_spec(rows=700)
+MIXED_OPTIONS = CardOptions(card_memory_gb=24e-6, pinned_memory_gb=70e-6, hot_gb=2e-6)
+TIMEOUT_S = 30.0
+
+
+def versions(store: Path, count: int) -> list[tuple[Snapshot, ReferenceEngine]]:
+    made = []
+    for version in range(1, count + 1):
+        state = random_tables(DELTA_SPEC, version)
+        snapshot = export_state(store, DELTA_SPEC, state, version)
+        made.append((snapshot, ReferenceEngine(DELTA_SPEC, decoded_tables(DELTA_SPEC, state))))
+    return made
+
+
+def some_bags() -> KeyedBags:
+    return random_table_bags(np.random.default_rng(8), TableLayout.of(DELTA_SPEC), 30, 5, weighted=True)
+
+
+def node_of(num_cards: int) -> ShardNode:
+    return ShardNode(NodeIdentity(shard_index=0, num_shards=1, num_cards=num_cards, sharding="hash"))
+
+
+def test_a_retired_version_frees_all_its_memory(tmp_path, cards):
+    held = cards(3)
+    card_set = CardSet(held, MIXED_OPTIONS)
+    node, bags = node_of(3), some_bags()
+    before = held.free_bytes() if isinstance(held, EmulatedCards) else None
+    (first, first_rows), (second, second_rows) = versions(tmp_path, 2)
+    node.stage(MODEL, 1, load_version(first, card_set=card_set))
+    node.flip(MODEL, 1)
+    one = card_set.memory.held_bytes
+    node.stage(MODEL, 2, load_version(second, card_set=card_set))
+    assert card_set.memory.held_bytes == tuple(2 * size for size in one)
+    assert_blocks_equal(node.pool(MODEL, 1, bags), first_rows.pool(bags), scale=20.0)
+    assert_blocks_equal(node.pool(MODEL, 2, bags), second_rows.pool(bags), scale=20.0)
+    node.flip(MODEL, 2)
+    assert node.retire(MODEL, 1).retired.wait(TIMEOUT_S)
+    assert card_set.memory.held_bytes == one
+    assert_blocks_equal(node.pool(MODEL, 2, bags), second_rows.pool(bags), scale=20.0)
+    assert node.retire(MODEL, 2).retired.wait(TIMEOUT_S)
+    assert card_set.memory.held_bytes == (0, 0, 0)
+    if before is not None:
+        assert held.free_bytes() == before
+
+
+async def publish(under: NodeUnderTest, store: Path, version: int) -> Snapshot:
+    snapshot = Snapshot.open(write_snapshot(store, make_spec(), seed=version, version=version)[0])
+    await register(under.fleet, snapshot, clock=time.time)
+    return snapshot
+
+
+def test_an_agent_stages_flips_and_retires_on_cards(tmp_path):
+    async def main() -> None:
+        cards = EmulatedCards(3)
+        card_set = CardSet(cards, CardOptions(card_memory_gb=24e-6, pinned_memory_gb=1e-3, hot_gb=2e-6))
+        before = cards.free_bytes()
+        async with running_node(str(tmp_path / "registry"), tmp_path / "store", card_set) as under:
+            await publish(under, tmp_path / "store", 1)
+            await publish(under, tmp_path / "store", 2)
+            await under.want("films", hold=(1,), live=1)
+            await under.until("films", 1, "ready")
+            await under.want("films", hold=(1, 2))
+            report = await under.until("films", 2, "ready")
+            memory = [use for use in under.node.info().memory if use.version == 2]
+            assert {(use.card, use.tier) for use in memory} == {
+                *((card, tier) for card in range(3) for tier in ("card", "hot")),
+                (0, "pinned"),
+            }
+            assert report.memory_bytes == sum(use.size_bytes for use in memory)
+            layout = under.node.table_layout("films", 2)
+            bags = random_table_bags(np.random.default_rng(5), layout, 40, 5)
+            under.node.pool("films", 2, bags)
+            looked_up = {one.table: one for one in under.node.info().lookups if one.version == 2}
+            assert {one.tier for one in looked_up.values()} <= {"card"}
+            values = bags.values_per_key().tolist()
+            for key, count in zip(bags.keys.tolist(), values, strict=True):
+                assert looked_up[layout.tables[key].name].rows == count
+            await under.want("films", hold=(2,), live=2)
+            await under.until("films", 1, None)
+            assert card_set.memory.held_bytes == tuple(
+                sum(use.size_bytes for use in memory if use.card == card and use.tier in ("card", "hot"))
+                + finder_bytes_of(layout, 3)
+                for card in range(3)
+            )
+        assert card_set.memory.held_bytes == (0, 0, 0)
+        assert cards.free_bytes() == before
+
+    run(main())
+
+
+def finder_bytes_of(layout: TableLayout, num_cards: int) -> int:
+    """For each table its number of rows and first place, and where its rows begin at each owner."""
+    return len(layout.tables) * (32 + 8 * (num_cards + 2))
+
+
+@given(inputs=plan_inputs(), piece_rows=st.integers(1, 700))
+def test_every_row_has_its_planned_owner_and_the_next_slot(inputs, piece_rows):
+    plan = make_plan(inputs)
+    placer = Placer(plan)
+    for number, table in enumerate(plan.layout.tables):
+        places = placer.places(number)
+        assert (places.dtype, places.shape) == (np.uint32, (table.num_embeddings,))
+        owners = owners_of(places, plan.num_cards)
+        for owner in range(plan.num_cards + 2):
+            slots = slots_of(places[owners == owner], plan.num_cards)
+            assert slots.tolist() == list(range(plan.slots[number, owner]))
+        card = plan.partition.card_of_bucket[number][plain_buckets(table)]
+        np.testing.assert_array_equal(places == NOT_HERE, card < 0)
+        on_card = owners < plan.num_cards
+        np.testing.assert_array_equal(owners[on_card], card[on_card])
+        hot, pinned = (owners == hot_owner(plan.num_cards)).sum(), (owners == pinned_owner(plan.num_cards)).sum()
+        assert plan.splits[number] == TableSplit(hot, on_card.sum(), pinned)
+        if (only := plan.places[number].only_owner) is not None:
+            assert (owners == only).all()
+            assert slots_of(places, plan.num_cards).tolist() == list(range(table.num_embeddings))
+        pieces = list(placer.pieces(number, piece_rows))
+        assert [first for first, _ in pieces] == list(range(0, table.num_embeddings, piece_rows))
+        np.testing.assert_array_equal(np.concatenate([piece for _, piece in pieces]), places)
+
+
+@pytest.mark.parametrize("num_cards", range(1, MAX_CARDS + 1))
+def test_no_place_is_a_code(num_cards):
+    owners = np.arange(num_cards + 2)
+    places = encode_places(owners, np.full(owners.size, max_slots(num_cards) - 1, np.int64), num_cards)
+    assert places.max() < NOT_HERE - 1  # which kernels use too
+    np.testing.assert_array_equal(owners_of(places, num_cards), owners)
+    assert set(slots_of(places, num_cards).tolist()) == {max_slots(num_cards) - 1}
+    assert owners_of(np.array([NOT_HERE], np.uint32), num_cards).tolist() == [num_cards + 2]
+
+
+def test_rows_beyond_the_slots_of_a_place_go_to_pinned_memory():
+    rows = 2**30 + 5
+    layout = one_table_layout(rows)
+    partition = Partition(1, (np.zeros(4096, np.int16),))
+    hotness = Hotness()
+    with pytest.raises(MemoryBudgetError, match=r"6 rows are left over.* at most 1073741823 rows of one table"):
+        CardPlan.make(layout, partition, CardBudget((2**40,), 0), hotness)
+    plan = CardPlan.make(layout, partition, CardBudget((2**40,), 2**40), hotness)
+    assert plan.splits == (TableSplit(0, 2**30 - 1, 6),)
+
+
+@given(inputs=plan_inputs(), limit=st.integers(300, 1500))
+def test_no_owner_exceeds_the_slots_of_a_place(inputs, limit):
+    layout, partition, budget, hotness = inputs
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(card_plan, "max_slots", lambda num_cards: limit)
+        try:
+            plan = CardPlan.make(layout, partition, budget, hotness)
+        except MemoryBudgetError:  # more rows than cards and pinned memory have slots for
+            return
+    assert plan.slots.max() <= limit
+    assert all(plan.bytes(card).total <= budget.card_bytes[card] for card in range(plan.num_cards))
+
+
+def test_row_numbers_near_2_to_the_32_are_placed():
+    # Only some rows are asked for. The last ones count as the first of their level, which are on cards.
+    rows = 2**32 - 1
+    layout = one_table_layout(rows, bucketing="hash")
+    # Every second row is on this node.
+    buckets = np.arange(256)
+    partition = Partition(64, (np.where(buckets % 2, -1, buckets // 2 % 64).astype(np.int16),))
+    budget = CardBudget((4 * 2**31 + 8 * 256 + 16 * 2**25,) * 64, 2**40, 16 * 2**18)
+    plan = CardPlan.make(layout, partition, budget, Hotness(zipf=1.05))
+    card_rows = 64 * (2**25 - 2**18)
+    assert plan.splits == (TableSplit(2**18, card_rows, 2**31 - 2**18 - card_rows),)
+    walk = placer_module._Walk(plan, 0)
+    for first, is_hot in ((0, True), (2**24, False), (rows - 1001, False)):
+        places = walk.place(first, first + 1000)
+        own = np.arange(first, first + 1000, 2) // 2 % 64
+        assert (places[1::2] == NOT_HERE).all()
+        assert (owners_of(places[::2], 64) == (hot_owner(64) if is_hot else own)).all()

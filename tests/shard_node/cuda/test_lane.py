@@ -10,8 +10,15 @@ import pytest
 import torch
 
 from loader.snapshot.reader import Snapshot
-from shard_node.bags import KeyedBags
-from shard_node.cuda.batch import BatchSize, OutputRuns
+from shard_node.bags import KeyedBags, TableLayout
+from shard_node.cuda.batch import (
+    BatchShapes,
+    BatchSize,
+    OutputRuns,
+    RunTable,
+    check_fits,
+    check_runs,
+)
 from shard_node.cuda.card_engine import CardEngine
 from shard_node.cuda.lane import Lane, Slot
 from shard_node.errors import InvalidBagsError, MemoryBudgetError
@@ -234,3 +241,93 @@ def test_lanes_and_slots_free_all_their_memory(stored):
         closing.close()
     assert cards.free_bytes() == before
     engine.close()
+
+
+LAYOUT = TableLayout.of(make_spec())
+SHAPES = BatchShapes(LAYOUT)
+NUM_TABLES = len(LAYOUT.tables)
+
+
+def test_positions_beyond_32_bits_are_refused():
+    runs = OutputRuns(
+        np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros(1, np.int64), np.full(1, 512), "fp32", 2**50
+    )
+    check_runs(LAYOUT, runs, BatchSize(np.array([9]), 2**31 - 1))
+    # The kernel looks a few values beyond the last one, with 32 bits.
+    for num_bags, num_values in ((9, 2**31), (9, 2**32 - 1), (2**31 - 1, 9)):
+        with pytest.raises(InvalidBagsError, match=f"a batch has at most {2**31 - 1} values and fewer bags"):
+            check_runs(LAYOUT, runs, BatchSize(np.array([num_bags]), num_values))
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        (BatchSize(np.array([2, 1]), 2, True), "the batch has 3 values, but there is room for 2"),
+        (BatchSize(np.array([2, 0]), 9, True), "key 1 has 1 bags, but there is room for 0"),
+        (BatchSize(np.array([2, 1]), 9, False), "the batch has weights, but there is no room for any"),
+    ],
+)
+def test_a_batch_too_large_for_its_buffer_is_refused(size, message):
+    bags = KeyedBags.from_lengths(
+        np.array([0, 1], np.int32), np.array([2, 1]), np.array([1, 1, 1]), np.arange(3), np.ones(3, np.float32)
+    )
+    with pytest.raises(InvalidBagsError, match=message):
+        check_fits(bags, size)
+
+
+def runs_with(**changes) -> OutputRuns:
+    fields = {
+        "tables": np.array([0, 1]),
+        "modes": np.array([0, 2]),
+        "out_offsets": np.array([0, 100]),
+        "out_strides": np.array([16, 16]),
+        "out_dtype": "fp32",
+        "out_elements": 200,
+    }
+    return OutputRuns(**(fields | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tables": np.array([0, NUM_TABLES])}, rf"tables must be within 0\.\.{NUM_TABLES - 1}"),
+        ({"tables": np.array([-1, 0])}, "tables must be within"),
+        ({"modes": np.array([0, 3])}, r"modes must be within 0\.\.2, got \[0, 3\]"),
+        ({"modes": np.array([0])}, "these must be flat and of one length"),
+        ({"out_offsets": np.array([-1, 100])}, "out_offsets must not be negative"),
+        ({"out_strides": np.array([3, 16])}, "out_strides not below the table's embedding_dim"),
+        ({"out_elements": 10}, "run 0: its last bag ends at element .* of 10"),
+        ({"out_strides": np.array([2**62, 16])}, "run 0: its last bag ends at element"),
+        ({"out_offsets": np.array([0, 190])}, "run 1: its last bag ends at element"),
+    ],
+)
+def test_runs_that_would_write_outside_are_refused(changes, message):
+    size = BatchSize(np.array([4, 4]), 3)
+    check_runs(LAYOUT, runs_with(), size)
+    with pytest.raises(InvalidBagsError, match=message):
+        check_runs(LAYOUT, runs_with(**changes), size)
+
+
+def test_a_key_may_have_several_runs():
+    size = BatchSize(np.array([4, 4]), 3)
+    runs = {
+        "tables": np.array([0, 1, 2]),
+        "modes": np.array([0, 2, 0]),
+        "out_offsets": np.array([0, 64, 128]),
+        "out_strides": np.array([16, 16, 16]),
+    }
+    table = RunTable(SHAPES, runs_with(**runs, keys=np.array([1, 0, 1])))
+    check_runs(LAYOUT, table.runs, size)
+    assert table.tables.tolist() == [1, 0]
+    assert [(keys.tolist(), tables.tolist()) for keys, tables in table.further] == [([False, True], [2])]
+    bags = KeyedBags.from_lengths(
+        np.array([0, 1], np.int32), np.array([1, 2]), np.array([1, 0, 2]), np.array([5, 6, 7])
+    )
+    assert table.spans(bags)[0].tolist() == [1, 0, 1]
+    for keys, message in (
+        (np.array([1, 2, 1]), r"keys must be within 0\.\.1"),
+        (np.array([1, 1, 1]), "keys must name each of the 2 keys"),
+        (np.array([1, 0]), "of one length"),
+    ):
+        with pytest.raises(InvalidBagsError, match=message):
+            check_runs(LAYOUT, runs_with(**runs, keys=keys), size)

@@ -1,4 +1,4 @@
-"""Which tables stay in the mapped snapshot, and the memory that the others take."""
+"""Which tables stay in the mapped snapshot, and how much memory there is."""
 
 from __future__ import annotations
 

@@ -167,20 +167,3 @@ def test_a_short_batch_is_bound_by_latency():
     time = batch_time(Traffic.of(plan_of(1), [BagLoad(100.0, 1.0, 100.0)], H100), H100)
     assert time.bound == "latency"
     assert time.latency_us == pytest.approx(2 * 0.7 + 25 * 0.7)
-
-
-@given(inputs=plan_inputs(), way=st.sampled_from(["hbm", "peer", "host", "memory"]), factor=st.floats(1.0, 16.0))
-def test_a_faster_way_never_makes_a_batch_slower(inputs, way, factor):
-    plan = make_plan(inputs)
-    if way == "hbm":
-        change = {"hbm_gb_per_s": H100.hbm_gb_per_s * factor}
-    elif way == "memory":
-        change = {"host_memory_gb_per_s": H100.host_memory_gb_per_s * factor}
-    else:
-        link = getattr(H100, way)
-        change = {way: link.model_copy(update={"gb_per_s": link.gb_per_s * factor})}
-    faster = H100.model_copy(update=change)
-    loads = [BagLoad(1e5, 1e3, 50.0)] * len(plan.layout.tables)
-    before, after = (batch_time(Traffic.of(plan, loads, one), one) for one in (H100, faster))
-    assert after.alone_us <= before.alone_us * (1 + 1e-12)
-    assert after.busy_us <= before.busy_us * (1 + 1e-12)

@@ -1,3 +1,5 @@
+"""Frames and messages come back as they were sent; anything else is refused by name, and uses no memory."""
+
 from __future__ import annotations
 
 import struct

@@ -1,4 +1,4 @@
-"""Requests to a node over real sockets: answers, refusals by name, and the limits of what is in flight."""
+"""Requests to a node over real sockets: answers in every form, counts, traces, refusals by name, and limits."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import logging
 import struct
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,8 @@ from shard_node.tracing import MAX_STATE_BYTES, TRACED_LOOKUP, Span, SpanContext
 from shard_node.wire import messages as wire
 from shard_node.wire.client import ShardClient
 from shard_node.wire.frame import Frame, FrameType, pack_header
-from shard_node.wire.messages import CountsRequest, decode_answer, decode_error, encode_answer, encode_pool
-from shard_node.wire.server import ServerLimits
+from shard_node.wire.messages import Buffer, CountsRequest, decode_answer, decode_error, encode_answer, encode_pool
+from shard_node.wire.server import SPARE_SAVED_S, SPARE_SHARE, RequestHandler, ServerLimits
 from shardrank_testing.bags import random_table_bags
 from shardrank_testing.nodes import (
     MODEL,
@@ -472,3 +473,65 @@ def test_unrequested_rows_as_stored_are_no_answer(place, node, tmp_path, forms):
     stored = node.answer(MODEL, VERSION, BAGS, Forms(stored=True))
     with pytest.raises(RemoteError, match="frame type 7 is no answer to this request"):
         place.run(answered_by(place, tmp_path, stored, forms))
+
+
+ROW = 42
+# 32 KB of answer: too long for what is pooled by the loop in any case.
+LONG = film_bags([ROW], *[[7]] * 1000)
+
+
+class Handled:
+    """A handler on a clock that only pooling moves, and the threads that pooled."""
+
+    def __init__(self, limits: ServerLimits, pooling_s: float) -> None:
+        self.now = 100.0
+        self._pooling_s = pooling_s
+        self.threads: list[int] = []
+        self.handler = RequestHandler(small_node(HookedEngine({ROW: self._pooled})), limits, lambda: self.now)
+
+    def _pooled(self) -> None:
+        self.threads.append(threading.get_ident())
+        self.now += self._pooling_s
+
+    async def ask(self, bags) -> Answer:
+        answered: asyncio.Future[list[Buffer]] = asyncio.get_running_loop().create_future()
+        frame = received(encode_pool(1, 0, MODEL, VERSION, bags))
+        self.handler.handle(frame, None, answered.set_result, lambda: True)
+        return decode_answer(received(await answered))
+
+    def by_loop(self) -> list[bool]:
+        return [one == threading.get_ident() for one in self.threads]
+
+
+def pooled_by_loop(limits: ServerLimits, pooling_s: float, requests: list) -> list[bool]:
+    async def main():
+        handled = Handled(limits, pooling_s)
+        for bags in requests:
+            np.testing.assert_array_equal((await handled.ask(bags)).sums[1], reference_engine().pool(bags)[1])
+        await handled.handler.close()
+        return handled.by_loop()
+
+    return asyncio.run(main())
+
+
+def test_the_loop_pools_long_requests_in_its_spare_time():
+    saved = int(SPARE_SAVED_S / (0.001 * (1 - SPARE_SHARE)))
+    # Each takes 1 ms of the clock, of which half comes back meanwhile: what was saved lasts for twice as many.
+    by_loop = pooled_by_loop(ServerLimits(), 0.001, [LONG] * (saved + 4))
+    assert by_loop[:saved] == [True] * saved
+    # A thread's 1 ms passes as well, so from now on loop and threads take turns.
+    assert set(by_loop[saved:]) == {True, False}
+
+
+@pytest.mark.parametrize(
+    ("limits", "bags", "by_loop"),
+    [
+        (ServerLimits(), film_bags([ROW]), True),
+        (ServerLimits(max_inline_bytes=0), LONG, False),
+        (ServerLimits(max_spare_inline_bytes=0), LONG, False),
+        (ServerLimits(max_spare_inline_bytes=32_000), LONG, False),
+    ],
+    ids=["short", "none may", "no long one may", "this one is longer"],
+)
+def test_limits_decide_whether_loop_or_threads_pool(limits, bags, by_loop):
+    assert pooled_by_loop(limits, 1.0 if by_loop else 0.0, [bags] * 5) == [by_loop] * 5
