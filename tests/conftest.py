@@ -20,6 +20,8 @@ settings.register_profile("nightly", settings.get_profile("ci"), max_examples=20
 settings.load_profile("ci")
 
 TESTS = Path(__file__).parent
+# Where the processes that tests start find `shardrank_testing`.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(TESTS / "support"), os.environ.get("PYTHONPATH"))))
 # Of more than 10 s each, the longest first. tests/test_structure.py sees that they are there.
 LONGEST = (
     "serving/fleet/test_up_on_ray.py",

@@ -21,6 +21,7 @@ from pydantic import Field
 from loader.errors import RegistryError
 from loader.snapshot.tables import Frozen
 from serving.errors import ChildFailedError, FleetError
+from serving.fleet.fork_server import FORK_SERVER_VARIABLE, ForkedProcess, running_fork_server
 from serving.fleet.process import PARENT_PID_VARIABLE
 
 logger = logging.getLogger(__name__)
@@ -68,13 +69,14 @@ class Child:
     It is `starting` until the probe first answers, and `waiting` between a death and a restart.
     """
 
-    def __init__(self, spec: ChildSpec, log_path: Path) -> None:
+    def __init__(self, spec: ChildSpec, log_path: Path, fork_server: str | None = None) -> None:
         self.spec = spec
         self.log_path = log_path
+        self.fork_server = fork_server
         self.state: Literal["starting", "ready", "waiting"] = "starting"
         self.restarts = 0
         self.last_pid = 0
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: asyncio.subprocess.Process | ForkedProcess | None = None
 
     @property
     def pid(self) -> int | None:
@@ -82,18 +84,24 @@ class Child:
         return self.last_pid if self._process is not None and self._process.returncode is None else None
 
     async def spawn(self) -> None:
-        """Start a process in its own session, its output appended to the log file. Raises OSError."""
+        """Start a process in a session of its own, its output appended to the log file. Raises OSError."""
+        command = self.spec.command
         environment = {**os.environ, **self.spec.environment, PARENT_PID_VARIABLE: str(os.getpid())}
-        # The file is the child's from here on; a pipe would make a stalled supervisor stall its children.
-        log = os.open(self.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        try:
-            nothing, command = asyncio.subprocess.DEVNULL, self.spec.command
-            self._process = await asyncio.create_subprocess_exec(
-                *command, stdin=nothing, stdout=log, stderr=log, env=environment, start_new_session=True
-            )
-        finally:
-            os.close(log)
-        self.last_pid = self._process.pid
+        with contextlib.ExitStack() as opened:
+            # A pipe in place of the file would make a stalled supervisor stall its children.
+            log = os.open(self.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            opened.callback(os.close, log)
+            nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+            opened.callback(os.close, nothing)
+            process: asyncio.subprocess.Process | ForkedProcess | None = None
+            if self.fork_server is not None:
+                process = await ForkedProcess.start(self.fork_server, command, (nothing, log, log), environment)
+            if process is None:
+                process = await asyncio.create_subprocess_exec(
+                    *command, stdin=nothing, stdout=log, stderr=log, env=environment, start_new_session=True
+                )
+        self._process = process
+        self.last_pid = process.pid
 
     async def wait(self) -> int:
         """Wait for the process to end. Returns its exit code, or minus the number of the signal that killed it."""
@@ -102,7 +110,7 @@ class Child:
     async def stop(self, grace_s: float) -> None:
         """Send SIGTERM, then SIGKILL to its whole process group after `grace_s` seconds."""
         if self._process is not None and self.pid is not None:
-            self._process.terminate()
+            self._process.send_signal(signal.SIGTERM)
         try:
             await asyncio.wait_for(self.wait(), grace_s)
         except TimeoutError:
@@ -158,7 +166,7 @@ class Supervisor:
     Children are started in groups, each group ready before the next is started, and stopped in reverse. A child that
     ends before it was first ready fails the start; one that ends later is started again after a pause that doubles
     from `first_backoff_s` to `max_backoff_s` and is forgotten once it has lived for `healthy_after_s`. Logs go to the
-    run directory, which must exist.
+    run directory, which must exist. Processes are forked by the fork server at a socket, if one is named.
     """
 
     def __init__(
@@ -167,8 +175,10 @@ class Supervisor:
         config: SupervisionConfig,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        fork_server: str | None = None,
     ) -> None:
         self.run_directory = run_directory
+        self._fork_server = fork_server
         self._config = config
         self._clock = clock
         self._sleep = sleep
@@ -189,7 +199,7 @@ class Supervisor:
         """
         if taken := self.children.keys() & {spec.name for spec in specs}:
             raise FleetError(f"a child named {min(taken)!r} is here already")
-        group = [Child(spec, self.run_directory / f"{spec.name}.log") for spec in specs]
+        group = [Child(spec, self.run_directory / f"{spec.name}.log", self._fork_server) for spec in specs]
         self._groups.append(group)
 
         async def start_one(child: Child) -> None:
@@ -284,17 +294,25 @@ async def _cancelled(tasks: Sequence[asyncio.Task[None]]) -> None:
 
 @contextlib.asynccontextmanager
 async def supervised(config: SupervisionConfig) -> AsyncIterator[Supervisor]:
-    """Make a supervisor with a run directory, removed at the end unless the block fails: it has the logs."""
-    run_directory = Path(tempfile.mkdtemp(prefix="shardrank-"))
-    supervisor, is_kept = Supervisor(run_directory, config), False
-    try:
-        yield supervisor
-    except Exception as error:
-        is_kept = True
-        if not isinstance(error, ChildFailedError):  # its message ends with the path of the log
-            logger.error("the logs of the child processes are kept in %s", run_directory)
-        raise
-    finally:
-        await supervisor.stop()
-        if not is_kept:
-            shutil.rmtree(run_directory, ignore_errors=True)
+    """Make a supervisor with a run directory, removed at the end unless the block fails: it has the logs.
+
+    Its children are forked by the fork server that the environment names, or one that is started for them.
+    """
+    run_directory, is_kept = Path(tempfile.mkdtemp(prefix="shardrank-")), False
+    with contextlib.ExitStack() as stack:
+        fork_server = os.environ.get(FORK_SERVER_VARIABLE)
+        if fork_server is None:
+            fork_server = str(run_directory / "fork.sock")
+            stack.enter_context(running_fork_server(fork_server))
+        supervisor = Supervisor(run_directory, config, fork_server=fork_server)
+        try:
+            yield supervisor
+        except Exception as error:
+            is_kept = True
+            if not isinstance(error, ChildFailedError):  # its message ends with the path of the log
+                logger.error("the logs of the child processes are kept in %s", run_directory)
+            raise
+        finally:
+            await supervisor.stop()
+            if not is_kept:
+                shutil.rmtree(run_directory, ignore_errors=True)

@@ -112,6 +112,8 @@ class ProfileFile:
     def document(self) -> Document:
         """Tell where the time of requests and of the processor went since this was made."""
         seen, names = self._thread_times(), {one.native_id: one.name for one in threading.enumerate()}
+        # After a fork CPython goes on naming the parent's.
+        names[os.getpid()] = threading.main_thread().name
         for thread, seconds in seen.items():
             if thread in names:
                 # A thread's number may have been another one's, which had more.

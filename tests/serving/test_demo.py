@@ -59,7 +59,7 @@ def test_the_demo_reports_from_a_fleet_and_serves_on_until_ctrl_c(movielens: Pat
         assert (report["shards"], report["cards"], report["version"], report["local"]) == (2, 2, 1, False)
         assert "Films for user" in program.output
         assert re.search("^on every shard: .*; split over 2 shards: ", program.output, re.MULTILINE)
-        assert len(descendants(program.process.pid)) == 4
+        assert len(descendants(program.process.pid)) == 5
 
         # What the printed lines do, done without curl and grpcurl.
         over_http = httpx.post(next(one for one in curl if one.startswith("http")), content=curl[curl.index("-d") + 1])

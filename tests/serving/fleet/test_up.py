@@ -78,7 +78,7 @@ class Fleet:
 @pytest.fixture(scope="module")
 def fleet(store: Path) -> Iterator[Fleet]:
     shape = ("--shards", "2", "--cards", "2", "--workers", "2", "--replicate-bytes", "0")
-    with running("--log-level", "info", "up", "--store", str(store), *shape, *ANY_PORTS) as program:
+    with running("--log-level", "info", "up", "--store", str(store), *shape, *ANY_PORTS, is_forked=False) as program:
         yield Fleet(program)
 
 
@@ -140,7 +140,7 @@ def test_a_killed_worker_is_replaced_and_the_others_go_on(fleet: Fleet, request_
 def test_sigterm_ends_the_fleet_with_code_0_and_no_orphans(fleet: Fleet) -> None:
     # The last test of this fleet.
     below = descendants(fleet.program.process.pid)
-    assert len(below) == 5
+    assert len(below) == 6
     assert fleet.program.stop(signal.SIGTERM) == 0
     assert fleet.program.output.endswith("stopped\n")
     assert not any(map(is_alive, below))
@@ -158,7 +158,7 @@ def test_of_two_replicas_one_may_die_a_node_does_not_come_back_with_damaged_file
         served = Fleet(program)
         assert served.rank(request_document).status_code == 200
         below = descendants(program.process.pid)
-        assert len(below) == 4
+        assert len(below) == 5
         nodes = [pid for pid in below if " shard-node " in command_line(pid)]
         rows = next((tmp_path / "store" / "films" / "1").glob("tables/*/rows-*.safetensors"))
         content = bytearray(rows.read_bytes())

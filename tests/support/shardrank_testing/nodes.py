@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import subprocess
 import sys
 import threading
 import time
@@ -32,6 +30,7 @@ from shard_node.wire.client import ShardClient
 from shard_node.wire.frame import HEADER, Frame, FrameReceiver, unpack_header
 from shard_node.wire.messages import Buffer
 from shard_node.wire.server import NodeServer, ServerLimits
+from shardrank_testing.processes import Process, start_module
 
 Result = TypeVar("Result")
 
@@ -319,16 +318,9 @@ class RawPeer:
 
 
 @contextlib.contextmanager
-def node_process(address: Address) -> Iterator[tuple[subprocess.Popen[str], Address]]:
+def node_process(address: Address) -> Iterator[tuple[Process, Address]]:
     """A shard node in a process of its own, killed at the end at the latest; its address has the real port."""
-    root = Path(__file__).resolve().parents[3]
-    path = os.pathsep.join([str(root), str(root / "tests" / "support")])
-    process = subprocess.Popen(
-        [sys.executable, "-m", "shardrank_testing.nodes", str(address)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path},
-    )
+    process = start_module(__name__, str(address))
     try:
         assert process.stdout is not None
         yield process, Address.parse(process.stdout.readline().strip())

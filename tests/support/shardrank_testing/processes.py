@@ -1,32 +1,126 @@
-"""Whole programs in tests: started from the command line, watched through /proc, never left behind."""
+"""Whole programs in tests: forked or run by exec, watched through /proc, never left behind."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import TextIO, TypeAlias
+
+from serving.fleet.fork_server import (
+    MAX_PACKET_BYTES,
+    SERVED_MODULES,
+    ForkedProcess,
+    running_fork_server,
+    send_request,
+)
 
 WAIT_S = 60.0
+TESTED_MODULES = ("loadtest.load.cli",)
+"""What more the processes of tests import."""
+
+
+@functools.cache
+def fork_server() -> str:
+    """Start the fork server of this test process, which its first caller waits for. Returns its socket."""
+    assert threading.current_thread() is threading.main_thread(), "the kernel would kill it with this thread"
+    stack = contextlib.ExitStack()
+    atexit.register(stack.close)
+    path = f"{stack.enter_context(tempfile.TemporaryDirectory(prefix='shardrank-fork-'))}/socket"
+    stack.enter_context(running_fork_server(path, (*SERVED_MODULES, *TESTED_MODULES)))
+    return path
+
+
+class Forked:
+    """A process of the fork server with the methods of `subprocess.Popen` that tests call."""
+
+    def __init__(self, process: ForkedProcess, stdout: TextIO) -> None:
+        self.pid = process.pid
+        self.stdout = stdout
+        self.poll, self.send_signal = process.poll, process.send_signal
+        self._process = process
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.returncode
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Raise subprocess.TimeoutExpired if it has not ended by then."""
+        if self.returncode is None:
+            pidfd = os.pidfd_open(self.pid)
+            try:
+                if not select.select([pidfd], [], [], timeout)[0]:
+                    raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
+            finally:
+                os.close(pidfd)
+            wait_until(lambda: self.poll() is not None, "the fork server to tell of an end")
+        assert self.returncode is not None
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, None]:
+        """Read the rest of the output, and wait for the end."""
+        with self.stdout:
+            rest = self.stdout.read()
+        self.wait(timeout)
+        return rest, None
+
+
+Process: TypeAlias = "subprocess.Popen[str] | Forked"
+
+
+def fork_module(
+    server: str, module: str, *arguments: str, environment: Mapping[str, str] = os.environ, stderr: int | None = None
+) -> Forked | None:
+    """Have a fork server run a module; None if it refuses."""
+    reading, writing = os.pipe()
+    output = open(reading, encoding="utf-8")  # noqa: SIM115 - closed with the process
+    try:
+        errors = writing if stderr == subprocess.STDOUT else 2
+        connection = send_request(server, (sys.executable, "-m", module, *arguments), (0, writing, errors), environment)
+    finally:
+        os.close(writing)
+    connection.setblocking(True)
+    reply = b""
+    with contextlib.suppress(ConnectionResetError):
+        reply = connection.recv(MAX_PACKET_BYTES)
+    connection.setblocking(False)
+    process = ForkedProcess.from_reply(connection, reply)
+    return None if process is None else Forked(process, output)
+
+
+def start_module(module: str, *arguments: str, is_forked: bool = True, stderr: int | None = None) -> Process:
+    """Run `python -m MODULE` in a session of its own; its stdout is read, its stderr too if that is STDOUT."""
+    if is_forked and (process := fork_module(fork_server(), module, *arguments, stderr=stderr)) is not None:
+        return process
+    # A terminal's Ctrl-C would reach the whole group; here a signal is for the program alone.
+    return subprocess.Popen(
+        (sys.executable, "-m", module, *arguments),
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        text=True,
+        start_new_session=True,
+    )
 
 
 class Program:
     """A running `shardrank` command whose output is read line by line."""
 
-    def __init__(self, *arguments: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "serving.cli", *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            # A terminal's Ctrl-C would reach the whole group; here a signal is for the program alone.
-            start_new_session=True,
-        )
+    def __init__(self, *arguments: str, is_forked: bool = True) -> None:
+        self.process = start_module("serving.cli", *arguments, is_forked=is_forked, stderr=subprocess.STDOUT)
         self.lines: list[str] = []
 
     def read_until(self, pattern: str) -> re.Match[str]:
@@ -43,6 +137,7 @@ class Program:
         self.process.send_signal(number)
         rest, _ = self.process.communicate(timeout=WAIT_S)
         self.lines.append(rest)
+        assert self.process.returncode is not None
         return self.process.returncode
 
     @property
@@ -52,9 +147,9 @@ class Program:
 
 
 @contextlib.contextmanager
-def running(*arguments: str) -> Iterator[Program]:
+def running(*arguments: str, is_forked: bool = True) -> Iterator[Program]:
     """A program that is killed, with all its descendants, when the block ends."""
-    program = Program(*arguments)
+    program = Program(*arguments, is_forked=is_forked)
     try:
         yield program
     finally:
@@ -66,6 +161,13 @@ def running(*arguments: str) -> Iterator[Program]:
                 os.kill(pid, signal.SIGKILL)
         if program.process.stdout is not None:
             program.process.stdout.close()
+
+
+def run_shardrank(*arguments: str, timeout: float = 120.0) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end. Its output has stderr too."""
+    with running(*arguments) as program:
+        output, _ = program.process.communicate(timeout)
+        return subprocess.CompletedProcess(arguments, program.process.wait(), output)
 
 
 def descendants(pid: int) -> list[int]:
@@ -102,7 +204,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def wait_until(condition: Callable[[], bool], what: str) -> None:
+def wait_until(condition: Callable[[], object], what: str) -> None:
     """Asks again and again, for what no event tells. Fails after a minute."""
     deadline = time.monotonic() + WAIT_S
     while not condition():

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import multiprocessing
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -30,28 +28,13 @@ def start_writer(work: Callable[..., None], *arguments: Any) -> tuple[BaseProces
 
     A fork of a small server process, which has no threads: a start takes a few milliseconds.
     """
-    _start_fork_server()
+    multiprocessing.set_forkserver_preload([__name__])
     context = multiprocessing.get_context("forkserver")
     here, there = context.Pipe()
     process = context.Process(target=work, args=(there, *arguments), daemon=True)
     process.start()
     there.close()
     return process, here
-
-
-@functools.cache
-def _start_fork_server() -> None:
-    # It imports by PYTHONPATH alone: before Python 3.12.5 it does not take over `sys.path`, and hides that.
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parent.parent), before)))
-    try:
-        multiprocessing.set_forkserver_preload([__name__])
-        forkserver.ensure_running()
-    finally:
-        if before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = before
 
 
 def add_many(told: Connection, url: str, key: str, times: int) -> None:

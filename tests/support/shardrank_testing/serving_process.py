@@ -1,26 +1,27 @@
-"""A serving process in its own interpreter, without the command line: `python -m ... SNAPSHOT HTTP_PORT GRPC_PORT`."""
+"""A serving process of its own, without the command line: `python -m ... SNAPSHOT HTTP_PORT GRPC_PORT`."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 from serving.rank.service import RankingService
 from serving.server import Listening, ServerConfig, serve_until_signalled
 from serving.versions.loading import ModelSource, load_when_possible
+from shardrank_testing.processes import Process, start_module
 
 
 @dataclass
 class ServingProcess:
     """A process that listens."""
 
-    process: subprocess.Popen[str]
+    process: Process
     http_port: int
     grpc_port: int
     has_otel_sdk: bool
@@ -31,19 +32,10 @@ def serving_process(
     snapshot: Path, http_port: int = 0, grpc_port: int = 0, metrics_folder: Path | None = None
 ) -> Iterator[ServingProcess]:
     """Starts one and waits until it listens; kills it at the end at the latest."""
-    root = Path(__file__).resolve().parents[3]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(root / "tests" / "support")])}
-    if metrics_folder is not None:
-        environment["PROMETHEUS_MULTIPROC_DIR"] = str(metrics_folder)
-    arguments = [
-        sys.executable,
-        "-m",
-        "shardrank_testing.serving_process",
-        str(snapshot),
-        str(http_port),
-        str(grpc_port),
-    ]
-    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, env=environment)
+    with pytest.MonkeyPatch.context() as patch:
+        if metrics_folder is not None:
+            patch.setenv("PROMETHEUS_MULTIPROC_DIR", str(metrics_folder))
+        process = start_module(__name__, str(snapshot), str(http_port), str(grpc_port))
     try:
         assert process.stdout is not None
         yield ServingProcess(process, **json.loads(process.stdout.readline()))
