@@ -90,6 +90,7 @@ def test_every_process_is_ready_before_the_ports_are_printed(fleet: Fleet, reque
     assert {answer.status_code for answer in answers} == {200}
     assert len({answer.text for answer in answers}) == 1
     assert answers[0].json()["version"] == 1
+    assert "started by exec" not in fleet.program.output
     # What only supervises has no use for it.
     assert "libtorch" not in Path(f"/proc/{fleet.program.process.pid}/maps").read_text()
 
