@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from mosec import Server, Worker
-from torch_model import Scorer, Settings
+import os
 
-# Milliseconds that a batch which is not full waits at most; the smallest that mosec takes with batching.
+from mosec import Server, Worker
+from torch_model import Scorer
+
 MAX_WAIT_MS = 1
+"""The smallest that mosec takes with batching."""
 
 
 class MosecRanking(Worker):
@@ -16,24 +18,22 @@ class MosecRanking(Worker):
 
     def __init__(self) -> None:
         super().__init__()
-        self._scorer = Scorer(Settings.read().weights)
+        self._scorer = Scorer(os.environ["PEER_WEIGHTS"])
 
     def deserialize(self, data: bytes) -> bytes:
-        """Left to the batch."""
+        """Return the body: a batch reads it."""
         return data
 
     def serialize(self, data: bytes) -> bytes:
-        """Return the scores are bytes already."""
+        """Return the scores, which are bytes already."""
         return data
 
-    def forward(self, data: list[bytes] | bytes) -> list[bytes] | bytes:
-        """One batch; without batching mosec gives one request."""
-        return self._scorer.answers(data) if isinstance(data, list) else self._scorer.answer(data)
+    def forward(self, data: list[bytes]) -> list[bytes]:
+        """Return the responses to a batch."""
+        return self._scorer.answers(data)
 
 
 if __name__ == "__main__":
-    settings = Settings.read()
-    server = Server()
-    wait_ms = MAX_WAIT_MS if settings.batch > 1 else 0
-    server.append_worker(MosecRanking, num=settings.workers, max_batch_size=settings.batch, max_wait_time=wait_ms)
+    server, workers, batch = Server(), int(os.environ["PEER_WORKERS"]), int(os.environ["PEER_BATCH"])
+    server.append_worker(MosecRanking, num=workers, max_batch_size=batch, max_wait_time=MAX_WAIT_MS)
     server.run()
