@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
+import safetensors.numpy
 from google.protobuf.message import DecodeError
 
 from loadtest.errors import AnswerError, WorkloadError
@@ -51,7 +51,6 @@ FORMS = {True: "varied: ragged bags, headers that change", False: "not varied (-
 """What results say of requests that are `varied` or not."""
 
 _BINARY: Headers = (("content-type", "application/octet-stream"),)
-_FLAT_HEADER = struct.Struct("<7I")
 _RANK_METHOD = "/shardrank.v1.RankingService/Rank"
 
 
@@ -416,20 +415,15 @@ def side_arrays(schema: Described, request: WorkloadRequest, *, once: bool) -> t
 def _encode_flat(
     schema: Described, request: WorkloadRequest, model: str, timeout_ms: int | None, *, once: bool
 ) -> Encoded:
-    """Little-endian: seven uint32 (candidates; features, ids and dense inputs of the context, then of a candidate).
-
-    Behind them ids (int64), lengths (int32) and dense inputs (float32) of the context, then of the candidates, as
-    `SideArrays` has them.
-    """
+    """Return safetensors: `ids`, `lengths` and `dense` of the candidates, `context_ids` and so on, as `SideArrays`."""
     del model, timeout_ms
-    sides = side_arrays(schema, request, once=once)
-    sizes = [size for one in sides for size in (one.lengths.shape[1], one.ids.size, one.dense.shape[1])]
-    parts = [
-        packed_bytes(array, dtype)
-        for one in sides
-        for array, dtype in ((one.ids, "<i8"), (one.lengths, "<i4"), (one.dense, "<f4"))
-    ]
-    return b"".join([_FLAT_HEADER.pack(request.num_candidates, *sizes), *parts]), _BINARY
+    context, candidates = side_arrays(schema, request, once=once)
+    arrays = {
+        f"{prefix}{name}": np.ascontiguousarray(getattr(side, name))
+        for prefix, side in (("context_", context), ("", candidates))
+        for name in ("ids", "lengths", "dense")
+    }
+    return safetensors.numpy.save(arrays), _BINARY
 
 
 def _read_flat(answer: bytes) -> ScoreList:
@@ -441,22 +435,9 @@ def _read_flat(answer: bytes) -> ScoreList:
 def _encode_tensors(
     schema: Described, request: WorkloadRequest, model: str, timeout_ms: int | None, *, once: bool
 ) -> Encoded:
-    """Return an infer request with tensors `ids`, `lengths`, `dense`, each a batch of one request.
-
-    If `once`, also with `context_ids`, `context_lengths` and `context_dense`.
-    """
-    del model, timeout_ms
-    context, candidates = side_arrays(schema, request, once=once)
-    named: list[tuple[str, str, npt.NDArray[Any]]] = [
-        (f"{prefix}{name}", datatype, array)
-        for prefix, side in (("", candidates), ("context_", context))[: 1 + once]
-        for name, datatype, array in (
-            ("ids", "INT64", side.ids),
-            ("lengths", "INT32", side.lengths),
-            ("dense", "FP32", side.dense),
-        )
-    ]
-    return _infer_body([(name, datatype, [1, *one.shape], one.tobytes()) for name, datatype, one in named], None)
+    """Return an infer request with the same bytes as tensor `body`, uint8, a batch of one request."""
+    body, _ = _encode_flat(schema, request, model, timeout_ms, once=once)
+    return _infer_body([("body", "UINT8", [1, len(body)], body)], None)
 
 
 @dataclass(frozen=True, slots=True)

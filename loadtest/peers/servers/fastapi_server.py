@@ -1,7 +1,5 @@
 """FastAPI with the model in the handler, and uvicorn's own workers; no batching."""
 
-from __future__ import annotations
-
 import os
 
 import uvicorn

@@ -1,14 +1,9 @@
 """mosec with dynamic batching. Its port and address come in mosec's own environment variables."""
 
-from __future__ import annotations
-
 import os
 
 from mosec import Server, Worker
 from torch_model import Scorer
-
-MAX_WAIT_MS = 1
-"""The smallest that mosec takes with batching."""
 
 
 class MosecRanking(Worker):
@@ -20,20 +15,19 @@ class MosecRanking(Worker):
         super().__init__()
         self._scorer = Scorer(os.environ["PEER_WEIGHTS"])
 
-    def deserialize(self, data: bytes) -> bytes:
-        """Return the body: a batch reads it."""
-        return data
-
-    def serialize(self, data: bytes) -> bytes:
-        """Return the scores, which are bytes already."""
-        return data
-
     def forward(self, data: list[bytes]) -> list[bytes]:
         """Return the responses to a batch."""
         return self._scorer.answers(data)
 
+    def deserialize(self, data: bytes) -> bytes:
+        """Return the bytes, whichever buffer mosec has them in."""
+        return bytes(data)
+
+    serialize = deserialize
+
 
 if __name__ == "__main__":
-    server, workers, batch = Server(), int(os.environ["PEER_WORKERS"]), int(os.environ["PEER_BATCH"])
-    server.append_worker(MosecRanking, num=workers, max_batch_size=batch, max_wait_time=MAX_WAIT_MS)
+    server = Server()
+    # 1 ms is the shortest wait that mosec takes with batching.
+    server.append_worker(MosecRanking, num=int(os.environ["PEER_WORKERS"]), max_batch_size=8, max_wait_time=1)
     server.run()

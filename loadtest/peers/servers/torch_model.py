@@ -1,27 +1,16 @@
 """The model as a user of PyTorch would write it, and the bytes of a request. Imports nothing of shardrank.
 
-A request, little-endian: seven uint32 (candidates; features, ids and dense inputs of the context; the same of the
-candidates), then of the context and after it of the candidates, row by row: int64 ids [ids], int32 ids of each bag
-[rows, features], float32 dense inputs [rows, dense]. The context has one row, or no columns where every candidate has
-them all. A response: float32 scores [candidates].
+A request is safetensors: of the candidates `ids`, int64 [ids] row by row, `lengths`, int32 [rows, features], the ids of
+each bag, and `dense`, float32 [rows, dense inputs]; of the context `context_ids` and so on, one row, without columns
+where every candidate has them all. A response: float32 scores [candidates].
 """
 
-from __future__ import annotations
-
-import math
-import struct
 from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file
 from torch import Tensor, nn
 from torch.nn import functional
-
-HEADER = struct.Struct("<7I")
-Side = tuple[npt.NDArray[np.int64], npt.NDArray[np.int32], npt.NDArray[np.float32]]
-"""Ids [n], lengths [rows, features] and dense inputs [rows, D] of a request's context or candidates."""
 
 
 class TorchRanking(nn.Module):
@@ -33,26 +22,21 @@ class TorchRanking(nn.Module):
         layers = range((len(tensors) - 1) // 2)
         self.layers = [[tensors[f"mlp.layers.{n}.{name}"] for name in ("weight", "bias")] for n in layers]
 
-    def forward(self, context: list[Tensor], candidates: list[Tensor], request: Tensor) -> Tensor:
-        """Return scores, float32 [N].
-
-        Each side is int64 ids, int32 lengths [rows, features] and float32 dense inputs [rows, D]. The context, if it
-        has any column, is expanded by the request of each candidate, int64 [N].
-        """
-        columns = [candidates[2], self._pooled(candidates)]
-        if context[1].shape[1] or context[2].shape[1]:
-            dense, pooled = (part.index_select(0, request) for part in (context[2], self._pooled(context)))
+    def forward(self, tensors: dict[str, Tensor], request: Tensor) -> Tensor:
+        """Return scores, float32 [N]; the context is expanded by the request of each candidate, int64 [N]."""
+        columns = [tensors["dense"], self._pooled(tensors["ids"], tensors["lengths"])]
+        if tensors["context_lengths"].shape[1] or tensors["context_dense"].shape[1]:
+            context = tensors["context_dense"], self._pooled(tensors["context_ids"], tensors["context_lengths"])
+            dense, pooled = (part.index_select(0, request) for part in context)
             columns = [dense, columns[0], pooled, columns[1]]
         x = torch.cat(columns, 1)
         for weight, bias in self.layers[:-1]:
             x = torch.relu(functional.linear(x, weight, bias))
         return torch.sigmoid(functional.linear(x, *self.layers[-1])).squeeze(1)
 
-    def _pooled(self, side: list[Tensor]) -> Tensor:
+    def _pooled(self, ids: Tensor, lengths: Tensor) -> Tensor:
         """float32 [rows, features * dim], the sums of the bags."""
-        ids, lengths, dense = side
-        ends = lengths.view(-1).cumsum(0)
-        return self.bags(ids, ends - lengths.view(-1)).view(len(dense), -1)
+        return self.bags(ids, lengths.view(-1).cumsum(0) - lengths.view(-1)).view(len(lengths), -1)
 
 
 class Scorer:
@@ -63,33 +47,11 @@ class Scorer:
         # load_file maps the file: the processes of a peer share one copy of the rows.
         self._model = TorchRanking(load_file(weights)).eval()
 
-    def scores(self, requests: Sequence[tuple[Side, Side]]) -> list[npt.NDArray[np.float32]]:
-        """Return float32 [N] of each request, context and candidates, scored together; apart where forms differ."""
-        if len({candidates[1].shape[1] for _, candidates in requests}) > 1:
-            return [self.scores([request])[0] for request in requests]
-        counts = [len(candidates[2]) for _, candidates in requests]
-        context, candidates = (
-            [torch.from_numpy(np.concatenate(parts)) for parts in zip(*side, strict=True)]
-            for side in zip(*requests, strict=True)
-        )
-        with torch.inference_mode():
-            request = torch.from_numpy(np.repeat(np.arange(len(counts)), counts))
-            scores = self._model(context, candidates, request).numpy()
-        return np.split(scores, np.cumsum(counts)[:-1])
-
     def answers(self, bodies: Sequence[bytes]) -> list[bytes]:
         """Return the responses to a batch of requests, scored together."""
-        return [scores.tobytes() for scores in self.scores([read(body) for body in bodies])]
-
-
-def read(body: bytes) -> tuple[Side, Side]:
-    """Return a request's context and candidates. Raises ValueError: the body has another size than its header says."""
-    count, *sizes = HEADER.unpack_from(body)
-    at, arrays = HEADER.size, []
-    for rows, (features, ids, dense) in ((1, sizes[:3]), (count, sizes[3:])):
-        for dtype, shape in (("<i8", (ids,)), ("<i4", (rows, features)), ("<f4", (rows, dense))):
-            arrays.append(np.frombuffer(body, dtype, math.prod(shape), at).reshape(shape))
-            at += arrays[-1].nbytes
-    if len(body) != at:
-        raise ValueError(f"a body of {len(body)} bytes; its header says {at}")
-    return tuple(arrays[:3]), tuple(arrays[3:])
+        requests = [load(body) for body in bodies]
+        tensors = {name: torch.cat([request[name] for request in requests]) for name in requests[0]}
+        counts = [len(request["dense"]) for request in requests]
+        with torch.inference_mode():
+            scores = self._model(tensors, torch.repeat_interleave(torch.tensor(counts)))
+        return [each.numpy().tobytes() for each in scores.split(counts)]
