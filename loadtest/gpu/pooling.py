@@ -72,14 +72,15 @@ def _measure_cell(
 ) -> None:
     num_rows, row_bytes = hotness * batch, sector_bytes(rows.format)
     with MemoryStack(rows.card, rows.stream) as stack:
-        properties = torch.cuda.get_device_properties(0) if rows.card.torch_device.type == "cuda" else None
+        device = rows.card.torch_device
+        properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
         cache_bytes = CACHES * properties.L2_cache_size if properties else 0
         num_sets = min(max(MIN_SETS, int(cache_bytes / (num_rows * row_bytes))), MAX_SETS)
         ids = stack.allocate(INDEX_BYTES * num_sets * num_rows)
         with rows.card.torch_stream(rows.stream):
             drawn = rows.card.tensor(ids, 0, (num_sets * num_rows,), torch.int32)
             drawn.random_(0, rows.count, generator=rows.generator)
-            offsets = torch.arange(0, num_rows + 1, hotness, dtype=torch.int32, device=drawn.device)
+            offsets = torch.arange(0, num_rows + 1, hotness, dtype=torch.int32, device=device)
         bags = stack.enter_context(Bags(rows, ids, batch, hotness, num_sets))
         errors = {number: bags.check(number, num_sets - 1) for number in (WITHOUT_PLACES, *size.logical_cards)}
         work: dict[str, Callable[[], None]] = {str(number): partial(bags.launch_all, number) for number in errors}
