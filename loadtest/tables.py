@@ -3,79 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable
 
-import numpy as np
 from rich import box
 from rich.console import Console
 from rich.table import Table
-
-from loader.snapshot.tables import Frozen
-
-One = TypeVar("One")
-Number = Callable[[Sequence[One]], str]
-"""A cell of a table, from all rounds."""
-
-
-class Spread(Frozen):
-    """Of a number over the rounds."""
-
-    median: float
-    least: float
-    most: float
-
-    @classmethod
-    def of(cls, values: Iterable[float]) -> Spread:
-        """Sum up one or more values."""
-        found = list(values)
-        return cls(median=float(np.median(found)), least=min(found), most=max(found))
-
-    def shown(self, digits: int) -> str:
-        """Write it as `1.20 (1.10–1.30)`."""
-        return f"{self.median:.{digits}f} ({self.least:.{digits}f}–{self.most:.{digits}f})"
-
-
-def grouped(ones: Iterable[One], *fields: str) -> dict[tuple[Any, ...], list[One]]:
-    """Gather the rounds in which these fields are the same."""
-    found: dict[tuple[Any, ...], list[One]] = {}
-    for one in ones:
-        found.setdefault(tuple(getattr(one, field) for field in fields), []).append(one)
-    return found
-
-
-def median_of(field: str, digits: int) -> Number[Any]:
-    """Show the median of a field."""
-    return lambda ones: f"{np.median([getattr(one, field) for one in ones]):.{digits}f}"
-
-
-def grouped_table(
-    title: str,
-    ones: Sequence[One],
-    fields: Mapping[str, str],
-    spread: tuple[str, str, str],
-    aim: Callable[[One], float],
-    numbers: Mapping[str, Number[One]],
-) -> Table:
-    """Make a table with a row for each group of rounds.
-
-    Args:
-        title: over it.
-        ones: the rounds.
-        fields: that groups are made by, by the column's name.
-        spread: the column, the field and the unit of what is aimed at.
-        aim: what that may be in a group, from any of its rounds.
-        numbers: of a group, by the column's name.
-    """
-    column, field, unit = spread
-    table = make_table((*fields, f"{column} (least–most)", "aim"), numbers, title=title)
-    for key, of_key in grouped(ones, *fields.values()).items():
-        found, most = Spread.of(getattr(one, field) for one in of_key), aim(of_key[0])
-        value, range_ = found.shown(2).split(" ", 1)
-        colour = "green" if found.median <= most else "red"
-        cells = (*map(str, key), f"[{colour}]{value}{unit}[/] {range_}", f"≤ {most:.2f}{unit}")
-        table.add_row(*cells, *(number(of_key) for number in numbers.values()))
-    return table
 
 
 def make_table(words: Iterable[str], numbers: Iterable[str], *, title: str | None = None) -> Table:

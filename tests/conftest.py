@@ -29,7 +29,7 @@ LONGEST = (
     "loadtest/drill/test_drills.py",
     "deploy/test_running_fleet.py",
     "serving/fleet/test_up_rollouts.py",
-    "loadtest/test_bench_serving.py",
+    "loadtest/bench/test_benchmarks.py",
     "shard_node/cuda/test_under_address_sanitizer.py",
     "loadtest/compare/test_compare_cards.py",
     "serving/versions/test_hot_swap.py",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -18,27 +20,36 @@ COMMANDS = {
     "report": "loadtest.report.cli:report",
     "peers": "loadtest.peers.cli:peers",
     "compare-cards": "loadtest.compare.cli:compare_cards",
+    "bench": "loadtest.bench.cli:bench",
 }
 
 
-class LoadTestGroup(WithExamples, click.Group):
-    """Loads a command's module when the command is named."""
+class LazyGroup(WithExamples, click.Group):
+    """Loads a command's module when the command is named.
+
+    Args:
+        modules: `module:attribute` by the command's name, in the order in which one meets them.
+    """
+
+    def __init__(self, name: str | None, *, modules: Mapping[str, str], **more: Any) -> None:
+        super().__init__(name, **more)
+        self._modules = modules
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """In the order in which one meets them."""
-        return list(COMMANDS)
+        """Return the names of all commands."""
+        return list(self._modules)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return the command of that name, or None."""
-        if cmd_name not in COMMANDS:
+        if cmd_name not in self._modules:
             return None
-        module, attribute = COMMANDS[cmd_name].split(":")
+        module, attribute = self._modules[cmd_name].split(":")
         command = getattr(importlib.import_module(module), attribute)
         assert isinstance(command, click.Command)
         return command
 
 
-@click.group(cls=LoadTestGroup)
+@click.group(cls=LazyGroup, modules=COMMANDS)
 def loadtest() -> None:
     """Measure how a server stands a load.
 

@@ -1,0 +1,209 @@
+"""The harness of every benchmark: subjects are measured in rounds, in alternation, and compared with the first one.
+
+A benchmark is a function of a `Bench` and of its options. It adds tables; a table has subjects, functions that measure
+something once, and the names of their measures. Each round measures every subject of every table, and the order of a
+table's subjects turns with the rounds, so that what changes with time is in all of them alike.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import wraps
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import click
+import numpy as np
+import torch
+import uvloop
+from rich.console import Console
+
+from loadtest.load.result import this_machine, versions
+from loadtest.rounds import Arm, Better, Comparison, Measure, compare_rounds, in_turn, show_comparison
+from loadtest.servers import THIS_CHECKOUT, commit_of
+from loadtest.tables import line, make_table
+from serving.cli import WithExamples
+
+WIDTH = 160
+ROUNDS, QUICK_ROUNDS = 5, 2
+QUICK_SHARE = 0.2
+"""Of the seconds that each measurement takes otherwise."""
+
+Values: TypeAlias = Mapping[str, float]
+"""A round of a subject: a value above 0 for each measure that it has, 0 where there is none."""
+Subject: TypeAlias = Callable[[int], Values]
+"""Measures once, given the number of the round, from 0."""
+
+
+def measure(name: str, unit: str, better: Better = "lower") -> Measure[Values]:
+    """Describe a measure; it has no ratios where some subject has no value."""
+    return Measure(name, unit, better, lambda values: values.get(name), everywhere=False)
+
+
+@dataclass(slots=True)
+class BenchTable:
+    """What is compared.
+
+    Attributes:
+        title: unique in a run.
+        measures: rows of the table.
+        subjects: columns; the first is the baseline.
+        setup: what all subjects have alike.
+        rounds: what was measured, by subject.
+    """
+
+    title: str
+    measures: Sequence[Measure[Values]]
+    subjects: Mapping[str, Subject]
+    setup: dict[str, str] = field(default_factory=dict)
+    rounds: dict[str, list[Values]] = field(default_factory=dict)
+
+    def comparison(self) -> Comparison:
+        """Compute medians, ratios to the baseline, and their intervals."""
+        arms = [(Arm(name=name), self.rounds[name]) for name in self.subjects]
+        return compare_rounds(arms, self.measures, title=self.title, setup=self.setup)
+
+
+class Bench:
+    """A run of one benchmark.
+
+    Attributes:
+        name: of the benchmark.
+        rounds: of every table.
+        folder: an empty one, removed afterwards.
+        runner: for what is asynchronous.
+        results: that are not compared, by their name in the JSON form.
+    """
+
+    def __init__(self, name: str, rounds: int | None, folder: Path, runner: asyncio.Runner, *, quick: bool) -> None:
+        self.name = name
+        self.rounds = rounds or (QUICK_ROUNDS if quick else ROUNDS)
+        self.folder = folder
+        self.runner = runner
+        self.results: dict[str, Any] = {}
+        self._is_quick = quick
+        self._console = Console(width=WIDTH)
+        self._started_at = datetime.now(UTC)
+        self._comparisons: list[Comparison] = []
+
+    def say(self, text: str) -> None:
+        """Print a line."""
+        line(self._console, text)
+
+    def seconds(self, seconds: float) -> float:
+        """Return how long a measurement takes that takes `seconds` when it is not quick."""
+        return seconds * QUICK_SHARE if self._is_quick else seconds
+
+    def run(
+        self,
+        tables: Sequence[BenchTable],
+        around: Callable[[int], contextlib.AbstractContextManager[None]] | None = None,
+    ) -> None:
+        """Measure all subjects of the tables in each round, then print the tables.
+
+        The baseline comes last in the first round, so it may depend on what the others gave.
+
+        Args:
+            tables: all measured in each round.
+            around: entered for each round, given its number.
+        """
+        for number in range(self.rounds):
+            with contextlib.nullcontext() if around is None else around(number):
+                for table in tables:
+                    self.say(f"round {number + 1} of {self.rounds}: {table.title}")
+                    baseline, *others = table.subjects
+                    for name in in_turn([*others, baseline], number):
+                        table.rounds.setdefault(name, []).append(table.subjects[name](number))
+        comparisons = [table.comparison() for table in tables]
+        for comparison in comparisons:
+            show_comparison(self._console, comparison)
+        self._comparisons += comparisons
+
+    def show_rows(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+        """Print a table of results that are not compared."""
+        table = make_table(columns[:1], columns[1:], title=title)
+        for cells in rows:
+            table.add_row(*(f"{cell:.1f}" if isinstance(cell, float) else f"{cell}" for cell in cells))
+        self._console.print(table)
+
+    def document(self) -> dict[str, Any]:
+        """Return the JSON form."""
+        return {
+            "kind": "bench",
+            "format_version": 1,
+            "bench": self.name,
+            "quick": self._is_quick,
+            "began_at": self._started_at.isoformat(timespec="seconds"),
+            "commit": commit_of(THIS_CHECKOUT),
+            "machine": this_machine().model_dump(),
+            "versions": {**versions(), "torch": torch.__version__, "numpy": np.__version__},
+            "rounds": self.rounds,
+            "tables": {comparison.title: _table_document(comparison) for comparison in self._comparisons},
+            **self.results,
+        }
+
+
+def _table_document(comparison: Comparison) -> dict[str, Any]:
+    subjects: dict[str, dict[str, Any]] = {}
+    for number, arm in enumerate(comparison.arms):
+        subjects[arm.name] = {}
+        for compared in comparison.measures:
+            ratio = compared.ratios[number] if compared.ratios else None
+            subjects[arm.name][compared.name] = {
+                "unit": compared.unit,
+                "better": compared.better,
+                "values": compared.values[number],
+                "median": compared.middle[number],
+                "ratio": None if ratio is None else ratio.value,
+                "interval": (ratio.low, ratio.high) if ratio is not None and ratio.low is not None else None,
+            }
+    baseline = comparison.arms[comparison.baseline].name
+    return {"setup": comparison.setup, "baseline": baseline, "subjects": subjects}
+
+
+def bench_command(function: Callable[..., None]) -> click.Command:
+    """Make a command of a benchmark, with `--rounds`, `--quick` and `--json` beside its own options.
+
+    The function is called with a `Bench` and the options.
+    """
+    name = function.__name__.replace("_", "-")
+
+    @click.option("--rounds", type=click.IntRange(1, 1000), help=f"Default: {ROUNDS}; with --quick {QUICK_ROUNDS}.")
+    @click.option("--quick", is_flag=True, help="A fifth of the time for each measurement; its numbers are rough.")
+    @click.option(
+        "--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write the results to this file."
+    )
+    @wraps(function)
+    def command(rounds: int | None, quick: bool, json_file: Path | None, **options: Any) -> None:
+        torch.set_num_threads(1)
+        with (
+            tempfile.TemporaryDirectory(prefix="bench-") as folder,
+            asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+        ):
+            bench = Bench(name, rounds, Path(folder), runner, quick=quick)
+            function(bench, **options)
+        if json_file is not None:
+            json_file.write_text(json.dumps(bench.document(), indent=1) + "\n", encoding="utf-8")
+
+    return click.command(name, cls=WithExamples)(command)
+
+
+async def median_call_s(call: Callable[[int], Awaitable[object]], seconds: float, least: int = 1) -> float:
+    """Call again and again, with 0, 1, 2, ..., for some seconds and `least` times; return the median seconds of a call.
+
+    One call more comes first and is not counted.
+    """
+    await call(0)
+    times, started_at = list[float](), time.perf_counter()
+    while len(times) < least or time.perf_counter() - started_at < seconds:
+        before = time.perf_counter()
+        await call(len(times))
+        times.append(time.perf_counter() - before)
+    return float(np.median(times))

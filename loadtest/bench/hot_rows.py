@@ -1,0 +1,196 @@
+"""`bench hot-rows`: which rows a tier of hot rows should hold, and what it saves."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import click
+import numpy as np
+import psutil
+
+from loader.snapshot.reader import Snapshot
+from loadtest.bench.harness import Bench, BenchTable, Subject, Values, bench_command, measure
+from loadtest.bench.tables import MODEL, NodeProcess, UniformTables, connect, make_router, node_process
+from router.hot_rows import TABLE_SHIFT, HotRows
+from router.plan import Plan
+from router.popularity import Popularity
+from router.router import Router
+from shard_node.answer import EXACT
+from shard_node.bags import Int64Array, KeyedBags
+
+TIMEOUT_S = 60.0
+SHARDS, BAGS, BATCHES = 2, 100, 10
+ZIPF = (1.1, 0.6)
+HIT_RATES = (0.0, 0.5, 0.9)
+LEARNED_FOR, SHIFTED_FOR = (200,), (1, 5, 10, 20)
+"""Lookups before and after all rows change places, in multiples of the rows held."""
+POLICY_MEASURES = (
+    measure("hit rate", "%", "higher"),
+    *(measure(f"hit rate, {count} × capacity after a shift", "%", "higher") for count in SHIFTED_FOR),
+)
+COST_MEASURES = (
+    measure("time of a lookup", "ms"),
+    measure("CPU of the router", "ms"),
+    measure("CPU of the nodes", "ms"),
+    measure("bytes on sockets", "kB"),
+)
+
+
+class Lru:
+    """The rows that were looked up last, as an LRU cache holds them."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._last = np.full(num_rows, -1, np.int64)
+        self._time = 0
+
+    def observe(self, rows: Int64Array) -> None:
+        """Look rows up, one after the other."""
+        # NumPy assigns the last value of a row that comes twice.
+        self._last[rows] = np.arange(self._time, self._time + rows.size)
+        self._time += rows.size
+
+    def top(self, count: int) -> Int64Array:
+        """Return the rows held."""
+        held = np.argpartition(self._last, self._last.size - count)[self._last.size - count :]
+        return held[self._last[held] >= 0]
+
+
+def hit_rates(policy: Lru | Popularity, seed: int, num_rows: int, exponent: float, capacity: int) -> Values:
+    """Return percents of lookups by Zipf's law that go to the rows that a policy holds.
+
+    They are computed from the law, not counted, so they have no noise of their own.
+    """
+    rng, values = np.random.default_rng([seed, capacity]), dict[str, float]()
+    law = np.cumsum(np.arange(1, num_rows + 1) ** -exponent)
+    law /= law[-1]
+    for counts, name in ((LEARNED_FOR, "hit rate"), (SHIFTED_FOR, "hit rate, {} × capacity after a shift")):
+        row_of_rank, share_of_row = rng.permutation(num_rows), np.empty(num_rows)
+        share_of_row[row_of_rank] = np.diff(law, prepend=0)
+        for count in range(1, counts[-1] + 1):
+            policy.observe(row_of_rank[np.searchsorted(law, rng.random(capacity))])
+            if count in counts:
+                values[name.format(count)] = 100 * float(share_of_row[policy.top(capacity)].sum())
+    return values
+
+
+def policy_table(num_rows: int, exponent: float, capacity: int) -> BenchTable:
+    """Compare policies with the rows that are looked up most, on the same lookups; a round is a seed."""
+    shares = np.arange(1, num_rows + 1) ** -exponent
+    best = 100 * float(shares[:capacity].sum() / shares.sum())
+    subjects: dict[str, Subject] = {
+        "top rows": lambda seed: {each.name: best for each in POLICY_MEASURES},
+        "LRU": lambda seed: hit_rates(Lru(num_rows), seed, num_rows, exponent, capacity),
+        "learning": lambda seed: hit_rates(Popularity(capacity), seed, num_rows, exponent, capacity),
+    }
+    return BenchTable(f"policies, zipf {exponent:g}, {capacity} of {num_rows} rows", POLICY_MEASURES, subjects)
+
+
+def hot_rows_of(snapshot: Snapshot, plan: Plan, count: int) -> HotRows:
+    """Hold copies of the first rows of each table."""
+    hot, tables = HotRows(plan.layout), snapshot.spec.tables
+    keys = (np.arange(len(tables))[:, None] << TABLE_SHIFT) + np.arange(count)
+    pending = hot.begin(keys.reshape(-1))
+    stored = np.concatenate([snapshot.read_rows(table.name, 0, count) for table in tables])
+    hot.put(pending, 0, np.arange(keys.size), stored)
+    hot.use(pending).close()
+    return hot
+
+
+def cpu_s(nodes: Sequence[NodeProcess]) -> float:
+    """Return the processor time that nodes have used, in steps of 10 ms."""
+    times = [psutil.Process(node.process_id).cpu_times() for node in nodes]
+    return sum(each.user + each.system for each in times)
+
+
+async def measure_lookups(
+    router: Router, nodes: Sequence[NodeProcess], batches: Sequence[KeyedBags], seconds: float
+) -> Values:
+    """Look batches up in turns for some seconds."""
+    wire_bytes, times = 0, list[float]()
+    nodes_s, router_s, started_at = cpu_s(nodes), time.process_time(), time.perf_counter()
+    while len(times) < len(batches) or time.perf_counter() - started_at < seconds:
+        before = time.perf_counter()
+        deadline = time.monotonic() + TIMEOUT_S
+        embeddings = await router.lookup(MODEL, 1, batches[len(times) % len(batches)], deadline, EXACT)
+        times.append(time.perf_counter() - before)
+        wire_bytes += sum(embeddings.times.wire_bytes())
+    return {
+        "time of a lookup": 1e3 * float(np.median(times)),
+        "CPU of the router": 1e3 * (time.process_time() - router_s) / len(times),
+        "CPU of the nodes": 1e3 * (cpu_s(nodes) - nodes_s) / len(times),
+        "bytes on sockets": wire_bytes / len(times) / 1e3,
+    }
+
+
+def draw_hits(
+    tables: UniformTables, rng: np.random.Generator, hotness: int, hot_rows: int, hit_rate: float
+) -> KeyedBags:
+    """Draw bags of every table; an id is one of its first `hot_rows` with chance `hit_rate`, else one of the others."""
+    drawn = tables.draw(rng, BAGS, hotness)
+    is_hot = rng.random(drawn.values.size) < hit_rate
+    drawn.values[is_hot] %= hot_rows
+    drawn.values[~is_hot] = rng.integers(hot_rows, tables.rows, np.count_nonzero(~is_hot))
+    return drawn
+
+
+def measure_cost(bench: Bench, tables: UniformTables, hot_rows: int, seconds: float) -> None:
+    """Measure lookups of the same ids without hot rows and with them, at chosen hit rates."""
+    rng = np.random.default_rng(0)
+    with ExitStack() as stack:
+        bench.say(f"writing {tables.count} tables of {tables.rows} rows")
+        snapshot = tables.export(bench.folder)
+        plan = Plan.make(snapshot.spec, SHARDS)
+        nodes = [stack.enter_context(node_process(snapshot.path, shard, SHARDS)) for shard in range(SHARDS)]
+        routers = {
+            name: make_router(snapshot, plan, connect(snapshot, plan, nodes), hot)
+            for name, hot in (("without hot rows", None), ("with hot rows", hot_rows_of(snapshot, plan, hot_rows)))
+        }
+
+        def subject(router: Router, batches: Sequence[KeyedBags]) -> Subject:
+            return lambda number: bench.runner.run(measure_lookups(router, nodes, batches, seconds))
+
+        cells = []
+        for hotness, hit_rate in itertools.product((1, 20), HIT_RATES):
+            batches = [draw_hits(tables, rng, hotness, hot_rows, hit_rate) for _ in range(BATCHES)]
+            subjects = {name: subject(router, batches) for name, router in routers.items()}
+            for measure_once in subjects.values():
+                measure_once(0)
+            title = f"cost, {hotness} id{'s' * (hotness > 1)} a bag, hit rate {hit_rate:g}"
+            cells.append(BenchTable(title, COST_MEASURES, subjects, {"shards": f"{SHARDS}"}))
+        bench.run(cells)
+        for router in routers.values():
+            bench.runner.run(router.close())
+
+
+@bench_command
+@click.option("--rows", type=click.IntRange(2), default=100_000, show_default=True, help="Of each of 26 tables.")
+@click.option("--hot-rows", type=click.IntRange(1), default=10_000, show_default=True, help="Of each table.")
+@click.option("--seconds", type=click.FloatRange(0), default=1.0, show_default=True, help="Of each measurement.")
+@click.option("--policy-rows", type=click.IntRange(100), default=1_000_000, show_default=True, help="For policies.")
+@click.option("--capacity", "capacities", type=click.IntRange(1), multiple=True, default=(1_000, 10_000, 100_000),
+              show_default=True, help="Rows that a policy holds. Repeatable.")  # fmt: skip
+def hot_rows(
+    bench: Bench,
+    rows: int,
+    hot_rows: int,
+    seconds: float,
+    policy_rows: int,
+    capacities: tuple[int, ...],
+) -> None:
+    """Measure which rows a tier of hot rows should hold, and what it saves.
+
+    First, lookups over shard processes without copies of hot rows at the router and with them. Then hit rates of
+    policies, on lookups by Zipf's law and after all rows have changed places: the rows that are looked up most, LRU,
+    and the policy that learns.
+
+    Examples:
+      shardrank loadtest bench hot-rows --quick --capacity 1000
+      shardrank loadtest bench hot-rows --json hot-rows.json
+    """
+    if hot_rows >= rows or max(capacities) >= policy_rows:
+        raise click.UsageError("--hot-rows and --capacity: fewer than the rows of a table")
+    measure_cost(bench, UniformTables(26, rows, 64), hot_rows, bench.seconds(seconds))
+    bench.run([policy_table(policy_rows, exponent, capacity) for exponent in ZIPF for capacity in capacities])

@@ -1,0 +1,160 @@
+"""`bench lookup`: what a lookup costs beyond the rows that it reads."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import click
+import numpy as np
+import torch
+
+from loader.snapshot.codecs import codec_for
+from loader.snapshot.reader import Snapshot
+from loadtest.bench.harness import Bench, BenchTable, Subject, Values, bench_command, measure, median_call_s
+from loadtest.bench.tables import DISTINCT_ROWS, UniformTables, connect, make_node, make_router, node_process
+from router.plan import Plan
+from router.router import Router
+from shard_node.bags import Float32Array, Int64Array, KeyedBags
+from shard_node.engine.arena import Arena, allocate_rows
+from shard_node.node import LocalShard
+
+FEATURES, BATCHES = 26, 8
+TIMEOUT_S = 60.0
+BARE, FLOAT32 = "bare op", "nn.EmbeddingBag fp32"
+MEASURES = (measure("time of a batch", "µs"),)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Raw ids by feature, and the same rows as int64 [n] in the order of all tables one after the other."""
+
+    bags: KeyedBags
+    rows: Int64Array
+
+
+Call: TypeAlias = Callable[[Batch], Awaitable[Float32Array]]
+
+
+def draw_batch(tables: UniformTables, rng: np.random.Generator, bags: int, hotness: int) -> Batch:
+    """Draw a batch of so many bags of each table."""
+    drawn = tables.draw(rng, bags, hotness)
+    first = np.arange(tables.count, dtype=np.int64) * tables.rows
+    return Batch(drawn, drawn.values + np.repeat(first, bags * hotness))
+
+
+def bare_arena(snapshot: Snapshot, tables: UniformTables) -> Arena:
+    """Load all tables into one arena, to call the torch op with nothing around it."""
+    rows = allocate_rows(tables.rows * tables.count, codec_for("int8", tables.embedding_dim).row_bytes)
+    for number, table in enumerate(snapshot.spec.tables):
+        for begin in range(0, tables.rows, DISTINCT_ROWS):
+            count = min(DISTINCT_ROWS, tables.rows - begin)
+            first = number * tables.rows + begin
+            rows[first : first + count] = snapshot.read_rows(table.name, begin, count)
+    return Arena("int8", tables.embedding_dim, rows, {0: rows.nbytes}, "ram")
+
+
+def float32_bag(tables: UniformTables) -> torch.nn.EmbeddingBag:
+    """Make the same rows in float32, all tables in one, as users of `nn.EmbeddingBag` have them."""
+    weight = torch.empty(tables.count, tables.rows, tables.embedding_dim)
+    block = torch.from_numpy(tables.distinct_rows())
+    for first in range(0, tables.rows, DISTINCT_ROWS):
+        part = weight[:, first : first + DISTINCT_ROWS]
+        part[:] = block[: part.shape[1]]
+    return torch.nn.EmbeddingBag.from_pretrained(weight.flatten(0, 1), mode="sum", include_last_offset=True)
+
+
+def router_call(router: Router, snapshot: Snapshot) -> Call:
+    """Look up through a router."""
+
+    async def call(batch: Batch) -> Float32Array:
+        deadline = time.monotonic() + TIMEOUT_S
+        embeddings = await router.lookup(snapshot.spec.model, snapshot.version, batch.bags, deadline)
+        return embeddings.blocks[0]
+
+    return call
+
+
+def calls_of(snapshot: Snapshot, tables: UniformTables, remote: Router) -> dict[str, Call]:
+    """Make the subjects; the first is the floor."""
+    arena, module = bare_arena(snapshot, tables), float32_bag(tables)
+
+    async def call_bare(batch: Batch) -> Float32Array:
+        return arena.pool(batch.rows, batch.bags.offsets, None)
+
+    async def call_float32(batch: Batch) -> Float32Array:
+        pooled: torch.Tensor = module(torch.from_numpy(batch.rows), torch.from_numpy(batch.bags.offsets))
+        return pooled.numpy()
+
+    def local(cards: int) -> Call:
+        plan = Plan.make(snapshot.spec, cards_per_shard=cards)
+        return router_call(make_router(snapshot, plan, [LocalShard(make_node(snapshot, plan))]), snapshot)
+
+    return {
+        BARE: call_bare,
+        "local": local(1),
+        "local, 2 cards": local(2),
+        "Unix socket": router_call(remote, snapshot),
+        FLOAT32: call_float32,
+    }
+
+
+async def check_same(calls: Mapping[str, Call], batch: Batch) -> None:
+    """Raise AssertionError unless all give the same; float32 differs by the rounding of each int8 row."""
+    expected = await calls[BARE](batch)
+    largest = 10 * float(np.sqrt(batch.bags.num_values / batch.bags.num_bags))
+    for name, call in calls.items():
+        tolerance = 0.02 if name == FLOAT32 else 1e-5
+        pooled = await call(batch)
+        np.testing.assert_allclose(pooled, expected, rtol=tolerance, atol=tolerance * largest, err_msg=name)
+
+
+def measure_dim(bench: Bench, tables: UniformTables, seconds: float) -> None:
+    """Measure batches of all sizes, with 1 and with 20 ids a bag."""
+
+    def subject(call: Call, batches: Sequence[Batch]) -> Subject:
+        def measure_once(number: int) -> Values:
+            repeated = median_call_s(lambda turn: call(batches[turn % BATCHES]), seconds, BATCHES)
+            return {"time of a batch": 1e6 * bench.runner.run(repeated)}
+
+        return measure_once
+
+    with ExitStack() as stack:
+        bench.say(f"writing {tables.count} tables of {tables.rows} rows of dim {tables.embedding_dim}")
+        snapshot = tables.export(bench.folder / f"{tables.embedding_dim}")
+        node, plan = stack.enter_context(node_process(snapshot.path)), Plan.make(snapshot.spec)
+        remote = make_router(snapshot, plan, connect(snapshot, plan, [node]))
+        stack.callback(lambda: bench.runner.run(remote.close()))
+        calls, cells = calls_of(snapshot, tables, remote), []
+        for hotness, bags in itertools.product((1, 20), (1, 64, 512)):
+            rng = np.random.default_rng(bags * 1000 + hotness)
+            batches = [draw_batch(tables, rng, bags, hotness) for _ in range(BATCHES)]
+            bench.runner.run(check_same(calls, batches[0]))
+            title = f"dim {tables.embedding_dim}, {hotness} id{'s' * (hotness > 1)} a bag, batch {bags}"
+            subjects = {name: subject(call, batches) for name, call in calls.items()}
+            cells.append(BenchTable(title, MEASURES, subjects, {"rows of a batch": f"{batches[0].rows.size}"}))
+        bench.run(cells)
+
+
+@bench_command
+@click.option("--table-gb", type=click.FloatRange(min=0.001), default=2.0, show_default=True, help="int8 GB of rows.")
+@click.option("--dim", "dims", type=int, multiple=True, default=(64, 128), show_default=True, help="Repeatable.")
+@click.option("--seconds", type=click.FloatRange(0), default=0.3, show_default=True, help="Of each measurement.")
+def lookup(bench: Bench, table_gb: float, dims: tuple[int, ...], seconds: float) -> None:
+    """Measure what a lookup costs beyond the rows that it reads.
+
+    On the same ids: the bare torch op on one int8 arena (the floor), the router with the rows in this process (one card
+    and two), the router with the rows in another process behind a Unix socket, and float32 `nn.EmbeddingBag`. Ids are
+    uniform, the worst case for caches.
+
+    Examples:
+      shardrank loadtest bench lookup --quick
+      shardrank loadtest bench lookup --dim 64 --json lookup.json
+    """
+    for dim in dims:
+        rows = int(table_gb * 1e9) // codec_for("int8", dim).row_bytes // FEATURES
+        measure_dim(bench, UniformTables(FEATURES, max(1, rows), dim), bench.seconds(seconds))

@@ -1,0 +1,312 @@
+"""`bench serving`: what serving costs beyond computing."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, get_args
+
+import click
+import numpy as np
+
+from loadtest.bench.calls import count_calls
+from loadtest.bench.harness import Bench, BenchTable, Subject, Values, bench_command, measure
+from loadtest.bench.limit import Limit
+from loadtest.errors import LoadConfigError
+from loadtest.load.config import bench_load
+from loadtest.load.generator import Generators
+from loadtest.servers import THIS_CHECKOUT, Server, check_scores, checked_checkout, commit_of, summed
+from loadtest.servers import serving as serving_process
+from loadtest.workloads.catalog import (
+    EQUAL_REQUESTS,
+    VARIED_AROUND_100,
+    BenchShape,
+    BenchWorkload,
+    Head,
+    SideSplit,
+    bench_spec,
+)
+from loadtest.workloads.cli import side_split_option
+from loadtest.workloads.payloads import APIS, Api
+from loadtest.workloads.prepare import write_random_snapshot
+from serving.models.layers import NumberFormat
+from serving.models.ranking_models import DtypeChoice, choose_dtype
+from shard_node.bags import Float32Array
+
+CHECKED_REQUESTS = 2
+TOLERANCES: dict[NumberFormat, float] = {"float32": 1e-4, "bfloat16": 0.02, "int8": 0.03}
+"""Scores are between 0 and 1. A server's batches are of other sizes, so sums are rounded otherwise."""
+FULL_LOAD = 32
+"""Requests in flight."""
+WARM_UP_S = 1.0
+LIMIT = "without a server"
+CPU, P50 = "CPU of a request", "p50"
+LOADED_MEASURES = (
+    measure(CPU, "ms"),
+    measure("requests", "/s", "higher"),
+    measure(P50, "ms"),
+    measure("p99", "ms"),
+    measure("batch", "requests", "higher"),
+    measure("CPU of the client", "cores"),
+)
+SINGLE_MEASURES = (measure(P50, "ms"), measure("p50 beyond computing", "ms"))
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model that servers serve to one client.
+
+    Attributes:
+        shape, head: of the model and of its requests.
+        snapshot: its folder.
+        dtype: of its dense model.
+        seconds: of each measurement.
+    """
+
+    bench: Bench
+    generators: Generators
+    shape: BenchShape
+    head: Head
+    snapshot: Path
+    dtype: NumberFormat
+    seconds: float
+
+    def workload(self, hotness: int, changed: Mapping[str, Any] | None = None) -> BenchWorkload:
+        """Return requests for this model, with changes of their shape."""
+        return BenchWorkload(shape=self.shape.model_copy(update=changed), head=self.head, hotness=hotness)
+
+    def served(self, name: str, *flags: str, checkout: Path | None = None) -> AbstractContextManager[Server]:
+        """Serve it; the log has the server's name."""
+        arguments, log = ("--dtype", self.dtype, "--no-verify", *flags), self.bench.folder / f"{name}.log"
+        self.bench.say(f"starting a server: {name}")
+        return serving_process("local", self.snapshot, arguments, log, checkout)
+
+    def load(self, server: Server, workload: BenchWorkload, api: Api, in_flight: int = FULL_LOAD) -> Values:
+        """Measure a server that is kept busy."""
+        load, before = bench_load(server.target(api), api, workload), _batches(server)
+        weighed = self.generators.busy(load, in_flight, min(WARM_UP_S, self.seconds), self.seconds, server.process_ids)
+        requests, batches = (after - count for after, count in zip(_batches(server), before, strict=True))
+        return {
+            CPU: weighed.cpu_ms,
+            "requests": weighed.requests_per_s,
+            P50: weighed.p50_ms,
+            "p99": weighed.p99_ms,
+            "batch": requests / batches,
+            "CPU of the client": weighed.client_cpu_s / weighed.seconds,
+        }
+
+    def scores(self, server: Server, workload: BenchWorkload, api: Api) -> list[Float32Array]:
+        """Return a server's scores of a few requests."""
+        load = bench_load(server.target(api), api, workload)
+        return [self.generators.scores(load, request) for request in range(CHECKED_REQUESTS)]
+
+    def check(self, name: str, scores: Sequence[Float32Array], expected: Sequence[Float32Array]) -> None:
+        """Raise ScoresDifferError unless a server's scores are the expected ones."""
+        for of_request, right in zip(scores, expected, strict=True):
+            check_scores(name, of_request, right, TOLERANCES[self.dtype])
+
+
+def _batches(server: Server) -> tuple[float, ...]:
+    """Return requests in batches, and batches, so far."""
+    text = server.metrics()
+    return tuple(sum(summed(text, f"shardrank_batch_requests_{part}").values()) for part in ("sum", "count"))
+
+
+def _ids(hotness: int) -> str:
+    return f"{hotness} id{'s' * (hotness > 1)} a bag"
+
+
+def tables_of(model: ServedModel, limit: Limit, server: Server, hotness: int, apis: Sequence[Api]) -> list[BenchTable]:
+    """Compare a server with the same batches without it, under full load and one request after the other.
+
+    A third table compares requests that vary with requests that are alike, of as many candidates in the mean.
+    """
+    workload, sizes = model.workload(hotness), list[float]()
+
+    def loaded_limit(number: int) -> Values:
+        return limit.compute(workload, max(1.0, float(np.mean(sizes[-len(apis) :]))), model.seconds)
+
+    def loaded(api: Api) -> Subject:
+        def run(number: int) -> Values:
+            values = model.load(server, workload, api)
+            sizes.append(values["batch"])
+            return values
+
+        return run
+
+    @cache
+    def limit_ms(number: int) -> float:
+        return limit.compute(workload, 1.0, model.seconds)["time of a batch"]
+
+    def single(api: Api) -> Subject:
+        def run(number: int) -> Values:
+            p50_ms = model.load(server, workload, api, 1)[P50]
+            return {P50: p50_ms, "p50 beyond computing": max(0.0, p50_ms - limit_ms(number))}
+
+        return run
+
+    def changed(shape: Mapping[str, Any]) -> Subject:
+        return lambda number: model.load(server, model.workload(hotness, shape), apis[0])
+
+    title, setup = f"{model.head}, {_ids(hotness)}", {"requests": model.shape.requests}
+    loads: dict[str, Subject] = {LIMIT: loaded_limit, **{api: loaded(api) for api in apis}}
+    singles: dict[str, Subject] = {
+        LIMIT: lambda number: {P50: limit_ms(number)},
+        **{api: single(api) for api in apis},
+    }
+    forms = {"equal": changed(EQUAL_REQUESTS), "varied": changed(VARIED_AROUND_100)}
+    return [
+        BenchTable(f"{title}, {FULL_LOAD} in flight", LOADED_MEASURES, loads, setup),
+        BenchTable(f"{title}, one in flight", SINGLE_MEASURES, singles, setup),
+        BenchTable(f"{title}, {apis[0]}, varied against equal", LOADED_MEASURES, forms),
+    ]
+
+
+def measure_server(model: ServedModel, hotness: Sequence[int], apis: Sequence[Api]) -> None:
+    """Measure a server of this checkout."""
+    limit = Limit(model.snapshot, model.dtype)
+    with model.served("this checkout") as server:
+        for ids, api in itertools.product(hotness, apis):
+            expected = [limit.score(model.workload(ids), request) for request in range(CHECKED_REQUESTS)]
+            model.check(api, model.scores(server, model.workload(ids), api), expected)
+        model.bench.run([table for ids in hotness for table in tables_of(model, limit, server, ids, apis)])
+
+
+def measure_account(model: ServedModel, hotness: int, apis: Sequence[Api]) -> None:
+    """Measure where the time of a request under full load goes, by stage, as servers profile it, and count its calls.
+
+    `stages_us` is what a request waits for, `busy_us` the same with a batch's time counted once.
+    """
+    bench, accounts = model.bench, {}
+    for api in apis:
+        profile = bench.folder / f"{api}.json"
+        with model.served(f"{api} profiled", "--profile", str(profile)) as server:
+            model.load(server, model.workload(hotness), api)
+        (account,) = json.loads(profile.read_text(encoding="utf-8"))["accounts"]
+        requests, stages = account["requests"], account["stages"]
+        accounts[api] = {
+            "requests": requests,
+            "whole_us": 1e6 * account["whole_s"] / requests,
+            "stages_us": {stage["stage"]: 1e6 * stage["seconds"] / requests for stage in stages},
+            "busy_us": {stage["stage"]: 1e6 * stage["busy_s"] / requests for stage in stages},
+        }
+    calls = bench.runner.run(count_calls(bench.folder / "calls"))
+    bench.results |= {"account": accounts, "calls": calls}
+    for key, title in (("busy_us", "at work in a stage"), ("stages_us", "until a stage is over")):
+        rows = [(stage, *(accounts[api][key][stage] for api in apis)) for stage in accounts[apis[0]][key]]
+        bench.show_rows(f"µs of a request, {title}, under full load, {_ids(hotness)}", ("stage", *apis), rows)
+    bench.say(f"a JSON request: {calls['count']} calls of {calls['functions']} functions in {calls['files']} files")
+
+
+@contextmanager
+def checkout_of(against: str) -> Iterator[Path]:
+    """Check a commit out into a temporary folder; a folder is another checkout.
+
+    Raises:
+        LoadConfigError: it is neither.
+    """
+    if Path(against).is_dir():
+        yield checked_checkout(Path(against))
+        return
+    git = ("git", "-C", str(THIS_CHECKOUT), "worktree")
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        path = Path(folder) / "old"
+        add = subprocess.run((*git, "add", "--detach", str(path), against), capture_output=True, text=True, check=False)
+        if add.returncode:
+            raise LoadConfigError(f"--against: {against!r} is no folder and no commit: {add.stderr.strip()}")
+        try:
+            yield checked_checkout(path)
+        finally:
+            subprocess.run((*git, "remove", "--force", str(path)), capture_output=True, check=True)
+
+
+def measure_against(model: ServedModel, hotness: Sequence[int], apis: Sequence[Api], old: Path) -> None:
+    """Measure this checkout's server and another one's under full load.
+
+    Both serve the same snapshot, run by the same Python, and must give the same scores. Both are started anew in each
+    round, so that what differs from one start to the next is in the intervals.
+    """
+    checkouts, servers = {"old": old, "new": THIS_CHECKOUT}, dict[str, Server]()
+    setup = {side: commit_of(checkout) for side, checkout in checkouts.items()}
+    cells = list(itertools.product(hotness, apis))
+
+    @contextmanager
+    def both_served(number: int) -> Iterator[None]:
+        with ExitStack() as stack:
+            for side, checkout in checkouts.items():
+                servers[side] = stack.enter_context(model.served(side, checkout=checkout))
+            for ids, api in cells:
+                scores = {side: model.scores(server, model.workload(ids), api) for side, server in servers.items()}
+                model.check(f"new, {api}", scores["new"], scores["old"])
+            yield
+
+    def loaded(side: str, ids: int, api: Api) -> Subject:
+        return lambda number: model.load(servers[side], model.workload(ids), api)
+
+    tables = []
+    for ids, api in cells:
+        subjects = {side: loaded(side, ids, api) for side in checkouts}
+        setup_of_requests = {**setup, "requests": model.shape.requests}
+        tables.append(BenchTable(f"{model.head}, {_ids(ids)}, {api}", LOADED_MEASURES, subjects, setup_of_requests))
+    model.bench.run(tables, both_served)
+
+
+@bench_command
+@click.option("--head", type=click.Choice(get_args(Head)), default="mlp", show_default=True)
+@click.option("--hotness", type=click.IntRange(1, 1000), multiple=True, default=(1, 20), help="Ids a bag. Repeatable.")
+@click.option("--api", "apis", type=click.Choice(APIS), multiple=True, default=("grpc-packed", "oip-http", "json"))
+@click.option("--rows", type=click.IntRange(1), default=1_000_000, show_default=True, help="Of the one table.")
+@side_split_option("candidates")
+@click.option("--seconds", type=click.FloatRange(0.05), default=4.0, show_default=True, help="Of each measurement.")
+@click.option("--dtype", type=click.Choice(get_args(DtypeChoice)), default="auto", show_default=True)
+@click.option("--against", metavar="COMMIT", help="A commit or another checkout: its server and this one's, compared.")
+def serving(
+    bench: Bench,
+    head: Head,
+    hotness: tuple[int, ...],
+    apis: tuple[Api, ...],
+    rows: int,
+    side_split: SideSplit,
+    seconds: float,
+    dtype: DtypeChoice,
+    against: str | None,
+) -> None:
+    """Measure what serving costs beyond computing.
+
+    A real server on this machine, with a client in another process: processor time of the server's processes for each
+    request under full load, to that of the same batches computed without a server; the median time of one request after
+    the other, beyond that of a batch of one; requests that vary against requests that are alike. Then the stages of a
+    request in a server's profile, and the Python calls of a JSON request.
+
+    With --against, processor time of a request, another commit's server and this checkout's in alternation.
+
+    Examples:
+      shardrank loadtest bench serving --quick --hotness 1
+      shardrank loadtest bench serving --head dlrm --json serving.json
+      shardrank loadtest bench serving --against HEAD~10 --json against.json
+    """
+    shape = BenchShape.of(rows, varied=True, side_split=side_split)
+    with ExitStack() as stack:
+        old = stack.enter_context(checkout_of(against)) if against else None
+        bench.say(f"writing {rows} rows")
+        model = ServedModel(
+            bench,
+            stack.enter_context(Generators()),
+            shape,
+            head,
+            write_random_snapshot(bench_spec(shape, head), bench.folder / "store"),
+            choose_dtype(dtype),
+            bench.seconds(seconds),
+        )
+        if old is not None:
+            measure_against(model, hotness, apis, old)
+        else:
+            measure_server(model, hotness, apis)
+            measure_account(model, hotness[0], apis)

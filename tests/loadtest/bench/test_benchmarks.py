@@ -1,0 +1,131 @@
+"""Every benchmark runs with small sizes, and its JSON form has what its name says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+import loadtest
+from serving.cli import main
+from shardrank_testing.movielens import small_interactions, write_movielens
+
+
+@pytest.fixture
+def bench(tmp_path: Path):
+    """Run a benchmark; return its tables and its document."""
+
+    def run(name: str, *flags: str, rounds: int = 1) -> tuple[dict[str, Any], dict[str, Any]]:
+        file = tmp_path / "bench.json"
+        arguments = ["loadtest", "bench", name, *flags, "--rounds", str(rounds), "--json", str(file)]
+        result = CliRunner().invoke(main, arguments, catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+        document = json.loads(file.read_text())
+        assert (document["kind"], document["bench"], document["rounds"]) == ("bench", name, rounds)
+        for table in document["tables"].values():
+            for measures in table["subjects"].values():
+                assert {len(measured["values"]) for measured in measures.values()} == {rounds}
+        return {title: table["subjects"] for title, table in document["tables"].items()}, document
+
+    return run
+
+
+def medians(subjects: dict[str, Any], name: str) -> dict[str, float]:
+    return {subject: measures[name]["median"] for subject, measures in subjects.items()}
+
+
+def test_lookup_compares_five_ways_to_read_the_same_rows(bench) -> None:
+    tables, _ = bench("lookup", "--table-gb", "0.002", "--dim", "8", "--seconds", "0", rounds=2)
+    assert list(tables) == [
+        f"dim 8, {ids} a bag, batch {batch}" for ids in ("1 id", "20 ids") for batch in (1, 64, 512)
+    ]
+    for subjects in tables.values():
+        times = medians(subjects, "time of a batch")
+        assert list(times) == ["bare op", "local", "local, 2 cards", "Unix socket", "nn.EmbeddingBag fp32"]
+        assert times["bare op"] < times["Unix socket"]
+
+
+def test_deltas_are_applied_beside_lookups(bench) -> None:
+    tables, _ = bench("deltas", "--seconds", "0.4", "--rows", "2000", "--rows-per-s", "1000", rounds=2)
+    subjects = tables["lookups beside row updates"]
+    assert medians(subjects, "rows applied")["with deltas"] > 100
+    assert medians(subjects, "rows applied")["without deltas"] == 0
+    assert min(medians(subjects, "lookups").values()) > 0
+
+
+def test_hot_rows_save_bytes_at_the_hit_rate(bench) -> None:
+    sizes = ("--rows", "2000", "--hot-rows", "200", "--policy-rows", "2000", "--capacity", "100")
+    tables, _ = bench("hot-rows", *sizes, "--seconds", "0")
+    for ids in ("1 id", "20 ids"):
+        saved = [
+            tables[f"cost, {ids} a bag, hit rate {rate}"]["with hot rows"]["bytes on sockets"]["ratio"]
+            for rate in ("0", "0.5", "0.9")
+        ]
+        assert saved[0] == pytest.approx(1)
+        assert saved[2] < saved[1] < 1
+    policies = medians(tables["policies, zipf 1.1, 100 of 2000 rows"], "hit rate")
+    assert policies["LRU"] < policies["learning"] <= policies["top rows"]
+
+
+def test_levers_are_measured_in_bytes_time_and_quality(bench, tmp_path: Path) -> None:
+    folder = write_movielens(tmp_path / "films", small_interactions(num_ratings=1500))
+    flags = ("--rows", "2000", "--seconds", "0", "--movielens", str(folder), "--epochs", "1")
+    tables, _ = bench("levers", *flags)
+    sizes = medians(tables["lookups"], "bytes of rows")
+    assert sizes["fp32"] == 26 * 2000 * 64 * 4 / 1e6
+    assert sizes["int4"] < sizes["hot int8, cold int4"] < sizes["int8"] < sizes["fp16"] < sizes["fp32"]
+    assert set(medians(tables["lookups"], "time of a batch, 20 ids a bag")) == {*sizes}
+    wrong = medians(tables["films"], "pairs ranked wrongly")
+    assert next(iter(wrong)) == "int8"
+    assert all(10 < percent < 90 for percent in wrong.values())
+
+
+SMALL = ("--rows", "300", "--seconds", "0.15", "--hotness", "1", "--dtype", "float32", "--api", "json")
+
+
+def test_serving_is_compared_with_the_same_batches_without_a_server(bench) -> None:
+    tables, document = bench("serving", *SMALL)
+    loaded, single, forms = tables.values()
+    assert list(loaded) == ["without a server", "json"]
+    assert loaded["json"]["CPU of a request"]["ratio"] > 1
+    assert medians(loaded, "batch")["json"] == pytest.approx(medians(loaded, "batch")["without a server"], rel=0.5)
+    times = single["json"]["p50"]["values"], single["without a server"]["p50"]["values"]
+    beyond = [served - computed for served, computed in zip(*times, strict=True)]
+    assert single["json"]["p50 beyond computing"]["values"] == pytest.approx(beyond)
+    assert list(forms) == ["equal", "varied"]
+    # The stages of the account make up what a request waited for.
+    account = document["account"]["json"]
+    assert sum(account["stages_us"].values()) == pytest.approx(account["whole_us"], rel=0.05)
+    assert account["busy_us"].keys() == account["stages_us"].keys() >= {"decode", "queue", "rank", "encode"}
+    calls = document["calls"]
+    assert calls["files"] == len(calls["by_file"])
+    assert calls["count"] == sum(count for functions in calls["by_file"].values() for count in functions.values())
+    assert calls["by_file"]["router/router.py"]["Router.lookup"] == 1
+
+
+def test_two_checkouts_are_measured_in_alternation(bench, tmp_path: Path) -> None:
+    """Another folder with this code: what its server runs is found there, and nowhere else."""
+    folder, here = tmp_path / "old", Path(loadtest.__file__).parents[1]
+    folder.mkdir()
+    for package in ("loader", "shard_node", "router", "serving"):
+        (folder / package).symlink_to(here / package)
+    tables, document = bench("serving", *SMALL, "--against", str(folder))
+    assert list(tables["mlp, 1 id a bag, json"]) == ["old", "new"]
+    assert min(medians(tables["mlp, 1 id a bag, json"], "CPU of a request").values()) > 0
+    assert document["tables"]["mlp, 1 id a bag, json"]["setup"]["old"] == "old, not under git"
+    assert "account" not in document
+
+
+def test_the_old_server_runs_the_code_of_the_other_checkout(tmp_path: Path) -> None:
+    for package in ("loader", "shard_node", "router", "serving"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").touch()
+    (tmp_path / "serving" / "cli").mkdir()
+    (tmp_path / "serving" / "cli" / "__main__.py").write_text("raise SystemExit('this is the old one')")
+    result = CliRunner().invoke(main, ["loadtest", "bench", "serving", *SMALL, "--against", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "has ended before it served" in result.output
+    assert "this is the old one" in result.output

@@ -1,0 +1,88 @@
+"""Subjects are measured in alternation, and their ratios are those of each round."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from loadtest.bench.harness import Bench, BenchTable, bench_command, measure, median_call_s
+
+MEASURES = (measure("time", "ms"), measure("hits", "%", "higher"))
+
+
+def test_each_round_measures_all_subjects_in_turning_order():
+    """The baseline comes last in the first round; tables alternate within a round, which is entered and left."""
+    events: list[str] = []
+
+    class Round:
+        def __init__(self, number: int) -> None:
+            events.append(f"begin {number}")
+
+        def __enter__(self) -> None:
+            pass
+
+        def __exit__(self, *error: object) -> None:
+            events.append("end")
+
+    def subject(name: str):
+        def run(number: int) -> dict[str, float]:
+            events.append(f"{name}{number}")
+            return {"time": 1.0}
+
+        return run
+
+    tables = [BenchTable(title, MEASURES, {name: subject(name) for name in title}) for title in ("abc", "de")]
+    with asyncio.Runner() as runner:
+        Bench("order", 3, Path(), runner, quick=False).run(tables, Round)
+    rounds = [
+        ["begin 0", "b0", "c0", "a0", "e0", "d0", "end"],
+        ["begin 1", "c1", "a1", "b1", "d1", "e1", "end"],
+        ["begin 2", "a2", "b2", "c2", "e2", "d2", "end"],
+    ]
+    assert events == [event for of_round in rounds for event in of_round]
+
+
+@bench_command
+def small_bench(bench: Bench) -> None:
+    """Compare two subjects."""
+    slow = {"slow": lambda number: {"time": 4.0 * (number + 1), "hits": 50.0}}
+    fast = {"fast": lambda number: {"time": 1.0 + number}}
+    bench.run([BenchTable("both", MEASURES, slow | fast, {"rows": "3"})])
+    bench.results["stages"] = {"seconds": bench.seconds(5.0)}
+
+
+@pytest.mark.parametrize(
+    ("flags", "rounds", "seconds"), [([], 5, 5.0), (["--quick"], 2, 1.0), (["--rounds", "3"], 3, 5)]
+)
+def test_the_json_form_has_values_medians_ratios_and_intervals(tmp_path, flags, rounds, seconds):
+    file = tmp_path / "bench.json"
+    result = CliRunner().invoke(small_bench, [*flags, "--json", str(file)], catch_exceptions=False)
+    assert result.exit_code == 0
+    document = json.loads(file.read_text())
+    assert (document["bench"], document["rounds"], document["stages"]) == ("small-bench", rounds, {"seconds": seconds})
+    table = document["tables"]["both"]
+    assert (table["baseline"], table["setup"]) == ("slow", {"rows": "3"})
+    fast = table["subjects"]["fast"]["time"]
+    assert fast["values"] == [1.0 + number for number in range(rounds)]
+    assert fast["median"] == (rounds + 1) / 2
+    assert fast["ratio"] == pytest.approx(0.25)
+    assert fast["interval"] == pytest.approx([0.25, 0.25])
+    assert (fast["unit"], fast["better"]) == ("ms", "lower")
+    # A measure that one subject lacks has no ratios.
+    assert table["subjects"]["slow"]["hits"]["ratio"] is None
+    assert "0.250" in result.output
+
+
+def test_median_call_makes_a_call_that_it_does_not_count():
+    calls: list[int] = []
+
+    async def call(number: int) -> None:
+        calls.append(number)
+        await asyncio.sleep(0.02 if number == 2 else 0)
+
+    assert asyncio.run(median_call_s(call, 0.0, 3)) < 0.01
+    assert calls == [0, 0, 1, 2]

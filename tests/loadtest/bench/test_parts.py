@@ -1,0 +1,151 @@
+"""The arithmetic of benchmarks: what they compare is what they say."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import OrderedDict
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loader.snapshot.codecs import RowCodec
+from loader.snapshot.reader import Snapshot
+from loadtest.bench.hot_rows import Lru, draw_hits, hit_rates
+from loadtest.bench.levers import as_stored, describe_levers, rows_bytes
+from loadtest.bench.limit import Limit, batch_sizes
+from loadtest.bench.lookup import bare_arena, draw_batch, float32_bag
+from loadtest.bench.serving import checkout_of
+from loadtest.bench.tables import UniformTables
+from loadtest.errors import LoadConfigError, WorkloadError
+from loadtest.servers import THIS_CHECKOUT, commit_of
+from loadtest.workloads.catalog import BenchShape, BenchWorkload, bench_payloads, bench_spec
+from loadtest.workloads.prepare import write_random_snapshot
+from router.popularity import Popularity
+from serving.embedded import Ranker
+from serving.training.dataset import FilmsDataset
+from serving.training.trainer import export_trained, train_described
+from shardrank_testing.movielens import small_interactions
+
+SHAPE = BenchShape(features=3, embedding_dim=8, rows=200, dense=2, candidates="2-9:5")
+
+
+def test_the_bare_op_and_float32_rows_are_the_snapshots(tmp_path: Path) -> None:
+    tables = UniformTables(3, 1000, 4)
+    snapshot = tables.export(tmp_path)
+    batch = draw_batch(tables, np.random.default_rng(0), bags=5, hotness=1)
+    pooled = bare_arena(snapshot, tables).pool(batch.rows, batch.bags.offsets, None)
+    weight = float32_bag(tables).weight.numpy()
+    for number, (row, value) in enumerate(zip(batch.rows, batch.bags.values, strict=True)):
+        stored = snapshot.read_rows(snapshot.spec.tables[number // 5].name, int(value), 1)[0]
+        scale, bias = stored[4:].view(np.float32)
+        np.testing.assert_allclose(pooled[number], stored[:4] * scale + bias, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(pooled[number], weight[row], atol=0.02)
+        assert row == number // 5 * 1000 + value
+
+
+@pytest.mark.parametrize("varied", [True, False])
+@pytest.mark.parametrize(("head", "hotness"), [("mlp", 1), ("dlrm", 4)])
+def test_limit_gives_the_scores_of_a_served_model(tmp_path: Path, head, hotness, varied) -> None:
+    shape = SHAPE.model_copy(update={"varied": varied})
+    path, workload = (
+        write_random_snapshot(bench_spec(shape, head), tmp_path),
+        BenchWorkload(shape=shape, head=head, hotness=hotness),
+    )
+    limit, pool = Limit(path, "float32"), bench_payloads(shape, head, hotness, "json", 5)
+    assert len({payload.num_candidates for payload in pool}) > 1
+    with Ranker.open(path, dtype="float32") as ranker:
+        for number in range(5):
+            expected = ranker.rank(json.loads(pool[number].body))["scores"]
+            np.testing.assert_allclose(limit.score(workload, number), expected, rtol=0, atol=1e-6)
+    computed = limit.compute(workload, 2.5, 0.05)
+    assert computed["batch"] == 2.5
+    assert 0 < computed["CPU of a request"] <= 1e3 / computed["requests"] * 1.2
+    assert computed["time of a batch"] > 0
+
+
+@given(mean=st.floats(1, 64))
+def test_batches_of_two_sizes_keep_to_any_mean(mean: float) -> None:
+    sizes = list(itertools.islice(batch_sizes(mean), 200))
+    assert set(sizes) <= {int(mean), int(mean) + 1}
+    for count, total in enumerate(itertools.accumulate(sizes), start=1):
+        assert abs(total - mean * count) <= 1
+
+
+def test_requests_of_a_limit_are_never_fewer(monkeypatch) -> None:
+    monkeypatch.setattr("loadtest.workloads.catalog.MAX_BENCH_BYTES", 2000)
+    with pytest.raises(WorkloadError, match="hotness 4: 64 requests of json are more than 2000 bytes"):
+        bench_payloads(SHAPE, "mlp", 4, "json")
+
+
+@given(st.lists(st.lists(st.integers(0, 29), max_size=40), max_size=8), st.integers(1, 12))
+def test_lru_holds_the_rows_of_a_cache_that_moves_to_front(batches, capacity) -> None:
+    lru, cache = Lru(30), OrderedDict()
+    for rows in batches:
+        lru.observe(np.array(rows, np.int64))
+        for row in rows:
+            cache[row] = None
+            cache.move_to_end(row)
+            if len(cache) > capacity:
+                cache.popitem(last=False)
+    assert set(lru.top(capacity)) == set(cache)
+
+
+def test_hit_rates_of_a_shift_come_back_for_who_learns() -> None:
+    class Fixed:
+        """Holds every row: all lookups are hits."""
+
+        def observe(self, rows) -> None:
+            assert rows.size == 500
+
+        def top(self, count: int):
+            return np.arange(20_000)
+
+    assert list(hit_rates(Fixed(), 0, 20_000, 1.1, 500).values()) == pytest.approx([100] * 5)
+    learning, lru = (hit_rates(policy, 0, 20_000, 1.1, 500) for policy in (Popularity(500), Lru(20_000)))
+    shares = np.arange(1, 20_001) ** -1.1
+    best = 100 * shares[:500].sum() / shares.sum()
+    assert best - 1 < learning["hit rate"] <= best
+    assert lru["hit rate"] < best - 5
+    after = [learning[f"hit rate, {count} × capacity after a shift"] for count in (1, 5, 10, 20)]
+    assert after == sorted(after)
+    assert best - 4 < after[-1] < best
+
+
+def test_drawn_ids_hit_at_the_chosen_rate() -> None:
+    drawn = draw_hits(UniformTables(2, 30_000, 8), np.random.default_rng(0), 20, 500, 0.9)
+    assert drawn.values.size == 2 * 100 * 20
+    assert (drawn.values < 500).mean() == pytest.approx(0.9, abs=0.03)
+    assert drawn.values.max() < 30_000
+
+
+def test_rows_of_levers_are_those_of_the_snapshot(tmp_path: Path) -> None:
+    interactions = small_interactions()
+    described = describe_levers(interactions)
+    model_bytes = {name: rows_bytes(description.compiled().stored_tables) for name, description in described.items()}
+    assert model_bytes["int4"] < model_bytes["int8"] < model_bytes["fp16"] < model_bytes["fp32"]
+    assert min(model_bytes, key=model_bytes.__getitem__) == "no crosses"
+    dataset = FilmsDataset.split(interactions, seed=0)
+    model = train_described(dataset, described["hot fp16, cold int4"], epochs=1)
+    snapshot, size = Snapshot.open(export_trained(model, dataset, tmp_path)), 0
+    for table in snapshot.spec.tables:
+        rows = snapshot.read_rows(table.name, 0, table.num_embeddings)
+        size += rows.nbytes
+        decoded = RowCodec(table.dtype, table.embedding_dim).decode(rows)
+        np.testing.assert_array_equal(decoded, as_stored(model).tables[table.name])
+    assert rows_bytes(model.spec.tables) == size
+
+
+def test_a_commit_is_checked_out_while_it_is_measured(tmp_path: Path) -> None:
+    with checkout_of("HEAD") as old:
+        assert old != THIS_CHECKOUT
+        assert commit_of(old) == commit_of(THIS_CHECKOUT).removesuffix("-dirty")
+    assert not old.exists()
+    with checkout_of(str(THIS_CHECKOUT)) as old:
+        assert old == THIS_CHECKOUT
+    for against, problem in ((str(tmp_path), "it has no loader"), ("no-such-commit", "is no folder and no commit")):
+        with pytest.raises(LoadConfigError, match=problem), checkout_of(against):
+            pass
