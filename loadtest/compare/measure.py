@@ -34,7 +34,7 @@ from serving.client import Client, ClientError
 from shard_node.bags import Float32Array
 
 CHECKED_REQUESTS = 8
-ASK_TIMEOUT_S = 5.0
+DESCRIBE_TIMEOUT_S = 5.0
 REHEARSAL_S = 2.0
 TOLERANCES: dict[Dtype, float] = {"float32": 1e-5, "bfloat16": 0.01}
 """Of scores, which are between 0 and 1. Where rows are divided otherwise, parts of a sum are added in another order; in
@@ -42,7 +42,6 @@ bfloat16, a sum whose last bit differs may become the next number, 0.4% away, at
 random models, whose scores spread by 0.03 to 0.05: up to 3e-7 between arms in float32 and 0.0016 in bfloat16."""
 HALVES_TOLERANCE = 1e-3
 """Where shards are told to send float16 sums: these differ by one part in 2048. Measured: up to 3e-5 in float32."""
-
 ASKED = "asked"
 """Key of the bytes sent to shards in `wire_bytes`; the other keys are the forms of their replies."""
 
@@ -78,37 +77,45 @@ class ArmRound:
     wire: Mapping[str, float]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Measurements:
-    """What was measured, and what all arms answered alike in the first round.
+    """What was measured of each arm: rounds, answers a second in the rehearsal, and scores in the first round."""
 
-    Attributes:
-        rounds: of each arm, in the order of the table.
-        capacity: requests a second of each arm that was kept busy in the rehearsal.
-        dtype: of all arms' dense models.
-        checked_requests: whose scores were compared.
-        largest_difference: of scores, to the first arm's.
-    """
+    rounds: dict[ServedArm, list[ArmRound]] = field(default_factory=dict)
+    capacity: dict[ServedArm, float] = field(default_factory=dict)
+    scores: dict[ServedArm, ArmScores] = field(default_factory=dict)
 
-    rounds: dict[ServedArm, list[ArmRound]]
-    capacity: dict[ServedArm, float]
-    dtype: Dtype
-    checked_requests: int
-    largest_difference: float
+    def check_agreement(self, arm: ServedArm, config: CompareConfig) -> None:
+        """Compare an arm's scores with the first one's. Raises ScoresDifferError: arm, request and difference."""
+        first, expected = next(iter(self.scores.items()))
+        found = self.scores[arm]
+        if found.dtype != expected.dtype:
+            raise ScoresDifferError(
+                f"{arm.name}: its dense model is computed in {found.dtype}, that of {first.name} in {expected.dtype}; "
+                "choose one with --dtype"
+            )
+        for number, (scores, other) in enumerate(zip(found.scores, expected.scores, strict=True)):
+            who = f"{arm.name} against {first.name} in {expected.dtype}, request {number}"
+            check_scores(who, scores, other, tolerance_of(config, expected.dtype))
+
+    @property
+    def largest_difference(self) -> float:
+        """The largest difference between the first arm's scores and any other's."""
+        first, *others = (np.concatenate(answered.scores) for answered in self.scores.values())
+        return max((float(np.abs(scores - first).max()) for scores in others), default=0.0)
 
 
 def rates_of(shares: Sequence[int], capacity: Mapping[ServedArm, float]) -> tuple[float, ...]:
-    """Give shares, in percent, of the smallest capacity, in requests a second of three digits."""
+    """Return shares, in percent, of the smallest capacity, in requests a second of three digits."""
     return tuple(float(f"{share / 100 * min(capacity.values()):.3g}") for share in shares)
 
 
 def served_dtype(arm: ServedArm, http_port: int, model: str) -> Dtype:
-    """Ask in which dtype a server computes its dense model. Raises ServerFailedError if it does not say."""
+    """Return the dtype in which a server computes its dense model. Raises ServerFailedError if it does not say."""
     address = f"http://{HOST}:{http_port}"
     try:
-        with Client(address, timeout_ms=int(1000 * ASK_TIMEOUT_S)) as client:
-            description = client.describe(model)
-        return _DTYPE.validate_python(description.dense_model.dtype)
+        with Client(address, timeout_ms=int(1000 * DESCRIBE_TIMEOUT_S)) as client:
+            return _DTYPE.validate_python(client.describe(model).dense_model.dtype)
     except (ClientError, ValidationError) as error:
         message = f"the server with {arm.name} does not describe its model at {address}: {error}"
         raise ServerFailedError(message) from error
@@ -118,27 +125,6 @@ def tolerance_of(config: CompareConfig, dtype: Dtype) -> float:
     """Choose how far scores of arms may be from each other, by the dtypes of dense models and of shards' sums."""
     has_halves = bool(config.shards) and config.wire_dtype == "float16"
     return max(TOLERANCES[dtype], HALVES_TOLERANCE if has_halves else 0.0)
-
-
-def check_agreement(
-    first: ServedArm, expected: ArmScores, arm: ServedArm, found: ArmScores, config: CompareConfig
-) -> None:
-    """Compare an arm's answers with the first one's. Raises ScoresDifferError, naming arm, request and difference."""
-    if found.dtype != expected.dtype:
-        raise ScoresDifferError(
-            f"{arm.name}: its dense model is computed in {found.dtype}, that of {first.name} in {expected.dtype}; "
-            "choose one with --dtype"
-        )
-    for number, (one, other) in enumerate(zip(expected.scores, found.scores, strict=True)):
-        who = f"{arm.name} against {first.name} in {expected.dtype}, request {number}"
-        check_scores(who, other, one, tolerance_of(config, expected.dtype))
-
-
-def largest_difference(answers: Sequence[ArmScores]) -> float:
-    """Find the largest difference between the first arm's scores and any other's."""
-    first = answers[0].scores
-    pairs = itertools.chain.from_iterable(zip(first, arm.scores, strict=True) for arm in answers[1:])
-    return max((float(np.abs(other - one).max()) for one, other in pairs), default=0.0)
 
 
 def wire_bytes(before: str, after: str) -> dict[str, float]:
@@ -176,7 +162,7 @@ class ArmMeasure:
             self._run(server, RunConfig(rate=config.rate, warmup_s=0, duration_s=seconds))
             return self._busy(server, config.in_flight, seconds, seconds).requests_per_s
 
-    def arm(self, arm: ServedArm, number: int, rates: Sequence[float]) -> tuple[ArmRound, ArmScores | None]:
+    def measure(self, arm: ServedArm, number: int, rates: Sequence[float]) -> tuple[ArmRound, ArmScores | None]:
         """Measure an arm in a round, from 0, with the rates of its shares of capacity.
 
         Scores are asked in the first round alone, and last, so that no measure of such a round has seen other requests
@@ -195,14 +181,13 @@ class ArmMeasure:
             before = server.metrics()
             busy = self._busy(server, config.in_flight, config.warmup_s, config.duration_s)
             wire = wire_bytes(before, server.metrics())
-            scores = self._scores(arm, server) if number == 0 else None
-            return ArmRound(*runs, alone, shares, busy, wire), scores
+            return ArmRound(*runs, alone, shares, busy, wire), None if number else self._scores(arm, server)
 
     def _scores(self, arm: ServedArm, server: Server) -> ArmScores:
         load = self._load(server)
         ready = self.generators.prepare(load)[0]
-        asked = range(min(CHECKED_REQUESTS, ready.requests))
-        scores = tuple(self.generators.scores(load, number) for number in asked)
+        numbers = range(min(CHECKED_REQUESTS, ready.requests))
+        scores = tuple(self.generators.scores(load, number) for number in numbers)
         return ArmScores(served_dtype(arm, server.http_port, ready.model), scores)
 
     def _load(self, server: Server) -> OfferedLoad:
@@ -222,23 +207,23 @@ class ArmMeasure:
         folder.mkdir()
         commands = server_commands(arm, self.config, self.snapshot, folder)
         log = commands[-1].log
-        with running(arm.name, commands, lambda: _why_not_ready(log)) as started:
+
+        def why_not_ready() -> str:
+            if (ports := ports_in(log)) is None:
+                return "it has not said where it serves"
+            try:
+                urllib.request.urlopen(f"http://{HOST}:{ports[0]}/readyz", timeout=DESCRIBE_TIMEOUT_S).close()
+            except urllib.error.HTTPError as error:
+                return error.read(LOG_TAIL_BYTES).decode("utf-8", "replace") or str(error)
+            except OSError as error:
+                return str(error)
+            return ""
+
+        with running(arm.name, commands, why_not_ready) as started:
             ports = ports_in(log)
             assert ports is not None
             yield Server(*ports, started.process_ids)
             started.check()
-
-
-def _why_not_ready(log: Path) -> str:
-    if (ports := ports_in(log)) is None:
-        return "it has not said where it serves"
-    try:
-        with urllib.request.urlopen(f"http://{HOST}:{ports[0]}/readyz", timeout=ASK_TIMEOUT_S):
-            return ""
-    except urllib.error.HTTPError as error:
-        return error.read(LOG_TAIL_BYTES).decode("utf-8", "replace") or str(error)
-    except OSError as error:
-        return str(error)
 
 
 def measure_rounds(
@@ -253,23 +238,19 @@ def measure_rounds(
     Raises:
         LoadError: a server ended, or did not get ready; arms disagree; a load can't be run.
     """
-    first, capacity = config.arms[0], dict[ServedArm, float]()
-    found: dict[ServedArm, list[ArmRound]] = {arm: [] for arm in config.arms}
-    scores: dict[ServedArm, ArmScores] = {}
+    measurements = Measurements({arm: [] for arm in config.arms})
     with Generators(load.processes) as generators:
         measure = ArmMeasure(config, load, generators, snapshot, folder, console)
-        for arm in config.arms if config.shares else (first,):
+        for arm in config.arms if config.shares else config.arms[:1]:
             line(console, f"rehearsal: {arm.name}")
-            capacity[arm] = measure.rehearse(arm)
-        rates = rates_of(config.shares, capacity)
+            measurements.capacity[arm] = measure.rehearse(arm)
+        rates = rates_of(config.shares, measurements.capacity)
         for number in range(config.rounds):
             for arm in in_turn(config.arms, number):
                 line(console, f"round {number + 1} of {config.rounds}: {arm.name}")
-                of_arm, answered = measure.arm(arm, number, rates)
-                found[arm].append(of_arm)
-                if answered is not None:
-                    scores[arm] = answered
-                    check_agreement(first, scores[first], arm, answered, config)
-    expected = scores[first]
-    differs = largest_difference(list(scores.values()))
-    return Measurements(found, capacity, expected.dtype, len(expected.scores), differs)
+                arm_round, scores = measure.measure(arm, number, rates)
+                measurements.rounds[arm].append(arm_round)
+                if scores is not None:
+                    measurements.scores[arm] = scores
+                    measurements.check_agreement(arm, config)
+    return measurements

@@ -1,24 +1,36 @@
-"""A whole comparison: real servers, one after the other, and a real load."""
+"""Real servers: a whole comparison, the scores of every API, and a server that does not start."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from rich.console import Console
 
+from loadtest.compare.arms import CompareConfig, ServedArm
+from loadtest.compare.measure import ArmMeasure, served_dtype
+from loadtest.compare.run import compared_snapshot
+from loadtest.errors import GeneratorError, ServerFailedError
+from loadtest.load.config import OfferedLoad
+from loadtest.load.generator import Generators, open_payloads
 from loadtest.report.results import read_reported
 from loadtest.rounds import Comparison
+from loadtest.workloads.payloads import APIS
+from serving.embedded import Ranker
 
 TINY = ("--workload", "merlin-tiny:0.0001", "--candidates", "3", "--requests", "20", "--device", "cpu")
 SHORT = ("--rounds", "1", "--rate", "20", "--cold", "0.5", "--warmup", "0", "--duration", "0.5", "--in-flight", "4")
 ARMS = ("--cards", "1", "--shards", "2", "--transport", "unix,tcp", "--shares", "50")
 NAMES = ["1 card", "2 shards, Unix socket", "2 shards, TCP"]
+ONE = ServedArm(cards=1)
 
 
 @pytest.mark.timeout(300)
-def test_the_command_measures_every_arm_in_every_round_and_writes_the_comparison_and_a_page(tmp_path: Path):
+def test_the_command_measures_every_arm_and_writes_comparison_and_page(tmp_path: Path):
     json_file, html_file = tmp_path / "cards.json", tmp_path / "cards.html"
     done = subprocess.run(
         [
@@ -44,20 +56,57 @@ def test_the_command_measures_every_arm_in_every_round_and_writes_the_comparison
     for run in (run for arm in found.arms for run in arm.runs):
         # Constant arrivals: as many requests for each arm, and every one answered right.
         assert (run.due, run.answered, run.errors) == (10, 10, {})
-    names = [one.name for one in found.measures]
+    names = [measure.name for measure in found.measures]
     assert names[:3] == ["p50, warm", "p99, warm", "p99.9, warm"]
     assert names[4:7] == ["p50, cold", "p99, cold", "p99.9, cold"]
     assert names[8:14] == [
-        "p50, 1 in flight",
-        "p99, 1 in flight",
-        "p50 at 50% of capacity",
-        "p99 at 50% of capacity",
-        "throughput, 4 in flight",
-        "CPU of a request, 4 in flight",
-    ]
-    in_nodes = next(one for one in found.measures if one.name == "CPU of a request, nodes")
+        "p50, 1 in flight", "p99, 1 in flight", "p50 at 50% of capacity", "p99 at 50% of capacity",
+        "throughput, 4 in flight", "CPU of a request, 4 in flight",
+    ]  # fmt: skip
+    in_nodes = next(measure for measure in found.measures if measure.name == "CPU of a request, nodes")
     assert [value > 0 for value in in_nodes.middle] == [False, True, True]
-    assert all(name in done.stdout for name in names)
     page = html_file.read_text()
-    assert page.startswith("<!doctype html>")
-    assert all(name in page for name in names)
+    assert all(name in done.stdout and name in page for name in names)
+
+
+def arm_measure(load: OfferedLoad, generators: Generators, snapshot: Path, folder: Path) -> ArmMeasure:
+    config = CompareConfig(cards=(1, 2), device="cpu", dtype="float32")
+    return ArmMeasure(config, load, generators, snapshot, folder, Console(quiet=True))
+
+
+def test_a_server_has_the_models_scores_over_every_api_and_its_number_format(tmp_path: Path):
+    loads = {
+        api: OfferedLoad(
+            target=f"{'grpc' if 'grpc' in api else 'http'}://127.0.0.1:1",
+            api=api,
+            workload="merlin-tiny:0.0001",
+            candidates="3",
+            requests=2,
+        )
+        for api in APIS
+    }
+    snapshot = compared_snapshot(CompareConfig(device="cpu"), loads["json"], tmp_path / "store")
+    model, payloads = open_payloads(loads["json"])
+    with Ranker.open(snapshot, dtype="float32") as ranker:
+        expected = ranker.rank(json.loads(payloads[1].body))["scores"]
+    with Generators() as generators:
+        measure = arm_measure(loads["json"], generators, snapshot, tmp_path)
+        with measure.serving(ONE) as server:
+            assert served_dtype(ONE, server.http_port, model) == "float32"
+            with pytest.raises(ServerFailedError, match=r"1 card does not describe its model at .* 'none' is not"):
+                served_dtype(ONE, server.http_port, "none")
+            for api, load in loads.items():
+                found = generators.scores(load.model_copy(update={"target": server.target(api)}), 1)
+                np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6, err_msg=api)
+            nowhere = loads["oip-grpc"].model_copy(update={"target": f"grpc://127.0.0.1:{server.http_port}"})
+            with pytest.raises(GeneratorError, match="oip-grpc: no scores of request 1: "):
+                generators.scores(nowhere, 1)
+
+
+def test_a_server_that_ends_before_it_is_ready_is_an_error_with_its_log(tmp_path: Path):
+    load = OfferedLoad(target="http://127.0.0.1:1", workload="merlin-tiny:0.0001")
+    why = r"(?s)1 card: server has ended before it served: exit code 1.*no such snapshot folder"
+    with Generators() as generators:
+        measure = arm_measure(load, generators, tmp_path / "none" / "1", tmp_path)
+        with pytest.raises(ServerFailedError, match=why), measure.serving(ONE):
+            raise AssertionError("it has nothing to serve")
