@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import click
@@ -89,7 +90,7 @@ def test_every_process_has_the_flags_that_it_needs(tmp_path, transport):
     assert [command.name for command in commands] == ["shard 0", "shard 1", "server"]
     assert len({command.log for command in commands}) == 3
     line = commands[-1].line
-    asked = [address for flag, address in zip(line, line[1:], strict=False) if flag == "--shard"]
+    asked = [address for flag, address in pairwise(line) if flag == "--shard"]
     assert asked == [command.line[command.line.index("--listen") + 1] for command in commands[:2]]
     assert isinstance(shardrank, click.Group)
     for process in (*nodes, serves, *flags(ServedArm(cards=1), tmp_path, **settings)):

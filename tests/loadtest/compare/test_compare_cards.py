@@ -86,7 +86,7 @@ def test_a_server_has_the_models_scores_over_every_api_and_its_number_format(tmp
         for api in APIS
     }
     snapshot = compared_snapshot(CompareConfig(device="cpu"), loads["json"], tmp_path / "store")
-    model, payloads = open_payloads(loads["json"])
+    model, (_, payloads) = snapshot.parent.name, open_payloads(loads["json"])
     with Ranker.open(snapshot, dtype="float32") as ranker:
         expected = ranker.rank(json.loads(payloads[1].body))["scores"]
     with Generators() as generators:
