@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from loader.snapshot.tables import RowDtype
-from loadtest.compare.cli import Numbers
 from loadtest.peers.catalog import PEERS
 from loadtest.report.cli import FILE, PAGE
 from loadtest.workloads.cli import same_option, side_split_option
 from serving.cli import WithExamples
+from serving.cli.options import numbers
 
 if TYPE_CHECKING:
     from loadtest.workloads.catalog import SideSplit
@@ -32,7 +32,7 @@ CORES = len(os.sched_getaffinity(0))
 @click.option("--install", is_flag=True, help="Make the environments with pip, and measure nothing.")
 @click.option("--rounds", type=click.IntRange(1, 100), default=5, show_default=True, metavar="N")
 @click.option("--seconds", type=click.FloatRange(0.1, 3600), default=5.0, show_default=True, help="Of each load.")
-@click.option("--hotness", type=Numbers(1000), default="1,20", show_default=True, metavar="N,...", help="Ids a bag.")
+@numbers("--hotness N,...", "Ids a bag.", 1, 1000, "1,20")
 @click.option("--in-flight", type=click.IntRange(1, 1024), default=32, show_default=True, metavar="N")
 @click.option("--rows", type=click.IntRange(1, 2**31), default=1_000_000, show_default=True, help="Of the one table.")
 @side_split_option("product")
