@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from router.levers import (
     Propose,
     levered,
     share_of_lookups,
+    size_curve,
     stored_bytes,
 )
 
@@ -181,3 +183,12 @@ def test_a_collision_of_a_changed_row_is_counted_once() -> None:
 def test_levers_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(FittingError, match=message):
         Propose(**options)
+
+
+def test_the_curve_falls_to_a_hundredth_of_a_row_for_each_id() -> None:
+    curve = size_curve(shop())
+    assert (curve[0].rows_per_id, curve[-1].rows_per_id) == (1.0, 0.01)
+    assert all(point.stored_bytes > after.stored_bytes for point, after in pairwise(curve))
+    # Of four of the six features, which are hashed, no id is alone at last.
+    assert curve[0].changed_share < curve[6].changed_share < curve[-1].changed_share == pytest.approx(4 / 6)
+    assert size_curve(levered((table("t", 10),), {}, {})) == ()

@@ -168,3 +168,10 @@ def test_columns_of_a_divided_tables_part_are_not_sliced():
     file = planned(parted, fleet_of(4, card_gb=1.5), workload_of(parted, 8))
     # Whole it is, see above.
     assert [(one.sharding_type, one.column_dims) for one in file.tables] == [("row_wise", ())]
+
+
+def test_all_tables_can_be_divided_alike():
+    spec = spec_of((100, 32), (1_000_000, 64), (2_000_000, 128))
+    planner = TablePlanner(spec, fleet_of(4, 2), workload_of(spec, 1, 20, 20))
+    for kind in ("row_wise", "table_wise"):
+        assert [table.sharding_type for table in planner.pure(kind).tables] == ["data_parallel", kind, kind]

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from shard_node import access_counts as access_counts_module
 from shard_node.access_counts import MAX_PART_ROWS, AccessCounts, merged_lookups
 from shard_node.bags import TableLayout
+from shard_node.errors import InvalidBagsError
 from shardrank_testing.card_plans import one_table_layout
 from shardrank_testing.snapshots import make_spec
 
@@ -107,3 +108,12 @@ def test_merged_counts_are_lookups(monkeypatch):
     merged = merged_lookups([one.part(0, 0) for one in (sampled, halved, idle)])
     np.testing.assert_allclose(merged, [1200, 800, 3600, 0], rtol=0.1)
     assert (sampled.lookups, halved.lookups, idle.lookups) == (1600, 4000, 0)
+
+
+def test_limits_and_batches_during_another_count():
+    with pytest.raises(InvalidBagsError, match=r"sample_every .* max_values .* max_bytes"):
+        counting_all(one_table_layout(10), sample_every=0)
+    counts = counting_all(one_table_layout(100))
+    with counts._counting:
+        observe_rows(counts, [7])
+    assert not counts.counts()["items"].any()

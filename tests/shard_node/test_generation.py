@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 
 import pytest
 
+from loader.progress import BACKGROUND_NICENESS
 from shard_node.errors import GenerationNotFoundError, GenerationStateError
 from shard_node.generation import Generations, RowLock
 
@@ -221,3 +223,16 @@ def test_an_interrupted_reader_is_forgotten(monkeypatch):
     lock.end_write()
     lock.begin_write()
     lock.end_write()
+
+
+def test_freeing_has_a_lower_priority():
+    """Unless it is work in Python."""
+    normal, priorities = os.getpriority(os.PRIO_PROCESS, 0), []
+    for low_priority in (True, False):
+        generations: Generations[str] = Generations(
+            lambda _: priorities.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id())),
+            low_priority=low_priority,
+        )
+        generations.stage("films", 1, "v1")
+        assert generations.retire("films", 1).retired.wait(WAIT_S)
+    assert priorities == [min(19, BACKGROUND_NICENESS), normal] or normal >= BACKGROUND_NICENESS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -208,13 +209,18 @@ class Unsteady:
         return StreamBounds(1, 1) if self.lost else found
 
 
-def test_a_stream_that_lost_deltas_is_not_followed(tmp_path):
+def test_a_silent_registry_or_one_that_lost_deltas_is_waited_for(tmp_path, caplog):
     async def scenario(scene):
         registry = Unsteady(scene.registry)
+        registry.silent = True
         await scene.publish(3)
         follower = follow(registry, scene.snapshot, scene.tables, config=FAST)
-        task = asyncio.create_task(follower.run())
-        await until(lambda: scene.tables.deltas.sequence == 3)
+        with caplog.at_level(logging.INFO, logger="shard_node"):
+            task = asyncio.create_task(follower.run())
+            await until(lambda: "until the registry answers: nobody there" in caplog.text)
+            registry.silent = False
+            await until(lambda: scene.tables.deltas.sequence == 3)
+        assert caplog.text.count("nobody there") == caplog.text.count("the registry answers again") == 1
         registry.lost = True
         await until(lambda: f"has delta 3, but {STREAM} ends with 1" in scene.tables.deltas.snapshot().reason)
         await scene.publish(1)

@@ -23,6 +23,7 @@ from loader.snapshot.row_source import rows_of
 from loader.snapshot.tables import TableSpec
 from loader.snapshot.writer import export_snapshot
 from router.plan import Plan
+from shard_node.access_counts import SAMPLE_EVERY
 from shard_node.bags import KeyedBags, TableLayout
 from shard_node.cuda import places as placer_module
 from shard_node.cuda.card_engine import CardEngine
@@ -565,3 +566,35 @@ def test_row_numbers_near_2_to_the_32_are_placed():
         own = np.arange(first, first + 1000, 2) // 2 % 64
         assert (places[1::2] == NOT_HERE).all()
         assert (owners_of(places[::2], 64) == (hot_owner(64) if is_hot else own)).all()
+
+
+def test_rows_looked_up_most_are_hot_in_the_next_version(tmp_path):
+    async def main() -> None:
+        hottest = [5, 300, 999]
+        options = CardOptions(card_memory_gb=1e-3, hot_gb=len(hottest) * 32 / 1e9)
+        card_set = CardSet(EmulatedCards(2), options)
+        async with running_node(str(tmp_path / "registry"), tmp_path / "store", card_set) as under:
+            for version in (1, 2, 3):
+                await publish(under, tmp_path / "store", version)
+            await under.want("films", hold=(1,), live=1)
+            await under.until("films", 1, "ready")
+            await under.want("films", hold=(1, 2))
+            await under.until("films", 2, "ready")
+            assert hot_users(under, 2) != hottest  # no row was looked up by then
+            user = np.array([under.node.table_layout("films", 1).index["user"]], np.int32)
+            one = np.ones(1, np.int64)
+            bags = KeyedBags.from_lengths(user, one, np.array([9]), np.array(3 * hottest, np.int64))
+            for _ in range(SAMPLE_EVERY):
+                under.node.pool("films", 1, bags)
+            await under.want("films", hold=(1, 3))
+            await under.until("films", 3, "ready")
+            assert hot_users(under, 3) == hottest
+
+    run(main())
+
+
+def hot_users(under: NodeUnderTest, version: int) -> list[int]:
+    with under.node.generations.lease("films", version) as lease:
+        plan = lease.payload.engine.plan
+    places = Placer(plan).places(plan.layout.index["user"])
+    return np.flatnonzero(owners_of(places, 2) == 2).tolist()

@@ -126,6 +126,7 @@ def one_bag(**changes) -> KeyedBags:
         ({"values": np.array([0, -1, 1], np.int32)}, "row -1"),
         ({"offsets": np.array([0, 9, 3, 9])[::2]}, "offsets must be flat and contiguous int64"),
         ({"offsets": np.array([0, 2**63 - 1, -(2**63), -1, 3]), "bags_per_key": np.array([4])}, "must not descend"),
+        ({"bags_per_key": np.array([-1])}, "bags_per_key must not be negative"),
         ({"keys": np.array([-1], np.int32)}, "keys must be non-negative"),
         ({"keys": np.array([99], np.int32)}, f"key 99 is no table, tables are 0..{len(NUM_ROWS) - 1}"),
     ],

@@ -23,6 +23,7 @@ from shard_node.planning.network_cost import (
     NetworkTime,
     SentLookups,
     WireForm,
+    crossover_hit_rate,
     moved_bytes,
     shards_hit,
 )
@@ -206,3 +207,8 @@ def test_a_head_has_its_share_of_the_lookups(rows):
     found = NearRows.choose(layout, hotness_of(layout, 1.1, Head(5000, 0.85)), num_rows=rows)
     harmonic = np.cumsum(np.arange(1, 5001) ** -1.1)
     assert found.hit_rate == pytest.approx(0.85 * harmonic[rows - 1] / harmonic[-1] + 0.15 * rows / 2e9, abs=1e-5)
+
+
+def test_the_crossover_is_where_both_take_as_long():
+    for limit, hit_rate in ((30, 0.75), (200, 0), (5, None)):
+        assert crossover_hit_rate(lambda rate: 100 * (1 - rate) + 5, limit) == pytest.approx(hit_rate)

@@ -276,6 +276,10 @@ FIELDS = struct.pack("<Q", 1) + b"m"
         (FrameType.STORED, b"", (SUMS, ROWS[0]), "STORED rows of group 0 are 1-d uint8"),
         (FrameType.STORED, b"", (SUMS, HALF, ROWS), "STORED num_arrays is 3, there must be two for each group"),
         (FrameType.STORED, b"more", (), "STORED fields have 4 bytes, allowed are 0 and 8"),
+        (FrameType.INFO_ANSWER, b"{}", (NARROW,), "INFO_ANSWER num_arrays is 1"),
+        (FrameType.ERROR, b"", (NARROW,), "ERROR num_arrays is 1"),
+        (FrameType.ERROR, b"x", (), "ERROR fields have 1 bytes"),
+        (FrameType.ERROR, b"\xff" * 16, (), "ERROR kind and grpc_status have"),
         (FrameType.COUNTS, FIELDS[:8], (), "COUNTS fields have 8 bytes"),
         (FrameType.COUNTS, bytes(24), (NARROW,), "COUNTS num_arrays is 1"),
     ],
@@ -293,6 +297,8 @@ def test_what_no_frame_can_state_is_not_sent():
     ):
         with pytest.raises(WireError, match=message):
             wire.encode_pool(1, 0, model, version, film_bags([1]))
+    with pytest.raises(WireError, match="first_row -1 is not within"):
+        wire.encode_counts(1, 0, wire.CountsRequest("m", 1, 0, -1, 1))
 
 
 @pytest.mark.parametrize("stored", [None, [np.zeros((1, 12), np.uint8)]], ids=["POOLED", "STORED"])

@@ -41,6 +41,7 @@ from shard_node.wire.messages import Buffer, CountsRequest, decode_answer, decod
 from shard_node.wire.server import SPARE_SAVED_S, SPARE_SHARE, RequestHandler, ServerLimits
 from shardrank_testing.bags import random_table_bags
 from shardrank_testing.nodes import (
+    EVERY_PLACE,
     MODEL,
     SIZES,
     SLOW_ROW,
@@ -535,3 +536,15 @@ def test_the_loop_pools_long_requests_in_its_spare_time():
 )
 def test_limits_decide_whether_loop_or_threads_pool(limits, bags, by_loop):
     assert pooled_by_loop(limits, 1.0 if by_loop else 0.0, [bags] * 5) == [by_loop] * 5
+
+
+def test_counts_of_other_rows_are_a_remote_error(tmp_path):
+    engine = reference_engine()
+    node = small_node(engine)
+    node.counts = lambda model, version, table, first_row, max_rows: engine.access.part(table, 0, 20)
+
+    async def scenario(server, client):
+        with pytest.raises(RemoteError, match="counts of 20 rows from 0 on, asked for 20 from 5"):
+            await client.counts(CountsRequest(MODEL, VERSION, FILM, 5, 20), soon())
+
+    EVERY_PLACE[0].with_client(tmp_path, scenario, node)
