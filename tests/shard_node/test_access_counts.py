@@ -117,3 +117,5 @@ def test_limits_and_batches_during_another_count():
     with counts._counting:
         observe_rows(counts, [7])
     assert not counts.counts()["items"].any()
+    with pytest.raises(InvalidBagsError, match="counts of different rows can't be added"):
+        merged_lookups([counts.part(0, 0), counting_all(one_table_layout(5)).part(0, 0)])

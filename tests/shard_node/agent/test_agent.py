@@ -75,6 +75,12 @@ def test_a_hanging_staging_blocks_neither_models_nor_heartbeat(play):
         await under.until(lambda: ("films", 2) in under.actions.ready)
         assert under.actions.cancelled == [("films", 1)]
         await under.told("films", 1, None)
+        # So is one that is in progress at the end.
+        under.actions.gates["songs", 2] = asyncio.Event()
+        await under.want("songs", hold=(1, 2))
+        await under.until(lambda: ("songs", 2) in under.actions.begun)
+        await under.agent.close()
+        assert under.actions.cancelled == [("films", 1), ("songs", 2)]
 
     play(scenario)
 

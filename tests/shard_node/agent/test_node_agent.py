@@ -79,6 +79,8 @@ def test_a_node_stages_and_retires_what_is_desired(url, store):
             record = (await under.fleet.nodes())[0]
             assert (record.kind, record.shard_index, record.num_shards) == ("shard", 0, 1)
             assert 0 < record.memory_available_bytes <= record.memory_total_bytes
+            await under.want("films", hold=(2, 9))
+            assert (await under.until("films", 9, "refused")).reason.startswith("SnapshotNotFoundError: ")
 
     run(main())
 
