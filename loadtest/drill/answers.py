@@ -6,12 +6,13 @@ Times are seconds of CLOCK_MONOTONIC, which all processes of a machine share.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from loadtest.drill.oracle import Kind
+from loadtest.drill.report import Limit
 
 APIS = ("http rank", "grpc rank", "http lookup", "grpc lookup")
 RECORD = np.dtype(
@@ -42,10 +43,9 @@ def count_kinds(kinds: npt.ArrayLike) -> dict[str, int]:
     return {"answers": sum(counts), **{kind.name.lower(): counts[kind] for kind in Kind if kind is not Kind.OK}}
 
 
-def answer_problems(counts: Mapping[str, int], **more: int) -> list[str]:
-    """Return a problem for each kind of answers that must not be and is: those of `count_kinds`, and others."""
-    kinds = {"failed": counts["failed"], "are mixed": counts["mixed"], "are wrong": counts["wrong"], **more}
-    return [f"{count} answers {what}" for what, count in kinds.items() if count]
+def answer_limits(figures: Mapping[str, Any], *more: str) -> list[Limit]:
+    """Return the limits of answers that may not be: those of `count_kinds`, and others by name."""
+    return [Limit(name, figures[name], 0) for name in ("failed", "mixed", "wrong", *more)]
 
 
 def overlaps(answers: Answers, spans: Sequence[TimeSpan]) -> Mask:

@@ -14,7 +14,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,11 +28,11 @@ from loader.registry.fleet import PublishedVersion
 from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.manifest import CHECKSUM_NAME, MANIFEST_NAME
 from loader.snapshot.publishing import publish
-from loadtest.drill.answers import Answers, answer_problems, count_kinds, latency_ms, percentile
+from loadtest.drill.answers import Answers, answer_limits, count_kinds, latency_ms, percentile
 from loadtest.drill.config import BrokenDrillConfig
 from loadtest.drill.fleet import FIRST_VERSION, OracleFleet, oracle_fleet
 from loadtest.drill.oracle import Kind, golden_requests, letter_of
-from loadtest.drill.report import Report
+from loadtest.drill.report import Limit, Report
 
 FULL_DISK_TIMEOUT_S = 120.0
 # Without a tmpfs the size of files is limited, to so small a part of the room.
@@ -124,7 +124,7 @@ async def run_drill(config: BrokenDrillConfig, folder: Path, progress: Progress)
         for what, forge in forgeries.items():
             await _forged(course, what, forge)
         # Sound in itself, but trained to other scores: those of the version that is live.
-        snapshot = await course.export(golden_requests(fleet.writer.spec, letter_of(FIRST_VERSION)))
+        snapshot = await course.export(golden_requests(fleet.spec, letter_of(FIRST_VERSION)))
         course.add("wrong golden scores", "golden scores of the live version", *await course.attempt(snapshot))
         fleet.load.check()
         control_begun = time.monotonic()
@@ -136,7 +136,7 @@ async def run_drill(config: BrokenDrillConfig, folder: Path, progress: Progress)
             "disk_full_means": means,
             "control_went_live": refused_by == "none",
         }
-        return fleet.report(figures, broken_problems(figures, course.attempts))
+        return fleet.report(figures, broken_limits(figures))
 
 
 async def _full_disk(course: _Course, folder: Path) -> str:
@@ -192,7 +192,7 @@ async def _forged(course: _Course, what: str, forge: Break) -> None:
     registry = course.fleet.registry
     await registry.drop_version(record.model, record.version)
     identity = hashlib.sha256((folder / MANIFEST_NAME).read_bytes()).hexdigest()
-    await registry.put_spec(record.model, record.version, course.fleet.writer.spec.model_dump_json())
+    await registry.put_spec(record.model, record.version, course.fleet.spec.model_dump_json())
     await registry.put_version(record.model_copy(update={"identity": identity}))
     course.add(f"{what}, on record unchecked", what, *await course.roll_out(record))
 
@@ -226,13 +226,11 @@ def _group_figures(attempts: Sequence[Attempt]) -> dict[str, Any]:
     }
 
 
-def broken_problems(figures: dict[str, Any], attempts: Sequence[Attempt]) -> list[str]:
-    """Return what must not be."""
-    problems = [f"accepted: {group}: {what}" for group, what, refused_by, _ in attempts if refused_by == "none"]
-    problems += answer_problems(figures, **{f"named another version than {FIRST_VERSION}": figures["other_versions"]})
-    if not figures["control_went_live"]:
-        problems.append("the sound snapshot at the end did not go live, so refusals prove nothing")
-    return problems
+def broken_limits(figures: Mapping[str, Any]) -> list[Limit]:
+    """Return what decides the verdict. If a sound snapshot does not go live, refusals prove nothing."""
+    limits = [Limit(f"accepted: {group}", result["accepted"], 0) for group, result in figures["groups"].items()]
+    went_live = Limit("control_went_live", figures["control_went_live"], 1, "at least")
+    return [*limits, *answer_limits(figures, "other_versions"), went_live]
 
 
 def truncate(folder: Path, path: str, offset: int, bit: int) -> None:

@@ -26,13 +26,13 @@ Workers: TypeAlias = Annotated[int, Field(ge=1, le=64, description="Serving proc
 Seed: TypeAlias = Annotated[int, Field(ge=0, description="Of all that is drawn.")]
 
 
-def number(default: float, low: float, high: float, description: str | None = None) -> Any:
-    """Return a field of a number from `low` to `high`; without a description it is no option."""
+def number(default: float, low: float, high: float, description: str) -> Any:
+    """Return a field of a number from `low` to `high`."""
     return Field(default=default, ge=low, le=high, description=description)
 
 
-def positive(default: float, high: float, description: str | None = None) -> Any:
-    """Return a field of a number above 0, and at most `high`; without a description it is no option."""
+def positive(default: float, high: float, description: str) -> Any:
+    """Return a field of a number above 0, and at most `high`."""
     return Field(default=default, gt=0, le=high, description=description)
 
 
@@ -41,9 +41,9 @@ class OracleShape(Frozen):
 
     model: str = "oracle"
     items: int = number(100_000, 1, 2**31, "Rows of the largest table.")
-    users: int = number(30_000, 1, 2**31)
-    tags: int = number(1_000, 1, 2**31)
-    embedding_dim: int = number(16, 3, 256)
+    users: int = 30_000
+    tags: int = 1_000
+    embedding_dim: int = 16
 
 
 class FleetShape(Frozen):
@@ -63,7 +63,7 @@ class FleetShape(Frozen):
 class FleetDrillConfig(OracleShape, FleetShape):
     """A drill on a fleet that serves the oracle. `step_delay_s`: from recording a step of a rollout to doing it."""
 
-    step_delay_s: float = number(0.0, 0, 60)
+    step_delay_s: float = 0.0
 
 
 class SwapDrillConfig(FleetDrillConfig):
@@ -98,7 +98,7 @@ class CrashDrillConfig(FleetDrillConfig):
 
     workers: Workers = 2
     rate: Rate = 100.0
-    step_delay_s: float = positive(0.15, 60)
+    step_delay_s: float = 0.15
     courses: tuple[Course, ...] = Field(
         default=("idle", "beside", "undo", "by-replica"),
         description="Rollouts that are interrupted. Default: all, and kills without one (idle).",
@@ -129,8 +129,8 @@ class BrokenDrillConfig(FleetDrillConfig):
     """
 
     items: int = number(4000, 1, 2**31, "Rows of the largest table.")
-    users: int = number(2000, 1, 2**31)
-    tags: int = number(200, 1, 2**31)
+    users: int = 2000
+    tags: int = 200
     rate: Rate = 20.0
     truncations: int = number(200, 0, 1_000_000, "Snapshots with a file cut off.")
     bit_flips: int = number(1000, 0, 1_000_000, "Snapshots with one bit flipped.")
@@ -184,9 +184,9 @@ class SoakDrillConfig(FleetDrillConfig):
     strangers: float = positive(5.0, 1000, "Bad requests a second, and good ones over new connections.")
     # 42 bytes for each request at the default rate: one entry of a dictionary for each is more than twice that.
     max_mb_per_min: float = positive(0.25, 1000, "More growth of a process's memory is a problem.")
-    sample_s: float = positive(1.0, 60)
+    sample_s: float = 1.0
     # After a rollout, for the old version's memory to be freed.
-    settle_s: float = number(5.0, 0, 600)
+    settle_s: float = 5.0
     seed: Seed = 0
 
 
@@ -209,7 +209,7 @@ class OverloadDrillConfig(Frozen):
     batch_candidates: int = number(1024, 1, 2**20, "The server's limit of a batch.")
     normal_s: float = number(10.0, 1, 600, "Of half the capacity, before and after.")
     capacity_s: float = positive(10.0, 600, "Of each closed loop that measures capacity.")
-    in_flight: int = number(32, 1, 256)
+    in_flight: int = 32
     candidates: str = Field(default="200-400:300", description="Of a request, or LEAST-MOST:MEAN.")
     rows: int = number(100_000, 1000, 2**31, "Of the table.")
     seed: Seed = 0

@@ -8,7 +8,7 @@ import importlib
 import secrets
 import shutil
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,13 @@ from loader.registry.fleet import FleetRegistry, NodeRecord, WantedModel
 from loader.rollout.plan import Rollout, Strategy, read_rollout
 from loader.rollout.requests import start_rollout
 from loader.snapshot.golden import GoldenRequests
+from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.publishing import publish, retain
 from loadtest.drill.config import FleetDrillConfig, FleetShape
 from loadtest.drill.load import LoadConfig, RunningLoad, running_load
-from loadtest.drill.oracle import OracleWriter
+from loadtest.drill.oracle import oracle_spec, write_oracle
 from loadtest.drill.processes import READY_TIMEOUT_S, free_ports, polled
-from loadtest.drill.report import Report
+from loadtest.drill.report import Limit, Report, make_report
 from loadtest.errors import DrillError, RolloutTimeoutError
 from serving.fleet.local_fleet import FleetConfig, LocalFleet, running_fleet
 from serving.fleet.supervisor import ChildSpec, NotYetError, SupervisionConfig, Supervisor, supervised
@@ -55,18 +56,17 @@ class OracleFleet:
     local: LocalFleet
     load: RunningLoad
     folder: Path
-    writer: OracleWriter
+    spec: ModelSpec
     redis: RedisServer | None
     registry: FleetRegistry
     store: Path
     model: str
     exported: int = FIRST_VERSION
 
-    def report(self, figures: Mapping[str, Any], problems: Sequence[str], columns: tuple[str, ...] = ()) -> Report:
-        """Return the report of a drill, with what ran, and the details of its load."""
+    def report(self, figures: Mapping[str, Any], limits: Iterable[Limit], **more: Any) -> Report:
+        """Return the report of a drill as `make_report`, with what ran, and the details of its load."""
         ran = self.config.model_dump(include=set(FleetShape.model_fields))
-        details = self.load.details()
-        return Report(figures={**ran, **figures}, problems=tuple(problems), details=details, columns=columns)
+        return make_report({**ran, **figures}, limits, self.load.details(), **more)
 
     def process_ids(self) -> dict[str, int]:
         """Return the ids of the fleet's processes that run now, by child name."""
@@ -80,7 +80,7 @@ class OracleFleet:
         `golden` replaces the right golden requests. Returns its folder.
         """
         self.exported += 2 if (self.exported + 1 - differs_from) % 2 == 0 else 1
-        return self.writer.write(self.folder / "source", self.exported, golden=golden, rows_per_file=rows_per_file)
+        return write_oracle(self.spec, self.folder / "source", self.exported, golden, rows_per_file)
 
     async def publish_next(self, differs_from: int) -> int:
         """Publish the next version of another letter than a given one's, and drop old ones. Returns its number."""
@@ -175,8 +175,8 @@ async def oracle_fleet(config: FleetDrillConfig, folder: Path, progress: Progres
     """
     # The drill shares its cores with what it watches.
     torch.set_num_threads(1)
-    writer, store = OracleWriter(config), folder / "store"
-    await asyncio.to_thread(writer.write, store, FIRST_VERSION)
+    spec, store = oracle_spec(config), folder / "store"
+    await asyncio.to_thread(write_oracle, spec, store, FIRST_VERSION)
     async with contextlib.AsyncExitStack() as stack:
         server = None
         if config.registry == "redis":
@@ -212,7 +212,7 @@ async def oracle_fleet(config: FleetDrillConfig, folder: Path, progress: Progres
         addresses = (f"http://{local.host}:{local.http_port}", f"grpc://{local.host}:{local.grpc_port}")
         load_config = LoadConfig(addresses=addresses, shape=config, rate=config.rate, answers=folder / "load.answers")
         load = await stack.enter_async_context(running_load(load_config))
-        yield OracleFleet(config, local, load, folder, writer, server, local.registry, store, config.model)
+        yield OracleFleet(config, local, load, folder, spec, server, local.registry, store, config.model)
 
 
 def _flag(name: str, value: float, unit: str = "") -> tuple[str, ...]:

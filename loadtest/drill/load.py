@@ -74,10 +74,10 @@ class OracleRequests:
         for question in self._questions:
             message: RankRequest | LookupRequest
             if question.method == "rank":
-                features = RankFeatures(**question.arguments, weights={}, context_dense=None, candidate_dense=None)
-                message = features.by_name()
+                sides = question.side("context"), question.side("candidate")
+                message = RankFeatures(*sides, weights={}, context_dense=None, candidate_dense=None).by_name()
             else:
-                message = lookup_request(question.arguments["features"], {})
+                message = lookup_request(question.bags, {})
             message.model, message.timeout_ms = shape.model, TIMEOUT_MS
             path = f"/v1/models/{shape.model}:{question.method}"
             payload = Payload(path, message.SerializeToString(), PROTOBUF, num_candidates=0)
@@ -108,8 +108,8 @@ def read_answer(question: Question, body: bytes) -> tuple[int, Float32Array]:
         return ranked.version, ranked.scores
     answer = read_lookup(body)
     # Vectors that are not there are values too few, which is judged.
-    vectors: dict[str, Any] = {**dict.fromkeys(question.features, np.empty(0, np.float32)), **answer.embeddings}
-    return answer.version, np.concatenate([vectors[name].reshape(-1) for name in question.features])
+    vectors: dict[str, Any] = {**dict.fromkeys(question.bags, np.empty(0, np.float32)), **answer.embeddings}
+    return answer.version, np.concatenate([vectors[name].reshape(-1) for name in question.bags])
 
 
 def verdict_of(request: Outgoing, failure: Failure | None) -> Verdict:

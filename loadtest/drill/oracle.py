@@ -25,7 +25,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +33,7 @@ import torch
 
 from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec, Side
-from loader.snapshot.row_source import RowSource, rows_of
+from loader.snapshot.row_source import rows_of
 from loader.snapshot.tables import RowDtype, TableSpec
 from loader.snapshot.writer import export_snapshot
 from loadtest.drill.config import OracleShape
@@ -55,13 +55,15 @@ MAX_LOOKUP_BAGS = 4
 
 # How many different numbers a row is made of. 32 * 1024 is the largest power of two that float16 holds.
 _CODES: dict[RowDtype, int] = {"int8": 256, "fp32": 256, "fp16": 32}
-_FEATURES: tuple[tuple[str, str, Side, float], ...] = (
-    ("user", "users", "context", 1.0),
-    ("history", "items", "context", 1.25),
-    ("topic", "tags", "context", 1.5),
-    ("item", "items", "candidate", 1.75),
-    ("tag", "tags", "candidate", 2.0),
-)
+FEATURES: dict[str, tuple[str, Side, float]] = {
+    "user": ("users", "context", 1.0),
+    "history": ("items", "context", 1.25),
+    "topic": ("tags", "context", 1.5),
+    "item": ("items", "candidate", 1.75),
+    "tag": ("tags", "candidate", 2.0),
+}
+"""Table, side and w_f of each, in the order of the model."""
+FEATURE_WEIGHTS = np.array([weight for _, _, weight in FEATURES.values()])
 
 
 def oracle_spec(shape: OracleShape) -> ModelSpec:
@@ -78,18 +80,14 @@ def oracle_spec(shape: OracleShape) -> ModelSpec:
                 name=name,
                 num_embeddings=rows,
                 embedding_dim=shape.embedding_dim,
-                feature_names=tuple(feature for feature, table, _, _ in _FEATURES if table == name),
+                feature_names=tuple(feature for feature, (table, _, _) in FEATURES.items() if table == name),
                 dtype=dtype,
             )
             for name, (rows, dtype) in sizes.items()
         ),
-        features=tuple(FeatureSpec(name=feature, side=side) for feature, _, side, _ in _FEATURES),
+        features=tuple(FeatureSpec(name=feature, side=side) for feature, (_, side, _) in FEATURES.items()),
         dense_model=DenseModelSpec(kind="mlp", config={"hidden": []}),
     )
-
-
-FEATURE_WEIGHTS = np.array([weight for _, _, _, weight in _FEATURES])
-"""w_f, in the order of the model's features."""
 
 
 def letter_of(version: int) -> int:
@@ -123,67 +121,51 @@ def sigmoid(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     return result
 
 
-def dense_tensors(spec: ModelSpec, letter: int) -> dict[str, torch.Tensor]:
-    """Return the dense model's weights: w_f / (K factor) in the column of each feature's dimension 0, and the stamp."""
-    dim = spec.tables[0].embedding_dim
-    weight = torch.zeros(1, dim * len(spec.features))
-    weight[0, ::dim] = torch.from_numpy(FEATURE_WEIGHTS / LOGIT_SCALE).float() / float(FACTORS[letter])
-    return {"mlp.layers.0.weight": weight, "mlp.layers.0.bias": torch.tensor([STAMPS[letter]])}
-
-
 def table_rows(spec: ModelSpec, letter: int) -> dict[str, Float32Array]:
-    """float32 [num_embeddings, dim] of each table, by name."""
+    """Return float32 [num_embeddings, dim] of each table, by name."""
     return {table.name: FACTORS[letter] * patterns(table, np.arange(table.num_embeddings)) for table in spec.tables}
 
 
 def golden_requests(spec: ModelSpec, letter: int, num_requests: int = 16, seed: int = 1) -> GoldenRequests:
     """Return rank questions with the scores of a version."""
-    rng = np.random.default_rng(seed)
-    questions = [rank_question(spec, rng) for _ in range(num_requests)]
-    bags: dict[str, list[list[int]]] = {}
-    for question in questions:
-        for feature, ids in question.arguments["context"].items():
-            bags.setdefault(feature, []).append(ids)
-        for feature, candidates in question.arguments["candidates"].items():
-            bags.setdefault(feature, []).extend(candidates)
+    questions = make_questions(spec, num_requests, seed)["rank"]
+    bags = {name: [bag for question in questions for bag in question.bags[name]] for name in FEATURES}
     scores = [question.expected[letter] for question in questions]
-    num_candidates = np.array([len(of_question) for of_question in scores], np.int32)
     return GoldenRequests(
-        num_candidates=num_candidates,
-        values={feature: np.concatenate(ids).astype(np.int64) for feature, ids in bags.items()},
-        lengths={feature: np.array([len(bag) for bag in ids], np.int32) for feature, ids in bags.items()},
+        num_candidates=np.array([len(of_question) for of_question in scores], np.int32),
+        values={name: np.concatenate(of_feature) for name, of_feature in bags.items()},
+        lengths={name: np.array([len(bag) for bag in of_feature], np.int32) for name, of_feature in bags.items()},
         context_dense=np.zeros((num_requests, 0), np.float32),
-        candidate_dense=np.zeros((int(num_candidates.sum()), 0), np.float32),
+        candidate_dense=np.zeros((sum(map(len, scores)), 0), np.float32),
         scores=np.concatenate(scores),
     )
 
 
-class OracleWriter:
-    """Writes versions of the oracle; the rows of A and of B are made once."""
+def write_oracle(
+    spec: ModelSpec, store: Path, version: int, golden: GoldenRequests | None = None, rows_per_file: int | None = None
+) -> Path:
+    """Export a version into a store, and return its folder; `golden` replaces the right golden requests."""
+    letter = letter_of(version)
+    weight = torch.zeros(1, spec.tables[0].embedding_dim * len(spec.features))
+    # w_f / (K factor) in the column of each feature's dimension 0.
+    weight[0, :: spec.tables[0].embedding_dim] = torch.from_numpy(FEATURE_WEIGHTS / LOGIT_SCALE) / float(
+        FACTORS[letter]
+    )
+    return export_snapshot(
+        store,
+        spec,
+        rows={name: rows_of(rows) for name, rows in table_rows(spec, letter).items()},
+        dense={"mlp.layers.0.weight": weight, "mlp.layers.0.bias": torch.tensor([STAMPS[letter]])},
+        golden=golden or golden_requests(spec, letter),
+        golden_tolerance=GOLDEN_TOLERANCE,
+        version=version,
+        rows_per_file=rows_per_file,
+        metadata={"oracle": "AB"[letter]},
+    )
 
-    def __init__(self, shape: OracleShape) -> None:
-        self.spec = oracle_spec(shape)
-        self._rows: list[dict[str, RowSource]] = [
-            {name: rows_of(rows) for name, rows in table_rows(self.spec, letter).items()} for letter in (0, 1)
-        ]
-        self._golden = [golden_requests(self.spec, letter) for letter in (0, 1)]
 
-    def write(
-        self, store: Path, version: int, *, golden: GoldenRequests | None = None, rows_per_file: int | None = None
-    ) -> Path:
-        """Export a version into a store, and return its folder; `golden` replaces the right golden requests."""
-        letter = letter_of(version)
-        return export_snapshot(
-            store,
-            self.spec,
-            rows=self._rows[letter],
-            dense=dense_tensors(self.spec, letter),
-            golden=golden or self._golden[letter],
-            golden_tolerance=GOLDEN_TOLERANCE,
-            version=version,
-            rows_per_file=rows_per_file,
-            metadata={"oracle": "AB"[letter]},
-        )
+Bags: TypeAlias = dict[str, list[list[int]]]
+"""Ids by feature and bag."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -191,86 +173,66 @@ class Question:
     """One request and what A and B answer to it.
 
     Attributes:
-        features: those asked for, in the order in which `expected` has them.
+        bags: of all features for rank, one for the context and one for each candidate; of some for lookup.
         counts: int64, ids per bag: [candidates, features] for rank; [bags] for lookup, feature after feature.
         expected: float32 [2, values], the answers of A and B: scores, or all features' vectors one after the other.
-        arguments: of `Client.rank` or `Client.lookup`, the model's name apart.
     """
 
     method: Method
-    features: tuple[str, ...]
+    bags: Bags
     counts: Int64Array
-    embedding_dim: int
     expected: Float32Array
-    arguments: Mapping[str, Any]
+
+    def side(self, side: Side) -> dict[str, Any]:
+        """Return the ids of the context's features, or the candidates' bags, as a client has them."""
+        chosen = {name: bags for name, bags in self.bags.items() if FEATURES[name][1] == side}
+        return chosen if side == "candidate" else {name: bags[0] for name, bags in chosen.items()}
 
 
 def make_questions(
     spec: ModelSpec, num_each: int, seed: int = 0, single: Collection[str] = ()
 ) -> dict[Method, list[Question]]:
-    """Draw `num_each` questions of each method, the same for the same seed; bags of `single` features have one id."""
+    """Draw `num_each` questions of each method, the same for the same seed.
+
+    Bags have 1 to 8 ids; those of `single` features have one.
+    """
     rng = np.random.default_rng(seed)
-    return {
-        "rank": [rank_question(spec, rng, single) for _ in range(num_each)],
-        "lookup": [lookup_question(spec, rng, single) for _ in range(num_each)],
-    }
+
+    def draw(sizes: Mapping[str, int]) -> Bags:
+        bags: Bags = {}
+        for name, size in sizes.items():
+            rows = spec.table_of(name).num_embeddings
+            lengths = rng.integers(1, 1 + (1 if name in single else MAX_HOTNESS), size).tolist()
+            bags[name] = [rng.integers(0, rows, length).tolist() for length in lengths]
+        return bags
+
+    ranks, lookups = [], []
+    for _ in range(num_each):
+        candidates = int(rng.integers(1, MAX_CANDIDATES + 1))
+        bags = draw({name: 1 if side == "context" else candidates for name, (_, side, _) in FEATURES.items()})
+        ranks.append(rank_question(bags, candidates))
+        chosen = rng.permutation(list(FEATURES))[: rng.integers(1, len(FEATURES) + 1)].tolist()
+        lookups.append(
+            lookup_question(spec, draw({name: int(rng.integers(1, MAX_LOOKUP_BAGS + 1)) for name in chosen}))
+        )
+    return {"rank": ranks, "lookup": lookups}
 
 
-def rank_question(spec: ModelSpec, rng: np.random.Generator, single: Collection[str] = ()) -> Question:
-    """Draw all features, 1 to 16 candidates, 1 to 8 ids a bag, or one where the feature is `single`."""
-    candidates = int(rng.integers(1, MAX_CANDIDATES + 1))
-    bags = {
-        feature.name: _random_bags(spec, feature.name, 1 if feature.side == "context" else candidates, rng, single)
-        for feature in spec.features
-    }
-    counts = np.stack(
-        [np.broadcast_to([len(bag) for bag in bags[feature.name]], candidates) for feature in spec.features], axis=1
-    )
-    return Question(
-        method="rank",
-        features=tuple(bags),
-        counts=counts.astype(np.int64),
-        embedding_dim=0,
-        expected=sigmoid(logits(counts)).astype(np.float32),
-        arguments={
-            "context": {name: bags[name][0] for name, _, side, _ in _FEATURES if side == "context"},
-            "candidates": {name: bags[name] for name, _, side, _ in _FEATURES if side == "candidate"},
-        },
-    )
+def rank_question(bags: Bags, candidates: int) -> Question:
+    """Return the question for scores of candidates."""
+    lengths = [np.broadcast_to([len(bag) for bag in of_feature], candidates) for of_feature in bags.values()]
+    counts = np.stack(lengths, axis=1).astype(np.int64)
+    return Question("rank", bags, counts, sigmoid(logits(counts)).astype(np.float32))
 
 
-def lookup_question(spec: ModelSpec, rng: np.random.Generator, single: Collection[str] = ()) -> Question:
-    """Draw one to all features, 1 to 4 bags each, 1 to 8 ids a bag, or one where the feature is `single`."""
-    names = [feature.name for feature in spec.features]
-    chosen = rng.permutation(len(names))[: rng.integers(1, len(names) + 1)]
-    bags = {
-        names[index]: _random_bags(spec, names[index], int(rng.integers(1, MAX_LOOKUP_BAGS + 1)), rng, single)
-        for index in chosen.tolist()
-    }
-    sums = np.concatenate([_bag_sums(spec, name, of_feature) for name, of_feature in bags.items()])
-    return Question(
-        method="lookup",
-        features=tuple(bags),
-        counts=np.array([len(bag) for of_feature in bags.values() for bag in of_feature], np.int64),
-        embedding_dim=spec.tables[0].embedding_dim,
-        expected=FACTORS[:, None] * sums.reshape(-1),
-        arguments={"features": bags},
-    )
-
-
-def _random_bags(
-    spec: ModelSpec, feature: str, num_bags: int, rng: np.random.Generator, single: Collection[str]
-) -> list[list[int]]:
-    rows, hotness = spec.table_of(feature).num_embeddings, 1 if feature in single else MAX_HOTNESS
-    return [rng.integers(0, rows, int(rng.integers(1, hotness + 1))).tolist() for _ in range(num_bags)]
-
-
-def _bag_sums(spec: ModelSpec, feature: str, bags: list[list[int]]) -> Float32Array:
-    """float32 [bags, dim], of the rows' patterns; whole numbers below 2^24 even times 1024, so exact in any order."""
-    (table,) = spec.parts(spec.table_of(feature))
-    starts = np.cumsum([0] + [len(bag) for bag in bags[:-1]])
-    sums: Float32Array = np.add.reduceat(patterns(table, np.concatenate(bags)), starts, axis=0)
-    return sums
+def lookup_question(spec: ModelSpec, bags: Bags) -> Question:
+    """Return the question for pooled vectors; whole numbers below 2^24 even times 1024, so exact in any order."""
+    sums, counts = [], []
+    for name, of_feature in bags.items():
+        (table,) = spec.parts(spec.table_of(name))
+        sums += [patterns(table, np.array(bag)).sum(axis=0) for bag in of_feature]
+        counts += [len(bag) for bag in of_feature]
+    return Question("lookup", bags, np.array(counts, np.int64), FACTORS[:, None] * np.concatenate(sums))
 
 
 class Kind(IntEnum):
@@ -296,7 +258,7 @@ class Verdict(NamedTuple):
 
 
 def judge(question: Question, version: int, values: Float32Array) -> Verdict:
-    """Judge an answer that names a version: its scores, or vectors in the order of `question.features`, float32 [n]."""
+    """Judge an answer that names a version: its scores, or vectors in the order of `question.bags`, float32 [n]."""
     expected = question.expected
     if version < 1 or values.shape != expected.shape[1:]:
         problem = f"version {version} with {values.size} values, expected {expected.shape[1]}"
@@ -324,7 +286,7 @@ def judge(question: Question, version: int, values: Float32Array) -> Verdict:
 
 def _is_mixed_lookup(question: Question, letter: int, values: Float32Array) -> bool:
     """Whether each bag of n ids has a + 1024 b in dimension 0 with a + b = n, and not all b are the named version's."""
-    first = values.reshape(-1, question.embedding_dim)[:, 0].astype(np.float64)
+    first = values.reshape(len(question.counts), -1)[:, 0].astype(np.float64)
     from_b = (first - question.counts) / float(FACTORS[1] - FACTORS[0])
     possible = (from_b == np.floor(from_b)) & (from_b >= 0) & (from_b <= question.counts)
     return bool(possible.all() and (from_b != letter * question.counts).any())

@@ -11,21 +11,21 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
 from loader.progress import Progress
 from loadtest.drill.config import GIVE_UP_MS, OverloadDrillConfig
-from loadtest.drill.report import Report
+from loadtest.drill.report import Limit, Report, make_report
 from loadtest.errors import DrillError
 from loadtest.load.closed_loop import Weighed, cpu_seconds, not_busy_because
 from loadtest.load.config import OfferedLoad, bench_load
 from loadtest.load.generator import ANSWER_SLACK_S, LEAD_S, Generators, offer, open_payloads
 from loadtest.load.open_loop import arrival_times
-from loadtest.load.recorder import MAX_CPU_SHARE, OK, Done, Float64Array, Recorder, Rows
+from loadtest.load.recorder import MAX_CPU_SHARE, OK, Done, Float64Array, Recorder, Rows, percentiles
 from loadtest.load.senders import Failure, Outgoing
 from loadtest.load.workers import event_loop
 from loadtest.servers import Server, serving, summed
@@ -102,31 +102,35 @@ async def run_drill(config: OverloadDrillConfig, folder: Path, progress: Progres
         raise DrillError("one core may be used; the server and the client need one each")
     # Most features and floats come once a request, as a product's user does.
     shape = BenchShape.of(config.rows, varied=True, side_split="product")
-    shape = shape.model_copy(update={"candidates": config.candidates})
-    workload = BenchWorkload(shape=shape, head="dlrm", hotness=1)
-    snapshot = await asyncio.to_thread(write_random_snapshot, bench_spec(shape, "dlrm"), folder / "store")
-    limits = {"default_timeout_ms": config.deadline_ms, "max_batch_candidates": config.batch_candidates}
-    flags = ("--no-verify", "--dtype", "float32", *(f"--limit={name}={value}" for name, value in limits.items()))
+    workload = BenchWorkload(shape=shape.model_copy(update={"candidates": config.candidates}), head="dlrm", hotness=1)
+    progress("phases", 0, 3)
+    snapshot = await asyncio.to_thread(write_random_snapshot, bench_spec(workload.shape, "dlrm"), folder / "store")
+    server_limits = (
+        f"--limit=default_timeout_ms={config.deadline_ms}",
+        f"--limit=max_batch_candidates={config.batch_candidates}",
+    )
+    starting = serving("local", snapshot, ("--no-verify", "--dtype", "float32", *server_limits), folder / "server.log")
     with contextlib.ExitStack() as stack:
-        starting = serving("local", snapshot, flags, folder / "server.log")
         server = await asyncio.to_thread(_on_core, cores[0], lambda: stack.enter_context(starting))
         generators = await asyncio.to_thread(_on_core, cores[1], lambda: stack.enter_context(Generators()))
-        closed_load = bench_load(server.target("json"), "json", workload)
+        # Requests bring no deadline: the server's default is the one that they have.
+        closed_load, load = (
+            bench_load(server.target("json"), "json", workload, **waiting)
+            for waiting in ({}, {"timeout_ms": GIVE_UP_MS, "slo_ms": config.deadline_ms})
+        )
         closed = (closed_load, config.in_flight, WARMUP_S, config.capacity_s, server.process_ids)
-        progress("phases", 0, 3)
         before = await asyncio.to_thread(generators.busy, *closed)
         progress("phases", 1, 3)
-        # Requests bring no deadline: the server's default is the one that they have.
-        waiting = {"timeout_ms": GIVE_UP_MS, "slo_ms": config.deadline_ms}
-        load = bench_load(server.target("json"), "json", workload, **waiting)
         done, worked = await _overload(config, server, generators, load, before.requests_per_s)
         progress("phases", 2, 3)
-        after = await asyncio.to_thread(generators.busy, *closed)
+        weighed = before, await asyncio.to_thread(generators.busy, *closed)
         progress("phases", 3, 3)
     np.save(folder / "records.npy", done.records.rows)
-    figures = overload_figures(config, (before, after), done, worked)
-    problems = overload_problems(figures, (before, after))
-    return Report(figures={"began_with": config, "cores": cores, **figures}, problems=tuple(problems))
+    figures, limits = overload_figures(config, weighed, done, worked)
+    shown = ("value", "must", "limit", "ok")
+    checks = {limit.name: {name: getattr(limit, name) for name in shown} for limit in limits}
+    problems = [f"capacity: {reason}" for closed_loop in weighed for reason in not_busy_because(closed_loop)]
+    return make_report({"began_with": config, "cores": cores, **figures, "checks": checks}, limits, (), problems)
 
 
 def _on_core(core: int, start: Callable[[], Result]) -> Result:
@@ -160,8 +164,8 @@ async def _overload(
 
 def overload_figures(
     config: OverloadDrillConfig, weighed: Sequence[Weighed], done: Done, worked: Worked
-) -> dict[str, Any]:
-    """Return all figures and checks, by the names of the report.
+) -> tuple[dict[str, Any], list[Limit]]:
+    """Return all figures by the names of the report, and their limits.
 
     Args:
         config: of the drill.
@@ -171,79 +175,55 @@ def overload_figures(
     """
     deadline_s, begin, end = config.deadline_ms / 1000, config.normal_s, config.normal_s + config.seconds
     rows, kinds = done.records.rows, done.records.kinds
-    rows_before = rows[(rows["due"] >= min(WARMUP_S, begin / 2)) & (rows["due"] < begin) & (rows["code"] == OK)]
-    before_ms = 1e3 * (rows_before["ended"] - rows_before["due"])
+    normal = rows[(rows["due"] >= min(WARMUP_S, begin / 2)) & (rows["due"] < begin) & (rows["code"] == OK)]
+    before = percentiles(normal["ended"] - normal["due"])
     during = rows[(rows["due"] >= begin) & (rows["due"] < end)]
-    seconds, counts = (
-        during["ended"] - during["due"],
-        {kind: int((during["code"] == code).sum()) for code, kind in enumerate(kinds)},
-    )
-    is_ok = during["code"] == OK
+    seconds, is_ok = during["ended"] - during["due"], during["code"] == OK
+    counts = {kind: int((during["code"] == code).sum()) for code, kind in enumerate(kinds)}
     is_refused = np.isin(during["code"], [code for code, kind in enumerate(kinds) if kind in (SHED, UNAVAILABLE)])
-    in_time = int((is_ok & (seconds <= deadline_s)).sum())
+    requests, refused, in_time = during.size, int(is_refused.sum()), int((is_ok & (seconds <= deadline_s)).sum())
     # What has no answer is later than all.
-    admitted_ms = 1e3 * np.where(is_ok, seconds, np.inf)[~is_refused]
-    p99_before = _percentile(before_ms, 99)
+    admitted = percentiles(seconds[is_ok], out_of=requests - refused)
     figures = {
         "capacities": [closed.requests_per_s for closed in weighed],
         "capacity": max(closed.requests_per_s for closed in weighed),
-        "offered": during.size / config.seconds,
+        "offered": requests / config.seconds,
         "goodput": in_time / config.seconds,
         "batch_ms": 1e3 * worked.batches_s / max(worked.batches, 1.0),
         "cpu_ms_at_capacity": min(closed.cpu_ms for closed in weighed),
         "cpu_ms_overloaded": 1e3 * worked.cpu_s / in_time if in_time else None,
-        "requests": during.size,
-        "admitted": int((~is_refused).sum()),
+        "requests": requests,
+        "admitted": requests - refused,
         "in_time": in_time,
-        "refused": int(is_refused.sum()),
-        "refused_share": float(is_refused.mean()) if is_refused.size else 0.0,
-        "p50_ms_admitted": _percentile(admitted_ms, 50),
-        "p99_ms_admitted": _percentile(admitted_ms, 99),
-        "p99_ms_refused": _percentile(1e3 * seconds[is_refused], 99),
-        "p50_ms_before": _percentile(before_ms, 50),
-        "p99_ms_before": p99_before,
-        "steady_after_s": steady_after(rows, end, deadline_s, (p99_before or 0.0) / 1e3, config.normal_s),
+        "refused": refused,
+        "refused_share": refused / max(requests, 1),
+        "p50_ms_admitted": admitted.p50_ms,
+        "p99_ms_admitted": admitted.p99_ms,
+        "p99_ms_refused": percentiles(seconds[is_refused]).p99_ms,
+        "p50_ms_before": before.p50_ms,
+        "p99_ms_before": before.p99_ms,
+        "steady_after_s": steady_after(rows, end, deadline_s, (before.p99_ms or 0.0) / 1e3, config.normal_s),
         "client_cores": done.cpu_s / config.seconds,
-        "lag_p99_ms": _percentile(1e3 * (during["turn"] - during["due"]), 99),
+        "lag_p99_ms": percentiles(during["turn"] - during["due"]).p99_ms,
         "failed": {kind: count for kind, count in counts.items() if count and kind not in ("ok", SHED)},
     }
-    figures["checks"] = overload_checks(config, figures, weighed[0].requests_per_s, counts.get(SHED, 0))
-    return figures
+    return figures, overload_limits(config, figures, weighed[0].requests_per_s, counts.get(SHED, 0))
 
 
-def overload_checks(
-    config: OverloadDrillConfig, figures: dict[str, Any], first_capacity: float, with_retry_after: int
-) -> dict[str, dict[str, Any]]:
-    """Return each value that has a limit, and whether it keeps it; a value that is not there does not."""
-    told = with_retry_after / figures["refused"] if figures["refused"] else None
-    limits: dict[str, tuple[float | None, Literal["at least", "at most"], float]] = {
-        "offered": (figures["offered"] / first_capacity, "at least", MIN_OFFERED_SHARE * config.factor),
-        "client cores": (figures["client_cores"], "at most", MAX_CPU_SHARE),
-        "goodput": (figures["goodput"] / figures["capacity"], "at least", MIN_GOODPUT_SHARE),
-        "p99 admitted, ms": (figures["p99_ms_admitted"], "at most", config.deadline_ms),
-        "p99 refused, ms": (figures["p99_ms_refused"], "at most", figures["batch_ms"] + BEYOND_BATCH_MS),
-        "retry-after": (told, "at least", 1.0),
-        "steady after, s": (figures["steady_after_s"], "at most", MAX_STEADY_S),
-    }
-    return {
-        name: {
-            "value": value,
-            "must": must,
-            "limit": limit,
-            "ok": value is not None and (value >= limit if must == "at least" else value <= limit),
-        }
-        for name, (value, must, limit) in limits.items()
-    }
-
-
-def overload_problems(figures: dict[str, Any], weighed: Sequence[Weighed]) -> list[str]:
-    """Return what must not be: checks that fail, and closed loops in which the client was the limit."""
-    problems = [f"capacity: {reason}" for closed in weighed for reason in not_busy_because(closed)]
-    for name, check in figures["checks"].items():
-        if not check["ok"]:
-            value = "none" if check["value"] is None else f"{check['value']:.4g}"
-            problems.append(f"{name}: {value}; it must be {check['must']} {check['limit']:.4g}")
-    return problems
+def overload_limits(
+    config: OverloadDrillConfig, figures: Mapping[str, Any], first_capacity: float, with_retry_after: int
+) -> list[Limit]:
+    """Return what decides the verdict."""
+    retry_after_share = with_retry_after / figures["refused"] if figures["refused"] else None
+    return [
+        Limit("offered", figures["offered"] / first_capacity, MIN_OFFERED_SHARE * config.factor, "at least"),
+        Limit("client cores", figures["client_cores"], MAX_CPU_SHARE),
+        Limit("goodput", figures["goodput"] / figures["capacity"], MIN_GOODPUT_SHARE, "at least"),
+        Limit("p99 admitted, ms", figures["p99_ms_admitted"], config.deadline_ms),
+        Limit("p99 refused, ms", figures["p99_ms_refused"], figures["batch_ms"] + BEYOND_BATCH_MS),
+        Limit("retry-after", retry_after_share, 1.0, "at least"),
+        Limit("steady after, s", figures["steady_after_s"], MAX_STEADY_S),
+    ]
 
 
 def steady_after(rows: Rows, begin: float, deadline_s: float, usual_s: float, seconds: float) -> float | None:
@@ -262,9 +242,3 @@ def steady_after(rows: Rows, begin: float, deadline_s: float, usual_s: float, se
         if in_a_row == STEADY_WINDOWS:
             return (number + 1 - STEADY_WINDOWS) * WINDOW_S
     return None
-
-
-def _percentile(values: Float64Array, percent: float) -> float | None:
-    """Return the value that so many percent are not above; None if that is none, or there is no value."""
-    value = float(np.percentile(values, percent, method="higher")) if values.size else np.inf
-    return value if np.isfinite(value) else None

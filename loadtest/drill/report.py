@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import click
 from pydantic import Field, model_serializer
@@ -22,6 +22,26 @@ from serving.fleet.process import StopRequestedError, run_until_signalled
 
 SINGLE = (int, float, str, type(None))
 """Types of figures that are no records."""
+
+
+class Limit(NamedTuple):
+    """A figure that decides whether a drill passes; one that there is not does not pass."""
+
+    name: str
+    value: float | None
+    limit: float
+    must: Literal["at most", "at least"] = "at most"
+
+    @property
+    def ok(self) -> bool:
+        """Whether the figure is within its limit."""
+        if self.value is None:
+            return False
+        return self.value <= self.limit if self.must == "at most" else self.value >= self.limit
+
+    def __str__(self) -> str:
+        value = "none" if self.value is None else f"{self.value:.4g}"
+        return f"{self.name}: {value}; it must be {self.must} {self.limit:.4g}"
 
 
 class Report(Frozen):
@@ -42,6 +62,18 @@ class Report(Frozen):
     @model_serializer
     def _flat(self) -> dict[str, Any]:
         return {**self.figures, "problems": self.problems, "details": self.details}
+
+
+def make_report(
+    figures: Mapping[str, Any],
+    limits: Iterable[Limit],
+    details: Iterable[str],
+    problems: Iterable[str] = (),
+    columns: tuple[str, ...] = (),
+) -> Report:
+    """Judge figures by their limits; `problems` are others that are known."""
+    missed = [str(limit) for limit in limits if not limit.ok]
+    return Report(figures=dict(figures), problems=(*problems, *missed), details=tuple(details), columns=columns)
 
 
 Run: TypeAlias = Callable[[Path, Progress], Awaitable[Report]]

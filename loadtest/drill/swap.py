@@ -20,7 +20,7 @@ from loadtest.drill.answers import (
     Answers,
     Mask,
     TimeSpan,
-    answer_problems,
+    answer_limits,
     count_kinds,
     latency_ms,
     overlaps,
@@ -29,7 +29,7 @@ from loadtest.drill.answers import (
 from loadtest.drill.config import SwapDrillConfig
 from loadtest.drill.fleet import OracleFleet, oracle_fleet
 from loadtest.drill.oracle import Kind
-from loadtest.drill.report import Report
+from loadtest.drill.report import Limit, Report
 from loadtest.servers import summed
 
 MAX_GROWTH = 0.1
@@ -50,14 +50,14 @@ class Swap(NamedTuple):
     to_version: int
 
 
-class Memory(NamedTuple):
+class ProcessMemory(NamedTuple):
     """Of a process: resident, shared pages included, and what would be free if it ended."""
 
     rss_mb: float
     uss_mb: float
 
 
-MemorySample: TypeAlias = Mapping[str, Memory]
+MemorySample: TypeAlias = Mapping[str, ProcessMemory]
 """Of all processes of a fleet, by name."""
 
 
@@ -96,7 +96,7 @@ async def run_drill(config: SwapDrillConfig, folder: Path, progress: Progress) -
         answers = await fleet.load.stop()
         figures = {
             **swap_figures(answers, course),
-            "rows_mb": rows_bytes_of(fleet.writer.spec) / BYTES_PER_MB,
+            "rows_mb": rows_bytes_of(fleet.spec) / BYTES_PER_MB,
             "strategy": config.strategy,
             "retries": {
                 kind: int(count) for kind, count in summed(metrics, "shardrank_shard_retries_total", "kind").items()
@@ -104,7 +104,7 @@ async def run_drill(config: SwapDrillConfig, folder: Path, progress: Progress) -
             "hot_lookups": int(sum(summed(metrics, "shardrank_hot_lookups_total").values())),
             "hot_hits": int(sum(summed(metrics, "shardrank_hot_hits_total").values())),
         }
-        return fleet.report(figures, swap_problems(figures, config.max_ratio_p99))
+        return fleet.report(figures, swap_limits(figures, config.max_ratio_p99))
 
 
 async def _swap_repeatedly(config: SwapDrillConfig, fleet: OracleFleet, course: SwapCourse, progress: Progress) -> None:
@@ -199,7 +199,7 @@ def is_stale(answers: Answers, swaps: Sequence[Swap]) -> Mask:
 def sample_memory(process_ids: Mapping[str, int]) -> MemorySample:
     """Read the memory of running processes. Raises psutil.NoSuchProcess if one of them has ended."""
     infos = {name: psutil.Process(process_id).memory_full_info() for name, process_id in process_ids.items()}
-    return {name: Memory(info.rss / BYTES_PER_MB, info.uss / BYTES_PER_MB) for name, info in infos.items()}
+    return {name: ProcessMemory(info.rss / BYTES_PER_MB, info.uss / BYTES_PER_MB) for name, info in infos.items()}
 
 
 def slope_mb_per_swap(rss_mb: Sequence[float]) -> float | None:
@@ -213,15 +213,10 @@ def slope_mb_per_swap(rss_mb: Sequence[float]) -> float | None:
     return float(np.polyfit(range(len(later)), later, 1)[0])
 
 
-def swap_problems(figures: Mapping[str, Any], max_ratio_p99: float) -> list[str]:
-    """Return what must not be."""
-    problems = answer_problems(figures, **{"name a version that was not live": figures["stale"]})
-    ratio, growth, rows = figures["ratio_p99"], figures["rss_mb_per_swap"], figures["rows_mb"]
-    if ratio is None:
-        problems.append("too few answers to compare latencies")
-    elif ratio > max_ratio_p99:
-        problems.append(f"p99 during swaps is {ratio:.2f} times the steady one, allowed is {max_ratio_p99:g}")
+def swap_limits(figures: Mapping[str, Any], max_ratio_p99: float) -> list[Limit]:
+    """Return what decides the verdict."""
+    limits = [*answer_limits(figures, "stale"), Limit("ratio_p99", figures["ratio_p99"], max_ratio_p99)]
     # A version that is not freed adds its rows, once for each replica, with every swap.
-    if growth is not None and growth > MAX_GROWTH * rows:
-        problems.append(f"memory grows by {growth:.2f} MB with every swap; one version has {rows:.2f} MB")
-    return problems
+    if (growth := figures["rss_mb_per_swap"]) is not None:
+        limits.append(Limit("rss_mb_per_swap", growth, MAX_GROWTH * figures["rows_mb"]))
+    return limits

@@ -12,7 +12,7 @@ import itertools
 import signal
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -21,7 +21,7 @@ import httpx
 
 from loader.errors import ShardrankError
 from loader.progress import Progress
-from loadtest.drill.answers import answer_problems, count_kinds
+from loadtest.drill.answers import answer_limits, count_kinds
 from loadtest.drill.config import Order, Transport, UpgradeDrillConfig
 from loadtest.drill.fleet import FIRST_VERSION, REPLICATE_BYTES
 from loadtest.drill.load import (
@@ -34,9 +34,9 @@ from loadtest.drill.load import (
     describe,
     verdict_of,
 )
-from loadtest.drill.oracle import Kind, OracleWriter
+from loadtest.drill.oracle import Kind, oracle_spec, write_oracle
 from loadtest.drill.processes import check_running, child_process, free_ports
-from loadtest.drill.report import Report
+from loadtest.drill.report import Limit, Report, make_report
 from loadtest.load.closed_loop import ClosedLoop
 from loadtest.load.senders import Failure, Outgoing, Sender
 from loadtest.servers import HOST, THIS_CHECKOUT, checked_checkout, commit_of, summed
@@ -65,19 +65,57 @@ def plan_steps(order: Order) -> list[tuple[str, str]]:
 
 
 @dataclass(slots=True)
-class UpgradeLoad:
-    """A closed loop that asks one server after the other, and what was answered.
+class UpgradeFleet:
+    """Processes of two releases that serve one snapshot, and what was answered.
 
     Attributes:
-        senders: of the serving processes that are asked now, HTTP and gRPC, by name; one that is removed gets no
-            further requests.
-        kinds: of the answers since `count` was last called.
+        folder: of logs.
+        addresses: where nodes listen, by name.
+        ports: of HTTP and gRPC, by name of serving process.
+        releases: of each process, the current or the last one.
+        children: that run.
+        senders: of the serving processes that are asked now, HTTP and gRPC; one that is removed gets no more requests.
+        kinds: of the answers since `count_answers` was last called.
         details: of the first answers that are not right.
     """
 
-    senders: dict[str, tuple[Sender, Sender]] = field(default_factory=dict)
+    old: Path
+    snapshot: Path
+    folder: Path
+    stack: contextlib.AsyncExitStack
+    requests: OracleRequests
+    addresses: dict[str, str]
+    ports: dict[str, tuple[int, int]]
+    releases: dict[str, Release] = field(default_factory=dict)
+    children: dict[str, Child] = field(default_factory=dict)
+    senders: dict[str, list[Sender]] = field(default_factory=dict)
     kinds: list[Kind] = field(default_factory=list)
     details: list[str] = field(default_factory=list)
+
+    async def start(self, name: str, release: Release) -> None:
+        """Start a process of a release, wait until it answers, and ask it if it serves. Raises ChildFailedError."""
+        checkout = THIS_CHECKOUT if release == "new" else self.old
+        command = shardrank_command(*self._arguments(name, release))
+        process = child_process(name, command, self.folder, lambda: self._answers(name), checkout)
+        self.children[name], self.releases[name] = await self.stack.enter_async_context(process), release
+        if name in SERVING:
+            urls = [
+                f"{scheme}://{HOST}:{port}" for scheme, port in zip(("http", "grpc"), self.ports[name], strict=True)
+            ]
+            senders = [await self.requests.sender(url, GRPC_CHANNELS) for url in urls]
+            for sender in senders:
+                self.stack.push_async_callback(sender.close)
+            self.senders[name] = senders
+
+    async def stop(self, name: str, how: signal.Signals) -> int:
+        """Ask a serving process no longer, end a process, and return its exit code."""
+        self.senders.pop(name, None)
+        child = self.children.pop(name)
+        if how is signal.SIGKILL:
+            child.kill()
+        else:
+            await child.stop(STOP_TIMEOUT_S)
+        return await child.wait()
 
     def route(self, number: int) -> Sender:
         """Choose the server in turn, and the API of the request's number."""
@@ -91,59 +129,10 @@ class UpgradeLoad:
         if verdict.kind is not Kind.OK and len(self.details) < MAX_DETAILS:
             self.details.append(describe(request, verdict))
 
-    def count(self) -> dict[str, int]:
+    def count_answers(self) -> dict[str, int]:
         """Return how many answers of each kind there were since the last call."""
         kinds, self.kinds = self.kinds, []
         return count_kinds(kinds)
-
-
-@dataclass(slots=True)
-class UpgradeFleet:
-    """Processes of two releases that serve one snapshot, and their load.
-
-    Attributes:
-        folder: of logs.
-        addresses: where nodes listen, by name.
-        ports: of HTTP and gRPC, by name of serving process.
-        releases: of each process, the current or the last one.
-        children: that run.
-    """
-
-    old: Path
-    snapshot: Path
-    folder: Path
-    stack: contextlib.AsyncExitStack
-    requests: OracleRequests
-    load: UpgradeLoad
-    addresses: dict[str, str]
-    ports: dict[str, tuple[int, int]]
-    releases: dict[str, Release] = field(default_factory=dict)
-    children: dict[str, Child] = field(default_factory=dict)
-
-    async def start(self, name: str, release: Release) -> None:
-        """Start a process of a release, wait until it answers, and ask it if it serves. Raises ChildFailedError."""
-        checkout = THIS_CHECKOUT if release == "new" else self.old
-        command = shardrank_command(*self._arguments(name, release))
-        answers = self._node_answers if name in NODES else self._server_answers
-        process = child_process(name, command, self.folder, lambda: answers(name), checkout)
-        self.children[name], self.releases[name] = await self.stack.enter_async_context(process), release
-        if name in self.ports:
-            http, grpc = self.ports[name]
-            urls = (f"http://{HOST}:{http}", f"grpc://{HOST}:{grpc}")
-            senders = [await self.requests.sender(url, GRPC_CHANNELS) for url in urls]
-            for sender in senders:
-                self.stack.push_async_callback(sender.close)
-            self.load.senders[name] = (senders[0], senders[1])
-
-    async def stop(self, name: str, how: signal.Signals) -> int:
-        """Ask a serving process no longer, end a process, and return its exit code."""
-        self.load.senders.pop(name, None)
-        child = self.children.pop(name)
-        if how is signal.SIGKILL:
-            child.kill()
-        else:
-            await child.stop(STOP_TIMEOUT_S)
-        return await child.wait()
 
     async def bytes_by_form(self) -> Counter[str]:
         """Read what serving processes have counted so far. Raises ChildFailedError if a process has ended by itself."""
@@ -176,22 +165,18 @@ class UpgradeFleet:
         ports = ("--http-port", str(http_port), "--grpc-port", str(grpc_port))
         return ("serve", *common, *flags, *ports, "--dtype", "float32", *wire)
 
-    async def _node_answers(self, name: str) -> bool:
-        client = ShardClient(Address.parse(self.addresses[name]))
+    async def _answers(self, name: str) -> bool:
         try:
-            await client.info()
-        except ShardrankError:
+            if name in SERVING:
+                async with httpx.AsyncClient(timeout=10) as http:
+                    return (await http.get(f"http://{HOST}:{self.ports[name][0]}/readyz")).status_code == 200
+            async with contextlib.AsyncExitStack() as stack:
+                client = ShardClient(Address.parse(self.addresses[name]))
+                stack.push_async_callback(client.close)
+                await client.info()
+        except (ShardrankError, httpx.TransportError):
             return False
-        finally:
-            await client.close()
         return True
-
-    async def _server_answers(self, name: str) -> bool:
-        async with httpx.AsyncClient(timeout=10) as client:
-            try:
-                return (await client.get(f"http://{HOST}:{self.ports[name][0]}/readyz")).status_code == 200
-            except httpx.TransportError:
-                return False
 
 
 async def run_drill(config: UpgradeDrillConfig, folder: Path, progress: Progress) -> Report:
@@ -201,41 +186,51 @@ async def run_drill(config: UpgradeDrillConfig, folder: Path, progress: Progress
         LoadConfigError: `old` is no checkout of this repository.
         ShardrankError: a process does not come up, or ends by itself.
     """
-    old = checked_checkout(config.old)
-    snapshot = await asyncio.to_thread(OracleWriter(config).write, folder / "store", FIRST_VERSION)
+    config = config.model_copy(update={"old": checked_checkout(config.old)})
+    snapshot = await asyncio.to_thread(write_oracle, oracle_spec(config), folder / "store", FIRST_VERSION)
     requests = OracleRequests(config, QUESTIONS_EACH, SINGLE)
     steps: list[dict[str, Any]] = []
     details: list[str] = []
     problems: list[str] = []
     passes = list(itertools.product(config.transports, config.orders))
     for number, (transport, order) in enumerate(passes):
-        logs, load = folder / str(number), UpgradeLoad()
+        logs = folder / str(number)
         logs.mkdir()
         async with contextlib.AsyncExitStack() as stack:
-            fleet = UpgradeFleet(old, snapshot, logs, stack, requests, load, *_addresses(transport, logs))
+            fleet = UpgradeFleet(config.old, snapshot, logs, stack, requests, *_addresses(transport, logs))
             for name in (*NODES, *SERVING):
                 await fleet.start(name, "old")
-            async with ClosedLoop(
-                load.route, load.record, in_flight=config.in_flight, begin=time.monotonic(), timeout_s=TIMEOUT_MS / 1000
-            ).running():
+            async with _load(fleet, config.in_flight):
                 for what, name in plan_steps(order):
                     problems += await _do(fleet, what, name)
                     step = {"transport": transport, "order": order, "step": f"{what} {name}".strip()}
-                    steps.append(step | await _settled(fleet, config.settle_s))
+                    steps.append(step | await _settle(fleet, config.settle_s))
                     progress("upgrading", len(steps), len(passes) * len(plan_steps(order)))
         # Those that were in flight when the last step ended are of that step.
-        steps[-1] |= {kind: steps[-1][kind] + count for kind, count in load.count().items()}
-        details += load.details
+        steps[-1] |= {kind: steps[-1][kind] + count for kind, count in fleet.count_answers().items()}
+        details += fleet.details
     figures = {
         **{kind: sum(step[kind] for step in steps) for kind in count_kinds([])},
-        "old_commit": commit_of(old),
+        "old_commit": commit_of(config.old),
         "new_commit": commit_of(THIS_CHECKOUT),
         "in_flight": config.in_flight,
         "settle_s": config.settle_s,
         "steps": steps,
     }
-    problems += upgrade_problems(figures)
-    return Report(figures=figures, problems=tuple(problems), details=tuple(details[:MAX_DETAILS]))
+    return make_report(figures, upgrade_limits(figures), details[:MAX_DETAILS], problems)
+
+
+@contextlib.asynccontextmanager
+async def _load(fleet: UpgradeFleet, in_flight: int) -> AsyncIterator[None]:
+    """Ask serving processes while the block runs. Raises what it raises, and not the group of the loop's tasks."""
+    begin, timeout_s = time.monotonic(), TIMEOUT_MS / 1000
+    try:
+        async with ClosedLoop(
+            fleet.route, fleet.record, in_flight=in_flight, begin=begin, timeout_s=timeout_s
+        ).running():
+            yield
+    except ExceptionGroup as group:
+        raise group.exceptions[0] from None
 
 
 async def _do(fleet: UpgradeFleet, what: str, name: str) -> list[str]:
@@ -250,7 +245,7 @@ async def _do(fleet: UpgradeFleet, what: str, name: str) -> list[str]:
     return problems
 
 
-async def _settled(fleet: UpgradeFleet, seconds: float) -> dict[str, Any]:
+async def _settle(fleet: UpgradeFleet, seconds: float) -> dict[str, Any]:
     """Wait under load; what was answered since the step before, and the bytes of shards' answers of these seconds."""
     before = await fleet.bytes_by_form()
     await asyncio.sleep(seconds)
@@ -259,21 +254,19 @@ async def _settled(fleet: UpgradeFleet, seconds: float) -> dict[str, Any]:
         "nodes": fleet.count_releases(NODES),
         "serving": fleet.count_releases(SERVING),
         **{f"{form}_bytes": counted[form] for form in WIRE_FORMS},
-        **fleet.load.count(),
+        **fleet.count_answers(),
     }
 
 
-def upgrade_problems(figures: Mapping[str, Any]) -> list[str]:
-    """Return what must not be."""
-    problems = answer_problems(figures)
+def upgrade_limits(figures: Mapping[str, Any]) -> list[Limit]:
+    """Return what decides the verdict: once all processes are new, stored rows and float16 sums must be used."""
+    limits = answer_limits(figures)
     for step in figures["steps"]:
-        name = f"{step['transport']}, {step['order']}, {step['step']}"
-        if not step["answers"]:
-            problems.append(f"{name}: nothing was answered")
         is_new = "old" not in step["nodes"] + step["serving"]
-        if is_new and not (step["stored_bytes"] and step["float16_bytes"]):
-            problems.append(f"{name}: stored rows or float16 sums were not used, though all processes are new")
-    return problems
+        for name in ("answers", "stored_bytes", "float16_bytes") if is_new else ("answers",):
+            title = f"{step['transport']}, {step['order']}, {step['step']}: {name}"
+            limits.append(Limit(title, step[name], 1, "at least"))
+    return limits
 
 
 def _addresses(transport: Transport, folder: Path) -> tuple[dict[str, str], dict[str, tuple[int, int]]]:

@@ -44,7 +44,7 @@ def scores_of(counts: np.ndarray, from_b: np.ndarray, dense: np.ndarray) -> np.n
 
 def vectors_of(question: Question, from_b: np.ndarray) -> np.ndarray:
     """A lookup's answer in which some ids of each bag have B's row. Which ones is seen in dimension 0 alone."""
-    vectors = question.expected[0].reshape(-1, question.embedding_dim).copy()
+    vectors = question.expected[0].reshape(-1, SHAPE.embedding_dim).copy()
     vectors[:, 0] += (FACTORS[1] - 1) * from_b
     return vectors.reshape(-1)
 
@@ -93,7 +93,7 @@ def test_vectors_from_any_mixture_of_rows_are_mixed(data: st.DataObject, questio
 @given(st.data(), lookup_questions, versions)
 def test_a_bag_of_which_one_id_is_missing_is_wrong(data: st.DataObject, question: Question, version: int):
     letter = letter_of(version)
-    vectors = question.expected[letter].reshape(-1, question.embedding_dim).copy()
+    vectors = question.expected[letter].reshape(-1, SHAPE.embedding_dim).copy()
     vectors[data.draw(st.integers(0, len(vectors) - 1)), 0] -= FACTORS[letter]
     assert judge(question, version, vectors.reshape(-1)).kind is Kind.WRONG
 
@@ -101,7 +101,7 @@ def test_a_bag_of_which_one_id_is_missing_is_wrong(data: st.DataObject, question
 @given(st.data(), lookup_questions, versions)
 def test_another_row_with_the_right_first_dimension_is_wrong(data: st.DataObject, question: Question, version: int):
     values = question.expected[letter_of(version)].copy()
-    place = data.draw(st.integers(0, values.size - 1).filter(lambda one: one % question.embedding_dim != 0))
+    place = data.draw(st.integers(0, values.size - 1).filter(lambda one: one % SHAPE.embedding_dim != 0))
     values[place] += FACTORS[letter_of(version)]
     assert judge(question, version, values).kind is Kind.WRONG
 

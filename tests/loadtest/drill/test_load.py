@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadtest.drill.answers import APIS, RECORD, TimeSpan, answer_problems, count_kinds, overlaps
+from loadtest.drill.answers import APIS, RECORD, TimeSpan, answer_limits, count_kinds, overlaps
 from loadtest.drill.config import OracleShape
 from loadtest.drill.load import LoadConfig, RunningLoad, running_load
-from loadtest.drill.oracle import Kind, OracleWriter
+from loadtest.drill.oracle import Kind, oracle_spec, write_oracle
 from serving.errors import ChildFailedError
 from serving.rank.service import RankingService
 from serving.server import Listening, ServerConfig, running_server
@@ -30,7 +30,7 @@ RATE = 120
 @contextlib.asynccontextmanager
 async def serving(store: Path, version: int = 1) -> AsyncIterator[Listening]:
     """A version of the oracle at real ports."""
-    folder = OracleWriter(SMALL).write(store, version)
+    folder = write_oracle(oracle_spec(SMALL), store, version)
     service = RankingService(expected_models=[SMALL.model])
     service.install(load_served_model(ModelSource(snapshot=folder, dtype="float32"), service))
     try:
@@ -120,19 +120,17 @@ def test_a_load_that_can_not_begin_says_why(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("kinds", "problems"),
-    [
-        ([Kind.OK, Kind.OK], []),
-        ([Kind.FAILED, Kind.OK], ["1 answers failed"]),
-        ([Kind.MIXED, Kind.MIXED], ["2 answers are mixed"]),
-        ([Kind.WRONG, Kind.FAILED], ["1 answers failed", "1 answers are wrong"]),
-    ],
+    ("kinds", "missed"),
+    [([0, 0], []), ([Kind.FAILED, 0], ["failed"]), ([Kind.MIXED, Kind.WRONG], ["mixed", "wrong"])],
 )
-def test_answers_that_are_not_right_are_problems(kinds: list[Kind], problems: list[str]):
-    counts = count_kinds(kinds)
-    assert counts["answers"] == 2
-    assert answer_problems(counts, stale=0) == problems
-    assert answer_problems(counts, stale=3) == [*problems, "3 answers stale"]
+def test_answers_that_are_not_right_do_not_pass(kinds: list[Kind], missed: list[str]):
+    figures = count_kinds(kinds)
+    assert figures["answers"] == 2
+    assert [limit.name for limit in answer_limits(figures) if not limit.ok] == missed
+    assert [limit.name for limit in answer_limits({**figures, "stale": 3}, "stale") if not limit.ok] == [
+        *missed,
+        "stale",
+    ]
 
 
 @given(

@@ -8,7 +8,7 @@ import pytest
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.reader import verify_snapshot
 from loadtest.drill.config import OracleShape
-from loadtest.drill.oracle import FACTORS, Kind, OracleWriter, judge, letter_of, make_questions, oracle_spec, table_rows
+from loadtest.drill.oracle import FACTORS, Kind, judge, letter_of, make_questions, oracle_spec, table_rows, write_oracle
 from serving.embedded import Ranker
 
 SMALL = OracleShape(items=700, users=300, tags=50)
@@ -36,18 +36,18 @@ def test_odd_versions_are_a_and_even_ones_b():
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_served_oracle_answers_exactly_what_its_questions_expect_over_shards_and_cards(tmp_path: Path, version: int):
-    writer = OracleWriter(SMALL)
-    folder = writer.write(tmp_path, version)
+    folder = write_oracle(oracle_spec(SMALL), tmp_path, version)
     assert verify_snapshot(folder).ok
-    questions = make_questions(writer.spec, 40, seed=version)
+    questions = make_questions(oracle_spec(SMALL), 40, seed=version)
     with Ranker.open(folder, shards=2, cards=2, dtype="float32") as ranker:
         for question in questions["rank"]:
-            answer = ranker.rank({part: {"sparse": ids} for part, ids in question.arguments.items()})
+            sides = {"context": question.side("context"), "candidates": question.side("candidate")}
+            answer = ranker.rank({part: {"sparse": ids} for part, ids in sides.items()})
             scores = np.array(answer["scores"], np.float32)
             assert judge(question, answer["version"], scores).kind is Kind.OK
             assert judge(question, answer["version"] + 1, scores).kind is Kind.MIXED
         for question in questions["lookup"]:
-            answer = ranker.lookup({"sparse": question.arguments["features"]})
-            vectors = [np.array(answer["embeddings"][name], np.float32).reshape(-1) for name in question.features]
+            answer = ranker.lookup({"sparse": question.bags})
+            vectors = [np.array(answer["embeddings"][name], np.float32).reshape(-1) for name in question.bags]
             assert judge(question, answer["version"], np.concatenate(vectors)).kind is Kind.OK
             assert judge(question, answer["version"] + 1, np.concatenate(vectors)).kind is Kind.MIXED

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from loadtest.drill.report import Report, show
+from loadtest.drill.report import Limit, make_report, show
 
 
 def test_records_and_figures_are_shown(capsys: pytest.CaptureFixture[str]):
     kills = [{"who": "shard-0-0", "settled_s": 3.5, "lag": "long text"}, {"who": "serve-0", "settled_s": None}]
-    report = Report(
-        figures={
+    report = make_report(
+        {
             "kills": kills,
             "by_api": {"grpc rank": {"who": 3, "settled_s": 1.0}},
             "p99_ms_steady": 4.125,
@@ -18,8 +18,9 @@ def test_records_and_figures_are_shown(capsys: pytest.CaptureFixture[str]):
             "memory_bytes": 12_345_678,
             "went_live": True,
         },
-        problems=("2 answers failed",),
+        [Limit("failed", 2, 0), Limit("wrong", 0, 0)],
         details=("1.5 failed http rank: timeout",),
+        problems=("serve-0 ended",),
         columns=("who", "settled_s"),
     )
     show(report)
@@ -33,10 +34,29 @@ def test_records_and_figures_are_shown(capsys: pytest.CaptureFixture[str]):
         ["lost_share", "0.123%"],
         ["memory_bytes", "12.3", "MB"],
         ["went_live", "yes"],
-        ["problem:", "2", "answers", "failed"],
+        ["problem:", "serve-0", "ended"],
+        ["problem:", "failed:", "2;", "it", "must", "be", "at", "most", "0"],
         ["1.5", "failed", "http", "rank:", "timeout"],
         ["not", "passed"],
     ):
         assert expected in lines
+    assert "wrong:" not in printed
     assert "long text" not in printed
     assert report.model_dump(mode="json").keys() == {*report.figures, "problems", "details"}
+
+
+@pytest.mark.parametrize(
+    ("limit", "ok"),
+    [
+        (Limit("p99", 2.0, 2.0), True),
+        (Limit("p99", 2.1, 2.0), False),
+        (Limit("goodput", 0.9, 0.9, "at least"), True),
+        (Limit("goodput", 0.8, 0.9, "at least"), False),
+        (Limit("p99", None, 2.0), False),
+        (Limit("goodput", None, 0.9, "at least"), False),
+        (Limit("p99", float("nan"), 2.0), False),
+    ],
+)
+def test_limits(limit: Limit, ok: bool):
+    assert limit.ok == ok
+    assert bool(make_report({}, [limit], ()).problems) != ok

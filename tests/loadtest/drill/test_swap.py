@@ -11,14 +11,14 @@ import pytest
 from loadtest.drill.answers import RECORD, TimeSpan
 from loadtest.drill.oracle import Kind
 from loadtest.drill.swap import (
-    Memory,
+    ProcessMemory,
     Swap,
     SwapCourse,
     is_stale,
     sample_memory,
     slope_mb_per_swap,
     swap_figures,
-    swap_problems,
+    swap_limits,
 )
 
 # Live is 1 until the first swap, at 10 to 14; publishing is at 16 to 17; the second swap is at 20 to 24.
@@ -30,7 +30,7 @@ def record(intended: float, ms: float, version: int, kind: Kind = Kind.OK, api: 
 
 
 def figures_of(*records: tuple[Any, ...], memory: tuple[float, ...] = (100.0, 101.0)) -> dict[str, Any]:
-    course = SwapCourse(SWAPS, [TimeSpan(16, 17)], [dict.fromkeys("ab", Memory(mb / 2, 1.0)) for mb in memory])
+    course = SwapCourse(SWAPS, [TimeSpan(16, 17)], [dict.fromkeys("ab", ProcessMemory(mb / 2, 1.0)) for mb in memory])
     return {**swap_figures(np.array(list(records), RECORD), course), "rows_mb": 4.0}
 
 
@@ -42,9 +42,13 @@ def during(ms: float = 4.0) -> list[tuple[Any, ...]]:
     return [record(12 + 0.01 * number, ms, 2) for number in range(50)]
 
 
+def missed(figures: dict[str, Any]) -> list[str]:
+    return [limit.name for limit in swap_limits(figures, 1.5) if not limit.ok]
+
+
 def test_figures_of_a_good_drill():
     figures = figures_of(*steady(4.0), *during(5.0))
-    assert swap_problems(figures, 1.5) == []
+    assert missed(figures) == []
     expected = {"swaps": 2, "answers": 100, "failed": 0, "mixed": 0, "wrong": 0, "p99_ms_steady": 4.0}
     expected |= {"p99_ms_during_swap": 5.0, "ratio_p99": 1.25, "rss_mb_before": 100.0, "rss_mb_after": 101.0}
     assert {name: figures[name] for name in expected} == pytest.approx(expected)
@@ -54,20 +58,18 @@ def test_figures_of_a_good_drill():
 @pytest.mark.parametrize(
     ("records", "memory", "problem"),
     [
-        ([*steady(), *during(), record(12, 1, 2, Kind.FAILED, api=3)], (1, 1), "1 answers failed"),
-        ([*steady(), *during(), record(25, 1, 2)], (1, 1), "1 answers name a version that was not live"),
-        ([*steady(4.0), *during(6.4)], (1, 1), "p99 during swaps is 1.60 times the steady one, allowed is 1.5"),
-        (during(), (1, 1), "too few answers to compare latencies"),
-        (
-            [*steady(), *during()],
-            tuple(range(100, 196, 4)),
-            "memory grows by 4.00 MB with every swap; one version has 4.00 MB",
-        ),
+        ([*steady(), *during(), record(12, 1, 2, Kind.FAILED, api=3)], (1, 1), "failed"),
+        ([*steady(), *during(), record(25, 1, 2)], (1, 1), "stale"),
+        ([*steady(4.0), *during(6.4)], (1, 1), "ratio_p99"),
+        # Too few answers to compare latencies.
+        (during(), (1, 1), "ratio_p99"),
+        # A version has 4 MB.
+        ([*steady(), *during()], tuple(range(100, 196, 4)), "rss_mb_per_swap"),
     ],
 )
-def test_problems(records: list[tuple[Any, ...]], memory: tuple[float, ...], problem: str):
+def test_each_limit_is_kept_by_itself(records: list[tuple[Any, ...]], memory: tuple[float, ...], problem: str):
     figures = figures_of(*records, memory=memory)
-    assert swap_problems(figures, 1.5) == [problem]
+    assert missed(figures) == [problem]
     assert sum(api["not_ok"] for api in figures["by_api"].values()) == figures["failed"]
 
 
@@ -75,7 +77,7 @@ def test_answers_while_versions_are_published_are_excluded():
     figures = figures_of(*steady(), *during(), *(record(16.5, 100, 2) for _ in range(50)))
     assert [figures[f"answers_{when}"] for when in ("steady", "during_swap", "apart")] == [50, 50, 50]
     assert figures["p99_ms_apart"] == pytest.approx(100)
-    assert swap_problems(figures, 1.5) == []
+    assert missed(figures) == []
 
 
 @pytest.mark.parametrize(

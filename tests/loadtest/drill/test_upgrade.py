@@ -10,7 +10,7 @@ import pytest
 from loadtest.drill.answers import count_kinds
 from loadtest.drill.config import OracleShape, Order
 from loadtest.drill.oracle import make_questions, oracle_spec
-from loadtest.drill.upgrade import NODES, SERVING, SINGLE, plan_steps, upgrade_problems
+from loadtest.drill.upgrade import NODES, SERVING, SINGLE, plan_steps, upgrade_limits
 from shard_node.answer import travel_as_stored
 from shard_node.bags import TableLayout
 
@@ -27,7 +27,6 @@ def test_each_process_is_upgraded_and_two_nodes_die(order: Order, expected: tupl
 STEP = {"transport": "tcp", "order": "nodes-first", "step": "upgrade serve-1", "nodes": "4 new", "serving": "2 new"}
 STEP |= {"answers": 7, "stored_bytes": 10, "float16_bytes": 20, "float32_bytes": 30}
 OLD = {**STEP, "nodes": "4 old", "stored_bytes": 0, "float16_bytes": 0}
-UNUSED = "stored rows or float16 sums were not used, though all processes are new"
 
 
 @pytest.mark.parametrize(
@@ -35,21 +34,23 @@ UNUSED = "stored rows or float16 sums were not used, though all processes are ne
     [
         (STEP, []),
         (OLD, []),
-        ({**STEP, "answers": 0}, ["tcp, nodes-first, upgrade serve-1: nothing was answered"]),
-        ({**STEP, "stored_bytes": 0}, [f"tcp, nodes-first, upgrade serve-1: {UNUSED}"]),
-        ({**STEP, "float16_bytes": 0}, [f"tcp, nodes-first, upgrade serve-1: {UNUSED}"]),
+        ({**STEP, "answers": 0}, ["tcp, nodes-first, upgrade serve-1: answers"]),
+        # All processes are new, so they must be used.
+        ({**STEP, "stored_bytes": 0}, ["tcp, nodes-first, upgrade serve-1: stored_bytes"]),
+        ({**STEP, "float16_bytes": 0}, ["tcp, nodes-first, upgrade serve-1: float16_bytes"]),
     ],
 )
-def test_problems(step: dict[str, Any], problems: list[str]):
-    assert upgrade_problems({**count_kinds([0]), "steps": [STEP, step]}) == problems
-    assert upgrade_problems({**count_kinds([1]), "steps": [step]}) == ["1 answers failed", *problems]
+def test_each_limit_is_kept_by_itself(step: dict[str, Any], problems: list[str]):
+    for kind, more in ((0, []), (1, ["failed"])):
+        limits = upgrade_limits({**count_kinds([kind]), "steps": [STEP, step]})
+        assert [limit.name for limit in limits if not limit.ok] == [*more, *problems]
 
 
 def test_questions_have_rows_that_travel_as_stored_and_others():
     spec = oracle_spec(OracleShape())
     layout, single = TableLayout.of(spec), make_questions(spec, 50, single=SINGLE)["rank"]
     counts = np.concatenate([question.counts for question in single])
-    for place, name in enumerate(single[0].features):
+    for place, name in enumerate(single[0].bags):
         assert (counts[:, place].max() == 1) == (name in SINGLE)
     assert layout.groups
     for table in layout.groups:
