@@ -52,6 +52,7 @@ def peers(
     side_split: SideSplit,
     json_file: Path | None,
     html_file: Path | None,
+    hotness: tuple[float, ...],
     **options: Any,
 ) -> None:
     """Compare shardrank with what one would serve the model with instead, on this machine.
@@ -82,7 +83,7 @@ def peers(
     from loadtest.workloads.catalog import BenchShape
 
     shape = BenchShape.of(rows, row_dtype, varied=varied, side_split=side_split)
-    config = PeersConfig(shape=shape, peers=chosen, **options)
+    config = PeersConfig(shape=shape, peers=chosen, hotness=tuple(map(int, hotness)), **options)
     with tempfile.TemporaryDirectory(prefix="loadtest-peers-") as folder:
         comparison = run_peers(config, env_dir, Path(folder), click.echo)
     show_comparison(Console(width=150), comparison)
