@@ -207,7 +207,7 @@ def measure_account(model: ServedModel, hotness: int, apis: Sequence[Api]) -> No
 
 @contextmanager
 def checkout_of(against: str) -> Iterator[Path]:
-    """Check a commit out into a temporary folder; a folder is another checkout.
+    """Check a commit of the repository in the working directory out into a temporary folder; a folder is a checkout.
 
     Raises:
         LoadConfigError: it is neither.
@@ -215,7 +215,7 @@ def checkout_of(against: str) -> Iterator[Path]:
     if Path(against).is_dir():
         yield checked_checkout(Path(against))
         return
-    git = ("git", "-C", str(THIS_CHECKOUT), "worktree")
+    git = ("git", "worktree")
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         path = Path(folder) / "old"
         add = subprocess.run((*git, "add", "--detach", str(path), against), capture_output=True, text=True, check=False)

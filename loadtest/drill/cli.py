@@ -6,38 +6,40 @@ import importlib
 import inspect
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 import click
-from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 
-from loadtest.drill.config import (
-    BrokenDrillConfig,
-    CrashDrillConfig,
-    OverloadDrillConfig,
-    SoakDrillConfig,
-    SwapDrillConfig,
-    UpgradeDrillConfig,
-)
 from serving.cli import GroupWithExamples, WithExamples
-from serving.cli.settings import config_of
 
-DRILLS: dict[str, type[BaseModel]] = {
-    "swap": SwapDrillConfig,
-    "crash": CrashDrillConfig,
-    "broken": BrokenDrillConfig,
-    "upgrade": UpgradeDrillConfig,
-    "soak": SoakDrillConfig,
-    "overload": OverloadDrillConfig,
-}
-"""Settings of each drill; the module of its name has `run_drill`."""
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+    from pydantic.fields import FieldInfo
+
+DRILLS = ("swap", "crash", "broken", "upgrade", "soak", "overload")
+"""Each has a module of its name with `run_drill`, and its settings in `loadtest.drill.config`."""
 FILE = click.Path(path_type=Path, dir_okay=False)
 FOLDER = click.Path(path_type=Path, file_okay=False)
 OLD = click.Path(path_type=Path, file_okay=False, exists=True)
 
 
-@click.group(cls=GroupWithExamples)
+class DrillGroup(GroupWithExamples):
+    """Loads the settings of the drills when one of them is named, so that `shardrank --help` stays light."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names of all drills."""
+        return list(DRILLS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return the command of a drill, or None."""
+        if cmd_name not in DRILLS:
+            return None
+        from loadtest.drill import config
+
+        return make_command(cmd_name, getattr(config, f"{cmd_name.title()}DrillConfig"))
+
+
+@click.group(cls=DrillGroup)
 def drill() -> None:
     """Put a real fleet through swaps, crashes, broken snapshots and upgrades, or a server through overload.
 
@@ -89,12 +91,9 @@ def make_command(name: str, schema: type[BaseModel]) -> click.Command:
 def _run(name: str, schema: type[BaseModel], json_file: Path | None, keep: Path | None, **options: Any) -> None:
     """Run a drill with the options that were given, and end with its exit code."""
     from loadtest.drill.report import execute
+    from serving.cli.settings import config_of
 
     # An option that may be repeated, and was not given, is an empty tuple.
     config = config_of(schema, {key: value for key, value in options.items() if value != ()})
     run_drill = importlib.import_module(f"loadtest.drill.{name}").run_drill
     click.get_current_context().exit(execute(partial(run_drill, config), json_file, keep))
-
-
-for _name, _schema in DRILLS.items():
-    drill.add_command(make_command(_name, _schema))

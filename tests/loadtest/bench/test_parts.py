@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import subprocess
 from collections import OrderedDict
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from loadtest.bench.lookup import bare_arena, draw_batch, float32_bag
 from loadtest.bench.serving import checkout_of
 from loadtest.bench.tables import UniformTables
 from loadtest.errors import LoadConfigError, WorkloadError
-from loadtest.servers import THIS_CHECKOUT, commit_of
+from loadtest.servers import SERVED_PACKAGES, commit_of
 from loadtest.workloads.catalog import BenchShape, BenchWorkload, bench_payloads, bench_spec
 from loadtest.workloads.prepare import write_random_snapshot
 from router.popularity import Popularity
@@ -139,13 +140,22 @@ def test_rows_of_levers_are_those_of_the_snapshot(tmp_path: Path) -> None:
     assert rows_bytes(model.spec.tables) == size
 
 
-def test_a_commit_is_checked_out_while_it_is_measured(tmp_path: Path) -> None:
+def test_a_commit_is_checked_out_while_it_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    repository, empty = tmp_path / "repository", tmp_path / "empty"
+    for package in SERVED_PACKAGES:
+        (repository / package).mkdir(parents=True)
+        (repository / package / "__init__.py").touch()
+    empty.mkdir()
+    identity = ("-c", "user.name=tests", "-c", "user.email=tests@example.org", "-c", "commit.gpgsign=false")
+    for arguments in (("init", "-q"), ("add", "."), (*identity, "commit", "-q", "-m", "Add packages")):
+        subprocess.run(("git", *arguments), cwd=repository, check=True)
+    monkeypatch.chdir(repository)
     with checkout_of("HEAD") as old:
-        assert old != THIS_CHECKOUT
-        assert commit_of(old) == commit_of(THIS_CHECKOUT).removesuffix("-dirty")
+        assert old != repository
+        assert commit_of(old) == commit_of(repository)
     assert not old.exists()
-    with checkout_of(str(THIS_CHECKOUT)) as old:
-        assert old == THIS_CHECKOUT
-    for against, problem in ((str(tmp_path), "it has no loader"), ("no-such-commit", "is no folder and no commit")):
+    with checkout_of(str(repository)) as old:
+        assert old == repository
+    for against, problem in ((str(empty), "it has no loader"), ("no-such-commit", "is no folder and no commit")):
         with pytest.raises(LoadConfigError, match=problem), checkout_of(against):
             pass
