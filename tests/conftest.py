@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from collections import Counter
 from collections.abc import Generator
 from pathlib import Path
 
@@ -46,6 +47,18 @@ _TURNS = {TESTS / name: turn for turn, name in enumerate(LONGEST)}
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: _TURNS.get(item.path, len(LONGEST)))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the ten slowest files: seconds of their tests, set-up and teardown included."""
+    seconds = Counter[str]()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[report.nodeid.partition("::")[0]] += report.duration
+    terminalreporter.section("slowest files")
+    for path, duration in seconds.most_common(10):
+        terminalreporter.write_line(f"{duration:7.1f} s  {path}")
 
 
 @pytest.hookimpl(wrapper=True, trylast=True)
