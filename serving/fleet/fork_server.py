@@ -46,6 +46,7 @@ SERVED_MODULES = (
 FREE_VARIABLES = ("SHARDRANK_", "PROMETHEUS_MULTIPROC_DIR", "OTEL_", "AWS_", "PYTEST_")
 """Prefixes of variables that no import reads, or that `_become` reads again; others must be the fork server's."""
 START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 5.0
 MAX_PACKET_BYTES = 1 << 17
 _TITLE_BYTES = 4096
 
@@ -147,6 +148,9 @@ def running_fork_server(path: str, modules: Sequence[str] = SERVED_MODULES) -> I
     try:
         yield process.pid
     finally:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_TIMEOUT_S)
         process.kill()
         process.wait()
         Path(path).unlink(missing_ok=True)

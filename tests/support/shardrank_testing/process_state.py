@@ -16,6 +16,9 @@ from pathlib import Path
 import numpy as np
 from prometheus_client import values
 
+# 32 and 33: libc catches them once a process has begun a thread.
+LIBC_SIGNALS = 0b11 << 31
+
 
 def state() -> dict[str, object]:
     """What has to be the same in a process that was forked and in one that was run by exec."""
@@ -28,7 +31,7 @@ def state() -> dict[str, object]:
         "first_path": sys.path[0],
         "descriptors": len(os.listdir("/proc/self/fd")) - 1,
         "leads": [os.getpid() == os.getsid(0), os.getpid() == os.getpgrp()],
-        "signals": {name: status[name].strip() for name in ("SigBlk", "SigIgn", "SigCgt")},
+        "signals": {name: int(status[name], 16) & ~LIBC_SIGNALS for name in ("SigBlk", "SigIgn", "SigCgt")},
         "threads": threading.active_count(),
         "metric_values": values.ValueClass.__qualname__,
     }
