@@ -18,9 +18,9 @@ from loadtest.compare.measure import ASKED, ArmRound, Measurements, measure_roun
 from loadtest.errors import CompareStoreError
 from loadtest.load.closed_loop import LATE_KINDS, CpuTime, Role, not_busy_because
 from loadtest.load.config import OfferedLoad
+from loadtest.load.generator import stopping_on_signals
 from loadtest.load.result import LoadResult, check_writable
 from loadtest.load.run import INTERRUPTED, checked, write_files
-from loadtest.load.workers import stopping_on_signals
 from loadtest.rounds import COUNTED, FORM, SHARES, Arm, Comparison, Measure, compare_rounds, show_comparison
 from loadtest.workloads.catalog import FilmsWorkload, open_workload
 from loadtest.workloads.payloads import FORMS, GRPC_APIS

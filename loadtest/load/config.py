@@ -151,7 +151,7 @@ class RunConfig(Frozen):
         seed: of the times.
     """
 
-    rate: float = Field(gt=0, le=MAX_RATE)
+    rate: float = Field(default=50.0, gt=0, le=MAX_RATE)
     warmup_s: float = Field(default=2.0, ge=0, le=MAX_RUN_S)
     duration_s: float = Field(default=10.0, gt=0, le=MAX_RUN_S)
     seed: int = Field(default=0, ge=0)

@@ -186,12 +186,26 @@ def make_result(
     rows = np.concatenate([records.rows for records in parts])
     answered = rows[rows["code"] == OK]
     latency_s, service_s = answered["ended"] - answered["due"], answered["ended"] - answered["sent"]
-    errors: Counter[str] = Counter()
-    for records in parts:
-        errors.update(records.errors)
     within_slo = int((latency_s <= load.slo_ms / 1000).sum())
     latency = percentiles(latency_s)
-    generator = _generator(load, run, done, parts, latency)
+    lags = [percentiles(records.rows["turn"] - records.rows["due"]) for records in parts]
+    generator = Generator(
+        processes=tuple(
+            GeneratorProcess(
+                cpu_share=process.cpu_s / run.duration_s,
+                due=records.rows.size,
+                connections=process.connections,
+                lag_p99_ms=lag.p99_ms,
+                lag_max_ms=lag.max_ms,
+            )
+            for process, records, lag in zip(done, parts, lags, strict=True)
+        ),
+        lag_p99_ms=percentiles(rows["turn"] - rows["due"]).p99_ms,
+        max_lag_p99_ms=max(MIN_MAX_LAG_MS, MAX_LAG_SHARE * (latency.p99_ms or 0.0)),
+        max_cpu_share=MAX_CPU_SHARE,
+        max_in_flight=load.max_in_flight,
+        max_connections=load.max_connections if load.at.scheme == "http" else load.grpc_channels,
+    )
     reasons = invalid_because(generator, rows.size)
     return LoadResult(
         api=load.spoken,
@@ -205,7 +219,7 @@ def make_result(
         sent=int((rows["sent"] != NEVER).sum()),
         answered=answered.size,
         within_slo=within_slo,
-        errors=dict(sorted(errors.items())),
+        errors=dict(sorted(sum((Counter(records.errors) for records in parts), Counter()).items())),
         error_examples=tuple(text for process in done for text in process.records.examples)[:MAX_EXAMPLES],
         goodput=within_slo / run.duration_s,
         throughput=answered.size / run.duration_s,
@@ -243,29 +257,6 @@ def invalid_because(generator: Generator, due: int) -> tuple[str, ...]:
     return tuple(reasons)
 
 
-def _generator(
-    load: OfferedLoad, run: RunConfig, done: Sequence[Done], parts: Sequence[Records], latency: Percentiles
-) -> Generator:
-    lags = [records.rows["turn"] - records.rows["due"] for records in parts]
-    return Generator(
-        processes=tuple(
-            GeneratorProcess(
-                cpu_share=process.cpu_s / run.duration_s,
-                due=lag.size,
-                connections=process.connections,
-                lag_p99_ms=percentiles(lag).p99_ms,
-                lag_max_ms=percentiles(lag).max_ms,
-            )
-            for process, lag in zip(done, lags, strict=True)
-        ),
-        lag_p99_ms=percentiles(np.concatenate(lags)).p99_ms,
-        max_lag_p99_ms=max(MIN_MAX_LAG_MS, MAX_LAG_SHARE * (latency.p99_ms or 0.0)),
-        max_cpu_share=MAX_CPU_SHARE,
-        max_in_flight=load.max_in_flight,
-        max_connections=load.max_connections if load.at.scheme == "http" else load.grpc_channels,
-    )
-
-
 def _time_line(run: RunConfig, rows: Rows) -> tuple[Second, ...]:
     ends = np.arange(1, math.ceil(run.until_s) + 1)
     by_due = rows[np.argsort(rows["due"], kind="stable")]
@@ -282,8 +273,7 @@ def _time_line(run: RunConfig, rows: Rows) -> tuple[Second, ...]:
                 due=of_second.size,
                 ok=answered.size,
                 errors=of_second.size - answered.size,
-                p50_ms=latency.p50_ms,
-                p99_ms=latency.p99_ms,
+                **latency.model_dump(include={"p50_ms", "p99_ms"}),
                 in_flight=int(turns[second] - over[second]),
             )
         )

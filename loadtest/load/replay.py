@@ -14,28 +14,25 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-from google.protobuf.message import DecodeError
 from pydantic import Field
 from rich.console import Console
 
 from loader.memory import settle_heap
 from loader.snapshot.tables import Frozen
-from loadtest.errors import AnswerError, LoadConfigError
+from loadtest.errors import LoadConfigError
 from loadtest.load.config import MAX_RATE, MAX_TIMEOUT_MS, OfferedLoad, TargetText
-from loadtest.load.generator import LEAD_S, offer
-from loadtest.load.recorder import Float64Array, Recorder, Records, percentiles
+from loadtest.load.generator import LEAD_S, event_loop, offer, stopping_on_signals
+from loadtest.load.recorder import Float64Array, Recorder, percentiles
 from loadtest.load.result import Machine, Percentiles, check_writable, this_machine, versions, write_document
-from loadtest.load.run import INTERRUPTED
+from loadtest.load.run import INTERRUPTED, show_facts, show_times
 from loadtest.load.senders import NEVER, Failure, Outgoing
-from loadtest.load.show import show_facts, show_times
-from loadtest.load.workers import event_loop, stopping_on_signals
 from loadtest.tables import line
-from loadtest.workloads.payloads import Encoding, Payload, Pool, payload_of, within
-from loadtest.workloads.workload import WorkloadRequest
+from loadtest.workloads.payloads import Pool, payload_of, within
 from serving.cli.output import stdout_console
+from serving.client import ClientError
+from serving.client.features import RankResult, read_rank
 from serving.fleet.process import StopRequestedError
 from serving.observe.recording import Recorded, read_file, recorded_files
-from serving.proto.shardrank.v1 import ranking_pb2
 
 MAX_BYTES = 512 << 20
 """Of the bodies that are made ahead; recorded requests beyond are left out."""
@@ -130,18 +127,6 @@ class _Answer(msgspec.Struct):
     delta_sequence: int = -1
 
 
-def read_answer(body: bytes, *, is_grpc: bool) -> _Answer:
-    """Read scores and what they are of. Raises AnswerError."""
-    try:
-        if not is_grpc:
-            return msgspec.json.decode(body, type=_Answer)
-        message = ranking_pb2.RankResponse.FromString(body)
-    except (msgspec.MsgspecError, DecodeError) as error:
-        raise AnswerError(f"the answer is not one to a rank request: {error}") from error
-    sequence = message.delta_sequence if message.HasField("delta_sequence") else -1
-    return _Answer(message.version, list(message.scores), message.dense_step, sequence)
-
-
 class ScoreComparison:
     """A judge that compares each answer's scores with the recorded ones."""
 
@@ -156,9 +141,9 @@ class ScoreComparison:
         """Compare an answer; without a score for each candidate it is a failure."""
         recorded = self._recorded[request.number]
         try:
-            answer = read_answer(body, is_grpc=self._is_grpc)
-        except AnswerError as error:
-            return Failure("bad_answer", str(error))
+            answer = read_rank(body) if self._is_grpc else msgspec.json.decode(body, type=_Answer)
+        except (ClientError, msgspec.MsgspecError) as error:
+            return Failure("bad_answer", f"the answer is not one to a rank request: {error}")
         if len(answer.scores) != recorded.scores.size:
             what = f"{len(answer.scores)} scores for a request of {recorded.scores.size} candidates"
             return Failure("bad_answer", what)
@@ -166,7 +151,7 @@ class ScoreComparison:
         self.counts[self._compare(request.number, answer, recorded)] += 1
         return None
 
-    def _compare(self, number: int, answer: _Answer, recorded: Recorded) -> str:
+    def _compare(self, number: int, answer: _Answer | RankResult, recorded: Recorded) -> str:
         origin = answer.version, answer.dense_step, answer.delta_sequence
         if answer.delta_sequence < 0 or origin != (recorded.version, recorded.dense_step, recorded.delta_sequence):
             return "not_comparable"
@@ -216,22 +201,9 @@ def prepare(config: ReplayConfig) -> Prepared:
     ((model, requests),) = by_model.items()
     in_order = sorted(requests, key=lambda recorded: recorded.arrived_at)
     load = config.load
-    payloads = list(within((_payload(one, load.spoken, load.stated_timeout_ms) for one in in_order), MAX_BYTES))
-    return Prepared(model, totals[model], in_order[: len(payloads)], Pool(load.spoken, model, payloads))
-
-
-def _payload(recorded: Recorded, api: Encoding, timeout_ms: int | None) -> Payload:
-    schema, request = recorded.schema, recorded.request
-    # The texts of all features whose ids are strings are in flat order.
-    per_feature = np.where(schema.is_string, request.bags.values_per_key(), 0)
-    ends = np.cumsum(per_feature).tolist()
-    texts = {
-        feature.name: tuple(request.texts[end - count : end])
-        for feature, count, end in zip(schema.features, per_feature.tolist(), ends, strict=True)
-        if feature.name in schema.string_features
-    }
-    again = WorkloadRequest(request.bags, request.num_candidates, request.context_dense, request.candidate_dense, texts)
-    return payload_of(schema, again, api, schema.model, timeout_ms)
+    encoded = (payload_of(one.schema, one.request, load.spoken, model, load.stated_timeout_ms) for one in in_order)
+    pool = Pool(load.spoken, model, within(encoded, MAX_BYTES))
+    return Prepared(model, totals[model], in_order[: len(pool)], pool)
 
 
 def due_times(recorded: Sequence[Recorded], speed: float, rate: float | None) -> Float64Array:
@@ -249,13 +221,7 @@ async def replay(config: ReplayConfig, prepared: Prepared) -> ReplayResult:
     comparison = ScoreComparison(prepared.pool.is_grpc, prepared.recorded, config.tolerance)
     recorder = Recorder(time.monotonic() + LEAD_S)
     done = await offer(config.load, prepared.pool, [due], recorder, cpu_s=(0.0, 0.0), judge=comparison)
-    return _result(config, prepared, due, done.records, comparison)
-
-
-def _result(
-    config: ReplayConfig, prepared: Prepared, due: Float64Array, records: Records, comparison: ScoreComparison
-) -> ReplayResult:
-    counts, rows, answered = comparison.counts, records.rows, records.answered
+    counts, rows, answered = comparison.counts, done.records.rows, done.records.answered
     latency_s = answered["ended"] - answered["due"]
     return ReplayResult(
         **config.model_dump(include={"target", "speed", "rate", "tolerance"}),
@@ -265,8 +231,8 @@ def _result(
         sent=int((rows["sent"] != NEVER).sum()),
         seconds=float(due[-1]),
         answered=answered.size,
-        errors=records.errors,
-        error_examples=records.examples,
+        errors=done.records.errors,
+        error_examples=done.records.examples,
         compared=counts.total() - counts["not_comparable"],
         max_difference=comparison.max_difference,
         first_differences=tuple(comparison.first),

@@ -36,10 +36,7 @@ Amount: TypeAlias = Annotated[float, Field(ge=0)]
 
 
 class Percentiles(Frozen):
-    """Of a distribution of times, in milliseconds.
-
-    None where there is no such time: nothing was recorded, or, in `latency_of_due`, that request failed.
-    """
+    """Of times, in milliseconds; None where nothing was recorded or, in `latency_of_due`, that request failed."""
 
     min_ms: Amount | None
     mean_ms: Amount | None
@@ -51,11 +48,9 @@ class Percentiles(Frozen):
 
 
 class EncodedHistogram(Frozen):
-    """An HDR histogram of microseconds: `hdrh.histogram.HdrHistogram.decode(encoded)` gives it back.
+    """An HDR histogram of `count` times in microseconds, as `hdrh.histogram.HdrHistogram.decode` reads it.
 
-    Attributes:
-        encoded: HdrHistogram's V2 compressed form in base64 (github.com/HdrHistogram/HdrHistogram).
-        count: values in it.
+    That is HdrHistogram's V2 compressed form in base64 (github.com/HdrHistogram/HdrHistogram).
     """
 
     encoded: str
@@ -87,12 +82,7 @@ class Second(Frozen):
 
 
 class Mark(Frozen):
-    """Something that happened at a moment, such as a swap or a fault.
-
-    Attributes:
-        at_s: since the run's begin; negative if before it.
-        label: what it was.
-    """
+    """Something that happened, such as a swap or a fault, so long after the run's begin (negative: before it)."""
 
     at_s: float
     label: str = Field(min_length=1, max_length=200)
@@ -117,14 +107,11 @@ class GeneratorProcess(Frozen):
 
 
 class Generator(Frozen):
-    """What the generator itself did.
+    """What the generator itself did; what is not of a process is of all together.
 
     Attributes:
-        processes: one for each.
-        lag_p99_ms: of all their requests together.
         max_lag_p99_ms, max_cpu_share: beyond these the run is not valid.
-        max_in_flight: requests that could be out at a time, all processes together.
-        max_connections: connections, all processes together.
+        max_in_flight: requests that could be out at a time.
     """
 
     processes: tuple[GeneratorProcess, ...]
@@ -136,15 +123,7 @@ class Generator(Frozen):
 
 
 class Machine(Frozen):
-    """Where the generator ran.
-
-    Attributes:
-        name: host name.
-        cpu: model of its processors.
-        cores: that the generator may use.
-        memory_bytes: of RAM.
-        system: kernel and its version.
-    """
+    """Where the generator ran: host name, model of its processors, cores that it may use, RAM, and kernel."""
 
     name: str
     cpu: str
@@ -156,34 +135,23 @@ class Machine(Frozen):
 class LoadResult(Frozen):
     """One run at one rate.
 
+    What is not listed is as in `OfferedLoad` and `RunConfig`.
+
     Attributes:
-        target: URL, `http://host:port` or `grpc://host:port`.
-        model: asked for.
-        workload: as it was given, such as `dlrm-v2:0.01`.
-        ids, candidates: distributions as they were given; None for the workload's own.
-        varied: whether bags were ragged, and each request had a `traceparent` and `x-request-id` of its own. Results
-            that don't say are older, and theirs were not.
-        requests: distinct ones that were made ahead and sent again and again, all processes together.
-        arrivals: `constant` gaps, or a `poisson` process.
-        seed: of the requests and their times.
-        rate: requests a second that were wanted.
-        warmup_s, duration_s: of sending; the duration is what follows the warm-up.
-        timeout_ms: after which a request failed, from its intended time.
-        slo_ms: the deadline of goodput, from the intended time.
+        model: requested.
+        workload: its complete name.
+        ids, candidates: as they were given; None for the workload's own.
+        varied: results that don't say are older, and their requests were not.
+        requests: distinct ones, all processes together.
         started_at: wall clock of the run's begin, ISO 8601 with UTC offset.
         due: requests whose intended time was within the duration.
-        sent: of these, written to a connection.
-        answered: of these, answered right.
-        within_slo: of these, in time.
+        sent, answered, within_slo: of these, written to a connection; of those, answered right; of those, in time.
         errors: how many failed, by kind; `due` = `answered` + the sum of these. Kinds: `too_many_in_flight` (not sent),
             `connect`, `connection`, `timeout`, `bad_answer`, `http_<status>`, `grpc_<status name>`.
         error_examples: messages of the first few.
-        goodput: answers in time for each second of the duration.
-        throughput: right answers for each second of the duration.
-        latency: from the intended send time; of right answers.
-        latency_of_due: the same over all that were due, where a failed request is later than any answer.
-        service: from the actual send; of right answers.
-        latency_histogram, service_histogram: of the above.
+        goodput, throughput: answers in time, and right answers, for each second of the duration.
+        latency, service: of right answers, from the intended and from the actual send.
+        latency_of_due: latency over all that were due, where a failed request is later than any answer.
         time_line: second by second, warm-up included.
         marks: by time.
         valid: whether the numbers are the server's and not the generator's.
@@ -306,9 +274,11 @@ def read_document(
 
 def this_machine() -> Machine:
     """Describe the machine that this process runs on."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return Machine(
         name=platform.node() or "unnamed",
-        cpu=processor(),
+        cpu=next(names, platform.processor() or platform.machine()),
         cores=len(os.sched_getaffinity(0)),
         memory_bytes=psutil.virtual_memory().total,
         system=f"{platform.system()} {platform.release()}",
@@ -318,13 +288,3 @@ def this_machine() -> Machine:
 def versions() -> dict[str, str]:
     """List the versions of Python and of the libraries that the generator sends with."""
     return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in LIBRARIES}}
-
-
-def processor() -> str:
-    """Name the model of this machine's processors."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())

@@ -16,9 +16,8 @@ import uvloop
 from loadtest.errors import GeneratorError, LateAnswerError, RequestFailedError, ScoresDifferError
 from loadtest.load.closed_loop import ClosedLoop, Weighed, keep_busy
 from loadtest.load.config import LoadTarget, OfferedLoad
-from loadtest.load.generator import ask_scores, share_of
+from loadtest.load.generator import Generators, ask_scores, share_of
 from loadtest.load.senders import AnswerCheck, Failure, Outgoing, Sender, make_sender
-from loadtest.load.workers import Workers
 from loadtest.servers import check_scores
 from loadtest.workloads.catalog import BenchShape, bench_payloads
 from loadtest.workloads.payloads import Payloads
@@ -31,14 +30,14 @@ CANDIDATES = 7
 
 def test_a_worker_that_ends_is_told_with_the_end_of_its_log() -> None:
     with (
-        Workers() as worker,
+        Generators() as worker,
         pytest.raises(GeneratorError, match=r"(?s)a bug of the generator:.*ZeroDivisionError"),
     ):
         worker.call(share_of, [(1, 0, 0)], 60)
 
 
 def test_a_call_that_is_not_done_in_time_is_an_error_and_its_answer_is_not_taken_for_the_next_ones() -> None:
-    with Workers(2) as workers:
+    with Generators(2) as workers:
         with pytest.raises(GeneratorError, match="share_of was not done within 0 s"):
             workers.call(share_of, [(100, 0, 2), (100, 1, 2)], 0)
         assert workers.call(share_of, [(7, 0, 2), (7, 1, 2)], 60) == (4, 3)

@@ -22,11 +22,9 @@ from loadtest.errors import GeneratorError, LoadConfigError
 from loadtest.load import recorder, run
 from loadtest.load.cli import loadtest
 from loadtest.load.config import LoadTarget, OfferedLoad, RunConfig
-from loadtest.load.generator import Generators, open_payloads
+from loadtest.load.generator import Generators, open_payloads, stopping_on_signals
 from loadtest.load.result import LoadResult, Mark, SweepResult
-from loadtest.load.run import MIN_RATE, TOLERANCE, read_marks, run_sweep, sweep, with_marks
-from loadtest.load.show import outcome_of, show_result
-from loadtest.load.workers import stopping_on_signals
+from loadtest.load.run import MIN_RATE, TOLERANCE, outcome_of, read_marks, run_sweep, show_result, sweep, with_marks
 from loadtest.workloads.payloads import FORMS
 from serving.fleet.process import StopRequestedError
 from shardrank_testing.load_results import example_run, example_sweep

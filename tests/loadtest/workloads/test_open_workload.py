@@ -7,8 +7,7 @@ import pytest
 
 from loadtest.errors import WorkloadError
 from loadtest.workloads.catalog import BenchShape, bench_spec, open_workload
-from loadtest.workloads.distributions import Fixed, Uniform
-from loadtest.workloads.workload import SyntheticWorkload, features_of
+from loadtest.workloads.workload import Fixed, SyntheticWorkload, Uniform, features_of
 from serving.cli.capacity import DLRM_V2_HOTNESS, DLRM_V2_ROWS
 from shardrank_testing.serving_api import api_spec
 

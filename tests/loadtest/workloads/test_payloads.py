@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadtest.errors import AnswerError, WorkloadError
+from loadtest.errors import AnswerError
 from loadtest.workloads.catalog import BenchShape, bench_payloads, open_workload
 from loadtest.workloads.payloads import APIS, HEADER_LENGTH, Payloads, changing_headers
 from serving.formats.infer import InferGrpcCodec, InferHttpCodec
@@ -140,13 +140,6 @@ def test_memory_is_bounded_but_one_payload_is_always_made():
     assert 1 < len(many) < 200
     assert sum(len(payload.body) for payload in many) <= 100_000
     assert len(Payloads(workload, "grpc", count=200, max_bytes=1)) == 1
-
-
-@pytest.mark.parametrize(("field", "value"), [("api", "thrift"), ("count", 0), ("max_bytes", 0)])
-def test_what_can_not_be_made_is_refused_by_name(field, value):
-    options = {"api": "json", field: value}
-    with pytest.raises(WorkloadError, match=f"{field}: "):
-        Payloads(small_workload("mixed"), **options)
 
 
 def answer(num_scores: int) -> RankAnswer:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loadtest.errors import WorkloadError
-from loadtest.workloads.distributions import MLPERF_CANDIDATES, Fixed, Ranged, parse_candidates
+from loadtest.workloads.workload import MLPERF_CANDIDATES, Fixed, Ranged, parse_candidates
 
 
 def drawn(counts, number: int = 20_000) -> np.ndarray:

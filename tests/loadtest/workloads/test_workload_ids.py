@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loadtest.errors import WorkloadError
-from loadtest.workloads.distributions import (
+from loadtest.workloads.workload import (
     REUSE_AVERAGE_POOLING,
     REUSE_BATCH_SAMPLES,
     REUSE_SHARES_PERCENT,
