@@ -11,7 +11,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import psutil
@@ -64,8 +64,7 @@ class ClosedLoop(Loop):
             await self._ask(self._next(now - self._begin, now))
 
 
-@dataclass(frozen=True, slots=True)
-class CpuTime:
+class CpuTime(NamedTuple):
     """Processor time of some processes, in their code and in the kernel."""
 
     user_s: float = 0.0
@@ -83,7 +82,6 @@ class Weighed:
 
     Attributes:
         requests: answered right within the seconds.
-        seconds: that it were.
         server_cpu: processor time of the server's processes by role; a role that none has is not there.
         client_cpu_s: that of the generator's process.
         p50_ms, p99_ms: from sending to answer.
@@ -161,14 +159,8 @@ async def keep_busy(
             raise error(f"{pool.api}: {failure.kind}: {failure.message[:300]}")
         recorder.add(request, failure)
 
-    sender = await make_sender(
-        load.at,
-        pool,
-        AnswerCheck(pool),
-        changing_headers(load.varied),
-        connections=in_flight,
-        channels=min(load.grpc_channels, in_flight),
-    )
+    limits = {"connections": in_flight, "channels": min(load.grpc_channels, in_flight)}
+    sender = await make_sender(load.at, pool, AnswerCheck(pool), changing_headers(load.varied), **limits)
     loop = ClosedLoop(lambda number: sender, record, in_flight=in_flight, begin=recorder.begin)
     client = (psutil.Process().pid,)
     try:

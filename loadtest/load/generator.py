@@ -103,21 +103,11 @@ async def offer(
     """
     part = partial(share_of, process=process, processes=load.processes)
     at = recorder.begin
-    sender = await make_sender(
-        load.at,
-        pool,
-        judge or AnswerCheck(pool),
-        changing_headers(load.varied),
-        connections=part(load.max_connections),
-        channels=part(load.grpc_channels),
-    )
+    limits = {"connections": part(load.max_connections), "channels": part(load.grpc_channels)}
+    sender = await make_sender(load.at, pool, judge or AnswerCheck(pool), changing_headers(load.varied), **limits)
+    timeout_s, max_in_flight = load.timeout_ms / 1000, part(load.max_in_flight)
     loop = OpenLoop(
-        times,
-        lambda number: sender,
-        recorder.add,
-        begin=at,
-        timeout_s=load.timeout_ms / 1000,
-        max_in_flight=part(load.max_in_flight),
+        times, lambda number: sender, recorder.add, begin=at, timeout_s=timeout_s, max_in_flight=max_in_flight
     )
     if load.at.scheme == "grpc":
         await sender.open(max(at - time.monotonic(), 0))

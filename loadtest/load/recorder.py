@@ -8,6 +8,7 @@ from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -76,10 +77,6 @@ class Records:
         """Count failed requests by kind."""
         counts = np.bincount(self.rows["code"].astype(np.int64), minlength=len(self.kinds)).tolist()
         return {kind: count for kind, count in sorted(zip(self.kinds, counts, strict=True)) if count and kind != "ok"}
-
-    def due_after(self, begin_s: float) -> Records:
-        """Return the records of requests that were due at `begin_s` or later."""
-        return replace(self, rows=self.rows[self.rows["due"] >= begin_s])
 
 
 class Recorder:
@@ -154,8 +151,7 @@ def encode_histogram(seconds: npt.ArrayLike) -> EncodedHistogram:
     return EncodedHistogram(encoded=histogram.encode().decode("ascii"), count=times_us.size)
 
 
-@dataclass(frozen=True, slots=True)
-class Ready:
+class Ready(NamedTuple):
     """How many requests a process has made, the model that they ask for, and the workload's complete name."""
 
     requests: int
@@ -163,15 +159,8 @@ class Ready:
     workload: str
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
-    """What one process did in a run.
-
-    Attributes:
-        records: of its requests.
-        cpu_s: CPU seconds that the process used in the time that counts.
-        connections: opened in this run.
-    """
+class Done(NamedTuple):
+    """What one process did in a run: its requests, CPU seconds in the time that counts, and connections opened."""
 
     records: Records
     cpu_s: float
@@ -182,7 +171,10 @@ def make_result(
     load: OfferedLoad, run: RunConfig, ready: Sequence[Ready], began: float, done: Sequence[Done]
 ) -> LoadResult:
     """Add up what the processes of one run measured, which began at `began`, wall clock in seconds since 1970."""
-    parts = [process.records.due_after(run.warmup_s) for process in done]
+    parts = [
+        replace(process.records, rows=process.records.rows[process.records.rows["due"] >= run.warmup_s])
+        for process in done
+    ]
     rows = np.concatenate([records.rows for records in parts])
     answered = rows[rows["code"] == OK]
     latency_s, service_s = answered["ended"] - answered["due"], answered["ended"] - answered["sent"]

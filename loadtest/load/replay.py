@@ -9,8 +9,9 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -20,7 +21,7 @@ from rich.console import Console
 from loader.memory import settle_heap
 from loader.snapshot.tables import Frozen
 from loadtest.errors import LoadConfigError
-from loadtest.load.config import MAX_RATE, MAX_TIMEOUT_MS, OfferedLoad, TargetText
+from loadtest.load.config import MAX_RATE, OfferedLoad
 from loadtest.load.generator import LEAD_S, event_loop, offer, stopping_on_signals
 from loadtest.load.recorder import Float64Array, Recorder, percentiles
 from loadtest.load.result import Machine, Percentiles, check_writable, this_machine, versions, write_document
@@ -39,36 +40,25 @@ MAX_BYTES = 512 << 20
 MAX_DIFFERENCES = 10
 
 
-class ReplayConfig(Frozen):
-    """What is sent, where, and how fast.
+class ReplayConfig(OfferedLoad):
+    """What is sent, where, and how fast. Of the fields of a load, those of a workload are of no meaning.
 
     Attributes:
         folder: of recorded requests.
-        target: `http://host[:port]` or `grpc://host:port`.
         model: whose requests, of those in the folder; None if there is one.
         speed: times the pace at which they came.
         rate: requests a second in place of that, each as long after the one before; None for their pace.
         requests: the last so many.
-        timeout_ms: after which a request is given up, from when it was due.
         tolerance: of a score; more is a difference.
-        max_connections: of HTTP.
     """
 
     folder: Path
-    target: TargetText
-    model: str | None = None
     speed: float = Field(default=1.0, gt=0, le=1e6)
     rate: float | None = Field(default=None, gt=0, le=MAX_RATE)
     requests: int = Field(default=10_000, ge=1, le=1_000_000)
-    timeout_ms: float = Field(default=1000, gt=0, le=MAX_TIMEOUT_MS)
     tolerance: float = Field(default=1e-4, ge=0)
-    max_connections: int = Field(default=512, ge=1, le=60_000)
-
-    @property
-    def load(self) -> OfferedLoad:
-        """Where requests go, and its limits."""
-        given = self.model_dump(include={"target", "timeout_ms", "max_connections"})
-        return OfferedLoad(**given, slo_ms=self.timeout_ms, varied=False)
+    varied: bool = False
+    slo_ms: float = 0.0
 
 
 class Difference(Frozen):
@@ -164,13 +154,8 @@ class ScoreComparison:
         return "different"
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """The requests of a replay, by when they came, and their bodies.
-
-    Attributes:
-        total: requests of the model in the folder.
-    """
+class Prepared(NamedTuple):
+    """The requests of a replay, by when they came, and their bodies; of `total` requests of the model in the folder."""
 
     model: str
     total: int
@@ -199,10 +184,9 @@ def prepare(config: ReplayConfig) -> Prepared:
         of_model = "" if config.model is None else f"of model {config.model!r} "
         raise LoadConfigError(f"{config.folder}: no requests {of_model}are recorded")
     ((model, requests),) = by_model.items()
-    in_order = sorted(requests, key=lambda recorded: recorded.arrived_at)
-    load = config.load
-    encoded = (payload_of(one.schema, one.request, load.spoken, model, load.stated_timeout_ms) for one in in_order)
-    pool = Pool(load.spoken, model, within(encoded, MAX_BYTES))
+    in_order, api, timeout_ms = sorted(requests, key=attrgetter("arrived_at")), config.spoken, config.stated_timeout_ms
+    encoded = (payload_of(one.schema, one.request, api, model, timeout_ms) for one in in_order)
+    pool = Pool(api, model, within(encoded, MAX_BYTES))
     return Prepared(model, totals[model], in_order[: len(pool)], pool)
 
 
@@ -220,7 +204,7 @@ async def replay(config: ReplayConfig, prepared: Prepared) -> ReplayResult:
     due = due_times(prepared.recorded, config.speed, config.rate)
     comparison = ScoreComparison(prepared.pool.is_grpc, prepared.recorded, config.tolerance)
     recorder = Recorder(time.monotonic() + LEAD_S)
-    done = await offer(config.load, prepared.pool, [due], recorder, cpu_s=(0.0, 0.0), judge=comparison)
+    done = await offer(config, prepared.pool, [due], recorder, cpu_s=(0.0, 0.0), judge=comparison)
     counts, rows, answered = comparison.counts, done.records.rows, done.records.answered
     latency_s = answered["ended"] - answered["due"]
     return ReplayResult(

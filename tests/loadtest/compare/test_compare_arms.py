@@ -136,10 +136,6 @@ def test_a_stores_model_is_served_if_it_is_the_workloads(tmp_path):
         (["--shards", "2", "--transport", "tcp,tcp"], "2 to 16 different ones"),
         (["--shares", "30,101"], "'30,101' is not numbers from 1 to 100"),
         (["--shares", "30,30"], "shares: [30, 30] are not different percents"),
-        (["--hosts", "--shards", "2"], "--hosts is gone: use --transport tcp"),
-        (["--shards", "2", "--hosts"], "--hosts is gone: use --transport tcp"),
-        (["--delay-ms", "1"], "--delay-ms is gone: use `shardrank plan --network-us`"),
-        (["--delay-ms=1"], "--delay-ms is gone: use `shardrank plan --network-us`"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused_at_once(arguments, message):

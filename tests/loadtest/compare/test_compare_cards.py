@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from loadtest.compare.arms import CompareConfig, ServedArm
-from loadtest.compare.measure import ArmMeasure, served_dtype
+from loadtest.compare.arms import ArmMeasure, CompareConfig, ServedArm, served_dtype
 from loadtest.compare.run import compared_snapshot
 from loadtest.errors import GeneratorError, ServerFailedError
 from loadtest.load.config import OfferedLoad

@@ -8,8 +8,17 @@ from functools import cache
 import numpy as np
 import pytest
 
-from loadtest.compare.arms import CompareConfig, Dtype, ServedArm
-from loadtest.compare.measure import ASKED, ArmRound, ArmScores, Measurements, rates_of, wire_bytes
+from loadtest.compare.arms import (
+    ASKED,
+    ArmRound,
+    ArmScores,
+    CompareConfig,
+    Dtype,
+    Measurements,
+    ServedArm,
+    rates_of,
+    wire_bytes,
+)
 from loadtest.compare.run import compared
 from loadtest.errors import ScoresDifferError
 from loadtest.load.closed_loop import CpuTime, Role, Weighed
