@@ -105,7 +105,10 @@ class Pool:
 
     def scores(self, answer: bytes) -> ScoreList:
         """Read the scores of an answer that came with success. Raises AnswerError: it is none of this API."""
-        return _FORMS[self.api].read(answer)
+        try:
+            return _FORMS[self.api].read(answer)
+        except (DecodeError, msgspec.MsgspecError, ValueError, KeyError, IndexError, TypeError) as error:
+            raise AnswerError(f"the answer is not one to a rank request: {error!r}") from error
 
     def __getitem__(self, number: int) -> Payload:
         return self._payloads[number]
@@ -214,10 +217,7 @@ def _shortest(values: Float32Array) -> list[Any]:
 
 
 def _read_json(answer: bytes) -> ScoreList:
-    try:
-        return _ANSWER.decode(answer).scores
-    except msgspec.MsgspecError as error:
-        raise AnswerError(f"the answer is not one to a rank request: {error}") from error
+    return _ANSWER.decode(answer).scores
 
 
 def _encode_grpc(schema: Described, request: RankRequest, model: str, timeout_ms: int | None) -> Encoded:
@@ -253,10 +253,7 @@ def _encode_packed(schema: Described, request: RankRequest, model: str, timeout_
 
 
 def _read_grpc(answer: bytes) -> ScoreList:
-    try:
-        return ranking_pb2.RankResponse.FromString(answer).scores
-    except DecodeError as error:
-        raise AnswerError(f"the answer is not a RankResponse: {error}") from error
+    return ranking_pb2.RankResponse.FromString(answer).scores
 
 
 Tensor: TypeAlias = tuple[str, str, list[int], bytes]
@@ -305,15 +302,12 @@ def _encode_oip_http(schema: Described, request: RankRequest, model: str, timeou
 
 def _read_oip_http(answer: bytes) -> ScoreList:
     """Read scores from behind the JSON header, which says where they lie, so that its length is not needed."""
-    try:
-        # One character is one byte in Latin-1; header names and numbers are ASCII.
-        header, end = json.JSONDecoder().raw_decode(answer.decode("latin-1"))
-        found = [output for output in header["outputs"] if output["name"] == SCORES]
-        count, size = math.prod(map(int, found[0]["shape"])), int(found[0]["parameters"]["binary_data_size"])
-    except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise AnswerError(f"the answer has no JSON header with binary {SCORES}: {error!r}") from error
+    # One character is one byte in Latin-1; header names and numbers are ASCII.
+    header, end = json.JSONDecoder().raw_decode(answer.decode("latin-1"))
+    found = [output for output in header["outputs"] if output["name"] == SCORES]
+    count, size = math.prod(map(int, found[0]["shape"])), int(found[0]["parameters"]["binary_data_size"])
     if size != count * 4 or len(answer) != end + size:
-        raise AnswerError(f"{SCORES}: {count} of shape and {size} bytes, {len(answer) - end} bytes behind the header")
+        raise ValueError(f"{SCORES}: {count} of shape and {size} bytes, {len(answer) - end} bytes behind the header")
     return np.frombuffer(answer, "<f4", count, end)
 
 
@@ -330,13 +324,10 @@ def _encode_oip_grpc(schema: Described, request: RankRequest, model: str, timeou
 
 
 def _read_oip_grpc(answer: bytes) -> ScoreList:
-    try:
-        message = open_inference_pb2.ModelInferResponse.FromString(answer)
-    except DecodeError as error:
-        raise AnswerError(f"the answer is not a ModelInferResponse: {error}") from error
+    message = open_inference_pb2.ModelInferResponse.FromString(answer)
     names = [output.name for output in message.outputs]
-    if SCORES not in names or len(message.raw_output_contents) != len(names):
-        raise AnswerError(f"{SCORES}: outputs are {names} with {len(message.raw_output_contents)} raw contents")
+    if len(message.raw_output_contents) != len(names):
+        raise ValueError(f"outputs are {names} with {len(message.raw_output_contents)} raw contents")
     return _read_flat(message.raw_output_contents[names.index(SCORES)])
 
 
@@ -385,8 +376,7 @@ def _rows(features: Sequence[FeatureBags], dense: Float32Array) -> dict[str, npt
 
 
 def _read_flat(answer: bytes) -> ScoreList:
-    if len(answer) % 4:
-        raise AnswerError(f"an answer of {len(answer)} bytes is not of float32 scores")
+    # Raises ValueError for bytes that are no float32.
     return np.frombuffer(answer, "<f4")
 
 

@@ -8,6 +8,7 @@ the name that `parse_candidates` or `parse_ids` reads.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,10 +19,11 @@ from typing import Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from loader.snapshot.manifest import FeatureSpec, ModelSpec
+from loader.snapshot.manifest import ModelSpec
 from loadtest.errors import WorkloadError
 from router.feature_schema import FeatureSchema
 from serving.formats.requests import RankRequest
+from serving.observe.recording import RecordedSchema
 from shard_node.bags import Float32Array, Int64Array, KeyedBags
 
 Float64Array = npt.NDArray[np.float64]
@@ -32,28 +34,8 @@ _BISECTIONS = 200
 
 
 @dataclass(frozen=True)
-class Fixed:
-    """Always the same number."""
-
-    count: int
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.count <= MAX_CANDIDATES:
-            raise WorkloadError(f"candidates: {self.count} is not in 1..{MAX_CANDIDATES}")
-
-    @property
-    def name(self) -> str:
-        """Write it as `100`."""
-        return str(self.count)
-
-    def draw(self, rng: np.random.Generator) -> int:
-        """Return the number."""
-        return self.count
-
-
-@dataclass(frozen=True)
-class Ranged:
-    """From `least` to `most` with a given mean, at the largest entropy: P(n) proportional to q^n.
+class CandidateCounts:
+    """Always the same number, or from `least` to `most` with a given mean, at the largest entropy: P(n) ~ q^n.
 
     MLPerf's DLRM-v2 asks for 100 to 700 user-item pairs with a mean of 270.
     """
@@ -63,7 +45,9 @@ class Ranged:
     mean: float
 
     def __post_init__(self) -> None:
-        if not 1 <= self.least < self.most <= MAX_CANDIDATES:
+        if self.least == self.most and not 1 <= self.least <= MAX_CANDIDATES:
+            raise WorkloadError(f"candidates: {self.least} is not in 1..{MAX_CANDIDATES}")
+        if not 1 <= self.least <= self.most <= MAX_CANDIDATES:
             raise WorkloadError(
                 f"candidates: {self.least}-{self.most} is not LEAST-MOST with 1 <= LEAST < MOST <= {MAX_CANDIDATES}"
             )
@@ -76,15 +60,17 @@ class Ranged:
 
     @property
     def name(self) -> str:
-        """Write it as `100-700:270`."""
-        return f"{self.least}-{self.most}:{self.mean:g}"
+        """Write it as `100` or `100-700:270`."""
+        return str(self.least) if self.least == self.most else f"{self.least}-{self.most}:{self.mean:g}"
 
     def draw(self, rng: np.random.Generator) -> int:
         """Draw by the inverse of the cumulated distribution."""
+        if self.least == self.most:
+            return self.least
         return self.least + int(np.searchsorted(self._cumulated, rng.random(), side="right"))
 
     @cached_property
-    def _cumulated(self) -> npt.NDArray[np.float64]:
+    def _cumulated(self) -> Float64Array:
         """float64 [most - least], P(number <= least + i); what is above the last is `most`."""
         span = self.most - self.least
         low, high = -100.0 / span, 100.0 / span
@@ -95,26 +81,23 @@ class Ranged:
         return np.cumsum(_weights(span, (low + high) / 2))[:-1]
 
 
-def _weights(span: int, log_q: float) -> npt.NDArray[np.float64]:
+def _weights(span: int, log_q: float) -> Float64Array:
     """float64 [span + 1], q^i, normalised."""
     logs = np.arange(span + 1) * log_q
-    weights: npt.NDArray[np.float64] = np.exp(logs - logs.max())
+    weights: Float64Array = np.exp(logs - logs.max())
     return weights / math.fsum(weights)
 
 
-MLPERF_CANDIDATES = Ranged(100, 700, 270)
-VARIED_CANDIDATES = Ranged(50, 500, 200)
-
-
-CandidateCounts: TypeAlias = Fixed | Ranged
+MLPERF_CANDIDATES = CandidateCounts(100, 700, 270)
+VARIED_CANDIDATES = CandidateCounts(50, 500, 200)
 
 
 def parse_candidates(text: str) -> CandidateCounts:
     """Read `N`, or `LEAST-MOST:MEAN` such as `100-700:270`. Raises WorkloadError."""
     if text.isascii() and text.isdecimal():
-        return Fixed(int(text))
-    if match := _RANGE.fullmatch(text):
-        return Ranged(int(match[1]), int(match[2]), float(match[3]))
+        return CandidateCounts(int(text), int(text), int(text))
+    if (match := _RANGE.fullmatch(text)) and match[1] != match[2]:
+        return CandidateCounts(int(match[1]), int(match[2]), float(match[3]))
     raise WorkloadError(f"candidates: {text!r} is not N or LEAST-MOST:MEAN, such as 100 or 100-700:270")
 
 
@@ -254,8 +237,10 @@ class RowScatter:
     @classmethod
     def of(cls, num_rows: Int64Array) -> RowScatter:
         """Make it for tables of so many rows each."""
-        golden = (math.sqrt(5) - 1) / 2
-        multipliers = [_prime_to(rows, max(1, round(rows * golden))) for rows in num_rows.tolist()]
+        golden, multipliers = (math.sqrt(5) - 1) / 2, []
+        for rows in num_rows.tolist():
+            near = max(1, round(rows * golden))
+            multipliers.append(next(number for number in itertools.count(near) if math.gcd(number, rows) == 1))
         return cls(num_rows, np.array(multipliers, np.int64), num_rows // 3)
 
     def rows(self, ranks: Int64Array, table: npt.NDArray[np.integer]) -> Int64Array:
@@ -266,12 +251,6 @@ class RowScatter:
         shifted = (product % num_rows.astype(np.uint64)).astype(np.int64) + self.offsets[table]
         rows: Int64Array = shifted % num_rows
         return rows
-
-
-def _prime_to(num_rows: int, near: int) -> int:
-    while math.gcd(near, num_rows) != 1:
-        near += 1
-    return near
 
 
 IdDistribution: TypeAlias = Uniform | Zipf | Reuse
@@ -293,38 +272,24 @@ NO_DEADLINE_S = math.inf
 
 
 class Workload(Protocol):
-    """Makes requests to one model."""
+    """Makes requests to one model.
 
-    @property
-    def name(self) -> str:
-        """Say everything that was chosen, for reports."""
+    Attributes:
+        name: everything that was chosen, for reports.
+        spec: the model.
+        schema: its features, in the order of a request's bags.
+    """
 
-    @property
-    def spec(self) -> ModelSpec:
-        """Describe the model that is asked."""
-
-    @property
-    def schema(self) -> FeatureSchema:
-        """List the model's features in the order of a request's bags."""
+    name: str
+    spec: ModelSpec
+    schema: FeatureSchema
 
     def request(self, rng: np.random.Generator) -> RankRequest:
         """Make one more request; the same one for a generator in the same state."""
 
 
-class Described(Protocol):
-    """What the numbers of a request mean: a model's `FeatureSchema`, or what was recorded of one."""
-
-    @property
-    def features(self) -> tuple[FeatureSpec, ...]:
-        """List the features in the order of a request's bags."""
-
-    @property
-    def string_features(self) -> frozenset[str]:
-        """Name those whose ids are strings."""
-
-    @property
-    def digest(self) -> str:
-        """Tell schemas apart, as packed requests do."""
+Described: TypeAlias = FeatureSchema | RecordedSchema
+"""What the numbers of a request mean."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -384,9 +349,6 @@ class SyntheticWorkload:
         candidates: how many candidates.
         ragged: whether bags have drawn lengths: around a hotness h above 1, each of 1 to 2h - 1 alike; around 1, an
             eighth of the bags is empty, as many have two ids, all others one.
-
-    Raises:
-        WorkloadError: a feature without hotness, or a table whose ids are not rows.
     """
 
     def __init__(
@@ -402,13 +364,7 @@ class SyntheticWorkload:
         self.name = name
         self.spec = spec
         self.schema = FeatureSchema.of(spec)
-        names = [feature.name for feature in self.schema.features]
-        for table in spec.tables:
-            if table.id_mapping.kind != "identity":
-                raise WorkloadError(f"table {table.name!r}: id mapping {table.id_mapping.kind!r} is not 'identity'")
-        if wrong := [feature for feature in names if hotness.get(feature, 0) < 1]:
-            raise WorkloadError(f"feature {wrong[0]!r}: hotness {hotness.get(wrong[0])} is not 1 or more")
-        self._hotness = np.array([hotness[feature] for feature in names], np.int64)
+        self._hotness = np.array([hotness[feature.name] for feature in self.schema.features], np.int64)
         self._ids = ids
         self._candidates = candidates
         self._ragged = ragged

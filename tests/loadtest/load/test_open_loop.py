@@ -9,6 +9,7 @@ import time
 
 import grpc
 import numpy as np
+import psutil
 import pytest
 import uvloop
 from hypothesis import given
@@ -35,6 +36,7 @@ def load(
     rate: float = 200,
     duration_s: float = 0.5,
     warmup_s: float = 0.0,
+    lead_s: float = 0.05,
     pool_class: type[Payloads] = Payloads,
     **options: object,
 ) -> LoadResult:
@@ -46,11 +48,31 @@ def load(
 
     async def measured() -> Done:
         times = arrival_times(config.arrivals, rate, run.until_s)
-        return await offer(config, pool, times, Recorder(time.monotonic() + 0.05), cpu_s=(warmup_s, run.until_s))
+        return await offer(config, pool, times, Recorder(time.monotonic() + lead_s), cpu_s=(warmup_s, run.until_s))
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         done = runner.run(measured())
     return make_result(config, run, [Ready(requests=4, model="m", workload="w")], 0.0, [done])
+
+
+def connections_to(port: int) -> int:
+    """Of servers in this process."""
+    found = psutil.Process().net_connections("tcp")
+    return sum(one.status == psutil.CONN_ESTABLISHED and one.laddr.port == port for one in found)
+
+
+def test_grpc_connections_are_open_before_the_first_request():
+    seen: list[int] = []
+
+    def plan(number: int) -> Reply:
+        seen.append(connections_to(server.port))
+        return Reply()
+
+    with loaded_grpc_server(plan) as server:
+        result = load(server.port, "grpc", duration_s=0.2, lead_s=0.5, grpc_channels=16)
+        assert connections_to(server.port) == 0
+    assert seen[0] == 16
+    assert (result.errors, result.answered) == ({}, 40)
 
 
 def stalling(number: int, seconds: float) -> Plan:

@@ -10,7 +10,7 @@ from loadtest.load.config import OfferedLoad
 from loadtest.load.generator import open_payloads
 from loadtest.workloads.catalog import FilmsWorkload, open_workload
 from loadtest.workloads.payloads import APIS, Payloads
-from loadtest.workloads.workload import Fixed, features_of
+from loadtest.workloads.workload import features_of, parse_candidates
 from serving.training.dataset import FilmsDataset, FilmsOptions
 from serving.training.interactions import DatasetError
 from shardrank_testing.movielens import small_interactions, write_movielens
@@ -68,7 +68,7 @@ def test_every_user_of_the_test_part_comes():
 @pytest.mark.parametrize("count", [1, 100, 300])
 def test_with_a_number_of_candidates_the_rated_films_are_filled_up_with_others(count):
     _, own = by_name(workload(), 7)
-    request, features = by_name(workload(candidates=Fixed(count)), 7)
+    request, features = by_name(workload(candidates=parse_candidates(str(count))), 7)
     rated, found = own["film_id"].values, features["film_id"].values
     assert request.num_candidates == found.size == count
     assert found[: rated.size].tolist() == rated[:count].tolist()

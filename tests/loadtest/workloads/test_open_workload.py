@@ -7,9 +7,8 @@ import pytest
 
 from loadtest.errors import WorkloadError
 from loadtest.workloads.catalog import BenchShape, bench_spec, open_workload
-from loadtest.workloads.workload import Fixed, SyntheticWorkload, Uniform, features_of
+from loadtest.workloads.workload import features_of
 from serving.cli.capacity import DLRM_V2_HOTNESS, DLRM_V2_ROWS
-from shardrank_testing.serving_api import api_spec
 
 
 def request_of(workload, seed: int = 0):
@@ -125,11 +124,3 @@ def test_ids_of_a_benchmarks_bag_are_a_whole_number(text):
 def test_a_candidate_feature_must_be_left(count):
     with pytest.raises(WorkloadError, match="context_features: "):
         open_workload("dlrm-v2", context_features=count)
-
-
-def test_a_drawn_workload_needs_rows_for_ids_and_the_length_of_every_bag():
-    with pytest.raises(WorkloadError, match=r"'cities'.*'vocabulary'"):
-        SyntheticWorkload("x", api_spec(), {}, Uniform(), Fixed(1), ragged=True)
-    spec = open_workload("dlrm-v2").spec
-    with pytest.raises(WorkloadError, match="'f3': hotness None"):
-        SyntheticWorkload("x", spec, {"f0": 1, "f1": 1, "f2": 1}, Uniform(), Fixed(1), ragged=True)
