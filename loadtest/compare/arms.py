@@ -24,9 +24,9 @@ from rich.console import Console
 
 from loader.snapshot.tables import Frozen
 from loadtest.errors import ScoresDifferError, ServerFailedError
-from loadtest.load.closed_loop import Weighed
 from loadtest.load.config import MAX_RATE, MAX_RUN_S, OfferedLoad, RunConfig
 from loadtest.load.generator import Generators
+from loadtest.load.loops import Weighed
 from loadtest.load.result import LoadResult
 from loadtest.load.run import offered
 from loadtest.rounds import in_turn

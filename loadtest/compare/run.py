@@ -24,9 +24,9 @@ from loadtest.compare.arms import (
     tolerance_of,
 )
 from loadtest.errors import CompareStoreError
-from loadtest.load.closed_loop import LATE_KINDS, CpuTime, Role, not_busy_because
 from loadtest.load.config import OfferedLoad
 from loadtest.load.generator import stopping_on_signals
+from loadtest.load.loops import LATE_KINDS, CpuTime, Role, not_busy_because
 from loadtest.load.result import LoadResult, check_writable
 from loadtest.load.run import INTERRUPTED, checked, write_files
 from loadtest.rounds import COUNTED, FORM, SHARES, Arm, Comparison, Measure, compare_rounds, show_comparison

@@ -26,9 +26,8 @@ import uvloop
 from loader.errors import ShardrankError
 from loader.memory import settle_heap
 from loadtest.errors import AnswerError, GeneratorError, LateAnswerError, LoadConfigError, RequestFailedError
-from loadtest.load.closed_loop import ANSWER_TIMEOUT_S, Weighed, keep_busy
 from loadtest.load.config import MAX_TIMEOUT_MS, OTHER_SERVERS_APIS, OfferedLoad, RunConfig
-from loadtest.load.open_loop import OpenLoop, arrival_times
+from loadtest.load.loops import ANSWER_TIMEOUT_S, OpenLoop, Weighed, arrival_times, keep_busy
 from loadtest.load.recorder import Done, Float64Array, Ready, Recorder, make_result
 from loadtest.load.result import LoadResult
 from loadtest.load.senders import AnswerCheck, Judge, Outgoing, make_sender

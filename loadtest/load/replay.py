@@ -25,7 +25,7 @@ from loadtest.load.config import MAX_RATE, OfferedLoad
 from loadtest.load.generator import LEAD_S, event_loop, offer, stopping_on_signals
 from loadtest.load.recorder import Float64Array, Recorder, percentiles
 from loadtest.load.result import Machine, Percentiles, check_writable, this_machine, versions, write_document
-from loadtest.load.run import INTERRUPTED, show_facts, show_times
+from loadtest.load.run import INTERRUPTED, show_tables
 from loadtest.load.senders import NEVER, Failure, Outgoing
 from loadtest.tables import line
 from loadtest.workloads.payloads import Pool, payload_of, within
@@ -255,17 +255,14 @@ def show(console: Console, result: ReplayResult) -> None:
     pace = f"{result.rate:g}/s" if result.rate is not None else f"{result.speed:g} times their pace"
     line(console, f"{result.model} at {result.target}: {result.sent} of {result.recorded} recorded requests at {pace}")
     times = {"latency of answers, ms": result.latency, "  with failed requests as later": result.latency_of_due}
-    show_times(console, times)
-    facts = [
-        ("answered", result.answered),
-        *((f"failed: {kind}", count) for kind, count in result.errors.items()),
-        ("scores compared", result.compared),
-        ("  identical", result.identical),
-        (f"  within {result.tolerance:g}", result.within),
-        ("  different", result.different),
-        ("of another version, dense step or delta", result.not_comparable),
-        ("largest difference of a score", "-" if result.max_difference is None else f"{result.max_difference:.3g}"),
-    ]
-    show_facts(console, facts)
-    for example in result.error_examples:
-        line(console, f"  {example}")
+    facts = {
+        "answered": result.answered,
+        **{f"failed: {kind}": count for kind, count in result.errors.items()},
+        "scores compared": result.compared,
+        "  identical": result.identical,
+        f"  within {result.tolerance:g}": result.within,
+        "  different": result.different,
+        "of another version, dense step or delta": result.not_comparable,
+        "largest difference of a score": "-" if result.max_difference is None else f"{result.max_difference:.3g}",
+    }
+    show_tables(console, times, facts, [f"  {example}" for example in result.error_examples])

@@ -59,14 +59,11 @@ class EncodedHistogram(Frozen):
 
 
 class Second(Frozen):
-    """The requests that were due in one second of the run.
+    """The requests that were due in one second of the run, which began at `at_s`.
 
     Attributes:
-        at_s: its begin; the second ends at `at_s` + 1, or with the run.
         warmup: whether it began in the warm-up, whose requests are left out of the run's numbers.
-        due: requests whose turn came.
-        ok: of these, answered right.
-        errors: of these, failed, of any kind.
+        due, ok, errors: requests, and how many of these were answered right and failed.
         p50_ms, p99_ms: latency of those answered right; None if there are none.
         in_flight: requests that were out, or waited for a connection, at its end.
     """
@@ -92,11 +89,9 @@ class GeneratorProcess(Frozen):
     """One process that sent requests.
 
     Attributes:
-        cpu_share: CPU seconds it used for each second after the warm-up: 1.0 is one core all the time.
-        due: requests whose turn came in it.
+        cpu_share: CPU seconds for each second after the warm-up: 1.0 is one core all the time.
         connections: opened during the whole run.
-        lag_p99_ms, lag_max_ms: how late it came to its requests, from the intended time; not in these is the time for
-            which a request waited for a free connection. None without requests.
+        lag_p99_ms, lag_max_ms: how late it came to its requests, not for how long these waited for a connection.
     """
 
     cpu_share: Amount
@@ -203,9 +198,7 @@ class SweepResult(Frozen):
     """Runs at several rates, in the order in which they were made, and what they say together.
 
     Attributes:
-        slo_ms: p99 of `latency_of_due` must be within it.
-        steps: the runs.
-        highest_rate: the highest one that kept to it in a valid run; None if none did.
+        highest_rate: the highest at which p99 of `latency_of_due` was within `slo_ms` in a valid run; None for none.
         lowest_failed_rate: the lowest one above it that did not, in a valid run; None if none was found.
         limited_by: `server` when the rate is the server's; `generator` when a run above `highest_rate` was not valid,
             so that the server might do more; `max_rate` when the search was told to go no further.
@@ -247,17 +240,10 @@ def read_document(
     is_none: str,
     max_problems: int | None = None,
 ) -> Document:
-    """Read a document that was written as JSON.
-
-    Args:
-        file: at most MAX_RESULT_BYTES long.
-        adapter: of the documents that may be in it.
-        models: those documents, for the names of fields in an error.
-        is_none: what the file is said to be if it is none of them.
-        max_problems: how many of its problems are told; None for all.
+    """Read one of the documents `models` that was written as JSON.
 
     Raises:
-        ResultFileError: no such file, too large, or not such a document.
+        ResultFileError: no such file, too large, or not such a document but `is_none`, with the first problems.
     """
     try:
         if (size := file.stat().st_size) > MAX_RESULT_BYTES:
@@ -266,10 +252,10 @@ def read_document(
     except OSError as error:
         raise ResultFileError(f"{file}: {error.strerror or error}") from error
     except ValidationError as error:
-        found = [str(one) for one in schema_errors(error, models)]
-        told = found[:max_problems]
-        more = f" and {len(found) - len(told)} more" if len(told) < len(found) else ""
-        raise ResultFileError(f"{file} is {is_none}: {'; '.join(told)}{more}") from error
+        problems = [str(problem) for problem in schema_errors(error, models)]
+        shown = problems[:max_problems]
+        more = f" and {len(problems) - len(shown)} more" if len(shown) < len(problems) else ""
+        raise ResultFileError(f"{file} is {is_none}: {'; '.join(shown)}{more}") from error
 
 
 def this_machine() -> Machine:

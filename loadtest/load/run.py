@@ -236,20 +236,21 @@ def outcome_of(result: LoadResult, slo_ms: float) -> Outcome:
     return "kept" if p99_ms is not None and p99_ms <= slo_ms else "failed"
 
 
-def show_times(console: Console, rows: Mapping[str, Percentiles]) -> None:
-    """Print a table of percentiles, in ms, by name."""
+def show_tables(
+    console: Console, times: Mapping[str, Percentiles], facts: Mapping[str, object], notes: Iterable[str]
+) -> None:
+    """Print percentiles in ms by name, values by name, and lines."""
     table = make_table([""], ("p50", "p90", "p99", "p99.9", "max"))
-    for name, times in rows.items():
-        table.add_row(name, *map(_ms, (times.p50_ms, times.p90_ms, times.p99_ms, times.p999_ms, times.max_ms)))
+    for name, of_name in times.items():
+        shown = of_name.p50_ms, of_name.p90_ms, of_name.p99_ms, of_name.p999_ms, of_name.max_ms
+        table.add_row(name, *map(_ms, shown))
     console.print(table)
-
-
-def show_facts(console: Console, facts: Iterable[tuple[str, object]]) -> None:
-    """Print a table of values by name."""
     table = make_table([""], [""])
-    for name, value in facts:
+    for name, value in facts.items():
         table.add_row(name, str(value))
     console.print(table)
+    for note in notes:
+        line(console, note)
 
 
 def show_result(console: Console, result: LoadResult | SweepResult) -> None:
@@ -269,21 +270,17 @@ def _show_run(console: Console, result: LoadResult) -> None:
         "  with failed requests as later": result.latency_of_due,
         "service time, ms": result.service,
     }
-    show_times(console, times)
-    shares = ", ".join(f"{process.cpu_share:.0%}" for process in result.generator.processes)
-    facts = [
-        ("due", result.due),
-        ("answered", f"{result.answered} ({result.throughput:.1f}/s)"),
-        (f"within {result.slo_ms:g} ms", f"{result.within_slo} ({result.goodput:.1f}/s)"),
-        *((f"failed: {kind}", count) for kind, count in result.errors.items()),
-        ("generator's share of a core", shares),
-        ("generator late, p99", f"{_ms(result.generator.lag_p99_ms)} ms"),
-    ]
-    show_facts(console, facts)
-    for example in result.error_examples:
-        line(console, f"  {example}")
-    for reason in result.invalid_because:
-        line(console, f"not valid: {reason}")
+    shares = [f"{process.cpu_share:.0%}" for process in result.generator.processes]
+    facts = {
+        "due": result.due,
+        "answered": f"{result.answered} ({result.throughput:.1f}/s)",
+        f"within {result.slo_ms:g} ms": f"{result.within_slo} ({result.goodput:.1f}/s)",
+        **{f"failed: {kind}": count for kind, count in result.errors.items()},
+        "generator's share of a core": ", ".join(shares),
+        "generator late, p99": f"{_ms(result.generator.lag_p99_ms)} ms",
+    }
+    notes = [f"  {example}" for example in result.error_examples]
+    show_tables(console, times, facts, notes + [f"not valid: {reason}" for reason in result.invalid_because])
 
 
 def _show_sweep(console: Console, result: SweepResult) -> None:

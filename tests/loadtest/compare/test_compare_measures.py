@@ -21,8 +21,8 @@ from loadtest.compare.arms import (
 )
 from loadtest.compare.run import compared
 from loadtest.errors import ScoresDifferError
-from loadtest.load.closed_loop import CpuTime, Role, Weighed
 from loadtest.load.config import OfferedLoad
+from loadtest.load.loops import CpuTime, Role, Weighed
 from loadtest.load.result import LoadResult
 from loadtest.rounds import Comparison
 from shardrank_testing.load_results import QueueLoad

@@ -14,9 +14,9 @@ import pytest
 import uvloop
 
 from loadtest.errors import GeneratorError, LateAnswerError, RequestFailedError
-from loadtest.load.closed_loop import ClosedLoop, Weighed, keep_busy
 from loadtest.load.config import LoadTarget, OfferedLoad
 from loadtest.load.generator import Generators, ask_scores, share_of
+from loadtest.load.loops import ClosedLoop, Weighed, keep_busy
 from loadtest.load.senders import AnswerCheck, Failure, Outgoing, Sender, make_sender
 from loadtest.workloads.catalog import BenchShape, bench_payloads
 from loadtest.workloads.payloads import Payloads

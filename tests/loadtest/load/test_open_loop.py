@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from loadtest.load.config import OfferedLoad, RunConfig
 from loadtest.load.generator import offer
-from loadtest.load.open_loop import PreciseTimer, arrival_times
+from loadtest.load.loops import PreciseTimer, arrival_times
 from loadtest.load.recorder import Done, Ready, Recorder, make_result
 from loadtest.load.result import LoadResult
 from loadtest.workloads.catalog import open_workload
