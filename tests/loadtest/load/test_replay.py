@@ -59,7 +59,7 @@ def replayed(model: ApiModel, folder: Path, scheme: str, change_scores: float = 
 
 
 @pytest.mark.parametrize("scheme", ["http", "grpc"])
-def test_the_version_that_answered_gives_the_same_scores_again(versions, folder: Path, scheme: str) -> None:
+def test_the_same_version_gives_the_same_scores_again(versions, folder: Path, scheme: str) -> None:
     result = replayed(versions[1], folder, scheme)
     assert (result.recorded, result.sent, result.answered, result.errors) == (COUNT, COUNT, COUNT, {})
     assert (result.compared, result.different, result.not_comparable) == (COUNT, 0, 0)
@@ -70,7 +70,7 @@ def test_the_version_that_answered_gives_the_same_scores_again(versions, folder:
     assert result.latency.p50_ms is not None
 
 
-def test_another_versions_scores_are_not_compared_and_one_that_differs_is_told(versions, folder: Path) -> None:
+def test_other_versions_are_not_compared_and_differences_are_reported(versions, folder: Path) -> None:
     result = replayed(versions[2], folder, "http")
     assert (result.answered, result.compared, result.not_comparable, result.max_difference) == (COUNT, 0, COUNT, None)
     result = replayed(versions[1], folder, "http", change_scores=0.25)
@@ -80,7 +80,7 @@ def test_another_versions_scores_are_not_compared_and_one_that_differs_is_told(v
     assert result.max_difference == only.max_difference == pytest.approx(0.25, abs=1e-6)
 
 
-def test_requests_are_due_at_their_own_times_or_faster_or_evenly(folder: Path) -> None:
+def test_requests_are_due_at_their_times_or_faster_or_evenly(folder: Path) -> None:
     (path,) = recorded_files(folder)
     recorded = [changed(one, arrived_at=100.0 + number**2) for number, one in enumerate(read_file(path))][:4]
     assert due_times(recorded, 1.0, None).tolist() == [0.0, 1.0, 4.0, 9.0]

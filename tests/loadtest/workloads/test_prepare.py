@@ -107,6 +107,9 @@ def test_a_model_larger_than_the_disk_is_refused_at_once(tmp_path):
     with pytest.raises(PrepareError, match="take a smaller scale"):
         write_random_snapshot(huge, tmp_path / "store")
     assert list((tmp_path / "store").iterdir()) == []
+    (tmp_path / "file").touch()
+    with pytest.raises(PrepareError, match="file"):
+        write_random_snapshot(spec, tmp_path / "file")
 
 
 def test_an_interrupted_export_goes_on_with_the_same_rows(tmp_path, snapshot_folder):
@@ -124,12 +127,6 @@ def test_an_interrupted_export_goes_on_with_the_same_rows(tmp_path, snapshot_fol
     assert preparing.unfinished_bytes(tmp_path, spec.model) == 0
     # The same files, by size and checksum, as of the export in one go.
     assert Snapshot.open(folder).manifest.tables == Snapshot.open(snapshot_folder).manifest.tables
-
-
-def test_a_store_that_is_a_file_is_refused(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(PrepareError, match="file"):
-        write_random_snapshot(open_workload(WORKLOAD).spec, tmp_path / "file")
 
 
 def test_prepare_and_run_share_the_flags_that_must_agree():
