@@ -24,7 +24,7 @@ from loadtest.errors import DrillError
 from loadtest.load.config import OfferedLoad, bench_load
 from loadtest.load.generator import ANSWER_SLACK_S, LEAD_S, Generators, event_loop, offer, open_payloads
 from loadtest.load.loops import Weighed, arrival_times, cpu_seconds, not_busy_because
-from loadtest.load.recorder import MAX_CPU_SHARE, OK, Done, Float64Array, Recorder, Rows, percentiles
+from loadtest.load.result import MAX_CPU_SHARE, OK, Done, Float64Array, Recorder, Rows, percentiles
 from loadtest.load.senders import Failure, Outgoing
 from loadtest.servers import Server, serving, summed
 from loadtest.workloads.catalog import BenchShape, BenchWorkload, bench_spec

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self, TypeAlias
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, model_validator
 
 from loader.snapshot.tables import Frozen
-from loadtest.load.result import Arrivals
 from loadtest.workloads.catalog import BENCH_REQUESTS, BENCH_SEED, BenchWorkload
 from loadtest.workloads.payloads import GRPC_APIS, Encoding
 from serving.limits import RequestLimits
 
 APIS_BY_SCHEME: dict[str, tuple[Encoding, ...]] = {"http": ("json", "oip-http"), "grpc": GRPC_APIS}
 OTHER_SERVERS_APIS: tuple[Encoding, ...] = ("flat", "flat-once", "tensors", "tensors-once")
+Arrivals: TypeAlias = Literal["poisson", "constant"]
 MAX_RUN_S = 3600.0
 MAX_RATE = 200_000.0
 MAX_TIMEOUT_MS = 60_000.0

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from functools import cache, lru_cache, partial
-from types import FrameType
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -28,8 +27,7 @@ from loader.memory import settle_heap
 from loadtest.errors import AnswerError, GeneratorError, LateAnswerError, LoadConfigError, RequestFailedError
 from loadtest.load.config import MAX_TIMEOUT_MS, OTHER_SERVERS_APIS, OfferedLoad, RunConfig
 from loadtest.load.loops import ANSWER_TIMEOUT_S, OpenLoop, Weighed, arrival_times, keep_busy
-from loadtest.load.recorder import Done, Float64Array, Ready, Recorder, make_result
-from loadtest.load.result import LoadResult
+from loadtest.load.result import Done, Float64Array, LoadResult, Ready, Recorder, make_result
 from loadtest.load.senders import AnswerCheck, Judge, Outgoing, make_sender
 from loadtest.workloads.catalog import bench_payloads, bench_workload, open_workload
 from loadtest.workloads.payloads import Payloads, Pool, changing_headers
@@ -85,7 +83,7 @@ async def offer(
     judge: Judge | None = None,
     process: int = 0,
 ) -> Done:
-    """Send requests at given times, with connections that are this call's.
+    """Send requests at given times, with connections that are this call's. Raises OSError: no such target.
 
     Args:
         load: where requests go, and its limits, of which a process has its part.
@@ -95,13 +93,8 @@ async def offer(
         cpu_s: begin and end, in seconds of the run, of the time for which this process's CPU time is measured.
         judge: of answers; None for `AnswerCheck`.
         process: its number, from 0.
-
-    Raises:
-        OSError: the target's name is not known.
-        Exception: a bug of the generator.
     """
-    part = partial(share_of, process=process, processes=load.processes)
-    at = recorder.begin
+    part, at = partial(share_of, process=process, processes=load.processes), recorder.begin
     limits = {"connections": part(load.max_connections), "channels": part(load.grpc_channels)}
     sender = await make_sender(load.at, pool, judge or AnswerCheck(pool), changing_headers(load.varied), **limits)
     timeout_s, max_in_flight = load.timeout_ms / 1000, part(load.max_in_flight)
@@ -162,8 +155,7 @@ def ask_scores(load: OfferedLoad, pool: Pool, request: int) -> Float32Array:
 def stopping_on_signals() -> Iterator[None]:
     """Raise StopRequestedError in the block at the first SIGINT or SIGTERM; further ones don't disturb the cleaning."""
 
-    def stop(number: int, frame: FrameType | None) -> None:
-        del frame
+    def stop(number: int, *_: object) -> None:
         for ignored in STOP_SIGNALS:
             signal.signal(ignored, signal.SIG_IGN)
         raise StopRequestedError(signal.Signals(number).name)
@@ -272,11 +264,10 @@ class Generators:
         for number, call in enumerate(calls):
             if call in done and isinstance(error := call.exception(), BrokenProcessPool):
                 raise GeneratorError(f"worker process {number} ended by itself; its output has the reason") from error
-            if call in done:
-                call.result()
+        results = tuple(call.result() for call in calls if call in done)
         if waiting:
             raise GeneratorError(f"{function.__qualname__} was not done within {limit_s:g} s")
-        return tuple(call.result() for call in calls)
+        return results
 
     def prepare(self, load: OfferedLoad) -> tuple[Ready, ...]:
         """Have the requests of a load made; they are kept. Raises LoadConfigError if the workload can't be opened."""

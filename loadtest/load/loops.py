@@ -21,9 +21,8 @@ import numpy as np
 import psutil
 
 from loadtest.errors import LateAnswerError, RequestFailedError
-from loadtest.load.config import OfferedLoad
-from loadtest.load.recorder import MAX_CPU_SHARE, Float64Array, Recorder
-from loadtest.load.result import Arrivals
+from loadtest.load.config import Arrivals, OfferedLoad
+from loadtest.load.result import MAX_CPU_SHARE, Float64Array, Recorder
 from loadtest.load.senders import AnswerCheck, Failure, Outgoing, Sender, make_sender
 from loadtest.workloads.payloads import Pool, changing_headers
 
@@ -313,7 +312,7 @@ async def keep_busy(
         in_flight: requests that are always out.
         warmup_s: before the seconds.
         seconds: that are counted.
-        process_ids: of the server, weighed at the begin and the end of the seconds.
+        process_ids: of the server.
 
     Raises:
         RequestFailedError: a request failed, or its answer has another number of scores than candidates.

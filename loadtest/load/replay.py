@@ -23,8 +23,17 @@ from loader.snapshot.tables import Frozen
 from loadtest.errors import LoadConfigError
 from loadtest.load.config import MAX_RATE, OfferedLoad
 from loadtest.load.generator import LEAD_S, event_loop, offer, stopping_on_signals
-from loadtest.load.recorder import Float64Array, Recorder, percentiles
-from loadtest.load.result import Machine, Percentiles, check_writable, this_machine, versions, write_document
+from loadtest.load.result import (
+    Float64Array,
+    Machine,
+    Percentiles,
+    Recorder,
+    check_writable,
+    percentiles,
+    this_machine,
+    versions,
+    write_document,
+)
 from loadtest.load.run import INTERRUPTED, show_tables
 from loadtest.load.senders import NEVER, Failure, Outgoing
 from loadtest.tables import line

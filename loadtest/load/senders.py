@@ -89,7 +89,7 @@ async def make_sender(
     connections: int = 512,
     channels: int = 4,
 ) -> Sender:
-    """Make the sender of a target.
+    """Make the sender of a target. Raises OSError: no such host.
 
     Args:
         target: where requests go.
@@ -98,9 +98,6 @@ async def make_sender(
         headers: added to each request's, one after the other; None for none.
         connections: of HTTP that may be open at a time.
         channels: of gRPC.
-
-    Raises:
-        OSError: no such host.
     """
     headers = itertools.repeat(()) if headers is None else headers
     if target.scheme == "grpc":
@@ -139,9 +136,7 @@ class Sender(ABC):
     opened = 0
 
     def __init__(self, payloads: Sequence[Payload], judge: Judge, headers: Iterator[Headers]) -> None:
-        self._payloads = payloads
-        self._judge = judge
-        self._headers = headers
+        self._payloads, self._judge, self._headers = payloads, judge, headers
 
     async def ask(self, request: Outgoing) -> Failure | None:
         """Send a request and wait for its answer, until its deadline. Returns its failure; None if it is right."""

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from loadtest.load.config import OfferedLoad, RunConfig
 from loadtest.load.generator import offer
 from loadtest.load.loops import PreciseTimer, arrival_times
-from loadtest.load.recorder import Done, Ready, Recorder, make_result
-from loadtest.load.result import LoadResult
+from loadtest.load.result import Done, LoadResult, Ready, Recorder, make_result
 from loadtest.workloads.catalog import open_workload
 from loadtest.workloads.payloads import Payloads
 from shardrank_testing.loaded_server import CANDIDATES, Plan, Reply, loaded_grpc_server, loaded_http_server

@@ -11,11 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loadtest.load.config import OfferedLoad, RunConfig
-from loadtest.load.recorder import (
+from loadtest.load.result import (
     EXAMPLES_OF_A_KIND,
     HIGHEST_US,
     MAX_CPU_SHARE,
     Done,
+    GeneratorProcess,
+    LoadResult,
     Ready,
     Recorder,
     encode_histogram,
@@ -23,7 +25,6 @@ from loadtest.load.recorder import (
     make_result,
     percentiles,
 )
-from loadtest.load.result import GeneratorProcess, LoadResult
 from loadtest.load.senders import NEVER, Failure, Outgoing
 from shardrank_testing.load_results import example_run
 

@@ -19,7 +19,8 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from loadtest.errors import GeneratorError, LoadConfigError
-from loadtest.load import recorder, run
+from loadtest.load import result as results
+from loadtest.load import run
 from loadtest.load.cli import loadtest
 from loadtest.load.config import OfferedLoad, RunConfig
 from loadtest.load.generator import Generators, open_payloads, stopping_on_signals
@@ -152,7 +153,7 @@ def test_the_command_sends_from_processes_and_writes_its_result(tmp_path: Path):
 def test_a_sweep_uses_the_same_processes_for_all_steps(monkeypatch):
     # A busy machine makes the generator late, which is not what this test is about.
     monkeypatch.setattr(run, "MIN_REQUESTS_OF_A_STEP", 50)
-    monkeypatch.setattr(recorder, "MIN_MAX_LAG_MS", 10_000.0)
+    monkeypatch.setattr(results, "MIN_MAX_LAG_MS", 10_000.0)
     console = Console(file=io.StringIO())
     with loaded_grpc_server() as server, Generators() as generators:
         load = small_load(f"grpc://127.0.0.1:{server.port}", slo_ms=9000, arrivals="constant")

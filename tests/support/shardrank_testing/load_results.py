@@ -13,8 +13,18 @@ import numpy as np
 import numpy.typing as npt
 
 from loadtest.load.config import OfferedLoad, RunConfig
-from loadtest.load.recorder import MAX_CPU_SHARE, ROW, Done, Ready, Records, make_result
-from loadtest.load.result import LoadResult, Machine, Mark, SweepResult
+from loadtest.load.result import (
+    MAX_CPU_SHARE,
+    ROW,
+    Done,
+    LoadResult,
+    Machine,
+    Mark,
+    Ready,
+    Records,
+    SweepResult,
+    make_result,
+)
 
 Floats = npt.NDArray[np.float64]
 
