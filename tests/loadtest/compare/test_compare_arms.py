@@ -9,7 +9,6 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner
-from pydantic import ValidationError
 
 from loadtest.compare.arms import CompareConfig, ServedArm, node_addresses, server_commands
 from loadtest.compare.cli import compare_cards
@@ -50,12 +49,6 @@ def flags(arm: ServedArm, folder: Path, **config: object) -> list[dict[str, str]
 )
 def test_arms_are_cards_and_then_shards_over_each_transport(config, names):
     assert [arm.name for arm in CompareConfig(**config).arms] == names
-
-
-@pytest.mark.parametrize("arms", [{"cards": (1,)}, {"cards": (2, 2)}, {"cards": tuple(range(1, 18))}])
-def test_single_doubled_and_too_many_arms_are_refused(arms):
-    with pytest.raises(ValidationError, match="2 to 16 different ones"):
-        CompareConfig(**arms)
 
 
 def test_budgets_are_divided_by_those_that_hold_rows(tmp_path):
@@ -125,6 +118,7 @@ def test_a_stores_model_is_served_if_it_is_the_workloads(tmp_path):
         (["--cards", "1,1.5"], "cards.1: Input should be a valid integer"),
         (["--cards", ""], "cards: Tuple should have at least 1 item"),
         (["--cards", "1"], "2 to 16 different ones"),
+        (["--cards", ",".join(map(str, range(1, 18)))], "2 to 16 different ones"),
         (["--slo-ms", "2000"], "slo_ms: 2000 is more than timeout_ms"),
         (["--rate", "nan"], "rate: Input should be a finite number"),
         (["--workers", "65"], "workers: Input should be less than or equal to 64"),

@@ -34,7 +34,6 @@ def load(
     *,
     rate: float = 200,
     duration_s: float = 0.5,
-    warmup_s: float = 0.0,
     lead_s: float = 0.05,
     pool_class: type[Payloads] = Payloads,
     **options: object,
@@ -42,12 +41,12 @@ def load(
     """Run a load in this process; times out after 5 s, unless told otherwise."""
     target = f"{'http' if api == 'json' else 'grpc'}://127.0.0.1:{port}"
     config = OfferedLoad(**{"target": target, "arrivals": "constant", "timeout_ms": 5000, **options})
-    run = RunConfig(rate=rate, duration_s=duration_s, warmup_s=warmup_s)
+    run = RunConfig(rate=rate, duration_s=duration_s, warmup_s=0)
     pool = pool_class(WORKLOAD, api, count=4)
 
     async def measured() -> Done:
         times = arrival_times(config.arrivals, rate, run.until_s)
-        return await offer(config, pool, times, Recorder(time.monotonic() + lead_s), cpu_s=(warmup_s, run.until_s))
+        return await offer(config, pool, times, Recorder(time.monotonic() + lead_s), cpu_s=(0, run.until_s))
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         done = runner.run(measured())
@@ -180,16 +179,6 @@ def test_without_a_server_every_request_fails(hang_up):
         result = load(server.port)
     assert sum(result.errors.values()) == 100
     assert result.errors.keys() <= ({"connect", "connection"} if hang_up else {"connect"})
-
-
-def test_warm_up_ends_by_intended_time():
-    # Due 50 ms before the end of the warm-up, answered after it.
-    with loaded_http_server(stalling(45, 0.2)) as server:
-        result = load(server.port, rate=100, warmup_s=0.5, duration_s=1)
-    assert (server.requests, result.due, result.answered) == (150, 100, 100)
-    assert [(second.due, second.warmup) for second in result.time_line] == [(100, True), (50, False)]
-    # Those that were due later and met the rest of the stall count, 15 of them.
-    assert result.latency.max_ms >= 140
 
 
 def test_a_run_of_a_late_generator_is_not_valid(monkeypatch):

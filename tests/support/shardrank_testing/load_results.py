@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,15 +30,8 @@ from loadtest.load.result import (
 Floats = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True)
-class Stall:
-    """The server stands still at a moment.
-
-    Attributes:
-        at_s: since the run's begin.
-        lasts_ms: for so long.
-        label: of the mark.
-    """
+class Stall(NamedTuple):
+    """The server stands still, from so many seconds after the run's begin on; a mark says why."""
 
     at_s: float
     lasts_ms: float
@@ -49,7 +43,6 @@ class QueueLoad:
     """A load and its server.
 
     Attributes:
-        rate: arrivals a second.
         service_ms: of a request, the mean; 1000 / service_ms is what the server can do.
         overhead_ms: of every answer, beside queue and service.
         longest_wait_ms: a request that would wait for longer is shed.
@@ -74,7 +67,9 @@ class QueueLoad:
     def run(self) -> LoadResult:
         """What a load test of it would find, sent from two processes."""
         rng = np.random.default_rng(self.seed)
-        due = self._arrivals(rng)
+        length = self.warmup_s + self.duration_s
+        due = np.cumsum(rng.exponential(1 / self.rate, int(self.rate * length * 1.3 + 50)))
+        due = due[due < length]
         latency = self._latencies(due, rng)
         kinds = ("ok", "http_503", "timeout")
         rows = np.zeros(len(due), ROW)
@@ -107,12 +102,6 @@ class QueueLoad:
         if self.cpu_share > MAX_CPU_SHARE:
             changed["invalid_because"] = (f"process 1 used {self.cpu_share:.2f} of a core; at most 0.9 is valid",)
         return make_result(load, timing, ready, 0.0, done).model_copy(update=changed)
-
-    def _arrivals(self, rng: np.random.Generator) -> Floats:
-        length = self.warmup_s + self.duration_s
-        gaps = rng.exponential(1 / self.rate, int(self.rate * length * 1.3 + 50))
-        times = np.cumsum(gaps)
-        return times[times < length]
 
     def _latencies(self, due: Floats, rng: np.random.Generator) -> Floats:
         """In ms; -1 if shed. Lindley: a request begins when it is due, or when the one before it ends."""
