@@ -56,8 +56,8 @@ _RANK_METHOD = "/shardrank.v1.RankingService/Rank"
 def changing_headers(varied: bool) -> Iterator[Headers]:
     """Draw what a traced client adds to each request that it sends, over HTTP or gRPC: without end, each time others.
 
-    `traceparent` is that of W3C's Trace Context, with ids that are drawn; of one in a hundred, too, the trace is
-    sampled. Requests that are not `varied` get nothing.
+    That is a `traceparent` of W3C's Trace Context, sampled in one of a hundred, and an `x-request-id`. Requests that
+    are not `varied` get nothing.
     """
     if not varied:
         yield from itertools.repeat(())
@@ -85,18 +85,12 @@ class Payload:
     num_candidates: int
 
 
-class Pool:
-    """Encoded requests to one model.
-
-    Args:
-        api: how they are encoded.
-        model: the name that the server has the model under.
-        payloads: the requests.
-    """
+class Pool(list[Payload]):
+    """Requests to one model, under the name that the server has it under, as an API encodes them."""
 
     def __init__(self, api: Encoding, model: str, payloads: Iterable[Payload]) -> None:
+        super().__init__(payloads)
         self.api, self.model = api, model
-        self._payloads = list(payloads)
 
     @property
     def is_grpc(self) -> bool:
@@ -109,15 +103,6 @@ class Pool:
             return _FORMS[self.api].read(answer)
         except (DecodeError, msgspec.MsgspecError, ValueError, KeyError, IndexError, TypeError) as error:
             raise AnswerError(f"the answer is not one to a rank request: {error!r}") from error
-
-    def __getitem__(self, number: int) -> Payload:
-        return self._payloads[number]
-
-    def __iter__(self) -> Iterator[Payload]:
-        return iter(self._payloads)
-
-    def __len__(self) -> int:
-        return len(self._payloads)
 
 
 class Payloads(Pool):
