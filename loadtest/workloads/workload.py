@@ -192,11 +192,9 @@ _FIRST_OCTAVE = -1
 class Reuse:
     """Rows are reused as in the embedding lookups that Meta published of its production ads models.
 
-    Public locality statistics: in a batch of 131072 samples 2.7% of all lookups are of rows that come once in it,
-    and 7.6% of rows that come more than 32768 times (`REUSE_SHARES_PERCENT`). Here each table is as popular as one
-    with the published average of 12.7 ids a sample: a row's share of its table's lookups is such that lookups of that
-    number give these shares. Within an octave popularity falls like 1 / rank. In a table with fewer rows than such
-    a batch touches, rows take the popularity of several.
+    Each table is as popular as one with the published average of 12.7 ids a sample: a row's share of its table's
+    lookups is such that lookups of that number give `REUSE_SHARES_PERCENT`. Within an octave popularity falls like
+    1 / rank. In a table with fewer rows than such a batch touches, rows take the popularity of several.
     """
 
     name: str = "reuse"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import struct
 
 import numpy as np
 import pytest
@@ -84,6 +83,7 @@ def test_single_ids_are_flat_and_floats_are_short():
     [
         ("json", None, "/v1/models/other:rank"),
         ("grpc", MessageCodec("rank"), "/shardrank.v1.RankingService/Rank"),
+        ("grpc-packed", MessageCodec("rank"), "/shardrank.v1.RankingService/Rank"),
         ("oip-http", None, "/v2/models/other/infer"),
         ("oip-grpc", InferGrpcCodec(), "/inference.GRPCInferenceService/ModelInfer"),
     ],
@@ -93,25 +93,6 @@ def test_the_model_s_name_may_be_another_one(api, codec, path):
     assert payload.path == path
     assert codec is None or codec.read(payload.body, RequestLimits()).model == "other"
     assert Payloads(small_workload("mixed"), "json", count=1)[0].path == f"/v1/models/{MODEL}:rank"
-
-
-def test_a_packed_request_is_arrays_in_the_schema_s_order():
-    workload = open_workload("dlrm-v2:0.0001", candidates="3")
-    request = workload.request(np.random.default_rng(8))
-    made = Payloads(workload, "grpc-packed", count=1, seed=8, model="other", timeout_ms=TIMEOUT_MS)
-    message = ranking_pb2.RankRequest.FromString(made[0].body)
-    assert made[0].path == "/shardrank.v1.RankingService/Rank"
-    assert message == ranking_pb2.RankRequest(
-        model="other",
-        num_candidates=3,
-        timeout_ms=TIMEOUT_MS,
-        packed=ranking_pb2.PackedFeatures(
-            schema_digest=workload.schema.digest,
-            ids=struct.pack(f"<{request.bags.num_values}q", *request.bags.values.tolist()),
-            lengths=struct.pack(f"<{request.bags.num_bags}i", *request.bags.lengths.tolist()),
-            candidate_dense=struct.pack(f"<{3 * 13}f", *request.candidate_dense.ravel().tolist()),
-        ),
-    )
 
 
 def test_a_packed_request_of_single_ids_has_no_lengths():
