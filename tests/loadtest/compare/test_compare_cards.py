@@ -29,7 +29,7 @@ ONE = ServedArm(cards=1)
 
 
 @pytest.mark.timeout(300)
-def test_the_command_measures_every_arm_and_writes_comparison_and_page(tmp_path: Path):
+def test_every_arm_is_measured_and_a_page_is_written(tmp_path: Path):
     json_file, html_file = tmp_path / "cards.json", tmp_path / "cards.html"
     done = subprocess.run(
         [
@@ -73,7 +73,7 @@ def arm_measure(load: OfferedLoad, generators: Generators, snapshot: Path, folde
     return ArmMeasure(config, load, generators, snapshot, folder, Console(quiet=True))
 
 
-def test_a_server_has_the_models_scores_over_every_api_and_its_number_format(tmp_path: Path):
+def test_a_server_has_the_models_scores_over_every_api(tmp_path: Path):
     loads = {
         api: OfferedLoad(
             target=f"{'grpc' if 'grpc' in api else 'http'}://127.0.0.1:1",
@@ -102,7 +102,7 @@ def test_a_server_has_the_models_scores_over_every_api_and_its_number_format(tmp
                 generators.scores(nowhere, 1)
 
 
-def test_a_server_that_ends_before_it_is_ready_is_an_error_with_its_log(tmp_path: Path):
+def test_a_server_that_ends_too_early_is_shown_with_its_log(tmp_path: Path):
     load = OfferedLoad(target="http://127.0.0.1:1", workload="merlin-tiny:0.0001")
     why = r"(?s)1 card: server has ended before it served: exit code 1.*no such snapshot folder"
     with Generators() as generators:

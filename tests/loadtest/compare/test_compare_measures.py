@@ -123,7 +123,7 @@ def test_shards_have_rows_of_cpu_by_role_and_bytes_by_form():
     assert not [name for name in without if name.startswith("bytes") or "nodes" in name]
 
 
-def test_every_arm_is_offered_the_same_shares_of_the_smallest_capacity():
+def test_arms_are_offered_shares_of_the_smallest_capacity():
     first, second = SHARDED.arms
     assert rates_of((30, 60), {first: 1000.0, second: 412.3}) == (124.0, 247.0)
     assert rates_of((), {first: 1.0}) == ()
@@ -143,7 +143,7 @@ shardrank_shard_request_bytes_total{{model="m"}} {asked}
 """
 
 
-def test_bytes_of_a_request_are_the_growth_of_counters_for_each_answer():
+def test_bytes_are_the_growth_of_counters_for_each_answer():
     before = METRICS.format(ok=100, late=3, half=1000, asked=500.0)
     after = METRICS.format(ok=110, late=9, half=6000, asked=3500.0)
     assert wire_bytes(before, after) == {"float16": 1000.0, ASKED: 300.0}

@@ -15,13 +15,13 @@ import uvloop
 
 from loadtest.errors import GeneratorError, LateAnswerError, RequestFailedError
 from loadtest.load.config import LoadTarget, OfferedLoad
-from loadtest.load.generator import Generators, ask_scores, share_of
+from loadtest.load.generator import Generators, share_of
 from loadtest.load.loops import ClosedLoop, Weighed, keep_busy
 from loadtest.load.senders import AnswerCheck, Failure, Outgoing, Sender, make_sender
 from loadtest.workloads.catalog import BenchShape, bench_payloads
 from loadtest.workloads.payloads import Payloads
 from shardrank_testing.loaded_server import CANDIDATES as LOADED_CANDIDATES
-from shardrank_testing.loaded_server import SCORES, Reply, loaded_grpc_server, loaded_http_server
+from shardrank_testing.loaded_server import Reply, loaded_grpc_server, loaded_http_server
 
 SHAPE = BenchShape(features=3, embedding_dim=8, rows=200, dense=2, candidates="7")
 CANDIDATES = 7
@@ -142,13 +142,3 @@ def test_targets_of_a_closed_loop_are_swapped_while_it_runs() -> None:
         assert len(verdicts) == first.requests + second.requests
     assert {kind for _, kind in verdicts} == {"right"}
     assert min(latency for latency, _ in verdicts) > 0
-
-
-@pytest.mark.parametrize(("api", "server_of"), [("json", loaded_http_server), ("grpc", loaded_grpc_server)])
-def test_scores_of_one_request_are_returned(api, server_of) -> None:
-    pool = bench_payloads(SHAPE, "mlp", 1, api, 2)
-    with server_of() as server:
-        load = OfferedLoad(target=f"{'grpc' if api == 'grpc' else 'http'}://127.0.0.1:{server.port}")
-        assert ask_scores(load, pool, 1).tolist() == SCORES
-    with pytest.raises(RequestFailedError, match=r"no scores of request 1: (connect|grpc_unavailable)"):
-        ask_scores(load, pool, 1)

@@ -43,7 +43,7 @@ def test_random_rows_are_the_same_in_every_block(first, count):
 ALL_ROWS = np.concatenate(list(RandomRows(5, "t", 300_001, 8).blocks(0, 300_001)))
 
 
-def test_random_rows_fill_their_range_and_differ_by_table_and_seed():
+def test_random_rows_fill_their_range_and_differ_by_seed():
     assert ALL_ROWS.dtype == np.float32
     assert -ROW_LIMIT <= ALL_ROWS.min() < -0.99 * ROW_LIMIT
     assert 0.99 * ROW_LIMIT < ALL_ROWS.max() <= ROW_LIMIT
