@@ -47,8 +47,8 @@ def test_every_arm_is_measured_and_a_page_is_written(tmp_path: Path):
     # 1 if this machine was so busy that the generator itself was late, which the comparison says.
     assert done.returncode == (0 if found.valid else 1), done.stderr
     assert found.valid == (not found.invalid_because)
-    told = [line for line in done.stderr.splitlines() if line.startswith(("rehearsal", "round"))]
-    assert told == [f"{turn}: {name}" for turn in ("rehearsal", "round 1 of 1") for name in NAMES]
+    turns = [line for line in done.stderr.splitlines() if line.startswith(("rehearsal", "round"))]
+    assert turns == [f"{turn}: {name}" for turn in ("rehearsal", "round 1 of 1") for name in NAMES]
     assert [(arm.name, len(arm.runs), len(arm.cold_runs)) for arm in found.arms] == [(name, 1, 1) for name in NAMES]
     assert found.setup["dense model in"] == "float32"
     assert found.setup["same scores"].startswith("of 8 requests, to ")

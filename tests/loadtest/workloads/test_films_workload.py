@@ -57,9 +57,9 @@ def test_every_user_of_the_test_part_comes():
 
 @pytest.mark.parametrize("count", [1, 100, 300])
 def test_rated_films_are_filled_up_to_a_number_of_candidates(count):
-    _, own = by_name(workload(), 7)
+    _, of_user = by_name(workload(), 7)
     request, features = by_name(workload(candidates=parse_candidates(str(count))), 7)
-    rated, found = own["film_id"].values, features["film_id"].values
+    rated, found = of_user["film_id"].values, features["film_id"].values
     assert request.num_candidates == found.size == count
     assert found[: rated.size].tolist() == rated[:count].tolist()
     if count <= DATA.films.ids.size:
