@@ -21,7 +21,7 @@ from loader.snapshot.tables import TableSpec
 from loader.snapshot.writer import export_snapshot
 from loadtest.bench.harness import Bench, BenchTable, Subject, Values, bench_command, measure, median_call_s
 from loadtest.bench.tables import make_node, make_router
-from loadtest.workloads.distributions import Zipf
+from loadtest.workloads.workload import Zipf
 from router.feature_schema import FeatureSchema
 from router.plan import Plan
 from router.router import Router

@@ -19,9 +19,9 @@ from loader.snapshot.reader import Snapshot
 from loadtest.bench.harness import Values
 from loadtest.bench.tables import make_node, make_router
 from loadtest.workloads.catalog import BENCH_REQUESTS, BenchWorkload, bench_requests
-from loadtest.workloads.workload import WorkloadRequest
 from router.feature_schema import FeatureSchema
 from router.plan import Plan
+from serving.formats.requests import RankRequest
 from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
 from serving.models.layers import NumberFormat
@@ -103,7 +103,7 @@ def batch_sizes(mean: float) -> Iterator[int]:
 
 
 @lru_cache(maxsize=4)
-def _requests(workload: BenchWorkload) -> list[WorkloadRequest]:
+def _requests(workload: BenchWorkload) -> list[RankRequest]:
     return bench_requests(workload.shape, workload.head, workload.hotness, BENCH_REQUESTS)
 
 
@@ -115,7 +115,7 @@ def _batches(workload: BenchWorkload, size: int) -> list[MergedBatch]:
     return [_merged([requests[turn] for turn in turns[first : first + size]]) for first in range(0, turns.size, size)]
 
 
-def _merged(requests: Sequence[WorkloadRequest]) -> MergedBatch:
+def _merged(requests: Sequence[RankRequest]) -> MergedBatch:
     counts = np.array([request.num_candidates for request in requests], np.int64)
     return MergedBatch(
         merge_bags([request.bags for request in requests]),

@@ -13,26 +13,6 @@ from serving.cli import WithExamples
 from serving.cli import options as opts
 
 APIS = ["grpc", "json", "oip-http", "grpc-packed", "oip-grpc"]
-REMOVED = {
-    "--hosts": "use --transport tcp; `shardrank plan` predicts the cost of a network",
-    "--delay-ms": "use `shardrank plan --network-us`, which predicts the cost of a round trip",
-}
-"""Options of earlier releases, with what to use instead."""
-
-
-def _refuse_removed(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
-    if value is not None:
-        raise click.UsageError(f"{param.opts[0]} is gone: {REMOVED[param.opts[0]]}", ctx)
-
-
-removed_options = opts.together(
-    *(
-        click.option(name, is_flag=False, flag_value="", hidden=True, expose_value=False, callback=_refuse_removed)
-        for name in REMOVED
-    )
-)
-"""Refuses each of `REMOVED` by its name, with or without a value."""
-
 server_options = opts.together(
     opts.count("--workers", "Serving processes of each server. In arms without shards each holds all rows.", default=1),
     opts.choice("--dtype", ["auto", "float32", "bfloat16"], "Number format of the dense model."),
@@ -59,7 +39,6 @@ server_options = opts.together(
     lambda text: tuple(text.split(",")),
     name="transports",
 )
-@removed_options
 @opts.count("--rounds", "Of every arm.", default=6)
 @workload_options
 @request_options

@@ -13,14 +13,22 @@ from rich.console import Console
 from loader.progress import Progress, no_progress
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.store import Store
-from loadtest.compare.arms import TRANSPORTS, CompareConfig
-from loadtest.compare.measure import ASKED, ArmRound, Measurements, measure_rounds, rates_of, tolerance_of
+from loadtest.compare.arms import (
+    ASKED,
+    TRANSPORTS,
+    ArmRound,
+    CompareConfig,
+    Measurements,
+    measure_rounds,
+    rates_of,
+    tolerance_of,
+)
 from loadtest.errors import CompareStoreError
-from loadtest.load.closed_loop import LATE_KINDS, CpuTime, Role, not_busy_because
 from loadtest.load.config import OfferedLoad
+from loadtest.load.generator import stopping_on_signals
+from loadtest.load.loops import LATE_KINDS, CpuTime, Role, not_busy_because
 from loadtest.load.result import LoadResult, check_writable
 from loadtest.load.run import INTERRUPTED, checked, write_files
-from loadtest.load.workers import stopping_on_signals
 from loadtest.rounds import COUNTED, FORM, SHARES, Arm, Comparison, Measure, compare_rounds, show_comparison
 from loadtest.workloads.catalog import FilmsWorkload, open_workload
 from loadtest.workloads.payloads import FORMS, GRPC_APIS
@@ -117,6 +125,7 @@ def _measure(row: Row) -> Measure[Mapping[Row, float | None]]:
 def _figures(config: CompareConfig, measured: ArmRound) -> dict[Row, float | None]:
     """Return what a round of an arm says; None for a percentile that failed."""
     figures: dict[Row, float | None] = {}
+    busy = measured.busy
     for phase, run in (("warm", measured.warm), ("cold", measured.cold)):
         figures[f"p50, {phase}", "ms"] = run.latency_of_due.p50_ms
         figures[f"p99, {phase}", "ms"] = run.latency_of_due.p99_ms
@@ -127,13 +136,13 @@ def _figures(config: CompareConfig, measured: ArmRound) -> dict[Row, float | Non
     for share, run in zip(config.shares, measured.shares, strict=True):
         figures[f"p50 at {share}% of capacity", "ms"] = run.latency_of_due.p50_ms
         figures[f"p99 at {share}% of capacity", "ms"] = run.latency_of_due.p99_ms
-    figures[f"throughput, {config.in_flight} in flight", "/s"] = measured.busy.requests_per_s
-    figures[f"CPU of a request, {config.in_flight} in flight", "ms"] = measured.busy.cpu_ms
+    figures[f"throughput, {config.in_flight} in flight", "/s"] = busy.requests_per_s
+    figures[f"CPU of a request, {config.in_flight} in flight", "ms"] = busy.cpu_ms
     roles: tuple[Role, ...] = ("serve", "nodes") if config.shards else ()
     for role in roles:
-        cpu = measured.busy.server_cpu.get(role, CpuTime())
-        figures[f"CPU of a request, {role}", "ms"] = cpu.all_s / measured.busy.requests * 1e3
-        figures[f"CPU of a request, {role}, kernel", "ms"] = cpu.kernel_s / measured.busy.requests * 1e3
+        cpu = busy.server_cpu.get(role, CpuTime())
+        figures[f"CPU of a request, {role}", "ms"] = cpu.all_s / busy.requests * 1e3
+        figures[f"CPU of a request, {role}, kernel", "ms"] = cpu.kernel_s / busy.requests * 1e3
     replies = {form: size for form, size in sorted(measured.wire.items()) if form != ASKED}
     if measured.wire:
         figures["bytes of a request, back", "B"] = sum(replies.values())
@@ -225,17 +234,10 @@ def _range(ascending: list[int]) -> str:
 
 
 def checked_configs(given: Mapping[str, object]) -> tuple[CompareConfig, OfferedLoad]:
-    """Make the settings from a command line's options, by name; a value of None is the default.
-
-    Raises:
-        click.UsageError: naming the option that does not fit.
-        DeviceChoiceError: no such device.
-    """
+    """Make the settings from a command line's options. Raises as `checked`, DeviceChoiceError: no such device."""
     # Until a server has its port: the settings are checked before anything is started.
     target = "grpc://127.0.0.1:1" if given["api"] in GRPC_APIS else "http://127.0.0.1:1"
-    options = {**given, "target": target}
-    config = checked(CompareConfig, {name: options[name] for name in CompareConfig.model_fields if name in options})
-    load = checked(OfferedLoad, {name: options[name] for name in OfferedLoad.model_fields if name in options})
+    config, load = checked(CompareConfig, given), checked(OfferedLoad, {**given, "target": target})
     DeviceChoice.parse(config.device)
     return config, load
 

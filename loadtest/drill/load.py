@@ -27,7 +27,7 @@ from loadtest.drill.config import OracleShape
 from loadtest.drill.oracle import Float32Array, Kind, Method, Question, Verdict, judge, make_questions, oracle_spec
 from loadtest.drill.processes import check_running, child_process
 from loadtest.load.config import LoadTarget
-from loadtest.load.open_loop import OpenLoop, arrival_times
+from loadtest.load.loops import OpenLoop, arrival_times
 from loadtest.load.senders import Failure, Outgoing, Sender, make_sender
 from loadtest.workloads.payloads import Payload
 from serving.client import ClientError

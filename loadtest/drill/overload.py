@@ -21,13 +21,11 @@ from loader.progress import Progress
 from loadtest.drill.config import GIVE_UP_MS, OverloadDrillConfig
 from loadtest.drill.report import Limit, Report, make_report
 from loadtest.errors import DrillError
-from loadtest.load.closed_loop import Weighed, cpu_seconds, not_busy_because
 from loadtest.load.config import OfferedLoad, bench_load
-from loadtest.load.generator import ANSWER_SLACK_S, LEAD_S, Generators, offer, open_payloads
-from loadtest.load.open_loop import arrival_times
-from loadtest.load.recorder import MAX_CPU_SHARE, OK, Done, Float64Array, Recorder, Rows, percentiles
+from loadtest.load.generator import ANSWER_SLACK_S, LEAD_S, Generators, event_loop, offer, open_payloads
+from loadtest.load.loops import Weighed, arrival_times, cpu_seconds, not_busy_because
+from loadtest.load.result import MAX_CPU_SHARE, OK, Done, Float64Array, Recorder, Rows, percentiles
 from loadtest.load.senders import Failure, Outgoing
-from loadtest.load.workers import event_loop
 from loadtest.servers import Server, serving, summed
 from loadtest.workloads.catalog import BenchShape, BenchWorkload, bench_spec
 from loadtest.workloads.prepare import write_random_snapshot

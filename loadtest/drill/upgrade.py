@@ -37,7 +37,7 @@ from loadtest.drill.load import (
 from loadtest.drill.oracle import Kind, oracle_spec, write_oracle
 from loadtest.drill.processes import check_running, child_process, free_ports
 from loadtest.drill.report import Limit, Report, make_report
-from loadtest.load.closed_loop import ClosedLoop
+from loadtest.load.loops import ClosedLoop
 from loadtest.load.senders import Failure, Outgoing, Sender
 from loadtest.servers import HOST, THIS_CHECKOUT, checked_checkout, commit_of, summed
 from serving.fleet.supervisor import Child, describe_exit, shardrank_command

@@ -11,7 +11,8 @@ import click
 
 from loadtest.report.cli import PAGE
 from loadtest.workloads.cli import request_options, workload_options
-from serving.cli import WithExamples
+from serving.cli import GroupWithExamples, WithExamples
+from serving.cli import options as opts
 
 COMMANDS = {
     "run": "loadtest.load.cli:run",
@@ -24,7 +25,7 @@ COMMANDS = {
 }
 
 
-class LazyGroup(WithExamples, click.Group):
+class LazyGroup(GroupWithExamples):
     """Loads a command's module when the command is named.
 
     Args:
@@ -59,59 +60,42 @@ def loadtest() -> None:
     """
 
 
-FILE = click.Path(path_type=Path, dir_okay=False)
+TARGET = "http://HOST[:PORT] or grpc://HOST:PORT."
 
 
 @click.command(cls=WithExamples)
-@click.option("--target", required=True, metavar="URL", help="http://HOST[:PORT] or grpc://HOST:PORT.")
-@click.option(
-    "--rate",
-    type=click.FloatRange(0, 200_000, min_open=True),
-    metavar="R",
-    help="Requests a second, whatever the server does. With --sweep, the first one; default: 50.",
-)
-@click.option("--sweep", "sweeps", is_flag=True, help="Search the highest rate that keeps p99 within --slo-ms.")
-@click.option("--max-rate", type=click.FloatRange(1, 200_000), default=100_000, help="A sweep goes no further.")
-@click.option(
-    "--duration", "duration_s", type=click.FloatRange(0, 3600, min_open=True), metavar="S", help="Default: 10."
-)
-@click.option(
-    "--warmup", "warmup_s", type=click.FloatRange(0, 3600), metavar="S", help="Before it; not counted. Default: 2."
-)
+@opts.option("--target URL", TARGET, required=True)
+@opts.option("--rate R", "Requests a second, whatever the server does. With --sweep the first one; default: 50.", float)
+@opts.switch("--sweep", "Search the highest rate that keeps p99 within --slo-ms.", name="sweeps")
+@opts.option("--max-rate R", "A sweep goes no further.", opts.FiniteRange(1, 200_000), 100_000)
+@opts.option("--duration S", "Default: 10.", float, name="duration_s")
+@opts.option("--warmup S", "Before it; not counted. Default: 2.", float, name="warmup_s")
 @workload_options
-@click.option("--model", metavar="NAME", help="Default: the workload's own name.")
-@click.option(
+@opts.option("--model NAME", "Default: the workload's own name.")
+@opts.option(
     "--api",
-    type=click.Choice(["json", "oip-http", "grpc", "grpc-packed", "oip-grpc"]),
-    help="oip: Open Inference Protocol, over HTTP with binary tensors; grpc-packed: features as arrays in the order of "
+    "oip: Open Inference Protocol, over HTTP with binary tensors; grpc-packed: features as arrays in the order of "
     "the model's schema. Default: json at http://, grpc at grpc://.",
+    click.Choice(["json", "oip-http", "grpc", "grpc-packed", "oip-grpc"]),
 )
 @request_options
-@click.option("--arrivals", type=click.Choice(["poisson", "constant"]), help="Default: poisson.")
-@click.option("--slo-ms", type=click.FloatRange(0, 60_000, min_open=True), metavar="MS", help="Deadline. Default: 60.")
-@click.option(
-    "--timeout-ms",
-    type=click.FloatRange(0, 60_000, min_open=True),
-    metavar="MS",
-    help="A request is given up after it. Default: 1000.",
-)
-@click.option("--processes", type=click.IntRange(1, 64), metavar="N", help="That send. Default: 1.")
-@click.option("--connections", "max_connections", type=click.IntRange(1), metavar="N", help="Of HTTP. Default: 512.")
-@click.option("--max-in-flight", type=click.IntRange(1), metavar="N", help="One beyond fails unsent. Default: 4096.")
-@click.option("--requests", type=click.IntRange(1), metavar="N", help="Distinct ones in each process. Default: 1024.")
-@click.option("--seed", type=click.IntRange(0, 2**31 - 1), metavar="N", help="Of requests and their times. Default: 0.")
-@click.option("--marks", type=FILE, metavar="FILE", help="Lines of `UNIX_SECONDS LABEL`; read when the run is over.")
-@click.option("--json", "json_file", type=FILE, metavar="FILE", help="Write the result to this file.")
-@click.option("--html", "html_file", type=PAGE, metavar="FILE", help="Write a page with plots to this file.")
+@opts.option("--arrivals", "Default: poisson.", click.Choice(["poisson", "constant"]))
+@opts.option("--slo-ms MS", "Deadline. Default: 60.", float)
+@opts.option("--timeout-ms MS", "A request is given up after it. Default: 1000.", float)
+@opts.count("--processes", "That send. Default: 1.")
+@opts.option("--connections N", "Of HTTP. Default: 512.", int, name="max_connections")
+@opts.count("--max-in-flight", "One beyond fails unsent. Default: 4096.")
+@opts.count("--requests", "Distinct ones in each process. Default: 1024.")
+@opts.count("--seed", "Of requests and their times. Default: 0.", low=0)
+@opts.option("--marks", "Lines of `UNIX_SECONDS LABEL`; read when the run is over.", opts.FILE)
+@opts.option("--json", "Write the result to this file.", opts.FILE, name="json_file")
+@opts.option("--html", "Write a page with plots to this file.", PAGE, name="html_file")
 @click.pass_context
 def run(
     ctx: click.Context,
     /,
-    rate: float | None,
     sweeps: bool,
     max_rate: float,
-    duration_s: float | None,
-    warmup_s: float | None,
     marks: Path | None,
     json_file: Path | None,
     html_file: Path | None,
@@ -130,32 +114,22 @@ def run(
     """
     from loadtest.load.run import execute
 
-    if rate is None and not sweeps:
+    if given["rate"] is None and not sweeps:
         raise click.UsageError("--rate or --sweep is needed")
-    code = execute(
-        given,
-        rate=rate,
-        max_rate=max_rate if sweeps else None,
-        duration_s=duration_s,
-        warmup_s=warmup_s,
-        marks=marks,
-        json_file=json_file,
-        html_file=html_file,
-    )
-    ctx.exit(code)
+    ctx.exit(execute(given, max_rate if sweeps else None, marks, json_file, html_file))
 
 
 @click.command(cls=WithExamples)
-@click.argument("folder", type=click.Path(path_type=Path, exists=True, file_okay=False))
-@click.option("--target", required=True, metavar="URL", help="http://HOST[:PORT] or grpc://HOST:PORT.")
-@click.option("--speed", type=float, metavar="N", help="Times the pace at which they came. Default: 1.")
-@click.option("--rate", type=float, metavar="R", help="Requests a second, evenly, in place of their own pace.")
-@click.option("--model", metavar="NAME", help="Whose requests, if the folder has those of several models.")
-@click.option("--requests", type=int, metavar="N", help="The last so many. Default: 10000.")
-@click.option("--timeout-ms", type=float, metavar="MS", help="A request is given up after it. Default: 1000.")
-@click.option("--tolerance", type=float, metavar="X", help="A score that is further off differs. Default: 0.0001.")
-@click.option("--connections", "max_connections", type=int, metavar="N", help="Of HTTP. Default: 512.")
-@click.option("--json", "json_file", type=FILE, metavar="FILE", help="Write the result to this file.")
+@click.argument("folder", type=opts.EXISTING_FOLDER)
+@opts.option("--target URL", TARGET, required=True)
+@opts.option("--speed N", "Times the pace at which they came. Default: 1.", float)
+@opts.option("--rate R", "Requests a second, evenly, in place of their own pace.", float)
+@opts.option("--model NAME", "Whose requests, if the folder has those of several models.")
+@opts.option("--requests N", "The last so many. Default: 10000.", int)
+@opts.option("--timeout-ms MS", "A request is given up after it. Default: 1000.", float)
+@opts.option("--tolerance X", "A score that is further off differs. Default: 0.0001.", float)
+@opts.option("--connections N", "Of HTTP. Default: 512.", int, name="max_connections")
+@opts.option("--json", "Write the result to this file.", opts.FILE, name="json_file")
 @click.pass_context
 def replay(ctx: click.Context, /, json_file: Path | None, **given: object) -> None:
     """Send recorded requests again, and compare their scores with the recorded ones.

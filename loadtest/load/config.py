@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self, TypeAlias
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, model_validator
 
 from loader.snapshot.tables import Frozen
-from loadtest.load.result import Arrivals
 from loadtest.workloads.catalog import BENCH_REQUESTS, BENCH_SEED, BenchWorkload
 from loadtest.workloads.payloads import GRPC_APIS, Encoding
 from serving.limits import RequestLimits
 
 APIS_BY_SCHEME: dict[str, tuple[Encoding, ...]] = {"http": ("json", "oip-http"), "grpc": GRPC_APIS}
 OTHER_SERVERS_APIS: tuple[Encoding, ...] = ("flat", "flat-once", "tensors", "tensors-once")
-DEFAULT_PORTS = {"http": 80}
+Arrivals: TypeAlias = Literal["poisson", "constant"]
 MAX_RUN_S = 3600.0
 MAX_RATE = 200_000.0
 MAX_TIMEOUT_MS = 60_000.0
@@ -27,20 +26,16 @@ class LoadTarget(Frozen):
     """Where a server is: its scheme `http` or `grpc`, host and port."""
 
     scheme: str
-    host: str = Field(min_length=1)
-    port: int = Field(ge=1, le=65535)
+    host: str
+    port: int
 
     @classmethod
     def parse(cls, text: str) -> LoadTarget:
-        """Read `http://host[:port]` or `grpc://host:port`.
-
-        Raises:
-            ValueError: it is something else, TLS for example.
-        """
+        """Read `http://host[:port]` or `grpc://host:port`. Raises ValueError: it is something else, such as TLS."""
         parts = urlsplit(text)
         if parts.scheme not in APIS_BY_SCHEME:
             raise ValueError(f"{text!r} is not http://HOST[:PORT] or grpc://HOST:PORT; TLS is not supported")
-        port = parts.port or DEFAULT_PORTS.get(parts.scheme)
+        port = parts.port or (80 if parts.scheme == "http" else None)
         others = parts.path.strip("/") or parts.query or parts.fragment or parts.username
         if others or port is None or not parts.hostname:
             raise ValueError(f"{text!r}: a host and a port are needed, and nothing else")
@@ -62,18 +57,13 @@ class OfferedLoad(Frozen):
         api: None for the target's first: JSON, or shardrank's gRPC.
         path: of a POST; None for the API's.
         model: None for the workload's.
-        workload: as `open_workload` reads it, or a benchmark's.
-        context_features: of a drawn workload, how many features come once a request.
-        ids: their distribution; None for the workload's.
-        candidates: how many a request has; None for the workload's.
+        workload: as `open_workload` reads it, which takes what it is made of too, or a benchmark's.
         varied: whether bags are ragged, and each request is sent with another `traceparent` and `x-request-id`.
-        movielens: folder of MovieLens 100K, for the workload `films`.
         timeout_ms: after which a request is given up, from its intended time.
         slo_ms: deadline of goodput, from the intended time.
         requests: distinct ones that each process makes ahead, as far as 128 MiB go.
         max_in_flight, max_connections, grpc_channels: of all processes together; connections are HTTP's.
         seed: of requests and their times.
-        split_seed: of the workload `films`, the trainer's.
     """
 
     target: TargetText
@@ -142,16 +132,9 @@ def bench_load(
 
 
 class RunConfig(Frozen):
-    """One run of it.
+    """One run: requests a second of all processes together, seconds of sending before what counts, and that count."""
 
-    Attributes:
-        rate: requests a second, all processes together.
-        warmup_s: of sending before what counts.
-        duration_s: of sending that counts.
-        seed: of the times.
-    """
-
-    rate: float = Field(gt=0, le=MAX_RATE)
+    rate: float = Field(default=50.0, gt=0, le=MAX_RATE)
     warmup_s: float = Field(default=2.0, ge=0, le=MAX_RUN_S)
     duration_s: float = Field(default=10.0, gt=0, le=MAX_RUN_S)
     seed: int = Field(default=0, ge=0)

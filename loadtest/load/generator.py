@@ -6,23 +6,32 @@ Everything that costs time and can be done ahead is: while a run goes on, they w
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import multiprocessing
+import os
+import resource
+import signal
 import time
-from collections.abc import Iterable
-from functools import lru_cache, partial
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from functools import cache, lru_cache, partial
+from typing import Any, Self, TypeVar
 
 import numpy as np
+import uvloop
 
+from loader.errors import ShardrankError
 from loader.memory import settle_heap
-from loadtest.errors import AnswerError, LateAnswerError, RequestFailedError
-from loadtest.load.closed_loop import ANSWER_TIMEOUT_S, Weighed, keep_busy
+from loadtest.errors import AnswerError, GeneratorError, LateAnswerError, LoadConfigError, RequestFailedError
 from loadtest.load.config import MAX_TIMEOUT_MS, OTHER_SERVERS_APIS, OfferedLoad, RunConfig
-from loadtest.load.open_loop import OpenLoop, arrival_times
-from loadtest.load.recorder import Done, Float64Array, Ready, Recorder, make_result
-from loadtest.load.result import LoadResult
-from loadtest.load.senders import AnswerCheck, Failure, Judge, Outgoing, make_sender
-from loadtest.load.workers import Workers, event_loop
+from loadtest.load.loops import ANSWER_TIMEOUT_S, OpenLoop, Weighed, arrival_times, keep_busy
+from loadtest.load.result import Done, Float64Array, LoadResult, Ready, Recorder, make_result
+from loadtest.load.senders import AnswerCheck, Judge, Outgoing, make_sender
 from loadtest.workloads.catalog import bench_payloads, bench_workload, open_workload
 from loadtest.workloads.payloads import Payloads, Pool, changing_headers
+from serving.fleet.process import PARENT_PID_VARIABLE, STOP_SIGNALS, StopRequestedError, die_with_parent
 from shard_node.bags import Float32Array
 
 READY_TIMEOUT_S = 600.0
@@ -30,6 +39,10 @@ READY_TIMEOUT_S = 600.0
 ANSWER_SLACK_S = 120.0
 # Between the order and the begin, for the order to reach every process.
 LEAD_S = 0.3
+# Of a workload, as `open_workload` takes them.
+CHOICES = {"ids", "candidates", "context_features", "movielens", "split_seed", "varied"}
+
+Answer = TypeVar("Answer")
 
 
 def share_of(total: int, process: int, processes: int) -> int:
@@ -50,24 +63,14 @@ def open_payloads(load: OfferedLoad, process: int = 0) -> tuple[str, Payloads]:
 def _open_payloads(load: OfferedLoad, process: int) -> tuple[str, Payloads]:
     api, bench, timeout_ms = load.api or "json", load.workload, load.stated_timeout_ms
     if not isinstance(bench, str):
-        name = bench_workload(bench.shape, bench.head, bench.hotness).name
-        return name, bench_payloads(
-            bench.shape, bench.head, bench.hotness, api, load.requests, timeout_ms=timeout_ms, path=load.path
-        )
-    workload = open_workload(
-        bench,
-        ids=load.ids,
-        candidates=load.candidates,
-        context_features=load.context_features,
-        movielens=load.movielens,
-        split_seed=load.split_seed,
-        varied=load.varied,
-    )
+        drawn = bench.shape, bench.head, bench.hotness
+        pool = bench_payloads(*drawn, api, load.requests, timeout_ms=timeout_ms, path=load.path)
+        return bench_workload(*drawn).name, pool
+    workload = open_workload(bench, **load.model_dump(include=CHOICES))
     # Processes that sent the same would find each other's rows in the server's caches.
     seed = load.seed + 2**32 * process
-    return workload.name, Payloads(
-        workload, api, model=load.model, count=load.requests, timeout_ms=timeout_ms, seed=seed
-    )
+    pool = Payloads(workload, api, model=load.model, count=load.requests, timeout_ms=timeout_ms, seed=seed)
+    return workload.name, pool
 
 
 async def offer(
@@ -80,7 +83,7 @@ async def offer(
     judge: Judge | None = None,
     process: int = 0,
 ) -> Done:
-    """Send requests at given times, with connections that are this call's.
+    """Send requests at given times, with connections that are this call's. Raises OSError: no such target.
 
     Args:
         load: where requests go, and its limits, of which a process has its part.
@@ -90,28 +93,13 @@ async def offer(
         cpu_s: begin and end, in seconds of the run, of the time for which this process's CPU time is measured.
         judge: of answers; None for `AnswerCheck`.
         process: its number, from 0.
-
-    Raises:
-        OSError: the target's name is not known.
-        Exception: a bug of the generator.
     """
-    part = partial(share_of, process=process, processes=load.processes)
-    at = recorder.begin
-    sender = await make_sender(
-        load.at,
-        pool,
-        judge or AnswerCheck(pool),
-        changing_headers(load.varied),
-        connections=part(load.max_connections),
-        channels=part(load.grpc_channels),
-    )
+    part, at = partial(share_of, process=process, processes=load.processes), recorder.begin
+    limits = {"connections": part(load.max_connections), "channels": part(load.grpc_channels)}
+    sender = await make_sender(load.at, pool, judge or AnswerCheck(pool), changing_headers(load.varied), **limits)
+    timeout_s, max_in_flight = load.timeout_ms / 1000, part(load.max_in_flight)
     loop = OpenLoop(
-        times,
-        lambda number: sender,
-        recorder.add,
-        begin=at,
-        timeout_s=load.timeout_ms / 1000,
-        max_in_flight=part(load.max_in_flight),
+        times, lambda number: sender, recorder.add, begin=at, timeout_s=timeout_s, max_in_flight=max_in_flight
     )
     if load.at.scheme == "grpc":
         await sender.open(max(at - time.monotonic(), 0))
@@ -139,30 +127,72 @@ def ask_scores(load: OfferedLoad, pool: Pool, request: int) -> Float32Array:
     Raises:
         RequestFailedError: there is no answer with finite scores.
     """
+    now = time.monotonic()
+    outgoing = Outgoing(request, 0.0, now, now + ANSWER_TIMEOUT_S, now)
 
-    async def ask() -> tuple[Outgoing, Failure | None]:
-        def judge(request: Outgoing, body: bytes) -> None:
-            request.verdict = body
+    def judge(request: Outgoing, body: bytes) -> None:
+        request.verdict = pool.scores(body)
 
-        now = time.monotonic()
-        outgoing = Outgoing(request, 0.0, now, now + ANSWER_TIMEOUT_S, now)
+    async def ask() -> None:
         sender = await make_sender(load.at, pool, judge, connections=1, channels=1)
         try:
-            return outgoing, await sender.ask(outgoing)
+            if failure := await sender.ask(outgoing):
+                raise RequestFailedError(f"{failure.kind}: {failure.message[:300]}")
         finally:
             await sender.close()
 
-    what = f"{pool.api}: no scores of request {request}"
     try:
-        outgoing, failure = asyncio.run(ask())
-        if failure is not None:
-            raise RequestFailedError(f"{what}: {failure.kind}: {failure.message[:300]}")
-        scores = np.array(pool.scores(outgoing.verdict), np.float32)
-    except (OSError, AnswerError) as error:
-        raise RequestFailedError(f"{what}: {error}") from error
+        asyncio.run(ask())
+    except (OSError, AnswerError, RequestFailedError) as error:
+        raise RequestFailedError(f"{pool.api}: no scores of request {request}: {error}") from error
+    scores = np.array(outgoing.verdict, np.float32)
     if not np.isfinite(scores).all():
         raise RequestFailedError(f"{pool.api}: request {request}: a score that is not finite")
     return scores
+
+
+@contextlib.contextmanager
+def stopping_on_signals() -> Iterator[None]:
+    """Raise StopRequestedError in the block at the first SIGINT or SIGTERM; further ones don't disturb the cleaning."""
+
+    def stop(number: int, *_: object) -> None:
+        for ignored in STOP_SIGNALS:
+            signal.signal(ignored, signal.SIG_IGN)
+        raise StopRequestedError(signal.Signals(number).name)
+
+    before = {number: signal.signal(number, stop) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@cache
+def event_loop() -> asyncio.Runner:
+    """Return the event loop of this process."""
+    return asyncio.Runner(loop_factory=uvloop.new_event_loop)
+
+
+def _begin(parent: int) -> None:
+    die_with_parent({PARENT_PID_VARIABLE: str(parent)})
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    # A terminal's Ctrl-C is for the process that started this one, and so is a mark.
+    for number in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _call(function: Callable[..., Any], arguments: tuple[object, ...]) -> Any:
+    try:
+        return function(*arguments)
+    except (ShardrankError, OSError) as error:
+        is_config = getattr(error, "http_status", 400) == 400
+        # The error itself may not be one that can be pickled.
+        raise (LoadConfigError if is_config else GeneratorError)(str(error)) from None
+    except Exception:
+        raise GeneratorError(f"a bug of the generator:\n{traceback.format_exc()}") from None
 
 
 def _prepare(load: OfferedLoad, process: int) -> Ready:
@@ -196,11 +226,48 @@ def _scores(load: OfferedLoad, request: int) -> Float32Array:
     return ask_scores(load, open_payloads(load)[1], request)
 
 
-class Generators(Workers):
-    """Processes that offer loads to servers, keep them busy, and ask for their scores.
+class Generators:
+    """Processes that offer loads to servers, keep them busy, and ask for their scores. `with` ends them.
 
-    Every method raises as `Workers.call`.
+    Every method but `close` raises as `call`.
+
+    Args:
+        count: how many processes.
+
+    Attributes:
+        process_ids: of those that run.
     """
+
+    def __init__(self, count: int = 1) -> None:
+        context, arguments = multiprocessing.get_context("spawn"), (os.getpid(),)
+        # A pool of one process each, so that every process gets its part of a call.
+        self._pools = [ProcessPoolExecutor(1, context, _begin, arguments) for _ in range(count)]
+        starting = [pool.submit(os.getpid) for pool in self._pools]
+        self.process_ids = [process.result() for process in starting]
+
+    def call(
+        self, function: Callable[..., Answer], arguments: Sequence[tuple[object, ...]], limit_s: float
+    ) -> tuple[Answer, ...]:
+        """Call a function of a module in each of the first processes, and wait for all answers.
+
+        Args:
+            function: of a module's top level.
+            arguments: of each process.
+            limit_s: for all of it.
+
+        Raises:
+            LoadConfigError: a process can't do what was requested.
+            GeneratorError: one failed or ended, or does not answer in time.
+        """
+        calls = [pool.submit(_call, function, given) for pool, given in zip(self._pools, arguments, strict=False)]
+        done, waiting = wait(calls, limit_s, FIRST_EXCEPTION)
+        for number, call in enumerate(calls):
+            if call in done and isinstance(error := call.exception(), BrokenProcessPool):
+                raise GeneratorError(f"worker process {number} ended by itself; its output has the reason") from error
+        results = tuple(call.result() for call in calls if call in done)
+        if waiting:
+            raise GeneratorError(f"{function.__qualname__} was not done within {limit_s:g} s")
+        return results
 
     def prepare(self, load: OfferedLoad) -> tuple[Ready, ...]:
         """Have the requests of a load made; they are kept. Raises LoadConfigError if the workload can't be opened."""
@@ -226,3 +293,18 @@ class Generators(Workers):
         """Return a server's scores, float32 [candidates], of a request of the first process."""
         self.prepare(load)
         return self.call(_scores, [(load, request)], ANSWER_SLACK_S)[0]
+
+    def close(self) -> None:
+        """End them. Idempotent."""
+        for process_id in self.process_ids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process_id, signal.SIGKILL)
+        self.process_ids = []
+        for pool in self._pools:
+            pool.shutdown(cancel_futures=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()

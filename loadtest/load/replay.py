@@ -9,69 +9,65 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
-from google.protobuf.message import DecodeError
 from pydantic import Field
 from rich.console import Console
 
 from loader.memory import settle_heap
 from loader.snapshot.tables import Frozen
-from loadtest.errors import AnswerError, LoadConfigError
-from loadtest.load.config import MAX_RATE, MAX_TIMEOUT_MS, OfferedLoad, TargetText
-from loadtest.load.generator import LEAD_S, offer
-from loadtest.load.recorder import Float64Array, Recorder, Records, percentiles
-from loadtest.load.result import Machine, Percentiles, check_writable, this_machine, versions, write_document
-from loadtest.load.run import INTERRUPTED
+from loadtest.errors import LoadConfigError
+from loadtest.load.config import MAX_RATE, OfferedLoad
+from loadtest.load.generator import LEAD_S, event_loop, offer, stopping_on_signals
+from loadtest.load.result import (
+    Float64Array,
+    Machine,
+    Percentiles,
+    Recorder,
+    check_writable,
+    percentiles,
+    this_machine,
+    versions,
+    write_document,
+)
+from loadtest.load.run import INTERRUPTED, show_tables
 from loadtest.load.senders import NEVER, Failure, Outgoing
-from loadtest.load.show import show_facts, show_times
-from loadtest.load.workers import event_loop, stopping_on_signals
 from loadtest.tables import line
-from loadtest.workloads.payloads import Encoding, Payload, Pool, payload_of, within
-from loadtest.workloads.workload import WorkloadRequest
+from loadtest.workloads.payloads import Pool, payload_of, within
 from serving.cli.output import stdout_console
+from serving.client import ClientError
+from serving.client.features import RankResult, read_rank
 from serving.fleet.process import StopRequestedError
 from serving.observe.recording import Recorded, read_file, recorded_files
-from serving.proto.shardrank.v1 import ranking_pb2
 
 MAX_BYTES = 512 << 20
 """Of the bodies that are made ahead; recorded requests beyond are left out."""
 MAX_DIFFERENCES = 10
 
 
-class ReplayConfig(Frozen):
-    """What is sent, where, and how fast.
+class ReplayConfig(OfferedLoad):
+    """What is sent, where, and how fast. Of the fields of a load, those of a workload are of no meaning.
 
     Attributes:
         folder: of recorded requests.
-        target: `http://host[:port]` or `grpc://host:port`.
         model: whose requests, of those in the folder; None if there is one.
         speed: times the pace at which they came.
         rate: requests a second in place of that, each as long after the one before; None for their pace.
         requests: the last so many.
-        timeout_ms: after which a request is given up, from when it was due.
         tolerance: of a score; more is a difference.
-        max_connections: of HTTP.
     """
 
     folder: Path
-    target: TargetText
-    model: str | None = None
     speed: float = Field(default=1.0, gt=0, le=1e6)
     rate: float | None = Field(default=None, gt=0, le=MAX_RATE)
     requests: int = Field(default=10_000, ge=1, le=1_000_000)
-    timeout_ms: float = Field(default=1000, gt=0, le=MAX_TIMEOUT_MS)
     tolerance: float = Field(default=1e-4, ge=0)
-    max_connections: int = Field(default=512, ge=1, le=60_000)
-
-    @property
-    def load(self) -> OfferedLoad:
-        """Where requests go, and its limits."""
-        given = self.model_dump(include={"target", "timeout_ms", "max_connections"})
-        return OfferedLoad(**given, slo_ms=self.timeout_ms, varied=False)
+    varied: bool = False
+    slo_ms: float = 0.0
 
 
 class Difference(Frozen):
@@ -130,18 +126,6 @@ class _Answer(msgspec.Struct):
     delta_sequence: int = -1
 
 
-def read_answer(body: bytes, *, is_grpc: bool) -> _Answer:
-    """Read scores and what they are of. Raises AnswerError."""
-    try:
-        if not is_grpc:
-            return msgspec.json.decode(body, type=_Answer)
-        message = ranking_pb2.RankResponse.FromString(body)
-    except (msgspec.MsgspecError, DecodeError) as error:
-        raise AnswerError(f"the answer is not one to a rank request: {error}") from error
-    sequence = message.delta_sequence if message.HasField("delta_sequence") else -1
-    return _Answer(message.version, list(message.scores), message.dense_step, sequence)
-
-
 class ScoreComparison:
     """A judge that compares each answer's scores with the recorded ones."""
 
@@ -156,9 +140,9 @@ class ScoreComparison:
         """Compare an answer; without a score for each candidate it is a failure."""
         recorded = self._recorded[request.number]
         try:
-            answer = read_answer(body, is_grpc=self._is_grpc)
-        except AnswerError as error:
-            return Failure("bad_answer", str(error))
+            answer = read_rank(body) if self._is_grpc else msgspec.json.decode(body, type=_Answer)
+        except (ClientError, msgspec.MsgspecError) as error:
+            return Failure("bad_answer", f"the answer is not one to a rank request: {error}")
         if len(answer.scores) != recorded.scores.size:
             what = f"{len(answer.scores)} scores for a request of {recorded.scores.size} candidates"
             return Failure("bad_answer", what)
@@ -166,7 +150,7 @@ class ScoreComparison:
         self.counts[self._compare(request.number, answer, recorded)] += 1
         return None
 
-    def _compare(self, number: int, answer: _Answer, recorded: Recorded) -> str:
+    def _compare(self, number: int, answer: _Answer | RankResult, recorded: Recorded) -> str:
         origin = answer.version, answer.dense_step, answer.delta_sequence
         if answer.delta_sequence < 0 or origin != (recorded.version, recorded.dense_step, recorded.delta_sequence):
             return "not_comparable"
@@ -179,13 +163,8 @@ class ScoreComparison:
         return "different"
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """The requests of a replay, by when they came, and their bodies.
-
-    Attributes:
-        total: requests of the model in the folder.
-    """
+class Prepared(NamedTuple):
+    """The requests of a replay, by when they came, and their bodies; of `total` requests of the model in the folder."""
 
     model: str
     total: int
@@ -214,24 +193,10 @@ def prepare(config: ReplayConfig) -> Prepared:
         of_model = "" if config.model is None else f"of model {config.model!r} "
         raise LoadConfigError(f"{config.folder}: no requests {of_model}are recorded")
     ((model, requests),) = by_model.items()
-    in_order = sorted(requests, key=lambda recorded: recorded.arrived_at)
-    load = config.load
-    payloads = list(within((_payload(one, load.spoken, load.stated_timeout_ms) for one in in_order), MAX_BYTES))
-    return Prepared(model, totals[model], in_order[: len(payloads)], Pool(load.spoken, model, payloads))
-
-
-def _payload(recorded: Recorded, api: Encoding, timeout_ms: int | None) -> Payload:
-    schema, request = recorded.schema, recorded.request
-    # The texts of all features whose ids are strings are in flat order.
-    per_feature = np.where(schema.is_string, request.bags.values_per_key(), 0)
-    ends = np.cumsum(per_feature).tolist()
-    texts = {
-        feature.name: tuple(request.texts[end - count : end])
-        for feature, count, end in zip(schema.features, per_feature.tolist(), ends, strict=True)
-        if feature.name in schema.string_features
-    }
-    again = WorkloadRequest(request.bags, request.num_candidates, request.context_dense, request.candidate_dense, texts)
-    return payload_of(schema, again, api, schema.model, timeout_ms)
+    in_order, api, timeout_ms = sorted(requests, key=attrgetter("arrived_at")), config.spoken, config.stated_timeout_ms
+    encoded = (payload_of(one.schema, one.request, api, model, timeout_ms) for one in in_order)
+    pool = Pool(api, model, within(encoded, MAX_BYTES))
+    return Prepared(model, totals[model], in_order[: len(pool)], pool)
 
 
 def due_times(recorded: Sequence[Recorded], speed: float, rate: float | None) -> Float64Array:
@@ -248,14 +213,8 @@ async def replay(config: ReplayConfig, prepared: Prepared) -> ReplayResult:
     due = due_times(prepared.recorded, config.speed, config.rate)
     comparison = ScoreComparison(prepared.pool.is_grpc, prepared.recorded, config.tolerance)
     recorder = Recorder(time.monotonic() + LEAD_S)
-    done = await offer(config.load, prepared.pool, [due], recorder, cpu_s=(0.0, 0.0), judge=comparison)
-    return _result(config, prepared, due, done.records, comparison)
-
-
-def _result(
-    config: ReplayConfig, prepared: Prepared, due: Float64Array, records: Records, comparison: ScoreComparison
-) -> ReplayResult:
-    counts, rows, answered = comparison.counts, records.rows, records.answered
+    done = await offer(config, prepared.pool, [due], recorder, cpu_s=(0.0, 0.0), judge=comparison)
+    counts, rows, answered = comparison.counts, done.records.rows, done.records.answered
     latency_s = answered["ended"] - answered["due"]
     return ReplayResult(
         **config.model_dump(include={"target", "speed", "rate", "tolerance"}),
@@ -265,8 +224,8 @@ def _result(
         sent=int((rows["sent"] != NEVER).sum()),
         seconds=float(due[-1]),
         answered=answered.size,
-        errors=records.errors,
-        error_examples=records.examples,
+        errors=done.records.errors,
+        error_examples=done.records.examples,
         compared=counts.total() - counts["not_comparable"],
         max_difference=comparison.max_difference,
         first_differences=tuple(comparison.first),
@@ -305,17 +264,14 @@ def show(console: Console, result: ReplayResult) -> None:
     pace = f"{result.rate:g}/s" if result.rate is not None else f"{result.speed:g} times their pace"
     line(console, f"{result.model} at {result.target}: {result.sent} of {result.recorded} recorded requests at {pace}")
     times = {"latency of answers, ms": result.latency, "  with failed requests as later": result.latency_of_due}
-    show_times(console, times)
-    facts = [
-        ("answered", result.answered),
-        *((f"failed: {kind}", count) for kind, count in result.errors.items()),
-        ("scores compared", result.compared),
-        ("  identical", result.identical),
-        (f"  within {result.tolerance:g}", result.within),
-        ("  different", result.different),
-        ("of another version, dense step or delta", result.not_comparable),
-        ("largest difference of a score", "-" if result.max_difference is None else f"{result.max_difference:.3g}"),
-    ]
-    show_facts(console, facts)
-    for example in result.error_examples:
-        line(console, f"  {example}")
+    facts = {
+        "answered": result.answered,
+        **{f"failed: {kind}": count for kind, count in result.errors.items()},
+        "scores compared": result.compared,
+        "  identical": result.identical,
+        f"  within {result.tolerance:g}": result.within,
+        "  different": result.different,
+        "of another version, dense step or delta": result.not_comparable,
+        "largest difference of a score": "-" if result.max_difference is None else f"{result.max_difference:.3g}",
+    }
+    show_tables(console, times, facts, [f"  {example}" for example in result.error_examples])

@@ -1,4 +1,4 @@
-"""What a load test measured: the JSON document of `--json`, and what reports are drawn from.
+"""What a load test measured: rows of all requests, and the JSON document of `--json` that follows from them.
 
 Times of a run (`at_s`) count from its begin, the first intended send time, so the first `warmup_s` of them are warm-up.
 All counts and percentiles of a run are of the requests that were due after it; only the time line has all.
@@ -10,36 +10,66 @@ in `latency_of_due`, where a failed request is later than any answer.
 
 from __future__ import annotations
 
+import datetime
 import importlib.metadata
+import math
 import os
 import platform
+from array import array
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias, TypeVar
+from typing import Annotated, Literal, NamedTuple, TypeAlias, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import psutil
+from hdrh.histogram import HdrHistogram
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from loader.snapshot.schema_errors import schema_errors
 from loader.snapshot.tables import Frozen
 from loadtest.errors import ResultFileError
+from loadtest.load.config import Arrivals, OfferedLoad, RunConfig
+from loadtest.load.senders import NEVER, Failure, Outgoing
 from loadtest.workloads.payloads import Encoding
 
 MAX_RESULT_BYTES = 256 << 20
 LIBRARIES = ("shardrank", "uvloop", "httptools", "grpcio", "hdrhistogram")
 
 Document = TypeVar("Document")
-Arrivals: TypeAlias = Literal["poisson", "constant"]
 
 Count: TypeAlias = Annotated[int, Field(ge=0)]
 Amount: TypeAlias = Annotated[float, Field(ge=0)]
 
+# Ten minutes; a timeout is far below.
+HIGHEST_US = 600_000_000
+DIGITS = 3
+
+OK = 0
+"""The code of a right answer."""
+COLUMNS = ("due", "turn", "sent", "ended", "code")
+ROW = np.dtype([(name, "<f8") for name in COLUMNS])
+"""Of a request: when it was due, when the process came to it, when it was written to a connection (or `NEVER`), when
+its answer or failure was there, all in seconds since the run's begin; and the number of its kind."""
+EXAMPLES_OF_A_KIND = 3
+MAX_EXAMPLE_CHARS = 300
+MAX_EXAMPLES = 20
+
+MAX_CPU_SHARE = 0.9
+"""A process that was busy for more of the time had requests waiting for itself."""
+# The generator's lateness is part of the latency that it measures: p99 may be too high by a tenth, never too low.
+MAX_LAG_SHARE = 0.1
+MIN_MAX_LAG_MS = 2.0
+_AS_OFFERED = {"target", "ids", "candidates", "varied", "arrivals", "seed", "timeout_ms", "slo_ms"}
+
+Float64Array = npt.NDArray[np.float64]
+Rows = npt.NDArray[np.void]
+
 
 class Percentiles(Frozen):
-    """Of a distribution of times, in milliseconds.
-
-    None where there is no such time: nothing was recorded, or, in `latency_of_due`, that request failed.
-    """
+    """Of times, in milliseconds; None where nothing was recorded or, in `latency_of_due`, that request failed."""
 
     min_ms: Amount | None
     mean_ms: Amount | None
@@ -51,11 +81,9 @@ class Percentiles(Frozen):
 
 
 class EncodedHistogram(Frozen):
-    """An HDR histogram of microseconds: `hdrh.histogram.HdrHistogram.decode(encoded)` gives it back.
+    """An HDR histogram of `count` times in microseconds, as `hdrh.histogram.HdrHistogram.decode` reads it.
 
-    Attributes:
-        encoded: HdrHistogram's V2 compressed form in base64 (github.com/HdrHistogram/HdrHistogram).
-        count: values in it.
+    That is HdrHistogram's V2 compressed form in base64 (github.com/HdrHistogram/HdrHistogram).
     """
 
     encoded: str
@@ -64,14 +92,11 @@ class EncodedHistogram(Frozen):
 
 
 class Second(Frozen):
-    """The requests that were due in one second of the run.
+    """The requests that were due in one second of the run, which began at `at_s`.
 
     Attributes:
-        at_s: its begin; the second ends at `at_s` + 1, or with the run.
         warmup: whether it began in the warm-up, whose requests are left out of the run's numbers.
-        due: requests whose turn came.
-        ok: of these, answered right.
-        errors: of these, failed, of any kind.
+        due, ok, errors: requests, and how many of these were answered right and failed.
         p50_ms, p99_ms: latency of those answered right; None if there are none.
         in_flight: requests that were out, or waited for a connection, at its end.
     """
@@ -87,12 +112,7 @@ class Second(Frozen):
 
 
 class Mark(Frozen):
-    """Something that happened at a moment, such as a swap or a fault.
-
-    Attributes:
-        at_s: since the run's begin; negative if before it.
-        label: what it was.
-    """
+    """Something that happened, such as a swap or a fault, so long after the run's begin (negative: before it)."""
 
     at_s: float
     label: str = Field(min_length=1, max_length=200)
@@ -102,11 +122,9 @@ class GeneratorProcess(Frozen):
     """One process that sent requests.
 
     Attributes:
-        cpu_share: CPU seconds it used for each second after the warm-up: 1.0 is one core all the time.
-        due: requests whose turn came in it.
+        cpu_share: CPU seconds for each second after the warm-up: 1.0 is one core all the time.
         connections: opened during the whole run.
-        lag_p99_ms, lag_max_ms: how late it came to its requests, from the intended time; not in these is the time for
-            which a request waited for a free connection. None without requests.
+        lag_p99_ms, lag_max_ms: how late it came to its requests, not for how long these waited for a connection.
     """
 
     cpu_share: Amount
@@ -117,14 +135,11 @@ class GeneratorProcess(Frozen):
 
 
 class Generator(Frozen):
-    """What the generator itself did.
+    """What the generator itself did; what is not of a process is of all together.
 
     Attributes:
-        processes: one for each.
-        lag_p99_ms: of all their requests together.
         max_lag_p99_ms, max_cpu_share: beyond these the run is not valid.
-        max_in_flight: requests that could be out at a time, all processes together.
-        max_connections: connections, all processes together.
+        max_in_flight: requests that could be out at a time.
     """
 
     processes: tuple[GeneratorProcess, ...]
@@ -136,15 +151,7 @@ class Generator(Frozen):
 
 
 class Machine(Frozen):
-    """Where the generator ran.
-
-    Attributes:
-        name: host name.
-        cpu: model of its processors.
-        cores: that the generator may use.
-        memory_bytes: of RAM.
-        system: kernel and its version.
-    """
+    """Where the generator ran: host name, model of its processors, cores that it may use, RAM, and kernel."""
 
     name: str
     cpu: str
@@ -156,34 +163,23 @@ class Machine(Frozen):
 class LoadResult(Frozen):
     """One run at one rate.
 
+    What is not listed is as in `OfferedLoad` and `RunConfig`.
+
     Attributes:
-        target: URL, `http://host:port` or `grpc://host:port`.
-        model: asked for.
-        workload: as it was given, such as `dlrm-v2:0.01`.
-        ids, candidates: distributions as they were given; None for the workload's own.
-        varied: whether bags were ragged, and each request had a `traceparent` and `x-request-id` of its own. Results
-            that don't say are older, and theirs were not.
-        requests: distinct ones that were made ahead and sent again and again, all processes together.
-        arrivals: `constant` gaps, or a `poisson` process.
-        seed: of the requests and their times.
-        rate: requests a second that were wanted.
-        warmup_s, duration_s: of sending; the duration is what follows the warm-up.
-        timeout_ms: after which a request failed, from its intended time.
-        slo_ms: the deadline of goodput, from the intended time.
+        model: requested.
+        workload: its complete name.
+        ids, candidates: as they were given; None for the workload's own.
+        varied: results that don't say are older, and their requests were not.
+        requests: distinct ones, all processes together.
         started_at: wall clock of the run's begin, ISO 8601 with UTC offset.
         due: requests whose intended time was within the duration.
-        sent: of these, written to a connection.
-        answered: of these, answered right.
-        within_slo: of these, in time.
+        sent, answered, within_slo: of these, written to a connection; of those, answered right; of those, in time.
         errors: how many failed, by kind; `due` = `answered` + the sum of these. Kinds: `too_many_in_flight` (not sent),
             `connect`, `connection`, `timeout`, `bad_answer`, `http_<status>`, `grpc_<status name>`.
         error_examples: messages of the first few.
-        goodput: answers in time for each second of the duration.
-        throughput: right answers for each second of the duration.
-        latency: from the intended send time; of right answers.
-        latency_of_due: the same over all that were due, where a failed request is later than any answer.
-        service: from the actual send; of right answers.
-        latency_histogram, service_histogram: of the above.
+        goodput, throughput: answers in time, and right answers, for each second of the duration.
+        latency, service: of right answers, from the intended and from the actual send.
+        latency_of_due: latency over all that were due, where a failed request is later than any answer.
         time_line: second by second, warm-up included.
         marks: by time.
         valid: whether the numbers are the server's and not the generator's.
@@ -235,9 +231,7 @@ class SweepResult(Frozen):
     """Runs at several rates, in the order in which they were made, and what they say together.
 
     Attributes:
-        slo_ms: p99 of `latency_of_due` must be within it.
-        steps: the runs.
-        highest_rate: the highest one that kept to it in a valid run; None if none did.
+        highest_rate: the highest at which p99 of `latency_of_due` was within `slo_ms` in a valid run; None for none.
         lowest_failed_rate: the lowest one above it that did not, in a valid run; None if none was found.
         limited_by: `server` when the rate is the server's; `generator` when a run above `highest_rate` was not valid,
             so that the server might do more; `max_rate` when the search was told to go no further.
@@ -279,17 +273,10 @@ def read_document(
     is_none: str,
     max_problems: int | None = None,
 ) -> Document:
-    """Read a document that was written as JSON.
-
-    Args:
-        file: at most MAX_RESULT_BYTES long.
-        adapter: of the documents that may be in it.
-        models: those documents, for the names of fields in an error.
-        is_none: what the file is said to be if it is none of them.
-        max_problems: how many of its problems are told; None for all.
+    """Read one of the documents `models` that was written as JSON.
 
     Raises:
-        ResultFileError: no such file, too large, or not such a document.
+        ResultFileError: no such file, too large, or not such a document but `is_none`, with the first problems.
     """
     try:
         if (size := file.stat().st_size) > MAX_RESULT_BYTES:
@@ -298,17 +285,19 @@ def read_document(
     except OSError as error:
         raise ResultFileError(f"{file}: {error.strerror or error}") from error
     except ValidationError as error:
-        found = [str(one) for one in schema_errors(error, models)]
-        told = found[:max_problems]
-        more = f" and {len(found) - len(told)} more" if len(told) < len(found) else ""
-        raise ResultFileError(f"{file} is {is_none}: {'; '.join(told)}{more}") from error
+        problems = [str(problem) for problem in schema_errors(error, models)]
+        shown = problems[:max_problems]
+        more = f" and {len(problems) - len(shown)} more" if len(shown) < len(problems) else ""
+        raise ResultFileError(f"{file} is {is_none}: {'; '.join(shown)}{more}") from error
 
 
 def this_machine() -> Machine:
     """Describe the machine that this process runs on."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return Machine(
         name=platform.node() or "unnamed",
-        cpu=processor(),
+        cpu=next(names, platform.processor() or platform.machine()),
         cores=len(os.sched_getaffinity(0)),
         memory_bytes=psutil.virtual_memory().total,
         system=f"{platform.system()} {platform.release()}",
@@ -320,11 +309,221 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in LIBRARIES}}
 
 
-def processor() -> str:
-    """Name the model of this machine's processors."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
+@dataclass(frozen=True, slots=True)
+class Records:
+    """All requests of a process that are over, in the order in which they ended.
+
+    Attributes:
+        rows: `ROW` [n].
+        kinds: of failures, by `code`; that of `OK` is "ok".
+        examples: messages of failed requests.
+    """
+
+    rows: Rows
+    kinds: tuple[str, ...]
+    examples: tuple[str, ...] = ()
+
+    @property
+    def answered(self) -> Rows:
+        """Requests that were answered right."""
+        answered: Rows = self.rows[self.rows["code"] == OK]
+        return answered
+
+    @property
+    def errors(self) -> dict[str, int]:
+        """Count failed requests by kind."""
+        counts = np.bincount(self.rows["code"].astype(np.int64), minlength=len(self.kinds)).tolist()
+        return {kind: count for kind, count in sorted(zip(self.kinds, counts, strict=True)) if count and kind != "ok"}
+
+
+class Recorder:
+    """Keeps a row for each request that is over.
+
+    Args:
+        begin: of the run, CLOCK_MONOTONIC seconds.
+    """
+
+    def __init__(self, begin: float) -> None:
+        self.begin = begin
+        self._raw = array("d")
+        self._codes = {"ok": OK}
+        self._examples: dict[str, list[str]] = {}
+
+    def __len__(self) -> int:
+        return len(self._raw) // len(COLUMNS)
+
+    def add(self, request: Outgoing, failure: Failure | None) -> None:
+        """Record a request; what a loop calls."""
+        code = OK
+        if failure is not None:
+            code = self._codes.setdefault(failure.kind, len(self._codes))
+            examples = self._examples.setdefault(failure.kind, [])
+            if failure.message and len(examples) < EXAMPLES_OF_A_KIND:
+                examples.append(f"{failure.kind}: {failure.message[:MAX_EXAMPLE_CHARS]}")
+        begin, sent = self.begin, request.sent if request.sent == NEVER else request.sent - self.begin
+        # `offset_s` as it was drawn: `begin` plus it and minus `begin` again may be in the second before.
+        self._raw.extend((request.offset_s, request.turn - begin, sent, request.ended - begin, code))
+
+    def records(self) -> Records:
+        """Return all so far."""
+        examples = tuple(text for kind in self._examples.values() for text in kind)
+        return Records(np.frombuffer(self._raw.tobytes(), ROW), tuple(self._codes), examples)
+
+
+def percentiles(seconds: npt.ArrayLike, out_of: int | None = None) -> Percentiles:
+    """Return the percentiles of times; the q-th is the time that at least q% of all are not above.
+
+    Args:
+        seconds: float64 [n].
+        out_of: how many there are with those that never came, which count as later than all others; None for n.
+    """
+    times_ms = np.sort(np.round(np.asarray(seconds, np.float64) * 1e3, 3))
+    count = times_ms.size
+    total = count if out_of is None else out_of
+    complete = 0 < count == total
+
+    def at(share: float) -> float | None:
+        # 0.99 * 1000 is 990.0000000000001 for some shares: what is whole but for rounding must stay so.
+        rank = max(1, math.ceil(round(share * total, 6)))
+        return float(times_ms[rank - 1]) if rank <= count else None
+
+    return Percentiles(
+        min_ms=float(times_ms[0]) if count else None,
+        mean_ms=float(times_ms.mean()) if complete else None,
+        p50_ms=at(0.5),
+        p90_ms=at(0.9),
+        p99_ms=at(0.99),
+        p999_ms=at(0.999),
+        max_ms=float(times_ms[-1]) if complete else None,
+    )
+
+
+def encode_histogram(seconds: npt.ArrayLike) -> EncodedHistogram:
+    """Encode times, float64 [n], as an HDR histogram; below 1 us they count as 1 us, above 10 min as 10 min."""
+    times_us = np.clip(np.rint(np.asarray(seconds, np.float64) * 1e6), 1, HIGHEST_US).astype(np.int64)
+    histogram = HdrHistogram(1, HIGHEST_US, DIGITS)
+    distinct, counts = np.unique(times_us, return_counts=True)
+    for time_us, count in zip(distinct.tolist(), counts.tolist(), strict=True):
+        histogram.record_value(time_us, count)
+    return EncodedHistogram(encoded=histogram.encode().decode("ascii"), count=times_us.size)
+
+
+class Ready(NamedTuple):
+    """How many requests a process has made, the model that they ask for, and the workload's complete name."""
+
+    requests: int
+    model: str
+    workload: str
+
+
+class Done(NamedTuple):
+    """What one process did in a run: its requests, CPU seconds in the time that counts, and connections opened."""
+
+    records: Records
+    cpu_s: float
+    connections: int
+
+
+def make_result(
+    load: OfferedLoad, run: RunConfig, ready: Sequence[Ready], began: float, done: Sequence[Done]
+) -> LoadResult:
+    """Add up what the processes of one run measured, which began at `began`, wall clock in seconds since 1970."""
+    parts = [
+        replace(process.records, rows=process.records.rows[process.records.rows["due"] >= run.warmup_s])
+        for process in done
+    ]
+    rows = np.concatenate([records.rows for records in parts])
+    answered = rows[rows["code"] == OK]
+    latency_s, service_s = answered["ended"] - answered["due"], answered["ended"] - answered["sent"]
+    within_slo = int((latency_s <= load.slo_ms / 1000).sum())
+    latency = percentiles(latency_s)
+    lags = [percentiles(records.rows["turn"] - records.rows["due"]) for records in parts]
+    generator = Generator(
+        processes=tuple(
+            GeneratorProcess(
+                cpu_share=process.cpu_s / run.duration_s,
+                due=records.rows.size,
+                connections=process.connections,
+                lag_p99_ms=lag.p99_ms,
+                lag_max_ms=lag.max_ms,
+            )
+            for process, records, lag in zip(done, parts, lags, strict=True)
+        ),
+        lag_p99_ms=percentiles(rows["turn"] - rows["due"]).p99_ms,
+        max_lag_p99_ms=max(MIN_MAX_LAG_MS, MAX_LAG_SHARE * (latency.p99_ms or 0.0)),
+        max_cpu_share=MAX_CPU_SHARE,
+        max_in_flight=load.max_in_flight,
+        max_connections=load.max_connections if load.at.scheme == "http" else load.grpc_channels,
+    )
+    reasons = invalid_because(generator, rows.size)
+    return LoadResult(
+        api=load.spoken,
+        model=ready[0].model,
+        workload=ready[0].workload,
+        requests=sum(process.requests for process in ready),
+        **load.model_dump(include=_AS_OFFERED),
+        **run.model_dump(exclude={"seed"}),
+        started_at=datetime.datetime.fromtimestamp(began, datetime.UTC).isoformat(),
+        due=rows.size,
+        sent=int((rows["sent"] != NEVER).sum()),
+        answered=answered.size,
+        within_slo=within_slo,
+        errors=dict(sorted(sum((Counter(records.errors) for records in parts), Counter()).items())),
+        error_examples=tuple(text for process in done for text in process.records.examples)[:MAX_EXAMPLES],
+        goodput=within_slo / run.duration_s,
+        throughput=answered.size / run.duration_s,
+        latency=latency,
+        latency_of_due=percentiles(latency_s, out_of=rows.size),
+        service=percentiles(service_s),
+        latency_histogram=encode_histogram(latency_s),
+        service_histogram=encode_histogram(service_s),
+        time_line=_time_line(run, np.concatenate([process.records.rows for process in done])),
+        generator=generator,
+        valid=not reasons,
+        invalid_because=reasons,
+        machine=this_machine(),
+        versions=versions(),
+    )
+
+
+def invalid_because(generator: Generator, due: int) -> tuple[str, ...]:
+    """Return why a run's numbers would be the generator's rather than the server's; nothing if they are not."""
+    reasons = [
+        f"process {number} that sends used {process.cpu_share:.0%} of a core; at most {generator.max_cpu_share:.0%} is "
+        "allowed. More --processes may help, or a machine of its own."
+        for number, process in enumerate(generator.processes)
+        if process.cpu_share > generator.max_cpu_share
+    ]
+    lag = generator.lag_p99_ms
+    if lag is not None and lag > generator.max_lag_p99_ms:
+        reasons.append(
+            f"the generator came to one of 100 requests {lag:.2f} ms late or more; at most "
+            f"{generator.max_lag_p99_ms:.2f} ms is allowed: {MAX_LAG_SHARE:.0%} of the latency's p99, or "
+            f"{MIN_MAX_LAG_MS:g} ms."
+        )
+    if due == 0:
+        reasons.append("no request was due: the rate is too low for so short a run.")
+    return tuple(reasons)
+
+
+def _time_line(run: RunConfig, rows: Rows) -> tuple[Second, ...]:
+    ends = np.arange(1, math.ceil(run.until_s) + 1)
+    by_due = rows[np.argsort(rows["due"], kind="stable")]
+    in_flight = np.searchsorted(np.sort(rows["turn"]), ends) - np.searchsorted(np.sort(rows["ended"]), ends)
+    line = []
+    for second, of_second in enumerate(np.split(by_due, np.searchsorted(by_due["due"], ends))[:-1]):
+        answered = of_second[of_second["code"] == OK]
+        latency = percentiles(answered["ended"] - answered["due"])
+        line.append(
+            Second(
+                at_s=second,
+                warmup=second < run.warmup_s,
+                due=of_second.size,
+                ok=answered.size,
+                errors=of_second.size - answered.size,
+                p50_ms=latency.p50_ms,
+                p99_ms=latency.p99_ms,
+                in_flight=int(in_flight[second]),
+            )
+        )
+    return tuple(line)

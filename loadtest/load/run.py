@@ -8,9 +8,9 @@ import itertools
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, TypeAlias, TypeVar
 
 import click
 from pydantic import BaseModel, ValidationError
@@ -21,16 +21,14 @@ from loader.snapshot.schema_errors import schema_errors
 from loader.snapshot.tables import Frozen
 from loadtest.errors import LoadConfigError
 from loadtest.load.config import OfferedLoad, RunConfig
-from loadtest.load.generator import Generators
-from loadtest.load.result import LoadResult, Mark, SweepResult, check_writable, write_document
-from loadtest.load.show import outcome_of, show_result
-from loadtest.load.workers import stopping_on_signals
-from loadtest.tables import line
+from loadtest.load.generator import Generators, stopping_on_signals
+from loadtest.load.result import LoadResult, Mark, Percentiles, SweepResult, check_writable, write_document
+from loadtest.tables import line, make_table
+from loadtest.workloads.payloads import FORMS
 from serving.cli.output import stdout_console
 from serving.fleet.process import StopRequestedError
 
 INTERRUPTED = 130
-FIRST_RATE = 50.0
 MIN_RATE = 1.0
 TOLERANCE = 0.05
 # A step of a sweep has so many requests that ten of them are beyond p99, unless that took longer than a minute.
@@ -40,20 +38,17 @@ MAX_LONGER_STEP_S = 60.0
 MAX_RECOVERY_S = 3.0
 
 Config = TypeVar("Config", bound=Frozen)
+Outcome: TypeAlias = Literal["kept", "failed", "invalid"]
 
 
 def execute(
     given: Mapping[str, object],
-    *,
-    rate: float | None,
     max_rate: float | None,
-    duration_s: float | None,
-    warmup_s: float | None,
     marks: Path | None,
     json_file: Path | None,
     html_file: Path | None,
 ) -> int:
-    """Run a load test, or a sweep if there is a `max_rate`; None is the default of an option.
+    """Run a load test of what is given as fields of `OfferedLoad` and `RunConfig`, or a sweep up to `max_rate`.
 
     Returns:
         The exit code: 0; 1 if the result can't be believed or a sweep found no rate; 130 after a signal.
@@ -62,9 +57,7 @@ def execute(
         click.UsageError: naming the option that does not fit.
         ShardrankError: the load can't be run to its end, or a file can't be written.
     """
-    load = checked(OfferedLoad, given)
-    timing = {"rate": rate or FIRST_RATE, "duration_s": duration_s, "warmup_s": warmup_s, "seed": load.seed}
-    run, console = checked(RunConfig, timing), Console(stderr=True)
+    load, run, console = checked(OfferedLoad, given), checked(RunConfig, given), Console(stderr=True)
     check_writable(json_file, html_file)
     result: LoadResult | SweepResult
     try:
@@ -93,9 +86,10 @@ def execute(
 
 
 def checked(schema: type[Config], given: Mapping[str, object]) -> Config:
-    """Make settings from options, of which None is the default. Raises click.UsageError."""
+    """Make settings from those options that are fields of them; None is the default. Raises click.UsageError."""
+    fields = {name: given[name] for name in schema.model_fields if given.get(name) is not None}
     try:
-        return schema.model_validate({name: value for name, value in given.items() if value is not None})
+        return schema.model_validate(fields)
     except ValidationError as error:
         schemas: list[type[BaseModel]] = [schema]
         raise click.UsageError("; ".join(map(str, schema_errors(error, schemas)))) from error
@@ -122,7 +116,7 @@ def offered(generators: Generators, load: OfferedLoad, run: RunConfig, console: 
 def run_sweep(
     generators: Generators, load: OfferedLoad, first: RunConfig, console: Console, *, max_rate: float
 ) -> SweepResult:
-    """Search the highest rate that keeps p99 within `load.slo_ms`. Raises LoadError if it can't be run to its end."""
+    """Search the highest rate that keeps p99 within `load.slo_ms`. Raises as `offered`."""
     seeds = itertools.count(first.seed)
 
     def measure(rate: float) -> LoadResult:
@@ -142,14 +136,7 @@ def run_sweep(
     return sweep(measure, load.slo_ms, first_rate=first.rate, max_rate=max_rate)
 
 
-def sweep(
-    measure: Callable[[float], LoadResult],
-    slo_ms: float,
-    *,
-    first_rate: float,
-    max_rate: float,
-    tolerance: float = TOLERANCE,
-) -> SweepResult:
+def sweep(measure: Callable[[float], LoadResult], slo_ms: float, *, first_rate: float, max_rate: float) -> SweepResult:
     """Double the rate (or quarter it, if the first is too high) until the answer changes, then bisect.
 
     Args:
@@ -157,11 +144,9 @@ def sweep(
         slo_ms: p99 over all that were due must be within it.
         first_rate: to begin with, requests a second, at least 1.
         max_rate: not beyond it.
-        tolerance: the search ends when the two rates are at most this part of the lower one apart.
     """
     steps: list[LoadResult] = []
-    # By outcome.
-    last_rates: dict[str, float] = {}
+    last_rates: dict[Outcome, float] = {}
 
     def step(rate: float) -> bool:
         for _ in range(2):
@@ -171,23 +156,18 @@ def sweep(
         last_rates[outcome] = rate
         return outcome == "kept"
 
-    rate = min(first_rate, max_rate)
-    if step(rate):
-        while rate < max_rate:
-            rate = min(rate * 2, max_rate)
-            if not step(rate):
-                break
-    else:
-        while rate > MIN_RATE:
-            rate = max(rate / 4, MIN_RATE)
-            if step(rate):
-                break
-
     def above() -> float:
         """Return the lowest rate above the one that was kept to, which it is not known to keep to."""
         return min(last_rates.get("failed", math.inf), last_rates.get("invalid", math.inf))
 
-    while "kept" in last_rates and last_rates["kept"] * (1 + tolerance) < above() < math.inf:
+    rate = min(first_rate, max_rate)
+    if step(rate):
+        while rate < max_rate and last_rates.get("kept") == rate:
+            step(rate := min(rate * 2, max_rate))
+    else:
+        while rate > MIN_RATE and "kept" not in last_rates:
+            step(rate := max(rate / 4, MIN_RATE))
+    while "kept" in last_rates and last_rates["kept"] * (1 + TOLERANCE) < above() < math.inf:
         step(math.sqrt(last_rates["kept"] * above()))
     limited_by: Literal["server", "generator", "max_rate"] = "server"
     if above() == math.inf:
@@ -200,7 +180,7 @@ def sweep(
         highest_rate=last_rates.get("kept"),
         lowest_failed_rate=last_rates.get("failed"),
         limited_by=limited_by,
-        tolerance=tolerance,
+        tolerance=TOLERANCE,
     )
 
 
@@ -246,3 +226,82 @@ def with_marks(result: LoadResult, marks: Sequence[Mark]) -> LoadResult:
     moved = [mark.model_copy(update={"at_s": mark.at_s - began}) for mark in marks]
     within = [mark for mark in moved if 0 <= mark.at_s <= result.warmup_s + result.duration_s]
     return result.model_copy(update={"marks": tuple(sorted(within, key=lambda mark: mark.at_s))})
+
+
+def outcome_of(result: LoadResult, slo_ms: float) -> Outcome:
+    """Return whether 99 of 100 requests that were due were answered in time; an invalid run does not tell."""
+    if not result.valid:
+        return "invalid"
+    p99_ms = result.latency_of_due.p99_ms
+    return "kept" if p99_ms is not None and p99_ms <= slo_ms else "failed"
+
+
+def show_tables(
+    console: Console, times: Mapping[str, Percentiles], facts: Mapping[str, object], notes: Iterable[str]
+) -> None:
+    """Print percentiles in ms by name, values by name, and lines."""
+    table = make_table([""], ("p50", "p90", "p99", "p99.9", "max"))
+    for name, of_name in times.items():
+        shown = of_name.p50_ms, of_name.p90_ms, of_name.p99_ms, of_name.p999_ms, of_name.max_ms
+        table.add_row(name, *map(_ms, shown))
+    console.print(table)
+    table = make_table([""], [""])
+    for name, value in facts.items():
+        table.add_row(name, str(value))
+    console.print(table)
+    for note in notes:
+        line(console, note)
+
+
+def show_result(console: Console, result: LoadResult | SweepResult) -> None:
+    """Print it."""
+    if isinstance(result, SweepResult):
+        _show_sweep(console, result)
+    else:
+        _show_run(console, result)
+
+
+def _show_run(console: Console, result: LoadResult) -> None:
+    how = f"{result.arrivals} arrivals at {result.rate:g}/s for {result.duration_s:g} s"
+    line(console, f"{result.target} {result.api}  {result.workload}  {how}")
+    line(console, f"requests are {FORMS[result.varied]}")
+    times = {
+        "latency of answers, ms": result.latency,
+        "  with failed requests as later": result.latency_of_due,
+        "service time, ms": result.service,
+    }
+    shares = [f"{process.cpu_share:.0%}" for process in result.generator.processes]
+    facts = {
+        "due": result.due,
+        "answered": f"{result.answered} ({result.throughput:.1f}/s)",
+        f"within {result.slo_ms:g} ms": f"{result.within_slo} ({result.goodput:.1f}/s)",
+        **{f"failed: {kind}": count for kind, count in result.errors.items()},
+        "generator's share of a core": ", ".join(shares),
+        "generator late, p99": f"{_ms(result.generator.lag_p99_ms)} ms",
+    }
+    notes = [f"  {example}" for example in result.error_examples]
+    show_tables(console, times, facts, notes + [f"not valid: {reason}" for reason in result.invalid_because])
+
+
+def _show_sweep(console: Console, result: SweepResult) -> None:
+    line(console, f"requests are {FORMS[result.steps[0].varied]}")
+    table = make_table(["rate"], ("p50", "p99", "p99 of due", "errors", "generator", ""))
+    for step in result.steps:
+        times = map(_ms, (step.latency.p50_ms, step.latency.p99_ms, step.latency_of_due.p99_ms))
+        cpu_share = max(process.cpu_share for process in step.generator.processes)
+        outcome = outcome_of(step, result.slo_ms)
+        table.add_row(f"{step.rate:.1f}", *times, str(sum(step.errors.values())), f"{cpu_share:.0%}", outcome)
+    console.print(table)
+    if result.highest_rate is None:
+        line(console, f"no rate kept p99 within {result.slo_ms:g} ms")
+        return
+    why = {
+        "server": "the server does not keep to it beyond",
+        "generator": "the generator could not tell beyond",
+        "max_rate": "no more was tried",
+    }[result.limited_by]
+    line(console, f"highest rate with p99 within {result.slo_ms:g} ms: {result.highest_rate:.1f}/s; {why}")
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"

@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import socket
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -88,7 +89,7 @@ async def make_sender(
     connections: int = 512,
     channels: int = 4,
 ) -> Sender:
-    """Make the sender of a target.
+    """Make the sender of a target. Raises OSError: no such host.
 
     Args:
         target: where requests go.
@@ -97,9 +98,6 @@ async def make_sender(
         headers: added to each request's, one after the other; None for none.
         connections: of HTTP that may be open at a time.
         channels: of gRPC.
-
-    Raises:
-        OSError: no such host.
     """
     headers = itertools.repeat(()) if headers is None else headers
     if target.scheme == "grpc":
@@ -114,22 +112,21 @@ class AnswerCheck:
     """Judges that an answer has one score for each candidate."""
 
     def __init__(self, pool: Pool) -> None:
-        self._read_scores = pool.scores
-        self._expected = [payload.num_candidates for payload in pool]
+        self._pool = pool
 
     def __call__(self, request: Outgoing, body: bytes) -> Failure | None:
         """Return why an answer is bad; None if it is not."""
         try:
-            scores = len(self._read_scores(body))
+            scores = len(self._pool.scores(body))
         except ShardrankError as error:
             return Failure("bad_answer", str(error))
-        expected = self._expected[request.number % len(self._expected)]
+        expected = self._pool[request.number % len(self._pool)].num_candidates
         if scores != expected:
             return Failure("bad_answer", f"{scores} scores for a request of {expected} candidates")
         return None
 
 
-class Sender:
+class Sender(ABC):
     """Sends requests to one target; none is sent a second time.
 
     Attributes:
@@ -139,9 +136,7 @@ class Sender:
     opened = 0
 
     def __init__(self, payloads: Sequence[Payload], judge: Judge, headers: Iterator[Headers]) -> None:
-        self._payloads = payloads
-        self._judge = judge
-        self._headers = headers
+        self._payloads, self._judge, self._headers = payloads, judge, headers
 
     async def ask(self, request: Outgoing) -> Failure | None:
         """Send a request and wait for its answer, until its deadline. Returns its failure; None if it is right."""
@@ -152,9 +147,7 @@ class Sender:
             answer = Failure("timeout")
         if request.ended == NEVER:
             request.ended = time.monotonic()
-        if isinstance(answer, Failure):
-            return answer
-        return self._judge(request, answer)
+        return answer if isinstance(answer, Failure) else self._judge(request, answer)
 
     async def open(self, within_s: float) -> None:
         """Connect before the first request, as far as connections can be made in time."""
@@ -162,20 +155,20 @@ class Sender:
             async with asyncio.timeout(within_s):
                 await self._open()
 
+    @abstractmethod
     async def close(self) -> None:
         """End all connections; no request may be in flight."""
-        raise NotImplementedError
 
-    async def _open(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    async def _open(self) -> None: ...
 
+    @abstractmethod
     async def _exchange(self, request: Outgoing, number: int) -> bytes | Failure:
         """Send payload `number`, note when that was and when its answer was complete, and return the answer."""
-        raise NotImplementedError
 
 
 class _Response:
-    """Reads an HTTP response."""
+    """What httptools reads of one response; it calls `on_...`."""
 
     def __init__(self) -> None:
         self.parser = httptools.HttpResponseParser(self)
@@ -219,7 +212,12 @@ class HttpSender(Sender):
     ) -> None:
         super().__init__(payloads, judge, headers)
         self._address = address
-        self._heads = [_head(host, payload) for payload in payloads]
+        self._heads = []
+        for payload in payloads:
+            lines = [f"POST {payload.path} HTTP/1.1", f"host: {host}", f"content-length: {len(payload.body)}"]
+            lines += [f"{name}: {value}" for name, value in payload.headers]
+            # Without the empty line, so that headers can be added.
+            self._heads.append(("\r\n".join(lines) + "\r\n").encode("latin-1"))
         self._max_connections = max_connections
         self._free = asyncio.Semaphore(max_connections)
         self._idle: deque[_Connection] = deque()
@@ -276,13 +274,6 @@ class HttpSender(Sender):
         connection = _Connection(*await asyncio.open_connection(*self._address), time.monotonic())
         self.opened += 1
         return connection
-
-
-def _head(host: str, payload: Payload) -> bytes:
-    """Return the request line and headers of a POST, without the empty line, so that headers can be added."""
-    lines = [f"POST {payload.path} HTTP/1.1", f"host: {host}", f"content-length: {len(payload.body)}"]
-    lines += [f"{name}: {value}" for name, value in payload.headers]
-    return ("\r\n".join(lines) + "\r\n").encode("latin-1")
 
 
 class GrpcSender(Sender):

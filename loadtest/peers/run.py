@@ -19,9 +19,9 @@ from safetensors.torch import save_file
 from loader.snapshot.row_source import TensorRows
 from loader.snapshot.writer import export_snapshot
 from loadtest.errors import RequestFailedError
-from loadtest.load.closed_loop import not_busy_because
 from loadtest.load.config import OfferedLoad, bench_load
 from loadtest.load.generator import Generators, ask_scores, open_payloads
+from loadtest.load.loops import not_busy_because
 from loadtest.load.result import this_machine, versions
 from loadtest.peers.catalog import FOLDER, Peer
 from loadtest.rounds import Arm, Comparison, Measure, compare_rounds, in_turn

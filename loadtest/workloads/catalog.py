@@ -5,33 +5,35 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, Self, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec
 from loader.snapshot.tables import Frozen, RowDtype, TableSpec, fingerprint_strings
 from loadtest.errors import WorkloadError
-from loadtest.workloads.distributions import (
+from loadtest.workloads.payloads import FORMS, Encoding, Payloads
+from loadtest.workloads.workload import (
     MLPERF_CANDIDATES,
+    NO_DEADLINE_S,
     VARIED_CANDIDATES,
     CandidateCounts,
     IdDistribution,
+    SyntheticWorkload,
     Uniform,
+    Workload,
     Zipf,
     parse_candidates,
     parse_ids,
 )
-from loadtest.workloads.payloads import FORMS, Encoding, Payloads
-from loadtest.workloads.workload import SyntheticWorkload, Workload, WorkloadRequest
 from router.feature_schema import FeatureSchema
 from serving.cli.capacity import catalog_model
+from serving.formats.requests import RankRequest
 from serving.training.dataset import NO_FOLD, FilmsDataset, FilmsOptions, evaluation_requests, films_spec
 from serving.training.interactions import Interactions, offsets_of, positions_in, read_movielens
 from shard_node.bags import Float32Array, Int64Array, KeyedBags
 
-PROFILE = "profile"
 MAX_HOTNESS = 1000
 
 Head: TypeAlias = Literal["mlp", "dlrm"]
@@ -57,18 +59,16 @@ class FilmsWorkload:
     def __init__(
         self,
         interactions: Interactions,
-        options: FilmsOptions | None = None,
+        options: FilmsOptions,
         *,
         candidates: CandidateCounts | None = None,
         split_seed: int = 0,
     ) -> None:
-        options = options or FilmsOptions()
-        self.interactions = interactions
-        self.options = options
+        self.interactions, self.options = interactions, options
         self.spec = films_spec(interactions, options)
         self.schema = FeatureSchema.of(self.spec)
-        own = "their own" if candidates is None else candidates.name
-        self.name = f"films{f':{PROFILE}' if options.profile else ''}, {interactions.source}, candidates {own}"
+        chosen = "their own" if candidates is None else candidates.name
+        self.name = f"films{':profile' if options.profile else ''}, {interactions.source}, candidates {chosen}"
         if split_seed:
             self.name += f", split {split_seed}"
         self._candidates = candidates
@@ -88,21 +88,20 @@ class FilmsWorkload:
         words = sorted(set(interactions.users.occupations))
         self._words = dict(zip(fingerprint_strings(words).tolist(), words, strict=True))
 
-    @property
-    def num_users(self) -> int:
-        """Count the users who have films in the test part."""
-        return len(self._rated)
-
-    def request(self, rng: np.random.Generator) -> WorkloadRequest:
+    def request(self, rng: np.random.Generator) -> RankRequest:
         """Draw a user and make the request."""
-        user = int(rng.integers(self.num_users))
+        user = int(rng.integers(len(self._rated)))
         films = self._chosen(rng, user)
-        bags = {name: self._context_bag(name, user) for name in self._context}
         genre_lengths, genres = positions_in(self._films.genre_offsets, films)
-        bags["film_id"] = (self._films.ids[films], np.ones(films.size, np.int64))
-        bags["genre"] = (self._films.genre_ids[genres], genre_lengths)
+        bags = {
+            "film_id": (self._films.ids[films], np.ones(films.size, np.int64)),
+            "genre": (self._films.genre_ids[genres], genre_lengths),
+        }
+        for name, (values, offsets) in self._context.items():
+            of_user = values[offsets[user] : offsets[user + 1]]
+            bags[name] = of_user, np.array([of_user.size], np.int64)
         ordered = [bags[feature.name] for feature in self.schema.features]
-        return WorkloadRequest(
+        return RankRequest(
             bags=KeyedBags.from_lengths(
                 np.arange(len(ordered), dtype=np.int32),
                 np.array([lengths.size for _, lengths in ordered], np.int64),
@@ -112,7 +111,13 @@ class FilmsWorkload:
             num_candidates=films.size,
             context_dense=np.zeros(0, np.float32),
             candidate_dense=np.ascontiguousarray(self._film_dense[films]),
-            texts={name: self._texts(bags[name][0]) for name in self.schema.string_features},
+            timeout_s=NO_DEADLINE_S,
+            texts=[
+                self._words[number]
+                for feature in self.schema.features
+                if feature.name in self.schema.string_features
+                for number in bags[feature.name][0].tolist()
+            ],
         )
 
     def _chosen(self, rng: np.random.Generator, user: int) -> Int64Array:
@@ -126,19 +131,9 @@ class FilmsWorkload:
         # Where there are too few films, one comes more than once, as a request may have it.
         return np.concatenate([rated, rng.choice(others, missing, replace=missing > others.size)])[:count]
 
-    def _context_bag(self, name: str, user: int) -> tuple[Int64Array, Int64Array]:
-        values, offsets = self._context[name]
-        own = values[offsets[user] : offsets[user + 1]]
-        return own, np.array([own.size], np.int64)
 
-    def _texts(self, fingerprints: Int64Array) -> tuple[str, ...]:
-        return tuple(self._words[number] for number in fingerprints.tolist())
-
-
-CATALOG_WORKLOADS = ("dlrm-v2", "merlin-tiny")
-BENCH_HEADS: dict[str, Head] = {"bench-mlp": "mlp", "bench-dlrm": "dlrm"}
 WORKLOADS_TEXT = "dlrm-v2[:SCALE], merlin-tiny[:SCALE], bench-mlp[:HOTNESS], bench-dlrm[:HOTNESS], films[:profile]"
-_NUMBER = re.compile(r"(?:\d+\.?\d*|\.\d+)(?:e-?\d+)?")
+_SCALE = re.compile(r"(?:\d+\.?\d*|\.\d+)(?:e-?\d+)?")
 
 
 def open_workload(
@@ -171,33 +166,38 @@ def open_workload(
         DatasetError: a file of MovieLens is missing or malformed.
         TrainingError: its ratings can't be split.
     """
-    name, _, rest = text.partition(":")
+    family, colon, rest = text.partition(":")
     counts = None if candidates is None else parse_candidates(candidates)
-    chosen_ids = None if ids is None else parse_ids(ids)
-    if name in CATALOG_WORKLOADS:
-        scale = _scale(text, rest) if ":" in text else 1.0
-        found = catalog_model(name, scale=scale)
-        own_ids: IdDistribution = Zipf(found.zipf) if found.zipf else Uniform()
-        text, spec, hotness = f"{name}:{scale:.12g}", found.spec, found.hotness
-        return _drawn(text, spec, hotness, chosen_ids or own_ids, counts, context_features, varied)
-    if name in BENCH_HEADS:
-        spec = bench_spec(BenchShape(), BENCH_HEADS[name])
-        hotness = dict.fromkeys(
-            (feature.name for feature in spec.features), _hotness(text, rest if ":" in text else "1")
-        )
-        return _drawn(text, spec, hotness, chosen_ids or Uniform(), counts, context_features, varied)
-    if text in ("films", f"films:{PROFILE}"):
+    drawn_ids: IdDistribution = Uniform()
+    if text in ("films", "films:profile"):
         if ids is not None or context_features:
             raise WorkloadError(f"workload {text!r}: its ids and features are those of its ratings; none can be chosen")
         if movielens is None:
             raise WorkloadError(f"workload {text!r}: it needs a folder with the files of MovieLens 100K (--movielens)")
-        options = FilmsOptions(profile=rest == PROFILE)
+        options = FilmsOptions(profile=bool(colon))
         return FilmsWorkload(read_movielens(movielens), options, candidates=counts, split_seed=split_seed)
-    raise WorkloadError(f"workload: {text!r} is not one of {WORKLOADS_TEXT}")
+    if family in ("dlrm-v2", "merlin-tiny"):
+        scale = _scale(text, rest) if colon else 1.0
+        found = catalog_model(family, scale=scale)
+        text, spec, hotness = f"{family}:{scale:.12g}", found.spec, found.hotness
+        if found.zipf:
+            drawn_ids = Zipf(found.zipf)
+    elif family in ("bench-mlp", "bench-dlrm"):
+        spec = bench_spec(BenchShape(), "mlp" if family == "bench-mlp" else "dlrm")
+        hotness = {feature.name: _hotness(text, rest if colon else "1") for feature in spec.features}
+    else:
+        raise WorkloadError(f"workload: {text!r} is not one of {WORKLOADS_TEXT}")
+    drawn_ids = drawn_ids if ids is None else parse_ids(ids)
+    counts = counts or (VARIED_CANDIDATES if varied else MLPERF_CANDIDATES)
+    name = f"{text}, ids {drawn_ids.name}, candidates {counts.name}, {'ragged' if varied else 'fixed'} bags"
+    if context_features:
+        name += f", context features {context_features}"
+    spec = _with_context(spec, hotness, context_features)
+    return SyntheticWorkload(name, spec, hotness, drawn_ids, counts, ragged=varied)
 
 
 def _scale(text: str, rest: str) -> float:
-    if not _NUMBER.fullmatch(rest) or not 0 < float(rest) <= 1:
+    if not _SCALE.fullmatch(rest) or not 0 < float(rest) <= 1:
         raise WorkloadError(f"workload: {text!r}: the scale {rest!r} is not a number above 0 and at most 1")
     return float(rest)
 
@@ -206,23 +206,6 @@ def _hotness(text: str, rest: str) -> int:
     if not rest.isascii() or not rest.isdigit() or not 1 <= int(rest[:5]) <= MAX_HOTNESS:
         raise WorkloadError(f"workload: {text!r}: {rest!r} is not a whole number of ids from 1 to {MAX_HOTNESS}")
     return int(rest)
-
-
-def _drawn(
-    text: str,
-    spec: ModelSpec,
-    hotness: Mapping[str, int],
-    ids: IdDistribution,
-    candidates: CandidateCounts | None,
-    context_features: int,
-    varied: bool,
-) -> SyntheticWorkload:
-    spec = _with_context(spec, hotness, context_features)
-    candidates = candidates or (VARIED_CANDIDATES if varied else MLPERF_CANDIDATES)
-    bags = "ragged bags" if varied else "fixed bags"
-    name = f"{text}, ids {ids.name}, candidates {candidates.name}, {bags}"
-    name = f"{name}, context features {context_features}" if context_features else name
-    return SyntheticWorkload(name, spec, hotness, ids, candidates, ragged=varied)
 
 
 def _with_context(spec: ModelSpec, hotness: Mapping[str, int], count: int) -> ModelSpec:
@@ -264,24 +247,15 @@ class BenchShape(Frozen):
         varied: whether bags are ragged, and each request is sent with a `traceparent` and `x-request-id` of its own.
     """
 
-    features: int = Field(default=26, ge=1, le=1000)
-    context_features: int = Field(default=0, ge=0, le=999)
-    embedding_dim: int = Field(default=64, ge=1, le=1024)
+    features: int = 26
+    context_features: int = 0
+    embedding_dim: int = 64
     rows: int = Field(default=1_000_000, ge=1, le=2**31)
     row_dtype: RowDtype = "int8"
-    dense: int = Field(default=13, ge=1, le=1000)
-    context_dense: int = Field(default=0, ge=0, le=1000)
+    dense: int = 13
+    context_dense: int = 0
     candidates: str = VARIED_CANDIDATES.name
     varied: bool = True
-
-    @model_validator(mode="after")
-    def _has_candidates(self) -> Self:
-        if self.context_features >= self.features or self.context_dense > self.dense:
-            raise ValueError(
-                f"context_features, context_dense: {self.context_features} and {self.context_dense}; fewer than "
-                f"{self.features} features and at most {self.dense} dense inputs can be the context's"
-            )
-        return self
 
     @classmethod
     def of(
@@ -300,11 +274,12 @@ class BenchShape(Frozen):
     @property
     def requests(self) -> str:
         """Say what results say of the requests."""
-        own = self.features - self.context_features, self.dense - self.context_dense
-        of_context = (self.context_features, self.context_dense)
-        split = f"{of_context[0]} features and {of_context[1]} floats once a request, " if any(of_context) else ""
-        each = f"{own[0]} and {own[1]} a candidate, " if split else ""
-        return f"{self.candidates} candidates, {split}{each}{FORMS[self.varied]}"
+        split = ""
+        if self.context_features or self.context_dense:
+            rest = self.features - self.context_features, self.dense - self.context_dense
+            split = f"{self.context_features} features and {self.context_dense} floats once a request, "
+            split += f"{rest[0]} and {rest[1]} a candidate, "
+        return f"{self.candidates} candidates, {split}{FORMS[self.varied]}"
 
 
 class BenchWorkload(Frozen):
@@ -349,7 +324,7 @@ def bench_workload(shape: BenchShape, head: Head, hotness: int) -> SyntheticWork
     return SyntheticWorkload(f"{spec.model}, hotness {hotness}", spec, of_each, Uniform(), counts, ragged=shape.varied)
 
 
-def bench_requests(shape: BenchShape, head: Head, hotness: int, count: int) -> list[WorkloadRequest]:
+def bench_requests(shape: BenchShape, head: Head, hotness: int, count: int) -> list[RankRequest]:
     """Draw the first requests of the pool: those that `bench_payloads` encodes."""
     made, rng = bench_workload(shape, head, hotness), np.random.default_rng(BENCH_SEED)
     return [made.request(rng) for _ in range(count)]

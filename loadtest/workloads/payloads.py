@@ -15,26 +15,27 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import safetensors.numpy
 from google.protobuf.message import DecodeError
 
-from loadtest.errors import AnswerError, WorkloadError
-from loadtest.workloads.workload import Described, FeatureBags, Workload, WorkloadRequest, features_of
+from loadtest.errors import AnswerError
+from loadtest.workloads.workload import Described, FeatureBags, Workload, features_of
+from serving.client.features import Ragged, RankFeatures
 from serving.formats.protobuf import packed_bytes
+from serving.formats.requests import RankRequest
 from serving.proto.inference import open_inference_pb2
 from serving.proto.shardrank.v1 import ranking_pb2
-from shard_node.bags import Float32Array, Int32Array, Int64Array
+from shard_node.bags import Float32Array, Int64Array
 
 Api: TypeAlias = Literal["json", "oip-http", "grpc", "grpc-packed", "oip-grpc"]
 APIS: tuple[Api, ...] = get_args(Api)
 GRPC_APIS: tuple[Api, ...] = ("grpc", "grpc-packed", "oip-grpc")
-Encoding: TypeAlias = Literal[
-    "json", "oip-http", "grpc", "grpc-packed", "oip-grpc", "flat", "flat-once", "tensors", "tensors-once"
-]
+Encoding: TypeAlias = Api | Literal["flat", "flat-once", "tensors", "tensors-once"]
 
 Headers: TypeAlias = tuple[tuple[str, str], ...]
 """Names in lower case, and values."""
@@ -43,8 +44,6 @@ Encoded: TypeAlias = tuple[bytes, Headers]
 
 SAMPLED_SHARE = 0.01
 """Of the traces that a product begins."""
-DEFAULT_PAYLOADS = 256
-DEFAULT_MAX_BYTES = 128 << 20
 HEADER_LENGTH = "inference-header-content-length"
 SCORES = "scores"
 FORMS = {True: "varied: ragged bags, headers that change", False: "not varied (--same)"}
@@ -57,8 +56,8 @@ _RANK_METHOD = "/shardrank.v1.RankingService/Rank"
 def changing_headers(varied: bool) -> Iterator[Headers]:
     """Draw what a traced client adds to each request that it sends, over HTTP or gRPC: without end, each time others.
 
-    `traceparent` is that of W3C's Trace Context, with ids that are drawn; of one in a hundred, too, the trace is
-    sampled. Requests that are not `varied` get nothing.
+    That is a `traceparent` of W3C's Trace Context, sampled in one of a hundred, and an `x-request-id`. Requests that
+    are not `varied` get nothing.
     """
     if not varied:
         yield from itertools.repeat(())
@@ -86,22 +85,12 @@ class Payload:
     num_candidates: int
 
 
-class Pool:
-    """Encoded requests to one model.
-
-    Args:
-        api: how they are encoded.
-        model: the name that the server has the model under.
-        payloads: the requests.
-
-    Raises:
-        WorkloadError: no such API.
-    """
+class Pool(list[Payload]):
+    """Requests to one model, under the name that the server has it under, as an API encodes them."""
 
     def __init__(self, api: Encoding, model: str, payloads: Iterable[Payload]) -> None:
+        super().__init__(payloads)
         self.api, self.model = api, model
-        self._read = _form_of(api).read
-        self._payloads = list(payloads)
 
     @property
     def is_grpc(self) -> bool:
@@ -109,21 +98,11 @@ class Pool:
         return self.api in GRPC_APIS
 
     def scores(self, answer: bytes) -> ScoreList:
-        """Read the scores of an answer that came with success: an HTTP body or a gRPC message.
-
-        Raises:
-            AnswerError: it is not an answer of this API.
-        """
-        return self._read(answer)
-
-    def __getitem__(self, number: int) -> Payload:
-        return self._payloads[number]
-
-    def __iter__(self) -> Iterator[Payload]:
-        return iter(self._payloads)
-
-    def __len__(self) -> int:
-        return len(self._payloads)
+        """Read the scores of an answer that came with success. Raises AnswerError: it is none of this API."""
+        try:
+            return _FORMS[self.api].read(answer)
+        except (DecodeError, msgspec.MsgspecError, ValueError, KeyError, IndexError, TypeError) as error:
+            raise AnswerError(f"the answer is not one to a rank request: {error!r}") from error
 
 
 class Payloads(Pool):
@@ -133,15 +112,11 @@ class Payloads(Pool):
         workload: makes the requests.
         api: how they are encoded.
         model: the name that the server has the model under; None for the workload's own.
-        count: how many. Fewer are made if they would take more than `max_bytes`; `len` tells, and there is at
-            least one.
+        count: how many. Fewer are made if they would take more than `max_bytes`, but at least one.
         seed: of the requests; the same ones for every API.
         timeout_ms: the deadline that each brings; None to leave it to the server.
         max_bytes: of all bodies.
         path: of a POST, where it is not the API's own.
-
-    Raises:
-        WorkloadError: no such API, or a count or size out of range.
     """
 
     def __init__(
@@ -150,15 +125,12 @@ class Payloads(Pool):
         api: Encoding,
         *,
         model: str | None = None,
-        count: int = DEFAULT_PAYLOADS,
+        count: int = 256,
         seed: int = 0,
         timeout_ms: int | None = None,
-        max_bytes: int = DEFAULT_MAX_BYTES,
+        max_bytes: int = 128 << 20,
         path: str | None = None,
     ) -> None:
-        for name, value in (("count", count), ("max_bytes", max_bytes)):
-            if value < 1:
-                raise WorkloadError(f"{name}: {value} is not 1 or more")
         model, rng = model or workload.spec.model, np.random.default_rng(seed)
         drawn = (payload_of(workload.schema, workload.request(rng), api, model, timeout_ms, path) for _ in range(count))
         super().__init__(api, model, within(drawn, max_bytes))
@@ -176,14 +148,14 @@ def within(payloads: Iterable[Payload], max_bytes: int) -> Iterator[Payload]:
 
 def payload_of(
     schema: Described,
-    request: WorkloadRequest,
+    request: RankRequest,
     api: Encoding,
     model: str,
     timeout_ms: int | None = None,
     path: str | None = None,
 ) -> Payload:
-    """Encode a request; `path` if it is not the API's. Raises WorkloadError for an API that there is not."""
-    form = _form_of(api)
+    """Encode a request; `path` if it is not the API's."""
+    form = _FORMS[api]
     body, headers = form.encode(schema, request, model, timeout_ms)
     return Payload(path or form.path.format(model), body, headers, request.num_candidates)
 
@@ -195,34 +167,32 @@ class _Answer(msgspec.Struct):
 _ANSWER = msgspec.json.Decoder(_Answer)
 
 
-def _encode_json(schema: Described, request: WorkloadRequest, model: str, timeout_ms: int | None) -> Encoded:
+def _encode_json(schema: Described, request: RankRequest, model: str, timeout_ms: int | None) -> Encoded:
     """Write a JSON body; a candidate feature with one id each is a flat list, as a client would write it."""
     del model
-    sparse: dict[bool, dict[str, Any]] = {True: {}, False: {}}
-    weights: dict[bool, dict[str, Any]] = {True: {}, False: {}}
-    for feature in features_of(schema, request):
-        ids: list[Any] = feature.values.tolist() if feature.texts is None else list(feature.texts)
-        sparse[feature.is_context][feature.name] = _nested(ids, feature)
-        if feature.weights is not None:
-            weights[feature.is_context][feature.name] = _nested(_shortest(feature.weights), feature)
-    dense = {True: _shortest(request.context_dense), False: _shortest(request.candidate_dense)}
-    document: dict[str, Any] = {}
-    for part, is_context in (("context", True), ("candidates", False)):
-        if sparse[is_context] or dense[is_context]:
-            document[part] = {"sparse": sparse[is_context], "dense": dense[is_context]}
-            if weights[is_context]:
-                document[part]["weights"] = weights[is_context]
+    features, document = list(features_of(schema, request)), dict[str, Any]()
+    for side, dense in (("context", request.context_dense), ("candidates", request.candidate_dense)):
+        of_side = [feature for feature in features if feature.is_context == (side == "context")]
+        weighted = [(feature, feature.weights) for feature in of_side if feature.weights is not None]
+        if of_side or dense.size:
+            sparse = {feature.name: _nested(feature.ids, feature) for feature in of_side}
+            document[side] = {"sparse": sparse, "dense": _shortest(dense)}
+        if weighted:
+            document[side]["weights"] = {
+                feature.name: _nested(_shortest(given), feature) for feature, given in weighted
+            }
     if timeout_ms is not None:
         document["timeout_ms"] = timeout_ms
     return msgspec.json.encode(document), (("content-type", "application/json"),)
 
 
-def _nested(items: list[Any], feature: FeatureBags) -> list[Any]:
+def _nested(items: Int64Array | Sequence[Any], feature: FeatureBags) -> list[Any]:
     """Return a list for each bag; the flat list for a context feature, and where every candidate has one."""
-    if feature.is_context or feature.is_single:
-        return items
+    flat = items.tolist() if isinstance(items, np.ndarray) else list(items)
+    if feature.is_context or (feature.lengths == 1).all():
+        return flat
     ends = np.cumsum(feature.lengths).tolist()
-    return [items[end - length : end] for end, length in zip(ends, feature.lengths.tolist(), strict=True)]
+    return [flat[end - length : end] for end, length in zip(ends, feature.lengths.tolist(), strict=True)]
 
 
 def _shortest(values: Float32Array) -> list[Any]:
@@ -232,45 +202,34 @@ def _shortest(values: Float32Array) -> list[Any]:
 
 
 def _read_json(answer: bytes) -> ScoreList:
-    try:
-        return _ANSWER.decode(answer).scores
-    except msgspec.MsgspecError as error:
-        raise AnswerError(f"the answer is not one to a rank request: {error}") from error
+    return _ANSWER.decode(answer).scores
 
 
-def _encode_grpc(schema: Described, request: WorkloadRequest, model: str, timeout_ms: int | None) -> Encoded:
-    """Write a RankRequest with features in maps by name."""
-    message = ranking_pb2.RankRequest(model=model, num_candidates=request.num_candidates, timeout_ms=timeout_ms or 0)
-    for feature in features_of(schema, request):
-        sparse = (message.context if feature.is_context else message.candidates).sparse[feature.name]
-        if feature.texts is None:
-            sparse.ids.extend(feature.values.tolist())
-        else:
-            sparse.string_ids.extend(feature.texts)
-        if not feature.is_context and not feature.is_single:
-            sparse.lengths.extend(feature.lengths.tolist())
-        if feature.weights is not None:
-            sparse.weights.extend(feature.weights.tolist())
-    for part, dense in ((message.context, request.context_dense), (message.candidates, request.candidate_dense)):
-        if dense.size:
-            part.dense.extend(dense.ravel().tolist())
+def _encode_grpc(schema: Described, request: RankRequest, model: str, timeout_ms: int | None) -> Encoded:
+    """Write a RankRequest with features in maps by name, as the client does."""
+    sides: tuple[dict[str, Any], dict[str, Any]] = {}, {}
+    weights: dict[str, Any] = {}
+    for one in features_of(schema, request):
+        sides[not one.is_context][one.name] = one.ids if one.is_context else Ragged(one.ids, one.lengths)
+        if one.weights is not None:
+            weights[one.name] = one.weights if one.is_context else Ragged(one.weights, one.lengths)
+    message = RankFeatures(*sides, weights, request.context_dense, request.candidate_dense).by_name()
+    message.model, message.timeout_ms = model, timeout_ms or 0
     # The same request is the same bytes, whatever order a process keeps the features in.
     return message.SerializeToString(deterministic=True), ()
 
 
-def _encode_packed(schema: Described, request: WorkloadRequest, model: str, timeout_ms: int | None) -> Encoded:
+def _encode_packed(schema: Described, request: RankRequest, model: str, timeout_ms: int | None) -> Encoded:
     """Write a RankRequest with `PackedFeatures`: arrays in the order of the schema, under its digest."""
-    bags = request.bags
-    key = np.repeat(np.repeat(bags.keys, bags.bags_per_key), bags.lengths)
-    is_string = np.array([feature.name in schema.string_features for feature in schema.features])
+    bags, features = request.bags, list(features_of(schema, request))
     packed = ranking_pb2.PackedFeatures(
         schema_digest=schema.digest,
-        ids=packed_bytes(bags.values[~is_string[key]], "<i8"),
+        ids=b"".join(packed_bytes(feature.values, "<i8") for feature in features if feature.texts is None),
         lengths=b"" if (bags.lengths == 1).all() else packed_bytes(bags.lengths, "<i4"),
         weights=b"" if bags.weights is None else packed_bytes(bags.weights, "<f4"),
         context_dense=packed_bytes(request.context_dense, "<f4"),
         candidate_dense=packed_bytes(request.candidate_dense, "<f4"),
-        string_ids=[text for feature in features_of(schema, request) for text in feature.texts or ()],
+        string_ids=request.texts,
     )
     message = ranking_pb2.RankRequest(
         model=model, num_candidates=request.num_candidates, timeout_ms=timeout_ms or 0, packed=packed
@@ -279,17 +238,14 @@ def _encode_packed(schema: Described, request: WorkloadRequest, model: str, time
 
 
 def _read_grpc(answer: bytes) -> ScoreList:
-    try:
-        return ranking_pb2.RankResponse.FromString(answer).scores
-    except DecodeError as error:
-        raise AnswerError(f"the answer is not a RankResponse: {error}") from error
+    return ranking_pb2.RankResponse.FromString(answer).scores
 
 
 Tensor: TypeAlias = tuple[str, str, list[int], bytes]
 """Of the Open Inference Protocol: name, datatype, shape, and little-endian data, row-major."""
 
 
-def _tensors(schema: Described, request: WorkloadRequest) -> Iterator[Tensor]:
+def _tensors(schema: Described, request: RankRequest) -> Iterator[Tensor]:
     """Return the inputs of a request. A candidate feature is a matrix where all bags are of one length, else ragged."""
     for feature in features_of(schema, request):
         count, longest = feature.lengths.size, int(feature.lengths.max())
@@ -324,26 +280,23 @@ def _infer_body(tensors: Sequence[Tensor], timeout_ms: int | None) -> Encoded:
     return b"".join([header, *(tensor[-1] for tensor in tensors)]), (*_BINARY, (HEADER_LENGTH, str(len(header))))
 
 
-def _encode_oip_http(schema: Described, request: WorkloadRequest, model: str, timeout_ms: int | None) -> Encoded:
+def _encode_oip_http(schema: Described, request: RankRequest, model: str, timeout_ms: int | None) -> Encoded:
     del model
     return _infer_body(list(_tensors(schema, request)), timeout_ms)
 
 
 def _read_oip_http(answer: bytes) -> ScoreList:
     """Read scores from behind the JSON header, which says where they lie, so that its length is not needed."""
-    try:
-        # One character is one byte in Latin-1; header names and numbers are ASCII.
-        header, end = json.JSONDecoder().raw_decode(answer.decode("latin-1"))
-        found = [output for output in header["outputs"] if output["name"] == SCORES]
-        count, size = math.prod(map(int, found[0]["shape"])), int(found[0]["parameters"]["binary_data_size"])
-    except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise AnswerError(f"the answer has no JSON header with binary {SCORES}: {error!r}") from error
+    # One character is one byte in Latin-1; header names and numbers are ASCII.
+    header, end = json.JSONDecoder().raw_decode(answer.decode("latin-1"))
+    found = [output for output in header["outputs"] if output["name"] == SCORES]
+    count, size = math.prod(map(int, found[0]["shape"])), int(found[0]["parameters"]["binary_data_size"])
     if size != count * 4 or len(answer) != end + size:
-        raise AnswerError(f"{SCORES}: {count} of shape and {size} bytes, {len(answer) - end} bytes behind the header")
+        raise ValueError(f"{SCORES}: {count} of shape and {size} bytes, {len(answer) - end} bytes behind the header")
     return np.frombuffer(answer, "<f4", count, end)
 
 
-def _encode_oip_grpc(schema: Described, request: WorkloadRequest, model: str, timeout_ms: int | None) -> Encoded:
+def _encode_oip_grpc(schema: Described, request: RankRequest, model: str, timeout_ms: int | None) -> Encoded:
     """Return a ModelInferRequest with raw contents that asks for the scores."""
     message = open_inference_pb2.ModelInferRequest(model_name=model)
     for name, datatype, shape, data in _tensors(schema, request):
@@ -356,96 +309,75 @@ def _encode_oip_grpc(schema: Described, request: WorkloadRequest, model: str, ti
 
 
 def _read_oip_grpc(answer: bytes) -> ScoreList:
-    try:
-        message = open_inference_pb2.ModelInferResponse.FromString(answer)
-    except DecodeError as error:
-        raise AnswerError(f"the answer is not a ModelInferResponse: {error}") from error
+    message = open_inference_pb2.ModelInferResponse.FromString(answer)
     names = [output.name for output in message.outputs]
-    if SCORES not in names or len(message.raw_output_contents) != len(names):
-        raise AnswerError(f"{SCORES}: outputs are {names} with {len(message.raw_output_contents)} raw contents")
+    if len(message.raw_output_contents) != len(names):
+        raise ValueError(f"outputs are {names} with {len(message.raw_output_contents)} raw contents")
     return _read_flat(message.raw_output_contents[names.index(SCORES)])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SideArrays:
-    """The context's part of a request, or the candidates', row by row: 1 row, or one for each candidate.
+def _encode_flat(schema: Described, request: RankRequest, model: str, timeout_ms: int | None, *, once: bool) -> Encoded:
+    """Return safetensors: `ids`, `lengths` and `dense` of the candidates, and `context_ids` and so on.
 
-    Attributes:
+    If not `once`, the context has no columns, and each candidate has them too: features in the model's order, dense
+    inputs as `[context | candidate]`.
+    """
+    del model, timeout_ms
+    features, count = list(features_of(schema, request)), request.num_candidates
+    context, context_dense, dense = [], request.context_dense[None], request.candidate_dense
+    if once:
+        context = [feature for feature in features if feature.is_context]
+        features = [feature for feature in features if not feature.is_context]
+    else:
+        features = [
+            replace(feature, values=np.tile(feature.values, count), lengths=np.repeat(feature.lengths, count))
+            if feature.is_context
+            else feature
+            for feature in features
+        ]
+        dense = np.concatenate([np.repeat(context_dense, count, 0), dense], 1)
+        context_dense = context_dense[:, :0]
+    arrays = _rows(features, dense) | {f"context_{name}": data for name, data in _rows(context, context_dense).items()}
+    return safetensors.numpy.save(arrays), _BINARY
+
+
+def _rows(features: Sequence[FeatureBags], dense: Float32Array) -> dict[str, npt.NDArray[Any]]:
+    """Lay out features that have a bag for each row of `dense`, row by row.
+
+    Returns:
         ids: int64 [n], all bags of a row side by side.
         lengths: int32 [rows, features], the ids of each bag.
         dense: float32 [rows, dense].
     """
-
-    ids: Int64Array
-    lengths: Int32Array
-    dense: Float32Array
-
-    @classmethod
-    def of(cls, features: Sequence[FeatureBags], dense: Float32Array) -> SideArrays:
-        """Lay out features that have a bag for each row of `dense`."""
-        rows = len(dense)
-        lengths = np.array([one.lengths for one in features], np.int64).reshape(len(features), rows)
-        row = np.repeat(np.tile(np.arange(rows), len(features)), lengths.ravel())
-        ids = np.concatenate([np.zeros(0, np.int64), *(one.values for one in features)])
-        return cls(ids[np.argsort(row, kind="stable")], np.ascontiguousarray(lengths.T, np.int32), dense)
-
-
-def side_arrays(schema: Described, request: WorkloadRequest, *, once: bool) -> tuple[SideArrays, SideArrays]:
-    """Lay out a request's context and its candidates; if not `once`, the candidates have the context's columns too.
-
-    Then the context has no columns. A candidate's features stay in the model's order, its dense inputs are
-    `[context | candidate]`.
-    """
-    features = list(features_of(schema, request))
-    if once:
-        context = SideArrays.of([one for one in features if one.is_context], request.context_dense[None])
-        return context, SideArrays.of([one for one in features if not one.is_context], request.candidate_dense)
-    count = request.num_candidates
-    spread = [
-        replace(one, values=np.tile(one.values, count), lengths=np.repeat(one.lengths, count))
-        if one.is_context
-        else one
-        for one in features
-    ]
-    context_dense = np.broadcast_to(request.context_dense, (count, request.context_dense.size))
-    dense = np.concatenate([context_dense, request.candidate_dense], 1)
-    return SideArrays.of([], np.zeros((1, 0), np.float32)), SideArrays.of(spread, dense)
-
-
-def _encode_flat(
-    schema: Described, request: WorkloadRequest, model: str, timeout_ms: int | None, *, once: bool
-) -> Encoded:
-    """Return safetensors: `ids`, `lengths` and `dense` of the candidates, `context_ids` and so on, as `SideArrays`."""
-    del model, timeout_ms
-    context, candidates = side_arrays(schema, request, once=once)
-    arrays = {
-        f"{prefix}{name}": np.ascontiguousarray(getattr(side, name))
-        for prefix, side in (("context_", context), ("", candidates))
-        for name in ("ids", "lengths", "dense")
+    rows = len(dense)
+    lengths = np.array([feature.lengths for feature in features], np.int64).reshape(len(features), rows)
+    row = np.repeat(np.tile(np.arange(rows), len(features)), lengths.ravel())
+    ids = np.concatenate([np.zeros(0, np.int64), *(feature.values for feature in features)])
+    return {
+        "ids": ids[np.argsort(row, kind="stable")],
+        "lengths": np.ascontiguousarray(lengths.T, np.int32),
+        "dense": np.ascontiguousarray(dense),
     }
-    return safetensors.numpy.save(arrays), _BINARY
 
 
 def _read_flat(answer: bytes) -> ScoreList:
-    if len(answer) % 4:
-        raise AnswerError(f"an answer of {len(answer)} bytes is not of float32 scores")
+    # Raises ValueError for bytes that are no float32.
     return np.frombuffer(answer, "<f4")
 
 
 def _encode_tensors(
-    schema: Described, request: WorkloadRequest, model: str, timeout_ms: int | None, *, once: bool
+    schema: Described, request: RankRequest, model: str, timeout_ms: int | None, *, once: bool
 ) -> Encoded:
     """Return an infer request with the same bytes as tensor `body`, uint8, a batch of one request."""
     body, _ = _encode_flat(schema, request, model, timeout_ms, once=once)
     return _infer_body([("body", "UINT8", [1, len(body)], body)], None)
 
 
-@dataclass(frozen=True, slots=True)
-class _Form:
+class _Form(NamedTuple):
     """How a request of an API is addressed and encoded, and how scores are read from its answer."""
 
     path: str
-    encode: Callable[[Described, WorkloadRequest, str, int | None], Encoded]
+    encode: Callable[[Described, RankRequest, str, int | None], Encoded]
     read: Callable[[bytes], ScoreList]
 
 
@@ -460,9 +392,3 @@ _FORMS: dict[Encoding, _Form] = {
     "tensors": _Form("/v2/models/rank/infer", partial(_encode_tensors, once=False), _read_oip_http),
     "tensors-once": _Form("/v2/models/rank/infer", partial(_encode_tensors, once=True), _read_oip_http),
 }
-
-
-def _form_of(api: Encoding) -> _Form:
-    if api not in _FORMS:
-        raise WorkloadError(f"api: {api!r} is not one of {', '.join(APIS)}")
-    return _FORMS[api]

@@ -124,15 +124,8 @@ def prepare_workload(
 ) -> tuple[Path, ModelSpec]:
     """Write the next version of a workload's model: `films` is trained on its ratings, any other one is random.
 
-    Args:
-        text: the workload's name, as `open_workload` reads it.
-        context_features: as `open_workload` takes it.
-        movielens: as `open_workload` takes it.
-        store: the store's folder; made if it is not there.
-        seed: of rows and weights, or of the split and the training.
-        epochs: for `films`, passes over the training part; None for the trainer's default.
-        bucketing: how rows lie in their files; sharding `range` needs `range`.
-        progress: told how far it is.
+    `text`, `context_features` and `movielens` are those of `open_workload`; the seed is of rows and weights, or of the
+    split and the training. Sharding `range` needs rows that are stored by the bucketing `range`.
 
     Returns:
         The snapshot's folder and the model.

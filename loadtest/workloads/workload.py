@@ -1,58 +1,293 @@
-"""What every workload is, the requests that it makes, and the workload that draws them."""
+"""Workloads: the requests that are sent to a model, drawn or replayed, and the distributions that they are drawn from.
+
+`CandidateCounts` draw the number of candidates of one request. `IdDistribution`s draw popularity ranks, int64 [n], rank
+i in 0..num_rows[i] - 1 with 0 for the most popular row; the numbers of rows are from 1 to 2^32 - 1. `RowScatter` says
+which row has a rank. Nothing is kept for each row, so tables of 40 million rows cost what tables of ten do. Each has
+the name that `parse_candidates` or `parse_ids` reads.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
-from loader.snapshot.manifest import FeatureSpec, ModelSpec
+from loader.snapshot.manifest import ModelSpec
 from loadtest.errors import WorkloadError
-from loadtest.workloads.distributions import CandidateCounts, IdDistribution, RowScatter
 from router.feature_schema import FeatureSchema
+from serving.formats.requests import RankRequest
+from serving.observe.recording import RecordedSchema
 from shard_node.bags import Float32Array, Int64Array, KeyedBags
 
+Float64Array = npt.NDArray[np.float64]
 
-@dataclass(frozen=True, slots=True, eq=False)
-class WorkloadRequest:
-    """One rank request before an API makes bytes of it: the very arrays that a server's parser must give back.
+MAX_CANDIDATES = 2**20
+_RANGE = re.compile(r"(\d+)-(\d+):(\d+(?:\.\d+)?)")
+_BISECTIONS = 200
 
-    Attributes:
-        bags: raw ids. Keys are all the model's flat feature indices (`FeatureSchema`); a context feature has 1 bag, a
-            candidate feature num_candidates. String ids are their fingerprints.
-        num_candidates: N, at least 1.
-        context_dense: float32 [Kc].
-        candidate_dense: float32 [N, Kd].
-        texts: by feature with string ids, those strings in the order of its values.
+
+@dataclass(frozen=True)
+class CandidateCounts:
+    """Always the same number, or from `least` to `most` with a given mean, at the largest entropy: P(n) ~ q^n.
+
+    MLPerf's DLRM-v2 asks for 100 to 700 user-item pairs with a mean of 270.
     """
 
-    bags: KeyedBags
-    num_candidates: int
-    context_dense: Float32Array
-    candidate_dense: Float32Array
-    texts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    least: int
+    most: int
+    mean: float
 
-
-class Workload(Protocol):
-    """Makes requests to one model."""
+    def __post_init__(self) -> None:
+        if self.least == self.most and not 1 <= self.least <= MAX_CANDIDATES:
+            raise WorkloadError(f"candidates: {self.least} is not in 1..{MAX_CANDIDATES}")
+        if not 1 <= self.least <= self.most <= MAX_CANDIDATES:
+            raise WorkloadError(
+                f"candidates: {self.least}-{self.most} is not LEAST-MOST with 1 <= LEAST < MOST <= {MAX_CANDIDATES}"
+            )
+        # Nearer to an end than this, a few numbers would have all the weight: ask for a fixed number instead.
+        margin = (self.most - self.least) / 100
+        if not self.least + margin <= self.mean <= self.most - margin:
+            raise WorkloadError(
+                f"candidates: mean {self.mean:g} is not in {self.least + margin:g}..{self.most - margin:g}"
+            )
 
     @property
     def name(self) -> str:
-        """Say everything that was chosen, for reports."""
+        """Write it as `100` or `100-700:270`."""
+        return str(self.least) if self.least == self.most else f"{self.least}-{self.most}:{self.mean:g}"
+
+    def draw(self, rng: np.random.Generator) -> int:
+        """Draw by the inverse of the cumulated distribution."""
+        if self.least == self.most:
+            return self.least
+        return self.least + int(np.searchsorted(self._cumulated, rng.random(), side="right"))
+
+    @cached_property
+    def _cumulated(self) -> Float64Array:
+        """float64 [most - least], P(number <= least + i); what is above the last is `most`."""
+        span = self.most - self.least
+        low, high = -100.0 / span, 100.0 / span
+        for _ in range(_BISECTIONS):
+            middle = (low + high) / 2
+            mean = self.least + float((_weights(span, middle) * np.arange(span + 1)).sum())
+            low, high = (middle, high) if mean < self.mean else (low, middle)
+        return np.cumsum(_weights(span, (low + high) / 2))[:-1]
+
+
+def _weights(span: int, log_q: float) -> Float64Array:
+    """float64 [span + 1], q^i, normalised."""
+    logs = np.arange(span + 1) * log_q
+    weights: Float64Array = np.exp(logs - logs.max())
+    return weights / math.fsum(weights)
+
+
+MLPERF_CANDIDATES = CandidateCounts(100, 700, 270)
+VARIED_CANDIDATES = CandidateCounts(50, 500, 200)
+
+
+def parse_candidates(text: str) -> CandidateCounts:
+    """Read `N`, or `LEAST-MOST:MEAN` such as `100-700:270`. Raises WorkloadError."""
+    if text.isascii() and text.isdecimal():
+        return CandidateCounts(int(text), int(text), int(text))
+    if (match := _RANGE.fullmatch(text)) and match[1] != match[2]:
+        return CandidateCounts(int(match[1]), int(match[2]), float(match[3]))
+    raise WorkloadError(f"candidates: {text!r} is not N or LEAST-MOST:MEAN, such as 100 or 100-700:270")
+
+
+MAX_ZIPF_EXPONENT = 10.0
+_ZIPF = re.compile(r"zipf(?::|\()(\d+(?:\.\d+)?)\)?")
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Every row alike: the worst case for caches."""
+
+    name: str = "uniform"
+
+    def ranks(self, rng: np.random.Generator, num_rows: Int64Array) -> Int64Array:
+        """Draw ranks."""
+        return rng.integers(0, num_rows, dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class Zipf:
+    """P(rank) proportional to (rank + 1)^-exponent, exactly, with a table's own number of rows.
+
+    By rejection-inversion: Hörmann and Derflinger, "Rejection-inversion to generate variates from monotone discrete
+    distributions", ACM TOMACS 6(3), 1996. Names below are the paper's, with v = 0.
+    """
+
+    exponent: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.exponent <= MAX_ZIPF_EXPONENT:
+            raise WorkloadError(f"ids: zipf exponent {self.exponent} is not in (0, {MAX_ZIPF_EXPONENT:g}]")
 
     @property
-    def spec(self) -> ModelSpec:
-        """Describe the model that is asked."""
+    def name(self) -> str:
+        """Write it as `zipf:1.05`."""
+        return f"zipf:{self.exponent:g}"
 
-    @property
-    def schema(self) -> FeatureSchema:
-        """List the model's features in the order of `WorkloadRequest.bags`."""
+    def ranks(self, rng: np.random.Generator, num_rows: Int64Array) -> Int64Array:
+        """Draw ranks."""
+        drawn = np.empty(num_rows.size, np.int64)
+        last = self._integral(num_rows.astype(np.float64) + 0.5)
+        first = float(self._integral(np.array(1.5))) - 1.0
+        # A draw this close to its integer is accepted without evaluating h.
+        squeeze = 2.0 - float(self._inverse(self._integral(np.array(2.5)) - 2.0**-self.exponent))
+        left = np.arange(num_rows.size)
+        while left.size:
+            area = last[left] + rng.random(left.size) * (first - last[left])
+            x = self._inverse(area)
+            k = np.clip(np.floor(x + 0.5), 1.0, num_rows[left])
+            accepted = (k - x <= squeeze) | (area >= self._integral(k + 0.5) - k**-self.exponent)
+            drawn[left[accepted]] = k[accepted].astype(np.int64) - 1
+            left = left[~accepted]
+        return drawn
 
-    def request(self, rng: np.random.Generator) -> WorkloadRequest:
+    def _integral(self, x: Float64Array) -> Float64Array:
+        """H, the integral of h(x) = x^-exponent, with H(1) = 0."""
+        log_x = np.log(x)
+        power = (1.0 - self.exponent) * log_x
+        # expm1(p) / p is 1 at p = 0, which is where the exponent is 1.
+        growth = np.divide(np.expm1(power), power, out=np.ones_like(power), where=power != 0)
+        integral: Float64Array = growth * log_x
+        return integral
+
+    def _inverse(self, area: Float64Array) -> Float64Array:
+        """Return the x whose integral is `area`."""
+        # Rounding may put it below -1, the limit for an infinite x.
+        scaled = np.maximum((1.0 - self.exponent) * area, -1.0)
+        with np.errstate(divide="ignore"):
+            factor = np.divide(np.log1p(scaled), scaled, out=np.ones_like(scaled), where=scaled != 0)
+        inverse: Float64Array = np.exp(factor * area)
+        return inverse
+
+
+# Samples of the batch, and ids of a sample, for which the shares were counted: average pooling over all features.
+REUSE_BATCH_SAMPLES = 131_072
+REUSE_AVERAGE_POOLING = 12.7
+# Percent of all lookups by how often their row is looked up in the batch: once, twice, 3-4, 5-8, ... 16385-32768, more.
+# Production ads models, 788 tables; they add up to 100.2.
+REUSE_SHARES_PERCENT = (2.7, 2.3, 4.0, 6.8, 10.5, 12.0, 9.9, 7.0, 5.9, 5.4, 4.0, 7.2, 6.4, 4.7, 2.1, 1.7, 7.6)
+# The same as a mixture from which ids can be drawn independently: the share of lookups that go to any row alike, then
+# of those to rows that are expected 0.5 to 1 times in such a batch, 1 to 2, 2 to 4, ... 32768 to 65536. A row that is
+# expected c times is found 1 + Poisson(c) times by a lookup of it; non-negative least squares over that gave these.
+_FLAT_SHARE = 0.0082
+_OCTAVE_SHARES = (
+    0.0208, 0.0240, 0.0350, 0.0691, 0.1088, 0.1214, 0.0968, 0.0678, 0.0582, 0.0540, 0.0393, 0.0722, 0.0638, 0.0469,
+    0.0210, 0.0170, 0.0758,
+)  # fmt: skip
+_FIRST_OCTAVE = -1
+
+
+@dataclass(frozen=True)
+class Reuse:
+    """Rows are reused as in the embedding lookups that Meta published of its production ads models.
+
+    Each table is as popular as one with the published average of 12.7 ids a sample: a row's share of its table's
+    lookups is such that lookups of that number give `REUSE_SHARES_PERCENT`. Within an octave popularity falls like
+    1 / rank. In a table with fewer rows than such a batch touches, rows take the popularity of several.
+    """
+
+    name: str = "reuse"
+
+    def ranks(self, rng: np.random.Generator, num_rows: Int64Array) -> Int64Array:
+        """Draw ranks."""
+        shares = np.array(_OCTAVE_SHARES[::-1])
+        # Expected number of each octave's hottest row in a batch, from the hottest octave to the coldest.
+        highest = np.exp2(np.arange(_FIRST_OCTAVE + shares.size, _FIRST_OCTAVE, -1, dtype=np.float64))
+        # Lookups of a row expected c times lie log-uniform in c, so there are d(ln c) / ln 2 * lookups / c rows at c.
+        per_inverse = shares / (shares.sum() + _FLAT_SHARE) * REUSE_BATCH_SAMPLES * REUSE_AVERAGE_POOLING / math.log(2)
+        rows = per_inverse / highest
+        # Not whole: a row between two octaves has a part of both.
+        first_rank = np.cumsum(rows) - rows
+        cumulated = np.cumsum([*shares, _FLAT_SHARE])
+        octave = np.searchsorted(cumulated, rng.random(num_rows.size) * cumulated[-1], side="right")
+        inner = np.minimum(octave, shares.size - 1)
+        within = rng.random(num_rows.size)
+        # How often the row is expected in the batch, log-uniform in its octave; the hottest rows come first.
+        expected = highest[inner] * np.exp2(-within)
+        rank = first_rank[inner] + per_inverse[inner] * (1 / expected - 1 / highest[inner])
+        popular = rank.astype(np.int64) % num_rows
+        return np.where(octave == shares.size, (within * num_rows).astype(np.int64), popular)
+
+
+@dataclass(frozen=True, eq=False)
+class RowScatter:
+    """Which row of a table has which rank: popular rows lie all over the table, not side by side on its first pages.
+
+    rank * multiplier + offset mod num_rows, with a multiplier near num_rows / golden ratio that is prime to num_rows:
+    each row has one rank, and any first few ranks lie far apart. All arrays are int64 [tables]; rows are below 2^32.
+    """
+
+    num_rows: Int64Array
+    multipliers: Int64Array
+    offsets: Int64Array
+
+    @classmethod
+    def of(cls, num_rows: Int64Array) -> RowScatter:
+        """Make it for tables of so many rows each."""
+        golden, multipliers = (math.sqrt(5) - 1) / 2, []
+        for rows in num_rows.tolist():
+            near = max(1, round(rows * golden))
+            multipliers.append(next(number for number in itertools.count(near) if math.gcd(number, rows) == 1))
+        return cls(num_rows, np.array(multipliers, np.int64), num_rows // 3)
+
+    def rows(self, ranks: Int64Array, table: npt.NDArray[np.integer]) -> Int64Array:
+        """Find the rows, int64 [n], of ranks int64 [n] in tables [n]."""
+        # A product of two numbers below 2^32 may pass 2^63, but not 2^64.
+        product = ranks.astype(np.uint64) * self.multipliers.astype(np.uint64)[table]
+        num_rows = self.num_rows[table]
+        shifted = (product % num_rows.astype(np.uint64)).astype(np.int64) + self.offsets[table]
+        rows: Int64Array = shifted % num_rows
+        return rows
+
+
+IdDistribution: TypeAlias = Uniform | Zipf | Reuse
+
+
+def parse_ids(text: str) -> IdDistribution:
+    """Read `uniform`, `zipf:S` (or `zipf(S)`) or `reuse`. Raises WorkloadError."""
+    if text == "uniform":
+        return Uniform()
+    if text == "reuse":
+        return Reuse()
+    if match := _ZIPF.fullmatch(text):
+        return Zipf(float(match[1]))
+    raise WorkloadError(f"ids: {text!r} is not uniform, zipf:S with S in (0, {MAX_ZIPF_EXPONENT:g}], or reuse")
+
+
+NO_DEADLINE_S = math.inf
+"""Of requests before an API makes bytes of them: their time is what the bytes say."""
+
+
+class Workload(Protocol):
+    """Makes requests to one model.
+
+    Attributes:
+        name: everything that was chosen, for reports.
+        spec: the model.
+        schema: its features, in the order of a request's bags.
+    """
+
+    name: str
+    spec: ModelSpec
+    schema: FeatureSchema
+
+    def request(self, rng: np.random.Generator) -> RankRequest:
         """Make one more request; the same one for a generator in the same state."""
+
+
+Described: TypeAlias = FeatureSchema | RecordedSchema
+"""What the numbers of a request mean."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,43 +306,33 @@ class FeatureBags:
     values: Int64Array
     lengths: Int64Array
     weights: Float32Array | None
-    texts: tuple[str, ...] | None
+    texts: Sequence[str] | None
 
     @property
-    def is_single(self) -> bool:
-        """Tell whether every bag has exactly one id."""
-        return bool((self.lengths == 1).all())
+    def ids(self) -> Int64Array | Sequence[str]:
+        """The texts, or else the values."""
+        return self.values if self.texts is None else self.texts
 
 
-class Described(Protocol):
-    """What the numbers of a request mean: a model's `FeatureSchema`, or what was recorded of one."""
-
-    @property
-    def features(self) -> tuple[FeatureSpec, ...]:
-        """List the features in the order of a request's bags."""
-
-    @property
-    def string_features(self) -> frozenset[str]:
-        """Name those whose ids are strings."""
-
-    @property
-    def digest(self) -> str:
-        """Tell schemas apart, as packed requests do."""
-
-
-def features_of(schema: Described, request: WorkloadRequest) -> Iterator[FeatureBags]:
+def features_of(schema: Described, request: RankRequest) -> Iterator[FeatureBags]:
     """Go through the features of a request one by one, for formats that name each."""
-    bags = request.bags
+    bags, text = request.bags, 0
     bag_starts, value_starts, lengths = bags.bag_starts().tolist(), bags.value_starts().tolist(), bags.lengths
     for number, feature in enumerate(schema.features):
-        values = slice(value_starts[number], value_starts[number + 1])
+        values = bags.values[value_starts[number] : value_starts[number + 1]]
+        texts = None
+        if feature.name in schema.string_features:
+            texts = request.texts[text : text + values.size]
+            text += values.size
         yield FeatureBags(
             name=feature.name,
             is_context=feature.side == "context",
-            values=bags.values[values],
+            values=values,
             lengths=lengths[bag_starts[number] : bag_starts[number + 1]],
-            weights=bags.weights[values] if feature.weighted and bags.weights is not None else None,
-            texts=request.texts.get(feature.name),
+            weights=bags.weights[value_starts[number] : value_starts[number + 1]]
+            if feature.weighted and bags.weights is not None
+            else None,
+            texts=texts,
         )
 
 
@@ -122,9 +347,6 @@ class SyntheticWorkload:
         candidates: how many candidates.
         ragged: whether bags have drawn lengths: around a hotness h above 1, each of 1 to 2h - 1 alike; around 1, an
             eighth of the bags is empty, as many have two ids, all others one.
-
-    Raises:
-        WorkloadError: a feature without hotness, or a table whose ids are not rows.
     """
 
     def __init__(
@@ -140,13 +362,7 @@ class SyntheticWorkload:
         self.name = name
         self.spec = spec
         self.schema = FeatureSchema.of(spec)
-        names = [feature.name for feature in self.schema.features]
-        for table in spec.tables:
-            if table.id_mapping.kind != "identity":
-                raise WorkloadError(f"table {table.name!r}: id mapping {table.id_mapping.kind!r} is not 'identity'")
-        if wrong := [feature for feature in names if hotness.get(feature, 0) < 1]:
-            raise WorkloadError(f"feature {wrong[0]!r}: hotness {hotness.get(wrong[0])} is not 1 or more")
-        self._hotness = np.array([hotness[feature] for feature in names], np.int64)
+        self._hotness = np.array([hotness[feature.name] for feature in self.schema.features], np.int64)
         self._ids = ids
         self._candidates = candidates
         self._ragged = ragged
@@ -155,7 +371,7 @@ class SyntheticWorkload:
     def _scatter(self) -> RowScatter:
         return RowScatter.of(np.array([table.num_embeddings for table in self.schema.layout.tables], np.int64))
 
-    def request(self, rng: np.random.Generator) -> WorkloadRequest:
+    def request(self, rng: np.random.Generator) -> RankRequest:
         """Draw a request."""
         schema, dense_inputs = self.schema, self.spec.dense_inputs
         num_candidates = self._candidates.draw(rng)
@@ -164,11 +380,12 @@ class SyntheticWorkload:
         table = np.repeat(np.repeat(schema.table_index, bags_per_key), lengths)
         values: Int64Array = self._scatter.rows(self._ids.ranks(rng, self._scatter.num_rows[table]), table)
         keys = np.arange(bags_per_key.size, dtype=np.int32)
-        return WorkloadRequest(
+        return RankRequest(
             bags=KeyedBags.from_lengths(keys, bags_per_key, lengths, values),
             num_candidates=num_candidates,
             context_dense=rng.standard_normal(dense_inputs.context, dtype=np.float32),
             candidate_dense=rng.standard_normal((num_candidates, dense_inputs.candidate), dtype=np.float32),
+            timeout_s=NO_DEADLINE_S,
         )
 
     def _lengths(self, rng: np.random.Generator, hotness: Int64Array) -> Int64Array:

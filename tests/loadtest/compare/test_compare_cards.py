@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from loadtest.compare.arms import CompareConfig, ServedArm
-from loadtest.compare.measure import ArmMeasure, served_dtype
+from loadtest.compare.arms import ArmMeasure, CompareConfig, ServedArm, served_dtype
 from loadtest.compare.run import compared_snapshot
 from loadtest.errors import GeneratorError, ServerFailedError
 from loadtest.load.config import OfferedLoad
@@ -30,7 +29,7 @@ ONE = ServedArm(cards=1)
 
 
 @pytest.mark.timeout(300)
-def test_the_command_measures_every_arm_and_writes_comparison_and_page(tmp_path: Path):
+def test_every_arm_is_measured_and_a_page_is_written(tmp_path: Path):
     json_file, html_file = tmp_path / "cards.json", tmp_path / "cards.html"
     done = subprocess.run(
         [
@@ -48,8 +47,8 @@ def test_the_command_measures_every_arm_and_writes_comparison_and_page(tmp_path:
     # 1 if this machine was so busy that the generator itself was late, which the comparison says.
     assert done.returncode == (0 if found.valid else 1), done.stderr
     assert found.valid == (not found.invalid_because)
-    told = [line for line in done.stderr.splitlines() if line.startswith(("rehearsal", "round"))]
-    assert told == [f"{turn}: {name}" for turn in ("rehearsal", "round 1 of 1") for name in NAMES]
+    turns = [line for line in done.stderr.splitlines() if line.startswith(("rehearsal", "round"))]
+    assert turns == [f"{turn}: {name}" for turn in ("rehearsal", "round 1 of 1") for name in NAMES]
     assert [(arm.name, len(arm.runs), len(arm.cold_runs)) for arm in found.arms] == [(name, 1, 1) for name in NAMES]
     assert found.setup["dense model in"] == "float32"
     assert found.setup["same scores"].startswith("of 8 requests, to ")
@@ -74,7 +73,7 @@ def arm_measure(load: OfferedLoad, generators: Generators, snapshot: Path, folde
     return ArmMeasure(config, load, generators, snapshot, folder, Console(quiet=True))
 
 
-def test_a_server_has_the_models_scores_over_every_api_and_its_number_format(tmp_path: Path):
+def test_a_server_has_the_models_scores_over_every_api(tmp_path: Path):
     loads = {
         api: OfferedLoad(
             target=f"{'grpc' if 'grpc' in api else 'http'}://127.0.0.1:1",
@@ -103,7 +102,7 @@ def test_a_server_has_the_models_scores_over_every_api_and_its_number_format(tmp
                 generators.scores(nowhere, 1)
 
 
-def test_a_server_that_ends_before_it_is_ready_is_an_error_with_its_log(tmp_path: Path):
+def test_a_server_that_ends_too_early_is_shown_with_its_log(tmp_path: Path):
     load = OfferedLoad(target="http://127.0.0.1:1", workload="merlin-tiny:0.0001")
     why = r"(?s)1 card: server has ended before it served: exit code 1.*no such snapshot folder"
     with Generators() as generators:

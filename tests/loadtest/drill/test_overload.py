@@ -9,8 +9,8 @@ import pytest
 
 from loadtest.drill.config import OverloadDrillConfig
 from loadtest.drill.overload import SHED, UNAVAILABLE, Worked, overload_figures, phase_times
-from loadtest.load.closed_loop import CpuTime, Weighed
-from loadtest.load.recorder import ROW, Done, Records
+from loadtest.load.loops import CpuTime, Weighed
+from loadtest.load.result import ROW, Done, Records
 
 CONFIG = OverloadDrillConfig(seconds=10, normal_s=4, deadline_ms=100)
 KINDS = ("ok", SHED, UNAVAILABLE, "http_504")

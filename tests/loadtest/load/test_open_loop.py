@@ -9,6 +9,7 @@ import time
 
 import grpc
 import numpy as np
+import psutil
 import pytest
 import uvloop
 from hypothesis import given
@@ -16,9 +17,8 @@ from hypothesis import strategies as st
 
 from loadtest.load.config import OfferedLoad, RunConfig
 from loadtest.load.generator import offer
-from loadtest.load.open_loop import PreciseTimer, arrival_times
-from loadtest.load.recorder import Done, Ready, Recorder, make_result
-from loadtest.load.result import LoadResult
+from loadtest.load.loops import PreciseTimer, arrival_times
+from loadtest.load.result import Done, LoadResult, Ready, Recorder, make_result
 from loadtest.workloads.catalog import open_workload
 from loadtest.workloads.payloads import Payloads
 from shardrank_testing.loaded_server import CANDIDATES, Plan, Reply, loaded_grpc_server, loaded_http_server
@@ -34,23 +34,43 @@ def load(
     *,
     rate: float = 200,
     duration_s: float = 0.5,
-    warmup_s: float = 0.0,
+    lead_s: float = 0.05,
     pool_class: type[Payloads] = Payloads,
     **options: object,
 ) -> LoadResult:
     """Run a load in this process; times out after 5 s, unless told otherwise."""
     target = f"{'http' if api == 'json' else 'grpc'}://127.0.0.1:{port}"
     config = OfferedLoad(**{"target": target, "arrivals": "constant", "timeout_ms": 5000, **options})
-    run = RunConfig(rate=rate, duration_s=duration_s, warmup_s=warmup_s)
+    run = RunConfig(rate=rate, duration_s=duration_s, warmup_s=0)
     pool = pool_class(WORKLOAD, api, count=4)
 
     async def measured() -> Done:
         times = arrival_times(config.arrivals, rate, run.until_s)
-        return await offer(config, pool, times, Recorder(time.monotonic() + 0.05), cpu_s=(warmup_s, run.until_s))
+        return await offer(config, pool, times, Recorder(time.monotonic() + lead_s), cpu_s=(0, run.until_s))
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         done = runner.run(measured())
     return make_result(config, run, [Ready(requests=4, model="m", workload="w")], 0.0, [done])
+
+
+def connections_to(port: int) -> int:
+    """Of servers in this process."""
+    found = psutil.Process().net_connections("tcp")
+    return sum(one.status == psutil.CONN_ESTABLISHED and one.laddr.port == port for one in found)
+
+
+def test_grpc_connections_are_open_before_the_first_request():
+    seen: list[int] = []
+
+    def plan(number: int) -> Reply:
+        seen.append(connections_to(server.port))
+        return Reply()
+
+    with loaded_grpc_server(plan) as server:
+        result = load(server.port, "grpc", duration_s=0.2, lead_s=0.5, grpc_channels=16)
+        assert connections_to(server.port) == 0
+    assert seen[0] == 16
+    assert (result.errors, result.answered) == ({}, 40)
 
 
 def stalling(number: int, seconds: float) -> Plan:
@@ -159,16 +179,6 @@ def test_without_a_server_every_request_fails(hang_up):
         result = load(server.port)
     assert sum(result.errors.values()) == 100
     assert result.errors.keys() <= ({"connect", "connection"} if hang_up else {"connect"})
-
-
-def test_warm_up_ends_by_intended_time():
-    # Due 50 ms before the end of the warm-up, answered after it.
-    with loaded_http_server(stalling(45, 0.2)) as server:
-        result = load(server.port, rate=100, warmup_s=0.5, duration_s=1)
-    assert (server.requests, result.due, result.answered) == (150, 100, 100)
-    assert [(second.due, second.warmup) for second in result.time_line] == [(100, True), (50, False)]
-    # Those that were due later and met the rest of the stall count, 15 of them.
-    assert result.latency.max_ms >= 140
 
 
 def test_a_run_of_a_late_generator_is_not_valid(monkeypatch):

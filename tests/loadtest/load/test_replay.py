@@ -27,20 +27,20 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> dict[int, ApiModel]:
 @pytest.fixture(scope="module")
 def folder(versions: dict[int, ApiModel], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What version 1 was asked and answered: strings, weights, empty bags, dense inputs."""
-    found = tmp_path_factory.mktemp("recorded")
+    recorded = tmp_path_factory.mktemp("recorded")
     with api_service(versions[1]) as service:
-        own = RequestRecorder(RecordingConfig(folder=found, share=1.0))
-        service.on_ranked += (own.offer,)
+        recorder = RequestRecorder(RecordingConfig(folder=recorded, share=1.0))
+        service.on_ranked += (recorder.offer,)
 
         async def ask() -> None:
             async with running_api(service) as api:
                 for seed in range(COUNT):
-                    told = await api.http.post(f"/v1/models/{MODEL}:rank", json=api_request(seed, 3 + seed))
-                    assert told.status_code == 200
+                    response = await api.http.post(f"/v1/models/{MODEL}:rank", json=api_request(seed, 3 + seed))
+                    assert response.status_code == 200
 
         run(ask())
-        own.close()
-    return found
+        recorder.close()
+    return recorded
 
 
 def replayed(model: ApiModel, folder: Path, scheme: str, change_scores: float = 0.0) -> ReplayResult:
@@ -59,7 +59,7 @@ def replayed(model: ApiModel, folder: Path, scheme: str, change_scores: float = 
 
 
 @pytest.mark.parametrize("scheme", ["http", "grpc"])
-def test_the_version_that_answered_gives_the_same_scores_again(versions, folder: Path, scheme: str) -> None:
+def test_the_same_version_gives_the_same_scores_again(versions, folder: Path, scheme: str) -> None:
     result = replayed(versions[1], folder, scheme)
     assert (result.recorded, result.sent, result.answered, result.errors) == (COUNT, COUNT, COUNT, {})
     assert (result.compared, result.different, result.not_comparable) == (COUNT, 0, 0)
@@ -70,7 +70,7 @@ def test_the_version_that_answered_gives_the_same_scores_again(versions, folder:
     assert result.latency.p50_ms is not None
 
 
-def test_another_versions_scores_are_not_compared_and_one_that_differs_is_told(versions, folder: Path) -> None:
+def test_other_versions_are_not_compared_but_differences_are(versions, folder: Path) -> None:
     result = replayed(versions[2], folder, "http")
     assert (result.answered, result.compared, result.not_comparable, result.max_difference) == (COUNT, 0, COUNT, None)
     result = replayed(versions[1], folder, "http", change_scores=0.25)
@@ -80,7 +80,7 @@ def test_another_versions_scores_are_not_compared_and_one_that_differs_is_told(v
     assert result.max_difference == only.max_difference == pytest.approx(0.25, abs=1e-6)
 
 
-def test_requests_are_due_at_their_own_times_or_faster_or_evenly(folder: Path) -> None:
+def test_requests_are_due_at_their_times_or_faster_or_evenly(folder: Path) -> None:
     (path,) = recorded_files(folder)
     recorded = [changed(one, arrived_at=100.0 + number**2) for number, one in enumerate(read_file(path))][:4]
     assert due_times(recorded, 1.0, None).tolist() == [0.0, 1.0, 4.0, 9.0]
@@ -92,14 +92,14 @@ def test_requests_are_due_at_their_own_times_or_faster_or_evenly(folder: Path) -
 
 
 def test_what_can_not_be_replayed_is_refused(folder: Path, tmp_path: Path) -> None:
-    for where, model, told in ((folder, "books", "no requests of model 'books'"), (tmp_path, None, "no requests are")):
-        with pytest.raises(LoadConfigError, match=told):
+    for where, model in ((folder, "books"), (tmp_path, None)):
+        with pytest.raises(LoadConfigError, match="no requests of model 'books'" if model else "no requests are"):
             prepare(ReplayConfig(folder=where, target="http://h:1", model=model))
-    for wrong, told in (
+    for wrong, message in (
         (["--target", "ftp://h:1"], "ftp"),
         (["--target", "http://h:1", "--speed", "2", "--rate", "3"], "one of them"),
         (["--target", "http://h:1", "--speed", "0"], "speed"),
     ):
         result = CliRunner().invoke(replay_command, [str(folder), *wrong])
         assert result.exit_code == 2
-        assert told in result.output
+        assert message in result.output

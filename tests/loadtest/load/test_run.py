@@ -8,7 +8,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -19,14 +19,13 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from loadtest.errors import GeneratorError, LoadConfigError
-from loadtest.load import recorder, run
+from loadtest.load import result as results
+from loadtest.load import run
 from loadtest.load.cli import loadtest
-from loadtest.load.config import LoadTarget, OfferedLoad, RunConfig
-from loadtest.load.generator import Generators, open_payloads
+from loadtest.load.config import OfferedLoad, RunConfig
+from loadtest.load.generator import Generators, open_payloads, stopping_on_signals
 from loadtest.load.result import LoadResult, Mark, SweepResult
-from loadtest.load.run import MIN_RATE, TOLERANCE, read_marks, run_sweep, sweep, with_marks
-from loadtest.load.show import outcome_of, show_result
-from loadtest.load.workers import stopping_on_signals
+from loadtest.load.run import MIN_RATE, TOLERANCE, read_marks, run_sweep, show_result, sweep, with_marks
 from loadtest.workloads.payloads import FORMS
 from serving.fleet.process import StopRequestedError
 from shardrank_testing.load_results import example_run, example_sweep
@@ -42,37 +41,32 @@ def small_load(target: str, **options: object) -> OfferedLoad:
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    ("text", "scheme", "address", "api"),
     [
-        ("http://127.0.0.1:8080", ("http", "127.0.0.1:8080")),
-        ("http://example.org/", ("http", "example.org:80")),
-        ("grpc://[::1]:8081", ("grpc", "[::1]:8081")),
+        ("http://127.0.0.1:8080", "http", "127.0.0.1:8080", "json"),
+        ("http://example.org/", "http", "example.org:80", "json"),
+        ("grpc://[::1]:8081", "grpc", "[::1]:8081", "grpc"),
     ],
 )
-def test_a_target_is_a_scheme_a_host_and_a_port(text, expected):
-    target = LoadTarget.parse(text)
-    assert (target.scheme, target.address) == expected
+def test_a_target_has_an_address_and_a_first_api(text, scheme, address, api):
+    load = OfferedLoad(target=text)
+    assert (load.at.scheme, load.at.address, load.spoken) == (scheme, address, api)
+    assert OfferedLoad(target="grpc://a:1", api="oip-grpc").spoken == "oip-grpc"
 
 
 @pytest.mark.parametrize(
-    ("target", "given", "message"),
+    ("given", "message"),
     [
-        *((text, {}, "target") for text in ("https://a", "a:80", "grpc://a", "http://a/v1", "http://a?x=1")),
-        *((text, {}, "target") for text in ("http://u@a", "http://a:99999", "http://")),
-        ("http://a", {"api": "grpc"}, "'grpc' is not spoken at http://; json, oip-http are"),
-        ("http://a", {"slo_ms": 70, "timeout_ms": 50}, "70 is more than timeout_ms, 50"),
-        ("http://a", {"processes": 8, "max_connections": 4}, "max_connections: 4 is less than processes, 8"),
+        *(({"target": text}, "target") for text in ("https://a", "a:80", "grpc://a", "http://a/v1", "http://a?x=1")),
+        *(({"target": text}, "target") for text in ("http://u@a", "http://a:99999", "http://")),
+        ({"api": "grpc"}, "'grpc' is not spoken at http://; json, oip-http are"),
+        ({"slo_ms": 70, "timeout_ms": 50}, "70 is more than timeout_ms, 50"),
+        ({"processes": 8, "max_connections": 4}, "max_connections: 4 is less than processes, 8"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused(target, given, message):
+def test_settings_that_do_not_fit_are_refused(given, message):
     with pytest.raises(ValidationError, match=message):
-        OfferedLoad(target=target, **given)
-
-
-def test_the_api_follows_from_the_target():
-    assert OfferedLoad(target="http://a").spoken == "json"
-    assert OfferedLoad(target="grpc://a:1").spoken == "grpc"
-    assert OfferedLoad(target="grpc://a:1", api="oip-grpc").spoken == "oip-grpc"
+        OfferedLoad(**{"target": "http://a", **given})
 
 
 @pytest.mark.parametrize(("timeout_ms", "stated"), [(1000, None), (20, None), (2500.5, 2501)])
@@ -86,31 +80,25 @@ def test_marks_are_set_in_the_time_of_a_run(tmp_path: Path):
     path.write_text("1000.5 swap to version 2\n\n 999 before\n1100 after\n")
     result = RUN.model_copy(update={"started_at": "1970-01-01T00:16:40+00:00", "duration_s": 50})
     assert with_marks(result, read_marks(path)).marks == (Mark(at_s=0.5, label="swap to version 2"),)
-
-
-@pytest.mark.parametrize("line", ["swap", "1000", "1000 " + "x" * 201, "nan swap", "inf swap"])
-def test_a_malformed_mark_is_named(tmp_path: Path, line: str):
-    path = tmp_path / "marks"
-    path.write_text(f"1000 fine\n{line}\n")
-    with pytest.raises(LoadConfigError, match="line 2"):
-        read_marks(path)
+    for line in ("swap", "1000", "1000 " + "x" * 201, "nan swap", "inf swap"):
+        path.write_text(f"1000 fine\n{line}\n")
+        with pytest.raises(LoadConfigError, match="line 2"):
+            read_marks(path)
 
 
 @pytest.mark.parametrize("varied", [True, False])
-@pytest.mark.parametrize(
-    ("result", "number"), [(RUN, f"{RUN.latency.p99_ms:.2f}"), (SWEEP, f"{SWEEP.highest_rate:.1f}/s")]
-)
-def test_a_result_is_shown(result, number: str, varied: bool):
-    document = result.model_dump()
-    for step in document.get("steps", [document]):
-        step["varied"] = varied
-    text = io.StringIO()
-    show_result(Console(file=text, width=140), type(result).model_validate(document))
-    assert number in text.getvalue()
-    assert f"requests are {FORMS[varied]}" in text.getvalue()
+def test_a_result_is_shown(varied: bool):
+    for result, number in ((RUN, f"{RUN.latency.p99_ms:.2f}"), (SWEEP, f"{SWEEP.highest_rate:.1f}/s")):
+        document = result.model_dump()
+        for step in document.get("steps", [document]):
+            step["varied"] = varied
+        text = io.StringIO()
+        show_result(Console(file=text, width=140), type(result).model_validate(document))
+        assert number in text.getvalue()
+        assert f"requests are {FORMS[varied]}" in text.getvalue()
 
 
-def test_results_of_earlier_releases_are_of_requests_that_did_not_vary():
+def test_results_of_earlier_releases_did_not_vary_requests():
     assert not LoadResult.model_validate(RUN.model_dump(exclude={"varied"})).varied
 
 
@@ -165,7 +153,7 @@ def test_the_command_sends_from_processes_and_writes_its_result(tmp_path: Path):
 def test_a_sweep_uses_the_same_processes_for_all_steps(monkeypatch):
     # A busy machine makes the generator late, which is not what this test is about.
     monkeypatch.setattr(run, "MIN_REQUESTS_OF_A_STEP", 50)
-    monkeypatch.setattr(recorder, "MIN_MAX_LAG_MS", 10_000.0)
+    monkeypatch.setattr(results, "MIN_MAX_LAG_MS", 10_000.0)
     console = Console(file=io.StringIO())
     with loaded_grpc_server() as server, Generators() as generators:
         load = small_load(f"grpc://127.0.0.1:{server.port}", slo_ms=9000, arrivals="constant")
@@ -175,36 +163,27 @@ def test_a_sweep_uses_the_same_processes_for_all_steps(monkeypatch):
     assert (result.highest_rate, result.limited_by) == (200, "max_rate")
 
 
-def offer_for_a_minute(generators: Generators, act: Callable[[], object]) -> None:
-    """Load a server that acts when it gets its fifth request."""
-
+@pytest.mark.parametrize(
+    ("act", "error"),
+    [
+        (lambda generators: os.kill(generators.process_ids[0], signal.SIGKILL), GeneratorError),
+        (lambda generators: os.kill(os.getpid(), signal.SIGINT), StopRequestedError),
+    ],
+)
+def test_a_killed_process_or_an_interrupt_ends_the_load(act, error):
     def plan(number: int) -> Reply:
         if number == 4:
-            act()
+            act(generators)
         return Reply()
 
-    with loaded_http_server(plan) as server:
+    raises = pytest.raises(error, match="worker process 0 ended" if error is GeneratorError else "SIGINT")
+    with loaded_http_server(plan) as server, Generators() as generators, stopping_on_signals(), raises:
         generators.offer(small_load(f"http://127.0.0.1:{server.port}"), RunConfig(rate=50, duration_s=60))
-
-
-def test_a_killed_process_ends_the_load():
-    with Generators() as generators, pytest.raises(GeneratorError, match="worker process 0 ended"):
-        offer_for_a_minute(generators, lambda: os.kill(generators.process_ids[0], signal.SIGKILL))
-
-
-def test_an_interrupt_ends_the_load():
-    with Generators() as generators, stopping_on_signals(), pytest.raises(StopRequestedError):
-        offer_for_a_minute(generators, lambda: os.kill(os.getpid(), signal.SIGINT))
 
 
 def test_a_workload_that_can_not_be_opened_is_a_config_error():
     with Generators() as generators, pytest.raises(LoadConfigError, match="zipf:x"):
         generators.prepare(small_load("http://127.0.0.1:1", ids="zipf:x"))
-
-
-def measured(rate: float, *, p99_ms: float | None, valid: bool = True) -> LoadResult:
-    due = RUN.latency_of_due.model_copy(update={"p99_ms": p99_ms})
-    return RUN.model_copy(update={"rate": rate, "latency_of_due": due, "valid": valid})
 
 
 def search(
@@ -215,13 +194,17 @@ def search(
     max_rate: float = 100_000,
     bad: Sequence[int] = (),
 ) -> SweepResult:
-    """Search the capacity of a server; of the runs, those with numbers in `bad` fail."""
-    numbers, wrong = itertools.count(), set(bad)
+    """Search the capacity of a server, where p99 is the limit or there is none; runs with numbers in `bad` fail."""
+    numbers = itertools.count()
 
     def measure(rate: float) -> LoadResult:
-        kept = rate <= capacity and next(numbers) not in wrong
-        return measured(rate, p99_ms=1.0 if kept else None, valid=rate <= valid_to)
+        kept = rate <= capacity and next(numbers) not in bad
+        p99_ms = SLO_MS if kept else (None, SLO_MS + 0.1)[len(found) % 2]
+        due = RUN.latency_of_due.model_copy(update={"p99_ms": p99_ms})
+        found.append(RUN.model_copy(update={"rate": rate, "latency_of_due": due, "valid": rate <= valid_to}))
+        return found[-1]
 
+    found: list[LoadResult] = []
     return sweep(measure, SLO_MS, first_rate=first_rate, max_rate=max_rate)
 
 
@@ -253,11 +236,3 @@ def test_rates_of_a_sweep(options, rates, limited_by, highest):
 def test_a_sweep_that_finds_no_rate():
     found = search(0)
     assert (found.highest_rate, found.lowest_failed_rate, found.limited_by) == (None, MIN_RATE, "server")
-
-
-@pytest.mark.parametrize(
-    ("p99_ms", "valid", "outcome"),
-    [(SLO_MS, True, "kept"), (SLO_MS + 0.1, True, "failed"), (None, True, "failed"), (1.0, False, "invalid")],
-)
-def test_outcome_of_a_step(p99_ms, valid, outcome):
-    assert outcome_of(measured(1, p99_ms=p99_ms, valid=valid), SLO_MS) == outcome

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from loadtest.errors import HistogramError
-from loadtest.load.recorder import encode_histogram
-from loadtest.load.result import EncodedHistogram
+from loadtest.load.result import EncodedHistogram, encode_histogram
 from loadtest.report.charts import decode_histogram, latency_chart, percentile_chart, percentile_curve, ratio_chart
 from loadtest.rounds import Arm, ComparedMeasure, Comparison
 from shardrank_testing.load_results import QueueLoad, example_sweep

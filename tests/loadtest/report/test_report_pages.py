@@ -11,8 +11,7 @@ import pytest
 from playwright.sync_api import sync_playwright
 
 from loadtest.errors import HistogramError, PageFileError
-from loadtest.load.recorder import encode_histogram, percentiles
-from loadtest.load.result import Mark, Second
+from loadtest.load.result import Mark, Second, encode_histogram, percentiles
 from loadtest.report.page import html, write_html
 from loadtest.report.results import compare_runs
 from loadtest.rounds import ComparedMeasure

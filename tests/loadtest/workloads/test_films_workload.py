@@ -9,9 +9,8 @@ from loadtest.errors import WorkloadError
 from loadtest.load.config import OfferedLoad
 from loadtest.load.generator import open_payloads
 from loadtest.workloads.catalog import FilmsWorkload, open_workload
-from loadtest.workloads.distributions import Fixed
 from loadtest.workloads.payloads import APIS, Payloads
-from loadtest.workloads.workload import features_of
+from loadtest.workloads.workload import features_of, parse_candidates
 from serving.training.dataset import FilmsDataset, FilmsOptions
 from serving.training.interactions import DatasetError
 from shardrank_testing.movielens import small_interactions, write_movielens
@@ -31,21 +30,18 @@ def by_name(films: FilmsWorkload, seed: int):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_request_is_a_user_with_what_was_rated_in_the_test_part_and_liked_in_the_training_part(seed):
+def test_a_request_is_a_user_with_films_rated_and_liked(seed):
+    """Rated in the test part, liked in the training part; candidates bring the genres of their films."""
     dataset = FilmsDataset.split(DATA, seed=SEED)
     request, features = by_name(workload(), seed)
     user = int(np.flatnonzero(DATA.users.ids == features["user_id"].values[0])[0])
     tested = dataset.test[DATA.user_index[dataset.test] == user]
     assert sorted(features["film_id"].values) == sorted(DATA.films.ids[DATA.film_index[tested]])
     assert request.num_candidates == tested.size
-    liked = [one for one in dataset.train.tolist() if DATA.user_index[one] == user and dataset.labels[one] > 0]
-    latest = sorted(liked, key=lambda one: -DATA.timestamps[one])[:50]
+    liked = [rating for rating in dataset.train if DATA.user_index[rating] == user and dataset.labels[rating] > 0]
+    latest = sorted(liked, key=lambda rating: -DATA.timestamps[rating])[:50]
     assert sorted(DATA.timestamps[latest]) == sorted(DATA.timestamps[liked])[-len(latest) :]
     assert sorted(features["history"].values) == sorted(DATA.films.ids[DATA.film_index[latest]])
-
-
-def test_candidates_bring_the_genres_of_their_films():
-    _, features = by_name(workload(), 0)
     starts = np.cumsum([0, *features["genre"].lengths])
     for number, film in enumerate(features["film_id"].values):
         at = int(np.flatnonzero(DATA.films.ids == film)[0])
@@ -55,22 +51,15 @@ def test_candidates_bring_the_genres_of_their_films():
 
 def test_every_user_of_the_test_part_comes():
     films = workload()
-    rng = np.random.default_rng(0)
-    requests = (films.request(rng) for _ in range(3000))
-    users = {
-        int(one.values[0])
-        for request in requests
-        for one in features_of(films.schema, request)
-        if one.name == "user_id"
-    }
-    assert len(users) == films.num_users == np.unique(DATA.user_index[FilmsDataset.split(DATA, seed=SEED).test]).size
+    users = {int(by_name(films, seed)[1]["user_id"].values[0]) for seed in range(3000)}
+    assert len(users) == np.unique(DATA.user_index[FilmsDataset.split(DATA, seed=SEED).test]).size
 
 
 @pytest.mark.parametrize("count", [1, 100, 300])
-def test_with_a_number_of_candidates_the_rated_films_are_filled_up_with_others(count):
-    _, own = by_name(workload(), 7)
-    request, features = by_name(workload(candidates=Fixed(count)), 7)
-    rated, found = own["film_id"].values, features["film_id"].values
+def test_rated_films_are_filled_up_to_a_number_of_candidates(count):
+    _, of_user = by_name(workload(), 7)
+    request, features = by_name(workload(candidates=parse_candidates(str(count))), 7)
+    rated, found = of_user["film_id"].values, features["film_id"].values
     assert request.num_candidates == found.size == count
     assert found[: rated.size].tolist() == rated[:count].tolist()
     if count <= DATA.films.ids.size:
@@ -81,8 +70,7 @@ def test_with_a_number_of_candidates_the_rated_films_are_filled_up_with_others(c
 @pytest.mark.parametrize("profile", [False, True])
 @pytest.mark.parametrize("api", APIS)
 def test_the_server_s_parser_reads_films_back(api, profile):
-    films = workload(profile=profile)
-    rng = np.random.default_rng(0)
+    films, rng = workload(profile=profile), np.random.default_rng(0)
     for payload in Payloads(films, api, count=5):
         request = films.request(rng)
         assert_same_request(read_payload(films, api, payload), request)
@@ -98,16 +86,17 @@ def test_movielens_files_are_read_from_their_folder(tmp_path):
     assert open_workload("films:profile", movielens=folder).spec.dense_inputs.candidate == 2
 
 
-def test_films_need_their_folder_and_bring_their_own_ids(tmp_path):
-    with pytest.raises(WorkloadError, match="--movielens"):
-        open_workload("films")
-    with pytest.raises(WorkloadError, match="none can be chosen"):
-        open_workload("films", movielens=tmp_path, ids="uniform")
-    with pytest.raises(DatasetError):
-        open_workload("films", movielens=tmp_path)
+def test_films_need_their_folder_and_bring_their_ids(tmp_path):
+    for options, error, message in (
+        ({}, WorkloadError, "--movielens"),
+        ({"movielens": tmp_path, "ids": "uniform"}, WorkloadError, "none can be chosen"),
+        ({"movielens": tmp_path}, DatasetError, None),
+    ):
+        with pytest.raises(error, match=message):
+            open_workload("films", **options)
 
 
-def test_the_seed_of_a_load_draws_other_users_from_the_same_split(tmp_path):
+def test_the_seed_draws_other_users_from_the_same_split(tmp_path):
     folder = write_movielens(tmp_path, small_interactions(num_ratings=1000))
 
     def asked(seed: int, split_seed: int) -> tuple[str, list[bytes]]:

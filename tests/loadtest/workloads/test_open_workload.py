@@ -7,10 +7,8 @@ import pytest
 
 from loadtest.errors import WorkloadError
 from loadtest.workloads.catalog import BenchShape, bench_spec, open_workload
-from loadtest.workloads.distributions import Fixed, Uniform
-from loadtest.workloads.workload import SyntheticWorkload, features_of
+from loadtest.workloads.workload import features_of
 from serving.cli.capacity import DLRM_V2_HOTNESS, DLRM_V2_ROWS
-from shardrank_testing.serving_api import api_spec
 
 
 def request_of(workload, seed: int = 0):
@@ -18,7 +16,7 @@ def request_of(workload, seed: int = 0):
     return request, {feature.name: feature for feature in features_of(workload.schema, request)}
 
 
-def test_dlrm_v2_asks_for_its_214_ids_a_candidate_in_tables_of_the_published_sizes():
+def test_dlrm_v2_has_214_ids_a_candidate_and_published_tables():
     workload = open_workload("dlrm-v2", candidates="7", varied=False)
     request, features = request_of(workload)
     assert request.bags.num_values == 7 * sum(DLRM_V2_HOTNESS) == 7 * 214
@@ -62,7 +60,7 @@ def test_requests_are_varied_around_the_published_ones():
         assert (found.min(), found.max()) == (min(expected), max(expected))
 
 
-def test_requests_that_are_not_varied_have_the_published_bags_and_candidates():
+def test_requests_that_do_not_vary_are_the_published_ones():
     workload = open_workload("merlin-tiny:0.001", varied=False)
     rng = np.random.default_rng(3)
     requests = [workload.request(rng) for _ in range(100)]
@@ -73,13 +71,11 @@ def test_requests_that_are_not_varied_have_the_published_bags_and_candidates():
 
 
 def test_scale_is_the_share_of_the_rows():
-    workload = open_workload("dlrm-v2:0.01")
-    assert [table.num_embeddings for table in workload.spec.tables] == [
-        max(1, round(0.01 * rows)) for rows in DLRM_V2_ROWS
-    ]
+    tables = open_workload("dlrm-v2:0.01").spec.tables
+    assert [table.num_embeddings for table in tables] == [max(1, round(0.01 * rows)) for rows in DLRM_V2_ROWS]
 
 
-def test_the_benchmarks_table_is_asked_for_as_many_ids_a_bag_as_its_name_says():
+def test_a_bench_workload_has_the_hotness_of_its_name():
     workload = open_workload("bench-mlp:20")
     assert workload.spec == bench_spec(BenchShape(), "mlp")
     assert workload.name == "bench-mlp:20, ids uniform, candidates 50-500:200, ragged bags"
@@ -98,7 +94,7 @@ def test_everything_that_was_chosen_is_in_the_name():
     )
 
 
-def test_context_features_are_those_with_the_most_ids_and_come_once():
+def test_context_features_have_the_most_ids_and_come_once():
     workload = open_workload("dlrm-v2:0.001", candidates="5", context_features=2, varied=False)
     request, features = request_of(workload)
     context = {name for name, feature in features.items() if feature.is_context}
@@ -107,30 +103,18 @@ def test_context_features_are_those_with_the_most_ids_and_come_once():
     assert request.bags.num_values == 100 + 27 + 5 * (214 - 127)
 
 
+UNKNOWN = "dlrm dlrm-v2: dlrm-v2:0 dlrm-v2:1.5 dlrm-v2:nan dlrm-v2:-1 merlin-tiny:x films:x"
+NOT_HOTNESS = "bench-mlp: bench-mlp:0 bench-mlp:1001 bench-dlrm:1.5"
+
+
 @pytest.mark.parametrize(
-    "text",
-    ["dlrm", "", "dlrm-v2:", "dlrm-v2:0", "dlrm-v2:1.5", "dlrm-v2:nan", "dlrm-v2:-1", "merlin-tiny:x", "films:x"],
+    ("text", "context_features", "message"),
+    [
+        *((text, 0, "workload") for text in ("", *UNKNOWN.split())),
+        *((text, 0, "is not a whole number of ids from 1 to 1000") for text in NOT_HOTNESS.split()),
+        *(("dlrm-v2", count, "context_features: ") for count in (-1, 26)),
+    ],
 )
-def test_an_unknown_workload_or_scale_is_refused(text):
-    with pytest.raises(WorkloadError, match="workload"):
-        open_workload(text)
-
-
-@pytest.mark.parametrize("text", ["bench-mlp:", "bench-mlp:0", "bench-mlp:1001", "bench-dlrm:1.5"])
-def test_ids_of_a_benchmarks_bag_are_a_whole_number(text):
-    with pytest.raises(WorkloadError, match="is not a whole number of ids from 1 to 1000"):
-        open_workload(text)
-
-
-@pytest.mark.parametrize("count", [-1, 26])
-def test_a_candidate_feature_must_be_left(count):
-    with pytest.raises(WorkloadError, match="context_features: "):
-        open_workload("dlrm-v2", context_features=count)
-
-
-def test_a_drawn_workload_needs_rows_for_ids_and_the_length_of_every_bag():
-    with pytest.raises(WorkloadError, match=r"'cities'.*'vocabulary'"):
-        SyntheticWorkload("x", api_spec(), {}, Uniform(), Fixed(1), ragged=True)
-    spec = open_workload("dlrm-v2").spec
-    with pytest.raises(WorkloadError, match="'f3': hotness None"):
-        SyntheticWorkload("x", spec, {"f0": 1, "f1": 1, "f2": 1}, Uniform(), Fixed(1), ragged=True)
+def test_what_is_no_workload_is_refused(text, context_features, message):
+    with pytest.raises(WorkloadError, match=message):
+        open_workload(text, context_features=context_features)

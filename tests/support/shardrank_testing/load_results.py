@@ -8,25 +8,30 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from loadtest.load.recorder import encode_histogram, percentiles
-from loadtest.load.result import Generator, GeneratorProcess, LoadResult, Machine, Mark, Second, SweepResult
+from loadtest.load.config import OfferedLoad, RunConfig
+from loadtest.load.result import (
+    MAX_CPU_SHARE,
+    ROW,
+    Done,
+    LoadResult,
+    Machine,
+    Mark,
+    Ready,
+    Records,
+    SweepResult,
+    make_result,
+)
 
 Floats = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True)
-class Stall:
-    """The server stands still at a moment.
-
-    Attributes:
-        at_s: since the run's begin.
-        lasts_ms: for so long.
-        label: of the mark.
-    """
+class Stall(NamedTuple):
+    """The server stands still, from so many seconds after the run's begin on; a mark says why."""
 
     at_s: float
     lasts_ms: float
@@ -38,7 +43,6 @@ class QueueLoad:
     """A load and its server.
 
     Attributes:
-        rate: arrivals a second.
         service_ms: of a request, the mean; 1000 / service_ms is what the server can do.
         overhead_ms: of every answer, beside queue and service.
         longest_wait_ms: a request that would wait for longer is shed.
@@ -61,20 +65,43 @@ class QueueLoad:
     target: str = "http://127.0.0.1:8000"
 
     def run(self) -> LoadResult:
-        """What a load test of it would find."""
+        """What a load test of it would find, sent from two processes."""
         rng = np.random.default_rng(self.seed)
-        due = self._arrivals(rng)
-        latency = self._latencies(due, rng)
-        kinds = np.full(len(due), "", dtype="<U20")
-        kinds[latency > self.timeout_ms] = "timeout"
-        kinds[(latency < 0) | (rng.random(len(due)) < self.refused)] = "http_503"
-        return self._result(due, latency, kinds, rng)
-
-    def _arrivals(self, rng: np.random.Generator) -> Floats:
         length = self.warmup_s + self.duration_s
-        gaps = rng.exponential(1 / self.rate, int(self.rate * length * 1.3 + 50))
-        times = np.cumsum(gaps)
-        return times[times < length]
+        due = np.cumsum(rng.exponential(1 / self.rate, int(self.rate * length * 1.3 + 50)))
+        due = due[due < length]
+        latency = self._latencies(due, rng)
+        kinds = ("ok", "http_503", "timeout")
+        rows = np.zeros(len(due), ROW)
+        rows["code"][latency > self.timeout_ms] = kinds.index("timeout")
+        rows["code"][(latency < 0) | (rng.random(len(due)) < self.refused)] = kinds.index("http_503")
+        rows["due"], rows["ended"] = due, due + np.abs(latency) / 1000
+        rows["turn"] = rows["sent"] = np.minimum(due + rng.exponential(2e-5, len(due)), rows["ended"])
+        load = OfferedLoad(
+            target=self.target,
+            ids="zipf(1.05)",
+            candidates="100-700",
+            varied=False,
+            timeout_ms=self.timeout_ms,
+            slo_ms=self.slo_ms,
+            max_connections=128,
+            seed=self.seed,
+        )
+        timing = RunConfig(rate=self.rate, warmup_s=self.warmup_s, duration_s=self.duration_s)
+        done = []
+        for process, cpu_share in enumerate((self.cpu_share, 0.9 * self.cpu_share)):
+            records = Records(rows[process::2], kinds, tuple(f"{kind}: at {self.target}" for kind in kinds[1:]))
+            done.append(Done(records, cpu_share * self.duration_s, connections=64))
+        ready = [Ready(256, "ranker", "dlrm-v2:0.001")] * 2
+        changed = {
+            "started_at": "2026-03-01T12:00:00+00:00",
+            "marks": tuple(Mark(at_s=stall.at_s, label=stall.label) for stall in self.stalls),
+            "machine": Machine(name="example", cpu="Example 2 GHz", cores=2, memory_bytes=17 << 30, system="Linux 6.1"),
+            "versions": {"shardrank": "0.1.0", "python": "3.11.9", "uvloop": "0.22.1"},
+        }
+        if self.cpu_share > MAX_CPU_SHARE:
+            changed["invalid_because"] = (f"process 1 used {self.cpu_share:.2f} of a core; at most 0.9 is valid",)
+        return make_result(load, timing, ready, 0.0, done).model_copy(update=changed)
 
     def _latencies(self, due: Floats, rng: np.random.Generator) -> Floats:
         """In ms; -1 if shed. Lindley: a request begins when it is due, or when the one before it ends."""
@@ -92,91 +119,6 @@ class QueueLoad:
             free = begins + takes
             latency[index] += (free - at) * 1000
         return latency
-
-    def _result(
-        self, due: Floats, latency: Floats, kinds: npt.NDArray[np.str_], rng: np.random.Generator
-    ) -> LoadResult:
-        late_ms = rng.exponential(0.02, len(due))
-        measured = due >= self.warmup_s
-        right = measured & (kinds == "")
-        latency_s = latency[right] / 1000
-        service_s = np.maximum(latency_s - late_ms[right] / 1000, 1e-6)
-        failed, numbers = np.unique(kinds[measured & ~right], return_counts=True)
-        answered, all_due = int(right.sum()), int(measured.sum())
-        in_time = int((latency[right] <= self.slo_ms).sum())
-        valid = self.cpu_share <= 0.9
-        return LoadResult(
-            target=self.target,
-            api="json",
-            model="ranker",
-            workload="dlrm-v2:0.001",
-            ids="zipf(1.05)",
-            candidates="100-700",
-            requests=512,
-            arrivals="poisson",
-            seed=self.seed,
-            rate=self.rate,
-            warmup_s=self.warmup_s,
-            duration_s=self.duration_s,
-            timeout_ms=self.timeout_ms,
-            slo_ms=self.slo_ms,
-            started_at="2026-03-01T12:00:00+00:00",
-            due=all_due,
-            sent=all_due,
-            answered=answered,
-            within_slo=in_time,
-            errors=dict(zip(failed.tolist(), numbers.tolist(), strict=True)),
-            error_examples=tuple(f"{kind}: at {self.target}" for kind in failed.tolist()),
-            goodput=in_time / self.duration_s,
-            throughput=answered / self.duration_s,
-            latency=percentiles(latency_s),
-            latency_of_due=percentiles(latency_s, all_due),
-            service=percentiles(service_s),
-            latency_histogram=encode_histogram(latency_s),
-            service_histogram=encode_histogram(service_s),
-            time_line=self._seconds(due, latency, kinds),
-            marks=tuple(Mark(at_s=one.at_s, label=one.label) for one in self.stalls),
-            generator=self._generator(all_due, late_ms),
-            valid=valid,
-            invalid_because=() if valid else (f"process 1 used {self.cpu_share:.2f} of a core; at most 0.9 is valid",),
-            machine=Machine(
-                name="example", cpu="Example CPU 2.0 GHz", cores=2, memory_bytes=17 << 30, system="Linux 6.1"
-            ),
-            versions={"shardrank": "0.1.0", "python": "3.11.9", "uvloop": "0.22.1"},
-        )
-
-    def _generator(self, due: int, late_ms: Floats) -> Generator:
-        p99, most = float(np.quantile(late_ms, 0.99)), float(late_ms.max())
-        processes = [
-            GeneratorProcess(
-                cpu_share=self.cpu_share * part, due=due // 2, connections=64, lag_p99_ms=p99, lag_max_ms=most
-            )
-            for part in (1.0, 0.9)
-        ]
-        return Generator(
-            processes=tuple(processes), lag_p99_ms=p99, max_lag_p99_ms=5.0, max_cpu_share=0.9, max_in_flight=4096,
-            max_connections=128,
-        )  # fmt: skip
-
-    def _seconds(self, due: Floats, latency: Floats, kinds: npt.NDArray[np.str_]) -> tuple[Second, ...]:
-        found = []
-        for second in range(int(np.ceil(self.warmup_s + self.duration_s))):
-            inside = (due >= second) & (due < second + 1)
-            right = inside & (kinds == "")
-            times = latency[right]
-            found.append(
-                Second(
-                    at_s=second,
-                    warmup=second < self.warmup_s,
-                    due=int(inside.sum()),
-                    ok=int(right.sum()),
-                    errors=int((inside & ~right).sum()),
-                    p50_ms=float(np.quantile(times, 0.5)) if len(times) else None,
-                    p99_ms=float(np.quantile(times, 0.99)) if len(times) else None,
-                    in_flight=int(((due <= second + 1) & (due + latency / 1000 > second + 1)).sum()),
-                )
-            )
-        return tuple(found)
 
 
 @cache

@@ -6,7 +6,7 @@ import numpy as np
 
 from loader.snapshot.tables import fingerprint_strings
 from loadtest.workloads.payloads import HEADER_LENGTH, Api, Payload
-from loadtest.workloads.workload import Workload, WorkloadRequest
+from loadtest.workloads.workload import NO_DEADLINE_S, Workload
 from router.feature_schema import FeatureSchema
 from serving.formats.requests import RankRequest
 from serving.formats.schema import RequestSchema
@@ -29,7 +29,7 @@ class MixedWorkload:
         self._num_candidates = num_candidates
         self._max_hotness = max_hotness
 
-    def request(self, rng: np.random.Generator) -> WorkloadRequest:
+    def request(self, rng: np.random.Generator) -> RankRequest:
         schema, count = self.schema, self._num_candidates
         bags_per_key = np.where(schema.is_context, 1, count).astype(np.int64)
         lengths = rng.integers(0, self._max_hotness + 1, int(bags_per_key.sum()))
@@ -45,14 +45,15 @@ class MixedWorkload:
             chosen = key == schema.index[name]
             weights[chosen] = rng.standard_normal(int(chosen.sum()), dtype=np.float32)
         dense = self.spec.dense_inputs
-        return WorkloadRequest(
+        return RankRequest(
             bags=KeyedBags.from_lengths(
                 np.arange(bags_per_key.size, dtype=np.int32), bags_per_key, lengths, values, weights
             ),
             num_candidates=count,
             context_dense=rng.standard_normal(dense.context, dtype=np.float32),
             candidate_dense=rng.standard_normal((count, dense.candidate), dtype=np.float32),
-            texts={"city": words},
+            timeout_s=NO_DEADLINE_S,
+            texts=words,
         )
 
     @property
@@ -73,7 +74,7 @@ def read_payload(workload: Workload, api: Api, payload: Payload) -> RankRequest:
     return parse_infer_body(schema, payload.body, dict(payload.headers)[HEADER_LENGTH])
 
 
-def assert_same_request(found: RankRequest, expected: WorkloadRequest) -> None:
+def assert_same_request(found: RankRequest, expected: RankRequest) -> None:
     """The parsed request is the workload's, array by array."""
     bags = expected.bags
     ones = np.ones(bags.num_values, np.float32)
@@ -84,4 +85,4 @@ def assert_same_request(found: RankRequest, expected: WorkloadRequest) -> None:
     np.testing.assert_array_equal(*weights)
     np.testing.assert_array_equal(found.context_dense, expected.context_dense)
     np.testing.assert_array_equal(found.candidate_dense, expected.candidate_dense)
-    assert sorted(found.texts) == sorted(word for words in expected.texts.values() for word in words)
+    assert list(found.texts) == list(expected.texts)

@@ -1,4 +1,4 @@
-"""Ids: the distributions against their definitions, and Meta's shares against the published ones."""
+"""Ids and numbers of candidates: against their definitions, and Meta's shares against the published ones."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loadtest.errors import WorkloadError
-from loadtest.workloads.distributions import (
+from loadtest.workloads.workload import (
+    MLPERF_CANDIDATES,
     REUSE_AVERAGE_POOLING,
     REUSE_BATCH_SAMPLES,
     REUSE_SHARES_PERCENT,
+    CandidateCounts,
     Reuse,
     RowScatter,
     Uniform,
     Zipf,
+    parse_candidates,
     parse_ids,
 )
 
@@ -43,7 +46,7 @@ def test_zipf_ranks_have_the_probabilities_of_the_law(exponent, num_rows):
     assert (np.abs(found - expected) <= allowed).all()
 
 
-def test_zipf_over_all_rows_of_the_largest_table_gives_the_expected_share_to_the_first():
+def test_zipf_over_4_billion_rows_has_the_share_of_the_first():
     ranks = drawn(Zipf(1.05), MAX_ROWS)
     # The sum of the law by its integral from 1000 on.
     k = np.arange(1, 1000, dtype=np.float64)
@@ -69,12 +72,6 @@ def test_rows_are_reused_in_a_batch_as_published(num_rows):
     assert np.abs(found - published)[12:].max() < 0.006
 
 
-def test_a_table_smaller_than_what_a_batch_touches_is_reused_more():
-    lookups = 400_000
-    small, large = (np.unique(drawn(Reuse(), rows, lookups)).size for rows in (1000, 1_000_000))
-    assert small <= 1000 < large
-
-
 @pytest.mark.parametrize("ids", DISTRIBUTIONS, ids=lambda one: one.name)
 @given(num_rows=st.lists(st.integers(1, MAX_ROWS), min_size=1, max_size=50), seed=st.integers(0, 2**32 - 1))
 def test_ranks_are_below_the_rows_of_their_own_table(ids, num_rows, seed):
@@ -83,12 +80,6 @@ def test_ranks_are_below_the_rows_of_their_own_table(ids, num_rows, seed):
     assert ranks.dtype == np.int64
     assert ranks.shape == limits.shape
     assert ((ranks >= 0) & (ranks < limits)).all()
-
-
-@pytest.mark.parametrize("ids", DISTRIBUTIONS, ids=lambda one: one.name)
-def test_the_same_seed_gives_the_same_ranks_and_another_seed_others(ids):
-    assert (drawn(ids, 10**6, 1000) == drawn(ids, 10**6, 1000)).all()
-    assert (drawn(ids, 10**6, 1000) != drawn(ids, 10**6, 1000, seed=1)).any()
 
 
 @given(num_rows=st.integers(1, 2000))
@@ -109,18 +100,57 @@ def test_the_most_popular_rows_lie_all_over_the_largest_table():
     assert np.diff(np.sort(rows)).min() > MAX_ROWS / 1000 / 3
 
 
-@pytest.mark.parametrize("text", ["uniform", "zipf:1.05", "zipf:2", "reuse"])
-def test_a_distribution_is_named_as_it_is_read(text):
-    assert parse_ids(text).name == text
-
-
-def test_zipf_may_be_written_with_parentheses():
-    assert parse_ids("zipf(1.1)") == Zipf(1.1)
-
-
 @pytest.mark.parametrize(
-    "text", ["", "zipf", "zipf:", "zipf:0", "zipf:-1", "zipf:nan", "zipf:11", "Uniform", "zipf:1e5"]
+    ("text", "name"),
+    [*((name, name) for name in ("uniform", "zipf:1.05", "zipf:2", "reuse")), ("zipf(1.1)", "zipf:1.1")],
 )
-def test_an_unknown_distribution_is_refused_with_what_there_is(text):
+def test_a_distribution_is_named_as_it_is_read(text, name):
+    assert parse_ids(text).name == name
+
+
+NOT_IDS = "zipf zipf: zipf:0 zipf:-1 zipf:nan zipf:11 Uniform zipf:1e5"
+
+
+@pytest.mark.parametrize("text", ["", *NOT_IDS.split()])
+def test_an_unknown_distribution_is_refused(text):
     with pytest.raises(WorkloadError, match="ids: "):
         parse_ids(text)
+
+
+def counts(candidates, number: int) -> np.ndarray:
+    rng = np.random.default_rng(0)
+    return np.array([candidates.draw(rng) for _ in range(number)])
+
+
+def test_mlperf_has_100_to_700_candidates_with_a_mean_of_270():
+    """Fewer are more likely, by a constant ratio."""
+    found = counts(MLPERF_CANDIDATES, 100_000)
+    assert found.min() == 100
+    assert 690 <= found.max() <= 700
+    # The standard deviation is about 145.
+    assert found.mean() == pytest.approx(270, abs=5 * 145 / 100_000**0.5)
+    hundreds = np.bincount(found - 100, minlength=601)[:600].reshape(6, 100).sum(axis=1)
+    ratios = hundreds[1:] / hundreds[:-1]
+    assert (ratios < 0.7).all()
+    assert np.ptp(ratios) < 0.1
+
+
+@given(least=st.integers(1, 1000), span=st.integers(2, 2000), share=st.floats(0.02, 0.98))
+def test_the_mean_is_the_one_asked_for(least, span, share):
+    candidates = CandidateCounts(least, least + span, least + share * span)
+    # P(number > least + i), summed, is the mean's distance from the least.
+    assert least + (1 - candidates._cumulated).sum() == pytest.approx(candidates.mean, rel=1e-6)
+
+
+@pytest.mark.parametrize("text", ["1", "100", "100-700:270", "1-3:2"])
+def test_a_number_is_named_as_it_is_read(text):
+    assert parse_candidates(text).name == text
+
+
+NOT_COUNTS = "0 -1 x 1.5 700-100:270 100-700 100-700:100 100-700:701 0-10:5 5-5:5 ٣ 999999999"
+
+
+@pytest.mark.parametrize("text", ["", *NOT_COUNTS.split()])
+def test_what_is_no_number_of_candidates_is_refused(text):
+    with pytest.raises(WorkloadError, match="candidates: "):
+        parse_candidates(text)

@@ -1,0 +1,361 @@
+"""Loops that send requests: the open loop when each is due, the closed loop as soon as an answer is there.
+
+The open loop comes to each request when it is due, whatever became of those before. The closed loop always has the same
+number in flight, while the server and the client are weighed. It has no say in latency; it shows what a server costs
+when it never waits for work, and, with one request in flight, how fast it answers when it has nothing else to do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import itertools
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeAlias
+
+import numpy as np
+import psutil
+
+from loadtest.errors import LateAnswerError, RequestFailedError
+from loadtest.load.config import Arrivals, OfferedLoad
+from loadtest.load.result import MAX_CPU_SHARE, Float64Array, Recorder
+from loadtest.load.senders import AnswerCheck, Failure, Outgoing, Sender, make_sender
+from loadtest.workloads.payloads import Pool, changing_headers
+
+ANSWER_TIMEOUT_S = 60.0
+LATE_KINDS = frozenset({"timeout", "http_504", "grpc_deadline_exceeded"})
+"""Kinds of failed requests that had too little time."""
+
+Role: TypeAlias = Literal["serve", "nodes"]
+"""Of a server's processes: those that run `shard-node`, and all others."""
+# Beyond so many, answers are read before more requests are sent: a generator that is behind must not stop reading.
+MAX_SENDS_AT_ONCE = 64
+TIMES_PER_CHUNK = 4096
+_TFD_TIMER_ABSTIME = 1
+
+Route = Callable[[int], Sender]
+"""Chooses the sender of request `number` of a run."""
+Record = Callable[[Outgoing, Failure | None], None]
+"""Takes a request that is over, and its failure; None for a right answer."""
+
+
+def arrival_times(
+    arrivals: Arrivals, rate: float, until_s: float, *, seed: int = 0, process: int = 0, processes: int = 1
+) -> Iterator[Float64Array]:
+    """Draw the part of one process in the arrivals of a run, in chunks: ascending seconds below `until_s`.
+
+    `constant`: request k of the run is due at k / rate; the processes take turns. `poisson`: independent exponential
+    gaps of mean 1 / rate; each process draws its own at its share of the rate, and together they are such a process
+    again, since a superposition of Poisson processes is one.
+    """
+    rng = np.random.default_rng([seed, process])
+    first, begin = 0, 0.0
+    while True:
+        if arrivals == "constant":
+            # Multiplied, not added up, so that an hour of requests has the rounding error of one.
+            times = ((first + np.arange(TIMES_PER_CHUNK)) * processes + process) / rate
+        else:
+            times = begin + np.cumsum(rng.exponential(processes / rate, TIMES_PER_CHUNK))
+        first, begin = first + TIMES_PER_CHUNK, float(times[-1])
+        inside = int(np.searchsorted(times, until_s, side="left"))
+        if inside:
+            yield times[:inside]
+        if inside < len(times):
+            return
+
+
+class PreciseTimer:
+    """Waits until a time, right to some microseconds: Linux's timerfd (timerfd_create(2)) in the running loop.
+
+    libuv and asyncio hand whole milliseconds to epoll, which would be added to each latency that counts from the
+    intended time. Raises OSError without file descriptors.
+    """
+
+    def __init__(self) -> None:
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._fd = self._checked(self._libc.timerfd_create(time.CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC))
+        self._loop = asyncio.get_running_loop()
+        self._expired = asyncio.Event()
+        self._loop.add_reader(self._fd, self._on_expiry)
+
+    async def until(self, when: float) -> None:
+        """Wait until a time of CLOCK_MONOTONIC in seconds."""
+        seconds, nanoseconds = divmod(int(when * 1e9), 1_000_000_000)
+        # struct itimerspec: interval, then value; all zero would disarm it.
+        setting = (ctypes.c_long * 4)(0, 0, seconds, max(nanoseconds, 1))
+        self._checked(self._libc.timerfd_settime(self._fd, _TFD_TIMER_ABSTIME, setting, None))
+        self._expired.clear()
+        await self._expired.wait()
+
+    def close(self) -> None:
+        """Remove it from the loop."""
+        self._loop.remove_reader(self._fd)
+        os.close(self._fd)
+
+    def _on_expiry(self) -> None:
+        # It may have been set anew between the event and this call.
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._fd, 8)
+            self._expired.set()
+
+    @staticmethod
+    def _checked(value: int) -> int:
+        if value < 0:
+            number = ctypes.get_errno()
+            raise OSError(number, f"timerfd: {os.strerror(number)}")
+        return value
+
+
+class Loop:
+    """Sends requests, and records each once it is answered, failed or timed out.
+
+    Args:
+        route: chooses a request's sender.
+        record: called with each request that is over, and its failure.
+        begin: of the run, CLOCK_MONOTONIC seconds.
+        timeout_s: from a request's intended time until it is given up.
+
+    Attributes:
+        in_flight: requests that were sent, or wait for a connection.
+    """
+
+    def __init__(self, route: Route, record: Record, *, begin: float, timeout_s: float) -> None:
+        self.in_flight = 0
+        self._route = route
+        self._record = record
+        self._begin = begin
+        self._timeout_s = timeout_s
+        self._numbers = itertools.count()
+        self._is_stopped = False
+
+    def stop(self) -> None:
+        """Send no more requests; the run ends when those in flight are over."""
+        self._is_stopped = True
+
+    def _next(self, offset_s: float, now: float) -> Outgoing:
+        """Make the next request, which `_ask` must be called with."""
+        intended = self._begin + offset_s
+        self.in_flight += 1
+        return Outgoing(next(self._numbers), offset_s, intended, intended + self._timeout_s, now)
+
+    async def _ask(self, request: Outgoing) -> None:
+        failure = await self._route(request.number).ask(request)
+        self.in_flight -= 1
+        self._record(request, failure)
+
+
+class OpenLoop(Loop):
+    """Sends at given times.
+
+    Args:
+        times: seconds since the run's begin, ascending, in chunks; they may be without end.
+        route, record, begin, timeout_s: as in `Loop`.
+        max_in_flight: a request beyond fails as `too_many_in_flight` without being sent.
+    """
+
+    def __init__(
+        self,
+        times: Iterable[Float64Array],
+        route: Route,
+        record: Record,
+        *,
+        begin: float,
+        timeout_s: float,
+        max_in_flight: int = 4096,
+    ) -> None:
+        super().__init__(route, record, begin=begin, timeout_s=timeout_s)
+        self._times = times
+        self._max_in_flight = max_in_flight
+
+    async def run(self) -> None:
+        """Send until the times end or `stop` is called, and wait until every request is over.
+
+        Raises:
+            ExceptionGroup: of what `record` or a judge raised.
+        """
+        timer, sends = PreciseTimer(), 0
+        with contextlib.closing(timer):
+            async with asyncio.TaskGroup() as group:
+                for offset_s in itertools.chain.from_iterable(chunk.tolist() for chunk in self._times):
+                    now, sends = time.monotonic(), sends + 1
+                    if self._begin + offset_s > now:
+                        await timer.until(self._begin + offset_s)
+                        now, sends = time.monotonic(), 0
+                    elif sends == MAX_SENDS_AT_ONCE:
+                        await asyncio.sleep(0)
+                        sends = 0
+                    if self._is_stopped:
+                        break
+                    request = self._next(offset_s, now)
+                    if self.in_flight <= self._max_in_flight:
+                        group.create_task(self._ask(request))
+                    else:
+                        self.in_flight -= 1
+                        request.ended = now
+                        self._record(request, Failure("too_many_in_flight", f"{self.in_flight} are in flight"))
+
+
+class ClosedLoop(Loop):
+    """Keeps requests in flight. What `route` returns may change: a sender that it leaves gets no more requests.
+
+    Args:
+        route, record, begin, timeout_s: as in `Loop`.
+        in_flight: requests that are always out.
+    """
+
+    def __init__(
+        self, route: Route, record: Record, *, in_flight: int, begin: float, timeout_s: float = ANSWER_TIMEOUT_S
+    ) -> None:
+        super().__init__(route, record, begin=begin, timeout_s=timeout_s)
+        self._requests = in_flight
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Send while the block runs, then wait for the answers that are out.
+
+        Raises:
+            ExceptionGroup: of what `record` or a judge raised, which ends the block.
+        """
+        async with asyncio.TaskGroup() as group:
+            for _ in range(self._requests):
+                group.create_task(self._keep_asking())
+            yield
+            self.stop()
+
+    async def _keep_asking(self) -> None:
+        while not self._is_stopped:
+            now = time.monotonic()
+            await self._ask(self._next(now - self._begin, now))
+
+
+class CpuTime(NamedTuple):
+    """Processor time of some processes, in their code and in the kernel."""
+
+    user_s: float = 0.0
+    kernel_s: float = 0.0
+
+    @property
+    def all_s(self) -> float:
+        """Add both up."""
+        return self.user_s + self.kernel_s
+
+
+@dataclass(frozen=True, slots=True)
+class Weighed:
+    """What a busy server took.
+
+    Attributes:
+        requests: answered right within the seconds.
+        server_cpu: processor time of the server's processes by role; a role that none has is not there.
+        client_cpu_s: that of the generator's process.
+        p50_ms, p99_ms: from sending to answer.
+    """
+
+    requests: int
+    seconds: float
+    server_cpu: dict[Role, CpuTime]
+    client_cpu_s: float
+    p50_ms: float
+    p99_ms: float
+
+    @property
+    def server_cpu_s(self) -> float:
+        """Processor time of all of the server's processes."""
+        return sum(cpu.all_s for cpu in self.server_cpu.values())
+
+    @property
+    def requests_per_s(self) -> float:
+        """Answers a second."""
+        return self.requests / self.seconds
+
+    @property
+    def cpu_ms(self) -> float:
+        """Processor time of the server for each answer."""
+        return self.server_cpu_s / self.requests * 1e3
+
+
+def not_busy_because(busy: Weighed) -> tuple[str, ...]:
+    """Say why a closed loop's throughput would be the client's rather than the server's."""
+    share = busy.client_cpu_s / busy.seconds
+    if share <= MAX_CPU_SHARE:
+        return ()
+    return (f"throughput: the client used {share:.0%} of a core; at most {MAX_CPU_SHARE:.0%} is allowed",)
+
+
+def cpu_by_role(process_ids: Iterable[int]) -> dict[Role, CpuTime]:
+    """Add up the processor time that processes have used so far, by what they run. Raises psutil.NoSuchProcess."""
+    total: dict[Role, CpuTime] = {}
+    for process in map(psutil.Process, process_ids):
+        role: Role = "nodes" if "shard-node" in process.cmdline() else "serve"
+        before, times = total.get(role, CpuTime()), process.cpu_times()
+        total[role] = CpuTime(before.user_s + times.user, before.kernel_s + times.system)
+    return total
+
+
+def cpu_seconds(process_ids: Iterable[int]) -> float:
+    """Add up the processor time that processes have used so far. Raises psutil.NoSuchProcess."""
+    return sum(cpu.all_s for cpu in cpu_by_role(process_ids).values())
+
+
+async def keep_busy(
+    load: OfferedLoad, pool: Pool, *, in_flight: int, warmup_s: float, seconds: float, process_ids: Sequence[int]
+) -> Weighed:
+    """Keep a server busy.
+
+    Args:
+        load: where requests go.
+        pool: of them.
+        in_flight: requests that are always out.
+        warmup_s: before the seconds.
+        seconds: that are counted.
+        process_ids: of the server.
+
+    Raises:
+        RequestFailedError: a request failed, or its answer has another number of scores than candidates.
+        LateAnswerError: its deadline has passed.
+        psutil.NoSuchProcess: the server has ended.
+    """
+    recorder = Recorder(time.monotonic())
+
+    def record(request: Outgoing, failure: Failure | None) -> None:
+        if failure is not None:
+            error = LateAnswerError if failure.kind in LATE_KINDS else RequestFailedError
+            raise error(f"{pool.api}: {failure.kind}: {failure.message[:300]}")
+        recorder.add(request, failure)
+
+    limits = {"connections": in_flight, "channels": min(load.grpc_channels, in_flight)}
+    sender = await make_sender(load.at, pool, AnswerCheck(pool), changing_headers(load.varied), **limits)
+    loop = ClosedLoop(lambda number: sender, record, in_flight=in_flight, begin=recorder.begin)
+    try:
+        await sender.open(ANSWER_TIMEOUT_S)
+        async with loop.running():
+            await asyncio.sleep(warmup_s)
+            began, cpu, client_s = time.monotonic(), cpu_by_role(process_ids), time.process_time()
+            answered = len(recorder)
+            await asyncio.sleep(seconds)
+            while len(recorder) == answered:  # noqa: ASYNC110 - a slow server, which answers after the seconds
+                await asyncio.sleep(0.01)
+            after, client_s = cpu_by_role(process_ids), time.process_time() - client_s
+            ended = time.monotonic()
+    except* RequestFailedError as errors:
+        raise errors.exceptions[0] from None
+    finally:
+        await sender.close()
+    rows = recorder.records().rows
+    rows = rows[(rows["ended"] >= began - recorder.begin) & (rows["ended"] < ended - recorder.begin)]
+    p50, p99 = (np.percentile(rows["ended"] - rows["turn"], (50, 99)) * 1e3).tolist()
+    return Weighed(
+        requests=rows.size,
+        seconds=ended - began,
+        server_cpu={
+            role: CpuTime(used.user_s - cpu[role].user_s, used.kernel_s - cpu[role].kernel_s)
+            for role, used in after.items()
+        },
+        client_cpu_s=client_s,
+        p50_ms=p50,
+        p99_ms=p99,
+    )
