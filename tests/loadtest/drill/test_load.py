@@ -13,10 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadtest.drill.answers import APIS, RECORD, TimeSpan, answer_limits, count_kinds, overlaps
 from loadtest.drill.config import OracleShape
-from loadtest.drill.load import LoadConfig, RunningLoad, running_load
+from loadtest.drill.fleet import RunningLoad, running_load
+from loadtest.drill.load import APIS, RECORD, LoadConfig, TimeSpan, count_kinds, overlaps
 from loadtest.drill.oracle import Kind, oracle_spec, write_oracle
+from loadtest.drill.report import answer_limits
 from serving.errors import ChildFailedError
 from serving.rank.service import RankingService
 from serving.server import Listening, ServerConfig, running_server
@@ -48,7 +49,7 @@ def config_for(server: Listening, folder: Path, shape: OracleShape = SMALL) -> L
 async def until(load: RunningLoad, kind: Kind, answers: int, apis: int = 1) -> None:
     """Waits for so many answers of a kind, over so many APIs."""
     while True:
-        load.check()
+        load.process.check()
         so_far = np.fromfile(load.path, RECORD)
         so_far = so_far[so_far["kind"] == kind]
         if len(so_far) >= answers and len(np.unique(so_far["api"])) >= apis:

@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadtest.drill.answers import TimeSpan, count_kinds
 from loadtest.drill.config import SoakDrillConfig
+from loadtest.drill.fleet import ProcessSample, read_processes
+from loadtest.drill.load import TimeSpan, count_kinds
 from loadtest.drill.soak import (
+    MEASURES,
     MIN_BLOCKS,
-    Sample,
     Slope,
     SoakCourse,
     block_medians,
-    read_samples,
     soak_figures,
     soak_limits,
 )
@@ -54,12 +54,11 @@ def test_the_interval_has_the_leak_as_often_as_it_says():
 def test_blocks_are_medians_of_equal_times():
     """A time without a sample is left out."""
     times = np.concatenate([np.arange(0, 30), np.arange(60, 90)]).astype(float)
-    values = np.stack([times, np.where(times % 3 == 0, 1000.0, 5.0)], axis=1)
-    at, medians = block_medians(times, values)
+    at, medians = block_medians(times, times + 1)
     assert len(at) == 20
-    np.testing.assert_array_equal(medians[:, 0], at)
-    assert set(medians[:, 1].tolist()) == {5.0}
-    assert len(block_medians(times[:0], values[:0])[0]) == 0
+    np.testing.assert_array_equal(medians, at + 1)
+    assert set(block_medians(times, np.where(times % 3 == 0, 1000.0, 5.0))[1].tolist()) == {5.0}
+    assert len(block_medians(times[:0], times[:0])[0]) == 0
 
 
 def figures_of(leak_mb_per_min: float = 0.0, descriptors: tuple[int, ...] = (30,), minutes: int = 20) -> dict[str, Any]:
@@ -72,7 +71,7 @@ def figures_of(leak_mb_per_min: float = 0.0, descriptors: tuple[int, ...] = (30,
         if any(span.begin <= now <= span.end for span in course.excluded):
             memory *= 2
         count = descriptors[second * len(descriptors) // (60 * minutes)]
-        course.samples[now] = {"serve-0": Sample(memory + 50, memory, count + int(rng.random() < 0.2), 6)}
+        course.samples[now] = {"serve-0": ProcessSample(memory + 50, 0, memory, count + int(rng.random() < 0.2), 6)}
     return {**soak_figures(SoakDrillConfig(minutes=minutes), course), **count_kinds([0] * 100)}
 
 
@@ -84,7 +83,7 @@ def test_a_process_that_stays_as_it_is_passes():
     figures = figures_of()
     assert missed(figures) == []
     trends = [(trend["process"], trend["what"]) for trend in figures["trends"]]
-    assert trends == [("serve-0", what) for what in Sample._fields]
+    assert trends == [("serve-0", what) for what in MEASURES]
     assert figures["measured_min"] == pytest.approx(10, abs=0.5)
 
 
@@ -117,7 +116,7 @@ def test_a_short_soak_and_a_restarted_process_do_not_pass():
     assert missed({**short, **count_kinds([])}) == ["rollouts", "samples"]
     course = SoakCourse(restarted={"serve-0"})
     for now in (1.0, 2.0):
-        course.samples[now] = read_samples({"serve-0": os.getpid()})
+        course.samples[now] = read_processes({"serve-0": os.getpid()})
     sample = course.samples[1.0]["serve-0"]
     assert sample.rss_mb > sample.anonymous_mb > 10
     assert (sample.descriptors > 2, sample.threads >= 1) == (True, True)
@@ -127,5 +126,5 @@ def test_a_short_soak_and_a_restarted_process_do_not_pass():
         "rollouts",
         "updates",
         "restarted",
-        *(f"serve-0 {what} a minute" for what in Sample._fields),
+        *(f"serve-0 {what} a minute" for what in MEASURES),
     ]

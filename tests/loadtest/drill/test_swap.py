@@ -8,21 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from loadtest.drill.answers import RECORD, TimeSpan
+from loadtest.drill.fleet import ProcessSample, read_processes
+from loadtest.drill.load import RECORD, TimeSpan
 from loadtest.drill.oracle import Kind
 from loadtest.drill.swap import (
-    ProcessMemory,
-    Swap,
     SwapCourse,
     is_stale,
-    sample_memory,
     slope_mb_per_swap,
     swap_figures,
     swap_limits,
 )
 
 # Live is 1 until the first swap, at 10 to 14; publishing is at 16 to 17; the second swap is at 20 to 24.
-SWAPS = [Swap(TimeSpan(10, 14), 1, 2), Swap(TimeSpan(20, 24), 2, 3)]
+VERSIONS, SWAPS = [1, 2, 3], [TimeSpan(10, 14), TimeSpan(20, 24)]
 
 
 def record(intended: float, ms: float, version: int, kind: Kind = Kind.OK, api: int = 0) -> tuple[Any, ...]:
@@ -30,7 +28,8 @@ def record(intended: float, ms: float, version: int, kind: Kind = Kind.OK, api: 
 
 
 def figures_of(*records: tuple[Any, ...], memory: tuple[float, ...] = (100.0, 101.0)) -> dict[str, Any]:
-    course = SwapCourse(SWAPS, [TimeSpan(16, 17)], [dict.fromkeys("ab", ProcessMemory(mb / 2, 1.0)) for mb in memory])
+    samples = [dict.fromkeys("ab", ProcessSample(mb / 2, 1.0, 0, 0, 0)) for mb in memory]
+    course = SwapCourse(VERSIONS, SWAPS, [TimeSpan(16, 17)], samples)
     return {**swap_figures(np.array(list(records), RECORD), course), "rows_mb": 4.0}
 
 
@@ -100,11 +99,11 @@ def test_answers_while_versions_are_published_are_excluded():
 )
 def test_stale_answers(intended: float, ms: float, version: int, stale: bool):
     """Of a version that was not live while the request was in flight."""
-    assert is_stale(np.array([record(intended, ms, version)], RECORD), SWAPS).tolist() == [stale]
+    assert is_stale(np.array([record(intended, ms, version)], RECORD), SwapCourse(VERSIONS, SWAPS)).tolist() == [stale]
 
 
 def test_memory_is_that_of_the_processes():
-    memory = sample_memory({"me": os.getpid()})["me"]
+    memory = read_processes({"me": os.getpid()})["me"]
     assert memory.rss_mb > memory.uss_mb > 1
     assert slope_mb_per_swap([10, 13, 16]) is None
     assert slope_mb_per_swap(range(10, 70, 3)) == pytest.approx(3.0)

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from loadtest.drill.answers import count_kinds
 from loadtest.drill.config import OracleShape, Order
+from loadtest.drill.load import count_kinds
 from loadtest.drill.oracle import make_questions, oracle_spec
 from loadtest.drill.upgrade import NODES, SERVING, SINGLE, plan_steps, upgrade_limits
 from shard_node.answer import travel_as_stored
