@@ -43,7 +43,6 @@ else ulimit -f $(($1 / {FILE_SHARE})); echo RLIMIT_FSIZE; fi
 echo; ls -1 "$2/store/$3" 2>/dev/null | tr '\\n' ' '
 exit $code
 """
-ROWS_PER_FILE = 1024
 EXAMPLES = 3
 WARMUP_S = 2.0
 
@@ -117,7 +116,7 @@ def plan_breaks(config: BrokenDrillConfig, spec: ModelSpec) -> list[tuple[str, W
 async def _attempt(fleet: OracleFleet, group: str, when: When, break_: Break) -> Attempt:
     """Export a version of the letter that is not live, break it, and publish and roll it out as far as it is let."""
     source = fleet.folder / "source" if when == "before publishing" else fleet.store
-    snapshot = await asyncio.to_thread(fleet.export_next, source, FIRST_VERSION, ROWS_PER_FILE)
+    snapshot = await asyncio.to_thread(fleet.export_next, source, FIRST_VERSION)
     if when != "before publishing":
         record = (await publish(fleet.registry, snapshot, fleet.store, clock=time.time)).record
     what = break_(snapshot) or group
@@ -141,7 +140,7 @@ async def _attempt(fleet: OracleFleet, group: str, when: When, break_: Break) ->
 
 async def _fill_disks(fleet: OracleFleet) -> tuple[str, list[Attempt]]:
     """Publish to disks on which a first file, and a last one, don't fit. Returns how the disks were made full too."""
-    snapshot = await asyncio.to_thread(fleet.export_next, fleet.folder / "source", FIRST_VERSION, ROWS_PER_FILE)
+    snapshot = await asyncio.to_thread(fleet.export_next, fleet.folder / "source", FIRST_VERSION)
     size_kb = sum(path.stat().st_size for path in snapshot.rglob("*") if path.is_file()) // 1024
     url, means, attempts = fleet.registry.registry.url, "", []
     for room_kb in (size_kb // 8, size_kb // 2):
@@ -244,7 +243,7 @@ def forge_without_users(folder: Path) -> None:
 def export_with_live_scores(folder: Path, spec: ModelSpec) -> str:
     """Export it anew with the golden requests of the first version."""
     shutil.rmtree(folder)
-    write_oracle(spec, folder.parents[1], int(folder.name), golden_requests(spec, FIRST_VERSION), ROWS_PER_FILE)
+    write_oracle(spec, folder.parents[1], int(folder.name), golden_requests(spec, FIRST_VERSION))
     return "golden scores of the live version"
 
 

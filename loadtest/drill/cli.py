@@ -14,13 +14,18 @@ from serving.cli import GroupWithExamples, WithExamples
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
-    from pydantic.fields import FieldInfo
 
 DRILLS = ("swap", "crash", "broken", "upgrade", "soak", "overload")
 """Each has a module of its name with `run_drill`, and its settings in `loadtest.drill.config`."""
 FILE = click.Path(path_type=Path, dir_okay=False)
 FOLDER = click.Path(path_type=Path, file_okay=False)
-OLD = click.Path(path_type=Path, file_okay=False, exists=True)
+TYPES: dict[Any, tuple[Any, str]] = {
+    int: (int, "N"),
+    float: (float, "X"),
+    str: (str, "TEXT"),
+    Path: (click.Path(path_type=Path, file_okay=False, exists=True), "FOLDER"),
+}
+"""Of options, with their metavar; of others there are choices."""
 
 
 class DrillGroup(GroupWithExamples):
@@ -50,41 +55,29 @@ def drill() -> None:
 
     Examples:
       shardrank drill swap --swaps 100 --json swap.json
-      shardrank drill crash --registry redis --json crash.json
-      shardrank drill broken --json broken.json
-      shardrank drill upgrade --old ../old-release --json upgrade.json
-      shardrank drill soak --minutes 20 --json soak.json
-      shardrank drill overload --json overload.json
+      shardrank drill crash --help
     """
 
 
-def field_option(name: str, field: FieldInfo) -> click.Option:
-    """Return the option of a setting: `--NAME`, or of a tuple its singular, which may be repeated."""
-    kind, flag, text = field.annotation, f"--{name.replace('_', '-')}", field.description
-    if is_many := get_origin(kind) is tuple:
-        kind, flag, text = get_args(kind)[0], flag.removesuffix("s"), f"{text} Repeatable."
-    elif not field.is_required():
-        text = f"{text} Default: {field.default}."
-    types: dict[Any, tuple[Any, str]] = {
-        int: (int, "N"),
-        float: (float, "X"),
-        str: (str, "TEXT"),
-        Path: (OLD, "FOLDER"),
-    }
-    type_, metavar = types.get(kind, (click.Choice(get_args(kind)), None))
-    return click.Option(
-        [flag, name], type=type_, multiple=is_many, required=field.is_required(), metavar=metavar, help=text
-    )
-
-
 def make_command(name: str, schema: type[BaseModel]) -> click.Command:
-    """Return the command of a drill: an option for each setting that has a description, and those of its report."""
+    """Return the command of a drill: an option for each setting that has a description, and those of its report.
+
+    A setting that is a tuple has the option of its singular, which may be repeated.
+    """
+    params: list[click.Parameter] = []
+    for key, field in schema.model_fields.items():
+        kind, flag, text = field.annotation, f"--{key.replace('_', '-')}", field.description
+        if is_many := get_origin(kind) is tuple:
+            kind, flag, text = get_args(kind)[0], flag.removesuffix("s"), f"{text} Repeatable."
+        elif not field.is_required():
+            text = f"{text} Default: {field.default}."
+        type_, metavar = TYPES.get(kind, (click.Choice(get_args(kind)), None))
+        if field.description:
+            option = partial(click.Option, [flag, key], type=type_, metavar=metavar, help=text)
+            params.append(option(multiple=is_many, required=field.is_required()))
     keep = "Keep stores, logs and answers in this folder, which must be empty."
-    params: list[click.Parameter] = [
-        *(field_option(key, field) for key, field in schema.model_fields.items() if field.description),
-        click.Option(["--json", "json_file"], type=FILE, metavar="FILE", help="Write the report."),
-        click.Option(["--keep"], type=FOLDER, metavar="FOLDER", help=keep),
-    ]
+    params.append(click.Option(["--json", "json_file"], type=FILE, metavar="FILE", help="Write the report."))
+    params.append(click.Option(["--keep"], type=FOLDER, metavar="FOLDER", help=keep))
     return WithExamples(name, params=params, callback=partial(_run, name, schema), help=inspect.getdoc(schema))
 
 

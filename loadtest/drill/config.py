@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias, get_args
 
 from pydantic import Field, model_validator
 
@@ -34,6 +34,11 @@ def number(default: float, low: float, high: float, description: str) -> Any:
 def positive(default: float, high: float, description: str) -> Any:
     """Return a field of a number above 0, and at most `high`."""
     return Field(default=default, gt=0, le=high, description=description)
+
+
+def several(*default: str, description: str) -> Any:
+    """Return a field of texts."""
+    return Field(default=default, description=f"{description} Default: all.")
 
 
 class OracleShape(Frozen):
@@ -99,14 +104,9 @@ class CrashDrillConfig(FleetDrillConfig):
     workers: Workers = 2
     rate: Rate = 100.0
     step_delay_s: float = 0.15
-    courses: tuple[Course, ...] = Field(
-        default=("idle", "beside", "undo", "by-replica"),
-        description="Rollouts that are interrupted. Default: all, and kills without one (idle).",
-    )
-    victims: tuple[Victim, ...] = Field(
-        default=(), description="What is killed. redis-emptied loses its data. Default: all that there is."
-    )
-    steps: tuple[str, ...] = Field(default=(), description="Only in this step.")
+    courses: tuple[Course, ...] = several(*get_args(Course), description="Rollouts that are interrupted; idle: none.")
+    victims: tuple[Victim, ...] = several(description="What is killed; redis-emptied loses its data.")
+    steps: tuple[str, ...] = several(description="Only in this step.")
     max_kill_delay_s: float = number(0.3, 0, 60, "Kill at a random moment up to so long after a step is on record.")
     seed: Seed = 0
 
@@ -151,16 +151,8 @@ class UpgradeDrillConfig(OracleShape):
     """
 
     old: Path = Field(description="Checkout of this repository whose release runs before.")
-    transports: tuple[Transport, ...] = Field(
-        default=("unix", "tcp"),
-        min_length=1,
-        description="Between serving processes and shard nodes. Default: both, one after the other.",
-    )
-    orders: tuple[Order, ...] = Field(
-        default=("nodes-first", "serving-first"),
-        min_length=1,
-        description="What is upgraded first. Default: both, one after the other.",
-    )
+    transports: tuple[Transport, ...] = several("unix", "tcp", description="Between serving processes and shard nodes.")
+    orders: tuple[Order, ...] = several("nodes-first", "serving-first", description="What is upgraded first.")
     settle_s: float = positive(3.0, 600, "Under load after each step.")
     in_flight: int = number(2, 1, 256, "Requests that are always in flight.")
 
@@ -184,9 +176,6 @@ class SoakDrillConfig(FleetDrillConfig):
     strangers: float = positive(5.0, 1000, "Bad requests a second, and good ones over new connections.")
     # 42 bytes for each request at the default rate: one entry of a dictionary for each is more than twice that.
     max_mb_per_min: float = positive(0.25, 1000, "More growth of a process's memory is a problem.")
-    sample_s: float = 1.0
-    # After a rollout, for the old version's memory to be freed.
-    settle_s: float = 5.0
     seed: Seed = 0
 
 
@@ -203,9 +192,7 @@ class OverloadDrillConfig(Frozen):
 
     seconds: float = number(60.0, 1, 3600, "Of overload.")
     factor: float = Field(default=3.0, gt=1, le=20, description="Requests offered, in capacities.")
-    deadline_ms: int = Field(
-        default=200, ge=5, le=int(GIVE_UP_MS / 2), description="Of each request, by the server's default."
-    )
+    deadline_ms: int = number(200, 5, GIVE_UP_MS / 2, "Of each request, by the server's default.")
     batch_candidates: int = number(1024, 1, 2**20, "The server's limit of a batch.")
     normal_s: float = number(10.0, 1, 600, "Of half the capacity, before and after.")
     capacity_s: float = positive(10.0, 600, "Of each closed loop that measures capacity.")

@@ -14,7 +14,7 @@ from loader.progress import Progress
 from loader.rollout.plan import CANARY, UNDO_STEPS, plan_steps
 from loader.rollout.requests import abort_rollout
 from loadtest.drill.config import PROCESSES, REDIS_VICTIMS, Course, CrashDrillConfig, Victim
-from loadtest.drill.fleet import REDIS, ROLLOUT_TIMEOUT_S, OracleFleet, oracle_fleet, polled
+from loadtest.drill.fleet import ROLLOUT_TIMEOUT_S, OracleFleet, oracle_fleet, polled
 from loadtest.drill.load import Answers, TimeSpan, count_kinds, overlaps, percentile
 from loadtest.drill.oracle import Kind
 from loadtest.drill.report import Limit, Report
@@ -83,23 +83,13 @@ class CrashResult(NamedTuple):
     Attributes:
         figures: of the report, but those of answers.
         watched: from the kill to the end of a time after settling.
-        settled_at: in seconds of CLOCK_MONOTONIC; None if never.
         live_version: what is desired live in the end; 0 if nothing is.
     """
 
     case: CrashCase
     figures: dict[str, Any]
     watched: TimeSpan
-    settled_at: float | None
     live_version: int
-
-    def count_answers(self, answers: Answers) -> dict[str, Any]:
-        """Return all figures, with the requests in flight while the case was watched, of all answers of the drill."""
-        watched, stale = answers[overlaps(answers, [self.watched])], 0
-        if self.settled_at is not None:
-            after = watched[(watched["intended"] >= self.settled_at) & (watched["kind"] == Kind.OK)]
-            stale = int((after["version"] != self.live_version).sum())
-        return {**self.case._asdict(), **self.figures, **count_kinds(watched["kind"]), "stale": stale}
 
 
 async def run_drill(config: CrashDrillConfig, folder: Path, progress: Progress) -> Report:
@@ -117,7 +107,7 @@ async def run_drill(config: CrashDrillConfig, folder: Path, progress: Progress) 
             progress("kills", len(results), len(cases))
             results.append(await _run_case(fleet, case, config.max_kill_delay_s * draw.random()))
             fleet.load.process.check()
-            if results[-1].settled_at is None:
+            if results[-1].figures["lag"]:
                 # What a further kill would show says nothing about that kill.
                 break
         progress("kills", len(cases), len(cases))
@@ -140,18 +130,18 @@ async def _run_case(fleet: OracleFleet, case: CrashCase, delay_s: float) -> Cras
     await _kill(fleet, case)
     restarted_at = time.monotonic()
     lag = await polled(fleet.lag, lambda reason: not reason, GIVE_UP_S)
-    settled_at = None if lag else time.monotonic()
+    settled_s = time.monotonic() - restarted_at
     await asyncio.sleep(WATCH_S)
     rollout, live_version = await fleet.rollout(), await fleet.live_version()
     figures = {
         "ended_in": "neither" if lag else ended_in(live_version, live, version),
         "rollout": rollout.state if rollout is not None and case.step else "",
         "restart_s": restarted_at - killed_at,
-        "settled_s": None if settled_at is None else settled_at - restarted_at,
+        "settled_s": None if lag else settled_s,
         "after_s": killed_at - seen_at,
         "lag": lag,
     }
-    return CrashResult(case, figures, TimeSpan(killed_at, time.monotonic()), settled_at, live_version)
+    return CrashResult(case, figures, TimeSpan(killed_at, time.monotonic()), live_version)
 
 
 def ended_in(live: int, before: int, to_version: int) -> str:
@@ -181,16 +171,14 @@ async def _until_step(fleet: OracleFleet, case: CrashCase) -> None:
 
 async def _kill(fleet: OracleFleet, case: CrashCase) -> None:
     """Kill -9, and return when the successor is started. Raises DrillError if there is none."""
-    redis = fleet.redis.supervisor.children if fleet.redis else {}
-    child = {**fleet.local.supervisor.children, **redis}[case.process or REDIS]
-    killed = child.pid
-    if killed is None:
+    redis = fleet.redis
+    child = redis.child if redis and not case.process else fleet.local.supervisor.children[case.process]
+    if (killed := child.pid) is None:
         raise DrillError(f"{case}: it does not run")
     child.kill()
     await child.wait()
-    if case.victim == "redis-emptied":
-        assert fleet.redis is not None
-        fleet.redis.empty()
+    if redis and case.victim == "redis-emptied":
+        redis.empty()
 
     async def is_back() -> bool:
         return child.pid not in (None, killed)
@@ -201,7 +189,13 @@ async def _kill(fleet: OracleFleet, case: CrashCase) -> None:
 
 def crash_figures(cases: Sequence[CrashResult], answers: Answers) -> dict[str, Any]:
     """Return what the cases and all answers of the drill say, by the names of the report."""
-    results = [case.count_answers(answers) for case in cases]
+    results: list[dict[str, Any]] = []
+    for case, figures, watched, live_version in cases:
+        seen, stale = answers[overlaps(answers, [watched])], 0
+        if figures["settled_s"] is not None:
+            is_after = seen["intended"] >= watched.begin + figures["restart_s"] + figures["settled_s"]
+            stale = int((is_after & (seen["kind"] == Kind.OK) & (seen["version"] != live_version)).sum())
+        results.append({**case._asdict(), **figures, **count_kinds(seen["kind"]), "stale": stale})
     settled = [result["settled_s"] for result in results if result["settled_s"] is not None]
     ended = [result["ended_in"] for result in results]
 

@@ -45,7 +45,6 @@ REPLICATE_BYTES = 1 << 16
 READY_TIMEOUT_S = 120.0
 ROLLOUT_TIMEOUT_S = 60.0
 POLL_S = 0.1
-REDIS = "redis"
 REDIS_DOWN_S = 2.0
 BYTES_PER_MB = 1e6
 # What has ended stays so.
@@ -205,10 +204,10 @@ class OracleFleet:
         """Return the ids of the fleet's processes that run now, by child name."""
         return {name: child.pid for name, child in self.local.supervisor.children.items() if child.pid is not None}
 
-    def export_next(self, store: Path, differs_from: int, rows_per_file: int | None = None) -> Path:
+    def export_next(self, store: Path, differs_from: int) -> Path:
         """Export the next version of another letter than a given one's into a store, and return its folder."""
         self.exported += 2 if (self.exported + 1 - differs_from) % 2 == 0 else 1
-        return write_oracle(self.spec, store, self.exported, rows_per_file=rows_per_file)
+        return write_oracle(self.spec, store, self.exported)
 
     async def publish_next(self, differs_from: int) -> int:
         """Publish the next version of another letter than a given one's, and drop old ones. Returns its number."""
@@ -250,10 +249,10 @@ class OracleFleet:
 
     async def lag(self) -> str:
         """Return why the fleet is not exactly in one version now; empty if it is."""
-        nodes = {name: pid for name, pid in self.process_ids().items() if name.startswith(("shard-", "serve-"))}
+        model, nodes = self.spec.model, {name: pid for name, pid in self.process_ids().items() if "-" in name}
         try:
-            wanted = await self.registry.wanted_model(self.spec.model)
-            return unsettled(self.spec.model, wanted, await self.rollout(), await self.registry.nodes(), nodes)
+            wanted = await self.registry.wanted_model(model)
+            return unsettled(model, wanted, await self.rollout(), await self.registry.nodes(), nodes)
         except RegistryUnavailableError as error:
             return str(error)
 
@@ -301,32 +300,28 @@ async def oracle_fleet(config: FleetDrillConfig, folder: Path, progress: Progres
     spec, store = oracle_spec(config), folder / "store"
     await asyncio.to_thread(write_oracle, spec, store, FIRST_VERSION)
     async with contextlib.AsyncExitStack() as stack:
-        server = None
-        if config.registry == "redis":
-            server = await stack.enter_async_context(running_redis(folder))
+        server = await stack.enter_async_context(running_redis(folder)) if config.registry == "redis" else None
         total, ready = 1 + config.shards * config.replicas + config.workers, itertools.count(1)
         fleet_config = FleetConfig(
             store=store,
             models=(config.model,),
             versions={config.model: FIRST_VERSION},
             registry=server.url if server else str(folder / "registry"),
-            shards=config.shards,
-            replicas=config.replicas,
-            cards=config.cards,
-            workers=config.workers,
+            **config.model_dump(include={"shards", "replicas", "cards", "workers"}),
             replicate_bytes=REPLICATE_BYTES,
             http_port=0,
             grpc_port=0,
             # What is killed again and again on purpose shall not be taken for a process that can't live.
             supervision=SupervisionConfig(ready_timeout_s=READY_TIMEOUT_S, healthy_after_s=1.0),
             # Scores are compared to a hundred-thousandth.
-            serve_arguments=("--dtype", "float32", *_flag("--hot-rows-gb", config.hot_rows_gb)),
-            coordinator_arguments=_flag("--step-delay", config.step_delay_s, "s"),
+            serve_arguments=("--dtype", "float32", "--hot-rows-gb", str(config.hot_rows_gb)),
+            coordinator_arguments=("--step-delay", f"{config.step_delay_s}s"),
         )
         starting = running_fleet(fleet_config, lambda name: progress("starting processes", next(ready), total))
         local = await stack.enter_async_context(starting)
         # The fleet removes its logs when it ends.
-        stack.callback(_keep_logs, local.supervisor.run_directory, folder)
+        logs = local.supervisor.run_directory.glob
+        stack.callback(lambda: [shutil.copy(log, folder) for log in logs("*.log")])
         at = Server(local.http_port, local.grpc_port, ())
         addresses = at.target("json"), at.target("grpc")
         load_config = LoadConfig(addresses=addresses, shape=config, rate=config.rate, answers=folder / "load.answers")
@@ -334,27 +329,17 @@ async def oracle_fleet(config: FleetDrillConfig, folder: Path, progress: Progres
         yield OracleFleet(config, local, at, load, folder, store, spec, local.registry, server)
 
 
-def _flag(name: str, value: float, unit: str = "") -> tuple[str, ...]:
-    return (name, f"{value}{unit}") if value else ()
-
-
-def _keep_logs(run_directory: Path, folder: Path) -> None:
-    for log in run_directory.glob("*.log"):
-        shutil.copy(log, folder)
-
-
-@dataclass(frozen=True, slots=True)
-class RedisServer:
-    """A Redis server that acknowledges what is on disk; after a kill it comes back, `REDIS_DOWN_S` later."""
+class RedisServer(NamedTuple):
+    """A Redis server that acknowledges what is in its folder; after a kill it comes back, `REDIS_DOWN_S` later."""
 
     url: str
-    data: Path
-    supervisor: Supervisor
+    folder: Path
+    child: Child
 
     def empty(self) -> None:
         """Delete what it has on disk, while it is down."""
-        shutil.rmtree(self.data)
-        self.data.mkdir()
+        shutil.rmtree(self.folder)
+        self.folder.mkdir()
 
 
 @contextlib.asynccontextmanager
@@ -374,8 +359,8 @@ async def running_redis(folder: Path) -> AsyncIterator[RedisServer]:
 
     supervisor = Supervisor(folder, SupervisionConfig(first_backoff_s=REDIS_DOWN_S, healthy_after_s=1.0))
     try:
-        await supervisor.start([ChildSpec(REDIS, command, ping)])
-        yield RedisServer(f"redis://{HOST}:{port}/0?fleet=drill", data, supervisor)
+        await supervisor.start([ChildSpec("redis", command, ping)])
+        yield RedisServer(f"redis://{HOST}:{port}/0?fleet=drill", data, supervisor.children["redis"])
     finally:
         await supervisor.stop()
 

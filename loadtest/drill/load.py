@@ -47,6 +47,7 @@ MAX_IN_FLIGHT = 2048
 QUESTIONS_EACH = 256
 MAX_DETAILS = 20
 MAX_DETAIL_CHARS = 300
+NO_VECTORS = np.empty(0, np.float32)
 
 
 def api_of(number: int) -> int:
@@ -133,7 +134,7 @@ class OracleRequests:
                 request.verdict = judge(question, *read_answer(question, body))
             except ClientError as error:
                 return Failure(error.kind, str(error))
-            return None if request.verdict.kind is Kind.OK else Failure(request.verdict.kind.name.lower())
+            return None
 
         return await make_sender(target, payloads, check, connections=connections, channels=connections)
 
@@ -157,16 +158,16 @@ def read_answer(question: Question, body: bytes) -> tuple[int, Float32Array]:
         return ranked.version, ranked.scores
     answer = read_lookup(body)
     # Vectors that are not there are values too few, which is judged.
-    vectors: dict[str, Any] = {**dict.fromkeys(question.bags, np.empty(0, np.float32)), **answer.embeddings}
+    vectors: dict[str, Any] = {**dict.fromkeys(question.bags, NO_VECTORS), **answer.embeddings}
     return answer.version, np.concatenate([vectors[name].reshape(-1) for name in question.bags])
 
 
 def verdict_of(request: Outgoing, failure: Failure | None) -> Verdict:
     """Return the verdict on a request that is over."""
-    if request.verdict is not None or failure is None:
-        verdict: Verdict = request.verdict
-        return verdict
-    return Verdict(Kind.FAILED, f"{failure.kind}: {failure.message}")
+    if failure is not None:
+        return Verdict(Kind.FAILED, f"{failure.kind}: {failure.message}")
+    verdict: Verdict = request.verdict
+    return verdict
 
 
 def describe(request: Outgoing, verdict: Verdict) -> str:

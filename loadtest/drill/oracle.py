@@ -49,6 +49,7 @@ LOGIT_SCALE = 24.0
 """K."""
 SCORE_TOLERANCE = 1e-5
 GOLDEN_TOLERANCE = 1e-4
+NUM_GOLDEN = 16
 MAX_HOTNESS = 8
 MAX_CANDIDATES = 16
 MAX_LOOKUP_BAGS = 4
@@ -121,24 +122,22 @@ def version_rows(table: TableSpec, version: int, rows: Int64Array) -> Float32Arr
     return result
 
 
-def golden_requests(spec: ModelSpec, version: int, num_requests: int = 16) -> GoldenRequests:
+def golden_requests(spec: ModelSpec, version: int) -> GoldenRequests:
     """Return rank questions with the scores of a version."""
-    questions = make_questions(spec, num_requests, seed=1)["rank"]
+    questions = make_questions(spec, NUM_GOLDEN, seed=1)["rank"]
     bags = {name: [bag for question in questions for bag in question.bags[name]] for name in FEATURES}
     scores = [question.expected[letter_of(version)] for question in questions]
     return GoldenRequests(
         num_candidates=np.array([len(of_question) for of_question in scores], np.int32),
         values={name: np.concatenate(of_feature) for name, of_feature in bags.items()},
         lengths={name: np.array([len(bag) for bag in of_feature], np.int32) for name, of_feature in bags.items()},
-        context_dense=np.zeros((num_requests, 0), np.float32),
+        context_dense=np.zeros((NUM_GOLDEN, 0), np.float32),
         candidate_dense=np.zeros((sum(map(len, scores)), 0), np.float32),
         scores=np.concatenate(scores),
     )
 
 
-def write_oracle(
-    spec: ModelSpec, store: Path, version: int, golden: GoldenRequests | None = None, rows_per_file: int | None = None
-) -> Path:
+def write_oracle(spec: ModelSpec, store: Path, version: int, golden: GoldenRequests | None = None) -> Path:
     """Export a version into a store, and return its folder; `golden` replaces the right golden requests."""
     letter, dim = letter_of(version), spec.tables[0].embedding_dim
     weight = torch.zeros(1, dim * len(spec.features))
@@ -153,7 +152,6 @@ def write_oracle(
         golden=golden or golden_requests(spec, version),
         golden_tolerance=GOLDEN_TOLERANCE,
         version=version,
-        rows_per_file=rows_per_file,
         metadata={"oracle": "AB"[letter]},
     )
 

@@ -38,6 +38,9 @@ MIN_BLOCKS = 5
 # Of the normal distribution: the interval has the true slope in 95 of 100 cases.
 Z_95 = 1.96
 UPDATED_ROWS = 64
+SAMPLE_S = 1.0
+# After a rollout, for the old version's memory to be freed.
+SETTLE_S = 5.0
 MEASURES = ("rss_mb", "anonymous_mb", "descriptors", "threads")
 """Of a `ProcessSample`; those of memory end in `_mb`."""
 FRESH_QUESTIONS = 64
@@ -110,7 +113,7 @@ async def run_drill(config: SoakDrillConfig, folder: Path, progress: Progress) -
                 course.samples[time.monotonic()] = await asyncio.to_thread(read_processes, process_ids)
                 course.restarted |= {name for name, number in process_ids.items() if number != first_ids[name]}
                 # Whatever fails ends the drill.
-                done, _ = await asyncio.wait(running, timeout=config.sample_s, return_when=asyncio.FIRST_EXCEPTION)
+                done, _ = await asyncio.wait(running, timeout=SAMPLE_S, return_when=asyncio.FIRST_EXCEPTION)
                 for task in done:
                     task.result()
         finally:
@@ -132,7 +135,7 @@ async def _roll_out(config: SoakDrillConfig, fleet: OracleFleet, course: SoakCou
             begin = time.monotonic()
             live = await fleet.publish_next(differs_from=live)
             await fleet.swap_to(live)
-            course.excluded.append(TimeSpan(begin, time.monotonic() + config.settle_s))
+            course.excluded.append(TimeSpan(begin, time.monotonic() + SETTLE_S))
             course.counts["rollouts"] += 1
 
 

@@ -36,7 +36,7 @@ SMALL = OracleShape(items=600, users=300, tags=50)
 
 @pytest.fixture(scope="module")
 def snapshot(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_oracle(oracle_spec(SMALL), tmp_path_factory.mktemp("store"), 2, rows_per_file=256)
+    return write_oracle(oracle_spec(SMALL), tmp_path_factory.mktemp("store"), 2)
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -104,7 +104,7 @@ def test_a_version_that_does_not_fit_leaves_nothing_behind(snapshot: Path, tmp_p
 def test_a_killed_redis_comes_back_with_its_data_or_without(tmp_path: Path):
     async def main() -> None:
         async with running_redis(tmp_path) as server:
-            registry, child = open_registry(server.url), server.supervisor.children["redis"]
+            registry, child = open_registry(server.url), server.child
             await registry.put("versions/a", b"1", 0)
             for is_emptied in (False, True):
                 killed = child.pid

@@ -51,8 +51,7 @@ def result(case: CrashCase = FLIP, live_version: int = 2, settled_s: float | Non
         "settled_s": settled_s,
         "lag": "",
     }
-    settled_at = None if settled_s is None else 10.5 + settled_s
-    return CrashResult(case, figures | changed, TimeSpan(10.0, 15.0), settled_at, live_version)
+    return CrashResult(case, figures | changed, TimeSpan(10.0, 15.0), live_version)
 
 
 def figures_of(*results: CrashResult, failed: int = 0, mixed: int = 0) -> dict[str, Any]:
