@@ -28,11 +28,10 @@ from loadtest.drill.soak import (
 NOISE_MB = 2.0
 
 
-def test_the_slope_of_a_line_is_exact():
-    minutes = np.array([0.0, 0.5, 1.0, 2.0, 4.0, 7.0])
-    assert Slope.from_values(minutes, 100 + 0.25 * minutes) == pytest.approx((0.25, 0.25, 0.25))
-    assert Slope.from_values(minutes, np.full(6, 3.0)) == (0.0, 0.0, 0.0)
-    assert Slope.from_values(minutes[: MIN_BLOCKS - 1], minutes[: MIN_BLOCKS - 1]) == (None, None, None)
+def test_too_few_values_have_no_slope():
+    values = np.arange(MIN_BLOCKS, dtype=float)
+    assert Slope.from_values(values, 100 + 0.25 * values) == (0.25, 0.25, 0.25)
+    assert Slope.from_values(values[1:], values[1:]) == (None, None, None)
 
 
 @given(st.lists(st.integers(-1000, 1000), min_size=MIN_BLOCKS, max_size=12))
@@ -79,23 +78,22 @@ def missed(figures: dict[str, Any]) -> list[str]:
     return [limit.name for limit in soak_limits(figures) if not limit.ok]
 
 
-def test_a_process_that_stays_as_it_is_passes():
-    figures = figures_of()
-    assert missed(figures) == []
-    trends = [(trend["process"], trend["what"]) for trend in figures["trends"]]
-    assert trends == [("serve-0", what) for what in MEASURES]
-    assert figures["measured_min"] == pytest.approx(10, abs=0.5)
-
-
-@pytest.mark.parametrize("leak", [0.4, 1.0])
-def test_a_leak_is_found_with_its_size(leak: float):
+@pytest.mark.parametrize(
+    ("leak", "problems"),
+    [(0.0, []), *((leak, ["serve-0 rss_mb a minute", "serve-0 anonymous_mb a minute"]) for leak in (0.4, 1.0))],
+)
+def test_a_leak_is_found_with_its_size(leak: float, problems: list[str]):
     figures = figures_of(leak)
+    assert missed(figures) == problems
+    assert [(trend["process"], trend["what"]) for trend in figures["trends"]] == [
+        ("serve-0", what) for what in MEASURES
+    ]
     rss, memory, descriptors, threads = figures["trends"]
     assert rss["per_min"] == pytest.approx(memory["per_min"])
     assert memory["low"] <= leak <= memory["high"]
     assert memory["per_min"] == pytest.approx(leak, abs=0.1)
-    assert missed(figures) == ["serve-0 rss_mb a minute", "serve-0 anonymous_mb a minute"]
     assert (descriptors["per_min"], threads["per_min"]) == (0.0, 0.0)
+    assert figures["measured_min"] == pytest.approx(10, abs=0.5)
 
 
 @pytest.mark.parametrize(
@@ -111,20 +109,17 @@ def test_descriptors_that_stay_open_are_found(descriptors: tuple[int, ...], prob
     assert missed(figures_of(descriptors=descriptors)) == problems
 
 
-def test_a_short_soak_and_a_restarted_process_do_not_pass():
+def test_a_short_soak_does_not_pass():
     short = soak_figures(SoakDrillConfig(), SoakCourse(counts=Counter(updates=9)))
     assert missed({**short, **count_kinds([])}) == ["rollouts", "samples"]
-    course = SoakCourse(restarted={"serve-0"})
-    for now in (1.0, 2.0):
-        course.samples[now] = read_processes({"serve-0": os.getpid()})
-    sample = course.samples[1.0]["serve-0"]
-    assert sample.rss_mb > sample.anonymous_mb > 10
-    assert (sample.descriptors > 2, sample.threads >= 1) == (True, True)
-    problems = missed({**soak_figures(SoakDrillConfig(), course), **count_kinds([1] * 3)})
-    assert problems == [
-        "failed",
-        "rollouts",
-        "updates",
-        "restarted",
-        *(f"serve-0 {what} a minute" for what in MEASURES),
-    ]
+
+
+def test_a_restarted_process_does_not_pass():
+    sample = read_processes({"serve-0": os.getpid()})
+    assert sample["serve-0"].rss_mb > sample["serve-0"].anonymous_mb > 10
+    assert sample["serve-0"].rss_mb > sample["serve-0"].uss_mb > 10
+    assert (sample["serve-0"].descriptors > 2, sample["serve-0"].threads >= 1) == (True, True)
+    course = SoakCourse(restarted={"serve-0"}, samples={1.0: sample, 2.0: sample})
+    trends = [f"serve-0 {what} a minute" for what in MEASURES]
+    figures = {**soak_figures(SoakDrillConfig(), course), **count_kinds([1] * 3)}
+    assert missed(figures) == ["failed", "rollouts", "updates", "restarted", *trends]
