@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import errno
 import hashlib
-import json
 import math
 import os
 import shutil
@@ -23,7 +22,7 @@ import numpy as np
 
 from loader.errors import ShardrankError
 from loader.progress import Progress
-from loader.snapshot.manifest import CHECKSUM_NAME, MANIFEST_NAME, ModelSpec
+from loader.snapshot.manifest import Manifest, ModelSpec, manifest_texts, read_manifest
 from loader.snapshot.publishing import publish
 from loadtest.drill.config import BrokenDrillConfig
 from loadtest.drill.fleet import FIRST_VERSION, OracleFleet, oracle_fleet
@@ -128,8 +127,8 @@ async def _attempt(fleet: OracleFleet, group: str, when: When, break_: Break) ->
         finally:
             await asyncio.to_thread(shutil.rmtree, snapshot)
     elif when == "on record unchecked":
+        _, identity = read_manifest(snapshot)
         await fleet.registry.drop_version(record.model, record.version)
-        identity = hashlib.sha256((snapshot / MANIFEST_NAME).read_bytes()).hexdigest()
         await fleet.registry.put_spec(record.model, record.version, fleet.spec.model_dump_json())
         await fleet.registry.put_version(record.model_copy(update={"identity": identity}))
     rollout = await fleet.roll_out(fleet.exported)
@@ -250,12 +249,11 @@ def export_with_live_scores(folder: Path, spec: ModelSpec) -> str:
 @contextlib.contextmanager
 def _manifest(folder: Path) -> Iterator[dict[str, Any]]:
     """Yield the manifest to be changed; it is written after the block, with its checksum."""
-    document = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
+    manifest, _ = read_manifest(folder)
+    document = manifest.model_dump(mode="json")
     yield document
-    content = json.dumps(document).encode()
-    (folder / MANIFEST_NAME).write_bytes(content)
-    digest = hashlib.sha256(content).hexdigest()
-    (folder / CHECKSUM_NAME).write_text(f"{digest}  {MANIFEST_NAME}\n", encoding="utf-8")
+    for name, text in manifest_texts(Manifest.model_validate(document)).items():
+        (folder / name).write_text(text, encoding="utf-8")
 
 
 def publish_to_full_disk(snapshot: Path, registry: str, folder: Path, size_kb: int) -> tuple[str, Refusal, str]:

@@ -15,7 +15,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import psutil
@@ -53,6 +53,8 @@ ALONE = SupervisionConfig(ready_timeout_s=READY_TIMEOUT_S, first_backoff_s=1e9, 
 _PORTS = range(20_000, 32_000)
 
 Polled = TypeVar("Polled")
+Sample: TypeAlias = Mapping[str, float]
+"""Of a process, by the names of `read_processes`."""
 
 
 async def polled(
@@ -147,28 +149,23 @@ async def running_load(config: LoadConfig) -> AsyncIterator[RunningLoad]:
         yield RunningLoad(process, config.answers)
 
 
-class ProcessSample(NamedTuple):
-    """One process at one moment: memory, open descriptors and threads.
+def read_processes(process_ids: Mapping[str, int]) -> dict[str, Sample]:
+    """Read memory, open descriptors and threads of processes. Raises DrillError if one of them has ended.
 
     `rss_mb` is all that is resident, `uss_mb` what would be free if it ended, `anonymous_mb` what no file has, swapped
     out or not: heaps and stacks. It does not depend on who else maps the same libraries, as `uss_mb` does.
     """
-
-    rss_mb: float
-    uss_mb: float
-    anonymous_mb: float
-    descriptors: int
-    threads: int
-
-
-def read_processes(process_ids: Mapping[str, int]) -> dict[str, ProcessSample]:
-    """Read what processes have now. Raises DrillError if one of them has ended."""
-    samples = {}
+    samples: dict[str, Sample] = {}
     try:
         for name, process in ((name, psutil.Process(number)) for name, number in process_ids.items()):
-            info = process.memory_full_info()
-            rss, uss, anonymous = (n / BYTES_PER_MB for n in (info.rss, info.uss, info.rss - info.shared + info.swap))
-            samples[name] = ProcessSample(rss, uss, anonymous, process.num_fds(), process.num_threads())
+            memory = process.memory_full_info()
+            samples[name] = {
+                "rss_mb": memory.rss / BYTES_PER_MB,
+                "uss_mb": memory.uss / BYTES_PER_MB,
+                "anonymous_mb": (memory.rss - memory.shared + memory.swap) / BYTES_PER_MB,
+                "descriptors": process.num_fds(),
+                "threads": process.num_threads(),
+            }
     except psutil.NoSuchProcess as error:
         raise DrillError(f"a process has ended: {error}") from error
     return samples

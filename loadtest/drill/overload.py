@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -79,20 +79,12 @@ def send_phases(load: OfferedLoad, phases: tuple[Phase, ...], seed: int, at: flo
     return event_loop().run(sent)
 
 
-class Worked(NamedTuple):
-    """What the server did: batches, the seconds that they took, its processor seconds."""
-
-    batches: float
-    batches_s: float
-    cpu_s: float
-
-    @classmethod
-    def from_server(cls, server: Server) -> Worked:
-        """Read what a server has done so far."""
-        metrics = server.metrics()
-        seconds = summed(metrics, "shardrank_stage_seconds_sum", "stage")
-        batches = sum(summed(metrics, "shardrank_batch_requests_count").values())
-        return cls(batches, sum(seconds.get(stage, 0.0) for stage in BATCH_STAGES), cpu_seconds(server.process_ids))
+def work_of(server: Server) -> Float64Array:
+    """Return what a server has done so far: batches, the seconds that they took, its processor seconds."""
+    metrics = server.metrics()
+    seconds = summed(metrics, "shardrank_stage_seconds_sum", "stage")
+    batches = sum(summed(metrics, "shardrank_batch_requests_count").values())
+    return np.array([batches, sum(seconds.get(stage, 0) for stage in BATCH_STAGES), cpu_seconds(server.process_ids)])
 
 
 async def run_drill(config: OverloadDrillConfig, folder: Path, progress: Progress) -> Report:
@@ -142,7 +134,7 @@ def _on_core(core: int, start: Callable[[], Result]) -> Result:
 
 async def _overload(
     config: OverloadDrillConfig, server: Server, generators: Generators, load: OfferedLoad, capacity: float
-) -> tuple[Done, Worked]:
+) -> tuple[Done, Float64Array]:
     """Do the three phases. Returns what the client did, and the server in the second one."""
     load = load.model_copy(update={"timeout_ms": GIVE_UP_MS})
     normal = (NORMAL_SHARE * capacity, config.normal_s)
@@ -155,13 +147,13 @@ async def _overload(
     worked = []
     for when in (begin, begin + config.seconds):
         await asyncio.sleep(max(0.0, when - time.monotonic()))
-        worked.append(await asyncio.to_thread(Worked.from_server, server))
+        worked.append(await asyncio.to_thread(work_of, server))
     (done,) = await sending
-    return done, Worked(*(late - early for early, late in zip(*worked, strict=True)))
+    return done, worked[1] - worked[0]
 
 
 def overload_figures(
-    config: OverloadDrillConfig, weighed: Sequence[Weighed], done: Done, worked: Worked
+    config: OverloadDrillConfig, weighed: Sequence[Weighed], done: Done, worked: Float64Array
 ) -> tuple[dict[str, Any], list[Limit]]:
     """Return all figures by the names of the report, and their limits.
 
@@ -169,10 +161,11 @@ def overload_figures(
         config: of the drill.
         weighed: the closed loops; by the first one the rates were chosen.
         done: of all three phases.
-        worked: what the server did under overload.
+        worked: what the server did under overload, as `work_of`.
     """
     deadline_s, begin, end = config.deadline_ms / 1000, config.normal_s, config.normal_s + config.seconds
     rows, kinds = done.records.rows, done.records.kinds
+    batches, batches_s, cpu_s = worked.tolist()
     normal = rows[(rows["due"] >= min(WARMUP_S, begin / 2)) & (rows["due"] < begin) & (rows["code"] == OK)]
     before = percentiles(normal["ended"] - normal["due"])
     during = rows[(rows["due"] >= begin) & (rows["due"] < end)]
@@ -187,9 +180,9 @@ def overload_figures(
         "capacity": max(closed.requests_per_s for closed in weighed),
         "offered": requests / config.seconds,
         "goodput": in_time / config.seconds,
-        "batch_ms": 1e3 * worked.batches_s / max(worked.batches, 1.0),
+        "batch_ms": 1e3 * batches_s / max(batches, 1.0),
         "cpu_ms_at_capacity": min(closed.cpu_ms for closed in weighed),
-        "cpu_ms_overloaded": 1e3 * worked.cpu_s / in_time if in_time else None,
+        "cpu_ms_overloaded": 1e3 * cpu_s / in_time if in_time else None,
         "requests": requests,
         "admitted": requests - refused,
         "in_time": in_time,

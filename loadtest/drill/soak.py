@@ -25,7 +25,7 @@ import numpy.typing as npt
 from loader.deltas.publisher import AsyncDeltaPublisher
 from loader.progress import Progress
 from loadtest.drill.config import SoakDrillConfig
-from loadtest.drill.fleet import FIRST_VERSION, OracleFleet, ProcessSample, oracle_fleet, read_processes
+from loadtest.drill.fleet import FIRST_VERSION, OracleFleet, Sample, oracle_fleet, read_processes
 from loadtest.drill.load import TIMEOUT_MS, OracleRequests, TimeSpan, count_kinds, verdict_of
 from loadtest.drill.oracle import Kind, version_rows
 from loadtest.drill.report import Limit, Report, answer_limits
@@ -42,7 +42,7 @@ SAMPLE_S = 1.0
 # After a rollout, for the old version's memory to be freed.
 SETTLE_S = 5.0
 MEASURES = ("rss_mb", "anonymous_mb", "descriptors", "threads")
-"""Of a `ProcessSample`; those of memory end in `_mb`."""
+"""Of a `Sample`."""
 FRESH_QUESTIONS = 64
 MAX_PROBLEMS = 10
 # Some of what strangers send is never answered.
@@ -83,7 +83,7 @@ class SoakCourse:
         swapping: held while the live version changes, or is changed.
     """
 
-    samples: dict[float, dict[str, ProcessSample]] = field(default_factory=dict)
+    samples: dict[float, dict[str, Sample]] = field(default_factory=dict)
     restarted: set[str] = field(default_factory=set)
     excluded: list[TimeSpan] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
@@ -240,7 +240,7 @@ def soak_figures(config: SoakDrillConfig, course: SoakCourse) -> dict[str, Any]:
     for process in sorted(next(iter(course.samples.values()), {})):
         for what in MEASURES:
             # One that has no process at the moment was started again, and does not pass.
-            values = [getattr(samples.get(process), what, math.nan) for samples in course.samples.values()]
+            values = [samples.get(process, {}).get(what, math.nan) for samples in course.samples.values()]
             at, blocks = block_medians(measured, np.array(values)[is_measured])
             trend = {
                 "process": process,

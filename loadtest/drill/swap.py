@@ -16,7 +16,7 @@ import numpy as np
 from loader.progress import Progress
 from loader.snapshot.publishing import rows_bytes_of
 from loadtest.drill.config import SwapDrillConfig
-from loadtest.drill.fleet import BYTES_PER_MB, FIRST_VERSION, OracleFleet, ProcessSample, oracle_fleet, read_processes
+from loadtest.drill.fleet import BYTES_PER_MB, FIRST_VERSION, OracleFleet, Sample, oracle_fleet, read_processes
 from loadtest.drill.load import APIS, Answers, Mask, TimeSpan, count_kinds, latency_ms, overlaps, percentile
 from loadtest.drill.oracle import Kind
 from loadtest.drill.report import Limit, Report, answer_limits
@@ -46,7 +46,7 @@ class SwapCourse:
     versions: list[int] = field(default_factory=lambda: [FIRST_VERSION])
     swaps: list[TimeSpan] = field(default_factory=list)
     excluded: list[TimeSpan] = field(default_factory=list)
-    memory: list[Mapping[str, ProcessSample]] = field(default_factory=list)
+    memory: list[Mapping[str, Sample]] = field(default_factory=list)
 
 
 @contextmanager
@@ -109,7 +109,7 @@ def swap_figures(answers: Answers, course: SwapCourse) -> dict[str, Any]:
     steady = ~during & ~excluded
     p99_steady, p99_during = (latency_ms(answers[which], 99) for which in (steady, during))
     durations = [end - begin for begin, end in course.swaps]
-    rss = [sum(process.rss_mb for process in sample.values()) for sample in course.memory]
+    rss = [sum(process["rss_mb"] for process in sample.values()) for sample in course.memory]
     by_api = {}
     for number, name in enumerate(APIS):
         is_api = answers["api"] == number
@@ -137,11 +137,11 @@ def swap_figures(answers: Answers, course: SwapCourse) -> dict[str, Any]:
         "max_ms": latency_ms(answers, 100),
         "load_lag_p99_ms": percentile(1e3 * (answers["turn"] - answers["intended"]), 99),
         "by_api": by_api,
-        "uss_mb_before": sum(process.uss_mb for process in first.values()),
-        "uss_mb_after": sum(process.uss_mb for process in last.values()),
+        "uss_mb_before": sum(process["uss_mb"] for process in first.values()),
+        "uss_mb_after": sum(process["uss_mb"] for process in last.values()),
         "rss_mb_per_swap": slope_mb_per_swap(rss),
         "rss_mb_by_swap": [round(total_mb, 1) for total_mb in rss],
-        "rss_mb_by_process": {name: (before.rss_mb, last[name].rss_mb) for name, before in first.items()},
+        "rss_mb_by_process": {name: (before["rss_mb"], last[name]["rss_mb"]) for name, before in first.items()},
         "swap_s_median": percentile(durations, 50),
         "swap_s_max": percentile(durations, 100),
     }

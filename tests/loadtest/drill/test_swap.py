@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from loadtest.drill.fleet import ProcessSample
 from loadtest.drill.load import RECORD, TimeSpan
 from loadtest.drill.oracle import Kind
 from loadtest.drill.swap import (
@@ -27,7 +26,7 @@ def record(intended: float, ms: float, version: int, kind: Kind = Kind.OK, api: 
 
 
 def figures_of(*records: tuple[Any, ...], memory: tuple[float, ...] = (100.0, 101.0)) -> dict[str, Any]:
-    samples = [dict.fromkeys("ab", ProcessSample(mb / 2, 1.0, 0, 0, 0)) for mb in memory]
+    samples = [{name: {"rss_mb": mb / 2, "uss_mb": 1.0} for name in "ab"} for mb in memory]
     course = SwapCourse(VERSIONS, SWAPS, [TimeSpan(16, 17)], samples)
     return {**swap_figures(np.array(list(records), RECORD), course), "rows_mb": 4.0}
 
