@@ -1,14 +1,20 @@
-"""Settings of the drills: docstrings are the help of `shardrank drill`, fields with a description are its options."""
+"""Settings of the drills, and their commands: docstrings are the help, fields with a description are options."""
 
 from __future__ import annotations
 
+import importlib
+import inspect
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeAlias, get_args
+from typing import Annotated, Any, Literal, Self, TypeAlias, get_args, get_origin
 
+import click
 from pydantic import Field, model_validator
 
 from loader.rollout.plan import Strategy
 from loader.snapshot.tables import Frozen
+from serving.cli import WithExamples
+from serving.cli.settings import config_of
 
 Course: TypeAlias = Literal["idle", "beside", "undo", "by-replica"]
 Victim: TypeAlias = Literal["coordinator", "shard-node", "serving", "redis", "redis-emptied"]
@@ -20,6 +26,16 @@ REDIS_VICTIMS: tuple[Victim, ...] = ("redis", "redis-emptied")
 
 GIVE_UP_MS = 1000.0
 """After which the client of `overload` does not wait any more."""
+
+FILE = click.Path(path_type=Path, dir_okay=False)
+FOLDER = click.Path(path_type=Path, file_okay=False)
+TYPES: dict[Any, tuple[Any, str]] = {
+    int: (int, "N"),
+    float: (float, "X"),
+    str: (str, "TEXT"),
+    Path: (click.Path(path_type=Path, file_okay=False, exists=True), "FOLDER"),
+}
+"""Of options, with their metavar; of others there are choices."""
 
 Rate: TypeAlias = Annotated[float, Field(gt=0, le=100_000, description="Requests a second.")]
 Workers: TypeAlias = Annotated[int, Field(ge=1, le=64, description="Serving processes.")]
@@ -200,3 +216,44 @@ class OverloadDrillConfig(Frozen):
     candidates: str = Field(default="200-400:300", description="Of a request, or LEAST-MOST:MEAN.")
     rows: int = number(100_000, 1000, 2**31, "Of the table.")
     seed: Seed = 0
+
+
+def make_command(schema: type[Frozen]) -> click.Command:
+    """Return the command of a drill: an option for each setting that has a description, and those of its report.
+
+    A setting that is a tuple has the option of its singular, which may be repeated.
+    """
+    name = schema.__name__.removesuffix("DrillConfig").lower()
+    params: list[click.Parameter] = []
+    for key, field in schema.model_fields.items():
+        kind, flag, text = field.annotation, f"--{key.replace('_', '-')}", field.description
+        if is_many := get_origin(kind) is tuple:
+            kind, flag, text = get_args(kind)[0], flag.removesuffix("s"), f"{text} Repeatable."
+        elif not field.is_required():
+            text = f"{text} Default: {field.default}."
+        type_, metavar = TYPES.get(kind, (click.Choice(get_args(kind)), None))
+        if field.description:
+            option = partial(click.Option, [flag, key], type=type_, metavar=metavar, help=text)
+            params.append(option(multiple=is_many, required=field.is_required()))
+    keep = "Keep stores, logs and answers in this folder, which must be empty."
+    params.append(click.Option(["--json", "json_file"], type=FILE, metavar="FILE", help="Write the report."))
+    params.append(click.Option(["--keep"], type=FOLDER, metavar="FOLDER", help=keep))
+    return WithExamples(name, params=params, callback=partial(_run, name, schema), help=inspect.getdoc(schema))
+
+
+def _run(name: str, schema: type[Frozen], json_file: Path | None, keep: Path | None, **options: Any) -> None:
+    """Run a drill with the options that were given, and end with its exit code."""
+    # An option that may be repeated, and was not given, is an empty tuple.
+    config = config_of(schema, {key: value for key, value in options.items() if value != ()})
+    from loadtest.drill.report import execute
+
+    run_drill = importlib.import_module(f"loadtest.drill.{name}").run_drill
+    click.get_current_context().exit(execute(partial(run_drill, config), json_file, keep))
+
+
+swap = make_command(SwapDrillConfig)
+crash = make_command(CrashDrillConfig)
+broken = make_command(BrokenDrillConfig)
+upgrade = make_command(UpgradeDrillConfig)
+soak = make_command(SoakDrillConfig)
+overload = make_command(OverloadDrillConfig)
