@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from loader.progress import Progress
-from loader.rollout.plan import CANARY, UNDO_STEPS, plan_steps
+from loader.rollout.plan import CANARY, UNDO_STEPS, Rollout, plan_steps
 from loader.rollout.requests import abort_rollout
 from loadtest.drill.config import PROCESSES, REDIS_VICTIMS, Course, CrashDrillConfig, Victim
 from loadtest.drill.fleet import ROLLOUT_TIMEOUT_S, OracleFleet, oracle_fleet, polled
@@ -151,22 +151,19 @@ def ended_in(live: int, before: int, to_version: int) -> str:
 
 async def _until_step(fleet: OracleFleet, case: CrashCase) -> None:
     """Wait until the step is on record. Raises DrillError if the rollout ends without it."""
-    is_aborted = case.course != "undo"
 
-    async def is_on_record() -> bool:
-        nonlocal is_aborted
-        rollout = await fleet.rollout()
-        assert rollout is not None
-        if not rollout.active:
-            raise DrillError(f"{case}: the rollout ended as {rollout.state} before this step: {rollout.reason}")
-        if not is_aborted and rollout.step == CANARY:
-            await abort_rollout(fleet.registry, fleet.spec.model, "the drill wants to see it undone")
-            is_aborted = True
-            return False
-        return is_aborted and rollout.step == case.step
+    async def reach(step: str) -> None:
+        def is_enough(last: Rollout | None) -> bool:
+            return last is None or not last.active or last.step == step
 
-    if not await polled(is_on_record, bool, ROLLOUT_TIMEOUT_S, STEP_POLL_S):
-        raise DrillError(f"{case}: not on record after {ROLLOUT_TIMEOUT_S:g} s; {await fleet.lag()}")
+        rollout = await polled(fleet.rollout, is_enough, ROLLOUT_TIMEOUT_S, STEP_POLL_S)
+        if rollout is None or not rollout.active or rollout.step != step:
+            raise DrillError(f"{case}: step {step} was not on record; {await fleet.lag()}; {rollout}")
+
+    if case.course == "undo":
+        await reach(CANARY)
+        await abort_rollout(fleet.registry, fleet.spec.model, "the drill wants to see it undone")
+    await reach(case.step)
 
 
 async def _kill(fleet: OracleFleet, case: CrashCase) -> None:

@@ -107,13 +107,12 @@ class OracleRequests:
 
     Args:
         shape: of the model.
-        count: different questions of each method.
         single: features whose bags have one id.
     """
 
-    def __init__(self, shape: OracleShape, count: int = QUESTIONS_EACH, single: Collection[str] = ()) -> None:
-        questions, total = make_questions(oracle_spec(shape), count, single=single), count * len(API_PATTERN)
-        self._questions = [questions[METHODS[api_of(i) // 2]][i // len(API_PATTERN)] for i in range(total)]
+    def __init__(self, shape: OracleShape, single: Collection[str] = ()) -> None:
+        by_method = make_questions(oracle_spec(shape), QUESTIONS_EACH, single=single)
+        self._questions = [by_method[METHODS[api // 2]][i] for i in range(QUESTIONS_EACH) for api in API_PATTERN]
         self._model = shape.model
         self._bodies = [_encoded(question, shape.model) for question in self._questions]
 

@@ -43,7 +43,6 @@ SAMPLE_S = 1.0
 SETTLE_S = 5.0
 MEASURES = ("rss_mb", "anonymous_mb", "descriptors", "threads")
 """Of a `Sample`."""
-FRESH_QUESTIONS = 64
 MAX_PROBLEMS = 10
 # Some of what strangers send is never answered.
 ANSWER_WAIT_S = 0.5
@@ -159,7 +158,7 @@ async def _update(config: SoakDrillConfig, fleet: OracleFleet, course: SoakCours
 async def _call_as_strangers(config: SoakDrillConfig, fleet: OracleFleet, course: SoakCourse) -> None:
     """Come over new connections, with a bad request and with a good one in turn."""
     local, draw = fleet.local, random.Random(config.seed)
-    requests, ports = OracleRequests(config, FRESH_QUESTIONS), {"http": local.http_port, "grpc": local.grpc_port}
+    requests, ports = OracleRequests(config), {"http": local.http_port, "grpc": local.grpc_port}
     bad = itertools.cycle((scheme, request) for scheme, sent in BAD_REQUESTS.items() for request in sent)
     for (scheme, request), fresh in zip(bad, itertools.cycle(ports), strict=False):
         await asyncio.sleep(1.0 / config.strangers)

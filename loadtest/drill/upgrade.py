@@ -50,7 +50,6 @@ NODES = tuple(f"node-{shard}-{replica}" for shard in range(SHARDS) for replica i
 SERVING = tuple(f"serve-{number}" for number in range(SERVERS))
 SINGLE = ("user", "topic", "tag")
 """Features whose bags have one id, so that rows of their tables travel as they are stored, and others as sums."""
-QUESTIONS_EACH = 128
 
 
 def plan_steps(order: Order) -> list[tuple[str, str]]:
@@ -201,7 +200,7 @@ async def run_drill(config: UpgradeDrillConfig, folder: Path, progress: Progress
     """
     old = checked_checkout(config.old)
     snapshot = await asyncio.to_thread(write_oracle, oracle_spec(config), folder / "store", FIRST_VERSION)
-    requests = OracleRequests(config, QUESTIONS_EACH, SINGLE)
+    requests = OracleRequests(config, SINGLE)
     steps: list[dict[str, Any]] = []
     details: list[str] = []
     problems: list[str] = []

@@ -15,15 +15,7 @@ from hypothesis import strategies as st
 from loadtest.drill.config import SoakDrillConfig
 from loadtest.drill.fleet import read_processes
 from loadtest.drill.load import TimeSpan, count_kinds
-from loadtest.drill.soak import (
-    MEASURES,
-    MIN_BLOCKS,
-    Slope,
-    SoakCourse,
-    block_medians,
-    soak_figures,
-    soak_limits,
-)
+from loadtest.drill.soak import MEASURES, MIN_BLOCKS, Slope, SoakCourse, block_medians, soak_figures, soak_limits
 
 NOISE_MB = 2.0
 

@@ -9,13 +9,7 @@ import pytest
 
 from loadtest.drill.load import RECORD, TimeSpan
 from loadtest.drill.oracle import Kind
-from loadtest.drill.swap import (
-    SwapCourse,
-    is_stale,
-    slope_mb_per_swap,
-    swap_figures,
-    swap_limits,
-)
+from loadtest.drill.swap import SwapCourse, is_stale, slope_mb_per_swap, swap_figures, swap_limits
 
 # Live is 1 until the first swap, at 10 to 14; publishing is at 16 to 17; the second swap is at 20 to 24.
 VERSIONS, SWAPS = [1, 2, 3], [TimeSpan(10, 14), TimeSpan(20, 24)]
