@@ -1,4 +1,4 @@
-"""Processes of drills: a fleet that serves the oracle, its trainer, registry and load, and lone processes."""
+"""Processes of drills: a fleet that serves the oracle, its trainer, registry and load, and processes beside it."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def free_ports(count: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class LoneProcess:
-    """A process that nobody starts again, and its supervisor."""
+class DrillProcess:
+    """A process beside the fleet, and its supervisor."""
 
     child: Child
     supervisor: Supervisor
@@ -103,15 +103,17 @@ class LoneProcess:
 
 
 @contextlib.asynccontextmanager
-async def lone_process(spec: ChildSpec, folder: Path) -> AsyncIterator[LoneProcess]:
+async def drill_process(
+    spec: ChildSpec, folder: Path, supervision: SupervisionConfig = ALONE
+) -> AsyncIterator[DrillProcess]:
     """Start a process, wait until it is ready, and kill it when the block ends; `NAME.log` in the folder is its output.
 
     Raises ChildFailedError if it ends or is not ready in time.
     """
-    supervisor = Supervisor(folder, ALONE)
+    supervisor = Supervisor(folder, supervision)
     try:
         await supervisor.start([spec])
-        yield LoneProcess(supervisor.children[spec.name], supervisor)
+        yield DrillProcess(supervisor.children[spec.name], supervisor)
     finally:
         supervisor.children[spec.name].kill()
         await supervisor.stop()
@@ -121,7 +123,7 @@ async def lone_process(spec: ChildSpec, folder: Path) -> AsyncIterator[LoneProce
 class RunningLoad:
     """A load and its file of answers."""
 
-    process: LoneProcess
+    process: DrillProcess
     path: Path
 
     def details(self) -> tuple[str, ...]:
@@ -145,7 +147,7 @@ async def running_load(config: LoadConfig) -> AsyncIterator[RunningLoad]:
             raise NotYetError(f"process {process_id} does not ask yet")
 
     command = (sys.executable, "-m", "loadtest.drill.load", config.model_dump_json())
-    async with lone_process(ChildSpec("load", command, probe), config.answers.parent) as process:
+    async with drill_process(ChildSpec("load", command, probe), config.answers.parent) as process:
         yield RunningLoad(process, config.answers)
 
 
@@ -354,12 +356,9 @@ async def running_redis(folder: Path) -> AsyncIterator[RedisServer]:
             except redis.exceptions.RedisError as error:
                 raise NotYetError(f"process {process_id}: {error}") from error
 
-    supervisor = Supervisor(folder, SupervisionConfig(first_backoff_s=REDIS_DOWN_S, healthy_after_s=1.0))
-    try:
-        await supervisor.start([ChildSpec("redis", command, ping)])
-        yield RedisServer(f"redis://{HOST}:{port}/0?fleet=drill", data, supervisor.children["redis"])
-    finally:
-        await supervisor.stop()
+    supervision = SupervisionConfig(first_backoff_s=REDIS_DOWN_S, healthy_after_s=1.0)
+    async with drill_process(ChildSpec("redis", command, ping), folder, supervision) as process:
+        yield RedisServer(f"redis://{HOST}:{port}/0?fleet=drill", data, process.child)
 
 
 def find_redis() -> str:

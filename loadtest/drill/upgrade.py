@@ -21,7 +21,7 @@ import httpx
 from loader.errors import ShardrankError
 from loader.progress import Progress
 from loadtest.drill.config import Order, Transport, UpgradeDrillConfig
-from loadtest.drill.fleet import FIRST_VERSION, REPLICATE_BYTES, LoneProcess, free_ports, lone_process
+from loadtest.drill.fleet import FIRST_VERSION, REPLICATE_BYTES, DrillProcess, drill_process, free_ports
 from loadtest.drill.load import (
     API_PATTERN,
     GRPC_CHANNELS,
@@ -45,9 +45,9 @@ from shard_node.wire.client import ShardClient
 
 Release: TypeAlias = Literal["old", "new"]
 
-SHARDS = REPLICAS = SERVERS = 2
-NODES = tuple(f"node-{shard}-{replica}" for shard in range(SHARDS) for replica in range(REPLICAS))
-SERVING = tuple(f"serve-{number}" for number in range(SERVERS))
+NODES = ("node-0-0", "node-0-1", "node-1-0", "node-1-1")
+"""Two replicas of two shards."""
+SERVING = ("serve-0", "serve-1")
 SINGLE = ("user", "topic", "tag")
 """Features whose bags have one id, so that rows of their tables travel as they are stored, and others as sums."""
 
@@ -55,8 +55,7 @@ SINGLE = ("user", "topic", "tag")
 def plan_steps(order: Order) -> list[tuple[str, str]]:
     """List the steps, what is done to which process: an upgrade of each, then the death of a node of each shard."""
     names = NODES + SERVING if order == "nodes-first" else SERVING + NODES
-    killed = [f"node-{shard}-{shard % REPLICAS}" for shard in range(SHARDS)]
-    deaths = [(what, name) for name in killed for what in ("kill -9", "start")]
+    deaths = [(what, name) for name in ("node-0-0", "node-1-1") for what in ("kill -9", "start")]
     return [("begin", ""), *(("upgrade", name) for name in names), *deaths]
 
 
@@ -83,7 +82,7 @@ class UpgradeFleet:
     addresses: dict[str, str]
     servers: dict[str, Server]
     releases: dict[str, Release] = field(default_factory=dict)
-    processes: dict[str, LoneProcess] = field(default_factory=dict)
+    processes: dict[str, DrillProcess] = field(default_factory=dict)
     senders: dict[str, list[Sender]] = field(default_factory=dict)
     kinds: list[Kind] = field(default_factory=list)
     details: list[str] = field(default_factory=list)
@@ -94,7 +93,7 @@ class UpgradeFleet:
         code = {"PYTHONPATH": str(THIS_CHECKOUT if release == "new" else self.old), "PYTHONSAFEPATH": "1"}
         probe = self._probe_serving if name in SERVING else self._probe_node
         spec = ChildSpec(name, self._command(name, release), lambda process_id: probe(name), code)
-        self.processes[name] = await self.stack.enter_async_context(lone_process(spec, self.folder))
+        self.processes[name] = await self.stack.enter_async_context(drill_process(spec, self.folder))
         self.releases[name] = release
         if name in SERVING:
             targets = [self.servers[name].target(api) for api in ("json", "grpc")]
@@ -165,10 +164,10 @@ class UpgradeFleet:
     def _command(self, name: str, release: Release) -> tuple[str, ...]:
         flags = ["--snapshot", str(self.snapshot), "--replicate-bytes", str(REPLICATE_BYTES), "--no-verify"]
         if name in NODES:
-            flags += ["--shard", f"{name.split('-')[1]}/{SHARDS}", "--listen", self.addresses[name]]
+            flags += ["--shard", f"{name.split('-')[1]}/2", "--listen", self.addresses[name]]
             return shardrank_command("shard-node", *flags)
-        for shard in range(SHARDS):
-            flags += ["--shard", ",".join(self.addresses[f"node-{shard}-{replica}"] for replica in range(REPLICAS))]
+        for replicas in (NODES[:2], NODES[2:]):
+            flags += ["--shard", ",".join(self.addresses[replica] for replica in replicas)]
         flags += ["--http-port", str(self.servers[name].http_port), "--grpc-port", str(self.servers[name].grpc_port)]
         # A release that sends float32 sums alone does not know the flag.
         wire = ("--wire-dtype", "float16") if release == "new" else ()
@@ -239,12 +238,11 @@ async def run_drill(config: UpgradeDrillConfig, folder: Path, progress: Progress
 
 def choose_addresses(transport: Transport, folder: Path) -> tuple[dict[str, str], dict[str, Server]]:
     """Choose where nodes and serving processes listen, by name."""
-    ports = iter(free_ports(len(NODES) + 2 * SERVERS))
+    ports = iter(free_ports(len(NODES) + 2 * len(SERVING)))
+    servers = {name: Server(next(ports), next(ports), ()) for name in SERVING}
     if transport == "unix":
-        nodes = {name: f"unix:{folder / name}.sock" for name in NODES}
-    else:
-        nodes = {name: f"{HOST}:{next(ports)}" for name in NODES}
-    return nodes, {name: Server(next(ports), next(ports), ()) for name in SERVING}
+        return {name: f"unix:{folder / name}.sock" for name in NODES}, servers
+    return {name: f"{HOST}:{next(ports)}" for name in NODES}, servers
 
 
 def upgrade_limits(figures: Mapping[str, Any]) -> list[Limit]:
