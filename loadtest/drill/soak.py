@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -187,28 +187,21 @@ async def send_bytes(host: str, port: int, request: bytes) -> bytes:
     return answer
 
 
-class Slope(NamedTuple):
-    """How much something changes in a minute, with its interval of 95%; None of too few values."""
+def fit_slope(minutes: Float64Array, values: Float64Array) -> dict[str, float | None]:
+    """Return how much values [n] change in a minute, and the ends of its interval of 95%; None below `MIN_BLOCKS`.
 
-    per_min: float | None = None
-    low: float | None = None
-    high: float | None = None
-
-    @classmethod
-    def from_values(cls, minutes: Float64Array, values: Float64Array) -> Slope:
-        """Fit a line through values [n] by Theil and Sen, from `MIN_BLOCKS` on.
-
-        The slope is the median of those between any two values. Its interval is Sen's (1968): the number of pairs that
-        rise minus that of those that fall is, without a trend, about normal with variance n (n - 1) (2 n + 5) / 18.
-        """
-        count = len(values)
-        if count < MIN_BLOCKS:
-            return cls()
-        first, second = np.triu_indices(count, 1)
-        slopes = np.sort((values[second] - values[first]) / (minutes[second] - minutes[first]))
-        reach = Z_95 * math.sqrt(count * (count - 1) * (2 * count + 5) / 18)
-        low = max(0, math.floor((slopes.size - reach) / 2))
-        return cls(float(np.median(slopes)), float(slopes[low]), float(slopes[slopes.size - 1 - low]))
+    By Theil and Sen: the slope is the median of those between any two values. Its interval is Sen's (1968): the number
+    of pairs that rise minus that of those that fall is, without a trend, about normal with variance
+    n (n - 1) (2 n + 5) / 18.
+    """
+    count = len(values)
+    if count < MIN_BLOCKS:
+        return {"per_min": None, "low": None, "high": None}
+    first, second = np.triu_indices(count, 1)
+    slopes = np.sort((values[second] - values[first]) / (minutes[second] - minutes[first]))
+    reach = Z_95 * math.sqrt(count * (count - 1) * (2 * count + 5) / 18)
+    low = max(0, math.floor((slopes.size - reach) / 2))
+    return {"per_min": float(np.median(slopes)), "low": float(slopes[low]), "high": float(slopes[-1 - low])}
 
 
 def block_medians(times: Float64Array, values: Float64Array) -> tuple[Float64Array, Float64Array]:
@@ -241,12 +234,13 @@ def soak_figures(config: SoakDrillConfig, course: SoakCourse) -> dict[str, Any]:
             # One that has no process at the moment was started again, and does not pass.
             values = [samples.get(process, {}).get(what, math.nan) for samples in course.samples.values()]
             at, blocks = block_medians(measured, np.array(values)[is_measured])
+            ends = blocks.tolist() or [None]
             trend = {
                 "process": process,
                 "what": what,
-                "first": float(blocks[0]) if blocks.size else None,
-                "last": float(blocks[-1]) if blocks.size else None,
-                **Slope.from_values(at / 60, blocks)._asdict(),
+                "first": ends[0],
+                "last": ends[-1],
+                **fit_slope(at / 60, blocks),
                 "limit": config.max_mb_per_min if what.endswith("_mb") else 1.0 / max(measured_min, 1e-9),
             }
             trends.append(trend)

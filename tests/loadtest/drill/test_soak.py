@@ -15,30 +15,30 @@ from hypothesis import strategies as st
 from loadtest.drill.config import SoakDrillConfig
 from loadtest.drill.fleet import read_processes
 from loadtest.drill.load import TimeSpan, count_kinds
-from loadtest.drill.soak import MEASURES, MIN_BLOCKS, Slope, SoakCourse, block_medians, soak_figures, soak_limits
+from loadtest.drill.soak import MEASURES, MIN_BLOCKS, SoakCourse, block_medians, fit_slope, soak_figures, soak_limits
 
 NOISE_MB = 2.0
 
 
 def test_too_few_values_have_no_slope():
     values = np.arange(MIN_BLOCKS, dtype=float)
-    assert Slope.from_values(values, 100 + 0.25 * values) == (0.25, 0.25, 0.25)
-    assert Slope.from_values(values[1:], values[1:]) == (None, None, None)
+    assert list(fit_slope(values, 100 + 0.25 * values).values()) == [0.25, 0.25, 0.25]
+    assert list(fit_slope(values[1:], values[1:]).values()) == [None, None, None]
 
 
 @given(st.lists(st.integers(-1000, 1000), min_size=MIN_BLOCKS, max_size=12))
 def test_the_slope_is_the_median_of_all_pairs(values):
-    slope = Slope.from_values(np.arange(len(values), dtype=float), np.array(values, float))
+    slope = fit_slope(np.arange(len(values), dtype=float), np.array(values, float))
     pairs = [(b - a) / (j - i) for (i, a), (j, b) in itertools.combinations(enumerate(values), 2)]
-    assert slope.per_min == pytest.approx(float(np.median(pairs)))
-    assert min(pairs) <= slope.low <= slope.per_min <= slope.high <= max(pairs)
+    assert slope["per_min"] == pytest.approx(float(np.median(pairs)))
+    assert min(pairs) <= slope["low"] <= slope["per_min"] <= slope["high"] <= max(pairs)
 
 
 def test_the_interval_has_the_leak_as_often_as_it_says():
     minutes, rng, hits = np.linspace(0, 10, 30), np.random.default_rng(0), 0
     for _ in range(300):
-        slope = Slope.from_values(minutes, 0.4 * minutes + rng.normal(0, NOISE_MB, 30))
-        hits += slope.low <= 0.4 <= slope.high
+        slope = fit_slope(minutes, 0.4 * minutes + rng.normal(0, NOISE_MB, 30))
+        hits += slope["low"] <= 0.4 <= slope["high"]
     assert 0.92 <= hits / 300 <= 0.98
 
 
