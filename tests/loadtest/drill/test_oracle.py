@@ -58,10 +58,6 @@ def test_rows_of_a_table_differ_so_that_a_wrong_row_shows():
     assert len(np.unique(rows, axis=0)) == len(rows)
 
 
-def test_odd_versions_are_a_and_even_ones_b():
-    assert [letter_of(version) for version in (1, 2, 3, 100)] == [0, 1, 0, 1]
-
-
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_served_oracle_answers_what_its_questions_expect(tmp_path: Path, version: int):
     folder = write_oracle(SPEC, tmp_path, version)
