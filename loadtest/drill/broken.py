@@ -156,10 +156,15 @@ async def _fill_disks(fleet: OracleFleet) -> tuple[str, list[Attempt]]:
 def broken_figures(attempts: Sequence[Attempt], answers: Answers, control_begun: float) -> dict[str, Any]:
     """Return what attempts and answers say; the first version was live until the sound snapshot at the end."""
     before = answers[(answers["ended"] < control_begun) & (answers["kind"] == Kind.OK)]
-    groups: dict[str, list[Attempt]] = {}
-    for attempt in attempts:
-        groups.setdefault(attempt.group, []).append(attempt)
-    accepted = [attempt.refused_by for attempt in attempts].count("none")
+    groups: dict[str, dict[str, Any]] = {}
+    counts = dict.fromkeys(("tried", "refused_by_publish", "refused_by_rollout", "accepted"), 0)
+    for group, what, refused_by, reason in attempts:
+        figures = groups.setdefault(group, {**counts, "examples": []})
+        figures["tried"] += 1
+        figures["accepted" if refused_by == "none" else f"refused_by_{refused_by}"] += 1
+        if len(figures["examples"]) < EXAMPLES:
+            figures["examples"].append(f"{what}: {reason}")
+    accepted = sum(figures["accepted"] for figures in groups.values())
     return {
         "tried": len(attempts),
         "refused": len(attempts) - accepted,
@@ -167,18 +172,7 @@ def broken_figures(attempts: Sequence[Attempt], answers: Answers, control_begun:
         **count_kinds(answers["kind"]),
         "other_versions": int((before["version"] != FIRST_VERSION).sum()),
         "p99_ms": latency_ms(answers, 99),
-        "groups": {group: _group_figures(members) for group, members in groups.items()},
-    }
-
-
-def _group_figures(attempts: Sequence[Attempt]) -> dict[str, Any]:
-    refusals = [attempt.refused_by for attempt in attempts]
-    return {
-        "tried": len(attempts),
-        "refused_by_publish": refusals.count("publish"),
-        "refused_by_rollout": refusals.count("rollout"),
-        "accepted": refusals.count("none"),
-        "examples": [f"{attempt.what}: {attempt.reason}" for attempt in attempts[:EXAMPLES]],
+        "groups": groups,
     }
 
 
