@@ -75,7 +75,3 @@ class ComparisonError(ReportError, http_status=400, grpc_status="INVALID_ARGUMEN
 
 class DrillError(ShardrankError, kind="drill"):
     """A drill can't be run to its end."""
-
-
-class RolloutTimeoutError(DrillError, kind="drill_rollout_timeout"):
-    """A rollout did not end in the time it was given. The message has its state and who lags."""

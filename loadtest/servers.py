@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import signal
 import subprocess
 import threading
 import time
 import urllib.request
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import psutil
@@ -77,13 +78,12 @@ def summed(metrics: str, sample: str, label: str = "") -> dict[str, float]:
         sample: its name, such as `shardrank_requests_total`; one that is not there has no values.
         label: its name.
     """
-    found: dict[str, float] = {}
+    total: defaultdict[str, float] = defaultdict(float)
     for family in text_string_to_metric_families(metrics):
-        for one in family.samples:
-            if one.name == sample:
-                value = one.labels.get(label, "")
-                found[value] = found.get(value, 0.0) + one.value
-    return found
+        for found in family.samples:
+            if found.name == sample:
+                total[found.labels.get(label, "")] += found.value
+    return dict(total)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,53 +101,42 @@ class ServerCommand:
         return self.log.read_bytes()[-LOG_TAIL_BYTES:].decode("utf-8", "replace").strip()
 
 
-@dataclass(frozen=True, slots=True)
-class _Process:
+class _Started(NamedTuple):
     command: ServerCommand
-    popen: subprocess.Popen[bytes]
-    children: list[psutil.Process] = field(default_factory=list)
-
-    @classmethod
-    def start(cls, command: ServerCommand) -> _Process:
-        environment = dict(os.environ if command.environment is None else command.environment)
-        # The kernel ends the process with the thread that started it.
-        if threading.current_thread() is threading.main_thread():
-            environment[PARENT_PID_VARIABLE] = str(os.getpid())
-        try:
-            with command.log.open("wb") as output:
-                popen = subprocess.Popen(
-                    command.line,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    env=environment,
-                    cwd=command.folder,
-                    # A terminal's Ctrl-C is for the process that started it.
-                    start_new_session=True,
-                )
-        except OSError as error:
-            raise ServerFailedError(f"{command.name}: {command.line[0]} can't be run: {error}") from error
-        return cls(command, popen)
+    process: psutil.Popen
+    children: list[psutil.Process]
 
     def note_children(self) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
-            self.children.extend(psutil.Process(self.popen.pid).children(recursive=True))
+            self.children.extend(self.process.children(recursive=True))
 
     def stop(self) -> None:
-        """End it by SIGTERM, and what is left of it after that by SIGKILL."""
+        """End it by SIGTERM, and what is left of it and its children after that by SIGKILL."""
         self.note_children()
         try:
-            self.popen.send_signal(signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.popen.wait(STOP_TIMEOUT_S)
+            with contextlib.suppress(psutil.Error):
+                self.process.terminate()
+                self.process.wait(STOP_TIMEOUT_S)
         finally:
             # psutil knows a process by its start time too, so a number that is in use again is no process of ours.
-            for one in self.children:
+            for left in (self.process, *self.children):
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    one.kill()
-            self.popen.kill()
-            self.popen.wait()
-            psutil.wait_procs(self.children, STOP_TIMEOUT_S)
+                    left.kill()
+            psutil.wait_procs([self.process, *self.children], STOP_TIMEOUT_S)
+
+
+def _start(command: ServerCommand) -> _Started:
+    environment = dict(os.environ if command.environment is None else command.environment)
+    # The kernel ends the process with the thread that started it.
+    if threading.current_thread() is threading.main_thread():
+        environment[PARENT_PID_VARIABLE] = str(os.getpid())
+    # A terminal's Ctrl-C is for the process that started it, hence the session.
+    run = partial(psutil.Popen, command.line, env=environment, cwd=command.folder, start_new_session=True)
+    try:
+        with command.log.open("wb") as output:
+            return _Started(command, run(stdin=subprocess.DEVNULL, stdout=output, stderr=output), [])
+    except OSError as error:
+        raise ServerFailedError(f"{command.name}: {command.line[0]} can't be run: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,14 +150,14 @@ class Running:
 
     title: str
     process_ids: tuple[int, ...]
-    _processes: tuple[_Process, ...]
+    _started: tuple[_Started, ...]
 
     def check(self, when: str = "while it was asked") -> None:
         """Raise ServerFailedError if one has ended by itself."""
-        for one in self._processes:
-            if (code := one.popen.poll()) is not None:
-                ended = f"{self.title}: {one.command.name} has ended {when}: {describe_exit(code)}"
-                raise ServerFailedError(f"{ended}\n{one.command.log_tail()}")
+        for command, process, _ in self._started:
+            if (code := process.poll()) is not None:
+                ended = f"{self.title}: {command.name} has ended {when}: {describe_exit(code)}"
+                raise ServerFailedError(f"{ended}\n{command.log_tail()}")
 
 
 @contextlib.contextmanager
@@ -184,21 +173,21 @@ def running(title: str, commands: Sequence[ServerCommand], why_not_ready: Callab
         ServerFailedError: a process ends, or the server is not ready in time.
     """
     with contextlib.ExitStack() as stack:
-        processes: list[_Process] = []
+        started: list[_Started] = []
         for command in commands:
-            processes.append(_Process.start(command))
-            stack.callback(processes[-1].stop)
+            started.append(_start(command))
+            stack.callback(started[-1].stop)
         ends = time.monotonic() + START_TIMEOUT_S
         while why := why_not_ready():
-            Running(title, (), tuple(processes)).check("before it served")
+            Running(title, (), tuple(started)).check("before it served")
             if time.monotonic() > ends:
-                logs = "\n".join(f"{one.name}: {one.log_tail()}" for one in commands)
+                logs = "\n".join(f"{command.name}: {command.log_tail()}" for command in commands)
                 raise ServerFailedError(f"{title}: not ready within {START_TIMEOUT_S:.0f} s: {why}\n{logs}")
             time.sleep(POLL_S)
-        for one in processes:
-            one.note_children()
-        all_ids = [pid for one in processes for pid in (one.popen.pid, *(child.pid for child in one.children))]
-        yield Running(title, tuple(all_ids), tuple(processes))
+        for each in started:
+            each.note_children()
+        all_ids = [process.pid for each in started for process in (each.process, *each.children)]
+        yield Running(title, tuple(all_ids), tuple(started))
 
 
 def ports_in(log: Path) -> tuple[int, int] | None:

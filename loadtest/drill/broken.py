@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import errno
 import hashlib
-import json
 import math
 import os
 import shutil
@@ -15,7 +14,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -24,15 +22,13 @@ import numpy as np
 
 from loader.errors import ShardrankError
 from loader.progress import Progress
-from loader.registry.fleet import PublishedVersion
-from loader.snapshot.golden import GoldenRequests
-from loader.snapshot.manifest import CHECKSUM_NAME, MANIFEST_NAME
+from loader.snapshot.manifest import Manifest, ModelSpec, manifest_texts, read_manifest
 from loader.snapshot.publishing import publish
-from loadtest.drill.answers import Answers, answer_limits, count_kinds, latency_ms, percentile
 from loadtest.drill.config import BrokenDrillConfig
 from loadtest.drill.fleet import FIRST_VERSION, OracleFleet, oracle_fleet
-from loadtest.drill.oracle import Kind, golden_requests, letter_of
-from loadtest.drill.report import Limit, Report
+from loadtest.drill.load import Answers, count_kinds, latency_ms
+from loadtest.drill.oracle import Kind, golden_requests, write_oracle
+from loadtest.drill.report import Limit, Report, answer_limits
 
 FULL_DISK_TIMEOUT_S = 120.0
 # Without a tmpfs the size of files is limited, to so small a part of the room.
@@ -46,13 +42,15 @@ else ulimit -f $(($1 / {FILE_SHARE})); echo RLIMIT_FSIZE; fi
 echo; ls -1 "$2/store/$3" 2>/dev/null | tr '\\n' ' '
 exit $code
 """
-ROWS_PER_FILE = 1024
 EXAMPLES = 3
 WARMUP_S = 2.0
 
-Refusal = Literal["publish", "rollout", "none"]
-Break: TypeAlias = Callable[[Path], None]
-"""Breaks the snapshot in a folder."""
+Refusal: TypeAlias = Literal["publish", "rollout", "none"]
+When: TypeAlias = Literal["before publishing", "in the store", "on record unchecked"]
+"""A snapshot is broken: as training hands it over; once it is published; likewise, and the record is put right again,
+as if it had been published without a check."""
+Break: TypeAlias = Callable[[Path], str | None]
+"""Breaks the snapshot in a folder, and says what it did if its group does not."""
 
 
 class Attempt(NamedTuple):
@@ -64,50 +62,6 @@ class Attempt(NamedTuple):
     reason: str
 
 
-@dataclass(slots=True)
-class _Course:
-    """The drill as it goes; `total` attempts will be made."""
-
-    fleet: OracleFleet
-    progress: Progress
-    total: int
-    attempts: list[Attempt] = field(default_factory=list)
-
-    def add(self, group: str, what: str, refused_by: Refusal, reason: str) -> None:
-        self.attempts.append(Attempt(group, what, refused_by, reason))
-        self.progress("broken snapshots", len(self.attempts), self.total)
-
-    async def export(self, golden: GoldenRequests | None = None) -> Path:
-        """Export the next version of the letter that is not live."""
-        export = partial(self.fleet.export_next, FIRST_VERSION, golden=golden, rows_per_file=ROWS_PER_FILE)
-        return await asyncio.to_thread(export)
-
-    async def attempt(self, folder: Path) -> tuple[Refusal, str]:
-        """Publish a snapshot and, if that is not refused, roll it out. Returns who refused it, and why."""
-        try:
-            published = await publish(self.fleet.registry, folder, self.fleet.store, clock=time.time)
-        except (ShardrankError, OSError) as error:
-            return "publish", f"{type(error).__name__}: {error}"
-        return await self.roll_out(published.record)
-
-    async def roll_out(self, record: PublishedVersion) -> tuple[Refusal, str]:
-        rollout = await self.fleet.roll_out(record.version)
-        return ("none", "") if rollout.state == "done" else ("rollout", f"{rollout.state}: {rollout.reason}")
-
-    async def hand_over(self, group: str, what: str, snapshot: Path, break_: Break) -> None:
-        """Break a copy of what training hands over, and attempt it."""
-        copy = self.fleet.folder / "broken" / snapshot.parent.name / snapshot.name
-        await asyncio.to_thread(shutil.copytree, snapshot, copy)
-        break_(copy)
-        self.add(group, what, *await self.attempt(copy))
-        await asyncio.to_thread(shutil.rmtree, copy)
-
-    async def publish_sound(self) -> tuple[PublishedVersion, Path]:
-        """Publish a sound snapshot; return its record, and its folder in the store."""
-        published = await publish(self.fleet.registry, await self.export(), self.fleet.store, clock=time.time)
-        return published.record, Path(published.where)
-
-
 async def run_drill(config: BrokenDrillConfig, folder: Path, progress: Progress) -> Report:
     """Run the drill; stores, logs and answers go into the folder.
 
@@ -115,114 +69,110 @@ async def run_drill(config: BrokenDrillConfig, folder: Path, progress: Progress)
     """
     async with oracle_fleet(config, folder, progress) as fleet:
         await asyncio.sleep(WARMUP_S)
-        forgeries = _forgeries(config.embedding_dim)
-        in_files = config.truncations + config.bit_flips
-        course = _Course(fleet, progress, in_files + 2 * config.damaged_in_store + 2 * len(forgeries) + 3)
-        means = await _full_disk(course, folder)
-        await _damaged(config, course)
-        fleet.load.check()
-        for what, forge in forgeries.items():
-            await _forged(course, what, forge)
-        # Sound in itself, but trained to other scores: those of the version that is live.
-        snapshot = await course.export(golden_requests(fleet.spec, letter_of(FIRST_VERSION)))
-        course.add("wrong golden scores", "golden scores of the live version", *await course.attempt(snapshot))
-        fleet.load.check()
+        breaks = plan_breaks(config, fleet.spec)
+        means, attempts = await _fill_disks(fleet)
+        total = len(attempts) + len(breaks)
+        for group, when, break_ in breaks:
+            progress("broken snapshots", len(attempts), total)
+            attempts.append(await _attempt(fleet, group, when, break_))
+            fleet.load.process.check()
+        progress("broken snapshots", total, total)
         control_begun = time.monotonic()
-        refused_by, _ = await course.attempt(await course.export())
+        control = await _attempt(fleet, "sound", "before publishing", lambda snapshot: None)
         await asyncio.sleep(WARMUP_S)
-        answers = await fleet.load.stop()
         figures = {
-            **broken_figures(course.attempts, answers, control_begun),
+            **broken_figures(attempts, await fleet.load.stop(), control_begun),
             "disk_full_means": means,
-            "control_went_live": refused_by == "none",
+            "control_went_live": control.refused_by == "none",
         }
         return fleet.report(figures, broken_limits(figures))
 
 
-async def _full_disk(course: _Course, folder: Path) -> str:
-    """Publish to disks on which a first file, and a last one, don't fit. Returns how the disks were made full."""
-    registry, means, snapshot = course.fleet.registry, "", await course.export()
+def plan_breaks(config: BrokenDrillConfig, spec: ModelSpec) -> list[tuple[str, When, Break]]:
+    """List the group of each broken snapshot, when it is broken and how."""
+    rng = np.random.default_rng(config.seed)
+    breaks: list[tuple[str, When, Break]] = []
+    for damage, count in (("truncated", config.truncations), ("bit flipped", config.bit_flips)):
+        break_ = partial(damage_at_random, damage=damage, rng=rng)
+        breaks += [(f"{damage} before publishing", "before publishing", break_)] * count
+        breaks += [(f"{damage} in the store", "in the store", break_)] * config.damaged_in_store
+    forgeries: dict[str, Break] = {
+        # An int8 row's scale is after its codes.
+        "NaN as the scale of an int8 row": partial(forge_nan, table="items", offset=config.embedding_dim),
+        "NaN in a float32 row": partial(forge_nan, table="users"),
+        "NaN in a float16 row": partial(forge_nan, table="tags"),
+        "NaN as a weight of the dense model": forge_nan,
+        "files of a table are missing": delete_users,
+        "a table is missing in files and manifest": forge_without_users,
+    }
+    for what, forge in forgeries.items():
+        breaks.append((what, "before publishing", forge))
+        breaks.append((f"{what}, on record unchecked", "on record unchecked", forge))
+    # Sound in itself, but trained to other scores: those of the version that is live.
+    return [*breaks, ("wrong golden scores", "before publishing", partial(export_with_live_scores, spec=spec))]
+
+
+async def _attempt(fleet: OracleFleet, group: str, when: When, break_: Break) -> Attempt:
+    """Export a version of the letter that is not live, break it, and publish and roll it out as far as it is let."""
+    source = fleet.folder / "source" if when == "before publishing" else fleet.store
+    snapshot = await asyncio.to_thread(fleet.export_next, source, FIRST_VERSION)
+    if when != "before publishing":
+        record = (await publish(fleet.registry, snapshot, fleet.store, clock=time.time)).record
+    what = break_(snapshot) or group
+    if when == "before publishing":
+        try:
+            await publish(fleet.registry, snapshot, fleet.store, clock=time.time)
+        except (ShardrankError, OSError) as error:
+            return Attempt(group, what, "publish", f"{type(error).__name__}: {error}")
+        finally:
+            await asyncio.to_thread(shutil.rmtree, snapshot)
+    elif when == "on record unchecked":
+        _, identity = read_manifest(snapshot)
+        await fleet.registry.drop_version(record.model, record.version)
+        await fleet.registry.put_spec(record.model, record.version, fleet.spec.model_dump_json())
+        await fleet.registry.put_version(record.model_copy(update={"identity": identity}))
+    rollout = await fleet.roll_out(fleet.exported)
+    if rollout.state == "done":
+        return Attempt(group, what, "none", "")
+    return Attempt(group, what, "rollout", f"{rollout.state}: {rollout.reason}")
+
+
+async def _fill_disks(fleet: OracleFleet) -> tuple[str, list[Attempt]]:
+    """Publish to disks on which a first file, and a last one, don't fit. Returns how the disks were made full too."""
+    snapshot = await asyncio.to_thread(fleet.export_next, fleet.folder / "source", FIRST_VERSION)
     size_kb = sum(path.stat().st_size for path in snapshot.rglob("*") if path.is_file()) // 1024
-    for number, room_kb in enumerate((size_kb // 8, size_kb // 2)):
-        disk = folder / f"disk-{number}"
+    url, means, attempts = fleet.registry.registry.url, "", []
+    for room_kb in (size_kb // 8, size_kb // 2):
+        disk = fleet.folder / f"disk-{room_kb}"
         disk.mkdir()
-        means, refused_by, reason = await asyncio.to_thread(
-            publish_to_full_disk, snapshot, registry.registry.url, disk, room_kb
-        )
-        if await registry.version(course.fleet.model, course.fleet.exported) is not None:
+        means, refused_by, reason = await asyncio.to_thread(publish_to_full_disk, snapshot, url, disk, room_kb)
+        if await fleet.registry.version(fleet.spec.model, fleet.exported) is not None:
             refused_by = "none"
         what = f"{size_kb} KiB into a store with {room_kb} KiB"
-        course.add("disk full while publishing", what, refused_by, reason)
-    return means
-
-
-async def _damaged(config: BrokenDrillConfig, course: _Course) -> None:
-    """Damage what training hands over, and the store's disk: what was published is sound, what is read is not."""
-    snapshot = await course.export()
-    counts = {truncate: config.truncations, flip_bit: config.bit_flips}
-    for damage, count in counts.items():
-        for what, break_ in random_damages(snapshot, damage, count, config.seed):
-            await course.hand_over(f"{DAMAGES[damage]} before publishing", what, snapshot, break_)
-    for damage in counts:
-        for number in range(config.damaged_in_store):
-            record, folder = await course.publish_sound()
-            ((what, break_),) = random_damages(folder, damage, 1, config.seed + 1 + number)
-            break_(folder)
-            course.add(f"{DAMAGES[damage]} in the store", what, *await course.roll_out(record))
-
-
-def _forgeries(embedding_dim: int) -> dict[str, Break]:
-    """Return what breaks a snapshot, and leaves its checksums right."""
-    return {
-        # An int8 row's scale is after its codes.
-        "NaN as the scale of an int8 row": partial(forge_nan_row, table="items", row_offset=embedding_dim),
-        "NaN in a float32 row": partial(forge_nan_row, table="users", row_offset=0),
-        "NaN in a float16 row": partial(forge_nan_row, table="tags", row_offset=0),
-        "NaN as a weight of the dense model": forge_nan_weight,
-        "files of a table are missing": partial(delete_table, table="users"),
-        "a table is missing in files and manifest": partial(forge_without_table, table="users"),
-    }
-
-
-async def _forged(course: _Course, what: str, forge: Break) -> None:
-    """Hand it over as training does, then put it on record without the checks of `publish`: nodes must check too."""
-    await course.hand_over(what, what, await course.export(), forge)
-    record, folder = await course.publish_sound()
-    forge(folder)
-    registry = course.fleet.registry
-    await registry.drop_version(record.model, record.version)
-    identity = hashlib.sha256((folder / MANIFEST_NAME).read_bytes()).hexdigest()
-    await registry.put_spec(record.model, record.version, course.fleet.spec.model_dump_json())
-    await registry.put_version(record.model_copy(update={"identity": identity}))
-    course.add(f"{what}, on record unchecked", what, *await course.roll_out(record))
+        attempts.append(Attempt("disk full while publishing", what, refused_by, reason))
+    return means, attempts
 
 
 def broken_figures(attempts: Sequence[Attempt], answers: Answers, control_begun: float) -> dict[str, Any]:
     """Return what attempts and answers say; the first version was live until the sound snapshot at the end."""
     before = answers[(answers["ended"] < control_begun) & (answers["kind"] == Kind.OK)]
-    groups: dict[str, list[Attempt]] = {}
-    for attempt in attempts:
-        groups.setdefault(attempt.group, []).append(attempt)
-    accepted = [attempt.refused_by for attempt in attempts].count("none")
+    groups: dict[str, dict[str, Any]] = {}
+    counts = dict.fromkeys(("tried", "refused_by_publish", "refused_by_rollout", "accepted"), 0)
+    for group, what, refused_by, reason in attempts:
+        figures = groups.setdefault(group, {**counts, "examples": []})
+        figures["tried"] += 1
+        figures["accepted" if refused_by == "none" else f"refused_by_{refused_by}"] += 1
+        if len(figures["examples"]) < EXAMPLES:
+            figures["examples"].append(f"{what}: {reason}")
+    accepted = sum(figures["accepted"] for figures in groups.values())
     return {
         "tried": len(attempts),
         "refused": len(attempts) - accepted,
         "accepted": accepted,
         **count_kinds(answers["kind"]),
         "other_versions": int((before["version"] != FIRST_VERSION).sum()),
-        "p99_ms": percentile(latency_ms(answers), 99),
-        "groups": {group: _group_figures(members) for group, members in groups.items()},
-    }
-
-
-def _group_figures(attempts: Sequence[Attempt]) -> dict[str, Any]:
-    refusals = [attempt.refused_by for attempt in attempts]
-    return {
-        "tried": len(attempts),
-        "refused_by_publish": refusals.count("publish"),
-        "refused_by_rollout": refusals.count("rollout"),
-        "accepted": refusals.count("none"),
-        "examples": [f"{attempt.what}: {attempt.reason}" for attempt in attempts[:EXAMPLES]],
+        "p99_ms": latency_ms(answers, 99),
+        "groups": groups,
     }
 
 
@@ -233,88 +183,71 @@ def broken_limits(figures: Mapping[str, Any]) -> list[Limit]:
     return [*limits, *answer_limits(figures, "other_versions"), went_live]
 
 
-def truncate(folder: Path, path: str, offset: int, bit: int) -> None:
-    """End a file at a byte."""
-    del bit
-    os.truncate(folder / path, offset)
-
-
-def flip_bit(folder: Path, path: str, offset: int, bit: int) -> None:
-    """Flip one bit of a byte of a file."""
-    content = bytearray((folder / path).read_bytes())
-    content[offset] ^= 1 << bit
-    (folder / path).write_bytes(content)
-
-
-Damage: TypeAlias = Callable[..., None]
-DAMAGES: dict[Damage, str] = {truncate: "truncated", flip_bit: "bit flipped"}
-
-
-def random_damages(folder: Path, damage: Damage, count: int, seed: int) -> Iterator[tuple[str, Break]]:
-    """Draw places at random: first the file, each as likely as any other, so that small files get their share."""
-    rng = np.random.default_rng(seed)
+def damage_at_random(folder: Path, damage: str, rng: np.random.Generator) -> str:
+    """Damage one place. Its file is drawn first, each as likely as any other, so that small ones get their share."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.stat().st_size]
-    for _ in range(count):
-        path = files[rng.integers(len(files))]
-        name, offset, bit = (
-            path.relative_to(folder).as_posix(),
-            int(rng.integers(path.stat().st_size)),
-            int(rng.integers(8)),
-        )
-        what = f"{name} {DAMAGES[damage]} at byte {offset}" + (f", bit {bit}" if damage is flip_bit else "")
-        yield what, partial(damage, path=name, offset=offset, bit=bit)
+    path = files[rng.integers(len(files))]
+    content = bytearray(path.read_bytes())
+    offset = int(rng.integers(len(content)))
+    what = f"{path.relative_to(folder).as_posix()} {damage} at byte {offset}"
+    if damage == "truncated":
+        del content[offset:]
+    else:
+        bit = int(rng.integers(8))
+        content[offset] ^= 1 << bit
+        what += f", bit {bit}"
+    path.write_bytes(content)
+    return what
 
 
-def forge_nan_row(folder: Path, table: str, row_offset: int) -> None:
-    """Write a NaN into the first row of a table, `row_offset` bytes into it, and make the checksums right again."""
+def forge_nan(folder: Path, table: str = "", offset: int = 0) -> None:
+    """Write a NaN into a table's first file, or the dense model's, and make the checksums right again.
+
+    It is `offset` bytes into the data of that safetensors file.
+    """
     with _manifest(folder) as document:
-        files = next(files for files in document["tables"] if files["table"] == table)
-        _write_nan(folder, files["rows"][0], row_offset)
+        rows = {files["table"]: files["rows"][0] for files in document["tables"]}
+        stated = rows[table] if table else document["dense"]
+        content = bytearray((folder / stated["path"]).read_bytes())
+        # The header's length as uint64, the header, the data.
+        struct.pack_into("<f", content, 8 + struct.unpack_from("<Q", content)[0] + offset, math.nan)
+        (folder / stated["path"]).write_bytes(content)
+        stated["sha256"] = hashlib.sha256(content).hexdigest()
 
 
-def forge_nan_weight(folder: Path) -> None:
-    """Write a NaN into the dense model's first weight, and make the checksums right again."""
-    with _manifest(folder) as document:
-        _write_nan(folder, document["dense"], 0)
-
-
-def delete_table(folder: Path, table: str) -> None:
+def delete_users(folder: Path) -> None:
     """Delete a table's files. The manifest still names them."""
-    shutil.rmtree(folder / "tables" / table)
+    shutil.rmtree(folder / "tables" / "users")
 
 
-def forge_without_table(folder: Path, table: str) -> None:
+def forge_without_users(folder: Path) -> None:
     """Delete a table with its features from the files and from the manifest, and make its checksum right again."""
-    delete_table(folder, table)
+    delete_users(folder)
     with _manifest(folder) as document:
         spec = document["spec"]
-        (dropped,) = (stated for stated in spec["tables"] if stated["name"] == table)
-        spec["tables"].remove(dropped)
-        spec["features"] = [stated for stated in spec["features"] if stated["name"] not in dropped["feature_names"]]
-        document["tables"] = [files for files in document["tables"] if files["table"] != table]
+        (users,) = (table for table in spec["tables"] if table["name"] == "users")
+        spec["tables"].remove(users)
+        spec["features"] = [feature for feature in spec["features"] if feature["name"] not in users["feature_names"]]
+        document["tables"] = [files for files in document["tables"] if files["table"] != "users"]
         # Golden requests with features that the model has not would show it at once.
         document["golden"] = None
 
 
-def _write_nan(folder: Path, stated: dict[str, Any], offset: int) -> None:
-    """Write a NaN into the data of a safetensors file, and restate its checksum in what the manifest says of it."""
-    path = folder / stated["path"]
-    content = bytearray(path.read_bytes())
-    # The header's length as uint64, the header, the data.
-    struct.pack_into("<f", content, 8 + struct.unpack_from("<Q", content)[0] + offset, math.nan)
-    path.write_bytes(content)
-    stated["sha256"] = hashlib.sha256(content).hexdigest()
+def export_with_live_scores(folder: Path, spec: ModelSpec) -> str:
+    """Export it anew with the golden requests of the first version."""
+    shutil.rmtree(folder)
+    write_oracle(spec, folder.parents[1], int(folder.name), golden_requests(spec, FIRST_VERSION))
+    return "golden scores of the live version"
 
 
 @contextlib.contextmanager
 def _manifest(folder: Path) -> Iterator[dict[str, Any]]:
     """Yield the manifest to be changed; it is written after the block, with its checksum."""
-    document = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
+    manifest, _ = read_manifest(folder)
+    document = manifest.model_dump(mode="json")
     yield document
-    content = json.dumps(document).encode()
-    (folder / MANIFEST_NAME).write_bytes(content)
-    digest = hashlib.sha256(content).hexdigest()
-    (folder / CHECKSUM_NAME).write_text(f"{digest}  {MANIFEST_NAME}\n", encoding="utf-8")
+    for name, text in manifest_texts(Manifest.model_validate(document)).items():
+        (folder / name).write_text(text, encoding="utf-8")
 
 
 def publish_to_full_disk(snapshot: Path, registry: str, folder: Path, size_kb: int) -> tuple[str, Refusal, str]:

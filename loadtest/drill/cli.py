@@ -2,44 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args, get_origin
-
 import click
 
-from serving.cli import GroupWithExamples, WithExamples
-
-if TYPE_CHECKING:
-    from pydantic import BaseModel
-    from pydantic.fields import FieldInfo
+from loadtest.load.cli import LazyGroup
 
 DRILLS = ("swap", "crash", "broken", "upgrade", "soak", "overload")
-"""Each has a module of its name with `run_drill`, and its settings in `loadtest.drill.config`."""
-FILE = click.Path(path_type=Path, dir_okay=False)
-FOLDER = click.Path(path_type=Path, file_okay=False)
-OLD = click.Path(path_type=Path, file_okay=False, exists=True)
+"""Each has a module of its name with `run_drill`, and its settings and its command in `loadtest.drill.config`."""
 
 
-class DrillGroup(GroupWithExamples):
-    """Loads the settings of the drills when one of them is named, so that `shardrank --help` stays light."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names of all drills."""
-        return list(DRILLS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return the command of a drill, or None."""
-        if cmd_name not in DRILLS:
-            return None
-        from loadtest.drill import config
-
-        return make_command(cmd_name, getattr(config, f"{cmd_name.title()}DrillConfig"))
-
-
-@click.group(cls=DrillGroup)
+@click.group(cls=LazyGroup, modules={name: f"loadtest.drill.config:{name}" for name in DRILLS})
 def drill() -> None:
     """Put a real fleet through swaps, crashes, broken snapshots and upgrades, or a server through overload.
 
@@ -50,50 +21,5 @@ def drill() -> None:
 
     Examples:
       shardrank drill swap --swaps 100 --json swap.json
-      shardrank drill crash --registry redis --json crash.json
-      shardrank drill broken --json broken.json
-      shardrank drill upgrade --old ../old-release --json upgrade.json
-      shardrank drill soak --minutes 20 --json soak.json
-      shardrank drill overload --json overload.json
+      shardrank drill crash --help
     """
-
-
-def field_option(name: str, field: FieldInfo) -> click.Option:
-    """Return the option of a setting: `--NAME`, or of a tuple its singular, which may be repeated."""
-    kind, flag, text = field.annotation, f"--{name.replace('_', '-')}", field.description
-    if is_many := get_origin(kind) is tuple:
-        kind, flag, text = get_args(kind)[0], flag.removesuffix("s"), f"{text} Repeatable."
-    elif not field.is_required():
-        text = f"{text} Default: {field.default}."
-    types: dict[Any, tuple[Any, str]] = {
-        int: (int, "N"),
-        float: (float, "X"),
-        str: (str, "TEXT"),
-        Path: (OLD, "FOLDER"),
-    }
-    type_, metavar = types.get(kind, (click.Choice(get_args(kind)), None))
-    return click.Option(
-        [flag, name], type=type_, multiple=is_many, required=field.is_required(), metavar=metavar, help=text
-    )
-
-
-def make_command(name: str, schema: type[BaseModel]) -> click.Command:
-    """Return the command of a drill: an option for each setting that has a description, and those of its report."""
-    keep = "Keep stores, logs and answers in this folder, which must be empty."
-    params: list[click.Parameter] = [
-        *(field_option(key, field) for key, field in schema.model_fields.items() if field.description),
-        click.Option(["--json", "json_file"], type=FILE, metavar="FILE", help="Write the report."),
-        click.Option(["--keep"], type=FOLDER, metavar="FOLDER", help=keep),
-    ]
-    return WithExamples(name, params=params, callback=partial(_run, name, schema), help=inspect.getdoc(schema))
-
-
-def _run(name: str, schema: type[BaseModel], json_file: Path | None, keep: Path | None, **options: Any) -> None:
-    """Run a drill with the options that were given, and end with its exit code."""
-    from loadtest.drill.report import execute
-    from serving.cli.settings import config_of
-
-    # An option that may be repeated, and was not given, is an empty tuple.
-    config = config_of(schema, {key: value for key, value in options.items() if value != ()})
-    run_drill = importlib.import_module(f"loadtest.drill.{name}").run_drill
-    click.get_current_context().exit(execute(partial(run_drill, config), json_file, keep))

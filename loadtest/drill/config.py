@@ -1,14 +1,20 @@
-"""Settings of the drills: docstrings are the help of `shardrank drill`, fields with a description are its options."""
+"""Settings of the drills, and their commands: docstrings are the help, fields with a description are options."""
 
 from __future__ import annotations
 
+import importlib
+import inspect
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias, get_args, get_origin
 
+import click
 from pydantic import Field, model_validator
 
 from loader.rollout.plan import Strategy
 from loader.snapshot.tables import Frozen
+from serving.cli import WithExamples
+from serving.cli.settings import config_of
 
 Course: TypeAlias = Literal["idle", "beside", "undo", "by-replica"]
 Victim: TypeAlias = Literal["coordinator", "shard-node", "serving", "redis", "redis-emptied"]
@@ -20,6 +26,16 @@ REDIS_VICTIMS: tuple[Victim, ...] = ("redis", "redis-emptied")
 
 GIVE_UP_MS = 1000.0
 """After which the client of `overload` does not wait any more."""
+
+FILE = click.Path(path_type=Path, dir_okay=False)
+FOLDER = click.Path(path_type=Path, file_okay=False)
+TYPES: dict[Any, tuple[Any, str]] = {
+    int: (int, "N"),
+    float: (float, "X"),
+    str: (str, "TEXT"),
+    Path: (click.Path(path_type=Path, file_okay=False, exists=True), "FOLDER"),
+}
+"""Of options, with their metavar; of others there are choices."""
 
 Rate: TypeAlias = Annotated[float, Field(gt=0, le=100_000, description="Requests a second.")]
 Workers: TypeAlias = Annotated[int, Field(ge=1, le=64, description="Serving processes.")]
@@ -34,6 +50,11 @@ def number(default: float, low: float, high: float, description: str) -> Any:
 def positive(default: float, high: float, description: str) -> Any:
     """Return a field of a number above 0, and at most `high`."""
     return Field(default=default, gt=0, le=high, description=description)
+
+
+def several(*default: str, description: str) -> Any:
+    """Return a field of texts."""
+    return Field(default=default, description=f"{description} Default: all.")
 
 
 class OracleShape(Frozen):
@@ -99,14 +120,9 @@ class CrashDrillConfig(FleetDrillConfig):
     workers: Workers = 2
     rate: Rate = 100.0
     step_delay_s: float = 0.15
-    courses: tuple[Course, ...] = Field(
-        default=("idle", "beside", "undo", "by-replica"),
-        description="Rollouts that are interrupted. Default: all, and kills without one (idle).",
-    )
-    victims: tuple[Victim, ...] = Field(
-        default=(), description="What is killed. redis-emptied loses its data. Default: all that there is."
-    )
-    steps: tuple[str, ...] = Field(default=(), description="Only in this step.")
+    courses: tuple[Course, ...] = several(*get_args(Course), description="Rollouts that are interrupted; idle: none.")
+    victims: tuple[Victim, ...] = several(description="What is killed; redis-emptied loses its data.")
+    steps: tuple[str, ...] = several(description="Only in this step.")
     max_kill_delay_s: float = number(0.3, 0, 60, "Kill at a random moment up to so long after a step is on record.")
     seed: Seed = 0
 
@@ -151,16 +167,8 @@ class UpgradeDrillConfig(OracleShape):
     """
 
     old: Path = Field(description="Checkout of this repository whose release runs before.")
-    transports: tuple[Transport, ...] = Field(
-        default=("unix", "tcp"),
-        min_length=1,
-        description="Between serving processes and shard nodes. Default: both, one after the other.",
-    )
-    orders: tuple[Order, ...] = Field(
-        default=("nodes-first", "serving-first"),
-        min_length=1,
-        description="What is upgraded first. Default: both, one after the other.",
-    )
+    transports: tuple[Transport, ...] = several("unix", "tcp", description="Between serving processes and shard nodes.")
+    orders: tuple[Order, ...] = several("nodes-first", "serving-first", description="What is upgraded first.")
     settle_s: float = positive(3.0, 600, "Under load after each step.")
     in_flight: int = number(2, 1, 256, "Requests that are always in flight.")
 
@@ -184,9 +192,6 @@ class SoakDrillConfig(FleetDrillConfig):
     strangers: float = positive(5.0, 1000, "Bad requests a second, and good ones over new connections.")
     # 42 bytes for each request at the default rate: one entry of a dictionary for each is more than twice that.
     max_mb_per_min: float = positive(0.25, 1000, "More growth of a process's memory is a problem.")
-    sample_s: float = 1.0
-    # After a rollout, for the old version's memory to be freed.
-    settle_s: float = 5.0
     seed: Seed = 0
 
 
@@ -203,9 +208,7 @@ class OverloadDrillConfig(Frozen):
 
     seconds: float = number(60.0, 1, 3600, "Of overload.")
     factor: float = Field(default=3.0, gt=1, le=20, description="Requests offered, in capacities.")
-    deadline_ms: int = Field(
-        default=200, ge=5, le=int(GIVE_UP_MS / 2), description="Of each request, by the server's default."
-    )
+    deadline_ms: int = number(200, 5, GIVE_UP_MS / 2, "Of each request, by the server's default.")
     batch_candidates: int = number(1024, 1, 2**20, "The server's limit of a batch.")
     normal_s: float = number(10.0, 1, 600, "Of half the capacity, before and after.")
     capacity_s: float = positive(10.0, 600, "Of each closed loop that measures capacity.")
@@ -213,3 +216,44 @@ class OverloadDrillConfig(Frozen):
     candidates: str = Field(default="200-400:300", description="Of a request, or LEAST-MOST:MEAN.")
     rows: int = number(100_000, 1000, 2**31, "Of the table.")
     seed: Seed = 0
+
+
+def make_command(schema: type[Frozen]) -> click.Command:
+    """Return the command of a drill: an option for each setting that has a description, and those of its report.
+
+    A setting that is a tuple has the option of its singular, which may be repeated.
+    """
+    name = schema.__name__.removesuffix("DrillConfig").lower()
+    params: list[click.Parameter] = []
+    for key, field in schema.model_fields.items():
+        kind, flag, text = field.annotation, f"--{key.replace('_', '-')}", field.description
+        if is_many := get_origin(kind) is tuple:
+            kind, flag, text = get_args(kind)[0], flag.removesuffix("s"), f"{text} Repeatable."
+        elif not field.is_required():
+            text = f"{text} Default: {field.default}."
+        type_, metavar = TYPES.get(kind, (click.Choice(get_args(kind)), None))
+        if field.description:
+            option = partial(click.Option, [flag, key], type=type_, metavar=metavar, help=text)
+            params.append(option(multiple=is_many, required=field.is_required()))
+    keep = "Keep stores, logs and answers in this folder, which must be empty."
+    params.append(click.Option(["--json", "json_file"], type=FILE, metavar="FILE", help="Write the report."))
+    params.append(click.Option(["--keep"], type=FOLDER, metavar="FOLDER", help=keep))
+    return WithExamples(name, params=params, callback=partial(_run, name, schema), help=inspect.getdoc(schema))
+
+
+def _run(name: str, schema: type[Frozen], json_file: Path | None, keep: Path | None, **options: Any) -> None:
+    """Run a drill with the options that were given, and end with its exit code."""
+    # An option that may be repeated, and was not given, is an empty tuple.
+    config = config_of(schema, {key: value for key, value in options.items() if value != ()})
+    from loadtest.drill.report import execute
+
+    run_drill = importlib.import_module(f"loadtest.drill.{name}").run_drill
+    click.get_current_context().exit(execute(partial(run_drill, config), json_file, keep))
+
+
+swap = make_command(SwapDrillConfig)
+crash = make_command(CrashDrillConfig)
+broken = make_command(BrokenDrillConfig)
+upgrade = make_command(UpgradeDrillConfig)
+soak = make_command(SoakDrillConfig)
+overload = make_command(OverloadDrillConfig)

@@ -11,24 +11,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from loader.progress import Progress
-from loader.rollout.plan import (
-    CANARY,
-    FLIP,
-    REPLAY,
-    RETIRE_SERVING,
-    RETIRE_SHARDS,
-    ROLL,
-    STAGE_SERVING,
-    STAGE_SHARDS,
-    UNDO_STEPS,
-    Strategy,
-)
+from loader.rollout.plan import CANARY, UNDO_STEPS, Rollout, plan_steps
 from loader.rollout.requests import abort_rollout
-from loadtest.drill.answers import Answers, TimeSpan, count_kinds, overlaps, percentile
 from loadtest.drill.config import PROCESSES, REDIS_VICTIMS, Course, CrashDrillConfig, Victim
-from loadtest.drill.fleet import REDIS, ROLLOUT_TIMEOUT_S, OracleFleet, oracle_fleet
+from loadtest.drill.fleet import ROLLOUT_TIMEOUT_S, OracleFleet, oracle_fleet, polled
+from loadtest.drill.load import Answers, TimeSpan, count_kinds, overlaps, percentile
 from loadtest.drill.oracle import Kind
-from loadtest.drill.processes import polled
 from loadtest.drill.report import Limit, Report
 from loadtest.errors import DrillError
 
@@ -43,16 +31,14 @@ RESTART_TIMEOUT_S = 30.0
 # How long answers are watched after a case has settled.
 WATCH_S = 0.5
 WARMUP_S = 3.0
-COLUMNS = ("course", "step", "victim", "process", "ended_in", "rollout", "restart_s", "settled_s", "answers", "failed")
 
-ABORTED_IN = CANARY
-"""The step in which a rollout of the course `undo` is aborted."""
 STEPS: dict[Course, tuple[str, ...]] = {
     "idle": ("",),
-    "beside": (STAGE_SHARDS, STAGE_SERVING, REPLAY, CANARY, FLIP, RETIRE_SERVING, RETIRE_SHARDS),
+    "beside": plan_steps("beside", canary=True, bake=True),
     "undo": UNDO_STEPS,
-    "by-replica": (f"{ROLL}0", STAGE_SERVING, REPLAY, FLIP, RETIRE_SERVING, f"{ROLL}1", RETIRE_SHARDS),
+    "by-replica": plan_steps("by-replica", canary=False, bake=False, early_groups=1, groups=2),
 }
+"""Those of `undo` are of a rollout that is aborted in its canary."""
 
 
 class CrashCase(NamedTuple):
@@ -70,27 +56,25 @@ class CrashCase(NamedTuple):
     victim: Victim
     process: str
 
-    @property
-    def strategy(self) -> Strategy:
-        """Of the rollout."""
-        return "by-replica" if self.course == "by-replica" else "beside"
-
     def __str__(self) -> str:
         return f"{self.course}, step {self.step or 'none'}, {self.process or self.victim} killed"
 
 
-def crash_cases(config: CrashDrillConfig, shard_nodes: Sequence[str], workers: Sequence[str]) -> list[CrashCase]:
+def crash_cases(config: CrashDrillConfig, processes: Sequence[str]) -> list[CrashCase]:
     """Return all cases; of several processes of a kind, shard nodes or serving processes, each in turn."""
-    of_kind = {"coordinator": ["coordinator"], "shard-node": shard_nodes, "serving": workers}
+    prefixes = {"coordinator": "coordinator", "shard-node": "shard-", "serving": "serve-"}
     victims = config.victims or (PROCESSES + REDIS_VICTIMS if config.registry == "redis" else PROCESSES)
-    turns = {victim: itertools.cycle(of_kind.get(victim, [""])) for victim in victims}
-    cases = [
+    turns = {
+        victim: itertools.cycle([name for name in processes if name.startswith(prefixes.get(victim, "-"))] or [""])
+        for victim in victims
+    }
+    return [
         CrashCase(course, step, victim, next(turns[victim]))
         for course in config.courses
         for step in STEPS[course]
+        if not config.steps or step in config.steps
         for victim in victims
     ]
-    return [case for case in cases if not config.steps or case.step in config.steps]
 
 
 class CrashResult(NamedTuple):
@@ -99,23 +83,13 @@ class CrashResult(NamedTuple):
     Attributes:
         figures: of the report, but those of answers.
         watched: from the kill to the end of a time after settling.
-        settled_at: in seconds of CLOCK_MONOTONIC; None if never.
         live_version: what is desired live in the end; 0 if nothing is.
     """
 
     case: CrashCase
     figures: dict[str, Any]
     watched: TimeSpan
-    settled_at: float | None
     live_version: int
-
-    def count_answers(self, answers: Answers) -> dict[str, Any]:
-        """Return all figures, with the requests in flight while the case was watched, of all answers of the drill."""
-        watched, stale = answers[overlaps(answers, [self.watched])], 0
-        if self.settled_at is not None:
-            after = watched[(watched["intended"] >= self.settled_at) & (watched["kind"] == Kind.OK)]
-            stale = int((after["version"] != self.live_version).sum())
-        return {**self.case._asdict(), **self.figures, **count_kinds(watched["kind"]), "stale": stale}
 
 
 async def run_drill(config: CrashDrillConfig, folder: Path, progress: Progress) -> Report:
@@ -125,31 +99,30 @@ async def run_drill(config: CrashDrillConfig, folder: Path, progress: Progress) 
     report.
     """
     async with oracle_fleet(config, folder, progress) as fleet:
-        children = fleet.local.supervisor.children
-        shard_nodes = [name for name in children if name.startswith("shard-")]
-        cases = crash_cases(config, shard_nodes, [name for name in children if name.startswith("serve-")])
+        cases = crash_cases(config, list(fleet.local.supervisor.children))
         await asyncio.sleep(WARMUP_S)
         results: list[CrashResult] = []
         draw = random.Random(config.seed)
-        for number, case in enumerate(cases):
-            progress("kills", number, len(cases))
+        for case in cases:
+            progress("kills", len(results), len(cases))
             results.append(await _run_case(fleet, case, config.max_kill_delay_s * draw.random()))
-            fleet.load.check()
-            if results[-1].settled_at is None:
+            fleet.load.process.check()
+            if results[-1].figures["lag"]:
                 # What a further kill would show says nothing about that kill.
                 break
         progress("kills", len(cases), len(cases))
-        answers = await fleet.load.stop()
-        figures = {**crash_figures(results, answers), "step_delay_s": config.step_delay_s}
-        return fleet.report(figures, crash_limits(figures, config.replicas), columns=COLUMNS)
+        figures = {**crash_figures(results, await fleet.load.stop()), "step_delay_s": config.step_delay_s}
+        return fleet.report(figures, crash_limits(figures, config.replicas))
 
 
 async def _run_case(fleet: OracleFleet, case: CrashCase, delay_s: float) -> CrashResult:
     version = live = await fleet.live_version()
     if case.step:
         version = await fleet.publish_next(differs_from=live)
-        canary = {"canary_share": CANARY_SHARE, "bake_s": CANARY_BAKE_S} if case.strategy == "beside" else {}
-        await fleet.start_rollout(version, case.strategy, **canary)
+        if case.course == "by-replica":
+            await fleet.start_rollout(version, "by-replica")
+        else:
+            await fleet.start_rollout(version, canary_share=CANARY_SHARE, bake_s=CANARY_BAKE_S)
         await _until_step(fleet, case)
     seen_at = time.monotonic()
     await asyncio.sleep(delay_s)
@@ -157,18 +130,18 @@ async def _run_case(fleet: OracleFleet, case: CrashCase, delay_s: float) -> Cras
     await _kill(fleet, case)
     restarted_at = time.monotonic()
     lag = await polled(fleet.lag, lambda reason: not reason, GIVE_UP_S)
-    settled_at = None if lag else time.monotonic()
+    settled_s = time.monotonic() - restarted_at
     await asyncio.sleep(WATCH_S)
     rollout, live_version = await fleet.rollout(), await fleet.live_version()
     figures = {
-        "after_s": killed_at - seen_at,
         "ended_in": "neither" if lag else ended_in(live_version, live, version),
         "rollout": rollout.state if rollout is not None and case.step else "",
         "restart_s": restarted_at - killed_at,
-        "settled_s": None if settled_at is None else settled_at - restarted_at,
+        "settled_s": None if lag else settled_s,
+        "after_s": killed_at - seen_at,
         "lag": lag,
     }
-    return CrashResult(case, figures, TimeSpan(killed_at, time.monotonic()), settled_at, live_version)
+    return CrashResult(case, figures, TimeSpan(killed_at, time.monotonic()), live_version)
 
 
 def ended_in(live: int, before: int, to_version: int) -> str:
@@ -178,36 +151,31 @@ def ended_in(live: int, before: int, to_version: int) -> str:
 
 async def _until_step(fleet: OracleFleet, case: CrashCase) -> None:
     """Wait until the step is on record. Raises DrillError if the rollout ends without it."""
-    is_aborted = case.course != "undo"
 
-    async def is_on_record() -> bool:
-        nonlocal is_aborted
-        rollout = await fleet.rollout()
-        assert rollout is not None
-        if not rollout.active:
-            raise DrillError(f"{case}: the rollout ended as {rollout.state} before this step: {rollout.reason}")
-        if not is_aborted and rollout.step == ABORTED_IN:
-            await abort_rollout(fleet.registry, fleet.model, "the drill wants to see it undone")
-            is_aborted = True
-            return False
-        return is_aborted and rollout.step == case.step
+    async def reach(step: str) -> None:
+        def is_enough(last: Rollout | None) -> bool:
+            return last is None or not last.active or last.step == step
 
-    if not await polled(is_on_record, bool, ROLLOUT_TIMEOUT_S, STEP_POLL_S):
-        raise DrillError(f"{case}: not on record after {ROLLOUT_TIMEOUT_S:g} s; {await fleet.lag()}")
+        rollout = await polled(fleet.rollout, is_enough, ROLLOUT_TIMEOUT_S, STEP_POLL_S)
+        if rollout is None or not rollout.active or rollout.step != step:
+            raise DrillError(f"{case}: step {step} was not on record; {await fleet.lag()}; {rollout}")
+
+    if case.course == "undo":
+        await reach(CANARY)
+        await abort_rollout(fleet.registry, fleet.spec.model, "the drill wants to see it undone")
+    await reach(case.step)
 
 
 async def _kill(fleet: OracleFleet, case: CrashCase) -> None:
     """Kill -9, and return when the successor is started. Raises DrillError if there is none."""
-    redis = fleet.redis.supervisor.children if fleet.redis else {}
-    child = {**fleet.local.supervisor.children, **redis}[case.process or REDIS]
-    killed = child.pid
-    if killed is None:
+    redis = fleet.redis
+    child = redis.child if redis and not case.process else fleet.local.supervisor.children[case.process]
+    if (killed := child.pid) is None:
         raise DrillError(f"{case}: it does not run")
     child.kill()
     await child.wait()
-    if case.victim == "redis-emptied":
-        assert fleet.redis is not None
-        fleet.redis.empty()
+    if redis and case.victim == "redis-emptied":
+        redis.empty()
 
     async def is_back() -> bool:
         return child.pid not in (None, killed)
@@ -218,15 +186,18 @@ async def _kill(fleet: OracleFleet, case: CrashCase) -> None:
 
 def crash_figures(cases: Sequence[CrashResult], answers: Answers) -> dict[str, Any]:
     """Return what the cases and all answers of the drill say, by the names of the report."""
-    results = [case.count_answers(answers) for case in cases]
+    results: list[dict[str, Any]] = []
+    for case, figures, watched, live_version in cases:
+        seen, stale = answers[overlaps(answers, [watched])], 0
+        if figures["settled_s"] is not None:
+            is_after = seen["intended"] >= watched.begin + figures["restart_s"] + figures["settled_s"]
+            stale = int((is_after & (seen["kind"] == Kind.OK) & (seen["version"] != live_version)).sum())
+        results.append({**case._asdict(), **figures, **count_kinds(seen["kind"]), "stale": stale})
     settled = [result["settled_s"] for result in results if result["settled_s"] is not None]
     ended = [result["ended_in"] for result in results]
-    of_nodes: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
-    for result in results:
-        if result["victim"] == "shard-node":
-            of_nodes[result["course"] == "by-replica"].append(result)
 
-    def lost_share(chosen: list[dict[str, Any]]) -> float | None:
+    def lost_share(victims: Sequence[Victim], *courses: Course) -> float | None:
+        chosen = [result for result in results if result["victim"] in victims and result["course"] in courses]
         total = sum(result["answers"] for result in chosen)
         return sum(result["failed"] for result in chosen) / total if total else None
 
@@ -238,10 +209,10 @@ def crash_figures(cases: Sequence[CrashResult], answers: Answers) -> dict[str, A
         "settled_s_max": percentile(settled, 100),
         **count_kinds(answers["kind"]),
         "stale": sum(result["stale"] for result in results),
+        "answers_lost_share_shard_node": lost_share(("shard-node",), "idle", "beside", "undo"),
         # While one replica of a shard is being rolled, the other is its only one, so killing that costs answers.
-        "answers_lost_share_shard_node": lost_share(of_nodes[False]),
-        "answers_lost_share_shard_node_by_replica": lost_share(of_nodes[True]),
-        "answers_lost_share_redis": lost_share([result for result in results if result["victim"] in REDIS_VICTIMS]),
+        "answers_lost_share_shard_node_by_replica": lost_share(("shard-node",), "by-replica"),
+        "answers_lost_share_redis": lost_share(REDIS_VICTIMS, *STEPS),
         "results": results,
     }
 

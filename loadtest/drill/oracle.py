@@ -49,6 +49,7 @@ LOGIT_SCALE = 24.0
 """K."""
 SCORE_TOLERANCE = 1e-5
 GOLDEN_TOLERANCE = 1e-4
+NUM_GOLDEN = 16
 MAX_HOTNESS = 8
 MAX_CANDIDATES = 16
 MAX_LOOKUP_BAGS = 4
@@ -109,57 +110,48 @@ def patterns(table: TableSpec, rows: Int64Array) -> Float32Array:
     return pattern
 
 
-def logits(counts: npt.NDArray[np.integer]) -> npt.NDArray[np.float64]:
-    """Return the logits that A and B give: float64 [2, N] from the ids per candidate and feature, [N, F]."""
-    t = counts @ FEATURE_WEIGHTS / LOGIT_SCALE
-    return np.stack([t + STAMPS[0], t + STAMPS[1]])
-
-
 def sigmoid(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """1 / (1 + exp(-x)), for any x."""
     result: npt.NDArray[np.float64] = 0.5 * (1.0 + np.tanh(0.5 * x))
     return result
 
 
-def table_rows(spec: ModelSpec, letter: int) -> dict[str, Float32Array]:
-    """Return float32 [num_embeddings, dim] of each table, by name."""
-    return {table.name: FACTORS[letter] * patterns(table, np.arange(table.num_embeddings)) for table in spec.tables}
+def version_rows(table: TableSpec, version: int, rows: Int64Array) -> Float32Array:
+    """Return rows of a version: float32 [n, dim]."""
+    result: Float32Array = FACTORS[letter_of(version)] * patterns(table, rows)
+    return result
 
 
-def golden_requests(spec: ModelSpec, letter: int, num_requests: int = 16, seed: int = 1) -> GoldenRequests:
+def golden_requests(spec: ModelSpec, version: int) -> GoldenRequests:
     """Return rank questions with the scores of a version."""
-    questions = make_questions(spec, num_requests, seed)["rank"]
+    questions = make_questions(spec, NUM_GOLDEN, seed=1)["rank"]
     bags = {name: [bag for question in questions for bag in question.bags[name]] for name in FEATURES}
-    scores = [question.expected[letter] for question in questions]
+    scores = [question.expected[letter_of(version)] for question in questions]
     return GoldenRequests(
         num_candidates=np.array([len(of_question) for of_question in scores], np.int32),
         values={name: np.concatenate(of_feature) for name, of_feature in bags.items()},
         lengths={name: np.array([len(bag) for bag in of_feature], np.int32) for name, of_feature in bags.items()},
-        context_dense=np.zeros((num_requests, 0), np.float32),
+        context_dense=np.zeros((NUM_GOLDEN, 0), np.float32),
         candidate_dense=np.zeros((sum(map(len, scores)), 0), np.float32),
         scores=np.concatenate(scores),
     )
 
 
-def write_oracle(
-    spec: ModelSpec, store: Path, version: int, golden: GoldenRequests | None = None, rows_per_file: int | None = None
-) -> Path:
+def write_oracle(spec: ModelSpec, store: Path, version: int, golden: GoldenRequests | None = None) -> Path:
     """Export a version into a store, and return its folder; `golden` replaces the right golden requests."""
-    letter = letter_of(version)
-    weight = torch.zeros(1, spec.tables[0].embedding_dim * len(spec.features))
+    letter, dim = letter_of(version), spec.tables[0].embedding_dim
+    weight = torch.zeros(1, dim * len(spec.features))
     # w_f / (K factor) in the column of each feature's dimension 0.
-    weight[0, :: spec.tables[0].embedding_dim] = torch.from_numpy(FEATURE_WEIGHTS / LOGIT_SCALE) / float(
-        FACTORS[letter]
-    )
+    weight[0, ::dim] = torch.from_numpy(FEATURE_WEIGHTS / LOGIT_SCALE) / float(FACTORS[letter])
+    tables = {table.name: version_rows(table, version, np.arange(table.num_embeddings)) for table in spec.tables}
     return export_snapshot(
         store,
         spec,
-        rows={name: rows_of(rows) for name, rows in table_rows(spec, letter).items()},
+        rows={name: rows_of(rows) for name, rows in tables.items()},
         dense={"mlp.layers.0.weight": weight, "mlp.layers.0.bias": torch.tensor([STAMPS[letter]])},
-        golden=golden or golden_requests(spec, letter),
+        golden=golden or golden_requests(spec, version),
         golden_tolerance=GOLDEN_TOLERANCE,
         version=version,
-        rows_per_file=rows_per_file,
         metadata={"oracle": "AB"[letter]},
     )
 
@@ -196,43 +188,32 @@ def make_questions(
 
     Bags have 1 to 8 ids; those of `single` features have one.
     """
-    rng = np.random.default_rng(seed)
+    rng, tables = np.random.default_rng(seed), {table.name: table for table in spec.tables}
 
     def draw(sizes: Mapping[str, int]) -> Bags:
         bags: Bags = {}
         for name, size in sizes.items():
-            rows = spec.table_of(name).num_embeddings
+            rows = tables[FEATURES[name][0]].num_embeddings
             lengths = rng.integers(1, 1 + (1 if name in single else MAX_HOTNESS), size).tolist()
             bags[name] = [rng.integers(0, rows, length).tolist() for length in lengths]
         return bags
 
-    ranks, lookups = [], []
+    questions: dict[Method, list[Question]] = {"rank": [], "lookup": []}
     for _ in range(num_each):
         candidates = int(rng.integers(1, MAX_CANDIDATES + 1))
         bags = draw({name: 1 if side == "context" else candidates for name, (_, side, _) in FEATURES.items()})
-        ranks.append(rank_question(bags, candidates))
+        lengths = [np.broadcast_to([len(bag) for bag in of_feature], candidates) for of_feature in bags.values()]
+        counts = np.stack(lengths, axis=1)
+        scores = sigmoid(counts @ FEATURE_WEIGHTS / LOGIT_SCALE + np.array(STAMPS)[:, None])
+        questions["rank"].append(Question("rank", bags, counts, scores.astype(np.float32)))
         chosen = rng.permutation(list(FEATURES))[: rng.integers(1, len(FEATURES) + 1)].tolist()
-        lookups.append(
-            lookup_question(spec, draw({name: int(rng.integers(1, MAX_LOOKUP_BAGS + 1)) for name in chosen}))
-        )
-    return {"rank": ranks, "lookup": lookups}
-
-
-def rank_question(bags: Bags, candidates: int) -> Question:
-    """Return the question for scores of candidates."""
-    lengths = [np.broadcast_to([len(bag) for bag in of_feature], candidates) for of_feature in bags.values()]
-    counts = np.stack(lengths, axis=1).astype(np.int64)
-    return Question("rank", bags, counts, sigmoid(logits(counts)).astype(np.float32))
-
-
-def lookup_question(spec: ModelSpec, bags: Bags) -> Question:
-    """Return the question for pooled vectors; whole numbers below 2^24 even times 1024, so exact in any order."""
-    sums, counts = [], []
-    for name, of_feature in bags.items():
-        (table,) = spec.parts(spec.table_of(name))
-        sums += [patterns(table, np.array(bag)).sum(axis=0) for bag in of_feature]
-        counts += [len(bag) for bag in of_feature]
-    return Question("lookup", bags, np.array(counts, np.int64), FACTORS[:, None] * np.concatenate(sums))
+        bags = draw({name: int(rng.integers(1, MAX_LOOKUP_BAGS + 1)) for name in chosen})
+        # Whole numbers below 2^24 even times 1024, so they are exact in any order.
+        rows = [(tables[FEATURES[name][0]], bag) for name, of_feature in bags.items() for bag in of_feature]
+        vectors = np.concatenate([patterns(table, np.array(bag)).sum(axis=0) for table, bag in rows])
+        counts = np.array([len(bag) for _, bag in rows])
+        questions["lookup"].append(Question("lookup", bags, counts, FACTORS[:, None] * vectors))
+    return questions
 
 
 class Kind(IntEnum):
@@ -265,16 +246,13 @@ def judge(question: Question, version: int, values: Float32Array) -> Verdict:
         return Verdict(Kind.WRONG, problem, version)
     letter = letter_of(version)
     # A NaN is not within any tolerance.
-    if question.method == "lookup":
-        right = values == expected[letter]
-    else:
-        right = np.abs(values - expected[letter]) <= SCORE_TOLERANCE
+    right = np.abs(values - expected[letter]) <= (SCORE_TOLERANCE if question.method == "rank" else 0.0)
     if right.all():
         return Verdict(Kind.OK, version=version)
-    if question.method == "lookup":
-        is_mixed = _is_mixed_lookup(question, letter, values)
-    else:
+    if question.method == "rank":
         is_mixed = _is_mixed_rank(question, values, right)
+    else:
+        is_mixed = _is_mixed_lookup(question, letter, values)
     place = int(np.argmin(right))
     a, b = expected[:, place].tolist()
     difference = (
@@ -293,20 +271,14 @@ def _is_mixed_lookup(question: Question, letter: int, values: Float32Array) -> b
 
 
 def _is_mixed_rank(question: Question, values: Float32Array, right: np.ndarray) -> bool:
-    """Whether each score that is not right comes from a dense model and embeddings of different versions."""
-    return all(
-        bool((np.abs(_mixtures(question.counts[candidate]) - values[candidate]) <= SCORE_TOLERANCE).any())
-        for candidate in np.flatnonzero(~right).tolist()
-    )
-
-
-def _mixtures(counts: Int64Array) -> np.ndarray:
-    """Return all scores of a candidate with `counts` ids per feature if each row, and the dense model, is of A or B."""
-    # The logit depends on sum_f w_f b_f alone, so different choices of the b_f fall together: at most a few hundred.
-    reached = np.zeros(1)
-    for count, weight in zip(counts.tolist(), FEATURE_WEIGHTS.tolist(), strict=True):
-        reached = np.unique(reached[:, None] + weight * np.arange(count + 1))
-    embeddings = counts @ FEATURE_WEIGHTS + float(FACTORS[1] - FACTORS[0]) * reached
-    dense_a = embeddings / LOGIT_SCALE + STAMPS[0]
-    dense_b = embeddings / (LOGIT_SCALE * float(FACTORS[1])) + STAMPS[1]
-    return sigmoid(np.concatenate([dense_a, dense_b]))
+    """Whether each score that is not right is that of some choice of A or B for each row and for the dense model."""
+    for candidate in np.flatnonzero(~right).tolist():
+        # The logit depends on sum_f w_f b_f alone, so different choices of the b_f fall together: some hundred.
+        reached = np.zeros(1)
+        for count, weight in zip(question.counts[candidate].tolist(), FEATURE_WEIGHTS.tolist(), strict=True):
+            reached = np.unique(reached[:, None] + weight * np.arange(count + 1))
+        embeddings = question.counts[candidate] @ FEATURE_WEIGHTS + float(FACTORS[1] - FACTORS[0]) * reached
+        scores = sigmoid(embeddings / (LOGIT_SCALE * FACTORS[:, None]) + np.array(STAMPS)[:, None])
+        if not (np.abs(scores - values[candidate]) <= SCORE_TOLERANCE).any():
+            return False
+    return True

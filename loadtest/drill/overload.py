@@ -11,9 +11,9 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -77,20 +77,12 @@ def send_phases(load: OfferedLoad, phases: tuple[Phase, ...], seed: int, at: flo
     return event_loop().run(sent)
 
 
-class Worked(NamedTuple):
-    """What the server did: batches, the seconds that they took, its processor seconds."""
-
-    batches: float
-    batches_s: float
-    cpu_s: float
-
-    @classmethod
-    def from_server(cls, server: Server) -> Worked:
-        """Read what a server has done so far."""
-        metrics = server.metrics()
-        seconds = summed(metrics, "shardrank_stage_seconds_sum", "stage")
-        batches = sum(summed(metrics, "shardrank_batch_requests_count").values())
-        return cls(batches, sum(seconds.get(stage, 0.0) for stage in BATCH_STAGES), cpu_seconds(server.process_ids))
+def work_of(server: Server) -> Float64Array:
+    """Return what a server has done so far: batches, the seconds that they took, its processor seconds."""
+    metrics = server.metrics()
+    seconds = summed(metrics, "shardrank_stage_seconds_sum", "stage")
+    batches = sum(summed(metrics, "shardrank_batch_requests_count").values())
+    return np.array([batches, sum(seconds.get(stage, 0) for stage in BATCH_STAGES), cpu_seconds(server.process_ids)])
 
 
 async def run_drill(config: OverloadDrillConfig, folder: Path, progress: Progress) -> Report:
@@ -112,11 +104,8 @@ async def run_drill(config: OverloadDrillConfig, folder: Path, progress: Progres
         server = await asyncio.to_thread(_on_core, cores[0], lambda: stack.enter_context(starting))
         generators = await asyncio.to_thread(_on_core, cores[1], lambda: stack.enter_context(Generators()))
         # Requests bring no deadline: the server's default is the one that they have.
-        closed_load, load = (
-            bench_load(server.target("json"), "json", workload, **waiting)
-            for waiting in ({}, {"timeout_ms": GIVE_UP_MS, "slo_ms": config.deadline_ms})
-        )
-        closed = (closed_load, config.in_flight, WARMUP_S, config.capacity_s, server.process_ids)
+        load = bench_load(server.target("json"), "json", workload)
+        closed = (load, config.in_flight, WARMUP_S, config.capacity_s, server.process_ids)
         before = await asyncio.to_thread(generators.busy, *closed)
         progress("phases", 1, 3)
         done, worked = await _overload(config, server, generators, load, before.requests_per_s)
@@ -143,8 +132,9 @@ def _on_core(core: int, start: Callable[[], Result]) -> Result:
 
 async def _overload(
     config: OverloadDrillConfig, server: Server, generators: Generators, load: OfferedLoad, capacity: float
-) -> tuple[Done, Worked]:
+) -> tuple[Done, Float64Array]:
     """Do the three phases. Returns what the client did, and the server in the second one."""
+    load = load.model_copy(update={"timeout_ms": GIVE_UP_MS})
     normal = (NORMAL_SHARE * capacity, config.normal_s)
     phases = (normal, (config.factor * capacity, config.seconds), normal)
     await asyncio.to_thread(generators.prepare, load)
@@ -155,13 +145,13 @@ async def _overload(
     worked = []
     for when in (begin, begin + config.seconds):
         await asyncio.sleep(max(0.0, when - time.monotonic()))
-        worked.append(await asyncio.to_thread(Worked.from_server, server))
+        worked.append(await asyncio.to_thread(work_of, server))
     (done,) = await sending
-    return done, Worked(*(late - early for early, late in zip(*worked, strict=True)))
+    return done, worked[1] - worked[0]
 
 
 def overload_figures(
-    config: OverloadDrillConfig, weighed: Sequence[Weighed], done: Done, worked: Worked
+    config: OverloadDrillConfig, weighed: Sequence[Weighed], done: Done, worked: Float64Array
 ) -> tuple[dict[str, Any], list[Limit]]:
     """Return all figures by the names of the report, and their limits.
 
@@ -169,10 +159,11 @@ def overload_figures(
         config: of the drill.
         weighed: the closed loops; by the first one the rates were chosen.
         done: of all three phases.
-        worked: what the server did under overload.
+        worked: what the server did under overload, as `work_of`.
     """
     deadline_s, begin, end = config.deadline_ms / 1000, config.normal_s, config.normal_s + config.seconds
     rows, kinds = done.records.rows, done.records.kinds
+    batches, batches_s, cpu_s = worked.tolist()
     normal = rows[(rows["due"] >= min(WARMUP_S, begin / 2)) & (rows["due"] < begin) & (rows["code"] == OK)]
     before = percentiles(normal["ended"] - normal["due"])
     during = rows[(rows["due"] >= begin) & (rows["due"] < end)]
@@ -182,14 +173,14 @@ def overload_figures(
     requests, refused, in_time = during.size, int(is_refused.sum()), int((is_ok & (seconds <= deadline_s)).sum())
     # What has no answer is later than all.
     admitted = percentiles(seconds[is_ok], out_of=requests - refused)
-    figures = {
+    figures: dict[str, Any] = {
         "capacities": [closed.requests_per_s for closed in weighed],
         "capacity": max(closed.requests_per_s for closed in weighed),
         "offered": requests / config.seconds,
         "goodput": in_time / config.seconds,
-        "batch_ms": 1e3 * worked.batches_s / max(worked.batches, 1.0),
+        "batch_ms": 1e3 * batches_s / max(batches, 1.0),
         "cpu_ms_at_capacity": min(closed.cpu_ms for closed in weighed),
-        "cpu_ms_overloaded": 1e3 * worked.cpu_s / in_time if in_time else None,
+        "cpu_ms_overloaded": 1e3 * cpu_s / in_time if in_time else None,
         "requests": requests,
         "admitted": requests - refused,
         "in_time": in_time,
@@ -205,23 +196,16 @@ def overload_figures(
         "lag_p99_ms": percentiles(during["turn"] - during["due"]).p99_ms,
         "failed": {kind: count for kind, count in counts.items() if count and kind not in ("ok", SHED)},
     }
-    return figures, overload_limits(config, figures, weighed[0].requests_per_s, counts.get(SHED, 0))
-
-
-def overload_limits(
-    config: OverloadDrillConfig, figures: Mapping[str, Any], first_capacity: float, with_retry_after: int
-) -> list[Limit]:
-    """Return what decides the verdict."""
-    retry_after_share = with_retry_after / figures["refused"] if figures["refused"] else None
-    return [
-        Limit("offered", figures["offered"] / first_capacity, MIN_OFFERED_SHARE * config.factor, "at least"),
+    limits = [
+        Limit("offered", figures["offered"] / weighed[0].requests_per_s, MIN_OFFERED_SHARE * config.factor, "at least"),
         Limit("client cores", figures["client_cores"], MAX_CPU_SHARE),
         Limit("goodput", figures["goodput"] / figures["capacity"], MIN_GOODPUT_SHARE, "at least"),
         Limit("p99 admitted, ms", figures["p99_ms_admitted"], config.deadline_ms),
         Limit("p99 refused, ms", figures["p99_ms_refused"], figures["batch_ms"] + BEYOND_BATCH_MS),
-        Limit("retry-after", retry_after_share, 1.0, "at least"),
+        Limit("retry-after", counts.get(SHED, 0) / refused if refused else None, 1.0, "at least"),
         Limit("steady after, s", figures["steady_after_s"], MAX_STEADY_S),
     ]
+    return figures, limits
 
 
 def steady_after(rows: Rows, begin: float, deadline_s: float, usual_s: float, seconds: float) -> float | None:
@@ -229,9 +213,8 @@ def steady_after(rows: Rows, begin: float, deadline_s: float, usual_s: float, se
 
     In each quarter of that second every request is answered within its deadline, and half of them within `usual_s`.
     """
-    after = rows[rows["due"] >= begin]
-    window, took_s = ((after["due"] - begin) / WINDOW_S).astype(np.int64), after["ended"] - after["due"]
-    is_good = (after["code"] == OK) & (took_s <= deadline_s)
+    window, took_s = np.floor((rows["due"] - begin) / WINDOW_S), rows["ended"] - rows["due"]
+    is_good = (rows["code"] == OK) & (took_s <= deadline_s)
     in_a_row = 0
     for number in range(int(seconds / WINDOW_S)):
         members = window == number

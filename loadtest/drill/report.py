@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple
 
 import click
-from pydantic import Field, model_serializer
+from pydantic import BaseModel
 
 from loader.progress import Progress
-from loader.snapshot.tables import Frozen
 from loadtest.errors import DrillError
 from loadtest.load.result import check_writable, write_document
 from loadtest.load.run import INTERRUPTED
@@ -22,6 +20,8 @@ from serving.fleet.process import StopRequestedError, run_until_signalled
 
 SINGLE = (int, float, str, type(None))
 """Types of figures that are no records."""
+MAX_COLUMNS = 12
+"""Of a table on the terminal; the file has all."""
 
 
 class Limit(NamedTuple):
@@ -44,52 +44,44 @@ class Limit(NamedTuple):
         return f"{self.name}: {value}; it must be {self.must} {self.limit:.4g}"
 
 
-class Report(Frozen):
-    """What `--json` writes: all figures by name, and the verdict.
+def answer_limits(figures: Mapping[str, Any], *more: str) -> list[Limit]:
+    """Return the limits of answers that may not be, counted by their names."""
+    return [Limit(name, figures[name], 0) for name in ("failed", "mixed", "wrong", *more)]
+
+
+class Report(BaseModel, extra="allow"):
+    """What `--json` writes: the verdict, and all figures by name; docs/drills.md says what they mean.
 
     Attributes:
-        figures: numbers, texts and records of them; docs/drills.md says what they mean.
         problems: why the drill did not pass; empty if it did.
         details: the first answers that were not right.
-        columns: of records, those that the terminal shows; all of them if empty.
     """
 
-    figures: dict[str, Any]
-    problems: tuple[str, ...] = ()
-    details: tuple[str, ...] = ()
-    columns: tuple[str, ...] = Field(default=(), exclude=True)
-
-    @model_serializer
-    def _flat(self) -> dict[str, Any]:
-        return {**self.figures, "problems": self.problems, "details": self.details}
+    problems: tuple[str, ...]
+    details: tuple[str, ...]
 
 
 def make_report(
-    figures: Mapping[str, Any],
-    limits: Iterable[Limit],
-    details: Iterable[str],
-    problems: Iterable[str] = (),
-    columns: tuple[str, ...] = (),
+    figures: Mapping[str, Any], limits: Iterable[Limit], details: Iterable[str], problems: Iterable[str] = ()
 ) -> Report:
     """Judge figures by their limits; `problems` are others that are known."""
-    missed = [str(limit) for limit in limits if not limit.ok]
-    return Report(figures=dict(figures), problems=(*problems, *missed), details=tuple(details), columns=columns)
+    missed = (str(limit) for limit in limits if not limit.ok)
+    return Report(problems=(*problems, *missed), details=tuple(details), **figures)
 
 
-Run: TypeAlias = Callable[[Path, Progress], Awaitable[Report]]
-"""Runs a drill, with a folder for stores, logs and answers."""
-
-
-def execute(run: Run, json_file: Path | None, keep: Path | None) -> int:
+def execute(run: Callable[[Path, Progress], Awaitable[Report]], json_file: Path | None, keep: Path | None) -> int:
     """Run a drill until it ends or a signal comes, and print its report, or write it to a file too.
 
     `keep` is an empty folder for stores, logs and answers, which stay; None for a temporary one. Returns the exit code:
     0 if it passed, 1 if not, 130 after a signal. Raises ShardrankError if it could not be run to its end.
     """
     check_writable(json_file)
-    with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(_folder(keep))
-        bars = stack.enter_context(progress_bars())
+    if keep is not None:
+        keep.mkdir(parents=True, exist_ok=True)
+        if any(keep.iterdir()):
+            raise DrillError(f"--keep {keep}: the folder is not empty")
+    with tempfile.TemporaryDirectory(prefix="shardrank-drill-") as temporary, progress_bars() as bars:
+        folder = Path(temporary) if keep is None else keep.resolve()
         try:
             report = run_until_signalled(lambda: run(folder, bars))
         except StopRequestedError:
@@ -102,14 +94,14 @@ def execute(run: Run, json_file: Path | None, keep: Path | None) -> int:
 
 def show(report: Report) -> None:
     """Print records as tables, single figures under their names, and the verdict."""
-    document, singles = report.model_dump(), make_table(("", ""), ())
-    for name, value in document.items():
+    singles = make_table(("", ""), ())
+    for name, value in report.model_dump(exclude={"problems", "details"}).items():
         records = list(value.values()) if isinstance(value, dict) else value
         if isinstance(value, SINGLE):
             singles.add_row(name, _cell(name, value))
-        elif isinstance(records, list | tuple) and records and all(isinstance(record, dict) for record in records):
+        elif isinstance(records, list) and records and all(isinstance(record, dict) for record in records):
             names = list(value) if isinstance(value, dict) else [""] * len(records)
-            columns = [key for key in report.columns or records[0] if isinstance(records[0].get(key, []), SINGLE)]
+            columns = [key for key, field in records[0].items() if isinstance(field, SINGLE)][:MAX_COLUMNS]
             table = make_table((name, *(column.replace("_", "\n") for column in columns)), ())
             for key, record in zip(names, records, strict=True):
                 table.add_row(key, *(_cell(column, record[column]) for column in columns))
@@ -128,15 +120,3 @@ def _cell(name: str, value: object) -> str:
     if isinstance(value, float):
         return f"{value:.3%}" if "_share" in name else f"{value:.4g}"
     return human_bytes(value) if isinstance(value, int) and "bytes" in name else str(value)
-
-
-@contextlib.contextmanager
-def _folder(keep: Path | None) -> Iterator[Path]:
-    if keep is None:
-        with tempfile.TemporaryDirectory(prefix="shardrank-drill-") as folder:
-            yield Path(folder)
-        return
-    keep.mkdir(parents=True, exist_ok=True)
-    if any(keep.iterdir()):
-        raise DrillError(f"--keep {keep}: the folder is not empty")
-    yield keep.resolve()

@@ -17,20 +17,18 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from loader.deltas.publisher import AsyncDeltaPublisher
 from loader.progress import Progress
-from loadtest.drill.answers import TimeSpan, answer_limits, count_kinds
 from loadtest.drill.config import SoakDrillConfig
-from loadtest.drill.fleet import OracleFleet, oracle_fleet
-from loadtest.drill.load import TIMEOUT_MS, OracleRequests, verdict_of
-from loadtest.drill.oracle import FACTORS, Kind, letter_of, patterns
-from loadtest.drill.report import Limit, Report
-from loadtest.errors import DrillError
+from loadtest.drill.fleet import FIRST_VERSION, OracleFleet, Sample, oracle_fleet, read_processes
+from loadtest.drill.load import TIMEOUT_MS, OracleRequests, TimeSpan, count_kinds, verdict_of
+from loadtest.drill.oracle import Kind, version_rows
+from loadtest.drill.report import Limit, Report, answer_limits
 from loadtest.load.senders import Outgoing
 
 WARM_UP_SHARE = 0.5
@@ -40,8 +38,11 @@ MIN_BLOCKS = 5
 # Of the normal distribution: the interval has the true slope in 95 of 100 cases.
 Z_95 = 1.96
 UPDATED_ROWS = 64
-KIB_PER_MB = 1e6 / 1024
-FRESH_QUESTIONS = 64
+SAMPLE_S = 1.0
+# After a rollout, for the old version's memory to be freed.
+SETTLE_S = 5.0
+MEASURES = ("rss_mb", "anonymous_mb", "descriptors", "threads")
+"""Of a `Sample`."""
 MAX_PROBLEMS = 10
 # Some of what strangers send is never answered.
 ANSWER_WAIT_S = 0.5
@@ -68,29 +69,6 @@ BAD_REQUESTS = {
 Float64Array: TypeAlias = npt.NDArray[np.float64]
 
 
-class Sample(NamedTuple):
-    """One process at one moment: open descriptors, threads, and memory.
-
-    `rss_mb` is all that is resident, `anonymous_mb` what no file has, swapped out or not: heaps and stacks. Neither
-    depends on who else maps the same libraries, as proportional and private memory do.
-    """
-
-    rss_mb: float
-    anonymous_mb: float
-    descriptors: int
-    threads: int
-
-    @classmethod
-    def from_process(cls, process_id: int) -> Sample:
-        """Read what a process has now. Raises OSError if it has ended."""
-        folder = Path(f"/proc/{process_id}")
-        status = dict(line.split(":\t", 1) for line in (folder / "status").read_text(encoding="utf-8").splitlines())
-        rss, anonymous, swapped = (
-            int(status.get(name, "0").split()[0]) / KIB_PER_MB for name in ("VmRSS", "RssAnon", "VmSwap")
-        )
-        return cls(rss, anonymous + swapped, len(list((folder / "fd").iterdir())), int(status["Threads"]))
-
-
 @dataclass(slots=True)
 class SoakCourse:
     """What happened, and what was read of each process.
@@ -101,6 +79,7 @@ class SoakCourse:
         excluded: rollouts, and the time in which they settle.
         counts: of what was done while it soaked, by the names of the report.
         problems: the first bad answers to strangers.
+        swapping: held while the live version changes, or is changed.
     """
 
     samples: dict[float, dict[str, Sample]] = field(default_factory=dict)
@@ -108,65 +87,93 @@ class SoakCourse:
     excluded: list[TimeSpan] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class _Work:
-    """What the fleet does in addition to the load, until the soak ends; a version that goes is not updated any more."""
-
-    config: SoakDrillConfig
-    fleet: OracleFleet
-    course: SoakCourse
     swapping: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    async def roll_out(self, ends: float) -> None:
-        """Swap A for B and back; the last one begins in time to be done. Raises DrillError."""
-        live = await self.fleet.live_version()
-        while time.monotonic() + self.config.rollout_every_s < ends:
-            await asyncio.sleep(self.config.rollout_every_s)
-            async with self.swapping:
-                begin = time.monotonic()
-                live = await self.fleet.publish_next(differs_from=live)
-                await self.fleet.swap_to(live)
-                self.course.excluded.append(TimeSpan(begin, time.monotonic() + self.config.settle_s))
-                self.course.counts["rollouts"] += 1
 
-    async def update(self) -> None:
-        """Publish rows of the live version again, as they are, so that its answers stay what they must be."""
-        fleet, rng = self.fleet, np.random.default_rng(self.config.seed)
-        publishers: dict[int, AsyncDeltaPublisher] = {}
-        for table in itertools.cycle(fleet.spec.tables):
-            await asyncio.sleep(1.0 / self.config.updates)
-            async with self.swapping:
-                live = await fleet.live_version()
-                if live not in publishers:
-                    publishers = {live: AsyncDeltaPublisher(fleet.registry.registry, fleet.spec.model, live)}
-                rows = rng.integers(0, table.num_embeddings, UPDATED_ROWS)
-                await publishers[live].publish(table.name, rows, FACTORS[letter_of(live)] * patterns(table, rows))
-                self.course.counts["updates"] += 1
+async def run_drill(config: SoakDrillConfig, folder: Path, progress: Progress) -> Report:
+    """Run the drill; stores, logs and answers go into the folder.
 
-    async def strangers(self) -> None:
-        """Come over new connections, with a bad request and with a good one in turn."""
-        local, course, draw = self.fleet.local, self.course, random.Random(self.config.seed)
-        requests, ports = (
-            OracleRequests(self.config, FRESH_QUESTIONS),
-            {"http": local.http_port, "grpc": local.grpc_port},
+    Raises DrillError if a rollout does not end as `done`, or a process ends. What grows is in the report.
+    """
+    course, total_s = SoakCourse(), 60 * config.minutes
+    async with oracle_fleet(config, folder, progress) as fleet:
+        ends, first_ids = time.monotonic() + total_s, fleet.process_ids()
+        tasks = (
+            _roll_out(config, fleet, course, ends),
+            _update(config, fleet, course),
+            _call_as_strangers(config, fleet, course),
         )
-        bad = itertools.cycle((scheme, request) for scheme, sent in BAD_REQUESTS.items() for request in sent)
-        for (scheme, request), fresh in zip(bad, itertools.cycle(ports), strict=False):
-            await asyncio.sleep(1.0 / self.config.strangers)
-            answer = await send_bytes(local.host, ports[scheme], request)
-            course.counts["bad_requests"] += 1
-            if answer.startswith(b"HTTP/1.1 5"):
-                course.problems.append(f"a bad request was answered with {answer[:40]!r}: {request[:60]!r}")
-            sender, now = await requests.sender(f"{fresh}://{local.host}:{ports[fresh]}"), time.monotonic()
-            good = Outgoing(draw.randrange(1 << 20), 0.0, now, now + TIMEOUT_MS / 1000, now)
-            verdict = verdict_of(good, await sender.ask(good))
-            await sender.close()
-            course.counts["fresh_requests"] += 1
-            if verdict.kind is not Kind.OK:
-                course.problems.append(f"a request over a new connection: {verdict.detail}")
-            del course.problems[MAX_PROBLEMS:]
+        running = [asyncio.create_task(task) for task in tasks]
+        try:
+            while (left_s := ends - time.monotonic()) > 0:
+                progress("seconds", int(total_s - left_s), int(total_s))
+                fleet.load.process.check()
+                process_ids = fleet.process_ids()
+                course.samples[time.monotonic()] = await asyncio.to_thread(read_processes, process_ids)
+                course.restarted |= {name for name, number in process_ids.items() if number != first_ids[name]}
+                # Whatever fails ends the drill.
+                done, _ = await asyncio.wait(running, timeout=SAMPLE_S, return_when=asyncio.FIRST_EXCEPTION)
+                for task in done:
+                    task.result()
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.wait(running)
+        progress("seconds", int(total_s), int(total_s))
+        answers = await fleet.load.stop()
+        figures = {**soak_figures(config, course), **count_kinds(answers["kind"])}
+        return fleet.report(figures, soak_limits(figures), course.problems)
+
+
+async def _roll_out(config: SoakDrillConfig, fleet: OracleFleet, course: SoakCourse, ends: float) -> None:
+    """Swap A for B and back; the last one begins in time to be done. Raises DrillError."""
+    live = FIRST_VERSION
+    while time.monotonic() + config.rollout_every_s < ends:
+        await asyncio.sleep(config.rollout_every_s)
+        async with course.swapping:
+            begin = time.monotonic()
+            live = await fleet.publish_next(differs_from=live)
+            await fleet.swap_to(live)
+            course.excluded.append(TimeSpan(begin, time.monotonic() + SETTLE_S))
+            course.counts["rollouts"] += 1
+
+
+async def _update(config: SoakDrillConfig, fleet: OracleFleet, course: SoakCourse) -> None:
+    """Publish rows of the live version again, as they are, so that its answers stay what they must be.
+
+    A version that goes is not updated any more.
+    """
+    rng, publishers = np.random.default_rng(config.seed), dict[int, AsyncDeltaPublisher]()
+    for table in itertools.cycle(fleet.spec.tables):
+        await asyncio.sleep(1.0 / config.updates)
+        async with course.swapping:
+            live = await fleet.live_version()
+            if live not in publishers:
+                publishers = {live: AsyncDeltaPublisher(fleet.registry.registry, fleet.spec.model, live)}
+            rows = rng.integers(0, table.num_embeddings, UPDATED_ROWS)
+            await publishers[live].publish(table.name, rows, version_rows(table, live, rows))
+            course.counts["updates"] += 1
+
+
+async def _call_as_strangers(config: SoakDrillConfig, fleet: OracleFleet, course: SoakCourse) -> None:
+    """Come over new connections, with a bad request and with a good one in turn."""
+    local, draw = fleet.local, random.Random(config.seed)
+    requests, ports = OracleRequests(config), {"http": local.http_port, "grpc": local.grpc_port}
+    bad = itertools.cycle((scheme, request) for scheme, sent in BAD_REQUESTS.items() for request in sent)
+    for (scheme, request), fresh in zip(bad, itertools.cycle(ports), strict=False):
+        await asyncio.sleep(1.0 / config.strangers)
+        answer = await send_bytes(local.host, ports[scheme], request)
+        course.counts["bad_requests"] += 1
+        if answer.startswith(b"HTTP/1.1 5"):
+            course.problems.append(f"a bad request was answered with {answer[:40]!r}: {request[:60]!r}")
+        sender, now = await requests.sender(f"{fresh}://{local.host}:{ports[fresh]}"), time.monotonic()
+        good = Outgoing(draw.randrange(1 << 20), 0.0, now, now + TIMEOUT_MS / 1000, now)
+        verdict = verdict_of(good, await sender.ask(good))
+        await sender.close()
+        course.counts["fresh_requests"] += 1
+        if verdict.kind is not Kind.OK:
+            course.problems.append(f"a request over a new connection: {verdict.detail}")
+        del course.problems[MAX_PROBLEMS:]
 
 
 async def send_bytes(host: str, port: int, request: bytes) -> bytes:
@@ -180,79 +187,33 @@ async def send_bytes(host: str, port: int, request: bytes) -> bytes:
     return answer
 
 
-async def run_drill(config: SoakDrillConfig, folder: Path, progress: Progress) -> Report:
-    """Run the drill; stores, logs and answers go into the folder.
+def fit_slope(minutes: Float64Array, values: Float64Array) -> dict[str, float | None]:
+    """Return how much values [n] change in a minute, and the ends of its interval of 95%; None below `MIN_BLOCKS`.
 
-    Raises DrillError if a rollout does not end as `done`, or a process ends. What grows is in the report.
+    By Theil and Sen: the slope is the median of those between any two values. Its interval is Sen's (1968): the number
+    of pairs that rise minus that of those that fall is, without a trend, about normal with variance
+    n (n - 1) (2 n + 5) / 18.
     """
-    course, total_s = SoakCourse(), 60 * config.minutes
-    async with oracle_fleet(config, folder, progress) as fleet:
-        begin, work, first_ids = time.monotonic(), _Work(config, fleet, course), fleet.process_ids()
-        running = [
-            asyncio.create_task(task) for task in (work.roll_out(begin + total_s), work.update(), work.strangers())
-        ]
-        try:
-            while (left_s := begin + total_s - time.monotonic()) > 0:
-                progress("seconds", int(total_s - left_s), int(total_s))
-                fleet.load.check()
-                process_ids = fleet.process_ids()
-                course.samples[time.monotonic()] = await asyncio.to_thread(read_samples, process_ids)
-                course.restarted |= {name for name, number in process_ids.items() if number != first_ids[name]}
-                # Whatever fails ends the drill.
-                done, _ = await asyncio.wait(running, timeout=config.sample_s, return_when=asyncio.FIRST_EXCEPTION)
-                for task in done:
-                    task.result()
-        finally:
-            for task in running:
-                task.cancel()
-            await asyncio.wait(running)
-        progress("seconds", int(total_s), int(total_s))
-        answers = await fleet.load.stop()
-        figures = {**soak_figures(config, course), **count_kinds(answers["kind"])}
-        return fleet.report(figures, soak_limits(figures), problems=course.problems)
-
-
-def read_samples(process_ids: Mapping[str, int]) -> dict[str, Sample]:
-    """Read all processes once. Raises DrillError if one of them has ended."""
-    try:
-        return {name: Sample.from_process(process_id) for name, process_id in process_ids.items()}
-    except OSError as error:
-        raise DrillError(f"a process has ended: {error}") from error
-
-
-class Slope(NamedTuple):
-    """How much something changes in a minute, with its interval of 95%; None of too few values."""
-
-    per_min: float | None = None
-    low: float | None = None
-    high: float | None = None
-
-    @classmethod
-    def from_values(cls, minutes: Float64Array, values: Float64Array) -> Slope:
-        """Fit a line through values [n] by Theil and Sen, from `MIN_BLOCKS` on.
-
-        The slope is the median of those between any two values. Its interval is Sen's (1968): the number of pairs that
-        rise minus that of those that fall is, without a trend, about normal with variance n (n - 1) (2 n + 5) / 18.
-        """
-        count = len(values)
-        if count < MIN_BLOCKS:
-            return cls()
-        first, second = np.triu_indices(count, 1)
-        slopes = np.sort((values[second] - values[first]) / (minutes[second] - minutes[first]))
-        reach = Z_95 * math.sqrt(count * (count - 1) * (2 * count + 5) / 18)
-        low = max(0, math.floor((slopes.size - reach) / 2))
-        return cls(float(np.median(slopes)), float(slopes[low]), float(slopes[slopes.size - 1 - low]))
+    count = len(values)
+    if count < MIN_BLOCKS:
+        return {"per_min": None, "low": None, "high": None}
+    first, second = np.triu_indices(count, 1)
+    slopes = np.sort((values[second] - values[first]) / (minutes[second] - minutes[first]))
+    reach = Z_95 * math.sqrt(count * (count - 1) * (2 * count + 5) / 18)
+    low = max(0, math.floor((slopes.size - reach) / 2))
+    return {"per_min": float(np.median(slopes)), "low": float(slopes[low]), "high": float(slopes[-1 - low])}
 
 
 def block_medians(times: Float64Array, values: Float64Array) -> tuple[Float64Array, Float64Array]:
-    """Divide values [n, m] into at most `BLOCKS` equal times; return the median of each that has any: [b], [b, m]."""
-    count = min(BLOCKS, len(times))
-    if not count:
+    """Divide values [n] into at most `BLOCKS` equal times; return the medians of those that have any: [b], [b]."""
+    if not len(times):
         return times, values
-    place = np.minimum(((times - times[0]) / max(times[-1] - times[0], 1e-9) * count).astype(int), count - 1)
-    blocks = [place == number for number in np.unique(place)]
-    medians = [np.median(values[block], axis=0) for block in blocks]
-    return np.array([np.median(times[block]) for block in blocks]), np.array(medians)
+    # The last edge is beyond the last time.
+    edges = np.linspace(times[0], times[-1] + 1e-9, min(BLOCKS, len(times)) + 1)
+    blocks = np.split(np.arange(len(times)), np.searchsorted(times, edges[1:-1]))
+    medians = [(np.median(times[block]), np.median(values[block])) for block in blocks if block.size]
+    at, of_blocks = np.array(medians).T
+    return at, of_blocks
 
 
 def soak_figures(config: SoakDrillConfig, course: SoakCourse) -> dict[str, Any]:
@@ -265,20 +226,25 @@ def soak_figures(config: SoakDrillConfig, course: SoakCourse) -> dict[str, Any]:
     for span in course.excluded:
         is_measured &= (times < span.begin) | (times > span.end)
     measured = times[is_measured]
-    measured_min = float(measured[-1] - measured[0]) / 60 if measured.size else 0.0
+    measured_min = float(np.ptp(measured)) / 60 if measured.size else 0.0
     trends: list[dict[str, Any]] = []
     medians: dict[str, list[float]] = {}
     for process in sorted(next(iter(course.samples.values()), {})):
-        # One that has no process at the moment was started again, and does not pass.
-        read = np.array([samples.get(process, (np.nan,) * 4) for samples in course.samples.values()], np.float64)
-        at, blocks = block_medians(measured, read[is_measured])
-        for what, values in zip(Sample._fields, blocks.T, strict=True):
-            slope = Slope.from_values(at / 60, values)
-            ends = (float(values[0]), float(values[-1])) if values.size else (None, None)
-            limit = config.max_mb_per_min if what.endswith("_mb") else 1.0 / max(measured_min, 1e-9)
-            trend = {"process": process, "what": what, "first": ends[0], "last": ends[1], **slope._asdict()}
-            trends.append({**trend, "limit": limit})
-            medians[f"{process} {what}"] = values.round(2).tolist()
+        for what in MEASURES:
+            # One that has no process at the moment was started again, and does not pass.
+            values = [samples.get(process, {}).get(what, math.nan) for samples in course.samples.values()]
+            at, blocks = block_medians(measured, np.array(values)[is_measured])
+            ends = blocks.tolist() or [None]
+            trend = {
+                "process": process,
+                "what": what,
+                "first": ends[0],
+                "last": ends[-1],
+                **fit_slope(at / 60, blocks),
+                "limit": config.max_mb_per_min if what.endswith("_mb") else 1.0 / max(measured_min, 1e-9),
+            }
+            trends.append(trend)
+            medians[f"{process} {what}"] = blocks.round(2).tolist()
     return {
         "minutes": config.minutes,
         **{name: course.counts[name] for name in ("rollouts", "updates", "bad_requests", "fresh_requests")},

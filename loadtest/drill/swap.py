@@ -3,38 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 import numpy as np
-import psutil
 
 from loader.progress import Progress
 from loader.snapshot.publishing import rows_bytes_of
-from loadtest.drill.answers import (
-    APIS,
-    Answers,
-    Mask,
-    TimeSpan,
-    answer_limits,
-    count_kinds,
-    latency_ms,
-    overlaps,
-    percentile,
-)
 from loadtest.drill.config import SwapDrillConfig
-from loadtest.drill.fleet import OracleFleet, oracle_fleet
+from loadtest.drill.fleet import BYTES_PER_MB, FIRST_VERSION, OracleFleet, Sample, oracle_fleet, read_processes
+from loadtest.drill.load import APIS, Answers, Mask, TimeSpan, count_kinds, latency_ms, overlaps, percentile
 from loadtest.drill.oracle import Kind
-from loadtest.drill.report import Limit, Report
+from loadtest.drill.report import Limit, Report, answer_limits
 from loadtest.servers import summed
 
 MAX_GROWTH = 0.1
 """Of a fleet's memory from swap to swap, in rows of one copy of a version."""
-BYTES_PER_MB = 1e6
 MIN_SAMPLES = 20
 # Swaps before memory is first read; they count in everything else.
 WARMUP_SWAPS = 4
@@ -42,46 +31,30 @@ WARMUP_SWAPS = 4
 WARMUP_S = 5.0
 
 
-class Swap(NamedTuple):
-    """One rollout, from its request to when it was seen to be done."""
-
-    span: TimeSpan
-    from_version: int
-    to_version: int
-
-
-class ProcessMemory(NamedTuple):
-    """Of a process: resident, shared pages included, and what would be free if it ended."""
-
-    rss_mb: float
-    uss_mb: float
-
-
-MemorySample: TypeAlias = Mapping[str, ProcessMemory]
-"""Of all processes of a fleet, by name."""
-
-
 @dataclass(slots=True)
 class SwapCourse:
     """What happened when.
 
     Attributes:
-        swaps: in order.
+        versions: that were live one after the other.
+        swaps: from the request of a rollout to when it was seen to be done, of each version but the first.
         excluded: when latencies count for neither: while the fleet was cold, and while versions were published on the
             same machine.
-        memory: after the warm-up and each later swap.
+        memory: of all processes by name, after the warm-up and each later swap.
     """
 
-    swaps: list[Swap] = field(default_factory=list)
+    versions: list[int] = field(default_factory=lambda: [FIRST_VERSION])
+    swaps: list[TimeSpan] = field(default_factory=list)
     excluded: list[TimeSpan] = field(default_factory=list)
-    memory: list[MemorySample] = field(default_factory=list)
+    memory: list[Mapping[str, Sample]] = field(default_factory=list)
 
-    @contextmanager
-    def excluding(self) -> Iterator[None]:
-        """Exclude a time in which the drill uses the cores that it shares with the fleet, as no swap would."""
-        begin = time.monotonic()
-        yield
-        self.excluded.append(TimeSpan(begin, time.monotonic()))
+
+@contextmanager
+def timed(spans: list[TimeSpan]) -> Iterator[None]:
+    """Append the time that the block takes."""
+    begin = time.monotonic()
+    yield
+    spans.append(TimeSpan(begin, time.monotonic()))
 
 
 async def run_drill(config: SwapDrillConfig, folder: Path, progress: Progress) -> Report:
@@ -91,11 +64,19 @@ async def run_drill(config: SwapDrillConfig, folder: Path, progress: Progress) -
     """
     course = SwapCourse()
     async with oracle_fleet(config, folder, progress) as fleet:
-        await _swap_repeatedly(config, fleet, course, progress)
-        metrics = await fleet.metrics()
-        answers = await fleet.load.stop()
+        with timed(course.excluded):
+            # The first requests of a process find everything cold; that is the fleet's start, not a swap.
+            await asyncio.sleep(WARMUP_S)
+        for number in range(config.swaps):
+            progress("swaps", number, config.swaps)
+            await _swap(config, fleet, course)
+        with timed(course.excluded):
+            course.memory.append(await asyncio.to_thread(read_processes, fleet.process_ids()))
+        progress("swaps", config.swaps, config.swaps)
+        await asyncio.sleep(config.pause_s)
+        metrics = await asyncio.to_thread(fleet.server.metrics)
         figures = {
-            **swap_figures(answers, course),
+            **swap_figures(await fleet.load.stop(), course),
             "rows_mb": rows_bytes_of(fleet.spec) / BYTES_PER_MB,
             "strategy": config.strategy,
             "retries": {
@@ -107,99 +88,75 @@ async def run_drill(config: SwapDrillConfig, folder: Path, progress: Progress) -
         return fleet.report(figures, swap_limits(figures, config.max_ratio_p99))
 
 
-async def _swap_repeatedly(config: SwapDrillConfig, fleet: OracleFleet, course: SwapCourse, progress: Progress) -> None:
-    live = await fleet.live_version()
-    warmup_swaps = min(WARMUP_SWAPS, config.swaps - 1)
-    with course.excluding():
-        # The first requests of a process find everything cold; that is the fleet's start, not a swap.
-        await asyncio.sleep(WARMUP_S)
-    for number in range(config.swaps):
-        progress("swaps", number, config.swaps)
-        with course.excluding():
-            if number >= warmup_swaps:
-                course.memory.append(await asyncio.to_thread(sample_memory, fleet.process_ids()))
-            version = await fleet.publish_next(differs_from=live)
-        await asyncio.sleep(config.pause_s)
-        begin = time.monotonic()
-        await fleet.swap_to(version, config.strategy)
-        course.swaps.append(Swap(TimeSpan(begin, time.monotonic()), live, version))
-        live = version
-        fleet.load.check()
-    with course.excluding():
-        course.memory.append(await asyncio.to_thread(sample_memory, fleet.process_ids()))
-    progress("swaps", config.swaps, config.swaps)
+async def _swap(config: SwapDrillConfig, fleet: OracleFleet, course: SwapCourse) -> None:
+    # The drill uses the cores that it shares with the fleet, as no swap would.
+    with timed(course.excluded):
+        if len(course.swaps) >= min(WARMUP_SWAPS, config.swaps - 1):
+            course.memory.append(await asyncio.to_thread(read_processes, fleet.process_ids()))
+        version = await fleet.publish_next(differs_from=course.versions[-1])
     await asyncio.sleep(config.pause_s)
+    with timed(course.swaps):
+        await fleet.swap_to(version, config.strategy)
+    course.versions.append(version)
+    fleet.load.process.check()
 
 
 def swap_figures(answers: Answers, course: SwapCourse) -> dict[str, Any]:
     """Return what answers and memory say, by the names of the report."""
-    swaps, memory = course.swaps, course.memory
-    latency = latency_ms(answers)
-    during = overlaps(answers, [swap.span for swap in swaps])
+    first, last = course.memory[0], course.memory[-1]
+    during = overlaps(answers, course.swaps)
     excluded = overlaps(answers, course.excluded) & ~during
     steady = ~during & ~excluded
-    p99_steady, p99_during = percentile(latency[steady], 99), percentile(latency[during], 99)
-    durations = [swap.span.end - swap.span.begin for swap in swaps]
-    rss, uss = ([sum(process[place] for process in sample.values()) for sample in memory] for place in (0, 1))
+    p99_steady, p99_during = (latency_ms(answers[which], 99) for which in (steady, during))
+    durations = [end - begin for begin, end in course.swaps]
+    rss = [sum(process["rss_mb"] for process in sample.values()) for sample in course.memory]
     by_api = {}
     for number, name in enumerate(APIS):
         is_api = answers["api"] == number
         by_api[name] = {
             "answers": int(is_api.sum()),
             "not_ok": int((answers["kind"][is_api] != Kind.OK).sum()),
-            "p99_ms_steady": percentile(latency[is_api & steady], 99),
-            "p99_ms_during_swap": percentile(latency[is_api & during], 99),
+            "p99_ms_steady": latency_ms(answers[is_api & steady], 99),
+            "p99_ms_during_swap": latency_ms(answers[is_api & during], 99),
         }
     return {
         **count_kinds(answers["kind"]),
-        "swaps": len(swaps),
+        "swaps": len(course.swaps),
         "p99_ms_steady": p99_steady,
         "p99_ms_during_swap": p99_during,
         "ratio_p99": p99_during / p99_steady if p99_steady and p99_during else None,
         "rss_mb_before": rss[0],
         "rss_mb_after": rss[-1],
-        "stale": int(is_stale(answers, swaps).sum()),
+        "stale": int(is_stale(answers, course).sum()),
         "answers_steady": int(steady.sum()),
         "answers_during_swap": int(during.sum()),
         "answers_apart": int(excluded.sum()),
-        "p50_ms_steady": percentile(latency[steady], 50),
-        "p50_ms_during_swap": percentile(latency[during], 50),
-        "p99_ms_apart": percentile(latency[excluded], 99),
-        "max_ms": percentile(latency, 100),
+        "p50_ms_steady": latency_ms(answers[steady], 50),
+        "p50_ms_during_swap": latency_ms(answers[during], 50),
+        "p99_ms_apart": latency_ms(answers[excluded], 99),
+        "max_ms": latency_ms(answers, 100),
         "load_lag_p99_ms": percentile(1e3 * (answers["turn"] - answers["intended"]), 99),
         "by_api": by_api,
-        "uss_mb_before": uss[0],
-        "uss_mb_after": uss[-1],
+        "uss_mb_before": sum(process["uss_mb"] for process in first.values()),
+        "uss_mb_after": sum(process["uss_mb"] for process in last.values()),
         "rss_mb_per_swap": slope_mb_per_swap(rss),
         "rss_mb_by_swap": [round(total_mb, 1) for total_mb in rss],
-        "rss_mb_by_process": {name: (first.rss_mb, memory[-1][name].rss_mb) for name, first in memory[0].items()},
+        "rss_mb_by_process": {name: (before["rss_mb"], last[name]["rss_mb"]) for name, before in first.items()},
         "swap_s_median": percentile(durations, 50),
         "swap_s_max": percentile(durations, 100),
     }
 
 
-def is_stale(answers: Answers, swaps: Sequence[Swap]) -> Mask:
+def is_stale(answers: Answers, course: SwapCourse) -> Mask:
     """Return which answers are right, but of a version that was not live while the request was in flight: bool [n].
 
-    Versions ascend from swap to swap.
+    A version may be live from the begin of the swap to it until the end of the swap from it.
     """
-    if not swaps:
-        return np.zeros(len(answers), np.bool_)
-    begins, ends = np.array([swap.span for swap in swaps]).T
-    live = np.array([swaps[0].from_version, *(swap.to_version for swap in swaps)])
-    # Live when it was due: what the last swap that was done by then left. When it ended: any that had begun by then.
-    oldest = np.searchsorted(ends, answers["intended"], side="left")
-    newest = np.searchsorted(begins, answers["ended"], side="right")
-    place = np.searchsorted(live, answers["version"])
-    known = live[np.minimum(place, len(live) - 1)] == answers["version"]
-    result: Mask = (answers["kind"] == Kind.OK) & ~(known & (oldest <= place) & (place <= newest))
-    return result
-
-
-def sample_memory(process_ids: Mapping[str, int]) -> MemorySample:
-    """Read the memory of running processes. Raises psutil.NoSuchProcess if one of them has ended."""
-    infos = {name: psutil.Process(process_id).memory_full_info() for name, process_id in process_ids.items()}
-    return {name: ProcessMemory(info.rss / BYTES_PER_MB, info.uss / BYTES_PER_MB) for name, info in infos.items()}
+    begins, ends = [-math.inf, *(swap.begin for swap in course.swaps)], [*(swap.end for swap in course.swaps), math.inf]
+    stale: Mask = answers["kind"] == Kind.OK
+    for version, begin, end in zip(course.versions, begins, ends, strict=True):
+        stale &= (answers["version"] != version) | ~overlaps(answers, [TimeSpan(begin, end)])
+    return stale
 
 
 def slope_mb_per_swap(rss_mb: Sequence[float]) -> float | None:

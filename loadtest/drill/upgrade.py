@@ -9,10 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import signal
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -21,9 +20,8 @@ import httpx
 
 from loader.errors import ShardrankError
 from loader.progress import Progress
-from loadtest.drill.answers import answer_limits, count_kinds
 from loadtest.drill.config import Order, Transport, UpgradeDrillConfig
-from loadtest.drill.fleet import FIRST_VERSION, REPLICATE_BYTES
+from loadtest.drill.fleet import FIRST_VERSION, REPLICATE_BYTES, DrillProcess, drill_process, free_ports
 from loadtest.drill.load import (
     API_PATTERN,
     GRPC_CHANNELS,
@@ -31,36 +29,33 @@ from loadtest.drill.load import (
     TIMEOUT_MS,
     OracleRequests,
     api_of,
+    count_kinds,
     describe,
     verdict_of,
 )
 from loadtest.drill.oracle import Kind, oracle_spec, write_oracle
-from loadtest.drill.processes import check_running, child_process, free_ports
-from loadtest.drill.report import Limit, Report, make_report
+from loadtest.drill.report import Limit, Report, answer_limits, make_report
 from loadtest.load.loops import ClosedLoop
 from loadtest.load.senders import Failure, Outgoing, Sender
-from loadtest.servers import HOST, THIS_CHECKOUT, checked_checkout, commit_of, summed
-from serving.fleet.supervisor import Child, describe_exit, shardrank_command
+from loadtest.servers import HOST, THIS_CHECKOUT, Server, checked_checkout, commit_of, summed
+from serving.fleet.supervisor import ChildSpec, NotYetError, describe_exit, shardrank_command
 from shard_node.answer import WIRE_FORMS
 from shard_node.wire.address import Address
 from shard_node.wire.client import ShardClient
 
 Release: TypeAlias = Literal["old", "new"]
 
-SHARDS = REPLICAS = SERVERS = 2
-NODES = tuple(f"node-{shard}-{replica}" for shard in range(SHARDS) for replica in range(REPLICAS))
-SERVING = tuple(f"serve-{number}" for number in range(SERVERS))
+NODES = ("node-0-0", "node-0-1", "node-1-0", "node-1-1")
+"""Two replicas of two shards."""
+SERVING = ("serve-0", "serve-1")
 SINGLE = ("user", "topic", "tag")
 """Features whose bags have one id, so that rows of their tables travel as they are stored, and others as sums."""
-QUESTIONS_EACH = 128
-STOP_TIMEOUT_S = 30.0
 
 
 def plan_steps(order: Order) -> list[tuple[str, str]]:
     """List the steps, what is done to which process: an upgrade of each, then the death of a node of each shard."""
     names = NODES + SERVING if order == "nodes-first" else SERVING + NODES
-    killed = [f"node-{shard}-{shard % REPLICAS}" for shard in range(SHARDS)]
-    deaths = [(what, name) for name in killed for what in ("kill -9", "start")]
+    deaths = [(what, name) for name in ("node-0-0", "node-1-1") for what in ("kill -9", "start")]
     return [("begin", ""), *(("upgrade", name) for name in names), *deaths]
 
 
@@ -71,9 +66,9 @@ class UpgradeFleet:
     Attributes:
         folder: of logs.
         addresses: where nodes listen, by name.
-        ports: of HTTP and gRPC, by name of serving process.
+        servers: where serving processes listen, by name.
         releases: of each process, the current or the last one.
-        children: that run.
+        processes: that run.
         senders: of the serving processes that are asked now, HTTP and gRPC; one that is removed gets no more requests.
         kinds: of the answers since `count_answers` was last called.
         details: of the first answers that are not right.
@@ -85,37 +80,53 @@ class UpgradeFleet:
     stack: contextlib.AsyncExitStack
     requests: OracleRequests
     addresses: dict[str, str]
-    ports: dict[str, tuple[int, int]]
+    servers: dict[str, Server]
     releases: dict[str, Release] = field(default_factory=dict)
-    children: dict[str, Child] = field(default_factory=dict)
+    processes: dict[str, DrillProcess] = field(default_factory=dict)
     senders: dict[str, list[Sender]] = field(default_factory=dict)
     kinds: list[Kind] = field(default_factory=list)
     details: list[str] = field(default_factory=list)
 
     async def start(self, name: str, release: Release) -> None:
         """Start a process of a release, wait until it answers, and ask it if it serves. Raises ChildFailedError."""
-        checkout = THIS_CHECKOUT if release == "new" else self.old
-        command = shardrank_command(*self._arguments(name, release))
-        process = child_process(name, command, self.folder, lambda: self._answers(name), checkout)
-        self.children[name], self.releases[name] = await self.stack.enter_async_context(process), release
+        # Without the second one Python would look in the working directory first.
+        code = {"PYTHONPATH": str(THIS_CHECKOUT if release == "new" else self.old), "PYTHONSAFEPATH": "1"}
+        probe = self._probe_serving if name in SERVING else self._probe_node
+        spec = ChildSpec(name, self._command(name, release), lambda process_id: probe(name), code)
+        self.processes[name] = await self.stack.enter_async_context(drill_process(spec, self.folder))
+        self.releases[name] = release
         if name in SERVING:
-            urls = [
-                f"{scheme}://{HOST}:{port}" for scheme, port in zip(("http", "grpc"), self.ports[name], strict=True)
-            ]
-            senders = [await self.requests.sender(url, GRPC_CHANNELS) for url in urls]
+            targets = [self.servers[name].target(api) for api in ("json", "grpc")]
+            senders = [await self.requests.sender(target, GRPC_CHANNELS) for target in targets]
             for sender in senders:
                 self.stack.push_async_callback(sender.close)
             self.senders[name] = senders
 
-    async def stop(self, name: str, how: signal.Signals) -> int:
-        """Ask a serving process no longer, end a process, and return its exit code."""
-        self.senders.pop(name, None)
-        child = self.children.pop(name)
-        if how is signal.SIGKILL:
-            child.kill()
-        else:
-            await child.stop(STOP_TIMEOUT_S)
-        return await child.wait()
+    async def do(self, what: str, name: str) -> list[str]:
+        """Do a step, and return what was not as it must be. A serving process is left before it ends."""
+        problems = []
+        if what in ("upgrade", "kill -9"):
+            self.senders.pop(name, None)
+            process = self.processes.pop(name)
+            if what == "kill -9":
+                process.child.kill()
+            if (code := await process.stop()) and what == "upgrade":
+                problems.append(f"{name}: after SIGTERM it ended with {describe_exit(code)}")
+        if what in ("upgrade", "start"):
+            await self.start(name, "new")
+        return problems
+
+    async def settle(self, seconds: float) -> dict[str, Any]:
+        """Wait under load; return the answers since the step before, and the bytes of shards' answers meanwhile."""
+        before = await self.bytes_by_form()
+        await asyncio.sleep(seconds)
+        counted = await self.bytes_by_form() - before
+        return {
+            "nodes": self.count_releases(NODES),
+            "serving": self.count_releases(SERVING),
+            **{f"{form}_bytes": counted[form] for form in WIRE_FORMS},
+            **self.count_answers(),
+        }
 
     def route(self, number: int) -> Sender:
         """Choose the server in turn, and the API of the request's number."""
@@ -136,47 +147,47 @@ class UpgradeFleet:
 
     async def bytes_by_form(self) -> Counter[str]:
         """Read what serving processes have counted so far. Raises ChildFailedError if a process has ended by itself."""
-        for child in self.children.values():
-            check_running(child)
+        for process in self.processes.values():
+            process.check()
         total: Counter[str] = Counter()
-        async with httpx.AsyncClient(timeout=10) as client:
-            for port, _ in self.ports.values():
-                metrics = (await client.get(f"http://{HOST}:{port}/metrics")).text
-                counts = summed(metrics, "shardrank_shard_answer_bytes_total", "form")
-                total.update({form: int(count) for form, count in counts.items()})
+        for server in self.servers.values():
+            metrics = await asyncio.to_thread(server.metrics)
+            counts = summed(metrics, "shardrank_shard_answer_bytes_total", "form")
+            total.update({form: int(count) for form, count in counts.items()})
         return total
 
     def count_releases(self, names: Sequence[str]) -> str:
         """Say how many of these processes run which release."""
-        running = Counter(self.releases[name] for name in names if name in self.children)
+        running = Counter(self.releases[name] for name in names if name in self.processes)
         return ", ".join(f"{count} {release}" for release, count in sorted(running.items(), reverse=True))
 
-    def _arguments(self, name: str, release: Release) -> tuple[str, ...]:
-        common = ("--snapshot", str(self.snapshot), "--replicate-bytes", str(REPLICATE_BYTES), "--no-verify")
+    def _command(self, name: str, release: Release) -> tuple[str, ...]:
+        flags = ["--snapshot", str(self.snapshot), "--replicate-bytes", str(REPLICATE_BYTES), "--no-verify"]
         if name in NODES:
-            shard = f"{name.split('-')[1]}/{SHARDS}"
-            return ("shard-node", *common, "--shard", shard, "--listen", self.addresses[name])
-        http_port, grpc_port = self.ports[name]
-        replicas = [self.addresses[node] for node in NODES]
-        shards = [",".join(replicas[first : first + REPLICAS]) for first in range(0, len(replicas), REPLICAS)]
-        flags = [text for addresses in shards for text in ("--shard", addresses)]
+            flags += ["--shard", f"{name.split('-')[1]}/2", "--listen", self.addresses[name]]
+            return shardrank_command("shard-node", *flags)
+        for replicas in (NODES[:2], NODES[2:]):
+            flags += ["--shard", ",".join(self.addresses[replica] for replica in replicas)]
+        flags += ["--http-port", str(self.servers[name].http_port), "--grpc-port", str(self.servers[name].grpc_port)]
         # A release that sends float32 sums alone does not know the flag.
         wire = ("--wire-dtype", "float16") if release == "new" else ()
-        ports = ("--http-port", str(http_port), "--grpc-port", str(grpc_port))
-        return ("serve", *common, *flags, *ports, "--dtype", "float32", *wire)
+        return shardrank_command("serve", *flags, "--dtype", "float32", *wire)
 
-    async def _answers(self, name: str) -> bool:
+    async def _probe_serving(self, name: str) -> None:
         try:
-            if name in SERVING:
-                async with httpx.AsyncClient(timeout=10) as http:
-                    return (await http.get(f"http://{HOST}:{self.ports[name][0]}/readyz")).status_code == 200
-            async with contextlib.AsyncExitStack() as stack:
-                client = ShardClient(Address.parse(self.addresses[name]))
-                stack.push_async_callback(client.close)
-                await client.info()
-        except (ShardrankError, httpx.TransportError):
-            return False
-        return True
+            async with httpx.AsyncClient() as http:
+                (await http.get(f"{self.servers[name].target('json')}/readyz")).raise_for_status()
+        except httpx.HTTPError as error:
+            raise NotYetError(str(error)) from error
+
+    async def _probe_node(self, name: str) -> None:
+        client = ShardClient(Address.parse(self.addresses[name]))
+        try:
+            await client.info()
+        except ShardrankError as error:
+            raise NotYetError(str(error)) from error
+        finally:
+            await client.close()
 
 
 async def run_drill(config: UpgradeDrillConfig, folder: Path, progress: Progress) -> Report:
@@ -186,9 +197,9 @@ async def run_drill(config: UpgradeDrillConfig, folder: Path, progress: Progress
         LoadConfigError: `old` is no checkout of this repository.
         ShardrankError: a process does not come up, or ends by itself.
     """
-    config = config.model_copy(update={"old": checked_checkout(config.old)})
+    old = checked_checkout(config.old)
     snapshot = await asyncio.to_thread(write_oracle, oracle_spec(config), folder / "store", FIRST_VERSION)
-    requests = OracleRequests(config, QUESTIONS_EACH, SINGLE)
+    requests = OracleRequests(config, SINGLE)
     steps: list[dict[str, Any]] = []
     details: list[str] = []
     problems: list[str] = []
@@ -197,21 +208,26 @@ async def run_drill(config: UpgradeDrillConfig, folder: Path, progress: Progress
         logs = folder / str(number)
         logs.mkdir()
         async with contextlib.AsyncExitStack() as stack:
-            fleet = UpgradeFleet(config.old, snapshot, logs, stack, requests, *_addresses(transport, logs))
+            fleet = UpgradeFleet(old, snapshot, logs, stack, requests, *choose_addresses(transport, logs))
             for name in (*NODES, *SERVING):
                 await fleet.start(name, "old")
-            async with _load(fleet, config.in_flight):
-                for what, name in plan_steps(order):
-                    problems += await _do(fleet, what, name)
-                    step = {"transport": transport, "order": order, "step": f"{what} {name}".strip()}
-                    steps.append(step | await _settle(fleet, config.settle_s))
-                    progress("upgrading", len(steps), len(passes) * len(plan_steps(order)))
+            begin, timeout_s = time.monotonic(), TIMEOUT_MS / 1000
+            loop = ClosedLoop(fleet.route, fleet.record, in_flight=config.in_flight, begin=begin, timeout_s=timeout_s)
+            try:
+                async with loop.running():
+                    for what, name in plan_steps(order):
+                        problems += await fleet.do(what, name)
+                        step = {"transport": transport, "order": order, "step": f"{what} {name}".strip()}
+                        steps.append(step | await fleet.settle(config.settle_s))
+                        progress("upgrading", len(steps), len(passes) * len(plan_steps(order)))
+            except ExceptionGroup as group:
+                raise group.exceptions[0] from None
         # Those that were in flight when the last step ended are of that step.
         steps[-1] |= {kind: steps[-1][kind] + count for kind, count in fleet.count_answers().items()}
         details += fleet.details
     figures = {
         **{kind: sum(step[kind] for step in steps) for kind in count_kinds([])},
-        "old_commit": commit_of(config.old),
+        "old_commit": commit_of(old),
         "new_commit": commit_of(THIS_CHECKOUT),
         "in_flight": config.in_flight,
         "settle_s": config.settle_s,
@@ -220,42 +236,13 @@ async def run_drill(config: UpgradeDrillConfig, folder: Path, progress: Progress
     return make_report(figures, upgrade_limits(figures), details[:MAX_DETAILS], problems)
 
 
-@contextlib.asynccontextmanager
-async def _load(fleet: UpgradeFleet, in_flight: int) -> AsyncIterator[None]:
-    """Ask serving processes while the block runs. Raises what it raises, and not the group of the loop's tasks."""
-    begin, timeout_s = time.monotonic(), TIMEOUT_MS / 1000
-    try:
-        async with ClosedLoop(
-            fleet.route, fleet.record, in_flight=in_flight, begin=begin, timeout_s=timeout_s
-        ).running():
-            yield
-    except ExceptionGroup as group:
-        raise group.exceptions[0] from None
-
-
-async def _do(fleet: UpgradeFleet, what: str, name: str) -> list[str]:
-    """Do a step, and return what was not as it must be."""
-    problems = []
-    if what == "kill -9":
-        await fleet.stop(name, signal.SIGKILL)
-    if what == "upgrade" and (code := await fleet.stop(name, signal.SIGTERM)):
-        problems.append(f"{name}: after SIGTERM it ended with {describe_exit(code)}")
-    if what in ("upgrade", "start"):
-        await fleet.start(name, "new")
-    return problems
-
-
-async def _settle(fleet: UpgradeFleet, seconds: float) -> dict[str, Any]:
-    """Wait under load; what was answered since the step before, and the bytes of shards' answers of these seconds."""
-    before = await fleet.bytes_by_form()
-    await asyncio.sleep(seconds)
-    counted = await fleet.bytes_by_form() - before
-    return {
-        "nodes": fleet.count_releases(NODES),
-        "serving": fleet.count_releases(SERVING),
-        **{f"{form}_bytes": counted[form] for form in WIRE_FORMS},
-        **fleet.count_answers(),
-    }
+def choose_addresses(transport: Transport, folder: Path) -> tuple[dict[str, str], dict[str, Server]]:
+    """Choose where nodes and serving processes listen, by name."""
+    ports = iter(free_ports(len(NODES) + 2 * len(SERVING)))
+    servers = {name: Server(next(ports), next(ports), ()) for name in SERVING}
+    if transport == "unix":
+        return {name: f"unix:{folder / name}.sock" for name in NODES}, servers
+    return {name: f"{HOST}:{next(ports)}" for name in NODES}, servers
 
 
 def upgrade_limits(figures: Mapping[str, Any]) -> list[Limit]:
@@ -267,14 +254,3 @@ def upgrade_limits(figures: Mapping[str, Any]) -> list[Limit]:
             title = f"{step['transport']}, {step['order']}, {step['step']}: {name}"
             limits.append(Limit(title, step[name], 1, "at least"))
     return limits
-
-
-def _addresses(transport: Transport, folder: Path) -> tuple[dict[str, str], dict[str, tuple[int, int]]]:
-    """Choose where nodes listen, and the ports of serving processes."""
-    ports = free_ports(len(NODES) + 2 * SERVERS)
-    nodes = {
-        name: f"unix:{folder / name}.sock" if transport == "unix" else f"{HOST}:{port}"
-        for name, port in zip(NODES, ports, strict=False)
-    }
-    pairs = zip(ports[-SERVERS:], ports[-2 * SERVERS : -SERVERS], strict=True)
-    return nodes, dict(zip(SERVING, pairs, strict=True))

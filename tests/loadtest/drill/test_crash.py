@@ -8,51 +8,35 @@ import numpy as np
 import pytest
 
 from loader.registry.fleet import Canary, NodeRecord, VersionReport, WantedModel
-from loader.rollout.plan import Rollout, plan_steps
-from loadtest.drill.answers import RECORD, TimeSpan
+from loader.rollout.plan import Rollout
 from loadtest.drill.config import PROCESSES, REDIS_VICTIMS, CrashDrillConfig
-from loadtest.drill.crash import CrashCase, CrashResult, crash_cases, crash_figures, crash_limits, ended_in
+from loadtest.drill.crash import STEPS, CrashCase, CrashResult, crash_cases, crash_figures, crash_limits, ended_in
 from loadtest.drill.fleet import unsettled
+from loadtest.drill.load import RECORD, TimeSpan
 from loadtest.drill.oracle import Kind
 
-NODES = ("shard-0-0", "shard-1-0")
-WORKERS = ("serve-0", "serve-1")
+NAMES = ("coordinator", "shard-0-0", "shard-1-0", "serve-0", "serve-1")
 
 
 def test_every_process_dies_in_every_step_of_every_rollout():
-    cases = crash_cases(CrashDrillConfig(), NODES, WORKERS)
-    for steps, course in (
-        (plan_steps("beside", canary=True, bake=True), "beside"),
-        (plan_steps("by-replica", canary=False, bake=False, early_groups=1, groups=2), "by-replica"),
-        (("unflip", "retire_serving", "retire_shards"), "undo"),
-        (("",), "idle"),
-    ):
-        of_course = [case for case in cases if case.course == course]
-        assert {case.step for case in of_course} == set(steps)
-        assert len(of_course) == len(steps) * len(PROCESSES)
-        assert {case.strategy for case in of_course} == {"by-replica" if course == "by-replica" else "beside"}
-    assert {case.process for case in cases} == {"coordinator", *NODES, *WORKERS}
+    cases = crash_cases(CrashDrillConfig(), NAMES)
+    assert {name: len(steps) for name, steps in STEPS.items()} == {"idle": 1, "beside": 7, "undo": 3, "by-replica": 7}
+    expected = [(course, step, victim) for course, steps in STEPS.items() for step in steps for victim in PROCESSES]
+    assert [case[:3] for case in cases] == expected
+    assert {case.process for case in cases} == set(NAMES)
 
 
 def test_redis_is_killed_where_it_is_the_registry():
     config = CrashDrillConfig(registry="redis", courses=("beside",), steps=("flip",))
-    assert [case.victim for case in crash_cases(config, NODES, WORKERS)] == [*PROCESSES, *REDIS_VICTIMS]
+    assert [case.victim for case in crash_cases(config, NAMES)] == [*PROCESSES, *REDIS_VICTIMS]
 
 
 FLIP = CrashCase("beside", "flip", "shard-node", "shard-0-0")
 
 
-def result(case: CrashCase = FLIP, live_version: int = 2, settled_s: float | None = 3.5, **changed: Any) -> CrashResult:
-    figures = {
-        "after_s": 0.1,
-        "ended_in": "new",
-        "rollout": "done",
-        "restart_s": 0.5,
-        "settled_s": settled_s,
-        "lag": "",
-    }
-    settled_at = None if settled_s is None else 10.5 + settled_s
-    return CrashResult(case, figures | changed, TimeSpan(10.0, 15.0), settled_at, live_version)
+def result(case: CrashCase = FLIP, live_version: int = 2, **changed: Any) -> CrashResult:
+    figures = {"ended_in": "new", "rollout": "done", "restart_s": 0.5, "settled_s": 3.5, "after_s": 0.1, "lag": ""}
+    return CrashResult(case, figures | changed, TimeSpan(10.0, 15.0), live_version)
 
 
 def figures_of(*results: CrashResult, failed: int = 0, mixed: int = 0) -> dict[str, Any]:
@@ -109,35 +93,23 @@ def test_a_fleet_ends_in_the_version_that_is_live():
 PIDS = {"shard-0-0": 10, "serve-0": 20}
 
 
-def node(name: str, *versions: tuple[int, str], process_id: int | None = None, live: int | None = 2) -> NodeRecord:
-    is_serving = name.startswith("serve")
+def node(name: str, *versions: tuple[int, str], process_id: int = 0, live: int | None = 2) -> NodeRecord:
+    reports = [{"model": "oracle", "version": version, "state": state} for version, state in versions]
     return NodeRecord(
         node_id=name,
-        kind="serving" if is_serving else "shard",
-        process_id=PIDS[name] if process_id is None else process_id,
+        kind="serving" if name == "serve-0" else "shard",
+        process_id=process_id or PIDS[name],
         address="unix:/x",
-        live={"oracle": live} if is_serving and live is not None else {},
-        versions=tuple(
-            VersionReport.model_validate({"model": "oracle", "version": version, "state": state})
-            for version, state in versions
-        ),
+        live={"oracle": live} if name == "serve-0" and live is not None else {},
+        versions=tuple(map(VersionReport.model_validate, reports)),
     )
 
 
 WANTED = WantedModel(model="oracle", epoch=9, live=2, hold=(2,), serve=(2,), follow=(2,))
 SHARD, SERVING = node("shard-0-0", (2, "ready")), node("serve-0", (2, "ready"))
-ROLLOUT = Rollout(
-    model="oracle",
-    epoch=1,
-    rollout_id="0" * 32,
-    from_version=1,
-    to_version=2,
-    delta_base=2,
-    last_delta=0,
-    steps=("stage_shards", "flip", "retire_shards"),
-    started_at=0,
-    step_began_at=0,
-)
+VERSIONS = {"from_version": 1, "to_version": 2, "delta_base": 2, "last_delta": 0}
+STARTED = {"steps": ("stage_shards", "flip", "retire_shards"), "started_at": 0, "step_began_at": 0}
+ROLLOUT = Rollout.model_validate({"model": "oracle", "epoch": 1, "rollout_id": "0" * 32, **VERSIONS, **STARTED})
 
 
 @pytest.mark.parametrize(

@@ -1,53 +1,146 @@
+"""The oracle's rows and questions, and the judge of answers."""
+
 from __future__ import annotations
 
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.reader import verify_snapshot
 from loadtest.drill.config import OracleShape
-from loadtest.drill.oracle import FACTORS, Kind, judge, letter_of, make_questions, oracle_spec, table_rows, write_oracle
+from loadtest.drill.oracle import (
+    FACTORS,
+    FEATURE_WEIGHTS,
+    LOGIT_SCALE,
+    SCORE_TOLERANCE,
+    STAMPS,
+    Kind,
+    Question,
+    judge,
+    letter_of,
+    make_questions,
+    oracle_spec,
+    sigmoid,
+    version_rows,
+    write_oracle,
+)
 from serving.embedded import Ranker
 
-SMALL = OracleShape(items=700, users=300, tags=50)
-
-
-@pytest.mark.parametrize("letter", [0, 1])
-def test_every_row_survives_its_row_format_exactly_and_has_the_factor_in_dimension_0(letter):
-    spec = oracle_spec(SMALL)
-    for table in spec.tables:
-        rows = table_rows(spec, letter)[table.name]
-        codec = codec_for(table.dtype, table.embedding_dim)
-        np.testing.assert_array_equal(codec.decode(codec.encode(rows)), rows)
-        np.testing.assert_array_equal(rows[:, 0], FACTORS[letter])
-        assert (rows[:, 1:] >= FACTORS[letter]).all()
-
-
-def test_rows_of_a_table_differ_so_that_a_wrong_row_shows():
-    rows = table_rows(oracle_spec(SMALL), 0)["items"]
-    assert len(np.unique(rows, axis=0)) == len(rows)
-
-
-def test_odd_versions_are_a_and_even_ones_b():
-    assert [letter_of(version) for version in (1, 2, 3, 100)] == [0, 1, 0, 1]
+SPEC = oracle_spec(OracleShape(items=700, users=300, tags=50))
+DIM = SPEC.tables[0].embedding_dim
+QUESTIONS = make_questions(SPEC, 30)
+rank_questions = st.sampled_from(QUESTIONS["rank"])
+lookup_questions = st.sampled_from(QUESTIONS["lookup"])
+all_questions = st.one_of(rank_questions, lookup_questions)
+versions = st.integers(1, 1000)
+SMALLEST_SHIFT = 0.0028
+"""What the oracle's docstring promises, less the rounding of float32."""
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_a_served_oracle_answers_exactly_what_its_questions_expect_over_shards_and_cards(tmp_path: Path, version: int):
-    folder = write_oracle(oracle_spec(SMALL), tmp_path, version)
+def test_every_row_survives_its_row_format_exactly(version: int):
+    """Dimension 0 has the version's factor."""
+    factor = FACTORS[letter_of(version)]
+    for table in SPEC.tables:
+        rows = version_rows(table, version, np.arange(table.num_embeddings))
+        codec = codec_for(table.dtype, table.embedding_dim)
+        np.testing.assert_array_equal(codec.decode(codec.encode(rows)), rows)
+        assert (rows[:, 0] == factor).all()
+        assert (rows[:, 1:] >= factor).all()
+
+
+def test_rows_of_a_table_differ_so_that_a_wrong_row_shows():
+    rows = version_rows(SPEC.tables[0], 1, np.arange(700))
+    assert len(np.unique(rows, axis=0)) == len(rows)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_served_oracle_answers_what_its_questions_expect(tmp_path: Path, version: int):
+    folder = write_oracle(SPEC, tmp_path, version)
     assert verify_snapshot(folder).ok
-    questions = make_questions(oracle_spec(SMALL), 40, seed=version)
+    questions = make_questions(SPEC, 40, seed=version)
     with Ranker.open(folder, shards=2, cards=2, dtype="float32") as ranker:
-        for question in questions["rank"]:
-            sides = {"context": question.side("context"), "candidates": question.side("candidate")}
-            answer = ranker.rank({part: {"sparse": ids} for part, ids in sides.items()})
-            scores = np.array(answer["scores"], np.float32)
-            assert judge(question, answer["version"], scores).kind is Kind.OK
-            assert judge(question, answer["version"] + 1, scores).kind is Kind.MIXED
-        for question in questions["lookup"]:
-            answer = ranker.lookup({"sparse": question.bags})
-            vectors = [np.array(answer["embeddings"][name], np.float32).reshape(-1) for name in question.bags]
-            assert judge(question, answer["version"], np.concatenate(vectors)).kind is Kind.OK
-            assert judge(question, answer["version"] + 1, np.concatenate(vectors)).kind is Kind.MIXED
+        for question in questions["rank"] + questions["lookup"]:
+            if question.method == "rank":
+                sides = {"context": question.side("context"), "candidates": question.side("candidate")}
+                answer = ranker.rank({part: {"sparse": ids} for part, ids in sides.items()})
+                values = np.array(answer["scores"], np.float32)
+            else:
+                answer = ranker.lookup({"sparse": question.bags})
+                vectors = [np.array(answer["embeddings"][name], np.float32).reshape(-1) for name in question.bags]
+                values = np.concatenate(vectors)
+            assert judge(question, answer["version"], values).kind is Kind.OK
+            assert judge(question, answer["version"] + 1, values).kind is Kind.MIXED
+
+
+@given(all_questions, versions)
+def test_values_of_the_version_that_is_named_are_ok(question: Question, version: int):
+    assert judge(question, version, question.expected[letter_of(version)]).kind is Kind.OK
+
+
+@given(all_questions, versions)
+def test_values_of_the_version_that_is_not_named_are_mixed(question: Question, version: int):
+    verdict = judge(question, version, question.expected[1 - letter_of(version)])
+    assert verdict.kind is Kind.MIXED
+    assert f"names version {version} " in verdict.detail
+
+
+def draw_from_b(data: st.DataObject, question: Question) -> np.ndarray:
+    """How many ids of each bag come from B, 0 to all of them, each bag for itself."""
+    flat = [data.draw(st.integers(0, int(count))) for count in question.counts.reshape(-1)]
+    return np.array(flat, np.int64).reshape(question.counts.shape)
+
+
+@given(st.data(), rank_questions, versions)
+def test_scores_of_any_mixture_are_mixed(data: st.DataObject, question: Question, version: int):
+    """Of rows and dense models. Each wrong score is hundreds of tolerances away."""
+    letter, from_b = letter_of(version), draw_from_b(data, question)
+    dense = np.array(data.draw(st.lists(st.integers(0, 1), min_size=len(from_b), max_size=len(from_b))))
+    is_right = (dense == letter) & (from_b == letter * question.counts).all(axis=1)
+    assume(not is_right.all())
+    first_dims = question.counts + (FACTORS[1] - 1) * from_b
+    logits = first_dims @ FEATURE_WEIGHTS / LOGIT_SCALE / FACTORS[dense] + np.array(STAMPS)[dense]
+    scores = sigmoid(logits).astype(np.float32)
+    assert judge(question, version, scores).kind is Kind.MIXED
+    shift = np.abs(scores - question.expected[letter])
+    assert (shift[~is_right] > SMALLEST_SHIFT).all()
+    assert (shift[is_right] <= SCORE_TOLERANCE).all()
+
+
+@given(st.data(), lookup_questions, versions)
+def test_vectors_of_any_mixture_are_mixed(data: st.DataObject, question: Question, version: int):
+    """Which ids of a bag have B's row is seen in dimension 0 alone."""
+    from_b = draw_from_b(data, question)
+    assume((from_b != letter_of(version) * question.counts).any())
+    values = question.expected[0].copy()
+    values[::DIM] += (FACTORS[1] - 1) * from_b
+    assert judge(question, version, values).kind is Kind.MIXED
+
+
+@given(st.data(), lookup_questions, versions, st.booleans())
+def test_a_missing_or_another_row_is_wrong(data: st.DataObject, question: Question, version: int, is_missing: bool):
+    """Another row has the right dimension 0."""
+    values, factor = question.expected[letter_of(version)].copy(), FACTORS[letter_of(version)]
+    bag = data.draw(st.integers(0, len(question.counts) - 1))
+    place = DIM * bag + (0 if is_missing else data.draw(st.integers(1, DIM - 1)))
+    values[place] += -factor if is_missing else factor
+    assert judge(question, version, values).kind is Kind.WRONG
+
+
+@given(st.data(), all_questions, versions)
+def test_values_that_no_mixture_gives_are_wrong(data: st.DataObject, question: Question, version: int):
+    """No number, or below any score of B's dense model without a single row, which is the lowest that there is."""
+    values = question.expected[letter_of(version)].copy()
+    values[data.draw(st.integers(0, values.size - 1))] = data.draw(st.sampled_from([np.nan, 0.25]))
+    assert judge(question, version, values).kind is Kind.WRONG
+
+
+@given(all_questions, versions)
+def test_another_length_or_no_version_is_wrong(question: Question, version: int):
+    values = question.expected[letter_of(version)]
+    assert judge(question, version, values[:-1]).kind is Kind.WRONG
+    assert judge(question, 0, values).kind is Kind.WRONG

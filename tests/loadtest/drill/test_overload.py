@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from loadtest.drill.config import OverloadDrillConfig
-from loadtest.drill.overload import SHED, UNAVAILABLE, Worked, overload_figures, phase_times
+from loadtest.drill.overload import SHED, UNAVAILABLE, overload_figures, phase_times
 from loadtest.load.loops import CpuTime, Weighed
 from loadtest.load.result import ROW, Done, Records
 
@@ -38,7 +38,7 @@ ADMITTED, REFUSED = due_in(4, 10, 95, 0.080, OK), due_in(4, 10, 205, 0.020, WITH
 def figures_of(*parts: np.ndarray, cpu_s: float = 2.0) -> tuple[dict[str, Any], list[str]]:
     """The figures, and what misses its limit."""
     done = Done(Records(np.concatenate(parts), KINDS), cpu_s, connections=9)
-    figures, limits = overload_figures(CONFIG, (weighed(), weighed(90.0)), done, Worked(500, 9.0, 9.5))
+    figures, limits = overload_figures(CONFIG, (weighed(), weighed(90.0)), done, np.array([500, 9.0, 9.5]))
     return figures, [limit.name for limit in limits if not limit.ok]
 
 

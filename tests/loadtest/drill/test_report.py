@@ -8,21 +8,20 @@ from loadtest.drill.report import Limit, make_report, show
 
 
 def test_records_and_figures_are_shown(capsys: pytest.CaptureFixture[str]):
-    kills = [{"who": "shard-0-0", "settled_s": 3.5, "lag": "long text"}, {"who": "serve-0", "settled_s": None}]
-    report = make_report(
-        {
-            "kills": kills,
-            "by_api": {"grpc rank": {"who": 3, "settled_s": 1.0}},
-            "p99_ms_steady": 4.125,
-            "lost_share": 0.00123,
-            "memory_bytes": 12_345_678,
-            "went_live": True,
-        },
-        [Limit("failed", 2, 0), Limit("wrong", 0, 0)],
-        details=("1.5 failed http rank: timeout",),
-        problems=("serve-0 ended",),
-        columns=("who", "settled_s"),
-    )
+    figures = {
+        "kills": [
+            {"who": "shard-0-0", "settled_s": 3.5, "n": []},
+            {"who": "serve-0", "settled_s": None, "n": []},
+        ],
+        "by_api": {"grpc rank": {"who": 3, "settled_s": 1.0}},
+        "wide": [{f"column{number}": number for number in range(20)}],
+        "p99_ms_steady": 4.125,
+        "lost_share": 0.00123,
+        "memory_bytes": 12_345_678,
+        "went_live": True,
+    }
+    limits = [Limit("failed", 2, 0), Limit("wrong", 0, 0)]
+    report = make_report(figures, limits, ["1.5 failed http rank: timeout"], ["serve-0 ended"])
     show(report)
     printed = capsys.readouterr().out
     lines = [line.split() for line in printed.splitlines()]
@@ -30,6 +29,7 @@ def test_records_and_figures_are_shown(capsys: pytest.CaptureFixture[str]):
         ["shard-0-0", "3.5"],
         ["serve-0", "-"],
         ["grpc", "rank", "3", "1"],
+        [str(number) for number in range(12)],
         ["p99_ms_steady", "4.125"],
         ["lost_share", "0.123%"],
         ["memory_bytes", "12.3", "MB"],
@@ -41,8 +41,7 @@ def test_records_and_figures_are_shown(capsys: pytest.CaptureFixture[str]):
     ):
         assert expected in lines
     assert "wrong:" not in printed
-    assert "long text" not in printed
-    assert report.model_dump(mode="json").keys() == {*report.figures, "problems", "details"}
+    assert report.model_dump(mode="json").keys() == {*figures, "problems", "details"}
 
 
 @pytest.mark.parametrize(

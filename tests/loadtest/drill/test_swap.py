@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import numpy as np
 import pytest
 
-from loadtest.drill.answers import RECORD, TimeSpan
+from loadtest.drill.load import RECORD, TimeSpan
 from loadtest.drill.oracle import Kind
-from loadtest.drill.swap import (
-    ProcessMemory,
-    Swap,
-    SwapCourse,
-    is_stale,
-    sample_memory,
-    slope_mb_per_swap,
-    swap_figures,
-    swap_limits,
-)
+from loadtest.drill.swap import SwapCourse, is_stale, slope_mb_per_swap, swap_figures, swap_limits
 
 # Live is 1 until the first swap, at 10 to 14; publishing is at 16 to 17; the second swap is at 20 to 24.
-SWAPS = [Swap(TimeSpan(10, 14), 1, 2), Swap(TimeSpan(20, 24), 2, 3)]
+VERSIONS, SWAPS = [1, 2, 3], [TimeSpan(10, 14), TimeSpan(20, 24)]
 
 
 def record(intended: float, ms: float, version: int, kind: Kind = Kind.OK, api: int = 0) -> tuple[Any, ...]:
@@ -30,16 +20,13 @@ def record(intended: float, ms: float, version: int, kind: Kind = Kind.OK, api: 
 
 
 def figures_of(*records: tuple[Any, ...], memory: tuple[float, ...] = (100.0, 101.0)) -> dict[str, Any]:
-    course = SwapCourse(SWAPS, [TimeSpan(16, 17)], [dict.fromkeys("ab", ProcessMemory(mb / 2, 1.0)) for mb in memory])
+    samples = [{name: {"rss_mb": mb / 2, "uss_mb": 1.0} for name in "ab"} for mb in memory]
+    course = SwapCourse(VERSIONS, SWAPS, [TimeSpan(16, 17)], samples)
     return {**swap_figures(np.array(list(records), RECORD), course), "rows_mb": 4.0}
 
 
-def steady(ms: float = 4.0) -> list[tuple[Any, ...]]:
-    return [record(5 + 0.01 * number, ms, 1) for number in range(50)]
-
-
-def during(ms: float = 4.0) -> list[tuple[Any, ...]]:
-    return [record(12 + 0.01 * number, ms, 2) for number in range(50)]
+STEADY = [record(5 + 0.01 * number, 4, 1) for number in range(50)]
+DURING = [record(12 + 0.01 * number, 5, 2) for number in range(50)]
 
 
 def missed(figures: dict[str, Any]) -> list[str]:
@@ -47,7 +34,7 @@ def missed(figures: dict[str, Any]) -> list[str]:
 
 
 def test_figures_of_a_good_drill():
-    figures = figures_of(*steady(4.0), *during(5.0))
+    figures = figures_of(*STEADY, *DURING)
     assert missed(figures) == []
     expected = {"swaps": 2, "answers": 100, "failed": 0, "mixed": 0, "wrong": 0, "p99_ms_steady": 4.0}
     expected |= {"p99_ms_during_swap": 5.0, "ratio_p99": 1.25, "rss_mb_before": 100.0, "rss_mb_after": 101.0}
@@ -58,13 +45,13 @@ def test_figures_of_a_good_drill():
 @pytest.mark.parametrize(
     ("records", "memory", "problem"),
     [
-        ([*steady(), *during(), record(12, 1, 2, Kind.FAILED, api=3)], (1, 1), "failed"),
-        ([*steady(), *during(), record(25, 1, 2)], (1, 1), "stale"),
-        ([*steady(4.0), *during(6.4)], (1, 1), "ratio_p99"),
+        ([*STEADY, *DURING, record(12, 1, 2, Kind.FAILED, api=3)], (1, 1), "failed"),
+        ([*STEADY, *DURING, record(25, 1, 2)], (1, 1), "stale"),
+        ([*STEADY, *(record(12, 6.4, 2) for _ in range(50))], (1, 1), "ratio_p99"),
         # Too few answers to compare latencies.
-        (during(), (1, 1), "ratio_p99"),
+        (DURING, (1, 1), "ratio_p99"),
         # A version has 4 MB.
-        ([*steady(), *during()], tuple(range(100, 196, 4)), "rss_mb_per_swap"),
+        ([*STEADY, *DURING], tuple(range(100, 196, 4)), "rss_mb_per_swap"),
     ],
 )
 def test_each_limit_is_kept_by_itself(records: list[tuple[Any, ...]], memory: tuple[float, ...], problem: str):
@@ -74,7 +61,7 @@ def test_each_limit_is_kept_by_itself(records: list[tuple[Any, ...]], memory: tu
 
 
 def test_answers_while_versions_are_published_are_excluded():
-    figures = figures_of(*steady(), *during(), *(record(16.5, 100, 2) for _ in range(50)))
+    figures = figures_of(*STEADY, *DURING, *(record(16.5, 100, 2) for _ in range(50)))
     assert [figures[f"answers_{when}"] for when in ("steady", "during_swap", "apart")] == [50, 50, 50]
     assert figures["p99_ms_apart"] == pytest.approx(100)
     assert missed(figures) == []
@@ -100,11 +87,9 @@ def test_answers_while_versions_are_published_are_excluded():
 )
 def test_stale_answers(intended: float, ms: float, version: int, stale: bool):
     """Of a version that was not live while the request was in flight."""
-    assert is_stale(np.array([record(intended, ms, version)], RECORD), SWAPS).tolist() == [stale]
+    assert is_stale(np.array([record(intended, ms, version)], RECORD), SwapCourse(VERSIONS, SWAPS)).tolist() == [stale]
 
 
-def test_memory_is_that_of_the_processes():
-    memory = sample_memory({"me": os.getpid()})["me"]
-    assert memory.rss_mb > memory.uss_mb > 1
+def test_memory_that_grows_has_a_slope():
     assert slope_mb_per_swap([10, 13, 16]) is None
     assert slope_mb_per_swap(range(10, 70, 3)) == pytest.approx(3.0)

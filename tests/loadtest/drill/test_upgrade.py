@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 
-from loadtest.drill.answers import count_kinds
-from loadtest.drill.config import OracleShape, Order
-from loadtest.drill.oracle import make_questions, oracle_spec
-from loadtest.drill.upgrade import NODES, SERVING, SINGLE, plan_steps, upgrade_limits
-from shard_node.answer import travel_as_stored
-from shard_node.bags import TableLayout
+from loadtest.drill.config import Order
+from loadtest.drill.load import count_kinds
+from loadtest.drill.upgrade import NODES, SERVING, plan_steps, upgrade_limits
 
 
 @pytest.mark.parametrize(("order", "expected"), [("nodes-first", NODES + SERVING), ("serving-first", SERVING + NODES)])
@@ -44,16 +40,3 @@ def test_each_limit_is_kept_by_itself(step: dict[str, Any], problems: list[str])
     for kind, more in ((0, []), (1, ["failed"])):
         limits = upgrade_limits({**count_kinds([kind]), "steps": [STEP, step]})
         assert [limit.name for limit in limits if not limit.ok] == [*more, *problems]
-
-
-def test_questions_have_rows_that_travel_as_stored_and_others():
-    spec = oracle_spec(OracleShape())
-    layout, single = TableLayout.of(spec), make_questions(spec, 50, single=SINGLE)["rank"]
-    counts = np.concatenate([question.counts for question in single])
-    for place, name in enumerate(single[0].bags):
-        assert (counts[:, place].max() == 1) == (name in SINGLE)
-    assert layout.groups
-    for table in layout.groups:
-        bags, rows = np.array([40]), np.array([200])
-        assert travel_as_stored(table, bags, bags).all()
-        assert not travel_as_stored(table, rows, bags).any()
