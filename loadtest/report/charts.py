@@ -1,21 +1,18 @@
-"""Draw the charts of a page with matplotlib, as SVG whose colours are the variables of the page's style sheet."""
+"""Draw a result's charts with matplotlib, as one SVG that needs nothing else."""
 
 from __future__ import annotations
 
 import io
-import math
-import re
 import struct
 import zlib
-from collections.abc import Callable, Sequence
-from functools import wraps
-from importlib.resources import files
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
-from typing import Any, Concatenate, ParamSpec
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
 import numpy.typing as npt
+from cycler import cycler
 from hdrh.codec import HdrCookieException, HdrLengthException
 from hdrh.histogram import HdrHistogram
 from markupsafe import Markup
@@ -25,50 +22,45 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 
 from loadtest.errors import HistogramError
 from loadtest.load.result import EncodedHistogram, LoadResult, SweepResult
-from loadtest.rounds import Arm, Comparison
-from loadtest.tables import plain_text, rate_text, significant
+from loadtest.rounds import Comparison
 
 Floats = npt.NDArray[np.float64]
-Args = ParamSpec("Args")
 
-MAX_POINTS = 1200
-"""Of a time line; longer runs are drawn in windows of several seconds."""
-PERCENTILES = {"p50": ("p50_ms", 0.5), "p90": ("p90_ms", 0.9), "p99": ("p99_ms", 0.99), "p99.9": ("p999_ms", 0.999)}
-NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-STYLE_SHEET = files(__package__).joinpath("report.css").read_text(encoding="utf-8")
-COLORS = dict(re.findall(r"--([a-z0-9-]+): (#[0-9a-f]{6})", STYLE_SHEET.partition("@media")[0]))
-"""By variable, of the light scheme: charts are drawn in these."""
+STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "text.parse_math": False,
+    "figure.facecolor": "none",
+    "figure.constrained_layout.use": True,
+    "axes.facecolor": "none",
+    "axes.grid": True,
+    "axes.prop_cycle": cycler(linestyle=["-", "--", ":"]) * mpl.rcParamsDefault["axes.prop_cycle"],
+    "legend.frameon": False,
+}
+"""Settings of matplotlib while charts are drawn."""
 
 
-def chart(
-    width: float = 6.0, height: float = 3.5, rows: int = 1
-) -> Callable[[Callable[Concatenate[Any, Args], None]], Callable[Args, Markup]]:
-    """Make a function that draws on axes, or on several rows of them, return SVG for an HTML page."""
+def new_figure(*heights: float) -> Figure:
+    """Make a figure of axes from top to bottom, of these heights in inches."""
+    figure = Figure((12.5, sum(heights)))
+    figure.subplots(len(heights), height_ratios=heights)
+    return figure
 
-    def decorate(draw: Callable[Concatenate[Any, Args], None]) -> Callable[Args, Markup]:
-        @wraps(draw)
-        def drawn(*args: Args.args, **kwargs: Args.kwargs) -> Markup:
-            with mpl.rc_context(fname=str(files(__package__).joinpath("report.mplstyle"))), io.StringIO() as out:
-                figure = Figure((width, height))
-                draw(figure.subplots(rows, sharex=True, height_ratios=range(rows, 0, -1)), *args, **kwargs)
-                for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
-                    if axis.get_scale() == "log":
-                        low, high = axis.get_view_interval()
-                        axis.set_major_locator(MaxNLocator(8) if high < 6 * low else LogLocator(subs=(1, 2, 5)))
-                        axis.set_major_formatter(FuncFormatter(lambda value, _: plain_text(value)))
-                        axis.set_minor_locator(NullLocator())
-                figure.legend(loc="outside upper left", ncols=4)
-                figure.savefig(out, format="svg", metadata=NO_METADATA)
-                svg = out.getvalue()
-            # A page has no XML prolog, and no id twice; those of clips and markers are random.
-            svg = re.sub(r'<g id="[^"]*"', "<g", svg[svg.index("<svg") :])
-            for name, color in COLORS.items():
-                svg = svg.replace(color, f"var(--{name})")
-            return Markup(svg)
 
-        return drawn
-
-    return decorate
+def to_svg(figure: Figure) -> Markup:
+    """Return a figure, with plain numbers on logarithmic axes and a legend above each."""
+    for axes in figure.axes:
+        for axis in (axes.xaxis, axes.yaxis):
+            if axis.get_scale() == "log":
+                low, high = axis.get_view_interval()
+                axis.set_major_locator(MaxNLocator(8) if high < 6 * low else LogLocator(subs=(1, 2, 5)))
+                axis.set_minor_locator(NullLocator())
+                if axis.isDefault_majfmt:
+                    axis.set_major_formatter("{x:,.10g}")
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4)
+    out = io.StringIO()
+    figure.savefig(out, format="svg", metadata={"Date": None})
+    return Markup(out.getvalue().partition("<!DOCTYPE")[2].partition(">")[2])
 
 
 def decode_histogram(encoded: EncodedHistogram) -> tuple[Floats, Floats]:
@@ -82,187 +74,132 @@ def decode_histogram(encoded: EncodedHistogram) -> tuple[Floats, Floats]:
     except (TypeError, ValueError, OverflowError, HdrCookieException, HdrLengthException, zlib.error, struct.error,
             IndexError) as error:  # fmt: skip
         raise HistogramError(f"encoded: not an HDR histogram in V2 form: {error!r}") from error
-    counts = np.array(histogram.counts, np.float64)
-    if (total := int(counts.sum())) != encoded.count:
-        raise HistogramError(f"encoded: holds {total} values, `count` says {encoded.count}")
-    filled = np.flatnonzero(counts)
-    times_us = [histogram.get_highest_equivalent_value(histogram.get_value_from_index(int(index))) for index in filled]
-    return np.array(times_us, np.float64) / 1000, counts[filled]
+    recorded = [(each.value_iterated_to, each.count_at_value_iterated_to) for each in histogram.get_recorded_iterator()]
+    times_us, counts = np.array(recorded, np.float64).reshape(-1, 2).T
+    if counts.sum() != encoded.count:
+        raise HistogramError(f"encoded: holds {counts.sum():.0f} values, `count` says {encoded.count}")
+    return times_us / 1000, counts
 
 
 def percentile_curve(histograms: Sequence[EncodedHistogram], due: int) -> tuple[Floats, Floats]:
-    """Return nines, -log10(1 - q) of percentiles q (0 to 1) of so many due requests, and the times in ms up to each.
+    """Return 1 / (1 - q) for fractions q of so many due requests, and the times in ms up to each.
 
     What was due and not answered is later than any answer: the curve ends where it begins.
     """
     times, counts = (np.concatenate(parts) for parts in zip(*map(decode_histogram, histograms), strict=True))
     order = np.argsort(times)
-    # The largest of n values is drawn at 1 - 1 / (2 n): 1 would be at infinity.
-    later = np.maximum(1 - np.cumsum(counts[order]) / due, 0.5 / due)
-    return np.array([0, *-np.log10(later)]), np.array([*times[order[:1]], *times[order]])
+    # The largest of n values is drawn at q = 1 - 1 / (2 n): 1 would be at infinity.
+    later = np.maximum(due - np.cumsum(counts[order]), 0.5)
+    return np.array([1, *due / later]), np.array([*times[order[:1]], *times[order]])
 
 
-def _percentile_line(axes: Axes, name: str, histograms: Sequence[EncodedHistogram], due: int) -> None:
-    axes.step(*percentile_curve(histograms, due), where="pre", label=name)
-    nines = [math.log10(2), *range(1, int(axes.dataLim.x1 + 1e-9) + 1)]
-    axes.set_xticks(nines, [f"{100 - 100 / 10**nine:.10g}%" for nine in nines])
+def draw_percentiles(axes: Axes, lines: Mapping[str, tuple[Sequence[EncodedHistogram], int]], slo_ms: float) -> None:
+    """Draw latency by percentile of so many due requests, by name; a line ends where failures begin."""
+    axes.set(xlabel="percentile of requests that were due", xscale="log", ylabel="ms", yscale="log")
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{100 - 100 / x:.10g}%"))
+    for name, (histograms, due) in lines.items():
+        axes.step(*percentile_curve(histograms, due), where="pre", label=name)
+    draw_deadline(axes, slo_ms)
 
 
-def _deadline(axes: Axes, slo_ms: float) -> None:
-    axes.axhline(slo_ms, color=COLORS["bad"], linestyle="--", linewidth=1.2)
-    text, place = f"deadline {plain_text(slo_ms)} ms", axes.get_yaxis_transform()
-    axes.text(1, slo_ms, text, color=COLORS["bad"], transform=place, ha="right", va="bottom")
+def draw_deadline(axes: Axes, slo_ms: float) -> None:
+    """Draw a line across axes of times in ms."""
+    axes.axhline(slo_ms, color="C3", linestyle="--", label=f"deadline {slo_ms:g} ms")
 
 
-def _vertical(axes: Axes, at: float, name: str, color: str, style: str = "-") -> None:
-    axes.axvline(at, color=color, linestyle=style, linewidth=1.2)
-    axes.text(at, 1, name, color=color, transform=axes.get_xaxis_transform(), rotation=40)
-
-
-@chart()
-def percentile_chart(axes: Axes, run: LoadResult) -> None:
-    """Draw latency and service time by percentile of all that were due; the lines end where failures begin."""
-    axes.set(xlabel="percentile of requests", ylabel="ms", yscale="log")
-    _percentile_line(axes, "latency, from when it was due", [run.latency_histogram], run.due)
-    _percentile_line(axes, "service time, from when it was sent", [run.service_histogram], run.due)
-    for name, (field, quantile) in PERCENTILES.items():
-        if (value := getattr(run.latency_of_due, field)) is not None:
-            nines = -math.log10(1 - quantile)
-            axes.plot(nines, value, "o", color="C0")
-            axes.text(nines, value * 1.1, f"{name} {significant(value)} ms ", ha="right")
-    if failed := run.due - run.answered:
-        _vertical(axes, -math.log10(failed / run.due), f"{failed:,} failed", COLORS["bad"])
-    _deadline(axes, run.slo_ms)
-
-
-@chart()
-def histogram_chart(axes: Axes, run: LoadResult) -> None:
-    """Draw how many requests were answered in what time, in bars of equal ratio, with percentiles."""
-    axes.set(xlabel="latency, ms", ylabel="answers", xscale="log")
-    times, counts = decode_histogram(run.latency_histogram)
-    # Fewer bars for fewer values, so that what shows is the shape and not the noise.
-    bars = int(np.clip(2.5 * np.cbrt(counts.sum()), 12, 72))
-    axes.hist(
-        times, list(np.geomspace(times[0] * 0.99, times[-1] * 1.01, bars + 1)), weights=counts, label="answered right"
-    )
-    for name, (field, _) in PERCENTILES.items():
-        if (value := getattr(run.latency, field)) is not None:
-            _vertical(axes, value, name, COLORS["ink"], ":")
-    if run.slo_ms <= times[-1]:
-        _vertical(axes, run.slo_ms, "deadline", COLORS["bad"], "--")
-
-
-def window_s(run: LoadResult) -> int:
-    """Return how many seconds of a time line are drawn as one."""
-    return max(1, math.ceil(len(run.time_line) / MAX_POINTS))
-
-
-@chart(12.4, 4.8, rows=3)
-def time_line_chart(panels: Sequence[Axes], run: LoadResult) -> None:
-    """Draw latency, requests and requests in flight, second by second, with marks through all three."""
-    window = window_s(run)
-
-    def windows(field: str) -> Floats:
-        """Return a field of every second as float64 [windows, window_s], NaN where there is none."""
-        values = np.array([getattr(second, field) for second in run.time_line], np.float64)
-        return np.pad(values, (0, -len(values) % window), constant_values=np.nan).reshape(-1, window)
-
-    begins = windows("at_s")[:, 0]
-    edges = np.append(begins, max(min(run.time_line[-1].at_s + 1, run.warmup_s + run.duration_s), begins[-1] + 1e-3))
-    ok, errors = (np.nansum(windows(field), axis=1) / np.diff(edges) for field in ("ok", "errors"))
-    latency, requests, in_flight = panels
+def run_chart(run: LoadResult) -> Markup:
+    """Draw the time line with its marks, above it latency by percentile and its histogram if there are answers."""
+    figure = new_figure(*((3, 2.5) if run.answered else ()), 2.5, 2, 1.5)
+    *of_answers, latency, requests, in_flight = figure.axes
+    if run.answered:
+        percentiles, histogram = of_answers
+        lines = {
+            "service time, from when it was sent": ([run.service_histogram], run.due),
+            "latency, from when it was due": ([run.latency_histogram], run.due),
+        }
+        draw_percentiles(percentiles, lines, run.slo_ms)
+        histogram.set(xlabel="latency, ms", xscale="log", ylabel="answers")
+        times, counts = decode_histogram(run.latency_histogram)
+        histogram.hist(times, list(np.geomspace(times[0] * 0.99, times[-1] * 1.01, 60)), weights=counts)
+    second = {
+        field: np.array([getattr(second, field) for second in run.time_line], np.float64)
+        for field in ("at_s", "p99_ms", "p50_ms", "ok", "errors", "in_flight")
+    }
     latency.set(ylabel="latency, ms", yscale="log")
-    requests.set(ylabel="requests/s")
-    in_flight.set(ylabel="in flight", xlabel="seconds since the run began")
-    for name in ("p99", "p50"):
-        highest = np.fmax.reduce(windows(f"{name}_ms"), axis=1)
-        latency.plot((edges[:-1] + edges[1:]) / 2, highest, marker="o" if len(begins) < 100 else "", label=name)
-    _deadline(latency, run.slo_ms)
+    latency.plot(second["at_s"], second["p99_ms"], ".-", label="p99")
+    latency.plot(second["at_s"], second["p50_ms"], ".-", label="p50")
+    draw_deadline(latency, run.slo_ms)
     # Failures are drawn on top of answers: both together are what was due.
-    requests.stairs(ok, edges, fill=True, color="C2", alpha=0.7, label="answered right")
-    requests.stairs(ok + errors, edges, baseline=ok, fill=True, color="C3", label="failed")
-    in_flight.stairs(np.fmax.reduce(windows("in_flight"), axis=1), edges, color="C4", linewidth=1.5)
-    for axes in panels:
-        axes.axvspan(0, run.warmup_s, color=COLORS["muted"], alpha=0.15, linewidth=0)
-        for number, mark in enumerate(run.marks, 1):
-            _vertical(axes, mark.at_s, f"{number}" if axes is latency else "", "C5")
+    requests.set(ylabel="requests in a second")
+    stacked, labels = (second["ok"], second["errors"]), ("answered right", "failed")
+    requests.stackplot(second["at_s"], *stacked, labels=labels, colors=("C2", "C3"))
+    in_flight.set(xlabel="seconds since the run began; warm-up is shaded", ylabel="in flight")
+    in_flight.plot(second["at_s"], second["in_flight"])
+    for axes in (latency, requests, in_flight):
+        axes.axvspan(0, run.warmup_s, alpha=0.15)
+        axes.set_xlim(0, run.warmup_s + run.duration_s)
+        for mark in run.marks:
+            axes.axvline(mark.at_s, color="C4")
+    for mark in run.marks:
+        latency.annotate(
+            mark.label, (mark.at_s, 1), xycoords=("data", "axes fraction"), rotation=90, va="top", clip_on=True
+        )
+    return to_svg(figure)
 
 
-def _rate_line(axes: Axes, sweep: SweepResult, name: str, attribute: str) -> None:
-    """Draw an attribute of steps against the rate: hollow where a step is not valid, a cross on top for None."""
+def sweep_chart(sweep: SweepResult) -> Markup:
+    """Draw latency of all that were due, and answers a second, against the rate at which they were due."""
+    figure = new_figure(4, 4)
+    latency, throughput = figure.axes
     steps = sorted(sweep.steps, key=attrgetter("rate"))
-    rates, valid = np.array([step.rate for step in steps]), np.array([step.valid for step in steps])
-    values = np.array([attrgetter(attribute)(step) for step in steps], np.float64)
-    [line] = axes.plot(rates, values, label=name)
-    axes.plot(rates[valid], values[valid], "o", color=line.get_color())
-    axes.plot(rates[~valid], values[~valid], "o", color=line.get_color(), markerfacecolor=COLORS["tile"])
-    failed, top = rates[np.isnan(values)], axes.get_xaxis_transform()
-    axes.plot(failed, np.ones(len(failed)), "x", color=line.get_color(), transform=top, clip_on=False)
+    rates = np.array([step.rate for step in steps])
 
+    def draw_line(axes: Axes, name: str, field: str) -> None:
+        """Draw a field of steps; a cross on top is None."""
+        values = np.array([attrgetter(field)(step) for step in steps], np.float64)
+        [line] = axes.plot(rates, values, "o-", label=name)
+        for rate in rates[np.isnan(values)]:
+            axes.annotate("×", (rate, 0.9), xycoords=("data", "axes fraction"), color=line.get_color())
 
-@chart()
-def latency_chart(axes: Axes, sweep: SweepResult) -> None:
-    """Draw p50, p99 and p99.9 of all requests that were due, against the rate at which they were."""
-    axes.set(xlabel="requests a second", ylabel="ms", yscale="log")
-    for name in ("p99.9", "p99", "p50"):
-        _rate_line(axes, sweep, name, f"latency_of_due.{PERCENTILES[name][0]}")
-    if sweep.highest_rate is not None:
-        _vertical(axes, sweep.highest_rate, f"{rate_text(sweep.highest_rate)}/s", COLORS["good"])
-    _deadline(axes, sweep.slo_ms)
-
-
-@chart()
-def throughput_chart(axes: Axes, sweep: SweepResult) -> None:
-    """Draw answers a second, and answers in time, against the rate."""
-    _rate_line(axes, sweep, "within the deadline", "goodput")
-    _rate_line(axes, sweep, "answered right", "throughput")
-    axes.axline((0, 0), slope=1, color=COLORS["muted"], linestyle=":", linewidth=1, label="all that were due")
-    axes.set(xlabel="requests a second", ylabel="answers a second", xlim=(0, None), ylim=(0, None))
-
-
-@chart()
-def curves_chart(axes: Axes, arms: Sequence[Arm]) -> None:
-    """Draw latency of all that were due by percentile; all rounds of an arm are taken together."""
-    axes.set(xlabel="percentile of requests", ylabel="ms", yscale="log")
-    for arm in arms:
-        if any(run.answered for run in arm.runs):
-            histograms = [run.latency_histogram for run in arm.runs]
-            _percentile_line(axes, arm.name, histograms, sum(run.due for run in arm.runs))
-            deadline_ms = arm.runs[0].slo_ms
-    _deadline(axes, deadline_ms)
+    latency.set(xlabel="requests a second", ylabel="ms", yscale="log")
+    for name, field in (("p99.9", "p999_ms"), ("p99", "p99_ms"), ("p50", "p50_ms")):
+        draw_line(latency, name, f"latency_of_due.{field}")
+    draw_deadline(latency, sweep.slo_ms)
+    draw_line(throughput, "within the deadline", "goodput")
+    draw_line(throughput, "answered right", "throughput")
+    throughput.plot(rates, rates, color="gray", linestyle=":", label="all that were due")
+    throughput.set(xlabel="requests a second", ylabel="answers a second", xlim=(0, None), ylim=(0, None))
+    return to_svg(figure)
 
 
 def ratio_chart(comparison: Comparison) -> Markup:
-    """Draw each measure's ratios to the baseline with their intervals, as high as there are many."""
-    measures = [measure for measure in comparison.measures if measure.ratios]
-    step = len(comparison.others) + 1
-
-    @chart(12.4, 1 + 0.22 * step * len(measures))
-    def draw(axes: Axes) -> None:
-        axes.set(xlabel=f"ratio to {comparison.arms[comparison.baseline].name}", xscale="log")
-        for place, arm in enumerate(comparison.others):
-            for number, measure in enumerate(measures):
-                ratio, row = measure.ratios[arm], number * step + place
-                ends = [[ratio.value - (ratio.low or ratio.value)], [(ratio.high or ratio.value) - ratio.value]]
-                name = comparison.arms[arm].name if number == 0 else None
-                axes.errorbar(ratio.value, row, xerr=ends, fmt="o", color=f"C{arm}", label=name)
-                color = COLORS[{"better": "good", "worse": "bad", "": "ink"}[measure.judgement(arm)]]
-                axes.text(1.01, row, str(ratio), color=color, transform=axes.get_yaxis_transform(), va="center")
-        axes.axvline(1, color=COLORS["muted"])
-        centers = np.arange(len(measures)) * step + step / 2 - 1
-        axes.set_yticks(centers, [measure.name for measure in measures])
-        axes.grid(visible=False, axis="y")
-        axes.invert_yaxis()
-
-    return draw()
+    """Draw each measure's ratios to the baseline with their intervals."""
+    arms, measures = comparison.arms, [measure for measure in comparison.measures if measure.ratios]
+    spacing = len(comparison.others) + 1
+    figure = new_figure(1 + 0.22 * spacing * len(measures))
+    [axes] = figure.axes
+    axes.set(xlabel=f"ratio to {arms[comparison.baseline].name}", xscale="log")
+    for place, arm in enumerate(comparison.others):
+        ratios = [measure.ratios[arm] for measure in measures]
+        low, value, high = np.array(
+            [[each.low or each.value, each.value, each.high or each.value] for each in ratios]
+        ).T
+        rows = np.arange(len(ratios)) * spacing + place
+        axes.errorbar(value, rows, xerr=[value - low, high - value], fmt="o", color=f"C{arm}", label=arms[arm].name)
+    axes.axvline(1, color="gray")
+    axes.set_yticks(np.arange(len(measures)) * spacing, [measure.name for measure in measures])
+    axes.invert_yaxis()
+    return to_svg(figure)
 
 
-@chart()
-def rounds_chart(axes: Axes, comparison: Comparison) -> None:
-    """Draw p99, or else the first measure, round by round: what drifts, and what is one round's chance."""
-    measures = comparison.measures
-    measure = next((measure for measure in measures if measure.name.startswith("p99")), measures[0])
-    axes.set(xlabel="round", ylabel=f"{measure.name}, {measure.unit}", yscale="log")
-    for arm, values in zip(comparison.arms, measure.values, strict=True):
-        axes.plot(range(1, comparison.rounds + 1), values, marker="o", label=arm.name)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+def arms_chart(comparison: Comparison) -> Markup:
+    """Draw latency by percentile of each arm; all rounds of an arm are taken together."""
+    figure = new_figure(3.5)
+    [axes] = figure.axes
+    runs = {arm.name: arm.runs for arm in comparison.arms if any(run.answered for run in arm.runs)}
+    lines = {
+        name: ([run.latency_histogram for run in of_arm], sum(run.due for run in of_arm))
+        for name, of_arm in runs.items()
+    }
+    draw_percentiles(axes, lines, next(iter(runs.values()))[0].slo_ms)
+    return to_svg(figure)
