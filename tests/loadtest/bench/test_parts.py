@@ -17,9 +17,8 @@ from loader.snapshot.codecs import RowCodec
 from loader.snapshot.reader import Snapshot
 from loadtest.bench.hot_rows import Lru, draw_hits, hit_rates
 from loadtest.bench.levers import as_stored, describe_levers, rows_bytes
-from loadtest.bench.limit import Limit, batch_sizes
 from loadtest.bench.lookup import bare_arena, draw_batch, float32_bag
-from loadtest.bench.serving import checkout_of
+from loadtest.bench.serving import Limit, batch_sizes, checkout_of
 from loadtest.bench.tables import UniformTables
 from loadtest.errors import LoadConfigError, WorkloadError
 from loadtest.servers import SERVED_PACKAGES, commit_of

@@ -13,12 +13,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from loadtest.gpu import fbgemm
 from loadtest.gpu.bench import BenchSize, Results, aims_table
-from loadtest.gpu.pooling import measure_pooling
+from loadtest.gpu.pooling import GROUP, FbgemmTable, measure_pooling, time_graphs
 from loadtest.gpu.ranking import measure_ranking
 from loadtest.gpu.rows import TOLERANCE
-from loadtest.gpu.timing import GROUP, time_graphs
 from shardrank_testing.card_sets import card_factory
 
 TINY = BenchSize(
@@ -114,7 +112,7 @@ def test_fbgemm_pools_the_same_sums(fbgemm_folder, tmp_path):
 
 
 def test_a_peer_with_other_sums_fails_the_part(fbgemm_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(fbgemm.Table, "pool", lambda self, ids, offsets: torch.ones(offsets.numel() - 1, self._dim))
+    monkeypatch.setattr(FbgemmTable, "pool", lambda self, ids, offsets: torch.ones(offsets.numel() - 1, self._dim))
     results = results_in(tmp_path)
     with results.part("pooling"):
         measure_pooling(results, card_factory("emulated")(1), TINY)

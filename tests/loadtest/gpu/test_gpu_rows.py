@@ -7,8 +7,16 @@ import pytest
 import torch
 
 from loader.snapshot.codecs import codec_for
-from loadtest.gpu.ceiling import GATHER_KERNELS, SOURCE, RandomGather, rows_read
-from loadtest.gpu.rows import WITHOUT_PLACES, Bags, RowsOnCard, WrongAnswerError
+from loadtest.gpu.rows import (
+    GATHER_KERNELS,
+    SOURCE,
+    WITHOUT_PLACES,
+    Bags,
+    RandomGather,
+    RowsOnCard,
+    WrongAnswerError,
+    rows_read,
+)
 from shard_node.cuda.kernel_params import NOT_HERE
 from shardrank_testing.device_compilers import ARCHITECTURES, resources
 from shardrank_testing.emulated_cards import EmulatedCards
@@ -76,7 +84,7 @@ def test_random_reads_pass_the_check(dim, in_flight):
 
 
 def test_a_read_of_another_row_is_found(rows, monkeypatch):
-    monkeypatch.setattr("loadtest.gpu.ceiling.rows_read", lambda reads, count: rows_read(reads + 1, count))
+    monkeypatch.setattr("loadtest.gpu.rows.rows_read", lambda reads, count: rows_read(reads + 1, count))
     with RandomGather(rows, 103, 3, 7, 4) as gather, pytest.raises(WrongAnswerError, match="gather_4"):
         gather.check(0)
 

@@ -20,8 +20,7 @@ from safetensors.torch import save_file
 
 from loadtest.errors import ScoresDifferError
 from loadtest.load.cli import loadtest
-from loadtest.peers.catalog import FOLDER, PEERS
-from loadtest.peers.run import PeersConfig, check_subjects, compare_peers
+from loadtest.peers.run import FOLDER, PEERS, PeersConfig, check_subjects, compare_peers
 from loadtest.servers import Server
 from loadtest.workloads.catalog import BenchShape, bench_payloads, bench_spec
 from loadtest.workloads.payloads import HEADER_LENGTH
