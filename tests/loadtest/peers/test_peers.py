@@ -110,7 +110,7 @@ def test_mosec_and_triton_answer_as_the_model(servers, monkeypatch):
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", tensors)
     mosec = importlib.import_module("mosec_server").MosecRanking()
     assert mosec.forward([mosec.deserialize(bytearray(body)) for body in batch]) == expected
-    model = importlib.import_module("triton_model").TritonPythonModel()
+    model = importlib.import_module("triton_server").TritonPythonModel()
     model.initialize({})
     inputs = [
         {"body": SimpleNamespace(as_numpy=lambda body=body: np.frombuffer(body, np.uint8)[None])} for body in batch
