@@ -16,8 +16,7 @@ from playwright.sync_api import sync_playwright
 from loadtest.errors import HistogramError, PageFileError
 from loadtest.load.recorder import encode_histogram, percentiles
 from loadtest.load.result import EncodedHistogram, Mark
-from loadtest.report.charts import decode_histogram, percentile_curve
-from loadtest.report.page import compare_runs, html, write_html
+from loadtest.report.page import compare_runs, decode_histogram, html, percentile_curve, write_html
 from loadtest.rounds import ComparedMeasure
 from shardrank_testing.browser import chromium_path
 from shardrank_testing.load_results import QueueLoad, Stall, example_run, example_sweep
