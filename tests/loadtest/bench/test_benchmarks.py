@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 import loadtest
+from loadtest.servers import SERVED_PACKAGES
 from serving.cli import main
 from shardrank_testing.movielens import small_interactions, write_movielens
 
@@ -106,26 +107,30 @@ def test_serving_is_compared_with_the_same_batches_without_a_server(bench) -> No
     assert calls["by_file"]["router/router.py"]["Router.lookup"] == 1
 
 
-def test_two_checkouts_are_measured_in_alternation(bench, tmp_path: Path) -> None:
-    """Another folder with this code: what its server runs is found there, and nowhere else."""
-    folder, here = tmp_path / "old", Path(loadtest.__file__).parents[1]
+@pytest.fixture
+def checkout(tmp_path: Path):
+    """Another folder with this code."""
+    folder, this = tmp_path / "old", Path(loadtest.__file__).parents[1]
     folder.mkdir()
-    for package in ("loader", "shard_node", "router", "serving"):
-        (folder / package).symlink_to(here / package)
-    tables, document = bench("serving", *SMALL, "--against", str(folder))
+    for package in SERVED_PACKAGES:
+        (folder / package).symlink_to(this / package)
+    return folder
+
+
+def test_two_checkouts_are_measured_in_alternation(bench, checkout: Path) -> None:
+    tables, document = bench("serving", *SMALL, "--against", str(checkout))
     assert list(tables["mlp, 1 id a bag, json"]) == ["old", "new"]
     assert min(medians(tables["mlp, 1 id a bag, json"], "CPU of a request").values()) > 0
     assert document["tables"]["mlp, 1 id a bag, json"]["setup"]["old"] == "old, not under git"
     assert "account" not in document
 
 
-def test_the_old_server_runs_the_code_of_the_other_checkout(tmp_path: Path) -> None:
-    for package in ("loader", "shard_node", "router", "serving"):
-        (tmp_path / package).mkdir()
-        (tmp_path / package / "__init__.py").touch()
-    (tmp_path / "serving" / "cli").mkdir()
-    (tmp_path / "serving" / "cli" / "__main__.py").write_text("raise SystemExit('this is the old one')")
-    result = CliRunner().invoke(main, ["loadtest", "bench", "serving", *SMALL, "--against", str(tmp_path)])
+def test_the_old_server_runs_the_code_of_its_checkout(checkout: Path) -> None:
+    (checkout / "serving").unlink()
+    (checkout / "serving/cli").mkdir(parents=True)
+    (checkout / "serving/__init__.py").touch()
+    (checkout / "serving/cli/__main__.py").write_text("raise SystemExit('this is the old one')")
+    result = CliRunner().invoke(main, ["loadtest", "bench", "serving", *SMALL, "--against", str(checkout)])
     assert result.exit_code == 1
     assert "has ended before it served" in result.output
     assert "this is the old one" in result.output

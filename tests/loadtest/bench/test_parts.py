@@ -24,7 +24,6 @@ from loadtest.errors import LoadConfigError, WorkloadError
 from loadtest.servers import SERVED_PACKAGES, commit_of
 from loadtest.workloads.catalog import BenchShape, BenchWorkload, bench_payloads, bench_spec
 from loadtest.workloads.prepare import write_random_snapshot
-from router.popularity import Popularity
 from serving.embedded import Ranker
 from serving.training.dataset import FilmsDataset
 from serving.training.trainer import export_trained, train_described
@@ -51,10 +50,8 @@ def test_the_bare_op_and_float32_rows_are_the_snapshots(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("head", "hotness"), [("mlp", 1), ("dlrm", 4)])
 def test_limit_gives_the_scores_of_a_served_model(tmp_path: Path, head, hotness, varied) -> None:
     shape = SHAPE.model_copy(update={"varied": varied})
-    path, workload = (
-        write_random_snapshot(bench_spec(shape, head), tmp_path),
-        BenchWorkload(shape=shape, head=head, hotness=hotness),
-    )
+    path = write_random_snapshot(bench_spec(shape, head), tmp_path)
+    workload = BenchWorkload(shape=shape, head=head, hotness=hotness)
     limit, pool = Limit(path, "float32"), bench_payloads(shape, head, hotness, "json", 5)
     assert len({payload.num_candidates for payload in pool}) > 1
     with Ranker.open(path, dtype="float32") as ranker:
@@ -94,25 +91,22 @@ def test_lru_holds_the_rows_of_a_cache_that_moves_to_front(batches, capacity) ->
     assert set(lru.top(capacity)) == set(cache)
 
 
-def test_hit_rates_of_a_shift_come_back_for_who_learns() -> None:
-    class Fixed:
-        """Holds every row: all lookups are hits."""
+class FirstRows:
+    """A policy that never learns."""
 
-        def observe(self, rows) -> None:
-            assert rows.size == 500
+    def observe(self, rows) -> None:
+        assert rows.size == 500
 
-        def top(self, count: int):
-            return np.arange(20_000)
+    def top(self, count: int):
+        return np.arange(count)
 
-    assert list(hit_rates(Fixed(), 0, 20_000, 1.1, 500).values()) == pytest.approx([100] * 5)
-    learning, lru = (hit_rates(policy, 0, 20_000, 1.1, 500) for policy in (Popularity(500), Lru(20_000)))
-    shares = np.arange(1, 20_001) ** -1.1
-    best = 100 * shares[:500].sum() / shares.sum()
-    assert best - 1 < learning["hit rate"] <= best
-    assert lru["hit rate"] < best - 5
-    after = [learning[f"hit rate, {count} × capacity after a shift"] for count in (1, 5, 10, 20)]
-    assert after == sorted(after)
-    assert best - 4 < after[-1] < best
+
+def test_hit_rates_are_the_laws_fractions() -> None:
+    """Rows are in random order, so the first ones have their part of the lookups; with all rows every lookup hits."""
+    assert list(hit_rates(FirstRows(), 0, 500, 1.1, 500).values()) == pytest.approx([100] * 5)
+    assert np.mean([hit_rates(FirstRows(), seed, 5_000, 0.1, 500)["hit rate"] for seed in range(5)]) == pytest.approx(
+        10, rel=0.05
+    )
 
 
 def test_drawn_ids_hit_at_the_chosen_rate() -> None:
@@ -145,10 +139,10 @@ def test_a_commit_is_checked_out_while_it_is_measured(tmp_path: Path, monkeypatc
         (repository / package).mkdir(parents=True)
         (repository / package / "__init__.py").touch()
     empty.mkdir()
-    identity = ("-c", "user.name=tests", "-c", "user.email=tests@example.org", "-c", "commit.gpgsign=false")
-    for arguments in (("init", "-q"), ("add", "."), (*identity, "commit", "-q", "-m", "Add packages")):
-        subprocess.run(("git", *arguments), cwd=repository, check=True)
     monkeypatch.chdir(repository)
+    identity = "-c user.name=tests -c user.email=tests@example.org -c commit.gpgsign=false"
+    for command in ("git init -q", "git add .", f"git {identity} commit -q -m Packages"):
+        subprocess.run(command.split(), check=True)
     with checkout_of("HEAD") as old:
         assert old != repository
         assert commit_of(old) == commit_of(repository)

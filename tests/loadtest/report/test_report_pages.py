@@ -155,7 +155,9 @@ def test_texts_of_the_result_are_escaped():
         assert text_of(body_of(page)).count(hostile) >= 8
 
 
-NO_STEP = {"steps": example_sweep().steps[-1:], "highest_rate": None, "limited_by": "generator"}
+def no_rate():
+    nothing = {"steps": example_sweep().steps[-1:], "highest_rate": None, "limited_by": "generator"}
+    return example_sweep().model_copy(update=nothing)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +166,7 @@ NO_STEP = {"steps": example_sweep().steps[-1:], "highest_rate": None, "limited_b
         (short, "Valid. The generator kept up"),
         (lambda: short(cpu_share=0.97), "Not valid. process 1 used 0.97 of a core; at most 0.9 is valid"),
         (example_sweep, "Valid. A higher rate broke the deadline in a valid run: the limit is the server's."),
-        (lambda: example_sweep().model_copy(update=NO_STEP), "Not valid. No valid step kept the deadline"),
+        (no_rate, "Not valid. No valid step kept the deadline"),
         (lambda: compare_runs("once", {"a": [short()], "b": [short()]}), "One round has no confidence interval"),
     ],
 )
