@@ -6,6 +6,7 @@ import io
 import re
 import xml.etree.ElementTree as ET
 from functools import cache
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -126,20 +127,6 @@ def test_a_comparison_colours_only_what_is_certain():
     assert judged == {"": None, "p50, ms": "better", "noise, x": "", "worse, x": "worse", "without ratios, x": ""}
 
 
-@every
-def test_nothing_on_the_page_comes_from_elsewhere(name):
-    page = page_of(name)
-    assert page.startswith("<!doctype html>\n")
-    assert "default-src 'none'; style-src 'unsafe-inline'" in page
-    assert not re.search(r"url\((?!#)|@import|@font-face", page)
-    for element in body_of(page).iter():
-        assert element.tag.rpartition("}")[2] not in {"script", "link", "img", "iframe", "object", "a", "image", "form"}
-        for attribute, value in element.attrib.items():
-            assert not attribute.startswith("on")
-            if attribute.rpartition("}")[2] in {"src", "href", "srcset", "action", "data"}:
-                assert value.startswith("#"), attribute
-
-
 def test_texts_of_the_result_are_escaped():
     hostile = "<script>alert(1)</script>\"'&amp;]]>$\\frac{$"
     run = short(refused=0.1, stalls=(Stall(2.0, 5, "x"),))
@@ -202,24 +189,20 @@ def test_pages_in_a_browser_follow_its_colour_scheme(tmp_path):
     """Nothing is requested, no policy is broken, and charts have light lines on a dark ground in the dark scheme."""
     with sync_playwright() as play:
         chromium = play.chromium.launch(executable_path=chromium_path(), args=["--no-sandbox"])
-        for name in sorted(RESULTS):
+        for name, scheme in product(RESULTS, ("light", "dark")):
             (tmp_path / f"{name}.html").write_text(page_of(name), encoding="utf-8")
-            for scheme in ("light", "dark"):
-                page = chromium.new_page(color_scheme=scheme)
-                requests, errors = [], []
-                page.on("request", lambda request, requests=requests: requests.append(request.url))
-                page.on("console", lambda message, errors=errors: errors.append(message.text))
-                page.goto(f"file://{tmp_path / name}.html")
-                pixels = imread(io.BytesIO(page.locator("svg").first.screenshot()))[..., :3].mean(axis=-1)
-                ground, ink = (
-                    (np.median(pixels), pixels.min())
-                    if scheme == "light"
-                    else (1 - np.median(pixels), 1 - pixels.max())
-                )
-                assert ground > 0.9
-                assert ink < 0.1
-                assert pixels.shape[0] > 200
-                assert (len(requests), errors) == (1, [])
+            page = chromium.new_page(color_scheme=scheme)
+            requests, errors = [], []
+            page.on("request", lambda request, requests=requests: requests.append(request.url))
+            page.on("console", lambda message, errors=errors: errors.append(message.text))
+            page.goto(f"file://{tmp_path / name}.html")
+            assert page.evaluate("document.querySelectorAll('script, link, img, iframe, object, form').length") == 0
+            pixels = imread(io.BytesIO(page.locator("svg").first.screenshot()))[..., :3].mean(axis=-1)
+            assert pixels.shape[0] > 200
+            ground, ink = np.median(pixels), pixels.min() if scheme == "light" else pixels.max()
+            assert (ground, ink) == pytest.approx((1, 0) if scheme == "light" else (0, 1), abs=0.1)
+            assert (len(requests), errors) == (1, [])
+            assert "default-src 'none'; style-src 'unsafe-inline'" in page.content()
         chromium.close()
 
 
@@ -233,15 +216,16 @@ def test_a_decoded_histogram_has_every_time():
     assert counts.tolist() == [2, 1, 1]
 
 
-@pytest.mark.parametrize("text", ["", "nonsense", "SElTVA==", "é"])
-def test_another_text_is_no_histogram(text):
-    with pytest.raises(HistogramError, match="not an HDR histogram"):
-        decode_histogram(EncodedHistogram(encoded=text, count=1))
-
-
-def test_a_histogram_with_another_count_is_refused():
-    with pytest.raises(HistogramError, match="holds 2 values, `count` says 3"):
-        decode_histogram(encoded([700, 800]).model_copy(update={"count": 3}))
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        *((text, "not an HDR histogram") for text in ("", "nonsense", "SElTVA==", "é")),
+        (encoded([700, 800]).encoded, "holds 2 values, `count` says 3"),
+    ],
+)
+def test_what_is_no_histogram_of_so_many_is_refused(text, message):
+    with pytest.raises(HistogramError, match=message):
+        decode_histogram(EncodedHistogram(encoded=text, count=3))
 
 
 @pytest.mark.parametrize("parts", [1, 3])
