@@ -97,23 +97,23 @@ class Limit:
         return uvloop.run(self._compute(batches, batch_requests, seconds))
 
     async def _compute(self, batches: dict[int, list[MergedBatch]], batch_requests: float, seconds: float) -> Values:
-        requests, times = 0, list[float]()
+        requests, times, small = 0, list[float](), int(batch_requests)
         # Once before the clock, so that every buffer is there.
-        await self._scores(batches[int(batch_requests)][0])
+        await self._scores(batches[small][0])
         started_at, cpu_s = time.perf_counter(), time.process_time()
         ended_at = started_at
-        for number, size in enumerate(batch_sizes(batch_requests)):
-            await self._scores(batches[size][number % len(batches[size])])
+        while ended_at - started_at < seconds:
+            # Of the whole numbers below and above the mean, the one that keeps the sum closest to it.
+            size = small + (requests + small < batch_requests * (len(times) + 1) - 0.5)
+            await self._scores(batches[size][len(times) % len(batches[size])])
             before, ended_at = ended_at, time.perf_counter()
             times.append(ended_at - before)
             requests += size
-            if ended_at - started_at >= seconds:
-                break
         cpu_s = time.process_time() - cpu_s
         return {
             "CPU of a request": 1e3 * cpu_s / requests,
             "requests": requests / (ended_at - started_at),
-            "batch": batch_requests,
+            "batch": requests / len(times),
             "time of a batch": 1e3 * float(np.median(times)),
         }
 
@@ -126,16 +126,6 @@ class Limit:
         embeddings = await self._router.lookup(self._model, self._version, batch.bags, deadline)
         scores: Float32Array = self._ranking.score_rows(batch, embeddings)[0]
         return scores
-
-
-def batch_sizes(mean: float) -> Iterator[int]:
-    """Yield sizes without end, each the next whole number below or above `mean`, whose sum keeps closest to it."""
-    small, expected, total = int(mean), 0.0, 0
-    while True:
-        expected += mean
-        size = small if total + small >= expected - 0.5 else small + 1
-        total += size
-        yield size
 
 
 @lru_cache(maxsize=4)

@@ -45,14 +45,6 @@ def test_reference_is_the_codecs_sum(rows, num_cards):
     np.testing.assert_allclose(rows.reference(torch.from_numpy(bags), num_cards), expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("num_cards", [WITHOUT_PLACES, 1, 2, 8])
-@pytest.mark.parametrize("batch", [5, 100])
-def test_kernels_sums_pass_the_check(rows, num_cards, batch):
-    ids = uploaded(rows, np.random.default_rng(1).integers(0, 320, 3 * batch * 5))
-    with Bags(rows, ids, batch, hotness=5, num_sets=3) as bags:
-        assert 0 < bags.check(num_cards, 2) <= 1e-2
-
-
 @pytest.mark.parametrize(
     ("place", "message"),
     [
