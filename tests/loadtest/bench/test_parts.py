@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from loader.snapshot.codecs import RowCodec
 from loader.snapshot.reader import Snapshot
-from loadtest.bench.hot_rows import Lru, draw_hits, hit_rates
+from loadtest.bench.hot_rows import Lru, draw_hits
 from loadtest.bench.levers import as_stored, describe_levers, rows_bytes
-from loadtest.bench.lookup import bare_arena, draw_batch, float32_bag
 from loadtest.bench.serving import Limit, checkout_of
 from loadtest.bench.tables import UniformTables
 from loadtest.errors import LoadConfigError, WorkloadError
@@ -29,20 +28,6 @@ from serving.training.trainer import export_trained, train_described
 from shardrank_testing.movielens import small_interactions
 
 SHAPE = BenchShape(features=3, embedding_dim=8, rows=200, dense=2, candidates="2-9:5")
-
-
-def test_the_bare_op_and_float32_rows_are_the_snapshots(tmp_path: Path) -> None:
-    tables = UniformTables(3, 1000, 4)
-    snapshot = tables.export(tmp_path)
-    batch = draw_batch(tables, np.random.default_rng(0), bags=5, hotness=1)
-    pooled = bare_arena(snapshot, tables).pool(batch.rows, batch.bags.offsets, None)
-    weight = float32_bag(tables).weight.numpy()
-    for number, (row, value) in enumerate(zip(batch.rows, batch.bags.values, strict=True)):
-        stored = snapshot.read_rows(snapshot.spec.tables[number // 5].name, int(value), 1)[0]
-        scale, bias = stored[4:].view(np.float32)
-        np.testing.assert_allclose(pooled[number], stored[:4] * scale + bias, rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(pooled[number], weight[row], atol=0.02)
-        assert row == number // 5 * 1000 + value
 
 
 @pytest.mark.parametrize("varied", [True, False])
@@ -80,23 +65,6 @@ def test_lru_holds_the_rows_of_a_cache_that_moves_to_front(batches, capacity) ->
             if len(cache) > capacity:
                 cache.popitem(last=False)
     assert set(lru.top(capacity)) == set(cache)
-
-
-class FirstRows:
-    """A policy that never learns."""
-
-    def observe(self, rows) -> None:
-        assert rows.size == 500
-
-    def top(self, count: int):
-        return np.arange(count)
-
-
-def test_hit_rates_are_the_laws_fractions() -> None:
-    """Rows are in random order, so the first ones have their part of the lookups; with all rows every lookup hits."""
-    assert list(hit_rates(FirstRows(), 0, 500, 1.1, 500).values()) == pytest.approx([100] * 5)
-    rates = [hit_rates(FirstRows(), seed, 5_000, 0.1, 500)["hit rate"] for seed in range(5)]
-    assert np.mean(rates) == pytest.approx(10, rel=0.05)
 
 
 def test_drawn_ids_hit_at_the_chosen_rate() -> None:

@@ -104,27 +104,22 @@ def test_a_sweep_has_its_steps_by_rate():
 
 
 def test_a_comparison_has_medians_ratios_and_rounds():
-    result = comparison()
-    rows = iter(rows_of(body_of(page_of("comparison")), 7)[1:])
-    for measure in result.measures:
-        for arm, (name, of_arm, middle, ratio, *rounds) in enumerate([next(rows), next(rows)]):
-            assert (name, of_arm) == (f"{measure.name}, {measure.unit}", result.arms[arm].name)
-            assert ratio == ("" if arm == 0 else str(measure.ratios[arm]))
-            numbers = [float(cell.replace(",", "")) for cell in (middle, *rounds)]
-            assert numbers == pytest.approx([measure.middle[arm], *measure.values[arm]], rel=5.1e-3)
-
-
-def test_a_comparison_colours_only_what_is_certain():
+    """Coloured only where the interval does not hold 1."""
     values = {
         "noise": ("lower", [[1.0, 1.0, 1.0], [0.9, 1.1, 1.0]]),
         "worse": ("higher", [[10.0, 10.0, 10.0], [8.0, 8.5, 9.0]]),
-        "without ratios": ("lower", [[0.0, 0.0, 0.0], [8.0, 8.5, 9.0]]),
+        "no ratios": ("lower", [[0.0, 0.0, 0.0], [8.0, 8.5, 9.0]]),
     }
     added = [ComparedMeasure.from_values(name, "x", *of_name) for name, of_name in values.items()]
-    measures = (*comparison().measures[:1], *added)
-    body = body_of(html(comparison().model_copy(update={"measures": measures})))
-    judged = {text_of(row[0]): row[3].get("class") for row in body.iter("tr") if len(row) == 7}
-    assert judged == {"": None, "p50, ms": "better", "noise, x": "", "worse, x": "worse", "without ratios, x": ""}
+    result = comparison().model_copy(update={"measures": (*comparison().measures[:1], *added)})
+    rows = [row for row in body_of(html(result)).iter("tr") if len(row) == 7][1:]
+    assert [row[3].get("class") for row in rows] == ["", "better", "", "", "", "worse", "", ""]
+    for row, (measure, arm) in zip(rows, product(result.measures, (0, 1)), strict=True):
+        name, of_arm, middle, ratio, *rounds = map(text_of, row)
+        assert (name, of_arm) == (f"{measure.name}, {measure.unit}", result.arms[arm].name)
+        assert ratio == (str(measure.ratios[1]) if arm and measure.ratios else "")
+        numbers = [float(cell.replace(",", "")) for cell in (middle, *rounds)]
+        assert numbers == pytest.approx([measure.middle[arm], *measure.values[arm]], rel=5.1e-3)
 
 
 def test_texts_of_the_result_are_escaped():
