@@ -71,22 +71,8 @@ def test_triton_gets_the_bytes_of_the_others(once):
 
 
 @pytest.mark.parametrize("hotness", [1, 4])
-def test_peers_model_scores_a_batch_as_each_request_alone(servers, hotness):
-    """In both forms; that the scores are shardrank's is checked by the command below."""
-    requests = [load_arrays(body) for body in bodies("flat", hotness)]
-    assert any((request["lengths"] == 0).any() for request in requests) == (hotness == 1)
-    scorer = importlib.import_module("torch_model").Scorer(str(servers))
-    alone = [np.frombuffer(scorer.answers([body])[0], "<f4") for body in bodies("flat", hotness)]
-    assert np.ptp(np.concatenate(alone)) > 0.01
-    for encoding in ("flat", "flat-once"):
-        for answer, scores in zip(scorer.answers(bodies(encoding, hotness)), alone, strict=True):
-            np.testing.assert_allclose(np.frombuffer(answer, "<f4"), scores, atol=1e-5)
-
-
-def test_mosec_and_triton_answer_as_the_model(servers, monkeypatch):
-    """With what they import of mosec and Triton replaced; mosec hands over a bytearray."""
-    batch = bodies("flat-once")
-    expected = importlib.import_module("torch_model").Scorer(str(servers)).answers(batch)
+def test_batches_are_scored_as_each_request_alone(servers, monkeypatch, hotness):
+    """In both forms, by mosec, which hands over a bytearray, and by Triton; what they import of these is replaced."""
     monkeypatch.setitem(sys.modules, "mosec", SimpleNamespace(Server=None, Worker=object))
     tensors = SimpleNamespace(
         get_input_tensor_by_name=lambda request, name: request[name],
@@ -95,13 +81,19 @@ def test_mosec_and_triton_answer_as_the_model(servers, monkeypatch):
     )
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", tensors)
     mosec = importlib.import_module("mosec_server").MosecRanking()
-    assert mosec.forward([mosec.deserialize(bytearray(body)) for body in batch]) == expected
     model = importlib.import_module("triton_server").TritonPythonModel()
     model.initialize({})
-    inputs = [
-        {"body": SimpleNamespace(as_numpy=lambda body=body: np.frombuffer(body, np.uint8)[None])} for body in batch
-    ]
-    assert [response["scores"].tobytes() for response in model.execute(inputs)] == expected
+    scorer = importlib.import_module("torch_model").Scorer(str(servers))
+    alone = [np.frombuffer(scorer.answers([body])[0], "<f4") for body in bodies("flat", hotness)]
+    assert np.ptp(np.concatenate(alone)) > 0.01
+    for encoding in ("flat", "flat-once"):
+        batch = bodies(encoding, hotness)
+        assert any((load_arrays(body)["lengths"] == 0).any() for body in batch) == (hotness == 1)
+        inputs = [SimpleNamespace(as_numpy=lambda body=body: np.frombuffer(body, np.uint8)[None]) for body in batch]
+        of_triton = [response["scores"].tobytes() for response in model.execute([{"body": each} for each in inputs])]
+        for answers in (of_triton, mosec.forward([mosec.deserialize(bytearray(body)) for body in batch])):
+            for answer, scores in zip(answers, alone, strict=True):
+                np.testing.assert_allclose(np.frombuffer(answer, "<f4"), scores, atol=1e-5)
 
 
 def test_the_command_compares_with_fastapi(tmp_path: Path, environments: Path):
