@@ -134,11 +134,12 @@ def decode_histogram(encoded: EncodedHistogram) -> tuple[Floats, Floats]:
     except (TypeError, ValueError, OverflowError, HdrCookieException, HdrLengthException, zlib.error, struct.error,
             IndexError) as error:  # fmt: skip
         raise HistogramError(f"encoded: not an HDR histogram in V2 form: {error!r}") from error
-    recorded = [(each.value_iterated_to, each.count_at_value_iterated_to) for each in histogram.get_recorded_iterator()]
-    times_us, counts = np.array(recorded, np.float64).reshape(-1, 2).T
-    if counts.sum() != encoded.count:
-        raise HistogramError(f"encoded: holds {counts.sum():.0f} values, `count` says {encoded.count}")
-    return times_us / 1000, counts
+    counts = np.array(histogram.counts, np.float64)
+    if (total := int(counts.sum())) != encoded.count:
+        raise HistogramError(f"encoded: holds {total} values, `count` says {encoded.count}")
+    filled = np.flatnonzero(counts)
+    times_us = [histogram.get_highest_equivalent_value(histogram.get_value_from_index(int(index))) for index in filled]
+    return np.array(times_us, np.float64) / 1000, counts[filled]
 
 
 def percentile_curve(histograms: Sequence[EncodedHistogram], due: int) -> tuple[Floats, Floats]:
