@@ -27,9 +27,7 @@ NAMES = ("fastapi", "mosec", "triton")
 
 
 @click.command(cls=WithExamples)
-@click.option(
-    "--peer", "names", type=click.Choice(NAMES), multiple=True, default=NAMES, help="Repeatable. Default: all."
-)
+@click.option("--peer", "names", type=click.Choice(NAMES), multiple=True, default=NAMES, help="Repeatable; else all.")
 @click.option("--env-dir", type=FOLDER, default=ENVIRONMENTS, show_default=True, help="Has each environment.")
 @click.option("--install", is_flag=True, help="Make the environments with pip, and measure nothing.")
 @click.option("--rounds", type=click.IntRange(1, 100), default=5, show_default=True, metavar="N")
