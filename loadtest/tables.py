@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
 from rich import box
@@ -29,26 +28,6 @@ def line(console: Console, text: str) -> None:
 def significant(value: float) -> str:
     """Write at least three significant digits, and all of those before the point: 0.482, 12.3, 1,234."""
     return f"{value:,.0f}" if value == 0 or abs(value) >= 99.95 else f"{value:#.3g}"
-
-
-def rate_text(value: float) -> str:
-    """Write requests a second: as it is if whole, else four significant digits."""
-    if value == int(value) or value >= 999.95:
-        return f"{value:,.0f}"
-    return f"{value:.1f}" if value >= 99.995 else significant(value)
-
-
-def plain_text(value: float) -> str:
-    """Write a number that was set, not measured: no more digits than it has, thousands separated."""
-    return f"{value:,.10f}".rstrip("0").rstrip(".")
-
-
-def percent_text(value: float) -> str:
-    """Write a fraction in percent, without the sign: two decimals, or two digits of what is missing to 0 or 100."""
-    rest = min(value, 1 - value)
-    if rest <= 0:
-        return plain_text(round(100 * value, 1))
-    return f"{100 * value:.{2 if rest >= 1e-4 else min(12, -1 - math.floor(math.log10(rest)))}f}"
 
 
 def ratio_text(value: float) -> str:

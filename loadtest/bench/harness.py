@@ -28,7 +28,7 @@ from rich.console import Console
 from loadtest.load.result import this_machine, versions
 from loadtest.rounds import Arm, Better, Comparison, Measure, compare_rounds, in_turn, show_comparison
 from loadtest.servers import THIS_CHECKOUT, commit_of
-from loadtest.tables import line, make_table
+from loadtest.tables import line
 from serving.cli import WithExamples
 
 WIDTH = 160
@@ -64,11 +64,6 @@ class BenchTable:
     subjects: Mapping[str, Subject]
     setup: dict[str, str] = field(default_factory=dict)
     rounds: dict[str, list[Values]] = field(default_factory=dict)
-
-    def comparison(self) -> Comparison:
-        """Compute medians, ratios to the baseline, and their intervals."""
-        arms = [(Arm(name=name), self.rounds[name]) for name in self.subjects]
-        return compare_rounds(arms, self.measures, title=self.title, setup=self.setup)
 
 
 class Bench:
@@ -121,17 +116,10 @@ class Bench:
                     baseline, *others = table.subjects
                     for name in in_turn([*others, baseline], number):
                         table.rounds.setdefault(name, []).append(table.subjects[name](number))
-        comparisons = [table.comparison() for table in tables]
-        for comparison in comparisons:
-            show_comparison(self._console, comparison)
-        self._comparisons += comparisons
-
-    def show_rows(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-        """Print a table of results that are not compared."""
-        table = make_table(columns[:1], columns[1:], title=title)
-        for cells in rows:
-            table.add_row(*(f"{cell:.1f}" if isinstance(cell, float) else f"{cell}" for cell in cells))
-        self._console.print(table)
+        for table in tables:
+            arms = [(Arm(name=name), table.rounds[name]) for name in table.subjects]
+            self._comparisons.append(compare_rounds(arms, table.measures, title=table.title, setup=table.setup))
+            show_comparison(self._console, self._comparisons[-1])
 
     def document(self) -> dict[str, Any]:
         """Return the JSON form."""

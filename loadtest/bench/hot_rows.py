@@ -13,7 +13,7 @@ import psutil
 
 from loader.snapshot.reader import Snapshot
 from loadtest.bench.harness import Bench, BenchTable, Subject, Values, bench_command, measure
-from loadtest.bench.tables import MODEL, NodeProcess, UniformTables, connect, make_router, node_process
+from loadtest.bench.tables import MODEL, NodeProcess, UniformTables, make_router, node_process
 from router.hot_rows import TABLE_SHIFT, HotRows
 from router.plan import Plan
 from router.popularity import Popularity
@@ -99,10 +99,10 @@ def hot_rows_of(snapshot: Snapshot, plan: Plan, count: int) -> HotRows:
     return hot
 
 
-def cpu_s(nodes: Sequence[NodeProcess]) -> float:
-    """Return the processor time that nodes have used, in steps of 10 ms."""
-    times = [psutil.Process(node.process_id).cpu_times() for node in nodes]
-    return sum(each.user + each.system for each in times)
+def cpu_s(node: NodeProcess) -> float:
+    """Return the processor time that a node has used, in steps of 10 ms."""
+    times = psutil.Process(node.process_id).cpu_times()
+    return times.user + times.system
 
 
 async def measure_lookups(
@@ -110,7 +110,7 @@ async def measure_lookups(
 ) -> Values:
     """Look batches up in turns for some seconds."""
     wire_bytes, times = 0, list[float]()
-    nodes_s, router_s, started_at = cpu_s(nodes), time.process_time(), time.perf_counter()
+    nodes_s, router_s, started_at = sum(map(cpu_s, nodes)), time.process_time(), time.perf_counter()
     while len(times) < len(batches) or time.perf_counter() - started_at < seconds:
         before = time.perf_counter()
         deadline = time.monotonic() + TIMEOUT_S
@@ -120,7 +120,7 @@ async def measure_lookups(
     return {
         "time of a lookup": 1e3 * float(np.median(times)),
         "CPU of the router": 1e3 * (time.process_time() - router_s) / len(times),
-        "CPU of the nodes": 1e3 * (cpu_s(nodes) - nodes_s) / len(times),
+        "CPU of the nodes": 1e3 * (sum(map(cpu_s, nodes)) - nodes_s) / len(times),
         "bytes on sockets": wire_bytes / len(times) / 1e3,
     }
 
@@ -144,8 +144,9 @@ def measure_cost(bench: Bench, tables: UniformTables, hot_rows: int, seconds: fl
         snapshot = tables.export(bench.folder)
         plan = Plan.make(snapshot.spec, SHARDS)
         nodes = [stack.enter_context(node_process(snapshot.path, shard, SHARDS)) for shard in range(SHARDS)]
+        shards = [node.connect(snapshot, plan, shard) for shard, node in enumerate(nodes)]
         routers = {
-            name: make_router(snapshot, plan, connect(snapshot, plan, nodes), hot)
+            name: make_router(snapshot, plan, shards, hot)
             for name, hot in (("without hot rows", None), ("with hot rows", hot_rows_of(snapshot, plan, hot_rows)))
         }
 
@@ -173,12 +174,7 @@ def measure_cost(bench: Bench, tables: UniformTables, hot_rows: int, seconds: fl
 @click.option("--capacity", "capacities", type=click.IntRange(1), multiple=True, default=(1_000, 10_000, 100_000),
               show_default=True, help="Rows that a policy holds. Repeatable.")  # fmt: skip
 def hot_rows(
-    bench: Bench,
-    rows: int,
-    hot_rows: int,
-    seconds: float,
-    policy_rows: int,
-    capacities: tuple[int, ...],
+    bench: Bench, rows: int, hot_rows: int, seconds: float, policy_rows: int, capacities: tuple[int, ...]
 ) -> None:
     """Measure which rows a tier of hot rows should hold, and what it saves.
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import click
@@ -15,8 +16,8 @@ import torch
 
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.reader import Snapshot
-from loadtest.bench.harness import Bench, BenchTable, Subject, Values, bench_command, measure, median_call_s
-from loadtest.bench.tables import DISTINCT_ROWS, UniformTables, connect, make_node, make_router, node_process
+from loadtest.bench.harness import Bench, BenchTable, Subject, bench_command, measure, median_call_s
+from loadtest.bench.tables import DISTINCT_ROWS, MODEL, UniformTables, make_node, make_router, node_process
 from router.plan import Plan
 from router.router import Router
 from shard_node.bags import Float32Array, Int64Array, KeyedBags
@@ -68,17 +69,6 @@ def float32_bag(tables: UniformTables) -> torch.nn.EmbeddingBag:
     return torch.nn.EmbeddingBag.from_pretrained(weight.flatten(0, 1), mode="sum", include_last_offset=True)
 
 
-def router_call(router: Router, snapshot: Snapshot) -> Call:
-    """Look up through a router."""
-
-    async def call(batch: Batch) -> Float32Array:
-        deadline = time.monotonic() + TIMEOUT_S
-        embeddings = await router.lookup(snapshot.spec.model, snapshot.version, batch.bags, deadline)
-        return embeddings.blocks[0]
-
-    return call
-
-
 def calls_of(snapshot: Snapshot, tables: UniformTables, remote: Router) -> dict[str, Call]:
     """Make the subjects; the first is the floor."""
     arena, module = bare_arena(snapshot, tables), float32_bag(tables)
@@ -90,15 +80,18 @@ def calls_of(snapshot: Snapshot, tables: UniformTables, remote: Router) -> dict[
         pooled: torch.Tensor = module(torch.from_numpy(batch.rows), torch.from_numpy(batch.bags.offsets))
         return pooled.numpy()
 
-    def local(cards: int) -> Call:
+    def local(cards: int) -> Router:
         plan = Plan.make(snapshot.spec, cards_per_shard=cards)
-        return router_call(make_router(snapshot, plan, [LocalShard(make_node(snapshot, plan))]), snapshot)
+        return make_router(snapshot, plan, [LocalShard(make_node(snapshot, plan))])
 
+    async def call_router(router: Router, batch: Batch) -> Float32Array:
+        deadline = time.monotonic() + TIMEOUT_S
+        return (await router.lookup(MODEL, snapshot.version, batch.bags, deadline)).blocks[0]
+
+    routers = {"local": local(1), "local, 2 cards": local(2), "Unix socket": remote}
     return {
         BARE: call_bare,
-        "local": local(1),
-        "local, 2 cards": local(2),
-        "Unix socket": router_call(remote, snapshot),
+        **{name: partial(call_router, router) for name, router in routers.items()},
         FLOAT32: call_float32,
     }
 
@@ -116,18 +109,17 @@ async def check_same(calls: Mapping[str, Call], batch: Batch) -> None:
 def measure_dim(bench: Bench, tables: UniformTables, seconds: float) -> None:
     """Measure batches of all sizes, with 1 and with 20 ids a bag."""
 
-    def subject(call: Call, batches: Sequence[Batch]) -> Subject:
-        def measure_once(number: int) -> Values:
-            repeated = median_call_s(lambda turn: call(batches[turn % BATCHES]), seconds, BATCHES)
-            return {"time of a batch": 1e6 * bench.runner.run(repeated)}
+    async def batch_us(call: Call, batches: Sequence[Batch]) -> float:
+        return 1e6 * await median_call_s(lambda turn: call(batches[turn % BATCHES]), seconds, BATCHES)
 
-        return measure_once
+    def subject(call: Call, batches: Sequence[Batch]) -> Subject:
+        return lambda number: {"time of a batch": bench.runner.run(batch_us(call, batches))}
 
     with ExitStack() as stack:
         bench.say(f"writing {tables.count} tables of {tables.rows} rows of dim {tables.embedding_dim}")
         snapshot = tables.export(bench.folder / f"{tables.embedding_dim}")
         node, plan = stack.enter_context(node_process(snapshot.path)), Plan.make(snapshot.spec)
-        remote = make_router(snapshot, plan, connect(snapshot, plan, [node]))
+        remote = make_router(snapshot, plan, [node.connect(snapshot, plan)])
         stack.callback(lambda: bench.runner.run(remote.close()))
         calls, cells = calls_of(snapshot, tables, remote), []
         for hotness, bags in itertools.product((1, 20), (1, 64, 512)):

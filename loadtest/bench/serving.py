@@ -1,44 +1,156 @@
-"""`bench serving`: what serving costs beyond computing."""
+"""`bench serving`: what serving costs beyond computing.
+
+The limit of serving are the same batches, from raw ids to scores, computed in this process without a server: nothing is
+received, parsed, queued, joined, counted, sorted or encoded. What a server uses beyond it is what it costs to be one.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import cProfile
 import itertools
 import json
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
+from http.client import HTTPConnection
 from pathlib import Path
+from types import CodeType
 from typing import Any, get_args
 
 import click
 import numpy as np
+import uvloop
 
-from loadtest.bench.calls import count_calls
+from loader.memory import settle_heap
+from loader.snapshot.reader import Snapshot
 from loadtest.bench.harness import Bench, BenchTable, Subject, Values, bench_command, measure
-from loadtest.bench.limit import Limit
-from loadtest.errors import LoadConfigError
+from loadtest.bench.tables import make_node, make_router
+from loadtest.errors import LoadConfigError, RequestFailedError
 from loadtest.load.config import bench_load
 from loadtest.load.generator import Generators
-from loadtest.servers import THIS_CHECKOUT, Server, check_scores, checked_checkout, commit_of, summed
+from loadtest.servers import SERVED_PACKAGES, THIS_CHECKOUT, Server, check_scores, checked_checkout, commit_of, summed
 from loadtest.servers import serving as serving_process
 from loadtest.workloads.catalog import (
+    BENCH_REQUESTS,
     EQUAL_REQUESTS,
     VARIED_AROUND_100,
     BenchShape,
     BenchWorkload,
     Head,
     SideSplit,
+    bench_payloads,
+    bench_requests,
     bench_spec,
 )
 from loadtest.workloads.cli import side_split_option
-from loadtest.workloads.payloads import APIS, Api
+from loadtest.workloads.payloads import APIS, Api, Payload
 from loadtest.workloads.prepare import write_random_snapshot
+from router.feature_schema import FeatureSchema
+from router.plan import Plan
+from serving.formats.requests import RankRequest
+from serving.formats.schema import RequestSchema
+from serving.limits import RequestLimits
 from serving.models.layers import NumberFormat
 from serving.models.ranking_models import DtypeChoice, choose_dtype
+from serving.observe.calls import VersionCounter
+from serving.observe.metrics import ServingMetrics
+from serving.rank.ranking import MergedBatch, Ranking, merge_bags
+from serving.rank.service import RankingService
+from serving.server import ServerConfig, running_server
+from serving.versions.loading import ModelSource, load_served_model
+from serving.versions.served_model import ranking_parts
 from shard_node.bags import Float32Array
+from shard_node.node import LocalShard
+
+DEADLINE_S = 600.0
+
+
+class Limit:
+    """A model in this process.
+
+    Raises:
+        ShardrankError: as loading a snapshot.
+    """
+
+    def __init__(self, path: Path, dtype: NumberFormat) -> None:
+        snapshot = Snapshot.open(path, verify=False)
+        self._model, self._version = snapshot.spec.model, snapshot.version
+        plan = Plan.make(snapshot.spec)
+        shard = LocalShard(make_node(snapshot, plan))
+        self._router = make_router(snapshot, plan, [shard])
+        schema = RequestSchema(FeatureSchema.of(snapshot.spec), RequestLimits())
+        parts = ranking_parts(snapshot, schema, dtype)
+        self._ranking = Ranking(parts, self._router, [shard], ServingMetrics(), VersionCounter())
+        # As servers do once they have started.
+        settle_heap()
+
+    def compute(self, workload: BenchWorkload, batch_requests: float, seconds: float) -> Values:
+        """Score batches for some time; sizes next to the mean, `batch_requests`, are mixed to it."""
+        small = int(batch_requests)
+        batches = {size: _batches(workload, size) for size in (small, small + 1)}
+        return uvloop.run(self._compute(batches, batch_requests, seconds))
+
+    async def _compute(self, batches: dict[int, list[MergedBatch]], batch_requests: float, seconds: float) -> Values:
+        requests, times, small = 0, list[float](), int(batch_requests)
+        # Once before the clock, so that every buffer is there.
+        await self._scores(batches[small][0])
+        started_at, cpu_s = time.perf_counter(), time.process_time()
+        ended_at = started_at
+        while ended_at - started_at < seconds:
+            # Of the whole numbers below and above the mean, the one that keeps the sum closest to it.
+            size = small + (requests + small < batch_requests * (len(times) + 1) - 0.5)
+            await self._scores(batches[size][len(times) % len(batches[size])])
+            before, ended_at = ended_at, time.perf_counter()
+            times.append(ended_at - before)
+            requests += size
+        cpu_s = time.process_time() - cpu_s
+        return {
+            "CPU of a request": 1e3 * cpu_s / requests,
+            "requests": requests / (ended_at - started_at),
+            "batch": requests / len(times),
+            "time of a batch": 1e3 * float(np.median(times)),
+        }
+
+    def score(self, workload: BenchWorkload, request: int) -> Float32Array:
+        """Score one request of the pool: float32 [candidates]."""
+        return uvloop.run(self._scores(_merged([_requests(workload)[request]])))
+
+    async def _scores(self, batch: MergedBatch) -> Float32Array:
+        deadline = time.monotonic() + DEADLINE_S
+        embeddings = await self._router.lookup(self._model, self._version, batch.bags, deadline)
+        scores: Float32Array = self._ranking.score_rows(batch, embeddings)[0]
+        return scores
+
+
+@lru_cache(maxsize=4)
+def _requests(workload: BenchWorkload) -> list[RankRequest]:
+    return bench_requests(workload.shape, workload.head, workload.hotness, BENCH_REQUESTS)
+
+
+@lru_cache(maxsize=8)
+def _batches(workload: BenchWorkload, size: int) -> list[MergedBatch]:
+    """Every request of the pool once or twice, in batches of `size`."""
+    requests = _requests(workload)
+    turns = np.arange(-(-len(requests) // size) * size) % len(requests)
+    return [_merged([requests[turn] for turn in turns[first : first + size]]) for first in range(0, turns.size, size)]
+
+
+def _merged(requests: Sequence[RankRequest]) -> MergedBatch:
+    counts = np.array([request.num_candidates for request in requests], np.int64)
+    return MergedBatch(
+        merge_bags([request.bags for request in requests]),
+        np.concatenate([[0], np.cumsum(counts)]),
+        np.repeat(np.arange(counts.size), counts),
+        np.stack([request.context_dense for request in requests]),
+        np.concatenate([request.candidate_dense for request in requests]),
+    )
+
 
 CHECKED_REQUESTS = 2
 TOLERANCES: dict[NumberFormat, float] = {"float32": 1e-4, "bfloat16": 0.02, "int8": 0.03}
@@ -90,9 +202,9 @@ class ServedModel:
 
     def load(self, server: Server, workload: BenchWorkload, api: Api, in_flight: int = FULL_LOAD) -> Values:
         """Measure a server that is kept busy."""
-        load, before = bench_load(server.target(api), api, workload), _batches(server)
+        load, before = bench_load(server.target(api), api, workload), _batch_counts(server)
         weighed = self.generators.busy(load, in_flight, min(WARM_UP_S, self.seconds), self.seconds, server.process_ids)
-        requests, batches = (after - count for after, count in zip(_batches(server), before, strict=True))
+        requests, batches = (after - count for after, count in zip(_batch_counts(server), before, strict=True))
         return {
             CPU: weighed.cpu_ms,
             "requests": weighed.requests_per_s,
@@ -113,7 +225,7 @@ class ServedModel:
             check_scores(name, of_request, right, TOLERANCES[self.dtype])
 
 
-def _batches(server: Server) -> tuple[float, ...]:
+def _batch_counts(server: Server) -> tuple[float, ...]:
     """Return requests in batches, and batches, so far."""
     text = server.metrics()
     return tuple(sum(summed(text, f"shardrank_batch_requests_{part}").values()) for part in ("sum", "count"))
@@ -157,10 +269,8 @@ def tables_of(model: ServedModel, limit: Limit, server: Server, hotness: int, ap
 
     title, setup = f"{model.head}, {_ids(hotness)}", {"requests": model.shape.requests}
     loads: dict[str, Subject] = {LIMIT: loaded_limit, **{api: loaded(api) for api in apis}}
-    singles: dict[str, Subject] = {
-        LIMIT: lambda number: {P50: limit_ms(number)},
-        **{api: single(api) for api in apis},
-    }
+    singles: dict[str, Subject] = {LIMIT: lambda number: {P50: limit_ms(number)}}
+    singles |= {api: single(api) for api in apis}
     forms = {"equal": changed(EQUAL_REQUESTS), "varied": changed(VARIED_AROUND_100)}
     return [
         BenchTable(f"{title}, {FULL_LOAD} in flight", LOADED_MEASURES, loads, setup),
@@ -177,6 +287,66 @@ def measure_server(model: ServedModel, hotness: Sequence[int], apis: Sequence[Ap
             expected = [limit.score(model.workload(ids), request) for request in range(CHECKED_REQUESTS)]
             model.check(api, model.scores(server, model.workload(ids), api), expected)
         model.bench.run([table for ids in hotness for table in tables_of(model, limit, server, ids, apis)])
+
+
+ROWS = 10_000
+WARM_UP_REQUESTS, COUNTED_REQUESTS = 300, 8
+SETTLE_S = 0.01
+
+
+def _send(connection: HTTPConnection, request: Payload) -> None:
+    connection.request("POST", request.path, request.body, dict(request.headers))
+    response = connection.getresponse()
+    body = response.read()
+    if response.status != 200:
+        raise RequestFailedError(body[:1000].decode(errors="replace"))
+
+
+async def count_calls(folder: Path) -> dict[str, Any]:
+    """Serve a small model in this process, warm it up over one kept connection, and count a few requests more.
+
+    The client is in another thread, which is not counted. The report is that of the request with the fewest calls,
+    which had no periodic work beside it.
+
+    Raises:
+        RequestFailedError: a request failed.
+    """
+    shape = BenchShape.of(ROWS, varied=True)
+    spec = bench_spec(shape, "mlp")
+    service = RankingService(None, expected_models=[spec.model])
+    try:
+        # As `shardrank serve` does with all rows in its RAM: the event loop itself ranks.
+        source = ModelSource(snapshot=write_random_snapshot(spec, folder), dtype="float32", num_replicas=0)
+        loop = asyncio.get_running_loop()
+        service.install(await asyncio.to_thread(load_served_model, source, service, loop=loop))
+        async with running_server(service, ServerConfig(http_port=0, grpc_port=0, shutdown_delay_s=0)) as listening:
+            pool = bench_payloads(shape, "mlp", 1, "json", 32)
+            with contextlib.closing(HTTPConnection(listening.host, listening.http_port, timeout=30)) as connection:
+                for number in range(WARM_UP_REQUESTS):
+                    await asyncio.to_thread(_send, connection, pool[number % len(pool)])
+                reports = [await _counted(connection, pool[number]) for number in range(COUNTED_REQUESTS)]
+        return min(reports, key=lambda report: int(report["count"]))
+    finally:
+        service.close()
+
+
+async def _counted(connection: HTTPConnection, request: Payload) -> dict[str, Any]:
+    profile, by_file = cProfile.Profile(builtins=False), dict[str, dict[str, int]]()
+    packages = tuple(f"{THIS_CHECKOUT}/{package}/" for package in SERVED_PACKAGES)
+    # A batch ends after its answers were sent; that end belongs to its request.
+    await asyncio.sleep(SETTLE_S)
+    profile.enable()
+    try:
+        await asyncio.to_thread(_send, connection, request)
+        await asyncio.sleep(SETTLE_S)
+    finally:
+        profile.disable()
+    for entry in profile.getstats():
+        if isinstance(entry.code, CodeType) and entry.code.co_filename.startswith(packages):
+            name = str(Path(entry.code.co_filename).relative_to(THIS_CHECKOUT))
+            by_file.setdefault(name, {})[entry.code.co_qualname] = entry.callcount
+    functions = [count for calls in by_file.values() for count in calls.values()]
+    return {"count": sum(functions), "functions": len(functions), "files": len(by_file), "by_file": by_file}
 
 
 def measure_account(model: ServedModel, hotness: int, apis: Sequence[Api]) -> None:
@@ -199,9 +369,10 @@ def measure_account(model: ServedModel, hotness: int, apis: Sequence[Api]) -> No
         }
     calls = bench.runner.run(count_calls(bench.folder / "calls"))
     bench.results |= {"account": accounts, "calls": calls}
-    for key, title in (("busy_us", "at work in a stage"), ("stages_us", "until a stage is over")):
-        rows = [(stage, *(accounts[api][key][stage] for api in apis)) for stage in accounts[apis[0]][key]]
-        bench.show_rows(f"µs of a request, {title}, under full load, {_ids(hotness)}", ("stage", *apis), rows)
+    for api, account in accounts.items():
+        bench.say(f"{api}: µs of a request under full load, {_ids(hotness)}, at work in a stage and until it is over")
+        for stage, busy_us in account["busy_us"].items():
+            bench.say(f"  {stage}: {busy_us:.1f}, {account['stages_us'][stage]:.1f}")
     bench.say(f"a JSON request: {calls['count']} calls of {calls['functions']} functions in {calls['files']} files")
 
 
@@ -234,7 +405,7 @@ def measure_against(model: ServedModel, hotness: Sequence[int], apis: Sequence[A
     round, so that what differs from one start to the next is in the intervals.
     """
     checkouts, servers = {"old": old, "new": THIS_CHECKOUT}, dict[str, Server]()
-    setup = {side: commit_of(checkout) for side, checkout in checkouts.items()}
+    setup = {**{side: commit_of(path) for side, path in checkouts.items()}, "requests": model.shape.requests}
     cells = list(itertools.product(hotness, apis))
 
     @contextmanager
@@ -253,8 +424,7 @@ def measure_against(model: ServedModel, hotness: Sequence[int], apis: Sequence[A
     tables = []
     for ids, api in cells:
         subjects = {side: loaded(side, ids, api) for side in checkouts}
-        setup_of_requests = {**setup, "requests": model.shape.requests}
-        tables.append(BenchTable(f"{model.head}, {_ids(ids)}, {api}", LOADED_MEASURES, subjects, setup_of_requests))
+        tables.append(BenchTable(f"{model.head}, {_ids(ids)}, {api}", LOADED_MEASURES, subjects, setup))
     model.bench.run(tables, both_served)
 
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -108,12 +109,15 @@ def make_router(snapshot: Snapshot, plan: Plan, shards: Sequence[Shard], hot: Ho
     return Router(schema, IdMapper.of_snapshot(snapshot, schema), plan, shards, hot=hot)
 
 
-@dataclass(frozen=True, slots=True)
-class NodeProcess:
+class NodeProcess(NamedTuple):
     """A process that runs a shard node."""
 
     address: Address
     process_id: int
+
+    def connect(self, snapshot: Snapshot, plan: Plan, shard: int = 0) -> ReplicatedShard:
+        """Make a connection to it."""
+        return ReplicatedShard(plan, shard, snapshot.identity, [ShardClient(self.address)])
 
 
 @contextmanager
@@ -148,10 +152,3 @@ def _serve(path: Path, shard: int, num_shards: int, address: str, ready: Connect
         await asyncio.Event().wait()
 
     uvloop.run(run())
-
-
-def connect(snapshot: Snapshot, plan: Plan, nodes: Sequence[NodeProcess]) -> list[ReplicatedShard]:
-    """Make a connection to the node of each shard."""
-    return [
-        ReplicatedShard(plan, shard, snapshot.identity, [ShardClient(node.address)]) for shard, node in enumerate(nodes)
-    ]

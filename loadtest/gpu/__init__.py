@@ -1,1 +1,1 @@
-"""Measure the CUDA engine on a GPU; `python -m loadtest.bench_gpu` runs the parts (docs/gpu.md)."""
+"""Measure the CUDA engine on a GPU; `python -m loadtest.gpu` runs the parts (docs/gpu.md)."""

@@ -74,12 +74,7 @@ def describe(cards: Cards) -> Row:
     help="Folder of FBGEMM's libraries; by default fbgemm_gpu in Python's own.",
 )
 def main(
-    json_path: Path | None,
-    quick: bool,
-    parts: tuple[str, ...],
-    device: str,
-    table_gb: float | None,
-    **sizes: Any,
+    json_path: Path | None, quick: bool, parts: tuple[str, ...], device: str, table_gb: float | None, **sizes: Any
 ) -> None:
     """Run the bench."""
     console = Console(width=140)

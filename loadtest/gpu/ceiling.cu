@@ -2,7 +2,7 @@
 // loaded, and next to nothing is written. What it reaches is the most that pooling could.
 //
 // A lane group reads rows_per_group rows, IN_FLIGHT to a step of the loop; each of its threads reads 16 bytes of a row
-// and the row's scale and bias. GatherParams: see ceiling.py.
+// and the row's scale and bias. GatherParams: see rows.py.
 
 #ifdef SHARDRANK_ON_HOST
 #include "cuda_on_host.h"

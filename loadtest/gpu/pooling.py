@@ -3,22 +3,178 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 
-from loadtest.gpu import fbgemm
 from loadtest.gpu.bench import BenchSize, Results, Row
-from loadtest.gpu.ceiling import GATHER_KERNELS, RandomGather
-from loadtest.gpu.rows import WITHOUT_PLACES, Bags, MemoryStack, RowsOnCard, WrongAnswerError
-from loadtest.gpu.timing import time_graphs
-from shard_node.cuda.cards import Cards
-from shard_node.cuda.kernel_params import OUT_BYTES
+from loadtest.gpu.rows import (
+    GATHER_KERNELS,
+    WITHOUT_PLACES,
+    Bags,
+    MemoryStack,
+    RandomGather,
+    RowsOnCard,
+    WrongAnswerError,
+)
+from shard_node.cuda.cards import Card, Cards, Stream
+from shard_node.cuda.kernel_params import OUT_BYTES, round_up
 from shard_node.planning.cost_model import INDEX_BYTES, SECTOR_BYTES, sector_bytes
+
+GROUP, MAX_ROUNDS = 5, 200
+MIN_LAUNCHES = 32
+"""Of a graph: with so many in it, the gap between an event and a graph is negligible."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Microseconds of a launch: the median of the rounds, and the 10th and 90th percentile."""
+
+    us: float
+    low_us: float
+    high_us: float
+
+
+class HostEvent:
+    """A `torch.cuda.Event` by the host's clock, for emulated cards, which do their work at once."""
+
+    def record(self) -> None:
+        """Keep the time."""
+        self.time = time.perf_counter()
+
+    def synchronize(self) -> None:
+        """Return: all work is done."""
+
+    def elapsed_time(self, end: HostEvent) -> float:
+        """Return the milliseconds until another event."""
+        return (end.time - self.time) * 1e3
+
+
+def _mark(card: Card) -> Any:
+    """Return an event that is recorded on torch's current stream."""
+    event = torch.cuda.Event(enable_timing=True) if card.torch_device.type == "cuda" else HostEvent()  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def time_graphs(
+    card: Card, stream: Stream, work: Mapping[str, Callable[[], None]], launches: int, seconds: float
+) -> dict[str, Timing]:
+    """Capture each piece of work as a graph of at least MIN_LAUNCHES, and time replays in alternation.
+
+    Rounds are put on the stream in groups, each after a replay that is not timed: the host is then ahead of the card,
+    and no measured time contains a wait of the card for the host.
+
+    Args:
+        card: of the stream.
+        stream: where the work goes.
+        work: puts `launches` launches on the stream, each.
+        launches: of one piece of work.
+        seconds: how long to go on, all pieces together; GROUP to MAX_ROUNDS rounds.
+    """
+    repeats = -(-MIN_LAUNCHES // launches)
+    replays: dict[str, Callable[[], None]] = {}
+    for name, put in work.items():
+        put()  # A capture demands that it has run once.
+        stream.synchronize()
+        replays[name] = partial(card.capture(stream, partial(_repeat, put, repeats)).replay, stream)
+        replays[name]()  # The first replay uploads the graph.
+    stream.synchronize()
+    times: dict[str, list[float]] = {name: [] for name in work}
+    started_at = time.perf_counter()
+    for _ in range(MAX_ROUNDS // GROUP):
+        with card.torch_stream(stream):
+            next(iter(replays.values()))()
+            marks = []
+            for name, replay in [*replays.items()] * GROUP:
+                start = _mark(card)
+                replay()
+                marks.append((name, start, _mark(card)))
+        for name, start, end in marks:
+            end.synchronize()
+            times[name].append(start.elapsed_time(end) * 1e3 / (launches * repeats))
+        if time.perf_counter() - started_at >= seconds:
+            break
+    percentiles = {name: np.percentile(each, (50, 10, 90)).tolist() for name, each in times.items()}
+    return {name: Timing(*each) for name, each in percentiles.items()}
+
+
+def _repeat(put: Callable[[], None], times: int) -> None:
+    for _ in range(times):
+        put()
+
+
+LIBRARIES = ("asmjit", "fbgemm", "fbgemm_gpu_config", "fbgemm_gpu_tbe_cache", "fbgemm_gpu_tbe_inference")
+"""In the order in which they need each other; of `fbgemm_gpu` 1.6.0, which is built for torch 2.11."""
+ROW_ALIGNMENT = 16
+# Numbers of FBGEMM: SparseType of rows and sums, EmbeddingLocation, PoolingMode.
+_INT8, _FP16, _ON_DEVICE, _ON_HOST, _SUM = 2, 1, 0, 3, 0
+_SCALE_BIAS_BYTES = 4
+
+
+class LibraryError(Exception):
+    """FBGEMM's libraries are missing, or don't work here."""
+
+
+class FbgemmTable(MemoryStack):
+    """The rows in FBGEMM's layout: fp16 scale, fp16 bias, then codes, padded to 16 bytes. Raises LibraryError."""
+
+    def __init__(self, rows: RowsOnCard, folder: Path) -> None:
+        super().__init__(rows.card, rows.stream)
+        try:
+            for name in LIBRARIES:
+                torch.ops.load_library(folder / f"{name}.so")  # type: ignore[no-untyped-call]
+        except (OSError, RuntimeError) as error:
+            raise LibraryError(str(error)) from error
+        count = rows.count
+        self._dim, device = rows.embedding_dim, rows.card.torch_device
+        stride = round_up(_SCALE_BIAS_BYTES + self._dim, ROW_ALIGNMENT)
+        weights = rows.card.tensor(self.allocate(count * stride), 0, (count * stride,), torch.uint8)
+        with rows.card.torch_stream(rows.stream):
+            for first in range(0, count, PIECE_ROWS):
+                stored, scale_bias = rows.stored(first, min(PIECE_ROWS, count - first))
+                piece = weights.view(count, stride)[first : first + stored.shape[0]].zero_()
+                piece[:, :_SCALE_BIAS_BYTES] = scale_bias.half().view(torch.uint8)
+                piece[:, _SCALE_BIAS_BYTES : _SCALE_BIAS_BYTES + self._dim] = stored[:, : self._dim]
+            no_bytes, columns = stored.new_empty(0), torch.tensor([0, self._dim], dtype=torch.int32, device=device)
+            placement = [_ON_DEVICE if device.type == "cuda" else _ON_HOST]
+            self._arguments = {
+                "dev_weights": weights,
+                "uvm_weights": no_bytes,
+                "weights_placements": torch.tensor(placement, dtype=torch.int32, device=device),
+                "weights_offsets": torch.zeros(1, dtype=torch.int64, device=device),
+                "weights_tys": torch.tensor([_INT8], dtype=torch.uint8, device=device),
+                "D_offsets": columns,
+                "total_D": self._dim,
+                **dict.fromkeys(("max_int2_D", "max_int4_D", "max_float16_D", "max_float32_D"), 0),
+                "max_int8_D": self._dim,
+                "pooling_mode": _SUM,
+                "indice_weights": None,
+                "output_dtype": _FP16,
+                "lxu_cache_weights": no_bytes.view(0, 0),
+                "lxu_cache_locations": no_bytes.int(),
+                "row_alignment": ROW_ALIGNMENT,
+            }
+            try:
+                self.pool(columns[:1], columns.clamp(max=1))
+            except RuntimeError as error:
+                raise LibraryError(f"its lookup can't be called: {error}") from error
+        rows.stream.synchronize()
+
+    def pool(self, ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """Return the sums of bags, float16 [batch, dim]."""
+        lookup = torch.ops.fbgemm.int_nbit_split_embedding_codegen_lookup_function
+        pooled: torch.Tensor = lookup(**self._arguments, indices=ids, offsets=offsets)
+        return pooled
+
 
 MIN_SETS, MAX_SETS = 4, 4096
 CACHES = 4
@@ -43,8 +199,8 @@ def measure_pooling(results: Results, cards: Cards, size: BenchSize) -> None:
             rows = stack.enter_context(RowsOnCard(cards, dim, size.table_bytes))
             peers: dict[str, Pool] = {"embedding_bag": _embedding_bag(rows)}
             try:
-                peers["fbgemm"] = stack.enter_context(fbgemm.Table(rows, size.fbgemm)).pool
-            except fbgemm.LibraryError as error:
+                peers["fbgemm"] = stack.enter_context(FbgemmTable(rows, size.fbgemm)).pool
+            except LibraryError as error:
                 results.add("pooling", {"dim": dim, "fbgemm": str(error)})
             for hotness, batch in product(size.hotness, size.batches):
                 large = batch >= min(MIN_PEER_BATCH, max(size.batches))

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import cast
 
 import numpy as np
-from prometheus_client.parser import text_string_to_metric_families
 
 from loadtest.gpu.bench import BenchSize, Results, Row
 from loadtest.gpu.rows import WrongAnswerError
+from loadtest.servers import summed
 from loadtest.workloads.catalog import open_workload
 from loadtest.workloads.prepare import write_random_snapshot
 from serving.formats.requests import Answer, RankAnswer, RankRequest
@@ -99,11 +99,10 @@ class InProcess:
         pending = Pending(request, lease, started_at + TIMEOUT_S, call, future, None)
         return cast(RankAnswer, self._service.wait_in_thread(pending)).scores
 
-    def samples(self, name: str, label: str) -> dict[str, float]:
-        """Return a metric of the service by the value of its label."""
-        families = text_string_to_metric_families(self._service.metrics.render().decode())
-        samples = (sample for family in families for sample in family.samples if sample.name == name)
-        return {sample.labels[label]: sample.value for sample in samples}
+    def metrics(self) -> list[dict[str, float]]:
+        """Return the seconds of each stage, and the batches on cards by how they were launched."""
+        text = self._service.metrics.render().decode()
+        return [summed(text, name, label) for name, label in METRICS]
 
 
 def _difference(served: InProcess, requests: Sequence[RankRequest], expected: Sequence[Float32Array]) -> float:
@@ -117,13 +116,13 @@ def _times(served: InProcess, requests: Sequence[RankRequest], count: int) -> Ro
     turns = [requests[number % len(requests)] for number in range(count)]
     for request in turns[:WARM_UP]:
         served.rank(request)
-    stages, batches = (served.samples(*each) for each in METRICS)
+    stages, batches = served.metrics()
     times = np.empty(count)
     for number, request in enumerate(turns):
         started_at = time.perf_counter()
         served.rank(request)
         times[number] = (time.perf_counter() - started_at) * 1e3
-    stages_after, batches_after = (served.samples(*each) for each in METRICS)
+    stages_after, batches_after = served.metrics()
     counts = {how: number - batches.get(how, 0.0) for how, number in batches_after.items()}
     with ThreadPoolExecutor(IN_FLIGHT) as pool:
         list(pool.map(served.rank, turns[:WARM_UP]))  # Graphs of larger batches are made at their second one.

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from loader.snapshot.tables import RowDtype
-from loadtest.peers.catalog import PEERS
 from loadtest.report.cli import FILE, PAGE
 from loadtest.workloads.cli import same_option, side_split_option
 from serving.cli import WithExamples
@@ -24,10 +23,11 @@ if TYPE_CHECKING:
 FOLDER = click.Path(path_type=Path, file_okay=False)
 ENVIRONMENTS = Path.home() / ".cache/shardrank/peers"
 CORES = len(os.sched_getaffinity(0))
+NAMES = ("fastapi", "mosec", "triton")
 
 
 @click.command(cls=WithExamples)
-@click.option("--peer", "names", type=click.Choice(list(PEERS)), multiple=True, help="Repeatable. Default: all.")
+@click.option("--peer", "names", type=click.Choice(NAMES), multiple=True, default=NAMES, help="Repeatable; else all.")
 @click.option("--env-dir", type=FOLDER, default=ENVIRONMENTS, show_default=True, help="Has each environment.")
 @click.option("--install", is_flag=True, help="Make the environments with pip, and measure nothing.")
 @click.option("--rounds", type=click.IntRange(1, 100), default=5, show_default=True, metavar="N")
@@ -68,7 +68,9 @@ def peers(
       shardrank loadtest peers --env-dir ~/peers --workload candidates --same
       shardrank loadtest peers --env-dir ~/peers --row-dtype fp32 --dtype float32
     """
-    chosen = tuple(PEERS[name] for name in dict.fromkeys(names or PEERS))
+    from loadtest.peers.run import PEERS, PeersConfig, run_peers
+
+    chosen = tuple(PEERS[name] for name in dict.fromkeys(names))
     if install:
         for peer in chosen:
             click.echo(f"{peer.title}: installing {peer.requirements.name} into {env_dir / peer.name}")
@@ -78,7 +80,6 @@ def peers(
     from rich.console import Console
 
     from loadtest.load.run import write_files
-    from loadtest.peers.run import PeersConfig, run_peers
     from loadtest.rounds import show_comparison
     from loadtest.workloads.catalog import BenchShape
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import subprocess
+import venv
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,12 +20,11 @@ from safetensors.torch import save_file
 
 from loader.snapshot.row_source import TensorRows
 from loader.snapshot.writer import export_snapshot
-from loadtest.errors import RequestFailedError
+from loadtest.errors import PeerEnvironmentError, RequestFailedError
 from loadtest.load.config import OfferedLoad, bench_load
 from loadtest.load.generator import Generators, ask_scores, open_payloads
 from loadtest.load.loops import not_busy_because
 from loadtest.load.result import this_machine, versions
-from loadtest.peers.catalog import FOLDER, Peer
 from loadtest.rounds import Arm, Comparison, Measure, compare_rounds, in_turn
 from loadtest.servers import HOST, Server, ServerCommand, check_scores, running, serving
 from loadtest.workloads.catalog import BENCH_SEED, BenchShape, BenchWorkload, bench_spec
@@ -31,6 +32,63 @@ from loadtest.workloads.payloads import Encoding
 from loadtest.workloads.prepare import random_dense
 from serving.models.ranking_models import DtypeChoice, choose_dtype
 from shard_node.bags import Float32Array
+
+FOLDER = Path(__file__).parent
+PIP_TIMEOUT_S = 1800.0
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A server that is not shardrank.
+
+    Attributes:
+        title: in tables.
+        path: that requests are posted to.
+        encodings: of a request, with all columns for each candidate, and with the context once.
+    """
+
+    title: str
+    path: str
+    encodings: tuple[Encoding, Encoding]
+
+    @property
+    def name(self) -> str:
+        """The name of its environment, its requirements and its server's file."""
+        return self.title.lower()
+
+    @property
+    def requirements(self) -> Path:
+        """The file that pip reads."""
+        return FOLDER / "requirements" / f"{self.name}.txt"
+
+    def python(self, environments: Path) -> Path:
+        """Return the Python of its environment. Raises PeerEnvironmentError: it is not installed."""
+        python = environments / self.name / "bin" / "python"
+        if not python.exists():
+            how = "run `shardrank loadtest peers --install` with the same --env-dir, or choose others by --peer"
+            raise PeerEnvironmentError(f"{environments} has no environment for {self.name}; {how}")
+        return python
+
+    def install(self, environments: Path) -> None:
+        """Make its environment, or bring it to the pinned versions. Raises PeerEnvironmentError."""
+        folder = environments / self.name
+        try:
+            if not (folder / "bin" / "python").exists():
+                venv.create(folder, with_pip=True)
+            pip = [str(self.python(environments)), "-m", "pip", "install", "--quiet", "-r", str(self.requirements)]
+            subprocess.run(pip, timeout=PIP_TIMEOUT_S, check=True)
+        except (OSError, subprocess.SubprocessError) as error:
+            raise PeerEnvironmentError(f"{folder}: {error}") from error
+
+
+PEERS = {
+    peer.name: peer
+    for peer in (
+        Peer("FastAPI", "/rank", ("flat", "flat-once")),
+        Peer("mosec", "/inference", ("flat", "flat-once")),
+        Peer("Triton", "/v2/models/rank/infer", ("tensors", "tensors-once")),
+    )
+}
 
 ROW_DEVIATION = 0.3
 """Rows are this wide, so that scores differ by much more than a tolerance."""

@@ -49,8 +49,7 @@ def report(files: tuple[str, ...], html_file: Path, json_file: Path | None, titl
       shardrank loadtest report one=a1.json two=b1.json one=a2.json two=b2.json --html compared.html
     """
     from loadtest.load.result import write_document
-    from loadtest.report.page import write_html
-    from loadtest.report.results import compare_runs, read_reported
+    from loadtest.report.page import compare_runs, read_reported, write_html
 
     if len(files) == 1:
         if json_file is not None:
@@ -65,11 +64,11 @@ def report(files: tuple[str, ...], html_file: Path, json_file: Path | None, titl
     click.echo(f"{html_file}: written")
 
 
-def _name_and_path(text: str) -> tuple[str | None, Path]:
-    """Return a file's arm and where it is; None without a name."""
+def _name_and_path(text: str) -> tuple[str, Path]:
+    """Return a file's arm, by default its name without the suffix, and where it is."""
     name, equals, rest = text.partition("=")
     if not equals or Path(text).exists():
-        return None, Path(text)
+        return Path(text).stem, Path(text)
     if not name or not rest:
         raise click.UsageError(f"{text!r}: expected FILE or NAME=FILE")
     return name, Path(rest)
@@ -79,16 +78,13 @@ def _arms(files: Sequence[str]) -> dict[str, list[LoadResult]]:
     """Return the runs of each name, in the order in which they were given."""
     from loadtest.errors import ComparisonError
     from loadtest.load.result import LoadResult
-    from loadtest.report.results import read_reported
+    from loadtest.report.page import read_reported
 
     arms: dict[str, list[LoadResult]] = {}
-    unnamed: set[str] = set()
     for text in files:
-        given, path = _name_and_path(text)
-        name = given or path.stem
-        if name in unnamed or (given is None and name in arms):
+        name, path = _name_and_path(text)
+        if name in arms and text == str(path):
             raise click.UsageError(f"{text!r}: there is another {name}; give each a name, as in {name}2={path}")
-        unnamed |= {name} if given is None else set()
         run = read_reported(path)
         if not isinstance(run, LoadResult):
             raise ComparisonError(f"{path}: a {run.kind}; only runs can be compared")

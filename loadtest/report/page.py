@@ -1,41 +1,300 @@
-"""Write a result as one HTML page with everything in it: no script, and nothing to load."""
+"""Results as one HTML page with everything in it, without a script and with nothing to load; runs compared.
+
+Charts are drawn by matplotlib, as SVG for a light ground; the page's style sheet inverts them on a dark one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import io
+import struct
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
+from typing import Annotated, Any, TypeAlias
 
+import matplotlib as mpl
+import numpy as np
+import numpy.typing as npt
+from cycler import cycler
+from hdrh.codec import HdrCookieException, HdrLengthException
+from hdrh.histogram import HdrHistogram
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from pydantic import Field, TypeAdapter
 
-from loadtest.errors import PageFileError
-from loadtest.report import charts
-from loadtest.report.results import Reported
-from loadtest.tables import percent_text, plain_text, rate_text, significant
+from loadtest.errors import ComparisonError, HistogramError, PageFileError
+from loadtest.load.result import EncodedHistogram, LoadResult, SweepResult, read_document
+from loadtest.load.run import outcome_of
+from loadtest.rounds import FORM, Arm, Comparison, Measure, compare_rounds
+from loadtest.tables import significant
 from loadtest.workloads.payloads import FORMS
+
+Floats = npt.NDArray[np.float64]
+Reported: TypeAlias = LoadResult | SweepResult | Comparison
+Table: TypeAlias = tuple[str, Sequence[str], Sequence[Sequence[Any]]]
+"""Title, names of columns, rows."""
+_REPORTED: TypeAdapter[Reported] = TypeAdapter(Annotated[Reported, Field(discriminator="kind")])
+_MEASURES: tuple[Measure[LoadResult], ...] = (
+    Measure("p50", "ms", "lower", lambda run: run.latency_of_due.p50_ms),
+    Measure("p99", "ms", "lower", lambda run: run.latency_of_due.p99_ms),
+    Measure("p99.9", "ms", "lower", lambda run: run.latency_of_due.p999_ms),
+    Measure("answers in time", "/s", "higher", lambda run: run.goodput),
+)
+_ALIKE = ("target", "model", "workload", "api", "ids", "candidates", "arrivals", "rate", "duration_s", "slo_ms")
+STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "text.parse_math": False,
+    "figure.facecolor": "none",
+    "figure.constrained_layout.use": True,
+    "axes.facecolor": "none",
+    "axes.grid": True,
+    "axes.prop_cycle": cycler(linestyle=["-", "--", ":"]) * mpl.rcParamsDefault["axes.prop_cycle"],
+    "legend.frameon": False,
+}
+"""Settings of matplotlib while charts are drawn."""
+
+
+def read_reported(path: Path) -> Reported:
+    """Read a document that `--json` wrote.
+
+    Raises:
+        ResultFileError: no such file, too large, or not such a document.
+    """
+    return read_document(
+        path, _REPORTED, [LoadResult, SweepResult, Comparison], "no result of a run, a sweep or a comparison", 5
+    )
+
+
+def compare_runs(title: str, arms: Mapping[str, Sequence[LoadResult]], *, seed: int = 0) -> Comparison:
+    """Compare load tests: p50, p99 and p99.9 of all requests that were due, and answers in time a second.
+
+    The runs of an arm are its rounds; the first arm is the baseline.
+
+    Raises:
+        ComparisonError: fewer than two arms, or arms with other numbers of rounds.
+    """
+    if len(arms) < 2:
+        raise ComparisonError(f"arms: {sorted(arms)}; a comparison needs at least 2")
+    runs = [run for of_arm in arms.values() for run in of_arm]
+    values = {field: {getattr(run, field) for run in runs} for field in _ALIKE}
+    alike = {field: str(found.pop()) for field, found in values.items() if len(found) == 1 and None not in found}
+    return compare_rounds(
+        [(Arm(name=name, runs=tuple(of_arm)), of_arm) for name, of_arm in arms.items()],
+        _MEASURES,
+        title=title,
+        setup={**alike, FORM: " or ".join(sorted({FORMS[run.varied] for run in runs}))},
+        invalid_because=[
+            f"{name}, round {number}: {reason}"
+            for name, of_arm in arms.items()
+            for number, run in enumerate(of_arm, 1)
+            for reason in run.invalid_because
+        ],
+        machine=runs[0].machine if runs and all(run.machine == runs[0].machine for run in runs) else None,
+        versions=dict(set.intersection(*(set(run.versions.items()) for run in runs))) if runs else {},
+        seed=seed,
+    )
+
+
+def new_figure(*heights: float) -> Figure:
+    """Make a figure of axes from top to bottom, of these heights in inches."""
+    figure = Figure((12.5, sum(heights)))
+    figure.subplots(len(heights), height_ratios=heights)
+    return figure
+
+
+def to_svg(figure: Figure) -> Markup:
+    """Return a figure, with plain numbers on logarithmic axes and a legend above each."""
+    for axes in figure.axes:
+        for axis in (axes.xaxis, axes.yaxis):
+            if axis.get_scale() == "log":
+                low, high = axis.get_view_interval()
+                axis.set_major_locator(MaxNLocator(8) if high < 6 * low else LogLocator(subs=(1, 2, 5)))
+                axis.set_minor_locator(NullLocator())
+                if axis.isDefault_majfmt:
+                    axis.set_major_formatter("{x:,.10g}")
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4)
+    out = io.StringIO()
+    figure.savefig(out, format="svg", metadata={"Date": None})
+    return Markup(out.getvalue().partition("<!DOCTYPE")[2].partition(">")[2])
+
+
+def decode_histogram(encoded: EncodedHistogram) -> tuple[Floats, Floats]:
+    """Return times in ms, ascending, and how often each was recorded, float64 [n] each.
+
+    Raises:
+        HistogramError: it is no HDR histogram, or has another count than is said beside it.
+    """
+    try:
+        histogram = HdrHistogram.decode(encoded.encoded)
+    except (TypeError, ValueError, OverflowError, HdrCookieException, HdrLengthException, zlib.error, struct.error,
+            IndexError) as error:  # fmt: skip
+        raise HistogramError(f"encoded: not an HDR histogram in V2 form: {error!r}") from error
+    counts = np.array(histogram.counts, np.float64)
+    if (total := int(counts.sum())) != encoded.count:
+        raise HistogramError(f"encoded: holds {total} values, `count` says {encoded.count}")
+    filled = np.flatnonzero(counts)
+    times_us = [histogram.get_highest_equivalent_value(histogram.get_value_from_index(int(index))) for index in filled]
+    return np.array(times_us, np.float64) / 1000, counts[filled]
+
+
+def percentile_curve(histograms: Sequence[EncodedHistogram], due: int) -> tuple[Floats, Floats]:
+    """Return 1 / (1 - q) for fractions q of so many due requests, and the times in ms up to each.
+
+    What was due and not answered is later than any answer: the curve ends where it begins.
+    """
+    times, counts = (np.concatenate(parts) for parts in zip(*map(decode_histogram, histograms), strict=True))
+    order = np.argsort(times)
+    # The largest of n values is drawn at q = 1 - 1 / (2 n): 1 would be at infinity.
+    later = np.maximum(due - np.cumsum(counts[order]), 0.5)
+    return np.array([1, *due / later]), np.array([*times[order[:1]], *times[order]])
+
+
+def draw_percentiles(axes: Axes, lines: Mapping[str, tuple[Sequence[EncodedHistogram], int]], slo_ms: float) -> None:
+    """Draw latency by percentile of so many due requests, by name; a line ends where failures begin."""
+    axes.set(xlabel="percentile of requests that were due", xscale="log", ylabel="ms", yscale="log")
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{100 - 100 / x:.10g}%"))
+    for name, (histograms, due) in lines.items():
+        axes.step(*percentile_curve(histograms, due), where="pre", label=name)
+    draw_deadline(axes, slo_ms)
+
+
+def draw_deadline(axes: Axes, slo_ms: float) -> None:
+    """Draw a line across axes of times in ms."""
+    axes.axhline(slo_ms, color="C3", linestyle="--", label=f"deadline {slo_ms:g} ms")
+
+
+def run_chart(run: LoadResult) -> Markup:
+    """Draw the time line with its marks, above it latency by percentile and its histogram if there are answers."""
+    figure = new_figure(*((3, 2.5) if run.answered else ()), 2.5, 2, 1.5)
+    *of_answers, latency, requests, in_flight = figure.axes
+    if run.answered:
+        percentiles, histogram = of_answers
+        lines = {
+            "service time, from when it was sent": ([run.service_histogram], run.due),
+            "latency, from when it was due": ([run.latency_histogram], run.due),
+        }
+        draw_percentiles(percentiles, lines, run.slo_ms)
+        histogram.set(xlabel="latency, ms", xscale="log", ylabel="answers")
+        times, counts = decode_histogram(run.latency_histogram)
+        histogram.hist(times, list(np.geomspace(times[0] * 0.99, times[-1] * 1.01, 60)), weights=counts)
+    second = {
+        field: np.array([getattr(second, field) for second in run.time_line], np.float64)
+        for field in ("at_s", "p99_ms", "p50_ms", "ok", "errors", "in_flight")
+    }
+    latency.set(ylabel="latency, ms", yscale="log")
+    latency.plot(second["at_s"], second["p99_ms"], ".-", label="p99")
+    latency.plot(second["at_s"], second["p50_ms"], ".-", label="p50")
+    draw_deadline(latency, run.slo_ms)
+    # Failures are drawn on top of answers: both together are what was due.
+    requests.set(ylabel="requests in a second")
+    stacked, labels = (second["ok"], second["errors"]), ("answered right", "failed")
+    requests.stackplot(second["at_s"], *stacked, labels=labels, colors=("C2", "C3"))
+    in_flight.set(xlabel="seconds since the run began; warm-up is shaded", ylabel="in flight")
+    in_flight.plot(second["at_s"], second["in_flight"])
+    for axes in (latency, requests, in_flight):
+        axes.axvspan(0, run.warmup_s, alpha=0.15)
+        axes.set_xlim(0, run.warmup_s + run.duration_s)
+        for mark in run.marks:
+            axes.axvline(mark.at_s, color="C4")
+    for mark in run.marks:
+        latency.annotate(
+            mark.label, (mark.at_s, 1), xycoords=("data", "axes fraction"), rotation=90, va="top", clip_on=True
+        )
+    return to_svg(figure)
+
+
+def sweep_chart(sweep: SweepResult) -> Markup:
+    """Draw latency of all that were due, and answers a second, against the rate at which they were due."""
+    figure = new_figure(4, 4)
+    latency, throughput = figure.axes
+    steps = sorted(sweep.steps, key=attrgetter("rate"))
+    rates = np.array([step.rate for step in steps])
+
+    def draw_line(axes: Axes, name: str, field: str) -> None:
+        """Draw a field of steps; a cross on top is None."""
+        values = np.array([attrgetter(field)(step) for step in steps], np.float64)
+        [line] = axes.plot(rates, values, "o-", label=name)
+        for rate in rates[np.isnan(values)]:
+            axes.annotate("×", (rate, 0.9), xycoords=("data", "axes fraction"), color=line.get_color())
+
+    latency.set(xlabel="requests a second", ylabel="ms", yscale="log")
+    for name, field in (("p99.9", "p999_ms"), ("p99", "p99_ms"), ("p50", "p50_ms")):
+        draw_line(latency, name, f"latency_of_due.{field}")
+    draw_deadline(latency, sweep.slo_ms)
+    draw_line(throughput, "within the deadline", "goodput")
+    draw_line(throughput, "answered right", "throughput")
+    throughput.plot(rates, rates, color="gray", linestyle=":", label="all that were due")
+    throughput.set(xlabel="requests a second", ylabel="answers a second", xlim=(0, None), ylim=(0, None))
+    return to_svg(figure)
+
+
+def ratio_chart(comparison: Comparison) -> Markup:
+    """Draw each measure's ratios to the baseline with their intervals."""
+    arms, measures = comparison.arms, [measure for measure in comparison.measures if measure.ratios]
+    spacing = len(comparison.others) + 1
+    figure = new_figure(1 + 0.22 * spacing * len(measures))
+    [axes] = figure.axes
+    axes.set(xlabel=f"ratio to {arms[comparison.baseline].name}", xscale="log")
+    for place, arm in enumerate(comparison.others):
+        ratios = [measure.ratios[arm] for measure in measures]
+        low, value, high = np.array(
+            [[each.low or each.value, each.value, each.high or each.value] for each in ratios]
+        ).T
+        rows = np.arange(len(ratios)) * spacing + place
+        axes.errorbar(value, rows, xerr=[value - low, high - value], fmt="o", color=f"C{arm}", label=arms[arm].name)
+    axes.axvline(1, color="gray")
+    axes.set_yticks(np.arange(len(measures)) * spacing, [measure.name for measure in measures])
+    axes.invert_yaxis()
+    return to_svg(figure)
+
+
+def arms_chart(comparison: Comparison) -> Markup:
+    """Draw latency by percentile of each arm; all rounds of an arm are taken together."""
+    figure = new_figure(3.5)
+    [axes] = figure.axes
+    runs = {arm.name: arm.runs for arm in comparison.arms if any(run.answered for run in arm.runs)}
+    lines = {
+        name: ([run.latency_histogram for run in of_arm], sum(run.due for run in of_arm))
+        for name, of_arm in runs.items()
+    }
+    draw_percentiles(axes, lines, next(iter(runs.values()))[0].slo_ms)
+    return to_svg(figure)
+
+
+def tables_of(document: Mapping[str, Any], title: str) -> Iterator[Table]:
+    """Lay a document out: its values by name, then each document and list in it; histograms are left out."""
+    nested = {name: value for name, value in document.items() if isinstance(value, dict | list)}
+    yield title, (), [(name, value) for name, value in document.items() if name not in nested]
+    for name, value in nested.items():
+        if isinstance(value, dict) and "encoded" not in value:
+            yield from tables_of(value, name)
+        elif value and isinstance(value, list):
+            rows = [list(each.values()) if isinstance(each, dict) else [each] for each in value]
+            yield name, list(value[0]) if isinstance(value[0], dict) else (), rows
+
+
+def value_text(value: Any) -> str:
+    """Write a value of a document: floats to three significant digits."""
+    if isinstance(value, float):
+        return significant(value)
+    return "–" if value is None else f"{value:,}" if type(value) is int else str(value)
 
 
 def html(result: Reported) -> str:
     """Write the page as text. Raises HistogramError if a histogram in the result can't be decoded."""
-
-    def or_dash(write: Callable[[float], str]) -> Callable[[float | None], str]:
-        return lambda value: "–" if value is None else write(value)
-
     environment = Environment(
         loader=PackageLoader("loadtest.report", ""), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
-    environment.filters |= {
-        "ms": or_dash(significant),
-        "rate": or_dash(rate_text),
-        "percent": or_dash(percent_text),
-        "plain": plain_text,
-        "count": "{:,}".format,
-        "gib": lambda size: f"{size / 2**30:.1f} GiB",
-        "amount": lambda value, unit: rate_text(value) if unit == "/s" else significant(value),
-    }
-    page = environment.get_template("page.html")
-    context = {"result": result, "style": Markup(charts.STYLE_SHEET), "charts": charts, "forms": FORMS}
-    return page.render(context).lstrip()
+    environment.filters["text"] = value_text
+    functions = run_chart, sweep_chart, ratio_chart, arms_chart, tables_of, outcome_of
+    environment.globals |= {function.__name__: function for function in functions}
+    with mpl.rc_context(STYLE):
+        return environment.get_template("page.html").render(result=result).lstrip()
 
 
 def write_html(result: Reported, path: Path) -> None:

@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
 import loadtest
+from loadtest.servers import SERVED_PACKAGES
 from serving.cli import main
 from shardrank_testing.movielens import small_interactions, write_movielens
 
@@ -38,6 +40,7 @@ def medians(subjects: dict[str, Any], name: str) -> dict[str, float]:
 
 
 def test_lookup_compares_five_ways_to_read_the_same_rows(bench) -> None:
+    """That all give the same is checked before they are measured."""
     tables, _ = bench("lookup", "--table-gb", "0.002", "--dim", "8", "--seconds", "0", rounds=2)
     assert list(tables) == [
         f"dim 8, {ids} a bag, batch {batch}" for ids in ("1 id", "20 ids") for batch in (1, 64, 512)
@@ -66,8 +69,16 @@ def test_hot_rows_save_bytes_at_the_hit_rate(bench) -> None:
         ]
         assert saved[0] == pytest.approx(1)
         assert saved[2] < saved[1] < 1
-    policies = medians(tables["policies, zipf 1.1, 100 of 2000 rows"], "hit rate")
-    assert policies["LRU"] < policies["learning"] <= policies["top rows"]
+    policies = tables["policies, zipf 1.1, 100 of 2000 rows"]
+    shares = np.arange(1, 2001) ** -1.1
+    best = 100 * shares[:100].sum() / shares.sum()
+    rates = medians(policies, "hit rate")
+    assert rates["top rows"] == pytest.approx(best)
+    assert rates["LRU"] < best - 5 < best - 1 < rates["learning"] <= best
+    names = [f"hit rate, {count} × capacity after a shift" for count in (1, 5, 10, 20)]
+    after = [medians(policies, name)["learning"] for name in names]
+    assert after == sorted(after)
+    assert after[0] < best - 5 < after[-1] < best
 
 
 def test_levers_are_measured_in_bytes_time_and_quality(bench, tmp_path: Path) -> None:
@@ -106,26 +117,30 @@ def test_serving_is_compared_with_the_same_batches_without_a_server(bench) -> No
     assert calls["by_file"]["router/router.py"]["Router.lookup"] == 1
 
 
-def test_two_checkouts_are_measured_in_alternation(bench, tmp_path: Path) -> None:
-    """Another folder with this code: what its server runs is found there, and nowhere else."""
-    folder, here = tmp_path / "old", Path(loadtest.__file__).parents[1]
+@pytest.fixture
+def checkout(tmp_path: Path):
+    """Another folder with this code."""
+    folder, this = tmp_path / "old", Path(loadtest.__file__).parents[1]
     folder.mkdir()
-    for package in ("loader", "shard_node", "router", "serving"):
-        (folder / package).symlink_to(here / package)
-    tables, document = bench("serving", *SMALL, "--against", str(folder))
+    for package in SERVED_PACKAGES:
+        (folder / package).symlink_to(this / package)
+    return folder
+
+
+def test_two_checkouts_are_measured_in_alternation(bench, checkout: Path) -> None:
+    tables, document = bench("serving", *SMALL, "--against", str(checkout))
     assert list(tables["mlp, 1 id a bag, json"]) == ["old", "new"]
     assert min(medians(tables["mlp, 1 id a bag, json"], "CPU of a request").values()) > 0
     assert document["tables"]["mlp, 1 id a bag, json"]["setup"]["old"] == "old, not under git"
     assert "account" not in document
 
 
-def test_the_old_server_runs_the_code_of_the_other_checkout(tmp_path: Path) -> None:
-    for package in ("loader", "shard_node", "router", "serving"):
-        (tmp_path / package).mkdir()
-        (tmp_path / package / "__init__.py").touch()
-    (tmp_path / "serving" / "cli").mkdir()
-    (tmp_path / "serving" / "cli" / "__main__.py").write_text("raise SystemExit('this is the old one')")
-    result = CliRunner().invoke(main, ["loadtest", "bench", "serving", *SMALL, "--against", str(tmp_path)])
+def test_the_old_server_runs_the_code_of_its_checkout(checkout: Path) -> None:
+    (checkout / "serving").unlink()
+    (checkout / "serving/cli").mkdir(parents=True)
+    (checkout / "serving/__init__.py").touch()
+    (checkout / "serving/cli/__main__.py").write_text("raise SystemExit('this is the old one')")
+    result = CliRunner().invoke(main, ["loadtest", "bench", "serving", *SMALL, "--against", str(checkout)])
     assert result.exit_code == 1
     assert "has ended before it served" in result.output
     assert "this is the old one" in result.output

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,15 +19,11 @@ def test_each_round_measures_all_subjects_in_turning_order():
     """The baseline comes last in the first round; tables alternate within a round, which is entered and left."""
     events: list[str] = []
 
-    class Round:
-        def __init__(self, number: int) -> None:
-            events.append(f"begin {number}")
-
-        def __enter__(self) -> None:
-            pass
-
-        def __exit__(self, *error: object) -> None:
-            events.append("end")
+    @contextmanager
+    def around(number: int):
+        events.append(f"begin {number}")
+        yield
+        events.append("end")
 
     def subject(name: str):
         def run(number: int) -> dict[str, float]:
@@ -37,13 +34,9 @@ def test_each_round_measures_all_subjects_in_turning_order():
 
     tables = [BenchTable(title, MEASURES, {name: subject(name) for name in title}) for title in ("abc", "de")]
     with asyncio.Runner() as runner:
-        Bench("order", 3, Path(), runner, quick=False).run(tables, Round)
-    rounds = [
-        ["begin 0", "b0", "c0", "a0", "e0", "d0", "end"],
-        ["begin 1", "c1", "a1", "b1", "d1", "e1", "end"],
-        ["begin 2", "a2", "b2", "c2", "e2", "d2", "end"],
-    ]
-    assert events == [event for of_round in rounds for event in of_round]
+        Bench("order", 3, Path(), runner, quick=False).run(tables, around)
+    rounds = ("begin 0,b0,c0,a0,e0,d0,end", "begin 1,c1,a1,b1,d1,e1,end", "begin 2,a2,b2,c2,e2,d2,end")
+    assert ",".join(events) == ",".join(rounds)
 
 
 @bench_command

@@ -16,7 +16,7 @@ from loadtest.compare.run import compared_snapshot
 from loadtest.errors import GeneratorError, ServerFailedError
 from loadtest.load.config import OfferedLoad
 from loadtest.load.generator import Generators, open_payloads
-from loadtest.report.results import read_reported
+from loadtest.report.page import read_reported
 from loadtest.rounds import Comparison
 from loadtest.workloads.payloads import APIS
 from serving.embedded import Ranker

@@ -13,12 +13,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from loadtest.gpu import fbgemm
 from loadtest.gpu.bench import BenchSize, Results, aims_table
-from loadtest.gpu.pooling import measure_pooling
+from loadtest.gpu.pooling import GROUP, FbgemmTable, measure_pooling, time_graphs
 from loadtest.gpu.ranking import measure_ranking
 from loadtest.gpu.rows import TOLERANCE
-from loadtest.gpu.timing import GROUP, time_graphs
 from shardrank_testing.card_sets import card_factory
 
 TINY = BenchSize(
@@ -37,19 +35,20 @@ PEER = "int_nbit_split_embedding_codegen_lookup_function"
 with_cards = pytest.mark.parametrize("kind", ["emulated", pytest.param("logical", marks=pytest.mark.gpu)])
 
 
-def results_in(folder) -> Results:
-    return Results(folder / "gpu.json", {"benchmark": "gpu"}, Console(file=io.StringIO(), width=140))
+@pytest.fixture
+def results(tmp_path) -> Results:
+    return Results(tmp_path / "gpu.json", {"benchmark": "gpu"}, Console(file=io.StringIO(), width=140))
 
 
 @with_cards
-def test_pooling_is_measured_at_every_size(kind, tmp_path):
-    results, cards = results_in(tmp_path), card_factory(kind)(1)
+def test_pooling_is_measured_at_every_size(kind, results):
+    cards = card_factory(kind)(1)
     free = cards.cards[0].free_bytes()
     with results.part("pooling"):
         measure_pooling(results, cards, TINY)
     if kind == "emulated":
         assert cards.cards[0].free_bytes() == free
-    written = json.loads((tmp_path / "gpu.json").read_text())
+    written = json.loads(results.path.read_text())
     assert written == {"benchmark": "gpu", "status": {"pooling": "done"}, "rows": results.rows}
     assert [row["dim"] for row in results.rows if "missing" in row.get("fbgemm", "")] == [16, 8]
     rows = [row for row in results.rows if "us" in row]
@@ -70,8 +69,7 @@ def test_pooling_is_measured_at_every_size(kind, tmp_path):
 
 
 @with_cards
-def test_requests_are_ranked_as_the_cpu_engine_ranks_them(kind, tmp_path):
-    results = results_in(tmp_path)
+def test_requests_are_ranked_as_the_cpu_engine_ranks_them(kind, results):
     with results.part("ranking"):
         measure_ranking(results, card_factory(kind), TINY)
     assert results.status == {"ranking": "done"}
@@ -105,34 +103,18 @@ def fbgemm_folder(monkeypatch):
     yield Path("libraries")
 
 
-def test_fbgemm_pools_the_same_sums(fbgemm_folder, tmp_path):
-    results = results_in(tmp_path)
+def test_fbgemm_pools_the_same_sums(fbgemm_folder, results):
     with results.part("pooling"):
         measure_pooling(results, card_factory("emulated")(1), replace(TINY, dims=(64,), fbgemm=fbgemm_folder))
     assert results.status == {"pooling": "done"}
     assert len([row for row in results.rows if row.get("fbgemm_ratio", 0) > 0]) == len(TINY.hotness)
 
 
-def test_a_peer_with_other_sums_fails_the_part(fbgemm_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(fbgemm.Table, "pool", lambda self, ids, offsets: torch.ones(offsets.numel() - 1, self._dim))
-    results = results_in(tmp_path)
+def test_a_peer_with_other_sums_fails_the_part(fbgemm_folder, results, monkeypatch):
+    monkeypatch.setattr(FbgemmTable, "pool", lambda self, ids, offsets: torch.ones(offsets.numel() - 1, self._dim))
     with results.part("pooling"):
         measure_pooling(results, card_factory("emulated")(1), TINY)
     assert results.status["pooling"].startswith("failed: WrongAnswerError: fbgemm, dim 16: a bag is")
-
-
-def test_a_failed_part_keeps_its_rows_and_the_others_run(tmp_path):
-    results = results_in(tmp_path)
-    with results.part("pooling"):
-        results.add("pooling", {"us": 1.5})
-        raise RuntimeError("the card is gone")
-    failed = "failed: RuntimeError: the card is gone"
-    with results.part("ranking"):
-        results.add("ranking", {"p50_ms": 3.0})
-        written = json.loads((tmp_path / "gpu.json").read_text())
-    assert results.status == {"pooling": failed, "ranking": "done"}
-    assert written["status"] == {"pooling": failed, "ranking": "running"}
-    assert written["rows"] == [{"part": "pooling", "us": 1.5}, {"part": "ranking", "p50_ms": 3.0}]
 
 
 def test_aims_are_judged_by_their_worst_figure():
