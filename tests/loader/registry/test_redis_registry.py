@@ -237,7 +237,7 @@ async def test_rediss_trusts_the_certificate_that_is_named_and_no_other(tmp_path
             for url, message in (
                 (f"{address}?ssl_ca_certs={other.cert}", "certificate"),
                 (address, "certificate"),
-                (address.replace("rediss", "redis"), ""),
+                (address.replace("rediss", "redis"), "registry"),
             ):
                 async with opened(url, **QUICK) as registry:
                     await assert_unavailable(registry, message)

