@@ -15,7 +15,6 @@ import xxhash
 
 from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec
-from loader.snapshot.per_row import Vocabulary
 from loader.snapshot.row_source import rows_of
 from loader.snapshot.tables import Bucketing, HashMapping, Pooling, RowDtype, TableSpec, VocabularyMapping
 from loader.snapshot.writer import export_snapshot
@@ -166,34 +165,22 @@ def write_snapshot(
     seed: int = 0,
     *,
     dense: Mapping[str, torch.Tensor] | None = None,
-    vocabularies: Mapping[str, Vocabulary] | None = None,
-    access_counts: Mapping[str, npt.NDArray[Any]] | None = None,
-    golden: GoldenRequests | None = None,
-    version: int | None = None,
-    rows_per_file: int | None = None,
-    golden_tolerance: float = 0.05,
-    plan: bytes | None = None,
+    **options: Any,
 ) -> tuple[Path, dict[str, Float32Array]]:
-    """Exports the spec with random rows into the store at `store_path`.
+    """Export the spec with random rows into the store at `store_path`; `options` as of `export_snapshot`.
 
     Returns:
         The snapshot's folder, and each table's float32 rows [num_embeddings, embedding_dim].
     """
     tables = random_tables(spec, seed)
-    path = export_snapshot(
-        store_path,
-        spec,
-        rows={name: rows_of(rows) for name, rows in tables.items()},
-        dense={"weight": torch.zeros(1)} if dense is None else dense,
-        vocabularies=vocabularies,
-        access_counts=access_counts,
-        golden=golden,
-        version=version,
-        rows_per_file=rows_per_file,
-        golden_tolerance=golden_tolerance,
-        plan=plan,
-    )
-    return path, tables
+    rows = {name: rows_of(values) for name, values in tables.items()}
+    dense = {"weight": torch.zeros(1)} if dense is None else dense
+    return export_snapshot(store_path, spec, rows=rows, dense=dense, **options), tables
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """The contents of all files below a folder, by relative path."""
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def restate_file(snapshot_path: Path, relative: str) -> None:
