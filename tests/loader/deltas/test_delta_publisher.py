@@ -20,6 +20,7 @@ from loader.errors import (
 from loader.registry.fleet import FleetRegistry, NodeRecord, VersionReport, WantedModel, delta_stream
 from loader.registry.opening import open_registry
 from shardrank_testing.deltas import MODEL, delta_spec, encoded, export_state, register_version
+from shardrank_testing.interrupted_registry import InterruptedRegistry
 from shardrank_testing.registries import redis_server
 from shardrank_testing.snapshots import random_tables
 
@@ -40,23 +41,6 @@ async def stream(registry, snapshot):
     """A registry with version 1 on record."""
     await register_version(registry, snapshot)
     return registry
-
-
-class LosesAnswers:
-    """A registry whose appends take place, but every other one's answer never arrives."""
-
-    def __init__(self, registry):
-        self._registry = registry
-        self._appends = 0
-
-    def __getattr__(self, name):
-        return getattr(self._registry, name)
-
-    async def append(self, stream, sequence, payload):
-        await self._registry.append(stream, sequence, payload)
-        self._appends += 1
-        if self._appends % 2:
-            raise RegistryUnavailableError("the answer was lost")
 
 
 async def published(registry) -> list[DeltaBatch]:
@@ -108,7 +92,7 @@ async def test_several_publishers_share_a_stream_and_lose_nothing(stream):
 
 
 async def test_an_append_whose_answer_is_lost_is_there_once(stream):
-    publisher = AsyncDeltaPublisher(LosesAnswers(stream), MODEL, 1, sleep=no_wait)
+    publisher = AsyncDeltaPublisher(InterruptedRegistry(stream, answers_to_lose=12), MODEL, 1, sleep=no_wait)
     assert [await publisher.publish("int8", [row], ONES) for row in range(6)] == [1, 2, 3, 4, 5, 6]
     assert await published_rows(stream) == [[row] for row in range(6)]
 

@@ -37,6 +37,7 @@ from loader.snapshot.codecs import codec_for
 from loader.snapshot.publishing import Publication, Retained, publish, retain
 from loader.snapshot.reader import Snapshot, verify_snapshot
 from loader.snapshot.store import Store
+from shardrank_testing.interrupted_registry import InterruptedRegistry
 from shardrank_testing.snapshots import files_of, make_spec, one_table_spec, write_snapshot
 
 pytestmark = pytest.mark.anyio
@@ -263,33 +264,10 @@ async def test_versions_of_the_last_rollout_and_of_nodes_stay(fleet: FleetRegist
     assert await kept_and_dropped(fleet, store, 1) == Retained(kept=(2, 3, 4, 5), dropped=())
 
 
-class FailingRegistry:
-    """A real registry that answers so many calls and then no more."""
-
-    def __init__(self, registry: DirectoryRegistry, calls: int) -> None:
-        self._registry = registry
-        self._left = calls
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._registry, name)
-        if not asyncio.iscoroutinefunction(found):
-            return found
-
-        async def call(*arguments: Any) -> Any:
-            if self._left == 0:
-                raise RegistryUnavailableError("gone")
-            self._left -= 1
-            return await found(*arguments)
-
-        return call
-
-
 @pytest.mark.usefixtures("five")
-async def test_wherever_a_run_ends_the_next_one_does_the_rest(
-    directory: DirectoryRegistry, fleet: FleetRegistry, store: Path
-) -> None:
+async def test_wherever_a_run_ends_the_next_one_does_the_rest(fleet: FleetRegistry, store: Path) -> None:
     for calls in range(1000):
-        failing: Any = FailingRegistry(directory, calls)
+        failing: Any = InterruptedRegistry(fleet.registry, calls_left=calls)
         try:
             ended = await retain(FleetRegistry(failing), store, MODEL, 2)
             break
