@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -308,56 +307,44 @@ def test_an_export_of_other_inputs_starts_over_and_says_so(tmp_path, caplog, opt
 
 
 KILLED_EXPORT = """
-    import os, signal, sys
-    from datetime import UTC, datetime
-    import torch
-    from loader.snapshot.row_source import RowsFromBlocks
-    from loader.snapshot.writer import export_snapshot
-    from shardrank_testing.snapshots import one_table_spec, random_tables
+import os, signal, sys
+from datetime import UTC, datetime
+import torch
+from loader.snapshot.row_source import RowsFromBlocks
+from loader.snapshot.writer import export_snapshot
+from shardrank_testing.snapshots import one_table_spec, random_tables
 
-    def export(store, kill_at):
-        spec = one_table_spec(1000, 4)
-        rows = random_tables(spec, seed=2)["items"]
+spec, (store, kill_at) = one_table_spec(1000, 4), sys.argv[1:]
+rows = random_tables(spec, seed=2)["items"]
 
-        def kill_if(now):
-            if now == kill_at:
-                os.kill(os.getpid(), signal.SIGKILL)
+def kill_if(now):
+    if now == kill_at:
+        os.kill(os.getpid(), signal.SIGKILL)
 
-        def blocks():
-            for start in range(0, 1000, 100):
-                kill_if(str(start))
-                yield rows[start : start + 100]
+def blocks():
+    for start in range(0, 1000, 100):
+        kill_if(str(start))
+        yield rows[start : start + 100]
 
-        def clock():
-            kill_if("manifest")
-            return datetime(2024, 1, 1, tzinfo=UTC)
+def clock():
+    kill_if("manifest")
+    return datetime(2024, 1, 1, tzinfo=UTC)
 
-        source = RowsFromBlocks(blocks(), 1000, 4)
-        dense = {"weight": torch.zeros(1)}
-        export_snapshot(store, spec, rows={"items": source}, dense=dense, rows_per_file=256, clock=clock)
-
-    # Each export is a process of its own; the parent only loads the modules.
-    for line in sys.stdin:
-        child = os.fork()
-        if not child:
-            export(*line.split())
-            os._exit(0)
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+source = RowsFromBlocks(blocks(), 1000, 4)
+export_snapshot(
+    store, spec, rows={"items": source}, dense={"weight": torch.zeros(1)}, rows_per_file=256, clock=clock
+)
 """
 
 
 def test_a_killed_process_leaves_no_version_and_the_next_goes_on(tmp_path):
     def run(store, kill_at):
-        print(store, kill_at, file=process.stdin, flush=True)
-        return int(process.stdout.readline())
+        return subprocess.run([sys.executable, "-c", KILLED_EXPORT, tmp_path / store, kill_at], check=False).returncode
 
-    command = [sys.executable, "-c", textwrap.dedent(KILLED_EXPORT)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        for kill_at in ("0", "300", "700", "manifest"):
-            assert run(tmp_path / "killed", kill_at) == -signal.SIGKILL
-            assert Store(tmp_path / "killed").versions("small") == []
-        assert run(tmp_path / "killed", "never") == 0
-        assert run(tmp_path / "whole", "never") == 0
+    for kill_at in ("300", "manifest"):
+        assert run("killed", kill_at) == -signal.SIGKILL
+        assert Store(tmp_path / "killed").versions("small") == []
+    assert run("killed", "never") == run("whole", "never") == 0
     assert files_of(tmp_path / "killed") == files_of(tmp_path / "whole")
     Snapshot.open(tmp_path / "killed" / "small" / "1")
 
