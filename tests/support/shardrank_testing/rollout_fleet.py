@@ -43,6 +43,10 @@ class Clock:
         return self.now
 
 
+def canary_of(wanted: WantedModel) -> int | None:
+    return wanted.canary.version if wanted.canary is not None else None
+
+
 class PlayedNode:
     """One node. `react` is one round: read what is wanted, take one step towards it, announce.
 
@@ -118,7 +122,7 @@ class PlayedNode:
             self.rollout = (epoch_of(key, entry.value), entry.value)
 
     def _step(self, wanted: WantedModel) -> None:
-        keep = wanted.serve if self.serving else wanted.held_by(self.node_id, self.num_shards)
+        keep = self._keeps(wanted)
         if self.serving:
             self._point(wanted)
         self.leaving -= set(keep)
@@ -132,22 +136,24 @@ class PlayedNode:
                 self.held[version] = self.held.get(version, 0.0) + 1 / self.stage_rounds
                 break
 
+    def _keeps(self, wanted: WantedModel) -> tuple[int, ...]:
+        return wanted.serve if self.serving else wanted.held_by(self.node_id, self.num_shards)
+
     def _point(self, wanted: WantedModel) -> None:
         if wanted.live in self.ready() or (wanted.live is None and not wanted.serve):
             self.live = wanted.live
-        canary = wanted.canary.version if wanted.canary is not None else None
+        canary = canary_of(wanted)
         self.canary = canary if canary in self.ready() else None
 
-    def _settled(self) -> bool:
-        if self.wanted is None:
-            return False
-        canary = self.wanted.canary.version if self.wanted.canary is not None else None
-        return not self.serving or (self.live == self.wanted.live and self.canary == canary)
+    def _applied(self) -> dict[str, int]:
+        wanted = self.wanted
+        if wanted is None or (self.serving and (self.live, self.canary) != (wanted.live, canary_of(wanted))):
+            return {}
+        return {MODEL: wanted.epoch}
 
     def record(self) -> NodeRecord:
         reports = [self._report(version) for version in sorted(self.held)]
-        held = () if self.wanted is None else self.wanted.held_by(self.node_id, self.num_shards)
-        kept = self.wanted.serve if self.wanted is not None and self.serving else held
+        kept = () if self.wanted is None else self._keeps(self.wanted)
         reports += [
             VersionReport(model=MODEL, version=version, state="refused", reason=reason)
             for version, reason in self.refuses.items()
@@ -161,7 +167,7 @@ class PlayedNode:
             shard_index=self.shard,
             num_shards=self.num_shards,
             draining=self.draining,
-            applied={MODEL: self.wanted.epoch} if self.wanted is not None and self._settled() else {},
+            applied=self._applied(),
             live={MODEL: self.live} if self.live is not None else {},
             versions=tuple(reports),
             **self.machine,

@@ -59,33 +59,26 @@ def make_spec(
         dense_model: the dense model's kind and config.
     """
 
-    def table(
-        name: str,
-        rows: int,
-        dim: int,
-        own_dtype: RowDtype,
-        own_bucketing: Bucketing,
-        features: tuple[str, ...],
-        pooling: Pooling = "sum",
-    ) -> TableSpec:
-        return TableSpec(
-            name=name,
-            num_embeddings=rows,
-            embedding_dim=dim,
-            feature_names=features,
-            pooling=pooling,
-            dtype=dtype or own_dtype,
-            bucketing=bucketing or own_bucketing,
-        )
-
+    layouts: list[tuple[str, int, int, RowDtype, Bucketing, tuple[str, ...], Pooling]] = [
+        ("user", 1000, 16, "int8", "hash", ("user",), "sum"),
+        ("film", 777, 16, "int8", "mixed", ("film", "history"), "sum"),
+        ("genre", 19, 8, "fp32", "range", ("genre",), "mean"),
+        ("tag", 257, 8, "int4", "range", ("tag", "liked_tag"), "sum"),
+        ("city", 300, 4, "fp16", "mixed", ("city",), "sum"),
+    ]
     return ModelSpec(
         model=model,
-        tables=(
-            table("user", 1000, 16, "int8", "hash", ("user",)),
-            table("film", 777, 16, "int8", "mixed", ("film", "history")),
-            table("genre", 19, 8, "fp32", "range", ("genre",), "mean"),
-            table("tag", 257, 8, "int4", "range", ("tag", "liked_tag")),
-            table("city", 300, 4, "fp16", "mixed", ("city",)),
+        tables=tuple(
+            TableSpec(
+                name=name,
+                num_embeddings=rows,
+                embedding_dim=dim,
+                feature_names=features,
+                pooling=pooling,
+                dtype=dtype or table_dtype,
+                bucketing=bucketing or table_bucketing,
+            )
+            for name, rows, dim, table_dtype, table_bucketing, features, pooling in layouts
         ),
         features=(
             FeatureSpec(name="user", side="context"),
@@ -111,7 +104,6 @@ def one_table_spec(
     model: str = "small",
 ) -> ModelSpec:
     """A model of one table `items` with one candidate feature `item`."""
-    mapping = {} if id_mapping is None else {"id_mapping": id_mapping}
     table = TableSpec(
         name="items",
         num_embeddings=num_embeddings,
@@ -119,7 +111,7 @@ def one_table_spec(
         feature_names=("item",),
         dtype=dtype,
         bucketing=bucketing,
-        **mapping,
+        **({} if id_mapping is None else {"id_mapping": id_mapping}),
     )
     return ModelSpec(
         model=model,
@@ -164,15 +156,16 @@ def write_snapshot(
     spec: ModelSpec,
     seed: int = 0,
     *,
+    tables: dict[str, Float32Array] | None = None,
     dense: Mapping[str, torch.Tensor] | None = None,
     **options: Any,
 ) -> tuple[Path, dict[str, Float32Array]]:
-    """Export the spec with random rows into the store at `store_path`; `options` as of `export_snapshot`.
+    """Export the spec into the store at `store_path`, with random rows by default; `options` as of `export_snapshot`.
 
     Returns:
         The snapshot's folder, and each table's float32 rows [num_embeddings, embedding_dim].
     """
-    tables = random_tables(spec, seed)
+    tables = random_tables(spec, seed) if tables is None else tables
     rows = {name: rows_of(values) for name, values in tables.items()}
     dense = {"weight": torch.zeros(1)} if dense is None else dense
     return export_snapshot(store_path, spec, rows=rows, dense=dense, **options), tables
