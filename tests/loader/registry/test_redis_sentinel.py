@@ -29,7 +29,7 @@ def watched(tmp_path):
 
 
 class Traffic:
-    """What a fleet does all the time: a stream that is appended to and read in order, and a lock that is renewed.
+    """What a fleet does all the time: append to a stream, renew a lock, and read the stream in order.
 
     Attributes:
         appended: the last number of the stream that is known to be in it.
@@ -38,21 +38,22 @@ class Traffic:
     """
 
     def __init__(self, url: str) -> None:
-        self.registry, self.reader = open_registry(url), open_registry(url)
+        self.registry = open_registry(url)
         self.appended = 0
         self.read: list[int] = []
         self.may_append = asyncio.Event()
         self.may_append.set()
 
-    async def append(self) -> None:
-        await self.may_append.wait()
-        await self.registry.append(STREAM, self.appended + 1, b"row")
-        self.appended += 1
-        assert await self.registry.acquire("coordinator", "a", LEASE_S)
-
-    async def follow(self) -> None:
-        after = self.read[-1] if self.read else 0
-        self.read += [entry.sequence for entry in await self.reader.read(STREAM, after)]
+    async def run(self) -> None:
+        while True:
+            await self.may_append.wait()
+            with suppress(RegistryUnavailableError):
+                await self.registry.append(STREAM, self.appended + 1, b"row")
+                self.appended += 1
+                assert await self.registry.acquire("coordinator", "a", LEASE_S)
+                after = self.read[-1] if self.read else 0
+                self.read += [entry.sequence for entry in await self.registry.read(STREAM, after)]
+            await asyncio.sleep(0.005)
 
     async def goes_on(self) -> None:
         before = self.appended
@@ -67,30 +68,22 @@ class Traffic:
             await asyncio.sleep(0.01)
 
 
-async def repeat(call) -> None:
-    while True:
-        with suppress(RegistryUnavailableError):
-            await call()
-        await asyncio.sleep(0.005)
-
-
 @asynccontextmanager
 async def traffic_on(watched: WatchedRedis) -> AsyncIterator[Traffic]:
     """Check at the end that nothing of the stream was lost, doubled or read out of order, and who has the lock."""
     traffic = Traffic(watched.url)
-    tasks = [asyncio.create_task(repeat(traffic.append)), asyncio.create_task(repeat(traffic.follow))]
+    task = asyncio.create_task(traffic.run())
     await traffic.goes_on()
     yield traffic
     await traffic.goes_on()
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()
     assert await traffic.registry.holder("coordinator") == "a"
     assert traffic.read == list(range(1, len(traffic.read) + 1))
     bounds = await traffic.registry.bounds(STREAM)
     assert bounds in (StreamBounds(1, traffic.appended), StreamBounds(1, traffic.appended + 1))
     await traffic.registry.close()
-    await traffic.reader.close()
 
 
 def last_entry(server: RedisServer) -> bytes:
