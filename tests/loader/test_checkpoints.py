@@ -53,13 +53,17 @@ def write_nested_state_dict(folder):
     return folder / "model.pth"
 
 
-def write_distributed(folder):
+def save_distributed(tensors, folder):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # one process is what we want
         import torch.distributed.checkpoint as dcp  # takes a second, and every worker imports this file
 
-        dcp.save(state_dict() | {"epoch": 3}, checkpoint_id=folder / "dcp", no_dist=True)
+        dcp.save(tensors, checkpoint_id=folder / "dcp", no_dist=True)
     return folder / "dcp"
+
+
+def write_distributed(folder):
+    return save_distributed(state_dict() | {"epoch": 3}, folder)
 
 
 @pytest.mark.parametrize(
@@ -107,49 +111,24 @@ def test_each_chunk_of_a_table_saved_by_ranks_is_read_once(tmp_path, split, cuts
 
 
 def save_as_ranks(folder, whole, split, cuts):
-    """A checkpoint of one table in chunks of rows or of columns, by the library's own planner and writer."""
-    from torch.distributed.checkpoint.metadata import (
-        ChunkStorageMetadata,
-        Metadata,
-        MetadataIndex,
-        TensorProperties,
-        TensorStorageMetadata,
-    )
-    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+    """A checkpoint of one table in chunks of rows or of columns, as if each had been saved by a rank of its own."""
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 
-    size = torch.Size(whole.shape)
-    parts = [
-        (start, 0, whole[start:stop]) if split == "rows" else (0, start, whole[:, start:stop]) for start, stop in cuts
-    ]
-    chunks = [ChunkStorageMetadata(torch.Size([row, column]), torch.Size(part.shape)) for row, column, part in parts]
-    properties = TensorProperties(dtype=torch.float32)
-
-    def write_item(number, chunk):
-        index = MetadataIndex("w", chunk.offsets, number)
-        return WriteItem(index, WriteItemType.SHARD, tensor_data=TensorWriteData(chunk, properties, size))
-
-    class RankPlanner(SavePlanner):
-        def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False):
-            pass
-
-        def create_local_plan(self):
-            return SavePlan([write_item(*numbered) for numbered in enumerate(chunks)])
-
-        def create_global_plan(self, all_plans):
-            return all_plans, Metadata({"w": TensorStorageMetadata(properties, size, chunks)})
-
-        def finish_plan(self, new_plan):
-            return new_plan
-
-        def resolve_data(self, write_item):
-            return torch.from_numpy(np.ascontiguousarray(parts[write_item.index.index][2]))
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        import torch.distributed.checkpoint as dcp  # takes a second, and every worker imports this file
-
-        dcp.save({}, checkpoint_id=folder / "ranks", planner=RankPlanner(), no_dist=True)
-    return folder / "ranks"
+    parts = {
+        (start, 0) if split == "rows" else (0, start): whole[start:stop] if split == "rows" else whole[:, start:stop]
+        for start, stop in cuts
+    }
+    path = save_distributed({str(offsets): torch.from_numpy(part.copy()) for offsets, part in parts.items()}, folder)
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(part.shape)) for offsets, part in parts.items()]
+    properties = next(iter(metadata.state_dict_metadata.values())).properties
+    metadata.state_dict_metadata = {"w": TensorStorageMetadata(properties, torch.Size(whole.shape), chunks)}
+    saved = {index.fqn: info for index, info in metadata.storage_data.items()}
+    metadata.storage_data = {
+        MetadataIndex("w", torch.Size(offsets), number): saved[str(offsets)] for number, offsets in enumerate(parts)
+    }
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    return path
 
 
 @pytest.mark.parametrize(

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import random
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 
 import pytest
+from redis.exceptions import ConnectionError
 
 from loader.errors import RegistryConflictError, RegistryUnavailableError, StreamSequenceError
-from loader.registry.redis_registry import RedisRegistry
+from loader.registry.opening import open_registry
+from loader.registry.redis_registry import MASTER_CHECK_S, RedisRegistry, _ToMaster
 from loader.registry.registry import StreamBounds, StreamEntry
 from shard_node.wire.tls import TlsConfig, server_context
 from shardrank_testing.certificates import Authority, needs_openssl
-from shardrank_testing.registries import every_call, redis_server
+from shardrank_testing.registries import RedisServer, WatchedRedis, every_call, redis_server, watched_redis
 from shardrank_testing.tcp_proxy import redis_proxy
 
 pytestmark = pytest.mark.anyio
@@ -110,7 +112,7 @@ async def test_after_a_pause_each_call_gets_its_own_answer(server):
             waiting = asyncio.ensure_future(registry.get("k/0"))
             await asyncio.sleep(0)
             waiting.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
+            with suppress(asyncio.CancelledError):
                 await waiting
             await assert_every_method_is_unavailable(registry)
         finally:
@@ -128,7 +130,7 @@ async def test_writes_cancelled_at_any_moment_are_done_or_not(server):
             nonlocal done
             while True:
                 number = (await registry.bounds("s")).last + 1
-                with contextlib.suppress(StreamSequenceError):
+                with suppress(StreamSequenceError):
                     await registry.append("s", number, b"%d" % number * 300)
                     done = number
 
@@ -241,3 +243,122 @@ async def test_rediss_trusts_the_certificate_that_is_named_and_no_other(tmp_path
             ):
                 async with opened(url, **QUICK) as registry:
                     await assert_unavailable(registry, message)
+
+
+# Sentinels
+
+STREAM = "deltas/films"
+
+
+@pytest.fixture
+def watched(tmp_path):
+    with watched_redis(tmp_path) as running:
+        yield running
+
+
+class Traffic:
+    """What a fleet does all the time: append to a stream, renew a lock, and read the stream in order.
+
+    Attributes:
+        appended: the last number of the stream that is known to be in it.
+        read: numbers in the order in which they were read.
+        may_append: cleared, nothing is appended.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.registry = open_registry(url)
+        self.appended = 0
+        self.read: list[int] = []
+        self.may_append = asyncio.Event()
+        self.may_append.set()
+
+    async def run(self) -> None:
+        while True:
+            await self.may_append.wait()
+            with suppress(RegistryUnavailableError):
+                await self.registry.append(STREAM, self.appended + 1, b"row")
+                self.appended += 1
+                assert await self.registry.acquire("coordinator", "a", WAIT_S)
+                after = self.read[-1] if self.read else 0
+                self.read += [entry.sequence for entry in await self.registry.read(STREAM, after)]
+            await asyncio.sleep(0.005)
+
+    async def goes_on(self) -> None:
+        before = self.appended
+        while min(self.appended, len(self.read)) < before + 5:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+    async def is_replicated(self, replica: RedisServer) -> None:
+        """Stop appending, and wait until a replica has all: what it lacks is lost with the master."""
+        self.may_append.clear()
+        await asyncio.sleep(0.05)
+        while str(self.appended).encode() not in last_entry(replica):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def traffic_on(watched: WatchedRedis) -> AsyncIterator[Traffic]:
+    """Check at the end that nothing of the stream was lost, doubled or read out of order, and who has the lock."""
+    traffic = Traffic(watched.url)
+    task = asyncio.create_task(traffic.run())
+    await traffic.goes_on()
+    yield traffic
+    await traffic.goes_on()
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()
+    assert await traffic.registry.holder("coordinator") == "a"
+    assert traffic.read == list(range(1, len(traffic.read) + 1))
+    bounds = await traffic.registry.bounds(STREAM)
+    assert bounds in (StreamBounds(1, traffic.appended), StreamBounds(1, traffic.appended + 1))
+    await traffic.registry.close()
+
+
+def last_entry(server: RedisServer) -> bytes:
+    return server.command("HGET", f"shardrank:default:ends:{STREAM}", "last")
+
+
+async def moved(watched: WatchedRedis, before: RedisServer) -> None:
+    while watched.master() is before:  # noqa: ASYNC110
+        await asyncio.sleep(0.02)
+
+
+async def test_streams_and_locks_go_on_after_the_death_of_a_master(watched, caplog):
+    """And who is called the master, but says that it is none, is not sent a command."""
+    caplog.set_level(logging.DEBUG)
+    master, replica = watched.servers
+
+    async def find_master() -> tuple[str, int]:
+        return "127.0.0.1", replica.port
+
+    connection = _ToMaster(find_master=find_master, password="geheim", protocol=2)
+    with pytest.raises(ConnectionError, match=r"is a slave, and was called the master"):
+        await connection.connect()
+    assert not connection.is_connected
+    async with traffic_on(watched) as traffic:
+        registry = traffic.registry
+        revision = await registry.put("wanted/films", b"1", 0)
+        await traffic.is_replicated(replica)
+        master.kill()
+        with pytest.raises(RegistryUnavailableError):
+            await registry.put("wanted/films", b"2", revision)
+        traffic.may_append.set()
+        await moved(watched, master)
+        await traffic.goes_on()
+        assert await registry.put("wanted/films", b"2", revision) > revision
+        assert "geheim" not in registry.name + repr(registry)
+    assert not [secret for secret in ("geheim", "wache") if secret in caplog.text]
+
+
+async def test_an_ordered_failover_is_followed_while_the_old_master_writes(watched):
+    old, new = watched.servers
+    async with traffic_on(watched) as traffic:
+        await traffic.is_replicated(new)
+        assert watched.ask("SENTINEL", "FAILOVER", watched.NAME) == b"+OK\r\n"
+        await moved(watched, old)
+        await asyncio.sleep(MASTER_CHECK_S)
+        before = traffic.appended
+        traffic.may_append.set()
+        await traffic.goes_on()
+        assert b"role:master" in old.command("INFO", "replication")
+        assert last_entry(old).split()[-1] == str(before).encode()

@@ -249,18 +249,6 @@ async def test_an_announcement_expires_and_the_others_stay(registry):
     assert await registry.announced("nodes/") == {"nodes/a": b"3", "nodes/b": b"2"}
 
 
-async def test_of_concurrent_writers_one_wins(registry):
-    known = await registry.put("a", b"", 0)
-    calls = [registry.put("a", b"%d" % writer, known) for writer in range(20)]
-    appends = [registry.append("s", 1, b"%d" % writer) for writer in range(20)]
-    results = await asyncio.gather(*calls, *appends, return_exceptions=True)
-    ((winner, revision),) = [one for one in enumerate(results[:20]) if not isinstance(one[1], RegistryConflictError)]
-    entry = await registry.get("a")
-    assert (entry.value, entry.revision) == (b"%d" % winner, revision)
-    (first,) = [writer for writer in range(20) if not isinstance(results[20 + writer], StreamSequenceError)]
-    assert await registry.read("s", 0) == [StreamEntry(1, b"%d" % first)]
-
-
 def test_competing_processes_lose_no_write_and_share_no_lock(url, tmp_path):
     started = [start_writer(compete, url, 40, str(tmp_path)) for _ in range(3)]
     results = []

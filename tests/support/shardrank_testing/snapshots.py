@@ -43,13 +43,7 @@ def make_spec(
 ) -> ModelSpec:
     """A model with five tables and seven features that has one of everything.
 
-    | table | rows x dim | dtype | bucketing | features (pooling) |
-    |---|---|---|---|---|
-    | user | 1000 x 16 | int8 | hash | user (sum), context |
-    | film | 777 x 16 | int8 | mixed | film (sum), candidate; history (none), context: a shared table |
-    | genre | 19 x 8 | fp32 | range | genre (mean), candidate |
-    | tag | 257 x 8 | int4 | range | tag (sum, weighted), candidate; liked_tag (sum, weighted), context |
-    | city | 300 x 4 | fp16 | mixed | city (sum), context |
+    `history` shares the table of `film`; `tag` and `liked_tag` are weighted.
 
     Args:
         model: its name.
