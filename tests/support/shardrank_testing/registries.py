@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
 import signal
 import socket
 import subprocess
@@ -23,8 +22,6 @@ T = TypeVar("T")
 
 REGISTRY_KINDS = ("directory", "redis")
 START_TIMEOUT_S = 20.0
-# Linux takes no longer path for a Unix socket.
-MAX_SOCKET_PATH = 100
 
 
 class RedisServer:
@@ -148,16 +145,14 @@ def redis_server(folder: Path, *, tcp: bool = False, settings: dict[str, str] | 
     data = folder / "redis"
     data.mkdir(exist_ok=True)
     chosen = {"appendonly": "yes", "appendfsync": "always", "save": "", "maxmemory-policy": "noeviction"}
-    near = len(str(data)) < MAX_SOCKET_PATH - len("/redis.sock")
-    socket_folder = data if near else Path(tempfile.mkdtemp(prefix="shardrank-redis-"))
-    server = RedisServer(data, socket_folder, chosen | (settings or {}), tcp)
-    try:
-        server.start()
-        yield server
-    finally:
-        server.kill()
-        if not near:
-            shutil.rmtree(socket_folder, ignore_errors=True)
+    # Linux takes no path of more than 108 characters for a Unix socket.
+    with tempfile.TemporaryDirectory(prefix="shardrank-redis-") as socket_folder:
+        server = RedisServer(data, Path(socket_folder), chosen | (settings or {}), tcp)
+        try:
+            server.start()
+            yield server
+        finally:
+            server.kill()
 
 
 class WatchedRedis:
