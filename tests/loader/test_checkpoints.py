@@ -142,7 +142,7 @@ def save_as_ranks(folder, whole, split, cuts):
         ("columns", [(0, 8), (4, 12)], r"\[0:1000, 4:8\] is in 2 of its 2 chunks"),
     ],
 )
-def test_chunks_that_leave_a_gap_or_overlap_are_refused_by_tensor_and_part(tmp_path, split, cuts, message):
+def test_chunks_that_leave_a_gap_or_overlap_are_refused(tmp_path, split, cuts, message):
     checkpoint = open_checkpoint(save_as_ranks(tmp_path, TABLES["user"], split, cuts))
     for read in (checkpoint.rows, checkpoint.tensor):
         with pytest.raises(CheckpointError, match=rf"tensor 'w' \[1000, 16\]: the part {message}"):
@@ -179,44 +179,44 @@ class RunsCode:
         return os.mkdir, (str(self.target),)
 
 
-def test_a_state_dict_with_a_pickled_object_is_refused_and_its_code_not_run(tmp_path):
+def test_a_pickled_object_in_a_state_dict_is_not_run(tmp_path):
     torch.save({"w": torch.zeros(2), "extra": RunsCode(tmp_path / "ran")}, tmp_path / "model.pt")
     with pytest.raises(CheckpointError, match=r"model.pt: holds objects other than tensors"):
         open_checkpoint(tmp_path / "model.pt")
     assert not (tmp_path / "ran").exists()
 
 
-def test_distributed_metadata_with_a_pickled_object_is_refused_and_its_code_not_run(tmp_path):
-    path = write_distributed(tmp_path)
-    (path / ".metadata").write_bytes(pickle.dumps(RunsCode(tmp_path / "ran")))
-    with pytest.raises(CheckpointError, match=r"\.metadata: .*mkdir is no part of checkpoint metadata"):
-        open_checkpoint(path)
-    assert not (tmp_path / "ran").exists()
-
-
-def test_distributed_metadata_that_points_outside_its_folder_is_refused(tmp_path):
-    path = write_distributed(tmp_path)
+def points_outside(path):
     metadata = pickle.loads((path / ".metadata").read_bytes())
     for info in metadata.storage_data.values():
         info.relative_path = "../elsewhere.distcp"
-    (path / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CheckpointError, match=r"'../elsewhere.distcp' is not a plain file name"):
+    return pickle.dumps(metadata)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        (lambda path: pickle.dumps(RunsCode(path / "ran")), r"\.metadata: .*mkdir is no part of checkpoint metadata"),
+        (lambda path: b"\x80\x04nonsense", "not the metadata"),
+        (points_outside, r"'../elsewhere.distcp' is not a plain file name"),
+    ],
+)
+def test_distributed_metadata_that_is_none_is_refused(tmp_path, metadata, message):
+    """And no code of a pickled object is run."""
+    path = write_distributed(tmp_path)
+    (path / ".metadata").write_bytes(metadata(path))
+    with pytest.raises(CheckpointError, match=message):
         open_checkpoint(path)
+    assert not (path / "ran").exists()
 
 
-def test_distributed_files_that_are_damaged_or_missing_are_refused(tmp_path):
+def test_damaged_or_missing_distributed_files_are_refused(tmp_path):
     path = write_distributed(tmp_path)
     data = next(path.glob("*.distcp"))
-    name = f"{PREFIX}user.weight"
-    os.truncate(data, data.stat().st_size // 50)
-    with pytest.raises(CheckpointError, match="can't be read"):
-        open_checkpoint(path).tensor(name)
-    data.unlink()
-    with pytest.raises(CheckpointError, match="can't be read"):
-        open_checkpoint(path).tensor(name)
-    (path / ".metadata").write_bytes(b"\x80\x04nonsense")
-    with pytest.raises(CheckpointError, match="not the metadata"):
-        open_checkpoint(path)
+    for damage in (lambda: os.truncate(data, data.stat().st_size // 50), data.unlink):
+        damage()
+        with pytest.raises(CheckpointError, match="can't be read"):
+            open_checkpoint(path).tensor(f"{PREFIX}user.weight")
 
 
 @pytest.mark.parametrize(

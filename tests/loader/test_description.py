@@ -112,7 +112,7 @@ def test_what_can_not_be_compiled_is_refused_by_name(kept, fields, message):
         spec_of(kept, **fields)
 
 
-def test_the_fewest_rows_that_have_a_share_of_all_lookups_are_kept():
+def test_the_fewest_rows_with_a_share_of_lookups_are_kept():
     counts = np.array([0, 70, 0, 20, 9, 1])
     shares = (0.5, 0.7, 0.71, 0.9, 0.99, 0.995, 1)
     assert [kept_rows("item", counts, share) for share in shares] == [1, 1, 2, 2, 3, 4, 4]
@@ -155,7 +155,7 @@ def memmap(rows: np.ndarray) -> np.memmap:
     given_as=st.sampled_from([np.asarray, np.float64, torch.from_numpy, memmap]),
     pruned_row=st.sampled_from(["mean", "zeros"]),
 )
-def test_parts_have_the_rows_of_their_class_and_one_for_the_pruned(data, size, given_as, pruned_row):
+def test_parts_have_the_rows_of_their_class_and_a_default(data, size, given_as, pruned_row):
     """In order; and the last part has the counts of the pruned rows, too."""
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     rows = rng.standard_normal((size, 8)).astype(np.float32)

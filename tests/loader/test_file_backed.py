@@ -35,7 +35,7 @@ class Numbers:
         return FileBacked([self.path], self.read, self.clock, interval_s=1.0)
 
 
-def test_a_change_is_seen_after_the_interval_and_nothing_is_read_without_one(tmp_path):
+def test_a_change_is_seen_after_the_interval(tmp_path):
     numbers = Numbers(tmp_path)
     numbers.write("1")
     value = numbers.backed()
@@ -48,7 +48,7 @@ def test_a_change_is_seen_after_the_interval_and_nothing_is_read_without_one(tmp
     assert numbers.reads == 2
 
 
-def test_what_can_t_be_read_at_first_is_an_error_and_later_one_warning(tmp_path, caplog):
+def test_an_unreadable_file_is_an_error_first_and_then_a_warning(tmp_path, caplog):
     numbers = Numbers(tmp_path)
     with pytest.raises(CheckpointError, match="No such file"):
         numbers.backed()

@@ -155,7 +155,7 @@ def test_a_batch_of_rows_that_are_not_finite_is_refused():
 @given(
     st.sampled_from(["int8", "int4", "fp16", "fp32"]), st.lists(st.integers(0, 49), max_size=80), st.integers(0, 2**32)
 )
-def test_rows_are_those_of_a_table_that_was_written_in_that_order(dtype, rows, seed):
+def test_rows_are_those_of_a_table_written_in_that_order(dtype, rows, seed):
     table = table_of(dtype)
     values = np.random.default_rng(seed).normal(size=(len(rows), 4)).astype(np.float32)
     written = np.zeros((50, 4), np.float32)
@@ -224,7 +224,7 @@ def test_a_delta_of_a_sliced_table_has_the_rows_of_all_slices():
 
 
 @pytest.mark.parametrize("column_dims", [(10,), (4, 7), (10, 0), (1,) * 33])
-def test_slices_that_do_not_make_up_a_row_are_refused_by_both_ends(column_dims):
+def test_slices_that_make_up_no_row_are_refused_by_both_ends(column_dims):
     *_, batch = sliced_batch()
     with pytest.raises(DeltaFormatError, match="columns in slices of"):
         replace(batch, column_dims=column_dims).encode()

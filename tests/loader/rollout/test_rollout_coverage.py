@@ -92,7 +92,7 @@ def test_a_lost_new_version_is_not_waited_for_long(step, states, live, staging):
     assert found == [("shard 1: no node has version 2 ready", staging)]
 
 
-def test_a_process_that_stages_still_is_given_the_time_of_staging():
+def test_a_process_that_stages_is_given_the_time_of_staging():
     slow = FleetView(2, (*SHARDS, node("t", {1: "ready", 2: "staging"}, live=1)))
     assert [lag.staging for lag in lags(in_step("flip"), slow, 5)] == [True]
 
@@ -107,7 +107,7 @@ def test_the_old_version_retires_when_no_process_reports_it(state, draining):
     assert texts(in_step("retire_serving"), new, old) == [f"t: version 1 is {state} still{leases}"]
 
 
-def test_deltas_are_waited_for_on_every_node_that_has_the_version():
+def test_deltas_are_waited_for_on_nodes_that_have_the_version():
     step = in_step("replay", replay_until=7)
     done = [node(name, BOTH, shard=shard, delta_sequence=7) for shard, name in enumerate("ab")]
     assert texts(step, *SHARDS) == ["a: applied delta 0 of 7", "b: applied delta 0 of 7"]
@@ -124,7 +124,7 @@ def test_a_refusal_counts_unless_the_node_is_leaving(draining, expected):
     assert refusals(in_step("stage_shards"), FleetView(2, (*SHARDS, bad))) == expected
 
 
-def test_undone_every_node_needs_the_old_version_but_those_that_refuse_it():
+def test_undone_nodes_need_the_old_version_unless_they_refuse():
     rollout = undone(in_step("stage_serving"), 2.0, "aborted", "x")
     last = rollout.model_copy(update={"step_index": len(rollout.steps) - 1})
     back = (node("a", {1: "ready"}, shard=0), node("b", {1: "ready"}, shard=1))
@@ -141,7 +141,7 @@ def rolling(step):
     return in_step(step, steps=steps, strategy="by-replica", groups=groups, early_groups=1)
 
 
-def test_a_group_rolls_while_others_of_each_shard_have_the_live_version():
+def test_a_group_rolls_while_others_have_the_live_version():
     others = (node("c", {1: "ready"}, shard=0), node("d", {1: "ready"}, shard=1))
     first = rolling("roll:0")
     assert cannot_roll(first, FleetView(2, (*SHARDS, *others))) == ()
@@ -153,7 +153,7 @@ def test_a_group_rolls_while_others_of_each_shard_have_the_live_version():
     assert cannot_roll(last, FleetView(2, (*SHARDS, *others))) == cannot_roll(last, FleetView(2, others)) == ()
 
 
-def test_who_was_there_a_moment_ago_is_waited_for_and_then_forgotten():
+def test_a_node_just_lost_is_waited_for_and_then_forgotten():
     roster, fleet = Roster(2.0), FleetRecord(num_shards=2, sharding="hash", replicate_bytes=0)
     assert not roster.observe(SHARDS, fleet, 10.0).settled
     assert roster.observe(SHARDS, fleet, 12.0).settled

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.anyio
 
 @pytest.mark.parametrize("strategy", ["beside", "by-replica"])
 @pytest.mark.parametrize("when", ["kill_before", "kill_after"])
-async def test_a_coordinator_killed_at_any_write_is_followed_by_another(fleet, strategy, when):
+async def test_a_coordinator_killed_at_any_write_is_replaced(fleet, strategy, when):
     async def revisions():
         return [(await fleet.fleet.raw(key)).revision for key in (rollout_key(MODEL), wanted_key(MODEL))]
 
@@ -68,7 +68,7 @@ async def sleeps_at_its_step(fleet):
     return sleeper, link, tick
 
 
-async def test_a_coordinator_that_slept_through_an_abort_writes_no_step(fleet):
+async def test_a_coordinator_that_slept_through_an_abort_is_late(fleet):
     await fleet.begin(1, 1, 1)
     await fleet.start()
     sleeper, link, tick = await sleeps_at_its_step(fleet)
@@ -189,7 +189,7 @@ async def test_lost_writes_of_a_registry_are_restored_by_nodes(fleet, tmp_path):
     await fleet.ends("done", NEW)
 
 
-async def test_no_rollout_starts_while_nodes_know_more_than_the_registry(fleet):
+async def test_no_rollout_starts_on_a_registry_that_lost_changes(fleet):
     await fleet.begin(1, 1, 1)
     await fleet.start()
     await fleet.ends("done", NEW)
@@ -201,7 +201,7 @@ async def test_no_rollout_starts_while_nodes_know_more_than_the_registry(fleet):
 
 @pytest.mark.parametrize("victim", ["shard-0-0", "shard-1-1", "serve-0"])
 @pytest.mark.parametrize("step_index", [0, 1, 3, 4, 5])
-async def test_a_node_restarted_in_any_step_is_waited_for_or_not_missed(fleet, victim, step_index):
+async def test_a_node_restarted_in_any_step_does_no_harm(fleet, victim, step_index):
     await fleet.begin(2, 2, 2)
     rollout = await fleet.start()
     await fleet.until_step(rollout.steps[step_index])
@@ -238,7 +238,7 @@ async def test_undoing_rolls_no_group_that_could_not_be_rolled(fleet, ending, se
     assert ending == "aborted" or "shard 1 would be left without a node that has version 1 ready" in rollout.reason
 
 
-async def test_a_shard_that_loses_the_new_version_is_healed_by_the_old_nodes(fleet):
+async def test_a_shard_that_lost_the_new_version_is_healed(fleet):
     await fleet.begin(2, 2, 2)
     rollout = await fleet.start(strategy="by-replica")
     assert rollout.groups[1] == ("shard-0-1", "shard-1-1")
@@ -249,7 +249,7 @@ async def test_a_shard_that_loses_the_new_version_is_healed_by_the_old_nodes(fle
 
 
 @pytest.mark.parametrize("step", ["canary", "flip", "bake"])
-async def test_the_old_version_stays_while_a_shard_has_lost_the_new_one(fleet, step):
+async def test_the_old_version_stays_while_a_shard_lost_the_new_one(fleet, step):
     await fleet.begin(2, 2, 1)
     await fleet.start(strategy="by-replica", canary_share=0.1 if step == "canary" else None, bake_s=2.0)
     await fleet.until_step(step)

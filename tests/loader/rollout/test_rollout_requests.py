@@ -56,7 +56,7 @@ async def test_a_models_first_version_has_nothing_to_compare_with(fleet):
             await call
 
 
-async def test_after_a_failed_rollout_a_rollback_goes_to_the_version_before(fleet):
+async def test_after_a_failed_rollout_a_rollback_goes_further_back(fleet):
     await fleet.begin(1, 1, 1)
     await fleet.start(2)
     await fleet.ends("done", 2)

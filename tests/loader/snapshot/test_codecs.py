@@ -75,7 +75,7 @@ def test_float_rows_are_plain_little_endian_numbers(dtype, item):
     np.testing.assert_array_equal(codec.decode(codec.encode(rows)), rows.astype(item).astype(np.float32))
 
 
-def test_a_read_only_and_a_strided_block_are_encoded_like_any_other():
+def test_read_only_and_strided_blocks_are_encoded_alike():
     rows = random_rows(np.random.default_rng(4), 6, 8)
     expected = codec_for("int8", 8).encode(rows.copy())
     rows.flags.writeable = False

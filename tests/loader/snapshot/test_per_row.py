@@ -124,7 +124,7 @@ def exported(tmp_path, id_type, ids) -> Snapshot:
 
 
 @given(strings=st.lists(st.text(), max_size=20))
-def test_a_fingerprint_is_xxh3_of_the_utf8_bytes_without_the_top_bit(strings):
+def test_a_fingerprint_is_xxh3_of_utf8_without_the_top_bit(strings):
     fingerprints = fingerprint_strings(strings)
     assert fingerprints.dtype == np.int64
     assert fingerprints.tolist() == [xxhash.xxh3_64_intdigest(text.encode("utf-8")) % 2**63 for text in strings]
@@ -191,7 +191,7 @@ def test_two_strings_whose_fingerprints_collide_are_refused(monkeypatch):
     assert len(set(fingerprint_strings([f"s{first}", f"s{second}"]) & 0xFF)) == 1
 
 
-def test_a_vocabulary_goes_with_the_vocabulary_mapping_and_only_with_it(tmp_path):
+def test_a_vocabulary_mapping_needs_a_vocabulary(tmp_path):
     with pytest.raises(ExportError, match=r"vocabularies: missing for tables \['items'\]"):
         write_snapshot(tmp_path, one_table_spec(300, id_mapping=VocabularyMapping()))
 

@@ -169,7 +169,7 @@ asyncio.run(main())
 """
 
 
-async def test_a_killed_publisher_leaves_no_version_and_the_next_goes_on(shop: Shop) -> None:
+async def test_a_killed_publisher_leaves_no_version_for_the_next(shop: Shop) -> None:
     folder, _ = write_snapshot(shop.folder, make_spec())
     work = shop.store / "films" / ".export-1" / "snapshot"
     kept: dict[Path, int] = {}
@@ -202,7 +202,7 @@ async def test_a_version_has_no_delta_that_its_stream_does_not_have(shop: Shop) 
     assert (record.delta_base, record.last_delta) == (1, 3)
 
 
-async def test_a_version_that_no_replay_can_bring_up_to_date_is_refused(shop: Shop) -> None:
+async def test_a_version_that_no_replay_brings_up_to_date_is_refused(shop: Shop) -> None:
     await shop.publish(shop.train())
     await shop.append_deltas(1, 5)
     await shop.fleet.registry.trim(delta_stream(MODEL, 1), 4)

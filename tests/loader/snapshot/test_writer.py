@@ -250,7 +250,7 @@ def test_an_export_interrupted_before_its_manifest_reads_no_row(tmp_path, whole)
     assert files_of(tmp_path) == whole
 
 
-def test_an_export_that_dies_between_slices_writes_the_missing_ones(tmp_path, whole, monkeypatch):
+def test_an_export_that_dies_between_slices_writes_the_missing(tmp_path, whole, monkeypatch):
     real = stores.ExportFolder.write
 
     def write(self, path, produce, stated=None):

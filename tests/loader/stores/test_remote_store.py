@@ -215,7 +215,7 @@ def test_a_store_that_stalls_is_unavailable_within_its_limit(remote: Remote, aft
     assert not remote.cached()
 
 
-def test_an_object_that_changes_while_it_is_fetched_is_never_mixed(
+def test_an_object_that_changes_during_its_fetch_is_never_mixed(
     remote: Remote, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = remote.store()
@@ -283,7 +283,7 @@ def test_a_bucket_that_is_not_there_is_refused(remote: Remote) -> None:
         remote.store(url="s3://no-such-bucket").hold("small", 1)
 
 
-def test_the_cache_keeps_within_its_bound_and_drops_nothing_in_use(remote: Remote) -> None:
+def test_the_cache_keeps_its_bound_and_drops_nothing_in_use(remote: Remote) -> None:
     one = sum(map(len, files_of(remote.made / "1").values()))
     store = remote.store(cache_bytes=2 * one + one // 2)
     for version in range(1, 5):
