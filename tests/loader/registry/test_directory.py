@@ -15,7 +15,7 @@ from loader.registry.directory import DirectoryRegistry
 from loader.registry.registry import StreamBounds
 from shardrank_testing.exhaustion import files_limited_to
 from shardrank_testing.registries import with_open
-from shardrank_testing.registry_writers import die_at_call, start_writer
+from shardrank_testing.registry_writers import start_writer
 from shardrank_testing.rollout_fleet import Clock
 
 pytestmark = pytest.mark.anyio
@@ -127,7 +127,7 @@ async def test_a_damaged_end_of_a_stream_is_named(registry, tmp_path):
 
 
 NOTHING = (None, StreamBounds(0, 0), [], {}, None)
-# What a registry holds after each of the writes of `steps_of_everything`.
+# What a registry holds after each write of that process.
 AFTER = {
     "put": (b"1", StreamBounds(0, 0), [], {}, None),
     "replaced": (b"2", StreamBounds(0, 0), [], {}, None),
@@ -171,7 +171,7 @@ async def use_after(registry):
 def test_a_kill_before_any_file_call_leaves_a_step_done_or_not(tmp_path):
     for fatal_call in itertools.count(1):
         path = tmp_path / str(fatal_call)
-        process, connection = start_writer(die_at_call, str(path), fatal_call)
+        process, connection = start_writer(str(path), fatal_call)
         reported = []
         with contextlib.suppress(EOFError):
             while connection.poll(WAIT_S):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from contextlib import suppress
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -14,7 +15,6 @@ from loader.errors import RegistryConflictError, RegistryRecordError, RegistryUn
 from loader.registry.opening import open_registry
 from loader.registry.registry import MAX_VALUE_BYTES, StreamBounds, StreamEntry
 from shardrank_testing.registries import every_call, with_open
-from shardrank_testing.registry_writers import compete, start_writer
 
 pytestmark = pytest.mark.anyio
 
@@ -244,27 +244,42 @@ async def test_an_announcement_expires_and_the_others_stay(registry):
     assert await registry.announced("nodes/") == {"nodes/a": b"3", "nodes/b": b"2"}
 
 
-def test_competing_processes_lose_no_write_and_share_no_lock(url, tmp_path):
-    started = [start_writer(compete, url, 40, str(tmp_path)) for _ in range(3)]
-    results = []
-    for process, connection in started:
-        assert connection.poll(WAIT_S), "a writer sent nothing"
-        results.append(connection.recv())
-        process.join(WAIT_S)
-        assert process.exitcode == 0
-    revisions, sequences, intruders = zip(*results, strict=True)
-    assert intruders == (0, 0, 0)
-    assert all(numbers == sorted(numbers) for numbers in revisions)
-    ordered = sorted(itertools.chain.from_iterable(revisions))
-    assert len(set(ordered)) == 120
-    assert sorted(itertools.chain.from_iterable(sequences)) == list(range(1, 121))
+async def test_writers_of_one_registry_lose_no_write_and_share_no_lock(url):
+    """Each has opened the registry for itself, as processes do."""
+    inside: set[int] = set()
 
-    async def check(registry):
-        entry = await registry.get("counter")
-        assert (entry.value, entry.revision) == (b"120", ordered[-1])
-        assert await registry.read("stream", 0) == [StreamEntry(number, b"%d" % number) for number in range(1, 121)]
+    async def write(writer, registry):
+        revisions, sequences = [], []
+        while len(revisions) < 40:
+            entry = await registry.get("counter")
+            value, revision = (int(entry.value), entry.revision) if entry is not None else (0, 0)
+            with suppress(RegistryConflictError):
+                revisions.append(await registry.put("counter", b"%d" % (value + 1), revision))
+        while len(sequences) < 40:
+            following = (await registry.bounds("stream")).last + 1
+            with suppress(StreamSequenceError):
+                await registry.append("stream", following, b"%d" % following)
+                sequences.append(following)
+        for _ in range(40):
+            while not await registry.acquire("lock", f"writer-{writer}", 60.0):
+                pass
+            assert not inside
+            inside.add(writer)
+            await asyncio.sleep(0)
+            inside.remove(writer)
+            await registry.release("lock", f"writer-{writer}")
+        assert revisions == sorted(revisions)
+        return revisions, sequences
 
-    with_open(url, check)
+    registries = [open_registry(url) for _ in range(3)]
+    revisions, sequences = zip(*await asyncio.gather(*map(write, range(3), registries)), strict=True)
+    entry = await registries[0].get("counter")
+    assert (entry.value, entry.revision) == (b"120", max(itertools.chain(*revisions)))
+    assert len(set(itertools.chain(*revisions))) == 120
+    assert sorted(itertools.chain(*sequences)) == list(range(1, 121))
+    assert await registries[0].read("stream", 0) == [StreamEntry(n, b"%d" % n) for n in range(1, 121)]
+    for registry in registries:
+        await registry.close()
 
 
 async def test_a_closed_registry_says_so_and_may_be_closed_again(url):
