@@ -58,13 +58,17 @@ class RedisServer:
         wait_until(lambda: self._answers() or self.process.poll() is not None, "Redis to start")
         assert self.process.poll() is None, f"Redis did not start:\n{(self.folder / 'redis.log').read_text()}"
 
-    def stop(self) -> None:
-        """Ends it in order. Does nothing if it does not run."""
-        self._end(signal.SIGTERM)
-
     def kill(self) -> None:
-        """kill -9."""
-        self._end(signal.SIGKILL)
+        """kill -9. Does nothing if it does not run."""
+        if self.process is None:
+            return
+        self.process.kill()
+        self.process.wait()
+        self.process = None
+        if self._guard is not None:
+            self._guard.communicate(b"\n", START_TIMEOUT_S)
+            self._guard = None
+        self.socket_path.unlink(missing_ok=True)
 
     def restart(self) -> None:
         """Kills it and starts it with what is on its disk."""
@@ -113,24 +117,6 @@ class RedisServer:
             connection.connect(str(self.socket_path))
             stack.pop_all()
         return connection
-
-    def _end(self, number: signal.Signals) -> None:
-        if self.process is None:
-            return
-        process, self.process = self.process, None
-        if process.poll() is None:
-            process.send_signal(number)
-            # A stopped process gets no other signal than SIGKILL.
-            process.send_signal(signal.SIGCONT)
-            try:
-                process.wait(START_TIMEOUT_S)
-            finally:
-                process.kill()
-                process.wait()
-        if self._guard is not None:
-            self._guard.communicate(b"\n", START_TIMEOUT_S)
-            self._guard = None
-        self.socket_path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

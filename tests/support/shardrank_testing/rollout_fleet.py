@@ -55,7 +55,6 @@ class PlayedNode:
         refuses: versions that it refuses, with the reason.
         stage_rounds: how many rounds staging takes.
         stuck: versions that it never lets go of.
-        failing: what each answer of a version costs, see `answer`.
         told, machine: what else it tells of a version, and of its machine.
     """
 
