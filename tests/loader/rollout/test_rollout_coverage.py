@@ -50,7 +50,7 @@ def texts(rollout, *nodes, num_shards=2, missing=(), settled=True):
 
 
 SHARDS = (node("a", BOTH, shard=0), node("b", BOTH, shard=1))
-NEW = node("s", BOTH, live=2)
+NEW = node("s", BOTH, live=2, applied=5)
 
 
 @pytest.mark.parametrize(
@@ -70,31 +70,22 @@ NEW = node("s", BOTH, live=2)
 )
 def test_a_step_waits_for_those_that_lack_what_it_needs(step, nodes, expected):
     assert texts(in_step(step), *nodes) == expected
-
-
-def test_without_shard_nodes_a_fleet_of_unknown_size_waits():
     assert texts(in_step("stage_shards"), num_shards=None) == ["no shard node is announced"]
 
 
 @pytest.mark.parametrize(
-    ("step", "states", "live", "staging"),
+    ("step", "nodes", "text", "staging"),
     [
-        ("flip", {1: "ready"}, 2, False),
-        ("flip", {2: "staging"}, 2, True),
-        ("canary", {1: "ready"}, 2, False),
-        ("canary", {2: "staging"}, 2, True),
+        ("flip", (SHARDS[0], node("b", {1: "ready"}, shard=1), NEW), "shard 1: no node has version 2 ready", False),
+        ("flip", (SHARDS[0], node("b", {2: "staging"}, shard=1), NEW), "shard 1: no node has version 2 ready", True),
+        ("canary", (SHARDS[0], node("b", {1: "ready"}, shard=1), NEW), "shard 1: no node has version 2 ready", False),
+        ("canary", (SHARDS[0], node("b", {2: "staging"}, shard=1), NEW), "shard 1: no node has version 2 ready", True),
+        ("flip", (*SHARDS, node("t", {1: "ready", 2: "staging"}, live=1)), "t: answers with version 1", True),
     ],
 )
-def test_a_lost_new_version_is_not_waited_for_long(step, states, live, staging):
-    """If the shard has the old one: only a shard that has neither is given the time of staging."""
-    view = FleetView(2, (SHARDS[0], node("b", states, shard=1), node("s", BOTH, live=live, applied=5)))
-    found = [(lag.text, lag.staging) for lag in lags(in_step(step), view, 5)]
-    assert found == [("shard 1: no node has version 2 ready", staging)]
-
-
-def test_a_process_that_stages_is_given_the_time_of_staging():
-    slow = FleetView(2, (*SHARDS, node("t", {1: "ready", 2: "staging"}, live=1)))
-    assert [lag.staging for lag in lags(in_step("flip"), slow, 5)] == [True]
+def test_a_lost_new_version_is_not_waited_for_long(step, nodes, text, staging):
+    """If the shard has the old one: only a shard that has neither, or a process, is given the time of staging."""
+    assert [(lag.text, lag.staging) for lag in lags(in_step(step), FleetView(2, nodes), 5)] == [(text, staging)]
 
 
 @pytest.mark.parametrize("state", ["ready", "draining"])

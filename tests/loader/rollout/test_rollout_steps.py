@@ -151,6 +151,7 @@ def test_every_change_counts_the_epoch_up():
     records += [forwarded(plan, 2.0, 3, 5, "x"), undone(plan, 2.0, "refused", "x")]
     assert [one.epoch for one in records] == [2] * 5
     assert [one.base_epoch for one in records] == [0, 5, 5, 4, 0]
+    assert [one.step_index for one in records[:4]] == [0, 1, 0, 3]
 
 
 def test_events_are_bounded_and_the_last_ones_stay():
