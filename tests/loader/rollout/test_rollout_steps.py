@@ -133,7 +133,7 @@ def test_what_is_live_or_canary_is_served_and_on_each_shard(plan, undo_in):
     last = found[-1][1]
     kept = ended.to_version if ended.forward else ended.from_version
     left = () if kept is None else (kept,)
-    assert (last.live, last.hold, last.serve) == (kept, left, left)
+    assert (last.live, last.hold, last.serve, last.follow) == (kept, left, left, left)
     assert (last.canary, last.shadow, last.node_hold) == (None, None, {})
 
 
