@@ -1,17 +1,69 @@
-"""A snapshot to damage."""
+"""Registries of both kinds, empty for each test, and a snapshot to damage."""
 
 from __future__ import annotations
 
+import itertools
 import shutil
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 
 import pytest
 
+from loader.registry.directory import DirectoryRegistry
+from loader.registry.opening import open_registry
+from loader.registry.registry import Registry
 from loader.snapshot.tables import VocabularyMapping
+from shardrank_testing.registries import REGISTRY_KINDS, RedisServer, redis_server
 from shardrank_testing.snapshots import make_spec, random_golden, write_snapshot
+
+_fleets = itertools.count()
 
 
 @pytest.fixture(scope="module")
-def pristine(tmp_path_factory):
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="session")
+def shared_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """One server for all tests that let it live; each has a fleet of its own there."""
+    with redis_server(tmp_path_factory.mktemp("registry")) as server:
+        yield server
+
+
+@pytest.fixture(params=REGISTRY_KINDS)
+def new_url(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], str]:
+    """Return the URL of another empty registry with each call."""
+    if request.param == "directory":
+        return lambda: str(tmp_path / f"registry-{next(_fleets)}")
+    server = request.getfixturevalue("shared_redis")
+    return lambda: f"{server.url}?fleet=test-{next(_fleets)}"
+
+
+@pytest.fixture
+def url(new_url: Callable[[], str]) -> str:
+    """The URL of an empty registry."""
+    return new_url()
+
+
+@pytest.fixture
+async def registry(url: str) -> AsyncIterator[Registry]:
+    """An empty registry: a directory, and Redis."""
+    opened = open_registry(url)
+    yield opened
+    await opened.close()
+
+
+@pytest.fixture
+async def directory(tmp_path: Path) -> AsyncIterator[DirectoryRegistry]:
+    """An empty registry in a directory, for tests that Redis would only repeat."""
+    opened = DirectoryRegistry(tmp_path / "registry")
+    yield opened
+    await opened.close()
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A snapshot with every kind of file: rows, vocabulary, dense, golden, manifest, checksum."""
     spec = make_spec()
     film = spec.tables[1].model_copy(update={"id_mapping": VocabularyMapping(id_type="string")})
@@ -27,5 +79,5 @@ def pristine(tmp_path_factory):
 
 
 @pytest.fixture
-def copy(pristine, tmp_path):
+def copy(pristine: Path, tmp_path: Path) -> Path:
     return shutil.copytree(pristine, tmp_path / "films" / "1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,11 @@ from loader.errors import ExportError
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.row_classes import RowClasses
 from loader.snapshot.row_source import RowSource, rows_of
-from loader.snapshot.tables import DividedTable, TableSpec
+from loader.snapshot.tables import DividedTable
 
 ROWS = 100
 BLOCKS = [{"share": 0.05, "dtype": "fp16"}, {"share": 0.25, "dim": 4}, {"dim": 2}]
+HOT_AND_COLD = {"hot": "fp16", "cold": "int4", "hot_share": 0.1}
 COMPOSED = {"kind": "quotient_remainder", "buckets": 7}
 
 
@@ -40,21 +42,13 @@ def spec_of(kept: int | None = None, **fields: Any) -> ModelSpec:
     return ModelDescription.model_validate(model).compiled(None if kept is None else {"item": kept})
 
 
-def shapes(parts: tuple[TableSpec, ...]) -> list[tuple[str, int, int, str]]:
-    return [(one.name, one.num_embeddings, one.embedding_dim, one.dtype) for one in parts]
-
-
 @pytest.mark.parametrize(
     ("fields", "kept", "expected"),
     [
         ({"blocks": BLOCKS}, None, [("item.b0", 5, 8, "fp16"), ("item.b1", 25, 4, "fp32"), ("item.b2", 70, 2, "fp32")]),
         # Shares are of the rows that are left, and the last part has a row more, which all that are pruned read.
         ({"blocks": BLOCKS}, 60, [("item.b0", 3, 8, "fp16"), ("item.b1", 15, 4, "fp32"), ("item.b2", 43, 2, "fp32")]),
-        (
-            {"dtype": {"hot": "fp16", "cold": "int4", "hot_share": 0.1}},
-            None,
-            [("item.b0", 10, 8, "fp16"), ("item.b1", 90, 8, "int4")],
-        ),
+        ({"dtype": HOT_AND_COLD}, None, [("item.b0", 10, 8, "fp16"), ("item.b1", 90, 8, "int4")]),
         ({"project_to": 32}, None, [("item", 100, 8, "fp32")]),
         ({}, 80, [("item", 81, 8, "fp32")]),
         ({"id_mapping": COMPOSED}, None, [("item.q", 15, 8, "fp32"), ("item.r", 7, 8, "fp32")]),
@@ -64,7 +58,7 @@ def shapes(parts: tuple[TableSpec, ...]) -> list[tuple[str, int, int, str]]:
 )
 def test_a_lever_becomes_stored_tables(fields, kept, expected):
     spec = spec_of(kept, **fields)
-    assert shapes(spec.tables) == expected
+    assert [(one.name, one.num_embeddings, one.embedding_dim, one.dtype) for one in spec.tables] == expected
     (divided,) = spec.logical_tables
     assert isinstance(divided, DividedTable)
     assert (divided.name, divided.num_embeddings, divided.parts) == ("item", 100, tuple(one[0] for one in expected))
@@ -76,8 +70,8 @@ def test_a_lever_becomes_stored_tables(fields, kept, expected):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"dtype": {"hot": "fp16", "cold": "int4", "hot_share": 2}}, r"hot_share\n.*less than 1"),
-        ({"dtype": {"hot": "fp16", "cold": "int2", "hot_share": 0.5}}, r"cold\n.*'int8', 'int4', 'fp16' or 'fp32'"),
+        ({"dtype": {**HOT_AND_COLD, "hot_share": 2}}, r"hot_share\n.*less than 1"),
+        ({"dtype": {**HOT_AND_COLD, "cold": "int2"}}, r"cold\n.*'int8', 'int4', 'fp16' or 'fp32'"),
         ({"id_mapping": {**COMPOSED, "buckets": 0}}, r"buckets\n.*greater than or equal to 1"),
         ({"id_mapping": {**COMPOSED, "combine": "max"}}, r"combine\n.*'add' or 'multiply'"),
         ({"blocks": [{"share": 0.5}]}, "every block but the last needs a share, the last has what is left"),
@@ -86,7 +80,7 @@ def test_a_lever_becomes_stored_tables(fields, kept, expected):
         ({"blocks": [{"share": 1.5}, {}]}, r"blocks.0.share\n.*less than 1"),
         ({"blocks": [{"share": 0.5, "dim": 9}, {}]}, "a block has 9 columns, features get 8"),
         ({"blocks": [{"share": 0.01}] * 8 + [{}]}, "at most 8"),
-        ({"blocks": BLOCKS, "dtype": {"hot": "fp16", "cold": "int4", "hot_share": 0.5}}, "blocks have dtypes of their"),
+        ({"blocks": BLOCKS, "dtype": HOT_AND_COLD}, "blocks have dtypes of their"),
         ({"project_to": 8}, "project_to 8 is not above embedding_dim 8"),
         ({"num_embeddings": "auto", "id_mapping": {"kind": "vocabulary"}}, "auto goes with id_mapping hash, not voc"),
         ({"num_embeddings": "many"}, r"num_embeddings.*\n.*should be 'auto'"),
@@ -118,17 +112,10 @@ def test_what_can_not_be_compiled_is_refused_by_name(kept, fields, message):
         spec_of(kept, **fields)
 
 
-def test_the_fewest_rows_that_have_a_share_of_all_lookups_are_kept():
+def test_the_fewest_rows_with_a_share_of_lookups_are_kept():
     counts = np.array([0, 70, 0, 20, 9, 1])
-    assert [kept_rows("item", counts, share) for share in (0.5, 0.7, 0.71, 0.9, 0.99, 0.995, 1)] == [
-        1,
-        1,
-        2,
-        2,
-        3,
-        4,
-        4,
-    ]
+    shares = (0.5, 0.7, 0.71, 0.9, 0.99, 0.995, 1)
+    assert [kept_rows("item", counts, share) for share in shares] == [1, 1, 2, 2, 3, 4, 4]
     big = np.full(3, 2**32 - 1, np.uint32)
     assert kept_rows("item", big, 0.5) == 2
 
@@ -150,61 +137,53 @@ def test_counts_that_can_not_prune_are_refused(counts, share, message):
 
 
 def read(source: RowSource, max_rows: int) -> np.ndarray:
-    """All rows of a source, asked for in pieces, as an export does."""
-    found = [
-        np.concatenate(list(source.blocks(first, max_rows))) for first in range(0, source.num_embeddings, max_rows)
-    ]
-    return np.concatenate(found)
+    """All rows of a source, requested in pieces, as an export does."""
+    starts = range(0, source.num_embeddings, max_rows)
+    return np.concatenate([block for first in starts for block in source.blocks(first, max_rows)])
 
 
-def expected_parts(rows: np.ndarray, classes: np.ndarray, parts: int, default: np.ndarray) -> list[np.ndarray]:
-    found = [rows[classes == number] for number in range(parts)]
-    return [*found[:-1], np.concatenate([found[-1], default[None]])]
+def memmap(rows: np.ndarray) -> np.memmap:
+    with tempfile.TemporaryFile() as file:
+        mapped = np.memmap(file, np.float32, shape=rows.shape)
+    mapped[:] = rows
+    return mapped
 
 
 @given(
     data=st.data(),
     size=st.integers(20, 300),
-    kind=st.sampled_from(["array", "float64", "tensor", "memmap"]),
+    given_as=st.sampled_from([np.asarray, np.float64, torch.from_numpy, memmap]),
     pruned_row=st.sampled_from(["mean", "zeros"]),
 )
-def test_parts_have_the_rows_of_their_class_in_order_and_behind_them_that_of_the_pruned(
-    tmp_path_factory, data, size, kind, pruned_row
-):
+def test_parts_have_the_rows_of_their_class_and_a_default(data, size, given_as, pruned_row):
+    """In order; and the last part has the counts of the pruned rows, too."""
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     rows = rng.standard_normal((size, 8)).astype(np.float32)
     counts = rng.integers(0, 4, size)
     counts[0] += 1
     kept = max(kept_rows("item", counts), 4)
     spec = spec_of(kept, num_embeddings=size, blocks=[{"share": 0.2}, {"share": 0.3}, {"dtype": "fp16"}])
-    sources: dict[str, Any] = {"array": rows, "float64": rows.astype(np.float64), "tensor": torch.from_numpy(rows)}
-    if kind == "memmap":
-        path = tmp_path_factory.mktemp("rows") / "rows.npy"
-        np.save(path, rows)
-        sources["memmap"] = np.load(path, mmap_mode="r")
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(divided_rows, "_CHUNK_ROWS", data.draw(st.sampled_from([1, 7, 64, 1 << 16])))
-        division = divide_rows(spec, {"item": rows_of(sources[kind])}, {"item": counts}, pruned_row=pruned_row)
+        division = divide_rows(spec, {"item": rows_of(given_as(rows))}, {"item": counts}, pruned_row=pruned_row)
         step = data.draw(st.sampled_from([1, 5, 33, 1000]))
         made = [read(division.rows[part.name], step) for part in spec.tables]
     pruned = size - kept
     classes = np.empty(size, np.uint8)
-    sizes = [one.num_embeddings for one in spec.tables]
+    sizes = [part.num_embeddings for part in spec.tables]
     sizes[-1] -= pruned > 0
     classes[np.argsort(-counts, kind="stable")] = np.repeat(np.arange(4), [*sizes, pruned])
     np.testing.assert_array_equal(division.row_classes["item"].classes(), classes)
-    of_pruned = rows[classes == 3]
-    default = of_pruned.mean(axis=0, dtype=np.float64) if pruned_row == "mean" and pruned else np.zeros(8)
-    expected = expected_parts(rows, classes, 3, default.astype(np.float32))
-    if not pruned:
-        expected[-1] = expected[-1][:-1]
-    for found, wanted in zip(made, expected, strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-6)
-        np.testing.assert_array_equal(found[: len(wanted) - (pruned > 0)], wanted[: len(wanted) - (pruned > 0)])
-    told = division.access_counts
-    assert sum(int(told[part.name].sum()) for part in spec.tables) == counts.sum()
-    np.testing.assert_array_equal(told["item.b0"], counts[classes == 0])
-    assert not pruned or told["item.b2"][-1] == counts[classes == 3].sum()
+    part_counts = [division.access_counts[part.name] for part in spec.tables]
+    if pruned:
+        is_pruned = classes == 3
+        default = rows[is_pruned].mean(axis=0, dtype=np.float64) if pruned_row == "mean" else np.zeros(8)
+        np.testing.assert_allclose(made[-1][-1], default, rtol=0, atol=1e-6)
+        assert part_counts[-1][-1] == counts[is_pruned].sum()
+        made[-1], part_counts[-1] = made[-1][:-1], part_counts[-1][:-1]
+    for number in range(3):
+        np.testing.assert_array_equal(made[number], rows[classes == number])
+        np.testing.assert_array_equal(part_counts[number], counts[classes == number])
 
 
 def test_a_part_that_was_trained_as_such_is_taken_as_it_is():
@@ -221,23 +200,22 @@ def test_a_part_that_was_trained_as_such_is_taken_as_it_is():
     assert again.access_counts == {}
 
 
+ITEM = {"item": (ROWS, 8)}
+PARTS = {"item.b0": (50, 8), "item.b1": (50, 8)}
+
+
 @pytest.mark.parametrize(
     ("rows", "counts", "classes", "message"),
     [
-        ({"item": (ROWS, 8)}, {}, {}, "divided by popularity: counts of its rows are needed"),
-        ({"item": (ROWS, 8)}, {"items": ROWS}, {}, r"counts: unknown tables \['items'\]; the model has \['item'\]"),
-        ({"item": (ROWS, 8)}, {"item": ROWS - 1}, {}, r"'item': counts are int64 \[99\], expected whole numbers \[100"),
+        (ITEM, {}, {}, "divided by popularity: counts of its rows are needed"),
+        (ITEM, {"items": ROWS}, {}, r"counts: unknown tables \['items'\]; the model has \['item'\]"),
+        (ITEM, {"item": ROWS - 1}, {}, r"'item': counts are int64 \[99\], expected whole numbers \[100"),
         ({"item": (ROWS - 1, 8)}, {"item": ROWS}, {}, "'item': the source has 99 rows, num_embeddings is 100"),
         ({"item": (ROWS, 6)}, {"item": ROWS}, {}, r"missing for part 'item.b0', which is not cut out of 'item'"),
         ({}, {"item": ROWS}, {}, r"rows: missing for table 'item'; given are \[\]"),
-        ({"item": (ROWS, 8), "other": (3, 8)}, {"item": ROWS}, {}, r"rows: \['other'\] are no tables of the model"),
-        (
-            {"item": (ROWS, 8), "item.b0": (50, 8), "item.b1": (50, 8)},
-            {"item": ROWS},
-            {},
-            r"rows: \['item'\] are .*or their parts are given themselves",
-        ),
-        ({"item": (ROWS, 8)}, {"item": ROWS}, {"other": ROWS}, r"row_classes: of tables \['other'\], which are not di"),
+        ({**ITEM, "other": (3, 8)}, {"item": ROWS}, {}, r"rows: \['other'\] are no tables of the model"),
+        ({**ITEM, **PARTS}, {"item": ROWS}, {}, r"rows: \['item'\] are .*or their parts are given themselves"),
+        (ITEM, {"item": ROWS}, {"other": ROWS}, r"row_classes: of tables \['other'\], which are not di"),
     ],
 )
 def test_what_does_not_fit_the_model_is_refused_by_name(rows, counts, classes, message):

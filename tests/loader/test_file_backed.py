@@ -8,6 +8,7 @@ import pytest
 
 from loader.errors import CheckpointError
 from loader.file_backed import FileBacked
+from shardrank_testing.rollout_fleet import Clock
 
 
 class Numbers:
@@ -15,55 +16,52 @@ class Numbers:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "number"
-        self.now = 0.0
+        self.clock = Clock(0.0)
         self.reads = 0
-        self.while_read = lambda: None
 
     def write(self, text: str) -> None:
-        beside = self.path.with_suffix(".new")
-        beside.write_text(text)
-        beside.replace(self.path)
+        new = self.path.with_suffix(".new")
+        new.write_text(text)
+        new.replace(self.path)
 
     def read(self) -> int:
         self.reads += 1
         try:
-            found = int(self.path.read_text())
+            return int(self.path.read_text())
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{self.path}: {error}") from None
-        self.while_read()
-        return found
 
     def backed(self) -> FileBacked[int]:
-        return FileBacked([self.path], self.read, lambda: self.now, interval_s=1.0)
+        return FileBacked([self.path], self.read, self.clock, interval_s=1.0)
 
 
-def test_a_change_is_seen_after_the_interval_and_nothing_is_read_without_one(tmp_path):
+def test_a_change_is_seen_after_the_interval(tmp_path):
     numbers = Numbers(tmp_path)
     numbers.write("1")
     value = numbers.backed()
     numbers.write("2")
     assert value.get() == 1
-    numbers.now = 1.0
+    numbers.clock.now = 1.0
     assert [value.get(), value.get()] == [2, 2]
-    for numbers.now in (2.0, 3.0, 4.0):
+    for numbers.clock.now in (2.0, 3.0, 4.0):
         assert value.get() == 2
     assert numbers.reads == 2
 
 
-def test_what_can_t_be_read_at_first_is_an_error_and_later_one_warning(tmp_path, caplog):
+def test_an_unreadable_file_is_an_error_first_and_then_a_warning(tmp_path, caplog):
     numbers = Numbers(tmp_path)
     with pytest.raises(CheckpointError, match="No such file"):
         numbers.backed()
     numbers.write("1")
     value = numbers.backed()
     numbers.write("x")
-    for numbers.now in (1.0, 2.0, 3.0):
+    for numbers.clock.now in (1.0, 2.0, 3.0):
         assert value.get() == 1
     assert numbers.reads == 3
     numbers.path.unlink()
-    for numbers.now in (4.0, 5.0):
+    for numbers.clock.now in (4.0, 5.0):
         assert value.get() == 1
     assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
     numbers.write("3")
-    numbers.now = 6.0
+    numbers.clock.now = 6.0
     assert value.get() == 3

@@ -36,7 +36,7 @@ def test_given_back_memory_is_not_resident_and_reads_as_zeros():
 
 
 @pytest.mark.parametrize("copy_on_write", [False, True])
-def test_a_populated_mapping_is_resident_and_the_file_is_not_changed(tmp_path, copy_on_write):
+def test_a_populated_mapping_is_resident_and_the_file_unchanged(tmp_path, copy_on_write):
     path = tmp_path / "rows"
     content = np.random.default_rng(1).integers(0, 255, 40 << 20, np.uint8)
     path.write_bytes(content.tobytes())
@@ -48,7 +48,7 @@ def test_a_populated_mapping_is_resident_and_the_file_is_not_changed(tmp_path, c
     assert np.array_equal(array, content[100:])
 
 
-def test_a_page_of_a_file_that_has_become_shorter_is_an_error_and_not_the_end_of_the_process(tmp_path):
+def test_a_page_of_a_file_that_became_shorter_is_an_error(tmp_path):
     path = tmp_path / "rows"
     path.write_bytes(bytes(8 * mmap.PAGESIZE))
     array = map_array(path, 0, (8 * mmap.PAGESIZE,), np.uint8)
@@ -58,7 +58,7 @@ def test_a_page_of_a_file_that_has_become_shorter_is_an_error_and_not_the_end_of
         populate(array)
 
 
-def test_what_was_there_is_not_gone_over_again_and_what_comes_later_still_is():
+def test_settled_objects_are_not_collected_and_later_ones_are():
     class Node:
         pass
 

@@ -9,25 +9,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loader.progress import (
-    CalledOffError,
-    Pace,
-    Wish,
-    in_background,
-)
+from loader.progress import CalledOffError, Pace, Wish, in_background
+from shardrank_testing.rollout_fleet import Clock
+
+pytestmark = pytest.mark.anyio
 
 
-def test_work_runs_in_a_thread_of_its_own_and_its_result_comes_back():
-    async def main():
-        thread = await in_background(lambda wish: threading.current_thread().name, "staging", lambda result: None)
-        assert thread == "staging"
-        with pytest.raises(ZeroDivisionError):
-            await in_background(lambda wish: 1 // 0, "staging", lambda result: None)
-
-    asyncio.run(main())
+async def test_work_runs_in_a_thread_and_its_result_comes_back():
+    thread = await in_background(lambda wish: threading.current_thread().name, "staging", lambda result: None)
+    assert thread == "staging"
+    with pytest.raises(ZeroDivisionError):
+        await in_background(lambda wish: 1 // 0, "staging", lambda result: None)
 
 
-def test_work_that_is_cancelled_is_called_off_and_has_ended_when_the_caller_goes_on():
+async def test_cancelled_work_has_ended_when_the_caller_goes_on():
     begun, ended = threading.Event(), threading.Event()
 
     def work(wish: Wish) -> None:
@@ -38,18 +33,15 @@ def test_work_that_is_cancelled_is_called_off_and_has_ended_when_the_caller_goes
         finally:
             ended.set()
 
-    async def main():
-        task = asyncio.create_task(in_background(work, "staging", lambda result: None))
-        await asyncio.to_thread(begun.wait)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert ended.is_set()
-
-    asyncio.run(main())
+    task = asyncio.create_task(in_background(work, "staging", lambda result: None))
+    await asyncio.to_thread(begun.wait)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ended.is_set()
 
 
-def test_a_result_that_came_although_nobody_waits_is_freed():
+async def test_a_result_that_nobody_waits_for_is_freed():
     begun, go_on = threading.Event(), threading.Event()
     freed: list[str] = []
 
@@ -58,19 +50,16 @@ def test_a_result_that_came_although_nobody_waits_is_freed():
         go_on.wait()
         return "rows"
 
-    async def main():
-        task = asyncio.create_task(in_background(work, "staging", freed.append))
-        await asyncio.to_thread(begun.wait)
-        task.cancel()
-        await asyncio.sleep(0)
-        # Cancelled again while it waits for the thread: that changes nothing.
-        task.cancel()
-        go_on.set()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert freed == ["rows"]
-
-    asyncio.run(main())
+    task = asyncio.create_task(in_background(work, "staging", freed.append))
+    await asyncio.to_thread(begun.wait)
+    task.cancel()
+    await asyncio.sleep(0)
+    # Cancelled again while it waits for the thread: that changes nothing.
+    task.cancel()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert freed == ["rows"]
 
 
 def test_progress_ends_work_that_is_not_wanted_any_more():
@@ -83,27 +72,16 @@ def test_progress_ends_work_that_is_not_wanted_any_more():
     assert seen == [("load", 1, 2)]
 
 
-class Worked:
-    """A clock that passes while work is done and while it rests."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.rested = 0.0
-
-    def clock(self) -> float:
-        return self.now
-
-    def sleep(self, duration_s: float) -> None:
-        self.now += duration_s
-        self.rested += duration_s
-
-
 @given(st.floats(0.05, 1.0), st.lists(st.floats(1e-6, 0.2), min_size=1, max_size=50))
 def test_work_takes_no_more_than_its_share_of_the_time(share, pieces):
-    time = Worked()
-    paced = Pace(share, None, time.clock, time.sleep).over()
+    clock, rests = Clock(0.0), []
+
+    def sleep(duration_s: float) -> None:
+        clock.now += duration_s
+        rests.append(duration_s)
+
+    paced = Pace(share, None, clock, sleep).over()
     for number, duration_s in enumerate(pieces):
-        time.now += duration_s
+        clock.now += duration_s
         paced("load", number + 1, len(pieces))
-    worked_s = sum(pieces)
-    assert worked_s + time.rested == pytest.approx(worked_s / share, rel=1e-6, abs=1e-9)
+    assert sum(pieces) + sum(rests) == pytest.approx(sum(pieces) / share, rel=1e-6, abs=1e-9)

@@ -10,36 +10,19 @@ import pytest
 
 from loader.deltas.batch import DeltaBatch
 from loader.deltas.publisher import AsyncDeltaPublisher, DeltaPublisher
-from loader.errors import (
-    DeltaBaseError,
-    DeltaError,
-    DeltaFormatError,
-    DeltaGapError,
-    RegistryUnavailableError,
-)
-from loader.registry.fleet import (
-    FleetRegistry,
-    NodeRecord,
-    VersionReport,
-    WantedModel,
-    delta_stream,
-)
+from loader.errors import DeltaBaseError, DeltaError, DeltaFormatError, DeltaGapError, RegistryUnavailableError
+from loader.registry.fleet import FleetRegistry, NodeRecord, VersionReport, WantedModel, delta_stream
 from loader.registry.opening import open_registry
 from shardrank_testing.deltas import MODEL, delta_spec, encoded, export_state, register_version
-from shardrank_testing.registries import REGISTRY_KINDS, redis_server, registry_of
+from shardrank_testing.interrupted_registry import InterruptedRegistry
+from shardrank_testing.registries import redis_server
 from shardrank_testing.snapshots import random_tables
+
+pytestmark = pytest.mark.anyio
 
 SPEC = delta_spec(("int8", "fp32"), rows=20_000)
 STREAM = delta_stream(MODEL, 1)
 ONES = np.ones((1, 4), np.float32)
-
-
-@pytest.fixture(params=REGISTRY_KINDS)
-def url(request, tmp_path):
-    folder = tmp_path / "registry"
-    folder.mkdir()
-    with registry_of(request.param, folder) as at:
-        yield at
 
 
 @pytest.fixture(scope="module")
@@ -47,34 +30,11 @@ def snapshot(tmp_path_factory):
     return export_state(tmp_path_factory.mktemp("store"), SPEC, random_tables(SPEC, 0), 1)
 
 
-class LosesAnswers:
-    """A registry whose appends take place, but every other one's answer never arrives."""
-
-    def __init__(self, registry):
-        self._registry = registry
-        self._appends = 0
-
-    def __getattr__(self, name):
-        return getattr(self._registry, name)
-
-    async def append(self, stream, sequence, payload):
-        await self._registry.append(stream, sequence, payload)
-        self._appends += 1
-        if self._appends % 2:
-            raise RegistryUnavailableError("the answer was lost")
-
-
-def with_registry(url, snapshot, scenario):
-    async def run():
-        registry = open_registry(url)
-        try:
-            if snapshot is not None:
-                await register_version(registry, snapshot)
-            return await scenario(registry)
-        finally:
-            await registry.close()
-
-    return asyncio.run(run())
+@pytest.fixture
+async def stream(registry, snapshot):
+    """A registry with version 1 on record."""
+    await register_version(registry, snapshot)
+    return registry
 
 
 async def published(registry) -> list[DeltaBatch]:
@@ -84,120 +44,91 @@ async def published(registry) -> list[DeltaBatch]:
     return batches
 
 
+async def published_rows(registry) -> list[list[int]]:
+    return [batch.rows.tolist() for batch in await published(registry)]
+
+
 async def no_wait(_seconds: float) -> None:
     await asyncio.sleep(0)
 
 
-def test_what_is_published_lies_in_the_stream_in_order(url, snapshot):
-    async def scenario(registry):
-        publisher = AsyncDeltaPublisher(registry, MODEL, 1, clock=lambda: 1234.5)
-        values = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
-        assert await publisher.publish("int8", [9, 2, 5], values) == 1
-        assert await publisher.publish("fp32", [1], np.ones((1, 6), np.float32)) == 2
-        assert await publisher.publish("fp32", [], np.ones((0, 6), np.float32)) == 2
-        first, second = await published(registry)
-        assert (first.table, first.rows.tolist(), second.table, second.rows.tolist()) == (
-            "int8",
-            [2, 5, 9],
-            "fp32",
-            [1],
-        )
-        np.testing.assert_array_equal(first.stored, encoded(SPEC.tables[0], values[[1, 2, 0]]))
-        assert (first.model, first.delta_base, first.base_version, first.published_at) == (MODEL, 1, 1, 1234.5)
-
-    with_registry(url, snapshot, scenario)
+async def test_what_is_published_is_in_the_stream_in_order(stream):
+    publisher = AsyncDeltaPublisher(stream, MODEL, 1, clock=lambda: 1234.5)
+    values = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
+    assert await publisher.publish("int8", [9, 2, 5], values) == 1
+    assert await publisher.publish("fp32", [1], np.ones((1, 6), np.float32)) == 2
+    assert await publisher.publish("fp32", [], np.ones((0, 6), np.float32)) == 2
+    first, second = await published(stream)
+    assert (first.table, first.rows.tolist()) == ("int8", [2, 5, 9])
+    assert (second.table, second.rows.tolist()) == ("fp32", [1])
+    np.testing.assert_array_equal(first.stored, encoded(SPEC.tables[0], values[[1, 2, 0]]))
+    assert (first.model, first.delta_base, first.base_version, first.published_at) == (MODEL, 1, 1, 1234.5)
 
 
-def test_many_rows_are_cut_into_batches_of_8192(url, snapshot):
-    async def scenario(registry):
-        publisher = AsyncDeltaPublisher(registry, MODEL, 1)
-        values = np.random.default_rng(0).normal(size=(20_000, 4)).astype(np.float32)
-        assert await publisher.publish("int8", np.arange(20_000), values) == 3
-        batches = await published(registry)
-        assert [batch.rows.size for batch in batches] == [8192, 8192, 3616]
-        np.testing.assert_array_equal(np.concatenate([one.stored for one in batches]), encoded(SPEC.tables[0], values))
-
-    with_registry(url, snapshot, scenario)
+async def test_many_rows_are_cut_into_batches_of_8192(stream):
+    values = np.random.default_rng(0).normal(size=(20_000, 4)).astype(np.float32)
+    assert await AsyncDeltaPublisher(stream, MODEL, 1).publish("int8", np.arange(20_000), values) == 3
+    batches = await published(stream)
+    assert [batch.rows.size for batch in batches] == [8192, 8192, 3616]
+    np.testing.assert_array_equal(np.concatenate([one.stored for one in batches]), encoded(SPEC.tables[0], values))
 
 
-def test_several_publishers_share_a_stream_and_lose_nothing(url, snapshot):
-    async def scenario(registry):
-        publishers = [AsyncDeltaPublisher(registry, MODEL, 1, sleep=no_wait) for _ in range(4)]
+async def test_several_publishers_share_a_stream_and_lose_nothing(stream):
+    publishers = [AsyncDeltaPublisher(stream, MODEL, 1, sleep=no_wait) for _ in range(4)]
 
-        async def publish(number):
-            return [await publishers[number].publish("int8", [100 * number + one], ONES) for one in range(10)]
+    async def publish(number):
+        return [await publishers[number].publish("int8", [100 * number + row], ONES) for row in range(10)]
 
-        sequences = await asyncio.gather(*(publish(number) for number in range(4)))
-        assert sorted(one for part in sequences for one in part) == list(range(1, 41))
-        assert all(part == sorted(part) for part in sequences)
-        batches = await published(registry)
-        assert sorted(int(batch.rows[0]) for batch in batches) == sorted(
-            100 * n + one for n in range(4) for one in range(10)
-        )
-
-    with_registry(url, snapshot, scenario)
+    sequences = await asyncio.gather(*map(publish, range(4)))
+    assert sorted(np.concatenate(sequences)) == list(range(1, 41))
+    assert all(numbers == sorted(numbers) for numbers in sequences)
+    assert sorted(await published_rows(stream)) == [[100 * n + row] for n in range(4) for row in range(10)]
 
 
-def test_an_append_whose_answer_is_lost_is_there_once(url, snapshot):
-    async def scenario(registry):
-        publisher = AsyncDeltaPublisher(LosesAnswers(registry), MODEL, 1, sleep=no_wait)
-        assert [await publisher.publish("int8", [row], ONES) for row in range(6)] == [1, 2, 3, 4, 5, 6]
-        assert [batch.rows.tolist() for batch in await published(registry)] == [[row] for row in range(6)]
-
-    with_registry(url, snapshot, scenario)
+async def test_an_append_whose_answer_is_lost_is_there_once(stream):
+    publisher = AsyncDeltaPublisher(InterruptedRegistry(stream, answers_to_lose=12), MODEL, 1, sleep=no_wait)
+    assert [await publisher.publish("int8", [row], ONES) for row in range(6)] == [1, 2, 3, 4, 5, 6]
+    assert await published_rows(stream) == [[row] for row in range(6)]
 
 
-def test_a_publisher_goes_on_where_the_last_one_stopped(url, snapshot):
-    async def scenario(registry):
-        for expected in (1, 2, 3):
-            assert await AsyncDeltaPublisher(registry, MODEL, 1).publish("int8", [expected], ONES) == expected
-
-    with_registry(url, snapshot, scenario)
-
-
-def test_deltas_that_a_registry_lost_are_not_numbered_again_by_a_publisher_that_does_not_know_them(url, snapshot):
-    async def scenario(registry):
-        await AsyncDeltaPublisher(registry, MODEL, 1).publish("int8", [7], ONES)
-        report = VersionReport(model=MODEL, version=1, state="ready", delta_sequence=3)
-        node = NodeRecord(node_id="n", kind="shard", process_id=1, address="unix:x", versions=(report,))
-        await FleetRegistry(registry).announce_node(node, 60)
-        with pytest.raises(DeltaGapError, match=f"{STREAM} ends with 1, but deltas up to 3 were published"):
-            await AsyncDeltaPublisher(registry, MODEL, 1).publish("int8", [7], ONES)
-
-    with_registry(url, snapshot, scenario)
+async def test_a_publisher_goes_on_where_the_last_one_stopped(stream):
+    """But not where the registry lost deltas that nodes have applied."""
+    for expected in (1, 2, 3):
+        assert await AsyncDeltaPublisher(stream, MODEL, 1).publish("int8", [expected], ONES) == expected
+    report = VersionReport(model=MODEL, version=1, state="ready", delta_sequence=5)
+    node = NodeRecord(node_id="n", kind="shard", process_id=1, address="unix:x", versions=(report,))
+    await FleetRegistry(stream).announce_node(node, 60)
+    with pytest.raises(DeltaGapError, match=f"{STREAM} ends with 3, but deltas up to 5 were published"):
+        await AsyncDeltaPublisher(stream, MODEL, 1).publish("int8", [7], ONES)
 
 
-def test_a_publisher_gives_back_what_a_redis_lost(tmp_path, snapshot, caplog):
+async def test_a_publisher_restores_what_a_redis_lost(tmp_path, snapshot, caplog):
     with redis_server(tmp_path) as server:
-
-        async def scenario(registry):
-            publisher = AsyncDeltaPublisher(registry, MODEL, 1)
-            for row in range(3):
-                await publisher.publish("int8", [row], ONES)
-            server.flush()
-            with caplog.at_level(logging.WARNING):
-                assert await publisher.publish("int8", [3], ONES) == 4
-            assert "the registry lost deltas 1 to 3; given back" in caplog.text
-            assert [batch.rows.tolist() for batch in await published(registry)] == [[0], [1], [2], [3]]
-
-        with_registry(server.url, snapshot, scenario)
-
-
-def test_a_full_stream_drops_what_no_held_version_needs_and_nothing_else(url, snapshot, tmp_path):
-    async def scenario(registry):
-        fleet = FleetRegistry(registry)
-        await fleet.put_wanted(WantedModel(model=MODEL, epoch=1, live=1, hold=(1,)), None)
-        publisher = AsyncDeltaPublisher(registry, MODEL, 1, max_stream_entries=4)
-        for row in range(4):
+        registry = open_registry(server.url)
+        await register_version(registry, snapshot)
+        publisher = AsyncDeltaPublisher(registry, MODEL, 1)
+        for row in range(3):
             await publisher.publish("int8", [row], ONES)
-        with pytest.raises(DeltaError, match=r"holds 4 deltas, max_stream_entries is 4, .* needs all from 1 on"):
-            await publisher.publish("int8", [4], ONES)
-        await register_version(registry, export_state(tmp_path, SPEC, random_tables(SPEC, 0), 2, 3, 1))
-        await fleet.update_wanted(MODEL, lambda now: now.model_copy(update={"live": 2, "hold": (2,)}))
-        assert await publisher.publish("int8", [5], ONES) == 5
-        assert [one.sequence for one in await published(registry)] == [2, 3, 4, 5]
+        server.flush()
+        with caplog.at_level(logging.WARNING):
+            assert await publisher.publish("int8", [3], ONES) == 4
+        assert "the registry lost deltas 1 to 3; given back" in caplog.text
+        assert await published_rows(registry) == [[0], [1], [2], [3]]
+        await registry.close()
 
-    with_registry(url, snapshot, scenario)
+
+async def test_a_full_stream_drops_only_what_no_held_version_needs(stream, tmp_path):
+    fleet = FleetRegistry(stream)
+    await fleet.put_wanted(WantedModel(model=MODEL, epoch=1, live=1, hold=(1,)), None)
+    publisher = AsyncDeltaPublisher(stream, MODEL, 1, max_stream_entries=4)
+    for row in range(4):
+        await publisher.publish("int8", [row], ONES)
+    with pytest.raises(DeltaError, match=r"holds 4 deltas, max_stream_entries is 4, .* needs all from 1 on"):
+        await publisher.publish("int8", [4], ONES)
+    await register_version(stream, export_state(tmp_path, SPEC, random_tables(SPEC, 0), 2, 3, 1))
+    await fleet.update_wanted(MODEL, lambda now: now.model_copy(update={"live": 2, "hold": (2,)}))
+    assert await publisher.publish("int8", [5], ONES) == 5
+    assert [batch.sequence for batch in await published(stream)] == [2, 3, 4, 5]
 
 
 @pytest.mark.parametrize(
@@ -209,25 +140,18 @@ def test_a_full_stream_drops_what_no_held_version_needs_and_nothing_else(url, sn
         ("int8", [3], np.full((1, 4), np.nan, np.float32), "row 3 holds NaN"),
     ],
 )
-def test_what_can_not_be_a_delta_is_refused_before_anything_is_published(
-    tmp_path, snapshot, table, rows, values, message
-):
-    async def scenario(registry):
-        with pytest.raises(DeltaFormatError, match=message):
-            await AsyncDeltaPublisher(registry, MODEL, 1).publish(table, rows, values)
-        assert await published(registry) == []
-
-    with_registry(tmp_path, snapshot, scenario)
+async def test_what_can_not_be_a_delta_is_refused(directory, snapshot, table, rows, values, message):
+    await register_version(directory, snapshot)
+    with pytest.raises(DeltaFormatError, match=message):
+        await AsyncDeltaPublisher(directory, MODEL, 1).publish(table, rows, values)
+    assert await published(directory) == []
 
 
-def test_a_version_that_is_not_published_has_no_publisher(tmp_path):
-    async def scenario(registry):
-        with pytest.raises(DeltaBaseError, match=f"version 1 of model '{MODEL}' is not published"):
-            await AsyncDeltaPublisher(registry, MODEL, 1).open()
-
-    with_registry(tmp_path, None, scenario)
+async def test_a_version_that_is_not_published_has_no_publisher(directory):
+    with pytest.raises(DeltaBaseError, match=f"version 1 of model '{MODEL}' is not published"):
+        await AsyncDeltaPublisher(directory, MODEL, 1).open()
 
 
-def test_a_registry_that_never_answers_ends_in_an_error_that_says_so(tmp_path):
+def test_a_registry_that_never_answers_is_unavailable(tmp_path):
     with pytest.raises(RegistryUnavailableError):
         DeltaPublisher(f"unix://{tmp_path}/nobody.sock", MODEL, 1, retry_s=0.1)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import numpy as np
 import pytest
 import torch
@@ -12,21 +10,14 @@ from loader.deltas.dense import KEPT_STEPS, read_step, steps_folder
 from loader.deltas.publisher import AsyncDeltaPublisher, DeltaPublisher
 from loader.errors import DeltaFormatError, RegistryConflictError, SnapshotError
 from loader.registry.fleet import FleetRegistry
-from loader.registry.opening import open_registry
 from loader.snapshot.store import Store
 from shardrank_testing.deltas import MODEL, delta_spec, export_state, register_version
-from shardrank_testing.registries import REGISTRY_KINDS, registry_of
+from shardrank_testing.registries import with_open
 from shardrank_testing.snapshots import random_tables
 
+pytestmark = pytest.mark.anyio
+
 SPEC = delta_spec(("fp32",))
-
-
-@pytest.fixture(params=REGISTRY_KINDS)
-def url(request, tmp_path):
-    folder = tmp_path / "registry"
-    folder.mkdir()
-    with registry_of(request.param, folder) as at:
-        yield at
 
 
 @pytest.fixture
@@ -39,97 +30,78 @@ def store(snapshot):
     return snapshot.path.parent.parent
 
 
+@pytest.fixture
+async def publisher(registry, snapshot, store):
+    """Of version 1, which is on record."""
+    await register_version(registry, snapshot)
+    return AsyncDeltaPublisher(registry, MODEL, 1, store, clock=lambda: 12.5)
+
+
+@pytest.fixture
+def fleet(registry):
+    return FleetRegistry(registry)
+
+
 def weights(snapshot, value: float) -> dict[str, torch.Tensor]:
     return {name: torch.full_like(tensor, value) for name, tensor in snapshot.dense_tensors().items()}
 
 
-def with_fleet(url, snapshot, scenario):
-    async def run():
-        registry = open_registry(url)
-        try:
-            await register_version(registry, snapshot)
-            return await scenario(FleetRegistry(registry))
-        finally:
-            await registry.close()
-
-    return asyncio.run(run())
-
-
-def test_a_step_is_on_record_with_the_last_delta_and_read_as_it_was_published(url, snapshot, store):
-    async def scenario(fleet):
-        publisher = AsyncDeltaPublisher(fleet.registry, MODEL, 1, store, clock=lambda: 12.5)
-        assert await fleet.dense_step(MODEL, 1) is None
-        assert await publisher.publish_dense(10, weights(snapshot, 0.5)) == 0
-        await publisher.publish("fp32", [3], np.ones((1, 4), np.float32))
-        given = {name: tensor.double().numpy() for name, tensor in weights(snapshot, 0.25).items()}
-        assert await publisher.publish_dense(20, given, max_drift=0.1) == 1
-        record = await fleet.dense_step(MODEL, 1)
-        assert (record.step, record.sequence, record.max_drift, record.published_at) == (20, 1, 0.1, 12.5)
-        found = read_step(Store(store), record)
-        assert found.keys() == given.keys()
-        assert all(torch.equal(found[name], torch.from_numpy(given[name]).float()) for name in given)
-
-    with_fleet(url, snapshot, scenario)
+async def test_a_step_is_read_as_it_was_published(publisher, fleet, snapshot, store):
+    assert await fleet.dense_step(MODEL, 1) is None
+    assert await publisher.publish_dense(10, weights(snapshot, 0.5)) == 0
+    await publisher.publish("fp32", [3], np.ones((1, 4), np.float32))
+    given = {name: tensor.double().numpy() for name, tensor in weights(snapshot, 0.25).items()}
+    assert await publisher.publish_dense(20, given, max_drift=0.1) == 1
+    record = await fleet.dense_step(MODEL, 1)
+    assert (record.step, record.sequence, record.max_drift, record.published_at) == (20, 1, 0.1, 12.5)
+    found = read_step(Store(store), record)
+    assert found.keys() == given.keys()
+    assert all(torch.equal(found[name], torch.from_numpy(given[name]).float()) for name in given)
 
 
-def test_the_same_weights_again_change_nothing_and_others_or_earlier_steps_are_refused(url, snapshot, store):
-    async def scenario(fleet):
-        publisher = AsyncDeltaPublisher(fleet.registry, MODEL, 1, store)
-        await publisher.publish_dense(7, weights(snapshot, 0.5))
-        before = await fleet.dense_step(MODEL, 1)
-        assert await publisher.publish_dense(7, weights(snapshot, 0.5)) == 0
-        with pytest.raises(RegistryConflictError, match="dense step 7 is published with other weights"):
-            await publisher.publish_dense(7, weights(snapshot, 0.75))
-        with pytest.raises(RegistryConflictError, match="dense step 7 is published; 6 must be higher"):
-            await publisher.publish_dense(6, weights(snapshot, 0.5))
-        assert await fleet.dense_step(MODEL, 1) == before
-        read_step(Store(store), before)
-
-    with_fleet(url, snapshot, scenario)
+async def test_a_published_step_is_immutable_and_steps_only_rise(publisher, fleet, snapshot, store):
+    await publisher.publish_dense(7, weights(snapshot, 0.5))
+    before = await fleet.dense_step(MODEL, 1)
+    assert await publisher.publish_dense(7, weights(snapshot, 0.5)) == 0
+    with pytest.raises(RegistryConflictError, match="dense step 7 is published with other weights"):
+        await publisher.publish_dense(7, weights(snapshot, 0.75))
+    with pytest.raises(RegistryConflictError, match="dense step 7 is published; 6 must be higher"):
+        await publisher.publish_dense(6, weights(snapshot, 0.5))
+    assert await fleet.dense_step(MODEL, 1) == before
+    read_step(Store(store), before)
 
 
-def broken(name: str):
-    def change(tensors):
-        first = next(iter(tensors))
-        if name == "missing":
-            del tensors[first]
-        elif name == "unknown":
-            tensors["more"] = torch.zeros(1)
-        elif name == "shape":
-            tensors[first] = tensors[first][:-1]
-        elif name == "dtype":
-            tensors[first] = tensors[first].long()
-        else:
-            tensors[first].view(-1)[-1] = float(name)
-        return tensors
+def with_last(value: float):
+    def change(tensor):
+        tensor.view(-1)[-1] = value
+        return tensor
 
     return change
 
 
 @pytest.mark.parametrize(
-    ("how", "problem"),
+    ("change", "problem"),
     [
-        ("missing", r"missing tensors: \["),
-        ("unknown", r"unknown tensors: \['more'\]; it has"),
-        ("shape", r"has shape \[.*\], not \["),
-        ("dtype", "is torch.int64, the version has torch.float32"),
-        ("nan", "holds NaN or inf"),
-        ("-inf", "holds NaN or inf"),
-        ("1e39", "holds NaN or inf"),
+        (lambda _: None, r"missing tensors: \["),
+        (lambda tensor: tensor[:-1], r"has shape \[.*\], not \["),
+        (lambda tensor: tensor.long(), "is torch.int64, the version has torch.float32"),
+        (with_last(float("nan")), "holds NaN or inf"),
+        (with_last(float("-inf")), "holds NaN or inf"),
+        (with_last(1e39), "holds NaN or inf"),
     ],
 )
-def test_weights_that_are_not_the_versions_are_refused_by_name_and_nothing_is_published(
-    url, snapshot, store, how, problem
-):
-    async def scenario(fleet):
-        publisher = AsyncDeltaPublisher(fleet.registry, MODEL, 1, store)
-        tensors = {name: tensor.double() for name, tensor in weights(snapshot, 0.5).items()}
-        with pytest.raises(DeltaFormatError, match=problem):
-            await publisher.publish_dense(1, broken(how)(tensors))
-        assert await fleet.dense_step(MODEL, 1) is None
-        assert not (store / steps_folder(MODEL, 1)).exists()
-
-    with_fleet(url, snapshot, scenario)
+async def test_weights_that_are_not_the_versions_are_refused(publisher, fleet, snapshot, store, change, problem):
+    tensors = {name: tensor.double() for name, tensor in weights(snapshot, 0.5).items()}
+    first = next(iter(tensors))
+    changed = {
+        name: tensor for name, tensor in {**tensors, first: change(tensors[first])}.items() if tensor is not None
+    }
+    with pytest.raises(DeltaFormatError, match=problem):
+        await publisher.publish_dense(1, changed)
+    with pytest.raises(DeltaFormatError, match=r"unknown tensors: \['more'\]; it has"):
+        await publisher.publish_dense(1, {**tensors, "more": torch.zeros(1)})
+    assert await fleet.dense_step(MODEL, 1) is None
+    assert not (store / steps_folder(MODEL, 1)).exists()
 
 
 @pytest.mark.parametrize(
@@ -142,31 +114,23 @@ def test_weights_that_are_not_the_versions_are_refused_by_name_and_nothing_is_pu
         (1, {"max_drift": float("nan")}, "max_drift nan is not above 0"),
     ],
 )
-def test_numbers_that_can_not_be_are_refused(url, snapshot, store, step, options, problem):
-    with _opened(url, snapshot, store) as publisher, pytest.raises(DeltaFormatError, match=problem):
+def test_numbers_out_of_range_are_refused(url, snapshot, store, step, options, problem):
+    with_open(url, lambda registry: register_version(registry, snapshot))
+    with DeltaPublisher(url, MODEL, 1, store) as publisher, pytest.raises(DeltaFormatError, match=problem):
         publisher.publish_dense(step, weights(snapshot, 0.5), **options)
 
 
-def _opened(url, snapshot, store) -> DeltaPublisher:
-    with_fleet(url, snapshot, lambda fleet: asyncio.sleep(0))
-    return DeltaPublisher(url, MODEL, 1, store)
-
-
-def test_only_the_last_files_stay_and_a_damaged_one_is_refused(url, snapshot, store):
-    async def scenario(fleet):
-        publisher = AsyncDeltaPublisher(fleet.registry, MODEL, 1, store)
-        for step in range(1, KEPT_STEPS + 4):
-            await publisher.publish_dense(step, weights(snapshot, step / 100))
-        files = sorted((store / steps_folder(MODEL, 1)).iterdir())
-        assert [int(file.name.split("-")[0]) for file in files] == list(range(4, KEPT_STEPS + 4))
-        record = await fleet.dense_step(MODEL, 1)
-        content = bytearray(files[-1].read_bytes())
-        content[-1] ^= 1
-        files[-1].write_bytes(content)
-        with pytest.raises(DeltaFormatError, match=r"bytes of SHA-256 .*; published were"):
-            read_step(Store(store), record)
-        files[-1].unlink()
-        with pytest.raises(SnapshotError, match="missing"):
-            read_step(Store(store), record)
-
-    with_fleet(url, snapshot, scenario)
+async def test_only_the_last_files_stay_and_a_damaged_one_is_refused(publisher, fleet, snapshot, store):
+    for step in range(1, KEPT_STEPS + 4):
+        await publisher.publish_dense(step, weights(snapshot, step / 100))
+    files = sorted((store / steps_folder(MODEL, 1)).iterdir())
+    assert [int(file.name.split("-")[0]) for file in files] == list(range(4, KEPT_STEPS + 4))
+    record = await fleet.dense_step(MODEL, 1)
+    content = bytearray(files[-1].read_bytes())
+    content[-1] ^= 1
+    files[-1].write_bytes(content)
+    with pytest.raises(DeltaFormatError, match=r"bytes of SHA-256 .*; published were"):
+        read_step(Store(store), record)
+    files[-1].unlink()
+    with pytest.raises(SnapshotError, match="missing"):
+        read_step(Store(store), record)

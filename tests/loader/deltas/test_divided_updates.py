@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 
 import numpy as np
@@ -11,11 +10,9 @@ import pytest
 from loader.deltas.batch import DeltaBatch
 from loader.deltas.publisher import AsyncDeltaPublisher, DeltaPublisher
 from loader.errors import DeltaBaseError, DeltaFormatError
-from loader.registry.directory import DirectoryRegistry
 from loader.registry.fleet import FleetRegistry, delta_stream
 from loader.snapshot.per_row import read_access_counts
-from loader.snapshot.publishing import publish, register
-from loader.snapshot.reader import Snapshot
+from loader.snapshot.publishing import publish
 from loader.snapshot.tensor_files import load_numpy
 from shardrank_testing.deltas import (
     MODEL,
@@ -26,9 +23,11 @@ from shardrank_testing.deltas import (
     export_state,
     register_version,
 )
+from shardrank_testing.registries import with_open
 from shardrank_testing.snapshots import random_rows, random_tables
 
-STREAM = delta_stream(MODEL, 1)
+pytestmark = pytest.mark.anyio
+
 STATE, COUNTS = divided_state(0)
 
 
@@ -42,47 +41,36 @@ def store(snapshot):
     return snapshot.path.parent.parent
 
 
-def on(folder, work):
-    async def run():
-        registry = DirectoryRegistry(folder / "registry")
-        try:
-            return await work(registry)
-        finally:
-            await registry.close()
-
-    return asyncio.run(run())
+@pytest.fixture
+async def publisher(directory, snapshot, store):
+    await register_version(directory, snapshot)
+    return AsyncDeltaPublisher(directory, MODEL, 1, store)
 
 
 async def published(registry) -> list[DeltaBatch]:
-    return [DeltaBatch.decode(entry.payload) for entry in await registry.read(STREAM, 0)]
+    return [DeltaBatch.decode(entry.payload) for entry in await registry.read(delta_stream(MODEL, 1), 0)]
 
 
-def test_rows_of_a_table_are_published_as_rows_of_its_parts_in_order(tmp_path, snapshot, store):
+async def test_rows_of_a_table_are_published_as_rows_of_its_parts(directory, publisher, snapshot):
     rng = np.random.default_rng(1)
     rows = rng.permutation(600)[:200]
     values = random_rows(rng, 200, 8)
+    by_row = dict(zip(rows, values, strict=True))
     classes = snapshot.row_classes("item").classes()
     tables = {table.name: table for table in snapshot.spec.tables}
-
-    async def scenario(registry):
-        await register_version(registry, snapshot)
-        publisher = AsyncDeltaPublisher(registry, MODEL, 1, store)
-        # The first of a row that is there twice does not count, whichever part it is in.
-        assert await publisher.publish("item", [*rows[:50], *rows], np.vstack([values[:50] + 1, values])) == 2
-        batches = await published(registry)
-        assert [batch.table for batch in batches] == ["item.b0", "item.b1"]
-        for number, batch in enumerate(batches):
-            of_part = np.sort(rows[classes[rows] == number])
-            np.testing.assert_array_equal(batch.rows, [np.count_nonzero(classes[:row] == number) for row in of_part])
-            by_row = {row: values[place] for place, row in enumerate(rows)}
-            expected = encoded(tables[batch.table], np.stack([by_row[row] for row in of_part]))
-            np.testing.assert_array_equal(batch.stored, expected)
-        (pruned,) = publisher.pruned_updates.items()
-        assert pruned[0] == "item"
-        np.testing.assert_array_equal(pruned[1].rows, np.sort(rows[classes[rows] == 2]))
-        assert pruned[1].count == np.count_nonzero(classes[rows] == 2) > 0
-
-    on(tmp_path, scenario)
+    # The first of a row that is there twice does not count, whichever part it is in.
+    assert await publisher.publish("item", [*rows[:50], *rows], np.vstack([values[:50] + 1, values])) == 2
+    batches = await published(directory)
+    assert [batch.table for batch in batches] == ["item.b0", "item.b1"]
+    for number, batch in enumerate(batches):
+        of_part = np.sort(rows[classes[rows] == number])
+        np.testing.assert_array_equal(batch.rows, [np.count_nonzero(classes[:row] == number) for row in of_part])
+        expected = encoded(tables[batch.table], np.stack([by_row[row] for row in of_part]))
+        np.testing.assert_array_equal(batch.stored, expected)
+    ((table, pruned),) = publisher.pruned_updates.items()
+    assert table == "item"
+    np.testing.assert_array_equal(pruned.rows, np.sort(rows[classes[rows] == 2]))
+    assert pruned.count == np.count_nonzero(classes[rows] == 2) > 0
 
 
 @pytest.mark.parametrize(
@@ -99,52 +87,35 @@ def test_rows_of_a_table_are_published_as_rows_of_its_parts_in_order(tmp_path, s
         ("mixed.b2", [0], 4, r"has no table 'mixed.b2'; tables: \['composed', 'composed.q', .*'item', 'item.b0', "),
     ],
 )
-def test_what_no_part_takes_is_refused_by_name_with_nothing_published(
-    tmp_path, snapshot, store, table, rows, columns, message
-):
-    async def scenario(registry):
-        await register_version(registry, snapshot)
-        publisher = AsyncDeltaPublisher(registry, MODEL, 1, store)
-        with pytest.raises(DeltaFormatError, match=message):
-            await publisher.publish(table, rows, np.ones((1, columns), np.float32))
-        assert await published(registry) == []
-        assert not publisher.pruned_updates
-
-    on(tmp_path, scenario)
+async def test_what_no_part_takes_is_refused_by_name(directory, publisher, table, rows, columns, message):
+    with pytest.raises(DeltaFormatError, match=message):
+        await publisher.publish(table, rows, np.ones((1, columns), np.float32))
+    assert await published(directory) == []
+    assert not publisher.pruned_updates
 
 
-def test_values_that_one_part_can_not_hold_keep_back_the_other_parts_too(tmp_path, snapshot, store):
+async def test_values_that_one_part_can_not_hold_keep_back_all_parts(directory, publisher, snapshot):
     classes = snapshot.row_classes("item").classes()
     hot, cold = int(np.flatnonzero(classes == 0)[3]), int(np.flatnonzero(classes == 1)[5])
     values = np.ones((2, 8), np.float32)
-    values[0] = 1e6
-
-    async def scenario(registry):
-        await register_version(registry, snapshot)
-        publisher = AsyncDeltaPublisher(registry, MODEL, 1, store)
-        with pytest.raises(
-            DeltaFormatError, match=f"'item', part 'item.b0': row {hot} has values that fp16 can't hold"
-        ):
+    for value, message in (
+        (1e6, f"'item', part 'item.b0': row {hot} has values that fp16 can't hold"),
+        (np.nan, f"table 'item': row {hot} holds NaN"),
+    ):
+        values[0, 0] = value
+        with pytest.raises(DeltaFormatError, match=message):
             await publisher.publish("item", [hot, cold], values)
-        values[0, 0] = np.nan
-        with pytest.raises(DeltaFormatError, match=f"table 'item': row {hot} holds NaN"):
-            await publisher.publish("item", [hot, cold], values)
-        assert await published(registry) == []
-
-    on(tmp_path, scenario)
+    assert await published(directory) == []
 
 
-def test_updates_of_pruned_rows_are_counted_named_once_and_written_for_the_next_export(
-    tmp_path, snapshot, store, caplog
-):
+def test_updates_of_pruned_rows_are_counted_for_the_next_export(tmp_path, snapshot, store, caplog):
     pruned = np.flatnonzero(snapshot.row_classes("item").classes() == 2)
-    on(tmp_path, lambda registry: register_version(registry, snapshot))
+    with_open(str(tmp_path / "registry"), lambda registry: register_version(registry, snapshot))
     with DeltaPublisher(tmp_path / "registry", MODEL, 1, store) as publisher, caplog.at_level(logging.WARNING):
         assert publisher.write_pruned(tmp_path / "none.safetensors") == 0
         for rows in (pruned[:12], pruned[10:11], pruned[10:20]):
             assert publisher.publish("item", rows, np.ones((rows.size, 8), np.float32)) == 0
-    told = [record.message for record in caplog.records if "is pruned of rows" in record.message]
-    assert told == [
+    assert [record.message for record in caplog.records if "is pruned of rows" in record.message] == [
         f"table 'item' of '{MODEL}' is pruned of rows {pruned[:8].tolist()} and 4 more: updates of such rows are not "
         "written, but counted"
     ]
@@ -154,38 +125,35 @@ def test_updates_of_pruned_rows_are_counted_named_once_and_written_for_the_next_
     assert found.count == 23
     assert publisher.write_pruned(tmp_path / "kept.safetensors") == 20
     assert not (tmp_path / "none.safetensors").exists()
-    (written,) = read_access_counts(tmp_path / "kept.safetensors", snapshot.spec).items()
+    ((table, counts),) = read_access_counts(tmp_path / "kept.safetensors", snapshot.spec).items()
     expected = np.zeros(600, np.uint32)
     expected[found.rows] = found.counts
-    assert written[0] == "item"
-    np.testing.assert_array_equal(written[1], expected)
+    assert table == "item"
+    np.testing.assert_array_equal(counts, expected)
     assert load_numpy(tmp_path / "kept.safetensors")["item/num_embeddings"] == 600
 
 
-def test_a_version_that_is_divided_otherwise_must_begin_a_stream(tmp_path):
-    export_divided(tmp_path / "store", STATE, COUNTS, 1)
+async def test_a_version_that_is_divided_otherwise_begins_a_stream(directory, tmp_path):
+    fleet = FleetRegistry(directory)
+    await register_version(directory, export_divided(tmp_path / "store", STATE, COUNTS, 1))
     counts = COUNTS | {"film": np.roll(COUNTS["film"], 1)}
-
-    async def scenario(registry):
-        fleet = FleetRegistry(registry)
-        await register(fleet, Snapshot.open(tmp_path / "store" / MODEL / "1"), clock=lambda: 1.0)
-        other = export_divided(tmp_path / "training", STATE, counts, 2, 0, 1)
-        with pytest.raises(DeltaBaseError, match=r"rows of tables \['film'\] lie elsewhere than in version 1 of that"):
-            await publish(fleet, other.path, tmp_path / "store", clock=lambda: 1.0)
-        assert await fleet.version(MODEL, 2) is None
-        assert not (tmp_path / "store" / MODEL / "2").exists()
-        # A table that is not divided any more has its rows elsewhere, too: nobody else would notice.
-        plain = export_state(tmp_path / "training", *whole_tables(), 3, 0, 1)
-        with pytest.raises(
-            DeltaBaseError, match=r"version 3 .*tables \['composed', 'film', 'item', 'mixed', 'narrow'\]"
-        ):
-            await publish(fleet, plain.path, tmp_path / "store", clock=lambda: 1.0)
-        own = export_divided(tmp_path / "training", STATE, counts, 4)
-        assert (await publish(fleet, own.path, tmp_path / "store", clock=lambda: 1.0)).record.delta_base == 4
-
-    on(tmp_path, scenario)
-
-
-def whole_tables():
     spec = delta_spec(("int8",))
-    return spec, random_tables(spec, 0)
+    # A table that is not divided any more has its rows elsewhere, too: nobody else would notice.
+    for version, other, message in (
+        (
+            2,
+            export_divided(tmp_path, STATE, counts, 2, 0, 1),
+            r"rows of tables \['film'\] lie elsewhere than in version 1",
+        ),
+        (
+            3,
+            export_state(tmp_path, spec, random_tables(spec, 0), 3, 0, 1),
+            r"version 3 .*tables \['composed', 'film', 'item', 'mixed', 'narrow'\]",
+        ),
+    ):
+        with pytest.raises(DeltaBaseError, match=message):
+            await publish(fleet, other.path, tmp_path / "store", clock=lambda: 1.0)
+        assert await fleet.version(MODEL, version) is None
+        assert not (tmp_path / "store" / MODEL / str(version)).exists()
+    new = export_divided(tmp_path, STATE, counts, 4)
+    assert (await publish(fleet, new.path, tmp_path / "store", clock=lambda: 1.0)).record.delta_base == 4

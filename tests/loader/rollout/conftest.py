@@ -1,9 +1,7 @@
-"""A played fleet in a real registry."""
-
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
@@ -12,18 +10,9 @@ from shardrank_testing.rollout_fleet import Clock, PlayedFleet
 
 
 @pytest.fixture
-def play(tmp_path) -> Callable[[Callable[[PlayedFleet], Awaitable[None]]], None]:
-    """Runs a scenario with a fleet in a directory registry of its own, whose clock the fleet moves."""
-
-    def run(scenario: Callable[[PlayedFleet], Awaitable[None]]) -> None:
-        async def program() -> None:
-            clock = Clock()
-            registry = DirectoryRegistry(tmp_path / "registry", clock=clock)
-            try:
-                await scenario(PlayedFleet(registry, clock))
-            finally:
-                await registry.close()
-
-        asyncio.run(program())
-
-    return run
+async def fleet(tmp_path: Path) -> AsyncIterator[PlayedFleet]:
+    """A played fleet, without nodes yet, in a directory registry whose clock it moves."""
+    clock = Clock()
+    registry = DirectoryRegistry(tmp_path / "registry", clock=clock)
+    yield PlayedFleet(registry, clock)
+    await registry.close()

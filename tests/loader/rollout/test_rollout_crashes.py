@@ -4,256 +4,354 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
 import shutil
+import tempfile
+from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from loader.errors import RegistryUnavailableError, RolloutError
+from loader.registry.directory import DirectoryRegistry
 from loader.registry.fleet import WANTED, rollout_key, wanted_key
 from loader.registry.opening import open_registry
-from loader.rollout.requests import abort_rollout, start_rollout
 from shardrank_testing.interrupted_registry import InterruptedRegistry, KilledError
 from shardrank_testing.registries import redis_server
 from shardrank_testing.rollout_fleet import MODEL, NEW, OLD, Clock, PlayedFleet
 
-
-async def begin(fleet, version=NEW, **asked):
-    return await start_rollout(
-        fleet.fleet, MODEL, version, clock=fleet.clock, rollout_id=secrets.token_hex(16), **asked
-    )
-
-
-async def ended_in(fleet, state, version, rounds_after=0):
-    rollout = await fleet.until_ended()
-    for _ in range(rounds_after):
-        await fleet.round()
-    assert rollout.state == state, (rollout.reason, [event.text for event in rollout.events])
-    fleet.assert_all_in(version, wanted=await fleet.fleet.wanted_model(MODEL))
-    return rollout
+pytestmark = pytest.mark.anyio
 
 
 @pytest.mark.parametrize("strategy", ["beside", "by-replica"])
 @pytest.mark.parametrize("when", ["kill_before", "kill_after"])
-def test_a_coordinator_killed_around_each_of_its_writes_is_followed_by_another(play, strategy, when):
-    async def scenario(fleet):
-        await fleet.begin(1, 2, 1)
-        await begin(fleet, strategy=strategy, canary_share=0.1, bake_s=1.0)
-        killed = 0
-        for _ in range(400):
-            registry = InterruptedRegistry(fleet.registry)
-            setattr(registry, when, 1)
-            fleet.coordinator = fleet.new_coordinator(registry)
-            try:
-                # It has seen the nodes for long enough, and then dies in its first write.
-                for _ in range(8):
-                    await fleet.round()
-            except KilledError:
-                killed += 1
-            if not (await fleet.rollout()).active:
-                break
-            if when == "kill_before":
-                fleet.coordinator = fleet.new_coordinator()
-                revision = (await fleet.fleet.raw(rollout_key(MODEL))).revision
-                wanted = (await fleet.fleet.raw(wanted_key(MODEL))).revision
-                for _ in range(30):
-                    await fleet.round()
-                    now = (await fleet.fleet.raw(rollout_key(MODEL))).revision
-                    if now != revision or (await fleet.fleet.raw(wanted_key(MODEL))).revision != wanted:
-                        break
-        assert killed >= 12
-        await ended_in(fleet, "done", NEW)
+async def test_a_coordinator_killed_at_any_write_is_replaced(fleet, strategy, when):
+    async def revisions():
+        return [(await fleet.fleet.raw(key)).revision for key in (rollout_key(MODEL), wanted_key(MODEL))]
 
-    play(scenario)
+    await fleet.begin(1, 2, 1)
+    await fleet.start(strategy=strategy, canary_share=0.1, bake_s=1.0)
+    killed = 0
+    while (await fleet.rollout()).active:
+        registry = InterruptedRegistry(fleet.registry)
+        setattr(registry, when, 1)
+        fleet.coordinator = fleet.new_coordinator(registry)
+        try:
+            # It has seen the nodes for long enough, and then dies in its first write.
+            await fleet.round(times=8)
+        except KilledError:
+            killed += 1
+        if when == "kill_before":
+            fleet.coordinator = fleet.new_coordinator()
+            before = await revisions()
+            for _ in range(30):
+                await fleet.round()
+                if await revisions() != before:
+                    break
+    assert killed >= 12
+    await fleet.ends("done", NEW)
 
 
-def test_a_coordinator_that_slept_through_an_abort_can_not_write_its_step_any_more(play):
-    async def scenario(fleet):
-        await fleet.begin(1, 1, 1)
-        await begin(fleet)
-        link = InterruptedRegistry(fleet.registry)
-        sleeper = fleet.new_coordinator(link)
-        link.hold_next = WANTED
-        for _ in range(3):
-            fleet.clock.now += 0.3
-            await fleet.react()
-            tick = asyncio.create_task(sleeper.tick())
-            await asyncio.wait([tick, asyncio.create_task(link.held.wait())], return_when="FIRST_COMPLETED")
-            if link.held.is_set():
-                break
-        assert not tick.done()
-        await abort_rollout(fleet.fleet, MODEL, "changed my mind", clock=fleet.clock)
-        await ended_in(fleet, "aborted", OLD)
-        before = await fleet.fleet.wanted_model(MODEL)
-        link.go_on.set()
-        await tick
-        assert await fleet.fleet.wanted_model(MODEL) == before
-        for _ in range(5):
-            await sleeper.tick()
-            await fleet.round()
-        fleet.assert_all_in(OLD, wanted=await fleet.fleet.wanted_model(MODEL))
-
-    play(scenario)
-
-
-def test_a_step_that_an_old_coordinator_wrote_after_an_abort_is_taken_back(play):
-    async def scenario(fleet):
-        await fleet.begin(1, 1, 1)
-        await begin(fleet)
-        link = InterruptedRegistry(fleet.registry)
-        sleeper = fleet.new_coordinator(link)
-        link.hold_next = WANTED
+async def sleeps_at_its_step(fleet):
+    """A coordinator that hangs in the write of what its step wants, and the link that holds it up."""
+    link = InterruptedRegistry(fleet.registry)
+    sleeper = fleet.new_coordinator(link)
+    link.hold_next = WANTED
+    for _ in range(3):
+        fleet.clock.now += 0.3
+        await fleet.react()
         tick = asyncio.create_task(sleeper.tick())
-        await link.held.wait()
-        await abort_rollout(fleet.fleet, MODEL, "changed my mind", clock=fleet.clock)
-        link.go_on.set()
-        await tick
-        assert NEW in (await fleet.fleet.wanted_model(MODEL)).hold
-        await ended_in(fleet, "aborted", OLD)
-
-    play(scenario)
+        await asyncio.wait([tick, asyncio.create_task(link.held.wait())], return_when="FIRST_COMPLETED")
+        if link.held.is_set():
+            break
+    assert not tick.done()
+    return sleeper, link, tick
 
 
-def test_two_coordinators_that_both_believe_to_lead_do_no_harm(play):
-    async def scenario(fleet):
-        await fleet.begin(2, 2, 2)
-        others = [fleet.new_coordinator() for _ in range(2)]
-        await begin(fleet, strategy="by-replica")
-        for _ in range(200):
-            fleet.clock.now += 0.3
-            await fleet.react()
-            await asyncio.gather(fleet.coordinator.tick(), *(one.tick() for one in others))
-            fleet.check_answers()
-            if not (await fleet.rollout()).active:
-                break
-        await ended_in(fleet, "done", NEW)
+async def test_a_coordinator_that_slept_through_an_abort_is_late(fleet):
+    await fleet.begin(1, 1, 1)
+    await fleet.start()
+    sleeper, link, tick = await sleeps_at_its_step(fleet)
+    await fleet.abort()
+    await fleet.ends("aborted", OLD)
+    before = await fleet.wanted()
+    link.go_on.set()
+    await tick
+    assert await fleet.wanted() == before
+    for _ in range(5):
+        await sleeper.tick()
+        await fleet.round()
+    await fleet.check_all_in(OLD)
 
-    play(scenario)
+
+async def test_a_step_that_was_written_after_an_abort_is_undone(fleet):
+    await fleet.begin(1, 1, 1)
+    await fleet.start()
+    _, link, tick = await sleeps_at_its_step(fleet)
+    await fleet.abort()
+    link.go_on.set()
+    await tick
+    assert NEW in (await fleet.wanted()).hold
+    await fleet.ends("aborted", OLD)
 
 
-def test_only_one_coordinator_leads_and_another_takes_over_when_it_is_gone(play):
-    async def scenario(fleet):
-        await fleet.begin(1, 1, 1)
-        other = fleet.new_coordinator(owner="the other")
-        await other.tick()
-        assert (fleet.coordinator.leads, other.leads) == (True, False)
-        await begin(fleet)
-        await fleet.until_step("stage_serving")
-        fleet.clock.now += fleet.config.lock_ttl_s + 0.1
-        await other.tick()
-        assert other.leads
-        fleet.coordinator, first = other, fleet.coordinator
-        await ended_in(fleet, "done", NEW)
-        await first.tick()
-        assert not first.leads
+async def test_two_coordinators_that_both_believe_to_lead_do_no_harm(fleet):
+    await fleet.begin(2, 2, 2)
+    others = [fleet.new_coordinator() for _ in range(2)]
+    await fleet.start(strategy="by-replica")
+    while (await fleet.rollout()).active:
+        fleet.clock.now += 0.3
+        await fleet.react()
+        await asyncio.gather(fleet.coordinator.tick(), *(other.tick() for other in others))
+        fleet.check_answers()
+    await fleet.ends("done", NEW)
 
-    play(scenario)
+
+async def test_another_coordinator_leads_when_the_first_is_gone(fleet):
+    await fleet.begin(1, 1, 1)
+    other = fleet.new_coordinator(owner="the other")
+    await other.tick()
+    assert (fleet.coordinator.leads, other.leads) == (True, False)
+    await fleet.start()
+    await fleet.until_step("stage_serving")
+    fleet.clock.now += fleet.config.lock_ttl_s + 0.1
+    await other.tick()
+    assert other.leads
+    fleet.coordinator, first = other, fleet.coordinator
+    await fleet.ends("done", NEW)
+    await first.tick()
+    assert not first.leads
 
 
 @pytest.mark.parametrize("loss", ["flush", "restart_empty", "kill"])
 @pytest.mark.parametrize("step", ["stage_shards", "flip", "retire_shards"])
-def test_a_redis_that_dies_or_forgets_everything_pauses_the_rollout_only(loss, step, tmp_path):
-    async def scenario(server):
+async def test_a_redis_that_dies_or_forgets_pauses_the_rollout_only(loss, step, tmp_path):
+    with redis_server(tmp_path) as server:
         clock = Clock()
         registry = open_registry(server.url, clock=clock)
-        try:
-            fleet = PlayedFleet(registry, clock)
-            await fleet.begin(2, 2, 2)
-            await begin(fleet)
-            await fleet.until_step(step)
-            if loss == "kill":
-                await asyncio.to_thread(server.kill)
-                for _ in range(3):
-                    await fleet.coordinator.tick()
-                    await fleet.node("serve-0").react(fleet.fleet)
-                    fleet.clock.now += 100.0
-                assert "rollouts pause" in fleet.coordinator.problems()[0]
-                await asyncio.to_thread(server.start)
-            else:
-                await asyncio.to_thread(getattr(server, loss))
-            for node in fleet.nodes:
-                with contextlib.suppress(RegistryUnavailableError):
-                    await node.react(fleet.fleet)
-            await ended_in(fleet, "done", NEW)
-            assert fleet.coordinator.problems() == ()
-        finally:
-            await registry.close()
-
-    with redis_server(tmp_path) as server:
-        asyncio.run(scenario(server))
+        fleet = PlayedFleet(registry, clock)
+        await fleet.begin(2, 2, 2)
+        await fleet.start()
+        await fleet.until_step(step)
+        await asyncio.to_thread(getattr(server, loss))
+        if loss == "kill":
+            for _ in range(3):
+                await fleet.coordinator.tick()
+                await fleet.node("serve-0").react(fleet.fleet)
+                fleet.clock.now += 100.0
+            assert "rollouts pause" in fleet.coordinator.problems()[0]
+            await asyncio.to_thread(server.start)
+        for node in fleet.nodes:
+            with contextlib.suppress(RegistryUnavailableError):
+                await node.react(fleet.fleet)
+        await fleet.ends("done", NEW)
+        assert fleet.coordinator.problems() == ()
+        await registry.close()
 
 
-def test_a_registry_that_forgot_its_nodes_is_not_taken_for_an_empty_fleet(play):
-    async def scenario(fleet):
-        await fleet.begin(1, 1, 2)
-        fleet.node("serve-1").stuck.add(OLD)
-        await begin(fleet)
-        await fleet.until_step("retire_serving")
-        # The process that still answers with the old version is the last one to announce itself again.
-        await fleet.fleet.withdraw_node("serve-1")
-        others = [node for node in fleet.nodes if node.node_id != "serve-1"]
-        shutil.rmtree(fleet.registry.path)
-        fleet.coordinator = fleet.new_coordinator()
-        await fleet.react(others)
-        await fleet.coordinator.tick()
-        assert (await fleet.rollout()).step == "retire_serving"
-        for _ in range(10):
-            await fleet.round()
-        assert (await fleet.rollout()).step == "retire_serving"
-        fleet.node("serve-1").stuck.clear()
-        await ended_in(fleet, "done", NEW)
-
-    play(scenario)
+async def test_a_registry_that_forgot_its_nodes_is_no_empty_fleet(fleet):
+    await fleet.begin(1, 1, 2)
+    fleet.node("serve-1").stuck.add(OLD)
+    await fleet.start()
+    await fleet.until_step("retire_serving")
+    # The process that still answers with the old version is the last one to announce itself again.
+    await fleet.fleet.withdraw_node("serve-1")
+    others = [node for node in fleet.nodes if node.node_id != "serve-1"]
+    shutil.rmtree(fleet.registry.path)
+    fleet.coordinator = fleet.new_coordinator()
+    await fleet.react(others)
+    await fleet.coordinator.tick()
+    assert (await fleet.rollout()).step == "retire_serving"
+    await fleet.round(times=10)
+    assert (await fleet.rollout()).step == "retire_serving"
+    fleet.node("serve-1").stuck.clear()
+    await fleet.ends("done", NEW)
 
 
-def test_the_last_writes_of_a_registry_are_given_back_by_those_who_know_them(play, tmp_path):
-    async def scenario(fleet):
-        await fleet.begin(1, 2, 1)
-        await begin(fleet)
-        await fleet.until_step("stage_serving")
-        keys = fleet.registry.path / "keys"
-        shutil.copytree(keys, tmp_path / "then")
-        await fleet.until_step("retire_serving")
-        await fleet.react()
-        wanted, rollout = await fleet.fleet.wanted_model(MODEL), await fleet.rollout()
-        shutil.rmtree(keys)
-        shutil.copytree(tmp_path / "then", keys)
-        assert (await fleet.rollout()).step == "stage_serving"
-        with pytest.raises(RolloutError, match="is running"):
-            await begin(fleet, version=3)
-        fleet.coordinator = fleet.new_coordinator()
-        await fleet.react()
-        assert await fleet.fleet.wanted_model(MODEL) == wanted
-        assert (await fleet.rollout()).epoch == rollout.epoch
-        await ended_in(fleet, "done", NEW)
-
-    play(scenario)
+async def test_lost_writes_of_a_registry_are_restored_by_nodes(fleet, tmp_path):
+    await fleet.begin(1, 2, 1)
+    await fleet.start()
+    await fleet.until_step("stage_serving")
+    keys = fleet.registry.path / "keys"
+    shutil.copytree(keys, tmp_path / "then")
+    await fleet.until_step("retire_serving")
+    await fleet.react()
+    wanted, rollout = await fleet.wanted(), await fleet.rollout()
+    shutil.rmtree(keys)
+    shutil.copytree(tmp_path / "then", keys)
+    assert (await fleet.rollout()).step == "stage_serving"
+    with pytest.raises(RolloutError, match="is running"):
+        await fleet.start(3)
+    fleet.coordinator = fleet.new_coordinator()
+    await fleet.react()
+    assert await fleet.wanted() == wanted
+    assert (await fleet.rollout()).epoch == rollout.epoch
+    await fleet.ends("done", NEW)
 
 
-def test_a_rollout_is_not_started_while_the_registry_knows_less_than_its_nodes(play):
-    async def scenario(fleet):
-        await fleet.begin(1, 1, 1)
-        await begin(fleet)
-        await ended_in(fleet, "done", NEW)
-        wanted = await fleet.fleet.raw(wanted_key(MODEL))
-        await fleet.registry.delete(wanted_key(MODEL), wanted.revision)
-        with pytest.raises(RolloutError, match="the registry has lost its last changes: "):
-            await begin(fleet, version=3)
-
-    play(scenario)
+async def test_no_rollout_starts_on_a_registry_that_lost_changes(fleet):
+    await fleet.begin(1, 1, 1)
+    await fleet.start()
+    await fleet.ends("done", NEW)
+    wanted = await fleet.fleet.raw(wanted_key(MODEL))
+    await fleet.registry.delete(wanted_key(MODEL), wanted.revision)
+    with pytest.raises(RolloutError, match="the registry has lost its last changes: "):
+        await fleet.start(3)
 
 
 @pytest.mark.parametrize("victim", ["shard-0-0", "shard-1-1", "serve-0"])
 @pytest.mark.parametrize("step_index", [0, 1, 3, 4, 5])
-def test_a_node_that_dies_and_comes_back_in_any_step_is_waited_for_or_not_missed(play, victim, step_index):
-    async def scenario(fleet):
-        await fleet.begin(2, 2, 2)
-        rollout = await begin(fleet)
-        await fleet.until_step(rollout.steps[step_index])
-        fleet.node(victim).kill()
-        await fleet.round()
-        fleet.node(victim).restart()
-        # One that has nothing yet when the rollout ends takes what is live by itself.
-        await ended_in(fleet, "done", NEW, rounds_after=5)
+async def test_a_node_restarted_in_any_step_does_no_harm(fleet, victim, step_index):
+    await fleet.begin(2, 2, 2)
+    rollout = await fleet.start()
+    await fleet.until_step(rollout.steps[step_index])
+    fleet.node(victim).kill()
+    await fleet.round()
+    fleet.node(victim).restart()
+    await fleet.until_ended()
+    # One that has nothing yet when the rollout ends takes what is live by itself.
+    await fleet.round(times=5)
+    await fleet.ends("done", NEW)
 
-    play(scenario)
+
+async def forget(fleet: PlayedFleet, node_id: str) -> None:
+    """Kill a node, and let what it announced expire before anybody looks."""
+    fleet.node(node_id).kill()
+    for _ in range(8):
+        fleet.clock.now += 0.5
+        await fleet.react()
+
+
+@pytest.mark.parametrize(("ending", "seconds"), [("aborted", 0.3), ("rolled_back", 15.0)])
+async def test_undoing_rolls_no_group_that_could_not_be_rolled(fleet, ending, seconds):
+    await fleet.begin(2, 2, 1)
+    await fleet.start(strategy="by-replica")
+    await forget(fleet, "shard-1-1")
+    await fleet.round(times=5)
+    assert (await fleet.rollout()).step == "roll:0"
+    if ending == "aborted":
+        await fleet.abort()
+    while (await fleet.rollout()).active:
+        await fleet.round(seconds)
+        assert OLD in fleet.node("shard-1-0").ready()
+    rollout = await fleet.ends(ending, OLD)
+    assert ending == "aborted" or "shard 1 would be left without a node that has version 1 ready" in rollout.reason
+
+
+async def test_a_shard_that_lost_the_new_version_is_healed(fleet):
+    await fleet.begin(2, 2, 2)
+    rollout = await fleet.start(strategy="by-replica")
+    assert rollout.groups[1] == ("shard-0-1", "shard-1-1")
+    await fleet.until_step("retire_serving")
+    await fleet.until(lambda rollout, _: rollout.step != "retire_serving")
+    await forget(fleet, "shard-1-0")
+    await fleet.ends("done", NEW)
+
+
+@pytest.mark.parametrize("step", ["canary", "flip", "bake"])
+async def test_the_old_version_stays_while_a_shard_lost_the_new_one(fleet, step):
+    await fleet.begin(2, 2, 1)
+    await fleet.start(strategy="by-replica", canary_share=0.1 if step == "canary" else None, bake_s=2.0)
+    await fleet.until_step(step)
+    await forget(fleet, "shard-1-0")
+    await fleet.round(times=20)
+    assert (await fleet.rollout()).step == step
+    fleet.node("shard-1-0").restart()
+    await fleet.ends("done", NEW)
+
+
+ACTIONS = st.one_of(
+    *[st.just(("round",))] * 4,
+    st.tuples(st.just("react"), st.integers(0, 5)),
+    st.tuples(st.just("tick"), st.integers(0, 1)),
+    st.tuples(st.just("kill"), st.sampled_from(["kill_before", "kill_after"]), st.integers(1, 2)),
+    st.just(("restart_coordinator",)),
+    st.tuples(st.just("restart_node"), st.integers(0, 5)),
+    st.just(("remember",)),
+    st.just(("lose_last_writes",)),
+    st.just(("abort",)),
+    st.tuples(st.just("time"), st.floats(0.1, 5.0)),
+)
+
+
+class Play:
+    """One play: a fleet of four shard nodes and two serving processes, and two coordinators that both lead."""
+
+    def __init__(self, fleet: PlayedFleet, folder: Path) -> None:
+        self.fleet = fleet
+        self.saved = folder / "saved"
+        self.keys = folder / "registry" / "keys"
+        self.coordinators = [fleet.coordinator, fleet.new_coordinator()]
+        self.aborted = False
+
+    async def react(self, index: int) -> None:
+        await self.fleet.nodes[index].react(self.fleet.fleet)
+
+    async def tick(self, index: int) -> None:
+        await self.coordinators[index].tick()
+
+    async def kill(self, when: str, write: int) -> None:
+        link = InterruptedRegistry(self.fleet.registry)
+        setattr(link, when, write)
+        dying = self.fleet.new_coordinator(link)
+        with contextlib.suppress(KilledError):
+            for _ in range(5):
+                self.fleet.clock.now += 0.2
+                await self.fleet.react()
+                await dying.tick()
+
+    async def restart_coordinator(self) -> None:
+        self.fleet.coordinator = self.coordinators[0] = self.fleet.new_coordinator()
+
+    async def restart_node(self, index: int) -> None:
+        # What only one process knew is lost with it: the others have looked since.
+        await self.fleet.react()
+        self.fleet.nodes[index].restart()
+        await self.fleet.react()
+
+    async def remember(self) -> None:
+        shutil.rmtree(self.saved, ignore_errors=True)
+        shutil.copytree(self.keys, self.saved)
+
+    async def lose_last_writes(self) -> None:
+        if self.saved.exists():
+            await self.fleet.react()
+            shutil.rmtree(self.keys)
+            shutil.copytree(self.saved, self.keys)
+
+    async def abort(self) -> None:
+        # The registry may have lost the rollout, too; and one that loses an abort at once has nobody to restore it.
+        with contextlib.suppress(RolloutError):
+            await self.fleet.abort()
+            self.aborted = True
+            await self.fleet.react()
+
+    async def time(self, seconds: float) -> None:
+        self.fleet.clock.now += seconds
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    actions=st.lists(ACTIONS, max_size=30),
+    strategy=st.sampled_from(["beside", "by-replica"]),
+    canary_share=st.sampled_from([None, 0.1]),
+    bake_s=st.sampled_from([0.0, 1.0]),
+)
+async def test_any_interleaving_ends_in_one_version_everywhere(actions, strategy, canary_share, bake_s):
+    """And no request is missed: `check_answers` after each action."""
+    with tempfile.TemporaryDirectory() as name:
+        clock = Clock()
+        registry = DirectoryRegistry(Path(name) / "registry", clock=clock)
+        fleet = PlayedFleet(registry, clock)
+        await fleet.begin(2, 2, 2)
+        await fleet.start(strategy=strategy, canary_share=canary_share, bake_s=bake_s)
+        await fleet.round()
+        play = Play(fleet, Path(name))
+        for action, *arguments in actions:
+            await getattr(fleet if action == "round" else play, action)(*arguments)
+            fleet.check_answers()
+        rollout = await fleet.until_ended()
+        await fleet.round(times=8)
+        assert rollout.state == "done" or (rollout.state == "aborted" and play.aborted), rollout.reason
+        await fleet.check_all_in(NEW if rollout.state == "done" else OLD)
+        await registry.close()

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import json
-import secrets
 
 import pytest
 
 from loader.errors import RolloutError
 from loader.rollout.plan import read_rollout
-from loader.rollout.requests import RolloutStatus, abort_rollout, read_status, roll_back, start_rollout
+from loader.rollout.requests import RolloutStatus, read_status
 from shardrank_testing.rollout_fleet import MODEL, NEW, OLD, stats
 
-
-async def begin(fleet, version=NEW, **asked):
-    return await start_rollout(
-        fleet.fleet, MODEL, version, clock=fleet.clock, rollout_id=secrets.token_hex(16), **asked
-    )
+pytestmark = pytest.mark.anyio
 
 
 @pytest.mark.parametrize(
-    ("shape", "asked", "problem"),
+    ("shape", "options", "problem"),
     [
         ((1, 1, 1), {"version": 9}, r"films: version 9 is not published; published are \[1, 2, 3, 4\]"),
         ((1, 1, 1), {"version": OLD}, "films: version 1 is live already"),
@@ -33,91 +28,73 @@ async def begin(fleet, version=NEW, **asked):
         ((1, 1, 1), {"bake_s": float("nan")}, "films: bake_s"),
     ],
 )
-def test_what_can_not_be_rolled_out_is_refused_with_the_reason(play, shape, asked, problem):
-    async def scenario(fleet):
-        await fleet.begin(*shape)
+async def test_what_can_not_be_rolled_out_is_refused(fleet, shape, options, problem):
+    await fleet.begin(*shape)
+    with pytest.raises(RolloutError, match=problem):
+        await fleet.start(**options)
+    assert await read_rollout(fleet.fleet, MODEL) is None
+
+
+async def test_a_shard_without_a_node_is_named_before_the_start(fleet):
+    await fleet.begin(3, 1, 1)
+    fleet.node("shard-1-0").kill()
+    await fleet.fleet.withdraw_node("shard-1-0")
+    with pytest.raises(RolloutError, match=r"no node is announced of shards \[1\]"):
+        await fleet.start()
+
+
+async def test_a_models_first_version_has_nothing_to_compare_with(fleet):
+    await fleet.begin(1, 2, 1, live=None)
+    for call, problem in (
+        (fleet.start(canary_share=0.1), "no version is live that a canary could be compared with"),
+        (fleet.start(shadow_share=0.1, shadow_s=1.0), "no version is live whose requests could be scored too"),
+        (fleet.start(strategy="by-replica"), "no version is live that could be rolled by replica"),
+        (fleet.roll_back(), "there is no earlier version to go back to"),
+        (fleet.abort(), "no rollout is running"),
+    ):
         with pytest.raises(RolloutError, match=problem):
-            await begin(fleet, **asked)
-        assert await read_rollout(fleet.fleet, MODEL) is None
-
-    play(scenario)
+            await call
 
 
-def test_a_shard_without_a_node_is_told_before_the_start(play):
-    async def scenario(fleet):
-        await fleet.begin(3, 1, 1)
-        fleet.node("shard-1-0").kill()
-        await fleet.fleet.withdraw_node("shard-1-0")
-        with pytest.raises(RolloutError, match=r"no node is announced of shards \[1\]"):
-            await begin(fleet)
-
-    play(scenario)
-
-
-def test_a_models_first_version_has_no_canary_and_is_not_rolled_by_replica(play):
-    async def scenario(fleet):
-        await fleet.begin(1, 2, 1, live=None)
-        with pytest.raises(RolloutError, match="no version is live that a canary could be compared with"):
-            await begin(fleet, canary_share=0.1)
-        with pytest.raises(RolloutError, match="no version is live whose requests could be scored too"):
-            await begin(fleet, shadow_share=0.1, shadow_s=1.0)
-        with pytest.raises(RolloutError, match="no version is live that could be rolled by replica"):
-            await begin(fleet, strategy="by-replica")
-        with pytest.raises(RolloutError, match="there is no earlier version to go back to"):
-            await roll_back(fleet.fleet, MODEL, clock=fleet.clock, rollout_id="0" * 32)
-        with pytest.raises(RolloutError, match="no rollout is running"):
-            await abort_rollout(fleet.fleet, MODEL, "x")
-
-    play(scenario)
+async def test_after_a_failed_rollout_a_rollback_goes_further_back(fleet):
+    await fleet.begin(1, 1, 1)
+    await fleet.start(2)
+    await fleet.ends("done", 2)
+    await fleet.start(3)
+    await fleet.abort()
+    assert (await fleet.ends("aborted", 2)).rollback_target == OLD
+    back = await fleet.roll_back()
+    assert (back.from_version, back.to_version, back.strategy, back.canary_share) == (2, OLD, "beside", None)
+    await fleet.ends("done", OLD)
 
 
-def test_after_a_rollout_that_failed_a_rollback_goes_to_what_was_live_before_the_live_one(play):
-    async def scenario(fleet):
-        await fleet.begin(1, 1, 1)
-        await begin(fleet, version=2)
-        assert (await fleet.until_ended()).state == "done"
-        await begin(fleet, version=3)
-        await abort_rollout(fleet.fleet, MODEL, "no", clock=fleet.clock)
-        failed = await fleet.until_ended()
-        assert (failed.state, failed.rollback_target) == ("aborted", OLD)
-        back = await roll_back(fleet.fleet, MODEL, clock=fleet.clock, rollout_id="0" * 32)
-        assert (back.from_version, back.to_version, back.strategy, back.canary_share) == (2, OLD, "beside", None)
-        assert (await fleet.until_ended()).state == "done"
-
-    play(scenario)
-
-
-def test_the_status_shows_steps_nodes_and_who_is_waited_for(play):
-    async def scenario(fleet):
-        await fleet.begin(1, 2, 1)
-        empty = await read_status(fleet.fleet, MODEL)
-        assert (empty.state, empty.live, len(empty.nodes)) == (None, OLD, 3)
-        fleet.node("shard-0-1").stage_rounds = 10
-        await begin(fleet, canary_share=0.1, bake_s=60.0)
-        assert not (await read_status(fleet.fleet, MODEL)).written
-        await fleet.until_step("stage_shards")
-        for _ in range(3):
-            await fleet.round()
-        status = await read_status(fleet.fleet, MODEL)
-        assert (status.state, status.step, status.written) == ("running", "stage_shards", True)
-        assert [step.state for step in status.steps] == ["running", *["pending"] * 6]
-        assert len(status.waiting_for) == 1
-        assert status.waiting_for[0].startswith("shard-0-1: version 2 is staging ")
-        late = next(node for node in status.nodes if node.node_id == "shard-0-1")
-        assert [(one.version, one.state) for one in late.versions] == [(OLD, "ready"), (NEW, "staging")]
-        await fleet.until_bake()
-        fleet.node("serve-0").stats = {OLD: stats(1000), NEW: stats(100, errors=1)}
-        await fleet.react()
-        status = await read_status(fleet.fleet, MODEL)
-        assert status.guards is not None
-        assert (status.guards.compared, status.guards.live.requests, status.guards.new.requests) == (True, 1000, 100)
-        assert RolloutStatus.model_validate_json(status.model_dump_json()) == status
-        assert json.loads(status.model_dump_json())["steps"][3] == {"name": "canary", "state": "running"}
-        await abort_rollout(fleet.fleet, MODEL, "seen enough", clock=fleet.clock)
-        await fleet.until_ended()
-        status = await read_status(fleet.fleet, MODEL)
-        assert (status.state, status.outcome, status.reason) == ("aborted", "aborted", "seen enough")
-        assert status.waiting_for == ()
-        assert {step.state for step in status.steps} == {"done"}
-
-    play(scenario)
+async def test_the_status_shows_steps_nodes_and_who_is_waited_for(fleet):
+    await fleet.begin(1, 2, 1)
+    empty = await read_status(fleet.fleet, MODEL)
+    assert (empty.state, empty.live, len(empty.nodes)) == (None, OLD, 3)
+    fleet.node("shard-0-1").stage_rounds = 10
+    await fleet.start(canary_share=0.1, bake_s=60.0)
+    assert not (await read_status(fleet.fleet, MODEL)).written
+    await fleet.until_step("stage_shards")
+    await fleet.round(times=3)
+    status = await read_status(fleet.fleet, MODEL)
+    assert (status.state, status.step, status.written) == ("running", "stage_shards", True)
+    assert [step.state for step in status.steps] == ["running", *["pending"] * 6]
+    assert len(status.waiting_for) == 1
+    assert status.waiting_for[0].startswith("shard-0-1: version 2 is staging ")
+    late = next(node for node in status.nodes if node.node_id == "shard-0-1")
+    assert [(one.version, one.state) for one in late.versions] == [(OLD, "ready"), (NEW, "staging")]
+    await fleet.until_bake()
+    fleet.node("serve-0").stats = {OLD: stats(1000), NEW: stats(100, errors=1)}
+    await fleet.react()
+    status = await read_status(fleet.fleet, MODEL)
+    assert status.guards is not None
+    assert (status.guards.compared, status.guards.live.requests, status.guards.new.requests) == (True, 1000, 100)
+    assert RolloutStatus.model_validate_json(status.model_dump_json()) == status
+    assert json.loads(status.model_dump_json())["steps"][3] == {"name": "canary", "state": "running"}
+    await fleet.abort("seen enough")
+    await fleet.until_ended()
+    status = await read_status(fleet.fleet, MODEL)
+    assert (status.state, status.outcome, status.reason) == ("aborted", "aborted", "seen enough")
+    assert status.waiting_for == ()
+    assert {step.state for step in status.steps} == {"done"}

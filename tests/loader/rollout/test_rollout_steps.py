@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -113,26 +115,25 @@ PLANS = st.builds(
 
 
 @given(PLANS, st.integers(0, 9))
-def test_whatever_is_live_or_canary_is_served_and_held_by_a_node_of_each_shard(plan, undo_in):
+def test_what_is_live_or_canary_is_served_and_on_each_shard(plan, undo_in):
     too_late = plan.steps.index("flip" if plan.from_version is None else "retire_serving")
     undo_in = None if undo_in >= too_late else undo_in
     found, ended = to_the_end(plan, undo_in)
     assert ended.state == ("done" if undo_in is None else "aborted")
     nodes = {"a": ("a0", "a1", "a2"), "b": ("b0", "b1")}
     # What a node held in the step before, it surely has; what is wanted anew it may have or not.
-    before = {node: {1} - {None} for shard in nodes.values() for node in shard}
+    before = {node: {1} for shard in nodes.values() for node in shard}
     for _, wanted in found:
         for version in {wanted.live, *(one.version for one in (wanted.canary, wanted.shadow) if one)} - {None}:
             assert version in wanted.serve
             for shard in nodes.values():
-                assert any(version in before[node] and version in wanted.held_by(node) for node in shard) or (
-                    plan.from_version is None
-                )
+                is_held = any(version in before[node] and version in wanted.held_by(node) for node in shard)
+                assert is_held or plan.from_version is None
         before = {node: set(wanted.held_by(node)) for shard in nodes.values() for node in shard}
     last = found[-1][1]
     kept = ended.to_version if ended.forward else ended.from_version
     left = () if kept is None else (kept,)
-    assert (last.live, last.hold, last.serve) == (kept, left, left)
+    assert (last.live, last.hold, last.serve, last.follow) == (kept, left, left, left)
     assert (last.canary, last.shadow, last.node_hold) == (None, None, {})
 
 
@@ -150,6 +151,7 @@ def test_every_change_counts_the_epoch_up():
     records += [forwarded(plan, 2.0, 3, 5, "x"), undone(plan, 2.0, "refused", "x")]
     assert [one.epoch for one in records] == [2] * 5
     assert [one.base_epoch for one in records] == [0, 5, 5, 4, 0]
+    assert [one.step_index for one in records[:4]] == [0, 1, 0, 3]
 
 
 def test_events_are_bounded_and_the_last_ones_stay():
@@ -170,13 +172,11 @@ def test_events_are_bounded_and_the_last_ones_stay():
         ({0: 2, 1: 5}, 2, [2, 1, 2, 1, 1]),
     ],
 )
-def test_groups_take_one_node_of_a_shard_and_leave_one_until_the_flip(counts, early, sizes):
-    nodes = {shard: [f"{shard}-{one}" for one in range(count)] for shard, count in counts.items()}
+def test_groups_leave_a_node_of_each_shard_until_the_flip(counts, early, sizes):
+    nodes = {shard: [f"{shard}-{replica}" for replica in range(count)] for shard, count in counts.items()}
     groups, num_early = replica_groups(nodes)
     assert (num_early, [len(group) for group in groups]) == (early, sizes)
-    assert sorted(node for group in groups for node in group) == sorted(
-        one for shard in nodes.values() for one in shard
-    )
+    assert sorted(itertools.chain(*groups)) == sorted(itertools.chain(*nodes.values()))
     for group in groups:
         assert len({node.split("-")[0] for node in group}) == len(group)
     for shard in nodes:
@@ -184,15 +184,16 @@ def test_groups_take_one_node_of_a_shard_and_leave_one_until_the_flip(counts, ea
         assert 0 < len(rolled) < counts[shard]
 
 
-def test_there_is_no_way_back_once_the_old_version_is_retired_nor_twice():
+def test_undoing_ends_with_the_old_version_and_is_done_once():
     found, ended = to_the_end(a_rollout())
     committed = next(record for record, _ in found if record.step == "retire_serving")
-    with pytest.raises(RolloutError, match="version 1 is being retired; once it is done, use rollback"):
-        undone(committed, 2.0, "aborted", "x")
-    with pytest.raises(RolloutError, match="is not running: it is done"):
-        undone(ended, 2.0, "aborted", "x")
-    with pytest.raises(RolloutError, match="is being undone already: aborted: first"):
-        undone(undone(a_rollout(), 2.0, "aborted", "first"), 2.0, "aborted", "x")
+    for rollout, problem in (
+        (committed, "version 1 is being retired; once it is done, use rollback"),
+        (ended, "is not running: it is done"),
+        (undone(a_rollout(), 2.0, "aborted", "first"), "is being undone already: aborted: first"),
+    ):
+        with pytest.raises(RolloutError, match=problem):
+            undone(rollout, 2.0, "aborted", "x")
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def test_the_bucket_of_a_row_follows_the_formula(num_embeddings, bucketing, seed
     bucketing=BUCKETINGS,
     seed=st.integers(0, 2**32),
 )
-def test_buckets_lie_one_after_the_other_and_rows_ascend_inside_them(num_embeddings, rows_per_file, bucketing, seed):
+def test_buckets_follow_each_other_and_rows_ascend_in_them(num_embeddings, rows_per_file, bucketing, seed):
     table = one_table_spec(num_embeddings, bucketing=bucketing).tables[0]
     rows_per_file = max(rows_per_file, num_buckets(table)) if bucketing == "mixed" else rows_per_file
     buckets, bucket_of = RowBuckets.of(table), plain_buckets(table)
@@ -49,7 +49,7 @@ def test_buckets_lie_one_after_the_other_and_rows_ascend_inside_them(num_embeddi
 
 
 @pytest.mark.parametrize("shards", [2, 3, 4, 16, 64])
-def test_any_division_of_mixed_buckets_has_its_share_of_every_stride_of_rows(shards):
+def test_mixed_buckets_divide_every_stride_of_rows_evenly(shards):
     table = one_table_spec(4_000_000, bucketing="mixed").tables[0]
     for stride in (1, 3, 256, 4096, 65_536):
         # `hash` gives the last three strides to one shard.
@@ -83,6 +83,6 @@ def test_the_worked_example_of_the_format_page_holds():
         (10**9, 1 << 20, "mixed", 4096),
     ],
 )
-def test_default_files_hold_at_most_256_mib_and_no_more_than_needed(num_embeddings, row_bytes, bucketing, expected):
+def test_default_files_hold_at_most_256_mib(num_embeddings, row_bytes, bucketing, expected):
     table = one_table_spec(num_embeddings, bucketing=bucketing).tables[0]
     assert default_rows_per_file(table, row_bytes) == expected

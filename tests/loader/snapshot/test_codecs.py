@@ -12,10 +12,6 @@ from hypothesis.extra import numpy as hnp
 from loader.snapshot.codecs import codec_for
 from shardrank_testing.snapshots import random_rows
 
-PREPACK = {
-    "int8": torch.ops.quantized.embedding_bag_byte_prepack,
-    "int4": torch.ops.quantized.embedding_bag_4bit_prepack,
-}
 UNPACK = {
     "int8": torch.ops.quantized.embedding_bag_byte_unpack,
     "int4": torch.ops.quantized.embedding_bag_4bit_unpack,
@@ -38,16 +34,9 @@ def test_a_row_takes_the_bytes_its_layout_says(dtype):
     assert codec.encode(random_rows(np.random.default_rng(0), 5, 32)).shape == (5, ROW_BYTES[dtype])
 
 
-@pytest.mark.parametrize("dtype", PREPACK)
+@pytest.mark.parametrize("dtype", UNPACK)
 @given(rows=finite_rows())
-def test_quantised_bytes_are_those_of_the_torch_op(dtype, rows):
-    expected = PREPACK[dtype](torch.from_numpy(rows.copy())).numpy()
-    np.testing.assert_array_equal(codec_for(dtype, rows.shape[1]).encode(rows), expected)
-
-
-@pytest.mark.parametrize("dtype", PREPACK)
-@given(rows=finite_rows())
-def test_decoding_agrees_with_the_unpack_op_up_to_float32_rounding(dtype, rows):
+def test_decoding_agrees_with_the_unpack_op(dtype, rows):
     stored = codec_for(dtype, rows.shape[1]).encode(rows)
     decoded = codec_for(dtype, rows.shape[1]).decode(stored)
     expected = UNPACK[dtype](torch.from_numpy(stored)).numpy()
@@ -78,17 +67,6 @@ def test_int4_bytes_follow_the_published_formula():
     np.testing.assert_array_equal(stored[:, 6:].copy().view("<f2"), np.hstack([scale, low.astype(np.float16)]))
 
 
-@pytest.mark.parametrize(("dtype", "steps"), [("int8", 255), ("int4", 15)])
-def test_decoded_values_are_within_half_a_step_of_the_originals(dtype, steps):
-    rows = random_rows(np.random.default_rng(1), 300, 32)
-    codec = codec_for(dtype, 32)
-    spread = rows.max(axis=1, keepdims=True) - rows.min(axis=1, keepdims=True)
-    # int4 also rounds scale and bias to float16, whose relative error is at most 2^-11.
-    slack = 0 if dtype == "int8" else 2.0**-11 * (spread + np.abs(rows).max(axis=1, keepdims=True))
-    error = np.abs(codec.decode(codec.encode(rows)) - rows)
-    assert (error <= spread / steps * 0.5001 + slack + 1e-6).all()
-
-
 @pytest.mark.parametrize(("dtype", "item"), [("fp16", "<f2"), ("fp32", "<f4")])
 def test_float_rows_are_plain_little_endian_numbers(dtype, item):
     rows = random_rows(np.random.default_rng(2), 7, 5)
@@ -97,7 +75,7 @@ def test_float_rows_are_plain_little_endian_numbers(dtype, item):
     np.testing.assert_array_equal(codec.decode(codec.encode(rows)), rows.astype(item).astype(np.float32))
 
 
-def test_a_read_only_and_a_strided_block_are_encoded_like_any_other():
+def test_read_only_and_strided_blocks_are_encoded_alike():
     rows = random_rows(np.random.default_rng(4), 6, 8)
     expected = codec_for("int8", 8).encode(rows.copy())
     rows.flags.writeable = False
@@ -109,7 +87,7 @@ def test_a_read_only_and_a_strided_block_are_encoded_like_any_other():
     ("dtype", "row"),
     [
         ("int8", [3e38, -3e38, 0, 0]),
-        ("int4", [1e5, 0, 0, 0]),
+        ("int4", [1e5, 1e5, 1e5, 1e5]),  # the bias itself is beyond float16
         ("int4", [0, 0, 0, 2e6]),
         ("fp16", [0, 70000, 0, 0]),
         ("fp32", [0, np.nan, 0, 0]),
@@ -118,8 +96,6 @@ def test_a_read_only_and_a_strided_block_are_encoded_like_any_other():
 )
 def test_a_row_that_its_dtype_cannot_hold_is_found(dtype, row):
     rows = np.zeros((5, 4), np.float32)
-    if dtype == "int4" and row[0] == 1e5:
-        row = [1e5, 1e5, 1e5, 1e5]  # the bias itself is beyond float16
     rows[3] = row
     codec = codec_for(dtype, 4)
     assert codec.first_non_finite(codec.encode(rows)) == 3

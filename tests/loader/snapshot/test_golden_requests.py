@@ -14,16 +14,7 @@ from shardrank_testing.snapshots import make_spec, random_golden
 SPEC = make_spec()
 
 
-def test_requests_that_fit_their_spec_pass_and_survive_being_stored():
-    for seed in range(5):
-        golden = random_golden(SPEC, seed, num_requests=1 + seed)
-        golden.check(SPEC)
-        back = GoldenRequests.from_tensors(golden.to_tensors())
-        back.check(SPEC)
-        assert back.to_tensors().keys() == golden.to_tensors().keys()
-
-
-def test_one_request_is_its_own_bags_and_all_of_them_make_the_whole():
+def test_single_requests_together_make_up_all_requests():
     golden = random_golden(SPEC, seed=3, num_requests=7)
     parts = [golden.request(index) for index in range(7)]
     for part in parts:

@@ -1,4 +1,4 @@
-"""Publishing into real stores and real directory registries, by processes that are really killed."""
+"""Versions come into real stores and registries and go from them; what ended anywhere, the next run ends."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import pytest
 
@@ -18,108 +18,134 @@ from loader.errors import (
     DeltaBaseError,
     DeltaGapError,
     RegistryConflictError,
+    RegistryUnavailableError,
     SnapshotCorruptError,
     SnapshotExistsError,
 )
 from loader.registry.directory import DirectoryRegistry
-from loader.registry.fleet import FleetRegistry, delta_stream
+from loader.registry.fleet import (
+    Canary,
+    FleetRegistry,
+    NodeRecord,
+    VersionReport,
+    WantedModel,
+    delta_stream,
+    rollout_key,
+)
+from loader.registry.registry import StreamBounds
+from loader.rollout.plan import Rollout, encode_rollout
 from loader.snapshot.codecs import codec_for
-from loader.snapshot.publishing import Publication, publish
+from loader.snapshot.publishing import Publication, Retained, publish, retain
 from loader.snapshot.reader import Snapshot, verify_snapshot
-from loader.snapshot.row_source import rows_of
 from loader.snapshot.store import Store
-from loader.snapshot.writer import export_snapshot
-from shardrank_testing.snapshots import make_spec, one_table_spec, random_tables, write_snapshot
+from shardrank_testing.interrupted_registry import InterruptedRegistry
+from shardrank_testing.snapshots import files_of, make_spec, one_table_spec, write_snapshot
 
-T = TypeVar("T")
+pytestmark = pytest.mark.anyio
 
-
-def on(registry: Path, work: Callable[[FleetRegistry], Awaitable[T]]) -> T:
-    async def program() -> T:
-        opened = DirectoryRegistry(registry)
-        try:
-            return await work(FleetRegistry(opened))
-        finally:
-            await opened.close()
-
-    return asyncio.run(program())
+MODEL = "small"
+SPEC = one_table_spec(260)
 
 
-def published(root: Path, folder: Path, at: float = 7.0, **options: object) -> Publication:
-    return on(root / "registry", lambda fleet: publish(fleet, folder, root / "store", clock=lambda: at, **options))
+@dataclass(frozen=True)
+class Shop:
+    """A store and a registry, both empty, and a folder for snapshots from training."""
+
+    folder: Path
+    fleet: FleetRegistry
+
+    @property
+    def store(self) -> Path:
+        return self.folder / "store"
+
+    def train(self, seed: int = 0, **options: Any) -> Path:
+        """Write a small snapshot, by default of the next version."""
+        return write_snapshot(self.folder, SPEC, seed, **options)[0]
+
+    async def publish(self, snapshot: Path, at: float = 7.0) -> Publication:
+        return await publish(self.fleet, snapshot, self.store, clock=lambda: at)
+
+    async def append_deltas(self, base: int, count: int) -> None:
+        for sequence in range(1, count + 1):
+            await self.fleet.registry.append(delta_stream(MODEL, base), sequence, b"rows")
+
+    async def retain(self, keep: int) -> Retained:
+        """What a run reports, of which the store and the records must be."""
+        done = await retain(self.fleet, self.store, MODEL, keep)
+        recorded = [record.version for record in await self.fleet.versions(MODEL)]
+        assert Store(self.store).versions(MODEL) == recorded == list(done.kept)
+        assert set(os.listdir(self.store / MODEL)) - {".retention-lock"} == set(map(str, done.kept))
+        return done
 
 
-def snapshot_of_lineage(root: Path, version: int, last_delta: int | None, delta_base: int | None) -> Path:
-    spec = one_table_spec(300)
-    return export_snapshot(
-        root,
-        spec,
-        rows={name: rows_of(rows) for name, rows in random_tables(spec, 0).items()},
-        dense={},
-        version=version,
-        last_delta=last_delta,
-        delta_base=delta_base,
-    )
+@pytest.fixture
+def shop(directory: DirectoryRegistry, tmp_path: Path) -> Shop:
+    return Shop(tmp_path, FleetRegistry(directory))
 
 
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+@pytest.fixture
+async def stocked(shop: Shop) -> Shop:
+    """With five published versions."""
+    for seed in range(5):
+        await shop.publish(shop.train(seed))
+    return shop
 
 
-def test_a_published_version_lies_in_the_store_and_on_record(tmp_path: Path) -> None:
+def changes_below(folder: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+# Publishing
+
+
+async def test_a_published_version_is_in_the_store_and_on_record(shop: Shop) -> None:
     spec = make_spec()
-    folder, _ = write_snapshot(tmp_path / "training", spec, version=4)
-    done = published(tmp_path, folder)
+    folder, _ = write_snapshot(shop.folder, spec, version=4)
+    done = await shop.publish(folder)
     assert (done.copied, done.is_new) == (True, True)
-    assert Path(done.where) == tmp_path / "store" / "films" / "4"
+    assert Path(done.where) == shop.store / "films" / "4"
     assert files_of(Path(done.where)) == files_of(folder)
     assert verify_snapshot(Path(done.where)).ok
-    record = on(tmp_path / "registry", lambda fleet: fleet.version("films", 4))
+    record = await shop.fleet.version("films", 4)
     assert record == done.record
     assert record.identity == Snapshot.open(folder).identity
     assert (record.delta_base, record.last_delta, record.published_at) == (4, 0, 7.0)
-    sizes = [one.num_embeddings * codec_for(one.dtype, one.embedding_dim).row_bytes for one in spec.tables]
+    sizes = [table.num_embeddings * codec_for(table.dtype, table.embedding_dim).row_bytes for table in spec.tables]
     assert record.rows_bytes == sum(sizes)
-    assert on(tmp_path / "registry", lambda fleet: fleet.spec("films", 4)) == spec.model_dump_json()
+    assert await shop.fleet.spec("films", 4) == spec.model_dump_json()
 
 
-def test_publishing_again_changes_nothing(tmp_path: Path) -> None:
-    folder, _ = write_snapshot(tmp_path / "training", one_table_spec(300))
-    first = published(tmp_path, folder)
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "store").rglob("*")}
-    second = published(tmp_path, folder, at=9.0)
+async def test_publishing_again_changes_nothing_or_restores_the_record(shop: Shop) -> None:
+    folder = shop.train()
+    first = await shop.publish(folder)
+    before = changes_below(shop.store)
+    second = await shop.publish(folder, at=9.0)
     assert (second.copied, second.is_new, second.record) == (False, False, first.record)
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "store").rglob("*")} == before
+    assert changes_below(shop.store) == before
+    shutil.rmtree(shop.fleet.registry.path)
+    assert (await shop.publish(Path(first.where))).record == first.record
 
 
-def test_a_lost_registry_is_filled_again_from_the_store(tmp_path: Path) -> None:
-    folder, _ = write_snapshot(tmp_path / "store", one_table_spec(300))
-    first = published(tmp_path, folder)
-    shutil.rmtree(tmp_path / "registry")
-    assert published(tmp_path, folder).record == first.record
-
-
-def test_a_damaged_snapshot_is_refused_and_leaves_no_trace(tmp_path: Path) -> None:
-    folder, _ = write_snapshot(tmp_path / "training", one_table_spec(300))
+async def test_a_damaged_snapshot_is_refused_and_leaves_no_trace(shop: Shop) -> None:
+    folder = shop.train()
     rows = next(folder.glob("tables/*/rows-*"))
     content = bytearray(rows.read_bytes())
     content[-3] ^= 4
     rows.write_bytes(content)
     with pytest.raises(SnapshotCorruptError, match=rf"must not be served: .*{rows.name}: SHA-256 is"):
-        published(tmp_path, folder)
-    assert not (tmp_path / "store").exists()
-    assert on(tmp_path / "registry", lambda fleet: fleet.versions()) == []
+        await shop.publish(folder)
+    assert shop.store.name not in os.listdir(shop.folder)
+    assert await shop.fleet.versions() == []
 
 
-def test_another_snapshot_of_a_published_version_is_refused(tmp_path: Path) -> None:
-    folder, _ = write_snapshot(tmp_path / "training", one_table_spec(300), seed=1)
-    other, _ = write_snapshot(tmp_path / "elsewhere", one_table_spec(300), seed=2)
-    first = published(tmp_path, folder)
+async def test_another_snapshot_of_a_published_version_is_refused(shop: Shop) -> None:
+    folder, (other, _) = shop.train(), write_snapshot(shop.folder / "elsewhere", SPEC, seed=2)
+    first = await shop.publish(folder)
     with pytest.raises(RegistryConflictError, match="a version is immutable, export this one with another number"):
-        published(tmp_path, other)
-    shutil.rmtree(tmp_path / "registry")
+        await shop.publish(other)
+    shutil.rmtree(shop.fleet.registry.path)
     with pytest.raises(SnapshotExistsError, match=first.record.identity):
-        published(tmp_path, other)
+        await shop.publish(other)
     assert files_of(Path(first.where)) == files_of(folder)
 
 
@@ -143,53 +169,113 @@ asyncio.run(main())
 """
 
 
-def test_a_killed_publisher_leaves_no_version_and_the_next_one_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    folder, _ = write_snapshot(tmp_path / "training", make_spec())
-    work = tmp_path / "store" / "films" / ".export-1" / "snapshot"
+async def test_a_killed_publisher_leaves_no_version_for_the_next(shop: Shop) -> None:
+    folder, _ = write_snapshot(shop.folder, make_spec())
+    work = shop.store / "films" / ".export-1" / "snapshot"
     kept: dict[Path, int] = {}
     for calls in (4, 9):
-        command = [sys.executable, "-c", PUBLISH_AND_DIE, str(folder), str(tmp_path), str(calls)]
-        assert subprocess.run(command, check=False, timeout=60).returncode == -signal.SIGKILL
-        assert Store(tmp_path / "store").versions("films") == []
-        assert on(tmp_path / "registry", lambda fleet: fleet.versions()) == []
+        command = [sys.executable, "-c", PUBLISH_AND_DIE, str(folder), str(shop.folder), str(calls)]
+        killed = await asyncio.to_thread(subprocess.run, command, check=False, timeout=60)
+        assert killed.returncode == -signal.SIGKILL
+        assert Store(shop.store).versions("films") == []
+        assert await shop.fleet.versions() == []
         assert kept.items() <= {path: path.stat().st_ino for path in work.rglob("*.safetensors")}.items()
         # The last one was not yet on record.
         journal = (work.parent / "export-state.jsonl").read_text().splitlines()[1:]
         kept = {path: path.stat().st_ino for path in work.rglob("*.safetensors") if path.name in str(journal)}
         assert kept
-    done = published(tmp_path, folder)
+    done = await shop.publish(folder)
     assert files_of(Path(done.where)) == files_of(folder)
     for path, inode in kept.items():
         assert (Path(done.where) / path.relative_to(work)).stat().st_ino == inode
-    assert os.listdir(tmp_path / "store" / "films") == ["1"]
+    assert os.listdir(shop.store / "films") == ["1"]
 
 
-def test_a_version_may_contain_no_delta_that_its_stream_does_not_have(tmp_path: Path) -> None:
-    base = snapshot_of_lineage(tmp_path / "training", 1, None, None)
-    fresh = snapshot_of_lineage(tmp_path / "training", 2, 3, 1)
-    published(tmp_path, base)
+async def test_a_version_has_no_delta_that_its_stream_does_not_have(shop: Shop) -> None:
+    base, fresh = shop.train(), shop.train(version=2, last_delta=3, delta_base=1)
+    await shop.publish(base)
     with pytest.raises(DeltaBaseError, match=r"last_delta 3 of delta_base 1 lies beyond the end of that stream, 0"):
-        published(tmp_path, fresh)
-    assert Store(tmp_path / "store").versions("small") == [1]
-
-    async def three_deltas(fleet: FleetRegistry) -> None:
-        for sequence in (1, 2, 3):
-            await fleet.registry.append(delta_stream("small", 1), sequence, b"rows")
-
-    on(tmp_path / "registry", three_deltas)
-    record = published(tmp_path, fresh).record
+        await shop.publish(fresh)
+    assert Store(shop.store).versions(MODEL) == [1]
+    await shop.append_deltas(1, 3)
+    record = (await shop.publish(fresh)).record
     assert (record.delta_base, record.last_delta) == (1, 3)
 
 
-def test_a_version_that_no_replay_can_bring_up_to_date_is_refused(tmp_path: Path) -> None:
-    published(tmp_path, snapshot_of_lineage(tmp_path / "training", 1, None, None))
-
-    async def five_deltas(fleet: FleetRegistry) -> None:
-        for sequence in range(1, 6):
-            await fleet.registry.append(delta_stream("small", 1), sequence, b"rows")
-        await fleet.registry.trim(delta_stream("small", 1), 4)
-
-    on(tmp_path / "registry", five_deltas)
+async def test_a_version_that_no_replay_brings_up_to_date_is_refused(shop: Shop) -> None:
+    await shop.publish(shop.train())
+    await shop.append_deltas(1, 5)
+    await shop.fleet.registry.trim(delta_stream(MODEL, 1), 4)
+    behind, fresh = (shop.train(version=last, last_delta=last, delta_base=1) for last in (2, 3))
     with pytest.raises(DeltaGapError, match=r"last_delta 2 of delta_base 1: the stream begins with 4"):
-        published(tmp_path, snapshot_of_lineage(tmp_path / "training", 2, 2, 1))
-    assert published(tmp_path, snapshot_of_lineage(tmp_path / "training", 3, 3, 1)).is_new
+        await shop.publish(behind)
+    assert (await shop.publish(fresh)).is_new
+
+
+# Retention
+
+
+async def test_the_highest_versions_stay_and_the_others_go(stocked: Shop) -> None:
+    assert await stocked.retain(2) == Retained(kept=(4, 5), dropped=(1, 2, 3))
+    assert await stocked.fleet.spec(MODEL, 1) is None
+    assert Snapshot.open(stocked.store / MODEL / "4").version == 4
+    assert await stocked.retain(2) == Retained(kept=(4, 5), dropped=())
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"live": 1},
+        {"hold": (1,)},
+        {"serve": (1,)},
+        {"follow": (1,)},
+        {"canary": Canary(version=1, share=0.1)},
+        {"node_hold": {"shard-0-0": (1,)}},
+    ],
+)
+async def test_a_wanted_version_is_never_dropped(stocked: Shop, wanted: dict[str, Any]) -> None:
+    await stocked.fleet.put_wanted(WantedModel(model=MODEL, epoch=1, **wanted), None)
+    assert await stocked.retain(1) == Retained(kept=(1, 5), dropped=(2, 3, 4))
+
+
+async def test_versions_of_the_last_rollout_stay(stocked: Shop) -> None:
+    """So that a rollback has somewhere to go."""
+    rollout = Rollout(
+        model=MODEL, epoch=3, rollout_id="0" * 32, from_version=2, to_version=3, previous_version=1, state="done",
+        steps=("flip",), started_at=0, step_began_at=0, delta_base=3, last_delta=0,
+    )  # fmt: skip
+    await stocked.fleet.registry.put(rollout_key(MODEL), encode_rollout(rollout), 0)
+    assert await stocked.retain(1) == Retained(kept=(1, 2, 3, 5), dropped=(4,))
+
+
+async def test_a_version_that_a_node_holds_stays_though_unwanted(stocked: Shop) -> None:
+    report = VersionReport(model=MODEL, version=2, state="draining")
+    node = NodeRecord(node_id="n", kind="serving", process_id=1, address="h:1", live={MODEL: 3}, versions=(report,))
+    await stocked.fleet.announce_node(node, 60)
+    assert await stocked.retain(1) == Retained(kept=(2, 3, 5), dropped=(1, 4))
+
+
+async def test_wherever_a_run_ends_the_next_one_does_the_rest(stocked: Shop) -> None:
+    for calls in range(1000):
+        failing: Any = InterruptedRegistry(stocked.fleet.registry, calls_left=calls)
+        try:
+            ended = await retain(FleetRegistry(failing), stocked.store, MODEL, 2)
+            break
+        except RegistryUnavailableError:
+            # Whatever is on record and in sight is complete, and the two that stay always are.
+            assert {"4", "5"} <= set(os.listdir(stocked.store / MODEL))
+    assert calls > 5
+    assert ended.kept == (4, 5)
+    assert (await stocked.retain(2)).dropped == ()
+
+
+async def test_streams_are_trimmed_to_what_kept_versions_replay(stocked: Shop) -> None:
+    fleet = stocked.fleet
+    for base in (1, 4):
+        await stocked.append_deltas(base, 10)
+    fourth = await fleet.version(MODEL, 4)
+    for version, last_delta in ((6, 5), (7, 8)):
+        await fleet.put_version(fourth.model_copy(update={"version": version, "last_delta": last_delta}))
+    assert (await retain(fleet, stocked.store, MODEL, 2)).kept == (6, 7)
+    assert await fleet.registry.bounds(delta_stream(MODEL, 4)) == StreamBounds(6, 10)
+    assert await fleet.registry.bounds(delta_stream(MODEL, 1)) == StreamBounds(11, 10)

@@ -25,7 +25,7 @@ def read_all(source, first_row, step):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_tensors_in_memory_and_in_a_safetensors_file_are_read_as_float32(tmp_path, dtype):
+def test_tensors_in_memory_and_in_files_are_read_as_float32(tmp_path, dtype):
     tensor = torch.from_numpy(random_rows(np.random.default_rng(1), 50, 6)).to(dtype)
     save_file({"w": tensor, "other": torch.zeros(3)}, tmp_path / "m.safetensors")
     expected = tensor.to(torch.float32).numpy()

@@ -9,7 +9,7 @@ from loader.snapshot.store import Store
 from shardrank_testing.snapshots import one_table_spec, write_snapshot
 
 
-def test_models_and_versions_are_found_in_order_and_other_entries_are_not(tmp_path):
+def test_models_and_versions_are_found_in_order(tmp_path):
     for version in (10, 9, 2):
         write_snapshot(tmp_path, one_table_spec(10, model="a"), version=version)
     write_snapshot(tmp_path, one_table_spec(10, model="b"))
@@ -47,7 +47,7 @@ def test_a_store_that_is_not_there_is_empty(tmp_path):
         store.latest("a")
 
 
-def test_an_export_that_was_interrupted_is_no_version_but_is_told(tmp_path):
+def test_an_interrupted_export_is_no_version_but_is_named(tmp_path):
     (tmp_path / "shop" / ".export-2").mkdir(parents=True)
     (tmp_path / "shop" / ".export-x").mkdir()
     store = Store(tmp_path)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
-import signal
 import subprocess
 import sys
 import textwrap
-import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,8 @@ from loader.stores.place import StoreUrl
 from loader.stores.remote import RemoteStore
 from shardrank_testing.processes import wait_until
 from shardrank_testing.s3_server import Bucket
-from shardrank_testing.snapshots import make_spec, one_table_spec, rewrite_manifest, write_snapshot
-from shardrank_testing.tcp_proxy import threaded_proxy
+from shardrank_testing.snapshots import files_of, make_spec, one_table_spec, rewrite_manifest, write_snapshot
+from shardrank_testing.tcp_proxy import TcpProxy, threaded_proxy
 
 SPEC = one_table_spec(8000, 32, dtype="fp32")
 """One row file of 1 MB."""
@@ -49,40 +49,61 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetching, "PART_BYTES", PART_BYTES)
 
 
+@dataclass(frozen=True)
+class Remote:
+    """A bucket, whose clients have one cache and reach the server through a proxy."""
+
+    bucket: Bucket
+    proxy: TcpProxy
+    cache: Path
+    made: Path
+    """Folder of versions 1 to 4 of `small`, which are not in the bucket."""
+
+    @property
+    def place(self) -> StoreUrl:
+        return StoreUrl(url=self.bucket.url, cache=self.cache)
+
+    def store(self, **options: Any) -> RemoteStore:
+        return RemoteStore(self.place.model_copy(update=options))
+
+    def cached(self) -> list[Path]:
+        """Files of rows that are in their places in the cache."""
+        return [path for path in self.cache.rglob("rows-*") if "parts" not in path.parts]
+
+
 @pytest.fixture(scope="module")
-def snapshots(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Versions 1 to 4 of `small`, each with rows of its own."""
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     store = tmp_path_factory.mktemp("made")
     for version in range(1, 5):
         write_snapshot(store, SPEC, seed=version, version=version)
     return store / "small"
 
 
-def store_of(bucket: Bucket, tmp_path: Path, **more: Any) -> RemoteStore:
-    return RemoteStore(StoreUrl(url=bucket.url, cache=tmp_path / "cache", **more))
+@pytest.fixture
+def remote(
+    bucket: Bucket, s3_port: int, made: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[Remote]:
+    with threaded_proxy(s3_port) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
+        yield Remote(bucket, proxy, tmp_path / "cache", made)
 
 
 def put(store: RemoteStore, folder: Path) -> tuple[str, bool]:
     return store.put(folder, read_manifest(folder)[1])
 
 
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+def flip_last_bit(content: bytes) -> bytes:
+    return content[:-1] + bytes([content[-1] ^ 1])
 
 
-def in_place(tmp_path: Path, name: str = "*.safetensors") -> list[Path]:
-    """Files of snapshots that are in their places in the cache."""
-    return [path for path in (tmp_path / "cache").rglob(name) if "parts" not in path.parts]
-
-
-def test_a_version_is_put_up_listed_and_read_as_it_was_written(bucket: Bucket, tmp_path: Path) -> None:
+def test_a_version_is_put_listed_and_read_as_it_was_written(remote: Remote, tmp_path: Path) -> None:
+    store = remote.store()
     folder, _ = write_snapshot(tmp_path / "made", make_spec(), rows_per_file=4096)
-    store = store_of(bucket, tmp_path)
     assert store.models() == []
-    with pytest.raises(SnapshotNotFoundError, match=f"{bucket.url} has no model"):
+    with pytest.raises(SnapshotNotFoundError, match=f"{remote.bucket.url} has no model"):
         store.latest("films")
-    assert put(store, folder) == (f"{bucket.url}/films/1", True)
-    assert put(store, folder) == (f"{bucket.url}/films/1", False)
+    assert put(store, folder) == (f"{remote.bucket.url}/films/1", True)
+    assert put(store, folder) == (f"{remote.bucket.url}/films/1", False)
     assert (store.models(), store.versions("films"), store.next_version("films")) == (["films"], [1], 2)
     assert store.unfinished() == []
     with store.hold("films") as held:
@@ -93,55 +114,48 @@ def test_a_version_is_put_up_listed_and_read_as_it_was_written(bucket: Bucket, t
         store.hold("films", 2)
 
 
-def test_what_is_in_the_cache_is_served_without_the_store_and_what_the_disk_damaged_is_fetched_again(
-    bucket: Bucket, snapshots: Path, tmp_path: Path, s3_port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    identity = read_manifest(snapshots / "1")[1]
-    with threaded_proxy(s3_port) as proxy:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
-        store = store_of(bucket, tmp_path)
-        put(store, snapshots / "1")
-        store.hold("small", 1, identity=identity).close()
-        before = proxy.answer_bytes
-        with store.hold("small", 1, identity=identity) as held:
-            assert proxy.answer_bytes == before
-        damaged = bytearray((held.path / ROWS).read_bytes())
-        damaged[-1] ^= 1
-        (held.path / ROWS).write_bytes(damaged)
-        with store.hold("small", 1, identity=identity) as held:
-            assert (held.path / ROWS).read_bytes() == (snapshots / "1" / ROWS).read_bytes()
-        assert proxy.answer_bytes - before > (held.path / ROWS).stat().st_size
+def test_the_cache_serves_without_the_store_what_is_not_damaged(remote: Remote) -> None:
+    store = remote.store()
+    identity = read_manifest(remote.made / "1")[1]
+    put(store, remote.made / "1")
+    store.hold("small", 1, identity=identity).close()
+    before = remote.proxy.answer_bytes
+    with store.hold("small", 1, identity=identity) as held:
+        assert remote.proxy.answer_bytes == before
+    (held.path / ROWS).write_bytes(flip_last_bit((held.path / ROWS).read_bytes()))
+    with store.hold("small", 1, identity=identity) as held:
+        assert (held.path / ROWS).read_bytes() == (remote.made / "1" / ROWS).read_bytes()
+    assert remote.proxy.answer_bytes - before > (held.path / ROWS).stat().st_size
 
 
 def test_a_version_is_immutable_and_two_who_write_it_never_mix(
-    bucket: Bucket, snapshots: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = store_of(bucket, tmp_path)
+    store = remote.store()
     other, _ = write_snapshot(tmp_path / "other", SPEC, seed=9, version=1)
-    # The first one is killed before its manifest.
-    written: list[str] = []
+    create, write = store.objects.create, store.objects.write
 
     def dies(path: str, content: bytes) -> bool:
         if path.endswith(MANIFEST_NAME):
             raise KeyboardInterrupt
         return create(path, content)
 
-    create, write = store.objects.create, store.objects.write
     monkeypatch.setattr(store.objects, "create", dies)
     with pytest.raises(KeyboardInterrupt):
-        put(store, snapshots / "1")
-    assert (store.versions("small"), store.unfinished()) == ([], [("small", 1)])
+        put(store, remote.made / "1")
     monkeypatch.setattr(store.objects, "create", create)
+    assert (store.versions("small"), store.unfinished()) == ([], [("small", 1)])
     with pytest.raises(ExportError, match=r"small/\.export-1: a snapshot of identity .* is being published"):
         put(store, other)
     # Run again it goes on: what is there is not written a second time.
+    written: list[str] = []
     monkeypatch.setattr(store.objects, "write", lambda path, content: (written.append(path), write(path, content)))
-    assert put(store, snapshots / "1")[1]
+    assert put(store, remote.made / "1")[1]
     assert written == [f"small/1/{CHECKSUM_NAME}"]
     with pytest.raises(SnapshotExistsError, match="a version is immutable"):
         put(store, other)
     with store.hold("small") as held:
-        assert files_of(held.path) == files_of(snapshots / "1")
+        assert files_of(held.path) == files_of(remote.made / "1")
 
 
 KILLED = """
@@ -156,137 +170,127 @@ KILLED = """
 """
 
 
-def test_a_process_that_dies_in_the_middle_goes_on_where_it_was(
-    bucket: Bucket, snapshots: Path, tmp_path: Path, s3_port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    put(store_of(bucket, tmp_path), snapshots / "1")
-    size = (snapshots / "1" / ROWS).stat().st_size
-    with threaded_proxy(s3_port) as proxy:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
-        # All that is held back is of two parts at most.
-        proxy.hold_after = size // 2
+def test_a_process_that_dies_in_the_middle_goes_on_where_it_was(remote: Remote) -> None:
+    store = remote.store()
+    put(store, remote.made / "1")
+    size = (remote.made / "1" / ROWS).stat().st_size
+    # All that is held back is of two parts at most.
+    remote.proxy.hold_after = remote.proxy.answer_bytes + size // 2
 
-        def journals() -> list[Path]:
-            found = (tmp_path / "cache").rglob("*.journal")
-            return [path for path in found if path.read_text().count("\n") > 4]
+    def journals() -> list[Path]:
+        found = remote.cache.rglob("*.journal")
+        return [path for path in found if path.read_text().count("\n") > 4]
 
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-        command = [sys.executable, "-c", textwrap.dedent(KILLED), bucket.url, str(tmp_path / "cache"), str(PART_BYTES)]
-        process = subprocess.Popen(command, env=environment)
-        try:
-            wait_until(lambda: bool(journals()), "some of its parts to be on record")
-        finally:
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-        assert not in_place(tmp_path, "rows-*")
-        (journal,) = journals()
-        parts = [json.loads(line)[0] for line in journal.read_text().splitlines()[1:]]
-        # One part was written and then lost by the disk: it is fetched again.
-        with journal.with_suffix("").open("r+b") as file:
-            file.seek(parts[0] * PART_BYTES)
-            file.write(b"lost")
-        proxy.hold_after = None
-        wait_until(lambda: not proxy.is_in_use, "what was on its way to the dead process to end")
-        proxy.answer_bytes = 0
-        with store_of(bucket, tmp_path).hold("small", 1) as held:
-            assert files_of(held.path) == files_of(snapshots / "1")
-            Snapshot.open(held.path)
-    assert proxy.answer_bytes < size - (len(parts) - 1) * PART_BYTES + (64 << 10)
-    assert not list((tmp_path / "cache").rglob("*.journal"))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", textwrap.dedent(KILLED), remote.bucket.url, str(remote.cache), str(PART_BYTES)]
+    process = subprocess.Popen(command, env=environment)
+    try:
+        wait_until(lambda: bool(journals()), "some of its parts to be on record")
+    finally:
+        process.kill()
+        process.wait()
+    assert not remote.cached()
+    (journal,) = journals()
+    parts = [json.loads(line)[0] for line in journal.read_text().splitlines()[1:]]
+    # One part was written and then lost by the disk: it is fetched again.
+    with journal.with_suffix("").open("r+b") as file:
+        file.seek(parts[0] * PART_BYTES)
+        file.write(b"lost")
+    remote.proxy.hold_after = None
+    wait_until(lambda: not remote.proxy.is_in_use, "what was on its way to the dead process to end")
+    remote.proxy.answer_bytes = 0
+    with store.hold("small", 1) as held:
+        assert files_of(held.path) == files_of(remote.made / "1")
+        Snapshot.open(held.path)
+    assert remote.proxy.answer_bytes < size - (len(parts) - 1) * PART_BYTES + (64 << 10)
+    assert not list(remote.cache.rglob("*.journal"))
 
 
 @pytest.mark.parametrize("after_bytes", [0, 200_000])
-def test_a_store_that_stalls_is_unavailable_within_its_limit_and_nothing_of_it_is_in_place(
-    bucket: Bucket, snapshots: Path, tmp_path: Path, s3_port: int, monkeypatch: pytest.MonkeyPatch, after_bytes: int
-) -> None:
-    put(store_of(bucket, tmp_path), snapshots / "1")
-    with threaded_proxy(s3_port) as proxy:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
-        proxy.hold_after = after_bytes
-        with pytest.raises(StoreUnavailableError, match=r"can't be (read|listed)"):
-            store_of(bucket, tmp_path, timeout_s=0.6).hold("small", 1)
-        assert not in_place(tmp_path, "rows-*")
+def test_a_store_that_stalls_is_unavailable_within_its_limit(remote: Remote, after_bytes: int) -> None:
+    put(remote.store(), remote.made / "1")
+    remote.proxy.hold_after = remote.proxy.answer_bytes + after_bytes
+    with pytest.raises(StoreUnavailableError, match=r"can't be (read|listed)"):
+        remote.store(timeout_s=0.6).hold("small", 1)
+    assert not remote.cached()
 
 
-def test_an_object_that_changes_while_it_is_fetched_is_noticed_and_never_mixed(
-    bucket: Bucket, snapshots: Path, tmp_path: Path, s3_port: int, monkeypatch: pytest.MonkeyPatch
+def test_an_object_that_changes_during_its_fetch_is_never_mixed(
+    remote: Remote, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put(store_of(bucket, tmp_path), snapshots / "1")
-    right, other = (snapshots / "1" / ROWS).read_bytes(), (snapshots / "2" / ROWS).read_bytes()
+    store = remote.store()
+    put(store, remote.made / "1")
+    right, other = (remote.made / "1" / ROWS).read_bytes(), (remote.made / "2" / ROWS).read_bytes()
     assert len(right) == len(other)
     monkeypatch.setattr(fetching, "PARTS_AT_A_TIME", 1)
-    with threaded_proxy(s3_port) as proxy:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
-        proxy.hold_after = len(right) // 2
+    half = remote.proxy.hold_after = remote.proxy.answer_bytes + len(right) // 2
 
-        def change() -> None:
-            wait_until(lambda: proxy.answer_bytes >= len(right) // 2, "half of it to come")
-            bucket.put(f"small/1/{ROWS}", other)
-            proxy.hold_after = None
+    def change() -> None:
+        wait_until(lambda: remote.proxy.answer_bytes >= half, "half of it to come")
+        remote.bucket.put(f"small/1/{ROWS}", other)
+        remote.proxy.hold_after = None
 
-        thread = threading.Thread(target=change)
-        thread.start()
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(change)
         with pytest.raises(SnapshotCorruptError, match=f"{ROWS}: changed or went away while it was fetched"):
-            store_of(bucket, tmp_path).hold("small", 1)
-        thread.join()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{s3_port}")
+            store.hold("small", 1)
     # What was fetched of the first object is not gone on with, and the second one is not what the manifest says.
     with pytest.raises(SnapshotCorruptError, match="the manifest says"):
-        store_of(bucket, tmp_path).hold("small", 1)
-    assert not in_place(tmp_path, "rows-*")
-    bucket.put(f"small/1/{ROWS}", right)
-    with store_of(bucket, tmp_path).hold("small", 1) as held:
-        assert files_of(held.path) == files_of(snapshots / "1")
-
-
-@pytest.mark.parametrize(
-    ("damage", "error", "message"),
-    [
-        ("flip", SnapshotCorruptError, "SHA-256 is .*, the manifest says"),
-        ("cut", SnapshotCorruptError, f"{ROWS}: .* bytes, the manifest says"),
-        ("missing", SnapshotCorruptError, f"{ROWS}: missing"),
-        ("manifest", SnapshotCorruptError, "SHA-256 is not the one in manifest.json.sha256"),
-        ("path", SnapshotPathError, "is not a plain relative path"),
-        ("bucket", StoreAccessError, "NoSuchBucket"),
-    ],
-)
-def test_what_is_damaged_in_the_store_is_refused_by_name(
-    bucket: Bucket, tmp_path: Path, damage: str, error: type[Exception], message: str
-) -> None:
-    folder, _ = write_snapshot(tmp_path / "made", one_table_spec(300))
-    store, rows = store_of(bucket, tmp_path), (folder / ROWS).read_bytes()
-    put(store, folder)
-    if damage == "flip":
-        bucket.put(f"small/1/{ROWS}", rows[:-1] + bytes([rows[-1] ^ 1]))
-    elif damage == "cut":
-        bucket.put(f"small/1/{ROWS}", rows[:-1])
-    elif damage == "missing":
-        bucket.delete(f"small/1/{ROWS}")
-    elif damage == "manifest":
-        bucket.put(f"small/1/{MANIFEST_NAME}", (folder / MANIFEST_NAME).read_bytes() + b"\n")
-    elif damage == "path":
-        rewrite_manifest(folder, lambda one: one["dense"].update(path="../../../../evil.safetensors"))
-        bucket.put("small/evil.safetensors", (folder / "dense.safetensors").read_bytes())
-        for name in (MANIFEST_NAME, CHECKSUM_NAME):
-            bucket.put(f"small/1/{name}", (folder / name).read_bytes())
-    else:
-        store = RemoteStore(StoreUrl(url="s3://no-such-bucket", cache=tmp_path / "cache"))
-    with pytest.raises(error, match=message):
         store.hold("small", 1)
-    assert not in_place(tmp_path, "rows-*")
+    assert not remote.cached()
+    remote.bucket.put(f"small/1/{ROWS}", right)
+    with store.hold("small", 1) as held:
+        assert files_of(held.path) == files_of(remote.made / "1")
+
+
+def test_what_is_damaged_in_the_store_is_refused_by_name(remote: Remote, tmp_path: Path) -> None:
+    folder, _ = write_snapshot(tmp_path / "made", one_table_spec(300))
+    put(remote.store(), folder)
+    for relative, change, message in (
+        (MANIFEST_NAME, lambda text: text + b"\n", "SHA-256 is not the one in manifest.json.sha256"),
+        (ROWS, flip_last_bit, "SHA-256 is .*, the manifest says"),
+        (ROWS, lambda rows: rows[:-1], f"{ROWS}: .* bytes, the manifest says"),
+        (ROWS, None, f"{ROWS}: missing"),
+    ):
+        right = (folder / relative).read_bytes()
+        if change is None:
+            remote.bucket.delete(f"small/1/{relative}")
+        else:
+            remote.bucket.put(f"small/1/{relative}", change(right))
+        with pytest.raises(SnapshotCorruptError, match=message):
+            remote.store().hold("small", 1)
+        assert not remote.cached()
+        remote.bucket.put(f"small/1/{relative}", right)
+    remote.store().hold("small", 1).close()
+
+
+def test_a_manifest_whose_paths_leave_the_snapshot_is_refused(remote: Remote, tmp_path: Path) -> None:
+    store = remote.store()
+    folder, _ = write_snapshot(tmp_path / "made", one_table_spec(300))
+    put(store, folder)
+    rewrite_manifest(folder, lambda manifest: manifest["dense"].update(path="../../../../evil.safetensors"))
+    remote.bucket.put("small/evil.safetensors", (folder / "dense.safetensors").read_bytes())
+    for name in (MANIFEST_NAME, CHECKSUM_NAME):
+        remote.bucket.put(f"small/1/{name}", (folder / name).read_bytes())
+    with pytest.raises(SnapshotPathError, match="is not a plain relative path"):
+        store.hold("small", 1)
+    assert not remote.cached()
     assert not list(tmp_path.rglob("evil*"))
 
 
-def test_the_cache_keeps_within_its_bound_and_never_drops_what_is_in_use(
-    bucket: Bucket, snapshots: Path, tmp_path: Path
-) -> None:
-    one = sum(map(len, files_of(snapshots / "1").values()))
-    store = store_of(bucket, tmp_path, cache_bytes=2 * one + one // 2)
+def test_a_bucket_that_is_not_there_is_refused(remote: Remote) -> None:
+    with pytest.raises(StoreAccessError, match="NoSuchBucket"):
+        remote.store(url="s3://no-such-bucket").hold("small", 1)
+
+
+def test_the_cache_keeps_its_bound_and_drops_nothing_in_use(remote: Remote) -> None:
+    one = sum(map(len, files_of(remote.made / "1").values()))
+    store = remote.store(cache_bytes=2 * one + one // 2)
     for version in range(1, 5):
-        put(store, snapshots / str(version))
+        put(store, remote.made / str(version))
 
     def here() -> list[int]:
-        return sorted(int(path.parents[2].name) for path in in_place(tmp_path, "rows-*"))
+        return sorted(int(path.parents[2].name) for path in remote.cached())
 
     first = store.hold("small", 1)
     store.hold("small", 2).close()
@@ -299,39 +303,33 @@ def test_the_cache_keeps_within_its_bound_and_never_drops_what_is_in_use(
     assert here() == [1, 3]
     first.close()
     # Another process with the same folder counts the same.
-    with store_of(bucket, tmp_path, cache_bytes=2 * one + one // 2).hold("small", 4) as held:
-        assert files_of(held.path) == files_of(snapshots / "4")
+    with remote.store(cache_bytes=2 * one + one // 2).hold("small", 4) as held:
+        assert files_of(held.path) == files_of(remote.made / "4")
         assert here() == [3, 4]
-        assert sum(path.stat().st_size for path in (tmp_path / "cache").rglob("*")) <= 3 * one
+        assert sum(path.stat().st_size for path in remote.cache.rglob("*")) <= 3 * one
     third.close()
 
 
-def test_versions_are_published_and_retired_at_a_url_and_what_was_set_aside_by_others_is_left_to_them(
-    bucket: Bucket, snapshots: Path, tmp_path: Path
-) -> None:
-    place = StoreUrl(url=bucket.url, cache=tmp_path / "cache")
-    store = RemoteStore(place)
-
-    async def program() -> None:
-        fleet = FleetRegistry(DirectoryRegistry(tmp_path / "registry"))
-        for version in range(1, 5):
-            done = await publish(fleet, snapshots / str(version), place, clock=lambda: 1.0)
-            assert (done.where, done.copied) == (f"{bucket.url}/small/{version}", True)
-        again = await publish(fleet, snapshots / "4", place, clock=lambda: 1.0)
-        assert (again.copied, again.is_new) == (False, False)
-        bucket.put("small/.trash-4", b"")  # another run's, that may bring it back
-        assert (await retain(fleet, place, "small", 2)).dropped == (1, 2)
-        await fleet.registry.close()
-
-    asyncio.run(program())
-    assert {one.path for one in store.objects.listed("small") if one.path.startswith(("small/1/", "small/2/"))} == set()
+@pytest.mark.anyio
+async def test_versions_are_published_and_retired_at_a_url(remote: Remote, directory: DirectoryRegistry) -> None:
+    """And what others set aside is left to them."""
+    store = remote.store()
+    fleet, place = FleetRegistry(directory), remote.place
+    for version in range(1, 5):
+        done = await publish(fleet, remote.made / str(version), place, clock=lambda: 1.0)
+        assert (done.where, done.copied) == (f"{remote.bucket.url}/small/{version}", True)
+    again = await publish(fleet, remote.made / "4", place, clock=lambda: 1.0)
+    assert (again.copied, again.is_new) == (False, False)
+    remote.bucket.put("small/.trash-4", b"")  # another run's, that may bring it back
+    assert (await retain(fleet, place, "small", 2)).dropped == (1, 2)
+    assert [one.path for one in store.objects.listed("small") if one.path.startswith(("small/1/", "small/2/"))] == []
     assert (store.versions("small"), store.next_version("small")) == ([3], 5)
     with pytest.raises(ExportError, match="is being deleted"):
-        put(store, snapshots / "4")  # though all of it is still there
-    bucket.delete(f"small/4/{MANIFEST_NAME}")
+        put(store, remote.made / "4")  # though all of it is still there
+    remote.bucket.delete(f"small/4/{MANIFEST_NAME}")
     with pytest.raises(ExportError, match="is being deleted"):
-        put(store, snapshots / "4")
+        put(store, remote.made / "4")
     assert store.unfinished() == []
-    bucket.put(f"small/4/{MANIFEST_NAME}", (snapshots / "4" / MANIFEST_NAME).read_bytes())
+    remote.bucket.put(f"small/4/{MANIFEST_NAME}", files_of(remote.made / "4")[MANIFEST_NAME])
     store.bring_back("small", 4)
     assert store.versions("small") == [3, 4]

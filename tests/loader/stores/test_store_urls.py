@@ -45,13 +45,13 @@ def test_urls_of_clouds_are_stores_with_a_cache(url: str, monkeypatch: pytest.Mo
         "file://host/p", "file:///p?x=1", "://x",
     ],
 )  # fmt: skip
-def test_everything_else_is_refused_by_name_and_no_secret_is_repeated(text: str) -> None:
+def test_everything_else_is_refused_and_no_secret_is_repeated(text: str) -> None:
     with pytest.raises(StoreUrlError, match=r"file:///PATH, or a path|a prefix is of letters") as refused:
         store_place(text)
     assert "secret" not in str(refused.value)
 
 
-def test_folders_import_no_client_and_a_url_without_it_names_the_extra() -> None:
+def test_folders_import_no_client_and_urls_name_the_extra() -> None:
     program = """
 import sys
 sys.modules["obstore"] = None

@@ -13,7 +13,6 @@ from typing import Any
 
 from loader.registry.fleet import FleetRecord, FleetRegistry, NodeRecord, WantedModel
 from loader.registry.opening import open_registry
-from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.publishing import register
 from loader.snapshot.reader import Snapshot
 from loader.stores.place import StoreUrl
@@ -74,7 +73,7 @@ class AgentFleet:
 
     folder: Path
     store: Path | StoreUrl
-    topology: FleetRecord
+    num_shards: int
     fleet: FleetRegistry
     nodes: dict[str, RunningShardNode] = field(default_factory=dict)
     servings: list[tuple[ServingNode, RankingService]] = field(default_factory=list)
@@ -95,24 +94,13 @@ class AgentFleet:
         return wanted
 
     async def start_node(self, shard: int, replica: int = 0) -> RunningShardNode:
-        """Starts a shard node, or starts it again."""
-        name, topology = f"shard-{shard}-{replica}", self.topology
+        """Start a shard node, or start it again."""
+        name = f"shard-{shard}-{replica}"
         address = Address(path=str(self.folder / f"{name}.sock"))
-
-        def plan_of(snapshot: Snapshot) -> tuple[Partition, str]:
-            plan = plan_by(topology, snapshot.spec)
-            return plan.partition(shard), plan.digest
-
-        await join_fleet(self.fleet, topology)
-        node = ShardNode(
-            NodeIdentity(shard_index=shard, num_shards=topology.num_shards, num_cards=1, sharding=topology.sharding)
-        )
+        await join_fleet(self.fleet, FleetRecord(num_shards=self.num_shards, sharding="hash", replicate_bytes=0))
+        node, actions = self._node(self.fleet, name, shard, self.num_shards, address=str(address))
         server = NodeServer(node)
         await server.start([address])
-        config = NodeConfig(
-            node_id=name, address=str(address), store=self.store, replicate_bytes=topology.replicate_bytes
-        )
-        actions = NodeActions(node, self.fleet, plan_of, config)
         agent = Agent(self.fleet, actions, QUICK)
         running = RunningShardNode(node, server, actions, agent, asyncio.create_task(agent.run()))
         self.nodes[name] = running
@@ -120,14 +108,13 @@ class AgentFleet:
 
     def serving(
         self,
-        models: tuple[str, ...] | None = None,
         local: bool = False,
         limits: RequestLimits | None = None,
         card_set: CardSet | None = None,
         hot_rows: HotRowsConfig | None = None,
     ) -> tuple[ServingNode, RankingService]:
         """A serving process that has not begun to load; with `local` it has rows of its own, on cards if there are."""
-        service = RankingService(limits, expected_models=models)
+        service = RankingService(limits, expected_models=None)
         name = f"serve-{len(self.servings)}"
         config = ServingConfig(
             node_id=name,
@@ -137,12 +124,15 @@ class AgentFleet:
             num_replicas=2,
             hot_rows=hot_rows,
         )
-        agent = QUICK.model_copy(update={"models": models})
         # It closes its registry when it leaves.
         reopen = partial(open_registry, self.fleet.registry.url)
         fleet = FleetRegistry(reopen())
-        local_rows = self._local(fleet, name, card_set) if local else None
-        node = ServingNode(fleet, service, config, agent, local_rows, reopen)
+        local_rows = None
+        if local:
+            cards = 1 if card_set is None else len(card_set.cards.cards)
+            rows = self._node(fleet, name, 0, 1, cards, card_set=card_set)
+            local_rows = LocalRows(*rows, lambda snapshot: plan_by(1, snapshot, cards))
+        node = ServingNode(fleet, service, config, QUICK, local_rows, reopen)
         self.servings.append((node, service))
         return node, service
 
@@ -171,23 +161,29 @@ class AgentFleet:
             await running.die()
         await self.fleet.registry.close()
 
-    def _local(self, fleet: FleetRegistry, name: str, card_set: CardSet | None) -> LocalRows:
-        topology = FleetRecord(num_shards=1, sharding="hash", replicate_bytes=0)
-        cards = 1 if card_set is None else len(card_set.cards.cards)
-        node = ShardNode(NodeIdentity(shard_index=0, num_shards=1, num_cards=cards, sharding="hash"))
-        config = NodeConfig(node_id=name, address="", store=self.store, replicate_bytes=0)
-
+    def _node(
+        self,
+        fleet: FleetRegistry,
+        name: str,
+        shard: int,
+        num_shards: int,
+        cards: int = 1,
+        address: str = "",
+        card_set: CardSet | None = None,
+    ) -> tuple[ShardNode, NodeActions]:
         def plan_of(snapshot: Snapshot) -> tuple[Partition, str]:
-            plan = plan_by(topology, snapshot.spec, cards)
-            return plan.partition(0), plan.digest
+            plan = plan_by(num_shards, snapshot, cards)
+            return plan.partition(shard), plan.digest
 
-        actions = NodeActions(node, fleet, plan_of, config, card_set=card_set)
-        return LocalRows(node, actions, lambda snapshot: plan_by(topology, snapshot.spec, cards))
+        identity = NodeIdentity(shard_index=shard, num_shards=num_shards, num_cards=cards, sharding="hash")
+        config = NodeConfig(node_id=name, address=address, store=self.store, replicate_bytes=0)
+        node = ShardNode(identity)
+        return node, NodeActions(node, fleet, plan_of, config, card_set=card_set)
 
 
-def plan_by(topology: FleetRecord, spec: ModelSpec, cards: int = 1) -> Plan:
+def plan_by(num_shards: int, snapshot: Snapshot, cards: int) -> Plan:
     """Who owns what in a fleet."""
-    return Plan.make(spec, topology.num_shards, topology.sharding, cards, topology.replicate_bytes)
+    return Plan.make(snapshot.spec, num_shards, "hash", cards, 0)
 
 
 async def with_live(
@@ -210,13 +206,12 @@ async def agent_fleet(
 
     Args:
         folder: for sockets and the registry; its path must be short.
-        store: where versions lie.
+        store: where versions are stored.
         shards: of the fleet.
         replicas: of each shard.
         registry: its URL; None for a directory in `folder`.
     """
-    topology = FleetRecord(num_shards=shards, sharding="hash", replicate_bytes=0)
-    running = AgentFleet(folder, store, topology, FleetRegistry(open_registry(registry or folder / "registry")))
+    running = AgentFleet(folder, store, shards, FleetRegistry(open_registry(registry or folder / "registry")))
     try:
         for shard in range(shards):
             for replica in range(replicas):

@@ -30,7 +30,7 @@ from shard_node.engine.cpu import CpuEngine
 from shard_node.engine.loading import load_tables
 from shard_node.node import LoadedTables
 from shardrank_testing.rows_on_cards import rows_on_cards
-from shardrank_testing.snapshots import random_rows
+from shardrank_testing.snapshots import random_rows, write_snapshot
 
 MODEL = "fresh"
 
@@ -65,17 +65,8 @@ def export_state(
     delta_base: int | None = None,
 ) -> Snapshot:
     """A snapshot of these float32 rows."""
-    path = export_snapshot(
-        store,
-        spec,
-        rows={name: rows_of(rows) for name, rows in state.items()},
-        dense={"weight": torch.zeros(1)},
-        version=version,
-        last_delta=last_delta,
-        delta_base=delta_base,
-        rows_per_file=256,
-    )
-    return Snapshot.open(path)
+    options = {"version": version, "last_delta": last_delta, "delta_base": delta_base, "rows_per_file": 256}
+    return Snapshot.open(write_snapshot(store, spec, tables=state, **options)[0])
 
 
 def divided_description() -> ModelDescription:
@@ -195,24 +186,23 @@ def assert_stored(engine: CpuEngine | CardEngine, snapshot: Snapshot) -> None:
         np.testing.assert_array_equal(stored_rows(engine, table.name), expected, err_msg=table.name)
 
 
-def make_batch(spec: ModelSpec, table: str, sequence: int, rows, values, **changes) -> DeltaBatch:
+def make_batch(spec: ModelSpec, table: str, sequence: int, rows, values) -> DeltaBatch:
     """A delta of a spec's table."""
     one = next(one for one in spec.tables if one.name == table)
     numbers, stored = encode_rows(one, rows, values)
-    fields = {
-        "model": spec.model,
-        "delta_base": 1,
-        "base_version": 1,
-        "sequence": sequence,
-        "published_at": 1000.0 + sequence,
-        "table": table,
-        "dtype": one.dtype,
-        "embedding_dim": one.embedding_dim,
-        "column_dims": one.column_dims,
-        "rows": numbers,
-        "stored": stored,
-    }
-    return DeltaBatch(**{**fields, **changes})
+    return DeltaBatch(
+        model=spec.model,
+        delta_base=1,
+        base_version=1,
+        sequence=sequence,
+        published_at=1000.0 + sequence,
+        table=table,
+        dtype=one.dtype,
+        embedding_dim=one.embedding_dim,
+        rows=numbers,
+        stored=stored,
+        column_dims=one.column_dims,
+    )
 
 
 def encoded(table: TableSpec, values: np.ndarray) -> npt.NDArray[np.uint8]:

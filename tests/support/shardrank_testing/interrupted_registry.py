@@ -1,8 +1,11 @@
-"""A real registry behind a link that a test cuts: before a write, or after it, when the writer can't know any more."""
+"""A real registry behind a link that a test cuts: before a call, or after it, when the caller can't know any more."""
 
 from __future__ import annotations
 
 import asyncio
+import math
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from loader.errors import RegistryUnavailableError
@@ -14,31 +17,42 @@ class KilledError(BaseException):
 
 
 class InterruptedRegistry:
-    """Passes everything on to `registry`, and interrupts writes of keys as it is told.
+    """Passes everything on to `registry`, and interrupts calls as it is told.
 
     Attributes:
-        kill_before, kill_after: of which write from now on (1 is the next) the caller is killed; 0 for none.
-        unavailable: every call fails like that of a registry that does not answer.
-        held: a write waits here until `go_on` is set, if `hold_next` was set.
+        kill_before, kill_after: of which write of a key from now on (1 is the next) the caller is killed; 0 for none.
+        calls_left: so many calls take place, then the registry is unavailable.
+        answers_to_lose: of so many appends from now on, every other one's answer is lost.
+        held: a write waits here until `go_on` is set, if its key begins with `hold_next`.
     """
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: Registry, *, calls_left: float = math.inf, answers_to_lose: int = 0) -> None:
         self.registry = registry
         self.kill_before = 0
         self.kill_after = 0
-        self.unavailable = False
+        self.calls_left = calls_left
+        self.answers_to_lose = answers_to_lose
         self.hold_next = ""
         self.held = asyncio.Event()
         self.go_on = asyncio.Event()
 
     def __getattr__(self, name: str) -> Any:
-        if self.unavailable and name not in ("name", "url"):
+        found = getattr(self.registry, name)
+        return partial(self._call, found) if asyncio.iscoroutinefunction(found) else found
+
+    async def _call(self, method: Callable[..., Awaitable[Any]], *arguments: Any, **named: Any) -> Any:
+        if self.calls_left == 0:
             raise RegistryUnavailableError("the link is cut")
-        return getattr(self.registry, name)
+        self.calls_left -= 1
+        return await method(*arguments, **named)
+
+    async def append(self, stream: str, sequence: int, payload: bytes) -> None:
+        await self._call(self.registry.append, stream, sequence, payload)
+        self.answers_to_lose = max(self.answers_to_lose - 1, 0)
+        if self.answers_to_lose % 2:
+            raise RegistryUnavailableError("the answer was lost")
 
     async def put(self, key: str, value: bytes, expected_revision: int) -> int:
-        if self.unavailable:
-            raise RegistryUnavailableError("the link is cut")
         self.kill_before, before = max(self.kill_before - 1, 0), self.kill_before == 1
         self.kill_after, after = max(self.kill_after - 1, 0), self.kill_after == 1
         if before:
@@ -47,7 +61,7 @@ class InterruptedRegistry:
             self.hold_next = ""
             self.held.set()
             await self.go_on.wait()
-        revision = await self.registry.put(key, value, expected_revision)
+        revision: int = await self._call(self.registry.put, key, value, expected_revision)
         if after:
             raise KilledError
         return revision

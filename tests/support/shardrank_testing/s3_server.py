@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,20 +12,6 @@ import pytest
 from obstore.store import S3Store
 
 _numbers = itertools.count()
-
-
-@contextlib.contextmanager
-def s3_server() -> Iterator[int]:
-    """The port of a server in this process."""
-    # Only who uses it pays for its import.
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    try:
-        yield server.get_host_and_port()[1]
-    finally:
-        server.stop()
 
 
 @dataclass(frozen=True)
@@ -52,33 +37,29 @@ class Bucket:
         obstore.delete(self._store, path)
 
 
-def s3_environment(port: int) -> dict[str, str]:
-    """What tells a client of the server at a port."""
-    return {
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
-        "AWS_ALLOW_HTTP": "true",
-        "AWS_ACCESS_KEY_ID": "key",
-        "AWS_SECRET_ACCESS_KEY": "secret",
-        "AWS_REGION": "us-east-1",
-    }
-
-
-def make_bucket(port: int, name: str, patch: pytest.MonkeyPatch) -> Bucket:
-    """Makes a bucket, and has this process' clients ask that server."""
-    httpx.put(f"http://127.0.0.1:{port}/{name}").raise_for_status()
-    for key, value in s3_environment(port).items():
-        patch.setenv(key, value)
-    return Bucket(port, name)
-
-
 @pytest.fixture(scope="session")
 def s3_port() -> Iterator[int]:
     """The port of the server that all tests of this process share."""
-    with s3_server() as port:
-        yield port
+    # Only who uses it pays for its import.
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    yield server.get_host_and_port()[1]
+    server.stop()
 
 
 @pytest.fixture
 def bucket(s3_port: int, monkeypatch: pytest.MonkeyPatch) -> Bucket:
     """An empty bucket that clients of this process, and of its children, find."""
-    return make_bucket(s3_port, f"bucket-{next(_numbers)}", monkeypatch)
+    name, endpoint = f"bucket-{next(_numbers)}", f"http://127.0.0.1:{s3_port}"
+    httpx.put(f"{endpoint}/{name}").raise_for_status()
+    for key, value in (
+        ("AWS_ENDPOINT_URL", endpoint),
+        ("AWS_ALLOW_HTTP", "true"),
+        ("AWS_ACCESS_KEY_ID", "key"),
+        ("AWS_SECRET_ACCESS_KEY", "secret"),
+        ("AWS_REGION", "us-east-1"),
+    ):
+        monkeypatch.setenv(key, value)
+    return Bucket(s3_port, name)

@@ -15,7 +15,6 @@ import xxhash
 
 from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec
-from loader.snapshot.per_row import Vocabulary
 from loader.snapshot.row_source import rows_of
 from loader.snapshot.tables import Bucketing, HashMapping, Pooling, RowDtype, TableSpec, VocabularyMapping
 from loader.snapshot.writer import export_snapshot
@@ -44,13 +43,7 @@ def make_spec(
 ) -> ModelSpec:
     """A model with five tables and seven features that has one of everything.
 
-    | table | rows x dim | dtype | bucketing | features (pooling) |
-    |---|---|---|---|---|
-    | user | 1000 x 16 | int8 | hash | user (sum), context |
-    | film | 777 x 16 | int8 | mixed | film (sum), candidate; history (none), context: a shared table |
-    | genre | 19 x 8 | fp32 | range | genre (mean), candidate |
-    | tag | 257 x 8 | int4 | range | tag (sum, weighted), candidate; liked_tag (sum, weighted), context |
-    | city | 300 x 4 | fp16 | mixed | city (sum), context |
+    `history` shares the table of `film`; `tag` and `liked_tag` are weighted.
 
     Args:
         model: its name.
@@ -60,33 +53,26 @@ def make_spec(
         dense_model: the dense model's kind and config.
     """
 
-    def table(
-        name: str,
-        rows: int,
-        dim: int,
-        own_dtype: RowDtype,
-        own_bucketing: Bucketing,
-        features: tuple[str, ...],
-        pooling: Pooling = "sum",
-    ) -> TableSpec:
-        return TableSpec(
-            name=name,
-            num_embeddings=rows,
-            embedding_dim=dim,
-            feature_names=features,
-            pooling=pooling,
-            dtype=dtype or own_dtype,
-            bucketing=bucketing or own_bucketing,
-        )
-
+    layouts: list[tuple[str, int, int, RowDtype, Bucketing, tuple[str, ...], Pooling]] = [
+        ("user", 1000, 16, "int8", "hash", ("user",), "sum"),
+        ("film", 777, 16, "int8", "mixed", ("film", "history"), "sum"),
+        ("genre", 19, 8, "fp32", "range", ("genre",), "mean"),
+        ("tag", 257, 8, "int4", "range", ("tag", "liked_tag"), "sum"),
+        ("city", 300, 4, "fp16", "mixed", ("city",), "sum"),
+    ]
     return ModelSpec(
         model=model,
-        tables=(
-            table("user", 1000, 16, "int8", "hash", ("user",)),
-            table("film", 777, 16, "int8", "mixed", ("film", "history")),
-            table("genre", 19, 8, "fp32", "range", ("genre",), "mean"),
-            table("tag", 257, 8, "int4", "range", ("tag", "liked_tag")),
-            table("city", 300, 4, "fp16", "mixed", ("city",)),
+        tables=tuple(
+            TableSpec(
+                name=name,
+                num_embeddings=rows,
+                embedding_dim=dim,
+                feature_names=features,
+                pooling=pooling,
+                dtype=dtype or table_dtype,
+                bucketing=bucketing or table_bucketing,
+            )
+            for name, rows, dim, table_dtype, table_bucketing, features, pooling in layouts
         ),
         features=(
             FeatureSpec(name="user", side="context"),
@@ -112,7 +98,6 @@ def one_table_spec(
     model: str = "small",
 ) -> ModelSpec:
     """A model of one table `items` with one candidate feature `item`."""
-    mapping = {} if id_mapping is None else {"id_mapping": id_mapping}
     table = TableSpec(
         name="items",
         num_embeddings=num_embeddings,
@@ -120,7 +105,7 @@ def one_table_spec(
         feature_names=("item",),
         dtype=dtype,
         bucketing=bucketing,
-        **mapping,
+        **({} if id_mapping is None else {"id_mapping": id_mapping}),
     )
     return ModelSpec(
         model=model,
@@ -165,35 +150,24 @@ def write_snapshot(
     spec: ModelSpec,
     seed: int = 0,
     *,
+    tables: dict[str, Float32Array] | None = None,
     dense: Mapping[str, torch.Tensor] | None = None,
-    vocabularies: Mapping[str, Vocabulary] | None = None,
-    access_counts: Mapping[str, npt.NDArray[Any]] | None = None,
-    golden: GoldenRequests | None = None,
-    version: int | None = None,
-    rows_per_file: int | None = None,
-    golden_tolerance: float = 0.05,
-    plan: bytes | None = None,
+    **options: Any,
 ) -> tuple[Path, dict[str, Float32Array]]:
-    """Exports the spec with random rows into the store at `store_path`.
+    """Export the spec into the store at `store_path`, with random rows by default; `options` as of `export_snapshot`.
 
     Returns:
         The snapshot's folder, and each table's float32 rows [num_embeddings, embedding_dim].
     """
-    tables = random_tables(spec, seed)
-    path = export_snapshot(
-        store_path,
-        spec,
-        rows={name: rows_of(rows) for name, rows in tables.items()},
-        dense={"weight": torch.zeros(1)} if dense is None else dense,
-        vocabularies=vocabularies,
-        access_counts=access_counts,
-        golden=golden,
-        version=version,
-        rows_per_file=rows_per_file,
-        golden_tolerance=golden_tolerance,
-        plan=plan,
-    )
-    return path, tables
+    tables = random_tables(spec, seed) if tables is None else tables
+    rows = {name: rows_of(values) for name, values in tables.items()}
+    dense = {"weight": torch.zeros(1)} if dense is None else dense
+    return export_snapshot(store_path, spec, rows=rows, dense=dense, **options), tables
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """The contents of all files below a folder, by relative path."""
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def restate_file(snapshot_path: Path, relative: str) -> None:

@@ -1,7 +1,11 @@
-"""What is exported is what is read back, for every dtype, order and odd size."""
+"""What is exported is what is read back; and an export that dies leaves no version, and goes on where it stopped."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -9,17 +13,23 @@ import pytest
 import torch
 
 from loader.errors import ExportError, NonFiniteRowError, SnapshotExistsError
+from loader.snapshot import store as stores
 from loader.snapshot import writer
 from loader.snapshot.buckets import RowBuckets
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.reader import Snapshot
-from loader.snapshot.row_source import RowSource, rows_of
+from loader.snapshot.row_source import RowsFromBlocks, RowSource, rows_of
+from loader.snapshot.store import Store
 from loader.snapshot.writer import export_snapshot
+from shardrank_testing.exhaustion import files_limited_to
 from shardrank_testing.snapshots import (
+    files_of,
     make_spec,
     one_table_spec,
     plain_buckets,
     random_golden,
+    random_tables,
+    with_slices,
     write_snapshot,
 )
 
@@ -32,9 +42,7 @@ DENSE = {"weight": torch.zeros(1)}
     + [(rows, "mixed", 4096) for rows in (1, 300, 4095, 4096, 4097, 13_000)],
 )
 @pytest.mark.parametrize("dtype", ["int8", "int4", "fp16", "fp32"])
-def test_rows_of_every_dtype_order_and_odd_size_come_back_bit_for_bit(
-    tmp_path, dtype, bucketing, num_embeddings, rows_per_file
-):
+def test_rows_come_back_bit_for_bit(tmp_path, dtype, bucketing, num_embeddings, rows_per_file):
     spec = one_table_spec(num_embeddings, 6, dtype=dtype, bucketing=bucketing)
     path, tables = write_snapshot(tmp_path, spec, rows_per_file=rows_per_file)
     snapshot = Snapshot.open(path)
@@ -48,7 +56,7 @@ def test_rows_of_every_dtype_order_and_odd_size_come_back_bit_for_bit(
 @pytest.mark.parametrize(
     ("bucketing", "num_rows", "rows_per_file"), [("mixed", 10_000, 4096), ("hash", 2500, 1024), ("range", 2500, 1024)]
 )
-def test_the_rows_of_one_bucket_are_one_contiguous_run_of_each_file(tmp_path, bucketing, num_rows, rows_per_file):
+def test_the_rows_of_a_bucket_are_contiguous_in_each_file(tmp_path, bucketing, num_rows, rows_per_file):
     spec = one_table_spec(num_rows, 4, dtype="fp32", bucketing=bucketing)
     path, tables = write_snapshot(tmp_path, spec, rows_per_file=rows_per_file)
     snapshot, buckets = Snapshot.open(path), RowBuckets.of(spec.tables[0])
@@ -62,7 +70,7 @@ def test_the_rows_of_one_bucket_are_one_contiguous_run_of_each_file(tmp_path, bu
         np.testing.assert_array_equal(np.concatenate(runs).view("<f4"), expected)
 
 
-def test_a_model_with_one_of_everything_comes_back_whole(tmp_path):
+def test_a_model_with_one_of_everything_comes_back(tmp_path):
     spec = make_spec()
     dense = {
         "top.0.weight": torch.randn(4, 7),
@@ -89,16 +97,14 @@ def test_a_model_with_one_of_everything_comes_back_whole(tmp_path):
     assert set(back) == set(golden.to_tensors())
     assert all(np.array_equal(back[name], array) for name, array in golden.to_tensors().items())
     assert snapshot.float32_bytes == sum(rows.nbytes for rows in tables.values())
-    on_disk = sum(file.stat().st_size for file in path.rglob("*.safetensors"))
-    assert snapshot.size_bytes == on_disk
+    assert snapshot.size_bytes == sum(file.stat().st_size for file in path.rglob("*.safetensors"))
 
 
 def test_mapped_rows_are_the_file_itself_and_cannot_be_written(tmp_path):
     path, _ = write_snapshot(tmp_path, one_table_spec(300))
     rows = Snapshot.open(path).rows_file("items", 0)
-    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(path) in line]
-    assert len(mapped) == 1
-    assert " r--s " in mapped[0]
+    (mapped,) = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(path) in line]
+    assert " r--s " in mapped
     assert not rows.flags.writeable
     with pytest.raises(ValueError, match="read-only"):
         rows[0, 0] = 1
@@ -106,27 +112,33 @@ def test_mapped_rows_are_the_file_itself_and_cannot_be_written(tmp_path):
         rows.flags.writeable = True
 
 
-class RecordingRows(RowSource):
-    """A source that remembers what was asked of it."""
+class TrainingDiedError(Exception):
+    """Stands for whatever ends a training job."""
 
-    def __init__(self, num_embeddings, embedding_dim):
-        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
-        self.requests = []
+
+class Rows(RowSource):
+    """An array's rows. Records requests, (first row, rows) each, and ends the export at that of index `fail_at`."""
+
+    def __init__(self, rows, requests, fail_at=None):
+        super().__init__(*rows.shape)
+        self._rows, self._requests, self._fail_at = rows, requests, fail_at
 
     def blocks(self, first_row, max_rows):
-        self.requests.append((first_row, max_rows))
-        yield np.full((max_rows, self.embedding_dim), first_row, np.float32)
+        if len(self._requests) == self._fail_at:
+            raise TrainingDiedError
+        self._requests.append((first_row, max_rows))
+        yield self._rows[first_row : first_row + max_rows]
 
 
 def test_export_streams_in_blocks_of_bounded_size(tmp_path, monkeypatch):
     monkeypatch.setattr(writer, "BLOCK_BYTES", 4 * 64 * 1000)  # 1000 rows of dim 64
-    spec = one_table_spec(10_000, 64)
-    source = RecordingRows(10_000, 64)
-    export_snapshot(tmp_path, spec, rows={"items": source}, dense=DENSE, rows_per_file=4096)
-    assert all(count <= 1000 for _, count in source.requests)
-    # Each row is asked for once, in order.
-    ends = [first + count for first, count in source.requests]
-    assert [first for first, _ in source.requests] == [0, *ends[:-1]]
+    requests = []
+    source = Rows(np.zeros((10_000, 64), np.float32), requests)
+    export_snapshot(tmp_path, one_table_spec(10_000, 64), rows={"items": source}, dense=DENSE, rows_per_file=4096)
+    assert all(count <= 1000 for _, count in requests)
+    # Each row is requested once, in order.
+    ends = [first + count for first, count in requests]
+    assert [first for first, _ in requests] == [0, *ends[:-1]]
     assert ends[-1] == 10_000
 
 
@@ -156,6 +168,9 @@ def zeros(num_rows=300, dim=8):
         ({"golden_tolerance": 0.0}, "golden_tolerance: 0.0"),
         ({"golden_tolerance": float("nan")}, "golden_tolerance: nan"),
         ({"last_delta": -1}, "manifest: last_delta: .*greater than or equal to 0"),
+        ({"version": 2, "delta_base": 1}, "delta_base needs last_delta"),
+        ({"version": 2, "delta_base": 3, "last_delta": 1}, "delta_base: 3 is later than version 2"),
+        ({"version": 2, "delta_base": 0, "last_delta": 1}, "delta_base: .*greater than or equal to 1"),
         ({"metadata": {"epoch": 3}}, "manifest: metadata.epoch: .*valid string"),
         ({"metadata": {"a" * 300: 3}}, r"manifest: metadata\.a+\.\.\. \(309 characters\): "),
         ({"metadata": {str(key): "" for key in range(5000)}}, "an object of 5000 keys; at most 4096"),
@@ -169,7 +184,7 @@ def zeros(num_rows=300, dim=8):
         ({"dense": {"w": torch.tensor([1j])}}, "dense tensor 'w': torch.complex64"),
     ],
 )
-def test_what_does_not_fit_the_spec_is_refused_before_anything_is_written(tmp_path, arguments, message):
+def test_what_does_not_fit_the_spec_is_refused_before_a_write(tmp_path, arguments, message):
     given = {"rows": {"items": zeros()}, "dense": DENSE} | arguments
     with pytest.raises(ExportError, match=message):
         export_snapshot(tmp_path / "store", one_table_spec(300), **given)
@@ -185,3 +200,122 @@ def test_a_version_is_written_only_once_and_the_next_one_is_free(tmp_path):
     assert (path / "manifest.json").read_bytes() == before
     assert write_snapshot(tmp_path, spec, seed=1)[0].name == "5"
     assert sorted(entry.name for entry in (tmp_path / "small").iterdir()) == ["4", "5"]
+
+
+# Exports that die
+
+SPEC = with_slices(make_spec(bucketing="hash"), {"film": (10, 3, 3), "tag": (6, 2), "city": (1, 3)})
+TABLES = random_tables(SPEC, seed=11)
+# user 4, film 4, genre 1, tag 2, city 2, in the order in which they are written: what has slices is read once for all.
+NUM_ROW_FILES = 13
+
+
+def at_a_fixed_time():
+    return datetime(2024, 1, 1, tzinfo=UTC)
+
+
+def dies():
+    raise TrainingDiedError
+
+
+def export(store, fail_at=None, spec=SPEC, dense_value=0.0, clock=at_a_fixed_time, **options):
+    """Export with files of 256 rows; return how many files were requested of the sources."""
+    requests = []
+    sources = {name: Rows(rows, requests, fail_at) for name, rows in TABLES.items()}
+    dense = {"weight": torch.full((2,), dense_value)}
+    with contextlib.suppress(TrainingDiedError):
+        export_snapshot(store, spec, rows=sources, dense=dense, version=2, rows_per_file=256, clock=clock, **options)
+    return len(requests)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    store = tmp_path_factory.mktemp("whole")
+    assert export(store) == NUM_ROW_FILES
+    return files_of(store)
+
+
+@pytest.mark.parametrize("fail_at", range(NUM_ROW_FILES))
+def test_an_interrupted_export_reads_only_what_is_missing(tmp_path, whole, fail_at):
+    assert export(tmp_path, fail_at) == fail_at
+    assert Store(tmp_path).versions("films") == []
+    assert export(tmp_path) == NUM_ROW_FILES - fail_at
+    assert files_of(tmp_path) == whole
+
+
+def test_an_export_interrupted_before_its_manifest_reads_no_row(tmp_path, whole):
+    assert export(tmp_path, clock=dies) == NUM_ROW_FILES
+    assert Store(tmp_path).versions("films") == []
+    assert export(tmp_path) == 0
+    assert files_of(tmp_path) == whole
+
+
+def test_an_export_that_dies_between_slices_writes_the_missing(tmp_path, whole, monkeypatch):
+    real = stores.ExportFolder.write
+
+    def write(self, path, produce, stated=None):
+        return dies() if "film.c1" in path else real(self, path, produce, stated)
+
+    monkeypatch.setattr(stores.ExportFolder, "write", write)
+    export(tmp_path)
+    monkeypatch.undo()
+    export(tmp_path)
+    assert files_of(tmp_path) == whole
+
+
+def test_blocks_that_can_be_read_once_give_all_slices(tmp_path, whole):
+    rows = {name: RowsFromBlocks(iter(np.array_split(one, 5)), *one.shape) for name, one in TABLES.items()}
+    dense = {"weight": torch.zeros(2)}
+    export_snapshot(tmp_path, SPEC, rows=rows, dense=dense, version=2, rows_per_file=256, clock=at_a_fixed_time)
+    assert files_of(tmp_path) == whole
+
+
+def test_a_finished_file_that_was_damaged_is_written_again(tmp_path, whole, caplog):
+    export(tmp_path, fail_at=10)
+    files = tmp_path / "films" / ".export-2" / "snapshot" / "tables"
+    flipped = bytearray((files / "user" / "rows-00001-of-00004.safetensors").read_bytes())
+    flipped[-5] ^= 4
+    (files / "user" / "rows-00001-of-00004.safetensors").write_bytes(flipped)
+    os.truncate(files / "film.c1" / "rows-00000-of-00004.safetensors", 100)
+    (files / "genre" / "rows-00000-of-00001.safetensors").unlink()
+    with caplog.at_level(logging.WARNING):
+        assert export(tmp_path) == NUM_ROW_FILES - 10 + 3
+    assert len(caplog.records) == 3
+    assert files_of(tmp_path) == whole
+
+
+OTHER_INPUTS = SPEC.model_copy(update={"dense_inputs": SPEC.dense_inputs.model_copy(update={"context": 9})})
+
+
+@pytest.mark.parametrize(
+    "options", [{"spec": OTHER_INPUTS}, {"dense_value": 1.0}, {"delta_base": 1, "last_delta": 0}, {}]
+)
+def test_an_export_of_other_inputs_starts_over_and_says_so(tmp_path, caplog, options):
+    """And one whose journal is damaged."""
+    export(tmp_path, fail_at=5)
+    if not options:
+        (tmp_path / "films" / ".export-2" / "export-state.jsonl").write_text("not a journal\n")
+    with caplog.at_level(logging.WARNING):
+        assert export(tmp_path, **options) == NUM_ROW_FILES
+    assert "starting over" in caplog.text
+    snapshot = Snapshot.open(tmp_path / "films" / "2")
+    assert snapshot.spec == options.get("spec", SPEC)
+    assert snapshot.manifest.delta_start == (options.get("delta_base", 2), 0)
+
+
+def test_an_export_that_dies_within_a_file_writes_it_again(tmp_path, whole, monkeypatch):
+    monkeypatch.setattr(writer, "BLOCK_BYTES", 4 * 16 * 100)  # a file of `user` is requested in three blocks
+    assert export(tmp_path, fail_at=4) == 4
+    assert Store(tmp_path).versions("films") == []
+    monkeypatch.undo()
+    assert export(tmp_path) == NUM_ROW_FILES - 1
+    assert files_of(tmp_path) == whole
+
+
+def test_after_a_full_disk_an_export_can_go_on(tmp_path, whole):
+    # A full file of table `user` has more.
+    with files_limited_to(6000), pytest.raises(ExportError, match="export of 'films' version 2"):
+        export(tmp_path)
+    assert Store(tmp_path).versions("films") == []
+    export(tmp_path)
+    assert files_of(tmp_path) == whole

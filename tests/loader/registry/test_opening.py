@@ -30,36 +30,19 @@ def test_a_path_or_a_file_url_is_a_directory(url, path):
     assert str(open_registry(registry.url).path) == path
 
 
-@pytest.mark.parametrize("url", ["", "http://host/", "file://host/a", "file:///a?fleet=x", "file://", "s3://bucket/a"])
-def test_what_is_no_registry_is_refused_with_what_is_allowed(url):
-    with pytest.raises(RegistryRecordError, match="URL"):
-        open_registry(url)
+TLS = {"ssl_cert_reqs": "required", "ssl_check_hostname": True}
+HOST = {"host": "host", "port": 6379, "db": 0}
 
 
 @pytest.mark.parametrize(
     ("url", "fleet", "connection"),
     [
-        ("redis://host", "default", {"host": "host", "port": 6379, "db": 0}),
+        ("redis://host", "default", HOST),
         ("redis://host:7000/3?fleet=eu-1", "eu-1", {"host": "host", "port": 7000, "db": 3}),
         ("redis://[::1]:7000/", "default", {"host": "::1", "port": 7000, "db": 0}),
-        ("redis://:p%40ss%2F@host", "default", {"host": "host", "port": 6379, "db": 0, "password": "p@ss/"}),
-        (
-            "redis://user:secret@host",
-            "default",
-            {"host": "host", "port": 6379, "db": 0, "username": "user", "password": "secret"},
-        ),
-        (
-            "rediss://:secret@host:7000/1",
-            "default",
-            {
-                "host": "host",
-                "port": 7000,
-                "db": 1,
-                "password": "secret",
-                "ssl_cert_reqs": "required",
-                "ssl_check_hostname": True,
-            },
-        ),
+        ("redis://:p%40ss%2F@host", "default", {**HOST, "password": "p@ss/"}),
+        ("redis://user:secret@host", "default", {**HOST, "username": "user", "password": "secret"}),
+        ("rediss://:secret@host/1", "default", {**HOST, "db": 1, "password": "secret", **TLS}),
         ("unix:///run/redis.sock?fleet=a", "a", {"path": "/run/redis.sock"}),
         ("unix://:secret@/run/redis.sock", "default", {"path": "/run/redis.sock", "password": "secret"}),
     ],
@@ -84,11 +67,8 @@ def test_a_url_of_sentinels_says_whom_to_ask_for_which_master(tmp_path):
     assert settings.sentinel_connection == {"password": "wache"}
     assert parse_redis_url("rediss+sentinel://[::1]:1/m").sentinels == (("::1", 1),)
     encrypted = parse_redis_url("rediss+sentinel://a/m?sentinel_user=x%2541&" + url.partition("x&")[2])
-    assert encrypted.connection == {"db": 0, "ssl_cert_reqs": "required", "ssl_check_hostname": True}
-    assert encrypted.sentinel_connection == {"username": "x%41", "password": "wache"} | {
-        "ssl_cert_reqs": "required",
-        "ssl_check_hostname": True,
-    }
+    assert encrypted.connection == {"db": 0, **TLS}
+    assert encrypted.sentinel_connection == {"username": "x%41", "password": "wache", **TLS}
     registry = open_registry("redis+sentinel://:secret@a,b/m")
     assert registry.name == "redis+sentinel://***@a,b/m"
     assert "secret" not in repr(settings)
@@ -97,6 +77,7 @@ def test_a_url_of_sentinels_says_whom_to_ask_for_which_master(tmp_path):
 @pytest.mark.parametrize(
     ("url", "message"),
     [
+        *((url, "URL") for url in ("", "http://host/", "file://host/a", "file:///a?fleet=x", "file://", "s3://b/a")),
         ("redis://", "a host is needed"),
         ("redis://:secret@", "a host is needed"),
         ("redis://:secret@host/x", "database 'x'; allowed is a number"),
@@ -114,10 +95,7 @@ def test_a_url_of_sentinels_says_whom_to_ask_for_which_master(tmp_path):
         ("redis://:secret@host?ssl_certfile=/a&ssl_keyfile=/b", "ssl_certfile, ssl_keyfile: only for rediss"),
         ("rediss://:secret@host?ssl_certfile=/none&ssl_keyfile=/b", "ssl_certfile /none: there is no such file"),
         ("rediss://:secret@host?ssl_certfile=/etc/passwd", "ssl_certfile and ssl_keyfile belong together"),
-        (
-            "rediss://:secret@host?ssl_certfile=/etc/passwd&ssl_keyfile=/etc/passwd",
-            "ssl_certfile /etc/passwd with ssl_keyfile /etc/passwd",
-        ),
+        ("rediss://:secret@h?ssl_certfile=/etc/passwd&ssl_keyfile=/etc/passwd", "/etc/passwd with ssl_keyfile /etc/"),
         ("redis://:secret@host?password_file=/a", "a password and a password_file; one is allowed"),
         ("redis://host?password_file=/none", "password_file: No such file"),
         ("redis://user@host", "a user without a password"),
@@ -138,7 +116,7 @@ def test_a_url_of_sentinels_says_whom_to_ask_for_which_master(tmp_path):
         ("unix+sentinel://:secret@a/m", "allowed are a path, file:///PATH, redis://"),
     ],
 )
-def test_a_redis_url_with_a_mistake_is_refused_with_what_is_allowed_and_without_its_password(url, message):
+def test_a_url_with_a_mistake_is_refused_without_its_password(url, message):
     with pytest.raises(RegistryRecordError, match=message) as failure:
         open_registry(url)
     assert "secret" not in str(failure.value)

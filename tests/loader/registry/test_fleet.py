@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 
 import pytest
@@ -20,12 +19,14 @@ from loader.registry.fleet import (
     version_key,
     wanted_key,
 )
-from shardrank_testing.registries import contract, with_open
+
+pytestmark = pytest.mark.anyio
 
 FIRST = WantedModel(model="m", epoch=1, live=1, hold=(1,), serve=(1,))
 PUBLISHED = PublishedVersion(
     model="m", version=9, identity="ab" * 32, delta_base=9, last_delta=0, rows_bytes=100, published_at=5.0
 )
+STATS = VersionStats(requests=3, latency_counts=(1, 2))
 NODE = NodeRecord(
     node_id="shard-0-host:7000",
     kind="shard",
@@ -36,27 +37,15 @@ NODE = NodeRecord(
     sharding="hash",
     replicate_bytes=0,
     applied={"m": 3},
-    versions=(
-        VersionReport(model="m", version=9, state="ready", stats=VersionStats(requests=3, latency_counts=(1, 2))),
-    ),
+    versions=(VersionReport(model="m", version=9, state="ready", stats=STATS),),
 )
 
 
-def with_fleet(scenario):
-    """Makes a test of a coroutine that takes the `FleetRegistry` of an empty registry."""
-
-    @contract
-    @functools.wraps(scenario)
-    async def with_registry(registry):
-        await scenario(FleetRegistry(registry))
-
-    return with_registry
+@pytest.fixture
+def fleet(registry) -> FleetRegistry:
+    return FleetRegistry(registry)
 
 
-# What is wanted
-
-
-@with_fleet
 async def test_a_put_over_another_epoch_is_a_conflict(fleet):
     with pytest.raises(RegistryConflictError, match="epoch None, not 1"):
         await fleet.put_wanted(FIRST, 1)
@@ -68,8 +57,7 @@ async def test_a_put_over_another_epoch_is_a_conflict(fleet):
     assert await fleet.wanted_model("m") == second
 
 
-@with_fleet
-async def test_an_update_sees_what_is_there_and_counts_the_epoch_up(fleet):
+async def test_an_update_sees_what_is_there_and_increments_the_epoch(fleet):
     seen = []
 
     def change(now):
@@ -85,8 +73,7 @@ async def test_an_update_sees_what_is_there_and_counts_the_epoch_up(fleet):
     assert await fleet.wanted_model("m") == second
 
 
-@with_fleet
-async def test_a_record_is_restored_over_none_and_over_a_lower_epoch_only(fleet):
+async def test_a_record_is_restored_over_a_lower_epoch_only(fleet):
     fifth = FIRST.model_copy(update={"epoch": 5})
     assert await fleet.restore_wanted(fifth)
     assert not await fleet.restore_wanted(fifth.model_copy(update={"live": 4}))
@@ -96,30 +83,18 @@ async def test_a_record_is_restored_over_none_and_over_a_lower_epoch_only(fleet)
     assert (await fleet.wanted_model("m")).epoch == 6
 
 
-# Versions
-
-
-@with_fleet
 async def test_versions_are_listed_by_model_and_number(fleet):
-    records = [
-        PUBLISHED.model_copy(update={"model": model, "version": version})
-        for model, version in (("m", 100), ("m", 9), ("n", 1), ("m", 2**63 - 1))
-    ]
+    named = [("m", 100), ("m", 9), ("n", 1), ("m", 2**63 - 1)]
+    records = [PUBLISHED.model_copy(update={"model": model, "version": version}) for model, version in named]
     for record in records:
         await fleet.put_version(record)
-    assert [(one.model, one.version) for one in await fleet.versions()] == [
-        ("m", 9),
-        ("m", 100),
-        ("m", 2**63 - 1),
-        ("n", 1),
-    ]
-    assert [one.version for one in await fleet.versions("n")] == [1]
+    assert [(record.model, record.version) for record in await fleet.versions()] == sorted(named)
+    assert [record.version for record in await fleet.versions("n")] == [1]
     assert await fleet.versions("o") == []
     assert await fleet.version("m", 9) == records[1]
     assert await fleet.version("m", 10) is None
 
 
-@with_fleet
 async def test_a_version_is_dropped_with_its_spec(fleet):
     await fleet.put_version(PUBLISHED)
     await fleet.put_spec("m", 9, '{"a": "ä"}')
@@ -133,25 +108,15 @@ async def test_a_version_is_dropped_with_its_spec(fleet):
     assert await fleet.spec("m", 9) is None
 
 
-# Nodes
-
-
 @pytest.mark.parametrize("value", [b"", b"{", b"[]", b'{"node_id": "bad"}', NODE.model_dump_json().encode(), b"\xff"])
-def test_a_node_that_can_not_be_read_hides_no_other_and_is_told_once(url, caplog, value):
-    async def scenario(registry):
-        fleet = FleetRegistry(registry)
-        await fleet.announce_node(NODE, 60.0)
-        await registry.announce(node_key("bad"), value, 60.0)
+async def test_an_unreadable_node_hides_no_other_and_is_logged_once(fleet, caplog, value):
+    await fleet.announce_node(NODE, 60.0)
+    await fleet.registry.announce(node_key("bad"), value, 60.0)
+    with caplog.at_level(logging.WARNING):
         for _ in range(3):
             assert await fleet.nodes() == [NODE]
-
-    with caplog.at_level(logging.WARNING):
-        with_open(url, scenario)
     assert len(caplog.records) == 1
     assert "nodes/bad: " in caplog.text
-
-
-# Records that can't be read
 
 
 @pytest.mark.parametrize(
@@ -165,21 +130,13 @@ def test_a_node_that_can_not_be_read_hides_no_other_and_is_told_once(url, caplog
         (FLEET, b'{"num_shards": 0}', "fleet: num_shards"),
     ],
 )
-def test_a_record_that_can_not_be_read_is_named(url, key, value, message):
-    async def scenario(registry):
-        fleet = FleetRegistry(registry)
-        await registry.put(key, value, 0)
-        read = {"wanted": fleet.wanted, "versions": fleet.versions, "fleet": fleet.fleet}[key.partition("/")[0]]
-        with pytest.raises(RegistryRecordError, match=message):
-            await read()
-
-    with_open(url, scenario)
+async def test_an_unreadable_record_is_named(fleet, key, value, message):
+    await fleet.registry.put(key, value, 0)
+    read = {"wanted": fleet.wanted, "versions": fleet.versions, "fleet": fleet.fleet}[key.partition("/")[0]]
+    with pytest.raises(RegistryRecordError, match=message):
+        await read()
 
 
-@with_fleet
-async def test_a_key_that_a_later_release_added_is_let_pass(fleet):
+async def test_a_key_of_a_later_release_is_ignored(fleet):
     await fleet.registry.put(wanted_key("m"), FIRST.model_dump_json()[:-1].encode() + b', "new": [1]}', 0)
     assert await fleet.wanted_model("m") == FIRST
-
-
-# Records that the caller reads itself

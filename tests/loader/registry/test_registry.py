@@ -1,0 +1,291 @@
+"""What every registry keeps to: each test runs against a directory and against a real Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from contextlib import suppress
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from loader.errors import RegistryConflictError, RegistryRecordError, RegistryUnavailableError, StreamSequenceError
+from loader.registry.opening import open_registry
+from loader.registry.registry import MAX_VALUE_BYTES, StreamBounds, StreamEntry
+from shardrank_testing.registries import every_call, with_open
+
+pytestmark = pytest.mark.anyio
+
+WAIT_S = 60.0
+KEYS = ("a", "a/b", "a/c", "b")
+STREAMS = ("a", "a/b")
+PREFIXES = ("", "a/", "b/")
+VALUES = st.binary(max_size=12)
+CALLS = st.one_of(
+    st.tuples(st.just("put"), st.sampled_from(KEYS), VALUES, st.sampled_from(["known", "older", "none"])),
+    st.tuples(st.just("delete"), st.sampled_from(KEYS), st.sampled_from(["known", "older", "none"])),
+    st.tuples(st.just("entries"), st.sampled_from(PREFIXES)),
+    st.tuples(st.just("announce"), st.sampled_from(KEYS), VALUES),
+    st.tuples(st.just("withdraw"), st.sampled_from(KEYS)),
+    st.tuples(st.just("acquire"), st.sampled_from(KEYS), st.sampled_from(["one", "two"])),
+    st.tuples(st.just("release"), st.sampled_from(KEYS), st.sampled_from(["one", "two"])),
+    # Offsets from the stream's end; a block of the directory's ends at 255.
+    st.tuples(st.just("append"), st.sampled_from(STREAMS), st.sampled_from([1, 1, 1, 1, 0, 2, -3]), VALUES),
+    st.tuples(st.just("read"), st.sampled_from(STREAMS), st.integers(-8, 2), st.integers(1, 5), st.integers(1, 40)),
+    st.tuples(st.just("trim"), st.sampled_from(STREAMS), st.integers(-6, 3)),
+    st.tuples(st.just("reopen")),
+)
+OVER_A_BLOCKS_END = [
+    *[("append", "a", 1, b"twelve bytes")] * 12,
+    *(("read", "a", -8, 4, 1000), ("read", "a", -8, 5, 30), ("read", "a", -8, 5, 1), ("append", "a", 0, b"")),
+    *(("trim", "a", -4), ("trim", "a", -8), ("trim", "a", 3), ("trim", "a", 3), ("reopen",)),
+    *(("append", "a", 0, b""), ("append", "a", 1, b"\x00\n"), ("read", "a", -8, 5, 40)),
+]
+EVERY_REFUSAL_OF_KEYS = [
+    *(("put", "a/b", b"1", "none"), ("put", "a/b", b"2", "known"), ("put", "a/b", b"", "older")),
+    *(("put", "a/b", b"", "none"), ("delete", "a/b", "older"), ("delete", "a/b", "none"), ("reopen",)),
+    *(("delete", "a/b", "known"), ("delete", "a/b", "known"), ("put", "a/b", b"", "older")),
+    *(("announce", "a/b", b"1"), ("announce", "b", b"2"), ("withdraw", "a/b"), ("withdraw", "a/b")),
+    *(("acquire", "a", "one"), ("acquire", "a", "two"), ("release", "a", "two"), ("release", "a", "one")),
+]
+
+
+async def refused(call, error, message):
+    with pytest.raises(error, match=message):
+        await call
+
+
+class Model:
+    """What a registry shall do, in the plainest way."""
+
+    def __init__(self, registry, first_sequence):
+        self.registry = registry
+        self.first_sequence = first_sequence
+        self.keys: dict[str, tuple[bytes, int]] = {}
+        self.revisions: dict[str, list[int]] = {key: [] for key in KEYS}
+        self.announced: dict[str, bytes] = {}
+        self.owners: dict[str, str] = {}
+        self.streams: dict[str, tuple[int, list[bytes]]] = {}
+
+    def _revisions(self, key, which):
+        """The revision that a write states, and the one that the key has."""
+        known = self.keys[key][1] if key in self.keys else 0
+        older = [revision for revision in self.revisions[key] if revision != known]
+        return {"none": 0, "known": known, "older": older[-1] if older else known}[which], known
+
+    async def put(self, key, value, which):
+        expected, now = self._revisions(key, which)
+        write = self.registry.put(key, value, expected)
+        if expected != now:
+            await refused(write, RegistryConflictError, f"{key} has revision {now}, not {expected}")
+            return
+        revision = await write
+        assert revision > max(self.revisions[key], default=0)
+        self.keys[key] = (value, revision)
+        self.revisions[key].append(revision)
+
+    async def delete(self, key, which):
+        expected, now = self._revisions(key, which)
+        write = self.registry.delete(key, expected)
+        if expected != now:
+            await refused(write, RegistryConflictError, f"{key} has revision {now}, not {expected}")
+            return
+        await write
+        self.keys.pop(key, None)
+
+    async def entries(self, prefix):
+        found = await self.registry.entries(prefix)
+        expected = {key: self.keys[key] for key in sorted(self.keys) if key.startswith(prefix)}
+        assert list(found) == list(expected)
+        assert {key: (entry.value, entry.revision) for key, entry in found.items()} == expected
+        for key in KEYS:
+            entry = await self.registry.get(key)
+            assert (entry and (entry.value, entry.revision)) == self.keys.get(key)
+
+    async def announce(self, key, value):
+        await self.registry.announce(key, value, 3600.0)
+        self.announced[key] = value
+        await self._same_announcements()
+
+    async def withdraw(self, key):
+        await self.registry.withdraw(key)
+        self.announced.pop(key, None)
+        await self._same_announcements()
+
+    async def _same_announcements(self):
+        for prefix in PREFIXES:
+            expected = [(key, value) for key, value in sorted(self.announced.items()) if key.startswith(prefix)]
+            assert list((await self.registry.announced(prefix)).items()) == expected
+
+    async def acquire(self, key, owner):
+        expected = self.owners.setdefault(key, owner) == owner
+        assert await self.registry.acquire(key, owner, 3600.0) == expected
+
+    async def release(self, key, owner):
+        await self.registry.release(key, owner)
+        if self.owners.get(key) == owner:
+            del self.owners[key]
+        assert await self.registry.holder(key) == self.owners.get(key)
+
+    async def append(self, stream, step, payload):
+        first, kept = self.streams.get(stream, (self.first_sequence, []))
+        last = first + len(kept) - 1
+        sequence = max(last + step, 1)
+        write = self.registry.append(stream, sequence, payload)
+        if stream in self.streams and sequence != last + 1:
+            await refused(write, StreamSequenceError, f"sequence {sequence} after {last}; {last + 1} is next")
+            return
+        await write
+        self.streams[stream] = (first if stream in self.streams else sequence, [*kept, payload])
+        await self._same_bounds(stream)
+
+    async def read(self, stream, step, max_entries, max_bytes):
+        first, kept = self.streams.get(stream, (self.first_sequence, []))
+        after = max(first + len(kept) - 1 + step, 0)
+        expected: list[StreamEntry] = []
+        for entry in [StreamEntry(first + number, payload) for number, payload in enumerate(kept)]:
+            size = sum(len(before.payload) for before in expected) + len(entry.payload)
+            if entry.sequence <= after:
+                continue
+            if len(expected) == max_entries or (expected and size > max_bytes):
+                break
+            expected.append(entry)
+        assert await self.registry.read(stream, after, max_entries, max_bytes) == expected
+
+    async def trim(self, stream, step):
+        first, kept = self.streams.get(stream, (self.first_sequence, []))
+        before = first + len(kept) + step
+        await self.registry.trim(stream, before)
+        if stream in self.streams:
+            dropped = min(max(before - first, 0), len(kept))
+            self.streams[stream] = (first + dropped, kept[dropped:])
+        await self._same_bounds(stream)
+
+    async def _same_bounds(self, stream):
+        first, kept = self.streams.get(stream, (0, []))
+        expected = StreamBounds(first, first + len(kept) - 1) if stream in self.streams else StreamBounds(0, 0)
+        assert await self.registry.bounds(stream) == expected
+
+    async def reopen(self):
+        url = self.registry.url
+        await self.registry.close()
+        self.registry = open_registry(url)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@example(calls=OVER_A_BLOCKS_END, first_sequence=250)
+@example(calls=EVERY_REFUSAL_OF_KEYS, first_sequence=1)
+@given(calls=st.lists(CALLS, max_size=25), first_sequence=st.sampled_from([1, 250, 2**40]))
+def test_any_sequence_of_calls_answers_as_a_dict_and_a_list(new_url, calls, first_sequence):
+    async def scenario(registry):
+        model = Model(registry, first_sequence)
+        try:
+            for name, *arguments in calls:
+                await getattr(model, name)(*arguments)
+            await model.entries("")
+            for stream in STREAMS:
+                await model.read(stream, -(2**50), 1000, 10_000)
+        finally:
+            await model.registry.close()
+
+    with_open(new_url(), scenario)
+
+
+BAD_KEYS = ["", "/a", "a/", "a//b", ".", "..", "a/../b", "a b", "ä", "a\n", "a=", "a~", "a" * 201, "a/" * 300 + "a"]
+
+
+@pytest.mark.parametrize("key", BAD_KEYS)
+async def test_every_method_refuses_a_bad_key(registry, key):
+    for call in every_call(registry, key):
+        await refused(call, RegistryRecordError, "allowed are at most 512 characters")
+    assert await registry.entries("") == {}
+
+
+TOO_LONG = b"x" * (MAX_VALUE_BYTES + 1)
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments", "error", "message"),
+    [
+        *(("announce", ("a", b"", ttl_s), RegistryRecordError, "ttl_s") for ttl_s in (0.0, -1.0, 3601.0, float("nan"))),
+        *(("acquire", ("a", "me", ttl_s), RegistryRecordError, "ttl_s") for ttl_s in (0.0, -1.0, 3601.0, float("nan"))),
+        *(("append", ("a", number, b""), StreamSequenceError, "allowed is 1 to") for number in (0, -1, 2**53)),
+        ("read", ("a", 0, 0), RegistryRecordError, "must be at least 1"),
+        ("read", ("a", 0, 1, 0), RegistryRecordError, "must be at least 1"),
+        ("put", ("a", TOO_LONG, 0), RegistryRecordError, f"a value of {MAX_VALUE_BYTES + 1} bytes; at most"),
+        ("announce", ("a", TOO_LONG, 1.0), RegistryRecordError, f"at most {MAX_VALUE_BYTES}"),
+        ("append", ("a", 1, TOO_LONG), RegistryRecordError, f"at most {MAX_VALUE_BYTES}"),
+    ],
+)
+async def test_arguments_out_of_range_are_refused(registry, method, arguments, error, message):
+    await refused(getattr(registry, method)(*arguments), error, message)
+    assert (await registry.entries(""), await registry.announced("")) == ({}, {})
+    assert (await registry.bounds("a"), await registry.holder("a")) == (StreamBounds(0, 0), None)
+
+
+async def test_the_longest_value_is_stored(registry):
+    await registry.put("a", TOO_LONG[1:], 0)
+    await registry.append("a", 1, TOO_LONG[1:])
+    assert (await registry.get("a")).value == TOO_LONG[1:]
+    assert [entry.payload for entry in await registry.read("a", 0)] == [TOO_LONG[1:]]
+
+
+async def test_an_announcement_expires_and_the_others_stay(registry):
+    await registry.announce("nodes/a", b"1", 0.02)
+    await registry.announce("nodes/b", b"2", 60.0)
+    deadline = time.monotonic() + WAIT_S
+    while "nodes/a" in await registry.announced("nodes/"):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+    assert await registry.announced("nodes/") == {"nodes/b": b"2"}
+    await registry.announce("nodes/a", b"3", 60.0)
+    assert await registry.announced("nodes/") == {"nodes/a": b"3", "nodes/b": b"2"}
+
+
+async def test_writers_of_one_registry_lose_no_write_and_share_no_lock(url):
+    """Each has opened the registry for itself, as processes do."""
+    inside: set[int] = set()
+
+    async def write(writer, registry):
+        revisions, sequences = [], []
+        while len(revisions) < 40:
+            entry = await registry.get("counter")
+            value, revision = (int(entry.value), entry.revision) if entry is not None else (0, 0)
+            with suppress(RegistryConflictError):
+                revisions.append(await registry.put("counter", b"%d" % (value + 1), revision))
+        while len(sequences) < 40:
+            following = (await registry.bounds("stream")).last + 1
+            with suppress(StreamSequenceError):
+                await registry.append("stream", following, b"%d" % following)
+                sequences.append(following)
+        for _ in range(40):
+            while not await registry.acquire("lock", f"writer-{writer}", 60.0):
+                pass
+            assert not inside
+            inside.add(writer)
+            await asyncio.sleep(0)
+            inside.remove(writer)
+            await registry.release("lock", f"writer-{writer}")
+        assert revisions == sorted(revisions)
+        return revisions, sequences
+
+    registries = [open_registry(url) for _ in range(3)]
+    revisions, sequences = zip(*await asyncio.gather(*map(write, range(3), registries)), strict=True)
+    entry = await registries[0].get("counter")
+    assert (entry.value, entry.revision) == (b"120", max(itertools.chain(*revisions)))
+    assert len(set(itertools.chain(*revisions))) == 120
+    assert sorted(itertools.chain(*sequences)) == list(range(1, 121))
+    assert await registries[0].read("stream", 0) == [StreamEntry(n, b"%d" % n) for n in range(1, 121)]
+    for registry in registries:
+        await registry.close()
+
+
+async def test_a_closed_registry_says_so_and_may_be_closed_again(url):
+    registry = open_registry(url)
+    await registry.put("a", b"", 0)
+    await registry.close()
+    await registry.close()
+    await refused(registry.get("a"), RegistryUnavailableError, "is closed")
+    await open_registry(url).close()
