@@ -302,7 +302,7 @@ class Store:
         except OSError as error:
             with suppress(OSError):
                 unfinished.unlink()
-            raise file_error(target, "write", error) from error
+            raise file_error(target, "written", error) from error
 
     def list_files(self, folder: str) -> list[StoredFile]:
         """List the finished small files of a folder. Raises SnapshotError if it can't be read."""

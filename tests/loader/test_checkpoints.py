@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -171,6 +172,12 @@ def test_chunks_pass_only_if_every_element_is_in_exactly_one(shape, data):
             check_chunks("w", shape, chunks)
 
 
+@pytest.mark.parametrize("chunk", [((0, 0), (4, 3)), ((-1, 0), (3, 2)), ((0, 0), (-3, -2)), ((0,), (3,))])
+def test_a_chunk_outside_of_its_tensor_is_refused(chunk):
+    with pytest.raises(CheckpointError, match=r"w: chunk at .* is not inside its shape \[3, 2\]"):
+        check_chunks("w", (3, 2), [chunk])
+
+
 class RunsCode:
     def __init__(self, target):
         self.target = target
@@ -217,6 +224,39 @@ def test_damaged_or_missing_distributed_files_are_refused(tmp_path):
         damage()
         with pytest.raises(CheckpointError, match="can't be read"):
             open_checkpoint(path).tensor(f"{PREFIX}user.weight")
+
+
+def write_list(path):
+    torch.save([torch.zeros(1)], path)
+
+
+def write_old_format(path):
+    torch.save({"w": torch.zeros(1)}, path, _use_new_zipfile_serialization=False)
+
+
+def write_twice(path):
+    path.mkdir()
+    for name in ("a", "b"):
+        save_file({"w": torch.zeros(1)}, path / f"{name}.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("name", "write", "message"),
+    [
+        ("absent", lambda path: None, "no such file or folder"),
+        ("bare", Path.mkdir, "neither .safetensors files"),
+        ("twice", write_twice, "is in both"),
+        ("a.safetensors", lambda path: path.write_text("text"), "can't be read as safetensors"),
+        ("a.pt", lambda path: path.write_text("text"), "zip format"),
+        ("list.pt", write_list, "holds a list"),
+        ("old.pt", write_old_format, "zip format"),
+        ("a.onnx", Path.touch, "must end in one of .safetensors, .pt"),
+    ],
+)
+def test_what_is_no_checkpoint_is_refused(tmp_path, name, write, message):
+    write(tmp_path / name)
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(tmp_path / name)
 
 
 @pytest.mark.parametrize(

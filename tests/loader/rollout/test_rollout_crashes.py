@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from loader.errors import RegistryUnavailableError, RolloutError
 from loader.registry.directory import DirectoryRegistry
-from loader.registry.fleet import WANTED, rollout_key, wanted_key
+from loader.registry.fleet import COORDINATOR_LOCK, WANTED, rollout_key, wanted_key
 from loader.registry.opening import open_registry
+from loader.rollout.coordinator import Coordinator
 from shardrank_testing.interrupted_registry import InterruptedRegistry, KilledError
 from shardrank_testing.registries import redis_server
 from shardrank_testing.rollout_fleet import MODEL, NEW, OLD, Clock, PlayedFleet
@@ -187,6 +188,88 @@ async def test_lost_writes_of_a_registry_are_restored_by_nodes(fleet, tmp_path):
     assert await fleet.wanted() == wanted
     assert (await fleet.rollout()).epoch == rollout.epoch
     await fleet.ends("done", NEW)
+
+
+async def test_a_rollout_older_than_what_is_wanted_goes_on_there(fleet):
+    """The registry has lost the rollout's last steps, and nobody remembers them."""
+    await fleet.begin(1, 1, 1)
+    await fleet.start()
+    old = await fleet.fleet.raw(rollout_key(MODEL))
+    await fleet.until_step("retire_serving")
+    for node in fleet.nodes:
+        node.rollout = None
+    now = await fleet.fleet.raw(rollout_key(MODEL))
+    await fleet.registry.put(rollout_key(MODEL), old.value, now.revision)
+    fleet.coordinator = fleet.new_coordinator()
+    await fleet.coordinator.tick()
+    rollout = await fleet.rollout()
+    assert (rollout.step, rollout.events[-1].text) == ("retire_serving", "step retire_serving is wanted already")
+    await fleet.ends("done", NEW)
+
+
+async def test_what_is_wanted_and_lost_is_written_anew_from_the_rollout(fleet):
+    await fleet.begin(1, 1, 1)
+    await fleet.start()
+    await fleet.until_step("flip")
+    for node in fleet.nodes:
+        node.restart()
+    fleet.coordinator = fleet.new_coordinator()
+    epoch, wanted = (await fleet.wanted()).epoch, await fleet.fleet.raw(wanted_key(MODEL))
+    await fleet.registry.delete(wanted_key(MODEL), wanted.revision)
+    await fleet.react()
+    await fleet.coordinator.tick()
+    assert await fleet.wanted() is None
+    await fleet.ends("done", NEW)
+    assert (await fleet.wanted()).epoch >= epoch
+
+
+async def test_a_coordinator_restores_what_the_registry_forgot(fleet, caplog):
+    await fleet.begin(1, 1, 1)
+    keys = rollout_key(MODEL), wanted_key(MODEL)
+    await fleet.start()
+    before = [await fleet.fleet.raw(key) for key in keys]
+    await fleet.until_step("retire_serving")
+    for node in fleet.nodes:
+        node.restart()
+    for key, old in zip(keys, before, strict=True):
+        await fleet.registry.put(key, old.value, (await fleet.fleet.raw(key)).revision)
+    await fleet.coordinator.tick()
+    assert (await fleet.rollout()).step == "retire_serving"
+    assert caplog.text.count("the registry had lost epoch") == 2
+    await fleet.ends("done", NEW)
+
+
+async def test_a_cancelled_coordinator_releases_its_lock(fleet):
+    await fleet.begin(1, 1, 1)
+    await fleet.registry.release(COORDINATOR_LOCK, "the one")
+    await fleet.start()
+    done = asyncio.Event()
+
+    async def sleep(_):
+        fleet.clock.now += 0.3
+        await fleet.react()
+        if not (await fleet.rollout()).active:
+            done.set()
+        await asyncio.sleep(0)
+
+    running = asyncio.create_task(Coordinator(fleet.fleet, "a", fleet.clock, sleep, fleet.config).run())
+    await asyncio.wait_for(done.wait(), 60.0)
+    assert await fleet.registry.holder(COORDINATOR_LOCK) == "a"
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert await fleet.registry.holder(COORDINATOR_LOCK) is None
+
+
+async def test_a_step_on_record_is_done_after_the_delay_of_drills(fleet):
+    fleet.config = fleet.config.model_copy(update={"step_delay_s": 3.0})
+    fleet.coordinator = fleet.new_coordinator()
+    await fleet.begin(1, 1, 1)
+    await fleet.start()
+    await fleet.round(times=8)
+    assert (await fleet.wanted()).epoch == 1
+    ended = await fleet.ends("done", NEW)
+    assert fleet.clock.now - ended.started_at >= 3.0 * len(ended.steps)
 
 
 async def test_no_rollout_starts_on_a_registry_that_lost_changes(fleet):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from loader.errors import SnapshotNotFoundError
-from loader.snapshot.store import Store
+from loader.errors import SnapshotError, SnapshotNotFoundError
+from loader.snapshot.store import TRASH_PREFIX, Store
 from shardrank_testing.snapshots import one_table_spec, write_snapshot
 
 
@@ -59,3 +59,37 @@ def test_an_interrupted_export_is_no_version_but_is_named(tmp_path):
     store.check_exists()
     with pytest.raises(SnapshotNotFoundError, match=rf"no model 'shop'; it has \['a'\]{problem}"):
         store.latest("shop")
+
+
+def test_a_version_that_was_set_aside_comes_back_or_is_deleted(tmp_path):
+    store, folder = Store(tmp_path), tmp_path / "films"
+    for version in ("1", "2", "3"):
+        (folder / version).mkdir(parents=True)
+        store.set_aside("films", int(version))
+    store.set_aside("films", 4)
+    assert store.versions("films") == []
+    assert store.next_version("films") == 4
+    store.bring_back("films", 1)
+    # A run that was killed had begun to delete 3.
+    (folder / f"{TRASH_PREFIX}3").rename(folder / f"{TRASH_PREFIX}3.gone")
+    store.delete_set_aside("films", staying=[2])
+    assert sorted(path.name for path in folder.iterdir()) == ["1", "2"]
+
+
+def test_small_files_that_the_disk_refuses_are_named(tmp_path):
+    store = Store(tmp_path)
+    store.write_file("recordings/a", b"12345")
+    assert [file.path for file in store.list_files("recordings")] == ["recordings/a"]
+    assert store.read_file("recordings/a", 5) == b"12345"
+    (tmp_path / "recordings/folder/b").mkdir(parents=True)
+    refusals = {
+        "recordings/a: more than 4 bytes": lambda: store.read_file("recordings/a", 4),
+        "recordings/missing: missing": lambda: store.read_file("recordings/missing", 4),
+        "recordings/a/b: can't be written: File exists": lambda: store.write_file("recordings/a/b", b""),
+        "recordings/folder: .*Is a directory": lambda: store.delete_files(["recordings/folder"]),
+    }
+    for message, call in refusals.items():
+        with pytest.raises(SnapshotError, match=message):
+            call()
+    store.delete_files(["recordings/a", "recordings/gone"])
+    assert store.list_files("recordings") == []

@@ -182,6 +182,8 @@ def zeros(num_rows=300, dim=8):
         ({"dense": {"w": torch.tensor([1.0, float("nan")])}}, "dense tensor 'w': holds NaN or inf"),
         ({"dense": {"w": torch.tensor([1e300], dtype=torch.float64)}}, "dense tensor 'w'.*beyond float32"),
         ({"dense": {"w": torch.tensor([1j])}}, "dense tensor 'w': torch.complex64"),
+        ({"dense": {"": torch.zeros(1)}}, "dense tensor '': not a name"),
+        ({"dense": b"a program"}, "dense: the spec's dense_model is mlp: expected tensors, got a program"),
     ],
 )
 def test_what_does_not_fit_the_spec_is_refused_before_a_write(tmp_path, arguments, message):
