@@ -527,3 +527,14 @@ def _time_line(run: RunConfig, rows: Rows) -> tuple[Second, ...]:
             )
         )
     return tuple(line)
+
+
+Outcome: TypeAlias = Literal["kept", "failed", "invalid"]
+
+
+def outcome_of(result: LoadResult, slo_ms: float) -> Outcome:
+    """Return whether 99 of 100 requests that were due were answered in time; an invalid run does not tell."""
+    if not result.valid:
+        return "invalid"
+    p99_ms = result.latency_of_due.p99_ms
+    return "kept" if p99_ms is not None and p99_ms <= slo_ms else "failed"

@@ -10,7 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, TypeAlias, TypeVar
+from typing import Literal, TypeVar
 
 import click
 from pydantic import BaseModel, ValidationError
@@ -22,7 +22,16 @@ from loader.snapshot.tables import Frozen
 from loadtest.errors import LoadConfigError
 from loadtest.load.config import OfferedLoad, RunConfig
 from loadtest.load.generator import Generators, stopping_on_signals
-from loadtest.load.result import LoadResult, Mark, Percentiles, SweepResult, check_writable, write_document
+from loadtest.load.result import (
+    LoadResult,
+    Mark,
+    Outcome,
+    Percentiles,
+    SweepResult,
+    check_writable,
+    outcome_of,
+    write_document,
+)
 from loadtest.tables import line, make_table
 from loadtest.workloads.payloads import FORMS
 from serving.cli.output import stdout_console
@@ -38,7 +47,6 @@ MAX_LONGER_STEP_S = 60.0
 MAX_RECOVERY_S = 3.0
 
 Config = TypeVar("Config", bound=Frozen)
-Outcome: TypeAlias = Literal["kept", "failed", "invalid"]
 
 
 def execute(
@@ -226,14 +234,6 @@ def with_marks(result: LoadResult, marks: Sequence[Mark]) -> LoadResult:
     moved = [mark.model_copy(update={"at_s": mark.at_s - began}) for mark in marks]
     within = [mark for mark in moved if 0 <= mark.at_s <= result.warmup_s + result.duration_s]
     return result.model_copy(update={"marks": tuple(sorted(within, key=lambda mark: mark.at_s))})
-
-
-def outcome_of(result: LoadResult, slo_ms: float) -> Outcome:
-    """Return whether 99 of 100 requests that were due were answered in time; an invalid run does not tell."""
-    if not result.valid:
-        return "invalid"
-    p99_ms = result.latency_of_due.p99_ms
-    return "kept" if p99_ms is not None and p99_ms <= slo_ms else "failed"
 
 
 def show_tables(

@@ -27,8 +27,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 from pydantic import Field, TypeAdapter
 
 from loadtest.errors import ComparisonError, HistogramError, PageFileError
-from loadtest.load.result import EncodedHistogram, LoadResult, SweepResult, read_document
-from loadtest.load.run import outcome_of
+from loadtest.load.result import EncodedHistogram, LoadResult, SweepResult, outcome_of, read_document
 from loadtest.rounds import FORM, Arm, Comparison, Measure, compare_rounds
 from loadtest.tables import significant
 from loadtest.workloads.payloads import FORMS
