@@ -94,25 +94,22 @@ def test_drawn_hot_sets_give_the_answer_without_them(stores, dtype, shards, repl
     [Topology(), Topology(shards=2, cards=2), Topology(shards=3, replicas=2, replicate_bytes=4096)],
     ids=["1x1", "2x2", "3x1 with two replicas"],
 )
-def test_rows_sent_as_stored_give_the_same_bits(stores, tmp_path, dtype, topology):
+async def test_rows_sent_as_stored_give_the_same_bits(stores, tmp_path, dtype, topology):
     stored, rng = stores[dtype], np.random.default_rng(5)
 
-    async def run() -> None:
-        hot = HotRows(stored.layout)
-        async with remote_router(stored.snapshot, topology, tmp_path, hot) as router:
-            for share in (0.0, 0.1, 0.6, 1.0):
-                bags = stored.bags(rng, 40, 1, min_hotness=1)
-                without = await lookup(router, stored.snapshot, bags)
-                keys = random_hot(stored, rng, share).current.keys
-                hold(hot, stored.snapshot, keys)
-                found = await lookup(router, stored.snapshot, bags)
-                for ours, theirs in zip(found.blocks, without.blocks, strict=True):
-                    assert ours.tobytes() == theirs.tobytes()
-                assert found.times.stored_bytes < without.times.stored_bytes or share == 0.0
-                assert (found.times.request_bytes == 0) == (share == 1.0)
-                hold(hot, stored.snapshot, keys[:0])
-
-    asyncio.run(run())
+    hot = HotRows(stored.layout)
+    async with remote_router(stored.snapshot, topology, tmp_path, hot) as router:
+        for share in (0.0, 0.1, 0.6, 1.0):
+            bags = stored.bags(rng, 40, 1, min_hotness=1)
+            without = await lookup(router, stored.snapshot, bags)
+            keys = random_hot(stored, rng, share).current.keys
+            hold(hot, stored.snapshot, keys)
+            found = await lookup(router, stored.snapshot, bags)
+            for ours, theirs in zip(found.blocks, without.blocks, strict=True):
+                assert ours.tobytes() == theirs.tobytes()
+            assert found.times.stored_bytes < without.times.stored_bytes or share == 0.0
+            assert (found.times.request_bytes == 0) == (share == 1.0)
+            hold(hot, stored.snapshot, keys[:0])
 
 
 def test_lookups_and_hits_are_counted_by_table(stores):
@@ -184,24 +181,21 @@ def test_a_set_uses_the_counted_bytes(stores):
             HotRowsConfig(**options)
 
 
-def test_lookups_go_on_while_sets_change(stores):
+async def test_lookups_go_on_while_sets_change(stores):
     stored, rng = stores["int8"], np.random.default_rng(9)
     hot = HotRows(stored.layout)
     router = local_router(stored.snapshot, Topology(shards=2), hot)
     bags = stored.bags(rng, 20, 1, min_hotness=1)
-    expected = asyncio.run(lookup(local_router(stored.snapshot, Topology(shards=2)), stored.snapshot, bags)).blocks
+    expected = (await lookup(local_router(stored.snapshot, Topology(shards=2)), stored.snapshot, bags)).blocks
 
-    async def run() -> None:
-        for share, _ in itertools.product((0.0, 0.3, 1.0), range(3)):
-            keys = random_hot(stored, rng, share).current.keys
-            changing = asyncio.to_thread(hold, hot, stored.snapshot, keys)
-            change = asyncio.create_task(changing)
-            while not change.done():
-                # A lookup of which all rows are hot waits for nothing.
-                await asyncio.sleep(0)
-                found = await lookup(router, stored.snapshot, bags)
-                for ours, theirs in zip(found.blocks, expected, strict=True):
-                    np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)
-            await change
-
-    asyncio.run(run())
+    for share, _ in itertools.product((0.0, 0.3, 1.0), range(3)):
+        keys = random_hot(stored, rng, share).current.keys
+        changing = asyncio.to_thread(hold, hot, stored.snapshot, keys)
+        change = asyncio.create_task(changing)
+        while not change.done():
+            # A lookup of which all rows are hot waits for nothing.
+            await asyncio.sleep(0)
+            found = await lookup(router, stored.snapshot, bags)
+            for ours, theirs in zip(found.blocks, expected, strict=True):
+                np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)
+        await change

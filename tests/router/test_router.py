@@ -33,33 +33,22 @@ from shardrank_testing.topologies import (
     make_node,
     remote_router,
 )
+from shardrank_testing.waiting import Clock
 
-TOPOLOGIES = {
-    "1x1": Topology(),
-    "1x3": Topology(cards=3),
-    "2x2": Topology(shards=2, cards=2),
-    "3x1": Topology(shards=3),
-    "2x2 small tables replicated": Topology(shards=2, cards=2, replicate_bytes=4096),
-    "3x2 all replicated": Topology(shards=3, cards=2, replicate_bytes=1 << 30),
-    "table 2x2": Topology(shards=2, cards=2, sharding="table"),
-    "mapped 1x1": Topology(memory_budget_bytes=0),
-    "partly mapped 2x1": Topology(shards=2, memory_budget_bytes=8000),
-}
 REMOTE = {
     "1x1": Topology(),
     "2x2": Topology(shards=2, cards=2),
     "3x1 with two replicas": Topology(shards=3, replicate_bytes=4096, replicas=2),
     "partly mapped 2x1": Topology(shards=2, memory_budget_bytes=8000),
 }
-DTYPES = ["int8", "int4", "fp16", "fp32"]
+KINDS = [("hash", None), ("range", None), *(("hash", dtype) for dtype in ("int8", "int4", "fp16", "fp32"))]
 
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory) -> dict[tuple[str, str | None], StoredModel]:
-    kinds = [("hash", None), ("range", None), *(("hash", dtype) for dtype in DTYPES)]
     return {
         (bucketing, dtype): StoredModel(tmp_path_factory.mktemp("store"), make_spec(bucketing=bucketing, dtype=dtype))
-        for bucketing, dtype in kinds
+        for bucketing, dtype in KINDS
     }
 
 
@@ -73,93 +62,69 @@ def bags_of(stored: StoredModel, feature: str, ids: list[int]) -> KeyedBags:
     return KeyedBags.from_lengths(key, np.array([len(ids)]), np.ones(len(ids), np.int64), np.array(ids, np.int64))
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TOPOLOGIES.keys())
-@pytest.mark.parametrize("bucketing", ["hash", "range"])
-def test_any_topology_gives_the_references_answer(stores, topology, bucketing):
-    stored = stores[bucketing, None]
-    router = local_router(stored.snapshot, topology)
-    for max_bags, max_hotness in ((1, 1), (7, 5), (3, 1000), (0, 0), (1024, 1)):
-        bags = stored.bags(np.random.default_rng(max_bags + max_hotness), max_bags, max_hotness)
-        stored.check(bags, look_up(router, stored, bags))
-
-
-@pytest.mark.parametrize("topology", [Topology(), Topology(shards=2, cards=2)], ids=["1x1", "2x2"])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_dtype_gives_the_references_answer(stores, topology, dtype):
-    stored = stores["hash", dtype]
-    router = local_router(stored.snapshot, topology)
-    for seed in range(3):
-        bags = stored.bags(np.random.default_rng(seed), 6, 6)
-        stored.check(bags, look_up(router, stored, bags))
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=3 * settings.default.max_examples)
 @given(
+    kind=st.sampled_from(KINDS),
     shards=st.integers(1, 4),
     cards=st.integers(1, 3),
     sharding=st.sampled_from([None, "table"]),
-    replicate_bytes=st.sampled_from([0, 5000, 20000]),
+    replicate_bytes=st.sampled_from([0, 5000, 1 << 30]),
     budget=st.sampled_from([None, 0, 9000]),
+    sizes=st.tuples(st.sampled_from([0, 1, 4, 1024]), st.sampled_from([0, 1, 4])) | st.just((3, 1000)),
     seed=st.integers(0, 2**32),
 )
-def test_drawn_topologies_give_the_references_answer(stores, shards, cards, sharding, replicate_bytes, budget, seed):
-    stored, rng = stores["hash", None], np.random.default_rng(seed)
+def test_any_topology_gives_the_references_answer(
+    stores, kind, shards, cards, sharding, replicate_bytes, budget, sizes, seed
+):
+    stored, rng = stores[kind], np.random.default_rng(seed)
     router = local_router(stored.snapshot, Topology(shards, cards, sharding, budget, replicate_bytes))
     some = sorted(rng.choice(7, int(rng.integers(0, 8)), replace=False).tolist())
     for features in (None, some):
-        bags = stored.bags(rng, int(rng.integers(1, 5)), int(rng.integers(0, 5)), features=features)
+        bags = stored.bags(rng, *sizes, features=features)
         stored.check(bags, look_up(router, stored, bags))
 
 
 @pytest.mark.parametrize("topology", REMOTE.values(), ids=REMOTE.keys())
-def test_shards_behind_sockets_give_the_references_answer(stores, tmp_path, topology):
+async def test_shards_behind_sockets_give_the_references_answer(stores, tmp_path, topology):
     """One shard gives the same bits as in this process."""
     stored = stores["hash", None]
     local = local_router(stored.snapshot, topology)
 
-    async def run() -> None:
-        async with remote_router(stored.snapshot, topology, tmp_path) as router:
-            for seed in range(3):
-                bags = stored.bags(np.random.default_rng(seed), 9, 9)
-                remote = await lookup(router, stored.snapshot, bags)
-                stored.check(bags, remote)
-                if topology.shards == 1:
-                    expected = await lookup(local, stored.snapshot, bags)
-                    assert [block.tobytes() for block in remote.blocks] == [
-                        block.tobytes() for block in expected.blocks
-                    ]
-
-    asyncio.run(run())
+    async with remote_router(stored.snapshot, topology, tmp_path) as router:
+        for seed in range(3):
+            bags = stored.bags(np.random.default_rng(seed), 9, 9)
+            remote = await lookup(router, stored.snapshot, bags)
+            stored.check(bags, remote)
+            if topology.shards == 1:
+                expected = await lookup(local, stored.snapshot, bags)
+                assert [block.tobytes() for block in remote.blocks] == [block.tobytes() for block in expected.blocks]
 
 
 @pytest.mark.parametrize("forms", [Forms(), Forms(float16=True), Forms(stored=True), Forms(stored=True, float16=True)])
-def test_shards_answer_in_the_accepted_forms(stores, tmp_path, forms):
+async def test_shards_answer_in_the_accepted_forms(stores, tmp_path, forms):
     """Their bytes are counted by form."""
     stored = stores["hash", None]
 
-    async def run() -> None:
-        async with remote_router(stored.snapshot, Topology(shards=2, cards=2), tmp_path) as router:
-            for seed, max_hotness in enumerate((1, 2, 9, 9)):
-                bags = stored.bags(np.random.default_rng(seed), 9, max_hotness)
-                exact = await lookup(router, stored.snapshot, bags, forms=Forms())
-                embeddings = await lookup(router, stored.snapshot, bags, forms=forms)
-                requested, rows, float16, float32 = embeddings.times.wire_bytes()
-                assert requested > 0
-                assert rows == 0 or forms.stored
-                assert rows > 0 or not forms.stored or max_hotness == 9
-                assert float16 == 0 or forms.float16
-                assert float32 == 0 or not forms.float16
-                assert (float16 + float32 > 0) == (max_hotness > 1 or not forms.stored)
-                for actual, expected in zip(embeddings.blocks, exact.blocks, strict=True):
-                    # Each of two shards' sums, of at most 9 rows of numbers below 8, to half of its last of 11 bits.
-                    np.testing.assert_allclose(actual, expected, atol=2 * 72 * 2**-11 if forms.float16 else 1e-4)
-
-    asyncio.run(run())
+    async with remote_router(stored.snapshot, Topology(shards=2, cards=2), tmp_path) as router:
+        for seed, max_hotness in enumerate((1, 2, 9, 9)):
+            bags = stored.bags(np.random.default_rng(seed), 9, max_hotness)
+            exact = await lookup(router, stored.snapshot, bags, forms=Forms())
+            embeddings = await lookup(router, stored.snapshot, bags, forms=forms)
+            requested, rows, float16, float32 = embeddings.times.wire_bytes()
+            assert requested > 0
+            assert rows == 0 or forms.stored
+            assert rows > 0 or not forms.stored or max_hotness == 9
+            assert float16 == 0 or forms.float16
+            assert float32 == 0 or not forms.float16
+            assert (float16 + float32 > 0) == (max_hotness > 1 or not forms.stored)
+            for actual, expected in zip(embeddings.blocks, exact.blocks, strict=True):
+                # Each of two shards' sums, of at most 9 rows of numbers below 8, to half of its last of 11 bits.
+                np.testing.assert_allclose(actual, expected, atol=2 * 72 * 2**-11 if forms.float16 else 1e-4)
 
 
 @pytest.mark.parametrize("topology", REMOTE.values(), ids=REMOTE.keys())
 @pytest.mark.parametrize("hotness", [1, 2])
-def test_rows_sent_as_stored_give_the_same_bits_everywhere(stores, tmp_path, topology, hotness):
+async def test_rows_sent_as_stored_give_the_same_bits_everywhere(stores, tmp_path, topology, hotness):
     stored = stores["hash", "int4"]
     one_node = local_router(stored.snapshot, Topology())
     # Two int4 rows of 16 numbers take less than a float16 sum; of the narrower tables one does.
@@ -175,15 +140,12 @@ def test_rows_sent_as_stored_give_the_same_bits_everywhere(stores, tmp_path, top
         rng.normal(size=num_bags * hotness).astype(np.float32),
     )
 
-    async def run() -> None:
-        async with remote_router(stored.snapshot, topology, tmp_path) as router:
-            remote = await lookup(router, stored.snapshot, bags)
-        assert remote.times.stored_bytes > 0
-        assert remote.times.float16_bytes == remote.times.float32_bytes == 0
-        expected = (await lookup(one_node, stored.snapshot, bags)).blocks
-        assert [block.tobytes() for block in remote.blocks] == [block.tobytes() for block in expected]
-
-    asyncio.run(run())
+    async with remote_router(stored.snapshot, topology, tmp_path) as router:
+        remote = await lookup(router, stored.snapshot, bags)
+    assert remote.times.stored_bytes > 0
+    assert remote.times.float16_bytes == remote.times.float32_bytes == 0
+    expected = (await lookup(one_node, stored.snapshot, bags)).blocks
+    assert [block.tobytes() for block in remote.blocks] == [block.tobytes() for block in expected]
 
 
 @pytest.mark.parametrize(
@@ -258,13 +220,6 @@ class SlowNode(ShardNode):
         return super().pool_with_sequence(model, version, bags)
 
 
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.mark.parametrize(("shards", "wait_s"), [(1, 5.0), (2, 10.0)])
 def test_mapping_and_waiting_are_measured_apart(stores, shards, wait_s):
     stored, clock = stores["hash", None], Clock()
@@ -311,23 +266,19 @@ def test_pieces_add_up_to_the_whole_within_their_bytes(seed, piece_bytes, num_ow
         np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-3 if weighted and num_owners > 1 else 0)
 
 
-def test_what_is_too_large_for_a_frame_travels_in_pieces(tmp_path):
+async def test_what_is_too_large_for_a_frame_travels_in_pieces(tmp_path):
     spec = one_table_spec(100, embedding_dim=4096)
     path, _ = write_snapshot(tmp_path, spec, seed=1)
     wide = Snapshot.open(path)
     # Of 6,000 bags 16 KiB each come back: more than one frame may hold.
     rows = np.arange(18_000, dtype=np.int64) % 100
     bags = KeyedBags.from_lengths(np.array([0], np.int32), np.array([6000], np.int64), np.full(6000, 3), rows)
-    expected = asyncio.run(lookup(local_router(wide, Topology()), wide, bags))
-
-    async def look_up() -> None:
-        async with remote_router(wide, Topology(), tmp_path) as router:
-            embeddings = await lookup(router, wide, bags)
-        np.testing.assert_array_equal(embeddings.blocks[0], expected.blocks[0])
-        assert embeddings.times.stored_bytes == 0
-        assert embeddings.times.float32_bytes == 6000 * 4096 * 4
-
-    asyncio.run(look_up())
+    expected = await lookup(local_router(wide, Topology()), wide, bags)
+    async with remote_router(wide, Topology(), tmp_path) as router:
+        embeddings = await lookup(router, wide, bags)
+    np.testing.assert_array_equal(embeddings.blocks[0], expected.blocks[0])
+    assert embeddings.times.stored_bytes == 0
+    assert embeddings.times.float32_bytes == 6000 * 4096 * 4
 
 
 class RecordingNode(ShardNode):

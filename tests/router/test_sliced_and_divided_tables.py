@@ -17,19 +17,14 @@ from loader.snapshot.tables import RowDtype, TableSpec
 from router.errors import RouterError
 from router.feature_schema import FeatureSchema
 from router.parts import PartRows
-from router.plan import Plan
 from shard_node.bags import KeyedBags
-from shard_node.node import LocalShard
-from shardrank_testing.card_engines import OnCards
 from shardrank_testing.divided import Twins, describe, write_twins
-from shardrank_testing.snapshots import make_spec, sharding_of, with_slices
+from shardrank_testing.snapshots import make_spec, with_slices
 from shardrank_testing.topologies import (
     StoredModel,
     Topology,
     local_router,
     lookup,
-    make_node,
-    make_router,
     random_feature_bags,
 )
 
@@ -65,21 +60,6 @@ def test_any_slicing_gives_the_references_answer(spec, shards, cards, sharding, 
             bags = stored.bags(rng, features=features)
             stored.check(bags, asyncio.run(lookup(router, stored.snapshot, bags)))
         asyncio.run(router.close())
-
-
-MIXED = with_slices(make_spec(), {"film": (10, 3, 3), "genre": (5, 3), "tag": (6, 2), "city": (1, 3)})
-
-
-@pytest.mark.parametrize("shards", [1, 3])
-@pytest.mark.parametrize("cards", [OnCards(1, "peers"), OnCards(4, "every tier")], ids=str)
-def test_slices_on_cards_give_the_references_answer(tmp_path, shards, cards):
-    stored = StoredModel(tmp_path, MIXED)
-    plan = Plan.make(MIXED, shards, "table" if shards > 1 else sharding_of(MIXED), cards_per_shard=cards.num_cards)
-    nodes = [make_node(stored.snapshot, plan, shard, card_set=cards.card_set(MIXED)) for shard in range(shards)]
-    router = make_router(stored.snapshot, plan, [LocalShard(node) for node in nodes])
-    for seed, features in enumerate((None, None, [1, 2, 5])):
-        bags = stored.bags(np.random.default_rng(seed), features=features)
-        stored.check(bags, asyncio.run(lookup(router, stored.snapshot, bags)))
 
 
 def test_ids_of_sliced_tables_are_mapped_once(tmp_path):
@@ -130,15 +110,15 @@ LEVERS = {
     ],
     "city": [{}, {"embedding_dim": 2, "project_to": 8}],
 }
-EVERYTHING = {name: ways[-1] for name, ways in LEVERS.items()} | {"film": LEVERS["film"][4]}
 
 
 def by_name(snapshot, router, bags: KeyedBags, projections=None) -> dict[str, np.ndarray]:
     embeddings = asyncio.run(lookup(router, snapshot, bags))
-    names = [router.schema.features[key].name for key in bags.keys.tolist()]
-    return {name: embeddings.feature(key, projections) for name, key in zip(names, bags.keys.tolist(), strict=True)} | {
-        f"{name} lengths": embeddings.lengths(key) for name, key in zip(names, bags.keys.tolist(), strict=True)
-    }
+    found = {}
+    for key in bags.keys.tolist():
+        name = router.schema.features[key].name
+        found |= {name: embeddings.feature(key, projections), f"{name} lengths": embeddings.lengths(key)}
+    return found
 
 
 def in_order_of(twins: Twins, bags: KeyedBags) -> KeyedBags:
@@ -156,12 +136,6 @@ def in_order_of(twins: Twins, bags: KeyedBags) -> KeyedBags:
         bags.values[order],
         bags.weights[order],
     )
-
-
-def assert_alike(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
-    assert found.keys() == expected.keys()
-    for name, one in found.items():
-        np.testing.assert_allclose(one, expected[name], rtol=1e-4, atol=1e-4, err_msg=name)
 
 
 @given(
@@ -185,53 +159,10 @@ def test_any_levers_give_what_undivided_tables_give(levers, pruned, shards, seed
         for features in (list(range(count)), some):
             bags = random_feature_bags(router.schema, rng, features=features)
             found = by_name(twins.divided, router, bags, twins.projections)
-            assert_alike(found, by_name(twins.whole, plain, in_order_of(twins, bags)))
-
-
-@pytest.mark.parametrize("shards", [1, 3])
-@pytest.mark.parametrize("on", [OnCards(1, "peers"), OnCards(4, "every tier")], ids=str)
-def test_parts_on_cards_give_what_undivided_tables_give(tmp_path, shards, on):
-    hot_beside_cold = EVERYTHING | {"user": HOT_AND_COLD, "genre": HOT_AND_COLD}
-    twins = write_twins(tmp_path, describe(make_spec(), hot_beside_cold), pruned=("user",))
-    spec, plain = twins.divided.spec, local_router(twins.whole, Topology())
-    assert [(one.name, one.dtype) for one in spec.parts(spec.table_of("user"))] == [
-        ("user.b0", "fp16"),
-        ("user.b1", "int4"),
-    ]
-    plan = Topology(shards, on.num_cards, "table" if shards > 1 else None).plan(spec)
-    nodes = [make_node(twins.divided, plan, shard, card_set=on.card_set(spec)) for shard in range(shards)]
-    router = make_router(twins.divided, plan, [LocalShard(node) for node in nodes])
-    for features in (list(range(len(router.schema.features))), [1, 2, 5]):
-        bags = random_feature_bags(router.schema, np.random.default_rng(7), features=features)
-        found = by_name(twins.divided, router, bags, twins.projections)
-        assert_alike(found, by_name(twins.whole, plain, in_order_of(twins, bags)))
-
-
-def test_pruning_changes_no_bit_of_rows_that_were_seen(tmp_path):
-    """Others get the default row."""
-    spec = make_spec()
-    twins = write_twins(tmp_path, describe(spec, {}), pruned=("user", "film", "genre", "tag", "city"))
-    undivided = write_twins(tmp_path / "not pruned", describe(spec, {})).divided
-    router, plain = local_router(twins.divided, Topology()), local_router(twins.whole, Topology())
-    tables = [router.schema.spec.table_of(feature.name).name for feature in router.schema.features]
-    keys = np.arange(len(tables), dtype=np.int32)
-    for is_seen in (True, False):
-        rng = np.random.default_rng(4)
-        values = np.concatenate(
-            [rng.choice(np.flatnonzero((twins.counts[name] > 0) == is_seen), 12) for name in tables]
-        )
-        ones = np.ones(values.size, np.float32)
-        bags = KeyedBags.from_lengths(keys, np.full(keys.size, 4), np.full(4 * keys.size, 3), values, ones)
-        features = by_name(twins.divided, router, bags)
-        # The twin's float32 rows are what the others are worth, and these operators add in one order.
-        expected = by_name(twins.whole, plain, in_order_of(twins, bags))
-        for name, feature in features.items():
-            np.testing.assert_allclose(feature, expected[name], rtol=1e-5, atol=1e-5, err_msg=name)
-        if is_seen:
-            same_rows = by_name(undivided, local_router(undivided, Topology()), bags)
-            assert {name: feature.tobytes() for name, feature in features.items()} == {
-                name: feature.tobytes() for name, feature in same_rows.items()
-            }
+            expected = by_name(twins.whole, plain, in_order_of(twins, bags))
+            assert found.keys() == expected.keys()
+            for name, values in found.items():
+                np.testing.assert_allclose(values, expected[name], rtol=1e-4, atol=1e-4, err_msg=name)
 
 
 def test_classes_of_other_tables_are_refused_by_name(tmp_path):

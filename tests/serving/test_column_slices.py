@@ -27,7 +27,6 @@ from shardrank_testing.serving_api import (
     MODEL,
     api_request,
     api_spec,
-    run,
     running_api,
     served_service,
     write_api_model,
@@ -102,37 +101,34 @@ def test_sliced_tables_give_the_scores_of_whole_ones_on_the_cpu_and_on_cards(tmp
 
 
 @pytest.mark.parametrize("options", [{}, {"local_shards": 3, "sharding": "table", "replicate_bytes": 0}], ids=str)
-def test_the_service_ranks_and_looks_up_over_its_apis_as_if_nothing_were_sliced(tmp_path, options):
+async def test_the_service_ranks_and_looks_up_over_its_apis_as_if_nothing_were_sliced(tmp_path, options):
     slices = {"users": (3, 5), "films": (4, 4), "genres": (1, 3), "tags": (2, 2), "cities": (1, 3), "devices": (2, 2)}
     spec = with_slices(api_spec(), slices)
     plain = write_api_model(tmp_path / "plain", spec=spec)
     # Golden requests are of features: they do not know of slices.
     model = write_api_model(tmp_path / "golden", spec=spec, golden=golden_of(plain))
 
-    async def scenario() -> None:
-        with closing(served_service(model, **options)) as service:
-            async with running_api(service) as api:
-                address = f"http://{api.listening.host}:{api.listening.http_port}"
-                async with (
-                    calling(Client, address) as call,
-                    calling(Client, f"grpc://{api.listening.host}:{api.listening.grpc_port}") as over_grpc,
-                ):
-                    described = (await api.http.get(f"/v1/models/{MODEL}")).json()
-                    assert {one["name"]: one["embedding_dim"] for one in described["tables"]} == {
-                        one.name: one.embedding_dim for one in spec.tables
-                    }
-                    for seed in range(3):
-                        request = api_request(seed, num_candidates=7)
-                        scores = (await api.http.post(f"/v1/models/{MODEL}:rank", json=request)).json()["scores"]
-                        np.testing.assert_allclose(scores, model.scores(request), rtol=1e-4)
-                        for one in (call, over_grpc):
-                            result = await one("rank", MODEL, **rank_arguments(request))
-                            np.testing.assert_allclose(result.scores, model.scores(request), rtol=1e-4)
-                    features = {"film": [[3], [9, 11], []], "genre": [[1, 2]], "history": [[7, 7, 5]]}
+    with closing(served_service(model, **options)) as service:
+        async with running_api(service) as api:
+            address = f"http://{api.listening.host}:{api.listening.http_port}"
+            async with (
+                calling(Client, address) as call,
+                calling(Client, f"grpc://{api.listening.host}:{api.listening.grpc_port}") as over_grpc,
+            ):
+                described = (await api.http.get(f"/v1/models/{MODEL}")).json()
+                assert {one["name"]: one["embedding_dim"] for one in described["tables"]} == {
+                    one.name: one.embedding_dim for one in spec.tables
+                }
+                for seed in range(3):
+                    request = api_request(seed, num_candidates=7)
+                    scores = (await api.http.post(f"/v1/models/{MODEL}:rank", json=request)).json()["scores"]
+                    np.testing.assert_allclose(scores, model.scores(request), rtol=1e-4)
                     for one in (call, over_grpc):
-                        found = (await one("lookup", MODEL, features)).embeddings
-                        for name in ("film", "genre"):
-                            expected = np.stack([model.pooled(name, bag, None) for bag in features[name]])
-                            np.testing.assert_allclose(found[name], expected, rtol=1e-5, atol=1e-6)
-
-    run(scenario())
+                        result = await one("rank", MODEL, **rank_arguments(request))
+                        np.testing.assert_allclose(result.scores, model.scores(request), rtol=1e-4)
+                features = {"film": [[3], [9, 11], []], "genre": [[1, 2]], "history": [[7, 7, 5]]}
+                for one in (call, over_grpc):
+                    found = (await one("lookup", MODEL, features)).embeddings
+                    for name in ("film", "genre"):
+                        expected = np.stack([model.pooled(name, bag, None) for bag in features[name]])
+                        np.testing.assert_allclose(found[name], expected, rtol=1e-5, atol=1e-6)

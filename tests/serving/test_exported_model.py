@@ -39,7 +39,7 @@ from serving.training.multi_task import (
 from serving.versions.loading import ModelSource, load_served_model
 from shardrank_testing.inference_requests import json_body, message_of, tensors_of
 from shardrank_testing.movielens import small_interactions
-from shardrank_testing.serving_api import rank_message, run, running_api
+from shardrank_testing.serving_api import rank_message, running_api
 
 MODEL = "films_mmoe"
 TRUSTED = {"trust_exported": True}
@@ -82,39 +82,33 @@ def test_what_is_served_is_what_training_computes(trained: TrainedTasks, folder:
         assert answer["order"] == np.argsort(-scores, kind="stable").tolist()
 
 
-def test_every_api_gives_the_same_bits_of_every_output(trained: TrainedTasks, service: RankingService) -> None:
-    async def main() -> None:
-        async with running_api(service) as api:
-            address = f"grpc://{api.listening.host}:{api.listening.grpc_port}"
-            oip = open_inference_pb2_grpc.GRPCInferenceServiceStub(api.channel)
-            async with AsyncClient(address) as client:
-                for number in range(4):
-                    request = request_of(trained, number)
-                    http = (await api.http.post(f"/v1/models/{MODEL}:rank", json=request)).json()
-                    expected = {name: np.array(values, "f4").tobytes() for name, values in http["outputs"].items()}
-                    assert (list(expected), http["dense_step"]) == (list(TASKS), 0)
-                    assert Ranker(service, MODEL).rank(request) == http
-                    by_name = await api.stub.Rank(rank_message(request | {"model": MODEL}, MODEL))
-                    assert {
-                        name: np.array(one.values, "f4").tobytes() for name, one in by_name.outputs.items()
-                    } == expected
-                    packed = await client.rank(
-                        MODEL, context=request["context"]["sparse"], candidates=request["candidates"]["sparse"]
-                    )
-                    assert {name: values.tobytes() for name, values in packed.outputs.items()} == expected
-                    tensors = tensors_of(trained.spec, request)
-                    answer = await oip.ModelInfer(message_of(tensors, MODEL))
-                    raw = {
-                        one.name: content
-                        for one, content in zip(answer.outputs, answer.raw_output_contents, strict=True)
-                    }
-                    assert {name: raw[name] for name in TASKS} == expected
-                    infer = await api.http.post(f"/v2/models/{MODEL}/infer", content=json_body(tensors))
-                    found = {one["name"]: one["data"] for one in infer.json()["outputs"]}
-                    assert {name: np.array(found[name], "f4").tobytes() for name in TASKS} == expected
-                    assert list(found) == ["scores", "order", *TASKS]
-
-    run(main())
+async def test_every_api_gives_the_same_bits_of_every_output(trained: TrainedTasks, service: RankingService) -> None:
+    async with running_api(service) as api:
+        address = f"grpc://{api.listening.host}:{api.listening.grpc_port}"
+        oip = open_inference_pb2_grpc.GRPCInferenceServiceStub(api.channel)
+        async with AsyncClient(address) as client:
+            for number in range(4):
+                request = request_of(trained, number)
+                http = (await api.http.post(f"/v1/models/{MODEL}:rank", json=request)).json()
+                expected = {name: np.array(values, "f4").tobytes() for name, values in http["outputs"].items()}
+                assert (list(expected), http["dense_step"]) == (list(TASKS), 0)
+                assert Ranker(service, MODEL).rank(request) == http
+                by_name = await api.stub.Rank(rank_message(request | {"model": MODEL}, MODEL))
+                assert {name: np.array(one.values, "f4").tobytes() for name, one in by_name.outputs.items()} == expected
+                packed = await client.rank(
+                    MODEL, context=request["context"]["sparse"], candidates=request["candidates"]["sparse"]
+                )
+                assert {name: values.tobytes() for name, values in packed.outputs.items()} == expected
+                tensors = tensors_of(trained.spec, request)
+                answer = await oip.ModelInfer(message_of(tensors, MODEL))
+                raw = {
+                    one.name: content for one, content in zip(answer.outputs, answer.raw_output_contents, strict=True)
+                }
+                assert {name: raw[name] for name in TASKS} == expected
+                infer = await api.http.post(f"/v2/models/{MODEL}/infer", content=json_body(tensors))
+                found = {one["name"]: one["data"] for one in infer.json()["outputs"]}
+                assert {name: np.array(found[name], "f4").tobytes() for name in TASKS} == expected
+                assert list(found) == ["scores", "order", *TASKS]
 
 
 def test_requests_of_many_callers_are_joined_and_each_gets_its_own(

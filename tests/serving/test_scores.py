@@ -7,26 +7,23 @@ import pytest
 
 from serving.embedded import Ranker
 from serving.proto.shardrank.v1 import ranking_pb2
-from shardrank_testing.serving_api import CITIES, MODEL, api_request, api_service, rank_message, run, running_api
+from shardrank_testing.serving_api import CITIES, MODEL, api_request, api_service, rank_message, running_api
 
 
-def test_http_grpc_and_the_in_process_call_give_identical_scores(api_model):
-    async def main() -> None:
-        with api_service(api_model) as service:
-            async with running_api(service) as api:
-                for seed in range(8):
-                    request = api_request(seed, 1 + 3 * seed) | {"top_k": 4}
-                    http = (await api.http.post(f"/v1/models/{MODEL}:rank", json=request)).json()
-                    grpc = await api.stub.Rank(rank_message(request))
-                    embedded = Ranker(service, MODEL).rank(request)
-                    scores = np.array(http["scores"], np.float32)
-                    assert scores.tolist() == http["scores"]
-                    assert list(grpc.scores) == http["scores"] == embedded["scores"]
-                    assert list(grpc.order) == http["order"] == embedded["order"]
-                    assert (grpc.model, grpc.version) == (http["model"], http["version"]) == (MODEL, 1)
-                    np.testing.assert_allclose(scores, api_model.scores(request), rtol=1e-5)
-
-    run(main())
+async def test_http_grpc_and_the_in_process_call_give_identical_scores(api_model):
+    with api_service(api_model) as service:
+        async with running_api(service) as api:
+            for seed in range(8):
+                request = api_request(seed, 1 + 3 * seed) | {"top_k": 4}
+                http = (await api.http.post(f"/v1/models/{MODEL}:rank", json=request)).json()
+                grpc = await api.stub.Rank(rank_message(request))
+                embedded = Ranker(service, MODEL).rank(request)
+                scores = np.array(http["scores"], np.float32)
+                assert scores.tolist() == http["scores"]
+                assert list(grpc.scores) == http["scores"] == embedded["scores"]
+                assert list(grpc.order) == http["order"] == embedded["order"]
+                assert (grpc.model, grpc.version) == (http["model"], http["version"]) == (MODEL, 1)
+                np.testing.assert_allclose(scores, api_model.scores(request), rtol=1e-5)
 
 
 @pytest.mark.parametrize("topology", [{"local_shards": 2, "cards": 2}, {"local_shards": 3, "memory_budget_bytes": 0}])
@@ -70,7 +67,7 @@ def test_a_lookup_gives_pooled_embeddings_and_the_rows_of_sequences(api_model, a
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_lookup_is_the_same_in_every_api(api_model):
+async def test_a_lookup_is_the_same_in_every_api(api_model):
     body = lookup_body()
     message = ranking_pb2.LookupRequest(model=MODEL, request_id="r-7")
     for name, bags in body["sparse"].items():
@@ -82,20 +79,17 @@ def test_a_lookup_is_the_same_in_every_api(api_model):
             feature.lengths.extend(len(bag) for bag in bags)
     message.sparse["tag"].weights.extend([0.5, -2.0])
 
-    async def main() -> None:
-        with api_service(api_model) as service:
-            async with running_api(service) as api:
-                http = (await api.http.post(f"/v1/models/{MODEL}:lookup", json=body)).json()
-                grpc = await api.stub.Lookup(message)
-                assert http == Ranker(service, MODEL).lookup(body)
-        assert grpc.request_id == http["request_id"] == "r-7"
-        assert set(grpc.embeddings) == set(http["embeddings"])
-        for name, embedding in grpc.embeddings.items():
-            rows = np.array(embedding.values, np.float32).reshape(-1, embedding.embedding_dim)
-            theirs = http["embeddings"][name]
-            if name == "history":
-                assert list(embedding.lengths) == [len(bag) for bag in theirs]
-                theirs = [row for bag in theirs for row in bag]
-            np.testing.assert_array_equal(rows, np.array(theirs, np.float32).reshape(rows.shape))
-
-    run(main())
+    with api_service(api_model) as service:
+        async with running_api(service) as api:
+            http = (await api.http.post(f"/v1/models/{MODEL}:lookup", json=body)).json()
+            grpc = await api.stub.Lookup(message)
+            assert http == Ranker(service, MODEL).lookup(body)
+    assert grpc.request_id == http["request_id"] == "r-7"
+    assert set(grpc.embeddings) == set(http["embeddings"])
+    for name, embedding in grpc.embeddings.items():
+        rows = np.array(embedding.values, np.float32).reshape(-1, embedding.embedding_dim)
+        theirs = http["embeddings"][name]
+        if name == "history":
+            assert list(embedding.lengths) == [len(bag) for bag in theirs]
+            theirs = [row for bag in theirs for row in bag]
+        np.testing.assert_array_equal(rows, np.array(theirs, np.float32).reshape(rows.shape))

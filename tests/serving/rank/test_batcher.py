@@ -14,7 +14,7 @@ from serving.errors import OverloadedError
 from serving.limits import RequestLimits
 from serving.rank.batcher import MAX_WAITING_OF_AN_OWNER, Batcher, Pending, UntakenAnswers, finish
 from shard_node.errors import DeadlineExceededError
-from shardrank_testing.serving_api import MODEL, api_service, run, running_api
+from shardrank_testing.serving_api import MODEL, api_service, running_api
 from shardrank_testing.waiting import Clock, Model
 
 
@@ -153,52 +153,43 @@ async def asking(untaken: UntakenAnswers, owner: str, num_floats: int) -> asynci
     return task
 
 
-def test_one_owner_has_a_quarter_of_the_room_and_others_go_on():
-    async def main() -> None:
-        untaken = UntakenAnswers(400)
-        await untaken.take("a", 100, FAR_S)
-        waits = await asking(untaken, "a", 1)
-        assert not waits.done()
-        for owner in ("b", "c", "d"):
-            await untaken.take(owner, 100, FAR_S)
-        full = await asking(untaken, "e", 1)
-        assert not full.done()
-        untaken.give("b", 100)
-        await full
-        assert not waits.done()
-        untaken.give("a", 100)
-        await waits
-
-    run(main())
+async def test_one_owner_has_a_quarter_of_the_room_and_others_go_on():
+    untaken = UntakenAnswers(400)
+    await untaken.take("a", 100, FAR_S)
+    waits = await asking(untaken, "a", 1)
+    assert not waits.done()
+    for owner in ("b", "c", "d"):
+        await untaken.take(owner, 100, FAR_S)
+    full = await asking(untaken, "e", 1)
+    assert not full.done()
+    untaken.give("b", 100)
+    await full
+    assert not waits.done()
+    untaken.give("a", 100)
+    await waits
 
 
-def test_who_waits_too_long_is_told_the_limit_and_makes_room():
-    async def main() -> None:
-        untaken = UntakenAnswers(400)
-        await untaken.take("a", 100, FAR_S)
-        with pytest.raises(DeadlineExceededError, match="max_untaken_floats = 400"):
-            await untaken.take("a", 10, 0.01)
-        untaken.give("a", 100)
-        await untaken.take("a", 100, FAR_S)
-
-    run(main())
+async def test_who_waits_too_long_is_told_the_limit_and_makes_room():
+    untaken = UntakenAnswers(400)
+    await untaken.take("a", 100, FAR_S)
+    with pytest.raises(DeadlineExceededError, match="max_untaken_floats = 400"):
+        await untaken.take("a", 10, 0.01)
+    untaken.give("a", 100)
+    await untaken.take("a", 100, FAR_S)
 
 
-def test_an_owner_of_whom_many_wait_is_refused_at_once():
-    async def main() -> None:
-        untaken = UntakenAnswers(4)
-        await untaken.take("a", 4, FAR_S)
-        waiting = [await asking(untaken, "a", 1) for _ in range(MAX_WAITING_OF_AN_OWNER)]
-        with pytest.raises(OverloadedError, match="lookups of this client wait"):
-            await untaken.take("a", 1, FAR_S)
-        waiting[0].cancel()
-        await asyncio.gather(waiting[0], return_exceptions=True)
-        last = await asking(untaken, "a", 1)
-        assert not last.done()
-        untaken.give("a", 4)
-        await waiting[1]
-
-    run(main())
+async def test_an_owner_of_whom_many_wait_is_refused_at_once():
+    untaken = UntakenAnswers(4)
+    await untaken.take("a", 4, FAR_S)
+    waiting = [await asking(untaken, "a", 1) for _ in range(MAX_WAITING_OF_AN_OWNER)]
+    with pytest.raises(OverloadedError, match="lookups of this client wait"):
+        await untaken.take("a", 1, FAR_S)
+    waiting[0].cancel()
+    await asyncio.gather(waiting[0], return_exceptions=True)
+    last = await asking(untaken, "a", 1)
+    assert not last.done()
+    untaken.give("a", 4)
+    await waiting[1]
 
 
 def lookup_of(num_rows: int) -> bytes:
@@ -213,37 +204,34 @@ async def until_true(condition: Any) -> None:
             await asyncio.sleep(0.005)
 
 
-def test_lookups_of_clients_that_take_nothing_stay_within_their_share_and_are_given_up(api_model):
+async def test_lookups_of_clients_that_take_nothing_stay_within_their_share_and_are_given_up(api_model):
     # A row of 8 floats counts as 9; three answers of 2 MB are 270,000 floats each.
     limits = RequestLimits(
         receive_timeout_s=1.0, max_lookup_floats=2**20, max_bags_per_feature=2**20, max_untaken_floats=1_200_000
     )
 
-    async def main() -> None:
-        with api_service(api_model, limits) as service:
-            async with running_api(service) as api:
-                address = (api.listening.host, api.listening.http_port)
-                peers = [socket.create_connection(address) for _ in range(3)]
-                try:
-                    for peer in peers:
-                        peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-                        await asyncio.to_thread(peer.sendall, lookup_of(30_000))
-                    held = service.untaken._held
-                    # The first is answered; there is no room for one more of this address.
-                    await until_true(lambda: service.in_flight == 2 and held.total() == 270_000)
-                    await until_true(lambda: held.total() == 0)
-                finally:
-                    for peer in peers:
-                        peer.close()
-                # Whoever takes answers gets them.
-                with socket.create_connection(address) as peer:
-                    for _ in range(3):
-                        await asyncio.to_thread(peer.sendall, lookup_of(100))
-                        assert (await asyncio.to_thread(peer.recv, 15)) == b"HTTP/1.1 200 OK"
-                        await asyncio.to_thread(read_to_end_of_answer, peer)
+    with api_service(api_model, limits) as service:
+        async with running_api(service) as api:
+            address = (api.listening.host, api.listening.http_port)
+            peers = [socket.create_connection(address) for _ in range(3)]
+            try:
+                for peer in peers:
+                    peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                    await asyncio.to_thread(peer.sendall, lookup_of(30_000))
+                held = service.untaken._held
+                # The first is answered; there is no room for one more of this address.
+                await until_true(lambda: service.in_flight == 2 and held.total() == 270_000)
                 await until_true(lambda: held.total() == 0)
-
-    run(main())
+            finally:
+                for peer in peers:
+                    peer.close()
+            # Whoever takes answers gets them.
+            with socket.create_connection(address) as peer:
+                for _ in range(3):
+                    await asyncio.to_thread(peer.sendall, lookup_of(100))
+                    assert (await asyncio.to_thread(peer.recv, 15)) == b"HTTP/1.1 200 OK"
+                    await asyncio.to_thread(read_to_end_of_answer, peer)
+            await until_true(lambda: held.total() == 0)
 
 
 def read_to_end_of_answer(peer: socket.socket) -> None:

@@ -28,7 +28,6 @@ from shardrank_testing.serving_api import (
     ApiModel,
     api_request,
     rank_message,
-    run,
     running_api,
     stats_of,
     write_api_model,
@@ -92,29 +91,26 @@ def test_a_staged_version_answers_who_names_it_and_a_flip_makes_it_live(api_mode
         assert service.live(MODEL) == 1
 
 
-def test_a_key_goes_to_the_same_version_over_every_api_and_method(api_model, newer):
+async def test_a_key_goes_to_the_same_version_over_every_api_and_method(api_model, newer):
     lookup = {"sparse": {"film": [[1]]}}
 
-    async def main() -> None:
-        with two_versions(api_model, newer) as service:
-            service.set_canary(MODEL, 2, SHARE)
-            async with running_api(service) as api:
-                for key in KEYS:
-                    body = api_request(1) | {"routing_key": key}
-                    message = rank_message(body)
-                    lookup_message = ranking_pb2.LookupRequest(model=MODEL, routing_key=key)
-                    lookup_message.sparse["film"].ids.append(1)
-                    http = (await api.http.post(f"/v1/models/{MODEL}:rank", json=body)).json()
-                    found = await api.http.post(f"/v1/models/{MODEL}:lookup", json=lookup | {"routing_key": key})
-                    ranked, looked_up = await api.stub.Rank(message), await api.stub.Lookup(lookup_message)
-                    versions = {http["version"], found.json()["version"], ranked.version, looked_up.version}
-                    assert versions == {expected_version(key)}
-                    model = newer if expected_version(key) == 2 else api_model
-                    np.testing.assert_allclose(http["scores"], model.scores(body), rtol=1e-5)
-                # Told of themselves is what is live.
-                assert (await api.http.get(f"/v1/models/{MODEL}")).json()["version"] == 1
-
-    run(main())
+    with two_versions(api_model, newer) as service:
+        service.set_canary(MODEL, 2, SHARE)
+        async with running_api(service) as api:
+            for key in KEYS:
+                body = api_request(1) | {"routing_key": key}
+                message = rank_message(body)
+                lookup_message = ranking_pb2.LookupRequest(model=MODEL, routing_key=key)
+                lookup_message.sparse["film"].ids.append(1)
+                http = (await api.http.post(f"/v1/models/{MODEL}:rank", json=body)).json()
+                found = await api.http.post(f"/v1/models/{MODEL}:lookup", json=lookup | {"routing_key": key})
+                ranked, looked_up = await api.stub.Rank(message), await api.stub.Lookup(lookup_message)
+                versions = {http["version"], found.json()["version"], ranked.version, looked_up.version}
+                assert versions == {expected_version(key)}
+                model = newer if expected_version(key) == 2 else api_model
+                np.testing.assert_allclose(http["scores"], model.scores(body), rtol=1e-5)
+            # Told of themselves is what is live.
+            assert (await api.http.get(f"/v1/models/{MODEL}")).json()["version"] == 1
 
 
 def test_a_canary_must_be_here_and_ends_when_it_is_withdrawn_or_becomes_live(api_model, newer):
