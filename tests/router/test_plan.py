@@ -82,25 +82,6 @@ def test_every_row_is_on_one_card_of_its_owner_or_on_every_shard(
             assert partition.num_cards == cards
 
 
-@pytest.mark.parametrize("bucketing", ["mixed", "hash", "range"])
-@pytest.mark.parametrize(("shards", "cards"), [(2, 2), (3, 1), (1, 8)])
-def test_a_large_table_is_divided_evenly_over_shards_and_cards(bucketing, shards, cards):
-    plan = Plan.make(
-        spec_of([1 << 20], bucketing),
-        num_shards=shards,
-        sharding=sharding_for(bucketing),
-        cards_per_shard=cards,
-        replicate_bytes=0,
-    )
-    rows = rows_by_bucket(plan.layout.tables[0])
-    held = []
-    for shard in range(shards):
-        card_of_bucket = plan.partition(shard).card_of_bucket[0]
-        held += [rows[card_of_bucket == card].sum() for card in range(cards)]
-    assert sum(held) == 1 << 20
-    assert max(held) / min(held) < 1.03
-
-
 def cards_of(plan: Plan, shard: int) -> list[int]:
     """The card of each table that is not divided, -1 where the shard has none of it."""
     partition = plan.partition(shard)
@@ -257,16 +238,6 @@ def test_every_value_has_the_owner_of_its_bucket(sizes, bucketing, by_table, sha
     owners = BucketOwners(plan).of(bags, lambda: np.array(up, np.int16), turn)
     assert owners.dtype == (np.uint8 if shards <= 255 else np.uint16)
     assert owners.tolist() == expected_owners(plan, bags, up, turn)
-
-
-@pytest.mark.parametrize(("shards", "dtype"), [(255, np.uint8), (256, np.uint16), (1024, np.uint16)])
-def test_owners_of_replicated_rows_take_turns(shards, dtype):
-    plan = Plan.make(spec_of([10, 1 << 20]), shards, replicate_bytes=1000)
-    bags = bags_of(plan, np.random.default_rng(1), [0, 1])
-    for turn in (0, shards - 1):
-        owners = BucketOwners(plan).of(bags, lambda: np.arange(shards, dtype=np.int16), turn)
-        assert owners.dtype == dtype
-        assert owners.tolist() == expected_owners(plan, bags, list(range(shards)), turn)
 
 
 @pytest.mark.parametrize("shards", [2, 3, 8])

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import threading
 
-from hypothesis import given
-from hypothesis import strategies as st
-
 from loader.registry.fleet import FleetRecord, NodeRecord, VersionReport
 from router.replica_directory import ReplicaDirectory
 from shard_node.wire.address import Address
 
 MODEL = "films"
-STATES = ("waiting", "staging", "ready", "refused", "draining")
 
 
 class Clock:
@@ -109,36 +105,6 @@ def test_an_emptied_registry_does_not_empty_the_directory():
     directory.update([node(2, shard=1, v1="ready")])
     assert directory.replicas(MODEL, 1, 0) == (address(0),)
     assert directory.replicas(MODEL, 1, 1) == (address(2),)
-
-
-@given(
-    st.lists(
-        st.lists(
-            st.tuples(st.integers(0, 3), st.integers(0, 1), st.booleans(), st.sampled_from(STATES)),
-            max_size=4,
-            unique_by=lambda one: one[0],
-        ),
-        max_size=6,
-    )
-)
-def test_replicas_are_those_that_are_announced_ready(rounds):
-    directory = ReplicaDirectory(Clock())
-    for announced in rounds:
-        before = directory.current(MODEL, 1, 0), directory.current(MODEL, 1, 1)
-        directory.update([node(number, shard, draining, v1=state) for number, shard, draining, state in announced])
-        after = directory.current(MODEL, 1, 0), directory.current(MODEL, 1, 1)
-        if before[0][0] == after[0][0]:
-            assert before == after
-        for shard in (0, 1):
-            ready = {
-                address(number)
-                for number, its_shard, draining, state in announced
-                if its_shard == shard and not draining and state == "ready"
-            }
-            others = {address(number) for number, *_ in announced} - ready
-            told = set(directory.replicas(MODEL, 1, shard))
-            assert ready <= told
-            assert not told & others
 
 
 def test_readers_see_an_epoch_with_its_addresses():

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.row_classes import RowClasses
-from loader.snapshot.tables import RowDtype, TableSpec
+from loader.snapshot.tables import RowDtype
 from router.errors import RouterError
 from router.feature_schema import FeatureSchema
 from router.parts import PartRows
@@ -60,34 +60,6 @@ def test_any_slicing_gives_the_references_answer(spec, shards, cards, sharding, 
             bags = stored.bags(rng, features=features)
             stored.check(bags, asyncio.run(lookup(router, stored.snapshot, bags)))
         asyncio.run(router.close())
-
-
-def test_ids_of_sliced_tables_are_mapped_once(tmp_path):
-    mappings = {
-        "film": {"id_mapping": {"kind": "vocabulary"}, "unknown_id": "skip"},
-        "user": {"id_mapping": {"kind": "hash", "seed": 4}},
-        "genre": {"unknown_id": "default_row", "default_row": 2},
-    }
-    sliced = with_slices(make_spec(dtype="fp32"), {"film": (9, 7), "user": (4, 4, 8), "genre": (3, 5)})
-    ids = {"user": [[10**15]], "film": [[7, 8], []], "history": [[14, 700, 21]], "genre": [[18, 900]]}
-    answers = []
-    for folder, changes in (("sliced", {}), ("plain", {"column_dims": ()})):
-        tables = [TableSpec(**{**dict(one), **mappings.get(one.name, {}), **changes}) for one in sliced.tables]
-        spec = ModelSpec(**{**dict(sliced), "tables": tables})
-        stored = StoredModel(tmp_path / folder, spec, vocabularies={"film": np.arange(100) * 7})
-        bags = [ids.get(feature.name, [[]]) for feature in stored.schema.features]
-        keyed = KeyedBags.from_lengths(
-            np.arange(len(bags), dtype=np.int32),
-            np.array([len(of_feature) for of_feature in bags]),
-            np.array([len(bag) for of_feature in bags for bag in of_feature]),
-            np.array([one for of_feature in bags for bag in of_feature for one in bag]),
-        )
-        router = local_router(stored.snapshot, Topology(shards=3, sharding="table"))
-        embeddings = asyncio.run(lookup(router, stored.snapshot, keyed))
-        assert embeddings.lengths(stored.schema.index["history"]).tolist() == [2]
-        answers.append({name: embeddings.feature(key) for name, key in stored.schema.index.items()})
-    for name, feature in answers[0].items():
-        np.testing.assert_array_equal(feature, answers[1][name], err_msg=name)
 
 
 BLOCKS = [{"share": 0.1}, {"share": 0.3, "dim": 6, "dtype": "fp16"}, {"dim": 2, "dtype": "int4"}]

@@ -111,21 +111,6 @@ async def test_every_api_gives_the_same_bits_of_every_output(trained: TrainedTas
                 assert list(found) == ["scores", "order", *TASKS]
 
 
-def test_requests_of_many_callers_are_joined_and_each_gets_its_own(
-    trained: TrainedTasks, service: RankingService
-) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
-    ranker = Ranker(service, MODEL)
-    requests = [request_of(trained, number) for number in range(24)]
-    alone = [ranker.rank(one) for one in requests]
-    with ThreadPoolExecutor(8) as pool:
-        together = list(pool.map(ranker.rank, requests))
-    for one, other in zip(alone, together, strict=True):
-        for task in TASKS:
-            np.testing.assert_allclose(one["outputs"][task], other["outputs"][task], atol=1e-6)
-
-
 def test_a_store_that_is_not_trusted_is_refused_and_the_command_says_so(folder: Path) -> None:
     with pytest.raises(UntrustedProgramError, match="mark it with --trust-exported"):
         Ranker.open(folder)

@@ -100,25 +100,6 @@ def test_in_bfloat16_scores_are_those_of_a_bfloat16_model_on_the_cpu(paths, on_c
             np.testing.assert_allclose(of_cards, score(on_cpu[kind], batch), atol=0.05)
 
 
-def test_a_replica_that_goes_on_with_another_dense_model_scores_with_that_one(paths, rng):
-    with served_on(paths["mlp"], TWO) as served:
-        batch = shop_batch(served, rng, [6])
-        before = score(served, batch)
-        scorer = ranking_of(served).scorer
-        parts = ranking_parts(Snapshot.open(paths["mlp"]), served.schema, "bfloat16")
-
-        async def work(ranking: Ranking) -> None:
-            ranking.use(parts)
-            ranking.warm(None)
-
-        buffers = set(scorer.classes)
-        ask(served._replicas[0], work)
-        after = score(served, batch)
-        assert (before != after).any()
-        np.testing.assert_allclose(after, before, atol=0.05)
-        assert set(scorer.classes) <= buffers | {BatchClass.of(6, 1, batch.bags.num_values)}
-
-
 def test_a_dense_step_answers_by_graphs_from_its_first_batch_on_and_older_ones_leave_nothing(paths, rng):
     snapshot = Snapshot.open(paths["mlp"])
     with served_on(paths["mlp"], TWO, RequestLimits(max_batch_candidates=128)) as served:

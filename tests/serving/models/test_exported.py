@@ -327,17 +327,3 @@ def test_what_is_no_program_is_refused_at_export():
 
 
 # Compiled packages
-
-
-@pytest.fixture(scope="module")
-def package(tmp_path_factory):
-    """What AOTInductor compiles of it: needs a C++ compiler, and half a minute."""
-    from torch._inductor.cpp_builder import get_cpp_compiler
-
-    try:
-        get_cpp_compiler()
-    except Exception as error:
-        pytest.skip(f"no C++ compiler: {error}")
-    path = tmp_path_factory.mktemp("package") / "dense.pt2"
-    torch._inductor.aoti_compile_and_package(export_program(described(), two_tasks()), package_path=str(path))
-    return path.read_bytes()

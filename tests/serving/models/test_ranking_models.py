@@ -20,7 +20,6 @@ from serving.models.ranking_models import (
     MAX_PAIRS,
     DeviceCopies,
     TargetAttention,
-    build_model,
     choose_dtype,
     load_model,
 )
@@ -129,30 +128,7 @@ def test_target_attention_is_a_softmax_over_each_candidates_own_history(lengths:
         np.testing.assert_allclose(model(inputs).numpy(), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", sorted(CONFIGS))
-def test_requests_in_one_batch_score_as_they_do_one_by_one(kind: str) -> None:
-    from shardrank_testing.ranking import only_request
-
-    spec = ranking_spec(kind)
-    model = load_model(spec, random_tensors(spec))
-    inputs = random_inputs(spec, [4, 1, 7, 2], [3, 0, 6, 1])
-    alone = [model.score(only_request(inputs, request)) for request in range(4)]
-    together = model.score(inputs)
-    assert together.dtype == torch.float32
-    assert together.shape == (14,)
-    torch.testing.assert_close(together, torch.cat(alone), rtol=0, atol=1e-5)
-
-
 KINDS = sorted(CONFIGS)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_loaded_model_gives_the_logits_of_the_trained_one(kind: str) -> None:
-    spec = ranking_spec(kind)
-    trained, inputs = build_model(spec), random_inputs(spec, [3, 2])
-    loaded = load_model(spec, trained.state_dict())
-    with torch.inference_mode():
-        torch.testing.assert_close(loaded(inputs), trained(inputs))
 
 
 def test_missing_tensors_are_refused_by_name() -> None:

@@ -58,17 +58,6 @@ def test_a_lookup_goes_alone(model):
     assert [batcher.take(wake) for _ in waiting] == [[one] for one in waiting]
 
 
-def test_a_full_queue_refuses_at_once_and_gives_the_lease_back(model):
-    batcher = Batcher(RequestLimits(max_queue=2))
-    batcher.submit(model.rank())
-    batcher.submit(model.rank())
-    third = model.rank()
-    with pytest.raises(OverloadedError, match="max_queue = 2"):
-        batcher.submit(third)
-    assert batcher.num_waiting == 2
-    assert model.leases == 2
-
-
 def test_what_expired_or_was_abandoned_is_dropped_before_it_is_run(model):
     clock = Clock()
     batcher, (_, wake) = Batcher(RequestLimits(), clock), wake_counter()

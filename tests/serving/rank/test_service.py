@@ -6,9 +6,8 @@ import threading
 import numpy as np
 import pytest
 
-from serving.errors import ClientGoneError, ModelNotFoundError, OverloadedError
+from serving.errors import ClientGoneError, ModelNotFoundError
 from serving.formats.json_reader import JsonCodec, encode_request
-from serving.limits import RequestLimits
 from serving.rank.service import RankingService, answer
 from serving.versions.loading import ModelSource, load_served_model
 from shard_node.errors import DeadlineExceededError
@@ -130,21 +129,6 @@ async def test_what_expires_or_is_left_in_the_queue_is_never_run(api_model):
         await rank(service, api_request(4))
         assert metric(service, 'shardrank_batch_requests_sum{model="films"}') == 2
         assert metric(service, 'shardrank_errors_total{api="embedded",kind="client_gone",method="rank"}') == 2
-        assert leases(service) == [0]
-
-
-async def test_more_than_the_queue_holds_is_shed_at_once(api_model):
-    gate = Gate()
-
-    with gated_service(api_model, gate, RequestLimits(max_queue=2)) as service:
-        tasks = [asyncio.create_task(rank(service, api_request(0)))]
-        await gate.wait_until_busy()
-        tasks += [asyncio.create_task(rank(service, api_request(seed))) for seed in (1, 2)]
-        await asyncio.sleep(0)
-        with pytest.raises(OverloadedError, match="max_queue = 2"):
-            await rank(service, api_request(3))
-        gate.open.set()
-        assert len(await asyncio.gather(*tasks)) == 3
         assert leases(service) == [0]
 
 

@@ -13,7 +13,6 @@ from serving.training.dataset import FilmsDataset, FilmsOptions, films_descripti
 from serving.training.interactions import TrainingError
 from serving.training.network import RankingNetwork, float32_scores
 from serving.training.trainer import Pruning, divided, kept_by, train_described, training_counts
-from shardrank_testing.levers import EVERY_LEVER
 from shardrank_testing.movielens import small_interactions
 
 DATASET = FilmsDataset.split(small_interactions(), seed=0)
@@ -94,23 +93,6 @@ def test_with_a_share_to_keep_the_hottest_rows_stay_and_the_others_become_their_
     rows = whole.tables["films"]
     np.testing.assert_array_equal(pruned.tables["films"][:-1], rows[hottest])
     np.testing.assert_allclose(pruned.tables["films"][-1], rows[others].mean(axis=0), rtol=1e-5, atol=1e-7)
-
-
-def test_every_lever_at_once_trains_the_parts_as_they_are_stored() -> None:
-    model = trained_with(EVERY_LEVER, Pruning(keep_share=0.9), kind="dcn_v2", profile=True, crosses=True)
-    spec = model.spec
-    assert {one.name for one in spec.tables} == model.tables.keys()
-    for table in spec.tables:
-        assert model.tables[table.name].shape == (table.num_embeddings, table.embedding_dim)
-    assert spec.table_of("user_genre") == spec.table_of("zip_film")
-    assert {"users.b1", "genres"} <= spec.projections().keys()
-    assert all(f"projections.{name.replace('.', '/')}" in model.dense for name in spec.projections())
-    before = RankingNetwork.of(model)
-    scores = scores_in_training(model)
-    assert np.isfinite(scores).all()
-    assert np.ptp(scores) > 0.1
-    for name, rows in before.rows().items():
-        np.testing.assert_array_equal(rows, model.tables[name])
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loader.snapshot.codecs import codec_for
 from loader.snapshot.reader import Snapshot
 from serving.models.ranking_models import load_model
 from serving.training.dataset import FilmsDataset, FilmsOptions, evaluation_requests, films_spec
@@ -94,18 +92,6 @@ def test_an_exported_model_holds_its_rows_tensors_and_golden_scores(trained: Tra
     first = evaluation_requests(DATASET, trained.spec).requests
     np.testing.assert_allclose(golden.scores, float32_scores(trained, first)[: golden.scores.size], atol=1e-6)
     assert snapshot.manifest.metadata == {"seed": "0"}
-
-
-def test_int8_rows_cost_no_quality(trained: TrainedModel) -> None:
-    labelled = evaluation_requests(DATASET, trained.spec)
-    exact = float32_scores(trained, labelled.requests)
-    rounded = {}
-    for name, rows in trained.tables.items():
-        codec = codec_for("int8", rows.shape[1])
-        rounded[name] = codec.decode(codec.encode(rows))
-    coarse = float32_scores(replace(trained, tables=rounded), labelled.requests)
-    assert 0 < np.abs(coarse - exact).max() < 0.02
-    assert auc(labelled.labels, coarse) >= auc(labelled.labels, exact) - 0.001
 
 
 def auc_by_pairs(labels: np.ndarray, scores: np.ndarray) -> float:

@@ -21,6 +21,7 @@ from router.errors import ShardUnavailableError
 from serving.rank.ranking import Ranking
 from serving.rank.service import RankingService
 from shardrank_testing.agent_fleet import AgentFleet, agent_fleet, with_live
+from shardrank_testing.nodes import until
 from shardrank_testing.registries import registry_of
 from shardrank_testing.serving_api import FILMS, MODEL, Api, ApiModel, api_request, running_api
 
@@ -109,8 +110,7 @@ async def test_answers_have_one_step_and_its_deltas(versions, store, folder, rep
         for state in states[1:]:
             sequence = await training.publisher.publish("films", np.arange(FILMS), films(state))
             assert await training.publish_step(state, state) == sequence
-            while seen[state, state] < 3:
-                await asyncio.sleep(0.01)
+            await until(lambda state=state: seen[state, state] >= 3)
         is_over = True
 
 

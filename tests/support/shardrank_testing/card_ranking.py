@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -178,8 +177,3 @@ def served_on(
         yield served
     finally:
         served.close()
-
-
-async def in_turns(*work: Any) -> None:
-    """Runs coroutines side by side."""
-    await asyncio.gather(*work)

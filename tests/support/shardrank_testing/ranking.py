@@ -111,20 +111,6 @@ def inputs_of(
     return RankingInputs(matrices[0][first], matrices[1], sequences, owner, is_ordered=True)
 
 
-def only_request(inputs: RankingInputs, index: int) -> RankingInputs:
-    """One request of a batch alone; its history is cut to its own length."""
-    chosen = inputs.request_of_candidate == index
-    sequences = {}
-    for name, sequence in inputs.sequences.items():
-        length = int(sequence.mask[index].sum())
-        sequences[name] = SequenceInput(
-            sequence.rows[index : index + 1, :length], sequence.mask[index : index + 1, :length]
-        )
-    owner = torch.zeros(int(chosen.sum()), dtype=torch.int64)
-    context, candidates = inputs.context[index : index + 1], inputs.candidates[chosen]
-    return RankingInputs(context, candidates, sequences, owner, is_ordered=True)
-
-
 def random_tensors(spec: ModelSpec, seed: int = 0) -> dict[str, torch.Tensor]:
     """Weights of the spec's ranking model, scaled so that logits are of the order of 1."""
     draw = torch.Generator().manual_seed(seed)
