@@ -10,14 +10,9 @@ from router.feature_schema import FeatureSchema
 from serving.cards.layout import BatchClass, CardLayout
 from serving.models.inputs import InputShapes, RankingInputs, SequenceInput
 from serving.models.ranking_models import build_model
-from shardrank_testing.card_ranking import DENSE, shop_spec
-from shardrank_testing.divided import describe
+from shardrank_testing.card_ranking import DENSE, SHOP_LEVERS, shop_levers, shop_spec
 
-PARTS = {
-    "users": {"blocks": [{"share": 0.2, "dtype": "fp16"}, {"share": 0.3, "dim": 4}, {"dim": 2}]},
-    "films": {"id_mapping": {"kind": "quotient_remainder", "buckets": 20, "combine": "multiply"}},
-    "cities": {"embedding_dim": 3, "project_to": 4},
-}
+PRODUCT = {"kind": "quotient_remainder", "buckets": 20, "combine": "multiply"}
 DEVICE = torch.device("meta")
 """Stands for a card: it refuses what would have to wait for a value, and work with tensors of another device."""
 
@@ -71,8 +66,7 @@ def test_a_models_work_neither_waits_for_the_device_nor_reads_the_host(kind, den
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_becomes_of_parts_neither_waits_for_the_device_nor_reads_the_host(dtype):
-    description = describe(shop_spec("target_attention"), PARTS)
-    spec = description.compiled()
+    spec = shop_levers(shop_spec("target_attention"), SHOP_LEVERS | {"films": {"id_mapping": PRODUCT}}).compiled()
     layout, most = CardLayout(spec, FeatureSchema.of(spec), dtype), BatchClass.of(40, 3, 500)
     with torch.inference_mode():
         projections = build_model(spec).to(DEVICE).projections_by_part

@@ -18,14 +18,11 @@ from serving.cards.layout import (
 )
 from shard_node.cuda.batch import check_runs
 from shard_node.cuda.kernel_params import MODES
-from shardrank_testing.card_ranking import DENSE, shop_spec
-from shardrank_testing.divided import describe
+from shardrank_testing.card_ranking import DENSE, SHOP_LEVERS, shop_levers, shop_spec
 
-PARTS = {
-    "users": {"blocks": [{"share": 0.2, "dtype": "fp16"}, {"share": 0.3, "dim": 4}, {"dim": 2}]},
+PARTS = SHOP_LEVERS | {
     "films": {"id_mapping": {"kind": "quotient_remainder", "buckets": 20}},
     "tags": {"id_mapping": {"kind": "quotient_remainder", "buckets": 20, "combine": "multiply"}},
-    "cities": {"embedding_dim": 3, "project_to": 4},
 }
 CLASSES = st.builds(BatchClass.of, st.integers(1, 300), st.integers(1, 20), st.integers(0, 5000))
 
@@ -70,7 +67,7 @@ def test_every_element_of_the_output_is_written_by_one_bag_at_most(kind, most):
 
 @given(most=CLASSES)
 def test_scratch_of_parts_is_written_by_one_bag_at_most_and_every_column_of_the_inputs_comes_from_somewhere(most):
-    spec = describe(shop_spec("target_attention"), PARTS).compiled()
+    spec = shop_levers(shop_spec("target_attention"), PARTS).compiled()
     schema = FeatureSchema.of(spec)
     layout = CardLayout(spec, schema, torch.float32)
     runs, size = layout.runs(most), layout.size(most)

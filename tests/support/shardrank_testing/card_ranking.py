@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from loader.description import ModelDescription
 from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec
 from loader.snapshot.tables import Pooling, RowDtype, TableSpec
 from serving.cards.ranking import CardRanking, CardScorer
@@ -20,6 +21,7 @@ from serving.versions.loading import ModelSource, load_served_model
 from serving.versions.served_model import ServedModel
 from shard_node.bags import Float32Array
 from shardrank_testing.card_engines import OnCards
+from shardrank_testing.divided import describe
 from shardrank_testing.parsing import parse_json
 from shardrank_testing.ranking import random_tensors
 from shardrank_testing.snapshots import write_snapshot
@@ -40,6 +42,21 @@ DENSE: dict[str, dict[str, Any]] = {
         "hidden": [8],
     },
 }
+
+SHOP_LEVERS: dict[str, dict[str, Any]] = {
+    "users": {"blocks": [{"share": 0.2, "dtype": "fp16"}, {"share": 0.3, "dim": 4}, {"dim": 2}]},
+    "films": {"dtype": {"hot": "fp16", "cold": "int4", "hot_share": 0.1}},
+    "genres": {"column_dims": (3, 5)},
+    "tags": {"id_mapping": {"kind": "quotient_remainder", "buckets": 16}},
+    "cities": {"embedding_dim": 3},
+}
+"""Every way to divide a table of the shop, or to slice it; for `shop_levers`."""
+
+
+def shop_levers(spec: ModelSpec, levers: Mapping[str, Mapping[str, Any]] = SHOP_LEVERS) -> ModelDescription:
+    """Describe the shop with levers; narrow cities are projected to the width that the spec has."""
+    cities = {"project_to": spec.table_of("city").embedding_dim} if "cities" in levers else {}
+    return describe(spec, {**levers, "cities": {**levers.get("cities", {}), **cities}})
 
 
 def shop_spec(kind: str = "mlp", *, dense: tuple[int, int] = (2, 3)) -> ModelSpec:

@@ -93,7 +93,7 @@ def write_twins(
     }
     whole = [
         {**one.model_dump(), "dtype": "fp32", "embedding_dim": rows[one.name].shape[1]}
-        | {"blocks": (), "project_to": None, "id_mapping": table_mapping(one)}
+        | {"blocks": (), "project_to": None, "column_dims": (), "id_mapping": table_mapping(one)}
         for one in description.tables
     ]
     twin = ModelDescription.model_validate({**description.model_dump(), "tables": whole}).compiled()
