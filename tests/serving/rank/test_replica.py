@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from loader.snapshot.reader import Snapshot
 from router.errors import ShardUnavailableError
 from router.plan import Plan
-from serving.errors import NotReadyError, ServingError, ShuttingDownError, UnknownIdError
+from serving.errors import NotReadyError, ServingError, ShuttingDownError
 from serving.formats.requests import LookupRequest
 from serving.limits import RequestLimits
 from serving.observe.calls import Call
@@ -24,7 +24,7 @@ from serving.rank.batcher import Pending
 from serving.rank.service import RankingService
 from serving.versions.loading import ModelSource, load_when_possible
 from serving.versions.served_model import ServedModel
-from shard_node.answer import FLOAT32_SUMS, Answer, Forms
+from shard_node.answer import Answer, Forms
 from shard_node.bags import KeyedBags
 from shard_node.errors import NodeOverloadedError
 from shard_node.node import ShardNode
@@ -36,50 +36,31 @@ from shardrank_testing.serving_api import (
     ApiModel,
     api_request,
     ask,
-    running_api,
 )
 from shardrank_testing.topologies import make_node
 from shardrank_testing.waiting import EMPTY
 
 
-def served_over(api_model: ApiModel, service: RankingService, make_shard, **options) -> ServedModel:
-    snapshot = Snapshot.open(api_model.path)
-    plan = Plan.make(snapshot.spec)
-    node = make_node(snapshot, plan, 0)
-    options = {"clock": service.clock, **options}
-    return ServedModel.load(
-        snapshot,
-        plan,
-        lambda on_retry: [make_shard(node)],
-        limits=service.limits,
-        dtype="float32",
-        metrics=service.metrics,
-        on_close=node.close,
-        **options,
-    )
-
-
-rank = ask
-
-
 async def test_a_replica_that_has_ended_makes_its_model_not_ready(api_model, caplog):
     class DeadlyShard(NearShard):
-        async def pool(
-            self, model: str, version: int, bags: KeyedBags, deadline: float, forms: Forms = FLOAT32_SUMS
-        ) -> Answer:
+        async def pool(self, *lookup: object) -> Answer:
             raise SystemExit("out of a thread")
 
     before = set(threading.enumerate())
+    snapshot = Snapshot.open(api_model.path)
+    plan = Plan.make(snapshot.spec)
+    node = make_node(snapshot, plan, 0)
+    served = ServedModel.load(
+        snapshot, plan, lambda on_retry: [DeadlyShard(node)], dtype="float32", on_close=node.close
+    )
     service = RankingService()
-    served = served_over(api_model, service, DeadlyShard)
     service.install(served)
-
     with pytest.raises(ServingError, match="ranking was broken off"):
-        await rank(service, api_request(0))
+        await ask(service, api_request(0))
     while set(threading.enumerate()) - before:  # noqa: ASYNC110  # a thread does not tell when it has ended
         await asyncio.sleep(0.001)
     with pytest.raises(ShuttingDownError, match="all its ranking replicas have ended"):
-        await rank(service, api_request(1))
+        await ask(service, api_request(1))
     with pytest.raises(NotReadyError, match="1 of 1 ranking replicas"):
         await served.nodes()
     await service.watch.refresh()
@@ -100,19 +81,15 @@ async def closed(service: RankingService) -> None:
     await asyncio.to_thread(service.close)
 
 
-def submit(service: RankingService, call: Call, deadline: float, future: Future) -> None:
-    lease, request = service.lease(MODEL), LookupRequest(EMPTY, timeout_s=1.0, num_floats=0)
-    lease.payload._batcher.submit(Pending(request, lease, deadline, call, future, None))
-
-
 @pytest.mark.parametrize("num_replicas", [0, 1])
 async def test_a_defect_fails_the_requests_of_its_batch_and_the_replica_goes_on(api_model, num_replicas, caplog):
     service = await loaded(api_model, num_replicas=num_replicas)
     call, future = Call("embedded", "lookup", 0.0, parsed=None), Future()  # so that to look at the time raises
-    submit(service, call, service.clock() + NEVER_S, future)
+    lease, request = service.lease(MODEL), LookupRequest(EMPTY, timeout_s=1.0, num_floats=0)
+    lease.payload._batcher.submit(Pending(request, lease, service.clock() + NEVER_S, call, future, None))
     with pytest.raises(ServingError, match="ranking was broken off"):
         await asyncio.wrap_future(future)
-    assert_scores(api_model, [await rank(service, api_request(1))], [1])
+    assert_scores(api_model, [await ask(service, api_request(1))], [1])
     await service.watch.refresh()
     assert not service.watch.problems()
     await closed(service)
@@ -132,53 +109,28 @@ def batches(service: RankingService) -> tuple[float, float]:
     return found["shardrank_batch_requests_count"], found["shardrank_batch_requests_sum"]
 
 
-async def test_answers_are_the_models_and_no_thread_ranks(api_model):
-    before = set(threading.enumerate())
-    service = await loaded(api_model)
-    assert not [one.name for one in set(threading.enumerate()) - before if one.name.startswith("rank-")]
-    async with running_api(service) as api:
-        for seed in range(5):
-            request = api_request(seed)
-            answer = await api.http.post(f"/v1/models/{MODEL}:rank", json=request)
-            assert answer.status_code == 200, answer.text
-            np.testing.assert_allclose(answer.json()["scores"], api_model.scores(request), rtol=1e-5, atol=1e-5)
-        body = {"sparse": {"film": [[1], [2]]}}
-        assert (await api.http.post(f"/v1/models/{MODEL}:lookup", json=body)).status_code == 200
-    await closed(service)
-
-
 async def test_the_loop_goes_on_between_two_batches(api_model):
     service = await loaded(api_model, RequestLimits(max_batch_requests=1))
-    ranked, turns = [], []
-
-    async def ask(seed: int) -> None:
-        await rank(service, api_request(seed))
-        ranked.append(seed)
-
-    async def count() -> None:
-        while len(ranked) < 10:
-            turns.append(len(ranked))
-            await asyncio.sleep(0)
-
-    await asyncio.gather(count(), *(ask(seed) for seed in range(10)))
-    # Somebody else had a turn after each of the batches.
-    assert set(turns) == set(range(10))
+    asking, seen = ranking_in_task(service, *range(10)), set()
+    while not all(task.done() for task in asking):
+        seen.add(sum(task.done() for task in asking))
+        await asyncio.sleep(0)
+    # Another task had an iteration after each of the batches.
+    assert seen == set(range(10))
     assert batches(service) == (10, 10)
     await closed(service)
 
 
-async def test_what_has_come_by_one_turn_of_the_loop_is_one_batch_and_a_bad_id_its_own_requests_error(api_model):
+async def test_requests_of_one_loop_iteration_are_one_batch(api_model):
+    before = set(threading.enumerate())
     service = await loaded(api_model)
-    requests = [api_request(seed) for seed in range(12)]
-    bad = api_request(12)
-    bad["candidates"]["sparse"]["film"][0] = 10**6
-    answers = await asyncio.gather(
-        *(rank(service, request) for request in (*requests, bad, *requests)), return_exceptions=True
-    )
-    assert isinstance(answers.pop(len(requests)), UnknownIdError)
-    for request, answer in zip(requests * 2, answers, strict=True):
-        np.testing.assert_allclose(answer.scores, api_model.scores(request), rtol=1e-5, atol=1e-5)
-    assert batches(service) == (1, 25)
+    seeds = list(range(12)) * 2
+    assert_scores(api_model, await asyncio.gather(*ranking_in_task(service, *seeds)), seeds)
+    assert batches(service) == (1, 24)
+    async with running_api(service) as api:
+        body = {"sparse": {"film": [[1], [2]]}}
+        assert (await api.http.post(f"/v1/models/{MODEL}:lookup", json=body)).status_code == 200
+    assert not [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("rank-")]
     await closed(service)
 
 
@@ -243,7 +195,7 @@ def held_nodes(api_model: ApiModel, count: int = 1, fails: tuple[int, ...] = ())
 
 
 def ranking_in_task(service: RankingService, *seeds: int) -> list[asyncio.Task]:
-    return [asyncio.create_task(rank(service, api_request(seed))) for seed in seeds]
+    return [asyncio.create_task(ask(service, api_request(seed))) for seed in seeds]
 
 
 def assert_scores(api_model: ApiModel, answers: list, seeds: range | list[int]) -> None:
@@ -318,7 +270,7 @@ async def test_closing_a_version_that_the_loop_ranks_ends_its_connections_to_sha
         await until(lambda: not service.generations.models())
         # It waits for what is out, and nothing more is begun.
         with pytest.raises(NotReadyError):
-            await rank(service, api_request(1))
+            await ask(service, api_request(1))
         assert not closing.done()
         for node in nodes:
             node.go.set()
