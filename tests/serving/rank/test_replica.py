@@ -36,6 +36,7 @@ from shardrank_testing.serving_api import (
     ApiModel,
     api_request,
     ask,
+    running_api,
 )
 from shardrank_testing.topologies import make_node
 from shardrank_testing.waiting import EMPTY

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +20,6 @@ from router.errors import ShardUnavailableError
 from router.plan import Plan
 from serving.embedded import Ranker
 from serving.errors import GoldenMismatchError, ModelOutputError
-from serving.limits import RequestLimits
 from serving.models.ranking_models import bfloat16_is_native
 from serving.rank.service import RankingService
 from serving.versions.loading import ModelSource, load_served_model, load_when_possible, local_shards
@@ -26,114 +27,117 @@ from serving.versions.served_model import ServedModel
 from shard_node.wire.address import Address
 from shard_node.wire.server import NodeServer
 from shardrank_testing.golden import golden_of
-from shardrank_testing.serving_api import FILMS, MODEL, api_request, rank_message, run, running_api, write_api_model
+from shardrank_testing.serving_api import (
+    FILMS,
+    MODEL,
+    ApiModel,
+    api_request,
+    ask,
+    rank_message,
+    running_api,
+    write_api_model,
+)
 from shardrank_testing.topologies import make_node
 
 SHARDS = 2
 
 
-class Fleet:
-    """Shard nodes behind Unix sockets that can be stopped and started again."""
+@pytest.fixture(scope="module")
+def golden(api_model) -> GoldenRequests:
+    return golden_of(api_model)
 
-    def __init__(self, model, folder: Path) -> None:
+
+class Fleet:
+    """Shard nodes behind Unix sockets that can be stopped and started again, and a service over them."""
+
+    def __init__(self, model: ApiModel, folder: Path) -> None:
         self.snapshot = Snapshot.open(model.path)
         self.plan = Plan.make(self.snapshot.spec, SHARDS, "hash", 1, 0)
         self.addresses = [Address.parse(f"unix:{folder}/{shard}.sock") for shard in range(SHARDS)]
         self.servers: dict[int, NodeServer] = {}
+        self.service = RankingService(expected_models=[MODEL])
 
-    @property
-    def source(self) -> ModelSource:
+    def source(self, **options: Any) -> ModelSource:
+        shards = tuple((address,) for address in self.addresses)
         return ModelSource(
-            snapshot=self.snapshot.path,
-            shards=tuple((address,) for address in self.addresses),
-            replicate_bytes=0,
-            dtype="float32",
+            **({"snapshot": self.snapshot.path, "shards": shards, "replicate_bytes": 0, "dtype": "float32"} | options)
         )
 
-    async def start(self, shard: int) -> None:
-        server = NodeServer(make_node(self.snapshot, self.plan, shard))
-        await server.start([self.addresses[shard]])
-        self.servers[shard] = server
+    async def start(self, *shards: int) -> None:
+        for shard in shards:
+            self.servers[shard] = NodeServer(make_node(self.snapshot, self.plan, shard))
+            await self.servers[shard].start([self.addresses[shard]])
 
-    async def stop(self, shard: int) -> None:
-        await self.servers.pop(shard).close()
+    async def load(self, **options: Any) -> ServedModel:
+        """Start all shards, and serve the model over them."""
+        await self.start(*range(SHARDS))
+        loop = asyncio.get_running_loop()
+        served = await asyncio.to_thread(load_served_model, self.source(**options), self.service, loop=loop)
+        self.service.install(served)
+        return served
+
+    async def __aenter__(self) -> Fleet:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self.service.close)
+        for server in self.servers.values():
+            await server.close()
 
 
-async def ready(api) -> bool:
-    await api.service.watch.refresh()
-    return not api.service.watch.problems()
-
-
-async def test_a_shard_that_is_away_is_503_and_service_resumes_when_it_returns(api_model, tmp_path):
-    fleet = Fleet(api_model, tmp_path)
-    for shard in range(SHARDS):
-        await fleet.start(shard)
-    service = RankingService(RequestLimits(), expected_models=[MODEL])
-    service.install(await asyncio.to_thread(load_served_model, fleet.source, service))
+async def test_a_shard_that_is_away_is_503_until_it_returns(api_model, tmp_path):
     request = api_request(1) | {"timeout_ms": 2000}
-    async with running_api(service) as api:
+    async with Fleet(api_model, tmp_path) as fleet:
+        await fleet.load()
+        async with running_api(fleet.service) as api:
 
-        async def status() -> tuple[int, str]:
-            answer = await api.http.post(f"/v1/models/{MODEL}:rank", json=request)
-            return answer.status_code, answer.json().get("error", {}).get("kind", "")
+            async def ranked() -> dict[str, Any]:
+                return (await api.http.post(f"/v1/models/{MODEL}:rank", json=request)).json()
 
-        scores = (await api.http.post(f"/v1/models/{MODEL}:rank", json=request)).json()["scores"]
-        np.testing.assert_allclose(scores, api_model.scores(request), rtol=1e-4)
-        assert await ready(api)
-        metrics = (await api.http.get("/metrics")).text
-        for shard in range(SHARDS):
-            labels = f'model="films",replica="{fleet.addresses[shard]}",shard="{shard}"'
-            assert f'shardrank_memory_bytes{{card="0",{labels}' in metrics
-            assert f'shardrank_rows_looked_up_total{{{labels},table="films"' in metrics
+            async def readiness() -> tuple[int, dict[str, str]]:
+                await api.service.watch.refresh()
+                response = await api.http.get("/readyz")
+                return response.status_code, response.json()["problems"]
 
-        await fleet.stop(1)
-        assert await status() == (503, "shard_unavailable")
-        with pytest.raises(Exception, match="shard 1 of 2: no replica answered") as refusal:
-            await api.stub.Rank(rank_message(request))
-        assert refusal.value.code().name == "UNAVAILABLE"
-        assert not await ready(api)
-        answer = await api.http.get("/readyz")
-        assert answer.status_code == 503
-        assert "shard 1" in answer.json()["problems"][MODEL]
-
-        await fleet.start(1)
-        while (await status())[0] != 200:  # noqa: ASYNC110  # the client connects again when it is asked to
-            await asyncio.sleep(0.02)
-        again = (await api.http.post(f"/v1/models/{MODEL}:rank", json=request)).json()["scores"]
-        assert again == scores
-        assert await ready(api)
-    await asyncio.to_thread(service.close)
-    for shard in range(SHARDS):
-        await fleet.stop(shard)
-
-
-async def test_loading_waits_for_shards_that_are_not_there_yet(api_model, tmp_path):
-    # Loading asks the shards for its golden requests.
-    model = write_api_model(tmp_path, golden=golden_of(api_model))
-    pauses: list[float] = []
-
-    fleet = Fleet(model, tmp_path)
-    service = RankingService(expected_models=[MODEL])
-
-    async def sleep(seconds: float) -> None:
-        pauses.append(seconds)
-        if len(pauses) == 2:
+            scores = (await ranked())["scores"]
+            np.testing.assert_allclose(scores, api_model.scores(request), rtol=1e-4)
+            assert await readiness() == (200, {})
+            metrics = (await api.http.get("/metrics")).text
             for shard in range(SHARDS):
-                await fleet.start(shard)
+                labels = f'model="films",replica="{fleet.addresses[shard]}",shard="{shard}"'
+                assert f'shardrank_memory_bytes{{card="0",{labels}' in metrics
+                assert f'shardrank_rows_looked_up_total{{{labels},table="films"' in metrics
+            await fleet.servers.pop(1).close()
+            refused = await api.http.post(f"/v1/models/{MODEL}:rank", json=request)
+            assert (refused.status_code, refused.json()["error"]["kind"]) == (503, "shard_unavailable")
+            with pytest.raises(Exception, match="shard 1 of 2: no replica answered") as refusal:
+                await api.stub.Rank(rank_message(request))
+            assert refusal.value.code().name == "UNAVAILABLE"
+            status, problems = await readiness()
+            assert status == 503
+            assert "shard 1" in problems[MODEL]
+            await fleet.start(1)
+            while "scores" not in (again := await ranked()):
+                await asyncio.sleep(0.02)  # the client connects again when it is called
+            assert again["scores"] == scores
+            assert await readiness() == (200, {})
 
-    with pytest.raises(ShardUnavailableError):
-        await asyncio.to_thread(load_served_model, fleet.source, service)
-    served = await load_when_possible(fleet.source, service, sleep)
-    assert (served.version, pauses) == (1, [0.1, 0.2])
-    assert service.generations.models() == [MODEL]
-    await asyncio.to_thread(service.close)
-    for shard in range(SHARDS):
-        await fleet.stop(shard)
 
+async def test_loading_waits_for_shards_that_are_not_there_yet(tmp_path, golden):
+    """Loading sends the shards its golden requests."""
+    pauses: list[float] = []
+    async with Fleet(write_api_model(tmp_path, golden=golden), tmp_path) as fleet:
 
-@pytest.fixture(scope="module")
-def golden(api_model) -> GoldenRequests:
-    return golden_of(api_model)
+        async def sleep(seconds: float) -> None:
+            pauses.append(seconds)
+            if len(pauses) == 2:
+                await fleet.start(*range(SHARDS))
+
+        with pytest.raises(ShardUnavailableError):
+            await asyncio.to_thread(load_served_model, fleet.source(), fleet.service)
+        served = await load_when_possible(fleet.source(), fleet.service, sleep)
+        assert (served.version, pauses) == (1, [0.1, 0.2])
+        assert fleet.service.generations.models() == [MODEL]
 
 
 def load(model, limits=None, **options):
@@ -174,32 +178,18 @@ def test_bfloat16_serves_only_if_it_gives_the_golden_scores(tmp_path, golden, ca
         assert f'shardrank_dtype_fallback{{model="{MODEL}",version="1"}} 1.0' in metrics
 
 
-async def loaded_over_shards(model, folder: Path, **options) -> tuple[ServedModel, str, int]:
-    """Serves from two shard nodes and asks once: the version, the metrics, and the bytes of float16 sums."""
-    fleet, service = Fleet(model, folder), RankingService(RequestLimits(), expected_models=[MODEL])
-    for shard in range(SHARDS):
-        await fleet.start(shard)
-    source = fleet.source.model_copy(update=options)
-    served = await asyncio.to_thread(load_served_model, source, service, loop=asyncio.get_running_loop())
-    service.install(served)
-    async with running_api(service) as api:
-        answer = await api.http.post(f"/v1/models/{MODEL}:rank", json=api_request(1))
-        np.testing.assert_allclose(answer.json()["scores"], model.scores(api_request(1)), rtol=1e-3)
-        metrics = (await api.http.get("/metrics")).text
-    await asyncio.to_thread(service.close)
-    for shard in range(SHARDS):
-        await fleet.stop(shard)
-    name = f'shardrank_shard_answer_bytes_total{{form="float16",model="{MODEL}"}}'
-    return served, metrics, int(float(next(line for line in metrics.splitlines() if name in line).split()[-1]))
-
-
 @pytest.mark.parametrize("num_replicas", [0, 1])
-def test_shards_send_float16_sums_if_these_give_the_golden_scores(tmp_path, golden, num_replicas):
+async def test_shards_send_float16_sums_if_these_give_the_golden_scores(tmp_path, golden, num_replicas):
     model = write_api_model(tmp_path, golden=golden)
-    served, metrics, size = run(loaded_over_shards(model, tmp_path, num_replicas=num_replicas))
-    assert served.checked.wire_fallback == ""
+    async with Fleet(model, tmp_path) as fleet:
+        served = await fleet.load(num_replicas=num_replicas)
+        assert served.checked.wire_fallback == ""
+        found = await ask(fleet.service, api_request(1))
+        np.testing.assert_allclose(found.scores, model.scores(api_request(1)), rtol=1e-3)
+        metrics = fleet.service.metrics.render().decode()
     assert f'shardrank_wire_fallback{{model="{MODEL}",version="1"}} 0.0' in metrics
-    assert size > 0
+    (size,) = re.findall(rf'shardrank_shard_answer_bytes_total{{form="float16",model="{MODEL}"}} (.*)', metrics)
+    assert float(size) > 0
 
 
 def load_with_changed_rows(model, dtype: str, applied_deltas: bool) -> ServedModel:
