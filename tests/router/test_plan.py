@@ -8,31 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loader.snapshot.buckets import RowBuckets
-from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec
+from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.tables import TableSpec
 from router.errors import PlanError
 from router.plan import REPLICATED, BucketOwners, Plan, table_bytes
 from shard_node.bags import KeyedBags
 from shard_node.partition import NodeIdentity
+from shardrank_testing import topologies
 from shardrank_testing.snapshots import num_buckets, plain_bucket, plain_buckets
 
 
-def spec_of(rows: list[int], bucketing: str = "hash", dim: int = 8) -> ModelSpec:
-    return ModelSpec(
-        model="m",
-        tables=tuple(
-            TableSpec(
-                name=f"t{number}",
-                num_embeddings=count,
-                embedding_dim=dim,
-                feature_names=(f"f{number}",),
-                bucketing=bucketing,
-            )
-            for number, count in enumerate(rows)
-        ),
-        features=tuple(FeatureSpec(name=f"f{number}", side="candidate") for number in range(len(rows))),
-        dense_model=DenseModelSpec(kind="mlp"),
-    )
+def spec_of(rows: list[int], bucketing: str = "hash") -> ModelSpec:
+    return topologies.spec_of(*((count, 8) for count in rows), bucketing=bucketing)
 
 
 def rows_by_bucket(table: TableSpec) -> np.ndarray:

@@ -7,16 +7,9 @@ import threading
 from loader.registry.fleet import FleetRecord, NodeRecord, VersionReport
 from router.replica_directory import ReplicaDirectory
 from shard_node.wire.address import Address
+from shardrank_testing.waiting import Clock
 
 MODEL = "films"
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def address(number: int) -> Address:

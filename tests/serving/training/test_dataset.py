@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
-import pytest
 
-from serving.models.ranking_models import build_model
 from serving.training.dataset import (
     HISTORY_LIMIT,
     FilmsDataset,
@@ -93,12 +91,3 @@ def test_a_samples_own_label_changes_nothing_that_it_is_told() -> None:
     assert told[0][0] == told[1][0]
     # The overall mean that statistics are drawn to is of all labels, so one label moves it by one part in 2400.
     np.testing.assert_allclose(told[0][1], told[1][1], atol=5e-4)
-
-
-@pytest.mark.parametrize("kind", ["target_attention", "dlrm", "dcn_v2", "mlp"])
-@pytest.mark.parametrize("profile", [False, True])
-def test_every_description_is_valid_and_every_request_fits_it(kind: str, profile: bool) -> None:
-    spec = films_spec(DATA, FilmsOptions.model_validate({"kind": kind, "profile": profile}))
-    build_model(spec)
-    training_requests(DATASET, spec).requests.check(spec)
-    evaluation_requests(DATASET, spec).requests.check(spec)

@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loader.snapshot.reader import Snapshot
-from serving.models.ranking_models import load_model
 from serving.training.dataset import FilmsDataset, FilmsOptions, evaluation_requests, films_spec
 from serving.training.interactions import TrainingError, generate_interactions
-from serving.training.network import RankingNetwork, RequestBatches, TrainedModel, float32_scores
+from serving.training.network import TrainedModel, float32_scores
 from serving.training.trainer import (
     GOLDEN_REQUESTS,
     auc,
@@ -54,19 +53,6 @@ def test_the_same_seed_trains_the_same_model_and_leaves_the_callers_random_state
         assert torch.equal(again.dense[name], tensor)
     other = train(DATASET, trained.spec, seed=1, epochs=2)
     assert not np.array_equal(other.tables["films"], trained.tables["films"])
-
-
-@pytest.mark.parametrize("kind", ["target_attention", "dlrm", "dcn_v2", "mlp"])
-def test_trained_tensors_load_into_the_serving_model_as_they_are(kind: str) -> None:
-    spec = films_spec(DATASET.interactions, FilmsOptions.model_validate({"kind": kind}))
-    model = train(DATASET, spec, epochs=1)
-    requests = evaluation_requests(DATASET, spec).requests
-    network = RankingNetwork.of(model)
-    batches = RequestBatches(spec, model.vocabularies, requests)
-    with torch.inference_mode():
-        inputs = network.inputs(batches.take(np.arange(batches.num_requests)))
-    served = load_model(spec, model.dense).score(inputs).numpy()
-    np.testing.assert_allclose(served, float32_scores(model, requests), atol=1e-5)
 
 
 def test_an_unknown_user_is_scored_with_the_default_row(trained: TrainedModel) -> None:
