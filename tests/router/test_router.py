@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,13 +15,13 @@ from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.reader import Snapshot
 from router.errors import PlanError, ShardUnavailableError
 from router.feature_schema import FeatureSchema
-from router.id_mapping import IdMapper, MappedBags
+from router.id_mapping import IdMapper
 from router.plan import Plan
 from router.router import VALUE_BYTES, Cutter, Router
 from shard_node.answer import Answer, Forms, add_answers
-from shard_node.bags import CheckedBags, Float32Array, KeyedBags
+from shard_node.bags import CheckedBags, KeyedBags
 from shard_node.errors import InvalidBagsError
-from shard_node.node import LocalShard, ShardNode
+from shard_node.node import LocalShard
 from shard_node.split import split, whole
 from shardrank_testing.bags import random_table_bags
 from shardrank_testing.nodes import reference_engine
@@ -204,34 +206,23 @@ def test_with_a_shard_down_replicated_rows_are_answered(stores):
         Router(stored.schema, None, plan, [])
 
 
-class SlowMapper(IdMapper):
-    """Takes 2 s."""
+def slow(call: Callable[..., Any], clock: Clock, seconds: float) -> Callable[..., Any]:
+    def called(*arguments: Any) -> Any:
+        clock.now += seconds
+        return call(*arguments)
 
-    def map(self, bags: KeyedBags) -> MappedBags:
-        self.clock.now += 2.0
-        return super().map(bags)
-
-
-class SlowNode(ShardNode):
-    """Takes 5 s."""
-
-    def pool_with_sequence(self, model: str, version: int, bags: KeyedBags) -> tuple[list[Float32Array], int]:
-        self.clock.now += 5.0
-        return super().pool_with_sequence(model, version, bags)
+    return called
 
 
 @pytest.mark.parametrize(("shards", "wait_s"), [(1, 5.0), (2, 10.0)])
 def test_mapping_and_waiting_are_measured_apart(stores, shards, wait_s):
     stored, clock = stores["hash", None], Clock()
-    plan = Topology(shards=shards).plan(stored.spec)
-    nodes = []
-    for shard in range(shards):
-        node = SlowNode(plan.identity(shard))
-        node.generations, node.clock = make_node(stored.snapshot, plan, shard).generations, clock
-        nodes.append(LocalShard(node))
-    mapper = SlowMapper(FeatureSchema.of(stored.spec), {})
-    mapper.clock = clock
-    router = Router(stored.schema, mapper, plan, nodes, clock)
+    plan, mapper = Topology(shards=shards).plan(stored.spec), IdMapper(stored.schema, {})
+    nodes = [make_node(stored.snapshot, plan, shard) for shard in range(shards)]
+    mapper.map = slow(mapper.map, clock, 2.0)
+    for node in nodes:
+        node.pool_with_sequence = slow(node.pool_with_sequence, clock, 5.0)
+    router = Router(stored.schema, mapper, plan, [LocalShard(node) for node in nodes], clock)
     times = look_up(router, stored, bags_of(stored, "film", list(range(256)))).times
     assert (times.map_s, times.split_s, times.shard_wait_s, times.add_s) == (2.0, 0.0, wait_s, 0.0)
 
@@ -281,59 +272,37 @@ async def test_what_is_too_large_for_a_frame_travels_in_pieces(tmp_path):
     assert embeddings.times.float32_bytes == 6000 * 4096 * 4
 
 
-class RecordingNode(ShardNode):
-    """A node in this process that keeps what it was asked for."""
-
-    def __init__(self, node: ShardNode) -> None:
-        super().__init__(node.identity)
-        self.generations = node.generations
-        self.asked: list[KeyedBags] = []
-
-    def pool_with_sequence(self, model: str, version: int, bags: KeyedBags) -> tuple[list[Float32Array], int]:
-        self.asked.append(bags)
-        return super().pool_with_sequence(model, version, bags)
-
-
-@pytest.fixture(scope="module")
-def snapshot(tmp_path_factory: pytest.TempPathFactory) -> Snapshot:
-    return Snapshot.open(write_snapshot(tmp_path_factory.mktemp("store"), make_spec())[0])
-
-
-def router_of(spec: ModelSpec, snapshot: Snapshot) -> tuple[Router, RecordingNode]:
-    """A router by one description over a node that holds another's tables, in this process."""
-    schema = FeatureSchema.of(spec)
-    node = RecordingNode(make_node(snapshot, Plan.make(snapshot.spec), 0))
-    return Router(schema, IdMapper(schema, {}), Plan.make(spec), [LocalShard(node)]), node
+def router_of(stored: StoredModel, **changes: Any) -> tuple[Router, list[KeyedBags]]:
+    """A router by a description with changed tables over a node with the stored ones, and the bags sent to the node."""
+    tables = [{**table.model_dump(), **changes} for table in stored.spec.tables]
+    spec = ModelSpec.model_validate({**stored.spec.model_dump(), "tables": tables})
+    schema, node, sent = FeatureSchema.of(spec), make_node(stored.snapshot, Plan.make(stored.spec), 0), []
+    pool = node.pool_with_sequence
+    node.pool_with_sequence = lambda model, version, bags: sent.append(bags) or pool(model, version, bags)
+    return Router(schema, IdMapper(schema, {}), Plan.make(spec), [LocalShard(node)]), sent
 
 
 @pytest.mark.parametrize("policy", ["reject", "default_row", "skip"])
-def test_values_called_checked_are_rows(snapshot, policy):
-    spec = snapshot.spec
-    tables = [{**table.model_dump(), "unknown_id": policy} for table in spec.tables]
-    router, node = router_of(ModelSpec.model_validate({**spec.model_dump(), "tables": tables}), snapshot)
-    rng, num_features = np.random.default_rng(8), len(spec.features)
+def test_values_called_checked_are_rows(stores, policy):
+    stored = stores["hash", None]
+    router, sent = router_of(stored, unknown_id=policy)
+    rng, num_features = np.random.default_rng(8), len(stored.spec.features)
     for _ in range(30):
         keys = np.sort(rng.permutation(num_features)[: rng.integers(1, num_features + 1)]).astype(np.int32)
         bags_per_key = rng.integers(0, 4, keys.size)
         lengths = rng.integers(0, 4, bags_per_key.sum())
         ids = rng.choice([0, 18, 19, 776, 777, 2**40, 2**63 - 1], lengths.sum())
-        asyncio.run(lookup(router, snapshot, KeyedBags.from_lengths(keys, bags_per_key, lengths, ids)))
-    assert len(node.asked) == 30
-    for asked in node.asked:
-        assert isinstance(asked, CheckedBags)
-        plain = KeyedBags(asked.keys, asked.bags_per_key, asked.offsets, asked.values, asked.weights)
-        asked.layout.check(plain)
+        look_up(router, stored, KeyedBags.from_lengths(keys, bags_per_key, lengths, ids))
+    assert len(sent) == 30
+    for bags in sent:
+        assert isinstance(bags, CheckedBags)
+        bags.layout.check(KeyedBags(bags.keys, bags.bags_per_key, bags.offsets, bags.values, bags.weights))
 
 
-def test_a_node_with_other_tables_checks_for_itself(snapshot):
-    spec, num_films = snapshot.spec, snapshot.spec.table_of("film").num_embeddings
-    tables = [{**table.model_dump(), "num_embeddings": 4 * table.num_embeddings} for table in spec.tables]
-    router, _ = router_of(ModelSpec.model_validate({**spec.model_dump(), "tables": tables}), snapshot)
-    film, one = np.array([router.schema.index["film"]], np.int32), np.ones(1, np.int64)
-
-    def look_up(row: int) -> None:
-        asyncio.run(lookup(router, snapshot, KeyedBags(film, one, np.array([0, 1]), row * one)))
-
-    look_up(num_films - 1)
+def test_a_node_with_other_tables_checks_for_itself(stores):
+    stored = stores["hash", None]
+    num_films = stored.spec.table_of("film").num_embeddings
+    router, _ = router_of(stored, num_embeddings=4 * num_films)
+    look_up(router, stored, bags_of(stored, "film", [num_films - 1]))
     with pytest.raises(InvalidBagsError, match=f"row {num_films} "):
-        look_up(num_films)
+        look_up(router, stored, bags_of(stored, "film", [num_films]))
