@@ -73,7 +73,7 @@ def test_divided_and_sliced_tables_score_like_whole_ones(tmp_path, kind, on):
 
 
 @pytest.mark.parametrize("on", ON, ids=str)
-def test_hot_and_cold_rows_take_the_bytes_on_cards_that_the_plan_says(tmp_path, on):
+def test_hot_and_cold_rows_take_their_planned_bytes(tmp_path, on):
     twins = shop_twins(tmp_path, "mlp")
     spec = twins.divided.spec
     planned = CapacityPlan.make(

@@ -48,7 +48,7 @@ def lookup_body() -> dict:
     }
 
 
-def test_a_lookup_gives_pooled_embeddings_and_the_rows_of_sequences(api_model, api_service):
+def test_a_lookup_gives_pooled_rows_and_those_of_sequences(api_model, api_service):
     body = lookup_body()
     answer = Ranker(api_service, MODEL).lookup(body)
     assert answer["request_id"] == "r-7"

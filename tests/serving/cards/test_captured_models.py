@@ -51,7 +51,7 @@ def inputs_on_device(spec, dtype, num_requests, num_candidates=32, longest=5):
 @pytest.mark.parametrize("number_format", ["float32", "bfloat16"])
 @pytest.mark.parametrize("dense", [(2, 3), (3, 0)])
 @pytest.mark.parametrize("kind", DENSE)
-def test_a_models_work_neither_waits_for_the_device_nor_reads_the_host(kind, dense, number_format):
+def test_a_models_work_is_of_the_device_alone(kind, dense, number_format):
     spec = shop_spec(kind, dense=dense)
     with torch.inference_mode():
         model = build_model(spec).to(DEVICE)
@@ -65,7 +65,7 @@ def test_a_models_work_neither_waits_for_the_device_nor_reads_the_host(kind, den
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_becomes_of_parts_neither_waits_for_the_device_nor_reads_the_host(dtype):
+def test_work_on_parts_is_of_the_device_alone(dtype):
     spec = shop_levers(shop_spec("target_attention"), SHOP_LEVERS | {"films": {"id_mapping": PRODUCT}}).compiled()
     layout, most = CardLayout(spec, FeatureSchema.of(spec), dtype), BatchClass.of(40, 3, 500)
     with torch.inference_mode():

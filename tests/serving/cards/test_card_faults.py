@@ -40,7 +40,7 @@ def on_cards(model: ApiModel) -> tuple[RankingService, EmulatedCards]:
     return served_service(model, limits, cards=OnCards(2, "peers").num_cards, card_set=card_set), cards
 
 
-async def test_a_process_whose_cards_have_failed_is_not_ready_and_says_why(api_model):
+async def test_a_process_with_failed_cards_is_not_ready(api_model):
     service, cards = on_cards(api_model)
     async with running_api(service) as api:
         assert (await api.http.get("/readyz")).status_code == 200

@@ -75,7 +75,7 @@ def test_scores_are_those_of_the_cpu_engine_again_and_again(paths, on_cpu, rng, 
         assert {one.is_graph for one in captured} == {kind != "target_attention"}
 
 
-def test_replicas_take_turns_over_the_cards_and_all_give_the_same_scores(paths, on_cpu, rng):
+def test_replicas_are_on_the_cards_in_turn(paths, on_cpu, rng):
     with served_on(paths["dlrm"], OnCards(3, "peers"), num_replicas=4) as served:
         assert [ranking_of(served, replica).scorer.lane.card.number for replica in range(4)] == [0, 1, 2, 0]
         batch = shop_batch(served, rng, [4, 6])
@@ -85,7 +85,7 @@ def test_replicas_take_turns_over_the_cards_and_all_give_the_same_scores(paths, 
 
 @pytest.mark.parametrize("kind", DENSE)
 @pytest.mark.parametrize("on", engine_params((TWO,), (OnCards(2, "peers", "logical"),)))
-def test_in_bfloat16_scores_are_those_of_a_bfloat16_model_on_the_cpu(paths, on_cpu, rng, kind, on):
+def test_bfloat16_scores_are_those_of_the_cpu(paths, on_cpu, rng, kind, on):
     with served_on(paths[kind], on) as served:
         parts = ranking_parts(Snapshot.open(paths[kind]), served.schema, "bfloat16")
         for candidates in CANDIDATES * 2:
@@ -100,7 +100,7 @@ def test_in_bfloat16_scores_are_those_of_a_bfloat16_model_on_the_cpu(paths, on_c
             np.testing.assert_allclose(of_cards, score(on_cpu[kind], batch), atol=0.05)
 
 
-def test_a_dense_step_answers_by_graphs_from_its_first_batch_on_and_older_ones_leave_nothing(paths, rng):
+def test_a_dense_step_has_its_graphs_from_its_first_batch_on(paths, rng):
     snapshot = Snapshot.open(paths["mlp"])
     with served_on(paths["mlp"], TWO, RequestLimits(max_batch_candidates=128)) as served:
         scorer = ranking_of(served).scorer
@@ -131,7 +131,7 @@ def test_a_dense_step_answers_by_graphs_from_its_first_batch_on_and_older_ones_l
             assert len({model for model, _ in scorer._batches}) == 2
 
 
-def test_the_classes_of_one_request_are_warm_before_the_first_one_comes(paths, rng):
+def test_classes_of_one_request_are_warm(paths, rng):
     with served_on(paths["mlp"], TWO, RequestLimits(max_batch_candidates=128)) as served:
         scorer = ranking_of(served).scorer
         assert [one.num_candidates for one in scorer.classes] == [32, 64, 96, 128]

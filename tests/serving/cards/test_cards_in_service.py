@@ -142,7 +142,7 @@ def test_a_batch_sees_all_rows_of_a_write_or_none(shop, on):
         assert any(np.allclose(scores, one, rtol=1e-5, atol=1e-6) for one in expected)
 
 
-def test_a_batch_that_a_card_has_no_room_for_is_refused_and_the_next_one_is_scored(shop):
+def test_only_a_batch_without_room_on_the_card_is_refused(shop):
     rng = np.random.default_rng(0)
     with served_on(shop, None) as reference:
         small, large = shop_batch(reference, rng, [20]), shop_batch(reference, rng, [4000])

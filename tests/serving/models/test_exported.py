@@ -103,7 +103,7 @@ def loaded(program, tmp_path_factory):
 
 
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 6)), min_size=1, max_size=5), st.integers(0, 99))
-def test_a_program_gives_the_outputs_of_its_module_and_their_weighted_sum(loaded, requests, seed):
+def test_a_program_gives_its_modules_outputs_and_weighted_sum(loaded, requests, seed):
     inputs = random_inputs(described(), [count for count, _ in requests], [length for _, length in requests], seed)
     torch.testing.assert_close(loaded.scores(inputs), expected_of(two_tasks(), inputs), rtol=1e-5, atol=1e-5)
 
@@ -229,7 +229,7 @@ def test_what_pytorch_would_evaluate_or_miss_is_refused(program, change, says):
         ProgramArchive(rewritten(program, change), "dense.pt2")
 
 
-def test_an_archive_that_two_readers_could_read_differently_is_refused(program):
+def test_an_ambiguous_archive_is_refused(program):
     buffer = BytesIO(program)
     with zipfile.ZipFile(buffer, "a") as archive, pytest.warns(UserWarning, match="Duplicate"):
         archive.writestr(archive.namelist()[0], b"other")

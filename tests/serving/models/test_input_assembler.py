@@ -69,7 +69,7 @@ def assemble(
     return inputs, owner, context, candidate
 
 
-def test_batches_that_share_a_buffer_are_those_with_memory_of_their_own():
+def test_a_shared_buffer_changes_no_batch():
     spec = spec_of([("candidate", "sum", 4), ("context", "sum", 4), ("candidate", "mean", 3)], (2, 1))
     rng, buffer = np.random.default_rng(6), None
     for candidates in ([2, 3], [1], [4, 4, 4], [2]):

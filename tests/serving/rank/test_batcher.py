@@ -58,7 +58,7 @@ def test_requests_are_joined_in_order_up_to_the_limits(model, limits, sizes, bat
     assert [request for batch in taken for request in batch] == waiting
 
 
-def test_what_expired_or_was_abandoned_is_dropped_before_it_is_run(model):
+def test_expired_and_abandoned_requests_are_never_run(model):
     clock = Clock()
     batcher = Batcher(RequestLimits(), clock)
     expired, abandoned, alive = model.rank(deadline=5.0), model.rank(), model.rank()
@@ -72,7 +72,7 @@ def test_what_expired_or_was_abandoned_is_dropped_before_it_is_run(model):
     assert model.leases == 1
 
 
-def test_a_full_queue_drops_what_nobody_waits_for_before_it_refuses(model):
+def test_a_full_queue_drops_abandoned_requests_and_then_refuses(model):
     clock = Clock()
     batcher = Batcher(RequestLimits(max_queue=3), clock)
     expired, abandoned, alive = model.rank(deadline=5.0), model.rank(), model.rank()
@@ -177,7 +177,7 @@ BODY = json.dumps({"sparse": {"film": [7] * 30_000}}).encode()
 HEAD = f"POST /v1/models/{MODEL}:lookup HTTP/1.1\r\nhost: x\r\ncontent-length: {len(BODY)}\r\n\r\n".encode()
 
 
-async def test_lookups_of_clients_that_take_nothing_stay_within_their_share_and_are_given_up(api_model):
+async def test_unread_lookups_stay_within_their_share(api_model):
     # A row of 8 floats counts as 9; three answers of 2 MB are 270,000 floats each.
     limits = RequestLimits(
         receive_timeout_s=1.0, max_lookup_floats=2**20, max_bags_per_feature=2**20, max_untaken_floats=1_200_000

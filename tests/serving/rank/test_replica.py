@@ -83,7 +83,7 @@ async def closed(service: RankingService) -> None:
 
 
 @pytest.mark.parametrize("num_replicas", [0, 1])
-async def test_a_defect_fails_the_requests_of_its_batch_and_the_replica_goes_on(api_model, num_replicas, caplog):
+async def test_a_bug_fails_its_batch_and_the_replica_goes_on(api_model, num_replicas, caplog):
     service = await loaded(api_model, num_replicas=num_replicas)
     call, future = Call("embedded", "lookup", 0.0, parsed=None), Future()  # so that to look at the time raises
     lease, request = service.lease(MODEL), LookupRequest(EMPTY, timeout_s=1.0, num_floats=0)
@@ -135,7 +135,7 @@ async def test_requests_of_one_loop_iteration_are_one_batch(api_model):
     await closed(service)
 
 
-def test_rows_that_a_disk_may_have_to_be_waited_for_are_not_ranked_on_the_loop(tmp_path):
+def test_rows_on_disk_are_not_ranked_on_the_loop(tmp_path):
     with pytest.raises(ValidationError, match="num_replicas 0 is for rows in this process's memory, or on shard nodes"):
         ModelSource(snapshot=tmp_path, num_replicas=0, memory_budget_bytes=1000)
 
@@ -210,7 +210,7 @@ async def many_turns() -> None:
 
 
 @pytest.mark.parametrize("num_shards", [1, 2])
-async def test_while_two_batches_wait_for_shards_one_forms_of_all_that_comes(api_model, tmp_path, num_shards):
+async def test_a_third_batch_forms_while_two_wait_for_shards(api_model, tmp_path, num_shards):
     nodes = held_nodes(api_model, num_shards)
 
     before = set(threading.enumerate())
@@ -235,7 +235,7 @@ async def test_while_two_batches_wait_for_shards_one_forms_of_all_that_comes(api
         assert batches(service) == (3, 12)
 
 
-async def test_an_error_of_a_shard_fails_the_batch_that_asked_it_and_no_other(api_model, tmp_path):
+async def test_an_error_of_a_shard_fails_one_batch(api_model, tmp_path):
     (node,) = held_nodes(api_model, fails=(0, 3))
 
     async with ranked_on_loop(api_model, tmp_path, node) as (service, _):
@@ -260,7 +260,7 @@ async def test_an_error_of_a_shard_fails_the_batch_that_asked_it_and_no_other(ap
                 assert_scores(api_model, [await task], [seed])
 
 
-async def test_closing_a_version_that_the_loop_ranks_ends_its_connections_to_shards(api_model, tmp_path):
+async def test_closing_a_version_ends_its_connections_to_shards(api_model, tmp_path):
     nodes = held_nodes(api_model, 2)
 
     async with ranked_on_loop(api_model, tmp_path, *nodes) as (service, servers):

@@ -77,7 +77,7 @@ async def test_top_k_cuts_the_order_and_not_the_scores(api_service):
     assert more.order.size == 9
 
 
-async def test_a_lease_lasts_beyond_the_deadline_to_the_end_of_the_batch(gated):
+async def test_a_lease_lasts_beyond_the_deadline(gated):
     service, gate = gated
     with pytest.raises(DeadlineExceededError):
         await ask(service, api_request(0) | {"timeout_ms": 20})

@@ -61,7 +61,7 @@ def test_a_training_history_holds_no_film_of_its_own_fold() -> None:
         assert not set(history) & {int(DATA.films.ids[DATA.film_index[sample]]) for sample in samples}
 
 
-def test_an_evaluation_history_is_the_films_liked_in_training_latest_first() -> None:
+def test_an_evaluation_history_is_of_training_latest_first() -> None:
     labelled = evaluation_requests(DATASET, films_spec(DATA))
     assert sorted(labelled.samples) == sorted(DATASET.test)
     np.testing.assert_array_equal(labelled.labels, DATASET.labels[labelled.samples])

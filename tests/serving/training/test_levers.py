@@ -29,7 +29,7 @@ def scores_in_training(model) -> np.ndarray:
     return float32_scores(model, training_requests(DATASET, model.spec).requests)
 
 
-def test_what_training_never_looks_up_can_go_and_training_requests_score_the_same_bits() -> None:
+def test_pruning_unused_rows_changes_no_training_score() -> None:
     whole = trained_with({}, profile=True, crosses=True)
     model = description({}, profile=True, crosses=True)
     counts = training_counts(DATASET, model)
@@ -41,7 +41,7 @@ def test_what_training_never_looks_up_can_go_and_training_requests_score_the_sam
     np.testing.assert_array_equal(scores_in_training(pruned), scores_in_training(whole))
 
 
-def test_with_a_share_to_keep_the_hottest_rows_stay_and_the_others_become_their_mean() -> None:
+def test_pruning_keeps_the_hottest_rows_and_the_others_mean() -> None:
     whole, model = trained_with({}), description({})
     counts = training_counts(DATASET, model)
     kept = kept_by(Pruning(keep_share=0.5), model, counts)

@@ -14,10 +14,25 @@ from serving.rank.service import RankingService
 from serving.training.dataset import FilmsDataset, FilmsOptions, films_description
 from serving.training.trainer import GOLDEN_TOLERANCES, Pruning, export_trained, train_described
 from serving.versions.loading import ModelSource, load_served_model
-from shardrank_testing.levers import EVERY_LEVER
 from shardrank_testing.movielens import small_interactions
 
 DATASET = FilmsDataset.split(small_interactions(), seed=0)
+EVERY_LEVER = {
+    "users": {"blocks": [{"share": 0.3, "dtype": "fp16"}, {"dim": 4, "dtype": "fp32"}]},
+    "films": {"dtype": {"hot": "fp32", "cold": "fp16", "hot_share": 0.2}},
+    "genres": {"embedding_dim": 4, "project_to": 16},
+    "zip_codes": {"num_embeddings": 50},
+    "crosses": {
+        "num_embeddings": 900,
+        "feature_names": ["user_genre", "zip_film"],
+        "id_mapping": {"kind": "hash", "salt": "per_feature"},
+    },
+    "age_genre": {"num_embeddings": 256, "id_mapping": {"kind": "quotient_remainder", "buckets": 16}},
+    "occupation_film": {
+        "num_embeddings": 1024,
+        "id_mapping": {"kind": "quotient_remainder", "buckets": 40, "combine": "multiply"},
+    },
+}
 EXACT = {"dtype": "fp32", "profile": True}
 
 

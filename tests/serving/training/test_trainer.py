@@ -42,7 +42,7 @@ def test_planted_tastes_are_found() -> None:
     assert auc(labelled.labels, scores) >= auc(labelled.labels, baseline) + 0.02
 
 
-def test_the_same_seed_trains_the_same_model_and_leaves_the_callers_random_state(trained: TrainedModel) -> None:
+def test_the_same_seed_trains_the_same_model(trained: TrainedModel) -> None:
     torch.manual_seed(123)
     before = torch.random.get_rng_state()
     again = train(DATASET, trained.spec, epochs=2)
@@ -66,7 +66,7 @@ def test_an_unknown_user_is_scored_with_the_default_row(trained: TrainedModel) -
     np.testing.assert_array_equal(float32_scores(trained, requests), unknown)
 
 
-def test_an_exported_model_holds_its_rows_tensors_and_golden_scores(trained: TrainedModel, tmp_path: Path) -> None:
+def test_an_exported_model_has_golden_scores_and_metadata(trained: TrainedModel, tmp_path: Path) -> None:
     path = export_trained(trained, DATASET, tmp_path, metadata={"seed": "0"})
     assert path == tmp_path / "films" / "1"
     assert export_trained(trained, DATASET, tmp_path) == tmp_path / "films" / "2"
@@ -90,7 +90,7 @@ def auc_by_pairs(labels: np.ndarray, scores: np.ndarray) -> float:
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 5)), min_size=2, max_size=40))
-def test_auc_is_the_share_of_pairs_in_order_with_ties_counting_half(samples: list[tuple[bool, int]]) -> None:
+def test_auc_is_the_share_of_pairs_in_order(samples: list[tuple[bool, int]]) -> None:
     labels = np.array([positive for positive, _ in samples], np.float32)
     scores = np.array([score / 4 for _, score in samples], np.float32)
     if labels.min() == labels.max():

@@ -152,7 +152,7 @@ def test_a_version_that_gives_its_golden_scores_is_served(tmp_path, golden):
     assert f'shardrank_dtype_fallback{{model="{MODEL}",version="1"}} 0.0' in metrics
 
 
-def test_a_version_that_does_not_give_its_golden_scores_is_refused_with_the_numbers(tmp_path, golden):
+def test_other_than_golden_scores_are_refused_with_the_numbers(tmp_path, golden):
     scores = golden.scores.copy()
     scores[-1] = (scores[-1] + 0.5) % 1
     model = write_api_model(tmp_path, golden=dataclasses.replace(golden, scores=scores))
@@ -178,7 +178,7 @@ def test_bfloat16_serves_only_if_it_gives_the_golden_scores(tmp_path, golden, ca
 
 
 @pytest.mark.parametrize("num_replicas", [0, 1])
-async def test_shards_send_float16_sums_if_these_give_the_golden_scores(tmp_path, golden, num_replicas):
+async def test_float16_sums_are_sent_if_golden_scores_allow(tmp_path, golden, num_replicas):
     model = write_api_model(tmp_path, golden=golden)
     async with Fleet(model, tmp_path) as fleet:
         served = await fleet.load(num_replicas=num_replicas)

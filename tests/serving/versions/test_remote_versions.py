@@ -17,7 +17,7 @@ from shardrank_testing.s3_server import Bucket
 from shardrank_testing.serving_api import MODEL, ApiModel, api_request, running_api
 
 
-async def test_a_fleet_serves_swaps_and_retires_versions_of_a_store_at_a_url(
+async def test_versions_of_a_store_at_a_url_are_swapped(
     versions: dict[int, ApiModel], folder: Path, bucket: Bucket, tmp_path: Path
 ) -> None:
     size = sum(path.stat().st_size for path in versions[1].path.rglob("*") if path.is_file())

@@ -37,7 +37,7 @@ def test_a_retired_version_is_free_without_a_garbage_collection(versions, store,
         gc.enable()
 
 
-async def test_rows_of_another_snapshot_of_the_same_number_are_not_ranked_with(versions, folder, tmp_path):
+async def test_rows_of_another_snapshot_of_a_version_are_refused(versions, folder, tmp_path):
     store = tmp_path / "store"
     shutil.copytree(versions[1].path, store / MODEL / "1")
     before = write_api_model(store, 2, seed=2)

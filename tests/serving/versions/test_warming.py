@@ -65,7 +65,7 @@ def users_and_histories(first: int, left_out: int | None = None) -> int:
     return sum(count + 4 for count in SIZES[first:] if count != left_out)
 
 
-def test_a_version_ranks_the_last_recorded_requests_before_it_is_ready(api_model: ApiModel, recorded: Path) -> None:
+def test_the_last_recorded_requests_warm_a_version(api_model: ApiModel, recorded: Path) -> None:
     text, rows = warmed(api_model, Warming(folder=recorded, requests=6))
     assert f'shardrank_warmed_requests_total{{model="{MODEL}",version="1"}} 6.0' in text
     assert rows["films"] == users_and_histories(4)
@@ -73,7 +73,7 @@ def test_a_version_ranks_the_last_recorded_requests_before_it_is_ready(api_model
     assert rows["users"] in (5, 6)
 
 
-def test_a_folder_that_is_gone_and_a_time_that_is_over_keep_no_version_from_serving(
+def test_warming_that_fails_keeps_no_version_from_serving(
     api_model: ApiModel, recorded: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -92,7 +92,7 @@ def test_a_folder_that_is_gone_and_a_time_that_is_over_keep_no_version_from_serv
     assert rows == {}
 
 
-def test_what_is_recorded_warms_unless_another_folder_is_named_or_none_is_wanted(tmp_path: Path) -> None:
+def test_flags_say_which_folder_warms(tmp_path: Path) -> None:
     def told(*flags: str) -> Warming | None:
         options = serve.make_context("serve", ["--snapshot", str(tmp_path), *flags]).params
         worker = serve.make_context("serve", worker_arguments(options, tmp_path, 1)).params

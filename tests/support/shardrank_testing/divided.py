@@ -93,7 +93,8 @@ def write_twins(
     }
     whole = [
         {**one.model_dump(), "dtype": "fp32", "embedding_dim": rows[one.name].shape[1]}
-        | {"blocks": (), "project_to": None, "column_dims": (), "id_mapping": table_mapping(one)}
+        | {"blocks": (), "project_to": None, "column_dims": (), "id_mapping": {"kind": "identity"}}
+        | ({} if one.id_mapping.kind == "quotient_remainder" else {"id_mapping": one.id_mapping.model_dump()})
         for one in description.tables
     ]
     twin = ModelDescription.model_validate({**description.model_dump(), "tables": whole}).compiled()
@@ -101,11 +102,6 @@ def write_twins(
         folder / "whole", twin, rows={name: rows_of(one) for name, one in rows.items()}, dense=weights, version=version
     )
     return Twins(Snapshot.open(path), Snapshot.open(plain), rows, counts, projections)
-
-
-def table_mapping(table: Any) -> dict[str, Any]:
-    kind = table.id_mapping.kind
-    return {"kind": "identity"} if kind == "quotient_remainder" else table.id_mapping.model_dump()
 
 
 def worth(

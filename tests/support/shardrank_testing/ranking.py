@@ -12,7 +12,7 @@ import torch
 from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec
 from loader.snapshot.tables import TableSpec
 from serving.models.inputs import InputShapes, RankingInputs, SequenceInput, SideShapes
-from serving.models.ranking_models import RankingModel, build_model
+from serving.models.ranking_models import build_model
 
 DIM = 4
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -138,10 +138,3 @@ def converted(inputs: RankingInputs, dtype: torch.dtype) -> RankingInputs:
     sequences = {name: SequenceInput(one.rows.to(dtype), one.mask) for name, one in inputs.sequences.items()}
     context, candidates = inputs.context.to(dtype), inputs.candidates.to(dtype)
     return dataclasses.replace(inputs, context=context, candidates=candidates, sequences=sequences)
-
-
-def compare_dtypes(reference: RankingModel, model: RankingModel, inputs: RankingInputs) -> float:
-    """The largest difference of a score between two number formats of one model, each fed the same float32 inputs."""
-    expected = reference.score(converted(inputs, reference.dtype))
-    scores = model.score(converted(inputs, model.dtype))
-    return float((scores - expected).abs().max()) if expected.numel() else 0.0
