@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 
 import numpy as np
 import pytest
@@ -179,23 +178,3 @@ def test_a_set_uses_the_counted_bytes(stores):
     for options, message in (({"size_bytes": 0}, "size_bytes"), ({"size_bytes": 1, "policy": "lru"}, "policy")):
         with pytest.raises(ValueError, match=message):
             HotRowsConfig(**options)
-
-
-async def test_lookups_go_on_while_sets_change(stores):
-    stored, rng = stores["int8"], np.random.default_rng(9)
-    hot = HotRows(stored.layout)
-    router = local_router(stored.snapshot, Topology(shards=2), hot)
-    bags = stored.bags(rng, 20, 1, min_hotness=1)
-    expected = (await lookup(local_router(stored.snapshot, Topology(shards=2)), stored.snapshot, bags)).blocks
-
-    for share, _ in itertools.product((0.0, 0.3, 1.0), range(3)):
-        keys = random_hot(stored, rng, share).current.keys
-        changing = asyncio.to_thread(hold, hot, stored.snapshot, keys)
-        change = asyncio.create_task(changing)
-        while not change.done():
-            # A lookup of which all rows are hot waits for nothing.
-            await asyncio.sleep(0)
-            found = await lookup(router, stored.snapshot, bags)
-            for ours, theirs in zip(found.blocks, expected, strict=True):
-                np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)
-        await change

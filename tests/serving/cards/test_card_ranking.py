@@ -11,11 +11,9 @@ import pytest
 
 from loader.registry.fleet import DenseStep
 from loader.snapshot.reader import Snapshot
-from serving.cards.layout import BatchClass
 from serving.limits import RequestLimits
 from serving.rank.ranking import Ranking
 from serving.versions.served_model import ServedModel, ranking_parts
-from shard_node.cuda.batch import GAP_BYTES
 from shardrank_testing.card_engines import OnCards, engine_params
 from shardrank_testing.card_ranking import (
     DENSE,
@@ -30,7 +28,6 @@ from shardrank_testing.card_ranking import (
     shop_spec,
     write_shop,
 )
-from shardrank_testing.emulated_cards import EmulatedCards
 
 ON = (
     OnCards(1, "peers"),
@@ -138,25 +135,3 @@ def test_classes_of_one_request_are_warm(paths, rng):
         assert (num_graphs(scorer), num_replays(scorer)) == (4, 0)
         score(served, shop_batch(served, rng, [100], longest=1))
         assert (num_graphs(scorer), num_replays(scorer)) == (4, 1)
-
-
-@pytest.mark.parametrize("kind", ["mlp", "target_attention"])
-def test_a_batch_sends_up_what_it_takes_of_its_classs_buffers(paths, on_cpu, rng, kind):
-    with served_on(paths[kind], TWO, RequestLimits(max_batch_candidates=2048)) as served:
-        scorer = ranking_of(served).scorer
-        cards = scorer.engine.card_set.cards
-        assert isinstance(cards, EmulatedCards)
-        for longest in (6, 4):
-            batch = shop_batch(served, rng, [2000], longest=longest)
-            most = BatchClass.of(2000, 1, batch.bags.num_values)
-            for is_graph in (False, True, True):
-                scorer.use_graphs = is_graph
-                cards.bytes_up.clear()
-                np.testing.assert_allclose(score(served, batch), score(on_cpu[kind], batch), rtol=1e-4, atol=1e-5)
-                assert scorer.classes[-1] == most == BatchClass(2048, 1, 32768)
-                buffers = next(reversed(scorer._batches.values()))
-                # Ids and weights that there is room for, and that do not come, are not sent.
-                left_out = 8 * (most.num_values - batch.bags.num_values)
-                assert sum(cards.bytes_up) <= buffers._slot.batch.size_bytes - left_out + GAP_BYTES
-                assert len(cards.bytes_up) <= 2
-            assert buffers.is_captured

@@ -148,16 +148,6 @@ async def test_a_step_that_drifts_too_far_is_refused_by_name(training):
     assert 'shardrank_dense_steps_refused_total{model="films",version="1"} 1.0' in metrics
 
 
-async def test_a_process_that_joins_later_has_the_step(training):
-    await training.publish_step(9, 2)
-    node, service = training.fleet.serving(local=True)
-    await node.load()
-    async with running_api(service) as api:
-        answer = await asked(api)
-    assert answer["dense_step"] == 9
-    np.testing.assert_allclose(np.array(answer["scores"]), expected(training.model, 0, 2), rtol=1e-3, atol=1e-4)
-
-
 async def test_a_rollback_brings_the_step_of_its_version_back(versions, store, folder):
     """Over Redis; the version is gone from the process in between, and is loaded anew."""
     with registry_of("redis", folder) as url:
