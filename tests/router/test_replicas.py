@@ -101,15 +101,14 @@ class Fleet:
         clients: by node, those that shards made.
     """
 
-    def __init__(self, folder: Path, snapshot: Snapshot) -> None:
+    def __init__(self, folder: Path, snapshot: Snapshot, stack: contextlib.AsyncExitStack) -> None:
         self.folder, self.snapshot = folder, snapshot
         self.expected = self.node().pool(SPEC.model, snapshot.version, BAGS)[0]
         self.events: list[str] = []
         self.clients: dict[int, list[WatchedClient]] = {}
         self._announced: tuple[int, list[Address]] = 0, []
         self._servers: dict[int, NodeServer] = {}
-        self._links: list[SlowLink] = []
-        self._shards: list[ReplicatedShard] = []
+        self._stack = stack
 
     def address(self, number: int) -> Address:
         return Address(path=f"{self.folder}/{number}.sock")
@@ -124,12 +123,13 @@ class Fleet:
         for number in numbers:
             self._servers[number] = NodeServer(node or self.node())
             await self._servers[number].start([self.address(number)])
+            self._stack.push_async_callback(self._servers[number].close)
 
     async def link(self, number: int, to: int | None = None) -> SlowLink:
         """Start a link at a node's address: to another node, or silent."""
         link = SlowLink(None if to is None else self.address(to))
         await link.start(self.address(number))
-        self._links.append(link)
+        self._stack.callback(link.cut)
         return link
 
     async def stop(self, number: int) -> None:
@@ -154,8 +154,9 @@ class Fleet:
         replicas = [self._connect(self.address(number)) for number in numbers]
         source = replicas or ReplicaSource(lambda: self._announced, self._connect)
         checked = ReplicaPolicy.model_validate(LASTING | policy)
-        self._shards.append(ReplicatedShard(plan, 0, self.snapshot.identity, source, events, policy=checked))
-        return self._shards[-1]
+        shard = ReplicatedShard(plan, 0, self.snapshot.identity, source, events, policy=checked)
+        self._stack.push_async_callback(shard.close)
+        return shard
 
     async def answer(self, shard: ReplicatedShard, timeout_s: float = 30.0) -> Answer:
         return await shard.pool(SPEC.model, self.snapshot.version, BAGS, time.monotonic() + timeout_s)
@@ -166,15 +167,6 @@ class Fleet:
             answer = await self.answer(shard, timeout_s)
             np.testing.assert_array_equal(answer.sums[0], self.expected)
 
-    async def close(self) -> None:
-        for shard in self._shards:
-            with contextlib.suppress(ShardUnavailableError):
-                await shard.close()
-        for link in self._links:
-            link.cut()
-        for number in list(self._servers):
-            await self.stop(number)
-
 
 @pytest.fixture(scope="module")
 def snapshot(tmp_path_factory) -> Snapshot:
@@ -183,9 +175,8 @@ def snapshot(tmp_path_factory) -> Snapshot:
 
 @pytest.fixture
 async def fleet(snapshot: Snapshot, tmp_path: Path) -> AsyncIterator[Fleet]:
-    fleet = Fleet(tmp_path, snapshot)
-    yield fleet
-    await fleet.close()
+    async with contextlib.AsyncExitStack() as stack:
+        yield Fleet(tmp_path, snapshot, stack)
 
 
 async def test_with_no_replica_the_error_names_all_until_one_is_back(fleet):
