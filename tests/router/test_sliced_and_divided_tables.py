@@ -11,76 +11,52 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.row_classes import RowClasses
-from loader.snapshot.tables import RowDtype
 from router.errors import RouterError
 from router.feature_schema import FeatureSchema
 from router.parts import PartRows
 from shard_node.bags import KeyedBags
 from shardrank_testing.divided import Twins, describe, write_twins
-from shardrank_testing.snapshots import make_spec, with_slices
+from shardrank_testing.snapshots import make_spec
 from shardrank_testing.topologies import (
-    StoredModel,
     Topology,
     local_router,
     lookup,
     random_feature_bags,
 )
 
-
-@st.composite
-def sliced_specs(draw: st.DrawFn) -> ModelSpec:
-    """The model that has one of everything, of one dtype and bucketing, with random tables cut at random."""
-    dtype: RowDtype = draw(st.sampled_from(["int8", "int4", "fp16", "fp32"]))
-    spec = make_spec(dtype=dtype, bucketing=draw(st.sampled_from(["mixed", "hash", "range"])))
-    unit = 2 if dtype == "int4" else 1
-    names = draw(st.sets(st.sampled_from([table.name for table in spec.tables]), min_size=1))
-    dims = st.lists(st.integers(1, 12).map(lambda dim: dim * unit), min_size=2, max_size=5).map(tuple)
-    return with_slices(spec, {name: draw(dims) for name in sorted(names)})
-
-
-@given(
-    spec=sliced_specs(),
-    shards=st.sampled_from([1, 3, 4]),
-    cards=st.sampled_from([1, 4]),
-    sharding=st.sampled_from([None, "table"]),
-    seed=st.integers(0, 2**32 - 1),
-)
-@settings(suppress_health_check=list(HealthCheck))
-def test_any_slicing_gives_the_references_answer(spec, shards, cards, sharding, seed):
-    rng = np.random.default_rng(seed)
-    with tempfile.TemporaryDirectory() as folder:
-        stored = StoredModel(Path(folder), spec, seed)
-        topology = Topology(shards, cards, sharding, replicate_bytes=4096 if seed % 2 else 0)
-        router = local_router(stored.snapshot, topology)
-        count = len(stored.schema.features)
-        some = sorted(rng.choice(count, int(rng.integers(0, count + 1)), replace=False).tolist())
-        for features in (None, some):
-            bags = stored.bags(rng, features=features)
-            stored.check(bags, asyncio.run(lookup(router, stored.snapshot, bags)))
-        asyncio.run(router.close())
-
-
 BLOCKS = [{"share": 0.1}, {"share": 0.3, "dim": 6, "dtype": "fp16"}, {"dim": 2, "dtype": "int4"}]
 HOT_AND_COLD = {"dtype": {"hot": "fp16", "cold": "int4", "hot_share": 0.2}}
 LEVERS = {
-    "user": [{}, HOT_AND_COLD, {"blocks": BLOCKS}, {"id_mapping": {"kind": "hash", "salt": "per_feature"}}],
+    "user": [
+        {},
+        {"column_dims": (4, 2, 6, 2, 2)},
+        HOT_AND_COLD,
+        {"blocks": BLOCKS},
+        {"id_mapping": {"kind": "hash", "salt": "per_feature"}},
+    ],
     "film": [
         {},
+        {"column_dims": (10, 3, 3)},
         HOT_AND_COLD,
         {"blocks": BLOCKS},
         {"id_mapping": {"kind": "quotient_remainder", "buckets": 30}},
         {"id_mapping": {"kind": "quotient_remainder", "buckets": 30, "combine": "multiply"}},
         {"embedding_dim": 4, "project_to": 16},
     ],
-    "genre": [{}, {"id_mapping": {"kind": "quotient_remainder", "buckets": 4, "combine": "multiply"}}, HOT_AND_COLD],
+    "genre": [
+        {},
+        {"column_dims": (5, 3)},
+        {"id_mapping": {"kind": "quotient_remainder", "buckets": 4, "combine": "multiply"}},
+        HOT_AND_COLD,
+    ],
     "tag": [
         {},
+        {"column_dims": (6, 2)},
         {"id_mapping": {"kind": "quotient_remainder", "buckets": 17, "combine": "multiply"}},
         {"blocks": [{"share": 0.5, "dtype": "fp32"}, {"dim": 4}]},
     ],
-    "city": [{}, {"embedding_dim": 2, "project_to": 8}],
+    "city": [{}, {"column_dims": (1, 3)}, {"embedding_dim": 2, "project_to": 8}],
 }
 
 
@@ -112,18 +88,19 @@ def in_order_of(twins: Twins, bags: KeyedBags) -> KeyedBags:
 
 @given(
     levers=st.fixed_dictionaries({name: st.sampled_from(ways) for name, ways in LEVERS.items()}),
+    bucketing=st.sampled_from(["mixed", "hash", "range"]),
     pruned=st.booleans(),
     shards=st.sampled_from([1, 3]),
     seed=st.integers(0, 2**32 - 1),
 )
 @settings(suppress_health_check=list(HealthCheck))
-def test_any_levers_give_what_undivided_tables_give(levers, pruned, shards, seed):
+def test_any_levers_give_what_whole_tables_give(levers, bucketing, pruned, shards, seed):
     rng = np.random.default_rng(seed)
     cut = ("user", "film") if pruned else ()
     # Parts that are trained as such bring no row for those that are pruned.
     cut = tuple(name for name in cut if levers[name] in ({}, HOT_AND_COLD))
     with tempfile.TemporaryDirectory() as folder:
-        twins = write_twins(Path(folder), describe(make_spec(), levers), pruned=cut, seed=seed)
+        twins = write_twins(Path(folder), describe(make_spec(bucketing=bucketing), levers), pruned=cut, seed=seed)
         topology = Topology(shards, 2, "table" if shards > 1 else None, replicate_bytes=4096 if seed % 2 else 0)
         router, plain = local_router(twins.divided, topology), local_router(twins.whole, Topology())
         count = len(router.schema.features)

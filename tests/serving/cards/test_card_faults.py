@@ -36,8 +36,7 @@ FAULT = "device 1: waiting for a stream: cudaErrorIllegalAddress: an illegal mem
 def on_cards(model: ApiModel) -> tuple[RankingService, EmulatedCards]:
     cards = EmulatedCards(2)
     card_set = CardSet(cards, options_for(model.spec, 2, "peers"))
-    limits = RequestLimits(max_batch_candidates=64)
-    return served_service(model, limits, cards=OnCards(2, "peers").num_cards, card_set=card_set), cards
+    return served_service(model, RequestLimits(max_batch_candidates=64), cards=2, card_set=card_set), cards
 
 
 async def test_a_process_with_failed_cards_is_not_ready(api_model):

@@ -12,13 +12,14 @@ import torch
 
 from loader.description import ModelDescription
 from loader.divided_rows import PrunedRow, divide_rows, kept_rows
-from loader.snapshot.codecs import Float32Array, codec_for
+from loader.snapshot.codecs import Float32Array
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.row_source import rows_of
 from loader.snapshot.tables import DividedTable, TableSpec, projection_name
 from loader.snapshot.writer import export_snapshot
 from shardrank_testing.snapshots import random_rows
+from shardrank_testing.topologies import decoded_rows
 
 
 @dataclass(frozen=True)
@@ -115,13 +116,12 @@ def worth(
     """What each row is worth once stored, projected and combined."""
 
     def stored(part: TableSpec, rows: Float32Array) -> Float32Array:
-        codec = codec_for(part.dtype, part.embedding_dim)
-        decoded = codec.decode(codec.encode(rows))
+        decoded = decoded_rows(part, rows)
         return decoded @ projections[part.name] if part.name in projections else decoded
 
     parts = spec.parts(table)
     if not isinstance(table, DividedTable):
-        return stored(parts[0], given[table.name])
+        return decoded_rows(table, given[table.name]) if table.column_dims else stored(table, given[table.name])
     ids = np.arange(table.num_embeddings)
     if table.buckets is not None:
         quotients, remainders = (stored(part, given[part.name]) for part in parts)

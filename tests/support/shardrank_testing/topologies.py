@@ -126,16 +126,16 @@ async def remote_router(
         await asyncio.gather(*(server.close() for server in servers))
 
 
+def decoded_rows(table: TableSpec, rows: np.ndarray) -> np.ndarray:
+    """What rows of a table are worth once stored: the dtype's own rounding is no error of whoever serves them."""
+    columns = np.split(rows, list(itertools.accumulate(table.slice_dims))[:-1], axis=1)
+    codecs = [codec_for(table.dtype, dim) for dim in table.slice_dims]
+    return np.concatenate([codec.decode(codec.encode(one)) for codec, one in zip(codecs, columns, strict=True)], axis=1)
+
+
 def decoded_tables(spec: ModelSpec, tables: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What rows are worth once stored: the dtype's own rounding is no error of whoever serves them."""
-    out = {}
-    for table in spec.tables:
-        cuts = list(itertools.accumulate(table.slice_dims))[:-1]
-        columns = np.split(tables[table.name], cuts, axis=1)
-        codecs = [codec_for(table.dtype, dim) for dim in table.slice_dims]
-        stored = [codec.decode(codec.encode(one)) for codec, one in zip(codecs, columns, strict=True)]
-        out[table.name] = np.concatenate(stored, axis=1)
-    return out
+    """What the rows of all tables are worth once stored."""
+    return {table.name: decoded_rows(table, tables[table.name]) for table in spec.tables}
 
 
 def expected_feature(
