@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from router.feature_schema import FeatureSchema
 from serving.cards.layout import BatchClass, CardLayout
-from serving.models.inputs import InputShapes, RankingInputs, SequenceInput
 from serving.models.ranking_models import build_model
 from shardrank_testing.card_ranking import DENSE, SHOP_LEVERS, shop_levers, shop_spec
+from shardrank_testing.ranking import converted, random_inputs
 
 PRODUCT = {"kind": "quotient_remainder", "buckets": 20, "combine": "multiply"}
 DEVICE = torch.device("meta")
@@ -31,23 +33,6 @@ class OfTheHost(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def inputs_on_device(spec, dtype, num_requests, num_candidates=32, longest=5):
-    shapes = InputShapes.of(spec)
-
-    def zeros(*shape, dtype=dtype):
-        return torch.zeros(shape, dtype=dtype, device=DEVICE)
-
-    return RankingInputs(
-        zeros(num_requests, shapes.context.padded_width),
-        zeros(num_candidates, shapes.candidate.padded_width),
-        {
-            name: SequenceInput(zeros(num_requests, longest, dim), zeros(num_requests, longest, dtype=torch.bool))
-            for name, dim in shapes.sequence_dims.items()
-        },
-        zeros(num_candidates, dtype=torch.int64),
-    )
-
-
 @pytest.mark.parametrize("number_format", ["float32", "bfloat16"])
 @pytest.mark.parametrize("dense", [(2, 3), (3, 0)])
 @pytest.mark.parametrize("kind", DENSE)
@@ -57,7 +42,8 @@ def test_a_models_work_is_of_the_device_alone(kind, dense, number_format):
         model = build_model(spec).to(DEVICE)
         model.pack(number_format)
         for num_requests in (1, 4):
-            inputs = inputs_on_device(spec, model.dtype, num_requests)
+            inputs = converted(random_inputs(spec, [32 // num_requests] * num_requests), model.dtype)
+            inputs = dataclasses.replace(inputs, is_ordered=False).on(DEVICE)
             with OfTheHost() as mode:
                 logits = model(inputs)
             assert mode.found == []

@@ -73,7 +73,6 @@ def test_an_exported_model_has_golden_scores_and_metadata(trained: TrainedModel,
     snapshot = Snapshot.open(path)
     assert snapshot.manifest.spec == trained.spec
     golden = snapshot.golden()
-    assert golden is not None
     assert golden.num_requests == GOLDEN_REQUESTS
     first = evaluation_requests(DATASET, trained.spec).requests
     np.testing.assert_allclose(golden.scores, float32_scores(trained, first)[: golden.scores.size], atol=1e-6)

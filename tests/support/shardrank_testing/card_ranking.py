@@ -11,6 +11,7 @@ import numpy as np
 
 from loader.description import ModelDescription
 from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec
+from loader.snapshot.reader import Snapshot
 from loader.snapshot.tables import Pooling, RowDtype, TableSpec
 from serving.cards.ranking import CardRanking, CardScorer
 from serving.limits import RequestLimits
@@ -30,7 +31,6 @@ MODEL = "shop"
 FAR_S = 1e9
 """A deadline that no test meets."""
 
-_WIDE = {"users": 8, "films": 16, "genres": 8, "tags": 12, "cities": 4}
 DENSE: dict[str, dict[str, Any]] = {
     "mlp": {"hidden": [16, 8]},
     "dlrm": {"bottom_mlp": [6, 8], "top_mlp": [8]},
@@ -61,30 +61,27 @@ def shop_levers(spec: ModelSpec, levers: Mapping[str, Mapping[str, Any]] = SHOP_
 
 def shop_spec(kind: str = "mlp", *, dense: tuple[int, int] = (2, 3)) -> ModelSpec:
     """Every dtype, several dims, sum and mean and, for target attention, none; weights; shared tables; both sides."""
-    dims = dict.fromkeys(_WIDE, 8) if kind == "dlrm" else _WIDE
-    rows = {"users": 300, "films": 500, "genres": 19, "tags": 257, "cities": 40}
-    dtypes: dict[str, RowDtype] = {"users": "int8", "films": "int8", "genres": "fp32", "tags": "int4", "cities": "fp16"}
-    features = {
-        "users": ("user", "friend"),
-        "films": ("film", "seen", "history"),
-        "genres": ("genre",),
-        "tags": ("tag", "liked"),
-        "cities": ("city",),
-    }
     history: Pooling = "none" if kind == "target_attention" else "mean"
+    tables: tuple[tuple[str, int, int, RowDtype, tuple[str, ...]], ...] = (
+        ("users", 300, 8, "int8", ("user", "friend")),
+        ("films", 500, 16, "int8", ("film", "seen", "history")),
+        ("genres", 19, 8, "fp32", ("genre",)),
+        ("tags", 257, 12, "int4", ("tag", "liked")),
+        ("cities", 40, 4, "fp16", ("city",)),
+    )
     return ModelSpec(
         model=MODEL,
         tables=tuple(
             TableSpec(
                 name=name,
-                num_embeddings=rows[name],
-                embedding_dim=dims[name],
-                feature_names=features[name],
+                num_embeddings=rows,
+                embedding_dim=8 if kind == "dlrm" else dim,
+                feature_names=features,
                 pooling="mean" if name == "genres" else "sum",
-                dtype=dtypes[name],
+                dtype=dtype,
                 unknown_id="skip" if name == "genres" else "reject",
             )
-            for name in dims
+            for name, rows, dim, dtype, features in tables
         ),
         features=(
             FeatureSpec(name="user", side="context"),
@@ -186,8 +183,6 @@ def served_on(
     service = RankingService(limits or RequestLimits(max_batch_candidates=64))
     source: Mapping[str, Any] = {"snapshot": path, "dtype": "float32"}
     if on is not None:
-        from loader.snapshot.reader import Snapshot
-
         source = {**source, "cards": on.num_cards, "card_set": on.card_set(Snapshot.open(path).spec)}
     served = load_served_model(ModelSource(**{**source, **options}), service)
     try:
