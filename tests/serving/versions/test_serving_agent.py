@@ -109,11 +109,10 @@ async def test_every_replica_is_connected_before_a_version_is_ready(versions, st
             await fleet.until_state(name, MODEL, 1, "ready")
         node, service = fleet.serving()
         await node.load()
-        lookups = {name: sum(one.rows for one in running.node.info().lookups) for name, running in fleet.nodes.items()}
-        # Two ranking replicas, each with a connection of its own to each of the four nodes.
-        connections = [running.server.num_connections for running in fleet.nodes.values()]
-        assert connections == [2, 2, 2, 2]
-        assert all(lookups.values())
+        for shard_node in fleet.nodes.values():
+            # Two ranking replicas, each with a connection to each of the four nodes.
+            assert shard_node.server.num_connections == 2
+            assert any(table.rows for table in shard_node.node.info().lookups)
         assert stats_of(service, 1).requests == 0
 
 
