@@ -242,7 +242,8 @@ async def test_rows_looked_up_most_are_learned_for_the_next_version(nodes):
         blocks = (await lookup(router, nodes.snapshot, bags_of(users))).blocks
         assert [block.tobytes() for block in blocks] == expected
         await asyncio.sleep(0.02)
-    await lookup(router, nodes.snapshot, bags_of(users))
+    # No shard is sent a request for rows that are all hot.
+    assert (await lookup(router, nodes.snapshot, bags_of(users))).times.request_bytes == 0
     assert router.hot_hits >= users.size
     np.testing.assert_array_equal(keeper.rows.current.keys, learned)
     assert router.hot_lookups % users.size == 0

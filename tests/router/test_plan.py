@@ -133,6 +133,7 @@ def test_the_digest_depends_on_owners_and_not_on_cards():
     spec = spec_of([5000, 3000])
     plan = Plan.make(spec, num_shards=2, replicate_bytes=0)
     assert plan.digest == Plan.make(spec, num_shards=2, cards_per_shard=4, replicate_bytes=0).digest
+    assert plan.identity(1) == NodeIdentity(shard_index=1, num_shards=2, num_cards=1, sharding="hash")
     others = [
         Plan.make(spec, num_shards=3, replicate_bytes=0),
         Plan.make(spec, num_shards=2, sharding="table", replicate_bytes=0),
@@ -143,11 +144,6 @@ def test_the_digest_depends_on_owners_and_not_on_cards():
     assert len({plan.digest, *(other.digest for other in others)}) == 6
     # Nodes and routers of other releases must agree on it.
     assert plan.digest == "66b78d85a318030059d40dca7adcfae06504198e1b1fa97ac225d476fe59de86"
-
-
-def test_a_shard_has_an_identity():
-    plan = Plan.make(spec_of([10]), num_shards=3, sharding="table", cards_per_shard=2)
-    assert plan.identity(2) == NodeIdentity(shard_index=2, num_shards=3, num_cards=2, sharding="table")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A service whose rows are on cards keeps what it promises: golden checks, errors, deltas, swaps, metrics, no leak."""
+"""A service whose rows are on cards keeps what it promises: errors, deltas, swaps, metrics, no leak."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from loader.deltas.publisher import AsyncDeltaPublisher
 from loader.snapshot.codecs import codec_for
-from loader.snapshot.golden import GoldenRequests
 from serving.embedded import Ranker
 from serving.errors import UnknownIdError
 from serving.limits import RequestLimits
@@ -25,7 +24,6 @@ from shardrank_testing.agent_fleet import agent_fleet, with_live
 from shardrank_testing.card_engines import OnCards, engine_params
 from shardrank_testing.card_ranking import ranking_of, score, served_on, shop_batch, shop_spec, write_shop
 from shardrank_testing.emulated_cards import EmulatedCards
-from shardrank_testing.golden import golden_of
 from shardrank_testing.serving_api import (
     FILMS,
     MODEL,
@@ -36,11 +34,6 @@ from shardrank_testing.serving_api import (
 
 LIMITS = RequestLimits(max_batch_candidates=64)
 ON = (OnCards(2, "peers"), OnCards(3, "every tier"))
-
-
-@pytest.fixture(scope="module")
-def golden(api_model) -> GoldenRequests:
-    return golden_of(api_model)
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import threading
 
 import numpy as np
@@ -58,16 +59,10 @@ def test_dlrm_interacts_every_pair_of_vectors_once(dense: tuple[int, int]) -> No
     tensors, inputs = random_tensors(spec), random_inputs(spec, [4, 2])
     expected = []
     for floats, embeddings in zip(*as_trained(spec, inputs), strict=True):
-        vectors = list(embeddings.reshape(-1, DIM))
-        features = []
-        if sum(dense):
-            bottom = numpy_mlp(tensors, "bottom", floats, relu_at_end=True)
-            vectors.insert(0, bottom)
-            features.extend(bottom)
-        for i in range(len(vectors)):
-            for j in range(i + 1, len(vectors)):
-                features.append(sum(vectors[i][d] * vectors[j][d] for d in range(DIM)))
-        expected.append(numpy_mlp(tensors, "top", np.array(features))[0])
+        bottom = [numpy_mlp(tensors, "bottom", floats, relu_at_end=True)] if sum(dense) else []
+        pairs = itertools.combinations([*bottom, *embeddings.reshape(-1, DIM)], 2)
+        interactions = [first @ second for first, second in pairs]
+        expected.append(numpy_mlp(tensors, "top", np.concatenate([*bottom, interactions]))[0])
     np.testing.assert_allclose(logits_of(spec, tensors, inputs), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -95,20 +90,15 @@ def test_dcn_v2_crosses_as_the_paper_says(low_rank: int | None, bottom_mlp: list
 
 def attended_by_loops(tensors, inputs: RankingInputs, target: slice) -> np.ndarray:
     history = inputs.sequences["history"]
-    first = {name: tensors[f"attention.first.{name}"].double().numpy() for name in ("weight", "bias")}
+    weight, bias = (tensors[f"attention.first.{name}"].double().numpy() for name in ("weight", "bias"))
     result = np.zeros((inputs.candidates.shape[0], DIM))
-    for n in range(inputs.candidates.shape[0]):
+    for n, request in enumerate(inputs.request_of_candidate.tolist()):
         q = inputs.candidates[n, target].double().numpy()
-        request = int(inputs.request_of_candidate[n])
         keys = history.rows[request][history.mask[request]].double().numpy()
-        if not len(keys):
-            continue
-        weights = []
-        for k in keys:
-            hidden = np.maximum(first["weight"] @ np.concatenate([q, k, q - k, q * k]) + first["bias"], 0)
-            weights.append(numpy_mlp(tensors, "attention.rest", hidden)[0])
-        shares = np.exp(np.array(weights) - max(weights))
-        result[n] = shares @ keys / shares.sum()
+        if len(keys):
+            hidden = [np.maximum(weight @ np.concatenate([q, k, q - k, q * k]) + bias, 0) for k in keys]
+            shares = np.exp([numpy_mlp(tensors, "attention.rest", one)[0] for one in hidden])
+            result[n] = shares @ keys / shares.sum()
     return result
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
@@ -102,12 +103,8 @@ async def test_a_bug_fails_its_batch_and_the_replica_goes_on(api_model, num_repl
 def batches(service: RankingService) -> tuple[float, float]:
     """Batches so far, and the requests in them."""
     text = service.metrics.render().decode()
-    found = {
-        line.split("{")[0]: float(line.split()[-1])
-        for line in text.splitlines()
-        if line.startswith("shardrank_batch_requests_")
-    }
-    return found["shardrank_batch_requests_count"], found["shardrank_batch_requests_sum"]
+    count, total = re.findall(r"^shardrank_batch_requests_(?:count|sum){.*} (.*)$", text, re.MULTILINE)
+    return float(count), float(total)
 
 
 async def test_the_loop_goes_on_between_two_batches(api_model):
@@ -204,11 +201,6 @@ def assert_scores(api_model: ApiModel, answers: list, seeds: range | list[int]) 
         np.testing.assert_allclose(answer.scores, api_model.scores(api_request(seed)), rtol=1e-5, atol=1e-5)
 
 
-async def many_turns() -> None:
-    for _ in range(50):
-        await asyncio.sleep(0)
-
-
 @pytest.mark.parametrize("num_shards", [1, 2])
 async def test_a_third_batch_forms_while_two_wait_for_shards(api_model, tmp_path, num_shards):
     nodes = held_nodes(api_model, num_shards)
@@ -222,7 +214,8 @@ async def test_a_third_batch_forms_while_two_wait_for_shards(api_model, tmp_path
         await until(lambda: all(len(node.asked) == 2 for node in nodes))
         for seed in range(3, 12):
             asking += ranking_in_task(service, seed)
-            await many_turns()
+            for _ in range(50):
+                await asyncio.sleep(0)
         assert [len(node.asked) for node in nodes] == [2] * num_shards
         assert not any(task.done() for task in asking)
         with service.lease(MODEL) as lease:

@@ -39,9 +39,7 @@ def test_the_split_is_80_to_20_and_the_same_for_the_same_seed() -> None:
     np.testing.assert_array_equal(again.test, DATASET.test)
     np.testing.assert_array_equal(again.fold, DATASET.fold)
     assert not np.array_equal(other.test, DATASET.test)
-
-
-def test_a_label_says_whether_the_rating_is_four_or_more() -> None:
+    # A film is liked that is rated with four or more.
     assert DATASET.labels.tolist() == [float(rating >= 4) for rating in DATA.ratings]
 
 
