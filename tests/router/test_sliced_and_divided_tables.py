@@ -70,19 +70,17 @@ def by_name(snapshot, router, bags: KeyedBags, projections=None) -> dict[str, np
 
 
 def in_order_of(twins: Twins, bags: KeyedBags) -> KeyedBags:
-    """The same bags with the flat indices of the twin, whose tables lie in another order."""
+    """Return the same bags with the flat indices of the whole twin, whose tables are in another order."""
     schema, other = FeatureSchema.of(twins.divided.spec), FeatureSchema.of(twins.whole.spec)
-    keys = [other.index[schema.features[key].name] for key in bags.keys.tolist()]
-    segments, bag_starts, value_starts = np.argsort(keys), bags.bag_starts(), bags.value_starts()
-    lengths = [bags.lengths[bag_starts[one] : bag_starts[one + 1]] for one in segments]
-    places = [np.arange(value_starts[one], value_starts[one + 1]) for one in segments]
-    order = np.concatenate([*places, np.zeros(0, np.int64)]).astype(np.int64)
+    keys = np.array([other.index[schema.features[key].name] for key in bags.keys.tolist()], np.int32)
+    order = np.argsort(keys)
+
+    def ordered(array: np.ndarray, starts: np.ndarray) -> np.ndarray:
+        return np.concatenate([array[:0], *(array[starts[one] : starts[one + 1]] for one in order)])
+
+    values = [ordered(array, bags.value_starts()) for array in (bags.values, bags.weights)]
     return KeyedBags.from_lengths(
-        np.sort(np.array(keys, np.int32)),
-        bags.bags_per_key[segments],
-        np.concatenate([*lengths, np.zeros(0, np.int64)]).astype(np.int64),
-        bags.values[order],
-        bags.weights[order],
+        keys[order], bags.bags_per_key[order], ordered(bags.lengths, bags.bag_starts()), *values
     )
 
 

@@ -14,7 +14,9 @@ from shardrank_testing.snapshots import with_slices
 SLICES = {"users": (3, 5), "films": (4, 4), "genres": (1, 3), "tags": (2, 2), "cities": (1, 3), "devices": (2, 2)}
 
 
-@pytest.mark.parametrize("options", [{}, {"local_shards": 3, "sharding": "table", "replicate_bytes": 0}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"local_shards": 3, "sharding": "table", "replicate_bytes": 0, "memory_budget_bytes": 0}], ids=str
+)
 async def test_apis_rank_and_look_up_as_if_nothing_were_sliced(tmp_path, options):
     """Each kind of ids is mapped once, whatever the slices."""
     spec = with_slices(api_spec(), SLICES)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from serving.embedded import Ranker
 from serving.proto.shardrank.v1 import ranking_pb2
@@ -11,7 +10,6 @@ from shardrank_testing.serving_api import (
     CITIES,
     MODEL,
     api_request,
-    api_service,
     rank_message,
     running_api,
     sparse_message,
@@ -31,14 +29,6 @@ async def test_http_grpc_and_the_in_process_call_give_identical_scores(api_model
             assert list(grpc.order) == http["order"] == embedded["order"]
             assert (grpc.model, grpc.version) == (http["model"], http["version"]) == (MODEL, 1)
             np.testing.assert_allclose(scores, api_model.scores(request), rtol=1e-5)
-
-
-@pytest.mark.parametrize("topology", [{"local_shards": 2, "cards": 2}, {"local_shards": 3, "memory_budget_bytes": 0}])
-def test_the_topology_does_not_change_the_scores(api_model, topology):
-    with api_service(api_model, replicate_bytes=0, **topology) as service:
-        for seed in range(4):
-            answer = Ranker(service, MODEL).rank(api_request(seed))
-            np.testing.assert_allclose(answer["scores"], api_model.scores(api_request(seed)), rtol=1e-4)
 
 
 LOOKUP = {

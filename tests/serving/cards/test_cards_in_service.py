@@ -56,21 +56,15 @@ def test_requests_are_ranked_and_looked_up_as_they_must_be(api_model, api_servic
         for seed in range(6):
             request = api_request(seed, 3 + seed)
             np.testing.assert_allclose(ranker.rank(request)["scores"], api_model.scores(request), rtol=1e-4)
+        wrong = api_request(0)
+        wrong["candidates"]["sparse"]["film"][1] = FILMS + 5
+        with pytest.raises(UnknownIdError, match=rf"candidates.sparse.film\[1\].*{FILMS + 5} has no row"):
+            ranker.rank(wrong)
         looked_up = ranker.lookup({"sparse": names})["embeddings"]
     expected = Ranker(api_service, MODEL).lookup({"sparse": names})["embeddings"]
     for name in names:
         for found, wanted in zip(looked_up[name], expected[name], strict=True):
             np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
-
-
-def test_an_id_without_a_row_is_told_to_the_request_that_has_it(api_model):
-    with on_cards(ON[0], api_model) as ranker:
-        request = api_request(0)
-        request["candidates"]["sparse"]["film"][1] = FILMS + 5
-        with pytest.raises(UnknownIdError, match=rf"candidates.sparse.film\[1\].*{FILMS + 5} has no row"):
-            ranker.rank(request)
-        request = api_request(1)
-        np.testing.assert_allclose(ranker.rank(request)["scores"], api_model.scores(request), rtol=1e-4)
 
 
 @pytest.mark.parametrize(("on", "peer_access"), [(ON[1], 1.0), (OnCards(2, "every tier", "no peer access"), 0.0)])

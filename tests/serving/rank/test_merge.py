@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,16 +37,11 @@ def batches(draw: st.DrawFn) -> list[KeyedBags]:
 
 
 def as_lists(bags: KeyedBags) -> list[list[list[tuple[int, float]]]]:
-    """[key][bag] = [(value, weight), ...], by plain loops."""
-    found, bag = [], 0
-    for count in bags.bags_per_key.tolist():
-        own = []
-        for _ in range(count):
-            span = range(int(bags.offsets[bag]), int(bags.offsets[bag + 1]))
-            own.append([(int(bags.values[i]), 1.0 if bags.weights is None else float(bags.weights[i])) for i in span])
-            bag += 1
-        found.append(own)
-    return found
+    """[key][bag] = [(value, weight), ...]."""
+    weights = [1.0] * bags.num_values if bags.weights is None else bags.weights.tolist()
+    pairs = list(zip(bags.values.tolist(), weights, strict=True))
+    each = [pairs[first:end] for first, end in itertools.pairwise(bags.offsets.tolist())]
+    return [each[first:end] for first, end in itertools.pairwise(bags.bag_starts().tolist())]
 
 
 @given(batches())
