@@ -77,22 +77,19 @@ def test_a_missing_node_is_forgotten_after_a_while():
         directory.update([node(1, v1="ready")])
         clock.now += 6
     assert directory.replicas(MODEL, 1, 0) == (address(0), address(1))
-    clock.now += 3.9
-    directory.update([node(1, v1="ready")])
-    assert directory.replicas(MODEL, 1, 0) == (address(0), address(1))
-    clock.now += 0.2
-    directory.update([node(1, v1="ready")])
-    assert directory.replicas(MODEL, 1, 0) == (address(1),)
+    for seconds, replicas in ((3.9, (address(0), address(1))), (0.2, (address(1),))):
+        clock.now += seconds
+        directory.update([node(1, v1="ready")])
+        assert directory.replicas(MODEL, 1, 0) == replicas
 
 
 def test_an_emptied_registry_does_not_empty_the_directory():
     clock = Clock()
     directory = ReplicaDirectory(clock, forget_after_s=10)
     directory.update([node(0, v1="ready"), node(1, shard=1, v1="ready")])
-    clock.now += 1000
-    directory.update([])
-    clock.now += 1000
-    directory.update([])
+    for _ in range(2):
+        clock.now += 1000
+        directory.update([])
     assert directory.replicas(MODEL, 1, 0) == (address(0),)
     # The other shard's node is back: only its own shard's missing ones are forgotten.
     directory.update([node(2, shard=1, v1="ready")])

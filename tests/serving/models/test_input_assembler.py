@@ -114,13 +114,7 @@ FEATURES = st.lists(
     st.sampled_from([torch.float32, torch.bfloat16]),
     st.integers(0, 2**32 - 1),
 )
-def test_every_column_holds_its_own_feature_of_its_own_request(
-    features: list[tuple[str, str, int]],
-    candidates: list[int],
-    dense: tuple[int, int],
-    dtype: torch.dtype,
-    seed: int,
-) -> None:
+def test_every_column_holds_its_own_feature_of_its_own_request(features, candidates, dense, dtype, seed) -> None:
     spec, rng = spec_of(features, dense), np.random.default_rng(seed)
     embeddings = look_up(spec, candidates, 3, rng)
     inputs, owner, context, candidate = assemble(spec, embeddings, candidates, rng, dtype)
