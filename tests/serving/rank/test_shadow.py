@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from serving.rank.service import RankingService
 from serving.rank.shadow import Shadows
 from serving.versions.loading import ModelSource, load_served_model
+from shard_node.errors import NodeUnavailableError
 from shardrank_testing.serving_api import MODEL, ApiModel, api_request, ask
 
 NAME = "shardrank_shadow_score_difference"
@@ -28,8 +29,12 @@ def reported(service: RankingService) -> dict[tuple[str, ...], float]:
     return found
 
 
-async def test_the_differences_are_those_of_the_two_versions(versions: dict[int, ApiModel]) -> None:
-    """Live requests are answered by the live version, and what is gone is reported no more."""
+async def away(*_: object) -> None:
+    raise NodeUnavailableError("it is away")
+
+
+async def test_the_differences_are_those_of_the_two_versions(versions: dict[int, ApiModel], caplog) -> None:
+    """The live version answers; a shadow that fails is counted, and what is gone is reported no more."""
     requests = [api_request(seed, 3 + seed) for seed in range(5)]
     live, shadowed = ([versions[version].scores(request) for request in requests] for version in (1, 2))
     differences = [np.abs(a - b) for a, b in zip(live, shadowed, strict=True)]
@@ -49,6 +54,12 @@ async def test_the_differences_are_those_of_the_two_versions(versions: dict[int,
         counted = reported(service)
         stats = second.counter.stats()
         assert (stats.requests, stats.score_count) == (0, 0)
+        for replica in second._replicas:
+            replica.ranking.score = away
+        await ask(service, requests[0])
+        await shadows.idle()
+        assert reported(service)["shardrank_shadow_requests_total", "failed"] == 1
+        assert "could not score a request: it is away" in caplog.text
         shadows.set(MODEL, None)
         assert service.on_ranked == ()
         service.retire(MODEL, 2).retired.wait(10)

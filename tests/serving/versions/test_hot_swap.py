@@ -24,7 +24,6 @@ from shardrank_testing.serving_api import (
 )
 
 REQUESTS = [api_request(seed) for seed in range(8)]
-STATUS_OK = 200
 
 
 class Load:
@@ -62,7 +61,7 @@ class Load:
             request = REQUESTS[number % len(REQUESTS)]
             if number % 2:
                 response = await self._api.http.post(f"/v1/models/{MODEL}:rank", json=request)
-                assert response.status_code == STATUS_OK, response.text
+                assert response.status_code == 200, response.text
                 version, scores = response.json()["version"], response.json()["scores"]
             else:
                 message = await self._api.stub.Rank(rank_message(request))
@@ -102,7 +101,7 @@ async def test_flips_under_load_fail_nothing_and_mix_nothing(versions, store, fo
                     await load.some_more()
                     readiness.append((await api.http.get("/readyz")).status_code)
             assert min(load.answers[1], load.answers[2]) >= 40
-            assert set(readiness) == {STATUS_OK}
+            assert set(readiness) == {200}
             assert [generation.version for generation in service.generations.all()] == [1]
 
             def is_counted(node: NodeRecord) -> bool:

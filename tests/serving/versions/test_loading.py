@@ -146,12 +146,6 @@ def load(model, limits=None, **options):
     return served.description, service.metrics.render().decode()
 
 
-def test_a_version_that_gives_its_golden_scores_is_served(tmp_path, golden):
-    description, metrics = load(write_api_model(tmp_path, golden=golden), dtype="float32")
-    assert description.dense_model.dtype == "float32"
-    assert f'shardrank_dtype_fallback{{model="{MODEL}",version="1"}} 0.0' in metrics
-
-
 def test_other_than_golden_scores_are_refused_with_the_numbers(tmp_path, golden):
     scores = golden.scores.copy()
     scores[-1] = (scores[-1] + 0.5) % 1
@@ -182,11 +176,12 @@ async def test_float16_sums_are_sent_if_golden_scores_allow(tmp_path, golden, nu
     model = write_api_model(tmp_path, golden=golden)
     async with Fleet(model, tmp_path) as fleet:
         served = await fleet.load(num_replicas=num_replicas)
-        assert served.checked.wire_fallback == ""
+        assert (served.checked.wire_fallback, served.description.dense_model.dtype) == ("", "float32")
         found = await ask(fleet.service, api_request(1))
         np.testing.assert_allclose(found.scores, model.scores(api_request(1)), rtol=1e-3)
         metrics = fleet.service.metrics.render().decode()
-    assert f'shardrank_wire_fallback{{model="{MODEL}",version="1"}} 0.0' in metrics
+    for fallback in ("wire", "dtype"):
+        assert f'shardrank_{fallback}_fallback{{model="{MODEL}",version="1"}} 0.0' in metrics
     (size,) = re.findall(rf'shardrank_shard_answer_bytes_total{{form="float16",model="{MODEL}"}} (.*)', metrics)
     assert float(size) > 0
 
