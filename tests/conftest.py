@@ -44,6 +44,12 @@ LONGEST = (
 _TURNS = {TESTS / name: turn for turn, name in enumerate(LONGEST)}
 
 
+@pytest.fixture(scope="session")
+def anyio_backend() -> tuple[str, dict[str, bool]]:
+    """Coroutines run on uvloop, as the server does."""
+    return "asyncio", {"use_uvloop": True}
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: _TURNS.get(item.path, len(LONGEST)))

@@ -36,7 +36,6 @@ def asked_for(ids: np.ndarray, counts: np.ndarray, seed: int = 0) -> TableIds:
 def test_a_million_ids_collide_as_by_chance(seed: int) -> None:
     ids, hashed = 1_000_000, table(10_000_000, id_mapping=HashMapping(seed=seed))
     asked = TableIds.of(hashed, {"item": IdCounts(np.arange(ids), np.ones(ids, np.int64))})
-    assert asked is not None
     found = measure(hashed, 160_000_000, asked.rows(hashed), asked)
     assert found.expected_rows_used == pytest.approx(0.9516 * ids, rel=1e-4)
     assert found.expected_ids_alone_share == pytest.approx(np.exp(-0.1), rel=1e-6)
@@ -55,7 +54,6 @@ def test_collisions_are_what_a_dictionary_counts(items: list[int], shops: list[i
     mapping = HashMapping(seed=3, salt=salt)
     hashed = table(rows, "item", "shop", id_mapping=mapping)
     asked = TableIds.of(hashed, {"item": counts_of(items), "shop": counts_of(shops)})
-    assert asked is not None
     lookups = Counter((mapping.seed_of(name), one) for name, ids in (("item", items), ("shop", shops)) for one in ids)
 
     def row_of(seed: int, one: int) -> int:
@@ -109,12 +107,10 @@ def test_a_trace_of_another_table_is_refused() -> None:
     with pytest.raises(FittingError, match=r"table 't': id 10 of features \['item'\] is not below num_embeddings 10"):
         TableIds.of(table(10), trace)
     skipping = TableIds.of(table(10, unknown_id="skip"), trace)
-    assert skipping is not None
     assert skipping.ids.tolist() == [3, 9]
     assert TableIds.of(table(10), {"user": counts_of([1])}) is None
     short = table(2, id_mapping=VocabularyMapping())
     asked = TableIds.of(short, trace)
-    assert asked is not None
     with pytest.raises(FittingError, match="3 different ids, num_embeddings is 2"):
         asked.rows(short)
 
@@ -153,7 +149,6 @@ def test_auto_becomes_the_smallest_size_for_the_ids_that_come() -> None:
     found = fitted(described, trace)
     size = found.tables[0].num_embeddings
     asked = TableIds.of(found.tables[0], trace)
-    assert asked is not None
     assert size == smallest_size(asked, 0.1)
     assert found.tables[1] == described.tables[1]
     found.compiled()

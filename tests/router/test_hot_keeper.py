@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from router.hot_rows import TABLE_SHIFT, HotRowsConfig, HotSet
 from router.plan import Plan
 from router.popularity import CANDIDATES, HALF_LIFE, MIN_EPOCH, Popularity
 from router.replicas import ReplicatedShard
+from router.router import Router
 from shard_node.agent.delta_follower import Followers
 from shard_node.bags import Int64Array, KeyedBags, TableLayout
 from shard_node.engine.memory import RowMemory
@@ -36,47 +38,45 @@ from shardrank_testing.deltas import register_version
 from shardrank_testing.snapshots import make_spec, write_snapshot
 from shardrank_testing.topologies import hot_keys, lookup, make_node, make_router
 
-TIMEOUT_S = 60.0
 SPEC = make_spec(bucketing="mixed")
 MODEL = SPEC.model
 LAYOUT = TableLayout.of(SPEC)
 TABLES = {table.name: table for table in SPEC.tables}
 ROOMY = HotRowsConfig(size_bytes=1 << 20)
-COUNTS = {
-    "user": np.where(np.arange(1000) % 100 == 7, 50, 0),
-    "film": np.arange(777)[::-1] // 100,
-}
+STATIC = HotRowsConfig(size_bytes=40_000, policy="static")
+COUNTS = {"user": np.where(np.arange(1000) % 100 == 7, 50, 0), "film": np.arange(777)[::-1] // 100}
 
 
 class Nodes:
     """Two shards of two nodes each behind sockets; which of them follow deltas is the test's to say."""
 
-    def __init__(self, folder: Path, snapshot: Snapshot) -> None:
-        self.snapshot = snapshot
+    def __init__(self, folder: Path, snapshot: Snapshot, stack: AsyncExitStack) -> None:
+        self.snapshot, self.stack = snapshot, stack
         self.plan = Plan.make(snapshot.spec, 2, "hash", replicate_bytes=0)
         self.registry = open_registry(folder / "registry")
         self.publisher = AsyncDeltaPublisher(self.registry, MODEL, snapshot.version)
         self.nodes: dict[tuple[int, int], ShardNode] = {}
         self.addresses: dict[tuple[int, int], Address] = {}
         self._folder = folder
-        self._followers: list[Followers] = []
 
-    async def start(self, stack: AsyncExitStack) -> None:
+    async def start(self) -> Nodes:
         for shard, replica in np.ndindex(2, 2):
             node = make_node(self.snapshot, self.plan, shard)
             server = NodeServer(node)
             await server.start([Address.parse(f"unix:{self._folder}/{shard}-{replica}.sock")])
-            stack.push_async_callback(server.close)
+            self.stack.push_async_callback(server.close)
             self.nodes[shard, replica], self.addresses[shard, replica] = node, server.addresses[0]
         await register_version(self.registry, self.snapshot)
-        stack.push_async_callback(self.registry.close)
+        self.stack.push_async_callback(self.registry.close)
+        return self
 
-    async def follow(self, stack: AsyncExitStack, *names: tuple[int, int]) -> None:
-        for name in names:
+    async def follow(self, *names: tuple[int, int]) -> None:
+        """Have these nodes, or all, follow deltas."""
+        for name in names or self.nodes:
             followers = Followers(self.registry)
             payload = self.nodes[name].generations.payload(MODEL, self.snapshot.version)
             await followers.settle(MODEL, {self.snapshot.version: payload})
-            stack.push_async_callback(followers.close)
+            self.stack.push_async_callback(followers.close)
 
     async def publish(self, table: str, rows: list[int], value: float) -> int:
         values = np.full((len(rows), TABLES[table].embedding_dim), value, np.float32)
@@ -96,10 +96,15 @@ class Nodes:
     def keepers(self, config: HotRowsConfig = ROOMY, *, registry: bool = True, **more) -> HotKeepers:
         return HotKeepers(config, partial(open_registry, self._folder / "registry") if registry else None, **more)
 
-    async def keep(self, stack: AsyncExitStack, keepers: HotKeepers) -> HotRowsKeeper:
+    async def keep(self, keepers: HotKeepers) -> HotRowsKeeper:
         keeper = await asyncio.to_thread(keepers.start, self.snapshot, self.plan, self.connect)
-        stack.push_async_callback(asyncio.to_thread, keeper.close)
+        self.stack.push_async_callback(asyncio.to_thread, keeper.close)
         return keeper
+
+    def router(self, keeper: HotRowsKeeper) -> Router:
+        router = make_router(self.snapshot, self.plan, self.connect(), keeper.rows)
+        self.stack.push_async_callback(router.close)
+        return router
 
 
 @pytest.fixture(scope="module")
@@ -109,24 +114,22 @@ def snapshots(tmp_path_factory):
     return {True: Snapshot.open(counted), False: Snapshot.open(plain)}
 
 
-def play(snapshot: Snapshot, folder: Path, scenario) -> None:
-    @asynccontextmanager
-    async def running() -> AsyncIterator[tuple[Nodes, AsyncExitStack]]:
-        async with AsyncExitStack() as stack:
-            nodes = Nodes(folder, snapshot)
-            await nodes.start(stack)
-            yield nodes, stack
+@pytest.fixture
+async def nodes(snapshots, tmp_path, request) -> AsyncIterator[Nodes]:
+    async with AsyncExitStack() as stack:
+        yield await Nodes(tmp_path, snapshots[getattr(request, "param", True)], stack).start()
 
-    async def run() -> None:
-        async with asyncio.timeout(TIMEOUT_S), running() as (nodes, stack):
-            await scenario(nodes, stack)
 
-    asyncio.run(run())
+UNCOUNTED = pytest.mark.parametrize("nodes", [False], indirect=True)
 
 
 async def until(is_so: Callable[[], bool]) -> None:
     while not is_so():  # noqa: ASYNC110  # other threads have no events for a test
         await asyncio.sleep(0.01)
+
+
+def sequence_of(node: ShardNode) -> int:
+    return node.info().versions[0].delta_sequence
 
 
 def held(hot: HotSet, table: str) -> dict[int, np.ndarray]:
@@ -152,160 +155,133 @@ def bags_of(users: Int64Array) -> KeyedBags:
     return KeyedBags.from_lengths(keys, np.array([users.size]), np.ones(users.size, np.int64), users)
 
 
-def test_static_rows_are_those_with_most_counts(snapshots, tmp_path):
-    async def scenario(nodes: Nodes, stack: AsyncExitStack) -> None:
-        config = HotRowsConfig(size_bytes=26_000, policy="static")
-        keeper = await nodes.keep(stack, nodes.keepers(config))
-        users, films = held(keeper.rows.current, "user"), held(keeper.rows.current, "film")
-        # The ten users that count 50, and the films that count most: those of the lowest numbers.
-        assert sorted(users) == list(range(7, 1000, 100))
-        assert 0 < len(films) < 100
-        assert all(row < 100 for row in films)
-        for table, rows in (("user", users), ("film", films)):
-            for row, values in rows.items():
-                np.testing.assert_array_equal(values, exported(nodes.snapshot, table, row))
-
-    play(snapshots[True], tmp_path, scenario)
+async def test_static_rows_are_those_with_most_counts(nodes):
+    config = HotRowsConfig(size_bytes=26_000, policy="static")
+    keeper = await nodes.keep(nodes.keepers(config))
+    users, films = held(keeper.rows.current, "user"), held(keeper.rows.current, "film")
+    # The ten users that count 50, and the films that count most: those of the lowest numbers.
+    assert sorted(users) == list(range(7, 1000, 100))
+    assert 0 < len(films) < 100
+    assert all(row < 100 for row in films)
+    for table, rows in (("user", users), ("film", films)):
+        for row, values in rows.items():
+            np.testing.assert_array_equal(values, exported(nodes.snapshot, table, row))
 
 
-def test_deltas_around_reading_are_in_the_rows(snapshots, tmp_path):
-    async def scenario(nodes: Nodes, stack: AsyncExitStack) -> None:
-        await nodes.publish("user", [7, 107], 1.0)
-        last = await nodes.publish("film", [3], 2.0)
-        await nodes.follow(stack, (0, 0), (0, 1), (1, 0), (1, 1))
-        await until(lambda: all(sequence_of(node) == last for node in nodes.nodes.values()))
-        keeper = await nodes.keep(stack, nodes.keepers(HotRowsConfig(size_bytes=40_000, policy="static")))
+async def test_deltas_around_reading_are_in_the_rows(nodes):
+    await nodes.publish("user", [7, 107], 1.0)
+    last = await nodes.publish("film", [3], 2.0)
+    await nodes.follow()
+    await until(lambda: all(sequence_of(node) == last for node in nodes.nodes.values()))
+    keeper = await nodes.keep(nodes.keepers(STATIC))
+    users = held(keeper.rows.current, "user")
+    np.testing.assert_allclose(users[7], 1.0, atol=1e-6)
+    np.testing.assert_array_equal(users[207], exported(nodes.snapshot, "user", 207))
+    np.testing.assert_allclose(held(keeper.rows.current, "film")[3], 2.0, atol=1e-6)
+    last = await nodes.publish("user", [7, 8, 207], 3.0)
+    await until(lambda: keeper.rows.deltas.sequence == last)
+    users = held(keeper.rows.current, "user")
+    np.testing.assert_allclose(users[7], 3.0, atol=1e-6)
+    np.testing.assert_allclose(users[107], 1.0, atol=1e-6)
+    np.testing.assert_allclose(users[207], 3.0, atol=1e-6)
+    assert 8 not in users
+
+
+async def test_a_lagging_node_is_not_read_from(nodes):
+    last = await nodes.publish("user", [7, 107, 207], 5.0)
+    # The first node of each shard never hears of it.
+    await nodes.follow((0, 1), (1, 1))
+    await until(lambda: sequence_of(nodes.nodes[0, 1]) == sequence_of(nodes.nodes[1, 1]) == last)
+    for _ in range(3):
+        keeper = await nodes.keep(nodes.keepers(STATIC))
         users = held(keeper.rows.current, "user")
-        np.testing.assert_allclose(users[7], 1.0, atol=1e-6)
-        np.testing.assert_array_equal(users[207], exported(nodes.snapshot, "user", 207))
-        np.testing.assert_allclose(held(keeper.rows.current, "film")[3], 2.0, atol=1e-6)
-        last = await nodes.publish("user", [7, 8, 207], 3.0)
-        await until(lambda: keeper.rows.deltas.sequence == last)
-        users = held(keeper.rows.current, "user")
-        np.testing.assert_allclose(users[7], 3.0, atol=1e-6)
-        np.testing.assert_allclose(users[107], 1.0, atol=1e-6)
-        np.testing.assert_allclose(users[207], 3.0, atol=1e-6)
-        assert 8 not in users
-
-    play(snapshots[True], tmp_path, scenario)
+        for row in (7, 107, 207):
+            np.testing.assert_allclose(users[row], 5.0, atol=1e-6)
 
 
-def sequence_of(node: ShardNode) -> int:
-    return node.info().versions[0].delta_sequence
+@UNCOUNTED
+async def test_rows_are_never_older_than_the_tier(nodes):
+    await nodes.follow()
+    keeper = await nodes.keep(nodes.keepers())
+    rows, rng = list(range(0, 1000, 50)), np.random.default_rng(1)
+    written = {row: [(0, 0.0)] for row in rows}
+    router = nodes.router(keeper)
+    seen: set[int] = set()
+    for turn in itertools.count():
+        if turn >= 30 and len(seen) >= 10:
+            break
+        chosen = rng.choice(rows, 5, replace=False).tolist()
+        sequence = await nodes.publish("user", chosen, float(turn + 1))
+        for row in chosen:
+            written[row].append((sequence, float(turn + 1)))
+        # Others are looked up in every third turn: sets change.
+        hot = np.repeat(np.array(rows[turn % 30 // 10 * 5 :][:10], np.int64), 80)
+        await lookup(router, nodes.snapshot, bags_of(hot))
+        with keeper.rows.used() as (found, before):
+            for row, values in held(found, "user").items():
+                if row in written:
+                    least = [value for number, value in written[row] if number <= before][-1]
+                    assert least == 0.0 or values[0] >= least - 1e-6
+                    seen.add(row)
+        await asyncio.sleep(0.02)
+    assert router.hot_hits > 0
 
 
-def test_a_lagging_node_is_not_read_from(snapshots, tmp_path):
-    async def scenario(nodes: Nodes, stack: AsyncExitStack) -> None:
-        last = await nodes.publish("user", [7, 107, 207], 5.0)
-        # The first node of each shard never hears of it.
-        await nodes.follow(stack, (0, 1), (1, 1))
-        await until(lambda: sequence_of(nodes.nodes[0, 1]) == sequence_of(nodes.nodes[1, 1]) == last)
-        for _ in range(3):
-            keeper = await nodes.keep(stack, nodes.keepers(HotRowsConfig(size_bytes=40_000, policy="static")))
-            users = held(keeper.rows.current, "user")
-            for row in (7, 107, 207):
-                np.testing.assert_allclose(users[row], 5.0, atol=1e-6)
-
-    play(snapshots[True], tmp_path, scenario)
-
-
-def test_rows_are_never_older_than_the_tier(snapshots, tmp_path):
-    async def scenario(nodes: Nodes, stack: AsyncExitStack) -> None:
-        await nodes.follow(stack, (0, 0), (0, 1), (1, 0), (1, 1))
-        keeper = await nodes.keep(stack, nodes.keepers())
-        rows, rng = list(range(0, 1000, 50)), np.random.default_rng(1)
-        written = {row: [(0, 0.0)] for row in rows}
-        router = make_router(nodes.snapshot, nodes.plan, nodes.connect(), keeper.rows)
-        stack.push_async_callback(router.close)
-        seen: set[int] = set()
-        for turn in range(30):
-            chosen = rng.choice(rows, 5, replace=False).tolist()
-            sequence = await nodes.publish("user", chosen, float(turn + 1))
-            for row in chosen:
-                written[row].append((sequence, float(turn + 1)))
-            # Others are looked up in every third turn: sets change.
-            hot = np.repeat(np.array(rows[turn // 10 * 5 :][:10], np.int64), 80)
-            await lookup(router, nodes.snapshot, bags_of(hot))
-            with keeper.rows.used() as (found, before):
-                for row, values in held(found, "user").items():
-                    if row in written:
-                        least = [value for number, value in written[row] if number <= before][-1]
-                        assert least == 0.0 or values[0] >= least - 1e-6
-                        seen.add(row)
-            await asyncio.sleep(0.02)
-        assert len(seen) >= 10
-        assert router.hot_hits > 0
-
-    play(snapshots[False], tmp_path, scenario)
+@UNCOUNTED
+async def test_rows_looked_up_most_are_learned_for_the_next_version(nodes):
+    statuses: list[HotStatus] = []
+    keepers = nodes.keepers(on_status=statuses.append)
+    keeper = await nodes.keep(keepers)
+    assert keeper.rows.current.keys.size == 0
+    router = nodes.router(keeper)
+    users = np.repeat(np.arange(5, 15), 100)
+    expected = [block.tobytes() for block in (await lookup(router, nodes.snapshot, bags_of(users))).blocks]
+    learned = hot_keys(LAYOUT, {"user": list(range(5, 15))})
+    while keeper.rows.current.keys.size < learned.size:
+        blocks = (await lookup(router, nodes.snapshot, bags_of(users))).blocks
+        assert [block.tobytes() for block in blocks] == expected
+        await asyncio.sleep(0.02)
+    # No shard is sent a request for rows that are all hot.
+    assert (await lookup(router, nodes.snapshot, bags_of(users))).times.request_bytes == 0
+    assert router.hot_hits >= users.size
+    np.testing.assert_array_equal(keeper.rows.current.keys, learned)
+    assert router.hot_lookups % users.size == 0
+    keeper.tell()
+    assert sum(int(status.lookups.sum()) for status in statuses) == router.hot_lookups
+    assert sum(int(status.hits.sum()) for status in statuses) == router.hot_hits
+    assert statuses[-1].rows == learned.size
+    after = await nodes.keep(keepers)
+    np.testing.assert_array_equal(after.rows.current.keys, learned)
 
 
-def test_rows_looked_up_most_are_learned_for_the_next_version(snapshots, tmp_path):
-    async def scenario(nodes: Nodes, stack: AsyncExitStack) -> None:
-        statuses: list[HotStatus] = []
-        keepers = nodes.keepers(on_status=statuses.append)
-        keeper = await nodes.keep(stack, keepers)
-        assert keeper.rows.current.keys.size == 0
-        router = make_router(nodes.snapshot, nodes.plan, nodes.connect(), keeper.rows)
-        stack.push_async_callback(router.close)
-        users = np.repeat(np.arange(5, 15), 100)
-        expected = [block.tobytes() for block in (await lookup(router, nodes.snapshot, bags_of(users))).blocks]
-        learned = hot_keys(LAYOUT, {"user": list(range(5, 15))})
-        while keeper.rows.current.keys.size < learned.size:
-            blocks = (await lookup(router, nodes.snapshot, bags_of(users))).blocks
-            assert [block.tobytes() for block in blocks] == expected
-            await asyncio.sleep(0.02)
-        await lookup(router, nodes.snapshot, bags_of(users))
-        assert router.hot_hits >= users.size
-        np.testing.assert_array_equal(keeper.rows.current.keys, learned)
-        assert router.hot_lookups % users.size == 0
-        keeper.tell()
-        assert sum(int(status.lookups.sum()) for status in statuses) == router.hot_lookups
-        assert sum(int(status.hits.sum()) for status in statuses) == router.hot_hits
-        assert statuses[-1].rows == learned.size
-        after = await nodes.keep(stack, keepers)
-        np.testing.assert_array_equal(after.rows.current.keys, learned)
-
-    play(snapshots[False], tmp_path, scenario)
+async def test_without_a_registry_a_delta_empties_the_tier(nodes, caplog):
+    keeper = await nodes.keep(nodes.keepers(STATIC, registry=False))
+    assert keeper.rows.current.keys.size
+    await nodes.publish("user", [7], 5.0)
+    await nodes.follow()
+    await until(lambda: not keeper.rows.current.keys.size)
+    assert "row updates" in caplog.text
 
 
-def test_without_a_registry_a_delta_empties_the_tier(snapshots, tmp_path, caplog):
-    async def scenario(nodes: Nodes, stack: AsyncExitStack) -> None:
-        config = HotRowsConfig(size_bytes=40_000, policy="static")
-        keeper = await nodes.keep(stack, nodes.keepers(config, registry=False))
-        assert keeper.rows.current.keys.size
-        await nodes.publish("user", [7], 5.0)
-        await nodes.follow(stack, (0, 0), (0, 1), (1, 0), (1, 1))
-        await until(lambda: not keeper.rows.current.keys.size)
-        assert "row updates" in caplog.text
-
-    play(snapshots[True], tmp_path, scenario)
+async def test_a_shard_without_nodes_is_tried_again(nodes, tmp_path):
+    there, nodes.addresses[1, 0] = dict(nodes.addresses), Address.parse(f"unix:{tmp_path}/nobody.sock")
+    nodes.addresses[1, 1] = nodes.addresses[1, 0]
+    keeper = await nodes.keep(nodes.keepers(STATIC))
+    assert not keeper.rows.current.keys.size
+    (tmp_path / "nobody.sock").symlink_to(there[1, 0].path)
+    await until(lambda: bool(keeper.rows.current.keys.size))
 
 
-def test_a_shard_without_nodes_is_tried_again(snapshots, tmp_path):
-    async def scenario(nodes: Nodes, stack: AsyncExitStack) -> None:
-        there, nodes.addresses[1, 0] = dict(nodes.addresses), Address.parse(f"unix:{tmp_path}/nobody.sock")
-        nodes.addresses[1, 1] = nodes.addresses[1, 0]
-        keeper = await nodes.keep(stack, nodes.keepers(HotRowsConfig(size_bytes=40_000, policy="static")))
-        assert not keeper.rows.current.keys.size
-        (tmp_path / "nobody.sock").symlink_to(there[1, 0].path)
-        await until(lambda: bool(keeper.rows.current.keys.size))
-
-    play(snapshots[True], tmp_path, scenario)
-
-
-def test_memory_of_the_tier_is_claimed_and_freed(snapshots, tmp_path):
-    async def scenario(nodes: Nodes, stack: AsyncExitStack) -> None:
-        memory = RowMemory(cap_bytes=50_000)
-        keepers = nodes.keepers(HotRowsConfig(size_bytes=40_000, policy="static"), memory=memory)
-        keeper = await nodes.keep(stack, keepers)
-        assert memory.held_bytes == 40_000
-        with pytest.raises(MemoryBudgetError):
-            await nodes.keep(stack, keepers)
-        await asyncio.to_thread(keeper.close)
-        assert memory.held_bytes == 0
-        assert not keeper.rows.current.keys.size
-
-    play(snapshots[True], tmp_path, scenario)
+async def test_memory_of_the_tier_is_claimed_and_freed(nodes):
+    memory = RowMemory(cap_bytes=50_000)
+    keepers = nodes.keepers(STATIC, memory=memory)
+    keeper = await nodes.keep(keepers)
+    assert memory.held_bytes == 40_000
+    with pytest.raises(MemoryBudgetError):
+        await nodes.keep(keepers)
+    await asyncio.to_thread(keeper.close)
+    assert memory.held_bytes == 0
+    assert not keeper.rows.current.keys.size
 
 
 @pytest.mark.parametrize("policy", ["static", "learning"])

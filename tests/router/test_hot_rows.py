@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from router.errors import HotRowsError
 from router.hot_rows import TABLE_SHIFT, HotIndex, HotRows, HotRowsConfig, index_bytes, set_bytes
 from shard_node.bags import KeyedBags
 from shardrank_testing.snapshots import make_spec
-from shardrank_testing.topologies import StoredModel, Topology, hold, hot_keys, local_router, lookup, remote_router
+from shardrank_testing.topologies import StoredModel, Topology, hold, hot_keys, local_router, lookup
 
 DTYPES = ["int8", "int4", "fp16", "fp32"]
 KEYS = st.integers(0, 40).flatmap(lambda table: st.integers(0, 2**32 - 1).map(lambda row: (table << TABLE_SHIFT) + row))
@@ -83,36 +82,11 @@ def test_drawn_hot_sets_give_the_answer_without_them(stores, dtype, shards, repl
     with_hot = asyncio.run(lookup(router, stored.snapshot, bags))
     without = asyncio.run(lookup(local_router(stored.snapshot, topology), stored.snapshot, bags))
     for ours, theirs in zip(with_hot.blocks, without.blocks, strict=True):
+        # What is no sum has the same bits wherever it is from.
+        assert max_hotness > 1 or ours.tobytes() == theirs.tobytes()
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-4)
     assert router.hot_lookups == bags.num_values
     assert router.hot_hits == expected_hits(stored, hot, bags)
-
-
-@pytest.mark.parametrize("dtype", [None, *DTYPES])
-@pytest.mark.parametrize(
-    "topology",
-    [Topology(), Topology(shards=2, cards=2), Topology(shards=3, replicas=2, replicate_bytes=4096)],
-    ids=["1x1", "2x2", "3x1 with two replicas"],
-)
-def test_rows_sent_as_stored_give_the_same_bits(stores, tmp_path, dtype, topology):
-    stored, rng = stores[dtype], np.random.default_rng(5)
-
-    async def run() -> None:
-        hot = HotRows(stored.layout)
-        async with remote_router(stored.snapshot, topology, tmp_path, hot) as router:
-            for share in (0.0, 0.1, 0.6, 1.0):
-                bags = stored.bags(rng, 40, 1, min_hotness=1)
-                without = await lookup(router, stored.snapshot, bags)
-                keys = random_hot(stored, rng, share).current.keys
-                hold(hot, stored.snapshot, keys)
-                found = await lookup(router, stored.snapshot, bags)
-                for ours, theirs in zip(found.blocks, without.blocks, strict=True):
-                    assert ours.tobytes() == theirs.tobytes()
-                assert found.times.stored_bytes < without.times.stored_bytes or share == 0.0
-                assert (found.times.request_bytes == 0) == (share == 1.0)
-                hold(hot, stored.snapshot, keys[:0])
-
-    asyncio.run(run())
 
 
 def test_lookups_and_hits_are_counted_by_table(stores):
@@ -182,26 +156,3 @@ def test_a_set_uses_the_counted_bytes(stores):
     for options, message in (({"size_bytes": 0}, "size_bytes"), ({"size_bytes": 1, "policy": "lru"}, "policy")):
         with pytest.raises(ValueError, match=message):
             HotRowsConfig(**options)
-
-
-def test_lookups_go_on_while_sets_change(stores):
-    stored, rng = stores["int8"], np.random.default_rng(9)
-    hot = HotRows(stored.layout)
-    router = local_router(stored.snapshot, Topology(shards=2), hot)
-    bags = stored.bags(rng, 20, 1, min_hotness=1)
-    expected = asyncio.run(lookup(local_router(stored.snapshot, Topology(shards=2)), stored.snapshot, bags)).blocks
-
-    async def run() -> None:
-        for share, _ in itertools.product((0.0, 0.3, 1.0), range(3)):
-            keys = random_hot(stored, rng, share).current.keys
-            changing = asyncio.to_thread(hold, hot, stored.snapshot, keys)
-            change = asyncio.create_task(changing)
-            while not change.done():
-                # A lookup of which all rows are hot waits for nothing.
-                await asyncio.sleep(0)
-                found = await lookup(router, stored.snapshot, bags)
-                for ours, theirs in zip(found.blocks, expected, strict=True):
-                    np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)
-            await change
-
-    asyncio.run(run())

@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec
-from loader.snapshot.tables import HashMapping, TableSpec, VocabularyMapping, fingerprint_strings
+from loader.snapshot.tables import HashMapping, TableSpec, fingerprint_strings
 from router.feature_schema import FeatureSchema
 from router.id_mapping import UNKNOWN, IdMapper, VocabularyIndex, hashed_rows, splitmix64
 from shard_node.bags import KeyedBags
 
 
-def schema_of(**tables: TableSpec) -> FeatureSchema:
-    spec = ModelSpec(
-        model="m",
-        tables=tuple(tables.values()),
-        features=tuple(FeatureSpec(name=name, side="candidate") for name in tables),
-        dense_model=DenseModelSpec(kind="mlp"),
+def schema_of(*tables: TableSpec) -> FeatureSchema:
+    names = [name for table in tables for name in table.feature_names]
+    features = tuple(FeatureSpec(name=name, side="candidate") for name in names)
+    return FeatureSchema.of(
+        ModelSpec(model="m", tables=tables, features=features, dense_model=DenseModelSpec(kind="mlp"))
     )
-    return FeatureSchema.of(spec)
 
 
 def table(name: str, rows: int = 10, **options) -> TableSpec:
-    return TableSpec(name=f"t_{name}", num_embeddings=rows, embedding_dim=4, feature_names=(name,), **options)
+    options = {"feature_names": (name,), **options}
+    return TableSpec(name=f"t_{name}", num_embeddings=rows, embedding_dim=4, **options)
 
 
 def bags_of(*per_feature: list[list[int]]) -> KeyedBags:
@@ -49,25 +50,15 @@ def test_splitmix64_gives_the_published_sequence():
     assert HashMapping(seed=5).seed_of("shop") == 5
 
 
-def shared_table(rows: int, salt: str) -> FeatureSchema:
-    mapping = HashMapping(seed=5, salt=salt)
-    shared = TableSpec(
-        name="t", num_embeddings=rows, embedding_dim=4, feature_names=("city", "shop"), id_mapping=mapping
-    )
-    features = tuple(FeatureSpec(name=name, side="candidate") for name in ("city", "shop"))
-    return FeatureSchema.of(
-        ModelSpec(model="m", tables=(shared,), features=features, dense_model=DenseModelSpec(kind="mlp"))
-    )
-
-
 def test_salted_features_share_rows_only_by_chance():
     ids, rows = list(range(20_000)), 100
     for salt, expected in (("none", 1.0), ("per_feature", 1 / rows)):
-        schema = shared_table(rows, salt)
+        mapping = HashMapping(seed=5, salt=salt)
+        schema = schema_of(table("t", rows, feature_names=("city", "shop"), id_mapping=mapping))
         mapped = IdMapper(schema, {}).map(bags_of([ids], [ids])).bags.values.reshape(2, -1)
         assert (mapped[0] == mapped[1]).mean() == pytest.approx(expected, abs=0.003)
         for feature, found in zip(("city", "shop"), mapped, strict=True):
-            seed = HashMapping(seed=5, salt=salt).seed_of(feature)
+            seed = mapping.seed_of(feature)
             alone = hashed_rows(np.array(ids), np.array([seed], np.uint64), np.array([rows], np.uint64))
             np.testing.assert_array_equal(found, alone)
 
@@ -94,40 +85,6 @@ def test_the_vocabulary_index_finds_what_a_dictionary_finds(vocabularies, strang
     assert index.rows(tables, ids).tolist() == [expected.get(one, UNKNOWN) for one in wanted]
 
 
-def test_rejected_ids_are_reported_once_for_each_bag():
-    mapper = IdMapper(schema_of(a=table("a"), b=table("b", rows=5)), {})
-    bags = bags_of([[0, 9], []], [[3]])
-    assert mapper.map(bags).bags.values is bags.values
-    mapped = mapper.map(bags_of([[0], [10, 11], [2]], [[4], [5], [2**63 - 1], [-1]]))
-    rejected = mapped.rejected
-    assert rejected.feature.tolist() == [0, 1, 1, 1]
-    assert rejected.bag.tolist() == [1, 1, 2, 3]
-    assert rejected.id.tolist() == [10, 5, 2**63 - 1, -1]
-    assert mapped.bags.values.tolist() == [0, 0, 0, 2, 4, 0, 0, 0]
-
-
-def test_each_feature_of_a_batch_has_its_mapping():
-    mapper = IdMapper(
-        schema_of(
-            a=table("a", unknown_id="default_row", default_row=7),
-            b=table("b", unknown_id="skip"),
-            c=table("c", rows=100, id_mapping=HashMapping(seed=5)),
-            d=table("d", id_mapping=VocabularyMapping(), unknown_id="default_row", default_row=9),
-        ),
-        {"t_d": np.array([70, 50, 60], np.int64)},
-    )
-    ids = [123456789, 0, 2**63 - 1]
-    bags = bags_of([[1, 99], [98]], [[99, 2, 97], [96], [3]], [ids], [[50, 60, 1, 70]])
-    weights = np.arange(bags.num_values, dtype=np.float32)
-    mapped = mapper.map(KeyedBags(bags.keys, bags.bags_per_key, bags.offsets, bags.values, weights))
-    hashed = hashed_rows(np.array(ids, np.int64), np.array([5], np.uint64), np.array([100], np.uint64)).tolist()
-    assert len(mapped.rejected) == 0
-    assert mapped.bags.values.tolist() == [1, 7, 7, 2, 3, *hashed, 1, 2, 9, 0]
-    assert mapped.bags.lengths.tolist() == [2, 1, 1, 0, 1, 3, 4]
-    # Skipped ids take their weights with them.
-    assert mapped.bags.weights.tolist() == [0, 1, 2, 4, 7, 8, 9, 10, 11, 12, 13, 14]
-
-
 MAPPINGS = {
     "identity": {"kind": "identity"},
     "hash": {"kind": "hash", "seed": 7},
@@ -135,57 +92,45 @@ MAPPINGS = {
     "strings": {"kind": "vocabulary", "id_type": "string"},
 }
 NUM_ROWS, DEFAULT_ROW = 12, 11
-WORDS = ["doctor", "writer", "student"]
-KNOWN = {"integers": np.array([9, 2, 5, 100]), "strings": fingerprint_strings(WORDS)}
+WORDS = fingerprint_strings(["doctor", "writer", "student"])
+KNOWN = {"integers": np.array([9, 2, 5, 100]), "strings": WORDS}
 
 
 def row_of(mapping: str, one: int) -> int | None:
     if mapping == "identity":
-        return one if one < NUM_ROWS else None
+        return one if 0 <= one < NUM_ROWS else None
     if mapping == "hash":
         return int(hashed_rows(np.array([one]), np.array([7], np.uint64), np.array([NUM_ROWS], np.uint64))[0])
     return {known: row for row, known in enumerate(KNOWN[mapping].tolist())}.get(one)
 
 
-def spec_of(mapping: str, unknown_id: str) -> ModelSpec:
-    table = TableSpec.model_validate(
-        {
-            "name": "t",
-            "num_embeddings": NUM_ROWS,
-            "embedding_dim": 4,
-            "feature_names": ["f"],
-            "id_mapping": MAPPINGS[mapping],
-            "unknown_id": unknown_id,
-            "default_row": DEFAULT_ROW,
-        }
-    )
-    feature = FeatureSpec(name="f", side="candidate")
-    return ModelSpec(model="m", tables=(table,), features=(feature,), dense_model=DenseModelSpec(kind="mlp"))
+IDS = st.integers(0, 15) | st.sampled_from([-1, 100, 2**63 - 1, *WORDS.tolist()])
 
 
-@given(
-    st.sampled_from(sorted(MAPPINGS)),
-    st.sampled_from(["reject", "default_row", "skip"]),
-    st.lists(
-        st.lists(st.integers(0, 15) | st.sampled_from([100, 2**62, *fingerprint_strings(WORDS).tolist()]), max_size=5),
-        max_size=6,
-    ),
-)
-def test_rows_are_those_of_each_id_alone(mapping: str, unknown_id: str, bags: list[list[int]]) -> None:
-    mapper = IdMapper(FeatureSchema.of(spec_of(mapping, unknown_id)), {"t": KNOWN[mapping]} if mapping in KNOWN else {})
-    ids = np.array([one for bag in bags for one in bag], np.int64)
-    lengths = np.array([len(bag) for bag in bags], np.int32)
-    mapped = mapper.map(KeyedBags.from_lengths(np.zeros(1, np.int32), np.array([len(bags)], np.int64), lengths, ids))
-    rows = [[(one, row_of(mapping, one)) for one in bag] for bag in bags]
-    unknown = [[one for one, row in bag if row is None] for bag in rows]
-    if unknown_id == "reject" and any(unknown):
-        assert mapped.rejected.bag.tolist() == [number for number, bag in enumerate(unknown) if bag]
-        assert mapped.rejected.id.tolist() == [bag[0] for bag in unknown if bag]
-        return
-    assert not mapped.rejected
-    if unknown_id == "skip":
-        expected = [[row for _, row in bag if row is not None] for bag in rows]
-    else:
-        expected = [[DEFAULT_ROW if row is None else row for _, row in bag] for bag in rows]
-    assert mapped.bags.values.tolist() == [row for bag in expected for row in bag]
-    assert mapped.bags.lengths.tolist() == [len(bag) for bag in expected]
+@given(st.sampled_from(["reject", "default_row", "skip"]), st.data())
+def test_rows_are_those_of_each_id_alone(unknown_id: str, data: st.DataObject) -> None:
+    """Each feature of a batch has its mapping, and ids that are skipped take their weights with them."""
+    options = {"unknown_id": unknown_id, "default_row": DEFAULT_ROW}
+    tables = [table(name, NUM_ROWS, id_mapping=mapping, **options) for name, mapping in MAPPINGS.items()]
+    mapper = IdMapper(schema_of(*tables), {f"t_{name}": known for name, known in KNOWN.items()})
+    ids = [data.draw(st.lists(st.lists(IDS, max_size=5), max_size=4), name) for name in MAPPINGS]
+    bags = bags_of(*ids)
+    weights = np.arange(bags.num_values, dtype=np.float32)
+    mapped = mapper.map(KeyedBags(bags.keys, bags.bags_per_key, bags.offsets, bags.values, weights))
+    unknown, rows, kept_weights, lengths = [], [], [], []
+    weight = itertools.count()
+    for key, (name, feature) in enumerate(zip(MAPPINGS, ids, strict=True)):
+        for number, bag in enumerate(feature):
+            found = [(row_of(name, one), next(weight)) for one in bag]
+            unknown += [(key, number, one) for one, (row, _) in zip(bag, found, strict=True) if row is None][:1]
+            kept = [(row, of) for row, of in found if row is not None or unknown_id != "skip"]
+            # Of an id that is rejected the row does not matter, but there must be one.
+            rows += [(DEFAULT_ROW if unknown_id == "default_row" else 0) if row is None else row for row, _ in kept]
+            kept_weights += [of for _, of in kept]
+            lengths.append(len(kept))
+    rejected = mapped.rejected
+    found = [*zip(rejected.feature.tolist(), rejected.bag.tolist(), rejected.id.tolist(), strict=True)]
+    assert found == (unknown if unknown_id == "reject" else [])
+    assert mapped.bags.values.tolist() == rows
+    assert mapped.bags.weights.tolist() == kept_weights
+    assert mapped.bags.lengths.tolist() == lengths

@@ -116,7 +116,6 @@ def test_equal_tables_are_unified_except_by_shared_seed() -> None:
     assert unified.table.feature_names == ("f_users", "f_pages")
     assert unified.table.id_mapping == HashMapping(salt="per_feature")
     asked = TableIds.of(unified.table, unified.traced)
-    assert asked is not None
     found = asked.rows(unified.table)
     assert found.colliding <= 0.2 * found.total
     assert unified.num_embeddings < 110_000
@@ -163,7 +162,6 @@ def test_a_collision_of_a_changed_row_is_counted_once() -> None:
     (made,) = levered((table("t", 2000, id_mapping=HashMapping()),), trace, {})
     pruned = LeveredTable(made.table, made.table, trace, made.asked, None, 0.7)
     rows = made.rows
-    assert rows is not None
     kept = pruned.kept_rows
     expected = rows.lookups[kept:].sum() + rows.lookups[:kept][rows.is_shared[:kept]].sum()
     assert pruned.changed() == expected

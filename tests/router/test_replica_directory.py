@@ -4,23 +4,12 @@ from __future__ import annotations
 
 import threading
 
-from hypothesis import given
-from hypothesis import strategies as st
-
 from loader.registry.fleet import FleetRecord, NodeRecord, VersionReport
 from router.replica_directory import ReplicaDirectory
 from shard_node.wire.address import Address
+from shardrank_testing.waiting import Clock
 
 MODEL = "films"
-STATES = ("waiting", "staging", "ready", "refused", "draining")
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def address(number: int) -> Address:
@@ -88,57 +77,24 @@ def test_a_missing_node_is_forgotten_after_a_while():
         directory.update([node(1, v1="ready")])
         clock.now += 6
     assert directory.replicas(MODEL, 1, 0) == (address(0), address(1))
-    clock.now += 3.9
-    directory.update([node(1, v1="ready")])
-    assert directory.replicas(MODEL, 1, 0) == (address(0), address(1))
-    clock.now += 0.2
-    directory.update([node(1, v1="ready")])
-    assert directory.replicas(MODEL, 1, 0) == (address(1),)
+    for seconds, replicas in ((3.9, (address(0), address(1))), (0.2, (address(1),))):
+        clock.now += seconds
+        directory.update([node(1, v1="ready")])
+        assert directory.replicas(MODEL, 1, 0) == replicas
 
 
 def test_an_emptied_registry_does_not_empty_the_directory():
     clock = Clock()
     directory = ReplicaDirectory(clock, forget_after_s=10)
     directory.update([node(0, v1="ready"), node(1, shard=1, v1="ready")])
-    clock.now += 1000
-    directory.update([])
-    clock.now += 1000
-    directory.update([])
+    for _ in range(2):
+        clock.now += 1000
+        directory.update([])
     assert directory.replicas(MODEL, 1, 0) == (address(0),)
     # The other shard's node is back: only its own shard's missing ones are forgotten.
     directory.update([node(2, shard=1, v1="ready")])
     assert directory.replicas(MODEL, 1, 0) == (address(0),)
     assert directory.replicas(MODEL, 1, 1) == (address(2),)
-
-
-@given(
-    st.lists(
-        st.lists(
-            st.tuples(st.integers(0, 3), st.integers(0, 1), st.booleans(), st.sampled_from(STATES)),
-            max_size=4,
-            unique_by=lambda one: one[0],
-        ),
-        max_size=6,
-    )
-)
-def test_replicas_are_those_that_are_announced_ready(rounds):
-    directory = ReplicaDirectory(Clock())
-    for announced in rounds:
-        before = directory.current(MODEL, 1, 0), directory.current(MODEL, 1, 1)
-        directory.update([node(number, shard, draining, v1=state) for number, shard, draining, state in announced])
-        after = directory.current(MODEL, 1, 0), directory.current(MODEL, 1, 1)
-        if before[0][0] == after[0][0]:
-            assert before == after
-        for shard in (0, 1):
-            ready = {
-                address(number)
-                for number, its_shard, draining, state in announced
-                if its_shard == shard and not draining and state == "ready"
-            }
-            others = {address(number) for number, *_ in announced} - ready
-            told = set(directory.replicas(MODEL, 1, shard))
-            assert ready <= told
-            assert not told & others
 
 
 def test_readers_see_an_epoch_with_its_addresses():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,13 +15,13 @@ from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.reader import Snapshot
 from router.errors import PlanError, ShardUnavailableError
 from router.feature_schema import FeatureSchema
-from router.id_mapping import IdMapper, MappedBags
+from router.id_mapping import IdMapper
 from router.plan import Plan
 from router.router import VALUE_BYTES, Cutter, Router
 from shard_node.answer import Answer, Forms, add_answers
-from shard_node.bags import CheckedBags, Float32Array, KeyedBags
+from shard_node.bags import CheckedBags, KeyedBags
 from shard_node.errors import InvalidBagsError
-from shard_node.node import LocalShard, ShardNode
+from shard_node.node import LocalShard
 from shard_node.split import split, whole
 from shardrank_testing.bags import random_table_bags
 from shardrank_testing.nodes import reference_engine
@@ -33,33 +35,22 @@ from shardrank_testing.topologies import (
     make_node,
     remote_router,
 )
+from shardrank_testing.waiting import Clock
 
-TOPOLOGIES = {
-    "1x1": Topology(),
-    "1x3": Topology(cards=3),
-    "2x2": Topology(shards=2, cards=2),
-    "3x1": Topology(shards=3),
-    "2x2 small tables replicated": Topology(shards=2, cards=2, replicate_bytes=4096),
-    "3x2 all replicated": Topology(shards=3, cards=2, replicate_bytes=1 << 30),
-    "table 2x2": Topology(shards=2, cards=2, sharding="table"),
-    "mapped 1x1": Topology(memory_budget_bytes=0),
-    "partly mapped 2x1": Topology(shards=2, memory_budget_bytes=8000),
-}
 REMOTE = {
     "1x1": Topology(),
     "2x2": Topology(shards=2, cards=2),
     "3x1 with two replicas": Topology(shards=3, replicate_bytes=4096, replicas=2),
     "partly mapped 2x1": Topology(shards=2, memory_budget_bytes=8000),
 }
-DTYPES = ["int8", "int4", "fp16", "fp32"]
+KINDS = [("hash", None), ("range", None), *(("hash", dtype) for dtype in ("int8", "int4", "fp16", "fp32"))]
 
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory) -> dict[tuple[str, str | None], StoredModel]:
-    kinds = [("hash", None), ("range", None), *(("hash", dtype) for dtype in DTYPES)]
     return {
         (bucketing, dtype): StoredModel(tmp_path_factory.mktemp("store"), make_spec(bucketing=bucketing, dtype=dtype))
-        for bucketing, dtype in kinds
+        for bucketing, dtype in KINDS
     }
 
 
@@ -73,93 +64,69 @@ def bags_of(stored: StoredModel, feature: str, ids: list[int]) -> KeyedBags:
     return KeyedBags.from_lengths(key, np.array([len(ids)]), np.ones(len(ids), np.int64), np.array(ids, np.int64))
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TOPOLOGIES.keys())
-@pytest.mark.parametrize("bucketing", ["hash", "range"])
-def test_any_topology_gives_the_references_answer(stores, topology, bucketing):
-    stored = stores[bucketing, None]
-    router = local_router(stored.snapshot, topology)
-    for max_bags, max_hotness in ((1, 1), (7, 5), (3, 1000), (0, 0), (1024, 1)):
-        bags = stored.bags(np.random.default_rng(max_bags + max_hotness), max_bags, max_hotness)
-        stored.check(bags, look_up(router, stored, bags))
-
-
-@pytest.mark.parametrize("topology", [Topology(), Topology(shards=2, cards=2)], ids=["1x1", "2x2"])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_dtype_gives_the_references_answer(stores, topology, dtype):
-    stored = stores["hash", dtype]
-    router = local_router(stored.snapshot, topology)
-    for seed in range(3):
-        bags = stored.bags(np.random.default_rng(seed), 6, 6)
-        stored.check(bags, look_up(router, stored, bags))
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=3 * settings.default.max_examples)
 @given(
+    kind=st.sampled_from(KINDS),
     shards=st.integers(1, 4),
     cards=st.integers(1, 3),
     sharding=st.sampled_from([None, "table"]),
-    replicate_bytes=st.sampled_from([0, 5000, 20000]),
+    replicate_bytes=st.sampled_from([0, 5000, 1 << 30]),
     budget=st.sampled_from([None, 0, 9000]),
+    sizes=st.tuples(st.sampled_from([0, 1, 4, 1024]), st.sampled_from([0, 1, 4])) | st.just((3, 1000)),
     seed=st.integers(0, 2**32),
 )
-def test_drawn_topologies_give_the_references_answer(stores, shards, cards, sharding, replicate_bytes, budget, seed):
-    stored, rng = stores["hash", None], np.random.default_rng(seed)
+def test_any_topology_gives_the_references_answer(
+    stores, kind, shards, cards, sharding, replicate_bytes, budget, sizes, seed
+):
+    stored, rng = stores[kind], np.random.default_rng(seed)
     router = local_router(stored.snapshot, Topology(shards, cards, sharding, budget, replicate_bytes))
     some = sorted(rng.choice(7, int(rng.integers(0, 8)), replace=False).tolist())
     for features in (None, some):
-        bags = stored.bags(rng, int(rng.integers(1, 5)), int(rng.integers(0, 5)), features=features)
+        bags = stored.bags(rng, *sizes, features=features)
         stored.check(bags, look_up(router, stored, bags))
 
 
 @pytest.mark.parametrize("topology", REMOTE.values(), ids=REMOTE.keys())
-def test_shards_behind_sockets_give_the_references_answer(stores, tmp_path, topology):
+async def test_shards_behind_sockets_give_the_references_answer(stores, tmp_path, topology):
     """One shard gives the same bits as in this process."""
     stored = stores["hash", None]
     local = local_router(stored.snapshot, topology)
 
-    async def run() -> None:
-        async with remote_router(stored.snapshot, topology, tmp_path) as router:
-            for seed in range(3):
-                bags = stored.bags(np.random.default_rng(seed), 9, 9)
-                remote = await lookup(router, stored.snapshot, bags)
-                stored.check(bags, remote)
-                if topology.shards == 1:
-                    expected = await lookup(local, stored.snapshot, bags)
-                    assert [block.tobytes() for block in remote.blocks] == [
-                        block.tobytes() for block in expected.blocks
-                    ]
-
-    asyncio.run(run())
+    async with remote_router(stored.snapshot, topology, tmp_path) as router:
+        for seed in range(3):
+            bags = stored.bags(np.random.default_rng(seed), 9, 9)
+            remote = await lookup(router, stored.snapshot, bags)
+            stored.check(bags, remote)
+            if topology.shards == 1:
+                expected = await lookup(local, stored.snapshot, bags)
+                assert [block.tobytes() for block in remote.blocks] == [block.tobytes() for block in expected.blocks]
 
 
 @pytest.mark.parametrize("forms", [Forms(), Forms(float16=True), Forms(stored=True), Forms(stored=True, float16=True)])
-def test_shards_answer_in_the_accepted_forms(stores, tmp_path, forms):
+async def test_shards_answer_in_the_accepted_forms(stores, tmp_path, forms):
     """Their bytes are counted by form."""
     stored = stores["hash", None]
 
-    async def run() -> None:
-        async with remote_router(stored.snapshot, Topology(shards=2, cards=2), tmp_path) as router:
-            for seed, max_hotness in enumerate((1, 2, 9, 9)):
-                bags = stored.bags(np.random.default_rng(seed), 9, max_hotness)
-                exact = await lookup(router, stored.snapshot, bags, forms=Forms())
-                embeddings = await lookup(router, stored.snapshot, bags, forms=forms)
-                requested, rows, float16, float32 = embeddings.times.wire_bytes()
-                assert requested > 0
-                assert rows == 0 or forms.stored
-                assert rows > 0 or not forms.stored or max_hotness == 9
-                assert float16 == 0 or forms.float16
-                assert float32 == 0 or not forms.float16
-                assert (float16 + float32 > 0) == (max_hotness > 1 or not forms.stored)
-                for actual, expected in zip(embeddings.blocks, exact.blocks, strict=True):
-                    # Each of two shards' sums, of at most 9 rows of numbers below 8, to half of its last of 11 bits.
-                    np.testing.assert_allclose(actual, expected, atol=2 * 72 * 2**-11 if forms.float16 else 1e-4)
-
-    asyncio.run(run())
+    async with remote_router(stored.snapshot, Topology(shards=2, cards=2), tmp_path) as router:
+        for seed, max_hotness in enumerate((1, 2, 9, 9)):
+            bags = stored.bags(np.random.default_rng(seed), 9, max_hotness)
+            exact = await lookup(router, stored.snapshot, bags, forms=Forms())
+            embeddings = await lookup(router, stored.snapshot, bags, forms=forms)
+            requested, rows, float16, float32 = embeddings.times.wire_bytes()
+            assert requested > 0
+            assert rows == 0 or forms.stored
+            assert rows > 0 or not forms.stored or max_hotness == 9
+            assert float16 == 0 or forms.float16
+            assert float32 == 0 or not forms.float16
+            assert (float16 + float32 > 0) == (max_hotness > 1 or not forms.stored)
+            for actual, expected in zip(embeddings.blocks, exact.blocks, strict=True):
+                # Each of two shards' sums, of at most 9 rows of numbers below 8, to half of its last of 11 bits.
+                np.testing.assert_allclose(actual, expected, atol=2 * 72 * 2**-11 if forms.float16 else 1e-4)
 
 
 @pytest.mark.parametrize("topology", REMOTE.values(), ids=REMOTE.keys())
 @pytest.mark.parametrize("hotness", [1, 2])
-def test_rows_sent_as_stored_give_the_same_bits_everywhere(stores, tmp_path, topology, hotness):
+async def test_rows_sent_as_stored_give_the_same_bits_everywhere(stores, tmp_path, topology, hotness):
     stored = stores["hash", "int4"]
     one_node = local_router(stored.snapshot, Topology())
     # Two int4 rows of 16 numbers take less than a float16 sum; of the narrower tables one does.
@@ -175,15 +142,12 @@ def test_rows_sent_as_stored_give_the_same_bits_everywhere(stores, tmp_path, top
         rng.normal(size=num_bags * hotness).astype(np.float32),
     )
 
-    async def run() -> None:
-        async with remote_router(stored.snapshot, topology, tmp_path) as router:
-            remote = await lookup(router, stored.snapshot, bags)
-        assert remote.times.stored_bytes > 0
-        assert remote.times.float16_bytes == remote.times.float32_bytes == 0
-        expected = (await lookup(one_node, stored.snapshot, bags)).blocks
-        assert [block.tobytes() for block in remote.blocks] == [block.tobytes() for block in expected]
-
-    asyncio.run(run())
+    async with remote_router(stored.snapshot, topology, tmp_path) as router:
+        remote = await lookup(router, stored.snapshot, bags)
+    assert remote.times.stored_bytes > 0
+    assert remote.times.float16_bytes == remote.times.float32_bytes == 0
+    expected = (await lookup(one_node, stored.snapshot, bags)).blocks
+    assert [block.tobytes() for block in remote.blocks] == [block.tobytes() for block in expected]
 
 
 @pytest.mark.parametrize(
@@ -242,41 +206,23 @@ def test_with_a_shard_down_replicated_rows_are_answered(stores):
         Router(stored.schema, None, plan, [])
 
 
-class SlowMapper(IdMapper):
-    """Takes 2 s."""
+def slow(call: Callable[..., Any], clock: Clock, seconds: float) -> Callable[..., Any]:
+    def called(*arguments: Any) -> Any:
+        clock.now += seconds
+        return call(*arguments)
 
-    def map(self, bags: KeyedBags) -> MappedBags:
-        self.clock.now += 2.0
-        return super().map(bags)
-
-
-class SlowNode(ShardNode):
-    """Takes 5 s."""
-
-    def pool_with_sequence(self, model: str, version: int, bags: KeyedBags) -> tuple[list[Float32Array], int]:
-        self.clock.now += 5.0
-        return super().pool_with_sequence(model, version, bags)
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+    return called
 
 
 @pytest.mark.parametrize(("shards", "wait_s"), [(1, 5.0), (2, 10.0)])
 def test_mapping_and_waiting_are_measured_apart(stores, shards, wait_s):
     stored, clock = stores["hash", None], Clock()
-    plan = Topology(shards=shards).plan(stored.spec)
-    nodes = []
-    for shard in range(shards):
-        node = SlowNode(plan.identity(shard))
-        node.generations, node.clock = make_node(stored.snapshot, plan, shard).generations, clock
-        nodes.append(LocalShard(node))
-    mapper = SlowMapper(FeatureSchema.of(stored.spec), {})
-    mapper.clock = clock
-    router = Router(stored.schema, mapper, plan, nodes, clock)
+    plan, mapper = Topology(shards=shards).plan(stored.spec), IdMapper(stored.schema, {})
+    nodes = [make_node(stored.snapshot, plan, shard) for shard in range(shards)]
+    mapper.map = slow(mapper.map, clock, 2.0)
+    for node in nodes:
+        node.pool_with_sequence = slow(node.pool_with_sequence, clock, 5.0)
+    router = Router(stored.schema, mapper, plan, [LocalShard(node) for node in nodes], clock)
     times = look_up(router, stored, bags_of(stored, "film", list(range(256)))).times
     assert (times.map_s, times.split_s, times.shard_wait_s, times.add_s) == (2.0, 0.0, wait_s, 0.0)
 
@@ -311,78 +257,52 @@ def test_pieces_add_up_to_the_whole_within_their_bytes(seed, piece_bytes, num_ow
         np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-3 if weighted and num_owners > 1 else 0)
 
 
-def test_what_is_too_large_for_a_frame_travels_in_pieces(tmp_path):
+async def test_what_is_too_large_for_a_frame_travels_in_pieces(tmp_path):
     spec = one_table_spec(100, embedding_dim=4096)
     path, _ = write_snapshot(tmp_path, spec, seed=1)
     wide = Snapshot.open(path)
     # Of 6,000 bags 16 KiB each come back: more than one frame may hold.
     rows = np.arange(18_000, dtype=np.int64) % 100
     bags = KeyedBags.from_lengths(np.array([0], np.int32), np.array([6000], np.int64), np.full(6000, 3), rows)
-    expected = asyncio.run(lookup(local_router(wide, Topology()), wide, bags))
-
-    async def look_up() -> None:
-        async with remote_router(wide, Topology(), tmp_path) as router:
-            embeddings = await lookup(router, wide, bags)
-        np.testing.assert_array_equal(embeddings.blocks[0], expected.blocks[0])
-        assert embeddings.times.stored_bytes == 0
-        assert embeddings.times.float32_bytes == 6000 * 4096 * 4
-
-    asyncio.run(look_up())
+    expected = await lookup(local_router(wide, Topology()), wide, bags)
+    async with remote_router(wide, Topology(), tmp_path) as router:
+        embeddings = await lookup(router, wide, bags)
+    np.testing.assert_array_equal(embeddings.blocks[0], expected.blocks[0])
+    assert embeddings.times.stored_bytes == 0
+    assert embeddings.times.float32_bytes == 6000 * 4096 * 4
 
 
-class RecordingNode(ShardNode):
-    """A node in this process that keeps what it was asked for."""
-
-    def __init__(self, node: ShardNode) -> None:
-        super().__init__(node.identity)
-        self.generations = node.generations
-        self.asked: list[KeyedBags] = []
-
-    def pool_with_sequence(self, model: str, version: int, bags: KeyedBags) -> tuple[list[Float32Array], int]:
-        self.asked.append(bags)
-        return super().pool_with_sequence(model, version, bags)
-
-
-@pytest.fixture(scope="module")
-def snapshot(tmp_path_factory: pytest.TempPathFactory) -> Snapshot:
-    return Snapshot.open(write_snapshot(tmp_path_factory.mktemp("store"), make_spec())[0])
-
-
-def router_of(spec: ModelSpec, snapshot: Snapshot) -> tuple[Router, RecordingNode]:
-    """A router by one description over a node that holds another's tables, in this process."""
-    schema = FeatureSchema.of(spec)
-    node = RecordingNode(make_node(snapshot, Plan.make(snapshot.spec), 0))
-    return Router(schema, IdMapper(schema, {}), Plan.make(spec), [LocalShard(node)]), node
+def router_of(stored: StoredModel, **changes: Any) -> tuple[Router, list[KeyedBags]]:
+    """A router by a description with changed tables over a node with the stored ones, and the bags sent to the node."""
+    tables = [{**table.model_dump(), **changes} for table in stored.spec.tables]
+    spec = ModelSpec.model_validate({**stored.spec.model_dump(), "tables": tables})
+    schema, node, sent = FeatureSchema.of(spec), make_node(stored.snapshot, Plan.make(stored.spec), 0), []
+    pool = node.pool_with_sequence
+    node.pool_with_sequence = lambda model, version, bags: sent.append(bags) or pool(model, version, bags)
+    return Router(schema, IdMapper(schema, {}), Plan.make(spec), [LocalShard(node)]), sent
 
 
 @pytest.mark.parametrize("policy", ["reject", "default_row", "skip"])
-def test_values_called_checked_are_rows(snapshot, policy):
-    spec = snapshot.spec
-    tables = [{**table.model_dump(), "unknown_id": policy} for table in spec.tables]
-    router, node = router_of(ModelSpec.model_validate({**spec.model_dump(), "tables": tables}), snapshot)
-    rng, num_features = np.random.default_rng(8), len(spec.features)
+def test_values_called_checked_are_rows(stores, policy):
+    stored = stores["hash", None]
+    router, sent = router_of(stored, unknown_id=policy)
+    rng, num_features = np.random.default_rng(8), len(stored.spec.features)
     for _ in range(30):
         keys = np.sort(rng.permutation(num_features)[: rng.integers(1, num_features + 1)]).astype(np.int32)
         bags_per_key = rng.integers(0, 4, keys.size)
         lengths = rng.integers(0, 4, bags_per_key.sum())
         ids = rng.choice([0, 18, 19, 776, 777, 2**40, 2**63 - 1], lengths.sum())
-        asyncio.run(lookup(router, snapshot, KeyedBags.from_lengths(keys, bags_per_key, lengths, ids)))
-    assert len(node.asked) == 30
-    for asked in node.asked:
-        assert isinstance(asked, CheckedBags)
-        plain = KeyedBags(asked.keys, asked.bags_per_key, asked.offsets, asked.values, asked.weights)
-        asked.layout.check(plain)
+        look_up(router, stored, KeyedBags.from_lengths(keys, bags_per_key, lengths, ids))
+    assert len(sent) == 30
+    for bags in sent:
+        assert isinstance(bags, CheckedBags)
+        bags.layout.check(KeyedBags(bags.keys, bags.bags_per_key, bags.offsets, bags.values, bags.weights))
 
 
-def test_a_node_with_other_tables_checks_for_itself(snapshot):
-    spec, num_films = snapshot.spec, snapshot.spec.table_of("film").num_embeddings
-    tables = [{**table.model_dump(), "num_embeddings": 4 * table.num_embeddings} for table in spec.tables]
-    router, _ = router_of(ModelSpec.model_validate({**spec.model_dump(), "tables": tables}), snapshot)
-    film, one = np.array([router.schema.index["film"]], np.int32), np.ones(1, np.int64)
-
-    def look_up(row: int) -> None:
-        asyncio.run(lookup(router, snapshot, KeyedBags(film, one, np.array([0, 1]), row * one)))
-
-    look_up(num_films - 1)
+def test_a_node_with_other_tables_checks_for_itself(stores):
+    stored = stores["hash", None]
+    num_films = stored.spec.table_of("film").num_embeddings
+    router, _ = router_of(stored, num_embeddings=4 * num_films)
+    look_up(router, stored, bags_of(stored, "film", [num_films - 1]))
     with pytest.raises(InvalidBagsError, match=f"row {num_films} "):
-        look_up(num_films)
+        look_up(router, stored, bags_of(stored, "film", [num_films]))

@@ -11,173 +11,94 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.row_classes import RowClasses
-from loader.snapshot.tables import RowDtype, TableSpec
 from router.errors import RouterError
 from router.feature_schema import FeatureSchema
 from router.parts import PartRows
-from router.plan import Plan
 from shard_node.bags import KeyedBags
-from shard_node.node import LocalShard
-from shardrank_testing.card_engines import OnCards
 from shardrank_testing.divided import Twins, describe, write_twins
-from shardrank_testing.snapshots import make_spec, sharding_of, with_slices
+from shardrank_testing.snapshots import make_spec
 from shardrank_testing.topologies import (
-    StoredModel,
     Topology,
     local_router,
     lookup,
-    make_node,
-    make_router,
     random_feature_bags,
 )
-
-
-@st.composite
-def sliced_specs(draw: st.DrawFn) -> ModelSpec:
-    """The model that has one of everything, of one dtype and bucketing, with random tables cut at random."""
-    dtype: RowDtype = draw(st.sampled_from(["int8", "int4", "fp16", "fp32"]))
-    spec = make_spec(dtype=dtype, bucketing=draw(st.sampled_from(["mixed", "hash", "range"])))
-    unit = 2 if dtype == "int4" else 1
-    names = draw(st.sets(st.sampled_from([table.name for table in spec.tables]), min_size=1))
-    dims = st.lists(st.integers(1, 12).map(lambda dim: dim * unit), min_size=2, max_size=5).map(tuple)
-    return with_slices(spec, {name: draw(dims) for name in sorted(names)})
-
-
-@given(
-    spec=sliced_specs(),
-    shards=st.sampled_from([1, 3, 4]),
-    cards=st.sampled_from([1, 4]),
-    sharding=st.sampled_from([None, "table"]),
-    seed=st.integers(0, 2**32 - 1),
-)
-@settings(suppress_health_check=list(HealthCheck))
-def test_any_slicing_gives_the_references_answer(spec, shards, cards, sharding, seed):
-    rng = np.random.default_rng(seed)
-    with tempfile.TemporaryDirectory() as folder:
-        stored = StoredModel(Path(folder), spec, seed)
-        topology = Topology(shards, cards, sharding, replicate_bytes=4096 if seed % 2 else 0)
-        router = local_router(stored.snapshot, topology)
-        count = len(stored.schema.features)
-        some = sorted(rng.choice(count, int(rng.integers(0, count + 1)), replace=False).tolist())
-        for features in (None, some):
-            bags = stored.bags(rng, features=features)
-            stored.check(bags, asyncio.run(lookup(router, stored.snapshot, bags)))
-        asyncio.run(router.close())
-
-
-MIXED = with_slices(make_spec(), {"film": (10, 3, 3), "genre": (5, 3), "tag": (6, 2), "city": (1, 3)})
-
-
-@pytest.mark.parametrize("shards", [1, 3])
-@pytest.mark.parametrize("cards", [OnCards(1, "peers"), OnCards(4, "every tier")], ids=str)
-def test_slices_on_cards_give_the_references_answer(tmp_path, shards, cards):
-    stored = StoredModel(tmp_path, MIXED)
-    plan = Plan.make(MIXED, shards, "table" if shards > 1 else sharding_of(MIXED), cards_per_shard=cards.num_cards)
-    nodes = [make_node(stored.snapshot, plan, shard, card_set=cards.card_set(MIXED)) for shard in range(shards)]
-    router = make_router(stored.snapshot, plan, [LocalShard(node) for node in nodes])
-    for seed, features in enumerate((None, None, [1, 2, 5])):
-        bags = stored.bags(np.random.default_rng(seed), features=features)
-        stored.check(bags, asyncio.run(lookup(router, stored.snapshot, bags)))
-
-
-def test_ids_of_sliced_tables_are_mapped_once(tmp_path):
-    mappings = {
-        "film": {"id_mapping": {"kind": "vocabulary"}, "unknown_id": "skip"},
-        "user": {"id_mapping": {"kind": "hash", "seed": 4}},
-        "genre": {"unknown_id": "default_row", "default_row": 2},
-    }
-    sliced = with_slices(make_spec(dtype="fp32"), {"film": (9, 7), "user": (4, 4, 8), "genre": (3, 5)})
-    ids = {"user": [[10**15]], "film": [[7, 8], []], "history": [[14, 700, 21]], "genre": [[18, 900]]}
-    answers = []
-    for folder, changes in (("sliced", {}), ("plain", {"column_dims": ()})):
-        tables = [TableSpec(**{**dict(one), **mappings.get(one.name, {}), **changes}) for one in sliced.tables]
-        spec = ModelSpec(**{**dict(sliced), "tables": tables})
-        stored = StoredModel(tmp_path / folder, spec, vocabularies={"film": np.arange(100) * 7})
-        bags = [ids.get(feature.name, [[]]) for feature in stored.schema.features]
-        keyed = KeyedBags.from_lengths(
-            np.arange(len(bags), dtype=np.int32),
-            np.array([len(of_feature) for of_feature in bags]),
-            np.array([len(bag) for of_feature in bags for bag in of_feature]),
-            np.array([one for of_feature in bags for bag in of_feature for one in bag]),
-        )
-        router = local_router(stored.snapshot, Topology(shards=3, sharding="table"))
-        embeddings = asyncio.run(lookup(router, stored.snapshot, keyed))
-        assert embeddings.lengths(stored.schema.index["history"]).tolist() == [2]
-        answers.append({name: embeddings.feature(key) for name, key in stored.schema.index.items()})
-    for name, feature in answers[0].items():
-        np.testing.assert_array_equal(feature, answers[1][name], err_msg=name)
-
 
 BLOCKS = [{"share": 0.1}, {"share": 0.3, "dim": 6, "dtype": "fp16"}, {"dim": 2, "dtype": "int4"}]
 HOT_AND_COLD = {"dtype": {"hot": "fp16", "cold": "int4", "hot_share": 0.2}}
 LEVERS = {
-    "user": [{}, HOT_AND_COLD, {"blocks": BLOCKS}, {"id_mapping": {"kind": "hash", "salt": "per_feature"}}],
+    "user": [
+        {},
+        {"column_dims": (4, 2, 6, 2, 2)},
+        HOT_AND_COLD,
+        {"blocks": BLOCKS},
+        {"id_mapping": {"kind": "hash", "salt": "per_feature"}},
+    ],
     "film": [
         {},
+        {"column_dims": (10, 3, 3)},
         HOT_AND_COLD,
         {"blocks": BLOCKS},
         {"id_mapping": {"kind": "quotient_remainder", "buckets": 30}},
         {"id_mapping": {"kind": "quotient_remainder", "buckets": 30, "combine": "multiply"}},
         {"embedding_dim": 4, "project_to": 16},
     ],
-    "genre": [{}, {"id_mapping": {"kind": "quotient_remainder", "buckets": 4, "combine": "multiply"}}, HOT_AND_COLD],
+    "genre": [
+        {},
+        {"column_dims": (5, 3)},
+        {"id_mapping": {"kind": "quotient_remainder", "buckets": 4, "combine": "multiply"}},
+        HOT_AND_COLD,
+    ],
     "tag": [
         {},
+        {"column_dims": (6, 2)},
         {"id_mapping": {"kind": "quotient_remainder", "buckets": 17, "combine": "multiply"}},
         {"blocks": [{"share": 0.5, "dtype": "fp32"}, {"dim": 4}]},
     ],
-    "city": [{}, {"embedding_dim": 2, "project_to": 8}],
+    "city": [{}, {"column_dims": (1, 3)}, {"embedding_dim": 2, "project_to": 8}],
 }
-EVERYTHING = {name: ways[-1] for name, ways in LEVERS.items()} | {"film": LEVERS["film"][4]}
 
 
 def by_name(snapshot, router, bags: KeyedBags, projections=None) -> dict[str, np.ndarray]:
     embeddings = asyncio.run(lookup(router, snapshot, bags))
-    names = [router.schema.features[key].name for key in bags.keys.tolist()]
-    return {name: embeddings.feature(key, projections) for name, key in zip(names, bags.keys.tolist(), strict=True)} | {
-        f"{name} lengths": embeddings.lengths(key) for name, key in zip(names, bags.keys.tolist(), strict=True)
-    }
+    found = {}
+    for key in bags.keys.tolist():
+        name = router.schema.features[key].name
+        found |= {name: embeddings.feature(key, projections), f"{name} lengths": embeddings.lengths(key)}
+    return found
 
 
 def in_order_of(twins: Twins, bags: KeyedBags) -> KeyedBags:
-    """The same bags with the flat indices of the twin, whose tables lie in another order."""
+    """Return the same bags with the flat indices of the whole twin, whose tables are in another order."""
     schema, other = FeatureSchema.of(twins.divided.spec), FeatureSchema.of(twins.whole.spec)
-    keys = [other.index[schema.features[key].name] for key in bags.keys.tolist()]
-    segments, bag_starts, value_starts = np.argsort(keys), bags.bag_starts(), bags.value_starts()
-    lengths = [bags.lengths[bag_starts[one] : bag_starts[one + 1]] for one in segments]
-    places = [np.arange(value_starts[one], value_starts[one + 1]) for one in segments]
-    order = np.concatenate([*places, np.zeros(0, np.int64)]).astype(np.int64)
+    keys = np.array([other.index[schema.features[key].name] for key in bags.keys.tolist()], np.int32)
+    order = np.argsort(keys)
+
+    def ordered(array: np.ndarray, starts: np.ndarray) -> np.ndarray:
+        return np.concatenate([array[:0], *(array[starts[one] : starts[one + 1]] for one in order)])
+
+    values = [ordered(array, bags.value_starts()) for array in (bags.values, bags.weights)]
     return KeyedBags.from_lengths(
-        np.sort(np.array(keys, np.int32)),
-        bags.bags_per_key[segments],
-        np.concatenate([*lengths, np.zeros(0, np.int64)]).astype(np.int64),
-        bags.values[order],
-        bags.weights[order],
+        keys[order], bags.bags_per_key[order], ordered(bags.lengths, bags.bag_starts()), *values
     )
-
-
-def assert_alike(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
-    assert found.keys() == expected.keys()
-    for name, one in found.items():
-        np.testing.assert_allclose(one, expected[name], rtol=1e-4, atol=1e-4, err_msg=name)
 
 
 @given(
     levers=st.fixed_dictionaries({name: st.sampled_from(ways) for name, ways in LEVERS.items()}),
+    bucketing=st.sampled_from(["mixed", "hash", "range"]),
     pruned=st.booleans(),
     shards=st.sampled_from([1, 3]),
     seed=st.integers(0, 2**32 - 1),
 )
 @settings(suppress_health_check=list(HealthCheck))
-def test_any_levers_give_what_undivided_tables_give(levers, pruned, shards, seed):
+def test_any_levers_give_what_whole_tables_give(levers, bucketing, pruned, shards, seed):
     rng = np.random.default_rng(seed)
     cut = ("user", "film") if pruned else ()
     # Parts that are trained as such bring no row for those that are pruned.
     cut = tuple(name for name in cut if levers[name] in ({}, HOT_AND_COLD))
     with tempfile.TemporaryDirectory() as folder:
-        twins = write_twins(Path(folder), describe(make_spec(), levers), pruned=cut, seed=seed)
+        twins = write_twins(Path(folder), describe(make_spec(bucketing=bucketing), levers), pruned=cut, seed=seed)
         topology = Topology(shards, 2, "table" if shards > 1 else None, replicate_bytes=4096 if seed % 2 else 0)
         router, plain = local_router(twins.divided, topology), local_router(twins.whole, Topology())
         count = len(router.schema.features)
@@ -185,53 +106,10 @@ def test_any_levers_give_what_undivided_tables_give(levers, pruned, shards, seed
         for features in (list(range(count)), some):
             bags = random_feature_bags(router.schema, rng, features=features)
             found = by_name(twins.divided, router, bags, twins.projections)
-            assert_alike(found, by_name(twins.whole, plain, in_order_of(twins, bags)))
-
-
-@pytest.mark.parametrize("shards", [1, 3])
-@pytest.mark.parametrize("on", [OnCards(1, "peers"), OnCards(4, "every tier")], ids=str)
-def test_parts_on_cards_give_what_undivided_tables_give(tmp_path, shards, on):
-    hot_beside_cold = EVERYTHING | {"user": HOT_AND_COLD, "genre": HOT_AND_COLD}
-    twins = write_twins(tmp_path, describe(make_spec(), hot_beside_cold), pruned=("user",))
-    spec, plain = twins.divided.spec, local_router(twins.whole, Topology())
-    assert [(one.name, one.dtype) for one in spec.parts(spec.table_of("user"))] == [
-        ("user.b0", "fp16"),
-        ("user.b1", "int4"),
-    ]
-    plan = Topology(shards, on.num_cards, "table" if shards > 1 else None).plan(spec)
-    nodes = [make_node(twins.divided, plan, shard, card_set=on.card_set(spec)) for shard in range(shards)]
-    router = make_router(twins.divided, plan, [LocalShard(node) for node in nodes])
-    for features in (list(range(len(router.schema.features))), [1, 2, 5]):
-        bags = random_feature_bags(router.schema, np.random.default_rng(7), features=features)
-        found = by_name(twins.divided, router, bags, twins.projections)
-        assert_alike(found, by_name(twins.whole, plain, in_order_of(twins, bags)))
-
-
-def test_pruning_changes_no_bit_of_rows_that_were_seen(tmp_path):
-    """Others get the default row."""
-    spec = make_spec()
-    twins = write_twins(tmp_path, describe(spec, {}), pruned=("user", "film", "genre", "tag", "city"))
-    undivided = write_twins(tmp_path / "not pruned", describe(spec, {})).divided
-    router, plain = local_router(twins.divided, Topology()), local_router(twins.whole, Topology())
-    tables = [router.schema.spec.table_of(feature.name).name for feature in router.schema.features]
-    keys = np.arange(len(tables), dtype=np.int32)
-    for is_seen in (True, False):
-        rng = np.random.default_rng(4)
-        values = np.concatenate(
-            [rng.choice(np.flatnonzero((twins.counts[name] > 0) == is_seen), 12) for name in tables]
-        )
-        ones = np.ones(values.size, np.float32)
-        bags = KeyedBags.from_lengths(keys, np.full(keys.size, 4), np.full(4 * keys.size, 3), values, ones)
-        features = by_name(twins.divided, router, bags)
-        # The twin's float32 rows are what the others are worth, and these operators add in one order.
-        expected = by_name(twins.whole, plain, in_order_of(twins, bags))
-        for name, feature in features.items():
-            np.testing.assert_allclose(feature, expected[name], rtol=1e-5, atol=1e-5, err_msg=name)
-        if is_seen:
-            same_rows = by_name(undivided, local_router(undivided, Topology()), bags)
-            assert {name: feature.tobytes() for name, feature in features.items()} == {
-                name: feature.tobytes() for name, feature in same_rows.items()
-            }
+            expected = by_name(twins.whole, plain, in_order_of(twins, bags))
+            assert found.keys() == expected.keys()
+            for name, values in found.items():
+                np.testing.assert_allclose(values, expected[name], rtol=1e-4, atol=1e-4, err_msg=name)
 
 
 def test_classes_of_other_tables_are_refused_by_name(tmp_path):

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loader.snapshot.buckets import RowBuckets
-from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec
-from loader.snapshot.tables import DividedTable, TableSpec
+from loader.snapshot.manifest import ModelSpec
+from loader.snapshot.tables import DividedTable
 from router.errors import PlanError
 from router.plan import Plan
 from router.plan_file import PlanFile
@@ -21,27 +21,9 @@ from shard_node.planning.card_plan import CardBudget
 from shard_node.planning.cost_model import SYSTEMS, BagLoad
 from shard_node.planning.hotness import Hotness
 from shard_node.planning.network_cost import NearRows, Network
+from shardrank_testing.topologies import spec_of
 
 GB = 10**9
-
-
-def spec_of(*tables: tuple[int, int], bucketing: str = "mixed") -> ModelSpec:
-    """Tables of so many rows and columns."""
-    return ModelSpec(
-        model="m",
-        tables=tuple(
-            TableSpec(
-                name=f"t{number}",
-                num_embeddings=rows,
-                embedding_dim=dim,
-                feature_names=(f"f{number}",),
-                bucketing=bucketing,
-            )
-            for number, (rows, dim) in enumerate(tables)
-        ),
-        features=tuple(FeatureSpec(name=f"f{number}", side="candidate") for number in range(len(tables))),
-        dense_model=DenseModelSpec(kind="mlp"),
-    )
 
 
 def fleet_of(shards: int, cards: int = 1, card_gb: float = 80.0, network: float = 12.5, replicate: int = 1 << 20):
@@ -72,40 +54,33 @@ def lookups_by_shard(spec: ModelSpec, file: PlanFile, probability: np.ndarray) -
     return drawn
 
 
-@pytest.mark.parametrize("bucketing", ["mixed", "hash"])
 @pytest.mark.parametrize("shards", [4, 16])
-@pytest.mark.parametrize("shuffled", [False, True])
-def test_counted_rows_load_every_shard_equally(shards, bucketing, shuffled):
+@pytest.mark.parametrize(
+    ("known", "bucketing", "dim", "kind"),
+    [
+        ("counts", "mixed", 32, "row_wise"),
+        ("shuffled counts", "mixed", 32, "row_wise"),
+        ("shuffled counts", "hash", 32, "row_wise"),
+        # Wide enough for slices.
+        ("near rows", "mixed", 128, "grid_shard"),
+    ],
+)
+def test_every_shard_is_loaded_equally(shards, known, bucketing, dim, kind):
+    """By counts of a trace in which the router has answered its hot rows, or by a closed form without these."""
     rows, near = 1_000_000, 1000
-    spec = spec_of((rows, 32), bucketing=bucketing)
+    spec = spec_of((rows, dim), bucketing=bucketing)
     probability = np.arange(1, rows + 1, dtype=np.float64) ** -1.05
     probability /= probability.sum()
-    # Counts of a trace in which the router has answered its hot rows.
     probability[:near] = 0
-    if shuffled:
+    if known == "shuffled counts":
         np.random.default_rng(3).shuffle(probability)
-    counts = np.rint(probability * 1e9).astype(np.uint32)
-    # Too large for one shard, so that it must be divided, and too narrow for slices.
-    fleet = fleet_of(shards, card_gb=rows * 80 / GB / shards)
-    file = planned(spec, fleet, workload_of(spec, 40, counts={"t0": counts}))
-    assert file.tables[0].sharding_type == "row_wise"
-    drawn = lookups_by_shard(spec, file, probability)
-    assert drawn.max() <= 1.1 * drawn.mean()
-
-
-@pytest.mark.parametrize("shards", [4, 16])
-def test_a_closed_form_balances_like_counts(shards):
-    rows, hot_rows = 1_000_000, 1000
-    spec = spec_of((rows, 128))
-
-    def near(layout, hotness):
-        return NearRows.choose(layout, hotness, num_rows=hot_rows)
-
-    fleet = fleet_of(shards, card_gb=rows * 200 / GB / shards)
-    file = planned(spec, fleet, workload_of(spec, 40, near=near))
-    assert file.tables[0].sharding_type == "grid_shard"
-    probability = np.arange(1, rows + 1, dtype=np.float64) ** -1.05
-    probability[:hot_rows] = 0
+    more = {"counts": {"t0": np.rint(probability * 1e9).astype(np.uint32)}}
+    if known == "near rows":
+        more = {"near": lambda layout, hotness: NearRows.choose(layout, hotness, num_rows=near)}
+    # Too large for one shard, so that it must be divided.
+    fleet = fleet_of(shards, card_gb=rows * (dim * 1.25 + 40) / GB / shards)
+    file = planned(spec, fleet, workload_of(spec, 40, **more))
+    assert file.tables[0].sharding_type == kind
     drawn = lookups_by_shard(spec, file, probability)
     assert drawn.max() <= 1.1 * drawn.mean()
 

@@ -17,33 +17,27 @@ from shard_node.planning.cost_model import SYSTEMS
 from shardrank_testing.card_engines import OnCards, engine_params, options_for
 from shardrank_testing.card_ranking import (
     DENSE,
+    SHOP_LEVERS,
     num_graphs,
     num_replays,
     ranking_of,
     score,
     served_on,
     shop_batch,
+    shop_levers,
     shop_spec,
 )
-from shardrank_testing.divided import Twins, describe, write_twins
+from shardrank_testing.divided import Twins, write_twins
 from shardrank_testing.ranking import random_tensors
 
-LEVERS = {
-    "users": {"blocks": [{"share": 0.2, "dtype": "fp16"}, {"share": 0.3, "dim": 4}, {"dim": 2}]},
-    "films": {"dtype": {"hot": "fp16", "cold": "int4", "hot_share": 0.1}},
-    "genres": {"id_mapping": {"kind": "quotient_remainder", "buckets": 5, "combine": "multiply"}},
-    "tags": {"id_mapping": {"kind": "quotient_remainder", "buckets": 16}},
-    "cities": {"embedding_dim": 3},
-}
 ON = (OnCards(1, "peers"), OnCards(3, "every tier"))
+PRODUCT = {"kind": "quotient_remainder", "buckets": 16, "combine": "multiply"}
 
 
 def shop_twins(folder: Path, kind: str, levers: dict | None = None, **how) -> Twins:
     spec = shop_spec(kind)
-    found = dict(LEVERS if levers is None else levers)
-    if "cities" in found:
-        found["cities"] = {"embedding_dim": 3, "project_to": spec.table_of("city").embedding_dim}
-    return write_twins(folder, describe(spec, found), dense=random_tensors(spec, 5), version=1, **how)
+    description = shop_levers(spec, SHOP_LEVERS if levers is None else levers)
+    return write_twins(folder, description, dense=random_tensors(spec, 5), version=1, **how)
 
 
 def batches_of(served: ServedModel) -> list[MergedBatch]:
@@ -54,38 +48,32 @@ def batches_of(served: ServedModel) -> list[MergedBatch]:
 
 
 @pytest.mark.parametrize("kind", DENSE)
-def test_divided_tables_give_the_scores_of_whole_ones_with_the_same_rows(tmp_path, kind):
-    twins = shop_twins(tmp_path, kind, pruned=("films",))
-    assert [one.name for one in twins.divided.spec.divided] == list(LEVERS)
+@pytest.mark.parametrize("on", engine_params(ON, (OnCards(2, "peers", "logical"),)))
+def test_divided_and_sliced_tables_score_like_whole_ones(tmp_path, kind, on):
+    """On cards again and again: by graphs too."""
+    levers = SHOP_LEVERS | ({"tags": {"id_mapping": PRODUCT}} if on.num_cards == 1 else {})
+    twins = shop_twins(tmp_path, kind, levers, pruned=("films",))
+    divided = twins.divided.path
+    assert [table.name for table in twins.divided.spec.divided] == [name for name in levers if name != "genres"]
+    topology = {"local_shards": 3, "cards": 2, "sharding": "table", "replicate_bytes": 0}
     with (
-        served_on(twins.divided.path, None) as own,
-        served_on(twins.divided.path, None, local_shards=3, cards=2, sharding="table", replicate_bytes=0) as sharded,
+        served_on(divided, None) as in_memory,
+        served_on(divided, None, **topology) as sharded,
+        served_on(divided, on) as on_cards,
         served_on(twins.whole.path, None) as whole,
     ):
         expected = [score(whole, batch) for batch in batches_of(whole)]
-        for served in (own, sharded):
+        for served in (in_memory, sharded, *[on_cards] * 3):
             for batch, scores in zip(batches_of(served), expected, strict=True):
                 np.testing.assert_allclose(score(served, batch), scores, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("kind", DENSE)
-@pytest.mark.parametrize("on", engine_params(ON, (OnCards(2, "peers", "logical"),)))
-def test_parts_on_cards_give_the_scores_of_whole_tables_again_and_again(tmp_path, kind, on):
-    weighted_products = {"tags": {"id_mapping": {"kind": "quotient_remainder", "buckets": 16, "combine": "multiply"}}}
-    twins = shop_twins(tmp_path, kind, LEVERS | (weighted_products if on.num_cards == 1 else {}), pruned=("films",))
-    with served_on(twins.divided.path, on) as served, served_on(twins.whole.path, None) as whole:
-        batches, expected = batches_of(served), [score(whole, batch) for batch in batches_of(whole)]
-        for _ in range(3):
-            for batch, scores in zip(batches, expected, strict=True):
-                np.testing.assert_allclose(score(served, batch), scores, rtol=1e-4, atol=1e-5)
-        scorer = ranking_of(served).scorer
+        scorer = ranking_of(on_cards).scorer
         assert num_graphs(scorer) == len(scorer.classes) > 3
-        assert num_replays(scorer) >= 2 * len(batches)
-        assert {one.is_graph for one in scorer._batches.values()} == {kind != "target_attention"}
+        assert num_replays(scorer) >= 2 * len(expected)
+        assert {batch.is_graph for batch in scorer._batches.values()} == {kind != "target_attention"}
 
 
 @pytest.mark.parametrize("on", ON, ids=str)
-def test_hot_and_cold_rows_take_the_bytes_on_cards_that_the_plan_says(tmp_path, on):
+def test_hot_and_cold_rows_take_their_planned_bytes(tmp_path, on):
     twins = shop_twins(tmp_path, "mlp")
     spec = twins.divided.spec
     planned = CapacityPlan.make(
@@ -113,7 +101,7 @@ def test_hot_and_cold_rows_take_the_bytes_on_cards_that_the_plan_says(tmp_path, 
 
 @pytest.mark.parametrize("on", [None, OnCards(2, "peers")], ids=str)
 def test_a_dense_step_brings_its_projections_with_it(tmp_path, on):
-    twins = shop_twins(tmp_path, "mlp", {"cities": LEVERS["cities"]})
+    twins = shop_twins(tmp_path, "mlp", {"cities": SHOP_LEVERS["cities"]})
     # Twice the projection is twice the row.
     rows = {name: rows_of(one * (2 if name == "cities" else 1)) for name, one in twins.rows.items()}
     spec = twins.whole.spec

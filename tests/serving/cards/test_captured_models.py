@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from router.feature_schema import FeatureSchema
 from serving.cards.layout import BatchClass, CardLayout
-from serving.models.inputs import InputShapes, RankingInputs, SequenceInput
 from serving.models.ranking_models import build_model
-from shardrank_testing.card_ranking import DENSE, shop_spec
-from shardrank_testing.divided import describe
+from shardrank_testing.card_ranking import DENSE, SHOP_LEVERS, shop_levers, shop_spec
+from shardrank_testing.ranking import converted, random_inputs
 
-PARTS = {
-    "users": {"blocks": [{"share": 0.2, "dtype": "fp16"}, {"share": 0.3, "dim": 4}, {"dim": 2}]},
-    "films": {"id_mapping": {"kind": "quotient_remainder", "buckets": 20, "combine": "multiply"}},
-    "cities": {"embedding_dim": 3, "project_to": 4},
-}
+PRODUCT = {"kind": "quotient_remainder", "buckets": 20, "combine": "multiply"}
 DEVICE = torch.device("meta")
 """Stands for a card: it refuses what would have to wait for a value, and work with tensors of another device."""
 
@@ -36,33 +33,17 @@ class OfTheHost(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def inputs_on_device(spec, dtype, num_requests, num_candidates=32, longest=5):
-    shapes = InputShapes.of(spec)
-
-    def zeros(*shape, dtype=dtype):
-        return torch.zeros(shape, dtype=dtype, device=DEVICE)
-
-    return RankingInputs(
-        zeros(num_requests, shapes.context.padded_width),
-        zeros(num_candidates, shapes.candidate.padded_width),
-        {
-            name: SequenceInput(zeros(num_requests, longest, dim), zeros(num_requests, longest, dtype=torch.bool))
-            for name, dim in shapes.sequence_dims.items()
-        },
-        zeros(num_candidates, dtype=torch.int64),
-    )
-
-
 @pytest.mark.parametrize("number_format", ["float32", "bfloat16"])
 @pytest.mark.parametrize("dense", [(2, 3), (3, 0)])
 @pytest.mark.parametrize("kind", DENSE)
-def test_a_models_work_neither_waits_for_the_device_nor_reads_the_host(kind, dense, number_format):
+def test_a_models_work_is_of_the_device_alone(kind, dense, number_format):
     spec = shop_spec(kind, dense=dense)
     with torch.inference_mode():
         model = build_model(spec).to(DEVICE)
         model.pack(number_format)
         for num_requests in (1, 4):
-            inputs = inputs_on_device(spec, model.dtype, num_requests)
+            inputs = converted(random_inputs(spec, [32 // num_requests] * num_requests), model.dtype)
+            inputs = dataclasses.replace(inputs, is_ordered=False).on(DEVICE)
             with OfTheHost() as mode:
                 logits = model(inputs)
             assert mode.found == []
@@ -70,9 +51,8 @@ def test_a_models_work_neither_waits_for_the_device_nor_reads_the_host(kind, den
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_becomes_of_parts_neither_waits_for_the_device_nor_reads_the_host(dtype):
-    description = describe(shop_spec("target_attention"), PARTS)
-    spec = description.compiled()
+def test_work_on_parts_is_of_the_device_alone(dtype):
+    spec = shop_levers(shop_spec("target_attention"), SHOP_LEVERS | {"films": {"id_mapping": PRODUCT}}).compiled()
     layout, most = CardLayout(spec, FeatureSchema.of(spec), dtype), BatchClass.of(40, 3, 500)
     with torch.inference_mode():
         projections = build_model(spec).to(DEVICE).projections_by_part

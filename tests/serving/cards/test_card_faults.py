@@ -28,7 +28,7 @@ from shardrank_testing.card_ranking import (
     write_shop,
 )
 from shardrank_testing.emulated_cards import EmulatedCards
-from shardrank_testing.serving_api import MODEL, ApiModel, api_request, run, running_api, served_service
+from shardrank_testing.serving_api import MODEL, ApiModel, api_request, running_api, served_service
 
 FAULT = "device 1: waiting for a stream: cudaErrorIllegalAddress: an illegal memory access was encountered"
 
@@ -36,51 +36,44 @@ FAULT = "device 1: waiting for a stream: cudaErrorIllegalAddress: an illegal mem
 def on_cards(model: ApiModel) -> tuple[RankingService, EmulatedCards]:
     cards = EmulatedCards(2)
     card_set = CardSet(cards, options_for(model.spec, 2, "peers"))
-    limits = RequestLimits(max_batch_candidates=64)
-    return served_service(model, limits, cards=OnCards(2, "peers").num_cards, card_set=card_set), cards
+    return served_service(model, RequestLimits(max_batch_candidates=64), cards=2, card_set=card_set), cards
 
 
-def test_a_process_whose_cards_have_failed_is_not_ready_and_says_why(api_model):
-    async def main() -> None:
-        service, cards = on_cards(api_model)
-        async with running_api(service) as api:
-            assert (await api.http.get("/readyz")).status_code == 200
-            cards.fault = FAULT
-            answer = await api.http.post(f"/v1/models/{MODEL}:rank", json=api_request(1))
-            assert (answer.status_code, answer.json()["error"]["kind"]) == (500, "card")
-            for _ in range(2):
-                await service.watch.refresh()
-                answer = await api.http.get("/readyz")
-                assert (answer.status_code, list(answer.json()["problems"].values())) == (503, [f"card: {FAULT}"])
-            # What a card does not get over can't pass away, whatever it answers later.
-            cards.fault = ""
-            await service.watch.refresh()
-            assert service.watch.problems() == {"": f"card: {FAULT}"}
-            with pytest.raises(CardError, match="cudaErrorIllegalAddress"):
-                await service.watch.cards_failed()
-        await asyncio.to_thread(service.close)
-
-    run(main())
-
-
-def test_a_serving_process_ends_with_the_error_of_its_cards(api_model):
-    async def main() -> None:
-        service, cards = on_cards(api_model)
-        ready = asyncio.Event()
-
-        async def load() -> None:
-            pass
-
-        config = ServerConfig(http_port=0, grpc_port=0, shutdown_delay_s=0)
-        serving = asyncio.create_task(serve(service, config, load, lambda listening: ready.set()))
-        await ready.wait()
+async def test_a_process_with_failed_cards_is_not_ready(api_model):
+    service, cards = on_cards(api_model)
+    async with running_api(service) as api:
+        assert (await api.http.get("/readyz")).status_code == 200
         cards.fault = FAULT
+        answer = await api.http.post(f"/v1/models/{MODEL}:rank", json=api_request(1))
+        assert (answer.status_code, answer.json()["error"]["kind"]) == (500, "card")
         for _ in range(2):
             await service.watch.refresh()
+            answer = await api.http.get("/readyz")
+            assert (answer.status_code, list(answer.json()["problems"].values())) == (503, [f"card: {FAULT}"])
+        # What a card does not get over can't pass away, whatever it answers later.
+        cards.fault = ""
+        await service.watch.refresh()
+        assert service.watch.problems() == {"": f"card: {FAULT}"}
         with pytest.raises(CardError, match="cudaErrorIllegalAddress"):
-            await serving
+            await service.watch.cards_failed()
+    await asyncio.to_thread(service.close)
 
-    run(main())
+
+async def test_a_serving_process_ends_with_the_error_of_its_cards(api_model):
+    service, cards = on_cards(api_model)
+    ready = asyncio.Event()
+
+    async def load() -> None:
+        pass
+
+    config = ServerConfig(http_port=0, grpc_port=0, shutdown_delay_s=0)
+    serving = asyncio.create_task(serve(service, config, load, lambda listening: ready.set()))
+    await ready.wait()
+    cards.fault = FAULT
+    for _ in range(2):
+        await service.watch.refresh()
+    with pytest.raises(CardError, match="cudaErrorIllegalAddress"):
+        await serving
 
 
 @pytest.fixture(scope="module")

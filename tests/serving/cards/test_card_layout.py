@@ -18,21 +18,13 @@ from serving.cards.layout import (
 )
 from shard_node.cuda.batch import check_runs
 from shard_node.cuda.kernel_params import MODES
-from shardrank_testing.card_ranking import DENSE, shop_spec
-from shardrank_testing.divided import describe
+from shardrank_testing.card_ranking import DENSE, SHOP_LEVERS, shop_levers, shop_spec
 
-PARTS = {
-    "users": {"blocks": [{"share": 0.2, "dtype": "fp16"}, {"share": 0.3, "dim": 4}, {"dim": 2}]},
+PARTS = SHOP_LEVERS | {
     "films": {"id_mapping": {"kind": "quotient_remainder", "buckets": 20}},
     "tags": {"id_mapping": {"kind": "quotient_remainder", "buckets": 20, "combine": "multiply"}},
-    "cities": {"embedding_dim": 3, "project_to": 4},
 }
 CLASSES = st.builds(BatchClass.of, st.integers(1, 300), st.integers(1, 20), st.integers(0, 5000))
-
-
-def layout_of(kind: str, dense: tuple[int, int] = (2, 3), dtype: torch.dtype = torch.float32) -> CardLayout:
-    spec = shop_spec(kind, dense=dense)
-    return CardLayout(spec, FeatureSchema.of(spec), dtype)
 
 
 @given(st.integers(1, 1 << 20))
@@ -44,67 +36,45 @@ def test_candidates_are_rounded_up_by_a_quarter_at_most(count):
     assert rounded <= rounded_candidates(count + 1)
 
 
-@pytest.mark.parametrize("kind", DENSE)
+@pytest.mark.parametrize(("kind", "levers"), [*((kind, {}) for kind in DENSE), ("target_attention", PARTS)])
 @given(most=CLASSES)
-def test_every_element_of_the_output_is_written_by_one_bag_at_most(kind, most):
-    layout = layout_of(kind)
-    runs, size = layout.runs(most), layout.size(most)
-    features = FeatureSchema.of(shop_spec(kind))
-    check_runs(features.layout, runs, size)
-    written = np.zeros(runs.out_elements, np.int8)
-    for key, table in enumerate(runs.tables.tolist()):
-        bags = most.num_values if runs.modes[key] == MODES["none"] else int(size.bags_per_key[key])
-        bag = runs.out_offsets[key] + np.arange(bags) * runs.out_strides[key]
-        written[bag[:, None] + np.arange(features.layout.tables[table].embedding_dim)] += 1
-    assert written.max() == 1
-    places, shapes = layout.output_places(most), layout.shapes
-    for first, rows, side in (
-        (0, most.num_candidates, shapes.candidate),
-        (places.areas[1], most.num_requests, shapes.context),
-    ):
-        matrix = written[first : first + rows * side.padded_width].reshape(rows, side.padded_width)
-        # Embeddings are pooled into place; dense inputs are copied there, and what is behind them stays zero.
-        assert matrix[:, : side.embedding_width].all()
-        assert not matrix[:, side.embedding_width :].any()
-
-
-@given(most=CLASSES)
-def test_scratch_of_parts_is_written_by_one_bag_at_most_and_every_column_of_the_inputs_comes_from_somewhere(most):
-    spec = describe(shop_spec("target_attention"), PARTS).compiled()
+def test_every_column_of_the_inputs_comes_from_one_place(kind, levers, most):
+    """Of embeddings; dense inputs are copied behind them, and padding stays zero. No bag overlaps another."""
+    spec = shop_levers(shop_spec(kind), levers).compiled()
     schema = FeatureSchema.of(spec)
     layout = CardLayout(spec, schema, torch.float32)
     runs, size = layout.runs(most), layout.size(most)
     check_runs(schema.layout, runs, size)
-    assert runs.keys is None
-    in_two = {feature.name for feature, count in zip(schema.features, layout.values_per_id, strict=True) if count == 2}
-    assert in_two == {"film", "seen", "history", "tag", "liked"}
+    read_twice = {feature.name for feature, n in zip(schema.features, layout.values_per_id, strict=True) if n == 2}
+    assert read_twice == ({"film", "seen", "history", "tag", "liked"} if levers else set())
     written = np.zeros(runs.out_elements, np.int8)
     for key, table in enumerate(runs.tables.tolist()):
-        bag = runs.out_offsets[key] + np.arange(int(size.bags_per_key[key])) * runs.out_strides[key]
+        bags = most.num_values if runs.modes[key] == MODES["none"] else int(size.bags_per_key[key])
+        bag = runs.out_offsets[key] + np.arange(bags) * runs.out_strides[key]
         written[bag[:, None] + np.arange(schema.layout.tables[table].embedding_dim)] += 1
     assert written.max() == 1
-    places = layout.output_places(most)
     areas = [
         written[first : first + area.count(most) * area.width].reshape(-1, area.width)
-        for first, area in zip(places.areas, layout.areas, strict=True)
+        for first, area in zip(layout.output_places(most).areas, layout.areas, strict=True)
     ]
     for run, source, column, target in layout.sums:
         assert areas[source][:, column : column + run.count * run.dim].all()
         assert areas[source].shape[0] == areas[target].shape[0]
         areas[target][:, run.column : run.column + run.count * run.width] += not run.adds
-    for one in layout.products:
-        assert areas[one.source].all()
-        areas[one.target][:, one.column : one.column + one.dim] += 1
-    sides = (layout.shapes.candidate, layout.shapes.context)
-    for matrix, width in zip(areas, [*(side.embedding_width for side in sides), 16], strict=False):
+    for product in layout.products:
+        assert areas[product.source].all()
+        areas[product.target][:, product.column : product.column + product.dim] += 1
+    widths = [side.embedding_width for side in (layout.shapes.candidate, layout.shapes.context)]
+    for matrix, width in zip(areas, [*widths, *(dim for _, _, dim in layout.sequences)], strict=False):
         assert (matrix[:, :width] == 1).all()
         assert not matrix[:, width:].any()
 
 
 @pytest.mark.parametrize("dense", [(0, 0), (1, 0), (13, 7)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_vectors_of_whole_16_bytes_begin_at_whole_16_bytes_whatever_the_dense_inputs(dense, dtype):
-    layout = layout_of("dlrm", dense, dtype)
+def test_vectors_are_aligned_whatever_the_dense_inputs(dense, dtype):
+    spec = shop_spec("dlrm", dense=dense)
+    layout = CardLayout(spec, FeatureSchema.of(spec), dtype)
     runs = layout.runs(BatchClass.of(40, 3, 200))
     size = dtype.itemsize
     dims = [layout.shapes.dims[0] * size, *(np.array(runs.out_offsets) * size), *(np.array(runs.out_strides) * size)]

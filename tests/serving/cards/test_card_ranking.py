@@ -11,11 +11,9 @@ import pytest
 
 from loader.registry.fleet import DenseStep
 from loader.snapshot.reader import Snapshot
-from serving.cards.layout import BatchClass
 from serving.limits import RequestLimits
 from serving.rank.ranking import Ranking
 from serving.versions.served_model import ServedModel, ranking_parts
-from shard_node.cuda.batch import GAP_BYTES
 from shardrank_testing.card_engines import OnCards, engine_params
 from shardrank_testing.card_ranking import (
     DENSE,
@@ -30,7 +28,6 @@ from shardrank_testing.card_ranking import (
     shop_spec,
     write_shop,
 )
-from shardrank_testing.emulated_cards import EmulatedCards
 
 ON = (
     OnCards(1, "peers"),
@@ -75,7 +72,7 @@ def test_scores_are_those_of_the_cpu_engine_again_and_again(paths, on_cpu, rng, 
         assert {one.is_graph for one in captured} == {kind != "target_attention"}
 
 
-def test_replicas_take_turns_over_the_cards_and_all_give_the_same_scores(paths, on_cpu, rng):
+def test_replicas_are_on_the_cards_in_turn(paths, on_cpu, rng):
     with served_on(paths["dlrm"], OnCards(3, "peers"), num_replicas=4) as served:
         assert [ranking_of(served, replica).scorer.lane.card.number for replica in range(4)] == [0, 1, 2, 0]
         batch = shop_batch(served, rng, [4, 6])
@@ -85,7 +82,7 @@ def test_replicas_take_turns_over_the_cards_and_all_give_the_same_scores(paths, 
 
 @pytest.mark.parametrize("kind", DENSE)
 @pytest.mark.parametrize("on", engine_params((TWO,), (OnCards(2, "peers", "logical"),)))
-def test_in_bfloat16_scores_are_those_of_a_bfloat16_model_on_the_cpu(paths, on_cpu, rng, kind, on):
+def test_bfloat16_scores_are_those_of_the_cpu(paths, on_cpu, rng, kind, on):
     with served_on(paths[kind], on) as served:
         parts = ranking_parts(Snapshot.open(paths[kind]), served.schema, "bfloat16")
         for candidates in CANDIDATES * 2:
@@ -100,26 +97,7 @@ def test_in_bfloat16_scores_are_those_of_a_bfloat16_model_on_the_cpu(paths, on_c
             np.testing.assert_allclose(of_cards, score(on_cpu[kind], batch), atol=0.05)
 
 
-def test_a_replica_that_goes_on_with_another_dense_model_scores_with_that_one(paths, rng):
-    with served_on(paths["mlp"], TWO) as served:
-        batch = shop_batch(served, rng, [6])
-        before = score(served, batch)
-        scorer = ranking_of(served).scorer
-        parts = ranking_parts(Snapshot.open(paths["mlp"]), served.schema, "bfloat16")
-
-        async def work(ranking: Ranking) -> None:
-            ranking.use(parts)
-            ranking.warm(None)
-
-        buffers = set(scorer.classes)
-        ask(served._replicas[0], work)
-        after = score(served, batch)
-        assert (before != after).any()
-        np.testing.assert_allclose(after, before, atol=0.05)
-        assert set(scorer.classes) <= buffers | {BatchClass.of(6, 1, batch.bags.num_values)}
-
-
-def test_a_dense_step_answers_by_graphs_from_its_first_batch_on_and_older_ones_leave_nothing(paths, rng):
+def test_a_dense_step_has_its_graphs_from_its_first_batch_on(paths, rng):
     snapshot = Snapshot.open(paths["mlp"])
     with served_on(paths["mlp"], TWO, RequestLimits(max_batch_candidates=128)) as served:
         scorer = ranking_of(served).scorer
@@ -150,32 +128,10 @@ def test_a_dense_step_answers_by_graphs_from_its_first_batch_on_and_older_ones_l
             assert len({model for model, _ in scorer._batches}) == 2
 
 
-def test_the_classes_of_one_request_are_warm_before_the_first_one_comes(paths, rng):
+def test_classes_of_one_request_are_warm(paths, rng):
     with served_on(paths["mlp"], TWO, RequestLimits(max_batch_candidates=128)) as served:
         scorer = ranking_of(served).scorer
         assert [one.num_candidates for one in scorer.classes] == [32, 64, 96, 128]
         assert (num_graphs(scorer), num_replays(scorer)) == (4, 0)
         score(served, shop_batch(served, rng, [100], longest=1))
         assert (num_graphs(scorer), num_replays(scorer)) == (4, 1)
-
-
-@pytest.mark.parametrize("kind", ["mlp", "target_attention"])
-def test_a_batch_sends_up_what_it_takes_of_its_classs_buffers(paths, on_cpu, rng, kind):
-    with served_on(paths[kind], TWO, RequestLimits(max_batch_candidates=2048)) as served:
-        scorer = ranking_of(served).scorer
-        cards = scorer.engine.card_set.cards
-        assert isinstance(cards, EmulatedCards)
-        for longest in (6, 4):
-            batch = shop_batch(served, rng, [2000], longest=longest)
-            most = BatchClass.of(2000, 1, batch.bags.num_values)
-            for is_graph in (False, True, True):
-                scorer.use_graphs = is_graph
-                cards.bytes_up.clear()
-                np.testing.assert_allclose(score(served, batch), score(on_cpu[kind], batch), rtol=1e-4, atol=1e-5)
-                assert scorer.classes[-1] == most == BatchClass(2048, 1, 32768)
-                buffers = next(reversed(scorer._batches.values()))
-                # Ids and weights that there is room for, and that do not come, are not sent.
-                left_out = 8 * (most.num_values - batch.bags.num_values)
-                assert sum(cards.bytes_up) <= buffers._slot.batch.size_bytes - left_out + GAP_BYTES
-                assert len(cards.bytes_up) <= 2
-            assert buffers.is_captured

@@ -1,19 +1,19 @@
-"""A service whose rows are on cards keeps what it promises: golden checks, errors, deltas, swaps, metrics, no leak."""
+"""A service whose rows are on cards keeps what it promises: errors, deltas, swaps, metrics, no leak."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import re
 import threading
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from loader.deltas.publisher import AsyncDeltaPublisher
 from loader.snapshot.codecs import codec_for
-from loader.snapshot.golden import GoldenRequests
 from serving.embedded import Ranker
 from serving.errors import UnknownIdError
 from serving.limits import RequestLimits
@@ -24,16 +24,12 @@ from shardrank_testing.agent_fleet import agent_fleet, with_live
 from shardrank_testing.card_engines import OnCards, engine_params
 from shardrank_testing.card_ranking import ranking_of, score, served_on, shop_batch, shop_spec, write_shop
 from shardrank_testing.emulated_cards import EmulatedCards
-from shardrank_testing.golden import golden_of
 from shardrank_testing.serving_api import (
     FILMS,
     MODEL,
     ApiModel,
     api_request,
-    run,
-    running_api,
     served_service,
-    write_api_model,
 )
 
 LIMITS = RequestLimits(max_batch_candidates=64)
@@ -41,18 +37,16 @@ ON = (OnCards(2, "peers"), OnCards(3, "every tier"))
 
 
 @pytest.fixture(scope="module")
-def golden(api_model) -> GoldenRequests:
-    return golden_of(api_model)
-
-
-@pytest.fixture(scope="module")
 def shop(tmp_path_factory) -> Path:
     return write_shop(tmp_path_factory.mktemp("shop"), shop_spec("dlrm"))
 
 
+def on_service(on: OnCards, model: ApiModel, **options) -> RankingService:
+    return served_service(model, LIMITS, cards=on.num_cards, card_set=on.card_set(model.spec), **options)
+
+
 def on_cards(on: OnCards, model: ApiModel, **options) -> Ranker:
-    card_set = on.card_set(model.spec)
-    return Ranker(served_service(model, LIMITS, cards=on.num_cards, card_set=card_set, **options), MODEL)
+    return Ranker(on_service(on, model, **options), MODEL)
 
 
 @pytest.mark.parametrize("on", engine_params(ON))
@@ -62,6 +56,10 @@ def test_requests_are_ranked_and_looked_up_as_they_must_be(api_model, api_servic
         for seed in range(6):
             request = api_request(seed, 3 + seed)
             np.testing.assert_allclose(ranker.rank(request)["scores"], api_model.scores(request), rtol=1e-4)
+        wrong = api_request(0)
+        wrong["candidates"]["sparse"]["film"][1] = FILMS + 5
+        with pytest.raises(UnknownIdError, match=rf"candidates.sparse.film\[1\].*{FILMS + 5} has no row"):
+            ranker.rank(wrong)
         looked_up = ranker.lookup({"sparse": names})["embeddings"]
     expected = Ranker(api_service, MODEL).lookup({"sparse": names})["embeddings"]
     for name in names:
@@ -69,67 +67,45 @@ def test_requests_are_ranked_and_looked_up_as_they_must_be(api_model, api_servic
             np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_an_id_without_a_row_is_told_to_the_request_that_has_it(api_model):
-    with on_cards(ON[0], api_model) as ranker:
-        request = api_request(0)
-        request["candidates"]["sparse"]["film"][1] = FILMS + 5
-        with pytest.raises(UnknownIdError, match=rf"candidates.sparse.film\[1\].*{FILMS + 5} has no row"):
-            ranker.rank(request)
-        request = api_request(1)
-        np.testing.assert_allclose(ranker.rank(request)["scores"], api_model.scores(request), rtol=1e-4)
+@pytest.mark.parametrize(("on", "peer_access"), [(ON[1], 1.0), (OnCards(2, "every tier", "no peer access"), 0.0)])
+async def test_metrics_name_tiers_and_peer_access(api_model, on, peer_access):
+    service = on_service(on, api_model)
+    await asyncio.to_thread(Ranker(service, MODEL).rank, api_request(1))
+    await service.watch.refresh()
+    samples = [
+        (sample.name, sample.labels, sample.value)
+        for family in text_string_to_metric_families(service.metrics.render().decode())
+        for sample in family.samples
+    ]
+    await asyncio.to_thread(service.close)
 
+    def values(of: str, label: str = "version") -> dict[str, float]:
+        return {labels[label]: value for name, labels, value in samples if name == of}
 
-def test_the_metrics_tell_the_tiers_and_whether_cards_read_each_other(api_model):
-    async def told(on: OnCards) -> str:
-        service = served_service(api_model, LIMITS, cards=on.num_cards, card_set=on.card_set(api_model.spec))
-        try:
-            await asyncio.to_thread(Ranker(service, MODEL).rank, api_request(1))
-            async with running_api(service) as api:
-                await service.watch.refresh()
-                return (await api.http.get("/metrics")).text
-        finally:
-            await asyncio.to_thread(service.close)
-
-    where = f'model="{MODEL}",replica="local",shard="0"'
-    for on, peer_access in ((ON[1], "1.0"), (OnCards(2, "every tier", "no peer access"), "0.0")):
-        lines = {}
-        for line in run(told(on)).splitlines():
-            if not line.startswith("#"):
-                name, _, value = line.rpartition(" ")
-                lines[name] = value
-        tiers = {
-            re.search('tier="([a-z]+)"', name)[1]: one
-            for name, one in lines.items()
-            if name.startswith("shardrank_memory_bytes")
-        }
-        assert tiers.keys() >= {"card", "hot", "pinned"}
-        assert all(float(value) > 0 for value in tiers.values())
-        assert lines[f'shardrank_cards_peer_access{{{where},version="1"}}'] == peer_access
-        for reason in ("outside_table", "not_here"):
-            labels = where.replace(",replica", f',reason="{reason}",replica')
-            assert lines[f'shardrank_card_bad_values_total{{{labels},version="1"}}'] == "0.0"
-        assert any("rows_looked_up_total" in name and 'tier="card"' in name for name in lines)
-        # Sequences are as long as they are: their batches have no graph.
-        assert lines[f'shardrank_card_batches_total{{how="launches",model="{MODEL}"}}'] == "1.0"
+    memory = values("shardrank_memory_bytes", "tier")
+    assert memory.keys() >= {"card", "hot", "pinned"}
+    assert all(size > 0 for size in memory.values())
+    assert values("shardrank_cards_peer_access") == {"1": peer_access}
+    assert values("shardrank_card_bad_values_total", "reason") == {"outside_table": 0.0, "not_here": 0.0}
+    assert "card" in values("shardrank_rows_looked_up_total", "tier")
+    # Sequences are as long as they are: their batches have no graph.
+    assert values("shardrank_card_batches_total", "how")["launches"] == 1.0
 
 
 @pytest.mark.parametrize("on", engine_params((OnCards(3, "peers"), OnCards(3, "peers", "as late as can be"), ON[1])))
 def test_a_batch_sees_all_rows_of_a_write_or_none(shop, on):
     """Two states of a whole table in turn, while two replicas rank: every batch has the scores of one of them."""
     rng = np.random.default_rng(0)
-    spec = shop_spec("dlrm")
     with served_on(shop, on, num_replicas=2) as served:
         engine = ranking_of(served).scorer.engine
         table = engine.layout.index["films"]
-        rows = np.arange(500, dtype=np.int64)
-        codec = codec_for("int8", 8)
-        states = [codec.encode(np.full((500, 8), value, np.float32)) for value in (1.0, -2.0)]
+        rows, codec = np.arange(engine.layout.tables[table].num_embeddings), codec_for("int8", 8)
+        states = [codec.encode(np.full((rows.size, 8), value, np.float32)) for value in (1.0, -2.0)]
         batch = shop_batch(served, rng, [7, 4])
         expected = []
         for stored in states:
             engine.write_rows(table, rows, stored)
             expected.append(score(served, batch))
-        assert spec.table_of("film").num_embeddings == 500
         assert np.abs(expected[0] - expected[1]).max() > 1e-3
         ended = threading.Event()
 
@@ -150,7 +126,7 @@ def test_a_batch_sees_all_rows_of_a_write_or_none(shop, on):
         assert any(np.allclose(scores, one, rtol=1e-5, atol=1e-6) for one in expected)
 
 
-def test_a_batch_that_a_card_has_no_room_for_is_refused_and_the_next_one_is_scored(shop):
+def test_only_a_batch_without_room_on_the_card_is_refused(shop):
     rng = np.random.default_rng(0)
     with served_on(shop, None) as reference:
         small, large = shop_batch(reference, rng, [20]), shop_batch(reference, rng, [4000])
@@ -167,66 +143,49 @@ def test_a_batch_that_a_card_has_no_room_for_is_refused_and_the_next_one_is_scor
         in_the_way.free()
 
 
-@pytest.fixture(scope="module")
-def versions(tmp_path_factory) -> dict[int, ApiModel]:
-    store = tmp_path_factory.mktemp("store")
-    found = {}
-    for version in (1, 2):
-        draft = write_api_model(tmp_path_factory.mktemp("draft"), version, seed=version)
-        found[version] = write_api_model(store, version, seed=version, golden=golden_of(draft))
-    return found
-
-
-def test_versions_are_swapped_and_deltas_applied_on_cards_while_requests_are_answered(versions, tmp_path_factory):
+async def test_versions_are_swapped_and_deltas_applied_on_cards(versions, store, folder):
+    """While requests are answered; what goes leaves no memory behind."""
     cards = EmulatedCards(2)
     free = [card.free_bytes() for card in cards.cards]
     requests = [api_request(seed) for seed in range(4)]
+    answered: Counter[int] = Counter()
+    is_over = False
 
-    async def main() -> None:
-        store = versions[1].path.parent.parent
-        async with agent_fleet(tmp_path_factory.mktemp("f"), store, shards=1, replicas=0) as fleet:
-            card_set = CardSet(cards, CardOptions(card_memory_gb=1e-3))
-            node, service = await with_live(fleet, versions, local=True, limits=LIMITS, card_set=card_set)
-            answers: list[tuple[int, int, list[float]]] = []
-            stop, is_new = asyncio.Event(), asyncio.Event()
+    async with agent_fleet(folder, store, shards=1, replicas=0) as fleet:
+        card_set = CardSet(cards, CardOptions(card_memory_gb=1e-3))
+        node, service = await with_live(fleet, versions, local=True, limits=LIMITS, card_set=card_set)
+        ranker = Ranker(service, MODEL)
 
-            async def load() -> None:
-                ranker = Ranker(service, MODEL)
-                for number in itertools.cycle(range(len(requests))):
-                    if stop.is_set():
-                        return
-                    answer = await asyncio.to_thread(ranker.rank, requests[number])
-                    answers.append((answer["version"], number, answer["scores"]))
-                    if answer["version"] == 2:
-                        is_new.set()
+        async def load() -> None:
+            for request in itertools.cycle(requests):
+                answer = await asyncio.to_thread(ranker.rank, request)
+                version = answer["version"]
+                np.testing.assert_allclose(answer["scores"], versions[version].scores(request), rtol=1e-4)
+                answered[version] += 1
+                if is_over:
+                    return
 
-            loads = [asyncio.create_task(load()) for _ in range(2)]
+        async with asyncio.TaskGroup() as loads:
+            for _ in range(2):
+                loads.create_task(load())
             await fleet.want(MODEL, hold=(1, 2), serve=(1, 2))
             await fleet.until_state("serve-0", MODEL, 2, "ready")
             await fleet.want(MODEL, live=2)
-            await fleet.until("serve-0", lambda told: told.live.get(MODEL) == 2)
+            await fleet.until("serve-0", lambda node: node.live.get(MODEL) == 2)
             await fleet.want(MODEL, hold=(2,), serve=(2,), follow=(2,))
             await fleet.until_state("serve-0", MODEL, 1, None)
-            await is_new.wait()
-            stop.set()
-            await asyncio.gather(*loads)
-            for version, number, scores in answers:
-                np.testing.assert_allclose(scores, versions[version].scores(requests[number]), rtol=1e-4)
-            assert {version for version, _, _ in answers} == {1, 2}
-            await check_delta(fleet, service)
-        # A process that leaves ends with its rows; this one goes on.
-        await asyncio.to_thread(node._local.node.close)
-
-    async def check_delta(fleet, service: RankingService) -> None:
+            is_over = True
+        assert answered[1]
+        assert answered[2]
         publisher = AsyncDeltaPublisher(fleet.fleet.registry, MODEL, 2)
         await publisher.open()
         values = np.full((FILMS, 8), 3.0, np.float32)
         sequence = await publisher.publish("films", np.arange(FILMS), values)
-        await fleet.until("serve-0", lambda told: told.report(MODEL, 2).delta_sequence == sequence)
-        answer = await asyncio.to_thread(Ranker(service, MODEL).rank, requests[0])
+        await fleet.until("serve-0", lambda node: node.report(MODEL, 2).delta_sequence == sequence)
+        answer = await asyncio.to_thread(ranker.rank, requests[0])
         model = versions[2]
         changed = ApiModel(model.path, model.spec, {**model.tables, "films": values}, model.tensors)
         np.testing.assert_allclose(answer["scores"], changed.scores(requests[0]), rtol=1e-4)
-
-    run(main())
+    # A process that leaves ends with its rows; this one goes on.
+    await asyncio.to_thread(node._local.node.close)
     assert [card.free_bytes() for card in cards.cards] == free

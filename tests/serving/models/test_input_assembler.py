@@ -20,9 +20,7 @@ from serving.models.inputs import InputAssembler, RankingInputs, padded_sequence
 from shard_node.bags import KeyedBags
 from shard_node.engine.reference import ReferenceEngine
 from shard_node.node import LoadedTables, LocalShard, ShardNode
-from shard_node.partition import NodeIdentity
-
-ROWS = 20
+from shardrank_testing.snapshots import random_rows
 
 
 def spec_of(features: list[tuple[str, str, int]], dense: tuple[int, int] = (0, 0)) -> ModelSpec:
@@ -30,21 +28,17 @@ def spec_of(features: list[tuple[str, str, int]], dense: tuple[int, int] = (0, 0
     return ModelSpec(
         model="m",
         tables=tuple(
-            TableSpec.model_validate(
-                {
-                    "name": f"t{i}",
-                    "num_embeddings": ROWS,
-                    "embedding_dim": dim,
-                    "feature_names": [f"f{i}"],
-                    "pooling": pooling,
-                    "dtype": "fp32",
-                }
+            TableSpec(
+                name=f"t{i}",
+                num_embeddings=20,
+                embedding_dim=dim,
+                feature_names=(f"f{i}",),
+                pooling=pooling,
+                dtype="fp32",
             )
             for i, (_, pooling, dim) in enumerate(features)
         ),
-        features=tuple(
-            FeatureSpec.model_validate({"name": f"f{i}", "side": side}) for i, (side, _, _) in enumerate(features)
-        ),
+        features=tuple(FeatureSpec(name=f"f{i}", side=side) for i, (side, _, _) in enumerate(features)),
         dense_inputs=DenseInputs(context=dense[0], candidate=dense[1]),
         dense_model=DenseModelSpec(kind="mlp"),
     )
@@ -53,20 +47,15 @@ def spec_of(features: list[tuple[str, str, int]], dense: tuple[int, int] = (0, 0
 def look_up(spec: ModelSpec, candidates: list[int], max_hotness: int, rng: np.random.Generator) -> Embeddings:
     """A random batch through router and node, all in this process."""
     schema, plan = FeatureSchema.of(spec), Plan.make(spec, 1, "hash")
-    tables = {table.name: rng.normal(size=(ROWS, table.embedding_dim)).astype(np.float32) for table in spec.tables}
-    identity = NodeIdentity(shard_index=0, num_shards=1, num_cards=1, sharding="hash")
-    node = ShardNode(identity)
+    tables = {table.name: random_rows(rng, table.num_embeddings, table.embedding_dim) for table in spec.tables}
+    node = ShardNode(plan.identity(0))
     node.stage("m", 1, LoadedTables(ReferenceEngine(spec, tables), "identity", plan.digest))
     node.flip("m", 1)
     bags_per_key = np.where(schema.is_context, len(candidates), sum(candidates)).astype(np.int64)
     lengths = rng.integers(0, max_hotness + 1, int(bags_per_key.sum()))
-    bags = KeyedBags.from_lengths(
-        np.arange(len(schema.features), dtype=np.int32),
-        bags_per_key,
-        lengths,
-        rng.integers(0, ROWS, int(lengths.sum())),
-    )
+    keys, rows = np.arange(len(schema.features), dtype=np.int32), rng.integers(0, 20, int(lengths.sum()))
     router = Router(schema, IdMapper(schema, {}), plan, [LocalShard(node)])
+    bags = KeyedBags.from_lengths(keys, bags_per_key, lengths, rows)
     return asyncio.run(router.lookup("m", 1, bags, math.inf))
 
 
@@ -80,7 +69,7 @@ def assemble(
     return inputs, owner, context, candidate
 
 
-def test_batches_that_share_a_buffer_are_those_with_memory_of_their_own():
+def test_a_shared_buffer_changes_no_batch():
     spec = spec_of([("candidate", "sum", 4), ("context", "sum", 4), ("candidate", "mean", 3)], (2, 1))
     rng, buffer = np.random.default_rng(6), None
     for candidates in ([2, 3], [1], [4, 4, 4], [2]):
@@ -125,13 +114,7 @@ FEATURES = st.lists(
     st.sampled_from([torch.float32, torch.bfloat16]),
     st.integers(0, 2**32 - 1),
 )
-def test_every_column_holds_its_own_feature_of_its_own_request(
-    features: list[tuple[str, str, int]],
-    candidates: list[int],
-    dense: tuple[int, int],
-    dtype: torch.dtype,
-    seed: int,
-) -> None:
+def test_every_column_holds_its_own_feature_of_its_own_request(features, candidates, dense, dtype, seed) -> None:
     spec, rng = spec_of(features, dense), np.random.default_rng(seed)
     embeddings = look_up(spec, candidates, 3, rng)
     inputs, owner, context, candidate = assemble(spec, embeddings, candidates, rng, dtype)

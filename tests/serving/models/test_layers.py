@@ -100,7 +100,7 @@ SIDES = st.tuples(st.integers(0, 6), st.integers(0, 6)).filter(any)
 
 
 @given(SIDES, st.lists(st.integers(0, 4), min_size=1, max_size=4), st.booleans(), st.integers(0, 10_000))
-def test_columns_read_once_a_request_give_what_each_row_would_have_read(widths, counts, is_packed, seed):
+def test_columns_read_once_a_request_are_those_of_each_row(widths, counts, is_packed, seed):
     rng = np.random.default_rng(seed)
     order = rng.permutation(sum(widths))
     columns = [np.append(order[: widths[0]], -1), np.append(order[widths[0] :], -1)]

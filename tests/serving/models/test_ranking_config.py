@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec
-from loader.snapshot.tables import TableSpec
+from loader.snapshot.manifest import DenseModelSpec
 from serving.errors import RankingModelError
 from serving.models.config import parse_dense_model
 from shardrank_testing.ranking import CONFIGS, ranking_spec
@@ -53,45 +52,37 @@ def test_an_unknown_kind_is_refused_naming_the_known_ones() -> None:
         parse_dense_model(spec)
 
 
-@pytest.mark.parametrize("kind", ["mlp", "dlrm", "dcn_v2"])
-def test_a_sequence_feature_is_refused_by_a_model_that_would_not_read_it(kind: str) -> None:
-    with pytest.raises(RankingModelError, match=r"feature 'history' has pooling none, which .* does not use"):
-        parse_dense_model(ranking_spec(kind, history="none"))
+NOT_USED = "feature 'history' has pooling none, which .* does not use"
 
 
-def test_a_pooled_history_is_refused_by_target_attention() -> None:
-    with pytest.raises(
-        RankingModelError, match="history_feature 'history' must be a context feature with pooling none"
-    ):
-        parse_dense_model(ranking_spec("target_attention", history="mean"))
+@pytest.mark.parametrize(
+    ("kind", "history", "problem"),
+    [
+        ("mlp", "none", NOT_USED),
+        ("dlrm", "none", NOT_USED),
+        ("dcn_v2", "none", NOT_USED),
+        ("target_attention", "mean", "history_feature 'history' must be a context feature with pooling none"),
+    ],
+)
+def test_a_history_of_another_pooling_is_refused(kind: str, history: str, problem: str) -> None:
+    with pytest.raises(RankingModelError, match=problem):
+        parse_dense_model(ranking_spec(kind, history=history))
 
 
-def spec_of_dims(kind: str, dims: dict[str, int], config: dict[str, Any], dense: int = 0) -> ModelSpec:
-    return ModelSpec(
-        model="films",
-        tables=tuple(
-            TableSpec(name=name, num_embeddings=9, embedding_dim=dim, feature_names=(name,))
-            for name, dim in dims.items()
-        ),
-        features=tuple(
-            FeatureSpec(
-                name=name,
-                side="context" if name == "history" else "candidate",
-                pooling="none" if name == "history" else None,
-            )
-            for name in dims
-        ),
-        dense_inputs=DenseInputs(candidate=dense),
-        dense_model=DenseModelSpec(kind=kind, config=config),
-    )
-
-
-def test_dlrm_refuses_features_of_several_dims() -> None:
-    with pytest.raises(RankingModelError, match=r"one embedding_dim, got \{'a': 4, 'b': 8\}"):
-        parse_dense_model(spec_of_dims("dlrm", {"a": 4, "b": 8}, {}))
-
-
-def test_target_attention_refuses_a_history_of_another_dim() -> None:
-    config = {"history_feature": "history", "target_feature": "film"}
-    with pytest.raises(RankingModelError, match=r"differ in embedding_dim: \{'history': 8, 'film': 4\}"):
-        parse_dense_model(spec_of_dims("target_attention", {"film": 4, "history": 8}, config))
+@pytest.mark.parametrize(
+    ("kind", "problem"),
+    [
+        ("dlrm", r"one embedding_dim, got \{'user': 4, 'history': 8, 'film': 8, 'genre': 4\}"),
+        ("target_attention", r"differ in embedding_dim: \{'history': 8, 'film': 4\}"),
+    ],
+)
+def test_features_of_other_dims_are_refused(kind: str, problem: str) -> None:
+    spec = ranking_spec(kind)
+    users, films, genres = spec.tables
+    if kind == "dlrm":
+        tables = (users, films.model_copy(update={"embedding_dim": 8}), genres)
+    else:
+        past = films.model_copy(update={"name": "past", "feature_names": ("history",), "embedding_dim": 8})
+        tables = (users, films.model_copy(update={"feature_names": ("film",)}), past, genres)
+    with pytest.raises(RankingModelError, match=problem):
+        parse_dense_model(spec.model_copy(update={"tables": tables}))

@@ -6,7 +6,6 @@ import asyncio
 import json
 import socket
 import threading
-from typing import Any
 
 import pytest
 
@@ -14,7 +13,8 @@ from serving.errors import OverloadedError
 from serving.limits import RequestLimits
 from serving.rank.batcher import MAX_WAITING_OF_AN_OWNER, Batcher, Pending, UntakenAnswers, finish
 from shard_node.errors import DeadlineExceededError
-from shardrank_testing.serving_api import MODEL, api_service, run, running_api
+from shardrank_testing.nodes import until
+from shardrank_testing.serving_api import MODEL, api_service, running_api
 from shardrank_testing.waiting import Clock, Model
 
 
@@ -23,76 +23,56 @@ def model() -> Model:
     return Model()
 
 
-def wake_counter() -> tuple[list[int], object]:
-    calls: list[int] = []
-    return calls, lambda: calls.append(1)
+def unwoken() -> None:
+    """Wake a replica of which a test takes batches itself."""
 
 
-def test_an_idle_replica_is_woken_by_the_first_request_and_only_once(model):
-    batcher, (calls, wake) = Batcher(RequestLimits()), wake_counter()
-    assert batcher.take(wake) == []
-    first, second = model.rank(), model.rank()
-    batcher.submit(first)
-    batcher.submit(second)
-    assert calls == [1]
-    assert batcher.take(wake) == [first, second]
+def test_an_idle_replica_is_woken_once(model):
+    batcher, woken = Batcher(RequestLimits()), []
+    assert batcher.take(lambda: woken.append(1)) == []
+    requests = [model.rank(), model.rank()]
+    for request in requests:
+        batcher.submit(request)
+    assert woken == [1]
+    assert batcher.take(unwoken) == requests
 
 
-def test_requests_are_joined_up_to_the_limit_of_candidates_in_order(model):
-    batcher, (_, wake) = Batcher(RequestLimits(max_batch_candidates=10)), wake_counter()
-    waiting = [model.rank(count) for count in (4, 6, 1, 30, 2)]
-    for one in waiting:
-        batcher.submit(one)
-    assert batcher.take(wake) == waiting[:2]
-    assert batcher.take(wake) == waiting[2:3]
-    # More than a batch's limit by itself: it goes alone.
-    assert batcher.take(wake) == waiting[3:4]
-    assert batcher.take(wake) == waiting[4:]
+# Sizes are (candidates, longest sequence), and None a lookup.
+@pytest.mark.parametrize(
+    ("limits", "sizes", "batches"),
+    [
+        # What is more than a batch's limit by itself goes alone.
+        ({"max_batch_candidates": 10}, [(4, 1), (6, 1), (1, 1), (30, 1), (2, 1)], [2, 1, 1, 1]),
+        # A pair is a candidate and an item of the batch's longest sequence, to which all others are padded.
+        ({"max_batch_pairs": 1000}, [(10, 50), (10, 20), (1, 200), (4, 10), (50, 50)], [2, 2, 1]),
+        ({}, [(1, 1), None, None, (1, 1)], [1, 1, 1, 1]),
+    ],
+)
+def test_requests_are_joined_in_order_up_to_the_limits(model, limits, sizes, batches):
+    batcher = Batcher(RequestLimits(**limits))
+    waiting = [model.lookup() if size is None else model.sized(size[0], 1, size[1]) for size in sizes]
+    for request in waiting:
+        batcher.submit(request)
+    taken = [batcher.take(unwoken) for _ in batches]
+    assert [len(batch) for batch in taken] == batches
+    assert [request for batch in taken for request in batch] == waiting
 
 
-def test_a_lookup_goes_alone(model):
-    batcher, (_, wake) = Batcher(RequestLimits()), wake_counter()
-    waiting = [model.rank(), model.lookup(), model.lookup(), model.rank()]
-    for one in waiting:
-        batcher.submit(one)
-    assert [batcher.take(wake) for _ in waiting] == [[one] for one in waiting]
-
-
-def test_a_full_queue_refuses_at_once_and_gives_the_lease_back(model):
-    batcher = Batcher(RequestLimits(max_queue=2))
-    batcher.submit(model.rank())
-    batcher.submit(model.rank())
-    third = model.rank()
-    with pytest.raises(OverloadedError, match="max_queue = 2"):
-        batcher.submit(third)
-    assert batcher.num_waiting == 2
-    assert model.leases == 2
-
-
-def test_what_expired_or_was_abandoned_is_dropped_before_it_is_run(model):
+def test_expired_and_abandoned_requests_are_never_run(model):
     clock = Clock()
-    batcher, (_, wake) = Batcher(RequestLimits(), clock), wake_counter()
+    batcher = Batcher(RequestLimits(), clock)
     expired, abandoned, alive = model.rank(deadline=5.0), model.rank(), model.rank()
     for one in (expired, abandoned, alive):
         batcher.submit(one)
     abandoned.abandoned = True
     clock.now = 6.0
-    assert batcher.take(wake) == [alive]
+    assert batcher.take(unwoken) == [alive]
     with pytest.raises(DeadlineExceededError):
         expired.future.result(0)
     assert model.leases == 1
 
 
-def test_a_long_history_is_not_joined_with_many_candidates_of_others(model):
-    batcher, (_, wake) = Batcher(RequestLimits(max_batch_pairs=1000)), wake_counter()
-    # candidates x the longest sequence of the batch, to which all others are padded
-    waiting = [model.sized(count, 1, longest) for count, longest in ((10, 50), (10, 20), (1, 200), (4, 10), (50, 50))]
-    for one in waiting:
-        batcher.submit(one)
-    assert [batcher.take(wake) for _ in range(3)] == [waiting[:2], waiting[2:4], waiting[4:]]
-
-
-def test_a_full_queue_drops_what_nobody_waits_for_before_it_refuses(model):
+def test_a_full_queue_drops_abandoned_requests_and_then_refuses(model):
     clock = Clock()
     batcher = Batcher(RequestLimits(max_queue=3), clock)
     expired, abandoned, alive = model.rank(deadline=5.0), model.rank(), model.rank()
@@ -107,7 +87,8 @@ def test_a_full_queue_drops_what_nobody_waits_for_before_it_refuses(model):
         expired.future.result(0)
     with pytest.raises(OverloadedError, match="max_queue = 3"):
         batcher.submit(model.rank())
-    assert batcher.take(lambda: None) == [alive, *newest]
+    assert (batcher.num_waiting, model.leases) == (3, 3)
+    assert batcher.take(unwoken) == [alive, *newest]
 
 
 def test_every_request_of_many_threads_is_taken_exactly_once(model):
@@ -153,100 +134,71 @@ async def asking(untaken: UntakenAnswers, owner: str, num_floats: int) -> asynci
     return task
 
 
-def test_one_owner_has_a_quarter_of_the_room_and_others_go_on():
-    async def main() -> None:
-        untaken = UntakenAnswers(400)
-        await untaken.take("a", 100, FAR_S)
-        waits = await asking(untaken, "a", 1)
-        assert not waits.done()
-        for owner in ("b", "c", "d"):
-            await untaken.take(owner, 100, FAR_S)
-        full = await asking(untaken, "e", 1)
-        assert not full.done()
-        untaken.give("b", 100)
-        await full
-        assert not waits.done()
-        untaken.give("a", 100)
-        await waits
-
-    run(main())
+async def test_one_owner_has_a_quarter_of_the_room_and_others_go_on():
+    untaken = UntakenAnswers(400)
+    await untaken.take("a", 100, FAR_S)
+    waits = await asking(untaken, "a", 1)
+    assert not waits.done()
+    for owner in ("b", "c", "d"):
+        await untaken.take(owner, 100, FAR_S)
+    full = await asking(untaken, "e", 1)
+    assert not full.done()
+    untaken.give("b", 100)
+    await full
+    assert not waits.done()
+    untaken.give("a", 100)
+    await waits
 
 
-def test_who_waits_too_long_is_told_the_limit_and_makes_room():
-    async def main() -> None:
-        untaken = UntakenAnswers(400)
-        await untaken.take("a", 100, FAR_S)
-        with pytest.raises(DeadlineExceededError, match="max_untaken_floats = 400"):
-            await untaken.take("a", 10, 0.01)
-        untaken.give("a", 100)
-        await untaken.take("a", 100, FAR_S)
-
-    run(main())
+async def test_who_waits_too_long_is_told_the_limit_and_makes_room():
+    untaken = UntakenAnswers(400)
+    await untaken.take("a", 100, FAR_S)
+    with pytest.raises(DeadlineExceededError, match="max_untaken_floats = 400"):
+        await untaken.take("a", 10, 0.01)
+    untaken.give("a", 100)
+    await untaken.take("a", 100, FAR_S)
 
 
-def test_an_owner_of_whom_many_wait_is_refused_at_once():
-    async def main() -> None:
-        untaken = UntakenAnswers(4)
-        await untaken.take("a", 4, FAR_S)
-        waiting = [await asking(untaken, "a", 1) for _ in range(MAX_WAITING_OF_AN_OWNER)]
-        with pytest.raises(OverloadedError, match="lookups of this client wait"):
-            await untaken.take("a", 1, FAR_S)
-        waiting[0].cancel()
-        await asyncio.gather(waiting[0], return_exceptions=True)
-        last = await asking(untaken, "a", 1)
-        assert not last.done()
-        untaken.give("a", 4)
-        await waiting[1]
-
-    run(main())
+async def test_an_owner_of_whom_many_wait_is_refused_at_once():
+    untaken = UntakenAnswers(4)
+    await untaken.take("a", 4, FAR_S)
+    waiting = [await asking(untaken, "a", 1) for _ in range(MAX_WAITING_OF_AN_OWNER)]
+    with pytest.raises(OverloadedError, match="lookups of this client wait"):
+        await untaken.take("a", 1, FAR_S)
+    waiting[0].cancel()
+    await asyncio.gather(waiting[0], return_exceptions=True)
+    last = await asking(untaken, "a", 1)
+    assert not last.done()
+    untaken.give("a", 4)
+    await waiting[1]
 
 
-def lookup_of(num_rows: int) -> bytes:
-    body = json.dumps({"sparse": {"film": [7] * num_rows}}).encode()
-    head = f"POST /v1/models/{MODEL}:lookup HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
-    return head.encode() + body
+BODY = json.dumps({"sparse": {"film": [7] * 30_000}}).encode()
+HEAD = f"POST /v1/models/{MODEL}:lookup HTTP/1.1\r\nhost: x\r\ncontent-length: {len(BODY)}\r\n\r\n".encode()
 
 
-async def until_true(condition: Any) -> None:
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110  # another party's state
-            await asyncio.sleep(0.005)
-
-
-def test_lookups_of_clients_that_take_nothing_stay_within_their_share_and_are_given_up(api_model):
+async def test_unread_lookups_stay_within_their_share(api_model):
     # A row of 8 floats counts as 9; three answers of 2 MB are 270,000 floats each.
     limits = RequestLimits(
         receive_timeout_s=1.0, max_lookup_floats=2**20, max_bags_per_feature=2**20, max_untaken_floats=1_200_000
     )
-
-    async def main() -> None:
-        with api_service(api_model, limits) as service:
-            async with running_api(service) as api:
-                address = (api.listening.host, api.listening.http_port)
-                peers = [socket.create_connection(address) for _ in range(3)]
-                try:
-                    for peer in peers:
-                        peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-                        await asyncio.to_thread(peer.sendall, lookup_of(30_000))
-                    held = service.untaken._held
-                    # The first is answered; there is no room for one more of this address.
-                    await until_true(lambda: service.in_flight == 2 and held.total() == 270_000)
-                    await until_true(lambda: held.total() == 0)
-                finally:
-                    for peer in peers:
-                        peer.close()
-                # Whoever takes answers gets them.
-                with socket.create_connection(address) as peer:
-                    for _ in range(3):
-                        await asyncio.to_thread(peer.sendall, lookup_of(100))
-                        assert (await asyncio.to_thread(peer.recv, 15)) == b"HTTP/1.1 200 OK"
-                        await asyncio.to_thread(read_to_end_of_answer, peer)
-                await until_true(lambda: held.total() == 0)
-
-    run(main())
-
-
-def read_to_end_of_answer(peer: socket.socket) -> None:
-    data = b""
-    while not data.endswith(b"}}"):
-        data += peer.recv(65_536)
+    with api_service(api_model, limits) as service:
+        async with running_api(service) as api:
+            address = (api.listening.host, api.listening.http_port)
+            peers = [socket.create_connection(address) for _ in range(3)]
+            try:
+                for peer in peers:
+                    peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                    await asyncio.to_thread(peer.sendall, HEAD + BODY)
+                held = service.untaken._held
+                # The first is answered; there is no room for one more of this address.
+                await until(lambda: service.in_flight == 2 and held.total() == 270_000)
+                await until(lambda: held.total() == 0)
+            finally:
+                for peer in peers:
+                    peer.close()
+            # A client that reads its answers gets them.
+            for _ in range(3):
+                body = {"sparse": {"film": [7] * 100}}
+                assert (await api.http.post(f"/v1/models/{MODEL}:lookup", json=body)).status_code == 200
+            await until(lambda: held.total() == 0)

@@ -38,7 +38,7 @@ def warmed(model: Model, full_s: float) -> tuple[Batcher, Clock]:
     return batcher, clock
 
 
-def test_who_would_be_late_behind_what_waits_is_refused_at_once_and_gives_the_lease_back(model):
+def test_a_request_that_would_be_late_is_refused_at_once(model):
     batcher, clock = warmed(model, 1.0)
     batcher.submit(model.rank(100))
     held = model.leases
@@ -50,7 +50,7 @@ def test_who_would_be_late_behind_what_waits_is_refused_at_once_and_gives_the_le
     assert batcher.num_waiting == 2
 
 
-def test_what_is_out_counts_for_as_long_as_it_is_expected_to_take(model):
+def test_batches_in_flight_count_for_their_expected_time(model):
     batcher, clock = warmed(model, 1.0)
     batcher.submit(model.rank(100))
     assert batcher.take(lambda: None)
@@ -63,7 +63,7 @@ def test_what_is_out_counts_for_as_long_as_it_is_expected_to_take(model):
     assert batcher.num_waiting == 2
 
 
-def test_before_a_request_is_read_it_has_what_its_head_says_or_what_those_of_late_were_given(model):
+def test_overload_is_known_before_a_request_is_read(model):
     batcher, clock = warmed(model, 1.0)
     clock.now += 2 * REMEMBERED_S
     assert batcher.overload(0.0) is None
@@ -81,7 +81,7 @@ def test_before_a_request_is_read_it_has_what_its_head_says_or_what_those_of_lat
     assert batcher.overload(0.0) is None
 
 
-def test_what_can_not_be_met_any_more_is_dropped_before_it_is_begun(model):
+def test_what_can_not_be_met_any_more_is_dropped(model):
     batcher, clock = warmed(model, 1.0)
     late, good = (model.rank(80, deadline=clock.now + seconds) for seconds in (3.5, 8.0))
     batcher.submit(late)
@@ -94,7 +94,7 @@ def test_what_can_not_be_met_any_more_is_dropped_before_it_is_begun(model):
     assert model.leases == 1
 
 
-def test_a_batch_does_not_grow_beyond_what_the_earliest_deadline_in_it_allows(model):
+def test_a_batch_grows_as_far_as_its_earliest_deadline_allows(model):
     batcher, clock = warmed(model, 1.0)
     waiting = [model.rank(30, deadline=clock.now + seconds) for seconds in (10.0, 5.0, 10.0)]
     for one in waiting:
@@ -105,7 +105,7 @@ def test_a_batch_does_not_grow_beyond_what_the_earliest_deadline_in_it_allows(mo
     assert batcher.take(lambda: None) == waiting[2:]
 
 
-def test_after_stalls_replicas_are_never_idle_and_soon_as_many_wait_as_before(model):
+def test_after_stalls_replicas_are_never_idle(model):
     batcher, clock = warmed(model, 0.1)
     for _ in range(KEPT):
         batcher.submit(model.rank(1))
@@ -136,9 +136,7 @@ REFUSED_S, PARSED_S, BATCH_S, CANDIDATE_S = 80e-6, 300e-6, 500e-6, 10e-6
 
 
 @pytest.mark.parametrize(("deadline_s", "noise"), [(1.0, 0.1), (0.2, 0.1), (0.2, 0.3), (0.05, 0.1)])
-def test_of_three_times_the_capacity_one_capacity_is_answered_in_time_and_the_rest_told_at_once(
-    model, deadline_s, noise
-):
+def test_of_three_times_the_capacity_one_is_answered_in_time(model, deadline_s, noise):
     """One core that does everything, by turns: it reads what has come, refuses or parses it, and ranks a batch."""
     rng, clock = np.random.default_rng(1), Clock()
     batcher, seconds = Batcher(RequestLimits(), clock), 6.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
@@ -16,7 +17,7 @@ from pydantic import ValidationError
 from loader.snapshot.reader import Snapshot
 from router.errors import ShardUnavailableError
 from router.plan import Plan
-from serving.errors import NotReadyError, ServingError, ShuttingDownError, UnknownIdError
+from serving.errors import NotReadyError, ServingError, ShuttingDownError
 from serving.formats.requests import LookupRequest
 from serving.limits import RequestLimits
 from serving.observe.calls import Call
@@ -24,7 +25,7 @@ from serving.rank.batcher import Pending
 from serving.rank.service import RankingService
 from serving.versions.loading import ModelSource, load_when_possible
 from serving.versions.served_model import ServedModel
-from shard_node.answer import FLOAT32_SUMS, Answer, Forms
+from shard_node.answer import Answer, Forms
 from shard_node.bags import KeyedBags
 from shard_node.errors import NodeOverloadedError
 from shard_node.node import ShardNode
@@ -36,58 +37,37 @@ from shardrank_testing.serving_api import (
     ApiModel,
     api_request,
     ask,
-    run,
     running_api,
 )
 from shardrank_testing.topologies import make_node
 from shardrank_testing.waiting import EMPTY
 
 
-def served_over(api_model: ApiModel, service: RankingService, make_shard, **options) -> ServedModel:
-    snapshot = Snapshot.open(api_model.path)
-    plan = Plan.make(snapshot.spec)
-    node = make_node(snapshot, plan, 0)
-    options = {"clock": service.clock, **options}
-    return ServedModel.load(
-        snapshot,
-        plan,
-        lambda on_retry: [make_shard(node)],
-        limits=service.limits,
-        dtype="float32",
-        metrics=service.metrics,
-        on_close=node.close,
-        **options,
-    )
-
-
-rank = ask
-
-
-def test_a_replica_that_has_ended_makes_its_model_not_ready(api_model, caplog):
+async def test_a_replica_that_has_ended_makes_its_model_not_ready(api_model, caplog):
     class DeadlyShard(NearShard):
-        async def pool(
-            self, model: str, version: int, bags: KeyedBags, deadline: float, forms: Forms = FLOAT32_SUMS
-        ) -> Answer:
+        async def pool(self, *lookup: object) -> Answer:
             raise SystemExit("out of a thread")
 
     before = set(threading.enumerate())
+    snapshot = Snapshot.open(api_model.path)
+    plan = Plan.make(snapshot.spec)
+    node = make_node(snapshot, plan, 0)
+    served = ServedModel.load(
+        snapshot, plan, lambda on_retry: [DeadlyShard(node)], dtype="float32", on_close=node.close
+    )
     service = RankingService()
-    served = served_over(api_model, service, DeadlyShard)
     service.install(served)
+    with pytest.raises(ServingError, match="ranking was broken off"):
+        await ask(service, api_request(0))
+    while set(threading.enumerate()) - before:  # noqa: ASYNC110  # a thread does not tell when it has ended
+        await asyncio.sleep(0.001)
+    with pytest.raises(ShuttingDownError, match="all its ranking replicas have ended"):
+        await ask(service, api_request(1))
+    with pytest.raises(NotReadyError, match="1 of 1 ranking replicas"):
+        await served.nodes()
+    await service.watch.refresh()
+    assert service.watch.problems()[MODEL].startswith("not_ready: ")
 
-    async def main() -> None:
-        with pytest.raises(ServingError, match="ranking was broken off"):
-            await rank(service, api_request(0))
-        while set(threading.enumerate()) - before:  # noqa: ASYNC110  # a thread does not tell when it has ended
-            await asyncio.sleep(0.001)
-        with pytest.raises(ShuttingDownError, match="all its ranking replicas have ended"):
-            await rank(service, api_request(1))
-        with pytest.raises(NotReadyError, match="1 of 1 ranking replicas"):
-            await served.nodes()
-        await service.watch.refresh()
-        assert service.watch.problems()[MODEL].startswith("not_ready: ")
-
-    run(main())
     assert "ranking replica rank-films-1-0 ended" in caplog.text
     assert service.generations.all()[0].leases == 0
     service.close()
@@ -103,25 +83,19 @@ async def closed(service: RankingService) -> None:
     await asyncio.to_thread(service.close)
 
 
-def submit(service: RankingService, call: Call, deadline: float, future: Future) -> None:
-    lease, request = service.lease(MODEL), LookupRequest(EMPTY, timeout_s=1.0, num_floats=0)
-    lease.payload._batcher.submit(Pending(request, lease, deadline, call, future, None))
-
-
 @pytest.mark.parametrize("num_replicas", [0, 1])
-def test_a_defect_fails_the_requests_of_its_batch_and_the_replica_goes_on(api_model, num_replicas, caplog):
-    async def main() -> None:
-        service = await loaded(api_model, num_replicas=num_replicas)
-        call, future = Call("embedded", "lookup", 0.0, parsed=None), Future()  # so that to look at the time raises
-        submit(service, call, service.clock() + NEVER_S, future)
-        with pytest.raises(ServingError, match="ranking was broken off"):
-            await asyncio.wrap_future(future)
-        assert_scores(api_model, [await rank(service, api_request(1))], [1])
-        await service.watch.refresh()
-        assert not service.watch.problems()
-        await closed(service)
+async def test_a_bug_fails_its_batch_and_the_replica_goes_on(api_model, num_replicas, caplog):
+    service = await loaded(api_model, num_replicas=num_replicas)
+    call, future = Call("embedded", "lookup", 0.0, parsed=None), Future()  # so that to look at the time raises
+    lease, request = service.lease(MODEL), LookupRequest(EMPTY, timeout_s=1.0, num_floats=0)
+    lease.payload._batcher.submit(Pending(request, lease, service.clock() + NEVER_S, call, future, None))
+    with pytest.raises(ServingError, match="ranking was broken off"):
+        await asyncio.wrap_future(future)
+    assert_scores(api_model, [await ask(service, api_request(1))], [1])
+    await service.watch.refresh()
+    assert not service.watch.problems()
+    await closed(service)
 
-    run(main())
     assert "a batch of 1 requests was broken off" in caplog.text
     assert "TypeError" in caplog.text
 
@@ -129,74 +103,36 @@ def test_a_defect_fails_the_requests_of_its_batch_and_the_replica_goes_on(api_mo
 def batches(service: RankingService) -> tuple[float, float]:
     """Batches so far, and the requests in them."""
     text = service.metrics.render().decode()
-    found = {
-        line.split("{")[0]: float(line.split()[-1])
-        for line in text.splitlines()
-        if line.startswith("shardrank_batch_requests_")
-    }
-    return found["shardrank_batch_requests_count"], found["shardrank_batch_requests_sum"]
+    count, total = re.findall(r"^shardrank_batch_requests_(?:count|sum){.*} (.*)$", text, re.MULTILINE)
+    return float(count), float(total)
 
 
-def test_answers_are_the_models_and_no_thread_ranks(api_model):
-    async def main():
-        before = set(threading.enumerate())
-        service = await loaded(api_model)
-        assert not [one.name for one in set(threading.enumerate()) - before if one.name.startswith("rank-")]
-        async with running_api(service) as api:
-            for seed in range(5):
-                request = api_request(seed)
-                answer = await api.http.post(f"/v1/models/{MODEL}:rank", json=request)
-                assert answer.status_code == 200, answer.text
-                np.testing.assert_allclose(answer.json()["scores"], api_model.scores(request), rtol=1e-5, atol=1e-5)
-            body = {"sparse": {"film": [[1], [2]]}}
-            assert (await api.http.post(f"/v1/models/{MODEL}:lookup", json=body)).status_code == 200
-        await closed(service)
-
-    run(main())
+async def test_the_loop_goes_on_between_two_batches(api_model):
+    service = await loaded(api_model, RequestLimits(max_batch_requests=1))
+    asking, seen = ranking_in_task(service, *range(10)), set()
+    while not all(task.done() for task in asking):
+        seen.add(sum(task.done() for task in asking))
+        await asyncio.sleep(0)
+    # Another task had an iteration after each of the batches.
+    assert seen == set(range(10))
+    assert batches(service) == (10, 10)
+    await closed(service)
 
 
-def test_the_loop_goes_on_between_two_batches(api_model):
-    async def main():
-        service = await loaded(api_model, RequestLimits(max_batch_requests=1))
-        ranked, turns = [], []
-
-        async def ask(seed: int) -> None:
-            await rank(service, api_request(seed))
-            ranked.append(seed)
-
-        async def count() -> None:
-            while len(ranked) < 10:
-                turns.append(len(ranked))
-                await asyncio.sleep(0)
-
-        await asyncio.gather(count(), *(ask(seed) for seed in range(10)))
-        # Somebody else had a turn after each of the batches.
-        assert set(turns) == set(range(10))
-        assert batches(service) == (10, 10)
-        await closed(service)
-
-    run(main())
+async def test_requests_of_one_loop_iteration_are_one_batch(api_model):
+    before = set(threading.enumerate())
+    service = await loaded(api_model)
+    seeds = list(range(12)) * 2
+    assert_scores(api_model, await asyncio.gather(*ranking_in_task(service, *seeds)), seeds)
+    assert batches(service) == (1, 24)
+    async with running_api(service) as api:
+        body = {"sparse": {"film": [[1], [2]]}}
+        assert (await api.http.post(f"/v1/models/{MODEL}:lookup", json=body)).status_code == 200
+    assert not [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("rank-")]
+    await closed(service)
 
 
-def test_what_has_come_by_one_turn_of_the_loop_is_one_batch_and_a_bad_id_its_own_requests_error(api_model):
-    async def main():
-        service = await loaded(api_model)
-        requests = [api_request(seed) for seed in range(12)]
-        bad = api_request(12)
-        bad["candidates"]["sparse"]["film"][0] = 10**6
-        answers = await asyncio.gather(
-            *(rank(service, request) for request in (*requests, bad, *requests)), return_exceptions=True
-        )
-        assert isinstance(answers.pop(len(requests)), UnknownIdError)
-        for request, answer in zip(requests * 2, answers, strict=True):
-            np.testing.assert_allclose(answer.scores, api_model.scores(request), rtol=1e-5, atol=1e-5)
-        assert batches(service) == (1, 25)
-        await closed(service)
-
-    run(main())
-
-
-def test_rows_that_a_disk_may_have_to_be_waited_for_are_not_ranked_on_the_loop(tmp_path):
+def test_rows_on_disk_are_not_ranked_on_the_loop(tmp_path):
     with pytest.raises(ValidationError, match="num_replicas 0 is for rows in this process's memory, or on shard nodes"):
         ModelSource(snapshot=tmp_path, num_replicas=0, memory_budget_bytes=1000)
 
@@ -257,7 +193,7 @@ def held_nodes(api_model: ApiModel, count: int = 1, fails: tuple[int, ...] = ())
 
 
 def ranking_in_task(service: RankingService, *seeds: int) -> list[asyncio.Task]:
-    return [asyncio.create_task(rank(service, api_request(seed))) for seed in seeds]
+    return [asyncio.create_task(ask(service, api_request(seed))) for seed in seeds]
 
 
 def assert_scores(api_model: ApiModel, answers: list, seeds: range | list[int]) -> None:
@@ -265,87 +201,74 @@ def assert_scores(api_model: ApiModel, answers: list, seeds: range | list[int]) 
         np.testing.assert_allclose(answer.scores, api_model.scores(api_request(seed)), rtol=1e-5, atol=1e-5)
 
 
-async def many_turns() -> None:
-    for _ in range(50):
-        await asyncio.sleep(0)
-
-
 @pytest.mark.parametrize("num_shards", [1, 2])
-def test_while_two_batches_wait_for_shards_one_forms_of_all_that_comes(api_model, tmp_path, num_shards):
+async def test_a_third_batch_forms_while_two_wait_for_shards(api_model, tmp_path, num_shards):
     nodes = held_nodes(api_model, num_shards)
 
-    async def main() -> None:
-        before = set(threading.enumerate())
-        async with ranked_on_loop(api_model, tmp_path, *nodes) as (service, _):
-            assert not [one.name for one in set(threading.enumerate()) - before if one.name.startswith("rank-")]
-            asking = ranking_in_task(service, 0)
-            await until(lambda: all(len(node.asked) == 1 for node in nodes))
-            asking += ranking_in_task(service, 1, 2)
-            await until(lambda: all(len(node.asked) == 2 for node in nodes))
-            for seed in range(3, 12):
-                asking += ranking_in_task(service, seed)
-                await many_turns()
-            assert [len(node.asked) for node in nodes] == [2] * num_shards
-            assert not any(task.done() for task in asking)
-            with service.lease(MODEL) as lease:
-                assert lease.payload.num_waiting == 9
-                # The loop goes on meanwhile, so whoever asks for the nodes is told.
-                assert len(await lease.payload.nodes()) == num_shards
-            for node in nodes:
-                node.go.set()
-            assert_scores(api_model, await asyncio.gather(*asking), range(12))
-            assert batches(service) == (3, 12)
-
-    run(main())
+    before = set(threading.enumerate())
+    async with ranked_on_loop(api_model, tmp_path, *nodes) as (service, _):
+        assert not [one.name for one in set(threading.enumerate()) - before if one.name.startswith("rank-")]
+        asking = ranking_in_task(service, 0)
+        await until(lambda: all(len(node.asked) == 1 for node in nodes))
+        asking += ranking_in_task(service, 1, 2)
+        await until(lambda: all(len(node.asked) == 2 for node in nodes))
+        for seed in range(3, 12):
+            asking += ranking_in_task(service, seed)
+            for _ in range(50):
+                await asyncio.sleep(0)
+        assert [len(node.asked) for node in nodes] == [2] * num_shards
+        assert not any(task.done() for task in asking)
+        with service.lease(MODEL) as lease:
+            assert lease.payload.num_waiting == 9
+            # The loop goes on meanwhile, so whoever asks for the nodes is told.
+            assert len(await lease.payload.nodes()) == num_shards
+        for node in nodes:
+            node.go.set()
+        assert_scores(api_model, await asyncio.gather(*asking), range(12))
+        assert batches(service) == (3, 12)
 
 
-def test_an_error_of_a_shard_fails_the_batch_that_asked_it_and_no_other(api_model, tmp_path):
+async def test_an_error_of_a_shard_fails_one_batch(api_model, tmp_path):
     (node,) = held_nodes(api_model, fails=(0, 3))
 
-    async def main() -> None:
-        async with ranked_on_loop(api_model, tmp_path, node) as (service, _):
-            failing = ranking_in_task(service, 0, 1)
-            await until(lambda: len(node.asked) == 1)
-            others = ranking_in_task(service, 2, 3)
-            await until(lambda: len(node.asked) == 2)
-            waiting = ranking_in_task(service, 4, 5, 6)
-            node.go.set()
-            for answer in await asyncio.gather(*failing, return_exceptions=True):
-                assert isinstance(answer, ShardUnavailableError)
-                assert "call 0 is one too many" in str(answer)
-            assert_scores(api_model, await asyncio.gather(*others, *waiting), range(2, 7))
-            assert batches(service)[1] == 5
-            # Errors take nothing away: there is room for two batches again, and for one after the other.
-            for seed in range(7, 12):
-                (task,) = ranking_in_task(service, seed)
-                if len(node.asked) == 3:
-                    with pytest.raises(ShardUnavailableError, match="call 3 is one too many"):
-                        await task
-                else:
-                    assert_scores(api_model, [await task], [seed])
-
-    run(main())
+    async with ranked_on_loop(api_model, tmp_path, node) as (service, _):
+        failing = ranking_in_task(service, 0, 1)
+        await until(lambda: len(node.asked) == 1)
+        others = ranking_in_task(service, 2, 3)
+        await until(lambda: len(node.asked) == 2)
+        waiting = ranking_in_task(service, 4, 5, 6)
+        node.go.set()
+        for answer in await asyncio.gather(*failing, return_exceptions=True):
+            assert isinstance(answer, ShardUnavailableError)
+            assert "call 0 is one too many" in str(answer)
+        assert_scores(api_model, await asyncio.gather(*others, *waiting), range(2, 7))
+        assert batches(service)[1] == 5
+        # Errors take nothing away: there is room for two batches again, and for one after the other.
+        for seed in range(7, 12):
+            (task,) = ranking_in_task(service, seed)
+            if len(node.asked) == 3:
+                with pytest.raises(ShardUnavailableError, match="call 3 is one too many"):
+                    await task
+            else:
+                assert_scores(api_model, [await task], [seed])
 
 
-def test_closing_a_version_that_the_loop_ranks_ends_its_connections_to_shards(api_model, tmp_path):
+async def test_closing_a_version_ends_its_connections_to_shards(api_model, tmp_path):
     nodes = held_nodes(api_model, 2)
 
-    async def main() -> None:
-        async with ranked_on_loop(api_model, tmp_path, *nodes) as (service, servers):
-            asking = ranking_in_task(service, 0)
-            await until(lambda: all(node.asked for node in nodes))
-            assert [server.num_connections for server in servers] == [1, 1]
-            closing = asyncio.create_task(closed(service))
-            await until(lambda: not service.generations.models())
-            # It waits for what is out, and nothing more is begun.
-            with pytest.raises(NotReadyError):
-                await rank(service, api_request(1))
-            assert not closing.done()
-            for node in nodes:
-                node.go.set()
-            assert_scores(api_model, await asyncio.gather(*asking), [0])
-            await closing
-            await until(lambda: not any(server.num_connections for server in servers))
-            assert [len(node.asked) for node in nodes] == [1, 1]
-
-    run(main())
+    async with ranked_on_loop(api_model, tmp_path, *nodes) as (service, servers):
+        asking = ranking_in_task(service, 0)
+        await until(lambda: all(node.asked for node in nodes))
+        assert [server.num_connections for server in servers] == [1, 1]
+        closing = asyncio.create_task(closed(service))
+        await until(lambda: not service.generations.models())
+        # It waits for what is out, and nothing more is begun.
+        with pytest.raises(NotReadyError):
+            await ask(service, api_request(1))
+        assert not closing.done()
+        for node in nodes:
+            node.go.set()
+        assert_scores(api_model, await asyncio.gather(*asking), [0])
+        await closing
+        await until(lambda: not any(server.num_connections for server in servers))
+        assert [len(node.asked) for node in nodes] == [1, 1]

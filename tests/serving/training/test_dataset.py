@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
-import pytest
 
-from serving.models.ranking_models import build_model
 from serving.training.dataset import (
     HISTORY_LIMIT,
     FilmsDataset,
@@ -41,9 +39,7 @@ def test_the_split_is_80_to_20_and_the_same_for_the_same_seed() -> None:
     np.testing.assert_array_equal(again.test, DATASET.test)
     np.testing.assert_array_equal(again.fold, DATASET.fold)
     assert not np.array_equal(other.test, DATASET.test)
-
-
-def test_a_label_says_whether_the_rating_is_four_or_more() -> None:
+    # A film is liked that is rated with four or more.
     assert DATASET.labels.tolist() == [float(rating >= 4) for rating in DATA.ratings]
 
 
@@ -63,7 +59,7 @@ def test_a_training_history_holds_no_film_of_its_own_fold() -> None:
         assert not set(history) & {int(DATA.films.ids[DATA.film_index[sample]]) for sample in samples}
 
 
-def test_an_evaluation_history_is_the_films_liked_in_training_latest_first() -> None:
+def test_an_evaluation_history_is_of_training_latest_first() -> None:
     labelled = evaluation_requests(DATASET, films_spec(DATA))
     assert sorted(labelled.samples) == sorted(DATASET.test)
     np.testing.assert_array_equal(labelled.labels, DATASET.labels[labelled.samples])
@@ -93,12 +89,3 @@ def test_a_samples_own_label_changes_nothing_that_it_is_told() -> None:
     assert told[0][0] == told[1][0]
     # The overall mean that statistics are drawn to is of all labels, so one label moves it by one part in 2400.
     np.testing.assert_allclose(told[0][1], told[1][1], atol=5e-4)
-
-
-@pytest.mark.parametrize("kind", ["target_attention", "dlrm", "dcn_v2", "mlp"])
-@pytest.mark.parametrize("profile", [False, True])
-def test_every_description_is_valid_and_every_request_fits_it(kind: str, profile: bool) -> None:
-    spec = films_spec(DATA, FilmsOptions.model_validate({"kind": kind, "profile": profile}))
-    build_model(spec)
-    training_requests(DATASET, spec).requests.check(spec)
-    evaluation_requests(DATASET, spec).requests.check(spec)

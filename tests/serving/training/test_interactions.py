@@ -1,15 +1,12 @@
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from serving.training.interactions import DatasetError, generate_interactions, read_movielens
+from serving.training.interactions import DatasetError, read_movielens
 from shardrank_testing.movielens import small_interactions, write_movielens
-
-small = partial(generate_interactions, 700, num_users=60, num_films=50, seed=4)
 
 
 def test_what_was_written_is_read_back(tmp_path: Path) -> None:
@@ -66,8 +63,7 @@ def test_a_missing_or_empty_file_is_refused_by_name(tmp_path: Path, file: str) -
 
 
 def test_the_same_seed_generates_the_same_ratings() -> None:
-    first, again = small(), small()
-    other = small(seed=5)
+    first, again, other = (small_interactions(seed, num_ratings=700) for seed in (4, 4, 5))
     np.testing.assert_array_equal(first.ratings, again.ratings)
     np.testing.assert_array_equal(first.film_index, again.film_index)
     assert not np.array_equal(first.film_index, other.film_index)

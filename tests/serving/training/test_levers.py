@@ -6,14 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from loader.divided_rows import classes_by_counts
 from serving.training.dataset import FilmsDataset, FilmsOptions, films_description, training_requests
 from serving.training.interactions import TrainingError
-from serving.training.network import RankingNetwork, float32_scores
+from serving.training.network import float32_scores
 from serving.training.trainer import Pruning, divided, kept_by, train_described, training_counts
-from shardrank_testing.levers import EVERY_LEVER
 from shardrank_testing.movielens import small_interactions
 
 DATASET = FilmsDataset.split(small_interactions(), seed=0)
@@ -32,46 +29,7 @@ def scores_in_training(model) -> np.ndarray:
     return float32_scores(model, training_requests(DATASET, model.spec).requests)
 
 
-def test_a_feature_gets_the_sum_of_its_parts_each_projected_or_their_product() -> None:
-    blocks = {"blocks": [{"share": 0.3}, {"share": 0.3, "dim": 4}, {"dim": 2}]}
-    for tables, feature in (
-        ({"films": blocks}, "film_id"),
-        ({"films": {"embedding_dim": 4, "project_to": 16}}, "film_id"),
-        ({"films": {"id_mapping": {"kind": "quotient_remainder", "buckets": 7}}}, "film_id"),
-        ({"films": {"id_mapping": {"kind": "quotient_remainder", "buckets": 7, "combine": "multiply"}}}, "film_id"),
-    ):
-        spec = description(tables).compiled()
-        table, parts = spec.table_of(feature), spec.parts(spec.table_of(feature))
-        counts = training_counts(DATASET, description(tables))["films"]
-        classes = {"films": classes_by_counts(table, parts, counts)} if table.num_classes > 1 else {}
-        network = RankingNetwork(spec, row_classes=classes)
-        stored, dense = network.rows(), network.dense()
-        wide = [
-            stored[part.name] @ dense[f"projections.{part.name.replace('.', '/')}"].numpy()
-            if part.embedding_dim < 16
-            else stored[part.name]
-            for part in parts
-        ]
-        ids = np.arange(table.num_embeddings)
-        if table.buckets is not None:
-            first, second = wide[0][ids // 7], wide[1][ids % 7]
-            expected = first * second if table.combine == "multiply" else first + second
-        elif classes:
-            order = np.argsort(-counts, kind="stable")
-            ranks = np.empty(ids.size, np.int64)
-            ranks[order] = ids
-            ends = np.cumsum([part.num_embeddings for part in parts])
-            of = np.searchsorted(ends, ranks, side="right")
-            expected = np.stack(
-                [wide[part][np.count_nonzero(of[:row] == part)] for row, part in enumerate(of.tolist())]
-            )
-        else:
-            expected = wide[0]
-        found = network.embeddings(feature, torch.from_numpy(ids)).detach().numpy()
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_what_training_never_looks_up_can_go_and_training_requests_score_the_same_bits() -> None:
+def test_pruning_unused_rows_changes_no_training_score() -> None:
     whole = trained_with({}, profile=True, crosses=True)
     model = description({}, profile=True, crosses=True)
     counts = training_counts(DATASET, model)
@@ -83,7 +41,7 @@ def test_what_training_never_looks_up_can_go_and_training_requests_score_the_sam
     np.testing.assert_array_equal(scores_in_training(pruned), scores_in_training(whole))
 
 
-def test_with_a_share_to_keep_the_hottest_rows_stay_and_the_others_become_their_mean() -> None:
+def test_pruning_keeps_the_hottest_rows_and_the_others_mean() -> None:
     whole, model = trained_with({}), description({})
     counts = training_counts(DATASET, model)
     kept = kept_by(Pruning(keep_share=0.5), model, counts)
@@ -94,23 +52,6 @@ def test_with_a_share_to_keep_the_hottest_rows_stay_and_the_others_become_their_
     rows = whole.tables["films"]
     np.testing.assert_array_equal(pruned.tables["films"][:-1], rows[hottest])
     np.testing.assert_allclose(pruned.tables["films"][-1], rows[others].mean(axis=0), rtol=1e-5, atol=1e-7)
-
-
-def test_every_lever_at_once_trains_the_parts_as_they_are_stored() -> None:
-    model = trained_with(EVERY_LEVER, Pruning(keep_share=0.9), kind="dcn_v2", profile=True, crosses=True)
-    spec = model.spec
-    assert {one.name for one in spec.tables} == model.tables.keys()
-    for table in spec.tables:
-        assert model.tables[table.name].shape == (table.num_embeddings, table.embedding_dim)
-    assert spec.table_of("user_genre") == spec.table_of("zip_film")
-    assert {"users.b1", "genres"} <= spec.projections().keys()
-    assert all(f"projections.{name.replace('.', '/')}" in model.dense for name in spec.projections())
-    before = RankingNetwork.of(model)
-    scores = scores_in_training(model)
-    assert np.isfinite(scores).all()
-    assert np.ptp(scores) > 0.1
-    for name, rows in before.rows().items():
-        np.testing.assert_array_equal(rows, model.tables[name])
 
 
 @pytest.mark.parametrize(

@@ -5,141 +5,138 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from loader.snapshot.codecs import codec_for
 from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.reader import Snapshot
 from router.errors import ShardUnavailableError
 from router.plan import Plan
 from serving.embedded import Ranker
 from serving.errors import GoldenMismatchError, ModelOutputError
-from serving.limits import RequestLimits
 from serving.models.ranking_models import bfloat16_is_native
 from serving.rank.service import RankingService
-from serving.versions.loading import ModelSource, load_served_model, load_when_possible, local_shards
+from serving.versions.loading import ModelSource, load_served_model, load_when_possible
 from serving.versions.served_model import ServedModel
 from shard_node.wire.address import Address
 from shard_node.wire.server import NodeServer
 from shardrank_testing.golden import golden_of
-from shardrank_testing.serving_api import FILMS, MODEL, api_request, rank_message, run, running_api, write_api_model
+from shardrank_testing.serving_api import (
+    MODEL,
+    ApiModel,
+    api_request,
+    ask,
+    rank_message,
+    running_api,
+    write_api_model,
+)
 from shardrank_testing.topologies import make_node
 
 SHARDS = 2
 
 
-class Fleet:
-    """Shard nodes behind Unix sockets that can be stopped and started again."""
+@pytest.fixture(scope="module")
+def golden(api_model) -> GoldenRequests:
+    return golden_of(api_model)
 
-    def __init__(self, model, folder: Path) -> None:
+
+class Fleet:
+    """Shard nodes behind Unix sockets that can be stopped and started again, and a service over them."""
+
+    def __init__(self, model: ApiModel, folder: Path) -> None:
         self.snapshot = Snapshot.open(model.path)
         self.plan = Plan.make(self.snapshot.spec, SHARDS, "hash", 1, 0)
         self.addresses = [Address.parse(f"unix:{folder}/{shard}.sock") for shard in range(SHARDS)]
         self.servers: dict[int, NodeServer] = {}
+        self.service = RankingService(expected_models=[MODEL])
 
-    @property
-    def source(self) -> ModelSource:
+    def source(self, **options: Any) -> ModelSource:
+        shards = tuple((address,) for address in self.addresses)
         return ModelSource(
-            snapshot=self.snapshot.path,
-            shards=tuple((address,) for address in self.addresses),
-            replicate_bytes=0,
-            dtype="float32",
+            **({"snapshot": self.snapshot.path, "shards": shards, "replicate_bytes": 0, "dtype": "float32"} | options)
         )
 
-    async def start(self, shard: int) -> None:
-        server = NodeServer(make_node(self.snapshot, self.plan, shard))
-        await server.start([self.addresses[shard]])
-        self.servers[shard] = server
+    async def start(self, *shards: int) -> None:
+        for shard in shards:
+            self.servers[shard] = NodeServer(make_node(self.snapshot, self.plan, shard))
+            await self.servers[shard].start([self.addresses[shard]])
 
-    async def stop(self, shard: int) -> None:
-        await self.servers.pop(shard).close()
+    async def load(self, **options: Any) -> ServedModel:
+        """Start all shards, and serve the model over them."""
+        await self.start(*range(SHARDS))
+        loop = asyncio.get_running_loop()
+        served = await asyncio.to_thread(load_served_model, self.source(**options), self.service, loop=loop)
+        self.service.install(served)
+        return served
+
+    async def __aenter__(self) -> Fleet:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self.service.close)
+        for server in self.servers.values():
+            await server.close()
 
 
-async def ready(api) -> bool:
-    await api.service.watch.refresh()
-    return not api.service.watch.problems()
+async def test_a_shard_that_is_away_is_503_until_it_returns(api_model, tmp_path):
+    request = api_request(1) | {"timeout_ms": 2000}
+    async with Fleet(api_model, tmp_path) as fleet:
+        await fleet.load()
+        async with running_api(fleet.service) as api:
 
+            async def ranked() -> dict[str, Any]:
+                return (await api.http.post(f"/v1/models/{MODEL}:rank", json=request)).json()
 
-def test_a_shard_that_is_away_is_503_and_service_resumes_when_it_returns(api_model, tmp_path):
-    async def main() -> None:
-        fleet = Fleet(api_model, tmp_path)
-        for shard in range(SHARDS):
-            await fleet.start(shard)
-        service = RankingService(RequestLimits(), expected_models=[MODEL])
-        service.install(await asyncio.to_thread(load_served_model, fleet.source, service))
-        request = api_request(1) | {"timeout_ms": 2000}
-        async with running_api(service) as api:
+            async def readiness() -> tuple[int, dict[str, str]]:
+                await api.service.watch.refresh()
+                response = await api.http.get("/readyz")
+                return response.status_code, response.json()["problems"]
 
-            async def status() -> tuple[int, str]:
-                answer = await api.http.post(f"/v1/models/{MODEL}:rank", json=request)
-                return answer.status_code, answer.json().get("error", {}).get("kind", "")
-
-            scores = (await api.http.post(f"/v1/models/{MODEL}:rank", json=request)).json()["scores"]
+            scores = (await ranked())["scores"]
             np.testing.assert_allclose(scores, api_model.scores(request), rtol=1e-4)
-            assert await ready(api)
+            assert await readiness() == (200, {})
             metrics = (await api.http.get("/metrics")).text
             for shard in range(SHARDS):
                 labels = f'model="films",replica="{fleet.addresses[shard]}",shard="{shard}"'
                 assert f'shardrank_memory_bytes{{card="0",{labels}' in metrics
                 assert f'shardrank_rows_looked_up_total{{{labels},table="films"' in metrics
-
-            await fleet.stop(1)
-            assert await status() == (503, "shard_unavailable")
+            await fleet.servers.pop(1).close()
+            refused = await api.http.post(f"/v1/models/{MODEL}:rank", json=request)
+            assert (refused.status_code, refused.json()["error"]["kind"]) == (503, "shard_unavailable")
             with pytest.raises(Exception, match="shard 1 of 2: no replica answered") as refusal:
                 await api.stub.Rank(rank_message(request))
             assert refusal.value.code().name == "UNAVAILABLE"
-            assert not await ready(api)
-            answer = await api.http.get("/readyz")
-            assert answer.status_code == 503
-            assert "shard 1" in answer.json()["problems"][MODEL]
-
+            status, problems = await readiness()
+            assert status == 503
+            assert "shard 1" in problems[MODEL]
             await fleet.start(1)
-            while (await status())[0] != 200:  # noqa: ASYNC110  # the client connects again when it is asked to
-                await asyncio.sleep(0.02)
-            again = (await api.http.post(f"/v1/models/{MODEL}:rank", json=request)).json()["scores"]
-            assert again == scores
-            assert await ready(api)
-        await asyncio.to_thread(service.close)
-        for shard in range(SHARDS):
-            await fleet.stop(shard)
-
-    run(main())
+            again: dict[str, Any] = {}
+            while "scores" not in again:  # the client connects again when it is called
+                again = await ranked()
+            assert again["scores"] == scores
+            assert await readiness() == (200, {})
 
 
-def test_loading_waits_for_shards_that_are_not_there_yet(api_model, tmp_path):
-    # Loading asks the shards for its golden requests.
-    model = write_api_model(tmp_path, golden=golden_of(api_model))
+async def test_loading_waits_for_shards_that_are_not_there_yet(tmp_path, golden):
+    """Loading sends the shards its golden requests."""
     pauses: list[float] = []
-
-    async def main() -> None:
-        fleet = Fleet(model, tmp_path)
-        service = RankingService(expected_models=[MODEL])
+    async with Fleet(write_api_model(tmp_path, golden=golden), tmp_path) as fleet:
 
         async def sleep(seconds: float) -> None:
             pauses.append(seconds)
             if len(pauses) == 2:
-                for shard in range(SHARDS):
-                    await fleet.start(shard)
+                await fleet.start(*range(SHARDS))
 
         with pytest.raises(ShardUnavailableError):
-            await asyncio.to_thread(load_served_model, fleet.source, service)
-        served = await load_when_possible(fleet.source, service, sleep)
+            await asyncio.to_thread(load_served_model, fleet.source(), fleet.service)
+        served = await load_when_possible(fleet.source(), fleet.service, sleep)
         assert (served.version, pauses) == (1, [0.1, 0.2])
-        assert service.generations.models() == [MODEL]
-        await asyncio.to_thread(service.close)
-        for shard in range(SHARDS):
-            await fleet.stop(shard)
-
-    run(main())
-
-
-@pytest.fixture(scope="module")
-def golden(api_model) -> GoldenRequests:
-    return golden_of(api_model)
+        assert fleet.service.generations.models() == [MODEL]
 
 
 def load(model, limits=None, **options):
@@ -149,13 +146,7 @@ def load(model, limits=None, **options):
     return served.description, service.metrics.render().decode()
 
 
-def test_a_version_that_gives_its_golden_scores_is_served(tmp_path, golden):
-    description, metrics = load(write_api_model(tmp_path, golden=golden), dtype="float32")
-    assert description.dense_model.dtype == "float32"
-    assert f'shardrank_dtype_fallback{{model="{MODEL}",version="1"}} 0.0' in metrics
-
-
-def test_a_version_that_does_not_give_its_golden_scores_is_refused_with_the_numbers(tmp_path, golden):
+def test_other_than_golden_scores_are_refused_with_the_numbers(tmp_path, golden):
     scores = golden.scores.copy()
     scores[-1] = (scores[-1] + 0.5) % 1
     model = write_api_model(tmp_path, golden=dataclasses.replace(golden, scores=scores))
@@ -180,58 +171,19 @@ def test_bfloat16_serves_only_if_it_gives_the_golden_scores(tmp_path, golden, ca
         assert f'shardrank_dtype_fallback{{model="{MODEL}",version="1"}} 1.0' in metrics
 
 
-async def loaded_over_shards(model, folder: Path, **options) -> tuple[ServedModel, str, int]:
-    """Serves from two shard nodes and asks once: the version, the metrics, and the bytes of float16 sums."""
-    fleet, service = Fleet(model, folder), RankingService(RequestLimits(), expected_models=[MODEL])
-    for shard in range(SHARDS):
-        await fleet.start(shard)
-    source = fleet.source.model_copy(update=options)
-    served = await asyncio.to_thread(load_served_model, source, service, loop=asyncio.get_running_loop())
-    service.install(served)
-    async with running_api(service) as api:
-        answer = await api.http.post(f"/v1/models/{MODEL}:rank", json=api_request(1))
-        np.testing.assert_allclose(answer.json()["scores"], model.scores(api_request(1)), rtol=1e-3)
-        metrics = (await api.http.get("/metrics")).text
-    await asyncio.to_thread(service.close)
-    for shard in range(SHARDS):
-        await fleet.stop(shard)
-    name = f'shardrank_shard_answer_bytes_total{{form="float16",model="{MODEL}"}}'
-    return served, metrics, int(float(next(line for line in metrics.splitlines() if name in line).split()[-1]))
-
-
 @pytest.mark.parametrize("num_replicas", [0, 1])
-def test_shards_send_float16_sums_if_these_give_the_golden_scores(tmp_path, golden, num_replicas):
+async def test_float16_sums_are_sent_if_golden_scores_allow(tmp_path, golden, num_replicas):
     model = write_api_model(tmp_path, golden=golden)
-    served, metrics, size = run(loaded_over_shards(model, tmp_path, num_replicas=num_replicas))
-    assert served.checked.wire_fallback == ""
-    assert f'shardrank_wire_fallback{{model="{MODEL}",version="1"}} 0.0' in metrics
-    assert size > 0
-
-
-def load_with_changed_rows(model, dtype: str, applied_deltas: bool) -> ServedModel:
-    """Serves rows that are not those of the snapshot: all rows of the films are 3."""
-    snapshot = Snapshot.open(model.path)
-    plan = Plan.make(snapshot.spec)
-    node = make_node(snapshot, plan, 0)
-    with node.generations.lease(MODEL, snapshot.version) as lease:
-        tables = lease.payload
-        table = tables.engine.layout.index["films"]
-        stored = codec_for("int8", 8).encode(np.full((FILMS, 8), 3.0, np.float32))
-        tables.engine.write_rows(table, np.arange(FILMS, dtype=np.int64), stored)
-        if applied_deltas:
-            tables.deltas.applied(1, 1.0, FILMS, 1.0)
-    return ServedModel.load(snapshot, plan, local_shards([node]), dtype=dtype, on_close=node.close)
-
-
-def test_scores_of_other_rows_are_accepted_only_if_deltas_account_for_them(tmp_path, golden, caplog):
-    model = write_api_model(tmp_path, golden=golden)
-    with pytest.raises(GoldenMismatchError, match="golden scores differ"):
-        load_with_changed_rows(model, "float32", applied_deltas=False)
-    served = load_with_changed_rows(model, "float32", applied_deltas=True)
-    assert served.checked.difference is None
-    assert served.checked.tolerance == Snapshot.open(model.path).manifest.golden.tolerance
-    assert "since deltas were applied" in caplog.text
-    served.close()
+    async with Fleet(model, tmp_path) as fleet:
+        served = await fleet.load(num_replicas=num_replicas)
+        assert (served.checked.wire_fallback, served.description.dense_model.dtype) == ("", "float32")
+        found = await ask(fleet.service, api_request(1))
+        np.testing.assert_allclose(found.scores, model.scores(api_request(1)), rtol=1e-3)
+        metrics = fleet.service.metrics.render().decode()
+    for fallback in ("wire", "dtype"):
+        assert f'shardrank_{fallback}_fallback{{model="{MODEL}",version="1"}} 0.0' in metrics
+    (size,) = re.findall(rf'shardrank_shard_answer_bytes_total{{form="float16",model="{MODEL}"}} (.*)', metrics)
+    assert float(size) > 0
 
 
 def test_a_dense_model_that_gives_nan_fails_the_request_alone(tmp_path, api_model):

@@ -3,214 +3,184 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import numpy as np
+import pytest
 
 from loader.deltas.publisher import AsyncDeltaPublisher
 from loader.registry.fleet import Canary
 from shardrank_testing.agent_fleet import agent_fleet, with_live
+from shardrank_testing.golden import golden_of
 from shardrank_testing.serving_api import (
     FILMS,
     MODEL,
     ApiModel,
     api_request,
-    run,
     running_api,
     stats_of,
     write_api_model,
 )
 
 
-def test_a_version_waits_with_a_reason_until_every_shard_has_a_node_that_has_it(versions, store, folder):
-    async def main() -> None:
-        async with agent_fleet(folder, store, shards=2, replicas=0) as fleet:
-            node, service = fleet.serving()
-            loading = asyncio.create_task(node.load())
-            await fleet.want(MODEL, live=1, hold=(1,), serve=(1,))
+async def test_a_version_waits_for_a_node_of_every_shard(versions, store, folder):
+    async with agent_fleet(folder, store, shards=2, replicas=0) as fleet:
+        node, service = fleet.serving()
+        loading = asyncio.create_task(node.load())
+        await fleet.want(MODEL, live=1, hold=(1,), serve=(1,))
 
-            async def waits_for(reason: str) -> None:
-                await fleet.until(
-                    "serve-0",
-                    lambda told: (
-                        (one := told.report(MODEL, 1)) is not None
-                        and (one.state, reason in one.reason) == ("waiting", True)
-                    ),
-                )
-
-            await waits_for("version 1 of model 'films' is not on record as published")
-            await fleet.publish(versions[1].path)
-            await waits_for("no shard node has joined the fleet")
-            await fleet.start_node(0)
-            await waits_for("no node of shard 1 of 2 has version 1")
-            assert service.watch.problems() == {MODEL: "no live version"}
-            await fleet.start_node(1)
-            await loading
-            assert service.live(MODEL) == 1
-            record = await fleet.until("serve-0", lambda told: told.live == {MODEL: 1})
-            report = record.report(MODEL, 1)
-            assert (report.state, report.reason, report.golden_difference <= report.golden_tolerance) == (
-                "ready",
-                "",
-                True,
+        async def waits_for(reason: str) -> None:
+            await fleet.until(
+                "serve-0",
+                lambda node: (found := node.report(MODEL, 1)) and found.state == "waiting" and reason in found.reason,
             )
-            assert report.stats.requests == 0
 
-    run(main())
-
-
-def test_which_models_make_it_ready_is_known_from_what_is_wanted_at_its_start(versions, store, folder):
-    async def main() -> None:
-        async with agent_fleet(folder, store, shards=1, replicas=1) as fleet:
-            node, service = fleet.serving()
-            async with running_api(service) as api:
-                answer = await api.http.get("/readyz")
-                assert answer.status_code == 503
-                assert answer.json()["problems"] == {"": "it is not known yet which models are wanted"}
-                await fleet.publish(versions[1].path)
-                await fleet.want(MODEL, live=1, hold=(1,), serve=(1,))
-                await node.load()
-                await service.watch.refresh()
-                assert (await api.http.get("/readyz")).status_code == 200
-                # What is wanted later, and can't be had, makes nobody turn away from what is served.
-                await fleet.want("series", live=1, hold=(1,), serve=(1,))
-                await fleet.until_state("serve-0", "series", 1, "waiting")
-                await service.watch.refresh()
-                assert (await api.http.get("/readyz")).status_code == 200
-
-    run(main())
+        await waits_for("version 1 of model 'films' is not on record as published")
+        await fleet.publish(versions[1].path)
+        await waits_for("no shard node has joined the fleet")
+        await fleet.start_node(0)
+        await waits_for("no node of shard 1 of 2 has version 1")
+        assert service.watch.problems() == {MODEL: "no live version"}
+        await fleet.start_node(1)
+        await loading
+        assert service.live(MODEL) == 1
+        record = await fleet.until("serve-0", lambda told: told.live == {MODEL: 1})
+        report = record.report(MODEL, 1)
+        assert (report.state, report.reason, report.stats.requests) == ("ready", "", 0)
+        assert report.golden_difference <= report.golden_tolerance
 
 
-def test_canary_and_shadow_get_their_shares_and_applied_says_when_they_are_set(versions, store, folder):
-    async def main() -> None:
-        async with agent_fleet(folder, store, shards=1, replicas=1) as fleet:
-            node, service = await with_live(fleet, versions)
-            wanted = await fleet.want(MODEL, canary=Canary(version=2, share=0.5))
-            # It is not here: nobody is sent to it, and nobody is told that it is in effect.
-            await fleet.until_state("serve-0", MODEL, 1, "ready")
-            assert not await node.settle(wanted)
-            assert service.canary(MODEL) is None
-            await fleet.want(MODEL, hold=(1, 2), serve=(1, 2))
-            wanted = await fleet.want(MODEL, canary=Canary(version=2, share=0.5))
-            record = await fleet.until("serve-0", lambda told: told.applied.get(MODEL) == wanted.epoch)
-            assert record.live == {MODEL: 1}
-            assert service.canary(MODEL).version == 2
-            assert len(service.on_ranked) == 0
-            wanted = await fleet.want(MODEL, canary=None, shadow=Canary(version=2, share=1 - 1e-12))
-            await fleet.until("serve-0", lambda told: told.applied.get(MODEL) == wanted.epoch)
-            async with running_api(service) as api:
-                body = (await api.http.post(f"/v1/models/{MODEL}:rank", json=api_request())).json()
-                assert body["version"] == 1
-                scored = (
-                    f'shardrank_shadow_requests_total{{model="{MODEL}",outcome="scored",shadow="2",version="1"}} 1.0'
-                )
-                while scored not in (await api.http.get("/metrics")).text:  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
-            wanted = await fleet.want(MODEL, live=2, shadow=None)
-            record = await fleet.until("serve-0", lambda told: told.applied.get(MODEL) == wanted.epoch)
-            assert record.live == {MODEL: 2}
-            assert service.canary(MODEL) is None
-            assert len(service.on_ranked) == 0
-            # Back again: the version that was live is still here.
-            wanted = await fleet.want(MODEL, live=1)
-            await fleet.until("serve-0", lambda told: told.live == {MODEL: 1})
-
-    run(main())
-
-
-def test_every_ranking_replica_is_warm_and_connected_before_the_version_is_ready(versions, store, folder):
-    async def main() -> None:
-        async with agent_fleet(folder, store, shards=2, replicas=2) as fleet:
+async def test_readiness_is_of_the_models_desired_at_the_start(versions, store, folder):
+    async with agent_fleet(folder, store, shards=1, replicas=1) as fleet:
+        node, service = fleet.serving()
+        async with running_api(service) as api:
+            answer = await api.http.get("/readyz")
+            assert answer.status_code == 503
+            assert answer.json()["problems"] == {"": "it is not known yet which models are wanted"}
             await fleet.publish(versions[1].path)
-            await fleet.want(MODEL, live=1, hold=(1,), serve=(1,), follow=(1,))
-            for name in fleet.nodes:
-                await fleet.until_state(name, MODEL, 1, "ready")
-            node, service = fleet.serving()
+            await fleet.want(MODEL, live=1, hold=(1,), serve=(1,))
             await node.load()
-            lookups = {
-                name: sum(one.rows for one in running.node.info().lookups) for name, running in fleet.nodes.items()
-            }
-            # Two ranking replicas, each with a connection of its own to each of the four nodes.
-            connections = [running.server.num_connections for running in fleet.nodes.values()]
-            assert connections == [2, 2, 2, 2]
-            assert all(lookups.values())
-            assert stats_of(service, 1).requests == 0
-
-    run(main())
+            await service.watch.refresh()
+            assert (await api.http.get("/readyz")).status_code == 200
+            # What is wanted later, and can't be had, makes nobody turn away from what is served.
+            await fleet.want("series", live=1, hold=(1,), serve=(1,))
+            await fleet.until_state("serve-0", "series", 1, "waiting")
+            await service.watch.refresh()
+            assert (await api.http.get("/readyz")).status_code == 200
 
 
-def test_a_process_that_starts_when_deltas_were_applied_serves_them_and_reports_no_golden_difference(
-    versions, store, folder, caplog
-):
+async def test_applied_says_when_canary_and_shadow_are_set(versions, store, folder):
+    async with agent_fleet(folder, store, shards=1, replicas=1) as fleet:
+        node, service = await with_live(fleet, versions)
+        wanted = await fleet.want(MODEL, canary=Canary(version=2, share=0.5))
+        # It is not here: nobody is sent to it, and nobody is told that it is in effect.
+        await fleet.until_state("serve-0", MODEL, 1, "ready")
+        assert not await node.settle(wanted)
+        assert service.canary(MODEL) is None
+        await fleet.want(MODEL, hold=(1, 2), serve=(1, 2))
+        wanted = await fleet.want(MODEL, canary=Canary(version=2, share=0.5))
+        record = await fleet.until("serve-0", lambda told: told.applied.get(MODEL) == wanted.epoch)
+        assert record.live == {MODEL: 1}
+        assert service.canary(MODEL).version == 2
+        assert len(service.on_ranked) == 0
+        wanted = await fleet.want(MODEL, canary=None, shadow=Canary(version=2, share=1 - 1e-12))
+        await fleet.until("serve-0", lambda told: told.applied.get(MODEL) == wanted.epoch)
+        async with running_api(service) as api:
+            body = (await api.http.post(f"/v1/models/{MODEL}:rank", json=api_request())).json()
+            assert body["version"] == 1
+            scored = f'shardrank_shadow_requests_total{{model="{MODEL}",outcome="scored",shadow="2",version="1"}} 1.0'
+            while scored not in (await api.http.get("/metrics")).text:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        wanted = await fleet.want(MODEL, live=2, shadow=None)
+        record = await fleet.until("serve-0", lambda told: told.applied.get(MODEL) == wanted.epoch)
+        assert record.live == {MODEL: 2}
+        assert service.canary(MODEL) is None
+        assert len(service.on_ranked) == 0
+        # Back again: the version that was live is still here.
+        wanted = await fleet.want(MODEL, live=1)
+        await fleet.until("serve-0", lambda told: told.live == {MODEL: 1})
+
+
+async def test_every_replica_is_connected_before_a_version_is_ready(versions, store, folder):
+    async with agent_fleet(folder, store, shards=2, replicas=2) as fleet:
+        await fleet.publish(versions[1].path)
+        await fleet.want(MODEL, live=1, hold=(1,), serve=(1,), follow=(1,))
+        for name in fleet.nodes:
+            await fleet.until_state(name, MODEL, 1, "ready")
+        node, service = fleet.serving()
+        await node.load()
+        for shard_node in fleet.nodes.values():
+            # Two ranking replicas, each with a connection to each of the four nodes.
+            assert shard_node.server.num_connections == 2
+            assert any(table.rows for table in shard_node.node.info().lookups)
+        assert stats_of(service, 1).requests == 0
+
+
+async def test_a_process_that_starts_after_deltas_serves_them(versions, store, folder, caplog):
     request = api_request(1)
     request["candidates"]["sparse"]["film"] = [1, 2, 3, 4, 5]
 
-    async def main() -> None:
-        async with agent_fleet(folder, store, shards=2, replicas=1) as fleet:
-            _, first = await with_live(fleet, versions)
-            publisher = AsyncDeltaPublisher(fleet.fleet.registry, MODEL, 1)
-            await publisher.open()
-            values = np.full((FILMS, 8), 3.0, np.float32)
-            sequence = await publisher.publish("films", np.arange(FILMS), values)
-            for name in fleet.nodes:
-                await fleet.until(name, lambda told: told.report(MODEL, 1).delta_sequence == sequence)
-            second_node, second = fleet.serving()
-            await second_node.load()
-            record = await fleet.until("serve-1", lambda told: told.live == {MODEL: 1})
-            assert record.report(MODEL, 1).golden_difference is None
-            assert record.report(MODEL, 1).golden_tolerance is not None
-            assert "since deltas were applied" in caplog.text
-            scores = []
-            for service in (first, second):
-                async with running_api(service) as api:
-                    answer = await api.http.post(f"/v1/models/{MODEL}:rank", json=request)
-                    scores.append(answer.json()["scores"])
-            assert scores[0] == scores[1]
-            changed = {**versions[1].tables, "films": values}
-            expected = ApiModel(versions[1].path, versions[1].spec, changed, versions[1].tensors).scores(request)
-            np.testing.assert_allclose(scores[0], expected, rtol=1e-4)
-
-    run(main())
+    async with agent_fleet(folder, store, shards=2, replicas=1) as fleet:
+        _, first = await with_live(fleet, versions)
+        publisher = AsyncDeltaPublisher(fleet.fleet.registry, MODEL, 1)
+        await publisher.open()
+        values = np.full((FILMS, 8), 3.0, np.float32)
+        sequence = await publisher.publish("films", np.arange(FILMS), values)
+        for name in fleet.nodes:
+            await fleet.until(name, lambda told: told.report(MODEL, 1).delta_sequence == sequence)
+        second_node, second = fleet.serving()
+        await second_node.load()
+        record = await fleet.until("serve-1", lambda told: told.live == {MODEL: 1})
+        assert record.report(MODEL, 1).golden_difference is None
+        assert record.report(MODEL, 1).golden_tolerance is not None
+        assert "since deltas were applied" in caplog.text
+        scores = []
+        for service in (first, second):
+            async with running_api(service) as api:
+                answer = await api.http.post(f"/v1/models/{MODEL}:rank", json=request)
+                scores.append(answer.json()["scores"])
+        assert scores[0] == scores[1]
+        changed = {**versions[1].tables, "films": values}
+        expected = ApiModel(versions[1].path, versions[1].spec, changed, versions[1].tensors).scores(request)
+        np.testing.assert_allclose(scores[0], expected, rtol=1e-4)
 
 
-def test_a_registry_that_is_lost_changes_nothing_and_gets_back_what_was_wanted(versions, store, folder):
-    async def main() -> None:
-        async with agent_fleet(folder, store, shards=1, replicas=1) as fleet:
-            _, service = await with_live(fleet, versions)
-            wanted = await fleet.fleet.wanted_model(MODEL)
-            registry = fleet.fleet.registry
-            lost = {**await registry.entries("wanted/"), **await registry.entries("versions/")}
-            lost["fleet"] = await registry.get("fleet")
-            for key, entry in lost.items():
-                await registry.delete(key, entry.revision)
-            while await fleet.fleet.wanted_model(MODEL) != wanted:  # noqa: ASYNC110  # a registry tells no events
-                await asyncio.sleep(0.01)
-            assert service.live(MODEL) == 1
-            assert [one.version for one in service.generations.all()] == [1]
-            # Its topology is told by the nodes, so that another process can begin.
-            await fleet.publish(versions[1].path)
-            another, other_service = fleet.serving()
-            await another.load()
-            assert other_service.live(MODEL) == 1
-
-    run(main())
+async def test_a_lost_registry_gets_back_its_desired_state(versions, store, folder):
+    async with agent_fleet(folder, store, shards=1, replicas=1) as fleet:
+        _, service = await with_live(fleet, versions)
+        wanted = await fleet.fleet.wanted_model(MODEL)
+        registry = fleet.fleet.registry
+        lost = {**await registry.entries("wanted/"), **await registry.entries("versions/")}
+        lost["fleet"] = await registry.get("fleet")
+        for key, entry in lost.items():
+            await registry.delete(key, entry.revision)
+        while await fleet.fleet.wanted_model(MODEL) != wanted:  # noqa: ASYNC110  # a registry tells no events
+            await asyncio.sleep(0.01)
+        assert service.live(MODEL) == 1
+        assert [one.version for one in service.generations.all()] == [1]
+        # Its topology is told by the nodes, so that another process can begin.
+        await fleet.publish(versions[1].path)
+        another, other_service = fleet.serving()
+        await another.load()
+        assert other_service.live(MODEL) == 1
 
 
-def test_a_folder_that_is_not_what_was_published_is_refused(versions, folder, tmp_path):
-    store = tmp_path / "store"
-    published = write_api_model(tmp_path / "elsewhere", 1, seed=1)
-    write_api_model(store, 1, seed=9)
-
-    async def main() -> None:
-        async with agent_fleet(folder, store, shards=1, replicas=0) as fleet:
-            await fleet.publish(published.path)
-            node, service = fleet.serving(local=True)
-            loading = asyncio.create_task(node.load())
-            await fleet.want(MODEL, live=1, hold=(1,), serve=(1,))
-            record = await fleet.until_state("serve-0", MODEL, 1, "refused")
-            assert (
-                "was published" in record.report(MODEL, 1).reason or "published was" in record.report(MODEL, 1).reason
-            )
-            assert service.live(MODEL) is None
-            loading.cancel()
-
-    run(main())
+@pytest.mark.parametrize(
+    ("is_wrong", "reason"),
+    [("folder", "published"), ("golden", "golden scores differ by up to 0.5")],
+)
+async def test_a_wrong_version_is_refused_and_the_live_one_stays(versions, folder, tmp_path, is_wrong, reason):
+    """Of its number is stored another snapshot than was published, or one without its golden scores."""
+    store, golden = tmp_path / "store", golden_of(versions[1])
+    good = write_api_model(store, 1, seed=1)
+    wrong = dataclasses.replace(golden, scores=(golden.scores + 0.5) % 1)
+    bad = write_api_model(store, 2, seed=1, golden=wrong if is_wrong == "golden" else None)
+    published = bad if is_wrong == "golden" else write_api_model(tmp_path / "elsewhere", 2, seed=9)
+    async with agent_fleet(folder, store, shards=1, replicas=0) as fleet:
+        _, service = await with_live(fleet, {1: good, 2: published}, local=True)
+        await fleet.want(MODEL, hold=(1, 2), serve=(1, 2))
+        record = await fleet.until_state("serve-0", MODEL, 2, "refused")
+        assert reason in record.report(MODEL, 2).reason
+        assert (record.live, service.live(MODEL)) == ({MODEL: 1}, 1)
+        await service.watch.refresh()
+        assert service.watch.problems() == {}

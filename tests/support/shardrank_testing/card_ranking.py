@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from loader.description import ModelDescription
 from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec
+from loader.snapshot.reader import Snapshot
 from loader.snapshot.tables import Pooling, RowDtype, TableSpec
 from serving.cards.ranking import CardRanking, CardScorer
 from serving.limits import RequestLimits
@@ -21,6 +22,7 @@ from serving.versions.loading import ModelSource, load_served_model
 from serving.versions.served_model import ServedModel
 from shard_node.bags import Float32Array
 from shardrank_testing.card_engines import OnCards
+from shardrank_testing.divided import describe
 from shardrank_testing.parsing import parse_json
 from shardrank_testing.ranking import random_tensors
 from shardrank_testing.snapshots import write_snapshot
@@ -29,7 +31,6 @@ MODEL = "shop"
 FAR_S = 1e9
 """A deadline that no test meets."""
 
-_WIDE = {"users": 8, "films": 16, "genres": 8, "tags": 12, "cities": 4}
 DENSE: dict[str, dict[str, Any]] = {
     "mlp": {"hidden": [16, 8]},
     "dlrm": {"bottom_mlp": [6, 8], "top_mlp": [8]},
@@ -42,33 +43,45 @@ DENSE: dict[str, dict[str, Any]] = {
     },
 }
 
+SHOP_LEVERS: dict[str, dict[str, Any]] = {
+    "users": {"blocks": [{"share": 0.2, "dtype": "fp16"}, {"share": 0.3, "dim": 4}, {"dim": 2}]},
+    "films": {"dtype": {"hot": "fp16", "cold": "int4", "hot_share": 0.1}},
+    "genres": {"column_dims": (3, 5)},
+    "tags": {"id_mapping": {"kind": "quotient_remainder", "buckets": 16}},
+    "cities": {"embedding_dim": 3},
+}
+"""Every way to divide a table of the shop, or to slice it; for `shop_levers`."""
+
+
+def shop_levers(spec: ModelSpec, levers: Mapping[str, Mapping[str, Any]] = SHOP_LEVERS) -> ModelDescription:
+    """Describe the shop with levers; narrow cities are projected to the width that the spec has."""
+    cities = {"project_to": spec.table_of("city").embedding_dim} if "cities" in levers else {}
+    return describe(spec, {**levers, "cities": {**levers.get("cities", {}), **cities}})
+
 
 def shop_spec(kind: str = "mlp", *, dense: tuple[int, int] = (2, 3)) -> ModelSpec:
     """Every dtype, several dims, sum and mean and, for target attention, none; weights; shared tables; both sides."""
-    dims = dict.fromkeys(_WIDE, 8) if kind == "dlrm" else _WIDE
-    rows = {"users": 300, "films": 500, "genres": 19, "tags": 257, "cities": 40}
-    dtypes: dict[str, RowDtype] = {"users": "int8", "films": "int8", "genres": "fp32", "tags": "int4", "cities": "fp16"}
-    features = {
-        "users": ("user", "friend"),
-        "films": ("film", "seen", "history"),
-        "genres": ("genre",),
-        "tags": ("tag", "liked"),
-        "cities": ("city",),
-    }
     history: Pooling = "none" if kind == "target_attention" else "mean"
+    tables: tuple[tuple[str, int, int, RowDtype, tuple[str, ...]], ...] = (
+        ("users", 300, 8, "int8", ("user", "friend")),
+        ("films", 500, 16, "int8", ("film", "seen", "history")),
+        ("genres", 19, 8, "fp32", ("genre",)),
+        ("tags", 257, 12, "int4", ("tag", "liked")),
+        ("cities", 40, 4, "fp16", ("city",)),
+    )
     return ModelSpec(
         model=MODEL,
         tables=tuple(
             TableSpec(
                 name=name,
-                num_embeddings=rows[name],
-                embedding_dim=dims[name],
-                feature_names=features[name],
+                num_embeddings=rows,
+                embedding_dim=8 if kind == "dlrm" else dim,
+                feature_names=features,
                 pooling="mean" if name == "genres" else "sum",
-                dtype=dtypes[name],
+                dtype=dtype,
                 unknown_id="skip" if name == "genres" else "reject",
             )
-            for name in dims
+            for name, rows, dim, dtype, features in tables
         ),
         features=(
             FeatureSpec(name="user", side="context"),
@@ -170,16 +183,9 @@ def served_on(
     service = RankingService(limits or RequestLimits(max_batch_candidates=64))
     source: Mapping[str, Any] = {"snapshot": path, "dtype": "float32"}
     if on is not None:
-        from loader.snapshot.reader import Snapshot
-
         source = {**source, "cards": on.num_cards, "card_set": on.card_set(Snapshot.open(path).spec)}
     served = load_served_model(ModelSource(**{**source, **options}), service)
     try:
         yield served
     finally:
         served.close()
-
-
-async def in_turns(*work: Any) -> None:
-    """Runs coroutines side by side."""
-    await asyncio.gather(*work)

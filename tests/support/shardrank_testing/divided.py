@@ -12,13 +12,14 @@ import torch
 
 from loader.description import ModelDescription
 from loader.divided_rows import PrunedRow, divide_rows, kept_rows
-from loader.snapshot.codecs import Float32Array, codec_for
+from loader.snapshot.codecs import Float32Array
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.row_source import rows_of
 from loader.snapshot.tables import DividedTable, TableSpec, projection_name
 from loader.snapshot.writer import export_snapshot
 from shardrank_testing.snapshots import random_rows
+from shardrank_testing.topologies import decoded_rows
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,8 @@ def write_twins(
     }
     whole = [
         {**one.model_dump(), "dtype": "fp32", "embedding_dim": rows[one.name].shape[1]}
-        | {"blocks": (), "project_to": None, "id_mapping": table_mapping(one)}
+        | {"blocks": (), "project_to": None, "column_dims": (), "id_mapping": {"kind": "identity"}}
+        | ({} if one.id_mapping.kind == "quotient_remainder" else {"id_mapping": one.id_mapping.model_dump()})
         for one in description.tables
     ]
     twin = ModelDescription.model_validate({**description.model_dump(), "tables": whole}).compiled()
@@ -101,11 +103,6 @@ def write_twins(
         folder / "whole", twin, rows={name: rows_of(one) for name, one in rows.items()}, dense=weights, version=version
     )
     return Twins(Snapshot.open(path), Snapshot.open(plain), rows, counts, projections)
-
-
-def table_mapping(table: Any) -> dict[str, Any]:
-    kind = table.id_mapping.kind
-    return {"kind": "identity"} if kind == "quotient_remainder" else table.id_mapping.model_dump()
 
 
 def worth(
@@ -119,13 +116,12 @@ def worth(
     """What each row is worth once stored, projected and combined."""
 
     def stored(part: TableSpec, rows: Float32Array) -> Float32Array:
-        codec = codec_for(part.dtype, part.embedding_dim)
-        decoded = codec.decode(codec.encode(rows))
+        decoded = decoded_rows(part, rows)
         return decoded @ projections[part.name] if part.name in projections else decoded
 
     parts = spec.parts(table)
     if not isinstance(table, DividedTable):
-        return stored(parts[0], given[table.name])
+        return decoded_rows(table, given[table.name]) if table.column_dims else stored(table, given[table.name])
     ids = np.arange(table.num_embeddings)
     if table.buckets is not None:
         quotients, remainders = (stored(part, given[part.name]) for part in parts)

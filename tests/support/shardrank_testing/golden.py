@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from loader.snapshot.golden import GoldenRequests
+from serving.rank.ranking import merge
 from serving.rank.service import RankingService
 from serving.versions.loading import ModelSource, load_served_model
 from shardrank_testing.parsing import parse_json
@@ -17,16 +18,15 @@ def golden_of(model: ApiModel, seeds: range = range(4)) -> GoldenRequests:
     served = load_served_model(ModelSource(snapshot=model.path, dtype="float32"), service)
     requests = [api_request(seed, 3 + seed) for seed in seeds]
     parsed = [parse_json(served.schema, request) for request in requests]
+    batch = merge(parsed)
+    bag_starts, value_starts = batch.bags.bag_starts(), batch.bags.value_starts()
     values, lengths, weights = {}, {}, {}
     for key, name in enumerate(served.schema.names):
-        own = [one.bags for one in parsed]
-        starts = [bags.bag_starts() for bags in own]
-        spans = [slice(int(one[key]), int(one[key + 1])) for one in starts]
-        ids = [slice(int(b.offsets[s.start]), int(b.offsets[s.stop])) for b, s in zip(own, spans, strict=True)]
-        lengths[name] = np.concatenate([b.lengths[s] for b, s in zip(own, spans, strict=True)]).astype(np.int32)
-        values[name] = np.concatenate([b.values[i] for b, i in zip(own, ids, strict=True)])
+        rows = slice(value_starts[key], value_starts[key + 1])
+        lengths[name] = batch.bags.lengths[bag_starts[key] : bag_starts[key + 1]].astype(np.int32)
+        values[name] = batch.bags.values[rows]
         if name in served.schema.weighted_names:
-            weights[name] = np.concatenate([b.weights[i] for b, i in zip(own, ids, strict=True)])
+            weights[name] = batch.bags.weights[rows]
     served.close()
     # Genre skips unknown ids, which golden requests may not have.
     values["genre"] = values["genre"] % 19
@@ -38,7 +38,7 @@ def golden_of(model: ApiModel, seeds: range = range(4)) -> GoldenRequests:
         values=values,
         lengths=lengths,
         weights=weights,
-        context_dense=np.stack([one.context_dense for one in parsed]),
-        candidate_dense=np.concatenate([one.candidate_dense for one in parsed]),
+        context_dense=batch.context_dense,
+        candidate_dense=batch.candidate_dense,
         scores=np.concatenate([model.scores(request) for request in requests]),
     )

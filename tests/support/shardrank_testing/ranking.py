@@ -12,7 +12,7 @@ import torch
 from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec
 from loader.snapshot.tables import TableSpec
 from serving.models.inputs import InputShapes, RankingInputs, SequenceInput, SideShapes
-from serving.models.ranking_models import RankingModel, build_model
+from serving.models.ranking_models import build_model
 
 DIM = 4
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -111,20 +111,6 @@ def inputs_of(
     return RankingInputs(matrices[0][first], matrices[1], sequences, owner, is_ordered=True)
 
 
-def only_request(inputs: RankingInputs, index: int) -> RankingInputs:
-    """One request of a batch alone; its history is cut to its own length."""
-    chosen = inputs.request_of_candidate == index
-    sequences = {}
-    for name, sequence in inputs.sequences.items():
-        length = int(sequence.mask[index].sum())
-        sequences[name] = SequenceInput(
-            sequence.rows[index : index + 1, :length], sequence.mask[index : index + 1, :length]
-        )
-    owner = torch.zeros(int(chosen.sum()), dtype=torch.int64)
-    context, candidates = inputs.context[index : index + 1], inputs.candidates[chosen]
-    return RankingInputs(context, candidates, sequences, owner, is_ordered=True)
-
-
 def random_tensors(spec: ModelSpec, seed: int = 0) -> dict[str, torch.Tensor]:
     """Weights of the spec's ranking model, scaled so that logits are of the order of 1."""
     draw = torch.Generator().manual_seed(seed)
@@ -152,10 +138,3 @@ def converted(inputs: RankingInputs, dtype: torch.dtype) -> RankingInputs:
     sequences = {name: SequenceInput(one.rows.to(dtype), one.mask) for name, one in inputs.sequences.items()}
     context, candidates = inputs.context.to(dtype), inputs.candidates.to(dtype)
     return dataclasses.replace(inputs, context=context, candidates=candidates, sequences=sequences)
-
-
-def compare_dtypes(reference: RankingModel, model: RankingModel, inputs: RankingInputs) -> float:
-    """The largest difference of a score between two number formats of one model, each fed the same float32 inputs."""
-    expected = reference.score(converted(inputs, reference.dtype))
-    scores = model.score(converted(inputs, model.dtype))
-    return float((scores - expected).abs().max()) if expected.numel() else 0.0

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from loader.snapshot.codecs import codec_for
-from loader.snapshot.manifest import ModelSpec
+from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec
 from loader.snapshot.reader import Snapshot
+from loader.snapshot.tables import Bucketing, TableSpec
 from router.feature_schema import FeatureSchema
 from router.hot_rows import TABLE_SHIFT, HotRows
 from router.id_mapping import IdMapper
@@ -31,6 +32,25 @@ from shard_node.wire.address import Address
 from shard_node.wire.client import ShardClient
 from shard_node.wire.server import NodeServer
 from shardrank_testing.snapshots import sharding_of, write_snapshot
+
+
+def spec_of(*tables: tuple[int, int], bucketing: Bucketing = "mixed") -> ModelSpec:
+    """A model of tables of so many rows and columns, each of one candidate feature."""
+    return ModelSpec(
+        model="m",
+        tables=tuple(
+            TableSpec(
+                name=f"t{number}",
+                num_embeddings=rows,
+                embedding_dim=dim,
+                feature_names=(f"f{number}",),
+                bucketing=bucketing,
+            )
+            for number, (rows, dim) in enumerate(tables)
+        ),
+        features=tuple(FeatureSpec(name=f"f{number}", side="candidate") for number in range(len(tables))),
+        dense_model=DenseModelSpec(kind="mlp"),
+    )
 
 
 @dataclass(frozen=True)
@@ -106,16 +126,16 @@ async def remote_router(
         await asyncio.gather(*(server.close() for server in servers))
 
 
+def decoded_rows(table: TableSpec, rows: np.ndarray) -> np.ndarray:
+    """What rows of a table are worth once stored: the dtype's own rounding is no error of whoever serves them."""
+    columns = np.split(rows, list(itertools.accumulate(table.slice_dims))[:-1], axis=1)
+    codecs = [codec_for(table.dtype, dim) for dim in table.slice_dims]
+    return np.concatenate([codec.decode(codec.encode(one)) for codec, one in zip(codecs, columns, strict=True)], axis=1)
+
+
 def decoded_tables(spec: ModelSpec, tables: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What rows are worth once stored: the dtype's own rounding is no error of whoever serves them."""
-    out = {}
-    for table in spec.tables:
-        cuts = list(itertools.accumulate(table.slice_dims))[:-1]
-        columns = np.split(tables[table.name], cuts, axis=1)
-        codecs = [codec_for(table.dtype, dim) for dim in table.slice_dims]
-        stored = [codec.decode(codec.encode(one)) for codec, one in zip(codecs, columns, strict=True)]
-        out[table.name] = np.concatenate(stored, axis=1)
-    return out
+    """What the rows of all tables are worth once stored."""
+    return {table.name: decoded_rows(table, tables[table.name]) for table in spec.tables}
 
 
 def expected_feature(
