@@ -7,7 +7,6 @@ import os
 import socket
 import stat
 import struct
-import threading
 
 import numpy as np
 import pytest
@@ -25,7 +24,7 @@ from shardrank_testing.nodes import (
     NEVER_S,
     SLOW_ROW,
     VERSION,
-    HookedEngine,
+    Gate,
     RawPeer,
     connected,
     expected_films,
@@ -33,6 +32,7 @@ from shardrank_testing.nodes import (
     in_every_place,
     on_every_loop,
     pool_films,
+    raw_peer,
     serving,
     small_node,
     until,
@@ -51,12 +51,11 @@ async def assert_serves(peer: RawPeer) -> None:
 def test_a_half_sent_frame_is_closed_and_an_idle_connection_not(place, sent, tmp_path):
     async def scenario(server, idle):
         await assert_serves(idle)
-        stalled = await RawPeer.connect(server.addresses[0])
-        await assert_serves(stalled)
-        stalled.write(REQUEST[:sent])
-        error = await stalled.read_frame()
-        assert await stalled.read_end() == b""
-        await stalled.close()
+        async with raw_peer(server.addresses[0]) as stalled:
+            await assert_serves(stalled)
+            stalled.write(REQUEST[:sent])
+            error = await stalled.read_frame()
+            assert await stalled.read_end() == b""
         await assert_serves(idle)
         return error
 
@@ -82,12 +81,11 @@ def test_a_broken_stream_gets_an_error_and_is_closed(place, sent, request_id, ki
     """Requests before what is broken are answered."""
 
     async def scenario(server, good):
-        bad = await RawPeer.connect(server.addresses[0])
-        bad.write(REQUEST * 3 + sent)
-        assert [(await bad.read_frame()).header.frame_type for _ in range(3)] == [FrameType.POOLED] * 3
-        frame = await bad.read_frame()
-        assert await bad.read_end() == b""
-        await bad.close()
+        async with raw_peer(server.addresses[0]) as bad:
+            bad.write(REQUEST * 3 + sent)
+            assert [(await bad.read_frame()).header.frame_type for _ in range(3)] == [FrameType.POOLED] * 3
+            frame = await bad.read_frame()
+            assert await bad.read_end() == b""
         await assert_serves(good)
         return frame
 
@@ -105,9 +103,8 @@ def test_arbitrary_bytes_never_disturb_the_server(junk, tmp_path, caplog):
         peer.write(junk)
         peer.writer.write_eof()
         await peer.read_end()
-        other = await RawPeer.connect(server.addresses[0])
-        await assert_serves(other)
-        await other.close()
+        async with raw_peer(server.addresses[0]) as other:
+            await assert_serves(other)
 
     caplog.clear()
     EVERY_PLACE[3].with_peer(tmp_path, scenario, None, ServerLimits(receive_timeout_ms=20))
@@ -157,10 +154,9 @@ def test_a_peer_that_never_reads_is_cut_off(place, tmp_path):
 def test_one_connection_too_many_is_refused(place, tmp_path):
     async def scenario(server, first):
         await assert_serves(first)
-        second = await RawPeer.connect(server.addresses[0])
-        frame = await second.read_frame()
-        assert await second.read_end() == b""
-        await second.close()
+        async with raw_peer(server.addresses[0]) as second:
+            frame = await second.read_frame()
+            assert await second.read_end() == b""
         async with connected(server.addresses[0]) as client:
             with pytest.raises(NodeUnavailableError, match="at most 1 connections are taken"):
                 await client.info()
@@ -248,25 +244,20 @@ def test_draining_under_load_fails_no_request(place, inline_bytes, tmp_path):
 
 @in_every_place
 def test_draining_answers_what_is_in_flight_and_refuses_new(place, tmp_path):
-    opened, entered = threading.Event(), threading.Event()
-
-    def slow() -> None:
-        entered.set()
-        assert opened.wait(NEVER_S)
+    gate = Gate()
 
     async def scenario(server, client):
         in_flight = asyncio.create_task(pool_films(client, [SLOW_ROW]))
-        await asyncio.to_thread(entered.wait, NEVER_S)
+        await gate.wait_entered()
         draining = asyncio.create_task(server.drain(NEVER_S))
         await until(lambda: not client.available)
         with pytest.raises(NodeUnavailableError, match="draining"):
             await pool_films(client, [1])
         assert not draining.done()
-        opened.set()
+        gate.opened.set()
         return await in_flight, await draining
 
-    node = small_node(HookedEngine({SLOW_ROW: slow}))
-    answer, complete = place.with_client(tmp_path, scenario, node, ServerLimits(max_inline_bytes=0))
+    answer, complete = place.with_client(tmp_path, scenario, gate.node, ServerLimits(max_inline_bytes=0))
     assert complete
     np.testing.assert_array_equal(answer, expected_films([SLOW_ROW]))
 

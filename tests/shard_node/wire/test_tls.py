@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import socket
 import ssl
-from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,12 +37,11 @@ from shardrank_testing.certificates import Authority, Pair, needs_openssl
 from shardrank_testing.nodes import (
     EVERY_PLACE,
     NEVER_S,
-    RawPeer,
     connected,
     expected_films,
     pool_films,
+    raw_peer,
     serving,
-    small_node,
     until,
 )
 
@@ -89,15 +87,8 @@ async def refusal(client: ShardClient) -> NodeUnavailableError:
     return caught.value
 
 
-@contextlib.asynccontextmanager
-async def tls_serving(context: ReloadingContext, address: Address = ANY_PORT) -> AsyncIterator[NodeServer]:
-    """A node that speaks TLS."""
-    server = NodeServer(small_node(), tls=context)
-    await server.start([address])
-    try:
-        yield server
-    finally:
-        await server.close()
+def tls_serving(context: ReloadingContext, address: Address = ANY_PORT) -> AbstractAsyncContextManager[NodeServer]:
+    return serving(address, tls=context)
 
 
 @on_every_loop
@@ -119,11 +110,7 @@ def test_certificates_of_the_ca_are_accepted(place, papers):
 @on_every_loop
 @pytest.mark.parametrize(
     ("shown", "kind"),
-    [
-        ("expired", ExpiredCertificateError),
-        ("foreign", UntrustedCertificateError),
-        (None, MissingCertificateError),
-    ],
+    [("expired", ExpiredCertificateError), ("foreign", UntrustedCertificateError), (None, MissingCertificateError)],
 )
 def test_a_client_without_access_is_refused_and_counted(place, shown, kind, papers, caplog):
     context = papers.node_context()
@@ -174,10 +161,9 @@ def test_plain_text_and_tls_on_the_wrong_port_are_refused(place, papers, caplog)
         async with tls_serving(context) as server:
             async with connected(server.addresses[0]) as client:
                 await refusal(client)
-            peer = await RawPeer.connect(server.addresses[0])
-            peer.write(b"GET / HTTP/1.1\r\n\r\n")
-            assert await peer.read_end() == b""
-            await peer.close()
+            async with raw_peer(server.addresses[0]) as peer:
+                peer.write(b"GET / HTTP/1.1\r\n\r\n")
+                assert await peer.read_end() == b""
         async with serving(ANY_PORT) as plain, connected(plain.addresses[0], tls=papers.router_context()) as client:
             assert type(await refusal(client)) is PlainTextError
 
@@ -286,7 +272,7 @@ def test_a_half_written_file_keeps_the_certificate_before(papers, tmp_path, capl
         server = context.wrap_bio(to_server, to_client, server_side=True)
         for _ in range(4):
             for end in (client, server):
-                with contextlib.suppress(ssl.SSLWantReadError):
+                with suppress(ssl.SSLWantReadError):
                     end.do_handshake()
         return str(client.getpeercert()["serialNumber"])
 

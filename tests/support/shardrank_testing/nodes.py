@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -19,9 +19,8 @@ import uvloop
 
 from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec
 from loader.snapshot.tables import TableSpec
-from shard_node.access_counts import AccessCounts
 from shard_node.answer import FLOAT32_SUMS, Answer, Forms
-from shard_node.bags import KeyedBags, TableLayout
+from shard_node.bags import KeyedBags
 from shard_node.engine.reference import ReferenceEngine
 from shard_node.node import LoadedTables, NodeInfo, ShardNode
 from shard_node.partition import NodeIdentity
@@ -30,6 +29,7 @@ from shard_node.wire.client import ShardClient
 from shard_node.wire.frame import HEADER, Frame, FrameReceiver, unpack_header
 from shard_node.wire.messages import Buffer
 from shard_node.wire.server import NodeServer, ServerLimits
+from shardrank_testing.bags import bags_of
 from shardrank_testing.processes import Process, start_module
 
 Result = TypeVar("Result")
@@ -60,47 +60,28 @@ def small_spec() -> ModelSpec:
     )
 
 
-def reference_engine() -> ReferenceEngine:
-    """Tables of small whole numbers, so that every sum is exact and answers can be compared bit by bit."""
+def small_tables() -> dict[str, np.ndarray]:
+    """Rows of small whole numbers, so that every sum is exact and answers can be compared bit by bit."""
     rng = np.random.default_rng(11)
-    tables = {name: rng.integers(-50, 50, shape).astype(np.float32) for name, shape in SIZES.items()}
-    return ReferenceEngine(small_spec(), tables)
+    return {name: rng.integers(-50, 50, shape).astype(np.float32) for name, shape in SIZES.items()}
 
 
-@dataclass
-class HookedEngine:
+def reference_engine() -> ReferenceEngine:
+    """The reference engine over the small tables."""
+    return ReferenceEngine(small_spec(), small_tables())
+
+
+class HookedEngine(ReferenceEngine):
     """The reference engine, with something that happens first when a certain row is asked for."""
 
-    hooks: dict[int, Callable[[], None]] = field(default_factory=dict)
-    inner: ReferenceEngine = field(default_factory=reference_engine)
-
-    @property
-    def layout(self) -> TableLayout:
-        return self.inner.layout
+    def __init__(self, hooks: dict[int, Callable[[], None]]) -> None:
+        super().__init__(small_spec(), small_tables())
+        self.hooks = hooks
 
     def pool(self, bags: KeyedBags) -> list[np.ndarray]:
         for row in sorted(self.hooks.keys() & set(bags.values.tolist())):
             self.hooks[row]()
-        return self.inner.pool(bags)
-
-    def answer(self, bags: KeyedBags) -> Answer:
-        return Answer(self.pool(bags))
-
-    def memory(self) -> tuple[Any, ...]:
-        return self.inner.memory()
-
-    def rows_looked_up(self) -> tuple[Any, ...]:
-        return self.inner.rows_looked_up()
-
-    @property
-    def access(self) -> AccessCounts:
-        return self.inner.access
-
-    def cards(self) -> Any:
-        return self.inner.cards()
-
-    def close(self) -> None:
-        self.inner.close()
+        return super().pool(bags)
 
 
 class NearShard:
@@ -141,7 +122,7 @@ class Gate:
         assert await asyncio.to_thread(self.entered.acquire, timeout=NEVER_S)
 
 
-def small_node(engine: HookedEngine | ReferenceEngine | None = None) -> ShardNode:
+def small_node(engine: ReferenceEngine | None = None) -> ShardNode:
     """A node that serves MODEL at VERSION."""
     node = ShardNode(NodeIdentity(shard_index=0, num_shards=1, num_cards=1, sharding="hash"))
     node.stage(MODEL, VERSION, LoadedTables(engine or reference_engine(), "identity", "digest"))
@@ -151,12 +132,7 @@ def small_node(engine: HookedEngine | ReferenceEngine | None = None) -> ShardNod
 
 def film_bags(*bags: Sequence[int]) -> KeyedBags:
     """Bags of the film table (key 1)."""
-    return KeyedBags.from_lengths(
-        np.array([1], np.int32),
-        np.array([len(bags)], np.int64),
-        np.array([len(bag) for bag in bags], np.int64),
-        np.array([row for bag in bags for row in bag], np.int64),
-    )
+    return bags_of({1: bags})
 
 
 def received(buffers: Sequence[Buffer]) -> Frame:
@@ -206,41 +182,26 @@ class Place:
     def with_client(
         self,
         folder: Path,
-        scenario: Callable[[NodeServer, ShardClient], Coroutine[Any, Any, Result]],
+        scenario: Callable[[NodeServer, Any], Coroutine[Any, Any, Result]],
         node: ShardNode | None = None,
         server_limits: ServerLimits | None = None,
+        connect: Callable[..., contextlib.AbstractAsyncContextManager[Any]] | None = None,
         **options: Any,
     ) -> Result:
         """Run a scenario with a server of a node, and a client of it."""
 
         async def main() -> Result:
-            address = self.address(folder)
             async with (
-                serving(address, node, server_limits) as server,
-                connected(server.addresses[0], **options) as client,
+                serving(self.address(folder), node, server_limits) as server,
+                (connect or connected)(server.addresses[0], **options) as client,
             ):
                 return await scenario(server, client)
 
         return self.run(main())
 
-    def with_peer(
-        self,
-        folder: Path,
-        scenario: Callable[[NodeServer, RawPeer], Coroutine[Any, Any, Result]],
-        node: ShardNode | None = None,
-        limits: ServerLimits | None = None,
-    ) -> Result:
+    def with_peer(self, *arguments: Any) -> Any:
         """Run a scenario with a server of a node, and a raw connection to it."""
-
-        async def main() -> Result:
-            async with serving(self.address(folder), node, limits) as server:
-                peer = await RawPeer.connect(server.addresses[0])
-                try:
-                    return await scenario(server, peer)
-                finally:
-                    await peer.close()
-
-        return self.run(main())
+        return self.with_client(*arguments, connect=raw_peer)
 
 
 EVERY_PLACE = tuple(Place(loop, sock) for loop in ("asyncio", "uvloop") for sock in ("tcp", "unix"))
@@ -260,10 +221,10 @@ def expected_films(*bags: Sequence[int]) -> np.ndarray:
 
 @contextlib.asynccontextmanager
 async def serving(
-    address: Address, node: ShardNode | None = None, limits: ServerLimits | None = None
+    address: Address, node: ShardNode | None = None, limits: ServerLimits | None = None, **options: Any
 ) -> AsyncIterator[NodeServer]:
     """A server on the address; its own address, with the real port, is `server.addresses[0]`."""
-    server = NodeServer(node or small_node(), limits)
+    server = NodeServer(node or small_node(), limits, **options)
     await server.start([address])
     try:
         yield server
@@ -281,10 +242,10 @@ async def connected(address: Address, **options: Any) -> AsyncIterator[ShardClie
         await client.close()
 
 
-async def until(condition: Callable[[], bool]) -> None:
+async def until(condition: Callable[[], bool], pause_s: float = 0.0) -> None:
     """Lets the loop run until the condition holds; for what gives no event. The test's own time limit bounds it."""
     while not condition():  # noqa: ASYNC110
-        await asyncio.sleep(0)
+        await asyncio.sleep(pause_s)
 
 
 @dataclass
@@ -293,12 +254,6 @@ class RawPeer:
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
-
-    @classmethod
-    async def connect(cls, address: Address) -> RawPeer:
-        if address.is_unix:
-            return cls(*await asyncio.open_unix_connection(address.path))
-        return cls(*await asyncio.open_connection(address.host, address.port))
 
     def write(self, *buffers: bytes | bytearray | memoryview) -> None:
         self.writer.writelines(buffers)
@@ -315,6 +270,19 @@ class RawPeer:
         self.writer.close()
         with contextlib.suppress(OSError):
             await self.writer.wait_closed()
+
+
+@contextlib.asynccontextmanager
+async def raw_peer(address: Address) -> AsyncIterator[RawPeer]:
+    """A raw connection to the address."""
+    if address.is_unix:
+        peer = RawPeer(*await asyncio.open_unix_connection(address.path))
+    else:
+        peer = RawPeer(*await asyncio.open_connection(address.host, address.port))
+    try:
+        yield peer
+    finally:
+        await peer.close()
 
 
 @contextlib.contextmanager
