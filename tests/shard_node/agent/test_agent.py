@@ -11,7 +11,7 @@ from loader.registry.fleet import wanted_key
 from shard_node.agent.agent import AgentConfig
 from shard_node.agent.stagings import StagingConfig
 from shard_node.errors import MemoryBudgetError
-from shardrank_testing.agents import PROMPT, ToldActions, agent_on, published, run
+from shardrank_testing.agents import PROMPT, ScriptedActions, agent_on, published, run
 
 
 @pytest.fixture
@@ -33,11 +33,11 @@ def test_a_desired_version_is_staged_and_announced(play):
         gate = under.actions.gates["films", 3] = asyncio.Event()
         desired = await under.want("films", hold=(3,), live=3)
         await under.until(lambda: under.actions.begun == [("films", 3)])
-        assert (await under.told("films", 3, "staging")).progress == 0.5
+        assert (await under.announced("films", 3, "staging")).progress == 0.5
         assert (await under.record()).applied == {}
         gate.set()
         await under.until(lambda: ("films", 3) in under.actions.ready)
-        await under.told("films", 3, "ready")
+        await under.announced("films", 3, "ready")
         assert (await under.record()).applied == {"films": desired.epoch}
         assert under.agent.problems() == []
 
@@ -74,7 +74,7 @@ def test_a_hanging_staging_blocks_neither_models_nor_heartbeat(play):
         await under.want("films", hold=(2,))
         await under.until(lambda: ("films", 2) in under.actions.ready)
         assert under.actions.cancelled == [("films", 1)]
-        await under.told("films", 1, None)
+        await under.announced("films", 1, None)
         # So is one that is in progress at the end.
         under.actions.gates["songs", 2] = asyncio.Event()
         await under.want("songs", hold=(1, 2))
@@ -92,13 +92,13 @@ def test_a_bad_version_is_refused_and_other_models_go_on(play):
         await under.want("films", hold=(1, 2), live=1)
         await under.want("songs", hold=(5,))
         await under.until(lambda: {("films", 1), ("songs", 5)} <= under.actions.held())
-        report = await under.told("films", 2, "refused")
+        report = await under.announced("films", 2, "refused")
         assert report.reason == "SnapshotCorruptError: rows are damaged"
         await under.pass_time(20.0)
         assert under.actions.begun.count(("films", 2)) == 1
         # Withdrawn and desired again, it gets another chance.
         await under.want("films", hold=(1,))
-        await under.told("films", 2, None)
+        await under.announced("films", 2, None)
         await under.want("films", hold=(1, 2))
         await under.until(lambda: ("films", 2) in under.actions.ready)
 
@@ -119,7 +119,7 @@ def test_a_failed_staging_is_tried_again(play, error, live, state, pause_s):
         under.actions.faults["films", 2] = [error]
         await under.want("films", hold=(2,), live=live)
         await under.until(lambda: bool(under.actions.begun))
-        report = await under.told("films", 2, state)
+        report = await under.announced("films", 2, state)
         assert report.reason == f"{type(error).__name__}: {error}"
         await under.pass_time(pause_s)
         assert under.actions.begun == [("films", 2)]
@@ -145,7 +145,7 @@ def test_a_version_drains_before_it_is_retired(play):
         assert (await under.report("films", 1)).state == "ready"
         await under.want("films", hold=(2,))
         await under.pass_time_until(lambda: under.actions.retired == [("films", 1)])
-        await under.told("films", 1, None)
+        await under.announced("films", 1, None)
         assert (await under.report("films", 2)).state == "ready"
 
     play(scenario)
@@ -178,12 +178,12 @@ def test_a_lack_of_memory_is_waited_out_only_while_some_is_freed(play):
         under.actions.faults["songs", 1] = [MemoryBudgetError("no room")]
         await under.want("songs", hold=(1,))
         await under.until(lambda: ("songs", 1) in under.actions.begun)
-        await under.told("songs", 1, "waiting")
+        await under.announced("songs", 1, "waiting")
         under.actions.retire_gate.set()
         await under.pass_time_until(lambda: ("songs", 1) in under.actions.ready)
         under.actions.faults["films", 4] = [MemoryBudgetError("no room")]
         await under.want("films", hold=(4,))
-        await under.told("films", 4, "refused")
+        await under.announced("films", 4, "refused")
 
     play(scenario)
 
@@ -193,7 +193,7 @@ def test_no_more_processes_stage_than_the_fleet_allows(tmp_path):
     config = AgentConfig(staging=StagingConfig(jitter_s=0.0, fleet_limit=1))
 
     async def main():
-        other_actions = ToldActions(node_id="shard-0-b")
+        other_actions = ScriptedActions(node_id="shard-0-b")
         async with agent_on(url, config=config) as under, agent_on(url, other_actions, config) as other:
             gate = under.actions.gates["films", 1] = asyncio.Event()
             await under.want("films", hold=(1,))
@@ -218,11 +218,11 @@ def test_a_pointer_that_can_not_be_set_stops_no_other_model(play):
         await under.want("films", hold=(1,))
         songs = await under.want("songs", hold=(1,))
         await under.until(lambda: len(under.actions.ready) == 2)
-        await under.until(lambda: True)
+        await under.step()
         assert under.agent.problems() == ["settling films: ValueError: no such thing"]
         assert (await under.record()).applied == {"songs": songs.epoch}
         under.actions.settle_faults.clear()
-        await under.until(lambda: True)
+        await under.step()
         assert under.agent.problems() == []
 
     play(scenario)
@@ -270,7 +270,7 @@ def test_leaving_is_announced_first_and_then_nothing(play):
         await under.until(lambda: len(under.actions.ready) == 1)
         leaving = asyncio.create_task(under.agent.leave())
         await under.want("films", hold=(1, 2))
-        await under.until(lambda: True)
+        await under.step()
         record = await under.record()
         assert (record.draining, record.report("films", 1).state) == (True, "ready")
         while not leaving.done():
@@ -295,7 +295,7 @@ def test_an_older_or_unreadable_record_changes_nothing(play):
             await under.fleet.registry.put(wanted_key("films"), content, entry.revision)
 
         await overwrite(old.model_dump_json().encode())
-        await under.until(lambda: True)
+        await under.step()
         assert await under.fleet.wanted() == {"films": new}
         await overwrite(b"{")
         await under.pass_time(3.0)

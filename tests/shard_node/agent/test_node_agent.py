@@ -6,7 +6,6 @@ import asyncio
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -17,11 +16,11 @@ from loader.snapshot.codecs import codec_for
 from loader.snapshot.publishing import register
 from loader.snapshot.reader import Snapshot
 from shard_node.agent.node_agent import join_fleet
-from shard_node.bags import KeyedBags
 from shard_node.errors import FleetMismatchError
 from shardrank_testing.agents import NodeUnderTest, run, running_node
-from shardrank_testing.bags import random_table_bags
+from shardrank_testing.bags import bags_of, random_table_bags
 from shardrank_testing.deltas import make_batch
+from shardrank_testing.nodes import until
 from shardrank_testing.snapshots import make_spec, one_table_spec, write_snapshot
 
 
@@ -35,29 +34,15 @@ def store(tmp_path) -> Path:
     return tmp_path / "store"
 
 
-async def publish(under: NodeUnderTest, store: Path, version: int, model: str = "films") -> Snapshot:
-    folder, _ = write_snapshot(store, make_spec(model), seed=version, version=version)
-    snapshot = Snapshot.open(folder)
+async def publish(under: NodeUnderTest, store: Path, version: int) -> Snapshot:
+    snapshot = Snapshot.open(write_snapshot(store, make_spec(), seed=version, version=version)[0])
     await register(under.fleet, snapshot, clock=time.time)
     return snapshot
 
 
-def some_bags(under: NodeUnderTest, version: int, model: str = "films") -> KeyedBags:
-    return random_table_bags(np.random.default_rng(5), under.node.table_layout(model, version), 200, 5)
-
-
-def answer(under: NodeUnderTest, version: int, model: str = "films") -> list[np.ndarray]:
-    bags = some_bags(under, version, model)
-    return under.node.pool(model, version, bags)
-
-
-def assert_same(actual: list[np.ndarray], expected: list[np.ndarray]) -> None:
-    assert [one.tobytes() for one in actual] == [one.tobytes() for one in expected]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+def answer(under: NodeUnderTest, version: int) -> list[np.ndarray]:
+    bags = random_table_bags(np.random.default_rng(5), under.node.table_layout("films", version), 200, 5)
+    return under.node.pool("films", version, bags)
 
 
 def test_a_node_stages_and_retires_what_is_desired(url, store):
@@ -65,22 +50,22 @@ def test_a_node_stages_and_retires_what_is_desired(url, store):
         async with running_node(url, store) as under:
             first, second = await publish(under, store, 1), await publish(under, store, 2)
             await under.want("films", hold=(1,), live=1)
-            await under.until("films", 1, "ready")
+            await under.announced("films", 1, "ready")
             await under.want("films", hold=(1, 2))
-            report = await under.until("films", 2, "ready")
+            report = await under.announced("films", 2, "ready")
             assert report.identity == second.identity
             assert report.memory_bytes == sum(use.size_bytes for use in under.node.info().memory if use.version == 2)
             tiers = {use.tier for use in under.node.info().memory}
             assert (report.memory_tiers.keys(), sum(report.memory_tiers.values())) == (tiers, report.memory_bytes)
             await under.want("films", hold=(2,), live=2)
-            assert (await under.until("films", 1, "draining")).identity == first.identity
-            await under.until("films", 1, None)
+            assert (await under.announced("films", 1, "draining")).identity == first.identity
+            await under.announced("films", 1, None)
             assert [(one.version, one.state) for one in under.node.info().versions] == [(2, "live")]
             record = (await under.fleet.nodes())[0]
             assert (record.kind, record.shard_index, record.num_shards) == ("shard", 0, 1)
             assert 0 < record.memory_available_bytes <= record.memory_total_bytes
             await under.want("films", hold=(2, 9))
-            assert (await under.until("films", 9, "refused")).reason.startswith("SnapshotNotFoundError: ")
+            assert (await under.announced("films", 9, "refused")).reason.startswith("SnapshotNotFoundError: ")
 
     run(main())
 
@@ -93,16 +78,16 @@ def test_a_version_without_room_is_refused_until_another_goes(url, store):
             await publish(under, store, 1)
             await publish(under, store, 2)
             await under.want("films", hold=(1,), live=1)
-            await under.until("films", 1, "ready")
+            await under.announced("films", 1, "ready")
             await under.want("films", hold=(1, 2))
-            report = await under.until("films", 2, "refused")
+            report = await under.announced("films", 2, "refused")
             assert f"rows take {size} bytes beside {size} of the versions that are here" in report.reason
             assert f"at most {2 * size - 1} are allowed" in report.reason
             await under.want("films", hold=(1,))
-            await under.until("films", 2, None)
+            await under.announced("films", 2, None)
             await under.want("films", node_hold={"node": (2,)})
-            await under.until("films", 2, "ready")
-            await under.until("films", 1, None)
+            await under.announced("films", 2, "ready")
+            await under.announced("films", 1, None)
 
     run(main())
 
@@ -114,9 +99,8 @@ async def append(under: NodeUnderTest, sequence: int) -> None:
 
 
 def user_3(under: NodeUnderTest) -> list[float]:
-    layout = under.node.table_layout("films", 1)
-    key, one = np.array([layout.index["user"]], np.int32), np.ones(1, np.int64)
-    blocks = under.node.pool("films", 1, KeyedBags.from_lengths(key, one, one, np.array([3])))
+    user = under.node.table_layout("films", 1).index["user"]
+    blocks = under.node.pool("films", 1, bags_of({user: [[3]]}))
     return next(block for block in blocks if block.size)[0].tolist()
 
 
@@ -125,7 +109,7 @@ def test_deltas_reach_only_versions_that_follow(url, store):
         async with running_node(url, store) as under:
             await publish(under, store, 1)
             await under.want("films", hold=(1,), live=1)
-            await under.until("films", 1, "ready")
+            await under.announced("films", 1, "ready")
             await append(under, 1)
             assert user_3(under) != [1.0] * 16
             await under.want("films", follow=(1,))
@@ -134,7 +118,7 @@ def test_deltas_reach_only_versions_that_follow(url, store):
             await under.want("films", follow=())
             await until(lambda: "deltas films 1" not in {task.get_name() for task in asyncio.all_tasks()})
             await append(under, 2)
-            assert (await under.until("films", 1, "ready")).delta_sequence == 1
+            assert (await under.announced("films", 1, "ready")).delta_sequence == 1
             assert user_3(under) == [1.0] * 16
             # It goes on where it was.
             await under.want("films", follow=(1,))
@@ -185,13 +169,15 @@ def test_a_version_with_a_gap_is_refused_unless_live(url, store, live, state):
                 await append(under, sequence)
             await under.fleet.registry.trim(delta_stream("films", 1), 3)
             await under.want("films", hold=(1,), live=live)
-            await under.until("films", 1, "ready")
+            await under.announced("films", 1, "ready")
             before = answer(under, 1)
             await under.want("films", follow=(1,))
-            report = await under.until("films", 1, state, lambda report: bool(report.reason))
+            while not (report := await under.announced("films", 1, state)).reason:
+                pass
             assert "needs delta 1, but deltas/films/1 begins with 3" in report.reason
             assert report.delta_sequence == 0
-            assert_same(answer(under, 1), before)
+            for actual, expected in zip(answer(under, 1), before, strict=True):
+                np.testing.assert_array_equal(actual, expected)
 
     run(main())
 

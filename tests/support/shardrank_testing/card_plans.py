@@ -19,25 +19,21 @@ from shardrank_testing.snapshots import DEFAULT_DENSE_MODEL, num_buckets
 DTYPES: tuple[RowDtype, ...] = ("int8", "int4", "fp16", "fp32")
 
 
-def layout_of(tables: Sequence[TableSpec]) -> TableLayout:
-    """The layout of a model with these tables, whose features are all candidates'."""
+def model_of(tables: Sequence[TableSpec]) -> ModelSpec:
+    """A model with these tables, whose features are all candidates'."""
     features = tuple(FeatureSpec(name=name, side="candidate") for one in tables for name in one.feature_names)
-    return TableLayout.of(
-        ModelSpec(model="m", tables=tuple(tables), features=features, dense_model=DEFAULT_DENSE_MODEL)
-    )
+    return ModelSpec(model="m", tables=tuple(tables), features=features, dense_model=DEFAULT_DENSE_MODEL)
+
+
+def layout_of(tables: Sequence[TableSpec]) -> TableLayout:
+    """The layout of a model with these tables."""
+    return TableLayout.of(model_of(tables))
 
 
 def one_table_layout(num_embeddings: int, embedding_dim: int = 8, dtype: RowDtype = "int8", **more) -> TableLayout:
     """The layout of a model with one table `items`."""
-    table = TableSpec(
-        name="items",
-        num_embeddings=num_embeddings,
-        embedding_dim=embedding_dim,
-        dtype=dtype,
-        feature_names=("item",),
-        **more,
-    )
-    return layout_of([table])
+    shape = {"num_embeddings": num_embeddings, "embedding_dim": embedding_dim, "dtype": dtype}
+    return layout_of([TableSpec(name="items", feature_names=("item",), **shape, **more)])
 
 
 def round_robin(layout: TableLayout, num_cards: int) -> Partition:
