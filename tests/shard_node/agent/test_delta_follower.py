@@ -29,8 +29,8 @@ from loader.snapshot.reader import Snapshot
 from shard_node.agent.delta_follower import FollowerConfig, Followers
 from shard_node.node import DeltaPosition
 from shardrank_testing import deltas, nodes
-from shardrank_testing.card_engines import OnCards, engine_params
-from shardrank_testing.deltas import MODEL, assert_stored, delta_spec, export_state, load_version, make_batch
+from shardrank_testing.card_engines import OnCards, OnCpu, engine_params
+from shardrank_testing.deltas import MODEL, assert_stored, delta_spec, export_state, make_batch
 from shardrank_testing.registries import REGISTRY_KINDS, registry_of
 from shardrank_testing.snapshots import random_rows, random_tables, with_slices
 
@@ -38,18 +38,12 @@ SPEC = delta_spec(rows=300)
 STREAM = delta_stream(MODEL, 1)
 TIMEOUT_S = 30.0
 CONFIG = FollowerConfig(poll_s=0.002, retry_s=0.002, look_at_end_s=0.01, max_entries=3)
-PLACES: list[dict | OnCards] = [
-    *({"cards": cards, "budget": budget} for cards in (1, 3) for budget in (None, 0)),
+PLACES = [
+    *(OnCpu(num_cards, in_ram) for num_cards in (1, 3) for in_ram in (None, 0)),
     OnCards(1, "peers"),
     OnCards(3, "every tier"),
     OnCards(2, "every tier", "as late as can be"),
 ]
-
-
-def load(snapshot: Snapshot, place: dict | OnCards):
-    return load_version(
-        snapshot, **({"card_set": place.card_set(snapshot.spec)} if isinstance(place, OnCards) else place)
-    )
 
 
 class Scene:
@@ -64,8 +58,8 @@ class Scene:
         self.published = 0
         self.stage(self.snapshots[0], PLACES[2])
 
-    def stage(self, snapshot: Snapshot, place: dict | OnCards) -> None:
-        self.snapshot, self.tables = snapshot, load(snapshot, place)
+    def stage(self, snapshot: Snapshot, place: OnCpu | OnCards) -> None:
+        self.snapshot, self.tables = snapshot, place.tables(snapshot)
 
     @property
     def position(self) -> DeltaPosition:
@@ -341,12 +335,12 @@ def test_a_cancelled_follower_finishes_the_delta_it_writes(tmp_path):
 ON_CARDS = engine_params((OnCards(1, "peers"), OnCards(4, "every tier")), ())
 
 
-@pytest.mark.parametrize("place", [{}, {"cards": 2}, {"budget": 0}, *ON_CARDS], ids=str)
+@pytest.mark.parametrize("place", [OnCpu(), OnCpu(2), OnCpu(1, 0), *ON_CARDS], ids=str)
 def test_deltas_of_a_sliced_table_reach_all_slices(place, tmp_path):
     spec = with_slices(SPEC, {"int8": (12, 4, 12), "int4": (2, 6), "fp32": (1, 3)})
     state, rng = random_tables(spec, 5), np.random.default_rng(2)
     snapshot = export_state(tmp_path, spec, state, 1)
-    tables = load(snapshot, place)
+    tables = place.tables(snapshot)
     entries = []
     for sequence in range(1, 9):
         table = spec.tables[sequence % len(spec.tables)]
@@ -364,7 +358,7 @@ def test_deltas_of_a_sliced_table_reach_all_slices(place, tmp_path):
     tables.close()
 
 
-@pytest.mark.parametrize("place", [{"cards": 2}, {"cards": 1, "budget": 0}])
+@pytest.mark.parametrize("place", [OnCpu(2), OnCpu(1, 0)])
 def test_updates_of_divided_tables_equal_a_fresh_export(place, tmp_path):
     state, counts = deltas.divided_state(2)
     snapshot = deltas.export_divided(tmp_path / "store", state, counts, 1)
@@ -385,7 +379,7 @@ def test_updates_of_divided_tables_equal_a_fresh_export(place, tmp_path):
         for name, pruned in publisher.pruned_updates.items():
             # What the row that stands for pruned ones was made of.
             state[name][pruned.rows] = deltas.divided_state(2)[0][name][pruned.rows]
-        tables = load_version(snapshot, **place)
+        tables = place.tables(snapshot)
         follower = deltas.follow(registry, snapshot, tables)
         entries = await registry.read(STREAM, 0, max_entries=1000)
         follower.apply(entries)

@@ -24,7 +24,7 @@ TIMEOUT_S = 900
 FOUND = 77
 
 KERNEL_TESTS = ("tests/shard_node/cuda/test_kernels.py",)
-ENGINE_TESTS = ("tests/shard_node/engine/test_engines.py", "tests/shard_node/engine/test_write_rows.py")
+ENGINE_TESTS = ("tests/shard_node/engine/test_engines.py", "tests/shard_node/engine/test_row_writes.py")
 # Engines on cards whose work runs as late as it may, and on cards without access to each other.
 ON_CARDS = "cards and not emulated and (late or access)"
 
