@@ -17,12 +17,10 @@ from shard_node.cuda.kernel_params import RowFormat
 from shard_node.engine.base import Engine
 from shard_node.engine.loading import load_tables
 from shard_node.node import LoadedTables
-from shardrank_testing.card_sets import card_factory
-from shardrank_testing.emulated_cards import EmulatedCards
+from shardrank_testing.card_sets import Kind, card_factory
 from shardrank_testing.snapshots import sharding_of
 
 Tiers = Literal["hot", "peers", "pinned", "every tier"]
-Kind = Literal["emulated", "as late as can be", "no peer access", "logical", "devices"]
 REAL_KINDS: tuple[Kind, ...] = ("logical", "devices")
 
 
@@ -33,7 +31,7 @@ class OnCards:
     Attributes:
         num_cards: how many.
         tiers: where rows lie: all copied to every card, each on one card, all in pinned memory, or some of each.
-        kind: of cards. `as late as can be`: emulated ones, which do nothing before somebody waits for it.
+        kind: of cards.
     """
 
     num_cards: int
@@ -45,13 +43,7 @@ class OnCards:
 
     def cards(self) -> Cards:
         """Makes them, or skips the test."""
-        match self.kind:
-            case "as late as can be":
-                return EmulatedCards(self.num_cards, deferred=True)
-            case "no peer access":
-                return EmulatedCards(self.num_cards, peer_access=False)
-            case _:
-                return card_factory(self.kind)(self.num_cards)
+        return card_factory(self.kind)(self.num_cards)
 
     def card_set(self, spec: ModelSpec) -> CardSet:
         """The cards, with as much of each kind of memory as puts a model's rows into the tiers asked for."""
