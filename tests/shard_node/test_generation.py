@@ -12,7 +12,7 @@ from loader.progress import BACKGROUND_NICENESS
 from shard_node.errors import GenerationNotFoundError, GenerationStateError
 from shard_node.generation import Generations, RowLock
 
-WAIT_S = 30.0
+TIMEOUT_S = 30.0
 
 
 def make(*versions: int) -> tuple[Generations[str], list[str]]:
@@ -57,7 +57,7 @@ def test_a_retired_version_is_freed_with_its_last_lease():
     first.release()
     assert not retiring.retired.is_set()
     second.release()
-    assert retiring.retired.wait(WAIT_S)
+    assert retiring.retired.wait(TIMEOUT_S)
     assert freed == ["v1"]
     generations.stage("films", 1, "again")
 
@@ -76,10 +76,10 @@ def test_versions_are_reported_until_they_are_freed():
     with pytest.raises(GenerationNotFoundError, match="model 'films' is not here"):
         generations.lease("films")
     lease.release()
-    assert retiring.retired.wait(WAIT_S)
+    assert retiring.retired.wait(TIMEOUT_S)
     assert not generations.has("films", 2)
     assert generations.has("films", 1)
-    assert generations.retire("films", 1).retired.wait(WAIT_S)
+    assert generations.retire("films", 1).retired.wait(TIMEOUT_S)
     assert generations.models() == generations.all() == []
 
 
@@ -90,7 +90,7 @@ def test_a_payload_that_can_not_be_freed_is_logged(caplog):
     generations: Generations[str] = Generations(fail)
     generations.stage("films", 1, "v1")
     with caplog.at_level(logging.ERROR):
-        assert generations.retire("films", 1).retired.wait(WAIT_S)
+        assert generations.retire("films", 1).retired.wait(TIMEOUT_S)
     assert "freeing version 1 of model 'films' failed" in caplog.text
 
 
@@ -132,12 +132,9 @@ def test_concurrent_leases_and_flips_free_each_payload_once():
     stop.set()
     for thread in threads:
         thread.join()
-    assert all(one.retired.wait(WAIT_S) for one in retiring)
+    assert all(one.retired.wait(TIMEOUT_S) for one in retiring)
     assert faults == []
     assert sorted(freed) == sorted(f"v{version}" for version in range(1, 199))
-
-
-TIMEOUT_S = 30.0
 
 
 def in_thread(work) -> threading.Thread:
@@ -234,5 +231,5 @@ def test_freeing_has_a_lower_priority():
             low_priority=low_priority,
         )
         generations.stage("films", 1, "v1")
-        assert generations.retire("films", 1).retired.wait(WAIT_S)
+        assert generations.retire("films", 1).retired.wait(TIMEOUT_S)
     assert priorities == [min(19, BACKGROUND_NICENESS), normal] or normal >= BACKGROUND_NICENESS

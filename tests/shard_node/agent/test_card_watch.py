@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from pathlib import Path
 
 import numpy as np
@@ -15,21 +14,21 @@ from router.outliers import ReplicaEvents
 from router.plan import Plan
 from router.replicas import ReplicatedShard
 from shard_node.agent.node_agent import watch_cards
-from shard_node.bags import KeyedBags
 from shard_node.cuda.card_set import CardSet
-from shard_node.engine.loading import load_tables
 from shard_node.errors import CardError
 from shard_node.node import ShardNode
 from shard_node.wire.address import Address
 from shard_node.wire.client import ShardClient
-from shard_node.wire.server import NodeServer
+from shardrank_testing.bags import bags_of
 from shardrank_testing.card_engines import options_for
 from shardrank_testing.emulated_cards import EmulatedCards
+from shardrank_testing.nodes import serving, soon
 from shardrank_testing.snapshots import one_table_spec, write_snapshot
+from shardrank_testing.topologies import make_node
 
 FAULT = "device 0: launching pool_int8 with 4 x 1 blocks: cudaErrorIllegalAddress"
 SPEC = one_table_spec(100)
-BAGS = KeyedBags.from_lengths(np.zeros(1, np.int32), np.array([2]), np.array([1, 2]), np.array([5, 6, 7]))
+BAGS = bags_of({0: [[5], [6, 7]]})
 
 
 @pytest.fixture(scope="module")
@@ -38,19 +37,11 @@ def snapshot(tmp_path_factory) -> Snapshot:
     return Snapshot.open(path)
 
 
-def plan_of(num_cards: int) -> Plan:
-    return Plan.make(SPEC, cards_per_shard=num_cards)
+PLAN = Plan.make(SPEC, cards_per_shard=2)
 
 
-def node_on(cards: EmulatedCards | None, snapshot: Snapshot) -> ShardNode:
-    """A node with the whole snapshot, on two cards or on the CPU."""
-    plan = plan_of(2)
-    card_set = None if cards is None else CardSet(cards, options_for(SPEC, 2, "peers"))
-    node = ShardNode(plan.identity(0))
-    tables = load_tables(snapshot, plan.partition(0), plan.digest, card_set=card_set)
-    node.stage(SPEC.model, snapshot.version, tables)
-    node.flip(SPEC.model, snapshot.version)
-    return node
+def node_on(cards: EmulatedCards, snapshot: Snapshot) -> ShardNode:
+    return make_node(snapshot, PLAN, 0, card_set=CardSet(cards, options_for(SPEC, 2, "peers")))
 
 
 class Looks:
@@ -76,7 +67,7 @@ def test_cards_that_keep_failing_end_the_watch(snapshot):
         asyncio.run(watch_cards(node, None, Looks(cards, ["", FAULT, FAULT, ""]).sleep))
     cards.fault = ""
     node.close()
-    empty = ShardNode(plan_of(2).identity(0))
+    empty = ShardNode(PLAN.identity(0))
     for watched, error in ((None, asyncio.CancelledError), (cards, CardError)):
         with pytest.raises(error):
             asyncio.run(watch_cards(empty, watched, Looks(cards, [FAULT, FAULT, FAULT]).sleep))
@@ -86,39 +77,36 @@ def test_cards_that_keep_failing_end_the_watch(snapshot):
 def test_a_router_avoids_a_node_whose_cards_failed(snapshot, tmp_path: Path):
     cards = [EmulatedCards(2), EmulatedCards(2)]
     nodes = [node_on(one, snapshot) for one in cards]
-    addresses = [Address.parse(f"unix:{tmp_path}/{number}.sock") for number in range(2)]
     expected = nodes[0].pool(SPEC.model, snapshot.version, BAGS)[0]
 
     async def main() -> None:
-        servers = [NodeServer(node) for node in nodes]
-        for server, address in zip(servers, addresses, strict=True):
-            await server.start([address])
-        retries: list[str] = []
-        clients = [ShardClient(address) for address in addresses]
-        shard = ReplicatedShard(plan_of(2), 0, snapshot.identity, clients, ReplicaEvents(retried=retries.append))
+        async with (
+            serving(Address.parse(f"unix:{tmp_path}/0.sock"), nodes[0]) as first,
+            serving(Address.parse(f"unix:{tmp_path}/1.sock"), nodes[1]) as second,
+        ):
+            addresses = [server.addresses[0] for server in (first, second)]
+            retries: list[str] = []
+            clients = [ShardClient(address) for address in addresses]
+            shard = ReplicatedShard(PLAN, 0, snapshot.identity, clients, ReplicaEvents(retried=retries.append))
 
-        async def ask() -> np.ndarray:
-            return (await shard.pool(SPEC.model, snapshot.version, BAGS, time.monotonic() + 30)).sums[0]
+            async def ask() -> np.ndarray:
+                return (await shard.pool(SPEC.model, snapshot.version, BAGS, soon())).sums[0]
 
-        for _ in range(4):
-            np.testing.assert_array_equal(await ask(), expected)
-        assert retries == []
-        for failed in range(2):
-            cards[failed].fault = FAULT
-            for _ in range(6):
+            for _ in range(4):
                 np.testing.assert_array_equal(await ask(), expected)
-            assert [address for address, _ in await shard.infos()] == [str(addresses[1 - failed])]
-            cards[failed].fault = ""
-        assert set(retries) == {"card"}
-        for one in cards:
-            one.fault = FAULT
-        with pytest.raises(ShardUnavailableError, match=r"card: .*cudaErrorIllegalAddress"):
-            await ask()
-        for one in cards:
-            one.fault = ""
-        await shard.close()
-        for server in servers:
-            await server.close()
+            assert retries == []
+            for failed in range(2):
+                cards[failed].fault = FAULT
+                for _ in range(6):
+                    np.testing.assert_array_equal(await ask(), expected)
+                assert [address for address, _ in await shard.infos()] == [str(addresses[1 - failed])]
+                cards[failed].fault = ""
+            assert set(retries) == {"card"}
+            cards[0].fault = cards[1].fault = FAULT
+            with pytest.raises(ShardUnavailableError, match=r"card: .*cudaErrorIllegalAddress"):
+                await ask()
+            cards[0].fault = cards[1].fault = ""
+            await shard.close()
 
     asyncio.run(main())
     for node in nodes:

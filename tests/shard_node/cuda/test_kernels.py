@@ -79,19 +79,6 @@ def test_every_card_pools_the_same(cards, dtype, num_cards):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("hotness", [0, 1, 2, 3, 4, 7, 8, 9, 1000])
-def test_bags_of_every_hotness_pool_as_numpy_does(cards, dtype, hotness):
-    rng = np.random.default_rng(hotness)
-    arena = make_arena(cards(3), dtype, 32, rng)
-    runs = [
-        Run(2, [rng.integers(0, 300, hotness) for _ in range(3)], mode, weights)
-        for mode in ("sum", "mean")
-        for weights in (None, [rng.standard_normal(hotness).astype(np.float32) for _ in range(3)])
-    ]
-    assert_pooled(arena, arena.pool(1, runs), runs, hotness)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_each_row_alone_is_its_stored_numbers(cards, dtype):
     rng = np.random.default_rng(1)
     arena = make_arena(cards(4), dtype, 24, rng)
@@ -240,17 +227,6 @@ def test_a_card_writes_its_rows_and_hot_copies(cards, dtype, dim, writes_host):
         expected[card, owner] = with_rows(arena, expected[card, owner], owner, 1, rows, relaid)
     for place, content in arena.contents().items():
         np.testing.assert_array_equal(content, expected[place], err_msg=str(place))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_written_rows_pool_like_loaded_ones(cards, dtype):
-    made = cards(4)
-    old, new = (make_arena(made, dtype, 20, np.random.default_rng(seed), (50, 200)) for seed in (4, 5))
-    for table, stored in enumerate(new.stored):
-        for card in range(4):
-            old.write(card, table, np.arange(len(stored)), old.arena.format.relay(stored), card == 2)
-    runs = [Run(table, [np.arange(len(stored))], "none") for table, stored in enumerate(new.stored)]
-    np.testing.assert_array_equal(old.pool(3, runs).raw, new.pool(3, runs).raw)
 
 
 def test_rows_not_here_or_outside_are_not_written(cards):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import time
 
 import numpy as np
 import pytest
@@ -23,14 +21,11 @@ from shard_node.wire.frame import FrameType, pack_header
 from shard_node.wire.messages import encode_answer, encode_error, encode_info
 from shard_node.wire.server import ServerLimits
 from shardrank_testing.nodes import (
-    EVERY_PLACE,
     SLOW_ROW,
     Gate,
-    RawPeer,
     connected,
     expected_films,
     in_every_place,
-    node_process,
     on_every_loop,
     pool_films,
     serving,
@@ -39,26 +34,6 @@ from shardrank_testing.nodes import (
 
 BY_THREADS = ServerLimits(max_inline_bytes=0)
 EXPECTED = expected_films([7])
-
-
-def with_script(place, folder, script, scenario, **options):
-    """Run a scenario with a client of a node that runs the script on each connection."""
-
-    async def main():
-        async def connection(reader, writer) -> None:
-            peer = RawPeer(reader, writer)
-            peers.append(peer)
-            await script(peer)
-
-        peers: list[RawPeer] = []
-        address = place.address(folder)
-        async with await asyncio.start_unix_server(connection, address.path), connected(address, **options) as client:
-            result = await scenario(client)
-            for peer in peers:
-                await peer.close()
-            return result
-
-    return place.run(main())
 
 
 @on_every_loop
@@ -106,42 +81,18 @@ def test_a_cancelled_call_leaves_the_connection_in_use(place, tmp_path):
         np.testing.assert_array_equal(answer, EXPECTED)
 
 
-def test_a_killed_node_fails_its_calls_until_it_is_back(tmp_path):
-    """A hundred calls are in flight: each is answered or fails as unavailable, none hangs."""
-    place = EVERY_PLACE[2]
-
-    async def main():
-        with node_process(place.address(tmp_path)) as (process, bound):
-            async with connected(bound) as client:
-                await pool_films(client, [7])
-                process.kill()
-                outcomes = await asyncio.gather(*(pool_films(client, [7]) for _ in range(100)), return_exceptions=True)
-                assert {type(outcome) for outcome in outcomes} <= {np.ndarray, NodeUnavailableError}
-                await asyncio.to_thread(process.wait)
-                with pytest.raises(NodeUnavailableError):
-                    await pool_films(client, [7])
-                with node_process(bound):
-                    back_at = time.monotonic()
-                    while True:
-                        with contextlib.suppress(NodeUnavailableError):
-                            return await pool_films(client, [7]), time.monotonic() - back_at
-                        await asyncio.sleep(0.01)
-
-    answer, resumed_after_s = place.run(main())
-    np.testing.assert_array_equal(answer, EXPECTED)
-    assert resumed_after_s < 5
-
-
 @in_every_place
 def test_a_closing_server_fails_what_is_in_flight(place, tmp_path):
     gate = Gate()
 
     async def scenario(server, client):
-        call = asyncio.create_task(pool_films(client, [SLOW_ROW]))
+        calls = [asyncio.create_task(pool_films(client, [row])) for row in (SLOW_ROW, *range(100))]
         await gate.wait_entered()
         closing = asyncio.create_task(server.close())
         with pytest.raises(NodeUnavailableError, match="connection lost before the answer came"):
-            await call
+            await calls[0]
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        assert {type(outcome) for outcome in outcomes} <= {np.ndarray, NodeUnavailableError}
         gate.opened.set()
         await closing
 
@@ -196,7 +147,7 @@ def test_a_connection_ended_by_the_node_is_made_again(place, tmp_path):
         assert client.connections == 2
         return answer
 
-    np.testing.assert_array_equal(with_script(place, tmp_path, script, scenario), EXPECTED)
+    np.testing.assert_array_equal(place.with_script(tmp_path, script, scenario), EXPECTED)
 
 
 @on_every_loop
@@ -224,7 +175,7 @@ def test_nonsense_from_a_node_is_a_typed_error(place, answer, error, message, tm
             await pool_films(client, [7])
         assert type(caught.value) is error
 
-    with_script(place, tmp_path, script, scenario)
+    place.with_script(tmp_path, script, scenario)
 
 
 @on_every_loop
@@ -245,7 +196,7 @@ def test_a_node_that_does_not_read_makes_new_calls_wait(place, tmp_path):
         with pytest.raises(NodeUnavailableError):
             await first
 
-    with_script(place, tmp_path, script, scenario, limits=ClientLimits(max_unsent_bytes=4096))
+    place.with_script(tmp_path, script, scenario, limits=ClientLimits(max_unsent_bytes=4096))
 
 
 @on_every_loop

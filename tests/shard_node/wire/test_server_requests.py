@@ -43,7 +43,6 @@ from shardrank_testing.nodes import (
     Gate,
     HookedEngine,
     RawPeer,
-    connected,
     expected_films,
     film_bags,
     in_every_place,
@@ -353,20 +352,15 @@ def test_a_node_answers_in_the_accepted_forms(place, node, tmp_path, inline_byte
 def test_unrequested_rows_as_stored_are_no_answer(place, node, tmp_path, forms):
     stored = node.answer(MODEL, VERSION, BAGS, Forms(stored=True))
 
-    async def play(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        peer = RawPeer(reader, writer)
+    async def script(peer: RawPeer) -> None:
         frame = await peer.read_frame()
         peer.write(*encode_answer(frame.header.request_id, stored))
-        await peer.read_end()
-        await peer.close()
 
-    async def main() -> None:
-        address = place.address(tmp_path)
-        async with await asyncio.start_unix_server(play, address.path), connected(address) as client:
-            await client.pool(MODEL, VERSION, BAGS, soon(), forms)
+    async def scenario(client) -> None:
+        await client.pool(MODEL, VERSION, BAGS, soon(), forms)
 
     with pytest.raises(RemoteError, match="frame type 7 is no answer to this request"):
-        place.run(main())
+        place.with_script(tmp_path, script, scenario)
 
 
 # 32 KB of answer: too long for what is pooled by the loop in any case.

@@ -1,13 +1,12 @@
-"""Real shard nodes for tests: small tables with exact sums, real sockets on either event loop, real processes."""
+"""Real shard nodes for tests: small tables with exact sums, real sockets on either event loop."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -30,7 +29,6 @@ from shard_node.wire.frame import HEADER, Frame, FrameReceiver, unpack_header
 from shard_node.wire.messages import Buffer
 from shard_node.wire.server import NodeServer, ServerLimits
 from shardrank_testing.bags import bags_of
-from shardrank_testing.processes import Process, start_module
 
 Result = TypeVar("Result")
 
@@ -203,6 +201,34 @@ class Place:
         """Run a scenario with a server of a node, and a raw connection to it."""
         return self.with_client(*arguments, connect=raw_peer)
 
+    def with_script(
+        self,
+        folder: Path,
+        script: Callable[[RawPeer], Coroutine[Any, Any, None]],
+        scenario: Callable[[ShardClient], Coroutine[Any, Any, Result]],
+        **options: Any,
+    ) -> Result:
+        """Run a scenario with a client of a node that runs the script on each connection."""
+        peers: list[RawPeer] = []
+
+        async def connection(*streams: Any) -> None:
+            peers.append(RawPeer(*streams))
+            await script(peers[-1])
+
+        async def main() -> Result:
+            path = str(folder / "node.sock")
+            async with (
+                await asyncio.start_unix_server(connection, path),
+                connected(Address(path=path), **options) as client,
+            ):
+                try:
+                    return await scenario(client)
+                finally:
+                    for peer in peers:
+                        await peer.close()
+
+        return self.run(main())
+
 
 EVERY_PLACE = tuple(Place(loop, sock) for loop in ("asyncio", "uvloop") for sock in ("tcp", "unix"))
 in_every_place = pytest.mark.parametrize("place", EVERY_PLACE, ids=str)
@@ -283,26 +309,3 @@ async def raw_peer(address: Address) -> AsyncIterator[RawPeer]:
         yield peer
     finally:
         await peer.close()
-
-
-@contextlib.contextmanager
-def node_process(address: Address) -> Iterator[tuple[Process, Address]]:
-    """A shard node in a process of its own, killed at the end at the latest; its address has the real port."""
-    process = start_module(__name__, str(address))
-    try:
-        assert process.stdout is not None
-        yield process, Address.parse(process.stdout.readline().strip())
-    finally:
-        process.kill()
-        process.communicate()
-
-
-async def _serve(address: Address) -> None:
-    async with serving(address) as server:
-        sys.stdout.write(f"{server.addresses[0]}\n")
-        sys.stdout.flush()
-        await asyncio.Event().wait()
-
-
-if __name__ == "__main__":
-    uvloop.run(_serve(Address.parse(sys.argv[1])))
