@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import time
 
 import numpy as np
 import pytest
@@ -12,13 +11,10 @@ import pytest
 from loader.errors import RegistryRecordError
 from loader.registry.directory import DirectoryRegistry
 from loader.registry.fleet import FleetRecord, FleetRegistry, WantedModel, rollout_key, wanted_key
-from loader.snapshot.publishing import register
-from loader.snapshot.reader import Snapshot
 from shard_node.agent.agent import Remembered
 from shardrank_testing.agents import HandClock, agent_on, published, run, running_node
 from shardrank_testing.bags import random_table_bags
 from shardrank_testing.registries import redis_server
-from shardrank_testing.snapshots import make_spec, write_snapshot
 
 ROLLOUT = b'{"epoch": 4, "model": "films", "steps": ["whatever"]}'
 
@@ -67,8 +63,7 @@ def test_lookups_go_on_while_the_registry_is_disturbed(tmp_path):
     async def main():
         with redis_server(tmp_path) as server:
             async with running_node(server.url, tmp_path / "store") as under:
-                folder, _ = write_snapshot(tmp_path / "store", make_spec(), seed=1, version=1)
-                await register(under.fleet, Snapshot.open(folder), clock=time.time)
+                await under.publish(1)
                 await under.want("films", hold=(1,), live=1)
                 await under.announced("films", 1, "ready")
                 bags = random_table_bags(np.random.default_rng(5), under.node.table_layout("films", 1), 50, 5)

@@ -29,6 +29,7 @@ from loader.snapshot.reader import Snapshot
 from shard_node.agent.delta_follower import FollowerConfig, Followers
 from shard_node.node import DeltaPosition
 from shardrank_testing import deltas, nodes
+from shardrank_testing.agents import run, scenario
 from shardrank_testing.card_engines import OnCards, OnCpu, engine_params
 from shardrank_testing.deltas import MODEL, assert_stored, delta_spec, export_state, make_batch
 from shardrank_testing.registries import REGISTRY_KINDS, registry_of
@@ -102,34 +103,36 @@ async def until(condition) -> None:
     await nodes.until(condition, 0.001)
 
 
-def play(tmp_path: Path, scenario, kind: str = "directory") -> None:
-    async def run(url):
+@contextlib.asynccontextmanager
+async def scene_on(folder: Path, kind: str = "directory") -> AsyncIterator[Scene]:
+    with registry_of(kind, folder) as url:
         registry = open_registry(url)
-        scene = Scene(registry, tmp_path / "store")
+        scene = Scene(registry, folder / "store")
         try:
             await deltas.register_version(registry, scene.snapshot)
-            await asyncio.wait_for(scenario(scene), TIMEOUT_S)
+            yield scene
         finally:
             await registry.close()
 
-    with registry_of(kind, tmp_path) as url:
-        asyncio.run(run(url))
+
+with_scene = scenario(scene_on)
 
 
 @pytest.mark.parametrize("kind", REGISTRY_KINDS)
 def test_published_deltas_are_applied(kind, tmp_path):
-    async def scenario(scene):
-        await scene.publish(5)
-        async with scene.following():
-            await scene.caught_up()
-            await scene.publish(25)
-            await scene.caught_up()
-            progress = scene.position.snapshot()
-            assert (progress.batches, progress.sequence, progress.lag, progress.refused) == (30, 30, 0, 0)
-            assert progress.rows > 30
-        scene.check()
+    async def main():
+        async with scene_on(tmp_path, kind) as scene:
+            await scene.publish(5)
+            async with scene.following():
+                await scene.caught_up()
+                await scene.publish(25)
+                await scene.caught_up()
+                progress = scene.position.snapshot()
+                assert (progress.batches, progress.sequence, progress.lag, progress.refused) == (30, 30, 0, 0)
+                assert progress.rows > 30
+            scene.check()
 
-    play(tmp_path, scenario, kind)
+    run(main())
 
 
 STEPS = st.one_of(
@@ -145,7 +148,7 @@ STEPS = st.one_of(
 def test_any_interleaving_equals_a_fresh_export(steps):
     """Deltas come twice, in any order or not at all; followers begin anew; snapshots contain some of the deltas."""
 
-    async def scenario(scene: Scene) -> None:
+    async def play(scene: Scene) -> None:
         for step in steps:
             match step:
                 case ("publish", seed):
@@ -167,21 +170,23 @@ def test_any_interleaving_equals_a_fresh_export(steps):
             await scene.caught_up()
         scene.check()
 
-    with tempfile.TemporaryDirectory() as folder:
-        play(Path(folder), scenario)
+    async def main() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            async with scene_on(Path(folder)) as scene:
+                await play(scene)
+
+    run(main())
 
 
-def test_a_stream_that_begins_too_late_is_a_gap(tmp_path):
-    async def scenario(scene):
-        await scene.publish(5)
-        await scene.registry.trim(STREAM, 3)
-        message = f"version 1 of model '{MODEL}' needs delta 1, but {STREAM} begins with 3"
-        with pytest.raises(DeltaGapError, match=message):
-            await scene.follower().run()
-        assert scene.position.sequence == 0
-        assert "begins with 3" in scene.position.snapshot().reason
-
-    play(tmp_path, scenario)
+@with_scene
+async def test_a_stream_that_begins_too_late_is_a_gap(scene):
+    await scene.publish(5)
+    await scene.registry.trim(STREAM, 3)
+    message = f"version 1 of model '{MODEL}' needs delta 1, but {STREAM} begins with 3"
+    with pytest.raises(DeltaGapError, match=message):
+        await scene.follower().run()
+    assert scene.position.sequence == 0
+    assert "begins with 3" in scene.position.snapshot().reason
 
 
 def delta(number: int, **changes) -> StreamEntry:
@@ -203,36 +208,32 @@ BAD = {
 
 
 @pytest.mark.parametrize("bad", list(BAD))
-def test_a_wrong_delta_is_refused_and_holds_up_later_ones(bad, tmp_path, caplog):
+@with_scene
+async def test_a_wrong_delta_is_refused_and_holds_up_later_ones(scene, bad, caplog):
     payload, message = BAD[bad]
 
-    async def scenario(scene):
-        await scene.publish()
-        await scene.registry.append(STREAM, 2, payload)
-        await scene.registry.append(STREAM, 3, delta(3).payload)
-        async with scene.following():
-            await until(lambda: scene.position.snapshot().refused >= 3)
-            progress = scene.position.snapshot()
-            assert (progress.sequence, progress.batches, progress.lag) == (1, 1, 2)
-            assert message in progress.reason
-            assert caplog.text.count(progress.reason) == 1  # logged once, counted each time
-        scene.check()
-
-    play(tmp_path, scenario)
+    await scene.publish()
+    await scene.registry.append(STREAM, 2, payload)
+    await scene.registry.append(STREAM, 3, delta(3).payload)
+    async with scene.following():
+        await until(lambda: scene.position.snapshot().refused >= 3)
+        progress = scene.position.snapshot()
+        assert (progress.sequence, progress.batches, progress.lag) == (1, 1, 2)
+        assert message in progress.reason
+        assert caplog.text.count(progress.reason) == 1  # logged once, counted each time
+    scene.check()
 
 
-def test_duplicates_are_skipped_and_gaps_refused(tmp_path):
-    async def scenario(scene):
-        follower = scene.follower()
-        first, second, third, fourth = map(delta, (1, 2, 3, 4))
-        follower.apply([first, first, second])
-        with pytest.raises(DeltaGapError, match="delta 4 came, 3 is next"):
-            follower.apply([second, fourth, third])
-        assert scene.position.sequence == 2
-        follower.apply([first, second, third, second, fourth])
-        assert (scene.position.sequence, scene.position.snapshot().batches) == (4, 4)
-
-    play(tmp_path, scenario)
+@with_scene
+async def test_duplicates_are_skipped_and_gaps_refused(scene):
+    follower = scene.follower()
+    first, second, third, fourth = map(delta, (1, 2, 3, 4))
+    follower.apply([first, first, second])
+    with pytest.raises(DeltaGapError, match="delta 4 came, 3 is next"):
+        follower.apply([second, fourth, third])
+    assert scene.position.sequence == 2
+    follower.apply([first, second, third, second, fourth])
+    assert (scene.position.sequence, scene.position.snapshot().batches) == (4, 4)
 
 
 class Unsteady:
@@ -254,82 +255,76 @@ class Unsteady:
         return self.reported or await self._registry.bounds(stream)
 
 
-def test_a_silent_registry_or_one_that_lost_deltas_is_waited_for(tmp_path, caplog):
-    async def scenario(scene):
-        registry = Unsteady(scene.registry)
-        registry.silent = True
-        await scene.publish(3)
-        with caplog.at_level(logging.INFO, logger="shard_node"):
-            async with scene.following(registry=registry):
-                await until(lambda: "until the registry answers: nobody there" in caplog.text)
-                registry.silent = False
-                await scene.caught_up()
-                assert caplog.text.count("nobody there") == caplog.text.count("the registry answers again") == 1
-                registry.reported = StreamBounds(1, 1)
-                await until(lambda: f"has delta 3, but {STREAM} ends with 1" in scene.position.snapshot().reason)
-                await scene.publish()
-                for _ in range(5):
-                    await asyncio.sleep(0)
-                assert scene.position.sequence == 3
-                registry.reported = None
-                await scene.caught_up()
-                assert scene.position.snapshot().reason == ""
-        scene.check()
-
-    play(tmp_path, scenario)
-
-
-def test_lost_deltas_still_count_as_missing(tmp_path):
-    async def scenario(scene):
-        registry = Unsteady(scene.registry)
-        registry.last_read = 2
-        await scene.publish(3)
-        looks = iter(range(1, 10**9))
-        async with scene.following(registry=registry, clock=lambda: 2e9 + next(looks)):
-            await until(lambda: scene.position.sequence == 2)
-            assert (scene.position.snapshot().stream_last, scene.position.snapshot().lag) == (3, 1)
-            registry.reported, registry.last_read = StreamBounds(0, 0), 0
-            fresh, now = scene.position.snapshot().fresh_at, next(looks)
-            await until(lambda: next(looks) > now + 50)
-            # The registry does not report a delta 3 any more, but its rows were changed, and not here.
-            assert (scene.position.snapshot().lag, scene.position.snapshot().fresh_at) == (1, fresh)
-            registry.reported = registry.last_read = None
+@with_scene
+async def test_a_silent_registry_or_one_that_lost_deltas_is_waited_for(scene, caplog):
+    registry = Unsteady(scene.registry)
+    registry.silent = True
+    await scene.publish(3)
+    with caplog.at_level(logging.INFO, logger="shard_node"):
+        async with scene.following(registry=registry):
+            await until(lambda: "until the registry answers: nobody there" in caplog.text)
+            registry.silent = False
             await scene.caught_up()
-            await until(lambda: scene.position.snapshot().fresh_at > 2e9)
-            assert scene.position.snapshot().lag == 0
+            assert caplog.text.count("nobody there") == caplog.text.count("the registry answers again") == 1
+            registry.reported = StreamBounds(1, 1)
+            await until(lambda: f"has delta 3, but {STREAM} ends with 1" in scene.position.snapshot().reason)
+            await scene.publish()
+            for _ in range(5):
+                await asyncio.sleep(0)
+            assert scene.position.sequence == 3
+            registry.reported = None
+            await scene.caught_up()
+            assert scene.position.snapshot().reason == ""
+    scene.check()
 
-    play(tmp_path, scenario)
+
+@with_scene
+async def test_lost_deltas_still_count_as_missing(scene):
+    registry = Unsteady(scene.registry)
+    registry.last_read = 2
+    await scene.publish(3)
+    looks = iter(range(1, 10**9))
+    async with scene.following(registry=registry, clock=lambda: 2e9 + next(looks)):
+        await until(lambda: scene.position.sequence == 2)
+        assert (scene.position.snapshot().stream_last, scene.position.snapshot().lag) == (3, 1)
+        registry.reported, registry.last_read = StreamBounds(0, 0), 0
+        fresh, now = scene.position.snapshot().fresh_at, next(looks)
+        await until(lambda: next(looks) > now + 50)
+        # The registry does not report a delta 3 any more, but its rows were changed, and not here.
+        assert (scene.position.snapshot().lag, scene.position.snapshot().fresh_at) == (1, fresh)
+        registry.reported = registry.last_read = None
+        await scene.caught_up()
+        await until(lambda: scene.position.snapshot().fresh_at > 2e9)
+        assert scene.position.snapshot().lag == 0
 
 
-def test_a_cancelled_follower_finishes_the_delta_it_writes(tmp_path):
-    async def scenario(scene):
-        await scene.publish(3)
-        entered, go_on = threading.Event(), threading.Event()
-        engine = scene.tables.engine
-        finished = []
+@with_scene
+async def test_a_cancelled_follower_finishes_the_delta_it_writes(scene):
+    await scene.publish(3)
+    entered, go_on = threading.Event(), threading.Event()
+    engine = scene.tables.engine
+    finished = []
 
-        class Slow:
-            layout = engine.layout
+    class Slow:
+        layout = engine.layout
 
-            def write_rows(self, table, rows, stored):
-                entered.set()
-                assert go_on.wait(TIMEOUT_S)
-                finished.append(table)
-                return engine.write_rows(table, rows, stored)
+        def write_rows(self, table, rows, stored):
+            entered.set()
+            assert go_on.wait(TIMEOUT_S)
+            finished.append(table)
+            return engine.write_rows(table, rows, stored)
 
-        task = asyncio.create_task(scene.follower(tables=replace(scene.tables, engine=Slow())).run())
-        await until(entered.is_set)
-        task.cancel()
-        await asyncio.sleep(0)
-        task.cancel()
-        assert not task.done()
-        go_on.set()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        # The delta that was being written is complete; no other one was begun.
-        assert len(finished) == scene.position.sequence == 1
-
-    play(tmp_path, scenario)
+    task = asyncio.create_task(scene.follower(tables=replace(scene.tables, engine=Slow())).run())
+    await until(entered.is_set)
+    task.cancel()
+    await asyncio.sleep(0)
+    task.cancel()
+    assert not task.done()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    # The delta that was being written is complete; no other one was begun.
+    assert len(finished) == scene.position.sequence == 1
 
 
 ON_CARDS = engine_params((OnCards(1, "peers"), OnCards(4, "every tier")), ())
@@ -396,7 +391,8 @@ def followers_running() -> list[asyncio.Task[None]]:
     return [task for task in asyncio.all_tasks() if task.get_name() == f"deltas {MODEL} 1"]
 
 
-def test_an_interrupted_stop_starts_no_second_follower(tmp_path, monkeypatch):
+@with_scene
+async def test_an_interrupted_stop_starts_no_second_follower(scene, monkeypatch):
     writing, go_on = threading.Event(), threading.Event()
     decode = DeltaBatch.decode
 
@@ -407,27 +403,24 @@ def test_an_interrupted_stop_starts_no_second_follower(tmp_path, monkeypatch):
 
     monkeypatch.setattr(DeltaBatch, "decode", slow)
 
-    async def scenario(scene) -> None:
-        await scene.registry.append(STREAM, 1, delta(1).payload)
-        followers = Followers(scene.registry)
-        await followers.settle(MODEL, {1: scene.tables})
-        await asyncio.to_thread(writing.wait)
-        first = followers_running()
-        # As a settling that takes too long is.
-        stopping = asyncio.create_task(followers.stop(MODEL, 1))
-        await asyncio.sleep(0)
-        stopping.cancel()
-        await asyncio.wait([stopping])
-        await followers.settle(MODEL, {1: scene.tables})
-        assert followers_running() == first
-        go_on.set()
-        await asyncio.wait(first)
-        await followers.settle(MODEL, {1: scene.tables})
-        assert len(followers_running()) == 1
-        await followers.close()
-        assert followers_running() == []
-
-    play(tmp_path, scenario)
+    await scene.registry.append(STREAM, 1, delta(1).payload)
+    followers = Followers(scene.registry)
+    await followers.settle(MODEL, {1: scene.tables})
+    await asyncio.to_thread(writing.wait)
+    first = followers_running()
+    # As a settling that takes too long is.
+    stopping = asyncio.create_task(followers.stop(MODEL, 1))
+    await asyncio.sleep(0)
+    stopping.cancel()
+    await asyncio.wait([stopping])
+    await followers.settle(MODEL, {1: scene.tables})
+    assert followers_running() == first
+    go_on.set()
+    await asyncio.wait(first)
+    await followers.settle(MODEL, {1: scene.tables})
+    assert len(followers_running()) == 1
+    await followers.close()
+    assert followers_running() == []
 
 
 def test_a_position_is_behind_until_all_deltas_are_applied():

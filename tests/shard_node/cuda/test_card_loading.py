@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from loader.errors import SnapshotCorruptError
 from loader.progress import CalledOffError
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.manifest import ModelSpec
-from loader.snapshot.publishing import register
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.row_source import rows_of
 from loader.snapshot.tables import TableSpec
@@ -55,7 +53,6 @@ from shardrank_testing.deltas import MODEL, assert_stored, delta_spec, load_vers
 from shardrank_testing.emulated_cards import EmulatedCards
 from shardrank_testing.kernel_arena import Run, load_partition, pool_bags
 from shardrank_testing.snapshots import (
-    make_spec,
     num_buckets,
     plain_buckets,
     random_tables,
@@ -482,8 +479,7 @@ def test_an_agent_places_a_version_by_the_lookups_before(tmp_path):
         before = cards.free_bytes()
         async with running_node(str(tmp_path / "registry"), tmp_path / "store", card_set) as under:
             for version in (1, 2):
-                folder, _ = write_snapshot(tmp_path / "store", make_spec(), seed=version, version=version)
-                await register(under.fleet, Snapshot.open(folder), clock=time.time)
+                await under.publish(version)
             await under.want("films", hold=(1,), live=1)
             await under.announced("films", 1, "ready")
             assert hot_users(under, 1) != hottest  # no row was looked up by then

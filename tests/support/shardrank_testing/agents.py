@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import inspect
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from loader.registry.fleet import FleetRegistry, NodeRecord, PublishedVersion, VersionReport, WantedModel
 from loader.registry.opening import open_registry
+from loader.snapshot.publishing import register
 from loader.snapshot.reader import Snapshot
 from router.plan import Plan
 from shard_node.agent.agent import Agent, AgentConfig
@@ -22,6 +24,7 @@ from shard_node.agent.stagings import StagingConfig
 from shard_node.cuda.card_set import CardSet
 from shard_node.node import ShardNode
 from shard_node.partition import NodeIdentity, Partition
+from shardrank_testing.snapshots import make_spec, write_snapshot
 
 NEVER_S = 60.0
 PROMPT = AgentConfig(unannounce_grace_s=0.5, staging=StagingConfig(jitter_s=0.0))
@@ -222,6 +225,28 @@ def run(main: Coroutine[Any, Any, None]) -> None:
     asyncio.run(bounded())
 
 
+def scenario(make: Callable[[Path], AbstractAsyncContextManager[Any]]) -> Callable[[Callable[..., Any]], Any]:
+    """Make a test of a coroutine function: its first argument is what `make(tmp_path)` enters, others are fixtures."""
+
+    def decorate(function: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+        _, *wanted = inspect.signature(function).parameters
+        names = dict.fromkeys([*wanted, "tmp_path"])
+
+        @functools.wraps(function)
+        def test(**fixtures: Any) -> None:
+            async def main() -> None:
+                async with make(fixtures["tmp_path"]) as under:
+                    await function(under, **{name: fixtures[name] for name in wanted})
+
+            run(main())
+
+        parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
+        test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return test
+
+    return decorate
+
+
 def published(model: str, version: int, identity: str = "first") -> PublishedVersion:
     """A version's record."""
     return PublishedVersion(
@@ -245,8 +270,15 @@ class NodeUnderTest(OnRegistry):
     """A shard node without its socket whose agent runs, in the task `agent_runs`."""
 
     node: ShardNode
+    store: Path
     actions: NodeActions
     agent_runs: asyncio.Task[None]
+
+    async def publish(self, version: int) -> Snapshot:
+        """Export a version of films, with random rows, and register it."""
+        snapshot = Snapshot.open(write_snapshot(self.store, make_spec(), seed=version, version=version)[0])
+        await register(self.fleet, snapshot, clock=time.time)
+        return snapshot
 
     async def step(self) -> None:
         await asyncio.sleep(0.01)
@@ -264,11 +296,11 @@ async def running_node(
     config = NodeConfig(
         node_id="node", address="unix:/run/node", store=store, replicate_bytes=0, stage_cpu_share=1.0, **settings
     )
-    actions = NodeActions(node, fleet, partial(plan_of, num_cards=num_cards), config, card_set=card_set)
+    actions = NodeActions(node, fleet, functools.partial(plan_of, num_cards=num_cards), config, card_set=card_set)
     agent = Agent(fleet, actions, SOON)
     running = asyncio.create_task(agent.run())
     try:
-        yield NodeUnderTest(fleet, agent, "node", node, actions, running)
+        yield NodeUnderTest(fleet, agent, "node", node, store, actions, running)
     finally:
         running.cancel()
         await asyncio.wait([running])
