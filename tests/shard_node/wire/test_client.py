@@ -37,30 +37,25 @@ EXPECTED = expected_films([7])
 
 
 @on_every_loop
-def test_a_deadline_ends_a_call_and_drops_the_late_answer(place, tmp_path):
+async def test_a_deadline_ends_a_call_and_drops_the_late_answer(place, tmp_path):
     gate = Gate()
-
-    async def scenario(server, client):
+    async with place.client(tmp_path, gate.node, BY_THREADS) as (server, client):
         with pytest.raises(DeadlineExceededError, match="before the answer came"):
             await pool_films(client, [SLOW_ROW], timeout_s=0.05)
         await gate.wait_entered()
         assert client.in_flight == 0
         gate.opened.set()
-        answer = await pool_films(client, [7], timeout_s=float("inf"))
+        np.testing.assert_array_equal(await pool_films(client, [7], timeout_s=float("inf")), EXPECTED)
         assert server.num_connections == 1
         with pytest.raises(DeadlineExceededError, match="before sending"):
             await pool_films(client, [7], timeout_s=-1)
-        return answer
-
-    np.testing.assert_array_equal(place.with_client(tmp_path, scenario, gate.node, BY_THREADS), EXPECTED)
 
 
 @on_every_loop
-def test_a_cancelled_call_leaves_the_connection_in_use(place, tmp_path):
+async def test_a_cancelled_call_leaves_the_connection_in_use(place, tmp_path):
     """Whether it is cancelled while connecting or while it waits for the answer."""
     gate = Gate()
-
-    async def scenario(server, client):
+    async with place.client(tmp_path, gate.node, BY_THREADS) as (server, client):
         calls = [asyncio.create_task(pool_films(client, [7])) for _ in range(3)]
         await asyncio.sleep(0)
         calls[0].cancel()
@@ -75,17 +70,14 @@ def test_a_cancelled_call_leaves_the_connection_in_use(place, tmp_path):
         gate.opened.set()
         answers.append(await pool_films(client, [7]))
         assert server.num_connections == 1
-        return answers
-
-    for answer in place.with_client(tmp_path, scenario, gate.node, BY_THREADS):
+    for answer in answers:
         np.testing.assert_array_equal(answer, EXPECTED)
 
 
 @in_every_place
-def test_a_closing_server_fails_what_is_in_flight(place, tmp_path):
+async def test_a_closing_server_fails_what_is_in_flight(place, tmp_path):
     gate = Gate()
-
-    async def scenario(server, client):
+    async with place.client(tmp_path, gate.node, BY_THREADS) as (server, client):
         calls = [asyncio.create_task(pool_films(client, [row])) for row in (SLOW_ROW, *range(100))]
         await gate.wait_entered()
         closing = asyncio.create_task(server.close())
@@ -96,42 +88,36 @@ def test_a_closing_server_fails_what_is_in_flight(place, tmp_path):
         gate.opened.set()
         await closing
 
-    place.with_client(tmp_path, scenario, gate.node, BY_THREADS)
-
 
 @on_every_loop
-def test_while_a_node_is_away_calls_fail_and_pauses_double(place, tmp_path):
+async def test_while_a_node_is_away_calls_fail_and_pauses_double(place, tmp_path):
     pauses = []
+    nine, back = asyncio.Event(), asyncio.Event()
 
-    async def main():
-        nine, back = asyncio.Event(), asyncio.Event()
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 9:
+            nine.set()
+            await back.wait()
 
-        async def sleep(seconds: float) -> None:
-            pauses.append(seconds)
-            if len(pauses) == 9:
-                nine.set()
-                await back.wait()
-
-        async with connected(place.address(tmp_path), sleep=sleep) as client:
-            assert client.available
-            with pytest.raises(NodeUnavailableError, match="No such file"):
-                await pool_films(client, [7])
-            await nine.wait()
-            assert not client.available
-            with pytest.raises(NodeUnavailableError, match="No such file"):
-                await pool_films(client, [7])
-            async with serving(client.address):
-                back.set()
-                await until(lambda: client.available)
-                assert client.connections == 1
-                return await pool_films(client, [7])
-
-    np.testing.assert_array_equal(place.run(main()), EXPECTED)
+    async with connected(place.address(tmp_path), sleep=sleep) as client:
+        assert client.available
+        with pytest.raises(NodeUnavailableError, match="No such file"):
+            await pool_films(client, [7])
+        await nine.wait()
+        assert not client.available
+        with pytest.raises(NodeUnavailableError, match="No such file"):
+            await pool_films(client, [7])
+        async with serving(client.address):
+            back.set()
+            await until(lambda: client.available)
+            assert client.connections == 1
+            np.testing.assert_array_equal(await pool_films(client, [7]), EXPECTED)
     assert pauses == [0.02, 0.04, 0.08, 0.16, 0.32, 0.5, 0.5, 0.5, 0.5]
 
 
 @on_every_loop
-def test_a_connection_ended_by_the_node_is_made_again(place, tmp_path):
+async def test_a_connection_ended_by_the_node_is_made_again(place, tmp_path):
     """Answers to requests that were never sent are ignored."""
 
     async def script(peer) -> None:
@@ -140,14 +126,11 @@ def test_a_connection_ended_by_the_node_is_made_again(place, tmp_path):
             peer.write(*encode_answer(number, Answer([np.zeros((1, 4), np.float32), EXPECTED])))
         await peer.close()
 
-    async def scenario(client):
+    async with place.script(tmp_path, script) as client:
         await pool_films(client, [7])
         await until(lambda: not client.available)
-        answer = await pool_films(client, [7])
+        np.testing.assert_array_equal(await pool_films(client, [7]), EXPECTED)
         assert client.connections == 2
-        return answer
-
-    np.testing.assert_array_equal(place.with_script(tmp_path, script, scenario), EXPECTED)
 
 
 @on_every_loop
@@ -164,29 +147,27 @@ def test_a_connection_ended_by_the_node_is_made_again(place, tmp_path):
         (b"SHRK\x02" + b"".join(encode_error(1, WireError("only 2 is spoken")))[5:], WireError, "only 2 is spoken"),
     ],
 )
-def test_nonsense_from_a_node_is_a_typed_error(place, answer, error, message, tmp_path):
+async def test_nonsense_from_a_node_is_a_typed_error(place, answer, error, message, tmp_path):
     async def script(peer) -> None:
         await peer.read_frame()
         peer.write(answer)
         await peer.reader.read()
 
-    async def scenario(client):
+    async with place.script(tmp_path, script) as client:
         with pytest.raises(error, match=message) as caught:
             await pool_films(client, [7])
         assert type(caught.value) is error
 
-    place.with_script(tmp_path, script, scenario)
-
 
 @on_every_loop
-def test_a_node_that_does_not_read_makes_new_calls_wait(place, tmp_path):
+async def test_a_node_that_does_not_read_makes_new_calls_wait(place, tmp_path):
     """Memory does not grow."""
     big = [[1]] * 100_000
 
     async def script(peer) -> None:
         peer.writer.transport.pause_reading()
 
-    async def scenario(client):
+    async with place.script(tmp_path, script, limits=ClientLimits(max_unsent_bytes=4096)) as client:
         first = asyncio.create_task(pool_films(client, *big))
         await until(lambda: client._connection is not None)
         await until(lambda: client._connection._writable is not None)
@@ -196,14 +177,13 @@ def test_a_node_that_does_not_read_makes_new_calls_wait(place, tmp_path):
         with pytest.raises(NodeUnavailableError):
             await first
 
-    place.with_script(tmp_path, script, scenario, limits=ClientLimits(max_unsent_bytes=4096))
-
 
 @on_every_loop
-def test_a_client_refuses_what_is_over_its_limits(place, tmp_path):
+async def test_a_client_refuses_what_is_over_its_limits(place, tmp_path):
     gate = Gate()
 
-    async def scenario(server, client):
+    limits = ClientLimits(max_in_flight=1, max_frame_bytes=1024)
+    async with place.client(tmp_path, gate.node, BY_THREADS, limits=limits) as (_, client):
         with pytest.raises(FrameTooLargeError, match=r"request has \d+ bytes, at most 1024 are sent"):
             await pool_films(client, range(400))
         call = asyncio.create_task(pool_films(client, [SLOW_ROW]))
@@ -213,16 +193,12 @@ def test_a_client_refuses_what_is_over_its_limits(place, tmp_path):
         gate.opened.set()
         await call
 
-    limits = ClientLimits(max_in_flight=1, max_frame_bytes=1024)
-    place.with_client(tmp_path, scenario, gate.node, BY_THREADS, limits=limits)
-
 
 @on_every_loop
-def test_a_closed_client_fails_its_calls(place, tmp_path):
+async def test_a_closed_client_fails_its_calls(place, tmp_path):
     """Whether they connect or wait for an answer; it can be closed twice, and leaves no connection."""
     gate = Gate()
-
-    async def scenario(server, client):
+    async with place.client(tmp_path, gate.node, BY_THREADS) as (server, client):
         call = asyncio.create_task(pool_films(client, [SLOW_ROW]))
         await gate.wait_entered()
         connecting = ShardClient(server.addresses[0])
@@ -240,5 +216,3 @@ def test_a_closed_client_fails_its_calls(place, tmp_path):
         await client.close()
         gate.opened.set()
         await until(lambda: not server.num_connections)
-
-    place.with_client(tmp_path, scenario, gate.node, BY_THREADS)

@@ -14,7 +14,7 @@ import pytest
 from loader.snapshot.reader import Snapshot
 from router.plan import Plan
 from shard_node.access_counts import MAX_PART_ROWS
-from shard_node.answer import FLOAT32_SUMS, Answer, Forms, add_answers
+from shard_node.answer import FLOAT32_SUMS, Forms, add_answers
 from shard_node.bags import KeyedBags
 from shard_node.engine.loading import load_tables
 from shard_node.errors import (
@@ -35,7 +35,6 @@ from shard_node.wire.messages import Buffer, CountsRequest, decode_answer, decod
 from shard_node.wire.server import SPARE_SAVED_S, SPARE_SHARE, RequestHandler, ServerLimits
 from shardrank_testing.bags import bags_of, random_table_bags
 from shardrank_testing.nodes import (
-    EVERY_PLACE,
     MODEL,
     SIZES,
     SLOW_ROW,
@@ -65,36 +64,31 @@ BY_ONE_THREAD = ServerLimits(max_inline_bytes=0, threads=1)
 
 @in_every_place
 @by_loop_and_threads
-def test_answers_over_sockets_are_the_engines(place, inline_bytes, tmp_path):
+async def test_answers_over_sockets_are_the_engines(place, inline_bytes, tmp_path):
     engine, rng = reference_engine(), np.random.default_rng(3)
     node = small_node(engine)
     requests = [random_table_bags(rng, engine.layout, 6, 9, weighted=bool(number % 2)) for number in range(12)]
     requests += [film_bags(*rng.integers(0, 500, (10_000, 4)).tolist())]
 
-    async def scenario(server, client):
+    async with place.client(tmp_path, node, ServerLimits(max_inline_bytes=inline_bytes)) as (_, client):
         assert await client.info() == node.info()
-        return await asyncio.gather(*(client.pool(MODEL, VERSION, bags, soon()) for bags in requests))
-
-    answers = place.with_client(tmp_path, scenario, node, ServerLimits(max_inline_bytes=inline_bytes))
+        answers = await asyncio.gather(*(client.pool(MODEL, VERSION, bags, soon()) for bags in requests))
     for bags, answer in zip(requests, answers, strict=True):
         for actual, expected in zip(answer.sums, engine.pool(bags), strict=True):
             np.testing.assert_array_equal(actual, expected)
 
 
 @in_every_place
-def test_a_slow_request_holds_up_no_later_one(place, tmp_path):
+async def test_a_slow_request_holds_up_no_later_one(place, tmp_path):
     gate = Gate()
-
-    async def scenario(server, client):
+    async with place.client(tmp_path, gate.node, ServerLimits(max_inline_bytes=0, threads=2)) as (server, client):
         slow = asyncio.create_task(pool_films(client, [SLOW_ROW]))
         await gate.wait_entered()
         fast = await pool_films(client, [1, 2], [3])
         assert not slow.done()
         assert (client.in_flight, server.in_flight) == (1, 1)
         gate.opened.set()
-        return fast, await slow
-
-    fast, slow = place.with_client(tmp_path, scenario, gate.node, ServerLimits(max_inline_bytes=0, threads=2))
+        slow = await slow
     np.testing.assert_array_equal(fast, expected_films([1, 2], [3]))
     np.testing.assert_array_equal(slow, expected_films([SLOW_ROW]))
 
@@ -113,17 +107,14 @@ BAD_BAGS = [
 
 @on_every_loop
 @by_loop_and_threads
-def test_bad_requests_are_refused_and_harm_no_other(place, inline_bytes, tmp_path):
-    async def scenario(server, client):
+async def test_bad_requests_are_refused_and_harm_no_other(place, inline_bytes, tmp_path):
+    limits = ServerLimits(max_inline_bytes=inline_bytes, max_values_per_request=100)
+    async with place.client(tmp_path, None, limits) as (server, client):
         calls = [
             client.pool(MODEL, VERSION, bags, soon()) for bad, _ in BAD_BAGS for bags in (bad, film_bags([7], [8]))
         ]
         answers = await asyncio.gather(*calls, return_exceptions=True)
         assert server.num_connections == 1
-        return answers
-
-    limits = ServerLimits(max_inline_bytes=inline_bytes, max_values_per_request=100)
-    answers = place.with_client(tmp_path, scenario, None, limits)
     for (_, message), error in zip(BAD_BAGS, answers[::2], strict=True):
         assert type(error) is InvalidBagsError, error
         assert message in str(error)
@@ -132,15 +123,13 @@ def test_bad_requests_are_refused_and_harm_no_other(place, inline_bytes, tmp_pat
 
 
 @on_every_loop
-def test_malformed_bodies_are_refused_and_the_connection_lives(place, tmp_path):
-    async def scenario(server, peer):
+async def test_malformed_bodies_are_refused_and_the_connection_lives(place, tmp_path):
+    async with place.peer(tmp_path) as (_, peer):
         unknown = bytearray(pack_header(FrameType.POOL, 2, 0))
         unknown[6:8] = b"\x63\x00"
         peer.write(pack_header(FrameType.POOL, 1, 8), b"\xff" * 8, unknown)
         peer.write(*encode_pool(3, 0, MODEL, VERSION, film_bags([7])))
-        return [await peer.read_frame() for _ in range(3)]
-
-    malformed, unknown, pooled = place.with_peer(tmp_path, scenario)
+        malformed, unknown, pooled = [await peer.read_frame() for _ in range(3)]
     assert [frame.header.request_id for frame in (malformed, unknown, pooled)] == [1, 2, 3]
     assert "num_arrays is 4294967295" in str(decode_error(malformed))
     assert type(decode_error(unknown)) is WireError
@@ -149,18 +138,16 @@ def test_malformed_bodies_are_refused_and_the_connection_lives(place, tmp_path):
 
 
 @on_every_loop
-def test_unknown_versions_and_failures_are_carried_by_name(place, tmp_path, caplog):
+async def test_unknown_versions_and_failures_are_carried_by_name(place, tmp_path, caplog):
     def fail() -> None:
         raise ZeroDivisionError("card 3 has melted")
 
-    async def scenario(server, client):
-        with pytest.raises(GenerationNotFoundError, match="version 8 of model 'films' is not here"):
-            await client.pool(MODEL, 8, film_bags([1]), soon())
-        with pytest.raises(RemoteError, match="ZeroDivisionError: card 3 has melted"):
-            await pool_films(client, [SLOW_ROW])
-
     with caplog.at_level(logging.ERROR):
-        place.with_client(tmp_path, scenario, small_node(HookedEngine({SLOW_ROW: fail})))
+        async with place.client(tmp_path, small_node(HookedEngine({SLOW_ROW: fail}))) as (_, client):
+            with pytest.raises(GenerationNotFoundError, match="version 8 of model 'films' is not here"):
+                await client.pool(MODEL, 8, film_bags([1]), soon())
+            with pytest.raises(RemoteError, match="ZeroDivisionError: card 3 has melted"):
+                await pool_films(client, [SLOW_ROW])
     assert [record.exc_info[0] for record in caplog.records] == [ZeroDivisionError]
 
 
@@ -173,10 +160,9 @@ def test_unknown_versions_and_failures_are_carried_by_name(place, tmp_path, capl
         ({"max_in_flight_bytes": 1024}, [[[SLOW_ROW], *[[]] * 100]], "more than the 1024 that are taken"),
     ],
 )
-def test_limits_of_requests_and_bytes_in_flight(place, limits, requests, message, tmp_path):
+async def test_limits_of_requests_and_bytes_in_flight(place, limits, requests, message, tmp_path):
     gate = Gate()
-
-    async def scenario(server, client):
+    async with place.client(tmp_path, gate.node, BY_ONE_THREAD.model_copy(update=limits)) as (server, client):
         tasks = [asyncio.create_task(pool_films(client, *bags)) for bags in requests]
         await gate.wait_entered()
         with pytest.raises(NodeOverloadedError, match=message):
@@ -186,15 +172,13 @@ def test_limits_of_requests_and_bytes_in_flight(place, limits, requests, message
         await pool_films(client, [1])
         assert server.in_flight == 0
 
-    place.with_client(tmp_path, scenario, gate.node, BY_ONE_THREAD.model_copy(update=limits))
-
 
 @on_every_loop
-def test_a_request_past_its_deadline_is_not_pooled(place, tmp_path):
+async def test_a_request_past_its_deadline_is_not_pooled(place, tmp_path):
     gate, pooled_late = Gate(), []
     gate.engine.hooks[43] = lambda: pooled_late.append(1)
 
-    async def scenario(server, peer):
+    async with place.peer(tmp_path, gate.node, BY_ONE_THREAD) as (server, peer):
         peer.write(*encode_pool(1, 0, MODEL, VERSION, film_bags([SLOW_ROW])))
         await gate.wait_entered()
         # One microsecond is over long before the only thread is free.
@@ -202,29 +186,25 @@ def test_a_request_past_its_deadline_is_not_pooled(place, tmp_path):
         peer.write(*encode_pool(3, 0, MODEL, VERSION, film_bags([1])))
         await until(lambda: server.in_flight >= 3)
         gate.opened.set()
-        return {frame.header.request_id: frame for frame in [await peer.read_frame() for _ in range(3)]}
-
-    frames = place.with_peer(tmp_path, scenario, gate.node, BY_ONE_THREAD)
+        frames = {frame.header.request_id: frame for frame in [await peer.read_frame() for _ in range(3)]}
     assert type(decode_error(frames[2])) is DeadlineExceededError
     assert [frames[number].header.frame_type for number in (1, 3)] == [FrameType.POOLED, FrameType.POOLED]
     assert not pooled_late
 
 
 @on_every_loop
-def test_a_too_long_answer_is_refused_before_pooling(place, tmp_path):
-    async def scenario(server, client):
+async def test_a_too_long_answer_is_refused_before_pooling(place, tmp_path):
+    async with place.client(tmp_path, None, ServerLimits(max_frame_bytes=8192)) as (_, client):
         with pytest.raises(FrameTooLargeError, match=r"answer has 32\d\d\d bytes, a frame may have at most 8192"):
             await pool_films(client, *[[]] * 1000)
         await pool_films(client, [1])
 
-    place.with_client(tmp_path, scenario, None, ServerLimits(max_frame_bytes=8192))
-
 
 @on_every_loop
-def test_a_node_sends_the_counts_of_its_engine(place, tmp_path):
+async def test_a_node_sends_the_counts_of_its_engine(place, tmp_path):
     """They are of table 1, the films."""
 
-    async def scenario(server, client):
+    async with place.client(tmp_path) as (_, client):
         await pool_films(client, [3, 3, 499], [3])
         parts = [await client.counts(CountsRequest(MODEL, VERSION, 1, first, 300), soon()) for first in (0, 300)]
         good = CountsRequest(MODEL, VERSION, 1, 0, 10)
@@ -240,9 +220,7 @@ def test_a_node_sends_the_counts_of_its_engine(place, tmp_path):
                 await client.counts(dataclasses.replace(good, **changes), soon())
         assert (await client.counts(good, soon())).counts.size == 10
         assert client.connections == 1
-        return parts
-
-    first, second = place.with_client(tmp_path, scenario)
+        first, second = parts
     assert (first.table, first.num_tables, first.num_embeddings) == ("film", len(SIZES), 500)
     assert (first.counts.size, second.counts.size) == (300, 200)
     assert np.flatnonzero(np.concatenate([first.counts, second.counts])).tolist() == [3, 499]
@@ -250,16 +228,14 @@ def test_a_node_sends_the_counts_of_its_engine(place, tmp_path):
     assert (first.lookups, first.total) == (4, 4)
 
 
-def test_counts_of_other_rows_are_a_remote_error(tmp_path):
+@on_every_loop
+async def test_counts_of_other_rows_are_a_remote_error(place, tmp_path):
     engine = reference_engine()
     node = small_node(engine)
     node.counts = lambda model, version, table, first_row, max_rows: engine.access.part(table, 0, 20)
-
-    async def scenario(server, client):
+    async with place.client(tmp_path, node) as (_, client):
         with pytest.raises(RemoteError, match="counts of 20 rows from 0 on, asked for 20 from 5"):
             await client.counts(CountsRequest(MODEL, VERSION, 1, 5, 20), soon())
-
-    EVERY_PLACE[0].with_client(tmp_path, scenario, node)
 
 
 TRACED_BAGS = film_bags([7], [8, 9])
@@ -280,11 +256,11 @@ async def pool_traced(client: ShardClient) -> tuple[Any, Span]:
 
 @on_every_loop
 @by_loop_and_threads
-def test_a_node_makes_a_span_in_its_callers_trace(place, tmp_path, inline_bytes):
+async def test_a_node_makes_a_span_in_its_callers_trace(place, tmp_path, inline_bytes):
     node, sink = small_node(), KeptSpans()
     node.sink = sink
 
-    async def scenario(server, client) -> None:
+    async with place.client(tmp_path, node, ServerLimits(max_inline_bytes=inline_bytes)) as (server, client):
         # Twice, as after every reconnect: the first answer may be of a process that is gone.
         assert [(await client.info()).takes_traces for _ in range(2)] == [True] * 2
         answer, call = await pool_traced(client)
@@ -304,8 +280,6 @@ def test_a_node_makes_a_span_in_its_callers_trace(place, tmp_path, inline_bytes)
         failure, call = await pool_traced(client)
         assert isinstance(failure, GenerationNotFoundError)
         assert call.error.startswith("generation_not_found: ")
-
-    place.with_client(tmp_path, scenario, node, ServerLimits(max_inline_bytes=inline_bytes))
 
 
 # Of genre a row for each bag; of film more, so that sums are shorter; of user both kinds of bags, on average one row.
@@ -328,11 +302,9 @@ def node(tmp_path_factory) -> ShardNode:
 @on_every_loop
 @by_loop_and_threads
 @pytest.mark.parametrize("forms", [Forms(stored, float16) for stored in (False, True) for float16 in (False, True)])
-def test_a_node_answers_in_the_accepted_forms(place, node, tmp_path, inline_bytes, forms):
-    async def scenario(server, client) -> Answer:
-        return await client.pool(MODEL, VERSION, BAGS, soon(), forms)
-
-    answer = place.with_client(tmp_path, scenario, node, ServerLimits(max_inline_bytes=inline_bytes))
+async def test_a_node_answers_in_the_accepted_forms(place, node, tmp_path, inline_bytes, forms):
+    async with place.client(tmp_path, node, ServerLimits(max_inline_bytes=inline_bytes)) as (_, client):
+        answer = await client.pool(MODEL, VERSION, BAGS, soon(), forms)
     assert (answer.stored is not None) == forms.stored
     assert {sums.dtype for sums in answer.sums if sums.size} == {np.dtype("f2" if forms.float16 else "f4")}
     if forms.stored:
@@ -349,18 +321,16 @@ def test_a_node_answers_in_the_accepted_forms(place, node, tmp_path, inline_byte
 
 @on_every_loop
 @pytest.mark.parametrize("forms", [FLOAT32_SUMS, Forms(float16=True)])
-def test_unrequested_rows_as_stored_are_no_answer(place, node, tmp_path, forms):
+async def test_unrequested_rows_as_stored_are_no_answer(place, node, tmp_path, forms):
     stored = node.answer(MODEL, VERSION, BAGS, Forms(stored=True))
 
     async def script(peer: RawPeer) -> None:
         frame = await peer.read_frame()
         peer.write(*encode_answer(frame.header.request_id, stored))
 
-    async def scenario(client) -> None:
-        await client.pool(MODEL, VERSION, BAGS, soon(), forms)
-
     with pytest.raises(RemoteError, match="frame type 7 is no answer to this request"):
-        place.with_script(tmp_path, script, scenario)
+        async with place.script(tmp_path, script) as client:
+            await client.pool(MODEL, VERSION, BAGS, soon(), forms)
 
 
 # 32 KB of answer: too long for what is pooled by the loop in any case.

@@ -41,12 +41,13 @@ from shardrank_testing.nodes import (
     expected_films,
     pool_films,
     raw_peer,
+    run_in,
     serving,
     until,
 )
 
 pytestmark = needs_openssl
-on_every_loop = pytest.mark.parametrize("place", EVERY_PLACE[0::2], ids=str)
+on_every_loop = run_in(EVERY_PLACE[0::2])
 
 ANY_PORT = Address.parse("127.0.0.1:0")
 
@@ -92,19 +93,16 @@ def tls_serving(context: ReloadingContext, address: Address = ANY_PORT) -> Abstr
 
 
 @on_every_loop
-def test_certificates_of_the_ca_are_accepted(place, papers):
-    async def scenario() -> None:
-        async with (
-            tls_serving(papers.node_context()) as server,
-            connected(server.addresses[0], tls=papers.router_context()) as client,
-        ):
-            await asyncio.gather(*(ask(client) for _ in range(20)))
-            assert client.connections == 1
-            many = [[row % 500 for row in range(300)] for _ in range(500)]
-            np.testing.assert_array_equal(await pool_films(client, *many), expected_films(*many))
-            assert await server.drain(NEVER_S)
-
-    place.run(scenario())
+async def test_certificates_of_the_ca_are_accepted(place, papers):
+    async with (
+        tls_serving(papers.node_context()) as server,
+        connected(server.addresses[0], tls=papers.router_context()) as client,
+    ):
+        await asyncio.gather(*(ask(client) for _ in range(20)))
+        assert client.connections == 1
+        many = [[row % 500 for row in range(300)] for _ in range(500)]
+        np.testing.assert_array_equal(await pool_films(client, *many), expected_films(*many))
+        assert await server.drain(NEVER_S)
 
 
 @on_every_loop
@@ -112,19 +110,16 @@ def test_certificates_of_the_ca_are_accepted(place, papers):
     ("shown", "kind"),
     [("expired", ExpiredCertificateError), ("foreign", UntrustedCertificateError), (None, MissingCertificateError)],
 )
-def test_a_client_without_access_is_refused_and_counted(place, shown, kind, papers, caplog):
+async def test_a_client_without_access_is_refused_and_counted(place, shown, kind, papers, caplog):
     context = papers.node_context()
 
-    async def scenario() -> None:
+    with caplog.at_level(logging.INFO):
         async with tls_serving(context) as server:
             for _ in range(3):
                 async with connected(server.addresses[0], tls=papers.router_context(shown)) as client:
                     assert type(await refusal(client)) is kind
             async with connected(server.addresses[0], tls=papers.router_context()) as client:
                 await ask(client)
-
-    with caplog.at_level(logging.INFO):
-        place.run(scenario())
     assert context.refusals.counts == {kind.kind: 3}
     (line,) = [record.getMessage() for record in caplog.records if record.name == "shard_node.wire.tls"]
     assert line.startswith(f"refused a connection from 127.0.0.1: {kind.kind}: ")
@@ -141,23 +136,20 @@ def test_a_client_without_access_is_refused_and_counted(place, shown, kind, pape
         ("expired", "ca", ExpiredCertificateError),
     ],
 )
-def test_a_node_without_a_valid_certificate_is_not_used(place, shown, ca, kind, papers):
-    async def scenario() -> None:
-        tls = papers.router_context("router", getattr(papers, ca))
-        async with tls_serving(papers.node_context(shown)) as server, connected(server.addresses[0], tls=tls) as client:
-            error = await refusal(client)
-            assert type(error) is kind
-            assert str(server.addresses[0]) in str(error)
-            assert server.num_connections == 0
-
-    place.run(scenario())
+async def test_a_node_without_a_valid_certificate_is_not_used(place, shown, ca, kind, papers):
+    tls = papers.router_context("router", getattr(papers, ca))
+    async with tls_serving(papers.node_context(shown)) as server, connected(server.addresses[0], tls=tls) as client:
+        error = await refusal(client)
+        assert type(error) is kind
+        assert str(server.addresses[0]) in str(error)
+        assert server.num_connections == 0
 
 
 @on_every_loop
-def test_plain_text_and_tls_on_the_wrong_port_are_refused(place, papers, caplog):
+async def test_plain_text_and_tls_on_the_wrong_port_are_refused(place, papers, caplog):
     context = papers.node_context()
 
-    async def scenario() -> None:
+    with caplog.at_level(logging.INFO):
         async with tls_serving(context) as server:
             async with connected(server.addresses[0]) as client:
                 await refusal(client)
@@ -166,28 +158,22 @@ def test_plain_text_and_tls_on_the_wrong_port_are_refused(place, papers, caplog)
                 assert await peer.read_end() == b""
         async with serving(ANY_PORT) as plain, connected(plain.addresses[0], tls=papers.router_context()) as client:
             assert type(await refusal(client)) is PlainTextError
-
-    with caplog.at_level(logging.INFO):
-        place.run(scenario())
     assert context.refusals.counts == {PlainTextError.kind: 2}
     assert [record for record in caplog.records if record.exc_info] == []
     assert "it is a TLS handshake, and this address speaks plain text" in caplog.text
 
 
 @on_every_loop
-def test_a_unix_socket_never_speaks_tls(place, papers, tmp_path):
-    async def scenario() -> None:
-        async with (
-            tls_serving(papers.node_context(), Address(path=str(tmp_path / "node.sock"))) as server,
-            connected(server.addresses[0], tls=papers.router_context()) as client,
-        ):
-            await ask(client)
-
-    place.run(scenario())
+async def test_a_unix_socket_never_speaks_tls(place, papers, tmp_path):
+    async with (
+        tls_serving(papers.node_context(), Address(path=str(tmp_path / "node.sock"))) as server,
+        connected(server.addresses[0], tls=papers.router_context()) as client,
+    ):
+        await ask(client)
 
 
 @on_every_loop
-def test_renewed_files_count_for_new_connections(place, papers, tmp_path):
+async def test_renewed_files_count_for_new_connections(place, papers, tmp_path):
     """Certificates of both sides, and the CA that the node trusts; open connections stay."""
     ca = Authority(tmp_path)
     node, router = ca.issue("node"), ca.issue("router")
@@ -198,62 +184,53 @@ def test_renewed_files_count_for_new_connections(place, papers, tmp_path):
     context = server_context(TlsConfig(cert=node.cert, key=node.key, client_ca=ca_file), interval_s=0.0)
     mine = client_context(TlsClientConfig(ca=papers.ca.cert, cert=router.cert, key=router.key), interval_s=0.0)
 
-    async def scenario() -> None:
-        async with tls_serving(context) as server:
-            async with connected(server.addresses[0], tls=mine) as client:
-                assert type(await refusal(client)) is ExpiredCertificateError
-            router.replace(papers.pairs["router"])
-            async with connected(server.addresses[0], tls=mine) as client:
-                await ask(client)
-                renewed = ca.issue("renewed")
-                node.replace(renewed)
-                ca_file.write_bytes(ca.cert.read_bytes())
-                new = client_context(TlsClientConfig(ca=ca.cert, cert=renewed.cert, key=renewed.key))
-                async with connected(server.addresses[0], tls=new) as newcomer:
-                    await ask(newcomer)
-                await ask(client)
-                assert client.connections == 1
-            # The CA that was removed is not trusted any more.
-            async with connected(server.addresses[0], tls=papers.router_context("router", ca)) as client:
-                assert type(await refusal(client)) is UntrustedCertificateError
-
-    place.run(scenario())
+    async with tls_serving(context) as server:
+        async with connected(server.addresses[0], tls=mine) as client:
+            assert type(await refusal(client)) is ExpiredCertificateError
+        router.replace(papers.pairs["router"])
+        async with connected(server.addresses[0], tls=mine) as client:
+            await ask(client)
+            renewed = ca.issue("renewed")
+            node.replace(renewed)
+            ca_file.write_bytes(ca.cert.read_bytes())
+            new = client_context(TlsClientConfig(ca=ca.cert, cert=renewed.cert, key=renewed.key))
+            async with connected(server.addresses[0], tls=new) as newcomer:
+                await ask(newcomer)
+            await ask(client)
+            assert client.connections == 1
+        # The CA that was removed is not trusted any more.
+        async with connected(server.addresses[0], tls=papers.router_context("router", ca)) as client:
+            assert type(await refusal(client)) is UntrustedCertificateError
 
 
 @on_every_loop
-def test_silent_connections_keep_nobody_out(place, papers):
-    async def scenario() -> None:
-        async with tls_serving(papers.node_context()) as server:
-            address = server.addresses[0]
-            silent = [await asyncio.open_connection(address.host, address.port) for _ in range(MAX_HANDSHAKES + 1)]
-            # The oldest was ended to make room.
-            assert await silent[0][0].read() == b""
-            async with connected(address, tls=papers.router_context()) as client:
-                await ask(client)
-            for _, writer in silent:
-                writer.close()
-
-    place.run(scenario())
+async def test_silent_connections_keep_nobody_out(place, papers):
+    async with tls_serving(papers.node_context()) as server:
+        address = server.addresses[0]
+        silent = [await asyncio.open_connection(address.host, address.port) for _ in range(MAX_HANDSHAKES + 1)]
+        # The oldest was ended to make room.
+        assert await silent[0][0].read() == b""
+        async with connected(address, tls=papers.router_context()) as client:
+            await ask(client)
+        for _, writer in silent:
+            writer.close()
 
 
 @on_every_loop
-def test_a_name_with_several_addresses_listens_at_each(place, papers):
+async def test_a_name_with_several_addresses_listens_at_each(place, papers):
     def is_free(address: Address) -> bool:
         family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
         with socket.socket(family) as probe:
             return probe.connect_ex((address.host, address.port)) != 0
 
-    async def scenario() -> None:
-        listener = await listen(Address("localhost", 0), asyncio.Protocol, tls=papers.node_context())
-        for address in listener.addresses:
-            _, writer = await asyncio.open_connection(address.host, address.port)
-            writer.close()
-        listener.close()
-        listener.close()
-        for address in listener.addresses:
-            await until(lambda address=address: is_free(address))
-
-    place.run(scenario())
+    listener = await listen(Address("localhost", 0), asyncio.Protocol, tls=papers.node_context())
+    for address in listener.addresses:
+        _, writer = await asyncio.open_connection(address.host, address.port)
+        writer.close()
+    listener.close()
+    listener.close()
+    for address in listener.addresses:
+        await until(lambda address=address: is_free(address))
 
 
 def test_a_half_written_file_keeps_the_certificate_before(papers, tmp_path, caplog):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -108,7 +108,7 @@ class Gate:
         self.entered = threading.Semaphore(0)
         self.engine = HookedEngine({SLOW_ROW: self._wait})
 
-    @cached_property
+    @functools.cached_property
     def node(self) -> ShardNode:
         return small_node(self.engine)
 
@@ -177,62 +177,68 @@ class Place:
         assert uncaught == []
         return result
 
-    def with_client(
+    @contextlib.asynccontextmanager
+    async def client(
         self,
         folder: Path,
-        scenario: Callable[[NodeServer, Any], Coroutine[Any, Any, Result]],
         node: ShardNode | None = None,
         server_limits: ServerLimits | None = None,
-        connect: Callable[..., contextlib.AbstractAsyncContextManager[Any]] | None = None,
         **options: Any,
-    ) -> Result:
-        """Run a scenario with a server of a node, and a client of it."""
+    ) -> AsyncIterator[tuple[NodeServer, ShardClient]]:
+        """A server of a node, and a client of it."""
+        async with (
+            serving(self.address(folder), node, server_limits) as server,
+            connected(server.addresses[0], **options) as client,
+        ):
+            yield server, client
 
-        async def main() -> Result:
-            async with (
-                serving(self.address(folder), node, server_limits) as server,
-                (connect or connected)(server.addresses[0], **options) as client,
-            ):
-                return await scenario(server, client)
+    @contextlib.asynccontextmanager
+    async def peer(
+        self, folder: Path, node: ShardNode | None = None, limits: ServerLimits | None = None
+    ) -> AsyncIterator[tuple[NodeServer, RawPeer]]:
+        """A server of a node, and a raw connection to it."""
+        async with serving(self.address(folder), node, limits) as server, raw_peer(server.addresses[0]) as peer:
+            yield server, peer
 
-        return self.run(main())
-
-    def with_peer(self, *arguments: Any) -> Any:
-        """Run a scenario with a server of a node, and a raw connection to it."""
-        return self.with_client(*arguments, connect=raw_peer)
-
-    def with_script(
-        self,
-        folder: Path,
-        script: Callable[[RawPeer], Coroutine[Any, Any, None]],
-        scenario: Callable[[ShardClient], Coroutine[Any, Any, Result]],
-        **options: Any,
-    ) -> Result:
-        """Run a scenario with a client of a node that runs the script on each connection."""
+    @contextlib.asynccontextmanager
+    async def script(
+        self, folder: Path, play: Callable[[RawPeer], Coroutine[Any, Any, None]], **options: Any
+    ) -> AsyncIterator[ShardClient]:
+        """A client of a node that plays the script on each connection."""
         peers: list[RawPeer] = []
 
         async def connection(*streams: Any) -> None:
             peers.append(RawPeer(*streams))
-            await script(peers[-1])
+            await play(peers[-1])
 
-        async def main() -> Result:
-            path = str(folder / "node.sock")
-            async with (
-                await asyncio.start_unix_server(connection, path),
-                connected(Address(path=path), **options) as client,
-            ):
-                try:
-                    return await scenario(client)
-                finally:
-                    for peer in peers:
-                        await peer.close()
-
-        return self.run(main())
+        address = Address(path=str(folder / "node.sock"))
+        server = await asyncio.start_unix_server(connection, address.path)
+        async with server, connected(address, **options) as client:
+            try:
+                yield client
+            finally:
+                for peer in peers:
+                    await peer.close()
 
 
 EVERY_PLACE = tuple(Place(loop, sock) for loop in ("asyncio", "uvloop") for sock in ("tcp", "unix"))
-in_every_place = pytest.mark.parametrize("place", EVERY_PLACE, ids=str)
-on_every_loop = pytest.mark.parametrize("place", EVERY_PLACE[1::2], ids=str)
+
+
+def run_in(places: Sequence[Place]) -> Callable[[Callable[..., Coroutine[Any, Any, None]]], Callable[..., None]]:
+    """Make a test of a coroutine function: it runs on the loop of each place, which is one of its fixtures."""
+
+    def decorate(function: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def test(**fixtures: Any) -> None:
+            fixtures["place"].run(function(**fixtures))
+
+        return pytest.mark.parametrize("place", places, ids=str)(test)
+
+    return decorate
+
+
+in_every_place = run_in(EVERY_PLACE)
+on_every_loop = run_in(EVERY_PLACE[1::2])
 
 
 async def pool_films(client: ShardClient, *bags: Sequence[int], timeout_s: float = NEVER_S) -> np.ndarray:
