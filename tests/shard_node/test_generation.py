@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections import Counter
+from functools import partial
 
 import pytest
 
@@ -94,22 +96,33 @@ def test_a_payload_that_can_not_be_freed_is_logged(caplog):
     assert "freeing version 1 of model 'films' failed" in caplog.text
 
 
+def in_thread(work) -> threading.Thread:
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+def join(threads: list[threading.Thread]) -> None:
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+    assert not any(thread.is_alive() for thread in threads)
+
+
 def test_concurrent_leases_and_flips_free_each_payload_once():
-    leased: dict[str, int] = {}
-    lock = threading.Lock()
+    leased: Counter[str] = Counter()
+    lock, stop = threading.Lock(), threading.Event()
     freed: list[str] = []
     faults: list[str] = []
 
     def free(payload: str) -> None:
         with lock:
-            if leased.get(payload, 0):
+            if leased[payload]:
                 faults.append(f"{payload} was freed while leased")
             freed.append(payload)
 
     generations: Generations[str] = Generations(free)
     generations.stage("films", 1, "v1")
     generations.flip("films", 1)
-    stop = threading.Event()
 
     def use() -> None:
         while not stop.is_set():
@@ -117,30 +130,21 @@ def test_concurrent_leases_and_flips_free_each_payload_once():
                 with lock:
                     if lease.payload in freed:
                         faults.append(f"{lease.payload} was leased after it was freed")
-                    leased[lease.payload] = leased.get(lease.payload, 0) + 1
+                    leased[lease.payload] += 1
                 with lock:
                     leased[lease.payload] -= 1
 
-    threads = [threading.Thread(target=use) for _ in range(4)]
-    for thread in threads:
-        thread.start()
+    threads = [in_thread(use) for _ in range(4)]
     retiring = []
     for version in range(2, 200):
         generations.stage("films", version, f"v{version}")
         generations.flip("films", version)
         retiring.append(generations.retire("films", version - 1))
     stop.set()
-    for thread in threads:
-        thread.join()
+    join(threads)
     assert all(one.retired.wait(TIMEOUT_S) for one in retiring)
     assert faults == []
     assert sorted(freed) == sorted(f"v{version}" for version in range(1, 199))
-
-
-def in_thread(work) -> threading.Thread:
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    return thread
 
 
 def test_a_reader_is_let_in_while_a_writer_is_patient():
@@ -152,8 +156,7 @@ def test_a_reader_is_let_in_while_a_writer_is_patient():
     lock.begin_read()  # would wait for ever otherwise: only this thread ends what it began
     lock.end_read()
     lock.end_read()
-    thread.join(TIMEOUT_S)
-    assert not thread.is_alive()
+    join([thread])
 
 
 def test_a_writer_without_patience_keeps_new_readers_out():
@@ -168,41 +171,29 @@ def test_a_writer_without_patience_keeps_new_readers_out():
         pass
     assert order == []
     lock.end_read()
-    writer.join(TIMEOUT_S)
-    reader.join(TIMEOUT_S)
+    join([writer, reader])
     assert order == ["write", "read"]
 
 
 def test_readers_and_writers_never_meet():
     lock = RowLock(patience_s=1e-5)
-    inside = {"readers": 0, "writers": 0}
+    inside: Counter[str] = Counter()
     count = threading.Lock()
     wrong = []
 
-    def enter(kind: str) -> None:
-        with count:
-            inside[kind] += 1
-            if inside["writers"] > 1 or (inside["writers"] and inside["readers"]):
-                wrong.append(dict(inside))
-
-    def leave(kind: str) -> None:
-        with count:
-            inside[kind] -= 1
-
-    def work(number: int) -> None:
-        writes = number < 2
-        begin, end = (lock.begin_write, lock.end_write) if writes else (lock.begin_read, lock.end_read)
-        kind = "writers" if writes else "readers"
+    def work(kind: str) -> None:
+        begin, end = (lock.begin_write, lock.end_write) if kind == "writer" else (lock.begin_read, lock.end_read)
         for _ in range(300):
             begin()
-            enter(kind)
-            leave(kind)
+            with count:
+                inside[kind] += 1
+                if inside["writer"] > 1 or (inside["writer"] and inside["reader"]):
+                    wrong.append(dict(inside))
+            with count:
+                inside[kind] -= 1
             end()
 
-    threads = [in_thread(lambda number=number: work(number)) for number in range(6)]
-    for thread in threads:
-        thread.join(TIMEOUT_S)
-    assert not any(thread.is_alive() for thread in threads)
+    join([in_thread(partial(work, kind)) for kind in ["writer"] * 2 + ["reader"] * 4])
     assert wrong == []
     assert (lock._readers, lock._waiting_readers, lock._closed) == (0, 0, False)
 

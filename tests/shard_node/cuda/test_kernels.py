@@ -104,17 +104,6 @@ def test_every_stored_number_is_read_exactly(cards):
 
 
 @pytest.mark.parametrize("out_dtype", ["fp16", "bf16"])
-@pytest.mark.parametrize(("dtype", "dim"), [("int8", 20), ("int4", 36), ("fp16", 12), ("fp32", 10)])
-def test_16_bit_output_is_the_32_bit_sums_rounded(cards, dtype, dim, out_dtype):
-    rng = np.random.default_rng(dim)
-    arena = make_arena(cards(2), dtype, dim, rng)
-    runs = random_runs(rng, arena, 30, 9, weighted=True)
-    exact = torch.from_numpy(arena.pool(0, runs).out)
-    rounded = exact.to(torch.float16 if out_dtype == "fp16" else torch.bfloat16).float().numpy()
-    np.testing.assert_array_equal(arena.pool(0, runs, LaunchShape(out_dtype=out_dtype)).out, rounded)
-
-
-@pytest.mark.parametrize("out_dtype", ["fp16", "bf16"])
 def test_all_numbers_are_rounded_as_torch_rounds_them(cards, out_dtype):
     rng = np.random.default_rng(3)
     dtype = torch.float16 if out_dtype == "fp16" else torch.bfloat16
@@ -161,7 +150,7 @@ def test_lanes_and_column_tiles_change_no_bit(cards, dtype, dim):
 
 @given(data=st.data())
 def test_any_batch_over_any_cards_pools_as_numpy_does(data):
-    """And nothing between bags is written; rows of other nodes are zeros, and counted."""
+    """Nothing between bags is written; rows of other nodes are zeros, and counted; short outputs are rounded."""
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
     num_cards = data.draw(st.integers(1, 8))
     dtype = data.draw(st.sampled_from(DTYPES))
@@ -182,9 +171,9 @@ def test_any_batch_over_any_cards_pools_as_numpy_does(data):
     not_here = sum((arena.places[run.table][bag] == NOT_HERE).sum() for run in runs for bag in run.bags)
     assert (pooled.outside, pooled.not_here) == (0, not_here)
     for out_dtype in ("fp16", "bf16"):
-        tight = arena.pool(card, runs, LaunchShape(out_dtype=out_dtype))
-        loose = arena.pool(card, runs, replace(shape, out_dtype=out_dtype))
-        np.testing.assert_array_equal(loose.out, tight.out)
+        narrow = arena.pool(card, runs, replace(shape, out_dtype=out_dtype))
+        rounded = torch.from_numpy(pooled.out).to(torch.float16 if out_dtype == "fp16" else torch.bfloat16).float()
+        np.testing.assert_array_equal(narrow.out, rounded.numpy())
 
 
 @pytest.mark.parametrize("switches", [switches for switches in EACH_SWITCH if switches.defines()], ids=str)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -172,45 +173,6 @@ class KernelArena:
         return np.array(out).reshape(-1, self.codec.embedding_dim)
 
 
-def pool_bags(
-    cards: Cards,
-    card: int,
-    arena: ArenaParams,
-    fmt: RowFormat,
-    runs: Sequence[Run],
-    shape: LaunchShape | None = None,
-) -> Pooled:
-    """One launch on a card that pools bags of an arena's tables, one after another into the output."""
-    shape = shape or LaunchShape()
-    lanes_log2 = (
-        min((fmt.chunks - 1).bit_length(), MAX_LANES.bit_length() - 1) if shape.lanes_log2 is None else shape.lanes_log2
-    )
-    batch = _Batch(fmt.embedding_dim, runs, shape, cards.switches.bags_per_block(lanes_log2))
-    on = cards.cards[card]
-    values, weights, offsets, run_params, blocks, counters = (send(cards, on, array) for array in batch.arrays())
-    out = send(cards, on, np.full(batch.out_bytes, UNTOUCHED, np.uint8))
-    params = BatchParams(
-        values=values.address,
-        weights=weights.address,
-        offsets=offsets.address,
-        runs=run_params.address,
-        blocks=blocks.address,
-        out=out.address,
-        counters=counters.address,
-        num_blocks=len(batch.blocks),
-        rotation=shape.rotation,
-        out_dtype=OUT_DTYPES[shape.out_dtype],
-        lanes_log2=lanes_log2,
-    )
-    grid = (len(batch.blocks), -(-fmt.chunks // (1 << lanes_log2)))
-    stream = on.stream()
-    on.launch(POOL_KERNELS[fmt.dtype], grid, (arena, params), stream)
-    stream.synchronize()
-    raw = fetch(cards, on, out)
-    outside, not_here = fetch(cards, on, counters).view(np.uint64).tolist()
-    return Pooled(batch.read(raw), raw, outside, not_here)
-
-
 @dataclass
 class LaunchShape:
     """What may be chosen of a launch. gap: untouched elements behind each bag. idle_blocks: with nothing to do."""
@@ -223,71 +185,73 @@ class LaunchShape:
     idle_blocks: int = 0
 
 
-@dataclass
-class _Batch:
-    dim: int
-    runs: Sequence[Run]
-    shape: LaunchShape
-    bags_per_block: int
-    blocks: list[tuple[int, int]] = field(init=False)
-    out_bytes: int = field(init=False)
+def pool_bags(
+    cards: Cards, card: int, arena: ArenaParams, fmt: RowFormat, runs: Sequence[Run], shape: LaunchShape | None = None
+) -> Pooled:
+    """One launch on a card that pools bags of an arena's tables, one after another into the output.
 
-    def __post_init__(self) -> None:
-        self._storage = np.dtype(_OUT_STORAGE[self.shape.out_dtype])
-        self._stride = self.dim + self.shape.gap
-        self._params = (RunParams * max(1, len(self.runs)))()
-        self.blocks, bags, values, written = [], 0, 0, 0
-        for number, run in enumerate(self.runs):
-            num_values = sum(bag.size for bag in run.bags)
-            num = num_values if run.mode == "none" else len(run.bags)
-            self._params[number] = RunParams(
-                table=run.table,
-                first=values if run.mode == "none" else bags,
-                num=num,
-                mode=MODES[run.mode],
-                out_offset=self.shape.first + written * self._stride,
-                out_stride=self._stride,
-            )
-            self.blocks += [(number, first) for first in range(0, num, self.bags_per_block)]
-            bags, values, written = bags + len(run.bags), values + num_values, written + num
-        self.blocks += [(NO_RUN, 0)] * max(self.shape.idle_blocks, 0 if self.blocks else 1)
-        self._written = written
-        self.out_bytes = (self.shape.first + written * self._stride) * self._storage.itemsize
+    Asserts that nothing beside the bags was written.
+    """
+    shape = shape or LaunchShape()
+    lanes_log2 = shape.lanes_log2
+    if lanes_log2 is None:
+        lanes_log2 = min((fmt.chunks - 1).bit_length(), MAX_LANES.bit_length() - 1)
+    storage, stride = np.dtype(_OUT_STORAGE[shape.out_dtype]), fmt.embedding_dim + shape.gap
+    params, blocks, written = _runs(runs, shape.first, stride, cards.switches.bags_per_block(lanes_log2))
+    blocks += [(NO_RUN, 0)] * max(shape.idle_blocks, 0 if blocks else 1)
+    bags = [bag for run in runs for bag in run.bags]
+    weights: list[Float32Array] = []
+    if any(run.weights is not None for run in runs):
+        weights = [one for run in runs for one in run.weights or [np.ones(bag.size) for bag in run.bags]]
+    arrays = (
+        np.concatenate([np.empty(0, np.int64), *bags]).astype(np.uint32),
+        np.concatenate([np.empty(0, np.float32), *weights]).astype(np.float32),
+        np.cumsum([0, *(bag.size for bag in bags)]).astype(np.uint32),
+        np.frombuffer(bytes(params), np.uint8),
+        np.array(blocks, np.uint32),
+        np.full((shape.first + written * stride) * storage.itemsize, UNTOUCHED, np.uint8),
+        np.zeros(2, np.uint64),
+    )
+    on = cards.cards[card]
+    stream, memories = on.stream(), [send(cards, on, array) for array in arrays]
+    batch = BatchParams(
+        *(memory.address for memory in memories),
+        num_blocks=len(blocks),
+        rotation=shape.rotation,
+        out_dtype=OUT_DTYPES[shape.out_dtype],
+        lanes_log2=lanes_log2,
+    )
+    grid = (len(blocks), -(-fmt.chunks // (1 << lanes_log2)))
+    on.launch(POOL_KERNELS[fmt.dtype], grid, (arena, batch), stream)
+    stream.synchronize()
+    raw = fetch(cards, on, memories[-2])
+    outside, not_here = fetch(cards, on, memories[-1]).view(np.uint64).tolist()
+    items = raw.view(storage)
+    rows = items[shape.first :].reshape(written, stride)
+    pooled, beside = rows[:, : fmt.embedding_dim], rows[:, fmt.embedding_dim :]
+    assert (np.concatenate([items[: shape.first], beside.reshape(-1)]).view(np.uint8) == UNTOUCHED).all()
+    if shape.out_dtype == "bf16":
+        pooled = (pooled.astype(np.uint32) << 16).view(np.float32)
+    return Pooled(pooled.astype(np.float32), raw, outside, not_here)
 
-    def arrays(self) -> tuple[npt.NDArray[np.generic], ...]:
-        """Values, weights, offsets, runs, blocks, counters."""
-        bags = [bag for run in self.runs for bag in run.bags]
-        values = np.concatenate(bags) if bags else np.empty(0, np.uint32)
-        weights = np.empty(0, np.float32)
-        if bags and any(run.weights is not None for run in self.runs):
-            weights = np.concatenate(
-                [
-                    np.ones(bag.size, np.float32) if run.weights is None else run.weights[number]
-                    for run in self.runs
-                    for number, bag in enumerate(run.bags)
-                ]
-            )
-        offsets = np.cumsum([0, *(bag.size for bag in bags)]).astype(np.uint32)
-        return (
-            values.astype(np.uint32),
-            weights,
-            offsets,
-            _bytes_of(self._params),
-            np.array(self.blocks, np.uint32),
-            np.zeros(2, np.uint64),
+
+def _runs(
+    runs: Sequence[Run], first: int, stride: int, bags_per_block: int
+) -> tuple[ctypes.Array[RunParams], list[tuple[int, int]], int]:
+    """Return what the kernel takes of each run, the blocks, (run, first bag), and how many bags are written."""
+    params, blocks = (RunParams * max(1, len(runs)))(), []
+    num_bags, num_values, written = 0, 0, 0
+    for number, run in enumerate(runs):
+        values = sum(bag.size for bag in run.bags)
+        num = values if run.mode == "none" else len(run.bags)
+        params[number] = RunParams(
+            table=run.table,
+            first=num_values if run.mode == "none" else num_bags,
+            num=num,
+            mode=MODES[run.mode],
+            out_offset=first + written * stride,
+            out_stride=stride,
         )
-
-    def read(self, raw: ByteArray) -> Float32Array:
-        """float32 [bags, dim] of the output's bytes. Asserts that nothing beside the bags was written."""
-        items = raw.view(self._storage)
-        rows = items[self.shape.first :].reshape(self._written, self._stride)
-        beside = np.concatenate([items[: self.shape.first], rows[:, self.dim :].reshape(-1)])
-        assert (beside.view(np.uint8) == UNTOUCHED).all()
-        pooled = rows[:, : self.dim]
-        if self.shape.out_dtype == "bf16":
-            return (pooled.astype(np.uint32) << 16).view(np.float32)
-        return pooled.astype(np.float32)
-
-
-def _bytes_of(structures: object) -> ByteArray:
-    return np.frombuffer(bytes(structures), np.uint8)  # type: ignore[call-overload]
+        blocks += [(number, bag) for bag in range(0, num, bags_per_block)]
+        num_bags, num_values, written = num_bags + len(run.bags), num_values + values, written + num
+    return params, blocks, written
