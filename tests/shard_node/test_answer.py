@@ -111,7 +111,7 @@ def rounding_of_float16(bags: KeyedBags, parts: list[Part], answers: list[Answer
 
 
 @given(
-    bags=table_bags(),
+    bags=st.sampled_from([1, 6]).flatmap(table_bags),
     num_owners=st.integers(1, 5),
     seed=st.integers(0, 2**32),
     forms=st.lists(st.sampled_from(EVERY_FORM), min_size=5, max_size=5),
@@ -125,8 +125,12 @@ def test_answers_in_any_forms_add_up_to_the_pooled_batch(nodes, bags, num_owners
         answer.check(LAYOUT, part.bags)
         assert (answer.stored is not None) == forms[part.owner].stored
         assert forms[part.owner].float16 or all(sums.dtype == np.float32 for sums in answer.sums)
-        size = sum(answer.bytes_by_form())
-        assert size <= LAYOUT.answer_bytes(part.bags.keys, part.bags.bags_per_key, part.bags.num_bags)
+        # Bags of one row travel as stored, without loss.
+        if forms[part.owner].stored and part.bags.lengths.max(initial=0) <= 1:
+            assert sum(answer.bytes_by_form()[1:]) == 0
+        assert sum(answer.bytes_by_form()) <= LAYOUT.answer_bytes(
+            part.bags.keys, part.bags.bags_per_key, part.bags.num_bags
+        )
     exact = nodes[0].generations.payload(MODEL, VERSION).engine
     expected = exact.pool(bags)
     far = rounding_of_float16(bags, parts, answers, exact)
@@ -137,17 +141,6 @@ def test_answers_in_any_forms_add_up_to_the_pooled_batch(nodes, bags, num_owners
         if all(not answer.sums[number].size for answer in answers):
             # Pooled by the operator that pools rows in memory, in the order of the values.
             assert block.tobytes() == expected[number].tobytes()
-
-
-@given(bags=table_bags(most=1), num_owners=st.integers(1, 5), seed=st.integers(0, 2**32))
-def test_bags_of_one_row_travel_as_stored_without_loss(nodes, bags, num_owners, seed):
-    parts = parts_of(bags, num_owners, seed)
-    answers = [nodes[part.owner % 3].answer(MODEL, VERSION, part.bags, Forms(True, True)) for part in parts]
-    assert sum(sum(answer.bytes_by_form()[1:]) for answer in answers) == 0
-    assert sum(len(rows) for answer in answers for rows in answer.stored) == bags.num_values
-    expected = nodes[0].pool(MODEL, VERSION, bags)
-    for ours, theirs in zip(add_answers(LAYOUT, bags, parts, answers), expected, strict=True):
-        assert ours.tobytes() == theirs.tobytes()
 
 
 @pytest.mark.parametrize(

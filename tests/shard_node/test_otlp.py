@@ -102,62 +102,55 @@ def test_a_silent_collector_holds_up_nothing(protocol, monkeypatch):
     assert outcomes["exported"] == 0
 
 
+RESOLVED, SHARE = TraceConfig.resolved, TraceConfig.share
+TO, SAMPLER, ARGUMENT = {"endpoint": ENDPOINT}, "OTEL_TRACES_SAMPLER", "OTEL_TRACES_SAMPLER_ARG"
+
+
 @pytest.mark.parametrize(
-    ("config", "variables", "expected"),
+    ("config", "variables", "read", "expected"),
     [
-        ({"endpoint": ENDPOINT}, {}, (f"{ENDPOINT}/v1/traces", "http")),
-        ({"endpoint": f"{ENDPOINT}/"}, {}, (f"{ENDPOINT}/v1/traces", "http")),
-        ({"endpoint": "https://c/own/path"}, {}, ("https://c/own/path", "http")),
-        ({"endpoint": "http://c:4317"}, {}, ("http://c:4317", "grpc")),
-        ({"endpoint": "http://c:4317", "protocol": "http"}, {}, ("http://c:4317/v1/traces", "http")),
-        ({"endpoint": ENDPOINT}, {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, (ENDPOINT, "grpc")),
-        ({}, {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4317"}, (None, "grpc")),
-        ({}, {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": ENDPOINT}, (None, "http")),
+        (TO, {}, RESOLVED, (f"{ENDPOINT}/v1/traces", "http")),
+        ({"endpoint": f"{ENDPOINT}/"}, {}, RESOLVED, (f"{ENDPOINT}/v1/traces", "http")),
+        ({"endpoint": "https://c/own/path"}, {}, RESOLVED, ("https://c/own/path", "http")),
+        ({"endpoint": "http://c:4317"}, {}, RESOLVED, ("http://c:4317", "grpc")),
+        ({"endpoint": "http://c:4317", "protocol": "http"}, {}, RESOLVED, ("http://c:4317/v1/traces", "http")),
+        (TO, {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, RESOLVED, (ENDPOINT, "grpc")),
+        ({}, {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4317"}, RESOLVED, (None, "grpc")),
+        ({}, {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": ENDPOINT}, RESOLVED, (None, "http")),
+        (TO, {}, SHARE, 0.01),
+        (TO | {"sample_share": 0.5}, {SAMPLER: "parentbased_always_on"}, SHARE, 0.5),
+        (TO, {SAMPLER: RATIO, ARGUMENT: "0.25"}, SHARE, 0.25),
+        (TO, {SAMPLER: "parentbased_always_off"}, SHARE, 0.0),
     ],
 )
-def test_endpoint_and_protocol_of_flags_and_variables(config, variables, expected, monkeypatch):
+def test_flags_and_variables_decide_where_and_how_many(config, variables, read, expected, monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert TraceConfig(**config).is_wanted
-    assert TraceConfig(**config).resolved() == expected
+    assert read(TraceConfig(**config)) == expected
 
 
 @pytest.mark.parametrize(
-    ("endpoint", "variables", "message"),
+    ("endpoint", "variables", "read", "message"),
     [
-        ("collector:4317", {}, "not http://host:port or https://host:port"),
-        ("http://", {}, "not http://host:port"),
-        ("http://c:99999", {}, "Port out of range"),
-        (ENDPOINT, {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"}, "'http/json' is not spoken, only grpc and http"),
+        ("collector:4317", {}, RESOLVED, "not http://host:port or https://host:port"),
+        ("http://", {}, RESOLVED, "not http://host:port"),
+        ("http://c:99999", {}, RESOLVED, "Port out of range"),
+        (
+            ENDPOINT,
+            {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"},
+            RESOLVED,
+            "'http/json' is not spoken, only",
+        ),
+        (ENDPOINT, {SAMPLER: "always_on"}, SHARE, "'always_on' is none of parentbased_traceidratio"),
+        (ENDPOINT, {SAMPLER: RATIO, ARGUMENT: "2"}, SHARE, "'2' is not within"),
     ],
 )
-def test_a_wrong_endpoint_or_protocol_is_refused(endpoint, variables, message, monkeypatch):
+def test_wrong_flags_and_variables_are_refused(endpoint, variables, read, message, monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(TracingError, match=message):
-        TraceConfig(endpoint=endpoint).resolved()
-
-
-@pytest.mark.parametrize(
-    ("share", "variables", "expected"),
-    [
-        (None, {}, 0.01),
-        (0.5, {"OTEL_TRACES_SAMPLER": "parentbased_always_on"}, 0.5),
-        (None, {"OTEL_TRACES_SAMPLER": RATIO, "OTEL_TRACES_SAMPLER_ARG": "0.25"}, 0.25),
-        (None, {"OTEL_TRACES_SAMPLER": "parentbased_always_off"}, 0.0),
-        (None, {"OTEL_TRACES_SAMPLER": "always_on"}, "'always_on' is none of parentbased_traceidratio"),
-        (None, {"OTEL_TRACES_SAMPLER": RATIO, "OTEL_TRACES_SAMPLER_ARG": "2"}, "'2' is not within"),
-    ],
-)
-def test_the_share_is_the_flags_or_the_samplers(share, variables, expected, monkeypatch):
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    config = TraceConfig(endpoint=ENDPOINT, sample_share=share)
-    if isinstance(expected, float):
-        assert config.share() == expected
-    else:
-        with pytest.raises(TracingError, match=expected):
-            config.share()
+        read(TraceConfig(endpoint=endpoint))
 
 
 def test_without_endpoint_or_extra_there_are_no_spans(monkeypatch):

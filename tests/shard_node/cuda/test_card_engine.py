@@ -107,19 +107,6 @@ def test_closing_frees_all_memory_and_keeps_what_is_reported(stored):
         write()
 
 
-def test_memory_is_reported_by_card_and_tier(stored):
-    engine = OnCards(3, "every tier").load(stored[0])
-    plan = engine.plan
-    expected = []
-    for card in range(3):
-        planned = plan.bytes(card)
-        expected += [(card, "card", planned.card + plan.places_bytes), (card, "hot", planned.hot)]
-    expected.append((0, "pinned", plan.pinned_bytes))
-    assert all(size for _, _, size in expected)
-    assert [(use.card, use.tier, use.size_bytes) for use in engine.memory()] == expected
-    engine.close()
-
-
 def test_values_outside_their_table_are_counted_and_not_read(engine):
     size = BatchSize(np.array([3]), 20)
     runs = runs_in_columns(engine.layout, [0], ["sum"], size)

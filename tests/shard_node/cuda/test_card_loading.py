@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,9 +16,7 @@ from loader.progress import CalledOffError
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.reader import Snapshot
-from loader.snapshot.row_source import rows_of
 from loader.snapshot.tables import TableSpec
-from loader.snapshot.writer import export_snapshot
 from router.plan import Plan
 from shard_node.access_counts import SAMPLE_EVERY
 from shard_node.bags import TableLayout
@@ -48,14 +45,13 @@ from shard_node.planning.card_plan import CardBudget, CardPlan, TableSplit
 from shard_node.planning.hotness import Hotness
 from shardrank_testing.agents import NodeUnderTest, run, running_node
 from shardrank_testing.bags import assert_blocks_equal, bags_of, random_table_bags
-from shardrank_testing.card_plans import DTYPES, make_plan, model_of, one_table_layout, plan_inputs
+from shardrank_testing.card_plans import DTYPES, model_of, one_table_layout, plan_inputs
 from shardrank_testing.deltas import MODEL, assert_stored, delta_spec, load_version
 from shardrank_testing.emulated_cards import EmulatedCards
 from shardrank_testing.kernel_arena import Run, load_partition, pool_bags
 from shardrank_testing.snapshots import (
     num_buckets,
     plain_buckets,
-    random_tables,
     restate_file,
     write_snapshot,
 )
@@ -133,12 +129,13 @@ def test_loading_allocates_just_the_planned_bytes(snapshot):
     tables = load.run(claim, check)
     assert steps > 10
     assert card_set.memory.held_bytes == load.card_bytes
-    rows = tables.engine.memory()
+    plan, expected = load.plan, []
     for card in range(3):
-        in_rows = sum(use.size_bytes for use in rows if use.card == card and use.tier != "pinned")
-        assert load.card_bytes[card] == load.plan.bytes(card).total + 4 * (32 + 8 * 5)
-        assert in_rows == load.plan.bytes(card).total
-    assert [use.size_bytes for use in rows if use.tier == "pinned"] == [load.pinned_bytes]
+        assert load.card_bytes[card] == plan.bytes(card).total + 4 * (32 + 8 * 5)
+        expected += [(card, "card", plan.bytes(card).card + plan.places_bytes), (card, "hot", plan.bytes(card).hot)]
+    expected.append((0, "pinned", load.pinned_bytes))
+    assert all(size for _, _, size in expected)
+    assert [(use.card, use.tier, use.size_bytes) for use in tables.engine.memory()] == expected
     tables.close()
     assert card_set.memory.held_bytes == (0, 0, 0)
     assert cards.free_bytes() == before
@@ -207,13 +204,7 @@ def hot_rows(plan: CardPlan, name: str) -> list[int]:
 def test_rows_with_most_lookups_are_hot(tmp_path, in_snapshot):
     """Counts of the snapshot take precedence over observed ones."""
     counts = {"int8": counts_of(WANTED)}
-    path = export_snapshot(
-        tmp_path,
-        SPEC,
-        rows={name: rows_of(rows) for name, rows in random_tables(SPEC, 1).items()},
-        dense={"weight": torch.zeros(1)},
-        access_counts=counts if in_snapshot else None,
-    )
+    path, _ = write_snapshot(tmp_path, SPEC, seed=1, access_counts=counts if in_snapshot else None)
     others = {"int8": counts_of(np.arange(6))}
     observed = others if in_snapshot else counts | {"int4": np.full(9, 7, np.uint32), "none": np.ones(5, np.uint32)}
     snapshot = Snapshot.open(path)
@@ -393,7 +384,7 @@ def test_a_retired_version_frees_all_its_memory(written, cards):
 
 @given(inputs=plan_inputs(), piece_rows=st.integers(1, 700))
 def test_every_row_has_its_planned_owner_and_the_next_slot(inputs, piece_rows):
-    plan = make_plan(inputs)
+    plan = CardPlan.make(*inputs)
     placer = Placer(plan)
     for number, table in enumerate(plan.layout.tables):
         places = placer.places(number)

@@ -10,7 +10,7 @@ import torch
 
 from loader.snapshot.reader import Snapshot
 from shard_node.bags import KeyedBags, TableLayout
-from shard_node.cuda.batch import BatchShapes, BatchSize, OutputRuns, RunTable, check_fits, check_runs
+from shard_node.cuda.batch import BatchShapes, BatchSize, OutputRuns, RunTable, check_runs
 from shard_node.cuda.card_engine import CardEngine
 from shard_node.cuda.lane import Lane, Slot
 from shard_node.errors import InvalidBagsError, MemoryBudgetError
@@ -158,6 +158,8 @@ def test_refused_batches_and_errors_leave_the_slot_usable(rows, lane):
         (bags_of({0: [[0]], 1: [[beyond]]}), rf"row {beyond} \(value 1\) .* of table '{table.name}'"),
         (bags_of({0: [[0]]}), "the batch has 1 keys, there must be 2"),
         (bags_of({0: [[0] * 20], 1: [[0]]}), "the batch has 21 values, but there is room for 20"),
+        (bags_of({0: [[0]], 1: [[0]] * 3}), "key 1 has 3 bags, but there is room for 2"),
+        (bags_of({0: [[0]], 1: [[0]]}, [1, 1]), "the batch has weights, but there is no room for any"),
     ):
         with pytest.raises(InvalidBagsError, match=message):
             slot.fill(bags)
@@ -203,20 +205,6 @@ def test_positions_beyond_32_bits_are_refused():
     for num_bags, num_values in ((9, 2**31), (9, 2**32 - 1), (2**31 - 1, 9)):
         with pytest.raises(InvalidBagsError, match=f"a batch has at most {2**31 - 1} values and fewer bags"):
             check_runs(LAYOUT, runs, BatchSize(np.array([num_bags]), num_values))
-
-
-@pytest.mark.parametrize(
-    ("size", "message"),
-    [
-        (BatchSize(np.array([2, 1]), 2, True), "the batch has 3 values, but there is room for 2"),
-        (BatchSize(np.array([2, 0]), 9, True), "key 1 has 1 bags, but there is room for 0"),
-        (BatchSize(np.array([2, 1]), 9, False), "the batch has weights, but there is no room for any"),
-    ],
-)
-def test_a_batch_too_large_for_its_buffer_is_refused(size, message):
-    bags = bags_of({0: [[0], [1]], 1: [[2]]}, [1, 1, 1])
-    with pytest.raises(InvalidBagsError, match=message):
-        check_fits(bags, size)
 
 
 def runs_with(**changes) -> OutputRuns:

@@ -28,7 +28,6 @@ from shard_node.planning.cost_model import (
 from shard_node.planning.hotness import Hotness
 from shardrank_testing.card_plans import (
     layouts,
-    make_plan,
     one_table_layout,
     plan_inputs,
     round_robin,
@@ -81,7 +80,7 @@ def test_shares_are_those_of_counting_every_row(layout, data):
 
 @given(inputs=plan_inputs(), item_bytes=st.sampled_from([2, 4]))
 def test_every_lookup_and_its_bytes_are_counted_once(inputs, item_bytes):
-    plan = make_plan(inputs)
+    plan = CardPlan.make(*inputs)
     layout = plan.layout
     loads = loads_of(layout)
     traffic = Traffic.of(plan, loads, H100, item_bytes)

@@ -98,16 +98,8 @@ TABLES = {
 @pytest.mark.parametrize(("shards", "hotness"), [(1, 1), (2, 20), (4, 2), (8, 20)])
 @pytest.mark.parametrize("ragged", [False, True])
 def test_estimated_bytes_are_those_of_real_frames(shards, hotness, tables, forms, ragged):
-    estimated, out, back = estimated_and_sent(shards, hotness, tables, forms, ragged=ragged, num_draws=6)
-    assert estimated.out.sum() == pytest.approx(out, rel=0.01)
-    # With ragged bags some tables are near to where rows travel as stored, on either side of it from batch to batch.
-    assert estimated.back.sum() == pytest.approx(back, rel=0.06 if ragged else 0.015)
-
-
-def estimated_and_sent(shards, hotness, tables, forms, *, ragged, num_draws):
-    """Return the estimate, and the mean bytes of frames, out and back, of some batches."""
     layout = layout_like(*TABLES[tables])
-    rng = np.random.default_rng(17)
+    rng, num_draws = np.random.default_rng(17), 6
     out, back, all_lengths = 0, 0, []
     for _ in range(num_draws):
         lengths, bags = drawn_bags(layout, rng, [hotness] * len(layout.tables), 150, ragged=ragged)
@@ -121,8 +113,10 @@ def estimated_and_sent(shards, hotness, tables, forms, *, ragged, num_draws):
             back += frame_bytes(encode_answer(1, answer_of(layout, part.bags, forms)))
     form = WireForm(2 if forms.float16 else 4, forms.stored, model_bytes=len(MODEL))
     batch = BatchBags.counted([np.concatenate(of_table) for of_table in zip(*all_lengths, strict=True)], num_draws)
-    found = NetworkBytes.of(layout, batch, sent_evenly(len(layout.tables), shards), form)
-    return found, out / num_draws, back / num_draws
+    estimated = NetworkBytes.of(layout, batch, sent_evenly(len(layout.tables), shards), form)
+    assert estimated.out.sum() == pytest.approx(out / num_draws, rel=0.01)
+    # With ragged bags some tables are near to where rows travel as stored, on either side of it from batch to batch.
+    assert estimated.back.sum() == pytest.approx(back / num_draws, rel=0.06 if ragged else 0.015)
 
 
 def test_constants_and_the_textbooks_step():

@@ -31,7 +31,7 @@ from shard_node.wire.frame import (
     pack_header,
 )
 from shardrank_testing.bags import bags_of, keyed_bags
-from shardrank_testing.nodes import film_bags, received, small_node
+from shardrank_testing.nodes import feed, film_bags, received, small_node
 
 DECODERS = {
     FrameType.POOL: wire.decode_pool,
@@ -343,23 +343,6 @@ def frame_header(magic=b"SHRK", version=1, frame_type=1, request_id=5, body_byte
     return struct.pack("<4sHHQII", magic, version, frame_type, request_id, body_bytes, budget_us)
 
 
-def receive(receiver: FrameReceiver, data: bytes, pieces) -> list:
-    """Feeds the bytes in pieces of the given sizes, then the rest, taking frames after each piece."""
-    frames = []
-    view = memoryview(data)
-    sizes = iter(pieces)
-    while view:
-        space = receiver.get_buffer()
-        size = min(next(sizes, len(view)), len(space), len(view))
-        assert size > 0
-        space[:size] = view[:size]
-        receiver.received(size)
-        view = view[size:]
-        while (frame := receiver.next_frame()) is not None:
-            frames.append(frame)
-    return frames
-
-
 @given(
     st.lists(st.tuples(st.integers(1, 6), st.integers(0, 2**64 - 1), st.integers(0, 300_000)), max_size=6),
     st.lists(st.integers(1, 100_000), max_size=30),
@@ -373,7 +356,7 @@ def test_frames_come_out_however_the_stream_is_cut(frames, pieces, seed):
         for (kind, request_id, _), body in zip(frames, bodies, strict=True)
     )
     receiver = FrameReceiver(LIMIT)
-    received = receive(receiver, stream, pieces)
+    received = feed(receiver, stream, pieces)
     assert [(frame.header.frame_type, frame.header.request_id) for frame in received] == [
         (kind, request_id) for kind, request_id, _ in frames
     ]
@@ -386,10 +369,10 @@ def test_frames_come_out_however_the_stream_is_cut(frames, pieces, seed):
 def test_an_incomplete_frame_is_not_returned(body_bytes, missing_from_header):
     whole = frame_header(body_bytes=body_bytes) + bytes(body_bytes)
     receiver = FrameReceiver(LIMIT)
-    assert receive(receiver, whole[:-1], []) == []
+    assert feed(receiver, whole[:-1]) == []
     assert receiver.is_mid_frame
     early = FrameReceiver(LIMIT)
-    assert receive(early, whole[: 23 - missing_from_header], []) == []
+    assert feed(early, whole[: 23 - missing_from_header]) == []
     assert early.is_mid_frame == (missing_from_header < 23)
 
 
@@ -406,16 +389,16 @@ def test_an_incomplete_frame_is_not_returned(body_bytes, missing_from_header):
 def test_a_bad_header_is_refused_before_its_body_is_read(bad, error, message, request_id):
     receiver = FrameReceiver(LIMIT)
     with pytest.raises(error, match=message):
-        receive(receiver, bad, [])
+        feed(receiver, bad)
     assert receiver.request_id == request_id
 
 
 def test_limits_of_frames():
     # An error frame of another protocol version is let through.
-    (frame,) = receive(FrameReceiver(LIMIT), frame_header(version=9, frame_type=5, body_bytes=8) + bytes(8), [])
+    (frame,) = feed(FrameReceiver(LIMIT), frame_header(version=9, frame_type=5, body_bytes=8) + bytes(8))
     assert frame.header.protocol_version == 9
     size = LIMIT - HEADER.size
-    (frame,) = receive(FrameReceiver(LIMIT), frame_header(body_bytes=size) + bytes(size), [])
+    (frame,) = feed(FrameReceiver(LIMIT), frame_header(body_bytes=size) + bytes(size))
     assert frame.body.size == size
     with pytest.raises(FrameTooLargeError, match="4294967296 bytes"):
         pack_header(FrameType.POOLED, 1, 2**32)
@@ -425,7 +408,7 @@ def test_limits_of_frames():
 def test_arbitrary_bytes_give_frames_or_a_wire_error(data, with_magic):
     receiver = FrameReceiver(4096)
     try:
-        frames = receive(receiver, (b"SHRK\1\0" if with_magic else b"") + data, [7, 1, 30])
+        frames = feed(receiver, (b"SHRK\1\0" if with_magic else b"") + data, [7, 1, 30])
     except WireError:
         return
     assert sum(frame.body.size + HEADER.size for frame in frames) <= len(data) + 6

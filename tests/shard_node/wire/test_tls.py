@@ -6,8 +6,8 @@ import asyncio
 import logging
 import socket
 import ssl
-from contextlib import AbstractAsyncContextManager, suppress
-from dataclasses import dataclass
+from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,7 +23,6 @@ from shard_node.errors import (
 )
 from shard_node.wire.address import MAX_HANDSHAKES, Address, listen
 from shard_node.wire.client import ShardClient
-from shard_node.wire.server import NodeServer
 from shard_node.wire.tls import (
     MAX_LINES_PER_MINUTE,
     Refusals,
@@ -52,13 +51,15 @@ on_every_loop = run_in(EVERY_PLACE[0::2])
 ANY_PORT = Address.parse("127.0.0.1:0")
 
 
-@dataclass(frozen=True)
 class Papers:
     """A CA, and certificates by name: those of a node and a router, and those that should not get in."""
 
-    ca: Authority
-    other_ca: Authority
-    pairs: dict[str, Pair]
+    def __init__(self, folder: Path) -> None:
+        self.ca, self.other_ca = Authority(folder / "ca"), Authority(folder / "other", "other-ca")
+        self.pairs = {name: self.ca.issue(name) for name in ("node", "router")}
+        self.pairs["expired"] = self.ca.issue("expired", days=-1)
+        self.pairs["foreign"] = self.other_ca.issue("foreign")
+        self.pairs["elsewhere"] = self.ca.issue("elsewhere", host="elsewhere.example")
 
     def node_context(self, name: str = "node", **options) -> ReloadingContext:
         pair = self.pairs[name]
@@ -71,11 +72,10 @@ class Papers:
 
 @pytest.fixture(scope="module")
 def papers(tmp_path_factory) -> Papers:
-    ca = Authority(tmp_path_factory.mktemp("ca"))
-    other = Authority(tmp_path_factory.mktemp("other"), "other-ca")
-    pairs = {name: ca.issue(name) for name in ("node", "router")}
-    pairs |= {"expired": ca.issue("expired", days=-1), "foreign": other.issue("foreign")}
-    return Papers(ca, other, pairs | {"elsewhere": ca.issue("elsewhere", host="elsewhere.example")})
+    folder = tmp_path_factory.mktemp("papers")
+    for name in ("ca", "other"):
+        (folder / name).mkdir()
+    return Papers(folder)
 
 
 async def ask(client: ShardClient) -> None:
@@ -88,14 +88,10 @@ async def refusal(client: ShardClient) -> NodeUnavailableError:
     return caught.value
 
 
-def tls_serving(context: ReloadingContext, address: Address = ANY_PORT) -> AbstractAsyncContextManager[NodeServer]:
-    return serving(address, tls=context)
-
-
 @on_every_loop
 async def test_certificates_of_the_ca_are_accepted(place, papers):
     async with (
-        tls_serving(papers.node_context()) as server,
+        serving(ANY_PORT, tls=papers.node_context()) as server,
         connected(server.addresses[0], tls=papers.router_context()) as client,
     ):
         await asyncio.gather(*(ask(client) for _ in range(20)))
@@ -112,9 +108,8 @@ async def test_certificates_of_the_ca_are_accepted(place, papers):
 )
 async def test_a_client_without_access_is_refused_and_counted(place, shown, kind, papers, caplog):
     context = papers.node_context()
-
     with caplog.at_level(logging.INFO):
-        async with tls_serving(context) as server:
+        async with serving(ANY_PORT, tls=context) as server:
             for _ in range(3):
                 async with connected(server.addresses[0], tls=papers.router_context(shown)) as client:
                     assert type(await refusal(client)) is kind
@@ -138,7 +133,10 @@ async def test_a_client_without_access_is_refused_and_counted(place, shown, kind
 )
 async def test_a_node_without_a_valid_certificate_is_not_used(place, shown, ca, kind, papers):
     tls = papers.router_context("router", getattr(papers, ca))
-    async with tls_serving(papers.node_context(shown)) as server, connected(server.addresses[0], tls=tls) as client:
+    async with (
+        serving(ANY_PORT, tls=papers.node_context(shown)) as server,
+        connected(server.addresses[0], tls=tls) as client,
+    ):
         error = await refusal(client)
         assert type(error) is kind
         assert str(server.addresses[0]) in str(error)
@@ -148,9 +146,8 @@ async def test_a_node_without_a_valid_certificate_is_not_used(place, shown, ca, 
 @on_every_loop
 async def test_plain_text_and_tls_on_the_wrong_port_are_refused(place, papers, caplog):
     context = papers.node_context()
-
     with caplog.at_level(logging.INFO):
-        async with tls_serving(context) as server:
+        async with serving(ANY_PORT, tls=context) as server:
             async with connected(server.addresses[0]) as client:
                 await refusal(client)
             async with raw_peer(server.addresses[0]) as peer:
@@ -166,7 +163,7 @@ async def test_plain_text_and_tls_on_the_wrong_port_are_refused(place, papers, c
 @on_every_loop
 async def test_a_unix_socket_never_speaks_tls(place, papers, tmp_path):
     async with (
-        tls_serving(papers.node_context(), Address(path=str(tmp_path / "node.sock"))) as server,
+        serving(Address(path=str(tmp_path / "node.sock")), tls=papers.node_context()) as server,
         connected(server.addresses[0], tls=papers.router_context()) as client,
     ):
         await ask(client)
@@ -184,7 +181,7 @@ async def test_renewed_files_count_for_new_connections(place, papers, tmp_path):
     context = server_context(TlsConfig(cert=node.cert, key=node.key, client_ca=ca_file), interval_s=0.0)
     mine = client_context(TlsClientConfig(ca=papers.ca.cert, cert=router.cert, key=router.key), interval_s=0.0)
 
-    async with tls_serving(context) as server:
+    async with serving(ANY_PORT, tls=context) as server:
         async with connected(server.addresses[0], tls=mine) as client:
             assert type(await refusal(client)) is ExpiredCertificateError
         router.replace(papers.pairs["router"])
@@ -205,7 +202,7 @@ async def test_renewed_files_count_for_new_connections(place, papers, tmp_path):
 
 @on_every_loop
 async def test_silent_connections_keep_nobody_out(place, papers):
-    async with tls_serving(papers.node_context()) as server:
+    async with serving(ANY_PORT, tls=papers.node_context()) as server:
         address = server.addresses[0]
         silent = [await asyncio.open_connection(address.host, address.port) for _ in range(MAX_HANDSHAKES + 1)]
         # The oldest was ended to make room.

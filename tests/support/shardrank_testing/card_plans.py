@@ -12,7 +12,7 @@ from loader.snapshot.tables import RowDtype, TableSpec
 from shard_node.bags import TableLayout
 from shard_node.cuda.kernel_params import RowFormat
 from shard_node.partition import Partition
-from shard_node.planning.card_plan import CardBudget, CardPlan
+from shard_node.planning.card_plan import CardBudget
 from shard_node.planning.hotness import Hotness
 from shardrank_testing.snapshots import DEFAULT_DENSE_MODEL, num_buckets
 
@@ -106,9 +106,3 @@ def hotnesses(draw: st.DrawFn, layout: TableLayout, rng: np.random.Generator) ->
             for table in counted
         }
     )
-
-
-def make_plan(inputs: tuple[TableLayout, Partition, CardBudget, Hotness]) -> CardPlan:
-    """The plan of these inputs."""
-    layout, partition, budget, hotness = inputs
-    return CardPlan.make(layout, partition, budget, hotness)

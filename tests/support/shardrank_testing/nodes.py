@@ -7,7 +7,7 @@ import contextlib
 import functools
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -133,21 +133,25 @@ def film_bags(*bags: Sequence[int]) -> KeyedBags:
     return bags_of({1: bags})
 
 
+def feed(receiver: FrameReceiver, data: bytes, sizes: Iterable[int] = ()) -> list[Frame]:
+    """Give a receiver bytes in pieces of these sizes, then the rest; return the frames that were complete."""
+    frames, view, pieces = [], memoryview(data), iter(sizes)
+    while view:
+        space = receiver.get_buffer()
+        size = min(next(pieces, len(view)), len(space), len(view))
+        assert size > 0
+        space[:size] = view[:size]
+        receiver.received(size)
+        view = view[size:]
+        while (frame := receiver.next_frame()) is not None:
+            frames.append(frame)
+    return frames
+
+
 def received(buffers: Sequence[Buffer]) -> Frame:
     """The one frame that the buffers are, through the receiver that connections use."""
-    receiver = FrameReceiver(1 << 30)
-    data = memoryview(b"".join(buffers))
-    while data:
-        space = receiver.get_buffer()
-        size = min(len(space), len(data))
-        space[:size] = data[:size]
-        receiver.received(size)
-        data = data[size:]
-        frame = receiver.next_frame()
-        if frame is not None:
-            assert not data
-            return frame
-    raise AssertionError("no whole frame")
+    (frame,) = feed(FrameReceiver(1 << 30), b"".join(buffers))
+    return frame
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,9 @@
-"""Stands between a client and a server: ends TLS, loses an answer after the server has acted, holds answers back."""
+"""Stands between a client and a server: loses an answer after the server has acted, holds answers back."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ssl
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import TypeAlias
@@ -80,10 +79,10 @@ class TcpProxy:
 
 
 @contextlib.asynccontextmanager
-async def tcp_proxy(below: Below, tls: ssl.SSLContext | None = None) -> AsyncIterator[TcpProxy]:
-    """A proxy on a port of 127.0.0.1; with `tls`, the client has to speak TLS."""
+async def tcp_proxy(below: Below) -> AsyncIterator[TcpProxy]:
+    """A proxy on a port of 127.0.0.1."""
     proxy = TcpProxy(below)
-    listener = await asyncio.start_server(proxy.serve, "127.0.0.1", 0, ssl=tls)
+    listener = await asyncio.start_server(proxy.serve, "127.0.0.1", 0)
     proxy.port = listener.sockets[0].getsockname()[1]
     try:
         yield proxy
@@ -92,11 +91,9 @@ async def tcp_proxy(below: Below, tls: ssl.SSLContext | None = None) -> AsyncIte
         await proxy.close()
 
 
-def redis_proxy(
-    server: RedisServer, tls: ssl.SSLContext | None = None
-) -> contextlib.AbstractAsyncContextManager[TcpProxy]:
+def redis_proxy(server: RedisServer) -> contextlib.AbstractAsyncContextManager[TcpProxy]:
     """A proxy of a server on a Unix socket."""
-    return tcp_proxy(lambda: asyncio.open_unix_connection(str(server.socket_path)), tls)
+    return tcp_proxy(lambda: asyncio.open_unix_connection(str(server.socket_path)))
 
 
 @contextlib.contextmanager
