@@ -188,38 +188,6 @@ async def test_a_server_has_all_its_addresses_or_none(place, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@on_every_loop
-@pytest.mark.parametrize("inline_bytes", [0, 16384])
-async def test_draining_under_load_fails_no_request(place, inline_bytes, tmp_path):
-    """Those that come later are answered by another replica."""
-    limits = ServerLimits(max_inline_bytes=inline_bytes)
-
-    async with (
-        serving(Address(path=str(tmp_path / "a")), None, limits) as first,
-        serving(Address(path=str(tmp_path / "b")), None, limits) as second,
-        connected(first.addresses[0]) as one,
-        connected(second.addresses[0]) as two,
-    ):
-        answered, drained = {one: 0, two: 0}, asyncio.Event()
-
-        async def load() -> None:
-            after = 0
-            while after < 20:
-                after += drained.is_set()
-                client = one if one.available else two
-                np.testing.assert_array_equal(await pool_films(client, [7, 8]), expected_films([7, 8]))
-                answered[client] += 1
-
-        tasks = [asyncio.create_task(load()) for _ in range(8)]
-        await until(lambda: answered[one] >= 50)
-        assert await first.drain(NEVER_S)
-        drained.set()
-        await asyncio.gather(*tasks)
-        connections_left, by_second = first.num_connections, answered[two]
-    assert connections_left == 0
-    assert by_second > 0
-
-
 @in_every_place
 async def test_draining_answers_what_is_in_flight_and_refuses_new(place, tmp_path):
     gate = Gate()
