@@ -23,7 +23,7 @@ from shard_node.agent.node_agent import join_fleet, share_of, stage_tables
 from shard_node.engine.loading import load_tables
 from shard_node.engine.memory import RowMemory
 from shard_node.errors import FleetMismatchError, MemoryBudgetError
-from shardrank_testing.agents import NodeUnderTest, plan_of, running_node, scenario
+from shardrank_testing.agents import NodeUnderTest, plan_of, published, running_node, scenario
 from shardrank_testing.bags import assert_blocks_equal, bags_of, random_table_bags
 from shardrank_testing.deltas import make_batch
 from shardrank_testing.nodes import until
@@ -256,10 +256,7 @@ def copy(pristine, tmp_path) -> Path:
 
 
 def record_of(folder: Path) -> PublishedVersion:
-    snapshot = Snapshot.open(folder, verify=False, files="rows")
-    return PublishedVersion(
-        model="films", version=1, identity=snapshot.identity, delta_base=1, last_delta=0, rows_bytes=0, published_at=0.0
-    )
+    return published("films", 1, Snapshot.open(folder, verify=False, files="rows").identity)
 
 
 def stage(folder: Path, published: PublishedVersion | None = None, memory: RowMemory | None = None, **options):

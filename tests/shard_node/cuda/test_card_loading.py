@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -214,10 +215,12 @@ def test_rows_with_most_lookups_are_hot(tmp_path, in_snapshot):
     assert_stored(tables.engine, snapshot)
 
 
-def assert_nothing_held(
-    card_set: CardSet, memory: RowMemory, before: list[int], refused: pytest.ExceptionInfo[Exception]
-) -> None:
+@contextlib.contextmanager
+def refused_without_trace(card_set: CardSet, memory: RowMemory, error: type[Exception], match: str) -> Iterator[None]:
     """All is free again, even while the error is referenced, with every frame that it went through."""
+    before = card_set.cards.free_bytes()
+    with pytest.raises(error, match=match) as refused:
+        yield
     assert refused.tb is not None
     assert set(card_set.memory.held_bytes) == {0}
     assert memory.held_bytes == 0
@@ -225,9 +228,7 @@ def assert_nothing_held(
 
 
 def test_loading_called_off_at_any_step_frees_all(snapshot):
-    cards = EmulatedCards(2, deferred=True)
-    card_set, memory = CardSet(cards, CardOptions(**MIXED)), RowMemory()
-    before = cards.free_bytes()
+    card_set, memory = CardSet(EmulatedCards(2, deferred=True), CardOptions(**MIXED)), RowMemory()
     load = prepare(snapshot, card_set)
     steps: list[str] = []
     load.run(load.take(memory), lambda phase, done, total: steps.append(phase)).close()
@@ -240,9 +241,8 @@ def test_loading_called_off_at_any_step_frees_all(snapshot):
                 raise CalledOffError("called off")
 
         load = prepare(snapshot, card_set)
-        with pytest.raises(CalledOffError) as refused:
+        with refused_without_trace(card_set, memory, CalledOffError, "called off"):
             load.run(load.take(memory), call_off)
-        assert_nothing_held(card_set, memory, before, refused)
 
 
 @pytest.mark.parametrize("options", [MIXED, {}], ids=["mixed", "cards"])
@@ -256,10 +256,8 @@ def test_memory_that_was_allocated_meanwhile_is_an_error(snapshot, options, tier
         taken = cards.cards[1].allocate(cards.cards[1].free_bytes() - 1000)
     else:
         taken = cards.allocate_pinned(cards.space.free_bytes(None) - 30_000)
-    before = cards.free_bytes()
-    with pytest.raises(MemoryBudgetError, match="bytes wanted") as refused:
+    with refused_without_trace(card_set, memory, MemoryBudgetError, "bytes wanted"):
         load.run(claim)
-    assert_nothing_held(card_set, memory, before, refused)
     assert taken.size_bytes > 0
 
 
@@ -291,15 +289,12 @@ def test_damaged_rows_are_refused_by_file_and_row(tmp_path, options, damage: Cal
     if damage is plant_nan:
         damage(folder)
     snapshot = Snapshot.open(folder)
-    cards = EmulatedCards(2)
-    card_set, memory = CardSet(cards, CardOptions(**options)), RowMemory()
-    before = cards.free_bytes()
+    card_set, memory = CardSet(EmulatedCards(2), CardOptions(**options)), RowMemory()
     load = prepare(snapshot, card_set)
     if damage is not plant_nan:
         damage(folder)
-    with pytest.raises(SnapshotCorruptError, match=message) as refused:
+    with refused_without_trace(card_set, memory, SnapshotCorruptError, message):
         load.run(load.take(memory))
-    assert_nothing_held(card_set, memory, before, refused)
 
 
 @st.composite

@@ -11,12 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from loader.snapshot.reader import Snapshot
-from router.plan import Plan
 from shard_node.access_counts import MAX_PART_ROWS
-from shard_node.answer import FLOAT32_SUMS, Forms, add_answers
+from shard_node.answer import FLOAT32_SUMS, Answer, Forms
 from shard_node.bags import KeyedBags
-from shard_node.engine.loading import load_tables
 from shard_node.errors import (
     DeadlineExceededError,
     FrameTooLargeError,
@@ -26,14 +23,12 @@ from shard_node.errors import (
     RemoteError,
     WireError,
 )
-from shard_node.node import ShardNode
-from shard_node.split import whole
 from shard_node.tracing import TRACED_LOOKUP, Span, SpanContext, TracedLookup
 from shard_node.wire.client import ShardClient
 from shard_node.wire.frame import FrameType, pack_header
 from shard_node.wire.messages import Buffer, CountsRequest, decode_answer, decode_error, encode_answer, encode_pool
 from shard_node.wire.server import SPARE_SAVED_S, SPARE_SHARE, RequestHandler, ServerLimits
-from shardrank_testing.bags import bags_of, random_table_bags
+from shardrank_testing.bags import random_table_bags
 from shardrank_testing.nodes import (
     MODEL,
     SIZES,
@@ -50,12 +45,10 @@ from shardrank_testing.nodes import (
     received,
     reference_engine,
     small_node,
-    small_spec,
     soon,
     until,
 )
 from shardrank_testing.otlp_receiver import KeptSpans
-from shardrank_testing.snapshots import write_snapshot
 
 by_loop_and_threads = pytest.mark.parametrize("inline_bytes", [0, 16384])
 BY_THREADS = ServerLimits(max_inline_bytes=0)
@@ -282,55 +275,18 @@ async def test_a_node_makes_a_span_in_its_callers_trace(place, tmp_path, inline_
         assert call.error.startswith("generation_not_found: ")
 
 
-# Of genre a row for each bag; of film more, so that sums are shorter; of user both kinds of bags, on average one row.
-BAGS = bags_of(
-    {0: [[3], [29]], 1: [range(400, 405), range(405, 409)], 2: [[], [17], [900, 901]]}, np.linspace(-2, 2, 14)
-)
-
-
-@pytest.fixture(scope="module")
-def node(tmp_path_factory) -> ShardNode:
-    """A node whose rows are in this machine's memory, so that it can give them as they are stored."""
-    path, _ = write_snapshot(tmp_path_factory.mktemp("store"), small_spec(), seed=5)
-    plan = Plan.make(small_spec())
-    node = ShardNode(plan.identity(0))
-    node.stage(MODEL, VERSION, load_tables(Snapshot.open(path), plan.partition(0), plan.digest))
-    node.flip(MODEL, VERSION)
-    return node
-
-
-@on_every_loop
-@by_loop_and_threads
-@pytest.mark.parametrize("forms", [Forms(stored, float16) for stored in (False, True) for float16 in (False, True)])
-async def test_a_node_answers_in_the_accepted_forms(place, node, tmp_path, inline_bytes, forms):
-    async with place.client(tmp_path, node, ServerLimits(max_inline_bytes=inline_bytes)) as (_, client):
-        answer = await client.pool(MODEL, VERSION, BAGS, soon(), forms)
-    assert (answer.stored is not None) == forms.stored
-    assert {sums.dtype for sums in answer.sums if sums.size} == {np.dtype("f2" if forms.float16 else "f4")}
-    if forms.stored:
-        # Rows of 4 and of 8 floats: both of genre and all of user, none of film.
-        assert [rows.shape for rows in answer.stored] == [(2, 16), (3, 32)]
-        assert [sums.shape for sums in answer.sums] == [(0, 4), (2, 8)]
-    layout = node.table_layout(MODEL, VERSION)
-    answer.check(layout, BAGS)
-    added = add_answers(layout, BAGS, [whole(BAGS)], [answer])
-    for actual, expected in zip(added, node.pool(MODEL, VERSION, BAGS), strict=True):
-        tolerance = {"rtol": 2**-10, "atol": 1e-6} if forms.float16 else {"rtol": 0}
-        np.testing.assert_allclose(actual, expected, **tolerance)
-
-
 @on_every_loop
 @pytest.mark.parametrize("forms", [FLOAT32_SUMS, Forms(float16=True)])
-async def test_unrequested_rows_as_stored_are_no_answer(place, node, tmp_path, forms):
-    stored = node.answer(MODEL, VERSION, BAGS, Forms(stored=True))
+async def test_unrequested_rows_as_stored_are_no_answer(place, tmp_path, forms):
+    stored = Answer([np.zeros((0, 4), np.float32)], [np.zeros((1, 16), np.uint8)])
 
     async def script(peer: RawPeer) -> None:
         frame = await peer.read_frame()
         peer.write(*encode_answer(frame.header.request_id, stored))
 
-    with pytest.raises(RemoteError, match="frame type 7 is no answer to this request"):
-        async with place.script(tmp_path, script) as client:
-            await client.pool(MODEL, VERSION, BAGS, soon(), forms)
+    async with place.script(tmp_path, script) as client:
+        with pytest.raises(RemoteError, match="frame type 7 is no answer to this request"):
+            await client.pool(MODEL, VERSION, film_bags([7]), soon(), forms)
 
 
 # 32 KB of answer: too long for what is pooled by the loop in any case.

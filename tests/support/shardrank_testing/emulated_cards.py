@@ -189,7 +189,7 @@ class EmulatedCard:
 
     @property
     def total_bytes(self) -> int:
-        return self._cards.space.total_bytes(self.device_index)
+        return self._cards.space.totals[self.device_index]
 
     def free_bytes(self) -> int:
         self._cards.check()
