@@ -46,11 +46,18 @@ def test_a_lease_keeps_its_version_over_a_flip():
 
 
 def test_a_retired_version_is_freed_with_its_last_lease():
+    """It is reported until then."""
     generations, freed = make(1, 2)
+    assert generations.live_versions() == {}
     generations.flip("films", 1)
+    generations.flip("films", 1)
+    assert generations.live_versions() == {"films": 1}
     first, second = generations.lease("films"), generations.lease("films", 1)
-    generations.flip("films", 2)
     retiring = generations.retire("films", 1)
+    assert generations.live_versions() == {}
+    with pytest.raises(GenerationNotFoundError, match="model 'films' is not here"):
+        generations.lease("films")
+    generations.flip("films", 2)
     for refused in (lambda: generations.lease("films", 1), lambda: generations.flip("films", 1)):
         with pytest.raises(GenerationNotFoundError, match=r"version 1 of model 'films' is not here; here: films 1"):
             refused()
@@ -58,30 +65,14 @@ def test_a_retired_version_is_freed_with_its_last_lease():
         generations.stage("films", 1, "again")
     first.release()
     assert not retiring.retired.is_set()
+    assert generations.has("films", 1)
     second.release()
     assert retiring.retired.wait(TIMEOUT_S)
     assert freed == ["v1"]
+    assert (generations.has("films", 1), generations.has("films", 2)) == (False, True)
     generations.stage("films", 1, "again")
-
-
-def test_versions_are_reported_until_they_are_freed():
-    generations, _ = make(1, 2)
-    assert generations.live_versions() == {}
-    generations.flip("films", 2)
-    generations.flip("films", 2)
-    assert generations.live_versions() == {"films": 2}
-    assert [one.state for one in generations.all()] == ["staged", "live"]
-    lease = generations.lease("films")
-    retiring = generations.retire("films", 2)
-    assert generations.live_versions() == {}
-    assert generations.has("films", 2)
-    with pytest.raises(GenerationNotFoundError, match="model 'films' is not here"):
-        generations.lease("films")
-    lease.release()
-    assert retiring.retired.wait(TIMEOUT_S)
-    assert not generations.has("films", 2)
-    assert generations.has("films", 1)
-    assert generations.retire("films", 1).retired.wait(TIMEOUT_S)
+    for version in (1, 2):
+        assert generations.retire("films", version).retired.wait(TIMEOUT_S)
     assert generations.models() == generations.all() == []
 
 
