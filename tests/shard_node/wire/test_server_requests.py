@@ -250,22 +250,19 @@ async def pool_traced(client: ShardClient) -> tuple[Any, Span]:
 @on_every_loop
 @by_loop_and_threads
 async def test_a_node_makes_a_span_in_its_callers_trace(place, tmp_path, inline_bytes):
+    """What spans of a whole fleet are like is in tests/serving/observe/test_traces.py."""
     node, sink = small_node(), KeptSpans()
     node.sink = sink
-
     async with place.client(tmp_path, node, ServerLimits(max_inline_bytes=inline_bytes)) as (server, client):
         # Twice, as after every reconnect: the first answer may be of a process that is gone.
         assert [(await client.info()).takes_traces for _ in range(2)] == [True] * 2
         answer, call = await pool_traced(client)
         np.testing.assert_array_equal(answer.sums[1], reference_engine().pool(TRACED_BAGS)[1])
         (span,) = sink.spans
-        assert (call.kind, call.parent, call.error) == ("client", LOOKUP, "")
+        assert (call.parent, call.error, span.parent, span.error) == (LOOKUP, "", call.context, "")
         assert call.attributes == {"server.address": str(server.addresses[0]), "shardrank.shard": 0}
-        assert (span.kind, span.parent, span.error) == ("server", call.context, "")
-        assert span.context.trace_id == LOOKUP.trace_id
         assert call.began <= span.began <= span.ended <= call.ended
-        told = {"shardrank.model": MODEL, "shardrank.version": VERSION, "shardrank.shard": 0, "shardrank.values": 3}
-        assert span.attributes.items() >= told.items()
+        assert span.attributes["shardrank.values"] == 3
         # One that nobody traces leaves nothing.
         await client.pool(MODEL, VERSION, TRACED_BAGS, soon())
         assert len(sink.spans) == 1
