@@ -1,9 +1,10 @@
-"""Stands between a client and a server: loses an answer after the server has acted, holds answers back."""
+"""Stands between a client and a server: ends TLS, loses an answer after the server has acted, holds answers back."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ssl
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import TypeAlias
@@ -79,10 +80,10 @@ class TcpProxy:
 
 
 @contextlib.asynccontextmanager
-async def tcp_proxy(below: Below) -> AsyncIterator[TcpProxy]:
-    """A proxy on a port of 127.0.0.1."""
+async def tcp_proxy(below: Below, tls: ssl.SSLContext | None = None) -> AsyncIterator[TcpProxy]:
+    """A proxy on a port of 127.0.0.1; with `tls`, the client has to speak TLS."""
     proxy = TcpProxy(below)
-    listener = await asyncio.start_server(proxy.serve, "127.0.0.1", 0)
+    listener = await asyncio.start_server(proxy.serve, "127.0.0.1", 0, ssl=tls)
     proxy.port = listener.sockets[0].getsockname()[1]
     try:
         yield proxy
@@ -91,9 +92,11 @@ async def tcp_proxy(below: Below) -> AsyncIterator[TcpProxy]:
         await proxy.close()
 
 
-def redis_proxy(server: RedisServer) -> contextlib.AbstractAsyncContextManager[TcpProxy]:
+def redis_proxy(
+    server: RedisServer, tls: ssl.SSLContext | None = None
+) -> contextlib.AbstractAsyncContextManager[TcpProxy]:
     """A proxy of a server on a Unix socket."""
-    return tcp_proxy(lambda: asyncio.open_unix_connection(str(server.socket_path)))
+    return tcp_proxy(lambda: asyncio.open_unix_connection(str(server.socket_path)), tls)
 
 
 @contextlib.contextmanager
