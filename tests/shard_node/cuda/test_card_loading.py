@@ -464,11 +464,13 @@ def test_an_agent_places_a_version_by_the_lookups_before(tmp_path):
         card_set = CardSet(cards, CardOptions(card_memory_gb=24e-6, pinned_memory_gb=1e-3, hot_gb=3 * 32 / 1e9))
         before = cards.free_bytes()
         async with running_node(str(tmp_path / "registry"), tmp_path / "store", card_set) as under:
-            for version in (1, 2):
+            for version in (1, 2, 3):
                 await under.publish(version)
             await under.want("films", hold=(1,), live=1)
             await under.announced("films", 1, "ready")
-            assert hot_users(under, 1) != hottest  # no row was looked up by then
+            await under.want("films", hold=(1, 3))
+            await under.announced("films", 3, "ready")
+            assert hot_users(under, 3) != hottest  # no row was looked up by then
             bags = bags_of({under.node.table_layout("films", 1).index["user"]: [3 * hottest]})
             for _ in range(SAMPLE_EVERY):
                 under.node.pool("films", 1, bags)

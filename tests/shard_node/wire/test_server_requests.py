@@ -93,6 +93,7 @@ BAD_BAGS = [
     (film_bags([2**62]), "row 4611686018427387904"),
     (dataclasses.replace(GOOD, keys=np.array([3], np.int32)), "key 3 is no table, tables are 0..2"),
     (dataclasses.replace(GOOD, bags_per_key=np.array([2**40])), "bags_per_key must be within 0..2"),
+    (dataclasses.replace(GOOD, bags_per_key=np.array([1, 1])), "keys has 1 entries, bags_per_key 2"),
     (dataclasses.replace(GOOD, offsets=np.array([0, 3, 2])), "offsets must not descend"),
     (film_bags(range(200)), "values has 200 entries, a request may have at most 100"),
 ]
