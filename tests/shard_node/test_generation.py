@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections import Counter
+from functools import partial
 
 import pytest
 
@@ -12,7 +14,7 @@ from loader.progress import BACKGROUND_NICENESS
 from shard_node.errors import GenerationNotFoundError, GenerationStateError
 from shard_node.generation import Generations, RowLock
 
-WAIT_S = 30.0
+TIMEOUT_S = 30.0
 
 
 def make(*versions: int) -> tuple[Generations[str], list[str]]:
@@ -44,11 +46,18 @@ def test_a_lease_keeps_its_version_over_a_flip():
 
 
 def test_a_retired_version_is_freed_with_its_last_lease():
+    """It is reported until then."""
     generations, freed = make(1, 2)
+    assert generations.live_versions() == {}
     generations.flip("films", 1)
+    generations.flip("films", 1)
+    assert generations.live_versions() == {"films": 1}
     first, second = generations.lease("films"), generations.lease("films", 1)
-    generations.flip("films", 2)
     retiring = generations.retire("films", 1)
+    assert generations.live_versions() == {}
+    with pytest.raises(GenerationNotFoundError, match="model 'films' is not here"):
+        generations.lease("films")
+    generations.flip("films", 2)
     for refused in (lambda: generations.lease("films", 1), lambda: generations.flip("films", 1)):
         with pytest.raises(GenerationNotFoundError, match=r"version 1 of model 'films' is not here; here: films 1"):
             refused()
@@ -56,30 +65,14 @@ def test_a_retired_version_is_freed_with_its_last_lease():
         generations.stage("films", 1, "again")
     first.release()
     assert not retiring.retired.is_set()
-    second.release()
-    assert retiring.retired.wait(WAIT_S)
-    assert freed == ["v1"]
-    generations.stage("films", 1, "again")
-
-
-def test_versions_are_reported_until_they_are_freed():
-    generations, _ = make(1, 2)
-    assert generations.live_versions() == {}
-    generations.flip("films", 2)
-    generations.flip("films", 2)
-    assert generations.live_versions() == {"films": 2}
-    assert [one.state for one in generations.all()] == ["staged", "live"]
-    lease = generations.lease("films")
-    retiring = generations.retire("films", 2)
-    assert generations.live_versions() == {}
-    assert generations.has("films", 2)
-    with pytest.raises(GenerationNotFoundError, match="model 'films' is not here"):
-        generations.lease("films")
-    lease.release()
-    assert retiring.retired.wait(WAIT_S)
-    assert not generations.has("films", 2)
     assert generations.has("films", 1)
-    assert generations.retire("films", 1).retired.wait(WAIT_S)
+    second.release()
+    assert retiring.retired.wait(TIMEOUT_S)
+    assert freed == ["v1"]
+    assert (generations.has("films", 1), generations.has("films", 2)) == (False, True)
+    generations.stage("films", 1, "again")
+    for version in (1, 2):
+        assert generations.retire("films", version).retired.wait(TIMEOUT_S)
     assert generations.models() == generations.all() == []
 
 
@@ -90,26 +83,37 @@ def test_a_payload_that_can_not_be_freed_is_logged(caplog):
     generations: Generations[str] = Generations(fail)
     generations.stage("films", 1, "v1")
     with caplog.at_level(logging.ERROR):
-        assert generations.retire("films", 1).retired.wait(WAIT_S)
+        assert generations.retire("films", 1).retired.wait(TIMEOUT_S)
     assert "freeing version 1 of model 'films' failed" in caplog.text
 
 
+def in_thread(work) -> threading.Thread:
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+def join(threads: list[threading.Thread]) -> None:
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+    assert not any(thread.is_alive() for thread in threads)
+
+
 def test_concurrent_leases_and_flips_free_each_payload_once():
-    leased: dict[str, int] = {}
-    lock = threading.Lock()
+    leased: Counter[str] = Counter()
+    lock, stop = threading.Lock(), threading.Event()
     freed: list[str] = []
     faults: list[str] = []
 
     def free(payload: str) -> None:
         with lock:
-            if leased.get(payload, 0):
+            if leased[payload]:
                 faults.append(f"{payload} was freed while leased")
             freed.append(payload)
 
     generations: Generations[str] = Generations(free)
     generations.stage("films", 1, "v1")
     generations.flip("films", 1)
-    stop = threading.Event()
 
     def use() -> None:
         while not stop.is_set():
@@ -117,33 +121,21 @@ def test_concurrent_leases_and_flips_free_each_payload_once():
                 with lock:
                     if lease.payload in freed:
                         faults.append(f"{lease.payload} was leased after it was freed")
-                    leased[lease.payload] = leased.get(lease.payload, 0) + 1
+                    leased[lease.payload] += 1
                 with lock:
                     leased[lease.payload] -= 1
 
-    threads = [threading.Thread(target=use) for _ in range(4)]
-    for thread in threads:
-        thread.start()
+    threads = [in_thread(use) for _ in range(4)]
     retiring = []
     for version in range(2, 200):
         generations.stage("films", version, f"v{version}")
         generations.flip("films", version)
         retiring.append(generations.retire("films", version - 1))
     stop.set()
-    for thread in threads:
-        thread.join()
-    assert all(one.retired.wait(WAIT_S) for one in retiring)
+    join(threads)
+    assert all(one.retired.wait(TIMEOUT_S) for one in retiring)
     assert faults == []
     assert sorted(freed) == sorted(f"v{version}" for version in range(1, 199))
-
-
-TIMEOUT_S = 30.0
-
-
-def in_thread(work) -> threading.Thread:
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    return thread
 
 
 def test_a_reader_is_let_in_while_a_writer_is_patient():
@@ -155,8 +147,7 @@ def test_a_reader_is_let_in_while_a_writer_is_patient():
     lock.begin_read()  # would wait for ever otherwise: only this thread ends what it began
     lock.end_read()
     lock.end_read()
-    thread.join(TIMEOUT_S)
-    assert not thread.is_alive()
+    join([thread])
 
 
 def test_a_writer_without_patience_keeps_new_readers_out():
@@ -171,41 +162,29 @@ def test_a_writer_without_patience_keeps_new_readers_out():
         pass
     assert order == []
     lock.end_read()
-    writer.join(TIMEOUT_S)
-    reader.join(TIMEOUT_S)
+    join([writer, reader])
     assert order == ["write", "read"]
 
 
 def test_readers_and_writers_never_meet():
     lock = RowLock(patience_s=1e-5)
-    inside = {"readers": 0, "writers": 0}
+    inside: Counter[str] = Counter()
     count = threading.Lock()
     wrong = []
 
-    def enter(kind: str) -> None:
-        with count:
-            inside[kind] += 1
-            if inside["writers"] > 1 or (inside["writers"] and inside["readers"]):
-                wrong.append(dict(inside))
-
-    def leave(kind: str) -> None:
-        with count:
-            inside[kind] -= 1
-
-    def work(number: int) -> None:
-        writes = number < 2
-        begin, end = (lock.begin_write, lock.end_write) if writes else (lock.begin_read, lock.end_read)
-        kind = "writers" if writes else "readers"
+    def work(kind: str) -> None:
+        begin, end = (lock.begin_write, lock.end_write) if kind == "writer" else (lock.begin_read, lock.end_read)
         for _ in range(300):
             begin()
-            enter(kind)
-            leave(kind)
+            with count:
+                inside[kind] += 1
+                if inside["writer"] > 1 or (inside["writer"] and inside["reader"]):
+                    wrong.append(dict(inside))
+            with count:
+                inside[kind] -= 1
             end()
 
-    threads = [in_thread(lambda number=number: work(number)) for number in range(6)]
-    for thread in threads:
-        thread.join(TIMEOUT_S)
-    assert not any(thread.is_alive() for thread in threads)
+    join([in_thread(partial(work, kind)) for kind in ["writer"] * 2 + ["reader"] * 4])
     assert wrong == []
     assert (lock._readers, lock._waiting_readers, lock._closed) == (0, 0, False)
 
@@ -234,5 +213,5 @@ def test_freeing_has_a_lower_priority():
             low_priority=low_priority,
         )
         generations.stage("films", 1, "v1")
-        assert generations.retire("films", 1).retired.wait(WAIT_S)
+        assert generations.retire("films", 1).retired.wait(TIMEOUT_S)
     assert priorities == [min(19, BACKGROUND_NICENESS), normal] or normal >= BACKGROUND_NICENESS

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 import pytest
 
 from router.plan import Plan
 from shard_node.answer import EXACT, FLOAT32_SUMS, Forms, add_answers
-from shard_node.bags import KeyedBags, TableLayout
+from shard_node.bags import TableLayout
 from shard_node.errors import GenerationNotFoundError, InvalidBagsError
 from shard_node.node import LoadedTables, ShardNode
 from shard_node.split import whole
+from shardrank_testing.bags import bags_of
 from shardrank_testing.deltas import delta_spec, encoded, export_state, load_version
 
 SPEC = delta_spec(("fp32",), rows=4)
 MODEL, VERSION = SPEC.model, 1
 WAIT_S = 30.0
-BAGS = KeyedBags.from_lengths(np.array([0], np.int32), np.array([4]), np.ones(4, np.int64), np.arange(4))
+BAGS = bags_of({0: [[0], [1], [2], [3]]})
 
 
 def rows(sequence: int) -> np.ndarray:
@@ -49,19 +51,18 @@ def node(tables) -> Iterator[ShardNode]:
 
 def meanwhile(monkeypatch, loaded: LoadedTables, happens: Callable[[], None]) -> None:
     """Has something happen once, when the rows are about to be looked at."""
-    pool, answer = loaded.engine.pool, loaded.engine.answer
     left = [happens]
 
-    def after(look):
-        def looked(bags):
+    def after(look_up):
+        def looked_up(bags):
             if left:
                 left.pop()()
-            return look(bags)
+            return look_up(bags)
 
-        return looked
+        return looked_up
 
-    monkeypatch.setattr(loaded.engine, "pool", after(pool))
-    monkeypatch.setattr(loaded.engine, "answer", after(answer))
+    for name in ("pool", "answer"):
+        monkeypatch.setattr(loaded.engine, name, after(getattr(loaded.engine, name)))
 
 
 def pooled(node: ShardNode) -> tuple[np.ndarray, int]:
@@ -74,36 +75,34 @@ def answered(node: ShardNode, forms: Forms = FLOAT32_SUMS) -> tuple[np.ndarray, 
     return add_answers(TableLayout.of(SPEC), BAGS, [whole(BAGS)], [answer])[0], answer.sequence
 
 
-def answered_as_stored(node: ShardNode) -> tuple[np.ndarray, int]:
-    return answered(node, EXACT)
+by_every_way = pytest.mark.parametrize(
+    "ask", [pooled, answered, partial(answered, forms=EXACT)], ids=["pooled", "sums", "stored"]
+)
 
 
-WAYS = pytest.mark.parametrize("ask", [pooled, answered, answered_as_stored])
-
-
-@WAYS
+@by_every_way
 def test_rows_come_with_their_last_applied_delta(node, ask):
     loaded = node.generations.payload(MODEL, VERSION)
     for sequence in (0, 1, 7):
         if sequence:
             apply(loaded, sequence)
-        sums, told = ask(node)
+        sums, reported = ask(node)
         np.testing.assert_array_equal(sums, rows(sequence))
-        assert told == sequence == node.sequence(MODEL, VERSION)
+        assert reported == sequence == node.sequence(MODEL, VERSION)
 
 
-@WAYS
+@by_every_way
 def test_a_delta_during_a_lookup_is_not_reported(node, monkeypatch, ask):
     loaded = node.generations.payload(MODEL, VERSION)
     apply(loaded, 3)
     meanwhile(monkeypatch, loaded, lambda: apply(loaded, 4))
-    sums, told = ask(node)
-    # Rows may be newer than what is told, never older.
+    sums, reported = ask(node)
+    # Rows may be newer than what is reported, never older.
     np.testing.assert_array_equal(sums, rows(4))
-    assert told == 3
+    assert reported == 3
 
 
-@WAYS
+@by_every_way
 def test_rows_and_their_delta_are_of_one_generation(node, tables, monkeypatch, ask):
     loaded = node.generations.payload(MODEL, VERSION)
     apply(loaded, 5)

@@ -21,6 +21,21 @@ RATIO = "parentbased_traceidratio"
 ENDPOINT, DEAD = "http://127.0.0.1:4318", "http://127.0.0.1:1"
 
 
+def counting_sink(config: TraceConfig):
+    """A sink, and how many spans had each outcome."""
+    outcomes: Counter[str] = Counter()
+    return open_sink(config, lambda outcome, count: outcomes.update({outcome: count})), outcomes
+
+
+def small_queue(monkeypatch) -> None:
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "4")
+    monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "4")
+
+
+def warnings_in(caplog) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
 def span(began: float = 1.0, ended: float = 1.25, error: str = "") -> Span:
     return Span("a", "server", OWN, PARENT, began, ended, {"text": "t", "whole": 3, "real": 0.5}, (LINKED,), error)
 
@@ -28,10 +43,9 @@ def span(began: float = 1.0, ended: float = 1.25, error: str = "") -> Span:
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
 def test_a_collector_gets_all_fields_of_a_span(protocol, monkeypatch):
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment=test")
-    outcomes: Counter[str] = Counter()
     with collector(protocol) as found:
         config = TraceConfig(endpoint=found.url, protocol=protocol, service_name="tested")
-        sink = open_sink(config, lambda outcome, count: outcomes.update({outcome: count}))
+        sink, outcomes = counting_sink(config)
         now, wall = time.monotonic(), time.time()
         sink.put(span(now - 2.0, now - 1.5, error="card: it broke"))
         sink.close()
@@ -50,25 +64,20 @@ def test_a_collector_gets_all_fields_of_a_span(protocol, monkeypatch):
 def test_a_dead_collector_is_logged_once_and_counted(caplog, monkeypatch):
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
-    outcomes: Counter[str] = Counter()
-    config = TraceConfig(endpoint=DEAD, flush_timeout_s=5)
-    sink = open_sink(config, lambda outcome, count: outcomes.update({outcome: count}))
+    sink, outcomes = counting_sink(TraceConfig(endpoint=DEAD, flush_timeout_s=5))
     for expected in (1, 2):
         sink.put(span())
         while outcomes["failed"] < expected:
             time.sleep(0.01)
     sink.close()
-    errors = [one for one in caplog.records if one.levelno >= logging.WARNING]
-    assert [one.getMessage().partition(":")[0] for one in errors] == ["spans can't be sent to http"]
+    assert [message.partition(":")[0] for message in warnings_in(caplog)] == ["spans can't be sent to http"]
     assert outcomes == {"failed": 2}
 
 
 def test_an_invalid_span_is_counted_and_logged_once(caplog, monkeypatch):
-    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "4")
-    monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "4")
-    outcomes: Counter[str] = Counter()
+    small_queue(monkeypatch)
     with collector() as found:
-        sink = open_sink(TraceConfig(endpoint=found.url), lambda outcome, count: outcomes.update({outcome: count}))
+        sink, outcomes = counting_sink(TraceConfig(endpoint=found.url))
         for _ in range(4):
             sink.put(span(ended=float("nan")), span())
         sink.put(span(), span(ended=float("inf")))
@@ -76,19 +85,15 @@ def test_an_invalid_span_is_counted_and_logged_once(caplog, monkeypatch):
         sink.close()
     assert outcomes == {"dropped": 9, "exported": 2}
     assert len(found.spans) == 2
-    assert len([one for one in caplog.records if one.levelno >= logging.WARNING]) == 1
+    assert len(warnings_in(caplog)) == 1
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
-def test_a_silent_collector_holds_up_nothing(protocol, monkeypatch, caplog):
-    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "4")
-    monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "4")
-    outcomes: Counter[str] = Counter()
+def test_a_silent_collector_holds_up_nothing(protocol, monkeypatch):
+    small_queue(monkeypatch)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        config = TraceConfig(
-            endpoint=f"http://127.0.0.1:{silent.getsockname()[1]}", protocol=protocol, flush_timeout_s=0.2
-        )
-        sink = open_sink(config, lambda outcome, count: outcomes.update({outcome: count}))
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        sink, outcomes = counting_sink(TraceConfig(endpoint=url, protocol=protocol, flush_timeout_s=0.2))
         for _ in range(100):
             sink.put(span())
         sink.close()
@@ -97,66 +102,55 @@ def test_a_silent_collector_holds_up_nothing(protocol, monkeypatch, caplog):
     assert outcomes["exported"] == 0
 
 
+RESOLVED, SHARE = TraceConfig.resolved, TraceConfig.share
+TO, SAMPLER, ARGUMENT = {"endpoint": ENDPOINT}, "OTEL_TRACES_SAMPLER", "OTEL_TRACES_SAMPLER_ARG"
+
+
 @pytest.mark.parametrize(
-    ("config", "variables", "expected"),
+    ("config", "variables", "read", "expected"),
     [
-        ({"endpoint": ENDPOINT}, {}, (f"{ENDPOINT}/v1/traces", "http")),
-        ({"endpoint": f"{ENDPOINT}/"}, {}, (f"{ENDPOINT}/v1/traces", "http")),
-        ({"endpoint": "https://c/own/path"}, {}, ("https://c/own/path", "http")),
-        ({"endpoint": "http://c:4317"}, {}, ("http://c:4317", "grpc")),
-        ({"endpoint": "http://c:4317", "protocol": "http"}, {}, ("http://c:4317/v1/traces", "http")),
-        ({"endpoint": ENDPOINT}, {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, (ENDPOINT, "grpc")),
-        ({}, {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4317"}, (None, "grpc")),
-        ({}, {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": ENDPOINT}, (None, "http")),
+        (TO, {}, RESOLVED, (f"{ENDPOINT}/v1/traces", "http")),
+        ({"endpoint": f"{ENDPOINT}/"}, {}, RESOLVED, (f"{ENDPOINT}/v1/traces", "http")),
+        ({"endpoint": "https://c/own/path"}, {}, RESOLVED, ("https://c/own/path", "http")),
+        ({"endpoint": "http://c:4317"}, {}, RESOLVED, ("http://c:4317", "grpc")),
+        ({"endpoint": "http://c:4317", "protocol": "http"}, {}, RESOLVED, ("http://c:4317/v1/traces", "http")),
+        (TO, {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, RESOLVED, (ENDPOINT, "grpc")),
+        ({}, {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4317"}, RESOLVED, (None, "grpc")),
+        ({}, {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": ENDPOINT}, RESOLVED, (None, "http")),
+        (TO, {}, SHARE, 0.01),
+        (TO | {"sample_share": 0.5}, {SAMPLER: "parentbased_always_on"}, SHARE, 0.5),
+        (TO, {SAMPLER: RATIO, ARGUMENT: "0.25"}, SHARE, 0.25),
+        (TO, {SAMPLER: "parentbased_always_off"}, SHARE, 0.0),
     ],
 )
-def test_endpoint_and_protocol_of_flags_and_variables(config, variables, expected, monkeypatch):
+def test_flags_and_variables_decide_where_and_how_many(config, variables, read, expected, monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert TraceConfig(**config).is_wanted
-    assert TraceConfig(**config).resolved() == expected
+    assert read(TraceConfig(**config)) == expected
 
 
 @pytest.mark.parametrize(
-    ("endpoint", "variables", "message"),
+    ("endpoint", "variables", "read", "message"),
     [
-        ("collector:4317", {}, "not http://host:port or https://host:port"),
-        ("http://", {}, "not http://host:port"),
-        ("http://c:99999", {}, "Port out of range"),
-        (ENDPOINT, {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"}, "'http/json' is not spoken, only grpc and http"),
+        ("collector:4317", {}, RESOLVED, "not http://host:port or https://host:port"),
+        ("http://", {}, RESOLVED, "not http://host:port"),
+        ("http://c:99999", {}, RESOLVED, "Port out of range"),
+        (
+            ENDPOINT,
+            {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"},
+            RESOLVED,
+            "'http/json' is not spoken, only",
+        ),
+        (ENDPOINT, {SAMPLER: "always_on"}, SHARE, "'always_on' is none of parentbased_traceidratio"),
+        (ENDPOINT, {SAMPLER: RATIO, ARGUMENT: "2"}, SHARE, "'2' is not within"),
     ],
 )
-def test_a_wrong_endpoint_or_protocol_is_refused(endpoint, variables, message, monkeypatch):
+def test_wrong_flags_and_variables_are_refused(endpoint, variables, read, message, monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(TracingError, match=message):
-        TraceConfig(endpoint=endpoint).resolved()
-
-
-@pytest.mark.parametrize(
-    ("share", "variables", "expected"),
-    [
-        (None, {}, 0.01),
-        (0.5, {"OTEL_TRACES_SAMPLER": "parentbased_always_on"}, 0.5),
-        (None, {"OTEL_TRACES_SAMPLER": RATIO, "OTEL_TRACES_SAMPLER_ARG": "0.25"}, 0.25),
-        (None, {"OTEL_TRACES_SAMPLER": "parentbased_always_off"}, 0.0),
-        (None, {"OTEL_TRACES_SAMPLER": "always_on"}, "'always_on' is none of parentbased_traceidratio"),
-        (
-            None,
-            {"OTEL_TRACES_SAMPLER": "parentbased_traceidratio", "OTEL_TRACES_SAMPLER_ARG": "2"},
-            "'2' is not within",
-        ),
-    ],
-)
-def test_the_share_is_the_flags_or_the_samplers(share, variables, expected, monkeypatch):
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    config = TraceConfig(endpoint=ENDPOINT, sample_share=share)
-    if isinstance(expected, float):
-        assert config.share() == expected
-    else:
-        with pytest.raises(TracingError, match=expected):
-            config.share()
+        read(TraceConfig(endpoint=endpoint))
 
 
 def test_without_endpoint_or_extra_there_are_no_spans(monkeypatch):

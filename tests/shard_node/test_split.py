@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shard_node.bags import KeyedBags
 from shard_node.split import NEARLY_ALL, Part, add, split, whole
-from shardrank_testing.bags import keyed_bags
+from shardrank_testing.bags import bags_of, keyed_bags
 
 DIM = 3
 OWNERS = (st.integers(1, 12), st.randoms(use_true_random=False))
@@ -88,9 +88,8 @@ def test_a_part_in_nearly_all_bags_has_all_of_them(num_owners, last_length, num_
     lengths = [3] * 7 + [last_length]
     of_first = [min(1, length) if bag < num_filled else 0 for bag, length in enumerate(lengths)]
     owner = [owner for count in of_first for owner in ([0] * count + [5] * (3 - count))][: sum(lengths)]
-    bags = KeyedBags.from_lengths(
-        np.array([4], np.int32), np.array([8]), np.array(lengths), np.arange(sum(lengths), dtype=np.int64)
-    )
+    rows = iter(range(sum(lengths)))
+    bags = bags_of({4: [[next(rows) for _ in range(length)] for length in lengths]})
     first, last = split(bags, np.array(owner, np.uint8), range(num_owners))
     for part, counts in (
         (first, of_first),
@@ -104,12 +103,11 @@ def test_a_part_in_nearly_all_bags_has_all_of_them(num_owners, last_length, num_
 
 
 def test_bags_of_one_owner_are_one_part():
-    bags = KeyedBags.from_lengths(np.array([1], np.int32), np.array([3]), np.array([2, 0, 1]), np.array([5, 6, 7]))
+    bags = bags_of({1: [[5, 6], [], [7]]})
     part = whole(bags)
     assert (part.owner, part.bags, part.shares_no_bag) == (0, bags, True)
     assert (part.bag_index.tolist(), part.positions.tolist()) == ([0, 1, 2], [0, 1, 2])
-    empty = KeyedBags.from_lengths(np.array([1], np.int32), np.array([2]), np.array([0, 0]), np.zeros(0, np.int64))
-    assert split(empty, np.zeros(0, np.uint8), range(3)) == []
+    assert split(bags_of({1: [[], []]}), np.zeros(0, np.uint8), range(3)) == []
 
 
 INDEX = np.arange(2)

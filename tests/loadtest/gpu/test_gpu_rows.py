@@ -82,8 +82,8 @@ def test_a_read_of_another_row_is_found(rows, monkeypatch):
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_the_compiler_leaves_room_for_48_warps_and_spills_nothing(architecture, tmp_path):
-    kernels = resources("nvrtc", SOURCE, architecture, tmp_path)
+def test_the_compiler_leaves_room_for_48_warps_and_spills_nothing(architecture):
+    kernels = resources(SOURCE, architecture)
     assert set(kernels) == set(GATHER_KERNELS.values())
     for kernel in kernels.values():
         assert kernel.local_bytes == 0

@@ -1,108 +1,105 @@
-"""An agent stages, announces and retires the versions that its registry desires, and survives what goes wrong."""
+"""Agents stage, announce and retire the versions that their registry desires, and survive what goes wrong with it."""
 
 from __future__ import annotations
 
 import asyncio
+import shutil
 
+import numpy as np
 import pytest
 
-from loader.errors import RegistryUnavailableError, SnapshotCorruptError
-from loader.registry.fleet import wanted_key
-from shard_node.agent.agent import AgentConfig
+from loader.errors import RegistryRecordError, RegistryUnavailableError, SnapshotCorruptError
+from loader.registry.directory import DirectoryRegistry
+from loader.registry.fleet import FleetRecord, FleetRegistry, WantedModel, rollout_key, wanted_key
+from shard_node.agent.agent import AgentConfig, Remembered
 from shard_node.agent.stagings import StagingConfig
 from shard_node.errors import MemoryBudgetError
-from shardrank_testing.agents import PROMPT, ToldActions, agent_on, published, run
+from shardrank_testing.agents import (
+    PROMPT,
+    HandClock,
+    ScriptedActions,
+    agent_on,
+    published,
+    run,
+    running_node,
+    scenario,
+)
+from shardrank_testing.bags import random_table_bags
+from shardrank_testing.registries import redis_server
 
 
-@pytest.fixture
-def play(tmp_path):
-    """`play(scenario)` runs it with an agent on a registry of its own."""
-
-    def play(scenario, config: AgentConfig = PROMPT) -> None:
-        async def main():
-            async with agent_on(str(tmp_path / "registry"), config=config) as under:
-                await scenario(under)
-
-        run(main())
-
-    return play
+def with_agent(config: AgentConfig = PROMPT):
+    """A test with an agent on a registry of its own."""
+    return scenario(lambda folder: agent_on(str(folder / "registry"), config=config))
 
 
-def test_a_desired_version_is_staged_and_announced(play):
-    async def scenario(under):
-        gate = under.actions.gates["films", 3] = asyncio.Event()
-        desired = await under.want("films", hold=(3,), live=3)
-        await under.until(lambda: under.actions.begun == [("films", 3)])
-        assert (await under.told("films", 3, "staging")).progress == 0.5
-        assert (await under.record()).applied == {}
-        gate.set()
-        await under.until(lambda: ("films", 3) in under.actions.ready)
-        await under.told("films", 3, "ready")
-        assert (await under.record()).applied == {"films": desired.epoch}
-        assert under.agent.problems() == []
-
-    play(scenario)
+@with_agent()
+async def test_a_desired_version_is_staged_and_announced(under):
+    gate = under.actions.gates["films", 3] = asyncio.Event()
+    desired = await under.want("films", hold=(3,), live=3)
+    await under.until(lambda: under.actions.begun == [("films", 3)])
+    assert (await under.announced("films", 3, "staging")).progress == 0.5
+    assert (await under.record()).applied == {}
+    gate.set()
+    await under.until(lambda: ("films", 3) in under.actions.ready)
+    await under.announced("films", 3, "ready")
+    assert (await under.record()).applied == {"films": desired.epoch}
+    assert under.agent.problems() == []
 
 
-def test_the_live_version_is_staged_first_and_alone(play):
-    async def scenario(under):
-        gate = under.actions.gates["films", 9] = asyncio.Event()
-        await under.want("films", hold=(3, 9), live=9)
-        await under.until(lambda: bool(under.actions.begun))
-        await under.pass_time(1.0)
-        assert under.actions.begun == [("films", 9)]
-        assert (await under.report("films", 3)).state == "waiting"
-        gate.set()
-        await under.until(lambda: under.actions.begun == [("films", 9), ("films", 3)])
-
-    play(scenario)
+@with_agent()
+async def test_the_live_version_is_staged_first_and_alone(under):
+    gate = under.actions.gates["films", 9] = asyncio.Event()
+    await under.want("films", hold=(3, 9), live=9)
+    await under.until(lambda: bool(under.actions.begun))
+    await under.pass_time(1.0)
+    assert under.actions.begun == [("films", 9)]
+    assert (await under.report("films", 3)).state == "waiting"
+    gate.set()
+    await under.until(lambda: under.actions.begun == [("films", 9), ("films", 3)])
 
 
-def test_a_hanging_staging_blocks_neither_models_nor_heartbeat(play):
-    async def scenario(under):
-        under.actions.gates["films", 1] = asyncio.Event()
-        await under.want("films", hold=(1,))
-        await under.until(lambda: ("films", 1) in under.actions.begun)
-        await under.want("songs", hold=(1,))
-        await under.until(lambda: ("songs", 1) in under.actions.ready)
-        await under.fleet.withdraw_node(under.actions.node_id)
-        await under.pass_time(1.2)
-        record = await under.record()
-        assert record.report("songs", 1).state == "ready"
-        assert record.report("films", 1).state == "staging"
-        # It is called off once it is not desired any more.
-        await under.want("films", hold=(2,))
-        await under.until(lambda: ("films", 2) in under.actions.ready)
-        assert under.actions.cancelled == [("films", 1)]
-        await under.told("films", 1, None)
-        # So is one that is in progress at the end.
-        under.actions.gates["songs", 2] = asyncio.Event()
-        await under.want("songs", hold=(1, 2))
-        await under.until(lambda: ("songs", 2) in under.actions.begun)
-        await under.agent.close()
-        assert under.actions.cancelled == [("films", 1), ("songs", 2)]
-
-    play(scenario)
+@with_agent()
+async def test_a_hanging_staging_blocks_neither_models_nor_heartbeat(under):
+    under.actions.gates["films", 1] = asyncio.Event()
+    await under.want("films", hold=(1,))
+    await under.until(lambda: ("films", 1) in under.actions.begun)
+    await under.want("songs", hold=(1,))
+    await under.until(lambda: ("songs", 1) in under.actions.ready)
+    await under.fleet.withdraw_node(under.actions.node_id)
+    await under.pass_time(1.2)
+    record = await under.record()
+    assert record.report("songs", 1).state == "ready"
+    assert record.report("films", 1).state == "staging"
+    # It is called off once it is not desired any more.
+    await under.want("films", hold=(2,))
+    await under.until(lambda: ("films", 2) in under.actions.ready)
+    assert under.actions.cancelled == [("films", 1)]
+    await under.announced("films", 1, None)
+    # So is one that is in progress at the end.
+    under.actions.gates["songs", 2] = asyncio.Event()
+    await under.want("songs", hold=(1, 2))
+    await under.until(lambda: ("songs", 2) in under.actions.begun)
+    await under.agent.close()
+    assert under.actions.cancelled == [("films", 1), ("songs", 2)]
 
 
-def test_a_bad_version_is_refused_and_other_models_go_on(play):
-    async def scenario(under):
-        await under.fleet.put_version(published("films", 2))
-        under.actions.faults["films", 2] = [SnapshotCorruptError("rows are damaged")]
-        await under.want("films", hold=(1, 2), live=1)
-        await under.want("songs", hold=(5,))
-        await under.until(lambda: {("films", 1), ("songs", 5)} <= under.actions.held())
-        report = await under.told("films", 2, "refused")
-        assert report.reason == "SnapshotCorruptError: rows are damaged"
-        await under.pass_time(20.0)
-        assert under.actions.begun.count(("films", 2)) == 1
-        # Withdrawn and desired again, it gets another chance.
-        await under.want("films", hold=(1,))
-        await under.told("films", 2, None)
-        await under.want("films", hold=(1, 2))
-        await under.until(lambda: ("films", 2) in under.actions.ready)
-
-    play(scenario)
+@with_agent()
+async def test_a_bad_version_is_refused_and_other_models_go_on(under):
+    await under.fleet.put_version(published("films", 2))
+    under.actions.faults["films", 2] = [SnapshotCorruptError("rows are damaged")]
+    await under.want("films", hold=(1, 2), live=1)
+    await under.want("songs", hold=(5,))
+    await under.until(lambda: {("films", 1), ("songs", 5)} <= under.actions.held())
+    report = await under.announced("films", 2, "refused")
+    assert report.reason == "SnapshotCorruptError: rows are damaged"
+    await under.pass_time(20.0)
+    assert under.actions.begun.count(("films", 2)) == 1
+    # Withdrawn and desired again, it gets another chance.
+    await under.want("films", hold=(1,))
+    await under.announced("films", 2, None)
+    await under.want("films", hold=(1, 2))
+    await under.until(lambda: ("films", 2) in under.actions.ready)
 
 
 @pytest.mark.parametrize(
@@ -114,193 +111,267 @@ def test_a_bad_version_is_refused_and_other_models_go_on(play):
     ],
     ids=["published anew", "live", "it passes by itself"],
 )
-def test_a_failed_staging_is_tried_again(play, error, live, state, pause_s):
-    async def scenario(under):
-        under.actions.faults["films", 2] = [error]
-        await under.want("films", hold=(2,), live=live)
+@with_agent()
+async def test_a_failed_staging_is_tried_again(under, error, live, state, pause_s):
+    under.actions.faults["films", 2] = [error]
+    await under.want("films", hold=(2,), live=live)
+    await under.until(lambda: bool(under.actions.begun))
+    report = await under.announced("films", 2, state)
+    assert report.reason == f"{type(error).__name__}: {error}"
+    await under.pass_time(pause_s)
+    assert under.actions.begun == [("films", 2)]
+    if isinstance(error, SnapshotCorruptError):
+        await under.fleet.put_version(published("films", 2))
+    await under.pass_time_until(lambda: ("films", 2) in under.actions.ready)
+
+
+@with_agent()
+async def test_a_version_drains_before_it_is_retired(under):
+    await under.want("films", hold=(1, 2), live=1)
+    await under.until(lambda: len(under.actions.ready) == 2)
+    await under.want("films", hold=(2,), live=2)
+    await under.pass_time(0.4)
+    assert (await under.report("films", 1)).state == "draining"
+    assert under.actions.retired == []
+    # Desired again meanwhile, it is kept.
+    await under.want("films", hold=(1, 2))
+    await under.pass_time(3.0)
+    assert under.actions.retired == []
+    assert (await under.report("films", 1)).state == "ready"
+    await under.want("films", hold=(2,))
+    await under.pass_time_until(lambda: under.actions.retired == [("films", 1)])
+    await under.announced("films", 1, None)
+    assert (await under.report("films", 2)).state == "ready"
+
+
+@with_agent()
+async def test_a_version_waits_for_the_one_that_it_replaces(under):
+    await under.want("films", hold=(1,))
+    await under.until(lambda: len(under.actions.ready) == 1)
+    under.actions.retire_gate = asyncio.Event()
+    await under.want("films", node_hold={under.actions.node_id: (2,)})
+    await under.pass_time(2.0)
+    report = await under.report("films", 2)
+    assert (report.state, report.reason) == ("waiting", "version 1 is retired first")
+    assert (await under.report("films", 1)).state == "draining"
+    under.actions.retire_gate.set()
+    await under.pass_time_until(lambda: ("films", 2) in under.actions.ready)
+    assert under.actions.held() == {("films", 2)}
+
+
+@with_agent()
+async def test_a_lack_of_memory_is_waited_out_only_while_some_is_freed(under):
+    await under.want("films", hold=(1,))
+    await under.until(lambda: len(under.actions.ready) == 1)
+    under.actions.retire_gate = asyncio.Event()
+    await under.want("films", hold=())
+    await under.pass_time(1.0)
+    under.actions.faults["songs", 1] = [MemoryBudgetError("no room")]
+    await under.want("songs", hold=(1,))
+    await under.until(lambda: ("songs", 1) in under.actions.begun)
+    await under.announced("songs", 1, "waiting")
+    under.actions.retire_gate.set()
+    await under.pass_time_until(lambda: ("songs", 1) in under.actions.ready)
+    under.actions.faults["films", 4] = [MemoryBudgetError("no room")]
+    await under.want("films", hold=(4,))
+    await under.announced("films", 4, "refused")
+
+
+ONE_AT_A_TIME = AgentConfig(staging=StagingConfig(jitter_s=0.0, fleet_limit=1))
+
+
+@with_agent(ONE_AT_A_TIME)
+async def test_no_more_processes_stage_than_the_fleet_allows(under, tmp_path):
+    other_actions = ScriptedActions(node_id="shard-0-b")
+    async with agent_on(str(tmp_path / "registry"), other_actions, ONE_AT_A_TIME) as other:
+        gate = under.actions.gates["films", 1] = asyncio.Event()
+        await under.want("films", hold=(1,))
         await under.until(lambda: bool(under.actions.begun))
-        report = await under.told("films", 2, state)
-        assert report.reason == f"{type(error).__name__}: {error}"
-        await under.pass_time(pause_s)
-        assert under.actions.begun == [("films", 2)]
-        if isinstance(error, SnapshotCorruptError):
-            await under.fleet.put_version(published("films", 2))
-        await under.pass_time_until(lambda: ("films", 2) in under.actions.ready)
-
-    play(scenario)
-
-
-def test_a_version_drains_before_it_is_retired(play):
-    async def scenario(under):
-        await under.want("films", hold=(1, 2), live=1)
-        await under.until(lambda: len(under.actions.ready) == 2)
-        await under.want("films", hold=(2,), live=2)
-        await under.pass_time(0.4)
-        assert (await under.report("films", 1)).state == "draining"
-        assert under.actions.retired == []
-        # Desired again meanwhile, it is kept.
-        await under.want("films", hold=(1, 2))
-        await under.pass_time(3.0)
-        assert under.actions.retired == []
-        assert (await under.report("films", 1)).state == "ready"
-        await under.want("films", hold=(2,))
-        await under.pass_time_until(lambda: under.actions.retired == [("films", 1)])
-        await under.told("films", 1, None)
-        assert (await under.report("films", 2)).state == "ready"
-
-    play(scenario)
+        await other.pass_time(1.0)
+        while (await other.report("films", 1)).reason == "":
+            await other.pass_time(0.1)
+        assert other_actions.begun == []
+        report = await other.report("films", 1)
+        assert report.state == "waiting"
+        assert report.reason == "StagingBusyError: 1 stagings run in the fleet, which is its limit"
+        gate.set()
+        await under.until(lambda: ("films", 1) in under.actions.ready)
+        await other.pass_time_until(lambda: ("films", 1) in other_actions.ready)
 
 
-def test_a_version_waits_for_the_one_that_it_replaces(play):
-    async def scenario(under):
-        await under.want("films", hold=(1,))
-        await under.until(lambda: len(under.actions.ready) == 1)
-        under.actions.retire_gate = asyncio.Event()
-        await under.want("films", node_hold={under.actions.node_id: (2,)})
-        await under.pass_time(2.0)
-        report = await under.report("films", 2)
-        assert (report.state, report.reason) == ("waiting", "version 1 is retired first")
-        assert (await under.report("films", 1)).state == "draining"
-        under.actions.retire_gate.set()
-        await under.pass_time_until(lambda: ("films", 2) in under.actions.ready)
-        assert under.actions.held() == {("films", 2)}
-
-    play(scenario)
+@with_agent()
+async def test_a_pointer_that_can_not_be_set_stops_no_other_model(under):
+    under.actions.settle_faults["films"] = ValueError("no such thing")
+    await under.want("films", hold=(1,))
+    songs = await under.want("songs", hold=(1,))
+    await under.until(lambda: len(under.actions.ready) == 2)
+    await under.step()
+    assert under.agent.problems() == ["settling films: ValueError: no such thing"]
+    assert (await under.record()).applied == {"songs": songs.epoch}
+    under.actions.settle_faults.clear()
+    await under.step()
+    assert under.agent.problems() == []
 
 
-def test_a_lack_of_memory_is_waited_out_only_while_some_is_freed(play):
-    async def scenario(under):
-        await under.want("films", hold=(1,))
-        await under.until(lambda: len(under.actions.ready) == 1)
-        under.actions.retire_gate = asyncio.Event()
-        await under.want("films", hold=())
-        await under.pass_time(1.0)
-        under.actions.faults["songs", 1] = [MemoryBudgetError("no room")]
-        await under.want("songs", hold=(1,))
-        await under.until(lambda: ("songs", 1) in under.actions.begun)
-        await under.told("songs", 1, "waiting")
-        under.actions.retire_gate.set()
-        await under.pass_time_until(lambda: ("songs", 1) in under.actions.ready)
-        under.actions.faults["films", 4] = [MemoryBudgetError("no room")]
-        await under.want("films", hold=(4,))
-        await under.told("films", 4, "refused")
-
-    play(scenario)
-
-
-def test_no_more_processes_stage_than_the_fleet_allows(tmp_path):
-    url = str(tmp_path / "registry")
-    config = AgentConfig(staging=StagingConfig(jitter_s=0.0, fleet_limit=1))
-
-    async def main():
-        other_actions = ToldActions(node_id="shard-0-b")
-        async with agent_on(url, config=config) as under, agent_on(url, other_actions, config) as other:
-            gate = under.actions.gates["films", 1] = asyncio.Event()
-            await under.want("films", hold=(1,))
-            await under.until(lambda: bool(under.actions.begun))
-            await other.pass_time(1.0)
-            while (await other.report("films", 1)).reason == "":
-                await other.pass_time(0.1)
-            assert other_actions.begun == []
-            report = await other.report("films", 1)
-            assert report.state == "waiting"
-            assert report.reason == "StagingBusyError: 1 stagings run in the fleet, which is its limit"
-            gate.set()
-            await under.until(lambda: ("films", 1) in under.actions.ready)
-            await other.pass_time_until(lambda: ("films", 1) in other_actions.ready)
-
-    run(main())
-
-
-def test_a_pointer_that_can_not_be_set_stops_no_other_model(play):
-    async def scenario(under):
-        under.actions.settle_faults["films"] = ValueError("no such thing")
-        await under.want("films", hold=(1,))
-        songs = await under.want("songs", hold=(1,))
-        await under.until(lambda: len(under.actions.ready) == 2)
-        await under.until(lambda: True)
-        assert under.agent.problems() == ["settling films: ValueError: no such thing"]
-        assert (await under.record()).applied == {"songs": songs.epoch}
-        under.actions.settle_faults.clear()
-        await under.until(lambda: True)
-        assert under.agent.problems() == []
-
-    play(scenario)
-
-
-def test_hanging_pointers_hold_up_neither_models_nor_heartbeat(play):
-    async def scenario(under):
-        for model in ("a", "b", "c", "songs"):
-            await under.want(model, hold=(1,))
-        await under.until(lambda: len(under.actions.ready) == 4)
-        under.actions.settled.clear()
-        for model in ("a", "b", "c"):
-            under.actions.settle_gates[model] = asyncio.Event()
-        problems: list[str] = []
-        rounds = asyncio.create_task(under.agent.round())
-        while "songs" not in {desired.model for desired in under.actions.settled}:
-            await asyncio.sleep(0.001)
-            problems = under.agent.problems()
-        # None of the others was waited for until its time was over.
-        assert problems == []
-        await rounds
-        late = "TimeoutError: not done within 0.2 s"
-        assert under.agent.problems() == [f"settling {model}: {late}" for model in ("a", "b", "c")]
-        assert (await under.record()).applied["songs"] > 0
-
-    play(scenario, AgentConfig(settle_timeout_s=0.2, staging=StagingConfig(jitter_s=0.0)))
+@with_agent(AgentConfig(settle_timeout_s=0.2, staging=StagingConfig(jitter_s=0.0)))
+async def test_hanging_pointers_hold_up_neither_models_nor_heartbeat(under):
+    for model in ("a", "b", "c", "songs"):
+        await under.want(model, hold=(1,))
+    await under.until(lambda: len(under.actions.ready) == 4)
+    under.actions.settled.clear()
+    for model in ("a", "b", "c"):
+        under.actions.settle_gates[model] = asyncio.Event()
+    problems: list[str] = []
+    rounds = asyncio.create_task(under.agent.round())
+    while "songs" not in {desired.model for desired in under.actions.settled}:
+        await asyncio.sleep(0.001)
+        problems = under.agent.problems()
+    # None of the others was waited for until its time was over.
+    assert problems == []
+    await rounds
+    late = "TimeoutError: not done within 0.2 s"
+    assert under.agent.problems() == [f"settling {model}: {late}" for model in ("a", "b", "c")]
+    assert (await under.record()).applied["songs"] > 0
     default = AgentConfig()
     assert default.settle_timeout_s + 1.25 * default.poll_s + default.heartbeat_s < default.ttl_s
 
 
-def test_only_the_models_of_its_config_are_staged(play):
-    async def scenario(under):
-        await under.want("films", hold=(1,))
-        await under.want("songs", hold=(1,))
-        await under.until(lambda: ("songs", 1) in under.actions.ready)
-        assert under.actions.begun == [("songs", 1)]
-        assert set(under.agent.wanted) == {"songs"}
-
-    play(scenario, AgentConfig(models=("songs",), staging=StagingConfig(jitter_s=0)))
+@with_agent(AgentConfig(models=("songs",), staging=StagingConfig(jitter_s=0)))
+async def test_only_the_models_of_its_config_are_staged(under):
+    await under.want("films", hold=(1,))
+    await under.want("songs", hold=(1,))
+    await under.until(lambda: ("songs", 1) in under.actions.ready)
+    assert under.actions.begun == [("songs", 1)]
+    assert set(under.agent.wanted) == {"songs"}
 
 
-def test_leaving_is_announced_first_and_then_nothing(play):
-    async def scenario(under):
-        await under.want("films", hold=(1,))
-        await under.until(lambda: len(under.actions.ready) == 1)
-        leaving = asyncio.create_task(under.agent.leave())
-        await under.want("films", hold=(1, 2))
-        await under.until(lambda: True)
-        record = await under.record()
-        assert (record.draining, record.report("films", 1).state) == (True, "ready")
-        while not leaving.done():
-            under.clock.advance(0.5)
-            await asyncio.sleep(0.001)
-        assert await under.record() is None
-        await under.pass_time(3.0)
-        assert await under.record() is None
-        assert ("films", 2) not in under.actions.begun
-
-    play(scenario)
+@with_agent()
+async def test_leaving_is_announced_first_and_then_nothing(under):
+    await under.want("films", hold=(1,))
+    await under.until(lambda: len(under.actions.ready) == 1)
+    leaving = asyncio.create_task(under.agent.leave())
+    await under.want("films", hold=(1, 2))
+    await under.step()
+    record = await under.record()
+    assert (record.draining, record.report("films", 1).state) == (True, "ready")
+    while not leaving.done():
+        under.clock.advance(0.5)
+        await asyncio.sleep(0.001)
+    assert await under.record() is None
+    await under.pass_time(3.0)
+    assert await under.record() is None
+    assert ("films", 2) not in under.actions.begun
 
 
-def test_an_older_or_unreadable_record_changes_nothing(play):
-    async def scenario(under):
-        old = await under.want("films", hold=(1,), live=1)
-        new = await under.want("films", hold=(1, 2), live=2)
-        await under.until(lambda: len(under.actions.ready) == 2)
+@with_agent()
+async def test_an_older_or_unreadable_record_changes_nothing(under):
+    old = await under.want("films", hold=(1,), live=1)
+    new = await under.want("films", hold=(1, 2), live=2)
+    await under.until(lambda: len(under.actions.ready) == 2)
 
-        async def overwrite(content: bytes) -> None:
-            entry = await under.fleet.raw(wanted_key("films"))
-            await under.fleet.registry.put(wanted_key("films"), content, entry.revision)
+    async def overwrite(content: bytes) -> None:
+        entry = await under.fleet.raw(wanted_key("films"))
+        await under.fleet.registry.put(wanted_key("films"), content, entry.revision)
 
-        await overwrite(old.model_dump_json().encode())
-        await under.until(lambda: True)
-        assert await under.fleet.wanted() == {"films": new}
-        await overwrite(b"{")
-        await under.pass_time(3.0)
-        assert "RegistryRecordError: wanted/films" in under.agent.problems()[0]
-        assert under.actions.retired == []
-        assert (await under.report("films", 1)).state == "ready"
+    await overwrite(old.model_dump_json().encode())
+    await under.step()
+    assert await under.fleet.wanted() == {"films": new}
+    await overwrite(b"{")
+    await under.pass_time(3.0)
+    assert "RegistryRecordError: wanted/films" in under.agent.problems()[0]
+    assert under.actions.retired == []
+    assert (await under.report("films", 1)).state == "ready"
 
-    play(scenario)
+
+ROLLOUT = b'{"epoch": 4, "model": "films", "steps": ["whatever"]}'
+
+
+def test_an_emptied_registry_unloads_nothing_and_is_restored(tmp_path):
+    division = FleetRecord(num_shards=1, sharding="hash", replicate_bytes=0)
+
+    async def main():
+        with redis_server(tmp_path) as server:
+            async with agent_on(server.url) as under:
+                fleet = under.fleet
+                assert await fleet.join_fleet(division) == division
+                await fleet.put_version(published("films", 1))
+                await fleet.put_spec("films", 1, "{}")
+                await fleet.put_version(published("films", 7))
+                await fleet.registry.put(rollout_key("films"), ROLLOUT, 0)
+                wanted = await under.want("films", hold=(1,), live=1)
+                await under.until(lambda: len(under.actions.ready) == 1)
+                await under.pass_time(1.5)
+                record = await under.record()
+
+                server.kill()
+                await under.pass_time(0.3)
+                assert under.agent.problems()[0].startswith("registry: RegistryUnavailableError")
+                assert under.agent.wanted == {"films": wanted}
+                assert under.actions.held() == {("films", 1)}
+
+                server.start()
+                server.flush()
+                await under.pass_time(2.5)
+                await under.until(lambda: under.agent.problems() == [])
+                await under.pass_time(1.2)
+                assert await fleet.wanted() == {"films": wanted}
+                assert await fleet.fleet() == division
+                assert [one.version for one in await fleet.versions()] == [1]
+                assert await fleet.spec("films", 1) == "{}"
+                assert (await fleet.raw(rollout_key("films"))).value == ROLLOUT
+                assert await under.record() == record
+                assert under.actions.retired == []
+                assert under.actions.begun == [("films", 1)]
+
+    run(main())
+
+
+def test_lookups_go_on_while_the_registry_is_disturbed(tmp_path):
+    async def main():
+        with redis_server(tmp_path) as server:
+            async with running_node(server.url, tmp_path / "store") as under:
+                await under.publish(1)
+                await under.want("films", hold=(1,), live=1)
+                await under.announced("films", 1, "ready")
+                bags = random_table_bags(np.random.default_rng(5), under.node.table_layout("films", 1), 50, 5)
+                expected = [block.tobytes() for block in under.node.pool("films", 1, bags)]
+                for disturb in (server.kill, server.start, server.restart_empty, server.flush, server.restart):
+                    await asyncio.to_thread(disturb)
+                    for _ in range(20):
+                        await asyncio.sleep(0.02)
+                        assert [block.tobytes() for block in under.node.pool("films", 1, bags)] == expected
+                await under.announced("films", 1, "ready")
+                assert (await under.fleet.wanted())["films"].live == 1
+
+    run(main())
+
+
+WANTED = WantedModel(model="films", epoch=7, live=1, hold=(1,), serve=(1,))
+PLAN = b'{"epoch": 40, "model": "films"}'
+
+
+@pytest.mark.parametrize("is_broken", [False, True], ids=["lost", "broken"])
+def test_desired_versions_are_restored_after_the_plan(tmp_path, is_broken):
+    """Not a moment earlier: as soon as desired versions are back, a rollout can be started. A broken plan stays."""
+
+    async def main() -> None:
+        registry = DirectoryRegistry(tmp_path / "registry")
+        fleet = FleetRegistry(registry)
+        await fleet.put_wanted(WANTED, None)
+        await registry.put(rollout_key("films"), PLAN, 0)
+        remembered = Remembered(fleet, None, 1.0, HandClock())
+        await remembered.refresh()
+        shutil.rmtree(tmp_path / "registry")
+        if is_broken:
+            await registry.put(rollout_key("films"), b"{", 0)
+            with pytest.raises(RegistryRecordError, match="rollouts/films: not JSON"):
+                await remembered.refresh()
+        else:
+            await remembered.refresh()
+            plan, wanted = await fleet.raw(rollout_key("films")), await fleet.raw(wanted_key("films"))
+            assert plan.value == PLAN
+            assert plan.revision < wanted.revision
+        assert await fleet.wanted() == {"films": WANTED}
+        await registry.close()
+
+    asyncio.run(main())

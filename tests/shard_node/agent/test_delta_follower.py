@@ -1,319 +1,341 @@
-"""Following a stream on real registries: in order, each once, refused with a reason, and stopped cleanly."""
+"""Following a stream on real registries: in order, each once, refused with a reason, and stopped cleanly.
+
+Whatever happens on the way, rows that are caught up are, byte for byte, a fresh export of the same state.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import tempfile
 import threading
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from loader.deltas.batch import DeltaBatch
 from loader.deltas.publisher import AsyncDeltaPublisher
 from loader.errors import DeltaFormatError, DeltaGapError, RegistryUnavailableError
-from loader.registry.directory import DirectoryRegistry
 from loader.registry.fleet import delta_stream
 from loader.registry.opening import open_registry
 from loader.registry.registry import StreamBounds, StreamEntry
 from loader.snapshot.reader import Snapshot
 from shard_node.agent.delta_follower import FollowerConfig, Followers
-from shard_node.engine.loading import load_tables
-from shard_node.node import DeltaPosition, LoadedTables
-from shardrank_testing.agents import plan_of
-from shardrank_testing.card_engines import OnCards, engine_params
-from shardrank_testing.deltas import (
-    MODEL,
-    assert_stored,
-    delta_spec,
-    divided_state,
-    export_divided,
-    export_state,
-    follow,
-    load_version,
-    make_batch,
-    register_version,
-)
+from shard_node.node import DeltaPosition
+from shardrank_testing import deltas, nodes
+from shardrank_testing.agents import run, scenario
+from shardrank_testing.card_engines import OnCards, OnCpu, engine_params
+from shardrank_testing.deltas import MODEL, assert_stored, delta_spec, export_state, make_batch
 from shardrank_testing.registries import REGISTRY_KINDS, registry_of
-from shardrank_testing.snapshots import make_spec, random_rows, random_tables, with_slices, write_snapshot
+from shardrank_testing.snapshots import random_rows, random_tables, with_slices
 
-SPEC = delta_spec(rows=500)
+SPEC = delta_spec(rows=300)
 STREAM = delta_stream(MODEL, 1)
 TIMEOUT_S = 30.0
-FAST = FollowerConfig(poll_s=0.002, retry_s=0.002, look_at_end_s=0.01)
-ON_CARDS = (OnCards(1, "peers"), OnCards(4, "every tier"))
+CONFIG = FollowerConfig(poll_s=0.002, retry_s=0.002, look_at_end_s=0.01, max_entries=3)
+PLACES = [
+    *(OnCpu(num_cards, in_ram) for num_cards in (1, 3) for in_ram in (None, 0)),
+    OnCards(1, "peers"),
+    OnCards(3, "every tier"),
+    OnCards(2, "every tier", "as late as can be"),
+]
 
 
 class Scene:
-    """A published version on a node, its registry and a publisher."""
+    """A trainer, its registry, and a version on a node with its follower."""
 
-    def __init__(self, registry, store):
-        self.registry = registry
-        self.store = store
+    def __init__(self, registry, store: Path):
+        self.registry, self.store = registry, store
         self.state = random_tables(SPEC, 5)
-        self.snapshot = export_state(store, SPEC, self.state, 1)
-        self.tables = load_version(self.snapshot, cards=2)
+        self.snapshots = [export_state(store, SPEC, self.state, 1)]
         self.publisher = AsyncDeltaPublisher(registry, MODEL, 1)
         self.rng = np.random.default_rng(1)
+        self.published = 0
+        self.stage(self.snapshots[0], PLACES[2])
 
-    async def publish(self, count: int) -> int:
-        sequence = 0
+    def stage(self, snapshot: Snapshot, place: OnCpu | OnCards) -> None:
+        self.snapshot, self.tables = snapshot, place.tables(snapshot)
+
+    @property
+    def position(self) -> DeltaPosition:
+        return self.tables.deltas
+
+    def follower(self, registry=None, tables=None, **options):
+        return deltas.follow(
+            registry or self.registry, self.snapshot, tables or self.tables, **{"config": CONFIG} | options
+        )
+
+    @contextlib.asynccontextmanager
+    async def following(self, **options) -> AsyncIterator[None]:
+        task = asyncio.create_task(self.follower(**options).run())
+        yield
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    async def publish(self, count: int = 1, rng: np.random.Generator | None = None) -> None:
+        rng = rng or self.rng
         for _ in range(count):
-            table = SPEC.tables[int(self.rng.integers(len(SPEC.tables)))]
-            rows = self.rng.choice(table.num_embeddings, 40, replace=False)
-            values = random_rows(self.rng, 40, table.embedding_dim)
-            self.state[table.name][rows] = values
-            sequence = await self.publisher.publish(table.name, rows, values)
-        return sequence
+            table = SPEC.tables[int(rng.integers(len(SPEC.tables)))]
+            rows = rng.integers(0, table.num_embeddings, int(rng.integers(1, 60)))
+            values = random_rows(rng, rows.size, table.embedding_dim)
+            for row, value in zip(rows, values, strict=True):
+                self.state[table.name][row] = value
+            self.published = await self.publisher.publish(table.name, rows, values)
 
-    def check(self, tables=None) -> None:
+    async def caught_up(self) -> None:
+        await until(lambda: self.position.sequence == self.published)
+
+    def check(self) -> None:
         """The rows are, byte for byte, those of a fresh export of what was published."""
-        fresh = export_state(self.store, SPEC, self.state, len(list((self.store / MODEL).iterdir())) + 1)
-        assert_stored((tables or self.tables).engine, fresh)
-
-
-def play(kind, tmp_path, scenario):
-    async def run(url):
-        registry = open_registry(url)
-        scene = Scene(registry, tmp_path / "store")
-        try:
-            await register_version(registry, scene.snapshot)
-            await asyncio.wait_for(scenario(scene), TIMEOUT_S)
-        finally:
-            await registry.close()
-
-    with registry_of(kind, tmp_path) as url:
-        asyncio.run(run(url))
+        with tempfile.TemporaryDirectory() as folder:
+            assert_stored(self.tables.engine, export_state(Path(folder), SPEC, self.state, 1000))
 
 
 async def until(condition) -> None:
-    while not condition():  # noqa: ASYNC110 - it happens in another thread
-        await asyncio.sleep(0.002)
+    """It becomes true in another thread."""
+    await nodes.until(condition, 0.001)
 
 
-async def cancel(task) -> None:
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
+@contextlib.asynccontextmanager
+async def scene_on(folder: Path, kind: str = "directory") -> AsyncIterator[Scene]:
+    with registry_of(kind, folder) as url:
+        registry = open_registry(url)
+        scene = Scene(registry, folder / "store")
+        try:
+            await deltas.register_version(registry, scene.snapshot)
+            yield scene
+        finally:
+            await registry.close()
+
+
+with_scene = scenario(scene_on)
 
 
 @pytest.mark.parametrize("kind", REGISTRY_KINDS)
 def test_published_deltas_are_applied(kind, tmp_path):
-    async def scenario(scene):
-        await scene.publish(5)
-        follower = follow(scene.registry, scene.snapshot, scene.tables, config=FAST)
-        task = asyncio.create_task(follower.run())
-        await until(lambda: scene.tables.deltas.sequence == 5)
-        await scene.publish(25)
-        await until(lambda: scene.tables.deltas.sequence == 30)
-        progress = scene.tables.deltas.snapshot()
-        assert (progress.batches, progress.rows, progress.lag, progress.refused) == (30, 30 * 40, 0, 0)
-        await cancel(task)
+    async def main():
+        async with scene_on(tmp_path, kind) as scene:
+            await scene.publish(5)
+            async with scene.following():
+                await scene.caught_up()
+                await scene.publish(25)
+                await scene.caught_up()
+                progress = scene.position.snapshot()
+                assert (progress.batches, progress.sequence, progress.lag, progress.refused) == (30, 30, 0, 0)
+                assert progress.rows > 30
+            scene.check()
+
+    run(main())
+
+
+STEPS = st.one_of(
+    st.tuples(st.just("publish"), st.integers(0, 2**32)),
+    st.tuples(st.just("deliver"), st.lists(st.integers(0, 30), max_size=12)),
+    st.tuples(st.just("catch up")),
+    st.tuples(st.just("snapshot")),
+    st.tuples(st.just("stage"), st.integers(0, 5), st.sampled_from(PLACES)),
+)
+
+
+@given(st.lists(STEPS, max_size=20))
+def test_any_interleaving_equals_a_fresh_export(steps):
+    """Deltas come twice, in any order or not at all; followers begin anew; snapshots contain some of the deltas."""
+
+    async def play(scene: Scene) -> None:
+        for step in steps:
+            match step:
+                case ("publish", seed):
+                    await scene.publish(rng=np.random.default_rng(seed))
+                case ("deliver", sequences):
+                    entries = {entry.sequence: entry for entry in await scene.registry.read(STREAM, 0)}
+                    with contextlib.suppress(DeltaGapError):
+                        scene.follower().apply([entries[number] for number in sequences if number in entries])
+                case ("catch up",):
+                    async with scene.following():
+                        await scene.caught_up()
+                case ("snapshot",):
+                    version = len(scene.snapshots) + 1
+                    scene.snapshots.append(export_state(scene.store, SPEC, scene.state, version, scene.published, 1))
+                case ("stage", index, place):
+                    scene.stage(scene.snapshots[index % len(scene.snapshots)], place)
+            assert scene.position.sequence <= scene.published
+        async with scene.following():
+            await scene.caught_up()
         scene.check()
 
-    play(kind, tmp_path, scenario)
+    async def main() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            async with scene_on(Path(folder)) as scene:
+                await play(scene)
+
+    run(main())
 
 
-def test_a_stream_that_begins_too_late_is_a_gap(tmp_path):
-    async def scenario(scene):
-        await scene.publish(5)
-        await scene.registry.trim(STREAM, 3)
-        follower = follow(scene.registry, scene.snapshot, scene.tables, config=FAST)
-        with pytest.raises(
-            DeltaGapError, match=f"version 1 of model '{MODEL}' needs delta 1, but {STREAM} begins with 3"
-        ):
-            await follower.run()
-        assert scene.tables.deltas.sequence == 0
-        assert "begins with 3" in scene.tables.deltas.snapshot().reason
-
-    play("directory", tmp_path, scenario)
+@with_scene
+async def test_a_stream_that_begins_too_late_is_a_gap(scene):
+    await scene.publish(5)
+    await scene.registry.trim(STREAM, 3)
+    message = f"version 1 of model '{MODEL}' needs delta 1, but {STREAM} begins with 3"
+    with pytest.raises(DeltaGapError, match=message):
+        await scene.follower().run()
+    assert scene.position.sequence == 0
+    assert "begins with 3" in scene.position.snapshot().reason
 
 
-def damaged(scene, **changes) -> bytes:
-    return replace(make_batch(SPEC, "int8", 2, [1], np.ones((1, 4), np.float32)), **changes).encode()
+def delta(number: int, **changes) -> StreamEntry:
+    """A delta of a row of table int8; with changes, something that must not be there."""
+    batch = make_batch(SPEC, "int8", number, [number], np.ones((1, 4), np.float32))
+    return StreamEntry(number, replace(batch, **changes).encode())
 
 
 BAD = {
-    "a flipped bit": (lambda scene: damaged(scene)[:-1] + b"\xff", "does not have the checksum"),
-    "no delta at all": (lambda scene: b"hello", "are no delta"),
-    "another model's": (lambda scene: damaged(scene, model="other"), "in which delta 2 of 'other' from 1 must not be"),
-    "another stream's": (lambda scene: damaged(scene, delta_base=9), "must not be"),
-    "another number's": (lambda scene: damaged(scene, sequence=3), f"lies at 2 of {STREAM}"),
-    "an unknown table's": (lambda scene: damaged(scene, table="nope"), "for table 'nope', which it does not have"),
-    "another table's": (
-        lambda scene: damaged(scene, table="fp32"),
-        "table 'fp32' has fp32 rows of 10, the delta int8 of 4",
-    ),
-    "a row outside": (lambda scene: damaged(scene, rows=np.array([500])), r"row 500 is not in 0\.\.499"),
+    "a flipped bit": (delta(2).payload[:-1] + b"\xff", "does not have the checksum"),
+    "no delta at all": (b"hello", "are no delta"),
+    "another model's": (delta(2, model="other").payload, "in which delta 2 of 'other' from 1 must not be"),
+    "another stream's": (delta(2, delta_base=9).payload, "must not be"),
+    "another number's": (delta(2, sequence=3).payload, f"lies at 2 of {STREAM}"),
+    "an unknown table's": (delta(2, table="nope").payload, "for table 'nope', which it does not have"),
+    "another table's": (delta(2, table="fp32").payload, "table 'fp32' has fp32 rows of 10, the delta int8 of 4"),
+    "a row outside": (delta(2, rows=np.array([300])).payload, "row 300 is not in 0..299"),
 }
 
 
 @pytest.mark.parametrize("bad", list(BAD))
-def test_a_wrong_delta_is_refused_and_holds_up_later_ones(bad, tmp_path, caplog):
-    make, message = BAD[bad]
+@with_scene
+async def test_a_wrong_delta_is_refused_and_holds_up_later_ones(scene, bad, caplog):
+    payload, message = BAD[bad]
 
-    async def scenario(scene):
-        await scene.publish(1)
-        await scene.registry.append(STREAM, 2, make(scene))
-        good = make_batch(SPEC, "int8", 3, [1], np.ones((1, 4), np.float32))
-        await scene.registry.append(STREAM, 3, good.encode())
-        follower = follow(scene.registry, scene.snapshot, scene.tables, config=FAST)
-        task = asyncio.create_task(follower.run())
-        await until(lambda: scene.tables.deltas.snapshot().refused >= 3)
-        progress = scene.tables.deltas.snapshot()
-        assert (progress.sequence, progress.batches) == (1, 1)
-        assert progress.lag == 2
-        assert message.replace("\\", "") in progress.reason
+    await scene.publish()
+    await scene.registry.append(STREAM, 2, payload)
+    await scene.registry.append(STREAM, 3, delta(3).payload)
+    async with scene.following():
+        await until(lambda: scene.position.snapshot().refused >= 3)
+        progress = scene.position.snapshot()
+        assert (progress.sequence, progress.batches, progress.lag) == (1, 1, 2)
+        assert message in progress.reason
         assert caplog.text.count(progress.reason) == 1  # logged once, counted each time
-        await cancel(task)
-        scene.check()
-
-    play("directory", tmp_path, scenario)
+    scene.check()
 
 
-def test_duplicates_are_skipped_and_gaps_refused(tmp_path):
-    async def scenario(scene):
-        follower = follow(scene.registry, scene.snapshot, scene.tables)
-        batches = [make_batch(SPEC, "int8", number, [number], np.ones((1, 4), np.float32)) for number in (1, 2, 3, 4)]
-        first, second, third, fourth = [StreamEntry(batch.sequence, batch.encode()) for batch in batches]
-        follower.apply([first, first, second])
-        with pytest.raises(DeltaGapError, match="delta 4 came, 3 is next"):
-            follower.apply([second, fourth, third])
-        assert scene.tables.deltas.sequence == 2
-        follower.apply([first, second, third, second, fourth])
-        assert (scene.tables.deltas.sequence, scene.tables.deltas.snapshot().batches) == (4, 4)
-
-    play("directory", tmp_path, scenario)
+@with_scene
+async def test_duplicates_are_skipped_and_gaps_refused(scene):
+    follower = scene.follower()
+    first, second, third, fourth = map(delta, (1, 2, 3, 4))
+    follower.apply([first, first, second])
+    with pytest.raises(DeltaGapError, match="delta 4 came, 3 is next"):
+        follower.apply([second, fourth, third])
+    assert scene.position.sequence == 2
+    follower.apply([first, second, third, second, fourth])
+    assert (scene.position.sequence, scene.position.snapshot().batches) == (4, 4)
 
 
 class Unsteady:
-    """A registry that can be made silent, or say that it lost what it had."""
+    """A registry that can be silent, report other bounds than it has, and return only deltas up to some number."""
 
     def __init__(self, registry):
         self._registry = registry
         self.silent = False
-        self.lost = False
+        self.reported: StreamBounds | None = None
+        self.last_read: int | None = None
 
-    def __getattr__(self, name):
-        return getattr(self._registry, name)
-
-    async def read(self, *arguments):
+    async def read(self, *arguments, **limits):
         if self.silent:
             raise RegistryUnavailableError("nobody there")
-        return await self._registry.read(*arguments)
+        entries = await self._registry.read(*arguments, **limits)
+        return [entry for entry in entries if self.last_read is None or entry.sequence <= self.last_read]
 
     async def bounds(self, stream):
-        found = await self._registry.bounds(stream)
-        return StreamBounds(1, 1) if self.lost else found
+        return self.reported or await self._registry.bounds(stream)
 
 
-def test_a_silent_registry_or_one_that_lost_deltas_is_waited_for(tmp_path, caplog):
-    async def scenario(scene):
-        registry = Unsteady(scene.registry)
-        registry.silent = True
-        await scene.publish(3)
-        follower = follow(registry, scene.snapshot, scene.tables, config=FAST)
-        with caplog.at_level(logging.INFO, logger="shard_node"):
-            task = asyncio.create_task(follower.run())
+@with_scene
+async def test_a_silent_registry_or_one_that_lost_deltas_is_waited_for(scene, caplog):
+    registry = Unsteady(scene.registry)
+    registry.silent = True
+    await scene.publish(3)
+    with caplog.at_level(logging.INFO, logger="shard_node"):
+        async with scene.following(registry=registry):
             await until(lambda: "until the registry answers: nobody there" in caplog.text)
             registry.silent = False
-            await until(lambda: scene.tables.deltas.sequence == 3)
-        assert caplog.text.count("nobody there") == caplog.text.count("the registry answers again") == 1
-        registry.lost = True
-        await until(lambda: f"has delta 3, but {STREAM} ends with 1" in scene.tables.deltas.snapshot().reason)
-        await scene.publish(1)
-        for _ in range(5):
-            await asyncio.sleep(0)
-        assert scene.tables.deltas.sequence == 3
-        registry.lost = False
-        await until(lambda: scene.tables.deltas.sequence == 4)
-        assert scene.tables.deltas.snapshot().reason == ""
-        await cancel(task)
-        scene.check()
-
-    play("directory", tmp_path, scenario)
+            await scene.caught_up()
+            assert caplog.text.count("nobody there") == caplog.text.count("the registry answers again") == 1
+            registry.reported = StreamBounds(1, 1)
+            await until(lambda: f"has delta 3, but {STREAM} ends with 1" in scene.position.snapshot().reason)
+            await scene.publish()
+            for _ in range(5):
+                await asyncio.sleep(0)
+            assert scene.position.sequence == 3
+            registry.reported = None
+            await scene.caught_up()
+            assert scene.position.snapshot().reason == ""
+    scene.check()
 
 
-def test_lost_deltas_still_count_as_missing(tmp_path):
-    class LosesItsStream(Unsteady):
-        """Tells of three deltas, gives two, and is emptied after that."""
-
-        emptied = False
-
-        async def read(self, stream, after, *limits):
-            return [] if self.emptied else (await super().read(stream, after, *limits))[: 2 - after]
-
-        async def bounds(self, stream):
-            return StreamBounds(0, 0) if self.emptied else await super().bounds(stream)
-
-    async def scenario(scene):
-        registry = LosesItsStream(scene.registry)
-        await scene.publish(3)
-        looks = iter(range(1, 10**9))
-        follower = follow(registry, scene.snapshot, scene.tables, config=FAST, clock=lambda: 2e9 + next(looks))
-        task = asyncio.create_task(follower.run())
-        position = scene.tables.deltas
-        await until(lambda: position.sequence == 2)
-        assert (position.snapshot().stream_last, position.snapshot().lag) == (3, 1)
-        registry.emptied = True
-        fresh, now = position.snapshot().fresh_at, next(looks)
+@with_scene
+async def test_lost_deltas_still_count_as_missing(scene):
+    registry = Unsteady(scene.registry)
+    registry.last_read = 2
+    await scene.publish(3)
+    looks = iter(range(1, 10**9))
+    async with scene.following(registry=registry, clock=lambda: 2e9 + next(looks)):
+        await until(lambda: scene.position.sequence == 2)
+        assert (scene.position.snapshot().stream_last, scene.position.snapshot().lag) == (3, 1)
+        registry.reported, registry.last_read = StreamBounds(0, 0), 0
+        fresh, now = scene.position.snapshot().fresh_at, next(looks)
         await until(lambda: next(looks) > now + 50)
-        # Nobody says that there is a delta 3 any more, but its rows were changed, and not here.
-        assert (position.snapshot().lag, position.snapshot().fresh_at) == (1, fresh)
-        registry.emptied = False
-        registry.read = scene.registry.read
-        await until(lambda: position.sequence == 3)
-        await until(lambda: position.snapshot().fresh_at > 2e9)
-        assert position.snapshot().lag == 0
-        await cancel(task)
-
-    play("directory", tmp_path, scenario)
+        # The registry does not report a delta 3 any more, but its rows were changed, and not here.
+        assert (scene.position.snapshot().lag, scene.position.snapshot().fresh_at) == (1, fresh)
+        registry.reported = registry.last_read = None
+        await scene.caught_up()
+        await until(lambda: scene.position.snapshot().fresh_at > 2e9)
+        assert scene.position.snapshot().lag == 0
 
 
-def test_a_cancelled_follower_finishes_the_delta_it_writes(tmp_path):
-    async def scenario(scene):
-        await scene.publish(3)
-        entered, go_on = threading.Event(), threading.Event()
-        engine = scene.tables.engine
-        finished = []
+@with_scene
+async def test_a_cancelled_follower_finishes_the_delta_it_writes(scene):
+    await scene.publish(3)
+    entered, go_on = threading.Event(), threading.Event()
+    engine = scene.tables.engine
+    finished = []
 
-        class Slow:
-            layout = engine.layout
+    class Slow:
+        layout = engine.layout
 
-            def write_rows(self, table, rows, stored):
-                entered.set()
-                assert go_on.wait(TIMEOUT_S)
-                finished.append(table)
-                return engine.write_rows(table, rows, stored)
+        def write_rows(self, table, rows, stored):
+            entered.set()
+            assert go_on.wait(TIMEOUT_S)
+            finished.append(table)
+            return engine.write_rows(table, rows, stored)
 
-        follower = follow(scene.registry, scene.snapshot, replace(scene.tables, engine=Slow()), config=FAST)
-        task = asyncio.create_task(follower.run())
-        await until(entered.is_set)
-        task.cancel()
-        await asyncio.sleep(0)
-        task.cancel()
-        assert not task.done()
-        go_on.set()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        # The delta that was being written is whole; no other one was begun.
-        assert len(finished) == 1
-        assert scene.tables.deltas.sequence == 1
-
-    play("directory", tmp_path, scenario)
+    task = asyncio.create_task(scene.follower(tables=replace(scene.tables, engine=Slow())).run())
+    await until(entered.is_set)
+    task.cancel()
+    await asyncio.sleep(0)
+    task.cancel()
+    assert not task.done()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    # The delta that was being written is complete; no other one was begun.
+    assert len(finished) == scene.position.sequence == 1
 
 
-@pytest.mark.parametrize("place", ["ram", "two cards", "mapped", *engine_params(ON_CARDS, ())], ids=str)
+ON_CARDS = engine_params((OnCards(1, "peers"), OnCards(4, "every tier")), ())
+
+
+@pytest.mark.parametrize("place", [OnCpu(), OnCpu(2), OnCpu(1, 0), *ON_CARDS], ids=str)
 def test_deltas_of_a_sliced_table_reach_all_slices(place, tmp_path):
     spec = with_slices(SPEC, {"int8": (12, 4, 12), "int4": (2, 6), "fp32": (1, 3)})
     state, rng = random_tables(spec, 5), np.random.default_rng(2)
     snapshot = export_state(tmp_path, spec, state, 1)
-    if isinstance(place, OnCards):
-        tables = load_version(snapshot, card_set=place.card_set(spec))
-    else:
-        tables = load_version(snapshot, cards=2 if place == "two cards" else 1, budget=0 if place == "mapped" else None)
+    tables = place.tables(snapshot)
     entries = []
     for sequence in range(1, 9):
         table = spec.tables[sequence % len(spec.tables)]
@@ -321,7 +343,7 @@ def test_deltas_of_a_sliced_table_reach_all_slices(place, tmp_path):
         state[table.name][rows] = random_rows(rng, 60, table.embedding_dim)
         batch = make_batch(spec, table.name, sequence, rows, state[table.name][rows])
         entries.append(StreamEntry(sequence, batch.encode()))
-    follower = follow(None, snapshot, tables)
+    follower = deltas.follow(None, snapshot, tables)
     follower.apply(entries)
     assert_stored(tables.engine, export_state(tmp_path, spec, state, 2))
     # What training publishes is of the table; a slice is no table of it.
@@ -331,53 +353,46 @@ def test_deltas_of_a_sliced_table_reach_all_slices(place, tmp_path):
     tables.close()
 
 
-@pytest.mark.parametrize("place", [{"cards": 2}, {"cards": 1, "budget": 0}])
+@pytest.mark.parametrize("place", [OnCpu(2), OnCpu(1, 0)])
 def test_updates_of_divided_tables_equal_a_fresh_export(place, tmp_path):
-    state, counts = divided_state(2)
-    snapshot = export_divided(tmp_path / "store", state, counts, 1)
+    state, counts = deltas.divided_state(2)
+    snapshot = deltas.export_divided(tmp_path / "store", state, counts, 1)
     rng = np.random.default_rng(3)
 
     async def scenario():
         registry = open_registry(tmp_path / "registry")
-        await register_version(registry, snapshot)
+        await deltas.register_version(registry, snapshot)
         publisher = AsyncDeltaPublisher(registry, MODEL, 1, tmp_path / "store")
         sequence, updates = 0, []
-        for _ in range(4):
-            for name in state:
-                rows = rng.integers(0, len(state[name]), 40)
-                updates.append((name, rows, random_rows(rng, 40, state[name].shape[1])))
+        for name in list(state) * 4:
+            rows = rng.integers(0, len(state[name]), 40)
+            updates.append((name, rows, random_rows(rng, 40, state[name].shape[1])))
         # A trainer that did not hear of its last ones publishes them again.
         for name, rows, values in [*updates, *updates[-6:]]:
             sequence = await publisher.publish(name, rows, values)
             state[name][rows] = values
         for name, pruned in publisher.pruned_updates.items():
             # What the row that stands for pruned ones was made of.
-            state[name][pruned.rows] = divided_state(2)[0][name][pruned.rows]
-        tables = load_version(snapshot, **place)
-        follower = follow(registry, snapshot, tables, config=FAST)
+            state[name][pruned.rows] = deltas.divided_state(2)[0][name][pruned.rows]
+        tables = place.tables(snapshot)
+        follower = deltas.follow(registry, snapshot, tables)
         entries = await registry.read(STREAM, 0, max_entries=1000)
         follower.apply(entries)
         follower.apply(entries[-3:])
         assert tables.deltas.sequence == sequence
-        assert_stored(tables.engine, export_divided(tmp_path / "fresh", state, counts, 2))
+        assert_stored(tables.engine, deltas.export_divided(tmp_path / "fresh", state, counts, 2))
         assert list(publisher.pruned_updates) == ["item", "film"]
         await registry.close()
 
     asyncio.run(scenario())
 
 
-@pytest.fixture
-def tables(tmp_path: Path) -> LoadedTables:
-    folder, _ = write_snapshot(tmp_path / "store", make_spec("films"), seed=1, version=1)
-    snapshot = Snapshot.open(folder)
-    return load_tables(snapshot, *plan_of(snapshot))
+def followers_running() -> list[asyncio.Task[None]]:
+    return [task for task in asyncio.all_tasks() if task.get_name() == f"deltas {MODEL} 1"]
 
 
-def following() -> list[asyncio.Task[None]]:
-    return [task for task in asyncio.all_tasks() if task.get_name() == "deltas films 1"]
-
-
-def test_an_interrupted_stop_starts_no_second_follower(tmp_path, tables, monkeypatch):
+@with_scene
+async def test_an_interrupted_stop_starts_no_second_follower(scene, monkeypatch):
     writing, go_on = threading.Event(), threading.Event()
     decode = DeltaBatch.decode
 
@@ -388,31 +403,24 @@ def test_an_interrupted_stop_starts_no_second_follower(tmp_path, tables, monkeyp
 
     monkeypatch.setattr(DeltaBatch, "decode", slow)
 
-    async def main() -> None:
-        registry = DirectoryRegistry(tmp_path / "registry")
-        rows = np.full((1, 16), 1.0, np.float32)
-        await registry.append(delta_stream("films", 1), 1, make_batch(make_spec(), "user", 1, [3], rows).encode())
-        followers = Followers(registry)
-        await followers.settle("films", {1: tables})
-        await asyncio.to_thread(writing.wait)
-        first = following()
-        # As a settling that takes too long is.
-        stopping = asyncio.create_task(followers.stop("films", 1))
-        await asyncio.sleep(0)
-        stopping.cancel()
-        await asyncio.wait([stopping])
-        await followers.settle("films", {1: tables})
-        found = following()
-        go_on.set()
-        await asyncio.wait(first)
-        assert found == first
-        await followers.settle("films", {1: tables})
-        assert len(following()) == 1
-        await followers.close()
-        assert following() == []
-        await registry.close()
-
-    asyncio.run(main())
+    await scene.registry.append(STREAM, 1, delta(1).payload)
+    followers = Followers(scene.registry)
+    await followers.settle(MODEL, {1: scene.tables})
+    await asyncio.to_thread(writing.wait)
+    first = followers_running()
+    # As a settling that takes too long is.
+    stopping = asyncio.create_task(followers.stop(MODEL, 1))
+    await asyncio.sleep(0)
+    stopping.cancel()
+    await asyncio.wait([stopping])
+    await followers.settle(MODEL, {1: scene.tables})
+    assert followers_running() == first
+    go_on.set()
+    await asyncio.wait(first)
+    await followers.settle(MODEL, {1: scene.tables})
+    assert len(followers_running()) == 1
+    await followers.close()
+    assert followers_running() == []
 
 
 def test_a_position_is_behind_until_all_deltas_are_applied():
@@ -432,24 +440,19 @@ def test_a_position_is_behind_until_all_deltas_are_applied():
 
 
 def test_staleness_counts_from_the_last_complete_moment():
+    """A reason stays until the next delta is applied."""
     position = DeltaPosition(1, 0)
     position.seen(0, 100.0)
     assert position.snapshot().staleness_s(100.5) == pytest.approx(0.5)
     position.seen(5, 110.0)
+    position.refused("corrupt")
+    position.seen(5, 110.0)
+    assert (position.snapshot().reason, position.snapshot().refused) == ("corrupt", 1)
     assert position.snapshot().staleness_s(110.0) == pytest.approx(10.0)
     position.applied(1, 104.0, 1, 111.0)
+    assert position.snapshot().reason == ""
     assert position.snapshot().staleness_s(111.0) == pytest.approx(7.0)
     # A publisher's clock that is ahead makes nothing fresher than now.
     position.applied(2, 500.0, 1, 112.0)
     assert position.snapshot().staleness_s(112.0) == 0.0
     assert position.snapshot().published_at == 500.0
-
-
-def test_a_reason_stays_until_the_next_delta_is_applied():
-    position = DeltaPosition(1, 0)
-    position.seen(1, 100.0)
-    position.refused("corrupt")
-    position.seen(1, 101.0)
-    assert (position.snapshot().reason, position.snapshot().refused) == ("corrupt", 1)
-    position.applied(1, 100.0, 1, 102.0)
-    assert position.snapshot().reason == ""

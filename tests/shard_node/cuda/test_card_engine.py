@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,14 +20,13 @@ from shard_node.cuda.batch import BatchSize, OutputRuns
 from shard_node.cuda.card_engine import POOLS_PER_CARD, CardEngine
 from shard_node.cuda.card_set import CardMemory, CardOptions, CardSet
 from shard_node.cuda.cards import PinnedMemory
-from shard_node.cuda.lane import Lane, Slot
-from shard_node.engine.loading import load_tables
 from shard_node.engine.reference import ReferenceEngine
 from shard_node.errors import InvalidBagsError, MemoryBudgetError
-from shardrank_testing.bags import assert_blocks_equal, random_table_bags
+from shardrank_testing.bags import assert_blocks_equal, bags_of, random_table_bags
 from shardrank_testing.card_engines import OnCards, engine_params, options_for
-from shardrank_testing.deltas import assert_stored, delta_spec, encoded, export_state, load_version, stored_rows
+from shardrank_testing.deltas import assert_stored, delta_spec, encoded, export_state, load_version
 from shardrank_testing.emulated_cards import EmulatedCards
+from shardrank_testing.kernel_arena import load_partition
 from shardrank_testing.output_runs import expected_output, feature_bags, runs_in_columns
 from shardrank_testing.snapshots import random_rows, random_tables
 from shardrank_testing.topologies import decoded_tables
@@ -71,14 +71,10 @@ def test_more_threads_than_lanes_pool_at_once(engine, stored):
     assert engine.counters() == (0, 0)
 
 
-def small_engine(snapshot: Snapshot, total_bytes: int) -> tuple[CardEngine, EmulatedCards]:
-    cards = EmulatedCards(2, total_bytes=total_bytes)
-    card_set = CardSet(cards, options_for(SPEC, 2, "every tier"), CardMemory(cards, reserve_bytes=0))
-    return load_version(snapshot, card_set=card_set).engine, cards
-
-
 def test_a_batch_too_large_for_a_card_leaves_lanes_usable(stored):
-    engine, cards = small_engine(stored[0], 16 << 20)
+    cards = EmulatedCards(2, total_bytes=16 << 20)
+    card_set = CardSet(cards, options_for(SPEC, 2, "every tier"), CardMemory(cards, reserve_bytes=0))
+    engine = load_version(stored[0], card_set=card_set).engine
     num_lanes = POOLS_PER_CARD * len(cards.cards)
     for _ in range(2 * num_lanes):
         with pytest.raises(MemoryBudgetError):
@@ -98,8 +94,8 @@ def test_closing_frees_all_memory_and_keeps_what_is_reported(stored):
     for size in (10, 30_000):
         engine.pool(one_big_bag(size))
     table = SPEC.tables[0]
-    number = engine.layout.index[table.name]
-    engine.write_rows(number, np.arange(9), encoded(table, np.ones((9, table.embedding_dim))))
+    write = partial(engine.write_rows, engine.layout.index[table.name], np.arange(9), encoded(table, np.ones((9, 4))))
+    write()
     assert cards.free_bytes() < before
     reported = engine.memory(), engine.rows_looked_up(), engine.cards()
     tables.close()
@@ -108,20 +104,7 @@ def test_closing_frees_all_memory_and_keeps_what_is_reported(stored):
     # A node reports all versions that it knew a moment ago; each may be freed meanwhile.
     assert (engine.memory(), engine.rows_looked_up(), engine.cards()) == reported
     with pytest.raises(ValueError, match="the engine is closed"):
-        engine.write_rows(number, np.arange(9), encoded(table, np.ones((9, table.embedding_dim))))
-
-
-def test_memory_is_reported_by_card_and_tier(stored):
-    engine = OnCards(3, "every tier").load(stored[0])
-    plan = engine.plan
-    expected = []
-    for card in range(3):
-        planned = plan.bytes(card)
-        expected += [(card, "card", planned.card + plan.places_bytes), (card, "hot", planned.hot)]
-    expected.append((0, "pinned", plan.pinned_bytes))
-    assert all(size for _, _, size in expected)
-    assert [(use.card, use.tier, use.size_bytes) for use in engine.memory()] == expected
-    engine.close()
+        write()
 
 
 def test_values_outside_their_table_are_counted_and_not_read(engine):
@@ -145,23 +128,19 @@ def shards(tmp_path: Path) -> Iterator[list[CardEngine]]:
     """The table in two halves, on two cards each."""
     snapshot = export_state(tmp_path, DIVIDED, random_tables(DIVIDED, 1), 1)
     plan = Plan.make(DIVIDED, num_shards=2, sharding="hash", cards_per_shard=2, replicate_bytes=0)
-    engines = []
-    for shard in range(2):
-        card_set = CardSet(EmulatedCards(2), CardOptions(hot_gb=0, card_memory_gb=1e-3))
-        engine = load_tables(snapshot, plan.partition(shard), plan.digest, card_set=card_set).engine
-        assert isinstance(engine, CardEngine)
-        engines.append(engine)
+    options = CardOptions(hot_gb=0, card_memory_gb=1e-3)
+    engines = [load_partition(snapshot, plan.partition(shard), EmulatedCards(2), options) for shard in range(2)]
     yield engines
     for engine in engines:
         engine.close()
 
 
-def test_rows_of_another_node_are_refused_and_not_written(shards):
+def test_rows_of_another_node_are_refused(shards):
     state = random_tables(DIVIDED, 1)
     reference = ReferenceEngine(DIVIDED, decoded_tables(DIVIDED, state))
     refused = []
     for row in range(8):
-        bags = KeyedBags.from_lengths(np.zeros(1, np.int32), np.array([1]), np.array([1]), np.array([row]))
+        bags = bags_of({0: [[row]]})
         for engine in shards:
             try:
                 blocks = engine.pool(bags)
@@ -170,18 +149,6 @@ def test_rows_of_another_node_are_refused_and_not_written(shards):
             else:
                 assert_blocks_equal(blocks, reference.pool(bags), scale=1.0)
     assert sorted(refused) == [f"row {row} of table 'int8' is not on this node" for row in range(8)]
-    rows = np.arange(0, 700, 3, dtype=np.int64)
-    stored = encoded(DIVIDED.tables[0], random_rows(np.random.default_rng(1), rows.size, 4))
-    written, counts = np.zeros((700, stored.shape[1]), np.uint8), []
-    for engine in shards:
-        before = stored_rows(engine, "int8")
-        counts.append(engine.write_rows(0, rows, stored))
-        after = stored_rows(engine, "int8")
-        assert int((before != after).any(axis=1).sum()) == counts[-1]
-        written |= after
-    assert min(counts) > 0
-    assert sum(counts) == rows.size
-    np.testing.assert_array_equal(written[rows], stored)
 
 
 def test_a_slot_refuses_rows_of_another_node(shards):
@@ -213,14 +180,11 @@ WRITTEN_SPEC = delta_spec(("int8", "fp32"), rows=90)
 WRITTEN_SIZE = BatchSize(np.array([6, 6, 6]), 60)
 
 STEPS = st.one_of(
-    st.tuples(st.just("look"), st.integers(0, 3), st.integers(0, 1), st.integers(0, 2**32)),
+    st.tuples(st.just("look_up"), st.integers(0, 3), st.integers(0, 1), st.integers(0, 2**32)),
     st.tuples(st.just("write"), st.integers(0, 1), st.integers(0, 2**32)),
-    st.tuples(st.just("settle"), st.integers(0, 9)),
+    st.tuples(st.just("synchronize"), st.integers(0, 9)),
 )
-PLACES = [
-    OnCards(2, "peers", "as late as can be"),
-    OnCards(3, "every tier", "as late as can be"),
-]
+PLACES = (OnCards(2, "peers", "as late as can be"), OnCards(3, "every tier", "as late as can be"))
 
 
 @pytest.fixture(scope="module")
@@ -240,18 +204,16 @@ class World:
         layout = self.engine.layout
         self.rows = [decoded_tables(WRITTEN_SPEC, self.state)[table.name] for table in layout.tables]
         self.runs: OutputRuns = runs_in_columns(layout, [1, 0, 1], ["sum", "mean", "sum"], WRITTEN_SIZE)
-        self.lanes: list[Lane] = [self.engine.lane(number % where.num_cards) for number in range(4)]
-        self.slots: list[list[Slot]] = [
-            [lane.prepare(self.runs, WRITTEN_SIZE) for _ in range(2)] for lane in self.lanes
-        ]
+        self.lanes = [self.engine.lane(number % where.num_cards) for number in range(4)]
+        self.slots = [[lane.prepare(self.runs, WRITTEN_SIZE) for _ in range(2)] for lane in self.lanes]
         self.looked_up: list[tuple[PinnedMemory, np.ndarray]] = []
 
-    def look(self, lane: Lane, slot: Slot, seed: int) -> None:
+    def look_up(self, lane_number: int, slot_number: int, seed: int) -> None:
+        lane, slot = self.lanes[lane_number], self.slots[lane_number][slot_number]
         bags = feature_bags(np.random.default_rng(seed), self.engine.layout, self.runs, WRITTEN_SIZE)
-
         slot.fill(bags)
         lane.launch(slot.enqueue)
-        if lane in self.lanes[:2] and not slot.is_captured:
+        if lane_number < 2 and not slot.is_captured:
             slot.capture()
         down = self.engine.card_set.cards.allocate_pinned(self.runs.out_bytes)
         lane.card.copy_to_host(down, 0, slot.out.address, self.runs.out_bytes, lane.stream)
@@ -268,51 +230,36 @@ class World:
         self.rows[number][rows] = values
         self.engine.write_rows(number, rows, stored)
 
-    def settle(self, number: int) -> None:
+    def synchronize(self, number: int) -> None:
         streams = [*(lane.stream for lane in self.lanes), *self.engine._rows.order.streams]
         streams[number % len(streams)].synchronize()
 
-    def step(self, step) -> None:
-        match step:
-            case ("look", lane, slot, seed):
-                self.look(self.lanes[lane], self.slots[lane][slot], seed)
-            case ("write", number, seed):
-                self.write(number, seed)
-            case ("settle", number):
-                self.settle(number)
-
-    def check(self, settle_in_order: list[int]) -> None:
-        for number in settle_in_order:
-            self.settle(number)
+    def check(self) -> None:
         for lane in self.lanes:
             lane.stream.synchronize()
         for down, expected in self.looked_up:
             written = ~np.isnan(expected)
             out = down.array.view(np.float32)
             np.testing.assert_allclose(out[written], expected[written], rtol=1e-5, atol=1e-4)
-
-    def close(self) -> None:
         for lane in self.lanes:
             lane.close()
         self.engine.close()
 
 
 @given(st.lists(STEPS, max_size=25), st.lists(st.integers(0, 9), max_size=10), st.sampled_from(PLACES))
-def test_every_lookup_sees_just_the_writes_before_it(written_snapshot, steps, settle_in_order, where):
+def test_every_lookup_sees_just_the_writes_before_it(written_snapshot, steps, in_order, where):
     world = World(written_snapshot, where)
-    for step in steps:
-        world.step(step)
-    world.check(settle_in_order)
-    world.close()
+    for step, *arguments in [*steps, *(("synchronize", number) for number in in_order)]:
+        getattr(world, step)(*arguments)
+    world.check()
 
 
-@pytest.mark.parametrize("where", engine_params(tuple(PLACES)))
+@pytest.mark.parametrize("where", engine_params(PLACES))
 def test_writes_stay_between_the_lookups_around_them(written_snapshot, where):
     world = World(written_snapshot, where)
     for number in range(12):
-        world.look(world.lanes[number % 4], world.slots[number % 4][number % 2], number)
+        world.look_up(number % 4, number % 2, number)
         world.write(number % 2, number)
         # A card that writes first would do so now.
-        world.settle(4 + number % where.num_cards)
-    world.check([])
-    world.close()
+        world.synchronize(4 + number % where.num_cards)
+    world.check()

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from loader.errors import SnapshotCorruptError
 from loader.progress import CalledOffError
 from loader.snapshot.codecs import codec_for
-from loader.snapshot.manifest import FeatureSpec, ModelSpec
-from loader.snapshot.publishing import register
+from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.reader import Snapshot
-from loader.snapshot.row_source import rows_of
 from loader.snapshot.tables import TableSpec
-from loader.snapshot.writer import export_snapshot
 from router.plan import Plan
 from shard_node.access_counts import SAMPLE_EVERY
-from shard_node.bags import KeyedBags, TableLayout
+from shard_node.bags import TableLayout
 from shard_node.cuda import places as placer_module
-from shard_node.cuda.card_engine import CardEngine
 from shard_node.cuda.card_loading import UPLOAD_BYTES, CardTableLoad
 from shard_node.cuda.card_set import CardMemory, CardOptions, CardSet
 from shard_node.cuda.kernel_params import (
@@ -50,23 +45,14 @@ from shard_node.planning import card_plan
 from shard_node.planning.card_plan import CardBudget, CardPlan, TableSplit
 from shard_node.planning.hotness import Hotness
 from shardrank_testing.agents import NodeUnderTest, run, running_node
-from shardrank_testing.bags import assert_blocks_equal, random_table_bags
-from shardrank_testing.card_plans import DTYPES, make_plan, one_table_layout, plan_inputs
-from shardrank_testing.deltas import (
-    MODEL,
-    assert_stored,
-    delta_spec,
-    export_state,
-    load_version,
-)
+from shardrank_testing.bags import assert_blocks_equal, bags_of, random_table_bags
+from shardrank_testing.card_plans import DTYPES, model_of, one_table_layout, plan_inputs
+from shardrank_testing.deltas import MODEL, assert_stored, delta_spec, load_version
 from shardrank_testing.emulated_cards import EmulatedCards
-from shardrank_testing.kernel_arena import Pooled, Run, pool_bags
+from shardrank_testing.kernel_arena import Run, load_partition, pool_bags
 from shardrank_testing.snapshots import (
-    DEFAULT_DENSE_MODEL,
-    make_spec,
     num_buckets,
     plain_buckets,
-    random_tables,
     restate_file,
     write_snapshot,
 )
@@ -144,12 +130,13 @@ def test_loading_allocates_just_the_planned_bytes(snapshot):
     tables = load.run(claim, check)
     assert steps > 10
     assert card_set.memory.held_bytes == load.card_bytes
-    rows = tables.engine.memory()
+    plan, expected = load.plan, []
     for card in range(3):
-        in_rows = sum(use.size_bytes for use in rows if use.card == card and use.tier != "pinned")
-        assert load.card_bytes[card] == load.plan.bytes(card).total + 4 * (32 + 8 * 5)
-        assert in_rows == load.plan.bytes(card).total
-    assert [use.size_bytes for use in rows if use.tier == "pinned"] == [load.pinned_bytes]
+        assert load.card_bytes[card] == plan.bytes(card).total + 4 * (32 + 8 * 5)
+        expected += [(card, "card", plan.bytes(card).card + plan.places_bytes), (card, "hot", plan.bytes(card).hot)]
+    expected.append((0, "pinned", load.pinned_bytes))
+    assert all(size for _, _, size in expected)
+    assert [(use.card, use.tier, use.size_bytes) for use in tables.engine.memory()] == expected
     tables.close()
     assert card_set.memory.held_bytes == (0, 0, 0)
     assert cards.free_bytes() == before
@@ -209,9 +196,8 @@ def counts_of(rows: np.ndarray) -> np.ndarray:
     return counts
 
 
-def hot_rows(tables: LoadedTables, name: str) -> list[int]:
-    plan = tables.engine.plan
-    places = Placer(plan).places(tables.engine.layout.index[name])
+def hot_rows(plan: CardPlan, name: str) -> list[int]:
+    places = Placer(plan).places(plan.layout.index[name])
     return np.flatnonzero(owners_of(places, plan.num_cards) == plan.num_cards).tolist()
 
 
@@ -219,26 +205,22 @@ def hot_rows(tables: LoadedTables, name: str) -> list[int]:
 def test_rows_with_most_lookups_are_hot(tmp_path, in_snapshot):
     """Counts of the snapshot take precedence over observed ones."""
     counts = {"int8": counts_of(WANTED)}
-    path = export_snapshot(
-        tmp_path,
-        SPEC,
-        rows={name: rows_of(rows) for name, rows in random_tables(SPEC, 1).items()},
-        dense={"weight": torch.zeros(1)},
-        access_counts=counts if in_snapshot else None,
-    )
+    path, _ = write_snapshot(tmp_path, SPEC, seed=1, access_counts=counts if in_snapshot else None)
     others = {"int8": counts_of(np.arange(6))}
     observed = others if in_snapshot else counts | {"int4": np.full(9, 7, np.uint32), "none": np.ones(5, np.uint32)}
     snapshot = Snapshot.open(path)
     tables = load(snapshot, CardSet(EmulatedCards(3), SIX_HOT_ROWS), observed=observed)
-    assert hot_rows(tables, "int8") == WANTED.tolist()
+    assert hot_rows(tables.engine.plan, "int8") == WANTED.tolist()
     assert in_snapshot or sum(split.hot_rows for split in tables.engine.plan.splits) == WANTED.size
     assert_stored(tables.engine, snapshot)
 
 
-def assert_nothing_held(
-    card_set: CardSet, memory: RowMemory, before: list[int], refused: pytest.ExceptionInfo[Exception]
-) -> None:
+@contextlib.contextmanager
+def refused_without_trace(card_set: CardSet, memory: RowMemory, error: type[Exception], match: str) -> Iterator[None]:
     """All is free again, even while the error is referenced, with every frame that it went through."""
+    before = card_set.cards.free_bytes()
+    with pytest.raises(error, match=match) as refused:
+        yield
     assert refused.tb is not None
     assert set(card_set.memory.held_bytes) == {0}
     assert memory.held_bytes == 0
@@ -246,9 +228,7 @@ def assert_nothing_held(
 
 
 def test_loading_called_off_at_any_step_frees_all(snapshot):
-    cards = EmulatedCards(2, deferred=True)
-    card_set, memory = CardSet(cards, CardOptions(**MIXED)), RowMemory()
-    before = cards.free_bytes()
+    card_set, memory = CardSet(EmulatedCards(2, deferred=True), CardOptions(**MIXED)), RowMemory()
     load = prepare(snapshot, card_set)
     steps: list[str] = []
     load.run(load.take(memory), lambda phase, done, total: steps.append(phase)).close()
@@ -261,9 +241,8 @@ def test_loading_called_off_at_any_step_frees_all(snapshot):
                 raise CalledOffError("called off")
 
         load = prepare(snapshot, card_set)
-        with pytest.raises(CalledOffError) as refused:
+        with refused_without_trace(card_set, memory, CalledOffError, "called off"):
             load.run(load.take(memory), call_off)
-        assert_nothing_held(card_set, memory, before, refused)
 
 
 @pytest.mark.parametrize("options", [MIXED, {}], ids=["mixed", "cards"])
@@ -277,10 +256,8 @@ def test_memory_that_was_allocated_meanwhile_is_an_error(snapshot, options, tier
         taken = cards.cards[1].allocate(cards.cards[1].free_bytes() - 1000)
     else:
         taken = cards.allocate_pinned(cards.space.free_bytes(None) - 30_000)
-    before = cards.free_bytes()
-    with pytest.raises(MemoryBudgetError, match="bytes wanted") as refused:
+    with refused_without_trace(card_set, memory, MemoryBudgetError, "bytes wanted"):
         load.run(claim)
-    assert_nothing_held(card_set, memory, before, refused)
     assert taken.size_bytes > 0
 
 
@@ -312,53 +289,28 @@ def test_damaged_rows_are_refused_by_file_and_row(tmp_path, options, damage: Cal
     if damage is plant_nan:
         damage(folder)
     snapshot = Snapshot.open(folder)
-    cards = EmulatedCards(2)
-    card_set, memory = CardSet(cards, CardOptions(**options)), RowMemory()
-    before = cards.free_bytes()
+    card_set, memory = CardSet(EmulatedCards(2), CardOptions(**options)), RowMemory()
     load = prepare(snapshot, card_set)
     if damage is not plant_nan:
         damage(folder)
-    with pytest.raises(SnapshotCorruptError, match=message) as refused:
+    with refused_without_trace(card_set, memory, SnapshotCorruptError, message):
         load.run(load.take(memory))
-    assert_nothing_held(card_set, memory, before, refused)
-
-
-def model_of(*tables: TableSpec) -> ModelSpec:
-    features = tuple(FeatureSpec(name=one.feature_names[0], side="candidate") for one in tables)
-    return ModelSpec(model="m", tables=tables, features=features, dense_model=DEFAULT_DENSE_MODEL)
-
-
-def table_of(name: str, rows: int, **more) -> TableSpec:
-    return TableSpec(name=name, num_embeddings=rows, embedding_dim=8, feature_names=(f"f.{name}",), **more)
-
-
-def load_partition(snapshot: Snapshot, partition: Partition, options: CardOptions) -> CardEngine:
-    card_set = CardSet(EmulatedCards(partition.num_cards), options)
-    one = CardTableLoad(snapshot, partition, "", card_set, upload_bytes=1 << 14)
-    engine = one.run(one.take(RowMemory())).engine
-    assert isinstance(engine, CardEngine)
-    return engine
-
-
-def pool_rows(engine: CardEngine, card: int, table: int, rows: np.ndarray) -> Pooled:
-    """Each row alone, asked of the kernel, past the checks that an engine makes before."""
-    (arena,) = (one for one in engine._arenas if one.group.first_table <= table < one.group.end_table)
-    run = Run(table - arena.group.first_table, [rows], "none")
-    return pool_bags(engine.card_set.cards, card, arena.params[card], arena.format, [run])
 
 
 @st.composite
 def models(draw: st.DrawFn) -> ModelSpec:
     return model_of(
-        *(
-            table_of(
-                f"t{number}",
-                draw(st.integers(1, 1500) | st.integers(4097, 9000)),
+        [
+            TableSpec(
+                name=f"t{number}",
+                num_embeddings=draw(st.integers(1, 1500) | st.integers(4097, 9000)),
+                embedding_dim=8,
+                feature_names=(f"f{number}",),
                 dtype=draw(st.sampled_from(DTYPES)),
                 bucketing=draw(st.sampled_from(["mixed", "hash", "range"])),
             )
             for number in range(draw(st.integers(1, 3)))
-        )
+        ]
     )
 
 
@@ -368,9 +320,11 @@ def test_rows_of_a_node_are_found_and_others_counted(spec, data):
     num_cards = data.draw(st.integers(1, 4))
     # Some of the buckets, all, or those of one card.
     first, last = data.draw(st.sampled_from([(-1, num_cards), (0, num_cards), (-1, 1), (0, 1), (-1, 0)]))
-    rows_bytes = sum(48 * one.num_embeddings for one in spec.tables)
+    num_rows = sum(table.num_embeddings for table in spec.tables)
+    rows_bytes = 48 * num_rows
     options = CardOptions(
-        card_memory_gb=(rows_bytes * data.draw(st.sampled_from([0.0, 0.2, 0.5, 3.0])) + (1 << 16)) / 1e9,
+        # Places take 4 bytes of each card, and up to 32 KB for the buckets of a table.
+        card_memory_gb=(rows_bytes * data.draw(st.sampled_from([0.0, 0.2, 0.5, 3.0])) + 4 * num_rows + 1e5) / 1e9,
         hot_gb=data.draw(st.sampled_from([0.0, rows_bytes / 20e9, rows_bytes / 1e9, None])),
         pinned_memory_gb=1.0,
     )
@@ -378,7 +332,7 @@ def test_rows_of_a_node_are_found_and_others_counted(spec, data):
         snapshot = Snapshot.open(write_snapshot(Path(folder), spec, seed=1, rows_per_file=4096)[0])
         layout_tables = Plan.make(spec).layout.tables
         cards = tuple(rng.integers(first, last, num_buckets(one)).astype(np.int16) for one in layout_tables)
-        engine = load_partition(snapshot, Partition(num_cards, cards), options)
+        engine = load_partition(snapshot, Partition(num_cards, cards), EmulatedCards(num_cards), options)
         card = data.draw(st.integers(0, num_cards - 1))
         for number, table in enumerate(layout_tables):
             codec = codec_for(table.dtype, table.embedding_dim)
@@ -388,111 +342,44 @@ def test_rows_of_a_node_are_found_and_others_counted(spec, data):
             for stored in (snapshot.read_rows(table.name, 0, table.num_embeddings), written):
                 if stored is written:
                     assert engine.write_rows(number, every, stored) == here.sum()
-                pooled = pool_rows(engine, card, number, rows)
+                # Each row alone, asked of the kernel, past the checks that an engine makes before.
+                (arena,) = (one for one in engine._arenas if one.group.first_table <= number < one.group.end_table)
+                run = Run(number - arena.group.first_table, [rows], "none")
+                pooled = pool_bags(engine.card_set.cards, card, arena.params[card], arena.format, [run])
                 expected = np.where(here[:, None], codec.decode(stored), 0)
                 np.testing.assert_allclose(pooled.out, expected[rows], rtol=1e-6, atol=1e-6)
                 assert (pooled.outside, pooled.not_here) == (0, np.count_nonzero(~here))
         engine.close()
 
 
-DELTA_SPEC = delta_spec(rows=700)
-MIXED_OPTIONS = CardOptions(card_memory_gb=24e-6, pinned_memory_gb=70e-6, hot_gb=2e-6)
 TIMEOUT_S = 30.0
 
 
-def versions(store: Path, count: int) -> list[tuple[Snapshot, ReferenceEngine]]:
-    made = []
-    for version in range(1, count + 1):
-        state = random_tables(DELTA_SPEC, version)
-        snapshot = export_state(store, DELTA_SPEC, state, version)
-        made.append((snapshot, ReferenceEngine(DELTA_SPEC, decoded_tables(DELTA_SPEC, state))))
-    return made
-
-
-def some_bags() -> KeyedBags:
-    return random_table_bags(np.random.default_rng(8), TableLayout.of(DELTA_SPEC), 30, 5, weighted=True)
-
-
-def node_of(num_cards: int) -> ShardNode:
-    return ShardNode(NodeIdentity(shard_index=0, num_shards=1, num_cards=num_cards, sharding="hash"))
-
-
-def test_a_retired_version_frees_all_its_memory(tmp_path, cards):
-    held = cards(3)
-    card_set = CardSet(held, MIXED_OPTIONS)
-    node, bags = node_of(3), some_bags()
-    before = held.free_bytes() if isinstance(held, EmulatedCards) else None
-    (first, first_rows), (second, second_rows) = versions(tmp_path, 2)
-    node.stage(MODEL, 1, load_version(first, card_set=card_set))
-    node.flip(MODEL, 1)
+def test_a_retired_version_frees_all_its_memory(written, cards):
+    snapshot, tables = written
+    made = cards(3)
+    card_set = CardSet(made, CardOptions(**MIXED))
+    node = ShardNode(NodeIdentity(shard_index=0, num_shards=1, num_cards=3, sharding="hash"))
+    bags = random_table_bags(np.random.default_rng(8), TableLayout.of(SPEC), 30, 5, weighted=True)
+    expected = ReferenceEngine(SPEC, decoded_tables(SPEC, tables)).pool(bags)
+    before = made.free_bytes() if isinstance(made, EmulatedCards) else None
+    node.stage(MODEL, 1, load_version(snapshot, card_set=card_set))
     one = card_set.memory.held_bytes
-    node.stage(MODEL, 2, load_version(second, card_set=card_set))
+    node.stage(MODEL, 2, load_version(snapshot, card_set=card_set))
     assert card_set.memory.held_bytes == tuple(2 * size for size in one)
-    assert_blocks_equal(node.pool(MODEL, 1, bags), first_rows.pool(bags), scale=20.0)
-    assert_blocks_equal(node.pool(MODEL, 2, bags), second_rows.pool(bags), scale=20.0)
-    node.flip(MODEL, 2)
+    for version in (1, 2):
+        assert_blocks_equal(node.pool(MODEL, version, bags), expected, scale=20.0)
     assert node.retire(MODEL, 1).retired.wait(TIMEOUT_S)
     assert card_set.memory.held_bytes == one
-    assert_blocks_equal(node.pool(MODEL, 2, bags), second_rows.pool(bags), scale=20.0)
+    assert_blocks_equal(node.pool(MODEL, 2, bags), expected, scale=20.0)
     assert node.retire(MODEL, 2).retired.wait(TIMEOUT_S)
     assert card_set.memory.held_bytes == (0, 0, 0)
-    if before is not None:
-        assert held.free_bytes() == before
-
-
-async def publish(under: NodeUnderTest, store: Path, version: int) -> Snapshot:
-    snapshot = Snapshot.open(write_snapshot(store, make_spec(), seed=version, version=version)[0])
-    await register(under.fleet, snapshot, clock=time.time)
-    return snapshot
-
-
-def test_an_agent_stages_flips_and_retires_on_cards(tmp_path):
-    async def main() -> None:
-        cards = EmulatedCards(3)
-        card_set = CardSet(cards, CardOptions(card_memory_gb=24e-6, pinned_memory_gb=1e-3, hot_gb=2e-6))
-        before = cards.free_bytes()
-        async with running_node(str(tmp_path / "registry"), tmp_path / "store", card_set) as under:
-            await publish(under, tmp_path / "store", 1)
-            await publish(under, tmp_path / "store", 2)
-            await under.want("films", hold=(1,), live=1)
-            await under.until("films", 1, "ready")
-            await under.want("films", hold=(1, 2))
-            report = await under.until("films", 2, "ready")
-            memory = [use for use in under.node.info().memory if use.version == 2]
-            assert {(use.card, use.tier) for use in memory} == {
-                *((card, tier) for card in range(3) for tier in ("card", "hot")),
-                (0, "pinned"),
-            }
-            assert report.memory_bytes == sum(use.size_bytes for use in memory)
-            layout = under.node.table_layout("films", 2)
-            bags = random_table_bags(np.random.default_rng(5), layout, 40, 5)
-            under.node.pool("films", 2, bags)
-            looked_up = {one.table: one for one in under.node.info().lookups if one.version == 2}
-            assert {one.tier for one in looked_up.values()} <= {"card"}
-            values = bags.values_per_key().tolist()
-            for key, count in zip(bags.keys.tolist(), values, strict=True):
-                assert looked_up[layout.tables[key].name].rows == count
-            await under.want("films", hold=(2,), live=2)
-            await under.until("films", 1, None)
-            assert card_set.memory.held_bytes == tuple(
-                sum(use.size_bytes for use in memory if use.card == card and use.tier in ("card", "hot"))
-                + finder_bytes_of(layout, 3)
-                for card in range(3)
-            )
-        assert card_set.memory.held_bytes == (0, 0, 0)
-        assert cards.free_bytes() == before
-
-    run(main())
-
-
-def finder_bytes_of(layout: TableLayout, num_cards: int) -> int:
-    """For each table its number of rows and first place, and where its rows begin at each owner."""
-    return len(layout.tables) * (32 + 8 * (num_cards + 2))
+    assert before is None or made.free_bytes() == before
 
 
 @given(inputs=plan_inputs(), piece_rows=st.integers(1, 700))
 def test_every_row_has_its_planned_owner_and_the_next_slot(inputs, piece_rows):
-    plan = make_plan(inputs)
+    plan = CardPlan.make(*inputs)
     placer = Placer(plan)
     for number, table in enumerate(plan.layout.tables):
         places = placer.places(number)
@@ -568,33 +455,42 @@ def test_row_numbers_near_2_to_the_32_are_placed():
         assert (owners_of(places[::2], 64) == (hot_owner(64) if is_hot else own)).all()
 
 
-def test_rows_looked_up_most_are_hot_in_the_next_version(tmp_path):
+def test_an_agent_places_a_version_by_the_lookups_before(tmp_path):
+    """And reports its memory by tier."""
+    hottest = [5, 300, 999]
+
     async def main() -> None:
-        hottest = [5, 300, 999]
-        options = CardOptions(card_memory_gb=1e-3, hot_gb=len(hottest) * 32 / 1e9)
-        card_set = CardSet(EmulatedCards(2), options)
+        cards = EmulatedCards(2)
+        card_set = CardSet(cards, CardOptions(card_memory_gb=24e-6, pinned_memory_gb=1e-3, hot_gb=3 * 32 / 1e9))
+        before = cards.free_bytes()
         async with running_node(str(tmp_path / "registry"), tmp_path / "store", card_set) as under:
             for version in (1, 2, 3):
-                await publish(under, tmp_path / "store", version)
+                await under.publish(version)
             await under.want("films", hold=(1,), live=1)
-            await under.until("films", 1, "ready")
-            await under.want("films", hold=(1, 2))
-            await under.until("films", 2, "ready")
-            assert hot_users(under, 2) != hottest  # no row was looked up by then
-            user = np.array([under.node.table_layout("films", 1).index["user"]], np.int32)
-            one = np.ones(1, np.int64)
-            bags = KeyedBags.from_lengths(user, one, np.array([9]), np.array(3 * hottest, np.int64))
+            await under.announced("films", 1, "ready")
+            await under.want("films", hold=(1, 3))
+            await under.announced("films", 3, "ready")
+            assert hot_users(under, 3) != hottest  # no row was looked up by then
+            bags = bags_of({under.node.table_layout("films", 1).index["user"]: [3 * hottest]})
             for _ in range(SAMPLE_EVERY):
                 under.node.pool("films", 1, bags)
-            await under.want("films", hold=(1, 3))
-            await under.until("films", 3, "ready")
-            assert hot_users(under, 3) == hottest
+            (looked_up,) = (one for one in under.node.info().lookups if one.rows)
+            assert (looked_up.table, looked_up.tier, looked_up.rows) == ("user", "card", 9 * SAMPLE_EVERY)
+            await under.want("films", hold=(1, 2))
+            report = await under.announced("films", 2, "ready")
+            assert hot_users(under, 2) == hottest
+            memory = [use for use in under.node.info().memory if use.version == 2]
+            tiers = {(card, tier) for card in range(2) for tier in ("card", "hot")} | {(0, "pinned")}
+            assert {(use.card, use.tier) for use in memory} == tiers
+            assert report.memory_bytes == sum(use.size_bytes for use in memory)
+            await under.want("films", hold=(2,), live=2)
+            await under.announced("films", 1, None)
+        assert card_set.memory.held_bytes == (0, 0)
+        assert cards.free_bytes() == before
 
     run(main())
 
 
 def hot_users(under: NodeUnderTest, version: int) -> list[int]:
     with under.node.generations.lease("films", version) as lease:
-        plan = lease.payload.engine.plan
-    places = Placer(plan).places(plan.layout.index["user"])
-    return np.flatnonzero(owners_of(places, 2) == 2).tolist()
+        return hot_rows(lease.payload.engine.plan, "user")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -11,87 +10,72 @@ import torch
 
 from loader.snapshot.reader import Snapshot
 from shard_node.bags import KeyedBags, TableLayout
-from shard_node.cuda.batch import (
-    BatchShapes,
-    BatchSize,
-    OutputRuns,
-    RunTable,
-    check_fits,
-    check_runs,
-)
+from shard_node.cuda.batch import BatchShapes, BatchSize, OutputRuns, RunTable, check_runs
 from shard_node.cuda.card_engine import CardEngine
 from shard_node.cuda.lane import Lane, Slot
 from shard_node.errors import InvalidBagsError, MemoryBudgetError
-from shardrank_testing.card_engines import CARD_ENGINES, REAL_ENGINES, OnCards, engine_params
-from shardrank_testing.emulated_cards import EmulatedCards
+from shardrank_testing.bags import bags_of
+from shardrank_testing.card_engines import OnCards, engine_params
 from shardrank_testing.output_runs import expected_output, feature_bags, runs_in_columns
 from shardrank_testing.snapshots import make_spec, write_snapshot
 from shardrank_testing.topologies import decoded_tables
 
 SPEC = make_spec()
+LAYOUT = TableLayout.of(SPEC)
+NUM_TABLES = len(LAYOUT.tables)
 TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 TOLERANCES = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 2e-2}
 BYTES = 0xA5
 """What an output is filled with before: elements that no bag is written to keep it."""
 
 
-@dataclass
-class Loaded:
-    """An engine and, by table in layout order, its float32 rows."""
-
-    engine: CardEngine
-    rows: list[np.ndarray]
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory) -> tuple[Snapshot, dict[str, np.ndarray]]:
+    path, tables = write_snapshot(tmp_path_factory.mktemp("store"), SPEC, seed=1, rows_per_file=256)
+    return Snapshot.open(path), decoded_tables(SPEC, tables)
 
 
 @pytest.fixture(scope="module")
-def stored(tmp_path_factory) -> tuple[Snapshot, list[np.ndarray]]:
-    path, tables = write_snapshot(tmp_path_factory.mktemp("store"), SPEC, seed=1, rows_per_file=256)
-    decoded = decoded_tables(SPEC, tables)
-    snapshot = Snapshot.open(path)
-    names = [table.name for table in sorted(SPEC.tables, key=lambda one: (one.embedding_dim, one.dtype))]
-    return snapshot, [decoded[name] for name in names]
+def rows(stored) -> list[np.ndarray]:
+    """Of each table in layout order, its float32 rows."""
+    return [stored[1][table.name] for table in LAYOUT.tables]
 
 
 @pytest.fixture(params=engine_params())
-def loaded(request, stored) -> Iterator[Loaded]:
+def engine(request, stored) -> Iterator[CardEngine]:
     engine = request.param.load(stored[0])
-    yield Loaded(engine, stored[1])
+    yield engine
     engine.close()
 
 
 @pytest.fixture
-def lane(loaded) -> Iterator[Lane]:
-    lane = loaded.engine.lane(len(loaded.engine.card_set.cards.cards) - 1)
+def emulated(stored) -> Iterator[CardEngine]:
+    engine = OnCards(2, "every tier").load(stored[0])
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def lane(engine) -> Iterator[Lane]:
+    lane = engine.lane(len(engine.card_set.cards.cards) - 1)
     yield lane
     lane.close()
 
 
-def fill_out(lane: Lane, slot: Slot) -> None:
-    view = lane.card.tensor(slot.out, 0, (slot.out.size_bytes,), torch.uint8)
-    lane.stream.synchronize()
-    with lane.card.torch_stream(lane.stream):
-        view.fill_(BYTES)
-
-
-def read_out(lane: Lane, slot: Slot, runs: OutputRuns) -> torch.Tensor:
-    """The output, on the host, as float64; NaN where it was not written to."""
-    lane.stream.synchronize()
-    out = lane.card.tensor(slot.out, 0, (runs.out_elements,), TORCH_DTYPES[runs.out_dtype]).cpu()
-    untouched = torch.full((out.element_size(),), BYTES, dtype=torch.uint8).view(out.dtype)
-    values = out.double()
-    values[out == untouched] = torch.nan
-    return values
-
-
 def check_batch(lane: Lane, slot: Slot, runs: OutputRuns, rows: list[np.ndarray], bags: KeyedBags) -> None:
     """Pool a batch: each bag is in its columns, and nothing else is written."""
-    fill_out(lane, slot)
+    out = lane.card.tensor(slot.out, 0, (runs.out_elements,), TORCH_DTYPES[runs.out_dtype])
+    lane.stream.synchronize()
+    with lane.card.torch_stream(lane.stream):
+        lane.card.tensor(slot.out, 0, (slot.out.size_bytes,), torch.uint8).fill_(BYTES)
     slot.fill(bags)
     lane.launch(slot.enqueue)
+    lane.stream.synchronize()
+    out = out.cpu()
+    values = out.double()
+    values[out == torch.full((out.element_size(),), BYTES, dtype=torch.uint8).view(out.dtype)] = torch.nan
     tolerance = TOLERANCES[runs.out_dtype]
-    np.testing.assert_allclose(
-        read_out(lane, slot, runs).numpy(), expected_output(rows, bags, runs), rtol=tolerance, atol=10 * tolerance
-    )
+    np.testing.assert_allclose(values.numpy(), expected_output(rows, bags, runs), rtol=tolerance, atol=10 * tolerance)
 
 
 FEATURES = {
@@ -103,62 +87,44 @@ FEATURES = {
 
 @pytest.mark.parametrize(("out_dtype", "weighted"), [("fp32", True), ("fp16", False), ("bf16", True)])
 @pytest.mark.parametrize("features", list(FEATURES))
-def test_bags_are_pooled_into_their_columns_only(loaded, lane, features, out_dtype, weighted):
+def test_bags_are_pooled_into_their_columns_only(engine, rows, lane, features, out_dtype, weighted):
     tables, modes = FEATURES[features]
     size = BatchSize(np.full(len(tables), 9), 120, weighted=weighted)
-    runs = runs_in_columns(loaded.engine.layout, tables, modes, size, out_dtype)
+    runs = runs_in_columns(LAYOUT, tables, modes, size, out_dtype)
     slot = lane.prepare(runs, size)
     rng = np.random.default_rng(7)
     for number in range(3):
         # The last batch of a slot with weights has none: they are all ones.
-        bags = feature_bags(rng, loaded.engine.layout, runs, size, weighted and number < 2)
-        check_batch(lane, slot, runs, loaded.rows, bags)
-    assert loaded.engine.counters() == (0, 0)
+        bags = feature_bags(rng, LAYOUT, runs, size, weighted and number < 2)
+        check_batch(lane, slot, runs, rows, bags)
+    assert engine.counters() == (0, 0)
 
 
-@pytest.mark.parametrize(
-    "cards", engine_params(tuple(cards for cards in CARD_ENGINES if cards.tiers == "peers"), REAL_ENGINES[:1])
-)
-def test_a_captured_batch_is_replayed_for_others(stored, cards):
-    engine = cards.load(stored[0])
+def test_a_captured_batch_is_replayed_for_others(rows, lane):
     tables, modes = FEATURES["shared tables"]
     size = BatchSize(np.full(len(tables), 30), 300, weighted=True)
-    runs = runs_in_columns(engine.layout, tables, modes, size)
-    lane = engine.lane(0)
+    runs = runs_in_columns(LAYOUT, tables, modes, size)
     slot = lane.prepare(runs, size)
     rng = np.random.default_rng(3)
     for weighted in (True, True, False, True):
-        check_batch(lane, slot, runs, stored[1], feature_bags(rng, engine.layout, runs, size, weighted))
+        check_batch(lane, slot, runs, rows, feature_bags(rng, LAYOUT, runs, size, weighted))
         if not slot.is_captured:
             slot.capture()
-    lane.close()
-    engine.close()
-
-
-def full_bags(num_keys: int, bags_per_key: int, hotness: int, weighted: bool = False) -> KeyedBags:
-    """The same number of bags, and of values in each, for every key."""
-    num_bags = num_keys * bags_per_key
-    weights = np.full(num_bags * hotness, 0.5, np.float32) if weighted else None
-    keys = np.arange(num_keys, dtype=np.int32)
-    return KeyedBags.from_lengths(
-        keys, np.full(num_keys, bags_per_key), np.full(num_bags, hotness), np.arange(num_bags * hotness) % 7, weights
-    )
 
 
 @pytest.mark.parametrize(("hotness", "weighted", "captured"), [(1, False, True), (20, False, False), (20, True, True)])
-def test_half_a_batch_sends_half_the_bytes(stored, hotness, weighted, captured):
-    engine = OnCards(2, "peers").load(stored[0])
-    cards = engine.card_set.cards
-    assert isinstance(cards, EmulatedCards)
+def test_half_a_batch_sends_half_the_bytes(emulated, rows, hotness, weighted, captured):
+    cards = emulated.card_set.cards
     bags_per_table = 800
     size = BatchSize(np.full(5, bags_per_table), 5 * bags_per_table * hotness, weighted)
-    runs = runs_in_columns(engine.layout, [0, 1, 2, 3, 4], ["sum"] * 5, size)
-    lane = engine.lane(0)
+    runs = runs_in_columns(LAYOUT, [0, 1, 2, 3, 4], ["sum"] * 5, size)
+    lane = emulated.lane(0)
     slot = lane.prepare(runs, size)
     sent, copies = [], []
     for number in (bags_per_table, bags_per_table // 2, bags_per_table // 4, 0):
         cards.bytes_up.clear()
-        check_batch(lane, slot, runs, stored[1], full_bags(5, number, hotness, weighted))
+        weights = np.full(5 * number * hotness, 0.5) if weighted else None
+        check_batch(lane, slot, runs, rows, bags_of({key: [[7] * hotness] * number for key in range(5)}, weights))
         sent.append(sum(cards.bytes_up))
         copies.append(len(cards.bytes_up))
         if captured and not slot.is_captured:
@@ -173,36 +139,27 @@ def test_half_a_batch_sends_half_the_bytes(stored, hotness, weighted, captured):
     # One copy, and a second one for weights, which values push apart.
     assert copies == ([1, 2, 2, 1] if weighted else [1, 1, 1, 1])
     lane.close()
-    engine.close()
 
 
-def test_lookups_of_a_shared_table_are_counted_together(loaded, lane):
+def test_lookups_of_a_shared_table_are_counted_together(engine, lane):
     size = BatchSize(np.array([2, 2, 2]), 20)
-    slot = lane.prepare(runs_in_columns(loaded.engine.layout, [1, 0, 1], ["sum", "none", "mean"], size), size)
-    keys = np.arange(3, dtype=np.int32)
-    slot.fill(KeyedBags.from_lengths(keys, np.array([1, 2, 1]), np.array([3, 1, 1, 4]), np.zeros(9, np.int64)))
-    assert [count.rows for count in loaded.engine.rows_looked_up()] == [2, 7, 0, 0, 0]
+    slot = lane.prepare(runs_in_columns(LAYOUT, [1, 0, 1], ["sum", "none", "mean"], size), size)
+    slot.fill(bags_of({0: [[0] * 3], 1: [[0], [0]], 2: [[0] * 4]}))
+    assert [count.rows for count in engine.rows_looked_up()] == [2, 7, 0, 0, 0]
 
 
-def test_refused_batches_and_errors_leave_the_slot_usable(loaded, lane):
-    layout = loaded.engine.layout
+def test_refused_batches_and_errors_leave_the_slot_usable(rows, lane):
     size = BatchSize(np.array([2, 2]), 20)
-    runs = runs_in_columns(layout, [2, 1], ["sum", "sum"], size)
+    runs = runs_in_columns(LAYOUT, [2, 1], ["sum", "sum"], size)
     slot = lane.prepare(runs, size)
-    keys, counts, table = np.arange(2, dtype=np.int32), np.array([1, 1]), layout.tables[1]
+    table = LAYOUT.tables[1]
+    beyond = table.num_embeddings
     for bags, message in (
-        (
-            KeyedBags.from_lengths(keys, counts, np.array([1, 1]), np.array([0, table.num_embeddings])),
-            rf"row {table.num_embeddings} \(value 1\) .* of table '{table.name}'",
-        ),
-        (
-            KeyedBags.from_lengths(keys[:1], counts[:1], np.array([1]), np.array([0])),
-            "the batch has 1 keys, there must be 2",
-        ),
-        (
-            KeyedBags.from_lengths(keys, counts, np.array([20, 1]), np.zeros(21, np.int64)),
-            "the batch has 21 values, but there is room for 20",
-        ),
+        (bags_of({0: [[0]], 1: [[beyond]]}), rf"row {beyond} \(value 1\) .* of table '{table.name}'"),
+        (bags_of({0: [[0]]}), "the batch has 1 keys, there must be 2"),
+        (bags_of({0: [[0] * 20], 1: [[0]]}), "the batch has 21 values, but there is room for 20"),
+        (bags_of({0: [[0]], 1: [[0]] * 3}), "key 1 has 3 bags, but there is room for 2"),
+        (bags_of({0: [[0]], 1: [[0]]}, [1, 1]), "the batch has weights, but there is no room for any"),
     ):
         with pytest.raises(InvalidBagsError, match=message):
             slot.fill(bags)
@@ -211,41 +168,32 @@ def test_refused_batches_and_errors_leave_the_slot_usable(loaded, lane):
         slot.enqueue()
         raise InterruptedError
 
-    slot.fill(feature_bags(np.random.default_rng(1), layout, runs, size))
+    slot.fill(feature_bags(np.random.default_rng(1), LAYOUT, runs, size))
     with pytest.raises(InterruptedError):
         lane.launch(fail)
-    check_batch(lane, slot, runs, loaded.rows, feature_bags(np.random.default_rng(2), layout, runs, size))
+    check_batch(lane, slot, runs, rows, feature_bags(np.random.default_rng(2), LAYOUT, runs, size))
     wrong = OutputRuns(np.array([9, 1]), runs.modes, runs.out_offsets, runs.out_strides, "fp32", runs.out_elements)
     with pytest.raises(InvalidBagsError, match=r"tables must be within 0\.\.4, got \[9, 1\]"):
         lane.prepare(wrong, size)
 
 
-def test_lanes_and_slots_free_all_their_memory(stored):
-    engine = OnCards(2, "every tier").load(stored[0])
-    cards = engine.card_set.cards
-    assert isinstance(cards, EmulatedCards)
-
+def test_lanes_and_slots_free_all_their_memory(emulated):
+    cards = emulated.card_set.cards
     before = cards.free_bytes()
-    lane = engine.lane(1)
+    lane = emulated.lane(1)
     size = BatchSize(np.full(5, 9), 120, weighted=True, extra_bytes=100)
-    runs = runs_in_columns(engine.layout, *FEATURES["each table"], size)
+    runs = runs_in_columns(LAYOUT, *FEATURES["each table"], size)
     slots = [lane.prepare(runs, size) for _ in range(3)]
-    slots[1].fill(feature_bags(np.random.default_rng(1), engine.layout, runs, size))
+    slots[1].fill(feature_bags(np.random.default_rng(1), LAYOUT, runs, size))
     lane.launch(slots[1].enqueue)
     in_use = cards.free_bytes()
     too_large = BatchSize(np.array([cards.cards[1].total_bytes // 16]), 20)
     with pytest.raises(MemoryBudgetError):
-        lane.prepare(runs_in_columns(engine.layout, [3], ["sum"], too_large), too_large)
+        lane.prepare(runs_in_columns(LAYOUT, [3], ["sum"], too_large), too_large)
     assert cards.free_bytes() == in_use
     for closing in (slots[1], slots[1], lane, lane):
         closing.close()
     assert cards.free_bytes() == before
-    engine.close()
-
-
-LAYOUT = TableLayout.of(make_spec())
-SHAPES = BatchShapes(LAYOUT)
-NUM_TABLES = len(LAYOUT.tables)
 
 
 def test_positions_beyond_32_bits_are_refused():
@@ -257,22 +205,6 @@ def test_positions_beyond_32_bits_are_refused():
     for num_bags, num_values in ((9, 2**31), (9, 2**32 - 1), (2**31 - 1, 9)):
         with pytest.raises(InvalidBagsError, match=f"a batch has at most {2**31 - 1} values and fewer bags"):
             check_runs(LAYOUT, runs, BatchSize(np.array([num_bags]), num_values))
-
-
-@pytest.mark.parametrize(
-    ("size", "message"),
-    [
-        (BatchSize(np.array([2, 1]), 2, True), "the batch has 3 values, but there is room for 2"),
-        (BatchSize(np.array([2, 0]), 9, True), "key 1 has 1 bags, but there is room for 0"),
-        (BatchSize(np.array([2, 1]), 9, False), "the batch has weights, but there is no room for any"),
-    ],
-)
-def test_a_batch_too_large_for_its_buffer_is_refused(size, message):
-    bags = KeyedBags.from_lengths(
-        np.array([0, 1], np.int32), np.array([2, 1]), np.array([1, 1, 1]), np.arange(3), np.ones(3, np.float32)
-    )
-    with pytest.raises(InvalidBagsError, match=message):
-        check_fits(bags, size)
 
 
 def runs_with(**changes) -> OutputRuns:
@@ -316,14 +248,11 @@ def test_a_key_may_have_several_runs():
         "out_offsets": np.array([0, 64, 128]),
         "out_strides": np.array([16, 16, 16]),
     }
-    table = RunTable(SHAPES, runs_with(**runs, keys=np.array([1, 0, 1])))
+    table = RunTable(BatchShapes(LAYOUT), runs_with(**runs, keys=np.array([1, 0, 1])))
     check_runs(LAYOUT, table.runs, size)
     assert table.tables.tolist() == [1, 0]
     assert [(keys.tolist(), tables.tolist()) for keys, tables in table.further] == [([False, True], [2])]
-    bags = KeyedBags.from_lengths(
-        np.array([0, 1], np.int32), np.array([1, 2]), np.array([1, 0, 2]), np.array([5, 6, 7])
-    )
-    assert table.spans(bags)[0].tolist() == [1, 0, 1]
+    assert table.spans(bags_of({0: [[5]], 1: [[], [6, 7]]}))[0].tolist() == [1, 0, 1]
     for keys, message in (
         (np.array([1, 2, 1]), r"keys must be within 0\.\.1"),
         (np.array([1, 1, 1]), "keys must name each of the 2 keys"),

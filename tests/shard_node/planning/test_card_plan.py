@@ -1,4 +1,4 @@
-"""Card plans: within their budgets, as full as these allow, and the hottest rows nearest."""
+"""Card plans: within their budgets, as full as these allow, the hottest rows nearest; and evenly dealt buckets."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from shard_node.cuda.places import Placer
 from shard_node.errors import InvalidBagsError, MemoryBudgetError
 from shard_node.partition import Partition
 from shard_node.planning import card_plan
+from shard_node.planning.balance import Owners, deal
 from shard_node.planning.card_plan import CARD, HOST, HOT, CardBudget, CardPlan, TableSplit
-from shard_node.planning.hotness import Head, Hotness, PartOfRanks, RankedRows, power_law_sums, ranked_share
+from shard_node.planning.hotness import Head, Hotness, PartOfRanks, RankedRows, ranked_share
 from shardrank_testing.card_plans import (
     hotnesses,
     layout_of,
     layouts,
-    make_plan,
     one_table_layout,
     places_bytes,
     plan_inputs,
@@ -46,7 +46,7 @@ def one_table_plan(rows, card_rows, pinned_rows, *, num_cards=1, counts=None, **
 def test_budgets_are_used_up_and_never_exceeded(inputs):
     """Cards are filled to the last row before pinned memory is used."""
     layout, partition, budget, hotness = inputs
-    plan = make_plan(inputs)
+    plan = CardPlan.make(*inputs)
     largest = max(strides(layout))
     for card, card_bytes in enumerate(budget.card_bytes):
         assert plan.bytes(card).total <= card_bytes
@@ -61,13 +61,13 @@ def test_budgets_are_used_up_and_never_exceeded(inputs):
     total = sum(table.num_embeddings * stride for table, stride in zip(layout.tables, strides(layout), strict=True))
     enough = CardBudget((places_bytes(layout) + total,) * partition.num_cards, 0)
     assert CardPlan.make(layout, partition, enough, hotness).pinned_bytes == 0
-    again = make_plan(inputs)
+    again = CardPlan.make(*inputs)
     np.testing.assert_array_equal(again.tier_rows, plan.tier_rows)
 
 
 @given(inputs=plan_inputs())
 def test_no_row_is_in_a_nearer_tier_than_a_hotter_one(inputs):
-    plan = make_plan(inputs)
+    plan = CardPlan.make(*inputs)
     lookups_per_byte = np.concatenate(
         [
             rows.lookups[rows.levels(0, table.num_embeddings)] / stride
@@ -92,19 +92,6 @@ def test_no_row_is_in_a_nearer_tier_than_a_hotter_one(inputs):
     for one in range(plan.num_cards):
         of_card = here & (card == one)
         assert coldest(of_card & (tier == CARD)) >= hottest(of_card & (tier > CARD))
-
-
-def test_rows_are_hot_then_on_their_card_then_pinned():
-    counts = np.random.default_rng(0).permutation(60).astype(np.uint32)
-    plan = one_table_plan(60, 12, 40, num_cards=2, counts=counts, hot_bytes=4 * ROW)
-    owners = owners_of(Placer(plan).places(0), 2)
-    assert plan.splits == (TableSplit(4, 16, 40),)
-    assert sorted(counts[owners == 2]) == [56, 57, 58, 59]
-    for card in range(2):
-        own = counts[(np.arange(60) % 2 == card) & (counts < 56)]
-        assert sorted(counts[owners == card]) == sorted(own)[-8:]
-    assert (owners < 3).sum() == 20
-    assert (owners == 3).sum() == 40
 
 
 @pytest.mark.parametrize(
@@ -137,38 +124,10 @@ def test_copies_drive_no_row_off_the_cards(monkeypatch):
     assert plan.bytes(0).total > budget.card_bytes[0] - 3 * ROW
 
 
-def test_tables_with_more_lookups_per_byte_are_nearer():
-    def table(name, rows, dim, features=1):
-        names = tuple(f"{name}.{number}" for number in range(features))
-        return TableSpec(name=name, num_embeddings=rows, embedding_dim=dim, feature_names=names)
-
-    layout = layout_of([table("wide", 100, 120), table("small", 100, 8), table("shared", 300, 8, 5)])
-    # Only one of them is divided, and has places.
-    budget = CardBudget((4 * 100 + 350 * ROW,), 1000 * ROW)
-    plan = CardPlan.make(layout, round_robin(layout, 1), budget, Hotness())
-    of = {one.name: split for one, split in zip(layout.tables, plan.splits, strict=True)}
-    assert of == {
-        "shared": TableSplit(0, 300, 0),
-        "small": TableSplit(0, 50, 50),
-        "wide": TableSplit(0, 0, 100),
-    }
-    plan = CardPlan.make(layout, round_robin(layout, 1), budget, Hotness(lookups_per_sample={"wide": 1000.0}))
-    assert plan.splits[layout.index["wide"]] == TableSplit(0, 43, 57)
-
-
-def test_two_billion_rows_are_planned_without_reading_one():
-    layout = one_table_layout(2_000_000_000, 128)
-    budget = CardBudget((50 * 10**9,) * 8, 0)
-    plan = CardPlan.make(layout, round_robin(layout, 8), budget, Hotness(zipf=1.05))
-    assert plan.tier_rows.sum() == 2_000_000_000
-    for card in range(8):
-        assert 50 * 10**9 - 4 * 144 < plan.bytes(card).total <= 50 * 10**9
-
-
 @given(inputs=plan_inputs())
 def test_a_plan_with_less_pinned_memory_is_refused(inputs):
     layout, partition, budget, hotness = inputs
-    plan = make_plan(inputs)
+    plan = CardPlan.make(*inputs)
     exact = replace(budget, pinned_bytes=plan.pinned_bytes)
     np.testing.assert_array_equal(CardPlan.make(layout, partition, exact, hotness).tier_rows, plan.tier_rows)
     assume(plan.pinned_bytes)
@@ -272,13 +231,6 @@ def test_levels_of_a_power_law_hold_all_lookups(rows, exponent):
     np.testing.assert_allclose(np.bincount(levels, weights=lookups), 7 * share, rtol=1e-6)
 
 
-@pytest.mark.parametrize("exponent", [0.0, 0.5, 1.0, 1.05, 2.0])
-def test_power_law_sums_are_the_sums(exponent):
-    ranks = np.array([0, 1, 2, 4095, 4096, 4097, 10_000, 300_000])
-    exact = np.concatenate([[0.0], np.cumsum(np.arange(1, 300_001, dtype=np.float64) ** -exponent)])
-    np.testing.assert_allclose(power_law_sums(ranks, exponent), exact[ranks], rtol=1e-9)
-
-
 @pytest.mark.parametrize("head", [None, Head(1200, 0.7), Head(900, 0.7)])
 @pytest.mark.parametrize("zipf", [0.0, 1.05])
 def test_rows_of_a_part_rank_after_hotter_parts(zipf, head):
@@ -323,3 +275,80 @@ def test_numbers_that_are_no_amounts_are_refused(value):
         Hotness(lookups_per_sample={"items": value}).of(layout)
     with pytest.raises(InvalidBagsError, match=r"table 'items': zipf is .*; it must be a finite number"):
         Hotness(zipf=value).of(layout)
+
+
+buckets = st.lists(st.tuples(st.floats(0, 1e6), st.integers(0, 1000)), min_size=1, max_size=64)
+
+
+@given(
+    tables=st.lists(buckets, min_size=1, max_size=4),
+    num_owners=st.integers(1, 9),
+    even=st.sampled_from(["load", "bytes"]),
+)
+def test_every_bucket_has_one_owner(tables, num_owners, even):
+    loads = [np.array([load for load, _ in table]) for table in tables]
+    sizes = [np.array([size for _, size in table], np.int64) for table in tables]
+    owners = Owners.empty([10**9] * num_owners)
+    given_to = deal(loads, sizes, owners, even=even)
+    assert [one.size for one in given_to] == [one.size for one in loads]
+    assert all((one >= 0).all() and (one < num_owners).all() for one in given_to)
+    used = np.zeros(num_owners, np.int64)
+    for owner, size in zip(given_to, sizes, strict=True):
+        used += np.bincount(owner, size, num_owners).astype(np.int64)
+    assert owners.used.tolist() == used.tolist()
+    assert owners.free.tolist() == (10**9 - used).tolist()
+    again = deal(loads, sizes, Owners.empty([10**9] * num_owners), even=even)
+    assert all((one == other).all() for one, other in zip(given_to, again, strict=True))
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    num_owners=st.integers(1, 40),
+    num_tables=st.integers(1, 5),
+    count=st.sampled_from([256, 4096]),
+)
+def test_no_owner_exceeds_the_mean_by_more_than_one_bucket(seed, num_owners, num_tables, count):
+    rng = np.random.default_rng(seed)
+    loads = [rng.pareto(1.05, count) * rng.random() for _ in range(num_tables)]
+    sizes = [np.full(count, int(rng.integers(1, 10_000)), np.int64) for _ in range(num_tables)]
+    owners = Owners.empty([1 << 60] * num_owners)
+    deal(loads, sizes, owners)
+    largest = max(float(one.max()) for one in loads)
+    assert owners.load.max() <= owners.load.mean() + largest
+
+
+def test_many_tables_are_even_in_load_and_bytes():
+    rng = np.random.default_rng(1)
+    loads, sizes = [], []
+    for _ in range(200):
+        load = rng.pareto(1.05, 4096)
+        loads.append(load * (rng.random() / load.sum()))
+        sizes.append(np.full(4096, int(rng.integers(1, 5000)) * 144, np.int64))
+    owners = Owners.empty([int(sum(size.sum() for size in sizes) / 32 * 1.05)] * 32)
+    deal(loads, sizes, owners)
+    assert owners.load.max() <= 1.01 * owners.load.mean()
+    assert owners.free.min() >= 0
+    # Bytes are even where that is asked for, though one bucket has most of the load.
+    loads = np.ones(256)
+    loads[7] = 1e6
+    owners = Owners.empty([1 << 40] * 8)
+    deal([loads], [np.full(256, 100, np.int64)], owners, even="bytes")
+    assert owners.used.tolist() == [3200] * 8
+    # What owners have already counts.
+    owners = Owners.empty([1 << 40] * 2)
+    owners.give(0, 100.0, 0)
+    deal([np.ones(256)], [np.ones(256, np.int64)], owners)
+    assert owners.load.tolist() == [178.0, 178.0]
+
+
+def test_buckets_without_rows_have_an_owner_that_has_rows():
+    sizes = np.array([5, 5, 5, 0, 0], np.int64)
+    (owner,) = deal([np.zeros(5)], [sizes], Owners.empty([5, 5, 5]))
+    assert sorted(owner[:3].tolist()) == [0, 1, 2]
+    assert owner[3] == owner[4] == owner[2]
+
+
+@pytest.mark.parametrize("loads", [np.zeros(4), np.full(4, 10.0)])
+def test_what_does_not_fit_is_refused(loads):
+    with pytest.raises(MemoryBudgetError, match="left over"):
+        deal([loads], [np.full(4, 10, np.int64)], Owners.empty([15, 15, 9]))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import time
 
 import numpy as np
 import pytest
@@ -23,14 +21,11 @@ from shard_node.wire.frame import FrameType, pack_header
 from shard_node.wire.messages import encode_answer, encode_error, encode_info
 from shard_node.wire.server import ServerLimits
 from shardrank_testing.nodes import (
-    EVERY_PLACE,
     SLOW_ROW,
     Gate,
-    RawPeer,
     connected,
     expected_films,
     in_every_place,
-    node_process,
     on_every_loop,
     pool_films,
     serving,
@@ -41,51 +36,26 @@ BY_THREADS = ServerLimits(max_inline_bytes=0)
 EXPECTED = expected_films([7])
 
 
-def with_script(place, folder, script, scenario, **options):
-    """Run a scenario with a client of a node that runs the script on each connection."""
-
-    async def main():
-        async def connection(reader, writer) -> None:
-            peer = RawPeer(reader, writer)
-            peers.append(peer)
-            await script(peer)
-
-        peers: list[RawPeer] = []
-        address = place.address(folder)
-        async with await asyncio.start_unix_server(connection, address.path), connected(address, **options) as client:
-            result = await scenario(client)
-            for peer in peers:
-                await peer.close()
-            return result
-
-    return place.run(main())
-
-
 @on_every_loop
-def test_a_deadline_ends_a_call_and_drops_the_late_answer(place, tmp_path):
+async def test_a_deadline_ends_a_call_and_drops_the_late_answer(place, tmp_path):
     gate = Gate()
-
-    async def scenario(server, client):
+    async with place.client(tmp_path, gate.node, BY_THREADS) as (server, client):
         with pytest.raises(DeadlineExceededError, match="before the answer came"):
             await pool_films(client, [SLOW_ROW], timeout_s=0.05)
         await gate.wait_entered()
         assert client.in_flight == 0
         gate.opened.set()
-        answer = await pool_films(client, [7], timeout_s=float("inf"))
+        np.testing.assert_array_equal(await pool_films(client, [7], timeout_s=float("inf")), EXPECTED)
         assert server.num_connections == 1
         with pytest.raises(DeadlineExceededError, match="before sending"):
             await pool_films(client, [7], timeout_s=-1)
-        return answer
-
-    np.testing.assert_array_equal(place.with_client(tmp_path, scenario, gate.node, BY_THREADS), EXPECTED)
 
 
 @on_every_loop
-def test_a_cancelled_call_leaves_the_connection_in_use(place, tmp_path):
+async def test_a_cancelled_call_leaves_the_connection_in_use(place, tmp_path):
     """Whether it is cancelled while connecting or while it waits for the answer."""
     gate = Gate()
-
-    async def scenario(server, client):
+    async with place.client(tmp_path, gate.node, BY_THREADS) as (server, client):
         calls = [asyncio.create_task(pool_films(client, [7])) for _ in range(3)]
         await asyncio.sleep(0)
         calls[0].cancel()
@@ -100,87 +70,54 @@ def test_a_cancelled_call_leaves_the_connection_in_use(place, tmp_path):
         gate.opened.set()
         answers.append(await pool_films(client, [7]))
         assert server.num_connections == 1
-        return answers
-
-    for answer in place.with_client(tmp_path, scenario, gate.node, BY_THREADS):
+    for answer in answers:
         np.testing.assert_array_equal(answer, EXPECTED)
 
 
-def test_a_killed_node_fails_its_calls_until_it_is_back(tmp_path):
-    """A hundred calls are in flight: each is answered or fails as unavailable, none hangs."""
-    place = EVERY_PLACE[2]
-
-    async def main():
-        with node_process(place.address(tmp_path)) as (process, bound):
-            async with connected(bound) as client:
-                await pool_films(client, [7])
-                process.kill()
-                outcomes = await asyncio.gather(*(pool_films(client, [7]) for _ in range(100)), return_exceptions=True)
-                assert {type(outcome) for outcome in outcomes} <= {np.ndarray, NodeUnavailableError}
-                await asyncio.to_thread(process.wait)
-                with pytest.raises(NodeUnavailableError):
-                    await pool_films(client, [7])
-                with node_process(bound):
-                    back_at = time.monotonic()
-                    while True:
-                        with contextlib.suppress(NodeUnavailableError):
-                            return await pool_films(client, [7]), time.monotonic() - back_at
-                        await asyncio.sleep(0.01)
-
-    answer, resumed_after_s = place.run(main())
-    np.testing.assert_array_equal(answer, EXPECTED)
-    assert resumed_after_s < 5
-
-
 @in_every_place
-def test_a_closing_server_fails_what_is_in_flight(place, tmp_path):
+async def test_a_closing_server_fails_what_is_in_flight(place, tmp_path):
     gate = Gate()
-
-    async def scenario(server, client):
-        call = asyncio.create_task(pool_films(client, [SLOW_ROW]))
+    async with place.client(tmp_path, gate.node, BY_THREADS) as (server, client):
+        calls = [asyncio.create_task(pool_films(client, [row])) for row in (SLOW_ROW, *range(100))]
         await gate.wait_entered()
         closing = asyncio.create_task(server.close())
         with pytest.raises(NodeUnavailableError, match="connection lost before the answer came"):
-            await call
+            await calls[0]
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        assert {type(outcome) for outcome in outcomes} <= {np.ndarray, NodeUnavailableError}
         gate.opened.set()
         await closing
 
-    place.with_client(tmp_path, scenario, gate.node, BY_THREADS)
-
 
 @on_every_loop
-def test_while_a_node_is_away_calls_fail_and_pauses_double(place, tmp_path):
+async def test_while_a_node_is_away_calls_fail_and_pauses_double(place, tmp_path):
     pauses = []
+    nine, back = asyncio.Event(), asyncio.Event()
 
-    async def main():
-        nine, back = asyncio.Event(), asyncio.Event()
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 9:
+            nine.set()
+            await back.wait()
 
-        async def sleep(seconds: float) -> None:
-            pauses.append(seconds)
-            if len(pauses) == 9:
-                nine.set()
-                await back.wait()
-
-        async with connected(place.address(tmp_path), sleep=sleep) as client:
-            assert client.available
-            with pytest.raises(NodeUnavailableError, match="No such file"):
-                await pool_films(client, [7])
-            await nine.wait()
-            assert not client.available
-            with pytest.raises(NodeUnavailableError, match="No such file"):
-                await pool_films(client, [7])
-            async with serving(client.address):
-                back.set()
-                await until(lambda: client.available)
-                assert client.connections == 1
-                return await pool_films(client, [7])
-
-    np.testing.assert_array_equal(place.run(main()), EXPECTED)
+    async with connected(place.address(tmp_path), sleep=sleep) as client:
+        assert client.available
+        with pytest.raises(NodeUnavailableError, match="No such file"):
+            await pool_films(client, [7])
+        await nine.wait()
+        assert not client.available
+        with pytest.raises(NodeUnavailableError, match="No such file"):
+            await pool_films(client, [7])
+        async with serving(client.address):
+            back.set()
+            await until(lambda: client.available)
+            assert client.connections == 1
+            np.testing.assert_array_equal(await pool_films(client, [7]), EXPECTED)
     assert pauses == [0.02, 0.04, 0.08, 0.16, 0.32, 0.5, 0.5, 0.5, 0.5]
 
 
 @on_every_loop
-def test_a_connection_ended_by_the_node_is_made_again(place, tmp_path):
+async def test_a_connection_ended_by_the_node_is_made_again(place, tmp_path):
     """Answers to requests that were never sent are ignored."""
 
     async def script(peer) -> None:
@@ -189,14 +126,11 @@ def test_a_connection_ended_by_the_node_is_made_again(place, tmp_path):
             peer.write(*encode_answer(number, Answer([np.zeros((1, 4), np.float32), EXPECTED])))
         await peer.close()
 
-    async def scenario(client):
+    async with place.script(tmp_path, script) as client:
         await pool_films(client, [7])
         await until(lambda: not client.available)
-        answer = await pool_films(client, [7])
+        np.testing.assert_array_equal(await pool_films(client, [7]), EXPECTED)
         assert client.connections == 2
-        return answer
-
-    np.testing.assert_array_equal(with_script(place, tmp_path, script, scenario), EXPECTED)
 
 
 @on_every_loop
@@ -213,29 +147,27 @@ def test_a_connection_ended_by_the_node_is_made_again(place, tmp_path):
         (b"SHRK\x02" + b"".join(encode_error(1, WireError("only 2 is spoken")))[5:], WireError, "only 2 is spoken"),
     ],
 )
-def test_nonsense_from_a_node_is_a_typed_error(place, answer, error, message, tmp_path):
+async def test_nonsense_from_a_node_is_a_typed_error(place, answer, error, message, tmp_path):
     async def script(peer) -> None:
         await peer.read_frame()
         peer.write(answer)
         await peer.reader.read()
 
-    async def scenario(client):
+    async with place.script(tmp_path, script) as client:
         with pytest.raises(error, match=message) as caught:
             await pool_films(client, [7])
         assert type(caught.value) is error
 
-    with_script(place, tmp_path, script, scenario)
-
 
 @on_every_loop
-def test_a_node_that_does_not_read_makes_new_calls_wait(place, tmp_path):
+async def test_a_node_that_does_not_read_makes_new_calls_wait(place, tmp_path):
     """Memory does not grow."""
     big = [[1]] * 100_000
 
     async def script(peer) -> None:
         peer.writer.transport.pause_reading()
 
-    async def scenario(client):
+    async with place.script(tmp_path, script, limits=ClientLimits(max_unsent_bytes=4096)) as client:
         first = asyncio.create_task(pool_films(client, *big))
         await until(lambda: client._connection is not None)
         await until(lambda: client._connection._writable is not None)
@@ -245,14 +177,13 @@ def test_a_node_that_does_not_read_makes_new_calls_wait(place, tmp_path):
         with pytest.raises(NodeUnavailableError):
             await first
 
-    with_script(place, tmp_path, script, scenario, limits=ClientLimits(max_unsent_bytes=4096))
-
 
 @on_every_loop
-def test_a_client_refuses_what_is_over_its_limits(place, tmp_path):
+async def test_a_client_refuses_what_is_over_its_limits(place, tmp_path):
     gate = Gate()
 
-    async def scenario(server, client):
+    limits = ClientLimits(max_in_flight=1, max_frame_bytes=1024)
+    async with place.client(tmp_path, gate.node, BY_THREADS, limits=limits) as (_, client):
         with pytest.raises(FrameTooLargeError, match=r"request has \d+ bytes, at most 1024 are sent"):
             await pool_films(client, range(400))
         call = asyncio.create_task(pool_films(client, [SLOW_ROW]))
@@ -262,16 +193,12 @@ def test_a_client_refuses_what_is_over_its_limits(place, tmp_path):
         gate.opened.set()
         await call
 
-    limits = ClientLimits(max_in_flight=1, max_frame_bytes=1024)
-    place.with_client(tmp_path, scenario, gate.node, BY_THREADS, limits=limits)
-
 
 @on_every_loop
-def test_a_closed_client_fails_its_calls(place, tmp_path):
+async def test_a_closed_client_fails_its_calls(place, tmp_path):
     """Whether they connect or wait for an answer; it can be closed twice, and leaves no connection."""
     gate = Gate()
-
-    async def scenario(server, client):
+    async with place.client(tmp_path, gate.node, BY_THREADS) as (server, client):
         call = asyncio.create_task(pool_films(client, [SLOW_ROW]))
         await gate.wait_entered()
         connecting = ShardClient(server.addresses[0])
@@ -289,5 +216,3 @@ def test_a_closed_client_fails_its_calls(place, tmp_path):
         await client.close()
         gate.opened.set()
         await until(lambda: not server.num_connections)
-
-    place.with_client(tmp_path, scenario, gate.node, BY_THREADS)

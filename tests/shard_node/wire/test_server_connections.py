@@ -7,7 +7,6 @@ import os
 import socket
 import stat
 import struct
-import threading
 
 import numpy as np
 import pytest
@@ -25,7 +24,7 @@ from shardrank_testing.nodes import (
     NEVER_S,
     SLOW_ROW,
     VERSION,
-    HookedEngine,
+    Gate,
     RawPeer,
     connected,
     expected_films,
@@ -33,6 +32,7 @@ from shardrank_testing.nodes import (
     in_every_place,
     on_every_loop,
     pool_films,
+    raw_peer,
     serving,
     small_node,
     until,
@@ -48,19 +48,15 @@ async def assert_serves(peer: RawPeer) -> None:
 
 @in_every_place
 @pytest.mark.parametrize("sent", [1, 24, len(REQUEST) - 1])
-def test_a_half_sent_frame_is_closed_and_an_idle_connection_not(place, sent, tmp_path):
-    async def scenario(server, idle):
+async def test_a_half_sent_frame_is_closed_and_an_idle_connection_not(place, sent, tmp_path):
+    async with place.peer(tmp_path, None, ServerLimits(receive_timeout_ms=30)) as (server, idle):
         await assert_serves(idle)
-        stalled = await RawPeer.connect(server.addresses[0])
-        await assert_serves(stalled)
-        stalled.write(REQUEST[:sent])
-        error = await stalled.read_frame()
-        assert await stalled.read_end() == b""
-        await stalled.close()
+        async with raw_peer(server.addresses[0]) as stalled:
+            await assert_serves(stalled)
+            stalled.write(REQUEST[:sent])
+            error = await stalled.read_frame()
+            assert await stalled.read_end() == b""
         await assert_serves(idle)
-        return error
-
-    error = place.with_peer(tmp_path, scenario, None, ServerLimits(receive_timeout_ms=30))
     assert error.header.request_id == (1 if sent >= 24 else 0)
     assert "not whole 30 ms after its first byte" in str(decode_error(error))
 
@@ -78,20 +74,16 @@ TOO_LARGE = pack_header(FrameType.POOL, 78, 2**32 - 1)
         (TOO_LARGE + b"x" * 100_000, 78, FrameTooLargeError, "frame has 4294967319 bytes, at most 67108864"),
     ],
 )
-def test_a_broken_stream_gets_an_error_and_is_closed(place, sent, request_id, kind, message, tmp_path):
+async def test_a_broken_stream_gets_an_error_and_is_closed(place, sent, request_id, kind, message, tmp_path):
     """Requests before what is broken are answered."""
 
-    async def scenario(server, good):
-        bad = await RawPeer.connect(server.addresses[0])
-        bad.write(REQUEST * 3 + sent)
-        assert [(await bad.read_frame()).header.frame_type for _ in range(3)] == [FrameType.POOLED] * 3
-        frame = await bad.read_frame()
-        assert await bad.read_end() == b""
-        await bad.close()
+    async with place.peer(tmp_path) as (server, good):
+        async with raw_peer(server.addresses[0]) as bad:
+            bad.write(REQUEST * 3 + sent)
+            assert [(await bad.read_frame()).header.frame_type for _ in range(3)] == [FrameType.POOLED] * 3
+            frame = await bad.read_frame()
+            assert await bad.read_end() == b""
         await assert_serves(good)
-        return frame
-
-    frame = place.with_peer(tmp_path, scenario)
     error = decode_error(frame)
     assert frame.header.request_id == request_id
     assert type(error) is kind
@@ -101,181 +93,123 @@ def test_a_broken_stream_gets_an_error_and_is_closed(place, sent, request_id, ki
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(junk=st.one_of(st.binary(max_size=300), st.binary(max_size=200).map(lambda tail: b"SHRK\1\0\1\0" + tail)))
 def test_arbitrary_bytes_never_disturb_the_server(junk, tmp_path, caplog):
-    async def scenario(server, peer):
-        peer.write(junk)
-        peer.writer.write_eof()
-        await peer.read_end()
-        other = await RawPeer.connect(server.addresses[0])
-        await assert_serves(other)
-        await other.close()
+    async def main():
+        async with place.peer(tmp_path, None, ServerLimits(receive_timeout_ms=20)) as (server, peer):
+            peer.write(junk)
+            peer.writer.write_eof()
+            await peer.read_end()
+            async with raw_peer(server.addresses[0]) as other:
+                await assert_serves(other)
 
     caplog.clear()
-    EVERY_PLACE[3].with_peer(tmp_path, scenario, None, ServerLimits(receive_timeout_ms=20))
+    place = EVERY_PLACE[3]
+    place.run(main())
     assert [record for record in caplog.records if record.exc_info] == []
 
 
 @on_every_loop
-def test_a_peer_that_does_not_read_is_not_read_from(place, tmp_path):
+async def test_a_peer_that_does_not_read_is_not_read_from(place, tmp_path):
     """And loses nothing."""
     unsent, answer_bytes, num_requests = 64 << 10, 16_000, 400
     bags = film_bags([7], *[[]] * (answer_bytes // 32))
 
-    async def scenario(server, peer):
+    limits = ServerLimits(max_unsent_bytes=unsent, max_inline_bytes=1 << 20)
+    async with place.peer(tmp_path, None, limits) as (server, peer):
         for number in range(num_requests):
             peer.write(*encode_pool(number + 1, 0, MODEL, VERSION, bags))
         await until(lambda: any(connection.is_reading_held for connection in server._connections))
         (connection,) = server._connections
         unsent_bytes = connection._transport.get_write_buffer_size()
-        return unsent_bytes, [(await peer.read_frame()).header.request_id for _ in range(num_requests)]
-
-    limits = ServerLimits(max_unsent_bytes=unsent, max_inline_bytes=1 << 20)
-    unsent_bytes, ids = place.with_peer(tmp_path, scenario, None, limits)
+        ids = [(await peer.read_frame()).header.request_id for _ in range(num_requests)]
     assert unsent < unsent_bytes < unsent + 2 * answer_bytes
     assert ids == list(range(1, num_requests + 1))
 
 
 @on_every_loop
-def test_a_peer_that_never_reads_is_cut_off(place, tmp_path):
+async def test_a_peer_that_never_reads_is_cut_off(place, tmp_path):
     limits = ServerLimits(max_unsent_bytes=1024, max_inline_bytes=1 << 20, send_timeout_ms=30)
     request = b"".join(encode_pool(1, 0, MODEL, VERSION, film_bags(*[[]] * 5000)))
 
-    async def main():
-        async with serving(place.address(tmp_path), None, limits) as server:
-            loop = asyncio.get_running_loop()
-            with socket.socket(socket.AF_UNIX) as peer:
-                peer.connect(server.addresses[0].path)
-                peer.setblocking(False)
-                # Ends with an error when the server hangs up, having read only some of it.
-                with pytest.raises((BrokenPipeError, ConnectionResetError)):
-                    await loop.sock_sendall(peer, request * 200)
-            await until(lambda: not server.num_connections)
-
-    place.run(main())
+    async with serving(place.address(tmp_path), None, limits) as server:
+        loop = asyncio.get_running_loop()
+        with socket.socket(socket.AF_UNIX) as peer:
+            peer.connect(server.addresses[0].path)
+            peer.setblocking(False)
+            # Ends with an error when the server hangs up, having read only some of it.
+            with pytest.raises((BrokenPipeError, ConnectionResetError)):
+                await loop.sock_sendall(peer, request * 200)
+        await until(lambda: not server.num_connections)
 
 
 @on_every_loop
-def test_one_connection_too_many_is_refused(place, tmp_path):
-    async def scenario(server, first):
+async def test_one_connection_too_many_is_refused(place, tmp_path):
+    async with place.peer(tmp_path, None, ServerLimits(max_connections=1)) as (server, first):
         await assert_serves(first)
-        second = await RawPeer.connect(server.addresses[0])
-        frame = await second.read_frame()
-        assert await second.read_end() == b""
-        await second.close()
+        async with raw_peer(server.addresses[0]) as second:
+            frame = await second.read_frame()
+            assert await second.read_end() == b""
         async with connected(server.addresses[0]) as client:
             with pytest.raises(NodeUnavailableError, match="at most 1 connections are taken"):
                 await client.info()
         await assert_serves(first)
-        return frame
-
-    frame = place.with_peer(tmp_path, scenario, None, ServerLimits(max_connections=1))
     assert type(decode_error(frame)) is NodeOverloadedError
 
 
 @on_every_loop
-def test_a_stale_socket_is_replaced_and_a_live_one_kept(place, tmp_path):
+async def test_a_stale_socket_is_replaced_and_a_live_one_kept(place, tmp_path):
     address = place.address(tmp_path)
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(address.path)
-
-    async def scenario(server, client):
+    async with place.client(tmp_path) as (_, client):
         assert stat.S_IMODE(os.stat(address.path).st_mode) == 0o600
         with pytest.raises(AddressError, match="another process listens there"):
             await NodeServer(small_node()).start([address])
-        return await client.info()
-
-    assert place.with_client(tmp_path, scenario) == small_node().info()
-    assert not os.path.exists(address.path)
+        assert await client.info() == small_node().info()
+    assert not list(tmp_path.iterdir())
     (tmp_path / "node.sock").write_text("precious")
     with pytest.raises(AddressError, match="a file that is not a socket"):
-        place.run(NodeServer(small_node()).start([address]))
+        await NodeServer(small_node()).start([address])
     assert (tmp_path / "node.sock").read_text() == "precious"
 
 
 @on_every_loop
-def test_a_server_has_all_its_addresses_or_none(place, tmp_path):
+async def test_a_server_has_all_its_addresses_or_none(place, tmp_path):
     address = place.address(tmp_path)
-
-    async def main():
-        server = NodeServer(small_node())
-        await server.start([address, Address.parse("127.0.0.1:0")])
-        for bound in server.addresses:
-            async with connected(bound) as client:
-                assert await client.info() == small_node().info()
-        elsewhere = Address(path=str(tmp_path / "other"))
-        with pytest.raises(AddressError, match=f"can't listen on {server.addresses[1]}"):
-            await NodeServer(small_node()).start([elsewhere, server.addresses[1]])
-        await server.close()
-        await server.close()
-        return elsewhere
-
-    assert not os.path.exists(place.run(main()).path)
-
-
-@on_every_loop
-@pytest.mark.parametrize("inline_bytes", [0, 16384])
-def test_draining_under_load_fails_no_request(place, inline_bytes, tmp_path):
-    """Those that come later are answered by another replica."""
-    limits = ServerLimits(max_inline_bytes=inline_bytes)
-
-    async def main():
-        async with (
-            serving(Address(path=str(tmp_path / "a")), None, limits) as first,
-            serving(Address(path=str(tmp_path / "b")), None, limits) as second,
-            connected(first.addresses[0]) as one,
-            connected(second.addresses[0]) as two,
-        ):
-            answered, drained = {one: 0, two: 0}, asyncio.Event()
-
-            async def load() -> None:
-                after = 0
-                while after < 20:
-                    after += drained.is_set()
-                    client = one if one.available else two
-                    np.testing.assert_array_equal(await pool_films(client, [7, 8]), expected_films([7, 8]))
-                    answered[client] += 1
-
-            tasks = [asyncio.create_task(load()) for _ in range(8)]
-            await until(lambda: answered[one] >= 50)
-            assert await first.drain(NEVER_S)
-            drained.set()
-            await asyncio.gather(*tasks)
-            return first.num_connections, answered[two]
-
-    connections_left, by_second = place.run(main())
-    assert connections_left == 0
-    assert by_second > 0
+    server = NodeServer(small_node())
+    await server.start([address, Address.parse("127.0.0.1:0")])
+    for bound in server.addresses:
+        async with connected(bound) as client:
+            assert await client.info() == small_node().info()
+    elsewhere = Address(path=str(tmp_path / "other"))
+    with pytest.raises(AddressError, match=f"can't listen on {server.addresses[1]}"):
+        await NodeServer(small_node()).start([elsewhere, server.addresses[1]])
+    await server.close()
+    await server.close()
+    assert not list(tmp_path.iterdir())
 
 
 @in_every_place
-def test_draining_answers_what_is_in_flight_and_refuses_new(place, tmp_path):
-    opened, entered = threading.Event(), threading.Event()
-
-    def slow() -> None:
-        entered.set()
-        assert opened.wait(NEVER_S)
-
-    async def scenario(server, client):
+async def test_draining_answers_what_is_in_flight_and_refuses_new(place, tmp_path):
+    gate = Gate()
+    async with place.client(tmp_path, gate.node, ServerLimits(max_inline_bytes=0)) as (server, client):
         in_flight = asyncio.create_task(pool_films(client, [SLOW_ROW]))
-        await asyncio.to_thread(entered.wait, NEVER_S)
+        await gate.wait_entered()
         draining = asyncio.create_task(server.drain(NEVER_S))
         await until(lambda: not client.available)
         with pytest.raises(NodeUnavailableError, match="draining"):
             await pool_films(client, [1])
         assert not draining.done()
-        opened.set()
-        return await in_flight, await draining
-
-    node = small_node(HookedEngine({SLOW_ROW: slow}))
-    answer, complete = place.with_client(tmp_path, scenario, node, ServerLimits(max_inline_bytes=0))
+        gate.opened.set()
+        answer, complete = await in_flight, await draining
     assert complete
     np.testing.assert_array_equal(answer, expected_films([SLOW_ROW]))
 
 
 @on_every_loop
-def test_requests_that_cross_goaway_are_answered(place, tmp_path):
+async def test_requests_that_cross_goaway_are_answered(place, tmp_path):
     """A peer that ignores it is cut off at the end."""
 
-    async def scenario(server, peer):
+    async with place.peer(tmp_path) as (server, peer):
         await assert_serves(peer)
         draining = asyncio.create_task(server.drain(0.1))
         goaway = await peer.read_frame()
@@ -284,26 +218,21 @@ def test_requests_that_cross_goaway_are_answered(place, tmp_path):
         assert not await draining
         await server.close()
         assert await peer.read_end() == b""
-        return goaway.header, crossed.header
-
-    goaway, crossed = place.with_peer(tmp_path, scenario)
+        goaway, crossed = goaway.header, crossed.header
     assert goaway.frame_type == FrameType.GOAWAY
     assert (crossed.frame_type, crossed.request_id) == (FrameType.POOLED, 2)
 
 
 @on_every_loop
-def test_a_drained_address_is_free_for_a_successor(place, tmp_path):
-    async def scenario(first, client):
+async def test_a_drained_address_is_free_for_a_successor(place, tmp_path):
+    async with place.client(tmp_path) as (first, client):
         await client.info()
         assert await first.drain(NEVER_S)
         async with serving(first.addresses[0]) as successor:
             await until(lambda: client.available)
-            info = await client.info()
+            assert await client.info() == small_node().info()
             await client.close()
             assert await successor.drain(NEVER_S)  # it has no connection
-            return info
-
-    assert place.with_client(tmp_path, scenario) == small_node().info()
 
 
 @pytest.mark.parametrize(
@@ -325,31 +254,14 @@ def test_an_address_is_parsed_and_written_back(text, expected, normal):
     assert address.is_unix == bool(expected.path)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "node",
-        "node:",
-        ":7000",
-        "node:port",
-        "node:65536",
-        "node:-1",
-        "::1:80",
-        "http://node:80",
-        "tcp://node:80/path",
-        "tcp://user@node:80",
-        "no de:80",
-        "unix:",
-        "unix:relative",
-        "unix://host/path",
-        "unix:/",
-        "unix:/folder/",
-        "unix:////run/x",
-        "unix:/" + "x" * 107,
-        "unix:/" + "ü" * 54,
-    ],
-)
+WRONG_ADDRESSES = [
+    *["node", "node:", ":7000", "node:port", "node:65536", "node:-1", "::1:80", "http://node:80", "tcp://node:80/path"],
+    *["tcp://user@node:80", "unix:", "unix:relative", "unix://host/path", "unix:/", "unix:/folder/", "unix:////run/x"],
+    *("", "no de:80", "unix:/" + "x" * 107, "unix:/" + "ü" * 54),
+]
+
+
+@pytest.mark.parametrize("text", WRONG_ADDRESSES)
 def test_a_wrong_address_is_refused_by_its_text(text):
     with pytest.raises(AddressError) as caught:
         Address.parse(text)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import socket
 import ssl
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -38,28 +37,30 @@ from shardrank_testing.certificates import Authority, Pair, needs_openssl
 from shardrank_testing.nodes import (
     EVERY_PLACE,
     NEVER_S,
-    RawPeer,
     connected,
     expected_films,
     pool_films,
+    raw_peer,
+    run_in,
     serving,
-    small_node,
     until,
 )
 
 pytestmark = needs_openssl
-on_every_loop = pytest.mark.parametrize("place", EVERY_PLACE[0::2], ids=str)
+on_every_loop = run_in(EVERY_PLACE[0::2])
 
 ANY_PORT = Address.parse("127.0.0.1:0")
 
 
-@dataclass(frozen=True)
 class Papers:
     """A CA, and certificates by name: those of a node and a router, and those that should not get in."""
 
-    ca: Authority
-    other_ca: Authority
-    pairs: dict[str, Pair]
+    def __init__(self, folder: Path) -> None:
+        self.ca, self.other_ca = Authority(folder / "ca"), Authority(folder / "other", "other-ca")
+        self.pairs = {name: self.ca.issue(name) for name in ("node", "router")}
+        self.pairs["expired"] = self.ca.issue("expired", days=-1)
+        self.pairs["foreign"] = self.other_ca.issue("foreign")
+        self.pairs["elsewhere"] = self.ca.issue("elsewhere", host="elsewhere.example")
 
     def node_context(self, name: str = "node", **options) -> ReloadingContext:
         pair = self.pairs[name]
@@ -72,72 +73,50 @@ class Papers:
 
 @pytest.fixture(scope="module")
 def papers(tmp_path_factory) -> Papers:
-    ca = Authority(tmp_path_factory.mktemp("ca"))
-    other = Authority(tmp_path_factory.mktemp("other"), "other-ca")
-    pairs = {name: ca.issue(name) for name in ("node", "router")}
-    pairs |= {"expired": ca.issue("expired", days=-1), "foreign": other.issue("foreign")}
-    return Papers(ca, other, pairs | {"elsewhere": ca.issue("elsewhere", host="elsewhere.example")})
+    folder = tmp_path_factory.mktemp("papers")
+    for name in ("ca", "other"):
+        (folder / name).mkdir()
+    return Papers(folder)
 
 
 async def ask(client: ShardClient) -> None:
     np.testing.assert_array_equal(await pool_films(client, [7]), expected_films([7]))
 
 
-async def refusal(client: ShardClient) -> NodeUnavailableError:
-    with pytest.raises(NodeUnavailableError) as caught:
-        await ask(client)
-    return caught.value
-
-
-@contextlib.asynccontextmanager
-async def tls_serving(context: ReloadingContext, address: Address = ANY_PORT) -> AsyncIterator[NodeServer]:
-    """A node that speaks TLS."""
-    server = NodeServer(small_node(), tls=context)
-    await server.start([address])
-    try:
-        yield server
-    finally:
-        await server.close()
+async def refusal(server: NodeServer, tls: ReloadingContext | None) -> NodeUnavailableError:
+    """What a client with these certificates gets."""
+    async with connected(server.addresses[0], tls=tls) as client:
+        with pytest.raises(NodeUnavailableError) as caught:
+            await ask(client)
+        return caught.value
 
 
 @on_every_loop
-def test_certificates_of_the_ca_are_accepted(place, papers):
-    async def scenario() -> None:
-        async with (
-            tls_serving(papers.node_context()) as server,
-            connected(server.addresses[0], tls=papers.router_context()) as client,
-        ):
-            await asyncio.gather(*(ask(client) for _ in range(20)))
-            assert client.connections == 1
-            many = [[row % 500 for row in range(300)] for _ in range(500)]
-            np.testing.assert_array_equal(await pool_films(client, *many), expected_films(*many))
-            assert await server.drain(NEVER_S)
-
-    place.run(scenario())
+async def test_certificates_of_the_ca_are_accepted(place, papers):
+    async with (
+        serving(ANY_PORT, tls=papers.node_context()) as server,
+        connected(server.addresses[0], tls=papers.router_context()) as client,
+    ):
+        await asyncio.gather(*(ask(client) for _ in range(20)))
+        assert client.connections == 1
+        many = [[row % 500 for row in range(300)] for _ in range(500)]
+        np.testing.assert_array_equal(await pool_films(client, *many), expected_films(*many))
+        assert await server.drain(NEVER_S)
 
 
 @on_every_loop
 @pytest.mark.parametrize(
     ("shown", "kind"),
-    [
-        ("expired", ExpiredCertificateError),
-        ("foreign", UntrustedCertificateError),
-        (None, MissingCertificateError),
-    ],
+    [("expired", ExpiredCertificateError), ("foreign", UntrustedCertificateError), (None, MissingCertificateError)],
 )
-def test_a_client_without_access_is_refused_and_counted(place, shown, kind, papers, caplog):
+async def test_a_client_without_access_is_refused_and_counted(place, shown, kind, papers, caplog):
     context = papers.node_context()
-
-    async def scenario() -> None:
-        async with tls_serving(context) as server:
+    with caplog.at_level(logging.INFO):
+        async with serving(ANY_PORT, tls=context) as server:
             for _ in range(3):
-                async with connected(server.addresses[0], tls=papers.router_context(shown)) as client:
-                    assert type(await refusal(client)) is kind
+                assert type(await refusal(server, papers.router_context(shown))) is kind
             async with connected(server.addresses[0], tls=papers.router_context()) as client:
                 await ask(client)
-
-    with caplog.at_level(logging.INFO):
-        place.run(scenario())
     assert context.refusals.counts == {kind.kind: 3}
     (line,) = [record.getMessage() for record in caplog.records if record.name == "shard_node.wire.tls"]
     assert line.startswith(f"refused a connection from 127.0.0.1: {kind.kind}: ")
@@ -154,54 +133,45 @@ def test_a_client_without_access_is_refused_and_counted(place, shown, kind, pape
         ("expired", "ca", ExpiredCertificateError),
     ],
 )
-def test_a_node_without_a_valid_certificate_is_not_used(place, shown, ca, kind, papers):
-    async def scenario() -> None:
-        tls = papers.router_context("router", getattr(papers, ca))
-        async with tls_serving(papers.node_context(shown)) as server, connected(server.addresses[0], tls=tls) as client:
-            error = await refusal(client)
-            assert type(error) is kind
-            assert str(server.addresses[0]) in str(error)
-            assert server.num_connections == 0
-
-    place.run(scenario())
+async def test_a_node_without_a_valid_certificate_is_not_used(place, shown, ca, kind, papers):
+    tls = papers.router_context("router", getattr(papers, ca))
+    async with (
+        serving(ANY_PORT, tls=papers.node_context(shown)) as server,
+        connected(server.addresses[0], tls=tls) as client,
+    ):
+        with pytest.raises(kind, match=str(server.addresses[0])) as caught:
+            await ask(client)
+        assert type(caught.value) is kind
+        assert server.num_connections == 0
 
 
 @on_every_loop
-def test_plain_text_and_tls_on_the_wrong_port_are_refused(place, papers, caplog):
+async def test_plain_text_and_tls_on_the_wrong_port_are_refused(place, papers, caplog):
     context = papers.node_context()
-
-    async def scenario() -> None:
-        async with tls_serving(context) as server:
-            async with connected(server.addresses[0]) as client:
-                await refusal(client)
-            peer = await RawPeer.connect(server.addresses[0])
-            peer.write(b"GET / HTTP/1.1\r\n\r\n")
-            assert await peer.read_end() == b""
-            await peer.close()
-        async with serving(ANY_PORT) as plain, connected(plain.addresses[0], tls=papers.router_context()) as client:
-            assert type(await refusal(client)) is PlainTextError
-
     with caplog.at_level(logging.INFO):
-        place.run(scenario())
+        async with serving(ANY_PORT, tls=context) as server:
+            await refusal(server, None)
+            async with raw_peer(server.addresses[0]) as peer:
+                peer.write(b"GET / HTTP/1.1\r\n\r\n")
+                assert await peer.read_end() == b""
+        async with serving(ANY_PORT) as plain:
+            assert type(await refusal(plain, papers.router_context())) is PlainTextError
     assert context.refusals.counts == {PlainTextError.kind: 2}
     assert [record for record in caplog.records if record.exc_info] == []
     assert "it is a TLS handshake, and this address speaks plain text" in caplog.text
 
 
 @on_every_loop
-def test_a_unix_socket_never_speaks_tls(place, papers, tmp_path):
-    async def scenario() -> None:
-        async with (
-            tls_serving(papers.node_context(), Address(path=str(tmp_path / "node.sock"))) as server,
-            connected(server.addresses[0], tls=papers.router_context()) as client,
-        ):
-            await ask(client)
-
-    place.run(scenario())
+async def test_a_unix_socket_never_speaks_tls(place, papers, tmp_path):
+    async with (
+        serving(Address(path=str(tmp_path / "node.sock")), tls=papers.node_context()) as server,
+        connected(server.addresses[0], tls=papers.router_context()) as client,
+    ):
+        await ask(client)
 
 
 @on_every_loop
-def test_renewed_files_count_for_new_connections(place, papers, tmp_path):
+async def test_renewed_files_count_for_new_connections(place, papers, tmp_path):
     """Certificates of both sides, and the CA that the node trusts; open connections stay."""
     ca = Authority(tmp_path)
     node, router = ca.issue("node"), ca.issue("router")
@@ -212,62 +182,51 @@ def test_renewed_files_count_for_new_connections(place, papers, tmp_path):
     context = server_context(TlsConfig(cert=node.cert, key=node.key, client_ca=ca_file), interval_s=0.0)
     mine = client_context(TlsClientConfig(ca=papers.ca.cert, cert=router.cert, key=router.key), interval_s=0.0)
 
-    async def scenario() -> None:
-        async with tls_serving(context) as server:
-            async with connected(server.addresses[0], tls=mine) as client:
-                assert type(await refusal(client)) is ExpiredCertificateError
-            router.replace(papers.pairs["router"])
-            async with connected(server.addresses[0], tls=mine) as client:
-                await ask(client)
-                renewed = ca.issue("renewed")
-                node.replace(renewed)
-                ca_file.write_bytes(ca.cert.read_bytes())
-                new = client_context(TlsClientConfig(ca=ca.cert, cert=renewed.cert, key=renewed.key))
-                async with connected(server.addresses[0], tls=new) as newcomer:
-                    await ask(newcomer)
-                await ask(client)
-                assert client.connections == 1
-            # The CA that was removed is not trusted any more.
-            async with connected(server.addresses[0], tls=papers.router_context("router", ca)) as client:
-                assert type(await refusal(client)) is UntrustedCertificateError
-
-    place.run(scenario())
+    async with serving(ANY_PORT, tls=context) as server:
+        assert type(await refusal(server, mine)) is ExpiredCertificateError
+        router.replace(papers.pairs["router"])
+        async with connected(server.addresses[0], tls=mine) as client:
+            await ask(client)
+            renewed = ca.issue("renewed")
+            node.replace(renewed)
+            ca_file.write_bytes(ca.cert.read_bytes())
+            new = client_context(TlsClientConfig(ca=ca.cert, cert=renewed.cert, key=renewed.key))
+            async with connected(server.addresses[0], tls=new) as newcomer:
+                await ask(newcomer)
+            await ask(client)
+            assert client.connections == 1
+        # The CA that was removed is not trusted any more.
+        assert type(await refusal(server, papers.router_context("router", ca))) is UntrustedCertificateError
 
 
 @on_every_loop
-def test_silent_connections_keep_nobody_out(place, papers):
-    async def scenario() -> None:
-        async with tls_serving(papers.node_context()) as server:
-            address = server.addresses[0]
-            silent = [await asyncio.open_connection(address.host, address.port) for _ in range(MAX_HANDSHAKES + 1)]
-            # The oldest was ended to make room.
-            assert await silent[0][0].read() == b""
-            async with connected(address, tls=papers.router_context()) as client:
-                await ask(client)
-            for _, writer in silent:
-                writer.close()
-
-    place.run(scenario())
+async def test_silent_connections_keep_nobody_out(place, papers):
+    async with serving(ANY_PORT, tls=papers.node_context()) as server:
+        address = server.addresses[0]
+        silent = [await asyncio.open_connection(address.host, address.port) for _ in range(MAX_HANDSHAKES + 1)]
+        # The oldest was ended to make room.
+        assert await silent[0][0].read() == b""
+        async with connected(address, tls=papers.router_context()) as client:
+            await ask(client)
+        for _, writer in silent:
+            writer.close()
 
 
 @on_every_loop
-def test_a_name_with_several_addresses_listens_at_each(place, papers):
+async def test_a_name_with_several_addresses_listens_at_each(place, papers):
     def is_free(address: Address) -> bool:
         family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
         with socket.socket(family) as probe:
             return probe.connect_ex((address.host, address.port)) != 0
 
-    async def scenario() -> None:
-        listener = await listen(Address("localhost", 0), asyncio.Protocol, tls=papers.node_context())
-        for address in listener.addresses:
-            _, writer = await asyncio.open_connection(address.host, address.port)
-            writer.close()
-        listener.close()
-        listener.close()
-        for address in listener.addresses:
-            await until(lambda address=address: is_free(address))
-
-    place.run(scenario())
+    listener = await listen(Address("localhost", 0), asyncio.Protocol, tls=papers.node_context())
+    for address in listener.addresses:
+        _, writer = await asyncio.open_connection(address.host, address.port)
+        writer.close()
+    listener.close()
+    listener.close()
+    for address in listener.addresses:
+        await until(lambda address=address: is_free(address))
 
 
 def test_a_half_written_file_keeps_the_certificate_before(papers, tmp_path, caplog):
@@ -286,7 +245,7 @@ def test_a_half_written_file_keeps_the_certificate_before(papers, tmp_path, capl
         server = context.wrap_bio(to_server, to_client, server_side=True)
         for _ in range(4):
             for end in (client, server):
-                with contextlib.suppress(ssl.SSLWantReadError):
+                with suppress(ssl.SSLWantReadError):
                     end.do_handshake()
         return str(client.getpeercert()["serialNumber"])
 

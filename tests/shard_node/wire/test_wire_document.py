@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 
 from loader.snapshot.codecs import codec_for
-from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec
 from loader.snapshot.tables import TableSpec
 from shard_node.access_counts import MAX_PART_ROWS
 from shard_node.answer import Answer, Forms, add_answers
-from shard_node.bags import KeyedBags, TableLayout
 from shard_node.errors import GenerationNotFoundError, ShardNodeError
 from shard_node.split import whole
 from shard_node.tracing import SpanContext
@@ -27,46 +25,28 @@ from shard_node.wire.messages import (
     encode_error,
     encode_pool,
 )
+from shardrank_testing.bags import bags_of
+from shardrank_testing.card_plans import layout_of
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "wire-protocol.md").read_text()
 
 # One group of two int8 tables, and what is stored of it.
-ONE_GROUP = TableLayout.of(
-    ModelSpec(
-        model="films",
-        tables=tuple(
-            TableSpec(name=name, num_embeddings=10, embedding_dim=4, feature_names=(name,), dtype="int8")
-            for name in ("film", "genre")
-        ),
-        features=tuple(FeatureSpec(name=name, side="candidate") for name in ("film", "genre")),
-        dense_model=DenseModelSpec(kind="none"),
-    )
+ONE_GROUP = layout_of(
+    [
+        TableSpec(name=name, num_embeddings=10, embedding_dim=4, feature_names=(name,), dtype="int8")
+        for name in ("film", "genre")
+    ]
 )
-NOTED_BAGS = KeyedBags.from_lengths(
-    np.array([0, 1], np.int32), np.array([2, 1], np.int64), np.array([1, 1, 3]), np.array([5, 9, 7, 8, 3], np.int64)
-)
+NOTED_BAGS = bags_of({0: [[5], [9]], 1: [[7, 8, 3]]})
 ROWS = np.array([[0.0, 0.25, 0.5, 1.0], [-1.0, -0.5, 0.0, 1.0]], np.float32)
 STORED_ANSWER = Answer([np.array([[0.25, -1, 1.5, 2]], np.float16)], [codec_for("int8", 4).encode(ROWS)])
 
-ONE_BAG = KeyedBags.from_lengths(np.array([0], np.int32), np.array([1]), np.array([1]), np.array([5]))
 TRACE = SpanContext(0x4BF92F3577B34DA6A3CE929D0E0E4736, 0x00F067AA0BA902B7)
 EXAMPLES = {
-    "pool": encode_pool(
-        1,
-        50_000,
-        "films",
-        7,
-        KeyedBags.from_lengths(
-            np.array([0, 2], np.int32),
-            np.array([2, 1], np.int64),
-            np.array([2, 0, 1], np.int64),
-            np.array([5, 9, 7], np.int64),
-            np.array([1.0, 0.5, 2.0], np.float32),
-        ),
-    ),
+    "pool": encode_pool(1, 50_000, "films", 7, bags_of({0: [[5, 9], []], 2: [[7]]}, [1.0, 0.5, 2.0])),
     "pooled": encode_answer(1, Answer([np.array([[0.25, -1], [0, 0]], np.float32), np.array([[3]], np.float32)])),
     "pool-noted": encode_pool(2, 50_000, "films", 7, NOTED_BAGS, Forms(stored=True, float16=True)),
-    "pool-traced": encode_pool(3, 50_000, "films", 7, ONE_BAG, trace=TRACE),
+    "pool-traced": encode_pool(3, 50_000, "films", 7, bags_of({0: [[5]]}), trace=TRACE),
     "stored": encode_answer(2, STORED_ANSWER),
     "error": encode_error(1, GenerationNotFoundError("version 7 is not here")),
 }

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import inspect
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from loader.registry.fleet import FleetRegistry, NodeRecord, PublishedVersion, VersionReport, WantedModel
 from loader.registry.opening import open_registry
+from loader.snapshot.publishing import register
 from loader.snapshot.reader import Snapshot
 from router.plan import Plan
 from shard_node.agent.agent import Agent, AgentConfig
@@ -22,6 +24,7 @@ from shard_node.agent.stagings import StagingConfig
 from shard_node.cuda.card_set import CardSet
 from shard_node.node import ShardNode
 from shard_node.partition import NodeIdentity, Partition
+from shardrank_testing.snapshots import make_spec, write_snapshot
 
 NEVER_S = 60.0
 PROMPT = AgentConfig(unannounce_grace_s=0.5, staging=StagingConfig(jitter_s=0.0))
@@ -54,8 +57,8 @@ class HandClock:
 
 
 @dataclass
-class ToldActions:
-    """Actions of a shard node that hold nothing but numbers. `gates` hold stagings up, `faults` make them fail."""
+class ScriptedActions:
+    """Actions of a shard node without rows. `gates` delay stagings, `faults` make them fail."""
 
     node_id: str = "shard-0-a"
     ready: dict[tuple[str, int], VersionReport] = field(default_factory=dict)
@@ -75,10 +78,10 @@ class ToldActions:
     def held(self) -> set[tuple[str, int]]:
         return set(self.ready)
 
-    async def stage(self, model: str, version: int, wanted: WantedModel, tell: Callable[[float], None]) -> None:
+    async def stage(self, model: str, version: int, wanted: WantedModel, progress: Callable[[float], None]) -> None:
         key = (model, version)
         self.begun.append(key)
-        tell(0.5)
+        progress(0.5)
         try:
             if (gate := self.gates.get(key)) is not None:
                 await gate.wait()
@@ -120,13 +123,55 @@ class ToldActions:
 
 
 @dataclass
-class AgentUnderTest:
-    """An agent, and all that it works with."""
+class OnRegistry:
+    """What is desired of an agent, and what it announces, on its registry."""
 
     fleet: FleetRegistry
-    actions: ToldActions
-    clock: HandClock
     agent: Agent
+    node_id: str
+
+    async def step(self) -> None:
+        """Let the agent go on."""
+        raise NotImplementedError
+
+    async def want(self, model: str, **changes: Any) -> WantedModel:
+        """Write what is desired."""
+
+        def change(now: WantedModel | None) -> WantedModel:
+            return (now or WantedModel(model=model, epoch=1)).model_copy(update=changes)
+
+        record = await self.fleet.update_wanted(model, change)
+        assert record is not None
+        return record
+
+    async def record(self) -> NodeRecord | None:
+        """What it has announced."""
+        return next((node for node in await self.fleet.nodes() if node.node_id == self.node_id), None)
+
+    async def report(self, model: str, version: int) -> VersionReport | None:
+        """What it has announced of a version."""
+        record = await self.record()
+        return None if record is None else record.report(model, version)
+
+    async def announced(self, model: str, version: int, state: str | None) -> VersionReport | None:
+        """Wait until it has announced a version in that state; None: until it has no such version."""
+        async with asyncio.timeout(NEVER_S):
+            while True:
+                await self.step()
+                report = await self.report(model, version)
+                if (report.state if report else None) == state:
+                    return report
+
+
+@dataclass
+class AgentUnderTest(OnRegistry):
+    """An agent, and all that it works with."""
+
+    actions: ScriptedActions
+    clock: HandClock
+
+    async def step(self) -> None:
+        await self.until(lambda: True)
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Goes round until the condition holds. No time passes."""
@@ -145,51 +190,23 @@ class AgentUnderTest:
             await self.agent.round()
             await asyncio.sleep(0)
 
-    async def told(self, model: str, version: int, state: str | None) -> VersionReport | None:
-        """Goes round until it has announced a version in that state; None: until it tells of it no more."""
-        async with asyncio.timeout(NEVER_S):
-            while True:
-                await self.until(lambda: True)
-                report = await self.report(model, version)
-                if (report.state if report else None) == state:
-                    return report
-
     async def pass_time_until(self, condition: Callable[[], bool]) -> None:
         """Lets as much time pass as it takes."""
         async with asyncio.timeout(NEVER_S):
             while not condition():
                 await self.pass_time(0.1)
 
-    async def record(self) -> NodeRecord | None:
-        """What it has announced."""
-        return next((one for one in await self.fleet.nodes() if one.node_id == self.actions.node_id), None)
-
-    async def report(self, model: str, version: int) -> VersionReport | None:
-        """What it has announced of a version."""
-        record = await self.record()
-        return None if record is None else record.report(model, version)
-
-    async def want(self, model: str, **changes: Any) -> WantedModel:
-        """Writes what is wanted."""
-
-        def change(now: WantedModel | None) -> WantedModel:
-            return (now or WantedModel(model=model, epoch=1)).model_copy(update=changes)
-
-        record = await self.fleet.update_wanted(model, change)
-        assert record is not None
-        return record
-
 
 @asynccontextmanager
 async def agent_on(
-    url: str, actions: ToldActions | None = None, config: AgentConfig = PROMPT
+    url: str, actions: ScriptedActions | None = None, config: AgentConfig = PROMPT
 ) -> AsyncIterator[AgentUnderTest]:
     """An agent on a real registry, whose own time is moved by hand."""
     registry = open_registry(url)
-    fleet, clock, actions = FleetRegistry(registry), HandClock(), actions or ToldActions()
+    fleet, clock, actions = FleetRegistry(registry), HandClock(), actions or ScriptedActions()
     agent = Agent(fleet, actions, config, clock, clock.sleep, random.Random(7))
     try:
-        yield AgentUnderTest(fleet, actions, clock, agent)
+        yield AgentUnderTest(fleet, agent, actions.node_id, actions, clock)
     finally:
         for gate in (*actions.gates.values(), actions.retire_gate):
             if gate is not None:
@@ -208,12 +225,39 @@ def run(main: Coroutine[Any, Any, None]) -> None:
     asyncio.run(bounded())
 
 
+def scenario(make: Callable[[Path], AbstractAsyncContextManager[Any]]) -> Callable[[Callable[..., Any]], Any]:
+    """Make a test of a coroutine function: its first argument is what `make(tmp_path)` enters, others are fixtures."""
+
+    def decorate(function: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+        _, *wanted = inspect.signature(function).parameters
+        names = dict.fromkeys([*wanted, "tmp_path"])
+
+        @functools.wraps(function)
+        def test(**fixtures: Any) -> None:
+            async def main() -> None:
+                async with make(fixtures["tmp_path"]) as under:
+                    await function(under, **{name: fixtures[name] for name in wanted})
+
+            run(main())
+
+        parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
+        test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return test
+
+    return decorate
+
+
 def published(model: str, version: int, identity: str = "first") -> PublishedVersion:
     """A version's record."""
     return PublishedVersion(
-        model=model, version=version, identity=identity, delta_base=version, last_delta=0, rows_bytes=0,
+        model=model,
+        version=version,
+        identity=identity,
+        delta_base=version,
+        last_delta=0,
+        rows_bytes=0,
         published_at=time.time(),
-    )  # fmt: skip
+    )
 
 
 SOON = AgentConfig(
@@ -222,40 +266,22 @@ SOON = AgentConfig(
 
 
 @dataclass
-class NodeUnderTest:
+class NodeUnderTest(OnRegistry):
     """A shard node without its socket whose agent runs, in the task `agent_runs`."""
 
     node: ShardNode
-    fleet: FleetRegistry
-    agent: Agent
+    store: Path
     actions: NodeActions
     agent_runs: asyncio.Task[None]
 
-    async def until(
-        self,
-        model: str,
-        version: int,
-        state: str | None,
-        holds: Callable[[VersionReport], bool] = lambda report: True,
-    ) -> VersionReport | None:
-        """Waits until it has announced a version in that state; None: until it tells of it no more."""
-        async with asyncio.timeout(NEVER_S):
-            while True:
-                records = [one for one in await self.fleet.nodes() if one.node_id == "node"]
-                report = records[0].report(model, version) if records else None
-                if records and (report.state if report else None) == state and (report is None or holds(report)):
-                    return report
-                await asyncio.sleep(0.01)
+    async def publish(self, version: int) -> Snapshot:
+        """Export a version of films, with random rows, and register it."""
+        snapshot = Snapshot.open(write_snapshot(self.store, make_spec(), seed=version, version=version)[0])
+        await register(self.fleet, snapshot, clock=time.time)
+        return snapshot
 
-    async def want(self, model: str, **changes: Any) -> WantedModel:
-        """Writes what is wanted."""
-
-        def change(now: WantedModel | None) -> WantedModel:
-            return (now or WantedModel(model=model, epoch=1)).model_copy(update=changes)
-
-        record = await self.fleet.update_wanted(model, change)
-        assert record is not None
-        return record
+    async def step(self) -> None:
+        await asyncio.sleep(0.01)
 
 
 @asynccontextmanager
@@ -270,11 +296,11 @@ async def running_node(
     config = NodeConfig(
         node_id="node", address="unix:/run/node", store=store, replicate_bytes=0, stage_cpu_share=1.0, **settings
     )
-    actions = NodeActions(node, fleet, partial(plan_of, num_cards=num_cards), config, card_set=card_set)
+    actions = NodeActions(node, fleet, functools.partial(plan_of, num_cards=num_cards), config, card_set=card_set)
     agent = Agent(fleet, actions, SOON)
     running = asyncio.create_task(agent.run())
     try:
-        yield NodeUnderTest(node, fleet, agent, actions, running)
+        yield NodeUnderTest(fleet, agent, "node", node, store, actions, running)
     finally:
         running.cancel()
         await asyncio.wait([running])

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 from hypothesis import strategies as st
 
 from shard_node.bags import KeyedBags, TableLayout
 
 RELATIVE_TOLERANCE = 1e-5
+
+
+def bags_of(rows: Mapping[int, Sequence[Sequence[int]]], weights: Sequence[float] | None = None) -> KeyedBags:
+    """Bags of rows, by key."""
+    bags = [bag for of_key in rows.values() for bag in of_key]
+    return KeyedBags.from_lengths(
+        np.array(list(rows), np.int32),
+        np.array([len(of_key) for of_key in rows.values()], np.int64),
+        np.array([len(bag) for bag in bags], np.int64),
+        np.array([row for bag in bags for row in bag], np.int64),
+        None if weights is None else np.array(weights, np.float32),
+    )
 
 
 def random_table_bags(
@@ -38,19 +52,8 @@ def assert_blocks_equal(actual: list[np.ndarray], expected: list[np.ndarray], sc
 @st.composite
 def keyed_bags(draw: st.DrawFn, num_keys: int = 5, max_bags: int = 4, max_hotness: int = 6) -> KeyedBags:
     """Hypothesis strategy: arbitrary small keyed bags with values in 0..999, some weighted."""
-    keys = sorted(draw(st.sets(st.integers(0, num_keys - 1))))
-    bags_per_key = [draw(st.integers(0, max_bags)) for _ in keys]
-    total = sum(bags_per_key)
-    lengths = draw(st.lists(st.integers(0, max_hotness), min_size=total, max_size=total))
-    size = sum(lengths)
-    values = draw(st.lists(st.integers(0, 999), min_size=size, max_size=size))
-    weights = None
-    if draw(st.booleans()):
-        weights = np.array(draw(st.lists(st.integers(-8, 8), min_size=size, max_size=size)), np.float32) / 4
-    return KeyedBags.from_lengths(
-        np.array(keys, np.int32),
-        np.array(bags_per_key, np.int64),
-        np.array(lengths, np.int64),
-        np.array(values, np.int64),
-        weights,
-    )
+    rows = st.lists(st.lists(st.integers(0, 999), max_size=max_hotness), max_size=max_bags)
+    of_key = {key: draw(rows) for key in sorted(draw(st.sets(st.integers(0, num_keys - 1))))}
+    size = sum(len(bag) for bags in of_key.values() for bag in bags)
+    quarters = st.integers(-8, 8).map(lambda number: number / 4)
+    return bags_of(of_key, draw(st.none() | st.lists(quarters, min_size=size, max_size=size)))

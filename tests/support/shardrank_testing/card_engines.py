@@ -1,4 +1,4 @@
-"""CUDA engines for tests: rows of one snapshot on some cards, in the tiers that a test asks for."""
+"""Engines for tests: rows of one snapshot on the CPU or on some cards, in the tiers that a test asks for."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from shard_node.cuda.card_engine import CardEngine
 from shard_node.cuda.card_set import CardOptions, CardSet
 from shard_node.cuda.cards import Cards
 from shard_node.cuda.kernel_params import RowFormat
+from shard_node.engine.base import Engine
 from shard_node.engine.loading import load_tables
-from shardrank_testing.card_sets import card_factory
-from shardrank_testing.emulated_cards import EmulatedCards
+from shard_node.node import LoadedTables
+from shardrank_testing.card_sets import Kind, card_factory
 from shardrank_testing.snapshots import sharding_of
 
 Tiers = Literal["hot", "peers", "pinned", "every tier"]
-Kind = Literal["emulated", "as late as can be", "no peer access", "logical", "devices"]
 REAL_KINDS: tuple[Kind, ...] = ("logical", "devices")
 
 
@@ -31,7 +31,7 @@ class OnCards:
     Attributes:
         num_cards: how many.
         tiers: where rows lie: all copied to every card, each on one card, all in pinned memory, or some of each.
-        kind: of cards. `as late as can be`: emulated ones, which do nothing before somebody waits for it.
+        kind: of cards.
     """
 
     num_cards: int
@@ -43,25 +43,48 @@ class OnCards:
 
     def cards(self) -> Cards:
         """Makes them, or skips the test."""
-        match self.kind:
-            case "as late as can be":
-                return EmulatedCards(self.num_cards, deferred=True)
-            case "no peer access":
-                return EmulatedCards(self.num_cards, peer_access=False)
-            case _:
-                return card_factory(self.kind)(self.num_cards)
+        return card_factory(self.kind)(self.num_cards)
 
     def card_set(self, spec: ModelSpec) -> CardSet:
         """The cards, with as much of each kind of memory as puts a model's rows into the tiers asked for."""
         return CardSet(self.cards(), options_for(spec, self.num_cards, self.tiers))
 
-    def load(self, snapshot: Snapshot, sharding: str | None = None) -> CardEngine:
+    def load(self, snapshot: Snapshot) -> CardEngine:
         """An engine with all rows of a snapshot."""
-        sharding = sharding or sharding_of(snapshot.spec)
-        plan = Plan.make(snapshot.spec, sharding=sharding, cards_per_shard=self.num_cards)
-        engine = load_tables(snapshot, plan.partition(0), plan.digest, card_set=self.card_set(snapshot.spec)).engine
+        engine = self.tables(snapshot).engine
         assert isinstance(engine, CardEngine)
         return engine
+
+    def tables(self, snapshot: Snapshot) -> LoadedTables:
+        """The engine, with the rest of what a node serves with."""
+        plan = Plan.make(snapshot.spec, sharding=sharding_of(snapshot.spec), cards_per_shard=self.num_cards)
+        return load_tables(snapshot, plan.partition(0), plan.digest, card_set=self.card_set(snapshot.spec))
+
+
+@dataclass(frozen=True)
+class OnCpu:
+    """A CPU engine that a test runs on.
+
+    Attributes:
+        num_cards: over how many its rows are divided.
+        in_ram: the fraction of the float32 rows' bytes that there is RAM for; tables that do not fit are mapped.
+        sharding: of tables over cards; None: as the tables are stored.
+    """
+
+    num_cards: int = 1
+    in_ram: float | None = None
+    sharding: str | None = None
+
+    def load(self, snapshot: Snapshot) -> Engine:
+        """An engine with all rows of a snapshot."""
+        return self.tables(snapshot).engine
+
+    def tables(self, snapshot: Snapshot) -> LoadedTables:
+        """The engine, with the rest of what a node serves with."""
+        sharding = self.sharding or sharding_of(snapshot.spec)
+        plan = Plan.make(snapshot.spec, sharding=sharding, cards_per_shard=self.num_cards)
+        budget = None if self.in_ram is None else int(self.in_ram * snapshot.float32_bytes)
+        return load_tables(snapshot, plan.partition(0), plan.digest, memory_budget_bytes=budget)
 
 
 CARD_ENGINES = (

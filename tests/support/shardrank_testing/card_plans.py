@@ -12,32 +12,28 @@ from loader.snapshot.tables import RowDtype, TableSpec
 from shard_node.bags import TableLayout
 from shard_node.cuda.kernel_params import RowFormat
 from shard_node.partition import Partition
-from shard_node.planning.card_plan import CardBudget, CardPlan
+from shard_node.planning.card_plan import CardBudget
 from shard_node.planning.hotness import Hotness
 from shardrank_testing.snapshots import DEFAULT_DENSE_MODEL, num_buckets
 
 DTYPES: tuple[RowDtype, ...] = ("int8", "int4", "fp16", "fp32")
 
 
-def layout_of(tables: Sequence[TableSpec]) -> TableLayout:
-    """The layout of a model with these tables, whose features are all candidates'."""
+def model_of(tables: Sequence[TableSpec]) -> ModelSpec:
+    """A model with these tables, whose features are all candidates'."""
     features = tuple(FeatureSpec(name=name, side="candidate") for one in tables for name in one.feature_names)
-    return TableLayout.of(
-        ModelSpec(model="m", tables=tuple(tables), features=features, dense_model=DEFAULT_DENSE_MODEL)
-    )
+    return ModelSpec(model="m", tables=tuple(tables), features=features, dense_model=DEFAULT_DENSE_MODEL)
+
+
+def layout_of(tables: Sequence[TableSpec]) -> TableLayout:
+    """The layout of a model with these tables."""
+    return TableLayout.of(model_of(tables))
 
 
 def one_table_layout(num_embeddings: int, embedding_dim: int = 8, dtype: RowDtype = "int8", **more) -> TableLayout:
     """The layout of a model with one table `items`."""
-    table = TableSpec(
-        name="items",
-        num_embeddings=num_embeddings,
-        embedding_dim=embedding_dim,
-        dtype=dtype,
-        feature_names=("item",),
-        **more,
-    )
-    return layout_of([table])
+    shape = {"num_embeddings": num_embeddings, "embedding_dim": embedding_dim, "dtype": dtype}
+    return layout_of([TableSpec(name="items", feature_names=("item",), **shape, **more)])
 
 
 def round_robin(layout: TableLayout, num_cards: int) -> Partition:
@@ -110,9 +106,3 @@ def hotnesses(draw: st.DrawFn, layout: TableLayout, rng: np.random.Generator) ->
             for table in counted
         }
     )
-
-
-def make_plan(inputs: tuple[TableLayout, Partition, CardBudget, Hotness]) -> CardPlan:
-    """The plan of these inputs."""
-    layout, partition, budget, hotness = inputs
-    return CardPlan.make(layout, partition, budget, hotness)

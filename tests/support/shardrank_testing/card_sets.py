@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from functools import partial
+from typing import Literal
 
 import pytest
 
@@ -10,50 +12,31 @@ from shard_node.cuda.card_set import DeviceChoice, open_cards
 from shard_node.cuda.cards import Cards
 from shard_node.cuda.kernel_params import KernelSwitches
 from shard_node.errors import CardsUnavailableError, DeviceChoiceError
-from shardrank_testing.emulated_cards import DEFAULT_TOTAL_BYTES as TOTAL_BYTES
 from shardrank_testing.emulated_cards import EmulatedCards
 
-
-class CardFactory(Protocol):
-    """Makes cards, or skips the test if there are none such here."""
-
-    def __call__(self, num_cards: int, *, peer_access: bool = True, total_bytes: int = TOTAL_BYTES) -> Cards: ...
-
-
-def card_factory(kind: str, switches: KernelSwitches | None = None) -> CardFactory:
-    """Of `emulated` cards, that work at once or are `deferred`; or of real ones.
-
-    Real ones are `logical` cards of device 0, or `devices` of their own.
-    """
-    if kind in ("logical", "devices"):
-        return _Real(kind, switches)
-    return _Emulated(kind == "deferred", switches)
+Kind = Literal["emulated", "as late as can be", "no peer access", "logical", "devices"]
+"""Emulated cards, which work at once, only when somebody waits for it, or without access to each other's memory; or
+real ones: logical cards of device 0, or devices of their own."""
+CardFactory = Callable[[int], Cards]
+"""Makes so many cards, or skips the test if there are none such here."""
 
 
-class _Emulated:
-    def __init__(self, deferred: bool, switches: KernelSwitches | None) -> None:
-        self._deferred = deferred
-        self._switches = switches
-
-    def __call__(self, num_cards: int, *, peer_access: bool = True, total_bytes: int = TOTAL_BYTES) -> EmulatedCards:
-        return EmulatedCards(num_cards, peer_access, total_bytes, deferred=self._deferred, switches=self._switches)
+def card_factory(kind: Kind, switches: KernelSwitches | None = None) -> CardFactory:
+    """Return what makes cards of this kind."""
+    return partial(_make, kind, switches)
 
 
-class _Real:
-    def __init__(self, kind: str, switches: KernelSwitches | None) -> None:
-        self._switches = switches
-        self._choice = DeviceChoice.parse("cuda:0" if kind == "logical" else "cuda")
-
-    def __call__(self, num_cards: int, *, peer_access: bool = True, total_bytes: int = TOTAL_BYTES) -> Cards:
-        if not peer_access or total_bytes != TOTAL_BYTES:
-            pytest.skip("real cards are as they are: only emulated ones can be made without peer access or with less")
-        if not self._choice.devices and num_cards == 1:
-            pytest.skip("one card on a device of its own is the one logical card of device 0")
-        try:
-            cards = open_cards(self._choice, num_cards, self._switches)
-        except (CardsUnavailableError, DeviceChoiceError) as reason:
-            pytest.skip(str(reason))
-        assert cards is not None
-        if not cards.peer_access:
-            pytest.skip(f"{cards.name}: without access to each other's memory")
-        return cards
+def _make(kind: Kind, switches: KernelSwitches | None, num_cards: int) -> Cards:
+    if kind not in ("logical", "devices"):
+        deferred, peer_access = kind == "as late as can be", kind != "no peer access"
+        return EmulatedCards(num_cards, peer_access, deferred=deferred, switches=switches)
+    if kind == "devices" and num_cards == 1:
+        pytest.skip("one card on a device of its own is the one logical card of device 0")
+    try:
+        cards = open_cards(DeviceChoice.parse("cuda:0" if kind == "logical" else "cuda"), num_cards, switches)
+    except (CardsUnavailableError, DeviceChoiceError) as reason:
+        pytest.skip(str(reason))
+    assert cards is not None
+    if not cards.peer_access:
+        pytest.skip(f"{cards.name}: without access to each other's memory")
+    return cards

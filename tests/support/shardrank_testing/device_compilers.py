@@ -1,4 +1,4 @@
-"""Compilers for real cards, which need no card themselves: nvcc, or NVRTC from its wheel."""
+"""NVRTC from its wheel, which compiles for real cards and needs none itself."""
 
 from __future__ import annotations
 
@@ -6,88 +6,51 @@ import ctypes
 import importlib.metadata
 import os
 import re
-import shutil
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import pytest
 
 from shard_node.cuda.kernel_params import KernelSwitches
 
 ARCHITECTURES = ("sm_80", "sm_90")
-CompilerName = Literal["nvcc", "nvrtc"]
-TIMEOUT_S = 100
 OPTIONS_OF_CUPY = (b"-ftz=true", b"--device-as-default-execution-space")
 """That CuPy adds to those which it is given."""
 
 _REPORT = re.compile(
     r"Function properties for (?P<kernel>\w+)\s*\n[^\n]*?(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill "
-    r"stores, (?P<loads>\d+) bytes spill loads\s*\n[^\n]*?Used (?P<registers>\d+) registers(?P<rest>[^\n]*)"
+    r"stores, (?P<loads>\d+) bytes spill loads\s*\n[^\n]*?Used (?P<registers>\d+) registers"
 )
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What a kernel takes, as the assembler says: of each thread, but for shared memory, which is a thread block's."""
+    """What each thread of a kernel takes, as the assembler says.
+
+    Attributes:
+        registers: how many.
+        local_bytes: what is not in registers, the stack and spills: 0, as it is to be.
+    """
 
     registers: int
-    stack_bytes: int
-    spill_store_bytes: int
-    spill_load_bytes: int
-    shared_bytes: int
-
-    @property
-    def local_bytes(self) -> int:
-        """What is not in registers: 0, as it is to be."""
-        return self.stack_bytes + self.spill_store_bytes + self.spill_load_bytes
+    local_bytes: int
 
 
-def resources(
-    compiler: CompilerName, source: Path, architecture: str, folder: Path, switches: KernelSwitches | None = None
-) -> dict[str, Resources]:
-    """Compiles for `sm_..` and reads the resource report, by kernel. Skips the test where there is no such compiler.
+def resources(source: Path, architecture: str, switches: KernelSwitches | None = None) -> dict[str, Resources]:
+    """Compiles for `sm_..` and reads the resource report, by kernel. Skips the test where there is no NVRTC.
 
     Raises:
         RuntimeError: the source does not compile; with what the compiler says.
     """
-    defines = (switches or KernelSwitches()).defines()
-    log = _nvcc(source, architecture, folder, defines) if compiler == "nvcc" else _nvrtc(source, architecture, defines)
     return {
         found["kernel"]: Resources(
-            int(found["registers"]),
-            *(int(found[name]) for name in ("stack", "stores", "loads")),
-            sum(map(int, re.findall(r"(\d+) bytes smem", found["rest"]))),
+            int(found["registers"]), sum(int(found[name]) for name in ("stack", "stores", "loads"))
         )
-        for found in _REPORT.finditer(log)
+        for found in _REPORT.finditer(_log(source, architecture, (switches or KernelSwitches()).defines()))
     }
 
 
-def _nvcc(source: Path, architecture: str, folder: Path, defines: tuple[str, ...]) -> str:
-    nvcc = shutil.which("nvcc")
-    if nvcc is None:
-        pytest.skip("no nvcc; NVRTC compiles the same source")
-    command = [
-        nvcc,
-        f"-arch={architecture}",
-        "-std=c++17",
-        *defines,
-        "-Xptxas",
-        "-v",
-        "-cubin",
-        "-o",
-        str(folder / "kernels"),
-    ]
-    done = subprocess.run(
-        [*command, str(source)], capture_output=True, text=True, check=False, timeout=TIMEOUT_S, cwd=folder
-    )
-    if done.returncode:
-        raise RuntimeError(f"nvcc can't compile {source}:\n{done.stderr}")
-    return done.stderr
-
-
-def _nvrtc(source: Path, architecture: str, defines: tuple[str, ...]) -> str:
+def _log(source: Path, architecture: str, defines: tuple[str, ...]) -> str:
     # NVRTC opens its other library by name, which is found only if it has been opened by path before.
     libraries = _nvrtc_libraries()
     held = ctypes.CDLL(str(libraries["libnvrtc-builtins"]), mode=ctypes.RTLD_GLOBAL)

@@ -8,6 +8,7 @@ gives wrong answers here too.
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +18,6 @@ from pathlib import Path
 
 import torch
 
-from shard_node.cuda.cards import CardEvent, Graph, Memory, PinnedMemory, Stream
 from shard_node.cuda.kernel_params import MAX_CARDS, KernelSwitches
 from shard_node.errors import CardError
 from shardrank_testing.emulated_memory import AddressSpace, EmulatedMemory, EmulatedPinnedMemory, EmulationError
@@ -61,8 +61,8 @@ class EmulatedStream:
         self._deferred = deferred
         self._queue: deque[_Run] = deque()
         self._put_count = 0
+        # Pieces of work that have run.
         self.done = 0
-        """Pieces of work that have run."""
 
     @property
     def pointer(self) -> int:
@@ -109,11 +109,9 @@ class EmulatedStream:
         with self._lock:
             return EmulatedEvent(self, self._put_count)
 
-    def wait(self, event: CardEvent) -> None:
+    def wait(self, event: EmulatedEvent) -> None:
         _refuse_in_capture("wait for an event")
         self.check()
-        if not isinstance(event, EmulatedEvent):
-            raise EmulationError(f"{event!r} is no event of an emulated card")
         self.put_now(event.run)
 
 
@@ -170,9 +168,7 @@ class EmulatedGraph:
         self._work = work
         self._record = record
 
-    def replay(self, stream: Stream) -> None:
-        if not isinstance(stream, EmulatedStream):
-            raise EmulationError(f"{stream!r} is no stream of an emulated card")
+    def replay(self, stream: EmulatedStream) -> None:
         if stream is not self._record.stream:
             raise EmulationError("a graph must be replayed on the stream that it was captured on")
         record = _Record(self._record.stream, self._record.work, replayed_on=stream)
@@ -193,7 +189,7 @@ class EmulatedCard:
 
     @property
     def total_bytes(self) -> int:
-        return self._cards.space.total_bytes(self.device_index)
+        return self._cards.space.totals[self.device_index]
 
     def free_bytes(self) -> int:
         self._cards.check()
@@ -213,7 +209,9 @@ class EmulatedCard:
         del low_priority
         return self._cards.new_stream(self.number)
 
-    def launch(self, kernel: str, grid: tuple[int, int], params: Sequence[ctypes.Structure], stream: Stream) -> None:
+    def launch(
+        self, kernel: str, grid: tuple[int, int], params: Sequence[ctypes.Structure], stream: EmulatedStream
+    ) -> None:
         copied = [bytes(one) for one in params]
         sizes = self._cards.kernels_with(kernel).param_sizes[kernel]
         if tuple(map(len, copied)) != sizes:
@@ -229,48 +227,42 @@ class EmulatedCard:
 
         self._put(stream, ("launch", kernel, grid, *copied), run)
 
-    def copy_to_card(self, target: int, source: PinnedMemory, first: int, size_bytes: int, stream: Stream) -> None:
-        pinned = self._cards.pinned_bytes(source, first, size_bytes)
+    def copy_to_card(
+        self, target: int, source: EmulatedPinnedMemory, first: int, size_bytes: int, stream: EmulatedStream
+    ) -> None:
+        self._copy(target, self._cards.pinned_bytes(source, first, size_bytes), size_bytes, stream, is_up=True)
 
+    def copy_to_host(
+        self, target: EmulatedPinnedMemory, first: int, source: int, size_bytes: int, stream: EmulatedStream
+    ) -> None:
+        self._copy(self._cards.pinned_bytes(target, first, size_bytes), source, size_bytes, stream, is_up=False)
+
+    def _copy(self, target: int, source: int, size_bytes: int, stream: EmulatedStream, *, is_up: bool) -> None:
         def run() -> None:
             self._check_reach(target, size_bytes)
-            self._check_reach(pinned, size_bytes)
-            ctypes.memmove(target, pinned, size_bytes)
-            self._cards.bytes_up.append(size_bytes)
-
-        self._put(stream, ("to card", target, pinned, size_bytes), run)
-
-    def copy_to_host(self, target: PinnedMemory, first: int, source: int, size_bytes: int, stream: Stream) -> None:
-        pinned = self._cards.pinned_bytes(target, first, size_bytes)
-
-        def run() -> None:
             self._check_reach(source, size_bytes)
-            self._check_reach(pinned, size_bytes)
-            ctypes.memmove(pinned, source, size_bytes)
+            ctypes.memmove(target, source, size_bytes)
+            if is_up:
+                self._cards.bytes_up.append(size_bytes)
 
-        self._put(stream, ("to host", pinned, source, size_bytes), run)
+        self._put(stream, ("copy", target, source, size_bytes), run)
 
-    def zero(self, target: int, size_bytes: int, stream: Stream) -> None:
+    def zero(self, target: int, size_bytes: int, stream: EmulatedStream) -> None:
         def run() -> None:
             self._check_reach(target, size_bytes)
             ctypes.memset(target, 0, size_bytes)
 
         self._put(stream, ("zero", target, size_bytes), run)
 
-    def tensor(self, memory: Memory, first: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        if not isinstance(memory, EmulatedMemory):
-            raise EmulationError(f"{memory!r} is no memory of an emulated card")
-        item_bytes = torch.empty(0, dtype=dtype).element_size()
-        count = 1
-        for one in shape:
-            count *= one
-        if first % item_bytes:
+    def tensor(self, memory: EmulatedMemory, first: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        count = math.prod(shape)
+        if first % dtype.itemsize:
             raise EmulationError(f"{dtype} can't begin at byte {first}")
-        view = memory.bytes_of(first, count * item_bytes)
+        view = memory.bytes_of(first, count * dtype.itemsize)
         return torch.frombuffer(view, dtype=dtype).view(shape) if count else torch.empty(shape, dtype=dtype)
 
     @contextmanager
-    def torch_stream(self, stream: Stream) -> Iterator[None]:
+    def torch_stream(self, stream: EmulatedStream) -> Iterator[None]:
         """torch's work on host memory happens during the call, so all before it has to have happened."""
         record = _current.record
         if record is None:
@@ -279,18 +271,16 @@ class EmulatedCard:
             record.replayed_on.catch_up()
         yield
 
-    def capture(self, stream: Stream, work: Callable[[], None]) -> Graph:
+    def capture(self, stream: EmulatedStream, work: Callable[[], None]) -> EmulatedGraph:
         """Calls `work`, which puts nothing on the stream, but on the record; torch's part of it does happen."""
-        if not isinstance(stream, EmulatedStream) or stream.card != self.number:
-            raise EmulationError(f"{stream!r} is no stream of card {self.number}")
         record = _Record(stream, [])
         with _recording(record), self._cards.space.frees.alone():
             work()
         return EmulatedGraph(work, record)
 
-    def _put(self, stream: Stream, description: _Description, run: _Run) -> None:
+    def _put(self, stream: EmulatedStream, description: _Description, run: _Run) -> None:
         self._cards.check()
-        if not isinstance(stream, EmulatedStream) or stream.card != self.number:
+        if stream.card != self.number:
             raise EmulationError(f"{stream!r} is no stream of card {self.number}")
         stream.put((self.number, *description), run)
 
@@ -346,19 +336,15 @@ class EmulatedCards:
         self.bytes_up: list[int] = []
         self.fault = ""
         self.kept_for_later: dict[int, list[EmulatedMemory]] = {}
-        self._cards = tuple(EmulatedCard(self, number, number % devices) for number in range(num_cards))
-
-    @property
-    def cards(self) -> tuple[EmulatedCard, ...]:
-        return self._cards
+        self.cards = tuple(EmulatedCard(self, number, number % devices) for number in range(num_cards))
 
     @property
     def name(self) -> str:
-        return f"{len(self._cards)} x emulated card"
+        return f"{len(self.cards)} x emulated card"
 
     def free_bytes(self) -> list[int]:
         """Of each card, and of pinned memory."""
-        return [*(card.free_bytes() for card in self._cards), self.space.free_bytes(None)]
+        return [*(card.free_bytes() for card in self.cards), self.space.free_bytes(None)]
 
     def load_kernels(self, source: Path, kernels: Sequence[str]) -> None:
         loaded = host_kernels(self.switches, source, tuple(kernels))
@@ -382,17 +368,15 @@ class EmulatedCards:
         if self.fault:
             raise CardError(self.fault)
 
-    def pinned_bytes(self, memory: PinnedMemory, first: int, size_bytes: int) -> int:
+    def pinned_bytes(self, memory: EmulatedPinnedMemory, first: int, size_bytes: int) -> int:
         """Address of the bytes of pinned memory, which have to be there."""
-        if not isinstance(memory, EmulatedPinnedMemory):
-            raise EmulationError(f"{memory!r} is no pinned memory of emulated cards")
         memory.bytes_of(first, size_bytes)
         return memory.address + first
 
 
 def _addresses(params: ctypes.Structure) -> Iterator[int]:
     """What a kernel's structure points to: all its 64-bit fields are addresses."""
-    for name, kind in params._fields_:  # type: ignore[misc]
+    for name, kind in params._fields_:
         value = getattr(params, name)
         if kind is ctypes.c_uint64:
             yield value

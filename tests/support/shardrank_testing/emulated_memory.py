@@ -6,8 +6,8 @@ import bisect
 import ctypes
 import threading
 import weakref
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,8 +29,7 @@ class EmulationError(AssertionError):
     """What a real card would answer with a crash, or with silent damage."""
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
+class Extent(NamedTuple):
     """One live allocation. device: whose, or None for pinned memory of the host."""
 
     address: int
@@ -46,7 +45,7 @@ class AddressSpace:
     """
 
     def __init__(self, totals: dict[int | None, int]) -> None:
-        self._totals = totals
+        self.totals = totals
         self._used = dict.fromkeys(totals, 0)
         self._addresses: list[int] = []
         self._extents: dict[int, Extent] = {}
@@ -55,10 +54,7 @@ class AddressSpace:
 
     def free_bytes(self, device: int | None) -> int:
         with self._lock:
-            return self._totals[device] - self._used[device]
-
-    def total_bytes(self, device: int | None) -> int:
-        return self._totals[device]
+            return self.totals[device] - self._used[device]
 
     def allocate(self, device: int | None, size_bytes: int) -> int:
         """Address of new bytes, or 0 for none, as cudaMalloc does.
@@ -72,10 +68,10 @@ class AddressSpace:
             return 0
         self.frees.settle()
         with self._lock:
-            left = self._totals[device] - self._used[device]
+            left = self.totals[device] - self._used[device]
             if size_bytes > left:
                 where = "pinned memory" if device is None else f"emulated device {device}"
-                raise MemoryBudgetError(f"{where}: {size_bytes} bytes wanted, {left} of {self._totals[device]} free")
+                raise MemoryBudgetError(f"{where}: {size_bytes} bytes wanted, {left} of {self.totals[device]} free")
             pointer = ctypes.c_void_p()
             if _libc.posix_memalign(ctypes.byref(pointer), ALIGNMENT, size_bytes) or pointer.value is None:
                 raise MemoryBudgetError(f"the host has no {size_bytes} bytes for an emulated card")
@@ -112,18 +108,9 @@ class EmulatedMemory:
     """Memory of a card; given back when nobody holds it any more, as CuPy's is."""
 
     def __init__(self, space: AddressSpace, device: int | None, size_bytes: int) -> None:
-        self._address = space.allocate(device, size_bytes)
-        self._size_bytes = size_bytes
-        release = partial(space.release, self._address)
-        self._release = weakref.finalize(self, space.frees.free, release) if self._address else None
-
-    @property
-    def address(self) -> int:
-        return self._address
-
-    @property
-    def size_bytes(self) -> int:
-        return self._size_bytes
+        self.address, self.size_bytes = space.allocate(device, size_bytes), size_bytes
+        release = partial(space.release, self.address)
+        self._release = weakref.finalize(self, space.frees.free, release) if self.address else None
 
     def free(self) -> None:
         if self._release is not None:
@@ -132,12 +119,12 @@ class EmulatedMemory:
     def bytes_of(self, first: int, size_bytes: int) -> npt.NDArray[np.uint8]:
         """uint8 [size_bytes], a writable view of the bytes from `first` on, which keeps the memory from being freed."""
         if self._release is not None and not self._release.alive:
-            raise EmulationError(f"memory at {self._address:#x} was freed")
-        if first < 0 or size_bytes < 0 or first + size_bytes > self._size_bytes:
-            raise EmulationError(f"bytes {first}..{first + size_bytes} of {self._size_bytes} do not exist")
+            raise EmulationError(f"memory at {self.address:#x} was freed")
+        if first < 0 or size_bytes < 0 or first + size_bytes > self.size_bytes:
+            raise EmulationError(f"bytes {first}..{first + size_bytes} of {self.size_bytes} do not exist")
         if size_bytes == 0:
             return np.empty(0, np.uint8)
-        held = (ctypes.c_uint8 * size_bytes).from_address(self._address + first)
+        held = (ctypes.c_uint8 * size_bytes).from_address(self.address + first)
         held._owner = self  # type: ignore[attr-defined]  # keeps the memory, as long as the view is held
         return np.frombuffer(held, np.uint8)
 

@@ -13,7 +13,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -30,7 +30,6 @@ FLAGS = ("-std=c++17", "-O2", "-g1", "-fPIC", "-shared", "-Wno-unknown-pragmas")
 # Checks make a unit large: -O2 takes twice the time to compile it, and finds no more.
 SANITIZER_FLAGS = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
 MAX_PARAMS = 8
-STORE_BYTES = (2, 4, 8, 16)
 COMPILE_TIMEOUT_S = 100
 
 
@@ -39,9 +38,6 @@ class HostKernels:
 
     def __init__(self, library: Path, kernels: Sequence[str]) -> None:
         loaded = ctypes.CDLL(str(library))
-        self._watch, self._stores = loaded.watch, loaded.stores_watched
-        self._watch.argtypes, self._watch.restype = (ctypes.c_size_t, ctypes.c_size_t), None
-        self._stores.argtypes, self._stores.restype = (ctypes.c_size_t,), ctypes.c_uint64
         self._entries = {kernel: loaded[f"launch_{kernel}"] for kernel in kernels}
         self.param_sizes: dict[str, tuple[int, ...]] = {}
         for kernel, entry in self._entries.items():
@@ -56,14 +52,6 @@ class HostKernels:
         held = [ctypes.create_string_buffer(one, len(one)) for one in params]
         pointers = (ctypes.c_void_p * len(held))(*(ctypes.addressof(one) for one in held))
         self._entries[kernel](grid[0], grid[1], THREADS_PER_BLOCK, pointers)
-
-    def stores_to(self, address: int, size_bytes: int, work: Callable[[], object]) -> dict[int, int]:
-        """How many stores of each size, in bytes, kernels make to a range of memory while `work` runs."""
-        self._watch(address, address + size_bytes)
-        work()
-        counts = {size: int(self._stores(size)) for size in STORE_BYTES}
-        self._watch(0, 0)
-        return {size: count for size, count in counts.items() if count}
 
 
 def host_compiler() -> str:
@@ -106,9 +94,8 @@ def _loaded(
     command += ["-x", "c++", "-"]
     # Not the sanitizer that this process may run under: the compiler is not to be checked.
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-    version = subprocess.run(
-        [compiler, "--version"], env=environment, capture_output=True, check=True, timeout=COMPILE_TIMEOUT_S
-    ).stdout
+    run = functools.partial(subprocess.run, env=environment, capture_output=True, timeout=COMPILE_TIMEOUT_S)
+    version = run([compiler, "--version"], check=True).stdout
     key = hashlib.sha256(
         b"\0".join([version, repr(command).encode(), unit.encode(), source.read_bytes(), HOST_HEADER.read_bytes()])
     ).hexdigest()
@@ -121,15 +108,7 @@ def _loaded(
         # Several test processes may be at it at once: each writes its own file, and the last rename wins.
         with tempfile.NamedTemporaryFile(dir=folder, suffix=".tmp", delete=False) as unfinished:
             made = Path(unfinished.name)
-        done = subprocess.run(
-            [*command, "-o", str(made)],
-            env=environment,
-            input=unit,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=COMPILE_TIMEOUT_S,
-        )
+        done = run([*command, "-o", str(made)], input=unit, text=True, check=False)
         if done.returncode:
             made.unlink()
             raise RuntimeError(f"g++ can't compile {source}:\n{done.stderr}")

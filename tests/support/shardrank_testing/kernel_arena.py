@@ -1,19 +1,23 @@
-"""An arena on cards, made by hand for tests of the kernels alone, and what pooling it must give, in NumPy.
-
-Every array has memory of its own, of exactly its size, so that AddressSanitizer sees a read beside it.
-"""
+"""Launches of the kernels alone, past the checks that an engine makes before, and what they must give, in NumPy."""
 
 from __future__ import annotations
 
+import ctypes
+import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from loader.snapshot.codecs import codec_for
-from loader.snapshot.tables import RowDtype
-from shard_node.cuda.cards import Card, Cards, Memory
+from loader.snapshot.reader import Snapshot
+from loader.snapshot.tables import RowDtype, TableSpec
+from shard_node.cuda.card_engine import CardEngine
+from shard_node.cuda.card_loading import CardTableLoad
+from shard_node.cuda.card_set import CardOptions, CardSet
+from shard_node.cuda.cards import Cards
 from shard_node.cuda.kernel_params import (
     MAX_LANES,
     MODES,
@@ -21,25 +25,26 @@ from shard_node.cuda.kernel_params import (
     NOT_HERE,
     OUT_DTYPES,
     POOL_KERNELS,
-    THREADS_PER_BLOCK,
-    WRITE_KERNEL,
     ArenaParams,
     BatchParams,
     Mode,
     OutDtype,
     RowFormat,
     RunParams,
-    TableParams,
-    WriteParams,
-    owner_bits,
+    owners_of,
 )
-from shardrank_testing.card_bytes import fetch, send
+from shard_node.cuda.places import Placer
+from shard_node.engine.memory import RowMemory
+from shard_node.partition import Partition
+from shardrank_testing.card_bytes import fetch, fetch_at, send
+from shardrank_testing.card_engines import options_for
+from shardrank_testing.card_plans import model_of
+from shardrank_testing.deltas import export_state
+from shardrank_testing.snapshots import num_buckets
 
 Float32Array = npt.NDArray[np.float32]
 ByteArray = npt.NDArray[np.uint8]
 
-# Instead of an owner's number.
-NOWHERE = -1
 # What is in the output where nothing was written.
 UNTOUCHED = 0x7B
 _OUT_STORAGE: dict[OutDtype, npt.DTypeLike] = {"fp32": np.float32, "fp16": np.float16, "bf16": np.uint16}
@@ -65,109 +70,91 @@ class Pooled:
     not_here: int
 
 
+def load_partition(
+    snapshot: Snapshot, partition: Partition, cards: Cards, options: CardOptions, upload_bytes: int = 1 << 16
+) -> CardEngine:
+    """The engine of a node that has these buckets of a snapshot."""
+    load = CardTableLoad(snapshot, partition, "", CardSet(cards, options), upload_bytes=upload_bytes)
+    engine = load.run(load.take(RowMemory())).engine
+    assert isinstance(engine, CardEngine)
+    return engine
+
+
 class KernelArena:
-    """Tables of one dim and dtype over some cards.
+    """Tables of one dim and dtype over some cards, in every tier.
 
     Args:
         cards: where.
         tables: of each, its rows, float32 [n, dim].
-        owners: of each, int [n]: a card, num_cards for a hot row, num_cards + 1 for a pinned one, or
-            `NOWHERE`. What is there of the places of a table with an only owner is `NOT_HERE`, as nobody is to look.
+        rng: deals the tables' buckets to the cards.
+        lost: the fraction of buckets that another node has.
+
+    Attributes:
+        owners: of each table, uint8 [n]: a card, num_cards for a hot row, num_cards + 1 for a pinned one, or
+            num_cards + 2 for one that is on another node.
     """
 
     def __init__(
-        self,
-        cards: Cards,
-        dtype: RowDtype,
-        tables: Sequence[Float32Array],
-        owners: Sequence[npt.NDArray[np.integer]],
+        self, cards: Cards, dtype: RowDtype, tables: Sequence[Float32Array], rng: np.random.Generator, lost: float = 0.0
     ) -> None:
-        self.cards, self.num_cards, self.dim = cards, len(cards.cards), tables[0].shape[1]
-        self.dtype: RowDtype = dtype
-        self.format, self._codec = RowFormat.of(dtype, self.dim), codec_for(dtype, self.dim)
-        self.stored = [self._codec.encode(rows) for rows in tables]
-        self.owners = [np.asarray(one) for one in owners]
-        self.slots = [_slots(one) for one in self.owners]
-        counts = np.array([np.bincount(one[one >= 0], minlength=self.num_cards + 2) for one in self.owners])
-        sizes = counts.astype(np.uint64) * np.uint64(self.format.stride)
-        self.starts = np.concatenate([np.zeros_like(sizes[:1]), np.cumsum(sizes, axis=0)[:-1]])
-        self.pinned = cards.allocate_pinned(max(1, int(sizes[:, -1].sum())))
-        relaid = [self._rows_of(owner) for owner in range(self.num_cards + 2)]
-        self.pinned.array[: relaid[-1].size] = relaid[-1]
-        self.own = [send(cards, card, relaid[card.number]) for card in cards.cards]
-        self.hot = [send(cards, card, relaid[self.num_cards]) for card in cards.cards]
-        self._held: list[Memory] = []
-        self.params = [self._params(card) for card in cards.cards]
+        dim = tables[0].shape[1]
+        self.cards, self.num_cards, self.codec = cards, len(cards.cards), codec_for(dtype, dim)
+        self.stored = [self.codec.encode(rows) for rows in tables]
+        spec = model_of(
+            [
+                TableSpec(
+                    name=f"t{number}",
+                    num_embeddings=len(rows),
+                    embedding_dim=dim,
+                    feature_names=(f"f{number}",),
+                    dtype=dtype,
+                    bucketing="range" if number % 2 else "hash",
+                )
+                for number, rows in enumerate(tables)
+            ]
+        )
+        dealt = [rng.integers(0, self.num_cards, num_buckets(table)).astype(np.int16) for table in spec.tables]
+        for one in dealt:
+            one[rng.random(one.size) < lost] = -1
+        with tempfile.TemporaryDirectory() as folder:
+            rows_of_tables = {table.name: rows for table, rows in zip(spec.tables, tables, strict=True)}
+            snapshot = export_state(Path(folder), spec, rows_of_tables, 1)
+            partition = Partition(self.num_cards, tuple(dealt))
+            self.engine = load_partition(snapshot, partition, cards, options_for(spec, self.num_cards, "every tier"))
+        (self.arena,) = self.engine._arenas
+        self.placer = Placer(self.engine.plan)
+        self.places = [self.placer.places(number) for number in range(len(tables))]
+        self.owners = [owners_of(places, self.num_cards) for places in self.places]
 
     def decoded(self, table: int) -> Float32Array:
         """What the stored rows are worth, zeros where the kernel has none."""
-        rows = self._codec.decode(self.stored[table])
-        rows[self.owners[table] < 0] = 0.0
+        rows = self.codec.decode(self.stored[table])
+        rows[self.places[table] == NOT_HERE] = 0.0
         return rows
-
-    def _rows_of(self, owner: int) -> ByteArray:
-        relaid = [
-            self.format.relay(stored[owners == owner]) for stored, owners in zip(self.stored, self.owners, strict=True)
-        ]
-        return np.concatenate(relaid).reshape(-1)
-
-    def _params(self, card: Card) -> ArenaParams:
-        bits = owner_bits(self.num_cards)
-        rows = [*(memory.address for memory in self.own), self.hot[card.number].address, self.pinned.address]
-        places = []
-        for owners, slots in zip(self.owners, self.slots, strict=True):
-            coded = slots.astype(np.uint32) << np.uint32(bits) | np.maximum(owners, 0).astype(np.uint32)
-            is_read = (owners != NOWHERE) & (owners != owners[0]).any()
-            places.append(np.where(is_read, coded, NOT_HERE))
-        sizes = [one.size for one in places]
-        tables = (TableParams * len(sizes))()
-        for number, owners in enumerate(self.owners):
-            tables[number] = TableParams(begin=sum(sizes[:number]), num_rows=owners.size)
-            if (only := owners[0]) >= 0 and (owners == only).all():
-                tables[number].begin, tables[number].owner_after = int(self.starts[number, only]), only + 1
-        self._held += (
-            memories := [
-                send(self.cards, card, array)
-                for array in (
-                    np.concatenate(places).astype(np.uint32),
-                    _bytes_of(tables),
-                    self.cards.switches.starts(self.starts, rows),
-                )
-            ]
-        )
-        params = ArenaParams(
-            places=memories[0].address,
-            tables=memories[1].address,
-            starts=memories[2].address,
-            num_tables=len(sizes),
-            num_cards=self.num_cards,
-            owner_bits=bits,
-            row_stride=self.format.stride,
-            embedding_dim=self.dim,
-        )
-        params.rows[: len(rows)] = rows
-        return params
 
     def pool(self, card: int, runs: Sequence[Run], shape: LaunchShape | None = None) -> Pooled:
         """Pools the bags, one after another into the output."""
-        return pool_bags(self.cards, card, self.params[card], self.format, runs, shape)
+        return pool_bags(self.cards, card, self.arena.params[card], self.arena.format, runs, shape)
 
     def write(self, card: int, table: int, rows: npt.NDArray[np.integer], relaid: ByteArray, writes_host: bool) -> None:
         """One launch of the kernel that writes rows."""
         on = self.cards.cards[card]
         numbers, stored = send(self.cards, on, rows.astype(np.uint32)), send(self.cards, on, relaid)
-        params = WriteParams(
-            numbers=numbers.address,
-            stored=stored.address,
-            num_rows=rows.size,
-            table=table,
-            card=card,
-            writes_host=writes_host,
-        )
-        chunks = rows.size * self.format.stride // 16
         stream = on.stream()
-        on.launch(WRITE_KERNEL, (-(-chunks // THREADS_PER_BLOCK), 1), (self.params[card], params), stream)
+        self.arena.write(card, table, numbers.address, stored.address, rows.size, stream, writes_host=writes_host)
         stream.synchronize()
+
+    def contents(self) -> dict[tuple[int, int], ByteArray]:
+        """The rows of every owner that a card reads as its own memory, by (card, owner); pinned ones by card 0."""
+        sizes = self.placer.rows_bytes(self.arena.group)
+        hot, pinned = self.num_cards, self.num_cards + 1
+        places = [*((card, owner) for card in range(self.num_cards) for owner in (card, hot)), (0, pinned)]
+        return {
+            (card, owner): fetch_at(
+                self.cards, self.cards.cards[card], int(self.arena.params[card].rows[owner]), sizes[owner]
+            )
+            for card, owner in places
+        }
 
     def expected(self, runs: Sequence[Run]) -> npt.NDArray[np.float64]:
         """float64 [bags, dim], by definition."""
@@ -183,46 +170,7 @@ class KernelArena:
                     continue
                 total = terms.sum(axis=0)
                 out.append(total / bag.size if run.mode == "mean" and bag.size else total)
-        return np.array(out).reshape(-1, self.dim)
-
-
-def pool_bags(
-    cards: Cards,
-    card: int,
-    arena: ArenaParams,
-    fmt: RowFormat,
-    runs: Sequence[Run],
-    shape: LaunchShape | None = None,
-) -> Pooled:
-    """One launch on a card that pools bags of an arena's tables, one after another into the output."""
-    shape = shape or LaunchShape()
-    lanes_log2 = (
-        min((fmt.chunks - 1).bit_length(), MAX_LANES.bit_length() - 1) if shape.lanes_log2 is None else shape.lanes_log2
-    )
-    batch = _Batch(fmt.embedding_dim, runs, shape, cards.switches.bags_per_block(lanes_log2))
-    on = cards.cards[card]
-    values, weights, offsets, run_params, blocks, counters = (send(cards, on, array) for array in batch.arrays())
-    out = send(cards, on, np.full(batch.out_bytes, UNTOUCHED, np.uint8))
-    params = BatchParams(
-        values=values.address,
-        weights=weights.address,
-        offsets=offsets.address,
-        runs=run_params.address,
-        blocks=blocks.address,
-        out=out.address,
-        counters=counters.address,
-        num_blocks=len(batch.blocks),
-        rotation=shape.rotation,
-        out_dtype=OUT_DTYPES[shape.out_dtype],
-        lanes_log2=lanes_log2,
-    )
-    grid = (len(batch.blocks), -(-fmt.chunks // (1 << lanes_log2)))
-    stream = on.stream()
-    on.launch(POOL_KERNELS[fmt.dtype], grid, (arena, params), stream)
-    stream.synchronize()
-    raw = fetch(cards, on, out)
-    outside, not_here = fetch(cards, on, counters).view(np.uint64).tolist()
-    return Pooled(batch.read(raw), raw, outside, not_here)
+        return np.array(out).reshape(-1, self.codec.embedding_dim)
 
 
 @dataclass
@@ -237,80 +185,73 @@ class LaunchShape:
     idle_blocks: int = 0
 
 
-@dataclass
-class _Batch:
-    dim: int
-    runs: Sequence[Run]
-    shape: LaunchShape
-    bags_per_block: int
-    blocks: list[tuple[int, int]] = field(init=False)
-    out_bytes: int = field(init=False)
+def pool_bags(
+    cards: Cards, card: int, arena: ArenaParams, fmt: RowFormat, runs: Sequence[Run], shape: LaunchShape | None = None
+) -> Pooled:
+    """One launch on a card that pools bags of an arena's tables, one after another into the output.
 
-    def __post_init__(self) -> None:
-        self._storage = np.dtype(_OUT_STORAGE[self.shape.out_dtype])
-        self._stride = self.dim + self.shape.gap
-        self._params = (RunParams * max(1, len(self.runs)))()
-        self.blocks, bags, values, written = [], 0, 0, 0
-        for number, run in enumerate(self.runs):
-            num_values = sum(bag.size for bag in run.bags)
-            num = num_values if run.mode == "none" else len(run.bags)
-            self._params[number] = RunParams(
-                table=run.table,
-                first=values if run.mode == "none" else bags,
-                num=num,
-                mode=MODES[run.mode],
-                out_offset=self.shape.first + written * self._stride,
-                out_stride=self._stride,
-            )
-            self.blocks += [(number, first) for first in range(0, num, self.bags_per_block)]
-            bags, values, written = bags + len(run.bags), values + num_values, written + num
-        self.blocks += [(NO_RUN, 0)] * max(self.shape.idle_blocks, 0 if self.blocks else 1)
-        self._written = written
-        self.out_bytes = (self.shape.first + written * self._stride) * self._storage.itemsize
+    Asserts that nothing beside the bags was written.
+    """
+    shape = shape or LaunchShape()
+    lanes_log2 = shape.lanes_log2
+    if lanes_log2 is None:
+        lanes_log2 = min((fmt.chunks - 1).bit_length(), MAX_LANES.bit_length() - 1)
+    storage, stride = np.dtype(_OUT_STORAGE[shape.out_dtype]), fmt.embedding_dim + shape.gap
+    params, blocks, written = _runs(runs, shape.first, stride, cards.switches.bags_per_block(lanes_log2))
+    blocks += [(NO_RUN, 0)] * max(shape.idle_blocks, 0 if blocks else 1)
+    bags = [bag for run in runs for bag in run.bags]
+    weights: list[Float32Array] = []
+    if any(run.weights is not None for run in runs):
+        weights = [one for run in runs for one in run.weights or [np.ones(bag.size) for bag in run.bags]]
+    arrays = (
+        np.concatenate([np.empty(0, np.int64), *bags]).astype(np.uint32),
+        np.concatenate([np.empty(0, np.float32), *weights]).astype(np.float32),
+        np.cumsum([0, *(bag.size for bag in bags)]).astype(np.uint32),
+        np.frombuffer(bytes(params), np.uint8),
+        np.array(blocks, np.uint32),
+        np.full((shape.first + written * stride) * storage.itemsize, UNTOUCHED, np.uint8),
+        np.zeros(2, np.uint64),
+    )
+    on = cards.cards[card]
+    stream, memories = on.stream(), [send(cards, on, array) for array in arrays]
+    batch = BatchParams(
+        *(memory.address for memory in memories),
+        num_blocks=len(blocks),
+        rotation=shape.rotation,
+        out_dtype=OUT_DTYPES[shape.out_dtype],
+        lanes_log2=lanes_log2,
+    )
+    grid = (len(blocks), -(-fmt.chunks // (1 << lanes_log2)))
+    on.launch(POOL_KERNELS[fmt.dtype], grid, (arena, batch), stream)
+    stream.synchronize()
+    raw = fetch(cards, on, memories[-2])
+    outside, not_here = fetch(cards, on, memories[-1]).view(np.uint64).tolist()
+    items = raw.view(storage)
+    rows = items[shape.first :].reshape(written, stride)
+    pooled, beside = rows[:, : fmt.embedding_dim], rows[:, fmt.embedding_dim :]
+    assert (np.concatenate([items[: shape.first], beside.reshape(-1)]).view(np.uint8) == UNTOUCHED).all()
+    if shape.out_dtype == "bf16":
+        pooled = (pooled.astype(np.uint32) << 16).view(np.float32)
+    return Pooled(pooled.astype(np.float32), raw, outside, not_here)
 
-    def arrays(self) -> tuple[npt.NDArray[np.generic], ...]:
-        """Values, weights, offsets, runs, blocks, counters."""
-        bags = [bag for run in self.runs for bag in run.bags]
-        values = np.concatenate(bags) if bags else np.empty(0, np.uint32)
-        weights = np.empty(0, np.float32)
-        if bags and any(run.weights is not None for run in self.runs):
-            weights = np.concatenate(
-                [
-                    np.ones(bag.size, np.float32) if run.weights is None else run.weights[number]
-                    for run in self.runs
-                    for number, bag in enumerate(run.bags)
-                ]
-            )
-        offsets = np.cumsum([0, *(bag.size for bag in bags)]).astype(np.uint32)
-        return (
-            values.astype(np.uint32),
-            weights,
-            offsets,
-            _bytes_of(self._params),
-            np.array(self.blocks, np.uint32),
-            np.zeros(2, np.uint64),
+
+def _runs(
+    runs: Sequence[Run], first: int, stride: int, bags_per_block: int
+) -> tuple[ctypes.Array[RunParams], list[tuple[int, int]], int]:
+    """Return what the kernel takes of each run, the blocks, (run, first bag), and how many bags are written."""
+    params, blocks = (RunParams * max(1, len(runs)))(), []
+    num_bags, num_values, written = 0, 0, 0
+    for number, run in enumerate(runs):
+        values = sum(bag.size for bag in run.bags)
+        num = values if run.mode == "none" else len(run.bags)
+        params[number] = RunParams(
+            table=run.table,
+            first=num_values if run.mode == "none" else num_bags,
+            num=num,
+            mode=MODES[run.mode],
+            out_offset=first + written * stride,
+            out_stride=stride,
         )
-
-    def read(self, raw: ByteArray) -> Float32Array:
-        """float32 [bags, dim] of the output's bytes. Asserts that nothing beside the bags was written."""
-        items = raw.view(self._storage)
-        rows = items[self.shape.first :].reshape(self._written, self._stride)
-        beside = np.concatenate([items[: self.shape.first], rows[:, self.dim :].reshape(-1)])
-        assert (beside.view(np.uint8) == UNTOUCHED).all()
-        pooled = rows[:, : self.dim]
-        if self.shape.out_dtype == "bf16":
-            return (pooled.astype(np.uint32) << 16).view(np.float32)
-        return pooled.astype(np.float32)
-
-
-def _slots(owners: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
-    """Each row's slot: how many rows of the table before it have its owner."""
-    slots = np.zeros(owners.size, np.int64)
-    for owner in np.unique(owners):
-        here = owners == owner
-        slots[here] = np.arange(here.sum())
-    return slots
-
-
-def _bytes_of(structures: object) -> ByteArray:
-    return np.frombuffer(bytes(structures), np.uint8)  # type: ignore[call-overload]
+        blocks += [(number, bag) for bag in range(0, num, bags_per_block)]
+        num_bags, num_values, written = num_bags + len(run.bags), num_values + values, written + num
+    return params, blocks, written

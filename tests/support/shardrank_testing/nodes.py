@@ -1,15 +1,14 @@
-"""Real shard nodes for tests: small tables with exact sums, real sockets on either event loop, real processes."""
+"""Real shard nodes for tests: small tables with exact sums, real sockets on either event loop."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
+import functools
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -19,9 +18,8 @@ import uvloop
 
 from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec
 from loader.snapshot.tables import TableSpec
-from shard_node.access_counts import AccessCounts
 from shard_node.answer import FLOAT32_SUMS, Answer, Forms
-from shard_node.bags import KeyedBags, TableLayout
+from shard_node.bags import KeyedBags
 from shard_node.engine.reference import ReferenceEngine
 from shard_node.node import LoadedTables, NodeInfo, ShardNode
 from shard_node.partition import NodeIdentity
@@ -30,7 +28,7 @@ from shard_node.wire.client import ShardClient
 from shard_node.wire.frame import HEADER, Frame, FrameReceiver, unpack_header
 from shard_node.wire.messages import Buffer
 from shard_node.wire.server import NodeServer, ServerLimits
-from shardrank_testing.processes import Process, start_module
+from shardrank_testing.bags import bags_of
 
 Result = TypeVar("Result")
 
@@ -60,47 +58,28 @@ def small_spec() -> ModelSpec:
     )
 
 
-def reference_engine() -> ReferenceEngine:
-    """Tables of small whole numbers, so that every sum is exact and answers can be compared bit by bit."""
+def small_tables() -> dict[str, np.ndarray]:
+    """Rows of small whole numbers, so that every sum is exact and answers can be compared bit by bit."""
     rng = np.random.default_rng(11)
-    tables = {name: rng.integers(-50, 50, shape).astype(np.float32) for name, shape in SIZES.items()}
-    return ReferenceEngine(small_spec(), tables)
+    return {name: rng.integers(-50, 50, shape).astype(np.float32) for name, shape in SIZES.items()}
 
 
-@dataclass
-class HookedEngine:
+def reference_engine() -> ReferenceEngine:
+    """The reference engine over the small tables."""
+    return ReferenceEngine(small_spec(), small_tables())
+
+
+class HookedEngine(ReferenceEngine):
     """The reference engine, with something that happens first when a certain row is asked for."""
 
-    hooks: dict[int, Callable[[], None]] = field(default_factory=dict)
-    inner: ReferenceEngine = field(default_factory=reference_engine)
-
-    @property
-    def layout(self) -> TableLayout:
-        return self.inner.layout
+    def __init__(self, hooks: dict[int, Callable[[], None]]) -> None:
+        super().__init__(small_spec(), small_tables())
+        self.hooks = hooks
 
     def pool(self, bags: KeyedBags) -> list[np.ndarray]:
         for row in sorted(self.hooks.keys() & set(bags.values.tolist())):
             self.hooks[row]()
-        return self.inner.pool(bags)
-
-    def answer(self, bags: KeyedBags) -> Answer:
-        return Answer(self.pool(bags))
-
-    def memory(self) -> tuple[Any, ...]:
-        return self.inner.memory()
-
-    def rows_looked_up(self) -> tuple[Any, ...]:
-        return self.inner.rows_looked_up()
-
-    @property
-    def access(self) -> AccessCounts:
-        return self.inner.access
-
-    def cards(self) -> Any:
-        return self.inner.cards()
-
-    def close(self) -> None:
-        self.inner.close()
+        return super().pool(bags)
 
 
 class NearShard:
@@ -129,7 +108,7 @@ class Gate:
         self.entered = threading.Semaphore(0)
         self.engine = HookedEngine({SLOW_ROW: self._wait})
 
-    @cached_property
+    @functools.cached_property
     def node(self) -> ShardNode:
         return small_node(self.engine)
 
@@ -141,7 +120,7 @@ class Gate:
         assert await asyncio.to_thread(self.entered.acquire, timeout=NEVER_S)
 
 
-def small_node(engine: HookedEngine | ReferenceEngine | None = None) -> ShardNode:
+def small_node(engine: ReferenceEngine | None = None) -> ShardNode:
     """A node that serves MODEL at VERSION."""
     node = ShardNode(NodeIdentity(shard_index=0, num_shards=1, num_cards=1, sharding="hash"))
     node.stage(MODEL, VERSION, LoadedTables(engine or reference_engine(), "identity", "digest"))
@@ -151,29 +130,28 @@ def small_node(engine: HookedEngine | ReferenceEngine | None = None) -> ShardNod
 
 def film_bags(*bags: Sequence[int]) -> KeyedBags:
     """Bags of the film table (key 1)."""
-    return KeyedBags.from_lengths(
-        np.array([1], np.int32),
-        np.array([len(bags)], np.int64),
-        np.array([len(bag) for bag in bags], np.int64),
-        np.array([row for bag in bags for row in bag], np.int64),
-    )
+    return bags_of({1: bags})
+
+
+def feed(receiver: FrameReceiver, data: bytes, sizes: Iterable[int] = ()) -> list[Frame]:
+    """Give a receiver bytes in pieces of these sizes, then the rest; return the frames that were complete."""
+    frames, view, pieces = [], memoryview(data), iter(sizes)
+    while view:
+        space = receiver.get_buffer()
+        size = min(next(pieces, len(view)), len(space), len(view))
+        assert size > 0
+        space[:size] = view[:size]
+        receiver.received(size)
+        view = view[size:]
+        while (frame := receiver.next_frame()) is not None:
+            frames.append(frame)
+    return frames
 
 
 def received(buffers: Sequence[Buffer]) -> Frame:
     """The one frame that the buffers are, through the receiver that connections use."""
-    receiver = FrameReceiver(1 << 30)
-    data = memoryview(b"".join(buffers))
-    while data:
-        space = receiver.get_buffer()
-        size = min(len(space), len(data))
-        space[:size] = data[:size]
-        receiver.received(size)
-        data = data[size:]
-        frame = receiver.next_frame()
-        if frame is not None:
-            assert not data
-            return frame
-    raise AssertionError("no whole frame")
+    (frame,) = feed(FrameReceiver(1 << 30), b"".join(buffers))
+    return frame
 
 
 @dataclass(frozen=True)
@@ -203,49 +181,68 @@ class Place:
         assert uncaught == []
         return result
 
-    def with_client(
+    @contextlib.asynccontextmanager
+    async def client(
         self,
         folder: Path,
-        scenario: Callable[[NodeServer, ShardClient], Coroutine[Any, Any, Result]],
         node: ShardNode | None = None,
         server_limits: ServerLimits | None = None,
         **options: Any,
-    ) -> Result:
-        """Run a scenario with a server of a node, and a client of it."""
+    ) -> AsyncIterator[tuple[NodeServer, ShardClient]]:
+        """A server of a node, and a client of it."""
+        async with (
+            serving(self.address(folder), node, server_limits) as server,
+            connected(server.addresses[0], **options) as client,
+        ):
+            yield server, client
 
-        async def main() -> Result:
-            address = self.address(folder)
-            async with (
-                serving(address, node, server_limits) as server,
-                connected(server.addresses[0], **options) as client,
-            ):
-                return await scenario(server, client)
+    @contextlib.asynccontextmanager
+    async def peer(
+        self, folder: Path, node: ShardNode | None = None, limits: ServerLimits | None = None
+    ) -> AsyncIterator[tuple[NodeServer, RawPeer]]:
+        """A server of a node, and a raw connection to it."""
+        async with serving(self.address(folder), node, limits) as server, raw_peer(server.addresses[0]) as peer:
+            yield server, peer
 
-        return self.run(main())
+    @contextlib.asynccontextmanager
+    async def script(
+        self, folder: Path, play: Callable[[RawPeer], Coroutine[Any, Any, None]], **options: Any
+    ) -> AsyncIterator[ShardClient]:
+        """A client of a node that plays the script on each connection."""
+        peers: list[RawPeer] = []
 
-    def with_peer(
-        self,
-        folder: Path,
-        scenario: Callable[[NodeServer, RawPeer], Coroutine[Any, Any, Result]],
-        node: ShardNode | None = None,
-        limits: ServerLimits | None = None,
-    ) -> Result:
-        """Run a scenario with a server of a node, and a raw connection to it."""
+        async def connection(*streams: Any) -> None:
+            peers.append(RawPeer(*streams))
+            await play(peers[-1])
 
-        async def main() -> Result:
-            async with serving(self.address(folder), node, limits) as server:
-                peer = await RawPeer.connect(server.addresses[0])
-                try:
-                    return await scenario(server, peer)
-                finally:
+        address = Address(path=str(folder / "node.sock"))
+        server = await asyncio.start_unix_server(connection, address.path)
+        async with server, connected(address, **options) as client:
+            try:
+                yield client
+            finally:
+                for peer in peers:
                     await peer.close()
-
-        return self.run(main())
 
 
 EVERY_PLACE = tuple(Place(loop, sock) for loop in ("asyncio", "uvloop") for sock in ("tcp", "unix"))
-in_every_place = pytest.mark.parametrize("place", EVERY_PLACE, ids=str)
-on_every_loop = pytest.mark.parametrize("place", EVERY_PLACE[1::2], ids=str)
+
+
+def run_in(places: Sequence[Place]) -> Callable[[Callable[..., Coroutine[Any, Any, None]]], Callable[..., None]]:
+    """Make a test of a coroutine function: it runs on the loop of each place, which is one of its fixtures."""
+
+    def decorate(function: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def test(**fixtures: Any) -> None:
+            fixtures["place"].run(function(**fixtures))
+
+        return pytest.mark.parametrize("place", places, ids=str)(test)
+
+    return decorate
+
+
+in_every_place = run_in(EVERY_PLACE)
+on_every_loop = run_in(EVERY_PLACE[1::2])
 
 
 async def pool_films(client: ShardClient, *bags: Sequence[int], timeout_s: float = NEVER_S) -> np.ndarray:
@@ -260,10 +257,10 @@ def expected_films(*bags: Sequence[int]) -> np.ndarray:
 
 @contextlib.asynccontextmanager
 async def serving(
-    address: Address, node: ShardNode | None = None, limits: ServerLimits | None = None
+    address: Address, node: ShardNode | None = None, limits: ServerLimits | None = None, **options: Any
 ) -> AsyncIterator[NodeServer]:
     """A server on the address; its own address, with the real port, is `server.addresses[0]`."""
-    server = NodeServer(node or small_node(), limits)
+    server = NodeServer(node or small_node(), limits, **options)
     await server.start([address])
     try:
         yield server
@@ -281,10 +278,10 @@ async def connected(address: Address, **options: Any) -> AsyncIterator[ShardClie
         await client.close()
 
 
-async def until(condition: Callable[[], bool]) -> None:
+async def until(condition: Callable[[], bool], pause_s: float = 0.0) -> None:
     """Lets the loop run until the condition holds; for what gives no event. The test's own time limit bounds it."""
     while not condition():  # noqa: ASYNC110
-        await asyncio.sleep(0)
+        await asyncio.sleep(pause_s)
 
 
 @dataclass
@@ -293,12 +290,6 @@ class RawPeer:
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
-
-    @classmethod
-    async def connect(cls, address: Address) -> RawPeer:
-        if address.is_unix:
-            return cls(*await asyncio.open_unix_connection(address.path))
-        return cls(*await asyncio.open_connection(address.host, address.port))
 
     def write(self, *buffers: bytes | bytearray | memoryview) -> None:
         self.writer.writelines(buffers)
@@ -317,24 +308,14 @@ class RawPeer:
             await self.writer.wait_closed()
 
 
-@contextlib.contextmanager
-def node_process(address: Address) -> Iterator[tuple[Process, Address]]:
-    """A shard node in a process of its own, killed at the end at the latest; its address has the real port."""
-    process = start_module(__name__, str(address))
+@contextlib.asynccontextmanager
+async def raw_peer(address: Address) -> AsyncIterator[RawPeer]:
+    """A raw connection to the address."""
+    if address.is_unix:
+        peer = RawPeer(*await asyncio.open_unix_connection(address.path))
+    else:
+        peer = RawPeer(*await asyncio.open_connection(address.host, address.port))
     try:
-        assert process.stdout is not None
-        yield process, Address.parse(process.stdout.readline().strip())
+        yield peer
     finally:
-        process.kill()
-        process.communicate()
-
-
-async def _serve(address: Address) -> None:
-    async with serving(address) as server:
-        sys.stdout.write(f"{server.addresses[0]}\n")
-        sys.stdout.flush()
-        await asyncio.Event().wait()
-
-
-if __name__ == "__main__":
-    uvloop.run(_serve(Address.parse(sys.argv[1])))
+        await peer.close()
