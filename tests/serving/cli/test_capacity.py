@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from serving.cli.capacity import CapacityOptions, CapacityPlan, LookupProfile, catalog_model
-from serving.errors import LookupProfileError
+from serving.errors import ModelNotFoundError
 from shard_node.bags import TableLayout
-from shard_node.errors import MemoryBudgetError
 from shard_node.planning.card_plan import CardPlan
 from shard_node.planning.cost_model import SYSTEMS, BagLoad
 from shardrank_testing.snapshots import make_spec
@@ -82,23 +81,12 @@ def test_counts_decide_where_rows_go():
     assert user.hot_rows == 100
 
 
-def test_what_can_not_be_served_at_all_is_refused_with_the_numbers():
-    with pytest.raises(MemoryBudgetError, match="rows take 6374656048000 bytes"):
-        planned("merlin-colossal")
-    with pytest.raises(MemoryBudgetError, match=r"[0-9]+ bytes of [0-9]+ rows are left over"):
-        planned(card_memory_gb=2.0, pinned_memory_gb=0.0)
-
-
-def loads_by_name(profile, requests, candidates):
+def test_context_features_are_looked_up_once_a_request_and_others_once_a_candidate():
     spec = make_spec()
     layout = TableLayout.of(spec)
-    loads = profile.loads(spec, layout, requests, candidates)
-    return {table.name: load for table, load in zip(layout.tables, loads, strict=True)}
-
-
-def test_context_features_are_looked_up_once_a_request_and_others_once_a_candidate():
     profile = LookupProfile(hotness={"film": 2, "history": 30, "genre": 1.5})
-    loads = loads_by_name(profile, requests=3, candidates=100)
+    found = profile.loads(spec, layout, 3, 100)
+    loads = {table.name: load for table, load in zip(layout.tables, found, strict=True)}
     assert loads["user"] == BagLoad(3, 3, 1)
     # `film` is pooled, once a candidate; each id of `history`, once a request, is a row of its own.
     assert loads["film"] == BagLoad(2 * 100 + 30 * 3, 100 + 30 * 3, 2)
@@ -107,9 +95,24 @@ def test_context_features_are_looked_up_once_a_request_and_others_once_a_candida
 
 
 @pytest.mark.parametrize(
-    ("told", "problem"),
-    [({"nobody": 1}, "no such feature"), ({"film": -1}, "allowed is 0"), ({"film": float("nan")}, "allowed is 0")],
+    ("name", "tables", "gibibytes"),
+    [
+        ("dlrm-v2", 26, 97.4),
+        ("merlin-tiny", 55, 4.2),
+        ("merlin-small", 107, 26.3),
+        ("merlin-medium", 311, 206.2),
+        ("merlin-large", 612, 773.8),
+        ("merlin-jumbo", 1022, 3109.5),
+        ("merlin-colossal", 2002, 22327.4),
+        ("textbook", 1, 953.7),
+    ],
 )
-def test_hotness_that_can_not_be_is_refused(told, problem):
-    with pytest.raises(LookupProfileError, match=problem):
-        LookupProfile().with_hotness(make_spec(), told)
+def test_a_published_model_has_its_published_size(name, tables, gibibytes):
+    found = catalog_model(name, "fp32").spec.tables
+    assert len(found) == tables
+    assert round(sum(4 * table.num_embeddings * table.embedding_dim for table in found) / 2**30, 1) == gibibytes
+
+
+def test_a_name_that_is_not_in_the_catalog_is_refused():
+    with pytest.raises(ModelNotFoundError, match="'dlrm' is not in the catalog; it has dlrm-v2, merlin-tiny"):
+        catalog_model("dlrm")

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import re
 import sys
 
 import click
 import pytest
 from click.testing import CliRunner
 
-from serving.cli import main
 from serving.cli.options import device_options
 from serving.cli.serve import _load, _may_wait, serve, shard_node
 from serving.cli.settings import card_options, device_arguments, num_replicas, open_card_set
 from shard_node.cuda.card_engine import CardEngine
 from shard_node.cuda.card_set import CardOptions, CardSet
 from shard_node.node import ShardNode
+from shardrank_testing.command_line import shardrank
 from shardrank_testing.emulated_cards import EmulatedCards
 from shardrank_testing.serving_api import MODEL, ApiModel
 
@@ -43,11 +42,6 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     return asked
 
 
-def invoke(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(main, arguments, prog_name="shardrank")
-    return result.exit_code, re.sub(r"\s+", " ", result.output)
-
-
 def test_flags_become_the_options_of_the_cards_and_a_child_is_told_the_same() -> None:
     given = rows.make_context("rows", list(FLAGS)).params
     assert card_options(given) == OPTIONS
@@ -55,19 +49,22 @@ def test_flags_become_the_options_of_the_cards_and_a_child_is_told_the_same() ->
     assert told == given
 
 
-@pytest.mark.parametrize("may_block", [False, True])
-def test_there_is_one_ranking_replica_for_each_card_if_nothing_else_is_said(may_block: bool) -> None:
-    card_set = CardSet(EmulatedCards(4))
-    assert num_replicas(None, card_set, may_block=may_block) == 4
-    assert [num_replicas(3, cards, may_block=may_block) for cards in (None, card_set)] == [3, 3]
-
-
-def test_without_cards_the_event_loop_ranks_unless_a_row_may_block_it() -> None:
-    assert num_replicas(None, None, may_block=False) == num_replicas(0, None, may_block=False) == 0
-    assert num_replicas(None, None, may_block=True) == 1
-    for card_set, may_block in ((None, True), (CardSet(EmulatedCards(1)), False)):
+@pytest.mark.parametrize(
+    ("flag", "num_cards", "may_block", "expected"),
+    [
+        (None, 4, False, 4), (None, 4, True, 4), (3, 4, False, 3), (3, 4, True, 3),
+        (3, None, False, 3), (3, None, True, 3), (None, None, False, 0), (0, None, False, 0), (None, None, True, 1),
+        (0, None, True, None), (0, 1, False, None),
+    ],
+)  # fmt: skip
+def test_how_many_replicas_rank(flag: int | None, num_cards: int | None, may_block: bool, expected: int | None) -> None:
+    """One for each card; without cards the event loop ranks, unless a row may block it."""
+    card_set = None if num_cards is None else CardSet(EmulatedCards(num_cards))
+    if expected is None:
         with pytest.raises(click.UsageError, match="--ranking-replicas 0 is only for rows in this process's RAM"):
-            num_replicas(0, card_set, may_block=may_block)
+            num_replicas(flag, card_set, may_block=may_block)
+    else:
+        assert num_replicas(flag, card_set, may_block=may_block) == expected
 
 
 def test_cuda_without_cupy_ends_the_command_with_what_is_missing(
@@ -75,18 +72,9 @@ def test_cuda_without_cupy_ends_the_command_with_what_is_missing(
 ) -> None:
     monkeypatch.delitem(sys.modules, "shard_node.cuda.cupy_cards", raising=False)
     monkeypatch.setitem(sys.modules, "cupy", None)
-    code, output = invoke("serve", "--snapshot", str(api_model.path), "--device", "cuda")
-    assert code == 1
-    assert "pip install 'shardrank[cuda]'" in output
+    done = shardrank("serve", "--snapshot", api_model.path, "--device", "cuda", code=1)
+    assert "pip install 'shardrank[cuda]'" in done.output
     assert open_card_set(serve.make_context("serve", ["--snapshot", "x"]).params) is None
-
-
-@pytest.mark.parametrize("flag", [FLAGS[at : at + 2] for at in range(0, len(FLAGS), 2)])
-def test_flags_for_rows_are_refused_where_no_rows_are(api_model: ApiModel, flag: list[str]) -> None:
-    code, output = invoke("serve", "--snapshot", str(api_model.path), "--shard", "h:1", *flag)
-    assert (code, f"{flag[0]} is for rows in this process" in output) == (2, True)
-    code, output = invoke("serve", "--registry", "r", "--store", "s", *flag)
-    assert (code, f"{flag[0]}: with --registry only for --local rows" in output) == (2, True)
 
 
 def test_a_shard_node_has_its_rows_on_the_cards_and_its_event_loop_waits_for_none(

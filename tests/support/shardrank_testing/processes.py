@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TextIO, TypeAlias
 
+import httpx
+
 from serving.fleet.fork_server import (
     MAX_PACKET_BYTES,
     SERVED_MODULES,
@@ -144,6 +146,20 @@ class Program:
     def output(self) -> str:
         """All that was read so far."""
         return "".join(self.lines)
+
+    @functools.cached_property
+    def url(self) -> str:
+        """Read on to the address of its HTTP API, which it prints before that of gRPC."""
+        return self.read_until(r"HTTP: (https?://127.0.0.1:\d+)")[1]
+
+    @functools.cached_property
+    def grpc_target(self) -> str:
+        """Read on to the address of its gRPC API."""
+        return self.read_until(r"gRPC: (127.0.0.1:\d+)")[1]
+
+    def rank(self, model: str, request: object) -> httpx.Response:
+        """Send a rank request over a connection of its own, so that the kernel spreads them over workers."""
+        return httpx.post(f"{self.url}/v1/models/{model}:rank", json=request, timeout=30)
 
 
 @contextlib.contextmanager
