@@ -7,14 +7,15 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import click
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from serving.cli import main
 from serving.embedded import Ranker
+from serving.training.interactions import generate_interactions
 from serving.training.trainer import train_version
 from shardrank_testing.command_line import blocks, commands, flags_of
 
@@ -65,8 +66,6 @@ def test_readmes_request_is_answered_in_the_form_that_it_shows(tmp_path: Path) -
     assert body is not None
     shown = json.loads(blocks(text, "json")[0])
     # As large as the demo's own data, so that the ids exist; hardly trained, as only the form is compared.
-    from serving.training.interactions import generate_interactions
-
     version = train_version(generate_interactions(2000), tmp_path, seed=0, epochs=1)
     with Ranker.open(version.folder) as ranker:
         answer = ranker.rank(json.loads(body[1]))
@@ -80,28 +79,19 @@ def test_the_guide_to_your_own_model_works_as_it_is_printed(tmp_path: Path) -> N
     training, in_process = blocks(GUIDE, "python")
     export, verify, up = commands(GUIDE)
 
-    def shell(*command: str) -> str:
-        result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
-        assert result.returncode == 0, result.stderr
-        return result.stdout
+    def python(*arguments: str) -> str:
+        command = (sys.executable, *arguments)
+        return subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, check=True, timeout=60).stdout
 
-    shell(sys.executable, "-c", training)
-    shell(sys.executable, "-m", "serving.cli", *export[1:])
-    assert "golden requests: 1 with 2 candidates, every score within 0.01" in shell(
-        sys.executable, "-m", "serving.cli", *verify[1:]
-    )
-    printed = shell(sys.executable, "-c", in_process)
+    python("-c", training)
+    python("-m", "serving.cli", *export[1:])
+    checked = python("-m", "serving.cli", *verify[1:])
+    assert "golden requests: 1 with 2 candidates, every score within 0.01" in checked
+    printed = python("-c", in_process)
     curl = re.search(r"^curl -s (\S+) -d '(.*)'$", GUIDE, re.MULTILINE)
     assert curl is not None
     with Ranker.open(tmp_path / "models/shop/1") as ranker:
         scores = ranker.rank(json.loads(curl[2]))["scores"]
     assert str(scores) in printed
     assert up[1:] == ["up", "--store", "models", "--model", "shop", "--shards", "2", "--cards", "2"]
-    golden = load_golden_scores(tmp_path / "golden.safetensors")
-    np.testing.assert_allclose(scores, golden, atol=0.01)
-
-
-def load_golden_scores(path: Path) -> Any:
-    from safetensors.numpy import load_file
-
-    return load_file(path)["scores"]
+    np.testing.assert_allclose(scores, load_file(tmp_path / "golden.safetensors")["scores"], atol=0.01)

@@ -1,3 +1,5 @@
+"""Options become configs and limits, and children are given the same."""
+
 from __future__ import annotations
 
 import json
@@ -55,18 +57,10 @@ def test_a_config_takes_the_options_that_are_its_fields_and_names_what_is_out_of
         config_of(FleetConfig, options | {"shards": 65}, "up: ", models=("films",))
 
 
-def test_a_child_is_told_what_was_given_each_as_often_as_it_was() -> None:
-    options = {
-        "models": ("a", "b"),
-        "max_staleness": (("a", "3"),),
-        "hot_gb": 0.5,
-        "advertise": None,
-        "tokens": Path("t"),
-    }
-    told = arguments(
-        options, ["models", "max_staleness", "hot_gb", "advertise", "tokens", "not an option of the command"]
-    )
-    assert told == [
+def test_a_child_is_given_each_flag_as_often_as_it_was_given() -> None:
+    options = {"models": ("a", "b"), "max_staleness": (("a", "3"),), "hot_gb": 0.5, "advertise": None}
+    options["tokens"] = Path("t")
+    assert arguments(options, [*options, "not an option of the command"]) == [
         *("--model", "a", "--model", "b", "--max-staleness", "a=3", "--hot-gb", "0.5"),
         *("--tokens", str(Path("t").absolute())),
     ]
