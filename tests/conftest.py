@@ -27,8 +27,6 @@ LONGEST = (
     "serving/fleet/test_up_on_ray.py",
     "serving/fleet/test_up.py",
     "loadtest/drill/test_drills.py",
-    "deploy/test_running_fleet.py",
-    "serving/fleet/test_up_rollouts.py",
     "loadtest/bench/test_benchmarks.py",
     "shard_node/cuda/test_under_address_sanitizer.py",
     "loadtest/compare/test_compare_cards.py",

@@ -9,9 +9,12 @@ import tomllib
 import pytest
 import yaml
 
-from shardrank_testing.deployment import DEPLOY, parse_command_line
+from serving.server import ServerConfig
+from shardrank_testing.command_line import parse_command_line
+from shardrank_testing.deployment import DEPLOY
 
 ROOT = DEPLOY.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
 TOOLS = {"publish", "rollout"}
 SETTINGS = {"STORE": "/srv/models", "SHARD": "0/2", "LISTEN": "0.0.0.0:7000", "ADVERTISE": "10.0.0.7:7000"}
@@ -29,17 +32,13 @@ def compose() -> dict:
 
 
 def test_the_image_has_every_package_and_nothing_that_is_not_there():
-    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"][
-        "packages"
-    ]
+    wheel = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
     copied = [line.split()[1:-1] for line in dockerfile() if line.startswith("COPY ") and "--from" not in line]
-    sources = [source for line in copied for source in line]
-    assert set(packages) <= set(sources)
+    sources = {source for line in copied for source in line}
+    assert set(wheel["packages"]) <= sources
     assert all((ROOT / source).exists() for source in sources)
-    let_through = {
-        line[1:] for line in (DEPLOY / "docker" / "Dockerfile.dockerignore").read_text().splitlines() if line[0] == "!"
-    }
-    assert set(sources) == let_through
+    ignored = (DEPLOY / "docker" / "Dockerfile.dockerignore").read_text()
+    assert sources == set(re.findall("^!(.*)$", ignored, re.MULTILINE))
 
 
 def test_both_targets_run_as_a_user_that_is_not_root():
@@ -58,8 +57,7 @@ def test_both_targets_run_as_a_user_that_is_not_root():
 
 
 def test_only_the_cuda_image_has_cupy_and_a_folder_that_it_can_write():
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert any(one.startswith("cupy-cuda13x") for one in extras["cuda"])
+    assert any(one.startswith("cupy-cuda13x") for one in PROJECT["project"]["optional-dependencies"]["cuda"])
     text = "\n".join(dockerfile())
     stages = {stage.split()[2]: stage for stage in text.split("FROM ")[1:]}
     assert "'.[cuda,otel,stores]'" in stages["build-cuda"]
@@ -88,20 +86,14 @@ def test_every_service_of_the_compose_file_is_a_command_of_this_release():
     for name, one in parsed.items():
         if name.startswith("shard-"):
             assert one["advertise"] == f"{services[name]['hostname']}:7000"
+        if name.startswith("serve-"):
+            grace_s = int(services[name]["stop_grace_period"].removesuffix("s"))
+            assert one["shutdown_delay_s"] + ServerConfig().drain_timeout_s < grace_s
 
 
 def test_the_tools_of_the_compose_file_are_commands_of_this_release(tmp_path):
     parse_command_line([*compose()["services"]["publish"]["entrypoint"][1:], str(tmp_path), "--store", "/models"])
     parse_command_line([*compose()["services"]["rollout"]["entrypoint"][1:], "start", "films", "3"])
-
-
-def test_a_container_is_given_longer_to_end_than_it_takes():
-    from serving.server import ServerConfig
-
-    for name, one in compose()["services"].items():
-        if name.startswith("serve-"):
-            delay_s = parse_command_line(one["command"])["shutdown_delay_s"]
-            assert delay_s + ServerConfig().drain_timeout_s < int(one["stop_grace_period"].removesuffix("s"))
 
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda path: path.name)
@@ -126,11 +118,7 @@ def test_systemd_finds_nothing_wrong_with_a_unit(unit, tmp_path):
 
 
 def test_the_examples_of_settings_name_what_the_units_use():
-    given = {
-        line.partition("=")[0]
-        for name in ("fleet.env.example", "shard-0.env.example")
-        for line in (DEPLOY / "systemd" / name).read_text().splitlines()
-        if not line.startswith("#")
-    }
+    examples = [(DEPLOY / "systemd" / name).read_text() for name in ("fleet.env.example", "shard-0.env.example")]
+    given = {name for text in examples for name in re.findall("^([A-Z_]+)=", text, re.MULTILINE)}
     used = {name for unit in UNITS for name in re.findall(r"\$\{?([A-Z_]+)\}?", unit.read_text())}
     assert used <= given

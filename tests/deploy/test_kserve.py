@@ -13,14 +13,14 @@ import pytest
 import yaml
 
 from serving.server import ServerConfig
-from shardrank_testing.deployment import DEPLOY, parse_command_line
+from shardrank_testing.command_line import parse_command_line
+from shardrank_testing.deployment import DEPLOY
 
 KSERVE = DEPLOY / "kubernetes" / "kserve"
 # Written from the API's reference: no package has KServe's definitions without all that it runs on.
 SCHEMAS = json.loads((Path(__file__).parent / "kserve_schemas.json").read_text())
 RUNTIME = yaml.safe_load((KSERVE / "cluster-serving-runtime.yaml").read_text())
 SERVICES = list(yaml.safe_load_all((KSERVE / "inference-service.yaml").read_text()))
-OBJECTS = [RUNTIME, *SERVICES]
 OF_MODELS = {"modelFormat", "protocolVersion", "runtime", "runtimeVersion", "storageUri"}
 
 
@@ -37,30 +37,12 @@ def pod_of(service: dict[str, Any]) -> dict[str, Any]:
     return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": service["metadata"]["name"]}, "spec": spec}
 
 
-@pytest.mark.parametrize("one", OBJECTS, ids=lambda one: one["metadata"]["name"])
-def test_every_object_fits_the_schemas_of_kserve(one):
-    jsonschema.validate(one, SCHEMAS[one["kind"]])
-
-
-@pytest.mark.parametrize("service", SERVICES, ids=lambda one: one["metadata"]["name"])
-def test_the_pod_of_a_service_fits_the_schemas_of_kubernetes(service):
-    for version in ("1.31.0", kubernetes_validate.latest_version()):
-        kubernetes_validate.validate(pod_of(service), version, strict=True)
-
-
-def test_a_misspelt_field_would_be_found_in_each():
-    for one, path in (
-        (RUNTIME, ["spec"]),
-        (RUNTIME, ["spec", "supportedModelFormats", 0]),
-        (SERVICES[0], ["spec", "predictor"]),
-        (SERVICES[0], ["spec", "predictor", "model"]),
-    ):
-        wrong = place = copy.deepcopy(one)
-        for key in path:
-            place = place[key]
-        place["protocolVersion5"] = ["v2"]
-        with pytest.raises(jsonschema.ValidationError):
-            jsonschema.validate(wrong, SCHEMAS[one["kind"]])
+def test_every_object_fits_its_schema():
+    for one in (RUNTIME, *SERVICES):
+        jsonschema.validate(one, SCHEMAS[one["kind"]])
+    for service in SERVICES:
+        for version in ("1.31.0", kubernetes_validate.latest_version()):
+            kubernetes_validate.validate(pod_of(service), version, strict=True)
 
 
 @pytest.mark.parametrize("service", SERVICES, ids=lambda one: one["metadata"]["name"])

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 
@@ -24,7 +25,7 @@ from shard_node.wire.address import Address
 from shard_node.wire.client import ShardClient
 from shardrank_testing.bags import random_table_bags
 from shardrank_testing.emulated_cards import EmulatedCards
-from shardrank_testing.processes import WAIT_S, running, wait_until
+from shardrank_testing.processes import WAIT_S, Program, running, wait_until
 from shardrank_testing.registered_fleet import nodes, publish, want
 from shardrank_testing.snapshots import make_spec, write_snapshot
 
@@ -53,10 +54,12 @@ def are_ready(registry: Path, *names: str) -> bool:
 
 
 def test_a_node_that_ends_under_load_fails_no_lookup(folder: Path, registry: Path) -> None:
-    async def scenario(stop: Callable[[], int]) -> None:
+    async def scenario(first: Program) -> None:
         await until(partial(are_ready, registry, "a", "b"), "both nodes")
         snapshot = Snapshot.open(folder / "store" / "films" / "1")
         plan = Plan.make(snapshot.spec)
+        metrics = await asyncio.to_thread(httpx.get, first.read_until(r"metrics: (http://\S+)")[1])
+        assert 'state="live"' in metrics.text
         clients = [ShardClient(Address(path=f"{folder}/{name}.sock")) for name in ("a", "b")]
         shard = ReplicatedShard(plan, 0, snapshot.identity, clients)
         # Large enough to be pooled by a thread, not by the event loop.
@@ -73,7 +76,7 @@ def test_a_node_that_ends_under_load_fails_no_lookup(folder: Path, registry: Pat
 
         loads = [asyncio.create_task(load()) for _ in range(3)]
         await until(lambda: answered > 20, "lookups by both")
-        assert await asyncio.to_thread(stop) == 0
+        assert await asyncio.to_thread(first.stop, signal.SIGTERM) == 0
         before = answered
         await until(lambda: answered > before + 20, "lookups by the other")
         ended.set()
@@ -82,8 +85,9 @@ def test_a_node_that_ends_under_load_fails_no_lookup(folder: Path, registry: Pat
         await until(lambda: set(nodes(registry)) == {"b"}, "the end of the first")
         await shard.close()
 
-    with running("shard-node", *flags(folder, "a")) as first, running("shard-node", *flags(folder, "b")):
-        asyncio.run(scenario(partial(first.stop, signal.SIGTERM)))
+    admin = ("--admin-listen", "127.0.0.1:0")
+    with running("shard-node", *flags(folder, "a"), *admin) as first, running("shard-node", *flags(folder, "b")):
+        asyncio.run(scenario(first))
 
 
 def test_a_node_whose_cards_have_failed_leaves_with_their_error(folder: Path, registry: Path) -> None:

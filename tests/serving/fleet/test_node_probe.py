@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,52 +17,52 @@ from serving.fleet.supervisor import NotYetError, RefusedError
 WANTED = WantedModel(model="films", epoch=1, live=1, hold=(1, 2), serve=(1, 2), follow=(1, 2))
 
 
-def asked(folder: Path, kind: str, wanted: WantedModel = WANTED, process_id: int = 7, **fields: Any) -> None:
-    """Asks for process 7."""
+def report(version: int, state: str = "ready", reason: str = "") -> VersionReport:
+    return VersionReport.model_validate({"model": "films", "version": version, "state": state, "reason": reason})
+
+
+NO_REPLICA = report(1, "waiting", "shard 1 has no replica")
+ROLLING = WANTED.model_copy(update={"hold": (1,), "node_hold": {"n": (2,)}})
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "wanted", "problem"),
+    [
+        ("shard", {"versions": (report(1), report(2, "staging"))}, WANTED, None),
+        ("shard", {"versions": (report(1),), "process_id": 6}, WANTED, "n has not announced itself yet"),
+        ("shard", {}, WANTED, "version 1 of 'films' is not there yet"),
+        ("serving", {"versions": (report(1),), "live": {"films": 1}}, WANTED, None),
+        ("serving", {"versions": (report(1),)}, WANTED, "version 1 of 'films' is not live yet"),
+        ("serving", {"versions": (NO_REPLICA,)}, WANTED, "is waiting shard 1 has no replica"),
+        # Its turn has come in a rollout by replica.
+        ("shard", {"versions": (report(1),)}, ROLLING, "version 2 of 'films' is not there yet"),
+        ("shard", {"versions": (report(2),)}, ROLLING, None),
+    ],
+)
+def test_a_node_is_ready_with_the_live_version(
+    tmp_path: Path, kind: str, fields: dict[str, Any], wanted: WantedModel, problem: str | None
+) -> None:
+    with nullcontext() if problem is None else pytest.raises(NotYetError, match=problem):
+        probe_of(tmp_path, wanted, kind, **fields)
+
+
+def probe_of(folder: Path, wanted: WantedModel, kind: str, **fields: Any) -> None:
+    """Ask for process 7 of a node that has announced `fields`."""
 
     async def program() -> None:
         fleet = FleetRegistry(DirectoryRegistry(folder))
         await fleet.put_wanted(wanted, None)
-        record = {"node_id": "n", "kind": kind, "process_id": process_id, "address": "h:1", **fields}
+        record = {"node_id": "n", "kind": kind, "process_id": 7, "address": "h:1", **fields}
         await fleet.announce_node(NodeRecord.model_validate(record), 60)
         await ask_node(fleet, "n", ("films", "not yet rolled out"), 7)
 
     asyncio.run(program())
 
 
-def report(version: int, state: str = "ready", reason: str = "") -> VersionReport:
-    return VersionReport.model_validate({"model": "films", "version": version, "state": state, "reason": reason})
-
-
-def test_a_shard_node_is_ready_with_the_live_version(tmp_path: Path) -> None:
-    asked(tmp_path, "shard", versions=(report(1), report(2, "staging")))
-
-
-def test_a_serving_process_is_ready_once_the_live_version_is_what_it_answers_with(tmp_path: Path) -> None:
-    with pytest.raises(NotYetError, match="version 1 of 'films' is not live yet"):
-        asked(tmp_path / "a", "serving", versions=(report(1),))
-    asked(tmp_path / "b", "serving", versions=(report(1),), live={"films": 1})
-
-
-def test_what_an_earlier_process_announced_does_not_count(tmp_path: Path) -> None:
-    with pytest.raises(NotYetError, match="n has not announced itself yet"):
-        asked(tmp_path, "shard", process_id=6, versions=(report(1),))
-
-
-def test_a_version_that_is_not_there_is_waited_for_and_one_that_is_refused_is_not(tmp_path: Path) -> None:
-    with pytest.raises(NotYetError, match="version 1 of 'films' is not there yet"):
-        asked(tmp_path / "a", "shard")
-    with pytest.raises(NotYetError, match="is waiting shard 1 has no replica"):
-        asked(tmp_path / "b", "serving", versions=(report(1, "waiting", "shard 1 has no replica"),))
+def test_a_version_that_a_node_refuses_is_not_waited_for(tmp_path: Path) -> None:
+    refused = report(1, "refused", "SHA-256 is not")
     with pytest.raises(RefusedError, match="version 1 of 'films': SHA-256 is not"):
-        asked(tmp_path / "c", "shard", versions=(report(1, "refused", "SHA-256 is not"), report(2)))
-
-
-def test_a_node_whose_turn_has_come_in_a_rollout_by_replica_needs_the_new_version(tmp_path: Path) -> None:
-    rolling = WANTED.model_copy(update={"hold": (1,), "node_hold": {"n": (2,)}})
-    with pytest.raises(NotYetError, match="version 2 of 'films' is not there yet"):
-        asked(tmp_path / "a", "shard", rolling, versions=(report(1),))
-    asked(tmp_path / "b", "shard", rolling, versions=(report(2),))
+        probe_of(tmp_path, WANTED, "shard", versions=(refused, report(2)))
 
 
 def test_a_coordinator_is_ready_when_anybody_holds_the_lock(tmp_path: Path) -> None:

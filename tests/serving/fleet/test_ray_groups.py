@@ -7,9 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from serving.cli import main
 from serving.errors import FleetError
 from serving.fleet.local_fleet import FleetConfig
 from serving.fleet.ray_fleet import HOST, RayConfig, check_hosts, connected, groups_of, missing_of, shards_of
@@ -75,14 +73,6 @@ def test_an_address_at_which_no_cluster_answers_is_refused_at_once(address: str,
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'shardrank[ray]'")
     with pytest.raises(FleetError, match=why), connected(RayConfig(address=address), "r"):
         pass
-
-
-@pytest.mark.parametrize(
-    ("flags", "why"), [(("--detach",), "--detach: only with --on ray"), (("--on", "ray"), "--on ray needs --registry")]
-)
-def test_flags_that_do_not_go_together_are_refused(flags: tuple[str, ...], why: str) -> None:
-    result = CliRunner().invoke(main, ["up", "--store", "models", *flags])
-    assert (result.exit_code, why in result.stderr) == (2, True), result.stderr
 
 
 def test_ray_is_not_imported_before_a_cluster_is_asked_for() -> None:

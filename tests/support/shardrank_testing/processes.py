@@ -220,9 +220,9 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def wait_until(condition: Callable[[], object], what: str) -> None:
-    """Asks again and again, for what no event tells. Fails after a minute."""
-    deadline = time.monotonic() + WAIT_S
+def wait_until(condition: Callable[[], object], what: str, timeout_s: float = WAIT_S) -> None:
+    """Poll a condition that no event announces."""
+    deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, f"waited {WAIT_S:g} s for {what}"
+        assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}"
         time.sleep(0.02)
