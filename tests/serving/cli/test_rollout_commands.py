@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ import pytest
 from loader.registry.fleet import COORDINATOR_LOCK
 from loader.registry.opening import open_registry
 from loader.rollout.coordinator import CoordinatorConfig
+from shardrank_testing.background import in_background
 from shardrank_testing.command_line import shardrank
 from shardrank_testing.processes import running, wait_until
 from shardrank_testing.registries import REGISTRY_KINDS, registry_of
@@ -33,40 +32,41 @@ class WallClock(Clock):
         return time.time()
 
 
-@contextmanager
-def played_fleet(
-    url: str | Path,
-    *,
-    coordinator: bool = True,
-    prepare: Callable[[PlayedFleet], None] = lambda _: None,
-) -> Iterator[None]:
-    """Two shards with two replicas and a serving process, in a thread, until the block ends."""
-    stop, begun = threading.Event(), threading.Event()
+@asynccontextmanager
+async def playing(
+    url: str | Path, coordinator: bool, prepare: Callable[[PlayedFleet], None]
+) -> AsyncIterator[PlayedFleet]:
+    registry = open_registry(url)
+    fleet = PlayedFleet(registry, WallClock(), QUICK)
+    await fleet.begin(2, 2, 1)
+    if not coordinator:
+        await registry.release(COORDINATOR_LOCK, "the one")
+    prepare(fleet)
+    ended = asyncio.Event()
 
-    async def program() -> None:
-        registry = open_registry(url)
-        fleet = PlayedFleet(registry, WallClock(), QUICK)
-        await fleet.begin(2, 2, 1)
-        if not coordinator:
-            await registry.release(COORDINATOR_LOCK, "the one")
-        prepare(fleet)
-        begun.set()
-        while not stop.is_set():
+    async def play() -> None:
+        while not ended.is_set():
             await fleet.react()
             if coordinator:
                 await fleet.coordinator.tick()
             await asyncio.sleep(0.01)
+
+    played = asyncio.create_task(play())
+    try:
+        yield fleet
+    finally:
+        ended.set()
+        await played
         await registry.close()
 
-    with ThreadPoolExecutor(1) as thread:
-        running_fleet = thread.submit(lambda: asyncio.run(program()))
-        running_fleet.add_done_callback(lambda _: begun.set())
-        begun.wait()
-        try:
-            yield
-        finally:
-            stop.set()
-        running_fleet.result()
+
+@contextmanager
+def played_fleet(
+    url: str | Path, *, coordinator: bool = True, prepare: Callable[[PlayedFleet], None] = lambda _: None
+) -> Iterator[None]:
+    """Two shards with two replicas and a serving process, in a thread, until the block ends."""
+    with in_background(playing(url, coordinator, prepare)):
+        yield
 
 
 @pytest.fixture

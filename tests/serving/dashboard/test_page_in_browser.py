@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
+from anyio.from_thread import BlockingPortal
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from loader.registry.fleet import NodeRecord, VersionReport
@@ -23,9 +23,12 @@ from serving.api.http_server import running_admin
 from serving.api.tokens import Tokens, add_token, new_token
 from serving.dashboard.sources import FleetSource
 from shardrank_testing.agent_fleet import AgentFleet, agent_fleet, with_live
+from shardrank_testing.background import in_background
 from shardrank_testing.browser import chromium_path
+from shardrank_testing.processes import wait_until
 from shardrank_testing.serving_api import MODEL, api_request, ask
 
+T = TypeVar("T")
 TIMEOUT_MS = 20_000
 MARKUP = "<img src=x onerror=document.title='hit'><b>bold</b>"
 CONTRAST = """(selector) => {
@@ -54,30 +57,29 @@ class Shown:
 
     def __init__(self, fleet: AgentFleet, folder: Any) -> None:
         self.fleet = fleet
-        self.loop = asyncio.get_running_loop()
+        self.portal: BlockingPortal
         self.tokens = folder / "tokens.json"
         self.token, entry = new_token("ops", "admin")
         add_token(self.tokens, entry)
         self.url = self.open_url = ""
 
-    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+    def run(self, work: Callable[..., Coroutine[Any, Any, T]], *arguments: Any, **options: Any) -> T:
         """Have a coroutine done on the fleet's loop."""
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
+        return self.portal.call(partial(work, *arguments, **options))
 
-    async def start_rollout(self, version: int, **options: Any) -> None:
-        await start_rollout(self.fleet.fleet, MODEL, version, rollout_id=f"{time.time_ns():032x}", **options)
+    def start_rollout(self, version: int, **options: Any) -> None:
+        rollout_id = f"{time.time_ns():032x}"
+        self.run(start_rollout, self.fleet.fleet, MODEL, version, rollout_id=rollout_id, **options)
 
-    async def until_done(self) -> int:
-        """Waits until no rollout runs; gives the live version."""
-        while True:
-            found = await read_rollout(self.fleet.fleet, MODEL)
-            if found is None or not found.rollout.active:
-                break
-            await asyncio.sleep(0.02)
-        wanted = await self.fleet.fleet.wanted_model(MODEL)
-        assert wanted is not None
-        assert wanted.live is not None
-        return wanted.live
+    def live_version(self) -> int:
+        """Wait until no rollout runs, and return the live version."""
+
+        def is_done() -> bool:
+            found = self.run(read_rollout, self.fleet.fleet, MODEL)
+            return found is None or not found.rollout.active
+
+        wait_until(is_done, "the end of the rollout")
+        return self.run(self.fleet.fleet.wanted_model, MODEL).live
 
 
 @contextlib.asynccontextmanager
@@ -110,29 +112,9 @@ async def showing(folder: Any, versions: Any) -> AsyncIterator[Shown]:
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory, versions) -> Iterator[Shown]:
     chromium_path()
-    folder, made, stop = tmp_path_factory.mktemp("f"), list[Shown](), list[Any]()
-    is_up = threading.Event()
-
-    async def main() -> None:
-        end = asyncio.Event()
-        stop.append(end.set)
-        async with showing(folder, versions) as found:
-            made.append(found)
-            is_up.set()
-            await end.wait()
-
-    def work() -> None:
-        try:
-            asyncio.run(main())
-        finally:
-            is_up.set()
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    assert is_up.wait(60)
-    yield made[0]
-    made[0].loop.call_soon_threadsafe(stop[0])
-    thread.join(60)
+    with in_background(showing(tmp_path_factory.mktemp("f"), versions)) as (found, portal):
+        found.portal = portal
+        yield found
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +160,7 @@ def is_shown(page: Page, selector: str, text: str) -> None:
 
 
 def test_it_shows_a_rollout_from_its_start_to_the_flip_without_being_loaded_again(shown, browser):
-    old = shown.run(shown.until_done())
+    old = shown.live_version()
     new = 3 - old
     with opened(browser, shown) as (page, _):
         is_shown(page, ".head .tag", f"version {old} is live")
@@ -188,7 +170,7 @@ def test_it_shows_a_rollout_from_its_start_to_the_flip_without_being_loaded_agai
           const note = () => shown().forEach((one) => steps.add(one.firstChild.data));
           new MutationObserver(note).observe(document.querySelector("#models"), { childList: true, subtree: true });
         }""")
-        shown.run(shown.start_rollout(new, shadow_share=0.25, shadow_s=0.7, canary_share=0.5, bake_s=1.5))
+        shown.start_rollout(new, shadow_share=0.25, shadow_s=0.7, canary_share=0.5, bake_s=1.5)
         is_shown(page, ".rollout h3", f"Rollout of version {new} in place of {old}: running")
         is_shown(page, ".rollout caption", "Guards:")
         is_shown(page, ".head .tag", f"version {new} is live")
@@ -207,7 +189,7 @@ def test_a_node_that_dies_is_shown_within_5_s(shown, browser):
         row = page.locator("#shards tr").filter(has_text="shard-1-1")
         expect(row.first).to_contain_text("ready")
         died = time.time()
-        shown.run(shown.fleet.nodes["shard-1-1"].die())
+        shown.run(shown.fleet.nodes["shard-1-1"].die)
         expect(row.first).to_contain_text("gone since", timeout=TIMEOUT_MS)
         text = row.first.inner_text()
         told = text[text.index("gone since ") :].split()[2]
@@ -216,14 +198,14 @@ def test_a_node_that_dies_is_shown_within_5_s(shown, browser):
         # It is told in whole seconds, rounded down; and midnight may have passed.
         assert (noticed + 1 - died) % 86_400 <= 6
         is_shown(page, "#events tr", "is gone: its lease ran out")
-        shown.run(shown.fleet.start_node(1, 1))
+        shown.run(shown.fleet.start_node, 1, 1)
         expect(row.first).to_contain_text("ready", timeout=TIMEOUT_MS)
 
 
 def test_the_button_is_reached_by_keyboard_and_rolls_back_for_the_right_token_alone(shown, browser):
-    live = shown.run(shown.until_done())
-    shown.run(shown.start_rollout(3 - live))
-    assert shown.run(shown.until_done()) == 3 - live
+    live = shown.live_version()
+    shown.start_rollout(3 - live)
+    assert shown.live_version() == 3 - live
     with opened(browser, shown) as (page, recorded):
         button = page.locator(".head button")
         expect(button).to_have_text(f"Roll back to version {live}", timeout=TIMEOUT_MS)
@@ -242,12 +224,12 @@ def test_the_button_is_reached_by_keyboard_and_rolls_back_for_the_right_token_al
         # Chromium notes each answer that is an error.
         assert len(recorded.errors) == 1
         assert "401" in recorded.errors.pop()
-        assert shown.run(shown.until_done()) == 3 - live
+        assert shown.live_version() == 3 - live
         page.keyboard.type(shown.token)
         page.keyboard.press("Enter")
         expect(page.locator("dialog")).to_be_hidden(timeout=TIMEOUT_MS)
         is_shown(page, ".head .tag", f"version {live} is live")
-        assert shown.run(shown.until_done()) == live
+        assert shown.live_version() == live
         assert page.evaluate("[localStorage.length, sessionStorage.length, document.cookie]") == [0, 0, ""]
 
 
@@ -269,9 +251,9 @@ def test_what_nodes_say_is_text_and_never_markup(shown, browser):
     report = VersionReport(model=MODEL, version=7, state="refused", reason=MARKUP)
     bad = NodeRecord(node_id="bad", kind="shard", process_id=1, address=MARKUP, shard_index=0, versions=(report,))
     with opened(browser, shown) as (page, _):
-        shown.run(shown.fleet.fleet.announce_node(bad, 60))
+        shown.run(shown.fleet.fleet.announce_node, bad, 60)
         is_shown(page, "#shards tr", MARKUP)
         is_shown(page, "#events tr", f"joined at {MARKUP}")
         assert page.locator("main img, main b").count() == 0
         assert page.title() == "shardrank"
-        shown.run(shown.fleet.fleet.withdraw_node("bad"))
+        shown.run(shown.fleet.fleet.withdraw_node, "bad")
