@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from loader.snapshot.reader import Snapshot
 from router.plan import Plan
@@ -15,7 +16,7 @@ from serving.rank.service import RankingService
 from serving.versions.loading import ModelSource, load_served_model
 from serving.versions.served_model import ServedModel
 from shard_node.engine.loading import load_tables
-from shard_node.node import DeltaPosition, LocalShard, ServedVersion, ShardNode
+from shard_node.node import DeltaPosition, LocalShard, ShardNode
 from shard_node.wire.address import Address
 from shard_node.wire.server import NodeServer
 from shardrank_testing.serving_api import MODEL, ApiModel, api_request, run, running_api, write_api_model
@@ -27,7 +28,7 @@ def addresses(tmp_path: Path) -> list[Address]:
     return [Address.parse(f"unix:{tmp_path}/{name}.sock") for name in ("a", "b")]
 
 
-def test_a_process_whose_version_the_shards_have_let_go_is_not_ready(api_model, addresses):
+def test_a_process_whose_version_no_shard_has_is_not_ready(api_model, addresses):
     snapshot = Snapshot.open(api_model.path)
     nodes = [make_node(snapshot, Plan.make(snapshot.spec, 1, "hash", 1, 0), 0) for _ in addresses]
 
@@ -54,17 +55,6 @@ def test_a_process_whose_version_the_shards_have_let_go_is_not_ready(api_model, 
     run(main())
 
 
-def told(fresh_at: float | None) -> ServedVersion:
-    return ServedVersion(
-        model=MODEL,
-        version=3,
-        manifest_identity="",
-        plan_digest="",
-        state="live",
-        delta_fresh_at=fresh_at,
-    )
-
-
 def following_model(model: ApiModel, service: RankingService, position: DeltaPosition) -> ServedModel:
     """The model with its rows in this process, as far along its deltas as `position` says."""
     snapshot = Snapshot.open(model.path)
@@ -73,14 +63,8 @@ def following_model(model: ApiModel, service: RankingService, position: DeltaPos
     tables = load_tables(snapshot, plan.partition(0), plan.digest)
     node.stage(MODEL, snapshot.version, dataclasses.replace(tables, deltas=position))
     node.flip(MODEL, snapshot.version)
-    return ServedModel.load(
-        snapshot,
-        plan,
-        lambda on_retry: [LocalShard(node)],
-        dtype="float32",
-        metrics=service.metrics,
-        on_close=node.close,
-    )
+    options = {"dtype": "float32", "metrics": service.metrics, "on_close": node.close}
+    return ServedModel.load(snapshot, plan, lambda on_retry: [LocalShard(node)], **options)
 
 
 def delta_metric(text: str, name: str) -> float:
@@ -90,7 +74,7 @@ def delta_metric(text: str, name: str) -> float:
     return float(value)
 
 
-def test_rows_that_lag_behind_are_told_by_readyz_and_metrics_and_the_process_stays_ready(api_model):
+def test_rows_that_lag_are_reported_and_the_process_stays_ready(api_model):
     now = 1000.0
     position = DeltaPosition(delta_base=1, last_delta=5)
     service = RankingService(expected_models=[MODEL], max_staleness_s={MODEL: 30.0}, wall_clock=lambda: now)
@@ -100,20 +84,20 @@ def test_rows_that_lag_behind_are_told_by_readyz_and_metrics_and_the_process_sta
         nonlocal now
         async with running_api(service) as api:
 
-            async def ready() -> dict:
+            async def degraded() -> dict:
                 await service.watch.refresh()
                 answer = await api.http.get("/readyz")
                 assert (answer.status_code, answer.json()["ready"], answer.json()["problems"]) == (200, True, {})
                 return answer.json()["degraded"]
 
-            assert "have not looked for deltas" in (await ready())[MODEL]
+            assert "have not looked for deltas" in (await degraded())[MODEL]
             position.seen(stream_last=5, looked_at=1000.0)
-            assert await ready() == {}
+            assert await degraded() == {}
             now = 1029.0
-            assert await ready() == {}
+            assert await degraded() == {}
             position.seen(stream_last=8, looked_at=1029.0)
             now = 1042.0
-            assert (await ready())[MODEL] == (
+            assert (await degraded())[MODEL] == (
                 "rows of version 1 are 42.0 s behind on 1 of 1 nodes; max_staleness_s = 30"
             )
             text = (await api.http.get("/metrics")).text
@@ -125,16 +109,14 @@ def test_rows_that_lag_behind_are_told_by_readyz_and_metrics_and_the_process_sta
             assert answer.status_code == 200
             for sequence in (6, 7, 8):
                 position.applied(sequence, published_at=1041.0, rows=1, now=1042.0)
-            assert await ready() == {}
+            assert await degraded() == {}
             assert delta_metric((await api.http.get("/metrics")).text, "delta_lag") == 0
 
     run(main())
     service.close()
 
 
-def test_neither_readyz_nor_health_moves_while_versions_are_loaded_flipped_and_retired(api_model, tmp_path):
-    from grpc_health.v1 import health_pb2, health_pb2_grpc
-
+def test_readyz_and_health_hold_while_versions_come_and_go(api_model, tmp_path):
     newer = write_api_model(tmp_path, version=2, seed=9)
 
     async def main() -> None:
@@ -143,27 +125,27 @@ def test_neither_readyz_nor_health_moves_while_versions_are_loaded_flipped_and_r
         async with running_api(service) as api:
             health = health_pb2_grpc.HealthStub(api.channel)
 
-            async def is_ready() -> bool:
+            async def assert_ready() -> None:
                 served = await health.Check(health_pb2.HealthCheckRequest(service=""))
-                assert (served.status == health_pb2.HealthCheckResponse.SERVING) == (not service.watch.problems())
-                return (await api.http.get("/readyz")).status_code == 200
+                assert served.status == health_pb2.HealthCheckResponse.SERVING
+                assert (await api.http.get("/readyz")).status_code == 200
 
-            loading = asyncio.create_task(
-                asyncio.to_thread(load_served_model, ModelSource(snapshot=newer.path), service)
-            )
+            source = ModelSource(snapshot=newer.path)
+            loading = asyncio.create_task(asyncio.to_thread(load_served_model, source, service))
             while not loading.done():
-                assert await is_ready()
+                await assert_ready()
                 await asyncio.sleep(0)
             service.install_staged(await loading)
-            assert await is_ready()
-            service.set_canary(MODEL, 2, 0.5)
-            assert await is_ready()
-            service.flip(MODEL, 2)
-            assert await is_ready()
-            retiring = service.retire(MODEL, 1)
-            assert await is_ready()
-            await asyncio.to_thread(retiring.retired.wait, 10)
-            assert await is_ready()
+            for change in (
+                lambda: None,
+                lambda: service.set_canary(MODEL, 2, 0.5),
+                lambda: service.flip(MODEL, 2),
+                lambda: service.retire(MODEL, 1),
+            ):
+                changed = change()
+                await assert_ready()
+            await asyncio.to_thread(changed.retired.wait, 10)
+            await assert_ready()
         await asyncio.to_thread(service.close)
 
     run(main())
