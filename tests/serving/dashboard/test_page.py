@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from shardrank_testing.traffic import PlayedTraffic
 
 
 class Played:
-    """A played fleet, and a board that looks at it when it is told to."""
+    """A played fleet, and a board that reads it when the test says so."""
 
     def __init__(self, folder: Path) -> None:
         self.clock = Clock()
@@ -49,6 +49,15 @@ class Played:
         return {**read, **state}
 
 
+def on_played(folder: Path, scenario: Callable[[Played], Awaitable[None]]) -> None:
+    async def main() -> None:
+        played = Played(folder)
+        await scenario(played)
+        await played.source.close()
+
+    run(main())
+
+
 def texts(state: dict[str, Any]) -> list[str]:
     return [f"{one['node'] or one['model']} {one['text']}" for one in state["events"]]
 
@@ -58,8 +67,7 @@ def node_of(state: dict[str, Any], node_id: str) -> dict[str, Any]:
 
 
 def test_a_rollout_is_told_step_by_step_with_its_guards(tmp_path):
-    async def main() -> None:
-        played = Played(tmp_path)
+    async def scenario(played: Played) -> None:
         fleet = played.fleet
         await fleet.begin(2, 2, 2)
         await played.state()
@@ -75,9 +83,8 @@ def test_a_rollout_is_told_step_by_step_with_its_guards(tmp_path):
             seen.append(
                 (model["rollout"]["step"], model["live"], model["rollback"]["to"], model["rollback"]["why_not"])
             )
-        steps = [step for step, *_ in seen]
         order = ["stage_shards", "stage_serving", "replay", "canary", "flip", "retire_serving", "retire_shards"]
-        assert list(dict.fromkeys(steps)) == order
+        assert list(dict.fromkeys(step for step, *_ in seen)) == order
         # It is taken back until the old version is being retired; then it can't be, and afterwards it is rolled back.
         assert {step: (to, bool(why)) for step, _, to, why in seen[:-1]}["canary"] == (OLD, False)
         assert any(why for step, _, _, why in seen if step == "retire_serving")
@@ -90,14 +97,12 @@ def test_a_rollout_is_told_step_by_step_with_its_guards(tmp_path):
         assert (version["serving"], version["answering"]) == (2, 2)
         assert version["recent"]["requests_per_s"] > 0
         assert 0 < version["recent"]["hit_rate"] < 1
-        await played.source.close()
 
-    run(main())
+    on_played(tmp_path, scenario)
 
 
 def test_nodes_that_come_and_go_and_rows_that_lag_are_told(tmp_path):
-    async def main() -> None:
-        played = Played(tmp_path)
+    async def scenario(played: Played) -> None:
         fleet = played.fleet
         await fleet.begin(2, 1, 1)
         for sequence in range(1, 6):
@@ -122,14 +127,12 @@ def test_nodes_that_come_and_go_and_rows_that_lag_are_told(tmp_path):
         state = await played.state()
         assert node_of(state, "shard-1-0")["state"] == "up"
         assert any("shard-1-0 joined at" in one for one in texts(state))
-        await played.source.close()
 
-    run(main())
+    on_played(tmp_path, scenario)
 
 
-def test_a_registry_that_does_not_answer_is_told_and_what_is_known_stays(tmp_path, monkeypatch):
-    async def main() -> None:
-        played = Played(tmp_path)
+def test_what_is_known_stays_while_the_registry_does_not_answer(tmp_path, monkeypatch):
+    async def scenario(played: Played) -> None:
         await played.fleet.begin(1, 1, 1)
         before = await played.state()
         assert before["problem"] == ""
@@ -147,14 +150,12 @@ def test_a_registry_that_does_not_answer_is_told_and_what_is_known_stays(tmp_pat
             "the registry answers again",
             "registry x: gone",
         ]
-        await played.source.close()
 
-    run(main())
+    on_played(tmp_path, scenario)
 
 
 def test_pages_are_bounded_and_one_that_takes_nothing_is_ended(tmp_path):
-    async def main() -> None:
-        played = Played(tmp_path)
+    async def scenario(played: Played) -> None:
         await played.fleet.begin(1, 1, 1)
         watchers = [await played.board.watch() for _ in range(MAX_WATCHERS)]
         with pytest.raises(OverloadedError, match=f"{MAX_WATCHERS} pages are open already"):
@@ -169,9 +170,8 @@ def test_pages_are_bounded_and_one_that_takes_nothing_is_ended(tmp_path):
         assert [one async for one in taking] == []
         with pytest.raises(ShuttingDownError):
             await played.board.watch()
-        await played.source.close()
 
-    run(main())
+    on_played(tmp_path, scenario)
 
 
 @contextlib.asynccontextmanager
@@ -200,7 +200,7 @@ async def events(client: httpx.AsyncClient, count: int) -> list[tuple[str, Any]]
     return found
 
 
-def test_files_come_from_this_port_alone_and_all_else_needs_a_token(tmp_path):
+def test_files_are_served_and_all_else_needs_a_token(tmp_path):
     async def main() -> None:
         token, entry = new_token("ops", "admin")
         narrow, other = new_token("shop", "describe")
