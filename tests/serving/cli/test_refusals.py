@@ -14,6 +14,7 @@ USAGE, ERROR = 2, 1
 NODE = "shard-node --shard 0/1 --listen unix:/tmp/x"
 REGISTERED = f"{NODE} --registry r --store s"
 SERVE = "serve --registry r --store s"
+QUICK = "--once --store s --http-port 0 --grpc-port 0"
 PLAN = "plan --model dlrm-v2"
 START = "rollout start films 2 --registry r"
 # No snapshot, store, node or registry that a line names exists, but {model}, a snapshot's folder.
@@ -21,6 +22,13 @@ REFUSALS = [
     ("inspect", USAGE, "Name a snapshot"),
     ("inspect --store a --snapshot b", USAGE, "leave out --store"),
     ("demo --sharding sideways", USAGE, "is not one of"),
+    (
+        f"demo {QUICK} --json nowhere/report.json",
+        ERROR,
+        "error: --json nowhere/report.json: there is no folder 'nowhere'",
+    ),
+    (f"demo {QUICK} --device tpu", ERROR, "error: device 'tpu' is none of "),
+    (f"demo {QUICK} --local --device tpu", ERROR, "error: device 'tpu' is none of "),
     # Nodes and serving processes.
     ("shard-node --store a --listen b:1 --shard 2/2", USAGE, "'2/2' is not I/N with 0 <= I < N"),
     ("shard-node --store a --listen b:1 --shard x", USAGE, "'x' is not I/N"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
@@ -10,12 +9,12 @@ from typing import TypeVar
 import pytest
 
 from loader.errors import SnapshotNotFoundError
-from loader.registry.directory import DirectoryRegistry
 from loader.registry.fleet import FleetRecord, FleetRegistry, NodeRecord, WantedModel, rollout_key
 from loader.rollout.plan import Rollout, encode_rollout
 from router.errors import PlanError
 from serving.errors import FleetError
 from serving.fleet.local_fleet import Beginning, FleetConfig, begin
+from shardrank_testing.registries import with_open
 from shardrank_testing.snapshots import make_spec, one_table_spec, write_snapshot
 
 T = TypeVar("T")
@@ -29,14 +28,7 @@ def store(tmp_path: Path) -> Path:
 
 
 def on(store: Path, work: Callable[[FleetRegistry], Awaitable[T]]) -> T:
-    async def program() -> T:
-        registry = DirectoryRegistry(store / ".registry")
-        try:
-            return await work(FleetRegistry(registry))
-        finally:
-            await registry.close()
-
-    return asyncio.run(program())
+    return with_open(str(store / ".registry"), lambda registry: work(FleetRegistry(registry)))
 
 
 async def no_sleep(seconds: float) -> None:
@@ -80,14 +72,12 @@ def test_what_nobody_runs_may_begin_with_any_version_and_shape(store: Path) -> N
     assert (one.version, one.plan.num_shards) == (2, 4)
     assert (wanted(store).live, wanted(store).hold, wanted(store).epoch) == (2, (2,), 2)
     assert wanted(store).num_shards == {2: 4}
-    record = on(store, lambda fleet: fleet.fleet())
-    assert record is not None
-    assert record.num_shards == 4
+    assert on(store, lambda fleet: fleet.fleet()).num_shards == 4
     begun(store, shards=3)
     assert (wanted(store).live, wanted(store).num_shards) == (2, {2: 3})
 
 
-def test_running_nodes_are_neither_given_another_version_nor_another_shape(store: Path) -> None:
+def test_running_nodes_get_no_other_version_or_shape(store: Path) -> None:
     begun(store)
     on(store, lambda fleet: fleet.announce_node(node("elsewhere"), 60))
     with pytest.raises(FleetError, match=r"nodes run and have version 3 live; .* shardrank rollout start small 2"):
@@ -117,7 +107,7 @@ def test_a_second_fleet_of_the_same_nodes_is_refused(store: Path) -> None:
         begun(store)
 
 
-def test_nodes_of_a_killed_fleet_are_waited_for_until_they_have_expired(store: Path) -> None:
+def test_nodes_of_a_killed_fleet_are_waited_for(store: Path) -> None:
     async def work(fleet: FleetRegistry) -> None:
         await fleet.announce_node(node("shard-0-0"), 60)
 
@@ -137,7 +127,7 @@ def test_several_models_begin_each_with_its_own_version(store: Path) -> None:
     assert [(first.model, first.version), (second.model, second.version)] == [("films", 1), ("small", 2)]
 
 
-def test_a_division_that_a_snapshot_does_not_allow_is_refused_before_anything_is_written(store: Path) -> None:
+def test_what_a_snapshot_does_not_allow_is_refused_first(store: Path) -> None:
     with pytest.raises(PlanError, match="sharding 'range'"):
         begun(store, sharding="range", replicate_bytes=0)
     with pytest.raises(SnapshotNotFoundError, match="has no version 9"):

@@ -126,16 +126,6 @@ def test_a_process_is_killed_with_its_handle(server: str) -> None:
     wait_until(lambda: not Path(f"/proc/{pid}").exists(), "it to be killed")
 
 
-def test_the_modules_of_a_fleet_can_be_forked(tmp_path: Path, monkeypatch) -> None:
-    """None of them starts a thread at its import, or opens a device."""
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    path = str(tmp_path / "socket")
-    with running_fork_server(path):
-        process = fork_module(path, "serving.cli", "--version")
-        assert process is not None
-        assert process.communicate(60)[0].startswith("shardrank, version ")
-
-
 @pytest.mark.parametrize("killed", ["supervisor", "fork server"])
 def test_all_die_with_a_killed(killed: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", SUPERVISOR, str(tmp_path / "socket")]

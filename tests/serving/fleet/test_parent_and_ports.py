@@ -1,3 +1,5 @@
+"""Children end with their parents, parents by signals, and ports are shared by workers alone."""
+
 from __future__ import annotations
 
 import os
@@ -11,7 +13,7 @@ import pytest
 
 from serving.errors import FleetError
 from serving.fleet.local_fleet import connectable_host, shared_port, socket_path
-from serving.fleet.process import PARENT_PID_VARIABLE, run_until_signalled
+from serving.fleet.process import PARENT_PID_VARIABLE
 from shard_node.wire.address import MAX_UNIX_PATH_BYTES
 
 CHILD = """
@@ -63,16 +65,6 @@ def test_a_shared_port_can_be_bound_again_with_reuseport_but_not_without() -> No
             stranger.bind(("127.0.0.1", port))
 
 
-def test_a_taken_port_is_refused_by_number() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        refusal = f"port {port}: Address already in use; use --http-port 0 / --grpc-port 0"
-        with pytest.raises(FleetError, match=refusal), shared_port("127.0.0.1", port):
-            pass
-
-
 def test_a_socket_path_that_the_kernel_would_cut_is_refused(tmp_path: Path) -> None:
     room = MAX_UNIX_PATH_BYTES - len(str(tmp_path)) - 1
     assert socket_path(tmp_path, "x" * room) == str(tmp_path / ("x" * room))
@@ -113,10 +105,3 @@ def test_a_signal_lets_the_program_clean_up_before_it_ends(number: signal.Signal
         process.send_signal(number)
         assert output.read() == f"put away\n{number.name}\n"
     assert process.wait() == 0
-
-
-def test_a_program_that_ends_by_itself_gives_its_result() -> None:
-    async def program() -> int:
-        return 7
-
-    assert run_until_signalled(program) == 7

@@ -242,15 +242,19 @@ def test_a_version_that_misses_its_golden_scores_is_not_served(other_store: Path
     assert Path(log.removeprefix("its log: ")).is_file()
 
 
-@pytest.mark.parametrize("command", ["serve", "up"])
+@pytest.mark.parametrize("command", ["serve", "up", "demo --once", "demo --once --local"])
 def test_a_port_that_another_server_has_is_refused_not_shared(other_store: Path, command: str) -> None:
     with socket.socket() as taken:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        result = shardrank(command, "--store", other_store, "--http-port", port, "--grpc-port", 0, code=1)
-    assert f"error: can't bind 127.0.0.1 port {port}: Address already in use" in result.stderr
+        result = shardrank(*command.split(), "--store", other_store, "--http-port", port, "--grpc-port", 0, code=1)
+    assert result.stderr == (
+        f"error: can't bind 127.0.0.1 port {port}: Address already in use; "
+        "use --http-port 0 / --grpc-port 0 for free ones\n"
+    )
+    assert [path.name for path in (other_store / "films").iterdir()] == ["1"]
 
 
 def test_serve_alone_has_the_rows_and_obeys_its_limits(other_store: Path, tmp_path: Path) -> None:

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import itertools
 import os
 import shutil
 import signal
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from loader.registry.fleet import FleetRegistry, NodeRecord
-from loader.registry.opening import open_registry
-from serving.client import AsyncClient, ClientError, UnavailableError
+from loader.registry.fleet import NodeRecord
+from serving.client import Client, ClientError, UnavailableError
 from serving.training.trainer import train_version
 from shardrank_testing.command_line import ANY_PORTS, shardrank
 from shardrank_testing.movielens import small_interactions
@@ -44,75 +41,61 @@ HEALTH = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 1000, "h
 
 @dataclass
 class Load:
-    """What became of requests: by version those that were answered and their scores, and the errors of the others.
+    """What became of requests: version and scores of those that were answered, and the errors of the others.
 
     A request goes to one serving process after the other, as a balancer's would that knows them from the registry. One
     that is not reached, for all the client's own attempts, costs a turn at the next. Before each other one there is a
     pause: the load leaves room for what is started, on a busy machine too.
     """
 
-    registry: str
-    pause_s: float
-    answered: Counter[int] = field(default_factory=Counter)
-    scores: dict[int, set[tuple[float, ...]]] = field(default_factory=dict)
+    answers: list[tuple[int, tuple[float, ...]]] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
-    stop: threading.Event = field(default_factory=threading.Event)
 
-    async def run(self) -> None:
-        clients: dict[str, AsyncClient] = {}
-        addresses: list[str] = []
-        turns = itertools.count()
-        fleet = FleetRegistry(open_registry(self.registry))
-
-        async def send() -> None:
-            while not self.stop.is_set():
-                turn = next(turns) % len(addresses)
-                await self._rank([clients[address] for address in addresses[turn:] + addresses[:turn]])
-                await asyncio.sleep(self.pause_s)
-
-        async def refresh() -> None:
-            nodes = await fleet.nodes()
-            addresses[:] = [one.address for one in nodes if one.kind == "serving" and not one.draining]
-            for address in addresses:
-                clients.setdefault(address, AsyncClient(address, timeout_ms=TIMEOUT_MS))
-
-        await refresh()
-        sending = [asyncio.create_task(send()) for _ in range(IN_FLIGHT)]
-        while not self.stop.is_set():
-            await refresh()
-            await asyncio.sleep(0.1)
-        await asyncio.gather(*sending)
-        for client in clients.values():
-            await client.close()
-        await fleet.registry.close()
-
-    async def _rank(self, clients: list[AsyncClient]) -> None:
-        error = ""
+    def send(self, clients: Sequence[Client]) -> None:
+        error = "no serving process is announced"
         for client in clients:
             try:
-                result = await client.rank("films", *RANKED)
+                result = client.rank("films", *RANKED)
             except UnavailableError as unavailable:
                 error = str(unavailable)
             except ClientError as refused:
                 error = f"{type(refused).__name__}: {refused}"
                 break
             else:
-                self.answered[result.version] += 1
-                self.scores.setdefault(result.version, set()).add(tuple(result.scores.round(4).tolist()))
+                self.answers.append((result.version, tuple(result.scores.round(4).tolist())))
                 return
         self.failed.append(error)
+
+    def versions(self) -> list[int]:
+        """Return the versions that answered; each has one set of scores."""
+        versions = sorted({version for version, _ in self.answers})
+        assert len(set(self.answers)) == len(versions)
+        return versions
 
 
 @contextlib.contextmanager
 def load_on(registry: str, pause_s: float = 0.02) -> Iterator[Load]:
-    load = Load(registry, pause_s)
-    thread = threading.Thread(target=lambda: asyncio.run(load.run()))
-    thread.start()
-    try:
-        yield load
-    finally:
-        load.stop.set()
-        thread.join()
+    load, stop = Load(), threading.Event()
+
+    def work(number: int) -> None:
+        with contextlib.ExitStack() as stack:
+            clients: dict[str, Client] = {}
+            while not stop.wait(pause_s):
+                serving = [node for node in nodes(registry).values() if node.kind == "serving" and not node.draining]
+                for node in serving:
+                    if node.address not in clients:
+                        clients[node.address] = stack.enter_context(Client(node.address, timeout_ms=TIMEOUT_MS))
+                # Half of the threads begin with the last.
+                load.send([clients[node.address] for node in serving[:: 1 if number % 2 else -1]])
+
+    with ThreadPoolExecutor(IN_FLIGHT) as threads:
+        sending = [threads.submit(work, number) for number in range(IN_FLIGHT)]
+        try:
+            yield load
+        finally:
+            stop.set()
+        for sent in sending:
+            sent.result()
 
 
 def until(condition: Callable[[], bool], what: str) -> None:
@@ -191,7 +174,7 @@ def test_a_lost_host_costs_at_most_one_request_of_a_thousand(deployed: Deployed)
     lost = {name for name, host in hosts.items() if host == _raylet(victim)}
     assert lost
     with load_on(deployed.registry) as load:
-        until(lambda: load.answered.total() > 200, "answers before the loss")
+        until(lambda: len(load.answers) > 200, "answers before the loss")
         for pid in (_raylet(victim), *descendants(_raylet(victim))):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -204,10 +187,10 @@ def test_a_lost_host_costs_at_most_one_request_of_a_thousand(deployed: Deployed)
             )
 
         until(back, f"{sorted(lost)} to be started on other hosts")
-        count = load.answered.total()
-        until(lambda: load.answered.total() > max(1000, count + 200), "answers after it")
-    assert len(load.failed) <= load.answered.total() / 999, load.failed[:5]
-    assert {version: len(scores) for version, scores in load.scores.items()} == {1: 1}
+        count = len(load.answers)
+        until(lambda: len(load.answers) > max(1000, count + 200), "answers after it")
+    assert len(load.failed) <= len(load.answers) / 999, load.failed[:5]
+    assert load.versions() == [1]
     deployed.hosts()
 
 
@@ -218,15 +201,15 @@ def test_a_new_version_goes_to_four_shards_without_a_failed_request(deployed: De
         shardrank("publish", deployed.store / "films" / "2", "--registry", deployed.registry)
         shardrank("rollout", "start", "films", 2, "--registry", deployed.registry, "--follow")
         ended = deployed.up(*more).splitlines()[-1]
-        count = load.answered.total()
-        until(lambda: load.answered.total() > count + 100, "answers by four shards alone")
+        count = len(load.answers)
+        until(lambda: len(load.answers) > count + 100, "answers by four shards alone")
     assert sorted(ended.removeprefix("ended: ").split(", ")) == [
         f"shard-{shard}-of-2-{replica}" for shard in range(2) for replica in range(2)
     ]
     shards = {name: node for name, node in deployed.nodes().items() if node.kind == "shard"}
     assert sorted(shards) == [f"shard-{shard}-of-4-0" for shard in range(4)]
     assert load.failed == []
-    assert {version: len(scores) for version, scores in load.scores.items()} == {1: 1, 2: 1}
+    assert load.versions() == [1, 2]
 
 
 def test_down_ends_every_process_of_the_fleet(deployed: Deployed) -> None:
