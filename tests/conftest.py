@@ -33,8 +33,8 @@ LONGEST = (
     "serving/versions/test_hot_swap.py",
     "serving/dashboard/test_page_in_browser.py",
     "serving/cli/test_protection.py",
+    "serving/cli/test_registered.py",
     "loadtest/peers/test_peers.py",
-    "serving/cli/test_serve_registered.py",
     "serving/cli/test_documented_commands.py",
     "serving/api/test_tls_and_tokens.py",
 )

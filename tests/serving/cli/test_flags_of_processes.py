@@ -1,4 +1,4 @@
-"""`shardrank serve --profile`: what a real process writes about the requests that it has answered."""
+"""Flags that real processes are started with: where versions are, and where traces and profiles go."""
 
 from __future__ import annotations
 
@@ -11,11 +11,58 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from serving.embedded import Ranker
 from serving.observe.calls import STAGES
 from serving.proto.shardrank.v1 import ranking_pb2_grpc
-from shardrank_testing.command_line import ANY_PORTS
+from shardrank_testing.command_line import ANY_PORTS, shardrank
+from shardrank_testing.otlp_receiver import collector
 from shardrank_testing.processes import Program, running
+from shardrank_testing.s3_server import Bucket
 from shardrank_testing.serving_api import MODEL, ApiModel, api_request, rank_message
+
+
+def test_a_version_at_a_url_is_served_as_from_its_folder(api_model: ApiModel, bucket: Bucket, tmp_path: Path) -> None:
+    where = ("--store", bucket.url, "--store-cache", tmp_path / "cache", "--store-cache-gb", 0.5)
+    registry = ("--registry", tmp_path / "registry")
+    report = json.loads(shardrank("publish", api_model.path, *where, *registry, "--json").stdout)
+    assert (report["folder"], report["copied"], report["is_new"]) == (f"{bucket.url}/{MODEL}/1", True, True)
+    again = shardrank("publish", f"{bucket.url}/{MODEL}/1", *where[2:], *registry)
+    assert f"lies in {bucket.url}/{MODEL}/1" in again.output
+    assert "may be served" in shardrank("verify", *where).output
+    flags = ("--shutdown-delay-s", "0", "--dtype", "float32")
+    request = api_request(1)
+    with (
+        running("serve", *map(str, where), *flags, *ANY_PORTS) as program,
+        Ranker.open(api_model.path, dtype="float32") as ranker,
+    ):
+        assert program.rank(MODEL, request).json()["scores"] == ranker.rank(request)["scores"]
+        assert program.stop() == 0
+
+
+TRACE, SPAN = f"{7:032x}", f"{5:016x}"
+
+
+def test_a_serving_process_and_a_node_send_one_trace(api_model, folder):
+    with collector("grpc") as found:
+        told = ("--snapshot", str(api_model.path), "--trace-endpoint", found.url, "--trace-protocol", "grpc")
+        address = f"unix:{folder}/n.sock"
+        with (
+            running("shard-node", *told, "--shard", "0/1", "--listen", address) as node,
+            running("serve", *told, "--shard", address, "--trace-sample-share", "0", *ANY_PORTS) as server,
+        ):
+            for headers in ({}, {"traceparent": f"00-{TRACE}-{SPAN}-01"}):
+                url = f"{server.url}/v1/models/{MODEL}:rank"
+                assert httpx.post(url, json=api_request(1), headers=headers, timeout=30).status_code == 200
+            assert (server.stop(), node.stop()) == (0, 0), server.output + node.output
+    assert sorted((span.service, span.name, span.trace) for span in found.spans) == [
+        ("shardrank-serve", "http rank", TRACE),
+        ("shardrank-serve", "shardrank.ask", TRACE),
+        ("shardrank-serve", "shardrank.batch", TRACE),
+        ("shardrank-serve", "shardrank.dense", TRACE),
+        ("shardrank-serve", "shardrank.lookup", TRACE),
+        ("shardrank-shard-node", "shardrank.pool", TRACE),
+    ]
+
 
 CANDIDATES, ROUNDS = 400, 20
 # Of what is reported as unaccounted: a twentieth where nothing else runs, more beside other tests.
