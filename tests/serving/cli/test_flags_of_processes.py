@@ -1,4 +1,4 @@
-"""Flags that real processes are started with: where versions are, and where traces and profiles go."""
+"""Flags that real processes are started with: where versions are, where traces and profiles go, and by which plan."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any
 
 import grpc
 import httpx
+import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from router.plan_file import PlanFile, RanksOfBuckets, TablePlan
 from serving.embedded import Ranker
 from serving.observe.calls import STAGES
 from serving.proto.shardrank.v1 import ranking_pb2_grpc
@@ -18,7 +20,7 @@ from shardrank_testing.command_line import ANY_PORTS, shardrank
 from shardrank_testing.otlp_receiver import collector
 from shardrank_testing.processes import Program, running
 from shardrank_testing.s3_server import Bucket
-from shardrank_testing.serving_api import MODEL, ApiModel, api_request, rank_message
+from shardrank_testing.serving_api import MODEL, ApiModel, api_request, api_spec, rank_message, write_api_model
 
 
 def test_a_version_at_a_url_is_served_as_from_its_folder(api_model: ApiModel, bucket: Bucket, tmp_path: Path) -> None:
@@ -123,3 +125,32 @@ def test_the_stages_of_a_profile_add_up_and_are_those_of_metrics(api_model: ApiM
     assert sum(one["batches"] for one in ranked) == 2 * ROUNDS
     assert document["cpu_s"] == pytest.approx(sum(document["cpu_s_by_thread"].values()), rel=0.1)
     assert document["cpu_s_by_thread"]["MainThread"] > 0
+
+
+def swapped(table: TablePlan) -> TablePlan:
+    """Return a table's plan with another owner of every bucket."""
+    if table.sharding_type == "data_parallel":
+        return table
+    ranks = [RanksOfBuckets.of(3 - one.rank_of_bucket(table.num_buckets)) for one in table.slices]
+    return table.model_copy(update={"slices": tuple(ranks)})
+
+
+def test_a_fleet_serves_by_the_plan_in_the_snapshot_or_a_named_one(tmp_path: Path) -> None:
+    (tmp_path / "model.json").write_text(api_spec().model_dump_json())
+    where = ("--shards", "2", "--cards", "2", "--replicate-bytes", "0", "--out", tmp_path / "plan.json")
+    document = json.loads(shardrank("plan", "--model", tmp_path / "model.json", *where, "--json").stdout)
+    division, file = document["division"], PlanFile.read(tmp_path / "plan.json")
+    assert division["digest"] == file.digest
+    assert [table["table"] for table in division["tables"]] == [table.name for table in api_spec().tables]
+    assert [one["way"] for one in division["ways"]] == ["per table", "all row_wise", "all table_wise"]
+    assert sum(rank["lookup_share"] for rank in division["ranks"]) == pytest.approx(1)
+    other = PlanFile.of(MODEL, 2, 2, [swapped(table) for table in file.tables])
+    (tmp_path / "other.json").write_text(other.to_json())
+    model = write_api_model(tmp_path / "models", spec=file.sliced(api_spec()), plan=file.to_json().encode())
+    flags = ("up", "--snapshot", str(model.path), "--shards", "2", "--cards", "2", "--dtype", "float32", *ANY_PORTS)
+    for plan, more in ((file, ()), (other, ("--plan", str(tmp_path / "other.json")))):
+        with running(*flags, *more) as program:
+            program.read_until(f"by plan {plan.digest[:12]} over 2 shards: ")
+            answer = program.rank(MODEL, api_request(1)).json()
+            np.testing.assert_allclose(answer["scores"], model.scores(api_request(1)), rtol=1e-4)
+            assert program.stop() == 0

@@ -19,7 +19,6 @@ from serving.cli.network import NetworkUse
 from serving.cli.plan import MANIFEST_NAME
 from serving.errors import ModelNotFoundError
 from shard_node.bags import TableLayout
-from shard_node.planning.card_plan import CardPlan
 from shard_node.planning.cost_model import SYSTEMS, BagLoad
 from shardrank_testing.command_line import shardrank
 from shardrank_testing.snapshots import make_spec, write_snapshot
@@ -61,25 +60,6 @@ def test_cards_hold_no_more_than_they_may_and_every_lookup_goes_somewhere(change
     rows = by_tier["hot"] + by_tier["card"] + by_tier["pinned"]
     assert (rows == plan.num_rows) == (plan.options.shards == 1)
     assert plan.fits_on_cards == (by_tier["pinned"] == 0)
-
-
-def test_a_plan_is_the_engines_own(monkeypatch):
-    made = []
-    make = CardPlan.make
-
-    def keep(*args, **kwargs):
-        made.append(make(*args, **kwargs))
-        return made[-1]
-
-    monkeypatch.setattr(CardPlan, "make", keep)
-    plan = capacity_plan(card_memory_gb=5.0, hot_gb=0.5)
-    (engine,) = made
-    assert [(one.hot_rows, one.card_rows, one.pinned_rows) for one in plan.tables] == [
-        (one.hot_rows, one.card_rows, one.host_rows) for one in engine.splits
-    ]
-    assert [(one.hot_bytes, one.own_bytes, one.places_bytes) for one in plan.cards] == [
-        tuple(engine.bytes(card)) for card in range(8)
-    ]
 
 
 def test_counts_decide_where_rows_go():
