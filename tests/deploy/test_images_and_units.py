@@ -21,10 +21,17 @@ SETTINGS = {"STORE": "/srv/models", "SHARD": "0/2", "LISTEN": "0.0.0.0:7000", "A
 SETTINGS |= {"NODE_FLAGS": "", "SERVE_FLAGS": "--workers 2"}
 
 
-def dockerfile() -> list[str]:
-    text = (DEPLOY / "docker" / "Dockerfile").read_text()
-    joined = re.sub(r"\\\n\s*", " ", text)
-    return [line for line in joined.splitlines() if line and not line.startswith("#")]
+def dockerfile() -> dict[str, list[str]]:
+    """Return the instructions of each stage by its name, those of the stage that it begins with first."""
+    text = re.sub(r"\\\n\s*", " ", (DEPLOY / "docker" / "Dockerfile").read_text())
+    stages: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        if line.startswith("FROM "):
+            _, base, _, name = line.split()
+            stages[name] = [*stages.get(base, [])]
+        elif line and line[0] != "#" and stages:
+            stages[name].append(line)
+    return stages
 
 
 def compose() -> dict:
@@ -33,8 +40,8 @@ def compose() -> dict:
 
 def test_the_image_has_every_package_and_nothing_that_is_not_there():
     wheel = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
-    copied = [line.split()[1:-1] for line in dockerfile() if line.startswith("COPY ") and "--from" not in line]
-    sources = {source for line in copied for source in line}
+    lines = [line for stage in dockerfile().values() for line in stage if line.startswith("COPY ")]
+    sources = {source for line in lines if "--from" not in line for source in line.split()[1:-1]}
     assert set(wheel["packages"]) <= sources
     assert all((ROOT / source).exists() for source in sources)
     ignored = (DEPLOY / "docker" / "Dockerfile.dockerignore").read_text()
@@ -42,24 +49,15 @@ def test_the_image_has_every_package_and_nothing_that_is_not_there():
 
 
 def test_both_targets_run_as_a_user_that_is_not_root():
-    stages = {}
-    for line in dockerfile():
-        words = line.split()
-        if words[0] == "FROM":
-            name = words[3]
-            stages[name] = [*stages.get(words[1], [])]
-        elif stages:
-            stages[name].append(line)
     for target in ("cpu", "cuda"):
-        users = [line.split()[1] for line in stages[target] if line.startswith("USER ")]
-        assert users == ["10001:10001"]
-        assert 'ENTRYPOINT ["shardrank"]' in stages[target]
+        stage = dockerfile()[target]
+        assert [line for line in stage if line.startswith("USER ")] == ["USER 10001:10001"]
+        assert 'ENTRYPOINT ["shardrank"]' in stage
 
 
 def test_only_the_cuda_image_has_cupy_and_a_folder_that_it_can_write():
     assert any(one.startswith("cupy-cuda13x") for one in PROJECT["project"]["optional-dependencies"]["cuda"])
-    text = "\n".join(dockerfile())
-    stages = {stage.split()[2]: stage for stage in text.split("FROM ")[1:]}
+    stages = {name: "\n".join(stage) for name, stage in dockerfile().items()}
     assert "'.[cuda,otel,stores]'" in stages["build-cuda"]
     assert "'.[otel,stores]'" in stages["build-cpu"]
     assert "ENV CUPY_CACHE_DIR=/tmp/" in stages["cuda"]

@@ -238,21 +238,6 @@ def test_pruned_rows_go_and_what_their_ids_get_is_their_mean(folder: Path) -> No
     assert stored(snapshot, "user").shape == (20, DIM)
 
 
-def test_ids_of_rows_that_stay_score_the_same_bits(folder: Path) -> None:
-    seen = np.random.default_rng(3).choice(ROWS, 50, replace=False)
-    counts = counts_file(folder, dict.fromkeys(seen.tolist(), 1))
-    for version, flags in (("1", ()), ("2", ("--prune",))):
-        export_described(folder, described(dtype="int8"), "--counts", counts, "--version", version, *flags)
-    candidates = {"sparse": {"item": seen.reshape(25, 2).tolist()}}
-    request = {"context": {"sparse": {"user": [3]}}, "candidates": candidates}
-    scores = []
-    for version in ("1", "2"):
-        with Ranker.open(folder / "models" / "shop" / version) as ranker:
-            scores.append(ranker.rank(request)["scores"])
-    assert len(set(scores[0])) > 1
-    assert scores[0] == scores[1]
-
-
 def test_hot_rows_are_fp32_and_cold_ones_int4_by_the_counts(folder: Path) -> None:
     hot = np.arange(3, 33)
     np.save(folder / "item.npy", np.where(np.isin(np.arange(ROWS), hot), 5, 1))

@@ -87,24 +87,22 @@ def test_every_port_needs_a_certificate_and_a_token(
     tokens = tmp_path / "tokens.json"
     token = shardrank("token", "new", "--name", "ops", "--scope", "admin", "--tokens", tokens).output.strip()
     with socket.socket() as free:
-        # Of `up` nobody is told which port its children took.
         free.bind(("127.0.0.1", 0))
         admin = free.getsockname()[1]
-    given = 0 if command == "serve" else admin
-    ports = (*ANY_PORTS, "--admin-port", str(given))
+    ports = (*ANY_PORTS, "--admin-port", str(admin))
     files = {"ca": ca.cert, "cert": router.cert, "key": router.key}
     with running(command, "--store", str(store), *ports, *tls_flags(node, ca), "--tokens", str(tokens)) as program:
         url, grpc_url = program.url, f"grpcs://{program.grpc_target}"
         assert url.startswith("https://")
         if command == "serve":
-            admin = int(program.read_until(r"probes and metrics: https://127.0.0.1:(\d+)/metrics")[1])
-            wait_until(lambda: bool(is_ready(url, files)), "a version that is live")
+            program.read_until(f"probes and metrics: https://127.0.0.1:{admin}/metrics")
+        context = client_context(TlsClientConfig(**files))
+        wait_until(lambda: httpx.get(f"{url}/readyz", verify=context).status_code == 200, "a version that is live")
         for address in (url, grpc_url):
             with Client(address, token=token, timeout_ms=20_000, **files) as client:
                 assert len(client.rank("films", **rank_arguments(REQUEST)).scores) == 2
             with Client(address, timeout_ms=20_000, **files) as client, pytest.raises(UnauthenticatedError):
                 client.rank("films", **rank_arguments(REQUEST))
-        context = client_context(TlsClientConfig(**files))
         with httpx.Client(base_url=f"https://127.0.0.1:{admin}", verify=context) as client:
             assert client.get("/healthz").status_code == 200
             assert client.get("/metrics").status_code == 401
@@ -114,11 +112,6 @@ def test_every_port_needs_a_certificate_and_a_token(
             httpx.get(url.replace("https", "http"))
         assert program.stop() == 0
     assert "Traceback" not in program.output
-
-
-def is_ready(url: str, files: dict[str, Path]) -> bool:
-    with httpx.Client(verify=client_context(TlsClientConfig(**files))) as client:
-        return client.get(f"{url}/readyz").status_code == 200
 
 
 @needs_openssl

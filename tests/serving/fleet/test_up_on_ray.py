@@ -129,10 +129,10 @@ class Deployed:
         return hosts
 
     def raylets(self) -> list[int]:
-        return [_raylet(node) for node in self.cluster.list_all_nodes()]
+        return [raylet_of(node) for node in self.cluster.list_all_nodes()]
 
 
-def _raylet(node: Any) -> int:
+def raylet_of(node: Any) -> int:
     return int(node.all_processes["raylet"][0].process.pid)
 
 
@@ -170,12 +170,13 @@ def test_a_lost_host_costs_at_most_one_request_of_a_thousand(deployed: Deployed)
     assert sorted(shards) == [f"shard-{shard}-of-2-{replica}" for shard in range(2) for replica in range(2)]
     hosts = deployed.hosts()
     # The head stays: it is where a cluster keeps what it knows.
-    victim = next(one for one in deployed.cluster.worker_nodes if _raylet(one) in hosts.values())
-    lost = {name for name, host in hosts.items() if host == _raylet(victim)}
+    victim = next(one for one in deployed.cluster.worker_nodes if raylet_of(one) in hosts.values())
+    raylet = raylet_of(victim)
+    lost = {name for name, host in hosts.items() if host == raylet}
     assert lost
     with load_on(deployed.registry) as load:
         until(lambda: len(load.answers) > 200, "answers before the loss")
-        for pid in (_raylet(victim), *descendants(_raylet(victim))):
+        for pid in (raylet, *descendants(raylet)):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         deployed.cluster.remove_node(victim, allow_graceful=False)

@@ -179,13 +179,6 @@ def running(*arguments: str, is_forked: bool = True) -> Iterator[Program]:
             program.process.stdout.close()
 
 
-def run_shardrank(*arguments: str, timeout: float = 120.0) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end. Its output has stderr too."""
-    with running(*arguments) as program:
-        output, _ = program.process.communicate(timeout)
-        return subprocess.CompletedProcess(arguments, program.process.wait(), output)
-
-
 def descendants(pid: int) -> list[int]:
     """All processes below one, at this moment."""
     parents: dict[int, list[int]] = {}
