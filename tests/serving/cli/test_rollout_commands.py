@@ -1,4 +1,4 @@
-"""`shardrank rollout`, `rollback` and `coordinator` against a real registry whose nodes this test plays."""
+"""`publish`, `versions`, `rollout`, `rollback`, `coordinator` and `dashboard` on real stores, with a played fleet."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import asyncio
 import json
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from loader.registry.fleet import COORDINATOR_LOCK
+from loader.registry.directory import DirectoryRegistry
+from loader.registry.fleet import COORDINATOR_LOCK, Canary, FleetRegistry, NodeRecord, VersionReport, WantedModel
 from loader.registry.opening import open_registry
 from loader.rollout.coordinator import CoordinatorConfig
 from shardrank_testing.background import in_background
@@ -22,6 +23,70 @@ from shardrank_testing.command_line import shardrank
 from shardrank_testing.processes import running, wait_until
 from shardrank_testing.registries import REGISTRY_KINDS, registry_of
 from shardrank_testing.rollout_fleet import MODEL, Clock, PlayedFleet
+from shardrank_testing.snapshots import one_table_spec, write_snapshot
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> Path:
+    for seed in range(3):
+        write_snapshot(tmp_path / "training", one_table_spec(260), seed=seed)
+    return tmp_path / "training" / "small"
+
+
+@pytest.mark.parametrize("kind", REGISTRY_KINDS)
+def test_publish_tells_what_it_did_and_versions_lists_it(kind: str, training: Path, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    with registry_of(kind, tmp_path) as url:
+        where = ("--store", store, "--registry", url)
+        first = shardrank("publish", training / "1", *where)
+        assert "small version 1 is published; 4.2 kB of rows\n" in first.output
+        assert f"copied to {store}/small/1, identity " in first.output
+        assert "was published before" in shardrank("publish", training / "1", *where).output
+        report = json.loads(shardrank("publish", training / "2", *where, "--json").stdout)
+        assert (report["version"], report["copied"], report["is_new"], report["kept"]) == (2, True, True, None)
+        assert report["folder"] == str(store / "small" / "2")
+        listed = json.loads(shardrank("versions", "--registry", url, "--json").stdout)["versions"]
+        assert [(one["model"], one["version"], one["uses"], one["nodes"]) for one in listed] == [
+            ("small", 1, [], 0),
+            ("small", 2, [], 0),
+        ]
+        assert listed[1]["identity"] == report["identity"]
+
+
+def test_retain_deletes_all_but_the_highest(training: Path, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    for version in (1, 2):
+        shardrank("publish", training / str(version), "--store", store)
+    result = shardrank("publish", training / "3", "--store", store, "--retain", 2)
+    assert result.output.endswith("kept: 2, 3; deleted: 1\n")
+    assert sorted(path.name for path in (store / "small").iterdir() if path.is_dir()) == ["2", "3"]
+
+
+def test_versions_tells_what_a_fleet_does_with_them(training: Path, tmp_path: Path) -> None:
+    store, registry = tmp_path / "store", tmp_path / "registry"
+    for version in (1, 2, 3):
+        shardrank("publish", training / str(version), "--store", store, "--registry", registry)
+
+    async def use() -> None:
+        fleet = FleetRegistry(DirectoryRegistry(registry))
+        canary = Canary(version=2, share=0.05)
+        await fleet.put_wanted(WantedModel(model="small", epoch=1, live=1, hold=(1, 2), canary=canary), None)
+        for node_id, state in (("a", "ready"), ("b", "staging")):
+            report = VersionReport(model="small", version=2, state=state)
+            node = NodeRecord(node_id=node_id, kind="shard", process_id=1, address="h:1", versions=(report,))
+            await fleet.announce_node(node, 60)
+
+    asyncio.run(use())
+    listed = json.loads(shardrank("versions", "small", "--registry", registry, "--json").stdout)["versions"]
+    assert [(one["uses"], one["nodes"]) for one in listed] == [(["live"], 0), (["staged", "canary 0.05"], 1), ([], 0)]
+
+
+def test_a_bad_snapshot_ends_with_one_line_and_code_1(training: Path, tmp_path: Path) -> None:
+    (training / "1" / "dense.safetensors").write_bytes(b"x")
+    result = shardrank("publish", training / "1", "--store", tmp_path / "store", code=1)
+    assert result.stderr.startswith("error: ")
+    assert "dense.safetensors" in result.stderr.splitlines()[-1]
+
 
 Where = tuple[str, str]
 QUICK = CoordinatorConfig(settle_s=0.05, restore_wait_s=0.1)
@@ -33,9 +98,10 @@ class WallClock(Clock):
 
 
 @asynccontextmanager
-async def playing(
-    url: str | Path, coordinator: bool, prepare: Callable[[PlayedFleet], None]
-) -> AsyncIterator[PlayedFleet]:
+async def played_fleet(
+    url: str | Path, *, coordinator: bool = True, prepare: Callable[[PlayedFleet], None] = lambda _: None
+) -> AsyncIterator[None]:
+    """Two shards with two replicas and a serving process, until the block ends."""
     registry = open_registry(url)
     fleet = PlayedFleet(registry, WallClock(), QUICK)
     await fleet.begin(2, 2, 1)
@@ -53,20 +119,11 @@ async def playing(
 
     played = asyncio.create_task(play())
     try:
-        yield fleet
+        yield
     finally:
         ended.set()
         await played
         await registry.close()
-
-
-@contextmanager
-def played_fleet(
-    url: str | Path, *, coordinator: bool = True, prepare: Callable[[PlayedFleet], None] = lambda _: None
-) -> Iterator[None]:
-    """Two shards with two replicas and a serving process, in a thread, until the block ends."""
-    with in_background(playing(url, coordinator, prepare)):
-        yield
 
 
 @pytest.fixture
@@ -82,7 +139,7 @@ def status(url: str | Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", REGISTRY_KINDS)
 def test_a_rollout_is_followed_to_its_end_and_a_rollback_returns(kind: str, tmp_path: Path) -> None:
-    with registry_of(kind, tmp_path) as url, played_fleet(url):
+    with registry_of(kind, tmp_path) as url, in_background(played_fleet(url)):
         result = shardrank("rollout", "start", MODEL, 2, "--follow", "--registry", url)
         lines = result.stdout.splitlines()
         assert lines[0] == "films: rolling out version 2, in place of 1"
@@ -103,7 +160,7 @@ def test_a_refused_version_ends_with_code_1_and_the_reason(tmp_path: Path, where
     def refuse(fleet: PlayedFleet) -> None:
         fleet.node("shard-1-0").refuses[2] = reason
 
-    with played_fleet(tmp_path, prepare=refuse):
+    with in_background(played_fleet(tmp_path, prepare=refuse)):
         result = shardrank("rollout", "start", MODEL, 2, "--follow", *where, code=1)
         assert result.stderr.startswith("films: version 2 was refused: ")
         assert reason in result.stderr
@@ -121,7 +178,7 @@ def never_stage(fleet: PlayedFleet) -> None:
 
 
 def test_a_running_rollout_is_shown_and_aborted(tmp_path: Path, where: Where) -> None:
-    with played_fleet(tmp_path, prepare=never_stage):
+    with in_background(played_fleet(tmp_path, prepare=never_stage)):
         options = ("--canary", "5%", "--bake", "2m", "--guard", "max_p99_ratio=1.5")
         result = shardrank("rollout", "start", MODEL, 2, *options, *where)
         assert result.stdout.splitlines()[-1] == "see: shardrank rollout status films --watch"
@@ -146,7 +203,7 @@ def test_a_running_rollout_is_shown_and_aborted(tmp_path: Path, where: Where) ->
 
 
 def test_what_cannot_be_rolled_out_is_one_line_and_code_1(tmp_path: Path, where: Where) -> None:
-    with played_fleet(tmp_path):
+    with in_background(played_fleet(tmp_path)):
         unpublished = shardrank("rollout", "start", MODEL, 9, *where, code=1)
         assert unpublished.stderr == "error: films: version 9 is not published; published are [1, 2, 3, 4]\n"
         assert "live already" in shardrank("rollout", "start", MODEL, 1, *where, code=1).stderr
@@ -155,7 +212,7 @@ def test_what_cannot_be_rolled_out_is_one_line_and_code_1(tmp_path: Path, where:
 
 
 def test_a_killed_coordinator_process_is_taken_over_from(tmp_path: Path, where: Where) -> None:
-    with played_fleet(tmp_path, coordinator=False):
+    with in_background(played_fleet(tmp_path, coordinator=False)):
         arguments = ("coordinator", *where, "--owner", "it")
         # So slow that it can be killed before it has done anything but the record.
         with running(*arguments, "--step-delay", "60s") as first:
@@ -170,7 +227,7 @@ def test_a_killed_coordinator_process_is_taken_over_from(tmp_path: Path, where: 
 
 
 def test_a_dashboard_shows_a_fleet_until_it_is_stopped(tmp_path: Path, where: Where) -> None:
-    with played_fleet(tmp_path), running("dashboard", *where, "--port", "0") as dashboard:
+    with in_background(played_fleet(tmp_path)), running("dashboard", *where, "--port", "0") as dashboard:
         url = dashboard.read_until(r"dashboard: (http://127.0.0.1:\d+/)")[1]
         with httpx.Client(base_url=url) as client, client.stream("GET", "/status/events") as answer:
             events = (line for line in answer.iter_lines() if line.startswith("data: "))
@@ -184,7 +241,7 @@ def test_a_dashboard_shows_a_fleet_until_it_is_stopped(tmp_path: Path, where: Wh
 
 
 def test_watch_writes_what_changes_into_a_pipe_until_ctrl_c(tmp_path: Path, where: Where) -> None:
-    with played_fleet(tmp_path), running("rollout", "status", "--watch", *where) as watching:
+    with in_background(played_fleet(tmp_path)), running("rollout", "status", "--watch", *where) as watching:
         watching.read_until("version 1 is live; there was no rollout yet")
         shardrank("rollout", "start", MODEL, 2, *where)
         watching.read_until(r"films: version 2 is live; rollout of 2 in place of 1 \(beside\): done")
