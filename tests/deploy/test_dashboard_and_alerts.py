@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+from pathlib import Path
 from typing import Any, get_args
 
 import promql_parser
@@ -23,8 +24,8 @@ from serving.observe.watch import collected
 from shard_node.generation import GenerationState
 from shard_node.node import ShardNode
 from shard_node.partition import NodeIdentity
-from shardrank_testing.deployment import DEPLOY
 
+DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 RULES = yaml.safe_load((DEPLOY / "prometheus" / "alerts.yaml").read_text())["groups"]
 ALERTS = [rule for group in RULES for rule in group["rules"]]
 SCRAPED = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yaml").read_text())

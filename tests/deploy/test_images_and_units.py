@@ -5,15 +5,16 @@ import shlex
 import shutil
 import subprocess
 import tomllib
+from pathlib import Path
 
 import pytest
 import yaml
 
 from serving.server import ServerConfig
 from shardrank_testing.command_line import parse_command_line
-from shardrank_testing.deployment import DEPLOY
 
-ROOT = DEPLOY.parent
+ROOT = Path(__file__).resolve().parents[2]
+DEPLOY = ROOT / "deploy"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
 TOOLS = {"publish", "rollout"}

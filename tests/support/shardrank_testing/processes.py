@@ -44,18 +44,10 @@ def fork_server() -> str:
     return path
 
 
-class Forked:
+class Forked(ForkedProcess):
     """A process of the fork server with the methods of `subprocess.Popen` that tests call."""
 
-    def __init__(self, process: ForkedProcess, stdout: TextIO) -> None:
-        self.pid = process.pid
-        self.stdout = stdout
-        self.poll, self.send_signal = process.poll, process.send_signal
-        self._process = process
-
-    @property
-    def returncode(self) -> int | None:
-        return self._process.returncode
+    stdout: TextIO
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
@@ -100,8 +92,10 @@ def fork_module(
     with contextlib.suppress(ConnectionResetError):
         reply = connection.recv(MAX_PACKET_BYTES)
     connection.setblocking(False)
-    process = ForkedProcess.from_reply(connection, reply)
-    return None if process is None else Forked(process, output)
+    process = Forked.from_reply(connection, reply)
+    if process is not None:
+        process.stdout = output
+    return process
 
 
 def start_module(module: str, *arguments: str, is_forked: bool = True, stderr: int | None = None) -> Process:
