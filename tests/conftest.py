@@ -35,7 +35,7 @@ LONGEST = (
     "serving/cli/test_protection.py",
     "serving/cli/test_registered.py",
     "loadtest/peers/test_peers.py",
-    "serving/cli/test_documented_commands.py",
+    "serving/cli/test_cli_group.py",
     "serving/api/test_tls_and_tokens.py",
 )
 _TURNS = {TESTS / name: turn for turn, name in enumerate(LONGEST)}
