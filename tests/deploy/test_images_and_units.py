@@ -5,23 +5,34 @@ import shlex
 import shutil
 import subprocess
 import tomllib
+from pathlib import Path
 
 import pytest
 import yaml
 
-from shardrank_testing.deployment import DEPLOY, parse_command_line
+from serving.server import ServerConfig
+from shardrank_testing.command_line import parse_command_line
 
-ROOT = DEPLOY.parent
+ROOT = Path(__file__).resolve().parents[2]
+DEPLOY = ROOT / "deploy"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
 TOOLS = {"publish", "rollout"}
 SETTINGS = {"STORE": "/srv/models", "SHARD": "0/2", "LISTEN": "0.0.0.0:7000", "ADVERTISE": "10.0.0.7:7000"}
 SETTINGS |= {"NODE_FLAGS": "", "SERVE_FLAGS": "--workers 2"}
 
 
-def dockerfile() -> list[str]:
-    text = (DEPLOY / "docker" / "Dockerfile").read_text()
-    joined = re.sub(r"\\\n\s*", " ", text)
-    return [line for line in joined.splitlines() if line and not line.startswith("#")]
+def dockerfile() -> dict[str, list[str]]:
+    """Return the instructions of each stage by its name, those of the stage that it begins with first."""
+    text = re.sub(r"\\\n\s*", " ", (DEPLOY / "docker" / "Dockerfile").read_text())
+    stages: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        if line.startswith("FROM "):
+            _, base, _, name = line.split()
+            stages[name] = [*stages.get(base, [])]
+        elif line and line[0] != "#" and stages:
+            stages[name].append(line)
+    return stages
 
 
 def compose() -> dict:
@@ -29,39 +40,25 @@ def compose() -> dict:
 
 
 def test_the_image_has_every_package_and_nothing_that_is_not_there():
-    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"][
-        "packages"
-    ]
-    copied = [line.split()[1:-1] for line in dockerfile() if line.startswith("COPY ") and "--from" not in line]
-    sources = [source for line in copied for source in line]
-    assert set(packages) <= set(sources)
+    wheel = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
+    lines = [line for stage in dockerfile().values() for line in stage if line.startswith("COPY ")]
+    sources = {source for line in lines if "--from" not in line for source in line.split()[1:-1]}
+    assert set(wheel["packages"]) <= sources
     assert all((ROOT / source).exists() for source in sources)
-    let_through = {
-        line[1:] for line in (DEPLOY / "docker" / "Dockerfile.dockerignore").read_text().splitlines() if line[0] == "!"
-    }
-    assert set(sources) == let_through
+    ignored = (DEPLOY / "docker" / "Dockerfile.dockerignore").read_text()
+    assert sources == set(re.findall("^!(.*)$", ignored, re.MULTILINE))
 
 
 def test_both_targets_run_as_a_user_that_is_not_root():
-    stages = {}
-    for line in dockerfile():
-        words = line.split()
-        if words[0] == "FROM":
-            name = words[3]
-            stages[name] = [*stages.get(words[1], [])]
-        elif stages:
-            stages[name].append(line)
     for target in ("cpu", "cuda"):
-        users = [line.split()[1] for line in stages[target] if line.startswith("USER ")]
-        assert users == ["10001:10001"]
-        assert 'ENTRYPOINT ["shardrank"]' in stages[target]
+        stage = dockerfile()[target]
+        assert [line for line in stage if line.startswith("USER ")] == ["USER 10001:10001"]
+        assert 'ENTRYPOINT ["shardrank"]' in stage
 
 
 def test_only_the_cuda_image_has_cupy_and_a_folder_that_it_can_write():
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert any(one.startswith("cupy-cuda13x") for one in extras["cuda"])
-    text = "\n".join(dockerfile())
-    stages = {stage.split()[2]: stage for stage in text.split("FROM ")[1:]}
+    assert any(one.startswith("cupy-cuda13x") for one in PROJECT["project"]["optional-dependencies"]["cuda"])
+    stages = {name: "\n".join(stage) for name, stage in dockerfile().items()}
     assert "'.[cuda,otel,stores]'" in stages["build-cuda"]
     assert "'.[otel,stores]'" in stages["build-cpu"]
     assert "ENV CUPY_CACHE_DIR=/tmp/" in stages["cuda"]
@@ -88,20 +85,14 @@ def test_every_service_of_the_compose_file_is_a_command_of_this_release():
     for name, one in parsed.items():
         if name.startswith("shard-"):
             assert one["advertise"] == f"{services[name]['hostname']}:7000"
+        if name.startswith("serve-"):
+            grace_s = int(services[name]["stop_grace_period"].removesuffix("s"))
+            assert one["shutdown_delay_s"] + ServerConfig().drain_timeout_s < grace_s
 
 
 def test_the_tools_of_the_compose_file_are_commands_of_this_release(tmp_path):
     parse_command_line([*compose()["services"]["publish"]["entrypoint"][1:], str(tmp_path), "--store", "/models"])
     parse_command_line([*compose()["services"]["rollout"]["entrypoint"][1:], "start", "films", "3"])
-
-
-def test_a_container_is_given_longer_to_end_than_it_takes():
-    from serving.server import ServerConfig
-
-    for name, one in compose()["services"].items():
-        if name.startswith("serve-"):
-            delay_s = parse_command_line(one["command"])["shutdown_delay_s"]
-            assert delay_s + ServerConfig().drain_timeout_s < int(one["stop_grace_period"].removesuffix("s"))
 
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda path: path.name)
@@ -126,11 +117,7 @@ def test_systemd_finds_nothing_wrong_with_a_unit(unit, tmp_path):
 
 
 def test_the_examples_of_settings_name_what_the_units_use():
-    given = {
-        line.partition("=")[0]
-        for name in ("fleet.env.example", "shard-0.env.example")
-        for line in (DEPLOY / "systemd" / name).read_text().splitlines()
-        if not line.startswith("#")
-    }
+    examples = [(DEPLOY / "systemd" / name).read_text() for name in ("fleet.env.example", "shard-0.env.example")]
+    given = {name for text in examples for name in re.findall("^([A-Z_]+)=", text, re.MULTILINE)}
     used = {name for unit in UNITS for name in re.findall(r"\$\{?([A-Z_]+)\}?", unit.read_text())}
     assert used <= given

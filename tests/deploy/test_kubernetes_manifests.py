@@ -1,51 +1,63 @@
-"""The Kubernetes manifests fit the schemas, and everything in them that names something names what is there."""
+"""The manifests of Kubernetes and KServe fit their schemas, and what they name is there: commands, ports, metrics."""
 
+from __future__ import annotations
+
+import copy
+import json
 import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
+import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
 
-from shardrank_testing.deployment import BASE, DEPLOY, base_documents, parse_command_line, pods, rendered
+from serving.observe.calls import BatchTimes, Call
+from serving.observe.metrics import ServingMetrics
+from serving.server import ServerConfig
+from shardrank_testing.command_line import parse_command_line
 
-KUBERNETES_VERSIONS = ("1.31.0", kubernetes_validate.latest_version())
+DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
+BASE = DEPLOY / "kubernetes" / "base"
 # Kinds of operators, which Kubernetes has no schemas of.
 CUSTOM_GROUPS = ("monitoring.coreos.com/",)
-OVERLAYS = ("cpu", "cuda")
 
 
-def documents(overlay: str) -> list[dict[str, Any]]:
-    found = rendered(overlay)
-    if found is None:
+def base_documents() -> list[dict[str, Any]]:
+    """Every object of the base as it stands in the files, without kustomize."""
+    names = yaml.safe_load((BASE / "kustomization.yaml").read_text())["resources"]
+    return [one for name in names for one in yaml.safe_load_all((BASE / name).read_text())]
+
+
+def rendered(overlay: str) -> list[dict[str, Any]]:
+    """Return every object of an overlay as `kubectl kustomize` renders it. Skips where kubectl is not installed."""
+    if (kubectl := shutil.which("kubectl")) is None:
         pytest.skip("kubectl is not installed")
-    return found
+    command = [kubectl, "kustomize", str(DEPLOY / "kubernetes" / "overlays" / overlay)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    return list(yaml.safe_load_all(done.stdout))
 
 
-def schema_checked(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [one for one in found if not one["apiVersion"].startswith(CUSTOM_GROUPS)]
+def pods(documents: Sequence[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(name, pod template) of each workload."""
+    for one in documents:
+        if one["kind"] in ("Deployment", "StatefulSet"):
+            yield one["metadata"]["name"], one["spec"]["template"]
 
 
-@pytest.mark.parametrize("version", KUBERNETES_VERSIONS)
-def test_every_object_of_the_base_fits_the_schemas_of_kubernetes(version):
-    checked = schema_checked(base_documents())
-    assert len(checked) == len(base_documents()) - 2
+@pytest.mark.parametrize("version", ["1.31.0", kubernetes_validate.latest_version()])
+@pytest.mark.parametrize("overlay", [None, "cpu", "cuda"])
+def test_every_object_fits_the_schemas_of_kubernetes(overlay, version):
+    found = base_documents() if overlay is None else rendered(overlay)
+    checked = [one for one in found if not one["apiVersion"].startswith(CUSTOM_GROUPS)]
+    assert len(checked) == len(found) - 2
     for one in checked:
         kubernetes_validate.validate(one, version, strict=True)
-
-
-@pytest.mark.parametrize("overlay", OVERLAYS)
-def test_every_rendered_object_fits_the_schemas_of_kubernetes(overlay):
-    for one in schema_checked(documents(overlay)):
-        kubernetes_validate.validate(one, kubernetes_validate.latest_version(), strict=True)
         assert one["metadata"].get("namespace", "shardrank") == "shardrank"
-
-
-def test_a_misspelt_key_would_be_found():
-    wrong = next(one for one in base_documents() if one["kind"] == "Deployment")
-    wrong["spec"]["minReadySecond"] = 5
-    with pytest.raises(kubernetes_validate.ValidationError):
-        kubernetes_validate.validate(wrong, kubernetes_validate.latest_version(), strict=True)
 
 
 def test_every_file_of_the_base_is_listed():
@@ -65,7 +77,7 @@ def test_the_commands_in_the_pods_are_commands_of_this_release():
 
 
 def test_the_cuda_overlay_gives_each_shard_node_gpus_and_as_many_cards():
-    for name, pod in pods(documents("cuda")):
+    for name, pod in pods(rendered("cuda")):
         container = pod["spec"]["containers"][0]
         if name.startswith("shard-"):
             gpus = int(container["resources"]["limits"]["nvidia.com/gpu"])
@@ -134,25 +146,23 @@ def test_prometheus_finds_its_ports_under_the_names_of_jobs_that_alerts_go_by():
     assert jobs == [one["job_name"] for one in scraped]
 
 
+def container_of(name: str) -> dict[str, Any]:
+    (pod,) = [pod for found, pod in pods(base_documents()) if found == name]
+    return pod["spec"]["containers"][0] | {"grace_s": pod["spec"].get("terminationGracePeriodSeconds")}
+
+
 def test_probes_ask_the_endpoints_that_are_meant_for_it():
-    _, serving = next(one for one in pods(base_documents()) if one[0] == "serving")
-    container = serving["spec"]["containers"][0]
-    paths = {
-        probe: container[probe]["httpGet"]["path"] for probe in ("startupProbe", "readinessProbe", "livenessProbe")
-    }
+    container = container_of("serving")
+    probes = ("startupProbe", "readinessProbe", "livenessProbe")
     # A pod that loads must not be killed for it: liveness never asks whether a model is there.
-    assert paths == {"startupProbe": "/readyz", "readinessProbe": "/readyz", "livenessProbe": "/healthz"}
+    assert [container[probe]["httpGet"]["path"] for probe in probes] == ["/readyz", "/readyz", "/healthz"]
 
 
 def test_the_grace_of_a_serving_pod_covers_all_that_happens_at_its_end():
-    from serving.server import ServerConfig
-
-    _, serving = next(one for one in pods(base_documents()) if one[0] == "serving")
-    container = serving["spec"]["containers"][0]
+    container = container_of("serving")
     pre_stop_s = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
     delay_s = parse_command_line(container["args"])["shutdown_delay_s"]
-    needed_s = pre_stop_s + delay_s + ServerConfig().drain_timeout_s
-    assert needed_s < serving["spec"]["terminationGracePeriodSeconds"]
+    assert pre_stop_s + delay_s + ServerConfig().drain_timeout_s < container["grace_s"]
 
 
 def test_no_pod_runs_as_root_or_may_write_its_own_image():
@@ -165,9 +175,6 @@ def test_no_pod_runs_as_root_or_may_write_its_own_image():
 
 
 def test_the_autoscaler_reads_a_metric_that_the_rule_makes_of_one_that_exists():
-    from serving.observe.calls import BatchTimes, Call
-    from serving.observe.metrics import ServingMetrics
-
     scaler = next(one for one in base_documents() if one["kind"] == "HorizontalPodAutoscaler")
     (metric,) = scaler["spec"]["metrics"]
     (rule,) = yaml.safe_load((DEPLOY / "kubernetes" / "prometheus-adapter-rule.yaml").read_text())["rules"]["custom"]
@@ -183,7 +190,64 @@ def test_the_autoscaler_reads_a_metric_that_the_rule_makes_of_one_that_exists():
 
 
 def test_redis_keeps_everything_and_evicts_nothing():
-    _, redis = next(one for one in pods(base_documents()) if one[0] == "redis")
-    words = shlex.split(redis["spec"]["containers"][0]["command"][2])
+    words = shlex.split(container_of("redis")["command"][2])
     assert words[words.index("--appendonly") + 1] == "yes"
     assert words[words.index("--maxmemory-policy") + 1] == "noeviction"
+
+
+KSERVE = DEPLOY / "kubernetes" / "kserve"
+# Written from the API's reference: no package has KServe's definitions without all that it runs on.
+SCHEMAS = json.loads((Path(__file__).parent / "kserve_schemas.json").read_text())
+RUNTIME = yaml.safe_load((KSERVE / "cluster-serving-runtime.yaml").read_text())
+SERVICES = list(yaml.safe_load_all((KSERVE / "inference-service.yaml").read_text()))
+OF_MODELS = {"modelFormat", "protocolVersion", "runtime", "runtimeVersion", "storageUri"}
+
+
+def pod_of(service: dict[str, Any]) -> dict[str, Any]:
+    """The pod that KServe makes: the service's fields over the container's, its args after the container's."""
+    predictor = service["spec"]["predictor"]
+    (container,) = copy.deepcopy(RUNTIME["spec"]["containers"])
+    own = {name: value for name, value in predictor["model"].items() if name not in OF_MODELS}
+    container |= own | {"args": container["args"] + own.get("args", [])}
+    container["volumeMounts"] += [{"name": "store", "mountPath": "/mnt/models", "readOnly": True}]
+    claim = {"name": "store", "persistentVolumeClaim": {"claimName": "models", "readOnly": True}}
+    spec = {"containers": [container], "volumes": [*RUNTIME["spec"]["volumes"], claim]}
+    spec |= {"terminationGracePeriodSeconds": predictor["terminationGracePeriodSeconds"]}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": service["metadata"]["name"]}, "spec": spec}
+
+
+def test_every_object_fits_its_schema():
+    for one in (RUNTIME, *SERVICES):
+        jsonschema.validate(one, SCHEMAS[one["kind"]])
+    for service in SERVICES:
+        for version in ("1.31.0", kubernetes_validate.latest_version()):
+            kubernetes_validate.validate(pod_of(service), version, strict=True)
+
+
+@pytest.mark.parametrize("service", SERVICES, ids=lambda one: one["metadata"]["name"])
+def test_a_service_asks_for_what_the_runtime_has(service):
+    model = service["spec"]["predictor"]["model"]
+    assert model["runtime"] == RUNTIME["metadata"]["name"]
+    assert model["protocolVersion"] in RUNTIME["spec"]["protocolVersions"]
+    formats = [(one["name"], one["version"]) for one in RUNTIME["spec"]["supportedModelFormats"]]
+    assert (model["modelFormat"]["name"], model["modelFormat"]["version"]) in formats
+
+
+@pytest.mark.parametrize("service", SERVICES, ids=lambda one: one["metadata"]["name"])
+def test_its_pod_runs_a_command_of_this_release_at_the_ports_that_kserve_leads_to(service):
+    pod = pod_of(service)["spec"]
+    (container,) = pod["containers"]
+    # KServe looks for it by this name.
+    assert container["name"] == "kserve-container"
+    command = parse_command_line(container["args"])
+    assert (str(command["store"]), command["models"], command["version"]) == ("/mnt/models", ("films",), 3)
+    (port,) = container["ports"]
+    protocol = service["spec"]["predictor"]["model"]["protocolVersion"]
+    expected = {"v2": ("http1", command["http_port"]), "grpc-v2": ("h2c", command["grpc_port"])}
+    assert (port["name"], port["containerPort"]) == expected[protocol]
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[probe]["httpGet"]["port"] == command["http_port"]
+    assert RUNTIME["spec"]["annotations"]["prometheus.kserve.io/port"] == str(command["http_port"])
+    pre_stop_s = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
+    needed_s = pre_stop_s + command["shutdown_delay_s"] + ServerConfig().drain_timeout_s
+    assert needed_s < pod["terminationGracePeriodSeconds"]

@@ -6,9 +6,6 @@ import json
 import re
 import shlex
 import signal
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +13,13 @@ import grpc
 import httpx
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from google.protobuf import json_format
 
-from serving.cli import main
 from serving.proto.shardrank.v1 import ranking_pb2, ranking_pb2_grpc
+from shardrank_testing.command_line import ANY_PORTS, shardrank
 from shardrank_testing.movielens import small_interactions, write_movielens
 from shardrank_testing.processes import descendants, is_alive, running
 
-ANY_PORTS = ("--http-port", "0", "--grpc-port", "0")
 FIELDS = {
     "auc_fp32", "auc_served", "auc_item_mean", "max_score_diff", "requests", "errors", "http_p50_ms", "http_p99_ms",
     "grpc_p50_ms", "grpc_p99_ms", "snapshot_bytes", "float32_bytes", "shards", "cards", "version",
@@ -78,41 +73,8 @@ def test_the_demo_reports_from_a_fleet_and_serves_on_until_ctrl_c(movielens: Pat
 def test_the_local_demo_needs_no_other_process_and_no_data(tmp_path: Path) -> None:
     report_file = tmp_path / "report.json"
     arguments = ("--local", "--once", "--ratings", "2500", "--epochs", "1", "--json", str(report_file), *ANY_PORTS)
-    result = subprocess.run(
-        [sys.executable, "-m", "serving.cli", "demo", *arguments],
-        capture_output=True, text=True, check=False, timeout=100,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
+    result = shardrank("demo", *arguments)
     report = json.loads(report_file.read_text())
     check_report(report)
     assert (report["source"], report["local"], report["shards"]) == ("synthetic", True, 1)
     assert "curl" not in result.stdout
-
-
-def test_a_taken_port_a_device_that_is_none_or_a_report_that_can_not_be_written_is_told_before_any_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refused(*arguments: str) -> str:
-        result = CliRunner().invoke(main, ["demo", "--once", "--store", str(tmp_path / "store"), *arguments])
-        assert result.exit_code == 1
-        assert not (tmp_path / "store").exists()
-        return result.output
-
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
-        for more in ((), ("--local",)):
-            assert refused("--http-port", port, "--grpc-port", "0", *more) == (
-                f"error: can't bind 127.0.0.1 port {port}: Address already in use; "
-                "use --http-port 0 / --grpc-port 0 for free ones\n"
-            )
-    report = tmp_path / "nowhere" / "report.json"
-    assert refused("--json", str(report), *ANY_PORTS) == (
-        f"error: --json {report}: there is no folder '{report.parent}'\n"
-    )
-    for more in ((), ("--local",)):
-        assert "error: device 'tpu' is none of " in refused("--device", "tpu", *more, *ANY_PORTS)
-    monkeypatch.delitem(sys.modules, "shard_node.cuda.cupy_cards", raising=False)
-    monkeypatch.setitem(sys.modules, "cupy", None)
-    assert "pip install 'shardrank[cuda]'" in refused("--device", "cuda", "--local", *ANY_PORTS)

@@ -1,4 +1,4 @@
-"""The command line itself: help, usage errors, errors, plugins. Nothing here starts a server."""
+"""The command line itself, and what pages tell people to type. Nothing here starts a server."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ import sys
 from pathlib import Path
 
 import click
+import numpy as np
 import pytest
-from click.testing import CliRunner
+from safetensors.numpy import load_file
 
 import serving.cli as group
 from serving.cli import main
-from shardrank_testing.command_line import flags_of
+from serving.embedded import Ranker
+from serving.training.interactions import generate_interactions
+from serving.training.trainer import train_version
+from shardrank_testing.command_line import blocks, commands, flags_of, shardrank
 from shardrank_testing.snapshots import make_spec, write_snapshot
 
 ALL = list(group.COMMANDS)
@@ -25,10 +29,6 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("store")
     write_snapshot(folder, make_spec())
     return folder
-
-
-def run(*arguments: str) -> click.testing.Result:
-    return CliRunner().invoke(main, list(arguments), prog_name="shardrank")
 
 
 def test_help_lists_every_command_and_imports_no_heavy_library() -> None:
@@ -45,48 +45,30 @@ def test_help_lists_every_command_and_imports_no_heavy_library() -> None:
 
 @pytest.mark.parametrize("command", ALL)
 def test_every_command_has_help_with_examples_that_parse(command: str) -> None:
-    result = run(command, "--help")
-    assert result.exit_code == 0
+    result = shardrank(command, "--help")
     examples = re.findall(rf"^ +shardrank {command}\b(.*(?:\\\n.*)*)", result.output, re.MULTILINE)
     assert examples
     for example in examples:
         assert set(re.findall(r"--[a-z-]+", example)) <= flags_of(main, f"{command} {example}")
 
 
+@pytest.mark.parametrize("command", ["verify", "inspect"])
 @pytest.mark.parametrize(
-    ("arguments", "problem"),
+    ("name", "problem"),
     [
-        (("inspect",), "Name a snapshot"),
-        (("inspect", "--store", "a", "--snapshot", "b"), "leave out --store"),
-        (("shard-node", "--store", "a", "--listen", "b:1", "--shard", "2/2"), "'2/2' is not I/N with 0 <= I < N"),
-        (("shard-node", "--store", "a", "--listen", "b:1", "--shard", "x"), "'x' is not I/N"),
-        (("serve", "--store", "a", "--limit", "max_candidates"), "'max_candidates' is not NAME=VALUE"),
-        (("demo", "--sharding", "sideways"), "is not one of"),
+        ("nope", ": there is no such folder"),
+        ("empty", " has no model"),
+        ("store", " has no model; not finished: the export of shop/1, which goes on when it is run again"),
     ],
 )
-def test_flags_that_make_no_sense_exit_with_2_and_say_why(arguments: tuple[str, ...], problem: str) -> None:
-    result = run(*arguments)
-    assert result.exit_code == 2
-    assert problem in result.output
-
-
-def test_an_error_is_one_line_and_exit_code_1(tmp_path: Path) -> None:
-    result = run("inspect", "--store", str(tmp_path), "--model", "films")
-    assert result.exit_code == 1
-    assert result.output == f"error: store {tmp_path} has no model\n"
-
-
-def test_a_store_that_is_not_there_or_has_only_an_unfinished_export_is_told_as_that(tmp_path: Path) -> None:
-    (tmp_path / "shop" / ".export-1").mkdir(parents=True)
-    for command in ("verify", "inspect"):
-        assert run(command, "--store", str(tmp_path / "nope")).output == (
-            f"error: store {tmp_path / 'nope'}: there is no such folder\n"
-        )
-        assert "not finished: the export of shop/1" in run(command, "--store", str(tmp_path)).output
+def test_an_error_is_one_line_and_exit_code_1(command: str, name: str, problem: str, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "store" / "shop" / ".export-1").mkdir(parents=True)
+    assert shardrank(command, "--store", tmp_path / name, code=1).output == f"error: store {tmp_path / name}{problem}\n"
 
 
 def test_inspect_tells_the_same_as_text_and_as_json(store: Path) -> None:
-    document = json.loads(run("inspect", "--store", str(store), "--json").output)
+    document = json.loads(shardrank("inspect", "--store", store, "--json").output)
     assert (document["model"], document["version"]) == ("films", 1)
     assert document["float32_bytes"] == 4 * (1000 * 16 + 777 * 16 + 19 * 8 + 257 * 8 + 300 * 4)
     assert document["snapshot_bytes"] == sum(
@@ -97,7 +79,7 @@ def test_inspect_tells_the_same_as_text_and_as_json(store: Path) -> None:
     assert {table["name"]: table["dtype"] for table in document["tables"]} == {
         "user": "int8", "film": "int8", "genre": "fp32", "tag": "int4", "city": "fp16",
     }  # fmt: skip
-    text = run("inspect", "--snapshot", str(store / "films" / "1")).output
+    text = shardrank("inspect", "--snapshot", store / "films" / "1").output
     for table in document["tables"]:
         assert re.search(rf"{table['name']} +{table['num_embeddings']} +{table['embedding_dim']} ", text)
 
@@ -105,8 +87,7 @@ def test_inspect_tells_the_same_as_text_and_as_json(store: Path) -> None:
 def test_a_store_with_several_models_wants_one_named(store: Path, tmp_path: Path) -> None:
     for model in ("a", "b"):
         write_snapshot(tmp_path, make_spec(model))
-    result = run("inspect", "--store", str(tmp_path))
-    assert result.exit_code == 2
+    result = shardrank("inspect", "--store", tmp_path, code=2)
     assert "name one with --model: ['a', 'b']" in result.output
 
 
@@ -116,11 +97,89 @@ def test_another_package_can_add_a_command(monkeypatch: pytest.MonkeyPatch) -> N
     point = EntryPoint("lunch", f"{__name__}:lunch", group.PLUGIN_GROUP)
     monkeypatch.setattr(EntryPoint, "load", lambda self: lunch)
     monkeypatch.setattr(group, "entry_points", lambda group: [point])
-    assert "lunch" in run("--help").output
-    assert run("lunch").output == "soup\n"
+    assert "lunch" in shardrank("--help").output
+    assert shardrank("lunch").output == "soup\n"
 
 
 @click.command()
 def lunch() -> None:
     """Eat."""
     click.echo("soup")
+
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "deploy/README.md",
+    "docs/serving-your-own-model.md",
+    "docs/levers.md",
+    "docs/nvlink.md",
+    "docs/plan.md",
+    "docs/tls-and-tokens.md",
+    "docs/traces.md",
+]
+# The part on programs has commands and a script of its own.
+GUIDE, _, PROGRAMS = (ROOT / "docs/serving-your-own-model.md").read_text(encoding="utf-8").partition("## A program")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_command_on_a_page_has_the_flags_that_it_is_given(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    context = click.Context(main)
+    for name, rest in re.findall(r"shardrank ([a-z]+(?:-[a-z]+)*)\b([^`|]*)", text):
+        if main.get_command(context, name) is None:
+            assert name not in main.list_commands(context)
+            continue
+        line = rest.partition("\n")[0]
+        assert set(re.findall(r"--[a-z][a-z-]+", line)) <= flags_of(main, f"{name} {line}")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_on_a_page_leads_to_a_file(page: str) -> None:
+    targets = re.findall(r"\]\(([^)#]+)", (ROOT / page).read_text(encoding="utf-8"))
+    missing = [one for one in targets if "://" not in one and not (ROOT / page).parent.joinpath(one).exists()]
+    assert missing == []
+
+
+def test_readme_has_the_two_set_up_commands_on_lines_of_their_own() -> None:
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert "pip install -c constraints.txt . && shardrank demo" in lines
+    assert "pip install -c constraints.txt '.[test]' && scripts/test" in lines
+
+
+def test_readmes_request_is_answered_in_the_form_that_it_shows(tmp_path: Path) -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    body = re.search(r"-d '(\{.*?\})'", text, re.DOTALL)
+    assert body is not None
+    shown = json.loads(blocks(text, "json")[0])
+    # As large as the demo's own data, so that the ids exist; hardly trained, as only the form is compared.
+    version = train_version(generate_interactions(2000), tmp_path, seed=0, epochs=1)
+    with Ranker.open(version.folder) as ranker:
+        answer = ranker.rank(json.loads(body[1]))
+    assert answer.keys() == shown.keys()
+    assert len(answer["scores"]) == len(shown["scores"]) == 3
+    assert sorted(shown["order"], key=lambda position: -shown["scores"][position]) == shown["order"]
+
+
+def test_the_guide_to_your_own_model_works_as_it_is_printed(tmp_path: Path) -> None:
+    (tmp_path / "shop.json").write_text(blocks(GUIDE, "json")[0])
+    training, in_process = blocks(GUIDE, "python")
+    export, verify, up = commands(GUIDE)
+
+    def python(*arguments: str) -> str:
+        command = (sys.executable, *arguments)
+        return subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, check=True, timeout=60).stdout
+
+    python("-c", training)
+    python("-m", "serving.cli", *export[1:])
+    checked = python("-m", "serving.cli", *verify[1:])
+    assert "golden requests: 1 with 2 candidates, every score within 0.01" in checked
+    printed = python("-c", in_process)
+    curl = re.search(r"^curl -s (\S+) -d '(.*)'$", GUIDE, re.MULTILINE)
+    assert curl is not None
+    with Ranker.open(tmp_path / "models/shop/1") as ranker:
+        scores = ranker.rank(json.loads(curl[2]))["scores"]
+    assert str(scores) in printed
+    assert up[1:] == ["up", "--store", "models", "--model", "shop", "--shards", "2", "--cards", "2"]
+    np.testing.assert_allclose(scores, load_file(tmp_path / "golden.safetensors")["scores"], atol=0.01)

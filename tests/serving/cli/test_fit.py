@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 import json
+import shlex
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
 from safetensors.numpy import save_file
 
 from loader.description import ModelDescription
 from router.levers import LEVERS
-from serving.cli import main
 from serving.models.ranking_models import build_model
+from shardrank_testing.command_line import shardrank
 
 LEVERS_PAGE = Path(__file__).resolve().parents[3] / "docs/levers"
 
 
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(main, ["fit", *map(str, arguments)], prog_name="shardrank")
-
-
 def found(*arguments: object) -> dict[str, Any]:
-    result = run(*arguments, "--json")
-    assert result.exit_code == 0, result.output
-    return json.loads(result.output)
+    return json.loads(shardrank("fit", *arguments, "--json").output)
 
 
 @pytest.fixture
@@ -36,16 +30,16 @@ def shop(tmp_path: Path) -> Path:
     rng = np.random.default_rng(3)
     np.save(tmp_path / "item.npy", np.minimum(rng.zipf(1.3, 20_000), 2**40))
     np.save(tmp_path / "user.npy", np.minimum(rng.zipf(1.1, 20_000), 9999))
-    hashed = {"num_embeddings": 200_000, "id_mapping": {"kind": "hash"}, "dtype": "fp32"}
-    tables = {"items": ("item", hashed), "users": ("user", {"num_embeddings": 10_000, "dtype": "fp32"})}
+    tables = [
+        {"name": "items", "feature_names": ["item"], "num_embeddings": 200_000, "id_mapping": {"kind": "hash"}},
+        {"name": "users", "feature_names": ["user"], "num_embeddings": 10_000},
+    ]
     described = {
         "model": "shop",
-        "tables": [
-            {"name": one, "embedding_dim": 16, "feature_names": [name], **more} for one, (name, more) in tables.items()
-        ],
-        "features": [{"name": name, "side": "candidate"} for name, _ in tables.values()],
+        "tables": [table | {"embedding_dim": 16, "dtype": "fp32"} for table in tables],
+        "features": [{"name": name, "side": "candidate"} for name in ("item", "user")],
         "dense_model": {"kind": "mlp"},
-    }  # fmt: skip
+    }
     path = tmp_path / "shop.json"
     path.write_text(json.dumps(described))
     return path
@@ -55,7 +49,7 @@ def traces(shop: Path) -> list[str]:
     return [word for name in ("item", "user") for word in ("--trace", f"{name}={shop.parent / name}.npy")]
 
 
-def test_the_textbook_table_has_the_textbooks_sizes_with_scales_beside() -> None:
+def test_the_textbook_table_has_the_textbooks_sizes() -> None:
     table = {one["dtype"]: one for one in found(LEVERS_PAGE / "textbook.json")["bytes"]}
     assert {name: table[name]["code_bytes"] for name in ("fp32", "int8", "int4")} == {
         "fp32": 1.024e12, "int8": 0.256e12, "int4": 0.128e12
@@ -63,12 +57,12 @@ def test_the_textbook_table_has_the_textbooks_sizes_with_scales_beside() -> None
     # A float32 scale and bias a row of int8, float16 of int4.
     assert (table["int8"]["scale_bytes"], table["int4"]["scale_bytes"]) == (8 * 2e9, 4 * 2e9)
     assert table["as described"]["stored_bytes"] == 1.024e12
-    text = run(LEVERS_PAGE / "textbook.json").output
+    text = shardrank("fit", LEVERS_PAGE / "textbook.json").output
     for words in ("1,024,000,000,000", "256,000,000,000   256.0 GB          16.0 GB", "128,000,000,000   128.0 GB"):
         assert words in text
 
 
-def test_six_terabytes_become_a_fifth_by_int8_and_int4_by_popularity() -> None:
+def test_six_terabytes_become_a_fifth_by_popularity() -> None:
     six = LEVERS_PAGE / "six-terabytes.json"
     document = found(six, "--bytes", "1.2TB", "--levers", "precision")
     by_popularity = document["bytes"][-1]
@@ -80,10 +74,10 @@ def test_six_terabytes_become_a_fifth_by_int8_and_int4_by_popularity() -> None:
     assert 0.19 < by_popularity["of_float32"] < 0.2
     (step,) = document["proposal"]["steps"]
     assert step["bytes_after"] == by_popularity["stored_bytes"]
-    assert "hottest 50% int8, others int4   1,125,000,000,000" in run(six).output
+    assert "hottest 50% int8, others int4   1,125,000,000,000" in shardrank("fit", six).output
 
 
-def test_a_trace_is_measured_and_the_proposal_is_a_description_that_has_its_bytes(shop: Path, tmp_path: Path) -> None:
+def test_a_proposal_is_a_description_that_has_its_bytes(shop: Path, tmp_path: Path) -> None:
     out, plot = tmp_path / "smaller.json", tmp_path / "smaller.svg"
     arguments = (shop, *traces(shop), "--bytes", "100kB", "--out", out, "--plot", plot)
     document = found(*arguments)
@@ -101,7 +95,7 @@ def test_a_trace_is_measured_and_the_proposal_is_a_description_that_has_its_byte
     drawn = ET.fromstring(plot.read_text())
     titles = [one.text for one in drawn.iter("{http://www.w3.org/2000/svg}title")]
     assert len(titles) == len(document["hash_sizes"]) + sum(one["note"][:7] != "nothing" for one in proposal["steps"])
-    text = run(*arguments).output
+    text = shardrank("fit", *arguments).output
     for one in proposal["steps"]:
         assert one["lever"] in text
     assert "fits: " in text
@@ -110,43 +104,42 @@ def test_a_trace_is_measured_and_the_proposal_is_a_description_that_has_its_byte
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--bytes", "0"], "'0' is not a number of bytes, 1 or more"),
-        (["--bytes", "6 apples"], "'6 apples' is not a number of bytes"),
-        (["--max-collision-share", "0"], "is not a share above 0% and below 100%"),
-        (["--max-collision-share", "1"], "is not a share above 0% and below 100%"),
-        (["--keep-share", "0"], "0.0 is not in the range"),
-        (["--levers", "prune,fold"], "'fold' is none of fit, prune"),
-        (["--out", "x.json"], "--out needs --bytes"),
-        (["--plot", "x.svg"], "--plot: nothing to draw without a --trace or --counts"),
-        (["--trace", "user={folder}/far.npy"], "table 'users': id 10000 of features ['user'] is not below"),
-        (["--trace", "item={folder}/below.npy"], "id -1 is not in [0, 2^63)"),
-        (["--trace", "shop={folder}/far.npy"], "no feature 'shop'; the model has ['item', 'user']"),
-        (["--counts", "{folder}/other"], "access counts of ['films']; the model's tables are ['items', 'users']"),
-        (["--counts", "{folder}/short"], "table 'users': access counts: expected integers [10000], got int64 [7]"),
-        (["--counts", "{folder}/short", "--trace", "item={folder}/far.npy"], "give one of them"),
+        ("--bytes 0", "'0' is not a number of bytes, 1 or more"),
+        ("--bytes '6 apples'", "'6 apples' is not a number of bytes"),
+        ("--max-collision-share 0", "is not a share above 0% and below 100%"),
+        ("--max-collision-share 1", "is not a share above 0% and below 100%"),
+        ("--keep-share 0", "0.0 is not in the range"),
+        ("--levers prune,fold", "'fold' is none of fit, prune"),
+        ("--out x.json", "--out needs --bytes"),
+        ("--plot x.svg", "--plot: nothing to draw without a --trace or --counts"),
+        ("--trace user=far.npy", "table 'users': id 10000 of features ['user'] is not below"),
+        ("--trace item=below.npy", "id -1 is not in [0, 2^63)"),
+        ("--trace shop=far.npy", "no feature 'shop'; the model has ['item', 'user']"),
+        ("--counts other", "access counts of ['films']; the model's tables are ['items', 'users']"),
+        ("--counts short", "table 'users': access counts: expected integers [10000], got int64 [7]"),
+        ("--counts short --trace item=far.npy", "give one of them"),
     ],
-)  # fmt: skip
-def test_wrong_input_is_refused_by_name(shop: Path, arguments: list[str], message: str) -> None:
-    folder = shop.parent
-    np.save(folder / "far.npy", np.array([1, 10_000]))
-    np.save(folder / "below.npy", np.array([5, -1]))
-    for name, of in (("other", "films"), ("short", "users")):
-        (folder / name).mkdir()
-        np.save(folder / name / f"{of}.npy", np.arange(7))
-    result = run(shop, *(one.format(folder=folder) for one in arguments))
-    assert result.exit_code != 0
-    assert message in " ".join(result.output.replace("│", " ").split())
+)
+def test_wrong_input_is_refused_by_name(
+    shop: Path, arguments: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(shop.parent)
+    for folder in ("other", "short"):
+        Path(folder).mkdir()
+    arrays = {"far": [1, 10_000], "below": [5, -1], "other/films": range(7), "short/users": range(7)}
+    for name, array in arrays.items():
+        np.save(f"{name}.npy", np.array(array))
+    assert message in shardrank("fit", shop, *shlex.split(arguments), code=None).output
 
 
-def test_plan_and_export_size_auto_by_ids_and_prune_by_their_lookups(shop: Path, tmp_path: Path) -> None:
+def test_plan_and_export_size_auto_tables_by_ids_and_prune(shop: Path, tmp_path: Path) -> None:
     document = json.loads(shop.read_text())
     document["tables"][0] |= {"num_embeddings": "auto", "max_collision_share": 0.2}
     shop.write_text(json.dumps(document))
     measured = found(shop, *traces(shop))["tables"]
     rows = [one["num_embeddings"] for one in measured]
     ids = [word.replace("--trace", "--ids") for word in traces(shop)]
-    planned = CliRunner().invoke(main, ["plan", "--model", str(shop), "--json", "--prune", *ids])
-    assert planned.exit_code == 0, planned.output
+    planned = shardrank("plan", "--model", shop, "--json", "--prune", *ids)
     kept = [
         f"{name}: pruned, {one['rows_used']} of {size} rows are kept"
         for name, one, size in zip(("items", "users"), measured, rows, strict=True)
@@ -161,15 +154,6 @@ def test_plan_and_export_size_auto_by_ids_and_prune_by_their_lookups(shop: Path,
     tables = tuple(one.model_copy(update={"num_embeddings": size}) for one, size in zip(spec.tables, rows, strict=True))
     dense = build_model(spec.model_copy(update={"tables": tables}).compiled()).state_dict()
     save_file({**weights, **{name: one.numpy() for name, one in dense.items()}}, tmp_path / "model.safetensors")
-    arguments = [
-        "export",
-        "--checkpoint",
-        tmp_path / "model.safetensors",
-        "--model",
-        shop,
-        "--store",
-        tmp_path / "store",
-    ]
-    exported = CliRunner().invoke(main, [*map(str, arguments), "--prune", *ids])
-    assert exported.exit_code == 0, exported.output
+    where = ("--checkpoint", tmp_path / "model.safetensors", "--store", tmp_path / "store")
+    exported = shardrank("export", *where, "--model", shop, "--prune", *ids)
     assert all(line in exported.output for line in kept)

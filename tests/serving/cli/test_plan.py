@@ -1,36 +1,122 @@
-"""`shardrank plan`: what it prints is what it reckons, and it fails when nothing can be served."""
+"""`shardrank plan`: it prints the engine's own placement with every byte and lookup accounted for, or fails."""
 
 from __future__ import annotations
 
+import copy
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
 
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.per_row import write_access_counts
-from serving.cli import main
-from serving.cli.capacity import CapacityPlan
+from serving.cli.capacity import CapacityOptions, CapacityPlan, LookupProfile, catalog_model
 from serving.cli.division import print_division
+from serving.cli.network import NetworkUse
 from serving.cli.plan import MANIFEST_NAME
+from serving.errors import ModelNotFoundError
+from shard_node.bags import TableLayout
+from shard_node.planning.cost_model import SYSTEMS, BagLoad
+from shardrank_testing.command_line import shardrank
 from shardrank_testing.snapshots import make_spec, write_snapshot
 
 
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(main, ["plan", *arguments], prog_name="shardrank")
+def options_of(**changes):
+    base = {"system": SYSTEMS["h100"], "cards": 8, "card_memory_gb": 80.0, "pinned_memory_gb": 16.0}
+    return CapacityOptions(**base | changes)
 
 
-def planned(*arguments: str) -> CapacityPlan:
-    result = run(*arguments, "--json")
-    assert result.exit_code == 0, result.output
-    return CapacityPlan.model_validate_json(result.output)
+def capacity_plan(name="dlrm-v2", dtype="int8", zipf=None, **changes):
+    found = catalog_model(name, dtype)
+    profile = LookupProfile(hotness=found.hotness, zipf=found.zipf if zipf is None else zipf)
+    return CapacityPlan.make(found.spec, profile, options_of(**changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"name": "merlin-jumbo", "pinned_memory_gb": 200.0, "shards": 2},
+        {"card_memory_gb": 4.0, "pinned_memory_gb": 6.0},
+        {"card_memory_gb": 4.0, "shards": 2, "cards": 3},
+        {"card_memory_gb": 20.0, "peer_access": False},
+        {"cards": 1, "card_memory_gb": 20.0},
+    ],
+)
+def test_cards_hold_no_more_than_they_may_and_every_lookup_goes_somewhere(changes):
+    plan = capacity_plan(**changes)
+    budget = int(plan.options.card_memory_gb * 1e9)
+    for one in plan.cards:
+        assert one.hot_bytes + one.own_bytes + one.places_bytes + one.free_bytes == budget
+        assert one.free_bytes >= 0
+    assert plan.pinned_bytes <= plan.options.pinned_memory_gb * 1e9
+    assert sum(one.lookup_share for one in plan.tiers) == pytest.approx(1)
+    by_tier = {one.tier: one.rows for one in plan.tiers}
+    assert by_tier["card"] == by_tier["peer"] == sum(one.card_rows for one in plan.tables)
+    assert by_tier["hot"] == sum(one.hot_rows for one in plan.tables)
+    rows = by_tier["hot"] + by_tier["card"] + by_tier["pinned"]
+    assert (rows == plan.num_rows) == (plan.options.shards == 1)
+    assert plan.fits_on_cards == (by_tier["pinned"] == 0)
+
+
+def test_counts_decide_where_rows_go():
+    spec = make_spec(dtype="int8")
+    counts = np.zeros(1000, np.uint32)
+    counts[500:600] = 100
+    idle = {one.name: 0.0 for one in spec.features if one.name != "user"}
+    profile = LookupProfile(counts={"user": counts}, hotness=idle)
+    plan = CapacityPlan.make(spec, profile, options_of(cards=2, hot_gb=100 * 32 / 1e9))
+    user = next(one for one in plan.tables if one.name == "user")
+    assert user.hot_rows == 100
+
+
+def test_context_features_are_looked_up_once_a_request_and_others_once_a_candidate():
+    spec = make_spec()
+    layout = TableLayout.of(spec)
+    profile = LookupProfile(hotness={"film": 2, "history": 30, "genre": 1.5})
+    found = profile.loads(spec, layout, 3, 100)
+    loads = {table.name: load for table, load in zip(layout.tables, found, strict=True)}
+    assert loads["user"] == BagLoad(3, 3, 1)
+    # `film` is pooled, once a candidate; each id of `history`, once a request, is a row of its own.
+    assert loads["film"] == BagLoad(2 * 100 + 30 * 3, 100 + 30 * 3, 2)
+    assert loads["genre"] == BagLoad(150, 100, 1.5)
+    assert loads["tag"] == BagLoad(100 + 3, 100 + 3, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "tables", "gibibytes"),
+    [
+        ("dlrm-v2", 26, 97.4),
+        ("merlin-tiny", 55, 4.2),
+        ("merlin-small", 107, 26.3),
+        ("merlin-medium", 311, 206.2),
+        ("merlin-large", 612, 773.8),
+        ("merlin-jumbo", 1022, 3109.5),
+        ("merlin-colossal", 2002, 22327.4),
+        ("textbook", 1, 953.7),
+    ],
+)
+def test_a_published_model_has_its_published_size(name, tables, gibibytes):
+    found = catalog_model(name, "fp32").spec.tables
+    assert len(found) == tables
+    assert round(sum(4 * table.num_embeddings * table.embedding_dim for table in found) / 2**30, 1) == gibibytes
+
+
+def test_a_name_that_is_not_in_the_catalog_is_refused():
+    with pytest.raises(ModelNotFoundError, match="'dlrm' is not in the catalog; it has dlrm-v2, merlin-tiny"):
+        catalog_model("dlrm")
+
+
+def planned(*arguments: object) -> CapacityPlan:
+    return CapacityPlan.model_validate_json(shardrank("plan", *arguments, "--json").stdout)
 
 
 def test_text_and_json_tell_the_same() -> None:
     arguments = ("--model", "dlrm-v2", "--cards", "8", "--card-memory-gb", "5", "--zipf", "1.05")
-    plan, text = planned(*arguments), run(*arguments).output
+    plan, text = planned(*arguments), shardrank("plan", *arguments).output
     assert f"{plan.num_tables} tables, 204 M rows" in text
     assert re.search(rf"peer|on one of the others .* {plan.tiers[2].lookup_share:.2%}", text)
     assert f"alone {plan.time.alone_us:.1f} us, bound by {plan.time.bound}; all 8 cards busy" in text
@@ -54,7 +140,7 @@ def test_the_textbook_model_has_the_textbooks_sizes(dtype: str, stored: str, of_
     # A row on a card is padded to 16 bytes, with its scale and bias.
     assert plan.cards[0].own_bytes == of_a_host * 1e9
     assert plan.batch.lookups == 65_536 * 40
-    assert f"as float32 1.02 TB, {stored}" in run(*arguments).output
+    assert f"as float32 1.02 TB, {stored}" in shardrank("plan", *arguments).output
 
 
 def pooled_spec() -> ModelSpec:
@@ -69,31 +155,29 @@ def test_a_description_a_snapshot_and_its_manifest_are_planned_alike(tmp_path: P
     description = tmp_path / "films.json"
     description.write_text(pooled_spec().model_dump_json())
     folder, _ = write_snapshot(tmp_path, pooled_spec())
-    plans = [planned("--model", str(path)) for path in (description, folder, folder / MANIFEST_NAME)]
+    plans = [planned("--model", path) for path in (description, folder, folder / MANIFEST_NAME)]
     assert plans[0].model == "films"
     assert plans[0] == plans[1] == plans[2]
 
 
 @pytest.mark.parametrize("given", ["file", "folder", "trace"])
 def test_given_counts_or_a_trace_decide_what_is_hot(tmp_path: Path, given: str) -> None:
-    told = np.zeros(1000, np.uint32)
-    told[7] = 1000
-    folder, _ = write_snapshot(tmp_path / "store", make_spec(dtype="int8"), access_counts={"user": told})
-    idle = [part for one in make_spec().features if one.name != "user" for part in ("--hotness", f"{one.name}=0")]
-    arguments = ("--model", str(folder), "--cards", "2", "--hot-gb", str(32e-9), *idle)
+    stored = np.zeros(1000, np.uint32)
+    stored[7] = 1000
+    folder, _ = write_snapshot(tmp_path / "store", make_spec(dtype="int8"), access_counts={"user": stored})
+    idle = [f"--hotness={feature.name}=0" for feature in make_spec().features if feature.name != "user"]
+    counts = tmp_path / "counts"
     if given == "file":
-        write_access_counts(tmp_path / "counts", {"user": (np.array([3, 500]), np.array([1, 3]))})
-        more = ("--counts", str(tmp_path / "counts"))
-    elif given == "folder":
-        (tmp_path / "counts").mkdir()
-        np.save(tmp_path / "counts" / "user.npy", np.bincount([3, 500, 500, 500], minlength=1000))
-        more = ("--counts", str(tmp_path / "counts"))
+        write_access_counts(counts, {"user": (np.array([3, 500]), np.array([1, 3]))})
     else:
-        np.save(tmp_path / "users.npy", np.array([500, 3, 500, 500]))
-        more = ("--trace", f"user={tmp_path / 'users.npy'}")
-    assert {one.tier: one.lookup_share for one in planned(*arguments, *more).tiers}["hot"] == 0.75
-    # A told skew is of tables that have no counts.
-    assert {one.tier: one.lookup_share for one in planned(*arguments, *more, "--zipf", "1").tiers}["hot"] == 0.75
+        counts.mkdir()
+        looked_up = np.array([500, 3, 500, 500])
+        np.save(counts / "user.npy", np.bincount(looked_up, minlength=1000) if given == "folder" else looked_up)
+    flags = ("--trace", f"user={counts}/user.npy") if given == "trace" else ("--counts", counts)
+    # A skew is of tables that have no counts.
+    for more in ((), ("--zipf", "1")):
+        plan = planned("--model", folder, "--cards", 2, "--hot-gb", 32e-9, *idle, *flags, *more)
+        assert {tier.tier: tier.lookup_share for tier in plan.tiers}["hot"] == 0.75
 
 
 @pytest.mark.parametrize(
@@ -113,64 +197,10 @@ def test_traces_that_do_not_fit_are_refused(
     for name, rows in (("outside", [3, 1000]), ("negative", [3, -1]), ("floats", [0.5])):
         np.save(f"{name}.npy", np.array(rows))
     Path("films.json").write_text(pooled_spec().model_dump_json())
-    result = run("--model", "films.json", "--trace", trace)
-    assert result.exit_code in (1, 2)
-    assert problem in result.output
+    assert problem in shardrank("plan", "--model", "films.json", "--trace", trace, code=None).output
 
 
-def test_counts_and_a_trace_are_not_both_taken(tmp_path: Path) -> None:
-    result = run("--model", "dlrm-v2", "--counts", str(tmp_path), "--trace", "t0=x.npy")
-    assert result.exit_code == 2
-    assert "give one of them" in result.output
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "problem"),
-    [
-        (("--model", "merlin-colossal"), 1, "error: rows take 6374656048000 bytes"),
-        (("--model", "merlin-jumbo"), 1, "rows are left over. Give more pinned memory"),
-        (("--model", "lunch"), 2, "no such file, and the catalog has only dlrm-v2"),
-        (("--model", "dlrm-v2:2"), 2, "above 0 and at most 1"),
-        (("--model", "dlrm-v2", "--hotness", "f0=many"), 2, "'many' is not a number"),
-        (("--model", "dlrm-v2", "--hotness", "nobody=3"), 1, "has no such feature"),
-        (("--model", "dlrm-v2", "--sharding", "range", "--shards", "2"), 1, "is stored with 'mixed'"),
-        (("--model", "dlrm-v2", "--shards", "1025"), 2, "1025 is not in the range"),
-        (
-            (
-                "--model",
-                "dlrm-v2",
-                "--shards",
-                "2",
-                "--cards",
-                "1",
-                "--card-memory-gb",
-                "4",
-                "--pinned-memory-gb",
-                "0",
-                "--compare",
-            ),
-            1,
-            "do not fit on 2 shards",
-        ),
-        (("--model", "merlin-tiny", "--out", "/nowhere/plan.json"), 2, "--out /nowhere/plan.json: No such file"),
-        (("--model", "dlrm-v2", "--system", "z80"), 2, "is not one of"),
-        (("--model", "dlrm-v2", "--card-memory-gb", "nan"), 2, "nan is not a finite number"),
-        (("--model", "dlrm-v2", "--pinned-memory-gb", "inf"), 2, "inf is not a finite number"),
-        (("--model", "dlrm-v2", "--zipf", "nan"), 2, "nan is not a finite number"),
-        (("--model", "dlrm-v2", "--zipf", "9"), 2, "9.0 is not in the range 0<=x<=8"),
-        (("--model", "dlrm-v2", "--zipf", "-0.1"), 2, "-0.1 is not in the range"),
-        (("--model", "dlrm-v2", "--hbm-gb-per-s", "nan"), 2, "nan is not a finite number"),
-    ],
-)
-def test_what_can_not_be_planned_says_why(arguments: tuple[str, ...], code: int, problem: str) -> None:
-    result = run(*arguments)
-    assert result.exit_code == code
-    assert problem in result.output
-
-
-def test_a_plan_per_table_places_what_whole_tables_do_not_and_takes_less_time_than_dividing_all_rows(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_plan_per_table_beats_whole_tables_and_divided_rows(capsys: pytest.CaptureFixture[str]) -> None:
     # A hundredth of its rows on cards of a hundredth of the memory: two tables are larger than a card.
     arguments = ("--model", "merlin-jumbo:0.01", "--shards", "4", "--cards", "8", "--card-memory-gb", "0.8",
                  "--pinned-memory-gb", "0.16", "--compare")  # fmt: skip
@@ -190,40 +220,107 @@ def test_a_plan_per_table_places_what_whole_tables_do_not_and_takes_less_time_th
     assert re.search(r"t74 +table_wise +\S+ +\d+\.\.\d+", output)
 
 
+FOUR_SHARDS = ("--model", "dlrm-v2", "--shards", "4", "--cards", "2")
+
+
+def network(*flags: str) -> NetworkUse:
+    found = planned(*FOUR_SHARDS, *flags).network
+    assert found is not None
+    return found
+
+
 def test_a_request_takes_the_slowest_shard_and_the_network() -> None:
-    plan = planned("--model", "dlrm-v2", "--shards", "4", "--cards", "2", "--replicate-bytes", "0")
-    network = plan.network
-    assert network is not None
-    time = network.time
-    assert network.request_us == pytest.approx(network.slowest_us + time.out_us + time.back_us + 20)
-    assert network.slowest_us >= plan.time.alone_us
-    assert network.bound == "network bandwidth"
+    plan = planned(*FOUR_SHARDS, "--replicate-bytes", "0")
+    found = plan.network
+    assert found is not None
+    time = found.time
+    assert found.request_us == pytest.approx(found.slowest_us + time.out_us + time.back_us + 20)
+    assert found.slowest_us >= plan.time.alone_us
+    assert found.bound == "network bandwidth"
     # 12.5 GB/s: 80 ps a byte.
-    sent = network.ids_bytes + network.offsets_bytes + network.keys_bytes + network.sums_bytes + network.framing_bytes
+    sent = found.ids_bytes + found.offsets_bytes + found.keys_bytes + found.sums_bytes + found.framing_bytes
     assert time.out_us + time.back_us == pytest.approx(sent * 80e-6)
-    slow = planned("--model", "dlrm-v2", "--shards", "4", "--cards", "2", "--network-us", "5000").network
-    assert slow is not None
-    assert slow.bound == "network latency"
-    assert slow.crossover_hit_rate is None
-    near = ("--network-gb-per-s", "1000000", "--network-us", "0")
-    fast = planned("--model", "dlrm-v2", "--shards", "4", "--cards", "2", *near).network
-    assert fast is not None
+    slow = network("--network-us", "5000")
+    assert (slow.bound, slow.crossover_hit_rate) == ("network latency", None)
+    fast = network("--network-gb-per-s", "1000000", "--network-us", "0")
     assert not fast.bound.startswith("network")
     assert fast.crossover_hit_rate == 0
+    assert planned("--model", "dlrm-v2").network is None
 
 
 def test_hot_rows_at_the_router_spare_the_network_and_the_shards() -> None:
-    arguments = ("--model", "dlrm-v2", "--shards", "4", "--cards", "2", "--zipf", "1.05", "--replicate-bytes", "0")
-    without, some, told = (planned(*arguments, *more) for more in ((), ("--hot-rows-gb", "0.5"), ("--hit-rate", "0.9")))
+    skewed = (*FOUR_SHARDS, "--zipf", "1.05", "--replicate-bytes", "0")
+    without, some, given = (planned(*skewed, *more) for more in ((), ("--hot-rows-gb", "0.5"), ("--hit-rate", "0.9")))
     assert without.network is not None
-    assert some.network is not None
-    assert told.network is not None
+    for plan in (some, given):
+        assert plan.network is not None
+        assert plan.network.request_us < without.network.request_us / 2
+        assert plan.network.shards_hit < without.network.shards_hit
+        assert plan.batch.card_memory_bytes < without.batch.card_memory_bytes
     assert some.network.hot_bytes <= 0.5e9
     assert 0.5 < some.network.hit_rate < 1
-    assert told.network.hit_rate == pytest.approx(0.9)
-    for one in (some, told):
-        assert one.network is not None
-        assert one.network.request_us < without.network.request_us / 2
-        assert one.network.shards_hit < without.network.shards_hit
-        assert one.batch.card_memory_bytes < without.batch.card_memory_bytes
-    assert planned("--model", "dlrm-v2").network is None
+    assert given.network.hit_rate == pytest.approx(0.9)
+
+
+ROWS = 100_000
+DESCRIBED: dict[str, Any] = {
+    "model": "shop",
+    "tables": [{"name": "item", "num_embeddings": ROWS, "embedding_dim": 64, "feature_names": ["item"]}],
+    "features": [{"name": "item", "side": "candidate"}],
+    "dense_model": {"kind": "mlp", "config": {"hidden": [2]}},
+}
+
+
+def described(folder: Path, **levers: object) -> Path:
+    document = copy.deepcopy(DESCRIBED)
+    document["tables"][0].update(levers)
+    (folder / "shop.json").write_text(json.dumps(document))
+    return folder / "shop.json"
+
+
+def test_the_hot_part_draws_the_lookups_of_its_ranks(tmp_path: Path) -> None:
+    model = described(tmp_path, dtype={"hot": "fp16", "cold": "int4", "hot_share": 0.1})
+    weights = np.arange(1, ROWS + 1) ** -1.05
+    (divided,) = planned("--model", model, "--cards", 1, "--zipf", 1.05).divided
+    expected = 500 * weights[: ROWS // 10].sum() / weights.sum()
+    assert [part.lookups for part in divided.parts] == pytest.approx([expected, 500 - expected], rel=1e-6)
+    (divided,) = planned("--model", model, "--cards", 1, "--zipf", 1.05, "--head", "20000:0.5").divided
+    expected = 500 * (0.5 * weights[: ROWS // 10].sum() / weights[:20_000].sum() + 0.5 * 0.1)
+    assert divided.parts[0].lookups == pytest.approx(expected, rel=1e-6)
+    assert divided.classes_bytes == -(-ROWS // 512) * 68
+    counts = np.ones(ROWS, np.uint32)
+    counts[7] = ROWS
+    write_access_counts(tmp_path / "counts", {"item": (np.arange(ROWS), counts)})
+    (divided,) = planned("--model", model, "--cards", 1, "--counts", tmp_path / "counts").divided
+    expected = 500 * (ROWS + 9_999) / (2 * ROWS - 1)
+    assert [part.lookups for part in divided.parts] == pytest.approx([expected, 500 - expected])
+
+
+def test_pruned_rows_are_not_planned_for(tmp_path: Path) -> None:
+    seen = np.arange(0, ROWS, 4)
+    write_access_counts(tmp_path / "counts", {"item": (seen, np.ones(seen.size))})
+    flags = ("--model", described(tmp_path, dtype="fp32"), "--counts", tmp_path / "counts", "--prune")
+    plan = planned(*flags, "--cards", 1)
+    (divided,) = plan.divided
+    assert (divided.pruned, divided.stored_bytes) == (ROWS - seen.size, (seen.size + 1) * 256)
+    assert divided.classes_bytes == pytest.approx(ROWS * 1.0625 / 8, rel=0.01)
+    assert (
+        "75 k of them pruned; as float32 25.6 MB, stored 6.4 MB, 4.0 times less; which row"
+        in shardrank("plan", *flags).output
+    )
+
+
+@pytest.mark.parametrize(
+    ("levers", "flags", "problem"),
+    [
+        ({}, ["--prune"], "--prune needs --counts"),
+        ({"dtype": {"hot": "fp16", "cold": "int4", "hot_share": 2}}, [], "hot_share: Input should be less than 1"),
+        ({"id_mapping": {"kind": "quotient_remainder", "buckets": 0}}, [], "buckets: Input should be greater than"),
+        ({"column_dims": [32, 32], "project_to": 128}, [], "column_dims goes with a table that is stored whole"),
+    ],
+)
+def test_levers_that_can_not_be_are_named(
+    tmp_path: Path, levers: dict[str, Any], flags: list[str], problem: str
+) -> None:
+    result = shardrank("plan", "--model", described(tmp_path, **levers), *flags, code=1)
+    assert problem in result.output

@@ -2,42 +2,30 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import socket
-import time
 from pathlib import Path
 
 import httpx
 import pytest
-from click.testing import CliRunner
 
-from loader.registry.fleet import FleetRegistry, WantedModel
-from loader.registry.opening import open_registry
-from loader.snapshot.publishing import register
-from loader.snapshot.reader import Snapshot
 from serving.api.tokens import add_token, new_token
-from serving.cli import main
-from serving.cli.settings import (
-    Protection,
-    front_arguments,
-    warn_if_open,
-)
+from serving.cli.settings import Protection, front_arguments, warn_if_open
 from serving.client import Client, UnauthenticatedError
 from serving.training.trainer import train_version
 from shard_node.wire.tls import TlsClientConfig, TlsConfig, client_context
 from shardrank_testing.certificates import Authority, Pair, needs_openssl
 from shardrank_testing.client_calls import rank_arguments
+from shardrank_testing.command_line import ANY_PORTS, shardrank
 from shardrank_testing.movielens import small_interactions
-from shardrank_testing.processes import Program, running, wait_until
+from shardrank_testing.processes import running, wait_until
+from shardrank_testing.registered_fleet import publish, want
 
-ANY_PORTS = ("--http-port", "0", "--grpc-port", "0", "--shutdown-delay-s", "0")
+QUICK = (*ANY_PORTS, "--shutdown-delay-s", "0")
 REQUEST = {
     "context": {"sparse": {"user_id": [1], "history": [2, 3]}},
     "candidates": {"sparse": {"film_id": [4, 5], "genre": [[1], [2]]}},
 }
-
-REQUEST_OF_CLIENT = rank_arguments(REQUEST)
 
 
 @pytest.fixture(scope="module")
@@ -70,23 +58,16 @@ def node_flags(pair: Pair, ca: Authority) -> tuple[str, ...]:
     return ("--node-ca", str(ca.cert), "--node-cert", str(pair.cert), "--node-key", str(pair.key))
 
 
-def rank(program: Program) -> list[float]:
-    url = program.read_until(r"HTTP: (http://127.0.0.1:\d+)")[1]
-    answer = httpx.post(f"{url}/v1/models/films:rank", json=REQUEST, timeout=20)
-    assert answer.status_code == 200, answer.text
-    return list(answer.json()["scores"])
-
-
 @needs_openssl
-def test_a_serving_process_reaches_nodes_over_mutual_tls_and_one_with_an_expired_certificate_does_not(
+def test_nodes_are_reached_over_mutual_tls_with_a_valid_certificate_only(
     store: Path, ca: Authority, node: Pair, router: Pair
 ) -> None:
     shard = ("--store", str(store), "--model", "films", "--shard", "0/1", "--listen", "127.0.0.1:0")
     with running("shard-node", *shard, *tls_flags(node, ca)) as node_program:
         address = node_program.read_until(r"listens on tcp://(\S+)")[1]
-        serve = ("serve", "--store", str(store), "--model", "films", "--shard", address, *ANY_PORTS)
+        serve = ("serve", "--store", str(store), "--model", "films", "--shard", address, *QUICK)
         with running(*serve, *node_flags(router, ca)) as program:
-            assert len(rank(program)) == 2
+            assert len(program.rank("films", REQUEST).json()["scores"]) == 2
             assert program.stop() == 0
         with running(*serve, *node_flags(ca.issue("expired", days=-1), ca)) as program:
             program.read_until("can't be served yet: .*tls_expired_certificate")
@@ -100,31 +81,28 @@ def test_a_serving_process_reaches_nodes_over_mutual_tls_and_one_with_an_expired
 
 @needs_openssl
 @pytest.mark.parametrize("command", ["serve", "up"])
-def test_a_whole_server_lets_in_who_has_a_certificate_and_a_token_on_every_port(
+def test_every_port_needs_a_certificate_and_a_token(
     store: Path, ca: Authority, node: Pair, router: Pair, tmp_path: Path, command: str
 ) -> None:
     tokens = tmp_path / "tokens.json"
-    new = ["token", "new", "--name", "ops", "--scope", "admin", "--tokens", str(tokens)]
-    token = CliRunner().invoke(main, new).output.strip()
+    token = shardrank("token", "new", "--name", "ops", "--scope", "admin", "--tokens", tokens).output.strip()
     with socket.socket() as free:
-        # Of `up` nobody is told which port its children took.
         free.bind(("127.0.0.1", 0))
         admin = free.getsockname()[1]
-    given = 0 if command == "serve" else admin
-    ports = ("--http-port", "0", "--grpc-port", "0", "--admin-port", str(given))
+    ports = (*ANY_PORTS, "--admin-port", str(admin))
     files = {"ca": ca.cert, "cert": router.cert, "key": router.key}
     with running(command, "--store", str(store), *ports, *tls_flags(node, ca), "--tokens", str(tokens)) as program:
-        url = program.read_until(r"HTTP: (https://127.0.0.1:\d+)/docs")[1]
-        grpc_url = f"grpcs://{program.read_until(r'gRPC: (127.0.0.1:[0-9]+)')[1]}"
+        url, grpc_url = program.url, f"grpcs://{program.grpc_target}"
+        assert url.startswith("https://")
         if command == "serve":
-            admin = int(program.read_until(r"probes and metrics: https://127.0.0.1:(\d+)/metrics")[1])
-            wait_until(lambda: bool(is_ready(url, files)), "a version that is live")
+            program.read_until(f"probes and metrics: https://127.0.0.1:{admin}/metrics")
+        context = client_context(TlsClientConfig(**files))
+        wait_until(lambda: httpx.get(f"{url}/readyz", verify=context).status_code == 200, "a version that is live")
         for address in (url, grpc_url):
             with Client(address, token=token, timeout_ms=20_000, **files) as client:
-                assert len(client.rank("films", **REQUEST_OF_CLIENT).scores) == 2
+                assert len(client.rank("films", **rank_arguments(REQUEST)).scores) == 2
             with Client(address, timeout_ms=20_000, **files) as client, pytest.raises(UnauthenticatedError):
-                client.rank("films", **REQUEST_OF_CLIENT)
-        context = client_context(TlsClientConfig(**files))
+                client.rank("films", **rank_arguments(REQUEST))
         with httpx.Client(base_url=f"https://127.0.0.1:{admin}", verify=context) as client:
             assert client.get("/healthz").status_code == 200
             assert client.get("/metrics").status_code == 401
@@ -136,60 +114,29 @@ def test_a_whole_server_lets_in_who_has_a_certificate_and_a_token_on_every_port(
     assert "Traceback" not in program.output
 
 
-def is_ready(url: str, files: dict[str, Path]) -> bool:
-    with httpx.Client(verify=client_context(TlsClientConfig(**files))) as client:
-        return client.get(f"{url}/readyz").status_code == 200
-
-
 @needs_openssl
 def test_a_fleet_of_a_registry_speaks_mutual_tls(
     store: Path, ca: Authority, node: Pair, router: Pair, tmp_path: Path
 ) -> None:
-    async def want() -> None:
-        registry = open_registry(str(tmp_path / "registry"))
-        fleet = FleetRegistry(registry)
-        await register(fleet, Snapshot.open(store / "films" / "1"), clock=time.time)
-        await fleet.update_wanted("films", lambda _: WantedModel(model="films", epoch=1, live=1, hold=(1,), serve=(1,)))
-        await registry.close()
-
-    asyncio.run(want())
-    member = ("--registry", str(tmp_path / "registry"), "--store", str(store))
+    registry = tmp_path / "registry"
+    publish(registry, store / "films" / "1")
+    want(registry, "films", live=1, hold=(1,), serve=(1,))
+    member = ("--registry", str(registry), "--store", str(store))
     listen = ("--shard", "0/1", "--listen", "127.0.0.1:0")
     with (
         running("shard-node", *member, *listen, *tls_flags(node, ca)) as node_program,
-        running("serve", *member, *ANY_PORTS, *node_flags(router, ca)) as program,
+        running("serve", *member, *QUICK, *node_flags(router, ca)) as program,
     ):
-        assert len(rank(program)) == 2
+        assert len(program.rank("films", REQUEST).json()["scores"]) == 2
         assert program.stop() == 0
         assert node_program.stop() == 0
 
 
-@pytest.mark.parametrize(
-    ("command", "flags", "message"),
-    [
-        ("serve", ("--tls-cert", "a"), "--tls-cert and --tls-key belong together"),
-        ("serve", ("--tls-client-ca", "a"), "--tls-client-ca needs both"),
-        ("serve", ("--node-ca", "a", "--node-cert", "b"), "--node-cert and --node-key belong together"),
-        ("serve", ("--node-cert", "a", "--node-key", "b"), "--node-cert needs --node-ca or --tls-client-ca"),
-        ("up", ("--tls-key", "a"), "--tls-cert and --tls-key belong together"),
-        ("shard-node", ("--shard", "0/1", "--listen", "h:1", "--tls-cert", "a"), "belong together"),
-    ],
-)
-def test_flags_that_belong_together_are_asked_for(command: str, flags: tuple[str, ...], message: str) -> None:
-    done = CliRunner().invoke(main, [command, "--store", "models", *flags])
-    assert done.exit_code == 2
-    assert message in " ".join(done.output.split())
-
-
 @needs_openssl
 @pytest.mark.parametrize("command", ["serve", "up", "shard-node"])
-def test_a_file_that_can_t_be_used_ends_the_command_with_its_name(
-    store: Path, node: Pair, router: Pair, ca: Authority, command: str
-) -> None:
-    more = ("--shard", "0/1", "--listen", "127.0.0.1:0") if command == "shard-node" else ANY_PORTS[:4]
-    pair = Pair(node.cert, router.key)
-    done = CliRunner().invoke(main, [command, "--store", str(store), *more, *tls_flags(pair, ca)])
-    assert done.exit_code == 1
+def test_a_file_that_can_t_be_used_is_named(store: Path, node: Pair, router: Pair, ca: Authority, command: str) -> None:
+    more = ("--shard", "0/1", "--listen", "127.0.0.1:0") if command == "shard-node" else ANY_PORTS
+    done = shardrank(command, "--store", store, *more, *tls_flags(Pair(node.cert, router.key), ca), code=1)
     assert f"error: {router.key}: the key does not belong to the certificate in {node.cert}" in done.output
 
 
@@ -234,6 +181,6 @@ def test_apis_that_others_reach_unprotected_are_warned_about_once(
     host: str, tls: TlsConfig | None, tokens: Path | None, missing: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     warn_if_open(host, Protection(tls, None, tokens))
-    told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(told) == (missing is not None)
-    assert missing is None or (missing in told[0] and host in told[0])
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == (missing is not None)
+    assert missing is None or (missing in warnings[0] and host in warnings[0])

@@ -1,29 +1,94 @@
-"""`shardrank rollout`, `rollback` and `coordinator` against a real registry whose nodes this test plays."""
+"""`publish`, `versions`, `rollout`, `rollback`, `coordinator` and `dashboard` on real stores, with a played fleet."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from click.testing import CliRunner, Result
 
-from loader.registry.fleet import COORDINATOR_LOCK
+from loader.registry.directory import DirectoryRegistry
+from loader.registry.fleet import COORDINATOR_LOCK, Canary, FleetRegistry, NodeRecord, VersionReport, WantedModel
 from loader.registry.opening import open_registry
 from loader.rollout.coordinator import CoordinatorConfig
-from serving.cli import main
+from shardrank_testing.background import in_background
+from shardrank_testing.command_line import shardrank
 from shardrank_testing.processes import running, wait_until
 from shardrank_testing.registries import REGISTRY_KINDS, registry_of
 from shardrank_testing.rollout_fleet import MODEL, Clock, PlayedFleet
+from shardrank_testing.snapshots import one_table_spec, write_snapshot
 
+
+@pytest.fixture
+def training(tmp_path: Path) -> Path:
+    for seed in range(3):
+        write_snapshot(tmp_path / "training", one_table_spec(260), seed=seed)
+    return tmp_path / "training" / "small"
+
+
+@pytest.mark.parametrize("kind", REGISTRY_KINDS)
+def test_publish_tells_what_it_did_and_versions_lists_it(kind: str, training: Path, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    with registry_of(kind, tmp_path) as url:
+        where = ("--store", store, "--registry", url)
+        first = shardrank("publish", training / "1", *where)
+        assert "small version 1 is published; 4.2 kB of rows\n" in first.output
+        assert f"copied to {store}/small/1, identity " in first.output
+        assert "was published before" in shardrank("publish", training / "1", *where).output
+        report = json.loads(shardrank("publish", training / "2", *where, "--json").stdout)
+        assert (report["version"], report["copied"], report["is_new"], report["kept"]) == (2, True, True, None)
+        assert report["folder"] == str(store / "small" / "2")
+        listed = json.loads(shardrank("versions", "--registry", url, "--json").stdout)["versions"]
+        assert [(one["model"], one["version"], one["uses"], one["nodes"]) for one in listed] == [
+            ("small", 1, [], 0),
+            ("small", 2, [], 0),
+        ]
+        assert listed[1]["identity"] == report["identity"]
+
+
+def test_retain_deletes_all_but_the_highest(training: Path, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    for version in (1, 2):
+        shardrank("publish", training / str(version), "--store", store)
+    result = shardrank("publish", training / "3", "--store", store, "--retain", 2)
+    assert result.output.endswith("kept: 2, 3; deleted: 1\n")
+    assert sorted(path.name for path in (store / "small").iterdir() if path.is_dir()) == ["2", "3"]
+
+
+def test_versions_tells_what_a_fleet_does_with_them(training: Path, tmp_path: Path) -> None:
+    store, registry = tmp_path / "store", tmp_path / "registry"
+    for version in (1, 2, 3):
+        shardrank("publish", training / str(version), "--store", store, "--registry", registry)
+
+    async def use() -> None:
+        fleet = FleetRegistry(DirectoryRegistry(registry))
+        canary = Canary(version=2, share=0.05)
+        await fleet.put_wanted(WantedModel(model="small", epoch=1, live=1, hold=(1, 2), canary=canary), None)
+        for node_id, state in (("a", "ready"), ("b", "staging")):
+            report = VersionReport(model="small", version=2, state=state)
+            node = NodeRecord(node_id=node_id, kind="shard", process_id=1, address="h:1", versions=(report,))
+            await fleet.announce_node(node, 60)
+
+    asyncio.run(use())
+    listed = json.loads(shardrank("versions", "small", "--registry", registry, "--json").stdout)["versions"]
+    assert [(one["uses"], one["nodes"]) for one in listed] == [(["live"], 0), (["staged", "canary 0.05"], 1), ([], 0)]
+
+
+def test_a_bad_snapshot_ends_with_one_line_and_code_1(training: Path, tmp_path: Path) -> None:
+    (training / "1" / "dense.safetensors").write_bytes(b"x")
+    result = shardrank("publish", training / "1", "--store", tmp_path / "store", code=1)
+    assert result.stderr.startswith("error: ")
+    assert "dense.safetensors" in result.stderr.splitlines()[-1]
+
+
+Where = tuple[str, str]
 QUICK = CoordinatorConfig(settle_s=0.05, restore_wait_s=0.1)
 
 
@@ -32,66 +97,50 @@ class WallClock(Clock):
         return time.time()
 
 
-@contextmanager
-def played_fleet(
-    url: str | Path,
-    *,
-    coordinator: bool = True,
-    prepare: Callable[[PlayedFleet], None] = lambda _: None,
-) -> Iterator[None]:
-    """Two shards with two replicas and a serving process, in a thread, until the block ends."""
-    stop, begun = threading.Event(), threading.Event()
-    failures: list[BaseException] = []
+@asynccontextmanager
+async def played_fleet(
+    url: str | Path, *, coordinator: bool = True, prepare: Callable[[PlayedFleet], None] = lambda _: None
+) -> AsyncIterator[None]:
+    """Two shards with two replicas and a serving process, until the block ends."""
+    registry = open_registry(url)
+    fleet = PlayedFleet(registry, WallClock(), QUICK)
+    await fleet.begin(2, 2, 1)
+    if not coordinator:
+        await registry.release(COORDINATOR_LOCK, "the one")
+    prepare(fleet)
+    ended = asyncio.Event()
 
-    async def program() -> None:
-        registry = open_registry(url)
-        fleet = PlayedFleet(registry, WallClock(), QUICK)
-        await fleet.begin(2, 2, 1)
-        if not coordinator:
-            await registry.release(COORDINATOR_LOCK, "the one")
-        prepare(fleet)
-        begun.set()
-        while not stop.is_set():
+    async def play() -> None:
+        while not ended.is_set():
             await fleet.react()
             if coordinator:
                 await fleet.coordinator.tick()
             await asyncio.sleep(0.01)
-        await registry.close()
 
-    def run() -> None:
-        try:
-            asyncio.run(program())
-        except BaseException as error:
-            failures.append(error)
-            begun.set()
-
-    thread = threading.Thread(target=run)
-    thread.start()
+    played = asyncio.create_task(play())
     try:
-        begun.wait()
-        assert failures == []
         yield
     finally:
-        stop.set()
-        thread.join()
-    assert failures == []
+        ended.set()
+        await played
+        await registry.close()
 
 
-def shardrank(url: str | Path, *arguments: object) -> Result:
-    words = [str(one) for one in (*arguments, "--registry", url)]
-    return CliRunner().invoke(main, words, catch_exceptions=False)
+@pytest.fixture
+def where(tmp_path: Path) -> Where:
+    """The flags that name the registry of a fleet in `tmp_path`."""
+    return ("--registry", str(tmp_path))
 
 
 def status(url: str | Path) -> dict[str, Any]:
-    document: dict[str, Any] = json.loads(shardrank(url, "rollout", "status", MODEL, "--json").stdout)
+    document: dict[str, Any] = json.loads(shardrank("rollout", "status", MODEL, "--json", "--registry", url).stdout)
     return document
 
 
 @pytest.mark.parametrize("kind", REGISTRY_KINDS)
 def test_a_rollout_is_followed_to_its_end_and_a_rollback_returns(kind: str, tmp_path: Path) -> None:
-    with registry_of(kind, tmp_path) as url, played_fleet(url):
-        result = shardrank(url, "rollout", "start", MODEL, 2, "--follow")
-        assert result.exit_code == 0, result.output
+    with registry_of(kind, tmp_path) as url, in_background(played_fleet(url)):
+        result = shardrank("rollout", "start", MODEL, 2, "--follow", "--registry", url)
         lines = result.stdout.splitlines()
         assert lines[0] == "films: rolling out version 2, in place of 1"
         assert lines[-1].startswith("films: version 2 is live, after ")
@@ -100,28 +149,26 @@ def test_a_rollout_is_followed_to_its_end_and_a_rollback_returns(kind: str, tmp_
         assert (found["state"], found["live"], found["from_version"], found["to_version"]) == ("done", 2, 1, 2)
         assert {step["state"] for step in found["steps"]} == {"done"}
 
-        back = shardrank(url, "rollback", MODEL, "--follow")
-        assert back.exit_code == 0, back.output
+        back = shardrank("rollback", MODEL, "--follow", "--registry", url)
         assert back.stdout.splitlines()[0] == "films: going back to version 1"
         assert status(url)["live"] == 1
 
 
-def test_a_refused_version_ends_with_code_1_and_the_nodes_reason_everywhere(tmp_path: Path) -> None:
+def test_a_refused_version_ends_with_code_1_and_the_reason(tmp_path: Path, where: Where) -> None:
     reason = "rows-00003: SHA-256 is not the one"
 
     def refuse(fleet: PlayedFleet) -> None:
         fleet.node("shard-1-0").refuses[2] = reason
 
-    with played_fleet(tmp_path, prepare=refuse):
-        result = shardrank(tmp_path, "rollout", "start", MODEL, 2, "--follow")
-        assert result.exit_code == 1
+    with in_background(played_fleet(tmp_path, prepare=refuse)):
+        result = shardrank("rollout", "start", MODEL, 2, "--follow", *where, code=1)
         assert result.stderr.startswith("films: version 2 was refused: ")
         assert reason in result.stderr
         assert result.stderr.endswith("version 1 is live\n")
         found = status(tmp_path)
         assert (found["state"], found["live"]) == ("refused", 1)
         assert reason in found["reason"]
-        shown = shardrank(tmp_path, "rollout", "status", MODEL).output
+        shown = shardrank("rollout", "status", MODEL, *where).output
         assert "films: version 1 is live; rollout of 2 in place of 1 (beside): refused" in shown
         assert reason in shown
 
@@ -130,64 +177,47 @@ def never_stage(fleet: PlayedFleet) -> None:
     fleet.node("shard-0-1").stage_rounds = 10**9
 
 
-def test_a_running_rollout_is_shown_and_aborted(tmp_path: Path) -> None:
-    with played_fleet(tmp_path, prepare=never_stage):
+def test_a_running_rollout_is_shown_and_aborted(tmp_path: Path, where: Where) -> None:
+    with in_background(played_fleet(tmp_path, prepare=never_stage)):
         options = ("--canary", "5%", "--bake", "2m", "--guard", "max_p99_ratio=1.5")
-        result = shardrank(tmp_path, "rollout", "start", MODEL, 2, *options)
-        assert (result.exit_code, result.stdout.splitlines()[-1]) == (0, "see: shardrank rollout status films --watch")
+        result = shardrank("rollout", "start", MODEL, 2, *options, *where)
+        assert result.stdout.splitlines()[-1] == "see: shardrank rollout status films --watch"
         wait_until(lambda: "shard-0-1" in str(status(tmp_path)["waiting_for"]), "the others to stage")
         found = status(tmp_path)
         assert (found["state"], found["step"], found["live"]) == ("running", "stage_shards", 1)
         assert (found["canary_share"], found["bake_s"]) == (0.05, 120)
-        shown = shardrank(tmp_path, "rollout", "status").output
+        shown = shardrank("rollout", "status", *where).output
         assert "rollout of 2 in place of 1 (beside, canary 5%, bake 2 min): running for " in shown
         assert "step stage_shards (1 of " in shown
         assert "waiting for shard-0-1" in shown
 
-        second = shardrank(tmp_path, "rollout", "start", MODEL, 3)
-        assert (second.exit_code, second.stderr.count("\n")) == (1, 1)
+        second = shardrank("rollout", "start", MODEL, 3, *where, code=1)
+        assert second.stderr.count("\n") == 1
         assert second.stderr.startswith("error: films: ")
         assert "version 2 is running, in stage_shards" in second.stderr
 
-        assert shardrank(tmp_path, "rollout", "abort", MODEL, "--reason", "second thoughts").exit_code == 0
+        shardrank("rollout", "abort", MODEL, "--reason", "second thoughts", *where)
         wait_until(lambda: status(tmp_path)["state"] == "aborted", "the way back")
         found = status(tmp_path)
         assert (found["live"], found["reason"]) == (1, "second thoughts")
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--canary", "150%"), "'150%' is not a share above 0% and below 100%"),
-        (("--bake", "soon"), "'soon' is not a time"),
-        (("--guard", "max_p99=2"), "max_p99"),
-        (("--guard", "max_p99_ratio=0.5"), "max_p99_ratio"),
-        (("--strategy", "at-once"), "at-once"),
-    ],
-)
-def test_a_flag_that_makes_no_sense_is_a_usage_error(tmp_path: Path, options: tuple[str, ...], message: str) -> None:
-    result = shardrank(tmp_path, "rollout", "start", MODEL, 2, *options)
-    assert result.exit_code == 2
-    assert message in result.output
-
-
-def test_what_cannot_be_rolled_out_is_one_line_and_code_1(tmp_path: Path) -> None:
-    with played_fleet(tmp_path):
-        unpublished = shardrank(tmp_path, "rollout", "start", MODEL, 9)
-        assert unpublished.exit_code == 1
+def test_what_cannot_be_rolled_out_is_one_line_and_code_1(tmp_path: Path, where: Where) -> None:
+    with in_background(played_fleet(tmp_path)):
+        unpublished = shardrank("rollout", "start", MODEL, 9, *where, code=1)
         assert unpublished.stderr == "error: films: version 9 is not published; published are [1, 2, 3, 4]\n"
-        assert "live already" in shardrank(tmp_path, "rollout", "start", MODEL, 1).stderr
-        assert shardrank(tmp_path, "rollout", "abort", MODEL).exit_code == 1
-        assert "no earlier version" in shardrank(tmp_path, "rollback", MODEL).stderr
+        assert "live already" in shardrank("rollout", "start", MODEL, 1, *where, code=1).stderr
+        shardrank("rollout", "abort", MODEL, *where, code=1)
+        assert "no earlier version" in shardrank("rollback", MODEL, *where, code=1).stderr
 
 
-def test_a_coordinator_process_carries_a_rollout_and_a_killed_one_is_taken_over_from(tmp_path: Path) -> None:
-    with played_fleet(tmp_path, coordinator=False):
-        arguments = ("coordinator", "--registry", str(tmp_path), "--owner", "it")
+def test_a_killed_coordinator_process_is_taken_over_from(tmp_path: Path, where: Where) -> None:
+    with in_background(played_fleet(tmp_path, coordinator=False)):
+        arguments = ("coordinator", *where, "--owner", "it")
         # So slow that it can be killed before it has done anything but the record.
         with running(*arguments, "--step-delay", "60s") as first:
             first.read_until("coordinator it works with registry")
-            shardrank(tmp_path, "rollout", "start", MODEL, 2)
+            shardrank("rollout", "start", MODEL, 2, *where)
             first.process.kill()
         assert (status(tmp_path)["state"], status(tmp_path)["live"]) == ("running", 1)
         with running(*arguments) as second:
@@ -196,8 +226,8 @@ def test_a_coordinator_process_carries_a_rollout_and_a_killed_one_is_taken_over_
             assert second.stop(signal.SIGTERM) == 0
 
 
-def test_a_dashboard_shows_a_fleet_until_it_is_stopped(tmp_path: Path) -> None:
-    with played_fleet(tmp_path), running("dashboard", "--registry", str(tmp_path), "--port", "0") as dashboard:
+def test_a_dashboard_shows_a_fleet_until_it_is_stopped(tmp_path: Path, where: Where) -> None:
+    with in_background(played_fleet(tmp_path)), running("dashboard", *where, "--port", "0") as dashboard:
         url = dashboard.read_until(r"dashboard: (http://127.0.0.1:\d+/)")[1]
         with httpx.Client(base_url=url) as client, client.stream("GET", "/status/events") as answer:
             events = (line for line in answer.iter_lines() if line.startswith("data: "))
@@ -210,9 +240,9 @@ def test_a_dashboard_shows_a_fleet_until_it_is_stopped(tmp_path: Path) -> None:
             assert dashboard.stop(signal.SIGTERM) == 0
 
 
-def test_watch_writes_into_a_pipe_what_changes_and_ctrl_c_ends_it_with_code_0(tmp_path: Path) -> None:
-    with played_fleet(tmp_path), running("rollout", "status", "--watch", "--registry", str(tmp_path)) as watching:
+def test_watch_writes_what_changes_into_a_pipe_until_ctrl_c(tmp_path: Path, where: Where) -> None:
+    with in_background(played_fleet(tmp_path)), running("rollout", "status", "--watch", *where) as watching:
         watching.read_until("version 1 is live; there was no rollout yet")
-        shardrank(tmp_path, "rollout", "start", MODEL, 2)
+        shardrank("rollout", "start", MODEL, 2, *where)
         watching.read_until(r"films: version 2 is live; rollout of 2 in place of 1 \(beside\): done")
         assert watching.stop(signal.SIGINT) == 0

@@ -1,14 +1,35 @@
+"""Options become configs, limits and cards, and children are given the same."""
+
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import click
 import pytest
+from click.testing import CliRunner
 
-from serving.cli.settings import arguments, config_of, front_arguments, read_limits
+from serving.cli.options import device_options
+from serving.cli.serve import _load, _may_wait, serve, shard_node
+from serving.cli.settings import (
+    arguments,
+    card_options,
+    config_of,
+    device_arguments,
+    front_arguments,
+    num_replicas,
+    open_card_set,
+    read_limits,
+)
 from serving.fleet.local_fleet import FleetConfig
 from serving.limits import RequestLimits
+from shard_node.cuda.card_engine import CardEngine
+from shard_node.cuda.card_set import CardOptions, CardSet
+from shard_node.node import ShardNode
+from shardrank_testing.command_line import ANY_PORTS, shardrank
+from shardrank_testing.emulated_cards import EmulatedCards
+from shardrank_testing.serving_api import MODEL, ApiModel
 
 
 def given(path: Path | None, *limits: tuple[str, str], proxies: tuple[str, ...] = ()) -> dict[str, object]:
@@ -55,18 +76,99 @@ def test_a_config_takes_the_options_that_are_its_fields_and_names_what_is_out_of
         config_of(FleetConfig, options | {"shards": 65}, "up: ", models=("films",))
 
 
-def test_a_child_is_told_what_was_given_each_as_often_as_it_was() -> None:
-    options = {
-        "models": ("a", "b"),
-        "max_staleness": (("a", "3"),),
-        "hot_gb": 0.5,
-        "advertise": None,
-        "tokens": Path("t"),
-    }
-    told = arguments(
-        options, ["models", "max_staleness", "hot_gb", "advertise", "tokens", "not an option of the command"]
-    )
-    assert told == [
+def test_a_child_is_given_each_flag_as_often_as_it_was_given() -> None:
+    options = {"models": ("a", "b"), "max_staleness": (("a", "3"),), "hot_gb": 0.5, "advertise": None}
+    options["tokens"] = Path("t")
+    assert arguments(options, [*options, "not an option of the command"]) == [
         *("--model", "a", "--model", "b", "--max-staleness", "a=3", "--hot-gb", "0.5"),
         *("--tokens", str(Path("t").absolute())),
     ]
+
+
+FLAGS = ["--device", "cuda:0,1", "--card-memory-gb", "0.5", "--pinned-memory-gb", "3", "--hot-gb", "0.25"]
+FLAGS += ["--peer-access", "required"]
+OPTIONS = CardOptions(card_memory_gb=0.5, pinned_memory_gb=3, hot_gb=0.25, require_peer_access=True)
+
+
+@click.command()
+@device_options
+def rows(**options: object) -> None:
+    """Holds rows."""
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Whatever device is named, it is emulated cards; tells which were asked for."""
+    asked: list[tuple[str, int]] = []
+
+    def open_cards(choice: object, num_cards: int) -> EmulatedCards:
+        asked.append((str(choice), num_cards))
+        return EmulatedCards(num_cards)
+
+    monkeypatch.setattr("shard_node.cuda.card_set.open_cards", open_cards)
+    return asked
+
+
+def test_flags_become_the_options_of_the_cards_and_a_child_is_told_the_same() -> None:
+    given = rows.make_context("rows", list(FLAGS)).params
+    assert card_options(given) == OPTIONS
+    told = rows.make_context("rows", device_arguments(given)).params
+    assert told == given
+
+
+@pytest.mark.parametrize(
+    ("flag", "num_cards", "may_block", "expected"),
+    [
+        (None, 4, False, 4), (None, 4, True, 4), (3, 4, False, 3), (3, 4, True, 3),
+        (3, None, False, 3), (3, None, True, 3), (None, None, False, 0), (0, None, False, 0), (None, None, True, 1),
+        (0, None, True, None), (0, 1, False, None),
+    ],
+)  # fmt: skip
+def test_how_many_replicas_rank(flag: int | None, num_cards: int | None, may_block: bool, expected: int | None) -> None:
+    """One for each card; without cards the event loop ranks, unless a row may block it."""
+    card_set = None if num_cards is None else CardSet(EmulatedCards(num_cards))
+    if expected is None:
+        with pytest.raises(click.UsageError, match="--ranking-replicas 0 is only for rows in this process's RAM"):
+            num_replicas(flag, card_set, may_block=may_block)
+    else:
+        assert num_replicas(flag, card_set, may_block=may_block) == expected
+
+
+def test_cuda_without_cupy_ends_the_command_with_what_is_missing(
+    api_model: ApiModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "shard_node.cuda.cupy_cards", raising=False)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    for command in (("serve", "--snapshot", api_model.path), ("demo", "--once", "--local", *ANY_PORTS)):
+        assert "pip install 'shardrank[cuda]'" in shardrank(*command, "--device", "cuda", code=1).output
+    assert open_card_set(serve.make_context("serve", ["--snapshot", "x"]).params) is None
+
+
+def test_a_shard_node_has_its_rows_on_the_cards_and_its_event_loop_waits_for_none(
+    api_model: ApiModel, emulated
+) -> None:
+    given = ["--snapshot", str(api_model.path), "--shard", "0/1", "--listen", "unix:/tmp/x", "--cards", "3"]
+    node = _load(api_model.path, shard_node.make_context("shard-node", given).params, None)
+    assert emulated == [("auto", 3)]
+    with node.generations.lease(MODEL) as lease:
+        assert isinstance(lease.payload.engine, CardEngine)
+        assert lease.payload.engine.plan.num_cards == 3
+    assert _may_wait(node)
+    node.close()
+
+
+def test_a_registered_shard_node_opens_the_cards_that_its_flags_name(
+    emulated: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[CardSet] = []
+
+    async def program(
+        options: object, record: object, agent: object, node: ShardNode, card_set: CardSet, *_: object
+    ) -> None:
+        opened.append(card_set)
+
+    monkeypatch.setattr("serving.cli.serve._serve_rows_in_fleet", program)
+    given = ["--registry", "r", "--store", "s", "--shard", "0/1", "--listen", "unix:/tmp/x", *FLAGS]
+    assert CliRunner().invoke(shard_node, given).exit_code == 0
+    assert emulated == [("cuda:0,1", 1)]
+    assert [one.options for one in opened] == [OPTIONS]

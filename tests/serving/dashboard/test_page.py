@@ -1,24 +1,27 @@
-"""The page's paths and what they tell, over played fleets and a process without one. On real sockets."""
+"""The page's paths, what they report of played fleets and of a process without one, and what is kept of minutes."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from loader.errors import RegistryUnavailableError
 from loader.registry.directory import DirectoryRegistry
-from loader.registry.fleet import delta_stream
+from loader.registry.fleet import LATENCY_BOUNDS_MS, HotReport, NodeRecord, VersionReport, VersionStats, delta_stream
+from loader.rollout.guards import percentile_ms
 from loader.rollout.requests import start_rollout
 from serving.api.http_server import running_admin
 from serving.api.tokens import Tokens, add_token, new_token
 from serving.dashboard.board import MAX_WAITING, MAX_WATCHERS, Board
+from serving.dashboard.history import QUANTILES, History, percentiles_ms
 from serving.dashboard.sources import FleetSource, ProcessSource
 from serving.errors import OverloadedError, ShuttingDownError
 from serving.rank.service import RankingService
@@ -29,7 +32,7 @@ from shardrank_testing.traffic import PlayedTraffic
 
 
 class Played:
-    """A played fleet, and a board that looks at it when it is told to."""
+    """A played fleet, and a board that reads it when the test says so."""
 
     def __init__(self, folder: Path) -> None:
         self.clock = Clock()
@@ -49,6 +52,15 @@ class Played:
         return {**read, **state}
 
 
+def on_played(folder: Path, scenario: Callable[[Played], Awaitable[None]]) -> None:
+    async def main() -> None:
+        played = Played(folder)
+        await scenario(played)
+        await played.source.close()
+
+    run(main())
+
+
 def texts(state: dict[str, Any]) -> list[str]:
     return [f"{one['node'] or one['model']} {one['text']}" for one in state["events"]]
 
@@ -58,8 +70,7 @@ def node_of(state: dict[str, Any], node_id: str) -> dict[str, Any]:
 
 
 def test_a_rollout_is_told_step_by_step_with_its_guards(tmp_path):
-    async def main() -> None:
-        played = Played(tmp_path)
+    async def scenario(played: Played) -> None:
         fleet = played.fleet
         await fleet.begin(2, 2, 2)
         await played.state()
@@ -75,9 +86,8 @@ def test_a_rollout_is_told_step_by_step_with_its_guards(tmp_path):
             seen.append(
                 (model["rollout"]["step"], model["live"], model["rollback"]["to"], model["rollback"]["why_not"])
             )
-        steps = [step for step, *_ in seen]
         order = ["stage_shards", "stage_serving", "replay", "canary", "flip", "retire_serving", "retire_shards"]
-        assert list(dict.fromkeys(steps)) == order
+        assert list(dict.fromkeys(step for step, *_ in seen)) == order
         # It is taken back until the old version is being retired; then it can't be, and afterwards it is rolled back.
         assert {step: (to, bool(why)) for step, _, to, why in seen[:-1]}["canary"] == (OLD, False)
         assert any(why for step, _, _, why in seen if step == "retire_serving")
@@ -90,14 +100,12 @@ def test_a_rollout_is_told_step_by_step_with_its_guards(tmp_path):
         assert (version["serving"], version["answering"]) == (2, 2)
         assert version["recent"]["requests_per_s"] > 0
         assert 0 < version["recent"]["hit_rate"] < 1
-        await played.source.close()
 
-    run(main())
+    on_played(tmp_path, scenario)
 
 
 def test_nodes_that_come_and_go_and_rows_that_lag_are_told(tmp_path):
-    async def main() -> None:
-        played = Played(tmp_path)
+    async def scenario(played: Played) -> None:
         fleet = played.fleet
         await fleet.begin(2, 1, 1)
         for sequence in range(1, 6):
@@ -122,14 +130,12 @@ def test_nodes_that_come_and_go_and_rows_that_lag_are_told(tmp_path):
         state = await played.state()
         assert node_of(state, "shard-1-0")["state"] == "up"
         assert any("shard-1-0 joined at" in one for one in texts(state))
-        await played.source.close()
 
-    run(main())
+    on_played(tmp_path, scenario)
 
 
-def test_a_registry_that_does_not_answer_is_told_and_what_is_known_stays(tmp_path, monkeypatch):
-    async def main() -> None:
-        played = Played(tmp_path)
+def test_what_is_known_stays_while_the_registry_does_not_answer(tmp_path, monkeypatch):
+    async def scenario(played: Played) -> None:
         await played.fleet.begin(1, 1, 1)
         before = await played.state()
         assert before["problem"] == ""
@@ -147,14 +153,12 @@ def test_a_registry_that_does_not_answer_is_told_and_what_is_known_stays(tmp_pat
             "the registry answers again",
             "registry x: gone",
         ]
-        await played.source.close()
 
-    run(main())
+    on_played(tmp_path, scenario)
 
 
 def test_pages_are_bounded_and_one_that_takes_nothing_is_ended(tmp_path):
-    async def main() -> None:
-        played = Played(tmp_path)
+    async def scenario(played: Played) -> None:
         await played.fleet.begin(1, 1, 1)
         watchers = [await played.board.watch() for _ in range(MAX_WATCHERS)]
         with pytest.raises(OverloadedError, match=f"{MAX_WATCHERS} pages are open already"):
@@ -169,9 +173,8 @@ def test_pages_are_bounded_and_one_that_takes_nothing_is_ended(tmp_path):
         assert [one async for one in taking] == []
         with pytest.raises(ShuttingDownError):
             await played.board.watch()
-        await played.source.close()
 
-    run(main())
+    on_played(tmp_path, scenario)
 
 
 @contextlib.asynccontextmanager
@@ -200,7 +203,7 @@ async def events(client: httpx.AsyncClient, count: int) -> list[tuple[str, Any]]
     return found
 
 
-def test_files_come_from_this_port_alone_and_all_else_needs_a_token(tmp_path):
+def test_files_are_served_and_all_else_needs_a_token(tmp_path):
     async def main() -> None:
         token, entry = new_token("ops", "admin")
         narrow, other = new_token("shop", "describe")
@@ -258,3 +261,62 @@ def test_a_process_without_a_fleet_tells_itself_and_its_shards(api_model):
             assert own["golden"] is None
 
     run(main())
+
+
+SLOT_S = 5.0
+
+
+def node(counts: dict[int, int], *, name: str = "serve-0", process: int = 1, hits: int = 0) -> NodeRecord:
+    """A serving process that has answered so many requests of each version, all in the same bucket."""
+    versions = [
+        VersionReport(
+            model="films",
+            version=version,
+            state="ready",
+            stats=VersionStats(requests=count, errors=count // 10, latency_counts=(0, 0, count)),
+            hot=HotReport(lookups=2 * hits, hits=hits) if hits else None,
+        )
+        for version, count in counts.items()
+    ]
+    return NodeRecord(node_id=name, kind="serving", process_id=process, address="", versions=tuple(versions))
+
+
+def requests(history: History, version: int = 1) -> list[int | None]:
+    (found,) = [one["requests"] for one in history.document()["tracks"] if one["version"] == version]
+    return found
+
+
+def test_each_slot_has_what_was_counted_in_it():
+    history = History(num_slots=4)
+    for second, count in enumerate(range(100, 122)):
+        closed = history.observe([node({1: count}, hits=count)], 1000.0 + second)
+        assert closed == (second in (5, 10, 15, 20))
+    # The first slot was seen from its beginning, but what was counted before is not of it; the last is not full.
+    assert requests(history) == [5, 5, 5]
+    told = history.document(last_only=True)
+    assert (told["slot"], told["slot_s"], told["tracks"][0]["requests"]) == (203, SLOT_S, [5])
+    recent = history.recent("films", 1)
+    assert recent is not None
+    assert (recent["requests_per_s"], recent["hit_rate"]) == (1.0, 0.5)
+    assert recent["p50"] == recent["p99"] == LATENCY_BOUNDS_MS[2]
+
+
+def test_a_process_that_starts_anew_and_one_that_comes_count_from_nothing():
+    history = History(num_slots=4)
+    history.observe([node({1: 50})], 0.0)
+    history.observe([node({1: 60})], 6.0)
+    # The process is another one, a version was staged anew, and another node has come.
+    history.observe([node({1: 7}, process=2)], 7.0)
+    history.observe([node({1: 3}, process=2), node({1: 4}, name="serve-1")], 8.0)
+    history.observe([], 11.0)
+    assert requests(history)[-1] == 10 + 7 + 3 + 4
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_percentiles_are_those_of_the_guards(seed):
+    random = np.random.default_rng(seed)
+    counts = random.poisson(0.4, (20, len(LATENCY_BOUNDS_MS) + 1)).astype(np.int64)
+    counts[0] = 0
+    counts[1, :-1] = 0
+    for quantile, found in zip(QUANTILES, percentiles_ms(counts), strict=True):
+        assert found == [percentile_ms(row, quantile) for row in counts.tolist()]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
+from anyio.from_thread import BlockingPortal
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from loader.registry.fleet import NodeRecord, VersionReport
@@ -23,9 +23,12 @@ from serving.api.http_server import running_admin
 from serving.api.tokens import Tokens, add_token, new_token
 from serving.dashboard.sources import FleetSource
 from shardrank_testing.agent_fleet import AgentFleet, agent_fleet, with_live
+from shardrank_testing.background import in_background
 from shardrank_testing.browser import chromium_path
+from shardrank_testing.processes import wait_until
 from shardrank_testing.serving_api import MODEL, api_request, ask
 
+T = TypeVar("T")
 TIMEOUT_MS = 20_000
 MARKUP = "<img src=x onerror=document.title='hit'><b>bold</b>"
 CONTRAST = """(selector) => {
@@ -49,35 +52,34 @@ class Shown:
     """A fleet that runs on a thread of its own under load, and the ports that show it.
 
     Attributes:
-        url, token: of the page that needs a token, and one with scope `admin`; `open_url` is of one that needs none.
+        url, token: of the page, and a token with scope `admin`.
     """
 
     def __init__(self, fleet: AgentFleet, folder: Any) -> None:
         self.fleet = fleet
-        self.loop = asyncio.get_running_loop()
+        self.portal: BlockingPortal
         self.tokens = folder / "tokens.json"
         self.token, entry = new_token("ops", "admin")
         add_token(self.tokens, entry)
-        self.url = self.open_url = ""
+        self.url = ""
 
-    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+    def run(self, work: Callable[..., Coroutine[Any, Any, T]], *arguments: Any, **options: Any) -> T:
         """Have a coroutine done on the fleet's loop."""
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
+        return self.portal.call(partial(work, *arguments, **options))
 
-    async def start_rollout(self, version: int, **options: Any) -> None:
-        await start_rollout(self.fleet.fleet, MODEL, version, rollout_id=f"{time.time_ns():032x}", **options)
+    def start_rollout(self, version: int, **options: Any) -> None:
+        rollout_id = f"{time.time_ns():032x}"
+        self.run(start_rollout, self.fleet.fleet, MODEL, version, rollout_id=rollout_id, **options)
 
-    async def until_done(self) -> int:
-        """Waits until no rollout runs; gives the live version."""
-        while True:
-            found = await read_rollout(self.fleet.fleet, MODEL)
-            if found is None or not found.rollout.active:
-                break
-            await asyncio.sleep(0.02)
-        wanted = await self.fleet.fleet.wanted_model(MODEL)
-        assert wanted is not None
-        assert wanted.live is not None
-        return wanted.live
+    def live_version(self) -> int:
+        """Wait until no rollout runs, and return the live version."""
+
+        def is_done() -> bool:
+            found = self.run(read_rollout, self.fleet.fleet, MODEL)
+            return found is None or not found.rollout.active
+
+        wait_until(is_done, "the end of the rollout")
+        return self.run(self.fleet.fleet.wanted_model, MODEL).live
 
 
 @contextlib.asynccontextmanager
@@ -96,11 +98,8 @@ async def showing(folder: Any, versions: Any) -> AsyncIterator[Shown]:
         tasks.append(asyncio.create_task(load()))
         page = partial(FleetSource, partial(open_registry, fleet.fleet.registry.url))
         tokens = Tokens(shown.tokens)
-        async with (
-            running_admin(service, "127.0.0.1", 0, tokens=tokens, page=page) as port,
-            running_admin(service, "127.0.0.1", 0, page=page) as open_port,
-        ):
-            shown.url, shown.open_url = f"http://127.0.0.1:{port}/", f"http://127.0.0.1:{open_port}/"
+        async with running_admin(service, "127.0.0.1", 0, tokens=tokens, page=page) as port:
+            shown.url = f"http://127.0.0.1:{port}/"
             yield shown
         for task in tasks:
             task.cancel()
@@ -110,29 +109,9 @@ async def showing(folder: Any, versions: Any) -> AsyncIterator[Shown]:
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory, versions) -> Iterator[Shown]:
     chromium_path()
-    folder, made, stop = tmp_path_factory.mktemp("f"), list[Shown](), list[Any]()
-    is_up = threading.Event()
-
-    async def main() -> None:
-        end = asyncio.Event()
-        stop.append(end.set)
-        async with showing(folder, versions) as found:
-            made.append(found)
-            is_up.set()
-            await end.wait()
-
-    def work() -> None:
-        try:
-            asyncio.run(main())
-        finally:
-            is_up.set()
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    assert is_up.wait(60)
-    yield made[0]
-    made[0].loop.call_soon_threadsafe(stop[0])
-    thread.join(60)
+    with in_background(showing(tmp_path_factory.mktemp("f"), versions)) as (found, portal):
+        found.portal = portal
+        yield found
 
 
 @pytest.fixture(scope="module")
@@ -143,135 +122,129 @@ def browser() -> Iterator[Browser]:
         chromium.close()
 
 
-class Recorded:
-    """What went wrong on a page, and where it asked."""
-
-    def __init__(self, page: Page) -> None:
-        self.errors: list[str] = []
-        self.asked: set[str] = set()
-        page.on("console", lambda message: message.type in ("error", "warning") and self.errors.append(message.text))
-        page.on("pageerror", lambda error: self.errors.append(str(error)))
-        page.on("request", lambda request: self.asked.add(request.url))
+@pytest.fixture
+def errors() -> list[str]:
+    """What went wrong on the page."""
+    return []
 
 
-@contextlib.contextmanager
-def opened(browser: Browser, shown: Shown) -> Iterator[tuple[Page, Recorded]]:
-    """The page, signed in; at the end, that nothing failed on it and nothing was asked of anybody else."""
+@pytest.fixture
+def page(browser: Browser, shown: Shown, errors: list[str]) -> Iterator[Page]:
+    """The page, signed in; at the end, that nothing failed on it and nothing was requested elsewhere."""
+    requested: list[str] = []
     page = browser.new_page(viewport={"width": 1360, "height": 900})
-    recorded = Recorded(page)
+    page.on("console", lambda message: message.type in ("error", "warning") and errors.append(message.text))
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("request", lambda request: requested.append(request.url))
     page.set_default_timeout(TIMEOUT_MS)
+    expect.set_options(timeout=TIMEOUT_MS)
     page.goto(shown.url)
     # The field has the focus.
     expect(page.locator("#view-token")).to_be_focused()
     page.keyboard.type(shown.token)
     page.keyboard.press("Enter")
     page.wait_for_selector("#models section")
-    yield page, recorded
-    assert recorded.errors == []
-    assert recorded.asked
-    assert {url for url in recorded.asked if not url.startswith(shown.url)} == set()
+    yield page
+    assert errors == []
+    assert requested
+    assert [url for url in requested if not url.startswith(shown.url)] == []
     page.close()
 
 
 def is_shown(page: Page, selector: str, text: str) -> None:
-    expect(page.locator(selector).filter(has_text=text).first).to_be_visible(timeout=TIMEOUT_MS)
+    expect(page.locator(selector).filter(has_text=text).first).to_be_visible()
 
 
-def test_it_shows_a_rollout_from_its_start_to_the_flip_without_being_loaded_again(shown, browser):
-    old = shown.run(shown.until_done())
+def test_it_shows_a_rollout_from_its_start_to_the_flip(shown, page):
+    old = shown.live_version()
     new = 3 - old
-    with opened(browser, shown) as (page, _):
-        is_shown(page, ".head .tag", f"version {old} is live")
-        page.evaluate("""() => {
-          globalThis.steps = new Set();
-          const shown = () => document.querySelectorAll("li.running, td .tag.warn");
-          const note = () => shown().forEach((one) => steps.add(one.firstChild.data));
-          new MutationObserver(note).observe(document.querySelector("#models"), { childList: true, subtree: true });
-        }""")
-        shown.run(shown.start_rollout(new, shadow_share=0.25, shadow_s=0.7, canary_share=0.5, bake_s=1.5))
-        is_shown(page, ".rollout h3", f"Rollout of version {new} in place of {old}: running")
-        is_shown(page, ".rollout caption", "Guards:")
-        is_shown(page, ".head .tag", f"version {new} is live")
-        is_shown(page, ".rollout h3", f"Rollout of version {new} in place of {old}: done")
-        assert {"shadow", "shadow, 25%", "canary", "canary, 50%"} <= set(page.evaluate("[...steps]"))
-        assert page.locator(".steps li.done").count() == page.locator(".steps li").count() > 5
-        is_shown(page, "#events tr", f"version {new} is to be live, after version {old}")
-        row = page.locator("#serving tbody tr").filter(has_text="✓ live")
-        expect(row).to_contain_text(f"{MODEL} {new}")
-        # The slots of 5 s begin to fill: lines of requests and latencies.
-        page.wait_for_selector("svg.plot polyline", timeout=TIMEOUT_MS, state="attached")
+    is_shown(page, ".head .tag", f"version {old} is live")
+    page.evaluate("""() => {
+      globalThis.steps = new Set();
+      const shown = () => document.querySelectorAll("li.running, td .tag.warn");
+      const note = () => shown().forEach((one) => steps.add(one.firstChild.data));
+      new MutationObserver(note).observe(document.querySelector("#models"), { childList: true, subtree: true });
+    }""")
+    shown.start_rollout(new, shadow_share=0.25, shadow_s=0.7, canary_share=0.5, bake_s=1.5)
+    is_shown(page, ".rollout h3", f"Rollout of version {new} in place of {old}: running")
+    is_shown(page, ".rollout caption", "Guards:")
+    is_shown(page, ".head .tag", f"version {new} is live")
+    is_shown(page, ".rollout h3", f"Rollout of version {new} in place of {old}: done")
+    assert {"shadow", "shadow, 25%", "canary", "canary, 50%"} <= set(page.evaluate("[...steps]"))
+    assert page.locator(".steps li.done").count() == page.locator(".steps li").count() > 5
+    is_shown(page, "#events tr", f"version {new} is to be live, after version {old}")
+    row = page.locator("#serving tbody tr").filter(has_text="✓ live")
+    expect(row).to_contain_text(f"{MODEL} {new}")
+    # The slots of 5 s begin to fill: lines of requests and latencies.
+    page.wait_for_selector("svg.plot polyline", state="attached")
 
 
-def test_a_node_that_dies_is_shown_within_5_s(shown, browser):
-    with opened(browser, shown) as (page, _):
-        row = page.locator("#shards tr").filter(has_text="shard-1-1")
-        expect(row.first).to_contain_text("ready")
-        died = time.time()
-        shown.run(shown.fleet.nodes["shard-1-1"].die())
-        expect(row.first).to_contain_text("gone since", timeout=TIMEOUT_MS)
-        text = row.first.inner_text()
-        told = text[text.index("gone since ") :].split()[2]
-        day = datetime.fromtimestamp(died, UTC).date()
-        noticed = datetime.fromisoformat(f"{day}T{told}+00:00").timestamp()
-        # It is told in whole seconds, rounded down; and midnight may have passed.
-        assert (noticed + 1 - died) % 86_400 <= 6
-        is_shown(page, "#events tr", "is gone: its lease ran out")
-        shown.run(shown.fleet.start_node(1, 1))
-        expect(row.first).to_contain_text("ready", timeout=TIMEOUT_MS)
+def test_a_node_that_dies_is_shown_within_5_s(shown, page):
+    row = page.locator("#shards tr").filter(has_text="shard-1-1")
+    expect(row.first).to_contain_text("ready")
+    died = time.time()
+    shown.run(shown.fleet.nodes["shard-1-1"].die)
+    expect(row.first).to_contain_text("gone since")
+    text = row.first.inner_text()
+    told = text[text.index("gone since ") :].split()[2]
+    day = datetime.fromtimestamp(died, UTC).date()
+    noticed = datetime.fromisoformat(f"{day}T{told}+00:00").timestamp()
+    # It is told in whole seconds, rounded down; and midnight may have passed.
+    assert (noticed + 1 - died) % 86_400 <= 6
+    is_shown(page, "#events tr", "is gone: its lease ran out")
+    shown.run(shown.fleet.start_node, 1, 1)
+    expect(row.first).to_contain_text("ready")
 
 
-def test_the_button_is_reached_by_keyboard_and_rolls_back_for_the_right_token_alone(shown, browser):
-    live = shown.run(shown.until_done())
-    shown.run(shown.start_rollout(3 - live))
-    assert shown.run(shown.until_done()) == 3 - live
-    with opened(browser, shown) as (page, recorded):
-        button = page.locator(".head button")
-        expect(button).to_have_text(f"Roll back to version {live}", timeout=TIMEOUT_MS)
-        expect(button).to_be_enabled()
-        for _ in range(5):
-            page.keyboard.press("Tab")
-            if button.evaluate("(one) => one === document.activeElement"):
-                break
-        expect(button).to_be_focused()
-        assert button.evaluate("(one) => getComputedStyle(one).outlineStyle") == "solid"
-        page.keyboard.press("Enter")
-        expect(page.locator("#rollback-token")).to_be_focused()
-        page.keyboard.type("shardrank_wrong")
-        page.keyboard.press("Enter")
-        is_shown(page, "#rollback-error", "the token is not known here")
-        # Chromium notes each answer that is an error.
-        assert len(recorded.errors) == 1
-        assert "401" in recorded.errors.pop()
-        assert shown.run(shown.until_done()) == 3 - live
-        page.keyboard.type(shown.token)
-        page.keyboard.press("Enter")
-        expect(page.locator("dialog")).to_be_hidden(timeout=TIMEOUT_MS)
-        is_shown(page, ".head .tag", f"version {live} is live")
-        assert shown.run(shown.until_done()) == live
-        assert page.evaluate("[localStorage.length, sessionStorage.length, document.cookie]") == [0, 0, ""]
+def test_the_button_rolls_back_by_keyboard_for_the_right_token(shown, page, errors):
+    live = shown.live_version()
+    shown.start_rollout(3 - live)
+    assert shown.live_version() == 3 - live
+    button = page.locator(".head button")
+    expect(button).to_have_text(f"Roll back to version {live}")
+    expect(button).to_be_enabled()
+    for _ in range(5):
+        page.keyboard.press("Tab")
+        if button.evaluate("(one) => one === document.activeElement"):
+            break
+    expect(button).to_be_focused()
+    assert button.evaluate("(one) => getComputedStyle(one).outlineStyle") == "solid"
+    page.keyboard.press("Enter")
+    expect(page.locator("#rollback-token")).to_be_focused()
+    page.keyboard.type("shardrank_wrong")
+    page.keyboard.press("Enter")
+    is_shown(page, "#rollback-error", "the token is not known here")
+    # Chromium notes each answer that is an error.
+    assert len(errors) == 1
+    assert "401" in errors.pop()
+    assert shown.live_version() == 3 - live
+    page.keyboard.type(shown.token)
+    page.keyboard.press("Enter")
+    expect(page.locator("dialog")).to_be_hidden(timeout=TIMEOUT_MS)
+    is_shown(page, ".head .tag", f"version {live} is live")
+    assert shown.live_version() == live
+    assert page.evaluate("[localStorage.length, sessionStorage.length, document.cookie]") == [0, 0, ""]
 
 
-def test_both_colour_schemes_are_there_and_can_be_read(shown, browser):
+def test_both_colour_schemes_are_there_and_can_be_read(shown, page):
     grounds = {}
-    with opened(browser, shown) as (page, _):
-        is_shown(page, "#shards td", "ready")
-        for scheme in ("light", "dark"):
-            page.emulate_media(color_scheme=scheme)
-            grounds[scheme] = page.evaluate("getComputedStyle(document.body).backgroundColor")
-            contrasts = page.evaluate(CONTRAST, "h1, h2, h3, p, td, th, .tag, .steps li, button:not(:disabled), footer")
-            # WCAG 2.2, 1.4.3.
-            assert len(contrasts) > 30
-            assert min(contrasts) >= 4.5
+    is_shown(page, "#shards td", "ready")
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        grounds[scheme] = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        contrasts = page.evaluate(CONTRAST, "h1, h2, h3, p, td, th, .tag, .steps li, button:not(:disabled), footer")
+        # WCAG 2.2, 1.4.3.
+        assert len(contrasts) > 30
+        assert min(contrasts) >= 4.5
     assert grounds["light"] != grounds["dark"]
 
 
-def test_what_nodes_say_is_text_and_never_markup(shown, browser):
+def test_what_nodes_say_is_text_and_never_markup(shown, page):
     report = VersionReport(model=MODEL, version=7, state="refused", reason=MARKUP)
     bad = NodeRecord(node_id="bad", kind="shard", process_id=1, address=MARKUP, shard_index=0, versions=(report,))
-    with opened(browser, shown) as (page, _):
-        shown.run(shown.fleet.fleet.announce_node(bad, 60))
-        is_shown(page, "#shards tr", MARKUP)
-        is_shown(page, "#events tr", f"joined at {MARKUP}")
-        assert page.locator("main img, main b").count() == 0
-        assert page.title() == "shardrank"
-        shown.run(shown.fleet.fleet.withdraw_node("bad"))
+    shown.run(shown.fleet.fleet.announce_node, bad, 60)
+    is_shown(page, "#shards tr", MARKUP)
+    is_shown(page, "#events tr", f"joined at {MARKUP}")
+    assert page.locator("main img, main b").count() == 0
+    assert page.title() == "shardrank"
+    shown.run(shown.fleet.fleet.withdraw_node, "bad")

@@ -72,23 +72,19 @@ def test_forks_draw_different_random_values(server: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "reason"),
+    ("program", "changed", "reason"),
     [
-        ({"OMP_NUM_THREADS": "3"}, "OMP_NUM_THREADS differ"),
-        ({"CUDA_VISIBLE_DEVICES": "1", "X": ""}, "DEVICES, X differ"),
+        (sys.executable, {"OMP_NUM_THREADS": "3"}, "OMP_NUM_THREADS differ"),
+        (sys.executable, {"CUDA_VISIBLE_DEVICES": "1", "X": ""}, "DEVICES, X differ"),
+        ("/usr/bin/python3", {}, "is not"),
     ],
 )
-def test_variables_that_imports_read_are_not_changed(server: str, changed: dict[str, str], reason: str, caplog) -> None:
-    assert fork_module(server, STATE, environment={**os.environ, **changed}) is None
+def test_neither_the_interpreter_nor_variables_that_imports_read_change(
+    server: str, program: str, changed: dict[str, str], reason: str, caplog
+) -> None:
+    start = ForkedProcess.start(server, (program, "-m", STATE), (0, 1, 2), {**os.environ, **changed})
+    assert asyncio.run(start) is None
     assert reason in caplog.text
-
-
-def test_only_modules_of_the_same_interpreter_are_run(server: str, caplog) -> None:
-    async def start() -> ForkedProcess | None:
-        return await ForkedProcess.start(server, ("/usr/bin/python3", "-m", STATE), (0, 1, 2), os.environ)
-
-    assert asyncio.run(start()) is None
-    assert "is not" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -100,12 +96,13 @@ def test_only_modules_of_the_same_interpreter_are_run(server: str, caplog) -> No
     ],
     ids=["thread", "cuda", "failed import"],
 )
-def test_nothing_is_forked_where_a_fork_would_be_broken(tmp_path: Path, module: str, reason: str, caplog) -> None:
+def test_nothing_is_forked_where_a_fork_would_be_broken(
+    tmp_path: Path, module: str, reason: str, caplog, monkeypatch
+) -> None:
     (tmp_path / "broken.py").write_text(module)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path)
-        with running_fork_server(str(tmp_path / "socket"), ("broken",)):
-            assert fork_module(str(tmp_path / "socket"), STATE) is None
+    monkeypatch.chdir(tmp_path)
+    with running_fork_server(str(tmp_path / "socket"), ("broken",)):
+        assert fork_module(str(tmp_path / "socket"), STATE) is None
     assert reason in caplog.text
 
 
@@ -124,16 +121,6 @@ def test_a_process_is_killed_with_its_handle(server: str) -> None:
     pid = process.pid
     del process
     wait_until(lambda: not Path(f"/proc/{pid}").exists(), "it to be killed")
-
-
-def test_the_modules_of_a_fleet_can_be_forked(tmp_path: Path, monkeypatch) -> None:
-    """None of them starts a thread at its import, or opens a device."""
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    path = str(tmp_path / "socket")
-    with running_fork_server(path):
-        process = fork_module(path, "serving.cli", "--version")
-        assert process is not None
-        assert process.communicate(60)[0].startswith("shardrank, version ")
 
 
 @pytest.mark.parametrize("killed", ["supervisor", "fork server"])

@@ -7,7 +7,6 @@ import contextlib
 import os
 import signal
 import sys
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 
 from serving.errors import ChildFailedError, FleetError
 from serving.fleet.supervisor import Child, ChildSpec, NotYetError, RefusedError, SupervisionConfig, Supervisor
+from shardrank_testing.processes import is_alive, wait_until
 
 QUICK = SupervisionConfig(ready_timeout_s=20, probe_interval_s=0.01, first_backoff_s=0.01, stop_grace_s=10)
 
@@ -30,97 +30,79 @@ DEAF = GOOD.replace("lambda *_: sys.exit(0)", "signal.SIG_IGN")
 BAD = "import sys; print('the disk is on fire'); sys.exit(3)"
 
 
-def spec(name: str, folder: Path, script: str = GOOD) -> ChildSpec:
-    path = folder / f"{name}.pid"
+class Probe:
+    """Takes a process for ready that has written its pid, after so many refusals."""
 
-    async def probe(_: int) -> None:
-        if not path.exists():
+    def __init__(self, path: Path, error: Exception | None = None) -> None:
+        self.path, self.error, self.refusals = path, error, 0
+
+    async def __call__(self, process_id: int) -> None:
+        if self.error is not None:
+            raise self.error
+        if not self.path.exists() or process_id != int(self.path.read_text()):
             raise NotYetError("no pid file")
+        if self.refusals:
+            self.refusals -= 1
+            raise RefusedError("a file is damaged")
 
-    return ChildSpec(name, (sys.executable, "-c", script, str(path)), probe)
+
+def spec(name: str, folder: Path, script: str = GOOD, error: Exception | None = None) -> ChildSpec:
+    path = folder / f"{name}.pid"
+    return ChildSpec(name, (sys.executable, "-c", script, str(path)), Probe(path, error))
 
 
 @contextlib.asynccontextmanager
-async def supervisor(folder: Path, config: SupervisionConfig = QUICK) -> AsyncIterator[Supervisor]:
-    fleet = Supervisor(folder, config)
+async def supervising(folder: Path, config: SupervisionConfig = QUICK, **clocks: object) -> AsyncIterator[Supervisor]:
+    fleet = Supervisor(folder, config, **clocks)
     try:
         yield fleet
     finally:
         await fleet.stop()
 
 
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+async def restarted(child: Child) -> None:
+    async with asyncio.timeout(20):
+        while child.restarts != 1 or child.state != "ready":  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
 
-def test_start_returns_when_every_child_answers_and_stop_leaves_none(tmp_path: Path) -> None:
+def test_start_returns_when_every_child_is_ready_and_stop_leaves_none(tmp_path: Path) -> None:
     async def run() -> list[int]:
         ready: list[str] = []
-        async with supervisor(tmp_path) as fleet:
+        async with supervising(tmp_path) as fleet:
             await fleet.start([spec("a", tmp_path), spec("b", tmp_path)], ready.append)
             await fleet.start([spec("c", tmp_path)], ready.append)
-            assert sorted(ready) == ["a", "b", "c"]
-            assert list(fleet.children) == ["a", "b", "c"]
-            pids = [child.pid for child in fleet.children.values()]
-        return [pid for pid in pids if pid is not None]
+            assert sorted(ready) == list(fleet.children) == ["a", "b", "c"]
+            with pytest.raises(FleetError, match="'a' is here already"):
+                await fleet.start([spec("a", tmp_path)])
+            return [int((tmp_path / f"{name}.pid").read_text()) for name in ready]
 
-    pids = asyncio.run(run())
-    assert len(pids) == 3
-    assert not any(map(alive, pids))
+    assert not any(map(is_alive, asyncio.run(run())))
 
 
-def test_a_child_that_ends_before_it_serves_fails_the_start_with_its_last_words(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with supervisor(tmp_path) as fleet:
-            await fleet.start([spec("bad", tmp_path, BAD)])
-
-    with pytest.raises(
-        ChildFailedError, match=r"bad ended with exit code 3 before it served(?s:.*)the disk is on fire"
-    ):
-        asyncio.run(run())
-    assert not alive(int((tmp_path / "good.pid").read_text())) if (tmp_path / "good.pid").exists() else True
-
-
-def test_a_child_that_never_answers_fails_the_start_with_the_probes_reason(tmp_path: Path) -> None:
-    async def never(_: int) -> None:
-        raise NotYetError("tables are loading")
+@pytest.mark.parametrize(
+    ("script", "error", "problem"),
+    [
+        (BAD, None, r"a ended with exit code 3 before it served(?s:.*)the disk is on fire"),
+        (GOOD, NotYetError("tables are loading"), r"a was not ready within 0\.2 s: tables are loading"),
+        (GOOD, RefusedError("version 1 is damaged"), r"a does not serve: version 1 is damaged(?s:.*)a\.log"),
+    ],
+    ids=["ends", "never ready", "refuses"],
+)
+def test_a_child_that_does_not_serve_fails_the_start(
+    tmp_path: Path, script: str, error: Exception | None, problem: str
+) -> None:
+    timeout_s = 0.2 if isinstance(error, NotYetError) else 20
 
     async def run() -> None:
-        async with supervisor(tmp_path, QUICK.model_copy(update={"ready_timeout_s": 0.2})) as fleet:
-            command = spec("slow", tmp_path).command
-            await fleet.start([ChildSpec("slow", command, never)])
+        async with supervising(tmp_path, QUICK.model_copy(update={"ready_timeout_s": timeout_s})) as fleet:
+            await fleet.start([spec("a", tmp_path, script, error)])
 
-    with pytest.raises(ChildFailedError, match=r"slow was not ready within 0\.2 s: tables are loading"):
+    with pytest.raises(ChildFailedError, match=problem):
         asyncio.run(run())
 
 
-def test_a_killed_child_is_started_again_under_the_same_name(tmp_path: Path) -> None:
-    async def run() -> tuple[int, int]:
-        async with supervisor(tmp_path) as fleet:
-            await fleet.start([spec("a", tmp_path)])
-            child = fleet.children["a"]
-            first = child.pid
-            assert first is not None
-            (tmp_path / "a.pid").unlink()
-            os.kill(first, signal.SIGKILL)
-            async with asyncio.timeout(20):
-                while child.restarts != 1 or child.state != "ready":  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
-            second = child.pid
-            assert second is not None
-            assert second == int((tmp_path / "a.pid").read_text())
-            return first, second
-
-    first, second = asyncio.run(run())
-    assert first != second
-    assert not alive(second)
-
-
-def test_a_child_that_keeps_dying_is_restarted_ever_more_slowly_up_to_the_cap(tmp_path: Path) -> None:
+def test_a_child_that_keeps_dying_is_restarted_ever_more_slowly(tmp_path: Path) -> None:
     pauses: list[float] = []
     enough = asyncio.Event()
 
@@ -132,17 +114,13 @@ def test_a_child_that_keeps_dying_is_restarted_ever_more_slowly_up_to_the_cap(tm
 
     async def run() -> None:
         config = SupervisionConfig(first_backoff_s=0.5, max_backoff_s=4, probe_interval_s=0.01)
-        fleet = Supervisor(tmp_path, config, sleep=sleep)
-        try:
+        async with supervising(tmp_path, config, sleep=sleep) as fleet:
             await fleet.start([spec("a", tmp_path)])
             # From here on it dies at once, so it never lives long enough for the pause to be forgotten.
             child = fleet.children["a"]
-            child.spec = ChildSpec("a", (sys.executable, "-c", BAD), spec("gone", tmp_path / "nowhere").probe)
+            child.spec = spec("a", tmp_path / "nowhere", BAD)
             child.kill()
-            async with asyncio.timeout(60):
-                await enough.wait()
-        finally:
-            await fleet.stop()
+            await asyncio.wait_for(enough.wait(), 60)
 
     asyncio.run(run())
     assert pauses == [0.5, 1, 2, 4, 4, 4]
@@ -150,13 +128,11 @@ def test_a_child_that_keeps_dying_is_restarted_ever_more_slowly_up_to_the_cap(tm
 
 def test_a_child_that_ignores_sigterm_is_killed_after_the_grace(tmp_path: Path) -> None:
     async def run() -> int:
-        async with supervisor(tmp_path, QUICK.model_copy(update={"stop_grace_s": 0.1})) as fleet:
+        async with supervising(tmp_path, QUICK.model_copy(update={"stop_grace_s": 0.1})) as fleet:
             await fleet.start([spec("deaf", tmp_path, DEAF)])
-            pid = fleet.children["deaf"].pid
-            assert pid is not None
-        return pid
+            return int((tmp_path / "deaf.pid").read_text())
 
-    assert not alive(asyncio.run(run()))
+    assert not is_alive(asyncio.run(run()))
 
 
 def test_killing_a_child_that_has_just_ended_is_no_error(tmp_path: Path) -> None:
@@ -166,9 +142,8 @@ def test_killing_a_child_that_has_just_ended_is_no_error(tmp_path: Path) -> None
         assert child.pid is not None
         os.kill(child.pid, signal.SIGKILL)
         # Reaped by a thread of asyncio's, and the event loop has not been told.
-        until = time.monotonic() + 5
-        while alive(child.pid) and time.monotonic() < until:
-            time.sleep(0.01)  # noqa: ASYNC251
+        pid_file = Path(f"/proc/{child.pid}")
+        wait_until(lambda: not pid_file.exists(), "the child to be reaped")
         child.kill()
         return await child.wait()
 
@@ -180,7 +155,7 @@ def test_groups_are_stopped_in_reverse(tmp_path: Path) -> None:
     script = GOOD.replace("sys.exit(0)", f"(open({str(order)!r}, 'a').write(sys.argv[1][-5]), sys.exit(0))")
 
     async def run() -> None:
-        async with supervisor(tmp_path) as fleet:
+        async with supervising(tmp_path) as fleet:
             await fleet.start([spec("1", tmp_path, script)])
             await fleet.start([spec("2", tmp_path, script)])
 
@@ -188,89 +163,45 @@ def test_groups_are_stopped_in_reverse(tmp_path: Path) -> None:
     assert order.read_text() == "21"
 
 
-def test_two_children_of_one_name_are_refused(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with supervisor(tmp_path) as fleet:
-            await fleet.start([spec("a", tmp_path)])
-            await fleet.start([spec("a", tmp_path)])
-
-    with pytest.raises(FleetError, match="'a' is here already"):
-        asyncio.run(run())
-
-
-def test_a_child_that_refuses_to_serve_fails_the_start_at_once_with_its_reason(tmp_path: Path) -> None:
-    async def refuse(_: int) -> None:
-        raise RefusedError("version 1 of 'films': SHA-256 is not the one")
-
-    async def run() -> None:
-        async with supervisor(tmp_path) as fleet:
-            await fleet.start([ChildSpec("picky", spec("picky", tmp_path).command, refuse)])
-
-    with pytest.raises(ChildFailedError, match=r"picky does not serve: version 1 (?s:.*)picky\.log"):
-        asyncio.run(run())
-
-
-def test_a_restarted_child_that_refuses_is_left_running_until_it_can_serve(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("refusals", [0, 3])
+def test_a_killed_child_is_started_again_under_its_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, refusals: int
 ) -> None:
-    refusals = 0
+    """One that refuses to serve is left running until it can, and reported once."""
 
-    async def probe(process_id: int) -> None:
-        nonlocal refusals
-        if not (tmp_path / "a.pid").exists() or process_id != int((tmp_path / "a.pid").read_text()):
-            raise NotYetError("no pid file")
-        if refusals:
-            refusals -= 1
-            raise RefusedError("a file is damaged")
-
-    async def run() -> tuple[int | None, int]:
-        nonlocal refusals
-        async with supervisor(tmp_path) as fleet:
-            await fleet.start([ChildSpec("a", spec("a", tmp_path).command, probe)])
+    async def run() -> None:
+        child_spec = spec("a", tmp_path)
+        async with supervising(tmp_path) as fleet:
+            await fleet.start([child_spec])
             child = fleet.children["a"]
-            refusals = 3
+            first = child.pid
+            child_spec.probe.refusals = refusals
             child.kill()
-            async with asyncio.timeout(20):
-                while child.restarts != 1 or child.state != "ready":  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
-            return child.pid, child.restarts
+            await restarted(child)
+            assert first != child.pid == int((tmp_path / "a.pid").read_text())
 
-    pid, restarts = asyncio.run(run())
-    assert (restarts, refusals) == (1, 0)
-    assert pid == int((tmp_path / "a.pid").read_text())
-    assert [record.getMessage() for record in caplog.records if "failed" in record.message] == [
-        "restart 1 of a failed: a file is damaged"
-    ]
+    asyncio.run(run())
+    failures = [record.getMessage() for record in caplog.records if "failed" in record.message]
+    assert failures == (["restart 1 of a failed: a file is damaged"] if refusals else [])
 
 
-def test_a_restarted_child_that_goes_on_refusing_one_model_is_not_killed_for_it(tmp_path: Path) -> None:
-    """It serves others meanwhile."""
-    now, refusals = 0.0, 0
+def test_a_restarted_child_that_goes_on_refusing_is_not_killed(tmp_path: Path) -> None:
+    """It serves other models meanwhile."""
+    child_spec = spec("a", tmp_path)
+    probe = child_spec.probe
+    assert isinstance(probe, Probe)
 
-    async def probe(process_id: int) -> None:
-        nonlocal now, refusals
-        if not (tmp_path / "a.pid").exists() or process_id != int((tmp_path / "a.pid").read_text()):
-            raise NotYetError("no pid file")
-        if refusals:
-            refusals -= 1
-            now += QUICK.ready_timeout_s / 2
-            raise RefusedError("a file is damaged")
+    def clock() -> float:
+        return (10 - probe.refusals) * QUICK.ready_timeout_s / 2
 
-    async def run() -> tuple[int | None, int]:
-        nonlocal refusals
-        fleet = Supervisor(tmp_path, QUICK, clock=lambda: now)
-        try:
-            await fleet.start([ChildSpec("a", spec("a", tmp_path).command, probe)])
+    async def run() -> int | None:
+        async with supervising(tmp_path, clock=clock) as fleet:
+            await fleet.start([child_spec])
             child = fleet.children["a"]
-            refusals = 10
+            probe.refusals = 10
             child.kill()
-            async with asyncio.timeout(20):
-                while refusals or child.state != "ready":  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
-            return child.pid, child.restarts
-        finally:
-            await fleet.stop()
+            await restarted(child)
+            return child.pid
 
-    pid, restarts = asyncio.run(run())
-    assert restarts == 1
-    assert pid == int((tmp_path / "a.pid").read_text())
+    assert asyncio.run(run()) == int((tmp_path / "a.pid").read_text())
+    assert probe.refusals == 0

@@ -1,4 +1,4 @@
-"""`shardrank up` and `shardrank serve` as their users meet them: real processes, real ports, real kills."""
+"""`shardrank up` and `shardrank serve` as their users meet them: real processes, ports, kills, and rollouts."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
-import sys
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,18 @@ import numpy as np
 import pytest
 
 from serving.training.trainer import train_version
+from shardrank_testing.command_line import ANY_PORTS, shardrank
 from shardrank_testing.movielens import small_interactions
 from shardrank_testing.processes import Program, command_line, descendants, is_alive, running, wait_until
 from shardrank_testing.snapshots import rewrite_manifest
 
-ANY_PORTS = ("--http-port", "0", "--grpc-port", "0")
+SHAPE = ("--shards", "2", "--cards", "2", "--workers", "2", "--replicate-bytes", "0", *ANY_PORTS)
+# Many candidates, so that every shard has some of the rows.
+REQUEST: dict[str, Any] = {
+    "context": {"sparse": {"user_id": [1], "history": [2, 3]}},
+    "candidates": {"sparse": {"film_id": list(range(1, 41)), "genre": 40 * [[1]]}},
+    "timeout_ms": 5000,
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -37,65 +44,64 @@ def run_directories(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("up")
-    train_version(small_interactions(num_ratings=2000), folder, seed=0, epochs=1)
+    for seed in range(3):
+        train_version(small_interactions(num_ratings=2000), folder, seed=seed, epochs=1)
     return folder
 
 
-@pytest.fixture(scope="module")
-def request_document() -> dict[str, Any]:
-    from serving.training.dataset import FilmsDataset, evaluation_requests, films_spec
-
-    interactions = small_interactions(num_ratings=2000)
-    spec = films_spec(interactions)
-    requests = evaluation_requests(FilmsDataset.split(interactions, seed=0), spec).requests
-    # Many candidates, so that every shard has some of the rows.
-    one = requests.request(int(requests.num_candidates.argmax()))
-    ids = {name: values.tolist() for name, values in one.values.items()}
-    genres = np.split(one.values["genre"], np.cumsum(one.lengths["genre"])[:-1])
-    return {
-        "context": {"sparse": {"user_id": ids["user_id"], "history": ids["history"]}},
-        "candidates": {"sparse": {"film_id": ids["film_id"], "genre": [bag.tolist() for bag in genres]}},
-        "timeout_ms": 2000,
-    }
-
-
-class Fleet:
-    def __init__(self, program: Program) -> None:
-        self.program = program
-        self.url = program.read_until(r"(http://127.0.0.1:\d+)")[1]
-        self.grpc_port = int(program.read_until(r"gRPC: 127.0.0.1:(\d+)")[1])
-
-    def rank(self, document: dict[str, Any]) -> httpx.Response:
-        # One connection for each request, so that the kernel spreads them over the workers.
-        return httpx.post(f"{self.url}/v1/models/films:rank", json=document, timeout=20)
-
-    def pid_of(self, pattern: str) -> int:
-        found = [pid for pid in descendants(self.program.process.pid) if re.search(pattern, command_line(pid))]
-        assert len(found) == 1, found
-        return found[0]
+@pytest.fixture
+def other_store(store: Path, tmp_path: Path) -> Path:
+    """A store of the first version alone, to be damaged."""
+    shutil.copytree(store / "films" / "1", tmp_path / "store" / "films" / "1")
+    return tmp_path / "store"
 
 
 @pytest.fixture(scope="module")
-def fleet(store: Path) -> Iterator[Fleet]:
-    shape = ("--shards", "2", "--cards", "2", "--workers", "2", "--replicate-bytes", "0")
-    with running("--log-level", "info", "up", "--store", str(store), *shape, *ANY_PORTS, is_forked=False) as program:
-        yield Fleet(program)
+def fleet(store: Path) -> Iterator[Program]:
+    with running(
+        "--log-level", "info", "up", "--store", str(store), "--version", "1", *SHAPE, is_forked=False
+    ) as program:
+        _ = program.url, program.grpc_target
+        yield program
 
 
-def test_every_process_is_ready_before_the_ports_are_printed(fleet: Fleet, request_document: dict[str, Any]) -> None:
+def damage_rows(version: Path) -> str:
+    """Change a bit of a version's rows. Returns the file's name."""
+    rows = next(version.glob("tables/*/rows-*.safetensors"))
+    content = bytearray(rows.read_bytes())
+    content[-1] ^= 1
+    rows.write_bytes(content)
+    return rows.name
+
+
+def rank(program: Program) -> httpx.Response:
+    return program.rank("films", REQUEST)
+
+
+def processes_of(program: Program, pattern: str) -> list[int]:
+    return [pid for pid in descendants(program.process.pid) if re.search(pattern, command_line(pid))]
+
+
+def wait_for_end(pid: int) -> None:
+    # Reaped by its supervisor: before that, threads of it may still hold a listening socket.
+    wait_until(lambda: not Path(f"/proc/{pid}").exists(), "the process to be gone")
+
+
+def test_every_process_is_ready_before_the_ports_are_printed(fleet: Program) -> None:
     for name in ("coordinator", "shard-0-0", "shard-1-0", "serve-0", "serve-1"):
-        assert f"{name} is ready\n" in fleet.program.output
-    assert re.search(r"^on every shard: none; split over 2 shards: .*films", fleet.program.output, re.MULTILINE)
-    answers = [fleet.rank(request_document) for _ in range(8)]
+        assert f"{name} is ready\n" in fleet.output
+    assert re.search(r"^on every shard: none; split over 2 shards: .*films", fleet.output, re.MULTILINE)
+    assert "films: version 1 is live, the store's latest is 3;" in fleet.output
+    answers = [rank(fleet) for _ in range(8)]
     assert {answer.status_code for answer in answers} == {200}
     assert len({answer.text for answer in answers}) == 1
     assert answers[0].json()["version"] == 1
-    assert "started by exec" not in fleet.program.output
+    assert "started by exec" not in fleet.output
     # What only supervises has no use for it.
-    assert "libtorch" not in Path(f"/proc/{fleet.program.process.pid}/maps").read_text()
+    assert "libtorch" not in Path(f"/proc/{fleet.process.pid}/maps").read_text()
 
 
-def test_metrics_of_all_workers_are_added_up(fleet: Fleet, request_document: dict[str, Any]) -> None:
+def test_metrics_of_all_workers_are_added_up(fleet: Program) -> None:
     def answered() -> float:
         text = httpx.get(f"{fleet.url}/metrics").text
         return sum(
@@ -106,132 +112,160 @@ def test_metrics_of_all_workers_are_added_up(fleet: Fleet, request_document: dic
 
     before = answered()
     for _ in range(16):
-        fleet.rank(request_document)
+        rank(fleet)
     assert answered() == before + 16
 
 
-def test_a_killed_shard_node_costs_503_until_it_is_back(fleet: Fleet, request_document: dict[str, Any]) -> None:
-    scores = fleet.rank(request_document).json()["scores"]
-    node = fleet.pid_of(r" shard-node .*--shard 0/2 ")
+def test_a_killed_shard_node_costs_503_until_it_is_back(fleet: Program) -> None:
+    scores = rank(fleet).json()["scores"]
+    (node,) = processes_of(fleet, " shard-node .*--shard 0/2 ")
     os.kill(node, signal.SIGKILL)
     statuses = []
     # The node takes longer to start than a request to fail, so the first ones meet no node.
-    while (answer := fleet.rank(request_document)).status_code != 200:
+    while (answer := rank(fleet)).status_code != 200:
         statuses.append(answer.status_code)
         assert answer.json()["error"]["kind"]
         assert len(statuses) < 100_000
     assert set(statuses) == {503}
     assert answer.json()["scores"] == scores
-    assert fleet.pid_of(r" shard-node .*--shard 0/2 ") != node
+    assert processes_of(fleet, " shard-node .*--shard 0/2 ") != [node]
     # The workers find out one after the other.
-    wait_until(lambda: {fleet.rank(request_document).status_code for _ in range(16)} == {200}, "every worker to see it")
+    wait_until(lambda: {rank(fleet).status_code for _ in range(16)} == {200}, "every worker to see it")
 
 
-def test_a_killed_worker_is_replaced_and_the_others_go_on(fleet: Fleet, request_document: dict[str, Any]) -> None:
-    pids = [pid for pid in descendants(fleet.program.process.pid) if " serve " in command_line(pid)]
-    assert len(pids) == 2
-    os.kill(pids[0], signal.SIGKILL)
-    # Reaped by its supervisor: before that, threads of it may still hold the listening socket.
-    wait_until(lambda: not Path(f"/proc/{pids[0]}").exists(), "the worker to be gone")
-    assert fleet.rank(request_document).status_code == 200
-    fleet.program.read_until(r"serve-\d serves again \(restart 1\)")
-    assert {fleet.rank(request_document).status_code for _ in range(8)} == {200}
+def test_a_killed_worker_is_replaced_and_the_others_go_on(fleet: Program) -> None:
+    killed, _ = processes_of(fleet, " serve ")
+    os.kill(killed, signal.SIGKILL)
+    wait_for_end(killed)
+    assert rank(fleet).status_code == 200
+    fleet.read_until(r"serve-\d serves again \(restart 1\)")
+    assert {rank(fleet).status_code for _ in range(8)} == {200}
 
 
-def test_sigterm_ends_the_fleet_with_code_0_and_no_orphans(fleet: Fleet) -> None:
+@contextmanager
+def requests_all_the_time(program: Program) -> Iterator[list[tuple[int, Any, Any]]]:
+    """Status, version and scores of one request after the other, while the block runs."""
+    answers: list[tuple[int, Any, Any]] = []
+    stop = threading.Event()
+
+    def run() -> None:
+        while not stop.is_set():
+            answer = rank(program)
+            document = answer.json()
+            answers.append((answer.status_code, document.get("version"), tuple(document.get("scores", ()))))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield answers
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_a_version_is_rolled_out_and_back_under_requests(fleet: Program, store: Path) -> None:
+    with requests_all_the_time(fleet) as answers:
+        shardrank("publish", store / "films" / "2")
+        shardrank("rollout", "start", "films", 2, "--store", store, "--follow")
+        assert rank(fleet).json()["version"] == 2
+        shardrank("rollback", "films", "--store", store, "--follow")
+        assert rank(fleet).json()["version"] == 1
+    assert {status for status, _, _ in answers} == {200}
+    # Each version has one set of scores, but for the rounding of batches of one and of two requests, and the three
+    # phases follow each other.
+    first, second = (np.array([scores for _, version, scores in answers if version == one]) for one in (1, 2))
+    assert max(np.ptp(scores, axis=0).max() for scores in (first, second)) < 2e-3
+    assert np.abs(first[0] - second[0]).max() > 2e-2
+    changes = [version for position, (_, version, _) in enumerate(answers) if answers[position - 1][1] != version]
+    assert changes in ([2, 1], [1, 2, 1])
+
+
+def test_a_damaged_version_is_refused_and_the_old_one_serves_on(fleet: Program, store: Path) -> None:
+    shardrank("publish", store / "films" / "3")
+    file = damage_rows(store / "films" / "3")
+    with requests_all_the_time(fleet) as answers:
+        result = shardrank("rollout", "start", "films", 3, "--store", store, "--follow", code=1)
+    assert file in result.stderr
+    assert "version 1 is live" in result.stderr
+    assert file in shardrank("rollout", "status", "films", "--store", store).output.replace("\n", "")
+    assert {(status, version) for status, version, _ in answers} == {(200, 1)}
+
+
+def test_what_was_rolled_out_is_live_again_after_a_restart(fleet: Program, store: Path) -> None:
     # The last test of this fleet.
-    below = descendants(fleet.program.process.pid)
+    shardrank("rollout", "start", "films", 2, "--store", store, "--follow")
+    below = descendants(fleet.process.pid)
     assert len(below) == 6
-    assert fleet.program.stop(signal.SIGTERM) == 0
-    assert fleet.program.output.endswith("stopped\n")
+    assert fleet.stop(signal.SIGTERM) == 0
+    assert fleet.output.endswith("stopped\n")
     assert not any(map(is_alive, below))
-    logs = re.search(r"^logs: (.+)$", fleet.program.output, re.MULTILINE)
+    logs = re.search(r"^logs: (.+)$", fleet.output, re.MULTILINE)
     assert logs is not None
     assert not Path(logs[1]).exists()
-
-
-def test_of_two_replicas_one_may_die_a_node_does_not_come_back_with_damaged_files_and_no_child_is_left(
-    store: Path, request_document: dict[str, Any], tmp_path: Path
-) -> None:
-    shutil.copytree(store, tmp_path / "store", ignore=shutil.ignore_patterns(".registry"))
-    shape = ("--shards", "1", "--replicas", "2", "--replicate-bytes", "0")
-    with running("up", "--store", str(tmp_path / "store"), *shape, *ANY_PORTS) as program:
-        served = Fleet(program)
-        assert served.rank(request_document).status_code == 200
-        below = descendants(program.process.pid)
-        assert len(below) == 5
-        nodes = [pid for pid in below if " shard-node " in command_line(pid)]
-        rows = next((tmp_path / "store" / "films" / "1").glob("tables/*/rows-*.safetensors"))
-        content = bytearray(rows.read_bytes())
-        content[-1] ^= 1
-        rows.write_bytes(content)
-        os.kill(nodes[0], signal.SIGKILL)
-        assert {served.rank(request_document).status_code for _ in range(20)} == {200}
-        program.read_until(rf"restart 1 of shard-0-\d failed: .*{rows.name}: SHA-256 is")
-        assert served.rank(request_document).status_code == 200
-        os.kill(nodes[1], signal.SIGKILL)
-        wait_until(lambda: not Path(f"/proc/{nodes[1]}").exists(), "the second node to be gone")
-        answer = served.rank(request_document)
-        assert answer.status_code == 503
-        assert answer.json()["error"]["kind"] == "shard_unavailable"
-        below = descendants(program.process.pid)
-        program.process.kill()
+    with running("up", "--store", str(store), *SHAPE) as again:
+        assert rank(again).json()["version"] == 2
+        assert "films: version 2 is live, the store's latest is 3;" in again.output
+        # A second fleet would take this one's place in the registry.
+        assert "runs with registry" in shardrank("up", "--store", store, *SHAPE, code=1).stderr
+        below = descendants(again.process.pid)
+        again.process.kill()
         wait_until(lambda: not any(map(is_alive, below)), "the children to die")
+    # Nodes that were killed are waited for until they have expired; another shape is then no contradiction.
+    with running("up", "--store", str(store), "--shards", "1", "--version", "1", *ANY_PORTS) as last:
+        assert rank(last).json()["version"] == 1
+        assert last.stop(signal.SIGTERM) == 0
 
 
-def shardrank(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "serving.cli", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+def test_one_of_two_replicas_may_die(other_store: Path) -> None:
+    """A node does not come back with damaged files; with both replicas gone there is no answer."""
+    shape = ("--shards", "1", "--replicas", "2", "--replicate-bytes", "0")
+    with running("up", "--store", str(other_store), *shape, *ANY_PORTS) as program:
+        assert rank(program).status_code == 200
+        first, second = processes_of(program, " shard-node ")
+        file = damage_rows(other_store / "films" / "1")
+        os.kill(first, signal.SIGKILL)
+        assert {rank(program).status_code for _ in range(20)} == {200}
+        program.read_until(rf"restart 1 of shard-0-\d failed: .*{file}: SHA-256 is")
+        assert rank(program).status_code == 200
+        os.kill(second, signal.SIGKILL)
+        wait_for_end(second)
+        answer = rank(program)
+        assert (answer.status_code, answer.json()["error"]["kind"]) == (503, "shard_unavailable")
 
 
-def test_a_version_that_misses_its_golden_scores_is_not_served_and_its_worker_says_why(
-    store: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(store, tmp_path / "store", ignore=shutil.ignore_patterns(".registry"))
+def test_a_version_that_misses_its_golden_scores_is_not_served(other_store: Path) -> None:
     # A tolerance that quantised rows can't meet.
-    rewrite_manifest(tmp_path / "store" / "films" / "1", lambda manifest: manifest["golden"].update(tolerance=1e-9))
-    result = shardrank("up", "--store", str(tmp_path / "store"), "--shards", "1", *ANY_PORTS)
-    assert result.returncode == 1
-    first, last = result.stderr.splitlines()
-    assert first.startswith("error: serve-0 does not serve: version 1 of 'films': ")
-    assert "golden scores differ by up to" in first
-    assert Path(last.removeprefix("its log: ")).is_file()
-    assert "Traceback" not in result.stderr
+    rewrite_manifest(other_store / "films" / "1", lambda manifest: manifest["golden"].update(tolerance=1e-9))
+    error, log = shardrank("up", "--store", other_store, "--shards", "1", *ANY_PORTS, code=1).stderr.splitlines()
+    assert error.startswith("error: serve-0 does not serve: version 1 of 'films': ")
+    assert "golden scores differ by up to" in error
+    assert Path(log.removeprefix("its log: ")).is_file()
 
 
-def test_a_plan_that_the_snapshot_does_not_allow_is_refused_before_anything_starts(store: Path) -> None:
-    result = shardrank("up", "--store", str(store), "--sharding", "range", "--replicate-bytes", "0", *ANY_PORTS)
-    assert result.returncode == 1
-    assert "error: sharding 'range' needs tables stored with that bucketing" in result.stderr
-
-
-def test_a_port_that_another_server_has_is_refused_not_shared(store: Path) -> None:
+@pytest.mark.parametrize("command", ["serve", "up", "demo --once", "demo --once --local"])
+def test_a_port_that_another_server_has_is_refused_not_shared(other_store: Path, command: str) -> None:
     with socket.socket() as taken:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        for command in ("serve", "up"):
-            result = shardrank(command, "--store", str(store), "--http-port", str(port), "--grpc-port", "0")
-            assert result.returncode == 1
-            assert f"error: can't bind 127.0.0.1 port {port}: Address already in use" in result.stderr
+        result = shardrank(*command.split(), "--store", other_store, "--http-port", port, "--grpc-port", 0, code=1)
+    assert result.stderr == (
+        f"error: can't bind 127.0.0.1 port {port}: Address already in use; "
+        "use --http-port 0 / --grpc-port 0 for free ones\n"
+    )
+    assert [path.name for path in (other_store / "films").iterdir()] == ["1"]
 
 
-def test_serve_alone_holds_the_rows_itself_and_obeys_its_limits(
-    store: Path, request_document: dict[str, Any], tmp_path: Path
-) -> None:
+def test_serve_alone_has_the_rows_and_obeys_its_limits(other_store: Path, tmp_path: Path) -> None:
     limits = tmp_path / "limits.json"
     limits.write_text(json.dumps({"max_candidates": 1}))
-    arguments = ("--limits", str(limits), "--dtype", "float32", "--ranking-replicas", "2")
-    with running("serve", "--snapshot", str(store / "films" / "1"), *arguments, *ANY_PORTS) as program:
-        served = Fleet(program)
-        refused = served.rank(request_document)
+    flags = ("--limits", str(limits), "--dtype", "float32", "--ranking-replicas", "2", *ANY_PORTS)
+    with running("serve", "--snapshot", str(other_store / "films" / "1"), *flags) as program:
+        refused = rank(program)
         assert refused.status_code == 400
         assert "max_candidates = 1" in refused.json()["error"]["message"]
-        one = {
-            "context": request_document["context"],
-            "candidates": {"sparse": {name: ids[:1] for name, ids in request_document["candidates"]["sparse"].items()}},
-        }
-        assert len(served.rank(one).json()["scores"]) == 1
-        assert httpx.get(f"{served.url}/v1/models/films").json()["dense_model"]["dtype"] == "float32"
+        one = REQUEST | {"candidates": {"sparse": {"film_id": [4], "genre": [[1]]}}}
+        assert len(program.rank("films", one).json()["scores"]) == 1
+        assert httpx.get(f"{program.url}/v1/models/films").json()["dense_model"]["dtype"] == "float32"
         assert program.stop(signal.SIGINT) == 0

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -32,7 +33,7 @@ from serving.observe.calls import BatchTimes, Call, VersionCounter, outcome_of
 from serving.observe.metrics import MAX_KEPT, ServingMetrics, observe_all
 from shard_node.errors import DeadlineExceededError
 
-BATCH = BatchTimes(3, 300, merge_s=0.25, lookup=LookupTimes(0.5, 1.0, 2.0, 4.0))
+BATCH = BatchTimes(3, 300, merge_s=0.25, lookup=LookupTimes(0.5, 1.0, 2.0, 4.0), answer_s=7.0)
 MERGE = {"model": "films", "stage": "merge", "method": "rank"}
 
 
@@ -40,12 +41,21 @@ def read(metrics: ServingMetrics, name: str, labels: dict[str, str]) -> float:
     return metrics._registry.get_sample_value(name, labels) or 0.0
 
 
-def test_they_are_in_their_histogram_once_they_are_read_and_by_themselves_when_there_are_many() -> None:
+def in_four_threads(work: Callable[[], None]) -> None:
+    with ThreadPoolExecutor(4) as threads:
+        for done in [threads.submit(work) for _ in range(4)]:
+            done.result()
+
+
+def test_stages_of_batches_are_in_their_histogram_once_it_is_read_or_there_are_many() -> None:
     metrics = ServingMetrics()
     metrics.batch_ended("films", BATCH, "rank")
     assert read(metrics, "shardrank_stage_seconds_count", MERGE) == 0
     metrics.render()
     assert read(metrics, "shardrank_stage_seconds_count", MERGE) == 1
+    seconds = {"merge": 0.25, "map": 0.5, "split": 1.0, "shard_wait": 2.0, "add": 4.0, "answer": 7.0}
+    for stage, expected in seconds.items():
+        assert read(metrics, "shardrank_stage_seconds_sum", MERGE | {"stage": stage}) == expected
     for _ in range(MAX_KEPT):
         metrics.batch_ended("films", BATCH, "rank")
     assert read(metrics, "shardrank_stage_seconds_count", MERGE) > MAX_KEPT // 2
@@ -56,30 +66,21 @@ def test_they_are_in_their_histogram_once_they_are_read_and_by_themselves_when_t
 
 @given(st.lists(st.one_of(st.sampled_from([0.0, 0.5, 1.0, 2.0, 3.5]), st.floats(0, 1e9)), min_size=1, max_size=40))
 def test_many_at_once_are_as_many_one_by_one(values: list[float]) -> None:
-    told = []
-    for observe in (observe_all, lambda histogram, all_of_them: [histogram.observe(one) for one in all_of_them]):
-        histogram = Histogram("seconds", "", buckets=(0.5, 1.0, 2.0), registry=None)
-        observe(histogram, values)
-        (metric,) = histogram.collect()
-        told.append(
-            {(one.name, *one.labels.values()): one.value for one in metric.samples if "created" not in one.name}
-        )
-    assert told[0] == pytest.approx(told[1])
-    assert told[0]["seconds_count",] == len(values)
+    at_once, one_by_one = (Histogram("seconds", "", buckets=(0.5, 1.0, 2.0), registry=None) for _ in range(2))
+    observe_all(at_once, values)
+    for value in values:
+        one_by_one.observe(value)
+    found, expected = (
+        {(sample.name, *sample.labels.values()): sample.value for sample in histogram.collect()[0].samples}
+        for histogram in (at_once, one_by_one)
+    )
+    assert found["seconds_count",] == len(values)
+    assert found | {("seconds_created",): 0} == pytest.approx(expected | {("seconds_created",): 0})
 
 
-def test_none_is_lost_and_none_counted_twice_by_several_threads() -> None:
+def test_threads_lose_no_batch() -> None:
     metrics = ServingMetrics()
-
-    def observe() -> None:
-        for _ in range(2000):
-            metrics.batch_ended("films", BATCH, "rank")
-
-    threads = [threading.Thread(target=observe) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_four_threads(lambda: [metrics.batch_ended("films", BATCH, "rank") for _ in range(2000)])
     metrics.render()
     assert read(metrics, "shardrank_stage_seconds_count", MERGE) == 8000
 
@@ -126,7 +127,7 @@ def test_latencies_are_counted_by_their_bounds_whether_a_request_failed_or_not(r
     assert list(stats.latency_counts) == list(expected)
 
 
-def test_threads_lose_no_count():
+def test_threads_lose_no_request():
     counter = VersionCounter()
 
     def work() -> None:
@@ -134,11 +135,7 @@ def test_threads_lose_no_count():
             ended(counter, "error" if number % 2 else "ok", 0.001)
             counter.scored(np.ones(3, np.float32))
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_four_threads(work)
     stats = counter.stats()
     assert (stats.requests, stats.errors, sum(stats.latency_counts)) == (2000, 1000, 2000)
     assert (stats.score_count, stats.score_sum, stats.score_square_sum) == (6000, 6000.0, 6000.0)
@@ -149,18 +146,18 @@ def test_hot_rows_are_counted_by_table_and_their_gauges_go_with_their_version():
     for _ in range(2):
         counts = np.array([5, 0]), np.array([3, 0])
         metrics.hot_rows(HotStatus("m", 1, ("a", "b"), 7, 700, 9, *counts))
-    told = metrics.render().decode()
-    assert 'shardrank_hot_lookups_total{model="m",table="a"} 10.0' in told
-    assert 'shardrank_hot_hits_total{model="m",table="a"} 6.0' in told
-    assert 'table="b"' not in told
+    text = metrics.render().decode()
+    assert 'shardrank_hot_lookups_total{model="m",table="a"} 10.0' in text
+    assert 'shardrank_hot_hits_total{model="m",table="a"} 6.0' in text
+    assert 'table="b"' not in text
     for name, value in (("rows", "7.0"), ("bytes", "700.0"), ("sequence", "9.0")):
-        assert f'shardrank_hot_{name}{{model="m",version="1"}} {value}' in told
+        assert f'shardrank_hot_{name}{{model="m",version="1"}} {value}' in text
     metrics.dtype_fallback("m", 1, fell_back=False)
     metrics.wire_fallback("m", 1, fell_back=False)
     metrics.forget_version("m", 1)
-    told = metrics.render().decode()
-    assert "shardrank_hot_rows{" not in told
-    assert "shardrank_hot_lookups_total{" in told
+    text = metrics.render().decode()
+    assert "shardrank_hot_rows{" not in text
+    assert "shardrank_hot_lookups_total{" in text
 
 
 def test_what_happens_with_replicas_is_counted_and_who_is_out_is_told():

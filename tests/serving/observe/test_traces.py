@@ -13,15 +13,9 @@ from hypothesis import strategies as st
 
 from loader.snapshot.reader import Snapshot
 from router.plan import Plan
+from serving.errors import InvalidFieldError
 from serving.observe.calls import BatchTimes, Call
-from serving.observe.traces import (
-    Parent,
-    Tracer,
-    batch_spans,
-    call_span,
-    read_parent,
-    traced_batch,
-)
+from serving.observe.traces import Parent, Tracer, batch_spans, call_span, read_parent, traced_batch
 from serving.rank.service import RankingService
 from serving.versions.loading import ModelSource, load_served_model
 from shard_node.errors import NodeOverloadedError
@@ -77,11 +71,8 @@ async def traced_api(model, folder: Path, url: str) -> AsyncIterator[tuple[Api, 
 
 
 def by_name(spans: list[Received], trace: str) -> dict[str, list[Received]]:
-    found: dict[str, list[Received]] = {}
-    for span in spans:
-        if span.trace == trace:
-            found.setdefault(span.name, []).append(span)
-    return found
+    found = [span for span in spans if span.trace == trace]
+    return {name: [span for span in found if span.name == name] for name in {span.name for span in found}}
 
 
 def assert_is_one_trace(found: dict[str, list[Received]], method: str, api: str) -> None:
@@ -96,17 +87,15 @@ def assert_is_one_trace(found: dict[str, list[Received]], method: str, api: str)
     assert {one.parent for one in asks.values()} == {lookup.id}
     assert {one.parent for one in pools.values()} == asks.keys()
     assert (batch.links, request.links) == ([(request.trace, request.id)], [(batch.trace, batch.id)])
-    pairs = [(batch, request), (lookup, batch), *((ask, lookup) for ask in asks.values())]
-    pairs += [(pool, asks[pool.parent]) for pool in pools.values()]
-    told = {"shardrank.model": MODEL, "shardrank.version": 1}
+    model = {"shardrank.model": MODEL, "shardrank.version": 1}
     for dense in found.get("shardrank.dense", []):
-        assert (dense.parent, dense.attributes) == (batch.id, {**told, "shardrank.candidates": CANDIDATES})
+        assert (dense.parent, dense.attributes) == (batch.id, {**model, "shardrank.candidates": CANDIDATES})
         assert dense.began >= lookup.ended - 1
         assert batch.attributes["shardrank.candidates"] == CANDIDATES
-        pairs.append((dense, batch))
-    assert [(one.name, other.name) for one, other in pairs if not one.is_within(other)] == []
+    spans = {span.id: span for named in found.values() for span in named}
+    assert [span.name for span in spans.values() if span != request and not span.is_within(spans[span.parent])] == []
     for one in (request, batch, lookup, *pools.values()):
-        assert one.attributes.items() >= told.items()
+        assert one.attributes.items() >= model.items()
         assert not one.error
     assert (request.attributes["shardrank.api"], batch.attributes["shardrank.requests"]) == (api, 1)
     assert request.attributes["shardrank.queue_ms"] >= 0
@@ -117,7 +106,7 @@ def assert_is_one_trace(found: dict[str, list[Received]], method: str, api: str)
     assert {one.kind for one in asks.values()} == {"client"}
 
 
-def test_every_api_continues_the_callers_trace_to_each_shard_node_and_back(api_model, folder):
+def test_every_api_continues_the_callers_trace_to_each_node(api_model, folder):
     async def main(url: str) -> None:
         async with traced_api(api_model, folder, url) as (api, servers):
             body = api_request(1, CANDIDATES)
@@ -179,7 +168,7 @@ def call(tracer: Tracer, parent: Parent | None = None) -> Call:
     return Call("http", "rank", 1.0, trace=tracer.begin(parent))
 
 
-def test_a_batch_is_in_the_trace_of_its_first_sampled_call_and_linked_with_all_of_them():
+def test_a_batch_is_in_its_first_sampled_trace_and_linked_with_all():
     sink = KeptSpans()
     draws = iter([0.02, 0.009, 0.001])
     tracer = Tracer(sink, 0.01, lambda: next(draws))
@@ -193,18 +182,15 @@ def test_a_batch_is_in_the_trace_of_its_first_sampled_call_and_linked_with_all_o
     assert (batch.parent, batch.links) == (contexts[0], tuple(contexts))
     assert [one.trace.links for one in calls[1:] if one.trace is not None] == [(batch.context,)] * 2
     assert len({one.trace_id for one in contexts}) == 2
-    assert [(one.began, one.ended) for one in (batch, lookup, dense)] == [
-        (2.0, 2.7),
-        (2.1, pytest.approx(2.3)),
-        (pytest.approx(2.3), pytest.approx(2.6)),
-    ]
+    times = [time for span in (batch, lookup, dense) for time in (span.began, span.ended)]
+    assert times == pytest.approx([2.0, 2.7, 2.1, 2.3, 2.3, 2.6])
     assert traced_batch(calls[:1]) is None
 
 
-def test_what_a_client_did_wrong_is_no_error_of_the_servers_span_and_a_failed_lookup_is():
+def test_a_clients_mistake_is_no_error_of_a_span_and_a_failed_lookup_is():
     sink = KeptSpans()
     tracer = Tracer(sink, 1.0)
-    for error in (SimpleError(400), SimpleError(503), asyncio.CancelledError()):
+    for error in (InvalidFieldError("top_k", "x"), NodeOverloadedError("x"), asyncio.CancelledError()):
         one = call(tracer)
         assert one.trace is not None
         call_span(one.trace, one, 2.0, error)
@@ -216,12 +202,6 @@ def test_what_a_client_did_wrong_is_no_error_of_the_servers_span_and_a_failed_lo
         ("shardrank.batch", "node_overloaded: full", 2.5),
         ("shardrank.lookup", "node_overloaded: full", 2.5),
     ]
-
-
-def SimpleError(status: int) -> Exception:  # noqa: N802  # stands for a class
-    error = NodeOverloadedError("x")
-    error.http_status = status
-    return error
 
 
 IDS = st.integers(0, 2**128 - 1), st.integers(0, 2**64 - 1)

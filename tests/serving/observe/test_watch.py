@@ -1,24 +1,37 @@
-"""What a process watches of its shards: readiness, and how old rows are."""
+"""What a process watches of its shards, and what a shard node reports at a port of its own. On real sockets."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
 import re
+import time
 from pathlib import Path
 
+import httpx
+import numpy as np
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from loader.snapshot.reader import Snapshot
 from router.plan import Plan
+from serving.api.node_port import running_node_port
+from serving.cli.serve import _load, shard_node
 from serving.rank.service import RankingService
 from serving.versions.loading import ModelSource, load_served_model
 from serving.versions.served_model import ServedModel
+from shard_node.cuda.card_set import CardSet
 from shard_node.engine.loading import load_tables
-from shard_node.node import DeltaPosition, LocalShard, ServedVersion, ShardNode
+from shard_node.errors import GenerationNotFoundError
+from shard_node.node import DeltaPosition, LocalShard, ShardNode
 from shard_node.wire.address import Address
+from shard_node.wire.client import ShardClient
 from shard_node.wire.server import NodeServer
+from shardrank_testing.bags import random_table_bags
+from shardrank_testing.card_engines import options_for
+from shardrank_testing.emulated_cards import EmulatedCards
 from shardrank_testing.serving_api import MODEL, ApiModel, api_request, run, running_api, write_api_model
+from shardrank_testing.snapshots import make_spec, one_table_spec, write_snapshot
 from shardrank_testing.topologies import make_node
 
 
@@ -27,7 +40,7 @@ def addresses(tmp_path: Path) -> list[Address]:
     return [Address.parse(f"unix:{tmp_path}/{name}.sock") for name in ("a", "b")]
 
 
-def test_a_process_whose_version_the_shards_have_let_go_is_not_ready(api_model, addresses):
+def test_a_process_whose_version_no_shard_has_is_not_ready(api_model, addresses):
     snapshot = Snapshot.open(api_model.path)
     nodes = [make_node(snapshot, Plan.make(snapshot.spec, 1, "hash", 1, 0), 0) for _ in addresses]
 
@@ -54,17 +67,6 @@ def test_a_process_whose_version_the_shards_have_let_go_is_not_ready(api_model, 
     run(main())
 
 
-def told(fresh_at: float | None) -> ServedVersion:
-    return ServedVersion(
-        model=MODEL,
-        version=3,
-        manifest_identity="",
-        plan_digest="",
-        state="live",
-        delta_fresh_at=fresh_at,
-    )
-
-
 def following_model(model: ApiModel, service: RankingService, position: DeltaPosition) -> ServedModel:
     """The model with its rows in this process, as far along its deltas as `position` says."""
     snapshot = Snapshot.open(model.path)
@@ -73,14 +75,8 @@ def following_model(model: ApiModel, service: RankingService, position: DeltaPos
     tables = load_tables(snapshot, plan.partition(0), plan.digest)
     node.stage(MODEL, snapshot.version, dataclasses.replace(tables, deltas=position))
     node.flip(MODEL, snapshot.version)
-    return ServedModel.load(
-        snapshot,
-        plan,
-        lambda on_retry: [LocalShard(node)],
-        dtype="float32",
-        metrics=service.metrics,
-        on_close=node.close,
-    )
+    options = {"dtype": "float32", "metrics": service.metrics, "on_close": node.close}
+    return ServedModel.load(snapshot, plan, lambda on_retry: [LocalShard(node)], **options)
 
 
 def delta_metric(text: str, name: str) -> float:
@@ -90,7 +86,7 @@ def delta_metric(text: str, name: str) -> float:
     return float(value)
 
 
-def test_rows_that_lag_behind_are_told_by_readyz_and_metrics_and_the_process_stays_ready(api_model):
+def test_rows_that_lag_are_reported_and_the_process_stays_ready(api_model):
     now = 1000.0
     position = DeltaPosition(delta_base=1, last_delta=5)
     service = RankingService(expected_models=[MODEL], max_staleness_s={MODEL: 30.0}, wall_clock=lambda: now)
@@ -100,20 +96,20 @@ def test_rows_that_lag_behind_are_told_by_readyz_and_metrics_and_the_process_sta
         nonlocal now
         async with running_api(service) as api:
 
-            async def ready() -> dict:
+            async def degraded() -> dict:
                 await service.watch.refresh()
                 answer = await api.http.get("/readyz")
                 assert (answer.status_code, answer.json()["ready"], answer.json()["problems"]) == (200, True, {})
                 return answer.json()["degraded"]
 
-            assert "have not looked for deltas" in (await ready())[MODEL]
+            assert "have not looked for deltas" in (await degraded())[MODEL]
             position.seen(stream_last=5, looked_at=1000.0)
-            assert await ready() == {}
+            assert await degraded() == {}
             now = 1029.0
-            assert await ready() == {}
+            assert await degraded() == {}
             position.seen(stream_last=8, looked_at=1029.0)
             now = 1042.0
-            assert (await ready())[MODEL] == (
+            assert (await degraded())[MODEL] == (
                 "rows of version 1 are 42.0 s behind on 1 of 1 nodes; max_staleness_s = 30"
             )
             text = (await api.http.get("/metrics")).text
@@ -125,16 +121,14 @@ def test_rows_that_lag_behind_are_told_by_readyz_and_metrics_and_the_process_sta
             assert answer.status_code == 200
             for sequence in (6, 7, 8):
                 position.applied(sequence, published_at=1041.0, rows=1, now=1042.0)
-            assert await ready() == {}
+            assert await degraded() == {}
             assert delta_metric((await api.http.get("/metrics")).text, "delta_lag") == 0
 
     run(main())
     service.close()
 
 
-def test_neither_readyz_nor_health_moves_while_versions_are_loaded_flipped_and_retired(api_model, tmp_path):
-    from grpc_health.v1 import health_pb2, health_pb2_grpc
-
+def test_readyz_and_health_hold_while_versions_come_and_go(api_model, tmp_path):
     newer = write_api_model(tmp_path, version=2, seed=9)
 
     async def main() -> None:
@@ -143,27 +137,104 @@ def test_neither_readyz_nor_health_moves_while_versions_are_loaded_flipped_and_r
         async with running_api(service) as api:
             health = health_pb2_grpc.HealthStub(api.channel)
 
-            async def is_ready() -> bool:
+            async def assert_ready() -> None:
                 served = await health.Check(health_pb2.HealthCheckRequest(service=""))
-                assert (served.status == health_pb2.HealthCheckResponse.SERVING) == (not service.watch.problems())
-                return (await api.http.get("/readyz")).status_code == 200
+                assert served.status == health_pb2.HealthCheckResponse.SERVING
+                assert (await api.http.get("/readyz")).status_code == 200
 
-            loading = asyncio.create_task(
-                asyncio.to_thread(load_served_model, ModelSource(snapshot=newer.path), service)
-            )
+            source = ModelSource(snapshot=newer.path)
+            loading = asyncio.create_task(asyncio.to_thread(load_served_model, source, service))
             while not loading.done():
-                assert await is_ready()
+                await assert_ready()
                 await asyncio.sleep(0)
             service.install_staged(await loading)
-            assert await is_ready()
-            service.set_canary(MODEL, 2, 0.5)
-            assert await is_ready()
-            service.flip(MODEL, 2)
-            assert await is_ready()
-            retiring = service.retire(MODEL, 1)
-            assert await is_ready()
-            await asyncio.to_thread(retiring.retired.wait, 10)
-            assert await is_ready()
+            for change in (
+                lambda: None,
+                lambda: service.set_canary(MODEL, 2, 0.5),
+                lambda: service.flip(MODEL, 2),
+                lambda: service.retire(MODEL, 1),
+            ):
+                changed = change()
+                await assert_ready()
+            await asyncio.to_thread(changed.retired.wait, 10)
+            await assert_ready()
         await asyncio.to_thread(service.close)
 
     run(main())
+
+
+def test_a_node_tells_its_requests_errors_connections_and_rows(tmp_path: Path) -> None:
+    folder, _ = write_snapshot(tmp_path, make_spec(), seed=1)
+    flags = ["--snapshot", str(folder), "--shard", "0/1", "--listen", "127.0.0.1:0"]
+    node = _load(folder, shard_node.make_context("shard-node", flags).params, None)
+    layout = node.table_layout("films", 1)
+    bags = random_table_bags(np.random.default_rng(1), layout, 20, 4)
+
+    async def program() -> None:
+        async with running_node_port(node, Address("127.0.0.1", 0)) as (metrics, url):
+            server = NodeServer(node, watch=metrics)
+            await server.start([Address("127.0.0.1", 0)])
+            (address,) = server.addresses
+            metrics.of(server, str(address))
+            client = ShardClient(address)
+            for _ in range(3):
+                await client.pool("films", 1, bags, time.monotonic() + 60)
+            with pytest.raises(GenerationNotFoundError):
+                await client.pool("films", 2, bags, time.monotonic() + 60)
+            async with httpx.AsyncClient(base_url=url.removesuffix("/metrics")) as http:
+                text = (await http.get("/metrics")).text
+                assert (await http.head("/metrics")).content == b""
+                assert (await http.get("/healthz")).json() == {"status": "ok"}
+                for method, path, kind in (("GET", "/", "no_such_route"), ("POST", "/metrics", "method_not_allowed")):
+                    answer = await http.request(method, path)
+                    assert answer.json()["error"]["kind"] == kind
+            await client.close()
+            await server.close()
+        lines = set(text.splitlines())
+        assert 'shardrank_node_request_seconds_count{model="films"} 3.0' in lines
+        assert 'shardrank_node_errors_total{api="wire",kind="generation_not_found"} 1.0' in lines
+        assert "shardrank_node_connections 1.0" in lines
+        assert "shardrank_node_requests_in_flight 0.0" in lines
+        assert 'shardrank_version_state{model="films",state="live",version="1"} 1.0' in lines
+        looked_up = re.findall(r"^shardrank_rows_looked_up_total\{.*\} (\d+)", text, re.MULTILINE)
+        assert sum(map(int, looked_up)) == 3 * bags.values.size
+        assert f'replica="{address}"' in text
+
+    asyncio.run(program())
+    node.close()
+
+
+def test_a_node_whose_cards_have_failed_says_so_beside_all_that_is_known(tmp_path: Path) -> None:
+    spec, cards = one_table_spec(100), EmulatedCards(2)
+    path, _ = write_snapshot(tmp_path, spec, seed=1)
+    snapshot, plan = Snapshot.open(path), Plan.make(spec, cards_per_shard=2)
+    node = ShardNode(plan.identity(0))
+    card_set = CardSet(cards, options_for(spec, 2, "peers"))
+    node.stage(spec.model, 1, load_tables(snapshot, plan.partition(0), plan.digest, card_set=card_set))
+    node.flip(spec.model, 1)
+
+    async def told(http: httpx.AsyncClient) -> list[str]:
+        answer = await http.get("/metrics")
+        assert answer.status_code == 200
+        return [one for one in answer.text.splitlines() if re.match("shardrank_(cards?_|version_state|memory)", one)]
+
+    async def program() -> None:
+        async with (
+            running_node_port(node, Address("127.0.0.1", 0)) as (metrics, url),
+            httpx.AsyncClient(base_url=url.removesuffix("/metrics")) as http,
+        ):
+            metrics.replica = "a:1"
+            whole = await told(http)
+            cards.fault = "device 1: cudaErrorIllegalAddress"
+            failing = await told(http)
+            cards.fault = ""
+            assert await told(http) == whole
+        where = f'{{model="{spec.model}",replica="a:1",shard="0",version="1"}}'
+        assert f"shardrank_cards_failed{where} 0.0" in whole
+        only_cards_know = [one for one in whole if one.startswith(("shardrank_cards_", "shardrank_card_"))]
+        assert len(only_cards_know) == 4
+        known = [one for one in whole if one not in only_cards_know]
+        assert sorted(failing) == sorted([*known, f"shardrank_cards_failed{where} 1.0"])
+
+    asyncio.run(program())
+    node.close()

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
 import grpc.aio
 
 from serving.proto.shardrank.v1 import ranking_pb2
+from shardrank_testing.background import in_background
 
 CANDIDATES = 3
 SCORES = [0.5] * CANDIDATES
@@ -52,7 +52,6 @@ class LoadedServer:
     connections: int = 0
     most_connections: int = 0
     heads: list[dict[str, str]] = field(default_factory=list)
-    _stop: Callable[[], None] = field(default=lambda: None, repr=False)
 
 
 class _HttpPeer(asyncio.Protocol):
@@ -87,18 +86,13 @@ class _HttpPeer(asyncio.Protocol):
     def _answer(self) -> None:
         number, self._server.requests = self._server.requests, self._server.requests + 1
         reply = self._plan(number)
-        if reply.then == "hold":
-            return
-        if reply.then == "hang_up":
-            self._transport.close()
-            return
         if reply.then == "noise":
             self._transport.write(b"not HTTP at all\r\n\r\n")
-            return
-        close = b"connection: close\r\n" if reply.then == "last" else b""
-        head = b"HTTP/1.1 %d X\r\n%scontent-length: %d\r\n\r\n" % (reply.status, close, len(reply.body))
-        self._transport.write(head + reply.body)
-        if reply.then == "last":
+        elif reply.then in ("keep", "last"):
+            close = b"connection: close\r\n" if reply.then == "last" else b""
+            head = b"HTTP/1.1 %d X\r\n%scontent-length: %d\r\n\r\n" % (reply.status, close, len(reply.body))
+            self._transport.write(head + reply.body)
+        if reply.then in ("hang_up", "last"):
             self._transport.close()
 
 
@@ -120,53 +114,36 @@ class _GrpcPeer(grpc.GenericRpcHandler):
         return MESSAGE
 
 
+@asynccontextmanager
+async def _http_server(plan: Plan, hang_up_at_once: bool) -> AsyncIterator[LoadedServer]:
+    server = LoadedServer()
+    listening = await asyncio.get_running_loop().create_server(
+        lambda: _HttpPeer(server, plan, hang_up_at_once), "127.0.0.1", 0, backlog=1024
+    )
+    server.port = listening.sockets[0].getsockname()[1]
+    yield server
+    listening.close()
+
+
+@asynccontextmanager
+async def _grpc_server(plan: Plan) -> AsyncIterator[LoadedServer]:
+    server, grpc_server = LoadedServer(), grpc.aio.server()
+    grpc_server.add_generic_rpc_handlers([_GrpcPeer(server, plan)])
+    server.port = grpc_server.add_insecure_port("127.0.0.1:0")
+    await grpc_server.start()
+    yield server
+    await grpc_server.stop(None)
+
+
 @contextmanager
 def loaded_http_server(plan: Plan = lambda number: Reply(), hang_up_at_once: bool = False) -> Iterator[LoadedServer]:
     """An HTTP server on 127.0.0.1; `plan` says what becomes of its n-th request, and may block the whole server."""
-
-    async def main(server: LoadedServer, ready: threading.Event) -> None:
-        listening = await asyncio.get_running_loop().create_server(
-            lambda: _HttpPeer(server, plan, hang_up_at_once), "127.0.0.1", 0, backlog=1024
-        )
-        server.port = listening.sockets[0].getsockname()[1]
-        await _until_stopped(server, ready)
-        listening.close()
-
-    with _in_a_thread(main) as server:
+    with in_background(_http_server(plan, hang_up_at_once)) as (server, _):
         yield server
 
 
 @contextmanager
 def loaded_grpc_server(plan: Plan = lambda number: Reply()) -> Iterator[LoadedServer]:
     """The same over gRPC, whatever method is called."""
-
-    async def main(server: LoadedServer, ready: threading.Event) -> None:
-        grpc_server = grpc.aio.server()
-        grpc_server.add_generic_rpc_handlers([_GrpcPeer(server, plan)])
-        server.port = grpc_server.add_insecure_port("127.0.0.1:0")
-        await grpc_server.start()
-        await _until_stopped(server, ready)
-        await grpc_server.stop(None)
-
-    with _in_a_thread(main) as server:
+    with in_background(_grpc_server(plan)) as (server, _):
         yield server
-
-
-async def _until_stopped(server: LoadedServer, ready: threading.Event) -> None:
-    loop, stopped = asyncio.get_running_loop(), asyncio.Event()
-    server._stop = lambda: loop.call_soon_threadsafe(stopped.set)
-    ready.set()
-    await stopped.wait()
-
-
-@contextmanager
-def _in_a_thread(main) -> Iterator[LoadedServer]:
-    server, ready = LoadedServer(), threading.Event()
-    thread = threading.Thread(target=lambda: asyncio.run(main(server, ready)))
-    thread.start()
-    assert ready.wait(10)
-    try:
-        yield server
-    finally:
-        server._stop()
-        thread.join()

@@ -87,18 +87,18 @@ def _values(attributes: Any) -> dict[str, Any]:
 
 def _received(span: Any, service: str) -> Received:
     return Received(
-        span.name,
-        KINDS[span.kind],
-        span.trace_id.hex(),
-        span.span_id.hex(),
-        span.parent_span_id.hex(),
-        span.trace_state,
-        span.start_time_unix_nano,
-        span.end_time_unix_nano,
-        _values(span.attributes),
-        [(link.trace_id.hex(), link.span_id.hex()) for link in span.links],
-        span.status.message if span.status.code == 2 else "",
-        service,
+        name=span.name,
+        kind=KINDS[span.kind],
+        trace=span.trace_id.hex(),
+        id=span.span_id.hex(),
+        parent=span.parent_span_id.hex(),
+        state=span.trace_state,
+        began=span.start_time_unix_nano,
+        ended=span.end_time_unix_nano,
+        attributes=_values(span.attributes),
+        links=[(link.trace_id.hex(), link.span_id.hex()) for link in span.links],
+        error=span.status.message if span.status.code == 2 else "",
+        service=service,
     )
 
 

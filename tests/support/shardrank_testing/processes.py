@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TextIO, TypeAlias
 
+import httpx
+
 from serving.fleet.fork_server import (
     MAX_PACKET_BYTES,
     SERVED_MODULES,
@@ -42,18 +44,10 @@ def fork_server() -> str:
     return path
 
 
-class Forked:
+class Forked(ForkedProcess):
     """A process of the fork server with the methods of `subprocess.Popen` that tests call."""
 
-    def __init__(self, process: ForkedProcess, stdout: TextIO) -> None:
-        self.pid = process.pid
-        self.stdout = stdout
-        self.poll, self.send_signal = process.poll, process.send_signal
-        self._process = process
-
-    @property
-    def returncode(self) -> int | None:
-        return self._process.returncode
+    stdout: TextIO
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
@@ -98,8 +92,10 @@ def fork_module(
     with contextlib.suppress(ConnectionResetError):
         reply = connection.recv(MAX_PACKET_BYTES)
     connection.setblocking(False)
-    process = ForkedProcess.from_reply(connection, reply)
-    return None if process is None else Forked(process, output)
+    process = Forked.from_reply(connection, reply)
+    if process is not None:
+        process.stdout = output
+    return process
 
 
 def start_module(module: str, *arguments: str, is_forked: bool = True, stderr: int | None = None) -> Process:
@@ -145,6 +141,20 @@ class Program:
         """All that was read so far."""
         return "".join(self.lines)
 
+    @functools.cached_property
+    def url(self) -> str:
+        """Read on to the address of its HTTP API, which it prints before that of gRPC."""
+        return self.read_until(r"HTTP: (https?://127.0.0.1:\d+)")[1]
+
+    @functools.cached_property
+    def grpc_target(self) -> str:
+        """Read on to the address of its gRPC API."""
+        return self.read_until(r"gRPC: (127.0.0.1:\d+)")[1]
+
+    def rank(self, model: str, request: object) -> httpx.Response:
+        """Send a rank request over a connection of its own, so that the kernel spreads them over workers."""
+        return httpx.post(f"{self.url}/v1/models/{model}:rank", json=request, timeout=30)
+
 
 @contextlib.contextmanager
 def running(*arguments: str, is_forked: bool = True) -> Iterator[Program]:
@@ -161,13 +171,6 @@ def running(*arguments: str, is_forked: bool = True) -> Iterator[Program]:
                 os.kill(pid, signal.SIGKILL)
         if program.process.stdout is not None:
             program.process.stdout.close()
-
-
-def run_shardrank(*arguments: str, timeout: float = 120.0) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end. Its output has stderr too."""
-    with running(*arguments) as program:
-        output, _ = program.process.communicate(timeout)
-        return subprocess.CompletedProcess(arguments, program.process.wait(), output)
 
 
 def descendants(pid: int) -> list[int]:
@@ -204,9 +207,9 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def wait_until(condition: Callable[[], object], what: str) -> None:
-    """Asks again and again, for what no event tells. Fails after a minute."""
-    deadline = time.monotonic() + WAIT_S
+def wait_until(condition: Callable[[], object], what: str, timeout_s: float = WAIT_S) -> None:
+    """Poll a condition that no event announces."""
+    deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, f"waited {WAIT_S:g} s for {what}"
+        assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}"
         time.sleep(0.02)

@@ -1,21 +1,34 @@
-"""What a fleet on one machine makes of a registry before it starts: real registries and stores, no processes."""
+"""What a fleet on one machine makes of a registry before it starts, and when its supervisor takes a node for ready."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
 from loader.errors import SnapshotNotFoundError
 from loader.registry.directory import DirectoryRegistry
-from loader.registry.fleet import FleetRecord, FleetRegistry, NodeRecord, WantedModel, rollout_key
+from loader.registry.fleet import (
+    COORDINATOR_LOCK,
+    FleetRecord,
+    FleetRegistry,
+    NodeRecord,
+    VersionReport,
+    WantedModel,
+    rollout_key,
+)
 from loader.rollout.plan import Rollout, encode_rollout
 from router.errors import PlanError
+from router.plan import Plan
 from serving.errors import FleetError
-from serving.fleet.local_fleet import Beginning, FleetConfig, begin
+from serving.fleet.local_fleet import Beginning, FleetConfig, ask_lock, ask_node, begin, placement_line
+from serving.fleet.supervisor import NotYetError, RefusedError
+from serving.training.dataset import with_bucketing
+from shardrank_testing.registries import with_open
 from shardrank_testing.snapshots import make_spec, one_table_spec, write_snapshot
 
 T = TypeVar("T")
@@ -29,14 +42,7 @@ def store(tmp_path: Path) -> Path:
 
 
 def on(store: Path, work: Callable[[FleetRegistry], Awaitable[T]]) -> T:
-    async def program() -> T:
-        registry = DirectoryRegistry(store / ".registry")
-        try:
-            return await work(FleetRegistry(registry))
-        finally:
-            await registry.close()
-
-    return asyncio.run(program())
+    return with_open(str(store / ".registry"), lambda registry: work(FleetRegistry(registry)))
 
 
 async def no_sleep(seconds: float) -> None:
@@ -80,14 +86,12 @@ def test_what_nobody_runs_may_begin_with_any_version_and_shape(store: Path) -> N
     assert (one.version, one.plan.num_shards) == (2, 4)
     assert (wanted(store).live, wanted(store).hold, wanted(store).epoch) == (2, (2,), 2)
     assert wanted(store).num_shards == {2: 4}
-    record = on(store, lambda fleet: fleet.fleet())
-    assert record is not None
-    assert record.num_shards == 4
+    assert on(store, lambda fleet: fleet.fleet()).num_shards == 4
     begun(store, shards=3)
     assert (wanted(store).live, wanted(store).num_shards) == (2, {2: 3})
 
 
-def test_running_nodes_are_neither_given_another_version_nor_another_shape(store: Path) -> None:
+def test_running_nodes_get_no_other_version_or_shape(store: Path) -> None:
     begun(store)
     on(store, lambda fleet: fleet.announce_node(node("elsewhere"), 60))
     with pytest.raises(FleetError, match=r"nodes run and have version 3 live; .* shardrank rollout start small 2"):
@@ -117,7 +121,7 @@ def test_a_second_fleet_of_the_same_nodes_is_refused(store: Path) -> None:
         begun(store)
 
 
-def test_nodes_of_a_killed_fleet_are_waited_for_until_they_have_expired(store: Path) -> None:
+def test_nodes_of_a_killed_fleet_are_waited_for(store: Path) -> None:
     async def work(fleet: FleetRegistry) -> None:
         await fleet.announce_node(node("shard-0-0"), 60)
 
@@ -137,7 +141,7 @@ def test_several_models_begin_each_with_its_own_version(store: Path) -> None:
     assert [(first.model, first.version), (second.model, second.version)] == [("films", 1), ("small", 2)]
 
 
-def test_a_division_that_a_snapshot_does_not_allow_is_refused_before_anything_is_written(store: Path) -> None:
+def test_what_a_snapshot_does_not_allow_is_refused_first(store: Path) -> None:
     with pytest.raises(PlanError, match="sharding 'range'"):
         begun(store, sharding="range", replicate_bytes=0)
     with pytest.raises(SnapshotNotFoundError, match="has no version 9"):
@@ -145,3 +149,80 @@ def test_a_division_that_a_snapshot_does_not_allow_is_refused_before_anything_is
     assert on(store, lambda fleet: fleet.wanted()) == {}
     assert on(store, lambda fleet: fleet.versions()) == []
     assert on(store, lambda fleet: fleet.fleet()) is None
+
+
+WANTED = WantedModel(model="films", epoch=1, live=1, hold=(1, 2), serve=(1, 2), follow=(1, 2))
+
+
+def report(version: int, state: str = "ready", reason: str = "") -> VersionReport:
+    return VersionReport.model_validate({"model": "films", "version": version, "state": state, "reason": reason})
+
+
+NO_REPLICA = report(1, "waiting", "shard 1 has no replica")
+ROLLING = WANTED.model_copy(update={"hold": (1,), "node_hold": {"n": (2,)}})
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "wanted", "problem"),
+    [
+        ("shard", {"versions": (report(1), report(2, "staging"))}, WANTED, None),
+        ("shard", {"versions": (report(1),), "process_id": 6}, WANTED, "n has not announced itself yet"),
+        ("shard", {}, WANTED, "version 1 of 'films' is not there yet"),
+        ("serving", {"versions": (report(1),), "live": {"films": 1}}, WANTED, None),
+        ("serving", {"versions": (report(1),)}, WANTED, "version 1 of 'films' is not live yet"),
+        ("serving", {"versions": (NO_REPLICA,)}, WANTED, "is waiting shard 1 has no replica"),
+        # Its turn has come in a rollout by replica.
+        ("shard", {"versions": (report(1),)}, ROLLING, "version 2 of 'films' is not there yet"),
+        ("shard", {"versions": (report(2),)}, ROLLING, None),
+    ],
+)
+def test_a_node_is_ready_with_the_live_version(
+    tmp_path: Path, kind: str, fields: dict[str, Any], wanted: WantedModel, problem: str | None
+) -> None:
+    with nullcontext() if problem is None else pytest.raises(NotYetError, match=problem):
+        probe_of(tmp_path, wanted, kind, **fields)
+
+
+def probe_of(folder: Path, wanted: WantedModel, kind: str, **fields: Any) -> None:
+    """Ask for process 7 of a node that has announced `fields`."""
+
+    async def program() -> None:
+        fleet = FleetRegistry(DirectoryRegistry(folder))
+        await fleet.put_wanted(wanted, None)
+        record = {"node_id": "n", "kind": kind, "process_id": 7, "address": "h:1", **fields}
+        await fleet.announce_node(NodeRecord.model_validate(record), 60)
+        await ask_node(fleet, "n", ("films", "not yet rolled out"), 7)
+
+    asyncio.run(program())
+
+
+def test_a_version_that_a_node_refuses_is_not_waited_for(tmp_path: Path) -> None:
+    refused = report(1, "refused", "SHA-256 is not")
+    with pytest.raises(RefusedError, match="version 1 of 'films': SHA-256 is not"):
+        probe_of(tmp_path, WANTED, "shard", versions=(refused, report(2)))
+
+
+def test_a_coordinator_is_ready_when_anybody_holds_the_lock(tmp_path: Path) -> None:
+    async def program() -> None:
+        fleet = FleetRegistry(DirectoryRegistry(tmp_path))
+        with pytest.raises(NotYetError, match="nobody holds locks/coordinator yet"):
+            await ask_lock(fleet, COORDINATOR_LOCK, 7)
+        await fleet.registry.acquire(COORDINATOR_LOCK, "another one", 60)
+        await ask_lock(fleet, COORDINATOR_LOCK, 7)
+
+    asyncio.run(program())
+
+
+# Rows as stored: user 1000 x 24 bytes and film 777 x 24 are above 10 kB, the other tables below.
+CASES = [
+    (2, "hash", 10_000, "on every shard: city, genre, tag; split over 2 shards: user, film"),
+    (3, "hash", 0, "on every shard: none; split over 3 shards: city, genre, tag, user, film"),
+    (2, "table", 10_000, "on every shard: city, genre, tag; whole on one shard each: user, film"),
+    (2, "hash", 1 << 20, "on every shard: city, genre, tag, user, film; split over 2 shards: none"),
+    (1, "hash", 1 << 20, "one shard holds every table: city, genre, tag, user, film"),
+]
+
+
+@pytest.mark.parametrize(("shards", "sharding", "replicate_bytes", "line"), CASES)
+def test_every_table_is_told_as_whole_or_divided(shards, sharding, replicate_bytes, line):
+    assert placement_line(Plan.make(with_bucketing(make_spec(), "hash"), shards, sharding, 1, replicate_bytes)) == line

@@ -1,3 +1,5 @@
+"""Where a fleet's processes run and end: groups on a Ray cluster, without Ray; parents, signals, and shared ports."""
+
 from __future__ import annotations
 
 import os
@@ -10,9 +12,80 @@ from pathlib import Path
 import pytest
 
 from serving.errors import FleetError
-from serving.fleet.local_fleet import connectable_host, shared_port, socket_path
-from serving.fleet.process import PARENT_PID_VARIABLE, run_until_signalled
+from serving.fleet.local_fleet import FleetConfig, connectable_host, shared_port, socket_path
+from serving.fleet.process import PARENT_PID_VARIABLE
+from serving.fleet.ray_fleet import HOST, RayConfig, check_hosts, connected, groups_of, missing_of, shards_of
 from shard_node.wire.address import MAX_UNIX_PATH_BYTES
+
+SHAPE = {"shards": 2, "replicas": 3, "workers": 2}
+WHERE = {"registry": "redis://r/0", "on": "ray", "host": HOST}
+CONFIG = FleetConfig.model_validate({"store": Path("/models"), "models": ("films",), **SHAPE, **WHERE})
+
+
+def test_each_shard_has_a_group_whose_nodes_claim_cards_and_memory() -> None:
+    groups = groups_of(CONFIG, RayConfig(cpus=2, gpus=4, memory_bytes=10**9))
+    assert [group.name for group in groups] == ["coordinator", "shard-0-of-2", "shard-1-of-2", "serve"]
+    assert [[one.name for one in group.processes] for group in groups[2:]] == [
+        ["shard-1-of-2-0", "shard-1-of-2-1", "shard-1-of-2-2"],
+        ["serve-0", "serve-1"],
+    ]
+    node, serving = groups[2].processes[0], groups[3].processes[1]
+    assert (node.claims, serving.claims) == ({"CPU": 2.0, "GPU": 4.0, "memory": 1e9}, {"CPU": 2.0})
+    assert node.arguments[2:9] == (
+        "shard-node",
+        "--node-id",
+        "shard-1-of-2-0",
+        "--shard",
+        "1/2",
+        "--listen",
+        "{host}:0",
+    )
+    assert serving.arguments[-6:] == ("--host", "{host}", "--http-port", "8080", "--grpc-port", "8081")
+
+
+def test_fewer_hosts_than_a_group_needs_are_refused_by_what_they_lack() -> None:
+    groups = groups_of(CONFIG, RayConfig(gpus=1))
+    hosts = [{"CPU": 8.0, "GPU": 1.0}] * 3
+    check_hosts(groups, hosts)
+    with pytest.raises(
+        FleetError, match=r"shard-0-of-2: 3 processes .* 1 CPU, 1 GPU each; of the 3 hosts .* 2 have that"
+    ):
+        check_hosts(groups, [*hosts[:2], {"CPU": 8.0}])
+
+
+def test_of_a_running_fleet_only_whole_groups_are_missing() -> None:
+    groups = groups_of(CONFIG, RayConfig())
+    running = [one.name for group in groups for one in group.processes if group.name != "shard-1-of-2"]
+    assert [group.name for group in missing_of(groups, [*running, "shard-0-of-8-0"])] == ["shard-1-of-2"]
+    with pytest.raises(FleetError, match=r"serve runs as \['serve-0'\], asked for is \['serve-0', 'serve-1'\]"):
+        missing_of(groups, ["serve-0"])
+
+
+def test_names_tell_of_how_many_shards_a_node_holds_one() -> None:
+    assert [shards_of(name) for name in ("shard-1-of-16-0", "serve-0", "coordinator-0")] == [16, None, None]
+
+
+def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(FleetError, match=r"pip install 'shardrank\[ray\]'"), connected(RayConfig(), "r"):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("address", "why"), [("10.0.0.1", "is not HOST:PORT"), ("127.0.0.1:1", "no Ray cluster answers")]
+)
+def test_an_address_at_which_no_cluster_answers_is_refused_at_once(address: str, why: str) -> None:
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'shardrank[ray]'")
+    with pytest.raises(FleetError, match=why), connected(RayConfig(address=address), "r"):
+        pass
+
+
+def test_ray_is_not_imported_before_a_cluster_is_asked_for() -> None:
+    program = "import serving.fleet.ray_fleet, sys; print({'ray', 'torch'} & sys.modules.keys())"
+    assert (
+        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "set()\n"
+    )
+
 
 CHILD = """
 import os, signal
@@ -63,16 +136,6 @@ def test_a_shared_port_can_be_bound_again_with_reuseport_but_not_without() -> No
             stranger.bind(("127.0.0.1", port))
 
 
-def test_a_taken_port_is_refused_by_number() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        refusal = f"port {port}: Address already in use; use --http-port 0 / --grpc-port 0"
-        with pytest.raises(FleetError, match=refusal), shared_port("127.0.0.1", port):
-            pass
-
-
 def test_a_socket_path_that_the_kernel_would_cut_is_refused(tmp_path: Path) -> None:
     room = MAX_UNIX_PATH_BYTES - len(str(tmp_path)) - 1
     assert socket_path(tmp_path, "x" * room) == str(tmp_path / ("x" * room))
@@ -113,10 +176,3 @@ def test_a_signal_lets_the_program_clean_up_before_it_ends(number: signal.Signal
         process.send_signal(number)
         assert output.read() == f"put away\n{number.name}\n"
     assert process.wait() == 0
-
-
-def test_a_program_that_ends_by_itself_gives_its_result() -> None:
-    async def program() -> int:
-        return 7
-
-    assert run_until_signalled(program) == 7

@@ -1,0 +1,300 @@
+"""`train`, `export` and `verify` from the command line, of tables that are divided or pruned too."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import Result
+from safetensors.torch import load_file, save_file
+
+from loader.snapshot.codecs import codec_for
+from loader.snapshot.per_row import write_access_counts
+from loader.snapshot.reader import Snapshot
+from serving.embedded import Ranker
+from serving.models.layers import bfloat16_is_native
+from shardrank_testing.command_line import shardrank
+from shardrank_testing.snapshots import rewrite_manifest
+
+SPEC: dict[str, Any] = {
+    "model": "shop",
+    "tables": [
+        {
+            "name": "users", "num_embeddings": 3, "embedding_dim": 4, "feature_names": ["user"], "dtype": "fp32",
+            "id_mapping": {"kind": "vocabulary", "id_type": "string"},
+        },
+        {
+            "name": "items", "num_embeddings": 300, "embedding_dim": 4, "feature_names": ["item"],
+            "id_mapping": {"kind": "vocabulary"}, "unknown_id": "skip",
+        },
+    ],
+    "features": [{"name": "user", "side": "context"}, {"name": "item", "side": "candidate"}],
+    "dense_model": {"kind": "mlp", "config": {"hidden": [2]}},
+}  # fmt: skip
+
+
+@pytest.fixture
+def inputs(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    tensors = {
+        "model.ebc.embedding_bags.users.weight": torch.randn(3, 4),
+        "rows_of_items": torch.randn(300, 4),
+        "over.mlp.layers.0.weight": torch.randn(2, 8),
+        "over.mlp.layers.0.bias": torch.randn(2),
+        "over.mlp.layers.1.weight": torch.randn(1, 2),
+        "over.mlp.layers.1.bias": torch.randn(1),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "shop.json").write_text(json.dumps(SPEC))
+    (tmp_path / "users.txt").write_text("anna\nbert\ncäcilie\n", encoding="utf-8")
+    (tmp_path / "items.txt").write_text("".join(f"{10 * number}\n" for number in range(300)))
+    return tmp_path
+
+
+def export(inputs: Path, *more: object, code: int = 0) -> Result:
+    return shardrank(
+        "export", "--checkpoint", inputs / "model.safetensors", "--model", inputs / "shop.json",
+        "--store", inputs / "models", "--table-key", "items=rows_of_items", "--dense-prefix", "over.",
+        "--vocabulary", f"users={inputs / 'users.txt'}", "--vocabulary", f"items={inputs / 'items.txt'}", *more,
+        code=code,
+    )  # fmt: skip
+
+
+def test_a_checkpoint_with_foreign_names_becomes_a_version(inputs: Path) -> None:
+    result = export(inputs, "--metadata", "run=17", "--version", 4)
+    folder = inputs / "models" / "shop" / "4"
+    assert f"wrote {folder}" in result.output
+    assert json.loads(shardrank("inspect", "--snapshot", folder, "--json").output)["metadata"] == {"run": "17"}
+    with Ranker.open(folder) as ranker:
+        answer = ranker.rank(
+            {"context": {"sparse": {"user": ["cäcilie"]}}, "candidates": {"sparse": {"item": [0, 2990, 7]}}}
+        )
+    assert len(answer["scores"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "problem"),
+    [
+        ("shop.json", "{", "shop.json: document: Invalid JSON"),
+        ("shop.json", json.dumps({**SPEC, "tabels": []}), "unknown key 'tabels'; allowed are ['model', 'tables', "),
+        ("shop.json", json.dumps({**SPEC, "dense_model": {"kind": "oracle"}}), "dense_model 'oracle'"),
+        ("items.txt", "1\n2\nthree\n", "items.txt, line 3: 'three' is not a whole number below 2^63"),
+        ("items.txt", "1\n1\n", "table 'items': vocabulary: rows 0 and 1 have the same id"),
+        ("users.txt", "a\nb\nc\nd\n", "table 'users': vocabulary of 4 ids"),
+        ("model.safetensors", "rubbish", "can't be read as safetensors"),
+    ],
+)
+def test_a_bad_input_is_named_and_nothing_is_written(inputs: Path, file: str, content: str, problem: str) -> None:
+    (inputs / file).write_text(content)
+    result = export(inputs, code=1)
+    assert result.output.startswith("error: ")
+    assert problem in result.output
+    assert not list((inputs / "models").rglob("manifest.json"))
+
+
+@pytest.mark.parametrize(
+    ("renamed", "prefix", "problem"),
+    [
+        (lambda name: None if name.endswith("1.bias") else name, "over.", "missing tensors: ['mlp.layers.1.bias']\n"),
+        (lambda name: name, "over", "the names fit with --dense-prefix over.\n"),
+        (lambda name: name, "over.mlp.", "the names fit with --dense-prefix over.\n"),
+        (lambda name: name, "top.", "no key below it;"),
+        (lambda name: name, "top.", "the names fit with --dense-prefix over.\n"),
+        (lambda name: name.replace("over.", "a.over."), "over.", "the names fit with --dense-prefix a.over.\n"),
+        (lambda name: name.removeprefix("over."), "over.", "the names fit without --dense-prefix\n"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused_before_a_row_is_written(
+    inputs: Path, renamed: Callable[[str], str | None], prefix: str, problem: str
+) -> None:
+    tensors = load_file(inputs / "model.safetensors")
+    kept = {new: tensor for name, tensor in tensors.items() if (new := renamed(name)) is not None}
+    save_file(kept, inputs / "model.safetensors")
+    assert problem in export(inputs, "--dense-prefix", prefix, code=1).output
+    assert not (inputs / "models").exists()
+
+
+def test_verify_says_yes_with_0_and_no_with_1_and_the_reason(inputs: Path) -> None:
+    export(inputs)
+    folder = inputs / "models" / "shop" / "1"
+    document = json.loads(shardrank("verify", "--store", inputs / "models", "--json").stdout)
+    assert (document["ok"], document["model"], document["golden_checked"]) == (True, "shop", False)
+
+    rows = folder / "tables" / "items" / "rows-00000-of-00001.safetensors"
+    content = bytearray(rows.read_bytes())
+    content[-1] ^= 1
+    rows.write_bytes(content)
+    bad = shardrank("verify", "--snapshot", folder, code=1)
+    assert "SHA-256" in bad.stdout
+    assert "must not be served" in bad.stdout
+    assert json.loads(shardrank("verify", "--snapshot", folder, "--json", code=1).stdout)["ok"] is False
+
+
+def test_verify_scores_the_golden_requests_of_a_trained_version(tmp_path: Path) -> None:
+    small = ("--ratings", 1500, "--epochs", 1, "--profile", "--kind", "dcn_v2", "--dtype", "int4")
+    trained = shardrank("train", "--store", tmp_path, *small)
+    folder = tmp_path / "films" / "1"
+    assert f"wrote {folder}" in trained.output
+    good = json.loads(shardrank("verify", "--store", tmp_path, "--json").stdout)
+    assert (good["ok"], good["golden_checked"]) == (True, True)
+    told = [check for check in good["checks"] if check.startswith("dense model in ")]
+    assert told[0].startswith("dense model in float32: golden scores differ by up to 0.0")
+    # It has no layer that gains by int8, so that is no format of its own.
+    assert [check.split()[3] for check in told] == ["float32:", *(["bfloat16:"] if bfloat16_is_native() else [])]
+    rewrite_manifest(folder, lambda manifest: manifest["golden"].update(tolerance=1e-9))
+    bad = shardrank("verify", "--store", tmp_path, code=1)
+    assert "bad: golden_mismatch: model 'films' version 1: golden scores differ" in bad.stdout
+    shardrank("verify", "--store", tmp_path, "--no-golden")
+
+
+ROWS, DIM = 300, 4
+DESCRIBED: dict[str, Any] = {
+    "model": "shop",
+    "tables": [
+        {"name": "user", "num_embeddings": 20, "embedding_dim": DIM, "feature_names": ["user"], "dtype": "fp32"},
+        {"name": "item", "num_embeddings": ROWS, "embedding_dim": DIM, "feature_names": ["item"], "dtype": "fp32"},
+    ],
+    "features": [{"name": "user", "side": "context"}, {"name": "item", "side": "candidate"}],
+    "dense_model": {"kind": "mlp", "config": {"hidden": [2]}},
+}
+ITEMS = np.random.default_rng(7).standard_normal((ROWS, DIM), np.float32)
+HOT_AND_COLD = {"hot": "fp32", "cold": "int4", "hot_share": 0.1}
+REMAINDERS = {"kind": "quotient_remainder", "buckets": 16}
+
+
+def described(**levers: object) -> dict[str, Any]:
+    """The model with `levers` in its table `item`."""
+    document = copy.deepcopy(DESCRIBED)
+    document["tables"][1].update(levers)
+    return document
+
+
+def counts_of(seen: dict[int, int]) -> np.ndarray:
+    counts = np.zeros(ROWS, np.uint32)
+    counts[list(seen)] = list(seen.values())
+    return counts
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    tensors = {
+        "embedding_bags.user.weight": torch.randn(20, DIM),
+        "embedding_bags.item.weight": torch.from_numpy(ITEMS),
+        "mlp.layers.0.weight": torch.randn(2, 2 * DIM),
+        "mlp.layers.0.bias": torch.randn(2),
+        "mlp.layers.1.weight": torch.randn(1, 2),
+        "mlp.layers.1.bias": torch.randn(1),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "shop.json").write_text(json.dumps(DESCRIBED))
+    return tmp_path
+
+
+def export_described(folder: Path, document: dict[str, Any], *more: object, code: int | None = 0) -> Result:
+    (folder / "shop.json").write_text(json.dumps(document))
+    return shardrank(
+        "export", "--checkpoint", folder / "model.safetensors", "--model", folder / "shop.json",
+        "--store", folder / "models", *more, code=code,
+    )  # fmt: skip
+
+
+def written(folder: Path, document: dict[str, Any], *more: object) -> tuple[Snapshot, Result]:
+    result = export_described(folder, document, *more)
+    return Snapshot.open(folder / "models" / "shop" / "1"), result
+
+
+def counts_file(folder: Path, seen: dict[int, int], name: str = "counts") -> Path:
+    numbers = np.array(list(seen.items()))
+    write_access_counts(folder / name, {"item": (numbers[:, 0], numbers[:, 1])}, {"item": ROWS})
+    return folder / name
+
+
+def stored(snapshot: Snapshot, part: str) -> np.ndarray:
+    table = next(one for one in snapshot.spec.tables if one.name == part)
+    raw = snapshot.read_rows(part, 0, table.num_embeddings)
+    return codec_for(table.dtype, table.embedding_dim).decode(raw)
+
+
+def test_pruned_rows_go_and_what_their_ids_get_is_their_mean(folder: Path) -> None:
+    first, second = counts_file(folder, {7: 3, 299: 1}), counts_file(folder, {7: 1, 40: 2}, "second")
+    flags = ("--counts", first, "--access-counts", second, "--prune")
+    snapshot, result = written(folder, DESCRIBED, *flags)
+    (table,) = snapshot.spec.divided
+    assert (table.parts, table.pruned, table.num_embeddings) == (("item",), ROWS - 3, ROWS)
+    gone = np.setdiff1d(np.arange(ROWS), [7, 40, 299])
+    np.testing.assert_array_equal(stored(snapshot, "item")[:3], ITEMS[[7, 40, 299]])
+    np.testing.assert_allclose(stored(snapshot, "item")[3], ITEMS[gone].mean(axis=0), rtol=1e-6)
+    np.testing.assert_array_equal(np.flatnonzero(snapshot.row_classes("item").classes() == 0), [7, 40, 299])
+    np.testing.assert_array_equal(snapshot.access_counts("item"), [4, 2, 1, 0])
+    assert f"item: pruned, 3 of {ROWS} rows are kept" in result.output
+    # Of a table without counts nothing is said and nothing goes.
+    assert stored(snapshot, "user").shape == (20, DIM)
+
+
+def test_hot_rows_are_fp32_and_cold_ones_int4_by_the_counts(folder: Path) -> None:
+    hot = np.arange(3, 33)
+    np.save(folder / "item.npy", np.where(np.isin(np.arange(ROWS), hot), 5, 1))
+    snapshot, _ = written(folder, described(dtype=HOT_AND_COLD), "--counts", folder)
+    np.testing.assert_array_equal(stored(snapshot, "item.b0"), ITEMS[hot])
+    cold = codec_for("int4", DIM)
+    expected = cold.decode(cold.encode(np.delete(ITEMS, hot, axis=0)))
+    np.testing.assert_array_equal(stored(snapshot, "item.b1"), expected)
+
+
+def test_a_plan_of_a_divided_table_goes_into_its_snapshot(folder: Path) -> None:
+    document, counts = described(dtype=HOT_AND_COLD), counts_file(folder, dict.fromkeys(range(200), 1))
+    (folder / "shop.json").write_text(json.dumps(document))
+    levers = ("--counts", counts, "--prune")
+    shardrank("plan", "--model", folder / "shop.json", *levers, "--shards", 2, "--out", folder / "plan.json")
+    snapshot, _ = written(folder, document, *levers, "--plan", folder / "plan.json")
+    assert snapshot.plan_text() == (folder / "plan.json").read_bytes()
+    shardrank("plan", "--model", snapshot.path, "--counts", counts)
+
+
+@pytest.mark.parametrize(
+    ("levers", "flags", "problem"),
+    [
+        ({}, "--prune", "--prune needs --counts"),
+        ({}, "--keep-share 0.9", "--keep-share goes with --prune"),
+        ({}, "--keep {0}/seen", "--keep goes with --prune"),
+        ({}, "--prune --counts {0}/seen --keep-share 1.5", "1.5 is not in the range 0<x<=1"),
+        ({}, "--prune --counts {0}/seen --keep-share 0", "0.0 is not in the range 0<x<=1"),
+        ({}, "--prune --counts {0}/unseen", "table 'item': no row of it was looked up: pruned, it would be empty"),
+        ({}, "--counts {0}/other", "access counts of ['films']; the model's tables are ['item', 'user']"),
+        ({}, "--counts {0}/short", "table 'item': access counts: expected integers [300], got int64 [20]"),
+        ({}, "--counts {0}/sized", "a table 'item' whose num_embeddings was 20; here it is 300"),
+        ({"dtype": HOT_AND_COLD}, "--counts {0}/parts", "access counts of 'item.b1', a part of table 'item'"),
+        ({"dtype": HOT_AND_COLD}, "", "table 'item' is divided by popularity: counts of its rows are needed"),
+        ({"id_mapping": REMAINDERS | {"buckets": 0}}, "", "tables.1.id_mapping.quotient_remainder.buckets: "),
+        ({"dtype": HOT_AND_COLD | {"hot_share": 2}}, "", "hot_share: Input should be less than 1"),
+        ({"dtype": HOT_AND_COLD}, "--blocks item={0}/blocks", "classes of (150, 150) rows; its parts have (30, 270)"),
+        ({"dtype": HOT_AND_COLD}, "--blocks item={0}/many", "blocks 0 to 2; table 'item' has 0 to 1"),
+        ({"dtype": HOT_AND_COLD}, "--blocks user={0}/blocks", "table 'user' has no blocks; those that have"),
+        ({"dtype": HOT_AND_COLD}, "--blocks item={0}/few", "integers [300], got uint8 [20]"),
+        ({"num_embeddings": "auto", "id_mapping": {"kind": "hash"}}, "", "table 'item': num_embeddings is auto"),
+    ],
+)  # fmt: skip
+def test_levers_that_do_not_fit_are_refused(folder: Path, levers: dict[str, Any], flags: str, problem: str) -> None:
+    counts_file(folder, {7: 3}, "seen")
+    for name, table, counts in (
+        ("unseen", "item", counts_of({})),
+        ("other", "films", np.ones(3)),
+        ("short", "item", 20),
+    ):
+        (folder / name).mkdir()
+        np.save(folder / name / f"{table}.npy", np.arange(counts) if isinstance(counts, int) else counts)
+    write_access_counts(folder / "sized", {"item": (np.array([7]), np.array([3]))}, {"item": 20})
+    write_access_counts(folder / "parts", {"item.b1": (np.array([7]), np.array([3]))})
+    for name, blocks in {"blocks": np.arange(ROWS) % 2, "many": np.arange(ROWS) % 3, "few": np.arange(20)}.items():
+        with (folder / name).open("wb") as file:
+            np.save(file, blocks.astype(np.uint8))
+    result = export_described(folder, described(**levers), *flags.format(folder).split(), code=None)
+    assert problem in result.output
+    assert not list(folder.rglob("manifest.json"))

@@ -1,0 +1,134 @@
+"""What each command refuses before it does anything: by exit code, and by what it says."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from shardrank_testing.command_line import shardrank
+from shardrank_testing.serving_api import ApiModel
+
+USAGE, ERROR = 2, 1
+NODE = "shard-node --shard 0/1 --listen unix:/tmp/x"
+REGISTERED = f"{NODE} --registry r --store s"
+SERVE = "serve --registry r --store s"
+QUICK = "--once --store s --http-port 0 --grpc-port 0"
+PLAN = "plan --model dlrm-v2"
+START = "rollout start films 2 --registry r"
+# No snapshot, store, node or registry that a line names exists, but {model}, a snapshot's folder.
+REFUSALS = [
+    ("inspect", USAGE, "Name a snapshot"),
+    ("inspect --store a --snapshot b", USAGE, "leave out --store"),
+    ("demo --sharding sideways", USAGE, "is not one of"),
+    (
+        f"demo {QUICK} --json nowhere/report.json",
+        ERROR,
+        "error: --json nowhere/report.json: there is no folder 'nowhere'",
+    ),
+    (f"demo {QUICK} --device tpu", ERROR, "error: device 'tpu' is none of "),
+    (f"demo {QUICK} --local --device tpu", ERROR, "error: device 'tpu' is none of "),
+    # Nodes and serving processes.
+    ("shard-node --store a --listen b:1 --shard 2/2", USAGE, "'2/2' is not I/N with 0 <= I < N"),
+    ("shard-node --store a --listen b:1 --shard x", USAGE, "'x' is not I/N"),
+    (f"{NODE} --registry r", USAGE, "--registry needs --store"),
+    (f"{REGISTERED} --version 3", USAGE, "--version: not with --registry"),
+    (f"{NODE} --store s --max-memory-gb 3", USAGE, "--max-memory-gb: only with --registry"),
+    (f"{NODE} --store s --model a --model b", USAGE, "Several --model need --registry"),
+    (f"{REGISTERED} --node-id a/b", USAGE, "node_id: String should match"),
+    (f"{REGISTERED} --advertise nowhere", ERROR, "address 'nowhere' is none of"),
+    (f"{REGISTERED} --model 'a b'", USAGE, "models"),
+    ("shard-node --listen unix:/tmp/x --registry r --store s --shard 0/2000", USAGE, "num_shards"),
+    ("serve --store a --limit max_candidates", USAGE, "'max_candidates' is not NAME=VALUE"),
+    ("serve --registry r", USAGE, "--registry needs --store"),
+    (f"{SERVE} --version 3", USAGE, "--version: not with --registry"),
+    (f"{SERVE} --shard h:1", USAGE, "--shard: not with --registry"),
+    (f"{SERVE} --cards 2", USAGE, "--cards: with --registry only for --local rows"),
+    (f"{SERVE} --max-staleness films=soon", USAGE, "seconds must be a number above 0"),
+    ("serve --store s --local", USAGE, "--local: only with --registry"),
+    ("serve --store s --max-staleness films=3", USAGE, "--max-staleness: only with --registry"),
+    ("serve --store s --model a --model b", USAGE, "Several --model need --registry"),
+    ("serve --store s --shard h:1 --memory-budget-gb 1", USAGE, "--memory-budget-gb is for rows in this"),
+    *(
+        (f"{serve} {flag}", USAGE, flag.split()[0] + problem)
+        for flag in (
+            "--device cuda:0,1",
+            "--card-memory-gb 1",
+            "--pinned-memory-gb 3",
+            "--hot-gb 1",
+            "--peer-access required",
+        )
+        for serve, problem in (
+            ("serve --snapshot {model} --shard h:1", " is for rows in this process"),
+            (SERVE, ": with --registry only for --local rows"),
+        )
+    ),
+    *(
+        (f"{command} --replica-policy {name}={value}", USAGE, name)
+        for command in ("serve --snapshot {model}", "up --store s")
+        for name, value in (("nosuch", 1), ("failures", 0), ("budget_share", 2))
+    ),
+    ("serve --snapshot {model} --trace-endpoint collector:4317", ERROR, "'collector:4317' is not http://host:port"),
+    ("serve --snapshot {model} --trace-protocol grpc", USAGE, "need --trace-endpoint"),
+    ("serve --snapshot {model} --trace-endpoint http://c:1 --trace-sample-share 1.5", USAGE, "1.5 is not in the range"),
+    # TLS.
+    ("serve --store s --tls-cert a", USAGE, "--tls-cert and --tls-key belong together"),
+    ("serve --store s --tls-client-ca a", USAGE, "--tls-client-ca needs both"),
+    ("serve --store s --node-ca a --node-cert b", USAGE, "--node-cert and --node-key belong together"),
+    ("serve --store s --node-cert a --node-key b", USAGE, "--node-cert needs --node-ca or --tls-client-ca"),
+    ("up --store s --tls-key a", USAGE, "--tls-cert and --tls-key belong together"),
+    (f"{NODE} --store s --tls-cert a", USAGE, "belong together"),
+    ("counts --out f --shard unix:a --node-cert c", USAGE, "--node-cert and --node-key belong together"),
+    # Counts.
+    ("counts --out f", USAGE, "either --registry, or --shard and --server"),
+    ("counts --out f --registry r --shard unix:a", USAGE, "either --registry"),
+    ("counts --out f --server ftp://a --model m", USAGE, "expected http://"),
+    ("counts --out f --server http://a", USAGE, "--server needs --model"),
+    # Stores and fleets.
+    ("publish {model} --store s3://bucket/p", USAGE, "--registry URL is needed: no registry lies in a store"),
+    ("publish s3://bucket/p/films --registry r", USAGE, "URL/MODEL/VERSION"),
+    ("up --store s3://bucket/p", USAGE, "--registry URL is needed"),
+    ("serve --store s3://key:secret@bucket/p", ERROR, "credentials are taken from the environment"),
+    ("verify --store s --store-cache-gb 1", USAGE, "--store-cache-gb: only with a --store at a URL"),
+    ("up --store s --detach", USAGE, "--detach: only with --on ray"),
+    ("up --store s --on ray", USAGE, "--on ray needs --registry"),
+    # Rollouts.
+    (f"{START} --canary 150%", USAGE, "'150%' is not a share above 0% and below 100%"),
+    (f"{START} --bake soon", USAGE, "'soon' is not a time"),
+    (f"{START} --guard max_p99=2", USAGE, "max_p99"),
+    (f"{START} --guard max_p99_ratio=0.5", USAGE, "max_p99_ratio"),
+    (f"{START} --strategy at-once", USAGE, "at-once"),
+    # Plans.
+    ("plan --model merlin-colossal", ERROR, "error: rows take 6374656048000 bytes"),
+    ("plan --model merlin-jumbo", ERROR, "rows are left over. Give more pinned memory"),
+    ("plan --model lunch", USAGE, "no such file, and the catalog has only dlrm-v2"),
+    ("plan --model dlrm-v2:2", USAGE, "above 0 and at most 1"),
+    ("plan --model merlin-tiny --out /nowhere/plan.json", USAGE, "--out /nowhere/plan.json: No such file"),
+    (f"{PLAN} --counts {{model}} --trace t0=x.npy", USAGE, "give one of them"),
+    (f"{PLAN} --hotness f0=many", USAGE, "'many' is not a number"),
+    (f"{PLAN} --hotness nobody=3", ERROR, "has no such feature"),
+    (f"{PLAN} --hotness f0=-1", ERROR, "allowed is 0"),
+    (f"{PLAN} --hotness f0=nan", ERROR, "allowed is 0"),
+    (f"{PLAN} --sharding range --shards 2", ERROR, "is stored with 'mixed'"),
+    (f"{PLAN} --shards 1025", USAGE, "1025 is not in the range"),
+    (f"{PLAN} --shards 2 --cards 1 --card-memory-gb 4 --pinned-memory-gb 0 --compare", ERROR, "not fit on 2 shards"),
+    (f"{PLAN} --system z80", USAGE, "is not one of"),
+    (f"{PLAN} --card-memory-gb nan", USAGE, "nan is not a finite number"),
+    (f"{PLAN} --pinned-memory-gb inf", USAGE, "inf is not a finite number"),
+    (f"{PLAN} --hbm-gb-per-s nan", USAGE, "nan is not a finite number"),
+    (f"{PLAN} --zipf nan", USAGE, "nan is not a finite number"),
+    (f"{PLAN} --zipf 9", USAGE, "9.0 is not in the range 0<=x<=8"),
+    (f"{PLAN} --zipf -0.1", USAGE, "-0.1 is not in the range"),
+]
+
+
+@pytest.mark.parametrize(("line", "code", "problem"), REFUSALS, ids=[line for line, *_ in REFUSALS])
+def test_a_command_line_is_refused(
+    line: str, code: int, problem: str, api_model: ApiModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = shardrank(*shlex.split(line.format(model=api_model.path)), code=code)
+    assert problem in result.output
+    assert "secret" not in result.output
+    assert list(tmp_path.iterdir()) == []
