@@ -41,7 +41,10 @@ from shardrank_testing.serving_api import (
     rank_message,
     run,
     served_service,
+    until,
 )
+
+pytestmark = pytest.mark.anyio
 
 pytestmark = needs_openssl
 ONCE = RetryPolicy(max_attempts=1)
@@ -130,12 +133,6 @@ def refused(service: RankingService) -> dict[tuple[str, str, str], int]:
     line = r'^shardrank_errors_total\{api="(\w+)",kind="(\w+)",method="(connection|authorization)"\} (\d+)\.0$'
     found = re.findall(line, service.metrics.render().decode(), re.MULTILINE)
     return {(api, method, kind): int(count) for api, kind, method, count in found}
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    """Ask again until it is so; tests end after a minute."""
-    while not is_so():  # noqa: ASYNC110
-        await asyncio.sleep(0.02)
 
 
 @contextlib.contextmanager
@@ -258,28 +255,25 @@ def test_whoever_should_not_get_in_is_refused_counted_by_kind_and_logged_once(
         (None, "admin port", "GET", "unauthenticated"),
     ],
 )
-def test_over_http_a_token_that_is_missing_unknown_or_too_narrow_is_401_or_403(
+async def test_over_http_a_token_that_is_missing_unknown_or_too_narrow_is_401_or_403(
     api_model, papers, authorization, path, method, kind
 ):
-    async def main() -> None:
-        service = served_service(api_model)
-        async with protected(service, papers, mutual=False, tokens=True) as listening:
-            port = listening.admin_port if path == "admin port" else listening.http_port
-            url = f"https://127.0.0.1:{port}" + ("/metrics" if path == "admin port" else path)
-            header = papers.token.get(authorization, "") and f"Bearer {papers.token[authorization]}"
-            headers = {} if authorization is None else {"authorization": header or authorization}
-            async with httpx.AsyncClient(verify=papers.context(None), headers=headers) as client:
-                answer = await client.request(method, url, json=REQUEST if method == "POST" else None)
-            assert answer.status_code == (401 if kind == "unauthenticated" else 403), answer.text
-            told = answer.json()["error"]
-            assert (answer.headers.get("shardrank-error-kind") or told["kind"]) == kind
-            assert answer.headers.get("www-authenticate") == ("Bearer" if kind == "unauthenticated" else None)
-            assert refused(service) == {("http", "authorization", kind): 1}
-
-    run(main())
+    service = served_service(api_model)
+    async with protected(service, papers, mutual=False, tokens=True) as listening:
+        port = listening.admin_port if path == "admin port" else listening.http_port
+        url = f"https://127.0.0.1:{port}" + ("/metrics" if path == "admin port" else path)
+        header = papers.token.get(authorization, "") and f"Bearer {papers.token[authorization]}"
+        headers = {} if authorization is None else {"authorization": header or authorization}
+        async with httpx.AsyncClient(verify=papers.context(None), headers=headers) as client:
+            answer = await client.request(method, url, json=REQUEST if method == "POST" else None)
+        assert answer.status_code == (401 if kind == "unauthenticated" else 403), answer.text
+        told = answer.json()["error"]
+        assert (answer.headers.get("shardrank-error-kind") or told["kind"]) == kind
+        assert answer.headers.get("www-authenticate") == ("Bearer" if kind == "unauthenticated" else None)
+        assert refused(service) == {("http", "authorization", kind): 1}
 
 
-def test_over_grpc_a_token_that_is_missing_unknown_or_too_narrow_is_refused_by_its_status(api_model, papers):
+async def test_over_grpc_a_token_that_is_missing_unknown_or_too_narrow_is_refused_by_its_status(api_model, papers):
     code = grpc.StatusCode
 
     async def status_of(call: Any) -> tuple[grpc.StatusCode, str]:
@@ -299,106 +293,97 @@ def test_over_grpc_a_token_that_is_missing_unknown_or_too_narrow_is_refused_by_i
             (answer,) = stub.ServerReflectionInfo(asked, metadata=metadata, timeout=20)
             assert answer.list_services_response.service
 
-    async def main() -> None:
-        service = served_service(api_model)
-        async with (
-            protected(service, papers, mutual=False, tokens=True) as listening,
-            grpc.aio.secure_channel(f"127.0.0.1:{listening.grpc_port}", papers.credentials(None)) as channel,
-        ):
-            stub = ranking_pb2_grpc.RankingServiceStub(channel)
-            load = channel.unary_unary(
-                "/inference.GRPCInferenceService/RepositoryModelLoad",
-                inference.RepositoryModelLoadRequest.SerializeToString,
-            )
+    service = served_service(api_model)
+    async with (
+        protected(service, papers, mutual=False, tokens=True) as listening,
+        grpc.aio.secure_channel(f"127.0.0.1:{listening.grpc_port}", papers.credentials(None)) as channel,
+    ):
+        stub = ranking_pb2_grpc.RankingServiceStub(channel)
+        load = channel.unary_unary(
+            "/inference.GRPCInferenceService/RepositoryModelLoad",
+            inference.RepositoryModelLoadRequest.SerializeToString,
+        )
 
-            def asks(token: str | None) -> dict[str, Callable[[], Any]]:
-                metadata = () if token is None else (("authorization", f"Bearer {token}"),)
-                return {
-                    "rank": lambda: stub.Rank(rank_message(REQUEST), metadata=metadata, timeout=20),
-                    "describe": lambda: stub.GetModel(
-                        ranking_pb2.GetModelRequest(model=MODEL), metadata=metadata, timeout=20
-                    ),
-                    "reflect": lambda: asyncio.to_thread(reflect, f"127.0.0.1:{listening.grpc_port}", metadata),
-                    "load": lambda: load(
-                        inference.RepositoryModelLoadRequest(model_name=MODEL), metadata=metadata, timeout=20
-                    ),
-                }
-
-            none, narrow = (code.UNAUTHENTICATED, "unauthenticated"), (code.PERMISSION_DENIED, "permission_denied")
-            fine, never = (code.OK, ""), (code.FAILED_PRECONDITION, "repository_control")
-            tokens = papers.token
-            for token, expected in [
-                (None, (none, none, none, none)),
-                ("shardrank_unknown", (none, none, none, none)),
-                (tokens["describe"], (narrow, fine, fine, narrow)),
-                (tokens["rank"], (fine, fine, fine, narrow)),
-                (tokens["admin"], (fine, fine, fine, never)),
-            ]:
-                found = [await status_of(call()) for call in asks(token).values()]
-                assert found == list(expected)
-            assert refused(service) == {
-                ("grpc", "authorization", "unauthenticated"): 8,
-                ("grpc", "authorization", "permission_denied"): 3,
+        def asks(token: str | None) -> dict[str, Callable[[], Any]]:
+            metadata = () if token is None else (("authorization", f"Bearer {token}"),)
+            return {
+                "rank": lambda: stub.Rank(rank_message(REQUEST), metadata=metadata, timeout=20),
+                "describe": lambda: stub.GetModel(
+                    ranking_pb2.GetModelRequest(model=MODEL), metadata=metadata, timeout=20
+                ),
+                "reflect": lambda: asyncio.to_thread(reflect, f"127.0.0.1:{listening.grpc_port}", metadata),
+                "load": lambda: load(
+                    inference.RepositoryModelLoadRequest(model_name=MODEL), metadata=metadata, timeout=20
+                ),
             }
 
-    run(main())
+        none, narrow = (code.UNAUTHENTICATED, "unauthenticated"), (code.PERMISSION_DENIED, "permission_denied")
+        fine, never = (code.OK, ""), (code.FAILED_PRECONDITION, "repository_control")
+        tokens = papers.token
+        for token, expected in [
+            (None, (none, none, none, none)),
+            ("shardrank_unknown", (none, none, none, none)),
+            (tokens["describe"], (narrow, fine, fine, narrow)),
+            (tokens["rank"], (fine, fine, fine, narrow)),
+            (tokens["admin"], (fine, fine, fine, never)),
+        ]:
+            found = [await status_of(call()) for call in asks(token).values()]
+            assert found == list(expected)
+        assert refused(service) == {
+            ("grpc", "authorization", "unauthenticated"): 8,
+            ("grpc", "authorization", "permission_denied"): 3,
+        }
 
 
-def test_probes_need_no_token(api_model, papers):
-    async def main() -> None:
-        service = served_service(api_model)
-        async with protected(service, papers, mutual=False, tokens=True) as listening:
-            async with httpx.AsyncClient(verify=papers.context(None)) as client:
-                for port in (listening.http_port, listening.admin_port):
-                    for path in ("/healthz", "/readyz", "/v2/health/live", "/v2/health/ready"):
-                        assert (await client.get(f"https://127.0.0.1:{port}{path}")).status_code == 200
-                ready = f"https://127.0.0.1:{listening.http_port}/v2/models/{MODEL}/ready"
-                assert (await client.get(ready)).status_code == 200
-            at = f"127.0.0.1:{listening.grpc_port}"
-            async with grpc.aio.secure_channel(at, papers.credentials(None)) as channel:
-                health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=20)
-                assert health.status == health_pb2.HealthCheckResponse.SERVING
-                for name in ("ServerLive", "ServerReady"):
-                    path = f"/inference.GRPCInferenceService/{name}"
-                    await channel.unary_unary(path)(b"", timeout=20)
-            assert refused(service) == {}
-
-    run(main())
+async def test_probes_need_no_token(api_model, papers):
+    service = served_service(api_model)
+    async with protected(service, papers, mutual=False, tokens=True) as listening:
+        async with httpx.AsyncClient(verify=papers.context(None)) as client:
+            for port in (listening.http_port, listening.admin_port):
+                for path in ("/healthz", "/readyz", "/v2/health/live", "/v2/health/ready"):
+                    assert (await client.get(f"https://127.0.0.1:{port}{path}")).status_code == 200
+            ready = f"https://127.0.0.1:{listening.http_port}/v2/models/{MODEL}/ready"
+            assert (await client.get(ready)).status_code == 200
+        at = f"127.0.0.1:{listening.grpc_port}"
+        async with grpc.aio.secure_channel(at, papers.credentials(None)) as channel:
+            health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=20)
+            assert health.status == health_pb2.HealthCheckResponse.SERVING
+            for name in ("ServerLive", "ServerReady"):
+                path = f"/inference.GRPCInferenceService/{name}"
+                await channel.unary_unary(path)(b"", timeout=20)
+        assert refused(service) == {}
 
 
-def test_a_file_of_tokens_that_changes_counts_for_connections_that_are_open(api_model, papers):
+async def test_a_file_of_tokens_that_changes_counts_for_connections_that_are_open(api_model, papers):
     new, entry = new_token("new", "rank")
 
-    async def main() -> None:
-        service = served_service(api_model)
-        async with (
-            protected(service, papers, tokens=True, tls=False) as listening,
-            httpx.AsyncClient(base_url=f"http://127.0.0.1:{listening.http_port}") as client,
-            grpc.aio.insecure_channel(f"127.0.0.1:{listening.grpc_port}") as channel,
-        ):
-            stub = ranking_pb2_grpc.RankingServiceStub(channel)
+    service = served_service(api_model)
+    async with (
+        protected(service, papers, tokens=True, tls=False) as listening,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{listening.http_port}") as client,
+        grpc.aio.insecure_channel(f"127.0.0.1:{listening.grpc_port}") as channel,
+    ):
+        stub = ranking_pb2_grpc.RankingServiceStub(channel)
 
-            async def over_http(token: str) -> bool:
-                answer = await client.post(RANK, json=REQUEST, headers={"authorization": f"Bearer {token}"})
-                return answer.status_code == 200
+        async def over_http(token: str) -> bool:
+            answer = await client.post(RANK, json=REQUEST, headers={"authorization": f"Bearer {token}"})
+            return answer.status_code == 200
 
-            async def over_grpc(token: str) -> bool:
-                metadata = (("authorization", f"Bearer {token}"),)
-                try:
-                    await stub.Rank(rank_message(REQUEST), metadata=metadata, timeout=20)
-                except grpc.RpcError:
-                    return False
-                return True
+        async def over_grpc(token: str) -> bool:
+            metadata = (("authorization", f"Bearer {token}"),)
+            try:
+                await stub.Rank(rank_message(REQUEST), metadata=metadata, timeout=20)
+            except grpc.RpcError:
+                return False
+            return True
 
-            for asks in (over_http, over_grpc):
-                assert (await asks(papers.token["rank"]), await asks(new)) == (True, False)
-            write_tokens(papers.tokens, entry)
-            for asks in (over_http, over_grpc):
-                while not await asks(new):  # noqa: ASYNC110
-                    await asyncio.sleep(0.05)
-                assert not await asks(papers.token["rank"])
-
-    run(main())
+        for asks in (over_http, over_grpc):
+            assert (await asks(papers.token["rank"]), await asks(new)) == (True, False)
+        write_tokens(papers.tokens, entry)
+        for asks in (over_http, over_grpc):
+            while not await asks(new):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+            assert not await asks(papers.token["rank"])
 
 
 async def serial_number(port: int, context: ssl.SSLContext) -> str:
@@ -408,77 +393,71 @@ async def serial_number(port: int, context: ssl.SSLContext) -> str:
     return found
 
 
-def test_a_certificate_that_is_renewed_is_shown_to_the_next_and_connections_go_on(api_model, papers):
-    async def main() -> None:
-        service = served_service(api_model)
-        async with (
-            protected(service, papers) as listening,
-            httpx.AsyncClient(verify=papers.context(papers.client)) as client,
-            grpc.aio.secure_channel(f"127.0.0.1:{listening.grpc_port}", papers.credentials(papers.client)) as channel,
-        ):
-            url, stub = f"https://127.0.0.1:{listening.http_port}", ranking_pb2_grpc.RankingServiceStub(channel)
-            connections = set()
+async def test_a_certificate_that_is_renewed_is_shown_to_the_next_and_connections_go_on(api_model, papers):
+    service = served_service(api_model)
+    async with (
+        protected(service, papers) as listening,
+        httpx.AsyncClient(verify=papers.context(papers.client)) as client,
+        grpc.aio.secure_channel(f"127.0.0.1:{listening.grpc_port}", papers.credentials(papers.client)) as channel,
+    ):
+        url, stub = f"https://127.0.0.1:{listening.http_port}", ranking_pb2_grpc.RankingServiceStub(channel)
+        connections = set()
 
-            async def ask() -> None:
-                answer = await client.post(url + RANK, json=REQUEST)
-                assert answer.status_code == 200
-                connections.add(answer.extensions["network_stream"].get_extra_info("client_addr"))
-                await stub.Rank(rank_message(REQUEST), timeout=20)
+        async def ask() -> None:
+            answer = await client.post(url + RANK, json=REQUEST)
+            assert answer.status_code == 200
+            connections.add(answer.extensions["network_stream"].get_extra_info("client_addr"))
+            await stub.Rank(rank_message(REQUEST), timeout=20)
 
-            await ask()
-            over = [(listening.http_port, "http/1.1"), (listening.grpc_port, "h2"), (listening.admin_port, "http/1.1")]
-            contexts = {port: papers.context(papers.client, alpn=alpn) for port, alpn in over}
-            before = {port: await serial_number(port, context) for port, context in contexts.items()}
-            assert len(set(before.values())) == 1
-            over_h2 = await asyncio.open_connection("127.0.0.1", listening.grpc_port, ssl=contexts[listening.grpc_port])
-            old = Http2Peer(*over_h2)
-            old.begin()
-            papers.server.replace(papers.ca.issue("renewed"))
-            for port, context in contexts.items():
-                while await serial_number(port, context) == before[port]:
-                    await ask()
-                    await asyncio.sleep(0.05)
-            await ask()
-            assert len(connections) == 1
-            old.send(frames.frame(frames.PING, 0, 0, b"12345678"))
-            while (told := await old.read()) is not None and told.kind != frames.PING:
-                """What it said before."""
-            assert told is not None
-            assert bytes(told.payload) == b"12345678"
-            old.close()
-            assert len({await serial_number(port, context) for port, context in contexts.items()}) == 1
-
-    run(main())
+        await ask()
+        over = [(listening.http_port, "http/1.1"), (listening.grpc_port, "h2"), (listening.admin_port, "http/1.1")]
+        contexts = {port: papers.context(papers.client, alpn=alpn) for port, alpn in over}
+        before = {port: await serial_number(port, context) for port, context in contexts.items()}
+        assert len(set(before.values())) == 1
+        over_h2 = await asyncio.open_connection("127.0.0.1", listening.grpc_port, ssl=contexts[listening.grpc_port])
+        old = Http2Peer(*over_h2)
+        old.begin()
+        papers.server.replace(papers.ca.issue("renewed"))
+        for port, context in contexts.items():
+            while await serial_number(port, context) == before[port]:
+                await ask()
+                await asyncio.sleep(0.05)
+        await ask()
+        assert len(connections) == 1
+        old.send(frames.frame(frames.PING, 0, 0, b"12345678"))
+        while (told := await old.read()) is not None and told.kind != frames.PING:
+            """What it said before."""
+        assert told is not None
+        assert bytes(told.payload) == b"12345678"
+        old.close()
+        assert len({await serial_number(port, context) for port, context in contexts.items()}) == 1
 
 
-def test_what_is_in_flight_over_tls_when_the_server_stops_is_answered(api_model, papers):
+async def test_what_is_in_flight_over_tls_when_the_server_stops_is_answered(api_model, papers):
     gate, request = Gate(), api_request(1) | {"timeout_ms": 20_000}
 
-    async def main() -> None:
-        with gated_service(api_model, gate) as service:
-            server = contextlib.AsyncExitStack()
-            listening = await server.enter_async_context(protected(service, papers))
-            at = f"127.0.0.1:{listening.grpc_port}"
-            async with (
-                httpx.AsyncClient(verify=papers.context(papers.client), timeout=20) as client,
-                grpc.aio.secure_channel(at, papers.credentials(papers.client)) as channel,
-            ):
-                silent = socket.create_connection(("127.0.0.1", listening.http_port))
-                url = f"https://127.0.0.1:{listening.http_port}{RANK}"
-                asked = [asyncio.create_task(client.post(url, json=request)) for _ in range(4)]
-                stub = ranking_pb2_grpc.RankingServiceStub(channel)
-                told = [stub.Rank(rank_message(request), timeout=20) for _ in range(4)]
-                await gate.wait_until_busy()
-                await until(lambda: service.in_flight == len(asked) + len(told))
-                stopping = asyncio.create_task(server.aclose())
-                await until(lambda: bool(service.watch.problems()))
-                gate.open.set()
-                assert [one.status_code for one in await asyncio.gather(*asked)] == [200] * len(asked)
-                assert [len(one.scores) > 0 for one in await asyncio.gather(*told)] == [True] * len(told)
-                await stopping
-                silent.close()
-
-    run(main())
+    with gated_service(api_model, gate) as service:
+        server = contextlib.AsyncExitStack()
+        listening = await server.enter_async_context(protected(service, papers))
+        at = f"127.0.0.1:{listening.grpc_port}"
+        async with (
+            httpx.AsyncClient(verify=papers.context(papers.client), timeout=20) as client,
+            grpc.aio.secure_channel(at, papers.credentials(papers.client)) as channel,
+        ):
+            silent = socket.create_connection(("127.0.0.1", listening.http_port))
+            url = f"https://127.0.0.1:{listening.http_port}{RANK}"
+            asked = [asyncio.create_task(client.post(url, json=request)) for _ in range(4)]
+            stub = ranking_pb2_grpc.RankingServiceStub(channel)
+            told = [stub.Rank(rank_message(request), timeout=20) for _ in range(4)]
+            await gate.wait_until_busy()
+            await until(lambda: service.in_flight == len(asked) + len(told))
+            stopping = asyncio.create_task(server.aclose())
+            await until(lambda: bool(service.watch.problems()))
+            gate.open.set()
+            assert [one.status_code for one in await asyncio.gather(*asked)] == [200] * len(asked)
+            assert [len(one.scores) > 0 for one in await asyncio.gather(*told)] == [True] * len(told)
+            await stopping
+            silent.close()
 
 
 @pytest.mark.parametrize("api", ["http", "grpc"])

@@ -22,7 +22,9 @@ from serving.limits import RequestLimits
 from serving.proto.shardrank.v1 import ranking_pb2
 from shardrank_testing.client_calls import calling, rank_arguments
 from shardrank_testing.parsing import parse_json, parse_message
-from shardrank_testing.serving_api import CITIES, MODEL, api_request, api_spec, run, running_api
+from shardrank_testing.serving_api import CITIES, MODEL, api_request, api_spec, running_api
+
+pytestmark = pytest.mark.anyio
 
 SCHEMA = RequestSchema(FeatureSchema.of(api_spec()), RequestLimits())
 CONTEXT, CANDIDATES = ("user", "history", "liked-tag", "city"), ("film", "genre", "tag", "device")
@@ -188,40 +190,37 @@ WRONG = [
 ]
 
 
-def test_what_does_not_fit_is_refused_by_its_field(api_service):
-    async def main() -> None:
-        async with running_api(api_service) as api:
-            address = f"grpc://{api.listening.host}:{api.listening.grpc_port}"
-            async with calling(Client, address, timeout_ms=30_000) as call:
-                for field, value, kind, message in WRONG:
-                    request = api_request(seed=1)
-                    path = (field if field.count(".") != 1 or "dense" in field else f"context.{field}").split(".")
-                    owner = request[path[0]]
-                    for member in path[1:-1]:
-                        owner = owner.setdefault(member, {})
-                    if value is None:
-                        del owner[path[-1]]
-                    else:
-                        owner[path[-1]] = value
-                    with pytest.raises(InvalidRequestError, match=message) as found:
-                        await call("rank", MODEL, **rank_arguments(request))
-                    # The server has another path for the parts of a feature than JSON.
-                    names = {
-                        field,
-                        f"{field}.ids",
-                        f"{field}.string_ids",
-                        f"{field.replace('weights', 'sparse')}.weights",
-                    }
-                    assert found.value.kind == kind, field
-                    assert found.value.field in names
-                    assert str(found.value).startswith(f"{found.value.field}: ")
-                nothing = dict.fromkeys(CANDIDATES, ())
-                context = rank_arguments(api_request())["context"]
-                with pytest.raises(InvalidRequestError, match="at least 1") as found:
-                    await call("rank", MODEL, context, nothing, context_dense=[0, 0])
-                assert (found.value.kind, found.value.field) == ("count_mismatch", "candidates")
-
-    run(main())
+async def test_what_does_not_fit_is_refused_by_its_field(api_service):
+    async with running_api(api_service) as api:
+        address = f"grpc://{api.listening.host}:{api.listening.grpc_port}"
+        async with calling(Client, address, timeout_ms=30_000) as call:
+            for field, value, kind, message in WRONG:
+                request = api_request(seed=1)
+                path = (field if field.count(".") != 1 or "dense" in field else f"context.{field}").split(".")
+                owner = request[path[0]]
+                for member in path[1:-1]:
+                    owner = owner.setdefault(member, {})
+                if value is None:
+                    del owner[path[-1]]
+                else:
+                    owner[path[-1]] = value
+                with pytest.raises(InvalidRequestError, match=message) as found:
+                    await call("rank", MODEL, **rank_arguments(request))
+                # The server has another path for the parts of a feature than JSON.
+                names = {
+                    field,
+                    f"{field}.ids",
+                    f"{field}.string_ids",
+                    f"{field.replace('weights', 'sparse')}.weights",
+                }
+                assert found.value.kind == kind, field
+                assert found.value.field in names
+                assert str(found.value).startswith(f"{found.value.field}: ")
+            nothing = dict.fromkeys(CANDIDATES, ())
+            context = rank_arguments(api_request())["context"]
+            with pytest.raises(InvalidRequestError, match="at least 1") as found:
+                await call("rank", MODEL, context, nothing, context_dense=[0, 0])
+            assert (found.value.kind, found.value.field) == ("count_mismatch", "candidates")
 
 
 def test_the_client_imports_nothing_of_the_server():

@@ -29,7 +29,8 @@ from serving.client import (
 )
 from serving.proto.shardrank.v1 import ranking_pb2
 from shardrank_testing.client_calls import CLIENTS, calling
-from shardrank_testing.serving_api import run
+
+pytestmark = pytest.mark.anyio
 
 MODEL = "plain"
 DESCRIPTION = ranking_pb2.GetModelResponse(
@@ -189,17 +190,14 @@ async def rank(call: Any, **options: Any) -> Any:
 
 
 @both_clients
-def test_a_server_that_is_unavailable_for_two_calls_is_asked_a_third_time_with_what_is_left_of_the_deadline(kind):
+async def test_a_server_that_is_unavailable_for_two_calls_is_asked_a_third_time_with_what_is_left_of_the_deadline(kind):
     stub, timing = GrpcStub(failing(2, grpc.StatusCode.UNAVAILABLE, "not_ready")), Time()
 
-    async def main() -> None:
-        with stub.running() as address:
-            async with calling(kind, address, timeout_ms=900, **timing.options(kind)) as call:
-                result = await rank(call)
-                np.testing.assert_array_equal(result.scores, np.float32([0.5, 0.25]))
-                assert (result.version, result.order.tolist()) == (3, [0, 1])
-
-    run(main())
+    with stub.running() as address:
+        async with calling(kind, address, timeout_ms=900, **timing.options(kind)) as call:
+            result = await rank(call)
+            np.testing.assert_array_equal(result.scores, np.float32([0.5, 0.25]))
+            assert (result.version, result.order.tolist()) == (3, [0, 1])
     # Random numbers are 1: the whole bound is waited, which doubles.
     assert timing.slept == [0.025, 0.05]
     assert [one.timeout_ms for one in stub.ranks] == [900, 875, 825]
@@ -207,34 +205,28 @@ def test_a_server_that_is_unavailable_for_two_calls_is_asked_a_third_time_with_w
 
 
 @both_clients
-def test_attempts_end_with_the_policy_and_the_error_is_the_last_one(kind):
+async def test_attempts_end_with_the_policy_and_the_error_is_the_last_one(kind):
     stub, timing = GrpcStub(failing(9, grpc.StatusCode.UNAVAILABLE, "shard_unavailable", "no replica")), Time()
 
-    async def main() -> None:
-        with stub.running() as address:
-            retry = RetryPolicy(max_attempts=4, backoff_ms=10, max_backoff_ms=15)
-            async with calling(kind, address, retry=retry, **timing.options(kind)) as call:
-                with pytest.raises(UnavailableError, match="no replica") as found:
-                    await rank(call)
-                assert found.value.kind == "shard_unavailable"
-
-    run(main())
+    with stub.running() as address:
+        retry = RetryPolicy(max_attempts=4, backoff_ms=10, max_backoff_ms=15)
+        async with calling(kind, address, retry=retry, **timing.options(kind)) as call:
+            with pytest.raises(UnavailableError, match="no replica") as found:
+                await rank(call)
+            assert found.value.kind == "shard_unavailable"
     assert timing.slept == [0.01, 0.015, 0.015]
     assert len(stub.ranks) == 4
 
 
 @both_clients
-def test_no_retry_begins_that_would_end_past_the_deadline(kind):
+async def test_no_retry_begins_that_would_end_past_the_deadline(kind):
     stub, timing = GrpcStub(failing(9, grpc.StatusCode.UNAVAILABLE)), Time()
 
-    async def main() -> None:
-        with stub.running() as address:
-            retry = RetryPolicy(max_attempts=100, backoff_ms=100, max_backoff_ms=100, budget_burst=100)
-            async with calling(kind, address, retry=retry, timeout_ms=250, **timing.options(kind)) as call:
-                with pytest.raises(UnavailableError):
-                    await rank(call)
-
-    run(main())
+    with stub.running() as address:
+        retry = RetryPolicy(max_attempts=100, backoff_ms=100, max_backoff_ms=100, budget_burst=100)
+        async with calling(kind, address, retry=retry, timeout_ms=250, **timing.options(kind)) as call:
+            with pytest.raises(UnavailableError):
+                await rank(call)
     assert timing.slept == [0.1, 0.1]
     assert [one.timeout_ms for one in stub.ranks] == [250, 150, 50]
 
@@ -284,43 +276,37 @@ def test_whatever_else_ends_a_call_is_not_tried_again_and_keeps_its_kind(status,
 
 
 @both_clients
-def test_over_http_503_and_connections_that_end_are_tried_again(kind):
+async def test_over_http_503_and_connections_that_end_are_tried_again(kind):
     not_ready = http_error(503, "not_ready")
 
-    async def main() -> None:
-        for failures in ([not_ready, not_ready], [b"", b""], [not_ready, b""]):
-            with closing(HttpStub([*failures, OK])) as stub:
-                timing = Time()
-                async with calling(kind, stub.address, **timing.options(kind)) as call:
-                    result = await rank(call, request_id="r")
-                    assert result.scores.tolist() == [0.5, 0.25]
-                assert timing.slept == [0.025, 0.05]
-                heads, bodies = zip(*(post.split(b"\r\n\r\n", 1) for post in stub.posts), strict=True)
-                assert all(b"POST /v1/models/plain:rank " in head for head in heads)
-                assert all(b"content-type: application/x-protobuf" in head.lower() for head in heads)
-                sent = [ranking_pb2.RankRequest.FromString(body) for body in bodies]
-                assert [one.timeout_ms for one in sent] == [1000, 975, 925]
-                assert {one.packed.schema_digest for one in sent} == {"d"}
-
-    run(main())
+    for failures in ([not_ready, not_ready], [b"", b""], [not_ready, b""]):
+        with closing(HttpStub([*failures, OK])) as stub:
+            timing = Time()
+            async with calling(kind, stub.address, **timing.options(kind)) as call:
+                result = await rank(call, request_id="r")
+                assert result.scores.tolist() == [0.5, 0.25]
+            assert timing.slept == [0.025, 0.05]
+            heads, bodies = zip(*(post.split(b"\r\n\r\n", 1) for post in stub.posts), strict=True)
+            assert all(b"POST /v1/models/plain:rank " in head for head in heads)
+            assert all(b"content-type: application/x-protobuf" in head.lower() for head in heads)
+            sent = [ranking_pb2.RankRequest.FromString(body) for body in bodies]
+            assert [one.timeout_ms for one in sent] == [1000, 975, 925]
+            assert {one.packed.schema_digest for one in sent} == {"d"}
 
 
 @both_clients
-def test_retry_after_is_waited_for_if_the_deadline_allows_it(kind):
+async def test_retry_after_is_waited_for_if_the_deadline_allows_it(kind):
     shed = http_error(503, "overloaded", "retry-after: 2\r\n")
 
-    async def main() -> None:
-        with closing(HttpStub([shed, OK])) as stub:
-            timing = Time()
-            async with calling(kind, stub.address, timeout_ms=5000, **timing.options(kind)) as call:
+    with closing(HttpStub([shed, OK])) as stub:
+        timing = Time()
+        async with calling(kind, stub.address, timeout_ms=5000, **timing.options(kind)) as call:
+            await rank(call)
+        assert timing.slept == [2.025]
+    with closing(HttpStub([shed, OK])) as stub:
+        timing = Time()
+        async with calling(kind, stub.address, timeout_ms=1500, **timing.options(kind)) as call:
+            with pytest.raises(OverloadedError) as found:
                 await rank(call)
-            assert timing.slept == [2.025]
-        with closing(HttpStub([shed, OK])) as stub:
-            timing = Time()
-            async with calling(kind, stub.address, timeout_ms=1500, **timing.options(kind)) as call:
-                with pytest.raises(OverloadedError) as found:
-                    await rank(call)
-                assert (found.value.kind, found.value.retry_after_s) == ("overloaded", 2.0)
-            assert (timing.slept, len(stub.posts)) == ([], 1)
-
-    run(main())
+            assert (found.value.kind, found.value.retry_after_s) == ("overloaded", 2.0)
+        assert (timing.slept, len(stub.posts)) == ([], 1)

@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import httpx
 import numpy as np
+import pytest
 import torch
 
 from loader.registry.fleet import VersionStats
@@ -240,10 +241,19 @@ class Api:
     listening: Listening
     http: httpx.AsyncClient
     channel: grpc.aio.Channel
+    gate: Gate | None = None
     stub: ranking_pb2_grpc.RankingServiceStub = field(init=False)
 
     def __post_init__(self) -> None:
         self.stub = ranking_pb2_grpc.RankingServiceStub(self.channel)
+
+    @property
+    def http_address(self) -> str:
+        return f"{self.listening.host}:{self.listening.http_port}"
+
+    @property
+    def grpc_address(self) -> str:
+        return f"{self.listening.host}:{self.listening.grpc_port}"
 
 
 @contextlib.asynccontextmanager
@@ -375,6 +385,39 @@ def api_service(model: ApiModel, limits: RequestLimits | None = None, **options:
         yield service
     finally:
         service.close()
+
+
+@contextlib.asynccontextmanager
+async def served_api(model: ApiModel, limits: RequestLimits | None = None, **options: Any) -> AsyncIterator[Api]:
+    """HTTP and gRPC over a service of their own."""
+    with api_service(model, limits, **options) as service:
+        async with running_api(service) as api:
+            yield api
+
+
+@contextlib.asynccontextmanager
+async def gated_api(model: ApiModel, limits: RequestLimits | None = None) -> AsyncIterator[Api]:
+    """HTTP and gRPC over a service whose lookups wait at `gate`."""
+    gate = Gate()
+    with gated_service(model, gate, limits) as service:
+        async with running_api(service) as api:
+            api.gate = gate
+            yield api
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Waits for another party's state, which notifies nobody when it changes."""
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+
+
+@contextlib.contextmanager
+def refused_call(code: grpc.StatusCode, kind: str = "", says: str = "") -> Iterator[None]:
+    """A gRPC call in the block is refused with this status, kind of error (if given) and part of its text."""
+    with pytest.raises(grpc.aio.AioRpcError, match=says or None) as refusal:
+        yield
+    assert refusal.value.code() is code
+    assert not kind or dict(refusal.value.trailing_metadata())["shardrank-error-kind"] == kind
 
 
 def stats_of(service: RankingService, version: int) -> VersionStats:

@@ -17,6 +17,8 @@ from serving.api.grpc.calls import (
 )
 from serving.api.grpc.wire import HeaderDecoder, HeaderList, header_block
 
+pytestmark = pytest.mark.anyio
+
 MAX_HEADER_BYTES = 1000
 CALL = [
     (b":method", b"POST"),
@@ -103,16 +105,12 @@ def test_what_is_no_grpc_call_is_refused(sent):
     assert ("POST" in str(error), error.grpc_status, status) == (True, "UNIMPLEMENTED", 405)
 
 
-def test_a_long_message_is_expanded_in_pieces_with_turns_between_them():
+async def test_a_long_message_is_expanded_in_pieces_with_turns_between_them():
     turns = 0
 
-    async def main() -> None:
-        nonlocal turns
-        expanding = asyncio.create_task(plain_message(1, gzip.compress(bytes(2**23)), "gzip", 2**24, no_charge))
-        while not expanding.done():
-            turns += 1
-            await asyncio.sleep(0)
-        assert len(expanding.result()) == 2**23
-
-    asyncio.run(main())
+    expanding = asyncio.create_task(plain_message(1, gzip.compress(bytes(2**23)), "gzip", 2**24, no_charge))
+    while not expanding.done():
+        turns += 1
+        await asyncio.sleep(0)
+    assert len(expanding.result()) == 2**23
     assert turns > 20
