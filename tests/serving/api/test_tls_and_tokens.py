@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import itertools
 import logging
 import re
+import shutil
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +22,7 @@ import httpx
 import pytest
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 
 from serving.api import listening
 from serving.api.grpc import wire as frames
@@ -35,18 +39,18 @@ from shardrank_testing.client_calls import CLIENTS, calling, rank_arguments
 from shardrank_testing.http2_peer import Http2Peer
 from shardrank_testing.serving_api import (
     MODEL,
+    ApiModel,
     Gate,
     api_request,
     gated_service,
     rank_message,
-    run,
+    refused_call,
     served_service,
     until,
 )
 
-pytestmark = pytest.mark.anyio
+pytestmark = [needs_openssl, pytest.mark.anyio]
 
-pytestmark = needs_openssl
 ONCE = RetryPolicy(max_attempts=1)
 RANK = f"/v1/models/{MODEL}:rank"
 REQUEST = api_request(1)
@@ -74,11 +78,12 @@ class Papers:
         return grpc.ssl_channel_credentials((ca or self.ca.cert).read_bytes(), *pair)
 
 
-@pytest.fixture
-def papers(tmp_path: Path) -> Papers:
-    ca, other = Authority(tmp_path), Authority(tmp_path, "other")
+@pytest.fixture(scope="module")
+def papers(tmp_path_factory: pytest.TempPathFactory) -> Papers:
+    folder = tmp_path_factory.mktemp("papers")
+    ca, other = Authority(folder), Authority(folder, "other")
     made = {scope: new_token(scope, scope) for scope in ("rank", "describe", "admin")}
-    path = tmp_path / "tokens.json"
+    path = folder / "tokens.json"
     write_tokens(path, *(entry for _, entry in made.values()))
     return Papers(
         ca,
@@ -135,13 +140,19 @@ def refused(service: RankingService) -> dict[tuple[str, str, str], int]:
     return {(api, method, kind): int(count) for api, kind, method, count in found}
 
 
-@contextlib.contextmanager
-def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+@pytest.fixture
+def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
     """No defect and no traceback is logged."""
     with caplog.at_level(logging.INFO):
-        yield
+        yield caplog
     assert [record.getMessage() for record in caplog.records if record.exc_info or record.levelno >= 40] == []
     assert not [record for record in caplog.records if record.name == "asyncio"]
+
+
+@pytest.fixture
+def service(api_model: ApiModel) -> RankingService:
+    """One that its server closes."""
+    return served_service(api_model)
 
 
 async def rank_over_grpc(listening: Listening, credentials: grpc.ChannelCredentials | None, token: str = "") -> Message:
@@ -154,40 +165,31 @@ async def rank_over_grpc(listening: Listening, credentials: grpc.ChannelCredenti
         return answer
 
 
-def test_whoever_has_a_certificate_and_a_token_is_answered_on_every_port_and_by_every_client(api_model, papers, caplog):
-    async def main() -> None:
-        service, token = served_service(api_model), papers.token["admin"]
+async def test_a_certificate_and_a_token_open_every_port_to_every_client(service, papers, quiet):
+    token = papers.token["admin"]
+    async with protected(service, papers, tokens=True) as listening:
+        http, at_grpc = f"https://127.0.0.1:{listening.http_port}", f"grpcs://127.0.0.1:{listening.grpc_port}"
         bearer = {"authorization": f"Bearer {token}"}
-        async with protected(service, papers, tokens=True) as listening:
-            async with httpx.AsyncClient(verify=papers.context(papers.client), headers=bearer) as client:
-                base = f"https://127.0.0.1:{listening.http_port}"
-                scores = (await client.post(base + RANK, json=REQUEST)).json()["scores"]
-                for port in (listening.http_port, listening.admin_port):
-                    metrics = await client.get(f"https://127.0.0.1:{port}/metrics")
-                    assert (metrics.status_code, "shardrank_requests_total" in metrics.text) == (200, True)
-            answer: Any = await rank_over_grpc(listening, papers.credentials(papers.client), token)
-            assert list(answer.scores) == pytest.approx(scores)
-            mine = {"ca": papers.ca.cert, "cert": papers.client.cert, "key": papers.client.key, "timeout_ms": 20_000}
-            for kind in CLIENTS:
-                for address in (f"https://127.0.0.1:{listening.http_port}", f"grpcs://127.0.0.1:{listening.grpc_port}"):
-                    async with calling(kind, address, token=token, **mine) as call:
-                        result = await call("rank", MODEL, **rank_arguments(REQUEST))
-                        assert list(result.scores) == pytest.approx(scores)
-                        assert (await call("describe", MODEL)).model == MODEL
-                    async with calling(kind, address, retry=ONCE, **mine) as call:
-                        with pytest.raises(UnauthenticatedError, match="a token is needed"):
-                            await call("describe", MODEL)
-                    async with calling(kind, address, token=papers.token["describe"], retry=ONCE, **mine) as call:
-                        with pytest.raises(PermissionDeniedError, match="'rank' is needed here"):
-                            await call("rank", MODEL, **rank_arguments(REQUEST))
-        assert {key for key in refused(service) if key[1] == "connection"} == set()
-
-    with quiet(caplog):
-        run(main())
-
-
-def shown_by(papers: Papers, who: str) -> Pair | None:
-    return {"none": None, "expired": papers.expired, "foreign": papers.foreign}.get(who, papers.client)
+        async with httpx.AsyncClient(verify=papers.context(papers.client), headers=bearer) as client:
+            scores = (await client.post(http + RANK, json=REQUEST)).json()["scores"]
+            for port in (listening.http_port, listening.admin_port):
+                metrics = await client.get(f"https://127.0.0.1:{port}/metrics")
+                assert (metrics.status_code, "shardrank_requests_total" in metrics.text) == (200, True)
+        answer: Any = await rank_over_grpc(listening, papers.credentials(papers.client), token)
+        assert list(answer.scores) == pytest.approx(scores)
+        mine = {"ca": papers.ca.cert, "cert": papers.client.cert, "key": papers.client.key, "timeout_ms": 20_000}
+        for kind, address in itertools.product(CLIENTS, (http, at_grpc)):
+            async with calling(kind, address, token=token, **mine) as call:
+                result = await call("rank", MODEL, **rank_arguments(REQUEST))
+                assert list(result.scores) == pytest.approx(scores)
+                assert (await call("describe", MODEL)).model == MODEL
+            async with calling(kind, address, retry=ONCE, **mine) as call:
+                with pytest.raises(UnauthenticatedError, match="a token is needed"):
+                    await call("describe", MODEL)
+            async with calling(kind, address, token=papers.token["describe"], retry=ONCE, **mine) as call:
+                with pytest.raises(PermissionDeniedError, match="'rank' is needed here"):
+                    await call("rank", MODEL, **rank_arguments(REQUEST))
+    assert {key for key in refused(service) if key[1] == "connection"} == set()
 
 
 @pytest.mark.parametrize("api", ["http", "grpc", "admin"])
@@ -200,143 +202,108 @@ def shown_by(papers: Papers, who: str) -> Pair | None:
         ("plain text", "tls_plain_text"),
     ],
 )
-def test_whoever_should_not_get_in_is_refused_counted_by_kind_and_logged_once(
-    api_model, papers, caplog, api, who, kind
-):
+async def test_a_peer_without_its_papers_is_refused_and_counted(service, papers, quiet, api, who, kind):
+    """By kind, logged once, and no other peer is kept out by it."""
     counted = ("grpc" if api == "grpc" else "http", "connection", kind)
-    times = 3
-
-    async def try_to(listening: Listening) -> None:
-        if api == "grpc":
-            credentials = None if who == "plain text" else papers.credentials(shown_by(papers, who))
-            with pytest.raises(grpc.RpcError) as caught:
-                await rank_over_grpc(listening, credentials)
-            assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
-            return
+    shown = {"none": None, "expired": papers.expired, "foreign": papers.foreign, "plain text": papers.client}[who]
+    async with protected(service, papers) as listening:
         port = listening.http_port if api == "http" else listening.admin_port
-        scheme = "http" if who == "plain text" else "https"
-        async with httpx.AsyncClient(verify=papers.context(shown_by(papers, who))) as client:
-            with pytest.raises((httpx.TransportError, ssl.SSLError)):
-                await client.get(f"{scheme}://127.0.0.1:{port}/healthz")
-
-    async def main() -> None:
-        service = served_service(api_model)
-        async with protected(service, papers) as listening:
-            for _ in range(times):
-                await try_to(listening)
-            await until(lambda: refused(service).get(counted, 0) >= times)
-            # Nobody else is kept out by that.
-            async with httpx.AsyncClient(verify=papers.context(papers.client)) as client:
-                assert (await client.get(f"https://127.0.0.1:{listening.http_port}/healthz")).status_code == 200
-            assert set(refused(service)) == {counted}
-
-    with quiet(caplog):
-        run(main())
-    told = [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
-    assert len(told) == 1
-    assert told[0].startswith(f"refused a connection from 127.0.0.1: {kind}: ")
+        url = f"{'http' if who == 'plain text' else 'https'}://127.0.0.1:{port}/healthz"
+        for _ in range(3):
+            if api == "grpc":
+                with refused_call(grpc.StatusCode.UNAVAILABLE):
+                    await rank_over_grpc(listening, None if who == "plain text" else papers.credentials(shown))
+                continue
+            async with httpx.AsyncClient(verify=papers.context(shown)) as client:
+                with pytest.raises((httpx.TransportError, ssl.SSLError)):
+                    await client.get(url)
+        await until(lambda: refused(service).get(counted, 0) >= 3)
+        async with httpx.AsyncClient(verify=papers.context(papers.client)) as client:
+            assert (await client.get(f"https://127.0.0.1:{listening.http_port}/healthz")).status_code == 200
+        assert set(refused(service)) == {counted}
+    (line,) = [record.getMessage() for record in quiet.records if "refused" in record.getMessage()]
+    assert line.startswith(f"refused a connection from 127.0.0.1: {kind}: ")
 
 
-@pytest.mark.parametrize(
-    ("authorization", "path", "method", "kind"),
-    [
-        (None, RANK, "POST", "unauthenticated"),
-        ("Bearer shardrank_unknown", RANK, "POST", "unauthenticated"),
-        ("describe", RANK, "POST", "permission_denied"),
-        ("describe", f"/v1/models/{MODEL}:lookup", "POST", "permission_denied"),
-        ("describe", f"/v2/models/{MODEL}/infer", "POST", "permission_denied"),
-        (None, "/v1/models", "GET", "unauthenticated"),
-        (None, f"/v2/models/{MODEL}/stats", "GET", "unauthenticated"),
-        (None, "/docs", "GET", "unauthenticated"),
-        (None, "/openapi.json", "GET", "unauthenticated"),
-        ("rank", "/metrics", "GET", "permission_denied"),
-        ("rank", f"/v2/repository/models/{MODEL}/load", "POST", "permission_denied"),
-        ("rank", "admin port", "GET", "permission_denied"),
-        (None, "admin port", "GET", "unauthenticated"),
-    ],
-)
-async def test_over_http_a_token_that_is_missing_unknown_or_too_narrow_is_401_or_403(
-    api_model, papers, authorization, path, method, kind
-):
-    service = served_service(api_model)
-    async with protected(service, papers, mutual=False, tokens=True) as listening:
-        port = listening.admin_port if path == "admin port" else listening.http_port
-        url = f"https://127.0.0.1:{port}" + ("/metrics" if path == "admin port" else path)
-        header = papers.token.get(authorization, "") and f"Bearer {papers.token[authorization]}"
-        headers = {} if authorization is None else {"authorization": header or authorization}
-        async with httpx.AsyncClient(verify=papers.context(None), headers=headers) as client:
-            answer = await client.request(method, url, json=REQUEST if method == "POST" else None)
-        assert answer.status_code == (401 if kind == "unauthenticated" else 403), answer.text
-        told = answer.json()["error"]
-        assert (answer.headers.get("shardrank-error-kind") or told["kind"]) == kind
-        assert answer.headers.get("www-authenticate") == ("Bearer" if kind == "unauthenticated" else None)
-        assert refused(service) == {("http", "authorization", kind): 1}
+ADMIN = "admin port"
+WITHOUT_RIGHT = [
+    (None, "POST", RANK),
+    ("unknown", "POST", RANK),
+    ("describe", "POST", RANK),
+    ("describe", "POST", f"/v1/models/{MODEL}:lookup"),
+    ("describe", "POST", f"/v2/models/{MODEL}/infer"),
+    (None, "GET", "/v1/models"),
+    (None, "GET", f"/v2/models/{MODEL}/stats"),
+    (None, "GET", "/docs"),
+    (None, "GET", "/openapi.json"),
+    ("rank", "GET", "/metrics"),
+    ("rank", "POST", f"/v2/repository/models/{MODEL}/load"),
+    ("rank", "GET", ADMIN),
+    (None, "GET", ADMIN),
+]
 
 
-async def test_over_grpc_a_token_that_is_missing_unknown_or_too_narrow_is_refused_by_its_status(api_model, papers):
-    code = grpc.StatusCode
+async def test_over_http_a_missing_or_narrow_token_is_401_or_403(service, papers):
+    async with (
+        protected(service, papers, mutual=False, tokens=True) as listening,
+        httpx.AsyncClient(verify=papers.context(None)) as client,
+    ):
+        counts: Counter[tuple[str, str, str]] = Counter()
+        for scope, method, path in WITHOUT_RIGHT:
+            status, kind = (403, "permission_denied") if scope in papers.token else (401, "unauthenticated")
+            url = f"https://127.0.0.1:{listening.http_port}{path}"
+            if path is ADMIN:
+                url = f"https://127.0.0.1:{listening.admin_port}/metrics"
+            headers = {} if scope is None else {"authorization": f"Bearer {papers.token.get(scope, scope)}"}
+            answer = await client.request(method, url, json=REQUEST if method == "POST" else None, headers=headers)
+            assert answer.status_code == status, path
+            assert (answer.headers.get("shardrank-error-kind") or answer.json()["error"]["kind"]) == kind
+            assert answer.headers.get("www-authenticate") == ("Bearer" if status == 401 else None)
+            counts["http", "authorization", kind] += 1
+        assert refused(service) == counts
 
-    async def status_of(call: Any) -> tuple[grpc.StatusCode, str]:
-        try:
-            await call
-        except grpc.RpcError as error:
-            failed: Any = error
-            kinds = dict(failed.trailing_metadata())
-            return failed.code(), str(kinds.get("shardrank-error-kind", ""))
-        return code.OK, ""
 
-    def reflect(at: str, metadata: Any) -> None:
-        # The blocking library: that for event loops calls a write to a call that was just refused an internal error.
-        with grpc.secure_channel(at, papers.credentials(None)) as channel:
-            asked = iter([reflection_pb2.ServerReflectionRequest(list_services="*")])
-            stub = reflection_pb2_grpc.ServerReflectionStub(channel)
-            (answer,) = stub.ServerReflectionInfo(asked, metadata=metadata, timeout=20)
-            assert answer.list_services_response.service
+async def grpc_status(call: Any) -> tuple[grpc.StatusCode, str]:
+    with contextlib.suppress(grpc.RpcError):
+        async for _ in call:
+            """Whatever is answered."""
+    return await call.code(), str(dict(await call.trailing_metadata()).get("shardrank-error-kind", ""))
 
-    service = served_service(api_model)
+
+async def test_over_grpc_a_missing_or_narrow_token_is_refused(service, papers):
+    calls = {
+        "/shardrank.v1.RankingService/Rank": rank_message(REQUEST),
+        "/shardrank.v1.RankingService/GetModel": ranking_pb2.GetModelRequest(model=MODEL),
+        "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": reflection_pb2.ServerReflectionRequest(
+            list_services="*"
+        ),
+        "/inference.GRPCInferenceService/RepositoryModelLoad": inference.RepositoryModelLoadRequest(model_name=MODEL),
+    }
+    code, tokens = grpc.StatusCode, papers.token
+    none, narrow = (code.UNAUTHENTICATED, "unauthenticated"), (code.PERMISSION_DENIED, "permission_denied")
+    fine, never = (code.OK, ""), (code.FAILED_PRECONDITION, "repository_control")
     async with (
         protected(service, papers, mutual=False, tokens=True) as listening,
         grpc.aio.secure_channel(f"127.0.0.1:{listening.grpc_port}", papers.credentials(None)) as channel,
     ):
-        stub = ranking_pb2_grpc.RankingServiceStub(channel)
-        load = channel.unary_unary(
-            "/inference.GRPCInferenceService/RepositoryModelLoad",
-            inference.RepositoryModelLoadRequest.SerializeToString,
-        )
-
-        def asks(token: str | None) -> dict[str, Callable[[], Any]]:
-            metadata = () if token is None else (("authorization", f"Bearer {token}"),)
-            return {
-                "rank": lambda: stub.Rank(rank_message(REQUEST), metadata=metadata, timeout=20),
-                "describe": lambda: stub.GetModel(
-                    ranking_pb2.GetModelRequest(model=MODEL), metadata=metadata, timeout=20
-                ),
-                "reflect": lambda: asyncio.to_thread(reflect, f"127.0.0.1:{listening.grpc_port}", metadata),
-                "load": lambda: load(
-                    inference.RepositoryModelLoadRequest(model_name=MODEL), metadata=metadata, timeout=20
-                ),
-            }
-
-        none, narrow = (code.UNAUTHENTICATED, "unauthenticated"), (code.PERMISSION_DENIED, "permission_denied")
-        fine, never = (code.OK, ""), (code.FAILED_PRECONDITION, "repository_control")
-        tokens = papers.token
         for token, expected in [
-            (None, (none, none, none, none)),
-            ("shardrank_unknown", (none, none, none, none)),
-            (tokens["describe"], (narrow, fine, fine, narrow)),
-            (tokens["rank"], (fine, fine, fine, narrow)),
-            (tokens["admin"], (fine, fine, fine, never)),
+            (None, [none, none, none, none]),
+            ("shardrank_unknown", [none, none, none, none]),
+            (tokens["describe"], [narrow, fine, fine, narrow]),
+            (tokens["rank"], [fine, fine, fine, narrow]),
+            (tokens["admin"], [fine, fine, fine, never]),
         ]:
-            found = [await status_of(call()) for call in asks(token).values()]
-            assert found == list(expected)
+            options = {"metadata": token and (("authorization", f"Bearer {token}"),), "timeout": 20}
+            sent = [(path, message.SerializeToString()) for path, message in calls.items()]
+            found = [await grpc_status(channel.unary_stream(path)(message, **options)) for path, message in sent]
+            assert found == expected
         assert refused(service) == {
             ("grpc", "authorization", "unauthenticated"): 8,
             ("grpc", "authorization", "permission_denied"): 3,
         }
 
 
-async def test_probes_need_no_token(api_model, papers):
-    service = served_service(api_model)
+async def test_probes_need_no_token(service, papers):
     async with protected(service, papers, mutual=False, tokens=True) as listening:
         async with httpx.AsyncClient(verify=papers.context(None)) as client:
             for port in (listening.http_port, listening.admin_port):
@@ -354,10 +321,10 @@ async def test_probes_need_no_token(api_model, papers):
         assert refused(service) == {}
 
 
-async def test_a_file_of_tokens_that_changes_counts_for_connections_that_are_open(api_model, papers):
+async def test_a_changed_file_of_tokens_counts_for_open_connections(service, papers, tmp_path):
     new, entry = new_token("new", "rank")
+    papers = dataclasses.replace(papers, tokens=shutil.copy(papers.tokens, tmp_path / "tokens.json"))
 
-    service = served_service(api_model)
     async with (
         protected(service, papers, tokens=True, tls=False) as listening,
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{listening.http_port}") as client,
@@ -393,8 +360,7 @@ async def serial_number(port: int, context: ssl.SSLContext) -> str:
     return found
 
 
-async def test_a_certificate_that_is_renewed_is_shown_to_the_next_and_connections_go_on(api_model, papers):
-    service = served_service(api_model)
+async def test_a_renewed_certificate_is_shown_and_connections_go_on(service, papers):
     async with (
         protected(service, papers) as listening,
         httpx.AsyncClient(verify=papers.context(papers.client)) as client,
@@ -433,7 +399,7 @@ async def test_a_certificate_that_is_renewed_is_shown_to_the_next_and_connection
         assert len({await serial_number(port, context) for port, context in contexts.items()}) == 1
 
 
-async def test_what_is_in_flight_over_tls_when_the_server_stops_is_answered(api_model, papers):
+async def test_what_is_in_flight_over_tls_is_answered_at_the_end(api_model, papers):
     gate, request = Gate(), api_request(1) | {"timeout_ms": 20_000}
 
     with gated_service(api_model, gate) as service:
@@ -461,21 +427,16 @@ async def test_what_is_in_flight_over_tls_when_the_server_stops_is_answered(api_
 
 
 @pytest.mark.parametrize("api", ["http", "grpc"])
-def test_of_many_handshakes_that_do_not_go_on_the_oldest_is_ended(api_model, papers, caplog, api, monkeypatch):
+async def test_of_many_unfinished_handshakes_the_oldest_is_ended(api_model, papers, quiet, api, monkeypatch):
     monkeypatch.setattr(listening, "MAX_HANDSHAKES", 3)
-
-    async def main() -> None:
-        service = served_service(api_model, RequestLimits(receive_timeout_s=600))
-        async with protected(service, papers) as listening:
-            port = listening.http_port if api == "http" else listening.grpc_port
-            silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
-            assert await silent[0][0].read() == b""
-            assert refused(service) == {(api, "connection", "tls_unfinished"): 1}
-            async with httpx.AsyncClient(verify=papers.context(papers.client)) as client:
-                url = f"https://127.0.0.1:{listening.http_port}{RANK}"
-                assert (await client.post(url, json=REQUEST)).status_code == 200
-            for _, writer in silent:
-                writer.close()
-
-    with quiet(caplog):
-        run(main())
+    service = served_service(api_model, RequestLimits(receive_timeout_s=600))
+    async with protected(service, papers) as server:
+        port = server.http_port if api == "http" else server.grpc_port
+        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
+        assert await silent[0][0].read() == b""
+        assert refused(service) == {(api, "connection", "tls_unfinished"): 1}
+        async with httpx.AsyncClient(verify=papers.context(papers.client)) as client:
+            url = f"https://127.0.0.1:{server.http_port}{RANK}"
+            assert (await client.post(url, json=REQUEST)).status_code == 200
+        for _, writer in silent:
+            writer.close()
