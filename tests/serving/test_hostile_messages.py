@@ -20,7 +20,6 @@ import numpy as np
 import pytest
 
 from loader.errors import ShardrankError
-from router.feature_schema import FeatureSchema
 from serving.api.grpc import wire as frames
 from serving.embedded import Ranker
 from serving.errors import BadRequestError
@@ -29,10 +28,10 @@ from serving.formats.json_reader import JsonCodec
 from serving.formats.messages import MessageCodec
 from serving.formats.protobuf import encode_varint
 from serving.formats.requests import Codec
-from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
 from shardrank_testing.http2_peer import PING, Http2Peer, data, prefixed
 from shardrank_testing.inference_requests import Tensor, message_of, tensors_of
+from shardrank_testing.parsing import SCHEMA, field
 from shardrank_testing.request_forms import packed_message
 from shardrank_testing.serving_api import MODEL, Api, ApiModel, api_request, api_spec, rank_message, served_api, until
 
@@ -45,7 +44,6 @@ LIMITS = RequestLimits(max_idle_work_ms=0)
 SMALL_LIMITS = RequestLimits(
     max_candidates=50, max_ids_per_bag=40, max_ids_per_request=3000, max_timeout_ms=40_000, max_idle_work_ms=0
 )
-SCHEMA = RequestSchema(FeatureSchema.of(api_spec()), LIMITS)
 SIZE, TEXT = LIMITS.max_body_bytes, LIMITS.max_json_bytes
 
 
@@ -220,10 +218,6 @@ WRONG = [
 
 
 # Bodies that are made to cost much.
-
-
-def field(number: int, content: bytes) -> bytes:
-    return encode_varint(number << 3 | 2) + encode_varint(len(content)) + content
 
 
 HEAD, NAME = field(1, b"films"), b"0" * 7

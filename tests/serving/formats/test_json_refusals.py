@@ -22,10 +22,8 @@ from serving.formats.json_reader import MAX_SEARCHED_BYTES
 from serving.formats.json_text import count_above, encode, error_document
 from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
-from shardrank_testing.parsing import parse_json
-from shardrank_testing.serving_api import MODEL, api_request, api_spec
-
-SCHEMA = RequestSchema(FeatureSchema.of(api_spec()), RequestLimits())
+from shardrank_testing.parsing import SCHEMA, parse_json
+from shardrank_testing.serving_api import MODEL, api_request
 
 
 def string_schema(names: tuple[str, ...] = ("code",)) -> RequestSchema:

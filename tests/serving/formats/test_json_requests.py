@@ -17,10 +17,8 @@ from serving.errors import BadRequestError, InvalidFieldError, LimitExceededErro
 from serving.formats.json_reader import JsonCodec
 from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
-from shardrank_testing.parsing import parse_json, parse_message
-from shardrank_testing.serving_api import CITIES, api_request, api_spec, rank_message
-
-SCHEMA = RequestSchema(FeatureSchema.of(api_spec()), RequestLimits())
+from shardrank_testing.parsing import SCHEMA, parse_json, parse_message
+from shardrank_testing.serving_api import CITIES, api_request, rank_message
 
 
 def nested(request: dict[str, Any], name: str) -> list[list[Any]]:

@@ -9,21 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from router.feature_schema import FeatureSchema
 from serving.embedded import Ranker
 from serving.formats.infer import InferGrpcCodec, InferHttpCodec
 from serving.formats.json_reader import JsonCodec
 from serving.formats.messages import MessageCodec
 from serving.formats.requests import Codec
-from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
 from serving.rank.service import answer
 from shardrank_testing.inference_requests import binary_body, json_body, message_of, tensors_of
+from shardrank_testing.parsing import SCHEMA, SPEC
 from shardrank_testing.request_forms import packed_message
-from shardrank_testing.serving_api import MODEL, PatientClient, api_request, api_service, api_spec, rank_message, run
-
-SPEC = api_spec()
-SCHEMA = RequestSchema(FeatureSchema.of(SPEC), RequestLimits())
+from shardrank_testing.serving_api import MODEL, PatientClient, api_request, api_service, rank_message, run
 
 
 def forms(request: dict[str, Any]) -> dict[str, tuple[Codec, bytes]]:
