@@ -8,14 +8,12 @@ import http.client
 import threading
 import time
 
-import httpx
 import pytest
 
 from serving.api.http_server import running_admin
-from serving.errors import ServingError
 from serving.rank.service import RankingService
 from serving.server import ServerConfig, serve
-from shardrank_testing.serving_api import MODEL, api_service, running_api, served_service
+from shardrank_testing.serving_api import MODEL, running_api, served_service
 
 pytestmark = pytest.mark.anyio
 
@@ -88,48 +86,3 @@ async def test_metrics_of_the_main_port_are_rendered_on_a_thread_once_for_all_wh
     assert len(threads) < 5
     assert threading.main_thread().name not in threads
     await asyncio.to_thread(service.close)
-
-
-class Doorman:
-    """Lets in whoever says the right that is asked for."""
-
-    def __init__(self) -> None:
-        self.asked: list[str] = []
-
-    def check(self, authorization: str | None, scope: str) -> None:
-        self.asked.append(scope)
-        if authorization != f"Bearer {scope}":
-            raise ServingError(f"not for you: {scope}")
-
-
-async def test_every_path_asks_for_its_right_and_probes_for_none(api_model):
-    from serving.api.http import HttpApp
-    from serving.api.http_server import HttpServer
-
-    with api_service(api_model) as service:
-        doorman = Doorman()
-        server = HttpServer(service, 1.0, HttpApp(service, doorman))
-        port = await server.start("127.0.0.1", 0)
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
-            for method, path, right in [
-                ("POST", f"/v1/models/{MODEL}:rank", "rank"),
-                ("POST", f"/v1/models/{MODEL}:lookup", "rank"),
-                ("POST", f"/v2/models/{MODEL}/infer", "rank"),
-                ("GET", "/v1/models", "describe"),
-                ("GET", f"/v1/models/{MODEL}", "describe"),
-                ("GET", "/v2", "describe"),
-                ("GET", f"/v2/models/{MODEL}/config", "describe"),
-                ("POST", "/v2/repository/index", "describe"),
-                ("POST", f"/v2/repository/models/{MODEL}/load", "admin"),
-                ("GET", "/metrics", "admin"),
-            ]:
-                refused = await client.request(method, path)
-                assert refused.status_code == 500, path
-                assert f"not for you: {right}" in refused.text
-                allowed = await client.request(method, path, headers={"authorization": f"Bearer {right}"})
-                assert "not for you" not in allowed.text
-            doorman.asked.clear()
-            for path in ("/healthz", "/readyz", "/v2/health/live", "/v2/health/ready", f"/v2/models/{MODEL}/ready"):
-                await client.get(path)
-            assert doorman.asked == []
-        await server.stop()

@@ -226,40 +226,48 @@ async def test_a_peer_without_its_papers_is_refused_and_counted(service, papers,
 
 
 ADMIN = "admin port"
-WITHOUT_RIGHT = [
-    (None, "POST", RANK),
-    ("unknown", "POST", RANK),
-    ("describe", "POST", RANK),
-    ("describe", "POST", f"/v1/models/{MODEL}:lookup"),
-    ("describe", "POST", f"/v2/models/{MODEL}/infer"),
-    (None, "GET", "/v1/models"),
-    (None, "GET", f"/v2/models/{MODEL}/stats"),
-    (None, "GET", "/docs"),
-    (None, "GET", "/openapi.json"),
-    ("rank", "GET", "/metrics"),
-    ("rank", "POST", f"/v2/repository/models/{MODEL}/load"),
-    ("rank", "GET", ADMIN),
-    (None, "GET", ADMIN),
+RIGHTS = [
+    ("rank", "POST", RANK),
+    ("rank", "POST", f"/v1/models/{MODEL}:lookup"),
+    ("rank", "POST", f"/v2/models/{MODEL}/infer"),
+    ("describe", "GET", "/v1/models"),
+    ("describe", "GET", f"/v1/models/{MODEL}"),
+    ("describe", "GET", "/v2"),
+    ("describe", "GET", f"/v2/models/{MODEL}/config"),
+    ("describe", "GET", f"/v2/models/{MODEL}/stats"),
+    ("describe", "POST", "/v2/repository/index"),
+    ("describe", "GET", "/docs"),
+    ("describe", "GET", "/openapi.json"),
+    ("admin", "GET", "/metrics"),
+    ("admin", "POST", f"/v2/repository/models/{MODEL}/load"),
+    ("admin", "GET", ADMIN),
 ]
 
 
-async def test_over_http_a_missing_or_narrow_token_is_401_or_403(service, papers):
+async def test_every_path_needs_its_right_and_refuses_other_tokens(service, papers):
+    """401 without a known token, 403 with a narrower one."""
+    counts: Counter[tuple[str, str, str]] = Counter()
     async with (
         protected(service, papers, mutual=False, tokens=True) as listening,
         httpx.AsyncClient(verify=papers.context(None)) as client,
     ):
-        counts: Counter[tuple[str, str, str]] = Counter()
-        for scope, method, path in WITHOUT_RIGHT:
-            status, kind = (403, "permission_denied") if scope in papers.token else (401, "unauthenticated")
+        for right, method, path in RIGHTS:
             url = f"https://127.0.0.1:{listening.http_port}{path}"
             if path is ADMIN:
                 url = f"https://127.0.0.1:{listening.admin_port}/metrics"
-            headers = {} if scope is None else {"authorization": f"Bearer {papers.token.get(scope, scope)}"}
-            answer = await client.request(method, url, json=REQUEST if method == "POST" else None, headers=headers)
-            assert answer.status_code == status, path
-            assert (answer.headers.get("shardrank-error-kind") or answer.json()["error"]["kind"]) == kind
-            assert answer.headers.get("www-authenticate") == ("Bearer" if status == 401 else None)
-            counts["http", "authorization", kind] += 1
+            narrower = {"rank": "describe", "describe": "unknown", "admin": "rank"}[right]
+            for scope in (None, "unknown", narrower, right):
+                headers = {} if scope is None else {"authorization": f"Bearer {papers.token.get(scope, scope)}"}
+                answer = await client.request(method, url, json=REQUEST if method == "POST" else None, headers=headers)
+                if scope == right:
+                    assert answer.status_code not in (401, 403), path
+                    continue
+                status, kind = (403, "permission_denied") if scope in papers.token else (401, "unauthenticated")
+                assert answer.status_code == status, path
+                assert status == 401 or f"'{right}' is needed here" in answer.text
+                assert (answer.headers.get("shardrank-error-kind") or answer.json()["error"]["kind"]) == kind
+                assert answer.headers.get("www-authenticate") == ("Bearer" if status == 401 else None)
+                counts["http", "authorization", kind] += 1
         assert refused(service) == counts
 
 

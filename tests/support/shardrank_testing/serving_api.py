@@ -24,7 +24,7 @@ from loader.snapshot.tables import HashMapping, TableSpec, VocabularyMapping
 from router.id_mapping import hashed_rows
 from router.plan import Plan
 from serving.formats.json_reader import JsonCodec, encode_request
-from serving.formats.requests import Answer, Buffer, Encoded, Method
+from serving.formats.requests import Answer, Buffer, Codec, Encoded, Method
 from serving.limits import RequestLimits
 from serving.models.inputs import SequenceInput
 from serving.models.ranking_models import build_model
@@ -269,15 +269,16 @@ async def running_api(service: RankingService) -> AsyncIterator[Api]:
             yield Api(service, listening, http, channel)
 
 
-class _Kept(JsonCodec):
-    """Reads as the HTTP API does, and keeps the answer as it was before it is encoded."""
+class KeptAnswers:
+    """A codec that keeps each answer as it was before it was encoded."""
 
-    def __init__(self, method: Method, model: str) -> None:
-        super().__init__(method, model, "embedded")
+    def __init__(self, codec: Codec) -> None:
+        self._codec = codec
+        self.api, self.method = codec.api, codec.method
         self.answers: list[Answer] = []
 
     def read(self, body: Buffer, limits: RequestLimits) -> Any:
-        unparsed: Any = super().read(body, limits)
+        unparsed: Any = self._codec.read(body, limits)
         encode = unparsed.encode
 
         def keep(answer: Answer) -> Encoded:
@@ -303,7 +304,7 @@ async def ask(
     service: RankingService, request: Any, method: Method = "rank", watch: Any = None, model: str = MODEL
 ) -> Any:
     """The answer to a request in the JSON form, as the one road gives it to any API."""
-    codec = _Kept(method, model)
+    codec = KeptAnswers(JsonCodec(method, model, "embedded"))
 
     async def receive() -> bytes:
         return request if isinstance(request, bytes) else encode_request(request)
