@@ -192,12 +192,7 @@ async def test_what_does_not_fit_is_refused_by_its_field(api_service):
                 with pytest.raises(InvalidRequestError, match=message) as found:
                     await call("rank", MODEL, **rank_arguments(request))
                 # The server has another path for the parts of a feature than JSON.
-                names = {
-                    field,
-                    f"{field}.ids",
-                    f"{field}.string_ids",
-                    f"{field.replace('weights', 'sparse')}.weights",
-                }
+                names = {field, f"{field}.ids", f"{field}.string_ids", f"{field.replace('weights', 'sparse')}.weights"}
                 assert found.value.kind == kind, field
                 assert found.value.field in names
                 assert str(found.value).startswith(f"{found.value.field}: ")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec
 from loader.snapshot.tables import TableSpec, VocabularyMapping, fingerprint_strings
 from router.feature_schema import FeatureSchema
-from serving.errors import BadRequestError
+from serving.errors import BadRequestError, MalformedRequestError
 from serving.formats.schema import RequestSchema
 from serving.limits import MAX_ID, RequestLimits
 from shardrank_testing.parsing import parse_json
@@ -156,8 +156,9 @@ def by_reference(text: bytes, method: str) -> Any:
 def by_reader(text: bytes, method: str) -> Any:
     try:
         parsed = parse_json(SCHEMA, text, method)
-    except BadRequestError:
-        return None
+    except BadRequestError as error:
+        is_named = error.field or isinstance(error, MalformedRequestError)
+        return None if is_named else f"a refusal that names no field: {error}"
     parsed.bags.validate()
     bags = parsed.bags
     weights = None if bags.weights is None else bags.weights.tolist()

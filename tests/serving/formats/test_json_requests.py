@@ -18,7 +18,7 @@ from serving.formats.json_reader import JsonCodec
 from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
 from shardrank_testing.parsing import SCHEMA, parse_json, parse_message
-from shardrank_testing.serving_api import CITIES, api_request, rank_message
+from shardrank_testing.serving_api import api_request, rank_message
 
 
 def nested(request: dict[str, Any], name: str) -> list[list[Any]]:
@@ -77,51 +77,6 @@ def test_a_lookup_takes_any_features_and_any_number_of_bags():
         "tag": [[5, 6]],
     }
     assert sorted(parsed.bags.weights.tolist()) == [0.5, 1, 1, 1, 1, 1, 2.0]
-
-
-JSON_VALUES = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**70), 2**70)
-    | st.floats()
-    | st.sampled_from([*CITIES, "film", "\ud800", ""]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["film", "x", "dense"]), inner),
-    max_leaves=6,
-)
-PATHS = [
-    (), ("context",), ("candidates",), ("timeout_ms",), ("top_k",), ("version",), ("request_id",), ("routing_key",),
-    ("context", "sparse"), ("context", "weights"), ("context", "dense"), ("context", "sparse", "city"),
-    ("context", "sparse", "history"), ("context", "sparse", "history", 1), ("context", "weights", "liked-tag"),
-    ("candidates", "sparse"), ("candidates", "dense"), ("candidates", "dense", 1), ("candidates", "dense", 1, 2),
-    ("candidates", "sparse", "film"), ("candidates", "sparse", "film", 2), ("candidates", "sparse", "genre", 0),
-    ("candidates", "weights", "tag"), ("candidates", "weights", "tag", 0),
-]  # fmt: skip
-
-
-@given(st.sampled_from(PATHS), JSON_VALUES, st.booleans())
-def test_whatever_stands_anywhere_is_parsed_or_refused_by_name(path, value, as_bytes):
-    request: Any = api_request(2)
-    place: Any = request
-    for step in path[:-1]:
-        place = place[step]
-    if path:
-        place[path[-1]] = value
-    else:
-        request = value
-    if not as_bytes and not isinstance(request, dict):
-        return
-    body = json.dumps(request).encode() if as_bytes else request
-    parsed, refusal = None, None
-    try:
-        parsed = parse_json(SCHEMA, body)
-    except BadRequestError as error:
-        refusal = error
-    if parsed is not None:
-        parsed.bags.validate()
-        assert np.isfinite(parsed.candidate_dense).all()
-    else:
-        assert str(refusal)
-        assert not path or refusal.field.startswith(path[0]) or refusal.field == ""
 
 
 @given(st.binary(max_size=60))

@@ -7,12 +7,7 @@ import pytest
 from serving.proto.inference import open_inference_pb2 as messages
 from serving.proto.inference import open_inference_pb2_grpc
 from shardrank_testing.inference_requests import message_of, tensors_of
-from shardrank_testing.serving_api import (
-    MODEL,
-    api_request,
-    rank_message,
-    served_api,
-)
+from shardrank_testing.serving_api import MODEL, api_request, rank_message, served_api
 
 pytestmark = pytest.mark.anyio
 
@@ -91,10 +86,7 @@ async def test_metadata_configuration_index_and_statistics(api_model):
         assert [(one.name, one.version, one.state) for one in index.models] == [(MODEL, "1", "READY")]
         for _ in range(3):
             await stub.ModelInfer(message_of(tensors(api_model), MODEL))
-        for request in (
-            messages.ModelStatisticsRequest(),
-            messages.ModelStatisticsRequest(name=MODEL, version="1"),
-        ):
+        for request in (messages.ModelStatisticsRequest(), messages.ModelStatisticsRequest(name=MODEL, version="1")):
             (stats,) = (await stub.ModelStatistics(request)).model_stats
             assert (stats.inference_count, stats.execution_count) == (3, 3)
             assert stats.inference_stats.success.count == stats.inference_stats.queue.count == 3

@@ -11,14 +11,7 @@ import pytest
 
 from serving.limits import RequestLimits
 from shardrank_testing.inference_requests import binary_body, json_body, tensors_of
-from shardrank_testing.serving_api import (
-    MODEL,
-    api_request,
-    api_service,
-    running_api,
-    served_api,
-    write_api_model,
-)
+from shardrank_testing.serving_api import MODEL, api_request, api_service, running_api, served_api, write_api_model
 
 pytestmark = pytest.mark.anyio
 
@@ -178,12 +171,7 @@ async def test_errors_are_texts_with_a_status_and_a_kind(api_model, api):
 async def test_health_metadata_and_index(api_model):
     async with served_api(api_model) as api:
         get = api.http.get
-        for path in (
-            "health/live",
-            "health/ready",
-            f"models/{MODEL}/ready",
-            f"models/{MODEL}/versions/1/ready",
-        ):
+        for path in ("health/live", "health/ready", f"models/{MODEL}/ready", f"models/{MODEL}/versions/1/ready"):
             answer = await get(f"/v2/{path}")
             assert (answer.status_code, answer.content) == (200, b"")
         for path in ("/v2", "/v2/"):

@@ -174,10 +174,7 @@ FLOODS = {
     "priorities": (wire.frame(wire.PRIORITY, 0, 1, bytes(5)), b""),
     "frames of no known kind": (wire.frame(0x42, 0, 0), b""),
     "farewells": (wire.goaway(0, ErrorCode.NO_ERROR), b""),
-    "continuations": (
-        wire.frame(wire.CONTINUATION, 0, 1),
-        wire.frame(wire.HEADERS, 0, 1, b"\x82"),
-    ),
+    "continuations": (wire.frame(wire.CONTINUATION, 0, 1), wire.frame(wire.HEADERS, 0, 1, b"\x82")),
 }
 
 
