@@ -116,24 +116,6 @@ async def test_times_end_what_waits_and_nothing_else():
     assert idle[1].is_closed
 
 
-async def test_whoever_works_for_a_client_is_told_that_it_left():
-    served = Served(hold=True)
-    gate, _ = served.connect()
-    gate.data_received(post())
-    await settled(lambda: served.calls)
-    gate.connection_lost(ConnectionResetError())
-    assert served.left == 1
-    assert served.addresses.connections(HOME) == 0
-
-
-async def test_a_long_body_is_given_on_as_one_and_what_follows_it_is_another_request():
-    served = Served(LIMITS.model_copy(update={"max_body_bytes": 2_000_000}))
-    body = bytes(range(256)) * 4_000
-    wire = await served.converse([post(body)[:70_000], post(body)[70_000:] + post(b"next")])
-    assert statuses(wire.sent) == [200, 200]
-    assert [told for _, _, told, _ in served.calls] == [body, b"next"]
-
-
 async def test_a_length_that_is_only_said_takes_no_memory():
     def resident_bytes() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

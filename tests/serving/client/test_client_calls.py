@@ -17,9 +17,11 @@ from serving.client import (
     RetryPolicy,
 )
 from serving.limits import RequestLimits
+from serving.observe.traces import Tracer
 from serving.rank.service import RankingService
 from serving.versions.loading import ModelSource, load_served_model
 from shardrank_testing.client_calls import CLIENTS, calling, rank_arguments, reordered_spec
+from shardrank_testing.otlp_receiver import KeptSpans
 from shardrank_testing.serving_api import (
     MODEL,
     Api,
@@ -189,3 +191,22 @@ async def test_a_client_goes_on_when_the_order_of_features_changes(two_orders, k
                 expected = two_orders[result.version - 1].scores(request)
                 np.testing.assert_allclose(result.scores, expected, rtol=1e-4)
             assert answered == {1, 2}
+
+
+TRACE, SPAN = 0x4BF92F3577B34DA6A3CE929D0E0E4736, 0x00F067AA0BA902B7
+
+
+@both_clients
+async def test_a_traceparent_reaches_the_server_over_both_apis(api, kind, monkeypatch):
+    """What the caller passes as headers goes along with its call, so that the server's spans are in its trace."""
+    sink = KeptSpans()
+    headers = {"Traceparent": f"00-{TRACE:032x}-{SPAN:016x}-01", "tracestate": "a=b"}
+    monkeypatch.setattr(api.service, "tracer", Tracer(sink, 0.0))
+    for scheme in ("http", "grpc"):
+        async with calling(kind, address_of(api, scheme)) as call:
+            await call("rank", MODEL, **rank_arguments(api_request(1)), headers=headers)
+            await call("lookup", MODEL, {"film": [[1]]}, headers=headers)
+            await call("lookup", MODEL, {"film": [[1]]})
+    calls = [span for span in sink.spans if span.kind == "server"]
+    assert [span.name for span in calls] == ["http rank", "http lookup", "grpc rank", "grpc lookup"]
+    assert {span.parent for span in calls} == {(TRACE, SPAN, "a=b")}

@@ -17,7 +17,7 @@ from serving.rank.service import answer
 from shardrank_testing.inference_requests import binary_body, json_body, message_of, tensors_of
 from shardrank_testing.parsing import SCHEMA, SPEC
 from shardrank_testing.request_forms import packed_message
-from shardrank_testing.serving_api import MODEL, KeptAnswers, PatientClient, api_request, rank_message
+from shardrank_testing.serving_api import MODEL, KeptAnswers, Waiting, api_request, rank_message
 
 
 def forms(request: dict[str, Any]) -> dict[str, tuple[Codec, bytes]]:
@@ -47,7 +47,7 @@ async def test_every_form_is_ranked_from_any_kind_of_buffer(api_model, api_servi
             async def receive(body: bytes = body) -> Any:
                 return as_type(body)
 
-            encoded = await answer(api_service, kept, receive, PatientClient())
+            encoded = await answer(api_service, kept, receive, Waiting())
             assert encoded.body
             np.testing.assert_allclose(kept.answers[0].scores, expected, rtol=1e-5, atol=1e-6, err_msg=f"{name} {seed}")
 

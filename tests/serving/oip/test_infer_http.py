@@ -3,6 +3,7 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -122,50 +123,40 @@ async def test_bodies_may_be_compressed_within_their_limit(api_model):
 
 async def test_errors_are_texts_with_a_status_and_a_kind(api_model, api):
     body, headers = binary_body(tensors(api_model))
+    whole = {"content": body, "headers": headers}
+    unknown = tensors(api_model)
+    next(tensor for tensor in unknown if tensor.name == "film").array[2] = 10**6
     too_long = {"inference-header-content-length": str(len(body) + 1)}
-
-    post, get = api.http.post, api.http.get
+    versions = f"/v2/models/{MODEL}/versions"
+    post, get = partial(api.http.request, "POST"), partial(api.http.request, "GET")
     cases = [
-        (await post(INFER, content=b"{"), 400, "malformed", "not JSON"),
-        (await post(INFER, content=b"{}"), 400, "invalid_field", "inputs"),
-        (await post(INFER, content=body, headers=too_long), 400, "invalid_field", "content-length"),
-        (await post(INFER, content=body), 400, "malformed", "not JSON"),
-        (await post(INFER, content=json_body(tensors(api_model)[1:])), 400, "missing_feature", "inputs.user"),
-        (await post("/v2/models/no/infer", content=body, headers=headers), 404, "model_not_found", "'no'"),
-        (
-            await post(f"/v2/models/{MODEL}/versions/9/infer", content=body, headers=headers),
-            404,
-            "model_not_found",
-            "9",
-        ),
-        (
-            await post(f"/v2/models/{MODEL}/versions/x/infer", content=body, headers=headers),
-            400,
-            "invalid_field",
-            "'x'",
-        ),
-        (await get("/v2/models/no"), 404, "model_not_found", "'no'"),
-        (await get("/v2/models/no/config"), 404, "model_not_found", "'no'"),
-        (await get("/v2/models/no/stats"), 404, "model_not_found", "'no'"),
-        (await get("/v2/models/no/ready"), 404, "model_not_found", "'no'"),
-        (await get("/v2/nothing"), 404, "no_such_route", "/v2/nothing"),
-        (await get(INFER), 405, "method_not_allowed", "GET"),
-        (await post(f"/v2/repository/models/{MODEL}/load"), 400, "repository_control", "rollouts"),
-        (await post(f"/v2/repository/models/{MODEL}/unload"), 400, "repository_control", "rollouts"),
-        (await post("/v2/repository/index", content=b"["), 400, "malformed", "ready"),
-        (await post("/v2/repository/index", content=b'{"a":' + b"[" * 2000), 400, "malformed", "ready"),
+        (post(INFER, content=b"{"), 400, "malformed", "not JSON"),
+        (post(INFER, content=b"{}"), 400, "invalid_field", "inputs"),
+        (post(INFER, content=body, headers=too_long), 400, "invalid_field", "content-length"),
+        (post(INFER, content=body), 400, "malformed", "not JSON"),
+        (post(INFER, content=json_body(tensors(api_model)[1:])), 400, "missing_feature", "inputs.user"),
+        (post(INFER, content=json_body(unknown)), 400, "unknown_id", "candidates.sparse.film[2][0]"),
+        (post("/v2/models/no/infer", **whole), 404, "model_not_found", "'no'"),
+        (post(f"{versions}/9/infer", **whole), 404, "model_not_found", "9"),
+        (post(f"{versions}/x/infer", **whole), 400, "invalid_field", "'x'"),
+        *[
+            (get(f"/v2/models/no{path}"), 404, "model_not_found", "'no'")
+            for path in ("", "/config", "/stats", "/ready")
+        ],
+        (get("/v2/nothing"), 404, "no_such_route", "/v2/nothing"),
+        (get(INFER), 405, "method_not_allowed", "GET"),
+        (post(f"/v2/repository/models/{MODEL}/load"), 400, "repository_control", "rollouts"),
+        (post(f"/v2/repository/models/{MODEL}/unload"), 400, "repository_control", "rollouts"),
+        (post("/v2/repository/index", content=b"["), 400, "malformed", "ready"),
+        (post("/v2/repository/index", content=b'{"a":' + b"[" * 2000), 400, "malformed", "ready"),
     ]
-    for answer, status, kind, text in cases:
+    for asked, status, kind, text in cases:
+        answer = await asked
         assert (answer.status_code, answer.headers["shardrank-error-kind"]) == (status, kind)
         document = answer.json()
         assert list(document) == ["error"]
         assert text in document["error"]
         assert f"`{kind}`" in DOCUMENT + API_DOCUMENT
-    unknown = tensors(api_model)
-    next(one for one in unknown if one.name == "film").array[2] = 10**6
-    answer = await post(INFER, content=json_body(unknown))
-    assert (answer.status_code, answer.headers["shardrank-error-kind"]) == (400, "unknown_id")
-    assert "candidates.sparse.film[2][0]" in answer.json()["error"]
 
 
 async def test_health_metadata_and_index(api_model):

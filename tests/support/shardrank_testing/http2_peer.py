@@ -72,14 +72,6 @@ class Http2Peer:
         """Sends frames, or other bytes."""
         self._writer.write(b"".join(parts))
 
-    async def send_slowly(self, data: bytes, sizes: Iterable[int]) -> None:
-        """Sends data in pieces, each in a packet of its own where the network has it so."""
-        for size in sizes:
-            self._writer.write(data[:size])
-            data = data[size:]
-            await asyncio.sleep(0)
-        self._writer.write(data)
-
     def begin(self, settings: bytes = SETTINGS) -> None:
         """Sends what a connection begins with."""
         self.send(frames.PREFACE, settings)

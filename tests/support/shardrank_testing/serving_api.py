@@ -289,15 +289,19 @@ class KeptAnswers:
         return unparsed
 
 
-@dataclass
 class Waiting:
-    """Whoever waits for an answer."""
+    """Whoever waits for an answer: sets no deadline, stays, and takes it at once."""
 
-    watch: Any = field(default=lambda callback: None)
-    timeout_s: float | None = None
+    owner = ""
+
+    def __init__(self, watch: Callable[[Callable[[], None]], Any] = lambda callback: None) -> None:
+        self.watch = watch
 
     def time_remaining(self) -> float | None:
-        return self.timeout_s
+        return None
+
+    def when_taken(self, callback: Callable[[], None]) -> None:
+        callback()
 
 
 async def ask(
@@ -463,21 +467,6 @@ def rank_message(request: dict[str, Any], model: str = MODEL) -> ranking_pb2.Ran
         dense = given.get("dense", [])
         features.dense.extend([one for row in dense for one in row] if part == "candidates" else dense)
     return message
-
-
-class PatientClient:
-    """Sets no deadline, stays, and takes every answer at once."""
-
-    owner = ""
-
-    def time_remaining(self) -> float | None:
-        return None
-
-    def watch(self, callback: Callable[[], None]) -> None:
-        pass
-
-    def when_taken(self, callback: Callable[[], None]) -> None:
-        callback()
 
 
 def run(main: Any) -> Any:

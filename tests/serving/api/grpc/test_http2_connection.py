@@ -8,8 +8,6 @@ import gc
 import weakref
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from serving.api.grpc import wire as frames
 from serving.api.grpc.listener import Http2Protocol
@@ -29,10 +27,6 @@ from shardrank_testing.http2_peer import (
 from shardrank_testing.serving_api import until
 
 pytestmark = pytest.mark.anyio
-
-
-def padded(payload: bytes, padding: int) -> bytes:
-    return bytes((padding,)) + payload + bytes(padding)
 
 
 class Written(asyncio.Transport):
@@ -119,30 +113,6 @@ async def test_settings_say_the_limits_and_are_acknowledged():
         peer.send(frames.frame(frames.PING, 0, 0, b"12345678"))
         pong = await peer.find(frames.PING)
         assert (pong.flags, pong.payload) == (frames.ACK, b"12345678")
-
-
-@settings(max_examples=20)
-@given(st.lists(st.integers(1, 60), max_size=30), st.lists(st.binary(max_size=200), max_size=4), st.integers(0, 255))
-async def test_an_answer_does_not_depend_on_how_its_request_was_cut(sizes, payloads, padding):
-    async with http2_peer() as (peer, _, _):
-        first_flags, first = frames.PADDED | frames.HAS_PRIORITY, bytes(5)
-        block = peer.encoder.encode([(b":path", b"/echo"), (b"x" * 50, b"y" * 70)])
-        sent = b"".join(
-            [
-                frames.PREFACE,
-                SETTINGS,
-                # A type that nobody knows is passed over.
-                frames.frame(0x55, 0xFF, 7, bytes(300)),
-                frames.frame(frames.HEADERS, first_flags, 1, padded(first + block[:9], 3)),
-                frames.frame(frames.CONTINUATION, 0, 1, block[9:20]),
-                frames.frame(frames.CONTINUATION, END_HEADERS, 1, block[20:]),
-                *(data(1, padded(one, padding), frames.PADDED) for one in payloads[:2]),
-                *(data(1, one) for one in payloads[2:]),
-                data(1, b"", END),
-            ]
-        )
-        await peer.send_slowly(sent, sizes)
-        assert await peer.answer(1) == (b"".join(payloads), [(":status", "200")])
 
 
 async def test_an_answer_keeps_to_the_peers_windows_and_frame_size():

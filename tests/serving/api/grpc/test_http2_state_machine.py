@@ -89,11 +89,36 @@ def test_a_request_is_told_of_and_answered_in_bytes():
     assert at.streams == {}
 
 
+def padded(payload: bytes, padding: int) -> bytes:
+    return bytes((padding,)) + payload + bytes(padding)
+
+
+@given(st.lists(st.integers(1, 60), max_size=30), st.lists(st.binary(max_size=200), max_size=4), st.integers(0, 255))
+def test_a_request_is_the_same_in_whatever_frames_it_comes(sizes, payloads, padding):
+    """With padding, a priority, continuations and frames that nobody knows, and cut anywhere."""
+    block = hpack.Encoder().encode([*REQUEST, ("x" * 50, "y" * 70)])
+    sent = BEGIN + wire.frame(0x55, 0xFF, 7, bytes(300))
+    sent += wire.frame(wire.HEADERS, wire.PADDED | wire.HAS_PRIORITY, 1, padded(bytes(5) + block[:9], 3))
+    sent += wire.frame(wire.CONTINUATION, 0, 1, block[9:20]) + wire.frame(wire.CONTINUATION, END_HEADERS, 1, block[20:])
+    sent += b"".join(data(1, padded(payload, padding), wire.PADDED) for payload in payloads[:2])
+    sent += b"".join(data(1, payload) for payload in payloads[2:]) + data(1, b"", END)
+    told = Told()
+    at = connection(told=told)
+    for size in [*sizes, len(sent)]:
+        at.feed(sent[:size])
+        at.read()
+        sent = sent[size:]
+    opened, *others = told.events
+    assert opened[2].headers[-1] == (b"x" * 50, b"y" * 70)
+    assert b"".join(event[2] for event in others[:-1]) == b"".join(payloads)
+    assert others[-1] == ("ended", 1)
+
+
 FRAMES = st.one_of(
     st.builds(headers, st.sampled_from([1, 3, 5, 7, 9, 11]), st.sampled_from([0, END])),
     st.builds(data, st.sampled_from([1, 3, 5, 7, 9]), st.binary(max_size=300), st.sampled_from([0, 0, END])),
     st.builds(
-        lambda stream_id, payload, padding: data(stream_id, bytes((padding,)) + payload + bytes(padding), wire.PADDED),
+        lambda stream_id, payload, padding: data(stream_id, padded(payload, padding), wire.PADDED),
         st.sampled_from([1, 3, 5]),
         st.binary(max_size=50),
         st.integers(0, 60),
