@@ -35,8 +35,6 @@ from shardrank_testing.parsing import SCHEMA, field
 from shardrank_testing.request_forms import packed_message
 from shardrank_testing.serving_api import MODEL, Api, ApiModel, api_request, api_spec, rank_message, served_api, until
 
-pytestmark = pytest.mark.anyio
-
 NAN = float("nan")
 MIB = 2**20
 # All calls come from one address, which is not to wait for the work that it causes.

@@ -16,8 +16,6 @@ from serving.versions.loading import ModelSource, load_served_model
 from shardrank_testing.serving_api import MODEL, ApiModel, Gate, api_request, gated_service, run, running_api, until
 from shardrank_testing.serving_process import ServingProcess, serving_process
 
-pytestmark = pytest.mark.anyio
-
 
 def test_two_processes_share_the_ports_and_their_metrics_and_end_on_sigterm(api_model, tmp_path):
     with (

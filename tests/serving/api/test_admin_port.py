@@ -15,8 +15,6 @@ from serving.rank.service import RankingService
 from serving.server import ServerConfig, serve
 from shardrank_testing.serving_api import MODEL, running_api, served_service
 
-pytestmark = pytest.mark.anyio
-
 PATHS = {"/healthz": 200, "/readyz": 503, "/v2/health/live": 200, "/v2/health/ready": 503, "/metrics": 200}
 
 

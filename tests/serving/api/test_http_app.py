@@ -15,14 +15,11 @@ from shardrank_testing.serving_api import (
     api_request,
     api_service,
     gated_api,
-    run,
     running_api,
     served_api,
     served_service,
     until,
 )
-
-pytestmark = pytest.mark.anyio
 
 
 def test_the_openapi_page_describes_every_route_with_its_body_answers_and_an_example():
@@ -53,22 +50,27 @@ def test_the_openapi_page_describes_every_route_with_its_body_answers_and_an_exa
         assert reference in document["components"]["schemas"]
 
 
-async def test_the_framework_answers_errors_in_the_same_form(api_model):
-    async with served_api(api_model) as api:
-        answer = await api.http.get("/v3/nothing", headers={"x-request-id": "abc"})
-        assert (answer.status_code, answer.json()["error"]["kind"]) == (404, "no_such_route")
-        assert answer.json()["error"]["request_id"] == answer.headers["x-request-id"] == "abc"
-        answer = await api.http.get(f"/v1/models/{MODEL}:rank")
-        assert (answer.status_code, answer.json()["error"]["kind"]) == (405, "method_not_allowed")
-        assert answer.headers["allow"] == "POST"
-        for path in ("/v1/models/", f"/v1/models/{MODEL}:erase", f"/v1/models/{MODEL}:rank%0A"):
-            answer = await api.http.request("POST" if path.endswith("%0A") else "GET", path)
-            assert (answer.status_code, answer.json()["error"]["kind"]) == (404, "no_such_route")
-        answer = await api.http.post(f"/v1/models/{MODEL}")
-        assert (answer.status_code, answer.json()["error"]["kind"]) == (405, "method_not_allowed")
-        assert answer.headers["allow"] == "GET"
-        answer = await api.http.post(f"/v1/models/{MODEL}:rank", content=b"x", headers={"content-encoding": "gzip"})
-        assert answer.json()["error"]["field"] == "content-encoding"
+@pytest.mark.parametrize(
+    ("method", "path", "kind", "allow"),
+    [
+        ("GET", "/v3/nothing", "no_such_route", None),
+        ("GET", "/v1/models/", "no_such_route", None),
+        ("GET", f"/v1/models/{MODEL}:erase", "no_such_route", None),
+        ("POST", f"/v1/models/{MODEL}:rank%0A", "no_such_route", None),
+        ("GET", f"/v1/models/{MODEL}:rank", "method_not_allowed", "POST"),
+        ("POST", f"/v1/models/{MODEL}", "method_not_allowed", "GET"),
+    ],
+)
+async def test_the_framework_answers_errors_in_the_same_form(api, method, path, kind, allow):
+    answer = await api.http.request(method, path, headers={"x-request-id": "abc"})
+    assert (answer.status_code, answer.json()["error"]["kind"]) == (405 if allow else 404, kind)
+    assert answer.json()["error"]["request_id"] == answer.headers["x-request-id"] == "abc"
+    assert answer.headers.get("allow") == allow
+
+
+async def test_a_coded_body_is_refused_where_none_is_taken(api):
+    answer = await api.http.post(f"/v1/models/{MODEL}:rank", content=b"x", headers={"content-encoding": "gzip"})
+    assert answer.json()["error"]["field"] == "content-encoding"
 
 
 async def test_a_defect_is_answered_in_the_same_form_logged_once_and_ends_no_connection(api_model, caplog):
@@ -96,25 +98,13 @@ async def test_a_model_describes_itself(api_model):
         assert (await api.http.get("/v1/models/none")).status_code == 404
     assert (document["model"], document["version"], len(document["identity"])) == (MODEL, 1, 64)
     features = {one["name"]: one for one in document["features"]}
-    assert features["history"] == {
-        "name": "history",
-        "side": "context",
-        "pooling": "none",
-        "table": "films",
-        "weighted": False,
-        "id_type": "integer",
-    }
+    history = {"name": "history", "side": "context", "pooling": "none", "table": "films"}
+    assert features["history"] == history | {"weighted": False, "id_type": "integer"}
     assert features["city"]["id_type"] == "string"
     assert features["tag"]["weighted"] is True
     tables = {one["name"]: one for one in document["tables"]}
-    assert tables["genres"] == {
-        "name": "genres",
-        "num_embeddings": 19,
-        "embedding_dim": 4,
-        "dtype": "fp32",
-        "id_mapping": "identity",
-        "unknown_id": "skip",
-    }
+    genres = {"name": "genres", "num_embeddings": 19, "embedding_dim": 4, "dtype": "fp32"}
+    assert tables["genres"] == genres | {"id_mapping": "identity", "unknown_id": "skip"}
     assert document["dense_inputs"] == {"context": 2, "candidate": 3}
     assert document["dense_model"]["kind"] == "target_attention"
     assert document["dense_model"]["dtype"] == "float32"
@@ -159,19 +149,15 @@ async def test_a_deadline_that_passes_is_504_and_a_full_queue_503(api_model):
         assert (await waiting).status_code == 200
 
 
-def test_the_metrics_tell_requests_errors_memory_and_lookups(api_model):
-    async def main() -> str:
-        with api_service(api_model, cards=2) as service:
-            async with running_api(service) as api:
-                await api.http.post(f"/v1/models/{MODEL}:rank", json=api_request(1))
-                await api.http.post(f"/v1/models/{MODEL}:rank", content=b"{")
-                await api.http.post("/v1/models/made-up-by-a-client:rank", json=api_request(1))
-                await api.http.post(f"/v1/models/{MODEL}:lookup", json={"sparse": {"film": [[1, 2, 3], [4]]}})
-                answer = await api.http.get("/metrics")
-                assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
-                return answer.text
-
-    text = run(main())
+async def test_the_metrics_tell_requests_errors_memory_and_lookups(api_model):
+    async with served_api(api_model, cards=2) as api:
+        await api.http.post(f"/v1/models/{MODEL}:rank", json=api_request(1))
+        await api.http.post(f"/v1/models/{MODEL}:rank", content=b"{")
+        await api.http.post("/v1/models/made-up-by-a-client:rank", json=api_request(1))
+        await api.http.post(f"/v1/models/{MODEL}:lookup", json={"sparse": {"film": [[1, 2, 3], [4]]}})
+        answer = await api.http.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    text = answer.text
     for line in (
         'shardrank_requests_total{api="http",method="rank",model="films",status="ok"} 1.0',
         'shardrank_requests_total{api="http",method="rank",model="",status="malformed"} 1.0',

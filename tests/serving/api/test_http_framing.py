@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 from serving.limits import RequestLimits
 from shardrank_testing.http_wire import Served, chunked, errors, post, statuses
 
-pytestmark = pytest.mark.anyio
-
 AMBIGUOUS = {
     "no host": b"GET / HTTP/1.1\r\n\r\n",
     "two hosts": b"GET / HTTP/1.1\r\nhost: a\r\nHost: a\r\n\r\n",

@@ -5,13 +5,9 @@ from __future__ import annotations
 import resource
 from pathlib import Path
 
-import pytest
-
 from serving.api.http_gate import LINGER_S
 from serving.limits import RequestLimits
 from shardrank_testing.http_wire import HOME, LIMITS, Clock, Served, chunked, errors, post, read_from, settled, statuses
-
-pytestmark = pytest.mark.anyio
 
 
 async def test_nothing_is_read_ahead_of_an_answer_but_what_one_read_brought_along():

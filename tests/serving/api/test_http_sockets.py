@@ -18,8 +18,6 @@ from shardrank_testing import http_wire
 from shardrank_testing.http_wire import CHUNKED, HttpPeer, http_peer, post
 from shardrank_testing.serving_api import MODEL, api_request, api_service, gated_api, served_api, until
 
-pytestmark = pytest.mark.anyio
-
 LIMITS = RequestLimits(
     receive_timeout_s=0.2, max_connections=3, max_header_bytes=4096, max_body_bytes=300_000, keep_alive_s=30
 )

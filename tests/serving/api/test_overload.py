@@ -17,8 +17,6 @@ from serving.errors import OverloadedError as ServingOverloadedError
 from serving.rank.service import RankingService
 from shardrank_testing.serving_api import MODEL, Gate, api_request, ask, gated_api, gated_service, until
 
-pytestmark = pytest.mark.anyio
-
 PATH = f"/v1/models/{MODEL}:rank"
 NO_REQUEST = b"this was not read"
 

@@ -49,7 +49,7 @@ from shardrank_testing.serving_api import (
     until,
 )
 
-pytestmark = [needs_openssl, pytest.mark.anyio]
+pytestmark = needs_openssl
 
 ONCE = RetryPolicy(max_attempts=1)
 RANK = f"/v1/models/{MODEL}:rank"

@@ -33,8 +33,6 @@ from shardrank_testing.serving_api import (
     write_api_model,
 )
 
-pytestmark = pytest.mark.anyio
-
 both_clients = pytest.mark.parametrize("kind", CLIENTS)
 both_apis = pytest.mark.parametrize("scheme", ["grpc", "http"])
 

@@ -22,8 +22,6 @@ from shardrank_testing.client_calls import calling, rank_arguments
 from shardrank_testing.parsing import SCHEMA, assert_same_request, parse_json, parse_message
 from shardrank_testing.serving_api import CITIES, MODEL, api_request, running_api
 
-pytestmark = pytest.mark.anyio
-
 CONTEXT, CANDIDATES = ("user", "history", "liked-tag", "city"), ("film", "genre", "tag", "device")
 
 
@@ -46,36 +44,21 @@ def encoded(request: ranking_pb2.RankRequest) -> bytes:
 
 
 IDS = st.integers(0, 2**63 - 1)
-NUMBERS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
 @st.composite
 def requests(draw: st.DrawFn) -> dict[str, Any]:
-    """Rank requests in the JSON form, all bags as nested lists."""
-    count = draw(st.integers(1, 5))
-
-    def bags(ids: st.SearchStrategy[Any]) -> list[list[Any]]:
+    """Rank requests in the JSON form, all bags as nested lists, of any ids, with and without weights."""
+    request = api_request(draw(st.integers(0, 10_000)), count := draw(st.integers(1, 5)))
+    del request["timeout_ms"]
+    context, candidates = request["context"], request["candidates"]
+    context["sparse"]["city"] = draw(st.lists(st.sampled_from(CITIES) | st.text(max_size=3), max_size=3))
+    context["sparse"]["user"] = draw(st.lists(IDS, max_size=4))
+    candidates["sparse"]["film"] = [[film] for film in candidates["sparse"]["film"]]
+    candidates["sparse"]["genre"] = draw(st.lists(st.lists(IDS, max_size=3), min_size=count, max_size=count))
+    for part in (context, candidates):
         if draw(st.booleans()):
-            return draw(st.lists(st.lists(ids, min_size=1, max_size=1), min_size=count, max_size=count))
-        return draw(st.lists(st.lists(ids, max_size=3), min_size=count, max_size=count))
-
-    def weights(ids: list[Any]) -> list[Any]:
-        return [weights(one) if isinstance(one, list) else draw(NUMBERS) for one in ids]
-
-    context = {name: draw(st.lists(IDS, max_size=4)) for name in CONTEXT[:3]}
-    context["city"] = draw(st.lists(st.sampled_from(CITIES) | st.text(max_size=3), max_size=3))
-    candidates = {name: bags(IDS) for name in CANDIDATES}
-    request: dict[str, Any] = {
-        "context": {"sparse": context, "dense": draw(st.lists(NUMBERS, min_size=2, max_size=2))},
-        "candidates": {
-            "sparse": candidates,
-            "dense": [draw(st.lists(NUMBERS, min_size=3, max_size=3)) for _ in range(count)],
-        },
-    }
-    if draw(st.booleans()):
-        request["context"]["weights"] = {"liked-tag": weights(context["liked-tag"])}
-    if draw(st.booleans()):
-        request["candidates"]["weights"] = {"tag": weights(candidates["tag"])}
+            del part["weights"]
     return request
 
 

@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
@@ -248,15 +249,10 @@ def texts(draw: st.DrawFn, method: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")
 
 
-@given(texts("rank"))
-def test_a_rank_request_is_read_as_a_plain_reader_reads_it(text):
-    expected = by_reference(text, "rank")
+@pytest.mark.parametrize("method", ["rank", "lookup"])
+@given(data=st.data())
+def test_a_request_is_read_as_a_plain_reader_reads_it(method, data):
+    text = data.draw(texts(method))
+    expected = by_reference(text, method)
     event("taken" if expected is not None else "refused")
-    assert by_reader(text, "rank") == expected
-
-
-@given(texts("lookup"))
-def test_a_lookup_is_read_as_a_plain_reader_reads_it(text):
-    expected = by_reference(text, "lookup")
-    event("taken" if expected is not None else "refused")
-    assert by_reader(text, "lookup") == expected
+    assert by_reader(text, method) == expected

@@ -36,7 +36,6 @@ def forms(request: dict[str, Any]) -> dict[str, tuple[Codec, bytes]]:
 
 @pytest.mark.parametrize("as_type", [bytes, bytearray, lambda body: memoryview(bytearray(body))])
 @pytest.mark.filterwarnings("error")
-@pytest.mark.anyio
 async def test_every_form_is_ranked_from_any_kind_of_buffer(api_model, api_service, as_type):
     for seed in range(3):
         request = api_request(seed, 1 + seed)

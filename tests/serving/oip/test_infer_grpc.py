@@ -9,8 +9,6 @@ from serving.proto.inference import open_inference_pb2_grpc
 from shardrank_testing.inference_requests import message_of, tensors_of
 from shardrank_testing.serving_api import MODEL, api_request, rank_message, served_api
 
-pytestmark = pytest.mark.anyio
-
 
 def stub_of(api) -> open_inference_pb2_grpc.GRPCInferenceServiceStub:
     return open_inference_pb2_grpc.GRPCInferenceServiceStub(api.channel)

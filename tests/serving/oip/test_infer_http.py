@@ -14,8 +14,6 @@ from serving.limits import RequestLimits
 from shardrank_testing.inference_requests import binary_body, json_body, tensors_of
 from shardrank_testing.serving_api import MODEL, api_request, api_service, running_api, served_api, write_api_model
 
-pytestmark = pytest.mark.anyio
-
 INFER = f"/v2/models/{MODEL}/infer"
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 DOCUMENT = (DOCS / "open-inference-protocol.md").read_text(encoding="utf-8")

@@ -28,8 +28,6 @@ from shardrank_testing.serving_api import (
     until,
 )
 
-pytestmark = pytest.mark.anyio
-
 SERVICE = "shardrank.v1.RankingService"
 RANK = f"/{SERVICE}/Rank"
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING

@@ -16,8 +16,6 @@ from serving.api.grpc.services import GrpcServer
 from shardrank_testing.http2_peer import END, Http2Peer, data, prefixed
 from shardrank_testing.serving_api import Api, api_request, rank_message
 
-pytestmark = pytest.mark.anyio
-
 RANK = "/shardrank.v1.RankingService/Rank"
 GET_MODEL = "/shardrank.v1.RankingService/GetModel"
 REFLECTION = "/grpc.reflection.{}.ServerReflection/ServerReflectionInfo"

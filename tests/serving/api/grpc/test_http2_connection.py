@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import gc
 import weakref
+from unittest.mock import Mock
 
 import pytest
 
@@ -26,44 +27,25 @@ from shardrank_testing.http2_peer import (
 )
 from shardrank_testing.serving_api import until
 
-pytestmark = pytest.mark.anyio
 
-
-class Written(asyncio.Transport):
-    """Keeps what is written, piece by piece."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pieces: list[bytes] = []
-        self.write = self.pieces.append
-        self.can_write_eof = lambda: True
-        self.get_write_buffer_size = lambda: 0
-
-    def write_eof(self) -> None:
-        self.pieces.append(b"end")
-
-    def close(self) -> None:
-        self.pieces.append(b"closed")
-
-    def is_closing(self) -> bool:
-        return b"closed" in self.pieces
-
-    def pause_reading(self) -> None:
-        """Whatever is given is read."""
-
-    resume_reading = pause_reading
-
-
-async def connected() -> tuple[Written, Http2Protocol]:
-    """A connection that has said its settings, and what it writes from then on."""
-    transport = Written()
+async def connected() -> tuple[Mock, Http2Protocol]:
+    """A connection that has said its settings, and the transport that it writes to."""
+    transport = Mock(asyncio.Transport)
+    transport.is_closing.return_value, transport.get_write_buffer_size.return_value = False, 0
+    transport.get_extra_info.return_value = None
     listener = echo_listener(Echo())
     listener.loop = asyncio.get_running_loop()
     connection = listener.make("")
     connection.connection_made(transport)
     await asyncio.sleep(0)
-    del transport.pieces[:]
+    transport.reset_mock()
     return transport, connection
+
+
+def written(transport: Mock) -> list[bytes | str]:
+    """What was written, piece by piece, and how it ended."""
+    calls = [(name, *args) for name, args, _ in transport.mock_calls if name in ("write", "write_eof", "close")]
+    return [call[-1] for call in calls]
 
 
 async def test_what_is_ready_in_one_turn_of_the_loop_is_written_at_once_and_nothing_behind_an_end():
@@ -71,16 +53,16 @@ async def test_what_is_ready_in_one_turn_of_the_loop_is_written_at_once_and_noth
     ping, pong = (frames.frame(frames.PING, flags, 0, bytes(8)) for flags in (0, frames.ACK))
     connection.data_received(frames.PREFACE + SETTINGS + ping)
     connection.data_received(ping)
-    assert transport.pieces == []
+    assert written(transport) == []
     await asyncio.sleep(0)
     acknowledged = frames.frame(frames.SETTINGS, frames.ACK, 0)
-    assert transport.pieces == [acknowledged + pong + pong]
+    assert written(transport) == [acknowledged + pong + pong]
     connection.data_received(ping + frames.frame(frames.PING, 0, 0, b"short"))
     connection.data_received(ping)
     await asyncio.sleep(0)
     told = f"a frame of type {frames.PING} and 5 bytes"
     last = frames.goaway(0, ErrorCode.FRAME_SIZE_ERROR, told)
-    assert transport.pieces[1:] == [pong + last, b"end"]
+    assert written(transport)[1:] == [pong + last, "write_eof"]
     connection.connection_lost(None)
 
 
@@ -92,7 +74,7 @@ async def test_what_is_answered_when_the_peer_ends_goes_out_before_the_close():
         transport.close()
     await asyncio.sleep(0)
     acknowledged = frames.frame(frames.SETTINGS, frames.ACK, 0)
-    assert transport.pieces == [acknowledged + frames.frame(frames.PING, frames.ACK, 0, b"12345678"), b"closed"]
+    assert written(transport) == [acknowledged + frames.frame(frames.PING, frames.ACK, 0, b"12345678"), "close"]
     connection.connection_lost(None)
 
 

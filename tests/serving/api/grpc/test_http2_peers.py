@@ -17,8 +17,6 @@ from serving.limits import RequestLimits
 from shardrank_testing.http2_peer import END, LIMITS, PING, Http2Peer, data, echoing, http2_peer
 from shardrank_testing.serving_api import until
 
-pytestmark = pytest.mark.anyio
-
 QUICK = dataclasses.replace(LIMITS, patience_s=0.2)
 # No connection is ended by a count of frames, or by its age.
 LASTING = dataclasses.replace(LIMITS, patience_s=10_000, idle_s=10_000, age_s=10_000, max_control_frames=10**6)
