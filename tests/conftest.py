@@ -38,6 +38,7 @@ LONGEST = (
     "loadtest/peers/test_peers.py",
     "serving/cli/test_serve_registered.py",
     "serving/cli/test_documented_commands.py",
+    "serving/test_hostile_messages.py",
     "serving/api/test_tls_and_tokens.py",
 )
 _TURNS = {TESTS / name: turn for turn, name in enumerate(LONGEST)}
