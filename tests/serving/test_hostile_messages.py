@@ -532,7 +532,7 @@ def refuse(codec: Codec, body: bytes) -> BadRequestError:
 
 
 @pytest.mark.parametrize("row", [pytest.param(row, id=f"{row.routes[0]}: {row.name}") for row in LARGE])
-def test_a_large_body_is_refused_by_its_count_before_it_is_decoded(row):
+def test_a_large_body_is_refused_by_its_count_undecoded(row):
     """By the codec alone, so that its peak can be measured."""
     body, codec = row.make(), row.routes[0].codec
     assert len(body) <= SIZE

@@ -17,7 +17,7 @@ from shardrank_testing.serving_api import MODEL, ApiModel, Gate, api_request, ga
 from shardrank_testing.serving_process import ServingProcess, serving_process
 
 
-def test_two_processes_share_the_ports_and_their_metrics_and_end_on_sigterm(api_model, tmp_path):
+def test_two_processes_share_ports_and_metrics(api_model, tmp_path):
     with (
         serving_process(api_model.path, metrics_folder=tmp_path) as first,
         serving_process(api_model.path, first.http_port, first.grpc_port, tmp_path) as second,
@@ -40,7 +40,7 @@ def test_two_processes_share_the_ports_and_their_metrics_and_end_on_sigterm(api_
         assert second.process.wait(20) == 0
 
 
-async def test_what_is_in_flight_when_the_server_stops_is_answered_and_nothing_else_is_taken(api_model):
+async def test_what_is_in_flight_when_the_server_stops_is_answered(api_model):
     gate = Gate()
 
     with gated_service(api_model, gate) as service:

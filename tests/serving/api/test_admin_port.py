@@ -43,7 +43,7 @@ async def test_it_answers_while_the_loop_that_ranks_stands_still():
         assert found == PATHS
 
 
-async def test_a_serving_process_has_it_from_before_it_loads_until_it_has_stopped(api_model):
+async def test_a_process_has_it_from_before_it_loads_until_its_end(api_model):
     service = RankingService(expected_models=[MODEL])
     loading, loaded = asyncio.Event(), asyncio.Event()
     seen = []
@@ -66,7 +66,7 @@ async def test_a_serving_process_has_it_from_before_it_loads_until_it_has_stoppe
         await asyncio.to_thread(fetch, port, "/healthz")
 
 
-async def test_metrics_of_the_main_port_are_rendered_on_a_thread_once_for_all_who_ask(api_model):
+async def test_metrics_are_rendered_on_a_thread_once_for_all(api_model):
     threads: list[str] = []
 
     service = served_service(api_model)

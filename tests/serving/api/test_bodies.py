@@ -49,13 +49,13 @@ def test_whatever_is_no_such_body_is_refused(body):
     assert asyncio.run(expand(body, 100, no_charge)) is not None
 
 
-def test_no_more_is_made_than_is_allowed_and_a_limit_is_met_exactly():
+def test_no_more_is_made_than_is_allowed():
     packed = gzip.compress(bytes(10 * PIECE_BYTES))
     assert len(asyncio.run(expand(packed, 10 * PIECE_BYTES, no_charge))) == 10 * PIECE_BYTES
     with pytest.raises(BodyTooLargeError, match=f"at least {10 * PIECE_BYTES}"):
         asyncio.run(expand(packed, 10 * PIECE_BYTES - 1, no_charge))
 
 
-def test_others_have_their_turn_between_the_pieces_of_a_long_body():
+def test_others_have_their_turn_between_pieces_of_a_long_body():
     body = gzip.compress(bytes(FREE_BYTES + 20 * PIECE_BYTES))
     assert 18 <= asyncio.run(turns_while(expand(body, 2**24, no_charge))) <= 24

@@ -22,7 +22,7 @@ from shardrank_testing.serving_api import (
 )
 
 
-def test_the_openapi_page_describes_every_route_with_its_body_answers_and_an_example():
+def test_the_openapi_page_describes_every_route():
     document = HttpApp(RankingService()).documents.openapi()
     assert {path for path in document["paths"] if not path.startswith("/v2")} == {
         "/v1/models/{model}:rank",
@@ -73,7 +73,7 @@ async def test_a_coded_body_is_refused_where_none_is_taken(api):
     assert answer.json()["error"]["field"] == "content-encoding"
 
 
-async def test_a_defect_is_answered_in_the_same_form_logged_once_and_ends_no_connection(api_model, caplog):
+async def test_a_defect_is_logged_once_and_ends_no_connection(api_model, caplog):
     with api_service(api_model) as service:
 
         def broken() -> list[object]:
@@ -111,7 +111,7 @@ async def test_a_model_describes_itself(api_model):
     assert document["limits"]["max_candidates"] == 77
 
 
-async def test_a_process_is_ready_once_its_model_is_live_and_no_more_once_it_ends(api_model):
+async def test_a_process_is_ready_from_its_first_model_to_its_end(api_model):
     empty = RankingService(expected_models=[MODEL])
     async with running_api(empty) as api:
         assert (await api.http.get("/healthz")).status_code == 200

@@ -10,7 +10,7 @@ from serving.limits import RequestLimits
 from shardrank_testing.http_wire import HOME, LIMITS, Clock, Served, chunked, errors, post, read_from, settled, statuses
 
 
-async def test_nothing_is_read_ahead_of_an_answer_but_what_one_read_brought_along():
+async def test_only_what_one_read_brought_is_ahead_of_an_answer():
     served = Served(hold=True)
     gate, wire = served.connect()
     gate.data_received(post() * 500)
@@ -40,7 +40,7 @@ async def test_a_request_sent_ahead_of_an_answer_stops_the_reading():
     assert statuses(wire.sent) == [200, 200]
 
 
-async def test_many_small_chunks_give_others_their_turn_and_arrive_as_one_body():
+async def test_many_small_chunks_give_others_their_turn():
     # Each look at the clock takes 3 ms: a turn is over at the first.
     served = Served(RequestLimits(max_idle_work_ms=0), Clock(0.003))
     gate, wire = served.connect()
@@ -54,7 +54,7 @@ async def test_many_small_chunks_give_others_their_turn_and_arrive_as_one_body()
     assert statuses(wire.sent) == [200]
 
 
-async def test_who_causes_work_and_completes_nothing_is_ended_and_its_address_waits():
+async def test_who_works_for_nothing_is_ended_and_its_address_waits():
     served = Served()
     gate, wire = served.connect()
     gate.data_received(post(b"x" * 90_000)[:200])
@@ -70,7 +70,7 @@ async def test_who_causes_work_and_completes_nothing_is_ended_and_its_address_wa
     assert errors(served.metrics)["penalty"] == 2.0
 
 
-async def test_idle_connections_make_room_those_of_the_address_with_most_of_them_first():
+async def test_idle_connections_of_the_busiest_address_make_room():
     served = Served(RequestLimits(max_connections=6))
     gates = [served.connect(address) for address in (HOME, "192.0.2.2", "192.0.2.2", "192.0.2.2", "192.0.2.3")]
     for gate, _ in gates:
@@ -128,7 +128,7 @@ async def test_a_length_that_is_only_said_takes_no_memory():
         gate.connection_lost(None)
 
 
-async def test_a_long_body_that_was_refused_before_its_end_is_dropped_and_its_memory_given_back():
+async def test_the_memory_of_a_long_body_that_was_refused_is_freed():
     served = Served(hold=True)
     gate, _wire = served.connect()
     data = post(b"x" * 90_000)
@@ -147,7 +147,7 @@ async def test_a_long_body_that_was_refused_before_its_end_is_dropped_and_its_me
     gate.connection_lost(None)
 
 
-async def test_the_body_of_a_request_refused_by_its_head_takes_no_memory_and_may_last_as_long_as_others():
+async def test_the_body_of_a_request_refused_by_its_head_is_not_kept():
     served = Served(RequestLimits(), refuses=True)
     gate, wire = served.connect()
     data = post(b"x" * 1_000_000, "x-refuse: 1")
@@ -172,7 +172,7 @@ async def test_the_body_of_a_request_refused_by_its_head_takes_no_memory_and_may
     assert statuses(wire.sent) == [503, 200, 503]
 
 
-async def test_a_client_that_takes_an_answer_has_taken_that_one_and_not_the_next():
+async def test_a_client_has_read_one_answer_and_not_the_next():
     served = Served(hold=True)
     gate, _ = served.connect()
     taken = []

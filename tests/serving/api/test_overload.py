@@ -34,7 +34,7 @@ async def one_waits(service: RankingService, gate: Gate) -> AsyncIterator[Any]:
     assert [len((await answer).scores) for answer in ranked] == [5, 5]
 
 
-async def test_over_every_api_what_would_wait_in_vain_is_refused_unread(api_model):
+async def test_what_would_wait_in_vain_is_refused_unread(api_model):
     async with gated_api(api_model) as api:
         async with one_waits(api.service, api.gate) as served:
             # As after full batches of 1000 s: one of a single request is expected to take 16 s.

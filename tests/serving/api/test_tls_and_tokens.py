@@ -20,7 +20,6 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
@@ -65,17 +64,20 @@ class Papers:
     client: Pair
     expired: Pair
     foreign: Pair
-    other_ca: Path
     tokens: Path
     token: dict[Scope, str]
 
-    def context(self, shown: Pair | None, ca: Path | None = None, alpn: str = "http/1.1") -> ssl.SSLContext:
+    def context(self, shown: Pair | None, alpn: str = "http/1.1") -> ssl.SSLContext:
         pair = {} if shown is None else {"cert": shown.cert, "key": shown.key}
-        return client_context(TlsClientConfig(ca=ca or self.ca.cert, **pair), alpn=(alpn,))
+        return client_context(TlsClientConfig(ca=self.ca.cert, **pair), alpn=(alpn,))
 
-    def credentials(self, shown: Pair | None, ca: Path | None = None) -> grpc.ChannelCredentials:
+    def https(self, port: int, shown: Pair | None = None, **options: Any) -> httpx.AsyncClient:
+        return httpx.AsyncClient(base_url=f"https://127.0.0.1:{port}", verify=self.context(shown), **options)
+
+    def channel(self, port: int, shown: Pair | None = None) -> grpc.aio.Channel:
         pair = (None, None) if shown is None else (shown.key.read_bytes(), shown.cert.read_bytes())
-        return grpc.ssl_channel_credentials((ca or self.ca.cert).read_bytes(), *pair)
+        credentials = grpc.ssl_channel_credentials(self.ca.cert.read_bytes(), *pair)
+        return grpc.aio.secure_channel(f"127.0.0.1:{port}", credentials)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +93,6 @@ def papers(tmp_path_factory: pytest.TempPathFactory) -> Papers:
         ca.issue("client"),
         ca.issue("expired", days=-1),
         other.issue("foreign"),
-        other.cert,
         path,
         {scope: token for scope, (token, _) in made.items()},
     )
@@ -155,27 +156,25 @@ def service(api_model: ApiModel) -> RankingService:
     return served_service(api_model)
 
 
-async def rank_over_grpc(listening: Listening, credentials: grpc.ChannelCredentials | None, token: str = "") -> Message:
-    at = f"127.0.0.1:{listening.grpc_port}"
-    channel = grpc.aio.insecure_channel(at) if credentials is None else grpc.aio.secure_channel(at, credentials)
+async def rank_over(channel: grpc.aio.Channel, token: str = "") -> Any:
     metadata = (("authorization", f"Bearer {token}"),) if token else ()
     async with channel:
-        stub = ranking_pb2_grpc.RankingServiceStub(channel)
-        answer: Message = await stub.Rank(rank_message(REQUEST), metadata=metadata, timeout=20)
-        return answer
+        return await ranking_pb2_grpc.RankingServiceStub(channel).Rank(
+            rank_message(REQUEST), metadata=metadata, timeout=20
+        )
 
 
-async def test_a_certificate_and_a_token_open_every_port_to_every_client(service, papers, quiet):
+async def test_a_certificate_and_a_token_open_every_port(service, papers, quiet):
     token = papers.token["admin"]
     async with protected(service, papers, tokens=True) as listening:
         http, at_grpc = f"https://127.0.0.1:{listening.http_port}", f"grpcs://127.0.0.1:{listening.grpc_port}"
         bearer = {"authorization": f"Bearer {token}"}
-        async with httpx.AsyncClient(verify=papers.context(papers.client), headers=bearer) as client:
-            scores = (await client.post(http + RANK, json=REQUEST)).json()["scores"]
+        async with papers.https(listening.http_port, papers.client, headers=bearer) as client:
+            scores = (await client.post(RANK, json=REQUEST)).json()["scores"]
             for port in (listening.http_port, listening.admin_port):
                 metrics = await client.get(f"https://127.0.0.1:{port}/metrics")
                 assert (metrics.status_code, "shardrank_requests_total" in metrics.text) == (200, True)
-        answer: Any = await rank_over_grpc(listening, papers.credentials(papers.client), token)
+        answer = await rank_over(papers.channel(listening.grpc_port, papers.client), token)
         assert list(answer.scores) == pytest.approx(scores)
         mine = {"ca": papers.ca.cert, "cert": papers.client.cert, "key": papers.client.key, "timeout_ms": 20_000}
         for kind, address in itertools.product(CLIENTS, (http, at_grpc)):
@@ -208,18 +207,20 @@ async def test_a_peer_without_its_papers_is_refused_and_counted(service, papers,
     shown = {"none": None, "expired": papers.expired, "foreign": papers.foreign, "plain text": papers.client}[who]
     async with protected(service, papers) as listening:
         port = listening.http_port if api == "http" else listening.admin_port
-        url = f"{'http' if who == 'plain text' else 'https'}://127.0.0.1:{port}/healthz"
+        plain = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}")
+        is_plain = who == "plain text"
         for _ in range(3):
             if api == "grpc":
+                at_grpc = f"127.0.0.1:{listening.grpc_port}"
+                shown_over = papers.channel(listening.grpc_port, shown)
                 with refused_call(grpc.StatusCode.UNAVAILABLE):
-                    await rank_over_grpc(listening, None if who == "plain text" else papers.credentials(shown))
+                    await rank_over(grpc.aio.insecure_channel(at_grpc) if is_plain else shown_over)
                 continue
-            async with httpx.AsyncClient(verify=papers.context(shown)) as client:
-                with pytest.raises((httpx.TransportError, ssl.SSLError)):
-                    await client.get(url)
+            with pytest.raises((httpx.TransportError, ssl.SSLError)):
+                await (plain if is_plain else papers.https(port, shown)).get("/healthz")
         await until(lambda: refused(service).get(counted, 0) >= 3)
-        async with httpx.AsyncClient(verify=papers.context(papers.client)) as client:
-            assert (await client.get(f"https://127.0.0.1:{listening.http_port}/healthz")).status_code == 200
+        async with papers.https(listening.http_port, papers.client) as client:
+            assert (await client.get("/healthz")).status_code == 200
         assert set(refused(service)) == {counted}
     (line,) = [record.getMessage() for record in quiet.records if "refused" in record.getMessage()]
     assert line.startswith(f"refused a connection from 127.0.0.1: {kind}: ")
@@ -249,12 +250,10 @@ async def test_every_path_needs_its_right_and_refuses_other_tokens(service, pape
     counts: Counter[tuple[str, str, str]] = Counter()
     async with (
         protected(service, papers, mutual=False, tokens=True) as listening,
-        httpx.AsyncClient(verify=papers.context(None)) as client,
+        papers.https(listening.http_port) as client,
     ):
         for right, method, path in RIGHTS:
-            url = f"https://127.0.0.1:{listening.http_port}{path}"
-            if path is ADMIN:
-                url = f"https://127.0.0.1:{listening.admin_port}/metrics"
+            url = f"https://127.0.0.1:{listening.admin_port}/metrics" if path is ADMIN else path
             narrower = {"rank": "describe", "describe": "unknown", "admin": "rank"}[right]
             for scope in (None, "unknown", narrower, right):
                 headers = {} if scope is None else {"authorization": f"Bearer {papers.token.get(scope, scope)}"}
@@ -292,7 +291,7 @@ async def test_over_grpc_a_missing_or_narrow_token_is_refused(service, papers):
     fine, never = (code.OK, ""), (code.FAILED_PRECONDITION, "repository_control")
     async with (
         protected(service, papers, mutual=False, tokens=True) as listening,
-        grpc.aio.secure_channel(f"127.0.0.1:{listening.grpc_port}", papers.credentials(None)) as channel,
+        papers.channel(listening.grpc_port) as channel,
     ):
         for token, expected in [
             (None, [none, none, none, none]),
@@ -313,14 +312,12 @@ async def test_over_grpc_a_missing_or_narrow_token_is_refused(service, papers):
 
 async def test_probes_need_no_token(service, papers):
     async with protected(service, papers, mutual=False, tokens=True) as listening:
-        async with httpx.AsyncClient(verify=papers.context(None)) as client:
+        async with papers.https(listening.http_port) as client:
             for port in (listening.http_port, listening.admin_port):
                 for path in ("/healthz", "/readyz", "/v2/health/live", "/v2/health/ready"):
                     assert (await client.get(f"https://127.0.0.1:{port}{path}")).status_code == 200
-            ready = f"https://127.0.0.1:{listening.http_port}/v2/models/{MODEL}/ready"
-            assert (await client.get(ready)).status_code == 200
-        at = f"127.0.0.1:{listening.grpc_port}"
-        async with grpc.aio.secure_channel(at, papers.credentials(None)) as channel:
+            assert (await client.get(f"/v2/models/{MODEL}/ready")).status_code == 200
+        async with papers.channel(listening.grpc_port) as channel:
             health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=20)
             assert health.status == health_pb2.HealthCheckResponse.SERVING
             for name in ("ServerLive", "ServerReady"):
@@ -371,14 +368,14 @@ async def serial_number(port: int, context: ssl.SSLContext) -> str:
 async def test_a_renewed_certificate_is_shown_and_connections_go_on(service, papers):
     async with (
         protected(service, papers) as listening,
-        httpx.AsyncClient(verify=papers.context(papers.client)) as client,
-        grpc.aio.secure_channel(f"127.0.0.1:{listening.grpc_port}", papers.credentials(papers.client)) as channel,
+        papers.https(listening.http_port, papers.client) as client,
+        papers.channel(listening.grpc_port, papers.client) as channel,
     ):
-        url, stub = f"https://127.0.0.1:{listening.http_port}", ranking_pb2_grpc.RankingServiceStub(channel)
+        stub = ranking_pb2_grpc.RankingServiceStub(channel)
         connections = set()
 
         async def ask() -> None:
-            answer = await client.post(url + RANK, json=REQUEST)
+            answer = await client.post(RANK, json=REQUEST)
             assert answer.status_code == 200
             connections.add(answer.extensions["network_stream"].get_extra_info("client_addr"))
             await stub.Rank(rank_message(REQUEST), timeout=20)
@@ -413,14 +410,12 @@ async def test_what_is_in_flight_over_tls_is_answered_at_the_end(api_model, pape
     with gated_service(api_model, gate) as service:
         server = contextlib.AsyncExitStack()
         listening = await server.enter_async_context(protected(service, papers))
-        at = f"127.0.0.1:{listening.grpc_port}"
         async with (
-            httpx.AsyncClient(verify=papers.context(papers.client), timeout=20) as client,
-            grpc.aio.secure_channel(at, papers.credentials(papers.client)) as channel,
+            papers.https(listening.http_port, papers.client, timeout=20) as client,
+            papers.channel(listening.grpc_port, papers.client) as channel,
         ):
             silent = socket.create_connection(("127.0.0.1", listening.http_port))
-            url = f"https://127.0.0.1:{listening.http_port}{RANK}"
-            asked = [asyncio.create_task(client.post(url, json=request)) for _ in range(4)]
+            asked = [asyncio.create_task(client.post(RANK, json=request)) for _ in range(4)]
             stub = ranking_pb2_grpc.RankingServiceStub(channel)
             told = [stub.Rank(rank_message(request), timeout=20) for _ in range(4)]
             await gate.wait_until_busy()
@@ -443,8 +438,7 @@ async def test_of_many_unfinished_handshakes_the_oldest_is_ended(api_model, pape
         silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
         assert await silent[0][0].read() == b""
         assert refused(service) == {(api, "connection", "tls_unfinished"): 1}
-        async with httpx.AsyncClient(verify=papers.context(papers.client)) as client:
-            url = f"https://127.0.0.1:{server.http_port}{RANK}"
-            assert (await client.post(url, json=REQUEST)).status_code == 200
+        async with papers.https(server.http_port, papers.client) as client:
+            assert (await client.post(RANK, json=REQUEST)).status_code == 200
         for _, writer in silent:
             writer.close()

@@ -226,7 +226,7 @@ def test_the_budget_bounds_the_retries_of_all_requests_together():
         (grpc.StatusCode.UNKNOWN, "", InternalError),
     ],
 )
-def test_whatever_else_ends_a_call_is_not_tried_again_and_keeps_its_kind(status, kind, error):
+def test_other_errors_are_not_tried_again(status, kind, error):
     stub = GrpcStub(1, status, kind, "candidates.sparse.film[1]: it is wrong")
     with stub.running() as address, Client(address) as client:
         with pytest.raises(ClientError, match="it is wrong") as found:

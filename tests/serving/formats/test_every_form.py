@@ -87,7 +87,7 @@ def map_bytes(draw: st.DrawFn, request: dict[str, Any]) -> bytes:
 
 
 @given(st.data(), st.integers(0, 10_000), st.integers(1, 6))
-def test_map_messages_in_any_encoding_are_the_same_request_as_json(data, seed, count):
+def test_map_messages_in_any_encoding_are_read_as_json(data, seed, count):
     request = api_request(seed, count)
     expected = parse_json(SCHEMA, request)
     assert_same_request(parse_message(SCHEMA, data.draw(map_bytes(request))), expected)
@@ -147,6 +147,6 @@ def typed_bytes(draw: st.DrawFn, request: dict[str, Any]) -> bytes:
 
 
 @given(st.data(), st.integers(0, 10_000), st.integers(1, 6))
-def test_typed_contents_in_any_encoding_are_the_same_request_as_json(data, seed, count):
+def test_typed_contents_in_any_encoding_are_read_as_json(data, seed, count):
     request = api_request(seed, count)
     assert_same_request(parse_infer_message(SCHEMA, data.draw(typed_bytes(request))), parse_json(SCHEMA, request))

@@ -71,7 +71,7 @@ def without(name):
     return [one for one in tensors() if one.name != name]
 
 
-def test_rectangular_nested_and_int32_ids_are_the_same_as_ragged_ones():
+def test_rectangular_and_int32_ids_are_read_as_ragged_ones():
     ids = np.arange(10, dtype=np.int64).reshape(5, 2)
     ragged = [
         *[one for one in tensors() if one.name.split(".")[0] != "genre"],
@@ -92,7 +92,7 @@ def test_rectangular_nested_and_int32_ids_are_the_same_as_ragged_ones():
     assert_same_request(parse(grpc_request(narrow, raw=False)), expected)
 
 
-def test_context_features_may_have_a_leading_dimension_of_one_and_be_empty():
+def test_context_features_may_be_empty_or_one_row():
     flat = parse(http_request(changed("history", array=np.arange(4))))
     assert_same_request(parse(http_request(changed("history", array=np.arange(4).reshape(1, 4)))), flat)
     for shape in ((0,), (1, 0)):

@@ -95,7 +95,7 @@ def test_the_fields_of_a_message_are_those_of_the_library(made):
 
 
 @given(MESSAGES, st.integers(0, 10**6), st.integers(1, 255))
-def test_a_damaged_message_is_walked_over_within_its_bytes_or_refused(made, position, flipped):
+def test_a_damaged_message_is_read_within_its_bytes(made, position, flipped):
     damaged = bytearray(made.SerializeToString())
     if damaged:
         damaged[position % len(damaged)] ^= flipped

@@ -18,7 +18,7 @@ def tensors(model, seed=0):
     return tensors_of(model.spec, api_request(seed))
 
 
-async def test_scores_are_those_of_the_rank_api_bit_by_bit_and_always_raw(api_model, api):
+async def test_scores_are_those_of_the_rank_api_bit_by_bit(api_model, api):
     for seed in range(4):
         request = api_request(seed)
         expected = await api.stub.Rank(rank_message(request))

@@ -48,7 +48,7 @@ def written(transport: Mock) -> list[bytes | str]:
     return [call[-1] for call in calls]
 
 
-async def test_what_is_ready_in_one_turn_of_the_loop_is_written_at_once_and_nothing_behind_an_end():
+async def test_one_turn_writes_once_and_nothing_after_an_end():
     transport, connection = await connected()
     ping, pong = (frames.frame(frames.PING, flags, 0, bytes(8)) for flags in (0, frames.ACK))
     connection.data_received(frames.PREFACE + SETTINGS + ping)
@@ -66,7 +66,7 @@ async def test_what_is_ready_in_one_turn_of_the_loop_is_written_at_once_and_noth
     connection.connection_lost(None)
 
 
-async def test_what_is_answered_when_the_peer_ends_goes_out_before_the_close():
+async def test_what_is_answered_goes_out_before_the_close():
     transport, connection = await connected()
     connection.data_received(frames.PREFACE + SETTINGS + frames.frame(frames.PING, 0, 0, b"12345678"))
     # As event loops do at an end of file that comes in the same turn.
@@ -122,7 +122,7 @@ async def test_an_answer_keeps_to_the_peers_windows_and_frame_size():
         assert (await peer.answer(3))[0] == b"third"
 
 
-async def test_streams_beyond_the_limit_are_refused_and_later_ones_are_not():
+async def test_streams_beyond_the_limit_are_refused():
     async with http2_peer() as (peer, echo, _):
         peer.begin()
         peer.send(*(peer.headers(one) for one in (1, 3, 5, 7, 9)))
@@ -133,7 +133,7 @@ async def test_streams_beyond_the_limit_are_refused_and_later_ones_are_not():
         assert (echo.dropped, [one.stream_id for one in echo.streams]) == ([1], [1, 3, 5, 7, 11])
 
 
-async def test_an_answer_before_the_request_has_ended_stops_the_request():
+async def test_an_answer_before_its_request_has_ended_stops_it():
     async with http2_peer() as (peer, echo, _):
         peer.begin()
         peer.send(peer.headers(1), data(1, b"half"))
@@ -186,7 +186,7 @@ BREACHES = [
 
 
 @pytest.mark.parametrize(("sent", "code"), [pytest.param(*row, id=name) for name, *row in BREACHES])
-async def test_a_breach_of_the_protocol_ends_the_connection_and_says_why(sent, code):
+async def test_a_breach_of_the_protocol_ends_the_connection(sent, code):
     async with http2_peer() as (peer, echo, _):
         if not sent.startswith((b"GET", frames.PREFACE)):
             peer.begin()

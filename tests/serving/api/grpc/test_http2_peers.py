@@ -102,7 +102,7 @@ async def test_a_peer_that_completes_calls_may_go_on():
             assert (await peer.answer(stream_id))[0] == b"abc"
 
 
-async def test_a_stream_whose_window_stays_closed_is_dropped_and_another_is_served():
+async def test_a_stream_whose_window_stays_closed_is_dropped():
     async with http2_peer(QUICK) as (peer, echo, _):
         peer.begin(frames.settings({frames.INITIAL_WINDOW_SIZE: 2}))
         peer.send(peer.headers(1), data(1, b"more than two", END))
@@ -115,7 +115,7 @@ async def test_a_stream_whose_window_stays_closed_is_dropped_and_another_is_serv
         assert (await peer.answer(3))[0] == b"3"
 
 
-async def test_a_stream_that_waits_for_the_connections_window_stays_while_others_go_on():
+async def test_a_stream_may_wait_for_the_connections_window():
     async with http2_peer(dataclasses.replace(QUICK, stream_window=70_000)) as (peer, echo, _):
         peer.begin(frames.settings({frames.INITIAL_WINDOW_SIZE: 10**6}))
         # What the first takes is all that the connection's window has.
@@ -192,7 +192,7 @@ async def test_a_slow_reader_gets_the_whole_of_its_answer(window, is_asked_to_go
             await stopping
 
 
-async def test_a_peer_that_takes_nothing_is_dropped_and_its_answer_with_it():
+async def test_a_peer_that_reads_nothing_is_dropped():
     limits = dataclasses.replace(LIMITS, patience_s=0.2, stream_window=BIG, connection_window=2 * BIG)
 
     loop = asyncio.get_running_loop()
