@@ -1,14 +1,16 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from serving.limits import RequestLimits
 from serving.rank.service import RankingService
 from shardrank_testing.golden import golden_of
 from shardrank_testing.s3_server import bucket, s3_port
-from shardrank_testing.serving_api import ApiModel, served_service, write_api_model
+from shardrank_testing.serving_api import Api, ApiModel, served_api, served_service, write_api_model
 
 __all__ = ["bucket", "s3_port"]
 
@@ -25,6 +27,25 @@ def api_service(api_model: ApiModel) -> Iterator[RankingService]:
     service = served_service(api_model)
     yield service
     service.close()
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> tuple[str, dict[str, Any]]:
+    """The event loop of async tests and fixtures, which is the server's."""
+    return "asyncio", {"use_uvloop": True}
+
+
+@pytest.fixture(scope="module")
+def limits() -> RequestLimits:
+    """Those of `api`; a module may have its own."""
+    return RequestLimits()
+
+
+@pytest.fixture(scope="module")
+async def api(api_model: ApiModel, limits: RequestLimits) -> AsyncIterator[Api]:
+    """A server of both APIs and clients of it, for all tests of a module, which must leave it as it is."""
+    async with served_api(api_model, limits) as api:
+        yield api
 
 
 @pytest.fixture(scope="module")

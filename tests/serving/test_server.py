@@ -5,6 +5,7 @@ import contextlib
 import re
 import signal
 import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import httpx
 import pytest
@@ -12,11 +13,11 @@ import pytest
 from serving.rank.service import RankingService
 from serving.server import ServerConfig, serve
 from serving.versions.loading import ModelSource, load_served_model
-from shardrank_testing.serving_api import MODEL, Gate, api_request, gated_service, run, running_api
+from shardrank_testing.serving_api import MODEL, ApiModel, Gate, api_request, gated_service, run, running_api, until
 from shardrank_testing.serving_process import ServingProcess, serving_process
 
 
-def test_two_processes_share_the_ports_and_their_metrics_and_end_on_sigterm(api_model, tmp_path):
+def test_two_processes_share_ports_and_metrics(api_model, tmp_path):
     with (
         serving_process(api_model.path, metrics_folder=tmp_path) as first,
         serving_process(api_model.path, first.http_port, first.grpc_port, tmp_path) as second,
@@ -39,85 +40,78 @@ def test_two_processes_share_the_ports_and_their_metrics_and_end_on_sigterm(api_
         assert second.process.wait(20) == 0
 
 
-def test_what_is_in_flight_when_the_server_stops_is_answered_and_nothing_else_is_taken(api_model):
+async def test_what_is_in_flight_when_the_server_stops_is_answered(api_model):
     gate = Gate()
 
-    async def main() -> None:
-        with gated_service(api_model, gate) as service:
-            client = httpx.AsyncClient()
-            async with running_api(service) as api:
-                url = f"http://127.0.0.1:{api.listening.http_port}/v1/models/{MODEL}:rank"
-                waiting = asyncio.create_task(client.post(url, json=api_request(1)))
-                await gate.wait_until_busy()
-                gate.open.set()
-            assert (await waiting).status_code == 200
-            with pytest.raises(httpx.ConnectError):
-                await client.post(url, json=api_request(1))
-            await client.aclose()
-
-    run(main())
+    with gated_service(api_model, gate) as service:
+        client = httpx.AsyncClient()
+        async with running_api(service) as api:
+            url = f"http://127.0.0.1:{api.listening.http_port}/v1/models/{MODEL}:rank"
+            waiting = asyncio.create_task(client.post(url, json=api_request(1)))
+            await gate.wait_until_busy()
+            gate.open.set()
+        assert (await waiting).status_code == 200
+        with pytest.raises(httpx.ConnectError):
+            await client.post(url, json=api_request(1))
+        await client.aclose()
 
 
-def test_a_process_that_loads_says_so_and_is_ready_afterwards(api_model):
-    may_load, ready = asyncio.Event(), asyncio.Event()
+def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-
-    async def main() -> None:
-        service = RankingService(expected_models=[MODEL])
-
-        async def load() -> None:
-            await may_load.wait()
-            service.install(await asyncio.to_thread(load_served_model, ModelSource(snapshot=api_model.path), service))
-
-        config = ServerConfig(http_port=port, grpc_port=0, shutdown_delay_s=0)
-        serving = asyncio.create_task(serve(service, config, load, lambda listening: ready.set()))
-        async with httpx.AsyncClient(
-            base_url=f"http://127.0.0.1:{port}", transport=httpx.AsyncHTTPTransport(retries=8)
-        ) as client:
-            assert (await client.get("/healthz")).status_code == 200
-            answer = await client.get("/readyz")
-            assert (answer.status_code, list(answer.json()["problems"])) == (503, [MODEL])
-            answer = await client.post(f"/v1/models/{MODEL}:rank", json=api_request(1))
-            assert (answer.status_code, answer.json()["error"]["kind"]) == (503, "not_ready")
-            may_load.set()
-            await ready.wait()
-            assert (await client.get("/readyz")).status_code == 200
-            assert (await client.post(f"/v1/models/{MODEL}:rank", json=api_request(1))).status_code == 200
-        serving.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await serving
-
-    run(main())
+        return free.getsockname()[1]
 
 
-def test_a_worker_that_shares_its_port_listens_there_only_when_it_is_loaded(api_model):
-    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
-        port, probe_port = one.getsockname()[1], other.getsockname()[1]
-    may_load, ready = asyncio.Event(), asyncio.Event()
+@contextlib.asynccontextmanager
+async def loading_server(
+    model: ApiModel, port: int, probe_port: int | None = None
+) -> AsyncIterator[Callable[[], Awaitable[None]]]:
+    """A serving process that loads its model when what is yielded is called, and is then ready."""
+    service, may_load, ready = RankingService(expected_models=[MODEL]), asyncio.Event(), asyncio.Event()
 
-    async def main() -> None:
-        service = RankingService(expected_models=[MODEL])
+    async def load() -> None:
+        await may_load.wait()
+        service.install(await asyncio.to_thread(load_served_model, ModelSource(snapshot=model.path), service))
 
-        async def load() -> None:
-            await may_load.wait()
-            service.install(await asyncio.to_thread(load_served_model, ModelSource(snapshot=api_model.path), service))
+    async def finish_loading() -> None:
+        may_load.set()
+        await ready.wait()
 
-        config = ServerConfig(http_port=port, grpc_port=0, shutdown_delay_s=0)
-        serving = asyncio.create_task(serve(service, config, load, lambda listening: ready.set(), probe_port))
-        async with httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(retries=8)) as client:
-            assert (await client.get(f"http://127.0.0.1:{probe_port}/readyz")).status_code == 503
-            with pytest.raises(ConnectionRefusedError):
-                await asyncio.open_connection("127.0.0.1", port)
-            may_load.set()
-            await ready.wait()
-            for one in (port, probe_port):
-                assert (await client.get(f"http://127.0.0.1:{one}/readyz")).status_code == 200
-        serving.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await serving
+    config = ServerConfig(http_port=port, grpc_port=0, shutdown_delay_s=0)
+    serving = asyncio.create_task(serve(service, config, load, lambda listening: ready.set(), probe_port))
+    yield finish_loading
+    serving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await serving
 
-    run(main())
+
+async def test_a_process_that_loads_says_so_and_is_ready_afterwards(api_model):
+    base, patient = f"http://127.0.0.1:{(port := free_port())}", httpx.AsyncHTTPTransport(retries=8)
+    async with (
+        loading_server(api_model, port) as finish_loading,
+        httpx.AsyncClient(base_url=base, transport=patient) as client,
+    ):
+        assert (await client.get("/healthz")).status_code == 200
+        answer = await client.get("/readyz")
+        assert (answer.status_code, list(answer.json()["problems"])) == (503, [MODEL])
+        answer = await client.post(f"/v1/models/{MODEL}:rank", json=api_request(1))
+        assert (answer.status_code, answer.json()["error"]["kind"]) == (503, "not_ready")
+        await finish_loading()
+        assert (await client.get("/readyz")).status_code == 200
+        assert (await client.post(f"/v1/models/{MODEL}:rank", json=api_request(1))).status_code == 200
+
+
+async def test_a_worker_listens_at_a_shared_port_when_it_is_loaded(api_model):
+    port, probe_port = free_port(), free_port()
+    async with (
+        loading_server(api_model, port, probe_port) as finish_loading,
+        httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(retries=8)) as client,
+    ):
+        assert (await client.get(f"http://127.0.0.1:{probe_port}/readyz")).status_code == 503
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection("127.0.0.1", port)
+        await finish_loading()
+        for served in (port, probe_port):
+            assert (await client.get(f"http://127.0.0.1:{served}/readyz")).status_code == 200
 
 
 def test_a_worker_that_is_stopped_under_load_loses_no_request(api_model):
@@ -140,14 +134,12 @@ def test_a_worker_that_is_stopped_under_load_loses_no_request(api_model):
         clients = [
             asyncio.create_task(load(f"http://127.0.0.1:{first.http_port}", seed, stop, ended)) for seed in range(4)
         ]
-        while len(statuses) < 50:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await until(lambda: len(statuses) >= 50)
         first.process.send_signal(signal.SIGTERM)
         stop.set()
         assert await asyncio.to_thread(first.process.wait, 20) == 0
         count = len(statuses)
-        while len(statuses) < count + 20:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await until(lambda: len(statuses) >= count + 20)
         ended.set()
         await asyncio.gather(*clients)
 

@@ -4,23 +4,25 @@ import asyncio
 import json
 import re
 
+import pytest
+
 from serving.api.documents import LOOKUP_EXAMPLE, RANK_EXAMPLE
 from serving.api.http import HttpApp
 from serving.limits import RequestLimits
 from serving.rank.service import RankingService
 from shardrank_testing.serving_api import (
     MODEL,
-    Gate,
     api_request,
     api_service,
-    gated_service,
-    run,
+    gated_api,
     running_api,
+    served_api,
     served_service,
+    until,
 )
 
 
-def test_the_openapi_page_describes_every_route_with_its_body_answers_and_an_example():
+def test_the_openapi_page_describes_every_route():
     document = HttpApp(RankingService()).documents.openapi()
     assert {path for path in document["paths"] if not path.startswith("/v2")} == {
         "/v1/models/{model}:rank",
@@ -48,148 +50,114 @@ def test_the_openapi_page_describes_every_route_with_its_body_answers_and_an_exa
         assert reference in document["components"]["schemas"]
 
 
-def test_the_framework_answers_errors_in_the_same_form(api_model):
-    async def main() -> None:
-        with api_service(api_model) as service:
-            async with running_api(service) as api:
-                answer = await api.http.get("/v3/nothing", headers={"x-request-id": "abc"})
-                assert (answer.status_code, answer.json()["error"]["kind"]) == (404, "no_such_route")
-                assert answer.json()["error"]["request_id"] == answer.headers["x-request-id"] == "abc"
-                answer = await api.http.get(f"/v1/models/{MODEL}:rank")
-                assert (answer.status_code, answer.json()["error"]["kind"]) == (405, "method_not_allowed")
-                assert answer.headers["allow"] == "POST"
-                for path in ("/v1/models/", f"/v1/models/{MODEL}:erase", f"/v1/models/{MODEL}:rank%0A"):
-                    answer = await api.http.request("POST" if path.endswith("%0A") else "GET", path)
-                    assert (answer.status_code, answer.json()["error"]["kind"]) == (404, "no_such_route")
-                answer = await api.http.post(f"/v1/models/{MODEL}")
-                assert (answer.status_code, answer.json()["error"]["kind"]) == (405, "method_not_allowed")
-                assert answer.headers["allow"] == "GET"
-                answer = await api.http.post(
-                    f"/v1/models/{MODEL}:rank", content=b"x", headers={"content-encoding": "gzip"}
-                )
-                assert answer.json()["error"]["field"] == "content-encoding"
-
-    run(main())
+@pytest.mark.parametrize(
+    ("method", "path", "kind", "allow"),
+    [
+        ("GET", "/v3/nothing", "no_such_route", None),
+        ("GET", "/v1/models/", "no_such_route", None),
+        ("GET", f"/v1/models/{MODEL}:erase", "no_such_route", None),
+        ("POST", f"/v1/models/{MODEL}:rank%0A", "no_such_route", None),
+        ("GET", f"/v1/models/{MODEL}:rank", "method_not_allowed", "POST"),
+        ("POST", f"/v1/models/{MODEL}", "method_not_allowed", "GET"),
+    ],
+)
+async def test_the_framework_answers_errors_in_the_same_form(api, method, path, kind, allow):
+    answer = await api.http.request(method, path, headers={"x-request-id": "abc"})
+    assert (answer.status_code, answer.json()["error"]["kind"]) == (405 if allow else 404, kind)
+    assert answer.json()["error"]["request_id"] == answer.headers["x-request-id"] == "abc"
+    assert answer.headers.get("allow") == allow
 
 
-def test_a_defect_is_answered_in_the_same_form_logged_once_and_ends_no_connection(api_model, caplog):
-    async def main() -> None:
-        with api_service(api_model) as service:
+async def test_a_coded_body_is_refused_where_none_is_taken(api):
+    answer = await api.http.post(f"/v1/models/{MODEL}:rank", content=b"x", headers={"content-encoding": "gzip"})
+    assert answer.json()["error"]["field"] == "content-encoding"
 
-            def broken() -> list[object]:
-                raise RuntimeError("secret of the house")
 
-            service.models = broken  # type: ignore[method-assign, assignment]
-            async with running_api(service) as api:
-                answer = await api.http.get("/v1/models", headers={"x-request-id": "abc"})
-                assert (answer.status_code, answer.json()["error"]["kind"]) == (500, "internal")
-                assert answer.json()["error"]["request_id"] == answer.headers["x-request-id"] == "abc"
-                assert "secret" not in answer.text
-                assert (await api.http.get("/healthz")).status_code == 200
+async def test_a_defect_is_logged_once_and_ends_no_connection(api_model, caplog):
+    with api_service(api_model) as service:
 
-    run(main())
+        def broken() -> list[object]:
+            raise RuntimeError("secret of the house")
+
+        service.models = broken  # type: ignore[method-assign, assignment]
+        async with running_api(service) as api:
+            answer = await api.http.get("/v1/models", headers={"x-request-id": "abc"})
+            assert (answer.status_code, answer.json()["error"]["kind"]) == (500, "internal")
+            assert answer.json()["error"]["request_id"] == answer.headers["x-request-id"] == "abc"
+            assert "secret" not in answer.text
+            assert (await api.http.get("/healthz")).status_code == 200
     (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
     assert record.getMessage() == "/v1/models failed"
     assert "secret of the house" in str(record.exc_info)
 
 
-def test_a_model_describes_itself(api_model):
-    async def main() -> None:
-        with api_service(api_model, RequestLimits(max_candidates=77)) as service:
-            async with running_api(service) as api:
-                document = (await api.http.get(f"/v1/models/{MODEL}")).json()
-                assert (await api.http.get("/v1/models")).json() == {"models": [document]}
-                assert (await api.http.get("/v1/models/none")).status_code == 404
-        assert (document["model"], document["version"], len(document["identity"])) == (MODEL, 1, 64)
-        features = {one["name"]: one for one in document["features"]}
-        assert features["history"] == {
-            "name": "history",
-            "side": "context",
-            "pooling": "none",
-            "table": "films",
-            "weighted": False,
-            "id_type": "integer",
-        }
-        assert features["city"]["id_type"] == "string"
-        assert features["tag"]["weighted"] is True
-        tables = {one["name"]: one for one in document["tables"]}
-        assert tables["genres"] == {
-            "name": "genres",
-            "num_embeddings": 19,
-            "embedding_dim": 4,
-            "dtype": "fp32",
-            "id_mapping": "identity",
-            "unknown_id": "skip",
-        }
-        assert document["dense_inputs"] == {"context": 2, "candidate": 3}
-        assert document["dense_model"]["kind"] == "target_attention"
-        assert document["dense_model"]["dtype"] == "float32"
-        assert document["limits"]["max_candidates"] == 77
-
-    run(main())
+async def test_a_model_describes_itself(api_model):
+    async with served_api(api_model, RequestLimits(max_candidates=77)) as api:
+        document = (await api.http.get(f"/v1/models/{MODEL}")).json()
+        assert (await api.http.get("/v1/models")).json() == {"models": [document]}
+        assert (await api.http.get("/v1/models/none")).status_code == 404
+    assert (document["model"], document["version"], len(document["identity"])) == (MODEL, 1, 64)
+    features = {one["name"]: one for one in document["features"]}
+    history = {"name": "history", "side": "context", "pooling": "none", "table": "films"}
+    assert features["history"] == history | {"weighted": False, "id_type": "integer"}
+    assert features["city"]["id_type"] == "string"
+    assert features["tag"]["weighted"] is True
+    tables = {one["name"]: one for one in document["tables"]}
+    genres = {"name": "genres", "num_embeddings": 19, "embedding_dim": 4, "dtype": "fp32"}
+    assert tables["genres"] == genres | {"id_mapping": "identity", "unknown_id": "skip"}
+    assert document["dense_inputs"] == {"context": 2, "candidate": 3}
+    assert document["dense_model"]["kind"] == "target_attention"
+    assert document["dense_model"]["dtype"] == "float32"
+    assert document["limits"]["max_candidates"] == 77
 
 
-def test_a_process_is_ready_once_its_model_is_live_and_no_more_once_it_ends(api_model):
-    async def main() -> None:
-        empty = RankingService(expected_models=[MODEL])
-        async with running_api(empty) as api:
-            assert (await api.http.get("/healthz")).status_code == 200
-            for path, status in (("/healthz", 200), ("/readyz", 503)):
-                answer = await api.http.head(path)
-                assert (answer.status_code, answer.content) == (status, b"")
-            answer = await api.http.get("/readyz")
-            assert (answer.status_code, answer.json()) == (
-                503,
-                {"ready": False, "problems": {MODEL: "no live version"}, "degraded": {}},
-            )
-            answer = await api.http.post(f"/v1/models/{MODEL}:rank", json=api_request(1))
-            assert (answer.status_code, answer.json()["error"]["kind"]) == (503, "not_ready")
-            assert answer.headers["retry-after"] == "1"
-        service = served_service(api_model)
-        async with running_api(service) as api:
-            assert (await api.http.get("/readyz")).json() == {"ready": True, "problems": {}, "degraded": {}}
-            service.watch.begin_shutdown()
-            answer = await api.http.get("/readyz")
-            assert (answer.status_code, list(answer.json()["problems"])) == (503, [""])
-        await asyncio.to_thread(service.close)
-
-    run(main())
+async def test_a_process_is_ready_from_its_first_model_to_its_end(api_model):
+    empty = RankingService(expected_models=[MODEL])
+    async with running_api(empty) as api:
+        assert (await api.http.get("/healthz")).status_code == 200
+        for path, status in (("/healthz", 200), ("/readyz", 503)):
+            answer = await api.http.head(path)
+            assert (answer.status_code, answer.content) == (status, b"")
+        answer = await api.http.get("/readyz")
+        assert (answer.status_code, answer.json()) == (
+            503,
+            {"ready": False, "problems": {MODEL: "no live version"}, "degraded": {}},
+        )
+        answer = await api.http.post(f"/v1/models/{MODEL}:rank", json=api_request(1))
+        assert (answer.status_code, answer.json()["error"]["kind"]) == (503, "not_ready")
+        assert answer.headers["retry-after"] == "1"
+    service = served_service(api_model)
+    async with running_api(service) as api:
+        assert (await api.http.get("/readyz")).json() == {"ready": True, "problems": {}, "degraded": {}}
+        service.watch.begin_shutdown()
+        answer = await api.http.get("/readyz")
+        assert (answer.status_code, list(answer.json()["problems"])) == (503, [""])
+    await asyncio.to_thread(service.close)
 
 
-def test_a_deadline_that_passes_is_504_and_a_full_queue_503(api_model):
-    gate = Gate()
-
-    async def main() -> None:
-        with gated_service(api_model, gate, RequestLimits(max_queue=1)) as service:
-            async with running_api(service) as api:
-                answer = await api.http.post(f"/v1/models/{MODEL}:rank", json=api_request(0) | {"timeout_ms": 20})
-                assert (answer.status_code, answer.json()["error"]["kind"]) == (504, "deadline_exceeded")
-                waiting = asyncio.create_task(api.http.post(f"/v1/models/{MODEL}:rank", json=api_request(1)))
-                served = service.generations.all()[0].payload
-                while served.num_waiting < 1:  # noqa: ASYNC110  # the queue tells nobody
-                    await asyncio.sleep(0.001)
-                answer = await api.http.post(f"/v1/models/{MODEL}:rank", json=api_request(2))
-                assert (answer.status_code, answer.json()["error"]["kind"]) == (503, "overloaded")
-                assert answer.headers["retry-after"] == "1"
-                gate.open.set()
-                assert (await waiting).status_code == 200
-
-    run(main())
+async def test_a_deadline_that_passes_is_504_and_a_full_queue_503(api_model):
+    async with gated_api(api_model, RequestLimits(max_queue=1)) as api:
+        answer = await api.http.post(f"/v1/models/{MODEL}:rank", json=api_request(0) | {"timeout_ms": 20})
+        assert (answer.status_code, answer.json()["error"]["kind"]) == (504, "deadline_exceeded")
+        waiting = asyncio.create_task(api.http.post(f"/v1/models/{MODEL}:rank", json=api_request(1)))
+        served = api.service.generations.all()[0].payload
+        await until(lambda: served.num_waiting >= 1)
+        answer = await api.http.post(f"/v1/models/{MODEL}:rank", json=api_request(2))
+        assert (answer.status_code, answer.json()["error"]["kind"]) == (503, "overloaded")
+        assert answer.headers["retry-after"] == "1"
+        api.gate.open.set()
+        assert (await waiting).status_code == 200
 
 
-def test_the_metrics_tell_requests_errors_memory_and_lookups(api_model):
-    async def main() -> str:
-        with api_service(api_model, cards=2) as service:
-            async with running_api(service) as api:
-                await api.http.post(f"/v1/models/{MODEL}:rank", json=api_request(1))
-                await api.http.post(f"/v1/models/{MODEL}:rank", content=b"{")
-                await api.http.post("/v1/models/made-up-by-a-client:rank", json=api_request(1))
-                await api.http.post(f"/v1/models/{MODEL}:lookup", json={"sparse": {"film": [[1, 2, 3], [4]]}})
-                answer = await api.http.get("/metrics")
-                assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
-                return answer.text
-
-    text = run(main())
+async def test_the_metrics_tell_requests_errors_memory_and_lookups(api_model):
+    async with served_api(api_model, cards=2) as api:
+        await api.http.post(f"/v1/models/{MODEL}:rank", json=api_request(1))
+        await api.http.post(f"/v1/models/{MODEL}:rank", content=b"{")
+        await api.http.post("/v1/models/made-up-by-a-client:rank", json=api_request(1))
+        await api.http.post(f"/v1/models/{MODEL}:lookup", json={"sparse": {"film": [[1, 2, 3], [4]]}})
+        answer = await api.http.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    text = answer.text
     for line in (
         'shardrank_requests_total{api="http",method="rank",model="films",status="ok"} 1.0',
         'shardrank_requests_total{api="http",method="rank",model="",status="malformed"} 1.0',

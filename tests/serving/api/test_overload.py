@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
+from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 import pytest
@@ -11,74 +14,65 @@ import pytest
 from serving.api.http import HttpApp
 from serving.client import AsyncClient, OverloadedError, RetryPolicy
 from serving.errors import OverloadedError as ServingOverloadedError
-from shardrank_testing.serving_api import MODEL, Gate, api_request, ask, gated_service, run, running_api
+from serving.rank.service import RankingService
+from shardrank_testing.serving_api import MODEL, Gate, api_request, ask, gated_api, gated_service, until
 
 PATH = f"/v1/models/{MODEL}:rank"
 NO_REQUEST = b"this was not read"
 
 
-def test_over_every_api_what_would_wait_in_vain_is_refused_unread_and_told_when_to_come_again(api_model):
-    gate = Gate()
+@contextlib.asynccontextmanager
+async def one_waits(service: RankingService, gate: Gate) -> AsyncIterator[Any]:
+    """One request is out and one waits, until the end; yields what serves them."""
+    served = service.generations.all()[0].payload
+    ranked = [asyncio.create_task(ask(service, api_request(0)))]
+    await gate.wait_until_busy()
+    ranked.append(asyncio.create_task(ask(service, api_request(1))))
+    await until(lambda: served.num_waiting == 1)
+    yield served
+    gate.open.set()
+    assert [len((await answer).scores) for answer in ranked] == [5, 5]
 
-    async def main() -> None:
-        with gated_service(api_model, gate) as service:
-            async with running_api(service) as api:
-                served = service.generations.all()[0].payload
-                # As after full batches of 1000 s: one of a single request is expected to take 16 s.
-                served._batcher._pace.full_s = 1000.0
-                ranked = [asyncio.create_task(api.http.post(PATH, json=api_request(0)))]
-                await gate.wait_until_busy()
-                ranked.append(asyncio.create_task(api.http.post(PATH, json=api_request(1))))
-                while served.num_waiting < 1:  # noqa: ASYNC110  # the queue tells nobody
-                    await asyncio.sleep(0.001)
 
-                # The first is refused by its head alone; the second, its connection's last one, by the application.
-                for close in ({}, {"connection": "close"}):
-                    answer = await api.http.post(PATH, content=NO_REQUEST, headers={"x-request-id": "r7", **close})
-                    assert answer.status_code == 503
-                    assert answer.headers["x-request-id"] == answer.json()["error"]["request_id"] == "r7"
-                    assert answer.headers.get("connection") == close.get("connection")
-                answer = await api.http.post(PATH, content=NO_REQUEST)
+async def test_what_would_wait_in_vain_is_refused_unread(api_model):
+    async with gated_api(api_model) as api:
+        async with one_waits(api.service, api.gate) as served:
+            # As after full batches of 1000 s: one of a single request is expected to take 16 s.
+            served._batcher._pace.full_s = 1000.0
+            # The first is refused by its head alone; the second, its connection's last one, by the application.
+            for close in ({}, {"connection": "close"}):
+                answer = await api.http.post(PATH, content=NO_REQUEST, headers={"x-request-id": "r7", **close})
                 assert (answer.status_code, answer.json()["error"]["kind"]) == (503, "overloaded")
+                assert answer.headers["x-request-id"] == answer.json()["error"]["request_id"] == "r7"
+                assert answer.headers.get("connection") == close.get("connection")
                 assert "1 requests wait" in answer.json()["error"]["message"]
                 assert answer.headers["retry-after"] == "1"
-                answer = await api.http.post(f"/v2/models/{MODEL}/infer", content=NO_REQUEST)
-                assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
-                call = api.channel.unary_unary("/shardrank.v1.RankingService/Rank")
-                with pytest.raises(grpc.RpcError) as refusal:
-                    await call(NO_REQUEST)
-                assert refusal.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-                assert dict(refusal.value.trailing_metadata())["grpc-retry-pushback-ms"] == "1000"
-                for port, scheme in ((api.listening.http_port, "http"), (api.listening.grpc_port, "grpc")):
-                    address, never = f"{scheme}://{api.listening.host}:{port}", RetryPolicy(max_attempts=1)
-                    async with AsyncClient(address, retry=never, timeout_ms=2000) as client:
-                        with pytest.raises(OverloadedError) as error:
-                            await client.rank(MODEL, context={}, candidates={"film": [1]})
-                        assert error.value.retry_after_s == 1.0
-
-                gate.open.set()
-                assert [(await one).status_code for one in ranked] == [200, 200]
-                assert (await api.http.post(PATH, json=api_request(2))).status_code == 200
-                metrics = (await api.http.get("/metrics")).text
-                shed = f'shardrank_requests_total{{api="http",method="rank",model="{MODEL}",status="overloaded"}}'
-                assert f"{shed} 4.0" in metrics
-
-    run(main())
+            answer = await api.http.post(f"/v2/models/{MODEL}/infer", content=NO_REQUEST)
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+            call = api.channel.unary_unary("/shardrank.v1.RankingService/Rank")
+            with pytest.raises(grpc.RpcError) as refusal:
+                await call(NO_REQUEST)
+            assert refusal.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert dict(refusal.value.trailing_metadata())["grpc-retry-pushback-ms"] == "1000"
+            never = RetryPolicy(max_attempts=1)
+            for address in (f"http://{api.http_address}", f"grpc://{api.grpc_address}"):
+                async with AsyncClient(address, retry=never, timeout_ms=2000) as client:
+                    with pytest.raises(OverloadedError) as error:
+                        await client.rank(MODEL, context={}, candidates={"film": [1]})
+                    assert error.value.retry_after_s == 1.0
+        assert (await api.http.post(PATH, json=api_request(2))).status_code == 200
+        metrics = (await api.http.get("/metrics")).text
+        shed = f'shardrank_requests_total{{api="http",method="rank",model="{MODEL}",status="overloaded"}}'
+        assert f"{shed} 3.0" in metrics
 
 
-def test_heads_that_are_read_together_are_refused_as_if_those_before_them_were_in_the_queue(api_model):
+async def test_heads_count_as_if_those_before_them_were_in_the_queue(api_model):
     gate = Gate()
     head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\nX-Request-Id:  r7 \r\n\r\n".encode()
-
-    async def main() -> None:
-        with gated_service(api_model, gate) as service:
-            served, app = service.generations.all()[0].payload, HttpApp(service)
-            ranked = [asyncio.create_task(ask(service, api_request(0)))]
-            await gate.wait_until_busy()
-            ranked.append(asyncio.create_task(ask(service, api_request(1))))
-            while served.num_waiting < 1:  # noqa: ASYNC110  # the queue tells nobody
-                await asyncio.sleep(0.001)
-            # One batch is out, one request waits: with two more ahead an answer takes 8/64 of a full batch's time.
+    with gated_service(api_model, gate) as service:
+        app = HttpApp(service)
+        async with one_waits(service, gate) as served:
+            # With two more ahead an answer takes 8/64 of a full batch's time.
             served._batcher._pace.full_s = served._batcher._longest_s / 2 / 7 * 64
             for _ in range(2):
                 assert [app.refuse(head) for _ in range(2)] == [None, None]
@@ -90,31 +84,15 @@ def test_heads_that_are_read_together_are_refused_as_if_those_before_them_were_i
             blanks = head.replace(b"r7", b"r" + b" " * 300_000 + b"7")
             assert [app.refuse(blanks) is None for _ in range(3)] == [True, True, False]
             await asyncio.sleep(0)
-            for other in (
-                head.replace(b":rank", b""),
-                head.replace(b"/v1", b"/%76%31"),
-                head.replace(b"POST", b"GET"),
-                head.replace(b":rank", b"?x:rank"),
-            ):
-                assert app.refuse(other) is None
-            gate.open.set()
-            await asyncio.gather(*ranked)
-
-    run(main())
+            others = [(b":rank", b""), (b"/v1", b"/%76%31"), (b"POST", b"GET"), (b":rank", b"?x:rank")]
+            assert [app.refuse(head.replace(*change)) for change in others] == [None] * 4
 
 
-def test_refusals_leave_no_cycles_that_only_the_collector_could_free(api_model):
+async def test_refusals_leave_no_cycles_to_the_collector(api_model):
     gate = Gate()
-
-    async def main() -> None:
-        with gated_service(api_model, gate) as service:
-            served = service.generations.all()[0].payload
+    with gated_service(api_model, gate) as service:
+        async with one_waits(service, gate) as served:
             served._batcher._pace.full_s = 1000.0
-            ranked = [asyncio.create_task(ask(service, api_request(0)))]
-            await gate.wait_until_busy()
-            ranked.append(asyncio.create_task(ask(service, api_request(1))))
-            while served.num_waiting < 1:  # noqa: ASYNC110  # the queue tells nobody
-                await asyncio.sleep(0.001)
 
             async def refused() -> None:
                 try:
@@ -132,7 +110,3 @@ def test_refusals_leave_no_cycles_that_only_the_collector_could_free(api_model):
                 assert gc.collect() < 50
             finally:
                 gc.enable()
-            gate.open.set()
-            await asyncio.gather(*ranked)
-
-    run(main())

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import itertools
 import logging
 import re
+import shutil
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +20,8 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 
 from serving.api import listening
 from serving.api.grpc import wire as frames
@@ -35,15 +38,18 @@ from shardrank_testing.client_calls import CLIENTS, calling, rank_arguments
 from shardrank_testing.http2_peer import Http2Peer
 from shardrank_testing.serving_api import (
     MODEL,
+    ApiModel,
     Gate,
     api_request,
     gated_service,
     rank_message,
-    run,
+    refused_call,
     served_service,
+    until,
 )
 
 pytestmark = needs_openssl
+
 ONCE = RetryPolicy(max_attempts=1)
 RANK = f"/v1/models/{MODEL}:rank"
 REQUEST = api_request(1)
@@ -58,24 +64,28 @@ class Papers:
     client: Pair
     expired: Pair
     foreign: Pair
-    other_ca: Path
     tokens: Path
     token: dict[Scope, str]
 
-    def context(self, shown: Pair | None, ca: Path | None = None, alpn: str = "http/1.1") -> ssl.SSLContext:
+    def context(self, shown: Pair | None, alpn: str = "http/1.1") -> ssl.SSLContext:
         pair = {} if shown is None else {"cert": shown.cert, "key": shown.key}
-        return client_context(TlsClientConfig(ca=ca or self.ca.cert, **pair), alpn=(alpn,))
+        return client_context(TlsClientConfig(ca=self.ca.cert, **pair), alpn=(alpn,))
 
-    def credentials(self, shown: Pair | None, ca: Path | None = None) -> grpc.ChannelCredentials:
+    def https(self, port: int, shown: Pair | None = None, **options: Any) -> httpx.AsyncClient:
+        return httpx.AsyncClient(base_url=f"https://127.0.0.1:{port}", verify=self.context(shown), **options)
+
+    def channel(self, port: int, shown: Pair | None = None) -> grpc.aio.Channel:
         pair = (None, None) if shown is None else (shown.key.read_bytes(), shown.cert.read_bytes())
-        return grpc.ssl_channel_credentials((ca or self.ca.cert).read_bytes(), *pair)
+        credentials = grpc.ssl_channel_credentials(self.ca.cert.read_bytes(), *pair)
+        return grpc.aio.secure_channel(f"127.0.0.1:{port}", credentials)
 
 
-@pytest.fixture
-def papers(tmp_path: Path) -> Papers:
-    ca, other = Authority(tmp_path), Authority(tmp_path, "other")
+@pytest.fixture(scope="module")
+def papers(tmp_path_factory: pytest.TempPathFactory) -> Papers:
+    folder = tmp_path_factory.mktemp("papers")
+    ca, other = Authority(folder), Authority(folder, "other")
     made = {scope: new_token(scope, scope) for scope in ("rank", "describe", "admin")}
-    path = tmp_path / "tokens.json"
+    path = folder / "tokens.json"
     write_tokens(path, *(entry for _, entry in made.values()))
     return Papers(
         ca,
@@ -83,7 +93,6 @@ def papers(tmp_path: Path) -> Papers:
         ca.issue("client"),
         ca.issue("expired", days=-1),
         other.issue("foreign"),
-        other.cert,
         path,
         {scope: token for scope, (token, _) in made.items()},
     )
@@ -132,65 +141,54 @@ def refused(service: RankingService) -> dict[tuple[str, str, str], int]:
     return {(api, method, kind): int(count) for api, kind, method, count in found}
 
 
-async def until(is_so: Callable[[], bool]) -> None:
-    """Ask again until it is so; tests end after a minute."""
-    while not is_so():  # noqa: ASYNC110
-        await asyncio.sleep(0.02)
-
-
-@contextlib.contextmanager
-def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+@pytest.fixture
+def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
     """No defect and no traceback is logged."""
     with caplog.at_level(logging.INFO):
-        yield
+        yield caplog
     assert [record.getMessage() for record in caplog.records if record.exc_info or record.levelno >= 40] == []
     assert not [record for record in caplog.records if record.name == "asyncio"]
 
 
-async def rank_over_grpc(listening: Listening, credentials: grpc.ChannelCredentials | None, token: str = "") -> Message:
-    at = f"127.0.0.1:{listening.grpc_port}"
-    channel = grpc.aio.insecure_channel(at) if credentials is None else grpc.aio.secure_channel(at, credentials)
+@pytest.fixture
+def service(api_model: ApiModel) -> RankingService:
+    """One that its server closes."""
+    return served_service(api_model)
+
+
+async def rank_over(channel: grpc.aio.Channel, token: str = "") -> Any:
     metadata = (("authorization", f"Bearer {token}"),) if token else ()
     async with channel:
-        stub = ranking_pb2_grpc.RankingServiceStub(channel)
-        answer: Message = await stub.Rank(rank_message(REQUEST), metadata=metadata, timeout=20)
-        return answer
+        return await ranking_pb2_grpc.RankingServiceStub(channel).Rank(
+            rank_message(REQUEST), metadata=metadata, timeout=20
+        )
 
 
-def test_whoever_has_a_certificate_and_a_token_is_answered_on_every_port_and_by_every_client(api_model, papers, caplog):
-    async def main() -> None:
-        service, token = served_service(api_model), papers.token["admin"]
+async def test_a_certificate_and_a_token_open_every_port(service, papers, quiet):
+    token = papers.token["admin"]
+    async with protected(service, papers, tokens=True) as listening:
+        http, at_grpc = f"https://127.0.0.1:{listening.http_port}", f"grpcs://127.0.0.1:{listening.grpc_port}"
         bearer = {"authorization": f"Bearer {token}"}
-        async with protected(service, papers, tokens=True) as listening:
-            async with httpx.AsyncClient(verify=papers.context(papers.client), headers=bearer) as client:
-                base = f"https://127.0.0.1:{listening.http_port}"
-                scores = (await client.post(base + RANK, json=REQUEST)).json()["scores"]
-                for port in (listening.http_port, listening.admin_port):
-                    metrics = await client.get(f"https://127.0.0.1:{port}/metrics")
-                    assert (metrics.status_code, "shardrank_requests_total" in metrics.text) == (200, True)
-            answer: Any = await rank_over_grpc(listening, papers.credentials(papers.client), token)
-            assert list(answer.scores) == pytest.approx(scores)
-            mine = {"ca": papers.ca.cert, "cert": papers.client.cert, "key": papers.client.key, "timeout_ms": 20_000}
-            for kind in CLIENTS:
-                for address in (f"https://127.0.0.1:{listening.http_port}", f"grpcs://127.0.0.1:{listening.grpc_port}"):
-                    async with calling(kind, address, token=token, **mine) as call:
-                        result = await call("rank", MODEL, **rank_arguments(REQUEST))
-                        assert list(result.scores) == pytest.approx(scores)
-                        assert (await call("describe", MODEL)).model == MODEL
-                    async with calling(kind, address, retry=ONCE, **mine) as call:
-                        with pytest.raises(UnauthenticatedError, match="a token is needed"):
-                            await call("describe", MODEL)
-                    async with calling(kind, address, token=papers.token["describe"], retry=ONCE, **mine) as call:
-                        with pytest.raises(PermissionDeniedError, match="'rank' is needed here"):
-                            await call("rank", MODEL, **rank_arguments(REQUEST))
-        assert {key for key in refused(service) if key[1] == "connection"} == set()
-
-    with quiet(caplog):
-        run(main())
-
-
-def shown_by(papers: Papers, who: str) -> Pair | None:
-    return {"none": None, "expired": papers.expired, "foreign": papers.foreign}.get(who, papers.client)
+        async with papers.https(listening.http_port, papers.client, headers=bearer) as client:
+            scores = (await client.post(RANK, json=REQUEST)).json()["scores"]
+            for port in (listening.http_port, listening.admin_port):
+                metrics = await client.get(f"https://127.0.0.1:{port}/metrics")
+                assert (metrics.status_code, "shardrank_requests_total" in metrics.text) == (200, True)
+        answer = await rank_over(papers.channel(listening.grpc_port, papers.client), token)
+        assert list(answer.scores) == pytest.approx(scores)
+        mine = {"ca": papers.ca.cert, "cert": papers.client.cert, "key": papers.client.key, "timeout_ms": 20_000}
+        for kind, address in itertools.product(CLIENTS, (http, at_grpc)):
+            async with calling(kind, address, token=token, **mine) as call:
+                result = await call("rank", MODEL, **rank_arguments(REQUEST))
+                assert list(result.scores) == pytest.approx(scores)
+                assert (await call("describe", MODEL)).model == MODEL
+            async with calling(kind, address, retry=ONCE, **mine) as call:
+                with pytest.raises(UnauthenticatedError, match="a token is needed"):
+                    await call("describe", MODEL)
+            async with calling(kind, address, token=papers.token["describe"], retry=ONCE, **mine) as call:
+                with pytest.raises(PermissionDeniedError, match="'rank' is needed here"):
+                    await call("rank", MODEL, **rank_arguments(REQUEST))
+    assert {key for key in refused(service) if key[1] == "connection"} == set()
 
 
 @pytest.mark.parametrize("api", ["http", "grpc", "admin"])
@@ -203,202 +201,161 @@ def shown_by(papers: Papers, who: str) -> Pair | None:
         ("plain text", "tls_plain_text"),
     ],
 )
-def test_whoever_should_not_get_in_is_refused_counted_by_kind_and_logged_once(
-    api_model, papers, caplog, api, who, kind
-):
+async def test_a_peer_without_its_papers_is_refused_and_counted(service, papers, quiet, api, who, kind):
+    """By kind, logged once, and no other peer is kept out by it."""
     counted = ("grpc" if api == "grpc" else "http", "connection", kind)
-    times = 3
-
-    async def try_to(listening: Listening) -> None:
-        if api == "grpc":
-            credentials = None if who == "plain text" else papers.credentials(shown_by(papers, who))
-            with pytest.raises(grpc.RpcError) as caught:
-                await rank_over_grpc(listening, credentials)
-            assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
-            return
+    shown = {"none": None, "expired": papers.expired, "foreign": papers.foreign, "plain text": papers.client}[who]
+    async with protected(service, papers) as listening:
         port = listening.http_port if api == "http" else listening.admin_port
-        scheme = "http" if who == "plain text" else "https"
-        async with httpx.AsyncClient(verify=papers.context(shown_by(papers, who))) as client:
+        plain = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}")
+        is_plain = who == "plain text"
+        for _ in range(3):
+            if api == "grpc":
+                at_grpc = f"127.0.0.1:{listening.grpc_port}"
+                shown_over = papers.channel(listening.grpc_port, shown)
+                with refused_call(grpc.StatusCode.UNAVAILABLE):
+                    await rank_over(grpc.aio.insecure_channel(at_grpc) if is_plain else shown_over)
+                continue
             with pytest.raises((httpx.TransportError, ssl.SSLError)):
-                await client.get(f"{scheme}://127.0.0.1:{port}/healthz")
-
-    async def main() -> None:
-        service = served_service(api_model)
-        async with protected(service, papers) as listening:
-            for _ in range(times):
-                await try_to(listening)
-            await until(lambda: refused(service).get(counted, 0) >= times)
-            # Nobody else is kept out by that.
-            async with httpx.AsyncClient(verify=papers.context(papers.client)) as client:
-                assert (await client.get(f"https://127.0.0.1:{listening.http_port}/healthz")).status_code == 200
-            assert set(refused(service)) == {counted}
-
-    with quiet(caplog):
-        run(main())
-    told = [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
-    assert len(told) == 1
-    assert told[0].startswith(f"refused a connection from 127.0.0.1: {kind}: ")
+                await (plain if is_plain else papers.https(port, shown)).get("/healthz")
+        await until(lambda: refused(service).get(counted, 0) >= 3)
+        async with papers.https(listening.http_port, papers.client) as client:
+            assert (await client.get("/healthz")).status_code == 200
+        assert set(refused(service)) == {counted}
+    (line,) = [record.getMessage() for record in quiet.records if "refused" in record.getMessage()]
+    assert line.startswith(f"refused a connection from 127.0.0.1: {kind}: ")
 
 
-@pytest.mark.parametrize(
-    ("authorization", "path", "method", "kind"),
-    [
-        (None, RANK, "POST", "unauthenticated"),
-        ("Bearer shardrank_unknown", RANK, "POST", "unauthenticated"),
-        ("describe", RANK, "POST", "permission_denied"),
-        ("describe", f"/v1/models/{MODEL}:lookup", "POST", "permission_denied"),
-        ("describe", f"/v2/models/{MODEL}/infer", "POST", "permission_denied"),
-        (None, "/v1/models", "GET", "unauthenticated"),
-        (None, f"/v2/models/{MODEL}/stats", "GET", "unauthenticated"),
-        (None, "/docs", "GET", "unauthenticated"),
-        (None, "/openapi.json", "GET", "unauthenticated"),
-        ("rank", "/metrics", "GET", "permission_denied"),
-        ("rank", f"/v2/repository/models/{MODEL}/load", "POST", "permission_denied"),
-        ("rank", "admin port", "GET", "permission_denied"),
-        (None, "admin port", "GET", "unauthenticated"),
-    ],
-)
-def test_over_http_a_token_that_is_missing_unknown_or_too_narrow_is_401_or_403(
-    api_model, papers, authorization, path, method, kind
-):
-    async def main() -> None:
-        service = served_service(api_model)
-        async with protected(service, papers, mutual=False, tokens=True) as listening:
-            port = listening.admin_port if path == "admin port" else listening.http_port
-            url = f"https://127.0.0.1:{port}" + ("/metrics" if path == "admin port" else path)
-            header = papers.token.get(authorization, "") and f"Bearer {papers.token[authorization]}"
-            headers = {} if authorization is None else {"authorization": header or authorization}
-            async with httpx.AsyncClient(verify=papers.context(None), headers=headers) as client:
-                answer = await client.request(method, url, json=REQUEST if method == "POST" else None)
-            assert answer.status_code == (401 if kind == "unauthenticated" else 403), answer.text
-            told = answer.json()["error"]
-            assert (answer.headers.get("shardrank-error-kind") or told["kind"]) == kind
-            assert answer.headers.get("www-authenticate") == ("Bearer" if kind == "unauthenticated" else None)
-            assert refused(service) == {("http", "authorization", kind): 1}
-
-    run(main())
+ADMIN = "admin port"
+RIGHTS = [
+    ("rank", "POST", RANK),
+    ("rank", "POST", f"/v1/models/{MODEL}:lookup"),
+    ("rank", "POST", f"/v2/models/{MODEL}/infer"),
+    ("describe", "GET", "/v1/models"),
+    ("describe", "GET", f"/v1/models/{MODEL}"),
+    ("describe", "GET", "/v2"),
+    ("describe", "GET", f"/v2/models/{MODEL}/config"),
+    ("describe", "GET", f"/v2/models/{MODEL}/stats"),
+    ("describe", "POST", "/v2/repository/index"),
+    ("describe", "GET", "/docs"),
+    ("describe", "GET", "/openapi.json"),
+    ("admin", "GET", "/metrics"),
+    ("admin", "POST", f"/v2/repository/models/{MODEL}/load"),
+    ("admin", "GET", ADMIN),
+]
 
 
-def test_over_grpc_a_token_that_is_missing_unknown_or_too_narrow_is_refused_by_its_status(api_model, papers):
-    code = grpc.StatusCode
-
-    async def status_of(call: Any) -> tuple[grpc.StatusCode, str]:
-        try:
-            await call
-        except grpc.RpcError as error:
-            failed: Any = error
-            kinds = dict(failed.trailing_metadata())
-            return failed.code(), str(kinds.get("shardrank-error-kind", ""))
-        return code.OK, ""
-
-    def reflect(at: str, metadata: Any) -> None:
-        # The blocking library: that for event loops calls a write to a call that was just refused an internal error.
-        with grpc.secure_channel(at, papers.credentials(None)) as channel:
-            asked = iter([reflection_pb2.ServerReflectionRequest(list_services="*")])
-            stub = reflection_pb2_grpc.ServerReflectionStub(channel)
-            (answer,) = stub.ServerReflectionInfo(asked, metadata=metadata, timeout=20)
-            assert answer.list_services_response.service
-
-    async def main() -> None:
-        service = served_service(api_model)
-        async with (
-            protected(service, papers, mutual=False, tokens=True) as listening,
-            grpc.aio.secure_channel(f"127.0.0.1:{listening.grpc_port}", papers.credentials(None)) as channel,
-        ):
-            stub = ranking_pb2_grpc.RankingServiceStub(channel)
-            load = channel.unary_unary(
-                "/inference.GRPCInferenceService/RepositoryModelLoad",
-                inference.RepositoryModelLoadRequest.SerializeToString,
-            )
-
-            def asks(token: str | None) -> dict[str, Callable[[], Any]]:
-                metadata = () if token is None else (("authorization", f"Bearer {token}"),)
-                return {
-                    "rank": lambda: stub.Rank(rank_message(REQUEST), metadata=metadata, timeout=20),
-                    "describe": lambda: stub.GetModel(
-                        ranking_pb2.GetModelRequest(model=MODEL), metadata=metadata, timeout=20
-                    ),
-                    "reflect": lambda: asyncio.to_thread(reflect, f"127.0.0.1:{listening.grpc_port}", metadata),
-                    "load": lambda: load(
-                        inference.RepositoryModelLoadRequest(model_name=MODEL), metadata=metadata, timeout=20
-                    ),
-                }
-
-            none, narrow = (code.UNAUTHENTICATED, "unauthenticated"), (code.PERMISSION_DENIED, "permission_denied")
-            fine, never = (code.OK, ""), (code.FAILED_PRECONDITION, "repository_control")
-            tokens = papers.token
-            for token, expected in [
-                (None, (none, none, none, none)),
-                ("shardrank_unknown", (none, none, none, none)),
-                (tokens["describe"], (narrow, fine, fine, narrow)),
-                (tokens["rank"], (fine, fine, fine, narrow)),
-                (tokens["admin"], (fine, fine, fine, never)),
-            ]:
-                found = [await status_of(call()) for call in asks(token).values()]
-                assert found == list(expected)
-            assert refused(service) == {
-                ("grpc", "authorization", "unauthenticated"): 8,
-                ("grpc", "authorization", "permission_denied"): 3,
-            }
-
-    run(main())
+async def test_every_path_needs_its_right_and_refuses_other_tokens(service, papers):
+    """401 without a known token, 403 with a narrower one."""
+    counts: Counter[tuple[str, str, str]] = Counter()
+    async with (
+        protected(service, papers, mutual=False, tokens=True) as listening,
+        papers.https(listening.http_port) as client,
+    ):
+        for right, method, path in RIGHTS:
+            url = f"https://127.0.0.1:{listening.admin_port}/metrics" if path is ADMIN else path
+            narrower = {"rank": "describe", "describe": "unknown", "admin": "rank"}[right]
+            for scope in (None, "unknown", narrower, right):
+                headers = {} if scope is None else {"authorization": f"Bearer {papers.token.get(scope, scope)}"}
+                answer = await client.request(method, url, json=REQUEST if method == "POST" else None, headers=headers)
+                if scope == right:
+                    assert answer.status_code not in (401, 403), path
+                    continue
+                status, kind = (403, "permission_denied") if scope in papers.token else (401, "unauthenticated")
+                assert answer.status_code == status, path
+                assert status == 401 or f"'{right}' is needed here" in answer.text
+                assert (answer.headers.get("shardrank-error-kind") or answer.json()["error"]["kind"]) == kind
+                assert answer.headers.get("www-authenticate") == ("Bearer" if status == 401 else None)
+                counts["http", "authorization", kind] += 1
+        assert refused(service) == counts
 
 
-def test_probes_need_no_token(api_model, papers):
-    async def main() -> None:
-        service = served_service(api_model)
-        async with protected(service, papers, mutual=False, tokens=True) as listening:
-            async with httpx.AsyncClient(verify=papers.context(None)) as client:
-                for port in (listening.http_port, listening.admin_port):
-                    for path in ("/healthz", "/readyz", "/v2/health/live", "/v2/health/ready"):
-                        assert (await client.get(f"https://127.0.0.1:{port}{path}")).status_code == 200
-                ready = f"https://127.0.0.1:{listening.http_port}/v2/models/{MODEL}/ready"
-                assert (await client.get(ready)).status_code == 200
-            at = f"127.0.0.1:{listening.grpc_port}"
-            async with grpc.aio.secure_channel(at, papers.credentials(None)) as channel:
-                health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=20)
-                assert health.status == health_pb2.HealthCheckResponse.SERVING
-                for name in ("ServerLive", "ServerReady"):
-                    path = f"/inference.GRPCInferenceService/{name}"
-                    await channel.unary_unary(path)(b"", timeout=20)
-            assert refused(service) == {}
-
-    run(main())
+async def grpc_status(call: Any) -> tuple[grpc.StatusCode, str]:
+    with contextlib.suppress(grpc.RpcError):
+        async for _ in call:
+            """Whatever is answered."""
+    return await call.code(), str(dict(await call.trailing_metadata()).get("shardrank-error-kind", ""))
 
 
-def test_a_file_of_tokens_that_changes_counts_for_connections_that_are_open(api_model, papers):
+async def test_over_grpc_a_missing_or_narrow_token_is_refused(service, papers):
+    calls = {
+        "/shardrank.v1.RankingService/Rank": rank_message(REQUEST),
+        "/shardrank.v1.RankingService/GetModel": ranking_pb2.GetModelRequest(model=MODEL),
+        "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": reflection_pb2.ServerReflectionRequest(
+            list_services="*"
+        ),
+        "/inference.GRPCInferenceService/RepositoryModelLoad": inference.RepositoryModelLoadRequest(model_name=MODEL),
+    }
+    code, tokens = grpc.StatusCode, papers.token
+    none, narrow = (code.UNAUTHENTICATED, "unauthenticated"), (code.PERMISSION_DENIED, "permission_denied")
+    fine, never = (code.OK, ""), (code.FAILED_PRECONDITION, "repository_control")
+    async with (
+        protected(service, papers, mutual=False, tokens=True) as listening,
+        papers.channel(listening.grpc_port) as channel,
+    ):
+        for token, expected in [
+            (None, [none, none, none, none]),
+            ("shardrank_unknown", [none, none, none, none]),
+            (tokens["describe"], [narrow, fine, fine, narrow]),
+            (tokens["rank"], [fine, fine, fine, narrow]),
+            (tokens["admin"], [fine, fine, fine, never]),
+        ]:
+            options = {"metadata": token and (("authorization", f"Bearer {token}"),), "timeout": 20}
+            sent = [(path, message.SerializeToString()) for path, message in calls.items()]
+            found = [await grpc_status(channel.unary_stream(path)(message, **options)) for path, message in sent]
+            assert found == expected
+        assert refused(service) == {
+            ("grpc", "authorization", "unauthenticated"): 8,
+            ("grpc", "authorization", "permission_denied"): 3,
+        }
+
+
+async def test_probes_need_no_token(service, papers):
+    async with protected(service, papers, mutual=False, tokens=True) as listening:
+        async with papers.https(listening.http_port) as client:
+            for port in (listening.http_port, listening.admin_port):
+                for path in ("/healthz", "/readyz", "/v2/health/live", "/v2/health/ready"):
+                    assert (await client.get(f"https://127.0.0.1:{port}{path}")).status_code == 200
+            assert (await client.get(f"/v2/models/{MODEL}/ready")).status_code == 200
+        async with papers.channel(listening.grpc_port) as channel:
+            health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=20)
+            assert health.status == health_pb2.HealthCheckResponse.SERVING
+            for name in ("ServerLive", "ServerReady"):
+                path = f"/inference.GRPCInferenceService/{name}"
+                await channel.unary_unary(path)(b"", timeout=20)
+        assert refused(service) == {}
+
+
+async def test_a_changed_file_of_tokens_counts_for_open_connections(service, papers, tmp_path):
     new, entry = new_token("new", "rank")
+    papers = dataclasses.replace(papers, tokens=shutil.copy(papers.tokens, tmp_path / "tokens.json"))
 
-    async def main() -> None:
-        service = served_service(api_model)
-        async with (
-            protected(service, papers, tokens=True, tls=False) as listening,
-            httpx.AsyncClient(base_url=f"http://127.0.0.1:{listening.http_port}") as client,
-            grpc.aio.insecure_channel(f"127.0.0.1:{listening.grpc_port}") as channel,
-        ):
-            stub = ranking_pb2_grpc.RankingServiceStub(channel)
+    async with (
+        protected(service, papers, tokens=True, tls=False) as listening,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{listening.http_port}") as client,
+        grpc.aio.insecure_channel(f"127.0.0.1:{listening.grpc_port}") as channel,
+    ):
+        stub = ranking_pb2_grpc.RankingServiceStub(channel)
 
-            async def over_http(token: str) -> bool:
-                answer = await client.post(RANK, json=REQUEST, headers={"authorization": f"Bearer {token}"})
-                return answer.status_code == 200
+        async def over_http(token: str) -> bool:
+            answer = await client.post(RANK, json=REQUEST, headers={"authorization": f"Bearer {token}"})
+            return answer.status_code == 200
 
-            async def over_grpc(token: str) -> bool:
-                metadata = (("authorization", f"Bearer {token}"),)
-                try:
-                    await stub.Rank(rank_message(REQUEST), metadata=metadata, timeout=20)
-                except grpc.RpcError:
-                    return False
-                return True
+        async def over_grpc(token: str) -> bool:
+            metadata = (("authorization", f"Bearer {token}"),)
+            try:
+                await stub.Rank(rank_message(REQUEST), metadata=metadata, timeout=20)
+            except grpc.RpcError:
+                return False
+            return True
 
-            for asks in (over_http, over_grpc):
-                assert (await asks(papers.token["rank"]), await asks(new)) == (True, False)
-            write_tokens(papers.tokens, entry)
-            for asks in (over_http, over_grpc):
-                while not await asks(new):  # noqa: ASYNC110
-                    await asyncio.sleep(0.05)
-                assert not await asks(papers.token["rank"])
-
-    run(main())
+        for asks in (over_http, over_grpc):
+            assert (await asks(papers.token["rank"]), await asks(new)) == (True, False)
+        write_tokens(papers.tokens, entry)
+        for asks in (over_http, over_grpc):
+            while not await asks(new):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+            assert not await asks(papers.token["rank"])
 
 
 async def serial_number(port: int, context: ssl.SSLContext) -> str:
@@ -408,95 +365,80 @@ async def serial_number(port: int, context: ssl.SSLContext) -> str:
     return found
 
 
-def test_a_certificate_that_is_renewed_is_shown_to_the_next_and_connections_go_on(api_model, papers):
-    async def main() -> None:
-        service = served_service(api_model)
-        async with (
-            protected(service, papers) as listening,
-            httpx.AsyncClient(verify=papers.context(papers.client)) as client,
-            grpc.aio.secure_channel(f"127.0.0.1:{listening.grpc_port}", papers.credentials(papers.client)) as channel,
-        ):
-            url, stub = f"https://127.0.0.1:{listening.http_port}", ranking_pb2_grpc.RankingServiceStub(channel)
-            connections = set()
+async def test_a_renewed_certificate_is_shown_and_connections_go_on(service, papers):
+    async with (
+        protected(service, papers) as listening,
+        papers.https(listening.http_port, papers.client) as client,
+        papers.channel(listening.grpc_port, papers.client) as channel,
+    ):
+        stub = ranking_pb2_grpc.RankingServiceStub(channel)
+        connections = set()
 
-            async def ask() -> None:
-                answer = await client.post(url + RANK, json=REQUEST)
-                assert answer.status_code == 200
-                connections.add(answer.extensions["network_stream"].get_extra_info("client_addr"))
-                await stub.Rank(rank_message(REQUEST), timeout=20)
+        async def ask() -> None:
+            answer = await client.post(RANK, json=REQUEST)
+            assert answer.status_code == 200
+            connections.add(answer.extensions["network_stream"].get_extra_info("client_addr"))
+            await stub.Rank(rank_message(REQUEST), timeout=20)
 
-            await ask()
-            over = [(listening.http_port, "http/1.1"), (listening.grpc_port, "h2"), (listening.admin_port, "http/1.1")]
-            contexts = {port: papers.context(papers.client, alpn=alpn) for port, alpn in over}
-            before = {port: await serial_number(port, context) for port, context in contexts.items()}
-            assert len(set(before.values())) == 1
-            over_h2 = await asyncio.open_connection("127.0.0.1", listening.grpc_port, ssl=contexts[listening.grpc_port])
-            old = Http2Peer(*over_h2)
-            old.begin()
-            papers.server.replace(papers.ca.issue("renewed"))
-            for port, context in contexts.items():
-                while await serial_number(port, context) == before[port]:
-                    await ask()
-                    await asyncio.sleep(0.05)
-            await ask()
-            assert len(connections) == 1
-            old.send(frames.frame(frames.PING, 0, 0, b"12345678"))
-            while (told := await old.read()) is not None and told.kind != frames.PING:
-                """What it said before."""
-            assert told is not None
-            assert bytes(told.payload) == b"12345678"
-            old.close()
-            assert len({await serial_number(port, context) for port, context in contexts.items()}) == 1
-
-    run(main())
+        await ask()
+        over = [(listening.http_port, "http/1.1"), (listening.grpc_port, "h2"), (listening.admin_port, "http/1.1")]
+        contexts = {port: papers.context(papers.client, alpn=alpn) for port, alpn in over}
+        before = {port: await serial_number(port, context) for port, context in contexts.items()}
+        assert len(set(before.values())) == 1
+        over_h2 = await asyncio.open_connection("127.0.0.1", listening.grpc_port, ssl=contexts[listening.grpc_port])
+        old = Http2Peer(*over_h2)
+        old.begin()
+        papers.server.replace(papers.ca.issue("renewed"))
+        for port, context in contexts.items():
+            while await serial_number(port, context) == before[port]:
+                await ask()
+                await asyncio.sleep(0.05)
+        await ask()
+        assert len(connections) == 1
+        old.send(frames.frame(frames.PING, 0, 0, b"12345678"))
+        while (told := await old.read()) is not None and told.kind != frames.PING:
+            """What it said before."""
+        assert told is not None
+        assert bytes(told.payload) == b"12345678"
+        old.close()
+        assert len({await serial_number(port, context) for port, context in contexts.items()}) == 1
 
 
-def test_what_is_in_flight_over_tls_when_the_server_stops_is_answered(api_model, papers):
+async def test_what_is_in_flight_over_tls_is_answered_at_the_end(api_model, papers):
     gate, request = Gate(), api_request(1) | {"timeout_ms": 20_000}
 
-    async def main() -> None:
-        with gated_service(api_model, gate) as service:
-            server = contextlib.AsyncExitStack()
-            listening = await server.enter_async_context(protected(service, papers))
-            at = f"127.0.0.1:{listening.grpc_port}"
-            async with (
-                httpx.AsyncClient(verify=papers.context(papers.client), timeout=20) as client,
-                grpc.aio.secure_channel(at, papers.credentials(papers.client)) as channel,
-            ):
-                silent = socket.create_connection(("127.0.0.1", listening.http_port))
-                url = f"https://127.0.0.1:{listening.http_port}{RANK}"
-                asked = [asyncio.create_task(client.post(url, json=request)) for _ in range(4)]
-                stub = ranking_pb2_grpc.RankingServiceStub(channel)
-                told = [stub.Rank(rank_message(request), timeout=20) for _ in range(4)]
-                await gate.wait_until_busy()
-                await until(lambda: service.in_flight == len(asked) + len(told))
-                stopping = asyncio.create_task(server.aclose())
-                await until(lambda: bool(service.watch.problems()))
-                gate.open.set()
-                assert [one.status_code for one in await asyncio.gather(*asked)] == [200] * len(asked)
-                assert [len(one.scores) > 0 for one in await asyncio.gather(*told)] == [True] * len(told)
-                await stopping
-                silent.close()
-
-    run(main())
+    with gated_service(api_model, gate) as service:
+        server = contextlib.AsyncExitStack()
+        listening = await server.enter_async_context(protected(service, papers))
+        async with (
+            papers.https(listening.http_port, papers.client, timeout=20) as client,
+            papers.channel(listening.grpc_port, papers.client) as channel,
+        ):
+            silent = socket.create_connection(("127.0.0.1", listening.http_port))
+            asked = [asyncio.create_task(client.post(RANK, json=request)) for _ in range(4)]
+            stub = ranking_pb2_grpc.RankingServiceStub(channel)
+            told = [stub.Rank(rank_message(request), timeout=20) for _ in range(4)]
+            await gate.wait_until_busy()
+            await until(lambda: service.in_flight == len(asked) + len(told))
+            stopping = asyncio.create_task(server.aclose())
+            await until(lambda: bool(service.watch.problems()))
+            gate.open.set()
+            assert [one.status_code for one in await asyncio.gather(*asked)] == [200] * len(asked)
+            assert [len(one.scores) > 0 for one in await asyncio.gather(*told)] == [True] * len(told)
+            await stopping
+            silent.close()
 
 
 @pytest.mark.parametrize("api", ["http", "grpc"])
-def test_of_many_handshakes_that_do_not_go_on_the_oldest_is_ended(api_model, papers, caplog, api, monkeypatch):
+async def test_of_many_unfinished_handshakes_the_oldest_is_ended(api_model, papers, quiet, api, monkeypatch):
     monkeypatch.setattr(listening, "MAX_HANDSHAKES", 3)
-
-    async def main() -> None:
-        service = served_service(api_model, RequestLimits(receive_timeout_s=600))
-        async with protected(service, papers) as listening:
-            port = listening.http_port if api == "http" else listening.grpc_port
-            silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
-            assert await silent[0][0].read() == b""
-            assert refused(service) == {(api, "connection", "tls_unfinished"): 1}
-            async with httpx.AsyncClient(verify=papers.context(papers.client)) as client:
-                url = f"https://127.0.0.1:{listening.http_port}{RANK}"
-                assert (await client.post(url, json=REQUEST)).status_code == 200
-            for _, writer in silent:
-                writer.close()
-
-    with quiet(caplog):
-        run(main())
+    service = served_service(api_model, RequestLimits(receive_timeout_s=600))
+    async with protected(service, papers) as server:
+        port = server.http_port if api == "http" else server.grpc_port
+        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
+        assert await silent[0][0].read() == b""
+        assert refused(service) == {(api, "connection", "tls_unfinished"): 1}
+        async with papers.https(server.http_port, papers.client) as client:
+            assert (await client.post(RANK, json=REQUEST)).status_code == 200
+        for _, writer in silent:
+            writer.close()

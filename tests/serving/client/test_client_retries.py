@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import http.server
 import json
-import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent import futures
 from contextlib import closing, contextmanager
 from typing import Any
@@ -29,7 +29,6 @@ from serving.client import (
 )
 from serving.proto.shardrank.v1 import ranking_pb2
 from shardrank_testing.client_calls import CLIENTS, calling
-from shardrank_testing.serving_api import run
 
 MODEL = "plain"
 DESCRIPTION = ranking_pb2.GetModelResponse(
@@ -75,102 +74,72 @@ class Time:
 
 
 class GrpcStub:
-    """Answers Rank with what `fail` raises as long as it does, then with `ANSWER`.
+    """A server whose first calls of Rank fail; then it answers `ANSWER`."""
 
-    Attributes:
-        ranks: the requests that came.
-        metadata: of the last call.
-    """
-
-    def __init__(self, fail: Callable[[int, grpc.ServicerContext], None]) -> None:
+    def __init__(self, failures: int, status: grpc.StatusCode, kind: str = "", message: str = "no") -> None:
         self.ranks: list[ranking_pb2.RankRequest] = []
-        self.metadata: dict[str, Any] = {}
 
         def rank(request: bytes, context: grpc.ServicerContext) -> bytes:
             self.ranks.append(ranking_pb2.RankRequest.FromString(request))
-            self.metadata = dict(context.invocation_metadata())
-            fail(len(self.ranks), context)
+            if len(self.ranks) <= failures:
+                context.set_trailing_metadata((("shardrank-error-kind", kind),) if kind else ())
+                context.abort(status, message)
             return ANSWER.SerializeToString()
 
-        methods = {
+        self._methods = {
             "Rank": grpc.unary_unary_rpc_method_handler(rank),
             "GetModel": grpc.unary_unary_rpc_method_handler(lambda request, context: DESCRIPTION.SerializeToString()),
         }
-        self.server = grpc.server(futures.ThreadPoolExecutor(4))
-        handler = grpc.method_handlers_generic_handler("shardrank.v1.RankingService", methods)
-        self.server.add_generic_rpc_handlers((handler,))
 
     @contextmanager
     def running(self) -> Iterator[str]:
-        port = self.server.add_insecure_port("127.0.0.1:0")
-        self.server.start()
+        server = grpc.server(futures.ThreadPoolExecutor(4))
+        handler = grpc.method_handlers_generic_handler("shardrank.v1.RankingService", self._methods)
+        server.add_generic_rpc_handlers((handler,))
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
         try:
             yield f"grpc://127.0.0.1:{port}"
         finally:
-            self.server.stop(None).wait()
+            server.stop(None).wait()
 
 
-def failing(times: int, status: grpc.StatusCode, kind: str = "", message: str = "no") -> Callable[..., None]:
-    def fail(number: int, context: grpc.ServicerContext) -> None:
-        if number <= times:
-            if kind:
-                context.set_trailing_metadata((("shardrank-error-kind", kind),))
-            context.abort(status, message)
-
-    return fail
-
-
-class HttpStub:
-    """A socket that answers each POST with the next of some raw answers, the last one for ever; b"" hangs up.
+class HttpStub(http.server.ThreadingHTTPServer):
+    """A server that answers each POST with the next of some raw answers, the last one for ever; b"" hangs up.
 
     Attributes:
-        posts: head and body of the POSTs that came.
-        connections: how many were accepted.
+        posts: path, content type and body of the POSTs that came.
     """
 
+    daemon_threads = True
+
     def __init__(self, answers: list[bytes]) -> None:
-        self._answers = answers
-        self.posts: list[bytes] = []
-        self.connections = 0
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self._open: list[socket.socket] = []
-        threading.Thread(target=self._accept, daemon=True).start()
+        self.posts: list[tuple[str, str, bytes]] = []
+        stub = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                self.wfile.write(http_answer(200, JSON_DESCRIPTION))
+
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["content-length"]))
+                stub.posts.append((self.path, self.headers["content-type"], body))
+                answer = answers[min(len(stub.posts), len(answers)) - 1]
+                self.wfile.write(answer)
+                self.close_connection = not answer
+
+        super().__init__(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.serve_forever, daemon=True).start()
 
     @property
     def address(self) -> str:
-        return f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        return f"http://127.0.0.1:{self.server_port}"
 
     def close(self) -> None:
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        for one in self._open:
-            one.close()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                peer, _ = self._listener.accept()
-            except OSError:
-                return
-            self.connections += 1
-            self._open.append(peer)
-            threading.Thread(target=self._serve, args=(peer,), daemon=True).start()
-
-    def _serve(self, peer: socket.socket) -> None:
-        with peer, peer.makefile("rb") as stream:
-            while head := b"".join(iter(stream.readline, b"\r\n") if stream.peek(1) else ()):
-                length = next(
-                    (line for line in head.splitlines() if line.lower().startswith(b"content-length:")), b":0"
-                )
-                body = stream.read(int(length.split(b":")[1]))
-                if head.startswith(b"GET"):
-                    peer.sendall(http_answer(200, JSON_DESCRIPTION))
-                    continue
-                self.posts.append(head + b"\r\n" + body)
-                answer = self._answers[min(len(self.posts), len(self._answers)) - 1]
-                if not answer:
-                    return
-                peer.sendall(answer)
+        self.shutdown()
+        self.server_close()
 
 
 def http_answer(status: int, body: bytes, headers: str = "") -> bytes:
@@ -189,58 +158,44 @@ async def rank(call: Any, **options: Any) -> Any:
 
 
 @both_clients
-def test_a_server_that_is_unavailable_for_two_calls_is_asked_a_third_time_with_what_is_left_of_the_deadline(kind):
-    stub, timing = GrpcStub(failing(2, grpc.StatusCode.UNAVAILABLE, "not_ready")), Time()
+async def test_what_is_left_of_the_deadline_goes_with_each_attempt(kind):
+    stub, timing = GrpcStub(2, grpc.StatusCode.UNAVAILABLE, "not_ready"), Time()
 
-    async def main() -> None:
-        with stub.running() as address:
-            async with calling(kind, address, timeout_ms=900, **timing.options(kind)) as call:
-                result = await rank(call)
-                np.testing.assert_array_equal(result.scores, np.float32([0.5, 0.25]))
-                assert (result.version, result.order.tolist()) == (3, [0, 1])
-
-    run(main())
+    with stub.running() as address:
+        async with calling(kind, address, timeout_ms=900, **timing.options(kind)) as call:
+            result = await rank(call)
+            np.testing.assert_array_equal(result.scores, np.float32([0.5, 0.25]))
+            assert (result.version, result.order.tolist()) == (3, [0, 1])
     # Random numbers are 1: the whole bound is waited, which doubles.
     assert timing.slept == [0.025, 0.05]
     assert [one.timeout_ms for one in stub.ranks] == [900, 875, 825]
     assert all(one.packed.schema_digest == "d" and one.num_candidates == 2 for one in stub.ranks)
 
 
+@pytest.mark.parametrize(
+    ("policy", "timeout_ms", "slept_ms", "sent"),
+    [
+        ({"max_attempts": 4, "backoff_ms": 10, "max_backoff_ms": 15}, 1000, [10, 15, 15], [1000, 990, 975, 960]),
+        # No retry begins that would end past the deadline.
+        ({"max_attempts": 99, "backoff_ms": 100, "max_backoff_ms": 100}, 250, [100, 100], [250, 150, 50]),
+    ],
+    ids=["the policy", "the deadline"],
+)
 @both_clients
-def test_attempts_end_with_the_policy_and_the_error_is_the_last_one(kind):
-    stub, timing = GrpcStub(failing(9, grpc.StatusCode.UNAVAILABLE, "shard_unavailable", "no replica")), Time()
-
-    async def main() -> None:
-        with stub.running() as address:
-            retry = RetryPolicy(max_attempts=4, backoff_ms=10, max_backoff_ms=15)
-            async with calling(kind, address, retry=retry, **timing.options(kind)) as call:
-                with pytest.raises(UnavailableError, match="no replica") as found:
-                    await rank(call)
-                assert found.value.kind == "shard_unavailable"
-
-    run(main())
-    assert timing.slept == [0.01, 0.015, 0.015]
-    assert len(stub.ranks) == 4
-
-
-@both_clients
-def test_no_retry_begins_that_would_end_past_the_deadline(kind):
-    stub, timing = GrpcStub(failing(9, grpc.StatusCode.UNAVAILABLE)), Time()
-
-    async def main() -> None:
-        with stub.running() as address:
-            retry = RetryPolicy(max_attempts=100, backoff_ms=100, max_backoff_ms=100, budget_burst=100)
-            async with calling(kind, address, retry=retry, timeout_ms=250, **timing.options(kind)) as call:
-                with pytest.raises(UnavailableError):
-                    await rank(call)
-
-    run(main())
-    assert timing.slept == [0.1, 0.1]
-    assert [one.timeout_ms for one in stub.ranks] == [250, 150, 50]
+async def test_attempts_end_with_the_last_error(kind, policy, timeout_ms, slept_ms, sent):
+    retry = RetryPolicy(budget_burst=100, **policy)
+    stub, timing = GrpcStub(99, grpc.StatusCode.UNAVAILABLE, "shard_unavailable", "no replica"), Time()
+    with stub.running() as address:
+        async with calling(kind, address, retry=retry, timeout_ms=timeout_ms, **timing.options(kind)) as call:
+            with pytest.raises(UnavailableError, match="no replica") as found:
+                await rank(call)
+    assert found.value.kind == "shard_unavailable"
+    assert [1000 * slept for slept in timing.slept] == pytest.approx(slept_ms)
+    assert [request.timeout_ms for request in stub.ranks] == sent
 
 
 def test_the_budget_bounds_the_retries_of_all_requests_together():
-    stub, timing = GrpcStub(failing(10_000, grpc.StatusCode.UNAVAILABLE)), Time()
+    stub, timing = GrpcStub(10_000, grpc.StatusCode.UNAVAILABLE), Time()
     with (
         stub.running() as address,
         Client(address, retry=RetryPolicy(max_attempts=5, budget_burst=6), **timing.options(Client)) as client,
@@ -271,8 +226,8 @@ def test_the_budget_bounds_the_retries_of_all_requests_together():
         (grpc.StatusCode.UNKNOWN, "", InternalError),
     ],
 )
-def test_whatever_else_ends_a_call_is_not_tried_again_and_keeps_its_kind(status, kind, error):
-    stub = GrpcStub(failing(1, status, kind, "candidates.sparse.film[1]: it is wrong"))
+def test_other_errors_are_not_tried_again(status, kind, error):
+    stub = GrpcStub(1, status, kind, "candidates.sparse.film[1]: it is wrong")
     with stub.running() as address, Client(address) as client:
         with pytest.raises(ClientError, match="it is wrong") as found:
             client.rank(MODEL, {}, {"film": [1]})
@@ -284,43 +239,35 @@ def test_whatever_else_ends_a_call_is_not_tried_again_and_keeps_its_kind(status,
 
 
 @both_clients
-def test_over_http_503_and_connections_that_end_are_tried_again(kind):
+async def test_over_http_503_and_connections_that_end_are_tried_again(kind):
     not_ready = http_error(503, "not_ready")
 
-    async def main() -> None:
-        for failures in ([not_ready, not_ready], [b"", b""], [not_ready, b""]):
-            with closing(HttpStub([*failures, OK])) as stub:
-                timing = Time()
-                async with calling(kind, stub.address, **timing.options(kind)) as call:
-                    result = await rank(call, request_id="r")
-                    assert result.scores.tolist() == [0.5, 0.25]
-                assert timing.slept == [0.025, 0.05]
-                heads, bodies = zip(*(post.split(b"\r\n\r\n", 1) for post in stub.posts), strict=True)
-                assert all(b"POST /v1/models/plain:rank " in head for head in heads)
-                assert all(b"content-type: application/x-protobuf" in head.lower() for head in heads)
-                sent = [ranking_pb2.RankRequest.FromString(body) for body in bodies]
-                assert [one.timeout_ms for one in sent] == [1000, 975, 925]
-                assert {one.packed.schema_digest for one in sent} == {"d"}
-
-    run(main())
+    for failures in ([not_ready, not_ready], [b"", b""], [not_ready, b""]):
+        with closing(HttpStub([*failures, OK])) as stub:
+            timing = Time()
+            async with calling(kind, stub.address, **timing.options(kind)) as call:
+                result = await rank(call, request_id="r")
+                assert result.scores.tolist() == [0.5, 0.25]
+            assert timing.slept == [0.025, 0.05]
+            assert {post[:2] for post in stub.posts} == {("/v1/models/plain:rank", "application/x-protobuf")}
+            sent = [ranking_pb2.RankRequest.FromString(body) for _, _, body in stub.posts]
+            assert [one.timeout_ms for one in sent] == [1000, 975, 925]
+            assert {one.packed.schema_digest for one in sent} == {"d"}
 
 
 @both_clients
-def test_retry_after_is_waited_for_if_the_deadline_allows_it(kind):
+async def test_retry_after_is_waited_for_if_the_deadline_allows_it(kind):
     shed = http_error(503, "overloaded", "retry-after: 2\r\n")
 
-    async def main() -> None:
-        with closing(HttpStub([shed, OK])) as stub:
-            timing = Time()
-            async with calling(kind, stub.address, timeout_ms=5000, **timing.options(kind)) as call:
+    with closing(HttpStub([shed, OK])) as stub:
+        timing = Time()
+        async with calling(kind, stub.address, timeout_ms=5000, **timing.options(kind)) as call:
+            await rank(call)
+        assert timing.slept == [2.025]
+    with closing(HttpStub([shed, OK])) as stub:
+        timing = Time()
+        async with calling(kind, stub.address, timeout_ms=1500, **timing.options(kind)) as call:
+            with pytest.raises(OverloadedError) as found:
                 await rank(call)
-            assert timing.slept == [2.025]
-        with closing(HttpStub([shed, OK])) as stub:
-            timing = Time()
-            async with calling(kind, stub.address, timeout_ms=1500, **timing.options(kind)) as call:
-                with pytest.raises(OverloadedError) as found:
-                    await rank(call)
-                assert (found.value.kind, found.value.retry_after_s) == ("overloaded", 2.0)
-            assert (timing.slept, len(stub.posts)) == ([], 1)
-
-    run(main())
+            assert (found.value.kind, found.value.retry_after_s) == ("overloaded", 2.0)
+        assert (timing.slept, len(stub.posts)) == ([], 1)

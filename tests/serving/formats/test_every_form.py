@@ -7,42 +7,23 @@ import json
 import struct
 from typing import Any
 
-import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.feature_schema import FeatureSchema
 from serving.formats.protobuf import encode_varint
-from serving.formats.schema import RequestSchema
-from serving.limits import RequestLimits
 from shardrank_testing.inference_requests import binary_body, json_body, message_of, tensors_of
-from shardrank_testing.parsing import parse_infer_body, parse_infer_message, parse_json, parse_message
+from shardrank_testing.parsing import (
+    SCHEMA,
+    SPEC,
+    assert_same_request,
+    field,
+    parse_infer_body,
+    parse_infer_message,
+    parse_json,
+    parse_message,
+)
 from shardrank_testing.request_forms import packed_message
-from shardrank_testing.serving_api import MODEL, api_request, api_spec, rank_message, sparse_message
-
-SPEC = api_spec()
-SCHEMA = RequestSchema(FeatureSchema.of(SPEC), RequestLimits())
-
-
-def assert_same(actual: Any, expected: Any) -> None:
-    for name in ("keys", "bags_per_key", "offsets", "values", "weights"):
-        ours, theirs = getattr(actual.bags, name), getattr(expected.bags, name)
-        np.testing.assert_array_equal(ours, theirs, err_msg=name)
-        assert (ours is None) == (theirs is None)
-        assert ours is None or (ours.dtype == theirs.dtype and ours.flags.writeable and ours.flags.aligned)
-    for name in ("context_dense", "candidate_dense"):
-        ours, theirs = getattr(actual, name), getattr(expected, name)
-        np.testing.assert_array_equal(ours, theirs, err_msg=name)
-        assert ours.dtype == np.float32
-        assert ours.flags.writeable
-        assert ours.flags.aligned
-    for name in ("num_candidates", "timeout_s", "top_k", "request_id"):
-        assert getattr(actual, name) == getattr(expected, name), name
-    assert list(actual.texts) == list(expected.texts)
-
-
-def field(number: int, content: bytes) -> bytes:
-    return encode_varint(number << 3 | 2) + encode_varint(len(content)) + content
+from shardrank_testing.serving_api import MODEL, api_request, rank_message, sparse_message
 
 
 @st.composite
@@ -106,10 +87,10 @@ def map_bytes(draw: st.DrawFn, request: dict[str, Any]) -> bytes:
 
 
 @given(st.data(), st.integers(0, 10_000), st.integers(1, 6))
-def test_map_messages_in_any_encoding_are_the_same_request_as_json(data, seed, count):
+def test_map_messages_in_any_encoding_are_read_as_json(data, seed, count):
     request = api_request(seed, count)
     expected = parse_json(SCHEMA, request)
-    assert_same(parse_message(SCHEMA, data.draw(map_bytes(request))), expected)
+    assert_same_request(parse_message(SCHEMA, data.draw(map_bytes(request))), expected)
 
 
 @given(
@@ -129,16 +110,16 @@ def test_every_form_is_the_same_request(seed, count, top_k, weighted, order):
     order.shuffle(tensors)
     members = {"id": "r", "parameters": parameters}
     body, headers = binary_body(tensors, **members)
-    assert_same(parse_json(SCHEMA, json.dumps(request, indent=1)), expected)
-    assert_same(parse_message(SCHEMA, rank_message(request)), expected)
-    assert_same(parse_message(SCHEMA, packed_message(SCHEMA, request)), expected)
-    assert_same(parse_infer_body(SCHEMA, json_body(tensors, **members)), expected)
-    assert_same(parse_infer_body(SCHEMA, body, headers["inference-header-content-length"]), expected)
+    assert_same_request(parse_json(SCHEMA, json.dumps(request, indent=1)), expected)
+    assert_same_request(parse_message(SCHEMA, rank_message(request)), expected)
+    assert_same_request(parse_message(SCHEMA, packed_message(SCHEMA, request)), expected)
+    assert_same_request(parse_infer_body(SCHEMA, json_body(tensors, **members)), expected)
+    assert_same_request(parse_infer_body(SCHEMA, body, headers["inference-header-content-length"]), expected)
     for raw in (True, False):
         message = message_of(tensors, MODEL, raw=raw, id="r")
         for name, value in parameters.items():
             message.parameters[name].int64_param = value
-        assert_same(parse_infer_message(SCHEMA, message), expected)
+        assert_same_request(parse_infer_message(SCHEMA, message), expected)
 
 
 @st.composite
@@ -166,6 +147,6 @@ def typed_bytes(draw: st.DrawFn, request: dict[str, Any]) -> bytes:
 
 
 @given(st.data(), st.integers(0, 10_000), st.integers(1, 6))
-def test_typed_contents_in_any_encoding_are_the_same_request_as_json(data, seed, count):
+def test_typed_contents_in_any_encoding_are_read_as_json(data, seed, count):
     request = api_request(seed, count)
-    assert_same(parse_infer_message(SCHEMA, data.draw(typed_bytes(request))), parse_json(SCHEMA, request))
+    assert_same_request(parse_infer_message(SCHEMA, data.draw(typed_bytes(request))), parse_json(SCHEMA, request))

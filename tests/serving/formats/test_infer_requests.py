@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loader.errors import ShardrankError
-from router.feature_schema import FeatureSchema
 from serving.errors import (
     BadRequestError,
     CountMismatchError,
@@ -28,10 +27,10 @@ from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
 from serving.proto.inference import open_inference_pb2 as messages
 from shardrank_testing.inference_requests import Tensor, binary_body, bytes_tensor, json_body, message_of, tensors_of
+from shardrank_testing.parsing import SCHEMA, assert_same_request
 from shardrank_testing.serving_api import MODEL, api_request, api_spec
 
 LIMITS = RequestLimits()
-SCHEMA = RequestSchema(FeatureSchema.of(api_spec()), LIMITS)
 
 
 def parse(request, schema=SCHEMA):
@@ -72,20 +71,7 @@ def without(name):
     return [one for one in tensors() if one.name != name]
 
 
-def assert_same(got, expected):
-    assert got.num_candidates == expected.num_candidates
-    for field in ("keys", "bags_per_key", "offsets", "values", "weights"):
-        ours, theirs = getattr(got.bags, field), getattr(expected.bags, field)
-        np.testing.assert_array_equal(ours, theirs, err_msg=field)
-        assert ours.dtype == theirs.dtype
-    np.testing.assert_array_equal(got.context_dense, expected.context_dense)
-    np.testing.assert_array_equal(got.candidate_dense, expected.candidate_dense)
-    assert got.candidate_dense.flags.writeable
-    assert list(got.texts) == list(expected.texts)
-    assert (got.top_k, got.request_id) == (expected.top_k, expected.request_id)
-
-
-def test_rectangular_nested_and_int32_ids_are_the_same_as_ragged_ones():
+def test_rectangular_and_int32_ids_are_read_as_ragged_ones():
     ids = np.arange(10, dtype=np.int64).reshape(5, 2)
     ragged = [
         *[one for one in tensors() if one.name.split(".")[0] != "genre"],
@@ -101,14 +87,14 @@ def test_rectangular_nested_and_int32_ids_are_the_same_as_ragged_ones():
     expected = parse(http_request(ragged))
     assert expected.bags.num_values > 0
     for form in ("binary", "json"):
-        assert_same(parse(http_request(rectangular, form)), expected)
-        assert_same(parse(http_request(narrow, form)), expected)
-    assert_same(parse(grpc_request(narrow, raw=False)), expected)
+        assert_same_request(parse(http_request(rectangular, form)), expected)
+        assert_same_request(parse(http_request(narrow, form)), expected)
+    assert_same_request(parse(grpc_request(narrow, raw=False)), expected)
 
 
-def test_context_features_may_have_a_leading_dimension_of_one_and_be_empty():
+def test_context_features_may_be_empty_or_one_row():
     flat = parse(http_request(changed("history", array=np.arange(4))))
-    assert_same(parse(http_request(changed("history", array=np.arange(4).reshape(1, 4)))), flat)
+    assert_same_request(parse(http_request(changed("history", array=np.arange(4).reshape(1, 4)))), flat)
     for shape in ((0,), (1, 0)):
         for form in ("binary", "json"):
             empty = parse(http_request(changed("history", array=np.empty(shape, np.int64)), form))
@@ -142,40 +128,33 @@ def test_parameters_set_deadline_order_and_key():
     assert no_timeout.timeout_s == LIMITS.default_timeout_ms / 1000
 
 
-@pytest.mark.parametrize(
-    ("given_tensors", "error", "message"),
-    [
-        (without("film"), MissingFeatureError, r"inputs\.film: .* needs it"),
-        (without("context.dense"), MissingFeatureError, r"inputs\.context\.dense"),
-        (changed("film", name="flim"), UnknownFeatureError, "flim"),
-        (changed("film", name="genre"), InvalidFieldError, r"inputs\.genre: it is given twice"),
-        (
-            changed("film", datatype="FP32"),
-            InvalidIdError,
-            r"inputs\.film\.datatype: 'FP32'; it must be INT64 or INT32",
-        ),
-        (changed("city", datatype="INT64", array=np.arange(2)), InvalidIdError, r"inputs\.city\.datatype.*BYTES"),
-        (changed("context.dense", datatype="INT64"), InvalidFieldError, "must be FP32"),
-        (changed("film", array=np.arange(4)), CountMismatchError, r"inputs\.film: 4 candidates"),
-        (changed("film", array=np.arange(5).reshape(5, 1, 1)), CountMismatchError, "one or two dimensions"),
-        (changed("film", array=np.array([1, 2, -3, 4, 5])), InvalidIdError, r"candidates\.sparse\.film\[2\]\[0\]: -3"),
-        (changed("user", array=np.arange(4).reshape(2, 2)), CountMismatchError, r"\[ids\] or \[1, ids\]"),
-        (
-            changed("genre", array=np.arange(10).reshape(5, 2)),
-            CountMismatchError,
-            r"with genre\.lengths it must be \[ids\]",
-        ),
-        (changed("genre.lengths", array=np.array([1, 1, 1, 1, -1])), InvalidFieldError, r"genre\.lengths\[4\]: -1"),
-        (changed("genre.lengths", array=np.array([2**62] * 5)), InvalidFieldError, r"genre\.lengths\[0\]"),
-        (changed("genre.lengths", array=np.zeros(5, np.int64)), CountMismatchError, "add up to 0"),
-        (changed("genre.lengths", array=np.zeros(4, np.int64)), CountMismatchError, r"candidates, expected 4"),
-        (changed("liked-tag.weights", array=np.ones(2, np.float32)), CountMismatchError, "that of its ids"),
-        (changed("liked-tag.weights", array=np.full(3, np.nan, np.float32)), InvalidFieldError, "finite"),
-        (changed("candidates.dense", array=np.full((5, 3), np.inf, np.float32)), InvalidFieldError, r"dense\[0\]\[0\]"),
-        (changed("candidates.dense", array=np.ones((5, 4), np.float32)), CountMismatchError, r"it must be \[5, 3\]"),
-        (changed("context.dense", array=np.ones(3, np.float32)), CountMismatchError, r"it must be \[2\]"),
-    ],
-)
+WRONG_INPUTS = [
+    (without("film"), MissingFeatureError, r"inputs\.film: .* needs it"),
+    (without("context.dense"), MissingFeatureError, r"inputs\.context\.dense"),
+    (changed("film", name="flim"), UnknownFeatureError, "flim"),
+    (changed("film", name="genre"), InvalidFieldError, r"inputs\.genre: it is given twice"),
+    (changed("film", datatype="FP32"), InvalidIdError, r"inputs\.film\.datatype: 'FP32'; it must be INT64 or INT32"),
+    (changed("city", datatype="INT64", array=np.arange(2)), InvalidIdError, r"inputs\.city\.datatype.*BYTES"),
+    (changed("context.dense", datatype="INT64"), InvalidFieldError, "must be FP32"),
+    (changed("film", array=np.arange(4)), CountMismatchError, r"inputs\.film: 4 candidates"),
+    (changed("film", array=np.arange(5).reshape(5, 1, 1)), CountMismatchError, "one or two dimensions"),
+    (changed("film", array=np.array([1, 2, -3, 4, 5])), InvalidIdError, r"candidates\.sparse\.film\[2\]\[0\]: -3"),
+    (changed("user", array=np.arange(4).reshape(2, 2)), CountMismatchError, r"\[ids\] or \[1, ids\]"),
+    (changed("genre", array=np.arange(10).reshape(5, 2)), CountMismatchError,
+        r"with genre\.lengths it must be \[ids\]"),
+    (changed("genre.lengths", array=np.array([1, 1, 1, 1, -1])), InvalidFieldError, r"genre\.lengths\[4\]: -1"),
+    (changed("genre.lengths", array=np.array([2**62] * 5)), InvalidFieldError, r"genre\.lengths\[0\]"),
+    (changed("genre.lengths", array=np.zeros(5, np.int64)), CountMismatchError, "add up to 0"),
+    (changed("genre.lengths", array=np.zeros(4, np.int64)), CountMismatchError, r"candidates, expected 4"),
+    (changed("liked-tag.weights", array=np.ones(2, np.float32)), CountMismatchError, "that of its ids"),
+    (changed("liked-tag.weights", array=np.full(3, np.nan, np.float32)), InvalidFieldError, "finite"),
+    (changed("candidates.dense", array=np.full((5, 3), np.inf, np.float32)), InvalidFieldError, r"dense\[0\]\[0\]"),
+    (changed("candidates.dense", array=np.ones((5, 4), np.float32)), CountMismatchError, r"it must be \[5, 3\]"),
+    (changed("context.dense", array=np.ones(3, np.float32)), CountMismatchError, r"it must be \[2\]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given_tensors", "error", "message"), WRONG_INPUTS)
 def test_a_wrong_input_is_refused_by_name(given_tensors, error, message):
     for request in (lambda: http_request(given_tensors), lambda: grpc_request(given_tensors)):
         with pytest.raises(error, match=message):
@@ -293,7 +272,7 @@ def test_flat_json_data_is_taken_for_any_shape():
     body = json.loads(json_body(tensors()))
     dense = next(one for one in body["inputs"] if one["name"] == "candidates.dense")
     dense["data"] = [one for row in dense["data"] for one in row]
-    assert_same(parse(read_body(json.dumps(body).encode())), parse(http_request(tensors())))
+    assert_same_request(parse(read_body(json.dumps(body).encode())), parse(http_request(tensors())))
 
 
 @pytest.mark.parametrize(

@@ -15,17 +15,14 @@ from serving.errors import (
     BadRequestError,
     InvalidFieldError,
     InvalidIdError,
-    LimitExceededError,
     MalformedRequestError,
 )
 from serving.formats.json_reader import MAX_SEARCHED_BYTES
 from serving.formats.json_text import count_above, encode, error_document
 from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
-from shardrank_testing.parsing import parse_json
-from shardrank_testing.serving_api import MODEL, api_request, api_spec
-
-SCHEMA = RequestSchema(FeatureSchema.of(api_spec()), RequestLimits())
+from shardrank_testing.parsing import SCHEMA, parse_json
+from shardrank_testing.serving_api import MODEL, api_request
 
 
 def string_schema(names: tuple[str, ...] = ("code",)) -> RequestSchema:
@@ -88,12 +85,6 @@ def test_the_error_of_a_wide_model_names_what_is_spelled_alike_and_stays_short()
     assert len(str(refusal.value)) < 1024
 
 
-def test_more_keys_than_a_request_can_have_are_refused_undecoded():
-    body = ('{"sparse":{' + ",".join(f'"{number}":1' for number in range(100_000)) + "}}").encode()
-    with pytest.raises(InvalidFieldError, match=r"^sparse: 100000 keys; a request has at most 16384"):
-        parse_json(SCHEMA, body, "lookup")
-
-
 @given(st.lists(st.sampled_from([",", ":", '"', "\\", "[", "é", "a", "\n"]), max_size=30).map("".join))
 def test_what_stands_in_strings_does_not_count(text):
     for ascii_only in (True, False):
@@ -121,34 +112,6 @@ def test_what_is_not_quite_json_is_named_by_its_field_in_short_texts_and_by_its_
         parse_json(SCHEMA, long, "lookup")
     with pytest.raises(InvalidFieldError, match=r"the key is there twice"):
         parse_json(SCHEMA, b'{"sparse": {}, "sparse": {}}' + b" " * MAX_SEARCHED_BYTES, "lookup")
-
-
-@pytest.mark.parametrize(
-    ("method", "body", "limit"),
-    [
-        ("lookup", b'{"sparse":{"film":[' + b"true," * 65_537 + b"1]}}", "max_bags_per_feature = 65536"),
-        ("lookup", b'{"sparse":{"city":[' + b"[],[[]]," * 40_000 + b"1]}}", "max_bags_per_feature = 65536"),
-        ("rank", b'{"candidates":{"sparse":{"film":[' + b"1.5," * 4096 + b"1]}}}", "max_candidates = 4096"),
-        (
-            "rank",
-            b'{"context":{"sparse":{"user":[' + b"-1," * 4096 + b'1]}},"candidates":{}}',
-            "max_ids_per_bag = 4096",
-        ),
-    ],
-)
-def test_what_is_too_much_is_refused_by_its_count_whatever_it_is(method, body, limit):
-    if method == "rank":
-        # All features are there, so that only their number is wrong.
-        whole = api_request(1)
-        given_part = json.loads(body)
-        for part, value in given_part.items():
-            whole[part]["sparse"] |= value.get("sparse", {})
-        whole["context"].pop("weights"), whole["candidates"].pop("weights")
-        if film := given_part["candidates"].get("sparse"):
-            whole["candidates"]["sparse"] |= dict.fromkeys(("genre", "tag", "device"), film["film"])
-        body = json.dumps(whole).encode()
-    with pytest.raises(LimitExceededError, match=limit):
-        parse_json(SCHEMA, body, method)
 
 
 def test_a_list_with_a_bracket_more_is_not_made_good_by_another_with_one_less():

@@ -13,14 +13,12 @@ from hypothesis import strategies as st
 from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec
 from loader.snapshot.tables import TableSpec, fingerprint_strings
 from router.feature_schema import FeatureSchema
-from serving.errors import BadRequestError, InvalidFieldError, LimitExceededError
+from serving.errors import BadRequestError, InvalidFieldError
 from serving.formats.json_reader import JsonCodec
 from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
-from shardrank_testing.parsing import parse_json, parse_message
-from shardrank_testing.serving_api import CITIES, api_request, api_spec, rank_message
-
-SCHEMA = RequestSchema(FeatureSchema.of(api_spec()), RequestLimits())
+from shardrank_testing.parsing import SCHEMA, parse_json, parse_message
+from shardrank_testing.serving_api import api_request, rank_message
 
 
 def nested(request: dict[str, Any], name: str) -> list[list[Any]]:
@@ -81,65 +79,10 @@ def test_a_lookup_takes_any_features_and_any_number_of_bags():
     assert sorted(parsed.bags.weights.tolist()) == [0.5, 1, 1, 1, 1, 1, 2.0]
 
 
-JSON_VALUES = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**70), 2**70)
-    | st.floats()
-    | st.sampled_from([*CITIES, "film", "\ud800", ""]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["film", "x", "dense"]), inner),
-    max_leaves=6,
-)
-PATHS = [
-    (), ("context",), ("candidates",), ("timeout_ms",), ("top_k",), ("version",), ("request_id",), ("routing_key",),
-    ("context", "sparse"), ("context", "weights"), ("context", "dense"), ("context", "sparse", "city"),
-    ("context", "sparse", "history"), ("context", "sparse", "history", 1), ("context", "weights", "liked-tag"),
-    ("candidates", "sparse"), ("candidates", "dense"), ("candidates", "dense", 1), ("candidates", "dense", 1, 2),
-    ("candidates", "sparse", "film"), ("candidates", "sparse", "film", 2), ("candidates", "sparse", "genre", 0),
-    ("candidates", "weights", "tag"), ("candidates", "weights", "tag", 0),
-]  # fmt: skip
-
-
-@given(st.sampled_from(PATHS), JSON_VALUES, st.booleans())
-def test_whatever_stands_anywhere_is_parsed_or_refused_by_name(path, value, as_bytes):
-    request: Any = api_request(2)
-    place: Any = request
-    for step in path[:-1]:
-        place = place[step]
-    if path:
-        place[path[-1]] = value
-    else:
-        request = value
-    if not as_bytes and not isinstance(request, dict):
-        return
-    body = json.dumps(request).encode() if as_bytes else request
-    parsed, refusal = None, None
-    try:
-        parsed = parse_json(SCHEMA, body)
-    except BadRequestError as error:
-        refusal = error
-    if parsed is not None:
-        parsed.bags.validate()
-        assert np.isfinite(parsed.candidate_dense).all()
-    else:
-        assert str(refusal)
-        assert not path or refusal.field.startswith(path[0]) or refusal.field == ""
-
-
 @given(st.binary(max_size=60))
 def test_arbitrary_bytes_are_refused(body):
     with pytest.raises(BadRequestError):
         parse_json(SCHEMA, body)
-
-
-@pytest.mark.parametrize(
-    ("limit", "value"),
-    [("max_json_bytes", 100), ("max_candidates", 4), ("max_ids_per_bag", 3), ("max_ids_per_request", 20)],
-)
-def test_a_limit_is_named_with_its_value(limit, value):
-    schema = RequestSchema(SCHEMA.features, RequestLimits(**{limit: value}))
-    with pytest.raises(LimitExceededError, match=rf"{limit} = {value}"):
-        parse_json(schema, json.dumps(api_request(2)).encode())
 
 
 def read(body: Any) -> Any:

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.feature_schema import FeatureSchema
 from serving.errors import (
     BadRequestError,
     CountMismatchError,
@@ -20,20 +19,14 @@ from serving.errors import (
     SchemaDigestError,
 )
 from serving.formats.messages import MessageCodec
-from serving.formats.protobuf import encode_varint
 from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
 from serving.proto.shardrank.v1 import ranking_pb2
-from shardrank_testing.parsing import parse_json, parse_message
+from shardrank_testing.parsing import SCHEMA, assert_same_request, field, parse_json, parse_message
 from shardrank_testing.request_forms import packed_message
-from shardrank_testing.serving_api import api_request, api_spec, rank_message
+from shardrank_testing.serving_api import api_request, rank_message
 
 LIMITS = RequestLimits()
-SCHEMA = RequestSchema(FeatureSchema.of(api_spec()), LIMITS)
-
-
-def field(number: int, content: bytes) -> bytes:
-    return encode_varint(number << 3 | 2) + encode_varint(len(content)) + content
 
 
 def read(data: bytes, method: Any = "rank", model: str | None = None) -> Any:
@@ -87,14 +80,7 @@ def test_a_damaged_message_is_refused_or_read_as_the_library_reads_it(position, 
     except BadRequestError:
         return
     # What the library makes of it, and writes in its own way, is the same request.
-    assert_same(parsed, parse_message(SCHEMA, ranking_pb2.RankRequest.FromString(data)))
-
-
-def assert_same(actual: Any, expected: Any) -> None:
-    for name in ("keys", "bags_per_key", "offsets", "values", "weights"):
-        np.testing.assert_array_equal(getattr(actual.bags, name), getattr(expected.bags, name), err_msg=name)
-    np.testing.assert_array_equal(actual.context_dense, expected.context_dense)
-    np.testing.assert_array_equal(actual.candidate_dense, expected.candidate_dense)
+    assert_same_request(parsed, parse_message(SCHEMA, ranking_pb2.RankRequest.FromString(data)))
 
 
 @pytest.mark.parametrize("name", ["ids", "lengths", "weights"])
@@ -112,32 +98,20 @@ def test_a_packed_field_of_broken_length_is_malformed(name):
         parse_message(SCHEMA, data)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            lambda m: m.candidates.sparse["genre"].lengths.append(0),
-            r"candidates\.sparse\.\w+: \d candidates, expected \d",
-        ),
-        (lambda m: m.candidates.sparse["genre"].ids.append(0), r"candidates\.sparse\.genre\.lengths: they add up to"),
-        (lambda m: m.context.sparse["user"].lengths.extend([0, 1]), r"context\.sparse\.user: 2 bags, expected 1"),
-        (lambda m: m.candidates.dense.append(1.0), r"candidates\.dense: 16 values"),
-        (lambda m: m.candidates.sparse["film"].weights.extend([1.0] * 5), r"film\.weights: feature 'film' takes no"),
-        (
-            lambda m: m.candidates.sparse["tag"].weights.append(1.0),
-            r"candidates\.sparse\.tag\.weights: \d+ weights for",
-        ),
-        (lambda m: m.candidates.sparse["film"].string_ids.append("x"), r"film\.string_ids: ids of 'film' are integers"),
-        (lambda m: m.context.sparse["city"].ids.append(1), r"context\.sparse\.city\.ids: ids of 'city' are strings"),
-        (lambda m: setattr(m, "num_candidates", 7), r": 5 candidates, expected 7"),
-        (lambda m: setattr(m, "num_candidates", 2**32 - 1), r"max_candidates = 4096"),
-        (lambda m: m.context.sparse["film"].ids.append(1), r"context\.sparse\.film: it is a candidate feature"),
-        (lambda m: m.context.sparse["flim"].ids.append(1), r"context\.sparse\.flim: model 'films' has no such feature"),
-        (lambda m: m.context.sparse.pop("user"), r"context\.sparse\.user: model 'films' needs it"),
-        (lambda m: m.ClearField("candidates"), r"candidates\.sparse\.\w+: model 'films' needs it, one of 4"),
-        (lambda m: m.packed.SetInParent(), r"packed: it is given beside context or candidates"),
-    ],
-)
+MISFITS = [
+    (lambda m: m.candidates.sparse["genre"].lengths.append(0), r"candidates\.sparse\.\w+: \d candidates, expected \d"),
+    (lambda m: m.candidates.sparse["genre"].ids.append(0), r"candidates\.sparse\.genre\.lengths: they add up to"),
+    (lambda m: m.context.sparse["user"].lengths.extend([0, 1]), r"context\.sparse\.user: 2 bags, expected 1"),
+    (lambda m: m.candidates.dense.append(1.0), r"candidates\.dense: 16 values"),
+    (lambda m: m.candidates.sparse["tag"].weights.append(1.0), r"candidates\.sparse\.tag\.weights: \d+ weights for"),
+    (lambda m: setattr(m, "num_candidates", 7), r": 5 candidates, expected 7"),
+    (lambda m: setattr(m, "num_candidates", 2**32 - 1), r"max_candidates = 4096"),
+    (lambda m: m.ClearField("candidates"), r"candidates\.sparse\.\w+: model 'films' needs it, one of 4"),
+    (lambda m: m.packed.SetInParent(), r"packed: it is given beside context or candidates"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "message"), MISFITS)
 def test_what_does_not_fit_together_is_named(change, message):
     request = rank_message(api_request(1))
     change(request)
@@ -204,43 +178,32 @@ GOOD = packed().packed
 _BELOW_ZERO = changed(changed(GOOD.lengths, "<i4", 17, -1), "<i4", 18, 6)
 
 
-@pytest.mark.parametrize(
-    ("fields", "error", "message"),
-    [
-        ({"ids": GOOD.ids[:-8]}, CountMismatchError, r"packed\.ids: \d+ integers and 2 strings; the lengths say"),
-        ({"ids": GOOD.ids[:-1]}, MalformedRequestError, r"packed\.ids: \d+ bytes, which is not a multiple of 8"),
-        ({"lengths": GOOD.lengths[:-4]}, CountMismatchError, r"packed\.lengths: 23 of them for 24 bags"),
-        ({"lengths": GOOD.lengths[:-3]}, MalformedRequestError, r"packed\.lengths: \d+ bytes"),
-        ({"lengths": b""}, CountMismatchError, r"packed\.ids: .* the lengths say 23 and 1"),
-        (
-            {"lengths": changed(GOOD.lengths, "<i4", 3, -1)},
-            InvalidFieldError,
-            r"packed\.lengths\[3\]: -1 is not in 0\.\.",
-        ),
-        ({"lengths": changed(GOOD.lengths, "<i4", 3, 2**31 - 1)}, InvalidFieldError, r"packed\.lengths\[3\]"),
-        ({"lengths": _BELOW_ZERO}, InvalidFieldError, r"lengths\[.*\]: -1 is not in 0\.\."),
-        ({"lengths": _BELOW_ZERO, "weights": b""}, InvalidFieldError, r"lengths\[.*\]: -1 is not in 0\.\."),
-        ({"weights": GOOD.weights[:-4]}, CountMismatchError, r"packed\.weights: \d+ of them for \d+ ids"),
-        (
-            {"weights": changed(GOOD.weights, "<f4", 0, 0.5)},
-            InvalidFieldError,
-            "takes no weights has one that is not 1",
-        ),
-        ({"string_ids": ["Oslo"]}, CountMismatchError, r"and 1 strings; the lengths say \d+ and 2"),
-        ({"string_ids": ["Oslo"] * 3}, CountMismatchError, r"and 3 strings"),
-        ({"context_dense": b"\0" * 12}, CountMismatchError, r"context\.dense: 3 values, the model takes 2"),
-        ({"candidate_dense": GOOD.candidate_dense[:-4]}, CountMismatchError, r"candidates\.dense: 14 values; 5"),
-        (
-            {"candidate_dense": changed(GOOD.candidate_dense, "<f4", 14, np.nan)},
-            InvalidFieldError,
-            r"candidates\.dense\[4\]\[2\]: nan is not a finite float32",
-        ),
-        ({"ids": changed(GOOD.ids, "<i8", 0, -1)}, InvalidIdError, r"\[0\]: -1 is not in 0\.\."),
-        ({"num_candidates": 0}, CountMismatchError, "0 candidates; a rank request needs at least 1"),
-        ({"num_candidates": 4}, CountMismatchError, r"packed\.lengths: 24 of them for 20 bags"),
-        ({"num_candidates": 2**31}, LimitExceededError, "max_candidates = 4096"),
-    ],
-)
+PACKED_MISFITS = [
+    ({"ids": GOOD.ids[:-8]}, CountMismatchError, r"packed\.ids: \d+ integers and 2 strings; the lengths say"),
+    ({"ids": GOOD.ids[:-1]}, MalformedRequestError, r"packed\.ids: \d+ bytes, which is not a multiple of 8"),
+    ({"lengths": GOOD.lengths[:-4]}, CountMismatchError, r"packed\.lengths: 23 of them for 24 bags"),
+    ({"lengths": GOOD.lengths[:-3]}, MalformedRequestError, r"packed\.lengths: \d+ bytes"),
+    ({"lengths": b""}, CountMismatchError, r"packed\.ids: .* the lengths say 23 and 1"),
+    ({"lengths": changed(GOOD.lengths, "<i4", 3, -1)}, InvalidFieldError, r"packed\.lengths\[3\]: -1 is not in 0\.\."),
+    ({"lengths": changed(GOOD.lengths, "<i4", 3, 2**31 - 1)}, InvalidFieldError, r"packed\.lengths\[3\]"),
+    ({"lengths": _BELOW_ZERO}, InvalidFieldError, r"lengths\[.*\]: -1 is not in 0\.\."),
+    ({"lengths": _BELOW_ZERO, "weights": b""}, InvalidFieldError, r"lengths\[.*\]: -1 is not in 0\.\."),
+    ({"weights": GOOD.weights[:-4]}, CountMismatchError, r"packed\.weights: \d+ of them for \d+ ids"),
+    ({"weights": changed(GOOD.weights, "<f4", 0, 0.5)}, InvalidFieldError, "takes no weights has one that is not 1"),
+    ({"string_ids": ["Oslo"]}, CountMismatchError, r"and 1 strings; the lengths say \d+ and 2"),
+    ({"string_ids": ["Oslo"] * 3}, CountMismatchError, r"and 3 strings"),
+    ({"context_dense": b"\0" * 12}, CountMismatchError, r"context\.dense: 3 values, the model takes 2"),
+    ({"candidate_dense": GOOD.candidate_dense[:-4]}, CountMismatchError, r"candidates\.dense: 14 values; 5"),
+    ({"candidate_dense": changed(GOOD.candidate_dense, "<f4", 14, np.nan)}, InvalidFieldError,
+        r"candidates\.dense\[4\]\[2\]: nan is not a finite float32"),
+    ({"ids": changed(GOOD.ids, "<i8", 0, -1)}, InvalidIdError, r"\[0\]: -1 is not in 0\.\."),
+    ({"num_candidates": 0}, CountMismatchError, "0 candidates; a rank request needs at least 1"),
+    ({"num_candidates": 4}, CountMismatchError, r"packed\.lengths: 24 of them for 20 bags"),
+    ({"num_candidates": 2**31}, LimitExceededError, "max_candidates = 4096"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "error", "message"), PACKED_MISFITS)
 def test_packed_arrays_that_do_not_fit_are_named(fields, error, message):
     with pytest.raises(error, match=message):
         parse_message(SCHEMA, packed(**fields))

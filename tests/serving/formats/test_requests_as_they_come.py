@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import json
-import warnings
 from typing import Any
 
 import numpy as np
 import pytest
 
-from router.feature_schema import FeatureSchema
 from serving.embedded import Ranker
 from serving.formats.infer import InferGrpcCodec, InferHttpCodec
 from serving.formats.json_reader import JsonCodec
 from serving.formats.messages import MessageCodec
 from serving.formats.requests import Codec
-from serving.formats.schema import RequestSchema
-from serving.limits import RequestLimits
 from serving.rank.service import answer
 from shardrank_testing.inference_requests import binary_body, json_body, message_of, tensors_of
+from shardrank_testing.parsing import SCHEMA, SPEC
 from shardrank_testing.request_forms import packed_message
-from shardrank_testing.serving_api import MODEL, PatientClient, api_request, api_service, api_spec, rank_message, run
-
-SPEC = api_spec()
-SCHEMA = RequestSchema(FeatureSchema.of(SPEC), RequestLimits())
+from shardrank_testing.serving_api import MODEL, KeptAnswers, Waiting, api_request, rank_message
 
 
 def forms(request: dict[str, Any]) -> dict[str, tuple[Codec, bytes]]:
@@ -40,48 +34,24 @@ def forms(request: dict[str, Any]) -> dict[str, tuple[Codec, bytes]]:
     }
 
 
-class Scores:
-    """A codec that hands the answer out as it is."""
-
-    def __init__(self, codec: Codec, found: list[Any]) -> None:
-        self._codec = codec
-        self._found = found
-        self.api, self.method = codec.api, codec.method
-
-    def read(self, body: Any, limits: RequestLimits) -> Any:
-        unparsed = self._codec.read(body, limits)
-        encode = unparsed.encode
-        unparsed.encode = lambda answered: self._found.append(answered) or encode(answered)
-        return unparsed
-
-
 @pytest.mark.parametrize("as_type", [bytes, bytearray, lambda body: memoryview(bytearray(body))])
-def test_every_form_is_ranked_without_a_warning_from_any_kind_of_buffer(api_model, as_type):
-    requests = {seed: api_request(seed, 1 + seed) for seed in range(3)}
+@pytest.mark.filterwarnings("error")
+async def test_every_form_is_ranked_from_any_kind_of_buffer(api_model, api_service, as_type):
+    for seed in range(3):
+        request = api_request(seed, 1 + seed)
+        expected = api_model.scores(request)
+        for name, (codec, body) in forms(request).items():
+            kept = KeptAnswers(codec)
 
-    async def main() -> None:
-        with api_service(api_model) as service:
-            for seed, request in requests.items():
-                expected = api_model.scores(request)
-                for name, (codec, body) in forms(request).items():
-                    found: list[Any] = []
+            async def receive(body: bytes = body) -> Any:
+                return as_type(body)
 
-                    async def receive(body: bytes = body) -> Any:
-                        return as_type(body)
-
-                    encoded = await answer(service, Scores(codec, found), receive, PatientClient())
-                    assert encoded.body
-                    np.testing.assert_allclose(
-                        found[0].scores, expected, rtol=1e-5, atol=1e-6, err_msg=f"{name} {seed}"
-                    )
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        run(main())
+            encoded = await answer(api_service, kept, receive, Waiting())
+            assert encoded.body
+            np.testing.assert_allclose(kept.answers[0].scores, expected, rtol=1e-5, atol=1e-6, err_msg=f"{name} {seed}")
 
 
-def test_the_in_process_call_ranks_without_a_warning(api_model):
-    with warnings.catch_warnings(), api_service(api_model) as service:
-        warnings.simplefilter("error")
-        found = Ranker(service, MODEL).rank(api_request(1))
-        np.testing.assert_allclose(found["scores"], api_model.scores(api_request(1)), rtol=1e-5, atol=1e-6)
+@pytest.mark.filterwarnings("error")
+def test_the_in_process_call_ranks_without_a_warning(api_model, api_service):
+    found = Ranker(api_service, MODEL).rank(api_request(1))
+    np.testing.assert_allclose(found["scores"], api_model.scores(api_request(1)), rtol=1e-5, atol=1e-6)

@@ -40,6 +40,27 @@ def error_of(call: Any) -> str:
     return "no error"
 
 
+def documents_of(client: Any, model: str, tensors: list[Any], **as_json: Any) -> dict[str, Any]:
+    """What both clients are asked alike; the one over gRPC gives JSON if it is told so."""
+    return {
+        "live": client.is_server_live(),
+        "ready": client.is_server_ready(),
+        "model ready": [client.is_model_ready(*names) for names in ((model,), (model, "1"), ("no",))],
+        "server": client.get_server_metadata(**as_json),
+        "metadata": client.get_model_metadata(model, **as_json),
+        "config": client.get_model_config(model, **as_json),
+        "index": client.get_model_repository_index(**as_json),
+        "statistics": client.get_inference_statistics(model, **as_json),
+        "all statistics": client.get_inference_statistics(**as_json),
+        "errors": {
+            "no model": error_of(lambda: client.infer("no", tensors)),
+            "no input": error_of(lambda: client.infer(model, tensors[1:])),
+            "load": error_of(lambda: client.load_model(model)),
+            "trace": error_of(lambda: client.get_trace_settings(model)),
+        },
+    }
+
+
 def over_http(url: str, model: str, tensors: list[dict[str, Any]]) -> dict[str, Any]:
     http = tritonclient.http
     with http.InferenceServerClient(url) as client:
@@ -47,6 +68,7 @@ def over_http(url: str, model: str, tensors: list[dict[str, Any]]) -> dict[str, 
         as_json = inputs_of(http, tensors, binary_data=False)
         scores = [http.InferRequestedOutput("scores", binary_data=True)]
         mixed = [http.InferRequestedOutput("scores", binary_data=False), http.InferRequestedOutput("order")]
+        named = {"model_version": "1", "request_id": "mine", "timeout": 5_000_000, "parameters": {"top_k": 2}}
         answers = {
             "binary": client.infer(model, inputs),
             "json": client.infer(model, as_json),
@@ -56,70 +78,26 @@ def over_http(url: str, model: str, tensors: list[dict[str, Any]]) -> dict[str, 
             "deflate": client.infer(model, inputs, request_compression_algorithm="deflate"),
             "accepts gzip": client.infer(model, inputs, response_compression_algorithm="gzip"),
             "asynchronous": client.async_infer(model, inputs).get_result(),
-            "version, id, top_k": client.infer(
-                model, inputs, model_version="1", request_id="mine", timeout=5_000_000, parameters={"top_k": 2}
-            ),
+            "version, id, top_k": client.infer(model, inputs, **named),
         }
-        return {
-            "answers": {name: answer_of(one) for name, one in answers.items()},
-            "ids": {name: one.get_response()["id"] for name, one in answers.items()},
-            "live": client.is_server_live(),
-            "ready": client.is_server_ready(),
-            "model ready": [
-                client.is_model_ready(model),
-                client.is_model_ready(model, "1"),
-                client.is_model_ready("no"),
-            ],
-            "server": client.get_server_metadata(),
-            "metadata": client.get_model_metadata(model),
-            "config": client.get_model_config(model),
-            "index": client.get_model_repository_index(),
-            "statistics": client.get_inference_statistics(model),
-            "all statistics": client.get_inference_statistics(),
-            "errors": {
-                "no model": error_of(lambda: client.infer("no", inputs)),
-                "no input": error_of(lambda: client.infer(model, inputs[1:])),
-                "load": error_of(lambda: client.load_model(model)),
-                "trace": error_of(lambda: client.get_trace_settings(model)),
-            },
-        }
+        documents = documents_of(client, model, inputs)
+        return documents | {"answers": {name: answer_of(answer) for name, answer in answers.items()}}
 
 
 def over_grpc(url: str, model: str, tensors: list[dict[str, Any]]) -> dict[str, Any]:
     rpc = tritonclient.grpc
     with rpc.InferenceServerClient(url) as client:
         inputs = inputs_of(rpc, tensors)
+        named = {"model_version": "1", "request_id": "mine", "client_timeout": 5.0, "parameters": {"top_k": 2}}
         answers = {
             "all outputs": client.infer(model, inputs),
             "scores only": client.infer(model, inputs, outputs=[rpc.InferRequestedOutput("scores")]),
             "compressed": client.infer(model, inputs, compression_algorithm="gzip"),
-            "version, id, top_k": client.infer(
-                model, inputs, model_version="1", request_id="mine", client_timeout=5.0, parameters={"top_k": 2}
-            ),
+            "version, id, top_k": client.infer(model, inputs, **named),
         }
-        return {
-            "answers": {name: answer_of(one) for name, one in answers.items()},
-            "ids": {name: one.get_response().id for name, one in answers.items()},
-            "live": client.is_server_live(),
-            "ready": client.is_server_ready(),
-            "model ready": [
-                client.is_model_ready(model),
-                client.is_model_ready(model, "1"),
-                client.is_model_ready("no"),
-            ],
-            "server": client.get_server_metadata(as_json=True),
-            "metadata": client.get_model_metadata(model, as_json=True),
-            "config": client.get_model_config(model, as_json=True)["config"],
-            "index": client.get_model_repository_index(as_json=True)["models"],
-            "statistics": client.get_inference_statistics(model, as_json=True),
-            "all statistics": client.get_inference_statistics(as_json=True),
-            "errors": {
-                "no model": error_of(lambda: client.infer("no", inputs)),
-                "no input": error_of(lambda: client.infer(model, inputs[1:])),
-                "load": error_of(lambda: client.load_model(model)),
-                "trace": error_of(lambda: client.get_trace_settings(model)),
-            },
-        }
+        documents = documents_of(client, model, inputs, as_json=True)
+        documents |= {"config": documents["config"]["config"], "index": documents["index"]["models"]}
+        return documents | {"answers": {name: answer_of(answer) for name, answer in answers.items()}}
 
 
 if __name__ == "__main__":

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import hpack
-import uvloop
 
 from serving.api.grpc import wire as frames
 from serving.api.grpc.listener import Http2Listener, Http2Protocol
@@ -32,6 +31,18 @@ LIMITS = ConnectionLimits(
 )
 REQUEST = [(b":method", b"POST"), (b":path", b"/echo"), (b":scheme", b"http")]
 SETTINGS = frames.settings({})
+END, END_HEADERS = frames.END_STREAM, frames.END_HEADERS
+PING = frames.frame(frames.PING, 0, 0, bytes(8))
+
+
+def data(stream_id: int, payload: bytes, flags: int = 0) -> bytes:
+    """A DATA frame."""
+    return frames.frame(frames.DATA, flags, stream_id, payload)
+
+
+def prefixed(message: bytes, flag: int = 0) -> bytes:
+    """A gRPC message; flag 1 says that it is compressed."""
+    return bytes((flag,)) + len(message).to_bytes(4, "big") + message
 
 
 @dataclass
@@ -42,6 +53,12 @@ class Frame:
     flags: int
     stream_id: int
     payload: bytes
+
+    @property
+    def code(self) -> int:
+        """Why a GOAWAY was sent."""
+        assert self.kind == frames.GOAWAY
+        return int.from_bytes(self.payload[4:8], "big")
 
 
 class Http2Peer:
@@ -55,14 +72,6 @@ class Http2Peer:
         """Sends frames, or other bytes."""
         self._writer.write(b"".join(parts))
 
-    async def send_slowly(self, data: bytes, sizes: Iterable[int]) -> None:
-        """Sends data in pieces, each in a packet of its own where the network has it so."""
-        for size in sizes:
-            self._writer.write(data[:size])
-            data = data[size:]
-            await asyncio.sleep(0)
-        self._writer.write(data)
-
     def begin(self, settings: bytes = SETTINGS) -> None:
         """Sends what a connection begins with."""
         self.send(frames.PREFACE, settings)
@@ -70,6 +79,16 @@ class Http2Peer:
     def headers(self, stream_id: int, flags: int = frames.END_HEADERS, more: Iterable[Any] = ()) -> bytes:
         """A HEADERS frame of a request."""
         return frames.frame(frames.HEADERS, flags, stream_id, self.encoder.encode([*REQUEST, *more]))
+
+    def call(self, stream_id: int, path: str, **headers: str) -> bytes:
+        """A HEADERS frame of a gRPC call."""
+        sent = [(":method", "POST"), (":scheme", "http"), (":path", path), ("te", "trailers")]
+        sent += [("content-type", "application/grpc"), *((name.replace("_", "-"), headers[name]) for name in headers)]
+        return frames.frame(frames.HEADERS, END_HEADERS, stream_id, self.encoder.encode(sent))
+
+    async def status(self, stream_id: int) -> dict[str, str]:
+        """The trailers that end a call."""
+        return dict((await self.answer(stream_id))[1])
 
     async def read(self) -> Frame | None:
         """The next frame; None after the last."""
@@ -205,25 +224,33 @@ def echo_listener(
     )
 
 
+Connect = Callable[..., Awaitable[Http2Peer]]
+
+
 @contextlib.asynccontextmanager
-async def http2_peer(limits: ConnectionLimits = LIMITS) -> AsyncIterator[tuple[Http2Peer, Echo, Http2Listener]]:
-    """A client, connected to a listener that echoes."""
+async def echoing(
+    limits: ConnectionLimits = LIMITS, **options: Any
+) -> AsyncIterator[tuple[Connect, Echo, Http2Listener]]:
+    """A listener that echoes, and what connects to it, from a local address of choice."""
     echo = Echo()
-    listener = echo_listener(echo, limits)
+    listener = echo_listener(echo, limits, **options)
     port = listener.start("127.0.0.1", 0, "echoes")
-    peer = Http2Peer(*await asyncio.open_connection("127.0.0.1", port))
+    peers = []
+
+    async def connect(source: str = "127.0.0.1") -> Http2Peer:
+        peers.append(Http2Peer(*await asyncio.open_connection("127.0.0.1", port, local_addr=(source, 0))))
+        return peers[-1]
+
     try:
-        yield peer, echo, listener
+        yield connect, echo, listener
     finally:
-        peer.close()
+        for peer in peers:
+            peer.close()
         await listener.stop(0.1)
 
 
-def run(coroutine: Coroutine[Any, Any, None]) -> None:
-    """Runs to the end, which must come within half a minute."""
-
-    async def bounded() -> None:
-        async with asyncio.timeout(30):
-            await coroutine
-
-    uvloop.run(bounded())
+@contextlib.asynccontextmanager
+async def http2_peer(limits: ConnectionLimits = LIMITS) -> AsyncIterator[tuple[Http2Peer, Echo, Http2Listener]]:
+    """A client, connected to a listener that echoes."""
+    async with echoing(limits) as (connect, echo, listener):
+        yield await connect(), echo, listener

@@ -1,22 +1,79 @@
-"""HTTP connections without sockets: a transport whose other end is a list, and an application that says what it got."""
+"""HTTP by bytes: a client that sends what it is told to; gates over a transport whose other end is a list."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import uvicorn
 
 from serving.api.bodies import HttpReply
 from serving.api.http_gate import Gates
 from serving.api.http_server import behind_gate
-from serving.api.listening import Addresses
+from serving.api.listening import Addresses, forget_unsent
 from serving.limits import RequestLimits
 from serving.observe.metrics import ServingMetrics
+from shardrank_testing.serving_api import Api
 
 HOME = "192.0.2.1"
 LIMITS = RequestLimits(max_header_bytes=4096, max_body_bytes=100_000)
+
+
+class Response(NamedTuple):
+    """One answer as it came."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def error(self) -> dict[str, Any]:
+        return json.loads(self.body)["error"]
+
+
+class HttpPeer:
+    """A client's end of an HTTP connection that sends the bytes it is told to."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+        self.send = writer.write
+
+    async def response(self) -> Response:
+        head = (await self.reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+        headers = dict(line.lower().split(": ", 1) for line in head[1:] if line)
+        body = await self.reader.readexactly(int(headers.get("content-length", 0)))
+        return Response(int(head[0].split()[1]), headers, body)
+
+    async def rest(self) -> bytes:
+        """What else comes until the server closes."""
+        return await self.reader.read()
+
+    async def assert_silent(self, seconds: float) -> None:
+        """Nothing comes for so long, and the connection stays."""
+        try:
+            came = await asyncio.wait_for(self.reader.read(1), seconds)
+        except TimeoutError:
+            return
+        raise AssertionError(f"{came!r} came")
+
+    def reset(self) -> None:
+        """Closes for both directions at once: the end of sending alone looks the same as an orderly close."""
+        forget_unsent(self.writer.get_extra_info("socket"))
+        self.writer.close()
+
+
+@contextlib.asynccontextmanager
+async def http_peer(api: Api) -> AsyncIterator[HttpPeer]:
+    """A client that is connected to a server."""
+    peer = HttpPeer(*await asyncio.open_connection(api.listening.host, api.listening.http_port))
+    try:
+        yield peer
+    finally:
+        peer.writer.close()
 
 
 class Wire(asyncio.Transport):
@@ -138,14 +195,19 @@ async def settled(condition: Any) -> None:
             return
 
 
-def post(body: bytes = b"abc", *headers: str, path: str = "/p") -> bytes:
-    lines = (f"POST {path} HTTP/1.1", "host: x", f"content-length: {len(body)}", *headers, "", "")
+def post(body: bytes = b"abc", *headers: str, path: str = "/p", length: int | None = None) -> bytes:
+    """A request; `length` is what it says of its body if that is another than the body's."""
+    length = len(body) if length is None else length
+    lines = (f"POST {path} HTTP/1.1", "host: x", f"content-length: {length}", *headers, "", "")
     return "\r\n".join(lines).encode("latin-1") + body
 
 
-def chunked(parts: list[bytes], extension: bytes = b"", trailers: bytes = b"") -> bytes:
+CHUNKED = "POST {path} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+def chunked(parts: list[bytes], extension: bytes = b"", trailers: bytes = b"", path: str = "/c") -> bytes:
     chunks = b"".join(b"%x%b\r\n%b\r\n" % (len(part), extension, part) for part in parts if part)
-    return b"POST /c HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n" + chunks + b"0\r\n" + trailers + b"\r\n"
+    return CHUNKED.format(path=path).encode() + chunks + b"0\r\n" + trailers + b"\r\n"
 
 
 def statuses(sent: bytes) -> list[int]:

@@ -6,13 +6,24 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
+from router.feature_schema import FeatureSchema
 from serving.formats.infer import InferGrpcCodec, InferHttpCodec
 from serving.formats.json_reader import JsonCodec, encode_request
 from serving.formats.messages import MessageCodec
+from serving.formats.protobuf import encode_varint
 from serving.formats.requests import Codec, Method, Request
 from serving.formats.schema import RequestSchema
+from serving.limits import RequestLimits
+from shardrank_testing.serving_api import api_spec
 
 MODEL = "model"
+SPEC = api_spec()
+SCHEMA = RequestSchema(FeatureSchema.of(SPEC), RequestLimits())
+
+
+ARRAYS = ("keys", "bags_per_key", "offsets", "values")
 
 
 def parse(schema: RequestSchema, codec: Codec, body: bytes) -> Request:
@@ -40,6 +51,30 @@ def parse_infer_body(schema: RequestSchema, body: bytes, header_length: str | No
 def parse_infer_message(schema: RequestSchema, message: Any) -> Any:
     data = message if isinstance(message, bytes) else message.SerializeToString()
     return parse(schema, InferGrpcCodec(), data)
+
+
+def field(number: int, content: bytes) -> bytes:
+    """A field of a protobuf message, also where it is empty."""
+    return encode_varint(number << 3 | 2) + encode_varint(len(content)) + content
+
+
+def assert_same_request(actual: Any, expected: Any, *, may_spell_ones: bool = False) -> None:
+    """Two parsed rank requests have the same arrays and options; one may spell weights of 1 where another has none."""
+    assert actual.num_candidates == expected.num_candidates
+    arrays = [(f"bags.{name}", getattr(actual.bags, name), getattr(expected.bags, name)) for name in ARRAYS]
+    arrays += [(name, getattr(actual, name), getattr(expected, name)) for name in ("context_dense", "candidate_dense")]
+    for name, ours, theirs in arrays:
+        np.testing.assert_array_equal(ours, theirs, err_msg=name)
+        assert ours.dtype == theirs.dtype, name
+        assert ours.flags.writeable, name
+        assert ours.flags.aligned, name
+    assert may_spell_ones or (actual.bags.weights is None) == (expected.bags.weights is None)
+    ones = np.ones(actual.bags.num_values, np.float32)
+    ours, theirs = (ones if one.bags.weights is None else one.bags.weights for one in (actual, expected))
+    np.testing.assert_array_equal(ours, theirs, err_msg="weights")
+    for name in ("timeout_s", "top_k", "request_id"):
+        assert getattr(actual, name) == getattr(expected, name), name
+    assert list(actual.texts) == list(expected.texts)
 
 
 def dumps(request: Any) -> bytes:

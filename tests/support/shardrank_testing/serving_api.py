@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import httpx
 import numpy as np
+import pytest
 import torch
 
 from loader.registry.fleet import VersionStats
@@ -23,7 +24,7 @@ from loader.snapshot.tables import HashMapping, TableSpec, VocabularyMapping
 from router.id_mapping import hashed_rows
 from router.plan import Plan
 from serving.formats.json_reader import JsonCodec, encode_request
-from serving.formats.requests import Answer, Buffer, Encoded, Method
+from serving.formats.requests import Answer, Buffer, Codec, Encoded, Method
 from serving.limits import RequestLimits
 from serving.models.inputs import SequenceInput
 from serving.models.ranking_models import build_model
@@ -240,10 +241,19 @@ class Api:
     listening: Listening
     http: httpx.AsyncClient
     channel: grpc.aio.Channel
+    gate: Gate | None = None
     stub: ranking_pb2_grpc.RankingServiceStub = field(init=False)
 
     def __post_init__(self) -> None:
         self.stub = ranking_pb2_grpc.RankingServiceStub(self.channel)
+
+    @property
+    def http_address(self) -> str:
+        return f"{self.listening.host}:{self.listening.http_port}"
+
+    @property
+    def grpc_address(self) -> str:
+        return f"{self.listening.host}:{self.listening.grpc_port}"
 
 
 @contextlib.asynccontextmanager
@@ -259,15 +269,16 @@ async def running_api(service: RankingService) -> AsyncIterator[Api]:
             yield Api(service, listening, http, channel)
 
 
-class _Kept(JsonCodec):
-    """Reads as the HTTP API does, and keeps the answer as it was before it is encoded."""
+class KeptAnswers:
+    """A codec that keeps each answer as it was before it was encoded."""
 
-    def __init__(self, method: Method, model: str) -> None:
-        super().__init__(method, model, "embedded")
+    def __init__(self, codec: Codec) -> None:
+        self._codec = codec
+        self.api, self.method = codec.api, codec.method
         self.answers: list[Answer] = []
 
     def read(self, body: Buffer, limits: RequestLimits) -> Any:
-        unparsed: Any = super().read(body, limits)
+        unparsed: Any = self._codec.read(body, limits)
         encode = unparsed.encode
 
         def keep(answer: Answer) -> Encoded:
@@ -278,22 +289,26 @@ class _Kept(JsonCodec):
         return unparsed
 
 
-@dataclass
 class Waiting:
-    """Whoever waits for an answer."""
+    """Whoever waits for an answer: sets no deadline, stays, and takes it at once."""
 
-    watch: Any = field(default=lambda callback: None)
-    timeout_s: float | None = None
+    owner = ""
+
+    def __init__(self, watch: Callable[[Callable[[], None]], Any] = lambda callback: None) -> None:
+        self.watch = watch
 
     def time_remaining(self) -> float | None:
-        return self.timeout_s
+        return None
+
+    def when_taken(self, callback: Callable[[], None]) -> None:
+        callback()
 
 
 async def ask(
     service: RankingService, request: Any, method: Method = "rank", watch: Any = None, model: str = MODEL
 ) -> Any:
     """The answer to a request in the JSON form, as the one road gives it to any API."""
-    codec = _Kept(method, model)
+    codec = KeptAnswers(JsonCodec(method, model, "embedded"))
 
     async def receive() -> bytes:
         return request if isinstance(request, bytes) else encode_request(request)
@@ -377,6 +392,39 @@ def api_service(model: ApiModel, limits: RequestLimits | None = None, **options:
         service.close()
 
 
+@contextlib.asynccontextmanager
+async def served_api(model: ApiModel, limits: RequestLimits | None = None, **options: Any) -> AsyncIterator[Api]:
+    """HTTP and gRPC over a service of their own."""
+    with api_service(model, limits, **options) as service:
+        async with running_api(service) as api:
+            yield api
+
+
+@contextlib.asynccontextmanager
+async def gated_api(model: ApiModel, limits: RequestLimits | None = None) -> AsyncIterator[Api]:
+    """HTTP and gRPC over a service whose lookups wait at `gate`."""
+    gate = Gate()
+    with gated_service(model, gate, limits) as service:
+        async with running_api(service) as api:
+            api.gate = gate
+            yield api
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Waits for another party's state, which notifies nobody when it changes."""
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+
+
+@contextlib.contextmanager
+def refused_call(code: grpc.StatusCode, kind: str = "", says: str = "") -> Iterator[None]:
+    """A gRPC call in the block is refused with this status, kind of error (if given) and part of its text."""
+    with pytest.raises(grpc.aio.AioRpcError, match=says or None) as refusal:
+        yield
+    assert refusal.value.code() is code
+    assert not kind or dict(refusal.value.trailing_metadata())["shardrank-error-kind"] == kind
+
+
 def stats_of(service: RankingService, version: int) -> VersionStats:
     """What a version that is here has done."""
     return next(one.payload.counter.stats() for one in service.generations.all() if one.version == version)
@@ -419,21 +467,6 @@ def rank_message(request: dict[str, Any], model: str = MODEL) -> ranking_pb2.Ran
         dense = given.get("dense", [])
         features.dense.extend([one for row in dense for one in row] if part == "candidates" else dense)
     return message
-
-
-class PatientClient:
-    """Sets no deadline, stays, and takes every answer at once."""
-
-    owner = ""
-
-    def time_remaining(self) -> float | None:
-        return None
-
-    def watch(self, callback: Callable[[], None]) -> None:
-        pass
-
-    def when_taken(self, callback: Callable[[], None]) -> None:
-        callback()
 
 
 def run(main: Any) -> Any:

@@ -1,154 +1,219 @@
+"""The gRPC API by gRPC's own client: what it answers, how it bounds what clients take, and that no good call fails."""
+
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import time
 
 import grpc
+import numpy as np
 import pytest
+from grpc import StatusCode
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from serving.limits import RequestLimits
 from serving.proto.shardrank.v1 import ranking_pb2
+from serving.rank.service import RankingService
+from serving.versions.loading import ModelSource, load_served_model
 from shardrank_testing.serving_api import (
     MODEL,
-    Gate,
     api_request,
-    api_service,
-    gated_service,
+    gated_api,
     rank_message,
-    run,
+    refused_call,
     running_api,
+    served_api,
+    until,
 )
 
 SERVICE = "shardrank.v1.RankingService"
-LIMITS = RequestLimits(receive_timeout_s=0.4)
+RANK = f"/{SERVICE}/Rank"
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 @pytest.fixture(scope="module")
-def service(api_model):
-    with api_service(api_model, LIMITS) as service:
-        yield service
+def limits():
+    return RequestLimits(receive_timeout_s=0.4)
 
 
-def failure(call) -> grpc.aio.AioRpcError:
-    return pytest.raises(grpc.aio.AioRpcError, match=call)
+async def test_a_model_describes_itself(api):
+    model = await api.stub.GetModel(ranking_pb2.GetModelRequest(model=MODEL))
+    assert (model.model, model.version, len(model.identity)) == (MODEL, 1, 64)
+    features = {feature.name: (feature.side, feature.pooling, feature.table) for feature in model.features}
+    assert features["history"] == ("context", "none", "films")
+    assert {table.name: table.num_embeddings for table in model.tables}["films"] == 777
+    assert (model.dense_inputs.context, model.dense_inputs.candidate) == (2, 3)
+    assert model.dense_model.dtype == "float32"
+    assert model.limits["max_candidates"] == 4096
+    with refused_call(StatusCode.NOT_FOUND, says="version 5 is not served here"):
+        await api.stub.GetModel(ranking_pb2.GetModelRequest(model=MODEL, version=5))
 
 
-def test_a_model_describes_itself(service):
-    async def main() -> None:
-        async with running_api(service) as api:
-            model = await api.stub.GetModel(ranking_pb2.GetModelRequest(model=MODEL))
-            assert (model.model, model.version, len(model.identity)) == (MODEL, 1, 64)
-            assert {one.name: (one.side, one.pooling, one.table) for one in model.features}["history"] == (
-                "context",
-                "none",
-                "films",
-            )
-            assert {one.name: one.num_embeddings for one in model.tables}["films"] == 777
-            assert (model.dense_inputs.context, model.dense_inputs.candidate) == (2, 3)
-            assert model.dense_model.dtype == "float32"
-            assert model.limits["max_candidates"] == 4096
-            with failure("version 5 is not served here") as refusal:
-                await api.stub.GetModel(ranking_pb2.GetModelRequest(model=MODEL, version=5))
-            assert refusal.value.code() is grpc.StatusCode.NOT_FOUND
-
-    run(main())
-
-
-def test_health_follows_readiness(api_model):
-    async def main() -> None:
-        with api_service(api_model) as service:
-            async with running_api(service) as api:
-                stub = health_pb2_grpc.HealthStub(api.channel)
-                for name in ("", SERVICE):
-                    watch = stub.Watch(health_pb2.HealthCheckRequest(service=name))
-                    assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
-                service.watch.begin_shutdown()
-                assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
-                watch.cancel()
-
-    run(main())
+async def test_health_follows_readiness_and_ends_with_the_server(api_model):
+    async with contextlib.AsyncExitStack() as server:
+        api = await server.enter_async_context(served_api(api_model))
+        channel = grpc.aio.insecure_channel(api.grpc_address)
+        stub = health_pb2_grpc.HealthStub(api.channel)
+        with refused_call(StatusCode.NOT_FOUND):
+            await stub.Check(health_pb2.HealthCheckRequest(service="no"))
+        with refused_call(StatusCode.UNIMPLEMENTED):
+            await stub.List(health_pb2.HealthListRequest())
+        for name in ("", SERVICE):
+            late = stub.Watch(health_pb2.HealthCheckRequest(service=name), timeout=0.2)
+            assert (await late.read()).status == SERVING
+            with refused_call(StatusCode.DEADLINE_EXCEEDED):
+                await late.read()
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=""))
+        assert (await watch.read()).status == SERVING
+        api.service.watch.begin_shutdown()
+        assert (await watch.read()).status == NOT_SERVING
+    with refused_call(StatusCode.UNAVAILABLE, says="the server stops"):
+        await watch.read()
+    await channel.close()
 
 
-def test_reflection_lists_the_services_and_their_methods(service):
-    async def main() -> None:
-        async with running_api(service) as api:
-            call = reflection_pb2_grpc.ServerReflectionStub(api.channel).ServerReflectionInfo()
-            await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
-            listed = await call.read()
-            names = {one.name for one in listed.list_services_response.service}
-            others = {
-                "grpc.health.v1.Health",
-                "grpc.reflection.v1.ServerReflection",
-                "grpc.reflection.v1alpha.ServerReflection",
-            }
-            assert names == {SERVICE, "inference.GRPCInferenceService"} | others
-            await call.write(reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE))
-            described = await call.read()
-            assert b"RankRequest" in described.file_descriptor_response.file_descriptor_proto[0]
-            await call.done_writing()
-
-    run(main())
+async def test_reflection_lists_the_services_and_their_methods(api):
+    call = reflection_pb2_grpc.ServerReflectionStub(api.channel).ServerReflectionInfo()
+    await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+    assert {service.name for service in (await call.read()).list_services_response.service} == {
+        SERVICE,
+        "inference.GRPCInferenceService",
+        "grpc.health.v1.Health",
+        "grpc.reflection.v1.ServerReflection",
+        "grpc.reflection.v1alpha.ServerReflection",
+    }
+    await call.write(reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE))
+    described = await call.read()
+    assert b"RankRequest" in described.file_descriptor_response.file_descriptor_proto[0]
+    await call.done_writing()
 
 
-def test_the_calls_own_deadline_counts(api_model):
-    gate = Gate()
-
-    async def main() -> None:
-        with gated_service(api_model, gate) as service:
-            async with running_api(service) as api:
-                with pytest.raises(grpc.aio.AioRpcError) as refusal:
-                    await api.stub.Rank(rank_message(api_request(0)), timeout=0.1)
-                assert refusal.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-                with failure("deadline passed") as refusal:
-                    await api.stub.Rank(rank_message(api_request(0) | {"timeout_ms": 20}), timeout=30)
-                assert refusal.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-                assert dict(refusal.value.trailing_metadata())["shardrank-error-kind"] == "deadline_exceeded"
-
-    run(main())
+async def test_the_calls_own_deadline_counts(api_model):
+    async with gated_api(api_model) as api:
+        with refused_call(StatusCode.DEADLINE_EXCEEDED):
+            await api.stub.Rank(rank_message(api_request(0)), timeout=0.1)
+        with refused_call(StatusCode.DEADLINE_EXCEEDED, "deadline_exceeded", "deadline passed"):
+            await api.stub.Rank(rank_message(api_request(0) | {"timeout_ms": 20}), timeout=30)
 
 
-def test_a_cancelled_call_is_dropped_from_the_queue(api_model):
-    gate = Gate()
+async def test_the_deadline_is_counted_from_when_the_message_was_read(api_model):
+    late_s = 0.0
+    service = RankingService(expected_models=[MODEL], clock=lambda: time.monotonic() + late_s)
+    service.install(load_served_model(ModelSource(snapshot=api_model.path, dtype="float32"), service))
+    async with running_api(service) as api:
+        call = api.channel.stream_unary(RANK, response_deserializer=ranking_pb2.RankResponse.FromString)(timeout=10)
+        await until(lambda: service.in_flight)
+        late_s = 20.0
+        await call.write(rank_message(api_request(0) | {"timeout_ms": 60_000}).SerializeToString())
+        await call.done_writing()
+        np.testing.assert_allclose((await call).scores, api_model.scores(api_request(0)), rtol=1e-5)
+    await asyncio.to_thread(service.close)
 
-    async def main() -> None:
-        with gated_service(api_model, gate) as service:
-            async with running_api(service) as api:
-                first = asyncio.ensure_future(api.stub.Rank(rank_message(api_request(0))))
-                await gate.wait_until_busy()
-                second = api.stub.Rank(rank_message(api_request(1)))
-                served = service.generations.all()[0].payload
-                while served.num_waiting < 1:  # noqa: ASYNC110  # the queue tells nobody
-                    await asyncio.sleep(0.001)
-                second.cancel()
-                while service.in_flight > 1:  # noqa: ASYNC110  # nor does the counter
-                    await asyncio.sleep(0.001)
-                gate.open.set()
-                await first
-            text = service.metrics.render().decode()
-            assert 'shardrank_batch_requests_sum{model="films"} 1.0' in text
-            assert 'shardrank_requests_total{api="grpc",method="rank",model="films",status="client_gone"} 1.0' in text
 
-    run(main())
+async def test_a_cancelled_call_is_dropped_from_the_queue(api_model):
+    async with gated_api(api_model) as api:
+        first = asyncio.ensure_future(api.stub.Rank(rank_message(api_request(0))))
+        await api.gate.wait_until_busy()
+        second = api.stub.Rank(rank_message(api_request(1)))
+        served = api.service.generations.all()[0].payload
+        await until(lambda: served.num_waiting == 1)
+        second.cancel()
+        await until(lambda: api.service.in_flight == 1)
+        api.gate.open.set()
+        await first
+        await until(lambda: not api.service.in_flight)
+        text = api.service.metrics.render().decode()
+        assert 'shardrank_batch_requests_sum{model="films"} 1.0' in text
+        assert 'shardrank_requests_total{api="grpc",method="rank",model="films",status="client_gone"} 1.0' in text
+
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+SETTINGS = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
 
 
 @pytest.mark.parametrize(
     "sent",
-    [
-        b"",
-        b"PRI * HTTP/2.0\r\n",
-        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00",
-        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00" + b"\x00\x00\x50\x01\x04\x00\x00",
-    ],
+    [b"", PREFACE[:16], PREFACE + SETTINGS, PREFACE + SETTINGS + b"\x00\x00\x50\x01\x04\x00\x00"],
     ids=["nothing", "half a preface", "only settings", "half a headers frame"],
 )
-def test_a_connection_that_stalls_is_closed(service, sent):
-    async def main() -> None:
-        async with running_api(service) as api:
-            reader, writer = await asyncio.open_connection(api.listening.host, api.listening.grpc_port)
-            writer.write(sent)
-            # Reads whatever the server says, settings and pings, and answers nothing.
-            await asyncio.wait_for(reader.read(), 20)
-            writer.close()
+async def test_a_connection_that_stalls_is_closed(api, sent):
+    reader, writer = await asyncio.open_connection(api.listening.host, api.listening.grpc_port)
+    writer.write(sent)
+    # Reads whatever the server says, settings and pings, and answers nothing.
+    await asyncio.wait_for(reader.read(), 20)
+    writer.close()
 
-    run(main())
+
+@pytest.mark.parametrize("compression", [grpc.Compression.Gzip, grpc.Compression.Deflate])
+async def test_a_compressed_message_is_answered_like_a_plain_one(api_model, api, compression):
+    answer = await api.stub.Rank(rank_message(api_request(3)), compression=compression)
+    np.testing.assert_allclose(answer.scores, api_model.scores(api_request(3)), rtol=1e-5)
+
+
+async def test_a_message_and_an_answer_of_many_windows(api_model):
+    limits = RequestLimits(max_bags_per_feature=400_000, max_ids_per_request=500_000, max_lookup_floats=2**22)
+    count = 400_000
+    message = ranking_pb2.LookupRequest(model=MODEL, timeout_ms=30_000, request_id="large")
+    message.sparse["film"].ids.extend((np.arange(count) % 777).tolist())
+    message.sparse["film"].lengths.extend([1] * count)
+    unbounded = [("grpc.max_receive_message_length", -1)]
+    async with (
+        served_api(api_model, limits) as api,
+        grpc.aio.insecure_channel(api.grpc_address, options=unbounded) as channel,
+    ):
+        types = ranking_pb2.LookupRequest.SerializeToString, ranking_pb2.LookupResponse.FromString
+        answer = await channel.unary_unary(f"/{SERVICE}/Lookup", *types)(message)
+    values = np.asarray(answer.embeddings["film"].values, np.float32).reshape(count, 8)
+    np.testing.assert_array_equal(values[777 * 3 : 777 * 4], values[:777])
+    np.testing.assert_allclose(values[:777], api_model.tables["films"].astype(np.float32), atol=1e-5)
+
+
+@pytest.mark.parametrize("path", [f"/{SERVICE}/Guess", "/other/Rank", "/"])
+async def test_a_method_that_is_not_there_is_unimplemented(api, path):
+    with refused_call(StatusCode.UNIMPLEMENTED, says="there is no method"):
+        await api.channel.unary_unary(path)(b"")
+
+
+async def test_a_streamed_request_that_is_too_long_or_none_is_refused(api):
+    info = reflection_pb2_grpc.ServerReflectionStub(api.channel).ServerReflectionInfo()
+    await info.write(reflection_pb2.ServerReflectionRequest(file_by_filename="x" * 70_000))
+    with refused_call(StatusCode.INVALID_ARGUMENT, says="65536"):
+        await info.read()
+    check = api.channel.stream_unary("/grpc.health.v1.Health/Check")()
+    await check.done_writing()
+    with pytest.raises(grpc.aio.AioRpcError, match="no request message"):
+        await check
+
+
+async def test_calls_beyond_the_stream_limit_wait_their_turn(api_model):
+    async with served_api(api_model, RequestLimits(max_concurrent_streams=64, max_queue=1000)) as api:
+        message = rank_message(api_request(0) | {"timeout_ms": 30_000})
+        answers = await asyncio.gather(*(api.stub.Rank(message, wait_for_ready=True) for _ in range(300)))
+        assert len(answers) == 300
+
+
+async def test_calls_that_send_nothing_shut_nobody_out(api_model):
+    async with served_api(api_model, RequestLimits(max_in_flight=2, max_receiving=5)) as api:
+        silent = [api.channel.stream_unary(RANK)() for _ in range(4)]
+        await until(lambda: api.service.in_flight == 4)
+        await api.stub.Rank(rank_message(api_request(0)))
+        silent.append(api.channel.stream_unary(RANK)())
+        await until(lambda: api.service.in_flight == 5)
+        with refused_call(StatusCode.RESOURCE_EXHAUSTED, says="max_receiving = 5"):
+            await api.stub.Rank(rank_message(api_request(0)))
+        for call in silent:
+            call.cancel()
+        await until(lambda: not api.service.in_flight)
+        await api.stub.Rank(rank_message(api_request(0)))
+
+
+async def test_an_old_connection_is_replaced_without_failing_a_call(api_model):
+    async with served_api(api_model, RequestLimits(max_connection_age_s=0.2)) as api:
+        message = rank_message(api_request(0))
+        await api.stub.Rank(message)
+        replaced = asyncio.create_task(api.channel.wait_for_state_change(grpc.ChannelConnectivity.READY))
+        while not replaced.done():
+            await api.stub.Rank(message)
+        await api.stub.Rank(message)

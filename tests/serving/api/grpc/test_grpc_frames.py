@@ -11,98 +11,116 @@ import pytest
 from grpc_reflection.v1alpha import reflection_pb2
 
 from serving.api.grpc import wire as frames
+from serving.api.grpc.calls import MAX_WAITING_MESSAGES, MESSAGES_OF_A_TURN
 from serving.api.grpc.services import GrpcServer
-from shardrank_testing.http2_peer import Http2Peer
-from shardrank_testing.serving_api import api_request, api_service, rank_message, run, running_api
+from shardrank_testing.http2_peer import END, Http2Peer, data, prefixed
+from shardrank_testing.serving_api import Api, api_request, rank_message
 
-END, END_HEADERS = frames.END_STREAM, frames.END_HEADERS
 RANK = "/shardrank.v1.RankingService/Rank"
-REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+GET_MODEL = "/shardrank.v1.RankingService/GetModel"
+REFLECTION = "/grpc.reflection.{}.ServerReflection/ServerReflectionInfo"
 WATCH = "/grpc.health.v1.Health/Watch"
+MESSAGE = prefixed(rank_message(api_request(0)).SerializeToString())
 
 
-@pytest.fixture(scope="module")
-def service(api_model):
-    with api_service(api_model) as service:
-        yield service
+@pytest.fixture
+async def peer(api: Api) -> AsyncIterator[Http2Peer]:
+    async with connected(api.listening.grpc_port) as peer:
+        yield peer
 
 
 @contextlib.asynccontextmanager
-async def peer_of(host: str, port: int) -> AsyncIterator[Http2Peer]:
-    peer = Http2Peer(*await asyncio.open_connection(host, port))
+async def connected(port: int) -> AsyncIterator[Http2Peer]:
+    peer = Http2Peer(*await asyncio.open_connection("127.0.0.1", port))
     peer.begin()
     yield peer
     peer.close()
 
 
-def prefixed(message: bytes, flag: int = 0) -> bytes:
-    return bytes((flag,)) + len(message).to_bytes(4, "big") + message
+def question(**fields: str) -> bytes:
+    return reflection_pb2.ServerReflectionRequest(**fields).SerializeToString()
 
 
-def call(peer: Http2Peer, stream_id: int, path: str, flags: int = 0, **headers: str) -> bytes:
-    sent = [(":method", "POST"), (":scheme", "http"), (":path", path), ("te", "trailers")]
-    sent += [("content-type", "application/grpc"), *((name.replace("_", "-"), headers[name]) for name in headers)]
-    return frames.frame(frames.HEADERS, flags | END_HEADERS, stream_id, peer.encoder.encode(sent))
-
-
-def data(stream_id: int, payload: bytes, flags: int = 0) -> bytes:
-    return frames.frame(frames.DATA, flags, stream_id, payload)
-
-
-async def status(peer: Http2Peer, stream_id: int) -> dict[str, str]:
-    return dict((await peer.answer(stream_id))[1])
-
-
-def test_a_call_whose_headers_are_too_long_is_refused_without_harm_to_others_on_its_connection(service):
-    async def main() -> None:
-        async with running_api(service) as api, peer_of(api.listening.host, api.listening.grpc_port) as peer:
-            message = prefixed(rank_message(api_request(0)).SerializeToString())
-            peer.send(call(peer, 1, RANK), data(1, message[:9]))
-            limit = service.limits.max_header_bytes
-            peer.send(call(peer, 3, RANK, x_long="v" * limit), data(3, message, END))
-            refused = await status(peer, 3)
-            assert (refused["grpc-status"], refused["shardrank-error-kind"]) == ("8", "header_too_large")
-            assert f"max_header_bytes = {limit}" in refused["grpc-message"]
-            peer.send(data(1, message[9:], END))
-            assert (await status(peer, 1))["grpc-status"] == "0"
-
-    run(main())
+async def test_headers_that_are_too_long_end_only_their_call(api, peer):
+    peer.send(peer.call(1, RANK), data(1, MESSAGE[:9]))
+    limit = api.service.limits.max_header_bytes
+    peer.send(peer.call(3, RANK, x_long="v" * limit), data(3, MESSAGE, END))
+    refused = await peer.status(3)
+    assert (refused["grpc-status"], refused["shardrank-error-kind"]) == ("8", "header_too_large")
+    assert f"max_header_bytes = {limit}" in refused["grpc-message"]
+    peer.send(data(1, MESSAGE[9:], END))
+    assert (await peer.status(1))["grpc-status"] == "0"
 
 
 @pytest.mark.parametrize("flag", [0, 1])
-def test_all_that_a_streamed_message_took_of_the_window_is_given_back_and_no_more(service, flag):
-    async def main() -> None:
-        async with running_api(service) as api, peer_of(api.listening.host, api.listening.grpc_port) as peer:
-            message = reflection_pb2.ServerReflectionRequest(file_by_filename="x" * 20_000).SerializeToString()
-            sent = prefixed(zlib.compress(message) if flag else message, flag) + prefixed(b"")
-            peer.send(call(peer, 1, REFLECTION, grpc_encoding="deflate"))
-            for _ in range(20):
-                peer.send(data(1, sent))
-                granted = 0
-                while granted < len(sent):
-                    frame = await peer.find(frames.WINDOW_UPDATE, 1)
-                    granted += int.from_bytes(frame.payload, "big")
-                assert granted == len(sent)
-                # What the answers took.
-                peer.send(frames.window_update(0, 2**16), frames.window_update(1, 2**16))
-
-    run(main())
+async def test_what_a_message_took_of_the_window_is_given_back(peer, flag):
+    """All of it, and no more, though the stream goes on."""
+    message = question(file_by_filename="x" * 20_000)
+    sent = prefixed(zlib.compress(message) if flag else message, flag) + prefixed(b"")
+    peer.send(peer.call(1, REFLECTION.format("v1alpha"), grpc_encoding="deflate"))
+    for _ in range(20):
+        peer.send(data(1, sent))
+        granted = 0
+        while granted < len(sent):
+            frame = await peer.find(frames.WINDOW_UPDATE, 1)
+            granted += int.from_bytes(frame.payload, "big")
+        assert granted == len(sent)
+        # What the answers took.
+        peer.send(frames.window_update(0, 2**16), frames.window_update(1, 2**16))
 
 
-def test_no_call_without_an_end_begins_while_the_server_stops(service):
-    async def main() -> None:
-        server = GrpcServer(service)
-        port = await server.start("127.0.0.1", 0)
-        async with peer_of("127.0.0.1", port) as peer:
-            # A call that is under way holds the connection, and its peer does not say that it knows.
-            peer.send(call(peer, 1, WATCH), data(1, prefixed(b""), END), call(peer, 3, RANK))
-            await peer.find(frames.DATA, 1)
-            stopping = asyncio.create_task(server.stop(20))
-            assert (await status(peer, 1))["grpc-message"] == "the server stops"
-            peer.send(call(peer, 5, WATCH), data(5, prefixed(b""), END))
-            assert (await status(peer, 5))["grpc-message"] == "the server stops"
-            peer.send(data(3, prefixed(rank_message(api_request(0)).SerializeToString()), END))
-            assert (await status(peer, 3))["grpc-status"] == "0"
-        await stopping
+async def test_no_call_without_an_end_begins_while_the_server_stops(api):
+    server = GrpcServer(api.service)
+    async with connected(await server.start("127.0.0.1", 0)) as peer:
+        # A call that is under way holds the connection, and its peer does not say that it knows.
+        peer.send(peer.call(1, WATCH), data(1, prefixed(b""), END), peer.call(3, RANK))
+        await peer.find(frames.DATA, 1)
+        stopping = asyncio.create_task(server.stop(20))
+        assert (await peer.status(1))["grpc-message"] == "the server stops"
+        peer.send(peer.call(5, WATCH), data(5, prefixed(b""), END))
+        assert (await peer.status(5))["grpc-message"] == "the server stops"
+        peer.send(data(3, MESSAGE, END))
+        assert (await peer.status(3))["grpc-status"] == "0"
+    await stopping
 
-    run(main())
+
+async def test_messages_that_wait_are_counted(peer):
+    peer.send(peer.call(1, REFLECTION.format("v1")), data(1, prefixed(b"") * (4 * MAX_WAITING_MESSAGES)))
+    trailers = await peer.status(1)
+    assert trailers["grpc-status"] == "8"
+    assert f"more than {MAX_WAITING_MESSAGES} messages" in trailers["grpc-message"]
+
+
+async def test_a_stream_of_small_requests_lets_others_have_their_turn(peer):
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count())
+    request = prefixed(question(file_containing_symbol="none"))
+    peer.send(peer.call(1, REFLECTION.format("v1")), data(1, request * MAX_WAITING_MESSAGES, END))
+    answers, _ = await peer.answer(1)
+    counting.cancel()
+    assert answers.count(b"none") == MAX_WAITING_MESSAGES
+    assert turns >= MAX_WAITING_MESSAGES // MESSAGES_OF_A_TURN
+
+
+async def test_a_document_has_a_small_message(peer):
+    peer.send(peer.call(1, GET_MODEL), data(1, prefixed(bytes(70_000))[:900]))
+    assert (await peer.status(1))["shardrank-error-kind"] == "body_too_large"
+
+
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
+@pytest.mark.parametrize("symbol", ["grpc.reflection.{}.ServerReflection", "inference.GRPCInferenceService"])
+async def test_both_versions_of_reflection_describe_services(peer, version, symbol):
+    symbol = symbol.format(version)
+    peer.send(peer.call(1, REFLECTION.format(version)))
+    peer.send(data(1, prefixed(question(file_containing_symbol=symbol)), END))
+    answer, trailers = await peer.answer(1)
+    assert dict(trailers)["grpc-status"] == "0"
+    described = reflection_pb2.ServerReflectionResponse.FromString(answer[5:]).file_descriptor_response
+    assert symbol.rpartition(".")[0].encode() in described.file_descriptor_proto[0]

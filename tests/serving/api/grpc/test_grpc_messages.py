@@ -9,12 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loader.errors import ShardrankError
-from serving.api.grpc.calls import (
-    CallHead,
-    MessageReader,
-    plain_message,
-    read_head,
-)
+from serving.api.grpc.calls import CallHead, MessageReader, plain_message, read_head
 from serving.api.grpc.wire import HeaderDecoder, HeaderList, header_block
 
 MAX_HEADER_BYTES = 1000
@@ -101,18 +96,3 @@ def test_what_is_no_grpc_call_is_refused(sent):
     assert ("application/grpc" in str(error), error.grpc_status, status) == (True, "INVALID_ARGUMENT", 415)
     error, status = read_head(received([(b":method", b"GET"), *CALL[1:]]), MAX_HEADER_BYTES).refusal
     assert ("POST" in str(error), error.grpc_status, status) == (True, "UNIMPLEMENTED", 405)
-
-
-def test_a_long_message_is_expanded_in_pieces_with_turns_between_them():
-    turns = 0
-
-    async def main() -> None:
-        nonlocal turns
-        expanding = asyncio.create_task(plain_message(1, gzip.compress(bytes(2**23)), "gzip", 2**24, no_charge))
-        while not expanding.done():
-            turns += 1
-            await asyncio.sleep(0)
-        assert len(expanding.result()) == 2**23
-
-    asyncio.run(main())
-    assert turns > 20

@@ -1,117 +1,139 @@
-"""Peers that are slow, greedy or rude, without breaking a rule: what they may, and what it ends with."""
+"""Peers that are slow, greedy or rude: what they may, what it ends with, and that others go on. On real sockets."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import itertools
 import socket
+from collections.abc import Callable
 
 import pytest
-import uvloop
 
 from serving.api.grpc import wire as frames
 from serving.api.grpc.wire import ErrorCode
-from shardrank_testing.http2_peer import LIMITS, http2_peer
+from serving.limits import RequestLimits
+from shardrank_testing.http2_peer import END, LIMITS, PING, Http2Peer, data, echoing, http2_peer
+from shardrank_testing.serving_api import until
 
-END, END_HEADERS = frames.END_STREAM, frames.END_HEADERS
 QUICK = dataclasses.replace(LIMITS, patience_s=0.2)
+# No connection is ended by a count of frames, or by its age.
+LASTING = dataclasses.replace(LIMITS, patience_s=10_000, idle_s=10_000, age_s=10_000, max_control_frames=10**6)
 
 
-def run(coroutine):
-    async def bounded():
-        async with asyncio.timeout(30):
-            await coroutine
-
-    uvloop.run(bounded())
+def ticking(step_s: float) -> Callable[[], float]:
+    """A clock that goes on a step each time it is read."""
+    counter = itertools.count()
+    return lambda: step_s * next(counter)
 
 
-def data(stream_id: int, payload: bytes, flags: int = 0) -> bytes:
-    return frames.frame(frames.DATA, flags, stream_id, payload)
+async def flood(peer: Http2Peer) -> None:
+    peer.begin()
+    peer.send(PING * 2 * LIMITS.max_control_frames)
+    assert (await peer.rest())[-1].code == ErrorCode.ENHANCE_YOUR_CALM
 
 
-def code_of(going) -> int:
-    return int.from_bytes(going.payload[4:8], "big")
+async def test_the_address_of_a_flood_waits_while_others_come_in():
+    async with echoing() as (connect, _, _):
+        await flood(await connect("127.0.0.2"))
+        with contextlib.suppress(ConnectionError):
+            # It is reset, at the latest when it is read from.
+            assert await (await connect("127.0.0.2")).rest() == []
+        other = await connect("127.0.0.3")
+        other.begin()
+        other.send(other.headers(1), data(1, b"served", END))
+        assert (await other.answer(1))[0] == b"served"
 
 
-FLOODS = {
-    # Requests that are whole, and are given up at once: none is ever answered.
-    "requests and resets": b"".join(
-        frames.frame(frames.HEADERS, END_HEADERS | END, stream_id, b"\x04\x05/hold")
-        + frames.rst_stream(stream_id, ErrorCode.CANCEL)
-        for stream_id in range(3, 1003, 2)
-    ),
-    "window updates of the connection": frames.window_update(0, 1) * 300,
-    "window updates of a stream": frames.window_update(1, 1) * 300,
-    "farewells": frames.goaway(0, ErrorCode.NO_ERROR) * 300,
-    "settings": frames.settings(dict.fromkeys(range(0x60, 0x7F), 1)) * 150,
-    "acknowledged settings": frames.frame(frames.SETTINGS, frames.ACK, 0) * 300,
-}
+async def test_a_proxy_that_is_trusted_never_waits():
+    async with echoing(requests=RequestLimits(trusted_proxies=("127.0.0.2/32",))) as (connect, _, _):
+        for _ in range(3):
+            await flood(await connect("127.0.0.2"))
 
 
-@pytest.mark.parametrize("flood", FLOODS.values(), ids=FLOODS)
-def test_a_flood_of_frames_that_ask_for_nothing_ends_the_connection(flood):
-    async def main() -> None:
-        async with http2_peer() as (peer, _, _):
-            peer.begin(frames.settings({frames.INITIAL_WINDOW_SIZE: 0}))
-            peer.send(peer.headers(1, more=[("x-none", "1")]), data(1, b"held", END))
-            # No answer goes out, so nothing is earned by them.
-            peer.send(flood)
-            assert code_of((await peer.rest())[-1]) == ErrorCode.ENHANCE_YOUR_CALM
+async def test_reconnecting_brings_no_new_budget_of_work():
+    async with echoing(LASTING, clock=ticking(0.0002)) as (connect, _, _):
+        pongs = []
+        while len(pongs) < 60 and (not pongs or pongs[-1]):
+            pongs.append(0)
+            with contextlib.suppress(ConnectionError):
+                peer = await connect("127.0.0.2")
+                peer.begin()
+                peer.send(PING * 100)
+                while pongs[-1] < 100 and (frame := await peer.read()) is not None and frame.kind != frames.GOAWAY:
+                    pongs[-1] += frame.kind == frames.PING
+                peer.close()
+        # Charged for each of them: some were answered, then the address had to wait.
+        assert (pongs[0], pongs[-1]) == (100, 0)
 
-    run(main())
 
-
-def test_a_peer_that_takes_answers_may_send_more_frames_than_one_that_does_not():
-    async def main() -> None:
-        async with http2_peer() as (peer, _, _):
+async def test_a_connection_has_its_turn_and_then_others_come_first():
+    unlimited = RequestLimits(max_idle_work_ms=0)
+    async with echoing(LASTING, requests=unlimited, clock=ticking(0.001)) as (connect, _, listener):
+        busy, other = await connect(), await connect()
+        for peer in (busy, other):
             peer.begin()
-            for number in range(2 * LIMITS.max_control_frames):
-                stream_id = 2 * number + 1
-                peer.send(peer.headers(stream_id), data(stream_id, b"abc", END))
-                peer.send(frames.window_update(0, 3), frames.frame(frames.PING, 0, 0, bytes(8)))
-                assert (await peer.answer(stream_id))[0] == b"abc"
-
-    run(main())
-
-
-def test_a_stream_whose_window_stays_closed_is_dropped_and_another_is_served():
-    async def main() -> None:
-        async with http2_peer(QUICK) as (peer, echo, _):
-            peer.begin(frames.settings({frames.INITIAL_WINDOW_SIZE: 2}))
-            peer.send(peer.headers(1), data(1, b"more than two", END))
-            while (frame := await peer.read()).kind != frames.RST_STREAM:
-                if frame.kind == frames.PING and not frame.flags:
-                    peer.send(frames.frame(frames.PING, frames.ACK, 0, frame.payload))
-            assert (frame.stream_id, frame.payload[-1]) == (1, ErrorCode.CANCEL)
-            await echo.until(lambda: echo.dropped == [1])
-            peer.send(peer.headers(3), data(3, b"3", END))
-            assert (await peer.answer(3))[0] == b"3"
-
-    run(main())
+            peer.send(PING)
+            await peer.find(frames.PING)
+        here = busy._writer.get_extra_info("sockname")
+        (protocol,) = [one for one in listener.open if one._transport.get_extra_info("peername") == here]
+        # All of it is there at once; a turn is good for some five of them.
+        busy.send(PING * 2000)
+        while not protocol.connection.can_read:  # noqa: ASYNC110  # in the very next turn
+            await asyncio.sleep(0)
+        other.send(other.headers(1), data(1, b"first", END))
+        assert (await other.answer(1))[0] == b"first"
+        assert len(protocol.connection._buffer) > 100 * len(PING)
+        assert not protocol._transport.is_reading()
+        for _ in range(2000):
+            await busy.find(frames.PING)
+        await until(protocol._transport.is_reading)
 
 
-def test_a_stream_that_waits_for_the_connections_window_stays_while_others_go_on():
-    async def main() -> None:
-        async with http2_peer(dataclasses.replace(QUICK, stream_window=70_000)) as (peer, echo, _):
-            peer.begin(frames.settings({frames.INITIAL_WINDOW_SIZE: 10**6}))
-            # What the first takes is all that the connection's window has.
-            peer.send(peer.headers(1), data(1, bytes(35_000)), data(1, bytes(35_000), END))
-            peer.send(peer.headers(3), data(3, b"third", END))
-            got, pings = 0, 0
-            while pings < 6:
-                frame = await peer.read()
-                if frame.kind == frames.PING and not frame.flags:
-                    # Instead of an answer, 100 bytes at each ping: far longer than a stuck stream is kept.
-                    peer.send(frames.window_update(0, 100))
-                    pings += 1
-                if frame.kind == frames.DATA:
-                    assert frame.stream_id == 1
-                    got += len(frame.payload)
-            assert (65_535 < got < 70_000, echo.dropped) == (True, [])
-            peer.send(frames.window_update(0, 10**6))
-            assert (await peer.answer(3))[0] == b"third"
+async def test_a_peer_that_completes_calls_may_go_on():
+    """Its calls make good the work and the frames in between."""
+    async with echoing(clock=ticking(0.00001)) as (connect, _, _):
+        peer = await connect()
+        peer.begin()
+        for number in range(4 * LIMITS.max_control_frames):
+            stream_id = 2 * number + 1
+            peer.send(peer.headers(stream_id), data(stream_id, b"abc", END), frames.window_update(0, 3), PING)
+            assert (await peer.answer(stream_id))[0] == b"abc"
 
-    run(main())
+
+async def test_a_stream_whose_window_stays_closed_is_dropped():
+    async with http2_peer(QUICK) as (peer, echo, _):
+        peer.begin(frames.settings({frames.INITIAL_WINDOW_SIZE: 2}))
+        peer.send(peer.headers(1), data(1, b"more than two", END))
+        while (frame := await peer.read()).kind != frames.RST_STREAM:
+            if frame.kind == frames.PING and not frame.flags:
+                peer.send(frames.frame(frames.PING, frames.ACK, 0, frame.payload))
+        assert (frame.stream_id, frame.payload[-1]) == (1, ErrorCode.CANCEL)
+        await echo.until(lambda: echo.dropped == [1])
+        peer.send(peer.headers(3), data(3, b"3", END))
+        assert (await peer.answer(3))[0] == b"3"
+
+
+async def test_a_stream_may_wait_for_the_connections_window():
+    async with http2_peer(dataclasses.replace(QUICK, stream_window=70_000)) as (peer, echo, _):
+        peer.begin(frames.settings({frames.INITIAL_WINDOW_SIZE: 10**6}))
+        # What the first takes is all that the connection's window has.
+        peer.send(peer.headers(1), data(1, bytes(35_000)), data(1, bytes(35_000), END))
+        peer.send(peer.headers(3), data(3, b"third", END))
+        got, pings = 0, 0
+        while pings < 6:
+            frame = await peer.read()
+            if frame.kind == frames.PING and not frame.flags:
+                # Instead of an answer, 100 bytes at each ping: far longer than a stuck stream is kept.
+                peer.send(frames.window_update(0, 100))
+                pings += 1
+            if frame.kind == frames.DATA:
+                assert frame.stream_id == 1
+                got += len(frame.payload)
+        assert (65_535 < got < 70_000, echo.dropped) == (True, [])
+        peer.send(frames.window_update(0, 10**6))
+        assert (await peer.answer(3))[0] == b"third"
 
 
 async def slow_connection(port: int) -> socket.socket:
@@ -144,48 +166,42 @@ BIG = 12 * 2**20
     [(2**30, False), (2**30, True), (8 * 2**20, False)],
     ids=["all is sent at once", "and the server stops", "some is held back"],
 )
-def test_a_slow_reader_gets_the_whole_of_its_answer(window, is_asked_to_go):
+async def test_a_slow_reader_gets_the_whole_of_its_answer(window, is_asked_to_go):
     # Longer than the kernel holds, and it takes longer than any patience.
     limits = dataclasses.replace(LIMITS, patience_s=0.4, stream_window=BIG, connection_window=2 * BIG)
 
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        async with http2_peer(limits) as (peer, echo, listener):
-            connection = await slow_connection(listener.port)
-            await loop.sock_sendall(connection, answered(bytes(BIG), peer, window))
-            await echo.until(lambda: echo.num_received == BIG)
-            stopping = asyncio.create_task(listener.stop(20)) if is_asked_to_go else None
-            got, began = 0, loop.time()
-            while got < BIG:
-                piece = await loop.sock_recv(connection, 2**17)
-                assert piece
-                got += len(piece)
-                if window < BIG:
-                    more = frames.window_update(0, len(piece)) + frames.window_update(1, len(piece))
-                    await loop.sock_sendall(connection, more)
-                if loop.time() - began < 4 * limits.patience_s:
-                    await asyncio.sleep(0.01)
-            connection.close()
-            peer.close()
-            if stopping is not None:
-                await stopping
-
-    run(main())
+    loop = asyncio.get_running_loop()
+    async with http2_peer(limits) as (peer, echo, listener):
+        connection = await slow_connection(listener.port)
+        await loop.sock_sendall(connection, answered(bytes(BIG), peer, window))
+        await echo.until(lambda: echo.num_received == BIG)
+        stopping = asyncio.create_task(listener.stop(20)) if is_asked_to_go else None
+        got, began = 0, loop.time()
+        while got < BIG:
+            piece = await loop.sock_recv(connection, 2**17)
+            assert piece
+            got += len(piece)
+            if window < BIG:
+                more = frames.window_update(0, len(piece)) + frames.window_update(1, len(piece))
+                await loop.sock_sendall(connection, more)
+            if loop.time() - began < 4 * limits.patience_s:
+                await asyncio.sleep(0.01)
+        connection.close()
+        peer.close()
+        if stopping is not None:
+            await stopping
 
 
-def test_a_peer_that_takes_nothing_is_dropped_and_its_answer_with_it():
+async def test_a_peer_that_reads_nothing_is_dropped():
     limits = dataclasses.replace(LIMITS, patience_s=0.2, stream_window=BIG, connection_window=2 * BIG)
 
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        async with http2_peer(limits) as (peer, echo, listener):
-            connection = await slow_connection(listener.port)
-            await loop.sock_sendall(connection, answered(bytes(BIG), peer) + peer.headers(3))
-            # Sends what makes it look alive, and reads nothing.
-            pong = frames.frame(frames.PING, frames.ACK, 0, bytes(8))
-            with pytest.raises(ConnectionError):
-                await send_for_ever(connection, pong)
-            connection.close()
-            await echo.until(lambda: echo.dropped == [3])
-
-    run(main())
+    loop = asyncio.get_running_loop()
+    async with http2_peer(limits) as (peer, echo, listener):
+        connection = await slow_connection(listener.port)
+        await loop.sock_sendall(connection, answered(bytes(BIG), peer) + peer.headers(3))
+        # Sends what makes it look alive, and reads nothing.
+        pong = frames.frame(frames.PING, frames.ACK, 0, bytes(8))
+        with pytest.raises(ConnectionError):
+            await send_for_ever(connection, pong)
+        connection.close()
+        await echo.until(lambda: echo.dropped == [3])
