@@ -19,11 +19,6 @@ from shardrank_testing.snapshots import make_spec, random_golden, write_snapshot
 _fleets = itertools.count()
 
 
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(scope="session")
 def shared_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     """One server for all tests that let it live; each has a fleet of its own there."""

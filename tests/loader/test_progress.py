@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 from loader.progress import CalledOffError, Pace, Wish, in_background
 from shardrank_testing.rollout_fleet import Clock
 
-pytestmark = pytest.mark.anyio
-
 
 async def test_work_runs_in_a_thread_and_its_result_comes_back():
     thread = await in_background(lambda wish: threading.current_thread().name, "staging", lambda result: None)

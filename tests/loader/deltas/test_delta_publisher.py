@@ -18,8 +18,6 @@ from shardrank_testing.interrupted_registry import InterruptedRegistry
 from shardrank_testing.registries import redis_server
 from shardrank_testing.snapshots import random_tables
 
-pytestmark = pytest.mark.anyio
-
 SPEC = delta_spec(("int8", "fp32"), rows=20_000)
 STREAM = delta_stream(MODEL, 1)
 ONES = np.ones((1, 4), np.float32)

@@ -15,8 +15,6 @@ from shardrank_testing.deltas import MODEL, delta_spec, export_state, register_v
 from shardrank_testing.registries import with_open
 from shardrank_testing.snapshots import random_tables
 
-pytestmark = pytest.mark.anyio
-
 SPEC = delta_spec(("fp32",))
 
 

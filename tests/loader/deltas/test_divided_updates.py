@@ -26,8 +26,6 @@ from shardrank_testing.deltas import (
 from shardrank_testing.registries import with_open
 from shardrank_testing.snapshots import random_rows, random_tables
 
-pytestmark = pytest.mark.anyio
-
 STATE, COUNTS = divided_state(0)
 
 

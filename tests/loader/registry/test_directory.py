@@ -18,8 +18,6 @@ from shardrank_testing.registries import with_open
 from shardrank_testing.registry_writers import start_writer
 from shardrank_testing.rollout_fleet import Clock
 
-pytestmark = pytest.mark.anyio
-
 WAIT_S = 60.0
 
 

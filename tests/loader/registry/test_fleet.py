@@ -20,8 +20,6 @@ from loader.registry.fleet import (
     wanted_key,
 )
 
-pytestmark = pytest.mark.anyio
-
 FIRST = WantedModel(model="m", epoch=1, live=1, hold=(1,), serve=(1,))
 PUBLISHED = PublishedVersion(
     model="m", version=9, identity="ab" * 32, delta_base=9, last_delta=0, rows_bytes=100, published_at=5.0

@@ -20,8 +20,6 @@ from shardrank_testing.certificates import Authority, needs_openssl
 from shardrank_testing.registries import RedisServer, WatchedRedis, every_call, redis_server, watched_redis
 from shardrank_testing.tcp_proxy import redis_proxy
 
-pytestmark = pytest.mark.anyio
-
 # Well above what an answer takes, far below the default: tests wait for it.
 QUICK = {"socket_timeout_s": 0.5, "call_timeout_s": 1.0}
 WAIT_S = 30.0

@@ -16,8 +16,6 @@ from loader.registry.opening import open_registry
 from loader.registry.registry import MAX_VALUE_BYTES, StreamBounds, StreamEntry
 from shardrank_testing.registries import every_call, with_open
 
-pytestmark = pytest.mark.anyio
-
 WAIT_S = 60.0
 KEYS = ("a", "a/b", "a/c", "b")
 STREAMS = ("a", "a/b")

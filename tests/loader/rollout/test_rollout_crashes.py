@@ -21,8 +21,6 @@ from shardrank_testing.interrupted_registry import InterruptedRegistry, KilledEr
 from shardrank_testing.registries import redis_server
 from shardrank_testing.rollout_fleet import MODEL, NEW, OLD, Clock, PlayedFleet
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.mark.parametrize("strategy", ["beside", "by-replica"])
 @pytest.mark.parametrize("when", ["kill_before", "kill_after"])

@@ -11,8 +11,6 @@ from loader.rollout.plan import read_rollout
 from loader.rollout.requests import RolloutStatus, read_status
 from shardrank_testing.rollout_fleet import MODEL, NEW, OLD, stats
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.mark.parametrize(
     ("shape", "options", "problem"),

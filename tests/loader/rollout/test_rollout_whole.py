@@ -9,8 +9,6 @@ from loader.registry.opening import open_registry
 from loader.rollout.requests import reshard
 from shardrank_testing.rollout_fleet import MODEL, NEW, OLD, Clock, PlayedFleet, PlayedNode, published, stats
 
-pytestmark = pytest.mark.anyio
-
 
 async def test_a_version_replaces_another_and_is_rolled_back(url):
     clock = Clock()

@@ -41,8 +41,6 @@ from loader.snapshot.store import Store
 from shardrank_testing.interrupted_registry import InterruptedRegistry
 from shardrank_testing.snapshots import files_of, make_spec, one_table_spec, write_snapshot
 
-pytestmark = pytest.mark.anyio
-
 MODEL = "small"
 SPEC = one_table_spec(260)
 

@@ -310,7 +310,6 @@ def test_the_cache_keeps_its_bound_and_drops_nothing_in_use(remote: Remote) -> N
     third.close()
 
 
-@pytest.mark.anyio
 async def test_versions_are_published_and_retired_at_a_url(remote: Remote, directory: DirectoryRegistry) -> None:
     """And what others set aside is left to them."""
     store = remote.store()
