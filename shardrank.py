@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from loader.errors import SnapshotError as SnapshotError
     from loader.errors import SnapshotExistsError as SnapshotExistsError
     from loader.errors import SnapshotNotFoundError as SnapshotNotFoundError
-    from loader.registry.opening import open_registry as open_registry
+    from loader.registry import open_registry as open_registry
     from loader.registry.registry import Registry as Registry
     from loader.snapshot.golden import GoldenRequests as GoldenRequests
     from loader.snapshot.manifest import DenseInputs as DenseInputs
@@ -79,7 +79,7 @@ _NAMES = {
         "RegistryUnavailableError ShardrankError SnapshotCorruptError SnapshotError SnapshotExistsError "
         "SnapshotNotFoundError"
     ),
-    "loader.registry.opening": "open_registry",
+    "loader.registry": "open_registry",
     "loader.registry.registry": "Registry",
     "loader.snapshot.golden": "GoldenRequests",
     "loader.snapshot.manifest": "DenseInputs DenseModelSpec ExportedModelSpec FeatureSpec ModelSpec",

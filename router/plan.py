@@ -24,8 +24,7 @@ from loader.snapshot.tables import TableSpec
 from router.errors import PlanError
 from router.plan_file import MAX_CARDS_PER_SHARD, MAX_SHARDS, PlanFile, RanksOfBuckets
 from shard_node.bags import KeyedBags, TableLayout
-from shard_node.buckets import BucketCells
-from shard_node.partition import NodeIdentity, Partition, Sharding
+from shard_node.buckets import BucketCells, NodeIdentity, Partition, Sharding
 
 if TYPE_CHECKING:
     # Both take PyTorch, which takes a second.

@@ -22,8 +22,8 @@ from serving.limits import RequestLimits
 from serving.models.ranking_models import DtypeChoice
 from serving.rank.service import RankingService, answer_in_thread
 from serving.versions.loading import ModelSource, load_served_model
+from shard_node.buckets import Sharding
 from shard_node.cuda.card_set import CardOptions, CardSet
-from shard_node.partition import Sharding
 
 
 class Ranker:

@@ -9,10 +9,10 @@ from typing import Protocol
 from shard_node.access_counts import CountedPart
 from shard_node.answer import FLOAT32_SUMS, Answer, Forms, rounded
 from shard_node.bags import Float32Array, KeyedBags, TableLayout
+from shard_node.buckets import Message, NodeIdentity
 from shard_node.engine.base import CardsUse, Engine
 from shard_node.engine.memory import Claim
 from shard_node.generation import Generation, Generations
-from shard_node.partition import Message, NodeIdentity
 from shard_node.tracing import SpanSink
 
 CLOSE_TIMEOUT_S = 10.0

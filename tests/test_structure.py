@@ -118,15 +118,13 @@ def named_in_architecture() -> list[str]:
 
 @pytest.mark.parametrize("name", named_in_architecture())
 def test_what_the_architecture_names_exists(name):
-    parts = name.split(".")
-    folder = ROOT.joinpath(*parts)
-    if folder.is_dir() or folder.with_suffix(".py").exists():
-        return
-    # The module is the longest beginning that is a file; what follows is found in it.
-    depth = next(n for n in range(len(parts) - 1, 0, -1) if ROOT.joinpath(*parts[:n]).with_suffix(".py").exists())
-    found = import_module(".".join(parts[:depth]))
-    for part in parts[depth:]:
-        found = getattr(found, part)
+    found, module = None, ""
+    for part in name.split("."):
+        module = f"{module}.{part}".lstrip(".")
+        try:
+            found = import_module(module)
+        except ModuleNotFoundError:
+            found = getattr(found, part)
 
 
 def test_the_test_files_that_go_first_exist(request):

@@ -26,8 +26,8 @@ from loader.errors import (
     RegistryUnavailableError,
     StreamSequenceError,
 )
+from loader.registry import open_registry
 from loader.registry.fleet import DenseStep, FleetRegistry, delta_stream, parse_record
-from loader.registry.opening import open_registry
 from loader.registry.registry import Registry, StreamEntry
 from loader.rollout.plan import read_rollout
 from loader.snapshot.manifest import ModelSpec
@@ -35,7 +35,7 @@ from loader.snapshot.per_row import write_access_counts
 from loader.snapshot.publishing import stream_end
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.row_classes import RowClasses
-from loader.stores.opening import open_store
+from loader.stores import open_store
 from loader.stores.place import StoreUrl
 
 DEFAULT_MAX_STREAM_ENTRIES: Final = 65_536

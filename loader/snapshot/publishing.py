@@ -32,7 +32,7 @@ from loader.snapshot.codecs import codec_for
 from loader.snapshot.manifest import Manifest, ModelSpec
 from loader.snapshot.reader import Snapshot, verify_snapshot
 from loader.snapshot.store import Store
-from loader.stores.opening import open_store
+from loader.stores import open_store
 from loader.stores.place import StorePlace
 
 _QUOTED_PROBLEMS = 5

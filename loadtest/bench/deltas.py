@@ -16,8 +16,8 @@ import click
 import numpy as np
 
 from loader.deltas.publisher import DeltaPublisher
+from loader.registry import open_registry
 from loader.registry.fleet import FleetRegistry
-from loader.registry.opening import open_registry
 from loader.snapshot.publishing import register
 from loader.snapshot.reader import Snapshot
 from loadtest.bench.harness import Bench, BenchTable, Subject, Values, bench_command, measure

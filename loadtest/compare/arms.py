@@ -35,7 +35,7 @@ from loadtest.tables import line
 from serving.client import Client, ClientError
 from serving.fleet.supervisor import shardrank_command
 from shard_node.bags import Float32Array
-from shard_node.partition import Sharding
+from shard_node.buckets import Sharding
 
 MAX_ARMS = 16
 

@@ -32,8 +32,8 @@ from serving.cli.division import DividedUse, FleetPlan
 from serving.cli.network import FleetLookups, NetworkOptions, NetworkUse, ShardTime
 from serving.errors import LookupProfileError, ModelNotFoundError
 from shard_node.bags import TableLayout
+from shard_node.buckets import Sharding
 from shard_node.cuda.kernel_params import RowFormat
-from shard_node.partition import Sharding
 from shard_node.planning.card_plan import CARD, HOST, HOT, CardBudget, CardPlan
 from shard_node.planning.cost_model import BagLoad, BatchTime, CardSystem, Traffic, batch_time, table_sizes
 from shard_node.planning.hotness import Head, Hotness, PartOfRanks, ranked_share

@@ -170,7 +170,7 @@ def _ray_config(ctx: click.Context, options: dict[str, Any]) -> RayConfig | None
 def _what(options: Options) -> dict[str, Any]:
     """`store`, `models` and `versions` of the fleet. Raises click.UsageError or SnapshotError."""
     from loader.snapshot.reader import Snapshot
-    from loader.stores.opening import open_store
+    from loader.stores import open_store
 
     store, models, version = options["store"], options["models"], options["version"]
     if options["snapshot"] is not None:
@@ -320,7 +320,7 @@ def dashboard(url: str, **options: Any) -> None:
       shardrank dashboard --store models
       shardrank dashboard --registry redis://10.0.0.9:6379/0 --port 8090 --tokens tokens.json
     """
-    from loader.registry.opening import open_registry
+    from loader.registry import open_registry
     from serving.api.http_server import running_admin
     from serving.api.tokens import Tokens
     from serving.dashboard.sources import FleetSource

@@ -22,7 +22,7 @@ from serving.cli.settings import Options, Protection, config_of
 if TYPE_CHECKING:
     from loader.registry.fleet import FleetRecord, FleetRegistry
     from router.plan_file import PlanFile
-    from serving.observe.node_metrics import NodeMetrics
+    from serving.api.node_port import NodeMetrics
     from serving.rank.service import RankingService
     from serving.server import Listening, ServerConfig
     from serving.versions.loading import ModelSource
@@ -215,8 +215,8 @@ def _source(options: Options, folder: Path, node_tls: TlsClientConfig | None) ->
 def _serve_in_fleet(options: Options, config: ServerConfig, node_tls: TlsClientConfig | None) -> None:
     """Serve until SIGTERM or SIGINT; then leave the fleet. A registry that does not answer is waited for."""
     from loader.progress import BACKGROUND_SWITCH_INTERVAL_S
+    from loader.registry import open_registry
     from loader.registry.fleet import FleetRegistry
-    from loader.registry.opening import open_registry
     from serving.rank.service import RankingService
     from serving.versions.serving_node import ServingConfig, ServingNode
     from shard_node.agent.agent import AgentConfig

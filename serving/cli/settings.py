@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from serving.rank.service import RankingService
     from serving.versions.warming import Warming
     from shard_node.agent.node_agent import NodeConfig
+    from shard_node.buckets import NodeIdentity, Partition
     from shard_node.cuda.card_set import CardOptions, CardSet
-    from shard_node.partition import NodeIdentity, Partition
     from shard_node.trace_export import TraceConfig
     from shard_node.tracing import SpanSink
     from shard_node.wire.address import Address
@@ -155,7 +155,7 @@ def snapshot_folder(
         raise click.UsageError(
             "Name a snapshot: --store FOLDER|URL [--model NAME] [--version N], or --snapshot FOLDER."
         )
-    from loader.stores.opening import open_store
+    from loader.stores import open_store
 
     opened = open_store(store)
     opened.check_exists()
@@ -207,7 +207,7 @@ def export_into(
     """
     from loader.errors import ExportError
     from loader.snapshot.reader import Snapshot
-    from loader.stores.opening import open_store
+    from loader.stores import open_store
 
     if isinstance(place, Path):
         folder = write(place, version)
@@ -251,8 +251,8 @@ def registry_url(registry: str | None, store: StorePlace | None) -> str:
 @contextlib.asynccontextmanager
 async def opened_registry(url: str) -> AsyncIterator[FleetRegistry]:
     """Open a registry, and close it when the block ends. Raises RegistryError."""
+    from loader.registry import open_registry
     from loader.registry.fleet import FleetRegistry
-    from loader.registry.opening import open_registry
 
     registry = open_registry(url)
     try:
@@ -565,7 +565,7 @@ def partition_of(
 
 def node_identity(options: Options, index: int, num_shards: int) -> NodeIdentity:
     """Return which shard of how many a process holds."""
-    from shard_node.partition import NodeIdentity
+    from shard_node.buckets import NodeIdentity
 
     return config_of(NodeIdentity, options, shard_index=index, num_shards=num_shards, num_cards=options["cards"])
 

@@ -1,24 +1,196 @@
-"""Look at a fleet again and again, keep what has to be kept, and tell whoever watches."""
+"""Read a fleet's state again and again, and send it as one document to each browser that watches."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections import Counter, defaultdict, deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence, Set
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
 from loader.errors import RegistryError
+from loader.registry.fleet import NodeRecord, VersionReport, WantedModel
 from loader.rollout.fleet_state import FleetState
-from serving.dashboard.changes import Changes
-from serving.dashboard.history import History
+from loader.rollout.plan import Rollout
+from serving.dashboard.history import Changes, History, told_events
 from serving.dashboard.sources import Source
-from serving.dashboard.told import told_state
 from serving.errors import OverloadedError, ShuttingDownError
+
+MAX_MODELS = 32
+MAX_NODES = 400
+MAX_VERSIONS = 12
+"""Of a model; those in use come first, then the newest."""
+MAX_EVENTS = 60
+MAX_TEXT = 400
+Document = dict[str, Any]
+_Version: TypeAlias = tuple[str, int]
+
+
+class _Held(NamedTuple):
+    """What all nodes tell of each model and version, gathered once: there may be hundreds of them.
+
+    Attributes:
+        reports: of a version, and whose they are.
+        answering: how many serving processes answer with a version.
+        last_deltas: as `FleetState.last_deltas`.
+    """
+
+    reports: Mapping[_Version, Sequence[tuple[NodeRecord, VersionReport]]]
+    answering: Mapping[_Version, int]
+    last_deltas: Mapping[_Version, int]
+
+    @classmethod
+    def of(cls, state: FleetState) -> _Held:
+        reports: defaultdict[_Version, list[tuple[NodeRecord, VersionReport]]] = defaultdict(list)
+        answering: Counter[_Version] = Counter()
+        for node in state.nodes:
+            for one in node.versions:
+                reports[one.model, one.version].append((node, one))
+            if node.kind == "serving":
+                answering.update(node.live.items())
+        return cls(dict(reports), answering, state.last_deltas())
+
+
+def told_state(state: FleetState, changes: Changes, history: History) -> Document:
+    """Return models with their versions and rollouts, nodes, and events, in the order in which they are shown."""
+    models, held = state.models(), _Held.of(state)
+    nodes: list[tuple[NodeRecord, float | None]] = [(node, None) for node in state.nodes]
+    nodes += [(one.node, one.at) for one in changes.gone.values()]
+    nodes.sort(key=lambda one: (one[0].kind != "shard", one[0].shard_index or 0, one[0].node_id))
+    return {
+        "coordinator": state.coordinator,
+        "num_shards": None if state.division is None else state.division.num_shards,
+        "models": [_model(state, held, model, history) for model in models[:MAX_MODELS]],
+        "more_models": max(0, len(models) - MAX_MODELS),
+        "nodes": [_node(held, node, gone_at) for node, gone_at in nodes[:MAX_NODES]],
+        "more_nodes": max(0, len(nodes) - MAX_NODES),
+        "events": told_events(changes, state, MAX_EVENTS),
+    }
+
+
+def _node(held: _Held, node: NodeRecord, gone_at: float | None) -> Document:
+    return {
+        "id": node.node_id,
+        "kind": node.kind,
+        "shard": node.shard_index,
+        "address": node.address[:MAX_TEXT],
+        "state": "gone" if gone_at is not None else "ending" if node.draining else "up",
+        "gone_at": gone_at,
+        "memory_total": node.memory_total_bytes,
+        "memory_available": node.memory_available_bytes,
+        "live": node.live,
+        "versions": [_report(held, one) for one in node.versions[-MAX_VERSIONS:]],
+    }
+
+
+def _report(held: _Held, report: VersionReport) -> Document:
+    # Only who holds rows applies deltas.
+    has_rows = bool(report.plan_digest or report.memory_tiers)
+    last_delta = held.last_deltas.get((report.model, report.version)) if has_rows else None
+    return {
+        "model": report.model,
+        "version": report.version,
+        "state": report.state,
+        "progress": report.progress,
+        "reason": "; ".join(filter(None, (report.reason, report.dense_refused)))[:MAX_TEXT],
+        "tiers": report.memory_tiers,
+        "leases": report.leases,
+        "sequence": report.delta_sequence if has_rows else None,
+        "lag": None if last_delta is None else max(0, last_delta - report.delta_sequence),
+        "applied_at": report.delta_published_at,
+        "dense_step": report.dense_step,
+        "golden": report.golden_difference,
+        "golden_tolerance": report.golden_tolerance,
+        "hot": None if report.hot is None else {"rows": report.hot.rows, "bytes": report.hot.size_bytes},
+    }
+
+
+def _model(state: FleetState, held: _Held, model: str, history: History) -> Document:
+    wanted, rollout = state.wanted.get(model), state.rollouts.get(model)
+    return {
+        "model": model,
+        "live": None if wanted is None else wanted.live,
+        "canary": None if wanted is None or wanted.canary is None else wanted.canary.model_dump(),
+        "shadow": None if wanted is None or wanted.shadow is None else wanted.shadow.model_dump(),
+        "versions": _versions(state, held, model, history),
+        "rollout": None if rollout is None else _rollout(state, rollout),
+        "rollback": _rollback(state, model, rollout),
+    }
+
+
+def _versions(state: FleetState, held: _Held, model: str, history: History) -> list[Document]:
+    wanted, num_shards = state.wanted.get(model), state.view(model).num_shards
+    used = {version for name, version in held.reports if name == model} | (set() if wanted is None else wanted.named())
+    known = used | {version for name, version in state.published if name == model}
+    shown = sorted(known, key=lambda version: (version not in used, -version))[:MAX_VERSIONS]
+    # The fleet's number is that of further versions; one from before it changed is divided as it was.
+    before = {} if wanted is None else wanted.num_shards
+    return [
+        _version(state, held, (model, version), before.get(version, num_shards), history)
+        for version in sorted(shown, reverse=True)
+    ]
+
+
+def _version(state: FleetState, held: _Held, key: _Version, num_shards: int | None, history: History) -> Document:
+    model, version = key
+    reports = held.reports.get(key, ())
+    ready = [node for node, one in reports if one.state == "ready"]
+    shards = {node.shard_index for node in ready if node.kind == "shard"}
+    published = state.published.get(key)
+    return {
+        "version": version,
+        "role": _role(state.wanted.get(model), version, {one.state for _, one in reports}),
+        "published_at": None if published is None else published.published_at,
+        "rows_bytes": None if published is None else published.rows_bytes,
+        "shards": len(shards),
+        "num_shards": num_shards,
+        "replicas": sum(node.kind == "shard" for node in ready),
+        "serving": sum(node.kind == "serving" for node in ready),
+        "answering": held.answering.get(key, 0),
+        "last_delta": state.last_delta(model, version),
+        "recent": history.recent(model, version),
+    }
+
+
+def _role(wanted: WantedModel | None, version: int, states: Set[str]) -> str:
+    if wanted is not None and wanted.live == version:
+        return "live"
+    for name, one in () if wanted is None else (("canary", wanted.canary), ("shadow", wanted.shadow)):
+        if one is not None and one.version == version:
+            return f"{name}, {100 * one.share:g}%"
+    # What is most in the way of its use is what people look for.
+    return next((one for one in ("refused", "staging", "waiting", "draining", "ready") if one in states), "published")
+
+
+def _rollout(state: FleetState, rollout: Rollout) -> Document:
+    status = state.status(rollout.model, with_nodes=False)
+    told: Document = status.model_dump(mode="json", exclude={"nodes", "wanted", "events", "model"})
+    told["waiting_for"] = [text[:MAX_TEXT] for text in status.waiting_for[:8]]
+    told["more_waiting"] = max(0, len(status.waiting_for) - 8)
+    told["limits"] = rollout.guards.model_dump()
+    told["active"] = rollout.active
+    return told
+
+
+def _rollback(state: FleetState, model: str, rollout: Rollout | None) -> Document:
+    """Say where a rollback would go, or why there is none; `shardrank rollback` decides when it is asked."""
+    to, why = None if rollout is None else rollout.rollback_target, ""
+    if rollout is None or (to is None and not rollout.active):
+        why = "there is no earlier version to go back to"
+    elif rollout.active:
+        to = rollout.from_version
+        if rollout.state == "undoing":
+            why = "the rollout is being taken back already"
+        elif rollout.committed:
+            why = "the old version is being retired: once the rollout is done it can be rolled back"
+    elif (model, to) not in state.published:
+        why = f"version {to} is not on record any more"
+    return {"to": to, "aborts": rollout is not None and rollout.active, "why_not": why}
+
 
 logger = logging.getLogger(__name__)
 

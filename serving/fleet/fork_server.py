@@ -40,7 +40,7 @@ FORK_SERVER_VARIABLE = "SHARDRANK_FORK_SERVER"
 SERVED_MODULES = (
     *("serving.server", "serving.cli.serve", "serving.cli.fleet", "serving.fleet.local_fleet"),
     *("serving.versions.loading", "shard_node.agent.agent", "shard_node.wire.server"),
-    *("loader.registry.opening", "loader.rollout.coordinator"),
+    *("loader.registry", "loader.rollout.coordinator"),
 )
 """What `serve`, `shard-node` and `coordinator` import."""
 FREE_VARIABLES = ("SHARDRANK_", "PROMETHEUS_MULTIPROC_DIR", "OTEL_", "AWS_", "PYTEST_")

@@ -23,6 +23,7 @@ import httpx
 from prometheus_client.multiprocess import mark_process_dead
 from pydantic import Field, model_validator
 
+from loader.registry import open_registry
 from loader.registry.fleet import (
     COORDINATOR_LOCK,
     FLEET,
@@ -31,13 +32,12 @@ from loader.registry.fleet import (
     NodeRecord,
     WantedModel,
 )
-from loader.registry.opening import open_registry
 from loader.rollout.plan import Rollout, read_rollout
 from loader.snapshot.publishing import register
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.store import Store
 from loader.snapshot.tables import Frozen
-from loader.stores.opening import open_store
+from loader.stores import open_store
 from loader.stores.place import StoreUrl
 from router.errors import PlanError
 from router.plan import REPLICATED, Plan

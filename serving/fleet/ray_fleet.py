@@ -342,8 +342,8 @@ async def fleet_on_ray(
         ChildFailedError: a process does not come up. What was started is ended then.
         ShardrankError: as `local_fleet.begin`.
     """
+    from loader.registry import open_registry
     from loader.registry.fleet import FleetRegistry
-    from loader.registry.opening import open_registry
     from serving.fleet.local_fleet import REGISTRY_VARIABLE, begin
 
     registry = open_registry(config.registry_url)

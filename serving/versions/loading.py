@@ -28,10 +28,10 @@ from serving.models.ranking_models import DtypeChoice
 from serving.rank.service import RankingService
 from serving.versions.served_model import ServedModel, ShardsFactory, WireDtypeChoice
 from serving.versions.warming import Warming
+from shard_node.buckets import Sharding
 from shard_node.cuda.card_set import CardSet
 from shard_node.engine.loading import load_tables
 from shard_node.node import LocalShard, ShardNode
-from shard_node.partition import Sharding
 from shard_node.wire.address import Address
 from shard_node.wire.client import ShardClient
 from shard_node.wire.tls import TlsClientConfig, client_context

@@ -36,7 +36,7 @@ from loader.registry.fleet import (
 from loader.registry.registry import Registry
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.tables import Frozen
-from loader.stores.opening import open_store
+from loader.stores import open_store
 from loader.stores.place import StoreUrl
 from router.errors import HotRowsError
 from router.hot_keeper import HotKeepers, HotStatus

@@ -27,15 +27,15 @@ from loader.registry.fleet import (
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.store import HeldSnapshot
 from loader.snapshot.tables import Frozen
-from loader.stores.opening import open_store
+from loader.stores import open_store
 from loader.stores.place import FETCHING, StoreUrl
 from shard_node.agent.delta_follower import Followers, catch_up
+from shard_node.buckets import Partition
 from shard_node.engine.loading import prepare_load
 from shard_node.engine.memory import RowMemory, available_memory_bytes, total_memory_bytes
 from shard_node.errors import CardError, FleetMismatchError
 from shard_node.generation import Generation
 from shard_node.node import LoadedTables, ShardNode
-from shard_node.partition import Partition
 from shard_node.planning.hotness import ObservedCounts
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shard_node.bags import Int64Array, KeyedBags, TableLayout
-from shard_node.buckets import BucketCells
+from shard_node.buckets import BucketCells, Partition
 from shard_node.cuda.kernel_params import (
     CHUNK_BYTES,
     MAX_LANES,
@@ -32,7 +32,6 @@ from shard_node.cuda.kernel_params import (
     round_up,
 )
 from shard_node.errors import InvalidBagsError
-from shard_node.partition import Partition
 
 BoolArray = npt.NDArray[np.bool_]
 

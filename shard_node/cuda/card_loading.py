@@ -15,6 +15,7 @@ from loader.snapshot.buckets import FileOrder, RowBuckets
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.reader import Snapshot
 from shard_node.bags import Int64Array, TableLayout
+from shard_node.buckets import Partition
 from shard_node.cuda.card_engine import CardEngine
 from shard_node.cuda.card_rows import ArenaOnCards, finder_bytes
 from shard_node.cuda.card_set import CardClaim, CardSet
@@ -35,7 +36,6 @@ from shard_node.engine.arena_builder import layout_for, not_finite
 from shard_node.engine.memory import Claim, MemoryClaim, RowMemory
 from shard_node.errors import InvalidBagsError
 from shard_node.node import DeltaPosition, LoadedTables
-from shard_node.partition import Partition
 from shard_node.planning.card_plan import BUCKET_BYTES, CardBudget, CardPlan
 from shard_node.planning.hotness import Hotness, ObservedCounts, RowCounts
 

@@ -17,12 +17,11 @@ from loader.snapshot.manifest import FileEntry
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.tables import TableSpec
 from shard_node.bags import Int64Array, TableLayout
-from shard_node.buckets import ALL_BITS
+from shard_node.buckets import ALL_BITS, Partition
 from shard_node.engine.arena import NOT_HERE, Arena, Placement, TablePlace, allocate_rows
 from shard_node.engine.base import Tier
 from shard_node.engine.cpu import CpuEngine
 from shard_node.errors import InvalidBagsError, MemoryBudgetError
-from shard_node.partition import Partition
 
 ByteArray = npt.NDArray[np.uint8]
 BoolArray = npt.NDArray[np.bool_]

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Protocol
 
 from loader.progress import Progress, no_progress
 from loader.snapshot.reader import Snapshot
+from shard_node.buckets import Partition
 from shard_node.engine.arena_builder import ArenaBuilder, layout_for
 from shard_node.engine.base import Tier
 from shard_node.engine.memory import Claim, MemoryClaim, RowMemory
 from shard_node.node import DeltaPosition, LoadedTables
-from shard_node.partition import Partition
 
 if TYPE_CHECKING:
     from shard_node.cuda.card_set import CardSet

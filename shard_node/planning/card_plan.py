@@ -18,9 +18,9 @@ import numpy.typing as npt
 
 from loader.snapshot.buckets import RowBuckets
 from shard_node.bags import Int64Array, TableLayout
+from shard_node.buckets import Partition
 from shard_node.cuda.kernel_params import MAX_CARDS, RowFormat, max_slots
 from shard_node.errors import InvalidBagsError, MemoryBudgetError
-from shard_node.partition import Partition
 from shard_node.planning.hotness import Hotness, RowHotness
 
 # Tiers of one card's rows of a table, from the hottest on.

@@ -17,13 +17,13 @@ import loader.errors
 import router.errors
 import serving.errors
 import shard_node.errors
+from serving.api.node_port import NodeMetrics
 from serving.observe.calls import STAGES, Outcome
 from serving.observe.metrics import BATCH_STAGES, CALL_STAGES, ServingMetrics
-from serving.observe.node_metrics import NodeMetrics
 from serving.observe.watch import collected
+from shard_node.buckets import NodeIdentity
 from shard_node.generation import GenerationState
 from shard_node.node import ShardNode
-from shard_node.partition import NodeIdentity
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 RULES = yaml.safe_load((DEPLOY / "prometheus" / "alerts.yaml").read_text())["groups"]

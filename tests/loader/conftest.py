@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from loader.registry import open_registry
 from loader.registry.directory import DirectoryRegistry
-from loader.registry.opening import open_registry
 from loader.registry.registry import Registry
 from loader.snapshot.tables import VocabularyMapping
 from shardrank_testing.registries import REGISTRY_KINDS, RedisServer, redis_server

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loader.deltas.publisher import AsyncDeltaPublisher
-from loader.registry.opening import open_registry
+from loader.registry import open_registry
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.reader import Snapshot
 from router.errors import HotRowsError

@@ -13,7 +13,7 @@ from loader.snapshot.tables import TableSpec
 from router.errors import PlanError
 from router.plan import REPLICATED, BucketOwners, Plan, table_bytes
 from shard_node.bags import KeyedBags
-from shard_node.partition import NodeIdentity
+from shard_node.buckets import NodeIdentity
 from shardrank_testing import topologies
 from shardrank_testing.snapshots import num_buckets, plain_bucket, plain_buckets
 

@@ -11,8 +11,8 @@ import pytest
 from loader.deltas.batch import DeltaBatch
 from loader.deltas.publisher import AsyncDeltaPublisher, DeltaPublisher
 from loader.errors import DeltaBaseError, DeltaError, DeltaFormatError, DeltaGapError, RegistryUnavailableError
+from loader.registry import open_registry
 from loader.registry.fleet import FleetRegistry, NodeRecord, VersionReport, WantedModel, delta_stream
-from loader.registry.opening import open_registry
 from shardrank_testing.deltas import MODEL, delta_spec, encoded, export_state, register_version
 from shardrank_testing.interrupted_registry import InterruptedRegistry
 from shardrank_testing.registries import redis_server

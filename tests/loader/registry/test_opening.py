@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from loader.errors import RegistryRecordError
+from loader.registry import open_registry
 from loader.registry.directory import DirectoryRegistry
-from loader.registry.opening import open_registry
 from loader.registry.redis_registry import RedisRegistry
 from loader.registry.redis_url import parse_redis_url
 

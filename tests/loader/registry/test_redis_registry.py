@@ -12,7 +12,7 @@ import pytest
 from redis.exceptions import ConnectionError
 
 from loader.errors import RegistryConflictError, RegistryUnavailableError, StreamSequenceError
-from loader.registry.opening import open_registry
+from loader.registry import open_registry
 from loader.registry.redis_registry import MASTER_CHECK_S, RedisRegistry, _ToMaster
 from loader.registry.registry import StreamBounds, StreamEntry
 from shard_node.wire.tls import TlsConfig, server_context

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from loader.errors import RegistryConflictError, RegistryRecordError, RegistryUnavailableError, StreamSequenceError
-from loader.registry.opening import open_registry
+from loader.registry import open_registry
 from loader.registry.registry import MAX_VALUE_BYTES, StreamBounds, StreamEntry
 from shardrank_testing.registries import every_call, with_open
 

@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from loader.errors import RegistryUnavailableError, RolloutError
+from loader.registry import open_registry
 from loader.registry.directory import DirectoryRegistry
 from loader.registry.fleet import COORDINATOR_LOCK, WANTED, rollout_key, wanted_key
-from loader.registry.opening import open_registry
 from loader.rollout.coordinator import Coordinator
 from shardrank_testing.interrupted_registry import InterruptedRegistry, KilledError
 from shardrank_testing.registries import redis_server

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from loader.errors import RolloutError
-from loader.registry.opening import open_registry
+from loader.registry import open_registry
 from loader.rollout.requests import reshard
 from shardrank_testing.rollout_fleet import MODEL, NEW, OLD, Clock, PlayedFleet, PlayedNode, published, stats
 

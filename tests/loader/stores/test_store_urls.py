@@ -10,7 +10,7 @@ import pytest
 
 from loader.errors import StoreUrlError
 from loader.snapshot.store import Store
-from loader.stores.opening import open_store
+from loader.stores import open_store
 from loader.stores.place import DEFAULT_CACHE_BYTES, StoreUrl, store_place
 
 
@@ -56,7 +56,7 @@ def test_folders_import_no_client_and_urls_name_the_extra() -> None:
 import sys
 sys.modules["obstore"] = None
 from loader.errors import StoreUrlError
-from loader.stores.opening import open_store
+from loader.stores import open_store
 open_store("models")
 assert "loader.stores.objects" not in sys.modules
 try:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from loader.registry.opening import open_registry
+from loader.registry import open_registry
 from loader.snapshot.reader import verify_snapshot
 from loadtest.drill.broken import (
     Attempt,

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from click.testing import Result
 
+from loader.registry import open_registry
 from loader.registry.fleet import FleetRegistry, NodeRecord, VersionReport, WantedModel
-from loader.registry.opening import open_registry
 from loader.snapshot.per_row import read_access_counts
 from shard_node.access_counts import SAMPLE_EVERY
 from shard_node.wire.address import Address

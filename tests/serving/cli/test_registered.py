@@ -17,10 +17,10 @@ from loader.snapshot.reader import Snapshot
 from router.plan import Plan
 from router.replicas import ReplicatedShard
 from serving.cli.serve import _fleet_configs, _serve_rows_in_fleet, serve, shard_node, worker_arguments
+from shard_node.buckets import NodeIdentity
 from shard_node.cuda.card_set import CardSet
 from shard_node.errors import CardError
 from shard_node.node import ShardNode
-from shard_node.partition import NodeIdentity
 from shard_node.wire.address import Address
 from shard_node.wire.client import ShardClient
 from shardrank_testing.bags import random_table_bags

@@ -14,9 +14,9 @@ from typing import Any
 import httpx
 import pytest
 
+from loader.registry import open_registry
 from loader.registry.directory import DirectoryRegistry
 from loader.registry.fleet import COORDINATOR_LOCK, Canary, FleetRegistry, NodeRecord, VersionReport, WantedModel
-from loader.registry.opening import open_registry
 from loader.rollout.coordinator import CoordinatorConfig
 from shardrank_testing.background import in_background
 from shardrank_testing.command_line import shardrank

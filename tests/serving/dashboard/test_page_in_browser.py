@@ -14,8 +14,8 @@ import pytest
 from anyio.from_thread import BlockingPortal
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
+from loader.registry import open_registry
 from loader.registry.fleet import NodeRecord, VersionReport
-from loader.registry.opening import open_registry
 from loader.rollout.coordinator import Coordinator, CoordinatorConfig
 from loader.rollout.plan import read_rollout
 from loader.rollout.requests import start_rollout

@@ -7,8 +7,7 @@ import pytest
 
 from serving.errors import OverloadedError
 from serving.limits import RequestLimits
-from serving.rank.batcher import REMEMBERED_S, Batcher, Pending
-from serving.rank.pace import KEPT, SLOWEST
+from serving.rank.batcher import KEPT, REMEMBERED_S, SLOWEST, Batcher, Pending
 from shardrank_testing.waiting import Clock, Model
 
 LIMITS = RequestLimits(max_batch_candidates=100)

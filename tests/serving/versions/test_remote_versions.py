@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from loader.deltas.publisher import AsyncDeltaPublisher
-from loader.registry.opening import open_registry
+from loader.registry import open_registry
 from loader.snapshot.manifest import MANIFEST_NAME, read_manifest
-from loader.stores.opening import open_store
+from loader.stores import open_store
 from loader.stores.place import StoreUrl
 from shardrank_testing.agent_fleet import agent_fleet, with_live
 from shardrank_testing.s3_server import Bucket

@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from loader.deltas.batch import DeltaBatch
 from loader.deltas.publisher import AsyncDeltaPublisher
 from loader.errors import DeltaFormatError, DeltaGapError, RegistryUnavailableError
+from loader.registry import open_registry
 from loader.registry.fleet import delta_stream
-from loader.registry.opening import open_registry
 from loader.registry.registry import StreamBounds, StreamEntry
 from loader.snapshot.reader import Snapshot
 from shard_node.agent.delta_follower import FollowerConfig, Followers

@@ -21,6 +21,7 @@ from loader.snapshot.tables import TableSpec
 from router.plan import Plan
 from shard_node.access_counts import SAMPLE_EVERY
 from shard_node.bags import TableLayout
+from shard_node.buckets import NodeIdentity, Partition
 from shard_node.cuda import places as placer_module
 from shard_node.cuda.card_loading import UPLOAD_BYTES, CardTableLoad
 from shard_node.cuda.card_set import CardMemory, CardOptions, CardSet
@@ -40,7 +41,6 @@ from shard_node.engine.memory import RowMemory
 from shard_node.engine.reference import ReferenceEngine
 from shard_node.errors import InvalidBagsError, MemoryBudgetError
 from shard_node.node import LoadedTables, ShardNode
-from shard_node.partition import NodeIdentity, Partition
 from shard_node.planning import card_plan
 from shard_node.planning.card_plan import CardBudget, CardPlan, TableSplit
 from shard_node.planning.hotness import Hotness

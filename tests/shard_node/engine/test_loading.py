@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shard_node.buckets import Partition
 from shard_node.engine.arena import HUGE_PAGE_BYTES, allocate_rows
 from shard_node.engine.loading import choose_tiers
 from shard_node.engine.memory import available_memory_bytes, total_memory_bytes
 from shard_node.errors import InvalidBagsError, MemoryBudgetError
-from shard_node.partition import Partition
 
 
 @given(st.lists(st.integers(0, 1000), min_size=1), st.integers(0, 5000))

@@ -10,10 +10,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from loader.snapshot.tables import TableSpec
+from shard_node.buckets import Partition
 from shard_node.cuda.kernel_params import hot_owner, owners_of
 from shard_node.cuda.places import Placer
 from shard_node.errors import InvalidBagsError, MemoryBudgetError
-from shard_node.partition import Partition
 from shard_node.planning import card_plan
 from shard_node.planning.balance import Owners, deal
 from shard_node.planning.card_plan import CARD, HOST, HOT, CardBudget, CardPlan, TableSplit

@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from loader.registry import open_registry
 from loader.registry.fleet import FleetRecord, FleetRegistry, NodeRecord, WantedModel
-from loader.registry.opening import open_registry
 from loader.snapshot.publishing import register
 from loader.snapshot.reader import Snapshot
 from loader.stores.place import StoreUrl
@@ -24,9 +24,9 @@ from serving.versions.serving_node import LocalRows, ServingConfig, ServingNode
 from shard_node.agent.agent import Agent, AgentConfig
 from shard_node.agent.node_agent import NodeActions, NodeConfig, join_fleet
 from shard_node.agent.stagings import StagingConfig
+from shard_node.buckets import NodeIdentity, Partition
 from shard_node.cuda.card_set import CardSet
 from shard_node.node import ShardNode
-from shard_node.partition import NodeIdentity, Partition
 from shard_node.wire.address import Address
 from shard_node.wire.server import NodeServer
 from shardrank_testing.serving_api import MODEL, ApiModel

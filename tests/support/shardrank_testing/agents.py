@@ -13,17 +13,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from loader.registry import open_registry
 from loader.registry.fleet import FleetRegistry, NodeRecord, PublishedVersion, VersionReport, WantedModel
-from loader.registry.opening import open_registry
 from loader.snapshot.publishing import register
 from loader.snapshot.reader import Snapshot
 from router.plan import Plan
 from shard_node.agent.agent import Agent, AgentConfig
 from shard_node.agent.node_agent import NodeActions, NodeConfig
 from shard_node.agent.stagings import StagingConfig
+from shard_node.buckets import NodeIdentity, Partition
 from shard_node.cuda.card_set import CardSet
 from shard_node.node import ShardNode
-from shard_node.partition import NodeIdentity, Partition
 from shardrank_testing.snapshots import make_spec, write_snapshot
 
 NEVER_S = 60.0

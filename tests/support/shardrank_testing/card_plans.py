@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from loader.snapshot.manifest import FeatureSpec, ModelSpec
 from loader.snapshot.tables import RowDtype, TableSpec
 from shard_node.bags import TableLayout
+from shard_node.buckets import Partition
 from shard_node.cuda.kernel_params import RowFormat
-from shard_node.partition import Partition
 from shard_node.planning.card_plan import CardBudget
 from shard_node.planning.hotness import Hotness
 from shardrank_testing.snapshots import DEFAULT_DENSE_MODEL, num_buckets

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.tables import RowDtype, TableSpec
+from shard_node.buckets import Partition
 from shard_node.cuda.card_engine import CardEngine
 from shard_node.cuda.card_loading import CardTableLoad
 from shard_node.cuda.card_set import CardOptions, CardSet
@@ -35,7 +36,6 @@ from shard_node.cuda.kernel_params import (
 )
 from shard_node.cuda.places import Placer
 from shard_node.engine.memory import RowMemory
-from shard_node.partition import Partition
 from shardrank_testing.card_bytes import fetch, fetch_at, send
 from shardrank_testing.card_engines import options_for
 from shardrank_testing.card_plans import model_of

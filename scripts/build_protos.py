@@ -1,11 +1,12 @@
-"""Generates the protobuf modules: `python -m serving.proto.build`, from anywhere."""
+#!/usr/bin/env python3
+"""Generates the protobuf modules; into another folder for one that is named."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parent.parent
 OPEN_INFERENCE = Path("serving/proto/inference/open_inference.proto")
 PROTOS = (Path("serving/proto/shardrank/v1/ranking.proto"), OPEN_INFERENCE)
 # What `serving.proto.inference.pool` is for.
@@ -42,4 +43,4 @@ def build(output: Path) -> list[Path]:
 
 
 if __name__ == "__main__":
-    sys.stdout.writelines(f"{path}\n" for path in build(REPOSITORY))
+    sys.stdout.writelines(f"{path}\n" for path in build(Path(sys.argv[1]) if sys.argv[1:] else REPOSITORY))
