@@ -30,7 +30,7 @@ from loader.registry.fleet import FleetRegistry
 from loader.snapshot.manifest import CHECKSUM_NAME, MANIFEST_NAME, read_manifest
 from loader.snapshot.publishing import publish, retain
 from loader.snapshot.reader import Snapshot
-from loader.stores import fetching
+from loader.stores import remote as remote_module
 from loader.stores.place import StoreUrl
 from loader.stores.remote import RemoteStore
 from shardrank_testing.processes import wait_until
@@ -46,7 +46,7 @@ PART_BYTES = 64 << 10
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetching, "PART_BYTES", PART_BYTES)
+    monkeypatch.setattr(remote_module, "PART_BYTES", PART_BYTES)
 
 
 @dataclass(frozen=True)
@@ -161,11 +161,11 @@ def test_a_version_is_immutable_and_two_who_write_it_never_mix(
 KILLED = """
     import sys
     from pathlib import Path
-    from loader.stores import fetching
+    from loader.stores import remote
     from loader.stores.place import StoreUrl
     from loader.stores.remote import RemoteStore
 
-    fetching.PART_BYTES, fetching.PARTS_AT_A_TIME = int(sys.argv[3]), 2
+    remote.PART_BYTES, remote.PARTS_AT_A_TIME = int(sys.argv[3]), 2
     RemoteStore(StoreUrl(url=sys.argv[1], cache=Path(sys.argv[2]))).hold("small", 1)
 """
 
@@ -222,7 +222,7 @@ def test_an_object_that_changes_during_its_fetch_is_never_mixed(
     put(store, remote.made / "1")
     right, other = (remote.made / "1" / ROWS).read_bytes(), (remote.made / "2" / ROWS).read_bytes()
     assert len(right) == len(other)
-    monkeypatch.setattr(fetching, "PARTS_AT_A_TIME", 1)
+    monkeypatch.setattr(remote_module, "PARTS_AT_A_TIME", 1)
     half = remote.proxy.hold_after = remote.proxy.answer_bytes + len(right) // 2
 
     def change() -> None:

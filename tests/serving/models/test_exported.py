@@ -21,10 +21,9 @@ from loader.errors import ExportError, UnsafeProgramError
 from loader.snapshot.manifest import ExportedModelSpec, ModelSpec
 from loader.snapshot.program import ProgramArchive, program_bytes
 from serving.errors import RankingModelError, UntrustedProgramError
-from serving.models.exported import export_program, exported_copy, load_exported
+from serving.models.exported import export_program, load_exported
 from serving.models.inputs import RankingInputs
-from serving.models.ranking_models import load_model
-from shardrank_testing.ranking import CONFIGS, DIM, converted, random_inputs, random_tensors, ranking_spec
+from shardrank_testing.ranking import DIM, random_inputs, ranking_spec
 
 INPUTS: dict[str, Any] = {
     "user": {"source": "pooled", "features": ["user"], "per": "request"},
@@ -101,23 +100,6 @@ def loaded(program, tmp_path_factory):
 def test_a_program_gives_its_modules_outputs_and_weighted_sum(loaded, requests, seed):
     inputs = random_inputs(described(), [count for count, _ in requests], [length for _, length in requests], seed)
     torch.testing.assert_close(loaded.scores(inputs), expected_of(two_tasks(), inputs), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("number_format", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", CONFIGS)
-def test_a_built_in_model_scores_the_same_as_a_program(kind, number_format, tmp_path):
-    spec = ranking_spec(kind)
-    model = load_model(spec, random_tensors(spec))
-    model.pack(number_format, portable=True)
-    exported, program = exported_copy(spec, model)
-    copied = load_exported(exported, saved(tmp_path, program_bytes(program)), trusted=True)
-    assert (copied.number_format, copied.dtype) == (number_format, model.dtype)
-    built_in = load_model(spec, random_tensors(spec), number_format)
-    for candidates, lengths in (([1], [0]), ([5, 1, 20], [3, 0, 1]), ([16], [7])):
-        inputs = converted(random_inputs(spec, candidates, lengths), model.dtype)
-        tolerance = 1e-5 if number_format == "float32" else 2e-2
-        for found in copied.scores(inputs):
-            torch.testing.assert_close(found, built_in.score(inputs), rtol=0, atol=tolerance)
 
 
 # What is refused
