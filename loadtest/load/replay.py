@@ -21,21 +21,11 @@ from rich.console import Console
 from loader.memory import settle_heap
 from loader.snapshot.tables import Frozen
 from loadtest.errors import LoadConfigError
-from loadtest.load.config import MAX_RATE, OfferedLoad
+from loadtest.load.config import MAX_RATE, Sending
 from loadtest.load.generator import LEAD_S, event_loop, offer, stopping_on_signals
-from loadtest.load.result import (
-    Float64Array,
-    Machine,
-    Percentiles,
-    Recorder,
-    check_writable,
-    percentiles,
-    this_machine,
-    versions,
-    write_document,
-)
-from loadtest.load.run import INTERRUPTED, show_tables
-from loadtest.load.senders import NEVER, Failure, Outgoing
+from loadtest.load.result import Float64Array, Measured, Recorder, check_writable, measured, percentiles, write_document
+from loadtest.load.run import INTERRUPTED, show_measured
+from loadtest.load.senders import Failure, Outgoing
 from loadtest.tables import line
 from loadtest.workloads.payloads import Pool, payload_of, within
 from serving.cli.output import stdout_console
@@ -49,8 +39,8 @@ MAX_BYTES = 512 << 20
 MAX_DIFFERENCES = 10
 
 
-class ReplayConfig(OfferedLoad):
-    """What is sent, where, and how fast. Of the fields of a load, those of a workload are of no meaning.
+class ReplayConfig(Sending):
+    """Which recorded requests are sent, and how fast.
 
     Attributes:
         folder: of recorded requests.
@@ -66,8 +56,6 @@ class ReplayConfig(OfferedLoad):
     rate: float | None = Field(default=None, gt=0, le=MAX_RATE)
     requests: int = Field(default=10_000, ge=1, le=1_000_000)
     tolerance: float = Field(default=1e-4, ge=0)
-    varied: bool = False
-    slo_ms: float = 0.0
 
 
 class Difference(Frozen):
@@ -77,8 +65,8 @@ class Difference(Frozen):
     max_difference: float
 
 
-class ReplayResult(Frozen):
-    """What `loadtest replay --json` writes.
+class ReplayResult(Measured):
+    """What `loadtest replay --json` writes; what is not listed is as in `Measured`.
 
     Attributes:
         recorded: requests of the model in the folder; `sent` of them, the last ones.
@@ -88,20 +76,13 @@ class ReplayResult(Frozen):
         max_difference: of a score, over all that were compared; None if none was.
         first_differences: some of those that are different.
         answers_by_version: how many.
-        latency: of answers, from when a request was due; `latency_of_due` counts failed ones as later.
         lag_p99_ms: how late the replay itself came to its requests.
     """
 
-    target: str
-    model: str
     recorded: int
-    sent: int
     seconds: float
     speed: float
     rate: float | None
-    answered: int
-    errors: dict[str, int]
-    error_examples: tuple[str, ...]
     compared: int
     identical: int
     within: int
@@ -111,12 +92,7 @@ class ReplayResult(Frozen):
     max_difference: float | None
     first_differences: tuple[Difference, ...]
     answers_by_version: dict[int, int]
-    latency: Percentiles
-    latency_of_due: Percentiles
-    service: Percentiles
     lag_p99_ms: float | None
-    machine: Machine
-    versions: dict[str, str]
 
 
 class _Answer(msgspec.Struct):
@@ -214,28 +190,19 @@ async def replay(config: ReplayConfig, prepared: Prepared) -> ReplayResult:
     comparison = ScoreComparison(prepared.pool.is_grpc, prepared.recorded, config.tolerance)
     recorder = Recorder(time.monotonic() + LEAD_S)
     done = await offer(config, prepared.pool, [due], recorder, cpu_s=(0.0, 0.0), judge=comparison)
-    counts, rows, answered = comparison.counts, done.records.rows, done.records.answered
-    latency_s = answered["ended"] - answered["due"]
+    counts, rows = comparison.counts, done.records.rows
     return ReplayResult(
+        **measured([done.records]),
         **config.model_dump(include={"target", "speed", "rate", "tolerance"}),
         **{name: counts[name] for name in ("identical", "within", "different", "not_comparable")},
         model=prepared.model,
         recorded=prepared.total,
-        sent=int((rows["sent"] != NEVER).sum()),
         seconds=float(due[-1]),
-        answered=answered.size,
-        errors=done.records.errors,
-        error_examples=done.records.examples,
         compared=counts.total() - counts["not_comparable"],
         max_difference=comparison.max_difference,
         first_differences=tuple(comparison.first),
         answers_by_version=dict(sorted(comparison.by_version.items())),
-        latency=percentiles(latency_s),
-        latency_of_due=percentiles(latency_s, out_of=rows.size),
-        service=percentiles(answered["ended"] - answered["sent"]),
         lag_p99_ms=percentiles(rows["turn"] - rows["due"]).p99_ms,
-        machine=this_machine(),
-        versions=versions(),
     )
 
 
@@ -263,10 +230,8 @@ def show(console: Console, result: ReplayResult) -> None:
     """Print a result."""
     pace = f"{result.rate:g}/s" if result.rate is not None else f"{result.speed:g} times their pace"
     line(console, f"{result.model} at {result.target}: {result.sent} of {result.recorded} recorded requests at {pace}")
-    times = {"latency of answers, ms": result.latency, "  with failed requests as later": result.latency_of_due}
     facts = {
         "answered": result.answered,
-        **{f"failed: {kind}": count for kind, count in result.errors.items()},
         "scores compared": result.compared,
         "  identical": result.identical,
         f"  within {result.tolerance:g}": result.within,
@@ -274,4 +239,4 @@ def show(console: Console, result: ReplayResult) -> None:
         "of another version, dense step or delta": result.not_comparable,
         "largest difference of a score": "-" if result.max_difference is None else f"{result.max_difference:.3g}",
     }
-    show_tables(console, times, facts, [f"  {example}" for example in result.error_examples])
+    show_measured(console, result, facts)

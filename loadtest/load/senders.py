@@ -89,15 +89,9 @@ async def make_sender(
     connections: int = 512,
     channels: int = 4,
 ) -> Sender:
-    """Make the sender of a target. Raises OSError: no such host.
+    """Make the sender of a target: with at most so many connections of HTTP at a time, or channels of gRPC.
 
-    Args:
-        target: where requests go.
-        payloads: the requests.
-        judge: of answers.
-        headers: added to each request's, one after the other; None for none.
-        connections: of HTTP that may be open at a time.
-        channels: of gRPC.
+    To each request the next of the `headers` is added. Raises OSError: no such host.
     """
     headers = itertools.repeat(()) if headers is None else headers
     if target.scheme == "grpc":
