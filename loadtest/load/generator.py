@@ -28,7 +28,7 @@ from loadtest.errors import AnswerError, GeneratorError, LoadConfigError, Reques
 from loadtest.load.config import MAX_TIMEOUT_MS, OTHER_SERVERS_APIS, OfferedLoad, RunConfig, Sending
 from loadtest.load.loops import ANSWER_TIMEOUT_S, OpenLoop, Weighed, arrival_times, keep_busy
 from loadtest.load.result import Done, Float64Array, LoadResult, Ready, Recorder, make_result
-from loadtest.load.senders import AnswerCheck, Judge, Outgoing, make_sender
+from loadtest.load.senders import Judge, Outgoing, check_answer, make_sender
 from loadtest.workloads.catalog import bench_payloads, open_workload
 from loadtest.workloads.payloads import Payloads, Pool, changing_headers
 from serving.fleet.process import PARENT_PID_VARIABLE, STOP_SIGNALS, StopRequestedError, die_with_parent
@@ -85,11 +85,12 @@ async def offer(
     """Send a process's part of a load at the times of an `OpenLoop`, with connections of its own.
 
     The run begins when the recorder does. This process's CPU time is measured between two seconds of it, `cpu_s`.
-    Answers are judged by `AnswerCheck`, unless another judge is given. Raises OSError: no such target.
+    Answers are judged by `check_answer`, unless another judge is given. Raises OSError: no such target.
     """
     part, at = partial(share_of, process=process, processes=load.processes), recorder.begin
     limits = {"connections": part(load.max_connections), "channels": part(load.grpc_channels)}
-    sender = await make_sender(load.at, pool, judge or AnswerCheck(pool), changing_headers(load.varied), **limits)
+    judge = judge or partial(check_answer, pool)
+    sender = await make_sender(load.at, pool, judge, changing_headers(load.varied), **limits)
     loop = OpenLoop(
         times,
         lambda number: sender,

@@ -15,6 +15,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -23,7 +24,7 @@ import psutil
 from loadtest.errors import LateAnswerError, RequestFailedError
 from loadtest.load.config import Arrivals, OfferedLoad
 from loadtest.load.result import MAX_CPU_SHARE, Float64Array, Recorder
-from loadtest.load.senders import AnswerCheck, Failure, Outgoing, Sender, make_sender
+from loadtest.load.senders import Failure, Outgoing, Sender, check_answer, make_sender
 from loadtest.workloads.payloads import Pool, changing_headers
 
 ANSWER_TIMEOUT_S = 60.0
@@ -311,7 +312,7 @@ async def keep_busy(
         recorder.add(request, failure)
 
     limits = {"connections": in_flight, "channels": min(load.grpc_channels, in_flight)}
-    sender = await make_sender(load.at, pool, AnswerCheck(pool), changing_headers(load.varied), **limits)
+    sender = await make_sender(load.at, pool, partial(check_answer, pool), changing_headers(load.varied), **limits)
     loop = ClosedLoop(lambda number: sender, record, in_flight=in_flight, begin=recorder.begin)
     try:
         await sender.open(ANSWER_TIMEOUT_S)

@@ -142,7 +142,6 @@ class ScoreComparison:
 class Prepared(NamedTuple):
     """The requests of a replay, by when they came, and their bodies; of `total` requests of the model in the folder."""
 
-    model: str
     total: int
     recorded: list[Recorded]
     pool: Pool
@@ -172,7 +171,7 @@ def prepare(config: ReplayConfig) -> Prepared:
     in_order, api, timeout_ms = sorted(requests, key=attrgetter("arrived_at")), config.spoken, config.stated_timeout_ms
     encoded = (payload_of(one.schema, one.request, api, model, timeout_ms) for one in in_order)
     pool = Pool(api, model, within(encoded, MAX_BYTES))
-    return Prepared(model, totals[model], in_order[: len(pool)], pool)
+    return Prepared(totals[model], in_order[: len(pool)], pool)
 
 
 def due_times(recorded: Sequence[Recorded], speed: float, rate: float | None) -> Float64Array:
@@ -195,7 +194,7 @@ async def replay(config: ReplayConfig, prepared: Prepared) -> ReplayResult:
         **measured([done.records]),
         **config.model_dump(include={"target", "speed", "rate", "tolerance"}),
         **{name: counts[name] for name in ("identical", "within", "different", "not_comparable")},
-        model=prepared.model,
+        model=prepared.pool.model,
         recorded=prepared.total,
         seconds=float(due[-1]),
         compared=counts.total() - counts["not_comparable"],
