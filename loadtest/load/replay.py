@@ -27,7 +27,7 @@ from loadtest.load.result import Float64Array, Measured, Recorder, check_writabl
 from loadtest.load.run import INTERRUPTED, show_measured
 from loadtest.load.senders import Failure, Outgoing
 from loadtest.tables import line
-from loadtest.workloads.payloads import Pool, payload_of, within
+from loadtest.workloads.payloads import Pool, payload_of
 from serving.cli.output import stdout_console
 from serving.client import ClientError
 from serving.client.features import RankResult, read_rank
@@ -170,7 +170,7 @@ def prepare(config: ReplayConfig) -> Prepared:
     ((model, requests),) = by_model.items()
     in_order, api, timeout_ms = sorted(requests, key=attrgetter("arrived_at")), config.spoken, config.stated_timeout_ms
     encoded = (payload_of(one.schema, one.request, api, model, timeout_ms) for one in in_order)
-    pool = Pool(api, model, within(encoded, MAX_BYTES))
+    pool = Pool(api, model, encoded, MAX_BYTES)
     return Prepared(totals[model], in_order[: len(pool)], pool)
 
 

@@ -86,11 +86,19 @@ class Payload:
 
 
 class Pool(list[Payload]):
-    """Requests to one model, under the name that the server has it under, as an API encodes them."""
+    """Requests to one model, under the name that the server has it under, as an API encodes them.
 
-    def __init__(self, api: Encoding, model: str, payloads: Iterable[Payload]) -> None:
-        super().__init__(payloads)
-        self.api, self.model = api, model
+    They are as many as fit into so many bytes of bodies, and the first one at least.
+    """
+
+    def __init__(self, api: Encoding, model: str, payloads: Iterable[Payload], max_bytes: int) -> None:
+        super().__init__()
+        self.api, self.model, left = api, model, max_bytes
+        for payload in payloads:
+            left -= len(payload.body)
+            if self and left < 0:
+                break
+            self.append(payload)
 
     @property
     def is_grpc(self) -> bool:
@@ -106,17 +114,9 @@ class Pool(list[Payload]):
 
 
 class Payloads(Pool):
-    """A pool of distinct requests of a workload.
+    """A pool of `count` distinct requests of a workload, which for the same seed are the same in every API.
 
-    Args:
-        workload: makes the requests.
-        api: how they are encoded.
-        model: the name that the server has the model under; None for the workload's own.
-        count: how many. Fewer are made if they would take more than `max_bytes`, but at least one.
-        seed: of the requests; the same ones for every API.
-        timeout_ms: the deadline that each brings; None to leave it to the server.
-        max_bytes: of all bodies.
-        path: of a POST, where it is not the API's own.
+    None stands for the workload's model, the server's deadline and the API's path.
     """
 
     def __init__(
@@ -133,17 +133,7 @@ class Payloads(Pool):
     ) -> None:
         model, rng = model or workload.spec.model, np.random.default_rng(seed)
         drawn = (payload_of(workload.schema, workload.request(rng), api, model, timeout_ms, path) for _ in range(count))
-        super().__init__(api, model, within(drawn, max_bytes))
-
-
-def within(payloads: Iterable[Payload], max_bytes: int) -> Iterator[Payload]:
-    """Pass on as many as fit so many bytes of bodies, and the first one at least."""
-    left = max_bytes
-    for number, payload in enumerate(payloads):
-        left -= len(payload.body)
-        if number and left < 0:
-            return
-        yield payload
+        super().__init__(api, model, drawn, max_bytes)
 
 
 def payload_of(
@@ -162,9 +152,6 @@ def payload_of(
 
 class _Answer(msgspec.Struct):
     scores: list[float]
-
-
-_ANSWER = msgspec.json.Decoder(_Answer)
 
 
 def _encode_json(schema: Described, request: RankRequest, model: str, timeout_ms: int | None) -> Encoded:
@@ -201,10 +188,6 @@ def _shortest(values: Float32Array) -> list[Any]:
     return numbers if values.size else []
 
 
-def _read_json(answer: bytes) -> ScoreList:
-    return _ANSWER.decode(answer).scores
-
-
 def _encode_grpc(schema: Described, request: RankRequest, model: str, timeout_ms: int | None) -> Encoded:
     """Write a RankRequest with features in maps by name, as the client does."""
     sides: tuple[dict[str, Any], dict[str, Any]] = {}, {}
@@ -237,10 +220,6 @@ def _encode_packed(schema: Described, request: RankRequest, model: str, timeout_
     return message.SerializeToString(deterministic=True), ()
 
 
-def _read_grpc(answer: bytes) -> ScoreList:
-    return ranking_pb2.RankResponse.FromString(answer).scores
-
-
 Tensor: TypeAlias = tuple[str, str, list[int], bytes]
 """Of the Open Inference Protocol: name, datatype, shape, and little-endian data, row-major."""
 
@@ -265,8 +244,9 @@ def _tensors(schema: Described, request: RankRequest) -> Iterator[Tensor]:
             yield name, "FP32", list(dense.shape), packed_bytes(dense, "<f4")
 
 
-def _infer_body(tensors: Sequence[Tensor], timeout_ms: int | None) -> Encoded:
+def _infer_body(given: Iterable[Tensor], timeout_ms: int | None) -> Encoded:
     """Return an infer request with binary tensors that asks for binary scores."""
+    tensors = list(given)
     document: dict[str, Any] = {
         "inputs": [
             {"name": name, "shape": shape, "datatype": datatype, "parameters": {"binary_data_size": len(data)}}
@@ -278,11 +258,6 @@ def _infer_body(tensors: Sequence[Tensor], timeout_ms: int | None) -> Encoded:
         document["parameters"] = {"timeout_ms": timeout_ms}
     header = msgspec.json.encode(document)
     return b"".join([header, *(tensor[-1] for tensor in tensors)]), (*_BINARY, (HEADER_LENGTH, str(len(header))))
-
-
-def _encode_oip_http(schema: Described, request: RankRequest, model: str, timeout_ms: int | None) -> Encoded:
-    del model
-    return _infer_body(list(_tensors(schema, request)), timeout_ms)
 
 
 def _read_oip_http(answer: bytes) -> ScoreList:
@@ -382,10 +357,16 @@ class _Form(NamedTuple):
 
 
 _FORMS: dict[Encoding, _Form] = {
-    "json": _Form("/v1/models/{}:rank", _encode_json, _read_json),
-    "oip-http": _Form("/v2/models/{}/infer", _encode_oip_http, _read_oip_http),
-    "grpc": _Form(_RANK_METHOD, _encode_grpc, _read_grpc),
-    "grpc-packed": _Form(_RANK_METHOD, _encode_packed, _read_grpc),
+    "json": _Form("/v1/models/{}:rank", _encode_json, lambda answer: msgspec.json.decode(answer, type=_Answer).scores),
+    "oip-http": _Form(
+        "/v2/models/{}/infer",
+        lambda schema, request, _, timeout_ms: _infer_body(_tensors(schema, request), timeout_ms),
+        _read_oip_http,
+    ),
+    "grpc": _Form(_RANK_METHOD, _encode_grpc, lambda answer: ranking_pb2.RankResponse.FromString(answer).scores),
+    "grpc-packed": _Form(
+        _RANK_METHOD, _encode_packed, lambda answer: ranking_pb2.RankResponse.FromString(answer).scores
+    ),
     "oip-grpc": _Form("/inference.GRPCInferenceService/ModelInfer", _encode_oip_grpc, _read_oip_grpc),
     "flat": _Form("/rank", partial(_encode_flat, once=False), _read_flat),
     "flat-once": _Form("/rank", partial(_encode_flat, once=True), _read_flat),

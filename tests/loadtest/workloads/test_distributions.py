@@ -12,7 +12,6 @@ from loadtest.workloads.workload import (
     MLPERF_CANDIDATES,
     REUSE_AVERAGE_POOLING,
     REUSE_BATCH_SAMPLES,
-    REUSE_SHARES_PERCENT,
     CandidateCounts,
     Reuse,
     RowScatter,
@@ -23,6 +22,9 @@ from loadtest.workloads.workload import (
 )
 
 DRAWS = 200_000
+# Percent of all lookups by how often their row is looked up in the batch: once, twice, 3-4, 5-8, ... 16385-32768, more.
+# Production ads models, 788 tables; they add up to 100.2.
+PUBLISHED_PERCENT = (2.7, 2.3, 4.0, 6.8, 10.5, 12.0, 9.9, 7.0, 5.9, 5.4, 4.0, 7.2, 6.4, 4.7, 2.1, 1.7, 7.6)
 MAX_ROWS = 2**32 - 1
 DISTRIBUTIONS = [Uniform(), Zipf(0.5), Zipf(1.0), Zipf(1.05), Zipf(3.0), Reuse()]
 
@@ -66,7 +68,7 @@ def test_rows_are_reused_in_a_batch_as_published(num_rows):
     counts = np.unique(ranks, return_counts=True)[1]
     limits = [0, 1, *(2**power for power in range(1, 16)), np.inf]
     found = np.histogram(counts, bins=np.array(limits) + 0.5, weights=counts)[0] / ranks.size
-    published = np.array(REUSE_SHARES_PERCENT) / sum(REUSE_SHARES_PERCENT)
+    published = np.array(PUBLISHED_PERCENT) / sum(PUBLISHED_PERCENT)
     # The hottest octaves are single rows of one table, so their shares come in steps.
     assert np.abs(found - published)[:12].max() < 0.003
     assert np.abs(found - published)[12:].max() < 0.006
