@@ -7,7 +7,7 @@ are meant to be others, and are counted as not comparable.
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from operator import attrgetter
 from pathlib import Path
@@ -30,7 +30,7 @@ from loadtest.tables import line
 from loadtest.workloads.payloads import Pool, payload_of
 from serving.cli.output import stdout_console
 from serving.client import ClientError
-from serving.client.features import RankResult, read_rank
+from serving.client.features import read_rank
 from serving.fleet.process import StopRequestedError
 from serving.observe.recording import Recorded, read_file, recorded_files
 
@@ -123,20 +123,17 @@ class ScoreComparison:
             what = f"{len(answer.scores)} scores for a request of {recorded.scores.size} candidates"
             return Failure("bad_answer", what)
         self.by_version[answer.version] += 1
-        self.counts[self._compare(request.number, answer, recorded)] += 1
-        return None
-
-    def _compare(self, number: int, answer: _Answer | RankResult, recorded: Recorded) -> str:
         origin = answer.version, answer.dense_step, answer.delta_sequence
         if answer.delta_sequence < 0 or origin != (recorded.version, recorded.dense_step, recorded.delta_sequence):
-            return "not_comparable"
+            self.counts["not_comparable"] += 1
+            return None
         difference = float(np.abs(np.array(answer.scores, np.float32) - recorded.scores).max())
         self.max_difference = max(self.max_difference or 0.0, difference)
-        if difference <= self._tolerance:
-            return "within" if difference else "identical"
-        if len(self.first) < MAX_DIFFERENCES:
-            self.first.append(Difference(request=number, max_difference=difference))
-        return "different"
+        is_within = difference <= self._tolerance
+        self.counts[("within" if difference else "identical") if is_within else "different"] += 1
+        if not is_within and len(self.first) < MAX_DIFFERENCES:
+            self.first.append(Difference(request=request.number, max_difference=difference))
+        return None
 
 
 class Prepared(NamedTuple):
@@ -154,24 +151,22 @@ def prepare(config: ReplayConfig) -> Prepared:
         RecordingFolderError, RecordingDamagedError: the folder can't be read.
         LoadConfigError: it has no requests of the model, or several models and none was named.
     """
-    by_model: defaultdict[str, deque[Recorded]] = defaultdict(lambda: deque(maxlen=config.requests))
-    totals: Counter[str] = Counter()
+    last, totals = deque[Recorded](maxlen=config.requests), Counter[str]()
     for path in recorded_files(config.folder):
         for recorded in read_file(path):
-            model = recorded.schema.model
-            totals[model] += 1
-            if config.model in (None, model):
-                by_model[model].append(recorded)
-    if len(by_model) > 1:
-        raise LoadConfigError(f"--model: {config.folder} has requests of several: {', '.join(sorted(by_model))}")
-    if not by_model:
+            if config.model in (None, recorded.schema.model):
+                totals[recorded.schema.model] += 1
+                last.append(recorded)
+    if len(totals) > 1:
+        raise LoadConfigError(f"--model: {config.folder} has requests of several: {', '.join(sorted(totals))}")
+    if not totals:
         of_model = "" if config.model is None else f"of model {config.model!r} "
         raise LoadConfigError(f"{config.folder}: no requests {of_model}are recorded")
-    ((model, requests),) = by_model.items()
-    in_order, api, timeout_ms = sorted(requests, key=attrgetter("arrived_at")), config.spoken, config.stated_timeout_ms
+    ((model, total),) = totals.items()
+    in_order, api, timeout_ms = sorted(last, key=attrgetter("arrived_at")), config.spoken, config.stated_timeout_ms
     encoded = (payload_of(one.schema, one.request, api, model, timeout_ms) for one in in_order)
     pool = Pool(api, model, encoded, MAX_BYTES)
-    return Prepared(totals[model], in_order[: len(pool)], pool)
+    return Prepared(total, in_order[: len(pool)], pool)
 
 
 def due_times(recorded: Sequence[Recorded], speed: float, rate: float | None) -> Float64Array:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -168,23 +167,20 @@ def open_workload(
     name = f"{text}, ids {drawn_ids.name}, candidates {counts.name}, {'ragged' if varied else 'fixed'} bags"
     if context_features:
         name += f", context features {context_features}"
-    spec = _with_context(spec, hotness, context_features)
-    return SyntheticWorkload(name, spec, hotness, drawn_ids, counts, ragged=varied)
-
-
-def _with_context(spec: ModelSpec, hotness: Mapping[str, int], count: int) -> ModelSpec:
     most = len(spec.features) - 1
-    if not 0 <= count <= most:
+    if not 0 <= context_features <= most:
         raise WorkloadError(
-            f"context_features: {count} is not in 0..{most}; {spec.model!r} has {most + 1} features, one must be "
-            "a candidate's"
+            f"context_features: {context_features} is not in 0..{most}; {spec.model!r} has {most + 1} features, one "
+            "must be a candidate's"
         )
-    names = {feature.name for feature in sorted(spec.features, key=lambda feature: -hotness[feature.name])[:count]}
+    by_hotness = sorted(spec.features, key=lambda feature: -hotness[feature.name])
+    in_context = {feature.name for feature in by_hotness[:context_features]}
     features = tuple(
-        feature.model_copy(update={"side": "context"}) if feature.name in names else feature
+        feature.model_copy(update={"side": "context"}) if feature.name in in_context else feature
         for feature in spec.features
     )
-    return spec.model_copy(update={"features": features})
+    spec = spec.model_copy(update={"features": features})
+    return SyntheticWorkload(name, spec, hotness, drawn_ids, counts, ragged=varied)
 
 
 BENCH_REQUESTS = 64
@@ -202,13 +198,8 @@ EQUAL_REQUESTS = {"candidates": "100", "varied": False}
 class BenchShape(Frozen):
     """Of the model that the benchmarks serve, one table that all features share, and of every request.
 
-    Attributes:
-        features: of which the first `context_features` come once a request, the others once a candidate.
-        rows: of the table.
-        row_dtype: number format of them.
-        dense: floats, of which `context_dense` come once a request.
-        candidates: of a request, as `parse_candidates` reads it.
-        varied: whether bags are ragged, and each request is sent with a `traceparent` and `x-request-id` of its own.
+    The first `context_features` of the features and `context_dense` of the floats come once a request, all others once
+    a candidate. Varied requests have ragged bags, and each another `traceparent` and `x-request-id`.
     """
 
     features: int = 26

@@ -70,13 +70,10 @@ def changing_headers(varied: bool) -> Iterator[Headers]:
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """One encoded request.
+    """One encoded request, whose answer must have `num_candidates` scores.
 
-    Attributes:
-        path: of a POST, or the full name of a gRPC method.
-        body: the HTTP body or the gRPC message.
-        headers: HTTP headers beside host and content-length, in lower case; none for gRPC.
-        num_candidates: the scores that its answer must have.
+    It is a POST to a path with HTTP headers other than host and content-length, or the message of a gRPC method, whose
+    full name is the path.
     """
 
     path: str
@@ -160,14 +157,12 @@ def _encode_json(schema: Described, request: RankRequest, model: str, timeout_ms
     features, document = list(features_of(schema, request)), dict[str, Any]()
     for side, dense in (("context", request.context_dense), ("candidates", request.candidate_dense)):
         of_side = [feature for feature in features if feature.is_context == (side == "context")]
-        weighted = [(feature, feature.weights) for feature in of_side if feature.weights is not None]
         if of_side or dense.size:
             sparse = {feature.name: _nested(feature.ids, feature) for feature in of_side}
             document[side] = {"sparse": sparse, "dense": _shortest(dense)}
+        weighted = [(feature, feature.weights) for feature in of_side if feature.weights is not None]
         if weighted:
-            document[side]["weights"] = {
-                feature.name: _nested(_shortest(given), feature) for feature, given in weighted
-            }
+            document[side]["weights"] = {each.name: _nested(_shortest(given), each) for each, given in weighted}
     if timeout_ms is not None:
         document["timeout_ms"] = timeout_ms
     return msgspec.json.encode(document), (("content-type", "application/json"),)
