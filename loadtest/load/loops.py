@@ -278,8 +278,7 @@ def cpu_by_role(process_ids: Iterable[int]) -> dict[Role, CpuTime]:
     total: dict[Role, CpuTime] = {}
     for process in map(psutil.Process, process_ids):
         role: Role = "nodes" if "shard-node" in process.cmdline() else "serve"
-        before, times = total.get(role, CpuTime()), process.cpu_times()
-        total[role] = CpuTime(before.user_s + times.user, before.kernel_s + times.system)
+        total[role] = CpuTime(*np.add(total.get(role, CpuTime()), process.cpu_times()[:2]).tolist())
     return total
 
 
@@ -335,10 +334,7 @@ async def keep_busy(
     return Weighed(
         requests=rows.size,
         seconds=ended - began,
-        server_cpu={
-            role: CpuTime(used.user_s - cpu[role].user_s, used.kernel_s - cpu[role].kernel_s)
-            for role, used in after.items()
-        },
+        server_cpu={role: CpuTime(*np.subtract(used, cpu[role]).tolist()) for role, used in after.items()},
         client_cpu_s=client_s,
         p50_ms=p50,
         p99_ms=p99,

@@ -42,11 +42,13 @@ Outcome: TypeAlias = Literal["kept", "failed", "invalid"]
 
 
 def execute(
-    given: Mapping[str, object],
-    max_rate: float | None,
+    *,
+    sweeps: bool,
+    max_rate: float,
     marks: Path | None,
     json_file: Path | None,
     html_file: Path | None,
+    **given: object,
 ) -> int:
     """Run a load test of what is given as fields of `OfferedLoad` and `RunConfig`, or a sweep up to `max_rate`.
 
@@ -57,16 +59,18 @@ def execute(
         click.UsageError: naming the option that does not fit.
         ShardrankError: the load can't be run to its end, or a file can't be written.
     """
+    if given["rate"] is None and not sweeps:
+        raise click.UsageError("--rate or --sweep is needed")
     load, run, console = checked(OfferedLoad, given), checked(RunConfig, given), Console(stderr=True)
     check_writable(json_file, html_file)
     result: LoadResult | SweepResult
     try:
         with stopping_on_signals(), _marking_on_signal() as moments, Generators(load.processes) as generators:
             generators.prepare(load)
-            if max_rate is None:
-                result = offered(generators, load, run, console)
-            else:
+            if sweeps:
                 result = run_sweep(generators, load, run, console, max_rate=max_rate)
+            else:
+                result = offered(generators, load, run, console)
     except StopRequestedError:
         return INTERRUPTED
     if marks is not None:
