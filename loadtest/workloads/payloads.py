@@ -13,7 +13,7 @@ import math
 import random
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
@@ -293,38 +293,31 @@ def _encode_flat(schema: Described, request: RankRequest, model: str, timeout_ms
     inputs as `[context | candidate]`.
     """
     del model, timeout_ms
-    features, count = list(features_of(schema, request)), request.num_candidates
-    context, context_dense, dense = [], request.context_dense[None], request.candidate_dense
-    if once:
-        context = [feature for feature in features if feature.is_context]
-        features = [feature for feature in features if not feature.is_context]
-    else:
-        features = [
-            replace(feature, values=np.tile(feature.values, count), lengths=np.repeat(feature.lengths, count))
-            if feature.is_context
-            else feature
-            for feature in features
-        ]
-        dense = np.concatenate([np.repeat(context_dense, count, 0), dense], 1)
+    features = list(features_of(schema, request))
+    context = [feature for feature in features if feature.is_context and once]
+    others = [feature for feature in features if not (feature.is_context and once)]
+    context_dense, dense = request.context_dense[None], request.candidate_dense
+    if not once:
+        dense = np.concatenate([np.repeat(context_dense, len(dense), 0), dense], 1)
         context_dense = context_dense[:, :0]
-    arrays = _rows(features, dense) | {f"context_{name}": data for name, data in _rows(context, context_dense).items()}
+    arrays = _rows(others, dense) | {f"context_{name}": data for name, data in _rows(context, context_dense).items()}
     return safetensors.numpy.save(arrays), _BINARY
 
 
 def _rows(features: Sequence[FeatureBags], dense: Float32Array) -> dict[str, npt.NDArray[Any]]:
-    """Lay out features that have a bag for each row of `dense`, row by row.
+    """Lay out features row by row of `dense`; one with a single bag has it in each row.
 
     Returns:
         ids: int64 [n], all bags of a row side by side.
         lengths: int32 [rows, features], the ids of each bag.
         dense: float32 [rows, dense].
     """
-    rows = len(dense)
-    lengths = np.array([feature.lengths for feature in features], np.int64).reshape(len(features), rows)
-    row = np.repeat(np.tile(np.arange(rows), len(features)), lengths.ravel())
-    ids = np.concatenate([np.zeros(0, np.int64), *(feature.values for feature in features)])
+    rows, count = len(dense), len(features)
+    lengths = np.array([np.broadcast_to(feature.lengths, rows) for feature in features], np.int64).reshape(count, rows)
+    row = np.repeat(np.tile(np.arange(rows), count), lengths.ravel())
+    values = [np.tile(feature.values, rows // feature.lengths.size) for feature in features]
     return {
-        "ids": ids[np.argsort(row, kind="stable")],
+        "ids": np.concatenate([np.zeros(0, np.int64), *values])[np.argsort(row, kind="stable")],
         "lengths": np.ascontiguousarray(lengths.T, np.int32),
         "dense": np.ascontiguousarray(dense),
     }

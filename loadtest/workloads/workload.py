@@ -247,10 +247,9 @@ IdDistribution: TypeAlias = Uniform | Zipf | Reuse
 
 def parse_ids(text: str) -> IdDistribution:
     """Read `uniform`, `zipf:S` (or `zipf(S)`) or `reuse`. Raises WorkloadError."""
-    if text == "uniform":
-        return Uniform()
-    if text == "reuse":
-        return Reuse()
+    for ids in (Uniform(), Reuse()):
+        if text == ids.name:
+            return ids
     if match := _ZIPF.fullmatch(text):
         return Zipf(float(match[1]))
     raise WorkloadError(f"ids: {text!r} is not uniform, zipf:S with S in (0, {MAX_ZIPF_EXPONENT:g}], or reuse")
