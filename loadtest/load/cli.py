@@ -26,11 +26,7 @@ COMMANDS = {
 
 
 class LazyGroup(GroupWithExamples):
-    """Loads a command's module when the command is named.
-
-    Args:
-        modules: `module:attribute` by the command's name, in the order in which one meets them.
-    """
+    """Loads a command from its `module:attribute` when it is named; they are in the order in which one meets them."""
 
     def __init__(self, name: str | None, *, modules: Mapping[str, str], **more: Any) -> None:
         super().__init__(name, **more)

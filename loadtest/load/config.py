@@ -129,20 +129,10 @@ class OfferedLoad(Sending):
         return self
 
 
-def bench_load(
-    target: str, api: Encoding, workload: BenchWorkload, *, timeout_ms: float = MAX_TIMEOUT_MS, **changed: Any
-) -> OfferedLoad:
+def bench_load(target: str, api: Encoding, workload: BenchWorkload, **changed: Any) -> OfferedLoad:
     """Return the load of a benchmark: the same requests in every encoding."""
-    return OfferedLoad(
-        target=target,
-        api=api,
-        workload=workload,
-        varied=workload.shape.varied,
-        requests=BENCH_REQUESTS,
-        seed=BENCH_SEED,
-        timeout_ms=timeout_ms,
-        **changed,
-    )
+    same = {"requests": BENCH_REQUESTS, "seed": BENCH_SEED, "timeout_ms": MAX_TIMEOUT_MS, **changed}
+    return OfferedLoad(target=target, api=api, workload=workload, varied=workload.shape.varied, **same)
 
 
 class RunConfig(Frozen):

@@ -266,8 +266,8 @@ class Generators:
     ) -> Weighed:
         """Keep a server busy from the first process. A request that fails is a GeneratorError."""
         self.prepare(load)
-        arguments = load, in_flight, warmup_s, seconds, process_ids
-        return self.call(_busy, [arguments], warmup_s + seconds + ANSWER_SLACK_S)[0]
+        limit_s = warmup_s + seconds + ANSWER_SLACK_S
+        return self.call(_busy, [(load, in_flight, warmup_s, seconds, process_ids)], limit_s)[0]
 
     def scores(self, load: OfferedLoad, request: int) -> Float32Array:
         """Return a server's scores, float32 [candidates], of a request of the first process."""

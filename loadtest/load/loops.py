@@ -119,13 +119,9 @@ class Loop:
     """
 
     def __init__(self, route: Route, record: Record, *, begin: float, timeout_s: float) -> None:
-        self.in_flight = 0
-        self._route = route
-        self._record = record
-        self._begin = begin
-        self._timeout_s = timeout_s
+        self._route, self._record, self._begin, self._timeout_s = route, record, begin, timeout_s
         self._numbers = itertools.count()
-        self._is_stopped = False
+        self.in_flight, self._is_stopped = 0, False
 
     def stop(self) -> None:
         """Send no more requests; the run ends when those in flight are over."""

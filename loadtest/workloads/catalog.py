@@ -30,7 +30,7 @@ from router.feature_schema import FeatureSchema
 from serving.cli.capacity import catalog_model
 from serving.formats.requests import RankRequest
 from serving.training.dataset import NO_FOLD, FilmsDataset, FilmsOptions, evaluation_requests, films_spec
-from serving.training.interactions import Interactions, offsets_of, positions_in, read_movielens
+from serving.training.interactions import Interactions, positions_in, read_movielens
 from shard_node.bags import Float32Array, KeyedBags
 
 MAX_HOTNESS = 1000
@@ -69,7 +69,7 @@ class FilmsWorkload:
         self._films = interactions.films
         self._rated = np.split(interactions.film_index[labelled.samples], np.cumsum(requests.num_candidates)[:-1])
         self._context = {
-            feature.name: (requests.values[feature.name], offsets_of(requests.lengths[feature.name]))
+            feature.name: np.split(requests.values[feature.name], np.cumsum(requests.lengths[feature.name])[:-1])
             for feature in self.spec.features
             if feature.side == "context"
         }
@@ -94,9 +94,8 @@ class FilmsWorkload:
             "film_id": (self._films.ids[films], np.ones(films.size, np.int64)),
             "genre": (self._films.genre_ids[genres], genre_lengths),
         }
-        for name, (values, offsets) in self._context.items():
-            of_user = values[offsets[user] : offsets[user + 1]]
-            bags[name] = of_user, np.array([of_user.size], np.int64)
+        for name, by_user in self._context.items():
+            bags[name] = by_user[user], np.array([by_user[user].size], np.int64)
         values, lengths = zip(*(bags[feature.name] for feature in self.schema.features), strict=True)
         keys, bags_per_key = np.arange(len(lengths), dtype=np.int32), np.array(list(map(len, lengths)), np.int64)
         return RankRequest(
@@ -229,9 +228,8 @@ class BenchShape(Frozen):
     @property
     def requests(self) -> str:
         """Say what results say of the requests."""
-        split = ""
-        if self.context_features or self.context_dense:
-            rest = self.features - self.context_features, self.dense - self.context_dense
+        rest, split = (self.features - self.context_features, self.dense - self.context_dense), ""
+        if rest != (self.features, self.dense):
             split = f"{self.context_features} features and {self.context_dense} floats once a request, "
             split += f"{rest[0]} and {rest[1]} a candidate, "
         return f"{self.candidates} candidates, {split}{FORMS[self.varied]}"
