@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+import struct
+import zlib
+from collections.abc import Callable
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
+from queue import SimpleQueue
 from random import Random
 from typing import Any
 
@@ -15,7 +22,7 @@ from hypothesis.extra import numpy as hnp
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.feature_schema import FeatureSchema
-from serving.errors import RecordingDamagedError
+from serving.errors import RecordingDamagedError, RecordingFolderError
 from serving.formats.requests import RankAnswer, RankRequest
 from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
@@ -223,3 +230,83 @@ def test_a_file_that_is_cut_off_is_read_and_a_changed_one_refused(recorded_file:
         path.write_bytes(damaged)
         with pytest.raises(RecordingDamagedError, match="checksum"):
             list(read_file(path))
+
+
+HEAD_BYTES = 64  # of a request's frame: kind, schema at 4, ..., candidates at 40, ids, flags, texts, bytes of texts
+
+
+def with_numbers(payload: bytes, **numbers: int) -> bytes:
+    """Return a request's payload with numbers added to those of its head."""
+    places = {"candidates": 40, "ids": 44, "flags": 48, "texts": 52, "text_bytes": 56, "length": -1}
+    changed = bytearray(payload)
+    for name, number in numbers.items():
+        at = places[name] if name != "length" else HEAD_BYTES + 8 * int.from_bytes(payload[44:48], "little")
+        changed[at : at + 4] = (int.from_bytes(changed[at : at + 4], "little") + number).to_bytes(4, "little")
+    return bytes(changed)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda begin, schema, request: [b""], "frame at byte 0: 0 bytes; allowed are 1.."),
+        (lambda begin, schema, request: [schema], "frame at byte 0: kind 2; a file begins with one of kind 1"),
+        (lambda begin, schema, request: [begin, begin], "kind 1; a file begins with one"),
+        (lambda begin, schema, request: [begin[:9]], "Invalid JSON"),
+        (
+            lambda begin, schema, request: [begin.replace(b'version":1', b'version":2')],
+            "format 'shardrank recorded requests' 2",
+        ),
+        (lambda begin, schema, request: [begin, b"\x09"], "kind 9 is not known"),
+        (lambda begin, schema, request: [begin, request], "schema 0 of 0"),
+        (lambda begin, schema, request: [begin, schema, request[:10]], "10 bytes; a request has at least 64"),
+        (lambda *good: [*good[:2], with_numbers(good[2], flags=4)], "candidates, flags"),
+        (lambda *good: [*good[:2], with_numbers(good[2], ids=1)], "bytes, but its counts need"),
+        (lambda *good: [*good[:2], with_numbers(good[2], length=1)], "lengths of bags do not add up"),
+        (
+            lambda *good: [*good[:2], good[2][:HEAD_BYTES] + b"\xff" * 8 + good[2][HEAD_BYTES + 8 :]],
+            "id -1 is negative",
+        ),
+        (lambda *good: [*good[:2], with_numbers(good[2], text_bytes=1) + b"x"], "texts of"),
+        (lambda *good: [*good[:2], good[2][:-1] + b"\xff"], "a text is not UTF-8"),
+    ],
+)
+def test_frames_that_no_recorder_wrote_are_refused_by_name(
+    change: Callable[..., list[bytes]], problem: str, recorded_file: bytes, tmp_path: Path
+) -> None:
+    """Their checksums are right. To warm a version such a file is passed by, and no error."""
+    begin, schema, request = (recorded_file[at + 8 : end] for at, end in pairwise(frames(recorded_file)[:4]))
+    path = tmp_path / "0.requests"
+    payloads = change(begin, schema, request)
+    path.write_bytes(b"".join(struct.pack("<II", len(one), zlib.crc32(one)) + one for one in payloads))
+    with pytest.raises(RecordingDamagedError, match=re.escape(problem)):
+        list(read_file(path))
+    assert last_requests(tmp_path, SCHEMA, 5, 1 << 30) == []
+
+
+def test_a_folder_is_recorded_into_by_one_process(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with closing(recorder(tmp_path / "r")):
+        for folder, problem in (("r", "another process records into it"), ("file", "File exists")):
+            with pytest.raises(RecordingFolderError, match=problem):
+                recorder(tmp_path / folder)
+
+
+def test_a_failing_disk_is_reported_once_and_tried_again_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    counted, times, folder = SimpleQueue[str](), [0.0], tmp_path / "r"
+    config = RecordingConfig(folder=folder, share=0.5)
+    draws = iter([0.5, 0.1, 0.1, 0.1, 0.1])
+    made = RequestRecorder(config, lambda outcome, *_: counted.put(outcome), draws.__next__, lambda: times[0])
+    request = parse_json(SCHEMA, api_request(0))
+    made.offer(SCHEMA, request, answer_of(request), 0.0)  # not drawn
+    shutil.rmtree(folder)
+    for now, outcome in ((1.0, "dropped"), (2.0, "dropped"), (20.0, "dropped"), (40.0, "written")):
+        times[0] = now
+        if outcome == "written":
+            folder.mkdir()
+        made.offer(SCHEMA, request, answer_of(request), now)
+        assert counted.get(timeout=10) == outcome
+    made.close()
+    assert [one.getMessage()[:29] for one in caplog.records] == ["requests are not recorded: [E"]
+    assert len(read_folder(folder)) == 1
