@@ -11,8 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loader.errors import ShardrankError
+from loader.snapshot.manifest import ModelSpec
+from router.feature_schema import FeatureSchema
 from serving.errors import (
     BadRequestError,
+    BodyTooLargeError,
     CountMismatchError,
     InvalidFieldError,
     InvalidIdError,
@@ -28,6 +31,7 @@ from serving.limits import RequestLimits
 from serving.proto.inference import open_inference_pb2 as messages
 from shardrank_testing.inference_requests import Tensor, binary_body, bytes_tensor, json_body, message_of, tensors_of
 from shardrank_testing.parsing import SCHEMA, assert_same_request
+from shardrank_testing.ranking import ranking_spec
 from shardrank_testing.serving_api import MODEL, api_request, api_spec
 
 LIMITS = RequestLimits()
@@ -257,6 +261,7 @@ def test_broken_bytes_elements_are_refused(raw, message):
         ("film", [[1, 2, 3, 4, 5]], "does not have the shape"),
         ("candidates.dense", [[1, 2, 3]] * 4 + [[1, 2]], "does not have the shape"),
         ("candidates.dense", [[1, 2, 3]] * 4 + [[1, 2, 1e39]], "not a finite float32"),
+        ("film", [[[1], [2]], [[3], [4]], [[5]], [], [], []], "nested data does not have the shape"),
         ("city", ["Oslo", 7], "not what its datatype says"),
         ("city", ["Oslo", "\udc00"], "invalid utf-16 surrogate"),
     ],
@@ -305,6 +310,65 @@ def test_shared_memory_inputs_and_mixed_contents_are_refused_over_grpc():
         read_message(b"\xff")
     with pytest.raises(InvalidFieldError, match="model: it is empty"):
         read_message(messages.ModelInferRequest().SerializeToString())
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["scores", "scores"], "outputs: an output is asked for twice"),
+        (["click"], "outputs: there is no output 'click'"),
+    ],
+)
+def test_outputs_are_those_of_the_model_each_once(names, message):
+    with pytest.raises(InvalidFieldError, match=message):
+        parse(http_request(tensors(), outputs=[{"name": name} for name in names]))
+
+
+def test_json_and_its_inputs_are_refused_before_their_data_is_read():
+    body = json.loads(json_body(tensors()))
+    with pytest.raises(BodyTooLargeError, match=r"bytes of JSON, more than the limit max_json_bytes = 1024"):
+        InferHttpCodec(MODEL, "", None).read(json_body(tensors(0, 200)), RequestLimits(max_json_bytes=1024))
+    body["inputs"][0]["parameters"] = {"shared_memory_region": "x"}
+    with pytest.raises(UnsupportedExtensionError, match=rf"inputs\.{body['inputs'][0]['name']}.*shared_memory_region"):
+        parse(read_body(json.dumps(body).encode()))
+
+
+FILM_AS = messages.ModelInferRequest.InferInputTensor(name="film", datatype="INT64", shape=[5]).SerializeToString()
+
+
+@pytest.mark.parametrize(
+    ("contents", "message"),
+    [
+        # Field 5 of an input; field 3 of it are the numbers, packed.
+        (b"\x2a\x07\x1a\x05\x01\x02\x03\x04\x80", "a packed field that breaks off"),
+        (b"\x2a\x00\x2a\x00", r"inputs\.film\.contents: it is there twice"),
+    ],
+)
+def test_broken_contents_are_refused(contents, message):
+    """As no client of protobuf writes them: field 5 of a request is an input."""
+    film = FILM_AS + contents
+    given_message = message_of(without("film"), MODEL, raw=False).SerializeToString()
+    with pytest.raises(MalformedRequestError, match=message):
+        parse(read_message(given_message + b"\x2a" + bytes([len(film)]) + film))
+
+
+def test_parameters_of_another_type_are_refused_over_grpc():
+    message = message_of(tensors(), MODEL)
+    message.parameters["top_k"].double_param = 1.5
+    with pytest.raises(InvalidFieldError, match=r"parameters: Expected `int.*, got `float`"):
+        parse(read_message(message.SerializeToString()))
+
+
+def test_a_model_of_dense_candidates_alone_counts_their_rows():
+    """Names of a model with few inputs are all told."""
+    spec = ranking_spec("mlp", dense=(0, 3)).model_dump()
+    spec["tables"], spec["features"] = spec["tables"][:1], spec["features"][:1]
+    schema = RequestSchema(FeatureSchema.of(ModelSpec.model_validate(spec)), LIMITS)
+    user = Tensor("user", "INT64", np.array([3]))
+    rows = Tensor("candidates.dense", "FP32", np.ones((4, 3), np.float32))
+    assert parse(http_request([user, rows]), schema).num_candidates == 4
+    with pytest.raises(InvalidFieldError, match=r"no such input; it has \['user', 'candidates\.dense'"):
+        parse(http_request([user, rows, replace(user, name="film")]), schema)
 
 
 _BODY, _HEADERS = binary_body(tensors(), id="a", parameters={"top_k": 1})
