@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from loader.snapshot.manifest import DenseModelSpec, ExportedModelSpec
+from loader.snapshot.manifest import DenseModelSpec
 from serving.errors import RankingModelError
 from serving.models.config import parse_dense_model
 from shardrank_testing.ranking import CONFIGS, ranking_spec
@@ -66,9 +66,6 @@ def test_an_unknown_kind_is_refused_naming_the_known_ones() -> None:
     spec = ranking_spec("mlp").model_copy(update={"dense_model": DenseModelSpec(kind="forest")})
     with pytest.raises(RankingModelError, match=r"'forest'.*'mlp', 'dlrm', 'dcn_v2', 'target_attention'"):
         parse_dense_model(spec)
-    program = ExportedModelSpec.model_construct(kind="exported")
-    with pytest.raises(RankingModelError, match="dense_model 'exported' is no built-in model"):
-        parse_dense_model(spec.model_copy(update={"dense_model": program}))
 
 
 NOT_USED = "feature 'history' has pooling none, which .* does not use"
