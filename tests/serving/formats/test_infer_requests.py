@@ -15,7 +15,6 @@ from loader.snapshot.manifest import ModelSpec
 from router.feature_schema import FeatureSchema
 from serving.errors import (
     BadRequestError,
-    BodyTooLargeError,
     CountMismatchError,
     InvalidFieldError,
     InvalidIdError,
@@ -318,22 +317,6 @@ def test_shared_memory_inputs_and_mixed_contents_are_refused_over_grpc():
 def test_outputs_are_those_of_the_model_each_once(name, message):
     with pytest.raises(InvalidFieldError, match=f"outputs: {message}"):
         parse(http_request(tensors(), outputs=[{"name": "scores"}, {"name": name}]))
-
-
-def test_json_and_its_inputs_are_refused_before_their_data_is_read():
-    body = json.loads(json_body(tensors()))
-    with pytest.raises(BodyTooLargeError, match=r"bytes of JSON, more than the limit max_json_bytes = 1024"):
-        InferHttpCodec(MODEL, "", None).read(json_body(tensors(0, 200)), RequestLimits(max_json_bytes=1024))
-    body["inputs"][0]["parameters"] = {"shared_memory_region": "x"}
-    with pytest.raises(UnsupportedExtensionError, match=rf"inputs\.{body['inputs'][0]['name']}.*shared_memory_region"):
-        parse(read_body(json.dumps(body).encode()))
-
-
-def test_parameters_of_another_type_are_refused_over_grpc():
-    message = message_of(tensors(), MODEL)
-    message.parameters["top_k"].double_param = 1.5
-    with pytest.raises(InvalidFieldError, match=r"parameters: Expected `int.*, got `float`"):
-        parse(read_message(message.SerializeToString()))
 
 
 def test_a_model_of_dense_candidates_alone_counts_their_rows():

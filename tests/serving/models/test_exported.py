@@ -256,11 +256,6 @@ def linear_of(number: float) -> nn.Linear:
     return linear
 
 
-def up_to_100(items: Tensor) -> Tensor:
-    torch._check(items.shape[0] <= 100)
-    return items.sum(1)
-
-
 ITEMS = {"items": {"source": "pooled", "features": ["film"]}}
 CLICK = {"click": {}}
 
@@ -281,7 +276,6 @@ CLICK = {"click": {}}
         (lambda items: items.log().sum(1), "is not finite for inputs drawn at random"),
         (lambda items: (items.sum(1), items.sum(1)), r"returns 2 outputs; the description names \['click'\]"),
         (linear_of(float("nan")), "the program's tensor 'compute.bias' holds NaN or inf"),
-        (up_to_100, r"argument 'items', dim 0 is bound to \S+\.\.100; it must be taken from"),
         (lambda items: {"buy": items.sum(1)}, r"the program returns \['buy'\]; the description names \['click'\]"),
     ],
 )

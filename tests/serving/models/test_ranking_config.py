@@ -46,22 +46,6 @@ def test_a_config_that_does_not_fit_is_refused_naming_the_option(
         parse_dense_model(ranking_spec(kind, config))
 
 
-@pytest.mark.parametrize(
-    ("kind", "features", "problem"),
-    [
-        ("dlrm", ["user"], r"dlrm needs at least two vectors to interact, got \['user'\]"),
-        ("mlp", [], r"mlp has no pooled feature and no dense input"),
-        ("dcn_v2", ["user", "film"], r"dcn_v2 has bottom_mlp \[8\], but no dense inputs"),
-    ],
-)
-def test_a_model_with_nothing_to_combine_is_refused(kind: str, features: list[str], problem: str) -> None:
-    config = {"dlrm": {"bottom_mlp": [], "top_mlp": [8]}, "dcn_v2": CONFIGS["dcn_v2"] | {"bottom_mlp": [8]}}
-    spec = ranking_spec(kind, config.get(kind), dense=(0, 0))
-    kept = tuple(one for one in spec.features if one.name in features)
-    with pytest.raises(RankingModelError, match=problem):
-        parse_dense_model(spec.model_copy(update={"features": kept}))
-
-
 def test_an_unknown_kind_is_refused_naming_the_known_ones() -> None:
     spec = ranking_spec("mlp").model_copy(update={"dense_model": DenseModelSpec(kind="forest")})
     with pytest.raises(RankingModelError, match=r"'forest'.*'mlp', 'dlrm', 'dcn_v2', 'target_attention'"):
