@@ -16,11 +16,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._inductor.codecache import get_device_information
 
 from loader.errors import ExportError, UnsafeProgramError
 from loader.snapshot.manifest import ExportedModelSpec, ModelSpec
 from loader.snapshot.program import ProgramArchive, program_bytes
-from serving.errors import RankingModelError, UntrustedProgramError
+from serving.errors import ProgramHardwareError, RankingModelError, UntrustedProgramError
 from serving.models.exported import export_program, load_exported
 from serving.models.inputs import RankingInputs
 from shardrank_testing.ranking import DIM, random_inputs, ranking_spec
@@ -231,6 +232,12 @@ class OfItems(nn.Module):
         return self.compute(items)
 
 
+def linear_of(number: float) -> nn.Linear:
+    linear = nn.Linear(DIM, 1)
+    nn.init.constant_(linear.bias, number)
+    return linear
+
+
 ITEMS = {"items": {"source": "pooled", "features": ["film"]}}
 CLICK = {"click": {}}
 
@@ -250,6 +257,7 @@ CLICK = {"click": {}}
         (lambda items: items.sum(), r"output 'click' is \[\]; it must have one value a candidate"),
         (lambda items: items.log().sum(1), "is not finite for inputs drawn at random"),
         (lambda items: (items.sum(1), items.sum(1)), r"returns 2 outputs; the description names \['click'\]"),
+        (linear_of(float("nan")), "the program's tensor 'compute.bias' holds NaN or inf"),
         (lambda items: {"buy": items.sum(1)}, r"the program returns \['buy'\]; the description names \['click'\]"),
     ],
 )
@@ -261,6 +269,23 @@ def test_a_program_that_does_not_fit_is_refused_with_the_reason(compute, says, t
 
 
 @pytest.mark.parametrize(
+    ("key", "stated", "says"),
+    [
+        ("DEVICE_KEY", "cuda", "is for device 'cuda'; programs are run on 'cpu'"),
+        ("PLATFORM", "amiga", "is for AOTI_PLATFORM 'amiga'; here it is"),
+        ("CPU_ISA", "AVX9000", r"needs the CPU capabilities \['AVX9000'\], which are not here"),
+    ],
+)
+def test_a_package_for_other_hardware_is_refused(key, stated, says, tmp_path):
+    metadata = {"AOTI_DEVICE_KEY": "cpu", **get_device_information("cpu"), f"AOTI_{key}": stated}
+    content = BytesIO()
+    with zipfile.ZipFile(content, "w") as archive:
+        archive.writestr("m/data/aotinductor/model/m_metadata.json", json.dumps(metadata))
+    with pytest.raises(ProgramHardwareError, match=says):
+        load_exported(described(ITEMS, CLICK), saved(tmp_path, content.getvalue()), trusted=True)
+
+
+@pytest.mark.parametrize(
     ("inputs", "says"),
     [
         ({"things": ITEMS["items"]}, "argument 'items' that inputs do not say"),
@@ -268,6 +293,10 @@ def test_a_program_that_does_not_fit_is_refused_with_the_reason(compute, says, t
         ({"items": {"source": "pooled", "features": ["film", "genre"]}}, "argument 'items', dim 1 is 4; it gets 8"),
         ({"items": {"source": "sequence", "feature": "history"}}, "has 2 dims; it gets"),
         ({"items": {"source": "request_of_candidate"}}, "is torch.float32; it gets torch.int64"),
+        ({"items": {"source": "pooled", "features": ["history"]}}, "'history' is none of the pooled features"),
+        ({"items": {"source": "pooled", "features": ["user", "film"]}}, "are of both sides"),
+        ({"items": {"source": "sequence", "feature": "film"}}, r"'film' is no sequence .* they are \['history'\]"),
+        ({"items": {"source": "pooled", "features": ["film"], "per": "request"}}, "can't come per request"),
     ],
 )
 def test_arguments_are_bound_by_name_and_checked(inputs, says, tmp_path):
