@@ -9,7 +9,7 @@ import pytest
 
 from loader.deltas.batch import DeltaBatch
 from loader.deltas.publisher import AsyncDeltaPublisher, DeltaPublisher
-from loader.errors import DeltaBaseError, DeltaFormatError
+from loader.errors import DeltaBaseError, DeltaError, DeltaFormatError
 from loader.registry.fleet import FleetRegistry, delta_stream
 from loader.snapshot.per_row import read_access_counts
 from loader.snapshot.publishing import publish
@@ -90,6 +90,17 @@ async def test_what_no_part_takes_is_refused_by_name(directory, publisher, table
         await publisher.publish(table, rows, np.ones((1, columns), np.float32))
     assert await published(directory) == []
     assert not publisher.pruned_updates
+
+
+async def test_rows_of_a_divided_table_need_its_own_snapshot(directory, publisher, tmp_path):
+    other = export_divided(tmp_path, *divided_state(1), 1).path.parent.parent
+    for store, error, message in (
+        (None, DeltaError, "'item' of 'fresh' is divided by popularity, .* give the publisher `store`"),
+        (other, DeltaBaseError, "has identity .*, published is "),
+    ):
+        with pytest.raises(error, match=message):
+            await AsyncDeltaPublisher(directory, MODEL, 1, store).publish("item", [0], np.ones((1, 8), np.float32))
+    assert await published(directory) == []
 
 
 async def test_values_that_one_part_can_not_hold_keep_back_all_parts(directory, publisher, snapshot):

@@ -9,6 +9,7 @@ import pytest
 from loader.errors import RegistryConflictError, RegistryRecordError
 from loader.registry.fleet import (
     FLEET,
+    DenseStep,
     FleetRegistry,
     NodeRecord,
     PublishedVersion,
@@ -68,6 +69,8 @@ async def test_an_update_sees_what_is_there_and_increments_the_epoch(fleet):
     assert seen == [None, FIRST]
     assert await fleet.update_wanted("m", lambda _: None) == second
     assert await fleet.update_wanted("m", lambda now: now) == second
+    with pytest.raises(RegistryRecordError, match="wanted/m: model 'n' in the record of 'm'"):
+        await fleet.update_wanted("m", lambda now: now.model_copy(update={"model": "n"}))
     assert await fleet.wanted_model("m") == second
 
 
@@ -106,6 +109,35 @@ async def test_a_version_is_dropped_with_its_spec(fleet):
     assert await fleet.spec("m", 9) is None
 
 
+async def test_another_record_of_what_is_published_is_a_conflict(fleet):
+    """The same one, published at another time, is not."""
+    step = DenseStep(
+        model="m", version=9, step=2, sequence=0, sha256="cd" * 32, size_bytes=1, max_drift=0.1, published_at=5.0
+    )
+    for put, record, changed, message in (
+        (fleet.put_version, PUBLISHED, {"identity": "x"}, "this one has identity x, .* a version is immutable"),
+        (fleet.put_dense_step, step, {"sha256": "x"}, "dense step 2 is on record; 2 must be higher"),
+    ):
+        await put(record)
+        await put(record.model_copy(update={"published_at": 8.0}))
+        with pytest.raises(RegistryConflictError, match=message):
+            await put(record.model_copy(update=changed))
+    assert await fleet.version("m", 9) == PUBLISHED
+    assert await fleet.dense_step("m", 9) == step
+
+
+async def test_a_write_that_others_always_overtake_is_a_conflict(fleet, monkeypatch):
+    await fleet.put_version(PUBLISHED)
+
+    async def overtaken(key, *_):
+        raise RegistryConflictError(key)
+
+    for method, call in (("put", lambda: fleet.restore_wanted(FIRST)), ("delete", lambda: fleet.drop_version("m", 9))):
+        monkeypatch.setattr(fleet.registry, method, overtaken)
+        with pytest.raises(RegistryConflictError, match=r"others wrote first \d+ times in a row"):
+            await call()
+
+
 @pytest.mark.parametrize("value", [b"", b"{", b"[]", b'{"node_id": "bad"}', NODE.model_dump_json().encode(), b"\xff"])
 async def test_an_unreadable_node_hides_no_other_and_is_logged_once(fleet, caplog, value):
     await fleet.announce_node(NODE, 60.0)
@@ -133,6 +165,21 @@ async def test_an_unreadable_record_is_named(fleet, key, value, message):
     read = {"wanted": fleet.wanted, "versions": fleet.versions, "fleet": fleet.fleet}[key.partition("/")[0]]
     with pytest.raises(RegistryRecordError, match=message):
         await read()
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (b"{", "wanted/m: not JSON"),
+        (b"[]", "wanted/m: epoch None; an integer from 1 on is needed"),
+        (b'{"epoch": true}', "wanted/m: epoch True"),
+    ],
+)
+async def test_what_has_no_epoch_is_not_overwritten(fleet, value, message):
+    await fleet.registry.put(wanted_key("m"), value, 0)
+    with pytest.raises(RegistryRecordError, match=message):
+        await fleet.restore_wanted(FIRST)
+    assert (await fleet.raw(wanted_key("m"))).value == value
 
 
 async def test_a_key_of_a_later_release_is_ignored(fleet):

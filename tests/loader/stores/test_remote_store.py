@@ -264,6 +264,44 @@ def test_what_is_damaged_in_the_store_is_refused_by_name(remote: Remote, tmp_pat
     remote.store().hold("small", 1).close()
 
 
+def test_what_is_not_in_the_store_is_refused_by_name(remote: Remote) -> None:
+    store = remote.store()
+    put(store, remote.made / "1")
+    assert store.versions("../small") == []
+    with pytest.raises(SnapshotCorruptError, match=r"identity .* is [0-9a-f]{64}, published was f{64}"):
+        store.hold("small", 1, identity="f" * 64)
+    store.hold("small", 1, verify=False).close()
+    remote.bucket.delete(f"small/1/{CHECKSUM_NAME}")
+    with pytest.raises(SnapshotCorruptError, match=f"small/1/{CHECKSUM_NAME}: missing"):
+        store.hold("small", 1)
+    with pytest.raises(SnapshotNotFoundError, match=r"no version 1 of model '\.\./small'; it has \[\]"):
+        store.hold("../small", 1)
+
+
+def test_small_files_are_written_listed_and_deleted(remote: Remote) -> None:
+    store = remote.store()
+    store.write_file("dense/1", b"12345")
+    assert [file.path for file in store.list_files("dense")] == ["dense/1"]
+    assert store.read_file("dense/1", 5) == b"12345"
+    for path, message in (("dense/1", "5 bytes, at most 4 are read"), ("dense/2", "dense/2: missing")):
+        with pytest.raises(SnapshotCorruptError, match=message):
+            store.read_file(path, 4)
+    store.delete_files(["dense/1", "dense/2"])
+    store.delete_files([])
+    assert store.list_files("dense") == []
+
+
+def test_a_version_set_aside_stays_after_all_or_goes_with_its_files(remote: Remote) -> None:
+    store = remote.store()
+    for version in (1, 2):
+        put(store, remote.made / str(version))
+        store.set_aside("small", version)
+    store.set_aside("small", 3)
+    store.delete_set_aside("small", staying=[1])
+    assert store.versions("small") == [1]
+    assert {one.path.split("/")[1] for one in store.objects.listed("small")} == {"1"}
+
+
 def test_a_manifest_whose_paths_leave_the_snapshot_is_refused(remote: Remote, tmp_path: Path) -> None:
     store = remote.store()
     folder, _ = write_snapshot(tmp_path / "made", one_table_spec(300))
