@@ -18,10 +18,8 @@ from loader.errors import (
     DeltaError,
     DeltaFormatError,
     DeltaGapError,
-    RegistryConflictError,
     RegistryUnavailableError,
     SnapshotNotFoundError,
-    StreamSequenceError,
 )
 from loader.registry import open_registry
 from loader.registry.directory import DirectoryRegistry
@@ -185,16 +183,6 @@ async def test_lost_deltas_are_not_restored_with_a_gap(
     with pytest.raises(DeltaGapError, match=f"{STREAM} ends with 1, but deltas up to {len(authors)} were published"):
         await by_name["a"].publish("int8", [9], ONES)
     assert await published_rows(directory) == [[0]]
-
-
-async def test_a_stream_in_which_others_are_always_faster_is_named(directory, snapshot, monkeypatch):
-    async def append(*_):
-        raise StreamSequenceError("somebody else has it")
-
-    await register_version(directory, snapshot)
-    monkeypatch.setattr(directory, "append", append)
-    with pytest.raises(RegistryConflictError, match=f"stream {STREAM}: others were faster for 0 s"):
-        await AsyncDeltaPublisher(directory, MODEL, 1, retry_s=0).publish("int8", [1], ONES)
 
 
 async def test_the_spec_is_read_from_the_store_if_nowhere_else(directory, snapshot, tmp_path):

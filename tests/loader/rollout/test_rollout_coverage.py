@@ -6,27 +6,15 @@ import pytest
 
 from loader.registry.fleet import FleetRecord, NodeRecord, VersionReport
 from loader.rollout.coverage import FleetView, Roster, cannot_roll, lags, refusals
-from loader.rollout.plan import Rollout, plan_steps, undone
+from loader.rollout.plan import plan_steps, undone
+from shardrank_testing.rollout_fleet import rollout_record
 
 STEPS = plan_steps("beside", canary=True, bake=False)
 BOTH = {1: "ready", 2: "ready"}
 
 
 def in_step(step, *, steps=STEPS, **fields):
-    return Rollout(
-        model="m",
-        epoch=1,
-        rollout_id="a" * 32,
-        from_version=1,
-        to_version=2,
-        delta_base=2,
-        last_delta=0,
-        steps=steps,
-        step_index=steps.index(step),
-        started_at=1.0,
-        step_began_at=1.0,
-        **fields,
-    )
+    return rollout_record(steps=steps, step_index=steps.index(step), **fields)
 
 
 def node(name, states, *, shard=None, shards=2, live=None, applied=0, draining=False, **reported):

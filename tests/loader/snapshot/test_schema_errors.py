@@ -63,6 +63,12 @@ BUCKETS = {"by": "quotient_remainder", "buckets": 10}
     [
         (shop(ITEMS | {"default_row": 300}), "'items': default_row 300 is not below num_embeddings 300"),
         (shop(ITEMS | {"dtype": "int4", "embedding_dim": 5}), "int4 rows need an even embedding_dim, got 5"),
+        (shop(ITEMS | {"column_dims": [4]}), "at least 2 slices"),
+        (shop(ITEMS | {"column_dims": [2, 3]}), "add up to 5, embedding_dim is 4"),
+        (shop(ITEMS | {"column_dims": [4, 0]}), "greater than or equal to 1"),
+        (shop(ITEMS | {"column_dims": [3, 1], "dtype": "int4"}), "even number of columns"),
+        (shop(ITEMS | {"column_dims": [1] * 33, "embedding_dim": 33}), "at most 32"),
+        (shop(ITEMS | {"column_dims": [2, 2], "name": "t" * 126}), "pass 128 characters"),
         (shop(*({**SLICED, "name": f"t{number}"} for number in range(129))), "make 4128 stored tables; at most 4096"),
         (shop(ITEMS | {"feature_names": ["item", "x"]}), r"feature_names that are not in features: \['x'\]"),
         (
