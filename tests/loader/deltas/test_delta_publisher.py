@@ -185,19 +185,19 @@ async def test_lost_deltas_are_not_restored_with_a_gap(
     assert await published_rows(directory) == [[0]]
 
 
-async def test_the_spec_is_read_from_the_store_if_nowhere_else(directory, snapshot, tmp_path):
+async def test_the_spec_is_read_from_the_store_if_nowhere_else(directory, snapshot, store, tmp_path):
     await register_version(directory, snapshot)
     entry = await directory.get(spec_key(MODEL, 1))
     await directory.delete(spec_key(MODEL, 1), entry.revision)
     other = export_state(tmp_path / "other", SPEC, random_tables(SPEC, 1), 1).path.parent.parent
-    for store, error, message in (
+    for given, error, message in (
         (None, DeltaBaseError, f"no spec of '{MODEL}' version 1: publish it again, or give the store"),
         (tmp_path / "empty", SnapshotNotFoundError, f"empty has no version 1 of model '{MODEL}'"),
         (other, DeltaBaseError, f"{other}/{MODEL}/1 has identity .*, published is {snapshot.identity}"),
     ):
         with pytest.raises(error, match=message):
-            await AsyncDeltaPublisher(directory, MODEL, 1, store).open()
-    publisher = AsyncDeltaPublisher(directory, MODEL, 1, snapshot.path.parent.parent)
+            await AsyncDeltaPublisher(directory, MODEL, 1, given).open()
+    publisher = AsyncDeltaPublisher(directory, MODEL, 1, store)
     assert await publisher.publish("int8", [1], ONES) == 1
 
 

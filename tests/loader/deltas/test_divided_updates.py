@@ -30,11 +30,6 @@ def snapshot(tmp_path_factory):
 
 
 @pytest.fixture
-def store(snapshot):
-    return snapshot.path.parent.parent
-
-
-@pytest.fixture
 async def publisher(directory, snapshot, store):
     await register_version(directory, snapshot)
     return AsyncDeltaPublisher(directory, MODEL, 1, store)

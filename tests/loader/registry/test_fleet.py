@@ -10,7 +10,6 @@ from loader.errors import RegistryConflictError, RegistryRecordError
 from loader.registry.fleet import (
     FLEET,
     DenseStep,
-    FleetRegistry,
     NodeRecord,
     PublishedVersion,
     VersionReport,
@@ -38,11 +37,6 @@ NODE = NodeRecord(
     applied={"m": 3},
     versions=(VersionReport(model="m", version=9, state="ready", stats=STATS),),
 )
-
-
-@pytest.fixture
-def fleet(registry) -> FleetRegistry:
-    return FleetRegistry(registry)
 
 
 async def test_a_put_over_another_epoch_is_a_conflict(fleet):

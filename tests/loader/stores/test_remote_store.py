@@ -252,6 +252,7 @@ def test_what_is_damaged_in_the_store_is_refused_by_name(remote: Remote, tmp_pat
         (ROWS, flip_last_bit, "SHA-256 is .*, the manifest says"),
         (ROWS, lambda rows: rows[:-1], f"{ROWS}: .* bytes, the manifest says"),
         (ROWS, None, f"{ROWS}: missing"),
+        (CHECKSUM_NAME, None, f"small/1/{CHECKSUM_NAME}: missing"),
     ):
         right = (folder / relative).read_bytes()
         if change is None:
@@ -272,9 +273,6 @@ def test_what_is_not_in_the_store_is_refused_by_name(remote: Remote) -> None:
     with pytest.raises(SnapshotCorruptError, match=r"identity .* is [0-9a-f]{64}, published was f{64}"):
         store.hold("small", 1, identity="f" * 64)
     store.hold("small", 1, verify=False).close()
-    remote.bucket.delete(f"small/1/{CHECKSUM_NAME}")
-    with pytest.raises(SnapshotCorruptError, match=f"small/1/{CHECKSUM_NAME}: missing"):
-        store.hold("small", 1)
     with pytest.raises(SnapshotNotFoundError, match=r"no version 1 of model '\.\./small'; it has \[\]"):
         store.hold("../small", 1)
 

@@ -92,7 +92,6 @@ class Twins:
     divided: Snapshot
     whole: Snapshot
     rows: dict[str, Float32Array]
-    counts: dict[str, np.ndarray]
     projections: dict[str, Float32Array]
 
 
@@ -125,7 +124,7 @@ def write_twins(
     ]
     twin = ModelDescription.model_validate({**description.model_dump(), "tables": whole}).compiled()
     plain, _ = write_snapshot(folder / "whole", twin, tables=rows, dense=dense, version=version)
-    return Twins(divided, Snapshot.open(plain), rows, made.counts, made.projections)
+    return Twins(divided, Snapshot.open(plain), rows, made.projections)
 
 
 def worth(made: DividedModel, table: TableSpec | DividedTable, pruned_row: PrunedRow) -> Float32Array:
