@@ -66,6 +66,7 @@ def test_what_a_killed_run_had_begun_to_delete_is_deleted(tmp_path):
     for version in (1, 2):
         (folder / str(version)).mkdir(parents=True)
         store.set_aside("films", version)
+    store.set_aside("films", 3)  # is not there
     (folder / f"{TRASH_PREFIX}2").rename(folder / f"{TRASH_PREFIX}2.gone")
     store.delete_set_aside("films", staying=[1, 2])
     assert sorted(path.name for path in folder.iterdir()) == ["1"]
