@@ -47,6 +47,7 @@ NEW = node("s", BOTH, live=2, applied=5)
         ("stage_shards", SHARDS, []),
         ("stage_shards", SHARDS[:1], ["shard 1: no node has version 2 ready"]),
         ("stage_shards", (*SHARDS, node("c", {2: "staging"}, shard=1)), ["c: version 2 is staging 0%"]),
+        ("stage_shards", (*SHARDS, node("c", {1: "ready"}, shard=1)), ["c: does not have version 2 yet"]),
         ("stage_shards", (*SHARDS, node("c", {2: "staging"}, shard=1, draining=True)), []),
         # A process that just started holds no flip up, one that answers with the old version does.
         ("flip", (*SHARDS, NEW, node("t", {2: "staging"})), []),
