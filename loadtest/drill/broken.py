@@ -141,7 +141,7 @@ async def _publish_without_room(fleet: OracleFleet) -> list[Attempt]:
 def broken_figures(
     attempts: Sequence[Attempt], answers: Answers, control_begun: float, control_went_live: bool
 ) -> tuple[dict[str, Any], list[Limit]]:
-    """Return what attempts and answers say, and the limits; the first version was live until the sound one at the end."""
+    """Return what attempts and answers say, and the limits; the first version was live until the control began."""
     before = answers[(answers["ended"] < control_begun) & (answers["kind"] == Kind.OK)]
     groups: dict[str, dict[str, Any]] = {}
     for group in dict.fromkeys(attempt.group for attempt in attempts):

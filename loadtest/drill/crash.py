@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -111,8 +111,7 @@ async def run_drill(config: CrashDrillConfig, folder: Path, progress: Progress) 
                 # What a further kill would show says nothing about that kill.
                 break
         progress("kills", len(cases), len(cases))
-        figures = {**crash_figures(results, await fleet.load.stop()), "step_delay_s": config.step_delay_s}
-        return fleet.report(figures, crash_limits(figures, config.replicas))
+        return fleet.report(*crash_figures(config, results, await fleet.load.stop()))
 
 
 async def _run_case(fleet: OracleFleet, case: CrashCase, delay_s: float) -> CrashResult:
@@ -134,7 +133,7 @@ async def _run_case(fleet: OracleFleet, case: CrashCase, delay_s: float) -> Cras
     await asyncio.sleep(WATCH_S)
     rollout, live_version = await fleet.rollout(), await fleet.live_version()
     figures = {
-        "ended_in": "neither" if lag else ended_in(live_version, live, version),
+        "ended_in": "neither" if lag else {version: "new", live: "old"}.get(live_version, "neither"),
         "rollout": rollout.state if rollout is not None and case.step else "",
         "restart_s": restarted_at - killed_at,
         "settled_s": None if lag else settled_s,
@@ -142,11 +141,6 @@ async def _run_case(fleet: OracleFleet, case: CrashCase, delay_s: float) -> Cras
         "lag": lag,
     }
     return CrashResult(case, figures, TimeSpan(killed_at, time.monotonic()), live_version)
-
-
-def ended_in(live: int, before: int, to_version: int) -> str:
-    """Return which version is live after a rollout: `old`, `new` or `neither`; without a rollout, `old`."""
-    return {to_version: "new", before: "old"}.get(live, "neither")
 
 
 async def _until_step(fleet: OracleFleet, case: CrashCase) -> None:
@@ -184,15 +178,23 @@ async def _kill(fleet: OracleFleet, case: CrashCase) -> None:
         raise DrillError(f"{case}: not started again after {RESTART_TIMEOUT_S:g} s")
 
 
-def crash_figures(cases: Sequence[CrashResult], answers: Answers) -> dict[str, Any]:
-    """Return what the cases and all answers of the drill say, by the names of the report."""
+def crash_figures(
+    config: CrashDrillConfig, cases: Sequence[CrashResult], answers: Answers
+) -> tuple[dict[str, Any], list[Limit]]:
+    """Return what the cases and all answers of the drill say, by the names of the report, and the limits.
+
+    A killed serving process may fail the requests that it was answering.
+    """
     results: list[dict[str, Any]] = []
+    limits: list[Limit] = []
     for case, figures, watched, live_version in cases:
-        seen, stale = answers[overlaps(answers, [watched])], 0
-        if figures["settled_s"] is not None:
-            is_after = seen["intended"] >= watched.begin + figures["restart_s"] + figures["settled_s"]
+        seen, stale, settled_s = answers[overlaps(answers, [watched])], 0, figures["settled_s"]
+        if settled_s is not None:
+            is_after = seen["intended"] >= watched.begin + figures["restart_s"] + settled_s
             stale = int((is_after & (seen["kind"] == Kind.OK) & (seen["version"] != live_version)).sum())
         results.append({**case._asdict(), **figures, **count_kinds(seen["kind"]), "stale": stale})
+        lag = figures["lag"]
+        limits.append(Limit(f"{case}: settled_s{lag and f' ({lag})'}", settled_s, MAX_SETTLE_S))
     settled = [result["settled_s"] for result in results if result["settled_s"] is not None]
     ended = [result["ended_in"] for result in results]
 
@@ -201,7 +203,8 @@ def crash_figures(cases: Sequence[CrashResult], answers: Answers) -> dict[str, A
         total = sum(result["answers"] for result in chosen)
         return sum(result["failed"] for result in chosen) / total if total else None
 
-    return {
+    of_nodes, of_redis = lost_share(("shard-node",), "idle", "beside", "undo"), lost_share(REDIS_VICTIMS, *STEPS)
+    figures = {
         "cases": len(results),
         **{f"ended_{which}": ended.count(which) for which in ("old", "new", "neither")},
         "settled_within_10_s": sum(settled_s <= MAX_SETTLE_S for settled_s in settled),
@@ -209,21 +212,17 @@ def crash_figures(cases: Sequence[CrashResult], answers: Answers) -> dict[str, A
         "settled_s_max": percentile(settled, 100),
         **count_kinds(answers["kind"]),
         "stale": sum(result["stale"] for result in results),
-        "answers_lost_share_shard_node": lost_share(("shard-node",), "idle", "beside", "undo"),
+        "answers_lost_share_shard_node": of_nodes,
         # While one replica of a shard is being rolled, the other is its only one, so killing that costs answers.
         "answers_lost_share_shard_node_by_replica": lost_share(("shard-node",), "by-replica"),
-        "answers_lost_share_redis": lost_share(REDIS_VICTIMS, *STEPS),
+        "answers_lost_share_redis": of_redis,
         "results": results,
+        "step_delay_s": config.step_delay_s,
     }
-
-
-def crash_limits(figures: Mapping[str, Any], replicas: int) -> list[Limit]:
-    """Return what decides the verdict. A killed serving process may fail the requests that it was answering."""
-    limits = [Limit(name, figures[name], 0) for name in ("mixed", "wrong", "stale", "ended_neither")]
-    for result in figures["results"]:
-        case, lag = CrashCase(*(result[name] for name in CrashCase._fields)), result["lag"]
-        limits.append(Limit(f"{case}: settled_s{lag and f' ({lag})'}", result["settled_s"], MAX_SETTLE_S))
-    for name, most in (("shard_node", MAX_LOST_SHARE if replicas > 1 else 1.0), ("redis", 0.0)):
-        if (lost := figures[f"answers_lost_share_{name}"]) is not None:
-            limits.append(Limit(f"answers_lost_share_{name}", lost, most))
-    return limits
+    limits += [Limit(name, figures[name], 0) for name in ("mixed", "wrong", "stale", "ended_neither")]
+    if of_nodes is not None:
+        most = MAX_LOST_SHARE if config.replicas > 1 else 1.0
+        limits.append(Limit("answers_lost_share_shard_node", of_nodes, most))
+    if of_redis is not None:
+        limits.append(Limit("answers_lost_share_redis", of_redis, 0.0))
+    return figures, limits
