@@ -29,7 +29,7 @@ from loadtest.drill.config import BrokenDrillConfig
 from loadtest.drill.fleet import FIRST_VERSION, OracleFleet, oracle_fleet
 from loadtest.drill.load import Answers, count_kinds, latency_ms
 from loadtest.drill.oracle import Kind, golden_requests, write_oracle
-from loadtest.drill.report import Limit, Report, answer_limits
+from loadtest.drill.report import Judged, Limit, Report, answer_limits
 
 PUBLISH_TIMEOUT_S = 120.0
 EXAMPLES = 3
@@ -138,9 +138,7 @@ async def _publish_without_room(fleet: OracleFleet) -> list[Attempt]:
     return attempts
 
 
-def broken_figures(
-    attempts: Sequence[Attempt], answers: Answers, control_begun: float, control_went_live: bool
-) -> tuple[dict[str, Any], list[Limit]]:
+def broken_figures(attempts: Sequence[Attempt], answers: Answers, control_begun: float, went_live: bool) -> Judged:
     """Return what attempts and answers say, and the limits; the first version was live until the control began."""
     before = answers[(answers["ended"] < control_begun) & (answers["kind"] == Kind.OK)]
     groups: dict[str, dict[str, Any]] = {}
@@ -163,12 +161,12 @@ def broken_figures(
         "other_versions": int((before["version"] != FIRST_VERSION).sum()),
         "p99_ms": latency_ms(answers, 99),
         "groups": groups,
-        "control_went_live": control_went_live,
+        "control_went_live": went_live,
     }
     limits = [Limit(f"accepted: {name}", group["accepted"], 0) for name, group in groups.items()]
     # If a sound snapshot does not go live, refusals prove nothing.
-    went_live = Limit("control_went_live", control_went_live, 1, "at least")
-    return figures, [*limits, *answer_limits(figures, "other_versions"), went_live]
+    limits.append(Limit("control_went_live", went_live, 1, "at least"))
+    return figures, [*limits, *answer_limits(figures, "other_versions")]
 
 
 def damage_at_random(folder: Path, damage: str, rng: np.random.Generator) -> str:

@@ -119,8 +119,7 @@ async def drill_process(
         await supervisor.stop()
 
 
-@dataclass(frozen=True, slots=True)
-class RunningLoad:
+class RunningLoad(NamedTuple):
     """A load and its file of answers."""
 
     process: DrillProcess
@@ -226,8 +225,7 @@ class OracleFleet:
         await self.start_rollout(version, strategy)
         rollout = await polled(self.rollout, lambda last: last is not None and not last.active, ROLLOUT_TIMEOUT_S)
         if rollout is None or rollout.active:
-            late = f"the rollout did not end within {ROLLOUT_TIMEOUT_S:g} s"
-            raise DrillError(f"{late}; {await self.lag()}; {rollout}")
+            raise DrillError(f"after {ROLLOUT_TIMEOUT_S:g} s of a rollout: {await self.lag()}; {rollout}")
         return rollout
 
     async def swap_to(self, version: int, strategy: Strategy = "beside") -> None:
@@ -299,13 +297,13 @@ async def oracle_fleet(config: FleetDrillConfig, folder: Path, progress: Progres
     spec, store = oracle_spec(config), folder / "store"
     await asyncio.to_thread(write_oracle, spec, store, FIRST_VERSION)
     async with contextlib.AsyncExitStack() as stack:
-        server = await stack.enter_async_context(running_redis(folder)) if config.registry == "redis" else None
+        redis_server = await stack.enter_async_context(running_redis(folder)) if config.registry == "redis" else None
         total, ready = 1 + config.shards * config.replicas + config.workers, itertools.count(1)
         fleet_config = FleetConfig(
             store=store,
             models=(config.model,),
             versions={config.model: FIRST_VERSION},
-            registry=server.url if server else str(folder / "registry"),
+            registry=redis_server.url if redis_server else str(folder / "registry"),
             **config.model_dump(include={"shards", "replicas", "cards", "workers"}),
             replicate_bytes=REPLICATE_BYTES,
             http_port=0,
@@ -321,11 +319,11 @@ async def oracle_fleet(config: FleetDrillConfig, folder: Path, progress: Progres
         # The fleet removes its logs when it ends.
         logs = local.supervisor.run_directory.glob
         stack.callback(lambda: [shutil.copy(log, folder) for log in logs("*.log")])
-        at = Server(local.http_port, local.grpc_port, ())
-        addresses = at.target("json"), at.target("grpc")
+        server = Server(local.http_port, local.grpc_port, ())
+        addresses = server.target("json"), server.target("grpc")
         load_config = LoadConfig(addresses=addresses, shape=config, rate=config.rate, answers=folder / "load.answers")
         load = await stack.enter_async_context(running_load(load_config))
-        yield OracleFleet(config, local, at, load, folder, store, spec, local.registry, server)
+        yield OracleFleet(config, local, server, load, folder, store, spec, local.registry, redis_server)
 
 
 class RedisServer(NamedTuple):

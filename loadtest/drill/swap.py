@@ -17,9 +17,9 @@ from loader.progress import Progress
 from loader.snapshot.publishing import rows_bytes_of
 from loadtest.drill.config import SwapDrillConfig
 from loadtest.drill.fleet import BYTES_PER_MB, FIRST_VERSION, Sample, oracle_fleet, read_processes
-from loadtest.drill.load import APIS, Answers, Mask, TimeSpan, count_kinds, latency_ms, overlaps, percentile
+from loadtest.drill.load import Answers, Mask, TimeSpan, count_kinds, latency_ms, overlaps, percentile
 from loadtest.drill.oracle import Kind
-from loadtest.drill.report import Limit, Report, answer_limits
+from loadtest.drill.report import Judged, Limit, Report, answer_limits
 from loadtest.servers import summed
 
 MAX_GROWTH = 0.1
@@ -95,46 +95,32 @@ async def run_drill(config: SwapDrillConfig, folder: Path, progress: Progress) -
         return fleet.report(figures, limits)
 
 
-def swap_figures(
-    config: SwapDrillConfig, answers: Answers, course: SwapCourse, rows_mb: float
-) -> tuple[dict[str, Any], list[Limit]]:
+def swap_figures(config: SwapDrillConfig, answers: Answers, course: SwapCourse, rows_mb: float) -> Judged:
     """Return what answers and memory say, by the names of the report, and the limits."""
     during = overlaps(answers, course.swaps)
     excluded = overlaps(answers, course.excluded) & ~during
     periods = {"steady": ~during & ~excluded, "during_swap": during, "apart": excluded}
-    first, last = course.memory[0], course.memory[-1]
-    rss = [sum(process["rss_mb"] for process in sample.values()) for sample in course.memory]
-    durations = [end - begin for begin, end in course.swaps]
-    by_api: dict[str, dict[str, Any]] = {}
-    for number, name in enumerate(APIS):
-        is_api = answers["api"] == number
-        by_api[name] = {
-            "answers": int(is_api.sum()),
-            "not_ok": int((answers["kind"][is_api] != Kind.OK).sum()),
-            **{f"p99_ms_{when}": latency_ms(answers[is_api & periods[when]], 99) for when in ("steady", "during_swap")},
-        }
-    figures: dict[str, Any] = {**count_kinds(answers["kind"]), "swaps": len(course.swaps)}
-    for when, which in periods.items():
-        figures[f"answers_{when}"] = int(which.sum())
-        figures |= {f"p{percent}_ms_{when}": latency_ms(answers[which], percent) for percent in (50, 99)}
-    steady, during_swap = figures["p99_ms_steady"], figures["p99_ms_during_swap"]
+    rss, uss = (
+        [sum(process[what] for process in sample.values()) for sample in course.memory] for what in ("rss_mb", "uss_mb")
+    )
+    p99 = {when: latency_ms(answers[which], 99) for when, which in periods.items()}
+    steady, during_swap = p99["steady"], p99["during_swap"]
     later = rss[len(rss) // 2 :]
-    figures |= {
+    figures: dict[str, Any] = {
+        **count_kinds(answers["kind"]),
+        "swaps": len(course.swaps),
+        **{f"answers_{when}": int(which.sum()) for when, which in periods.items()},
+        **{f"p99_ms_{when}": value for when, value in p99.items()},
         "ratio_p99": during_swap / steady if steady and during_swap else None,
         "stale": int(is_stale(answers, course).sum()),
-        "max_ms": latency_ms(answers, 100),
         "load_lag_p99_ms": percentile(1e3 * (answers["turn"] - answers["intended"]), 99),
-        "by_api": by_api,
         "rows_mb": rows_mb,
         "rss_mb_before": rss[0],
         "rss_mb_after": rss[-1],
-        "uss_mb_before": sum(process["uss_mb"] for process in first.values()),
-        "uss_mb_after": sum(process["uss_mb"] for process in last.values()),
+        "uss_mb_before": uss[0],
+        "uss_mb_after": uss[-1],
         "rss_mb_per_swap": float(np.polyfit(range(len(later)), later, 1)[0]) if len(rss) >= MIN_SAMPLES else None,
         "rss_mb_by_swap": [round(total_mb, 1) for total_mb in rss],
-        "rss_mb_by_process": {name: (before["rss_mb"], last[name]["rss_mb"]) for name, before in first.items()},
-        "swap_s_median": percentile(durations, 50),
-        "swap_s_max": percentile(durations, 100),
     }
     limits = [*answer_limits(figures, "stale"), Limit("ratio_p99", figures["ratio_p99"], config.max_ratio_p99)]
     # A version that is not freed adds its rows, once for each replica, with every swap.

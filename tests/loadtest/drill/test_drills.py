@@ -37,7 +37,6 @@ def test_swap(tmp_path: Path):
     assert report["swaps"] == 2
     assert report["answers"] > 150
     assert [report[key] for key in (*NOT_RIGHT, "stale")] == [0, 0, 0, 0]
-    assert all(api["answers"] > 0 for api in report["by_api"].values())
     assert min(report["answers_steady"], report["answers_during_swap"]) > 0
     assert report["rss_mb_before"] > 100
 
