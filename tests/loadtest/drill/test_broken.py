@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 import shutil
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +14,8 @@ from loader.registry import open_registry
 from loader.snapshot.reader import verify_snapshot
 from loadtest.drill.broken import (
     Attempt,
-    Break,
     broken_figures,
     damage_at_random,
-    delete_users,
-    forge_nan,
-    forge_without_users,
     publish_with_little_room,
 )
 from loadtest.drill.config import OracleShape
@@ -54,27 +49,6 @@ def test_damage_comes_to_every_file_and_is_found(snapshot: Path, copy: Path, dam
         shutil.copy(snapshot / path, copy / path)
         hit.add(path)
     assert hit == set(files)
-
-
-@pytest.mark.parametrize(
-    ("forge", "problem"),
-    [
-        (partial(forge_nan, table="items", offset=SMALL.embedding_dim), r"'items', row \d+: decodes to NaN or inf"),
-        (partial(forge_nan, table="users"), r"'users', row \d+: decodes to NaN or inf"),
-        (partial(forge_nan, table="tags"), r"'tags', row \d+: decodes to NaN or inf"),
-        (forge_nan, r"^dense.safetensors: tensor 'mlp.layers.0.bias' holds NaN or inf$"),
-        (delete_users, "/tables/users/rows.*: missing$"),
-    ],
-)
-def test_forgeries_are_found(copy: Path, forge: Break, problem: str):
-    forge(copy)
-    assert re.search(problem, verify_snapshot(copy).problems[0])
-
-
-def test_a_table_that_is_missing_everywhere_is_found_by_nodes_alone(copy: Path):
-    """Nothing is wrong with its files: only who builds the dense model can tell, which the drill proves."""
-    forge_without_users(copy)
-    assert verify_snapshot(copy).ok
 
 
 @pytest.mark.parametrize(

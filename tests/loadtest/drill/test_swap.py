@@ -17,8 +17,8 @@ from loadtest.drill.swap import SwapCourse, is_stale, swap_figures
 VERSIONS, SWAPS = [1, 2, 3], [TimeSpan(10, 14), TimeSpan(20, 24)]
 
 
-def record(intended: float, ms: float, version: int, kind: Kind = Kind.OK, api: int = 0) -> tuple[Any, ...]:
-    return (intended, intended, intended + ms / 1e3, version, api, kind)
+def record(intended: float, ms: float, version: int, kind: Kind = Kind.OK) -> tuple[Any, ...]:
+    return (intended, intended, intended + ms / 1e3, version, 0, kind)
 
 
 def figures_of(*records: tuple[Any, ...], memory: Sequence[float] = (100.0, 101.0)) -> tuple[dict[str, Any], list[str]]:
@@ -50,7 +50,7 @@ def test_figures_of_a_good_drill():
 @pytest.mark.parametrize(
     ("records", "memory", "problem"),
     [
-        ([*STEADY, *DURING, record(12, 1, 2, Kind.FAILED, api=3)], (1, 1), "failed"),
+        *(([*STEADY, *DURING, record(12, 1, 2, kind)], (1, 1), kind.name.lower()) for kind in Kind if kind),
         ([*STEADY, *DURING, record(25, 1, 2)], (1, 1), "stale"),
         ([*STEADY, *(record(12, 6.4, 2) for _ in range(50))], (1, 1), "ratio_p99"),
         # Too few answers to compare latencies.
