@@ -53,10 +53,7 @@ class Attempt(NamedTuple):
 
 
 async def run_drill(config: BrokenDrillConfig, folder: Path, progress: Progress) -> Report:
-    """Run the drill; stores, logs and answers go into the folder.
-
-    Raises DrillError if a rollout does not end. What else goes wrong is in the report.
-    """
+    """Run the drill with its files in the folder. Raises DrillError if a rollout does not end."""
     async with oracle_fleet(config, folder, progress) as fleet:
         await asyncio.sleep(WARMUP_S)
         breaks = plan_breaks(config, fleet.spec)
@@ -89,7 +86,7 @@ def plan_breaks(config: BrokenDrillConfig, spec: ModelSpec) -> list[tuple[str, W
         "NaN in a float16 row": partial(forge_nan, table="tags"),
         "NaN as a weight of the dense model": forge_nan,
         "files of a table are missing": delete_users,
-        "a table is missing in files and manifest": forge_without_users,
+        "a table is missing in files and manifest": partial(delete_users, in_manifest=True),
     }
     for what, forge in forgeries.items():
         breaks.append((what, "before publishing", forge))
@@ -170,7 +167,7 @@ def broken_figures(attempts: Sequence[Attempt], answers: Answers, control_begun:
 
 
 def damage_at_random(folder: Path, damage: str, rng: np.random.Generator) -> str:
-    """Damage one place. Its file is drawn first, each as likely as any other, so that small ones get their share."""
+    """Damage one place, in any file with equal likelihood, so that small ones get their share."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.stat().st_size]
     path = files[rng.integers(len(files))]
     content = bytearray(path.read_bytes())
@@ -201,14 +198,11 @@ def forge_nan(folder: Path, table: str = "", offset: int = 0) -> None:
         stated["sha256"] = hashlib.sha256(content).hexdigest()
 
 
-def delete_users(folder: Path) -> None:
-    """Delete a table's files. The manifest still names them."""
+def delete_users(folder: Path, in_manifest: bool = False) -> None:
+    """Delete a table's files, or also the table and its features in the manifest, with the right checksum."""
     shutil.rmtree(folder / "tables" / "users")
-
-
-def forge_without_users(folder: Path) -> None:
-    """Delete a table with its features from the files and from the manifest, and make its checksum right again."""
-    delete_users(folder)
+    if not in_manifest:
+        return
     with _manifest(folder) as document:
         spec = document["spec"]
         (users,) = (table for table in spec["tables"] if table["name"] == "users")

@@ -67,12 +67,10 @@ class FleetDrillConfig(OracleShape, FleetShape):
 class SwapDrillConfig(FleetDrillConfig):
     """Swap version A for B and back, again and again, under load.
 
-    The report has the answers that failed, mixed two versions or were wrong, the 99th percentile of latencies during
-    swaps and between them, and memory before and after.
+    No answer may fail, mix two versions or be wrong; latencies and memory are compared, too.
 
     Examples:
       shardrank drill swap --json swap.json
-      shardrank drill swap --swaps 10 --rate 50 --shards 2 --replicas 2 --cards 2
       shardrank drill swap --strategy by-replica --registry redis
     """
 
@@ -90,8 +88,7 @@ class CrashDrillConfig(FleetDrillConfig):
 
     Examples:
       shardrank drill crash --json crash.json
-      shardrank drill crash --registry redis --victim redis --victim redis-emptied
-      shardrank drill crash --course beside --step flip
+      shardrank drill crash --registry redis --victim redis --course beside --step flip
     """
 
     workers: Workers = 2
@@ -219,17 +216,16 @@ def make_command(schema: type[Frozen]) -> click.Command:
     keep = "Keep stores, logs and answers in this folder, which must be empty."
     params.append(click.Option(["--json", "json_file"], type=FILE, metavar="FILE", help="Write the report."))
     params.append(click.Option(["--keep"], type=FOLDER, metavar="FOLDER", help=keep))
-    return WithExamples(name, params=params, callback=partial(_run, name, schema), help=inspect.getdoc(schema))
 
+    def run(json_file: Path | None, keep: Path | None, **options: Any) -> None:
+        # An option that may be repeated, and was not given, is an empty tuple.
+        config = config_of(schema, {key: value for key, value in options.items() if value != ()})
+        from loadtest.drill.report import execute
 
-def _run(name: str, schema: type[Frozen], json_file: Path | None, keep: Path | None, **options: Any) -> None:
-    """Run a drill with the options that were given, and end with its exit code."""
-    # An option that may be repeated, and was not given, is an empty tuple.
-    config = config_of(schema, {key: value for key, value in options.items() if value != ()})
-    from loadtest.drill.report import execute
+        run_drill = importlib.import_module(f"loadtest.drill.{name}").run_drill
+        click.get_current_context().exit(execute(partial(run_drill, config), json_file, keep))
 
-    run_drill = importlib.import_module(f"loadtest.drill.{name}").run_drill
-    click.get_current_context().exit(execute(partial(run_drill, config), json_file, keep))
+    return WithExamples(name, params=params, callback=run, help=inspect.getdoc(schema))
 
 
 swap = make_command(SwapDrillConfig)

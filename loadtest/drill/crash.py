@@ -43,14 +43,7 @@ STEPS: dict[Course, tuple[str, ...]] = {
 
 
 class CrashCase(NamedTuple):
-    """One kill.
-
-    Attributes:
-        course: `idle`: no rollout; `beside`: with a canary; `undo`: likewise, aborted in it; `by-replica`.
-        step: the step on record when the victim is killed; "" without a rollout.
-        victim: what is killed. `redis` comes back with what it had on disk, `redis-emptied` with nothing.
-        process: by its name in the fleet; "" for Redis.
-    """
+    """One kill: the rollout, its step on record ("" without one), and the process by its name ("" for Redis)."""
 
     course: Course
     step: str
@@ -79,11 +72,7 @@ def crash_cases(config: CrashDrillConfig, processes: Sequence[str]) -> list[Cras
 
 
 async def run_drill(config: CrashDrillConfig, folder: Path, progress: Progress) -> Report:
-    """Run the drill; stores, logs and answers go into the folder.
-
-    Raises DrillError if a process is not started again, or a step is never on record. What else goes wrong is in the
-    report.
-    """
+    """Run the drill with its files in the folder. Raises DrillError if a process or a step does not come."""
     async with oracle_fleet(config, folder, progress) as fleet:
         cases = crash_cases(config, list(fleet.local.supervisor.children))
         await asyncio.sleep(WARMUP_S)
@@ -166,10 +155,7 @@ async def _kill(fleet: OracleFleet, case: CrashCase) -> None:
 
 
 def crash_figures(config: CrashDrillConfig, cases: Sequence[Mapping[str, Any]], answers: Answers) -> Judged:
-    """Return what the cases and all answers of the drill say, by the names of the report, and the limits.
-
-    A killed serving process may fail the requests that it was answering.
-    """
+    """Return what the cases and all answers say, and the limits; a killed serving process may fail its requests."""
     results: list[dict[str, Any]] = []
     limits: list[Limit] = []
     for case in cases:

@@ -106,10 +106,7 @@ class DrillProcess:
 async def drill_process(
     spec: ChildSpec, folder: Path, supervision: SupervisionConfig = ALONE
 ) -> AsyncIterator[DrillProcess]:
-    """Start a process, wait until it is ready, and kill it when the block ends; `NAME.log` in the folder is its output.
-
-    Raises ChildFailedError if it ends or is not ready in time.
-    """
+    """Start a process, yield once it is ready, and kill it with the block. Raises ChildFailedError if it is not."""
     supervisor = Supervisor(folder, supervision)
     try:
         await supervisor.start([spec])
@@ -174,13 +171,7 @@ def read_processes(process_ids: Mapping[str, int]) -> dict[str, Sample]:
 
 @dataclass(slots=True)
 class OracleFleet:
-    """A fleet under load that serves version 1, or what was rolled out since.
-
-    Attributes:
-        server: at which HTTP and gRPC are.
-        folder: of stores, logs and answers.
-        exported: the highest version that was exported.
-    """
+    """A fleet under load that serves version 1, or what was rolled out since; `exported` is the highest version."""
 
     config: FleetDrillConfig
     local: LocalFleet
@@ -261,10 +252,7 @@ def unsettled(
     nodes: Sequence[NodeRecord],
     process_ids: Mapping[str, int],
 ) -> str:
-    """Return why a fleet is not exactly in one version of a model; empty if it is.
-
-    `process_ids` are of all nodes that there must be, by node id: an announcement of a dead process does not count.
-    """
+    """Return why a fleet, of nodes with these process ids, is not exactly in one version; empty if it is."""
     if wanted is None or wanted.live is None:
         return "no version is wanted"
     if rollout is not None and rollout.active:
@@ -275,6 +263,7 @@ def unsettled(
     by_id = {node.node_id: node for node in nodes}
     for node_id, process_id in process_ids.items():
         node = by_id.get(node_id)
+        # What a dead process announced does not count.
         if node is None or node.process_id != process_id:
             return f"{node_id}: its process {process_id} has not announced itself"
         states = {report.version: report.state for report in node.versions if report.model == model}
@@ -287,11 +276,7 @@ def unsettled(
 
 @contextlib.asynccontextmanager
 async def oracle_fleet(config: FleetDrillConfig, folder: Path, progress: Progress) -> AsyncIterator[OracleFleet]:
-    """Export version 1, start a fleet on it and a load on that, with all files in a folder; stop them with the block.
-
-    Raises:
-        ShardrankError: they do not come up.
-    """
+    """Run a fleet on version 1 and a load on that, with all files in a folder. Raises ShardrankError if none is up."""
     # The drill shares its cores with what it watches.
     torch.set_num_threads(1)
     spec, store = oracle_spec(config), folder / "store"

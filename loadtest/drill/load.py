@@ -126,13 +126,11 @@ class OracleRequests:
     async def sender(self, address: str, connections: int = 1) -> Sender:
         """Make the sender of a server's URL."""
         target = LoadTarget.parse(address)
-        payloads = []
-        for question, body in zip(self._questions, self._bodies, strict=True):
-            if target.scheme == "http":
-                payload = Payload(f"/v1/models/{self._model}:{question.method}", body, PROTOBUF, 0)
-            else:
-                payload = Payload(f"/shardrank.v1.RankingService/{question.method.title()}", body, (), 0)
-            payloads.append(payload)
+        paths = {method: f"/shardrank.v1.RankingService/{method.title()}" for method in METHODS}
+        if is_http := target.scheme == "http":
+            paths = {method: f"/v1/models/{self._model}:{method}" for method in METHODS}
+        requests = zip(self._questions, self._bodies, strict=True)
+        payloads = [Payload(paths[each.method], body, PROTOBUF if is_http else (), 0) for each, body in requests]
 
         def check(request: Outgoing, body: bytes) -> Failure | None:
             question = self._questions[request.number % len(self._questions)]

@@ -37,9 +37,8 @@ from loader.snapshot.row_source import rows_of
 from loader.snapshot.tables import RowDtype, TableSpec
 from loader.snapshot.writer import export_snapshot
 from loadtest.drill.config import OracleShape
+from shard_node.bags import Float32Array, Int64Array
 
-Float32Array = npt.NDArray[np.float32]
-Int64Array = npt.NDArray[np.int64]
 Method = Literal["rank", "lookup"]
 
 FACTORS = np.array([1.0, 1024.0], np.float32)

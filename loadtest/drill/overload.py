@@ -1,8 +1,7 @@
 """`drill overload`: more requests than a server can answer, and how many of those that it admits it answers in time.
 
-The server runs on one core, and its client on another. Capacity is what a closed loop gets answered on the same two
-cores, before and after; the larger one counts. Then an open loop goes on through three phases without a pause: part of
-the capacity, several times the capacity, and the same part again.
+Capacity is what a closed loop gets answered, before and after; the larger one counts. An open loop goes on through
+three phases without a pause: part of the capacity, several times the capacity, and the same part again.
 """
 
 from __future__ import annotations
@@ -114,7 +113,8 @@ async def run_drill(config: OverloadDrillConfig, folder: Path, progress: Progres
         progress("phases", 3, 3)
     np.save(folder / "records.npy", done.records.rows)
     figures, limits = overload_figures(config, weighed, done, worked)
-    checks = {limit.name: limit._asdict() | {"ok": limit.ok} for limit in limits}
+    shown = ("value", "must", "limit", "ok")
+    checks = {limit.name: {name: getattr(limit, name) for name in shown} for limit in limits}
     problems = [f"capacity: {reason}" for closed_loop in weighed for reason in not_busy_because(closed_loop)]
     return make_report({"began_with": config, "cores": cores, **figures, "checks": checks}, limits, (), problems)
 
@@ -150,13 +150,9 @@ async def _overload(
 
 
 def overload_figures(config: OverloadDrillConfig, weighed: Sequence[Weighed], done: Done, work: Float64Array) -> Judged:
-    """Return all figures by the names of the report, and their limits.
+    """Return all figures and their limits, from the closed loops, the three phases, and the `work_of` the second.
 
-    Args:
-        config: of the drill.
-        weighed: the closed loops; by the first one the rates were chosen.
-        done: of all three phases.
-        work: what the server did under overload, as `work_of`.
+    By the first closed loop the rates were chosen.
     """
     deadline_s, begin, end = config.deadline_ms / 1000, config.normal_s, config.normal_s + config.seconds
     rows, kinds = done.records.rows, done.records.kinds

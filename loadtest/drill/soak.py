@@ -1,8 +1,7 @@
 """`drill soak`: a fleet at work for a while, with rollouts, row updates and bad requests; does anything grow?
 
-Once a second the memory, descriptors and threads of every process are read. The first half is warm-up: pools fill,
-allocators and caches reach their size. Of what follows, rollouts excluded, in which there are two versions, the medians
-of `BLOCKS` blocks are taken, and a line is fitted by Theil and Sen: the median of the slopes between any two.
+The first half is warm-up: pools fill, allocators and caches reach their size. Of what follows, rollouts excluded, in
+which there are two versions, the medians of `BLOCKS` blocks are taken, and a line is fitted to them.
 """
 
 from __future__ import annotations
@@ -70,13 +69,12 @@ Float64Array: TypeAlias = npt.NDArray[np.float64]
 
 @dataclass(slots=True)
 class SoakCourse:
-    """What happened, and what was read of each process.
+    """What was done, counted by the names of the report, and what was read of each process.
 
     Attributes:
         samples: by time, in seconds of CLOCK_MONOTONIC, and by process.
         restarted: processes that were seen with another id than at first.
         excluded: rollouts, and the time in which they settle.
-        counts: of what was done while it soaked, by the names of the report.
         problems: the first bad answers to strangers.
         swapping: held while the live version changes, or is changed.
     """
@@ -90,10 +88,7 @@ class SoakCourse:
 
 
 async def run_drill(config: SoakDrillConfig, folder: Path, progress: Progress) -> Report:
-    """Run the drill; stores, logs and answers go into the folder.
-
-    Raises DrillError if a rollout does not end as `done`, or a process ends. What grows is in the report.
-    """
+    """Run the drill with its files in the folder. Raises DrillError if a rollout or a process fails."""
     course, total_s = SoakCourse(), 60 * config.minutes
     async with oracle_fleet(config, folder, progress) as fleet:
         ends, first_ids = time.monotonic() + total_s, fleet.process_ids()
@@ -137,10 +132,7 @@ async def _roll_out(config: SoakDrillConfig, fleet: OracleFleet, course: SoakCou
 
 
 async def _update(config: SoakDrillConfig, fleet: OracleFleet, course: SoakCourse) -> None:
-    """Publish rows of the live version again, as they are, so that its answers stay what they must be.
-
-    A version that goes is not updated any more.
-    """
+    """Publish rows of the live version again, as they are, so that its answers stay what they must be."""
     rng, publishers = np.random.default_rng(config.seed), dict[int, AsyncDeltaPublisher]()
     for table in itertools.cycle(fleet.spec.tables):
         await asyncio.sleep(1.0 / config.updates)
@@ -202,10 +194,7 @@ def block_medians(values: Float64Array) -> Float64Array:
 
 
 def soak_figures(config: SoakDrillConfig, course: SoakCourse, kinds: npt.ArrayLike) -> Judged:
-    """Return what was done and read, by the names of the report, and the limits; a short soak does not pass.
-
-    The limit of descriptors and threads is one more over the measured time.
-    """
+    """Return what was done and read, by the names of the report, and the limits; a short soak does not pass."""
     times = np.array(list(course.samples))
     is_measured = times >= (times[0] + WARM_UP_SHARE * (times[-1] - times[0]) if times.size else 0.0)
     for span in course.excluded:
@@ -220,6 +209,7 @@ def soak_figures(config: SoakDrillConfig, course: SoakCourse, kinds: npt.ArrayLi
         values = np.array([samples.get(process, {}).get(what, math.nan) for samples in course.samples.values()])
         blocks, is_memory = block_medians(values[is_measured]), what.endswith("_mb")
         slope, ends = fit_slope(block_medians(measured) / 60, blocks), blocks.tolist() or [None]
+        # Of descriptors and threads there may be one more over the measured time.
         limit = config.max_mb_per_min if is_memory else 1.0 / max(measured_min, 1e-9)
         trends.append({"process": process, "what": what, "first": ends[0], "last": ends[-1], **slope, "limit": limit})
         medians[f"{process} {what}"] = blocks.round(2).tolist()

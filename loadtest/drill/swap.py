@@ -29,19 +29,17 @@ MIN_SAMPLES = 20
 """Fewer have no slope. In the first swaps of a process its allocator grows to what a swap needs."""
 # Swaps before memory is first read; they count in everything else.
 WARMUP_SWAPS = 4
-# Under load before the first swap; latencies of its answers count neither as steady nor as during.
+# The first requests of a process find everything cold; that is the fleet's start, not a swap.
 WARMUP_S = 5.0
 
 
 @dataclass(slots=True)
 class SwapCourse:
-    """What happened when.
+    """Versions that were live one after the other, and what happened when.
 
     Attributes:
-        versions: that were live one after the other.
         swaps: from the request of a rollout to when it was seen to be done, of each version but the first.
-        excluded: when latencies count for neither: while the fleet was cold, and while versions were published on the
-            same machine.
+        excluded: when latencies count for neither: the fleet was cold, or the drill used its cores.
         memory: of all processes by name, after the warm-up and each later swap.
     """
 
@@ -60,14 +58,10 @@ def timed(spans: list[TimeSpan]) -> Iterator[None]:
 
 
 async def run_drill(config: SwapDrillConfig, folder: Path, progress: Progress) -> Report:
-    """Run the drill; stores, logs and answers go into the folder.
-
-    Raises DrillError if a rollout does not end as `done`. What answers say is in the report.
-    """
+    """Run the drill with its files in the folder. Raises DrillError if a rollout does not end as `done`."""
     course = SwapCourse()
     async with oracle_fleet(config, folder, progress) as fleet:
         with timed(course.excluded):
-            # The first requests of a process find everything cold; that is the fleet's start, not a swap.
             await asyncio.sleep(WARMUP_S)
         for number in range(config.swaps + 1):
             progress("swaps", number, config.swaps)

@@ -20,7 +20,7 @@ import httpx
 
 from loader.errors import ShardrankError
 from loader.progress import Progress
-from loadtest.drill.config import Order, Transport, UpgradeDrillConfig
+from loadtest.drill.config import Order, UpgradeDrillConfig
 from loadtest.drill.fleet import FIRST_VERSION, REPLICATE_BYTES, DrillProcess, drill_process, free_ports
 from loadtest.drill.load import (
     API_PATTERN,
@@ -180,12 +180,7 @@ class UpgradeFleet:
 
 
 async def run_drill(config: UpgradeDrillConfig, folder: Path, progress: Progress) -> Report:
-    """Upgrade a fleet of its own for each transport and order.
-
-    Raises:
-        LoadConfigError: `old` is no checkout of this repository.
-        ShardrankError: a process does not come up, or ends by itself.
-    """
+    """Upgrade a fleet for each transport and order. Raises ShardrankError if a process does not come up, or ends."""
     old = checked_checkout(config.old)
     snapshot = await asyncio.to_thread(write_oracle, oracle_spec(config), folder / "store", FIRST_VERSION)
     requests = OracleRequests(config, SINGLE)
@@ -197,7 +192,11 @@ async def run_drill(config: UpgradeDrillConfig, folder: Path, progress: Progress
         logs = folder / str(number)
         logs.mkdir()
         async with contextlib.AsyncExitStack() as stack:
-            fleet = UpgradeFleet(old, snapshot, logs, stack, requests, *choose_addresses(transport, logs))
+            ports = iter(free_ports(len(NODES) + 2 * len(SERVING)))
+            servers = {name: Server(next(ports), next(ports), ()) for name in SERVING}
+            paths = {name: f"unix:{logs / name}.sock" for name in NODES}
+            addresses = paths if transport == "unix" else {name: f"{HOST}:{next(ports)}" for name in NODES}
+            fleet = UpgradeFleet(old, snapshot, logs, stack, requests, addresses, servers)
             for name in (*NODES, *SERVING):
                 await fleet.start(name, "old")
             begin, timeout_s = time.monotonic(), TIMEOUT_MS / 1000
@@ -223,15 +222,6 @@ async def run_drill(config: UpgradeDrillConfig, folder: Path, progress: Progress
         "steps": steps,
     }
     return make_report(figures, upgrade_limits(figures), details[:MAX_DETAILS], problems)
-
-
-def choose_addresses(transport: Transport, folder: Path) -> tuple[dict[str, str], dict[str, Server]]:
-    """Choose where nodes and serving processes listen, by name."""
-    ports = iter(free_ports(len(NODES) + 2 * len(SERVING)))
-    servers = {name: Server(next(ports), next(ports), ()) for name in SERVING}
-    if transport == "unix":
-        return {name: f"unix:{folder / name}.sock" for name in NODES}, servers
-    return {name: f"{HOST}:{next(ports)}" for name in NODES}, servers
 
 
 def upgrade_limits(figures: Mapping[str, Any]) -> list[Limit]:
