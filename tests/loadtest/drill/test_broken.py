@@ -22,7 +22,6 @@ from loadtest.drill.config import OracleShape
 from loadtest.drill.fleet import running_redis
 from loadtest.drill.load import RECORD
 from loadtest.drill.oracle import oracle_spec, write_oracle
-from shardrank_testing.serving_api import run
 
 SMALL = OracleShape(items=600, users=300, tags=50)
 
@@ -32,13 +31,9 @@ def snapshot(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_oracle(oracle_spec(SMALL), tmp_path_factory.mktemp("store"), 2)
 
 
-@pytest.fixture
-def copy(snapshot: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(snapshot, tmp_path / "oracle" / "2"))
-
-
 @pytest.mark.parametrize("damage", ["truncated", "bit flipped"])
-def test_damage_comes_to_every_file_and_is_found(snapshot: Path, copy: Path, damage: str):
+def test_damage_comes_to_every_file_and_is_found(snapshot: Path, tmp_path: Path, damage: str):
+    copy = Path(shutil.copytree(snapshot, tmp_path / "oracle" / "2"))
     files = [path.relative_to(snapshot) for path in snapshot.rglob("*") if path.is_file()]
     hit, rng = set(), np.random.default_rng(1)
     for _ in range(60):
@@ -69,24 +64,21 @@ def test_what_does_not_fit_leaves_nothing_behind(
 
 
 @pytest.mark.timeout(120)
-def test_a_killed_redis_comes_back_with_its_data_or_without(tmp_path: Path):
-    async def main() -> None:
-        async with running_redis(tmp_path) as server:
-            registry, child = open_registry(server.url), server.child
-            await registry.put("versions/a", b"1", 0)
-            for is_emptied in (False, True):
-                killed = child.pid
-                child.kill()
-                await child.wait()
-                if is_emptied:
-                    server.empty()
-                while child.pid in (None, killed) or child.state != "ready":  # noqa: ASYNC110
-                    await asyncio.sleep(0.05)
-                entry = await registry.get("versions/a")
-                assert (entry is None) == is_emptied
-            await registry.close()
-
-    run(main())
+async def test_a_killed_redis_comes_back_with_its_data_or_without(tmp_path: Path):
+    async with running_redis(tmp_path) as server:
+        registry, child = open_registry(server.url), server.child
+        await registry.put("versions/a", b"1", 0)
+        for is_emptied in (False, True):
+            killed = child.pid
+            child.kill()
+            await child.wait()
+            if is_emptied:
+                server.empty()
+            while child.pid in (None, killed) or child.state != "ready":  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+            entry = await registry.get("versions/a")
+            assert (entry is None) == is_emptied
+        await registry.close()
 
 
 REFUSED, ACCEPTED = Attempt("bit flipped", "in a file", "publish", "SHA-256"), Attempt("NaN", "in a row", "none", "")
