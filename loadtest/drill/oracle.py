@@ -110,7 +110,7 @@ def version_rows(table: TableSpec, version: int, rows: Int64Array) -> Float32Arr
 
 
 def sigmoid(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """1 / (1 + exp(-x)); no logit of an oracle, not even a mixed one, is so far below 0 that it overflows."""
+    """1 / (1 + exp(-x)); no logit of the oracle, of a mixture neither, is so far below 0 that this overflows."""
     return 1.0 / (1.0 + np.exp(-x))
 
 
