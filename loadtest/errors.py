@@ -22,7 +22,7 @@ class LoadError(ShardrankError, kind="load"):
 
 
 class LoadConfigError(LoadError, http_status=400, grpc_status="INVALID_ARGUMENT", kind="load_config"):
-    """A target, a rate, a workload or a file of marks that can't be used. The message names the option."""
+    """A target, a rate, a workload, an environment or a file that can't be used. The message names the option."""
 
 
 class ResultFileError(LoadError, http_status=400, grpc_status="INVALID_ARGUMENT", kind="load_result"):
@@ -51,10 +51,6 @@ class ScoresDifferError(LoadError, kind="load_scores"):
 
 class CompareStoreError(LoadError, http_status=400, grpc_status="INVALID_ARGUMENT", kind="compare_store"):
     """A store's model has other tables or features than the workload's."""
-
-
-class PeerEnvironmentError(LoadError, kind="peers_environment"):
-    """A peer's virtual environment is not there, or pip could not make it."""
 
 
 class ReportError(ShardrankError, kind="report"):

@@ -133,16 +133,12 @@ class Comparison(Frozen):
     """Several arms side by side.
 
     Attributes:
-        title: what is compared.
         setup: what all arms have alike, by name.
-        arms: in the order of the table.
+        arms, measures: in the order of the table.
         baseline: index of the arm that the others are compared to.
         rounds: how often every arm was measured.
-        measures: in the order of the table.
-        confidence: of the intervals.
         resamples, seed: of the bootstrap.
-        valid: whether every run was.
-        invalid_because: one sentence for each that was not.
+        invalid_because: one sentence for each run that was not valid.
         machine, versions: where it ran; None and empty if not known.
     """
 
@@ -186,7 +182,6 @@ class Measure(Generic[Round]):
     """A row of a comparison.
 
     Attributes:
-        name, unit, better: as in `ComparedMeasure`.
         value: in a round of an arm; None or 0 where there is none.
         everywhere: whether every arm has one. If not, a row with a 0 has no ratios, and one of zeros alone is left out.
     """

@@ -48,12 +48,7 @@ _MODE_ARGUMENTS: dict[Mode, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """One that serves.
-
-    Attributes:
-        http_port, grpc_port: on `HOST`.
-        process_ids: of the commands and all that they started.
-    """
+    """One that serves on `HOST`; `process_ids` are of its commands and all that they started."""
 
     http_port: int
     grpc_port: int
@@ -71,13 +66,7 @@ class Server:
 
 
 def summed(metrics: str, sample: str, label: str = "") -> dict[str, float]:
-    """Add up a metric's samples by the value of a label, `""` for those that don't have it.
-
-    Args:
-        metrics: in Prometheus' text format.
-        sample: its name, such as `shardrank_requests_total`; one that is not there has no values.
-        label: its name.
-    """
+    """Add up the samples of a name in Prometheus' text by the value of a label, `""` for those that don't have it."""
     total: defaultdict[str, float] = defaultdict(float)
     for family in text_string_to_metric_families(metrics):
         for found in family.samples:
@@ -141,12 +130,7 @@ def _start(command: ServerCommand) -> _Started:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """Processes that run.
-
-    Attributes:
-        title: of the server, for messages.
-        process_ids: of the commands and all that they started.
-    """
+    """Processes that run; `process_ids` are of the commands and all that they started."""
 
     title: str
     process_ids: tuple[int, ...]
@@ -162,15 +146,9 @@ class Running:
 
 @contextlib.contextmanager
 def running(title: str, commands: Sequence[ServerCommand], why_not_ready: Callable[[], str]) -> Iterator[Running]:
-    """Start a server, wait until it is ready, and end it with the block.
+    """Start a server by its commands, wait until `why_not_ready` is empty, and end it with the block.
 
-    Args:
-        title: for messages.
-        commands: started in this order, ended in the other one.
-        why_not_ready: asked again and again until it is empty.
-
-    Raises:
-        ServerFailedError: a process ends, or the server is not ready in time.
+    Raises ServerFailedError if a process ends, or the server is not ready in time.
     """
     with contextlib.ExitStack() as stack:
         started: list[_Started] = []
@@ -239,11 +217,7 @@ def commit_of(checkout: Path) -> str:
 
 
 def check_scores(who: str, found: Float32Array, expected: Float32Array, allowed: float) -> None:
-    """Compare scores, which are between 0 and 1.
-
-    Raises:
-        ScoresDifferError: naming who gave them and the candidate that differs most.
-    """
+    """Raise ScoresDifferError, with the candidate that differs most, if scores differ by more than is allowed."""
     if found.shape != expected.shape:
         raise ScoresDifferError(f"{who}: {found.size} scores, {expected.size} expected")
     differences = np.abs(found - expected)

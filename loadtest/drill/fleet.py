@@ -106,10 +106,7 @@ class DrillProcess:
 async def drill_process(
     spec: ChildSpec, folder: Path, supervision: SupervisionConfig = ALONE
 ) -> AsyncIterator[DrillProcess]:
-    """Start a process, wait until it is ready, and kill it when the block ends; `NAME.log` in the folder is its output.
-
-    Raises ChildFailedError if it ends or is not ready in time.
-    """
+    """Start a process, yield once it is ready, and kill it with the block. Raises ChildFailedError if it is not."""
     supervisor = Supervisor(folder, supervision)
     try:
         await supervisor.start([spec])
@@ -119,8 +116,7 @@ async def drill_process(
         await supervisor.stop()
 
 
-@dataclass(frozen=True, slots=True)
-class RunningLoad:
+class RunningLoad(NamedTuple):
     """A load and its file of answers."""
 
     process: DrillProcess
@@ -175,13 +171,7 @@ def read_processes(process_ids: Mapping[str, int]) -> dict[str, Sample]:
 
 @dataclass(slots=True)
 class OracleFleet:
-    """A fleet under load that serves version 1, or what was rolled out since.
-
-    Attributes:
-        server: at which HTTP and gRPC are.
-        folder: of stores, logs and answers.
-        exported: the highest version that was exported.
-    """
+    """A fleet under load that serves version 1, or what was rolled out since; `exported` is the highest version."""
 
     config: FleetDrillConfig
     local: LocalFleet
@@ -226,8 +216,7 @@ class OracleFleet:
         await self.start_rollout(version, strategy)
         rollout = await polled(self.rollout, lambda last: last is not None and not last.active, ROLLOUT_TIMEOUT_S)
         if rollout is None or rollout.active:
-            late = f"the rollout did not end within {ROLLOUT_TIMEOUT_S:g} s"
-            raise DrillError(f"{late}; {await self.lag()}; {rollout}")
+            raise DrillError(f"after {ROLLOUT_TIMEOUT_S:g} s of a rollout: {await self.lag()}; {rollout}")
         return rollout
 
     async def swap_to(self, version: int, strategy: Strategy = "beside") -> None:
@@ -263,10 +252,7 @@ def unsettled(
     nodes: Sequence[NodeRecord],
     process_ids: Mapping[str, int],
 ) -> str:
-    """Return why a fleet is not exactly in one version of a model; empty if it is.
-
-    `process_ids` are of all nodes that there must be, by node id: an announcement of a dead process does not count.
-    """
+    """Return why a fleet, of nodes with these process ids, is not exactly in one version; empty if it is."""
     if wanted is None or wanted.live is None:
         return "no version is wanted"
     if rollout is not None and rollout.active:
@@ -277,6 +263,7 @@ def unsettled(
     by_id = {node.node_id: node for node in nodes}
     for node_id, process_id in process_ids.items():
         node = by_id.get(node_id)
+        # What a dead process announced does not count.
         if node is None or node.process_id != process_id:
             return f"{node_id}: its process {process_id} has not announced itself"
         states = {report.version: report.state for report in node.versions if report.model == model}
@@ -289,23 +276,19 @@ def unsettled(
 
 @contextlib.asynccontextmanager
 async def oracle_fleet(config: FleetDrillConfig, folder: Path, progress: Progress) -> AsyncIterator[OracleFleet]:
-    """Export version 1, start a fleet on it and a load on that, with all files in a folder; stop them with the block.
-
-    Raises:
-        ShardrankError: they do not come up.
-    """
+    """Run a fleet on version 1 and a load on that, with all files in a folder. Raises ShardrankError if none is up."""
     # The drill shares its cores with what it watches.
     torch.set_num_threads(1)
     spec, store = oracle_spec(config), folder / "store"
     await asyncio.to_thread(write_oracle, spec, store, FIRST_VERSION)
     async with contextlib.AsyncExitStack() as stack:
-        server = await stack.enter_async_context(running_redis(folder)) if config.registry == "redis" else None
+        redis_server = await stack.enter_async_context(running_redis(folder)) if config.registry == "redis" else None
         total, ready = 1 + config.shards * config.replicas + config.workers, itertools.count(1)
         fleet_config = FleetConfig(
             store=store,
             models=(config.model,),
             versions={config.model: FIRST_VERSION},
-            registry=server.url if server else str(folder / "registry"),
+            registry=redis_server.url if redis_server else str(folder / "registry"),
             **config.model_dump(include={"shards", "replicas", "cards", "workers"}),
             replicate_bytes=REPLICATE_BYTES,
             http_port=0,
@@ -321,11 +304,11 @@ async def oracle_fleet(config: FleetDrillConfig, folder: Path, progress: Progres
         # The fleet removes its logs when it ends.
         logs = local.supervisor.run_directory.glob
         stack.callback(lambda: [shutil.copy(log, folder) for log in logs("*.log")])
-        at = Server(local.http_port, local.grpc_port, ())
-        addresses = at.target("json"), at.target("grpc")
+        server = Server(local.http_port, local.grpc_port, ())
+        addresses = server.target("json"), server.target("grpc")
         load_config = LoadConfig(addresses=addresses, shape=config, rate=config.rate, answers=folder / "load.answers")
         load = await stack.enter_async_context(running_load(load_config))
-        yield OracleFleet(config, local, at, load, folder, store, spec, local.registry, server)
+        yield OracleFleet(config, local, server, load, folder, store, spec, local.registry, redis_server)
 
 
 class RedisServer(NamedTuple):

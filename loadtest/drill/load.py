@@ -23,7 +23,7 @@ import uvloop
 from loader.memory import settle_heap
 from loader.snapshot.tables import Frozen
 from loadtest.drill.config import OracleShape
-from loadtest.drill.oracle import Float32Array, Kind, Method, Question, Verdict, judge, make_questions, oracle_spec
+from loadtest.drill.oracle import Kind, Method, Verdict, judge, make_questions, oracle_spec
 from loadtest.load.config import LoadTarget
 from loadtest.load.loops import OpenLoop, arrival_times
 from loadtest.load.senders import Failure, Outgoing, Sender, make_sender
@@ -114,51 +114,42 @@ class OracleRequests:
         by_method = make_questions(oracle_spec(shape), QUESTIONS_EACH, single=single)
         self._questions = [by_method[METHODS[api // 2]][i] for i in range(QUESTIONS_EACH) for api in API_PATTERN]
         self._model = shape.model
-        self._bodies = [_encoded(question, shape.model) for question in self._questions]
+        self._bodies: list[bytes] = []
+        for question in self._questions:
+            message: Any = lookup_request(question.bags, {})
+            if question.method == "rank":
+                sides = question.side("context"), question.side("candidate")
+                message = RankFeatures(*sides, weights={}, context_dense=None, candidate_dense=None).by_name()
+            message.model, message.timeout_ms = shape.model, TIMEOUT_MS
+            self._bodies.append(message.SerializeToString())
 
     async def sender(self, address: str, connections: int = 1) -> Sender:
         """Make the sender of a server's URL."""
         target = LoadTarget.parse(address)
-        payloads = []
-        for question, body in zip(self._questions, self._bodies, strict=True):
-            if target.scheme == "http":
-                payload = Payload(f"/v1/models/{self._model}:{question.method}", body, PROTOBUF, 0)
-            else:
-                payload = Payload(f"/shardrank.v1.RankingService/{question.method.title()}", body, (), 0)
-            payloads.append(payload)
+        paths = {method: f"/shardrank.v1.RankingService/{method.title()}" for method in METHODS}
+        if is_http := target.scheme == "http":
+            paths = {method: f"/v1/models/{self._model}:{method}" for method in METHODS}
+        requests = zip(self._questions, self._bodies, strict=True)
+        payloads = [Payload(paths[each.method], body, PROTOBUF if is_http else (), 0) for each, body in requests]
 
         def check(request: Outgoing, body: bytes) -> Failure | None:
             question = self._questions[request.number % len(self._questions)]
             try:
-                request.verdict = judge(question, *read_answer(question, body))
+                if question.method == "rank":
+                    ranked = read_rank(body)
+                    request.verdict = judge(question, ranked.version, ranked.scores)
+                else:
+                    found = read_lookup(body)
+                    # Vectors that are not there are values too few, which is judged.
+                    vectors: dict[str, Any] = {**dict.fromkeys(question.bags, NO_VECTORS), **found.embeddings}
+                    request.verdict = judge(
+                        question, found.version, np.concatenate([vectors[name].reshape(-1) for name in question.bags])
+                    )
             except ClientError as error:
                 return Failure(error.kind, str(error))
             return None
 
         return await make_sender(target, payloads, check, connections=connections, channels=connections)
-
-
-def _encoded(question: Question, model: str) -> bytes:
-    message: Any
-    if question.method == "rank":
-        sides = question.side("context"), question.side("candidate")
-        message = RankFeatures(*sides, weights={}, context_dense=None, candidate_dense=None).by_name()
-    else:
-        message = lookup_request(question.bags, {})
-    message.model, message.timeout_ms = model, TIMEOUT_MS
-    encoded: bytes = message.SerializeToString()
-    return encoded
-
-
-def read_answer(question: Question, body: bytes) -> tuple[int, Float32Array]:
-    """Read the version that an answer names, and its values in the order of the question's. Raises ClientError."""
-    if question.method == "rank":
-        ranked = read_rank(body)
-        return ranked.version, ranked.scores
-    answer = read_lookup(body)
-    # Vectors that are not there are values too few, which is judged.
-    vectors: dict[str, Any] = {**dict.fromkeys(question.bags, NO_VECTORS), **answer.embeddings}
-    return answer.version, np.concatenate([vectors[name].reshape(-1) for name in question.bags])
 
 
 def verdict_of(request: Outgoing, failure: Failure | None) -> Verdict:

@@ -37,9 +37,8 @@ from loader.snapshot.row_source import rows_of
 from loader.snapshot.tables import RowDtype, TableSpec
 from loader.snapshot.writer import export_snapshot
 from loadtest.drill.config import OracleShape
+from shard_node.bags import Float32Array, Int64Array
 
-Float32Array = npt.NDArray[np.float32]
-Int64Array = npt.NDArray[np.int64]
 Method = Literal["rank", "lookup"]
 
 FACTORS = np.array([1.0, 1024.0], np.float32)
@@ -96,30 +95,23 @@ def letter_of(version: int) -> int:
     return (version + 1) % 2
 
 
-def patterns(table: TableSpec, rows: Int64Array) -> Float32Array:
-    """Return rows without their version's factor: float32 [n, dim], whole numbers from 1 to 256."""
+def version_rows(table: TableSpec, version: int, rows: Int64Array) -> Float32Array:
+    """Return rows of a version: float32 [n, dim], its factor times whole numbers from 1 to 256."""
     codes = _CODES[table.dtype]
     dims = np.arange(table.embedding_dim, dtype=np.uint64)
     # Two rounds of a multiplicative hash: neighbours in row and dimension get unrelated codes.
     mixed = rows.astype(np.uint64)[:, None] * np.uint64(0x9E3779B97F4A7C15) + dims * np.uint64(0xC2B2AE3D27D4EB4F)
     mixed ^= mixed >> np.uint64(29)
     mixed *= np.uint64(0xBF58476D1CE4E5B9)
-    pattern = (1 + (mixed >> np.uint64(40)) % np.uint64(codes)).astype(np.float32)
-    pattern[:, 0] = 1.0
-    pattern[:, -1] = codes
+    pattern: Float32Array = (1 + (mixed >> np.uint64(40)) % np.uint64(codes)).astype(np.float32)
+    pattern[:, 0], pattern[:, -1] = 1.0, codes
+    pattern *= FACTORS[letter_of(version)]
     return pattern
 
 
 def sigmoid(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """1 / (1 + exp(-x)), for any x."""
-    result: npt.NDArray[np.float64] = 0.5 * (1.0 + np.tanh(0.5 * x))
-    return result
-
-
-def version_rows(table: TableSpec, version: int, rows: Int64Array) -> Float32Array:
-    """Return rows of a version: float32 [n, dim]."""
-    result: Float32Array = FACTORS[letter_of(version)] * patterns(table, rows)
-    return result
+    """1 / (1 + exp(-x)); no logit of the oracle, of a mixture neither, is so far below 0 that this overflows."""
+    return 1.0 / (1.0 + np.exp(-x))
 
 
 def golden_requests(spec: ModelSpec, version: int) -> GoldenRequests:
@@ -210,7 +202,7 @@ def make_questions(
         bags = draw({name: int(rng.integers(1, MAX_LOOKUP_BAGS + 1)) for name in chosen})
         # Whole numbers below 2^24 even times 1024, so they are exact in any order.
         rows = [(tables[FEATURES[name][0]], bag) for name, of_feature in bags.items() for bag in of_feature]
-        vectors = np.concatenate([patterns(table, np.array(bag)).sum(axis=0) for table, bag in rows])
+        vectors = np.concatenate([version_rows(table, 1, np.array(bag)).sum(axis=0) for table, bag in rows])
         counts = np.array([len(bag) for _, bag in rows])
         questions["lookup"].append(Question("lookup", bags, counts, FACTORS[:, None] * vectors))
     return questions

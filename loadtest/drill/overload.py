@@ -1,8 +1,7 @@
 """`drill overload`: more requests than a server can answer, and how many of those that it admits it answers in time.
 
-The server runs on one core, and its client on another. Capacity is what a closed loop gets answered on the same two
-cores, before and after; the larger one counts. Then an open loop goes on through three phases without a pause: part of
-the capacity, several times the capacity, and the same part again.
+Capacity is what a closed loop gets answered, before and after; the larger one counts. An open loop goes on through
+three phases without a pause: part of the capacity, several times the capacity, and the same part again.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import numpy as np
 
 from loader.progress import Progress
 from loadtest.drill.config import GIVE_UP_MS, OverloadDrillConfig
-from loadtest.drill.report import Limit, Report, make_report
+from loadtest.drill.report import Judged, Limit, Report, make_report
 from loadtest.errors import DrillError
 from loadtest.load.config import OfferedLoad, bench_load
 from loadtest.load.generator import ANSWER_SLACK_S, LEAD_S, Generators, event_loop, offer, open_payloads
@@ -150,29 +149,21 @@ async def _overload(
     return done, worked[1] - worked[0]
 
 
-def overload_figures(
-    config: OverloadDrillConfig, weighed: Sequence[Weighed], done: Done, worked: Float64Array
-) -> tuple[dict[str, Any], list[Limit]]:
-    """Return all figures by the names of the report, and their limits.
+def overload_figures(config: OverloadDrillConfig, weighed: Sequence[Weighed], done: Done, work: Float64Array) -> Judged:
+    """Return all figures and their limits, from the closed loops, the three phases, and the `work_of` the second.
 
-    Args:
-        config: of the drill.
-        weighed: the closed loops; by the first one the rates were chosen.
-        done: of all three phases.
-        worked: what the server did under overload, as `work_of`.
+    By the first closed loop the rates were chosen.
     """
     deadline_s, begin, end = config.deadline_ms / 1000, config.normal_s, config.normal_s + config.seconds
     rows, kinds = done.records.rows, done.records.kinds
-    batches, batches_s, cpu_s = worked.tolist()
+    batches, batches_s, cpu_s = work.tolist()
     normal = rows[(rows["due"] >= min(WARMUP_S, begin / 2)) & (rows["due"] < begin) & (rows["code"] == OK)]
-    before = percentiles(normal["ended"] - normal["due"])
+    before_ms = percentiles(normal["ended"] - normal["due"]).p99_ms
     during = rows[(rows["due"] >= begin) & (rows["due"] < end)]
     seconds, is_ok = during["ended"] - during["due"], during["code"] == OK
     counts = {kind: int((during["code"] == code).sum()) for code, kind in enumerate(kinds)}
     is_refused = np.isin(during["code"], [code for code, kind in enumerate(kinds) if kind in (SHED, UNAVAILABLE)])
     requests, refused, in_time = during.size, int(is_refused.sum()), int((is_ok & (seconds <= deadline_s)).sum())
-    # What has no answer is later than all.
-    admitted = percentiles(seconds[is_ok], out_of=requests - refused)
     figures: dict[str, Any] = {
         "capacities": [closed.requests_per_s for closed in weighed],
         "capacity": max(closed.requests_per_s for closed in weighed),
@@ -185,13 +176,11 @@ def overload_figures(
         "admitted": requests - refused,
         "in_time": in_time,
         "refused": refused,
-        "refused_share": refused / max(requests, 1),
-        "p50_ms_admitted": admitted.p50_ms,
-        "p99_ms_admitted": admitted.p99_ms,
+        # What has no answer is later than all.
+        "p99_ms_admitted": percentiles(seconds[is_ok], out_of=requests - refused).p99_ms,
         "p99_ms_refused": percentiles(seconds[is_refused]).p99_ms,
-        "p50_ms_before": before.p50_ms,
-        "p99_ms_before": before.p99_ms,
-        "steady_after_s": steady_after(rows, end, deadline_s, (before.p99_ms or 0.0) / 1e3, config.normal_s),
+        "p99_ms_before": before_ms,
+        "steady_after_s": steady_after(rows, end, deadline_s, (before_ms or 0.0) / 1e3, config.normal_s),
         "client_cores": done.cpu_s / config.seconds,
         "lag_p99_ms": percentiles(during["turn"] - during["due"]).p99_ms,
         "failed": {kind: count for kind, count in counts.items() if count and kind not in ("ok", SHED)},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import click
 from pydantic import BaseModel
@@ -42,6 +42,10 @@ class Limit(NamedTuple):
     def __str__(self) -> str:
         value = "none" if self.value is None else f"{self.value:.4g}"
         return f"{self.name}: {value}; it must be {self.must} {self.limit:.4g}"
+
+
+Judged: TypeAlias = tuple[dict[str, Any], list[Limit]]
+"""Figures by the names of the report, and their limits."""
 
 
 def answer_limits(figures: Mapping[str, Any], *more: str) -> list[Limit]:

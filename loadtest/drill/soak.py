@@ -1,8 +1,7 @@
 """`drill soak`: a fleet at work for a while, with rollouts, row updates and bad requests; does anything grow?
 
-Once a second the memory, descriptors and threads of every process are read. The first half is warm-up: pools fill,
-allocators and caches reach their size. Of what follows, rollouts excluded, in which there are two versions, the medians
-of `BLOCKS` equal times are taken, and a line is fitted by Theil and Sen: the median of the slopes between any two.
+The first half is warm-up: pools fill, allocators and caches reach their size. Of what follows, rollouts excluded, in
+which there are two versions, the medians of `BLOCKS` blocks are taken, and a line is fitted to them.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -28,7 +26,7 @@ from loadtest.drill.config import SoakDrillConfig
 from loadtest.drill.fleet import FIRST_VERSION, OracleFleet, Sample, oracle_fleet, read_processes
 from loadtest.drill.load import TIMEOUT_MS, OracleRequests, TimeSpan, count_kinds, verdict_of
 from loadtest.drill.oracle import Kind, version_rows
-from loadtest.drill.report import Limit, Report, answer_limits
+from loadtest.drill.report import Judged, Limit, Report, answer_limits
 from loadtest.load.senders import Outgoing
 
 WARM_UP_SHARE = 0.5
@@ -71,13 +69,12 @@ Float64Array: TypeAlias = npt.NDArray[np.float64]
 
 @dataclass(slots=True)
 class SoakCourse:
-    """What happened, and what was read of each process.
+    """What was done, counted by the names of the report, and what was read of each process.
 
     Attributes:
         samples: by time, in seconds of CLOCK_MONOTONIC, and by process.
         restarted: processes that were seen with another id than at first.
         excluded: rollouts, and the time in which they settle.
-        counts: of what was done while it soaked, by the names of the report.
         problems: the first bad answers to strangers.
         swapping: held while the live version changes, or is changed.
     """
@@ -91,10 +88,7 @@ class SoakCourse:
 
 
 async def run_drill(config: SoakDrillConfig, folder: Path, progress: Progress) -> Report:
-    """Run the drill; stores, logs and answers go into the folder.
-
-    Raises DrillError if a rollout does not end as `done`, or a process ends. What grows is in the report.
-    """
+    """Run the drill with its files in the folder. Raises DrillError if a rollout or a process fails."""
     course, total_s = SoakCourse(), 60 * config.minutes
     async with oracle_fleet(config, folder, progress) as fleet:
         ends, first_ids = time.monotonic() + total_s, fleet.process_ids()
@@ -120,9 +114,8 @@ async def run_drill(config: SoakDrillConfig, folder: Path, progress: Progress) -
                 task.cancel()
             await asyncio.wait(running)
         progress("seconds", int(total_s), int(total_s))
-        answers = await fleet.load.stop()
-        figures = {**soak_figures(config, course), **count_kinds(answers["kind"])}
-        return fleet.report(figures, soak_limits(figures), course.problems)
+        figures, limits = soak_figures(config, course, (await fleet.load.stop())["kind"])
+        return fleet.report(figures, limits, course.problems)
 
 
 async def _roll_out(config: SoakDrillConfig, fleet: OracleFleet, course: SoakCourse, ends: float) -> None:
@@ -139,10 +132,7 @@ async def _roll_out(config: SoakDrillConfig, fleet: OracleFleet, course: SoakCou
 
 
 async def _update(config: SoakDrillConfig, fleet: OracleFleet, course: SoakCourse) -> None:
-    """Publish rows of the live version again, as they are, so that its answers stay what they must be.
-
-    A version that goes is not updated any more.
-    """
+    """Publish rows of the live version again, as they are, so that its answers stay what they must be."""
     rng, publishers = np.random.default_rng(config.seed), dict[int, AsyncDeltaPublisher]()
     for table in itertools.cycle(fleet.spec.tables):
         await asyncio.sleep(1.0 / config.updates)
@@ -162,7 +152,12 @@ async def _call_as_strangers(config: SoakDrillConfig, fleet: OracleFleet, course
     bad = itertools.cycle((scheme, request) for scheme, sent in BAD_REQUESTS.items() for request in sent)
     for (scheme, request), fresh in zip(bad, itertools.cycle(ports), strict=False):
         await asyncio.sleep(1.0 / config.strangers)
-        answer = await send_bytes(local.host, ports[scheme], request)
+        reader, writer = await asyncio.open_connection(local.host, ports[scheme])
+        answer = b""
+        with contextlib.suppress(TimeoutError, ConnectionError), contextlib.closing(writer):
+            writer.write(request)
+            async with asyncio.timeout(ANSWER_WAIT_S if request else 0):
+                answer = await reader.read(1024)
         course.counts["bad_requests"] += 1
         if answer.startswith(b"HTTP/1.1 5"):
             course.problems.append(f"a bad request was answered with {answer[:40]!r}: {request[:60]!r}")
@@ -174,17 +169,6 @@ async def _call_as_strangers(config: SoakDrillConfig, fleet: OracleFleet, course
         if verdict.kind is not Kind.OK:
             course.problems.append(f"a request over a new connection: {verdict.detail}")
         del course.problems[MAX_PROBLEMS:]
-
-
-async def send_bytes(host: str, port: int, request: bytes) -> bytes:
-    """Send bytes over a new connection, return the begin of what comes back, and close."""
-    reader, writer = await asyncio.open_connection(host, port)
-    answer = b""
-    with contextlib.suppress(TimeoutError, ConnectionError), contextlib.closing(writer):
-        writer.write(request)
-        async with asyncio.timeout(ANSWER_WAIT_S if request else 0):
-            answer = await reader.read(1024)
-    return answer
 
 
 def fit_slope(minutes: Float64Array, values: Float64Array) -> dict[str, float | None]:
@@ -204,23 +188,13 @@ def fit_slope(minutes: Float64Array, values: Float64Array) -> dict[str, float | 
     return {"per_min": float(np.median(slopes)), "low": float(slopes[low]), "high": float(slopes[-1 - low])}
 
 
-def block_medians(times: Float64Array, values: Float64Array) -> tuple[Float64Array, Float64Array]:
-    """Divide values [n] into at most `BLOCKS` equal times; return the medians of those that have any: [b], [b]."""
-    if not len(times):
-        return times, values
-    # The last edge is beyond the last time.
-    edges = np.linspace(times[0], times[-1] + 1e-9, min(BLOCKS, len(times)) + 1)
-    blocks = np.split(np.arange(len(times)), np.searchsorted(times, edges[1:-1]))
-    medians = [(np.median(times[block]), np.median(values[block])) for block in blocks if block.size]
-    at, of_blocks = np.array(medians).T
-    return at, of_blocks
+def block_medians(values: Float64Array) -> Float64Array:
+    """Divide values [n] into `BLOCKS` of as many samples, and return the medians of those that have any: [b]."""
+    return np.array([np.median(block) for block in np.array_split(values, BLOCKS) if block.size])
 
 
-def soak_figures(config: SoakDrillConfig, course: SoakCourse) -> dict[str, Any]:
-    """Return what was done and read, by the names of the report.
-
-    The limit of descriptors and threads is one more over the measured time.
-    """
+def soak_figures(config: SoakDrillConfig, course: SoakCourse, kinds: npt.ArrayLike) -> Judged:
+    """Return what was done and read, by the names of the report, and the limits; a short soak does not pass."""
     times = np.array(list(course.samples))
     is_measured = times >= (times[0] + WARM_UP_SHARE * (times[-1] - times[0]) if times.size else 0.0)
     for span in course.excluded:
@@ -229,23 +203,22 @@ def soak_figures(config: SoakDrillConfig, course: SoakCourse) -> dict[str, Any]:
     measured_min = float(np.ptp(measured)) / 60 if measured.size else 0.0
     trends: list[dict[str, Any]] = []
     medians: dict[str, list[float]] = {}
-    for process in sorted(next(iter(course.samples.values()), {})):
-        for what in MEASURES:
-            # One that has no process at the moment was started again, and does not pass.
-            values = [samples.get(process, {}).get(what, math.nan) for samples in course.samples.values()]
-            at, blocks = block_medians(measured, np.array(values)[is_measured])
-            ends = blocks.tolist() or [None]
-            trend = {
-                "process": process,
-                "what": what,
-                "first": ends[0],
-                "last": ends[-1],
-                **fit_slope(at / 60, blocks),
-                "limit": config.max_mb_per_min if what.endswith("_mb") else 1.0 / max(measured_min, 1e-9),
-            }
-            trends.append(trend)
-            medians[f"{process} {what}"] = blocks.round(2).tolist()
-    return {
+    grown: list[Limit] = []
+    for process, what in itertools.product(sorted(next(iter(course.samples.values()), {})), MEASURES):
+        # One that has no process at the moment was started again, and does not pass.
+        values = np.array([samples.get(process, {}).get(what, math.nan) for samples in course.samples.values()])
+        blocks, is_memory = block_medians(values[is_measured]), what.endswith("_mb")
+        slope, ends = fit_slope(block_medians(measured) / 60, blocks), blocks.tolist() or [None]
+        # Of descriptors and threads there may be one more over the measured time.
+        limit = config.max_mb_per_min if is_memory else 1.0 / max(measured_min, 1e-9)
+        trends.append({"process": process, "what": what, "first": ends[0], "last": ends[-1], **slope, "limit": limit})
+        medians[f"{process} {what}"] = blocks.round(2).tolist()
+        grows = slope["high"]
+        # That memory does not grow must be certain; connections, and so descriptors, come and go with the load.
+        if slope["low"] is not None and not is_memory:
+            grows = slope["per_min"] if slope["low"] > 0 else 0.0
+        grown.append(Limit(f"{process} {what} a minute", grows, limit))
+    figures: dict[str, Any] = {
         "minutes": config.minutes,
         **{name: course.counts[name] for name in ("rollouts", "updates", "bad_requests", "fresh_requests")},
         "samples": int(measured.size),
@@ -253,17 +226,7 @@ def soak_figures(config: SoakDrillConfig, course: SoakCourse) -> dict[str, Any]:
         "restarted": sorted(course.restarted),
         "trends": trends,
         "medians": medians,
+        **count_kinds(kinds),
     }
-
-
-def soak_limits(figures: Mapping[str, Any]) -> list[Limit]:
-    """Return what decides the verdict: a soak that is too short does not pass."""
     done = [Limit(name, figures[name], 1, "at least") for name in ("rollouts", "updates", "samples")]
-    limits = [*answer_limits(figures), *done, Limit("restarted", len(figures["restarted"]), 0)]
-    for trend in figures["trends"]:
-        grows = trend["high"]
-        # That memory does not grow must be certain; connections, and so descriptors, come and go with the load.
-        if grows is not None and not trend["what"].endswith("_mb"):
-            grows = trend["per_min"] if trend["low"] > 0 else 0.0
-        limits.append(Limit(f"{trend['process']} {trend['what']} a minute", grows, trend["limit"]))
-    return limits
+    return figures, [*answer_limits(figures), *done, Limit("restarted", len(course.restarted), 0), *grown]

@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -20,7 +20,7 @@ import httpx
 
 from loader.errors import ShardrankError
 from loader.progress import Progress
-from loadtest.drill.config import Order, Transport, UpgradeDrillConfig
+from loadtest.drill.config import Order, UpgradeDrillConfig
 from loadtest.drill.fleet import FIRST_VERSION, REPLICATE_BYTES, DrillProcess, drill_process, free_ports
 from loadtest.drill.load import (
     API_PATTERN,
@@ -61,14 +61,12 @@ def plan_steps(order: Order) -> list[tuple[str, str]]:
 
 @dataclass(slots=True)
 class UpgradeFleet:
-    """Processes of two releases that serve one snapshot, and what was answered.
+    """Processes of two releases that serve one snapshot, by name, and what was answered.
 
     Attributes:
         folder: of logs.
-        addresses: where nodes listen, by name.
-        servers: where serving processes listen, by name.
-        releases: of each process, the current or the last one.
-        processes: that run.
+        addresses, servers: where nodes and serving processes listen.
+        releases: the current or the last one of each process.
         senders: of the serving processes that are asked now, HTTP and gRPC; one that is removed gets no more requests.
         kinds: of the answers since `count_answers` was last called.
         details: of the first answers that are not right.
@@ -91,8 +89,7 @@ class UpgradeFleet:
         """Start a process of a release, wait until it answers, and ask it if it serves. Raises ChildFailedError."""
         # Without the second one Python would look in the working directory first.
         code = {"PYTHONPATH": str(THIS_CHECKOUT if release == "new" else self.old), "PYTHONSAFEPATH": "1"}
-        probe = self._probe_serving if name in SERVING else self._probe_node
-        spec = ChildSpec(name, self._command(name, release), lambda process_id: probe(name), code)
+        spec = ChildSpec(name, self._command(name, release), lambda process_id: self._probe(name), code)
         self.processes[name] = await self.stack.enter_async_context(drill_process(spec, self.folder))
         self.releases[name] = release
         if name in SERVING:
@@ -121,12 +118,11 @@ class UpgradeFleet:
         before = await self.bytes_by_form()
         await asyncio.sleep(seconds)
         counted = await self.bytes_by_form() - before
-        return {
-            "nodes": self.count_releases(NODES),
-            "serving": self.count_releases(SERVING),
-            **{f"{form}_bytes": counted[form] for form in WIRE_FORMS},
-            **self.count_answers(),
-        }
+        releases: dict[str, str] = {}
+        for kind, names in (("nodes", NODES), ("serving", SERVING)):
+            running = Counter(self.releases[name] for name in names if name in self.processes)
+            releases[kind] = ", ".join(f"{count} {release}" for release, count in sorted(running.items(), reverse=True))
+        return releases | {f"{form}_bytes": counted[form] for form in WIRE_FORMS} | self.count_answers()
 
     def route(self, number: int) -> Sender:
         """Choose the server in turn, and the API of the request's number."""
@@ -156,11 +152,6 @@ class UpgradeFleet:
             total.update({form: int(count) for form, count in counts.items()})
         return total
 
-    def count_releases(self, names: Sequence[str]) -> str:
-        """Say how many of these processes run which release."""
-        running = Counter(self.releases[name] for name in names if name in self.processes)
-        return ", ".join(f"{count} {release}" for release, count in sorted(running.items(), reverse=True))
-
     def _command(self, name: str, release: Release) -> tuple[str, ...]:
         flags = ["--snapshot", str(self.snapshot), "--replicate-bytes", str(REPLICATE_BYTES), "--no-verify"]
         if name in NODES:
@@ -173,30 +164,23 @@ class UpgradeFleet:
         wire = ("--wire-dtype", "float16") if release == "new" else ()
         return shardrank_command("serve", *flags, "--dtype", "float32", *wire)
 
-    async def _probe_serving(self, name: str) -> None:
+    async def _probe(self, name: str) -> None:
+        """Raise NotYetError unless it answers."""
         try:
-            async with httpx.AsyncClient() as http:
-                (await http.get(f"{self.servers[name].target('json')}/readyz")).raise_for_status()
-        except httpx.HTTPError as error:
+            if name in SERVING:
+                async with httpx.AsyncClient() as http:
+                    (await http.get(f"{self.servers[name].target('json')}/readyz")).raise_for_status()
+            else:
+                client = ShardClient(Address.parse(self.addresses[name]))
+                async with contextlib.AsyncExitStack() as stack:
+                    stack.push_async_callback(client.close)
+                    await client.info()
+        except (httpx.HTTPError, ShardrankError) as error:
             raise NotYetError(str(error)) from error
-
-    async def _probe_node(self, name: str) -> None:
-        client = ShardClient(Address.parse(self.addresses[name]))
-        try:
-            await client.info()
-        except ShardrankError as error:
-            raise NotYetError(str(error)) from error
-        finally:
-            await client.close()
 
 
 async def run_drill(config: UpgradeDrillConfig, folder: Path, progress: Progress) -> Report:
-    """Upgrade a fleet of its own for each transport and order.
-
-    Raises:
-        LoadConfigError: `old` is no checkout of this repository.
-        ShardrankError: a process does not come up, or ends by itself.
-    """
+    """Upgrade a fleet for each transport and order. Raises ShardrankError if a process does not come up, or ends."""
     old = checked_checkout(config.old)
     snapshot = await asyncio.to_thread(write_oracle, oracle_spec(config), folder / "store", FIRST_VERSION)
     requests = OracleRequests(config, SINGLE)
@@ -208,7 +192,11 @@ async def run_drill(config: UpgradeDrillConfig, folder: Path, progress: Progress
         logs = folder / str(number)
         logs.mkdir()
         async with contextlib.AsyncExitStack() as stack:
-            fleet = UpgradeFleet(old, snapshot, logs, stack, requests, *choose_addresses(transport, logs))
+            ports = iter(free_ports(len(NODES) + 2 * len(SERVING)))
+            servers = {name: Server(next(ports), next(ports), ()) for name in SERVING}
+            paths = {name: f"unix:{logs / name}.sock" for name in NODES}
+            addresses = paths if transport == "unix" else {name: f"{HOST}:{next(ports)}" for name in NODES}
+            fleet = UpgradeFleet(old, snapshot, logs, stack, requests, addresses, servers)
             for name in (*NODES, *SERVING):
                 await fleet.start(name, "old")
             begin, timeout_s = time.monotonic(), TIMEOUT_MS / 1000
@@ -234,15 +222,6 @@ async def run_drill(config: UpgradeDrillConfig, folder: Path, progress: Progress
         "steps": steps,
     }
     return make_report(figures, upgrade_limits(figures), details[:MAX_DETAILS], problems)
-
-
-def choose_addresses(transport: Transport, folder: Path) -> tuple[dict[str, str], dict[str, Server]]:
-    """Choose where nodes and serving processes listen, by name."""
-    ports = iter(free_ports(len(NODES) + 2 * len(SERVING)))
-    servers = {name: Server(next(ports), next(ports), ()) for name in SERVING}
-    if transport == "unix":
-        return {name: f"unix:{folder / name}.sock" for name in NODES}, servers
-    return {name: f"{HOST}:{next(ports)}" for name in NODES}, servers
 
 
 def upgrade_limits(figures: Mapping[str, Any]) -> list[Limit]:

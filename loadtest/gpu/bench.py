@@ -22,16 +22,12 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class BenchSize:
-    """What the parts measure.
+    """What the parts measure: pooling a grid of dims, hotness, batches and logical cards, and ranking a workload.
 
     Attributes:
         table_bytes: int8 rows of the table as a snapshot stores them; peers have copies of it, fp16 and int8.
-        dims, hotness, batches: of the grid.
-        logical_cards: that the table is split over; 1 is what the others are compared with.
-        cell_s: seconds for one configuration.
-        workload: of the ranking part, with the fraction of its rows.
-        candidates: of a request.
-        requests: timed in each configuration of the ranking part.
+        cell_s: seconds for one configuration of pooling.
+        requests: timed in each configuration of ranking.
         fbgemm: folder of FBGEMM's libraries.
     """
 
@@ -59,16 +55,9 @@ QUICK = BenchSize(
 
 
 class Results:
-    """Rows of all parts, and how far each part came.
+    """Rows of all parts, and the status of each part: `running`, `done`, or `failed: ` and why.
 
-    Args:
-        path: written anew after each row; None: no file.
-        head: date, command and machine.
-        console: prints a line for each row.
-
-    Attributes:
-        status: by part: `running`, `done`, or `failed: ` and why.
-        rows: with the part they are of.
+    The file, if there is one, is written anew after each row, under a head of date, command and machine.
     """
 
     def __init__(self, path: Path | None, head: Row, console: Console) -> None:
@@ -114,15 +103,7 @@ CONFIGURATION = ("dim", "hotness", "batch", "logical_cards", "graphs")
 
 @dataclass(frozen=True, slots=True)
 class Aim:
-    """A bound on a field of rows.
-
-    Attributes:
-        text: what is measured.
-        field: its name.
-        bound: that the field must reach, or not exceed.
-        minimum: whether the bound is a minimum.
-        applies: whether the aim holds for a row with the field.
-    """
+    """A bound on a field of the rows to which it applies: a minimum, or a maximum."""
 
     text: str
     field: str

@@ -68,17 +68,10 @@ def _mark(card: Card) -> Any:
 def time_graphs(
     card: Card, stream: Stream, work: Mapping[str, Callable[[], None]], launches: int, seconds: float
 ) -> dict[str, Timing]:
-    """Capture each piece of work as a graph of at least MIN_LAUNCHES, and time replays in alternation.
+    """Capture each piece of work, which is of `launches`, as a graph, and time replays in alternation.
 
     Rounds are put on the stream in groups, each after a replay that is not timed: the host is then ahead of the card,
-    and no measured time contains a wait of the card for the host.
-
-    Args:
-        card: of the stream.
-        stream: where the work goes.
-        work: puts `launches` launches on the stream, each.
-        launches: of one piece of work.
-        seconds: how long to go on, all pieces together; GROUP to MAX_ROUNDS rounds.
+    and no measured time contains a wait of the card for the host. At most MAX_ROUNDS, in `seconds`.
     """
     repeats = -(-MIN_LAUNCHES // launches)
     replays: dict[str, Callable[[], None]] = {}
@@ -188,11 +181,7 @@ Pool = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def measure_pooling(results: Results, cards: Cards, size: BenchSize) -> None:
-    """Time each dim, hotness and batch.
-
-    The kernel: undivided without places, and with those of logical cards. `nn.EmbeddingBag` in fp16, and FBGEMM's int8
-    lookup where its libraries are, from 8,192 bags on.
-    """
+    """Time the kernel, undivided without places and on logical cards, and peers from 8,192 bags on."""
     card = cards.cards[0]
     for dim in size.dims:
         with ExitStack() as stack, torch.inference_mode():

@@ -222,13 +222,9 @@ class Bags(MemoryStack):
             self.launch(num_cards, number)
 
     def check(self, num_cards: int, number: int) -> float:
-        """Pool a set into memory full of NaN and compare some bags with the reference.
+        """Pool a set into memory full of NaN, and return the largest error of some bags, a fraction of the norm.
 
-        Returns:
-            The largest error of a bag, as a fraction of its norm.
-
-        Raises:
-            WrongAnswerError: naming the configuration and what is wrong.
+        Raises WrongAnswerError, with the configuration and what is wrong.
         """
         counters = self.card.tensor(self._counters, 0, (2,), torch.int64)
         with self.card.torch_stream(self.stream):
@@ -289,12 +285,7 @@ class GatherParams(ctypes.Structure):
 class RandomGather(MemoryStack):
     """Launches that read `num_reads` random rows each, `num_sets` different ones.
 
-    Args:
-        rows: the table.
-        num_reads: rows of a launch.
-        num_sets: launches that differ.
-        rows_per_group: rows that a lane group reads one after the other.
-        in_flight: rows that a thread reads at a time, a key of GATHER_KERNELS.
+    A lane group reads `rows_per_group` one after the other, a thread `in_flight` at a time, a key of GATHER_KERNELS.
     """
 
     def __init__(self, rows: RowsOnCard, num_reads: int, num_sets: int, rows_per_group: int, in_flight: int) -> None:
@@ -331,11 +322,7 @@ class RandomGather(MemoryStack):
             self.launch(number)
 
     def check(self, number: int) -> None:
-        """Read a set and compare the sums of some lane groups with those of the same rows, read by torch.
-
-        Raises:
-            WrongAnswerError: naming a sum that is wrong.
-        """
+        """Compare the sums of some lane groups with those of the same rows, read by torch. Raises WrongAnswerError."""
         groups = -(-self._num_reads // self._rows_per_group)
         chosen = np.random.default_rng(0).integers(0, groups, CHECKED_GROUPS)
         chosen[-1] = groups - 1  # It may have fewer rows.

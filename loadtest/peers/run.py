@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 from loader.snapshot.row_source import TensorRows
 from loader.snapshot.writer import export_snapshot
-from loadtest.errors import PeerEnvironmentError, RequestFailedError
+from loadtest.errors import LoadConfigError, RequestFailedError
 from loadtest.load.config import OfferedLoad, bench_load
 from loadtest.load.generator import Generators, ask_scores, open_payloads
 from loadtest.load.loops import not_busy_because
@@ -39,13 +39,7 @@ PIP_TIMEOUT_S = 1800.0
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A server that is not shardrank.
-
-    Attributes:
-        title: in tables.
-        path: that requests are posted to.
-        encodings: of a request, with all columns for each candidate, and with the context once.
-    """
+    """A server that is not shardrank, and the encodings of its requests: all columns a candidate, the context once."""
 
     title: str
     path: str
@@ -62,15 +56,15 @@ class Peer:
         return FOLDER / "requirements" / f"{self.name}.txt"
 
     def python(self, environments: Path) -> Path:
-        """Return the Python of its environment. Raises PeerEnvironmentError: it is not installed."""
+        """Return the Python of its environment. Raises LoadConfigError: it is not installed."""
         python = environments / self.name / "bin" / "python"
         if not python.exists():
             how = "run `shardrank loadtest peers --install` with the same --env-dir, or choose others by --peer"
-            raise PeerEnvironmentError(f"{environments} has no environment for {self.name}; {how}")
+            raise LoadConfigError(f"{environments} has no environment for {self.name}; {how}")
         return python
 
     def install(self, environments: Path) -> None:
-        """Make its environment, or bring it to the pinned versions. Raises PeerEnvironmentError."""
+        """Make its environment, or bring it to the pinned versions. Raises LoadConfigError."""
         folder = environments / self.name
         try:
             if not (folder / "bin" / "python").exists():
@@ -78,7 +72,7 @@ class Peer:
             pip = [str(self.python(environments)), "-m", "pip", "install", "--quiet", "-r", str(self.requirements)]
             subprocess.run(pip, timeout=PIP_TIMEOUT_S, check=True)
         except (OSError, subprocess.SubprocessError) as error:
-            raise PeerEnvironmentError(f"{folder}: {error}") from error
+            raise LoadConfigError(f"{folder}: {error}") from error
 
 
 PEERS = {
@@ -117,14 +111,10 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class PeersConfig:
-    """What is measured, and for how long.
+    """What is measured, and for how many seconds each, after a fifth of them as a warm-up.
 
-    Attributes:
-        shape: of the model and the requests; its row_dtype is shardrank's.
-        in_flight: requests while throughput is measured.
-        seconds: of each load, after a fifth of them as a warm-up.
-        workers: processes of each server; those of peers have one thread each.
-        dtype: of shardrank's dense model.
+    The row dtype of the shape and `dtype`, of the dense model, are shardrank's. `workers` are processes of each server;
+    those of peers have one thread each. `in_flight` requests are sent while throughput is measured.
     """
 
     shape: BenchShape

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,13 @@ from loadtest.servers import THIS_CHECKOUT
 SMALL = "--items 6000 "
 ONE_NODE = "--shards 1 --replicas 1 --cards 1 "
 NOT_RIGHT = ("failed", "mixed", "wrong")
+FORGERIES = {
+    "NaN as the scale of an int8 row": r"'items', row \d+: decodes to NaN or inf",
+    "NaN in a float32 row": r"'users', row \d+: decodes to NaN or inf",
+    "NaN in a float16 row": r"'tags', row \d+: decodes to NaN or inf",
+    "NaN as a weight of the dense model": "dense.safetensors: tensor 'mlp.layers.0.bias' holds NaN or inf",
+    "files of a table are missing": "/tables/users/rows.*: missing",
+}
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -37,7 +45,6 @@ def test_swap(tmp_path: Path):
     assert report["swaps"] == 2
     assert report["answers"] > 150
     assert [report[key] for key in (*NOT_RIGHT, "stale")] == [0, 0, 0, 0]
-    assert all(api["answers"] > 0 for api in report["by_api"].values())
     assert min(report["answers_steady"], report["answers_during_swap"]) > 0
     assert report["rss_mb_before"] > 100
 
@@ -52,6 +59,8 @@ def test_broken(tmp_path: Path):
     assert groups["bit flipped before publishing"]["refused_by_publish"] == 20
     unchecked = [group for name, group in groups.items() if name.endswith("on record unchecked")]
     assert [group["refused_by_rollout"] for group in unchecked] == [1] * 6
+    for group, reason in FORGERIES.items():
+        assert re.search(reason, groups[group]["examples"][0]), groups[group]
     assert report["control_went_live"]
     assert (tmp_path / "kept" / "serve-0.log").stat().st_size > 0
 

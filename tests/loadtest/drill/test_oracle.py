@@ -43,7 +43,7 @@ SMALLEST_SHIFT = 0.0028
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_every_row_survives_its_row_format_exactly(version: int):
-    """Dimension 0 has the version's factor."""
+    """Dimension 0 has the version's factor, and no two rows are equal, so that a wrong row shows."""
     factor = FACTORS[letter_of(version)]
     for table in SPEC.tables:
         rows = version_rows(table, version, np.arange(table.num_embeddings))
@@ -51,11 +51,7 @@ def test_every_row_survives_its_row_format_exactly(version: int):
         np.testing.assert_array_equal(codec.decode(codec.encode(rows)), rows)
         assert (rows[:, 0] == factor).all()
         assert (rows[:, 1:] >= factor).all()
-
-
-def test_rows_of_a_table_differ_so_that_a_wrong_row_shows():
-    rows = version_rows(SPEC.tables[0], 1, np.arange(700))
-    assert len(np.unique(rows, axis=0)) == len(rows)
+        assert len(np.unique(rows, axis=0)) == len(rows)
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -74,19 +70,9 @@ def test_a_served_oracle_answers_what_its_questions_expect(tmp_path: Path, versi
                 vectors = [np.array(answer["embeddings"][name], np.float32).reshape(-1) for name in question.bags]
                 values = np.concatenate(vectors)
             assert judge(question, answer["version"], values).kind is Kind.OK
-            assert judge(question, answer["version"] + 1, values).kind is Kind.MIXED
-
-
-@given(all_questions, versions)
-def test_values_of_the_version_that_is_named_are_ok(question: Question, version: int):
-    assert judge(question, version, question.expected[letter_of(version)]).kind is Kind.OK
-
-
-@given(all_questions, versions)
-def test_values_of_the_version_that_is_not_named_are_mixed(question: Question, version: int):
-    verdict = judge(question, version, question.expected[1 - letter_of(version)])
-    assert verdict.kind is Kind.MIXED
-    assert f"names version {version} " in verdict.detail
+            verdict = judge(question, version + 1, values)
+            assert verdict.kind is Kind.MIXED
+            assert f"names version {version + 1} " in verdict.detail
 
 
 def draw_from_b(data: st.DataObject, question: Question) -> np.ndarray:

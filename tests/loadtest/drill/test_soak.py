@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from loadtest.drill.config import SoakDrillConfig
 from loadtest.drill.fleet import read_processes
-from loadtest.drill.load import TimeSpan, count_kinds
-from loadtest.drill.soak import MEASURES, MIN_BLOCKS, SoakCourse, block_medians, fit_slope, soak_figures, soak_limits
+from loadtest.drill.load import TimeSpan
+from loadtest.drill.oracle import Kind
+from loadtest.drill.soak import MEASURES, MIN_BLOCKS, SoakCourse, fit_slope, soak_figures
 
 NOISE_MB = 2.0
 
@@ -42,17 +43,13 @@ def test_the_interval_has_the_leak_as_often_as_it_says():
     assert 0.92 <= hits / 300 <= 0.98
 
 
-def test_blocks_are_medians_of_equal_times():
-    """A time without a sample is left out."""
-    times = np.concatenate([np.arange(0, 30), np.arange(60, 90)]).astype(float)
-    at, medians = block_medians(times, times + 1)
-    assert len(at) == 20
-    np.testing.assert_array_equal(medians, at + 1)
-    assert set(block_medians(times, np.where(times % 3 == 0, 1000.0, 5.0))[1].tolist()) == {5.0}
-    assert len(block_medians(times[:0], times[:0])[0]) == 0
+def judged(course: SoakCourse, minutes: int = 20, kind: Kind = Kind.OK) -> tuple[dict[str, Any], list[str]]:
+    """The figures, and what misses its limit."""
+    figures, limits = soak_figures(SoakDrillConfig(minutes=minutes), course, [kind] * 100)
+    return figures, [limit.name for limit in limits if not limit.ok]
 
 
-def figures_of(leak_mb_per_min: float = 0.0, descriptors: tuple[int, ...] = (30,), minutes: int = 20) -> dict[str, Any]:
+def soaked(leak_mb_per_min: float = 0.0, descriptors: tuple[int, ...] = (30,), minutes: int = 20) -> SoakCourse:
     """A process that is read once a second: it warms up by 100 MB, and has twice its memory in rollouts."""
     rng, course = np.random.default_rng(1), SoakCourse(counts=Counter(rollouts=3, updates=90))
     course.excluded = [TimeSpan(begin, begin + 8.0) for begin in range(1045, 1000 + 60 * minutes, 53)]
@@ -64,11 +61,7 @@ def figures_of(leak_mb_per_min: float = 0.0, descriptors: tuple[int, ...] = (30,
         count = descriptors[second * len(descriptors) // (60 * minutes)]
         values = (memory + 50, memory, count + int(rng.random() < 0.2), 6)
         course.samples[now] = {"serve-0": dict(zip(MEASURES, values, strict=True))}
-    return {**soak_figures(SoakDrillConfig(minutes=minutes), course), **count_kinds([0] * 100)}
-
-
-def missed(figures: dict[str, Any]) -> list[str]:
-    return [limit.name for limit in soak_limits(figures) if not limit.ok]
+    return course
 
 
 @pytest.mark.parametrize(
@@ -76,8 +69,8 @@ def missed(figures: dict[str, Any]) -> list[str]:
     [(0.0, []), *((leak, ["serve-0 rss_mb a minute", "serve-0 anonymous_mb a minute"]) for leak in (0.4, 1.0))],
 )
 def test_a_leak_is_found_with_its_size(leak: float, problems: list[str]):
-    figures = figures_of(leak)
-    assert missed(figures) == problems
+    figures, missed = judged(soaked(leak))
+    assert missed == problems
     assert [(trend["process"], trend["what"]) for trend in figures["trends"]] == [
         ("serve-0", what) for what in MEASURES
     ]
@@ -99,12 +92,11 @@ def test_a_leak_is_found_with_its_size(leak: float, problems: list[str]):
     ],
 )
 def test_descriptors_that_stay_open_are_found(descriptors: tuple[int, ...], problems: list[str]):
-    assert missed(figures_of(descriptors=descriptors)) == problems
+    assert judged(soaked(descriptors=descriptors))[1] == problems
 
 
 def test_a_short_soak_does_not_pass():
-    short = soak_figures(SoakDrillConfig(), SoakCourse(counts=Counter(updates=9)))
-    assert missed({**short, **count_kinds([])}) == ["rollouts", "samples"]
+    assert judged(SoakCourse(counts=Counter(updates=9)))[1] == ["rollouts", "samples"]
 
 
 def test_a_restarted_process_does_not_pass():
@@ -115,5 +107,4 @@ def test_a_restarted_process_does_not_pass():
     assert (values["descriptors"] > 2, values["threads"] >= 1) == (True, True)
     course = SoakCourse(restarted={"serve-0"}, samples={1.0: sample, 2.0: sample})
     trends = [f"serve-0 {what} a minute" for what in MEASURES]
-    figures = {**soak_figures(SoakDrillConfig(), course), **count_kinds([1] * 3)}
-    assert missed(figures) == ["failed", "rollouts", "updates", "restarted", *trends]
+    assert judged(course, kind=Kind.FAILED)[1] == ["failed", "rollouts", "updates", "restarted", *trends]
