@@ -19,7 +19,6 @@ from shard_node.wire.frame import FrameType, pack_header
 from shard_node.wire.messages import decode_answer, decode_error, encode_pool
 from shard_node.wire.server import NodeServer, ServerLimits
 from shardrank_testing.nodes import (
-    EVERY_PLACE,
     MODEL,
     NEVER_S,
     SLOW_ROW,
@@ -92,18 +91,14 @@ async def test_a_broken_stream_gets_an_error_and_is_closed(place, sent, request_
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(junk=st.one_of(st.binary(max_size=300), st.binary(max_size=200).map(lambda tail: b"SHRK\1\0\1\0" + tail)))
-def test_arbitrary_bytes_never_disturb_the_server(junk, tmp_path, caplog):
-    async def main():
-        async with place.peer(tmp_path, None, ServerLimits(receive_timeout_ms=20)) as (server, peer):
-            peer.write(junk)
-            peer.writer.write_eof()
-            await peer.read_end()
-            async with raw_peer(server.addresses[0]) as other:
-                await assert_serves(other)
-
+async def test_arbitrary_bytes_never_disturb_the_server(junk, place, tmp_path, caplog):
     caplog.clear()
-    place = EVERY_PLACE[3]
-    place.run(main())
+    async with place.peer(tmp_path, None, ServerLimits(receive_timeout_ms=20)) as (server, peer):
+        peer.write(junk)
+        peer.writer.write_eof()
+        await peer.read_end()
+        async with raw_peer(server.addresses[0]) as other:
+            await assert_serves(other)
     assert [record for record in caplog.records if record.exc_info] == []
 
 

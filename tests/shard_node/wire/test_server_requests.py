@@ -291,7 +291,7 @@ async def test_unrequested_rows_as_stored_are_no_answer(place, tmp_path, forms):
 LONG = film_bags([SLOW_ROW], *[[7]] * 1000)
 
 
-def pooled_by_loop(limits: ServerLimits, pooling_s: float, requests: list[KeyedBags]) -> list[bool]:
+async def pooled_by_loop(limits: ServerLimits, pooling_s: float, requests: list[KeyedBags]) -> list[bool]:
     """Whether the loop's thread pooled each request, on a clock that only pooling moves."""
     now, threads = [100.0], []
 
@@ -299,24 +299,21 @@ def pooled_by_loop(limits: ServerLimits, pooling_s: float, requests: list[KeyedB
         threads.append(threading.get_ident())
         now[0] += pooling_s
 
-    async def main() -> None:
-        handler = RequestHandler(small_node(HookedEngine({SLOW_ROW: pooling})), limits, lambda: now[0])
-        for bags in requests:
-            answered: asyncio.Future[list[Buffer]] = asyncio.get_running_loop().create_future()
-            frame = received(encode_pool(1, 0, MODEL, VERSION, bags))
-            handler.handle(frame, None, answered.set_result, lambda: True)
-            answer = decode_answer(received(await answered))
-            np.testing.assert_array_equal(answer.sums[1], reference_engine().pool(bags)[1])
-        await handler.close()
-
-    asyncio.run(main())
+    handler = RequestHandler(small_node(HookedEngine({SLOW_ROW: pooling})), limits, lambda: now[0])
+    for bags in requests:
+        answered: asyncio.Future[list[Buffer]] = asyncio.get_running_loop().create_future()
+        frame = received(encode_pool(1, 0, MODEL, VERSION, bags))
+        handler.handle(frame, None, answered.set_result, lambda: True)
+        answer = decode_answer(received(await answered))
+        np.testing.assert_array_equal(answer.sums[1], reference_engine().pool(bags)[1])
+    await handler.close()
     return [thread == threading.get_ident() for thread in threads]
 
 
-def test_the_loop_pools_long_requests_in_its_spare_time():
+async def test_the_loop_pools_long_requests_in_its_spare_time():
     saved = int(SPARE_SAVED_S / (0.001 * (1 - SPARE_SHARE)))
     # Each takes 1 ms of the clock, of which half comes back meanwhile: what was saved lasts for twice as many.
-    by_loop = pooled_by_loop(ServerLimits(), 0.001, [LONG] * (saved + 4))
+    by_loop = await pooled_by_loop(ServerLimits(), 0.001, [LONG] * (saved + 4))
     assert by_loop[:saved] == [True] * saved
     # A thread's 1 ms passes as well, so from now on loop and threads take turns.
     assert set(by_loop[saved:]) == {True, False}
@@ -332,5 +329,5 @@ def test_the_loop_pools_long_requests_in_its_spare_time():
     ],
     ids=["short", "none may", "no long one may", "this one is longer"],
 )
-def test_limits_decide_whether_loop_or_threads_pool(limits, bags, by_loop):
-    assert pooled_by_loop(limits, 1.0 if by_loop else 0.0, [bags] * 5) == [by_loop] * 5
+async def test_limits_decide_whether_loop_or_threads_pool(limits, bags, by_loop):
+    assert await pooled_by_loop(limits, 1.0 if by_loop else 0.0, [bags] * 5) == [by_loop] * 5

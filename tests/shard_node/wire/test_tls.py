@@ -41,13 +41,12 @@ from shardrank_testing.nodes import (
     expected_films,
     pool_films,
     raw_peer,
-    run_in,
     serving,
     until,
 )
 
 pytestmark = needs_openssl
-on_every_loop = run_in(EVERY_PLACE[0::2])
+on_every_loop = pytest.mark.parametrize("place", EVERY_PLACE[0::2], ids=str)
 
 ANY_PORT = Address.parse("127.0.0.1:0")
 

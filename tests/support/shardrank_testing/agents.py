@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import inspect
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -213,38 +212,6 @@ async def agent_on(
                 gate.set()
         await agent.close()
         await registry.close()
-
-
-def run(main: Coroutine[Any, Any, None]) -> None:
-    """Runs a scenario, for a bounded time."""
-
-    async def bounded() -> None:
-        async with asyncio.timeout(NEVER_S):
-            await main
-
-    asyncio.run(bounded())
-
-
-def scenario(make: Callable[[Path], AbstractAsyncContextManager[Any]]) -> Callable[[Callable[..., Any]], Any]:
-    """Make a test of a coroutine function: its first argument is what `make(tmp_path)` enters, others are fixtures."""
-
-    def decorate(function: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-        _, *wanted = inspect.signature(function).parameters
-        names = dict.fromkeys([*wanted, "tmp_path"])
-
-        @functools.wraps(function)
-        def test(**fixtures: Any) -> None:
-            async def main() -> None:
-                async with make(fixtures["tmp_path"]) as under:
-                    await function(under, **{name: fixtures[name] for name in wanted})
-
-            run(main())
-
-        parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
-        test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        return test
-
-    return decorate
 
 
 def published(model: str, version: int, identity: str = "first") -> PublishedVersion:
