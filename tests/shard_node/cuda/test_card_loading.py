@@ -15,9 +15,7 @@ from hypothesis import strategies as st
 from loader.errors import SnapshotCorruptError
 from loader.progress import CalledOffError
 from loader.snapshot.codecs import codec_for
-from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.reader import Snapshot
-from loader.snapshot.tables import TableSpec
 from router.plan import Plan
 from shard_node.access_counts import SAMPLE_EVERY
 from shard_node.bags import TableLayout
@@ -46,7 +44,7 @@ from shard_node.planning.card_plan import CardBudget, CardPlan, TableSplit
 from shard_node.planning.hotness import Hotness
 from shardrank_testing.agents import NodeUnderTest, running_node
 from shardrank_testing.bags import assert_blocks_equal, bags_of, random_table_bags
-from shardrank_testing.card_plans import DTYPES, model_of, one_table_layout, plan_inputs
+from shardrank_testing.card_plans import models, one_table_layout, plan_inputs, strides
 from shardrank_testing.deltas import MODEL, assert_stored, delta_spec, load_version
 from shardrank_testing.emulated_cards import EmulatedCards
 from shardrank_testing.kernel_arena import Run, load_partition, pool_bags
@@ -297,31 +295,15 @@ def test_damaged_rows_are_refused_by_file_and_row(tmp_path, options, damage: Cal
         load.run(load.take(memory))
 
 
-@st.composite
-def models(draw: st.DrawFn) -> ModelSpec:
-    return model_of(
-        [
-            TableSpec(
-                name=f"t{number}",
-                num_embeddings=draw(st.integers(1, 1500) | st.integers(4097, 9000)),
-                embedding_dim=8,
-                feature_names=(f"f{number}",),
-                dtype=draw(st.sampled_from(DTYPES)),
-                bucketing=draw(st.sampled_from(["mixed", "hash", "range"])),
-            )
-            for number in range(draw(st.integers(1, 3)))
-        ]
-    )
-
-
-@given(spec=models(), data=st.data())
+@given(spec=models(st.integers(1, 1500) | st.integers(4097, 9000), max_tables=3), data=st.data())
 def test_rows_of_a_node_are_found_and_others_counted(spec, data):
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
     num_cards = data.draw(st.integers(1, 4))
     # Some of the buckets, all, or those of one card.
     first, last = data.draw(st.sampled_from([(-1, num_cards), (0, num_cards), (-1, 1), (0, 1), (-1, 0)]))
-    num_rows = sum(table.num_embeddings for table in spec.tables)
-    rows_bytes = 48 * num_rows
+    layout = TableLayout.of(spec)
+    num_rows = sum(table.num_embeddings for table in layout.tables)
+    rows_bytes = sum(n * table.num_embeddings for n, table in zip(strides(layout), layout.tables, strict=True))
     options = CardOptions(
         # Places take 4 bytes of each card, and up to 32 KB for the buckets of a table.
         card_memory_gb=(rows_bytes * data.draw(st.sampled_from([0.0, 0.2, 0.5, 3.0])) + 4 * num_rows + 1e5) / 1e9,
@@ -330,15 +312,14 @@ def test_rows_of_a_node_are_found_and_others_counted(spec, data):
     )
     with tempfile.TemporaryDirectory() as folder:
         snapshot = Snapshot.open(write_snapshot(Path(folder), spec, seed=1, rows_per_file=4096)[0])
-        layout_tables = Plan.make(spec).layout.tables
-        cards = tuple(rng.integers(first, last, num_buckets(one)).astype(np.int16) for one in layout_tables)
+        cards = tuple(rng.integers(first, last, num_buckets(one)).astype(np.int16) for one in layout.tables)
         engine = load_partition(snapshot, Partition(num_cards, cards), EmulatedCards(num_cards), options)
         card = data.draw(st.integers(0, num_cards - 1))
-        for number, table in enumerate(layout_tables):
+        for number, table in enumerate(layout.tables):
             codec = codec_for(table.dtype, table.embedding_dim)
             every, rows = np.arange(table.num_embeddings), rng.permutation(table.num_embeddings)
             here = cards[number][plain_buckets(table)] >= 0
-            written = codec.encode(rng.standard_normal((table.num_embeddings, 8)).astype(np.float32))
+            written = codec.encode(rng.standard_normal((table.num_embeddings, table.embedding_dim)).astype(np.float32))
             for stored in (snapshot.read_rows(table.name, 0, table.num_embeddings), written):
                 if stored is written:
                     assert engine.write_rows(number, every, stored) == here.sum()

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shard_node.cuda
-from loader.snapshot.tables import TableSpec
 from shard_node import split as split_module
 from shard_node.answer import Answer, Forms, travel_as_stored
 from shard_node.bags import KeyedBags
@@ -55,7 +54,7 @@ from shardrank_testing.card_plans import (
     plan_inputs,
     round_robin,
 )
-from shardrank_testing.snapshots import num_buckets
+from shardrank_testing.snapshots import num_buckets, table_of
 
 H100 = SYSTEMS["h100"]
 BILLIONS = 2_000_000_000
@@ -197,12 +196,7 @@ LOOKUPS, ROW_BYTES = 65_536 * 40, 512
 
 
 def layout_like(*tables, rows=10_000):
-    return layout_of(
-        [
-            TableSpec(name=f"t{number}", num_embeddings=rows, embedding_dim=dim, dtype=dtype, feature_names=(f"f{number}",))  # noqa: E501
-            for number, (dim, dtype) in enumerate(tables)
-        ]
-    )  # fmt: skip
+    return layout_of([table_of(f"t{n}", rows, dim, dtype=dtype) for n, (dim, dtype) in enumerate(tables)])
 
 
 @pytest.mark.parametrize(("shards", "ids", "hit_rate"), [(1, 7, 0), (4, 1, 0), (4, 40, 0.9), (16, 20, 0.5), (3, 5, 1)])

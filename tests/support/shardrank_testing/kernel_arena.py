@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.reader import Snapshot
-from loader.snapshot.tables import RowDtype, TableSpec
+from loader.snapshot.tables import RowDtype
 from shard_node.buckets import Partition
 from shard_node.cuda.card_engine import CardEngine
 from shard_node.cuda.card_loading import CardTableLoad
@@ -38,9 +38,8 @@ from shard_node.cuda.places import Placer
 from shard_node.engine.memory import RowMemory
 from shardrank_testing.card_bytes import fetch, fetch_at, send
 from shardrank_testing.card_engines import options_for
-from shardrank_testing.card_plans import model_of
 from shardrank_testing.deltas import export_state
-from shardrank_testing.snapshots import num_buckets
+from shardrank_testing.snapshots import model_of, num_buckets, table_of
 
 Float32Array = npt.NDArray[np.float32]
 ByteArray = npt.NDArray[np.uint8]
@@ -102,14 +101,7 @@ class KernelArena:
         self.stored = [self.codec.encode(rows) for rows in tables]
         spec = model_of(
             [
-                TableSpec(
-                    name=f"t{number}",
-                    num_embeddings=len(rows),
-                    embedding_dim=dim,
-                    feature_names=(f"f{number}",),
-                    dtype=dtype,
-                    bucketing="range" if number % 2 else "hash",
-                )
+                table_of(f"t{number}", len(rows), dim, dtype=dtype, bucketing="range" if number % 2 else "hash")
                 for number, rows in enumerate(tables)
             ]
         )
