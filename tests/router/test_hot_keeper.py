@@ -34,6 +34,7 @@ from shard_node.node import ShardNode
 from shard_node.wire.address import Address
 from shard_node.wire.client import ShardClient
 from shard_node.wire.server import NodeServer
+from shardrank_testing import bags as table_bags
 from shardrank_testing.deltas import register_version
 from shardrank_testing.snapshots import make_spec, write_snapshot
 from shardrank_testing.topologies import hot_keys, lookup, make_node, make_router
@@ -151,8 +152,7 @@ def exported(snapshot: Snapshot, table: str, row: int) -> np.ndarray:
 
 def bags_of(users: Int64Array) -> KeyedBags:
     """Feature `user` alone, one id a bag."""
-    keys = np.array([FeatureSchema.of(SPEC).index["user"]], np.int32)
-    return KeyedBags.from_lengths(keys, np.array([users.size]), np.ones(users.size, np.int64), users)
+    return table_bags.bags_of({FeatureSchema.of(SPEC).index["user"]: users.reshape(-1, 1)})
 
 
 async def test_static_rows_are_those_with_most_counts(nodes):

@@ -15,6 +15,7 @@ from router.plan import REPLICATED, BucketOwners, Plan, table_bytes
 from shard_node.bags import KeyedBags
 from shard_node.buckets import NodeIdentity
 from shardrank_testing import topologies
+from shardrank_testing.bags import bags_of_random_rows
 from shardrank_testing.snapshots import num_buckets, plain_bucket, plain_buckets
 
 
@@ -184,13 +185,8 @@ def test_numbers_out_of_range_are_refused(make, message):
 
 def bags_of(plan: Plan, rng: np.random.Generator, keys: list[int]) -> KeyedBags:
     counts = rng.integers(0, 40, len(keys))
-    rows = [
-        rng.integers(0, plan.layout.tables[key].num_embeddings, count) for key, count in zip(keys, counts, strict=True)
-    ]
-    values = np.concatenate([*rows, np.empty(0, np.int64)]).astype(np.int64)
-    return KeyedBags.from_lengths(
-        np.array(keys, np.int32), counts.astype(np.int64), np.ones(values.size, np.int64), values
-    )
+    num_rows = [plan.layout.tables[key].num_embeddings for key in keys]
+    return bags_of_random_rows(rng, np.array(keys, np.int32), counts, np.ones(int(counts.sum()), np.int64), num_rows)
 
 
 def expected_owners(plan: Plan, bags: KeyedBags, up: list[int], turn: int) -> list[int]:

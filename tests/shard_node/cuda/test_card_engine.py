@@ -50,9 +50,7 @@ def engine(request, stored) -> Iterator[CardEngine]:
 
 
 def one_big_bag(num_values: int) -> KeyedBags:
-    return KeyedBags.from_lengths(
-        np.zeros(1, np.int32), np.array([1]), np.array([num_values]), np.zeros(num_values, np.int64)
-    )
+    return bags_of({0: [[0] * num_values]})
 
 
 def test_more_threads_than_lanes_pool_at_once(engine, stored):

@@ -36,6 +36,7 @@ from shard_node.cuda.kernel_params import (
 )
 from shard_node.cuda.places import Placer
 from shard_node.engine.memory import RowMemory
+from shardrank_testing.bags import pool_by_definition
 from shardrank_testing.card_bytes import fetch, fetch_at, send
 from shardrank_testing.card_engines import options_for
 from shardrank_testing.deltas import export_state
@@ -150,19 +151,14 @@ class KernelArena:
 
     def expected(self, runs: Sequence[Run]) -> npt.NDArray[np.float64]:
         """float64 [bags, dim], by definition."""
-        out: list[npt.NDArray[np.float64]] = []
+        out = [np.zeros((0, self.codec.embedding_dim))]
         for run in runs:
-            rows = self.decoded(run.table).astype(np.float64)
-            for number, bag in enumerate(run.bags):
-                weights = np.ones(bag.size) if run.weights is None else run.weights[number].astype(np.float64)
-                inside = (bag >= 0) & (bag < rows.shape[0])
-                terms = np.where(inside[:, None], rows[np.where(inside, bag, 0)], 0.0) * weights[:, None]
-                if run.mode == "none":
-                    out.extend(terms)
-                    continue
-                total = terms.sum(axis=0)
-                out.append(total / bag.size if run.mode == "mean" and bag.size else total)
-        return np.array(out).reshape(-1, self.codec.embedding_dim)
+            rows = self.decoded(run.table)
+            num_rows = len(rows)
+            # Values outside of the table read a row of zeros.
+            bags = [np.where((bag >= 0) & (bag < num_rows), bag, num_rows) for bag in run.bags]
+            out.append(pool_by_definition(np.pad(rows, ((0, 1), (0, 0))), bags, run.mode, run.weights))
+        return np.concatenate(out)
 
 
 @dataclass

@@ -9,6 +9,7 @@ import numpy as np
 from shard_node.bags import KeyedBags, TableLayout
 from shard_node.cuda.batch import BatchSize, OutputRuns
 from shard_node.cuda.kernel_params import MODES, OutDtype
+from shardrank_testing.bags import bags_of_random_rows, by_bag, pool_by_definition
 
 
 def runs_in_columns(
@@ -37,14 +38,9 @@ def feature_bags(
     bags_per_key = rng.integers(0, size.bags_per_key + 1)
     lengths = rng.integers(0, 7, int(bags_per_key.sum()))
     lengths[np.cumsum(lengths) > size.num_values] = 0
-    starts = np.concatenate([[0], np.cumsum(bags_per_key)])
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    counts = np.diff(offsets[starts])
-    limits = np.repeat([layout.tables[table].num_embeddings for table in runs.tables.tolist()], counts)
-    values = (rng.random(int(offsets[-1])) * limits).astype(np.int64)
-    weights = rng.normal(size=values.size).astype(np.float32) if weighted else None
+    limits = [layout.tables[table].num_embeddings for table in runs.tables.tolist()]
     keys = np.arange(runs.tables.size, dtype=np.int32)
-    return KeyedBags.from_lengths(keys, bags_per_key, lengths, values, weights)
+    return bags_of_random_rows(rng, keys, bags_per_key, lengths, limits, weighted)
 
 
 def expected_output(rows: Sequence[np.ndarray], bags: KeyedBags, runs: OutputRuns) -> np.ndarray:
@@ -56,21 +52,11 @@ def expected_output(rows: Sequence[np.ndarray], bags: KeyedBags, runs: OutputRun
         runs: where they go.
     """
     out = np.full(runs.out_elements, np.nan)
-    starts = bags.bag_starts()
+    modes = {number: mode for mode, number in MODES.items()}
     for key, table in enumerate(runs.tables.tolist()):
-        mode = int(runs.modes[key])
-        written = 0
-        for bag in range(int(starts[key]), int(starts[key + 1])):
-            span = slice(int(bags.offsets[bag]), int(bags.offsets[bag + 1]))
-            pooled = rows[table][bags.values[span]].astype(np.float64)
-            if bags.weights is not None:
-                pooled *= bags.weights[span, None]
-            if mode == MODES["sum"]:
-                pooled = pooled.sum(axis=0, keepdims=True)
-            elif mode == MODES["mean"]:
-                pooled = pooled.sum(axis=0, keepdims=True) / max(1, span.stop - span.start)
-            for row in pooled:
-                first = int(runs.out_offsets[key]) + written * int(runs.out_strides[key])
-                out[first : first + row.size] = row
-                written += 1
+        weights = None if bags.weights is None else by_bag(bags.weights, bags, key)
+        pooled = pool_by_definition(rows[table], by_bag(bags.values, bags, key), modes[int(runs.modes[key])], weights)
+        for number, row in enumerate(pooled):
+            first = int(runs.out_offsets[key]) + number * int(runs.out_strides[key])
+            out[first : first + row.size] = row
     return out
