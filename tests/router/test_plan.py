@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loader.snapshot.buckets import RowBuckets
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.tables import TableSpec
 from router.errors import PlanError
@@ -24,9 +23,7 @@ def spec_of(rows: list[int], bucketing: str = "hash") -> ModelSpec:
 
 
 def rows_by_bucket(table: TableSpec) -> np.ndarray:
-    rows = np.arange(table.num_embeddings)
-    buckets = plain_buckets(table) if rows.size <= 5000 else RowBuckets.of(table).of_rows(rows)
-    return np.bincount(buckets, minlength=num_buckets(table))
+    return np.bincount(plain_buckets(table), minlength=num_buckets(table))
 
 
 def sharding_for(bucketing: str) -> str:

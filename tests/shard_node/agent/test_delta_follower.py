@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import tempfile
 import threading
@@ -97,9 +98,8 @@ class Scene:
             assert_stored(self.tables.engine, export_state(Path(folder), SPEC, self.state, 1000))
 
 
-async def until(condition) -> None:
-    """It becomes true in another thread."""
-    await nodes.until(condition, 0.001)
+# What becomes true in another thread.
+until = functools.partial(nodes.until, pause_s=0.001)
 
 
 @contextlib.asynccontextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardrank_testing.card_sets import CardFactory, card_factory
+from shardrank_testing.card_engines import CardFactory, card_factory
 
 REAL = [pytest.param(kind, marks=pytest.mark.gpu) for kind in ("logical", "devices")]
 

@@ -90,11 +90,7 @@ GOOD = film_bags([1, 2], [3])
 # What else is refused of bags is in engine/test_checks.py.
 BAD_BAGS = [
     (film_bags([1], [2, 500]), "row 500 (value 2) is not in 0..499 of table 'film'"),
-    (film_bags([2**62]), "row 4611686018427387904"),
     (dataclasses.replace(GOOD, keys=np.array([3], np.int32)), "key 3 is no table, tables are 0..2"),
-    (dataclasses.replace(GOOD, bags_per_key=np.array([2**40])), "bags_per_key must be within 0..2"),
-    (dataclasses.replace(GOOD, bags_per_key=np.array([1, 1])), "keys has 1 entries, bags_per_key 2"),
-    (dataclasses.replace(GOOD, offsets=np.array([0, 3, 2])), "offsets must not descend"),
     (film_bags(range(200)), "values has 200 entries, a request may have at most 100"),
 ]
 

@@ -29,7 +29,7 @@ from shard_node.cuda.card_set import CardSet
 from shard_node.engine.cpu import CpuEngine
 from shard_node.engine.loading import load_tables
 from shard_node.node import LoadedTables
-from shardrank_testing.rows_on_cards import rows_on_cards
+from shardrank_testing.card_bytes import rows_on_cards
 from shardrank_testing.snapshots import model_of, random_rows, table_of, write_snapshot
 
 MODEL = "fresh"

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,8 +29,8 @@ from shard_node.engine.loading import load_tables
 from shard_node.node import LocalShard, Shard, ShardNode
 from shard_node.wire.address import Address
 from shard_node.wire.client import ShardClient
-from shard_node.wire.server import NodeServer
 from shardrank_testing.bags import bags_of_random_rows, by_bag, pool_by_definition
+from shardrank_testing.nodes import serving
 from shardrank_testing.snapshots import model_of, sharding_of, table_of, write_snapshot
 
 
@@ -94,23 +93,18 @@ async def remote_router(
 ) -> AsyncIterator[Router]:
     """The same over Unix sockets, in this process's loop."""
     plan = topology.plan(snapshot.spec)
-    servers: list[NodeServer] = []
     shards: list[Shard] = []
-    try:
+    async with AsyncExitStack() as stack:
         for shard in range(plan.num_shards):
             clients = []
             for replica in range(topology.replicas):
-                server = NodeServer(make_node(snapshot, plan, shard, topology.memory_budget_bytes))
-                await server.start([Address.parse(f"unix:{folder}/{shard}-{replica}.sock")])
-                servers.append(server)
+                node = make_node(snapshot, plan, shard, topology.memory_budget_bytes)
+                address = Address(path=f"{folder}/{shard}-{replica}.sock")
+                server = await stack.enter_async_context(serving(address, node))
                 clients.append(ShardClient(server.addresses[0]))
             shards.append(ReplicatedShard(plan, shard, snapshot.identity, clients))
-        router = make_router(snapshot, plan, shards, hot)
-        yield router
-    finally:
-        for shard in shards:
-            await shard.close()
-        await asyncio.gather(*(server.close() for server in servers))
+            stack.push_async_callback(shards[-1].close)
+        yield make_router(snapshot, plan, shards, hot)
 
 
 def decoded_rows(table: TableSpec, rows: np.ndarray) -> np.ndarray:
