@@ -234,10 +234,6 @@ def answer_of(layout, bags, forms):
     return Answer(sums, stored if forms.stored else None)
 
 
-def frame_bytes(buffers):
-    return sum(len(one) for one in buffers)
-
-
 TABLES = {
     "one": [(128, "int8")],
     "int8 of two dims": [(16, "int8"), (64, "int8"), (64, "int8")],
@@ -262,8 +258,8 @@ def test_estimated_bytes_are_those_of_real_frames(shards, hotness, tables, forms
             bags = bags.with_values(bags.values.astype(np.int32), None)
             parts = split(bags, rng.integers(0, shards, bags.num_values).astype(np.uint8), range(shards))
         for part in parts:
-            out += frame_bytes(encode_pool(1, 0, MODEL, 3, part.bags, forms))
-            back += frame_bytes(encode_answer(1, answer_of(layout, part.bags, forms)))
+            out += sum(map(len, encode_pool(1, 0, MODEL, 3, part.bags, forms)))
+            back += sum(map(len, encode_answer(1, answer_of(layout, part.bags, forms))))
     form = WireForm(2 if forms.float16 else 4, forms.stored, model_bytes=len(MODEL))
     batch = BatchBags.counted([np.concatenate(of_table) for of_table in zip(*all_lengths, strict=True)], num_draws)
     estimated = NetworkBytes.of(layout, batch, sent_evenly(len(layout.tables), shards), form)

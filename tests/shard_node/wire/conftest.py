@@ -5,10 +5,10 @@ import pytest
 from shardrank_testing.nodes import EVERY_PLACE, Place
 
 
-@pytest.fixture
-def place() -> Place:
-    """Where a test runs that is not parametrized with places."""
-    return EVERY_PLACE[-1]
+@pytest.fixture(params=EVERY_PLACE[1::2], ids=str)
+def place(request: pytest.FixtureRequest) -> Place:
+    """Each event loop, with Unix sockets."""
+    return request.param
 
 
 @pytest.fixture

@@ -40,7 +40,6 @@ from shardrank_testing.nodes import (
     expected_films,
     film_bags,
     in_every_place,
-    on_every_loop,
     pool_films,
     received,
     reference_engine,
@@ -95,7 +94,6 @@ BAD_BAGS = [
 ]
 
 
-@on_every_loop
 @by_loop_and_threads
 async def test_bad_requests_are_refused_and_harm_no_other(place, inline_bytes, tmp_path):
     limits = ServerLimits(max_inline_bytes=inline_bytes, max_values_per_request=100)
@@ -112,7 +110,6 @@ async def test_bad_requests_are_refused_and_harm_no_other(place, inline_bytes, t
         np.testing.assert_array_equal(answer.sums[1], expected_films([7], [8]))
 
 
-@on_every_loop
 async def test_malformed_bodies_are_refused_and_the_connection_lives(place, tmp_path):
     async with place.peer(tmp_path) as (_, peer):
         unknown = bytearray(pack_header(FrameType.POOL, 2, 0))
@@ -127,7 +124,6 @@ async def test_malformed_bodies_are_refused_and_the_connection_lives(place, tmp_
     np.testing.assert_array_equal(decode_answer(pooled).sums[1], expected_films([7]))
 
 
-@on_every_loop
 async def test_unknown_versions_and_failures_are_carried_by_name(place, tmp_path, caplog):
     def fail() -> None:
         raise ZeroDivisionError("card 3 has melted")
@@ -141,7 +137,6 @@ async def test_unknown_versions_and_failures_are_carried_by_name(place, tmp_path
     assert [record.exc_info[0] for record in caplog.records] == [ZeroDivisionError]
 
 
-@on_every_loop
 @pytest.mark.parametrize(
     ("limits", "requests", "message"),
     [
@@ -163,7 +158,6 @@ async def test_limits_of_requests_and_bytes_in_flight(place, limits, requests, m
         assert server.in_flight == 0
 
 
-@on_every_loop
 async def test_a_request_past_its_deadline_is_not_pooled(place, tmp_path):
     gate, pooled_late = Gate(), []
     gate.engine.hooks[43] = lambda: pooled_late.append(1)
@@ -182,7 +176,6 @@ async def test_a_request_past_its_deadline_is_not_pooled(place, tmp_path):
     assert not pooled_late
 
 
-@on_every_loop
 async def test_a_too_long_answer_is_refused_before_pooling(place, tmp_path):
     async with place.client(tmp_path, None, ServerLimits(max_frame_bytes=8192)) as (_, client):
         with pytest.raises(FrameTooLargeError, match=r"answer has 32\d\d\d bytes, a frame may have at most 8192"):
@@ -190,7 +183,6 @@ async def test_a_too_long_answer_is_refused_before_pooling(place, tmp_path):
         await pool_films(client, [1])
 
 
-@on_every_loop
 async def test_a_node_sends_the_counts_of_its_engine(place, tmp_path):
     """They are of table 1, the films."""
 
@@ -218,7 +210,6 @@ async def test_a_node_sends_the_counts_of_its_engine(place, tmp_path):
     assert (first.lookups, first.total) == (4, 4)
 
 
-@on_every_loop
 async def test_counts_of_other_rows_are_a_remote_error(place, tmp_path):
     engine = reference_engine()
     node = small_node(engine)
@@ -244,7 +235,6 @@ async def pool_traced(client: ShardClient) -> tuple[Any, Span]:
     return answer, span
 
 
-@on_every_loop
 @by_loop_and_threads
 async def test_a_node_makes_a_span_in_its_callers_trace(place, tmp_path, inline_bytes):
     """What spans of a whole fleet are like is in tests/serving/observe/test_traces.py."""
@@ -269,7 +259,6 @@ async def test_a_node_makes_a_span_in_its_callers_trace(place, tmp_path, inline_
         assert call.error.startswith("generation_not_found: ")
 
 
-@on_every_loop
 @pytest.mark.parametrize("forms", [FLOAT32_SUMS, Forms(float16=True)])
 async def test_unrequested_rows_as_stored_are_no_answer(place, tmp_path, forms):
     stored = Answer([np.zeros((0, 4), np.float32)], [np.zeros((1, 16), np.uint8)])

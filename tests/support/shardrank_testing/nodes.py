@@ -204,7 +204,6 @@ EVERY_PLACE = tuple(Place(loop, sock) for loop in ("asyncio", "uvloop") for sock
 
 
 in_every_place = pytest.mark.parametrize("place", EVERY_PLACE, ids=str)
-on_every_loop = pytest.mark.parametrize("place", EVERY_PLACE[1::2], ids=str)
 
 
 async def pool_films(client: ShardClient, *bags: Sequence[int], timeout_s: float = NEVER_S) -> np.ndarray:

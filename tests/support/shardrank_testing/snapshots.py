@@ -63,11 +63,11 @@ def make_spec(
     return ModelSpec(
         model=model,
         tables=tuple(
-            TableSpec(
-                name=name,
-                num_embeddings=rows,
-                embedding_dim=dim,
-                feature_names=features,
+            table_of(
+                name,
+                rows,
+                dim,
+                *features,
                 pooling=pooling,
                 dtype=dtype or table_dtype,
                 bucketing=bucketing or table_bucketing,

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,7 @@ class StoredModel:
     Attributes:
         rows: float32 rows by table, as exported.
         tables: what they are worth once stored.
+        bags: makes random bags of some features, or of all.
     """
 
     def __init__(self, folder: Path, spec: ModelSpec, seed: int = 3, **more: Any) -> None:
@@ -134,18 +136,7 @@ class StoredModel:
         self.tables = decoded_tables(spec, self.rows)
         self.schema = FeatureSchema.of(spec)
         self.layout = TableLayout.of(spec)
-
-    def bags(
-        self,
-        rng: np.random.Generator,
-        max_bags: int = 5,
-        max_hotness: int = 5,
-        *,
-        min_hotness: int = 0,
-        features: list[int] | None = None,
-    ) -> KeyedBags:
-        """Return random bags of some features, or of all; weights are 1 where a feature is not weighted."""
-        return random_feature_bags(self.schema, rng, max_bags, max_hotness, min_hotness, features)
+        self.bags = partial(random_feature_bags, self.schema)
 
     def check(self, bags: KeyedBags, embeddings: Embeddings) -> None:
         """Assert that an answer has the pooled rows as stored."""
