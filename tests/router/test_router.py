@@ -26,14 +26,7 @@ from shard_node.split import split, whole
 from shardrank_testing.bags import bags_of, pool_by_definition, random_table_bags
 from shardrank_testing.nodes import reference_engine
 from shardrank_testing.snapshots import make_spec, one_table_spec, write_snapshot
-from shardrank_testing.topologies import (
-    StoredModel,
-    Topology,
-    local_router,
-    lookup,
-    make_node,
-    remote_router,
-)
+from shardrank_testing.topologies import StoredModel, Topology, local_router, lookup, make_node, remote_router
 from shardrank_testing.waiting import Clock
 
 REMOTE = {

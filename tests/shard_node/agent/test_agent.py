@@ -14,14 +14,7 @@ from loader.registry.fleet import FleetRecord, FleetRegistry, WantedModel, rollo
 from shard_node.agent.agent import AgentConfig, Remembered
 from shard_node.agent.stagings import StagingConfig
 from shard_node.errors import MemoryBudgetError
-from shardrank_testing.agents import (
-    PROMPT,
-    HandClock,
-    ScriptedActions,
-    agent_on,
-    published,
-    running_node,
-)
+from shardrank_testing.agents import PROMPT, HandClock, ScriptedActions, agent_on, published, running_node
 from shardrank_testing.bags import random_table_bags
 from shardrank_testing.registries import redis_server
 

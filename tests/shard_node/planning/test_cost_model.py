@@ -46,14 +46,7 @@ from shard_node.planning.network_cost import (
 from shard_node.split import split, whole
 from shard_node.wire import messages
 from shard_node.wire.messages import encode_answer, encode_pool
-from shardrank_testing.card_plans import (
-    hotnesses,
-    layout_of,
-    layouts,
-    one_table_layout,
-    plan_inputs,
-    round_robin,
-)
+from shardrank_testing.card_plans import hotnesses, layout_of, layouts, one_table_layout, plan_inputs, round_robin
 from shardrank_testing.snapshots import num_buckets, table_of
 
 H100 = SYSTEMS["h100"]

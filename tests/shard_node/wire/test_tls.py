@@ -34,15 +34,7 @@ from shard_node.wire.tls import (
     server_context,
 )
 from shardrank_testing.certificates import Authority, Pair, needs_openssl
-from shardrank_testing.nodes import (
-    NEVER_S,
-    connected,
-    expected_films,
-    pool_films,
-    raw_peer,
-    serving,
-    until,
-)
+from shardrank_testing.nodes import NEVER_S, connected, expected_films, pool_films, raw_peer, serving, until
 
 pytestmark = needs_openssl
 

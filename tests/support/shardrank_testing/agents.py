@@ -25,7 +25,6 @@ from shard_node.cuda.card_set import CardSet
 from shard_node.node import ShardNode
 from shardrank_testing.snapshots import make_spec, write_snapshot
 
-NEVER_S = 60.0
 PROMPT = AgentConfig(unannounce_grace_s=0.5, staging=StagingConfig(jitter_s=0.0))
 
 
@@ -154,12 +153,11 @@ class OnRegistry:
 
     async def announced(self, model: str, version: int, state: str | None) -> VersionReport | None:
         """Wait until it has announced a version in that state; None: until it has no such version."""
-        async with asyncio.timeout(NEVER_S):
-            while True:
-                await self.step()
-                report = await self.report(model, version)
-                if (report.state if report else None) == state:
-                    return report
+        while True:
+            await self.step()
+            report = await self.report(model, version)
+            if (report.state if report else None) == state:
+                return report
 
 
 @dataclass
@@ -174,13 +172,12 @@ class AgentUnderTest(OnRegistry):
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Goes round until the condition holds. No time passes."""
-        async with asyncio.timeout(NEVER_S):
-            while True:
-                await self.agent.round()
-                for _ in range(20):
-                    await asyncio.sleep(0)
-                if condition():
-                    return
+        while True:
+            await self.agent.round()
+            for _ in range(20):
+                await asyncio.sleep(0)
+            if condition():
+                return
 
     async def pass_time(self, duration_s: float) -> None:
         """Lets time pass, round by round."""
@@ -191,9 +188,8 @@ class AgentUnderTest(OnRegistry):
 
     async def pass_time_until(self, condition: Callable[[], bool]) -> None:
         """Lets as much time pass as it takes."""
-        async with asyncio.timeout(NEVER_S):
-            while not condition():
-                await self.pass_time(0.1)
+        while not condition():
+            await self.pass_time(0.1)
 
 
 @asynccontextmanager
