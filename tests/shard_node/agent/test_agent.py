@@ -27,10 +27,6 @@ async def under(request, tmp_path):
         yield under
 
 
-def with_config(config: AgentConfig):
-    return pytest.mark.parametrize("under", [config], indirect=True)
-
-
 async def test_a_desired_version_is_staged_and_announced(under):
     gate = under.actions.gates["films", 3] = asyncio.Event()
     desired = await under.want("films", hold=(3,), live=3)
@@ -170,7 +166,7 @@ async def test_a_lack_of_memory_is_waited_out_only_while_some_is_freed(under):
 ONE_AT_A_TIME = AgentConfig(staging=StagingConfig(jitter_s=0.0, fleet_limit=1))
 
 
-@with_config(ONE_AT_A_TIME)
+@pytest.mark.parametrize("under", [ONE_AT_A_TIME], indirect=True)
 async def test_no_more_processes_stage_than_the_fleet_allows(under, tmp_path):
     other_actions = ScriptedActions(node_id="shard-0-b")
     async with agent_on(str(tmp_path / "registry"), other_actions, ONE_AT_A_TIME) as other:
@@ -202,7 +198,7 @@ async def test_a_pointer_that_can_not_be_set_stops_no_other_model(under):
     assert under.agent.problems() == []
 
 
-@with_config(AgentConfig(settle_timeout_s=0.2, staging=StagingConfig(jitter_s=0.0)))
+@pytest.mark.parametrize("under", [AgentConfig(settle_timeout_s=0.2, staging=StagingConfig(jitter_s=0))], indirect=True)
 async def test_hanging_pointers_hold_up_neither_models_nor_heartbeat(under):
     for model in ("a", "b", "c", "songs"):
         await under.want(model, hold=(1,))
@@ -225,7 +221,7 @@ async def test_hanging_pointers_hold_up_neither_models_nor_heartbeat(under):
     assert default.settle_timeout_s + 1.25 * default.poll_s + default.heartbeat_s < default.ttl_s
 
 
-@with_config(AgentConfig(models=("songs",), staging=StagingConfig(jitter_s=0)))
+@pytest.mark.parametrize("under", [AgentConfig(models=("songs",), staging=StagingConfig(jitter_s=0))], indirect=True)
 async def test_only_the_models_of_its_config_are_staged(under):
     await under.want("films", hold=(1,))
     await under.want("songs", hold=(1,))

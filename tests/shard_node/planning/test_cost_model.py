@@ -278,10 +278,6 @@ def test_constants_and_the_textbooks_step():
     assert step.ids.sum() == pytest.approx(4 * LOOKUPS * 0.15)
 
 
-def hotness_of(layout, zipf=0.0, head=None, lookups=None):
-    return Hotness(zipf=zipf, head=head, lookups_per_sample=lookups or {}).of(layout)
-
-
 def owners_by_shard(layout, num_shards):
     return tuple((np.arange(num_buckets(one)) % num_shards).astype(np.int16) for one in layout.tables)
 
@@ -307,7 +303,7 @@ def test_every_lookup_goes_to_one_shard_or_the_router(layout, data):
 
 def test_a_replicated_table_is_sent_to_one_shard_a_batch():
     layout = layout_like((8, "int8"), (8, "int8"))
-    rows = hotness_of(layout)
+    rows = Hotness().of(layout)
     owners = owners_by_shard(layout, 4)
     sent = sent_of(rows, (np.full_like(owners[0], -1), owners[1]), 4)
     batch = BatchBags.of([BagLoad(1000, 100, 10)] * 2)
@@ -340,7 +336,7 @@ def test_hot_rows_are_the_hottest_for_their_bytes():
 @pytest.mark.parametrize("rows", [100, 1000, 5000])
 def test_a_head_has_its_share_of_the_lookups(rows):
     layout = one_table_layout(2_000_000_000, 128, "fp32")
-    found = NearRows.choose(layout, hotness_of(layout, 1.1, Head(5000, 0.85)), num_rows=rows)
+    found = NearRows.choose(layout, Hotness(zipf=1.1, head=Head(5000, 0.85)).of(layout), num_rows=rows)
     harmonic = np.cumsum(np.arange(1, 5001) ** -1.1)
     assert found.hit_rate == pytest.approx(0.85 * harmonic[rows - 1] / harmonic[-1] + 0.15 * rows / 2e9, abs=1e-5)
 

@@ -52,7 +52,6 @@ def _make(kind: Kind, switches: KernelSwitches | None, num_cards: int) -> Cards:
 
 
 Tiers = Literal["hot", "peers", "pinned", "every tier"]
-REAL_KINDS: tuple[Kind, ...] = ("logical", "devices")
 
 
 @dataclass(frozen=True)
@@ -128,7 +127,7 @@ CARD_ENGINES = (
 )
 REAL_ENGINES = tuple(
     OnCards(num_cards, tiers, kind)
-    for kind in REAL_KINDS
+    for kind in ("logical", "devices")
     for num_cards, tiers in ((1, "peers"), (2, "pinned"), (3, "peers"), (8, "every tier"))
 )
 

@@ -63,16 +63,8 @@ def make_spec(
     return ModelSpec(
         model=model,
         tables=tuple(
-            table_of(
-                name,
-                rows,
-                dim,
-                *features,
-                pooling=pooling,
-                dtype=dtype or table_dtype,
-                bucketing=bucketing or table_bucketing,
-            )
-            for name, rows, dim, table_dtype, table_bucketing, features, pooling in layouts
+            table_of(name, rows, dim, *features, pooling=pooling, dtype=dtype or stored, bucketing=bucketing or order)
+            for name, rows, dim, stored, order, features, pooling in layouts
         ),
         features=(
             FeatureSpec(name="user", side="context"),
