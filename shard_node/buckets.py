@@ -1,4 +1,6 @@
-"""Which rows a node holds, by bucket, and cells: one number for each bucket of each table of a layout, and the cell of each value of keyed bags.
+"""Which rows a node holds, by bucket, and where per-bucket values are kept.
+
+Cells are one number for each bucket of each table of a layout, and for each value of keyed bags.
 
 What is said of buckets (an owner, a place) is kept in flat arrays by cell. A table of which all buckets are alike has a
 single cell, so that of its rows nothing is worked out.
@@ -24,6 +26,8 @@ from shard_node.bags import Int64Array, KeyedBags, TableLayout
 from shard_node.errors import InvalidBagsError
 
 Sharding = Literal["hash", "range", "table"]
+# A row shifted by so much is 0.
+ALL_BITS = 63
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,10 +60,6 @@ class NodeIdentity(Message):
     num_shards: int = Field(ge=1)
     num_cards: int = Field(ge=1)
     sharding: Sharding
-
-
-# A row shifted by so much is 0.
-ALL_BITS = 63
 
 
 class BucketCells:

@@ -4,7 +4,7 @@
 <cache>/lock                                      held (flock) while room is made
 <cache>/<identity>/lock                           held, shared, by who uses the version; its time: the last use
 <cache>/<identity>/<model>/<version>/             the snapshot: a file that is there was checked against the manifest
-<cache>/<identity>/parts/                         files that are being fetched (`loader.stores.fetching`)
+<cache>/<identity>/parts/                         files that are being fetched (`loader.stores.remote`)
 ```
 
 The identity is the SHA-256 of the manifest, which has those of all other files: what lies under it was right when it

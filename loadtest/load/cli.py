@@ -26,11 +26,7 @@ COMMANDS = {
 
 
 class LazyGroup(GroupWithExamples):
-    """Loads a command's module when the command is named.
-
-    Args:
-        modules: `module:attribute` by the command's name, in the order in which one meets them.
-    """
+    """Loads a command from its `module:attribute` when it is named; they are in the order in which one meets them."""
 
     def __init__(self, name: str | None, *, modules: Mapping[str, str], **more: Any) -> None:
         super().__init__(name, **more)
@@ -91,16 +87,7 @@ TARGET = "http://HOST[:PORT] or grpc://HOST:PORT."
 @opts.option("--json", "Write the result to this file.", opts.FILE, name="json_file")
 @opts.option("--html", "Write a page with plots to this file.", PAGE, name="html_file")
 @click.pass_context
-def run(
-    ctx: click.Context,
-    /,
-    sweeps: bool,
-    max_rate: float,
-    marks: Path | None,
-    json_file: Path | None,
-    html_file: Path | None,
-    **given: object,
-) -> None:
+def run(ctx: click.Context, /, **given: Any) -> None:
     """Send requests at a given rate and measure latency from when each was due.
 
     Open loop: requests don't wait for answers, so a server that stalls meets those that came meanwhile, and their
@@ -114,9 +101,7 @@ def run(
     """
     from loadtest.load.run import execute
 
-    if given["rate"] is None and not sweeps:
-        raise click.UsageError("--rate or --sweep is needed")
-    ctx.exit(execute(given, max_rate if sweeps else None, marks, json_file, html_file))
+    ctx.exit(execute(**given))
 
 
 @click.command(cls=WithExamples)

@@ -50,50 +50,34 @@ class LoadTarget(Frozen):
 TargetText = Annotated[str, AfterValidator(lambda text: LoadTarget.parse(text) and text)]
 
 
-class OfferedLoad(Frozen):
-    """What to send, where and how, for all runs of one load test.
+class Sending(Frozen):
+    """Where requests are sent, and the limits of that.
 
     Attributes:
         api: None for the target's first: JSON, or shardrank's gRPC.
-        path: of a POST; None for the API's.
-        model: None for the workload's.
-        workload: as `open_workload` reads it, which takes what it is made of too, or a benchmark's.
-        varied: whether bags are ragged, and each request is sent with another `traceparent` and `x-request-id`.
+        model: None for the only one that there is.
+        varied: whether each request is sent with another `traceparent` and `x-request-id`.
         timeout_ms: after which a request is given up, from its intended time.
-        slo_ms: deadline of goodput, from the intended time.
-        requests: distinct ones that each process makes ahead, as far as 128 MiB go.
+        requests: distinct ones in each process.
         max_in_flight, max_connections, grpc_channels: of all processes together; connections are HTTP's.
-        seed: of requests and their times.
     """
 
     target: TargetText
     api: Encoding | None = None
-    path: str | None = None
     model: str | None = None
-    workload: str | BenchWorkload = "dlrm-v2:0.001"
-    context_features: int = Field(default=0, ge=0)
-    ids: str | None = None
-    candidates: str | None = None
-    varied: bool = True
-    movielens: Path | None = None
-    arrivals: Arrivals = "poisson"
+    varied: bool = False
     timeout_ms: float = Field(default=1000, gt=0, le=MAX_TIMEOUT_MS)
-    slo_ms: float = Field(default=60, gt=0, le=MAX_TIMEOUT_MS)
     processes: int = Field(default=1, ge=1, le=64)
     requests: int = Field(default=1024, ge=1, le=1_000_000)
     max_in_flight: int = Field(default=4096, ge=1, le=1_000_000)
     max_connections: int = Field(default=512, ge=1, le=60_000)
     grpc_channels: int = Field(default=4, ge=1, le=1024)
-    seed: int = Field(default=0, ge=0, lt=2**31)
-    split_seed: int = Field(default=0, ge=0, lt=2**32)
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
         scheme = self.at.scheme
         if self.api not in (None, *APIS_BY_SCHEME[scheme], *OTHER_SERVERS_APIS):
             raise ValueError(f"api: {self.api!r} is not spoken at {scheme}://; {', '.join(APIS_BY_SCHEME[scheme])} are")
-        if self.slo_ms > self.timeout_ms:
-            raise ValueError(f"slo_ms: {self.slo_ms:g} is more than timeout_ms, {self.timeout_ms:g}")
         for name in ("max_in_flight", "max_connections"):
             if getattr(self, name) < self.processes:
                 raise ValueError(f"{name}: {getattr(self, name)} is less than processes, {self.processes}")
@@ -115,20 +99,40 @@ class OfferedLoad(Frozen):
         return self.api or APIS_BY_SCHEME[self.at.scheme][0]
 
 
-def bench_load(
-    target: str, api: Encoding, workload: BenchWorkload, *, timeout_ms: float = MAX_TIMEOUT_MS, **changed: Any
-) -> OfferedLoad:
+class OfferedLoad(Sending):
+    """What to send for all runs of one load test.
+
+    Attributes:
+        path: of a POST; None for the API's.
+        workload: as `open_workload` reads it, which takes what it is made of too, or a benchmark's.
+        varied: whether bags are ragged too.
+        slo_ms: deadline of goodput, from the intended time.
+        seed: of requests and their times.
+    """
+
+    path: str | None = None
+    workload: str | BenchWorkload = "dlrm-v2:0.001"
+    context_features: int = Field(default=0, ge=0)
+    ids: str | None = None
+    candidates: str | None = None
+    varied: bool = True
+    movielens: Path | None = None
+    arrivals: Arrivals = "poisson"
+    slo_ms: float = Field(default=60, gt=0, le=MAX_TIMEOUT_MS)
+    seed: int = Field(default=0, ge=0, lt=2**31)
+    split_seed: int = Field(default=0, ge=0, lt=2**32)
+
+    @model_validator(mode="after")
+    def _slo_is_within_the_timeout(self) -> Self:
+        if self.slo_ms > self.timeout_ms:
+            raise ValueError(f"slo_ms: {self.slo_ms:g} is more than timeout_ms, {self.timeout_ms:g}")
+        return self
+
+
+def bench_load(target: str, api: Encoding, workload: BenchWorkload, **changed: Any) -> OfferedLoad:
     """Return the load of a benchmark: the same requests in every encoding."""
-    return OfferedLoad(
-        target=target,
-        api=api,
-        workload=workload,
-        varied=workload.shape.varied,
-        requests=BENCH_REQUESTS,
-        seed=BENCH_SEED,
-        timeout_ms=timeout_ms,
-        **changed,
-    )
+    same = {"requests": BENCH_REQUESTS, "seed": BENCH_SEED, "timeout_ms": MAX_TIMEOUT_MS, **changed}
+    return OfferedLoad(target=target, api=api, workload=workload, varied=workload.shape.varied, **same)
 
 
 class RunConfig(Frozen):

@@ -24,12 +24,12 @@ import uvloop
 
 from loader.errors import ShardrankError
 from loader.memory import settle_heap
-from loadtest.errors import AnswerError, GeneratorError, LateAnswerError, LoadConfigError, RequestFailedError
-from loadtest.load.config import MAX_TIMEOUT_MS, OTHER_SERVERS_APIS, OfferedLoad, RunConfig
+from loadtest.errors import AnswerError, GeneratorError, LoadConfigError, RequestFailedError
+from loadtest.load.config import MAX_TIMEOUT_MS, OTHER_SERVERS_APIS, OfferedLoad, RunConfig, Sending
 from loadtest.load.loops import ANSWER_TIMEOUT_S, OpenLoop, Weighed, arrival_times, keep_busy
 from loadtest.load.result import Done, Float64Array, LoadResult, Ready, Recorder, make_result
-from loadtest.load.senders import AnswerCheck, Judge, Outgoing, make_sender
-from loadtest.workloads.catalog import bench_payloads, bench_workload, open_workload
+from loadtest.load.senders import Judge, Outgoing, check_answer, make_sender
+from loadtest.workloads.catalog import bench_payloads, open_workload
 from loadtest.workloads.payloads import Payloads, Pool, changing_headers
 from serving.fleet.process import PARENT_PID_VARIABLE, STOP_SIGNALS, StopRequestedError, die_with_parent
 from shard_node.bags import Float32Array
@@ -39,8 +39,6 @@ READY_TIMEOUT_S = 600.0
 ANSWER_SLACK_S = 120.0
 # Between the order and the begin, for the order to reach every process.
 LEAD_S = 0.3
-# Of a workload, as `open_workload` takes them.
-CHOICES = {"ids", "candidates", "context_features", "movielens", "split_seed", "varied"}
 
 Answer = TypeVar("Answer")
 
@@ -65,8 +63,9 @@ def _open_payloads(load: OfferedLoad, process: int) -> tuple[str, Payloads]:
     if not isinstance(bench, str):
         drawn = bench.shape, bench.head, bench.hotness
         pool = bench_payloads(*drawn, api, load.requests, timeout_ms=timeout_ms, path=load.path)
-        return bench_workload(*drawn).name, pool
-    workload = open_workload(bench, **load.model_dump(include=CHOICES))
+        return f"{pool.model}, hotness {bench.hotness}", pool
+    chosen = {"ids", "candidates", "context_features", "movielens", "split_seed", "varied"}
+    workload = open_workload(bench, **load.model_dump(include=chosen))
     # Processes that sent the same would find each other's rows in the server's caches.
     seed = load.seed + 2**32 * process
     pool = Payloads(workload, api, model=load.model, count=load.requests, timeout_ms=timeout_ms, seed=seed)
@@ -74,7 +73,7 @@ def _open_payloads(load: OfferedLoad, process: int) -> tuple[str, Payloads]:
 
 
 async def offer(
-    load: OfferedLoad,
+    load: Sending,
     pool: Pool,
     times: Iterable[Float64Array],
     recorder: Recorder,
@@ -83,27 +82,33 @@ async def offer(
     judge: Judge | None = None,
     process: int = 0,
 ) -> Done:
-    """Send requests at given times, with connections that are this call's. Raises OSError: no such target.
+    """Send a process's part of a load at the times of an `OpenLoop`, with connections of its own.
 
-    Args:
-        load: where requests go, and its limits, of which a process has its part.
-        pool: of the requests.
-        times: when they are due, as `OpenLoop` reads it.
-        recorder: of all requests, whose `begin` is the run's.
-        cpu_s: begin and end, in seconds of the run, of the time for which this process's CPU time is measured.
-        judge: of answers; None for `AnswerCheck`.
-        process: its number, from 0.
+    The run begins when the recorder does. This process's CPU time is measured between two seconds of it, `cpu_s`.
+    Answers are judged by `check_answer`, unless another judge is given. Raises OSError: no such target.
     """
     part, at = partial(share_of, process=process, processes=load.processes), recorder.begin
     limits = {"connections": part(load.max_connections), "channels": part(load.grpc_channels)}
-    sender = await make_sender(load.at, pool, judge or AnswerCheck(pool), changing_headers(load.varied), **limits)
-    timeout_s, max_in_flight = load.timeout_ms / 1000, part(load.max_in_flight)
+    judge = judge or partial(check_answer, pool)
+    sender = await make_sender(load.at, pool, judge, changing_headers(load.varied), **limits)
     loop = OpenLoop(
-        times, lambda number: sender, recorder.add, begin=at, timeout_s=timeout_s, max_in_flight=max_in_flight
+        times,
+        lambda number: sender,
+        recorder.add,
+        begin=at,
+        timeout_s=load.timeout_ms / 1000,
+        max_in_flight=part(load.max_in_flight),
     )
     if load.at.scheme == "grpc":
         await sender.open(max(at - time.monotonic(), 0))
-    cpu = asyncio.create_task(_cpu_between(at + cpu_s[0], at + cpu_s[1]))
+
+    async def cpu_time() -> float:
+        await asyncio.sleep(max(at + cpu_s[0] - time.monotonic(), 0))
+        used_s = time.process_time()
+        await asyncio.sleep(max(at + cpu_s[1] - time.monotonic(), 0))
+        return time.process_time() - used_s
+
+    cpu = asyncio.create_task(cpu_time())
     try:
         await loop.run()
         used_s = await cpu
@@ -111,14 +116,6 @@ async def offer(
         cpu.cancel()
         await sender.close()
     return Done(records=recorder.records(), cpu_s=used_s, connections=sender.opened)
-
-
-async def _cpu_between(begin: float, end: float) -> float:
-    """Wait until `end`; return CPU seconds that this process used since `begin`, both CLOCK_MONOTONIC."""
-    await asyncio.sleep(max(begin - time.monotonic(), 0))
-    used_s = time.process_time()
-    await asyncio.sleep(max(end - time.monotonic(), 0))
-    return time.process_time() - used_s
 
 
 def ask_scores(load: OfferedLoad, pool: Pool, request: int) -> Float32Array:
@@ -213,13 +210,7 @@ def _offer(load: OfferedLoad, run: RunConfig, at: float, process: int) -> Done:
 def _busy(load: OfferedLoad, in_flight: int, warmup_s: float, seconds: float, process_ids: tuple[int, ...]) -> Weighed:
     _, pool = open_payloads(load)
     busy = keep_busy(load, pool, in_flight=in_flight, warmup_s=warmup_s, seconds=seconds, process_ids=process_ids)
-    try:
-        return event_loop().run(busy)
-    except LateAnswerError as error:
-        raise LateAnswerError(
-            f"{error}; with {in_flight} requests in flight the server needs more time than they have: "
-            "let fewer be out (--in-flight), or give them longer (--timeout-ms)"
-        ) from error
+    return event_loop().run(busy)
 
 
 def _scores(load: OfferedLoad, request: int) -> Float32Array:
@@ -230,12 +221,6 @@ class Generators:
     """Processes that offer loads to servers, keep them busy, and ask for their scores. `with` ends them.
 
     Every method but `close` raises as `call`.
-
-    Args:
-        count: how many processes.
-
-    Attributes:
-        process_ids: of those that run.
     """
 
     def __init__(self, count: int = 1) -> None:
@@ -248,12 +233,7 @@ class Generators:
     def call(
         self, function: Callable[..., Answer], arguments: Sequence[tuple[object, ...]], limit_s: float
     ) -> tuple[Answer, ...]:
-        """Call a function of a module in each of the first processes, and wait for all answers.
-
-        Args:
-            function: of a module's top level.
-            arguments: of each process.
-            limit_s: for all of it.
+        """Call a function of a module's top level in each of the first processes, with its arguments.
 
         Raises:
             LoadConfigError: a process can't do what was requested.
@@ -286,8 +266,8 @@ class Generators:
     ) -> Weighed:
         """Keep a server busy from the first process. A request that fails is a GeneratorError."""
         self.prepare(load)
-        arguments = load, in_flight, warmup_s, seconds, process_ids
-        return self.call(_busy, [arguments], warmup_s + seconds + ANSWER_SLACK_S)[0]
+        limit_s = warmup_s + seconds + ANSWER_SLACK_S
+        return self.call(_busy, [(load, in_flight, warmup_s, seconds, process_ids)], limit_s)[0]
 
     def scores(self, load: OfferedLoad, request: int) -> Float32Array:
         """Return a server's scores, float32 [candidates], of a request of the first process."""

@@ -15,6 +15,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -23,7 +24,7 @@ import psutil
 from loadtest.errors import LateAnswerError, RequestFailedError
 from loadtest.load.config import Arrivals, OfferedLoad
 from loadtest.load.result import MAX_CPU_SHARE, Float64Array, Recorder
-from loadtest.load.senders import AnswerCheck, Failure, Outgoing, Sender, make_sender
+from loadtest.load.senders import Failure, Outgoing, Sender, check_answer, make_sender
 from loadtest.workloads.payloads import Pool, changing_headers
 
 ANSWER_TIMEOUT_S = 60.0
@@ -111,26 +112,16 @@ class PreciseTimer:
 
 
 class Loop:
-    """Sends requests, and records each once it is answered, failed or timed out.
+    """Sends requests until `timeout_s` after their intended time, and records each that is over.
 
-    Args:
-        route: chooses a request's sender.
-        record: called with each request that is over, and its failure.
-        begin: of the run, CLOCK_MONOTONIC seconds.
-        timeout_s: from a request's intended time until it is given up.
-
-    Attributes:
-        in_flight: requests that were sent, or wait for a connection.
+    The run begins at `begin`, CLOCK_MONOTONIC seconds; `in_flight` counts requests that were sent, or wait for a
+    connection.
     """
 
     def __init__(self, route: Route, record: Record, *, begin: float, timeout_s: float) -> None:
-        self.in_flight = 0
-        self._route = route
-        self._record = record
-        self._begin = begin
-        self._timeout_s = timeout_s
+        self._route, self._record, self._begin, self._timeout_s = route, record, begin, timeout_s
         self._numbers = itertools.count()
-        self._is_stopped = False
+        self.in_flight, self._is_stopped = 0, False
 
     def stop(self) -> None:
         """Send no more requests; the run ends when those in flight are over."""
@@ -149,12 +140,9 @@ class Loop:
 
 
 class OpenLoop(Loop):
-    """Sends at given times.
+    """Sends at `times`: seconds since the run's begin, ascending, in chunks; they may be without end.
 
-    Args:
-        times: seconds since the run's begin, ascending, in chunks; they may be without end.
-        route, record, begin, timeout_s: as in `Loop`.
-        max_in_flight: a request beyond fails as `too_many_in_flight` without being sent.
+    A request beyond `max_in_flight` fails as `too_many_in_flight` without being sent.
     """
 
     def __init__(
@@ -200,12 +188,7 @@ class OpenLoop(Loop):
 
 
 class ClosedLoop(Loop):
-    """Keeps requests in flight. What `route` returns may change: a sender that it leaves gets no more requests.
-
-    Args:
-        route, record, begin, timeout_s: as in `Loop`.
-        in_flight: requests that are always out.
-    """
+    """Keeps `in_flight` requests out. What `route` returns may change: a sender that it leaves gets no more."""
 
     def __init__(
         self, route: Route, record: Record, *, in_flight: int, begin: float, timeout_s: float = ANSWER_TIMEOUT_S
@@ -215,21 +198,21 @@ class ClosedLoop(Loop):
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Send while the block runs, then wait for the answers that are out.
+        """Send while the block runs, then wait for the answers that are out. Raises ExceptionGroup as `OpenLoop.run`.
 
-        Raises:
-            ExceptionGroup: of what `record` or a judge raised, which ends the block.
+        What `record` or a judge raises ends the block.
         """
+
+        async def keep_asking() -> None:
+            while not self._is_stopped:
+                now = time.monotonic()
+                await self._ask(self._next(now - self._begin, now))
+
         async with asyncio.TaskGroup() as group:
             for _ in range(self._requests):
-                group.create_task(self._keep_asking())
+                group.create_task(keep_asking())
             yield
             self.stop()
-
-    async def _keep_asking(self) -> None:
-        while not self._is_stopped:
-            now = time.monotonic()
-            await self._ask(self._next(now - self._begin, now))
 
 
 class CpuTime(NamedTuple):
@@ -291,8 +274,7 @@ def cpu_by_role(process_ids: Iterable[int]) -> dict[Role, CpuTime]:
     total: dict[Role, CpuTime] = {}
     for process in map(psutil.Process, process_ids):
         role: Role = "nodes" if "shard-node" in process.cmdline() else "serve"
-        before, times = total.get(role, CpuTime()), process.cpu_times()
-        total[role] = CpuTime(before.user_s + times.user, before.kernel_s + times.system)
+        total[role] = CpuTime(*np.add(total.get(role, CpuTime()), process.cpu_times()[:2]).tolist())
     return total
 
 
@@ -304,15 +286,7 @@ def cpu_seconds(process_ids: Iterable[int]) -> float:
 async def keep_busy(
     load: OfferedLoad, pool: Pool, *, in_flight: int, warmup_s: float, seconds: float, process_ids: Sequence[int]
 ) -> Weighed:
-    """Keep a server busy.
-
-    Args:
-        load: where requests go.
-        pool: of them.
-        in_flight: requests that are always out.
-        warmup_s: before the seconds.
-        seconds: that are counted.
-        process_ids: of the server.
+    """Keep a server of these processes busy, with `in_flight` requests out, for `seconds` after a warm-up.
 
     Raises:
         RequestFailedError: a request failed, or its answer has another number of scores than candidates.
@@ -323,12 +297,17 @@ async def keep_busy(
 
     def record(request: Outgoing, failure: Failure | None) -> None:
         if failure is not None:
-            error = LateAnswerError if failure.kind in LATE_KINDS else RequestFailedError
-            raise error(f"{pool.api}: {failure.kind}: {failure.message[:300]}")
+            text = f"{pool.api}: {failure.kind}: {failure.message[:300]}"
+            if failure.kind not in LATE_KINDS:
+                raise RequestFailedError(text)
+            raise LateAnswerError(
+                f"{text}; with {in_flight} requests in flight the server needs more time than they have: "
+                "let fewer be out (--in-flight), or give them longer (--timeout-ms)"
+            )
         recorder.add(request, failure)
 
     limits = {"connections": in_flight, "channels": min(load.grpc_channels, in_flight)}
-    sender = await make_sender(load.at, pool, AnswerCheck(pool), changing_headers(load.varied), **limits)
+    sender = await make_sender(load.at, pool, partial(check_answer, pool), changing_headers(load.varied), **limits)
     loop = ClosedLoop(lambda number: sender, record, in_flight=in_flight, begin=recorder.begin)
     try:
         await sender.open(ANSWER_TIMEOUT_S)
@@ -351,10 +330,7 @@ async def keep_busy(
     return Weighed(
         requests=rows.size,
         seconds=ended - began,
-        server_cpu={
-            role: CpuTime(used.user_s - cpu[role].user_s, used.kernel_s - cpu[role].kernel_s)
-            for role, used in after.items()
-        },
+        server_cpu={role: CpuTime(*np.subtract(used, cpu[role]).tolist()) for role, used in after.items()},
         client_cpu_s=client_s,
         p50_ms=p50,
         p99_ms=p99,

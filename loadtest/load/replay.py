@@ -7,7 +7,7 @@ are meant to be others, and are counted as not comparable.
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from operator import attrgetter
 from pathlib import Path
@@ -21,26 +21,16 @@ from rich.console import Console
 from loader.memory import settle_heap
 from loader.snapshot.tables import Frozen
 from loadtest.errors import LoadConfigError
-from loadtest.load.config import MAX_RATE, OfferedLoad
+from loadtest.load.config import MAX_RATE, Sending
 from loadtest.load.generator import LEAD_S, event_loop, offer, stopping_on_signals
-from loadtest.load.result import (
-    Float64Array,
-    Machine,
-    Percentiles,
-    Recorder,
-    check_writable,
-    percentiles,
-    this_machine,
-    versions,
-    write_document,
-)
-from loadtest.load.run import INTERRUPTED, show_tables
-from loadtest.load.senders import NEVER, Failure, Outgoing
+from loadtest.load.result import Float64Array, Measured, Recorder, check_writable, measured, percentiles, write_document
+from loadtest.load.run import INTERRUPTED, show_measured
+from loadtest.load.senders import Failure, Outgoing
 from loadtest.tables import line
-from loadtest.workloads.payloads import Pool, payload_of, within
+from loadtest.workloads.payloads import Pool, payload_of
 from serving.cli.output import stdout_console
 from serving.client import ClientError
-from serving.client.features import RankResult, read_rank
+from serving.client.features import read_rank
 from serving.fleet.process import StopRequestedError
 from serving.observe.recording import Recorded, read_file, recorded_files
 
@@ -49,8 +39,8 @@ MAX_BYTES = 512 << 20
 MAX_DIFFERENCES = 10
 
 
-class ReplayConfig(OfferedLoad):
-    """What is sent, where, and how fast. Of the fields of a load, those of a workload are of no meaning.
+class ReplayConfig(Sending):
+    """Which recorded requests are sent, and how fast.
 
     Attributes:
         folder: of recorded requests.
@@ -66,8 +56,6 @@ class ReplayConfig(OfferedLoad):
     rate: float | None = Field(default=None, gt=0, le=MAX_RATE)
     requests: int = Field(default=10_000, ge=1, le=1_000_000)
     tolerance: float = Field(default=1e-4, ge=0)
-    varied: bool = False
-    slo_ms: float = 0.0
 
 
 class Difference(Frozen):
@@ -77,8 +65,8 @@ class Difference(Frozen):
     max_difference: float
 
 
-class ReplayResult(Frozen):
-    """What `loadtest replay --json` writes.
+class ReplayResult(Measured):
+    """What `loadtest replay --json` writes; what is not listed is as in `Measured`.
 
     Attributes:
         recorded: requests of the model in the folder; `sent` of them, the last ones.
@@ -88,20 +76,13 @@ class ReplayResult(Frozen):
         max_difference: of a score, over all that were compared; None if none was.
         first_differences: some of those that are different.
         answers_by_version: how many.
-        latency: of answers, from when a request was due; `latency_of_due` counts failed ones as later.
         lag_p99_ms: how late the replay itself came to its requests.
     """
 
-    target: str
-    model: str
     recorded: int
-    sent: int
     seconds: float
     speed: float
     rate: float | None
-    answered: int
-    errors: dict[str, int]
-    error_examples: tuple[str, ...]
     compared: int
     identical: int
     within: int
@@ -111,12 +92,7 @@ class ReplayResult(Frozen):
     max_difference: float | None
     first_differences: tuple[Difference, ...]
     answers_by_version: dict[int, int]
-    latency: Percentiles
-    latency_of_due: Percentiles
-    service: Percentiles
     lag_p99_ms: float | None
-    machine: Machine
-    versions: dict[str, str]
 
 
 class _Answer(msgspec.Struct):
@@ -147,26 +123,22 @@ class ScoreComparison:
             what = f"{len(answer.scores)} scores for a request of {recorded.scores.size} candidates"
             return Failure("bad_answer", what)
         self.by_version[answer.version] += 1
-        self.counts[self._compare(request.number, answer, recorded)] += 1
-        return None
-
-    def _compare(self, number: int, answer: _Answer | RankResult, recorded: Recorded) -> str:
         origin = answer.version, answer.dense_step, answer.delta_sequence
         if answer.delta_sequence < 0 or origin != (recorded.version, recorded.dense_step, recorded.delta_sequence):
-            return "not_comparable"
+            self.counts["not_comparable"] += 1
+            return None
         difference = float(np.abs(np.array(answer.scores, np.float32) - recorded.scores).max())
         self.max_difference = max(self.max_difference or 0.0, difference)
-        if difference <= self._tolerance:
-            return "within" if difference else "identical"
-        if len(self.first) < MAX_DIFFERENCES:
-            self.first.append(Difference(request=number, max_difference=difference))
-        return "different"
+        is_within = difference <= self._tolerance
+        self.counts[("within" if difference else "identical") if is_within else "different"] += 1
+        if not is_within and len(self.first) < MAX_DIFFERENCES:
+            self.first.append(Difference(request=request.number, max_difference=difference))
+        return None
 
 
 class Prepared(NamedTuple):
     """The requests of a replay, by when they came, and their bodies; of `total` requests of the model in the folder."""
 
-    model: str
     total: int
     recorded: list[Recorded]
     pool: Pool
@@ -179,24 +151,22 @@ def prepare(config: ReplayConfig) -> Prepared:
         RecordingFolderError, RecordingDamagedError: the folder can't be read.
         LoadConfigError: it has no requests of the model, or several models and none was named.
     """
-    by_model: defaultdict[str, deque[Recorded]] = defaultdict(lambda: deque(maxlen=config.requests))
-    totals: Counter[str] = Counter()
+    last, totals = deque[Recorded](maxlen=config.requests), Counter[str]()
     for path in recorded_files(config.folder):
         for recorded in read_file(path):
-            model = recorded.schema.model
-            totals[model] += 1
-            if config.model in (None, model):
-                by_model[model].append(recorded)
-    if len(by_model) > 1:
-        raise LoadConfigError(f"--model: {config.folder} has requests of several: {', '.join(sorted(by_model))}")
-    if not by_model:
+            if config.model in (None, recorded.schema.model):
+                totals[recorded.schema.model] += 1
+                last.append(recorded)
+    if len(totals) > 1:
+        raise LoadConfigError(f"--model: {config.folder} has requests of several: {', '.join(sorted(totals))}")
+    if not totals:
         of_model = "" if config.model is None else f"of model {config.model!r} "
         raise LoadConfigError(f"{config.folder}: no requests {of_model}are recorded")
-    ((model, requests),) = by_model.items()
-    in_order, api, timeout_ms = sorted(requests, key=attrgetter("arrived_at")), config.spoken, config.stated_timeout_ms
+    ((model, total),) = totals.items()
+    in_order, api, timeout_ms = sorted(last, key=attrgetter("arrived_at")), config.spoken, config.stated_timeout_ms
     encoded = (payload_of(one.schema, one.request, api, model, timeout_ms) for one in in_order)
-    pool = Pool(api, model, within(encoded, MAX_BYTES))
-    return Prepared(model, totals[model], in_order[: len(pool)], pool)
+    pool = Pool(api, model, encoded, MAX_BYTES)
+    return Prepared(total, in_order[: len(pool)], pool)
 
 
 def due_times(recorded: Sequence[Recorded], speed: float, rate: float | None) -> Float64Array:
@@ -214,28 +184,19 @@ async def replay(config: ReplayConfig, prepared: Prepared) -> ReplayResult:
     comparison = ScoreComparison(prepared.pool.is_grpc, prepared.recorded, config.tolerance)
     recorder = Recorder(time.monotonic() + LEAD_S)
     done = await offer(config, prepared.pool, [due], recorder, cpu_s=(0.0, 0.0), judge=comparison)
-    counts, rows, answered = comparison.counts, done.records.rows, done.records.answered
-    latency_s = answered["ended"] - answered["due"]
+    counts, rows = comparison.counts, done.records.rows
     return ReplayResult(
+        **measured([done.records]),
         **config.model_dump(include={"target", "speed", "rate", "tolerance"}),
         **{name: counts[name] for name in ("identical", "within", "different", "not_comparable")},
-        model=prepared.model,
+        model=prepared.pool.model,
         recorded=prepared.total,
-        sent=int((rows["sent"] != NEVER).sum()),
         seconds=float(due[-1]),
-        answered=answered.size,
-        errors=done.records.errors,
-        error_examples=done.records.examples,
         compared=counts.total() - counts["not_comparable"],
         max_difference=comparison.max_difference,
         first_differences=tuple(comparison.first),
         answers_by_version=dict(sorted(comparison.by_version.items())),
-        latency=percentiles(latency_s),
-        latency_of_due=percentiles(latency_s, out_of=rows.size),
-        service=percentiles(answered["ended"] - answered["sent"]),
         lag_p99_ms=percentiles(rows["turn"] - rows["due"]).p99_ms,
-        machine=this_machine(),
-        versions=versions(),
     )
 
 
@@ -263,10 +224,8 @@ def show(console: Console, result: ReplayResult) -> None:
     """Print a result."""
     pace = f"{result.rate:g}/s" if result.rate is not None else f"{result.speed:g} times their pace"
     line(console, f"{result.model} at {result.target}: {result.sent} of {result.recorded} recorded requests at {pace}")
-    times = {"latency of answers, ms": result.latency, "  with failed requests as later": result.latency_of_due}
     facts = {
         "answered": result.answered,
-        **{f"failed: {kind}": count for kind, count in result.errors.items()},
         "scores compared": result.compared,
         "  identical": result.identical,
         f"  within {result.tolerance:g}": result.within,
@@ -274,4 +233,4 @@ def show(console: Console, result: ReplayResult) -> None:
         "of another version, dense step or delta": result.not_comparable,
         "largest difference of a score": "-" if result.max_difference is None else f"{result.max_difference:.3g}",
     }
-    show_tables(console, times, facts, [f"  {example}" for example in result.error_examples])
+    show_measured(console, result, facts)

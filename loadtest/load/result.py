@@ -18,34 +18,28 @@ import platform
 from array import array
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import psutil
 from hdrh.histogram import HdrHistogram
-from pydantic import BaseModel, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, Field
 
-from loader.snapshot.schema_errors import schema_errors
 from loader.snapshot.tables import Frozen
 from loadtest.errors import ResultFileError
 from loadtest.load.config import Arrivals, OfferedLoad, RunConfig
 from loadtest.load.senders import NEVER, Failure, Outgoing
 from loadtest.workloads.payloads import Encoding
 
-MAX_RESULT_BYTES = 256 << 20
 LIBRARIES = ("shardrank", "uvloop", "httptools", "grpcio", "hdrhistogram")
-
-Document = TypeVar("Document")
 
 Count: TypeAlias = Annotated[int, Field(ge=0)]
 Amount: TypeAlias = Annotated[float, Field(ge=0)]
 
 # Ten minutes; a timeout is far below.
 HIGHEST_US = 600_000_000
-DIGITS = 3
 
 OK = 0
 """The code of a right answer."""
@@ -62,7 +56,6 @@ MAX_CPU_SHARE = 0.9
 # The generator's lateness is part of the latency that it measures: p99 may be too high by a tenth, never too low.
 MAX_LAG_SHARE = 0.1
 MIN_MAX_LAG_MS = 2.0
-_AS_OFFERED = {"target", "ids", "candidates", "varied", "arrivals", "seed", "timeout_ms", "slo_ms"}
 
 Float64Array = npt.NDArray[np.float64]
 Rows = npt.NDArray[np.void]
@@ -160,38 +153,56 @@ class Machine(Frozen):
     system: str
 
 
-class LoadResult(Frozen):
-    """One run at one rate.
-
-    What is not listed is as in `OfferedLoad` and `RunConfig`.
+class Measured(Frozen):
+    """What the results of a run and of a replay both have.
 
     Attributes:
         model: requested.
+        sent, answered: requests written to a connection, and those of them that were answered right.
+        errors: how many failed, by kind: `too_many_in_flight` (not sent), `connect`, `connection`, `timeout`,
+            `bad_answer`, `http_<status>`, `grpc_<status name>`.
+        error_examples: messages of the first few.
+        latency, service: of right answers, from the intended and from the actual send.
+        latency_of_due: latency over all that were due, where a failed request is later than any answer.
+        versions: of shardrank, Python and the libraries the generator sends with, by name.
+    """
+
+    target: str
+    model: str
+    sent: Count
+    answered: Count
+    errors: dict[str, Count]
+    error_examples: tuple[str, ...] = ()
+    latency: Percentiles
+    latency_of_due: Percentiles
+    service: Percentiles
+    machine: Machine
+    versions: dict[str, str]
+
+
+class LoadResult(Measured):
+    """One run at one rate.
+
+    What is not listed is as in `Measured`, `OfferedLoad` and `RunConfig`.
+
+    Attributes:
         workload: its complete name.
         ids, candidates: as they were given; None for the workload's own.
         varied: results that don't say are older, and their requests were not.
         requests: distinct ones, all processes together.
         started_at: wall clock of the run's begin, ISO 8601 with UTC offset.
-        due: requests whose intended time was within the duration.
-        sent, answered, within_slo: of these, written to a connection; of those, answered right; of those, in time.
-        errors: how many failed, by kind; `due` = `answered` + the sum of these. Kinds: `too_many_in_flight` (not sent),
-            `connect`, `connection`, `timeout`, `bad_answer`, `http_<status>`, `grpc_<status name>`.
-        error_examples: messages of the first few.
+        due: requests whose intended time was within the duration: `answered` and all `errors`.
+        within_slo: of these, answered right and in time.
         goodput, throughput: answers in time, and right answers, for each second of the duration.
-        latency, service: of right answers, from the intended and from the actual send.
-        latency_of_due: latency over all that were due, where a failed request is later than any answer.
         time_line: second by second, warm-up included.
         marks: by time.
         valid: whether the numbers are the server's and not the generator's.
         invalid_because: one sentence for each reason; empty if valid.
-        versions: of shardrank, Python and the libraries the generator sends with, by name.
     """
 
     kind: Literal["run"] = "run"
     format_version: Literal[1] = 1
-    target: str
     api: Encoding
-    model: str
     workload: str
     ids: str | None = None
     candidates: str | None = None
@@ -206,16 +217,9 @@ class LoadResult(Frozen):
     slo_ms: Amount
     started_at: str
     due: Count
-    sent: Count
-    answered: Count
     within_slo: Count
-    errors: dict[str, Count]
-    error_examples: tuple[str, ...] = ()
     goodput: Amount
     throughput: Amount
-    latency: Percentiles
-    latency_of_due: Percentiles
-    service: Percentiles
     latency_histogram: EncodedHistogram
     service_histogram: EncodedHistogram
     time_line: tuple[Second, ...]
@@ -223,8 +227,6 @@ class LoadResult(Frozen):
     generator: Generator
     valid: bool
     invalid_because: tuple[str, ...] = ()
-    machine: Machine
-    versions: dict[str, str]
 
 
 class SweepResult(Frozen):
@@ -266,31 +268,6 @@ def write_document(document: BaseModel, file: Path) -> None:
         raise ResultFileError(f"{file}: {error.strerror or error}") from error
 
 
-def read_document(
-    file: Path,
-    adapter: TypeAdapter[Document],
-    models: Sequence[type[BaseModel]],
-    is_none: str,
-    max_problems: int | None = None,
-) -> Document:
-    """Read one of the documents `models` that was written as JSON.
-
-    Raises:
-        ResultFileError: no such file, too large, or not such a document but `is_none`, with the first problems.
-    """
-    try:
-        if (size := file.stat().st_size) > MAX_RESULT_BYTES:
-            raise ResultFileError(f"{file}: {size} bytes; at most {MAX_RESULT_BYTES} are read")
-        return adapter.validate_json(file.read_bytes())
-    except OSError as error:
-        raise ResultFileError(f"{file}: {error.strerror or error}") from error
-    except ValidationError as error:
-        problems = [str(problem) for problem in schema_errors(error, models)]
-        shown = problems[:max_problems]
-        more = f" and {len(problems) - len(shown)} more" if len(shown) < len(problems) else ""
-        raise ResultFileError(f"{file} is {is_none}: {'; '.join(shown)}{more}") from error
-
-
 def this_machine() -> Machine:
     """Describe the machine that this process runs on."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -309,8 +286,7 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in LIBRARIES}}
 
 
-@dataclass(frozen=True, slots=True)
-class Records:
+class Records(NamedTuple):
     """All requests of a process that are over, in the order in which they ended.
 
     Attributes:
@@ -322,18 +298,6 @@ class Records:
     rows: Rows
     kinds: tuple[str, ...]
     examples: tuple[str, ...] = ()
-
-    @property
-    def answered(self) -> Rows:
-        """Requests that were answered right."""
-        answered: Rows = self.rows[self.rows["code"] == OK]
-        return answered
-
-    @property
-    def errors(self) -> dict[str, int]:
-        """Count failed requests by kind."""
-        counts = np.bincount(self.rows["code"].astype(np.int64), minlength=len(self.kinds)).tolist()
-        return {kind: count for kind, count in sorted(zip(self.kinds, counts, strict=True)) if count and kind != "ok"}
 
 
 class Recorder:
@@ -377,31 +341,20 @@ def percentiles(seconds: npt.ArrayLike, out_of: int | None = None) -> Percentile
         seconds: float64 [n].
         out_of: how many there are with those that never came, which count as later than all others; None for n.
     """
-    times_ms = np.sort(np.round(np.asarray(seconds, np.float64) * 1e3, 3))
-    count = times_ms.size
-    total = count if out_of is None else out_of
-    complete = 0 < count == total
-
-    def at(share: float) -> float | None:
-        # 0.99 * 1000 is 990.0000000000001 for some shares: what is whole but for rounding must stay so.
-        rank = max(1, math.ceil(round(share * total, 6)))
-        return float(times_ms[rank - 1]) if rank <= count else None
-
-    return Percentiles(
-        min_ms=float(times_ms[0]) if count else None,
-        mean_ms=float(times_ms.mean()) if complete else None,
-        p50_ms=at(0.5),
-        p90_ms=at(0.9),
-        p99_ms=at(0.99),
-        p999_ms=at(0.999),
-        max_ms=float(times_ms[-1]) if complete else None,
-    )
+    times_ms = np.round(np.asarray(seconds, np.float64) * 1e3, 3)
+    if out_of is not None:
+        times_ms = np.append(times_ms, np.full(out_of - times_ms.size, np.inf))
+    if not times_ms.size:
+        return Percentiles.model_validate(dict.fromkeys(Percentiles.model_fields))
+    least, *middle = np.quantile(times_ms, (0, 0.5, 0.9, 0.99, 0.999, 1), method="inverted_cdf").tolist()
+    values = zip(Percentiles.model_fields, (least, float(times_ms.mean()), *middle), strict=True)
+    return Percentiles.model_validate({name: value if value < math.inf else None for name, value in values})
 
 
 def encode_histogram(seconds: npt.ArrayLike) -> EncodedHistogram:
     """Encode times, float64 [n], as an HDR histogram; below 1 us they count as 1 us, above 10 min as 10 min."""
     times_us = np.clip(np.rint(np.asarray(seconds, np.float64) * 1e6), 1, HIGHEST_US).astype(np.int64)
-    histogram = HdrHistogram(1, HIGHEST_US, DIGITS)
+    histogram = HdrHistogram(1, HIGHEST_US, 3)
     distinct, counts = np.unique(times_us, return_counts=True)
     for time_us, count in zip(distinct.tolist(), counts.tolist(), strict=True):
         histogram.record_value(time_us, count)
@@ -424,19 +377,38 @@ class Done(NamedTuple):
     connections: int
 
 
+def measured(parts: Sequence[Records]) -> dict[str, Any]:
+    """Return the fields of `Measured`, but for target and model, that follow from what processes recorded."""
+    rows, errors = np.concatenate([part.rows for part in parts]), Counter[str]()
+    for part in parts:
+        failed = part.rows["code"][part.rows["code"] != OK].astype(np.int64)
+        errors.update(part.kinds[code] for code in failed.tolist())
+    answered = rows[rows["code"] == OK]
+    return {
+        "sent": int((rows["sent"] != NEVER).sum()),
+        "answered": answered.size,
+        "errors": dict(sorted(errors.items())),
+        "error_examples": tuple(text for part in parts for text in part.examples)[:MAX_EXAMPLES],
+        "latency": percentiles(answered["ended"] - answered["due"]),
+        "latency_of_due": percentiles(answered["ended"] - answered["due"], out_of=rows.size),
+        "service": percentiles(answered["ended"] - answered["sent"]),
+        "machine": this_machine(),
+        "versions": versions(),
+    }
+
+
 def make_result(
     load: OfferedLoad, run: RunConfig, ready: Sequence[Ready], began: float, done: Sequence[Done]
 ) -> LoadResult:
     """Add up what the processes of one run measured, which began at `began`, wall clock in seconds since 1970."""
     parts = [
-        replace(process.records, rows=process.records.rows[process.records.rows["due"] >= run.warmup_s])
+        process.records._replace(rows=process.records.rows[process.records.rows["due"] >= run.warmup_s])
         for process in done
     ]
-    rows = np.concatenate([records.rows for records in parts])
+    shared, rows = measured(parts), np.concatenate([records.rows for records in parts])
     answered = rows[rows["code"] == OK]
-    latency_s, service_s = answered["ended"] - answered["due"], answered["ended"] - answered["sent"]
+    latency_s = answered["ended"] - answered["due"]
     within_slo = int((latency_s <= load.slo_ms / 1000).sum())
-    latency = percentiles(latency_s)
     lags = [percentiles(records.rows["turn"] - records.rows["due"]) for records in parts]
     generator = Generator(
         processes=tuple(
@@ -450,39 +422,32 @@ def make_result(
             for process, records, lag in zip(done, parts, lags, strict=True)
         ),
         lag_p99_ms=percentiles(rows["turn"] - rows["due"]).p99_ms,
-        max_lag_p99_ms=max(MIN_MAX_LAG_MS, MAX_LAG_SHARE * (latency.p99_ms or 0.0)),
+        max_lag_p99_ms=max(MIN_MAX_LAG_MS, MAX_LAG_SHARE * (shared["latency"].p99_ms or 0.0)),
         max_cpu_share=MAX_CPU_SHARE,
         max_in_flight=load.max_in_flight,
         max_connections=load.max_connections if load.at.scheme == "http" else load.grpc_channels,
     )
     reasons = invalid_because(generator, rows.size)
+    offered = {"target", "ids", "candidates", "varied", "arrivals", "seed", "timeout_ms", "slo_ms"}
     return LoadResult(
+        **shared,
+        **load.model_dump(include=offered),
+        **run.model_dump(exclude={"seed"}),
         api=load.spoken,
         model=ready[0].model,
         workload=ready[0].workload,
         requests=sum(process.requests for process in ready),
-        **load.model_dump(include=_AS_OFFERED),
-        **run.model_dump(exclude={"seed"}),
         started_at=datetime.datetime.fromtimestamp(began, datetime.UTC).isoformat(),
         due=rows.size,
-        sent=int((rows["sent"] != NEVER).sum()),
-        answered=answered.size,
         within_slo=within_slo,
-        errors=dict(sorted(sum((Counter(records.errors) for records in parts), Counter()).items())),
-        error_examples=tuple(text for process in done for text in process.records.examples)[:MAX_EXAMPLES],
         goodput=within_slo / run.duration_s,
         throughput=answered.size / run.duration_s,
-        latency=latency,
-        latency_of_due=percentiles(latency_s, out_of=rows.size),
-        service=percentiles(service_s),
         latency_histogram=encode_histogram(latency_s),
-        service_histogram=encode_histogram(service_s),
+        service_histogram=encode_histogram(answered["ended"] - answered["sent"]),
         time_line=_time_line(run, np.concatenate([process.records.rows for process in done])),
         generator=generator,
         valid=not reasons,
         invalid_because=reasons,
-        machine=this_machine(),
-        versions=versions(),
     )
 
 

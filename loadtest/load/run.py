@@ -8,7 +8,7 @@ import itertools
 import math
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -25,8 +25,8 @@ from loadtest.load.generator import Generators, stopping_on_signals
 from loadtest.load.result import (
     LoadResult,
     Mark,
+    Measured,
     Outcome,
-    Percentiles,
     SweepResult,
     check_writable,
     outcome_of,
@@ -50,11 +50,13 @@ Config = TypeVar("Config", bound=Frozen)
 
 
 def execute(
-    given: Mapping[str, object],
-    max_rate: float | None,
+    *,
+    sweeps: bool,
+    max_rate: float,
     marks: Path | None,
     json_file: Path | None,
     html_file: Path | None,
+    **given: object,
 ) -> int:
     """Run a load test of what is given as fields of `OfferedLoad` and `RunConfig`, or a sweep up to `max_rate`.
 
@@ -65,16 +67,18 @@ def execute(
         click.UsageError: naming the option that does not fit.
         ShardrankError: the load can't be run to its end, or a file can't be written.
     """
+    if given["rate"] is None and not sweeps:
+        raise click.UsageError("--rate or --sweep is needed")
     load, run, console = checked(OfferedLoad, given), checked(RunConfig, given), Console(stderr=True)
     check_writable(json_file, html_file)
     result: LoadResult | SweepResult
     try:
         with stopping_on_signals(), _marking_on_signal() as moments, Generators(load.processes) as generators:
             generators.prepare(load)
-            if max_rate is None:
-                result = offered(generators, load, run, console)
-            else:
+            if sweeps:
                 result = run_sweep(generators, load, run, console, max_rate=max_rate)
+            else:
+                result = offered(generators, load, run, console)
     except StopRequestedError:
         return INTERRUPTED
     if marks is not None:
@@ -147,11 +151,8 @@ def run_sweep(
 def sweep(measure: Callable[[float], LoadResult], slo_ms: float, *, first_rate: float, max_rate: float) -> SweepResult:
     """Double the rate (or quarter it, if the first is too high) until the answer changes, then bisect.
 
-    Args:
-        measure: makes a run at a rate. One that says no is made a second time: a neighbour may have been busy.
-        slo_ms: p99 over all that were due must be within it.
-        first_rate: to begin with, requests a second, at least 1.
-        max_rate: not beyond it.
+    `measure` makes a run at a rate of 1 to `max_rate` requests a second, of which p99 over all that were due must be
+    within `slo_ms`. One that says no is made a second time: a neighbour may have been busy.
     """
     steps: list[LoadResult] = []
     last_rates: dict[Outcome, float] = {}
@@ -196,9 +197,11 @@ def sweep(measure: Callable[[float], LoadResult], slo_ms: float, *, first_rate: 
 def _marking_on_signal() -> Iterator[list[Mark]]:
     """Collect a mark for each SIGUSR1, at seconds since 1970."""
     marks: list[Mark] = []
-    before = signal.signal(
-        signal.SIGUSR1, lambda *_: marks.append(Mark(at_s=time.time(), label=f"mark {len(marks) + 1}"))
-    )
+
+    def mark(*_: object) -> None:
+        marks.append(Mark(at_s=time.time(), label=f"mark {len(marks) + 1}"))
+
+    before = signal.signal(signal.SIGUSR1, mark)
     try:
         yield marks
     finally:
@@ -219,12 +222,11 @@ def read_marks(path: Path) -> list[Mark]:
     for number, text in enumerate(lines, 1):
         when, _, label = text.strip().partition(" ")
         try:
-            if text.strip():
+            if when:
                 marks.append(Mark(at_s=float(when), label=label.strip()))
         except ValueError as error:
-            raise LoadConfigError(
-                f"--marks {path}: line {number}: {text[:100]!r} is not a time in seconds since 1970 and a label"
-            ) from error
+            problem = f"line {number}: {text[:100]!r} is not a time in seconds since 1970 and a label"
+            raise LoadConfigError(f"--marks {path}: {problem}") from error
     return marks
 
 
@@ -236,51 +238,42 @@ def with_marks(result: LoadResult, marks: Sequence[Mark]) -> LoadResult:
     return result.model_copy(update={"marks": tuple(sorted(within, key=lambda mark: mark.at_s))})
 
 
-def show_tables(
-    console: Console, times: Mapping[str, Percentiles], facts: Mapping[str, object], notes: Iterable[str]
-) -> None:
-    """Print percentiles in ms by name, values by name, and lines."""
+def show_measured(console: Console, result: Measured, facts: dict[str, object]) -> None:
+    """Print percentiles in ms, values by name, and what failed."""
     table = make_table([""], ("p50", "p90", "p99", "p99.9", "max"))
-    for name, of_name in times.items():
-        shown = of_name.p50_ms, of_name.p90_ms, of_name.p99_ms, of_name.p999_ms, of_name.max_ms
-        table.add_row(name, *map(_ms, shown))
+    for name, times in (
+        ("latency of answers, ms", result.latency),
+        ("  with failed requests as later", result.latency_of_due),
+        ("service time, ms", result.service),
+    ):
+        table.add_row(name, *map(_ms, (times.p50_ms, times.p90_ms, times.p99_ms, times.p999_ms, times.max_ms)))
     console.print(table)
     table = make_table([""], [""])
-    for name, value in facts.items():
+    for name, value in (facts | {f"failed: {kind}": count for kind, count in result.errors.items()}).items():
         table.add_row(name, str(value))
     console.print(table)
-    for note in notes:
-        line(console, note)
+    for example in result.error_examples:
+        line(console, f"  {example}")
 
 
 def show_result(console: Console, result: LoadResult | SweepResult) -> None:
     """Print it."""
     if isinstance(result, SweepResult):
         _show_sweep(console, result)
-    else:
-        _show_run(console, result)
-
-
-def _show_run(console: Console, result: LoadResult) -> None:
+        return
     how = f"{result.arrivals} arrivals at {result.rate:g}/s for {result.duration_s:g} s"
     line(console, f"{result.target} {result.api}  {result.workload}  {how}")
     line(console, f"requests are {FORMS[result.varied]}")
-    times = {
-        "latency of answers, ms": result.latency,
-        "  with failed requests as later": result.latency_of_due,
-        "service time, ms": result.service,
-    }
-    shares = [f"{process.cpu_share:.0%}" for process in result.generator.processes]
     facts = {
         "due": result.due,
         "answered": f"{result.answered} ({result.throughput:.1f}/s)",
         f"within {result.slo_ms:g} ms": f"{result.within_slo} ({result.goodput:.1f}/s)",
-        **{f"failed: {kind}": count for kind, count in result.errors.items()},
-        "generator's share of a core": ", ".join(shares),
+        "generator's share of a core": ", ".join(f"{process.cpu_share:.0%}" for process in result.generator.processes),
         "generator late, p99": f"{_ms(result.generator.lag_p99_ms)} ms",
     }
-    notes = [f"  {example}" for example in result.error_examples]
-    show_tables(console, times, facts, notes + [f"not valid: {reason}" for reason in result.invalid_because])
+    show_measured(console, result, facts)
+    for reason in result.invalid_because:
+        line(console, f"not valid: {reason}")
 
 
 def _show_sweep(console: Console, result: SweepResult) -> None:

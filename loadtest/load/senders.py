@@ -38,13 +38,7 @@ CHANNEL_OPTIONS = (
 
 
 class Failure(NamedTuple):
-    """Why a request has no right answer.
-
-    Attributes:
-        kind: `timeout`, `connect`, `connection`, `http_<status>`, `grpc_<status>`, or what a judge calls it.
-        message: details.
-        retry_after: that header of an HTTP answer, "" without.
-    """
+    """Why a request has no right answer: a kind as in `Measured.errors`, and that header of an HTTP answer."""
 
     kind: str
     message: str = ""
@@ -57,8 +51,7 @@ class Outgoing:
 
     Attributes:
         number: of the request in its run, from 0; a sender sends its payload `number` modulo their count.
-        offset_s: from the run's begin until it is due.
-        intended: when it is due.
+        offset_s: from the run's begin until `intended`, when it is due.
         deadline: when it is given up.
         turn: when the generator came to it.
         sent: when it was written to a connection; `NEVER` until then.
@@ -89,65 +82,55 @@ async def make_sender(
     connections: int = 512,
     channels: int = 4,
 ) -> Sender:
-    """Make the sender of a target. Raises OSError: no such host.
+    """Make the sender of a target: with at most so many connections of HTTP at a time, or channels of gRPC.
 
-    Args:
-        target: where requests go.
-        payloads: the requests.
-        judge: of answers.
-        headers: added to each request's, one after the other; None for none.
-        connections: of HTTP that may be open at a time.
-        channels: of gRPC.
+    To each request the next of the `headers` is added. Raises OSError: no such host.
     """
     headers = itertools.repeat(()) if headers is None else headers
     if target.scheme == "grpc":
-        return GrpcSender(target, list(payloads), judge, headers, channels)
+        return GrpcSender(target, list(payloads), judge, headers, max(1, channels))
     # Resolved once, so that no connection waits for its name again.
     addresses = await asyncio.get_running_loop().getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
-    address = str(addresses[0][4][0]), target.port
-    return HttpSender(address, target.address, list(payloads), judge, headers, connections)
+    return HttpSender(target, list(payloads), judge, headers, connections, str(addresses[0][4][0]))
 
 
-class AnswerCheck:
-    """Judges that an answer has one score for each candidate."""
-
-    def __init__(self, pool: Pool) -> None:
-        self._pool = pool
-
-    def __call__(self, request: Outgoing, body: bytes) -> Failure | None:
-        """Return why an answer is bad; None if it is not."""
-        try:
-            scores = len(self._pool.scores(body))
-        except ShardrankError as error:
-            return Failure("bad_answer", str(error))
-        expected = self._pool[request.number % len(self._pool)].num_candidates
-        if scores != expected:
-            return Failure("bad_answer", f"{scores} scores for a request of {expected} candidates")
-        return None
+def check_answer(pool: Pool, request: Outgoing, body: bytes) -> Failure | None:
+    """Return why an answer has not one score for each candidate; None if it has."""
+    try:
+        scores = len(pool.scores(body))
+    except ShardrankError as error:
+        return Failure("bad_answer", str(error))
+    expected = pool[request.number % len(pool)].num_candidates
+    if scores != expected:
+        return Failure("bad_answer", f"{scores} scores for a request of {expected} candidates")
+    return None
 
 
+@dataclass(eq=False)
 class Sender(ABC):
-    """Sends requests to one target; none is sent a second time.
+    """Sends requests to one target over at most so many connections, of which `opened` were made so far.
 
-    Attributes:
-        opened: connections so far.
+    None is sent a second time.
     """
 
-    opened = 0
+    target: LoadTarget
+    payloads: Sequence[Payload]
+    judge: Judge
+    headers: Iterator[Headers]
+    connections: int
 
-    def __init__(self, payloads: Sequence[Payload], judge: Judge, headers: Iterator[Headers]) -> None:
-        self._payloads, self._judge, self._headers = payloads, judge, headers
+    opened = 0
 
     async def ask(self, request: Outgoing) -> Failure | None:
         """Send a request and wait for its answer, until its deadline. Returns its failure; None if it is right."""
         try:
             async with asyncio.timeout(request.deadline - time.monotonic()):
-                answer = await self._exchange(request, request.number % len(self._payloads))
+                answer = await self._exchange(request, request.number % len(self.payloads))
         except TimeoutError:
             answer = Failure("timeout")
         if request.ended == NEVER:
             request.ended = time.monotonic()
-        return answer if isinstance(answer, Failure) else self._judge(request, answer)
+        return answer if isinstance(answer, Failure) else self.judge(request, answer)
 
     async def open(self, within_s: float) -> None:
         """Connect before the first request, as far as connections can be made in time."""
@@ -194,6 +177,7 @@ class _Connection(NamedTuple):
     idle_since: float
 
 
+@dataclass(eq=False)
 class HttpSender(Sender):
     """A request goes out on a free connection; without one, a new one is opened, up to a limit.
 
@@ -201,25 +185,17 @@ class HttpSender(Sender):
     take turns, so that every serving process behind the port gets some.
     """
 
-    def __init__(
-        self,
-        address: tuple[str, int],
-        host: str,
-        payloads: Sequence[Payload],
-        judge: Judge,
-        headers: Iterator[Headers],
-        max_connections: int,
-    ) -> None:
-        super().__init__(payloads, judge, headers)
-        self._address = address
+    ip: str
+
+    def __post_init__(self) -> None:
         self._heads = []
-        for payload in payloads:
-            lines = [f"POST {payload.path} HTTP/1.1", f"host: {host}", f"content-length: {len(payload.body)}"]
+        for payload in self.payloads:
+            lines = [f"POST {payload.path} HTTP/1.1", f"host: {self.target.address}"]
+            lines.append(f"content-length: {len(payload.body)}")
             lines += [f"{name}: {value}" for name, value in payload.headers]
             # Without the empty line, so that headers can be added.
             self._heads.append(("\r\n".join(lines) + "\r\n").encode("latin-1"))
-        self._max_connections = max_connections
-        self._free = asyncio.Semaphore(max_connections)
+        self._free = asyncio.Semaphore(self.connections)
         self._idle: deque[_Connection] = deque()
 
     async def close(self) -> None:
@@ -230,12 +206,12 @@ class HttpSender(Sender):
     async def _open(self) -> None:
         # One after the other: of many that come at once, one process of a server whose processes share a listening
         # socket would accept all.
-        while len(self._idle) < self._max_connections:
+        while len(self._idle) < self.connections:
             self._idle.append(await self._connect())
 
     async def _exchange(self, request: Outgoing, number: int) -> bytes | Failure:
-        lines = "".join([f"{name}: {value}\r\n" for name, value in next(self._headers)])
-        buffers = self._heads[number], f"{lines}\r\n".encode("latin-1"), self._payloads[number].body
+        lines = "".join([f"{name}: {value}\r\n" for name, value in next(self.headers)])
+        buffers = self._heads[number], f"{lines}\r\n".encode("latin-1"), self.payloads[number].body
         async with self._free:
             try:
                 reader, writer, _ = self._pop_idle() or await self._connect()
@@ -271,26 +247,24 @@ class HttpSender(Sender):
         return None
 
     async def _connect(self) -> _Connection:
-        connection = _Connection(*await asyncio.open_connection(*self._address), time.monotonic())
+        connection = _Connection(*await asyncio.open_connection(self.ip, self.target.port), time.monotonic())
         self.opened += 1
         return connection
 
 
+@dataclass(eq=False)
 class GrpcSender(Sender):
     """Every request goes out at once over several channels in turn: a channel carries many at a time."""
 
-    def __init__(
-        self, target: LoadTarget, payloads: Sequence[Payload], judge: Judge, headers: Iterator[Headers], channels: int
-    ) -> None:
-        super().__init__(payloads, judge, headers)
-        # Each is one connection, opened again when it breaks.
-        self.opened = max(1, channels)
+    def __post_init__(self) -> None:
+        # Each channel is one connection, opened again when it breaks.
+        self.opened = self.connections
         # With an option of its own, a channel has a connection of its own, and reaches another process of the port.
         self._channels = [
-            grpc.aio.insecure_channel(target.address, options=[*CHANNEL_OPTIONS, ("shardrank.channel", number)])
+            grpc.aio.insecure_channel(self.target.address, options=[*CHANNEL_OPTIONS, ("shardrank.channel", number)])
             for number in range(self.opened)
         ]
-        paths = {payload.path for payload in payloads}
+        paths = {payload.path for payload in self.payloads}
         calls = [{path: channel.unary_unary(path, None, None) for path in paths} for channel in self._channels]
         self._calls: Iterator[dict[str, Any]] = itertools.cycle(calls)
 
@@ -303,12 +277,12 @@ class GrpcSender(Sender):
         await asyncio.gather(*(channel.channel_ready() for channel in self._channels))
 
     async def _exchange(self, request: Outgoing, number: int) -> bytes | Failure:
-        payload = self._payloads[number]
+        payload = self.payloads[number]
         request.sent = time.monotonic()
         left_s = max(request.deadline - request.sent, 0.001)
         try:
             answer: bytes = await next(self._calls)[payload.path](
-                payload.body, timeout=left_s, metadata=next(self._headers)
+                payload.body, timeout=left_s, metadata=next(self.headers)
             )
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:

@@ -24,14 +24,17 @@ from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
-from pydantic import Field, TypeAdapter
+from pydantic import Field, TypeAdapter, ValidationError
 
-from loadtest.errors import ComparisonError, HistogramError, PageFileError
-from loadtest.load.result import EncodedHistogram, LoadResult, SweepResult, outcome_of, read_document
+from loader.snapshot.schema_errors import schema_errors
+from loadtest.errors import ComparisonError, HistogramError, PageFileError, ResultFileError
+from loadtest.load.result import EncodedHistogram, LoadResult, SweepResult, outcome_of
 from loadtest.rounds import FORM, Arm, Comparison, Measure, compare_rounds
 from loadtest.tables import significant
 from loadtest.workloads.payloads import FORMS
 
+MAX_RESULT_BYTES = 256 << 20
+MAX_PROBLEMS = 5
 Floats = npt.NDArray[np.float64]
 Reported: TypeAlias = LoadResult | SweepResult | Comparison
 Table: TypeAlias = tuple[str, Sequence[str], Sequence[Sequence[Any]]]
@@ -63,9 +66,17 @@ def read_reported(path: Path) -> Reported:
     Raises:
         ResultFileError: no such file, too large, or not such a document.
     """
-    return read_document(
-        path, _REPORTED, [LoadResult, SweepResult, Comparison], "no result of a run, a sweep or a comparison", 5
-    )
+    try:
+        if (size := path.stat().st_size) > MAX_RESULT_BYTES:
+            raise ResultFileError(f"{path}: {size} bytes; at most {MAX_RESULT_BYTES} are read")
+        return _REPORTED.validate_json(path.read_bytes())
+    except OSError as error:
+        raise ResultFileError(f"{path}: {error.strerror or error}") from error
+    except ValidationError as error:
+        problems = [str(problem) for problem in schema_errors(error, [LoadResult, SweepResult, Comparison])]
+        more = f" and {len(problems) - MAX_PROBLEMS} more" if len(problems) > MAX_PROBLEMS else ""
+        what = "; ".join(problems[:MAX_PROBLEMS])
+        raise ResultFileError(f"{path} is no result of a run, a sweep or a comparison: {what}{more}") from error
 
 
 def compare_runs(title: str, arms: Mapping[str, Sequence[LoadResult]], *, seed: int = 0) -> Comparison:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -31,8 +30,8 @@ from router.feature_schema import FeatureSchema
 from serving.cli.capacity import catalog_model
 from serving.formats.requests import RankRequest
 from serving.training.dataset import NO_FOLD, FilmsDataset, FilmsOptions, evaluation_requests, films_spec
-from serving.training.interactions import Interactions, offsets_of, positions_in, read_movielens
-from shard_node.bags import Float32Array, Int64Array, KeyedBags
+from serving.training.interactions import Interactions, positions_in, read_movielens
+from shard_node.bags import Float32Array, KeyedBags
 
 MAX_HOTNESS = 1000
 
@@ -44,16 +43,8 @@ class FilmsWorkload:
 
     A request is a user of the test part, each as likely, with the history from the training part. Its candidates are
     the films that the user rated in the test part; with `candidates`, that many films: those first, then others that
-    the user did not rate there, at random.
-
-    Args:
-        interactions: the data.
-        options: what the model is made of; requests differ only by its `profile`.
-        candidates: how many candidates; None for the user's own.
-        split_seed: the same as the trainer's, so that the server has not learnt the answers.
-
-    Raises:
-        TrainingError: if the data can't be split.
+    the user did not rate there, at random. The data is split as by a trainer with the same seed, so that the server has
+    not learnt the answers. Raises TrainingError if it can't be.
     """
 
     def __init__(
@@ -78,7 +69,7 @@ class FilmsWorkload:
         self._films = interactions.films
         self._rated = np.split(interactions.film_index[labelled.samples], np.cumsum(requests.num_candidates)[:-1])
         self._context = {
-            feature.name: (requests.values[feature.name], offsets_of(requests.lengths[feature.name]))
+            feature.name: np.split(requests.values[feature.name], np.cumsum(requests.lengths[feature.name])[:-1])
             for feature in self.spec.features
             if feature.side == "context"
         }
@@ -91,23 +82,24 @@ class FilmsWorkload:
     def request(self, rng: np.random.Generator) -> RankRequest:
         """Draw a user and make the request."""
         user = int(rng.integers(len(self._rated)))
-        films = self._chosen(rng, user)
+        films = self._rated[user]
+        if self._candidates is not None:
+            count, every_film = self._candidates.draw(rng), np.arange(self._films.ids.size)
+            missing = max(0, count - films.size)
+            others = np.setdiff1d(every_film, films) if films.size < every_film.size else every_film
+            # Where there are too few films, one comes more than once, as a request may have it.
+            films = np.concatenate([films, rng.choice(others, missing, replace=missing > others.size)])[:count]
         genre_lengths, genres = positions_in(self._films.genre_offsets, films)
         bags = {
             "film_id": (self._films.ids[films], np.ones(films.size, np.int64)),
             "genre": (self._films.genre_ids[genres], genre_lengths),
         }
-        for name, (values, offsets) in self._context.items():
-            of_user = values[offsets[user] : offsets[user + 1]]
-            bags[name] = of_user, np.array([of_user.size], np.int64)
-        ordered = [bags[feature.name] for feature in self.schema.features]
+        for name, by_user in self._context.items():
+            bags[name] = by_user[user], np.array([by_user[user].size], np.int64)
+        values, lengths = zip(*(bags[feature.name] for feature in self.schema.features), strict=True)
+        keys, bags_per_key = np.arange(len(lengths), dtype=np.int32), np.array(list(map(len, lengths)), np.int64)
         return RankRequest(
-            bags=KeyedBags.from_lengths(
-                np.arange(len(ordered), dtype=np.int32),
-                np.array([lengths.size for _, lengths in ordered], np.int64),
-                np.concatenate([lengths for _, lengths in ordered]),
-                np.concatenate([values for values, _ in ordered]),
-            ),
+            bags=KeyedBags.from_lengths(keys, bags_per_key, np.concatenate(lengths), np.concatenate(values)),
             num_candidates=films.size,
             context_dense=np.zeros(0, np.float32),
             candidate_dense=np.ascontiguousarray(self._film_dense[films]),
@@ -119,17 +111,6 @@ class FilmsWorkload:
                 for number in bags[feature.name][0].tolist()
             ],
         )
-
-    def _chosen(self, rng: np.random.Generator, user: int) -> Int64Array:
-        rated = self._rated[user]
-        if self._candidates is None:
-            return rated
-        count = self._candidates.draw(rng)
-        missing = max(0, count - rated.size)
-        every_film = np.arange(self._films.ids.size)
-        others = np.setdiff1d(every_film, rated) if rated.size < every_film.size else every_film
-        # Where there are too few films, one comes more than once, as a request may have it.
-        return np.concatenate([rated, rng.choice(others, missing, replace=missing > others.size)])[:count]
 
 
 WORKLOADS_TEXT = "dlrm-v2[:SCALE], merlin-tiny[:SCALE], bench-mlp[:HOTNESS], bench-dlrm[:HOTNESS], films[:profile]"
@@ -146,20 +127,9 @@ def open_workload(
     split_seed: int = 0,
     varied: bool = True,
 ) -> Workload:
-    """Open the workload of that name.
+    """Open the workload that the options of `shardrank loadtest run` describe, where None is the workload's own.
 
-    Args:
-        text: `dlrm-v2` or `merlin-tiny`, with the share of the rows such as `dlrm-v2:0.01`; `bench-mlp` or
-            `bench-dlrm`, the benchmarks' one table, with the ids of a bag such as `bench-mlp:20`; `films`, or
-            `films:profile` for a model trained with `--profile`.
-        ids: as `parse_ids` reads it; None for the workload's own.
-        candidates: as `parse_candidates` reads it; None for the workload's own.
-        context_features: of all but films, how many features, those with the most ids first, come once a
-            request (a user's histories) instead of once a candidate. The server's model must have been prepared so.
-        movielens: folder with the files of MovieLens 100K, for `films`.
-        split_seed: of its ratings; the trainer's.
-        varied: whether all but films have ragged bags and 50 to 500 candidates, where `candidates` is None; not, their
-            bags and numbers of candidates are the published ones. Requests of films are always as they were.
+    If not `varied`, bags and numbers of candidates are the published ones. Requests of films are always as they were.
 
     Raises:
         WorkloadError: naming what is not known or does not belong together.
@@ -177,14 +147,18 @@ def open_workload(
         options = FilmsOptions(profile=bool(colon))
         return FilmsWorkload(read_movielens(movielens), options, candidates=counts, split_seed=split_seed)
     if family in ("dlrm-v2", "merlin-tiny"):
-        scale = _scale(text, rest) if colon else 1.0
+        if colon and (not _SCALE.fullmatch(rest) or not 0 < float(rest) <= 1):
+            raise WorkloadError(f"workload: {text!r}: the scale {rest!r} is not a number above 0 and at most 1")
+        scale = float(rest or 1)
         found = catalog_model(family, scale=scale)
         text, spec, hotness = f"{family}:{scale:.12g}", found.spec, found.hotness
         if found.zipf:
             drawn_ids = Zipf(found.zipf)
     elif family in ("bench-mlp", "bench-dlrm"):
         spec = bench_spec(BenchShape(), "mlp" if family == "bench-mlp" else "dlrm")
-        hotness = {feature.name: _hotness(text, rest if colon else "1") for feature in spec.features}
+        if colon and not (rest.isascii() and rest.isdigit() and 1 <= int(rest[:5]) <= MAX_HOTNESS):
+            raise WorkloadError(f"workload: {text!r}: {rest!r} is not a whole number of ids from 1 to {MAX_HOTNESS}")
+        hotness = dict.fromkeys((feature.name for feature in spec.features), int(rest or 1))
     else:
         raise WorkloadError(f"workload: {text!r} is not one of {WORKLOADS_TEXT}")
     drawn_ids = drawn_ids if ids is None else parse_ids(ids)
@@ -192,35 +166,20 @@ def open_workload(
     name = f"{text}, ids {drawn_ids.name}, candidates {counts.name}, {'ragged' if varied else 'fixed'} bags"
     if context_features:
         name += f", context features {context_features}"
-    spec = _with_context(spec, hotness, context_features)
-    return SyntheticWorkload(name, spec, hotness, drawn_ids, counts, ragged=varied)
-
-
-def _scale(text: str, rest: str) -> float:
-    if not _SCALE.fullmatch(rest) or not 0 < float(rest) <= 1:
-        raise WorkloadError(f"workload: {text!r}: the scale {rest!r} is not a number above 0 and at most 1")
-    return float(rest)
-
-
-def _hotness(text: str, rest: str) -> int:
-    if not rest.isascii() or not rest.isdigit() or not 1 <= int(rest[:5]) <= MAX_HOTNESS:
-        raise WorkloadError(f"workload: {text!r}: {rest!r} is not a whole number of ids from 1 to {MAX_HOTNESS}")
-    return int(rest)
-
-
-def _with_context(spec: ModelSpec, hotness: Mapping[str, int], count: int) -> ModelSpec:
     most = len(spec.features) - 1
-    if not 0 <= count <= most:
+    if not 0 <= context_features <= most:
         raise WorkloadError(
-            f"context_features: {count} is not in 0..{most}; {spec.model!r} has {most + 1} features, one must be "
-            "a candidate's"
+            f"context_features: {context_features} is not in 0..{most}; {spec.model!r} has {most + 1} features, one "
+            "must be a candidate's"
         )
-    names = {feature.name for feature in sorted(spec.features, key=lambda feature: -hotness[feature.name])[:count]}
+    by_hotness = sorted(spec.features, key=lambda feature: -hotness[feature.name])
+    in_context = {feature.name for feature in by_hotness[:context_features]}
     features = tuple(
-        feature.model_copy(update={"side": "context"}) if feature.name in names else feature
+        feature.model_copy(update={"side": "context"}) if feature.name in in_context else feature
         for feature in spec.features
     )
-    return spec.model_copy(update={"features": features})
+    spec = spec.model_copy(update={"features": features})
+    return SyntheticWorkload(name, spec, hotness, drawn_ids, counts, ragged=varied)
 
 
 BENCH_REQUESTS = 64
@@ -238,13 +197,8 @@ EQUAL_REQUESTS = {"candidates": "100", "varied": False}
 class BenchShape(Frozen):
     """Of the model that the benchmarks serve, one table that all features share, and of every request.
 
-    Attributes:
-        features: of which the first `context_features` come once a request, the others once a candidate.
-        rows: of the table.
-        row_dtype: number format of them.
-        dense: floats, of which `context_dense` come once a request.
-        candidates: of a request, as `parse_candidates` reads it.
-        varied: whether bags are ragged, and each request is sent with a `traceparent` and `x-request-id` of its own.
+    The first `context_features` of the features and `context_dense` of the floats come once a request, all others once
+    a candidate. Varied requests have ragged bags, and each another `traceparent` and `x-request-id`.
     """
 
     features: int = 26
@@ -274,9 +228,8 @@ class BenchShape(Frozen):
     @property
     def requests(self) -> str:
         """Say what results say of the requests."""
-        split = ""
-        if self.context_features or self.context_dense:
-            rest = self.features - self.context_features, self.dense - self.context_dense
+        rest, split = (self.features - self.context_features, self.dense - self.context_dense), ""
+        if rest != (self.features, self.dense):
             split = f"{self.context_features} features and {self.context_dense} floats once a request, "
             split += f"{rest[0]} and {rest[1]} a candidate, "
         return f"{self.candidates} candidates, {split}{FORMS[self.varied]}"
@@ -292,25 +245,25 @@ class BenchWorkload(Frozen):
 
 def bench_spec(shape: BenchShape, head: Head) -> ModelSpec:
     """Describe the model, named `bench-<head>`."""
-    names = tuple(f"feature-{number:03d}" for number in range(shape.features))
     layers: dict[Head, dict[str, object]] = {
         "mlp": {"hidden": [256, 64]},
         "dlrm": {"bottom_mlp": [512, 256, shape.embedding_dim], "top_mlp": [512, 256]},
     }
+    features = tuple(
+        FeatureSpec(name=f"feature-{number:03d}", side="context" if number < shape.context_features else "candidate")
+        for number in range(shape.features)
+    )
     table = TableSpec(
         name="rows",
         num_embeddings=shape.rows,
         embedding_dim=shape.embedding_dim,
-        feature_names=names,
+        feature_names=tuple(feature.name for feature in features),
         dtype=shape.row_dtype,
     )
     return ModelSpec(
         model=f"bench-{head}",
         tables=(table,),
-        features=tuple(
-            FeatureSpec(name=name, side="context" if number < shape.context_features else "candidate")
-            for number, name in enumerate(names)
-        ),
+        features=features,
         dense_inputs=DenseInputs(context=shape.context_dense, candidate=shape.dense - shape.context_dense),
         dense_model=DenseModelSpec(kind=head, config=layers[head]),
     )
@@ -325,7 +278,7 @@ def bench_workload(shape: BenchShape, head: Head, hotness: int) -> SyntheticWork
 
 
 def bench_requests(shape: BenchShape, head: Head, hotness: int, count: int) -> list[RankRequest]:
-    """Draw the first requests of the pool: those that `bench_payloads` encodes."""
+    """Draw those requests that `bench_payloads` encodes."""
     made, rng = bench_workload(shape, head, hotness), np.random.default_rng(BENCH_SEED)
     return [made.request(rng) for _ in range(count)]
 

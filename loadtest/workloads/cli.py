@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -79,9 +79,7 @@ request_options = opts.together(
 @opts.out_store_option
 @opts.count("--seed", "Of the rows and weights; for films, of the split and the training.", 0, 2**32 - 1, 0)
 @opts.count("--epochs", "For films: passes over the data; default: the trainer's own.", high=1000)
-def prepare(
-    workload: str, context_features: int, movielens: Path | None, store: Path, seed: int, epochs: int | None
-) -> None:
+def prepare(workload: str, store: Path, **given: Any) -> None:
     """Write a workload's model into a store, to be served and load tested.
 
     dlrm-v2 and merlin-tiny get random rows and weights: answers mean nothing, but cost what a trained model's do.
@@ -96,14 +94,6 @@ def prepare(
     from loadtest.workloads.prepare import prepare_workload, snapshot_bytes
 
     with progress_bars() as bars:
-        folder, spec = prepare_workload(
-            workload,
-            store,
-            context_features=context_features,
-            movielens=movielens,
-            seed=seed,
-            epochs=epochs,
-            progress=bars,
-        )
+        folder, spec = prepare_workload(workload, store, progress=bars, **given)
     click.echo(f"wrote {folder} ({human_bytes(snapshot_bytes(spec))} of rows); serve it with")
     click.echo(f"  shardrank serve --store {store} --model {spec.model}")

@@ -13,7 +13,7 @@ import math
 import random
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
@@ -70,13 +70,10 @@ def changing_headers(varied: bool) -> Iterator[Headers]:
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """One encoded request.
+    """One encoded request, whose answer must have `num_candidates` scores.
 
-    Attributes:
-        path: of a POST, or the full name of a gRPC method.
-        body: the HTTP body or the gRPC message.
-        headers: HTTP headers beside host and content-length, in lower case; none for gRPC.
-        num_candidates: the scores that its answer must have.
+    It is a POST to a path with HTTP headers other than host and content-length, or the message of a gRPC method, whose
+    full name is the path.
     """
 
     path: str
@@ -86,11 +83,19 @@ class Payload:
 
 
 class Pool(list[Payload]):
-    """Requests to one model, under the name that the server has it under, as an API encodes them."""
+    """Requests to one model, under the name that the server has it under, as an API encodes them.
 
-    def __init__(self, api: Encoding, model: str, payloads: Iterable[Payload]) -> None:
-        super().__init__(payloads)
-        self.api, self.model = api, model
+    They are as many as fit into so many bytes of bodies, and the first one at least.
+    """
+
+    def __init__(self, api: Encoding, model: str, payloads: Iterable[Payload], max_bytes: int) -> None:
+        super().__init__()
+        self.api, self.model, left = api, model, max_bytes
+        for payload in payloads:
+            left -= len(payload.body)
+            if self and left < 0:
+                break
+            self.append(payload)
 
     @property
     def is_grpc(self) -> bool:
@@ -106,17 +111,9 @@ class Pool(list[Payload]):
 
 
 class Payloads(Pool):
-    """A pool of distinct requests of a workload.
+    """A pool of `count` distinct requests of a workload, which for the same seed are the same in every API.
 
-    Args:
-        workload: makes the requests.
-        api: how they are encoded.
-        model: the name that the server has the model under; None for the workload's own.
-        count: how many. Fewer are made if they would take more than `max_bytes`, but at least one.
-        seed: of the requests; the same ones for every API.
-        timeout_ms: the deadline that each brings; None to leave it to the server.
-        max_bytes: of all bodies.
-        path: of a POST, where it is not the API's own.
+    None stands for the workload's model, the server's deadline and the API's path.
     """
 
     def __init__(
@@ -133,17 +130,7 @@ class Payloads(Pool):
     ) -> None:
         model, rng = model or workload.spec.model, np.random.default_rng(seed)
         drawn = (payload_of(workload.schema, workload.request(rng), api, model, timeout_ms, path) for _ in range(count))
-        super().__init__(api, model, within(drawn, max_bytes))
-
-
-def within(payloads: Iterable[Payload], max_bytes: int) -> Iterator[Payload]:
-    """Pass on as many as fit so many bytes of bodies, and the first one at least."""
-    left = max_bytes
-    for number, payload in enumerate(payloads):
-        left -= len(payload.body)
-        if number and left < 0:
-            return
-        yield payload
+        super().__init__(api, model, drawn, max_bytes)
 
 
 def payload_of(
@@ -164,23 +151,18 @@ class _Answer(msgspec.Struct):
     scores: list[float]
 
 
-_ANSWER = msgspec.json.Decoder(_Answer)
-
-
 def _encode_json(schema: Described, request: RankRequest, model: str, timeout_ms: int | None) -> Encoded:
     """Write a JSON body; a candidate feature with one id each is a flat list, as a client would write it."""
     del model
     features, document = list(features_of(schema, request)), dict[str, Any]()
     for side, dense in (("context", request.context_dense), ("candidates", request.candidate_dense)):
         of_side = [feature for feature in features if feature.is_context == (side == "context")]
-        weighted = [(feature, feature.weights) for feature in of_side if feature.weights is not None]
         if of_side or dense.size:
             sparse = {feature.name: _nested(feature.ids, feature) for feature in of_side}
             document[side] = {"sparse": sparse, "dense": _shortest(dense)}
+        weighted = [(feature, feature.weights) for feature in of_side if feature.weights is not None]
         if weighted:
-            document[side]["weights"] = {
-                feature.name: _nested(_shortest(given), feature) for feature, given in weighted
-            }
+            document[side]["weights"] = {each.name: _nested(_shortest(given), each) for each, given in weighted}
     if timeout_ms is not None:
         document["timeout_ms"] = timeout_ms
     return msgspec.json.encode(document), (("content-type", "application/json"),)
@@ -199,10 +181,6 @@ def _shortest(values: Float32Array) -> list[Any]:
     """Return the shortest decimals that read back as the same float32: what a client that has float32 writes."""
     numbers: list[Any] = values.astype("U32").astype(np.float64).tolist()
     return numbers if values.size else []
-
-
-def _read_json(answer: bytes) -> ScoreList:
-    return _ANSWER.decode(answer).scores
 
 
 def _encode_grpc(schema: Described, request: RankRequest, model: str, timeout_ms: int | None) -> Encoded:
@@ -237,10 +215,6 @@ def _encode_packed(schema: Described, request: RankRequest, model: str, timeout_
     return message.SerializeToString(deterministic=True), ()
 
 
-def _read_grpc(answer: bytes) -> ScoreList:
-    return ranking_pb2.RankResponse.FromString(answer).scores
-
-
 Tensor: TypeAlias = tuple[str, str, list[int], bytes]
 """Of the Open Inference Protocol: name, datatype, shape, and little-endian data, row-major."""
 
@@ -265,8 +239,9 @@ def _tensors(schema: Described, request: RankRequest) -> Iterator[Tensor]:
             yield name, "FP32", list(dense.shape), packed_bytes(dense, "<f4")
 
 
-def _infer_body(tensors: Sequence[Tensor], timeout_ms: int | None) -> Encoded:
+def _infer_body(given: Iterable[Tensor], timeout_ms: int | None) -> Encoded:
     """Return an infer request with binary tensors that asks for binary scores."""
+    tensors = list(given)
     document: dict[str, Any] = {
         "inputs": [
             {"name": name, "shape": shape, "datatype": datatype, "parameters": {"binary_data_size": len(data)}}
@@ -278,11 +253,6 @@ def _infer_body(tensors: Sequence[Tensor], timeout_ms: int | None) -> Encoded:
         document["parameters"] = {"timeout_ms": timeout_ms}
     header = msgspec.json.encode(document)
     return b"".join([header, *(tensor[-1] for tensor in tensors)]), (*_BINARY, (HEADER_LENGTH, str(len(header))))
-
-
-def _encode_oip_http(schema: Described, request: RankRequest, model: str, timeout_ms: int | None) -> Encoded:
-    del model
-    return _infer_body(list(_tensors(schema, request)), timeout_ms)
 
 
 def _read_oip_http(answer: bytes) -> ScoreList:
@@ -323,38 +293,31 @@ def _encode_flat(schema: Described, request: RankRequest, model: str, timeout_ms
     inputs as `[context | candidate]`.
     """
     del model, timeout_ms
-    features, count = list(features_of(schema, request)), request.num_candidates
-    context, context_dense, dense = [], request.context_dense[None], request.candidate_dense
-    if once:
-        context = [feature for feature in features if feature.is_context]
-        features = [feature for feature in features if not feature.is_context]
-    else:
-        features = [
-            replace(feature, values=np.tile(feature.values, count), lengths=np.repeat(feature.lengths, count))
-            if feature.is_context
-            else feature
-            for feature in features
-        ]
-        dense = np.concatenate([np.repeat(context_dense, count, 0), dense], 1)
+    features = list(features_of(schema, request))
+    context = [feature for feature in features if feature.is_context and once]
+    others = [feature for feature in features if not (feature.is_context and once)]
+    context_dense, dense = request.context_dense[None], request.candidate_dense
+    if not once:
+        dense = np.concatenate([np.repeat(context_dense, len(dense), 0), dense], 1)
         context_dense = context_dense[:, :0]
-    arrays = _rows(features, dense) | {f"context_{name}": data for name, data in _rows(context, context_dense).items()}
+    arrays = _rows(others, dense) | {f"context_{name}": data for name, data in _rows(context, context_dense).items()}
     return safetensors.numpy.save(arrays), _BINARY
 
 
 def _rows(features: Sequence[FeatureBags], dense: Float32Array) -> dict[str, npt.NDArray[Any]]:
-    """Lay out features that have a bag for each row of `dense`, row by row.
+    """Lay out features row by row of `dense`; one with a single bag has it in each row.
 
     Returns:
         ids: int64 [n], all bags of a row side by side.
         lengths: int32 [rows, features], the ids of each bag.
         dense: float32 [rows, dense].
     """
-    rows = len(dense)
-    lengths = np.array([feature.lengths for feature in features], np.int64).reshape(len(features), rows)
-    row = np.repeat(np.tile(np.arange(rows), len(features)), lengths.ravel())
-    ids = np.concatenate([np.zeros(0, np.int64), *(feature.values for feature in features)])
+    rows, count = len(dense), len(features)
+    lengths = np.array([np.broadcast_to(feature.lengths, rows) for feature in features], np.int64).reshape(count, rows)
+    row = np.repeat(np.tile(np.arange(rows), count), lengths.ravel())
+    values = [np.tile(feature.values, rows // feature.lengths.size) for feature in features]
     return {
-        "ids": ids[np.argsort(row, kind="stable")],
+        "ids": np.concatenate([np.zeros(0, np.int64), *values])[np.argsort(row, kind="stable")],
         "lengths": np.ascontiguousarray(lengths.T, np.int32),
         "dense": np.ascontiguousarray(dense),
     }
@@ -382,10 +345,16 @@ class _Form(NamedTuple):
 
 
 _FORMS: dict[Encoding, _Form] = {
-    "json": _Form("/v1/models/{}:rank", _encode_json, _read_json),
-    "oip-http": _Form("/v2/models/{}/infer", _encode_oip_http, _read_oip_http),
-    "grpc": _Form(_RANK_METHOD, _encode_grpc, _read_grpc),
-    "grpc-packed": _Form(_RANK_METHOD, _encode_packed, _read_grpc),
+    "json": _Form("/v1/models/{}:rank", _encode_json, lambda answer: msgspec.json.decode(answer, type=_Answer).scores),
+    "oip-http": _Form(
+        "/v2/models/{}/infer",
+        lambda schema, request, _, timeout_ms: _infer_body(_tensors(schema, request), timeout_ms),
+        _read_oip_http,
+    ),
+    "grpc": _Form(_RANK_METHOD, _encode_grpc, lambda answer: ranking_pb2.RankResponse.FromString(answer).scores),
+    "grpc-packed": _Form(
+        _RANK_METHOD, _encode_packed, lambda answer: ranking_pb2.RankResponse.FromString(answer).scores
+    ),
     "oip-grpc": _Form("/inference.GRPCInferenceService/ModelInfer", _encode_oip_grpc, _read_oip_grpc),
     "flat": _Form("/rank", partial(_encode_flat, once=False), _read_flat),
     "flat-once": _Form("/rank", partial(_encode_flat, once=True), _read_flat),

@@ -42,20 +42,16 @@ class RandomRows(RowSource):
         last_row = min(first_row + max_rows, self.num_embeddings)
         while first_row < last_row:
             number, skipped = divmod(first_row, self._block_rows)
-            block = self._block(number)[skipped : skipped + last_row - first_row]
-            yield block
-            first_row += block.shape[0]
+            rng = np.random.Generator(np.random.SFC64((*self._seed, number)))
+            block = rng.random((self._block_rows, self.embedding_dim), dtype=np.float32)
+            block -= np.float32(0.5)
+            block *= np.float32(2 * ROW_LIMIT)
+            yield (kept := block[skipped : skipped + last_row - first_row])
+            first_row += kept.shape[0]
 
     def fingerprint(self) -> str:
         """Name what the rows are drawn from."""
         return f"random {self._seed} {ROW_LIMIT} {self._block_rows}"
-
-    def _block(self, number: int) -> Float32Array:
-        rng = np.random.Generator(np.random.SFC64((*self._seed, number)))
-        block = rng.random((self._block_rows, self.embedding_dim), dtype=np.float32)
-        block -= np.float32(0.5)
-        block *= np.float32(2 * ROW_LIMIT)
-        return block
 
 
 def random_dense(spec: ModelSpec, seed: int) -> dict[str, torch.Tensor]:
@@ -81,10 +77,7 @@ def unfinished_bytes(store: Path, model: str) -> int:
 
 
 def write_random_snapshot(spec: ModelSpec, store: Path, *, seed: int = 0, progress: Progress = no_progress) -> Path:
-    """Write the next version of a model into a store, which is made if it is not there.
-
-    Returns:
-        The snapshot's folder.
+    """Write the next version of a model into a store, which is made if it is not there; return the snapshot's folder.
 
     Raises:
         PrepareError: the disk has too little room.
@@ -124,14 +117,9 @@ def prepare_workload(
 ) -> tuple[Path, ModelSpec]:
     """Write the next version of a workload's model: `films` is trained on its ratings, any other one is random.
 
-    `text`, `context_features` and `movielens` are those of `open_workload`; the seed is of rows and weights, or of the
-    split and the training. Sharding `range` needs rows that are stored by the bucketing `range`.
-
-    Returns:
-        The snapshot's folder and the model.
-
-    Raises:
-        WorkloadError, TrainingError, ExportError: as `open_workload`, `train_version` and `write_random_snapshot`.
+    The seed is of rows and weights, or of the split and the training. Sharding `range` needs rows that are stored by
+    the bucketing `range`. Returns the snapshot's folder and the model. Raises as `open_workload`, `train_version` and
+    `write_random_snapshot`.
     """
     workload = open_workload(text, context_features=context_features, movielens=movielens, split_seed=seed)
     spec = with_bucketing(workload.spec, bucketing)

@@ -73,19 +73,13 @@ class CandidateCounts:
     def _cumulated(self) -> Float64Array:
         """float64 [most - least], P(number <= least + i); what is above the last is `most`."""
         span = self.most - self.least
-        low, high = -100.0 / span, 100.0 / span
+        steps, low, high = np.arange(span + 1), -100.0 / span, 100.0 / span
         for _ in range(_BISECTIONS):
-            middle = (low + high) / 2
-            mean = self.least + float((_weights(span, middle) * np.arange(span + 1)).sum())
-            low, high = (middle, high) if mean < self.mean else (low, middle)
-        return np.cumsum(_weights(span, (low + high) / 2))[:-1]
-
-
-def _weights(span: int, log_q: float) -> Float64Array:
-    """float64 [span + 1], q^i, normalised."""
-    logs = np.arange(span + 1) * log_q
-    weights: Float64Array = np.exp(logs - logs.max())
-    return weights / math.fsum(weights)
+            log_q = (low + high) / 2
+            weights = np.exp(steps * log_q - max(0.0, span * log_q))
+            weights /= math.fsum(weights)
+            low, high = (log_q, high) if self.least + float((weights * steps).sum()) < self.mean else (low, log_q)
+        return np.cumsum(weights)[:-1]
 
 
 MLPERF_CANDIDATES = CandidateCounts(100, 700, 270)
@@ -174,12 +168,9 @@ class Zipf:
 # Samples of the batch, and ids of a sample, for which the shares were counted: average pooling over all features.
 REUSE_BATCH_SAMPLES = 131_072
 REUSE_AVERAGE_POOLING = 12.7
-# Percent of all lookups by how often their row is looked up in the batch: once, twice, 3-4, 5-8, ... 16385-32768, more.
-# Production ads models, 788 tables; they add up to 100.2.
-REUSE_SHARES_PERCENT = (2.7, 2.3, 4.0, 6.8, 10.5, 12.0, 9.9, 7.0, 5.9, 5.4, 4.0, 7.2, 6.4, 4.7, 2.1, 1.7, 7.6)
-# The same as a mixture from which ids can be drawn independently: the share of lookups that go to any row alike, then
-# of those to rows that are expected 0.5 to 1 times in such a batch, 1 to 2, 2 to 4, ... 32768 to 65536. A row that is
-# expected c times is found 1 + Poisson(c) times by a lookup of it; non-negative least squares over that gave these.
+# A mixture from which ids can be drawn independently: the share of lookups that go to any row alike, then of those to
+# rows that are expected 0.5 to 1 times in such a batch, 1 to 2, 2 to 4, ... 32768 to 65536. A row that is expected c
+# times is found 1 + Poisson(c) times by a lookup of it; non-negative least squares gave these from what was published.
 _FLAT_SHARE = 0.0082
 _OCTAVE_SHARES = (
     0.0208, 0.0240, 0.0350, 0.0691, 0.1088, 0.1214, 0.0968, 0.0678, 0.0582, 0.0540, 0.0393, 0.0722, 0.0638, 0.0469,
@@ -193,7 +184,7 @@ class Reuse:
     """Rows are reused as in the embedding lookups that Meta published of its production ads models.
 
     Each table is as popular as one with the published average of 12.7 ids a sample: a row's share of its table's
-    lookups is such that lookups of that number give `REUSE_SHARES_PERCENT`. Within an octave popularity falls like
+    lookups is such that lookups of that number give the published ones. Within an octave popularity falls like
     1 / rank. In a table with fewer rows than such a batch touches, rows take the popularity of several.
     """
 
@@ -256,10 +247,9 @@ IdDistribution: TypeAlias = Uniform | Zipf | Reuse
 
 def parse_ids(text: str) -> IdDistribution:
     """Read `uniform`, `zipf:S` (or `zipf(S)`) or `reuse`. Raises WorkloadError."""
-    if text == "uniform":
-        return Uniform()
-    if text == "reuse":
-        return Reuse()
+    for ids in (Uniform(), Reuse()):
+        if text == ids.name:
+            return ids
     if match := _ZIPF.fullmatch(text):
         return Zipf(float(match[1]))
     raise WorkloadError(f"ids: {text!r} is not uniform, zipf:S with S in (0, {MAX_ZIPF_EXPONENT:g}], or reuse")
@@ -270,13 +260,7 @@ NO_DEADLINE_S = math.inf
 
 
 class Workload(Protocol):
-    """Makes requests to one model.
-
-    Attributes:
-        name: everything that was chosen, for reports.
-        spec: the model.
-        schema: its features, in the order of a request's bags.
-    """
+    """Makes requests to one model. Its name says everything that was chosen; bags are in the order of the schema."""
 
     name: str
     spec: ModelSpec
@@ -292,13 +276,9 @@ Described: TypeAlias = FeatureSchema | RecordedSchema
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FeatureBags:
-    """One feature's part of a request, as views of its arrays.
+    """One feature's part of a request: int64 values [n] bag by bag, int64 lengths [bags] and float32 weights [n].
 
-    Attributes:
-        values: int64 [n], ids bag by bag.
-        lengths: int64 [bags].
-        weights: float32 [n], or None for all ones.
-        texts: the strings behind the values, if ids are strings; else None.
+    Weights may all be 1 (None); `texts` are the strings behind the values, if ids are strings.
     """
 
     name: str
@@ -316,37 +296,27 @@ class FeatureBags:
 
 def features_of(schema: Described, request: RankRequest) -> Iterator[FeatureBags]:
     """Go through the features of a request one by one, for formats that name each."""
-    bags, text = request.bags, 0
-    bag_starts, value_starts, lengths = bags.bag_starts().tolist(), bags.value_starts().tolist(), bags.lengths
-    for number, feature in enumerate(schema.features):
-        values = bags.values[value_starts[number] : value_starts[number + 1]]
-        texts = None
-        if feature.name in schema.string_features:
-            texts = request.texts[text : text + values.size]
-            text += values.size
+    bags, texts = request.bags, iter(request.texts)
+    starts = bags.value_starts()[1:-1]
+    values, lengths = np.split(bags.values, starts), np.split(bags.lengths, bags.bag_starts()[1:-1])
+    weights = [None] * len(values) if bags.weights is None else np.split(bags.weights, starts)
+    for feature, ids, counts, weighted in zip(schema.features, values, lengths, weights, strict=True):
         yield FeatureBags(
             name=feature.name,
             is_context=feature.side == "context",
-            values=values,
-            lengths=lengths[bag_starts[number] : bag_starts[number + 1]],
-            weights=bags.weights[value_starts[number] : value_starts[number + 1]]
-            if feature.weighted and bags.weights is not None
-            else None,
-            texts=texts,
+            values=ids,
+            lengths=counts,
+            weights=weighted if feature.weighted else None,
+            texts=list(itertools.islice(texts, ids.size)) if feature.name in schema.string_features else None,
         )
 
 
 class SyntheticWorkload:
     """Drawn requests. Features that share a table share its popular rows; dense inputs are normally distributed.
 
-    Args:
-        name: what reports show.
-        spec: the model. Ids are rows, so every table needs the identity mapping.
-        hotness: by feature, ids in a bag; their mean if bags are ragged.
-        ids: which rows.
-        candidates: how many candidates.
-        ragged: whether bags have drawn lengths: around a hotness h above 1, each of 1 to 2h - 1 alike; around 1, an
-            eighth of the bags is empty, as many have two ids, all others one.
+    Ids are rows, so every table needs the identity mapping. Bags have as many as the hotness of their feature. Ragged
+    ones have drawn lengths: around a hotness h above 1, each of 1 to 2h - 1 alike; around 1, an eighth of the bags is
+    empty, as many have two ids, all others one.
     """
 
     def __init__(
@@ -363,9 +333,7 @@ class SyntheticWorkload:
         self.spec = spec
         self.schema = FeatureSchema.of(spec)
         self._hotness = np.array([hotness[feature.name] for feature in self.schema.features], np.int64)
-        self._ids = ids
-        self._candidates = candidates
-        self._ragged = ragged
+        self._ids, self._candidates, self._ragged = ids, candidates, ragged
 
     @cached_property
     def _scatter(self) -> RowScatter:
@@ -376,7 +344,10 @@ class SyntheticWorkload:
         schema, dense_inputs = self.schema, self.spec.dense_inputs
         num_candidates = self._candidates.draw(rng)
         bags_per_key = np.where(schema.is_context, 1, num_candidates).astype(np.int64)
-        lengths = self._lengths(rng, np.repeat(self._hotness, bags_per_key))
+        lengths = np.repeat(self._hotness, bags_per_key)
+        if self._ragged:
+            around, eighth = rng.integers(1, 2 * lengths), rng.integers(0, 8, lengths.size)
+            lengths = np.where(lengths > 1, around, 1 + (eighth == 7) - (eighth == 0))
         table = np.repeat(np.repeat(schema.table_index, bags_per_key), lengths)
         values: Int64Array = self._scatter.rows(self._ids.ranks(rng, self._scatter.num_rows[table]), table)
         keys = np.arange(bags_per_key.size, dtype=np.int32)
@@ -387,12 +358,3 @@ class SyntheticWorkload:
             candidate_dense=rng.standard_normal((num_candidates, dense_inputs.candidate), dtype=np.float32),
             timeout_s=NO_DEADLINE_S,
         )
-
-    def _lengths(self, rng: np.random.Generator, hotness: Int64Array) -> Int64Array:
-        """Draw int64 [bags], the ids of each bag around its hotness."""
-        if not self._ragged:
-            return hotness
-        around = rng.integers(1, 2 * hotness)
-        eighth = rng.integers(0, 8, hotness.size)
-        lengths: Int64Array = np.where(hotness > 1, around, 1 + (eighth == 7) - (eighth == 0))
-        return lengths

@@ -36,6 +36,7 @@ _SECONDS = (
     *(0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075),
     *(0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5),
 )
+PATHS = ("/healthz", "/metrics")
 
 
 class NodeMetrics:
@@ -123,9 +124,6 @@ class _NodeState(Collector):
         told = (node_samples(model, replica, info, now) for model in models)
         faults = (("cards_failed", (one.model, str(one.version), str(shard), replica), 1.0) for one in failed)
         return chain(version_samples(self._node.generations.all()), *told, faults)
-
-
-PATHS = ("/healthz", "/metrics")
 
 
 @asynccontextmanager

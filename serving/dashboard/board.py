@@ -28,6 +28,16 @@ MAX_EVENTS = 60
 MAX_TEXT = 400
 Document = dict[str, Any]
 _Version: TypeAlias = tuple[str, int]
+logger = logging.getLogger(__name__)
+WATCHED_S = 0.5
+"""Between two looks while somebody watches."""
+UNWATCHED_S = 2.5
+"""Else: often enough that no slot of the history is missed."""
+LOOK_TIMEOUT_S = 4.0
+MAX_WATCHERS = 16
+MAX_WAITING = 8
+"""Messages that a slow watcher may have waiting before it is ended."""
+_encode = msgspec.json.Encoder().encode
 
 
 class _Held(NamedTuple):
@@ -190,19 +200,6 @@ def _rollback(state: FleetState, model: str, rollout: Rollout | None) -> Documen
     elif (model, to) not in state.published:
         why = f"version {to} is not on record any more"
     return {"to": to, "aborts": rollout is not None and rollout.active, "why_not": why}
-
-
-logger = logging.getLogger(__name__)
-
-WATCHED_S = 0.5
-"""Between two looks while somebody watches."""
-UNWATCHED_S = 2.5
-"""Else: often enough that no slot of the history is missed."""
-LOOK_TIMEOUT_S = 4.0
-MAX_WATCHERS = 16
-MAX_WAITING = 8
-"""Messages that a slow watcher may have waiting before it is ended."""
-_encode = msgspec.json.Encoder().encode
 
 
 class Watcher:

@@ -32,6 +32,11 @@ _REQUESTS, _ERRORS, _LOOKUPS, _HITS, _LATENCIES = range(5)
 _BOUNDS_MS = np.array([*LATENCY_BOUNDS_MS, LATENCY_BOUNDS_MS[-1]])
 _WIDTH = _LATENCIES + _BOUNDS_MS.size
 Counts = npt.NDArray[np.int64]
+MAX_EVENTS = 200
+MAX_GONE = 64
+GONE_S = 900.0
+"""How long a node that has gone is still shown."""
+MAX_TEXT = 400
 
 
 class _Source(NamedTuple):
@@ -189,13 +194,6 @@ def _shares(parts: Counts, wholes: Counts) -> list[float | None]:
 
 def _where(is_known: list[bool], values: list[Any]) -> list[Any]:
     return [value if known else None for known, value in zip(is_known, values, strict=True)]
-
-
-MAX_EVENTS = 200
-MAX_GONE = 64
-GONE_S = 900.0
-"""How long a node that has gone is still shown."""
-MAX_TEXT = 400
 
 
 @dataclass(frozen=True, slots=True)

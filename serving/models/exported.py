@@ -26,7 +26,6 @@ from loader.snapshot.manifest import (
     ExportedModelSpec,
     InputSource,
     ModelSpec,
-    OutputSpec,
     PooledInput,
     RequestOfCandidate,
     SequenceSource,
@@ -99,7 +98,7 @@ class ExportedRanking(RankingModel):
             rows[0].add_(rows[number], alpha=told.weight)
         return rows
 
-    def pack(self, number_format: NumberFormat, *, portable: bool = False) -> None:
+    def pack(self, number_format: NumberFormat) -> None:
         """Do nothing: a program is in the number format that it was exported in."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
@@ -535,50 +534,6 @@ def _trial_inputs(shapes: InputShapes, dtype: torch.dtype) -> RankingInputs:
     owner = torch.repeat_interleave(torch.arange(requests), torch.tensor(TRIAL_CANDIDATES))
     context, rows = matrix(shapes.context, requests), matrix(shapes.candidate, candidates)
     return RankingInputs(context, rows, sequences, owner, is_ordered=True)
-
-
-# Built-in models as programs
-
-
-class _BuiltIn(nn.Module):
-    """A built-in model behind the arguments of a program."""
-
-    def __init__(self, model: RankingModel) -> None:
-        super().__init__()
-        self.model = model
-        self._sequence = next(iter(model.shapes.sequence_dims), None)
-
-    def forward(
-        self,
-        context: Tensor,
-        candidates: Tensor,
-        request_of_candidate: Tensor,
-        rows: Tensor | None = None,
-        mask: Tensor | None = None,
-    ) -> Tensor:
-        sequences = {}
-        if self._sequence is not None and rows is not None and mask is not None:
-            sequences[self._sequence] = SequenceInput(rows, mask)
-        return self.model.forward(RankingInputs(context, candidates, sequences, request_of_candidate, is_ordered=True))
-
-
-def exported_copy(spec: ModelSpec, model: RankingModel) -> tuple[ModelSpec, ExportedProgram]:
-    """Export a built-in model as a program that computes the context once a request, and describe it.
-
-    The model must be packed by `pack(..., portable=True)`, in float32 or bfloat16. Returns the same description but of
-    the kind `exported`, with the one output `probability`: the sigmoid of the logit that the program gives.
-    """
-    inputs: dict[str, InputSource] = {
-        "context": SideInput(side="context", per="request"),
-        "candidates": SideInput(side="candidate"),
-        "request_of_candidate": RequestOfCandidate(),
-    }
-    for name in model.shapes.sequence_dims:
-        inputs["rows"] = SequenceSource(feature=name, per="request")
-        inputs["mask"] = SequenceSource(feature=name, part="mask", per="request")
-    described = ExportedModelSpec(inputs=inputs, outputs={"probability": OutputSpec(activation="sigmoid")})
-    exported = spec.model_copy(update={"dense_model": described})
-    return exported, export_program(exported, _BuiltIn(model), model.dtype)
 
 
 def export_program(spec: ModelSpec, module: nn.Module, dtype: torch.dtype = torch.float32) -> ExportedProgram:

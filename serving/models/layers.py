@@ -247,16 +247,15 @@ class Linear(nn.Linear):
             return ready.rows(x, part[0], relu)
         return ready.rows.plus(x, part.index_select(0, shared.owner), relu)
 
-    def pack(self, number_format: NumberFormat, *, portable: bool = False) -> None:
+    def pack(self, number_format: NumberFormat) -> None:
         """Make it ready to score where it is, for calls without gradients: its weights must not change after that.
 
         What is counted in int8 is quantised from the weights as they are, before they go into the dtype of the others.
-        With `portable` products are PyTorch's own: for a program that is exported.
         """
         exact = self.weight.detach()
         if not self.is_exact:
             self.to(input_dtype(number_format))
-        product = PackedProduct if can_pack(self.weight) and not portable else PlainProduct
+        product = PackedProduct if can_pack(self.weight) else PlainProduct
         ready = self._made(product, self.weight.detach(), None if self.bias is None else self.bias.detach())
         if number_format == "int8" and ready.rows is not None and not self.is_exact:
             weight = self._columns(exact, self._rows)

@@ -124,15 +124,14 @@ class RankingModel(nn.Module):
     def forward(self, inputs: RankingInputs) -> Tensor:
         """Give logits, float32 [N]."""
 
-    def pack(self, number_format: NumberFormat, *, portable: bool = False) -> None:
+    def pack(self, number_format: NumberFormat) -> None:
         """Make it ready to score, on the device that it is on; after that its weights must not change.
 
-        With `portable` it is ready to be exported, too: by PyTorch's own operators.
         Of a model without a layer that gains by int8, `number_format` says afterwards what it is in instead.
         """
         layers = [module for module in self.modules() if isinstance(module, Linear)]
         for layer in layers:
-            layer.pack(number_format, portable=portable)
+            layer.pack(number_format)
         if number_format == "int8" and not any(layer.is_int8 for layer in layers):
             number_format = "bfloat16" if bfloat16_is_native() else "float32"
         self.number_format = number_format

@@ -35,6 +35,18 @@ from shard_node.generation import Lease
 
 KEPT, SLOWEST = 8, 2
 """Batches of late that are looked at, and how many of them are left out: a process may have been stopped meanwhile."""
+logger = logging.getLogger(__name__)
+Wake: TypeAlias = Callable[[], None]
+PRUDENCE = 2
+"""An answer must be due in one part in so many of the time that there is. The rest is for what is not seen: how long a
+request lay in its socket while a batch was ranked, and batches that take longer than those before."""
+LOOK_AGAIN_S = 0.001
+REMEMBERED_S = 2.0
+"""For so long, up to twice, it is known how much time a request was given: the next ones may have as much."""
+CANT_BE_MET = "the deadline could not be met any more; nothing was begun"
+SHARE_OF_AN_OWNER = 4
+"""One part in so many of the floats is for one owner at most."""
+MAX_WAITING_OF_AN_OWNER = 64
 
 
 def share_of(request: Request, longest_sequence: int, limits: RequestLimits) -> float:
@@ -106,22 +118,6 @@ class BatchPace:
         """Tell how long it takes to be done with what is out, and then with so much that waits."""
         out_s = sum(max(0.0, began + self.full_s * own - now) for began, own in self._out.values())
         return (out_s + self.full_s * share) / self.at_once
-
-
-logger = logging.getLogger(__name__)
-
-Wake: TypeAlias = Callable[[], None]
-
-PRUDENCE = 2
-"""An answer must be due in one part in so many of the time that there is. The rest is for what is not seen: how long a
-request lay in its socket while a batch was ranked, and batches that take longer than those before."""
-LOOK_AGAIN_S = 0.001
-REMEMBERED_S = 2.0
-"""For so long, up to twice, it is known how much time a request was given: the next ones may have as much."""
-CANT_BE_MET = "the deadline could not be met any more; nothing was begun"
-SHARE_OF_AN_OWNER = 4
-"""One part in so many of the floats is for one owner at most."""
-MAX_WAITING_OF_AN_OWNER = 64
 
 
 @dataclass(slots=True, eq=False)

@@ -11,7 +11,9 @@ import pytest
 
 from loader.registry import open_registry
 from loader.registry.directory import DirectoryRegistry
+from loader.registry.fleet import FleetRegistry
 from loader.registry.registry import Registry
+from loader.snapshot.reader import Snapshot
 from loader.snapshot.tables import VocabularyMapping
 from shardrank_testing.registries import REGISTRY_KINDS, RedisServer, redis_server
 from shardrank_testing.snapshots import make_spec, random_golden, write_snapshot
@@ -55,6 +57,18 @@ async def directory(tmp_path: Path) -> AsyncIterator[DirectoryRegistry]:
     opened = DirectoryRegistry(tmp_path / "registry")
     yield opened
     await opened.close()
+
+
+@pytest.fixture
+def fleet(registry: Registry) -> FleetRegistry:
+    """The records of a fleet, none yet."""
+    return FleetRegistry(registry)
+
+
+@pytest.fixture
+def store(snapshot: Snapshot) -> Path:
+    """The store of the `snapshot` that a file of tests has."""
+    return snapshot.path.parent.parent
 
 
 @pytest.fixture(scope="module")

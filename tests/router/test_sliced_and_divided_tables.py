@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from loader.snapshot.row_classes import RowClasses
 from router.errors import RouterError
 from router.feature_schema import FeatureSchema
-from router.parts import PartRows
+from router.id_mapping import PartRows
 from shard_node.bags import KeyedBags
 from shardrank_testing.divided import Twins, describe, write_twins
 from shardrank_testing.snapshots import make_spec

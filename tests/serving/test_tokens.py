@@ -135,6 +135,11 @@ def test_the_command_prints_a_token_once_and_puts_its_hash_into_a_file_for_the_o
     assert os.listdir(tmp_path) == ["tokens.json"]
 
 
+def test_without_a_file_the_entry_is_printed_too():
+    token, entry = run("--name", "shop", "--scope", "rank").output.splitlines()
+    assert json.loads(entry)["sha256"] == hashlib.sha256(token.encode()).hexdigest()
+
+
 def test_a_name_is_given_once_and_a_broken_file_is_left_as_it_is(tmp_path):
     path = tmp_path / "tokens.json"
     assert run("--name", "shop", "--scope", "rank", "--tokens", str(path)).exit_code == 0

@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
 from loader.deltas.batch import DeltaBatch
 from loader.deltas.publisher import AsyncDeltaPublisher, DeltaPublisher
-from loader.errors import DeltaBaseError, DeltaError, DeltaFormatError, DeltaGapError, RegistryUnavailableError
+from loader.errors import (
+    DeltaBaseError,
+    DeltaError,
+    DeltaFormatError,
+    DeltaGapError,
+    RegistryUnavailableError,
+    SnapshotNotFoundError,
+)
 from loader.registry import open_registry
-from loader.registry.fleet import FleetRegistry, NodeRecord, VersionReport, WantedModel, delta_stream
+from loader.registry.directory import DirectoryRegistry
+from loader.registry.fleet import FleetRegistry, NodeRecord, VersionReport, WantedModel, delta_stream, spec_key
 from shardrank_testing.deltas import MODEL, delta_spec, encoded, export_state, register_version
 from shardrank_testing.interrupted_registry import InterruptedRegistry
-from shardrank_testing.registries import redis_server
+from shardrank_testing.registries import redis_server, with_open
 from shardrank_testing.snapshots import random_tables
 
 SPEC = delta_spec(("int8", "fp32"), rows=20_000)
@@ -153,3 +164,66 @@ async def test_a_version_that_is_not_published_has_no_publisher(directory):
 def test_a_registry_that_never_answers_is_unavailable(tmp_path):
     with pytest.raises(RegistryUnavailableError):
         DeltaPublisher(f"unix://{tmp_path}/nobody.sock", MODEL, 1, retry_s=0.1)
+
+
+@pytest.mark.parametrize(("authors", "remembered_bytes"), [("aba", 1 << 20), ("aaba", 1 << 20), ("aa", 0)])
+async def test_lost_deltas_are_not_restored_with_a_gap(
+    directory, snapshot, tmp_path, monkeypatch, authors, remembered_bytes
+):
+    """Deltas of others, or that are remembered no more, are missing after the first."""
+    monkeypatch.setattr("loader.deltas.publisher.MAX_REMEMBERED_BYTES", remembered_bytes)
+    await register_version(directory, snapshot)
+    by_name = {name: AsyncDeltaPublisher(directory, MODEL, 1) for name in "ab"}
+    for number, name in enumerate(authors):
+        await by_name[name].publish("int8", [number], ONES)
+        if number == 0:
+            shutil.copytree(directory.path, tmp_path / "then")
+    shutil.rmtree(directory.path)
+    shutil.copytree(tmp_path / "then", directory.path)
+    with pytest.raises(DeltaGapError, match=f"{STREAM} ends with 1, but deltas up to {len(authors)} were published"):
+        await by_name["a"].publish("int8", [9], ONES)
+    assert await published_rows(directory) == [[0]]
+
+
+async def test_the_spec_is_read_from_the_store_if_nowhere_else(directory, snapshot, store, tmp_path):
+    await register_version(directory, snapshot)
+    entry = await directory.get(spec_key(MODEL, 1))
+    await directory.delete(spec_key(MODEL, 1), entry.revision)
+    other = export_state(tmp_path / "other", SPEC, random_tables(SPEC, 1), 1).path.parent.parent
+    for given, error, message in (
+        (None, DeltaBaseError, f"no spec of '{MODEL}' version 1: publish it again, or give the store"),
+        (tmp_path / "empty", SnapshotNotFoundError, f"empty has no version 1 of model '{MODEL}'"),
+        (other, DeltaBaseError, f"{other}/{MODEL}/1 has identity .*, published is {snapshot.identity}"),
+    ):
+        with pytest.raises(error, match=message):
+            await AsyncDeltaPublisher(directory, MODEL, 1, given).open()
+    publisher = AsyncDeltaPublisher(directory, MODEL, 1, store)
+    assert await publisher.publish("int8", [1], ONES) == 1
+
+
+async def test_what_a_publisher_was_not_given_is_named(directory, snapshot):
+    await register_version(directory, snapshot)
+    with pytest.raises(DeltaError, match="max_stream_entries: 0; at least 1 is needed"):
+        await AsyncDeltaPublisher(directory, MODEL, 1, max_stream_entries=0).open()
+    with pytest.raises(DeltaError, match="dense weights lie in the store: give the publisher `store`"):
+        await AsyncDeltaPublisher(directory, MODEL, 1).publish_dense(1, {})
+
+
+def test_closing_ends_what_other_threads_publish(tmp_path, snapshot, monkeypatch):
+    begun = threading.Event()
+
+    async def append(*_):
+        begun.set()
+        await asyncio.Event().wait()
+
+    url = str(tmp_path / "registry")
+    with_open(url, lambda registry: register_version(registry, snapshot))
+    monkeypatch.setattr(DirectoryRegistry, "append", append)
+    with DeltaPublisher(url, MODEL, 1) as publisher, ThreadPoolExecutor(1) as thread:
+        publishing = thread.submit(publisher.publish, "int8", [1], ONES)
+        assert begun.wait(60)
+        publisher.close()
+        with pytest.raises(DeltaError, match="was closed while it published rows of table 'int8'; they may be"):
+            publishing.result()
+    with pytest.raises(DeltaError, match="the publisher is closed"):
+        publisher.publish("int8", [1], ONES)

@@ -9,7 +9,6 @@ import torch
 from loader.deltas.dense import KEPT_STEPS, read_step, steps_folder
 from loader.deltas.publisher import AsyncDeltaPublisher, DeltaPublisher
 from loader.errors import DeltaFormatError, RegistryConflictError, SnapshotError
-from loader.registry.fleet import FleetRegistry
 from loader.snapshot.store import Store
 from shardrank_testing.deltas import MODEL, delta_spec, export_state, register_version
 from shardrank_testing.registries import with_open
@@ -24,20 +23,10 @@ def snapshot(tmp_path):
 
 
 @pytest.fixture
-def store(snapshot):
-    return snapshot.path.parent.parent
-
-
-@pytest.fixture
 async def publisher(registry, snapshot, store):
     """Of version 1, which is on record."""
     await register_version(registry, snapshot)
     return AsyncDeltaPublisher(registry, MODEL, 1, store, clock=lambda: 12.5)
-
-
-@pytest.fixture
-def fleet(registry):
-    return FleetRegistry(registry)
 
 
 def weights(snapshot, value: float) -> dict[str, torch.Tensor]:

@@ -3,40 +3,30 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from loader.deltas.batch import DeltaBatch
 from loader.deltas.publisher import AsyncDeltaPublisher, DeltaPublisher
-from loader.errors import DeltaBaseError, DeltaFormatError
+from loader.errors import DeltaBaseError, DeltaError, DeltaFormatError
 from loader.registry.fleet import FleetRegistry, delta_stream
 from loader.snapshot.per_row import read_access_counts
 from loader.snapshot.publishing import publish
 from loader.snapshot.tensor_files import load_numpy
-from shardrank_testing.deltas import (
-    MODEL,
-    delta_spec,
-    divided_state,
-    encoded,
-    export_divided,
-    export_state,
-    register_version,
-)
+from shardrank_testing.deltas import MODEL, all_divisions, delta_spec, encoded, export_state, register_version
 from shardrank_testing.registries import with_open
 from shardrank_testing.snapshots import random_rows, random_tables
 
-STATE, COUNTS = divided_state(0)
+MADE = all_divisions(0)
+PRUNED_ROW = MADE.spec.parts(MADE.spec.table_of("f_item"))[-1].num_embeddings - 1
+"""Of part `item.b1`: what all pruned rows of `item` get."""
 
 
 @pytest.fixture(scope="module")
 def snapshot(tmp_path_factory):
-    return export_divided(tmp_path_factory.mktemp("store"), STATE, COUNTS, 1)
-
-
-@pytest.fixture
-def store(snapshot):
-    return snapshot.path.parent.parent
+    return MADE.export(tmp_path_factory.mktemp("store"), version=1)
 
 
 @pytest.fixture
@@ -77,7 +67,12 @@ async def test_rows_of_a_table_are_published_as_rows_of_its_parts(directory, pub
         ("item", [600], 8, r"'item': row 600 is not in 0\.\.599"),
         ("item", [0], 4, r"'item': values are \[1, 4\], expected \[1, 8\]"),
         ("film", [300], 8, r"'film': row 300 is not in 0\.\.299"),
-        ("item.b1", [468], 8, r"'item.b1': row 468 is what pruned rows of 'item' get, .* allowed is 0\.\.467"),
+        (
+            "item.b1",
+            [PRUNED_ROW],
+            8,
+            rf"'item.b1': row {PRUNED_ROW} is what pruned rows of 'item' get, .* allowed is 0\.\.{PRUNED_ROW - 1}",
+        ),
         ("narrow", [0], 8, r"values are \[1, 8\], expected \[1, 4\]"),
         ("mixed", [0], 8, r"'mixed': its parts are trained as such: .*: 'mixed.b0' \[n, 8\], 'mixed.b1' \[n, 4\]"),
         ("composed", [0], 8, r"'composed': its parts .* own row numbers: 'composed.q' \[n, 8\], 'composed.r' \[n, 8\]"),
@@ -90,6 +85,17 @@ async def test_what_no_part_takes_is_refused_by_name(directory, publisher, table
         await publisher.publish(table, rows, np.ones((1, columns), np.float32))
     assert await published(directory) == []
     assert not publisher.pruned_updates
+
+
+async def test_rows_of_a_divided_table_need_its_own_snapshot(directory, publisher, tmp_path):
+    other = all_divisions(1).export(tmp_path, version=1).path.parent.parent
+    for store, error, message in (
+        (None, DeltaError, "'item' of 'fresh' is divided by popularity, .* give the publisher `store`"),
+        (other, DeltaBaseError, "has identity .*, published is "),
+    ):
+        with pytest.raises(error, match=message):
+            await AsyncDeltaPublisher(directory, MODEL, 1, store).publish("item", [0], np.ones((1, 8), np.float32))
+    assert await published(directory) == []
 
 
 async def test_values_that_one_part_can_not_hold_keep_back_all_parts(directory, publisher, snapshot):
@@ -133,14 +139,14 @@ def test_updates_of_pruned_rows_are_counted_for_the_next_export(tmp_path, snapsh
 
 async def test_a_version_that_is_divided_otherwise_begins_a_stream(directory, tmp_path):
     fleet = FleetRegistry(directory)
-    await register_version(directory, export_divided(tmp_path / "store", STATE, COUNTS, 1))
-    counts = COUNTS | {"film": np.roll(COUNTS["film"], 1)}
+    await register_version(directory, MADE.export(tmp_path / "store", version=1))
+    moved = replace(MADE, counts=MADE.counts | {"film": np.roll(MADE.counts["film"], 1)})
     spec = delta_spec(("int8",))
     # A table that is not divided any more has its rows elsewhere, too: nobody else would notice.
     for version, other, message in (
         (
             2,
-            export_divided(tmp_path, STATE, counts, 2, 0, 1),
+            moved.export(tmp_path, version=2, last_delta=0, delta_base=1),
             r"rows of tables \['film'\] lie elsewhere than in version 1",
         ),
         (
@@ -153,5 +159,5 @@ async def test_a_version_that_is_divided_otherwise_begins_a_stream(directory, tm
             await publish(fleet, other.path, tmp_path / "store", clock=lambda: 1.0)
         assert await fleet.version(MODEL, version) is None
         assert not (tmp_path / "store" / MODEL / str(version)).exists()
-    new = export_divided(tmp_path, STATE, counts, 4)
+    new = moved.export(tmp_path, version=4)
     assert (await publish(fleet, new.path, tmp_path / "store", clock=lambda: 1.0)).record.delta_base == 4

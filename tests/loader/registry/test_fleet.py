@@ -9,7 +9,7 @@ import pytest
 from loader.errors import RegistryConflictError, RegistryRecordError
 from loader.registry.fleet import (
     FLEET,
-    FleetRegistry,
+    DenseStep,
     NodeRecord,
     PublishedVersion,
     VersionReport,
@@ -39,11 +39,6 @@ NODE = NodeRecord(
 )
 
 
-@pytest.fixture
-def fleet(registry) -> FleetRegistry:
-    return FleetRegistry(registry)
-
-
 async def test_a_put_over_another_epoch_is_a_conflict(fleet):
     with pytest.raises(RegistryConflictError, match="epoch None, not 1"):
         await fleet.put_wanted(FIRST, 1)
@@ -68,6 +63,8 @@ async def test_an_update_sees_what_is_there_and_increments_the_epoch(fleet):
     assert seen == [None, FIRST]
     assert await fleet.update_wanted("m", lambda _: None) == second
     assert await fleet.update_wanted("m", lambda now: now) == second
+    with pytest.raises(RegistryRecordError, match="wanted/m: model 'n' in the record of 'm'"):
+        await fleet.update_wanted("m", lambda now: now.model_copy(update={"model": "n"}))
     assert await fleet.wanted_model("m") == second
 
 
@@ -79,6 +76,9 @@ async def test_a_record_is_restored_over_a_lower_epoch_only(fleet):
     assert await fleet.wanted_model("m") == fifth
     assert await fleet.restore_wanted(fifth.model_copy(update={"epoch": 6}))
     assert (await fleet.wanted_model("m")).epoch == 6
+    await fleet.registry.put(wanted_key("n"), b'{"epoch": true}', 0)
+    with pytest.raises(RegistryRecordError, match="wanted/n: epoch True; an integer from 1 on is needed"):
+        await fleet.restore_wanted(FIRST.model_copy(update={"model": "n"}))
 
 
 async def test_versions_are_listed_by_model_and_number(fleet):
@@ -104,6 +104,25 @@ async def test_a_version_is_dropped_with_its_spec(fleet):
     assert not await fleet.drop_version("m", 9)
     assert await fleet.version("m", 9) is None
     assert await fleet.spec("m", 9) is None
+
+
+async def test_another_record_of_what_is_published_is_a_conflict(fleet):
+    """The same one, published at another time, is not."""
+    step = {"model": "m", "version": 9, "step": 2, "sequence": 0, "size_bytes": 1, "max_drift": 0.1}
+    for put, record, changed, message in (
+        (fleet.put_version, PUBLISHED, {"identity": "x"}, "this one has identity x, .* a version is immutable"),
+        (
+            fleet.put_dense_step,
+            DenseStep(sha256="ab" * 32, published_at=5.0, **step),
+            {"sha256": "x"},
+            "dense step 2 is on record; 2 must be higher",
+        ),
+    ):
+        await put(record)
+        await put(record.model_copy(update={"published_at": 8.0}))
+        with pytest.raises(RegistryConflictError, match=message):
+            await put(record.model_copy(update=changed))
+    assert await fleet.version("m", 9) == PUBLISHED
 
 
 @pytest.mark.parametrize("value", [b"", b"{", b"[]", b'{"node_id": "bad"}', NODE.model_dump_json().encode(), b"\xff"])

@@ -6,27 +6,15 @@ import pytest
 
 from loader.registry.fleet import FleetRecord, NodeRecord, VersionReport
 from loader.rollout.coverage import FleetView, Roster, cannot_roll, lags, refusals
-from loader.rollout.plan import Rollout, plan_steps, undone
+from loader.rollout.plan import plan_steps, undone
+from shardrank_testing.rollout_fleet import rollout_record
 
 STEPS = plan_steps("beside", canary=True, bake=False)
 BOTH = {1: "ready", 2: "ready"}
 
 
 def in_step(step, *, steps=STEPS, **fields):
-    return Rollout(
-        model="m",
-        epoch=1,
-        rollout_id="a" * 32,
-        from_version=1,
-        to_version=2,
-        delta_base=2,
-        last_delta=0,
-        steps=steps,
-        step_index=steps.index(step),
-        started_at=1.0,
-        step_began_at=1.0,
-        **fields,
-    )
+    return rollout_record(steps=steps, step_index=steps.index(step), **fields)
 
 
 def node(name, states, *, shard=None, shards=2, live=None, applied=0, draining=False, **reported):
@@ -59,6 +47,7 @@ NEW = node("s", BOTH, live=2, applied=5)
         ("stage_shards", SHARDS, []),
         ("stage_shards", SHARDS[:1], ["shard 1: no node has version 2 ready"]),
         ("stage_shards", (*SHARDS, node("c", {2: "staging"}, shard=1)), ["c: version 2 is staging 0%"]),
+        ("stage_shards", (*SHARDS, node("c", {1: "ready"}, shard=1)), ["c: does not have version 2 yet"]),
         ("stage_shards", (*SHARDS, node("c", {2: "staging"}, shard=1, draining=True)), []),
         # A process that just started holds no flip up, one that answers with the old version does.
         ("flip", (*SHARDS, NEW, node("t", {2: "staging"})), []),

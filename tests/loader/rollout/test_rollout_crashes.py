@@ -280,21 +280,6 @@ async def test_no_rollout_starts_on_a_registry_that_lost_changes(fleet):
         await fleet.start(3)
 
 
-@pytest.mark.parametrize("victim", ["shard-0-0", "shard-1-1", "serve-0"])
-@pytest.mark.parametrize("step_index", [0, 1, 3, 4, 5])
-async def test_a_node_restarted_in_any_step_does_no_harm(fleet, victim, step_index):
-    await fleet.begin(2, 2, 2)
-    rollout = await fleet.start()
-    await fleet.until_step(rollout.steps[step_index])
-    fleet.node(victim).kill()
-    await fleet.round()
-    fleet.node(victim).restart()
-    await fleet.until_ended()
-    # One that has nothing yet when the rollout ends takes what is live by itself.
-    await fleet.round(times=5)
-    await fleet.ends("done", NEW)
-
-
 async def forget(fleet: PlayedFleet, node_id: str) -> None:
     """Kill a node, and let what it announced expire before anybody looks."""
     fleet.node(node_id).kill()

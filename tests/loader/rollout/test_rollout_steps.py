@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from loader.errors import RegistryRecordError, RolloutError
 from loader.rollout.plan import (
     MAX_EVENTS,
-    Rollout,
     advanced,
     changed,
     decode_rollout,
@@ -23,21 +22,16 @@ from loader.rollout.plan import (
     undone,
     wanted_in_step,
 )
+from shardrank_testing.rollout_fleet import rollout_record
 
 GROUPS = (("a0", "b0"), ("a1", "b1"), ("a2",))
 
 
 def a_rollout(strategy="beside", *, old=1, canary=False, bake=False, shadow=False):
     groups, early = (GROUPS, 1) if strategy == "by-replica" else ((), 0)
-    return Rollout(
-        model="m",
-        epoch=1,
-        rollout_id="a" * 32,
+    return rollout_record(
         from_version=old,
-        to_version=2,
         from_followed=True,
-        delta_base=2,
-        last_delta=0,
         strategy=strategy,
         canary_share=0.1 if canary else None,
         shadow_share=0.25 if shadow else None,
@@ -46,8 +40,6 @@ def a_rollout(strategy="beside", *, old=1, canary=False, bake=False, shadow=Fals
         steps=plan_steps(strategy, canary=canary, bake=bake, shadow=shadow, early_groups=early, groups=len(groups)),
         groups=groups,
         early_groups=early,
-        started_at=1.0,
-        step_began_at=1.0,
     )
 
 

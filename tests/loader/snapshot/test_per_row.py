@@ -34,19 +34,6 @@ def test_counts_come_back_in_row_order(tmp_path, dtype):
     np.testing.assert_array_equal(read, counts)
 
 
-def test_tables_without_counts_have_none(tmp_path):
-    counts = {"film": counts_of(777), "tag": counts_of(257, 1)}
-    path, _ = write_snapshot(tmp_path, make_spec(), access_counts=counts)
-    snapshot = Snapshot.open(path)
-    for table in snapshot.spec.tables:
-        read = snapshot.access_counts(table.name)
-        assert (read is None) == (table.name not in counts)
-        if read is not None:
-            np.testing.assert_array_equal(read, counts[table.name])
-    with pytest.raises(KeyError):
-        snapshot.access_counts("nobody")
-
-
 @pytest.mark.parametrize(
     ("counts", "message"),
     [
@@ -189,11 +176,6 @@ def test_two_strings_whose_fingerprints_collide_are_refused(monkeypatch):
     first, second = re.search(message, str(caught.value)).groups()
     assert first != second
     assert len(set(fingerprint_strings([f"s{first}", f"s{second}"]) & 0xFF)) == 1
-
-
-def test_a_vocabulary_mapping_needs_a_vocabulary(tmp_path):
-    with pytest.raises(ExportError, match=r"vocabularies: missing for tables \['items'\]"):
-        write_snapshot(tmp_path, one_table_spec(300, id_mapping=VocabularyMapping()))
 
 
 def test_lookups_that_are_written_are_read_as_whole_counts(tmp_path):

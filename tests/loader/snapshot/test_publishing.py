@@ -33,12 +33,13 @@ from loader.registry.fleet import (
     rollout_key,
 )
 from loader.registry.registry import StreamBounds
-from loader.rollout.plan import Rollout, encode_rollout
+from loader.rollout.plan import encode_rollout
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.publishing import Publication, Retained, publish, retain
 from loader.snapshot.reader import Snapshot, verify_snapshot
 from loader.snapshot.store import Store
 from shardrank_testing.interrupted_registry import InterruptedRegistry
+from shardrank_testing.rollout_fleet import rollout_record
 from shardrank_testing.snapshots import files_of, make_spec, one_table_spec, write_snapshot
 
 MODEL = "small"
@@ -238,10 +239,9 @@ async def test_a_wanted_version_is_never_dropped(stocked: Shop, wanted: dict[str
 
 async def test_versions_of_the_last_rollout_stay(stocked: Shop) -> None:
     """So that a rollback has somewhere to go."""
-    rollout = Rollout(
-        model=MODEL, epoch=3, rollout_id="0" * 32, from_version=2, to_version=3, previous_version=1, state="done",
-        steps=("flip",), started_at=0, step_began_at=0, delta_base=3, last_delta=0,
-    )  # fmt: skip
+    rollout = rollout_record(
+        model=MODEL, from_version=2, to_version=3, previous_version=1, state="done", steps=("flip",), delta_base=3
+    )
     await stocked.fleet.registry.put(rollout_key(MODEL), encode_rollout(rollout), 0)
     assert await stocked.retain(1) == Retained(kept=(1, 2, 3, 5), dropped=(4,))
 

@@ -167,6 +167,10 @@ def edit(**changes):
         (first_feature(weighted=0), "manifest.json: spec.features.0.weighted: "),
         (lambda one: one["golden"].update(tolerance="0.1"), "manifest.json: golden.tolerance: "),
         (lambda one: one["dense"].update(size_bytes="9"), "manifest.json: dense.size_bytes: "),
+        # Files of rows.
+        (lambda one: one["tables"][0]["rows"].pop(), "table 'user': 1 row files, expected 2"),
+        (lambda one: one["tables"][1].update(rows_per_file=4097), "table 'film': .* must be a multiple of 4096"),
+        (lambda one: one["tables"][2].update(rows_per_file=513), "table 'genre': .* must be a power of two"),
         # What is wrong in very many places.
         (edit(tables=[0] * 400_000), "tables.0: "),
         (lambda one: one["spec"].update(tables=[{}] * 400_000), "spec.tables.0"),

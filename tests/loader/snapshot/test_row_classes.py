@@ -10,18 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from loader.description import ModelDescription
-from loader.divided_rows import divide_rows
 from loader.errors import SnapshotCorruptError, SnapshotFormatError
 from loader.snapshot.reader import Snapshot, verify_snapshot
 from loader.snapshot.row_classes import RowClasses
-from loader.snapshot.row_source import rows_of
-from loader.snapshot.tables import DividedTable
-from loader.snapshot.writer import export_snapshot
-from shardrank_testing.snapshots import random_rows, restate_file, rewrite_manifest
+from shardrank_testing.deltas import all_divisions
+from shardrank_testing.snapshots import restate_file, rewrite_manifest
 
 CLASSES = "tables/item/row-classes.safetensors"
-ROWS, KEPT = 2000, 1700
+MADE = all_divisions(0)
+ITEM = MADE.spec.table_of("f_item")
+ROWS = ITEM.num_embeddings
+HOT, COLD, PRUNED = ITEM.class_rows(MADE.spec.parts(ITEM))
 
 
 @st.composite
@@ -55,53 +54,32 @@ def test_a_rows_place_counts_the_rows_of_its_class_before_it(made, seed):
         left = left[left != number]
 
 
-ITEM = {"name": "item", "num_embeddings": ROWS, "embedding_dim": 8, "feature_names": ["item"]}
-DESCRIPTION = {
-    "model": "small",
-    "tables": [{**ITEM, "blocks": [{"share": 0.1, "dtype": "fp16"}, {"dtype": "int4"}]}],
-    "features": [{"name": "item", "side": "candidate"}],
-    "dense_model": {"kind": "mlp"},
-}
-
-
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
-    """A snapshot of a table in two blocks, 300 of whose rows are pruned, and its classes."""
-    spec = ModelDescription.model_validate(DESCRIPTION).compiled({"item": KEPT})
-    rng = np.random.default_rng(0)
-    counts = rng.permutation(np.append(rng.integers(1, 1000, KEPT), np.zeros(ROWS - KEPT, np.int64)))
-    division = divide_rows(spec, {"item": rows_of(random_rows(rng, ROWS, 8))}, {"item": counts})
-    path = export_snapshot(
-        tmp_path_factory.mktemp("store"),
-        spec,
-        rows=division.rows,
-        dense={},
-        row_classes=division.row_classes,
-        access_counts=division.access_counts,
-    )
-    return path, division
+    """A snapshot of a table in two parts, half of whose rows are pruned."""
+    return MADE.export(tmp_path_factory.mktemp("store")).path
 
 
 def test_a_snapshot_has_the_classes_that_it_was_exported_with(exported):
-    path, division = exported
-    snapshot = Snapshot.open(path)
+    snapshot = Snapshot.open(exported)
+    classes = np.empty(ROWS, np.uint8)
+    classes[np.argsort(-MADE.counts["item"], kind="stable")] = np.repeat(np.arange(3), [HOT, COLD, PRUNED])
     for name in ("item", "item.b0", "item.b1"):
-        np.testing.assert_array_equal(snapshot.row_classes(name).classes(), division.row_classes["item"].classes())
-    for name in ("item.b0", "item.b1"):
-        np.testing.assert_array_equal(snapshot.access_counts(name), division.access_counts[name])
-    assert isinstance(snapshot.spec.table_of("item"), DividedTable)
-    assert verify_snapshot(path).ok
+        np.testing.assert_array_equal(snapshot.row_classes(name).classes(), classes)
+    counts = [MADE.counts["item"][classes == number] for number in (0, 1)]
+    np.testing.assert_array_equal(snapshot.access_counts("item.b0"), counts[0])
+    np.testing.assert_array_equal(snapshot.access_counts("item.b1"), [*counts[1], 0])
+    assert verify_snapshot(exported).ok
     bits = 8 * sum(one.size_bytes for one in snapshot.row_classes("item").bitmaps)
-    assert bits == 1.0625 * 512 * (-(-ROWS // 512) + -(-(ROWS - 170) // 512))
+    assert bits == 1.0625 * 512 * (-(-ROWS // 512) + -(-(ROWS - HOT) // 512))
 
 
 @pytest.fixture
 def damaged(exported, tmp_path):
     """Make a copy whose file of row classes has other tensors, stated as a forger would."""
-    path, _ = exported
 
     def made(change):
-        copy = shutil.copytree(path, tmp_path / "small" / "1")
+        copy = shutil.copytree(exported, tmp_path / MADE.spec.model / "1")
         tensors = load_file(copy / CLASSES)
         change(tensors)
         save_file(tensors, copy / CLASSES)
@@ -116,7 +94,7 @@ def flip_a_bit(tensors):
 
 
 def wrong_rank(tensors):
-    tensors["ranks.1"][2] += 1
+    tensors["ranks.1"][1] += 1
 
 
 def move_a_bit(ones: slice, zeros: slice):
@@ -134,11 +112,11 @@ def move_a_bit(ones: slice, zeros: slice):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (flip_a_bit, "bitmap 0 does not count the 170 rows of its class"),
+        (flip_a_bit, f"bitmap 0 does not count the {HOT} rows of its class"),
         # As many ones as before in the table, not in each block; and then one behind the table's end.
         (move_a_bit(slice(0, 512), slice(512, ROWS)), "bitmap 0 does not count"),
-        (move_a_bit(slice(1536, ROWS), slice(ROWS, ROWS + 1)), "bitmap 0 does not count"),
-        (wrong_rank, "bitmap 1 does not count the 1530 rows"),
+        (move_a_bit(slice(512, ROWS), slice(ROWS, ROWS + 1)), "bitmap 0 does not count"),
+        (wrong_rank, f"bitmap 1 does not count the {COLD} rows"),
     ],
 )
 def test_classes_that_do_not_count_right_are_refused_by_file(damaged, change, message):
@@ -158,7 +136,7 @@ def test_classes_that_do_not_count_right_are_refused_by_file(damaged, change, me
     [
         (lambda one: one["tables"][0].pop("row_classes"), "row classes go with the first part"),
         (lambda one: one["tables"][1].update(row_classes=one["tables"][0]["row_classes"]), "row classes go with the"),
-        (lambda one: one["spec"]["divided"][0].update(pruned=299), "num_embeddings is 2000"),
+        (lambda one: one["spec"]["divided"][0].update(pruned=PRUNED - 1), f"num_embeddings is {ROWS}"),
         (lambda one: one["spec"]["divided"][0].update(parts=["item.b0", "item.b9"]), r"parts \['item.b9'\] are no"),
         (lambda one: one["spec"]["divided"][0].update(parts=["item.b0", "item.b0"]), "duplicate part of a divided"),
         (lambda one: one["spec"]["divided"][0].update(name="item.b0"), "that of a table which is not its only part"),

@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import json
 import logging
 import os
+import zipfile
 from datetime import UTC, datetime
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from loader.errors import ExportError, NonFiniteRowError, SnapshotExistsError
+from loader.errors import ExportError, NonFiniteRowError, SnapshotExistsError, UnsafeProgramError
+from loader.snapshot import program, writer
 from loader.snapshot import store as stores
-from loader.snapshot import writer
-from loader.snapshot.buckets import RowBuckets
 from loader.snapshot.codecs import codec_for
+from loader.snapshot.manifest import MAX_PLAN_BYTES, ExportedModelSpec
+from loader.snapshot.program import ProgramArchive, program_bytes
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.row_source import RowsFromBlocks, RowSource, rows_of
 from loader.snapshot.store import Store
+from loader.snapshot.tables import VocabularyMapping
 from loader.snapshot.writer import export_snapshot
 from shardrank_testing.exhaustion import files_limited_to
 from shardrank_testing.snapshots import (
     files_of,
     make_spec,
     one_table_spec,
-    plain_buckets,
     random_golden,
     random_tables,
     with_slices,
@@ -53,23 +58,6 @@ def test_rows_come_back_bit_for_bit(tmp_path, dtype, bucketing, num_embeddings, 
     assert len(snapshot.manifest.tables[0].rows) == -(-num_embeddings // rows_per_file)
 
 
-@pytest.mark.parametrize(
-    ("bucketing", "num_rows", "rows_per_file"), [("mixed", 10_000, 4096), ("hash", 2500, 1024), ("range", 2500, 1024)]
-)
-def test_the_rows_of_a_bucket_are_contiguous_in_each_file(tmp_path, bucketing, num_rows, rows_per_file):
-    spec = one_table_spec(num_rows, 4, dtype="fp32", bucketing=bucketing)
-    path, tables = write_snapshot(tmp_path, spec, rows_per_file=rows_per_file)
-    snapshot, buckets = Snapshot.open(path), RowBuckets.of(spec.tables[0])
-    bucket_of = plain_buckets(spec.tables[0])
-    for bucket in (0, 1, 77, 195, 255):
-        runs = []
-        for file_index in range(3):
-            start, stop = buckets.in_file(rows_per_file, file_index).starts[bucket : bucket + 2]
-            runs.append(snapshot.rows_file("items", file_index)[start:stop])
-        expected = tables["items"][bucket_of == bucket]
-        np.testing.assert_array_equal(np.concatenate(runs).view("<f4"), expected)
-
-
 def test_a_model_with_one_of_everything_comes_back(tmp_path):
     spec = make_spec()
     dense = {
@@ -84,10 +72,6 @@ def test_a_model_with_one_of_everything_comes_back(tmp_path):
     assert path == tmp_path / "films" / "1"
     snapshot = Snapshot.open(path)
     assert (snapshot.spec, snapshot.version) == (spec, 1)
-    for table in spec.tables:
-        stored = snapshot.read_rows(table.name, 0, table.num_embeddings)
-        expected = codec_for(table.dtype, table.embedding_dim).encode(tables[table.name])
-        np.testing.assert_array_equal(stored, expected)
     read = snapshot.dense_tensors()
     assert set(read) == set(dense)
     for name, tensor in dense.items():
@@ -142,13 +126,27 @@ def test_export_streams_in_blocks_of_bounded_size(tmp_path, monkeypatch):
     assert ends[-1] == 10_000
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_nan_and_inf_are_refused_by_table_and_row(tmp_path, bad):
+@pytest.mark.parametrize(
+    ("bad", "problem"),
+    [
+        (np.nan, "holds NaN or inf"),
+        (np.inf, "holds NaN or inf"),
+        (-np.inf, "holds NaN or inf"),
+        (1e6, "values from 0.0 to 1000000.0 overflow as fp16"),
+    ],
+)
+def test_values_that_no_row_can_hold_are_refused_by_row(tmp_path, bad, problem):
     rows = np.zeros((1000, 8), np.float32)
     rows[777, 3] = bad
-    with pytest.raises(NonFiniteRowError, match="table 'items', row 777: holds NaN or inf"):
-        export_snapshot(tmp_path, one_table_spec(1000), rows={"items": rows_of(rows)}, dense=DENSE, rows_per_file=256)
+    spec = one_table_spec(1000, dtype="fp16")
+    with pytest.raises(NonFiniteRowError, match=f"table 'items', row 777: {problem}"):
+        export_snapshot(tmp_path, spec, rows={"items": rows_of(rows)}, dense=DENSE, rows_per_file=256)
     assert not (tmp_path / "small" / "1").exists()
+
+
+MAPPED = one_table_spec(300, id_mapping=VocabularyMapping())
+EXPORTED_MODEL = ExportedModelSpec(inputs={"x": {"source": "pooled", "features": ["item"]}}, outputs={"click": {}})
+EXPORTED = one_table_spec(300).model_copy(update={"dense_model": EXPORTED_MODEL})
 
 
 def zeros(num_rows=300, dim=8):
@@ -183,14 +181,79 @@ def zeros(num_rows=300, dim=8):
         ({"dense": {"w": torch.tensor([1e300], dtype=torch.float64)}}, "dense tensor 'w'.*beyond float32"),
         ({"dense": {"w": torch.tensor([1j])}}, "dense tensor 'w': torch.complex64"),
         ({"dense": {"": torch.zeros(1)}}, "dense tensor '': not a name"),
+        ({"plan": bytes(MAX_PLAN_BYTES + 1)}, "plan: 67108865 bytes; at most 67108864"),
+        ({"spec": MAPPED}, r"vocabularies: missing for tables \['items'\]"),
+        ({"spec": EXPORTED}, "dense: the spec's dense_model is exported: expected a program, got tensors"),
+        (
+            {"spec": one_table_spec(2**25), "rows": {"items": RowsFromBlocks([], 2**25, 8)}, "rows_per_file": 256},
+            "table 'items': rows_per_file 256 makes 131072 files; at most 65536 are allowed",
+        ),
         ({"dense": b"a program"}, "dense: the spec's dense_model is mlp: expected tensors, got a program"),
     ],
 )
 def test_what_does_not_fit_the_spec_is_refused_before_a_write(tmp_path, arguments, message):
-    given = {"rows": {"items": zeros()}, "dense": DENSE} | arguments
+    given = {"spec": one_table_spec(300), "rows": {"items": zeros()}, "dense": DENSE} | arguments
     with pytest.raises(ExportError, match=message):
-        export_snapshot(tmp_path / "store", one_table_spec(300), **given)
+        export_snapshot(tmp_path / "store", **given)
     assert not (tmp_path / "store").exists()
+
+
+WEIGHTS, GRAPH = "data/weights/model_weights_config.json", "models/model.json"
+PROGRAM = {GRAPH: b"{}", WEIGHTS: b'{"config": {}}', "data/constants/model_constants_config.json": b'{"config": {}}'}
+CODE = "data/aotinductor/model/model"
+PACKAGE = {f"{CODE}.so": b"code", f"{CODE}_metadata.json": b'{"AOTI_CPU_ISA": "avx2", "threads": 4}'}
+
+
+def archive_of(members, root="archive/", twice=None):
+    """A zip file; the content of `twice` is that of another member, too."""
+    buffer = BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name, content in members.items():
+            archive.writestr(root + name, content)
+        if twice is not None:
+            archive.filelist.append(copy.copy(archive.getinfo(root + twice)))
+            archive.filelist[-1].filename = f"{root}version"
+    return buffer.getvalue()
+
+
+def with_weight(**stated):
+    return archive_of(PROGRAM | {WEIGHTS: json.dumps({"config": {"w": stated}}).encode()})
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (archive_of({}), "0 members; 1 to 65536 are allowed"),
+        (archive_of(PROGRAM | {"../other/x": b""}, root=""), "lies outside of its folder 'models'"),
+        (archive_of(PROGRAM | {GRAPH: b" " * 900}, twice=GRAPH), "its members overlap"),
+        (archive_of({GRAPH: b"{}"}), "model_weights_config.json is missing"),
+        (archive_of(PROGRAM | {WEIGHTS: b'{"config": []}'}), "model_weights_config.json: no config of weights"),
+        (with_weight(path_name="../weight_0"), r"'w' lies in '../weight_0', not in weight_<number>"),
+        (with_weight(path_name="weight_0", use_pickle=False), "'w' has no tensor_meta"),
+        (archive_of(PROGRAM | {GRAPH: b"[]"}), "models/model.json: not a JSON object"),
+        (archive_of(PROGRAM | {GRAPH: b" " * 101}), "models/model.json: 101 bytes; at most 100 are read"),
+        (archive_of({"byteorder": b"little"}), "it has neither models/model.json nor data/aotinductor/model/"),
+        (archive_of(PACKAGE | {"data/weights/x": b""}), "member data/weights/x is none that a package has"),
+        (archive_of(PACKAGE | {f"{CODE}.json": b" " * 101}), "model.json: 101 bytes; at most 100 are read"),
+    ],
+)
+def test_an_archive_that_no_server_would_read_is_refused(tmp_path, monkeypatch, content, message):
+    monkeypatch.setattr(program, "MAX_JSON_BYTES", 100)
+    with pytest.raises(ExportError, match=f"the program: .*{message}"):
+        export_snapshot(tmp_path / "store", EXPORTED, rows={"items": zeros()}, dense=content)
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_package_is_kept_as_it_is_unless_it_is_too_large(tmp_path, monkeypatch):
+    path = tmp_path / "dense.pt2"
+    path.write_bytes(archive_of(PACKAGE))
+    assert program_bytes(path) == path.read_bytes()
+    archive = ProgramArchive.read(path)
+    assert (archive.kind, archive.package_metadata()) == ("package", {"AOTI_CPU_ISA": "avx2"})
+    monkeypatch.setattr(program, "MAX_DENSE_BYTES", 100)
+    for read, error in ((program_bytes, ExportError), (ProgramArchive.read, UnsafeProgramError)):
+        with pytest.raises(error, match=r"dense.pt2: \d+ bytes; at most 100 are allowed"):
+            read(path)
 
 
 def test_a_version_is_written_only_once_and_the_next_one_is_free(tmp_path):
@@ -237,18 +300,12 @@ def whole(tmp_path_factory):
     return files_of(store)
 
 
-@pytest.mark.parametrize("fail_at", range(NUM_ROW_FILES))
+@pytest.mark.parametrize("fail_at", range(NUM_ROW_FILES + 1))
 def test_an_interrupted_export_reads_only_what_is_missing(tmp_path, whole, fail_at):
-    assert export(tmp_path, fail_at) == fail_at
+    """The last one dies before its manifest is written."""
+    assert export(tmp_path, fail_at, clock=dies) == fail_at
     assert Store(tmp_path).versions("films") == []
     assert export(tmp_path) == NUM_ROW_FILES - fail_at
-    assert files_of(tmp_path) == whole
-
-
-def test_an_export_interrupted_before_its_manifest_reads_no_row(tmp_path, whole):
-    assert export(tmp_path, clock=dies) == NUM_ROW_FILES
-    assert Store(tmp_path).versions("films") == []
-    assert export(tmp_path) == 0
     assert files_of(tmp_path) == whole
 
 
@@ -303,15 +360,6 @@ def test_an_export_of_other_inputs_starts_over_and_says_so(tmp_path, caplog, opt
     snapshot = Snapshot.open(tmp_path / "films" / "2")
     assert snapshot.spec == options.get("spec", SPEC)
     assert snapshot.manifest.delta_start == (options.get("delta_base", 2), 0)
-
-
-def test_an_export_that_dies_within_a_file_writes_it_again(tmp_path, whole, monkeypatch):
-    monkeypatch.setattr(writer, "BLOCK_BYTES", 4 * 16 * 100)  # a file of `user` is requested in three blocks
-    assert export(tmp_path, fail_at=4) == 4
-    assert Store(tmp_path).versions("films") == []
-    monkeypatch.undo()
-    assert export(tmp_path) == NUM_ROW_FILES - 1
-    assert files_of(tmp_path) == whole
 
 
 def test_after_a_full_disk_an_export_can_go_on(tmp_path, whole):

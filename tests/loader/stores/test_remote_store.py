@@ -30,7 +30,8 @@ from loader.registry.fleet import FleetRegistry
 from loader.snapshot.manifest import CHECKSUM_NAME, MANIFEST_NAME, read_manifest
 from loader.snapshot.publishing import publish, retain
 from loader.snapshot.reader import Snapshot
-from loader.stores import fetching
+from loader.snapshot.store import Store
+from loader.stores import remote as remote_module
 from loader.stores.place import StoreUrl
 from loader.stores.remote import RemoteStore
 from shardrank_testing.processes import wait_until
@@ -46,7 +47,7 @@ PART_BYTES = 64 << 10
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetching, "PART_BYTES", PART_BYTES)
+    monkeypatch.setattr(remote_module, "PART_BYTES", PART_BYTES)
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def remote(
         yield Remote(bucket, proxy, tmp_path / "cache", made)
 
 
-def put(store: RemoteStore, folder: Path) -> tuple[str, bool]:
+def put(store: Store, folder: Path) -> tuple[str, bool]:
     return store.put(folder, read_manifest(folder)[1])
 
 
@@ -161,11 +162,11 @@ def test_a_version_is_immutable_and_two_who_write_it_never_mix(
 KILLED = """
     import sys
     from pathlib import Path
-    from loader.stores import fetching
+    from loader.stores import remote
     from loader.stores.place import StoreUrl
     from loader.stores.remote import RemoteStore
 
-    fetching.PART_BYTES, fetching.PARTS_AT_A_TIME = int(sys.argv[3]), 2
+    remote.PART_BYTES, remote.PARTS_AT_A_TIME = int(sys.argv[3]), 2
     RemoteStore(StoreUrl(url=sys.argv[1], cache=Path(sys.argv[2]))).hold("small", 1)
 """
 
@@ -222,7 +223,7 @@ def test_an_object_that_changes_during_its_fetch_is_never_mixed(
     put(store, remote.made / "1")
     right, other = (remote.made / "1" / ROWS).read_bytes(), (remote.made / "2" / ROWS).read_bytes()
     assert len(right) == len(other)
-    monkeypatch.setattr(fetching, "PARTS_AT_A_TIME", 1)
+    monkeypatch.setattr(remote_module, "PARTS_AT_A_TIME", 1)
     half = remote.proxy.hold_after = remote.proxy.answer_bytes + len(right) // 2
 
     def change() -> None:
@@ -251,6 +252,7 @@ def test_what_is_damaged_in_the_store_is_refused_by_name(remote: Remote, tmp_pat
         (ROWS, flip_last_bit, "SHA-256 is .*, the manifest says"),
         (ROWS, lambda rows: rows[:-1], f"{ROWS}: .* bytes, the manifest says"),
         (ROWS, None, f"{ROWS}: missing"),
+        (CHECKSUM_NAME, None, f"small/1/{CHECKSUM_NAME}: missing"),
     ):
         right = (folder / relative).read_bytes()
         if change is None:
@@ -262,6 +264,47 @@ def test_what_is_damaged_in_the_store_is_refused_by_name(remote: Remote, tmp_pat
         assert not remote.cached()
         remote.bucket.put(f"small/1/{relative}", right)
     remote.store().hold("small", 1).close()
+
+
+def test_what_is_not_in_the_store_is_refused_by_name(remote: Remote) -> None:
+    store = remote.store()
+    put(store, remote.made / "1")
+    assert store.versions("../small") == []
+    with pytest.raises(SnapshotCorruptError, match=r"identity .* is [0-9a-f]{64}, published was f{64}"):
+        store.hold("small", 1, identity="f" * 64)
+    store.hold("small", 1, verify=False).close()
+    with pytest.raises(SnapshotNotFoundError, match=r"no version 1 of model '\.\./small'; it has \[\]"):
+        store.hold("../small", 1)
+
+
+@pytest.fixture(params=["folder", "bucket"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    """An empty store of each kind."""
+    return Store(tmp_path / "store") if request.param == "folder" else request.getfixturevalue("remote").store()
+
+
+def test_small_files_are_written_listed_and_deleted(store: Store) -> None:
+    store.write_file("dense/1", b"12345")
+    assert [file.path for file in store.list_files("dense")] == ["dense/1"]
+    assert store.read_file("dense/1", 5) == b"12345"
+    for path, message in (("dense/1", "dense/1: .*4"), ("dense/2", "dense/2: missing")):
+        with pytest.raises(SnapshotCorruptError, match=message):
+            store.read_file(path, 4)
+    store.delete_files(["dense/1", "dense/2"])
+    store.delete_files([])
+    assert store.list_files("dense") == []
+
+
+def test_a_version_that_was_set_aside_comes_back_or_is_deleted(store: Store, made: Path) -> None:
+    for version in (1, 2, 3):
+        put(store, made / str(version))
+        store.set_aside("small", version)
+    assert store.versions("small") == []
+    assert store.next_version("small") == 4
+    store.bring_back("small", 1)
+    store.delete_set_aside("small", staying=[2])
+    assert store.versions("small") == [1, 2]
+    assert put(store, made / "3")[1]
 
 
 def test_a_manifest_whose_paths_leave_the_snapshot_is_refused(remote: Remote, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Real servers: a whole comparison, the scores of every API, and a server that does not start."""
+"""Real servers: a whole comparison, and the scores of every API."""
 
 from __future__ import annotations
 
@@ -68,11 +68,6 @@ def test_every_arm_is_measured_and_a_page_is_written(tmp_path: Path):
     assert all(name in done.stdout and name in page for name in names)
 
 
-def arm_measure(load: OfferedLoad, generators: Generators, snapshot: Path, folder: Path) -> ArmMeasure:
-    config = CompareConfig(cards=(1, 2), device="cpu", dtype="float32")
-    return ArmMeasure(config, load, generators, snapshot, folder, Console(quiet=True))
-
-
 def test_a_server_has_the_models_scores_over_every_api(tmp_path: Path):
     loads = {
         api: OfferedLoad(
@@ -84,12 +79,13 @@ def test_a_server_has_the_models_scores_over_every_api(tmp_path: Path):
         )
         for api in APIS
     }
-    snapshot = compared_snapshot(CompareConfig(device="cpu"), loads["json"], tmp_path / "store")
+    config = CompareConfig(device="cpu", dtype="float32")
+    snapshot = compared_snapshot(config, loads["json"], tmp_path / "store")
     model, (_, payloads) = snapshot.parent.name, open_payloads(loads["json"])
     with Ranker.open(snapshot, dtype="float32") as ranker:
         expected = ranker.rank(json.loads(payloads[1].body))["scores"]
     with Generators() as generators:
-        measure = arm_measure(loads["json"], generators, snapshot, tmp_path)
+        measure = ArmMeasure(config, loads["json"], generators, snapshot, tmp_path, Console(quiet=True))
         with measure.serving(ONE) as server:
             assert served_dtype(ONE, server.http_port, model) == "float32"
             with pytest.raises(ServerFailedError, match=r"1 card does not describe its model at .* 'none' is not"):
@@ -100,12 +96,3 @@ def test_a_server_has_the_models_scores_over_every_api(tmp_path: Path):
             nowhere = loads["oip-grpc"].model_copy(update={"target": f"grpc://127.0.0.1:{server.http_port}"})
             with pytest.raises(GeneratorError, match="oip-grpc: no scores of request 1: "):
                 generators.scores(nowhere, 1)
-
-
-def test_a_server_that_ends_too_early_is_shown_with_its_log(tmp_path: Path):
-    load = OfferedLoad(target="http://127.0.0.1:1", workload="merlin-tiny:0.0001")
-    why = r"(?s)1 card: server has ended before it served: exit code 1.*no such snapshot folder"
-    with Generators() as generators:
-        measure = arm_measure(load, generators, tmp_path / "none" / "1", tmp_path)
-        with pytest.raises(ServerFailedError, match=why), measure.serving(ONE):
-            raise AssertionError("it has nothing to serve")

@@ -9,16 +9,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from loadtest.compare.arms import (
-    ASKED,
-    ArmRound,
-    ArmScores,
-    CompareConfig,
-    Dtype,
-    Measurements,
-    rates_of,
-    wire_bytes,
-)
+from loadtest.compare.arms import ASKED, ArmRound, ArmScores, CompareConfig, Dtype, Measurements, rates_of, wire_bytes
 from loadtest.compare.run import compared
 from loadtest.errors import ScoresDifferError
 from loadtest.load.config import OfferedLoad
@@ -38,12 +29,18 @@ def example() -> LoadResult:
     return QueueLoad(rate=200, duration_s=2, warmup_s=0).run()
 
 
-def run(times: float, *, p99: bool = True, why: tuple[str, ...] = ()) -> LoadResult:
+def run(times: float, *, why: tuple[str, ...] = ()) -> LoadResult:
     """A run whose percentiles are `times` 1, 2 and 4 ms."""
-    percentiles = {"p50_ms": times, "p99_ms": 2 * times if p99 else None, "p999_ms": 4 * times}
+    percentiles = {"p50_ms": times, "p99_ms": 2 * times, "p999_ms": 4 * times}
     latency = example().latency_of_due.model_copy(update=percentiles)
     changes = {"latency_of_due": latency, "throughput": 100.0, "valid": not why, "invalid_because": why}
     return example().model_copy(update=changes)
+
+
+def failing(errors: dict[str, int]) -> LoadResult:
+    """A run of 400 requests without a p99."""
+    latency = run(1).latency_of_due.model_copy(update={"p99_ms": None})
+    return run(1).model_copy(update={"latency_of_due": latency, "errors": errors, "due": 400})
 
 
 def busy(requests: int, *, client_cpu_s: float = 1.0, p50_ms: float = 1.0, cpu: dict[Role, CpuTime] = ALONE) -> Weighed:
@@ -181,14 +178,11 @@ def test_the_setup_has_the_settings_and_the_agreement():
             "throughput: the client used 95% of a core; at most 90% is allowed",
         ),
         (
-            one_round(warm=run(1, p99=False).model_copy(update={"errors": {"timeout": 90, "http_504": 5}, "due": 400})),
+            one_round(warm=failing({"timeout": 90, "http_504": 5})),
             "warm: 95 of 400 requests failed (timeout 90, http_504 5): not answered within 250 ms. "
             "Offer less (--rate, --shares), give requests longer (--timeout-ms), or make them smaller (--candidates)",
         ),
-        (
-            one_round(warm=run(1, p99=False).model_copy(update={"errors": {"connection": 5}, "due": 400})),
-            "warm: 5 of 400 requests failed (connection 5)",
-        ),
+        (one_round(warm=failing({"connection": 5})), "warm: 5 of 400 requests failed (connection 5)"),
     ],
 )
 def test_an_invalid_run_makes_the_comparison_invalid(failed, reason):

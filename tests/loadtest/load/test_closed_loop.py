@@ -17,7 +17,7 @@ from loadtest.errors import GeneratorError, LateAnswerError, RequestFailedError
 from loadtest.load.config import LoadTarget, OfferedLoad
 from loadtest.load.generator import Generators, share_of
 from loadtest.load.loops import ClosedLoop, Weighed, keep_busy
-from loadtest.load.senders import AnswerCheck, Failure, Outgoing, Sender, make_sender
+from loadtest.load.senders import Failure, Outgoing, Sender, check_answer, make_sender
 from loadtest.workloads.catalog import BenchShape, bench_payloads
 from loadtest.workloads.payloads import Payloads
 from shardrank_testing.loaded_server import CANDIDATES as LOADED_CANDIDATES
@@ -119,7 +119,7 @@ def test_targets_of_a_closed_loop_are_swapped_while_it_runs() -> None:
 
     def judge(request: Outgoing, body: bytes) -> Failure | None:
         request.verdict = "right"
-        return AnswerCheck(pool)(request, body)
+        return check_answer(pool, request, body)
 
     async def main(ports: list[int]) -> None:
         senders: list[Sender] = [

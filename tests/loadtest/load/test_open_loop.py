@@ -21,7 +21,7 @@ from loadtest.load.loops import PreciseTimer, arrival_times
 from loadtest.load.result import Done, LoadResult, Ready, Recorder, make_result
 from loadtest.workloads.catalog import open_workload
 from loadtest.workloads.payloads import Payloads
-from shardrank_testing.loaded_server import CANDIDATES, Plan, Reply, loaded_grpc_server, loaded_http_server
+from shardrank_testing.loaded_server import CANDIDATES, Reply, loaded_grpc_server, loaded_http_server
 
 SERVERS = {"json": loaded_http_server, "grpc": loaded_grpc_server}
 WORKLOAD = open_workload("merlin-tiny:0.001", candidates=str(CANDIDATES))
@@ -53,35 +53,20 @@ def load(
     return make_result(config, run, [Ready(requests=4, model="m", workload="w")], 0.0, [done])
 
 
-def connections_to(port: int) -> int:
-    """Of servers in this process."""
-    found = psutil.Process().net_connections("tcp")
-    return sum(one.status == psutil.CONN_ESTABLISHED and one.laddr.port == port for one in found)
-
-
 def test_grpc_connections_are_open_before_the_first_request():
     seen: list[int] = []
 
-    def plan(number: int) -> Reply:
-        seen.append(connections_to(server.port))
+    def plan(number: int = 0) -> Reply:
+        found = psutil.Process().net_connections("tcp")
+        is_open = [at.status == psutil.CONN_ESTABLISHED and at.laddr.port == server.port for at in found]
+        seen.append(sum(is_open))
         return Reply()
 
     with loaded_grpc_server(plan) as server:
         result = load(server.port, "grpc", duration_s=0.2, lead_s=0.5, grpc_channels=16)
-        assert connections_to(server.port) == 0
-    assert seen[0] == 16
+        plan()
+    assert (seen[0], seen[-1]) == (16, 0)
     assert (result.errors, result.answered) == ({}, 40)
-
-
-def stalling(number: int, seconds: float) -> Plan:
-    """Stop the whole server at a request, as a garbage collection or a swap would."""
-
-    def plan(current: int) -> Reply:
-        if current == number:
-            time.sleep(seconds)
-        return Reply()
-
-    return plan
 
 
 @pytest.mark.parametrize("api", ["json", "grpc"])
@@ -100,7 +85,13 @@ def test_requests_are_sent_once_with_new_headers_if_varied(api, varied):
 
 @pytest.mark.parametrize(("api", "connections"), [("json", 512), ("json", 1), ("grpc", 4)])
 def test_a_stall_is_in_the_latency_of_all_requests_due_meanwhile(api, connections):
-    with SERVERS[api](stalling(60, 0.3)) as server:
+    """The whole server stops at a request, as a garbage collection or a swap would make it."""
+
+    def plan(number: int) -> Reply:
+        time.sleep(0.3 if number == 60 else 0)
+        return Reply()
+
+    with SERVERS[api](plan) as server:
         result = load(server.port, api, rate=100, duration_s=2, max_connections=connections)
     assert result.answered == 200
     # One request each 10 ms meets the stall with 300, 290, ... ms of it left. p99 of 200 is the third highest.

@@ -91,9 +91,21 @@ def test_requests_are_due_at_their_times_or_faster_or_evenly(folder: Path) -> No
     assert [one.request.num_candidates for one in last.recorded] == [8, 9, 10]
 
 
+def test_a_folder_of_several_models_needs_a_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (path,) = recorded_files(folder)
+    first, second = list(read_file(path))[:2]
+    other = changed(second, schema=second.schema.model_copy(update={"model": "books"}))
+    monkeypatch.setattr("loadtest.load.replay.read_file", lambda path: [first, other])
+    with pytest.raises(LoadConfigError, match=f"--model: .* has requests of several: books, {MODEL}"):
+        prepare(ReplayConfig(folder=folder, target="http://h:1"))
+    named = prepare(ReplayConfig(folder=folder, target="http://h:1", model="books"))
+    assert (named.total, [payload.path for payload in named.pool]) == (1, ["/v1/models/books:rank"])
+
+
 def test_what_can_not_be_replayed_is_refused(folder: Path, tmp_path: Path) -> None:
-    for where, model in ((folder, "books"), (tmp_path, None)):
-        with pytest.raises(LoadConfigError, match="no requests of model 'books'" if model else "no requests are"):
+    of_books = "no requests of model 'books'"
+    for where, model, message in ((folder, "books", of_books), (tmp_path, None, "no requests are")):
+        with pytest.raises(LoadConfigError, match=message):
             prepare(ReplayConfig(folder=where, target="http://h:1", model=model))
     for wrong, message in (
         (["--target", "ftp://h:1"], "ftp"),

@@ -80,8 +80,7 @@ def test_the_server_s_parser_reads_films_back(api, profile):
 def test_movielens_files_are_read_from_their_folder(tmp_path):
     folder = write_movielens(tmp_path / "ml", DATA)
     films = open_workload("films", movielens=folder, candidates="10")
-    assert films.spec.model == "films"
-    assert films.request(np.random.default_rng(0)).num_candidates == 10
+    assert (films.spec.model, films.request(np.random.default_rng(0)).num_candidates) == ("films", 10)
     assert "candidates 10" in films.name
     assert open_workload("films:profile", movielens=folder).spec.dense_inputs.candidate == 2
 
@@ -100,11 +99,9 @@ def test_the_seed_draws_other_users_from_the_same_split(tmp_path):
     folder = write_movielens(tmp_path, small_interactions(num_ratings=1000))
 
     def asked(seed: int, split_seed: int) -> tuple[str, list[bytes]]:
-        config = OfferedLoad(
-            target="http://h", workload="films", movielens=folder, requests=20, seed=seed, split_seed=split_seed
-        )
-        name, pool = open_payloads(config)
-        return name, [one.body for one in pool]
+        films = {"workload": "films", "movielens": folder, "requests": 20, "split_seed": split_seed}
+        name, pool = open_payloads(OfferedLoad(target="http://h", seed=seed, **films))
+        return name, [payload.body for payload in pool]
 
     (name, first), (_, again), (_, drawn), (other, split) = asked(0, 0), asked(0, 0), asked(1, 0), asked(0, 1)
     assert first == again

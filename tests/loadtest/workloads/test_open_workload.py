@@ -89,9 +89,8 @@ def test_a_bench_workload_has_the_hotness_of_its_name():
 def test_everything_that_was_chosen_is_in_the_name():
     workload = open_workload("dlrm-v2:0.01", ids="zipf:1.2", candidates="100", context_features=2)
     assert workload.name == "dlrm-v2:0.01, ids zipf:1.2, candidates 100, ragged bags, context features 2"
-    assert open_workload("dlrm-v2:0.01", varied=False).name == (
-        "dlrm-v2:0.01, ids uniform, candidates 100-700:270, fixed bags"
-    )
+    same = open_workload("dlrm-v2:0.01", varied=False)
+    assert same.name == "dlrm-v2:0.01, ids uniform, candidates 100-700:270, fixed bags"
 
 
 def test_context_features_have_the_most_ids_and_come_once():

@@ -7,17 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from click.testing import Result
 
+from loader.errors import ExportError
 from loader.registry import open_registry
 from loader.registry.fleet import FleetRegistry, NodeRecord, VersionReport, WantedModel
 from loader.snapshot.per_row import read_access_counts
+from serving.cli.counts import Counted, of_tables
 from shard_node.access_counts import SAMPLE_EVERY
 from shard_node.wire.address import Address
 from shardrank_testing.command_line import shardrank
+from shardrank_testing.divided import describe, write_twins
 from shardrank_testing.nodes import MODEL, VERSION, film_bags, serving, small_node, small_spec
 from shardrank_testing.serving_api import MODEL as API_MODEL
 from shardrank_testing.serving_api import api_request, ask, running_api, served_service, write_api_model
+from shardrank_testing.snapshots import one_table_spec
 
 LOCAL = Address.parse("127.0.0.1:0")
 
@@ -57,6 +62,10 @@ def test_counts_of_shards_and_replicas_are_added_in_one_file(tmp_path: Path) -> 
             gone = f"unix:{tmp_path}/gone.sock"
             done = await counts_of("--shard", f"{one.addresses[0]},{gone}", "--out", file, code=1)
             assert "gone.sock" in done.output
+            done = await counts_of("--shard", three.addresses[0], "--out", file, code=1)
+            assert "no lookup was counted yet" in done.output
+            done = await counts_of("--shard", three.addresses[0], "--out", file, "--model", "other", code=2)
+            assert f"--model other: {three.addresses[0]} has no live version of it" in done.output
 
     asyncio.run(program())
     assert list(tmp_path.iterdir()) == []
@@ -68,6 +77,13 @@ def test_nodes_of_a_fleet_are_found_in_its_registry(tmp_path: Path) -> None:
     async def program() -> None:
         registry = open_registry(tmp_path / "registry")
         fleet = FleetRegistry(registry)
+        for flags, problem in (
+            ((), "Name one of the fleet's models with --model: none"),
+            (("--model", MODEL), "the fleet has no live version of it"),
+            (("--model", MODEL, "--version", VERSION), f"no process of the fleet has version {VERSION}"),
+        ):
+            done = await counts_of("--registry", tmp_path / "registry", "--out", tmp_path / "counts", *flags, code=2)
+            assert problem in done.output
         await fleet.put_wanted(WantedModel(model=MODEL, epoch=1, live=VERSION), None)
         async with serving(LOCAL, nodes[0]) as one, serving(LOCAL, nodes[1]) as two:
             addresses = [str(one.addresses[0]), str(two.addresses[0]), f"unix:{tmp_path}/elsewhere.sock"]
@@ -85,6 +101,24 @@ def test_nodes_of_a_fleet_are_found_in_its_registry(tmp_path: Path) -> None:
     assert seen_films(tmp_path / "counts") == {3: 2, 4: 1}
 
 
+def test_counts_of_parts_become_those_of_their_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    levers = {"items": {"dtype": {"hot": "fp16", "cold": "int8", "hot_share": 0.1}}}
+    twins = write_twins(tmp_path, describe(one_table_spec(300), levers), pruned=("items",))
+    snapshot, counts = twins.divided, twins.counts["items"].astype(np.float32)
+    classes = snapshot.row_classes("items").classes()
+    found = {}
+    for number, part in enumerate(snapshot.spec.stored_tables):
+        # The row that all pruned ones read is the last of the last part.
+        lookups = np.append(counts[classes == number], np.float32(7))[: part.num_embeddings]
+        found[part.name] = Counted(np.arange(lookups.size, dtype=np.uint32), lookups, part.num_embeddings)
+    (table,) = of_tables(snapshot, found).values()
+    np.testing.assert_array_equal(table.rows, np.flatnonzero(counts))
+    np.testing.assert_array_equal(table.lookups, counts[counts > 0])
+    assert capsys.readouterr().out == "items: about 7 more lookups of pruned rows, not known of which\n"
+    with pytest.raises(ExportError, match=r"rows by table are .*, counted were {}"):
+        of_tables(snapshot, {})
+
+
 def test_a_serving_process_reports_what_it_counted(tmp_path: Path) -> None:
     model, file = write_api_model(tmp_path), tmp_path / "counts"
     service = served_service(model)
@@ -93,6 +127,9 @@ def test_a_serving_process_reports_what_it_counted(tmp_path: Path) -> None:
         async with running_api(service) as api:
             for seed in range(2 * SAMPLE_EVERY):
                 await ask(service, api_request(seed % 7))
+            for query, problem in (("rows=1", "no such parameter"), ("table=x", "'x' is no whole number")):
+                refused = await api.http.get(f"/v1/models/{API_MODEL}/access-counts?{query}")
+                assert (refused.status_code, problem in refused.text) == (400, True)
             await counts_of("--server", api.http.base_url, "--model", API_MODEL, "--out", file)
 
     try:

@@ -147,6 +147,7 @@ def test_verify_scores_the_golden_requests_of_a_trained_version(tmp_path: Path) 
     assert told[0].startswith("dense model in float32: golden scores differ by up to 0.0")
     # It has no layer that gains by int8, so that is no format of its own.
     assert [check.split()[3] for check in told] == ["float32:", *(["bfloat16:"] if bfloat16_is_native() else [])]
+    assert "Golden requests: " in shardrank("inspect", "--snapshot", folder).output
     rewrite_manifest(folder, lambda manifest: manifest["golden"].update(tolerance=1e-9))
     bad = shardrank("verify", "--store", tmp_path, code=1)
     assert "bad: golden_mismatch: model 'films' version 1: golden scores differ" in bad.stdout
@@ -234,6 +235,9 @@ def test_pruned_rows_go_and_what_their_ids_get_is_their_mean(folder: Path) -> No
     np.testing.assert_array_equal(np.flatnonzero(snapshot.row_classes("item").classes() == 0), [7, 40, 299])
     np.testing.assert_array_equal(snapshot.access_counts("item"), [4, 2, 1, 0])
     assert f"item: pruned, 3 of {ROWS} rows are kept" in result.output
+    shown = shardrank("inspect", "--snapshot", snapshot.path).output
+    assert "Tables in parts" in shown
+    assert f"item: 297 of {ROWS} rows are pruned" in shown
     # Of a table without counts nothing is said and nothing goes.
     assert stored(snapshot, "user").shape == (20, DIM)
 
@@ -259,6 +263,24 @@ def test_a_plan_of_a_divided_table_goes_into_its_snapshot(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("levers", "flags", "reason"),
+    [
+        ({}, "--counts {0}/most", f"1 of {ROWS} rows could go, and one takes their place"),
+        ({"blocks": [{"share": 0.2}, {"dim": 2}]}, "--counts {0}/few", "training divided it into blocks"),
+        ({"id_mapping": REMAINDERS}, "--counts {0}/few", "by quotient_remainder a row is of many ids"),
+        ({"id_mapping": {"kind": "vocabulary"}}, "--ids item={0}/ids.npy", "--ids do not tell which rows a vocabulary"),
+    ],
+)
+def test_a_table_that_can_not_be_pruned_stays_whole(folder: Path, levers: Any, flags: str, reason: str) -> None:
+    np.save(folder / "ids.npy", np.arange(7))
+    counts_file(folder, dict.fromkeys(range(ROWS - 1), 1), "most")
+    counts_file(folder, {7: 3}, "few")
+    (folder / "shop.json").write_text(json.dumps(described(**levers)))
+    told = shardrank("plan", "--model", folder / "shop.json", "--prune", *flags.format(folder).split())
+    assert f"item: not pruned, {reason}" in told.output
+
+
+@pytest.mark.parametrize(
     ("levers", "flags", "problem"),
     [
         ({}, "--prune", "--prune needs --counts"),
@@ -267,6 +289,8 @@ def test_a_plan_of_a_divided_table_goes_into_its_snapshot(folder: Path) -> None:
         ({}, "--prune --counts {0}/seen --keep-share 1.5", "1.5 is not in the range 0<x<=1"),
         ({}, "--prune --counts {0}/seen --keep-share 0", "0.0 is not in the range 0<x<=1"),
         ({}, "--prune --counts {0}/unseen", "table 'item': no row of it was looked up: pruned, it would be empty"),
+        ({}, "--prune --counts {0}/seen --keep {0}/users", "--keep: rows of ['user'], of which there are no --counts"),
+        ({}, "--table-key films=x", "--table-key: no table 'films'; the description's tables are ['user', 'item']"),
         ({}, "--counts {0}/other", "access counts of ['films']; the model's tables are ['item', 'user']"),
         ({}, "--counts {0}/short", "table 'item': access counts: expected integers [300], got int64 [20]"),
         ({}, "--counts {0}/sized", "a table 'item' whose num_embeddings was 20; here it is 300"),
@@ -291,6 +315,7 @@ def test_levers_that_do_not_fit_are_refused(folder: Path, levers: dict[str, Any]
         (folder / name).mkdir()
         np.save(folder / name / f"{table}.npy", np.arange(counts) if isinstance(counts, int) else counts)
     write_access_counts(folder / "sized", {"item": (np.array([7]), np.array([3]))}, {"item": 20})
+    write_access_counts(folder / "users", {"user": (np.array([7]), np.array([3]))})
     write_access_counts(folder / "parts", {"item.b1": (np.array([7]), np.array([3]))})
     for name, blocks in {"blocks": np.arange(ROWS) % 2, "many": np.arange(ROWS) % 3, "few": np.arange(20)}.items():
         with (folder / name).open("wb") as file:

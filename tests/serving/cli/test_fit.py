@@ -13,6 +13,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from loader.description import ModelDescription
+from loader.snapshot.per_row import read_access_counts
 from router.levers import LEVERS
 from serving.models.ranking_models import build_model
 from shardrank_testing.command_line import shardrank
@@ -118,6 +119,7 @@ def test_a_proposal_is_a_description_that_has_its_bytes(shop: Path, tmp_path: Pa
         ("--counts other", "access counts of ['films']; the model's tables are ['items', 'users']"),
         ("--counts short", "table 'users': access counts: expected integers [10000], got int64 [7]"),
         ("--counts short --trace item=far.npy", "give one of them"),
+        ("--counts-out x", "--counts-out: there is no --trace of a table whose rows are known"),
     ],
 )
 def test_wrong_input_is_refused_by_name(
@@ -130,6 +132,23 @@ def test_wrong_input_is_refused_by_name(
     for name, array in arrays.items():
         np.save(f"{name}.npy", np.array(array))
     assert message in shardrank("fit", shop, *shlex.split(arguments), code=None).output
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--bytes 1kB --levers precision", "are left, and --levers leaves out shard"),
+        ("--bytes 1kB --levers shard", "13.4 MB are for 13440 shards\n"),
+        ("--counts {counts}", "Counts are of rows, not of ids, so collisions can't be measured"),
+    ],
+)
+def test_what_does_not_fit_or_is_not_known_is_told(shop: Path, flags: str, message: str) -> None:
+    counts = shop.parent / "counts"
+    shardrank("fit", shop, *traces(shop), "--counts-out", counts)
+    users = np.bincount(np.load(shop.parent / "user.npy"), minlength=10_000)
+    compiled = ModelDescription.model_validate_json(shop.read_text(), strict=True).compiled()
+    np.testing.assert_array_equal(read_access_counts(counts, compiled)["users"], users)
+    assert message in shardrank("fit", shop, *flags.format(counts=counts).split()).output
 
 
 def test_plan_and_export_size_auto_tables_by_ids_and_prune(shop: Path, tmp_path: Path) -> None:

@@ -122,6 +122,8 @@ def test_text_and_json_tell_the_same() -> None:
     assert f"alone {plan.time.alone_us:.1f} us, bound by {plan.time.bound}; all 8 cards busy" in text
     assert "Tables, the largest 8 of 26" in text
     assert "fits: every row is on cards (every row on cards needs 4.5 GB of each)" in text
+    assert planned(*arguments, "--nvlink-gb-per-s", 1).time.alone_us > plan.time.alone_us
+    assert "in pinned host memory" in shardrank("plan", *arguments, "--card-memory-gb", 4).output
 
 
 @pytest.mark.parametrize(
@@ -158,6 +160,9 @@ def test_a_description_a_snapshot_and_its_manifest_are_planned_alike(tmp_path: P
     plans = [planned("--model", path) for path in (description, folder, folder / MANIFEST_NAME)]
     assert plans[0].model == "films"
     assert plans[0] == plans[1] == plans[2]
+    halves = make_spec(dtype="fp16").model_dump(mode="json") | {"features": pooled_spec().model_dump()["features"]}
+    description.write_text(json.dumps(halves))
+    assert planned("--model", folder, "--dtype", "fp16") == planned("--model", description)
 
 
 @pytest.mark.parametrize("given", ["file", "folder", "trace"])

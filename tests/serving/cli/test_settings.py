@@ -68,6 +68,20 @@ def test_a_limit_that_is_unknown_or_out_of_range_is_named(assignment: tuple[str,
         read_limits(given(None, assignment))
 
 
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("[]", "expected an object of limits by name"),
+        ("{", "Expecting property name"),
+        (" " * (2**20 + 1), "more than 1048576 bytes"),
+    ],
+)
+def test_a_file_that_is_none_of_limits_is_refused_by_name(tmp_path: Path, text: str, problem: str) -> None:
+    (tmp_path / "limits.json").write_text(text)
+    with pytest.raises(click.UsageError, match=f"limits.json: {problem}"):
+        read_limits(given(tmp_path / "limits.json"))
+
+
 def test_a_config_takes_the_options_that_are_its_fields_and_names_what_is_out_of_range() -> None:
     options = {"store": Path("models"), "shards": 3, "host": "::1", "registry": None, "threads": 7}
     config = config_of(FleetConfig, options, models=("films",), shards=4)

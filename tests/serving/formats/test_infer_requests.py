@@ -11,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loader.errors import ShardrankError
+from loader.snapshot.manifest import ModelSpec
+from router.feature_schema import FeatureSchema
 from serving.errors import (
     BadRequestError,
     CountMismatchError,
@@ -28,6 +30,7 @@ from serving.limits import RequestLimits
 from serving.proto.inference import open_inference_pb2 as messages
 from shardrank_testing.inference_requests import Tensor, binary_body, bytes_tensor, json_body, message_of, tensors_of
 from shardrank_testing.parsing import SCHEMA, assert_same_request
+from shardrank_testing.ranking import ranking_spec
 from shardrank_testing.serving_api import MODEL, api_request, api_spec
 
 LIMITS = RequestLimits()
@@ -257,6 +260,7 @@ def test_broken_bytes_elements_are_refused(raw, message):
         ("film", [[1, 2, 3, 4, 5]], "does not have the shape"),
         ("candidates.dense", [[1, 2, 3]] * 4 + [[1, 2]], "does not have the shape"),
         ("candidates.dense", [[1, 2, 3]] * 4 + [[1, 2, 1e39]], "not a finite float32"),
+        ("film", [[[1], [2]], [[3], [4]], [[5]], [], [], []], "nested data does not have the shape"),
         ("city", ["Oslo", 7], "not what its datatype says"),
         ("city", ["Oslo", "\udc00"], "invalid utf-16 surrogate"),
     ],
@@ -305,6 +309,26 @@ def test_shared_memory_inputs_and_mixed_contents_are_refused_over_grpc():
         read_message(b"\xff")
     with pytest.raises(InvalidFieldError, match="model: it is empty"):
         read_message(messages.ModelInferRequest().SerializeToString())
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("scores", "an output is asked for twice"), ("click", "there is no output 'click'")]
+)
+def test_outputs_are_those_of_the_model_each_once(name, message):
+    with pytest.raises(InvalidFieldError, match=f"outputs: {message}"):
+        parse(http_request(tensors(), outputs=[{"name": "scores"}, {"name": name}]))
+
+
+def test_a_model_of_dense_candidates_alone_counts_their_rows():
+    """Names of a model with few inputs are all told."""
+    spec = ranking_spec("mlp", dense=(0, 3)).model_dump()
+    spec["tables"], spec["features"] = spec["tables"][:1], spec["features"][:1]
+    schema = RequestSchema(FeatureSchema.of(ModelSpec.model_validate(spec)), LIMITS)
+    user = Tensor("user", "INT64", np.array([3]))
+    rows = Tensor("candidates.dense", "FP32", np.ones((4, 3), np.float32))
+    assert parse(http_request([user, rows]), schema).num_candidates == 4
+    with pytest.raises(InvalidFieldError, match=r"no such input; it has \['user', 'candidates\.dense'"):
+        parse(http_request([user, rows, replace(user, name="film")]), schema)
 
 
 _BODY, _HEADERS = binary_body(tensors(), id="a", parameters={"top_k": 1})

@@ -16,15 +16,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._inductor.codecache import get_device_information
 
 from loader.errors import ExportError, UnsafeProgramError
 from loader.snapshot.manifest import ExportedModelSpec, ModelSpec
 from loader.snapshot.program import ProgramArchive, program_bytes
-from serving.errors import RankingModelError, UntrustedProgramError
-from serving.models.exported import export_program, exported_copy, load_exported
+from serving.errors import ProgramHardwareError, RankingModelError, UntrustedProgramError
+from serving.models.exported import export_program, load_exported
 from serving.models.inputs import RankingInputs
-from serving.models.ranking_models import load_model
-from shardrank_testing.ranking import CONFIGS, DIM, converted, random_inputs, random_tensors, ranking_spec
+from shardrank_testing.ranking import DIM, random_inputs, ranking_spec
 
 INPUTS: dict[str, Any] = {
     "user": {"source": "pooled", "features": ["user"], "per": "request"},
@@ -101,23 +101,6 @@ def loaded(program, tmp_path_factory):
 def test_a_program_gives_its_modules_outputs_and_weighted_sum(loaded, requests, seed):
     inputs = random_inputs(described(), [count for count, _ in requests], [length for _, length in requests], seed)
     torch.testing.assert_close(loaded.scores(inputs), expected_of(two_tasks(), inputs), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("number_format", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", CONFIGS)
-def test_a_built_in_model_scores_the_same_as_a_program(kind, number_format, tmp_path):
-    spec = ranking_spec(kind)
-    model = load_model(spec, random_tensors(spec))
-    model.pack(number_format, portable=True)
-    exported, program = exported_copy(spec, model)
-    copied = load_exported(exported, saved(tmp_path, program_bytes(program)), trusted=True)
-    assert (copied.number_format, copied.dtype) == (number_format, model.dtype)
-    built_in = load_model(spec, random_tensors(spec), number_format)
-    for candidates, lengths in (([1], [0]), ([5, 1, 20], [3, 0, 1]), ([16], [7])):
-        inputs = converted(random_inputs(spec, candidates, lengths), model.dtype)
-        tolerance = 1e-5 if number_format == "float32" else 2e-2
-        for found in copied.scores(inputs):
-            torch.testing.assert_close(found, built_in.score(inputs), rtol=0, atol=tolerance)
 
 
 # What is refused
@@ -249,6 +232,12 @@ class OfItems(nn.Module):
         return self.compute(items)
 
 
+def linear_of(number: float) -> nn.Linear:
+    linear = nn.Linear(DIM, 1)
+    nn.init.constant_(linear.bias, number)
+    return linear
+
+
 ITEMS = {"items": {"source": "pooled", "features": ["film"]}}
 CLICK = {"click": {}}
 
@@ -268,6 +257,7 @@ CLICK = {"click": {}}
         (lambda items: items.sum(), r"output 'click' is \[\]; it must have one value a candidate"),
         (lambda items: items.log().sum(1), "is not finite for inputs drawn at random"),
         (lambda items: (items.sum(1), items.sum(1)), r"returns 2 outputs; the description names \['click'\]"),
+        (linear_of(float("nan")), "the program's tensor 'compute.bias' holds NaN or inf"),
         (lambda items: {"buy": items.sum(1)}, r"the program returns \['buy'\]; the description names \['click'\]"),
     ],
 )
@@ -279,6 +269,23 @@ def test_a_program_that_does_not_fit_is_refused_with_the_reason(compute, says, t
 
 
 @pytest.mark.parametrize(
+    ("key", "stated", "says"),
+    [
+        ("DEVICE_KEY", "cuda", "is for device 'cuda'; programs are run on 'cpu'"),
+        ("PLATFORM", "amiga", "is for AOTI_PLATFORM 'amiga'; here it is"),
+        ("CPU_ISA", "AVX9000", r"needs the CPU capabilities \['AVX9000'\], which are not here"),
+    ],
+)
+def test_a_package_for_other_hardware_is_refused(key, stated, says, tmp_path):
+    metadata = {"AOTI_DEVICE_KEY": "cpu", **get_device_information("cpu"), f"AOTI_{key}": stated}
+    content = BytesIO()
+    with zipfile.ZipFile(content, "w") as archive:
+        archive.writestr("m/data/aotinductor/model/m_metadata.json", json.dumps(metadata))
+    with pytest.raises(ProgramHardwareError, match=says):
+        load_exported(described(ITEMS, CLICK), saved(tmp_path, content.getvalue()), trusted=True)
+
+
+@pytest.mark.parametrize(
     ("inputs", "says"),
     [
         ({"things": ITEMS["items"]}, "argument 'items' that inputs do not say"),
@@ -286,6 +293,10 @@ def test_a_program_that_does_not_fit_is_refused_with_the_reason(compute, says, t
         ({"items": {"source": "pooled", "features": ["film", "genre"]}}, "argument 'items', dim 1 is 4; it gets 8"),
         ({"items": {"source": "sequence", "feature": "history"}}, "has 2 dims; it gets"),
         ({"items": {"source": "request_of_candidate"}}, "is torch.float32; it gets torch.int64"),
+        ({"items": {"source": "pooled", "features": ["history"]}}, "'history' is none of the pooled features"),
+        ({"items": {"source": "pooled", "features": ["user", "film"]}}, "are of both sides"),
+        ({"items": {"source": "sequence", "feature": "film"}}, r"'film' is no sequence .* they are \['history'\]"),
+        ({"items": {"source": "pooled", "features": ["film"], "per": "request"}}, "can't come per request"),
     ],
 )
 def test_arguments_are_bound_by_name_and_checked(inputs, says, tmp_path):

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+import struct
+import zlib
+from collections.abc import Callable
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
+from queue import SimpleQueue
 from random import Random
 from typing import Any
 
@@ -15,7 +22,7 @@ from hypothesis.extra import numpy as hnp
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.feature_schema import FeatureSchema
-from serving.errors import RecordingDamagedError
+from serving.errors import RecordingDamagedError, RecordingFolderError
 from serving.formats.requests import RankAnswer, RankRequest
 from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
@@ -223,3 +230,70 @@ def test_a_file_that_is_cut_off_is_read_and_a_changed_one_refused(recorded_file:
         path.write_bytes(damaged)
         with pytest.raises(RecordingDamagedError, match="checksum"):
             list(read_file(path))
+
+
+def added(payload: bytes, at: int, number: int) -> bytes:
+    """Add to one byte."""
+    return payload[:at] + bytes([payload[at] + number]) + payload[at + 1 :]
+
+
+ALL = "begin schema request"
+
+
+# A request's head has its number of ids at 44, flags at 48, bytes of texts at 56; ids follow from 64 on, then lengths.
+@pytest.mark.parametrize(
+    ("frames_of", "change", "problem"),
+    [
+        ("begin", lambda last: b"", "frame at byte 0: 0 bytes; allowed are 1.."),
+        ("begin", lambda last: last[:9], "Invalid JSON"),
+        ("begin", lambda last: last.replace(b'version":1', b'version":2'), "format 'shardrank recorded requests' 2"),
+        ("schema", lambda last: last, "frame at byte 0: kind 2; a file begins with one of kind 1"),
+        ("begin begin", lambda last: last, "kind 1; a file begins with one"),
+        ("begin request", lambda last: last, "schema 0 of 0"),
+        ("begin request", lambda last: b"\x09", "kind 9 is not known"),
+        (ALL, lambda last: last[:10], "10 bytes; a request has at least 64"),
+        (ALL, lambda last: added(last, 48, 4), "candidates, flags"),
+        (ALL, lambda last: added(last, 44, 1), "bytes, but its counts need"),
+        (ALL, lambda last: added(last, 71, 128), "is negative"),
+        (ALL, lambda last: added(last, 64 + 8 * last[44], 1), "lengths of bags do not add up"),
+        (ALL, lambda last: added(last, 56, 1) + b"x", "texts of"),
+        (ALL, lambda last: last[:-1] + b"\xff", "a text is not UTF-8"),
+    ],
+)
+def test_frames_that_no_recorder_wrote_are_refused_by_name(
+    frames_of: str, change: Callable[[bytes], bytes], problem: str, recorded_file: bytes, tmp_path: Path
+) -> None:
+    """Their checksums are right. To warm a version such a file is passed by."""
+    edges = pairwise(frames(recorded_file)[:4])
+    good = dict(zip(ALL.split(), (recorded_file[begin + 8 : end] for begin, end in edges), strict=True))
+    *payloads, last = (good[name] for name in frames_of.split())
+    written = b"".join(struct.pack("<II", len(one), zlib.crc32(one)) + one for one in (*payloads, change(last)))
+    (tmp_path / "0.requests").write_bytes(written)
+    with pytest.raises(RecordingDamagedError, match=re.escape(problem)):
+        list(read_file(tmp_path / "0.requests"))
+    assert last_requests(tmp_path, SCHEMA, 5, 1 << 30) == []
+
+
+def test_a_folder_is_recorded_into_by_one_process(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with closing(recorder(tmp_path / "r")):
+        for folder, problem in (("r", "another process records into it"), ("file", "File exists")):
+            with pytest.raises(RecordingFolderError, match=problem):
+                recorder(tmp_path / folder)
+
+
+def test_a_failing_disk_is_reported_once_and_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    outcomes, times, draws, folder = SimpleQueue[str](), [0.0], [0.5], tmp_path / "r"
+    config, request = RecordingConfig(folder=folder, share=0.5), parse_json(SCHEMA, api_request(0))
+    own = RequestRecorder(config, lambda outcome, *_: outcomes.put(outcome), lambda: draws[0], lambda: times[0])
+    own.offer(SCHEMA, request, answer_of(request), 0.0)  # not drawn
+    shutil.rmtree(folder)
+    draws[0] = 0.4
+    for times[0], outcome in ((1.0, "dropped"), (2.0, "dropped"), (20.0, "dropped"), (40.0, "written")):
+        if outcome == "written":
+            folder.mkdir()
+        own.offer(SCHEMA, request, answer_of(request), times[0])
+        assert outcomes.get(timeout=10) == outcome
+    own.close()
+    assert len(re.findall(r"requests are not recorded: \[Errno 2\]", caplog.text)) == 1
+    assert len(read_folder(folder)) == 1

@@ -335,8 +335,8 @@ def test_deltas_of_a_sliced_table_reach_all_slices(place, tmp_path):
 
 @pytest.mark.parametrize("place", [OnCpu(2), OnCpu(1, 0)])
 async def test_updates_of_divided_tables_equal_a_fresh_export(place, tmp_path):
-    state, counts = deltas.divided_state(2)
-    snapshot = deltas.export_divided(tmp_path / "store", state, counts, 1)
+    made = deltas.all_divisions(2)
+    snapshot, state = made.export(tmp_path / "store", version=1), made.given
     rng = np.random.default_rng(3)
     registry = open_registry(tmp_path / "registry")
     await deltas.register_version(registry, snapshot)
@@ -351,14 +351,14 @@ async def test_updates_of_divided_tables_equal_a_fresh_export(place, tmp_path):
         state[name][rows] = values
     for name, pruned in publisher.pruned_updates.items():
         # What the row that stands for pruned ones was made of.
-        state[name][pruned.rows] = deltas.divided_state(2)[0][name][pruned.rows]
+        state[name][pruned.rows] = deltas.all_divisions(2).given[name][pruned.rows]
     tables = place.tables(snapshot)
     follower = deltas.follow(registry, snapshot, tables)
     entries = await registry.read(STREAM, 0, max_entries=1000)
     follower.apply(entries)
     follower.apply(entries[-3:])
     assert tables.deltas.sequence == sequence
-    assert_stored(tables.engine, deltas.export_divided(tmp_path / "fresh", state, counts, 2))
+    assert_stored(tables.engine, made.export(tmp_path / "fresh", version=2))
     assert list(publisher.pruned_updates) == ["item", "film"]
     await registry.close()
 

@@ -8,20 +8,16 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from loader.deltas.batch import DeltaBatch, encode_rows
 from loader.description import ModelDescription
-from loader.divided_rows import divide_rows
 from loader.registry.fleet import FleetRegistry
 from loader.registry.registry import Registry
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.publishing import register
 from loader.snapshot.reader import Snapshot
-from loader.snapshot.row_source import rows_of
-from loader.snapshot.tables import RowDtype, TableSpec, projection_name
-from loader.snapshot.writer import export_snapshot
+from loader.snapshot.tables import RowDtype, TableSpec
 from router.plan import Plan
 from shard_node.agent.delta_follower import DeltaFollower
 from shard_node.cuda.card_engine import CardEngine
@@ -30,7 +26,8 @@ from shard_node.engine.cpu import CpuEngine
 from shard_node.engine.loading import load_tables
 from shard_node.node import LoadedTables
 from shardrank_testing.card_bytes import rows_on_cards
-from shardrank_testing.snapshots import model_of, random_rows, table_of, write_snapshot
+from shardrank_testing.divided import DividedModel, divided_model
+from shardrank_testing.snapshots import model_of, table_of, write_snapshot
 
 MODEL = "fresh"
 
@@ -60,11 +57,11 @@ def export_state(
     return Snapshot.open(write_snapshot(store, spec, tables=state, **options)[0])
 
 
-def divided_description() -> ModelDescription:
+def all_divisions(seed: int) -> DividedModel:
     """One table of each way to divide one, and a plain one.
 
     `item` hot and cold, both of its dim; `film` in one part; `mixed` in blocks of 8 and 4 columns; `composed` of
-    quotients and remainders; `narrow` projected; `plain`.
+    quotients and remainders; `narrow` projected; `plain`. Half of the rows of `item` and `film` are pruned.
     """
 
     def table(name: str, **fields: Any) -> dict[str, Any]:
@@ -81,49 +78,7 @@ def divided_description() -> ModelDescription:
     ]
     features = [{"name": one["feature_names"][0], "side": "candidate"} for one in tables]
     model = {"model": MODEL, "tables": tables, "features": features, "dense_model": {"kind": "mlp"}}
-    return ModelDescription.model_validate(model)
-
-
-DIVIDED_KEPT = {"item": 520, "film": 250}
-"""How many rows `divided_state`'s counts leave."""
-
-
-def divided_state(seed: int) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Rows of a model of `divided_description` by the names that trainers use, and counts of the divided tables."""
-    spec, rng = divided_description().compiled(DIVIDED_KEPT), np.random.default_rng(seed)
-    shapes = {one.name: (one.num_embeddings, one.embedding_dim) for one in spec.tables}
-    shapes = {"item": (600, 8)} | {name: shape for name, shape in shapes.items() if not name.startswith("item")}
-    shapes["film"] = (300, 8)
-    counts = {"mixed": rng.integers(1, 99, 200)}
-    for name, kept in DIVIDED_KEPT.items():
-        hot = np.append(rng.integers(1, 99, kept), np.zeros(shapes[name][0] - kept, np.int64))
-        counts[name] = rng.permutation(hot)
-    return {name: random_rows(rng, *shape) for name, shape in shapes.items()}, counts
-
-
-def export_divided(
-    store: Path,
-    state: dict[str, np.ndarray],
-    counts: dict[str, np.ndarray],
-    version: int,
-    last_delta: int | None = None,
-    delta_base: int | None = None,
-) -> Snapshot:
-    """A snapshot of `divided_state`, 80 rows of `item` and 50 of `film` pruned."""
-    spec = divided_description().compiled(DIVIDED_KEPT)
-    division = divide_rows(spec, {name: rows_of(rows) for name, rows in state.items()}, counts)
-    dense = {projection_name(part): torch.zeros(shape) for part, shape in spec.projections().items()}
-    path = export_snapshot(
-        store,
-        spec,
-        rows=division.rows,
-        row_classes=division.row_classes,
-        dense={"weight": torch.zeros(1), **dense},
-        version=version,
-        last_delta=last_delta,
-        delta_base=delta_base,
-    )
-    return Snapshot.open(path)
+    return divided_model(ModelDescription.model_validate(model), pruned=("item", "film"), seed=seed)
 
 
 async def register_version(registry: Registry, snapshot: Snapshot) -> None:

@@ -18,8 +18,68 @@ from loader.snapshot.reader import Snapshot
 from loader.snapshot.row_source import rows_of
 from loader.snapshot.tables import DividedTable, TableSpec, projection_name
 from loader.snapshot.writer import export_snapshot
-from shardrank_testing.snapshots import random_rows
+from shardrank_testing.snapshots import random_rows, write_snapshot
 from shardrank_testing.topologies import decoded_rows
+
+
+@dataclass(frozen=True)
+class DividedModel:
+    """A model with divided tables: rows by the names that trainers use, and how often each row was looked up."""
+
+    spec: ModelSpec
+    given: dict[str, Float32Array]
+    counts: dict[str, np.ndarray]
+    projections: dict[str, Float32Array]
+
+    def export(
+        self,
+        store: Path,
+        *,
+        dense: Mapping[str, torch.Tensor] | None = None,
+        pruned_row: PrunedRow = "mean",
+        **options: Any,
+    ) -> Snapshot:
+        """Write a snapshot of it; `dense` is without projections, `options` as of `export_snapshot`."""
+        sources = {name: rows_of(rows) for name, rows in self.given.items()}
+        division = divide_rows(self.spec, sources, self.counts, pruned_row=pruned_row)
+        weights = {"weight": torch.zeros(1)} if dense is None else dict(dense)
+        tensors = {projection_name(part): torch.from_numpy(one) for part, one in self.projections.items()}
+        path = export_snapshot(
+            store,
+            self.spec,
+            rows=division.rows,
+            dense=weights | tensors,
+            row_classes=division.row_classes,
+            access_counts=division.access_counts,
+            **options,
+        )
+        return Snapshot.open(path)
+
+
+def divided_model(description: ModelDescription, *, pruned: tuple[str, ...] = (), seed: int = 0) -> DividedModel:
+    """Random rows and counts. Half of the rows of `pruned` tables were never looked up."""
+    # Rows are the same whatever is pruned.
+    rng, draw = np.random.default_rng(seed), np.random.default_rng([seed, 1])
+    counts = {}
+    for table in description.tables:
+        seen = draw.integers(1, 50, table.num_embeddings)
+        if table.name in pruned:
+            seen *= draw.random(seen.size) < 0.5
+            seen[0] = 1
+        counts[table.name] = seen
+    spec = description.compiled({name: kept_rows(name, counts[name]) for name in pruned})
+    given = {}
+    for table in spec.logical_tables:
+        parts = spec.parts(table)
+        is_cut = isinstance(table, DividedTable) and table.buckets is None
+        if is_cut and all(part.embedding_dim == table.embedding_dim for part in parts):
+            given[table.name] = random_rows(rng, table.num_embeddings, table.embedding_dim)
+        else:
+            given |= {part.name: random_rows(rng, part.num_embeddings, part.embedding_dim) for part in parts}
+    projections = {
+        part: rng.standard_normal(shape, np.float32) / np.float32(4) for part, shape in spec.projections().items()
+    }
+    return DividedModel(spec, given, counts, projections)
 
 
 @dataclass(frozen=True)
@@ -32,7 +92,6 @@ class Twins:
     divided: Snapshot
     whole: Snapshot
     rows: dict[str, Float32Array]
-    counts: dict[str, np.ndarray]
     projections: dict[str, Float32Array]
 
 
@@ -53,45 +112,10 @@ def write_twins(
     seed: int = 0,
     version: int | None = None,
 ) -> Twins:
-    """Export both. Half of the rows of `pruned` tables were never looked up. `dense` is without projections."""
-    # Rows are the same whatever is pruned.
-    rng, draw = np.random.default_rng(seed), np.random.default_rng([seed, 1])
-    counts = {}
-    for table in description.tables:
-        seen = draw.integers(1, 50, table.num_embeddings)
-        if table.name in pruned:
-            seen *= draw.random(seen.size) < 0.5
-            seen[0] = 1
-        counts[table.name] = seen
-    spec = description.compiled({name: kept_rows(name, counts[name]) for name in pruned})
-    given = {}
-    for table in spec.logical_tables:
-        parts = spec.parts(table)
-        is_cut = isinstance(table, DividedTable) and table.buckets is None
-        if is_cut and all(part.embedding_dim == table.embedding_dim for part in parts):
-            given[table.name] = random_rows(rng, table.num_embeddings, table.embedding_dim)
-        else:
-            given |= {part.name: random_rows(rng, part.num_embeddings, part.embedding_dim) for part in parts}
-    sources = {name: rows_of(rows) for name, rows in given.items()}
-    division = divide_rows(spec, sources, counts, pruned_row=pruned_row)
-    projections = {
-        part: rng.standard_normal(shape, np.float32) / np.float32(4) for part, shape in spec.projections().items()
-    }
-    weights = {"weight": torch.zeros(1)} if dense is None else dict(dense)
-    tensors = {projection_name(part): torch.from_numpy(one) for part, one in projections.items()}
-    path = export_snapshot(
-        folder / "divided",
-        spec,
-        rows=division.rows,
-        dense=weights | tensors,
-        row_classes=division.row_classes,
-        access_counts=division.access_counts,
-        version=version,
-    )
-    rows = {
-        table.name: worth(spec, table, given, counts[table.name], projections, pruned_row)
-        for table in spec.logical_tables
-    }
+    """Export a `divided_model` and its twin. `dense` is without projections."""
+    made = divided_model(description, pruned=pruned, seed=seed)
+    divided = made.export(folder / "divided", dense=dense, pruned_row=pruned_row, version=version)
+    rows = {table.name: worth(made, table, pruned_row) for table in made.spec.logical_tables}
     whole = [
         {**one.model_dump(), "dtype": "fp32", "embedding_dim": rows[one.name].shape[1]}
         | {"blocks": (), "project_to": None, "column_dims": (), "id_mapping": {"kind": "identity"}}
@@ -99,27 +123,19 @@ def write_twins(
         for one in description.tables
     ]
     twin = ModelDescription.model_validate({**description.model_dump(), "tables": whole}).compiled()
-    plain = export_snapshot(
-        folder / "whole", twin, rows={name: rows_of(one) for name, one in rows.items()}, dense=weights, version=version
-    )
-    return Twins(Snapshot.open(path), Snapshot.open(plain), rows, counts, projections)
+    plain, _ = write_snapshot(folder / "whole", twin, tables=rows, dense=dense, version=version)
+    return Twins(divided, Snapshot.open(plain), rows, made.projections)
 
 
-def worth(
-    spec: ModelSpec,
-    table: TableSpec | DividedTable,
-    given: Mapping[str, Float32Array],
-    counts: np.ndarray,
-    projections: Mapping[str, Float32Array],
-    pruned_row: PrunedRow,
-) -> Float32Array:
+def worth(made: DividedModel, table: TableSpec | DividedTable, pruned_row: PrunedRow) -> Float32Array:
     """What each row is worth once stored, projected and combined."""
+    given, projections = made.given, made.projections
 
     def stored(part: TableSpec, rows: Float32Array) -> Float32Array:
         decoded = decoded_rows(part, rows)
         return decoded @ projections[part.name] if part.name in projections else decoded
 
-    parts = spec.parts(table)
+    parts = made.spec.parts(table)
     if not isinstance(table, DividedTable):
         return decoded_rows(table, given[table.name]) if table.column_dims else stored(table, given[table.name])
     ids = np.arange(table.num_embeddings)
@@ -127,7 +143,7 @@ def worth(
         quotients, remainders = (stored(part, given[part.name]) for part in parts)
         first, second = quotients[ids // table.buckets], remainders[ids % table.buckets]
         return first * second if table.combine == "multiply" else first + second
-    hottest = sorted(ids.tolist(), key=lambda row: (-int(counts[row]), row))
+    hottest = sorted(ids.tolist(), key=lambda row: (-int(made.counts[table.name][row]), row))
     out = np.zeros((ids.size, table.embedding_dim), np.float32)
     begin = 0
     for number, part in enumerate(parts):

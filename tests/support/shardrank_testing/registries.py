@@ -70,11 +70,6 @@ class RedisServer:
             self._guard = None
         self.socket_path.unlink(missing_ok=True)
 
-    def restart(self) -> None:
-        """Kills it and starts it with what is on its disk."""
-        self.kill()
-        self.start()
-
     def restart_empty(self) -> None:
         """Kills it, loses its disk, and starts it."""
         self.kill()

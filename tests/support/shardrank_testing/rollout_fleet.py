@@ -364,3 +364,9 @@ def stats(requests: int, errors: int = 0, *, bucket: int = 20, score: float = 0.
         score_sum=100 * requests * score,
         score_square_sum=100 * requests * (score * score + spread * spread),
     )
+
+
+def rollout_record(**fields: Any) -> Rollout:
+    """The record of a rollout of model `m` from version 1 to 2, at its first step unless `fields` say otherwise."""
+    known = {"model": "m", "epoch": 1, "rollout_id": "a" * 32, "from_version": 1, "to_version": 2, "delta_base": 2}
+    return Rollout(**{**known, "last_delta": 0, "started_at": 1.0, "step_began_at": 1.0, **fields})
