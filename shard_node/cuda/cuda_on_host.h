@@ -8,7 +8,6 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -91,27 +90,6 @@ void launch(void (*kernel)(Params...), unsigned int blocks_x, unsigned int block
 // ---------------------------------------------------------------------------------------------------------------------
 // Intrinsics
 
-namespace cuda_on_host {
-// Loads of kernels from an address range, and stores into it by their bytes, for tests that count them.
-constexpr std::size_t MAX_STORE_BYTES = 16;
-inline std::atomic<std::uintptr_t> watched_begin{0}, watched_end{0};
-inline std::atomic<std::uint64_t> watched_loads{0}, watched_stores[MAX_STORE_BYTES + 1]{};
-
-inline bool is_watched(const void* address) {
-    const std::uintptr_t at = reinterpret_cast<std::uintptr_t>(address);
-    return at >= watched_begin && at < watched_end;
-}
-}  // namespace cuda_on_host
-
-extern "C" void watch(std::uintptr_t begin, std::uintptr_t end) {
-    cuda_on_host::watched_begin = begin;
-    cuda_on_host::watched_end = end;
-    cuda_on_host::watched_loads = 0;
-    for (auto& count : cuda_on_host::watched_stores) count = 0;
-}
-extern "C" std::uint64_t loads_watched() { return cuda_on_host::watched_loads; }
-extern "C" std::uint64_t stores_watched(std::size_t size_bytes) { return cuda_on_host::watched_stores[size_bytes]; }
-
 using std::min;
 
 // Earlier threads have come by, and later ones leave nothing that is waited for.
@@ -119,14 +97,11 @@ inline void __syncthreads() {}
 
 template <class T>
 inline T __ldg(const T* address) {
-    if (cuda_on_host::is_watched(address)) ++cuda_on_host::watched_loads;
     return *address;
 }
 
 template <class T>
 inline void store_to(T* address, const T& value) {
-    static_assert(sizeof(T) <= cuda_on_host::MAX_STORE_BYTES, "counted by its size");
-    if (cuda_on_host::is_watched(address)) ++cuda_on_host::watched_stores[sizeof(T)];
     *address = value;
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,8 @@ from shard_node.errors import MemoryBudgetError
 from shard_node.node import ShardNode
 from shard_node.wire.address import Address
 from shard_node.wire.client import ShardClient
-from shard_node.wire.server import NodeServer
+from shardrank_testing import bags as table_bags
+from shardrank_testing import nodes as running
 from shardrank_testing.deltas import register_version
 from shardrank_testing.snapshots import make_spec, write_snapshot
 from shardrank_testing.topologies import hot_keys, lookup, make_node, make_router
@@ -62,9 +63,8 @@ class Nodes:
     async def start(self) -> Nodes:
         for shard, replica in np.ndindex(2, 2):
             node = make_node(self.snapshot, self.plan, shard)
-            server = NodeServer(node)
-            await server.start([Address.parse(f"unix:{self._folder}/{shard}-{replica}.sock")])
-            self.stack.push_async_callback(server.close)
+            at = running.serving(Address(path=f"{self._folder}/{shard}-{replica}.sock"), node)
+            server = await self.stack.enter_async_context(at)
             self.nodes[shard, replica], self.addresses[shard, replica] = node, server.addresses[0]
         await register_version(self.registry, self.snapshot)
         self.stack.push_async_callback(self.registry.close)
@@ -123,9 +123,7 @@ async def nodes(snapshots, tmp_path, request) -> AsyncIterator[Nodes]:
 UNCOUNTED = pytest.mark.parametrize("nodes", [False], indirect=True)
 
 
-async def until(is_so: Callable[[], bool]) -> None:
-    while not is_so():  # noqa: ASYNC110  # other threads have no events for a test
-        await asyncio.sleep(0.01)
+until = partial(running.until, pause_s=0.01)
 
 
 def sequence_of(node: ShardNode) -> int:
@@ -151,8 +149,7 @@ def exported(snapshot: Snapshot, table: str, row: int) -> np.ndarray:
 
 def bags_of(users: Int64Array) -> KeyedBags:
     """Feature `user` alone, one id a bag."""
-    keys = np.array([FeatureSchema.of(SPEC).index["user"]], np.int32)
-    return KeyedBags.from_lengths(keys, np.array([users.size]), np.ones(users.size, np.int64), users)
+    return table_bags.bags_of({FeatureSchema.of(SPEC).index["user"]: users.reshape(-1, 1)})
 
 
 async def test_static_rows_are_those_with_most_counts(nodes):

@@ -9,35 +9,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec
 from loader.snapshot.tables import HashMapping, TableSpec, fingerprint_strings
 from router.feature_schema import FeatureSchema
 from router.id_mapping import UNKNOWN, IdMapper, VocabularyIndex, hashed_rows, splitmix64
 from shard_node.bags import KeyedBags
+from shardrank_testing import bags as table_bags
+from shardrank_testing.snapshots import model_of, table_of
 
 
 def schema_of(*tables: TableSpec) -> FeatureSchema:
-    names = [name for table in tables for name in table.feature_names]
-    features = tuple(FeatureSpec(name=name, side="candidate") for name in names)
-    return FeatureSchema.of(
-        ModelSpec(model="m", tables=tables, features=features, dense_model=DenseModelSpec(kind="mlp"))
-    )
+    return FeatureSchema.of(model_of(tables))
 
 
 def table(name: str, rows: int = 10, **options) -> TableSpec:
-    options = {"feature_names": (name,), **options}
-    return TableSpec(name=f"t_{name}", num_embeddings=rows, embedding_dim=4, **options)
+    return table_of(f"t_{name}", rows, 4, *options.pop("features", (name,)), **options)
 
 
 def bags_of(*per_feature: list[list[int]]) -> KeyedBags:
-    lengths = [len(bag) for feature in per_feature for bag in feature]
-    values = [one for feature in per_feature for bag in feature for one in bag]
-    return KeyedBags.from_lengths(
-        np.arange(len(per_feature), dtype=np.int32),
-        np.array([len(feature) for feature in per_feature], np.int64),
-        np.array(lengths, np.int64),
-        np.array(values, np.int64),
-    )
+    return table_bags.bags_of(dict(enumerate(per_feature)))
 
 
 def test_splitmix64_gives_the_published_sequence():
@@ -54,7 +43,7 @@ def test_salted_features_share_rows_only_by_chance():
     ids, rows = list(range(20_000)), 100
     for salt, expected in (("none", 1.0), ("per_feature", 1 / rows)):
         mapping = HashMapping(seed=5, salt=salt)
-        schema = schema_of(table("t", rows, feature_names=("city", "shop"), id_mapping=mapping))
+        schema = schema_of(table("t", rows, features=("city", "shop"), id_mapping=mapping))
         mapped = IdMapper(schema, {}).map(bags_of([ids], [ids])).bags.values.reshape(2, -1)
         assert (mapped[0] == mapped[1]).mean() == pytest.approx(expected, abs=0.003)
         for feature, found in zip(("city", "shop"), mapped, strict=True):

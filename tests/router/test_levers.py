@@ -15,15 +15,7 @@ from loader.snapshot.codecs import codec_for
 from loader.snapshot.tables import HashMapping
 from router.errors import FittingError
 from router.fitting import RowLookups, TableIds
-from router.levers import (
-    LEVERS,
-    LeveredTable,
-    Propose,
-    levered,
-    share_of_lookups,
-    size_curve,
-    stored_bytes,
-)
+from router.levers import LEVERS, LeveredTable, Propose, levered, share_of_lookups, size_curve, stored_bytes
 
 
 def table(name: str, rows: int, dim: int = 32, *features: str, **options: Any) -> TableDescription:

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loader.snapshot.buckets import RowBuckets
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.tables import TableSpec
 from router.errors import PlanError
@@ -15,7 +14,8 @@ from router.plan import REPLICATED, BucketOwners, Plan, table_bytes
 from shard_node.bags import KeyedBags
 from shard_node.buckets import NodeIdentity
 from shardrank_testing import topologies
-from shardrank_testing.snapshots import num_buckets, plain_bucket, plain_buckets
+from shardrank_testing.bags import bags_of_random_rows
+from shardrank_testing.snapshots import num_buckets, plain_bucket, plain_buckets, sharding_of
 
 
 def spec_of(rows: list[int], bucketing: str = "hash") -> ModelSpec:
@@ -23,13 +23,7 @@ def spec_of(rows: list[int], bucketing: str = "hash") -> ModelSpec:
 
 
 def rows_by_bucket(table: TableSpec) -> np.ndarray:
-    rows = np.arange(table.num_embeddings)
-    buckets = plain_buckets(table) if rows.size <= 5000 else RowBuckets.of(table).of_rows(rows)
-    return np.bincount(buckets, minlength=num_buckets(table))
-
-
-def sharding_for(bucketing: str) -> str:
-    return "hash" if bucketing == "mixed" else bucketing
+    return np.bincount(plain_buckets(table), minlength=num_buckets(table))
 
 
 row_counts = st.lists(st.integers(1, 5000), min_size=1, max_size=5)
@@ -46,10 +40,11 @@ row_counts = st.lists(st.integers(1, 5000), min_size=1, max_size=5)
 def test_every_row_is_on_one_card_of_its_owner_or_on_every_shard(
     rows, bucketing, by_table, shards, cards, replicate_bytes
 ):
+    spec = spec_of(rows, bucketing)
     plan = Plan.make(
-        spec_of(rows, bucketing),
+        spec,
         num_shards=shards,
-        sharding="table" if by_table else sharding_for(bucketing),
+        sharding="table" if by_table else sharding_of(spec),
         cards_per_shard=cards,
         replicate_bytes=replicate_bytes,
     )
@@ -106,7 +101,7 @@ def test_small_tables_are_replicated_up_to_the_limit():
 @pytest.mark.parametrize("bucketing", ["mixed", "hash", "range"])
 def test_divided_tables_have_these_owners(bucketing):
     spec = spec_of([1 << 20], bucketing)
-    plan = Plan.make(spec, num_shards=4, sharding=sharding_for(bucketing), cards_per_shard=2, replicate_bytes=0)
+    plan = Plan.make(spec, num_shards=4, sharding=sharding_of(spec), cards_per_shard=2, replicate_bytes=0)
     buckets = np.arange(num_buckets(spec.tables[0]))
     if bucketing == "mixed":
         # Neighbouring buckets are on different shards, and neighbouring ones of a shard on different cards.
@@ -184,13 +179,8 @@ def test_numbers_out_of_range_are_refused(make, message):
 
 def bags_of(plan: Plan, rng: np.random.Generator, keys: list[int]) -> KeyedBags:
     counts = rng.integers(0, 40, len(keys))
-    rows = [
-        rng.integers(0, plan.layout.tables[key].num_embeddings, count) for key, count in zip(keys, counts, strict=True)
-    ]
-    values = np.concatenate([*rows, np.empty(0, np.int64)]).astype(np.int64)
-    return KeyedBags.from_lengths(
-        np.array(keys, np.int32), counts.astype(np.int64), np.ones(values.size, np.int64), values
-    )
+    num_rows = [plan.layout.tables[key].num_embeddings for key in keys]
+    return bags_of_random_rows(rng, np.array(keys, np.int32), counts, np.ones(int(counts.sum()), np.int64), num_rows)
 
 
 def expected_owners(plan: Plan, bags: KeyedBags, up: list[int], turn: int) -> list[int]:
@@ -213,8 +203,8 @@ def expected_owners(plan: Plan, bags: KeyedBags, up: list[int], turn: int) -> li
     seed=st.integers(0, 2**32),
 )
 def test_every_value_has_the_owner_of_its_bucket(sizes, bucketing, by_table, shards, replicate_bytes, turn, seed):
-    sharding = "table" if by_table else sharding_for(bucketing)
-    plan = Plan.make(spec_of(sizes, bucketing), shards, sharding, replicate_bytes=replicate_bytes)
+    spec = spec_of(sizes, bucketing)
+    plan = Plan.make(spec, shards, "table" if by_table else sharding_of(spec), replicate_bytes=replicate_bytes)
     rng = np.random.default_rng(seed)
     up = sorted(rng.choice(shards, rng.integers(1, shards + 1), replace=False).tolist())
     bags = bags_of(plan, rng, [key for key in range(len(sizes)) if rng.random() < 0.8])

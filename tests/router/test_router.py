@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,18 +23,10 @@ from shard_node.bags import CheckedBags, KeyedBags
 from shard_node.errors import InvalidBagsError
 from shard_node.node import LocalShard
 from shard_node.split import split, whole
-from shardrank_testing.bags import random_table_bags
+from shardrank_testing.bags import bags_of, pool_by_definition, random_table_bags
 from shardrank_testing.nodes import reference_engine
 from shardrank_testing.snapshots import make_spec, one_table_spec, write_snapshot
-from shardrank_testing.topologies import (
-    StoredModel,
-    Topology,
-    expected_feature,
-    local_router,
-    lookup,
-    make_node,
-    remote_router,
-)
+from shardrank_testing.topologies import StoredModel, Topology, local_router, lookup, make_node, remote_router
 from shardrank_testing.waiting import Clock
 
 REMOTE = {
@@ -58,10 +50,9 @@ def look_up(router: Router, stored: StoredModel, bags: KeyedBags):
     return asyncio.run(lookup(router, stored.snapshot, bags))
 
 
-def bags_of(stored: StoredModel, feature: str, ids: list[int]) -> KeyedBags:
+def single_ids(stored: StoredModel, feature: str, ids: Sequence[int]) -> KeyedBags:
     """Bags of one id each."""
-    key = np.array([stored.schema.index[feature]], np.int32)
-    return KeyedBags.from_lengths(key, np.array([len(ids)]), np.ones(len(ids), np.int64), np.array(ids, np.int64))
+    return bags_of({stored.schema.index[feature]: [[one] for one in ids]})
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=3 * settings.default.max_examples)
@@ -158,12 +149,12 @@ def test_unknown_ids_get_what_their_table_says(tmp_path, policy, rows):
     tables = [{**table.model_dump(), "unknown_id": policy, "default_row": 7} for table in spec.tables]
     stored = StoredModel(tmp_path, ModelSpec.model_validate({**spec.model_dump(), "tables": tables}))
     router = local_router(stored.snapshot, Topology(shards=2))
-    film, bags = stored.schema.index["film"], bags_of(stored, "film", [5, 777, 6])
+    film, bags = stored.schema.index["film"], single_ids(stored, "film", [5, 777, 6])
     embeddings = look_up(router, stored, bags)
     rejected = embeddings.rejected
     unknown = ([film], [1], [777]) if policy == "reject" else ([], [], [])
     assert (rejected.feature.tolist(), rejected.bag.tolist(), rejected.id.tolist()) == unknown
-    expected = expected_feature(stored.spec, stored.tables, "film", rows, None)
+    expected = pool_by_definition(stored.tables["film"], rows, "sum")
     answered = [0, 2] if policy == "reject" else [0, 1, 2]
     np.testing.assert_allclose(embeddings.feature(film)[answered], expected[answered], rtol=1e-5)
     with pytest.raises(KeyError, match="user"):
@@ -201,7 +192,7 @@ def test_with_a_shard_down_replicated_rows_are_answered(stores):
             stored.check(bags, look_up(router, stored, bags))
         assert down.calls == (2 if seconds else 1)
     with pytest.raises(ShardUnavailableError, match="shard 1 of 2"):
-        look_up(router, stored, bags_of(stored, "film", list(range(256))))
+        look_up(router, stored, single_ids(stored, "film", range(256)))
     with pytest.raises(PlanError, match="the plan has 2 shards, but 0 were given"):
         Router(stored.schema, None, plan, [])
 
@@ -223,7 +214,7 @@ def test_mapping_and_waiting_are_measured_apart(stores, shards, wait_s):
     for node in nodes:
         node.pool_with_sequence = slow(node.pool_with_sequence, clock, 5.0)
     router = Router(stored.schema, mapper, plan, [LocalShard(node) for node in nodes], clock)
-    times = look_up(router, stored, bags_of(stored, "film", list(range(256)))).times
+    times = look_up(router, stored, single_ids(stored, "film", range(256))).times
     assert (times.map_s, times.split_s, times.shard_wait_s, times.add_s) == (2.0, 0.0, wait_s, 0.0)
 
 
@@ -303,6 +294,6 @@ def test_a_node_with_other_tables_checks_for_itself(stores):
     stored = stores["hash", None]
     num_films = stored.spec.table_of("film").num_embeddings
     router, _ = router_of(stored, num_embeddings=4 * num_films)
-    look_up(router, stored, bags_of(stored, "film", [num_films - 1]))
+    look_up(router, stored, single_ids(stored, "film", [num_films - 1]))
     with pytest.raises(InvalidBagsError, match=f"row {num_films} "):
-        look_up(router, stored, bags_of(stored, "film", [num_films]))
+        look_up(router, stored, single_ids(stored, "film", [num_films]))

@@ -18,12 +18,7 @@ from router.id_mapping import PartRows
 from shard_node.bags import KeyedBags
 from shardrank_testing.divided import Twins, describe, write_twins
 from shardrank_testing.snapshots import make_spec
-from shardrank_testing.topologies import (
-    Topology,
-    local_router,
-    lookup,
-    random_feature_bags,
-)
+from shardrank_testing.topologies import Topology, local_router, lookup, random_feature_bags
 
 BLOCKS = [{"share": 0.1}, {"share": 0.3, "dim": 6, "dtype": "fp16"}, {"dim": 2, "dtype": "int4"}]
 HOT_AND_COLD = {"dtype": {"hot": "fp16", "cold": "int4", "hot_share": 0.2}}

@@ -138,7 +138,9 @@ def test_any_plan_is_a_valid_file_and_deterministic(tables, hotness, bucketing, 
 
 def test_columns_of_a_divided_tables_part_are_not_sliced():
     whole = spec_of((10_000_000, 256))
-    divided = DividedTable(name="t", num_embeddings=10_000_000, embedding_dim=256, feature_names=("f0",), parts=("t0",))
+    divided = DividedTable(
+        name="t", num_embeddings=10_000_000, embedding_dim=256, feature_names=("f.t0",), parts=("t0",)
+    )
     parted = whole.model_copy(update={"divided": (divided,)})
     file = planned(parted, fleet_of(4, card_gb=1.5), workload_of(parted, 8))
     # Whole it is, see above.

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from loader.snapshot.reader import Snapshot
-from loader.snapshot.tables import TableSpec
 from router.plan import Plan
 from shard_node.answer import Answer, Forms, add_answers, group_keys, rounded, travel_as_stored
 from shard_node.bags import KeyedBags, TableLayout
@@ -23,18 +22,15 @@ from shard_node.errors import RemoteError
 from shard_node.node import LoadedTables, ShardNode
 from shard_node.split import Part, split, whole
 from shardrank_testing.bags import bags_of
-from shardrank_testing.card_plans import model_of
-from shardrank_testing.snapshots import write_snapshot
+from shardrank_testing.snapshots import model_of, table_of, write_snapshot
 
 NUM_ROWS = 700
 SPEC = model_of(
     [
-        TableSpec(
-            name=f"{dtype}_{dim}_{name}", num_embeddings=NUM_ROWS, embedding_dim=dim, feature_names=(name,), dtype=dtype
-        )
+        table_of(f"{dtype}_{dim}_{name}", NUM_ROWS, dim, dtype=dtype)
         for dtype in ("int8", "int4", "fp16", "fp32")
         for dim in (4, 64)
-        for name in (f"{dtype}{dim}a", f"{dtype}{dim}b")
+        for name in "ab"
     ]
 )
 MODEL, VERSION = SPEC.model, 1

@@ -17,7 +17,7 @@ from loadtest.gpu.bench import BenchSize, Results, aims_table
 from loadtest.gpu.pooling import GROUP, FbgemmTable, measure_pooling, time_graphs
 from loadtest.gpu.ranking import measure_ranking
 from loadtest.gpu.rows import TOLERANCE
-from shardrank_testing.card_sets import card_factory
+from shardrank_testing.card_engines import card_factory
 
 TINY = BenchSize(
     table_bytes=20_000,

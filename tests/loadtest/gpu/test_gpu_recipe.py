@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from loadtest.gpu import __main__ as bench
 from loadtest.gpu.bench import BenchSize
-from shardrank_testing.card_sets import card_factory
+from shardrank_testing.card_engines import card_factory
 
 ROOT = Path(__file__).resolve().parents[3]
 MAX_S = {"a": 540, "b": 520, "c": 380}

@@ -18,9 +18,9 @@ from loadtest.gpu.rows import (
     rows_read,
 )
 from shard_node.cuda.kernel_params import NOT_HERE
+from shardrank_testing.card_bytes import restored
 from shardrank_testing.device_compilers import ARCHITECTURES, resources
 from shardrank_testing.emulated_cards import EmulatedCards
-from shardrank_testing.rows_on_cards import restored
 
 
 @pytest.fixture

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
-from shardrank_testing.card_sets import CardFactory, card_factory
+from shard_node.cuda.card_engine import CardEngine
+from shardrank_testing.card_engines import CardFactory, card_factory, engine_params
 
 REAL = [pytest.param(kind, marks=pytest.mark.gpu) for kind in ("logical", "devices")]
 
@@ -13,3 +16,11 @@ REAL = [pytest.param(kind, marks=pytest.mark.gpu) for kind in ("logical", "devic
 def cards(request: pytest.FixtureRequest) -> CardFactory:
     """`cards(num_cards)` makes cards of a kind."""
     return card_factory(request.param)
+
+
+@pytest.fixture(params=engine_params())
+def engine(request, stored) -> Iterator[CardEngine]:
+    """Engines with the rows of a module's `stored` snapshot."""
+    engine = request.param.load(stored[0])
+    yield engine
+    engine.close()

@@ -26,8 +26,7 @@ from shardrank_testing.bags import assert_blocks_equal, bags_of, random_table_ba
 from shardrank_testing.card_engines import OnCards, engine_params, options_for
 from shardrank_testing.deltas import assert_stored, delta_spec, encoded, export_state, load_version
 from shardrank_testing.emulated_cards import EmulatedCards
-from shardrank_testing.kernel_arena import load_partition
-from shardrank_testing.output_runs import expected_output, feature_bags, runs_in_columns
+from shardrank_testing.kernel_arena import expected_output, feature_bags, load_partition, runs_in_columns
 from shardrank_testing.snapshots import random_rows, random_tables
 from shardrank_testing.topologies import decoded_tables
 
@@ -42,17 +41,8 @@ def stored(tmp_path_factory) -> tuple[Snapshot, ReferenceEngine]:
     return snapshot, ReferenceEngine(SPEC, decoded_tables(SPEC, state))
 
 
-@pytest.fixture(params=engine_params())
-def engine(request, stored) -> Iterator[CardEngine]:
-    engine = request.param.load(stored[0])
-    yield engine
-    engine.close()
-
-
 def one_big_bag(num_values: int) -> KeyedBags:
-    return KeyedBags.from_lengths(
-        np.zeros(1, np.int32), np.array([1]), np.array([num_values]), np.zeros(num_values, np.int64)
-    )
+    return bags_of({0: [[0] * num_values]})
 
 
 def test_more_threads_than_lanes_pool_at_once(engine, stored):

@@ -15,9 +15,7 @@ from hypothesis import strategies as st
 from loader.errors import SnapshotCorruptError
 from loader.progress import CalledOffError
 from loader.snapshot.codecs import codec_for
-from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.reader import Snapshot
-from loader.snapshot.tables import TableSpec
 from router.plan import Plan
 from shard_node.access_counts import SAMPLE_EVERY
 from shard_node.bags import TableLayout
@@ -44,18 +42,13 @@ from shard_node.node import LoadedTables, ShardNode
 from shard_node.planning import card_plan
 from shard_node.planning.card_plan import CardBudget, CardPlan, TableSplit
 from shard_node.planning.hotness import Hotness
-from shardrank_testing.agents import NodeUnderTest, run, running_node
+from shardrank_testing.agents import NodeUnderTest, running_node
 from shardrank_testing.bags import assert_blocks_equal, bags_of, random_table_bags
-from shardrank_testing.card_plans import DTYPES, model_of, one_table_layout, plan_inputs
+from shardrank_testing.card_plans import models, one_table_layout, plan_inputs, strides
 from shardrank_testing.deltas import MODEL, assert_stored, delta_spec, load_version
 from shardrank_testing.emulated_cards import EmulatedCards
 from shardrank_testing.kernel_arena import Run, load_partition, pool_bags
-from shardrank_testing.snapshots import (
-    num_buckets,
-    plain_buckets,
-    restate_file,
-    write_snapshot,
-)
+from shardrank_testing.snapshots import num_buckets, plain_buckets, restate_file, write_snapshot
 from shardrank_testing.topologies import decoded_tables
 
 SPEC = delta_spec(rows=700)
@@ -297,31 +290,15 @@ def test_damaged_rows_are_refused_by_file_and_row(tmp_path, options, damage: Cal
         load.run(load.take(memory))
 
 
-@st.composite
-def models(draw: st.DrawFn) -> ModelSpec:
-    return model_of(
-        [
-            TableSpec(
-                name=f"t{number}",
-                num_embeddings=draw(st.integers(1, 1500) | st.integers(4097, 9000)),
-                embedding_dim=8,
-                feature_names=(f"f{number}",),
-                dtype=draw(st.sampled_from(DTYPES)),
-                bucketing=draw(st.sampled_from(["mixed", "hash", "range"])),
-            )
-            for number in range(draw(st.integers(1, 3)))
-        ]
-    )
-
-
-@given(spec=models(), data=st.data())
+@given(spec=models(st.integers(1, 1500) | st.integers(4097, 9000), max_tables=3), data=st.data())
 def test_rows_of_a_node_are_found_and_others_counted(spec, data):
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
     num_cards = data.draw(st.integers(1, 4))
     # Some of the buckets, all, or those of one card.
     first, last = data.draw(st.sampled_from([(-1, num_cards), (0, num_cards), (-1, 1), (0, 1), (-1, 0)]))
-    num_rows = sum(table.num_embeddings for table in spec.tables)
-    rows_bytes = 48 * num_rows
+    layout = TableLayout.of(spec)
+    num_rows = sum(table.num_embeddings for table in layout.tables)
+    rows_bytes = sum(n * table.num_embeddings for n, table in zip(strides(layout), layout.tables, strict=True))
     options = CardOptions(
         # Places take 4 bytes of each card, and up to 32 KB for the buckets of a table.
         card_memory_gb=(rows_bytes * data.draw(st.sampled_from([0.0, 0.2, 0.5, 3.0])) + 4 * num_rows + 1e5) / 1e9,
@@ -330,15 +307,14 @@ def test_rows_of_a_node_are_found_and_others_counted(spec, data):
     )
     with tempfile.TemporaryDirectory() as folder:
         snapshot = Snapshot.open(write_snapshot(Path(folder), spec, seed=1, rows_per_file=4096)[0])
-        layout_tables = Plan.make(spec).layout.tables
-        cards = tuple(rng.integers(first, last, num_buckets(one)).astype(np.int16) for one in layout_tables)
+        cards = tuple(rng.integers(first, last, num_buckets(one)).astype(np.int16) for one in layout.tables)
         engine = load_partition(snapshot, Partition(num_cards, cards), EmulatedCards(num_cards), options)
         card = data.draw(st.integers(0, num_cards - 1))
-        for number, table in enumerate(layout_tables):
+        for number, table in enumerate(layout.tables):
             codec = codec_for(table.dtype, table.embedding_dim)
             every, rows = np.arange(table.num_embeddings), rng.permutation(table.num_embeddings)
             here = cards[number][plain_buckets(table)] >= 0
-            written = codec.encode(rng.standard_normal((table.num_embeddings, 8)).astype(np.float32))
+            written = codec.encode(rng.standard_normal((table.num_embeddings, table.embedding_dim)).astype(np.float32))
             for stored in (snapshot.read_rows(table.name, 0, table.num_embeddings), written):
                 if stored is written:
                     assert engine.write_rows(number, every, stored) == here.sum()
@@ -455,40 +431,36 @@ def test_row_numbers_near_2_to_the_32_are_placed():
         assert (owners_of(places[::2], 64) == (hot_owner(64) if is_hot else own)).all()
 
 
-def test_an_agent_places_a_version_by_the_lookups_before(tmp_path):
+async def test_an_agent_places_a_version_by_the_lookups_before(tmp_path):
     """And reports its memory by tier."""
     hottest = [5, 300, 999]
-
-    async def main() -> None:
-        cards = EmulatedCards(2)
-        card_set = CardSet(cards, CardOptions(card_memory_gb=24e-6, pinned_memory_gb=1e-3, hot_gb=3 * 32 / 1e9))
-        before = cards.free_bytes()
-        async with running_node(str(tmp_path / "registry"), tmp_path / "store", card_set) as under:
-            for version in (1, 2, 3):
-                await under.publish(version)
-            await under.want("films", hold=(1,), live=1)
-            await under.announced("films", 1, "ready")
-            await under.want("films", hold=(1, 3))
-            await under.announced("films", 3, "ready")
-            assert hot_users(under, 3) != hottest  # no row was looked up by then
-            bags = bags_of({under.node.table_layout("films", 1).index["user"]: [3 * hottest]})
-            for _ in range(SAMPLE_EVERY):
-                under.node.pool("films", 1, bags)
-            (looked_up,) = (one for one in under.node.info().lookups if one.rows)
-            assert (looked_up.table, looked_up.tier, looked_up.rows) == ("user", "card", 9 * SAMPLE_EVERY)
-            await under.want("films", hold=(1, 2))
-            report = await under.announced("films", 2, "ready")
-            assert hot_users(under, 2) == hottest
-            memory = [use for use in under.node.info().memory if use.version == 2]
-            tiers = {(card, tier) for card in range(2) for tier in ("card", "hot")} | {(0, "pinned")}
-            assert {(use.card, use.tier) for use in memory} == tiers
-            assert report.memory_bytes == sum(use.size_bytes for use in memory)
-            await under.want("films", hold=(2,), live=2)
-            await under.announced("films", 1, None)
-        assert card_set.memory.held_bytes == (0, 0)
-        assert cards.free_bytes() == before
-
-    run(main())
+    cards = EmulatedCards(2)
+    card_set = CardSet(cards, CardOptions(card_memory_gb=24e-6, pinned_memory_gb=1e-3, hot_gb=3 * 32 / 1e9))
+    before = cards.free_bytes()
+    async with running_node(str(tmp_path / "registry"), tmp_path / "store", card_set) as under:
+        for version in (1, 2, 3):
+            await under.publish(version)
+        await under.want("films", hold=(1,), live=1)
+        await under.announced("films", 1, "ready")
+        await under.want("films", hold=(1, 3))
+        await under.announced("films", 3, "ready")
+        assert hot_users(under, 3) != hottest  # no row was looked up by then
+        bags = bags_of({under.node.table_layout("films", 1).index["user"]: [3 * hottest]})
+        for _ in range(SAMPLE_EVERY):
+            under.node.pool("films", 1, bags)
+        (looked_up,) = (one for one in under.node.info().lookups if one.rows)
+        assert (looked_up.table, looked_up.tier, looked_up.rows) == ("user", "card", 9 * SAMPLE_EVERY)
+        await under.want("films", hold=(1, 2))
+        report = await under.announced("films", 2, "ready")
+        assert hot_users(under, 2) == hottest
+        memory = [use for use in under.node.info().memory if use.version == 2]
+        tiers = {(card, tier) for card in range(2) for tier in ("card", "hot")} | {(0, "pinned")}
+        assert {(use.card, use.tier) for use in memory} == tiers
+        assert report.memory_bytes == sum(use.size_bytes for use in memory)
+        await under.want("films", hold=(2,), live=2)
+        await under.announced("films", 1, None)
+    assert card_set.memory.held_bytes == (0, 0)
+    assert cards.free_bytes() == before
 
 
 def hot_users(under: NodeUnderTest, version: int) -> list[int]:

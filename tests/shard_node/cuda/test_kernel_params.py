@@ -22,10 +22,10 @@ from shard_node.cuda.kernel_params import (
     pointers_to,
 )
 from shard_node.errors import DeviceChoiceError, InvalidBagsError
+from shardrank_testing.card_bytes import restored
 from shardrank_testing.card_plans import DTYPES
 from shardrank_testing.device_compilers import ARCHITECTURES, resources
 from shardrank_testing.host_kernels import KERNEL_SOURCE, KERNELS, host_kernels
-from shardrank_testing.rows_on_cards import restored
 
 
 def formats():

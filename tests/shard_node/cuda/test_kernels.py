@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from loader.snapshot.codecs import codec_for
 from shard_node.cuda.kernel_params import EACH_SWITCH, NOT_HERE, KernelSwitches, slots_of
-from shardrank_testing.card_sets import CardFactory, card_factory
+from shardrank_testing.card_engines import CardFactory, card_factory
 from shardrank_testing.kernel_arena import KernelArena, LaunchShape, Run
 
 DTYPES = ["int8", "int4", "fp16", "fp32"]

@@ -15,8 +15,8 @@ from shard_node.cuda.card_engine import CardEngine
 from shard_node.cuda.lane import Lane, Slot
 from shard_node.errors import InvalidBagsError, MemoryBudgetError
 from shardrank_testing.bags import bags_of
-from shardrank_testing.card_engines import OnCards, engine_params
-from shardrank_testing.output_runs import expected_output, feature_bags, runs_in_columns
+from shardrank_testing.card_engines import OnCards
+from shardrank_testing.kernel_arena import expected_output, feature_bags, runs_in_columns
 from shardrank_testing.snapshots import make_spec, write_snapshot
 from shardrank_testing.topologies import decoded_tables
 
@@ -39,13 +39,6 @@ def stored(tmp_path_factory) -> tuple[Snapshot, dict[str, np.ndarray]]:
 def rows(stored) -> list[np.ndarray]:
     """Of each table in layout order, its float32 rows."""
     return [stored[1][table.name] for table in LAYOUT.tables]
-
-
-@pytest.fixture(params=engine_params())
-def engine(request, stored) -> Iterator[CardEngine]:
-    engine = request.param.load(stored[0])
-    yield engine
-    engine.close()
 
 
 @pytest.fixture

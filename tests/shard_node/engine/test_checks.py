@@ -52,19 +52,17 @@ def with_a_row_too_high(layout: TableLayout) -> CheckedBags:
     "layout", [LAYOUT, TableLayout(LAYOUT.tables, LAYOUT.groups)], ids=["the same", "an equal one"]
 )
 def test_values_checked_against_a_layout_are_not_read_again(layout):
-    limits = LAYOUT
     for _ in range(2):
-        limits.check(with_a_row_too_high(layout))
+        LAYOUT.check(with_a_row_too_high(layout))
 
 
 def test_values_checked_against_another_layout_are_checked():
     grown = LAYOUT.tables[-1].model_copy(update={"num_embeddings": 10 * max(NUM_ROWS)})
     other = TableLayout((*LAYOUT.tables[:-1], grown), LAYOUT.groups)
-    limits = LAYOUT
-    limits.check(with_a_row_too_high(LAYOUT))
+    LAYOUT.check(with_a_row_too_high(LAYOUT))
     for _ in range(2):
         with pytest.raises(InvalidBagsError, match="is not in 0"):
-            limits.check(with_a_row_too_high(other))
+            LAYOUT.check(with_a_row_too_high(other))
 
 
 def test_arrays_of_checked_bags_must_fit_each_other():

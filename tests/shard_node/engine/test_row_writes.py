@@ -14,7 +14,6 @@ import pytest
 from loader.deltas.batch import encode_rows
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.reader import Snapshot
-from loader.snapshot.tables import TableSpec
 from router.plan import Plan
 from shard_node.answer import add_answers
 from shard_node.engine.base import Engine
@@ -24,9 +23,8 @@ from shard_node.errors import InvalidBagsError
 from shard_node.split import whole
 from shardrank_testing.bags import assert_blocks_equal, bags_of, random_table_bags
 from shardrank_testing.card_engines import OnCards, OnCpu, engine_params
-from shardrank_testing.card_plans import model_of
 from shardrank_testing.deltas import assert_stored, delta_spec, encoded, export_state
-from shardrank_testing.snapshots import random_rows, random_tables
+from shardrank_testing.snapshots import model_of, random_rows, random_tables, table_of
 from shardrank_testing.topologies import decoded_tables
 
 SPEC = delta_spec(rows=700)
@@ -139,8 +137,7 @@ TIMEOUT_S = 60.0
 @on_every_engine
 def test_no_pooled_row_is_torn(where, slices, tmp_path):
     """Threads pool and answer while rows are rewritten: a row is one of two patterns, in all of its slices."""
-    shape = {"num_embeddings": NUM_ROWS, "embedding_dim": DIM, "column_dims": slices}
-    spec = model_of([TableSpec(name="int8", dtype="int8", feature_names=("f",), **shape)])
+    spec = model_of([table_of("int8", NUM_ROWS, DIM, dtype="int8", column_dims=slices)])
     # All pooled values of a pattern are the same: a row that is half another one has two values.
     engine = engine_of(where, tmp_path, spec, {"int8": np.full((NUM_ROWS, DIM), 1.0, np.float32)})
     # Of one width and dtype, and of others: slices in one arena, and in several.

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from loader.snapshot.tables import TableSpec
 from shard_node.buckets import Partition
 from shard_node.cuda.kernel_params import hot_owner, owners_of
 from shard_node.cuda.places import Placer
@@ -28,7 +27,7 @@ from shardrank_testing.card_plans import (
     round_robin,
     strides,
 )
-from shardrank_testing.snapshots import num_buckets, one_table_spec, plain_buckets
+from shardrank_testing.snapshots import num_buckets, one_table_spec, plain_buckets, table_of
 
 ROW = 16  # bytes of an int8 row of dim 8 on a card
 
@@ -136,9 +135,7 @@ def test_a_plan_with_less_pinned_memory_is_refused(inputs):
 
 
 def test_places_are_counted_before_hot_copies():
-    small = TableSpec(name="a", num_embeddings=2, embedding_dim=2, feature_names=("f.a",))
-    large = TableSpec(name="b", num_embeddings=124, embedding_dim=2, feature_names=("f.b",), bucketing="range")
-    layout = layout_of([small, large])
+    layout = layout_of([table_of("a", 2, 2), table_of("b", 124, 2, bucketing="range")])
     rng = np.random.default_rng(5152601)
     partition = Partition(7, tuple(rng.integers(-1, 7, num_buckets(one)).astype(np.int16) for one in layout.tables))
     budget = CardBudget((548, 527, 555, 512, 519, 535, 589), 1600, hot_bytes=16, peer_access=True)
@@ -249,8 +246,7 @@ def test_rows_of_a_part_rank_after_hotter_parts(zipf, head):
 
 
 def test_tables_without_counts_use_lookups_per_sample():
-    specs = [one_table_spec(100).tables[0].model_copy(update={"name": name}) for name in ("counted", "other")]
-    layout = layout_of([table.model_copy(update={"feature_names": (table.name,)}) for table in specs])
+    layout = layout_of([table_of("counted", 100), table_of("other", 100)])
     # 600 lookups in the counted table, 3 a sample: 200 samples, which look up the other 2 * 200 times.
     counts = np.full(100, 6, np.uint32)
     hotness = Hotness({"counted": counts}, {"counted": 3.0, "other": 2.0})

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shard_node.cuda
-from loader.snapshot.tables import TableSpec
 from shard_node import split as split_module
 from shard_node.answer import Answer, Forms, travel_as_stored
 from shard_node.bags import KeyedBags
@@ -47,15 +46,8 @@ from shard_node.planning.network_cost import (
 from shard_node.split import split, whole
 from shard_node.wire import messages
 from shard_node.wire.messages import encode_answer, encode_pool
-from shardrank_testing.card_plans import (
-    hotnesses,
-    layout_of,
-    layouts,
-    one_table_layout,
-    plan_inputs,
-    round_robin,
-)
-from shardrank_testing.snapshots import num_buckets
+from shardrank_testing.card_plans import hotnesses, layout_of, layouts, one_table_layout, plan_inputs, round_robin
+from shardrank_testing.snapshots import num_buckets, table_of
 
 H100 = SYSTEMS["h100"]
 BILLIONS = 2_000_000_000
@@ -197,12 +189,7 @@ LOOKUPS, ROW_BYTES = 65_536 * 40, 512
 
 
 def layout_like(*tables, rows=10_000):
-    return layout_of(
-        [
-            TableSpec(name=f"t{number}", num_embeddings=rows, embedding_dim=dim, dtype=dtype, feature_names=(f"f{number}",))  # noqa: E501
-            for number, (dim, dtype) in enumerate(tables)
-        ]
-    )  # fmt: skip
+    return layout_of([table_of(f"t{n}", rows, dim, dtype=dtype) for n, (dim, dtype) in enumerate(tables)])
 
 
 @pytest.mark.parametrize(("shards", "ids", "hit_rate"), [(1, 7, 0), (4, 1, 0), (4, 40, 0.9), (16, 20, 0.5), (3, 5, 1)])
@@ -240,10 +227,6 @@ def answer_of(layout, bags, forms):
     return Answer(sums, stored if forms.stored else None)
 
 
-def frame_bytes(buffers):
-    return sum(len(one) for one in buffers)
-
-
 TABLES = {
     "one": [(128, "int8")],
     "int8 of two dims": [(16, "int8"), (64, "int8"), (64, "int8")],
@@ -268,8 +251,8 @@ def test_estimated_bytes_are_those_of_real_frames(shards, hotness, tables, forms
             bags = bags.with_values(bags.values.astype(np.int32), None)
             parts = split(bags, rng.integers(0, shards, bags.num_values).astype(np.uint8), range(shards))
         for part in parts:
-            out += frame_bytes(encode_pool(1, 0, MODEL, 3, part.bags, forms))
-            back += frame_bytes(encode_answer(1, answer_of(layout, part.bags, forms)))
+            out += sum(map(len, encode_pool(1, 0, MODEL, 3, part.bags, forms)))
+            back += sum(map(len, encode_answer(1, answer_of(layout, part.bags, forms))))
     form = WireForm(2 if forms.float16 else 4, forms.stored, model_bytes=len(MODEL))
     batch = BatchBags.counted([np.concatenate(of_table) for of_table in zip(*all_lengths, strict=True)], num_draws)
     estimated = NetworkBytes.of(layout, batch, sent_evenly(len(layout.tables), shards), form)
@@ -293,10 +276,6 @@ def test_constants_and_the_textbooks_step():
     assert step.shards_hit == pytest.approx(shards_hit(16, 40, 0.85))
     assert step.sums.sum() == pytest.approx(65_536 * shards_hit(16, 40, 0.85) * 512)
     assert step.ids.sum() == pytest.approx(4 * LOOKUPS * 0.15)
-
-
-def hotness_of(layout, zipf=0.0, head=None, lookups=None):
-    return Hotness(zipf=zipf, head=head, lookups_per_sample=lookups or {}).of(layout)
 
 
 def owners_by_shard(layout, num_shards):
@@ -324,7 +303,7 @@ def test_every_lookup_goes_to_one_shard_or_the_router(layout, data):
 
 def test_a_replicated_table_is_sent_to_one_shard_a_batch():
     layout = layout_like((8, "int8"), (8, "int8"))
-    rows = hotness_of(layout)
+    rows = Hotness().of(layout)
     owners = owners_by_shard(layout, 4)
     sent = sent_of(rows, (np.full_like(owners[0], -1), owners[1]), 4)
     batch = BatchBags.of([BagLoad(1000, 100, 10)] * 2)
@@ -357,7 +336,7 @@ def test_hot_rows_are_the_hottest_for_their_bytes():
 @pytest.mark.parametrize("rows", [100, 1000, 5000])
 def test_a_head_has_its_share_of_the_lookups(rows):
     layout = one_table_layout(2_000_000_000, 128, "fp32")
-    found = NearRows.choose(layout, hotness_of(layout, 1.1, Head(5000, 0.85)), num_rows=rows)
+    found = NearRows.choose(layout, Hotness(zipf=1.1, head=Head(5000, 0.85)).of(layout), num_rows=rows)
     harmonic = np.cumsum(np.arange(1, 5001) ** -1.1)
     assert found.hit_rate == pytest.approx(0.85 * harmonic[rows - 1] / harmonic[-1] + 0.15 * rows / 2e9, abs=1e-5)
 

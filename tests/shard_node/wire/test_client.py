@@ -26,7 +26,6 @@ from shardrank_testing.nodes import (
     connected,
     expected_films,
     in_every_place,
-    on_every_loop,
     pool_films,
     serving,
     until,
@@ -36,7 +35,6 @@ BY_THREADS = ServerLimits(max_inline_bytes=0)
 EXPECTED = expected_films([7])
 
 
-@on_every_loop
 async def test_a_deadline_ends_a_call_and_drops_the_late_answer(place, tmp_path):
     gate = Gate()
     async with place.client(tmp_path, gate.node, BY_THREADS) as (server, client):
@@ -51,7 +49,6 @@ async def test_a_deadline_ends_a_call_and_drops_the_late_answer(place, tmp_path)
             await pool_films(client, [7], timeout_s=-1)
 
 
-@on_every_loop
 async def test_a_cancelled_call_leaves_the_connection_in_use(place, tmp_path):
     """Whether it is cancelled while connecting or while it waits for the answer."""
     gate = Gate()
@@ -89,7 +86,6 @@ async def test_a_closing_server_fails_what_is_in_flight(place, tmp_path):
         await closing
 
 
-@on_every_loop
 async def test_while_a_node_is_away_calls_fail_and_pauses_double(place, tmp_path):
     pauses = []
     nine, back = asyncio.Event(), asyncio.Event()
@@ -116,7 +112,6 @@ async def test_while_a_node_is_away_calls_fail_and_pauses_double(place, tmp_path
     assert pauses == [0.02, 0.04, 0.08, 0.16, 0.32, 0.5, 0.5, 0.5, 0.5]
 
 
-@on_every_loop
 async def test_a_connection_ended_by_the_node_is_made_again(place, tmp_path):
     """Answers to requests that were never sent are ignored."""
 
@@ -133,7 +128,6 @@ async def test_a_connection_ended_by_the_node_is_made_again(place, tmp_path):
         assert client.connections == 2
 
 
-@on_every_loop
 @pytest.mark.parametrize(
     ("answer", "error", "message"),
     [
@@ -159,7 +153,6 @@ async def test_nonsense_from_a_node_is_a_typed_error(place, answer, error, messa
         assert type(caught.value) is error
 
 
-@on_every_loop
 async def test_a_node_that_does_not_read_makes_new_calls_wait(place, tmp_path):
     """Memory does not grow."""
     big = [[1]] * 100_000
@@ -178,7 +171,6 @@ async def test_a_node_that_does_not_read_makes_new_calls_wait(place, tmp_path):
             await first
 
 
-@on_every_loop
 async def test_a_client_refuses_what_is_over_its_limits(place, tmp_path):
     gate = Gate()
 
@@ -194,7 +186,6 @@ async def test_a_client_refuses_what_is_over_its_limits(place, tmp_path):
         await call
 
 
-@on_every_loop
 async def test_a_closed_client_fails_its_calls(place, tmp_path):
     """Whether they connect or wait for an answer; it can be closed twice, and leaves no connection."""
     gate = Gate()

@@ -147,13 +147,15 @@ def test_long_arrays_are_narrow_exactly_when_they_fit(rows, long):
     assert request.values.dtype == (np.int32 if narrow else np.int64)
 
 
-def sums_of(dtype: str) -> st.SearchStrategy[np.ndarray]:
-    width = 8 * np.dtype(dtype).itemsize
-    return hnp.arrays(dtype, st.tuples(st.integers(0, 30), st.integers(1, 70)), elements=st.floats(width=width))
+def arrays_of(dtype: str) -> st.SearchStrategy[np.ndarray]:
+    def of_random_bits(rows: int, width: int, seed: int) -> np.ndarray:
+        bits = np.random.default_rng(seed).bytes(rows * width * np.dtype(dtype).itemsize)
+        return np.frombuffer(bits, dtype).reshape(rows, width)
+
+    return st.builds(of_random_bits, st.integers(0, 30), st.integers(1, 70), U32)
 
 
-any_sums = st.one_of(sums_of("float32"), sums_of("float16"))
-any_rows = hnp.arrays(np.uint8, st.tuples(st.integers(0, 30), st.integers(1, 70)))
+any_sums, any_rows = arrays_of("float32") | arrays_of("float16"), arrays_of("uint8")
 
 
 @st.composite
@@ -339,8 +341,8 @@ def test_a_sequence_comes_back_if_it_is_sent(stored):
 LIMIT = 1 << 20
 
 
-def frame_header(magic=b"SHRK", version=1, frame_type=1, request_id=5, body_bytes=0, budget_us=0) -> bytes:
-    return struct.pack("<4sHHQII", magic, version, frame_type, request_id, body_bytes, budget_us)
+def frame_header(version=1, frame_type=1, body_bytes=0) -> bytes:
+    return struct.pack("<4sHHQII", b"SHRK", version, frame_type, 5, body_bytes, 0)
 
 
 @given(
@@ -376,21 +378,13 @@ def test_an_incomplete_frame_is_not_returned(body_bytes, missing_from_header):
     assert early.is_mid_frame == (missing_from_header < 23)
 
 
-@pytest.mark.parametrize(
-    ("bad", "error", "message", "request_id"),
-    [
-        (frame_header(magic=b"HTTP"), WireError, r"magic is b'HTTP', a frame begins with b'SHRK'", 0),
-        (frame_header(version=2), WireError, "protocol version 2 is not spoken here, only 1", 5),
-        (frame_header(body_bytes=LIMIT - 23), FrameTooLargeError, f"frame has {LIMIT + 1} bytes, at most {LIMIT}", 5),
-        (frame_header(body_bytes=2**32 - 1), FrameTooLargeError, "frame has 4294967319 bytes", 5),
-        (frame_header(version=9, frame_type=5, body_bytes=LIMIT), FrameTooLargeError, "at most", 5),
-    ],
-)
-def test_a_bad_header_is_refused_before_its_body_is_read(bad, error, message, request_id):
+@pytest.mark.parametrize("header", [frame_header(body_bytes=LIMIT - 23), frame_header(9, 5, body_bytes=LIMIT - 23)])
+def test_a_too_long_frame_is_refused_before_its_body_is_read(header):
+    """What else may be wrong with a header is in test_server_connections.py."""
     receiver = FrameReceiver(LIMIT)
-    with pytest.raises(error, match=message):
-        feed(receiver, bad)
-    assert receiver.request_id == request_id
+    with pytest.raises(FrameTooLargeError, match=f"frame has {LIMIT + 1} bytes, at most {LIMIT}"):
+        feed(receiver, header)
+    assert receiver.request_id == 5
 
 
 def test_limits_of_frames():
@@ -402,13 +396,3 @@ def test_limits_of_frames():
     assert frame.body.size == size
     with pytest.raises(FrameTooLargeError, match="4294967296 bytes"):
         pack_header(FrameType.POOLED, 1, 2**32)
-
-
-@given(st.binary(max_size=400), st.booleans())
-def test_arbitrary_bytes_give_frames_or_a_wire_error(data, with_magic):
-    receiver = FrameReceiver(4096)
-    try:
-        frames = feed(receiver, (b"SHRK\1\0" if with_magic else b"") + data, [7, 1, 30])
-    except WireError:
-        return
-    assert sum(frame.body.size + HEADER.size for frame in frames) <= len(data) + 6

@@ -19,7 +19,6 @@ from shard_node.wire.frame import FrameType, pack_header
 from shard_node.wire.messages import decode_answer, decode_error, encode_pool
 from shard_node.wire.server import NodeServer, ServerLimits
 from shardrank_testing.nodes import (
-    EVERY_PLACE,
     MODEL,
     NEVER_S,
     SLOW_ROW,
@@ -30,7 +29,6 @@ from shardrank_testing.nodes import (
     expected_films,
     film_bags,
     in_every_place,
-    on_every_loop,
     pool_films,
     raw_peer,
     serving,
@@ -65,7 +63,6 @@ WRONG_VERSION = struct.pack("<4sHHQII", b"SHRK", 2, 1, 77, 4, 0) + b"body"
 TOO_LARGE = pack_header(FrameType.POOL, 78, 2**32 - 1)
 
 
-@on_every_loop
 @pytest.mark.parametrize(
     ("sent", "request_id", "kind", "message"),
     [
@@ -92,22 +89,17 @@ async def test_a_broken_stream_gets_an_error_and_is_closed(place, sent, request_
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(junk=st.one_of(st.binary(max_size=300), st.binary(max_size=200).map(lambda tail: b"SHRK\1\0\1\0" + tail)))
-def test_arbitrary_bytes_never_disturb_the_server(junk, tmp_path, caplog):
-    async def main():
-        async with place.peer(tmp_path, None, ServerLimits(receive_timeout_ms=20)) as (server, peer):
-            peer.write(junk)
-            peer.writer.write_eof()
-            await peer.read_end()
-            async with raw_peer(server.addresses[0]) as other:
-                await assert_serves(other)
-
+async def test_arbitrary_bytes_never_disturb_the_server(junk, place, tmp_path, caplog):
     caplog.clear()
-    place = EVERY_PLACE[3]
-    place.run(main())
+    async with place.peer(tmp_path, None, ServerLimits(receive_timeout_ms=20)) as (server, peer):
+        peer.write(junk)
+        peer.writer.write_eof()
+        await peer.read_end()
+        async with raw_peer(server.addresses[0]) as other:
+            await assert_serves(other)
     assert [record for record in caplog.records if record.exc_info] == []
 
 
-@on_every_loop
 async def test_a_peer_that_does_not_read_is_not_read_from(place, tmp_path):
     """And loses nothing."""
     unsent, answer_bytes, num_requests = 64 << 10, 16_000, 400
@@ -125,7 +117,6 @@ async def test_a_peer_that_does_not_read_is_not_read_from(place, tmp_path):
     assert ids == list(range(1, num_requests + 1))
 
 
-@on_every_loop
 async def test_a_peer_that_never_reads_is_cut_off(place, tmp_path):
     limits = ServerLimits(max_unsent_bytes=1024, max_inline_bytes=1 << 20, send_timeout_ms=30)
     request = b"".join(encode_pool(1, 0, MODEL, VERSION, film_bags(*[[]] * 5000)))
@@ -141,7 +132,6 @@ async def test_a_peer_that_never_reads_is_cut_off(place, tmp_path):
         await until(lambda: not server.num_connections)
 
 
-@on_every_loop
 async def test_one_connection_too_many_is_refused(place, tmp_path):
     async with place.peer(tmp_path, None, ServerLimits(max_connections=1)) as (server, first):
         await assert_serves(first)
@@ -155,7 +145,6 @@ async def test_one_connection_too_many_is_refused(place, tmp_path):
     assert type(decode_error(frame)) is NodeOverloadedError
 
 
-@on_every_loop
 async def test_a_stale_socket_is_replaced_and_a_live_one_kept(place, tmp_path):
     address = place.address(tmp_path)
     with socket.socket(socket.AF_UNIX) as dead:
@@ -172,7 +161,6 @@ async def test_a_stale_socket_is_replaced_and_a_live_one_kept(place, tmp_path):
     assert (tmp_path / "node.sock").read_text() == "precious"
 
 
-@on_every_loop
 async def test_a_server_has_all_its_addresses_or_none(place, tmp_path):
     address = place.address(tmp_path)
     server = NodeServer(small_node())
@@ -205,7 +193,6 @@ async def test_draining_answers_what_is_in_flight_and_refuses_new(place, tmp_pat
     np.testing.assert_array_equal(answer, expected_films([SLOW_ROW]))
 
 
-@on_every_loop
 async def test_requests_that_cross_goaway_are_answered(place, tmp_path):
     """A peer that ignores it is cut off at the end."""
 
@@ -223,7 +210,6 @@ async def test_requests_that_cross_goaway_are_answered(place, tmp_path):
     assert (crossed.frame_type, crossed.request_id) == (FrameType.POOLED, 2)
 
 
-@on_every_loop
 async def test_a_drained_address_is_free_for_a_successor(place, tmp_path):
     async with place.client(tmp_path) as (first, client):
         await client.info()

@@ -34,20 +34,9 @@ from shard_node.wire.tls import (
     server_context,
 )
 from shardrank_testing.certificates import Authority, Pair, needs_openssl
-from shardrank_testing.nodes import (
-    EVERY_PLACE,
-    NEVER_S,
-    connected,
-    expected_films,
-    pool_films,
-    raw_peer,
-    run_in,
-    serving,
-    until,
-)
+from shardrank_testing.nodes import NEVER_S, connected, expected_films, pool_films, raw_peer, serving, until
 
 pytestmark = needs_openssl
-on_every_loop = run_in(EVERY_PLACE[0::2])
 
 ANY_PORT = Address.parse("127.0.0.1:0")
 
@@ -91,8 +80,7 @@ async def refusal(server: NodeServer, tls: ReloadingContext | None) -> NodeUnava
         return caught.value
 
 
-@on_every_loop
-async def test_certificates_of_the_ca_are_accepted(place, papers):
+async def test_certificates_of_the_ca_are_accepted(papers):
     async with (
         serving(ANY_PORT, tls=papers.node_context()) as server,
         connected(server.addresses[0], tls=papers.router_context()) as client,
@@ -104,12 +92,11 @@ async def test_certificates_of_the_ca_are_accepted(place, papers):
         assert await server.drain(NEVER_S)
 
 
-@on_every_loop
 @pytest.mark.parametrize(
     ("shown", "kind"),
     [("expired", ExpiredCertificateError), ("foreign", UntrustedCertificateError), (None, MissingCertificateError)],
 )
-async def test_a_client_without_access_is_refused_and_counted(place, shown, kind, papers, caplog):
+async def test_a_client_without_access_is_refused_and_counted(shown, kind, papers, caplog):
     context = papers.node_context()
     with caplog.at_level(logging.INFO):
         async with serving(ANY_PORT, tls=context) as server:
@@ -123,7 +110,6 @@ async def test_a_client_without_access_is_refused_and_counted(place, shown, kind
     assert [record for record in caplog.records if record.exc_info] == []
 
 
-@on_every_loop
 @pytest.mark.parametrize(
     ("shown", "ca", "kind"),
     [
@@ -133,7 +119,7 @@ async def test_a_client_without_access_is_refused_and_counted(place, shown, kind
         ("expired", "ca", ExpiredCertificateError),
     ],
 )
-async def test_a_node_without_a_valid_certificate_is_not_used(place, shown, ca, kind, papers):
+async def test_a_node_without_a_valid_certificate_is_not_used(shown, ca, kind, papers):
     tls = papers.router_context("router", getattr(papers, ca))
     async with (
         serving(ANY_PORT, tls=papers.node_context(shown)) as server,
@@ -145,8 +131,7 @@ async def test_a_node_without_a_valid_certificate_is_not_used(place, shown, ca, 
         assert server.num_connections == 0
 
 
-@on_every_loop
-async def test_plain_text_and_tls_on_the_wrong_port_are_refused(place, papers, caplog):
+async def test_plain_text_and_tls_on_the_wrong_port_are_refused(papers, caplog):
     context = papers.node_context()
     with caplog.at_level(logging.INFO):
         async with serving(ANY_PORT, tls=context) as server:
@@ -161,8 +146,7 @@ async def test_plain_text_and_tls_on_the_wrong_port_are_refused(place, papers, c
     assert "it is a TLS handshake, and this address speaks plain text" in caplog.text
 
 
-@on_every_loop
-async def test_a_unix_socket_never_speaks_tls(place, papers, tmp_path):
+async def test_a_unix_socket_never_speaks_tls(papers, tmp_path):
     async with (
         serving(Address(path=str(tmp_path / "node.sock")), tls=papers.node_context()) as server,
         connected(server.addresses[0], tls=papers.router_context()) as client,
@@ -170,8 +154,7 @@ async def test_a_unix_socket_never_speaks_tls(place, papers, tmp_path):
         await ask(client)
 
 
-@on_every_loop
-async def test_renewed_files_count_for_new_connections(place, papers, tmp_path):
+async def test_renewed_files_count_for_new_connections(papers, tmp_path):
     """Certificates of both sides, and the CA that the node trusts; open connections stay."""
     ca = Authority(tmp_path)
     node, router = ca.issue("node"), ca.issue("router")
@@ -199,8 +182,7 @@ async def test_renewed_files_count_for_new_connections(place, papers, tmp_path):
         assert type(await refusal(server, papers.router_context("router", ca))) is UntrustedCertificateError
 
 
-@on_every_loop
-async def test_silent_connections_keep_nobody_out(place, papers):
+async def test_silent_connections_keep_nobody_out(papers):
     async with serving(ANY_PORT, tls=papers.node_context()) as server:
         address = server.addresses[0]
         silent = [await asyncio.open_connection(address.host, address.port) for _ in range(MAX_HANDSHAKES + 1)]
@@ -212,8 +194,7 @@ async def test_silent_connections_keep_nobody_out(place, papers):
             writer.close()
 
 
-@on_every_loop
-async def test_a_name_with_several_addresses_listens_at_each(place, papers):
+async def test_a_name_with_several_addresses_listens_at_each(papers):
     def is_free(address: Address) -> bool:
         family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
         with socket.socket(family) as probe:

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from loader.snapshot.codecs import codec_for
-from loader.snapshot.tables import TableSpec
 from shard_node.access_counts import MAX_PART_ROWS
 from shard_node.answer import Answer, Forms, add_answers
 from shard_node.errors import GenerationNotFoundError, ShardNodeError
@@ -27,16 +26,12 @@ from shard_node.wire.messages import (
 )
 from shardrank_testing.bags import bags_of
 from shardrank_testing.card_plans import layout_of
+from shardrank_testing.snapshots import table_of
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "wire-protocol.md").read_text()
 
 # One group of two int8 tables, and what is stored of it.
-ONE_GROUP = layout_of(
-    [
-        TableSpec(name=name, num_embeddings=10, embedding_dim=4, feature_names=(name,), dtype="int8")
-        for name in ("film", "genre")
-    ]
-)
+ONE_GROUP = layout_of([table_of(name, 10, 4, dtype="int8") for name in ("film", "genre")])
 NOTED_BAGS = bags_of({0: [[5], [9]], 1: [[7, 8, 3]]})
 ROWS = np.array([[0.0, 0.25, 0.5, 1.0], [-1.0, -0.5, 0.0, 1.0]], np.float32)
 STORED_ANSWER = Answer([np.array([[0.25, -1, 1.5, 2]], np.float16)], [codec_for("int8", 4).encode(ROWS)])

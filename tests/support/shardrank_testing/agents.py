@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import inspect
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from shard_node.cuda.card_set import CardSet
 from shard_node.node import ShardNode
 from shardrank_testing.snapshots import make_spec, write_snapshot
 
-NEVER_S = 60.0
 PROMPT = AgentConfig(unannounce_grace_s=0.5, staging=StagingConfig(jitter_s=0.0))
 
 
@@ -155,12 +153,11 @@ class OnRegistry:
 
     async def announced(self, model: str, version: int, state: str | None) -> VersionReport | None:
         """Wait until it has announced a version in that state; None: until it has no such version."""
-        async with asyncio.timeout(NEVER_S):
-            while True:
-                await self.step()
-                report = await self.report(model, version)
-                if (report.state if report else None) == state:
-                    return report
+        while True:
+            await self.step()
+            report = await self.report(model, version)
+            if (report.state if report else None) == state:
+                return report
 
 
 @dataclass
@@ -175,13 +172,12 @@ class AgentUnderTest(OnRegistry):
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Goes round until the condition holds. No time passes."""
-        async with asyncio.timeout(NEVER_S):
-            while True:
-                await self.agent.round()
-                for _ in range(20):
-                    await asyncio.sleep(0)
-                if condition():
-                    return
+        while True:
+            await self.agent.round()
+            for _ in range(20):
+                await asyncio.sleep(0)
+            if condition():
+                return
 
     async def pass_time(self, duration_s: float) -> None:
         """Lets time pass, round by round."""
@@ -192,9 +188,8 @@ class AgentUnderTest(OnRegistry):
 
     async def pass_time_until(self, condition: Callable[[], bool]) -> None:
         """Lets as much time pass as it takes."""
-        async with asyncio.timeout(NEVER_S):
-            while not condition():
-                await self.pass_time(0.1)
+        while not condition():
+            await self.pass_time(0.1)
 
 
 @asynccontextmanager
@@ -213,38 +208,6 @@ async def agent_on(
                 gate.set()
         await agent.close()
         await registry.close()
-
-
-def run(main: Coroutine[Any, Any, None]) -> None:
-    """Runs a scenario, for a bounded time."""
-
-    async def bounded() -> None:
-        async with asyncio.timeout(NEVER_S):
-            await main
-
-    asyncio.run(bounded())
-
-
-def scenario(make: Callable[[Path], AbstractAsyncContextManager[Any]]) -> Callable[[Callable[..., Any]], Any]:
-    """Make a test of a coroutine function: its first argument is what `make(tmp_path)` enters, others are fixtures."""
-
-    def decorate(function: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-        _, *wanted = inspect.signature(function).parameters
-        names = dict.fromkeys([*wanted, "tmp_path"])
-
-        @functools.wraps(function)
-        def test(**fixtures: Any) -> None:
-            async def main() -> None:
-                async with make(fixtures["tmp_path"]) as under:
-                    await function(under, **{name: fixtures[name] for name in wanted})
-
-            run(main())
-
-        parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
-        test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        return test
-
-    return decorate
 
 
 def published(model: str, version: int, identity: str = "first") -> PublishedVersion:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -32,13 +33,45 @@ def random_table_bags(
     bags_per_key = rng.integers(0, max_bags + 1, keys.size).astype(np.int64)
     lengths = rng.integers(0, max_hotness + 1, int(bags_per_key.sum()))
     lengths[rng.random(lengths.size) < 0.2] = 0
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    starts = np.concatenate([[0], np.cumsum(bags_per_key)])
-    values_per_key = np.diff(offsets[starts])
-    limits = np.repeat([layout.tables[key].num_embeddings for key in keys], values_per_key)
-    values = (rng.random(int(offsets[-1])) * limits).astype(np.int64)
-    weights = rng.normal(size=values.size).astype(np.float32) if weighted else None
-    return KeyedBags.from_lengths(keys, bags_per_key, lengths, values, weights)
+    return bags_of_random_rows(
+        rng, keys, bags_per_key, lengths, [layout.tables[key].num_embeddings for key in keys], weighted
+    )
+
+
+def bags_of_random_rows(
+    rng: np.random.Generator,
+    keys: np.ndarray,
+    bags_per_key: np.ndarray,
+    lengths: np.ndarray,
+    num_rows: Sequence[int],
+    weighted: bool = False,
+) -> KeyedBags:
+    """Bags of these lengths whose rows are below the number of each key."""
+    bags = KeyedBags.from_lengths(keys, bags_per_key, lengths, np.zeros(int(lengths.sum()), np.int64))
+    limits = np.repeat(np.array(num_rows, np.int64), bags.values_per_key())
+    values = (rng.random(bags.num_values) * limits).astype(np.int64)
+    return bags.with_values(values, rng.normal(size=values.size).astype(np.float32) if weighted else None)
+
+
+def pool_by_definition(
+    table: np.ndarray, bags: Sequence[Sequence[int]], mode: str, weights: Sequence[Sequence[float]] | None = None
+) -> np.ndarray:
+    """One table's bags, float64 [bags, dim], or for mode `none` each of their rows."""
+    pooled: list[np.ndarray] = []
+    for number, bag in enumerate(bags):
+        rows = table[np.array(bag, np.int64)].astype(np.float64)
+        if weights is not None:
+            rows *= np.array(weights[number], np.float64)[:, None]
+        total = rows.sum(axis=0)
+        pooled += {"none": list(rows), "sum": [total], "mean": [total / max(1, len(bag))]}[mode]
+    return np.array(pooled).reshape(-1, table.shape[1])
+
+
+def by_bag(array: np.ndarray, bags: KeyedBags, key: int) -> list[np.ndarray]:
+    """What an array by value has for each bag of the key at this position."""
+    starts = bags.bag_starts()
+    edges = bags.offsets[starts[key] : starts[key + 1] + 1].tolist()
+    return [array[first:end] for first, end in itertools.pairwise(edges)]
 
 
 def assert_blocks_equal(actual: list[np.ndarray], expected: list[np.ndarray], scale: float) -> None:

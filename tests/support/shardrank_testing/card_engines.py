@@ -1,8 +1,10 @@
-"""Engines for tests: rows of one snapshot on the CPU or on some cards, in the tiers that a test asks for."""
+"""Cards of every kind that a test can run on; engines with rows of one snapshot, in the tiers that a test asks for."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import pytest
@@ -11,17 +13,45 @@ from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.reader import Snapshot
 from router.plan import Plan
 from shard_node.cuda.card_engine import CardEngine
-from shard_node.cuda.card_set import CardOptions, CardSet
+from shard_node.cuda.card_set import CardOptions, CardSet, DeviceChoice, open_cards
 from shard_node.cuda.cards import Cards
-from shard_node.cuda.kernel_params import RowFormat
+from shard_node.cuda.kernel_params import KernelSwitches, RowFormat
 from shard_node.engine.base import Engine
 from shard_node.engine.loading import load_tables
+from shard_node.errors import CardsUnavailableError, DeviceChoiceError
 from shard_node.node import LoadedTables
-from shardrank_testing.card_sets import Kind, card_factory
+from shardrank_testing.emulated_cards import EmulatedCards
 from shardrank_testing.snapshots import sharding_of
 
+Kind = Literal["emulated", "as late as can be", "no peer access", "logical", "devices"]
+"""Emulated cards, which work at once, only when somebody waits for it, or without access to each other's memory; or
+real ones: logical cards of device 0, or devices of their own."""
+CardFactory = Callable[[int], Cards]
+"""Makes so many cards, or skips the test if there are none such here."""
+
+
+def card_factory(kind: Kind, switches: KernelSwitches | None = None) -> CardFactory:
+    """Return what makes cards of this kind."""
+    return partial(_make, kind, switches)
+
+
+def _make(kind: Kind, switches: KernelSwitches | None, num_cards: int) -> Cards:
+    if kind not in ("logical", "devices"):
+        deferred, peer_access = kind == "as late as can be", kind != "no peer access"
+        return EmulatedCards(num_cards, peer_access, deferred=deferred, switches=switches)
+    if kind == "devices" and num_cards == 1:
+        pytest.skip("one card on a device of its own is the one logical card of device 0")
+    try:
+        cards = open_cards(DeviceChoice.parse("cuda:0" if kind == "logical" else "cuda"), num_cards, switches)
+    except (CardsUnavailableError, DeviceChoiceError) as reason:
+        pytest.skip(str(reason))
+    assert cards is not None
+    if not cards.peer_access:
+        pytest.skip(f"{cards.name}: without access to each other's memory")
+    return cards
+
+
 Tiers = Literal["hot", "peers", "pinned", "every tier"]
-REAL_KINDS: tuple[Kind, ...] = ("logical", "devices")
 
 
 @dataclass(frozen=True)
@@ -97,7 +127,7 @@ CARD_ENGINES = (
 )
 REAL_ENGINES = tuple(
     OnCards(num_cards, tiers, kind)
-    for kind in REAL_KINDS
+    for kind in ("logical", "devices")
     for num_cards, tiers in ((1, "peers"), (2, "pinned"), (3, "peers"), (8, "every tier"))
 )
 

@@ -7,22 +7,16 @@ from collections.abc import Sequence
 import numpy as np
 from hypothesis import strategies as st
 
-from loader.snapshot.manifest import FeatureSpec, ModelSpec
+from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.tables import RowDtype, TableSpec
 from shard_node.bags import TableLayout
 from shard_node.buckets import Partition
 from shard_node.cuda.kernel_params import RowFormat
 from shard_node.planning.card_plan import CardBudget
 from shard_node.planning.hotness import Hotness
-from shardrank_testing.snapshots import DEFAULT_DENSE_MODEL, num_buckets
+from shardrank_testing.snapshots import model_of, num_buckets, table_of
 
 DTYPES: tuple[RowDtype, ...] = ("int8", "int4", "fp16", "fp32")
-
-
-def model_of(tables: Sequence[TableSpec]) -> ModelSpec:
-    """A model with these tables, whose features are all candidates'."""
-    features = tuple(FeatureSpec(name=name, side="candidate") for one in tables for name in one.feature_names)
-    return ModelSpec(model="m", tables=tuple(tables), features=features, dense_model=DEFAULT_DENSE_MODEL)
 
 
 def layout_of(tables: Sequence[TableSpec]) -> TableLayout:
@@ -32,8 +26,7 @@ def layout_of(tables: Sequence[TableSpec]) -> TableLayout:
 
 def one_table_layout(num_embeddings: int, embedding_dim: int = 8, dtype: RowDtype = "int8", **more) -> TableLayout:
     """The layout of a model with one table `items`."""
-    shape = {"num_embeddings": num_embeddings, "embedding_dim": embedding_dim, "dtype": dtype}
-    return layout_of([TableSpec(name="items", feature_names=("item",), **shape, **more)])
+    return layout_of([table_of("items", num_embeddings, embedding_dim, "item", dtype=dtype, **more)])
 
 
 def round_robin(layout: TableLayout, num_cards: int) -> Partition:
@@ -53,20 +46,26 @@ def strides(layout: TableLayout) -> list[int]:
 
 
 @st.composite
-def layouts(draw: st.DrawFn, max_rows: int = 1500) -> TableLayout:
-    """Up to four tables of any dtype."""
-    tables = [
-        TableSpec(
-            name=f"t{number}",
-            num_embeddings=draw(st.integers(1, max_rows)),
-            embedding_dim=draw(st.sampled_from([2, 4, 8, 10, 16, 64])),
-            dtype=draw(st.sampled_from(DTYPES)),
-            bucketing=draw(st.sampled_from(["mixed", "hash", "range"])),
-            feature_names=tuple(f"f{number}.{feature}" for feature in range(draw(st.integers(1, 2)))),
-        )
-        for number in range(draw(st.integers(1, 4)))
-    ]
-    return layout_of(tables)
+def models(draw: st.DrawFn, rows: st.SearchStrategy[int], max_tables: int = 4) -> ModelSpec:
+    """Up to so many tables of any dtype."""
+    return model_of(
+        [
+            table_of(
+                f"t{number}",
+                draw(rows),
+                draw(st.sampled_from([2, 4, 8, 10, 16, 64])),
+                *(f"f{number}.{feature}" for feature in range(draw(st.integers(1, 2)))),
+                dtype=draw(st.sampled_from(DTYPES)),
+                bucketing=draw(st.sampled_from(["mixed", "hash", "range"])),
+            )
+            for number in range(draw(st.integers(1, max_tables)))
+        ]
+    )
+
+
+def layouts(max_rows: int = 1500) -> st.SearchStrategy[TableLayout]:
+    """Layouts of such models."""
+    return models(st.integers(1, max_rows)).map(TableLayout.of)
 
 
 @st.composite

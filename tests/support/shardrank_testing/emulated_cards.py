@@ -20,11 +20,8 @@ import torch
 
 from shard_node.cuda.kernel_params import MAX_CARDS, KernelSwitches
 from shard_node.errors import CardError
-from shardrank_testing.emulated_memory import AddressSpace, EmulatedMemory, EmulatedPinnedMemory, EmulationError
+from shardrank_testing.emulated_memory import AddressSpace, EmulatedMemory, EmulationError
 from shardrank_testing.host_kernels import HostKernels, host_kernels
-
-DEFAULT_TOTAL_BYTES = 1 << 30
-DEFAULT_PINNED_BYTES = 1 << 30
 
 _Run = Callable[[], None]
 _Description = tuple[object, ...]
@@ -228,12 +225,12 @@ class EmulatedCard:
         self._put(stream, ("launch", kernel, grid, *copied), run)
 
     def copy_to_card(
-        self, target: int, source: EmulatedPinnedMemory, first: int, size_bytes: int, stream: EmulatedStream
+        self, target: int, source: EmulatedMemory, first: int, size_bytes: int, stream: EmulatedStream
     ) -> None:
         self._copy(target, self._cards.pinned_bytes(source, first, size_bytes), size_bytes, stream, is_up=True)
 
     def copy_to_host(
-        self, target: EmulatedPinnedMemory, first: int, source: int, size_bytes: int, stream: EmulatedStream
+        self, target: EmulatedMemory, first: int, source: int, size_bytes: int, stream: EmulatedStream
     ) -> None:
         self._copy(self._cards.pinned_bytes(target, first, size_bytes), source, size_bytes, stream, is_up=False)
 
@@ -315,10 +312,10 @@ class EmulatedCards:
         self,
         num_cards: int,
         peer_access: bool = True,
-        total_bytes: int = DEFAULT_TOTAL_BYTES,
+        total_bytes: int = 1 << 30,
         *,
         num_devices: int | None = None,
-        pinned_bytes: int = DEFAULT_PINNED_BYTES,
+        pinned_bytes: int = 1 << 30,
         deferred: bool = False,
         switches: KernelSwitches | None = None,
     ) -> None:
@@ -354,9 +351,9 @@ class EmulatedCards:
         """The library that has this kernel."""
         return self._loaded.get(kernel, self.kernels)
 
-    def allocate_pinned(self, size_bytes: int) -> EmulatedPinnedMemory:
+    def allocate_pinned(self, size_bytes: int) -> EmulatedMemory:
         _refuse_in_capture("allocate pinned memory")
-        return EmulatedPinnedMemory(self.space, None, size_bytes)
+        return EmulatedMemory(self.space, None, size_bytes)
 
     def new_stream(self, card: int) -> EmulatedStream:
         # One lock for all streams where running one runs others: whoever waits may hold none of its own.
@@ -368,7 +365,7 @@ class EmulatedCards:
         if self.fault:
             raise CardError(self.fault)
 
-    def pinned_bytes(self, memory: EmulatedPinnedMemory, first: int, size_bytes: int) -> int:
+    def pinned_bytes(self, memory: EmulatedMemory, first: int, size_bytes: int) -> int:
         """Address of the bytes of pinned memory, which have to be there."""
         memory.bytes_of(first, size_bytes)
         return memory.address + first

@@ -105,7 +105,7 @@ class AddressSpace:
 
 
 class EmulatedMemory:
-    """Memory of a card; given back when nobody holds it any more, as CuPy's is."""
+    """Memory of a card, or pinned memory of the host; given back when nobody holds it any more, as CuPy's is."""
 
     def __init__(self, space: AddressSpace, device: int | None, size_bytes: int) -> None:
         self.address, self.size_bytes = space.allocate(device, size_bytes), size_bytes
@@ -128,10 +128,7 @@ class EmulatedMemory:
         held._owner = self  # type: ignore[attr-defined]  # keeps the memory, as long as the view is held
         return np.frombuffer(held, np.uint8)
 
-
-class EmulatedPinnedMemory(EmulatedMemory):
-    """Pinned memory of the host."""
-
     @property
     def array(self) -> npt.NDArray[np.uint8]:
+        """All bytes; cards' pinned memory has it, and no other."""
         return self.bytes_of(0, self.size_bytes)

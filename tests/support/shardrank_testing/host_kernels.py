@@ -64,14 +64,6 @@ def host_compiler() -> str:
     return compiler
 
 
-def under_address_sanitizer() -> bool:
-    """Whether this process is to run sanitized kernels."""
-    mode = os.environ.get("SHARDRANK_EMULATION", "")
-    if mode not in ("", "address"):
-        raise ValueError(f"SHARDRANK_EMULATION is {mode!r}; allowed are '' and 'address'")
-    return mode == "address"
-
-
 def host_kernels(
     switches: KernelSwitches | None = None, source: Path | None = None, kernels: tuple[str, ...] = KERNELS
 ) -> HostKernels:
@@ -81,7 +73,7 @@ def host_kernels(
     """
     source = source or Path(os.environ.get("SHARDRANK_EMULATION_KERNELS") or KERNEL_SOURCE)
     defines = (switches or KernelSwitches()).defines()
-    return _loaded(host_compiler(), source, kernels, under_address_sanitizer(), defines)
+    return _loaded(host_compiler(), source, kernels, os.environ.get("SHARDRANK_EMULATION") == "address", defines)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Launches of the kernels alone, past the checks that an engine makes before, and what they must give, in NumPy."""
+"""Launches of the kernels alone, past the checks of an engine, and batches of lanes; what both must give, in NumPy."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ import numpy.typing as npt
 
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.reader import Snapshot
-from loader.snapshot.tables import RowDtype, TableSpec
+from loader.snapshot.tables import RowDtype
+from shard_node.bags import KeyedBags, TableLayout
 from shard_node.buckets import Partition
+from shard_node.cuda.batch import BatchSize, OutputRuns
 from shard_node.cuda.card_engine import CardEngine
 from shard_node.cuda.card_loading import CardTableLoad
 from shard_node.cuda.card_set import CardOptions, CardSet
@@ -36,11 +38,11 @@ from shard_node.cuda.kernel_params import (
 )
 from shard_node.cuda.places import Placer
 from shard_node.engine.memory import RowMemory
+from shardrank_testing.bags import bags_of_random_rows, by_bag, pool_by_definition
 from shardrank_testing.card_bytes import fetch, fetch_at, send
 from shardrank_testing.card_engines import options_for
-from shardrank_testing.card_plans import model_of
 from shardrank_testing.deltas import export_state
-from shardrank_testing.snapshots import num_buckets
+from shardrank_testing.snapshots import model_of, num_buckets, table_of
 
 Float32Array = npt.NDArray[np.float32]
 ByteArray = npt.NDArray[np.uint8]
@@ -102,14 +104,7 @@ class KernelArena:
         self.stored = [self.codec.encode(rows) for rows in tables]
         spec = model_of(
             [
-                TableSpec(
-                    name=f"t{number}",
-                    num_embeddings=len(rows),
-                    embedding_dim=dim,
-                    feature_names=(f"f{number}",),
-                    dtype=dtype,
-                    bucketing="range" if number % 2 else "hash",
-                )
+                table_of(f"t{number}", len(rows), dim, dtype=dtype, bucketing="range" if number % 2 else "hash")
                 for number, rows in enumerate(tables)
             ]
         )
@@ -158,19 +153,14 @@ class KernelArena:
 
     def expected(self, runs: Sequence[Run]) -> npt.NDArray[np.float64]:
         """float64 [bags, dim], by definition."""
-        out: list[npt.NDArray[np.float64]] = []
+        out = [np.zeros((0, self.codec.embedding_dim))]
         for run in runs:
-            rows = self.decoded(run.table).astype(np.float64)
-            for number, bag in enumerate(run.bags):
-                weights = np.ones(bag.size) if run.weights is None else run.weights[number].astype(np.float64)
-                inside = (bag >= 0) & (bag < rows.shape[0])
-                terms = np.where(inside[:, None], rows[np.where(inside, bag, 0)], 0.0) * weights[:, None]
-                if run.mode == "none":
-                    out.extend(terms)
-                    continue
-                total = terms.sum(axis=0)
-                out.append(total / bag.size if run.mode == "mean" and bag.size else total)
-        return np.array(out).reshape(-1, self.codec.embedding_dim)
+            rows = self.decoded(run.table)
+            num_rows = len(rows)
+            # Values outside of the table read a row of zeros.
+            bags = [np.where((bag >= 0) & (bag < num_rows), bag, num_rows) for bag in run.bags]
+            out.append(pool_by_definition(np.pad(rows, ((0, 1), (0, 0))), bags, run.mode, run.weights))
+        return np.concatenate(out)
 
 
 @dataclass
@@ -255,3 +245,53 @@ def _runs(
         blocks += [(number, bag) for bag in range(0, num, bags_per_block)]
         num_bags, num_values, written = num_bags + len(run.bags), num_values + values, written + num
     return params, blocks, written
+
+
+def runs_in_columns(
+    layout: TableLayout, tables: Sequence[int], modes: Sequence[str], size: BatchSize, out_dtype: OutDtype = "fp32"
+) -> OutputRuns:
+    """Runs of a matrix: key k has its own columns, with three unused elements behind them; bag i is in row i."""
+    dims = np.array([layout.tables[table].embedding_dim for table in tables], np.int64)
+    ends = np.cumsum(dims + 3)
+    numbers = np.array([MODES[mode] for mode in modes], np.int64)
+    most = np.where(numbers == MODES["none"], size.num_values, size.bags_per_key)
+    num_columns = int(ends[-1])
+    return OutputRuns(
+        tables=np.array(tables, np.int64),
+        modes=numbers,
+        out_offsets=ends - dims - 3,
+        out_strides=np.full(dims.size, num_columns, np.int64),
+        out_dtype=out_dtype,
+        out_elements=num_columns * max(1, int(most.max())),
+    )
+
+
+def feature_bags(
+    rng: np.random.Generator, layout: TableLayout, runs: OutputRuns, size: BatchSize, weighted: bool = False
+) -> KeyedBags:
+    """Bags for every run, at most as many as the size says, some of them empty; values are rows."""
+    bags_per_key = rng.integers(0, size.bags_per_key + 1)
+    lengths = rng.integers(0, 7, int(bags_per_key.sum()))
+    lengths[np.cumsum(lengths) > size.num_values] = 0
+    limits = [layout.tables[table].num_embeddings for table in runs.tables.tolist()]
+    keys = np.arange(runs.tables.size, dtype=np.int32)
+    return bags_of_random_rows(rng, keys, bags_per_key, lengths, limits, weighted)
+
+
+def expected_output(rows: Sequence[np.ndarray], bags: KeyedBags, runs: OutputRuns) -> np.ndarray:
+    """float64 [out_elements]; NaN where nothing is written.
+
+    Args:
+        rows: float32 [num_embeddings, embedding_dim] of each table, in layout order.
+        bags: one key for each run.
+        runs: where they go.
+    """
+    out = np.full(runs.out_elements, np.nan)
+    modes = {number: mode for mode, number in MODES.items()}
+    for key, table in enumerate(runs.tables.tolist()):
+        weights = None if bags.weights is None else by_bag(bags.weights, bags, key)
+        pooled = pool_by_definition(rows[table], by_bag(bags.values, bags, key), modes[int(runs.modes[key])], weights)
+        for number, row in enumerate(pooled):
+            first = int(runs.out_offsets[key]) + number * int(runs.out_strides[key])
+            out[first : first + row.size] = row
+    return out

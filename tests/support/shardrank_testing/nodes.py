@@ -10,14 +10,12 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 import pytest
-import uvloop
 
-from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec
-from loader.snapshot.tables import TableSpec
+from loader.snapshot.manifest import ModelSpec
 from shard_node.answer import FLOAT32_SUMS, Answer, Forms
 from shard_node.bags import KeyedBags
 from shard_node.buckets import NodeIdentity
@@ -29,8 +27,7 @@ from shard_node.wire.frame import HEADER, Frame, FrameReceiver, unpack_header
 from shard_node.wire.messages import Buffer
 from shard_node.wire.server import NodeServer, ServerLimits
 from shardrank_testing.bags import bags_of
-
-Result = TypeVar("Result")
+from shardrank_testing.snapshots import model_of, table_of
 
 MODEL = "films"
 VERSION = 7
@@ -47,15 +44,7 @@ def soon() -> float:
 
 def small_spec() -> ModelSpec:
     """Three float32 tables in two groups."""
-    return ModelSpec(
-        model=MODEL,
-        tables=tuple(
-            TableSpec(name=name, num_embeddings=rows, embedding_dim=dim, feature_names=(f"{name}_id",), dtype="fp32")
-            for name, (rows, dim) in SIZES.items()
-        ),
-        features=tuple(FeatureSpec(name=f"{name}_id", side="candidate") for name in SIZES),
-        dense_model=DenseModelSpec(kind="none"),
-    )
+    return model_of([table_of(name, *shape, dtype="fp32") for name, shape in SIZES.items()], MODEL)
 
 
 def small_tables() -> dict[str, np.ndarray]:
@@ -167,20 +156,6 @@ class Place:
     def address(self, folder: Path) -> Address:
         return Address(path=str(folder / "node.sock")) if self.socket == "unix" else Address.parse("127.0.0.1:0")
 
-    def run(self, main: Coroutine[Any, Any, Result]) -> Result:
-        """Runs to the end; an exception that nobody caught on the loop fails the test."""
-        uncaught: list[dict[str, Any]] = []
-
-        async def watched() -> Result:
-            asyncio.get_running_loop().set_exception_handler(lambda _, context: uncaught.append(context))
-            return await asyncio.wait_for(main, NEVER_S)
-
-        factory = uvloop.new_event_loop if self.loop == "uvloop" else asyncio.new_event_loop
-        with asyncio.Runner(loop_factory=factory) as runner:
-            result = runner.run(watched())
-        assert uncaught == []
-        return result
-
     @contextlib.asynccontextmanager
     async def client(
         self,
@@ -228,21 +203,7 @@ class Place:
 EVERY_PLACE = tuple(Place(loop, sock) for loop in ("asyncio", "uvloop") for sock in ("tcp", "unix"))
 
 
-def run_in(places: Sequence[Place]) -> Callable[[Callable[..., Coroutine[Any, Any, None]]], Callable[..., None]]:
-    """Make a test of a coroutine function: it runs on the loop of each place, which is one of its fixtures."""
-
-    def decorate(function: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-        @functools.wraps(function)
-        def test(**fixtures: Any) -> None:
-            fixtures["place"].run(function(**fixtures))
-
-        return pytest.mark.parametrize("place", places, ids=str)(test)
-
-    return decorate
-
-
-in_every_place = run_in(EVERY_PLACE)
-on_every_loop = run_in(EVERY_PLACE[1::2])
+in_every_place = pytest.mark.parametrize("place", EVERY_PLACE, ids=str)
 
 
 async def pool_films(client: ShardClient, *bags: Sequence[int], timeout_s: float = NEVER_S) -> np.ndarray:

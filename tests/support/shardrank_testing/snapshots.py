@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,16 +63,8 @@ def make_spec(
     return ModelSpec(
         model=model,
         tables=tuple(
-            TableSpec(
-                name=name,
-                num_embeddings=rows,
-                embedding_dim=dim,
-                feature_names=features,
-                pooling=pooling,
-                dtype=dtype or table_dtype,
-                bucketing=bucketing or table_bucketing,
-            )
-            for name, rows, dim, table_dtype, table_bucketing, features, pooling in layouts
+            table_of(name, rows, dim, *features, pooling=pooling, dtype=dtype or stored, bucketing=bucketing or order)
+            for name, rows, dim, stored, order, features, pooling in layouts
         ),
         features=(
             FeatureSpec(name="user", side="context"),
@@ -98,21 +90,23 @@ def one_table_spec(
     model: str = "small",
 ) -> ModelSpec:
     """A model of one table `items` with one candidate feature `item`."""
-    table = TableSpec(
-        name="items",
-        num_embeddings=num_embeddings,
-        embedding_dim=embedding_dim,
-        feature_names=("item",),
-        dtype=dtype,
-        bucketing=bucketing,
-        **({} if id_mapping is None else {"id_mapping": id_mapping}),
+    mapping = {} if id_mapping is None else {"id_mapping": id_mapping}
+    shape = {"dtype": dtype, "bucketing": bucketing} | mapping
+    return model_of([table_of("items", num_embeddings, embedding_dim, "item", **shape)], model)
+
+
+def table_of(name: str, num_embeddings: int, embedding_dim: int = 8, *features: str, **more: Any) -> TableSpec:
+    """A table of these features, or of one that is called `f.NAME`."""
+    features = features or (f"f.{name}",)
+    return TableSpec(
+        name=name, num_embeddings=num_embeddings, embedding_dim=embedding_dim, feature_names=features, **more
     )
-    return ModelSpec(
-        model=model,
-        tables=(table,),
-        features=(FeatureSpec(name="item", side="candidate"),),
-        dense_model=DEFAULT_DENSE_MODEL,
-    )
+
+
+def model_of(tables: Sequence[TableSpec], model: str = "m") -> ModelSpec:
+    """A model with these tables, whose features are all candidates'."""
+    features = tuple(FeatureSpec(name=name, side="candidate") for table in tables for name in table.feature_names)
+    return ModelSpec(model=model, tables=tuple(tables), features=features, dense_model=DEFAULT_DENSE_MODEL)
 
 
 def random_tables(spec: ModelSpec, seed: int) -> dict[str, Float32Array]:

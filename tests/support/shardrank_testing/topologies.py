@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from loader.snapshot.codecs import codec_for
-from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec
+from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.tables import Bucketing, TableSpec
 from router.feature_schema import FeatureSchema
@@ -30,27 +30,14 @@ from shard_node.engine.loading import load_tables
 from shard_node.node import LocalShard, Shard, ShardNode
 from shard_node.wire.address import Address
 from shard_node.wire.client import ShardClient
-from shard_node.wire.server import NodeServer
-from shardrank_testing.snapshots import sharding_of, write_snapshot
+from shardrank_testing.bags import bags_of_random_rows, by_bag, pool_by_definition
+from shardrank_testing.nodes import serving
+from shardrank_testing.snapshots import model_of, sharding_of, table_of, write_snapshot
 
 
 def spec_of(*tables: tuple[int, int], bucketing: Bucketing = "mixed") -> ModelSpec:
     """A model of tables of so many rows and columns, each of one candidate feature."""
-    return ModelSpec(
-        model="m",
-        tables=tuple(
-            TableSpec(
-                name=f"t{number}",
-                num_embeddings=rows,
-                embedding_dim=dim,
-                feature_names=(f"f{number}",),
-                bucketing=bucketing,
-            )
-            for number, (rows, dim) in enumerate(tables)
-        ),
-        features=tuple(FeatureSpec(name=f"f{number}", side="candidate") for number in range(len(tables))),
-        dense_model=DenseModelSpec(kind="mlp"),
-    )
+    return model_of([table_of(f"t{n}", rows, dim, bucketing=bucketing) for n, (rows, dim) in enumerate(tables)])
 
 
 @dataclass(frozen=True)
@@ -107,23 +94,18 @@ async def remote_router(
 ) -> AsyncIterator[Router]:
     """The same over Unix sockets, in this process's loop."""
     plan = topology.plan(snapshot.spec)
-    servers: list[NodeServer] = []
     shards: list[Shard] = []
-    try:
+    async with AsyncExitStack() as stack:
         for shard in range(plan.num_shards):
             clients = []
             for replica in range(topology.replicas):
-                server = NodeServer(make_node(snapshot, plan, shard, topology.memory_budget_bytes))
-                await server.start([Address.parse(f"unix:{folder}/{shard}-{replica}.sock")])
-                servers.append(server)
+                node = make_node(snapshot, plan, shard, topology.memory_budget_bytes)
+                address = Address(path=f"{folder}/{shard}-{replica}.sock")
+                server = await stack.enter_async_context(serving(address, node))
                 clients.append(ShardClient(server.addresses[0]))
             shards.append(ReplicatedShard(plan, shard, snapshot.identity, clients))
-        router = make_router(snapshot, plan, shards, hot)
-        yield router
-    finally:
-        for shard in shards:
-            await shard.close()
-        await asyncio.gather(*(server.close() for server in servers))
+            stack.push_async_callback(shards[-1].close)
+        yield make_router(snapshot, plan, shards, hot)
 
 
 def decoded_rows(table: TableSpec, rows: np.ndarray) -> np.ndarray:
@@ -138,29 +120,13 @@ def decoded_tables(spec: ModelSpec, tables: dict[str, np.ndarray]) -> dict[str, 
     return {table.name: decoded_rows(table, tables[table.name]) for table in spec.tables}
 
 
-def expected_feature(
-    spec: ModelSpec, tables: dict[str, np.ndarray], name: str, rows: list[list[int]], weights: list[list[float]] | None
-) -> np.ndarray:
-    """One feature's answer by definition, in float64: its pooled bags, or all its rows one after the other."""
-    table = tables[spec.table_of(name).name].astype(np.float64)
-    pooling = spec.pooling_of(name)
-    if pooling == "none":
-        return table[[row for bag in rows for row in bag]].reshape(-1, table.shape[1])
-    out = np.zeros((len(rows), table.shape[1]))
-    for number, bag in enumerate(rows):
-        for position, row in enumerate(bag):
-            out[number] += (1.0 if weights is None else weights[number][position]) * table[row]
-        if pooling == "mean" and bag:
-            out[number] /= len(bag)
-    return out
-
-
 class StoredModel:
     """A snapshot of a model with random rows, and what lookups in it must give.
 
     Attributes:
         rows: float32 rows by table, as exported.
         tables: what they are worth once stored.
+        bags: makes random bags of some features, or of all.
     """
 
     def __init__(self, folder: Path, spec: ModelSpec, seed: int = 3, **more: Any) -> None:
@@ -170,35 +136,21 @@ class StoredModel:
         self.tables = decoded_tables(spec, self.rows)
         self.schema = FeatureSchema.of(spec)
         self.layout = TableLayout.of(spec)
-
-    def bags(
-        self,
-        rng: np.random.Generator,
-        max_bags: int = 5,
-        max_hotness: int = 5,
-        *,
-        min_hotness: int = 0,
-        features: list[int] | None = None,
-    ) -> KeyedBags:
-        """Return random bags of some features, or of all; weights are 1 where a feature is not weighted."""
-        return random_feature_bags(self.schema, rng, max_bags, max_hotness, min_hotness, features)
+        self.bags = partial(random_feature_bags, self.schema)
 
     def check(self, bags: KeyedBags, embeddings: Embeddings) -> None:
         """Assert that an answer has the pooled rows as stored."""
         assert len(embeddings.rejected) == 0
-        starts = bags.bag_starts()
         for segment, key in enumerate(bags.keys.tolist()):
             name = self.schema.features[key].name
-            edges = bags.offsets[starts[segment] : starts[segment + 1] + 1].tolist()
-            rows = [bags.values[first:end].tolist() for first, end in itertools.pairwise(edges)]
-            weights = None
-            if bags.weights is not None:
-                weights = [bags.weights[first:end].tolist() for first, end in itertools.pairwise(edges)]
-            expected = expected_feature(self.spec, self.tables, name, rows, weights)
+            pooling, table = self.spec.pooling_of(name), self.tables[self.spec.table_of(name).name]
+            rows = by_bag(bags.values, bags, segment)
+            weights = None if bags.weights is None else by_bag(bags.weights, bags, segment)
+            expected = pool_by_definition(table, rows, pooling, weights)
             # A sum's rounding grows with its terms; a mean's and a single row's do not.
-            scale = 3.0 * (max([1, *map(len, rows)]) if self.spec.pooling_of(name) == "sum" else 1)
+            scale = 3.0 * (max([1, *map(len, rows)]) if pooling == "sum" else 1)
             np.testing.assert_allclose(embeddings.feature(key), expected, rtol=1e-5, atol=1e-5 * scale, err_msg=name)
-            assert embeddings.lengths(key).tolist() == [len(bag) for bag in rows]
+            assert embeddings.lengths(key).tolist() == list(map(len, rows))
 
 
 def random_feature_bags(
@@ -215,12 +167,10 @@ def random_feature_bags(
     lengths = rng.integers(min_hotness, max_hotness + 1, int(bags_per_key.sum()))
     if not min_hotness:
         lengths[rng.random(lengths.size) < 0.2] = 0
-    bags = KeyedBags.from_lengths(keys, bags_per_key, lengths, np.zeros(int(lengths.sum()), np.int64))
     limits = [schema.spec.table_of(schema.features[key].name).num_embeddings for key in keys.tolist()]
-    values = (rng.random(bags.num_values) * np.repeat(limits, bags.values_per_key())).astype(np.int64)
+    bags = bags_of_random_rows(rng, keys, bags_per_key, lengths, limits, weighted=True)
     weighted = np.repeat([schema.features[key].weighted for key in keys.tolist()], bags.values_per_key())
-    weights = np.where(weighted, rng.normal(size=values.size), 1.0).astype(np.float32)
-    return KeyedBags.from_lengths(keys, bags_per_key, lengths, values, weights)
+    return bags.with_values(bags.values, np.where(weighted, bags.weights, 1.0).astype(np.float32))
 
 
 def lookup(router: Router, snapshot: Snapshot, bags: KeyedBags, timeout_s: float = 60.0, forms: Forms = EXACT):
