@@ -23,8 +23,7 @@ from shard_node.errors import RemoteError
 from shard_node.node import LoadedTables, ShardNode
 from shard_node.split import Part, split, whole
 from shardrank_testing.bags import bags_of
-from shardrank_testing.card_plans import model_of
-from shardrank_testing.snapshots import write_snapshot
+from shardrank_testing.snapshots import model_of, write_snapshot
 
 NUM_ROWS = 700
 SPEC = model_of(

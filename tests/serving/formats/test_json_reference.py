@@ -15,20 +15,20 @@ from hypothesis import strategies as st
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model
 
 from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec
-from loader.snapshot.tables import TableSpec, VocabularyMapping, fingerprint_strings
+from loader.snapshot.tables import VocabularyMapping, fingerprint_strings
 from router.feature_schema import FeatureSchema
 from serving.errors import BadRequestError, MalformedRequestError
 from serving.formats.schema import RequestSchema
 from serving.limits import MAX_ID, RequestLimits
 from shardrank_testing.parsing import parse_json
+from shardrank_testing.snapshots import table_spec
 
 LIMITS = RequestLimits(max_candidates=5, max_ids_per_bag=4, max_ids_per_request=25, max_bags_per_feature=6)
 SPEC = ModelSpec(
     model="films",
     tables=(
-        TableSpec(name="t", num_embeddings=10, embedding_dim=4, feature_names=("user", "film", "tag")),
-        TableSpec(name="w", num_embeddings=9, embedding_dim=4, feature_names=("word",),
-                  id_mapping=VocabularyMapping(id_type="string")),
+        table_spec("t", 10, 4, "user", "film", "tag"),
+        table_spec("w", 9, 4, "word", id_mapping=VocabularyMapping(id_type="string")),
     ),
     features=(
         FeatureSpec(name="user", side="context"),

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec
-from loader.snapshot.tables import TableSpec, VocabularyMapping
+from loader.snapshot.tables import VocabularyMapping
 from router.feature_schema import FeatureSchema
 from serving.errors import (
     BadRequestError,
@@ -23,24 +22,12 @@ from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
 from shardrank_testing.parsing import SCHEMA, parse_json
 from shardrank_testing.serving_api import MODEL, api_request
+from shardrank_testing.snapshots import model_of, table_spec
 
 
 def string_schema(names: tuple[str, ...] = ("code",)) -> RequestSchema:
-    spec = ModelSpec(
-        model=MODEL,
-        tables=(
-            TableSpec(
-                name="t",
-                num_embeddings=10,
-                embedding_dim=4,
-                feature_names=names,
-                id_mapping=VocabularyMapping(id_type="string"),
-            ),
-        ),
-        features=tuple(FeatureSpec(name=name, side="candidate") for name in names),
-        dense_model=DenseModelSpec(kind="mlp"),
-    )
-    return RequestSchema(FeatureSchema.of(spec), RequestLimits())
+    table = table_spec("t", 10, 4, *names, id_mapping=VocabularyMapping(id_type="string"))
+    return RequestSchema(FeatureSchema.of(model_of([table], MODEL)), RequestLimits())
 
 
 @pytest.mark.parametrize("column", [[["a"], "bc"], [["a"], "b"], [[], "bc", ["d"]]])

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec
-from loader.snapshot.tables import TableSpec, fingerprint_strings
+from loader.snapshot.tables import fingerprint_strings
 from router.feature_schema import FeatureSchema
 from serving.errors import BadRequestError, InvalidFieldError
 from serving.formats.json_reader import JsonCodec
@@ -19,6 +19,7 @@ from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
 from shardrank_testing.parsing import SCHEMA, parse_json, parse_message
 from shardrank_testing.serving_api import api_request, rank_message
+from shardrank_testing.snapshots import table_spec
 
 
 def nested(request: dict[str, Any], name: str) -> list[list[Any]]:
@@ -132,7 +133,7 @@ def other_schema(*, context: bool, candidates: bool, dense: tuple[int, int]) -> 
     names = tuple(feature.name for feature in features)
     spec = ModelSpec(
         model="films",
-        tables=(TableSpec(name="t", num_embeddings=10, embedding_dim=4, feature_names=names),),
+        tables=(table_spec("t", 10, 4, *names),),
         features=tuple(features),
         dense_inputs=DenseInputs(context=dense[0], candidate=dense[1]),
         dense_model=DenseModelSpec(kind="mlp"),

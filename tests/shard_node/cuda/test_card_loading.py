@@ -17,7 +17,6 @@ from loader.progress import CalledOffError
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.reader import Snapshot
-from loader.snapshot.tables import TableSpec
 from router.plan import Plan
 from shard_node.access_counts import SAMPLE_EVERY
 from shard_node.bags import TableLayout
@@ -46,14 +45,16 @@ from shard_node.planning.card_plan import CardBudget, CardPlan, TableSplit
 from shard_node.planning.hotness import Hotness
 from shardrank_testing.agents import NodeUnderTest, run, running_node
 from shardrank_testing.bags import assert_blocks_equal, bags_of, random_table_bags
-from shardrank_testing.card_plans import DTYPES, model_of, one_table_layout, plan_inputs
+from shardrank_testing.card_plans import DTYPES, one_table_layout, plan_inputs
 from shardrank_testing.deltas import MODEL, assert_stored, delta_spec, load_version
 from shardrank_testing.emulated_cards import EmulatedCards
 from shardrank_testing.kernel_arena import Run, load_partition, pool_bags
 from shardrank_testing.snapshots import (
+    model_of,
     num_buckets,
     plain_buckets,
     restate_file,
+    table_spec,
     write_snapshot,
 )
 from shardrank_testing.topologies import decoded_tables
@@ -299,18 +300,11 @@ def test_damaged_rows_are_refused_by_file_and_row(tmp_path, options, damage: Cal
 
 @st.composite
 def models(draw: st.DrawFn) -> ModelSpec:
+    rows, orders = st.integers(1, 1500) | st.integers(4097, 9000), st.sampled_from(["mixed", "hash", "range"])
+    dtypes = st.sampled_from(DTYPES)
     return model_of(
-        [
-            TableSpec(
-                name=f"t{number}",
-                num_embeddings=draw(st.integers(1, 1500) | st.integers(4097, 9000)),
-                embedding_dim=8,
-                feature_names=(f"f{number}",),
-                dtype=draw(st.sampled_from(DTYPES)),
-                bucketing=draw(st.sampled_from(["mixed", "hash", "range"])),
-            )
-            for number in range(draw(st.integers(1, 3)))
-        ]
+        table_spec(f"t{number}", draw(rows), 8, f"f{number}", dtype=draw(dtypes), bucketing=draw(orders))
+        for number in range(draw(st.integers(1, 3)))
     )
 
 

@@ -10,7 +10,6 @@ import pytest
 
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.reader import Snapshot
-from loader.snapshot.tables import TableSpec
 from router.plan import Plan
 from shard_node.access_counts import SAMPLE_EVERY
 from shard_node.answer import add_answers
@@ -21,8 +20,7 @@ from shard_node.errors import InvalidBagsError
 from shard_node.split import whole
 from shardrank_testing.bags import assert_blocks_equal, bags_of, random_table_bags
 from shardrank_testing.card_engines import OnCpu, engine_params
-from shardrank_testing.card_plans import model_of
-from shardrank_testing.snapshots import sharding_of, write_snapshot
+from shardrank_testing.snapshots import model_of, sharding_of, table_spec, write_snapshot
 from shardrank_testing.topologies import decoded_tables
 
 DTYPES = ["int8", "int4", "fp16", "fp32"]
@@ -32,18 +30,9 @@ SEED = 1
 
 def spec_of(dtypes: list[str], bucketing: str = "hash", rows: tuple[int, ...] = (1, 255, 700, 1500)) -> ModelSpec:
     return model_of(
-        [
-            TableSpec(
-                name=f"{dtype}_{dim}_{count}",
-                num_embeddings=count,
-                embedding_dim=dim,
-                feature_names=(f"f_{dtype}_{dim}_{count}",),
-                dtype=dtype,
-                bucketing=bucketing,
-            )
-            for dtype in dtypes
-            for dim, count in zip((4, 16, 4, 64), rows, strict=True)
-        ]
+        table_spec(name := f"{dtype}_{dim}_{count}", count, dim, f"f_{name}", dtype=dtype, bucketing=bucketing)
+        for dtype in dtypes
+        for dim, count in zip((4, 16, 4, 64), rows, strict=True)
     )
 
 

@@ -24,9 +24,8 @@ from shard_node.errors import InvalidBagsError
 from shard_node.split import whole
 from shardrank_testing.bags import assert_blocks_equal, bags_of, random_table_bags
 from shardrank_testing.card_engines import OnCards, OnCpu, engine_params
-from shardrank_testing.card_plans import model_of
 from shardrank_testing.deltas import assert_stored, delta_spec, encoded, export_state
-from shardrank_testing.snapshots import random_rows, random_tables
+from shardrank_testing.snapshots import model_of, random_rows, random_tables
 from shardrank_testing.topologies import decoded_tables
 
 SPEC = delta_spec(rows=700)

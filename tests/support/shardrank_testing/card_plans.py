@@ -7,22 +7,15 @@ from collections.abc import Sequence
 import numpy as np
 from hypothesis import strategies as st
 
-from loader.snapshot.manifest import FeatureSpec, ModelSpec
 from loader.snapshot.tables import RowDtype, TableSpec
 from shard_node.bags import TableLayout
 from shard_node.buckets import Partition
 from shard_node.cuda.kernel_params import RowFormat
 from shard_node.planning.card_plan import CardBudget
 from shard_node.planning.hotness import Hotness
-from shardrank_testing.snapshots import DEFAULT_DENSE_MODEL, num_buckets
+from shardrank_testing.snapshots import model_of, num_buckets, table_spec
 
 DTYPES: tuple[RowDtype, ...] = ("int8", "int4", "fp16", "fp32")
-
-
-def model_of(tables: Sequence[TableSpec]) -> ModelSpec:
-    """A model with these tables, whose features are all candidates'."""
-    features = tuple(FeatureSpec(name=name, side="candidate") for one in tables for name in one.feature_names)
-    return ModelSpec(model="m", tables=tuple(tables), features=features, dense_model=DEFAULT_DENSE_MODEL)
 
 
 def layout_of(tables: Sequence[TableSpec]) -> TableLayout:
@@ -32,8 +25,7 @@ def layout_of(tables: Sequence[TableSpec]) -> TableLayout:
 
 def one_table_layout(num_embeddings: int, embedding_dim: int = 8, dtype: RowDtype = "int8", **more) -> TableLayout:
     """The layout of a model with one table `items`."""
-    shape = {"num_embeddings": num_embeddings, "embedding_dim": embedding_dim, "dtype": dtype}
-    return layout_of([TableSpec(name="items", feature_names=("item",), **shape, **more)])
+    return layout_of([table_spec("items", num_embeddings, embedding_dim, "item", dtype=dtype, **more)])
 
 
 def round_robin(layout: TableLayout, num_cards: int) -> Partition:

@@ -16,7 +16,7 @@ from loader.divided_rows import divide_rows
 from loader.registry.fleet import FleetRegistry
 from loader.registry.registry import Registry
 from loader.snapshot.codecs import codec_for
-from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec
+from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.publishing import register
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.row_source import rows_of
@@ -30,30 +30,19 @@ from shard_node.engine.cpu import CpuEngine
 from shard_node.engine.loading import load_tables
 from shard_node.node import LoadedTables
 from shardrank_testing.rows_on_cards import rows_on_cards
-from shardrank_testing.snapshots import random_rows, write_snapshot
+from shardrank_testing.snapshots import model_of, random_rows, table_spec, write_snapshot
 
 MODEL = "fresh"
 
 
 def delta_spec(dtypes: tuple[RowDtype, ...] = ("int8", "int4", "fp16", "fp32"), rows: int = 300) -> ModelSpec:
     """One table per dtype, named after it, alternately in `hash` and `range` order, dims 4, 6, 8, …"""
-    tables = tuple(
-        TableSpec(
-            name=dtype,
-            num_embeddings=rows + 7 * number,
-            embedding_dim=4 + 2 * number,
-            feature_names=(f"f_{dtype}",),
-            dtype=dtype,
-            bucketing="hash" if number % 2 == 0 else "range",
-        )
-        for number, dtype in enumerate(dtypes)
+    shapes = [(rows + 7 * number, 4 + 2 * number) for number in range(len(dtypes))]
+    tables = (
+        table_spec(dtype, *shape, f"f_{dtype}", dtype=dtype, bucketing="hash" if number % 2 == 0 else "range")
+        for number, (dtype, shape) in enumerate(zip(dtypes, shapes, strict=True))
     )
-    return ModelSpec(
-        model=MODEL,
-        tables=tables,
-        features=tuple(FeatureSpec(name=table.feature_names[0], side="candidate") for table in tables),
-        dense_model=DenseModelSpec(kind="mlp"),
-    )
+    return model_of(tables, MODEL)
 
 
 def export_state(

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.reader import Snapshot
-from loader.snapshot.tables import RowDtype, TableSpec
+from loader.snapshot.tables import RowDtype
 from shard_node.buckets import Partition
 from shard_node.cuda.card_engine import CardEngine
 from shard_node.cuda.card_loading import CardTableLoad
@@ -38,9 +38,8 @@ from shard_node.cuda.places import Placer
 from shard_node.engine.memory import RowMemory
 from shardrank_testing.card_bytes import fetch, fetch_at, send
 from shardrank_testing.card_engines import options_for
-from shardrank_testing.card_plans import model_of
 from shardrank_testing.deltas import export_state
-from shardrank_testing.snapshots import num_buckets
+from shardrank_testing.snapshots import model_of, num_buckets, table_spec
 
 Float32Array = npt.NDArray[np.float32]
 ByteArray = npt.NDArray[np.uint8]
@@ -100,18 +99,10 @@ class KernelArena:
         dim = tables[0].shape[1]
         self.cards, self.num_cards, self.codec = cards, len(cards.cards), codec_for(dtype, dim)
         self.stored = [self.codec.encode(rows) for rows in tables]
+        orders = ["range" if number % 2 else "hash" for number in range(len(tables))]
         spec = model_of(
-            [
-                TableSpec(
-                    name=f"t{number}",
-                    num_embeddings=len(rows),
-                    embedding_dim=dim,
-                    feature_names=(f"f{number}",),
-                    dtype=dtype,
-                    bucketing="range" if number % 2 else "hash",
-                )
-                for number, rows in enumerate(tables)
-            ]
+            table_spec(f"t{number}", len(rows), dim, f"f{number}", dtype=dtype, bucketing=orders[number])
+            for number, rows in enumerate(tables)
         )
         dealt = [rng.integers(0, self.num_cards, num_buckets(table)).astype(np.int16) for table in spec.tables]
         for one in dealt:

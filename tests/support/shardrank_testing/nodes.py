@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 import uvloop
 
-from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec
-from loader.snapshot.tables import TableSpec
+from loader.snapshot.manifest import ModelSpec
 from shard_node.answer import FLOAT32_SUMS, Answer, Forms
 from shard_node.bags import KeyedBags
 from shard_node.buckets import NodeIdentity
@@ -29,6 +28,7 @@ from shard_node.wire.frame import HEADER, Frame, FrameReceiver, unpack_header
 from shard_node.wire.messages import Buffer
 from shard_node.wire.server import NodeServer, ServerLimits
 from shardrank_testing.bags import bags_of
+from shardrank_testing.snapshots import model_of, table_spec
 
 Result = TypeVar("Result")
 
@@ -47,15 +47,8 @@ def soon() -> float:
 
 def small_spec() -> ModelSpec:
     """Three float32 tables in two groups."""
-    return ModelSpec(
-        model=MODEL,
-        tables=tuple(
-            TableSpec(name=name, num_embeddings=rows, embedding_dim=dim, feature_names=(f"{name}_id",), dtype="fp32")
-            for name, (rows, dim) in SIZES.items()
-        ),
-        features=tuple(FeatureSpec(name=f"{name}_id", side="candidate") for name in SIZES),
-        dense_model=DenseModelSpec(kind="none"),
-    )
+    tables = (table_spec(name, rows, dim, f"{name}_id", dtype="fp32") for name, (rows, dim) in SIZES.items())
+    return model_of(tables, MODEL, "none")
 
 
 def small_tables() -> dict[str, np.ndarray]:

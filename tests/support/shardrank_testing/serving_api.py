@@ -20,7 +20,7 @@ from loader.registry.fleet import VersionStats
 from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec
 from loader.snapshot.reader import Snapshot
-from loader.snapshot.tables import HashMapping, TableSpec, VocabularyMapping
+from loader.snapshot.tables import HashMapping, VocabularyMapping
 from router.id_mapping import hashed_rows
 from router.plan import Plan
 from serving.formats.json_reader import JsonCodec, encode_request
@@ -29,7 +29,7 @@ from serving.limits import RequestLimits
 from serving.models.inputs import SequenceInput
 from serving.models.ranking_models import build_model
 from serving.proto.shardrank.v1 import ranking_pb2, ranking_pb2_grpc
-from serving.rank.service import RankingService, answer, answer_in_thread
+from serving.rank.service import RankingService, answer
 from serving.server import Listening, ServerConfig, running_server
 from serving.versions.loading import ModelSource, load_served_model
 from serving.versions.served_model import ServedModel
@@ -39,8 +39,8 @@ from shard_node.bags import KeyedBags
 from shard_node.node import ShardNode
 from shardrank_testing.nodes import NearShard
 from shardrank_testing.ranking import inputs_of, random_tensors
-from shardrank_testing.snapshots import write_snapshot
-from shardrank_testing.topologies import decoded_tables, make_node
+from shardrank_testing.snapshots import table_spec, write_snapshot
+from shardrank_testing.topologies import decoded_tables, expected_feature, make_node
 
 MODEL = "films"
 CITIES = ["Paris", "Oslo", "Zürich", "北京", "Lima"]
@@ -53,36 +53,12 @@ def api_spec() -> ModelSpec:
     return ModelSpec(
         model=MODEL,
         tables=(
-            TableSpec(name="users", num_embeddings=1000, embedding_dim=8, feature_names=("user",)),
-            TableSpec(name="films", num_embeddings=FILMS, embedding_dim=8, feature_names=("film", "history")),
-            TableSpec(
-                name="genres",
-                num_embeddings=19,
-                embedding_dim=4,
-                feature_names=("genre",),
-                pooling="mean",
-                dtype="fp32",
-                unknown_id="skip",
-            ),
-            TableSpec(
-                name="tags", num_embeddings=257, embedding_dim=4, feature_names=("tag", "liked-tag"), dtype="int4"
-            ),
-            TableSpec(
-                name="cities",
-                num_embeddings=len(CITIES),
-                embedding_dim=4,
-                feature_names=("city",),
-                dtype="fp16",
-                id_mapping=VocabularyMapping(id_type="string"),
-            ),
-            TableSpec(
-                name="devices",
-                num_embeddings=64,
-                embedding_dim=4,
-                feature_names=("device",),
-                dtype="fp32",
-                id_mapping=HashMapping(seed=HASH_SEED),
-            ),
+            table_spec("users", 1000, 8, "user"),
+            table_spec("films", FILMS, 8, "film", "history"),
+            table_spec("genres", 19, 4, "genre", pooling="mean", dtype="fp32", unknown_id="skip"),
+            table_spec("tags", 257, 4, "tag", "liked-tag", dtype="int4"),
+            table_spec("cities", len(CITIES), 4, "city", dtype="fp16", id_mapping=VocabularyMapping(id_type="string")),
+            table_spec("devices", 64, 4, "device", dtype="fp32", id_mapping=HashMapping(seed=HASH_SEED)),
         ),
         features=(
             FeatureSpec(name="user", side="context"),
@@ -160,12 +136,8 @@ class ApiModel:
         return [one for one in ids if one < table.num_embeddings]
 
     def pooled(self, name: str, ids: list[Any], weights: list[float] | None) -> np.ndarray:
-        table = self.tables[self.spec.table_of(name).name].astype(np.float64)
         rows = self.rows(name, ids)
-        total = np.zeros(table.shape[1])
-        for position, row in enumerate(rows):
-            total += (1.0 if weights is None else weights[position]) * table[row]
-        return total / max(1, len(rows)) if self.spec.pooling_of(name) == "mean" else total
+        return expected_feature(self.spec, self.tables, name, [rows], weights and [weights])[0]
 
     def scores(self, request: dict[str, Any]) -> np.ndarray:
         """float32 [N], what the float32 torch model gives for a request, by plain loops over the decoded rows."""
@@ -315,11 +287,6 @@ async def ask(
 
     await answer(service, codec, receive, Waiting() if watch is None else Waiting(watch))
     return codec.answers[0]
-
-
-def ask_in_thread(service: RankingService, request: Any, method: Method = "rank", model: str = MODEL) -> Any:
-    """As `ask`, while the calling thread waits."""
-    return answer_in_thread(service, JsonCodec(method, model, "embedded"), encode_request(request))
 
 
 class Gate:

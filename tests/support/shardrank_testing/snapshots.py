@@ -33,6 +33,18 @@ def random_rows(rng: np.random.Generator, num_rows: int, dim: int) -> Float32Arr
     return rows
 
 
+def table_spec(name: str, rows: int, dim: int, *features: str, **more: Any) -> TableSpec:
+    """A table of some features; `more` are other fields of TableSpec."""
+    return TableSpec(name=name, num_embeddings=rows, embedding_dim=dim, feature_names=features, **more)
+
+
+def model_of(tables: Iterable[TableSpec], model: str = "m", kind: str = "mlp") -> ModelSpec:
+    """A model with these tables, whose features are all candidates'."""
+    tables = tuple(tables)
+    features = tuple(FeatureSpec(name=name, side="candidate") for table in tables for name in table.feature_names)
+    return ModelSpec(model=model, tables=tables, features=features, dense_model=DenseModelSpec(kind=kind))
+
+
 def make_spec(
     model: str = "films",
     *,
@@ -63,11 +75,11 @@ def make_spec(
     return ModelSpec(
         model=model,
         tables=tuple(
-            TableSpec(
-                name=name,
-                num_embeddings=rows,
-                embedding_dim=dim,
-                feature_names=features,
+            table_spec(
+                name,
+                rows,
+                dim,
+                *features,
                 pooling=pooling,
                 dtype=dtype or table_dtype,
                 bucketing=bucketing or table_bucketing,
@@ -98,21 +110,9 @@ def one_table_spec(
     model: str = "small",
 ) -> ModelSpec:
     """A model of one table `items` with one candidate feature `item`."""
-    table = TableSpec(
-        name="items",
-        num_embeddings=num_embeddings,
-        embedding_dim=embedding_dim,
-        feature_names=("item",),
-        dtype=dtype,
-        bucketing=bucketing,
-        **({} if id_mapping is None else {"id_mapping": id_mapping}),
-    )
-    return ModelSpec(
-        model=model,
-        tables=(table,),
-        features=(FeatureSpec(name="item", side="candidate"),),
-        dense_model=DEFAULT_DENSE_MODEL,
-    )
+    mapping = {} if id_mapping is None else {"id_mapping": id_mapping}
+    table = table_spec("items", num_embeddings, embedding_dim, "item", dtype=dtype, bucketing=bucketing, **mapping)
+    return model_of([table], model)
 
 
 def random_tables(spec: ModelSpec, seed: int) -> dict[str, Float32Array]:

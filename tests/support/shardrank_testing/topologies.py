@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from loader.snapshot.codecs import codec_for
-from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec
+from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.tables import Bucketing, TableSpec
 from router.feature_schema import FeatureSchema
@@ -31,25 +31,14 @@ from shard_node.node import LocalShard, Shard, ShardNode
 from shard_node.wire.address import Address
 from shard_node.wire.client import ShardClient
 from shard_node.wire.server import NodeServer
-from shardrank_testing.snapshots import sharding_of, write_snapshot
+from shardrank_testing.snapshots import model_of, sharding_of, table_spec, write_snapshot
 
 
 def spec_of(*tables: tuple[int, int], bucketing: Bucketing = "mixed") -> ModelSpec:
     """A model of tables of so many rows and columns, each of one candidate feature."""
-    return ModelSpec(
-        model="m",
-        tables=tuple(
-            TableSpec(
-                name=f"t{number}",
-                num_embeddings=rows,
-                embedding_dim=dim,
-                feature_names=(f"f{number}",),
-                bucketing=bucketing,
-            )
-            for number, (rows, dim) in enumerate(tables)
-        ),
-        features=tuple(FeatureSpec(name=f"f{number}", side="candidate") for number in range(len(tables))),
-        dense_model=DenseModelSpec(kind="mlp"),
+    return model_of(
+        table_spec(f"t{number}", rows, dim, f"f{number}", bucketing=bucketing)
+        for number, (rows, dim) in enumerate(tables)
     )
 
 
