@@ -203,64 +203,58 @@ async def events(client: httpx.AsyncClient, count: int) -> list[tuple[str, Any]]
     return found
 
 
-def test_files_are_served_and_all_else_needs_a_token(tmp_path):
-    async def main() -> None:
-        token, entry = new_token("ops", "admin")
-        narrow, other = new_token("shop", "describe")
-        for one in (entry, other):
-            add_token(tmp_path / "tokens.json", one)
-        played = Played(tmp_path / "registry")
-        await played.fleet.begin(1, 1, 1)
-        source = partial(FleetSource, lambda: DirectoryRegistry(tmp_path / "registry", clock=played.clock))
-        async with page_of(source, Tokens(tmp_path / "tokens.json")) as client:
-            for path, kind in (("/", "text/html"), ("/page.js", "text/javascript"), ("/page.css", "text/css")):
-                answer = await client.get(path)
-                assert answer.status_code == 200
-                assert answer.headers["content-type"].startswith(kind)
-                assert answer.headers["content-security-policy"].startswith("default-src 'self'; ")
-                assert "http://" not in answer.text.replace("http://www.w3.org/", "")
-                assert "innerHTML" not in answer.text
-            assert (await client.get("/status/access")).json() == {"needs_token": True, "fixed": ""}
-            asked = {"model": MODEL, "rollout_id": "a" * 32, "is_active": False}
-            for headers, status in (({}, 401), ({"authorization": f"Bearer {narrow}"}, 403)):
-                assert (await client.get("/status/events", headers=headers)).status_code == status
-                answer = await client.post("/status/rollback", headers=headers, json=asked)
-                assert answer.status_code == status
-            client.headers["authorization"] = f"Bearer {token}"
-            assert [name for name, _ in await events(client, 3)] == ["history", "read", "state"]
-            for body, status in (({"model": MODEL}, 400), ({**asked, "more": 1}, 400), (asked, 409)):
-                assert (await client.post("/status/rollback", json=body)).status_code == status
-            assert (await client.post("/status/rollback", content=b" " * 5000)).status_code == 413
-        assert not (await played.fleet.fleet.registry.entries("rollouts/"))
-
-    run(main())
+async def test_files_are_served_and_all_else_needs_a_token(tmp_path):
+    token, entry = new_token("ops", "admin")
+    narrow, other = new_token("shop", "describe")
+    for one in (entry, other):
+        add_token(tmp_path / "tokens.json", one)
+    played = Played(tmp_path / "registry")
+    await played.fleet.begin(1, 1, 1)
+    source = partial(FleetSource, lambda: DirectoryRegistry(tmp_path / "registry", clock=played.clock))
+    async with page_of(source, Tokens(tmp_path / "tokens.json")) as client:
+        for path, kind in (("/", "text/html"), ("/page.js", "text/javascript"), ("/page.css", "text/css")):
+            answer = await client.get(path)
+            assert answer.status_code == 200
+            assert answer.headers["content-type"].startswith(kind)
+            assert answer.headers["content-security-policy"].startswith("default-src 'self'; ")
+            assert "http://" not in answer.text.replace("http://www.w3.org/", "")
+            assert "innerHTML" not in answer.text
+        assert (await client.get("/status/access")).json() == {"needs_token": True, "fixed": ""}
+        asked = {"model": MODEL, "rollout_id": "a" * 32, "is_active": False}
+        for headers, status in (({}, 401), ({"authorization": f"Bearer {narrow}"}, 403)):
+            assert (await client.get("/status/events", headers=headers)).status_code == status
+            answer = await client.post("/status/rollback", headers=headers, json=asked)
+            assert answer.status_code == status
+        client.headers["authorization"] = f"Bearer {token}"
+        assert [name for name, _ in await events(client, 3)] == ["history", "read", "state"]
+        for body, status in (({"model": MODEL}, 400), ({**asked, "more": 1}, 400), (asked, 409)):
+            assert (await client.post("/status/rollback", json=body)).status_code == status
+        assert (await client.post("/status/rollback", content=b" " * 5000)).status_code == 413
+    assert not (await played.fleet.fleet.registry.entries("rollouts/"))
 
 
-def test_a_process_without_a_fleet_tells_itself_and_its_shards(api_model):
-    async def main() -> None:
-        with api_service(api_model) as service:
-            await ask(service, api_request(1))
-            await service.watch.refresh()
-            source = ProcessSource(service, num_workers=3)
-            assert "3 worker processes share this port" in source.note
-            async with page_of(lambda: source, service=service) as client:
-                told = (await client.get("/status/access")).json()
-                assert not told["needs_token"]
-                assert "belongs to no fleet" in told["fixed"]
-                answer = await client.post("/status/rollback", json={})
-                assert answer.status_code == 403
-                (_, history), _, (_, state) = await events(client, 3)
-            assert history["num_slots"] == 180
-            (model,) = state["models"]
-            assert (model["model"], model["live"], model["rollout"]) == (API_MODEL, 1, None)
-            assert [one["kind"] for one in state["nodes"]] == ["shard", "serving"]
-            (rows,) = state["nodes"][0]["versions"]
-            assert rows["tiers"]["ram"] > 0
-            (own,) = state["nodes"][1]["versions"]
-            assert state["nodes"][1]["live"] == {API_MODEL: 1}
-            assert own["golden"] is None
-
-    run(main())
+async def test_a_process_without_a_fleet_tells_itself_and_its_shards(api_model):
+    with api_service(api_model) as service:
+        await ask(service, api_request(1))
+        await service.watch.refresh()
+        source = ProcessSource(service, num_workers=3)
+        assert "3 worker processes share this port" in source.note
+        async with page_of(lambda: source, service=service) as client:
+            told = (await client.get("/status/access")).json()
+            assert not told["needs_token"]
+            assert "belongs to no fleet" in told["fixed"]
+            answer = await client.post("/status/rollback", json={})
+            assert answer.status_code == 403
+            (_, history), _, (_, state) = await events(client, 3)
+        assert history["num_slots"] == 180
+        (model,) = state["models"]
+        assert (model["model"], model["live"], model["rollout"]) == (API_MODEL, 1, None)
+        assert [one["kind"] for one in state["nodes"]] == ["shard", "serving"]
+        (rows,) = state["nodes"][0]["versions"]
+        assert rows["tiers"]["ram"] > 0
+        (own,) = state["nodes"][1]["versions"]
+        assert state["nodes"][1]["live"] == {API_MODEL: 1}
+        assert own["golden"] is None
 
 
 SLOT_S = 5.0

@@ -20,20 +20,19 @@ from shardrank_testing.agents import (
     ScriptedActions,
     agent_on,
     published,
-    run,
     running_node,
-    scenario,
 )
 from shardrank_testing.bags import random_table_bags
 from shardrank_testing.registries import redis_server
 
 
-def with_agent(config: AgentConfig = PROMPT):
-    """A test with an agent on a registry of its own."""
-    return scenario(lambda folder: agent_on(str(folder / "registry"), config=config))
+@pytest.fixture
+async def under(request, tmp_path):
+    """An agent on a registry of its own; the parameter is its configuration."""
+    async with agent_on(str(tmp_path / "registry"), config=getattr(request, "param", PROMPT)) as under:
+        yield under
 
 
-@with_agent()
 async def test_a_desired_version_is_staged_and_announced(under):
     gate = under.actions.gates["films", 3] = asyncio.Event()
     desired = await under.want("films", hold=(3,), live=3)
@@ -47,7 +46,6 @@ async def test_a_desired_version_is_staged_and_announced(under):
     assert under.agent.problems() == []
 
 
-@with_agent()
 async def test_the_live_version_is_staged_first_and_alone(under):
     gate = under.actions.gates["films", 9] = asyncio.Event()
     await under.want("films", hold=(3, 9), live=9)
@@ -59,7 +57,6 @@ async def test_the_live_version_is_staged_first_and_alone(under):
     await under.until(lambda: under.actions.begun == [("films", 9), ("films", 3)])
 
 
-@with_agent()
 async def test_a_hanging_staging_blocks_neither_models_nor_heartbeat(under):
     under.actions.gates["films", 1] = asyncio.Event()
     await under.want("films", hold=(1,))
@@ -84,7 +81,6 @@ async def test_a_hanging_staging_blocks_neither_models_nor_heartbeat(under):
     assert under.actions.cancelled == [("films", 1), ("songs", 2)]
 
 
-@with_agent()
 async def test_a_bad_version_is_refused_and_other_models_go_on(under):
     await under.fleet.put_version(published("films", 2))
     under.actions.faults["films", 2] = [SnapshotCorruptError("rows are damaged")]
@@ -111,7 +107,6 @@ async def test_a_bad_version_is_refused_and_other_models_go_on(under):
     ],
     ids=["published anew", "live", "it passes by itself"],
 )
-@with_agent()
 async def test_a_failed_staging_is_tried_again(under, error, live, state, pause_s):
     under.actions.faults["films", 2] = [error]
     await under.want("films", hold=(2,), live=live)
@@ -125,7 +120,6 @@ async def test_a_failed_staging_is_tried_again(under, error, live, state, pause_
     await under.pass_time_until(lambda: ("films", 2) in under.actions.ready)
 
 
-@with_agent()
 async def test_a_version_drains_before_it_is_retired(under):
     await under.want("films", hold=(1, 2), live=1)
     await under.until(lambda: len(under.actions.ready) == 2)
@@ -144,7 +138,6 @@ async def test_a_version_drains_before_it_is_retired(under):
     assert (await under.report("films", 2)).state == "ready"
 
 
-@with_agent()
 async def test_a_version_waits_for_the_one_that_it_replaces(under):
     await under.want("films", hold=(1,))
     await under.until(lambda: len(under.actions.ready) == 1)
@@ -159,7 +152,6 @@ async def test_a_version_waits_for_the_one_that_it_replaces(under):
     assert under.actions.held() == {("films", 2)}
 
 
-@with_agent()
 async def test_a_lack_of_memory_is_waited_out_only_while_some_is_freed(under):
     await under.want("films", hold=(1,))
     await under.until(lambda: len(under.actions.ready) == 1)
@@ -180,7 +172,7 @@ async def test_a_lack_of_memory_is_waited_out_only_while_some_is_freed(under):
 ONE_AT_A_TIME = AgentConfig(staging=StagingConfig(jitter_s=0.0, fleet_limit=1))
 
 
-@with_agent(ONE_AT_A_TIME)
+@pytest.mark.parametrize("under", [ONE_AT_A_TIME], indirect=True)
 async def test_no_more_processes_stage_than_the_fleet_allows(under, tmp_path):
     other_actions = ScriptedActions(node_id="shard-0-b")
     async with agent_on(str(tmp_path / "registry"), other_actions, ONE_AT_A_TIME) as other:
@@ -199,7 +191,6 @@ async def test_no_more_processes_stage_than_the_fleet_allows(under, tmp_path):
         await other.pass_time_until(lambda: ("films", 1) in other_actions.ready)
 
 
-@with_agent()
 async def test_a_pointer_that_can_not_be_set_stops_no_other_model(under):
     under.actions.settle_faults["films"] = ValueError("no such thing")
     await under.want("films", hold=(1,))
@@ -213,7 +204,9 @@ async def test_a_pointer_that_can_not_be_set_stops_no_other_model(under):
     assert under.agent.problems() == []
 
 
-@with_agent(AgentConfig(settle_timeout_s=0.2, staging=StagingConfig(jitter_s=0.0)))
+@pytest.mark.parametrize(
+    "under", [AgentConfig(settle_timeout_s=0.2, staging=StagingConfig(jitter_s=0.0))], indirect=True
+)
 async def test_hanging_pointers_hold_up_neither_models_nor_heartbeat(under):
     for model in ("a", "b", "c", "songs"):
         await under.want(model, hold=(1,))
@@ -236,7 +229,7 @@ async def test_hanging_pointers_hold_up_neither_models_nor_heartbeat(under):
     assert default.settle_timeout_s + 1.25 * default.poll_s + default.heartbeat_s < default.ttl_s
 
 
-@with_agent(AgentConfig(models=("songs",), staging=StagingConfig(jitter_s=0)))
+@pytest.mark.parametrize("under", [AgentConfig(models=("songs",), staging=StagingConfig(jitter_s=0))], indirect=True)
 async def test_only_the_models_of_its_config_are_staged(under):
     await under.want("films", hold=(1,))
     await under.want("songs", hold=(1,))
@@ -245,7 +238,6 @@ async def test_only_the_models_of_its_config_are_staged(under):
     assert set(under.agent.wanted) == {"songs"}
 
 
-@with_agent()
 async def test_leaving_is_announced_first_and_then_nothing(under):
     await under.want("films", hold=(1,))
     await under.until(lambda: len(under.actions.ready) == 1)
@@ -263,7 +255,6 @@ async def test_leaving_is_announced_first_and_then_nothing(under):
     assert ("films", 2) not in under.actions.begun
 
 
-@with_agent()
 async def test_an_older_or_unreadable_record_changes_nothing(under):
     old = await under.want("films", hold=(1,), live=1)
     new = await under.want("films", hold=(1, 2), live=2)
@@ -286,64 +277,57 @@ async def test_an_older_or_unreadable_record_changes_nothing(under):
 ROLLOUT = b'{"epoch": 4, "model": "films", "steps": ["whatever"]}'
 
 
-def test_an_emptied_registry_unloads_nothing_and_is_restored(tmp_path):
+async def test_an_emptied_registry_unloads_nothing_and_is_restored(tmp_path):
     division = FleetRecord(num_shards=1, sharding="hash", replicate_bytes=0)
+    with redis_server(tmp_path) as server:
+        async with agent_on(server.url) as under:
+            fleet = under.fleet
+            assert await fleet.join_fleet(division) == division
+            await fleet.put_version(published("films", 1))
+            await fleet.put_spec("films", 1, "{}")
+            await fleet.put_version(published("films", 7))
+            await fleet.registry.put(rollout_key("films"), ROLLOUT, 0)
+            wanted = await under.want("films", hold=(1,), live=1)
+            await under.until(lambda: len(under.actions.ready) == 1)
+            await under.pass_time(1.5)
+            record = await under.record()
 
-    async def main():
-        with redis_server(tmp_path) as server:
-            async with agent_on(server.url) as under:
-                fleet = under.fleet
-                assert await fleet.join_fleet(division) == division
-                await fleet.put_version(published("films", 1))
-                await fleet.put_spec("films", 1, "{}")
-                await fleet.put_version(published("films", 7))
-                await fleet.registry.put(rollout_key("films"), ROLLOUT, 0)
-                wanted = await under.want("films", hold=(1,), live=1)
-                await under.until(lambda: len(under.actions.ready) == 1)
-                await under.pass_time(1.5)
-                record = await under.record()
+            server.kill()
+            await under.pass_time(0.3)
+            assert under.agent.problems()[0].startswith("registry: RegistryUnavailableError")
+            assert under.agent.wanted == {"films": wanted}
+            assert under.actions.held() == {("films", 1)}
 
-                server.kill()
-                await under.pass_time(0.3)
-                assert under.agent.problems()[0].startswith("registry: RegistryUnavailableError")
-                assert under.agent.wanted == {"films": wanted}
-                assert under.actions.held() == {("films", 1)}
-
-                server.start()
-                server.flush()
-                await under.pass_time(2.5)
-                await under.until(lambda: under.agent.problems() == [])
-                await under.pass_time(1.2)
-                assert await fleet.wanted() == {"films": wanted}
-                assert await fleet.fleet() == division
-                assert [one.version for one in await fleet.versions()] == [1]
-                assert await fleet.spec("films", 1) == "{}"
-                assert (await fleet.raw(rollout_key("films"))).value == ROLLOUT
-                assert await under.record() == record
-                assert under.actions.retired == []
-                assert under.actions.begun == [("films", 1)]
-
-    run(main())
+            server.start()
+            server.flush()
+            await under.pass_time(2.5)
+            await under.until(lambda: under.agent.problems() == [])
+            await under.pass_time(1.2)
+            assert await fleet.wanted() == {"films": wanted}
+            assert await fleet.fleet() == division
+            assert [one.version for one in await fleet.versions()] == [1]
+            assert await fleet.spec("films", 1) == "{}"
+            assert (await fleet.raw(rollout_key("films"))).value == ROLLOUT
+            assert await under.record() == record
+            assert under.actions.retired == []
+            assert under.actions.begun == [("films", 1)]
 
 
-def test_lookups_go_on_while_the_registry_is_disturbed(tmp_path):
-    async def main():
-        with redis_server(tmp_path) as server:
-            async with running_node(server.url, tmp_path / "store") as under:
-                await under.publish(1)
-                await under.want("films", hold=(1,), live=1)
-                await under.announced("films", 1, "ready")
-                bags = random_table_bags(np.random.default_rng(5), under.node.table_layout("films", 1), 50, 5)
-                expected = [block.tobytes() for block in under.node.pool("films", 1, bags)]
-                for disturb in (server.kill, server.start, server.restart_empty, server.flush, server.restart):
-                    await asyncio.to_thread(disturb)
-                    for _ in range(20):
-                        await asyncio.sleep(0.02)
-                        assert [block.tobytes() for block in under.node.pool("films", 1, bags)] == expected
-                await under.announced("films", 1, "ready")
-                assert (await under.fleet.wanted())["films"].live == 1
-
-    run(main())
+async def test_lookups_go_on_while_the_registry_is_disturbed(tmp_path):
+    with redis_server(tmp_path) as server:
+        async with running_node(server.url, tmp_path / "store") as under:
+            await under.publish(1)
+            await under.want("films", hold=(1,), live=1)
+            await under.announced("films", 1, "ready")
+            bags = random_table_bags(np.random.default_rng(5), under.node.table_layout("films", 1), 50, 5)
+            expected = [block.tobytes() for block in under.node.pool("films", 1, bags)]
+            for disturb in (server.kill, server.start, server.restart_empty, server.flush, server.restart):
+                await asyncio.to_thread(disturb)
+                for _ in range(20):
+                    await asyncio.sleep(0.02)
+                    assert [block.tobytes() for block in under.node.pool("films", 1, bags)] == expected
+            await under.announced("films", 1, "ready")
+            assert (await under.fleet.wanted())["films"].live == 1
 
 
 WANTED = WantedModel(model="films", epoch=7, live=1, hold=(1,), serve=(1,))
@@ -351,27 +335,23 @@ PLAN = b'{"epoch": 40, "model": "films"}'
 
 
 @pytest.mark.parametrize("is_broken", [False, True], ids=["lost", "broken"])
-def test_desired_versions_are_restored_after_the_plan(tmp_path, is_broken):
+async def test_desired_versions_are_restored_after_the_plan(tmp_path, is_broken):
     """Not a moment earlier: as soon as desired versions are back, a rollout can be started. A broken plan stays."""
-
-    async def main() -> None:
-        registry = DirectoryRegistry(tmp_path / "registry")
-        fleet = FleetRegistry(registry)
-        await fleet.put_wanted(WANTED, None)
-        await registry.put(rollout_key("films"), PLAN, 0)
-        remembered = Remembered(fleet, None, 1.0, HandClock())
-        await remembered.refresh()
-        shutil.rmtree(tmp_path / "registry")
-        if is_broken:
-            await registry.put(rollout_key("films"), b"{", 0)
-            with pytest.raises(RegistryRecordError, match="rollouts/films: not JSON"):
-                await remembered.refresh()
-        else:
+    registry = DirectoryRegistry(tmp_path / "registry")
+    fleet = FleetRegistry(registry)
+    await fleet.put_wanted(WANTED, None)
+    await registry.put(rollout_key("films"), PLAN, 0)
+    remembered = Remembered(fleet, None, 1.0, HandClock())
+    await remembered.refresh()
+    shutil.rmtree(tmp_path / "registry")
+    if is_broken:
+        await registry.put(rollout_key("films"), b"{", 0)
+        with pytest.raises(RegistryRecordError, match="rollouts/films: not JSON"):
             await remembered.refresh()
-            plan, wanted = await fleet.raw(rollout_key("films")), await fleet.raw(wanted_key("films"))
-            assert plan.value == PLAN
-            assert plan.revision < wanted.revision
-        assert await fleet.wanted() == {"films": WANTED}
-        await registry.close()
-
-    asyncio.run(main())
+    else:
+        await remembered.refresh()
+        plan, wanted = await fleet.raw(rollout_key("films")), await fleet.raw(wanted_key("films"))
+        assert plan.value == PLAN
+        assert plan.revision < wanted.revision
+    assert await fleet.wanted() == {"films": WANTED}
+    await registry.close()

@@ -29,7 +29,7 @@ from loader.snapshot.reader import Snapshot
 from shard_node.agent.delta_follower import FollowerConfig, Followers
 from shard_node.node import DeltaPosition
 from shardrank_testing import deltas, nodes
-from shardrank_testing.agents import run, scenario
+from shardrank_testing.agents import run
 from shardrank_testing.card_engines import OnCards, OnCpu, engine_params
 from shardrank_testing.deltas import MODEL, assert_stored, delta_spec, export_state, make_batch
 from shardrank_testing.registries import REGISTRY_KINDS, registry_of
@@ -115,24 +115,24 @@ async def scene_on(folder: Path, kind: str = "directory") -> AsyncIterator[Scene
             await registry.close()
 
 
-with_scene = scenario(scene_on)
+@pytest.fixture
+async def scene(tmp_path) -> AsyncIterator[Scene]:
+    async with scene_on(tmp_path) as scene:
+        yield scene
 
 
 @pytest.mark.parametrize("kind", REGISTRY_KINDS)
-def test_published_deltas_are_applied(kind, tmp_path):
-    async def main():
-        async with scene_on(tmp_path, kind) as scene:
-            await scene.publish(5)
-            async with scene.following():
-                await scene.caught_up()
-                await scene.publish(25)
-                await scene.caught_up()
-                progress = scene.position.snapshot()
-                assert (progress.batches, progress.sequence, progress.lag, progress.refused) == (30, 30, 0, 0)
-                assert progress.rows > 30
-            scene.check()
-
-    run(main())
+async def test_published_deltas_are_applied(kind, tmp_path):
+    async with scene_on(tmp_path, kind) as scene:
+        await scene.publish(5)
+        async with scene.following():
+            await scene.caught_up()
+            await scene.publish(25)
+            await scene.caught_up()
+            progress = scene.position.snapshot()
+            assert (progress.batches, progress.sequence, progress.lag, progress.refused) == (30, 30, 0, 0)
+            assert progress.rows > 30
+        scene.check()
 
 
 STEPS = st.one_of(
@@ -178,7 +178,6 @@ def test_any_interleaving_equals_a_fresh_export(steps):
     run(main())
 
 
-@with_scene
 async def test_a_stream_that_begins_too_late_is_a_gap(scene):
     await scene.publish(5)
     await scene.registry.trim(STREAM, 3)
@@ -208,7 +207,6 @@ BAD = {
 
 
 @pytest.mark.parametrize("bad", list(BAD))
-@with_scene
 async def test_a_wrong_delta_is_refused_and_holds_up_later_ones(scene, bad, caplog):
     payload, message = BAD[bad]
 
@@ -224,7 +222,6 @@ async def test_a_wrong_delta_is_refused_and_holds_up_later_ones(scene, bad, capl
     scene.check()
 
 
-@with_scene
 async def test_duplicates_are_skipped_and_gaps_refused(scene):
     follower = scene.follower()
     first, second, third, fourth = map(delta, (1, 2, 3, 4))
@@ -255,7 +252,6 @@ class Unsteady:
         return self.reported or await self._registry.bounds(stream)
 
 
-@with_scene
 async def test_a_silent_registry_or_one_that_lost_deltas_is_waited_for(scene, caplog):
     registry = Unsteady(scene.registry)
     registry.silent = True
@@ -278,7 +274,6 @@ async def test_a_silent_registry_or_one_that_lost_deltas_is_waited_for(scene, ca
     scene.check()
 
 
-@with_scene
 async def test_lost_deltas_still_count_as_missing(scene):
     registry = Unsteady(scene.registry)
     registry.last_read = 2
@@ -298,7 +293,6 @@ async def test_lost_deltas_still_count_as_missing(scene):
         assert scene.position.snapshot().lag == 0
 
 
-@with_scene
 async def test_a_cancelled_follower_finishes_the_delta_it_writes(scene):
     await scene.publish(3)
     entered, go_on = threading.Event(), threading.Event()
@@ -354,44 +348,39 @@ def test_deltas_of_a_sliced_table_reach_all_slices(place, tmp_path):
 
 
 @pytest.mark.parametrize("place", [OnCpu(2), OnCpu(1, 0)])
-def test_updates_of_divided_tables_equal_a_fresh_export(place, tmp_path):
+async def test_updates_of_divided_tables_equal_a_fresh_export(place, tmp_path):
     state, counts = deltas.divided_state(2)
     snapshot = deltas.export_divided(tmp_path / "store", state, counts, 1)
     rng = np.random.default_rng(3)
-
-    async def scenario():
-        registry = open_registry(tmp_path / "registry")
-        await deltas.register_version(registry, snapshot)
-        publisher = AsyncDeltaPublisher(registry, MODEL, 1, tmp_path / "store")
-        sequence, updates = 0, []
-        for name in list(state) * 4:
-            rows = rng.integers(0, len(state[name]), 40)
-            updates.append((name, rows, random_rows(rng, 40, state[name].shape[1])))
-        # A trainer that did not hear of its last ones publishes them again.
-        for name, rows, values in [*updates, *updates[-6:]]:
-            sequence = await publisher.publish(name, rows, values)
-            state[name][rows] = values
-        for name, pruned in publisher.pruned_updates.items():
-            # What the row that stands for pruned ones was made of.
-            state[name][pruned.rows] = deltas.divided_state(2)[0][name][pruned.rows]
-        tables = place.tables(snapshot)
-        follower = deltas.follow(registry, snapshot, tables)
-        entries = await registry.read(STREAM, 0, max_entries=1000)
-        follower.apply(entries)
-        follower.apply(entries[-3:])
-        assert tables.deltas.sequence == sequence
-        assert_stored(tables.engine, deltas.export_divided(tmp_path / "fresh", state, counts, 2))
-        assert list(publisher.pruned_updates) == ["item", "film"]
-        await registry.close()
-
-    asyncio.run(scenario())
+    registry = open_registry(tmp_path / "registry")
+    await deltas.register_version(registry, snapshot)
+    publisher = AsyncDeltaPublisher(registry, MODEL, 1, tmp_path / "store")
+    sequence, updates = 0, []
+    for name in list(state) * 4:
+        rows = rng.integers(0, len(state[name]), 40)
+        updates.append((name, rows, random_rows(rng, 40, state[name].shape[1])))
+    # A trainer that did not hear of its last ones publishes them again.
+    for name, rows, values in [*updates, *updates[-6:]]:
+        sequence = await publisher.publish(name, rows, values)
+        state[name][rows] = values
+    for name, pruned in publisher.pruned_updates.items():
+        # What the row that stands for pruned ones was made of.
+        state[name][pruned.rows] = deltas.divided_state(2)[0][name][pruned.rows]
+    tables = place.tables(snapshot)
+    follower = deltas.follow(registry, snapshot, tables)
+    entries = await registry.read(STREAM, 0, max_entries=1000)
+    follower.apply(entries)
+    follower.apply(entries[-3:])
+    assert tables.deltas.sequence == sequence
+    assert_stored(tables.engine, deltas.export_divided(tmp_path / "fresh", state, counts, 2))
+    assert list(publisher.pruned_updates) == ["item", "film"]
+    await registry.close()
 
 
 def followers_running() -> list[asyncio.Task[None]]:
     return [task for task in asyncio.all_tasks() if task.get_name() == f"deltas {MODEL} 1"]
 
 
-@with_scene
 async def test_an_interrupted_stop_starts_no_second_follower(scene, monkeypatch):
     writing, go_on = threading.Event(), threading.Event()
     decode = DeltaBatch.decode

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -31,7 +30,7 @@ from shard_node.errors import CardError, FleetMismatchError, MemoryBudgetError
 from shard_node.node import ShardNode
 from shard_node.wire.address import Address
 from shard_node.wire.client import ShardClient
-from shardrank_testing.agents import NodeUnderTest, plan_of, published, running_node, scenario
+from shardrank_testing.agents import NodeUnderTest, plan_of, published, running_node
 from shardrank_testing.bags import assert_blocks_equal, bags_of, random_table_bags
 from shardrank_testing.card_engines import options_for
 from shardrank_testing.deltas import make_batch
@@ -41,11 +40,11 @@ from shardrank_testing.snapshots import make_spec, one_table_spec, restate_file,
 from shardrank_testing.topologies import make_node
 
 
-def node_on(folder: Path, **settings: Any):
-    return running_node(str(folder / "registry"), folder / "store", **settings)
-
-
-with_node = scenario(node_on)
+@pytest.fixture
+async def under(request, tmp_path):
+    """A node on a registry of its own; the parameter is its settings."""
+    async with running_node(str(tmp_path / "registry"), tmp_path / "store", **getattr(request, "param", {})) as under:
+        yield under
 
 
 def answer(under: NodeUnderTest, version: int) -> list[np.ndarray]:
@@ -53,7 +52,6 @@ def answer(under: NodeUnderTest, version: int) -> list[np.ndarray]:
     return under.node.pool("films", version, bags)
 
 
-@with_node
 async def test_a_node_stages_and_retires_what_is_desired(under):
     first, second = await under.publish(1), await under.publish(2)
     await under.want("films", hold=(1,), live=1)
@@ -78,7 +76,7 @@ async def test_a_node_stages_and_retires_what_is_desired(under):
 SIZE = sum(table.num_embeddings * codec_for(table.dtype, table.embedding_dim).row_bytes for table in make_spec().tables)
 
 
-@scenario(lambda folder: node_on(folder, memory_cap_bytes=2 * SIZE - 1))
+@pytest.mark.parametrize("under", [{"memory_cap_bytes": 2 * SIZE - 1}], indirect=True)
 async def test_a_version_without_room_is_refused_until_another_goes(under):
     await under.publish(1)
     await under.publish(2)
@@ -107,7 +105,6 @@ def user_3(under: NodeUnderTest) -> list[float]:
     return next(block for block in blocks if block.size)[0].tolist()
 
 
-@with_node
 async def test_deltas_reach_only_versions_that_follow(under):
     await under.publish(1)
     await under.want("films", hold=(1,), live=1)
@@ -129,7 +126,6 @@ async def test_deltas_reach_only_versions_that_follow(under):
 
 
 @pytest.mark.parametrize("lost", [False, True])
-@with_node
 async def test_a_followed_version_is_staged_with_its_deltas(under, lost, caplog):
     """A node that comes back must not answer with old rows; if deltas are lost, it may be the only one and does."""
     under.agent_runs.cancel()
@@ -157,7 +153,6 @@ async def reached(under: NodeUnderTest, sequence: int) -> None:
 
 
 @pytest.mark.parametrize(("live", "state"), [(None, "refused"), (1, "ready")])
-@with_node
 async def test_a_version_with_a_gap_is_refused_unless_live(under, live, state):
     await under.publish(1)
     for sequence in (1, 2, 3):
@@ -175,7 +170,6 @@ async def test_a_version_with_a_gap_is_refused_unless_live(under, live, state):
         np.testing.assert_array_equal(actual, expected)
 
 
-@with_node
 async def test_a_node_that_divides_rows_otherwise_is_refused(under):
     await join_fleet(under.fleet, FleetRecord(num_shards=2, sharding="hash", replicate_bytes=0))
     with pytest.raises(FleetMismatchError, match=r"num_shards 3, .* its fleet in .* has 2, 'hash', 0"):
@@ -421,40 +415,36 @@ def test_cards_that_keep_failing_end_the_watch(snapshot):
     empty.close()
 
 
-def test_a_router_avoids_a_node_whose_cards_failed(snapshot, tmp_path: Path):
+async def test_a_router_avoids_a_node_whose_cards_failed(snapshot, tmp_path: Path):
     cards = [EmulatedCards(2), EmulatedCards(2)]
     nodes = [node_on(one, snapshot) for one in cards]
     expected = nodes[0].pool(SPEC.model, snapshot.version, BAGS)[0]
+    async with (
+        serving(Address.parse(f"unix:{tmp_path}/0.sock"), nodes[0]) as first,
+        serving(Address.parse(f"unix:{tmp_path}/1.sock"), nodes[1]) as second,
+    ):
+        addresses = [server.addresses[0] for server in (first, second)]
+        retries: list[str] = []
+        clients = [ShardClient(address) for address in addresses]
+        shard = ReplicatedShard(PLAN, 0, snapshot.identity, clients, ReplicaEvents(retried=retries.append))
 
-    async def main() -> None:
-        async with (
-            serving(Address.parse(f"unix:{tmp_path}/0.sock"), nodes[0]) as first,
-            serving(Address.parse(f"unix:{tmp_path}/1.sock"), nodes[1]) as second,
-        ):
-            addresses = [server.addresses[0] for server in (first, second)]
-            retries: list[str] = []
-            clients = [ShardClient(address) for address in addresses]
-            shard = ReplicatedShard(PLAN, 0, snapshot.identity, clients, ReplicaEvents(retried=retries.append))
+        async def ask() -> np.ndarray:
+            return (await shard.pool(SPEC.model, snapshot.version, BAGS, soon())).sums[0]
 
-            async def ask() -> np.ndarray:
-                return (await shard.pool(SPEC.model, snapshot.version, BAGS, soon())).sums[0]
-
-            for _ in range(4):
+        for _ in range(4):
+            np.testing.assert_array_equal(await ask(), expected)
+        assert retries == []
+        for failed in range(2):
+            cards[failed].fault = FAULT
+            for _ in range(6):
                 np.testing.assert_array_equal(await ask(), expected)
-            assert retries == []
-            for failed in range(2):
-                cards[failed].fault = FAULT
-                for _ in range(6):
-                    np.testing.assert_array_equal(await ask(), expected)
-                assert [address for address, _ in await shard.infos()] == [str(addresses[1 - failed])]
-                cards[failed].fault = ""
-            assert set(retries) == {"card"}
-            cards[0].fault = cards[1].fault = FAULT
-            with pytest.raises(ShardUnavailableError, match=r"card: .*cudaErrorIllegalAddress"):
-                await ask()
-            cards[0].fault = cards[1].fault = ""
-            await shard.close()
-
-    asyncio.run(main())
+            assert [address for address, _ in await shard.infos()] == [str(addresses[1 - failed])]
+            cards[failed].fault = ""
+        assert set(retries) == {"card"}
+        cards[0].fault = cards[1].fault = FAULT
+        with pytest.raises(ShardUnavailableError, match=r"card: .*cudaErrorIllegalAddress"):
+            await ask()
+        cards[0].fault = cards[1].fault = ""
+        await shard.close()
     for node in nodes:
         node.close()

@@ -43,7 +43,7 @@ from shard_node.node import LoadedTables, ShardNode
 from shard_node.planning import card_plan
 from shard_node.planning.card_plan import CardBudget, CardPlan, TableSplit
 from shard_node.planning.hotness import Hotness
-from shardrank_testing.agents import NodeUnderTest, run, running_node
+from shardrank_testing.agents import NodeUnderTest, running_node
 from shardrank_testing.bags import assert_blocks_equal, bags_of, random_table_bags
 from shardrank_testing.card_plans import DTYPES, one_table_layout, plan_inputs
 from shardrank_testing.deltas import MODEL, assert_stored, delta_spec, load_version
@@ -449,40 +449,36 @@ def test_row_numbers_near_2_to_the_32_are_placed():
         assert (owners_of(places[::2], 64) == (hot_owner(64) if is_hot else own)).all()
 
 
-def test_an_agent_places_a_version_by_the_lookups_before(tmp_path):
+async def test_an_agent_places_a_version_by_the_lookups_before(tmp_path):
     """And reports its memory by tier."""
     hottest = [5, 300, 999]
-
-    async def main() -> None:
-        cards = EmulatedCards(2)
-        card_set = CardSet(cards, CardOptions(card_memory_gb=24e-6, pinned_memory_gb=1e-3, hot_gb=3 * 32 / 1e9))
-        before = cards.free_bytes()
-        async with running_node(str(tmp_path / "registry"), tmp_path / "store", card_set) as under:
-            for version in (1, 2, 3):
-                await under.publish(version)
-            await under.want("films", hold=(1,), live=1)
-            await under.announced("films", 1, "ready")
-            await under.want("films", hold=(1, 3))
-            await under.announced("films", 3, "ready")
-            assert hot_users(under, 3) != hottest  # no row was looked up by then
-            bags = bags_of({under.node.table_layout("films", 1).index["user"]: [3 * hottest]})
-            for _ in range(SAMPLE_EVERY):
-                under.node.pool("films", 1, bags)
-            (looked_up,) = (one for one in under.node.info().lookups if one.rows)
-            assert (looked_up.table, looked_up.tier, looked_up.rows) == ("user", "card", 9 * SAMPLE_EVERY)
-            await under.want("films", hold=(1, 2))
-            report = await under.announced("films", 2, "ready")
-            assert hot_users(under, 2) == hottest
-            memory = [use for use in under.node.info().memory if use.version == 2]
-            tiers = {(card, tier) for card in range(2) for tier in ("card", "hot")} | {(0, "pinned")}
-            assert {(use.card, use.tier) for use in memory} == tiers
-            assert report.memory_bytes == sum(use.size_bytes for use in memory)
-            await under.want("films", hold=(2,), live=2)
-            await under.announced("films", 1, None)
-        assert card_set.memory.held_bytes == (0, 0)
-        assert cards.free_bytes() == before
-
-    run(main())
+    cards = EmulatedCards(2)
+    card_set = CardSet(cards, CardOptions(card_memory_gb=24e-6, pinned_memory_gb=1e-3, hot_gb=3 * 32 / 1e9))
+    before = cards.free_bytes()
+    async with running_node(str(tmp_path / "registry"), tmp_path / "store", card_set) as under:
+        for version in (1, 2, 3):
+            await under.publish(version)
+        await under.want("films", hold=(1,), live=1)
+        await under.announced("films", 1, "ready")
+        await under.want("films", hold=(1, 3))
+        await under.announced("films", 3, "ready")
+        assert hot_users(under, 3) != hottest  # no row was looked up by then
+        bags = bags_of({under.node.table_layout("films", 1).index["user"]: [3 * hottest]})
+        for _ in range(SAMPLE_EVERY):
+            under.node.pool("films", 1, bags)
+        (looked_up,) = (one for one in under.node.info().lookups if one.rows)
+        assert (looked_up.table, looked_up.tier, looked_up.rows) == ("user", "card", 9 * SAMPLE_EVERY)
+        await under.want("films", hold=(1, 2))
+        report = await under.announced("films", 2, "ready")
+        assert hot_users(under, 2) == hottest
+        memory = [use for use in under.node.info().memory if use.version == 2]
+        tiers = {(card, tier) for card in range(2) for tier in ("card", "hot")} | {(0, "pinned")}
+        assert {(use.card, use.tier) for use in memory} == tiers
+        assert report.memory_bytes == sum(use.size_bytes for use in memory)
+        await under.want("films", hold=(2,), live=2)
+        await under.announced("films", 1, None)
+    assert card_set.memory.held_bytes == (0, 0)
+    assert cards.free_bytes() == before
 
 
 def hot_users(under: NodeUnderTest, version: int) -> list[int]:

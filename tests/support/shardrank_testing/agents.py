@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import inspect
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,20 +24,18 @@ from shard_node.buckets import NodeIdentity, Partition
 from shard_node.cuda.card_set import CardSet
 from shard_node.node import ShardNode
 from shardrank_testing.snapshots import make_spec, write_snapshot
+from shardrank_testing.waiting import Clock
 
 NEVER_S = 60.0
 PROMPT = AgentConfig(unannounce_grace_s=0.5, staging=StagingConfig(jitter_s=0.0))
 
 
-class HandClock:
-    """Monotonic seconds that pass only when a test says so; who sleeps on it wakes up then."""
+class HandClock(Clock):
+    """Who sleeps on it wakes up when a test moves it."""
 
     def __init__(self) -> None:
-        self.now = 0.0
+        super().__init__()
         self._sleepers: list[tuple[float, asyncio.Event]] = []
-
-    def __call__(self) -> float:
-        return self.now
 
     async def sleep(self, duration_s: float) -> None:
         if duration_s <= 0:
@@ -223,28 +220,6 @@ def run(main: Coroutine[Any, Any, None]) -> None:
             await main
 
     asyncio.run(bounded())
-
-
-def scenario(make: Callable[[Path], AbstractAsyncContextManager[Any]]) -> Callable[[Callable[..., Any]], Any]:
-    """Make a test of a coroutine function: its first argument is what `make(tmp_path)` enters, others are fixtures."""
-
-    def decorate(function: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-        _, *wanted = inspect.signature(function).parameters
-        names = dict.fromkeys([*wanted, "tmp_path"])
-
-        @functools.wraps(function)
-        def test(**fixtures: Any) -> None:
-            async def main() -> None:
-                async with make(fixtures["tmp_path"]) as under:
-                    await function(under, **{name: fixtures[name] for name in wanted})
-
-            run(main())
-
-        parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
-        test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        return test
-
-    return decorate
 
 
 def published(model: str, version: int, identity: str = "first") -> PublishedVersion:
