@@ -32,8 +32,17 @@ from serving.limits import RequestLimits
 from shardrank_testing.http2_peer import PING, Http2Peer, data, prefixed
 from shardrank_testing.inference_requests import Tensor, message_of, tensors_of
 from shardrank_testing.parsing import SCHEMA, field
-from shardrank_testing.request_forms import packed_message
-from shardrank_testing.serving_api import MODEL, Api, ApiModel, api_request, api_spec, rank_message, served_api, until
+from shardrank_testing.serving_api import (
+    MODEL,
+    Api,
+    ApiModel,
+    api_request,
+    api_spec,
+    packed_message,
+    rank_message,
+    served_api,
+    until,
+)
 
 NAN = float("nan")
 MIB = 2**20

@@ -29,7 +29,6 @@ from loader.snapshot.reader import Snapshot
 from shard_node.agent.delta_follower import FollowerConfig, Followers
 from shard_node.node import DeltaPosition
 from shardrank_testing import deltas, nodes
-from shardrank_testing.agents import run
 from shardrank_testing.card_engines import OnCards, OnCpu, engine_params
 from shardrank_testing.deltas import MODEL, assert_stored, delta_spec, export_state, make_batch
 from shardrank_testing.registries import REGISTRY_KINDS, registry_of
@@ -175,7 +174,7 @@ def test_any_interleaving_equals_a_fresh_export(steps):
             async with scene_on(Path(folder)) as scene:
                 await play(scene)
 
-    run(main())
+    asyncio.run(main())
 
 
 async def test_a_stream_that_begins_too_late_is_a_gap(scene):

@@ -30,12 +30,13 @@ from shard_node.errors import CardError, FleetMismatchError, MemoryBudgetError
 from shard_node.node import ShardNode
 from shard_node.wire.address import Address
 from shard_node.wire.client import ShardClient
-from shardrank_testing.agents import NodeUnderTest, plan_of, published, running_node
+from shardrank_testing.agents import NodeUnderTest, plan_of, running_node
 from shardrank_testing.bags import assert_blocks_equal, bags_of, random_table_bags
 from shardrank_testing.card_engines import options_for
 from shardrank_testing.deltas import make_batch
 from shardrank_testing.emulated_cards import EmulatedCards
 from shardrank_testing.nodes import serving, soon, until
+from shardrank_testing.rollout_fleet import published
 from shardrank_testing.snapshots import make_spec, one_table_spec, restate_file, rewrite_manifest, write_snapshot
 from shardrank_testing.topologies import make_node
 
@@ -261,7 +262,7 @@ def copy(pristine, tmp_path) -> Path:
 
 
 def record_of(folder: Path) -> PublishedVersion:
-    return published("films", 1, Snapshot.open(folder, verify=False, files="rows").identity)
+    return published(1, identity=Snapshot.open(folder, verify=False, files="rows").identity)
 
 
 def stage(folder: Path, published: PublishedVersion | None = None, memory: RowMemory | None = None, **options):

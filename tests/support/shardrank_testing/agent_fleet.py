@@ -29,6 +29,7 @@ from shard_node.cuda.card_set import CardSet
 from shard_node.node import ShardNode
 from shard_node.wire.address import Address
 from shard_node.wire.server import NodeServer
+from shardrank_testing.registered_fleet import change_wanted
 from shardrank_testing.serving_api import MODEL, ApiModel
 
 QUICK = AgentConfig(
@@ -84,14 +85,7 @@ class AgentFleet:
 
     async def want(self, model: str, **changes: Any) -> WantedModel:
         """Changes what is wanted of a model."""
-
-        def change(now: WantedModel | None) -> WantedModel:
-            now = now or WantedModel(model=model, epoch=1)
-            return now.model_copy(update=changes)
-
-        wanted = await self.fleet.update_wanted(model, change)
-        assert wanted is not None
-        return wanted
+        return await change_wanted(self.fleet, model, **changes)
 
     async def start_node(self, shard: int, replica: int = 0) -> RunningShardNode:
         """Start a shard node, or start it again."""

@@ -6,14 +6,14 @@ import asyncio
 import functools
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from loader.registry import open_registry
-from loader.registry.fleet import FleetRegistry, NodeRecord, PublishedVersion, VersionReport, WantedModel
+from loader.registry.fleet import FleetRegistry, NodeRecord, VersionReport, WantedModel
 from loader.snapshot.publishing import register
 from loader.snapshot.reader import Snapshot
 from router.plan import Plan
@@ -23,6 +23,7 @@ from shard_node.agent.stagings import StagingConfig
 from shard_node.buckets import NodeIdentity, Partition
 from shard_node.cuda.card_set import CardSet
 from shard_node.node import ShardNode
+from shardrank_testing.registered_fleet import change_wanted
 from shardrank_testing.snapshots import make_spec, write_snapshot
 from shardrank_testing.waiting import Clock
 
@@ -133,13 +134,7 @@ class OnRegistry:
 
     async def want(self, model: str, **changes: Any) -> WantedModel:
         """Write what is desired."""
-
-        def change(now: WantedModel | None) -> WantedModel:
-            return (now or WantedModel(model=model, epoch=1)).model_copy(update=changes)
-
-        record = await self.fleet.update_wanted(model, change)
-        assert record is not None
-        return record
+        return await change_wanted(self.fleet, model, **changes)
 
     async def record(self) -> NodeRecord | None:
         """What it has announced."""
@@ -210,29 +205,6 @@ async def agent_on(
                 gate.set()
         await agent.close()
         await registry.close()
-
-
-def run(main: Coroutine[Any, Any, None]) -> None:
-    """Runs a scenario, for a bounded time."""
-
-    async def bounded() -> None:
-        async with asyncio.timeout(NEVER_S):
-            await main
-
-    asyncio.run(bounded())
-
-
-def published(model: str, version: int, identity: str = "first") -> PublishedVersion:
-    """A version's record."""
-    return PublishedVersion(
-        model=model,
-        version=version,
-        identity=identity,
-        delta_base=version,
-        last_delta=0,
-        rows_bytes=0,
-        published_at=time.time(),
-    )
 
 
 SOON = AgentConfig(

@@ -25,6 +25,7 @@ from router.id_mapping import hashed_rows
 from router.plan import Plan
 from serving.formats.json_reader import JsonCodec, encode_request
 from serving.formats.requests import Answer, Buffer, Codec, Encoded, Method
+from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
 from serving.models.inputs import SequenceInput
 from serving.models.ranking_models import build_model
@@ -433,6 +434,33 @@ def rank_message(request: dict[str, Any], model: str = MODEL) -> ranking_pb2.Ran
             features.sparse[name].CopyFrom(sparse_message(ids, weights, is_context=part == "context"))
         dense = given.get("dense", [])
         features.dense.extend([one for row in dense for one in row] if part == "candidates" else dense)
+    return message
+
+
+def packed_message(schema: RequestSchema, request: dict[str, Any], model: str = MODEL) -> ranking_pb2.RankRequest:
+    """The JSON form of a rank request as a packed message."""
+    message = rank_message(request, model)
+    message.num_candidates = len(request["candidates"]["dense"])
+    ids: list[int] = []
+    lengths: list[int] = []
+    weights: list[float] = []
+    has_weights = False
+    for name, is_context, _ in schema.kinds:
+        feature = (message.context if is_context else message.candidates).sparse[name]
+        size = len(feature.ids) + len(feature.string_ids)
+        ids += feature.ids
+        message.packed.string_ids.extend(feature.string_ids)
+        lengths += [size] if is_context else feature.lengths or [1] * size
+        weights += feature.weights or [1.0] * size
+        has_weights |= bool(feature.weights)
+    message.packed.schema_digest = schema.features.digest
+    message.packed.ids = np.array(ids, "<i8").tobytes()
+    message.packed.lengths = np.array(lengths, "<i4").tobytes()
+    message.packed.weights = np.array(weights if has_weights else [], "<f4").tobytes()
+    message.packed.context_dense = np.array(message.context.dense, "<f4").tobytes()
+    message.packed.candidate_dense = np.array(message.candidates.dense, "<f4").tobytes()
+    message.ClearField("context")
+    message.ClearField("candidates")
     return message
 
 
