@@ -10,6 +10,7 @@ import struct
 
 import numpy as np
 import pytest
+import uvloop
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -103,7 +104,7 @@ def test_arbitrary_bytes_never_disturb_the_server(junk, tmp_path, caplog):
 
     caplog.clear()
     place = EVERY_PLACE[3]
-    place.run(main())
+    uvloop.run(main())
     assert [record for record in caplog.records if record.exc_info] == []
 
 

@@ -21,23 +21,17 @@ from router.plan import Plan
 from serving.limits import RequestLimits
 from serving.rank.service import RankingService
 from serving.versions.serving_node import LocalRows, ServingConfig, ServingNode
-from shard_node.agent.agent import Agent, AgentConfig
+from shard_node.agent.agent import Agent
 from shard_node.agent.node_agent import NodeActions, NodeConfig, join_fleet
-from shard_node.agent.stagings import StagingConfig
 from shard_node.buckets import NodeIdentity, Partition
 from shard_node.cuda.card_set import CardSet
 from shard_node.node import ShardNode
 from shard_node.wire.address import Address
 from shard_node.wire.server import NodeServer
+from shardrank_testing.agents import QUICK
 from shardrank_testing.registered_fleet import change_wanted
 from shardrank_testing.serving_api import MODEL, ApiModel
 
-QUICK = AgentConfig(
-    poll_s=0.02,
-    heartbeat_s=0.2,
-    unannounce_grace_s=0.05,
-    staging=StagingConfig(jitter_s=0, retry_first_s=0.02, retry_max_s=0.1),
-)
 LOOK_S = 0.01
 
 

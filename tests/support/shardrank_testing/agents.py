@@ -207,8 +207,11 @@ async def agent_on(
         await registry.close()
 
 
-SOON = AgentConfig(
-    poll_s=0.02, heartbeat_s=0.2, unannounce_grace_s=0.05, staging=StagingConfig(jitter_s=0.0, retry_first_s=0.02)
+QUICK = AgentConfig(
+    poll_s=0.02,
+    heartbeat_s=0.2,
+    unannounce_grace_s=0.05,
+    staging=StagingConfig(jitter_s=0, retry_first_s=0.02, retry_max_s=0.1),
 )
 
 
@@ -244,7 +247,7 @@ async def running_node(
         node_id="node", address="unix:/run/node", store=store, replicate_bytes=0, stage_cpu_share=1.0, **settings
     )
     actions = NodeActions(node, fleet, functools.partial(plan_of, num_cards=num_cards), config, card_set=card_set)
-    agent = Agent(fleet, actions, SOON)
+    agent = Agent(fleet, actions, QUICK)
     running = asyncio.create_task(agent.run())
     try:
         yield NodeUnderTest(fleet, agent, "node", node, store, actions, running)

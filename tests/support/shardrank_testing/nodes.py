@@ -10,11 +10,10 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 import pytest
-import uvloop
 
 from loader.snapshot.manifest import ModelSpec
 from shard_node.answer import FLOAT32_SUMS, Answer, Forms
@@ -29,8 +28,6 @@ from shard_node.wire.messages import Buffer
 from shard_node.wire.server import NodeServer, ServerLimits
 from shardrank_testing.bags import bags_of
 from shardrank_testing.snapshots import model_of, table_spec
-
-Result = TypeVar("Result")
 
 MODEL = "films"
 VERSION = 7
@@ -160,20 +157,6 @@ class Place:
     def address(self, folder: Path) -> Address:
         return Address(path=str(folder / "node.sock")) if self.socket == "unix" else Address.parse("127.0.0.1:0")
 
-    def run(self, main: Coroutine[Any, Any, Result]) -> Result:
-        """Runs to the end; an exception that nobody caught on the loop fails the test."""
-        uncaught: list[dict[str, Any]] = []
-
-        async def watched() -> Result:
-            asyncio.get_running_loop().set_exception_handler(lambda _, context: uncaught.append(context))
-            return await asyncio.wait_for(main, NEVER_S)
-
-        factory = uvloop.new_event_loop if self.loop == "uvloop" else asyncio.new_event_loop
-        with asyncio.Runner(loop_factory=factory) as runner:
-            result = runner.run(watched())
-        assert uncaught == []
-        return result
-
     @contextlib.asynccontextmanager
     async def client(
         self,
@@ -221,17 +204,10 @@ class Place:
 EVERY_PLACE = tuple(Place(loop, sock) for loop in ("asyncio", "uvloop") for sock in ("tcp", "unix"))
 
 
-def run_in(places: Sequence[Place]) -> Callable[[Callable[..., Coroutine[Any, Any, None]]], Callable[..., None]]:
-    """Make a test of a coroutine function: it runs on the loop of each place, which is one of its fixtures."""
-
-    def decorate(function: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-        @functools.wraps(function)
-        def test(**fixtures: Any) -> None:
-            fixtures["place"].run(function(**fixtures))
-
-        return pytest.mark.parametrize("place", places, ids=str)(test)
-
-    return decorate
+def run_in(places: Sequence[Place]) -> pytest.MarkDecorator:
+    """Run a coroutine test on the loop of each place, which is one of its arguments."""
+    on_loops = [(place, ("asyncio", {"use_uvloop": place.loop == "uvloop"})) for place in places]
+    return pytest.mark.parametrize(("place", "anyio_backend"), on_loops, ids=list(map(str, places)))
 
 
 in_every_place = run_in(EVERY_PLACE)

@@ -321,12 +321,13 @@ class GatedShard(NearShard):
         return await super().pool(model, version, bags, deadline, forms)
 
 
-def gated_model(model: ApiModel, service: RankingService, gate: Gate) -> ServedModel:
-    """The model with one replica whose lookups wait at a gate (it has no golden requests, so loading does not)."""
-    snapshot = Snapshot.open(model.path)
+@contextlib.contextmanager
+def gated_service(model: ApiModel, gate: Gate, limits: RequestLimits | None = None) -> Iterator[RankingService]:
+    """A service of one replica whose lookups wait at a gate, which is opened at the end at the latest."""
+    service, snapshot = RankingService(limits, expected_models=[MODEL]), Snapshot.open(model.path)
     plan = Plan.make(snapshot.spec)
     node = make_node(snapshot, plan, 0)
-    return ServedModel.load(
+    served = ServedModel.load(
         snapshot,
         plan,
         lambda on_retry: [GatedShard(node, gate)],
@@ -336,13 +337,7 @@ def gated_model(model: ApiModel, service: RankingService, gate: Gate) -> ServedM
         clock=service.clock,
         on_close=node.close,
     )
-
-
-@contextlib.contextmanager
-def gated_service(model: ApiModel, gate: Gate, limits: RequestLimits | None = None) -> Iterator[RankingService]:
-    """A service over `gated_model`; the gate is opened at the end at the latest."""
-    service = RankingService(limits, expected_models=[MODEL])
-    service.install(gated_model(model, service, gate))
+    service.install(served)
     try:
         yield service
     finally:
@@ -382,6 +377,21 @@ async def until(condition: Callable[[], object]) -> None:
     """Waits for another party's state, which notifies nobody when it changes."""
     while not condition():  # noqa: ASYNC110
         await asyncio.sleep(0.001)
+
+
+@contextlib.asynccontextmanager
+async def counted_turns() -> AsyncIterator[list[int]]:
+    """Count the turns that others have on the loop meanwhile, in a list of one."""
+    turns = [0]
+
+    async def count() -> None:
+        while True:
+            turns[0] += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count())
+    yield turns
+    counting.cancel()
 
 
 @contextlib.contextmanager

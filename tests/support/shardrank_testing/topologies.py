@@ -160,17 +160,9 @@ class StoredModel:
         self.schema = FeatureSchema.of(spec)
         self.layout = TableLayout.of(spec)
 
-    def bags(
-        self,
-        rng: np.random.Generator,
-        max_bags: int = 5,
-        max_hotness: int = 5,
-        *,
-        min_hotness: int = 0,
-        features: list[int] | None = None,
-    ) -> KeyedBags:
-        """Return random bags of some features, or of all; weights are 1 where a feature is not weighted."""
-        return random_feature_bags(self.schema, rng, max_bags, max_hotness, min_hotness, features)
+    def bags(self, rng: np.random.Generator, *sizes: int, **options: Any) -> KeyedBags:
+        """Return random bags of some features, or of all, as `random_feature_bags` does."""
+        return random_feature_bags(self.schema, rng, *sizes, **options)
 
     def check(self, bags: KeyedBags, embeddings: Embeddings) -> None:
         """Assert that an answer has the pooled rows as stored."""
