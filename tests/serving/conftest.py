@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,12 +26,6 @@ def api_service(api_model: ApiModel) -> Iterator[RankingService]:
     service = served_service(api_model)
     yield service
     service.close()
-
-
-@pytest.fixture(scope="session")
-def anyio_backend() -> tuple[str, dict[str, Any]]:
-    """The event loop of async tests and fixtures, which is the server's."""
-    return "asyncio", {"use_uvloop": True}
 
 
 @pytest.fixture(scope="module")

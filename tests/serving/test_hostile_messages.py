@@ -32,8 +32,17 @@ from serving.limits import RequestLimits
 from shardrank_testing.http2_peer import PING, Http2Peer, data, prefixed
 from shardrank_testing.inference_requests import Tensor, message_of, tensors_of
 from shardrank_testing.parsing import SCHEMA, field
-from shardrank_testing.request_forms import packed_message
-from shardrank_testing.serving_api import MODEL, Api, ApiModel, api_request, api_spec, rank_message, served_api, until
+from shardrank_testing.serving_api import (
+    MODEL,
+    Api,
+    ApiModel,
+    api_request,
+    api_spec,
+    packed_message,
+    rank_message,
+    served_api,
+    until,
+)
 
 NAN = float("nan")
 MIB = 2**20
@@ -230,20 +239,19 @@ def full(unit: bytes, head: bytes = HEAD) -> Callable[[], bytes]:
     return lambda: head + unit * ((SIZE - len(head)) // len(unit))
 
 
-def infer_with(tensor: Tensor) -> Callable[[], bytes]:
-    def make() -> bytes:
-        others = [one for one in tensors_of(api_spec(), api_request(1)) if one.name != tensor.name]
-        return message_of([*others, tensor], MODEL).SerializeToString()
+def tensors_but(name: str) -> list[Tensor]:
+    return [tensor for tensor in tensors_of(api_spec(), api_request(1)) if tensor.name != name]
 
-    return make
+
+def infer_with(tensor: Tensor) -> Callable[[], bytes]:
+    return lambda: message_of([*tensors_but(tensor.name), tensor], MODEL).SerializeToString()
 
 
 def empty_strings(count: int) -> Callable[[], bytes]:
     """As ids of a context feature: of each there is only its length."""
 
     def make() -> bytes:
-        others = [tensor for tensor in tensors_of(api_spec(), api_request(1)) if tensor.name != "city"]
-        message = message_of(others, MODEL)
+        message = message_of(tensors_but("city"), MODEL)
         message.inputs.add(name="city", datatype="BYTES", shape=[count])
         message.raw_input_contents.append(bytes(4 * count))
         return message.SerializeToString()
@@ -268,9 +276,8 @@ def mixed_contents() -> bytes:
 
 
 def typed_contents() -> bytes:
-    others = [tensor for tensor in tensors_of(api_spec(), api_request(1)) if tensor.name != "film"]
     films = field(1, b"film") + field(2, b"INT64") + field(3, b"\x05") + field(5, field(3, bytes(SIZE - 9999)))
-    return message_of(others, MODEL, raw=False).SerializeToString() + field(5, films)
+    return message_of(tensors_but("film"), MODEL, raw=False).SerializeToString() + field(5, films)
 
 
 def packed_empty_strings() -> bytes:
@@ -493,12 +500,12 @@ async def test_a_hostile_body_is_refused_and_nothing_of_it_is_kept(warm_api, exp
     api, body = warm_api, row.make()
     with traced():
         refusal = await send_beside_good_calls(api, expected, send(api, route, body, row.coding))
+        await until(lambda: (api.service.in_flight, leases(api)) == (0, [0]))
         held, _ = tracemalloc.get_traced_memory()
     assert held < 1.5 * MIB
     assert row.says in refusal.text
     assert row.kind in ("", refusal.kind)
     assert refusal.status in row.status
-    await until(lambda: (api.service.in_flight, leases(api)) == (0, [0]))
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ import pytest
 from serving.rank.service import RankingService
 from serving.server import ServerConfig, serve
 from serving.versions.loading import ModelSource, load_served_model
-from shardrank_testing.serving_api import MODEL, ApiModel, Gate, api_request, gated_service, run, running_api, until
-from shardrank_testing.serving_process import ServingProcess, serving_process
+from shardrank_testing.serving_api import MODEL, ApiModel, Gate, api_request, gated_service, running_api, until
+from shardrank_testing.serving_process import serving_process
 
 
 def test_two_processes_share_ports_and_metrics(api_model, tmp_path):
@@ -114,7 +114,7 @@ async def test_a_worker_listens_at_a_shared_port_when_it_is_loaded(api_model):
             assert (await client.get(f"http://127.0.0.1:{served}/readyz")).status_code == 200
 
 
-def test_a_worker_that_is_stopped_under_load_loses_no_request(api_model):
+async def test_a_worker_that_is_stopped_under_load_loses_no_request(api_model):
     statuses: list[int] = []
 
     async def load(url: str, seed: int, stop: asyncio.Event, ended: asyncio.Event) -> None:
@@ -129,7 +129,7 @@ def test_a_worker_that_is_stopped_under_load_loses_no_request(api_model):
                 answer = await client.post(f"{url}/v1/models/{MODEL}:rank", json=api_request(seed))
                 statuses.append(answer.status_code)
 
-    async def main(first: ServingProcess) -> None:
+    with serving_process(api_model.path) as first, serving_process(api_model.path, first.http_port, first.grpc_port):
         stop, ended = asyncio.Event(), asyncio.Event()
         clients = [
             asyncio.create_task(load(f"http://127.0.0.1:{first.http_port}", seed, stop, ended)) for seed in range(4)
@@ -142,7 +142,4 @@ def test_a_worker_that_is_stopped_under_load_loses_no_request(api_model):
         await until(lambda: len(statuses) >= count + 20)
         ended.set()
         await asyncio.gather(*clients)
-
-    with serving_process(api_model.path) as first, serving_process(api_model.path, first.http_port, first.grpc_port):
-        run(main(first))
     assert set(statuses) == {200}

@@ -4,21 +4,15 @@ import pytest
 
 from serving.api.listening import MAX_REMEMBERED, Addresses
 from serving.limits import RequestLimits
+from shardrank_testing.waiting import Clock
 
 HOME = "192.0.2.1"
 LIMITS = RequestLimits(max_connections_per_address=2, max_idle_work_ms=200, penalty_s=10.0)
 
 
-class Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(1000.0)
 
 
 @pytest.fixture

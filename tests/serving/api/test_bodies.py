@@ -1,10 +1,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gzip
 import zlib
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,27 +10,11 @@ from hypothesis import strategies as st
 
 from serving.api.bodies import FREE_BYTES, PIECE_BYTES, expand
 from serving.errors import BodyTooLargeError, MalformedRequestError
+from shardrank_testing.serving_api import counted_turns
 
 
 def no_charge(seconds: float) -> None:
     """Whatever it takes."""
-
-
-async def turns_while(expanding: Any) -> int:
-    """Counts the turns that others have meanwhile."""
-    turns = 0
-
-    async def others() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
-
-    task = asyncio.create_task(others())
-    with contextlib.suppress(MalformedRequestError):
-        await expanding
-    task.cancel()
-    return turns
 
 
 @given(st.binary(max_size=2000), st.sampled_from([gzip.compress, zlib.compress]))
@@ -56,6 +38,8 @@ def test_no_more_is_made_than_is_allowed():
         asyncio.run(expand(packed, 10 * PIECE_BYTES - 1, no_charge))
 
 
-def test_others_have_their_turn_between_pieces_of_a_long_body():
+async def test_others_have_their_turn_between_pieces_of_a_long_body():
     body = gzip.compress(bytes(FREE_BYTES + 20 * PIECE_BYTES))
-    assert 18 <= asyncio.run(turns_while(expand(body, 2**24, no_charge))) <= 24
+    async with counted_turns() as turns:
+        await expand(body, 2**24, no_charge)
+    assert 18 <= turns[0] <= 24

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from serving.api.http_gate import LINGER_S
 from serving.limits import RequestLimits
-from shardrank_testing.http_wire import HOME, LIMITS, Clock, Served, chunked, errors, post, read_from, settled, statuses
+from shardrank_testing.http_wire import HOME, LIMITS, Served, chunked, errors, post, read_from, settled, statuses
+from shardrank_testing.waiting import Clock
 
 
 async def test_only_what_one_read_brought_is_ahead_of_an_answer():
@@ -42,7 +43,7 @@ async def test_a_request_sent_ahead_of_an_answer_stops_the_reading():
 
 async def test_many_small_chunks_give_others_their_turn():
     # Each look at the clock takes 3 ms: a turn is over at the first.
-    served = Served(RequestLimits(max_idle_work_ms=0), Clock(0.003))
+    served = Served(RequestLimits(max_idle_work_ms=0), Clock(step=0.003))
     gate, wire = served.connect()
     sent = chunked([b"%d" % (number % 10) for number in range(5000)])
     gate.data_received(sent)

@@ -14,6 +14,7 @@ import ssl
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -120,11 +121,7 @@ async def protected(
         tokens=papers.tokens if tokens else None,
     )
     ready: asyncio.Future[Listening] = asyncio.get_running_loop().create_future()
-
-    async def load() -> None:
-        """The models are there."""
-
-    serving = asyncio.create_task(serve(service, config, load, ready.set_result))
+    serving = asyncio.create_task(serve(service, config, partial(asyncio.sleep, 0), ready.set_result))
     try:
         await asyncio.wait([ready, serving], return_when=asyncio.FIRST_COMPLETED)
         yield ready.result()

@@ -25,10 +25,64 @@ from serving.dashboard.history import QUANTILES, History, percentiles_ms
 from serving.dashboard.sources import FleetSource, ProcessSource
 from serving.errors import OverloadedError, ShuttingDownError
 from serving.rank.service import RankingService
-from shardrank_testing.rollout_fleet import CONFIG, MODEL, NEW, OLD, Clock, PlayedFleet
+from shardrank_testing.rollout_fleet import CONFIG, MODEL, NEW, OLD, Clock, PlayedFleet, PlayedNode
 from shardrank_testing.serving_api import MODEL as API_MODEL
 from shardrank_testing.serving_api import api_request, api_service, ask, run
-from shardrank_testing.traffic import PlayedTraffic
+
+MB = 10**6
+
+
+class PlayedTraffic:
+    """Gives every node what it would tell after some seconds under load: counts, deltas, memory."""
+
+    def __init__(self, fleet: PlayedFleet, requests_per_s: float = 420.0, seed: int = 0) -> None:
+        self._fleet = fleet
+        self._rate = requests_per_s
+        self._random = np.random.default_rng(seed)
+        self._counts: dict[tuple[str, int], np.ndarray] = {}
+        self._hot: dict[tuple[str, int], tuple[int, int]] = {}
+        self._seconds = 0.0
+
+    def pass_time(self, seconds: float, last_delta: int) -> None:
+        """Answer requests for so long; all nodes but the last one have applied all deltas."""
+        self._seconds += seconds
+        swell = 1 + 0.15 * np.sin(self._seconds / 90)
+        for node in self._fleet.serving():
+            share = 0.05 if node.canary is not None else 0.0
+            for version, part in ((node.live, 1 - share), (node.canary, share)):
+                if version is not None and node.alive:
+                    self._answer(node, version, seconds * self._rate * swell * part / len(self._fleet.serving()))
+        for place, node in enumerate(self._fleet.shard_nodes()):
+            node.delta_sequence = dict.fromkeys(node.held, max(0, last_delta - (place == 2)))
+            size = (312 + 5 * place) * MB
+            tiers = {"ram": size, "mapped": 2 * size}
+            node.told = {version: {"memory_tiers": tiers, "memory_bytes": size, "leases": 2} for version in node.held}
+            node.machine = {"memory_total_bytes": 64_000 * MB, "memory_available_bytes": (41_000 - 700 * place) * MB}
+
+    def _answer(self, node: PlayedNode, version: int, requests: float) -> None:
+        count = self._random.poisson(requests)
+        faster = 0.82 if version % 2 == 0 else 1.0
+        latencies_ms = faster * self._random.lognormal(np.log(3.1), 0.42, count)
+        buckets = np.searchsorted(LATENCY_BOUNDS_MS, latencies_ms)
+        key = (node.node_id, version)
+        counts = self._counts.get(key, np.zeros(len(LATENCY_BOUNDS_MS) + 1, np.int64))
+        counts = self._counts[key] = counts + np.bincount(buckets, minlength=counts.size)
+        lookups, hits = self._hot.get(key, (0, 0))
+        lookups += 400 * count
+        hits += self._random.binomial(400 * count, min(0.62, 0.3 + self._seconds / 1500))
+        self._hot[key] = (lookups, hits)
+        total = int(counts.sum())
+        node.stats[version] = VersionStats(
+            requests=total,
+            latency_counts=tuple(counts.tolist()),
+            score_count=100 * total,
+            score_sum=31.4 * total,
+            score_square_sum=14.2 * total,
+        )
+        hot = HotReport(rows=180_000, size_bytes=25 * MB, lookups=lookups, hits=hits)
+        node.told[version] = {"hot": hot, "leases": int(self._random.integers(1, 5))}
+        node.golden[version] = 2.4e-5
+        node.machine = {"memory_total_bytes": 32_000 * MB, "memory_available_bytes": 21_400 * MB}
 
 
 class Played:
@@ -203,64 +257,58 @@ async def events(client: httpx.AsyncClient, count: int) -> list[tuple[str, Any]]
     return found
 
 
-def test_files_are_served_and_all_else_needs_a_token(tmp_path):
-    async def main() -> None:
-        token, entry = new_token("ops", "admin")
-        narrow, other = new_token("shop", "describe")
-        for one in (entry, other):
-            add_token(tmp_path / "tokens.json", one)
-        played = Played(tmp_path / "registry")
-        await played.fleet.begin(1, 1, 1)
-        source = partial(FleetSource, lambda: DirectoryRegistry(tmp_path / "registry", clock=played.clock))
-        async with page_of(source, Tokens(tmp_path / "tokens.json")) as client:
-            for path, kind in (("/", "text/html"), ("/page.js", "text/javascript"), ("/page.css", "text/css")):
-                answer = await client.get(path)
-                assert answer.status_code == 200
-                assert answer.headers["content-type"].startswith(kind)
-                assert answer.headers["content-security-policy"].startswith("default-src 'self'; ")
-                assert "http://" not in answer.text.replace("http://www.w3.org/", "")
-                assert "innerHTML" not in answer.text
-            assert (await client.get("/status/access")).json() == {"needs_token": True, "fixed": ""}
-            asked = {"model": MODEL, "rollout_id": "a" * 32, "is_active": False}
-            for headers, status in (({}, 401), ({"authorization": f"Bearer {narrow}"}, 403)):
-                assert (await client.get("/status/events", headers=headers)).status_code == status
-                answer = await client.post("/status/rollback", headers=headers, json=asked)
-                assert answer.status_code == status
-            client.headers["authorization"] = f"Bearer {token}"
-            assert [name for name, _ in await events(client, 3)] == ["history", "read", "state"]
-            for body, status in (({"model": MODEL}, 400), ({**asked, "more": 1}, 400), (asked, 409)):
-                assert (await client.post("/status/rollback", json=body)).status_code == status
-            assert (await client.post("/status/rollback", content=b" " * 5000)).status_code == 413
-        assert not (await played.fleet.fleet.registry.entries("rollouts/"))
-
-    run(main())
+async def test_files_are_served_and_all_else_needs_a_token(tmp_path):
+    token, entry = new_token("ops", "admin")
+    narrow, other = new_token("shop", "describe")
+    for one in (entry, other):
+        add_token(tmp_path / "tokens.json", one)
+    played = Played(tmp_path / "registry")
+    await played.fleet.begin(1, 1, 1)
+    source = partial(FleetSource, lambda: DirectoryRegistry(tmp_path / "registry", clock=played.clock))
+    async with page_of(source, Tokens(tmp_path / "tokens.json")) as client:
+        for path, kind in (("/", "text/html"), ("/page.js", "text/javascript"), ("/page.css", "text/css")):
+            answer = await client.get(path)
+            assert answer.status_code == 200
+            assert answer.headers["content-type"].startswith(kind)
+            assert answer.headers["content-security-policy"].startswith("default-src 'self'; ")
+            assert "http://" not in answer.text.replace("http://www.w3.org/", "")
+            assert "innerHTML" not in answer.text
+        assert (await client.get("/status/access")).json() == {"needs_token": True, "fixed": ""}
+        asked = {"model": MODEL, "rollout_id": "a" * 32, "is_active": False}
+        for headers, status in (({}, 401), ({"authorization": f"Bearer {narrow}"}, 403)):
+            assert (await client.get("/status/events", headers=headers)).status_code == status
+            answer = await client.post("/status/rollback", headers=headers, json=asked)
+            assert answer.status_code == status
+        client.headers["authorization"] = f"Bearer {token}"
+        assert [name for name, _ in await events(client, 3)] == ["history", "read", "state"]
+        for body, status in (({"model": MODEL}, 400), ({**asked, "more": 1}, 400), (asked, 409)):
+            assert (await client.post("/status/rollback", json=body)).status_code == status
+        assert (await client.post("/status/rollback", content=b" " * 5000)).status_code == 413
+    assert not (await played.fleet.fleet.registry.entries("rollouts/"))
 
 
-def test_a_process_without_a_fleet_tells_itself_and_its_shards(api_model):
-    async def main() -> None:
-        with api_service(api_model) as service:
-            await ask(service, api_request(1))
-            await service.watch.refresh()
-            source = ProcessSource(service, num_workers=3)
-            assert "3 worker processes share this port" in source.note
-            async with page_of(lambda: source, service=service) as client:
-                told = (await client.get("/status/access")).json()
-                assert not told["needs_token"]
-                assert "belongs to no fleet" in told["fixed"]
-                answer = await client.post("/status/rollback", json={})
-                assert answer.status_code == 403
-                (_, history), _, (_, state) = await events(client, 3)
-            assert history["num_slots"] == 180
-            (model,) = state["models"]
-            assert (model["model"], model["live"], model["rollout"]) == (API_MODEL, 1, None)
-            assert [one["kind"] for one in state["nodes"]] == ["shard", "serving"]
-            (rows,) = state["nodes"][0]["versions"]
-            assert rows["tiers"]["ram"] > 0
-            (own,) = state["nodes"][1]["versions"]
-            assert state["nodes"][1]["live"] == {API_MODEL: 1}
-            assert own["golden"] is None
-
-    run(main())
+async def test_a_process_without_a_fleet_tells_itself_and_its_shards(api_model):
+    with api_service(api_model) as service:
+        await ask(service, api_request(1))
+        await service.watch.refresh()
+        source = ProcessSource(service, num_workers=3)
+        assert "3 worker processes share this port" in source.note
+        async with page_of(lambda: source, service=service) as client:
+            told = (await client.get("/status/access")).json()
+            assert not told["needs_token"]
+            assert "belongs to no fleet" in told["fixed"]
+            answer = await client.post("/status/rollback", json={})
+            assert answer.status_code == 403
+            (_, history), _, (_, state) = await events(client, 3)
+        assert history["num_slots"] == 180
+        (model,) = state["models"]
+        assert (model["model"], model["live"], model["rollout"]) == (API_MODEL, 1, None)
+        assert [one["kind"] for one in state["nodes"]] == ["shard", "serving"]
+        (rows,) = state["nodes"][0]["versions"]
+        assert rows["tiers"]["ram"] > 0
+        (own,) = state["nodes"][1]["versions"]
+        assert state["nodes"][1]["live"] == {API_MODEL: 1}
+        assert own["golden"] is None
 
 
 SLOT_S = 5.0

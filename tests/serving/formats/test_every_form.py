@@ -22,8 +22,7 @@ from shardrank_testing.parsing import (
     parse_json,
     parse_message,
 )
-from shardrank_testing.request_forms import packed_message
-from shardrank_testing.serving_api import MODEL, api_request, rank_message, sparse_message
+from shardrank_testing.serving_api import MODEL, api_request, packed_message, rank_message, sparse_message
 
 
 @st.composite

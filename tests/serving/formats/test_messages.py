@@ -23,8 +23,7 @@ from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
 from serving.proto.shardrank.v1 import ranking_pb2
 from shardrank_testing.parsing import SCHEMA, assert_same_request, field, parse_json, parse_message
-from shardrank_testing.request_forms import packed_message
-from shardrank_testing.serving_api import api_request, rank_message
+from shardrank_testing.serving_api import api_request, packed_message, rank_message
 
 LIMITS = RequestLimits()
 

@@ -24,8 +24,7 @@ from serving.proto.inference import open_inference_pb2
 from serving.proto.shardrank.v1 import ranking_pb2
 from shardrank_testing.inference_requests import message_of, tensors_of
 from shardrank_testing.parsing import SCHEMA, SPEC
-from shardrank_testing.request_forms import packed_message
-from shardrank_testing.serving_api import MODEL, api_request, rank_message
+from shardrank_testing.serving_api import MODEL, api_request, packed_message, rank_message
 
 INT64 = st.integers(-(2**63), 2**63 - 1) | st.integers(-300, 300)
 

@@ -16,8 +16,7 @@ from serving.formats.requests import Codec
 from serving.rank.service import answer
 from shardrank_testing.inference_requests import binary_body, json_body, message_of, tensors_of
 from shardrank_testing.parsing import SCHEMA, SPEC
-from shardrank_testing.request_forms import packed_message
-from shardrank_testing.serving_api import MODEL, KeptAnswers, Waiting, api_request, rank_message
+from shardrank_testing.serving_api import MODEL, KeptAnswers, Waiting, api_request, packed_message, rank_message
 
 
 def forms(request: dict[str, Any]) -> dict[str, tuple[Codec, bytes]]:

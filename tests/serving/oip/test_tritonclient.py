@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from shardrank_testing.inference_requests import tensors_of
-from shardrank_testing.serving_api import MODEL, api_request, api_service, run, running_api
+from shardrank_testing.serving_api import MODEL, api_request, api_service, running_api
 
 VARIABLE = "SHARDRANK_TRITONCLIENT_PYTHON"
 CALLS = Path(__file__).with_name("tritonclient_calls.py")
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(VARIABLE not in os.environ, reason=f"{VARIABLE} 
 
 
 @pytest.fixture(scope="module")
-def told(api_model, tmp_path_factory) -> dict[str, Any]:
+async def told(api_model, tmp_path_factory) -> dict[str, Any]:
     """What tritonclient got, and the scores that the request must have."""
     request = api_request(7)
     file = tmp_path_factory.mktemp("triton") / "tensors.json"
@@ -30,20 +30,17 @@ def told(api_model, tmp_path_factory) -> dict[str, Any]:
         json.dumps([one.description() | {"data": one.array.tolist()} for one in tensors_of(api_model.spec, request)])
     )
 
-    async def main() -> dict[str, Any]:
-        with api_service(api_model) as service:
-            async with running_api(service) as api:
-                urls = [f"{api.listening.host}:{port}" for port in (api.listening.http_port, api.listening.grpc_port)]
-                process = await asyncio.create_subprocess_exec(
-                    *(os.environ[VARIABLE], str(CALLS), *urls, MODEL, str(file)),
-                    stdout=asyncio.subprocess.PIPE,
-                    stderr=sys.stderr,
-                )
-                printed, _ = await process.communicate()
-                assert process.returncode == 0
-                return json.loads(printed)
-
-    return run(main()) | {"expected": api_model.scores(request)}
+    with api_service(api_model) as service:
+        async with running_api(service) as api:
+            urls = [f"{api.listening.host}:{port}" for port in (api.listening.http_port, api.listening.grpc_port)]
+            process = await asyncio.create_subprocess_exec(
+                *(os.environ[VARIABLE], str(CALLS), *urls, MODEL, str(file)),
+                stdout=asyncio.subprocess.PIPE,
+                stderr=sys.stderr,
+            )
+            printed, _ = await process.communicate()
+            assert process.returncode == 0
+    return json.loads(printed) | {"expected": api_model.scores(request)}
 
 
 @pytest.mark.parametrize("transport", ["http", "grpc"])

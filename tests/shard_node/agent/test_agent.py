@@ -17,6 +17,7 @@ from shard_node.errors import MemoryBudgetError
 from shardrank_testing.agents import PROMPT, HandClock, ScriptedActions, agent_on, published, running_node
 from shardrank_testing.bags import random_table_bags
 from shardrank_testing.registries import redis_server
+from shardrank_testing.rollout_fleet import published
 
 
 @pytest.fixture
@@ -76,7 +77,7 @@ async def test_a_hanging_staging_blocks_neither_models_nor_heartbeat(under):
 
 
 async def test_a_bad_version_is_refused_and_other_models_go_on(under):
-    await under.fleet.put_version(published("films", 2))
+    await under.fleet.put_version(published(2))
     under.actions.faults["films", 2] = [SnapshotCorruptError("rows are damaged")]
     await under.want("films", hold=(1, 2), live=1)
     await under.want("songs", hold=(5,))
@@ -110,7 +111,7 @@ async def test_a_failed_staging_is_tried_again(under, error, live, state, pause_
     await under.pass_time(pause_s)
     assert under.actions.begun == [("films", 2)]
     if isinstance(error, SnapshotCorruptError):
-        await under.fleet.put_version(published("films", 2))
+        await under.fleet.put_version(published(2))
     await under.pass_time_until(lambda: ("films", 2) in under.actions.ready)
 
 

@@ -36,6 +36,7 @@ from shardrank_testing.card_engines import options_for
 from shardrank_testing.deltas import make_batch
 from shardrank_testing.emulated_cards import EmulatedCards
 from shardrank_testing.nodes import serving, soon, until
+from shardrank_testing.rollout_fleet import published
 from shardrank_testing.snapshots import make_spec, one_table_spec, restate_file, rewrite_manifest, write_snapshot
 from shardrank_testing.topologies import make_node
 
@@ -262,7 +263,7 @@ def copy(pristine, tmp_path) -> Path:
 
 
 def record_of(folder: Path) -> PublishedVersion:
-    return published("films", 1, Snapshot.open(folder, verify=False, files="rows").identity)
+    return published(1, identity=Snapshot.open(folder, verify=False, files="rows").identity)
 
 
 def stage(folder: Path, published: PublishedVersion | None = None, memory: RowMemory | None = None, **options):

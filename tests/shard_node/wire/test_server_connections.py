@@ -10,6 +10,7 @@ import struct
 
 import numpy as np
 import pytest
+import uvloop
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

@@ -21,22 +21,17 @@ from router.plan import Plan
 from serving.limits import RequestLimits
 from serving.rank.service import RankingService
 from serving.versions.serving_node import LocalRows, ServingConfig, ServingNode
-from shard_node.agent.agent import Agent, AgentConfig
+from shard_node.agent.agent import Agent
 from shard_node.agent.node_agent import NodeActions, NodeConfig, join_fleet
-from shard_node.agent.stagings import StagingConfig
 from shard_node.buckets import NodeIdentity, Partition
 from shard_node.cuda.card_set import CardSet
 from shard_node.node import ShardNode
 from shard_node.wire.address import Address
 from shard_node.wire.server import NodeServer
+from shardrank_testing.agents import QUICK
+from shardrank_testing.registered_fleet import change_wanted
 from shardrank_testing.serving_api import MODEL, ApiModel
 
-QUICK = AgentConfig(
-    poll_s=0.02,
-    heartbeat_s=0.2,
-    unannounce_grace_s=0.05,
-    staging=StagingConfig(jitter_s=0, retry_first_s=0.02, retry_max_s=0.1),
-)
 LOOK_S = 0.01
 
 
@@ -84,14 +79,7 @@ class AgentFleet:
 
     async def want(self, model: str, **changes: Any) -> WantedModel:
         """Changes what is wanted of a model."""
-
-        def change(now: WantedModel | None) -> WantedModel:
-            now = now or WantedModel(model=model, epoch=1)
-            return now.model_copy(update=changes)
-
-        wanted = await self.fleet.update_wanted(model, change)
-        assert wanted is not None
-        return wanted
+        return await change_wanted(self.fleet, model, **changes)
 
     async def start_node(self, shard: int, replica: int = 0) -> RunningShardNode:
         """Start a shard node, or start it again."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from loader.registry import open_registry
-from loader.registry.fleet import FleetRegistry, NodeRecord, PublishedVersion, VersionReport, WantedModel
+from loader.registry.fleet import FleetRegistry, NodeRecord, VersionReport, WantedModel
 from loader.snapshot.publishing import register
 from loader.snapshot.reader import Snapshot
 from router.plan import Plan
@@ -23,20 +23,19 @@ from shard_node.agent.stagings import StagingConfig
 from shard_node.buckets import NodeIdentity, Partition
 from shard_node.cuda.card_set import CardSet
 from shard_node.node import ShardNode
+from shardrank_testing.registered_fleet import change_wanted
 from shardrank_testing.snapshots import make_spec, write_snapshot
+from shardrank_testing.waiting import Clock
 
 PROMPT = AgentConfig(unannounce_grace_s=0.5, staging=StagingConfig(jitter_s=0.0))
 
 
-class HandClock:
-    """Monotonic seconds that pass only when a test says so; who sleeps on it wakes up then."""
+class HandClock(Clock):
+    """Who sleeps on it wakes up when a test moves it."""
 
     def __init__(self) -> None:
-        self.now = 0.0
+        super().__init__()
         self._sleepers: list[tuple[float, asyncio.Event]] = []
-
-    def __call__(self) -> float:
-        return self.now
 
     async def sleep(self, duration_s: float) -> None:
         if duration_s <= 0:
@@ -134,13 +133,7 @@ class OnRegistry:
 
     async def want(self, model: str, **changes: Any) -> WantedModel:
         """Write what is desired."""
-
-        def change(now: WantedModel | None) -> WantedModel:
-            return (now or WantedModel(model=model, epoch=1)).model_copy(update=changes)
-
-        record = await self.fleet.update_wanted(model, change)
-        assert record is not None
-        return record
+        return await change_wanted(self.fleet, model, **changes)
 
     async def record(self) -> NodeRecord | None:
         """What it has announced."""
@@ -260,7 +253,7 @@ async def running_node(
         node_id="node", address="unix:/run/node", store=store, replicate_bytes=0, stage_cpu_share=1.0, **settings
     )
     actions = NodeActions(node, fleet, functools.partial(plan_of, num_cards=num_cards), config, card_set=card_set)
-    agent = Agent(fleet, actions, SOON)
+    agent = Agent(fleet, actions, QUICK)
     running = asyncio.create_task(agent.run())
     try:
         yield NodeUnderTest(fleet, agent, "node", node, store, actions, running)

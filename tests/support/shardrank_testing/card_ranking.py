@@ -12,7 +12,7 @@ import numpy as np
 from loader.description import ModelDescription
 from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec
 from loader.snapshot.reader import Snapshot
-from loader.snapshot.tables import Pooling, RowDtype, TableSpec
+from loader.snapshot.tables import Pooling, RowDtype
 from serving.cards.ranking import CardRanking, CardScorer
 from serving.limits import RequestLimits
 from serving.rank.ranking import MergedBatch, Ranking, merge
@@ -24,24 +24,14 @@ from shard_node.bags import Float32Array
 from shardrank_testing.card_engines import OnCards
 from shardrank_testing.divided import describe
 from shardrank_testing.parsing import parse_json
-from shardrank_testing.ranking import random_tensors
-from shardrank_testing.snapshots import write_snapshot
+from shardrank_testing.ranking import CONFIGS, random_tensors
+from shardrank_testing.snapshots import table_spec, write_snapshot
 
 MODEL = "shop"
 FAR_S = 1e9
 """A deadline that no test meets."""
 
-DENSE: dict[str, dict[str, Any]] = {
-    "mlp": {"hidden": [16, 8]},
-    "dlrm": {"bottom_mlp": [6, 8], "top_mlp": [8]},
-    "dcn_v2": {"num_cross_layers": 2, "low_rank": 3, "deep": [8]},
-    "target_attention": {
-        "history_feature": "history",
-        "target_feature": "film",
-        "attention_hidden": [8],
-        "hidden": [8],
-    },
-}
+DENSE = CONFIGS | {"dlrm": {"bottom_mlp": [6, 8], "top_mlp": [8]}}
 
 SHOP_LEVERS: dict[str, dict[str, Any]] = {
     "users": {"blocks": [{"share": 0.2, "dtype": "fp16"}, {"share": 0.3, "dim": 4}, {"dim": 2}]},
@@ -62,26 +52,18 @@ def shop_levers(spec: ModelSpec, levers: Mapping[str, Mapping[str, Any]] = SHOP_
 def shop_spec(kind: str = "mlp", *, dense: tuple[int, int] = (2, 3)) -> ModelSpec:
     """Every dtype, several dims, sum and mean and, for target attention, none; weights; shared tables; both sides."""
     history: Pooling = "none" if kind == "target_attention" else "mean"
-    tables: tuple[tuple[str, int, int, RowDtype, tuple[str, ...]], ...] = (
-        ("users", 300, 8, "int8", ("user", "friend")),
-        ("films", 500, 16, "int8", ("film", "seen", "history")),
-        ("genres", 19, 8, "fp32", ("genre",)),
-        ("tags", 257, 12, "int4", ("tag", "liked")),
-        ("cities", 40, 4, "fp16", ("city",)),
+    tables: tuple[tuple[str, int, int, RowDtype, tuple[str, ...], dict[str, str]], ...] = (
+        ("users", 300, 8, "int8", ("user", "friend"), {}),
+        ("films", 500, 16, "int8", ("film", "seen", "history"), {}),
+        ("genres", 19, 8, "fp32", ("genre",), {"pooling": "mean", "unknown_id": "skip"}),
+        ("tags", 257, 12, "int4", ("tag", "liked"), {}),
+        ("cities", 40, 4, "fp16", ("city",), {}),
     )
     return ModelSpec(
         model=MODEL,
         tables=tuple(
-            TableSpec(
-                name=name,
-                num_embeddings=rows,
-                embedding_dim=8 if kind == "dlrm" else dim,
-                feature_names=features,
-                pooling="mean" if name == "genres" else "sum",
-                dtype=dtype,
-                unknown_id="skip" if name == "genres" else "reject",
-            )
-            for name, rows, dim, dtype, features in tables
+            table_spec(name, rows, 8 if kind == "dlrm" else dim, *features, dtype=dtype, **extra)
+            for name, rows, dim, dtype, features, extra in tables
         ),
         features=(
             FeatureSpec(name="user", side="context"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import shutil
 import subprocess
@@ -67,12 +66,5 @@ def _make_key(path: Path) -> None:
     _openssl("ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out", str(path))
 
 
-@functools.cache
-def _program() -> str:
-    program = shutil.which("openssl")
-    assert program is not None, "no openssl on this machine"
-    return program
-
-
 def _openssl(*arguments: str) -> None:
-    subprocess.run([_program(), *arguments], check=True, capture_output=True)
+    subprocess.run(["openssl", *arguments], check=True, capture_output=True)

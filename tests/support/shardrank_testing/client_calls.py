@@ -56,13 +56,11 @@ def rank_arguments(request: dict[str, Any]) -> dict[str, Any]:
 
 def reordered_spec() -> ModelSpec:
     """The model's spec with two features of one table in the other order: another digest for the same requests."""
-    spec = api_spec()
-    features = list(spec.features)
-    names = [one.name for one in features]
-    one, other = names.index("tag"), names.index("liked-tag")
-    features[one], features[other] = features[other], features[one]
+    spec, other = api_spec(), {"tag": "liked-tag", "liked-tag": "tag"}
+    by_name = {feature.name: feature for feature in spec.features}
     tables = tuple(
         table.model_copy(update={"feature_names": ("liked-tag", "tag")}) if table.name == "tags" else table
         for table in spec.tables
     )
-    return spec.model_copy(update={"features": tuple(features), "tables": tables})
+    features = tuple(by_name[other.get(feature.name, feature.name)] for feature in spec.features)
+    return spec.model_copy(update={"features": features, "tables": tables})

@@ -42,6 +42,7 @@ def delta_spec(dtypes: tuple[RowDtype, ...] = ("int8", "int4", "fp16", "fp32"), 
         ],
         MODEL,
     )
+    return model_of(tables, MODEL)
 
 
 def export_state(

@@ -18,6 +18,7 @@ from serving.api.listening import Addresses, forget_unsent
 from serving.limits import RequestLimits
 from serving.observe.metrics import ServingMetrics
 from shardrank_testing.serving_api import Api
+from shardrank_testing.waiting import Clock
 
 HOME = "192.0.2.1"
 LIMITS = RequestLimits(max_header_bytes=4096, max_body_bytes=100_000)
@@ -106,15 +107,6 @@ class Wire(asyncio.Transport):
         self.is_paused = False
 
 
-class Clock:
-    def __init__(self, step: float = 0.0) -> None:
-        self.now, self.step = 1000.0, step
-
-    def __call__(self) -> float:
-        self.now += self.step
-        return self.now
-
-
 class Served:
     """Gates over an application that says what it got. It never gets what has the header `x-refuse` if `refuses`."""
 
@@ -126,7 +118,7 @@ class Served:
         self.left = 0
         if not hold:
             self.may_answer.set()
-        self.clock = clock or Clock()
+        self.clock = clock or Clock(1000.0)
         self.metrics = ServingMetrics()
         config = uvicorn.Config(
             self.app, interface="asgi3", lifespan="off", log_config=None, access_log=False, ws="none"

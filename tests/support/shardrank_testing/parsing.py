@@ -58,8 +58,8 @@ def field(number: int, content: bytes) -> bytes:
     return encode_varint(number << 3 | 2) + encode_varint(len(content)) + content
 
 
-def assert_same_request(actual: Any, expected: Any, *, may_spell_ones: bool = False) -> None:
-    """Two parsed rank requests have the same arrays and options; one may spell weights of 1 where another has none."""
+def assert_same_arrays(actual: Any, expected: Any) -> None:
+    """Two parsed rank requests have the same arrays; no weights are weights of 1."""
     assert actual.num_candidates == expected.num_candidates
     arrays = [(f"bags.{name}", getattr(actual.bags, name), getattr(expected.bags, name)) for name in ARRAYS]
     arrays += [(name, getattr(actual, name), getattr(expected, name)) for name in ("context_dense", "candidate_dense")]
@@ -68,13 +68,18 @@ def assert_same_request(actual: Any, expected: Any, *, may_spell_ones: bool = Fa
         assert ours.dtype == theirs.dtype, name
         assert ours.flags.writeable, name
         assert ours.flags.aligned, name
-    assert may_spell_ones or (actual.bags.weights is None) == (expected.bags.weights is None)
     ones = np.ones(actual.bags.num_values, np.float32)
     ours, theirs = (ones if one.bags.weights is None else one.bags.weights for one in (actual, expected))
     np.testing.assert_array_equal(ours, theirs, err_msg="weights")
+    assert list(actual.texts) == list(expected.texts)
+
+
+def assert_same_request(actual: Any, expected: Any, *, may_spell_ones: bool = False) -> None:
+    """Two parsed rank requests have the same arrays and options; one may spell weights of 1 where another has none."""
+    assert_same_arrays(actual, expected)
+    assert may_spell_ones or (actual.bags.weights is None) == (expected.bags.weights is None)
     for name in ("timeout_s", "top_k", "request_id"):
         assert getattr(actual, name) == getattr(expected, name), name
-    assert list(actual.texts) == list(expected.texts)
 
 
 def dumps(request: Any) -> bytes:

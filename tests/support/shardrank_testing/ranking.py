@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec
-from loader.snapshot.tables import TableSpec
 from serving.models.inputs import InputShapes, RankingInputs, SequenceInput, SideShapes
 from serving.models.ranking_models import build_model
+from shardrank_testing.snapshots import table_spec
 
 DIM = 4
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -39,9 +39,9 @@ def ranking_spec(
     return ModelSpec(
         model="films",
         tables=(
-            TableSpec(name="users", num_embeddings=50, embedding_dim=DIM, feature_names=("user",)),
-            TableSpec(name="films", num_embeddings=40, embedding_dim=DIM, feature_names=("film", "history")),
-            TableSpec(name="genres", num_embeddings=10, embedding_dim=DIM, feature_names=("genre",), pooling="mean"),
+            table_spec("users", 50, DIM, "user"),
+            table_spec("films", 40, DIM, "film", "history"),
+            table_spec("genres", 10, DIM, "genre", pooling="mean"),
         ),
         features=(
             FeatureSpec(name="user", side="context"),

@@ -19,13 +19,20 @@ def publish(registry: Path | str, *snapshots: Path) -> None:
         with_open(str(registry), lambda opened, one=snapshot: register(FleetRegistry(opened), one, clock=time.time))
 
 
-def want(registry: Path | str, model: str, **changes: Any) -> None:
-    """Change what is desired of a model."""
+async def change_wanted(fleet: FleetRegistry, model: str, **changes: Any) -> WantedModel:
+    """Change what is desired of a model, and return it."""
 
     def change(now: WantedModel | None) -> WantedModel:
         return (now or WantedModel(model=model, epoch=1)).model_copy(update=changes)
 
-    with_open(str(registry), lambda opened: FleetRegistry(opened).update_wanted(model, change))
+    wanted = await fleet.update_wanted(model, change)
+    assert wanted is not None
+    return wanted
+
+
+def want(registry: Path | str, model: str, **changes: Any) -> None:
+    """The same, by the URL of a registry."""
+    with_open(str(registry), lambda opened: change_wanted(FleetRegistry(opened), model, **changes))
 
 
 def nodes(registry: Path | str) -> dict[str, NodeRecord]:

@@ -340,12 +340,14 @@ class PlayedFleet:
                 assert not node.serving or node.live == version, f"{node.node_id} answers with {node.live}"
 
 
-def published(version: int, *, delta_base: int | None = None, last_delta: int = 0) -> PublishedVersion:
+def published(
+    version: int, *, delta_base: int | None = None, last_delta: int = 0, identity: str = ""
+) -> PublishedVersion:
     """A published version."""
     return PublishedVersion(
         model=MODEL,
         version=version,
-        identity=f"{version:064x}",
+        identity=identity or f"{version:064x}",
         delta_base=delta_base or version,
         last_delta=last_delta,
         rows_bytes=1 << 20,

@@ -20,16 +20,17 @@ from loader.registry.fleet import VersionStats
 from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec
 from loader.snapshot.reader import Snapshot
-from loader.snapshot.tables import HashMapping, TableSpec, VocabularyMapping
+from loader.snapshot.tables import HashMapping, VocabularyMapping
 from router.id_mapping import hashed_rows
 from router.plan import Plan
 from serving.formats.json_reader import JsonCodec, encode_request
 from serving.formats.requests import Answer, Buffer, Codec, Encoded, Method
+from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
 from serving.models.inputs import SequenceInput
 from serving.models.ranking_models import build_model
 from serving.proto.shardrank.v1 import ranking_pb2, ranking_pb2_grpc
-from serving.rank.service import RankingService, answer, answer_in_thread
+from serving.rank.service import RankingService, answer
 from serving.server import Listening, ServerConfig, running_server
 from serving.versions.loading import ModelSource, load_served_model
 from serving.versions.served_model import ServedModel
@@ -39,8 +40,8 @@ from shard_node.bags import KeyedBags
 from shard_node.node import ShardNode
 from shardrank_testing.nodes import NearShard
 from shardrank_testing.ranking import inputs_of, random_tensors
-from shardrank_testing.snapshots import write_snapshot
-from shardrank_testing.topologies import decoded_tables, make_node
+from shardrank_testing.snapshots import table_spec, write_snapshot
+from shardrank_testing.topologies import decoded_tables, expected_feature, make_node
 
 MODEL = "films"
 CITIES = ["Paris", "Oslo", "Zürich", "北京", "Lima"]
@@ -53,36 +54,12 @@ def api_spec() -> ModelSpec:
     return ModelSpec(
         model=MODEL,
         tables=(
-            TableSpec(name="users", num_embeddings=1000, embedding_dim=8, feature_names=("user",)),
-            TableSpec(name="films", num_embeddings=FILMS, embedding_dim=8, feature_names=("film", "history")),
-            TableSpec(
-                name="genres",
-                num_embeddings=19,
-                embedding_dim=4,
-                feature_names=("genre",),
-                pooling="mean",
-                dtype="fp32",
-                unknown_id="skip",
-            ),
-            TableSpec(
-                name="tags", num_embeddings=257, embedding_dim=4, feature_names=("tag", "liked-tag"), dtype="int4"
-            ),
-            TableSpec(
-                name="cities",
-                num_embeddings=len(CITIES),
-                embedding_dim=4,
-                feature_names=("city",),
-                dtype="fp16",
-                id_mapping=VocabularyMapping(id_type="string"),
-            ),
-            TableSpec(
-                name="devices",
-                num_embeddings=64,
-                embedding_dim=4,
-                feature_names=("device",),
-                dtype="fp32",
-                id_mapping=HashMapping(seed=HASH_SEED),
-            ),
+            table_spec("users", 1000, 8, "user"),
+            table_spec("films", FILMS, 8, "film", "history"),
+            table_spec("genres", 19, 4, "genre", pooling="mean", dtype="fp32", unknown_id="skip"),
+            table_spec("tags", 257, 4, "tag", "liked-tag", dtype="int4"),
+            table_spec("cities", len(CITIES), 4, "city", dtype="fp16", id_mapping=VocabularyMapping(id_type="string")),
+            table_spec("devices", 64, 4, "device", dtype="fp32", id_mapping=HashMapping(seed=HASH_SEED)),
         ),
         features=(
             FeatureSpec(name="user", side="context"),
@@ -160,12 +137,8 @@ class ApiModel:
         return [one for one in ids if one < table.num_embeddings]
 
     def pooled(self, name: str, ids: list[Any], weights: list[float] | None) -> np.ndarray:
-        table = self.tables[self.spec.table_of(name).name].astype(np.float64)
         rows = self.rows(name, ids)
-        total = np.zeros(table.shape[1])
-        for position, row in enumerate(rows):
-            total += (1.0 if weights is None else weights[position]) * table[row]
-        return total / max(1, len(rows)) if self.spec.pooling_of(name) == "mean" else total
+        return expected_feature(self.spec, self.tables, name, [rows], weights and [weights])[0]
 
     def scores(self, request: dict[str, Any]) -> np.ndarray:
         """float32 [N], what the float32 torch model gives for a request, by plain loops over the decoded rows."""
@@ -317,11 +290,6 @@ async def ask(
     return codec.answers[0]
 
 
-def ask_in_thread(service: RankingService, request: Any, method: Method = "rank", model: str = MODEL) -> Any:
-    """As `ask`, while the calling thread waits."""
-    return answer_in_thread(service, JsonCodec(method, model, "embedded"), encode_request(request))
-
-
 class Gate:
     """Holds lookups back until it is opened: makes a replica busy for as long as a test wants."""
 
@@ -353,12 +321,13 @@ class GatedShard(NearShard):
         return await super().pool(model, version, bags, deadline, forms)
 
 
-def gated_model(model: ApiModel, service: RankingService, gate: Gate) -> ServedModel:
-    """The model with one replica whose lookups wait at a gate (it has no golden requests, so loading does not)."""
-    snapshot = Snapshot.open(model.path)
+@contextlib.contextmanager
+def gated_service(model: ApiModel, gate: Gate, limits: RequestLimits | None = None) -> Iterator[RankingService]:
+    """A service of one replica whose lookups wait at a gate, which is opened at the end at the latest."""
+    service, snapshot = RankingService(limits, expected_models=[MODEL]), Snapshot.open(model.path)
     plan = Plan.make(snapshot.spec)
     node = make_node(snapshot, plan, 0)
-    return ServedModel.load(
+    served = ServedModel.load(
         snapshot,
         plan,
         lambda on_retry: [GatedShard(node, gate)],
@@ -368,13 +337,7 @@ def gated_model(model: ApiModel, service: RankingService, gate: Gate) -> ServedM
         clock=service.clock,
         on_close=node.close,
     )
-
-
-@contextlib.contextmanager
-def gated_service(model: ApiModel, gate: Gate, limits: RequestLimits | None = None) -> Iterator[RankingService]:
-    """A service over `gated_model`; the gate is opened at the end at the latest."""
-    service = RankingService(limits, expected_models=[MODEL])
-    service.install(gated_model(model, service, gate))
+    service.install(served)
     try:
         yield service
     finally:
@@ -414,6 +377,21 @@ async def until(condition: Callable[[], object]) -> None:
     """Waits for another party's state, which notifies nobody when it changes."""
     while not condition():  # noqa: ASYNC110
         await asyncio.sleep(0.001)
+
+
+@contextlib.asynccontextmanager
+async def counted_turns() -> AsyncIterator[list[int]]:
+    """Count the turns that others have on the loop meanwhile, in a list of one."""
+    turns = [0]
+
+    async def count() -> None:
+        while True:
+            turns[0] += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count())
+    yield turns
+    counting.cancel()
 
 
 @contextlib.contextmanager
@@ -466,6 +444,33 @@ def rank_message(request: dict[str, Any], model: str = MODEL) -> ranking_pb2.Ran
             features.sparse[name].CopyFrom(sparse_message(ids, weights, is_context=part == "context"))
         dense = given.get("dense", [])
         features.dense.extend([one for row in dense for one in row] if part == "candidates" else dense)
+    return message
+
+
+def packed_message(schema: RequestSchema, request: dict[str, Any], model: str = MODEL) -> ranking_pb2.RankRequest:
+    """The JSON form of a rank request as a packed message."""
+    message = rank_message(request, model)
+    message.num_candidates = len(request["candidates"]["dense"])
+    ids: list[int] = []
+    lengths: list[int] = []
+    weights: list[float] = []
+    has_weights = False
+    for name, is_context, _ in schema.kinds:
+        feature = (message.context if is_context else message.candidates).sparse[name]
+        size = len(feature.ids) + len(feature.string_ids)
+        ids += feature.ids
+        message.packed.string_ids.extend(feature.string_ids)
+        lengths += [size] if is_context else feature.lengths or [1] * size
+        weights += feature.weights or [1.0] * size
+        has_weights |= bool(feature.weights)
+    message.packed.schema_digest = schema.features.digest
+    message.packed.ids = np.array(ids, "<i8").tobytes()
+    message.packed.lengths = np.array(lengths, "<i4").tobytes()
+    message.packed.weights = np.array(weights if has_weights else [], "<f4").tobytes()
+    message.packed.context_dense = np.array(message.context.dense, "<f4").tobytes()
+    message.packed.candidate_dense = np.array(message.candidates.dense, "<f4").tobytes()
+    message.ClearField("context")
+    message.ClearField("candidates")
     return message
 
 

@@ -23,12 +23,13 @@ def rank_request(num_candidates: int, bags: KeyedBags) -> RankRequest:
 
 
 class Clock:
-    """Stands still until somebody moves it."""
+    """Stands still until somebody moves it, but for `step` seconds each time that it is read."""
 
-    def __init__(self) -> None:
-        self.now = 0.0
+    def __init__(self, now: float = 0.0, step: float = 0.0) -> None:
+        self.now, self.step = now, step
 
     def __call__(self) -> float:
+        self.now += self.step
         return self.now
 
 

@@ -12,7 +12,13 @@ from serving.formats.requests import RankRequest
 from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
 from shard_node.bags import KeyedBags
-from shardrank_testing.parsing import parse_infer_body, parse_infer_message, parse_json, parse_message
+from shardrank_testing.parsing import (
+    assert_same_arrays,
+    parse_infer_body,
+    parse_infer_message,
+    parse_json,
+    parse_message,
+)
 from shardrank_testing.serving_api import CITIES, api_spec
 
 MAX_HOTNESS = 4
@@ -74,15 +80,5 @@ def read_payload(workload: Workload, api: Api, payload: Payload) -> RankRequest:
     return parse_infer_body(schema, payload.body, dict(payload.headers)[HEADER_LENGTH])
 
 
-def assert_same_request(found: RankRequest, expected: RankRequest) -> None:
-    """The parsed request is the workload's, array by array."""
-    bags = expected.bags
-    ones = np.ones(bags.num_values, np.float32)
-    assert found.num_candidates == expected.num_candidates
-    for name in ("keys", "bags_per_key", "offsets", "values"):
-        np.testing.assert_array_equal(getattr(found.bags, name), getattr(bags, name), err_msg=name)
-    weights = [ones if one is None else one for one in (found.bags.weights, bags.weights)]
-    np.testing.assert_array_equal(*weights)
-    np.testing.assert_array_equal(found.context_dense, expected.context_dense)
-    np.testing.assert_array_equal(found.candidate_dense, expected.candidate_dense)
-    assert list(found.texts) == list(expected.texts)
+assert_same_request = assert_same_arrays
+"""The parsed request is the workload's."""

@@ -13,10 +13,12 @@ from grpc import StatusCode
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from serving.api.grpc.wire import PREFACE
 from serving.limits import RequestLimits
 from serving.proto.shardrank.v1 import ranking_pb2
 from serving.rank.service import RankingService
 from serving.versions.loading import ModelSource, load_served_model
+from shardrank_testing.http2_peer import SETTINGS
 from shardrank_testing.serving_api import (
     MODEL,
     api_request,
@@ -127,10 +129,6 @@ async def test_a_cancelled_call_is_dropped_from_the_queue(api_model):
         text = api.service.metrics.render().decode()
         assert 'shardrank_batch_requests_sum{model="films"} 1.0' in text
         assert 'shardrank_requests_total{api="grpc",method="rank",model="films",status="client_gone"} 1.0' in text
-
-
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-SETTINGS = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
 
 
 @pytest.mark.parametrize(

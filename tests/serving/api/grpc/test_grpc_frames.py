@@ -14,7 +14,7 @@ from serving.api.grpc import wire as frames
 from serving.api.grpc.calls import MAX_WAITING_MESSAGES, MESSAGES_OF_A_TURN
 from serving.api.grpc.services import GrpcServer
 from shardrank_testing.http2_peer import END, Http2Peer, data, prefixed
-from shardrank_testing.serving_api import Api, api_request, rank_message
+from shardrank_testing.serving_api import Api, api_request, counted_turns, rank_message
 
 RANK = "/shardrank.v1.RankingService/Rank"
 GET_MODEL = "/shardrank.v1.RankingService/GetModel"
@@ -92,21 +92,12 @@ async def test_messages_that_wait_are_counted(peer):
 
 
 async def test_a_stream_of_small_requests_lets_others_have_their_turn(peer):
-    turns = 0
-
-    async def count() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
-
-    counting = asyncio.create_task(count())
     request = prefixed(question(file_containing_symbol="none"))
-    peer.send(peer.call(1, REFLECTION.format("v1")), data(1, request * MAX_WAITING_MESSAGES, END))
-    answers, _ = await peer.answer(1)
-    counting.cancel()
+    async with counted_turns() as turns:
+        peer.send(peer.call(1, REFLECTION.format("v1")), data(1, request * MAX_WAITING_MESSAGES, END))
+        answers, _ = await peer.answer(1)
     assert answers.count(b"none") == MAX_WAITING_MESSAGES
-    assert turns >= MAX_WAITING_MESSAGES // MESSAGES_OF_A_TURN
+    assert turns[0] >= MAX_WAITING_MESSAGES // MESSAGES_OF_A_TURN
 
 
 async def test_a_document_has_a_small_message(peer):

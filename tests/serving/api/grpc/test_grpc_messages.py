@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from loader.errors import ShardrankError
 from serving.api.grpc.calls import CallHead, MessageReader, plain_message, read_head
 from serving.api.grpc.wire import HeaderDecoder, HeaderList, header_block
+from shardrank_testing.http2_peer import prefixed
 
 MAX_HEADER_BYTES = 1000
 CALL = [
@@ -19,10 +20,6 @@ CALL = [
     (b":path", b"/a.B/C"),
     (b"content-type", b"application/grpc+proto"),
 ]
-
-
-def prefixed(message: bytes, flag: int = 0) -> bytes:
-    return bytes((flag,)) + len(message).to_bytes(4, "big") + message
 
 
 def received(headers) -> HeaderList:

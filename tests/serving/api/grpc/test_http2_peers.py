@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import itertools
 import socket
-from collections.abc import Callable
 
 import pytest
 
@@ -16,16 +14,11 @@ from serving.api.grpc.wire import ErrorCode
 from serving.limits import RequestLimits
 from shardrank_testing.http2_peer import END, LIMITS, PING, Http2Peer, data, echoing, http2_peer
 from shardrank_testing.serving_api import until
+from shardrank_testing.waiting import Clock
 
 QUICK = dataclasses.replace(LIMITS, patience_s=0.2)
 # No connection is ended by a count of frames, or by its age.
 LASTING = dataclasses.replace(LIMITS, patience_s=10_000, idle_s=10_000, age_s=10_000, max_control_frames=10**6)
-
-
-def ticking(step_s: float) -> Callable[[], float]:
-    """A clock that goes on a step each time it is read."""
-    counter = itertools.count()
-    return lambda: step_s * next(counter)
 
 
 async def flood(peer: Http2Peer) -> None:
@@ -53,7 +46,7 @@ async def test_a_proxy_that_is_trusted_never_waits():
 
 
 async def test_reconnecting_brings_no_new_budget_of_work():
-    async with echoing(LASTING, clock=ticking(0.0002)) as (connect, _, _):
+    async with echoing(LASTING, clock=Clock(step=0.0002)) as (connect, _, _):
         pongs = []
         while len(pongs) < 60 and (not pongs or pongs[-1]):
             pongs.append(0)
@@ -70,7 +63,7 @@ async def test_reconnecting_brings_no_new_budget_of_work():
 
 async def test_a_connection_has_its_turn_and_then_others_come_first():
     unlimited = RequestLimits(max_idle_work_ms=0)
-    async with echoing(LASTING, requests=unlimited, clock=ticking(0.001)) as (connect, _, listener):
+    async with echoing(LASTING, requests=unlimited, clock=Clock(step=0.001)) as (connect, _, listener):
         busy, other = await connect(), await connect()
         for peer in (busy, other):
             peer.begin()
@@ -93,7 +86,7 @@ async def test_a_connection_has_its_turn_and_then_others_come_first():
 
 async def test_a_peer_that_completes_calls_may_go_on():
     """Its calls make good the work and the frames in between."""
-    async with echoing(clock=ticking(0.00001)) as (connect, _, _):
+    async with echoing(clock=Clock(step=0.00001)) as (connect, _, _):
         peer = await connect()
         peer.begin()
         for number in range(4 * LIMITS.max_control_frames):

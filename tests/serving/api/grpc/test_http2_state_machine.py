@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
+from functools import partial
+from types import SimpleNamespace
 
 import hpack
 import pytest
@@ -13,11 +15,10 @@ from hypothesis import strategies as st
 from serving.api.grpc import wire
 from serving.api.grpc.connection import SPELLED_HEADERS, Connection
 from serving.api.grpc.wire import ConnectionLimits, ErrorCode, FloodError, HeaderList
-from shardrank_testing.http2_peer import LIMITS
+from shardrank_testing.http2_peer import END, END_HEADERS, LIMITS, data
 
 REQUEST = [(":method", "POST"), (":scheme", "http"), (":path", "/a"), ("te", "trailers")]
 BEGIN = wire.PREFACE + wire.settings({})
-END, END_HEADERS = wire.END_STREAM, wire.END_HEADERS
 
 
 def headers(stream_id: int, flags: int = 0, more: Iterable[tuple[str, str]] = ()) -> bytes:
@@ -25,46 +26,23 @@ def headers(stream_id: int, flags: int = 0, more: Iterable[tuple[str, str]] = ()
     return wire.frame(wire.HEADERS, flags | END_HEADERS, stream_id, block)
 
 
-def data(stream_id: int, payload: bytes, flags: int = 0) -> bytes:
-    return wire.frame(wire.DATA, flags, stream_id, payload)
-
-
 class Told:
-    """Keeps what a connection tells the exchanges of its streams; data that follow data of the same stream as one."""
+    """Keeps what a connection passes to the exchanges of its streams; data that follow data of a stream as one."""
 
     def __init__(self) -> None:
         self.events: list[tuple[object, ...]] = []
 
-    def open(self, stream_id: int, headers: HeaderList) -> Exchange:
+    def open(self, stream_id: int, headers: HeaderList) -> SimpleNamespace:
         self.events.append(("opened", stream_id, headers))
-        return Exchange(self, stream_id)
+        notices = {kind: partial(self.events.append, (kind, stream_id)) for kind in ("ended", "drained", "dropped")}
+        return SimpleNamespace(take=partial(self.take, stream_id), **notices)
+
+    def take(self, stream_id: int, data: memoryview) -> None:
+        before = self.events.pop()[2] if self.events[-1][:2] == ("data", stream_id) else b""
+        self.events.append(("data", stream_id, before + bytes(data)))
 
     def ids(self, kind: str) -> set[object]:
         return {event[1] for event in self.events if event[0] == kind}
-
-
-class Exchange:
-    def __init__(self, told: Told, stream_id: int) -> None:
-        self.told, self.stream_id = told, stream_id
-
-    def begin(self) -> None:
-        raise AssertionError("the listener begins exchanges")
-
-    def take(self, data: memoryview) -> None:
-        events = self.told.events
-        if events[-1][:2] == ("data", self.stream_id):
-            events[-1] = ("data", self.stream_id, events[-1][2] + bytes(data))
-        else:
-            events.append(("data", self.stream_id, bytes(data)))
-
-    def ended(self) -> None:
-        self.told.events.append(("ended", self.stream_id))
-
-    def drained(self) -> None:
-        self.told.events.append(("drained", self.stream_id))
-
-    def dropped(self) -> None:
-        self.told.events.append(("dropped", self.stream_id))
 
 
 def connection(
