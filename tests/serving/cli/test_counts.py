@@ -18,7 +18,7 @@ from serving.cli.counts import Counted, of_tables
 from shard_node.access_counts import SAMPLE_EVERY
 from shard_node.wire.address import Address
 from shardrank_testing.command_line import shardrank
-from shardrank_testing.divided import describe, write_twins
+from shardrank_testing.divided import describe, divided_model
 from shardrank_testing.nodes import MODEL, VERSION, film_bags, serving, small_node, small_spec
 from shardrank_testing.serving_api import MODEL as API_MODEL
 from shardrank_testing.serving_api import api_request, ask, running_api, served_service, write_api_model
@@ -103,8 +103,8 @@ def test_nodes_of_a_fleet_are_found_in_its_registry(tmp_path: Path) -> None:
 
 def test_counts_of_parts_become_those_of_their_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     levers = {"items": {"dtype": {"hot": "fp16", "cold": "int8", "hot_share": 0.1}}}
-    twins = write_twins(tmp_path, describe(one_table_spec(300), levers), pruned=("items",))
-    snapshot, counts = twins.divided, twins.counts["items"].astype(np.float32)
+    made = divided_model(describe(one_table_spec(300), levers), pruned=("items",))
+    snapshot, counts = made.export(tmp_path), made.counts["items"].astype(np.float32)
     classes = snapshot.row_classes("items").classes()
     found = {}
     for number, part in enumerate(snapshot.spec.stored_tables):

@@ -21,14 +21,14 @@ from serving.errors import BadRequestError, MalformedRequestError
 from serving.formats.schema import RequestSchema
 from serving.limits import MAX_ID, RequestLimits
 from shardrank_testing.parsing import parse_json
-from shardrank_testing.snapshots import table_spec
+from shardrank_testing.snapshots import table_of
 
 LIMITS = RequestLimits(max_candidates=5, max_ids_per_bag=4, max_ids_per_request=25, max_bags_per_feature=6)
 SPEC = ModelSpec(
     model="films",
     tables=(
-        table_spec("t", 10, 4, "user", "film", "tag"),
-        table_spec("w", 9, 4, "word", id_mapping=VocabularyMapping(id_type="string")),
+        table_of("t", 10, 4, "user", "film", "tag"),
+        table_of("w", 9, 4, "word", id_mapping=VocabularyMapping(id_type="string")),
     ),
     features=(
         FeatureSpec(name="user", side="context"),

@@ -25,7 +25,7 @@ from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
 from shardrank_testing.parsing import SCHEMA, parse_json, parse_message
 from shardrank_testing.serving_api import MODEL, api_request, rank_message
-from shardrank_testing.snapshots import model_of, table_spec
+from shardrank_testing.snapshots import model_of, table_of
 
 
 def nested(request: dict[str, Any], name: str) -> list[list[Any]]:
@@ -139,7 +139,7 @@ def other_schema(*, context: bool, candidates: bool, dense: tuple[int, int]) -> 
     names = tuple(feature.name for feature in features)
     spec = ModelSpec(
         model="films",
-        tables=(table_spec("t", 10, 4, *names),),
+        tables=(table_of("t", 10, 4, *names),),
         features=tuple(features),
         dense_inputs=DenseInputs(context=dense[0], candidate=dense[1]),
         dense_model=DenseModelSpec(kind="mlp"),
@@ -172,7 +172,7 @@ def test_a_model_without_candidate_features_counts_candidates_by_their_dense_row
 
 
 def string_schema(names: tuple[str, ...] = ("code",)) -> RequestSchema:
-    table = table_spec("t", 10, 4, *names, id_mapping=VocabularyMapping(id_type="string"))
+    table = table_of("t", 10, 4, *names, id_mapping=VocabularyMapping(id_type="string"))
     return RequestSchema(FeatureSchema.of(model_of([table], MODEL)), RequestLimits())
 
 

@@ -14,7 +14,7 @@ from loader.registry.fleet import FleetRecord, FleetRegistry, WantedModel, rollo
 from shard_node.agent.agent import AgentConfig, Remembered
 from shard_node.agent.stagings import StagingConfig
 from shard_node.errors import MemoryBudgetError
-from shardrank_testing.agents import PROMPT, HandClock, ScriptedActions, agent_on, published, running_node
+from shardrank_testing.agents import PROMPT, HandClock, ScriptedActions, agent_on, running_node
 from shardrank_testing.bags import random_table_bags
 from shardrank_testing.registries import redis_server
 from shardrank_testing.rollout_fleet import published
@@ -276,9 +276,9 @@ async def test_an_emptied_registry_unloads_nothing_and_is_restored(tmp_path):
         async with agent_on(server.url) as under:
             fleet = under.fleet
             assert await fleet.join_fleet(division) == division
-            await fleet.put_version(published("films", 1))
+            await fleet.put_version(published(1))
             await fleet.put_spec("films", 1, "{}")
-            await fleet.put_version(published("films", 7))
+            await fleet.put_version(published(7))
             await fleet.registry.put(rollout_key("films"), ROLLOUT, 0)
             wanted = await under.want("films", hold=(1,), live=1)
             await under.until(lambda: len(under.actions.ready) == 1)
@@ -314,7 +314,7 @@ async def test_lookups_go_on_while_the_registry_is_disturbed(tmp_path):
             await under.announced("films", 1, "ready")
             bags = random_table_bags(np.random.default_rng(5), under.node.table_layout("films", 1), 50, 5)
             expected = [block.tobytes() for block in under.node.pool("films", 1, bags)]
-            for disturb in (server.kill, server.start, server.restart_empty, server.flush, server.restart):
+            for disturb in (server.kill, server.start, server.restart_empty, server.flush, server.kill, server.start):
                 await asyncio.to_thread(disturb)
                 for _ in range(20):
                     await asyncio.sleep(0.02)

@@ -30,7 +30,7 @@ from shard_node.errors import CardError, FleetMismatchError, MemoryBudgetError
 from shard_node.node import ShardNode
 from shard_node.wire.address import Address
 from shard_node.wire.client import ShardClient
-from shardrank_testing.agents import NodeUnderTest, plan_of, published, running_node
+from shardrank_testing.agents import NodeUnderTest, plan_of, running_node
 from shardrank_testing.bags import assert_blocks_equal, bags_of, random_table_bags
 from shardrank_testing.card_engines import options_for
 from shardrank_testing.deltas import make_batch

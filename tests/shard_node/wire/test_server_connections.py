@@ -10,7 +10,6 @@ import struct
 
 import numpy as np
 import pytest
-import uvloop
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

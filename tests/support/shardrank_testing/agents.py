@@ -203,21 +203,11 @@ async def agent_on(
         await registry.close()
 
 
-def published(model: str, version: int, identity: str = "first") -> PublishedVersion:
-    """A version's record."""
-    return PublishedVersion(
-        model=model,
-        version=version,
-        identity=identity,
-        delta_base=version,
-        last_delta=0,
-        rows_bytes=0,
-        published_at=time.time(),
-    )
-
-
-SOON = AgentConfig(
-    poll_s=0.02, heartbeat_s=0.2, unannounce_grace_s=0.05, staging=StagingConfig(jitter_s=0.0, retry_first_s=0.02)
+QUICK = AgentConfig(
+    poll_s=0.02,
+    heartbeat_s=0.2,
+    unannounce_grace_s=0.05,
+    staging=StagingConfig(jitter_s=0.0, retry_first_s=0.02, retry_max_s=0.1),
 )
 
 

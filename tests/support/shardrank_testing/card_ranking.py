@@ -25,7 +25,7 @@ from shardrank_testing.card_engines import OnCards
 from shardrank_testing.divided import describe
 from shardrank_testing.parsing import parse_json
 from shardrank_testing.ranking import CONFIGS, random_tensors
-from shardrank_testing.snapshots import table_spec, write_snapshot
+from shardrank_testing.snapshots import table_of, write_snapshot
 
 MODEL = "shop"
 FAR_S = 1e9
@@ -62,7 +62,7 @@ def shop_spec(kind: str = "mlp", *, dense: tuple[int, int] = (2, 3)) -> ModelSpe
     return ModelSpec(
         model=MODEL,
         tables=tuple(
-            table_spec(name, rows, 8 if kind == "dlrm" else dim, *features, dtype=dtype, **extra)
+            table_of(name, rows, 8 if kind == "dlrm" else dim, *features, dtype=dtype, **extra)
             for name, rows, dim, dtype, features, extra in tables
         ),
         features=(

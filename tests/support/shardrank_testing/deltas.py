@@ -42,7 +42,6 @@ def delta_spec(dtypes: tuple[RowDtype, ...] = ("int8", "int4", "fp16", "fp32"), 
         ],
         MODEL,
     )
-    return model_of(tables, MODEL)
 
 
 def export_state(

@@ -102,7 +102,6 @@ class KernelArena:
         dim = tables[0].shape[1]
         self.cards, self.num_cards, self.codec = cards, len(cards.cards), codec_for(dtype, dim)
         self.stored = [self.codec.encode(rows) for rows in tables]
-        orders = ["range" if number % 2 else "hash" for number in range(len(tables))]
         spec = model_of(
             [
                 table_of(f"t{number}", len(rows), dim, dtype=dtype, bucketing="range" if number % 2 else "hash")

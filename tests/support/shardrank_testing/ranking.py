@@ -12,7 +12,7 @@ import torch
 from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec
 from serving.models.inputs import InputShapes, RankingInputs, SequenceInput, SideShapes
 from serving.models.ranking_models import build_model
-from shardrank_testing.snapshots import table_spec
+from shardrank_testing.snapshots import table_of
 
 DIM = 4
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -39,9 +39,9 @@ def ranking_spec(
     return ModelSpec(
         model="films",
         tables=(
-            table_spec("users", 50, DIM, "user"),
-            table_spec("films", 40, DIM, "film", "history"),
-            table_spec("genres", 10, DIM, "genre", pooling="mean"),
+            table_of("users", 50, DIM, "user"),
+            table_of("films", 40, DIM, "film", "history"),
+            table_of("genres", 10, DIM, "genre", pooling="mean"),
         ),
         features=(
             FeatureSpec(name="user", side="context"),

@@ -40,8 +40,8 @@ from shard_node.bags import KeyedBags
 from shard_node.node import ShardNode
 from shardrank_testing.nodes import NearShard
 from shardrank_testing.ranking import inputs_of, random_tensors
-from shardrank_testing.snapshots import table_spec, write_snapshot
-from shardrank_testing.topologies import decoded_tables, expected_feature, make_node
+from shardrank_testing.snapshots import table_of, write_snapshot
+from shardrank_testing.topologies import decoded_tables, make_node
 
 MODEL = "films"
 CITIES = ["Paris", "Oslo", "Zürich", "北京", "Lima"]
@@ -54,12 +54,12 @@ def api_spec() -> ModelSpec:
     return ModelSpec(
         model=MODEL,
         tables=(
-            table_spec("users", 1000, 8, "user"),
-            table_spec("films", FILMS, 8, "film", "history"),
-            table_spec("genres", 19, 4, "genre", pooling="mean", dtype="fp32", unknown_id="skip"),
-            table_spec("tags", 257, 4, "tag", "liked-tag", dtype="int4"),
-            table_spec("cities", len(CITIES), 4, "city", dtype="fp16", id_mapping=VocabularyMapping(id_type="string")),
-            table_spec("devices", 64, 4, "device", dtype="fp32", id_mapping=HashMapping(seed=HASH_SEED)),
+            table_of("users", 1000, 8, "user"),
+            table_of("films", FILMS, 8, "film", "history"),
+            table_of("genres", 19, 4, "genre", pooling="mean", dtype="fp32", unknown_id="skip"),
+            table_of("tags", 257, 4, "tag", "liked-tag", dtype="int4"),
+            table_of("cities", len(CITIES), 4, "city", dtype="fp16", id_mapping=VocabularyMapping(id_type="string")),
+            table_of("devices", 64, 4, "device", dtype="fp32", id_mapping=HashMapping(seed=HASH_SEED)),
         ),
         features=(
             FeatureSpec(name="user", side="context"),
@@ -137,8 +137,12 @@ class ApiModel:
         return [one for one in ids if one < table.num_embeddings]
 
     def pooled(self, name: str, ids: list[Any], weights: list[float] | None) -> np.ndarray:
+        table = self.tables[self.spec.table_of(name).name].astype(np.float64)
         rows = self.rows(name, ids)
-        return expected_feature(self.spec, self.tables, name, [rows], weights and [weights])[0]
+        total = np.zeros(table.shape[1])
+        for position, row in enumerate(rows):
+            total += (1.0 if weights is None else weights[position]) * table[row]
+        return total / max(1, len(rows)) if self.spec.pooling_of(name) == "mean" else total
 
     def scores(self, request: dict[str, Any]) -> np.ndarray:
         """float32 [N], what the float32 torch model gives for a request, by plain loops over the decoded rows."""

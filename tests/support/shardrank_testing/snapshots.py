@@ -33,18 +33,6 @@ def random_rows(rng: np.random.Generator, num_rows: int, dim: int) -> Float32Arr
     return rows
 
 
-def table_spec(name: str, rows: int, dim: int, *features: str, **more: Any) -> TableSpec:
-    """A table of some features; `more` are other fields of TableSpec."""
-    return TableSpec(name=name, num_embeddings=rows, embedding_dim=dim, feature_names=features, **more)
-
-
-def model_of(tables: Iterable[TableSpec], model: str = "m", kind: str = "mlp") -> ModelSpec:
-    """A model with these tables, whose features are all candidates'."""
-    tables = tuple(tables)
-    features = tuple(FeatureSpec(name=name, side="candidate") for table in tables for name in table.feature_names)
-    return ModelSpec(model=model, tables=tables, features=features, dense_model=DenseModelSpec(kind=kind))
-
-
 def make_spec(
     model: str = "films",
     *,
