@@ -158,6 +158,7 @@ def broken_figures(attempts: Sequence[Attempt], answers: Answers, control_begun:
         "other_versions": int((before["version"] != FIRST_VERSION).sum()),
         "p99_ms": latency_ms(answers, 99),
         "groups": groups,
+        "disk_full_means": "RLIMIT_FSIZE",
         "control_went_live": went_live,
     }
     limits = [Limit(f"accepted: {name}", group["accepted"], 0) for name, group in groups.items()]

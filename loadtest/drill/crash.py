@@ -16,7 +16,7 @@ from loader.rollout.plan import CANARY, UNDO_STEPS, Rollout, plan_steps
 from loader.rollout.requests import abort_rollout
 from loadtest.drill.config import PROCESSES, REDIS_VICTIMS, Course, CrashDrillConfig, Victim
 from loadtest.drill.fleet import ROLLOUT_TIMEOUT_S, OracleFleet, oracle_fleet, polled
-from loadtest.drill.load import Answers, TimeSpan, count_kinds, overlaps
+from loadtest.drill.load import Answers, TimeSpan, count_kinds, overlaps, percentile
 from loadtest.drill.oracle import Kind
 from loadtest.drill.report import Judged, Limit, Report
 from loadtest.errors import DrillError
@@ -178,7 +178,9 @@ def crash_figures(config: CrashDrillConfig, cases: Sequence[Mapping[str, Any]], 
     figures = {
         "cases": len(results),
         **{f"ended_{which}": ended.count(which) for which in ("old", "new", "neither")},
-        "settled_s_max": max(settled, default=None),
+        "settled_within_10_s": sum(settled_s <= MAX_SETTLE_S for settled_s in settled),
+        "settled_s_median": percentile(settled, 50),
+        "settled_s_max": percentile(settled, 100),
         **count_kinds(answers["kind"]),
         "stale": sum(result["stale"] for result in results),
         "answers_lost_share_shard_node": of_nodes,

@@ -158,12 +158,14 @@ def overload_figures(config: OverloadDrillConfig, weighed: Sequence[Weighed], do
     rows, kinds = done.records.rows, done.records.kinds
     batches, batches_s, cpu_s = work.tolist()
     normal = rows[(rows["due"] >= min(WARMUP_S, begin / 2)) & (rows["due"] < begin) & (rows["code"] == OK)]
-    before_ms = percentiles(normal["ended"] - normal["due"]).p99_ms
+    before = percentiles(normal["ended"] - normal["due"])
     during = rows[(rows["due"] >= begin) & (rows["due"] < end)]
     seconds, is_ok = during["ended"] - during["due"], during["code"] == OK
     counts = {kind: int((during["code"] == code).sum()) for code, kind in enumerate(kinds)}
     is_refused = np.isin(during["code"], [code for code, kind in enumerate(kinds) if kind in (SHED, UNAVAILABLE)])
     requests, refused, in_time = during.size, int(is_refused.sum()), int((is_ok & (seconds <= deadline_s)).sum())
+    # What has no answer is later than all.
+    admitted = percentiles(seconds[is_ok], out_of=requests - refused)
     figures: dict[str, Any] = {
         "capacities": [closed.requests_per_s for closed in weighed],
         "capacity": max(closed.requests_per_s for closed in weighed),
@@ -176,11 +178,13 @@ def overload_figures(config: OverloadDrillConfig, weighed: Sequence[Weighed], do
         "admitted": requests - refused,
         "in_time": in_time,
         "refused": refused,
-        # What has no answer is later than all.
-        "p99_ms_admitted": percentiles(seconds[is_ok], out_of=requests - refused).p99_ms,
+        "refused_share": refused / max(requests, 1),
+        "p50_ms_admitted": admitted.p50_ms,
+        "p99_ms_admitted": admitted.p99_ms,
         "p99_ms_refused": percentiles(seconds[is_refused]).p99_ms,
-        "p99_ms_before": before_ms,
-        "steady_after_s": steady_after(rows, end, deadline_s, (before_ms or 0.0) / 1e3, config.normal_s),
+        "p50_ms_before": before.p50_ms,
+        "p99_ms_before": before.p99_ms,
+        "steady_after_s": steady_after(rows, end, deadline_s, (before.p99_ms or 0.0) / 1e3, config.normal_s),
         "client_cores": done.cpu_s / config.seconds,
         "lag_p99_ms": percentiles(during["turn"] - during["due"]).p99_ms,
         "failed": {kind: count for kind, count in counts.items() if count and kind not in ("ok", SHED)},

@@ -17,7 +17,7 @@ from loader.progress import Progress
 from loader.snapshot.publishing import rows_bytes_of
 from loadtest.drill.config import SwapDrillConfig
 from loadtest.drill.fleet import BYTES_PER_MB, FIRST_VERSION, Sample, oracle_fleet, read_processes
-from loadtest.drill.load import Answers, Mask, TimeSpan, count_kinds, latency_ms, overlaps, percentile
+from loadtest.drill.load import APIS, Answers, Mask, TimeSpan, count_kinds, latency_ms, overlaps, percentile
 from loadtest.drill.oracle import Kind
 from loadtest.drill.report import Judged, Limit, Report, answer_limits
 from loadtest.servers import summed
@@ -99,12 +99,27 @@ def swap_figures(config: SwapDrillConfig, answers: Answers, course: SwapCourse, 
     )
     p99 = {when: latency_ms(answers[which], 99) for when, which in periods.items()}
     steady, during_swap = p99["steady"], p99["during_swap"]
+    by_api, durations = {}, [swap.end - swap.begin for swap in course.swaps]
+    for number, api in enumerate(APIS):
+        is_api = answers["api"] == number
+        by_api[api] = {
+            "answers": int(is_api.sum()),
+            "not_ok": int((answers["kind"][is_api] != Kind.OK).sum()),
+            "p99_ms_steady": latency_ms(answers[is_api & periods["steady"]], 99),
+            "p99_ms_during_swap": latency_ms(answers[is_api & during], 99),
+        }
     later = rss[len(rss) // 2 :]
     figures: dict[str, Any] = {
         **count_kinds(answers["kind"]),
         "swaps": len(course.swaps),
         **{f"answers_{when}": int(which.sum()) for when, which in periods.items()},
         **{f"p99_ms_{when}": value for when, value in p99.items()},
+        "p50_ms_steady": latency_ms(answers[periods["steady"]], 50),
+        "p50_ms_during_swap": latency_ms(answers[during], 50),
+        "max_ms": latency_ms(answers, 100),
+        "by_api": by_api,
+        "swap_s_median": percentile(durations, 50),
+        "swap_s_max": percentile(durations, 100),
         "ratio_p99": during_swap / steady if steady and during_swap else None,
         "stale": int(is_stale(answers, course).sum()),
         "load_lag_p99_ms": percentile(1e3 * (answers["turn"] - answers["intended"]), 99),
@@ -114,6 +129,9 @@ def swap_figures(config: SwapDrillConfig, answers: Answers, course: SwapCourse, 
         "uss_mb_before": uss[0],
         "uss_mb_after": uss[-1],
         "rss_mb_per_swap": float(np.polyfit(range(len(later)), later, 1)[0]) if len(rss) >= MIN_SAMPLES else None,
+        "rss_mb_by_process": {
+            name: (first["rss_mb"], course.memory[-1][name]["rss_mb"]) for name, first in course.memory[0].items()
+        },
         "rss_mb_by_swap": [round(total_mb, 1) for total_mb in rss],
     }
     limits = [*answer_limits(figures, "stale"), Limit("ratio_p99", figures["ratio_p99"], config.max_ratio_p99)]
