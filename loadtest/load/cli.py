@@ -1,4 +1,4 @@
-"""`shardrank loadtest` and its command `run`."""
+"""`shardrank loadtest`, its commands `run` and `replay`, and the group `bench`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,14 @@ COMMANDS = {
     "report": "loadtest.report.cli:report",
     "peers": "loadtest.peers.cli:peers",
     "compare-cards": "loadtest.compare.cli:compare_cards",
-    "bench": "loadtest.bench.cli:bench",
+    "bench": "loadtest.load.cli:bench",
+}
+BENCHMARKS = {
+    "lookup": "loadtest.bench.lookup:lookup",
+    "serving": "loadtest.bench.serving:serving",
+    "deltas": "loadtest.bench.deltas:deltas",
+    "hot-rows": "loadtest.bench.hot_rows:hot_rows",
+    "levers": "loadtest.bench.levers:levers",
 }
 
 
@@ -53,6 +60,16 @@ def loadtest() -> None:
     Examples:
       shardrank loadtest prepare --workload dlrm-v2:0.01 --store models
       shardrank loadtest run --target http://127.0.0.1:8080 --workload dlrm-v2:0.01 --rate 200 --html run.html
+    """
+
+
+@click.group(cls=LazyGroup, modules=BENCHMARKS)
+def bench() -> None:
+    """Compare parts of this project, side by side on this machine, in rounds.
+
+    Examples:
+      shardrank loadtest bench lookup --quick
+      shardrank loadtest bench serving --against COMMIT --json against.json
     """
 
 
