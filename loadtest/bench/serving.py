@@ -38,6 +38,7 @@ from loadtest.servers import SERVED_PACKAGES, THIS_CHECKOUT, Server, check_score
 from loadtest.servers import serving as serving_process
 from loadtest.workloads.catalog import (
     BENCH_REQUESTS,
+    BENCH_SEED,
     EQUAL_REQUESTS,
     VARIED_AROUND_100,
     BenchShape,
@@ -45,8 +46,8 @@ from loadtest.workloads.catalog import (
     Head,
     SideSplit,
     bench_payloads,
-    bench_requests,
     bench_spec,
+    bench_workload,
 )
 from loadtest.workloads.cli import side_split_option
 from loadtest.workloads.payloads import APIS, Api, Payload
@@ -72,11 +73,7 @@ DEADLINE_S = 600.0
 
 
 class Limit:
-    """A model in this process.
-
-    Raises:
-        ShardrankError: as loading a snapshot.
-    """
+    """A model in this process. Raises ShardrankError as loading a snapshot."""
 
     def __init__(self, path: Path, dtype: NumberFormat) -> None:
         snapshot = Snapshot.open(path, verify=False)
@@ -130,7 +127,8 @@ class Limit:
 
 @lru_cache(maxsize=4)
 def _requests(workload: BenchWorkload) -> list[RankRequest]:
-    return bench_requests(workload.shape, workload.head, workload.hotness, BENCH_REQUESTS)
+    made, rng = bench_workload(workload.shape, workload.head, workload.hotness), np.random.default_rng(BENCH_SEED)
+    return [made.request(rng) for _ in range(BENCH_REQUESTS)]
 
 
 @lru_cache(maxsize=8)
@@ -173,14 +171,7 @@ SINGLE_MEASURES = (measure(P50, "ms"), measure("p50 beyond computing", "ms"))
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model that servers serve to one client.
-
-    Attributes:
-        shape, head: of the model and of its requests.
-        snapshot: its folder.
-        dtype: of its dense model.
-        seconds: of each measurement.
-    """
+    """A model that servers serve to one client, measured for so many seconds each time."""
 
     bench: Bench
     generators: Generators

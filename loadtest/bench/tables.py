@@ -42,13 +42,7 @@ START_TIMEOUT_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class UniformTables:
-    """Tables of equal size, one feature each: int8 rows, whose numbers are the ids.
-
-    Attributes:
-        count: of tables.
-        rows: of each table.
-        embedding_dim: of all rows.
-    """
+    """So many tables of equal size, one feature each: int8 rows, whose numbers are the ids."""
 
     count: int
     rows: int
