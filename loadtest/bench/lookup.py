@@ -41,13 +41,6 @@ class Batch:
 Call: TypeAlias = Callable[[Batch], Awaitable[Float32Array]]
 
 
-def draw_batch(tables: UniformTables, rng: np.random.Generator, bags: int, hotness: int) -> Batch:
-    """Draw a batch of so many bags of each table."""
-    drawn = tables.draw(rng, bags, hotness)
-    first = np.arange(tables.count, dtype=np.int64) * tables.rows
-    return Batch(drawn, drawn.values + np.repeat(first, bags * hotness))
-
-
 def bare_arena(snapshot: Snapshot, tables: UniformTables) -> Arena:
     """Load all tables into one arena, to call the torch op with nothing around it."""
     rows = allocate_rows(tables.rows * tables.count, codec_for("int8", tables.embedding_dim).row_bytes)
@@ -124,7 +117,9 @@ def measure_dim(bench: Bench, tables: UniformTables, seconds: float) -> None:
         calls, cells = calls_of(snapshot, tables, remote), []
         for hotness, bags in itertools.product((1, 20), (1, 64, 512)):
             rng = np.random.default_rng(bags * 1000 + hotness)
-            batches = [draw_batch(tables, rng, bags, hotness) for _ in range(BATCHES)]
+            first = np.repeat(np.arange(tables.count) * tables.rows, bags * hotness)
+            drawn = [tables.draw(rng, bags, hotness) for _ in range(BATCHES)]
+            batches = [Batch(keyed, keyed.values + first) for keyed in drawn]
             bench.runner.run(check_same(calls, batches[0]))
             title = f"dim {tables.embedding_dim}, {hotness} id{'s' * (hotness > 1)} a bag, batch {bags}"
             subjects = {name: subject(call, batches) for name, call in calls.items()}

@@ -61,7 +61,7 @@ from serving.models.layers import NumberFormat
 from serving.models.ranking_models import DtypeChoice, choose_dtype
 from serving.observe.calls import VersionCounter
 from serving.observe.metrics import ServingMetrics
-from serving.rank.ranking import MergedBatch, Ranking, merge_bags
+from serving.rank.ranking import MergedBatch, Ranking, merge
 from serving.rank.service import RankingService
 from serving.server import ServerConfig, running_server
 from serving.versions.loading import ModelSource, load_served_model
@@ -116,7 +116,7 @@ class Limit:
 
     def score(self, workload: BenchWorkload, request: int) -> Float32Array:
         """Score one request of the pool: float32 [candidates]."""
-        return uvloop.run(self._scores(_merged([_requests(workload)[request]])))
+        return uvloop.run(self._scores(merge([_requests(workload)[request]])))
 
     async def _scores(self, batch: MergedBatch) -> Float32Array:
         deadline = time.monotonic() + DEADLINE_S
@@ -136,18 +136,7 @@ def _batches(workload: BenchWorkload, size: int) -> list[MergedBatch]:
     """Every request of the pool once or twice, in batches of `size`."""
     requests = _requests(workload)
     turns = np.arange(-(-len(requests) // size) * size) % len(requests)
-    return [_merged([requests[turn] for turn in turns[first : first + size]]) for first in range(0, turns.size, size)]
-
-
-def _merged(requests: Sequence[RankRequest]) -> MergedBatch:
-    counts = np.array([request.num_candidates for request in requests], np.int64)
-    return MergedBatch(
-        merge_bags([request.bags for request in requests]),
-        np.concatenate([[0], np.cumsum(counts)]),
-        np.repeat(np.arange(counts.size), counts),
-        np.stack([request.context_dense for request in requests]),
-        np.concatenate([request.candidate_dense for request in requests]),
-    )
+    return [merge([requests[turn] for turn in turns[first : first + size]]) for first in range(0, turns.size, size)]
 
 
 CHECKED_REQUESTS = 2
