@@ -12,7 +12,7 @@ import numpy as np
 
 from loader.snapshot.reader import Snapshot
 from loadtest.bench.harness import Bench, BenchTable, Subject, Values, bench_command, measure
-from loadtest.bench.tables import MODEL, NodeProcess, UniformTables, make_router, node_process
+from loadtest.bench.tables import MODEL, UniformTables, make_router, node_process
 from loadtest.load.loops import cpu_seconds
 from router.hot_rows import TABLE_SHIFT, HotRows
 from router.plan import Plan
@@ -100,10 +100,10 @@ def hot_rows_of(snapshot: Snapshot, plan: Plan, count: int) -> HotRows:
 
 
 async def measure_lookups(
-    router: Router, nodes: Sequence[NodeProcess], batches: Sequence[KeyedBags], seconds: float
+    router: Router, process_ids: Sequence[int], batches: Sequence[KeyedBags], seconds: float
 ) -> Values:
     """Look batches up in turns for some seconds."""
-    wire_bytes, times, process_ids = 0, list[float](), [node.process_id for node in nodes]
+    wire_bytes, times = 0, list[float]()
     nodes_s, router_s, started_at = cpu_seconds(process_ids), time.process_time(), time.perf_counter()
     while len(times) < len(batches) or time.perf_counter() - started_at < seconds:
         before = time.perf_counter()
@@ -137,15 +137,15 @@ def measure_cost(bench: Bench, tables: UniformTables, hot_rows: int, seconds: fl
         bench.say(f"writing {tables.count} tables of {tables.rows} rows")
         snapshot = tables.export(bench.folder)
         plan = Plan.make(snapshot.spec, SHARDS)
-        nodes = [stack.enter_context(node_process(snapshot.path, shard, SHARDS)) for shard in range(SHARDS)]
-        shards = [node.connect(snapshot, plan, shard) for shard, node in enumerate(nodes)]
+        nodes = [stack.enter_context(node_process(snapshot, plan, shard)) for shard in range(SHARDS)]
+        shards, process_ids = [shard for shard, _ in nodes], [number for _, ids in nodes for number in ids]
         routers = {
             name: make_router(snapshot, plan, shards, hot)
             for name, hot in (("without hot rows", None), ("with hot rows", hot_rows_of(snapshot, plan, hot_rows)))
         }
 
         def subject(router: Router, batches: Sequence[KeyedBags]) -> Subject:
-            return lambda number: bench.runner.run(measure_lookups(router, nodes, batches, seconds))
+            return lambda number: bench.runner.run(measure_lookups(router, process_ids, batches, seconds))
 
         cells = []
         for hotness, hit_rate in itertools.product((1, 20), HIT_RATES):

@@ -111,8 +111,9 @@ def measure_dim(bench: Bench, tables: UniformTables, seconds: float) -> None:
     with ExitStack() as stack:
         bench.say(f"writing {tables.count} tables of {tables.rows} rows of dim {tables.embedding_dim}")
         snapshot = tables.export(bench.folder / f"{tables.embedding_dim}")
-        node, plan = stack.enter_context(node_process(snapshot.path)), Plan.make(snapshot.spec)
-        remote = make_router(snapshot, plan, [node.connect(snapshot, plan)])
+        plan = Plan.make(snapshot.spec)
+        shard, _ = stack.enter_context(node_process(snapshot, plan))
+        remote = make_router(snapshot, plan, [shard])
         stack.callback(lambda: bench.runner.run(remote.close()))
         calls, cells = calls_of(snapshot, tables, remote), []
         for hotness, bags in itertools.product((1, 20), (1, 64, 512)):
