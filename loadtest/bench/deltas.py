@@ -7,7 +7,7 @@ import multiprocessing
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing.synchronize import Event
@@ -41,8 +41,8 @@ MEASURES = (
 )
 
 
-def _train(url: str, tables: UniformTables, rows_per_s: int, publishing: Event, ended: Event, idle: Event) -> None:
-    """Publish at a steady rate while `publishing` is set."""
+def _train(url: str, tables: UniformTables, rows_per_s: int, ended: Event) -> None:
+    """Publish at a steady rate."""
     rng = np.random.default_rng(1)
     step = max(1, rows_per_s // PUBLISHES_PER_S)
     # Drawn beforehand, since lookups share the processor.
@@ -51,34 +51,32 @@ def _train(url: str, tables: UniformTables, rows_per_s: int, publishing: Event, 
     (table,) = tables.spec().tables
     with DeltaPublisher(url, MODEL, 1) as publisher:
         due = time.monotonic()
-        idle.set()
         while not ended.is_set():
-            if not publishing.is_set():
-                idle.set()
-                publishing.wait(0.01)
-                due = time.monotonic()
-                continue
-            idle.clear()
             publisher.publish(table.name, drawn[publisher.sequence % BATCHES], values)
             due += 1 / PUBLISHES_PER_S
             time.sleep(max(0.0, due - time.monotonic()))
 
 
 @contextmanager
-def _trainer(url: str, tables: UniformTables, rows_per_s: int) -> Iterator[tuple[Event, Event]]:
+def _training(url: str, tables: UniformTables, rows_per_s: int) -> Iterator[None]:
     context = multiprocessing.get_context("spawn")
-    publishing, ended, idle = context.Event(), context.Event(), context.Event()
-    arguments = (url, tables, rows_per_s, publishing, ended, idle)
-    process = context.Process(target=_train, args=arguments, daemon=True)
+    ended = context.Event()
+    process = context.Process(target=_train, args=(url, tables, rows_per_s, ended), daemon=True)
     process.start()
     try:
-        if not idle.wait(WAIT_S):
-            raise TimeoutError(f"the trainer was not ready within {WAIT_S:g} s")
-        yield publishing, idle
+        yield
     finally:
         ended.set()
         process.join(WAIT_S)
         process.kill()
+
+
+def _wait_for(condition: Callable[[], bool], problem: str) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{problem} within {WAIT_S:g} s")
+        time.sleep(0.01)
 
 
 @contextmanager
@@ -141,7 +139,6 @@ def deltas(bench: Bench, seconds: float, rows_per_s: int, rows: int) -> None:
     batches = [tables.draw(rng, BAGS, HOTNESS) for _ in range(BATCHES)]
     with (
         node.generations.lease(MODEL, snapshot.version) as lease,
-        _trainer(url, tables, rows_per_s) as (publishing, idle),
         _following(url, snapshot.version, followed := lease.payload),
     ):
 
@@ -154,28 +151,19 @@ def deltas(bench: Bench, seconds: float, rows_per_s: int, rows: int) -> None:
             return {"p50 of a lookup": p50_ms, "p99 of a lookup": p99_ms, "lookups": len(times) / seconds}
 
         def with_deltas(number: int) -> Values:
-            idle.clear()
-            publishing.set()
-            first, started_at = followed.deltas.snapshot().rows, time.perf_counter()
-            values = without_deltas(number)
-            progress, took_s = followed.deltas.snapshot(), time.perf_counter() - started_at
-            publishing.clear()
+            before = followed.deltas.snapshot().rows
+            with _training(url, tables, rows_per_s):
+                _wait_for(lambda: followed.deltas.snapshot().rows > before, "no deltas came")
+                first, started_at = followed.deltas.snapshot().rows, time.perf_counter()
+                values = without_deltas(number)
+                progress, took_s = followed.deltas.snapshot(), time.perf_counter() - started_at
+                staleness_s = progress.staleness_s(time.time()) or 0.0
             if progress.refused:
                 raise LoadError(f"{progress.refused} deltas were refused")
-            staleness_s = progress.staleness_s(time.time()) or 0.0
-            wait_until_applied()
-            return {**values, "rows applied": (progress.rows - first) / took_s, "staleness": staleness_s}
-
-        def wait_until_applied() -> None:
-            deadline = time.monotonic() + WAIT_S
-            if not idle.wait(WAIT_S):
-                raise TimeoutError(f"the trainer did not stop within {WAIT_S:g} s")
             stopped_at = time.time()
             # Fresh as of a moment after the last append: nothing waits.
-            while (fresh_at := followed.deltas.snapshot().fresh_at) is None or fresh_at < stopped_at:
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"deltas were not applied within {WAIT_S:g} s: {followed.deltas.snapshot()}")
-                time.sleep(0.01)
+            _wait_for(lambda: (followed.deltas.snapshot().fresh_at or 0) >= stopped_at, "deltas were not applied")
+            return {**values, "rows applied": (progress.rows - first) / took_s, "staleness": staleness_s}
 
         without_deltas(0)
         subjects: dict[str, Subject] = {"without deltas": without_deltas, "with deltas": with_deltas}
