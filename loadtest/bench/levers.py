@@ -65,11 +65,6 @@ def levers_for(dim: int) -> dict[str, Words]:
     }
 
 
-def composed(combine: str) -> Words:
-    """Describe a table of quotients and one of remainders; ids must be rows."""
-    return {"id_mapping": {"kind": "quotient_remainder", "buckets": 2000, "combine": combine}}
-
-
 def rows_bytes(tables: Iterable[TableSpec]) -> int:
     """Count the bytes of all rows as they are stored."""
     return sum(codec_for(table.dtype, table.embedding_dim).row_bytes * table.num_embeddings for table in tables)
@@ -143,8 +138,10 @@ def measure_lookups(bench: Bench, rows: int, seconds: float) -> None:
 
         return run
 
-    subjects = {}
-    for name, words in (levers_for(DIM) | {"sums": composed("add"), "products": composed("multiply")}).items():
+    levers, subjects = levers_for(DIM), {}
+    for name, combine in (("sums", "add"), ("products", "multiply")):
+        levers[name] = {"id_mapping": {"kind": "quotient_remainder", "buckets": 2000, "combine": combine}}
+    for name, words in levers.items():
         bench.say(f"writing {FEATURES} tables of {rows} rows: {name}")
         subjects[name] = subject(*serve_tables(bench.folder / name, words, counts, pruned=name == PRUNED))
     bench.run([BenchTable("lookups", LOOKUP_MEASURES, subjects, {"rows of a table": f"{rows}"})])

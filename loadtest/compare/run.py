@@ -219,26 +219,20 @@ def _setup(config: CompareConfig, load: OfferedLoad, measurements: Measurements)
     return {name: str(value) for name, value in given.items() if value is not None}
 
 
-def checked_configs(given: Mapping[str, object]) -> tuple[CompareConfig, OfferedLoad]:
-    """Make the settings from a command line's options. Raises as `checked`, DeviceChoiceError: no such device."""
-    # Until a server has its port: the settings are checked before anything is started.
-    target = "grpc://127.0.0.1:1" if given["api"] in GRPC_APIS else "http://127.0.0.1:1"
-    config, load = checked(CompareConfig, given), checked(OfferedLoad, {**given, "target": target})
-    DeviceChoice.parse(config.device)
-    return config, load
-
-
-def execute(
-    config: CompareConfig, load: OfferedLoad, store: Path | None, json_file: Path | None, html_file: Path | None
-) -> int:
-    """Run a comparison.
+def execute(store: Path | None, json_file: Path | None, html_file: Path | None, **given: object) -> int:
+    """Run a comparison of what is given as fields of `CompareConfig` and `OfferedLoad`.
 
     Returns:
         The exit code: 0; 1 if a run can't be believed; 130 after a signal.
 
     Raises:
+        click.UsageError: naming the option that does not fit.
         ShardrankError: it can't be run to its end, or a file can't be written.
     """
+    # Until a server has its port: the settings are checked before anything is started.
+    target = "grpc://127.0.0.1:1" if given["api"] in GRPC_APIS else "http://127.0.0.1:1"
+    config, load = checked(CompareConfig, given), checked(OfferedLoad, {**given, "target": target})
+    DeviceChoice.parse(config.device)
     check_writable(json_file, html_file)
     try:
         with stopping_on_signals(), tempfile.TemporaryDirectory(prefix="shardrank-compare-") as temporary:

@@ -229,13 +229,9 @@ class CpuTime(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Weighed:
-    """What a busy server took.
+    """What a busy server took for the requests that it answered right within the seconds; times are from sending.
 
-    Attributes:
-        requests: answered right within the seconds.
-        server_cpu: processor time of the server's processes by role; a role that none has is not there.
-        client_cpu_s: that of the generator's process.
-        p50_ms, p99_ms: from sending to answer.
+    Processor time is that of the server's processes by role, where there are some, and of the generator's process.
     """
 
     requests: int
