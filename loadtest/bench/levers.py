@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -14,10 +14,10 @@ import torch
 
 from loader.description import ModelDescription
 from loader.divided_rows import divide_rows, kept_rows
-from loader.snapshot.codecs import RowCodec, codec_for
+from loader.snapshot.codecs import RowCodec
+from loader.snapshot.publishing import rows_bytes_of
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.row_source import RowSource, rows_of
-from loader.snapshot.tables import TableSpec
 from loader.snapshot.writer import export_snapshot
 from loadtest.bench.harness import Bench, BenchTable, Subject, Values, bench_command, measure, median_call_s
 from loadtest.bench.tables import make_node, make_router
@@ -65,11 +65,6 @@ def levers_for(dim: int) -> dict[str, Words]:
     }
 
 
-def rows_bytes(tables: Iterable[TableSpec]) -> int:
-    """Count the bytes of all rows as they are stored."""
-    return sum(codec_for(table.dtype, table.embedding_dim).row_bytes * table.num_embeddings for table in tables)
-
-
 def serve_tables(folder: Path, words: Words, counts: Int64Array, *, pruned: bool) -> tuple[float, Call]:
     """Write and load a model, given the lookups of each row of any table; return its MB of rows and its lookup."""
     names = [f"f{number:02d}" for number in range(FEATURES)]
@@ -106,7 +101,7 @@ def serve_tables(folder: Path, words: Words, counts: Int64Array, *, pruned: bool
         with torch.inference_mode():
             assembler.assemble(embeddings, owner, nothing[:1], nothing, None, model.projections_by_part)
 
-    return rows_bytes(spec.stored_tables) / 1e6, call
+    return rows_bytes_of(spec) / 1e6, call
 
 
 def measure_lookups(bench: Bench, rows: int, seconds: float) -> None:
@@ -193,7 +188,7 @@ def films_table(interactions: Interactions, epochs: int) -> BenchTable:
             model = train_described(dataset, description, pruning=pruning, seed=seed, epochs=epochs)
             labelled = evaluation_requests(dataset, model.spec)
             area = auc(labelled.labels, float32_scores(as_stored(model), labelled.requests))
-            return {"bytes of rows": rows_bytes(model.spec.tables) / 1e6, "pairs ranked wrongly": 100 * (1 - area)}
+            return {"bytes of rows": rows_bytes_of(model.spec) / 1e6, "pairs ranked wrongly": 100 * (1 - area)}
 
         return run
 

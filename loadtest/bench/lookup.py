@@ -17,7 +17,7 @@ import torch
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.reader import Snapshot
 from loadtest.bench.harness import Bench, BenchTable, Subject, bench_command, measure, median_call_s
-from loadtest.bench.tables import DISTINCT_ROWS, MODEL, UniformTables, make_node, make_router, node_process
+from loadtest.bench.tables import MODEL, UniformTables, make_node, make_router, node_process
 from router.plan import Plan
 from router.router import Router
 from shard_node.bags import Float32Array, Int64Array, KeyedBags
@@ -45,21 +45,14 @@ def bare_arena(snapshot: Snapshot, tables: UniformTables) -> Arena:
     """Load all tables into one arena, to call the torch op with nothing around it."""
     rows = allocate_rows(tables.rows * tables.count, codec_for("int8", tables.embedding_dim).row_bytes)
     for number, table in enumerate(snapshot.spec.tables):
-        for begin in range(0, tables.rows, DISTINCT_ROWS):
-            count = min(DISTINCT_ROWS, tables.rows - begin)
-            first = number * tables.rows + begin
-            rows[first : first + count] = snapshot.read_rows(table.name, begin, count)
+        rows[number * tables.rows :][: tables.rows] = snapshot.read_rows(table.name, 0, tables.rows)
     return Arena("int8", tables.embedding_dim, rows, {0: rows.nbytes}, "ram")
 
 
 def float32_bag(tables: UniformTables) -> torch.nn.EmbeddingBag:
     """Make the same rows in float32, all tables in one, as users of `nn.EmbeddingBag` have them."""
-    weight = torch.empty(tables.count, tables.rows, tables.embedding_dim)
-    block = torch.from_numpy(tables.distinct_rows())
-    for first in range(0, tables.rows, DISTINCT_ROWS):
-        part = weight[:, first : first + DISTINCT_ROWS]
-        part[:] = block[: part.shape[1]]
-    return torch.nn.EmbeddingBag.from_pretrained(weight.flatten(0, 1), mode="sum", include_last_offset=True)
+    weight = torch.from_numpy(tables.all_rows()).repeat(tables.count, 1)
+    return torch.nn.EmbeddingBag.from_pretrained(weight, mode="sum", include_last_offset=True)
 
 
 def calls_of(snapshot: Snapshot, tables: UniformTables, remote: Router) -> dict[str, Call]:

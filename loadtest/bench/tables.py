@@ -13,7 +13,7 @@ import torch
 
 from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec
 from loader.snapshot.reader import Snapshot
-from loader.snapshot.row_source import RowsFromBlocks
+from loader.snapshot.row_source import rows_of
 from loader.snapshot.tables import TableSpec
 from loader.snapshot.writer import export_snapshot
 from loadtest.servers import ServerCommand, running
@@ -56,21 +56,15 @@ class UniformTables:
             dense_model=DenseModelSpec(kind="mlp"),
         )
 
-    def distinct_rows(self) -> Float32Array:
-        """Draw float32 [DISTINCT_ROWS, embedding_dim], the block that every table repeats."""
-        rng = np.random.default_rng(7)
-        return rng.standard_normal((DISTINCT_ROWS, self.embedding_dim), dtype=np.float32)
+    def all_rows(self) -> Float32Array:
+        """Draw float32 [rows, embedding_dim], the same for every table."""
+        drawn = np.random.default_rng(7).standard_normal((DISTINCT_ROWS, self.embedding_dim), dtype=np.float32)
+        return np.resize(drawn, (self.rows, self.embedding_dim))
 
     def export(self, store: Path) -> Snapshot:
         """Write and open the snapshot; takes some seconds for each gigabyte."""
-        block = self.distinct_rows()
-
-        def blocks() -> Iterator[Float32Array]:
-            for first in range(0, self.rows, DISTINCT_ROWS):
-                yield block[: self.rows - first]
-
         spec = self.spec()
-        rows = {table.name: RowsFromBlocks(blocks(), self.rows, self.embedding_dim) for table in spec.tables}
+        rows = dict.fromkeys((table.name for table in spec.tables), rows_of(self.all_rows()))
         return Snapshot.open(export_snapshot(store, spec, rows=rows, dense={"unused": torch.zeros(1)}), verify=False)
 
     def draw(self, rng: np.random.Generator, bags: int, hotness: int, rows: int | None = None) -> KeyedBags:
