@@ -31,6 +31,7 @@ from loadtest.rounds import Arm, Better, Comparison, Measure, compare_rounds, in
 from loadtest.servers import THIS_CHECKOUT, commit_of
 from loadtest.tables import line
 from serving.cli import WithExamples
+from serving.cli import options as opts
 
 WIDTH = 160
 ROUNDS, QUICK_ROUNDS = 5, 2
@@ -146,9 +147,7 @@ def bench_command(function: Callable[..., None]) -> click.Command:
 
     @click.option("--rounds", type=click.IntRange(1, 1000), help=f"Default: {ROUNDS}; with --quick {QUICK_ROUNDS}.")
     @click.option("--quick", is_flag=True, help="A fifth of the time for each measurement; its numbers are rough.")
-    @click.option(
-        "--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write the results to this file."
-    )
+    @opts.option("--json", "Write the results to this file.", opts.FILE, name="json_file")
     @wraps(function)
     def command(rounds: int | None, quick: bool, json_file: Path | None, **options: Any) -> None:
         torch.set_num_threads(1)

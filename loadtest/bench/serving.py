@@ -89,12 +89,11 @@ class Limit:
 
     def compute(self, workload: BenchWorkload, batch_requests: float, seconds: float) -> Values:
         """Score batches for some time; sizes next to the mean, `batch_requests`, are mixed to it."""
-        small = int(batch_requests)
-        batches = {size: _batches(workload, size) for size in (small, small + 1)}
-        return uvloop.run(self._compute(batches, batch_requests, seconds))
+        return uvloop.run(self._compute(workload, batch_requests, seconds))
 
-    async def _compute(self, batches: dict[int, list[MergedBatch]], batch_requests: float, seconds: float) -> Values:
+    async def _compute(self, workload: BenchWorkload, batch_requests: float, seconds: float) -> Values:
         requests, times, small = 0, list[float](), int(batch_requests)
+        batches = {size: _batches(workload, size) for size in (small, small + 1)}
         # Once before the clock, so that every buffer is there.
         await self._scores(batches[small][0])
         started_at, cpu_s = time.perf_counter(), time.process_time()

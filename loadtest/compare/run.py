@@ -57,7 +57,7 @@ def compared_snapshot(config: CompareConfig, load: OfferedLoad, store: Path, pro
     )
     expected = workload.spec
     if not Store(store).versions(expected.model):
-        folder, spec = prepare_workload(
+        prepare_workload(
             load.workload,
             store,
             context_features=load.context_features,
@@ -67,17 +67,16 @@ def compared_snapshot(config: CompareConfig, load: OfferedLoad, store: Path, pro
             bucketing="range" if config.sharding == "range" else "mixed",
             progress=progress,
         )
-    else:
-        folder = Store(store).snapshot_path(expected.model)
-        spec = Snapshot.open(folder, verify=False).spec
-        for what in ("tables", "features"):
-            # Rows may be stored in another order: which is right depends on the sharding.
-            stored, wanted = (getattr(with_bucketing(model, "mixed"), what) for model in (spec, expected))
-            if stored != wanted:
-                raise CompareStoreError(
-                    f"{folder}: its {what} are not those of the workload {load.workload!r}; name another --store, or "
-                    "the workload and --context-features that it was prepared with"
-                )
+    folder = Store(store).snapshot_path(expected.model)
+    spec = Snapshot.open(folder, verify=False).spec
+    for what in ("tables", "features"):
+        # Rows may be stored in another order: which is right depends on the sharding.
+        stored, wanted = (getattr(with_bucketing(model, "mixed"), what) for model in (spec, expected))
+        if stored != wanted:
+            raise CompareStoreError(
+                f"{folder}: its {what} are not those of the workload {load.workload!r}; name another --store, or "
+                "the workload and --context-features that it was prepared with"
+            )
     for arm in config.arms:
         # What a server would refuse later.
         Plan.make(spec, arm.shards or 1, config.sharding, arm.cards, config.replicate_bytes)
@@ -131,7 +130,7 @@ def _figures(config: CompareConfig, measured: ArmRound) -> dict[Row, float | Non
     roles: tuple[Role, ...] = ("serve", "nodes") if config.shards else ()
     for role in roles:
         cpu = busy.server_cpu.get(role, CpuTime())
-        figures[f"CPU of a request, {role}", "ms"] = cpu.all_s / busy.requests * 1e3
+        figures[f"CPU of a request, {role}", "ms"] = sum(cpu) / busy.requests * 1e3
         figures[f"CPU of a request, {role}, kernel", "ms"] = cpu.kernel_s / busy.requests * 1e3
     replies = {form: size for form, size in sorted(measured.wire.items()) if form != ASKED}
     if measured.wire:

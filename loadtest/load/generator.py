@@ -18,7 +18,7 @@ from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager
 from functools import cache, lru_cache, partial
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import uvloop
@@ -223,7 +223,7 @@ def _scores(load: OfferedLoad, request: int) -> Float32Array:
     return ask_scores(load, open_payloads(load)[1], request)
 
 
-class Generators:
+class Generators(AbstractContextManager["Generators"]):
     """Processes that offer loads to servers, keep them busy, and ask for their scores. `with` ends them.
 
     Every method but `close` raises as `call`.
@@ -288,9 +288,6 @@ class Generators:
         self.process_ids = []
         for pool in self._pools:
             pool.shutdown(cancel_futures=True)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *raised: object) -> None:
         self.close()

@@ -216,15 +216,10 @@ class ClosedLoop(Loop):
 
 
 class CpuTime(NamedTuple):
-    """Processor time of some processes, in their code and in the kernel."""
+    """Processor time of some processes, in their code and in the kernel; the sum is all of it."""
 
     user_s: float = 0.0
     kernel_s: float = 0.0
-
-    @property
-    def all_s(self) -> float:
-        """Add both up."""
-        return self.user_s + self.kernel_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,11 +237,6 @@ class Weighed:
     p99_ms: float
 
     @property
-    def server_cpu_s(self) -> float:
-        """Processor time of all of the server's processes."""
-        return sum(cpu.all_s for cpu in self.server_cpu.values())
-
-    @property
     def requests_per_s(self) -> float:
         """Answers a second."""
         return self.requests / self.seconds
@@ -254,7 +244,7 @@ class Weighed:
     @property
     def cpu_ms(self) -> float:
         """Processor time of the server for each answer."""
-        return self.server_cpu_s / self.requests * 1e3
+        return sum(map(sum, self.server_cpu.values())) / self.requests * 1e3
 
 
 def not_busy_because(busy: Weighed) -> tuple[str, ...]:
@@ -276,7 +266,7 @@ def cpu_by_role(process_ids: Iterable[int]) -> dict[Role, CpuTime]:
 
 def cpu_seconds(process_ids: Iterable[int]) -> float:
     """Add up the processor time that processes have used so far. Raises psutil.NoSuchProcess."""
-    return sum(cpu.all_s for cpu in cpu_by_role(process_ids).values())
+    return sum(map(sum, cpu_by_role(process_ids).values()))
 
 
 async def keep_busy(
