@@ -27,7 +27,7 @@ import uvloop
 from rich.console import Console
 
 from loadtest.load.result import this_machine, versions
-from loadtest.rounds import Arm, Better, Comparison, Measure, compare_rounds, in_turn, show_comparison
+from loadtest.rounds import Arm, Better, Comparison, Item, Measure, compare_rounds, in_turn, show_comparison
 from loadtest.servers import THIS_CHECKOUT, commit_of
 from loadtest.tables import line
 from serving.cli import WithExamples
@@ -76,6 +76,13 @@ class Bench:
     def say(self, text: str) -> None:
         """Print a line."""
         line(self._console, text)
+
+    def median_call_us(
+        self, call: Callable[[Item], Awaitable[object]], batches: Sequence[Item], seconds: float
+    ) -> float:
+        """Call with each batch in turn, as `median_call_s`; return the median microseconds of a call."""
+        count = len(batches)
+        return 1e6 * self.runner.run(median_call_s(lambda number: call(batches[number % count]), seconds, count))
 
     def seconds(self, seconds: float) -> float:
         """Return how long a measurement takes that takes `seconds` when it is not quick."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -19,7 +19,7 @@ from loader.snapshot.publishing import rows_bytes_of
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.row_source import RowSource, rows_of
 from loader.snapshot.writer import export_snapshot
-from loadtest.bench.harness import Bench, BenchTable, Subject, Values, bench_command, measure, median_call_s
+from loadtest.bench.harness import Bench, BenchTable, Subject, Values, bench_command, measure
 from loadtest.bench.tables import make_node, make_router
 from loadtest.workloads.workload import Zipf
 from router.feature_schema import FeatureSchema
@@ -121,17 +121,11 @@ def measure_lookups(bench: Bench, rows: int, seconds: float) -> None:
     batches = {ids: [draw_batch(CANDIDATES[number % 4], ids) for number in range(BATCHES)] for ids in (1, 20)}
 
     def subject(rows_mb: float, call: Call) -> Subject:
-        async def batch_us(batches: Sequence[KeyedBags]) -> float:
-            return 1e6 * await median_call_s(lambda turn: call(batches[turn % BATCHES]), seconds, BATCHES)
-
-        def run(number: int) -> Values:
-            return {
-                "bytes of rows": rows_mb,
-                "time of a batch, 1 id a bag": bench.runner.run(batch_us(batches[1])),
-                "time of a batch, 20 ids a bag": bench.runner.run(batch_us(batches[20])),
-            }
-
-        return run
+        return lambda number: {
+            "bytes of rows": rows_mb,
+            "time of a batch, 1 id a bag": bench.median_call_us(call, batches[1], seconds),
+            "time of a batch, 20 ids a bag": bench.median_call_us(call, batches[20], seconds),
+        }
 
     levers, subjects = levers_for(DIM), {}
     for name, combine in (("sums", "add"), ("products", "multiply")):

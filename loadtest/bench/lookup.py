@@ -16,7 +16,7 @@ import torch
 
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.reader import Snapshot
-from loadtest.bench.harness import Bench, BenchTable, Subject, bench_command, measure, median_call_s
+from loadtest.bench.harness import Bench, BenchTable, Subject, bench_command, measure
 from loadtest.bench.tables import MODEL, UniformTables, make_node, make_router, node_process
 from router.plan import Plan
 from router.router import Router
@@ -95,11 +95,8 @@ async def check_same(calls: Mapping[str, Call], batch: Batch) -> None:
 def measure_dim(bench: Bench, tables: UniformTables, seconds: float) -> None:
     """Measure batches of all sizes, with 1 and with 20 ids a bag."""
 
-    async def batch_us(call: Call, batches: Sequence[Batch]) -> float:
-        return 1e6 * await median_call_s(lambda turn: call(batches[turn % BATCHES]), seconds, BATCHES)
-
     def subject(call: Call, batches: Sequence[Batch]) -> Subject:
-        return lambda number: {"time of a batch": bench.runner.run(batch_us(call, batches))}
+        return lambda number: {"time of a batch": bench.median_call_us(call, batches, seconds)}
 
     with ExitStack() as stack:
         bench.say(f"writing {tables.count} tables of {tables.rows} rows of dim {tables.embedding_dim}")

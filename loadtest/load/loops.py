@@ -146,16 +146,9 @@ class OpenLoop(Loop):
     """
 
     def __init__(
-        self,
-        times: Iterable[Float64Array],
-        route: Route,
-        record: Record,
-        *,
-        begin: float,
-        timeout_s: float,
-        max_in_flight: int = 4096,
+        self, times: Iterable[Float64Array], route: Route, record: Record, *, max_in_flight: int = 4096, **timing: float
     ) -> None:
-        super().__init__(route, record, begin=begin, timeout_s=timeout_s)
+        super().__init__(route, record, **timing)
         self._times = times
         self._max_in_flight = max_in_flight
 

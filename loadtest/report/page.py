@@ -61,11 +61,7 @@ STYLE: dict[Any, Any] = {
 
 
 def read_reported(path: Path) -> Reported:
-    """Read a document that `--json` wrote.
-
-    Raises:
-        ResultFileError: no such file, too large, or not such a document.
-    """
+    """Read a document that `--json` wrote. Raises ResultFileError: no such file, too large, or not such a document."""
     try:
         if (size := path.stat().st_size) > MAX_RESULT_BYTES:
             raise ResultFileError(f"{path}: {size} bytes; at most {MAX_RESULT_BYTES} are read")
