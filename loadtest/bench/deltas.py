@@ -7,7 +7,7 @@ import multiprocessing
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing.synchronize import Event
@@ -25,8 +25,6 @@ from loadtest.bench.tables import MODEL, UniformTables, make_node
 from loadtest.errors import LoadError
 from router.plan import Plan
 from shard_node.agent.delta_follower import DeltaFollower, FollowedRows
-from shard_node.bags import KeyedBags
-from shard_node.node import ShardNode
 
 DIM, BAGS, HOTNESS = 64, 64, 20
 PUBLISHES_PER_S = 10
@@ -43,8 +41,8 @@ MEASURES = (
 )
 
 
-def _train(url: str, tables: UniformTables, rows_per_s: int, publishing: Event, ended: Event, idle: Event) -> None:
-    """Publish at a steady rate while `publishing` is set."""
+def _train(url: str, tables: UniformTables, rows_per_s: int, ended: Event) -> None:
+    """Publish at a steady rate."""
     rng = np.random.default_rng(1)
     step = max(1, rows_per_s // PUBLISHES_PER_S)
     # Drawn beforehand, since lookups share the processor.
@@ -53,34 +51,32 @@ def _train(url: str, tables: UniformTables, rows_per_s: int, publishing: Event, 
     (table,) = tables.spec().tables
     with DeltaPublisher(url, MODEL, 1) as publisher:
         due = time.monotonic()
-        idle.set()
         while not ended.is_set():
-            if not publishing.is_set():
-                idle.set()
-                publishing.wait(0.01)
-                due = time.monotonic()
-                continue
-            idle.clear()
             publisher.publish(table.name, drawn[publisher.sequence % BATCHES], values)
             due += 1 / PUBLISHES_PER_S
             time.sleep(max(0.0, due - time.monotonic()))
 
 
 @contextmanager
-def _trainer(url: str, tables: UniformTables, rows_per_s: int) -> Iterator[tuple[Event, Event]]:
+def _training(url: str, tables: UniformTables, rows_per_s: int) -> Iterator[None]:
     context = multiprocessing.get_context("spawn")
-    publishing, ended, idle = context.Event(), context.Event(), context.Event()
-    arguments = (url, tables, rows_per_s, publishing, ended, idle)
-    process = context.Process(target=_train, args=arguments, daemon=True)
+    ended = context.Event()
+    process = context.Process(target=_train, args=(url, tables, rows_per_s, ended), daemon=True)
     process.start()
     try:
-        if not idle.wait(WAIT_S):
-            raise TimeoutError(f"the trainer was not ready within {WAIT_S:g} s")
-        yield publishing, idle
+        yield
     finally:
         ended.set()
         process.join(WAIT_S)
         process.kill()
+
+
+def _wait_for(condition: Callable[[], bool], problem: str) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{problem} within {WAIT_S:g} s")
+        time.sleep(0.01)
 
 
 @contextmanager
@@ -116,52 +112,6 @@ async def _register(url: str, snapshot: Snapshot) -> None:
         await registry.close()
 
 
-def subjects_of(
-    node: ShardNode,
-    version: int,
-    batches: Sequence[KeyedBags],
-    rows: FollowedRows,
-    publishing: Event,
-    idle: Event,
-    seconds: float,
-) -> dict[str, Subject]:
-    """Look up without a pause for some seconds, without row updates and with them."""
-
-    def without_deltas(number: int) -> Values:
-        times, end = list[float](), time.perf_counter() + seconds
-        while (begin := time.perf_counter()) < end:
-            node.pool(MODEL, version, batches[len(times) % BATCHES])
-            times.append(time.perf_counter() - begin)
-        p50_ms, p99_ms = (1e3 * np.percentile(times, (50, 99))).tolist()
-        return {"p50 of a lookup": p50_ms, "p99 of a lookup": p99_ms, "lookups": len(times) / seconds}
-
-    def with_deltas(number: int) -> Values:
-        idle.clear()
-        publishing.set()
-        first, started_at = rows.deltas.snapshot().rows, time.perf_counter()
-        values = without_deltas(number)
-        progress, took_s = rows.deltas.snapshot(), time.perf_counter() - started_at
-        publishing.clear()
-        if progress.refused:
-            raise LoadError(f"{progress.refused} deltas were refused")
-        staleness_s = progress.staleness_s(time.time()) or 0.0
-        wait_until_applied()
-        return {**values, "rows applied": (progress.rows - first) / took_s, "staleness": staleness_s}
-
-    def wait_until_applied() -> None:
-        deadline = time.monotonic() + WAIT_S
-        if not idle.wait(WAIT_S):
-            raise TimeoutError(f"the trainer did not stop within {WAIT_S:g} s")
-        stopped_at = time.time()
-        # Fresh as of a moment after the last append: nothing waits.
-        while (fresh_at := rows.deltas.snapshot().fresh_at) is None or fresh_at < stopped_at:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"deltas were not applied within {WAIT_S:g} s: {rows.deltas.snapshot()}")
-            time.sleep(0.01)
-
-    return {"without deltas": without_deltas, "with deltas": with_deltas}
-
-
 @bench_command
 @click.option("--seconds", type=click.FloatRange(0.01), default=2.0, show_default=True, help="Of each measurement.")
 @click.option("--rows-per-s", type=click.IntRange(1), default=50_000, show_default=True, help="Published.")
@@ -184,16 +134,39 @@ def deltas(bench: Bench, seconds: float, rows_per_s: int, rows: int) -> None:
     snapshot = tables.export(bench.folder / "store")
     url = f"{bench.folder}/registry"
     bench.runner.run(_register(url, snapshot))
+    seconds = bench.seconds(seconds)
     node, rng = make_node(snapshot, Plan.make(snapshot.spec)), np.random.default_rng(0)
     batches = [tables.draw(rng, BAGS, HOTNESS) for _ in range(BATCHES)]
     with (
         node.generations.lease(MODEL, snapshot.version) as lease,
-        _trainer(url, tables, rows_per_s) as (publishing, idle),
-        _following(url, snapshot.version, lease.payload),
+        _following(url, snapshot.version, followed := lease.payload),
     ):
-        arguments = node, snapshot.version, batches, lease.payload, publishing, idle, bench.seconds(seconds)
-        subjects = subjects_of(*arguments)
-        subjects["without deltas"](0)
+
+        def without_deltas(number: int) -> Values:
+            times, end = list[float](), time.perf_counter() + seconds
+            while (begin := time.perf_counter()) < end:
+                node.pool(MODEL, snapshot.version, batches[len(times) % BATCHES])
+                times.append(time.perf_counter() - begin)
+            p50_ms, p99_ms = (1e3 * np.percentile(times, (50, 99))).tolist()
+            return {"p50 of a lookup": p50_ms, "p99 of a lookup": p99_ms, "lookups": len(times) / seconds}
+
+        def with_deltas(number: int) -> Values:
+            before = followed.deltas.snapshot().rows
+            with _training(url, tables, rows_per_s):
+                _wait_for(lambda: followed.deltas.snapshot().rows > before, "no deltas came")
+                first, started_at = followed.deltas.snapshot().rows, time.perf_counter()
+                values = without_deltas(number)
+                progress, took_s = followed.deltas.snapshot(), time.perf_counter() - started_at
+                staleness_s = progress.staleness_s(time.time()) or 0.0
+            if progress.refused:
+                raise LoadError(f"{progress.refused} deltas were refused")
+            stopped_at = time.time()
+            # Fresh as of a moment after the last append: nothing waits.
+            _wait_for(lambda: (followed.deltas.snapshot().fresh_at or 0) >= stopped_at, "deltas were not applied")
+            return {**values, "rows applied": (progress.rows - first) / took_s, "staleness": staleness_s}
+
+        without_deltas(0)
+        subjects: dict[str, Subject] = {"without deltas": without_deltas, "with deltas": with_deltas}
         setup = {"rows": f"{rows}", "rows published a second": f"{rows_per_s}"}
         bench.run([BenchTable("lookups beside row updates", MEASURES, subjects, setup)])
     node.close()

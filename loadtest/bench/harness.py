@@ -12,6 +12,7 @@ import contextlib
 import json
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -26,10 +27,11 @@ import uvloop
 from rich.console import Console
 
 from loadtest.load.result import this_machine, versions
-from loadtest.rounds import Arm, Better, Comparison, Measure, compare_rounds, in_turn, show_comparison
+from loadtest.rounds import Arm, Better, Comparison, Item, Measure, compare_rounds, in_turn, show_comparison
 from loadtest.servers import THIS_CHECKOUT, commit_of
 from loadtest.tables import line
 from serving.cli import WithExamples
+from serving.cli import options as opts
 
 WIDTH = 160
 ROUNDS, QUICK_ROUNDS = 5, 2
@@ -49,33 +51,16 @@ def measure(name: str, unit: str, better: Better = "lower") -> Measure[Values]:
 
 @dataclass(slots=True)
 class BenchTable:
-    """What is compared.
-
-    Attributes:
-        title: unique in a run.
-        measures: rows of the table.
-        subjects: columns; the first is the baseline.
-        setup: what all subjects have alike.
-        rounds: what was measured, by subject.
-    """
+    """Subjects by name, the baseline first, their measures, and the set-up that all have alike; titles are unique."""
 
     title: str
     measures: Sequence[Measure[Values]]
     subjects: Mapping[str, Subject]
     setup: dict[str, str] = field(default_factory=dict)
-    rounds: dict[str, list[Values]] = field(default_factory=dict)
 
 
 class Bench:
-    """A run of one benchmark.
-
-    Attributes:
-        name: of the benchmark.
-        rounds: of every table.
-        folder: an empty one, removed afterwards.
-        runner: for what is asynchronous.
-        results: that are not compared, by their name in the JSON form.
-    """
+    """A run of one benchmark, in a temporary `folder`; `results` are not compared, but are in the JSON form by name."""
 
     def __init__(self, name: str, rounds: int | None, folder: Path, runner: asyncio.Runner, *, quick: bool) -> None:
         self.name = name
@@ -92,6 +77,13 @@ class Bench:
         """Print a line."""
         line(self._console, text)
 
+    def median_call_us(
+        self, call: Callable[[Item], Awaitable[object]], batches: Sequence[Item], seconds: float
+    ) -> float:
+        """Call with each batch in turn, as `median_call_s`; return the median microseconds of a call."""
+        count = len(batches)
+        return 1e6 * self.runner.run(median_call_s(lambda number: call(batches[number % count]), seconds, count))
+
     def seconds(self, seconds: float) -> float:
         """Return how long a measurement takes that takes `seconds` when it is not quick."""
         return seconds * QUICK_SHARE if self._is_quick else seconds
@@ -101,23 +93,20 @@ class Bench:
         tables: Sequence[BenchTable],
         around: Callable[[int], contextlib.AbstractContextManager[None]] | None = None,
     ) -> None:
-        """Measure all subjects of the tables in each round, then print the tables.
+        """Measure all subjects of the tables in each round, with `around` of its number entered; print the tables.
 
         The baseline comes last in the first round, so it may depend on what the others gave.
-
-        Args:
-            tables: all measured in each round.
-            around: entered for each round, given its number.
         """
+        rounds: dict[tuple[str, str], list[Values]] = defaultdict(list)
         for number in range(self.rounds):
             with contextlib.nullcontext() if around is None else around(number):
                 for table in tables:
                     self.say(f"round {number + 1} of {self.rounds}: {table.title}")
                     baseline, *others = table.subjects
                     for name in in_turn([*others, baseline], number):
-                        table.rounds.setdefault(name, []).append(table.subjects[name](number))
+                        rounds[table.title, name].append(table.subjects[name](number))
         for table in tables:
-            arms = [(Arm(name=name), table.rounds[name]) for name in table.subjects]
+            arms = [(Arm(name=name), rounds[table.title, name]) for name in table.subjects]
             self._comparisons.append(compare_rounds(arms, table.measures, title=table.title, setup=table.setup))
             show_comparison(self._console, self._comparisons[-1])
 
@@ -165,9 +154,7 @@ def bench_command(function: Callable[..., None]) -> click.Command:
 
     @click.option("--rounds", type=click.IntRange(1, 1000), help=f"Default: {ROUNDS}; with --quick {QUICK_ROUNDS}.")
     @click.option("--quick", is_flag=True, help="A fifth of the time for each measurement; its numbers are rough.")
-    @click.option(
-        "--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write the results to this file."
-    )
+    @opts.option("--json", "Write the results to this file.", opts.FILE, name="json_file")
     @wraps(function)
     def command(rounds: int | None, quick: bool, json_file: Path | None, **options: Any) -> None:
         torch.set_num_threads(1)

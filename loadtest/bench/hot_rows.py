@@ -9,11 +9,11 @@ from contextlib import ExitStack
 
 import click
 import numpy as np
-import psutil
 
 from loader.snapshot.reader import Snapshot
 from loadtest.bench.harness import Bench, BenchTable, Subject, Values, bench_command, measure
-from loadtest.bench.tables import MODEL, NodeProcess, UniformTables, make_router, node_process
+from loadtest.bench.tables import MODEL, UniformTables, make_router, node_process
+from loadtest.load.loops import cpu_seconds
 from router.hot_rows import TABLE_SHIFT, HotRows
 from router.plan import Plan
 from router.popularity import Popularity
@@ -99,18 +99,12 @@ def hot_rows_of(snapshot: Snapshot, plan: Plan, count: int) -> HotRows:
     return hot
 
 
-def cpu_s(node: NodeProcess) -> float:
-    """Return the processor time that a node has used, in steps of 10 ms."""
-    times = psutil.Process(node.process_id).cpu_times()
-    return times.user + times.system
-
-
 async def measure_lookups(
-    router: Router, nodes: Sequence[NodeProcess], batches: Sequence[KeyedBags], seconds: float
+    router: Router, process_ids: Sequence[int], batches: Sequence[KeyedBags], seconds: float
 ) -> Values:
     """Look batches up in turns for some seconds."""
     wire_bytes, times = 0, list[float]()
-    nodes_s, router_s, started_at = sum(map(cpu_s, nodes)), time.process_time(), time.perf_counter()
+    nodes_s, router_s, started_at = cpu_seconds(process_ids), time.process_time(), time.perf_counter()
     while len(times) < len(batches) or time.perf_counter() - started_at < seconds:
         before = time.perf_counter()
         deadline = time.monotonic() + TIMEOUT_S
@@ -120,7 +114,7 @@ async def measure_lookups(
     return {
         "time of a lookup": 1e3 * float(np.median(times)),
         "CPU of the router": 1e3 * (time.process_time() - router_s) / len(times),
-        "CPU of the nodes": 1e3 * (sum(map(cpu_s, nodes)) - nodes_s) / len(times),
+        "CPU of the nodes": 1e3 * (cpu_seconds(process_ids) - nodes_s) / len(times),
         "bytes on sockets": wire_bytes / len(times) / 1e3,
     }
 
@@ -143,15 +137,15 @@ def measure_cost(bench: Bench, tables: UniformTables, hot_rows: int, seconds: fl
         bench.say(f"writing {tables.count} tables of {tables.rows} rows")
         snapshot = tables.export(bench.folder)
         plan = Plan.make(snapshot.spec, SHARDS)
-        nodes = [stack.enter_context(node_process(snapshot.path, shard, SHARDS)) for shard in range(SHARDS)]
-        shards = [node.connect(snapshot, plan, shard) for shard, node in enumerate(nodes)]
+        nodes = [stack.enter_context(node_process(snapshot, plan, shard)) for shard in range(SHARDS)]
+        shards, process_ids = [shard for shard, _ in nodes], [number for _, ids in nodes for number in ids]
         routers = {
             name: make_router(snapshot, plan, shards, hot)
             for name, hot in (("without hot rows", None), ("with hot rows", hot_rows_of(snapshot, plan, hot_rows)))
         }
 
         def subject(router: Router, batches: Sequence[KeyedBags]) -> Subject:
-            return lambda number: bench.runner.run(measure_lookups(router, nodes, batches, seconds))
+            return lambda number: bench.runner.run(measure_lookups(router, process_ids, batches, seconds))
 
         cells = []
         for hotness, hit_rate in itertools.product((1, 20), HIT_RATES):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -14,19 +14,18 @@ import torch
 
 from loader.description import ModelDescription
 from loader.divided_rows import divide_rows, kept_rows
-from loader.snapshot.codecs import RowCodec, codec_for
+from loader.snapshot.codecs import RowCodec
+from loader.snapshot.publishing import rows_bytes_of
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.row_source import RowSource, rows_of
-from loader.snapshot.tables import TableSpec
 from loader.snapshot.writer import export_snapshot
-from loadtest.bench.harness import Bench, BenchTable, Subject, Values, bench_command, measure, median_call_s
+from loadtest.bench.harness import Bench, BenchTable, Subject, Values, bench_command, measure
 from loadtest.bench.tables import make_node, make_router
 from loadtest.workloads.workload import Zipf
 from router.feature_schema import FeatureSchema
 from router.plan import Plan
-from router.router import Router
 from serving.models.inputs import InputAssembler
-from serving.models.ranking_models import RankingModel, build_model
+from serving.models.ranking_models import build_model
 from serving.training.dataset import CROSSES, FilmsDataset, FilmsOptions, evaluation_requests, films_description
 from serving.training.interactions import Interactions, read_movielens
 from serving.training.network import TrainedModel, float32_scores
@@ -36,6 +35,7 @@ from shard_node.node import LocalShard
 
 Words: TypeAlias = Mapping[str, Any]
 """Words of a table's description, instead of its own."""
+Call: TypeAlias = Callable[[KeyedBags], Awaitable[None]]
 
 MODEL = "levers"
 FEATURES, DIM, ZIPF = 26, 64, 1.05
@@ -65,62 +65,43 @@ def levers_for(dim: int) -> dict[str, Words]:
     }
 
 
-def composed(combine: str) -> Words:
-    """Describe a table of quotients and one of remainders; ids must be rows."""
-    return {"id_mapping": {"kind": "quotient_remainder", "buckets": 2000, "combine": combine}}
+def serve_tables(folder: Path, words: Words, counts: Int64Array, *, pruned: bool) -> tuple[float, Call]:
+    """Write and load a model, given the lookups of each row of any table; return its MB of rows and its lookup."""
+    names = [f"f{number:02d}" for number in range(FEATURES)]
+    table = {"num_embeddings": counts.size, "embedding_dim": DIM, **words}
+    description = ModelDescription.model_validate(
+        {
+            "model": MODEL,
+            "tables": [{"name": name, "feature_names": [name], **table} for name in names],
+            "features": [{"name": name, "side": "candidate"} for name in names],
+            "dense_model": {"kind": "mlp", "config": {"hidden": [8]}},
+        }
+    )
+    kept = dict.fromkeys(names, kept_rows("f", counts)) if pruned else None
+    spec, rng, rows = description.compiled(kept), np.random.default_rng(1), dict[str, RowSource]()
+    for logical in spec.logical_tables:
+        parts = spec.parts(logical)
+        shapes = {part.name: (part.num_embeddings, part.embedding_dim) for part in parts}
+        # Parts that have all columns are cut out of the undivided table at export.
+        if all(part.embedding_dim == DIM for part in parts) and "id_mapping" not in words:
+            shapes = {logical.name: (counts.size, DIM)}
+        rows |= {name: rows_of(rng.standard_normal(shape, np.float32)) for name, shape in shapes.items()}
+    cut, model = divide_rows(spec, rows, dict.fromkeys(names, counts)), build_model(spec)
+    dense = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    path = export_snapshot(folder, spec, rows=cut.rows, dense=dense, row_classes=cut.row_classes, version=1)
+    snapshot, plan = Snapshot.open(path, verify=False), Plan.make(spec)
+    router = make_router(snapshot, plan, [LocalShard(make_node(snapshot, plan))])
+    assembler = InputAssembler(spec, FeatureSchema.of(spec), torch.float32)
 
-
-def rows_bytes(tables: Iterable[TableSpec]) -> int:
-    """Count the bytes of all rows as they are stored."""
-    return sum(codec_for(table.dtype, table.embedding_dim).row_bytes * table.num_embeddings for table in tables)
-
-
-@dataclass(frozen=True, slots=True)
-class ServedTables:
-    """Tables with a lever, served in this process."""
-
-    router: Router
-    assembler: InputAssembler
-    model: RankingModel
-    table_bytes: int
-
-    @classmethod
-    def export(cls, folder: Path, words: Words, counts: Int64Array, *, pruned: bool) -> ServedTables:
-        """Write and load a model; `counts` are the lookups of each row, of every table alike."""
-        names = [f"f{number:02d}" for number in range(FEATURES)]
-        table = {"num_embeddings": counts.size, "embedding_dim": DIM, **words}
-        description = ModelDescription.model_validate(
-            {
-                "model": MODEL,
-                "tables": [{"name": name, "feature_names": [name], **table} for name in names],
-                "features": [{"name": name, "side": "candidate"} for name in names],
-                "dense_model": {"kind": "mlp", "config": {"hidden": [8]}},
-            }
-        )
-        kept = dict.fromkeys(names, kept_rows("f", counts)) if pruned else None
-        spec, rng, rows = description.compiled(kept), np.random.default_rng(1), dict[str, RowSource]()
-        for logical in spec.logical_tables:
-            parts = spec.parts(logical)
-            shapes = {part.name: (part.num_embeddings, part.embedding_dim) for part in parts}
-            # Parts that have all columns are cut out of the undivided table at export.
-            if all(part.embedding_dim == DIM for part in parts) and "id_mapping" not in words:
-                shapes = {logical.name: (counts.size, DIM)}
-            rows |= {name: rows_of(rng.standard_normal(shape, np.float32)) for name, shape in shapes.items()}
-        cut, model = divide_rows(spec, rows, dict.fromkeys(names, counts)), build_model(spec)
-        dense = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-        path = export_snapshot(folder, spec, rows=cut.rows, dense=dense, row_classes=cut.row_classes, version=1)
-        snapshot, plan = Snapshot.open(path, verify=False), Plan.make(spec)
-        router = make_router(snapshot, plan, [LocalShard(make_node(snapshot, plan))])
-        assembler = InputAssembler(spec, FeatureSchema.of(spec), torch.float32)
-        return cls(router, assembler, model, rows_bytes(spec.stored_tables))
-
-    async def call(self, bags: KeyedBags) -> None:
+    async def call(bags: KeyedBags) -> None:
         """Look a batch up and lay out the model's input."""
         candidates = int(bags.bags_per_key[0])
-        embeddings = await self.router.lookup(MODEL, 1, bags, time.monotonic() + 60)
+        embeddings = await router.lookup(MODEL, 1, bags, time.monotonic() + 60)
         owner, nothing = np.zeros(candidates, np.int64), np.zeros((candidates, 0), np.float32)
         with torch.inference_mode():
-            self.assembler.assemble(embeddings, owner, nothing[:1], nothing, None, self.model.projections_by_part)
+            assembler.assemble(embeddings, owner, nothing[:1], nothing, None, model.projections_by_part)
+
+    return rows_bytes_of(spec) / 1e6, call
 
 
 def measure_lookups(bench: Bench, rows: int, seconds: float) -> None:
@@ -139,23 +120,19 @@ def measure_lookups(bench: Bench, rows: int, seconds: float) -> None:
     counts = np.bincount(draw(20 * rows), minlength=rows)
     batches = {ids: [draw_batch(CANDIDATES[number % 4], ids) for number in range(BATCHES)] for ids in (1, 20)}
 
-    def subject(tables: ServedTables) -> Subject:
-        async def batch_us(batches: Sequence[KeyedBags]) -> float:
-            return 1e6 * await median_call_s(lambda turn: tables.call(batches[turn % BATCHES]), seconds, BATCHES)
+    def subject(rows_mb: float, call: Call) -> Subject:
+        return lambda number: {
+            "bytes of rows": rows_mb,
+            "time of a batch, 1 id a bag": bench.median_call_us(call, batches[1], seconds),
+            "time of a batch, 20 ids a bag": bench.median_call_us(call, batches[20], seconds),
+        }
 
-        def run(number: int) -> Values:
-            return {
-                "bytes of rows": tables.table_bytes / 1e6,
-                "time of a batch, 1 id a bag": bench.runner.run(batch_us(batches[1])),
-                "time of a batch, 20 ids a bag": bench.runner.run(batch_us(batches[20])),
-            }
-
-        return run
-
-    subjects = {}
-    for name, words in (levers_for(DIM) | {"sums": composed("add"), "products": composed("multiply")}).items():
+    levers, subjects = levers_for(DIM), {}
+    for name, combine in (("sums", "add"), ("products", "multiply")):
+        levers[name] = {"id_mapping": {"kind": "quotient_remainder", "buckets": 2000, "combine": combine}}
+    for name, words in levers.items():
         bench.say(f"writing {FEATURES} tables of {rows} rows: {name}")
-        subjects[name] = subject(ServedTables.export(bench.folder / name, words, counts, pruned=name == PRUNED))
+        subjects[name] = subject(*serve_tables(bench.folder / name, words, counts, pruned=name == PRUNED))
     bench.run([BenchTable("lookups", LOOKUP_MEASURES, subjects, {"rows of a table": f"{rows}"})])
 
 
@@ -205,7 +182,7 @@ def films_table(interactions: Interactions, epochs: int) -> BenchTable:
             model = train_described(dataset, description, pruning=pruning, seed=seed, epochs=epochs)
             labelled = evaluation_requests(dataset, model.spec)
             area = auc(labelled.labels, float32_scores(as_stored(model), labelled.requests))
-            return {"bytes of rows": rows_bytes(model.spec.tables) / 1e6, "pairs ranked wrongly": 100 * (1 - area)}
+            return {"bytes of rows": rows_bytes_of(model.spec) / 1e6, "pairs ranked wrongly": 100 * (1 - area)}
 
         return run
 

@@ -16,8 +16,8 @@ import torch
 
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.reader import Snapshot
-from loadtest.bench.harness import Bench, BenchTable, Subject, bench_command, measure, median_call_s
-from loadtest.bench.tables import DISTINCT_ROWS, MODEL, UniformTables, make_node, make_router, node_process
+from loadtest.bench.harness import Bench, BenchTable, Subject, bench_command, measure
+from loadtest.bench.tables import MODEL, UniformTables, make_node, make_router, node_process
 from router.plan import Plan
 from router.router import Router
 from shard_node.bags import Float32Array, Int64Array, KeyedBags
@@ -41,32 +41,18 @@ class Batch:
 Call: TypeAlias = Callable[[Batch], Awaitable[Float32Array]]
 
 
-def draw_batch(tables: UniformTables, rng: np.random.Generator, bags: int, hotness: int) -> Batch:
-    """Draw a batch of so many bags of each table."""
-    drawn = tables.draw(rng, bags, hotness)
-    first = np.arange(tables.count, dtype=np.int64) * tables.rows
-    return Batch(drawn, drawn.values + np.repeat(first, bags * hotness))
-
-
 def bare_arena(snapshot: Snapshot, tables: UniformTables) -> Arena:
     """Load all tables into one arena, to call the torch op with nothing around it."""
     rows = allocate_rows(tables.rows * tables.count, codec_for("int8", tables.embedding_dim).row_bytes)
     for number, table in enumerate(snapshot.spec.tables):
-        for begin in range(0, tables.rows, DISTINCT_ROWS):
-            count = min(DISTINCT_ROWS, tables.rows - begin)
-            first = number * tables.rows + begin
-            rows[first : first + count] = snapshot.read_rows(table.name, begin, count)
+        rows[number * tables.rows :][: tables.rows] = snapshot.read_rows(table.name, 0, tables.rows)
     return Arena("int8", tables.embedding_dim, rows, {0: rows.nbytes}, "ram")
 
 
 def float32_bag(tables: UniformTables) -> torch.nn.EmbeddingBag:
     """Make the same rows in float32, all tables in one, as users of `nn.EmbeddingBag` have them."""
-    weight = torch.empty(tables.count, tables.rows, tables.embedding_dim)
-    block = torch.from_numpy(tables.distinct_rows())
-    for first in range(0, tables.rows, DISTINCT_ROWS):
-        part = weight[:, first : first + DISTINCT_ROWS]
-        part[:] = block[: part.shape[1]]
-    return torch.nn.EmbeddingBag.from_pretrained(weight.flatten(0, 1), mode="sum", include_last_offset=True)
+    weight = torch.from_numpy(tables.all_rows()).repeat(tables.count, 1)
+    return torch.nn.EmbeddingBag.from_pretrained(weight, mode="sum", include_last_offset=True)
 
 
 def calls_of(snapshot: Snapshot, tables: UniformTables, remote: Router) -> dict[str, Call]:
@@ -109,22 +95,22 @@ async def check_same(calls: Mapping[str, Call], batch: Batch) -> None:
 def measure_dim(bench: Bench, tables: UniformTables, seconds: float) -> None:
     """Measure batches of all sizes, with 1 and with 20 ids a bag."""
 
-    async def batch_us(call: Call, batches: Sequence[Batch]) -> float:
-        return 1e6 * await median_call_s(lambda turn: call(batches[turn % BATCHES]), seconds, BATCHES)
-
     def subject(call: Call, batches: Sequence[Batch]) -> Subject:
-        return lambda number: {"time of a batch": bench.runner.run(batch_us(call, batches))}
+        return lambda number: {"time of a batch": bench.median_call_us(call, batches, seconds)}
 
     with ExitStack() as stack:
         bench.say(f"writing {tables.count} tables of {tables.rows} rows of dim {tables.embedding_dim}")
         snapshot = tables.export(bench.folder / f"{tables.embedding_dim}")
-        node, plan = stack.enter_context(node_process(snapshot.path)), Plan.make(snapshot.spec)
-        remote = make_router(snapshot, plan, [node.connect(snapshot, plan)])
+        plan = Plan.make(snapshot.spec)
+        shard, _ = stack.enter_context(node_process(snapshot, plan))
+        remote = make_router(snapshot, plan, [shard])
         stack.callback(lambda: bench.runner.run(remote.close()))
         calls, cells = calls_of(snapshot, tables, remote), []
         for hotness, bags in itertools.product((1, 20), (1, 64, 512)):
             rng = np.random.default_rng(bags * 1000 + hotness)
-            batches = [draw_batch(tables, rng, bags, hotness) for _ in range(BATCHES)]
+            first = np.repeat(np.arange(tables.count) * tables.rows, bags * hotness)
+            drawn = [tables.draw(rng, bags, hotness) for _ in range(BATCHES)]
+            batches = [Batch(keyed, keyed.values + first) for keyed in drawn]
             bench.runner.run(check_same(calls, batches[0]))
             title = f"dim {tables.embedding_dim}, {hotness} id{'s' * (hotness > 1)} a bag, batch {bags}"
             subjects = {name: subject(call, batches) for name, call in calls.items()}

@@ -38,6 +38,7 @@ from loadtest.servers import SERVED_PACKAGES, THIS_CHECKOUT, Server, check_score
 from loadtest.servers import serving as serving_process
 from loadtest.workloads.catalog import (
     BENCH_REQUESTS,
+    BENCH_SEED,
     EQUAL_REQUESTS,
     VARIED_AROUND_100,
     BenchShape,
@@ -45,8 +46,8 @@ from loadtest.workloads.catalog import (
     Head,
     SideSplit,
     bench_payloads,
-    bench_requests,
     bench_spec,
+    bench_workload,
 )
 from loadtest.workloads.cli import side_split_option
 from loadtest.workloads.payloads import APIS, Api, Payload
@@ -60,7 +61,7 @@ from serving.models.layers import NumberFormat
 from serving.models.ranking_models import DtypeChoice, choose_dtype
 from serving.observe.calls import VersionCounter
 from serving.observe.metrics import ServingMetrics
-from serving.rank.ranking import MergedBatch, Ranking, merge_bags
+from serving.rank.ranking import MergedBatch, Ranking, merge
 from serving.rank.service import RankingService
 from serving.server import ServerConfig, running_server
 from serving.versions.loading import ModelSource, load_served_model
@@ -72,11 +73,7 @@ DEADLINE_S = 600.0
 
 
 class Limit:
-    """A model in this process.
-
-    Raises:
-        ShardrankError: as loading a snapshot.
-    """
+    """A model in this process. Raises ShardrankError as loading a snapshot."""
 
     def __init__(self, path: Path, dtype: NumberFormat) -> None:
         snapshot = Snapshot.open(path, verify=False)
@@ -92,12 +89,11 @@ class Limit:
 
     def compute(self, workload: BenchWorkload, batch_requests: float, seconds: float) -> Values:
         """Score batches for some time; sizes next to the mean, `batch_requests`, are mixed to it."""
-        small = int(batch_requests)
-        batches = {size: _batches(workload, size) for size in (small, small + 1)}
-        return uvloop.run(self._compute(batches, batch_requests, seconds))
+        return uvloop.run(self._compute(workload, batch_requests, seconds))
 
-    async def _compute(self, batches: dict[int, list[MergedBatch]], batch_requests: float, seconds: float) -> Values:
+    async def _compute(self, workload: BenchWorkload, batch_requests: float, seconds: float) -> Values:
         requests, times, small = 0, list[float](), int(batch_requests)
+        batches = {size: _batches(workload, size) for size in (small, small + 1)}
         # Once before the clock, so that every buffer is there.
         await self._scores(batches[small][0])
         started_at, cpu_s = time.perf_counter(), time.process_time()
@@ -119,7 +115,7 @@ class Limit:
 
     def score(self, workload: BenchWorkload, request: int) -> Float32Array:
         """Score one request of the pool: float32 [candidates]."""
-        return uvloop.run(self._scores(_merged([_requests(workload)[request]])))
+        return uvloop.run(self._scores(merge([_requests(workload)[request]])))
 
     async def _scores(self, batch: MergedBatch) -> Float32Array:
         deadline = time.monotonic() + DEADLINE_S
@@ -130,7 +126,8 @@ class Limit:
 
 @lru_cache(maxsize=4)
 def _requests(workload: BenchWorkload) -> list[RankRequest]:
-    return bench_requests(workload.shape, workload.head, workload.hotness, BENCH_REQUESTS)
+    made, rng = bench_workload(workload.shape, workload.head, workload.hotness), np.random.default_rng(BENCH_SEED)
+    return [made.request(rng) for _ in range(BENCH_REQUESTS)]
 
 
 @lru_cache(maxsize=8)
@@ -138,18 +135,7 @@ def _batches(workload: BenchWorkload, size: int) -> list[MergedBatch]:
     """Every request of the pool once or twice, in batches of `size`."""
     requests = _requests(workload)
     turns = np.arange(-(-len(requests) // size) * size) % len(requests)
-    return [_merged([requests[turn] for turn in turns[first : first + size]]) for first in range(0, turns.size, size)]
-
-
-def _merged(requests: Sequence[RankRequest]) -> MergedBatch:
-    counts = np.array([request.num_candidates for request in requests], np.int64)
-    return MergedBatch(
-        merge_bags([request.bags for request in requests]),
-        np.concatenate([[0], np.cumsum(counts)]),
-        np.repeat(np.arange(counts.size), counts),
-        np.stack([request.context_dense for request in requests]),
-        np.concatenate([request.candidate_dense for request in requests]),
-    )
+    return [merge([requests[turn] for turn in turns[first : first + size]]) for first in range(0, turns.size, size)]
 
 
 CHECKED_REQUESTS = 2
@@ -173,14 +159,7 @@ SINGLE_MEASURES = (measure(P50, "ms"), measure("p50 beyond computing", "ms"))
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model that servers serve to one client.
-
-    Attributes:
-        shape, head: of the model and of its requests.
-        snapshot: its folder.
-        dtype: of its dense model.
-        seconds: of each measurement.
-    """
+    """A model that servers serve to one client, measured for so many seconds each time."""
 
     bench: Bench
     generators: Generators

@@ -60,13 +60,7 @@ _DTYPE: TypeAdapter[Dtype] = TypeAdapter(Dtype)
 
 
 class ServedArm(Frozen):
-    """What is compared.
-
-    Attributes:
-        cards: of the serving process, or of each shard process.
-        shards: shard processes; None for rows in the serving process.
-        transport: between these and the serving process; of no meaning without.
-    """
+    """What is compared: cards of each process that has rows, the serving one (`shards` is None) or shard processes."""
 
     cards: int
     shards: int | None = None
@@ -88,24 +82,15 @@ class CompareConfig(Frozen):
     Attributes:
         cards: each number of them in the serving process is an arm; the first one is what the others are compared to.
         shards: each number of them is an arm with each of the transports; each shard has the first number of cards.
-        transports: between shards and the serving process; None for Unix sockets.
-        rounds: how often every arm is measured.
-        rate: requests a second, cold and warm.
-        cold_s: of sending from a server's start.
-        warmup_s, duration_s: of each measure after that; only the duration counts.
+        cold_s, warmup_s, duration_s: from a server's start; before each measure after that; of such a measure.
         in_flight: requests that are always out while the throughput is measured, in a closed loop.
         shares: percent of the smallest capacity of all arms that each is offered, in an open loop; empty for none.
         seed: of the times; round i of every arm has the same.
-        device: as `shardrank serve --device` reads it.
         card_memory_gb, hot_gb: of each card; None for the server's default.
         pinned_memory_gb, memory_budget_gb: of all processes of an arm that hold rows; None for no bound on RAM.
-        peer_access: of cards.
         replicate_bytes: tables of at most so many bytes are held whole by every shard; by default none, so that what
             dividing rows costs is not hidden by small tables.
-        sharding: how rows are divided over shards and cards.
         workers: serving processes of every arm; without shards each holds all rows.
-        dtype: of the dense model; `auto` is the server's choice.
-        wire_dtype: of sums that shards send, likewise.
     """
 
     cards: tuple[Count, ...] = Field(default=(1, 2, 4), min_length=1)
@@ -161,14 +146,14 @@ class CompareConfig(Frozen):
 def server_commands(arm: ServedArm, config: CompareConfig, snapshot: Path, folder: Path) -> tuple[ServerCommand, ...]:
     """List what is started for an arm, in this order: its shard nodes, and last what serves.
 
-    Args:
-        arm: which.
-        config: of all arms.
-        snapshot: its folder.
-        folder: for logs and sockets, of this start alone.
+    The folder gets logs and sockets of this start alone.
     """
     # Without shards each of several serving processes holds all rows, on the same cards.
     holders, sharers = (config.workers, config.workers) if arm.shards is None else (arm.shards, 1)
+
+    def part(total: float | None, parts: int) -> float | None:
+        return None if total is None else total / parts
+
     divided = {
         "snapshot": snapshot,
         "cards": arm.cards,
@@ -177,10 +162,10 @@ def server_commands(arm: ServedArm, config: CompareConfig, snapshot: Path, folde
     }
     rows = {
         "device": config.device,
-        "card-memory-gb": _part(config.card_memory_gb, sharers),
-        "pinned-memory-gb": _part(config.pinned_memory_gb, holders),
-        "hot-gb": _part(config.hot_gb, sharers),
-        "memory-budget-gb": _part(config.memory_budget_gb, holders),
+        "card-memory-gb": part(config.card_memory_gb, sharers),
+        "pinned-memory-gb": part(config.pinned_memory_gb, holders),
+        "hot-gb": part(config.hot_gb, sharers),
+        "memory-budget-gb": part(config.memory_budget_gb, holders),
         "peer-access": config.peer_access,
     }
     serves = {
@@ -200,10 +185,6 @@ def server_commands(arm: ServedArm, config: CompareConfig, snapshot: Path, folde
     ]
     asked = [text for address in addresses for text in ("--shard", address)]
     return (*nodes, _command("serve", "server", folder, divided | serves | ({} if addresses else rows), *asked))
-
-
-def _part(total: float | None, parts: int) -> float | None:
-    return None if total is None else total / parts
 
 
 def _command(verb: str, name: str, folder: Path, flags: Mapping[str, object], *arguments: str) -> ServerCommand:
@@ -234,16 +215,7 @@ class ArmScores:
 
 @dataclass(frozen=True, slots=True)
 class ArmRound:
-    """What was measured of an arm in a round, in this order.
-
-    Attributes:
-        cold: from its server's start.
-        warm: after the warm-up, as all that follows.
-        alone: one request after the other.
-        shares: at each of the shares of capacity.
-        busy: kept busy.
-        wire: bytes between serving process and shards for each request that was answered while busy; see `wire_bytes`.
-    """
+    """What was measured of an arm in a round, in this order; `wire` is of `busy`, see `wire_bytes`."""
 
     cold: LoadResult
     warm: LoadResult
@@ -357,14 +329,13 @@ class ArmMeasure:
             before = server.metrics()
             busy = self._busy(server, config.in_flight, config.warmup_s, config.duration_s)
             wire = wire_bytes(before, server.metrics())
-            return ArmRound(*runs, alone, shares, busy, wire), None if number else self._scores(arm, server)
-
-    def _scores(self, arm: ServedArm, server: Server) -> ArmScores:
-        load = self._load(server)
-        ready = self.generators.prepare(load)[0]
-        numbers = range(min(CHECKED_REQUESTS, ready.requests))
-        scores = tuple(self.generators.scores(load, number) for number in numbers)
-        return ArmScores(served_dtype(arm, server.http_port, ready.model), scores)
+            arm_round = ArmRound(*runs, alone, shares, busy, wire)
+            if number:
+                return arm_round, None
+            load = self._load(server)
+            ready = self.generators.prepare(load)[0]
+            scores = [self.generators.scores(load, asked) for asked in range(min(CHECKED_REQUESTS, ready.requests))]
+            return arm_round, ArmScores(served_dtype(arm, server.http_port, ready.model), tuple(scores))
 
     def _load(self, server: Server) -> OfferedLoad:
         return self.load.model_copy(update={"target": server.target(self.load.spoken)})

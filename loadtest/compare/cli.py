@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
@@ -66,9 +65,7 @@ server_options = opts.together(
 @opts.option("--json", "Write the comparison to this file.", opts.FILE, name="json_file")
 @opts.option("--html", "Write a page with plots to this file.", PAGE, name="html_file")
 @click.pass_context
-def compare_cards(
-    ctx: click.Context, /, store: Path | None, json_file: Path | None, html_file: Path | None, **given: Any
-) -> None:
+def compare_cards(ctx: click.Context, /, **given: Any) -> None:
     """Measure what rows on several cards, or in shard processes, cost against rows in the serving process.
 
     The same model, requests, times and memory budgets for each arm, as ratios to the first number of cards. In every
@@ -84,6 +81,6 @@ def compare_cards(
       shardrank loadtest compare-cards --cards 1,2 --device cuda --rate 500 --in-flight 64 --json cards.json
       shardrank loadtest compare-cards --cards 1 --shards 2 --rounds 10 --shares 60 --workers 2
     """
-    from loadtest.compare.run import checked_configs, execute
+    from loadtest.compare.run import execute
 
-    ctx.exit(execute(*checked_configs(given), store, json_file, html_file))
+    ctx.exit(execute(**given))

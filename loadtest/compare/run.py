@@ -29,7 +29,7 @@ from loadtest.load.generator import stopping_on_signals
 from loadtest.load.loops import LATE_KINDS, CpuTime, Role, not_busy_because
 from loadtest.load.result import LoadResult, check_writable
 from loadtest.load.run import INTERRUPTED, checked, write_files
-from loadtest.rounds import COUNTED, FORM, SHARES, Arm, Comparison, Measure, compare_rounds, show_comparison
+from loadtest.rounds import COUNTED, FORM, SHARES, Arm, Better, Comparison, Measure, compare_rounds, show_comparison
 from loadtest.workloads.catalog import FilmsWorkload, open_workload
 from loadtest.workloads.payloads import FORMS, GRPC_APIS
 from loadtest.workloads.prepare import prepare_workload
@@ -57,7 +57,7 @@ def compared_snapshot(config: CompareConfig, load: OfferedLoad, store: Path, pro
     )
     expected = workload.spec
     if not Store(store).versions(expected.model):
-        folder, spec = prepare_workload(
+        prepare_workload(
             load.workload,
             store,
             context_features=load.context_features,
@@ -67,17 +67,16 @@ def compared_snapshot(config: CompareConfig, load: OfferedLoad, store: Path, pro
             bucketing="range" if config.sharding == "range" else "mixed",
             progress=progress,
         )
-    else:
-        folder = Store(store).snapshot_path(expected.model)
-        spec = Snapshot.open(folder, verify=False).spec
-        for what in ("tables", "features"):
-            # Rows may be stored in another order: which is right depends on the sharding.
-            stored, wanted = (getattr(with_bucketing(model, "mixed"), what) for model in (spec, expected))
-            if stored != wanted:
-                raise CompareStoreError(
-                    f"{folder}: its {what} are not those of the workload {load.workload!r}; name another --store, or "
-                    "the workload and --context-features that it was prepared with"
-                )
+    folder = Store(store).snapshot_path(expected.model)
+    spec = Snapshot.open(folder, verify=False).spec
+    for what in ("tables", "features"):
+        # Rows may be stored in another order: which is right depends on the sharding.
+        stored, wanted = (getattr(with_bucketing(model, "mixed"), what) for model in (spec, expected))
+        if stored != wanted:
+            raise CompareStoreError(
+                f"{folder}: its {what} are not those of the workload {load.workload!r}; name another --store, or "
+                "the workload and --context-features that it was prepared with"
+            )
     for arm in config.arms:
         # What a server would refuse later.
         Plan.make(spec, arm.shards or 1, config.sharding, arm.cards, config.replicate_bytes)
@@ -85,15 +84,7 @@ def compared_snapshot(config: CompareConfig, load: OfferedLoad, store: Path, pro
 
 
 def compared(config: CompareConfig, load: OfferedLoad, measurements: Measurements) -> Comparison:
-    """Compute ratios to the first arm.
-
-    Of requests at a rate, warm and cold: p50, p99 and p99.9 of all that were due, and right answers a second. Of one
-    request after the other, and at each share of capacity: p50 and p99. Of a server that is kept busy: answers a
-    second, and what one costs in processor time and in bytes to and from shards.
-
-    Raises:
-        ComparisonError: arms have other numbers of rounds, or there are none.
-    """
+    """Compute ratios to the first arm, as `compare_rounds`."""
     run = measurements.rounds[config.arms[0]][0].warm
     *first, last = (arm.name for arm in config.arms)
     arms, reasons = [], []
@@ -102,10 +93,15 @@ def compared(config: CompareConfig, load: OfferedLoad, measurements: Measurement
         arms.append((Arm(name=served.name, runs=runs, cold_runs=cold_runs), [_figures(config, one) for one in rounds]))
         for number, arm_round in enumerate(rounds, 1):
             reasons += [f"{served.name}, round {number}, {reason}" for reason in _reasons(config, arm_round)]
-    rows = dict.fromkeys(row for _, rounds in arms for figures in rounds for row in figures)
+    measures: list[Measure[Mapping[Row, float | None]]] = []
+    for name, unit in dict.fromkeys(row for _, rounds in arms for figures in rounds for row in figures):
+        # Bytes and processor time by role are of shards, and bytes of some forms alone.
+        everywhere = not name.startswith(("bytes", "CPU of a request, serve", "CPU of a request, nodes"))
+        better: Better = "higher" if unit == "/s" else "lower"
+        measures.append(Measure(name, unit, better, methodcaller("get", (name, unit)), everywhere))
     return compare_rounds(
         arms,
-        [_measure(row) for row in rows],
+        measures,
         title=f"{', '.join(first)} and {last}: {load.workload}",
         setup=_setup(config, load, measurements),
         invalid_because=reasons,
@@ -115,15 +111,8 @@ def compared(config: CompareConfig, load: OfferedLoad, measurements: Measurement
     )
 
 
-def _measure(row: Row) -> Measure[Mapping[Row, float | None]]:
-    name, unit = row
-    # Bytes and processor time by role are of shards, and bytes of some forms alone.
-    everywhere = not name.startswith(("bytes", "CPU of a request, serve", "CPU of a request, nodes"))
-    return Measure(name, unit, "higher" if unit == "/s" else "lower", methodcaller("get", row), everywhere)
-
-
 def _figures(config: CompareConfig, measured: ArmRound) -> dict[Row, float | None]:
-    """Return what a round of an arm says; None for a percentile that failed."""
+    """Return what a round of an arm says, over all requests that were due; None for a percentile that failed."""
     figures: dict[Row, float | None] = {}
     busy = measured.busy
     for phase, run in (("warm", measured.warm), ("cold", measured.cold)):
@@ -141,7 +130,7 @@ def _figures(config: CompareConfig, measured: ArmRound) -> dict[Row, float | Non
     roles: tuple[Role, ...] = ("serve", "nodes") if config.shards else ()
     for role in roles:
         cpu = busy.server_cpu.get(role, CpuTime())
-        figures[f"CPU of a request, {role}", "ms"] = cpu.all_s / busy.requests * 1e3
+        figures[f"CPU of a request, {role}", "ms"] = sum(cpu) / busy.requests * 1e3
         figures[f"CPU of a request, {role}, kernel", "ms"] = cpu.kernel_s / busy.requests * 1e3
     replies = {form: size for form, size in sorted(measured.wire.items()) if form != ASKED}
     if measured.wire:
@@ -177,11 +166,15 @@ def _setup(config: CompareConfig, load: OfferedLoad, measurements: Measurements)
     """Return what all arms have alike."""
     scores = measurements.scores[config.arms[0]]
     run = measurements.rounds[config.arms[0]][0].warm
-    # Arms have as many requests as each other in a round, rounds of Poisson arrivals differ.
-    warm, cold = (
-        sorted(getattr(arm_round, phase).due for of_arm in measurements.rounds.values() for arm_round in of_arm)
-        for phase in ("warm", "cold")
-    )
+
+    def counted(phase: Literal["warm", "cold"]) -> str:
+        # Arms have as many requests as each other in a round, rounds of Poisson arrivals differ.
+        due = {getattr(arm_round, phase).due for of_arm in measurements.rounds.values() for arm_round in of_arm}
+        return f"{min(due)} to {max(due)}" if len(due) > 1 else f"{min(due)}"
+
+    def gigabytes(size: float | None) -> str | None:
+        return None if size is None else f"{size:g} GB"
+
     capacity = measurements.capacity
     slowest = min(capacity, key=capacity.__getitem__)
     rates = ", ".join(f"{rate:g}" for rate in rates_of(config.shares, capacity))
@@ -212,47 +205,33 @@ def _setup(config: CompareConfig, load: OfferedLoad, measurements: Measurements)
         + (f"; or in shard processes on this machine, asked over {transports}" if transports else ""),
         "sharding": config.sharding,
         "device": config.device,
-        "memory of each card": _gb(config.card_memory_gb),
-        "hot rows of each card": _gb(config.hot_gb),
-        "pinned host memory, all processes": _gb(config.pinned_memory_gb),
-        "RAM for rows, all processes": _gb(config.memory_budget_gb),
+        "memory of each card": gigabytes(config.card_memory_gb),
+        "hot rows of each card": gigabytes(config.hot_gb),
+        "pinned host memory, all processes": gigabytes(config.pinned_memory_gb),
+        "RAM for rows, all processes": gigabytes(config.memory_budget_gb),
         "peer access": config.peer_access,
         "replicated tables": f"up to {config.replicate_bytes} bytes" if config.shards else None,
-        COUNTED: f"{_range(warm)} warm, {_range(cold)} cold",
+        COUNTED: f"{counted('warm')} warm, {counted('cold')} cold",
         "timeout": f"{load.timeout_ms:g} ms",
         "seed of the requests": load.seed,
     }
     return {name: str(value) for name, value in given.items() if value is not None}
 
 
-def _gb(size: float | None) -> str | None:
-    return None if size is None else f"{size:g} GB"
-
-
-def _range(ascending: list[int]) -> str:
-    return f"{ascending[0]}" if ascending[0] == ascending[-1] else f"{ascending[0]} to {ascending[-1]}"
-
-
-def checked_configs(given: Mapping[str, object]) -> tuple[CompareConfig, OfferedLoad]:
-    """Make the settings from a command line's options. Raises as `checked`, DeviceChoiceError: no such device."""
-    # Until a server has its port: the settings are checked before anything is started.
-    target = "grpc://127.0.0.1:1" if given["api"] in GRPC_APIS else "http://127.0.0.1:1"
-    config, load = checked(CompareConfig, given), checked(OfferedLoad, {**given, "target": target})
-    DeviceChoice.parse(config.device)
-    return config, load
-
-
-def execute(
-    config: CompareConfig, load: OfferedLoad, store: Path | None, json_file: Path | None, html_file: Path | None
-) -> int:
-    """Run a comparison.
+def execute(store: Path | None, json_file: Path | None, html_file: Path | None, **given: object) -> int:
+    """Run a comparison of what is given as fields of `CompareConfig` and `OfferedLoad`.
 
     Returns:
         The exit code: 0; 1 if a run can't be believed; 130 after a signal.
 
     Raises:
+        click.UsageError: naming the option that does not fit.
         ShardrankError: it can't be run to its end, or a file can't be written.
     """
+    # Until a server has its port: the settings are checked before anything is started.
+    target = "grpc://127.0.0.1:1" if given["api"] in GRPC_APIS else "http://127.0.0.1:1"
+    config, load = checked(CompareConfig, given), checked(OfferedLoad, {**given, "target": target})
+    DeviceChoice.parse(config.device)
     check_writable(json_file, html_file)
     try:
         with stopping_on_signals(), tempfile.TemporaryDirectory(prefix="shardrank-compare-") as temporary:

@@ -16,8 +16,9 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import AbstractContextManager
 from functools import cache, lru_cache, partial
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import uvloop
@@ -149,7 +150,17 @@ def ask_scores(load: OfferedLoad, pool: Pool, request: int) -> Float32Array:
 
 
 @contextlib.contextmanager
-def stopping_on_signals() -> Iterator[None]:
+def handling_signals(handler: Callable[..., None], *numbers: signal.Signals) -> Iterator[None]:
+    """Handle signals so in the block."""
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, former in before.items():
+            signal.signal(number, former)
+
+
+def stopping_on_signals() -> AbstractContextManager[None]:
     """Raise StopRequestedError in the block at the first SIGINT or SIGTERM; further ones don't disturb the cleaning."""
 
     def stop(number: int, *_: object) -> None:
@@ -157,12 +168,7 @@ def stopping_on_signals() -> Iterator[None]:
             signal.signal(ignored, signal.SIG_IGN)
         raise StopRequestedError(signal.Signals(number).name)
 
-    before = {number: signal.signal(number, stop) for number in STOP_SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return handling_signals(stop, *STOP_SIGNALS)
 
 
 @cache
@@ -217,7 +223,7 @@ def _scores(load: OfferedLoad, request: int) -> Float32Array:
     return ask_scores(load, open_payloads(load)[1], request)
 
 
-class Generators:
+class Generators(AbstractContextManager["Generators"]):
     """Processes that offer loads to servers, keep them busy, and ask for their scores. `with` ends them.
 
     Every method but `close` raises as `call`.
@@ -282,9 +288,6 @@ class Generators:
         self.process_ids = []
         for pool in self._pools:
             pool.shutdown(cancel_futures=True)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *raised: object) -> None:
         self.close()

@@ -146,16 +146,9 @@ class OpenLoop(Loop):
     """
 
     def __init__(
-        self,
-        times: Iterable[Float64Array],
-        route: Route,
-        record: Record,
-        *,
-        begin: float,
-        timeout_s: float,
-        max_in_flight: int = 4096,
+        self, times: Iterable[Float64Array], route: Route, record: Record, *, max_in_flight: int = 4096, **timing: float
     ) -> None:
-        super().__init__(route, record, begin=begin, timeout_s=timeout_s)
+        super().__init__(route, record, **timing)
         self._times = times
         self._max_in_flight = max_in_flight
 
@@ -216,26 +209,17 @@ class ClosedLoop(Loop):
 
 
 class CpuTime(NamedTuple):
-    """Processor time of some processes, in their code and in the kernel."""
+    """Processor time of some processes, in their code and in the kernel; the sum is all of it."""
 
     user_s: float = 0.0
     kernel_s: float = 0.0
 
-    @property
-    def all_s(self) -> float:
-        """Add both up."""
-        return self.user_s + self.kernel_s
-
 
 @dataclass(frozen=True, slots=True)
 class Weighed:
-    """What a busy server took.
+    """What a busy server took for the requests that it answered right within the seconds; times are from sending.
 
-    Attributes:
-        requests: answered right within the seconds.
-        server_cpu: processor time of the server's processes by role; a role that none has is not there.
-        client_cpu_s: that of the generator's process.
-        p50_ms, p99_ms: from sending to answer.
+    Processor time is that of the server's processes by role, where there are some, and of the generator's process.
     """
 
     requests: int
@@ -246,11 +230,6 @@ class Weighed:
     p99_ms: float
 
     @property
-    def server_cpu_s(self) -> float:
-        """Processor time of all of the server's processes."""
-        return sum(cpu.all_s for cpu in self.server_cpu.values())
-
-    @property
     def requests_per_s(self) -> float:
         """Answers a second."""
         return self.requests / self.seconds
@@ -258,7 +237,7 @@ class Weighed:
     @property
     def cpu_ms(self) -> float:
         """Processor time of the server for each answer."""
-        return self.server_cpu_s / self.requests * 1e3
+        return sum(map(sum, self.server_cpu.values())) / self.requests * 1e3
 
 
 def not_busy_because(busy: Weighed) -> tuple[str, ...]:
@@ -280,7 +259,7 @@ def cpu_by_role(process_ids: Iterable[int]) -> dict[Role, CpuTime]:
 
 def cpu_seconds(process_ids: Iterable[int]) -> float:
     """Add up the processor time that processes have used so far. Raises psutil.NoSuchProcess."""
-    return sum(cpu.all_s for cpu in cpu_by_role(process_ids).values())
+    return sum(map(sum, cpu_by_role(process_ids).values()))
 
 
 async def keep_busy(

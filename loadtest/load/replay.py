@@ -27,7 +27,7 @@ from loadtest.load.result import Float64Array, Measured, Recorder, check_writabl
 from loadtest.load.run import INTERRUPTED, show_measured
 from loadtest.load.senders import Failure, Outgoing
 from loadtest.tables import line
-from loadtest.workloads.payloads import Pool, payload_of
+from loadtest.workloads.payloads import GRPC_APIS, Pool, payload_of
 from serving.cli.output import stdout_console
 from serving.client import ClientError
 from serving.client.features import read_rank
@@ -181,7 +181,7 @@ def due_times(recorded: Sequence[Recorded], speed: float, rate: float | None) ->
 async def replay(config: ReplayConfig, prepared: Prepared) -> ReplayResult:
     """Send what was prepared. Raises OSError if the target's name is not known."""
     due = due_times(prepared.recorded, config.speed, config.rate)
-    comparison = ScoreComparison(prepared.pool.is_grpc, prepared.recorded, config.tolerance)
+    comparison = ScoreComparison(prepared.pool.api in GRPC_APIS, prepared.recorded, config.tolerance)
     recorder = Recorder(time.monotonic() + LEAD_S)
     done = await offer(config, prepared.pool, [due], recorder, cpu_s=(0.0, 0.0), judge=comparison)
     counts, rows = comparison.counts, done.records.rows

@@ -112,12 +112,9 @@ class Mark(Frozen):
 
 
 class GeneratorProcess(Frozen):
-    """One process that sent requests.
+    """One process that sent requests: CPU seconds for each second after the warm-up, and connections opened in all.
 
-    Attributes:
-        cpu_share: CPU seconds for each second after the warm-up: 1.0 is one core all the time.
-        connections: opened during the whole run.
-        lag_p99_ms, lag_max_ms: how late it came to its requests, not for how long these waited for a connection.
+    The lag is how late it came to its requests, not for how long these waited for a connection.
     """
 
     cpu_share: Amount
@@ -195,9 +192,7 @@ class LoadResult(Measured):
         within_slo: of these, answered right and in time.
         goodput, throughput: answers in time, and right answers, for each second of the duration.
         time_line: second by second, warm-up included.
-        marks: by time.
         valid: whether the numbers are the server's and not the generator's.
-        invalid_because: one sentence for each reason; empty if valid.
     """
 
     kind: Literal["run"] = "run"

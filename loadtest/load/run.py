@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import itertools
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -21,7 +20,7 @@ from loader.snapshot.schema_errors import schema_errors
 from loader.snapshot.tables import Frozen
 from loadtest.errors import LoadConfigError
 from loadtest.load.config import OfferedLoad, RunConfig
-from loadtest.load.generator import Generators, stopping_on_signals
+from loadtest.load.generator import Generators, handling_signals, stopping_on_signals
 from loadtest.load.result import (
     LoadResult,
     Mark,
@@ -72,8 +71,13 @@ def execute(
     load, run, console = checked(OfferedLoad, given), checked(RunConfig, given), Console(stderr=True)
     check_writable(json_file, html_file)
     result: LoadResult | SweepResult
+    moments: list[Mark] = []
+
+    def mark(*_: object) -> None:
+        moments.append(Mark(at_s=time.time(), label=f"mark {len(moments) + 1}"))
+
     try:
-        with stopping_on_signals(), _marking_on_signal() as moments, Generators(load.processes) as generators:
+        with stopping_on_signals(), handling_signals(mark, signal.SIGUSR1), Generators(load.processes) as generators:
             generators.prepare(load)
             if sweeps:
                 result = run_sweep(generators, load, run, console, max_rate=max_rate)
@@ -191,21 +195,6 @@ def sweep(measure: Callable[[float], LoadResult], slo_ms: float, *, first_rate: 
         limited_by=limited_by,
         tolerance=TOLERANCE,
     )
-
-
-@contextlib.contextmanager
-def _marking_on_signal() -> Iterator[list[Mark]]:
-    """Collect a mark for each SIGUSR1, at seconds since 1970."""
-    marks: list[Mark] = []
-
-    def mark(*_: object) -> None:
-        marks.append(Mark(at_s=time.time(), label=f"mark {len(marks) + 1}"))
-
-    before = signal.signal(signal.SIGUSR1, mark)
-    try:
-        yield marks
-    finally:
-        signal.signal(signal.SIGUSR1, before)
 
 
 def read_marks(path: Path) -> list[Mark]:

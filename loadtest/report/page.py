@@ -61,11 +61,7 @@ STYLE: dict[Any, Any] = {
 
 
 def read_reported(path: Path) -> Reported:
-    """Read a document that `--json` wrote.
-
-    Raises:
-        ResultFileError: no such file, too large, or not such a document.
-    """
+    """Read a document that `--json` wrote. Raises ResultFileError: no such file, too large, or not such a document."""
     try:
         if (size := path.stat().st_size) > MAX_RESULT_BYTES:
             raise ResultFileError(f"{path}: {size} bytes; at most {MAX_RESULT_BYTES} are read")
@@ -109,11 +105,11 @@ def compare_runs(title: str, arms: Mapping[str, Sequence[LoadResult]], *, seed: 
     )
 
 
-def new_figure(*heights: float) -> Figure:
+def new_figure(*heights: float) -> tuple[Figure, list[Axes]]:
     """Make a figure of axes from top to bottom, of these heights in inches."""
     figure = Figure((12.5, sum(heights)))
     figure.subplots(len(heights), height_ratios=heights)
-    return figure
+    return figure, figure.axes
 
 
 def to_svg(figure: Figure) -> Markup:
@@ -180,8 +176,7 @@ def draw_deadline(axes: Axes, slo_ms: float) -> None:
 
 def run_chart(run: LoadResult) -> Markup:
     """Draw the time line with its marks, above it latency by percentile and its histogram if there are answers."""
-    figure = new_figure(*((3, 2.5) if run.answered else ()), 2.5, 2, 1.5)
-    *of_answers, latency, requests, in_flight = figure.axes
+    figure, (*of_answers, latency, requests, in_flight) = new_figure(*((3, 2.5) if run.answered else ()), 2.5, 2, 1.5)
     if run.answered:
         percentiles, histogram = of_answers
         lines = {
@@ -220,8 +215,7 @@ def run_chart(run: LoadResult) -> Markup:
 
 def sweep_chart(sweep: SweepResult) -> Markup:
     """Draw latency of all that were due, and answers a second, against the rate at which they were due."""
-    figure = new_figure(4, 4)
-    latency, throughput = figure.axes
+    figure, (latency, throughput) = new_figure(4, 4)
     steps = sorted(sweep.steps, key=attrgetter("rate"))
     rates = np.array([step.rate for step in steps])
 
@@ -247,8 +241,7 @@ def ratio_chart(comparison: Comparison) -> Markup:
     """Draw each measure's ratios to the baseline with their intervals."""
     arms, measures = comparison.arms, [measure for measure in comparison.measures if measure.ratios]
     spacing = len(comparison.others) + 1
-    figure = new_figure(1 + 0.22 * spacing * len(measures))
-    [axes] = figure.axes
+    figure, [axes] = new_figure(1 + 0.22 * spacing * len(measures))
     axes.set(xlabel=f"ratio to {arms[comparison.baseline].name}", xscale="log")
     for place, arm in enumerate(comparison.others):
         ratios = [measure.ratios[arm] for measure in measures]
@@ -265,8 +258,7 @@ def ratio_chart(comparison: Comparison) -> Markup:
 
 def arms_chart(comparison: Comparison) -> Markup:
     """Draw latency by percentile of each arm; all rounds of an arm are taken together."""
-    figure = new_figure(3.5)
-    [axes] = figure.axes
+    figure, [axes] = new_figure(3.5)
     runs = {arm.name: arm.runs for arm in comparison.arms if any(run.answered for run in arm.runs)}
     lines = {
         name: ([run.latency_histogram for run in of_arm], sum(run.due for run in of_arm))

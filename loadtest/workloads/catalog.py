@@ -277,12 +277,6 @@ def bench_workload(shape: BenchShape, head: Head, hotness: int) -> SyntheticWork
     return SyntheticWorkload(f"{spec.model}, hotness {hotness}", spec, of_each, Uniform(), counts, ragged=shape.varied)
 
 
-def bench_requests(shape: BenchShape, head: Head, hotness: int, count: int) -> list[RankRequest]:
-    """Draw those requests that `bench_payloads` encodes."""
-    made, rng = bench_workload(shape, head, hotness), np.random.default_rng(BENCH_SEED)
-    return [made.request(rng) for _ in range(count)]
-
-
 def bench_payloads(
     shape: BenchShape,
     head: Head,

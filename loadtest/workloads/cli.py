@@ -91,9 +91,10 @@ def prepare(workload: str, store: Path, **given: Any) -> None:
       shardrank serve --store models --model dlrm-v2
       shardrank loadtest run --target http://127.0.0.1:8080 --workload dlrm-v2:0.01
     """
-    from loadtest.workloads.prepare import prepare_workload, snapshot_bytes
+    from loader.snapshot.publishing import rows_bytes_of
+    from loadtest.workloads.prepare import prepare_workload
 
     with progress_bars() as bars:
         folder, spec = prepare_workload(workload, store, progress=bars, **given)
-    click.echo(f"wrote {folder} ({human_bytes(snapshot_bytes(spec))} of rows); serve it with")
+    click.echo(f"wrote {folder} ({human_bytes(rows_bytes_of(spec))} of rows); serve it with")
     click.echo(f"  shardrank serve --store {store} --model {spec.model}")

@@ -97,11 +97,6 @@ class Pool(list[Payload]):
                 break
             self.append(payload)
 
-    @property
-    def is_grpc(self) -> bool:
-        """Tell whether bodies are gRPC messages, not HTTP bodies."""
-        return self.api in GRPC_APIS
-
     def scores(self, answer: bytes) -> ScoreList:
         """Read the scores of an answer that came with success. Raises AnswerError: it is none of this API."""
         try:

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from loader.progress import Progress, no_progress
-from loader.snapshot.codecs import codec_for
 from loader.snapshot.manifest import ModelSpec
+from loader.snapshot.publishing import rows_bytes_of
 from loader.snapshot.row_source import RowSource
 from loader.snapshot.store import WORK_FOLDER_PREFIX
 from loader.snapshot.tables import Bucketing
@@ -65,11 +65,6 @@ def random_dense(spec: ModelSpec, seed: int) -> dict[str, torch.Tensor]:
     }
 
 
-def snapshot_bytes(spec: ModelSpec) -> int:
-    """Add up the bytes of all rows as they are stored."""
-    return sum(table.num_embeddings * codec_for(table.dtype, table.embedding_dim).row_bytes for table in spec.tables)
-
-
 def unfinished_bytes(store: Path, model: str) -> int:
     """Add up what interrupted exports of a model left in a store: the same export goes on with it. Raises OSError."""
     left = (store / model).glob(f"{WORK_FOLDER_PREFIX}*/**/*")
@@ -87,7 +82,7 @@ def write_random_snapshot(spec: ModelSpec, store: Path, *, seed: int = 0, progre
     try:
         store.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(store).free
-        needed = snapshot_bytes(spec) - unfinished_bytes(store, spec.model)
+        needed = rows_bytes_of(spec) - unfinished_bytes(store, spec.model)
     except OSError as error:
         raise PrepareError(f"{store}: {error.strerror or error}") from error
     if needed > free:

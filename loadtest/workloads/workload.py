@@ -211,7 +211,6 @@ class Reuse:
         return np.where(octave == shares.size, (within * num_rows).astype(np.int64), popular)
 
 
-@dataclass(frozen=True, eq=False)
 class RowScatter:
     """Which row of a table has which rank: popular rows lie all over the table, not side by side on its first pages.
 
@@ -219,18 +218,12 @@ class RowScatter:
     each row has one rank, and any first few ranks lie far apart. All arrays are int64 [tables]; rows are below 2^32.
     """
 
-    num_rows: Int64Array
-    multipliers: Int64Array
-    offsets: Int64Array
-
-    @classmethod
-    def of(cls, num_rows: Int64Array) -> RowScatter:
-        """Make it for tables of so many rows each."""
+    def __init__(self, num_rows: Int64Array) -> None:
         golden, multipliers = (math.sqrt(5) - 1) / 2, []
         for rows in num_rows.tolist():
             near = max(1, round(rows * golden))
             multipliers.append(next(number for number in itertools.count(near) if math.gcd(number, rows) == 1))
-        return cls(num_rows, np.array(multipliers, np.int64), num_rows // 3)
+        self.num_rows, self.multipliers, self.offsets = num_rows, np.array(multipliers, np.int64), num_rows // 3
 
     def rows(self, ranks: Int64Array, table: npt.NDArray[np.integer]) -> Int64Array:
         """Find the rows, int64 [n], of ranks int64 [n] in tables [n]."""
@@ -337,7 +330,7 @@ class SyntheticWorkload:
 
     @cached_property
     def _scatter(self) -> RowScatter:
-        return RowScatter.of(np.array([table.num_embeddings for table in self.schema.layout.tables], np.int64))
+        return RowScatter(np.array([table.num_embeddings for table in self.schema.layout.tables], np.int64))
 
     def request(self, rng: np.random.Generator) -> RankRequest:
         """Draw a request."""

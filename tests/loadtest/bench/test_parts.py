@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loader.snapshot.codecs import RowCodec
+from loader.snapshot.publishing import rows_bytes_of
 from loader.snapshot.reader import Snapshot
 from loadtest.bench.hot_rows import Lru, draw_hits
-from loadtest.bench.levers import as_stored, describe_levers, rows_bytes
+from loadtest.bench.levers import as_stored, describe_levers
 from loadtest.bench.serving import Limit, checkout_of
 from loadtest.bench.tables import UniformTables
 from loadtest.errors import LoadConfigError, WorkloadError
@@ -77,7 +78,7 @@ def test_drawn_ids_hit_at_the_chosen_rate() -> None:
 def test_rows_of_levers_are_those_of_the_snapshot(tmp_path: Path) -> None:
     interactions = small_interactions()
     described = describe_levers(interactions)
-    model_bytes = {name: rows_bytes(description.compiled().stored_tables) for name, description in described.items()}
+    model_bytes = {name: rows_bytes_of(description.compiled()) for name, description in described.items()}
     assert model_bytes["int4"] < model_bytes["int8"] < model_bytes["fp16"] < model_bytes["fp32"]
     assert min(model_bytes, key=model_bytes.__getitem__) == "no crosses"
     dataset = FilmsDataset.split(interactions, seed=0)
@@ -88,7 +89,7 @@ def test_rows_of_levers_are_those_of_the_snapshot(tmp_path: Path) -> None:
         size += rows.nbytes
         decoded = RowCodec(table.dtype, table.embedding_dim).decode(rows)
         np.testing.assert_array_equal(decoded, as_stored(model).tables[table.name])
-    assert rows_bytes(model.spec.tables) == size
+    assert rows_bytes_of(model.spec) == size
 
 
 def test_a_commit_is_checked_out_while_it_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,13 +86,13 @@ def test_ranks_are_below_the_rows_of_their_own_table(ids, num_rows, seed):
 
 @given(num_rows=st.integers(1, 2000))
 def test_every_row_has_exactly_one_rank(num_rows):
-    scatter = RowScatter.of(np.array([num_rows]))
+    scatter = RowScatter(np.array([num_rows]))
     rows = scatter.rows(np.arange(num_rows), np.zeros(num_rows, np.int32))
     assert sorted(rows.tolist()) == list(range(num_rows))
 
 
 def test_the_most_popular_rows_lie_all_over_the_largest_table():
-    scatter = RowScatter.of(np.array([7, MAX_ROWS]))
+    scatter = RowScatter(np.array([7, MAX_ROWS]))
     ranks = np.append(np.arange(1000), MAX_ROWS - 1)
     rows = scatter.rows(ranks, np.ones(ranks.size, np.int32))
     # By plain integers of any size.

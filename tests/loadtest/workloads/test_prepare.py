@@ -9,13 +9,14 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from loader.snapshot.publishing import rows_bytes_of
 from loader.snapshot.reader import Snapshot, verify_snapshot
 from loadtest.errors import PrepareError
 from loadtest.workloads import prepare as preparing
 from loadtest.workloads.catalog import open_workload
 from loadtest.workloads.cli import prepare
 from loadtest.workloads.payloads import Payloads
-from loadtest.workloads.prepare import ROW_LIMIT, RandomRows, prepare_workload, snapshot_bytes, write_random_snapshot
+from loadtest.workloads.prepare import ROW_LIMIT, RandomRows, prepare_workload, write_random_snapshot
 from serving.rank.service import RankingService
 from serving.versions.loading import ModelSource, load_served_model
 from shardrank_testing.movielens import small_interactions, write_movielens
@@ -66,7 +67,7 @@ def test_the_snapshot_has_the_rows_and_passes_verification(snapshot_folder):
     spec = open_workload(WORKLOAD, context_features=2).spec
     assert snapshot.spec == spec
     assert snapshot.manifest.metadata == {"source": "random rows", "seed": "3"}
-    assert sum(entry.size_bytes for table in snapshot.manifest.tables for entry in table.rows) >= snapshot_bytes(spec)
+    assert sum(entry.size_bytes for table in snapshot.manifest.tables for entry in table.rows) >= rows_bytes_of(spec)
 
 
 async def served(folder, payloads) -> list[dict]:
@@ -121,7 +122,7 @@ def test_an_interrupted_export_goes_on_with_the_same_rows(tmp_path, snapshot_fol
 
     with pytest.raises(KeyboardInterrupt):
         write_random_snapshot(spec, tmp_path, seed=3, progress=interrupt)
-    whole = snapshot_bytes(spec)
+    whole = rows_bytes_of(spec)
     assert 0 < preparing.unfinished_bytes(tmp_path, spec.model) < whole
     folder = write_random_snapshot(spec, tmp_path, seed=3)
     assert preparing.unfinished_bytes(tmp_path, spec.model) == 0
