@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from loadtest.bench.harness import Bench, BenchTable, bench_command, measure, median_call_s
+from loadtest.bench.harness import Bench, BenchTable, bench_command, measure
 
 MEASURES = (measure("time", "ms"), measure("hits", "%", "higher"))
 
@@ -68,14 +68,3 @@ def test_the_json_form_has_values_medians_ratios_and_intervals(tmp_path, flags, 
     # A measure that one subject lacks has no ratios.
     assert table["subjects"]["slow"]["hits"]["ratio"] is None
     assert "0.250" in result.output
-
-
-def test_median_call_makes_a_call_that_it_does_not_count():
-    calls: list[int] = []
-
-    async def call(number: int) -> None:
-        calls.append(number)
-        await asyncio.sleep(0.02 if number == 2 else 0)
-
-    assert asyncio.run(median_call_s(call, 0.0, 3)) < 0.01
-    assert calls == [0, 0, 1, 2]

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
-import shutil
 import subprocess
 import sys
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
@@ -70,49 +68,6 @@ def test_steps_go_on_after_a_failed_one_but_the_first(tmp_path, python, steps):
     assert [line.split("\t")[:2] for line in (tmp_path / "results/d-steps.tsv").read_text().splitlines()[1:]] == steps
     failed = " ".join(name for name, status in steps if status != "0")
     assert done.stdout.endswith(f"== d: failed: {failed}\n")
-
-
-HANGS = """
-import ctypes, sys, types
-import pytest
-
-pytestmark = pytest.mark.gpu
-
-
-def test_before(): pass
-def test_is_blocked_with_pythons_lock():
-    mutex = ctypes.create_string_buffer(64)
-    ctypes.PyDLL(None).pthread_mutex_lock(mutex)
-    ctypes.PyDLL(None).pthread_mutex_lock(mutex)  # No signal ends this.
-def test_loses_the_device():
-    def synchronize():
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-    device = types.SimpleNamespace(is_initialized=lambda: True, synchronize=synchronize)
-    sys.modules["torch"] = types.SimpleNamespace(cuda=device)
-    raise AssertionError("wrong sums")
-def test_after():
-    assert "torch" not in sys.modules
-"""
-
-
-@pytest.mark.nightly
-def test_a_test_that_hangs_or_loses_the_device_costs_only_itself(tmp_path):
-    (tmp_path / "test_tiny.py").write_text(HANGS)
-    shutil.copy(ROOT / "tests/conftest.py", tmp_path)
-    _, command = planned("a")["kernels"]
-    shorter = {"60": "2", "faulthandler_timeout=80": "faulthandler_timeout=3", "results/a-kernels.xml": "kernels.xml"}
-    command = [shorter.get(word, word) for word in command if not word.startswith("tests/")]
-    options = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(tmp_path), str(tmp_path)]
-    done = subprocess.run([*command, *options], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
-    assert done.returncode == 1, done.stdout
-    cases = ElementTree.parse(tmp_path / "kernels.xml").iter("testcase")
-    assert {case.get("name"): len(case) > 0 for case in cases} == {
-        "test_before": False,
-        "test_is_blocked_with_pythons_lock": True,
-        "test_loses_the_device": True,
-        "test_after": False,
-    }
-    assert "the device is lost: CUDA error: an illegal memory access" in done.stdout + done.stderr
 
 
 SMALL = BenchSize(table_bytes=20_000, dims=(16,), hotness=(2,), batches=(32,), logical_cards=(1,), cell_s=0.0)

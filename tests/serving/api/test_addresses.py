@@ -49,16 +49,3 @@ def test_what_is_remembered_of_those_who_left_is_bounded(addresses):
     assert len(addresses) == MAX_REMEMBERED
     assert addresses.admit("172.16.0.0") is None
     assert addresses.admit(f"172.16.{MAX_REMEMBERED // 250}.{MAX_REMEMBERED % 250}")
-
-
-@pytest.mark.parametrize(
-    ("address", "same", "other"),
-    [
-        ("2001:db8::1", "2001:db8::ffff:1", "2001:db8:0:1::1"),  # a /64 is one client's
-        ("fe80::1%eth0", "fe80::2", "fe81::1"),
-        ("::ffff:192.0.2.1", HOME, "::ffff:192.0.2.2"),
-    ],
-)
-def test_addresses_of_one_client_are_counted_together(addresses, address, same, other):
-    addresses.opened(address)
-    assert [addresses.connections(one) for one in (address, same, other)] == [1, 1, 0]

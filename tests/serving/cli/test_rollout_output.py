@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from pathlib import Path
 
@@ -88,7 +87,9 @@ def test_a_status_shows_steps_nodes_guards_and_what_is_missing() -> None:
         assert expected in text
 
 
-def test_watch_waits_for_a_registry_that_does_not_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_watch_waits_for_a_registry_that_does_not_answer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path, polls = tmp_path / "registry", 0
     path.write_text("in the way")
 
@@ -100,38 +101,32 @@ def test_watch_waits_for_a_registry_that_does_not_answer(tmp_path: Path, capsys:
         if polls == 4:
             raise StoppedError
 
-    async def program() -> None:
-        registry = DirectoryRegistry(path)
-        try:
-            await watch_status(FleetRegistry(registry), None, sleep)
-        finally:
-            await registry.close()
-
+    registry = DirectoryRegistry(path)
     with pytest.raises(StoppedError):
-        asyncio.run(program())
+        await watch_status(FleetRegistry(registry), None, sleep)
+    await registry.close()
     output = capsys.readouterr().out
     assert output.count("waiting: registry") == 1
     assert output.count("nothing was rolled out yet") == 1
 
 
-def test_follow_names_the_live_version_after_another_writer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    async def program() -> None:
-        clock = Clock()
-        registry = DirectoryRegistry(tmp_path / "registry", clock=clock)
-        try:
-            fleet = PlayedFleet(registry, clock)
-            await fleet.begin(1, 1, 1)
-            begun = await start_rollout(fleet.fleet, MODEL, NEW, clock=clock, rollout_id="0" * 32)
-            await fleet.until_step("stage_shards")
-            await fleet.fleet.update_wanted(MODEL, lambda now: now and now.model_copy(update={"live": 3}))
+async def test_follow_names_the_live_version_after_another_writer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = Clock()
+    registry = DirectoryRegistry(tmp_path / "registry", clock=clock)
+    try:
+        fleet = PlayedFleet(registry, clock)
+        await fleet.begin(1, 1, 1)
+        begun = await start_rollout(fleet.fleet, MODEL, NEW, clock=clock, rollout_id="0" * 32)
+        await fleet.until_step("stage_shards")
+        await fleet.fleet.update_wanted(MODEL, lambda now: now and now.model_copy(update={"live": 3}))
 
-            async def sleep(_: float) -> None:
-                await fleet.coordinator.tick()
+        async def sleep(_: float) -> None:
+            await fleet.coordinator.tick()
 
-            assert (await follow_rollout(fleet.fleet, begun, sleep)).state == "aborted"
-        finally:
-            await registry.close()
-
-    asyncio.run(program())
+        assert (await follow_rollout(fleet.fleet, begun, sleep)).state == "aborted"
+    finally:
+        await registry.close()
     last = capsys.readouterr().err.splitlines()[-1]
     assert last == "films: version 2 was aborted: version 3 was made live by somebody else; version 3 is live"

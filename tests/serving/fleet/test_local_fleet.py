@@ -202,15 +202,12 @@ def test_a_version_that_a_node_refuses_is_not_waited_for(tmp_path: Path) -> None
         probe_of(tmp_path, WANTED, "shard", versions=(refused, report(2)))
 
 
-def test_a_coordinator_is_ready_when_anybody_holds_the_lock(tmp_path: Path) -> None:
-    async def program() -> None:
-        fleet = FleetRegistry(DirectoryRegistry(tmp_path))
-        with pytest.raises(NotYetError, match="nobody holds locks/coordinator yet"):
-            await ask_lock(fleet, COORDINATOR_LOCK, 7)
-        await fleet.registry.acquire(COORDINATOR_LOCK, "another one", 60)
+async def test_a_coordinator_is_ready_when_anybody_holds_the_lock(tmp_path: Path) -> None:
+    fleet = FleetRegistry(DirectoryRegistry(tmp_path))
+    with pytest.raises(NotYetError, match="nobody holds locks/coordinator yet"):
         await ask_lock(fleet, COORDINATOR_LOCK, 7)
-
-    asyncio.run(program())
+    await fleet.registry.acquire(COORDINATOR_LOCK, "another one", 60)
+    await ask_lock(fleet, COORDINATOR_LOCK, 7)
 
 
 # Rows as stored: user 1000 x 24 bytes and film 777 x 24 are above 10 kB, the other tables below.

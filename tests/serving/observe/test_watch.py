@@ -40,31 +40,27 @@ def addresses(tmp_path: Path) -> list[Address]:
     return [Address.parse(f"unix:{tmp_path}/{name}.sock") for name in ("a", "b")]
 
 
-def test_a_process_whose_version_no_shard_has_is_not_ready(api_model, addresses):
+async def test_a_process_whose_version_no_shard_has_is_not_ready(api_model, addresses):
     snapshot = Snapshot.open(api_model.path)
     nodes = [make_node(snapshot, Plan.make(snapshot.spec, 1, "hash", 1, 0), 0) for _ in addresses]
-
-    async def main() -> None:
-        servers = [NodeServer(node) for node in nodes]
-        for server, address in zip(servers, addresses, strict=True):
-            await server.start([address])
-        service = RankingService(expected_models=[MODEL])
-        source = ModelSource(snapshot=snapshot.path, shards=(tuple(addresses),), replicate_bytes=0, dtype="float32")
-        service.install(await asyncio.to_thread(load_served_model, source, service))
-        problems = []
-        for node in nodes:
-            node.generations.retire(MODEL, snapshot.version)
-            await service.watch.refresh()
-            problems.append(service.watch.problems())
-        # One replica without it is the other one's work; with none, no request could be answered.
-        assert problems[0] == {}
-        told = f"not_ready: no node of shard 0 that answers has version {snapshot.version} of model {MODEL!r}"
-        assert problems[1] == {MODEL: told}
-        await asyncio.to_thread(service.close)
-        for server in servers:
-            await server.close()
-
-    run(main())
+    servers = [NodeServer(node) for node in nodes]
+    for server, address in zip(servers, addresses, strict=True):
+        await server.start([address])
+    service = RankingService(expected_models=[MODEL])
+    source = ModelSource(snapshot=snapshot.path, shards=(tuple(addresses),), replicate_bytes=0, dtype="float32")
+    service.install(await asyncio.to_thread(load_served_model, source, service))
+    problems = []
+    for node in nodes:
+        node.generations.retire(MODEL, snapshot.version)
+        await service.watch.refresh()
+        problems.append(service.watch.problems())
+    # One replica without it is the other one's work; with none, no request could be answered.
+    assert problems[0] == {}
+    told = f"not_ready: no node of shard 0 that answers has version {snapshot.version} of model {MODEL!r}"
+    assert problems[1] == {MODEL: told}
+    await asyncio.to_thread(service.close)
+    for server in servers:
+        await server.close()
 
 
 def following_model(model: ApiModel, service: RankingService, position: DeltaPosition) -> ServedModel:
@@ -128,39 +124,35 @@ def test_rows_that_lag_are_reported_and_the_process_stays_ready(api_model):
     service.close()
 
 
-def test_readyz_and_health_hold_while_versions_come_and_go(api_model, tmp_path):
+async def test_readyz_and_health_hold_while_versions_come_and_go(api_model, tmp_path):
     newer = write_api_model(tmp_path, version=2, seed=9)
+    service = RankingService(expected_models=[MODEL])
+    service.install(await asyncio.to_thread(load_served_model, ModelSource(snapshot=api_model.path), service))
+    async with running_api(service) as api:
+        health = health_pb2_grpc.HealthStub(api.channel)
 
-    async def main() -> None:
-        service = RankingService(expected_models=[MODEL])
-        service.install(await asyncio.to_thread(load_served_model, ModelSource(snapshot=api_model.path), service))
-        async with running_api(service) as api:
-            health = health_pb2_grpc.HealthStub(api.channel)
+        async def assert_ready() -> None:
+            served = await health.Check(health_pb2.HealthCheckRequest(service=""))
+            assert served.status == health_pb2.HealthCheckResponse.SERVING
+            assert (await api.http.get("/readyz")).status_code == 200
 
-            async def assert_ready() -> None:
-                served = await health.Check(health_pb2.HealthCheckRequest(service=""))
-                assert served.status == health_pb2.HealthCheckResponse.SERVING
-                assert (await api.http.get("/readyz")).status_code == 200
-
-            source = ModelSource(snapshot=newer.path)
-            loading = asyncio.create_task(asyncio.to_thread(load_served_model, source, service))
-            while not loading.done():
-                await assert_ready()
-                await asyncio.sleep(0)
-            service.install_staged(await loading)
-            for change in (
-                lambda: None,
-                lambda: service.set_canary(MODEL, 2, 0.5),
-                lambda: service.flip(MODEL, 2),
-                lambda: service.retire(MODEL, 1),
-            ):
-                changed = change()
-                await assert_ready()
-            await asyncio.to_thread(changed.retired.wait, 10)
+        source = ModelSource(snapshot=newer.path)
+        loading = asyncio.create_task(asyncio.to_thread(load_served_model, source, service))
+        while not loading.done():
             await assert_ready()
-        await asyncio.to_thread(service.close)
-
-    run(main())
+            await asyncio.sleep(0)
+        service.install_staged(await loading)
+        for change in (
+            lambda: None,
+            lambda: service.set_canary(MODEL, 2, 0.5),
+            lambda: service.flip(MODEL, 2),
+            lambda: service.retire(MODEL, 1),
+        ):
+            changed = change()
+            await assert_ready()
+        await asyncio.to_thread(changed.retired.wait, 10)
+        await assert_ready()
+    await asyncio.to_thread(service.close)
 
 
 def test_a_node_tells_its_requests_errors_connections_and_rows(tmp_path: Path) -> None:
