@@ -246,7 +246,8 @@ def publish_with_little_room(snapshot: Path, registry: str, store: Path, max_fil
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, "SHARDRANK_REGISTRY": registry},
+        # Python would leave compiled modules cut off at the limit, which every later process fails to read.
+        env={**os.environ, "SHARDRANK_REGISTRY": registry, "PYTHONDONTWRITEBYTECODE": "1"},
         timeout=PUBLISH_TIMEOUT_S,
     )
     message, left_behind = result.stdout.strip(), [path.name for path in store.glob("*/[0-9]*")]
