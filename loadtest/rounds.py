@@ -88,7 +88,7 @@ class ComparedMeasure(Frozen):
         name: such as `p99, warm`.
         unit: of the values, such as `ms` or `/s`.
         better: which way is good.
-        values: `[arms][rounds]`, at least 0.
+        values: `[arms][rounds]`; 0 for none.
         middle: `[arms]`, medians of the rounds.
         ratios: `[arms]`, 1 for the baseline; empty where some value is 0.
     """
@@ -104,10 +104,10 @@ class ComparedMeasure(Frozen):
     def from_values(
         cls, name: str, unit: str, better: Better, values: Sequence[Sequence[float]], *, seed: int = 0
     ) -> Self:
-        """Compute ratios to the first arm from values `[arms][rounds]`, none of them negative."""
+        """Compute ratios to the first arm from values `[arms][rounds]`: where all are above 0."""
         table = np.asarray(values, np.float64)
         ratios: tuple[Ratio, ...] = ()
-        if table.all():
+        if (table > 0).all():
             ratios = (Ratio(value=1.0), *(Ratio.from_logs(logs, seed) for logs in np.log(table / table[0])[1:]))
         rows = tuple(map(tuple, table.tolist()))
         middle = tuple(np.median(table, axis=1).tolist())
@@ -182,8 +182,9 @@ class Measure(Generic[Round]):
     """A row of a comparison.
 
     Attributes:
-        value: in a round of an arm; None or 0 where there is none.
-        everywhere: whether every arm has one. If not, a row with a 0 has no ratios, and one of zeros alone is left out.
+        value: in a round of an arm; None where there is none.
+        everywhere: whether every arm has one, above 0. If not, a row has no ratios where some arm has 0 or none, and is
+            left out if all have none.
     """
 
     name: str
@@ -223,9 +224,13 @@ def compare_rounds(
         raise ComparisonError(f"arms: {counts} rounds; all must have as many, at least 1")
     compared, reasons = [], list(invalid_because)
     for measure in measures:
-        values = [[measure.value(each) or 0.0 for each in rounds] for _, rounds in arms]
-        has = [0 < value < math.inf for of_arm in values for value in of_arm]
-        if all(has) or (any(has) and not measure.everywhere):
+        found = [[measure.value(each) for each in rounds] for _, rounds in arms]
+        values = [[value or 0.0 for value in of_arm] for of_arm in found]
+        if measure.everywhere:
+            is_shown = all(0 < value < math.inf for of_arm in values for value in of_arm)
+        else:
+            is_shown = any(value is not None for of_arm in found for value in of_arm)
+        if is_shown:
             compared.append(ComparedMeasure.from_values(measure.name, measure.unit, measure.better, values, seed=seed))
         elif measure.everywhere:
             reasons.append(f"{measure.name} is left out: some rounds have none; too many requests failed")

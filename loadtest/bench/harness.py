@@ -39,13 +39,13 @@ QUICK_SHARE = 0.2
 """Of the seconds that each measurement takes otherwise."""
 
 Values: TypeAlias = Mapping[str, float]
-"""A round of a subject: a value above 0 for each measure that it has, 0 where there is none."""
+"""A round of a subject: a value for each measure that it has."""
 Subject: TypeAlias = Callable[[int], Values]
 """Measures once, given the number of the round, from 0."""
 
 
 def measure(name: str, unit: str, better: Better = "lower") -> Measure[Values]:
-    """Describe a measure; it has no ratios where some subject has no value."""
+    """Describe a measure; it has no ratios where some subject has 0, or no value."""
     return Measure(name, unit, better, lambda values: values.get(name), everywhere=False)
 
 

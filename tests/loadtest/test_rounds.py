@@ -75,10 +75,12 @@ def test_measures_that_some_rounds_lack_are_left_out_or_have_no_ratios():
     measures = [
         Measure("p99", "ms", "lower", lambda value: value or None),
         Measure("bytes", "B", "lower", lambda value: value, everywhere=False),
-        Measure("nothing", "B", "lower", lambda value: 0.0, everywhere=False),
+        Measure("nothing", "B", "lower", lambda value: None, everywhere=False),
+        Measure("never", "B", "lower", lambda value: 0.0, everywhere=False),
     ]
     found = compare_rounds(arms, measures, title="t", invalid_because=["it was late"])
-    assert [(measure.name, measure.middle, measure.ratios) for measure in found.measures] == [("bytes", (1.5, 1.5), ())]
+    rows = [(measure.name, measure.middle, measure.ratios) for measure in found.measures]
+    assert rows == [("bytes", (1.5, 1.5), ()), ("never", (0, 0), ())]
     assert not found.valid
     left_out = "p99 is left out: some rounds have none; too many requests failed"
     assert found.invalid_because == ("it was late", left_out)
