@@ -9,10 +9,6 @@ class WorkloadError(ShardrankError, http_status=400, grpc_status="INVALID_ARGUME
     """A workload, a distribution or an API that there is not. The message says what is allowed."""
 
 
-class PrepareError(WorkloadError, http_status=500, grpc_status="INTERNAL", kind="workload_prepare"):
-    """A workload's snapshot that can't be written into a store."""
-
-
 class AnswerError(WorkloadError, http_status=500, grpc_status="INTERNAL", kind="workload_answer"):
     """An answer that arrived with success but holds no scores. The message says what is wrong with it."""
 
@@ -53,19 +49,7 @@ class CompareStoreError(LoadError, http_status=400, grpc_status="INVALID_ARGUMEN
     """A store's model has other tables or features than the workload's."""
 
 
-class ReportError(ShardrankError, kind="report"):
-    """A report can't be made."""
-
-
-class PageFileError(ReportError, kind="report_file"):
-    """The page's file can't be written. The message has its path and the reason."""
-
-
-class HistogramError(ReportError, http_status=400, grpc_status="INVALID_ARGUMENT", kind="report_histogram"):
-    """A histogram in a result is no HDR histogram, or holds another count than the result says."""
-
-
-class ComparisonError(ReportError, http_status=400, grpc_status="INVALID_ARGUMENT", kind="report_comparison"):
+class ComparisonError(LoadError, http_status=400, grpc_status="INVALID_ARGUMENT", kind="report_comparison"):
     """Results that can't be compared: other numbers of rounds, no baseline, a ratio to nothing."""
 
 

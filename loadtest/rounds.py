@@ -24,9 +24,9 @@ from pydantic import Field, model_validator
 from rich.console import Console
 
 from loader.snapshot.tables import Frozen
+from loadtest.documents import Machine, line, make_table, ratio_text, significant
 from loadtest.errors import ComparisonError
-from loadtest.load.result import LoadResult, Machine
-from loadtest.tables import line, make_table, ratio_text, significant
+from loadtest.load.result import LoadResult
 
 Item = TypeVar("Item")
 Round = TypeVar("Round")

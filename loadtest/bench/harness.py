@@ -26,10 +26,9 @@ import torch
 import uvloop
 from rich.console import Console
 
-from loadtest.load.result import this_machine, versions
+from loadtest.documents import line, this_machine, versions
 from loadtest.rounds import Arm, Better, Comparison, Item, Measure, compare_rounds, in_turn, show_comparison
 from loadtest.servers import THIS_CHECKOUT, commit_of
-from loadtest.tables import line
 from serving.cli import WithExamples
 from serving.cli import options as opts
 

@@ -23,6 +23,7 @@ from pydantic import Field, TypeAdapter, ValidationError, model_validator
 from rich.console import Console
 
 from loader.snapshot.tables import Frozen
+from loadtest.documents import line
 from loadtest.errors import ScoresDifferError, ServerFailedError
 from loadtest.load.config import MAX_RATE, MAX_RUN_S, OfferedLoad, RunConfig
 from loadtest.load.generator import Generators
@@ -31,7 +32,6 @@ from loadtest.load.result import LoadResult
 from loadtest.load.run import offered
 from loadtest.rounds import in_turn
 from loadtest.servers import HOST, LOG_TAIL_BYTES, Server, ServerCommand, check_scores, ports_in, running, summed
-from loadtest.tables import line
 from serving.client import Client, ClientError
 from serving.fleet.supervisor import shardrank_command
 from shard_node.bags import Float32Array

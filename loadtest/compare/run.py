@@ -23,11 +23,12 @@ from loadtest.compare.arms import (
     rates_of,
     tolerance_of,
 )
+from loadtest.documents import check_writable
 from loadtest.errors import CompareStoreError
 from loadtest.load.config import OfferedLoad
 from loadtest.load.generator import stopping_on_signals
 from loadtest.load.loops import LATE_KINDS, CpuTime, Role, not_busy_because
-from loadtest.load.result import LoadResult, check_writable
+from loadtest.load.result import LoadResult
 from loadtest.load.run import INTERRUPTED, checked, write_files
 from loadtest.rounds import COUNTED, FORM, SHARES, Arm, Better, Comparison, Measure, compare_rounds, show_comparison
 from loadtest.workloads.catalog import FilmsWorkload, open_workload

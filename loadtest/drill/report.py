@@ -11,17 +11,11 @@ import click
 from pydantic import BaseModel
 
 from loader.progress import Progress
+from loadtest.documents import check_writable, show_document, write_document
 from loadtest.errors import DrillError
-from loadtest.load.result import check_writable, write_document
 from loadtest.load.run import INTERRUPTED
-from loadtest.tables import make_table
-from serving.cli.output import human_bytes, progress_bars, stdout_console
+from serving.cli.output import progress_bars, stdout_console
 from serving.fleet.process import StopRequestedError, run_until_signalled
-
-SINGLE = (int, float, str, type(None))
-"""Types of figures that are no records."""
-MAX_COLUMNS = 12
-"""Of a table on the terminal; the file has all."""
 
 
 class Limit(NamedTuple):
@@ -97,30 +91,10 @@ def execute(run: Callable[[Path, Progress], Awaitable[Report]], json_file: Path 
 
 
 def show(report: Report) -> None:
-    """Print records as tables, single figures under their names, and the verdict."""
-    singles = make_table(("", ""), ())
-    for name, value in report.model_dump(exclude={"problems", "details"}).items():
-        records = list(value.values()) if isinstance(value, dict) else value
-        if isinstance(value, SINGLE):
-            singles.add_row(name, _cell(name, value))
-        elif isinstance(records, list) and records and all(isinstance(record, dict) for record in records):
-            names = list(value) if isinstance(value, dict) else [""] * len(records)
-            columns = [key for key, field in records[0].items() if isinstance(field, SINGLE)][:MAX_COLUMNS]
-            table = make_table((name, *(column.replace("_", "\n") for column in columns)), ())
-            for key, record in zip(names, records, strict=True):
-                table.add_row(key, *(_cell(column, record[column]) for column in columns))
-            stdout_console().print(table)
-    stdout_console().print(singles)
+    """Print its figures and the verdict."""
+    show_document(stdout_console(), report.model_dump(exclude={"problems", "details"}))
     for problem in report.problems:
         click.echo(f"problem: {problem}")
     for detail in report.details if report.problems else ():
         click.echo(f"  {detail}")
     click.echo("not passed" if report.problems else "passed")
-
-
-def _cell(name: str, value: object) -> str:
-    if value is None or isinstance(value, bool):
-        return {None: "-", False: "no", True: "yes"}[value]
-    if isinstance(value, float):
-        return f"{value:.3%}" if "_share" in name else f"{value:.4g}"
-    return human_bytes(value) if isinstance(value, int) and "bytes" in name else str(value)

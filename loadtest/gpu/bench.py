@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from loadtest.tables import line, make_table
+from loadtest.documents import line, make_table
 
 Row = dict[str, Any]
 

@@ -109,7 +109,7 @@ def run(ctx: click.Context, /, **given: Any) -> None:
 
     Open loop: requests don't wait for answers, so a server that stalls meets those that came meanwhile, and their
     latency has the stall in it. The exit code is 1 if the numbers can't be believed, because the generator itself was
-    late or out of CPU, or if a sweep found no rate. SIGUSR1 sets a mark in the time line.
+    late or out of CPU, or if a sweep found no rate.
 
     Examples:
       shardrank loadtest run --target http://127.0.0.1:8080 --rate 200

@@ -150,17 +150,7 @@ def ask_scores(load: OfferedLoad, pool: Pool, request: int) -> Float32Array:
 
 
 @contextlib.contextmanager
-def handling_signals(handler: Callable[..., None], *numbers: signal.Signals) -> Iterator[None]:
-    """Handle signals so in the block."""
-    before = {number: signal.signal(number, handler) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, former in before.items():
-            signal.signal(number, former)
-
-
-def stopping_on_signals() -> AbstractContextManager[None]:
+def stopping_on_signals() -> Iterator[None]:
     """Raise StopRequestedError in the block at the first SIGINT or SIGTERM; further ones don't disturb the cleaning."""
 
     def stop(number: int, *_: object) -> None:
@@ -168,7 +158,12 @@ def stopping_on_signals() -> AbstractContextManager[None]:
             signal.signal(ignored, signal.SIG_IGN)
         raise StopRequestedError(signal.Signals(number).name)
 
-    return handling_signals(stop, *STOP_SIGNALS)
+    before = {number: signal.signal(number, stop) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, former in before.items():
+            signal.signal(number, former)
 
 
 @cache
@@ -182,9 +177,8 @@ def _begin(parent: int) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    # A terminal's Ctrl-C is for the process that started this one, and so is a mark.
-    for number in (signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
+    # A terminal's Ctrl-C is for the process that started this one.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _call(function: Callable[..., Any], arguments: tuple[object, ...]) -> Any:

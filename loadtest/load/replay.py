@@ -16,17 +16,16 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 from pydantic import Field
-from rich.console import Console
 
 from loader.memory import settle_heap
 from loader.snapshot.tables import Frozen
+from loadtest.documents import check_writable, show_document, write_document
 from loadtest.errors import LoadConfigError
 from loadtest.load.config import MAX_RATE, Sending
 from loadtest.load.generator import LEAD_S, event_loop, offer, stopping_on_signals
-from loadtest.load.result import Float64Array, Measured, Recorder, check_writable, measured, percentiles, write_document
-from loadtest.load.run import INTERRUPTED, show_measured
+from loadtest.load.result import Float64Array, Measured, Recorder, measured, percentiles
+from loadtest.load.run import INTERRUPTED, shown
 from loadtest.load.senders import Failure, Outgoing
-from loadtest.tables import line
 from loadtest.workloads.payloads import GRPC_APIS, Pool, payload_of
 from serving.cli.output import stdout_console
 from serving.client import ClientError
@@ -216,21 +215,5 @@ def execute(config: ReplayConfig, json_file: Path | None) -> int:
         return INTERRUPTED
     if json_file is not None:
         write_document(result, json_file)
-    show(stdout_console(), result)
+    show_document(stdout_console(), shown(result))
     return 0 if result.answered and not result.different else 1
-
-
-def show(console: Console, result: ReplayResult) -> None:
-    """Print a result."""
-    pace = f"{result.rate:g}/s" if result.rate is not None else f"{result.speed:g} times their pace"
-    line(console, f"{result.model} at {result.target}: {result.sent} of {result.recorded} recorded requests at {pace}")
-    facts = {
-        "answered": result.answered,
-        "scores compared": result.compared,
-        "  identical": result.identical,
-        f"  within {result.tolerance:g}": result.within,
-        "  different": result.different,
-        "of another version, dense step or delta": result.not_comparable,
-        "largest difference of a score": "-" if result.max_difference is None else f"{result.max_difference:.3g}",
-    }
-    show_measured(console, result, facts)

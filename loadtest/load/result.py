@@ -11,35 +11,24 @@ in `latency_of_due`, where a failed request is later than any answer.
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import math
-import os
-import platform
 from array import array
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import psutil
-from hdrh.histogram import HdrHistogram
-from pydantic import BaseModel, Field
+from pydantic import ConfigDict, Field
 
 from loader.snapshot.tables import Frozen
-from loadtest.errors import ResultFileError
+from loadtest.documents import Machine, this_machine, versions
 from loadtest.load.config import Arrivals, OfferedLoad, RunConfig
 from loadtest.load.senders import NEVER, Failure, Outgoing
 from loadtest.workloads.payloads import Encoding
 
-LIBRARIES = ("shardrank", "uvloop", "httptools", "grpcio", "hdrhistogram")
-
 Count: TypeAlias = Annotated[int, Field(ge=0)]
 Amount: TypeAlias = Annotated[float, Field(ge=0)]
-
-# Ten minutes; a timeout is far below.
-HIGHEST_US = 600_000_000
 
 OK = 0
 """The code of a right answer."""
@@ -71,17 +60,6 @@ class Percentiles(Frozen):
     p99_ms: Amount | None
     p999_ms: Amount | None
     max_ms: Amount | None
-
-
-class EncodedHistogram(Frozen):
-    """An HDR histogram of `count` times in microseconds, as `hdrh.histogram.HdrHistogram.decode` reads it.
-
-    That is HdrHistogram's V2 compressed form in base64 (github.com/HdrHistogram/HdrHistogram).
-    """
-
-    encoded: str
-    count: Count
-    unit: Literal["us"] = "us"
 
 
 class Second(Frozen):
@@ -140,16 +118,6 @@ class Generator(Frozen):
     max_connections: Count
 
 
-class Machine(Frozen):
-    """Where the generator ran: host name, model of its processors, cores that it may use, RAM, and kernel."""
-
-    name: str
-    cpu: str
-    cores: Count
-    memory_bytes: Count
-    system: str
-
-
 class Measured(Frozen):
     """What the results of a run and of a replay both have.
 
@@ -195,6 +163,9 @@ class LoadResult(Measured):
         valid: whether the numbers are the server's and not the generator's.
     """
 
+    # Results of earlier releases have histograms too.
+    model_config = ConfigDict(extra="ignore")
+
     kind: Literal["run"] = "run"
     format_version: Literal[1] = 1
     api: Encoding
@@ -215,8 +186,6 @@ class LoadResult(Measured):
     within_slo: Count
     goodput: Amount
     throughput: Amount
-    latency_histogram: EncodedHistogram
-    service_histogram: EncodedHistogram
     time_line: tuple[Second, ...]
     marks: tuple[Mark, ...] = ()
     generator: Generator
@@ -243,42 +212,6 @@ class SweepResult(Frozen):
     lowest_failed_rate: Amount | None
     limited_by: Literal["server", "generator", "max_rate"]
     tolerance: Amount
-
-
-def check_writable(*files: Path | None) -> None:
-    """Raise ResultFileError if a file can't be written. An older one stays until there is a new one."""
-    for file in files:
-        if file is not None:
-            try:
-                file.open("a").close()
-            except OSError as error:
-                raise ResultFileError(f"{file}: {error.strerror or error}") from error
-
-
-def write_document(document: BaseModel, file: Path) -> None:
-    """Write a document as JSON. Raises ResultFileError if the file can't be written."""
-    try:
-        file.write_text(document.model_dump_json(indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ResultFileError(f"{file}: {error.strerror or error}") from error
-
-
-def this_machine() -> Machine:
-    """Describe the machine that this process runs on."""
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return Machine(
-        name=platform.node() or "unnamed",
-        cpu=next(names, platform.processor() or platform.machine()),
-        cores=len(os.sched_getaffinity(0)),
-        memory_bytes=psutil.virtual_memory().total,
-        system=f"{platform.system()} {platform.release()}",
-    )
-
-
-def versions() -> dict[str, str]:
-    """List the versions of Python and of the libraries that the generator sends with."""
-    return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in LIBRARIES}}
 
 
 class Records(NamedTuple):
@@ -344,16 +277,6 @@ def percentiles(seconds: npt.ArrayLike, out_of: int | None = None) -> Percentile
     least, *middle = np.quantile(times_ms, (0, 0.5, 0.9, 0.99, 0.999, 1), method="inverted_cdf").tolist()
     values = zip(Percentiles.model_fields, (least, float(times_ms.mean()), *middle), strict=True)
     return Percentiles.model_validate({name: value if value < math.inf else None for name, value in values})
-
-
-def encode_histogram(seconds: npt.ArrayLike) -> EncodedHistogram:
-    """Encode times, float64 [n], as an HDR histogram; below 1 us they count as 1 us, above 10 min as 10 min."""
-    times_us = np.clip(np.rint(np.asarray(seconds, np.float64) * 1e6), 1, HIGHEST_US).astype(np.int64)
-    histogram = HdrHistogram(1, HIGHEST_US, 3)
-    distinct, counts = np.unique(times_us, return_counts=True)
-    for time_us, count in zip(distinct.tolist(), counts.tolist(), strict=True):
-        histogram.record_value(time_us, count)
-    return EncodedHistogram(encoded=histogram.encode().decode("ascii"), count=times_us.size)
 
 
 class Ready(NamedTuple):
@@ -437,8 +360,6 @@ def make_result(
         within_slo=within_slo,
         goodput=within_slo / run.duration_s,
         throughput=answered.size / run.duration_s,
-        latency_histogram=encode_histogram(latency_s),
-        service_histogram=encode_histogram(answered["ended"] - answered["sent"]),
         time_line=_time_line(run, np.concatenate([process.records.rows for process in done])),
         generator=generator,
         valid=not reasons,

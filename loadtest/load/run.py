@@ -5,11 +5,10 @@ from __future__ import annotations
 import datetime
 import itertools
 import math
-import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import click
 from pydantic import BaseModel, ValidationError
@@ -18,20 +17,11 @@ from rich.progress import Progress, TextColumn
 
 from loader.snapshot.schema_errors import schema_errors
 from loader.snapshot.tables import Frozen
+from loadtest.documents import check_writable, line, show_document, write_document
 from loadtest.errors import LoadConfigError
 from loadtest.load.config import OfferedLoad, RunConfig
-from loadtest.load.generator import Generators, handling_signals, stopping_on_signals
-from loadtest.load.result import (
-    LoadResult,
-    Mark,
-    Measured,
-    Outcome,
-    SweepResult,
-    check_writable,
-    outcome_of,
-    write_document,
-)
-from loadtest.tables import line, make_table
+from loadtest.load.generator import Generators, stopping_on_signals
+from loadtest.load.result import LoadResult, Mark, Measured, Outcome, SweepResult, outcome_of
 from loadtest.workloads.payloads import FORMS
 from serving.cli.output import stdout_console
 from serving.fleet.process import StopRequestedError
@@ -72,12 +62,8 @@ def execute(
     check_writable(json_file, html_file)
     result: LoadResult | SweepResult
     moments: list[Mark] = []
-
-    def mark(*_: object) -> None:
-        moments.append(Mark(at_s=time.time(), label=f"mark {len(moments) + 1}"))
-
     try:
-        with stopping_on_signals(), handling_signals(mark, signal.SIGUSR1), Generators(load.processes) as generators:
+        with stopping_on_signals(), Generators(load.processes) as generators:
             generators.prepare(load)
             if sweeps:
                 result = run_sweep(generators, load, run, console, max_rate=max_rate)
@@ -87,7 +73,7 @@ def execute(
         return INTERRUPTED
     if marks is not None:
         try:
-            moments += read_marks(marks)
+            moments = read_marks(marks)
         except LoadConfigError as error:
             # What was measured is worth more than its marks.
             line(console, f"marks are left out: {error}")
@@ -112,7 +98,7 @@ def checked(schema: type[Config], given: Mapping[str, object]) -> Config:
 
 
 def write_files(document: BaseModel, json_file: Path | None, html_file: Path | None) -> None:
-    """Write a result and its page, as far as they are wanted. Raises ResultFileError, PageFileError."""
+    """Write a result and its page, as far as they are wanted. Raises ResultFileError."""
     if json_file is not None:
         write_document(document, json_file)
     if html_file is not None:
@@ -227,63 +213,28 @@ def with_marks(result: LoadResult, marks: Sequence[Mark]) -> LoadResult:
     return result.model_copy(update={"marks": tuple(sorted(within, key=lambda mark: mark.at_s))})
 
 
-def show_measured(console: Console, result: Measured, facts: dict[str, object]) -> None:
-    """Print percentiles in ms, values by name, and what failed."""
-    table = make_table([""], ("p50", "p90", "p99", "p99.9", "max"))
-    for name, times in (
-        ("latency of answers, ms", result.latency),
-        ("  with failed requests as later", result.latency_of_due),
-        ("service time, ms", result.service),
-    ):
-        table.add_row(name, *map(_ms, (times.p50_ms, times.p90_ms, times.p99_ms, times.p999_ms, times.max_ms)))
-    console.print(table)
-    table = make_table([""], [""])
-    for name, value in (facts | {f"failed: {kind}": count for kind, count in result.errors.items()}).items():
-        table.add_row(name, str(value))
-    console.print(table)
-    for example in result.error_examples:
-        line(console, f"  {example}")
+def shown(result: Measured) -> dict[str, Any]:
+    """Return what is printed of a result."""
+    hidden = {"kind", "format_version", "machine", "versions", "time_line", "marks", "varied"}
+    times = result.model_dump(include={"latency", "latency_of_due", "service"})
+    return {"times": times, **result.model_dump(exclude=hidden | times.keys())}
 
 
 def show_result(console: Console, result: LoadResult | SweepResult) -> None:
     """Print it."""
-    if isinstance(result, SweepResult):
-        _show_sweep(console, result)
-        return
-    how = f"{result.arrivals} arrivals at {result.rate:g}/s for {result.duration_s:g} s"
-    line(console, f"{result.target} {result.api}  {result.workload}  {how}")
-    line(console, f"requests are {FORMS[result.varied]}")
-    facts = {
-        "due": result.due,
-        "answered": f"{result.answered} ({result.throughput:.1f}/s)",
-        f"within {result.slo_ms:g} ms": f"{result.within_slo} ({result.goodput:.1f}/s)",
-        "generator's share of a core": ", ".join(f"{process.cpu_share:.0%}" for process in result.generator.processes),
-        "generator late, p99": f"{_ms(result.generator.lag_p99_ms)} ms",
-    }
-    show_measured(console, result, facts)
-    for reason in result.invalid_because:
-        line(console, f"not valid: {reason}")
-
-
-def _show_sweep(console: Console, result: SweepResult) -> None:
-    line(console, f"requests are {FORMS[result.steps[0].varied]}")
-    table = make_table(["rate"], ("p50", "p99", "p99 of due", "errors", "generator", ""))
-    for step in result.steps:
-        times = map(_ms, (step.latency.p50_ms, step.latency.p99_ms, step.latency_of_due.p99_ms))
-        cpu_share = max(process.cpu_share for process in step.generator.processes)
-        outcome = outcome_of(step, result.slo_ms)
-        table.add_row(f"{step.rate:.1f}", *times, str(sum(step.errors.values())), f"{cpu_share:.0%}", outcome)
-    console.print(table)
-    if result.highest_rate is None:
-        line(console, f"no rate kept p99 within {result.slo_ms:g} ms")
-        return
-    why = {
-        "server": "the server does not keep to it beyond",
-        "generator": "the generator could not tell beyond",
-        "max_rate": "no more was tried",
-    }[result.limited_by]
-    line(console, f"highest rate with p99 within {result.slo_ms:g} ms: {result.highest_rate:.1f}/s; {why}")
-
-
-def _ms(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
+    if isinstance(result, LoadResult):
+        varied, document = result.varied, shown(result)
+    else:
+        varied, document = result.steps[0].varied, result.model_dump(exclude={"kind", "format_version"})
+        document["steps"] = [
+            {
+                "rate": step.rate,
+                **step.latency_of_due.model_dump(),
+                "failed": step.due - step.answered,
+                "generator_cpu_share": max(process.cpu_share for process in step.generator.processes),
+                "outcome": outcome_of(step, result.slo_ms),
+            }
+            for step in result.steps
+        ]
+    line(console, f"requests are {FORMS[varied]}")
+    show_document(console, document)

@@ -20,11 +20,11 @@ from safetensors.torch import save_file
 
 from loader.snapshot.row_source import TensorRows
 from loader.snapshot.writer import export_snapshot
+from loadtest.documents import this_machine, versions
 from loadtest.errors import LoadConfigError, RequestFailedError
 from loadtest.load.config import OfferedLoad, bench_load
 from loadtest.load.generator import Generators, ask_scores, open_payloads
 from loadtest.load.loops import not_busy_because
-from loadtest.load.result import this_machine, versions
 from loadtest.rounds import Arm, Comparison, Measure, compare_rounds, in_turn
 from loadtest.servers import HOST, Server, ServerCommand, check_scores, running, serving
 from loadtest.workloads.catalog import BENCH_SEED, BenchShape, BenchWorkload, bench_spec

@@ -48,7 +48,7 @@ def report(files: tuple[str, ...], html_file: Path, json_file: Path | None, titl
       shardrank loadtest report before.json after.json --html compared.html
       shardrank loadtest report one=a1.json two=b1.json one=a2.json two=b2.json --html compared.html
     """
-    from loadtest.load.result import write_document
+    from loadtest.documents import write_document
     from loadtest.report.page import compare_runs, read_reported, write_html
 
     if len(files) == 1:

@@ -6,8 +6,6 @@ Charts are drawn by matplotlib, as SVG for a light ground; the page's style shee
 from __future__ import annotations
 
 import io
-import struct
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
@@ -15,27 +13,23 @@ from typing import Annotated, Any, TypeAlias
 
 import matplotlib as mpl
 import numpy as np
-import numpy.typing as npt
 from cycler import cycler
-from hdrh.codec import HdrCookieException, HdrLengthException
-from hdrh.histogram import HdrHistogram
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 from pydantic import Field, TypeAdapter, ValidationError
 
 from loader.snapshot.schema_errors import schema_errors
-from loadtest.errors import ComparisonError, HistogramError, PageFileError, ResultFileError
-from loadtest.load.result import EncodedHistogram, LoadResult, SweepResult, outcome_of
+from loadtest.documents import significant
+from loadtest.errors import ComparisonError, ResultFileError
+from loadtest.load.result import LoadResult, Percentiles, SweepResult, outcome_of
 from loadtest.rounds import FORM, Arm, Comparison, Measure, compare_rounds
-from loadtest.tables import significant
 from loadtest.workloads.payloads import FORMS
 
 MAX_RESULT_BYTES = 256 << 20
 MAX_PROBLEMS = 5
-Floats = npt.NDArray[np.float64]
 Reported: TypeAlias = LoadResult | SweepResult | Comparison
 Table: TypeAlias = tuple[str, Sequence[str], Sequence[Sequence[Any]]]
 """Title, names of columns, rows."""
@@ -47,6 +41,8 @@ _MEASURES: tuple[Measure[LoadResult], ...] = (
     Measure("answers in time", "/s", "higher", lambda run: run.goodput),
 )
 _ALIKE = ("target", "model", "workload", "api", "ids", "candidates", "arrivals", "rate", "duration_s", "slo_ms")
+PERCENTILES = {1: "min", 2: "p50", 10: "p90", 100: "p99", 1000: "p99.9"}
+"""Where each is drawn: 1 / (1 - q)."""
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "text.parse_math": False,
@@ -129,43 +125,13 @@ def to_svg(figure: Figure) -> Markup:
     return Markup(out.getvalue().partition("<!DOCTYPE")[2].partition(">")[2])
 
 
-def decode_histogram(encoded: EncodedHistogram) -> tuple[Floats, Floats]:
-    """Return times in ms, ascending, and how often each was recorded, float64 [n] each.
-
-    Raises:
-        HistogramError: it is no HDR histogram, or has another count than is said beside it.
-    """
-    try:
-        histogram = HdrHistogram.decode(encoded.encoded)
-    except (TypeError, ValueError, OverflowError, HdrCookieException, HdrLengthException, zlib.error, struct.error,
-            IndexError) as error:  # fmt: skip
-        raise HistogramError(f"encoded: not an HDR histogram in V2 form: {error!r}") from error
-    counts = np.array(histogram.counts, np.float64)
-    if (total := int(counts.sum())) != encoded.count:
-        raise HistogramError(f"encoded: holds {total} values, `count` says {encoded.count}")
-    filled = np.flatnonzero(counts)
-    times_us = [histogram.get_highest_equivalent_value(histogram.get_value_from_index(int(index))) for index in filled]
-    return np.array(times_us, np.float64) / 1000, counts[filled]
-
-
-def percentile_curve(histograms: Sequence[EncodedHistogram], due: int) -> tuple[Floats, Floats]:
-    """Return 1 / (1 - q) for fractions q of so many due requests, and the times in ms up to each.
-
-    What was due and not answered is later than any answer: the curve ends where it begins.
-    """
-    times, counts = (np.concatenate(parts) for parts in zip(*map(decode_histogram, histograms), strict=True))
-    order = np.argsort(times)
-    # The largest of n values is drawn at q = 1 - 1 / (2 n): 1 would be at infinity.
-    later = np.maximum(due - np.cumsum(counts[order]), 0.5)
-    return np.array([1, *due / later]), np.array([*times[order[:1]], *times[order]])
-
-
-def draw_percentiles(axes: Axes, lines: Mapping[str, tuple[Sequence[EncodedHistogram], int]], slo_ms: float) -> None:
-    """Draw latency by percentile of so many due requests, by name; a line ends where failures begin."""
-    axes.set(xlabel="percentile of requests that were due", xscale="log", ylabel="ms", yscale="log")
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{100 - 100 / x:.10g}%"))
-    for name, (histograms, due) in lines.items():
-        axes.step(*percentile_curve(histograms, due), where="pre", label=name)
+def draw_percentiles(axes: Axes, lines: Mapping[str, Sequence[Percentiles]], slo_ms: float) -> None:
+    """Draw the medians of rounds' percentiles by name; a line ends before those that are None in some round."""
+    axes.set(xscale="log", xlabel="percentile", yscale="log", ylabel="ms")
+    for name, rounds in lines.items():
+        times = np.array([[times.min_ms, times.p50_ms, times.p90_ms, times.p99_ms, times.p999_ms] for times in rounds])
+        axes.plot(tuple(PERCENTILES), np.median(times.astype(np.float64), axis=0), "o-", label=name)
+    axes.set_xticks(tuple(PERCENTILES), tuple(PERCENTILES.values()))
     draw_deadline(axes, slo_ms)
 
 
@@ -175,18 +141,14 @@ def draw_deadline(axes: Axes, slo_ms: float) -> None:
 
 
 def run_chart(run: LoadResult) -> Markup:
-    """Draw the time line with its marks, above it latency by percentile and its histogram if there are answers."""
-    figure, (*of_answers, latency, requests, in_flight) = new_figure(*((3, 2.5) if run.answered else ()), 2.5, 2, 1.5)
-    if run.answered:
-        percentiles, histogram = of_answers
+    """Draw the time line with its marks, and above it latency by percentile if there are answers."""
+    figure, (*of_answers, latency, requests, in_flight) = new_figure(*((3,) if run.answered else ()), 2.5, 2, 1.5)
+    for axes in of_answers:
         lines = {
-            "service time, from when it was sent": ([run.service_histogram], run.due),
-            "latency, from when it was due": ([run.latency_histogram], run.due),
+            "service time of answers, from when they were sent": [run.service],
+            "latency of all that were due": [run.latency_of_due],
         }
-        draw_percentiles(percentiles, lines, run.slo_ms)
-        histogram.set(xlabel="latency, ms", xscale="log", ylabel="answers")
-        times, counts = decode_histogram(run.latency_histogram)
-        histogram.hist(times, list(np.geomspace(times[0] * 0.99, times[-1] * 1.01, 60)), weights=counts)
+        draw_percentiles(axes, lines, run.slo_ms)
     second = {
         field: np.array([getattr(second, field) for second in run.time_line], np.float64)
         for field in ("at_s", "p99_ms", "p50_ms", "ok", "errors", "in_flight")
@@ -257,23 +219,20 @@ def ratio_chart(comparison: Comparison) -> Markup:
 
 
 def arms_chart(comparison: Comparison) -> Markup:
-    """Draw latency by percentile of each arm; all rounds of an arm are taken together."""
+    """Draw latency by percentile of each arm that has runs."""
     figure, [axes] = new_figure(3.5)
-    runs = {arm.name: arm.runs for arm in comparison.arms if any(run.answered for run in arm.runs)}
-    lines = {
-        name: ([run.latency_histogram for run in of_arm], sum(run.due for run in of_arm))
-        for name, of_arm in runs.items()
-    }
+    runs = {arm.name: arm.runs for arm in comparison.arms if arm.runs}
+    lines = {name: [run.latency_of_due for run in of_arm] for name, of_arm in runs.items()}
     draw_percentiles(axes, lines, next(iter(runs.values()))[0].slo_ms)
     return to_svg(figure)
 
 
 def tables_of(document: Mapping[str, Any], title: str) -> Iterator[Table]:
-    """Lay a document out: its values by name, then each document and list in it; histograms are left out."""
+    """Lay a document out: its values by name, then each document and list in it."""
     nested = {name: value for name, value in document.items() if isinstance(value, dict | list)}
     yield title, (), [(name, value) for name, value in document.items() if name not in nested]
     for name, value in nested.items():
-        if isinstance(value, dict) and "encoded" not in value:
+        if isinstance(value, dict):
             yield from tables_of(value, name)
         elif value and isinstance(value, list):
             rows = [list(each.values()) if isinstance(each, dict) else [each] for each in value]
@@ -288,7 +247,7 @@ def value_text(value: Any) -> str:
 
 
 def html(result: Reported) -> str:
-    """Write the page as text. Raises HistogramError if a histogram in the result can't be decoded."""
+    """Write the page as text."""
     environment = Environment(
         loader=PackageLoader("loadtest.report", ""), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
@@ -300,14 +259,9 @@ def html(result: Reported) -> str:
 
 
 def write_html(result: Reported, path: Path) -> None:
-    """Write the page to a file.
-
-    Raises:
-        HistogramError: a histogram in the result can't be decoded.
-        PageFileError: the file can't be written.
-    """
+    """Write the page to a file. Raises ResultFileError: it can't be written."""
     text = html(result)
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise PageFileError(f"{path}: {error.strerror or error}") from error
+        raise ResultFileError(f"{path}: {error.strerror or error}") from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,12 +11,9 @@ import torch
 
 from loader.progress import Progress, no_progress
 from loader.snapshot.manifest import ModelSpec
-from loader.snapshot.publishing import rows_bytes_of
 from loader.snapshot.row_source import RowSource
-from loader.snapshot.store import WORK_FOLDER_PREFIX
 from loader.snapshot.tables import Bucketing
 from loader.snapshot.writer import export_snapshot
-from loadtest.errors import PrepareError
 from loadtest.workloads.catalog import FilmsWorkload, open_workload
 from serving.models.ranking_models import build_model
 from serving.training.dataset import with_bucketing
@@ -65,28 +61,15 @@ def random_dense(spec: ModelSpec, seed: int) -> dict[str, torch.Tensor]:
     }
 
 
-def unfinished_bytes(store: Path, model: str) -> int:
-    """Add up what interrupted exports of a model left in a store: the same export goes on with it. Raises OSError."""
-    left = (store / model).glob(f"{WORK_FOLDER_PREFIX}*/**/*")
-    return sum(path.stat().st_size for path in left if path.is_file())
-
-
 def write_random_snapshot(spec: ModelSpec, store: Path, *, seed: int = 0, progress: Progress = no_progress) -> Path:
     """Write the next version of a model into a store, which is made if it is not there; return the snapshot's folder.
 
     Raises:
-        PrepareError: the disk has too little room.
+        OSError: the store can't be written, or the disk is full; the same export goes on with what it has written.
         ExportError: as `loader.snapshot.writer.export_snapshot`.
         RankingModelError: if the dense model's description is not valid.
     """
-    try:
-        store.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(store).free
-        needed = rows_bytes_of(spec) - unfinished_bytes(store, spec.model)
-    except OSError as error:
-        raise PrepareError(f"{store}: {error.strerror or error}") from error
-    if needed > free:
-        raise PrepareError(f"{store}: {needed} bytes of rows to write, but {free} are free; take a smaller scale")
+    store.mkdir(parents=True, exist_ok=True)
     return export_snapshot(
         store,
         spec,

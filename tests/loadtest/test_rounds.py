@@ -12,10 +12,10 @@ import pytest
 from pydantic import ValidationError
 from rich.console import Console
 
+from loadtest.documents import ratio_text, significant
 from loadtest.errors import ComparisonError
 from loadtest.report.page import compare_runs
 from loadtest.rounds import Arm, ComparedMeasure, Comparison, Measure, compare_rounds, in_turn, show_comparison
-from loadtest.tables import ratio_text, significant
 from shardrank_testing.load_results import QueueLoad
 
 

@@ -8,9 +8,9 @@ import re
 import pytest
 from click.testing import CliRunner
 
+from loadtest.documents import write_document
 from loadtest.errors import ComparisonError, ResultFileError
 from loadtest.load.cli import loadtest
-from loadtest.load.result import write_document
 from loadtest.report.page import read_reported
 from shardrank_testing.load_results import QueueLoad, example_sweep
 

@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 from playwright.sync_api import sync_playwright
 
-from loadtest.errors import HistogramError, PageFileError
-from loadtest.load.result import EncodedHistogram, Mark, encode_histogram, percentiles
-from loadtest.report.page import compare_runs, decode_histogram, html, percentile_curve, write_html
+from loadtest.errors import ResultFileError
+from loadtest.load.result import Mark, percentiles
+from loadtest.report.page import compare_runs, draw_percentiles, html, write_html
 from loadtest.rounds import ComparedMeasure
 from shardrank_testing.browser import chromium_path
 from shardrank_testing.load_results import QueueLoad, Stall, example_run, example_sweep
@@ -69,8 +70,8 @@ def test_every_value_of_the_result_is_on_the_page(name):
     body = body_of(page_of(name))
     found = re.findall(r"-?\d[\d,]*(?:\.\d+)?(?:e-?\d+)?", " ".join(body.itertext()))
     text, numbers = text_of(body), np.unique([float(number.replace(",", "")) for number in found])
-    # Histograms are drawn, and a ratio to itself is left out.
-    not_shown = re.compile(r"_histogram/|/ratios/0/|/better$")
+    # A ratio to itself is left out.
+    not_shown = re.compile(r"/ratios/0/|/better$")
     values = {
         path: value for path, value in leaves(RESULTS[name]().model_dump(mode="json")).items() if value is not None
     }
@@ -155,6 +156,19 @@ def test_a_page_says_whether_to_believe_it(make, sentence):
     assert sentence in text_of(body_of(html(make())))
 
 
+def test_a_curve_ends_where_requests_failed():
+    """A failed request is later than any answer."""
+    runs = [short(refused=share) for share in (0.0, 0.02, 0.2)]
+    ends = []
+    for run in runs:
+        axes = Figure().add_subplot()
+        draw_percentiles(axes, {"due": [run.latency_of_due, run.latency_of_due]}, 25)
+        at, times = axes.lines[0].get_data()
+        ends.append(np.flatnonzero(np.isfinite(times))[-1])
+        assert (at[:2].tolist(), times[:2].tolist()) == ([1, 2], [run.latency_of_due.min_ms, run.latency_of_due.p50_ms])
+    assert [at[end] for end in ends] == [1000, 10, 2]
+
+
 def test_a_run_without_answers_has_only_a_time_line():
     svg = next(body_of(html(short(refused=1.0))).iter("{http://www.w3.org/2000/svg}svg"))
     assert "in flight" in text_of(svg)
@@ -162,21 +176,17 @@ def test_a_run_without_answers_has_only_a_time_line():
 
 
 def test_a_run_without_requests_has_a_page():
-    histogram, times = encode_histogram([]), percentiles([])
+    times = percentiles([])
     nothing = {
         "due": 0, "sent": 0, "answered": 0, "within_slo": 0, "goodput": 0.0, "throughput": 0.0, "time_line": (),
         "latency": times, "latency_of_due": times, "service": times,
-        "latency_histogram": histogram, "service_histogram": histogram,
     }  # fmt: skip
     assert "<svg" not in html(short().model_copy(update=nothing))
 
 
 def test_a_page_that_can_not_be_made_names_the_reason(tmp_path):
-    with pytest.raises(PageFileError, match=r"missing/run\.html: No such file"):
+    with pytest.raises(ResultFileError, match=r"missing/run\.html: No such file"):
         write_html(example_run(), tmp_path / "missing" / "run.html")
-    encoded = example_run().latency_histogram.model_copy(update={"encoded": "x"})
-    with pytest.raises(HistogramError):
-        html(example_run().model_copy(update={"latency_histogram": encoded}))
 
 
 def test_pages_in_a_browser_follow_its_colour_scheme(tmp_path):
@@ -198,44 +208,3 @@ def test_pages_in_a_browser_follow_its_colour_scheme(tmp_path):
             assert (len(requests), errors) == (1, [])
             assert "default-src 'none'; style-src 'unsafe-inline'" in page.content()
         chromium.close()
-
-
-def encoded(times_us) -> EncodedHistogram:
-    return encode_histogram(np.asarray(times_us) / 1e6)
-
-
-def test_a_decoded_histogram_has_every_time():
-    times, counts = decode_histogram(encoded([250_000, 700, 1_234, 700]))
-    assert times == pytest.approx([0.7, 1.234, 250.0], rel=1e-3)
-    assert counts.tolist() == [2, 1, 1]
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        *((text, "not an HDR histogram") for text in ("", "nonsense", "SElTVA==", "é")),
-        (encoded([700, 800]).encoded, "holds 2 values, `count` says 3"),
-    ],
-)
-def test_what_is_no_histogram_of_so_many_is_refused(text, message):
-    with pytest.raises(HistogramError, match=message):
-        decode_histogram(EncodedHistogram(encoded=text, count=3))
-
-
-@pytest.mark.parametrize("parts", [1, 3])
-def test_a_curve_has_the_percentiles_of_all_its_histograms(parts):
-    times_us = np.random.default_rng(1).lognormal(8, 0.5, 6_000).astype(np.int64)
-    at, times = percentile_curve([encoded(part) for part in np.split(times_us, parts)], len(times_us))
-    assert (np.diff(at) >= 0).all()
-    assert (np.diff(times) >= 0).all()
-    for quantile in (0.5, 0.9, 0.99, 0.999):
-        # A step holds up to its end.
-        found = times[np.searchsorted(at, 1 / (1 - quantile))]
-        assert found == pytest.approx(np.quantile(times_us, quantile) / 1000, rel=0.02)
-
-
-@pytest.mark.parametrize(("due", "later"), [(132, 33 / 132), (99, 0.5 / 99)])
-def test_a_curve_ends_at_failures_or_at_the_largest_time(due, later):
-    at, times = percentile_curve([encoded([1_000] * 90 + [5_000] * 9)], due)
-    assert 1 / at[-1] == pytest.approx(later)
-    assert times[-1] == pytest.approx(5.0, rel=1e-3)

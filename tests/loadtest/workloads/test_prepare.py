@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from loader.snapshot.publishing import rows_bytes_of
 from loader.snapshot.reader import Snapshot, verify_snapshot
-from loadtest.errors import PrepareError
 from loadtest.workloads import prepare as preparing
 from loadtest.workloads.catalog import open_workload
 from loadtest.workloads.cli import prepare
@@ -101,18 +100,6 @@ def test_films_are_trained_and_answer_their_own_requests(tmp_path):
     assert [len(answer["scores"]) for answer in answers] == [payload.num_candidates for payload in payloads]
 
 
-def test_a_model_larger_than_the_disk_is_refused_at_once(tmp_path):
-    spec = open_workload("dlrm-v2").spec
-    table = spec.tables[0].model_copy(update={"num_embeddings": 2**32 - 1, "embedding_dim": 4096})
-    huge = spec.model_copy(update={"tables": (table, *spec.tables[1:])})
-    with pytest.raises(PrepareError, match="take a smaller scale"):
-        write_random_snapshot(huge, tmp_path / "store")
-    assert list((tmp_path / "store").iterdir()) == []
-    (tmp_path / "file").touch()
-    with pytest.raises(PrepareError, match="file"):
-        write_random_snapshot(spec, tmp_path / "file")
-
-
 def test_an_interrupted_export_goes_on_with_the_same_rows(tmp_path, snapshot_folder):
     spec = open_workload(WORKLOAD, context_features=2).spec
 
@@ -122,10 +109,9 @@ def test_an_interrupted_export_goes_on_with_the_same_rows(tmp_path, snapshot_fol
 
     with pytest.raises(KeyboardInterrupt):
         write_random_snapshot(spec, tmp_path, seed=3, progress=interrupt)
-    whole = rows_bytes_of(spec)
-    assert 0 < preparing.unfinished_bytes(tmp_path, spec.model) < whole
+    written = {path.stat().st_ino for path in tmp_path.rglob("*.safetensors")}
     folder = write_random_snapshot(spec, tmp_path, seed=3)
-    assert preparing.unfinished_bytes(tmp_path, spec.model) == 0
+    assert len(written & {path.stat().st_ino for path in folder.rglob("*.safetensors")}) >= 30
     # The same files, by size and checksum, as of the export in one go.
     assert Snapshot.open(folder).manifest.tables == Snapshot.open(snapshot_folder).manifest.tables
 
