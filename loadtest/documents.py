@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import psutil
 from pydantic import BaseModel, Field
@@ -17,13 +17,13 @@ from rich.table import Table
 
 from loader.snapshot.tables import Frozen
 from loadtest.errors import ResultFileError
-from serving.cli.output import human_bytes
 
 LIBRARIES = ("shardrank", "uvloop", "httptools", "grpcio")
 MAX_COLUMNS = 12
 """Of a printed table; the file has all."""
 SINGLE = (int, float, str, type(None))
-"""Types of values that are no records."""
+DocumentTable: TypeAlias = tuple[str, Sequence[str], Sequence[Sequence[Any]]]
+"""Title, names of columns, if they have any, and rows."""
 
 
 class Machine(Frozen):
@@ -98,34 +98,37 @@ def ratio_text(value: float) -> str:
     return f"{value:.2f}" if value >= 0.995 else significant(value)
 
 
-def show_document(console: Console, document: Mapping[str, Any]) -> None:
-    """Print the records in a document as tables, then its other values by name; lists of numbers are left out."""
-    singles, texts = make_table(("", ""), ()), list[str]()
-    for name, value in document.items():
-        values = (
-            value if isinstance(value, dict) else {"": value} if isinstance(value, SINGLE) else dict(enumerate(value))
-        )
-        records = [record for record in values.values() if isinstance(record, dict)]
-        if records and len(records) == len(values):
-            columns = [key for key, field in records[0].items() if isinstance(field, SINGLE)][:MAX_COLUMNS]
-            table = make_table((name, *(column.replace("_", "\n") for column in columns)), ())
-            for key, record in zip(values, records, strict=True):
-                table.add_row(str(key), *(_cell(column, record[column]) for column in columns))
-            console.print(table)
-        elif isinstance(value, (*SINGLE, dict)):
-            for key, each in values.items():
-                if isinstance(each, SINGLE):
-                    singles.add_row(f"{name} {key}".strip(), _cell(name, each))
-        else:
-            texts += [text for text in value if isinstance(text, str)]
-    console.print(singles)
-    for text in texts:
-        line(console, f"  {text}")
+def tables_of(document: Mapping[str, Any], title: str = "") -> Iterator[DocumentTable]:
+    """Lay a document out: its values by name, then the lists, records and documents in it."""
+    nested = {name: value for name, value in document.items() if isinstance(value, dict | list | tuple)}
+    yield title, (), [(name, value) for name, value in document.items() if name not in nested]
+    for name, value in nested.items():
+        records = list(value.values()) if isinstance(value, dict) else value
+        if records and all(isinstance(record, dict) for record in records):
+            keys = [[key] for key in value] if isinstance(value, dict) else [[]] * len(records)
+            rows = [[*key, *record.values()] for key, record in zip(keys, records, strict=True)]
+            yield name, [*([""] if keys[0] else []), *records[0]], rows
+        elif isinstance(value, dict):
+            yield from tables_of(value, name)
+        elif value:
+            yield name, (), [[each] for each in value]
 
 
-def _cell(name: str, value: object) -> str:
-    if value is None or isinstance(value, bool):
-        return {None: "-", False: "no", True: "yes"}[value]
+def value_text(value: Any) -> str:
+    """Write a value of a document: floats to three significant digits."""
     if isinstance(value, float):
-        return f"{value:.3%}" if "_share" in name else significant(value)
-    return human_bytes(value) if isinstance(value, int) and "bytes" in name else str(value)
+        return significant(value)
+    return "–" if value is None else f"{value:,}" if type(value) is int else str(value)
+
+
+def show_document(console: Console, document: Mapping[str, Any]) -> None:
+    """Print a document's tables, up to `MAX_COLUMNS` columns of each; lists of numbers are left out."""
+    for title, head, rows in tables_of(document):
+        columns = [at for at, value in enumerate(rows[0]) if isinstance(value, SINGLE)][:MAX_COLUMNS] if rows else []
+        if columns and (head or len(rows[0]) == 2 or isinstance(rows[0][0], str)):
+            table = make_table([head[at].replace("_", "\n") if head else "" for at in columns], ())
+            for row in rows:
+                table.add_row(*(value_text(row[at]) for at in columns))
+            if title:
+                line(console, title)
+            console.print(table)

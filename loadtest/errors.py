@@ -33,10 +33,6 @@ class RequestFailedError(LoadError, kind="load_request"):
     """A request failed while a server was kept busy: its cost would be that of errors."""
 
 
-class LateAnswerError(RequestFailedError, kind="load_late"):
-    """A request's deadline passed before it was answered: more is asked of the server than it can do in that time."""
-
-
 class ServerFailedError(LoadError, kind="load_server"):
     """A measured server ended by itself, or was not ready in time. The message has the end of its log."""
 

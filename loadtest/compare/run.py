@@ -27,16 +27,15 @@ from loadtest.documents import check_writable
 from loadtest.errors import CompareStoreError
 from loadtest.load.config import OfferedLoad
 from loadtest.load.generator import stopping_on_signals
-from loadtest.load.loops import LATE_KINDS, CpuTime, Role, not_busy_because
+from loadtest.load.loops import LATE_KINDS, not_busy_because
 from loadtest.load.result import LoadResult
-from loadtest.load.run import INTERRUPTED, checked, write_files
+from loadtest.load.run import checked, write_files
 from loadtest.rounds import COUNTED, FORM, SHARES, Arm, Better, Comparison, Measure, compare_rounds, show_comparison
 from loadtest.workloads.catalog import FilmsWorkload, open_workload
 from loadtest.workloads.payloads import FORMS, GRPC_APIS
 from loadtest.workloads.prepare import prepare_workload
 from router.plan import Plan
 from serving.cli.output import progress_bars, stdout_console
-from serving.fleet.process import StopRequestedError
 from serving.training.dataset import with_bucketing
 from shard_node.cuda.card_set import DeviceChoice
 
@@ -128,9 +127,7 @@ def _figures(config: CompareConfig, measured: ArmRound) -> dict[Row, float | Non
         figures[f"p99 at {share}% of capacity", "ms"] = run.latency_of_due.p99_ms
     figures[f"throughput, {config.in_flight} in flight", "/s"] = busy.requests_per_s
     figures[f"CPU of a request, {config.in_flight} in flight", "ms"] = busy.cpu_ms
-    roles: tuple[Role, ...] = ("serve", "nodes") if config.shards else ()
-    for role in roles:
-        cpu = busy.server_cpu.get(role, CpuTime())
+    for role, cpu in busy.server_cpu.items() if config.shards else ():
         figures[f"CPU of a request, {role}", "ms"] = sum(cpu) / busy.requests * 1e3
         figures[f"CPU of a request, {role}, kernel", "ms"] = cpu.kernel_s / busy.requests * 1e3
     replies = {form: size for form, size in sorted(measured.wire.items()) if form != ASKED}
@@ -223,7 +220,7 @@ def execute(store: Path | None, json_file: Path | None, html_file: Path | None, 
     """Run a comparison of what is given as fields of `CompareConfig` and `OfferedLoad`.
 
     Returns:
-        The exit code: 0; 1 if a run can't be believed; 130 after a signal.
+        The exit code: 0; 1 if a run can't be believed.
 
     Raises:
         click.UsageError: naming the option that does not fit.
@@ -234,14 +231,11 @@ def execute(store: Path | None, json_file: Path | None, html_file: Path | None, 
     config, load = checked(CompareConfig, given), checked(OfferedLoad, {**given, "target": target})
     DeviceChoice.parse(config.device)
     check_writable(json_file, html_file)
-    try:
-        with stopping_on_signals(), tempfile.TemporaryDirectory(prefix="shardrank-compare-") as temporary:
-            folder = Path(temporary)
-            with progress_bars() as bars:
-                snapshot = compared_snapshot(config, load, store or folder / "store", bars)
-            comparison = compared(config, load, measure_rounds(config, load, snapshot, folder, Console(stderr=True)))
-    except StopRequestedError:
-        return INTERRUPTED
+    with stopping_on_signals(), tempfile.TemporaryDirectory(prefix="shardrank-compare-") as temporary:
+        folder = Path(temporary)
+        with progress_bars() as bars:
+            snapshot = compared_snapshot(config, load, store or folder / "store", bars)
+        comparison = compared(config, load, measure_rounds(config, load, snapshot, folder, Console(stderr=True)))
     write_files(comparison, json_file, html_file)
     show_comparison(stdout_console(), comparison)
     return 0 if comparison.valid else 1

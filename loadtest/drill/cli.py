@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import click
 
-from loadtest.load.cli import LazyGroup
+from serving.cli import LazyGroup
 
 DRILLS = ("swap", "crash", "broken", "upgrade", "soak", "overload")
 
 
-@click.group(cls=LazyGroup, modules={name: f"loadtest.drill.config:{name}" for name in DRILLS})
+@click.group(cls=LazyGroup, modules=dict.fromkeys(DRILLS, "loadtest.drill.config"))
 def drill() -> None:
     """Put a real fleet through swaps, crashes, broken snapshots and upgrades, or a server through overload.
 

@@ -1,9 +1,7 @@
-"""`shardrank loadtest`, its commands `run` and `replay`, and the group `bench`."""
+"""`shardrank loadtest`, and its commands `run` and `replay`."""
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,46 +9,18 @@ import click
 
 from loadtest.report.cli import PAGE
 from loadtest.workloads.cli import request_options, workload_options
-from serving.cli import GroupWithExamples, WithExamples
+from serving.cli import LazyGroup, WithExamples
 from serving.cli import options as opts
 
 COMMANDS = {
-    "run": "loadtest.load.cli:run",
-    "replay": "loadtest.load.cli:replay",
-    "prepare": "loadtest.workloads.cli:prepare",
-    "report": "loadtest.report.cli:report",
-    "peers": "loadtest.peers.cli:peers",
-    "compare-cards": "loadtest.compare.cli:compare_cards",
-    "bench": "loadtest.load.cli:bench",
+    "run": "loadtest.load.cli",
+    "replay": "loadtest.load.cli",
+    "prepare": "loadtest.workloads.cli",
+    "report": "loadtest.report.cli",
+    "peers": "loadtest.peers.cli",
+    "compare-cards": "loadtest.compare.cli",
+    "bench": "loadtest.bench",
 }
-BENCHMARKS = {
-    "lookup": "loadtest.bench.lookup:lookup",
-    "serving": "loadtest.bench.serving:serving",
-    "deltas": "loadtest.bench.deltas:deltas",
-    "hot-rows": "loadtest.bench.hot_rows:hot_rows",
-    "levers": "loadtest.bench.levers:levers",
-}
-
-
-class LazyGroup(GroupWithExamples):
-    """Loads a command from its `module:attribute` when it is named; they are in the order in which one meets them."""
-
-    def __init__(self, name: str | None, *, modules: Mapping[str, str], **more: Any) -> None:
-        super().__init__(name, **more)
-        self._modules = modules
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names of all commands."""
-        return list(self._modules)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return the command of that name, or None."""
-        if cmd_name not in self._modules:
-            return None
-        module, attribute = self._modules[cmd_name].split(":")
-        command = getattr(importlib.import_module(module), attribute)
-        assert isinstance(command, click.Command)
-        return command
 
 
 @click.group(cls=LazyGroup, modules=COMMANDS)
@@ -60,16 +30,6 @@ def loadtest() -> None:
     Examples:
       shardrank loadtest prepare --workload dlrm-v2:0.01 --store models
       shardrank loadtest run --target http://127.0.0.1:8080 --workload dlrm-v2:0.01 --rate 200 --html run.html
-    """
-
-
-@click.group(cls=LazyGroup, modules=BENCHMARKS)
-def bench() -> None:
-    """Compare parts of this project, side by side on this machine, in rounds.
-
-    Examples:
-      shardrank loadtest bench lookup --quick
-      shardrank loadtest bench serving --against COMMIT --json against.json
     """
 
 

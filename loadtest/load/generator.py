@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager
 from functools import cache, lru_cache, partial
 from typing import Any, TypeVar
 
+import click
 import numpy as np
 import uvloop
 
@@ -29,10 +30,10 @@ from loadtest.errors import AnswerError, GeneratorError, LoadConfigError, Reques
 from loadtest.load.config import MAX_TIMEOUT_MS, OTHER_SERVERS_APIS, OfferedLoad, RunConfig, Sending
 from loadtest.load.loops import ANSWER_TIMEOUT_S, OpenLoop, Weighed, arrival_times, keep_busy
 from loadtest.load.result import Done, Float64Array, LoadResult, Ready, Recorder, make_result
-from loadtest.load.senders import Judge, Outgoing, check_answer, make_sender
+from loadtest.load.senders import Failure, Judge, Outgoing, check_answer, make_sender
 from loadtest.workloads.catalog import bench_payloads, open_workload
 from loadtest.workloads.payloads import Payloads, Pool, changing_headers
-from serving.fleet.process import PARENT_PID_VARIABLE, STOP_SIGNALS, StopRequestedError, die_with_parent
+from serving.fleet.process import PARENT_PID_VARIABLE, STOP_SIGNALS, die_with_parent
 from shard_node.bags import Float32Array
 
 READY_TIMEOUT_S = 600.0
@@ -40,6 +41,8 @@ READY_TIMEOUT_S = 600.0
 ANSWER_SLACK_S = 120.0
 # Between the order and the begin, for the order to reach every process.
 LEAD_S = 0.3
+INTERRUPTED = 130
+"""Exit code after a signal."""
 
 Answer = TypeVar("Answer")
 
@@ -119,44 +122,45 @@ async def offer(
     return Done(records=recorder.records(), cpu_s=used_s, connections=sender.opened)
 
 
-def ask_scores(load: OfferedLoad, pool: Pool, request: int) -> Float32Array:
-    """Send a server one request of a pool, and return its scores, float32 [candidates].
+def ask_scores(load: OfferedLoad, number: int = 0) -> Float32Array:
+    """Send a server one request of a load, and return its scores, float32 [candidates].
 
     Raises:
         RequestFailedError: there is no answer with finite scores.
     """
+    _, pool = open_payloads(load)
     now = time.monotonic()
-    outgoing = Outgoing(request, 0.0, now, now + ANSWER_TIMEOUT_S, now)
+    request = Outgoing(number, 0.0, now, now + ANSWER_TIMEOUT_S, now)
 
-    def judge(request: Outgoing, body: bytes) -> None:
-        request.verdict = pool.scores(body)
+    def judge(request: Outgoing, body: bytes) -> Failure | None:
+        request.verdict = scores = np.array(pool.scores(body), np.float32)
+        return None if np.isfinite(scores).all() else Failure("bad_answer", "a score that is not finite")
 
-    async def ask() -> None:
+    async def ask() -> Failure | None:
         sender = await make_sender(load.at, pool, judge, connections=1, channels=1)
         try:
-            if failure := await sender.ask(outgoing):
-                raise RequestFailedError(f"{failure.kind}: {failure.message[:300]}")
+            return await sender.ask(request)
         finally:
             await sender.close()
 
     try:
-        asyncio.run(ask())
-    except (OSError, AnswerError, RequestFailedError) as error:
-        raise RequestFailedError(f"{pool.api}: no scores of request {request}: {error}") from error
-    scores = np.array(outgoing.verdict, np.float32)
-    if not np.isfinite(scores).all():
-        raise RequestFailedError(f"{pool.api}: request {request}: a score that is not finite")
+        failure = event_loop().run(ask())
+    except (OSError, AnswerError) as error:
+        failure = Failure("bad_answer", str(error))
+    if failure is not None:
+        raise RequestFailedError(f"{pool.api}: no scores of request {number}: {failure.kind}: {failure.message[:300]}")
+    scores: Float32Array = request.verdict
     return scores
 
 
 @contextlib.contextmanager
 def stopping_on_signals() -> Iterator[None]:
-    """Raise StopRequestedError in the block at the first SIGINT or SIGTERM; further ones don't disturb the cleaning."""
+    """Exit with `INTERRUPTED` from the block at the first SIGINT or SIGTERM; later ones don't disturb the cleaning."""
 
-    def stop(number: int, *_: object) -> None:
+    def stop(*_: object) -> None:
         for ignored in STOP_SIGNALS:
             signal.signal(ignored, signal.SIG_IGN)
-        raise StopRequestedError(signal.Signals(number).name)
+        raise click.exceptions.Exit(INTERRUPTED)
 
     before = {number: signal.signal(number, stop) for number in STOP_SIGNALS}
     try:
@@ -211,10 +215,6 @@ def _busy(load: OfferedLoad, in_flight: int, warmup_s: float, seconds: float, pr
     _, pool = open_payloads(load)
     busy = keep_busy(load, pool, in_flight=in_flight, warmup_s=warmup_s, seconds=seconds, process_ids=process_ids)
     return event_loop().run(busy)
-
-
-def _scores(load: OfferedLoad, request: int) -> Float32Array:
-    return ask_scores(load, open_payloads(load)[1], request)
 
 
 class Generators(AbstractContextManager["Generators"]):
@@ -272,7 +272,7 @@ class Generators(AbstractContextManager["Generators"]):
     def scores(self, load: OfferedLoad, request: int) -> Float32Array:
         """Return a server's scores, float32 [candidates], of a request of the first process."""
         self.prepare(load)
-        return self.call(_scores, [(load, request)], ANSWER_SLACK_S)[0]
+        return self.call(ask_scores, [(load, request)], ANSWER_SLACK_S)[0]
 
     def close(self) -> None:
         """End them. Idempotent."""

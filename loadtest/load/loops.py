@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import numpy as np
 import psutil
 
-from loadtest.errors import LateAnswerError, RequestFailedError
+from loadtest.errors import RequestFailedError
 from loadtest.load.config import Arrivals, OfferedLoad
 from loadtest.load.result import MAX_CPU_SHARE, Float64Array, Recorder
 from loadtest.load.senders import Failure, Outgoing, Sender, check_answer, make_sender
@@ -269,20 +269,15 @@ async def keep_busy(
 
     Raises:
         RequestFailedError: a request failed, or its answer has another number of scores than candidates.
-        LateAnswerError: its deadline has passed.
         psutil.NoSuchProcess: the server has ended.
     """
     recorder = Recorder(time.monotonic())
 
     def record(request: Outgoing, failure: Failure | None) -> None:
         if failure is not None:
-            text = f"{pool.api}: {failure.kind}: {failure.message[:300]}"
-            if failure.kind not in LATE_KINDS:
-                raise RequestFailedError(text)
-            raise LateAnswerError(
-                f"{text}; with {in_flight} requests in flight the server needs more time than they have: "
-                "let fewer be out (--in-flight), or give them longer (--timeout-ms)"
-            )
+            advice = f"; {in_flight} in flight may be too many (--in-flight), or --timeout-ms too short"
+            late = advice if failure.kind in LATE_KINDS else ""
+            raise RequestFailedError(f"{pool.api}: {failure.kind}: {failure.message[:300]}{late}")
         recorder.add(request, failure)
 
     limits = {"connections": in_flight, "channels": min(load.grpc_channels, in_flight)}

@@ -24,13 +24,12 @@ from loadtest.errors import LoadConfigError
 from loadtest.load.config import MAX_RATE, Sending
 from loadtest.load.generator import LEAD_S, event_loop, offer, stopping_on_signals
 from loadtest.load.result import Float64Array, Measured, Recorder, measured, percentiles
-from loadtest.load.run import INTERRUPTED, shown
+from loadtest.load.run import shown
 from loadtest.load.senders import Failure, Outgoing
 from loadtest.workloads.payloads import GRPC_APIS, Pool, payload_of
 from serving.cli.output import stdout_console
 from serving.client import ClientError
 from serving.client.features import read_rank
-from serving.fleet.process import StopRequestedError
 from serving.observe.recording import Recorded, read_file, recorded_files
 
 MAX_BYTES = 512 << 20
@@ -170,11 +169,8 @@ def prepare(config: ReplayConfig) -> Prepared:
 
 def due_times(recorded: Sequence[Recorded], speed: float, rate: float | None) -> Float64Array:
     """Return when each is due, in seconds since the first one: float64 [n], ascending."""
-    if rate is not None:
-        return np.arange(len(recorded)) / rate
-    times = np.array([one.arrived_at for one in recorded], np.float64)
-    due: Float64Array = (times - times[0]) / speed
-    return due
+    times = np.array([request.arrived_at for request in recorded], np.float64)
+    return (times - times[0]) / speed if rate is None else np.arange(times.size) / rate
 
 
 async def replay(config: ReplayConfig, prepared: Prepared) -> ReplayResult:
@@ -208,11 +204,8 @@ def execute(config: ReplayConfig, json_file: Path | None) -> int:
     prepared = prepare(config)
     # What is there by now stays: a collection that walks all requests would delay those that are due.
     settle_heap()
-    try:
-        with stopping_on_signals():
-            result = event_loop().run(replay(config, prepared))
-    except StopRequestedError:
-        return INTERRUPTED
+    with stopping_on_signals():
+        result = event_loop().run(replay(config, prepared))
     if json_file is not None:
         write_document(result, json_file)
     show_document(stdout_console(), shown(result))

@@ -24,9 +24,7 @@ from loadtest.load.generator import Generators, stopping_on_signals
 from loadtest.load.result import LoadResult, Mark, Measured, Outcome, SweepResult, outcome_of
 from loadtest.workloads.payloads import FORMS
 from serving.cli.output import stdout_console
-from serving.fleet.process import StopRequestedError
 
-INTERRUPTED = 130
 MIN_RATE = 1.0
 TOLERANCE = 0.05
 # A step of a sweep has so many requests that ten of them are beyond p99, unless that took longer than a minute.
@@ -50,7 +48,7 @@ def execute(
     """Run a load test of what is given as fields of `OfferedLoad` and `RunConfig`, or a sweep up to `max_rate`.
 
     Returns:
-        The exit code: 0; 1 if the result can't be believed or a sweep found no rate; 130 after a signal.
+        The exit code: 0; 1 if the result can't be believed or a sweep found no rate.
 
     Raises:
         click.UsageError: naming the option that does not fit.
@@ -62,15 +60,12 @@ def execute(
     check_writable(json_file, html_file)
     result: LoadResult | SweepResult
     moments: list[Mark] = []
-    try:
-        with stopping_on_signals(), Generators(load.processes) as generators:
-            generators.prepare(load)
-            if sweeps:
-                result = run_sweep(generators, load, run, console, max_rate=max_rate)
-            else:
-                result = offered(generators, load, run, console)
-    except StopRequestedError:
-        return INTERRUPTED
+    with stopping_on_signals(), Generators(load.processes) as generators:
+        generators.prepare(load)
+        if sweeps:
+            result = run_sweep(generators, load, run, console, max_rate=max_rate)
+        else:
+            result = offered(generators, load, run, console)
     if marks is not None:
         try:
             moments = read_marks(marks)

@@ -23,7 +23,7 @@ from loader.snapshot.writer import export_snapshot
 from loadtest.documents import this_machine, versions
 from loadtest.errors import LoadConfigError, RequestFailedError
 from loadtest.load.config import OfferedLoad, bench_load
-from loadtest.load.generator import Generators, ask_scores, open_payloads
+from loadtest.load.generator import Generators, ask_scores
 from loadtest.load.loops import not_busy_because
 from loadtest.rounds import Arm, Comparison, Measure, compare_rounds, in_turn
 from loadtest.servers import HOST, Server, ServerCommand, check_scores, running, serving
@@ -151,11 +151,10 @@ def peer_serving(config: PeersConfig, peer: Peer, python: Path, weights: Path) -
     line = str(python.absolute()), str(FOLDER / "servers" / f"{peer.name}_server.py")
     command = ServerCommand("its server", line, weights.with_name(f"{peer.name}.log"), environment)
     load = Subject(peer.title, peer, peer.encodings[0]).load(config.shape, Server(port, 0, ()), config.hotness[0])
-    _, pool = open_payloads(load)
 
     def why_not_ready() -> str:
         try:
-            ask_scores(load, pool, 0)
+            ask_scores(load)
         except RequestFailedError as error:
             return str(error)
         return ""

@@ -6,7 +6,7 @@ Charts are drawn by matplotlib, as SVG for a light ground; the page's style shee
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
@@ -22,7 +22,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 from pydantic import Field, TypeAdapter, ValidationError
 
 from loader.snapshot.schema_errors import schema_errors
-from loadtest.documents import significant
+from loadtest.documents import tables_of, value_text
 from loadtest.errors import ComparisonError, ResultFileError
 from loadtest.load.result import LoadResult, Percentiles, SweepResult, outcome_of
 from loadtest.rounds import FORM, Arm, Comparison, Measure, compare_rounds
@@ -31,8 +31,6 @@ from loadtest.workloads.payloads import FORMS
 MAX_RESULT_BYTES = 256 << 20
 MAX_PROBLEMS = 5
 Reported: TypeAlias = LoadResult | SweepResult | Comparison
-Table: TypeAlias = tuple[str, Sequence[str], Sequence[Sequence[Any]]]
-"""Title, names of columns, rows."""
 _REPORTED: TypeAdapter[Reported] = TypeAdapter(Annotated[Reported, Field(discriminator="kind")])
 _MEASURES: tuple[Measure[LoadResult], ...] = (
     Measure("p50", "ms", "lower", lambda run: run.latency_of_due.p50_ms),
@@ -225,25 +223,6 @@ def arms_chart(comparison: Comparison) -> Markup:
     lines = {name: [run.latency_of_due for run in of_arm] for name, of_arm in runs.items()}
     draw_percentiles(axes, lines, next(iter(runs.values()))[0].slo_ms)
     return to_svg(figure)
-
-
-def tables_of(document: Mapping[str, Any], title: str) -> Iterator[Table]:
-    """Lay a document out: its values by name, then each document and list in it."""
-    nested = {name: value for name, value in document.items() if isinstance(value, dict | list)}
-    yield title, (), [(name, value) for name, value in document.items() if name not in nested]
-    for name, value in nested.items():
-        if isinstance(value, dict):
-            yield from tables_of(value, name)
-        elif value and isinstance(value, list):
-            rows = [list(each.values()) if isinstance(each, dict) else [each] for each in value]
-            yield name, list(value[0]) if isinstance(value[0], dict) else (), rows
-
-
-def value_text(value: Any) -> str:
-    """Write a value of a document: floats to three significant digits."""
-    if isinstance(value, float):
-        return significant(value)
-    return "–" if value is None else f"{value:,}" if type(value) is int else str(value)
 
 
 def html(result: Reported) -> str:

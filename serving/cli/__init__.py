@@ -11,6 +11,7 @@ import inspect
 import logging
 import os
 import sys
+from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
@@ -63,24 +64,40 @@ class GroupWithExamples(WithExamples, click.Group):
     command_class = WithExamples
 
 
-class ShardrankGroup(GroupWithExamples):
-    """Loads a command's module when the command is named; its own commands come before those of plugins."""
+class LazyGroup(GroupWithExamples):
+    """Loads a command's module when the command is named; `modules` has them in the order in which one meets them."""
+
+    def __init__(self, name: str | None, *, modules: Mapping[str, str], **more: Any) -> None:
+        super().__init__(name, **more)
+        self.modules = modules
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return own commands, then plugins by name."""
-        return [*COMMANDS, *sorted(_plugins().keys() - COMMANDS.keys())]
+        """Return the names of all commands."""
+        return list(self.modules)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return the command of that name, or None."""
-        if cmd_name in COMMANDS:
-            module = importlib.import_module(f"serving.cli.{COMMANDS[cmd_name]}")
-            command = getattr(module, cmd_name.replace("-", "_"))
-        elif (plugin := _plugins().get(cmd_name)) is not None:
-            command = plugin.load()
-        else:
+        if cmd_name not in self.modules:
             return None
-        if not isinstance(command, click.Command):
-            raise click.ClickException(f"command {cmd_name!r}: {command!r} is not a click command")
+        command = getattr(importlib.import_module(self.modules[cmd_name]), cmd_name.replace("-", "_"))
+        assert isinstance(command, click.Command)
+        return command
+
+
+class ShardrankGroup(LazyGroup):
+    """The commands of this package, then those of plugins."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return own commands, then plugins by name."""
+        return [*self.modules, *sorted(_plugins().keys() - self.modules.keys())]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return the command of that name, or None. Raises click.ClickException: a plugin that is no command."""
+        command = super().get_command(ctx, cmd_name)
+        if command is None and (plugin := _plugins().get(cmd_name)) is not None:
+            command = plugin.load()
+            if not isinstance(command, click.Command):
+                raise click.ClickException(f"command {cmd_name!r}: {command!r} is not a click command")
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -116,7 +133,11 @@ def set_up_logging(level: str) -> None:
         logging.getLogger(package).setLevel(level.upper())
 
 
-@click.group(cls=ShardrankGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(
+    cls=ShardrankGroup,
+    modules={name: f"serving.cli.{file}" for name, file in COMMANDS.items()},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
 @click.version_option(package_name="shardrank", prog_name="shardrank")
 @click.option(
     "--log-level",

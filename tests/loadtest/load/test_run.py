@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 from hypothesis import given
@@ -28,7 +29,6 @@ from loadtest.load.generator import Generators, open_payloads, stopping_on_signa
 from loadtest.load.result import LoadResult, Mark, SweepResult
 from loadtest.load.run import MIN_RATE, TOLERANCE, read_marks, run_sweep, show_result, sweep, with_marks
 from loadtest.workloads.payloads import FORMS
-from serving.fleet.process import StopRequestedError
 from shardrank_testing.load_results import example_run, example_sweep
 from shardrank_testing.loaded_server import Reply, loaded_grpc_server, loaded_http_server
 
@@ -167,7 +167,7 @@ def test_a_sweep_uses_the_same_processes_for_all_steps(monkeypatch):
     ("act", "error"),
     [
         (lambda generators: os.kill(generators.process_ids[0], signal.SIGKILL), GeneratorError),
-        (lambda generators: os.kill(os.getpid(), signal.SIGINT), StopRequestedError),
+        (lambda generators: os.kill(os.getpid(), signal.SIGINT), click.exceptions.Exit),
     ],
 )
 def test_a_killed_process_or_an_interrupt_ends_the_load(act, error):
@@ -176,7 +176,7 @@ def test_a_killed_process_or_an_interrupt_ends_the_load(act, error):
             act(generators)
         return Reply()
 
-    raises = pytest.raises(error, match="worker process 0 ended" if error is GeneratorError else "SIGINT")
+    raises = pytest.raises(error, match="worker process 0 ended" if error is GeneratorError else "130")
     with loaded_http_server(plan) as server, Generators() as generators, stopping_on_signals(), raises:
         generators.offer(small_load(f"http://127.0.0.1:{server.port}"), RunConfig(rate=50, duration_s=60))
 

@@ -112,6 +112,6 @@ def test_a_file_that_is_no_result_is_refused_by_name(tmp_path, content, message)
 
 def test_an_unknown_key_of_a_result_is_refused(tmp_path):
     path = saved(tmp_path, "run.json", short())
-    path.write_text(path.read_text().replace('"goodput"', '"good_put"'))
-    with pytest.raises(ResultFileError, match="unknown key 'good_put'; allowed are"):
+    path.write_text(path.read_text().replace('"max_in_flight"', '"max_flight"'))
+    with pytest.raises(ResultFileError, match="unknown key 'max_flight'; allowed are"):
         read_reported(path)
