@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import subprocess
 import threading
 import time
@@ -16,13 +17,14 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
+import click
 import numpy as np
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from loadtest.errors import LoadConfigError, ScoresDifferError, ServerFailedError
 from loadtest.workloads.payloads import GRPC_APIS, Encoding
-from serving.fleet.process import PARENT_PID_VARIABLE
+from serving.fleet.process import PARENT_PID_VARIABLE, STOP_SIGNALS
 from serving.fleet.supervisor import describe_exit, shardrank_command
 from shard_node.bags import Float32Array
 
@@ -34,6 +36,8 @@ STOP_TIMEOUT_S = 60.0
 METRICS_TIMEOUT_S = 60.0
 POLL_S = 0.05
 LOG_TAIL_BYTES = 2000
+INTERRUPTED = 130
+"""Exit code after a signal."""
 ANY_PORTS = ("--http-port", "0", "--grpc-port", "0")
 THIS_CHECKOUT = Path(__file__).resolve().parents[1]
 """Whose code runs here."""
@@ -166,6 +170,23 @@ def running(title: str, commands: Sequence[ServerCommand], why_not_ready: Callab
             each.note_children()
         all_ids = [process.pid for each in started for process in (each.process, *each.children)]
         yield Running(title, tuple(all_ids), tuple(started))
+
+
+@contextlib.contextmanager
+def stopping_on_signals() -> Iterator[None]:
+    """Exit with `INTERRUPTED` from the block at the first SIGINT or SIGTERM; later ones don't disturb the cleaning."""
+
+    def stop(*_: object) -> None:
+        for ignored in STOP_SIGNALS:
+            signal.signal(ignored, signal.SIG_IGN)
+        raise click.exceptions.Exit(INTERRUPTED)
+
+    before = {number: signal.signal(number, stop) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, former in before.items():
+            signal.signal(number, former)
 
 
 def ports_in(log: Path) -> tuple[int, int] | None:

@@ -26,11 +26,11 @@ from loadtest.compare.arms import (
 from loadtest.documents import check_writable
 from loadtest.errors import CompareStoreError
 from loadtest.load.config import OfferedLoad
-from loadtest.load.generator import stopping_on_signals
 from loadtest.load.loops import LATE_KINDS, not_busy_because
 from loadtest.load.result import LoadResult
 from loadtest.load.run import checked, write_files
 from loadtest.rounds import COUNTED, FORM, SHARES, Arm, Better, Comparison, Measure, compare_rounds, show_comparison
+from loadtest.servers import stopping_on_signals
 from loadtest.workloads.catalog import FilmsWorkload, open_workload
 from loadtest.workloads.payloads import FORMS, GRPC_APIS
 from loadtest.workloads.prepare import prepare_workload

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from loader.progress import Progress
 from loadtest.documents import check_writable, show_document, write_document
 from loadtest.errors import DrillError
-from loadtest.load.generator import INTERRUPTED
+from loadtest.servers import INTERRUPTED
 from serving.cli.output import progress_bars, stdout_console
 from serving.fleet.process import StopRequestedError, run_until_signalled
 

@@ -103,14 +103,12 @@ class OfferedLoad(Sending):
     """What to send for all runs of one load test.
 
     Attributes:
-        path: of a POST; None for the API's.
         workload: as `open_workload` reads it, which takes what it is made of too, or a benchmark's.
         varied: whether bags are ragged too.
         slo_ms: deadline of goodput, from the intended time.
         seed: of requests and their times.
     """
 
-    path: str | None = None
     workload: str | BenchWorkload = "dlrm-v2:0.001"
     context_features: int = Field(default=0, ge=0)
     ids: str | None = None

@@ -12,15 +12,13 @@ import os
 import resource
 import signal
 import time
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager
 from functools import cache, lru_cache, partial
 from typing import Any, TypeVar
 
-import click
 import numpy as np
 import uvloop
 
@@ -33,7 +31,7 @@ from loadtest.load.result import Done, Float64Array, LoadResult, Ready, Recorder
 from loadtest.load.senders import Failure, Judge, Outgoing, check_answer, make_sender
 from loadtest.workloads.catalog import bench_payloads, open_workload
 from loadtest.workloads.payloads import Payloads, Pool, changing_headers
-from serving.fleet.process import PARENT_PID_VARIABLE, STOP_SIGNALS, die_with_parent
+from serving.fleet.process import PARENT_PID_VARIABLE, die_with_parent
 from shard_node.bags import Float32Array
 
 READY_TIMEOUT_S = 600.0
@@ -41,8 +39,6 @@ READY_TIMEOUT_S = 600.0
 ANSWER_SLACK_S = 120.0
 # Between the order and the begin, for the order to reach every process.
 LEAD_S = 0.3
-INTERRUPTED = 130
-"""Exit code after a signal."""
 
 Answer = TypeVar("Answer")
 
@@ -66,7 +62,7 @@ def _open_payloads(load: OfferedLoad, process: int) -> tuple[str, Payloads]:
     api, bench, timeout_ms = load.api or "json", load.workload, load.stated_timeout_ms
     if not isinstance(bench, str):
         drawn = bench.shape, bench.head, bench.hotness
-        pool = bench_payloads(*drawn, api, load.requests, timeout_ms=timeout_ms, path=load.path)
+        pool = bench_payloads(*drawn, api, load.requests, timeout_ms=timeout_ms)
         return f"{pool.model}, hotness {bench.hotness}", pool
     chosen = {"ids", "candidates", "context_features", "movielens", "split_seed", "varied"}
     workload = open_workload(bench, **load.model_dump(include=chosen))
@@ -153,23 +149,6 @@ def ask_scores(load: OfferedLoad, number: int = 0) -> Float32Array:
     return scores
 
 
-@contextlib.contextmanager
-def stopping_on_signals() -> Iterator[None]:
-    """Exit with `INTERRUPTED` from the block at the first SIGINT or SIGTERM; later ones don't disturb the cleaning."""
-
-    def stop(*_: object) -> None:
-        for ignored in STOP_SIGNALS:
-            signal.signal(ignored, signal.SIG_IGN)
-        raise click.exceptions.Exit(INTERRUPTED)
-
-    before = {number: signal.signal(number, stop) for number in STOP_SIGNALS}
-    try:
-        yield
-    finally:
-        for number, former in before.items():
-            signal.signal(number, former)
-
-
 @cache
 def event_loop() -> asyncio.Runner:
     """Return the event loop of this process."""
@@ -192,8 +171,6 @@ def _call(function: Callable[..., Any], arguments: tuple[object, ...]) -> Any:
         is_config = getattr(error, "http_status", 400) == 400
         # The error itself may not be one that can be pickled.
         raise (LoadConfigError if is_config else GeneratorError)(str(error)) from None
-    except Exception:
-        raise GeneratorError(f"a bug of the generator:\n{traceback.format_exc()}") from None
 
 
 def _prepare(load: OfferedLoad, process: int) -> Ready:

@@ -22,10 +22,11 @@ from loader.snapshot.tables import Frozen
 from loadtest.documents import check_writable, show_document, write_document
 from loadtest.errors import LoadConfigError
 from loadtest.load.config import MAX_RATE, Sending
-from loadtest.load.generator import LEAD_S, event_loop, offer, stopping_on_signals
+from loadtest.load.generator import LEAD_S, event_loop, offer
 from loadtest.load.result import Float64Array, Measured, Recorder, measured, percentiles
 from loadtest.load.run import shown
 from loadtest.load.senders import Failure, Outgoing
+from loadtest.servers import stopping_on_signals
 from loadtest.workloads.payloads import GRPC_APIS, Pool, payload_of
 from serving.cli.output import stdout_console
 from serving.client import ClientError
@@ -202,7 +203,6 @@ def execute(config: ReplayConfig, json_file: Path | None) -> int:
     """
     check_writable(json_file)
     prepared = prepare(config)
-    # What is there by now stays: a collection that walks all requests would delay those that are due.
     settle_heap()
     with stopping_on_signals():
         result = event_loop().run(replay(config, prepared))

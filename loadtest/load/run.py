@@ -17,11 +17,12 @@ from rich.progress import Progress, TextColumn
 
 from loader.snapshot.schema_errors import schema_errors
 from loader.snapshot.tables import Frozen
-from loadtest.documents import check_writable, line, show_document, write_document
+from loadtest.documents import check_writable, line, show_document, value_text, write_document
 from loadtest.errors import LoadConfigError
 from loadtest.load.config import OfferedLoad, RunConfig
-from loadtest.load.generator import Generators, stopping_on_signals
+from loadtest.load.generator import Generators
 from loadtest.load.result import LoadResult, Mark, Measured, Outcome, SweepResult, outcome_of
+from loadtest.servers import stopping_on_signals
 from loadtest.workloads.payloads import FORMS
 from serving.cli.output import stdout_console
 
@@ -122,10 +123,8 @@ def run_sweep(
         changed = {"rate": rate, "seed": next(seeds), "duration_s": duration_s}
         result = offered(generators, load, first.model_copy(update=changed), console)
         outcome = outcome_of(result, load.slo_ms)
-        p99_ms = result.latency_of_due.p99_ms
-        p99 = "beyond the timeout" if p99_ms is None else f"{p99_ms:.2f} ms"
-        why = f" ({result.invalid_because[0]})" if result.invalid_because else ""
-        line(console, f"{rate:10.1f}/s  p99 {p99}  errors {sum(result.errors.values())}  {outcome}{why}")
+        p99, failed = value_text(result.latency_of_due.p99_ms), sum(result.errors.values())
+        line(console, f"{rate:.1f}/s: p99 {p99} ms, {failed} failed: {outcome} {'; '.join(result.invalid_because)}")
         if outcome != "kept":
             time.sleep(min(load.timeout_ms / 1000, MAX_RECOVERY_S))
         return result

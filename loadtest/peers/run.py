@@ -42,7 +42,6 @@ class Peer:
     """A server that is not shardrank, and the encodings of its requests: all columns a candidate, the context once."""
 
     title: str
-    path: str
     encodings: tuple[Encoding, Encoding]
 
     @property
@@ -78,9 +77,9 @@ class Peer:
 PEERS = {
     peer.name: peer
     for peer in (
-        Peer("FastAPI", "/rank", ("flat", "flat-once")),
-        Peer("mosec", "/inference", ("flat", "flat-once")),
-        Peer("Triton", "/v2/models/rank/infer", ("tensors", "tensors-once")),
+        Peer("FastAPI", ("flat", "flat-once")),
+        Peer("mosec", ("flat", "flat-once")),
+        Peer("Triton", ("tensors", "tensors-once")),
     )
 }
 
@@ -105,8 +104,8 @@ class Subject:
 
     def load(self, shape: BenchShape, server: Server, hotness: int) -> OfferedLoad:
         """Return the requests, the same as to every other subject, in this one's encoding."""
-        workload, path = BenchWorkload(shape=shape, head="mlp", hotness=hotness), self.peer.path if self.peer else None
-        return bench_load(server.target(self.encoding), self.encoding, workload, path=path, grpc_channels=CHANNELS)
+        workload = BenchWorkload(shape=shape, head="mlp", hotness=hotness)
+        return bench_load(server.target(self.encoding), self.encoding, workload, grpc_channels=CHANNELS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -228,11 +228,9 @@ class BenchShape(Frozen):
     @property
     def requests(self) -> str:
         """Say what results say of the requests."""
-        rest, split = (self.features - self.context_features, self.dense - self.context_dense), ""
-        if rest != (self.features, self.dense):
-            split = f"{self.context_features} features and {self.context_dense} floats once a request, "
-            split += f"{rest[0]} and {rest[1]} a candidate, "
-        return f"{self.candidates} candidates, {split}{FORMS[self.varied]}"
+        context = f"{self.context_features} features and {self.context_dense} floats once a request"
+        rest = f"{self.features - self.context_features} and {self.dense - self.context_dense} a candidate"
+        return f"{self.candidates} candidates, {context}, {rest}, {FORMS[self.varied]}"
 
 
 class BenchWorkload(Frozen):
@@ -285,7 +283,6 @@ def bench_payloads(
     count: int = BENCH_REQUESTS,
     *,
     timeout_ms: int | None = 60_000,
-    path: str | None = None,
 ) -> Payloads:
     """Make the first `count` requests of the pool, which is the same for every API.
 
@@ -293,9 +290,7 @@ def bench_payloads(
         WorkloadError: they are larger than MAX_BENCH_BYTES; fewer would be other requests than those of another API.
     """
     made = bench_workload(shape, head, hotness)
-    pool = Payloads(
-        made, api, count=count, seed=BENCH_SEED, timeout_ms=timeout_ms, max_bytes=MAX_BENCH_BYTES, path=path
-    )
+    pool = Payloads(made, api, count=count, seed=BENCH_SEED, timeout_ms=timeout_ms, max_bytes=MAX_BENCH_BYTES)
     if len(pool) < count:
         raise WorkloadError(f"hotness {hotness}: {count} requests of {api} are more than {MAX_BENCH_BYTES} bytes")
     return pool

@@ -108,7 +108,7 @@ class Pool(list[Payload]):
 class Payloads(Pool):
     """A pool of `count` distinct requests of a workload, which for the same seed are the same in every API.
 
-    None stands for the workload's model, the server's deadline and the API's path.
+    None stands for the workload's model and the server's deadline.
     """
 
     def __init__(
@@ -121,10 +121,9 @@ class Payloads(Pool):
         seed: int = 0,
         timeout_ms: int | None = None,
         max_bytes: int = 128 << 20,
-        path: str | None = None,
     ) -> None:
         model, rng = model or workload.spec.model, np.random.default_rng(seed)
-        drawn = (payload_of(workload.schema, workload.request(rng), api, model, timeout_ms, path) for _ in range(count))
+        drawn = (payload_of(workload.schema, workload.request(rng), api, model, timeout_ms) for _ in range(count))
         super().__init__(api, model, drawn, max_bytes)
 
 
@@ -134,12 +133,11 @@ def payload_of(
     api: Encoding,
     model: str,
     timeout_ms: int | None = None,
-    path: str | None = None,
 ) -> Payload:
-    """Encode a request; `path` if it is not the API's."""
+    """Encode a request."""
     form = _FORMS[api]
     body, headers = form.encode(schema, request, model, timeout_ms)
-    return Payload(path or form.path.format(model), body, headers, request.num_candidates)
+    return Payload(form.path.format(model), body, headers, request.num_candidates)
 
 
 class _Answer(msgspec.Struct):

@@ -45,18 +45,13 @@ class CandidateCounts:
     mean: float
 
     def __post_init__(self) -> None:
-        if self.least == self.most and not 1 <= self.least <= MAX_CANDIDATES:
-            raise WorkloadError(f"candidates: {self.least} is not in 1..{MAX_CANDIDATES}")
         if not 1 <= self.least <= self.most <= MAX_CANDIDATES:
-            raise WorkloadError(
-                f"candidates: {self.least}-{self.most} is not LEAST-MOST with 1 <= LEAST < MOST <= {MAX_CANDIDATES}"
-            )
+            raise WorkloadError(f"candidates: {self.name}: numbers must ascend and be in 1..{MAX_CANDIDATES}")
         # Nearer to an end than this, a few numbers would have all the weight: ask for a fixed number instead.
         margin = (self.most - self.least) / 100
         if not self.least + margin <= self.mean <= self.most - margin:
-            raise WorkloadError(
-                f"candidates: mean {self.mean:g} is not in {self.least + margin:g}..{self.most - margin:g}"
-            )
+            low, high = self.least + margin, self.most - margin
+            raise WorkloadError(f"candidates: {self.name}: the mean must be in {low:g}..{high:g}")
 
     @property
     def name(self) -> str:

@@ -29,5 +29,6 @@ class MosecRanking(Worker):
 if __name__ == "__main__":
     server = Server()
     # 1 ms is the shortest wait that mosec takes with batching.
-    server.append_worker(MosecRanking, num=int(os.environ["PEER_WORKERS"]), max_batch_size=8, max_wait_time=1)
+    batching = {"max_batch_size": 8, "max_wait_time": 1}
+    server.append_worker(MosecRanking, num=int(os.environ["PEER_WORKERS"]), route="/rank", **batching)
     server.run()

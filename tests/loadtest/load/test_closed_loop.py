@@ -31,7 +31,7 @@ LOADED = SHAPE.model_copy(update={"candidates": str(LOADED_CANDIDATES)})
 def test_processes_report_bugs_and_calls_that_take_too_long() -> None:
     """The answer of a call that was not awaited is not taken for the next one's."""
     with Generators(2) as generators:
-        with pytest.raises(GeneratorError, match=r"(?s)a bug of the generator:.*ZeroDivisionError"):
+        with pytest.raises(ZeroDivisionError):
             generators.call(share_of, [(1, 0, 0)], 60)
         with pytest.raises(GeneratorError, match="share_of was not done within 0 s"):
             generators.call(share_of, [(100, 0, 2), (100, 1, 2)], 0)

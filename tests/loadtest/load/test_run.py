@@ -25,9 +25,10 @@ from loadtest.load import result as results
 from loadtest.load import run
 from loadtest.load.cli import loadtest
 from loadtest.load.config import OfferedLoad, RunConfig
-from loadtest.load.generator import Generators, open_payloads, stopping_on_signals
+from loadtest.load.generator import Generators, open_payloads
 from loadtest.load.result import LoadResult, Mark, SweepResult
 from loadtest.load.run import MIN_RATE, TOLERANCE, read_marks, run_sweep, show_result, sweep, with_marks
+from loadtest.servers import stopping_on_signals
 from loadtest.workloads.payloads import FORMS
 from shardrank_testing.load_results import example_run, example_sweep
 from shardrank_testing.loaded_server import Reply, loaded_grpc_server, loaded_http_server
