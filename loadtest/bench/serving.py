@@ -40,7 +40,6 @@ from loadtest.workloads.catalog import (
     BENCH_REQUESTS,
     BENCH_SEED,
     EQUAL_REQUESTS,
-    VARIED_AROUND_100,
     BenchShape,
     BenchWorkload,
     Head,
@@ -250,7 +249,8 @@ def tables_of(model: ServedModel, limit: Limit, server: Server, hotness: int, ap
     loads: dict[str, Subject] = {LIMIT: loaded_limit, **{api: loaded(api) for api in apis}}
     singles: dict[str, Subject] = {LIMIT: lambda number: {P50: limit_ms(number)}}
     singles |= {api: single(api) for api in apis}
-    forms = {"equal": changed(EQUAL_REQUESTS), "varied": changed(VARIED_AROUND_100)}
+    varied = {"candidates": "50-150:100", "varied": True}
+    forms = {"equal": changed(EQUAL_REQUESTS), "varied": changed(varied)}
     return [
         BenchTable(f"{title}, {FULL_LOAD} in flight", LOADED_MEASURES, loads, setup),
         BenchTable(f"{title}, one in flight", SINGLE_MEASURES, singles, setup),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -15,7 +16,6 @@ from loadtest.errors import WorkloadError
 from loadtest.workloads.payloads import FORMS, Encoding, Payloads
 from loadtest.workloads.workload import (
     MLPERF_CANDIDATES,
-    NO_DEADLINE_S,
     VARIED_CANDIDATES,
     CandidateCounts,
     IdDistribution,
@@ -103,7 +103,7 @@ class FilmsWorkload:
             num_candidates=films.size,
             context_dense=np.zeros(0, np.float32),
             candidate_dense=np.ascontiguousarray(self._film_dense[films]),
-            timeout_s=NO_DEADLINE_S,
+            timeout_s=math.inf,
             texts=[
                 self._words[number]
                 for feature in self.schema.features
@@ -168,10 +168,8 @@ def open_workload(
         name += f", context features {context_features}"
     most = len(spec.features) - 1
     if not 0 <= context_features <= most:
-        raise WorkloadError(
-            f"context_features: {context_features} is not in 0..{most}; {spec.model!r} has {most + 1} features, one "
-            "must be a candidate's"
-        )
+        problem = f"{context_features} is not in 0..{most}, so that one of {most + 1} features is a candidate's"
+        raise WorkloadError(f"context_features: {problem}")
     by_hotness = sorted(spec.features, key=lambda feature: -hotness[feature.name])
     in_context = {feature.name for feature in by_hotness[:context_features]}
     features = tuple(
@@ -185,13 +183,10 @@ def open_workload(
 BENCH_REQUESTS = 64
 BENCH_SEED = 11
 MAX_BENCH_BYTES = 1 << 30
-
-
 SideSplit: TypeAlias = Literal["product", "candidates"]
 """Which inputs of the benchmarks' model come once a request."""
-VARIED_AROUND_100 = {"candidates": "50-150:100", "varied": True}
 EQUAL_REQUESTS = {"candidates": "100", "varied": False}
-"""What changes in a shape so that requests are alike, and so that they vary around these."""
+"""What changes in a shape so that requests are alike."""
 
 
 class BenchShape(Frozen):

@@ -42,8 +42,6 @@ Headers: TypeAlias = tuple[tuple[str, str], ...]
 ScoreList: TypeAlias = Sequence[float] | Float32Array
 Encoded: TypeAlias = tuple[bytes, Headers]
 
-SAMPLED_SHARE = 0.01
-"""Of the traces that a product begins."""
 HEADER_LENGTH = "inference-header-content-length"
 SCORES = "scores"
 FORMS = {True: "varied: ragged bags, headers that change", False: "not varied (--same)"}
@@ -64,7 +62,7 @@ def changing_headers(varied: bool) -> Iterator[Headers]:
     draw = random.Random()
     while True:
         digits = f"{draw.getrandbits(320):080x}"
-        flags = "01" if draw.random() < SAMPLED_SHARE else "00"
+        flags = "01" if draw.random() < 0.01 else "00"
         yield ("traceparent", f"00-{digits[:32]}-{digits[32:48]}-{flags}"), ("x-request-id", digits[48:])
 
 
@@ -144,9 +142,8 @@ class _Answer(msgspec.Struct):
     scores: list[float]
 
 
-def _encode_json(schema: Described, request: RankRequest, model: str, timeout_ms: int | None) -> Encoded:
+def _encode_json(schema: Described, request: RankRequest, _: str, timeout_ms: int | None) -> Encoded:
     """Write a JSON body; a candidate feature with one id each is a flat list, as a client would write it."""
-    del model
     features, document = list(features_of(schema, request)), dict[str, Any]()
     for side, dense in (("context", request.context_dense), ("candidates", request.candidate_dense)):
         of_side = [feature for feature in features if feature.is_context == (side == "context")]
@@ -279,13 +276,12 @@ def _read_oip_grpc(answer: bytes) -> ScoreList:
     return _read_flat(message.raw_output_contents[names.index(SCORES)])
 
 
-def _encode_flat(schema: Described, request: RankRequest, model: str, timeout_ms: int | None, *, once: bool) -> Encoded:
+def _encode_flat(schema: Described, request: RankRequest, *_: object, once: bool) -> Encoded:
     """Return safetensors: `ids`, `lengths` and `dense` of the candidates, and `context_ids` and so on.
 
     If not `once`, the context has no columns, and each candidate has them too: features in the model's order, dense
     inputs as `[context | candidate]`.
     """
-    del model, timeout_ms
     features = list(features_of(schema, request))
     context = [feature for feature in features if feature.is_context and once]
     others = [feature for feature in features if not (feature.is_context and once)]
@@ -321,11 +317,9 @@ def _read_flat(answer: bytes) -> ScoreList:
     return np.frombuffer(answer, "<f4")
 
 
-def _encode_tensors(
-    schema: Described, request: RankRequest, model: str, timeout_ms: int | None, *, once: bool
-) -> Encoded:
+def _encode_tensors(schema: Described, request: RankRequest, *_: object, once: bool) -> Encoded:
     """Return an infer request with the same bytes as tensor `body`, uint8, a batch of one request."""
-    body, _ = _encode_flat(schema, request, model, timeout_ms, once=once)
+    body, _ = _encode_flat(schema, request, once=once)
     return _infer_body([("body", "UINT8", [1, len(body)], body)], None)
 
 

@@ -29,8 +29,7 @@ from shard_node.bags import Float32Array, Int64Array, KeyedBags
 Float64Array = npt.NDArray[np.float64]
 
 MAX_CANDIDATES = 2**20
-_RANGE = re.compile(r"(\d+)-(\d+):(\d+(?:\.\d+)?)")
-_BISECTIONS = 200
+_RANGE = re.compile(r"(\d+)(?:-(\d+):(\d+(?:\.\d+)?))?", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ class CandidateCounts:
         """float64 [most - least], P(number <= least + i); what is above the last is `most`."""
         span = self.most - self.least
         steps, low, high = np.arange(span + 1), -100.0 / span, 100.0 / span
-        for _ in range(_BISECTIONS):
+        for _ in range(200):
             log_q = (low + high) / 2
             weights = np.exp(steps * log_q - max(0.0, span * log_q))
             weights /= math.fsum(weights)
@@ -83,10 +82,8 @@ VARIED_CANDIDATES = CandidateCounts(50, 500, 200)
 
 def parse_candidates(text: str) -> CandidateCounts:
     """Read `N`, or `LEAST-MOST:MEAN` such as `100-700:270`. Raises WorkloadError."""
-    if text.isascii() and text.isdecimal():
-        return CandidateCounts(int(text), int(text), int(text))
     if (match := _RANGE.fullmatch(text)) and match[1] != match[2]:
-        return CandidateCounts(int(match[1]), int(match[2]), float(match[3]))
+        return CandidateCounts(int(match[1]), int(match[2] or match[1]), float(match[3] or match[1]))
     raise WorkloadError(f"candidates: {text!r} is not N or LEAST-MOST:MEAN, such as 100 or 100-700:270")
 
 
@@ -243,10 +240,6 @@ def parse_ids(text: str) -> IdDistribution:
     raise WorkloadError(f"ids: {text!r} is not uniform, zipf:S with S in (0, {MAX_ZIPF_EXPONENT:g}], or reuse")
 
 
-NO_DEADLINE_S = math.inf
-"""Of requests before an API makes bytes of them: their time is what the bytes say."""
-
-
 class Workload(Protocol):
     """Makes requests to one model. Its name says everything that was chosen; bags are in the order of the schema."""
 
@@ -322,10 +315,7 @@ class SyntheticWorkload:
         self.schema = FeatureSchema.of(spec)
         self._hotness = np.array([hotness[feature.name] for feature in self.schema.features], np.int64)
         self._ids, self._candidates, self._ragged = ids, candidates, ragged
-
-    @cached_property
-    def _scatter(self) -> RowScatter:
-        return RowScatter(np.array([table.num_embeddings for table in self.schema.layout.tables], np.int64))
+        self._scatter = RowScatter(np.array([table.num_embeddings for table in self.schema.layout.tables], np.int64))
 
     def request(self, rng: np.random.Generator) -> RankRequest:
         """Draw a request."""
@@ -344,5 +334,5 @@ class SyntheticWorkload:
             num_candidates=num_candidates,
             context_dense=rng.standard_normal(dense_inputs.context, dtype=np.float32),
             candidate_dense=rng.standard_normal((num_candidates, dense_inputs.candidate), dtype=np.float32),
-            timeout_s=NO_DEADLINE_S,
+            timeout_s=math.inf,
         )

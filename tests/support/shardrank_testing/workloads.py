@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from loader.snapshot.tables import fingerprint_strings
 from loadtest.workloads.payloads import HEADER_LENGTH, Api, Payload
-from loadtest.workloads.workload import NO_DEADLINE_S, Workload
+from loadtest.workloads.workload import Workload
 from router.feature_schema import FeatureSchema
 from serving.formats.requests import RankRequest
 from serving.formats.schema import RequestSchema
@@ -58,7 +60,7 @@ class MixedWorkload:
             num_candidates=count,
             context_dense=rng.standard_normal(dense.context, dtype=np.float32),
             candidate_dense=rng.standard_normal((count, dense.candidate), dtype=np.float32),
-            timeout_s=NO_DEADLINE_S,
+            timeout_s=math.inf,
             texts=words,
         )
 
