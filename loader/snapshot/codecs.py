@@ -71,12 +71,11 @@ class RowCodec:
         """Find the first stored row, of uint8 [n, row_bytes], that decodes to NaN or inf; None if none does."""
         floats = self._floats(stored)
         finite = np.isfinite(floats).all(axis=1)
-        if self._code_bytes:
+        if self.dtype == "int8":
             # Finite scale and bias are not enough: code * scale + bias can still overflow, if so at the largest code.
-            largest_code = np.float32(255 if self.dtype == "int8" else 15)
+            # Those of int4 are halves, which can't.
             with np.errstate(over="ignore", invalid="ignore"):
-                tail = floats.astype(np.float32)
-                finite &= np.isfinite(tail[:, 0] * largest_code + tail[:, 1])
+                finite &= np.isfinite(floats[:, 0] * np.float32(255) + floats[:, 1])
         return None if finite.all() else int(np.argmin(finite))
 
     @property
