@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ipaddress
-from typing import Any, Self
+from typing import Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from loader.snapshot.tables import Frozen
+from shard_node.byte_budget import LARGEST_MESSAGES, default_buffer_bytes
 
 MAX_ID = 2**63 - 1
 
@@ -22,6 +22,9 @@ class RequestLimits(Frozen):
     """
 
     max_body_bytes: int = Field(default=16 * 2**20, ge=1, le=2**30)
+    max_buffered_bytes: int = Field(
+        default_factory=lambda limits: default_buffer_bytes(limits["max_body_bytes"]), ge=1, le=2**40
+    )
     max_json_bytes: int = Field(default=2 * 2**20, ge=1, le=2**30)
     max_message_fields: int = Field(default=2**14, ge=64, le=2**27)
     max_string_ids: int = Field(default=2**14, ge=1, le=2**27)
@@ -45,18 +48,10 @@ class RequestLimits(Frozen):
     receive_timeout_s: float = Field(default=4.0, gt=0, le=3600)
     keep_alive_s: float = Field(default=60.0, gt=0, le=3600)
     max_connections: int = Field(default=4096, ge=1)
-    max_connections_per_address: int = Field(default=1024, ge=0)
     max_idle_work_ms: int = Field(default=200, ge=0, le=60_000)
-    penalty_s: float = Field(default=10.0, ge=0, le=3600)
-    trusted_proxies: tuple[str, ...] = Field(default=(), max_length=256, exclude=True)
     max_header_bytes: int = Field(default=32 * 2**10, ge=1024, le=2**20)
     max_concurrent_streams: int = Field(default=256, ge=1)
     max_connection_age_s: float = Field(default=3600.0, gt=0, le=86_400)
-
-    @field_validator("trusted_proxies", mode="before")
-    @classmethod
-    def _split(cls, value: Any) -> Any:
-        return tuple(value.split(",")) if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -64,6 +59,8 @@ class RequestLimits(Frozen):
             raise ValueError(
                 f"default_timeout_ms {self.default_timeout_ms} is more than max_timeout_ms {self.max_timeout_ms}"
             )
-        for proxy in self.trusted_proxies:
-            ipaddress.ip_network(proxy, strict=False)
+        least = LARGEST_MESSAGES * self.max_body_bytes
+        if self.max_buffered_bytes < least:
+            says = f"max_buffered_bytes {self.max_buffered_bytes} has no room for {LARGEST_MESSAGES} bodies of max_body_bytes"
+            raise ValueError(f"{says} {self.max_body_bytes}; at least {least} are needed")
         return self

@@ -22,7 +22,6 @@ from serving.api.dealing import Place
 from serving.api.grpc.services import GrpcServer
 from serving.api.http import HttpApp
 from serving.api.http_server import HttpServer, running_admin
-from serving.api.listening import Addresses
 from serving.api.tokens import Tokens
 from serving.dashboard.sources import FleetSource, ProcessSource, Source
 from serving.fleet.process import StopRequestedError, run_until_signalled
@@ -76,11 +75,10 @@ class Listening:
 @contextlib.asynccontextmanager
 async def running_server(service: RankingService, config: ServerConfig) -> AsyncIterator[Listening]:
     """Listen while the block runs, then stop as `ServerConfig` says. Raises ListenError if a port can't be bound."""
-    addresses = Addresses(service.limits, service.clock)
     tokens, ssl = _protection(service, config, "http")
     app = HttpApp(service, tokens)
-    http = HttpServer(service, config.drain_timeout_s, app, addresses=addresses, ssl=ssl, refuse=app.refuse)
-    grpc = GrpcServer(service, *_protection(service, config, "grpc"), addresses)
+    http = HttpServer(service, config.drain_timeout_s, app, buffers=service.buffers, ssl=ssl, refuse=app.refuse)
+    grpc = GrpcServer(service, *_protection(service, config, "grpc"))
     watching: asyncio.Future[tuple[None, None]] | None = None
     try:
         http_port = await http.start(config.host, config.http_port, config.place)

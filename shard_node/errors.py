@@ -69,6 +69,10 @@ class NodeOverloadedError(ShardNodeError, http_status=503, grpc_status="RESOURCE
     """The node's queue is full; the request was not started."""
 
 
+class BufferFullError(ShardNodeError, http_status=429, grpc_status="RESOURCE_EXHAUSTED", kind="buffer_full"):
+    """The process holds as many bytes of messages as it may; this one was not read to its end."""
+
+
 class StagingBusyError(ShardNodeError, http_status=503, grpc_status="UNAVAILABLE", kind="staging_busy"):
     """As many of the fleet's processes stage a version as may at a time."""
 

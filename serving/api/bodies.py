@@ -7,7 +7,7 @@ import logging
 import time
 import zlib
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from starlette.types import Receive
 
@@ -24,16 +24,15 @@ OPEN_INFERENCE = "/v2"
 """Where the paths of the Open Inference Protocol begin, whose errors have a form of their own."""
 CODINGS = ("gzip", "deflate")
 PIECE_BYTES = 256 * 2**10
-"""Decompressed at once; after the first `FREE_BYTES` others come between two pieces."""
-FREE_BYTES = 2**20
-COMPRESSED_PIECE_BYTES = 2**16
+"""Decompressed at once, in about a millisecond; others come between two pieces."""
+COMPRESSED_PIECE_BYTES = 2**15
 """Taken of what is compressed at once: blocks that hold nothing take 80 ns a byte."""
 USUAL_S_A_BYTE = 1e-8
 """Within which any usual body is decompressed, by the bytes that it becomes."""
 # By the header that the data begin with: https://www.zlib.net/manual.html#Advanced
 _GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS
 _LENGTH_DIGITS = 18
-_RETRY_LATER, _UNAUTHENTICATED = 503, 401
+_RETRY_LATER, _UNAUTHENTICATED = (429, 503), 401
 
 
 class HttpReply(NamedTuple):
@@ -70,24 +69,47 @@ async def read_body(receive: Receive, limit: str, max_bytes: int, stated: bytes 
             return part if len(parts) == 1 else b"".join(parts)
 
 
+class Expanding(Protocol):
+    """Who is charged for a body that is decompressed."""
+
+    def charge(self, num_bytes: int) -> None:
+        """Count bytes that it became. Raises BufferFullError: there is no room for them."""
+
+    def refund(self, num_bytes: int) -> None:
+        """Count bytes out that are not held any more."""
+
+    def spent(self, seconds: float) -> None:
+        """Count processor time beyond what as many bytes usually take: blocks that hold nothing cost most."""
+
+
 async def expand(
     body: Buffer,
     max_body_bytes: int,
-    spent: Callable[[float], object],
+    payer: Expanding,
+    places: asyncio.Semaphore,
     clock: Callable[[], float] = time.thread_time,
 ) -> bytes:
     """Decompress a body without holding the event loop up: what goes in and what comes out are both bounded at once.
 
     Args:
-        body: gzip (RFC 1952) or deflate (RFC 1950).
+        body: gzip (RFC 1952) or deflate (RFC 1950), which the payer was charged for, and is refunded.
         max_body_bytes: the longest that it may become; no more is made.
-        spent: told the seconds beyond those that as many bytes usually take: blocks that hold nothing cost most.
+        payer: is charged for each piece before the next one.
+        places: of bodies that are decompressed at a time.
         clock: seconds of processor time of this thread.
 
     Raises:
         BodyTooLargeError: if it becomes longer.
+        BufferFullError: if there is no room for it.
         MalformedRequestError: if it is neither, incomplete, or followed by something else.
     """
+    async with places:
+        expanded = await _expanded(body, max_body_bytes, payer, clock)
+    payer.refund(len(body))
+    return expanded
+
+
+async def _expanded(body: Buffer, max_body_bytes: int, payer: Expanding, clock: Callable[[], float]) -> bytes:
     stream, view = zlib.decompressobj(_GZIP_OR_ZLIB), memoryview(body)
     pieces: list[bytes] = []
     taken = made = 0
@@ -105,6 +127,7 @@ async def expand(
                 raise MalformedRequestError("", f"the body is neither gzip nor deflate: {error}") from error
             finally:
                 took_s += clock() - began
+            payer.charge(len(piece))
             pieces.append(piece)
             made += len(piece)
             if made > max_body_bytes:
@@ -112,10 +135,10 @@ async def expand(
                 raise BodyTooLargeError("", "max_body_bytes", max_body_bytes, f"at least {made}", unit)
             if not (piece or left or stream.eof):
                 raise MalformedRequestError("", "the compressed body ends before it is complete")
-            if made > FREE_BYTES or taken > COMPRESSED_PIECE_BYTES:
+            if not stream.eof:
                 await asyncio.sleep(0)
     finally:
-        spent(max(0.0, took_s - USUAL_S_A_BYTE * made))
+        payer.spent(max(0.0, took_s - USUAL_S_A_BYTE * made))
     if rest := len(stream.unused_data) + len(view) - taken:
         raise MalformedRequestError("", f"{rest} bytes follow the compressed body")
     return b"".join(pieces)
@@ -124,7 +147,7 @@ async def expand(
 def error_reply(path: str, request_id: str, error: ShardrankError) -> HttpReply:
     """Put an error in the form of the API that a path belongs to."""
     headers: tuple[tuple[str, str], ...] = ()
-    if error.http_status == _RETRY_LATER:
+    if error.http_status in _RETRY_LATER:
         headers = (("retry-after", str(RETRY_AFTER_S)),)
     elif error.http_status == _UNAUTHENTICATED:
         # RFC 9110, 11.6.1: such an answer says what is wanted.

@@ -13,8 +13,9 @@ import select
 import socket
 import ssl as tls
 from collections import Counter
-from collections.abc import Callable
-from itertools import islice, takewhile
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import chain, takewhile
 from typing import Literal, TypeAlias, cast
 
 import numpy as np
@@ -22,6 +23,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from loader.errors import ShardrankError
+from serving.api.bodies import error_reply
 from serving.api.http_framing import (
     ChunkReader,
     Refuse,
@@ -32,26 +34,23 @@ from serving.api.http_framing import (
     without_upgrade,
 )
 from serving.api.listening import (
-    CONNECT_S,
-    EVICTION_CHOICE,
     TURN_S,
-    UNTAKEN_S,
     Accepted,
-    Addresses,
     CountsFailures,
     Front,
     forget_unsent,
     poll_socket,
 )
-from serving.errors import MalformedRequestError, OverloadedError, RequestTimeoutError, ServingError
+from serving.errors import ClientGoneError, MalformedRequestError, OverloadedError, RequestTimeoutError, ServingError
 from serving.formats.requests import Buffer
 from serving.limits import RequestLimits
+from shard_node.byte_budget import ByteAccount, ByteBudget
+from shard_node.errors import BufferFullError
 
 logger = logging.getLogger(__name__)
 
 # What a read costs the event loop outside of here. One that brings a usual packet's worth is nobody's fault.
 _SHORT_READ_BYTES, _SHORT_READ_S = 512, 10e-6
-_TELL_S = 0.001  # of a connection's work is told to its address at once
 READ_BYTES = 64 * 2**10
 """Read at once; as much may be held of requests that are sent ahead."""
 LINGER_S = 1.0
@@ -64,7 +63,6 @@ class Gate(Accepted, asyncio.BufferedProtocol):
     """One connection.
 
     Attributes:
-        owner: the account of its address; "" for one that stands for many.
         is_feeding: whether the protocol behind reads, so that what it wants is no answer.
         owes: whether the protocol behind has a request that is not answered.
         has_begun: whether some of a request has come, but not all of it.
@@ -72,7 +70,7 @@ class Gate(Accepted, asyncio.BufferedProtocol):
 
     def __init__(self, gates: Gates, address: str) -> None:
         self._gates = gates
-        self.address, self.owner = address, gates.addresses.owner(address)
+        self.address = address
         self.has_connected = self.has_begun = self.is_ended = self.is_feeding = self._is_lost = False
         self._phase: _Phase = "head"
         self._held, self._left = b"", 0
@@ -84,9 +82,9 @@ class Gate(Accepted, asyncio.BufferedProtocol):
         self._watcher: Callable[[], None] | None = None
         self._unsent: list[Callable[[], None]] = []
         self._untaken: list[Callable[[], None]] = []
-        self._work_s = CONNECT_S
-        self._unpaid_s = gates.handshake_cost_s  # of its handshake, until a request is answered
-        self._idle_work_s, self._answers = 0.0, 0
+        self._idle_work_s = 0.0
+        self._account = ByteAccount(gates.buffers, self._give_way)
+        self._charged = 0  # of the request that is not answered yet
         self._transport: asyncio.Transport
         self._protocol: HttpToolsProtocol | None = None
 
@@ -101,11 +99,10 @@ class Gate(Accepted, asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell whoever works for this client."""
         self.is_ended = self._is_lost = True
-        self._work_s += self._unpaid_s
-        self._tell_work()
-        self._gates.lose(self)
+        self._gates.leave(self)
         self._unsent, self._untaken = self._unsent + self._untaken, []
         self._take()
+        self._refund()
         if self._protocol is not None:
             self._protocol.connection_lost(exc)
         watcher, self._watcher = self._watcher, None
@@ -127,6 +124,7 @@ class Gate(Accepted, asyncio.BufferedProtocol):
             return
         began = self._gates.clock()
         self._left -= nbytes
+        self._charge_body(nbytes)
         if not self._left or not self.owes:
             # It is complete; or it was refused, and what follows is dropped as it comes.
             self._body = None
@@ -138,9 +136,7 @@ class Gate(Accepted, asyncio.BufferedProtocol):
     def _count_work(self, nbytes: int, began: float) -> None:
         is_short = nbytes < _SHORT_READ_BYTES and self.has_begun
         # By the wall clock, and so no more than a turn: the processor may have been somewhere else for longer.
-        self._work_s += min(TURN_S, self._gates.clock() - began) + is_short * _SHORT_READ_S
-        if self._work_s > _TELL_S:
-            self._tell_work()
+        self.spent(min(TURN_S, self._gates.clock() - began) + is_short * _SHORT_READ_S)
 
     def data_received(self, data: bytes) -> None:
         """Take bytes, of which the gate keeps what it needs."""
@@ -158,6 +154,7 @@ class Gate(Accepted, asyncio.BufferedProtocol):
             elif self._phase == "body":
                 self._held, data = data[self._left :], data[: self._left]
                 self._left -= len(data)
+                self._charge_body(len(data))
                 if not self._left:
                     self._complete()
                 self._give(data)
@@ -208,26 +205,45 @@ class Gate(Accepted, asyncio.BufferedProtocol):
         else:
             self._untaken.append(callback)
 
+    @property
+    def connection(self) -> Gate:
+        """What stands for its connection."""
+        return self
+
     def spent(self, seconds: float) -> None:
-        """Charge the client for work of the application that is more than a request usually takes."""
-        self._work_s += seconds
-        if seconds > _TELL_S:
-            # No answer makes that good.
-            self._answers = 0
-        if self._work_s > _TELL_S:
-            self._tell_work()
+        """Count work for a request that is not answered yet; end a connection that costs much and completes nothing."""
+        self._idle_work_s += seconds
+        max_work_s = self._gates.limits.max_idle_work_ms / 1000 or math.inf
+        if self._idle_work_s > max_work_s and not self.is_ended:
+            self._gates.note("idle_work")
+            self.drop()
+
+    def charge(self, num_bytes: int) -> None:
+        """Count bytes of the request, until its answer is taken. Raises BufferFullError, ClientGoneError."""
+        if self.is_ended:
+            raise ClientGoneError("the connection has ended")
+        self._account.charge(num_bytes)
+        self._charged += num_bytes
+
+    def refund(self, num_bytes: int) -> None:
+        """Count bytes of the request out that are not held any more."""
+        num_bytes = min(num_bytes, self._charged)
+        self._account.refund(num_bytes)
+        self._charged -= num_bytes
 
     def answered(self) -> None:
         """Go on to the next request: the answer to this one is written as a whole."""
         self._watcher = None
         self.owes = False
         self._flush()
+        if self._charged:
+            self._untaken.append(partial(self._account.refund, self._charged))
+            self._charged = 0
         if self._untaken:
             self._unsent, self._untaken = self._unsent + self._untaken, []
             if self not in self._gates.unread:
                 self._take()
-        self._answers += 1
-        self._idle_work_s = self._unpaid_s = 0.0
+        self._idle_work_s = 0.0
         if self.is_ended:
             return
         if self._phase != "complete":
@@ -261,6 +277,7 @@ class Gate(Accepted, asyncio.BufferedProtocol):
             self._flush()
             self.is_ended = True
             self._held, self._body = b"", None
+            self._refund()
             self._gates.forget(self)
             self._gates.closing[self] = self._gates.clock()
             self._transport.close()
@@ -275,7 +292,6 @@ class Gate(Accepted, asyncio.BufferedProtocol):
     def drop_unread(self) -> None:
         """Close the connection of a peer that does not take its answer."""
         self._gates.note("unread")
-        self._gates.addresses.spent(self.address, UNTAKEN_S)
         self.drop()
 
     def end_late(self) -> None:
@@ -297,6 +313,8 @@ class Gate(Accepted, asyncio.BufferedProtocol):
             return
         elif self._has_written:
             head, self._answer_head = self._answer_head, b""
+            self._account.hold(len(data))
+            self._charged += len(data)
             self._transport.writelines((head, data) if head else (data,))
         elif data == _CONTINUE:
             self._transport.write(data)
@@ -351,6 +369,8 @@ class Gate(Accepted, asyncio.BufferedProtocol):
         if (is_chunked or len(data) < body_end) and not self.has_begun:
             self._begin_receiving(now)
         self._is_dropped = self._refuse_unread(data[:body_at])
+        if not is_chunked:
+            self._charge_body(min(len(data), body_end) - body_at)
         if is_chunked:
             self._phase, self._chunks = "chunks", ChunkReader(max_header_bytes)
             self._give(data[:body_at])
@@ -385,6 +405,7 @@ class Gate(Accepted, asyncio.BufferedProtocol):
         chunks, clock = self._chunks, self._gates.clock
         until = clock() + TURN_S
         body = chunks.feed(data, lambda: clock() < until)
+        self._charge_body(len(body))
         given = b"%x\r\n%b\r\n" % (len(body), body) if body else b""
         if chunks.is_complete:
             self._held, chunks.rest = chunks.rest, b""
@@ -394,6 +415,40 @@ class Gate(Accepted, asyncio.BufferedProtocol):
             self._go_on_later()
         if given:
             self._give(given)
+
+    def _charge_body(self, num_bytes: int) -> None:
+        """Count bytes that the application is to be given; refuse the request if there is no room for them."""
+        if num_bytes and self.owes:
+            try:
+                self.charge(num_bytes)
+            except BufferFullError as error:
+                self._refuse_rest(error)
+
+    def _refuse_rest(self, error: ShardrankError) -> None:
+        """Answer a request that is not read to its end; what still comes of it is dropped, for a while."""
+        self._gates.note(error.kind)
+        if self._has_written:
+            self.end()
+            return
+        protocol, self._protocol, self._body, self.owes = self._protocol, None, None, False
+        if protocol is not None:
+            # It has half a request; the next one gets another protocol.
+            protocol.connection_lost(None)
+        self._refund()
+        self._is_dropped = True
+        self._transport.write(
+            whole_answer(error_reply("", "", error), self._gates.state.default_headers, is_last=False)
+        )
+        self.answered()
+
+    def _refund(self) -> None:
+        self._account.refund(self._charged)
+        self._charged = 0
+
+    def _give_way(self, error: ShardrankError) -> None:
+        """Refuse a request that is not complete."""
+        if self._charged and self._phase in ("body", "chunks"):
+            self._refuse_rest(error)
 
     def _give(self, data: Buffer) -> None:
         """Feed the protocol behind, but for what is dropped."""
@@ -480,21 +535,6 @@ class Gate(Accepted, asyncio.BufferedProtocol):
             self._transport.write(last_answer(error, self._gates.state.default_headers))
         self.end()
 
-    def _tell_work(self) -> None:
-        """Charge the address; end a connection that costs much and completes nothing."""
-        gates, work_s, answers = self._gates, self._work_s, self._answers
-        self._work_s, self._answers = 0.0, 0
-        is_over = gates.addresses.spent(self.address, work_s)
-        if answers:
-            gates.addresses.completed(self.address, answers)
-            return
-        self._idle_work_s += work_s
-        max_work_s = gates.limits.max_idle_work_ms / 1000 or math.inf
-        if (is_over or self._idle_work_s > max_work_s) and not self._is_lost:
-            gates.note("penalty")
-            gates.addresses.punish(self.address)
-            self.drop()
-
 
 NewProtocol: TypeAlias = Callable[[Gate, asyncio.Transport, ServerState], HttpToolsProtocol]
 """Makes what is behind a gate, and connects it."""
@@ -518,12 +558,12 @@ class Gates(Front[Gate]):
         new_protocol: NewProtocol,
         limits: RequestLimits,
         metrics: CountsFailures,
-        addresses: Addresses,
+        buffers: ByteBudget,
         clock: Callable[[], float],
         ssl: tls.SSLContext | None = None,
         refuse: Refuse = lambda head: None,
     ) -> None:
-        super().__init__(addresses, limits.max_connections, limits.receive_timeout_s, ssl)
+        super().__init__(buffers, limits.max_connections, limits.receive_timeout_s, ssl)
         self.limits, self.clock, self.refuse = limits, clock, refuse
         self.new_protocol, self._metrics = new_protocol, metrics
         self.is_draining = False
@@ -538,10 +578,9 @@ class Gates(Front[Gate]):
         """See `Front`."""
         return Gate(self, address)
 
-    def idle_connections(self) -> list[Gate]:
-        """See `Front`: else those of which nothing has come."""
-        first = islice(self.idle, EVICTION_CHOICE)
-        return list(first) or [gate for gate in islice(self.receiving, EVICTION_CHOICE) if not gate.has_begun]
+    def idle_connections(self) -> Iterable[Gate]:
+        """See `Front`: then those of which nothing has come."""
+        return chain(self.idle, (gate for gate in self.receiving if not gate.has_begun))
 
     def num_open(self) -> int:
         """See `Front`."""

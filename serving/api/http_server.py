@@ -24,12 +24,13 @@ from serving.api.documents import create_probes
 from serving.api.http import answer_whole
 from serving.api.http_framing import Refuse
 from serving.api.http_gate import Gate, Gates
-from serving.api.listening import Addresses, CountsFailures
+from serving.api.listening import CountsFailures
 from serving.api.tokens import Tokens
 from serving.dashboard.board import run_board
 from serving.dashboard.sources import Source
 from serving.limits import RequestLimits
 from serving.rank.service import RankingService
+from shard_node.byte_budget import LARGEST_MESSAGES, ByteBudget
 
 logger = logging.getLogger(__name__)
 _protocol_logger = logger.getChild("uvicorn")
@@ -94,8 +95,8 @@ def behind_gate(
 class HttpServer:
     """An HTTP listener: `app` answers for a service.
 
-    Requests in flight may take `drain_timeout_s` once it is stopped. `addresses` are accounts of whoever connects,
-    shared with other listeners. `refuse` is asked for each request before `app` is.
+    Requests in flight may take `drain_timeout_s` once it is stopped. `buffers` has room for the bytes of its connections;
+    without it there is room for a few of the largest messages. `refuse` is asked for each request before `app` is.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class HttpServer:
         drain_timeout_s: float,
         app: ASGIApp,
         *,
-        addresses: Addresses | None = None,
+        buffers: ByteBudget | None = None,
         ssl: tls.SSLContext | None = None,
         refuse: Refuse = lambda head: None,
     ) -> None:
@@ -121,10 +122,8 @@ class HttpServer:
             timeout_keep_alive=round(2 * limits.keep_alive_s) + 60,
         )
         config.load()
-        addresses = addresses or Addresses(limits, service.clock)
-        self._gates = Gates(
-            partial(behind_gate, config), limits, service.metrics, addresses, service.clock, ssl, refuse
-        )
+        buffers = buffers or ByteBudget(LARGEST_MESSAGES * limits.max_body_bytes)
+        self._gates = Gates(partial(behind_gate, config), limits, service.metrics, buffers, service.clock, ssl, refuse)
         self._drain_timeout_s = drain_timeout_s
         self._ticking: asyncio.Task[None] | None = None
 

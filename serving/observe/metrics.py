@@ -89,6 +89,13 @@ class ServingMetrics:
             "shardrank_batch_candidates", "Candidates in a batch.", ("model",), buckets=_BATCH_CANDIDATES
         )
         self.in_flight = gauge("shardrank_requests_in_flight", "Requests being handled.", multiprocess_mode="livesum")
+        self._buffered = gauge(
+            "shardrank_buffered_bytes", "Bytes of messages that are held.", multiprocess_mode="livesum"
+        )
+        self._buffer_refusals = counter(
+            "shardrank_buffer_refusals", "Messages refused because max_buffered_bytes are held, by cause.", ("cause",)
+        )
+        self.buffered_bytes: Callable[[], int] = lambda: 0
         self._replicas = _ReplicaMetrics(registry)
         self._card_batches = counter(
             "shardrank_card_batches",
@@ -170,6 +177,10 @@ class ServingMetrics:
         """Count an error, of a call or of what is no call, such as a connection."""
         self._of_error(api, method, kind).inc()
 
+    def buffer_refused(self, cause: str) -> None:
+        """Count a message that was refused because no more bytes may be held."""
+        self._buffer_refusals.labels(cause).inc()
+
     def spans_ended(self, outcome: TraceOutcome, count: int) -> None:
         """Count spans of traces that were exported, failed to be, were dropped (no room or time), or refused."""
         self._spans.labels(outcome).inc(count)
@@ -241,6 +252,7 @@ class ServingMetrics:
     def _make_observations(self) -> None:
         """Put what is kept into the histograms: whoever reads one calls it before."""
         make_observations(self._kept)
+        self._buffered.set(self.buffered_bytes())
 
     async def keep_up(self) -> None:
         """Keep this process's numbers where other workers look for them, until it is cancelled."""

@@ -17,7 +17,7 @@ import logging
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from math import inf
 from typing import Any, NamedTuple, TypeAlias
@@ -407,7 +407,7 @@ def _settle(settled: Iterable[tuple[Any, Answer | BaseException]]) -> None:
 
 
 class _WaitingLookup(NamedTuple):
-    owner: str
+    owner: Hashable
     num_floats: int
     future: asyncio.Future[None]
 
@@ -415,19 +415,19 @@ class _WaitingLookup(NamedTuple):
 class UntakenAnswers:
     """Bounds what lookups may hold until their clients have taken it. Belongs to one event loop.
 
-    A lookup that finds no room waits: behind others of its owner, and behind all once the whole is full. One that is
-    larger than the bound runs alone.
+    A lookup that finds no room waits: behind others of its owner, a connection, and behind all once the whole is full.
+    One that is larger than the bound runs alone.
     """
 
     def __init__(self, max_floats: int) -> None:
         self._max_floats = max_floats
-        self._held: Counter[str] = Counter()
+        self._held: Counter[Hashable] = Counter()
         self._waiting: deque[_WaitingLookup] = deque()
-        self._waits: Counter[str] = Counter()
+        self._waits: Counter[Hashable] = Counter()
         self._writing = asyncio.Lock()
 
-    async def take(self, owner: str, num_floats: int, timeout_s: float) -> None:
-        """Wait until there is room for an owner's answer; `give` must follow. An owner "" may have all the room.
+    async def take(self, owner: Hashable, num_floats: int, timeout_s: float) -> None:
+        """Wait until there is room for an owner's answer; `give` must follow.
 
         Raises OverloadedError at once if too many of the owner wait, DeadlineExceededError without room in time.
         """
@@ -454,7 +454,7 @@ class UntakenAnswers:
             says = f"earlier answers were not taken in time; the limit is max_untaken_floats = {self._max_floats}"
             raise DeadlineExceededError(says) from None
 
-    def give(self, owner: str, num_floats: int) -> None:
+    def give(self, owner: Hashable, num_floats: int) -> None:
         """Make room: an answer was taken, or is given up."""
         self._uncount(self._held, owner, num_floats)
         self._let_in()
@@ -478,7 +478,7 @@ class UntakenAnswers:
             if future.cancelled():
                 self._uncount(self._waits, owner, 1)
                 continue
-            if owner and held and held + num_floats > self._max_floats // SHARE_OF_AN_OWNER:
+            if held and held + num_floats > self._max_floats // SHARE_OF_AN_OWNER:
                 kept.append(waiting)
                 continue
             if num_floats > free and self._held.total():
@@ -492,7 +492,7 @@ class UntakenAnswers:
         self._waiting = kept
 
     @staticmethod
-    def _uncount(counts: Counter[str], owner: str, number: int) -> None:
+    def _uncount(counts: Counter[Hashable], owner: Hashable, number: int) -> None:
         counts[owner] -= number
         if not counts[owner]:
             del counts[owner]

@@ -13,7 +13,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeAlias, cast
 
@@ -40,6 +40,7 @@ from serving.observe.watch import NodeWatch, StateCollector
 from serving.rank.batcher import Pending, UntakenAnswers
 from serving.versions.served_model import ServedModel
 from serving.versions.served_versions import ServedVersions
+from shard_node.byte_budget import ByteBudget
 from shard_node.errors import DeadlineExceededError
 from shard_node.generation import Lease
 
@@ -50,6 +51,8 @@ OnRanked: TypeAlias = Callable[[RequestSchema, RankRequest, RankAnswer, float], 
 WatchClient: TypeAlias = Callable[[Callable[[], None]], None]
 Receive: TypeAlias = Callable[[], Awaitable[Buffer]]
 CLOSE_GRACE_S = 5.0
+MAX_EXPANDING = 2
+"""Bodies that are decompressed at a time."""
 
 
 class RankingService(ServedVersions):
@@ -64,6 +67,8 @@ class RankingService(ServedVersions):
         wall_clock: seconds since the epoch.
 
     Attributes:
+        buffers: bytes that connections may make the process hold.
+        expanding: places of bodies that are decompressed at a time.
         tracer: makes traces of its calls; None if nobody wants them.
         on_ranked: each told every rank request of an API that is answered, once its answer is encoded.
     """
@@ -84,6 +89,9 @@ class RankingService(ServedVersions):
         self.metrics = ServingMetrics(StateCollector(self.watch))
         self.tracer: Tracer | None = None
         self.untaken = UntakenAnswers(self.limits.max_untaken_floats)
+        self.buffers = ByteBudget(self.limits.max_buffered_bytes, self.metrics.buffer_refused)
+        self.metrics.buffered_bytes = lambda: self.buffers.buffered
+        self.expanding = asyncio.Semaphore(MAX_EXPANDING)
         self.on_ranked: tuple[OnRanked, ...] = ()
         self._receiving = 0
         self._admitted = 0
@@ -248,8 +256,8 @@ class Caller(Protocol):
     """Whoever waits for an answer."""
 
     @property
-    def owner(self) -> str:
-        """Tell its address; "" for one that stands for many, or has none."""
+    def connection(self) -> Hashable:
+        """What stands for its connection."""
 
     def time_remaining(self) -> float | None:
         """Tell the seconds until its own deadline; None if it set none."""
@@ -313,11 +321,11 @@ async def _looked_up(service: RankingService, unparsed: Unparsed, pending: Pendi
     """Answer a lookup, once there is room for its answer."""
     num_floats, untaken = cast(LookupRequest, pending.request).num_floats, service.untaken
     try:
-        await untaken.take(client.owner, num_floats, pending.deadline - pending.call.parsed)
+        await untaken.take(client.connection, num_floats, pending.deadline - pending.call.parsed)
     except BaseException:
         pending.lease.release()
         raise
-    give = partial(untaken.give, client.owner, num_floats)
+    give = partial(untaken.give, client.connection, num_floats)
     try:
         answered = await service.wait(pending, client.watch)
         pending.call.answered = service.clock()

@@ -13,13 +13,14 @@ import re
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 from urllib.parse import quote, unquote
 
 import grpc
 
 from loader.errors import ShardrankError
-from serving.api.bodies import CODINGS, expand
+from serving.api.bodies import CODINGS, Expanding, expand
 from serving.api.grpc.listener import Http2Protocol
 from serving.api.grpc.wire import HeaderList, header_block
 from serving.api.tokens import Scope, Tokens
@@ -39,7 +40,7 @@ from serving.errors import (
 )
 from serving.formats.json_text import RETRY_AFTER_S
 from serving.observe.traces import TRACEPARENT, Parent, parent_of
-from shard_node.errors import DeadlineExceededError
+from shard_node.errors import BufferFullError, DeadlineExceededError
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +146,7 @@ def status_block(code: grpc.StatusCode, details: str, kind: str, *, http_status:
         trailers.append((b"grpc-message", grpc_message(details).encode()))
     if kind:
         trailers.append((ERROR_KIND_METADATA.encode(), kind.encode()))
-    if kind == OverloadedError.kind:
+    if kind in (OverloadedError.kind, BufferFullError.kind):
         trailers.append((b"grpc-retry-pushback-ms", b"%d" % (1000 * RETRY_AFTER_S)))
     return header_block(trailers if http_status is None else (*_BEGINNING, *trailers), status=http_status)
 
@@ -222,7 +223,7 @@ class MessageReader:
 
 
 async def plain_message(
-    flag: int, message: bytes, coding: str, max_bytes: int, spent: Callable[[float], object]
+    flag: int, message: bytes, coding: str, max_bytes: int, payer: Expanding, places: asyncio.Semaphore
 ) -> bytes:
     """Return a message as it was before it was compressed, see `expand`. Raises ShardrankError if it can't be had."""
     if not flag:
@@ -233,7 +234,7 @@ async def plain_message(
         raise MalformedRequestError("", "a message is flagged as compressed, but the call has no grpc-encoding")
     if coding not in CODINGS:
         raise UnknownCodingError(coding, KNOWN_CODINGS)
-    return await expand(message, max_bytes, spent)
+    return await expand(message, max_bytes, payer, places)
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,6 +282,7 @@ class GrpcMethods:
     by_path: Mapping[bytes, GrpcMethod]
     max_header_bytes: int
     receive_timeout_s: float
+    expanding: asyncio.Semaphore
     tokens: Tokens | None = None
     tasks: dict[asyncio.Task[None], GrpcMethod] = field(default_factory=dict)
     takes_streamed: bool = True
@@ -313,6 +315,7 @@ class GrpcCall:
         self._ignores_more = method is None
         self._began = connection.clock()
         self._received_bytes, self._working_since = 0, 0.0
+        self._charged = 0
 
     def begin(self) -> None:
         """Start the method."""
@@ -341,6 +344,7 @@ class GrpcCall:
             return
         reader = self._reader
         try:
+            self.charge(len(data))
             while data:
                 message, data = reader.feed(data)
                 if message is None:
@@ -377,18 +381,40 @@ class GrpcCall:
         self._ignores_more = True
         self._reader.clear()
         self._messages.clear()
+        self.refund(self._charged)
         if self._on_leave is not None:
             self._connection.spent(CANCELLED_CALL_S)
             self._on_leave()
+
+    def give_way(self, error: ShardrankError) -> None:
+        """Refuse the message, if it is not complete."""
+        if self._reader.missing and not self._ignores_more:
+            self._messages.clear()
+            self._end_with(error)
+
+    def charge(self, num_bytes: int) -> None:
+        """Count bytes that the call holds, until its answer is taken. Raises BufferFullError."""
+        self._connection.account.charge(num_bytes)
+        self._charged += num_bytes
+
+    def refund(self, num_bytes: int) -> None:
+        """Count bytes out that the call does not hold any more."""
+        num_bytes = min(num_bytes, self._charged)
+        self._connection.account.refund(num_bytes)
+        self._charged -= num_bytes
+
+    def spent(self, seconds: float) -> None:
+        """Charge the peer for work, as `Http2Protocol.spent`."""
+        self._connection.spent(seconds)
 
     def watch(self, callback: Callable[[], None]) -> None:
         """Have `callback` called when the client leaves, instead of the method being cancelled."""
         self._on_leave = callback
 
     @property
-    def owner(self) -> str:
-        """The account of its client's address; "" for one that stands for many."""
-        return self._connection.listener.addresses.owner(self._connection.address)
+    def connection(self) -> Http2Protocol:
+        """What stands for its connection."""
+        return self._connection
 
     @property
     def trace_parent(self) -> Parent | None:
@@ -467,7 +493,11 @@ class GrpcCall:
                 self._end(grpc.StatusCode.OK, "")
             else:
                 self._connection.completed(method.worth_s + BYTE_WORTH_S * self._received_bytes)
+                self._connection.account.hold(len(message))
+                self._charged += len(message)
                 self._connection.send(self._stream_id, ANSWER_HEAD, _prefixed(message), OK_TRAILERS)
+        finally:
+            self.when_taken(partial(self.refund, self._charged))
 
     def _refuse(self, error: ShardrankError, http_status: int = 200) -> None:
         self._end(grpc.StatusCode[error.grpc_status], str(error), error.kind, http_status)
@@ -490,10 +520,11 @@ class GrpcCall:
         assert method is not None
         if method.is_streamed:
             connection.grant(self._stream_id, PREFIX_BYTES + len(message))
+            self.refund(PREFIX_BYTES + len(message))
         if flag:
             try:
                 max_bytes, coding = method.max_message_bytes, self._head.coding
-                message = await plain_message(flag, message, coding, max_bytes, connection.spent)
+                message = await plain_message(flag, message, coding, max_bytes, self, self._methods.expanding)
             except BodyTooLargeError:
                 connection.spent(BYTE_WORTH_S * method.max_message_bytes)
                 raise

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from loader.errors import ShardrankError
 from serving.api.grpc import wire
 from serving.api.grpc.wire import ACK, DATA, END_HEADERS, END_STREAM, HEADERS, MAX_WINDOW, PADDED, ErrorCode, Http2Error
 
@@ -59,6 +60,9 @@ class Exchange(Protocol):
 
     def dropped(self) -> None:
         """Note that the stream was given up; nobody waits for its answer."""
+
+    def give_way(self, error: ShardrankError) -> None:
+        """Refuse a message that is not complete, for its bytes to be freed."""
 
 
 @dataclass(slots=True)

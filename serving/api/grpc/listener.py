@@ -10,31 +10,23 @@ import fcntl
 import ssl as tls
 import struct
 import termios
-from collections import deque
-from collections.abc import Callable
-from itertools import islice
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
 from typing import TypeAlias, cast
 
 from serving.api.dealing import Place
 from serving.api.grpc.connection import Connection, Exchange
 from serving.api.grpc.wire import ConnectionLimits, ErrorCode, FloodError, HeaderList, Http2Error
-from serving.api.listening import (
-    CONNECT_S,
-    EVICTION_CHOICE,
-    FORGIVEN_S,
-    TURN_S,
-    Accepted,
-    Addresses,
-    Front,
-    forget_unsent,
-)
+from serving.api.listening import TURN_S, Accepted, Front, forget_unsent
+from shard_node.byte_budget import ByteAccount, ByteBudget
+from shard_node.errors import BufferFullError
 
 TURN_OF_ALL_S = 0.01
 """Of a turn of the event loop, for all connections of a listener."""
 CALLS_OF_A_TURN = 16
 """That one connection may begin in a turn: each parses its message in the next one."""
-TELL_S = 0.005
-"""Work that nothing was completed for is told to the address in portions of so much."""
+MAX_CREDIT_S = 0.02
+"""Work that completed calls pay for ahead: more than one of the largest allowed size takes."""
 LINGER_S, MAX_TICK_S = 1.0, 1.0
 
 MakeExchange: TypeAlias = Callable[["Http2Protocol", int, HeaderList], Exchange]
@@ -50,13 +42,12 @@ class Http2Protocol(Accepted, asyncio.Protocol):
         # Streams that came, and are to begin.
         self._begun: list[int] = []
         # To be told once the answers of streams are sent.
-        self._untaken: dict[int, Callable[[], None]] = {}
+        self._untaken: defaultdict[int, list[Callable[[], None]]] = defaultdict(list)
+        self.account = ByteAccount(listener.buffers, self._give_way)
         self._transport: asyncio.Transport
         self.address = address
         # Work that was paid for by completed calls, less work that was not; seconds.
-        self._balance_s = -CONNECT_S
-        # Of its handshake, until a call is answered.
-        self._unpaid_s = listener.handshake_cost_s
+        self._balance_s = 0.0
         self._num_written = 0
         self._will_flush = self._is_waiting = self._is_lingering = self._is_full = False
         self._timer: asyncio.TimerHandle
@@ -79,8 +70,7 @@ class Http2Protocol(Accepted, asyncio.Protocol):
         self.connection.fail(Http2Error(ErrorCode.NO_ERROR, ""))
         self._is_full = False
         self.flush()
-        self.listener.addresses.spent(self.address, self._unpaid_s + max(0.0, -self._balance_s))
-        self.listener.lose(self)
+        self.listener.leave(self)
 
     def pause_writing(self) -> None:
         """Do not read from a peer that takes no answers."""
@@ -132,7 +122,7 @@ class Http2Protocol(Accepted, asyncio.Protocol):
     def when_taken(self, stream_id: int, callback: Callable[[], None]) -> None:
         """Have `callback` called when what a stream sends has left this process, or the stream is dropped."""
         if stream_id in self.connection.streams:
-            self._untaken[stream_id] = callback
+            self._untaken[stream_id].append(callback)
         else:
             callback()
 
@@ -148,21 +138,15 @@ class Http2Protocol(Accepted, asyncio.Protocol):
             self.grant(stream_id, size - stream.receive_window)
 
     def spent(self, seconds: float) -> None:
-        """Charge the peer for time that it made the event loop spend."""
+        """Charge the peer for time that it made the event loop spend; end one that completes nothing for it."""
         self._balance_s -= seconds
-        if self._balance_s < -TELL_S:
-            owed, self._balance_s = -self._balance_s, 0.0
-            if self.listener.addresses.spent(self.address, owed):
-                self.connection.fail(FloodError("too much work without a call that is completed"))
-                self._changed()
+        if self._balance_s < -self.listener.max_idle_work_s:
+            self.connection.fail(FloodError("too much work without a call that is completed"))
+            self._changed()
 
     def completed(self, worth_s: float) -> None:
         """Credit the peer with a call that was answered: it may make the loop spend so much for that."""
-        self._balance_s += worth_s
-        self._unpaid_s = 0.0
-        if self._balance_s > FORGIVEN_S:
-            self._balance_s = 0.0
-            self.listener.addresses.completed(self.address)
+        self._balance_s = min(self._balance_s + worth_s, MAX_CREDIT_S)
 
     def ask_to_go(self) -> None:
         """Have the connection end when its streams have."""
@@ -195,7 +179,13 @@ class Http2Protocol(Accepted, asyncio.Protocol):
             self.listener.idle(self)
         if self._untaken and not self._is_full:
             for stream_id in self._untaken.keys() - self.connection.streams.keys():
-                self._untaken.pop(stream_id)()
+                for callback in self._untaken.pop(stream_id):
+                    callback()
+
+    def _give_way(self, error: BufferFullError) -> None:
+        """Refuse the calls whose messages are not complete."""
+        for stream in list(self.connection.streams.values()):
+            stream.exchange.give_way(error)
 
     def _changed(self) -> None:
         """Have sent at the end of the loop's turn what there is: a batch's answers are ready together."""
@@ -218,8 +208,6 @@ class Http2Protocol(Accepted, asyncio.Protocol):
         # A socket that is closed while the peer still sends resets it, and then the peer may lose the last answer.
         if not self._is_lingering and not self._transport.is_closing():
             self._is_lingering = True
-            if isinstance(self.connection.failure, FloodError):
-                self.listener.addresses.punish(self.address)
             self.flush()
             if self._transport.can_write_eof():
                 self._transport.write_eof()
@@ -265,6 +253,7 @@ class Http2Listener(Front[Http2Protocol]):
     """Listens, and keeps the connections. Belongs to one event loop.
 
     `make_exchange` makes what serves a stream, of a connection and the request that it got; what it raises is a defect.
+    A connection that causes more than `max_idle_work_s` of work without a call that is completed is ended.
     `note` is told the kind of each connection that is refused.
     """
 
@@ -272,14 +261,16 @@ class Http2Listener(Front[Http2Protocol]):
         self,
         limits: ConnectionLimits,
         max_connections: int,
-        addresses: Addresses,
+        buffers: ByteBudget,
         make_exchange: MakeExchange,
         clock: Callable[[], float],
+        max_idle_work_s: float,
         ssl: tls.SSLContext | None = None,
         note: Callable[[str], None] = lambda kind: None,
     ) -> None:
-        super().__init__(addresses, max_connections, limits.patience_s, ssl)
+        super().__init__(buffers, max_connections, limits.patience_s, ssl)
         self.limits, self.make_exchange, self.clock = limits, make_exchange, clock
+        self.max_idle_work_s = max_idle_work_s
         self.loop: asyncio.AbstractEventLoop
         self.is_stopping = False
         self._note = note
@@ -310,9 +301,9 @@ class Http2Listener(Front[Http2Protocol]):
         """See `Front`."""
         return Http2Protocol(self, address)
 
-    def idle_connections(self) -> list[Http2Protocol]:
+    def idle_connections(self) -> Iterable[Http2Protocol]:
         """See `Front`."""
-        return list(islice(self._idle, EVICTION_CHOICE))
+        return self._idle
 
     def note(self, kind: str) -> None:
         """See `Front`."""

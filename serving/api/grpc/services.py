@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import ssl
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -21,7 +22,6 @@ from serving.api.dealing import Place
 from serving.api.grpc.calls import GrpcCall, GrpcMethod, GrpcMethods, streamed
 from serving.api.grpc.listener import Http2Listener
 from serving.api.grpc.wire import ConnectionLimits
-from serving.api.listening import Addresses
 from serving.api.tokens import Scope, Tokens
 from serving.errors import InvalidFieldError, MalformedRequestError, RepositoryControlError, ServingError
 from serving.formats.infer import InferGrpcCodec
@@ -50,7 +50,7 @@ class UnknownServiceError(ServingError, kind="unknown_service", http=404, grpc="
 
 
 class GrpcServer:
-    """A gRPC listener over one service, with the accounts of `addresses` in common with other fronts.
+    """A gRPC listener over one service.
 
     Without `tokens` everybody may do everything; the context `tls` offers `h2`.
     """
@@ -60,12 +60,13 @@ class GrpcServer:
         service: RankingService,
         tokens: Tokens | None = None,
         tls: ssl.SSLContext | None = None,
-        addresses: Addresses | None = None,
     ) -> None:
         limits = service.limits
         self._health = Health(service.watch.problems)
         by_path = self._health.by_path() | reflection_methods() | ranking_methods(service) | inference_methods(service)
-        self._methods = GrpcMethods(by_path, limits.max_header_bytes, limits.receive_timeout_s, tokens)
+        self._methods = GrpcMethods(
+            by_path, limits.max_header_bytes, limits.receive_timeout_s, service.expanding, tokens
+        )
         patience_s = limits.receive_timeout_s / 2
         of_a_connection = ConnectionLimits(
             max_streams=limits.max_concurrent_streams,
@@ -79,9 +80,10 @@ class GrpcServer:
         self._listener = Http2Listener(
             of_a_connection,
             limits.max_connections,
-            addresses or Addresses(limits, time.monotonic),
+            service.buffers,
             self._methods.make_call,
             time.monotonic,
+            limits.max_idle_work_ms / 1000 or math.inf,
             tls,
             partial(service.metrics.failed, "grpc", "connection"),
         )

@@ -1,0 +1,108 @@
+"""One budget of a process for the bytes that its connections make it hold, from a message's first to its answer's last.
+
+While at least half of the budget is free, a connection may hold whatever it needs. When bytes are scarce, a connection
+may hold at most its equal share of the budget. Whoever still held more from before then gives way, the largest first,
+so that small messages always find room: as packets are pushed out of the longest queue of a switch (Choudhury and
+Hahne, "Dynamic queue length thresholds for shared-memory packet switches", IEEE/ACM Transactions on Networking 6(2),
+1998). A budget belongs to one event loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, TypeAlias
+
+from shard_node.engine.memory import total_memory_bytes
+from shard_node.errors import BufferFullError
+
+DEFAULT_BYTES = 256 << 20
+SHARE_OF_MEMORY = 8
+LARGEST_MESSAGES = 4
+"""A budget has room for as many of the largest messages allowed."""
+
+Cause: TypeAlias = Literal["share", "full", "evicted"]
+"""A connection would hold more than its share; there is no room; it had to give way to a smaller one."""
+CAUSES: tuple[Cause, ...] = ("share", "full", "evicted")
+
+
+def default_buffer_bytes(largest_message_bytes: int) -> int:
+    """Return 256 MiB, or an eighth of the memory limit if that is less, but room for four of the largest messages."""
+    return max(min(DEFAULT_BYTES, total_memory_bytes() // SHARE_OF_MEMORY), LARGEST_MESSAGES * largest_message_bytes)
+
+
+class ByteBudget:
+    """The bytes that all connections of a process may make it hold.
+
+    Args:
+        max_bytes: the limit.
+        note: is told why a message was refused.
+
+    Attributes:
+        buffered: bytes that are held now.
+        holders: accounts that hold some.
+    """
+
+    def __init__(self, max_bytes: int, note: Callable[[Cause], object] = lambda cause: None) -> None:
+        self.max_bytes = max_bytes
+        self.buffered = 0
+        self._note = note
+        self.holders: set[ByteAccount] = set()
+
+    def refusal(self, cause: Cause) -> BufferFullError:
+        """Return the error of a message that is refused, and note it."""
+        self._note(cause)
+        reasons = {
+            "share": f"when bytes are scarce, one of {len(self.holders)} connections may hold its share of them",
+            "full": "no connection that holds more can give way",
+            "evicted": "this connection held most of them, and others need room",
+        }
+        limit = f"the limit max_buffered_bytes = {self.max_bytes}"
+        return BufferFullError(f"{self.buffered} bytes of messages are buffered of {limit}: {reasons[cause]}")
+
+
+class ByteAccount:
+    """What one connection holds of a budget.
+
+    Args:
+        budget: of the process.
+        give_way: refuses the messages of the connection that are not complete yet, with the error that it is given,
+            and refunds their bytes.
+    """
+
+    def __init__(self, budget: ByteBudget, give_way: Callable[[BufferFullError], object]) -> None:
+        self._budget, self._give_way = budget, give_way
+        self.held = 0
+
+    def charge(self, num_bytes: int) -> None:
+        """Count bytes of a message that came, or that it is expanded to. Raises BufferFullError: there is no room."""
+        budget, held = self._budget, self.held + num_bytes
+        if budget.buffered + num_bytes > budget.max_bytes // 2:
+            if held > budget.max_bytes // len(budget.holders | {self}):
+                raise budget.refusal("share")
+            self._make_room(num_bytes)
+        self.hold(num_bytes)
+
+    def hold(self, num_bytes: int) -> None:
+        """Count bytes that can't be refused any more, such as those of an answer."""
+        self._budget.buffered += num_bytes
+        self.held += num_bytes
+        self._budget.holders.add(self)
+
+    def refund(self, num_bytes: int) -> None:
+        """Count bytes out again."""
+        self._budget.buffered -= num_bytes
+        self.held -= num_bytes
+        if not self.held:
+            self._budget.holders.discard(self)
+
+    def _make_room(self, num_bytes: int) -> None:
+        budget = self._budget
+        if budget.buffered + num_bytes <= budget.max_bytes:
+            return
+        for account in sorted(budget.holders - {self}, key=lambda account: -account.held):
+            if account.held <= self.held + num_bytes:
+                break
+            account._give_way(budget.refusal("evicted"))
+            if budget.buffered + num_bytes <= budget.max_bytes:
+                return
+        raise budget.refusal("full")
