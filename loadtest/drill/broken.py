@@ -27,9 +27,10 @@ from loader.snapshot.manifest import Manifest, ModelSpec, manifest_texts, read_m
 from loader.snapshot.publishing import publish
 from loadtest.drill.config import BrokenDrillConfig
 from loadtest.drill.fleet import FIRST_VERSION, OracleFleet, oracle_fleet
-from loadtest.drill.load import Answers, count_kinds, latency_ms
-from loadtest.drill.oracle import Kind, golden_requests, write_oracle
+from loadtest.drill.load import Answers, count_kinds
+from loadtest.drill.oracle import golden_requests, write_oracle
 from loadtest.drill.report import Judged, Limit, Report, answer_limits
+from loadtest.load.result import OK, percentiles
 
 PUBLISH_TIMEOUT_S = 120.0
 EXAMPLES = 3
@@ -62,13 +63,12 @@ async def run_drill(config: BrokenDrillConfig, folder: Path, progress: Progress)
         for group, when, break_ in breaks:
             progress("broken snapshots", len(attempts), total)
             attempts.append(await _attempt(fleet, group, when, break_))
-            fleet.load.process.check()
+            fleet.load.check()
         progress("broken snapshots", total, total)
         control_begun = time.monotonic()
         control = await _attempt(fleet, "sound", "before publishing", lambda snapshot: None)
         await asyncio.sleep(WARMUP_S)
-        went_live = control.refused_by == "none"
-        return fleet.report(*broken_figures(attempts, await fleet.load.stop(), control_begun, went_live))
+        return await fleet.report(partial(broken_figures, attempts, control_begun, control.refused_by == "none"))
 
 
 def plan_breaks(config: BrokenDrillConfig, spec: ModelSpec) -> list[tuple[str, When, Break]]:
@@ -135,9 +135,9 @@ async def _publish_without_room(fleet: OracleFleet) -> list[Attempt]:
     return attempts
 
 
-def broken_figures(attempts: Sequence[Attempt], answers: Answers, control_begun: float, went_live: bool) -> Judged:
+def broken_figures(attempts: Sequence[Attempt], control_begun: float, went_live: bool, answers: Answers) -> Judged:
     """Return what attempts and answers say, and the limits; the first version was live until the control began."""
-    before = answers[(answers["ended"] < control_begun) & (answers["kind"] == Kind.OK)]
+    before = answers[(answers["ended"] < control_begun) & (answers["code"] == OK)]
     groups: dict[str, dict[str, Any]] = {}
     for group in dict.fromkeys(attempt.group for attempt in attempts):
         tried = [attempt for attempt in attempts if attempt.group == group]
@@ -154,9 +154,9 @@ def broken_figures(attempts: Sequence[Attempt], answers: Answers, control_begun:
         "tried": len(attempts),
         "refused": len(attempts) - accepted,
         "accepted": accepted,
-        **count_kinds(answers["kind"]),
+        **count_kinds(answers["code"]),
         "other_versions": int((before["version"] != FIRST_VERSION).sum()),
-        "p99_ms": latency_ms(answers, 99),
+        "p99_ms": percentiles(answers["ended"] - answers["due"]).p99_ms,
         "groups": groups,
         "disk_full_means": "RLIMIT_FSIZE",
         "control_went_live": went_live,

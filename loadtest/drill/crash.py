@@ -6,8 +6,10 @@ import asyncio
 import itertools
 import math
 import random
+import statistics
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,10 +18,10 @@ from loader.rollout.plan import CANARY, UNDO_STEPS, Rollout, plan_steps
 from loader.rollout.requests import abort_rollout
 from loadtest.drill.config import PROCESSES, REDIS_VICTIMS, Course, CrashDrillConfig, Victim
 from loadtest.drill.fleet import ROLLOUT_TIMEOUT_S, OracleFleet, oracle_fleet, polled
-from loadtest.drill.load import Answers, TimeSpan, count_kinds, overlaps, percentile
-from loadtest.drill.oracle import Kind
+from loadtest.drill.load import Answers, TimeSpan, count_kinds, overlaps
 from loadtest.drill.report import Judged, Limit, Report
 from loadtest.errors import DrillError
+from loadtest.load.result import OK
 
 STEP_POLL_S = 0.01
 CANARY_SHARE = 0.1
@@ -81,12 +83,12 @@ async def run_drill(config: CrashDrillConfig, folder: Path, progress: Progress) 
         for case in cases:
             progress("kills", len(results), len(cases))
             results.append(await _run_case(fleet, case, config.max_kill_delay_s * draw.random()))
-            fleet.load.process.check()
+            fleet.load.check()
             if results[-1]["lag"]:
                 # What a further kill would show says nothing about that kill.
                 break
         progress("kills", len(cases), len(cases))
-        return fleet.report(*crash_figures(config, results, await fleet.load.stop()))
+        return await fleet.report(partial(crash_figures, config, results))
 
 
 async def _run_case(fleet: OracleFleet, case: CrashCase, delay_s: float) -> dict[str, Any]:
@@ -161,9 +163,9 @@ def crash_figures(config: CrashDrillConfig, cases: Sequence[Mapping[str, Any]], 
     for case in cases:
         seen = answers[overlaps(answers, [TimeSpan(case["killed_at"], case["watched_until"])])]
         settled_at = math.inf if case["lag"] else case["killed_at"] + case["restart_s"] + case["settled_s"]
-        is_other = (seen["kind"] == Kind.OK) & (seen["version"] != case["live_version"])
-        stale = int((is_other & (seen["intended"] >= settled_at)).sum())
-        results.append({**case, **count_kinds(seen["kind"]), "stale": stale})
+        is_other = (seen["code"] == OK) & (seen["version"] != case["live_version"])
+        stale = int((is_other & (seen["due"] >= settled_at)).sum())
+        results.append({**case, **count_kinds(seen["code"]), "stale": stale})
         name, lag = CrashCase(*(case[key] for key in CrashCase._fields)), case["lag"]
         limits.append(Limit(f"{name}: settled_s{lag and f' ({lag})'}", case["settled_s"], MAX_SETTLE_S))
     settled = [result["settled_s"] for result in results if result["settled_s"] is not None]
@@ -179,9 +181,9 @@ def crash_figures(config: CrashDrillConfig, cases: Sequence[Mapping[str, Any]], 
         "cases": len(results),
         **{f"ended_{which}": ended.count(which) for which in ("old", "new", "neither")},
         "settled_within_10_s": sum(settled_s <= MAX_SETTLE_S for settled_s in settled),
-        "settled_s_median": percentile(settled, 50),
-        "settled_s_max": percentile(settled, 100),
-        **count_kinds(answers["kind"]),
+        "settled_s_median": statistics.median(settled) if settled else None,
+        "settled_s_max": max(settled, default=None),
+        **count_kinds(answers["code"]),
         "stale": sum(result["stale"] for result in results),
         "answers_lost_share_shard_node": of_nodes,
         # While one replica of a shard is being rolled, the other is its only one, so killing that costs answers.

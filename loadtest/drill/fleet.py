@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-import numpy as np
 import psutil
 import redis.asyncio
 import torch
@@ -30,13 +29,13 @@ from loader.rollout.requests import start_rollout
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.publishing import publish, retain
 from loadtest.drill.config import FleetDrillConfig, FleetShape
-from loadtest.drill.load import RECORD, Answers, LoadConfig
+from loadtest.drill.load import Answers, RunningLoad, running_load
 from loadtest.drill.oracle import oracle_spec, write_oracle
-from loadtest.drill.report import Limit, Report, make_report
+from loadtest.drill.report import Judged, Report, make_report
 from loadtest.errors import DrillError
 from loadtest.servers import HOST, Server
 from serving.fleet.local_fleet import FleetConfig, LocalFleet, running_fleet
-from serving.fleet.supervisor import Child, ChildSpec, NotYetError, SupervisionConfig, Supervisor, describe_exit
+from serving.fleet.supervisor import Child, ChildSpec, NotYetError, SupervisionConfig, Supervisor
 
 KEPT_VERSIONS = 3
 FIRST_VERSION = 1
@@ -84,67 +83,21 @@ def free_ports(count: int) -> list[int]:
     raise DrillError(f"{count} ports of {HOST} from {_PORTS.start} to {_PORTS.stop} are not free")
 
 
-@dataclass(frozen=True, slots=True)
-class DrillProcess:
-    """A process beside the fleet, and its supervisor."""
-
-    child: Child
-    supervisor: Supervisor
-
-    def check(self) -> None:
-        """Raise ChildFailedError, with the end of the log, if it has ended."""
-        if self.child.pid is None:
-            raise self.child.failure("has ended by itself")
-
-    async def stop(self) -> int:
-        """End it by SIGTERM, unless it has ended or was killed, and return its exit code."""
-        await self.supervisor.stop()
-        return await self.child.wait()
-
-
 @contextlib.asynccontextmanager
 async def drill_process(
     spec: ChildSpec, folder: Path, supervision: SupervisionConfig = ALONE
-) -> AsyncIterator[DrillProcess]:
-    """Start a process, yield once it is ready, and kill it with the block. Raises ChildFailedError if it is not."""
+) -> AsyncIterator[Supervisor]:
+    """Start a process, yield its supervisor once it is ready, and kill it with the block.
+
+    Raises ChildFailedError if it does not become ready.
+    """
     supervisor = Supervisor(folder, supervision)
     try:
         await supervisor.start([spec])
-        yield DrillProcess(supervisor.children[spec.name], supervisor)
+        yield supervisor
     finally:
         supervisor.children[spec.name].kill()
         await supervisor.stop()
-
-
-class RunningLoad(NamedTuple):
-    """A load and its file of answers."""
-
-    process: DrillProcess
-    path: Path
-
-    def details(self) -> tuple[str, ...]:
-        """Return why the first answers that are not right are not."""
-        return tuple(self.path.with_suffix(".details").read_text(encoding="utf-8").splitlines())
-
-    async def stop(self) -> Answers:
-        """End it after the answers that are in flight; return all answers. Raises ChildFailedError if it failed."""
-        self.process.check()
-        if code := await self.process.stop():
-            raise self.process.child.failure(f"ended with {describe_exit(code)}")
-        return np.fromfile(self.path, RECORD)
-
-
-@contextlib.asynccontextmanager
-async def running_load(config: LoadConfig) -> AsyncIterator[RunningLoad]:
-    """Start the load and yield once it asks; it ends with the block. Raises ChildFailedError if it does not begin."""
-
-    async def probe(process_id: int) -> None:
-        if not config.answers.exists():
-            raise NotYetError(f"process {process_id} does not ask yet")
-
-    command = (sys.executable, "-m", "loadtest.drill.load", config.model_dump_json())
-    async with drill_process(ChildSpec("load", command, probe), config.answers.parent) as process:
-        yield RunningLoad(process, config.answers)
 
 
 def read_processes(process_ids: Mapping[str, int]) -> dict[str, Sample]:
@@ -184,10 +137,15 @@ class OracleFleet:
     redis: RedisServer | None
     exported: int = FIRST_VERSION
 
-    def report(self, figures: Mapping[str, Any], limits: Iterable[Limit], problems: Iterable[str] = ()) -> Report:
-        """Return the report of a drill as `make_report`, with what ran, and the details of its load."""
+    async def report(self, judge: Callable[[Answers], Judged], problems: Iterable[str] = ()) -> Report:
+        """End the load, and return what its answers say, what ran, and examples of what is not right.
+
+        Raises LoadError if the load has failed.
+        """
+        answers, _, examples = await self.load.stop()
+        figures, limits = judge(answers)
         ran = self.config.model_dump(include=set(FleetShape.model_fields))
-        return make_report({**ran, **figures}, limits, self.load.details(), problems)
+        return make_report({**ran, **figures}, limits, examples, problems)
 
     def process_ids(self) -> dict[str, int]:
         """Return the ids of the fleet's processes that run now, by child name."""
@@ -305,9 +263,7 @@ async def oracle_fleet(config: FleetDrillConfig, folder: Path, progress: Progres
         logs = local.supervisor.run_directory.glob
         stack.callback(lambda: [shutil.copy(log, folder) for log in logs("*.log")])
         server = Server(local.http_port, local.grpc_port, ())
-        addresses = server.target("json"), server.target("grpc")
-        load_config = LoadConfig(addresses=addresses, shape=config, rate=config.rate, answers=folder / "load.answers")
-        load = await stack.enter_async_context(running_load(load_config))
+        load = await stack.enter_async_context(running_load(config, server, folder / "answers.npy"))
         yield OracleFleet(config, local, server, load, folder, store, spec, local.registry, redis_server)
 
 
@@ -344,5 +300,5 @@ async def running_redis(folder: Path) -> AsyncIterator[RedisServer]:
                 raise NotYetError(f"process {process_id}: {error}") from error
 
     supervision = SupervisionConfig(first_backoff_s=REDIS_DOWN_S, healthy_after_s=1.0)
-    async with drill_process(ChildSpec("redis", command, ping), folder, supervision) as process:
-        yield RedisServer(f"redis://{HOST}:{port}/0?fleet=drill", data, process.child)
+    async with drill_process(ChildSpec("redis", command, ping), folder, supervision) as supervisor:
+        yield RedisServer(f"redis://{HOST}:{port}/0?fleet=drill", data, supervisor.children["redis"])

@@ -23,9 +23,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from enum import IntEnum
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +36,7 @@ from loader.snapshot.row_source import rows_of
 from loader.snapshot.tables import RowDtype, TableSpec
 from loader.snapshot.writer import export_snapshot
 from loadtest.drill.config import OracleShape
+from loadtest.load.senders import Failure
 from shard_node.bags import Float32Array, Int64Array
 
 Method = Literal["rank", "lookup"]
@@ -208,39 +208,20 @@ def make_questions(
     return questions
 
 
-class Kind(IntEnum):
-    """What an answer is.
+def judge(question: Question, version: int, values: Float32Array) -> Failure | None:
+    """Judge an answer that names a version: its scores, or vectors in the order of `question.bags`, float32 [n].
 
-    `OK`: exactly that of the version that it names. `FAILED`: there is none (an error, a broken connection, nothing
-    within the deadline, or nothing that can be read). `MIXED`: made of parts of A and of B, or of one while it names
-    the other. `WRONG`: anything else.
+    Returns None if it is exactly that of the version; `mixed` if it is made of parts of A and of B, or of one while it
+    names the other; `wrong` if it is anything else.
     """
-
-    OK = 0
-    FAILED = 1
-    MIXED = 2
-    WRONG = 3
-
-
-class Verdict(NamedTuple):
-    """What an answer is, why if it is not right, and the version that it names: 0 without one."""
-
-    kind: Kind
-    detail: str = ""
-    version: int = 0
-
-
-def judge(question: Question, version: int, values: Float32Array) -> Verdict:
-    """Judge an answer that names a version: its scores, or vectors in the order of `question.bags`, float32 [n]."""
     expected = question.expected
     if version < 1 or values.shape != expected.shape[1:]:
-        problem = f"version {version} with {values.size} values, expected {expected.shape[1]}"
-        return Verdict(Kind.WRONG, problem, version)
+        return Failure("wrong", f"version {version} with {values.size} values, expected {expected.shape[1]}")
     letter = letter_of(version)
     # A NaN is not within any tolerance.
     right = np.abs(values - expected[letter]) <= (SCORE_TOLERANCE if question.method == "rank" else 0.0)
     if right.all():
-        return Verdict(Kind.OK, version=version)
+        return None
     if question.method == "rank":
         is_mixed = _is_mixed_rank(question, values, right)
     else:
@@ -251,7 +232,7 @@ def judge(question: Question, version: int, values: Float32Array) -> Verdict:
         f"{question.method}: names version {version} ({'AB'[letter]}), but value {place} of {values.size} is "
         f"{values[place]!r}; A has {a!r}, B has {b!r}; {int((~right).sum())} values differ"
     )
-    return Verdict(Kind.MIXED if is_mixed else Kind.WRONG, difference, version)
+    return Failure("mixed" if is_mixed else "wrong", difference)
 
 
 def _is_mixed_lookup(question: Question, letter: int, values: Float32Array) -> bool:

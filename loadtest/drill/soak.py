@@ -14,6 +14,7 @@ import random
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -24,8 +25,8 @@ from loader.deltas.publisher import AsyncDeltaPublisher
 from loader.progress import Progress
 from loadtest.drill.config import SoakDrillConfig
 from loadtest.drill.fleet import FIRST_VERSION, OracleFleet, Sample, oracle_fleet, read_processes
-from loadtest.drill.load import TIMEOUT_MS, OracleRequests, TimeSpan, count_kinds, verdict_of
-from loadtest.drill.oracle import Kind, version_rows
+from loadtest.drill.load import TIMEOUT_MS, Answers, OracleRequests, TimeSpan, count_kinds
+from loadtest.drill.oracle import version_rows
 from loadtest.drill.report import Judged, Limit, Report, answer_limits
 from loadtest.load.senders import Outgoing
 
@@ -101,7 +102,7 @@ async def run_drill(config: SoakDrillConfig, folder: Path, progress: Progress) -
         try:
             while (left_s := ends - time.monotonic()) > 0:
                 progress("seconds", int(total_s - left_s), int(total_s))
-                fleet.load.process.check()
+                fleet.load.check()
                 process_ids = fleet.process_ids()
                 course.samples[time.monotonic()] = await asyncio.to_thread(read_processes, process_ids)
                 course.restarted |= {name for name, number in process_ids.items() if number != first_ids[name]}
@@ -114,8 +115,7 @@ async def run_drill(config: SoakDrillConfig, folder: Path, progress: Progress) -
                 task.cancel()
             await asyncio.wait(running)
         progress("seconds", int(total_s), int(total_s))
-        figures, limits = soak_figures(config, course, (await fleet.load.stop())["kind"])
-        return fleet.report(figures, limits, course.problems)
+        return await fleet.report(partial(soak_figures, config, course), course.problems)
 
 
 async def _roll_out(config: SoakDrillConfig, fleet: OracleFleet, course: SoakCourse, ends: float) -> None:
@@ -163,11 +163,11 @@ async def _call_as_strangers(config: SoakDrillConfig, fleet: OracleFleet, course
             course.problems.append(f"a bad request was answered with {answer[:40]!r}: {request[:60]!r}")
         sender, now = await requests.sender(f"{fresh}://{local.host}:{ports[fresh]}"), time.monotonic()
         good = Outgoing(draw.randrange(1 << 20), 0.0, now, now + TIMEOUT_MS / 1000, now)
-        verdict = verdict_of(good, await sender.ask(good))
+        failure = await sender.ask(good)
         await sender.close()
         course.counts["fresh_requests"] += 1
-        if verdict.kind is not Kind.OK:
-            course.problems.append(f"a request over a new connection: {verdict.detail}")
+        if failure is not None:
+            course.problems.append(f"a request over a new connection: {failure.kind}: {failure.message}")
         del course.problems[MAX_PROBLEMS:]
 
 
@@ -193,7 +193,7 @@ def block_medians(values: Float64Array) -> Float64Array:
     return np.array([np.median(block) for block in np.array_split(values, BLOCKS) if block.size])
 
 
-def soak_figures(config: SoakDrillConfig, course: SoakCourse, kinds: npt.ArrayLike) -> Judged:
+def soak_figures(config: SoakDrillConfig, course: SoakCourse, answers: Answers) -> Judged:
     """Return what was done and read, by the names of the report, and the limits; a short soak does not pass."""
     times = np.array(list(course.samples))
     is_measured = times >= (times[0] + WARM_UP_SHARE * (times[-1] - times[0]) if times.size else 0.0)
@@ -226,7 +226,7 @@ def soak_figures(config: SoakDrillConfig, course: SoakCourse, kinds: npt.ArrayLi
         "restarted": sorted(course.restarted),
         "trends": trends,
         "medians": medians,
-        **count_kinds(kinds),
+        **count_kinds(answers["code"]),
     }
     done = [Limit(name, figures[name], 1, "at least") for name in ("rollouts", "updates", "samples")]
     return figures, [*answer_limits(figures), *done, Limit("restarted", len(course.restarted), 0), *grown]

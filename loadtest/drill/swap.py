@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import math
+import statistics
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,9 @@ from loader.progress import Progress
 from loader.snapshot.publishing import rows_bytes_of
 from loadtest.drill.config import SwapDrillConfig
 from loadtest.drill.fleet import BYTES_PER_MB, FIRST_VERSION, Sample, oracle_fleet, read_processes
-from loadtest.drill.load import APIS, Answers, Mask, TimeSpan, count_kinds, latency_ms, overlaps, percentile
-from loadtest.drill.oracle import Kind
+from loadtest.drill.load import APIS, Answers, Mask, TimeSpan, count_kinds, overlaps
 from loadtest.drill.report import Judged, Limit, Report, answer_limits
+from loadtest.load.result import OK, percentiles
 from loadtest.servers import summed
 
 MAX_GROWTH = 0.1
@@ -41,12 +43,14 @@ class SwapCourse:
         swaps: from the request of a rollout to when it was seen to be done, of each version but the first.
         excluded: when latencies count for neither: the fleet was cold, or the drill used its cores.
         memory: of all processes by name, after the warm-up and each later swap.
+        counted: by serving processes, by the names of the report.
     """
 
     versions: list[int] = field(default_factory=lambda: [FIRST_VERSION])
     swaps: list[TimeSpan] = field(default_factory=list)
     excluded: list[TimeSpan] = field(default_factory=list)
     memory: list[Mapping[str, Sample]] = field(default_factory=list)
+    counted: dict[str, Any] = field(default_factory=dict)
 
 
 @contextmanager
@@ -75,21 +79,17 @@ async def run_drill(config: SwapDrillConfig, folder: Path, progress: Progress) -
             if number < config.swaps:
                 with timed(course.swaps):
                     await fleet.swap_to(course.versions[-1], config.strategy)
-                fleet.load.process.check()
+                fleet.load.check()
         metrics = await asyncio.to_thread(fleet.server.metrics)
         retries = summed(metrics, "shardrank_shard_retries_total", "kind")
-        figures, limits = swap_figures(
-            config, await fleet.load.stop(), course, rows_bytes_of(fleet.spec) / BYTES_PER_MB
-        )
-        figures |= {
-            "strategy": config.strategy,
+        course.counted = {
             "retries": {kind: int(count) for kind, count in retries.items()},
             **{f"hot_{what}": int(sum(summed(metrics, f"shardrank_hot_{what}_total").values())) for what in HOT},
         }
-        return fleet.report(figures, limits)
+        return await fleet.report(partial(swap_figures, config, course, rows_bytes_of(fleet.spec) / BYTES_PER_MB))
 
 
-def swap_figures(config: SwapDrillConfig, answers: Answers, course: SwapCourse, rows_mb: float) -> Judged:
+def swap_figures(config: SwapDrillConfig, course: SwapCourse, rows_mb: float, answers: Answers) -> Judged:
     """Return what answers and memory say, by the names of the report, and the limits."""
     during = overlaps(answers, course.swaps)
     excluded = overlaps(answers, course.excluded) & ~during
@@ -97,32 +97,35 @@ def swap_figures(config: SwapDrillConfig, answers: Answers, course: SwapCourse, 
     rss, uss = (
         [sum(process[what] for process in sample.values()) for sample in course.memory] for what in ("rss_mb", "uss_mb")
     )
-    p99 = {when: latency_ms(answers[which], 99) for when, which in periods.items()}
-    steady, during_swap = p99["steady"], p99["during_swap"]
+    latency_s = answers["ended"] - answers["due"]
+    latency = {when: percentiles(latency_s[which]) for when, which in periods.items()}
+    steady, during_swap = latency["steady"].p99_ms, latency["during_swap"].p99_ms
     by_api, durations = {}, [swap.end - swap.begin for swap in course.swaps]
     for number, api in enumerate(APIS):
         is_api = answers["api"] == number
         by_api[api] = {
             "answers": int(is_api.sum()),
-            "not_ok": int((answers["kind"][is_api] != Kind.OK).sum()),
-            "p99_ms_steady": latency_ms(answers[is_api & periods["steady"]], 99),
-            "p99_ms_during_swap": latency_ms(answers[is_api & during], 99),
+            "not_ok": int((answers["code"][is_api] != OK).sum()),
+            "p99_ms_steady": percentiles(latency_s[is_api & periods["steady"]]).p99_ms,
+            "p99_ms_during_swap": percentiles(latency_s[is_api & during]).p99_ms,
         }
     later = rss[len(rss) // 2 :]
     figures: dict[str, Any] = {
-        **count_kinds(answers["kind"]),
+        **count_kinds(answers["code"]),
+        **course.counted,
+        "strategy": config.strategy,
         "swaps": len(course.swaps),
         **{f"answers_{when}": int(which.sum()) for when, which in periods.items()},
-        **{f"p99_ms_{when}": value for when, value in p99.items()},
-        "p50_ms_steady": latency_ms(answers[periods["steady"]], 50),
-        "p50_ms_during_swap": latency_ms(answers[during], 50),
-        "max_ms": latency_ms(answers, 100),
+        **{f"p99_ms_{when}": times.p99_ms for when, times in latency.items()},
+        "p50_ms_steady": latency["steady"].p50_ms,
+        "p50_ms_during_swap": latency["during_swap"].p50_ms,
+        "max_ms": percentiles(latency_s).max_ms,
         "by_api": by_api,
-        "swap_s_median": percentile(durations, 50),
-        "swap_s_max": percentile(durations, 100),
+        "swap_s_median": statistics.median(durations),
+        "swap_s_max": max(durations),
         "ratio_p99": during_swap / steady if steady and during_swap else None,
         "stale": int(is_stale(answers, course).sum()),
-        "load_lag_p99_ms": percentile(1e3 * (answers["turn"] - answers["intended"]), 99),
+        "load_lag_p99_ms": percentiles(answers["turn"] - answers["due"]).p99_ms,
         "rows_mb": rows_mb,
         "rss_mb_before": rss[0],
         "rss_mb_after": rss[-1],
@@ -147,7 +150,7 @@ def is_stale(answers: Answers, course: SwapCourse) -> Mask:
     A version may be live from the begin of the swap to it until the end of the swap from it.
     """
     begins, ends = [-math.inf, *(swap.begin for swap in course.swaps)], [*(swap.end for swap in course.swaps), math.inf]
-    stale: Mask = answers["kind"] == Kind.OK
+    stale: Mask = answers["code"] == OK
     for version, begin, end in zip(course.versions, begins, ends, strict=True):
         stale &= (answers["version"] != version) | ~overlaps(answers, [TimeSpan(begin, end)])
     return stale

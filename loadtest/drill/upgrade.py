@@ -21,24 +21,22 @@ import httpx
 from loader.errors import ShardrankError
 from loader.progress import Progress
 from loadtest.drill.config import Order, UpgradeDrillConfig
-from loadtest.drill.fleet import FIRST_VERSION, REPLICATE_BYTES, DrillProcess, drill_process, free_ports
+from loadtest.drill.fleet import FIRST_VERSION, REPLICATE_BYTES, drill_process, free_ports
 from loadtest.drill.load import (
     API_PATTERN,
     GRPC_CHANNELS,
-    MAX_DETAILS,
     TIMEOUT_MS,
+    OracleRecorder,
     OracleRequests,
     api_of,
     count_kinds,
-    describe,
-    verdict_of,
 )
-from loadtest.drill.oracle import Kind, oracle_spec, write_oracle
+from loadtest.drill.oracle import oracle_spec, write_oracle
 from loadtest.drill.report import Limit, Report, answer_limits, make_report
 from loadtest.load.loops import ClosedLoop
-from loadtest.load.senders import Failure, Outgoing, Sender
+from loadtest.load.senders import Sender
 from loadtest.servers import HOST, THIS_CHECKOUT, Server, checked_checkout, commit_of, summed
-from serving.fleet.supervisor import ChildSpec, NotYetError, describe_exit, shardrank_command
+from serving.fleet.supervisor import ChildSpec, NotYetError, Supervisor, describe_exit, shardrank_command
 from shard_node.answer import WIRE_FORMS
 from shard_node.wire.address import Address
 from shard_node.wire.client import ShardClient
@@ -68,8 +66,7 @@ class UpgradeFleet:
         addresses, servers: where nodes and serving processes listen.
         releases: the current or the last one of each process.
         senders: of the serving processes that are asked now, HTTP and gRPC; one that is removed gets no more requests.
-        kinds: of the answers since `count_answers` was last called.
-        details: of the first answers that are not right.
+        recorder: of all answers; the first `counted` of them were returned by `count_answers`.
     """
 
     old: Path
@@ -80,10 +77,10 @@ class UpgradeFleet:
     addresses: dict[str, str]
     servers: dict[str, Server]
     releases: dict[str, Release] = field(default_factory=dict)
-    processes: dict[str, DrillProcess] = field(default_factory=dict)
+    processes: dict[str, Supervisor] = field(default_factory=dict)
     senders: dict[str, list[Sender]] = field(default_factory=dict)
-    kinds: list[Kind] = field(default_factory=list)
-    details: list[str] = field(default_factory=list)
+    recorder: OracleRecorder = field(default_factory=lambda: OracleRecorder(time.monotonic()))
+    counted: int = 0
 
     async def start(self, name: str, release: Release) -> None:
         """Start a process of a release, wait until it answers, and ask it if it serves. Raises ChildFailedError."""
@@ -104,10 +101,12 @@ class UpgradeFleet:
         problems = []
         if what in ("upgrade", "kill -9"):
             self.senders.pop(name, None)
-            process = self.processes.pop(name)
+            supervisor = self.processes.pop(name)
+            child = supervisor.children[name]
             if what == "kill -9":
-                process.child.kill()
-            if (code := await process.stop()) and what == "upgrade":
+                child.kill()
+            await supervisor.stop()
+            if (code := await child.wait()) and what == "upgrade":
                 problems.append(f"{name}: after SIGTERM it ended with {describe_exit(code)}")
         if what in ("upgrade", "start"):
             await self.start(name, "new")
@@ -129,22 +128,18 @@ class UpgradeFleet:
         by_server = list(self.senders.values())
         return by_server[number // len(API_PATTERN) % len(by_server)][api_of(number) % 2]
 
-    def record(self, request: Outgoing, failure: Failure | None) -> None:
-        """Count one answer."""
-        verdict = verdict_of(request, failure)
-        self.kinds.append(verdict.kind)
-        if verdict.kind is not Kind.OK and len(self.details) < MAX_DETAILS:
-            self.details.append(describe(request, verdict))
-
     def count_answers(self) -> dict[str, int]:
         """Return how many answers of each kind there were since the last call."""
-        kinds, self.kinds = self.kinds, []
-        return count_kinds(kinds)
+        codes = self.recorder.records().rows["code"][self.counted :]
+        self.counted += len(codes)
+        return count_kinds(codes)
 
     async def bytes_by_form(self) -> Counter[str]:
         """Read what serving processes have counted so far. Raises ChildFailedError if a process has ended by itself."""
-        for process in self.processes.values():
-            process.check()
+        for name, supervisor in self.processes.items():
+            child = supervisor.children[name]
+            if child.pid is None:
+                raise child.failure("has ended by itself")
         total: Counter[str] = Counter()
         for server in self.servers.values():
             metrics = await asyncio.to_thread(server.metrics)
@@ -199,8 +194,8 @@ async def run_drill(config: UpgradeDrillConfig, folder: Path, progress: Progress
             fleet = UpgradeFleet(old, snapshot, logs, stack, requests, addresses, servers)
             for name in (*NODES, *SERVING):
                 await fleet.start(name, "old")
-            begin, timeout_s = time.monotonic(), TIMEOUT_MS / 1000
-            loop = ClosedLoop(fleet.route, fleet.record, in_flight=config.in_flight, begin=begin, timeout_s=timeout_s)
+            timing = {"begin": fleet.recorder.begin, "timeout_s": TIMEOUT_MS / 1000}
+            loop = ClosedLoop(fleet.route, fleet.recorder.add, in_flight=config.in_flight, **timing)
             try:
                 async with loop.running():
                     for what, name in plan_steps(order):
@@ -212,7 +207,7 @@ async def run_drill(config: UpgradeDrillConfig, folder: Path, progress: Progress
                 raise group.exceptions[0] from None
         # Those that were in flight when the last step ended are of that step.
         steps[-1] |= {kind: steps[-1][kind] + count for kind, count in fleet.count_answers().items()}
-        details += fleet.details
+        details += fleet.recorder.records().examples
     figures = {
         **{kind: sum(step[kind] for step in steps) for kind in count_kinds([])},
         "old_commit": commit_of(old),
@@ -221,7 +216,7 @@ async def run_drill(config: UpgradeDrillConfig, folder: Path, progress: Progress
         "settle_s": config.settle_s,
         "steps": steps,
     }
-    return make_report(figures, upgrade_limits(figures), details[:MAX_DETAILS], problems)
+    return make_report(figures, upgrade_limits(figures), details, problems)
 
 
 def upgrade_limits(figures: Mapping[str, Any]) -> list[Limit]:

@@ -20,7 +20,7 @@ from loadtest.drill.broken import (
 )
 from loadtest.drill.config import OracleShape
 from loadtest.drill.fleet import running_redis
-from loadtest.drill.load import RECORD
+from loadtest.drill.load import ANSWER
 from loadtest.drill.oracle import oracle_spec, write_oracle
 
 SMALL = OracleShape(items=600, users=300, tags=50)
@@ -96,10 +96,10 @@ REFUSED, ACCEPTED = Attempt("bit flipped", "in a file", "publish", "SHA-256"), A
 def test_each_limit_is_kept_by_itself(
     attempts: list[Attempt], control_begun: float, went_live: bool, problems: list[str]
 ):
-    answers = np.zeros(10, RECORD)
+    answers = np.zeros(10, ANSWER)
     answers["ended"] = np.arange(10)
     answers["version"] = [1] * 8 + [4] * 2
-    figures, limits = broken_figures(attempts, answers, control_begun, went_live)
+    figures, limits = broken_figures(attempts, control_begun, went_live, answers)
     assert figures["tried"] == len(attempts) == figures["refused"] + figures["accepted"]
     assert figures["groups"]["bit flipped"]["refused_by_publish"] == 1
     assert [limit.name for limit in limits if not limit.ok] == problems
