@@ -27,10 +27,10 @@ from loader.snapshot.manifest import Manifest, ModelSpec, manifest_texts, read_m
 from loader.snapshot.publishing import publish
 from loadtest.drill.config import BrokenDrillConfig
 from loadtest.drill.fleet import FIRST_VERSION, OracleFleet, oracle_fleet
-from loadtest.drill.load import Answers, count_kinds
+from loadtest.drill.load import count_kinds
 from loadtest.drill.oracle import golden_requests, write_oracle
 from loadtest.drill.report import Judged, Limit, Report, answer_limits
-from loadtest.load.result import OK, percentiles
+from loadtest.load.result import OK, Rows, percentiles
 
 PUBLISH_TIMEOUT_S = 120.0
 EXAMPLES = 3
@@ -135,7 +135,7 @@ async def _publish_without_room(fleet: OracleFleet) -> list[Attempt]:
     return attempts
 
 
-def broken_figures(attempts: Sequence[Attempt], control_begun: float, went_live: bool, answers: Answers) -> Judged:
+def broken_figures(attempts: Sequence[Attempt], control_begun: float, went_live: bool, answers: Rows) -> Judged:
     """Return what attempts and answers say, and the limits; the first version was live until the control began."""
     before = answers[(answers["ended"] < control_begun) & (answers["code"] == OK)]
     groups: dict[str, dict[str, Any]] = {}

@@ -18,10 +18,10 @@ from loader.rollout.plan import CANARY, UNDO_STEPS, Rollout, plan_steps
 from loader.rollout.requests import abort_rollout
 from loadtest.drill.config import PROCESSES, REDIS_VICTIMS, Course, CrashDrillConfig, Victim
 from loadtest.drill.fleet import ROLLOUT_TIMEOUT_S, OracleFleet, oracle_fleet, polled
-from loadtest.drill.load import Answers, TimeSpan, count_kinds, overlaps
+from loadtest.drill.load import TimeSpan, count_kinds, overlaps
 from loadtest.drill.report import Judged, Limit, Report
 from loadtest.errors import DrillError
-from loadtest.load.result import OK
+from loadtest.load.result import OK, Rows
 
 STEP_POLL_S = 0.01
 CANARY_SHARE = 0.1
@@ -156,7 +156,7 @@ async def _kill(fleet: OracleFleet, case: CrashCase) -> None:
         raise DrillError(f"{case}: not started again after {RESTART_TIMEOUT_S:g} s")
 
 
-def crash_figures(config: CrashDrillConfig, cases: Sequence[Mapping[str, Any]], answers: Answers) -> Judged:
+def crash_figures(config: CrashDrillConfig, cases: Sequence[Mapping[str, Any]], answers: Rows) -> Judged:
     """Return what the cases and all answers say, and the limits; a killed serving process may fail its requests."""
     results: list[dict[str, Any]] = []
     limits: list[Limit] = []

@@ -29,10 +29,11 @@ from loader.rollout.requests import start_rollout
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.publishing import publish, retain
 from loadtest.drill.config import FleetDrillConfig, FleetShape
-from loadtest.drill.load import Answers, RunningLoad, running_load
+from loadtest.drill.load import RunningLoad, running_load
 from loadtest.drill.oracle import oracle_spec, write_oracle
 from loadtest.drill.report import Judged, Report, make_report
 from loadtest.errors import DrillError
+from loadtest.load.result import Rows
 from loadtest.servers import HOST, Server
 from serving.fleet.local_fleet import FleetConfig, LocalFleet, running_fleet
 from serving.fleet.supervisor import Child, ChildSpec, NotYetError, SupervisionConfig, Supervisor
@@ -137,7 +138,7 @@ class OracleFleet:
     redis: RedisServer | None
     exported: int = FIRST_VERSION
 
-    async def report(self, judge: Callable[[Answers], Judged], problems: Iterable[str] = ()) -> Report:
+    async def report(self, judge: Callable[[Rows], Judged], problems: Iterable[str] = ()) -> Report:
         """End the load, and return what its answers say, what ran, and examples of what is not right.
 
         Raises LoadError if the load has failed.

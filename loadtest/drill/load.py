@@ -27,7 +27,7 @@ from loadtest.errors import DrillError
 from loadtest.load.config import LoadTarget
 from loadtest.load.generator import Generators, event_loop
 from loadtest.load.loops import OpenLoop, arrival_times
-from loadtest.load.result import Recorder, Records
+from loadtest.load.result import COLUMNS, ROW, Recorder, Records, Rows
 from loadtest.load.senders import Failure, Outgoing, Sender, make_sender
 from loadtest.servers import Server
 from loadtest.workloads.payloads import Payload
@@ -62,19 +62,10 @@ KINDS = ("ok", "failed", "mixed", "wrong")
 `ok`: exactly that of the version that it names. `failed`: there is none (an error, a broken connection, nothing within
 the deadline, or nothing that can be read). `mixed` and `wrong`: see `judge`.
 """
-ANSWER = np.dtype(
-    [
-        ("due", "<f8"),  # latency counts from here
-        ("turn", "<f8"),  # when the load came to the request
-        ("ended", "<f8"),
-        ("version", "<i8"),  # that the answer names; 0 for none
-        ("api", "u1"),  # place in `APIS`
-        ("code", "u1"),  # place in `KINDS`
-    ]
-)
-"""Times are seconds of CLOCK_MONOTONIC, which all processes of a machine share."""
+ANSWER = np.dtype([*ROW.descr, ("version", "<i8"), ("api", "<i8")])
+"""A row of a `Recorder`, in seconds of CLOCK_MONOTONIC, which all processes of a machine share, its code a place in
+`KINDS`; the version that the answer names, 0 for none; and the place in `APIS`."""
 
-Answers = npt.NDArray[np.void]
 Mask = npt.NDArray[np.bool_]
 
 
@@ -91,7 +82,7 @@ def count_kinds(codes: npt.ArrayLike) -> dict[str, int]:
     return {"answers": sum(counts), **dict(zip(KINDS[1:], counts[1:], strict=True))}
 
 
-def overlaps(answers: Answers, spans: Sequence[TimeSpan]) -> Mask:
+def overlaps(answers: Rows, spans: Sequence[TimeSpan]) -> Mask:
     """Return which requests were in flight at any time within one of the spans."""
     result = np.zeros(len(answers), np.bool_)
     for begin, end in spans:
@@ -100,28 +91,27 @@ def overlaps(answers: Answers, spans: Sequence[TimeSpan]) -> Mask:
 
 
 class OracleRecorder(Recorder):
-    """Also keeps the API of each request and the version that its answer names."""
+    """Records as `ANSWER`; for loops whose begin is 0, so that all times are CLOCK_MONOTONIC's."""
 
-    def __init__(self, begin: float) -> None:
-        super().__init__(begin)
-        self._apis, self._versions = array("B"), array("q")
+    def __init__(self) -> None:
+        super().__init__(0.0)
+        self._versions, self._apis = array("q"), array("q")
 
     def add(self, request: Outgoing, failure: Failure | None) -> None:
         """See `Recorder`; an example says when the request was due, and its API."""
         api = api_of(request.number)
-        self._apis.append(api)
         self._versions.append(request.verdict or 0)
+        self._apis.append(api)
         if failure is not None:
             failure = failure._replace(message=f"{request.intended:.3f} {APIS[api]}: {failure.message}")
         super().add(request, failure)
 
     def records(self) -> Records:
-        """See `Recorder`; rows are `ANSWER` [n], their codes those of `KINDS`."""
+        """See `Recorder`."""
         rows, kinds, examples = super().records()
         codes = np.array([KINDS.index(kind if kind in KINDS else "failed") for kind in kinds])
         answers = np.zeros(len(rows), ANSWER)
-        for name in ("due", "turn", "ended"):
-            answers[name] = self.begin + rows[name]
+        answers[list(COLUMNS)] = rows
         answers["code"] = codes[rows["code"].astype(np.int64)]
         answers["version"], answers["api"] = self._versions, self._apis
         return Records(answers, KINDS, examples)
@@ -148,9 +138,9 @@ class OracleRequests:
             message.model, message.timeout_ms = shape.model, TIMEOUT_MS
             self._bodies.append(message.SerializeToString())
 
-    async def sender(self, address: str, connections: int = 1) -> Sender:
+    async def sender(self, url: str, connections: int = GRPC_CHANNELS) -> Sender:
         """Make the sender of a server's URL."""
-        target = LoadTarget.parse(address)
+        target = LoadTarget.parse(url)
         paths = {method: f"/shardrank.v1.RankingService/{method.title()}" for method in METHODS}
         if is_http := target.scheme == "http":
             paths = {method: f"/v1/models/{self._model}:{method}" for method in METHODS}
@@ -184,18 +174,18 @@ async def ask_oracle(config: FleetDrillConfig, server: Server, file: Path) -> Re
     requests = OracleRequests(config)
     senders = (
         await requests.sender(server.target("json"), HTTP_CONNECTIONS),
-        await requests.sender(server.target("grpc"), GRPC_CHANNELS),
+        await requests.sender(server.target("grpc")),
     )
     for sender in senders:
         await sender.open(CONNECT_TIMEOUT_S)
     # What is there by now stays: a collection that walks all questions would delay answers.
     settle_heap()
-    recorder = OracleRecorder(time.monotonic())
+    recorder, begin = OracleRecorder(), time.monotonic()
     loop = OpenLoop(
-        arrival_times("constant", config.rate, math.inf),
+        (begin + times for times in arrival_times("constant", config.rate, math.inf)),
         lambda number: senders[api_of(number) % 2],
         recorder.add,
-        begin=recorder.begin,
+        begin=0.0,
         timeout_s=TIMEOUT_MS / 1000,
         max_in_flight=MAX_IN_FLIGHT,
     )

@@ -25,9 +25,10 @@ from loader.deltas.publisher import AsyncDeltaPublisher
 from loader.progress import Progress
 from loadtest.drill.config import SoakDrillConfig
 from loadtest.drill.fleet import FIRST_VERSION, OracleFleet, Sample, oracle_fleet, read_processes
-from loadtest.drill.load import TIMEOUT_MS, Answers, OracleRequests, TimeSpan, count_kinds
+from loadtest.drill.load import TIMEOUT_MS, OracleRequests, TimeSpan, count_kinds
 from loadtest.drill.oracle import version_rows
 from loadtest.drill.report import Judged, Limit, Report, answer_limits
+from loadtest.load.result import Rows
 from loadtest.load.senders import Outgoing
 
 WARM_UP_SHARE = 0.5
@@ -161,7 +162,7 @@ async def _call_as_strangers(config: SoakDrillConfig, fleet: OracleFleet, course
         course.counts["bad_requests"] += 1
         if answer.startswith(b"HTTP/1.1 5"):
             course.problems.append(f"a bad request was answered with {answer[:40]!r}: {request[:60]!r}")
-        sender, now = await requests.sender(f"{fresh}://{local.host}:{ports[fresh]}"), time.monotonic()
+        sender, now = await requests.sender(f"{fresh}://{local.host}:{ports[fresh]}", 1), time.monotonic()
         good = Outgoing(draw.randrange(1 << 20), 0.0, now, now + TIMEOUT_MS / 1000, now)
         failure = await sender.ask(good)
         await sender.close()
@@ -193,7 +194,7 @@ def block_medians(values: Float64Array) -> Float64Array:
     return np.array([np.median(block) for block in np.array_split(values, BLOCKS) if block.size])
 
 
-def soak_figures(config: SoakDrillConfig, course: SoakCourse, answers: Answers) -> Judged:
+def soak_figures(config: SoakDrillConfig, course: SoakCourse, answers: Rows) -> Judged:
     """Return what was done and read, by the names of the report, and the limits; a short soak does not pass."""
     times = np.array(list(course.samples))
     is_measured = times >= (times[0] + WARM_UP_SHARE * (times[-1] - times[0]) if times.size else 0.0)

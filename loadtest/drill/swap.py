@@ -19,9 +19,9 @@ from loader.progress import Progress
 from loader.snapshot.publishing import rows_bytes_of
 from loadtest.drill.config import SwapDrillConfig
 from loadtest.drill.fleet import BYTES_PER_MB, FIRST_VERSION, Sample, oracle_fleet, read_processes
-from loadtest.drill.load import APIS, Answers, Mask, TimeSpan, count_kinds, overlaps
+from loadtest.drill.load import APIS, Mask, TimeSpan, count_kinds, overlaps
 from loadtest.drill.report import Judged, Limit, Report, answer_limits
-from loadtest.load.result import OK, percentiles
+from loadtest.load.result import OK, Rows, percentiles
 from loadtest.servers import summed
 
 MAX_GROWTH = 0.1
@@ -89,7 +89,7 @@ async def run_drill(config: SwapDrillConfig, folder: Path, progress: Progress) -
         return await fleet.report(partial(swap_figures, config, course, rows_bytes_of(fleet.spec) / BYTES_PER_MB))
 
 
-def swap_figures(config: SwapDrillConfig, course: SwapCourse, rows_mb: float, answers: Answers) -> Judged:
+def swap_figures(config: SwapDrillConfig, course: SwapCourse, rows_mb: float, answers: Rows) -> Judged:
     """Return what answers and memory say, by the names of the report, and the limits."""
     during = overlaps(answers, course.swaps)
     excluded = overlaps(answers, course.excluded) & ~during
@@ -144,7 +144,7 @@ def swap_figures(config: SwapDrillConfig, course: SwapCourse, rows_mb: float, an
     return figures, limits
 
 
-def is_stale(answers: Answers, course: SwapCourse) -> Mask:
+def is_stale(answers: Rows, course: SwapCourse) -> Mask:
     """Return which answers are right, but of a version that was not live while the request was in flight: bool [n].
 
     A version may be live from the begin of the swap to it until the end of the swap from it.

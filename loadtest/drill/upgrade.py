@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,15 +21,7 @@ from loader.errors import ShardrankError
 from loader.progress import Progress
 from loadtest.drill.config import Order, UpgradeDrillConfig
 from loadtest.drill.fleet import FIRST_VERSION, REPLICATE_BYTES, drill_process, free_ports
-from loadtest.drill.load import (
-    API_PATTERN,
-    GRPC_CHANNELS,
-    TIMEOUT_MS,
-    OracleRecorder,
-    OracleRequests,
-    api_of,
-    count_kinds,
-)
+from loadtest.drill.load import APIS, TIMEOUT_MS, OracleRecorder, OracleRequests, api_of, count_kinds
 from loadtest.drill.oracle import oracle_spec, write_oracle
 from loadtest.drill.report import Limit, Report, answer_limits, make_report
 from loadtest.load.loops import ClosedLoop
@@ -79,7 +70,7 @@ class UpgradeFleet:
     releases: dict[str, Release] = field(default_factory=dict)
     processes: dict[str, Supervisor] = field(default_factory=dict)
     senders: dict[str, list[Sender]] = field(default_factory=dict)
-    recorder: OracleRecorder = field(default_factory=lambda: OracleRecorder(time.monotonic()))
+    recorder: OracleRecorder = field(default_factory=OracleRecorder)
     counted: int = 0
 
     async def start(self, name: str, release: Release) -> None:
@@ -90,11 +81,10 @@ class UpgradeFleet:
         self.processes[name] = await self.stack.enter_async_context(drill_process(spec, self.folder))
         self.releases[name] = release
         if name in SERVING:
-            targets = [self.servers[name].target(api) for api in ("json", "grpc")]
-            senders = [await self.requests.sender(target, GRPC_CHANNELS) for target in targets]
-            for sender in senders:
+            targets = self.servers[name].target("json"), self.servers[name].target("grpc")
+            self.senders[name] = [await self.requests.sender(target) for target in targets]
+            for sender in self.senders[name]:
                 self.stack.push_async_callback(sender.close)
-            self.senders[name] = senders
 
     async def do(self, what: str, name: str) -> list[str]:
         """Do a step, and return what was not as it must be. A serving process is left before it ends."""
@@ -126,7 +116,7 @@ class UpgradeFleet:
     def route(self, number: int) -> Sender:
         """Choose the server in turn, and the API of the request's number."""
         by_server = list(self.senders.values())
-        return by_server[number // len(API_PATTERN) % len(by_server)][api_of(number) % 2]
+        return by_server[number // len(APIS) % len(by_server)][api_of(number) % 2]
 
     def count_answers(self) -> dict[str, int]:
         """Return how many answers of each kind there were since the last call."""
@@ -194,7 +184,7 @@ async def run_drill(config: UpgradeDrillConfig, folder: Path, progress: Progress
             fleet = UpgradeFleet(old, snapshot, logs, stack, requests, addresses, servers)
             for name in (*NODES, *SERVING):
                 await fleet.start(name, "old")
-            timing = {"begin": fleet.recorder.begin, "timeout_s": TIMEOUT_MS / 1000}
+            timing = {"begin": 0.0, "timeout_s": TIMEOUT_MS / 1000}
             loop = ClosedLoop(fleet.route, fleet.recorder.add, in_flight=config.in_flight, **timing)
             try:
                 async with loop.running():

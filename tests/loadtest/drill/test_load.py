@@ -98,9 +98,9 @@ async def test_a_killed_load_ends_the_drill(tmp_path: Path):
 
 
 async def test_a_load_that_can_not_begin_says_why(tmp_path: Path):
-    with pytest.raises(LoadConfigError, match="No such file or directory"):
-        async with running_load(SMALL, Server(1, 1, ()), tmp_path / "nosuch" / "answers.npy"):
-            pass
+    async with serving(tmp_path) as server:
+        with pytest.raises(LoadConfigError, match="No such file or directory"):
+            await running_load(SMALL, server, tmp_path / "nosuch" / "answers.npy").__aenter__()
 
 
 @given(

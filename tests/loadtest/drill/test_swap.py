@@ -17,7 +17,7 @@ VERSIONS, SWAPS = [1, 2, 3], [TimeSpan(10, 14), TimeSpan(20, 24)]
 
 
 def record(due: float, ms: float, version: int, code: int = 0) -> tuple[Any, ...]:
-    return (due, due, due + ms / 1e3, version, 0, code)
+    return (due, due, due, due + ms / 1e3, code, version, 0)
 
 
 def figures_of(*records: tuple[Any, ...], memory: Sequence[float] = (100.0, 101.0)) -> tuple[dict[str, Any], list[str]]:
