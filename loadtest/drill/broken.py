@@ -33,7 +33,6 @@ from loadtest.drill.report import Judged, Limit, Report, answer_limits
 from loadtest.load.result import OK, Rows, percentiles
 
 PUBLISH_TIMEOUT_S = 120.0
-EXAMPLES = 3
 WARMUP_S = 2.0
 
 Refusal: TypeAlias = Literal["publish", "rollout", "none"]
@@ -147,7 +146,7 @@ def broken_figures(attempts: Sequence[Attempt], control_begun: float, went_live:
             "refused_by_publish": refusals["publish"],
             "refused_by_rollout": refusals["rollout"],
             "accepted": refusals["none"],
-            "examples": [f"{attempt.what}: {attempt.reason}" for attempt in tried[:EXAMPLES]],
+            "examples": [f"{attempt.what}: {attempt.reason}" for attempt in tried[:3]],
         }
     accepted = sum(group["accepted"] for group in groups.values())
     figures = {

@@ -38,7 +38,6 @@ from loadtest.servers import HOST, Server
 from serving.fleet.local_fleet import FleetConfig, LocalFleet, running_fleet
 from serving.fleet.supervisor import Child, ChildSpec, NotYetError, SupervisionConfig, Supervisor
 
-KEPT_VERSIONS = 3
 FIRST_VERSION = 1
 REPLICATE_BYTES = 1 << 16
 """The oracle's small table goes to every shard, the others are divided."""
@@ -162,7 +161,7 @@ class OracleFleet:
         source = await asyncio.to_thread(self.export_next, self.folder / "source", differs_from)
         await publish(self.registry, source, self.store, clock=time.time)
         await asyncio.to_thread(shutil.rmtree, source)
-        await retain(self.registry, self.store, self.spec.model, KEPT_VERSIONS)
+        await retain(self.registry, self.store, self.spec.model, keep=3)
         return self.exported
 
     async def start_rollout(self, version: int, strategy: Strategy = "beside", **canary: Any) -> None:

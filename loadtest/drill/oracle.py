@@ -53,8 +53,8 @@ MAX_HOTNESS = 8
 MAX_CANDIDATES = 16
 MAX_LOOKUP_BAGS = 4
 
-# How many different numbers a row is made of. 32 * 1024 is the largest power of two that float16 holds.
-_CODES: dict[RowDtype, int] = {"int8": 256, "fp32": 256, "fp16": 32}
+# Row dtype, and how many different numbers a row is made of: 32 * 1024 is the largest power of two that float16 holds.
+TABLES: dict[str, tuple[RowDtype, int]] = {"items": ("int8", 256), "users": ("fp32", 256), "tags": ("fp16", 32)}
 FEATURES: dict[str, tuple[str, Side, float]] = {
     "user": ("users", "context", 1.0),
     "history": ("items", "context", 1.25),
@@ -68,22 +68,17 @@ FEATURE_WEIGHTS = np.array([weight for _, _, weight in FEATURES.values()])
 
 def oracle_spec(shape: OracleShape) -> ModelSpec:
     """Return three tables and five features, context and candidates, two tables with two features each."""
-    sizes: dict[str, tuple[int, RowDtype]] = {
-        "items": (shape.items, "int8"),
-        "users": (shape.users, "fp32"),
-        "tags": (shape.tags, "fp16"),
-    }
     return ModelSpec(
         model=shape.model,
         tables=tuple(
             TableSpec(
                 name=name,
-                num_embeddings=rows,
+                num_embeddings=getattr(shape, name),
                 embedding_dim=shape.embedding_dim,
                 feature_names=tuple(feature for feature, (table, _, _) in FEATURES.items() if table == name),
                 dtype=dtype,
             )
-            for name, (rows, dtype) in sizes.items()
+            for name, (dtype, _) in TABLES.items()
         ),
         features=tuple(FeatureSpec(name=feature, side=side) for feature, (_, side, _) in FEATURES.items()),
         dense_model=DenseModelSpec(kind="mlp", config={"hidden": []}),
@@ -97,7 +92,7 @@ def letter_of(version: int) -> int:
 
 def version_rows(table: TableSpec, version: int, rows: Int64Array) -> Float32Array:
     """Return rows of a version: float32 [n, dim], its factor times whole numbers from 1 to 256."""
-    codes = _CODES[table.dtype]
+    _, codes = TABLES[table.name]
     dims = np.arange(table.embedding_dim, dtype=np.uint64)
     # Two rounds of a multiplicative hash: neighbours in row and dimension get unrelated codes.
     mixed = rows.astype(np.uint64)[:, None] * np.uint64(0x9E3779B97F4A7C15) + dims * np.uint64(0xC2B2AE3D27D4EB4F)
@@ -144,7 +139,6 @@ def write_oracle(spec: ModelSpec, store: Path, version: int, golden: GoldenReque
         golden=golden or golden_requests(spec, version),
         golden_tolerance=GOLDEN_TOLERANCE,
         version=version,
-        metadata={"oracle": "AB"[letter]},
     )
 
 
