@@ -33,7 +33,8 @@ from loadtest.drill.report import Judged, Limit, Report, answer_limits
 from loadtest.load.result import OK, Rows, percentiles
 
 PUBLISH_TIMEOUT_S = 120.0
-WARMUP_S = 2.0
+WATCH_S = 2.0
+"""Answers of the version that goes live at the end."""
 
 Refusal: TypeAlias = Literal["publish", "rollout", "none"]
 When: TypeAlias = Literal["before publishing", "in the store", "on record unchecked"]
@@ -55,7 +56,6 @@ class Attempt(NamedTuple):
 async def run_drill(config: BrokenDrillConfig, folder: Path, progress: Progress) -> Report:
     """Run the drill with its files in the folder. Raises DrillError if a rollout does not end."""
     async with oracle_fleet(config, folder, progress) as fleet:
-        await asyncio.sleep(WARMUP_S)
         breaks = plan_breaks(config, fleet.spec)
         attempts = await _publish_without_room(fleet)
         total = len(attempts) + len(breaks)
@@ -66,7 +66,7 @@ async def run_drill(config: BrokenDrillConfig, folder: Path, progress: Progress)
         progress("broken snapshots", total, total)
         control_begun = time.monotonic()
         control = await _attempt(fleet, "sound", "before publishing", lambda snapshot: None)
-        await asyncio.sleep(WARMUP_S)
+        await asyncio.sleep(WATCH_S)
         return await fleet.report(partial(broken_figures, attempts, control_begun, control.refused_by == "none"))
 
 

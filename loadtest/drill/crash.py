@@ -30,7 +30,6 @@ GIVE_UP_S = 4 * MAX_SETTLE_S
 RESTART_TIMEOUT_S = 30.0
 # How long answers are watched after a case has settled.
 WATCH_S = 0.5
-WARMUP_S = 3.0
 
 STEPS: dict[Course, tuple[str, ...]] = {
     "idle": ("",),
@@ -74,7 +73,6 @@ async def run_drill(config: CrashDrillConfig, folder: Path, progress: Progress) 
     """Run the drill with its files in the folder. Raises DrillError if a process or a step does not come."""
     async with oracle_fleet(config, folder, progress) as fleet:
         cases = crash_cases(config, list(fleet.local.supervisor.children))
-        await asyncio.sleep(WARMUP_S)
         results: list[dict[str, Any]] = []
         draw = random.Random(config.seed)
         for case in cases:
@@ -93,10 +91,8 @@ async def _run_case(fleet: OracleFleet, case: CrashCase, delay_s: float) -> dict
     version = before = await fleet.live_version()
     if case.step:
         version = await fleet.publish_next(differs_from=before)
-        if case.course == "by-replica":
-            await fleet.start_rollout(version, "by-replica")
-        else:
-            await fleet.start_rollout(version, canary_share=0.1, bake_s=0.5)
+        options = {"strategy": "by-replica"} if case.course == "by-replica" else {"canary_share": 0.1, "bake_s": 0.5}
+        await fleet.start_rollout(version, **options)
         if case.course == "undo":
             await _until_step(fleet, case, CANARY)
             await abort_rollout(fleet.registry, fleet.spec.model, "the drill wants to see it undone")

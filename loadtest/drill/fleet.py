@@ -44,6 +44,8 @@ REPLICATE_BYTES = 1 << 16
 READY_TIMEOUT_S = 120.0
 ROLLOUT_TIMEOUT_S = 60.0
 POLL_S = 0.1
+# The first requests of a process find everything cold; that is the fleet's start, not a drill.
+WARMUP_S = 5.0
 REDIS_DOWN_S = 2.0
 BYTES_PER_MB = 1e6
 # What has ended stays so.
@@ -164,14 +166,13 @@ class OracleFleet:
         await retain(self.registry, self.store, self.spec.model, keep=3)
         return self.exported
 
-    async def start_rollout(self, version: int, strategy: Strategy = "beside", **canary: Any) -> None:
+    async def start_rollout(self, version: int, **options: Any) -> None:
         """Request a rollout, as `loader.rollout.requests.start_rollout`."""
-        rollout_id = secrets.token_hex(16)
-        await start_rollout(self.registry, self.spec.model, version, strategy=strategy, rollout_id=rollout_id, **canary)
+        await start_rollout(self.registry, self.spec.model, version, rollout_id=secrets.token_hex(16), **options)
 
     async def roll_out(self, version: int, strategy: Strategy = "beside") -> Rollout:
         """Roll a version out and wait for the end. Raises DrillError if there is none in time."""
-        await self.start_rollout(version, strategy)
+        await self.start_rollout(version, strategy=strategy)
         rollout = await polled(self.rollout, lambda last: last is not None and not last.active, ROLLOUT_TIMEOUT_S)
         if rollout is None or rollout.active:
             raise DrillError(f"after {ROLLOUT_TIMEOUT_S:g} s of a rollout: {await self.lag()}; {rollout}")
@@ -234,7 +235,7 @@ def unsettled(
 
 @contextlib.asynccontextmanager
 async def oracle_fleet(config: FleetDrillConfig, folder: Path, progress: Progress) -> AsyncIterator[OracleFleet]:
-    """Run a fleet on version 1 and a load on that, with all files in a folder. Raises ShardrankError if none is up."""
+    """Run a fleet on version 1 and a load on that, warm, its files in a folder. Raises ShardrankError if none is up."""
     # The drill shares its cores with what it watches.
     torch.set_num_threads(1)
     spec, store = oracle_spec(config), folder / "store"
@@ -264,6 +265,7 @@ async def oracle_fleet(config: FleetDrillConfig, folder: Path, progress: Progres
         stack.callback(lambda: [shutil.copy(log, folder) for log in logs("*.log")])
         server = Server(local.http_port, local.grpc_port, ())
         load = await stack.enter_async_context(running_load(config, server, folder / "answers.npy"))
+        await asyncio.sleep(WARMUP_S)
         yield OracleFleet(config, local, server, load, folder, store, spec, local.registry, redis_server)
 
 

@@ -66,8 +66,6 @@ ANSWER = np.dtype([*ROW.descr, ("version", "<i8"), ("api", "<i8")])
 """A row of a `Recorder`, in seconds of CLOCK_MONOTONIC, which all processes of a machine share, its code a place in
 `KINDS`; the version that the answer names, 0 for none; and the place in `APIS`."""
 
-Mask = npt.NDArray[np.bool_]
-
 
 class TimeSpan(NamedTuple):
     """A span of time."""
@@ -82,7 +80,7 @@ def count_kinds(codes: npt.ArrayLike) -> dict[str, int]:
     return {"answers": sum(counts), **dict(zip(KINDS[1:], counts[1:], strict=True))}
 
 
-def overlaps(answers: Rows, spans: Sequence[TimeSpan]) -> Mask:
+def overlaps(answers: Rows, spans: Sequence[TimeSpan]) -> npt.NDArray[np.bool_]:
     """Return which requests were in flight at any time within one of the spans."""
     result = np.zeros(len(answers), np.bool_)
     for begin, end in spans:
@@ -118,11 +116,9 @@ class OracleRecorder(Recorder):
 
 
 class OracleRequests:
-    """The oracle's questions, encoded, and the judge of their answers. A request has the same body over HTTP and gRPC.
+    """The oracle's questions, encoded, and the judge of their answers; bags of `single` features have one id.
 
-    Args:
-        shape: of the model.
-        single: features whose bags have one id.
+    A request has the same body over HTTP and gRPC.
     """
 
     def __init__(self, shape: OracleShape, single: Collection[str] = ()) -> None:

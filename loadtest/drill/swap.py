@@ -14,22 +14,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from loader.progress import Progress
 from loader.snapshot.publishing import rows_bytes_of
 from loadtest.drill.config import SwapDrillConfig
 from loadtest.drill.fleet import BYTES_PER_MB, FIRST_VERSION, Sample, oracle_fleet, read_processes
-from loadtest.drill.load import APIS, Mask, TimeSpan, count_kinds, overlaps
+from loadtest.drill.load import APIS, TimeSpan, count_kinds, overlaps
 from loadtest.drill.report import Judged, Limit, Report, answer_limits
 from loadtest.load.result import OK, Rows, percentiles
 from loadtest.servers import summed
 
+MEMORY = ("rss_mb", "uss_mb")
 MIN_SAMPLES = 20
 """Fewer have no slope. In the first swaps of a process its allocator grows to what a swap needs."""
 # Swaps before memory is first read; they count in everything else.
 WARMUP_SWAPS = 4
-# The first requests of a process find everything cold; that is the fleet's start, not a swap.
-WARMUP_S = 5.0
 
 
 @dataclass(slots=True)
@@ -39,8 +39,8 @@ class SwapCourse:
     Attributes:
         swaps: from the request of a rollout to when it was seen to be done, of each version but the first.
         excluded: when latencies count for neither: the fleet was cold, or the drill used its cores.
-        memory: of all processes by name, after the warm-up and each later swap.
-        counted: by serving processes, by the names of the report.
+        memory: of all processes by name, after the first swaps and each later one.
+        counted: by serving processes, under the names of the report.
     """
 
     versions: list[int] = field(default_factory=lambda: [FIRST_VERSION])
@@ -60,10 +60,8 @@ def timed(spans: list[TimeSpan]) -> Iterator[None]:
 
 async def run_drill(config: SwapDrillConfig, folder: Path, progress: Progress) -> Report:
     """Run the drill with its files in the folder. Raises DrillError if a rollout does not end as `done`."""
-    course = SwapCourse()
     async with oracle_fleet(config, folder, progress) as fleet:
-        with timed(course.excluded):
-            await asyncio.sleep(WARMUP_S)
+        course = SwapCourse(excluded=[TimeSpan(-math.inf, time.monotonic())])
         for number in range(config.swaps + 1):
             progress("swaps", number, config.swaps)
             # The drill uses the cores that it shares with the fleet, as no swap would.
@@ -94,9 +92,8 @@ def swap_figures(config: SwapDrillConfig, course: SwapCourse, rows_mb: float, an
     during = overlaps(answers, course.swaps)
     excluded = overlaps(answers, course.excluded) & ~during
     periods = {"steady": ~during & ~excluded, "during_swap": during, "apart": excluded}
-    rss, uss = (
-        [sum(process[what] for process in sample.values()) for sample in course.memory] for what in ("rss_mb", "uss_mb")
-    )
+    memory = {what: [sum(each[what] for each in sample.values()) for sample in course.memory] for what in MEMORY}
+    rss = memory["rss_mb"]
     latency_s = answers["ended"] - answers["due"]
     latency = {when: percentiles(latency_s[which]) for when, which in periods.items()}
     steady, during_swap = latency["steady"].p99_ms, latency["during_swap"].p99_ms
@@ -127,10 +124,8 @@ def swap_figures(config: SwapDrillConfig, course: SwapCourse, rows_mb: float, an
         "stale": int(is_stale(answers, course).sum()),
         "load_lag_p99_ms": percentiles(answers["turn"] - answers["due"]).p99_ms,
         "rows_mb": rows_mb,
-        "rss_mb_before": rss[0],
-        "rss_mb_after": rss[-1],
-        "uss_mb_before": uss[0],
-        "uss_mb_after": uss[-1],
+        **{f"{what}_before": total_mb[0] for what, total_mb in memory.items()},
+        **{f"{what}_after": total_mb[-1] for what, total_mb in memory.items()},
         "rss_mb_per_swap": float(np.polyfit(range(len(later)), later, 1)[0]) if len(rss) >= MIN_SAMPLES else None,
         "rss_mb_by_process": {
             name: (first["rss_mb"], course.memory[-1][name]["rss_mb"]) for name, first in course.memory[0].items()
@@ -144,13 +139,13 @@ def swap_figures(config: SwapDrillConfig, course: SwapCourse, rows_mb: float, an
     return figures, limits
 
 
-def is_stale(answers: Rows, course: SwapCourse) -> Mask:
+def is_stale(answers: Rows, course: SwapCourse) -> npt.NDArray[np.bool_]:
     """Return which answers are right, but of a version that was not live while the request was in flight: bool [n].
 
     A version may be live from the begin of the swap to it until the end of the swap from it.
     """
     begins, ends = [-math.inf, *(swap.begin for swap in course.swaps)], [*(swap.end for swap in course.swaps), math.inf]
-    stale: Mask = answers["code"] == OK
+    stale: npt.NDArray[np.bool_] = answers["code"] == OK
     for version, begin, end in zip(course.versions, begins, ends, strict=True):
         stale &= (answers["version"] != version) | ~overlaps(answers, [TimeSpan(begin, end)])
     return stale

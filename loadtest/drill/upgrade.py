@@ -53,8 +53,6 @@ class UpgradeFleet:
     """Processes of two releases that serve one snapshot, by name, and what was answered.
 
     Attributes:
-        folder: of logs.
-        addresses, servers: where nodes and serving processes listen.
         releases: the current or the last one of each process.
         senders: of the serving processes that are asked now, HTTP and gRPC; one that is removed gets no more requests.
         recorder: of all answers; the first `counted` of them were returned by `count_answers`.
@@ -62,7 +60,7 @@ class UpgradeFleet:
 
     old: Path
     snapshot: Path
-    folder: Path
+    logs: Path
     stack: contextlib.AsyncExitStack
     requests: OracleRequests
     addresses: dict[str, str]
@@ -78,7 +76,7 @@ class UpgradeFleet:
         # Without the second one Python would look in the working directory first.
         code = {"PYTHONPATH": str(THIS_CHECKOUT if release == "new" else self.old), "PYTHONSAFEPATH": "1"}
         spec = ChildSpec(name, self._command(name, release), lambda process_id: self._probe(name), code)
-        self.processes[name] = await self.stack.enter_async_context(drill_process(spec, self.folder))
+        self.processes[name] = await self.stack.enter_async_context(drill_process(spec, self.logs))
         self.releases[name] = release
         if name in SERVING:
             targets = self.servers[name].target("json"), self.servers[name].target("grpc")
