@@ -62,7 +62,6 @@ async def run_drill(config: BrokenDrillConfig, folder: Path, progress: Progress)
         for group, when, break_ in breaks:
             progress("broken snapshots", len(attempts), total)
             attempts.append(await _attempt(fleet, group, when, break_))
-            fleet.load.check()
         progress("broken snapshots", total, total)
         control_begun = time.monotonic()
         control = await _attempt(fleet, "sound", "before publishing", lambda snapshot: None)

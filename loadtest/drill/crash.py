@@ -78,7 +78,6 @@ async def run_drill(config: CrashDrillConfig, folder: Path, progress: Progress) 
         for case in cases:
             progress("kills", len(results), len(cases))
             results.append(await _run_case(fleet, case, config.max_kill_delay_s * draw.random()))
-            fleet.load.check()
             if results[-1]["lag"]:
                 # What a further kill would show says nothing about that kill.
                 break

@@ -201,20 +201,16 @@ def run_load(*arguments: Any) -> Records:
 
 
 class RunningLoad(NamedTuple):
-    """The process of a load, and the call that it runs."""
+    """The process of a load, the call that it runs, and the group of that task: whatever fails in it ends the block."""
 
     process_id: int
-    call: asyncio.Future[tuple[Records, ...]]
-
-    def check(self) -> None:
-        """Raise LoadError if it has failed, DrillError if it has ended by itself."""
-        if self.call.done():
-            self.call.result()
-            raise DrillError("the load has ended by itself")
+    call: asyncio.Task[tuple[Records, ...]]
+    tasks: asyncio.TaskGroup
 
     async def stop(self) -> Records:
-        """End it after the answers that are in flight. Raises as `check`."""
-        self.check()
+        """End it after the answers that are in flight. Raises DrillError if it has ended before."""
+        if self.call.done():
+            raise DrillError("the load has ended by itself")
         os.kill(self.process_id, signal.SIGTERM)
         (records,) = await self.call
         return records
@@ -222,15 +218,15 @@ class RunningLoad(NamedTuple):
 
 @contextlib.asynccontextmanager
 async def running_load(config: FleetDrillConfig, server: Server, file: Path) -> AsyncIterator[RunningLoad]:
-    """Start the load and yield once it asks; it ends with the block. Raises LoadError if it does not begin."""
+    """Start the load and yield once it asks; it ends with the block. Raises LoadError if it fails."""
     with await asyncio.to_thread(Generators) as generators:
         calling = asyncio.to_thread(generators.call, run_load, [(config, server, file)], threading.TIMEOUT_MAX)
-        load = RunningLoad(generators.process_ids[0], asyncio.ensure_future(calling))
         try:
-            while not await asyncio.to_thread(file.exists):
-                load.check()
-                await asyncio.sleep(START_POLL_S)
-            yield load
-        finally:
-            generators.close()
-            await asyncio.gather(load.call, return_exceptions=True)
+            async with asyncio.TaskGroup() as tasks:
+                call = tasks.create_task(calling)
+                while not await asyncio.to_thread(file.exists):
+                    await asyncio.sleep(START_POLL_S)
+                yield RunningLoad(generators.process_ids[0], call, tasks)
+                call.cancel()
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None

@@ -99,22 +99,16 @@ async def run_drill(config: SoakDrillConfig, folder: Path, progress: Progress) -
             _update(config, fleet, course),
             _call_as_strangers(config, fleet, course),
         )
-        running = [asyncio.create_task(task) for task in tasks]
-        try:
-            while (left_s := ends - time.monotonic()) > 0:
-                progress("seconds", int(total_s - left_s), int(total_s))
-                fleet.load.check()
-                process_ids = fleet.process_ids()
-                course.samples[time.monotonic()] = await asyncio.to_thread(read_processes, process_ids)
-                course.restarted |= {name for name, number in process_ids.items() if number != first_ids[name]}
-                # Whatever fails ends the drill.
-                done, _ = await asyncio.wait(running, timeout=SAMPLE_S, return_when=asyncio.FIRST_EXCEPTION)
-                for task in done:
-                    task.result()
-        finally:
-            for task in running:
-                task.cancel()
-            await asyncio.wait(running)
+        running = [fleet.load.tasks.create_task(task) for task in tasks]
+        while (left_s := ends - time.monotonic()) > 0:
+            progress("seconds", int(total_s - left_s), int(total_s))
+            process_ids = fleet.process_ids()
+            course.samples[time.monotonic()] = await asyncio.to_thread(read_processes, process_ids)
+            course.restarted |= {name for name, number in process_ids.items() if number != first_ids[name]}
+            await asyncio.sleep(SAMPLE_S)
+        for task in running:
+            task.cancel()
+        await asyncio.wait(running)
         progress("seconds", int(total_s), int(total_s))
         return await fleet.report(partial(soak_figures, config, course), course.problems)
 

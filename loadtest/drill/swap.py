@@ -74,7 +74,6 @@ async def run_drill(config: SwapDrillConfig, folder: Path, progress: Progress) -
             if number < config.swaps:
                 with timed(course.swaps):
                     await fleet.swap_to(course.versions[-1], config.strategy)
-                fleet.load.check()
         metrics = await asyncio.to_thread(fleet.server.metrics)
         retries = summed(metrics, "shardrank_shard_retries_total", "kind")
         course.counted = {
