@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import math
 import random
+import shutil
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -132,14 +133,14 @@ async def _until_step(fleet: OracleFleet, case: CrashCase, step: str) -> None:
 
 async def _kill(fleet: OracleFleet, case: CrashCase) -> None:
     """Kill -9, and return when the successor is started. Raises DrillError if there is none."""
-    redis = fleet.redis
-    child = redis.child if redis and not case.process else fleet.local.supervisor.children[case.process]
+    child = fleet.redis if fleet.redis and not case.process else fleet.local.supervisor.children[case.process]
     if (killed := child.pid) is None:
         raise DrillError(f"{case}: it does not run")
     child.kill()
     await child.wait()
-    if redis and case.victim == "redis-emptied":
-        redis.empty()
+    if case.victim == "redis-emptied":
+        shutil.rmtree(fleet.folder / "redis")
+        (fleet.folder / "redis").mkdir()
 
     async def is_back() -> bool:
         return child.pid not in (None, killed)
@@ -168,8 +169,7 @@ def crash_figures(config: CrashDrillConfig, cases: Sequence[Mapping[str, Any]], 
         total = sum(result["answers"] for result in chosen)
         return sum(result["failed"] for result in chosen) / total if total else None
 
-    of_nodes, of_redis = lost_share(("shard-node",), "idle", "beside", "undo"), lost_share(REDIS_VICTIMS, *STEPS)
-    figures = {
+    figures: dict[str, Any] = {
         "cases": len(results),
         **{f"ended_{which}": ended.count(which) for which in ("old", "new", "neither")},
         "settled_within_10_s": sum(settled_s <= MAX_SETTLE_S for settled_s in settled),
@@ -177,16 +177,14 @@ def crash_figures(config: CrashDrillConfig, cases: Sequence[Mapping[str, Any]], 
         "settled_s_max": max(settled, default=None),
         **count_kinds(answers["code"]),
         "stale": sum(result["stale"] for result in results),
-        "answers_lost_share_shard_node": of_nodes,
+        "answers_lost_share_shard_node": lost_share(("shard-node",), "idle", "beside", "undo"),
         # While one replica of a shard is being rolled, the other is its only one, so killing that costs answers.
         "answers_lost_share_shard_node_by_replica": lost_share(("shard-node",), "by-replica"),
-        "answers_lost_share_redis": of_redis,
+        "answers_lost_share_redis": lost_share(REDIS_VICTIMS, *STEPS),
         "results": results,
         "step_delay_s": config.step_delay_s,
     }
     limits += [Limit(name, figures[name], 0) for name in ("mixed", "wrong", "stale", "ended_neither")]
-    if of_nodes is not None:
-        limits.append(Limit("answers_lost_share_shard_node", of_nodes, 0.001 if config.replicas > 1 else 1.0))
-    if of_redis is not None:
-        limits.append(Limit("answers_lost_share_redis", of_redis, 0.0))
+    allowed = {"answers_lost_share_shard_node": 0.001 if config.replicas > 1 else 1.0, "answers_lost_share_redis": 0.0}
+    limits += [Limit(name, figures[name], most) for name, most in allowed.items() if figures[name] is not None]
     return figures, limits

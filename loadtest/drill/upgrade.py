@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import httpx
+import numpy as np
 
 from loader.errors import ShardrankError
 from loader.progress import Progress
@@ -55,7 +56,6 @@ class UpgradeFleet:
     Attributes:
         releases: the current or the last one of each process.
         senders: of the serving processes that are asked now, HTTP and gRPC; one that is removed gets no more requests.
-        recorder: of all answers; the first `counted` of them were returned by `count_answers`.
     """
 
     old: Path
@@ -69,7 +69,6 @@ class UpgradeFleet:
     processes: dict[str, Supervisor] = field(default_factory=dict)
     senders: dict[str, list[Sender]] = field(default_factory=dict)
     recorder: OracleRecorder = field(default_factory=OracleRecorder)
-    counted: int = 0
 
     async def start(self, name: str, release: Release) -> None:
         """Start a process of a release, wait until it answers, and ask it if it serves. Raises ChildFailedError."""
@@ -101,7 +100,7 @@ class UpgradeFleet:
         return problems
 
     async def settle(self, seconds: float) -> dict[str, Any]:
-        """Wait under load; return the answers since the step before, and the bytes of shards' answers meanwhile."""
+        """Wait under load; return which release runs where, and the bytes of shards' answers meanwhile."""
         before = await self.bytes_by_form()
         await asyncio.sleep(seconds)
         counted = await self.bytes_by_form() - before
@@ -109,18 +108,12 @@ class UpgradeFleet:
         for kind, names in (("nodes", NODES), ("serving", SERVING)):
             running = Counter(self.releases[name] for name in names if name in self.processes)
             releases[kind] = ", ".join(f"{count} {release}" for release, count in sorted(running.items(), reverse=True))
-        return releases | {f"{form}_bytes": counted[form] for form in WIRE_FORMS} | self.count_answers()
+        return releases | {f"{form}_bytes": counted[form] for form in WIRE_FORMS}
 
     def route(self, number: int) -> Sender:
         """Choose the server in turn, and the API of the request's number."""
         by_server = list(self.senders.values())
         return by_server[number // len(APIS) % len(by_server)][api_of(number) % 2]
-
-    def count_answers(self) -> dict[str, int]:
-        """Return how many answers of each kind there were since the last call."""
-        codes = self.recorder.records().rows["code"][self.counted :]
-        self.counted += len(codes)
-        return count_kinds(codes)
 
     async def bytes_by_form(self) -> Counter[str]:
         """Read what serving processes have counted so far. Raises ChildFailedError if a process has ended by itself."""
@@ -184,24 +177,27 @@ async def run_drill(config: UpgradeDrillConfig, folder: Path, progress: Progress
                 await fleet.start(name, "old")
             timing = {"begin": 0.0, "timeout_s": TIMEOUT_MS / 1000}
             loop = ClosedLoop(fleet.route, fleet.recorder.add, in_flight=config.in_flight, **timing)
+            counts: list[int] = []
             try:
                 async with loop.running():
                     for what, name in plan_steps(order):
                         problems += await fleet.do(what, name)
-                        step = {"transport": transport, "order": order, "step": f"{what} {name}".strip()}
-                        steps.append(step | await fleet.settle(config.settle_s))
+                        title = {"transport": transport, "order": order, "step": f"{what} {name}".strip()}
+                        steps.append(title | await fleet.settle(config.settle_s))
+                        counts.append(len(fleet.recorder))
                         progress("upgrading", len(steps), len(passes) * len(plan_steps(order)))
             except ExceptionGroup as group:
                 raise group.exceptions[0] from None
+        answers, _, examples = fleet.recorder.records()
         # Those that were in flight when the last step ended are of that step.
-        steps[-1] |= {kind: steps[-1][kind] + count for kind, count in fleet.count_answers().items()}
-        details += fleet.recorder.records().examples
+        for step, codes in zip(steps[-len(counts) :], np.split(answers["code"], counts[:-1]), strict=True):
+            step.update(count_kinds(codes))
+        details += examples
     figures = {
         **{kind: sum(step[kind] for step in steps) for kind in count_kinds([])},
         "old_commit": commit_of(old),
         "new_commit": commit_of(THIS_CHECKOUT),
-        "in_flight": config.in_flight,
-        "settle_s": config.settle_s,
+        **config.model_dump(include={"in_flight", "settle_s"}),
         "steps": steps,
     }
     return make_report(figures, upgrade_limits(figures), details, problems)

@@ -65,15 +65,16 @@ def test_what_does_not_fit_leaves_nothing_behind(
 
 @pytest.mark.timeout(120)
 async def test_a_killed_redis_comes_back_with_its_data_or_without(tmp_path: Path):
-    async with running_redis(tmp_path) as server:
-        registry, child = open_registry(server.url), server.child
+    async with running_redis(tmp_path) as (url, child):
+        registry = open_registry(url)
         await registry.put("versions/a", b"1", 0)
         for is_emptied in (False, True):
             killed = child.pid
             child.kill()
             await child.wait()
             if is_emptied:
-                server.empty()
+                shutil.rmtree(tmp_path / "redis")
+                (tmp_path / "redis").mkdir()
             while child.pid in (None, killed) or child.state != "ready":  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
             entry = await registry.get("versions/a")

@@ -90,11 +90,13 @@ async def test_the_load_outlives_its_server(tmp_path: Path):
 
 
 async def test_a_killed_load_ends_the_drill(tmp_path: Path):
-    async with serving(tmp_path) as server:
-        with pytest.raises(GeneratorError, match="ended by itself"):
-            async with running_load(SMALL, server, tmp_path / "answers.npy") as load:
-                os.kill(load.process_id, signal.SIGKILL)
-                await asyncio.Event().wait()
+    async def drill() -> None:
+        async with serving(tmp_path) as server, running_load(SMALL, server, tmp_path / "answers.npy") as load:
+            os.kill(load.process_id, signal.SIGKILL)
+            await asyncio.Event().wait()
+
+    with pytest.raises(GeneratorError, match="ended by itself"):
+        await drill()
 
 
 async def test_a_load_that_can_not_begin_says_why(tmp_path: Path):
