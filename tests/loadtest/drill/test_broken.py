@@ -12,12 +12,7 @@ import pytest
 
 from loader.registry import open_registry
 from loader.snapshot.reader import verify_snapshot
-from loadtest.drill.broken import (
-    Attempt,
-    broken_figures,
-    damage_at_random,
-    publish_with_little_room,
-)
+from loadtest.drill.broken import Attempt, broken_figures, damage_at_random, publish_with_little_room
 from loadtest.drill.config import OracleShape
 from loadtest.drill.fleet import running_redis
 from loadtest.drill.load import ANSWER

@@ -29,10 +29,10 @@ UNDER_LOAD_S = 1.0
 
 
 @contextlib.asynccontextmanager
-async def serving(folder: Path, version: int = 1, shape: FleetDrillConfig = SMALL) -> AsyncIterator[Server]:
+async def serving(folder: Path, version: int = 1) -> AsyncIterator[Server]:
     """Serves a version of the oracle."""
-    snapshot = write_oracle(oracle_spec(shape), folder, version)
-    service = RankingService(expected_models=[shape.model])
+    snapshot = write_oracle(oracle_spec(SMALL), folder, version)
+    service = RankingService(expected_models=[SMALL.model])
     service.install(load_served_model(ModelSource(snapshot=snapshot, dtype="float32"), service))
     try:
         async with running_server(service, ServerConfig(http_port=0, grpc_port=0, shutdown_delay_s=0)) as server:

@@ -44,8 +44,7 @@ def test_the_interval_has_the_leak_as_often_as_it_says():
 
 def judged(course: SoakCourse, minutes: int = 20, code: int = 0) -> tuple[dict[str, Any], list[str]]:
     """The figures, and what misses its limit."""
-    answers = np.zeros(100, ANSWER)
-    answers["code"] = code
+    answers = np.array([(0, 0, 0, 0, code, 0, 0)] * 100, ANSWER)
     figures, limits = soak_figures(SoakDrillConfig(minutes=minutes), course, answers)
     return figures, [limit.name for limit in limits if not limit.ok]
 
