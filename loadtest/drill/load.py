@@ -1,7 +1,6 @@
-"""The load of a drill, a process of its own: the oracle is asked at a fixed rate, every answer is judged and recorded.
+"""The load of a drill, in a generator's process: the oracle is asked at a fixed rate, every answer judged and recorded.
 
-Its argument is a `LoadConfig` as JSON. It ends with SIGTERM, after the answers that are still in flight. Latency counts
-from when a request was due, so time in which neither the server nor the load itself got on is in it.
+Latency counts from when a request was due, so time in which neither the server nor the load itself got on is in it.
 """
 
 from __future__ import annotations
@@ -10,27 +9,30 @@ import asyncio
 import contextlib
 import math
 import os
-import sys
+import signal
+import threading
 import time
-from collections.abc import Collection, Sequence
+from array import array
+from collections.abc import AsyncIterator, Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import uvloop
 
 from loader.memory import settle_heap
-from loader.snapshot.tables import Frozen
-from loadtest.drill.config import OracleShape
-from loadtest.drill.oracle import Kind, Method, Verdict, judge, make_questions, oracle_spec
+from loadtest.drill.config import FleetDrillConfig, OracleShape
+from loadtest.drill.oracle import Method, judge, make_questions, oracle_spec
+from loadtest.errors import DrillError
 from loadtest.load.config import LoadTarget
+from loadtest.load.generator import Generators, event_loop
 from loadtest.load.loops import OpenLoop, arrival_times
+from loadtest.load.result import COLUMNS, ROW, Recorder, Records, Rows
 from loadtest.load.senders import Failure, Outgoing, Sender, make_sender
+from loadtest.servers import Server
 from loadtest.workloads.payloads import Payload
 from serving.client import ClientError
 from serving.client.features import RankFeatures, lookup_request, read_lookup, read_rank
-from serving.fleet.process import StopRequestedError, die_with_parent, run_until_signalled
 
 APIS = ("http rank", "grpc rank", "http lookup", "grpc lookup")
 # Which of `APIS` request i goes over, i mod 6: two of three are ranked, one of two goes over HTTP.
@@ -45,8 +47,6 @@ CONNECT_TIMEOUT_S = 10.0
 # One beyond is recorded as failed without being sent.
 MAX_IN_FLIGHT = 2048
 QUESTIONS_EACH = 256
-MAX_DETAILS = 20
-MAX_DETAIL_CHARS = 300
 NO_VECTORS = np.empty(0, np.float32)
 
 
@@ -55,20 +55,15 @@ def api_of(number: int) -> int:
     return API_PATTERN[number % len(API_PATTERN)]
 
 
-RECORD = np.dtype(
-    [
-        ("intended", "<f8"),  # when the request was due: latency counts from here
-        ("turn", "<f8"),  # when the load came to it
-        ("ended", "<f8"),
-        ("version", "<i8"),  # that the answer names; 0 for none
-        ("api", "u1"),  # place in `APIS`
-        ("kind", "u1"),  # `Kind`
-    ]
-)
-"""Of an answer; times are seconds of CLOCK_MONOTONIC, which all processes of a machine share."""
+KINDS = ("ok", "failed", "mixed", "wrong")
+"""Of answers, by their code.
 
-Answers = npt.NDArray[np.void]
-Mask = npt.NDArray[np.bool_]
+`ok`: exactly that of the version that it names. `failed`: there is none (an error, a broken connection, nothing within
+the deadline, or nothing that can be read). `mixed` and `wrong`: see `judge`.
+"""
+ANSWER = np.dtype([*ROW.descr, ("version", "<i8"), ("api", "<i8")])
+"""A row of a `Recorder`, in seconds of CLOCK_MONOTONIC, which all processes of a machine share, its code a place in
+`KINDS`; the version that the answer names, 0 for none; and the place in `APIS`."""
 
 
 class TimeSpan(NamedTuple):
@@ -78,36 +73,51 @@ class TimeSpan(NamedTuple):
     end: float
 
 
-def count_kinds(kinds: npt.ArrayLike) -> dict[str, int]:
+def count_kinds(codes: npt.ArrayLike) -> dict[str, int]:
     """Return how many answers there were, and how many failed, were mixed and wrong."""
-    counts = np.bincount(np.asarray(kinds, np.int64), minlength=len(Kind)).tolist()
-    return {"answers": sum(counts), **{kind.name.lower(): counts[kind] for kind in Kind if kind is not Kind.OK}}
+    counts = np.bincount(np.asarray(codes, np.int64), minlength=len(KINDS)).tolist()
+    return {"answers": sum(counts), **dict(zip(KINDS[1:], counts[1:], strict=True))}
 
 
-def overlaps(answers: Answers, spans: Sequence[TimeSpan]) -> Mask:
+def overlaps(answers: Rows, spans: Sequence[TimeSpan]) -> npt.NDArray[np.bool_]:
     """Return which requests were in flight at any time within one of the spans."""
     result = np.zeros(len(answers), np.bool_)
     for begin, end in spans:
-        result |= (answers["intended"] <= end) & (begin <= answers["ended"])
+        result |= (answers["due"] <= end) & (begin <= answers["ended"])
     return result
 
 
-def percentile(values: Sequence[float] | npt.NDArray[np.floating], percent: float) -> float | None:
-    """Return a percentile; None of nothing."""
-    return float(np.percentile(values, percent)) if np.size(values) else None
+class OracleRecorder(Recorder):
+    """Records as `ANSWER`; for loops whose begin is 0, so that all times are CLOCK_MONOTONIC's."""
 
+    def __init__(self) -> None:
+        super().__init__(0.0)
+        self._versions, self._apis = array("q"), array("q")
 
-def latency_ms(answers: Answers, percent: float) -> float | None:
-    """Return a percentile of the times from when requests were due; None of no answers."""
-    return percentile(1e3 * (answers["ended"] - answers["intended"]), percent)
+    def add(self, request: Outgoing, failure: Failure | None) -> None:
+        """See `Recorder`; an example says when the request was due, and its API."""
+        api = api_of(request.number)
+        self._versions.append(request.verdict or 0)
+        self._apis.append(api)
+        if failure is not None:
+            failure = failure._replace(message=f"{request.intended:.3f} {APIS[api]}: {failure.message}")
+        super().add(request, failure)
+
+    def records(self) -> Records:
+        """See `Recorder`."""
+        rows, kinds, examples = super().records()
+        codes = np.array([KINDS.index(kind if kind in KINDS else "failed") for kind in kinds])
+        answers = np.zeros(len(rows), ANSWER)
+        answers[list(COLUMNS)] = rows
+        answers["code"] = codes[rows["code"].astype(np.int64)]
+        answers["version"], answers["api"] = self._versions, self._apis
+        return Records(answers, KINDS, examples)
 
 
 class OracleRequests:
-    """The oracle's questions, encoded, and the judge of their answers. A request has the same body over HTTP and gRPC.
+    """The oracle's questions, encoded, and the judge of their answers; bags of `single` features have one id.
 
-    Args:
-        shape: of the model.
-        single: features whose bags have one id.
+    A request has the same body over HTTP and gRPC.
     """
 
     def __init__(self, shape: OracleShape, single: Collection[str] = ()) -> None:
@@ -123,9 +133,9 @@ class OracleRequests:
             message.model, message.timeout_ms = shape.model, TIMEOUT_MS
             self._bodies.append(message.SerializeToString())
 
-    async def sender(self, address: str, connections: int = 1) -> Sender:
+    async def sender(self, url: str, connections: int = GRPC_CHANNELS) -> Sender:
         """Make the sender of a server's URL."""
-        target = LoadTarget.parse(address)
+        target = LoadTarget.parse(url)
         paths = {method: f"/shardrank.v1.RankingService/{method.title()}" for method in METHODS}
         if is_http := target.scheme == "http":
             paths = {method: f"/v1/models/{self._model}:{method}" for method in METHODS}
@@ -137,90 +147,85 @@ class OracleRequests:
             try:
                 if question.method == "rank":
                     ranked = read_rank(body)
-                    request.verdict = judge(question, ranked.version, ranked.scores)
+                    request.verdict, values = ranked.version, ranked.scores
                 else:
                     found = read_lookup(body)
                     # Vectors that are not there are values too few, which is judged.
                     vectors: dict[str, Any] = {**dict.fromkeys(question.bags, NO_VECTORS), **found.embeddings}
-                    request.verdict = judge(
-                        question, found.version, np.concatenate([vectors[name].reshape(-1) for name in question.bags])
-                    )
+                    values = np.concatenate([vectors[name] for name in question.bags], axis=None)
+                    request.verdict = found.version
             except ClientError as error:
                 return Failure(error.kind, str(error))
-            return None
+            return judge(question, request.verdict, values)
 
         return await make_sender(target, payloads, check, connections=connections, channels=connections)
 
 
-def verdict_of(request: Outgoing, failure: Failure | None) -> Verdict:
-    """Return the verdict on a request that is over."""
-    if failure is not None:
-        return Verdict(Kind.FAILED, f"{failure.kind}: {failure.message}")
-    verdict: Verdict = request.verdict
-    return verdict
+async def ask_oracle(config: FleetDrillConfig, server: Server, file: Path) -> Records:
+    """Ask the oracle until SIGTERM, then wait for the answers in flight, and write all to the file.
 
-
-def describe(request: Outgoing, verdict: Verdict) -> str:
-    """Return in one line why an answer is not right."""
-    detail = verdict.detail[:MAX_DETAIL_CHARS].replace("\n", " ")
-    return f"{verdict.kind.name.lower()} {APIS[api_of(request.number)]}: {detail}"
-
-
-class LoadConfig(Frozen):
-    """What to ask of the oracle, over HTTP and gRPC at which addresses, how often in all, and the file of answers."""
-
-    addresses: tuple[str, str]
-    shape: OracleShape
-    rate: float
-    answers: Path
-
-
-async def run_load(config: LoadConfig) -> None:
-    """Ask the oracle until cancelled, then wait for the answers that are in flight.
-
-    The file of answers gets a `RECORD` for each, and is there once it is about to ask; another one, with the suffix
-    `.details`, says why the first ones that are not right are not.
+    It is there, but empty, once the first request is due.
     """
-    requests = OracleRequests(config.shape)
-    connections = (HTTP_CONNECTIONS, GRPC_CHANNELS)
-    senders = [await requests.sender(*place) for place in zip(config.addresses, connections, strict=True)]
-    async with contextlib.AsyncExitStack() as stack:
-        for sender in senders:
-            stack.push_async_callback(sender.close)
-            await sender.open(CONNECT_TIMEOUT_S)
-        details = stack.enter_context(config.answers.with_suffix(".details").open("w", encoding="utf-8", buffering=1))
-        answers = stack.enter_context(config.answers.open("wb", buffering=0))
-        left = MAX_DETAILS
+    requests = OracleRequests(config)
+    senders = (
+        await requests.sender(server.target("json"), HTTP_CONNECTIONS),
+        await requests.sender(server.target("grpc")),
+    )
+    for sender in senders:
+        await sender.open(CONNECT_TIMEOUT_S)
+    # What is there by now stays: a collection that walks all questions would delay answers.
+    settle_heap()
+    recorder, begin = OracleRecorder(), time.monotonic()
+    loop = OpenLoop(
+        (begin + times for times in arrival_times("constant", config.rate, math.inf)),
+        lambda number: senders[api_of(number) % 2],
+        recorder.add,
+        begin=0.0,
+        timeout_s=TIMEOUT_MS / 1000,
+        max_in_flight=MAX_IN_FLIGHT,
+    )
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, loop.stop)
+    await asyncio.to_thread(file.touch)
+    await loop.run()
+    for sender in senders:
+        await sender.close()
+    records = recorder.records()
+    np.save(file, records.rows)
+    return records
 
-        def record(request: Outgoing, failure: Failure | None) -> None:
-            nonlocal left
-            verdict, api = verdict_of(request, failure), api_of(request.number)
-            row = (request.intended, request.turn, request.ended, verdict.version, api, verdict.kind)
-            answers.write(np.array(row, RECORD).tobytes())
-            if verdict.kind is not Kind.OK and left:
-                left -= 1
-                details.write(f"{request.intended:.3f} {describe(request, verdict)}\n")
 
-        # What is there by now stays: a collection that walks all questions would delay answers.
-        settle_heap()
-        loop = OpenLoop(
-            arrival_times("constant", config.rate, math.inf),
-            lambda number: senders[api_of(number) % 2],
-            record,
-            begin=time.monotonic(),
-            timeout_s=TIMEOUT_MS / 1000,
-            max_in_flight=MAX_IN_FLIGHT,
-        )
-        running = asyncio.ensure_future(loop.run())
+def run_load(*arguments: Any) -> Records:
+    """Do `ask_oracle` in this process, a generator's."""
+    return event_loop().run(ask_oracle(*arguments))
+
+
+class RunningLoad(NamedTuple):
+    """The process of a load, the call that it runs, and the group of that task: whatever fails in it ends the block."""
+
+    process_id: int
+    call: asyncio.Task[tuple[Records, ...]]
+    tasks: asyncio.TaskGroup
+
+    async def stop(self) -> Records:
+        """End it after the answers that are in flight. Raises DrillError if it has ended before."""
+        if self.call.done():
+            raise DrillError("the load has ended by itself")
+        os.kill(self.process_id, signal.SIGTERM)
+        (records,) = await self.call
+        return records
+
+
+@contextlib.asynccontextmanager
+async def running_load(config: FleetDrillConfig, server: Server, file: Path) -> AsyncIterator[RunningLoad]:
+    """Start the load and yield once it asks; it ends with the block. Raises LoadError if it fails."""
+    with await asyncio.to_thread(Generators) as generators:
+        calling = asyncio.to_thread(generators.call, run_load, [(config, server, file)], threading.TIMEOUT_MAX)
         try:
-            await asyncio.shield(running)
-        except asyncio.CancelledError:
-            loop.stop()
-            await running
-
-
-if __name__ == "__main__":
-    die_with_parent(os.environ)
-    settings = LoadConfig.model_validate_json(sys.argv[1])
-    with contextlib.suppress(StopRequestedError):
-        run_until_signalled(lambda: run_load(settings), loop_factory=uvloop.new_event_loop)
+            async with asyncio.TaskGroup() as tasks:
+                call = tasks.create_task(calling)
+                while not await asyncio.to_thread(file.exists):  # noqa: ASYNC110 - another process makes it
+                    await asyncio.sleep(0.05)
+                yield RunningLoad(generators.process_ids[0], call, tasks)
+                call.cancel()
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None
