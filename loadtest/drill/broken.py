@@ -26,8 +26,7 @@ from loader.progress import Progress
 from loader.snapshot.manifest import Manifest, ModelSpec, manifest_texts, read_manifest
 from loader.snapshot.publishing import publish
 from loadtest.drill.config import BrokenDrillConfig
-from loadtest.drill.fleet import FIRST_VERSION, OracleFleet, oracle_fleet
-from loadtest.drill.load import count_kinds
+from loadtest.drill.fleet import FIRST_VERSION, OracleFleet, count_kinds, oracle_fleet
 from loadtest.drill.oracle import golden_requests, write_oracle
 from loadtest.drill.report import Judged, Limit, Report, answer_limits
 from loadtest.load.result import OK, Rows, percentiles

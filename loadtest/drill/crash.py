@@ -18,8 +18,7 @@ from loader.progress import Progress
 from loader.rollout.plan import CANARY, UNDO_STEPS, Rollout, plan_steps
 from loader.rollout.requests import abort_rollout
 from loadtest.drill.config import PROCESSES, REDIS_VICTIMS, Course, CrashDrillConfig, Victim
-from loadtest.drill.fleet import ROLLOUT_TIMEOUT_S, OracleFleet, oracle_fleet, polled
-from loadtest.drill.load import TimeSpan, count_kinds, overlaps
+from loadtest.drill.fleet import ROLLOUT_TIMEOUT_S, OracleFleet, TimeSpan, count_kinds, oracle_fleet, overlaps, polled
 from loadtest.drill.report import Judged, Limit, Report
 from loadtest.errors import DrillError
 from loadtest.load.result import OK, Rows

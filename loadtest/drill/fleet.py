@@ -1,27 +1,38 @@
-"""Processes of drills: a fleet that serves the oracle, its trainer, registry and load, and processes beside it."""
+"""Processes of drills: a fleet that serves the oracle, its trainer and registry, and its load in a generator's process.
+
+The load asks at a fixed rate; every answer is judged and recorded. Latency counts from when a request was due, so time
+in which neither the server nor the load itself got on is in it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import itertools
+import math
 import os
 import random
 import secrets
 import shutil
+import signal
 import socket
 import sys
+import threading
 import time
+from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import psutil
 import redis.asyncio
 import torch
 
 from loader.errors import RegistryUnavailableError
+from loader.memory import settle_heap
 from loader.progress import Progress
 from loader.registry.fleet import FleetRegistry, NodeRecord, WantedModel
 from loader.rollout.plan import Rollout, Strategy, read_rollout
@@ -29,11 +40,20 @@ from loader.rollout.requests import start_rollout
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.publishing import publish, retain
 from loadtest.drill.config import FleetDrillConfig, FleetShape
-from loadtest.drill.load import RunningLoad, running_load
-from loadtest.drill.oracle import oracle_spec, write_oracle
+from loadtest.drill.oracle import (
+    APIS,
+    TIMEOUT_MS,
+    OracleRequests,
+    api_of,
+    oracle_spec,
+    write_oracle,
+)
 from loadtest.drill.report import Judged, Report, make_report
 from loadtest.errors import DrillError
-from loadtest.load.result import Rows
+from loadtest.load.generator import Generators, event_loop
+from loadtest.load.loops import OpenLoop, arrival_times
+from loadtest.load.result import COLUMNS, ROW, Recorder, Records, Rows
+from loadtest.load.senders import Failure, Outgoing
 from loadtest.servers import HOST, Server
 from serving.fleet.local_fleet import FleetConfig, LocalFleet, running_fleet
 from serving.fleet.supervisor import Child, ChildSpec, NotYetError, SupervisionConfig, Supervisor
@@ -119,6 +139,140 @@ def read_processes(process_ids: Mapping[str, int]) -> dict[str, Sample]:
     except psutil.NoSuchProcess as error:
         raise DrillError(f"a process has ended: {error}") from error
     return samples
+
+
+# Opened before the load begins, so that each serving process has some; requests wait for them.
+HTTP_CONNECTIONS = 16
+CONNECT_TIMEOUT_S = 10.0
+# One beyond is recorded as failed without being sent.
+MAX_IN_FLIGHT = 2048
+KINDS = ("ok", "failed", "mixed", "wrong")
+"""Of answers, by their code.
+
+`ok`: exactly that of the version that it names. `failed`: there is none (an error, a broken connection, nothing within
+the deadline, or nothing that can be read). `mixed` and `wrong`: see `judge`.
+"""
+ANSWER = np.dtype([*ROW.descr, ("version", "<i8"), ("api", "<i8")])
+"""A row of a `Recorder`, in seconds of CLOCK_MONOTONIC, which all processes of a machine share, its code a place in
+`KINDS`; the version that the answer names, 0 for none; and the place in `APIS`."""
+
+
+class TimeSpan(NamedTuple):
+    """A span of time."""
+
+    begin: float
+    end: float
+
+
+def count_kinds(codes: npt.ArrayLike) -> dict[str, int]:
+    """Return how many answers there were, and how many failed, were mixed and wrong."""
+    counts = np.bincount(np.asarray(codes, np.int64), minlength=len(KINDS)).tolist()
+    return {"answers": sum(counts), **dict(zip(KINDS[1:], counts[1:], strict=True))}
+
+
+def overlaps(answers: Rows, spans: Sequence[TimeSpan]) -> npt.NDArray[np.bool_]:
+    """Return which requests were in flight at any time within one of the spans."""
+    result = np.zeros(len(answers), np.bool_)
+    for begin, end in spans:
+        result |= (answers["due"] <= end) & (begin <= answers["ended"])
+    return result
+
+
+class OracleRecorder(Recorder):
+    """Records as `ANSWER`; for loops whose begin is 0, so that all times are CLOCK_MONOTONIC's."""
+
+    def __init__(self) -> None:
+        super().__init__(0.0)
+        self._versions, self._apis = array("q"), array("q")
+
+    def add(self, request: Outgoing, failure: Failure | None) -> None:
+        """See `Recorder`; an example says when the request was due, and its API."""
+        api = api_of(request.number)
+        self._versions.append(request.verdict or 0)
+        self._apis.append(api)
+        if failure is not None:
+            failure = failure._replace(message=f"{request.intended:.3f} {APIS[api]}: {failure.message}")
+        super().add(request, failure)
+
+    def records(self) -> Records:
+        """See `Recorder`."""
+        rows, kinds, examples = super().records()
+        codes = np.array([KINDS.index(kind if kind in KINDS else "failed") for kind in kinds])
+        answers = np.zeros(len(rows), ANSWER)
+        answers[list(COLUMNS)] = rows
+        answers["code"] = codes[rows["code"].astype(np.int64)]
+        answers["version"], answers["api"] = self._versions, self._apis
+        return Records(answers, KINDS, examples)
+
+
+async def ask_oracle(config: FleetDrillConfig, server: Server, file: Path) -> Records:
+    """Ask the oracle until SIGTERM, then wait for the answers in flight, and write all to the file.
+
+    It is there, but empty, once the first request is due.
+    """
+    requests = OracleRequests(config)
+    senders = (
+        await requests.sender(server.target("json"), HTTP_CONNECTIONS),
+        await requests.sender(server.target("grpc")),
+    )
+    for sender in senders:
+        await sender.open(CONNECT_TIMEOUT_S)
+    # What is there by now stays: a collection that walks all questions would delay answers.
+    settle_heap()
+    recorder, begin = OracleRecorder(), time.monotonic()
+    loop = OpenLoop(
+        (begin + times for times in arrival_times("constant", config.rate, math.inf)),
+        lambda number: senders[api_of(number) % 2],
+        recorder.add,
+        begin=0.0,
+        timeout_s=TIMEOUT_MS / 1000,
+        max_in_flight=MAX_IN_FLIGHT,
+    )
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, loop.stop)
+    await asyncio.to_thread(file.touch)
+    await loop.run()
+    for sender in senders:
+        await sender.close()
+    records = recorder.records()
+    np.save(file, records.rows)
+    return records
+
+
+def run_load(*arguments: Any) -> Records:
+    """Do `ask_oracle` in this process, a generator's."""
+    return event_loop().run(ask_oracle(*arguments))
+
+
+class RunningLoad(NamedTuple):
+    """The process of a load, the call that it runs, and the group of that task: whatever fails in it ends the block."""
+
+    process_id: int
+    call: asyncio.Task[tuple[Records, ...]]
+    tasks: asyncio.TaskGroup
+
+    async def stop(self) -> Records:
+        """End it after the answers that are in flight. Raises DrillError if it has ended before."""
+        if self.call.done():
+            raise DrillError("the load has ended by itself")
+        os.kill(self.process_id, signal.SIGTERM)
+        (records,) = await self.call
+        return records
+
+
+@contextlib.asynccontextmanager
+async def running_load(config: FleetDrillConfig, server: Server, file: Path) -> AsyncIterator[RunningLoad]:
+    """Start the load and yield once it asks; it ends with the block. Raises LoadError if it fails."""
+    with await asyncio.to_thread(Generators) as generators:
+        calling = asyncio.to_thread(generators.call, run_load, [(config, server, file)], threading.TIMEOUT_MAX)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                call = tasks.create_task(calling)
+                while not await asyncio.to_thread(file.exists):  # noqa: ASYNC110 - another process makes it
+                    await asyncio.sleep(0.05)
+                yield RunningLoad(generators.process_ids[0], call, tasks)
+                call.cancel()
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None
 
 
 @dataclass(slots=True)

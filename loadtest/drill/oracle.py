@@ -1,4 +1,4 @@
-"""The oracle models, two versions of which every answer is known in advance, exactly; their questions, and the judge.
+"""The oracle models, two versions of which every answer is known in advance, exactly; their requests, and the judge.
 
 Row r of a table is `factor * pattern(r)`, a vector of small whole numbers: 1 in dimension 0, and in the others numbers
 that depend on the row. The factor is 1 in version A and 1024 in version B. So a sum-pooled bag of n ids has exactly n
@@ -36,7 +36,11 @@ from loader.snapshot.row_source import rows_of
 from loader.snapshot.tables import RowDtype, TableSpec
 from loader.snapshot.writer import export_snapshot
 from loadtest.drill.config import OracleShape
-from loadtest.load.senders import Failure
+from loadtest.load.config import LoadTarget
+from loadtest.load.senders import Failure, Outgoing, Sender, make_sender
+from loadtest.workloads.payloads import Payload
+from serving.client import ClientError
+from serving.client.features import RankFeatures, lookup_request, read_lookup, read_rank
 from shard_node.bags import Float32Array, Int64Array
 
 Method = Literal["rank", "lookup"]
@@ -249,3 +253,66 @@ def _is_mixed_rank(question: Question, values: Float32Array, right: np.ndarray) 
         if not (np.abs(scores - values[candidate]) <= SCORE_TOLERANCE).any():
             return False
     return True
+
+
+APIS = ("http rank", "grpc rank", "http lookup", "grpc lookup")
+# Which of `APIS` request i goes over, i mod 6: two of three are ranked, one of two goes over HTTP.
+API_PATTERN = (0, 1, 2, 0, 1, 3)
+METHODS: tuple[Method, ...] = ("rank", "lookup")
+PROTOBUF = (("content-type", "application/x-protobuf"), ("accept", "application/x-protobuf"))
+# Deadline of each request, which brings it; from when it is due, it is also what the load waits at most.
+TIMEOUT_MS = 5000
+QUESTIONS_EACH = 256
+NO_VECTORS = np.empty(0, np.float32)
+
+
+def api_of(number: int) -> int:
+    """Return the place in `APIS` of what request `number` of a load goes over."""
+    return API_PATTERN[number % len(API_PATTERN)]
+
+
+class OracleRequests:
+    """The oracle's questions, encoded, and the judge of their answers; bags of `single` features have one id.
+
+    A request has the same body over HTTP and gRPC.
+    """
+
+    def __init__(self, shape: OracleShape, single: Collection[str] = ()) -> None:
+        by_method = make_questions(oracle_spec(shape), QUESTIONS_EACH, single=single)
+        self._questions = [by_method[METHODS[api // 2]][i] for i in range(QUESTIONS_EACH) for api in API_PATTERN]
+        self._model = shape.model
+        self._bodies: list[bytes] = []
+        for question in self._questions:
+            message: Any = lookup_request(question.bags, {})
+            if question.method == "rank":
+                sides = question.side("context"), question.side("candidate")
+                message = RankFeatures(*sides, weights={}, context_dense=None, candidate_dense=None).by_name()
+            message.model, message.timeout_ms = shape.model, TIMEOUT_MS
+            self._bodies.append(message.SerializeToString())
+
+    async def sender(self, url: str, connections: int = 4) -> Sender:
+        """Make the sender of a server's URL."""
+        target = LoadTarget.parse(url)
+        paths = {method: f"/shardrank.v1.RankingService/{method.title()}" for method in METHODS}
+        if is_http := target.scheme == "http":
+            paths = {method: f"/v1/models/{self._model}:{method}" for method in METHODS}
+        requests = zip(self._questions, self._bodies, strict=True)
+        payloads = [Payload(paths[each.method], body, PROTOBUF if is_http else (), 0) for each, body in requests]
+
+        def check(request: Outgoing, body: bytes) -> Failure | None:
+            question = self._questions[request.number % len(self._questions)]
+            try:
+                if question.method == "rank":
+                    ranked = read_rank(body)
+                    request.verdict, values = ranked.version, ranked.scores
+                else:
+                    found = read_lookup(body)
+                    # Vectors that are not there are values too few, which is judged.
+                    vectors: dict[str, Any] = {**dict.fromkeys(question.bags, NO_VECTORS), **found.embeddings}
+                    values = np.concatenate([vectors[name] for name in question.bags], axis=None)
+                    request.verdict = found.version
+            except ClientError as error:
+                return Failure(error.kind, str(error))
+            return judge(question, request.verdict, values)
+
+        return await make_sender(target, payloads, check, connections=connections, channels=connections)

@@ -23,9 +23,8 @@ import numpy as np
 from loader.deltas.publisher import AsyncDeltaPublisher
 from loader.progress import Progress
 from loadtest.drill.config import SoakDrillConfig
-from loadtest.drill.fleet import FIRST_VERSION, OracleFleet, Sample, oracle_fleet, read_processes
-from loadtest.drill.load import TIMEOUT_MS, OracleRequests, TimeSpan, count_kinds
-from loadtest.drill.oracle import version_rows
+from loadtest.drill.fleet import FIRST_VERSION, OracleFleet, Sample, TimeSpan, count_kinds, oracle_fleet, read_processes
+from loadtest.drill.oracle import TIMEOUT_MS, OracleRequests, version_rows
 from loadtest.drill.report import Judged, Limit, Report, answer_limits
 from loadtest.load.result import Float64Array, Rows
 from loadtest.load.senders import Outgoing

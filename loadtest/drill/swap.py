@@ -19,8 +19,17 @@ import numpy.typing as npt
 from loader.progress import Progress
 from loader.snapshot.publishing import rows_bytes_of
 from loadtest.drill.config import SwapDrillConfig
-from loadtest.drill.fleet import BYTES_PER_MB, FIRST_VERSION, Sample, oracle_fleet, read_processes
-from loadtest.drill.load import APIS, TimeSpan, count_kinds, overlaps
+from loadtest.drill.fleet import (
+    BYTES_PER_MB,
+    FIRST_VERSION,
+    Sample,
+    TimeSpan,
+    count_kinds,
+    oracle_fleet,
+    overlaps,
+    read_processes,
+)
+from loadtest.drill.oracle import APIS
 from loadtest.drill.report import Judged, Limit, Report, answer_limits
 from loadtest.load.result import OK, Rows, percentiles
 from loadtest.servers import summed

@@ -21,9 +21,8 @@ import numpy as np
 from loader.errors import ShardrankError
 from loader.progress import Progress
 from loadtest.drill.config import Order, UpgradeDrillConfig
-from loadtest.drill.fleet import FIRST_VERSION, REPLICATE_BYTES, drill_process, free_ports
-from loadtest.drill.load import APIS, TIMEOUT_MS, OracleRecorder, OracleRequests, api_of, count_kinds
-from loadtest.drill.oracle import oracle_spec, write_oracle
+from loadtest.drill.fleet import FIRST_VERSION, REPLICATE_BYTES, OracleRecorder, count_kinds, drill_process, free_ports
+from loadtest.drill.oracle import APIS, TIMEOUT_MS, OracleRequests, api_of, oracle_spec, write_oracle
 from loadtest.drill.report import Limit, Report, answer_limits, make_report
 from loadtest.load.loops import ClosedLoop
 from loadtest.load.senders import Sender

@@ -14,8 +14,7 @@ from loader.registry import open_registry
 from loader.snapshot.reader import verify_snapshot
 from loadtest.drill.broken import Attempt, broken_figures, damage_at_random, publish_with_little_room
 from loadtest.drill.config import OracleShape
-from loadtest.drill.fleet import running_redis
-from loadtest.drill.load import ANSWER
+from loadtest.drill.fleet import ANSWER, running_redis
 from loadtest.drill.oracle import oracle_spec, write_oracle
 
 SMALL = OracleShape(items=600, users=300, tags=50)

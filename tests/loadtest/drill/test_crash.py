@@ -11,8 +11,7 @@ from loader.registry.fleet import Canary, NodeRecord, VersionReport, WantedModel
 from loader.rollout.plan import Rollout
 from loadtest.drill.config import PROCESSES, REDIS_VICTIMS, CrashDrillConfig
 from loadtest.drill.crash import STEPS, CrashCase, crash_cases, crash_figures
-from loadtest.drill.fleet import unsettled
-from loadtest.drill.load import ANSWER, KINDS
+from loadtest.drill.fleet import ANSWER, KINDS, unsettled
 
 NAMES = ("coordinator", "shard-0-0", "shard-1-0", "serve-0", "serve-1")
 

@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loadtest.drill.config import FleetDrillConfig
-from loadtest.drill.load import ANSWER, APIS, KINDS, TimeSpan, overlaps, running_load
-from loadtest.drill.oracle import oracle_spec, write_oracle
+from loadtest.drill.fleet import ANSWER, KINDS, TimeSpan, overlaps, running_load
+from loadtest.drill.oracle import APIS, oracle_spec, write_oracle
 from loadtest.errors import GeneratorError, LoadConfigError
 from loadtest.servers import Server
 from serving.rank.service import RankingService

@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loadtest.drill.config import SoakDrillConfig
-from loadtest.drill.fleet import read_processes
-from loadtest.drill.load import ANSWER, TimeSpan
+from loadtest.drill.fleet import ANSWER, TimeSpan, read_processes
 from loadtest.drill.soak import MEASURES, MIN_BLOCKS, SoakCourse, fit_slope, soak_figures
 
 NOISE_MB = 2.0

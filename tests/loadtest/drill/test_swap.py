@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from loadtest.drill.config import SwapDrillConfig
-from loadtest.drill.load import ANSWER, KINDS, TimeSpan
+from loadtest.drill.fleet import ANSWER, KINDS, TimeSpan
 from loadtest.drill.swap import SwapCourse, is_stale, swap_figures
 
 # Live is 1 until the first swap, at 10 to 14; publishing is at 16 to 17; the second swap is at 20 to 24.
