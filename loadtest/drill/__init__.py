@@ -4,3 +4,26 @@ Owns the oracle models, whose every answer is known in advance, the load that as
 each answer, the drills themselves and their reports. Must not know how a fleet does what it does: it publishes, starts
 rollouts and asks for their status as an operator would, and it believes nothing but the answers.
 """
+
+from __future__ import annotations
+
+import click
+
+from serving.cli import LazyGroup
+
+DRILLS = ("swap", "crash", "broken", "upgrade", "soak", "overload")
+
+
+@click.group(cls=LazyGroup, modules=dict.fromkeys(DRILLS, "loadtest.drill.config"))
+def drill() -> None:
+    """Put a real fleet through swaps, crashes, broken snapshots and upgrades, or a server through overload.
+
+    In all but `overload` a fleet serves oracle models: every row has 1.0 in dimension 0 in version A and 1024.0 in
+    version B, so a bag of n ids must answer exactly n or 1024 n, and its score tells which dense model made it. A load
+    asks over HTTP and gRPC, in all but `upgrade` at a fixed rate and from a process of its own, and checks every
+    answer. Exit code 1 if anything was not as it must be.
+
+    Examples:
+      shardrank drill swap --swaps 100 --json swap.json
+      shardrank drill crash --help
+    """

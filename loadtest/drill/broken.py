@@ -26,14 +26,14 @@ from loader.progress import Progress
 from loader.snapshot.manifest import Manifest, ModelSpec, manifest_texts, read_manifest
 from loader.snapshot.publishing import publish
 from loadtest.drill.config import BrokenDrillConfig
-from loadtest.drill.fleet import FIRST_VERSION, OracleFleet, oracle_fleet
-from loadtest.drill.load import Answers, count_kinds, latency_ms
-from loadtest.drill.oracle import Kind, golden_requests, write_oracle
+from loadtest.drill.fleet import FIRST_VERSION, OracleFleet, count_kinds, oracle_fleet
+from loadtest.drill.oracle import golden_requests, write_oracle
 from loadtest.drill.report import Judged, Limit, Report, answer_limits
+from loadtest.load.result import OK, Rows, percentiles
 
 PUBLISH_TIMEOUT_S = 120.0
-EXAMPLES = 3
-WARMUP_S = 2.0
+WATCH_S = 2.0
+"""Answers of the version that goes live at the end."""
 
 Refusal: TypeAlias = Literal["publish", "rollout", "none"]
 When: TypeAlias = Literal["before publishing", "in the store", "on record unchecked"]
@@ -55,20 +55,17 @@ class Attempt(NamedTuple):
 async def run_drill(config: BrokenDrillConfig, folder: Path, progress: Progress) -> Report:
     """Run the drill with its files in the folder. Raises DrillError if a rollout does not end."""
     async with oracle_fleet(config, folder, progress) as fleet:
-        await asyncio.sleep(WARMUP_S)
         breaks = plan_breaks(config, fleet.spec)
         attempts = await _publish_without_room(fleet)
         total = len(attempts) + len(breaks)
         for group, when, break_ in breaks:
             progress("broken snapshots", len(attempts), total)
             attempts.append(await _attempt(fleet, group, when, break_))
-            fleet.load.process.check()
         progress("broken snapshots", total, total)
         control_begun = time.monotonic()
         control = await _attempt(fleet, "sound", "before publishing", lambda snapshot: None)
-        await asyncio.sleep(WARMUP_S)
-        went_live = control.refused_by == "none"
-        return fleet.report(*broken_figures(attempts, await fleet.load.stop(), control_begun, went_live))
+        await asyncio.sleep(WATCH_S)
+        return await fleet.report(partial(broken_figures, attempts, control_begun, control.refused_by == "none"))
 
 
 def plan_breaks(config: BrokenDrillConfig, spec: ModelSpec) -> list[tuple[str, When, Break]]:
@@ -135,9 +132,9 @@ async def _publish_without_room(fleet: OracleFleet) -> list[Attempt]:
     return attempts
 
 
-def broken_figures(attempts: Sequence[Attempt], answers: Answers, control_begun: float, went_live: bool) -> Judged:
+def broken_figures(attempts: Sequence[Attempt], control_begun: float, went_live: bool, answers: Rows) -> Judged:
     """Return what attempts and answers say, and the limits; the first version was live until the control began."""
-    before = answers[(answers["ended"] < control_begun) & (answers["kind"] == Kind.OK)]
+    before = answers[(answers["ended"] < control_begun) & (answers["code"] == OK)]
     groups: dict[str, dict[str, Any]] = {}
     for group in dict.fromkeys(attempt.group for attempt in attempts):
         tried = [attempt for attempt in attempts if attempt.group == group]
@@ -147,16 +144,16 @@ def broken_figures(attempts: Sequence[Attempt], answers: Answers, control_begun:
             "refused_by_publish": refusals["publish"],
             "refused_by_rollout": refusals["rollout"],
             "accepted": refusals["none"],
-            "examples": [f"{attempt.what}: {attempt.reason}" for attempt in tried[:EXAMPLES]],
+            "examples": [f"{attempt.what}: {attempt.reason}" for attempt in tried[:3]],
         }
     accepted = sum(group["accepted"] for group in groups.values())
     figures = {
         "tried": len(attempts),
         "refused": len(attempts) - accepted,
         "accepted": accepted,
-        **count_kinds(answers["kind"]),
+        **count_kinds(answers["code"]),
         "other_versions": int((before["version"] != FIRST_VERSION).sum()),
-        "p99_ms": latency_ms(answers, 99),
+        "p99_ms": percentiles(answers["ended"] - answers["due"]).p99_ms,
         "groups": groups,
         "disk_full_means": "RLIMIT_FSIZE",
         "control_went_live": went_live,

@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 from loader.rollout.plan import Strategy
 from loader.snapshot.tables import Frozen
 from serving.cli import WithExamples
+from serving.cli import options as opts
 from serving.cli.settings import config_of
 
 Course: TypeAlias = Literal["idle", "beside", "undo", "by-replica"]
@@ -27,8 +28,6 @@ REDIS_VICTIMS: tuple[Victim, ...] = ("redis", "redis-emptied")
 GIVE_UP_MS = 1000.0
 """After which the client of `overload` does not wait any more."""
 
-FILE = click.Path(path_type=Path, dir_okay=False)
-FOLDER = click.Path(path_type=Path, file_okay=False)
 Rate: TypeAlias = Annotated[float, Field(gt=0, le=100_000, description="Requests a second.")]
 Workers: TypeAlias = Annotated[int, Field(ge=1, le=64, description="Serving processes.")]
 Seed: TypeAlias = Annotated[int, Field(ge=0, description="Of all that is drawn.")]
@@ -209,13 +208,13 @@ def make_command(schema: type[Frozen]) -> click.Command:
             kind, flag, text = get_args(kind)[0], flag.removesuffix("s"), f"{text} Default: all. Repeatable."
         elif not field.is_required():
             text = f"{text} Default: {field.default}."
-        type_ = click.Choice(get_args(kind)) if get_origin(kind) is Literal else FOLDER if kind is Path else kind
+        type_ = click.Choice(get_args(kind)) if get_origin(kind) is Literal else opts.FOLDER if kind is Path else kind
         if field.description:
             required = field.is_required()
             params.append(click.Option([flag, key], type=type_, multiple=is_many, required=required, help=text))
     keep = "Keep stores, logs and answers in this folder, which must be empty."
-    params.append(click.Option(["--json", "json_file"], type=FILE, metavar="FILE", help="Write the report."))
-    params.append(click.Option(["--keep"], type=FOLDER, metavar="FOLDER", help=keep))
+    params.append(click.Option(["--json", "json_file"], type=opts.FILE, metavar="FILE", help="Write the report."))
+    params.append(click.Option(["--keep"], type=opts.FOLDER, metavar="FOLDER", help=keep))
 
     def run(json_file: Path | None, keep: Path | None, **options: Any) -> None:
         # An option that may be repeated, and was not given, is an empty tuple.

@@ -6,8 +6,11 @@ import asyncio
 import itertools
 import math
 import random
+import shutil
+import statistics
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,23 +18,18 @@ from loader.progress import Progress
 from loader.rollout.plan import CANARY, UNDO_STEPS, Rollout, plan_steps
 from loader.rollout.requests import abort_rollout
 from loadtest.drill.config import PROCESSES, REDIS_VICTIMS, Course, CrashDrillConfig, Victim
-from loadtest.drill.fleet import ROLLOUT_TIMEOUT_S, OracleFleet, oracle_fleet, polled
-from loadtest.drill.load import Answers, TimeSpan, count_kinds, overlaps, percentile
-from loadtest.drill.oracle import Kind
+from loadtest.drill.fleet import ROLLOUT_TIMEOUT_S, OracleFleet, TimeSpan, count_kinds, oracle_fleet, overlaps, polled
 from loadtest.drill.report import Judged, Limit, Report
 from loadtest.errors import DrillError
+from loadtest.load.result import OK, Rows
 
 STEP_POLL_S = 0.01
-CANARY_SHARE = 0.1
-CANARY_BAKE_S = 0.5
 MAX_SETTLE_S = 10.0
-MAX_LOST_SHARE = 0.001
 # How long a fleet is waited for after a restart: longer than it may take, to tell how late it was.
 GIVE_UP_S = 4 * MAX_SETTLE_S
 RESTART_TIMEOUT_S = 30.0
 # How long answers are watched after a case has settled.
 WATCH_S = 0.5
-WARMUP_S = 3.0
 
 STEPS: dict[Course, tuple[str, ...]] = {
     "idle": ("",),
@@ -75,18 +73,16 @@ async def run_drill(config: CrashDrillConfig, folder: Path, progress: Progress) 
     """Run the drill with its files in the folder. Raises DrillError if a process or a step does not come."""
     async with oracle_fleet(config, folder, progress) as fleet:
         cases = crash_cases(config, list(fleet.local.supervisor.children))
-        await asyncio.sleep(WARMUP_S)
         results: list[dict[str, Any]] = []
         draw = random.Random(config.seed)
         for case in cases:
             progress("kills", len(results), len(cases))
             results.append(await _run_case(fleet, case, config.max_kill_delay_s * draw.random()))
-            fleet.load.process.check()
             if results[-1]["lag"]:
                 # What a further kill would show says nothing about that kill.
                 break
         progress("kills", len(cases), len(cases))
-        return fleet.report(*crash_figures(config, results, await fleet.load.stop()))
+        return await fleet.report(partial(crash_figures, config, results))
 
 
 async def _run_case(fleet: OracleFleet, case: CrashCase, delay_s: float) -> dict[str, Any]:
@@ -94,10 +90,8 @@ async def _run_case(fleet: OracleFleet, case: CrashCase, delay_s: float) -> dict
     version = before = await fleet.live_version()
     if case.step:
         version = await fleet.publish_next(differs_from=before)
-        if case.course == "by-replica":
-            await fleet.start_rollout(version, "by-replica")
-        else:
-            await fleet.start_rollout(version, canary_share=CANARY_SHARE, bake_s=CANARY_BAKE_S)
+        options = {"strategy": "by-replica"} if case.course == "by-replica" else {"canary_share": 0.1, "bake_s": 0.5}
+        await fleet.start_rollout(version, **options)
         if case.course == "undo":
             await _until_step(fleet, case, CANARY)
             await abort_rollout(fleet.registry, fleet.spec.model, "the drill wants to see it undone")
@@ -138,14 +132,14 @@ async def _until_step(fleet: OracleFleet, case: CrashCase, step: str) -> None:
 
 async def _kill(fleet: OracleFleet, case: CrashCase) -> None:
     """Kill -9, and return when the successor is started. Raises DrillError if there is none."""
-    redis = fleet.redis
-    child = redis.child if redis and not case.process else fleet.local.supervisor.children[case.process]
+    child = fleet.redis if fleet.redis and not case.process else fleet.local.supervisor.children[case.process]
     if (killed := child.pid) is None:
         raise DrillError(f"{case}: it does not run")
     child.kill()
     await child.wait()
-    if redis and case.victim == "redis-emptied":
-        redis.empty()
+    if case.victim == "redis-emptied":
+        shutil.rmtree(fleet.folder / "redis")
+        (fleet.folder / "redis").mkdir()
 
     async def is_back() -> bool:
         return child.pid not in (None, killed)
@@ -154,16 +148,16 @@ async def _kill(fleet: OracleFleet, case: CrashCase) -> None:
         raise DrillError(f"{case}: not started again after {RESTART_TIMEOUT_S:g} s")
 
 
-def crash_figures(config: CrashDrillConfig, cases: Sequence[Mapping[str, Any]], answers: Answers) -> Judged:
+def crash_figures(config: CrashDrillConfig, cases: Sequence[Mapping[str, Any]], answers: Rows) -> Judged:
     """Return what the cases and all answers say, and the limits; a killed serving process may fail its requests."""
     results: list[dict[str, Any]] = []
     limits: list[Limit] = []
     for case in cases:
         seen = answers[overlaps(answers, [TimeSpan(case["killed_at"], case["watched_until"])])]
         settled_at = math.inf if case["lag"] else case["killed_at"] + case["restart_s"] + case["settled_s"]
-        is_other = (seen["kind"] == Kind.OK) & (seen["version"] != case["live_version"])
-        stale = int((is_other & (seen["intended"] >= settled_at)).sum())
-        results.append({**case, **count_kinds(seen["kind"]), "stale": stale})
+        is_other = (seen["code"] == OK) & (seen["version"] != case["live_version"])
+        stale = int((is_other & (seen["due"] >= settled_at)).sum())
+        results.append({**case, **count_kinds(seen["code"]), "stale": stale})
         name, lag = CrashCase(*(case[key] for key in CrashCase._fields)), case["lag"]
         limits.append(Limit(f"{name}: settled_s{lag and f' ({lag})'}", case["settled_s"], MAX_SETTLE_S))
     settled = [result["settled_s"] for result in results if result["settled_s"] is not None]
@@ -174,26 +168,22 @@ def crash_figures(config: CrashDrillConfig, cases: Sequence[Mapping[str, Any]], 
         total = sum(result["answers"] for result in chosen)
         return sum(result["failed"] for result in chosen) / total if total else None
 
-    of_nodes, of_redis = lost_share(("shard-node",), "idle", "beside", "undo"), lost_share(REDIS_VICTIMS, *STEPS)
-    figures = {
+    figures: dict[str, Any] = {
         "cases": len(results),
         **{f"ended_{which}": ended.count(which) for which in ("old", "new", "neither")},
         "settled_within_10_s": sum(settled_s <= MAX_SETTLE_S for settled_s in settled),
-        "settled_s_median": percentile(settled, 50),
-        "settled_s_max": percentile(settled, 100),
-        **count_kinds(answers["kind"]),
+        "settled_s_median": statistics.median(settled) if settled else None,
+        "settled_s_max": max(settled, default=None),
+        **count_kinds(answers["code"]),
         "stale": sum(result["stale"] for result in results),
-        "answers_lost_share_shard_node": of_nodes,
+        "answers_lost_share_shard_node": lost_share(("shard-node",), "idle", "beside", "undo"),
         # While one replica of a shard is being rolled, the other is its only one, so killing that costs answers.
         "answers_lost_share_shard_node_by_replica": lost_share(("shard-node",), "by-replica"),
-        "answers_lost_share_redis": of_redis,
+        "answers_lost_share_redis": lost_share(REDIS_VICTIMS, *STEPS),
         "results": results,
         "step_delay_s": config.step_delay_s,
     }
     limits += [Limit(name, figures[name], 0) for name in ("mixed", "wrong", "stale", "ended_neither")]
-    if of_nodes is not None:
-        most = MAX_LOST_SHARE if config.replicas > 1 else 1.0
-        limits.append(Limit("answers_lost_share_shard_node", of_nodes, most))
-    if of_redis is not None:
-        limits.append(Limit("answers_lost_share_redis", of_redis, 0.0))
+    allowed = {"answers_lost_share_shard_node": 0.001 if config.replicas > 1 else 1.0, "answers_lost_share_redis": 0.0}
+    limits += [Limit(name, figures[name], most) for name, most in allowed.items() if figures[name] is not None]
     return figures, limits

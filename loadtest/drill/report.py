@@ -48,12 +48,7 @@ def answer_limits(figures: Mapping[str, Any], *more: str) -> list[Limit]:
 
 
 class Report(BaseModel, extra="allow"):
-    """What `--json` writes: the verdict, and all figures by name; docs/drills.md says what they mean.
-
-    Attributes:
-        problems: why the drill did not pass; empty if it did.
-        details: the first answers that were not right.
-    """
+    """What `--json` writes: the verdict, and all figures by name; docs/drills.md says what they mean."""
 
     problems: tuple[str, ...]
     details: tuple[str, ...]

@@ -14,19 +14,19 @@ import random
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from loader.deltas.publisher import AsyncDeltaPublisher
 from loader.progress import Progress
 from loadtest.drill.config import SoakDrillConfig
-from loadtest.drill.fleet import FIRST_VERSION, OracleFleet, Sample, oracle_fleet, read_processes
-from loadtest.drill.load import TIMEOUT_MS, OracleRequests, TimeSpan, count_kinds, verdict_of
-from loadtest.drill.oracle import Kind, version_rows
+from loadtest.drill.fleet import FIRST_VERSION, OracleFleet, Sample, TimeSpan, count_kinds, oracle_fleet, read_processes
+from loadtest.drill.oracle import TIMEOUT_MS, OracleRequests, version_rows
 from loadtest.drill.report import Judged, Limit, Report, answer_limits
+from loadtest.load.result import Float64Array, Rows
 from loadtest.load.senders import Outgoing
 
 WARM_UP_SHARE = 0.5
@@ -64,8 +64,6 @@ BAD_REQUESTS = {
     ),
 }
 
-Float64Array: TypeAlias = npt.NDArray[np.float64]
-
 
 @dataclass(slots=True)
 class SoakCourse:
@@ -75,7 +73,6 @@ class SoakCourse:
         samples: by time, in seconds of CLOCK_MONOTONIC, and by process.
         restarted: processes that were seen with another id than at first.
         excluded: rollouts, and the time in which they settle.
-        problems: the first bad answers to strangers.
         swapping: held while the live version changes, or is changed.
     """
 
@@ -97,25 +94,18 @@ async def run_drill(config: SoakDrillConfig, folder: Path, progress: Progress) -
             _update(config, fleet, course),
             _call_as_strangers(config, fleet, course),
         )
-        running = [asyncio.create_task(task) for task in tasks]
-        try:
-            while (left_s := ends - time.monotonic()) > 0:
-                progress("seconds", int(total_s - left_s), int(total_s))
-                fleet.load.process.check()
-                process_ids = fleet.process_ids()
-                course.samples[time.monotonic()] = await asyncio.to_thread(read_processes, process_ids)
-                course.restarted |= {name for name, number in process_ids.items() if number != first_ids[name]}
-                # Whatever fails ends the drill.
-                done, _ = await asyncio.wait(running, timeout=SAMPLE_S, return_when=asyncio.FIRST_EXCEPTION)
-                for task in done:
-                    task.result()
-        finally:
-            for task in running:
-                task.cancel()
-            await asyncio.wait(running)
+        running = [fleet.load.tasks.create_task(task) for task in tasks]
+        while (left_s := ends - time.monotonic()) > 0:
+            progress("seconds", int(total_s - left_s), int(total_s))
+            process_ids = fleet.process_ids()
+            course.samples[time.monotonic()] = await asyncio.to_thread(read_processes, process_ids)
+            course.restarted |= {name for name, number in process_ids.items() if number != first_ids[name]}
+            await asyncio.sleep(SAMPLE_S)
+        for task in running:
+            task.cancel()
+        await asyncio.wait(running)
         progress("seconds", int(total_s), int(total_s))
-        figures, limits = soak_figures(config, course, (await fleet.load.stop())["kind"])
-        return fleet.report(figures, limits, course.problems)
+        return await fleet.report(partial(soak_figures, config, course), course.problems)
 
 
 async def _roll_out(config: SoakDrillConfig, fleet: OracleFleet, course: SoakCourse, ends: float) -> None:
@@ -161,13 +151,13 @@ async def _call_as_strangers(config: SoakDrillConfig, fleet: OracleFleet, course
         course.counts["bad_requests"] += 1
         if answer.startswith(b"HTTP/1.1 5"):
             course.problems.append(f"a bad request was answered with {answer[:40]!r}: {request[:60]!r}")
-        sender, now = await requests.sender(f"{fresh}://{local.host}:{ports[fresh]}"), time.monotonic()
+        sender, now = await requests.sender(f"{fresh}://{local.host}:{ports[fresh]}", 1), time.monotonic()
         good = Outgoing(draw.randrange(1 << 20), 0.0, now, now + TIMEOUT_MS / 1000, now)
-        verdict = verdict_of(good, await sender.ask(good))
+        failure = await sender.ask(good)
         await sender.close()
         course.counts["fresh_requests"] += 1
-        if verdict.kind is not Kind.OK:
-            course.problems.append(f"a request over a new connection: {verdict.detail}")
+        if failure is not None:
+            course.problems.append(f"a request over a new connection: {failure.kind}: {failure.message}")
         del course.problems[MAX_PROBLEMS:]
 
 
@@ -193,7 +183,7 @@ def block_medians(values: Float64Array) -> Float64Array:
     return np.array([np.median(block) for block in np.array_split(values, BLOCKS) if block.size])
 
 
-def soak_figures(config: SoakDrillConfig, course: SoakCourse, kinds: npt.ArrayLike) -> Judged:
+def soak_figures(config: SoakDrillConfig, course: SoakCourse, answers: Rows) -> Judged:
     """Return what was done and read, by the names of the report, and the limits; a short soak does not pass."""
     times = np.array(list(course.samples))
     is_measured = times >= (times[0] + WARM_UP_SHARE * (times[-1] - times[0]) if times.size else 0.0)
@@ -226,7 +216,7 @@ def soak_figures(config: SoakDrillConfig, course: SoakCourse, kinds: npt.ArrayLi
         "restarted": sorted(course.restarted),
         "trends": trends,
         "medians": medians,
-        **count_kinds(kinds),
+        **count_kinds(answers["code"]),
     }
     done = [Limit(name, figures[name], 1, "at least") for name in ("rollouts", "updates", "samples")]
     return figures, [*answer_limits(figures), *done, Limit("restarted", len(course.restarted), 0), *grown]

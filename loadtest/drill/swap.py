@@ -4,33 +4,41 @@ from __future__ import annotations
 
 import asyncio
 import math
+import statistics
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from loader.progress import Progress
 from loader.snapshot.publishing import rows_bytes_of
 from loadtest.drill.config import SwapDrillConfig
-from loadtest.drill.fleet import BYTES_PER_MB, FIRST_VERSION, Sample, oracle_fleet, read_processes
-from loadtest.drill.load import APIS, Answers, Mask, TimeSpan, count_kinds, latency_ms, overlaps, percentile
-from loadtest.drill.oracle import Kind
+from loadtest.drill.fleet import (
+    BYTES_PER_MB,
+    FIRST_VERSION,
+    Sample,
+    TimeSpan,
+    count_kinds,
+    oracle_fleet,
+    overlaps,
+    read_processes,
+)
+from loadtest.drill.oracle import APIS
 from loadtest.drill.report import Judged, Limit, Report, answer_limits
+from loadtest.load.result import OK, Rows, percentiles
 from loadtest.servers import summed
 
-MAX_GROWTH = 0.1
-"""Of a fleet's memory from swap to swap, in rows of one copy of a version."""
-HOT = ("lookups", "hits")
+MEMORY = ("rss_mb", "uss_mb")
 MIN_SAMPLES = 20
 """Fewer have no slope. In the first swaps of a process its allocator grows to what a swap needs."""
 # Swaps before memory is first read; they count in everything else.
 WARMUP_SWAPS = 4
-# The first requests of a process find everything cold; that is the fleet's start, not a swap.
-WARMUP_S = 5.0
 
 
 @dataclass(slots=True)
@@ -40,13 +48,15 @@ class SwapCourse:
     Attributes:
         swaps: from the request of a rollout to when it was seen to be done, of each version but the first.
         excluded: when latencies count for neither: the fleet was cold, or the drill used its cores.
-        memory: of all processes by name, after the warm-up and each later swap.
+        memory: of all processes by name, after the first swaps and each later one.
+        counted: by serving processes, under the names of the report.
     """
 
     versions: list[int] = field(default_factory=lambda: [FIRST_VERSION])
     swaps: list[TimeSpan] = field(default_factory=list)
     excluded: list[TimeSpan] = field(default_factory=list)
     memory: list[Mapping[str, Sample]] = field(default_factory=list)
+    counted: dict[str, Any] = field(default_factory=dict)
 
 
 @contextmanager
@@ -59,10 +69,8 @@ def timed(spans: list[TimeSpan]) -> Iterator[None]:
 
 async def run_drill(config: SwapDrillConfig, folder: Path, progress: Progress) -> Report:
     """Run the drill with its files in the folder. Raises DrillError if a rollout does not end as `done`."""
-    course = SwapCourse()
     async with oracle_fleet(config, folder, progress) as fleet:
-        with timed(course.excluded):
-            await asyncio.sleep(WARMUP_S)
+        course = SwapCourse(excluded=[TimeSpan(-math.inf, time.monotonic())])
         for number in range(config.swaps + 1):
             progress("swaps", number, config.swaps)
             # The drill uses the cores that it shares with the fleet, as no swap would.
@@ -75,59 +83,57 @@ async def run_drill(config: SwapDrillConfig, folder: Path, progress: Progress) -
             if number < config.swaps:
                 with timed(course.swaps):
                     await fleet.swap_to(course.versions[-1], config.strategy)
-                fleet.load.process.check()
         metrics = await asyncio.to_thread(fleet.server.metrics)
         retries = summed(metrics, "shardrank_shard_retries_total", "kind")
-        figures, limits = swap_figures(
-            config, await fleet.load.stop(), course, rows_bytes_of(fleet.spec) / BYTES_PER_MB
-        )
-        figures |= {
-            "strategy": config.strategy,
+        course.counted = {
             "retries": {kind: int(count) for kind, count in retries.items()},
-            **{f"hot_{what}": int(sum(summed(metrics, f"shardrank_hot_{what}_total").values())) for what in HOT},
+            **{
+                f"hot_{what}": int(sum(summed(metrics, f"shardrank_hot_{what}_total").values()))
+                for what in ("lookups", "hits")
+            },
         }
-        return fleet.report(figures, limits)
+        return await fleet.report(partial(swap_figures, config, course, rows_bytes_of(fleet.spec) / BYTES_PER_MB))
 
 
-def swap_figures(config: SwapDrillConfig, answers: Answers, course: SwapCourse, rows_mb: float) -> Judged:
+def swap_figures(config: SwapDrillConfig, course: SwapCourse, rows_mb: float, answers: Rows) -> Judged:
     """Return what answers and memory say, by the names of the report, and the limits."""
     during = overlaps(answers, course.swaps)
     excluded = overlaps(answers, course.excluded) & ~during
     periods = {"steady": ~during & ~excluded, "during_swap": during, "apart": excluded}
-    rss, uss = (
-        [sum(process[what] for process in sample.values()) for sample in course.memory] for what in ("rss_mb", "uss_mb")
-    )
-    p99 = {when: latency_ms(answers[which], 99) for when, which in periods.items()}
-    steady, during_swap = p99["steady"], p99["during_swap"]
+    memory = {what: [sum(each[what] for each in sample.values()) for sample in course.memory] for what in MEMORY}
+    rss = memory["rss_mb"]
+    latency_s = answers["ended"] - answers["due"]
+    latency = {when: percentiles(latency_s[which]) for when, which in periods.items()}
+    steady, during_swap = latency["steady"].p99_ms, latency["during_swap"].p99_ms
     by_api, durations = {}, [swap.end - swap.begin for swap in course.swaps]
     for number, api in enumerate(APIS):
         is_api = answers["api"] == number
         by_api[api] = {
             "answers": int(is_api.sum()),
-            "not_ok": int((answers["kind"][is_api] != Kind.OK).sum()),
-            "p99_ms_steady": latency_ms(answers[is_api & periods["steady"]], 99),
-            "p99_ms_during_swap": latency_ms(answers[is_api & during], 99),
+            "not_ok": int((answers["code"][is_api] != OK).sum()),
+            "p99_ms_steady": percentiles(latency_s[is_api & periods["steady"]]).p99_ms,
+            "p99_ms_during_swap": percentiles(latency_s[is_api & during]).p99_ms,
         }
     later = rss[len(rss) // 2 :]
     figures: dict[str, Any] = {
-        **count_kinds(answers["kind"]),
+        **count_kinds(answers["code"]),
+        **course.counted,
+        "strategy": config.strategy,
         "swaps": len(course.swaps),
         **{f"answers_{when}": int(which.sum()) for when, which in periods.items()},
-        **{f"p99_ms_{when}": value for when, value in p99.items()},
-        "p50_ms_steady": latency_ms(answers[periods["steady"]], 50),
-        "p50_ms_during_swap": latency_ms(answers[during], 50),
-        "max_ms": latency_ms(answers, 100),
+        **{f"p99_ms_{when}": times.p99_ms for when, times in latency.items()},
+        "p50_ms_steady": latency["steady"].p50_ms,
+        "p50_ms_during_swap": latency["during_swap"].p50_ms,
+        "max_ms": percentiles(latency_s).max_ms,
         "by_api": by_api,
-        "swap_s_median": percentile(durations, 50),
-        "swap_s_max": percentile(durations, 100),
+        "swap_s_median": statistics.median(durations),
+        "swap_s_max": max(durations),
         "ratio_p99": during_swap / steady if steady and during_swap else None,
         "stale": int(is_stale(answers, course).sum()),
-        "load_lag_p99_ms": percentile(1e3 * (answers["turn"] - answers["intended"]), 99),
+        "load_lag_p99_ms": percentiles(answers["turn"] - answers["due"]).p99_ms,
         "rows_mb": rows_mb,
-        "rss_mb_before": rss[0],
-        "rss_mb_after": rss[-1],
-        "uss_mb_before": uss[0],
-        "uss_mb_after": uss[-1],
+        **{f"{what}_before": total_mb[0] for what, total_mb in memory.items()},
+        **{f"{what}_after": total_mb[-1] for what, total_mb in memory.items()},
         "rss_mb_per_swap": float(np.polyfit(range(len(later)), later, 1)[0]) if len(rss) >= MIN_SAMPLES else None,
         "rss_mb_by_process": {
             name: (first["rss_mb"], course.memory[-1][name]["rss_mb"]) for name, first in course.memory[0].items()
@@ -135,19 +141,19 @@ def swap_figures(config: SwapDrillConfig, answers: Answers, course: SwapCourse, 
         "rss_mb_by_swap": [round(total_mb, 1) for total_mb in rss],
     }
     limits = [*answer_limits(figures, "stale"), Limit("ratio_p99", figures["ratio_p99"], config.max_ratio_p99)]
-    # A version that is not freed adds its rows, once for each replica, with every swap.
+    # A version that is not freed adds its rows, once for each replica, with every swap: a tenth of one copy is allowed.
     if len(rss) >= MIN_SAMPLES:
-        limits.append(Limit("rss_mb_per_swap", figures["rss_mb_per_swap"], MAX_GROWTH * rows_mb))
+        limits.append(Limit("rss_mb_per_swap", figures["rss_mb_per_swap"], 0.1 * rows_mb))
     return figures, limits
 
 
-def is_stale(answers: Answers, course: SwapCourse) -> Mask:
+def is_stale(answers: Rows, course: SwapCourse) -> npt.NDArray[np.bool_]:
     """Return which answers are right, but of a version that was not live while the request was in flight: bool [n].
 
     A version may be live from the begin of the swap to it until the end of the swap from it.
     """
     begins, ends = [-math.inf, *(swap.begin for swap in course.swaps)], [*(swap.end for swap in course.swaps), math.inf]
-    stale: Mask = answers["kind"] == Kind.OK
+    stale: npt.NDArray[np.bool_] = answers["code"] == OK
     for version, begin, end in zip(course.versions, begins, ends, strict=True):
         stale &= (answers["version"] != version) | ~overlaps(answers, [TimeSpan(begin, end)])
     return stale

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,28 +16,18 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import httpx
+import numpy as np
 
 from loader.errors import ShardrankError
 from loader.progress import Progress
 from loadtest.drill.config import Order, UpgradeDrillConfig
-from loadtest.drill.fleet import FIRST_VERSION, REPLICATE_BYTES, DrillProcess, drill_process, free_ports
-from loadtest.drill.load import (
-    API_PATTERN,
-    GRPC_CHANNELS,
-    MAX_DETAILS,
-    TIMEOUT_MS,
-    OracleRequests,
-    api_of,
-    count_kinds,
-    describe,
-    verdict_of,
-)
-from loadtest.drill.oracle import Kind, oracle_spec, write_oracle
+from loadtest.drill.fleet import FIRST_VERSION, REPLICATE_BYTES, OracleRecorder, count_kinds, drill_process, free_ports
+from loadtest.drill.oracle import APIS, TIMEOUT_MS, OracleRequests, api_of, oracle_spec, write_oracle
 from loadtest.drill.report import Limit, Report, answer_limits, make_report
 from loadtest.load.loops import ClosedLoop
-from loadtest.load.senders import Failure, Outgoing, Sender
+from loadtest.load.senders import Sender
 from loadtest.servers import HOST, THIS_CHECKOUT, Server, checked_checkout, commit_of, summed
-from serving.fleet.supervisor import ChildSpec, NotYetError, describe_exit, shardrank_command
+from serving.fleet.supervisor import ChildSpec, NotYetError, Supervisor, describe_exit, shardrank_command
 from shard_node.answer import WIRE_FORMS
 from shard_node.wire.address import Address
 from shard_node.wire.client import ShardClient
@@ -64,57 +53,53 @@ class UpgradeFleet:
     """Processes of two releases that serve one snapshot, by name, and what was answered.
 
     Attributes:
-        folder: of logs.
-        addresses, servers: where nodes and serving processes listen.
         releases: the current or the last one of each process.
         senders: of the serving processes that are asked now, HTTP and gRPC; one that is removed gets no more requests.
-        kinds: of the answers since `count_answers` was last called.
-        details: of the first answers that are not right.
     """
 
     old: Path
     snapshot: Path
-    folder: Path
+    logs: Path
     stack: contextlib.AsyncExitStack
     requests: OracleRequests
     addresses: dict[str, str]
     servers: dict[str, Server]
     releases: dict[str, Release] = field(default_factory=dict)
-    processes: dict[str, DrillProcess] = field(default_factory=dict)
+    processes: dict[str, Supervisor] = field(default_factory=dict)
     senders: dict[str, list[Sender]] = field(default_factory=dict)
-    kinds: list[Kind] = field(default_factory=list)
-    details: list[str] = field(default_factory=list)
+    recorder: OracleRecorder = field(default_factory=OracleRecorder)
 
     async def start(self, name: str, release: Release) -> None:
         """Start a process of a release, wait until it answers, and ask it if it serves. Raises ChildFailedError."""
         # Without the second one Python would look in the working directory first.
         code = {"PYTHONPATH": str(THIS_CHECKOUT if release == "new" else self.old), "PYTHONSAFEPATH": "1"}
         spec = ChildSpec(name, self._command(name, release), lambda process_id: self._probe(name), code)
-        self.processes[name] = await self.stack.enter_async_context(drill_process(spec, self.folder))
+        self.processes[name] = await self.stack.enter_async_context(drill_process(spec, self.logs))
         self.releases[name] = release
         if name in SERVING:
-            targets = [self.servers[name].target(api) for api in ("json", "grpc")]
-            senders = [await self.requests.sender(target, GRPC_CHANNELS) for target in targets]
-            for sender in senders:
+            targets = self.servers[name].target("json"), self.servers[name].target("grpc")
+            self.senders[name] = [await self.requests.sender(target) for target in targets]
+            for sender in self.senders[name]:
                 self.stack.push_async_callback(sender.close)
-            self.senders[name] = senders
 
     async def do(self, what: str, name: str) -> list[str]:
         """Do a step, and return what was not as it must be. A serving process is left before it ends."""
         problems = []
         if what in ("upgrade", "kill -9"):
             self.senders.pop(name, None)
-            process = self.processes.pop(name)
+            supervisor = self.processes.pop(name)
+            child = supervisor.children[name]
             if what == "kill -9":
-                process.child.kill()
-            if (code := await process.stop()) and what == "upgrade":
+                child.kill()
+            await supervisor.stop()
+            if (code := await child.wait()) and what == "upgrade":
                 problems.append(f"{name}: after SIGTERM it ended with {describe_exit(code)}")
         if what in ("upgrade", "start"):
             await self.start(name, "new")
         return problems
 
     async def settle(self, seconds: float) -> dict[str, Any]:
-        """Wait under load; return the answers since the step before, and the bytes of shards' answers meanwhile."""
+        """Wait under load; return which release runs where, and the bytes of shards' answers meanwhile."""
         before = await self.bytes_by_form()
         await asyncio.sleep(seconds)
         counted = await self.bytes_by_form() - before
@@ -122,29 +107,19 @@ class UpgradeFleet:
         for kind, names in (("nodes", NODES), ("serving", SERVING)):
             running = Counter(self.releases[name] for name in names if name in self.processes)
             releases[kind] = ", ".join(f"{count} {release}" for release, count in sorted(running.items(), reverse=True))
-        return releases | {f"{form}_bytes": counted[form] for form in WIRE_FORMS} | self.count_answers()
+        return releases | {f"{form}_bytes": counted[form] for form in WIRE_FORMS}
 
     def route(self, number: int) -> Sender:
         """Choose the server in turn, and the API of the request's number."""
         by_server = list(self.senders.values())
-        return by_server[number // len(API_PATTERN) % len(by_server)][api_of(number) % 2]
-
-    def record(self, request: Outgoing, failure: Failure | None) -> None:
-        """Count one answer."""
-        verdict = verdict_of(request, failure)
-        self.kinds.append(verdict.kind)
-        if verdict.kind is not Kind.OK and len(self.details) < MAX_DETAILS:
-            self.details.append(describe(request, verdict))
-
-    def count_answers(self) -> dict[str, int]:
-        """Return how many answers of each kind there were since the last call."""
-        kinds, self.kinds = self.kinds, []
-        return count_kinds(kinds)
+        return by_server[number // len(APIS) % len(by_server)][api_of(number) % 2]
 
     async def bytes_by_form(self) -> Counter[str]:
         """Read what serving processes have counted so far. Raises ChildFailedError if a process has ended by itself."""
-        for process in self.processes.values():
-            process.check()
+        for name, supervisor in self.processes.items():
+            child = supervisor.children[name]
+            if child.pid is None:
+                raise child.failure("has ended by itself")
         total: Counter[str] = Counter()
         for server in self.servers.values():
             metrics = await asyncio.to_thread(server.metrics)
@@ -199,29 +174,32 @@ async def run_drill(config: UpgradeDrillConfig, folder: Path, progress: Progress
             fleet = UpgradeFleet(old, snapshot, logs, stack, requests, addresses, servers)
             for name in (*NODES, *SERVING):
                 await fleet.start(name, "old")
-            begin, timeout_s = time.monotonic(), TIMEOUT_MS / 1000
-            loop = ClosedLoop(fleet.route, fleet.record, in_flight=config.in_flight, begin=begin, timeout_s=timeout_s)
+            timing = {"begin": 0.0, "timeout_s": TIMEOUT_MS / 1000}
+            loop = ClosedLoop(fleet.route, fleet.recorder.add, in_flight=config.in_flight, **timing)
+            counts: list[int] = []
             try:
                 async with loop.running():
                     for what, name in plan_steps(order):
                         problems += await fleet.do(what, name)
-                        step = {"transport": transport, "order": order, "step": f"{what} {name}".strip()}
-                        steps.append(step | await fleet.settle(config.settle_s))
+                        title = {"transport": transport, "order": order, "step": f"{what} {name}".strip()}
+                        steps.append(title | await fleet.settle(config.settle_s))
+                        counts.append(len(fleet.recorder))
                         progress("upgrading", len(steps), len(passes) * len(plan_steps(order)))
             except ExceptionGroup as group:
                 raise group.exceptions[0] from None
+        answers, _, examples = fleet.recorder.records()
         # Those that were in flight when the last step ended are of that step.
-        steps[-1] |= {kind: steps[-1][kind] + count for kind, count in fleet.count_answers().items()}
-        details += fleet.details
+        for step, codes in zip(steps[-len(counts) :], np.split(answers["code"], counts[:-1]), strict=True):
+            step.update(count_kinds(codes))
+        details += examples
     figures = {
         **{kind: sum(step[kind] for step in steps) for kind in count_kinds([])},
         "old_commit": commit_of(old),
         "new_commit": commit_of(THIS_CHECKOUT),
-        "in_flight": config.in_flight,
-        "settle_s": config.settle_s,
+        **config.model_dump(include={"in_flight", "settle_s"}),
         "steps": steps,
     }
-    return make_report(figures, upgrade_limits(figures), details[:MAX_DETAILS], problems)
+    return make_report(figures, upgrade_limits(figures), details, problems)
 
 
 def upgrade_limits(figures: Mapping[str, Any]) -> list[Limit]:

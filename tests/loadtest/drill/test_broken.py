@@ -12,15 +12,9 @@ import pytest
 
 from loader.registry import open_registry
 from loader.snapshot.reader import verify_snapshot
-from loadtest.drill.broken import (
-    Attempt,
-    broken_figures,
-    damage_at_random,
-    publish_with_little_room,
-)
+from loadtest.drill.broken import Attempt, broken_figures, damage_at_random, publish_with_little_room
 from loadtest.drill.config import OracleShape
-from loadtest.drill.fleet import running_redis
-from loadtest.drill.load import RECORD
+from loadtest.drill.fleet import ANSWER, running_redis
 from loadtest.drill.oracle import oracle_spec, write_oracle
 
 SMALL = OracleShape(items=600, users=300, tags=50)
@@ -65,15 +59,16 @@ def test_what_does_not_fit_leaves_nothing_behind(
 
 @pytest.mark.timeout(120)
 async def test_a_killed_redis_comes_back_with_its_data_or_without(tmp_path: Path):
-    async with running_redis(tmp_path) as server:
-        registry, child = open_registry(server.url), server.child
+    async with running_redis(tmp_path) as (url, child):
+        registry = open_registry(url)
         await registry.put("versions/a", b"1", 0)
         for is_emptied in (False, True):
             killed = child.pid
             child.kill()
             await child.wait()
             if is_emptied:
-                server.empty()
+                shutil.rmtree(tmp_path / "redis")
+                (tmp_path / "redis").mkdir()
             while child.pid in (None, killed) or child.state != "ready":  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
             entry = await registry.get("versions/a")
@@ -96,10 +91,10 @@ REFUSED, ACCEPTED = Attempt("bit flipped", "in a file", "publish", "SHA-256"), A
 def test_each_limit_is_kept_by_itself(
     attempts: list[Attempt], control_begun: float, went_live: bool, problems: list[str]
 ):
-    answers = np.zeros(10, RECORD)
+    answers = np.zeros(10, ANSWER)
     answers["ended"] = np.arange(10)
     answers["version"] = [1] * 8 + [4] * 2
-    figures, limits = broken_figures(attempts, answers, control_begun, went_live)
+    figures, limits = broken_figures(attempts, control_begun, went_live, answers)
     assert figures["tried"] == len(attempts) == figures["refused"] + figures["accepted"]
     assert figures["groups"]["bit flipped"]["refused_by_publish"] == 1
     assert [limit.name for limit in limits if not limit.ok] == problems

@@ -11,9 +11,7 @@ from loader.registry.fleet import Canary, NodeRecord, VersionReport, WantedModel
 from loader.rollout.plan import Rollout
 from loadtest.drill.config import PROCESSES, REDIS_VICTIMS, CrashDrillConfig
 from loadtest.drill.crash import STEPS, CrashCase, crash_cases, crash_figures
-from loadtest.drill.fleet import unsettled
-from loadtest.drill.load import RECORD
-from loadtest.drill.oracle import Kind
+from loadtest.drill.fleet import ANSWER, KINDS, unsettled
 
 NAMES = ("coordinator", "shard-0-0", "shard-1-0", "serve-0", "serve-1")
 
@@ -42,12 +40,12 @@ def result(case: CrashCase = FLIP, **changed: Any) -> dict[str, Any]:
 
 def figures_of(*results: dict[str, Any], failed: int = 0, mixed: int = 0) -> tuple[dict[str, Any], list[str]]:
     """The figures, and what misses its limit."""
-    answers = np.zeros(4000, RECORD)
-    answers["intended"] = np.linspace(9.0, 16.0, 4000)
-    answers["ended"] = answers["intended"] + 0.001
+    answers = np.zeros(4000, ANSWER)
+    answers["due"] = np.linspace(9.0, 16.0, 4000)
+    answers["ended"] = answers["due"] + 0.001
     answers["version"] = 2
-    answers["kind"][1000 : 1000 + failed] = Kind.FAILED
-    answers["kind"][2000 : 2000 + mixed] = Kind.MIXED
+    answers["code"][1000 : 1000 + failed] = KINDS.index("failed")
+    answers["code"][2000 : 2000 + mixed] = KINDS.index("mixed")
     figures, limits = crash_figures(CrashDrillConfig(), results, answers)
     return figures, [limit.name for limit in limits if not limit.ok]
 

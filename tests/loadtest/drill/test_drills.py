@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from loadtest.drill.cli import drill
+from loadtest.drill import drill
 from loadtest.drill.upgrade import plan_steps
 from loadtest.servers import THIS_CHECKOUT
 

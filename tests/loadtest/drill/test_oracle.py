@@ -18,7 +18,6 @@ from loadtest.drill.oracle import (
     LOGIT_SCALE,
     SCORE_TOLERANCE,
     STAMPS,
-    Kind,
     Question,
     judge,
     letter_of,
@@ -69,10 +68,10 @@ def test_a_served_oracle_answers_what_its_questions_expect(tmp_path: Path, versi
                 answer = ranker.lookup({"sparse": question.bags})
                 vectors = [np.array(answer["embeddings"][name], np.float32).reshape(-1) for name in question.bags]
                 values = np.concatenate(vectors)
-            assert judge(question, answer["version"], values).kind is Kind.OK
-            verdict = judge(question, version + 1, values)
-            assert verdict.kind is Kind.MIXED
-            assert f"names version {version + 1} " in verdict.detail
+            assert judge(question, answer["version"], values) is None
+            kind, message, _ = judge(question, version + 1, values)
+            assert kind == "mixed"
+            assert f"names version {version + 1} " in message
 
 
 def draw_from_b(data: st.DataObject, question: Question) -> np.ndarray:
@@ -91,7 +90,7 @@ def test_scores_of_any_mixture_are_mixed(data: st.DataObject, question: Question
     first_dims = question.counts + (FACTORS[1] - 1) * from_b
     logits = first_dims @ FEATURE_WEIGHTS / LOGIT_SCALE / FACTORS[dense] + np.array(STAMPS)[dense]
     scores = sigmoid(logits).astype(np.float32)
-    assert judge(question, version, scores).kind is Kind.MIXED
+    assert judge(question, version, scores).kind == "mixed"
     shift = np.abs(scores - question.expected[letter])
     assert (shift[~is_right] > SMALLEST_SHIFT).all()
     assert (shift[is_right] <= SCORE_TOLERANCE).all()
@@ -104,7 +103,7 @@ def test_vectors_of_any_mixture_are_mixed(data: st.DataObject, question: Questio
     assume((from_b != letter_of(version) * question.counts).any())
     values = question.expected[0].copy()
     values[::DIM] += (FACTORS[1] - 1) * from_b
-    assert judge(question, version, values).kind is Kind.MIXED
+    assert judge(question, version, values).kind == "mixed"
 
 
 @given(st.data(), lookup_questions, versions, st.booleans())
@@ -114,7 +113,7 @@ def test_a_missing_or_another_row_is_wrong(data: st.DataObject, question: Questi
     bag = data.draw(st.integers(0, len(question.counts) - 1))
     place = DIM * bag + (0 if is_missing else data.draw(st.integers(1, DIM - 1)))
     values[place] += -factor if is_missing else factor
-    assert judge(question, version, values).kind is Kind.WRONG
+    assert judge(question, version, values).kind == "wrong"
 
 
 @given(st.data(), all_questions, versions)
@@ -122,11 +121,11 @@ def test_values_that_no_mixture_gives_are_wrong(data: st.DataObject, question: Q
     """No number, or below any score of B's dense model without a single row, which is the lowest that there is."""
     values = question.expected[letter_of(version)].copy()
     values[data.draw(st.integers(0, values.size - 1))] = data.draw(st.sampled_from([np.nan, 0.25]))
-    assert judge(question, version, values).kind is Kind.WRONG
+    assert judge(question, version, values).kind == "wrong"
 
 
 @given(all_questions, versions)
 def test_another_length_or_no_version_is_wrong(question: Question, version: int):
     values = question.expected[letter_of(version)]
-    assert judge(question, version, values[:-1]).kind is Kind.WRONG
-    assert judge(question, 0, values).kind is Kind.WRONG
+    assert judge(question, version, values[:-1]).kind == "wrong"
+    assert judge(question, 0, values).kind == "wrong"

@@ -13,9 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loadtest.drill.config import SoakDrillConfig
-from loadtest.drill.fleet import read_processes
-from loadtest.drill.load import TimeSpan
-from loadtest.drill.oracle import Kind
+from loadtest.drill.fleet import ANSWER, TimeSpan, read_processes
 from loadtest.drill.soak import MEASURES, MIN_BLOCKS, SoakCourse, fit_slope, soak_figures
 
 NOISE_MB = 2.0
@@ -43,9 +41,10 @@ def test_the_interval_has_the_leak_as_often_as_it_says():
     assert 0.92 <= hits / 300 <= 0.98
 
 
-def judged(course: SoakCourse, minutes: int = 20, kind: Kind = Kind.OK) -> tuple[dict[str, Any], list[str]]:
+def judged(course: SoakCourse, minutes: int = 20, code: int = 0) -> tuple[dict[str, Any], list[str]]:
     """The figures, and what misses its limit."""
-    figures, limits = soak_figures(SoakDrillConfig(minutes=minutes), course, [kind] * 100)
+    answers = np.array([(0, 0, 0, 0, code, 0, 0)] * 100, ANSWER)
+    figures, limits = soak_figures(SoakDrillConfig(minutes=minutes), course, answers)
     return figures, [limit.name for limit in limits if not limit.ok]
 
 
@@ -107,4 +106,4 @@ def test_a_restarted_process_does_not_pass():
     assert (values["descriptors"] > 2, values["threads"] >= 1) == (True, True)
     course = SoakCourse(restarted={"serve-0"}, samples={1.0: sample, 2.0: sample})
     trends = [f"serve-0 {what} a minute" for what in MEASURES]
-    assert judged(course, kind=Kind.FAILED)[1] == ["failed", "rollouts", "updates", "restarted", *trends]
+    assert judged(course, code=1)[1] == ["failed", "rollouts", "updates", "restarted", *trends]

@@ -9,23 +9,22 @@ import numpy as np
 import pytest
 
 from loadtest.drill.config import SwapDrillConfig
-from loadtest.drill.load import RECORD, TimeSpan
-from loadtest.drill.oracle import Kind
+from loadtest.drill.fleet import ANSWER, KINDS, TimeSpan
 from loadtest.drill.swap import SwapCourse, is_stale, swap_figures
 
 # Live is 1 until the first swap, at 10 to 14; publishing is at 16 to 17; the second swap is at 20 to 24.
 VERSIONS, SWAPS = [1, 2, 3], [TimeSpan(10, 14), TimeSpan(20, 24)]
 
 
-def record(intended: float, ms: float, version: int, kind: Kind = Kind.OK) -> tuple[Any, ...]:
-    return (intended, intended, intended + ms / 1e3, version, 0, kind)
+def record(due: float, ms: float, version: int, code: int = 0) -> tuple[Any, ...]:
+    return (due, due, due, due + ms / 1e3, code, version, 0)
 
 
 def figures_of(*records: tuple[Any, ...], memory: Sequence[float] = (100.0, 101.0)) -> tuple[dict[str, Any], list[str]]:
     """The figures, and what misses its limit. A version has 4 MB."""
     samples = [{name: {"rss_mb": mb / 2, "uss_mb": 1.0} for name in "ab"} for mb in memory]
     course = SwapCourse(VERSIONS, SWAPS, [TimeSpan(16, 17)], samples)
-    figures, limits = swap_figures(SwapDrillConfig(), np.array(list(records), RECORD), course, 4.0)
+    figures, limits = swap_figures(SwapDrillConfig(), course, 4.0, np.array(list(records), ANSWER))
     return figures, [limit.name for limit in limits if not limit.ok]
 
 
@@ -50,7 +49,7 @@ def test_figures_of_a_good_drill():
 @pytest.mark.parametrize(
     ("records", "memory", "problem"),
     [
-        *(([*STEADY, *DURING, record(12, 1, 2, kind)], (1, 1), kind.name.lower()) for kind in Kind if kind),
+        *(([*STEADY, *DURING, record(12, 1, 2, code)], (1, 1), KINDS[code]) for code in (1, 2, 3)),
         ([*STEADY, *DURING, record(25, 1, 2)], (1, 1), "stale"),
         ([*STEADY, *(record(12, 6.4, 2) for _ in range(50))], (1, 1), "ratio_p99"),
         # Too few answers to compare latencies.
@@ -70,7 +69,7 @@ def test_answers_while_versions_are_published_are_excluded():
 
 
 @pytest.mark.parametrize(
-    ("intended", "ms", "version", "stale"),
+    ("due", "ms", "version", "stale"),
     [
         (5, 100, 1, False),
         (5, 100, 2, True),  # not live yet
@@ -87,9 +86,9 @@ def test_answers_while_versions_are_published_are_excluded():
         (25, 100, 0, True),
     ],
 )
-def test_stale_answers(intended: float, ms: float, version: int, stale: bool):
+def test_stale_answers(due: float, ms: float, version: int, stale: bool):
     """Of a version that was not live while the request was in flight."""
-    assert is_stale(np.array([record(intended, ms, version)], RECORD), SwapCourse(VERSIONS, SWAPS)).tolist() == [stale]
+    assert is_stale(np.array([record(due, ms, version)], ANSWER), SwapCourse(VERSIONS, SWAPS)).tolist() == [stale]
 
 
 @pytest.mark.parametrize(("memory", "slope"), [([10, 13, 16], None), (range(10, 70, 3), pytest.approx(3.0))])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from loadtest.drill.config import Order
-from loadtest.drill.load import count_kinds
+from loadtest.drill.fleet import count_kinds
 from loadtest.drill.upgrade import NODES, SERVING, plan_steps, upgrade_limits
 
 
