@@ -61,6 +61,6 @@ class RequestLimits(Frozen):
             )
         least = LARGEST_MESSAGES * self.max_body_bytes
         if self.max_buffered_bytes < least:
-            says = f"max_buffered_bytes {self.max_buffered_bytes} has no room for {LARGEST_MESSAGES} bodies of max_body_bytes"
-            raise ValueError(f"{says} {self.max_body_bytes}; at least {least} are needed")
+            says = f"max_buffered_bytes {self.max_buffered_bytes} is less than {LARGEST_MESSAGES} times max_body_bytes"
+            raise ValueError(f"{says}, {least}")
         return self

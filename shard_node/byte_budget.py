@@ -9,6 +9,7 @@ Hahne, "Dynamic queue length thresholds for shared-memory packet switches", IEEE
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Literal, TypeAlias
 
@@ -94,6 +95,11 @@ class ByteAccount:
         self.held -= num_bytes
         if not self.held:
             self._budget.holders.discard(self)
+
+    def close(self) -> None:
+        """Count everything out, and nothing more: the connection is lost."""
+        self.refund(self.held)
+        self._budget, self._give_way = ByteBudget(sys.maxsize), lambda error: None
 
     def _make_room(self, num_bytes: int) -> None:
         budget = self._budget

@@ -102,7 +102,8 @@ class Gate(Accepted, asyncio.BufferedProtocol):
         self._gates.leave(self)
         self._unsent, self._untaken = self._unsent + self._untaken, []
         self._take()
-        self._refund()
+        self._account.close()
+        self._charged = 0
         if self._protocol is not None:
             self._protocol.connection_lost(exc)
         watcher, self._watcher = self._watcher, None

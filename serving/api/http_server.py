@@ -95,8 +95,8 @@ def behind_gate(
 class HttpServer:
     """An HTTP listener: `app` answers for a service.
 
-    Requests in flight may take `drain_timeout_s` once it is stopped. `buffers` has room for the bytes of its connections;
-    without it there is room for a few of the largest messages. `refuse` is asked for each request before `app` is.
+    Requests in flight may take `drain_timeout_s` once it is stopped. `buffers` has room for what connections send; None
+    for a few of the largest messages. `refuse` is asked for each request before `app` is.
     """
 
     def __init__(

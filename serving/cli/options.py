@@ -365,10 +365,9 @@ _ADMIN_PORT = (
     "A port for probes, /metrics and the status page at /, with a thread of its own, shared by all workers; 0 takes a "
     "free one."
 )
-_PROXY = "A balancer that stands for many clients: its connections are not counted and never have to wait. Repeatable."
 front_options = together(
     option("--admin-port", _ADMIN_PORT, PORT),
-    option("--trusted-proxy ADDRESS[/BITS]", _PROXY, multiple=True, name="trusted_proxies"),
+    option("--trusted-proxy", "Ignored: addresses are not judged.", multiple=True, name="trusted_proxies", hidden=True),
 )
 _MOVIELENS = "Folder with the files of MovieLens 100K (u.data, u.item, u.user, u.genre)."
 films_options = together(

@@ -47,6 +47,8 @@ Result = TypeVar("Result")
 Config = TypeVar("Config", bound="BaseModel")
 
 MAX_LIMITS_FILE_BYTES = 1 << 20
+REMOVED_LIMITS = ("max_connections_per_address", "penalty_s", "trusted_proxies")
+"""Ignored for one release."""
 DEVICE_FLAGS = ("device", "card_memory_gb", "pinned_memory_gb", "hot_gb", "peer_access")
 """Names of the options, for commands that pass them on or allow them only with rows."""
 RANKING = ("ranking_replicas", "dtype", "wire_dtype", "replica_policy")
@@ -377,7 +379,7 @@ def warming(options: Options) -> Warming | None:
 
 
 def read_limits(options: Options) -> RequestLimits:
-    """Return the limits of a file (JSON, or TOML by its name), overridden by `--limit` and `--trusted-proxy`.
+    """Return the limits of a file (JSON, or TOML by its name), overridden by `--limit`.
 
     Raises UsageError naming the limit that is unknown or out of range, or what is wrong with the file.
     """
@@ -395,8 +397,13 @@ def read_limits(options: Options) -> RequestLimits:
             raise click.UsageError(f"{path}: {error}") from error
         if not isinstance(values, dict):
             raise click.UsageError(f"{path}: expected an object of limits by name")
-    proxies = {"trusted_proxies": options["trusted_proxies"]} if options["trusted_proxies"] else {}
-    return config_of(RequestLimits, {}, "limits: ", **values | dict(options["limit"]) | proxies)
+    values |= dict(options["limit"])
+    ignored = [name for name in REMOVED_LIMITS if values.pop(name, None) is not None]
+    if options["trusted_proxies"]:
+        ignored.append("--trusted-proxy")
+    if ignored:
+        logger.warning("%s: ignored, and refused by the next release: addresses are not judged", ", ".join(ignored))
+    return config_of(RequestLimits, {}, "limits: ", **values)
 
 
 def staleness_limits(pairs: tuple[tuple[str, str], ...], models: tuple[str, ...]) -> dict[str, float]:
@@ -419,8 +426,7 @@ def front_arguments(options: Options) -> list[str]:
     limits, told = read_limits(options), []
     for name in type(limits).model_fields:
         if name in limits.model_fields_set:
-            value = getattr(limits, name)
-            told += ["--limit", f"{name}={','.join(value) if isinstance(value, tuple) else value}"]
+            told += ["--limit", f"{name}={getattr(limits, name)}"]
     # What can't be is refused before a child is started.
     trace_config(options, "")
     return told + arguments(options, ["admin_port", *_TLS, *_NODE_TLS, "tokens", *TRACES, "trace_sample_share"])

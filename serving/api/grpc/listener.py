@@ -70,6 +70,7 @@ class Http2Protocol(Accepted, asyncio.Protocol):
         self.connection.fail(Http2Error(ErrorCode.NO_ERROR, ""))
         self._is_full = False
         self.flush()
+        self.account.close()
         self.listener.leave(self)
 
     def pause_writing(self) -> None:

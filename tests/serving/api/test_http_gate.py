@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import resource
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from serving.api.http_gate import LINGER_S
 from serving.limits import RequestLimits
-from shardrank_testing.http_wire import HOME, LIMITS, Served, chunked, errors, post, read_from, settled, statuses
+from shardrank_testing.http_wire import LIMITS, Served, chunked, errors, post, read_from, settled, statuses
 from shardrank_testing.waiting import Clock
+
+
+def read_all(data: bytes, gate: Any) -> None:
+    """Have a gate read all of it, as an event loop does."""
+    while data:
+        data = data[read_from(data, gate) :]
 
 
 async def test_only_what_one_read_brought_is_ahead_of_an_answer():
@@ -55,7 +64,7 @@ async def test_many_small_chunks_give_others_their_turn():
     assert statuses(wire.sent) == [200]
 
 
-async def test_who_works_for_nothing_is_ended_and_its_address_waits():
+async def test_a_connection_that_works_for_nothing_is_ended():
     served = Served()
     gate, wire = served.connect()
     gate.data_received(post(b"x" * 90_000)[:200])
@@ -66,20 +75,54 @@ async def test_who_works_for_nothing_is_ended_and_its_address_waits():
     assert wire.is_aborted
     assert 10_000 < reads < 40_000
     gate.connection_lost(None)
-    assert served.gates.refusal(HOME) is not None
-    assert served.gates.refusal("192.0.2.2") is None
-    assert errors(served.metrics)["penalty"] == 2.0
+    assert served.gates.refusal() is None
+    assert errors(served.metrics)["idle_work"] == 1.0
 
 
-async def test_idle_connections_of_the_busiest_address_make_room():
-    served = Served(RequestLimits(max_connections=6))
-    gates = [served.connect(address) for address in (HOME, "192.0.2.2", "192.0.2.2", "192.0.2.2", "192.0.2.3")]
-    for gate, _ in gates:
+async def test_the_connection_that_is_idle_for_longest_makes_room():
+    served = Served(RequestLimits(max_connections=3))
+    gates = [served.connect() for _ in range(2)]
+    for gate, _ in reversed(gates):
         gate.data_received(post())
-    await settled(lambda: len(served.gates.idle) == 5)
-    served.connect("192.0.2.4")
-    assert served.gates.refusal("192.0.2.9") is None
-    assert [wire.is_closed for _, wire in gates] == [False, True, False, False, False]
+        await settled(lambda: len(served.gates.idle) == len(served.calls))
+    served.connect()
+    assert served.gates.refusal() is None
+    assert [wire.is_closed for _, wire in gates] == [False, True]
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+async def test_a_body_without_room_is_refused_and_frees_its_bytes(is_chunked):
+    """The rest of it is dropped as it comes, and the connection goes on."""
+    served = Served()
+    served.buffers.max_bytes = 100_000
+    body = bytes(90_000)
+    sent = chunked([body[:30_000]] * 3) if is_chunked else post(body)
+    others = [served.connect() for _ in range(2)]
+    for gate, _ in others:
+        gate.data_received(post(body)[:20_000])
+    gate, wire = served.connect()
+    for at in range(0, len(sent), 10_000):
+        read_all(sent[at : at + 10_000], gate)
+    answer = wire.sent
+    assert statuses(answer) == [429]
+    assert b"retry-after: 1" in answer
+    assert served.buffers.buffered == sum(len(post(body)[:20_000]) - len(post(body)) + len(body) for _ in others)
+    gate.data_received(post())
+    await settled(lambda: len(served.calls) == 1)
+    await settled(lambda: statuses(wire.sent) == [429, 200])
+    assert not wire.is_closed
+
+
+async def test_the_largest_body_gives_way_to_a_small_request():
+    served = Served()
+    served.buffers.max_bytes = 100_000
+    large, small = served.connect(), served.connect()
+    read_all(post(bytes(90_000))[:49_000], large[0])
+    served.buffers.max_bytes = 49_000
+    small[0].data_received(post(b"x" * 500))
+    await settled(lambda: statuses(small[1].sent) == [200])
+    assert statuses(large[1].sent) == [429]
+    assert served.buffers.buffered == 0
 
 
 async def test_times_end_what_waits_and_nothing_else():

@@ -55,10 +55,16 @@ def test_a_flag_overrides_the_file_and_children_are_told_both(tmp_path: Path, su
     assert read_limits(given(None, *(tuple(one.split("=")) for one in told[1::2]))) == limits
 
 
+def test_limits_of_addresses_are_ignored_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    options = given(None, ("penalty_s", "3"), ("max_candidates", "20"), proxies=("10.0.0.0/8",))
+    assert read_limits(options) == RequestLimits(max_candidates=20)
+    assert "penalty_s, --trusted-proxy: ignored" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("assignment", "problem"),
     [
-        (("lunch", "1"), r"lunch: unknown key 'lunch'; allowed are \['max_body_bytes', 'max_json_bytes', "),
+        (("lunch", "1"), r"lunch: unknown key 'lunch'; allowed are \['max_body_bytes', 'max_buffered_bytes', "),
         (("max_candidates", "0"), "max_candidates: Input should be greater than or equal to 1"),
         (("max_candidates", "many"), "max_candidates: Input should be a valid integer"),
     ],

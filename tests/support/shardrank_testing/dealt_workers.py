@@ -6,15 +6,14 @@ import asyncio
 import contextlib
 import multiprocessing
 import socket
-import time
 from collections import Counter
 from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
 from serving.api.dealing import Place
-from serving.api.listening import Accepted, Addresses, Front
-from serving.limits import RequestLimits
+from serving.api.listening import Accepted, Front
+from shard_node.byte_budget import ByteBudget
 
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -38,7 +37,7 @@ class NamedFront(Front[Named]):
     """Takes whoever connects."""
 
     def __init__(self, worker: int) -> None:
-        super().__init__(Addresses(RequestLimits(), time.monotonic), 1000, 5.0, None)
+        super().__init__(ByteBudget(1 << 20), 1000, 5.0, None)
         self.worker = worker
 
     def new_connection(self, address: str) -> Named:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
@@ -14,8 +15,8 @@ import hpack
 from serving.api.grpc import wire as frames
 from serving.api.grpc.listener import Http2Listener, Http2Protocol
 from serving.api.grpc.wire import ConnectionLimits, Header
-from serving.api.listening import Addresses
 from serving.limits import RequestLimits
+from shard_node.byte_budget import ByteBudget
 
 LIMITS = ConnectionLimits(
     max_streams=4,
@@ -174,6 +175,9 @@ class EchoStream:
         """Sends on its stream."""
         self.connection.send(self.stream_id, head, body, trailers)
 
+    def give_way(self, error: Exception) -> None:
+        """Holds nothing that it is charged for."""
+
     def dropped(self) -> None:
         """Counts it."""
         self.echo.dropped.append(self.stream_id)
@@ -213,14 +217,15 @@ def echo_listener(
     clock: Callable[[], float] = time.monotonic,
     max_connections: int = 3,
 ) -> Http2Listener:
-    """A listener that echoes; `requests` has the limits of addresses."""
-    addresses = Addresses(requests or RequestLimits(), clock)
+    """A listener that echoes; `requests` has the limits of connections."""
+    requests = requests or RequestLimits()
     return Http2Listener(
         limits,
         max_connections,
-        addresses,
+        ByteBudget(requests.max_buffered_bytes),
         lambda connection, stream_id, request: EchoStream(connection, stream_id, request.headers, echo),
         clock,
+        requests.max_idle_work_ms / 1000 or math.inf,
     )
 
 

@@ -14,9 +14,10 @@ import uvicorn
 from serving.api.bodies import HttpReply
 from serving.api.http_gate import Gates
 from serving.api.http_server import behind_gate
-from serving.api.listening import Addresses, forget_unsent
+from serving.api.listening import forget_unsent
 from serving.limits import RequestLimits
 from serving.observe.metrics import ServingMetrics
+from shard_node.byte_budget import ByteAccount, ByteBudget
 from shardrank_testing.serving_api import Api
 from shardrank_testing.waiting import Clock
 
@@ -77,6 +78,19 @@ async def http_peer(api: Api) -> AsyncIterator[HttpPeer]:
         peer.writer.close()
 
 
+class Payer:
+    """Is charged for up to so many bytes."""
+
+    def __init__(self, max_bytes: int = 1 << 30) -> None:
+        self.account = ByteAccount(ByteBudget(max_bytes), lambda error: None)
+        self.charge, self.refund = self.account.charge, self.account.refund
+        self.spent_s = 0.0
+
+    def spent(self, seconds: float) -> None:
+        """Adds it up."""
+        self.spent_s += seconds
+
+
 class Wire(asyncio.Transport):
     """A transport whose other end is a list."""
 
@@ -124,14 +138,14 @@ class Served:
             self.app, interface="asgi3", lifespan="off", log_config=None, access_log=False, ws="none"
         )
         config.load()
-        self.addresses = Addresses(limits, self.clock)
+        self.buffers = ByteBudget(limits.max_buffered_bytes)
 
         def refuse(head: bytes) -> HttpReply | None:
             assert head.endswith(b"\r\n\r\n")
             return HttpReply(503, b"no", headers=(("retry-after", "1"),)) if refuses and b"x-refuse" in head else None
 
         behind = partial(behind_gate, config)
-        self.gates = Gates(behind, limits, self.metrics, self.addresses, self.clock, refuse=refuse)
+        self.gates = Gates(behind, limits, self.metrics, self.buffers, self.clock, refuse=refuse)
 
     def _leave(self) -> None:
         self.left += 1

@@ -12,6 +12,7 @@ from loader.errors import ShardrankError
 from serving.api.grpc.calls import CallHead, MessageReader, plain_message, read_head
 from serving.api.grpc.wire import HeaderDecoder, HeaderList, header_block
 from shardrank_testing.http2_peer import prefixed
+from shardrank_testing.http_wire import Payer
 
 MAX_HEADER_BYTES = 1000
 CALL = [
@@ -26,10 +27,6 @@ def received(headers) -> HeaderList:
     return HeaderDecoder(2**20).decode(header_block(headers, status=None))
 
 
-def no_charge(seconds: float) -> None:
-    pass
-
-
 def read_all(reader: MessageReader, pieces: list[bytes], coding: str = "identity") -> list[bytes]:
     messages = []
     for piece in pieces:
@@ -38,7 +35,7 @@ def read_all(reader: MessageReader, pieces: list[bytes], coding: str = "identity
         while data:
             message, data = reader.feed(data)
             if message is not None:
-                messages.append(asyncio.run(plain_message(*message, coding, 1000, no_charge)))
+                messages.append(asyncio.run(plain_message(*message, coding, 1000, Payer(), asyncio.Semaphore(2))))
     return messages
 
 
