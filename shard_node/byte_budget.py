@@ -1,8 +1,8 @@
 """One budget of a process for the bytes that its connections make it hold, from a message's first to its answer's last.
 
 While at least half of the budget is free, a connection may hold whatever it needs. When bytes are scarce, a connection
-may hold at most its equal share of the budget. Whoever still held more from before then gives way, the largest first,
-so that small messages always find room: as packets are pushed out of the longest queue of a switch (Choudhury and
+may hold at most its equal share of half the budget. If the other half is used up all the same, whoever holds most gives
+way, so that small messages always find room: as packets are pushed out of the longest queue of a switch (Choudhury and
 Hahne, "Dynamic queue length thresholds for shared-memory packet switches", IEEE/ACM Transactions on Networking 6(2),
 1998). A budget belongs to one event loop.
 """
@@ -76,9 +76,9 @@ class ByteAccount:
 
     def charge(self, num_bytes: int) -> None:
         """Count bytes of a message that came, or that it is expanded to. Raises BufferFullError: there is no room."""
-        budget, held = self._budget, self.held + num_bytes
-        if budget.buffered + num_bytes > budget.max_bytes // 2:
-            if held > budget.max_bytes // len(budget.holders | {self}):
+        budget, half = self._budget, self._budget.max_bytes // 2
+        if budget.buffered + num_bytes > half:
+            if self.held + num_bytes > half // len(budget.holders | {self}):
                 raise budget.refusal("share")
             self._make_room(num_bytes)
         self.hold(num_bytes)

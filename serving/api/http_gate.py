@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import mmap
 import select
 import socket
 import ssl as tls
@@ -53,6 +54,8 @@ logger = logging.getLogger(__name__)
 _SHORT_READ_BYTES, _SHORT_READ_S = 512, 10e-6
 READ_BYTES = 64 * 2**10
 """Read at once; as much may be held of requests that are sent ahead."""
+MAPPED_BYTES = 2**20
+"""From here on a body has a mapping of its own."""
 LINGER_S = 1.0
 """How long the rest of a body that was refused is read and dropped, so that the client gets to see the refusal."""
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -99,6 +102,7 @@ class Gate(Accepted, asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell whoever works for this client."""
         self.is_ended = self._is_lost = True
+        self._held, self._body = b"", None
         self._gates.leave(self)
         self._unsent, self._untaken = self._unsent + self._untaken, []
         self._take()
@@ -380,8 +384,10 @@ class Gate(Accepted, asyncio.BufferedProtocol):
         elif len(data) < body_end:
             self._phase, self._left = "body", body_end - len(data)
             if READ_BYTES < self._left <= gates.limits.max_body_bytes and not self._is_dropped:
-                # One copy and one turn of whoever waits for it. It takes no memory before it comes, as zeroes would.
-                self._body = np.empty(length, np.uint8).data
+                # One copy and one turn of whoever waits for it. It takes no memory before it comes, as zeroes would; that
+                # of a long one goes back to the system, which the heap may keep.
+                is_long = length >= MAPPED_BYTES
+                self._body = memoryview(mmap.mmap(-1, length)) if is_long else np.empty(length, np.uint8).data
                 self._body[: -self._left] = data[body_at:]
                 data = data[:body_at]
             self._give(data)
